@@ -1,0 +1,77 @@
+"""What every operator needs to be right under jit, vmap, pmap and shard_map.
+
+Inside ``shard_map(check_vma=True)`` the type of an array says over which mesh axes its value *varies*. The cotangent
+of an array must have the array's own type, and where it varies over more axes it must be summed over them: that sum
+is the gradient all-reduce of data-parallel training. Under pmap, vmap and ``check_vma=False`` nothing varies as far
+as the types know, and the caller reduces the gradients.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+AxisNames = tuple[Hashable, ...]
+
+
+def varying(x: jax.Array) -> frozenset:
+    """The mesh axes over which x varies, as far as its type knows."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def as_varying(x: jax.Array, axes: frozenset) -> jax.Array:
+    """Casts x to vary over `axes` too. The transpose of this cast is the sum over the axes it adds."""
+    kind = jax.typeof(x).manual_axis_type
+    if kind.reduced:  # a parameter whose gradient the caller wants unreduced: the cast keeps that promise
+        x = lax.pcast(x, tuple(kind.reduced), to="varying")
+    missing = tuple(sorted(axes - varying(x), key=str))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def same_varying(tree: Any) -> Any:
+    """Casts every array of `tree` to vary over the union of all their axes."""
+    union = frozenset().union(*map(varying, jax.tree.leaves(tree)))
+    return jax.tree.map(lambda x: as_varying(x, union), tree)
+
+
+def sum_to_type_of(ct: jax.Array, primal: jax.Array) -> jax.Array:
+    """Sums a cotangent over the axes where it varies and `primal` does not, so that it has the type of `primal`."""
+    extra = tuple(sorted(varying(ct) - varying(primal), key=str))
+    return as_varying(lax.psum(ct, extra) if extra else ct, varying(primal))
+
+
+def zeros(shape: Sequence[int], dtype: Any, like: jax.Array) -> jax.Array:
+    """Zeros that vary as `like` does: what a loop that fills them must start from."""
+    return as_varying(jnp.zeros(shape, dtype), varying(like))
+
+
+def explicit_axes() -> tuple:
+    """The axes of the current mesh whose shardings are in the types."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+
+
+def axis_names(axis_name: Hashable | Sequence[Hashable] | None) -> AxisNames:
+    """`axis_name` as a tuple: one name, several, or None for no axis."""
+    if axis_name is None:
+        return ()
+    names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    if len(set(names)) != len(names):
+        raise ValueError(f"`axis_name` (={axis_name!r}) names an axis twice; name each axis once.")
+    return names
+
+
+def per_batch(fun: Callable, x: jax.Array) -> Callable:
+    """Lets XLA partition ``fun(x, ...) -> (array with x's batch, anything replicated)`` on a mesh with Explicit axes.
+
+    Loops and slices inside an operator have no one right sharding type; XLA's partitioner finds one, and the batch
+    keeps the sharding that x has.
+    """
+    axes = explicit_axes()
+    if not axes:
+        return fun
+    batch = PartitionSpec(*jax.typeof(x).sharding.spec[:-1])
+    return jax.sharding.auto_axes(fun, axes=axes, out_sharding=(batch, PartitionSpec()))

@@ -1,0 +1,159 @@
+"""Every way of running one operator over eight devices, each returning the same global gradients.
+
+An operator under test is ``op(params, batch, axis_name) -> (y, aux)``: `batch` is a dict of arrays with a leading batch
+axis that holds at least ``x`` and ``w`` (weights of the loss, of y's shape), aux is the same on every device.
+A context returns ``(loss, aux, dparams, dx)`` of the mean loss over the whole batch.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+DEVICES = 8
+
+
+def local_loss(y, w):
+    return jnp.mean(jnp.sin(y) * w + 0.3 * y * y)
+
+
+def value_and_grads(op, params, batch, axis_name, reduce=lambda loss: loss):
+    def loss(params, x):
+        y, aux = op(params, {**batch, "x": x}, axis_name)
+        return reduce(local_loss(y, batch["w"])), aux
+
+    (value, aux), (dparams, dx) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, batch["x"])
+    return value, aux, dparams, dx
+
+
+def single_device(op, params, batch):
+    return jax.jit(lambda p, b: value_and_grads(op, p, b, None))(params, batch)
+
+
+def mesh_of(shape, names, kind=AxisType.Auto):
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+
+
+def jit_global(kind, op, params, batch):
+    mesh = mesh_of((DEVICES,), ("i",), kind)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(params, NamedSharding(mesh, P()))
+        batch = jax.device_put(batch, NamedSharding(mesh, P("i")))
+        return jax.jit(lambda p, b: value_and_grads(op, p, b, None))(params, batch)
+
+
+def _per_device(op, params, batch):
+    """Gradients of the local loss, then their mean: how pmap and vmap are used."""
+    loss, aux, dparams, dx = value_and_grads(op, params, batch, "i")
+    return lax.pmean(loss, "i"), aux, lax.pmean(dparams, "i"), dx / DEVICES
+
+
+def _split(batch):
+    return jax.tree.map(lambda a: a.reshape(DEVICES, -1, *a.shape[1:]), batch)
+
+
+def _join(result):
+    loss, aux, dparams, dx = result
+    first = functools.partial(jax.tree.map, lambda a: a[0])
+    return first(loss), first(aux), first(dparams), dx.reshape(-1, *dx.shape[2:])
+
+
+def pmap(op, params, batch):
+    run = jax.pmap(functools.partial(_per_device, op), axis_name="i", in_axes=(None, 0))
+    return _join(run(params, _split(batch)))
+
+
+def vmap_of_grad(op, params, batch):
+    run = jax.vmap(functools.partial(_per_device, op), axis_name="i", in_axes=(None, 0))
+    return _join(jax.jit(run)(params, _split(batch)))
+
+
+def grad_of_vmap(op, params, batch):
+    def loss(params, x):
+        def one(x, batch):
+            y, aux = op(params, {**batch, "x": x}, "i")
+            return local_loss(y, batch["w"]), aux
+
+        losses, aux = jax.vmap(one, axis_name="i")(x, split)
+        return losses.mean(), jax.tree.map(lambda a: a[0], aux)
+
+    split = _split(batch)
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    (value, aux), (dparams, dx) = run(params, split["x"])
+    return value, aux, dparams, dx.reshape(batch["x"].shape)
+
+
+def grad_of_shard_map(check_vma, names, op, params, batch):
+    """The gradient outside: ``jax.grad`` of a loss that shard_map reduces."""
+    mesh = mesh_of((4, 2) if len(names) == 2 else (DEVICES,), names)
+
+    def local(params, batch):
+        y, aux = op(params, batch, names)
+        return lax.pmean(local_loss(y, batch["w"]), names), aux
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(names)), out_specs=(P(), P()), check_vma=check_vma)
+    run = jax.value_and_grad(lambda p, x: mapped(p, {**batch, "x": x}), argnums=(0, 1), has_aux=True)
+    (value, aux), (dparams, dx) = jax.jit(run)(params, batch["x"])
+    return value, aux, dparams, dx
+
+
+def _shard_map(inner, op, params, batch, check_vma=True):
+    out_specs = (P(), P(), P(), P("i"))
+    mapped = jax.shard_map(
+        functools.partial(inner, op),
+        mesh=mesh_of((DEVICES,), ("i",)),
+        in_specs=(P(), P("i")),
+        out_specs=out_specs,
+        check_vma=check_vma,
+    )
+    return jax.jit(mapped)(params, batch)
+
+
+def shard_map_of_grad(op, params, batch):
+    """check_vma=True: the loss is reduced, and the gradient of a replicated parameter comes back reduced."""
+    return _shard_map(lambda *a: value_and_grads(*a, "i", lambda loss: lax.pmean(loss, "i")), op, params, batch)
+
+
+def shard_map_of_grad_unchecked(op, params, batch):
+    """check_vma=False: as in pmap, the caller reduces the gradients of the local loss."""
+    return _shard_map(_per_device, op, params, batch, check_vma=False)
+
+
+def shard_map_varying_params(op, params, batch):
+    """check_vma=True with parameters cast to vary: gradients stay local until the caller reduces them."""
+
+    def inner(op, params, batch):
+        params = jax.tree.map(lambda p: lax.pcast(p, "i", to="varying"), params)
+        return _per_device(op, params, batch)
+
+    return _shard_map(inner, op, params, batch)
+
+
+CONTEXTS = {
+    "jit_auto": functools.partial(jit_global, AxisType.Auto),
+    "jit_explicit": functools.partial(jit_global, AxisType.Explicit),
+    "pmap": pmap,
+    "vmap_of_grad": vmap_of_grad,
+    "grad_of_vmap": grad_of_vmap,
+    "grad_of_shard_map": functools.partial(grad_of_shard_map, True, ("i",)),
+    "grad_of_shard_map_unchecked": functools.partial(grad_of_shard_map, False, ("i",)),
+    "grad_of_shard_map_two_axes": functools.partial(grad_of_shard_map, True, ("i", "j")),
+    "shard_map_of_grad": shard_map_of_grad,
+    "shard_map_of_grad_unchecked": shard_map_of_grad_unchecked,
+    "shard_map_varying_params": shard_map_varying_params,
+}
+
+
+def assert_trees_close(got, want, tolerance):
+    """Every leaf within `tolerance` of the largest value of its reference."""
+    got_leaves, want_leaves = jax.tree.leaves(got), jax.tree.leaves(want)
+    assert len(got_leaves) == len(want_leaves)
+    for a, b in zip(got_leaves, want_leaves, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert a.shape == b.shape
+        assert np.all(np.isfinite(a))
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.abs(b).max(initial=0), 1e-300))
