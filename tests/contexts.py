@@ -1,7 +1,8 @@
 """Every way of running one operator over eight devices, each returning the same global gradients.
 
-An operator under test is ``op(params, batch, axis_name) -> (y, aux)``: `batch` is a dict of arrays with a leading batch
-axis that holds at least ``x`` and ``w`` (weights of the loss, of y's shape), aux is the same on every device.
+An operator under test is ``op(params, batch, axis_name) -> (y, aux)``: `batch` is a dict of arrays
+with a leading batch axis that holds at least ``x`` and ``w`` (weights of the loss, of y's shape),
+aux is the same on every device.
 A context returns ``(loss, aux, dparams, dx)`` of the mean loss over the whole batch.
 """
 
@@ -26,7 +27,9 @@ def value_and_grads(op, params, batch, axis_name, reduce=lambda loss: loss):
         y, aux = op(params, {**batch, "x": x}, axis_name)
         return reduce(local_loss(y, batch["w"])), aux
 
-    (value, aux), (dparams, dx) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, batch["x"])
+    (value, aux), (dparams, dx) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
+        params, batch["x"]
+    )
     return value, aux, dparams, dx
 
 
@@ -95,8 +98,12 @@ def grad_of_shard_map(check_vma, names, op, params, batch):
         y, aux = op(params, batch, names)
         return lax.pmean(local_loss(y, batch["w"]), names), aux
 
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(names)), out_specs=(P(), P()), check_vma=check_vma)
-    run = jax.value_and_grad(lambda p, x: mapped(p, {**batch, "x": x}), argnums=(0, 1), has_aux=True)
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P(names)), out_specs=(P(), P()), check_vma=check_vma
+    )
+    run = jax.value_and_grad(
+        lambda p, x: mapped(p, {**batch, "x": x}), argnums=(0, 1), has_aux=True
+    )
     (value, aux), (dparams, dx) = jax.jit(run)(params, batch["x"])
     return value, aux, dparams, dx
 
@@ -114,8 +121,10 @@ def _shard_map(inner, op, params, batch, check_vma=True):
 
 
 def shard_map_of_grad(op, params, batch):
-    """check_vma=True: the loss is reduced, and the gradient of a replicated parameter comes back reduced."""
-    return _shard_map(lambda *a: value_and_grads(*a, "i", lambda loss: lax.pmean(loss, "i")), op, params, batch)
+    """check_vma=True: the gradient of a replicated parameter comes back reduced."""
+    return _shard_map(
+        lambda *a: value_and_grads(*a, "i", lambda loss: lax.pmean(loss, "i")), op, params, batch
+    )
 
 
 def shard_map_of_grad_unchecked(op, params, batch):
@@ -124,7 +133,7 @@ def shard_map_of_grad_unchecked(op, params, batch):
 
 
 def shard_map_varying_params(op, params, batch):
-    """check_vma=True with parameters cast to vary: gradients stay local until the caller reduces them."""
+    """check_vma=True with parameters cast to vary: the caller reduces their gradients."""
 
     def inner(op, params, batch):
         params = jax.tree.map(lambda p: lax.pcast(p, "i", to="varying"), params)
@@ -156,4 +165,6 @@ def assert_trees_close(got, want, tolerance):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert a.shape == b.shape
         assert np.all(np.isfinite(a))
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.abs(b).max(initial=0), 1e-300))
+        np.testing.assert_allclose(
+            a, b, rtol=0, atol=tolerance * max(np.abs(b).max(initial=0), 1e-300)
+        )

@@ -1,9 +1,10 @@
 """What every operator needs to be right under jit, vmap, pmap and shard_map.
 
-Inside ``shard_map(check_vma=True)`` the type of an array says over which mesh axes its value *varies*. The cotangent
-of an array must have the array's own type, and where it varies over more axes it must be summed over them: that sum
-is the gradient all-reduce of data-parallel training. Under pmap, vmap and ``check_vma=False`` nothing varies as far
-as the types know, and the caller reduces the gradients.
+Inside ``shard_map(check_vma=True)`` the type of an array says over which mesh axes its value
+*varies*. The cotangent of an array must have the array's own type, and where it varies over more
+axes it must be summed over them: that sum is the gradient all-reduce of data-parallel training.
+Under pmap, vmap and ``check_vma=False`` nothing varies as far as the types know, and the caller
+reduces the gradients.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -23,9 +24,9 @@ def varying(x: jax.Array) -> frozenset:
 
 
 def as_varying(x: jax.Array, axes: frozenset) -> jax.Array:
-    """Casts x to vary over `axes` too. The transpose of this cast is the sum over the axes it adds."""
+    """Casts x to vary over `axes` too; the transpose is the sum over the axes that this adds."""
     kind = jax.typeof(x).manual_axis_type
-    if kind.reduced:  # a parameter whose gradient the caller wants unreduced: the cast keeps that promise
+    if kind.reduced:  # the caller wants this gradient unreduced: the cast's transpose says so
         x = lax.pcast(x, tuple(kind.reduced), to="varying")
     missing = tuple(sorted(axes - varying(x), key=str))
     return lax.pcast(x, missing, to="varying") if missing else x
@@ -38,7 +39,7 @@ def same_varying(tree: Any) -> Any:
 
 
 def sum_to_type_of(ct: jax.Array, primal: jax.Array) -> jax.Array:
-    """Sums a cotangent over the axes where it varies and `primal` does not, so that it has the type of `primal`."""
+    """Gives a cotangent the type of `primal`: sums it over the axes where only it varies."""
     extra = tuple(sorted(varying(ct) - varying(primal), key=str))
     return as_varying(lax.psum(ct, extra) if extra else ct, varying(primal))
 
@@ -51,7 +52,11 @@ def zeros(shape: Sequence[int], dtype: Any, like: jax.Array) -> jax.Array:
 def explicit_axes() -> tuple:
     """The axes of the current mesh whose shardings are in the types."""
     mesh = jax.sharding.get_abstract_mesh()
-    return tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+    return tuple(
+        n
+        for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    )
 
 
 def axis_names(axis_name: Hashable | Sequence[Hashable] | None) -> AxisNames:
@@ -65,10 +70,10 @@ def axis_names(axis_name: Hashable | Sequence[Hashable] | None) -> AxisNames:
 
 
 def per_batch(fun: Callable, x: jax.Array) -> Callable:
-    """Lets XLA partition ``fun(x, ...) -> (array with x's batch, anything replicated)`` on a mesh with Explicit axes.
+    """On a mesh with Explicit axes: leaves ``fun(x, ...) -> (batch, replicated)`` to XLA.
 
-    Loops and slices inside an operator have no one right sharding type; XLA's partitioner finds one, and the batch
-    keeps the sharding that x has.
+    Loops and slices inside an operator have no one right sharding type; XLA's partitioner finds
+    one. The first result has x's batch sharding, the second is replicated.
     """
     axes = explicit_axes()
     if not axes:

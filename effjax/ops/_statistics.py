@@ -1,6 +1,7 @@
-"""Batch statistics over devices, and their share of a gradient: the mathematics under every batch norm of effjax.
+"""Batch statistics over devices, and what they take away from a gradient.
 
-Arrays of statistics keep their reduced axes (``keepdims``), so that any set of feature axes broadcasts against x.
+Arrays of statistics keep their reduced axes (``keepdims``), so that any set of feature axes
+broadcasts against x.
 """
 
 import math
@@ -13,7 +14,8 @@ from jax import lax
 
 from ._parallel import AxisNames, axis_names
 
-GATHER_BYTES = 256 * 1024  # above this traffic, two small all-reduces are cheaper than one that grows with the devices
+# Above this traffic two small all-reduces are cheaper than one that grows with the devices.
+GATHER_BYTES = 256 * 1024
 
 
 class BatchStats(NamedTuple):
@@ -22,8 +24,8 @@ class BatchStats(NamedTuple):
     Attributes:
         mean: mean of each feature, float32 or wider.
         var: biased variance of each feature, of the same dtype as `mean`.
-        count: how many values each mean is over: a scalar, or one number a feature where the mask differs by feature.
-            Where it is 0 the mean is 0 and the variance is 1.
+        count: how many values each mean is over: a scalar, or one number a feature where the mask
+            differs by feature. Where it is 0 the mean is 0 and the variance is 1.
     """
 
     mean: jax.Array
@@ -32,7 +34,7 @@ class BatchStats(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """Over which devices, and how, the statistics are taken. Hashable: a static argument of the operators."""
+    """Over which devices statistics are taken, and how. Hashable: a static argument."""
 
     axis_names: AxisNames = ()
     groups: tuple[tuple[int, ...], ...] | None = None
@@ -50,14 +52,15 @@ def make_reduction(
         return Reduction(names, None, stats)
     if len(names) != 1:
         raise ValueError(
-            f"`axis_index_groups` divides one axis, but `axis_name` is {axis_name!r}; name exactly one axis, or use a "
-            "mesh with an axis for the groups and one inside them."
+            f"`axis_index_groups` divides one axis, but `axis_name` is {axis_name!r}; name exactly "
+            "one axis, or use a mesh with an axis for the groups and one inside them."
         )
     groups = tuple(tuple(int(i) for i in group) for group in axis_index_groups)
     members = sorted(i for group in groups for i in group)
     if members != list(range(len(members))) or len({len(group) for group in groups}) != 1:
         raise ValueError(
-            f"`axis_index_groups` (={axis_index_groups!r}) must hold every device index once, in groups of one size."
+            f"`axis_index_groups` (={axis_index_groups!r}) must hold every device index once, in "
+            "groups of one size."
         )
     return Reduction(names, groups, stats)
 
@@ -73,17 +76,19 @@ def psum(v: jax.Array, reduction: Reduction) -> jax.Array:
             raise
         axis = reduction.axis_names[0]
         raise ValueError(
-            f"`axis_index_groups` does not work under vmap or shard_map(check_vma=True). Make a mesh of shape "
-            f"({len(reduction.groups)}, {len(reduction.groups[0])}) with axes ('group', {axis!r}) in its place, and "
-            f"pass axis_name={axis!r} alone: statistics are then taken inside each group."
+            "`axis_index_groups` does not work under vmap or shard_map(check_vma=True). Make a "
+            f"mesh of shape ({len(reduction.groups)}, {len(reduction.groups[0])}) with axes "
+            f"('group', {axis!r}) in its place, and pass axis_name={axis!r} alone: statistics are "
+            "then taken inside each group."
         ) from error
 
 
 def local_moments(x: jax.Array, mask: jax.Array | None, axes: tuple[int, ...]) -> tuple:
     """Mean, sum of squared deviations (M2) and count on this device, by two passes over x.
 
-    The second pass also sums the deviations themselves: what is left of the rounding error of the first pass, which
-    corrects both results (Chan, Golub & LeVeque, 1983). This is what keeps mean >> std accurate in float32.
+    The second pass also sums the deviations themselves: what is left of the rounding error of the
+    first pass, which corrects both results (Chan, Golub & LeVeque, 1983). This is what keeps mean
+    >> std accurate in float32.
     """
     if mask is None:
         count = jnp.full([1] * x.ndim, math.prod(x.shape[a] for a in axes), x.dtype)
@@ -104,9 +109,10 @@ def local_moments(x: jax.Array, mask: jax.Array | None, axes: tuple[int, ...]) -
 def moments(
     x: jax.Array, mask: jax.Array | None, axes: tuple[int, ...], reduction: Reduction
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Mean, biased variance and count of x over `axes` and the devices of `reduction`, in x's dtype (float32 or wider).
+    """Mean, biased variance and count of x over `axes` and the devices of `reduction`.
 
-    Returns arrays with the reduced axes kept. Where nothing is counted the mean is 0 and the variance is 1.
+    Returns arrays with the reduced axes kept. Where nothing is counted the mean is 0 and the
+    variance is 1.
     """
     mean, m2, count = local_moments(x, mask, axes)
     if reduction.axis_names:
@@ -116,19 +122,23 @@ def moments(
 
 
 def _merge(mean, m2, count, equal_counts: bool, reduction: Reduction) -> tuple:
-    """Merges (mean, M2, count) of all devices (Chan et al.), weighted by the counts, in one or two all-reduces."""
+    """Merges (mean, M2, count) of all devices by Chan's formula, in one or two all-reduces."""
     size = group_size(reduction)
-    message = size * (2 * mean.size + count.size) * mean.dtype.itemsize
-    if reduction.stats == "gather" or (reduction.stats == "auto" and message <= GATHER_BYTES):
-        counted = (mean, m2) if equal_counts else (mean, m2, count)
-        parts = _gather(jnp.concatenate([v.ravel() for v in counted]), size, reduction)
+    counted = (mean, m2) if equal_counts else (mean, m2, count)
+    message = jnp.concatenate([v.ravel() for v in counted])
+    small = size * message.size * message.dtype.itemsize <= GATHER_BYTES
+    if reduction.stats == "gather" or (reduction.stats == "auto" and small):
+        parts = _gather(message, size, reduction)
         means = parts[:, : mean.size].reshape(size, *mean.shape)
         m2s = parts[:, mean.size : 2 * mean.size].reshape(size, *mean.shape)
-        counts = parts[:, 2 * mean.size :].reshape(size, *count.shape) if not equal_counts else count[None]
-        total = counts.sum(0) if not equal_counts else count * size
+        if equal_counts:
+            counts, total = count[None], count * size
+        else:
+            counts = parts[:, 2 * mean.size :].reshape(size, *count.shape)
+            total = counts.sum(0)
         n = jnp.maximum(total, 1)
-        near = (counts * means).sum(0) / n
-        merged = near + (counts * (means - near)).sum(0) / n  # the second term takes back the rounding of the first
+        merged = (counts * means).sum(0) / n
+        merged += (counts * (means - merged)).sum(0) / n  # takes back the rounding of the first sum
         return merged, (m2s + counts * jnp.square(means - merged)).sum(0), total
     if equal_counts:
         total = count * size
@@ -146,7 +156,7 @@ def group_size(reduction: Reduction) -> int:
 
 
 def _gather(v: jax.Array, size: int, reduction: Reduction) -> jax.Array:
-    """``all_gather`` as the sum of one-hot rows, so that the result is known to be the same on every device."""
+    """``all_gather`` as a sum of one-hot rows: its type says that every device has the same."""
     index = lax.axis_index(reduction.axis_names)
     if reduction.groups:
         members = [i for group in reduction.groups for i in group]
@@ -163,10 +173,10 @@ def normalize(x: jax.Array, mean, inv, scale, bias) -> jax.Array:
 
 
 def project(g, total, x, mean, inv, mask, count) -> jax.Array:
-    """The gradient of x from g, the gradient of ``inv * (x - mean)`` times inv: batch statistics take their share away.
+    """Takes the share of the batch statistics away from g, the gradient of x with them fixed.
 
-    ``g - [counted] * inv * (sum(g') + xhat * sum(g' * xhat)) / count``, where `total` holds the two sums of g' = g / inv
-    over all devices.
+    ``g - [counted] * inv * (sum(g') + xhat * sum(g' * xhat)) / count``, where `total` holds the two
+    sums of g' = g / inv over all devices.
     """
     share = inv * (total[0] + (x.astype(inv.dtype) - mean) * inv * total[1]) / jnp.maximum(count, 1)
     return g - (share if mask is None else jnp.where(mask, share, 0))
@@ -175,10 +185,12 @@ def project(g, total, x, mean, inv, mask, count) -> jax.Array:
 def normalize_backward(g, x, mean, inv, scale, mask, count, axes, reduction: Reduction) -> tuple:
     """The gradient of x from g, the gradient of ``normalize(x, ...)``, with one all-reduce.
 
-    Returns dx and the sums ``[sum(g), sum(g * xhat)]`` (gradients of bias and scale) of this device and of all devices.
+    Returns dx and the sums ``[sum(g), sum(g * xhat)]`` (gradients of bias and scale) of this device
+    and of all devices.
     """
     xhat = (x.astype(inv.dtype) - mean) * inv
-    local = jnp.stack([jnp.sum(v, axes, keepdims=True) for v in (g, g * xhat)])  # [2, 1, .., C, .., 1]
+    sums = [jnp.sum(v, axes, keepdims=True) for v in (g, g * xhat)]
+    local = jnp.stack(sums)  # [2, 1, .., C, .., 1]
     total = psum(local, reduction)
     gain = jnp.ones((), inv.dtype) if scale is None else scale.astype(inv.dtype)
     return project(g * (inv * gain), total * gain, x, mean, inv, mask, count), local, total
@@ -188,7 +200,9 @@ def check_mask(mask: Any, x: jax.Array) -> jax.Array:
     """The mask with x's rank."""
     mask = jnp.asarray(mask)
     if mask.dtype != jnp.bool_:
-        raise TypeError(f"`mask` must be boolean, but its dtype is {mask.dtype}; pass mask.astype(bool).")
+        raise TypeError(
+            f"`mask` must be boolean, but its dtype is {mask.dtype}; pass mask.astype(bool)."
+        )
     try:
         fits = jnp.broadcast_shapes(mask.shape, x.shape) == x.shape
     except ValueError:

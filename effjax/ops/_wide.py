@@ -1,8 +1,9 @@
-"""BN → ReLU → 1x1 convolution over a wide feature buffer with known statistics, a few rows at a time.
+"""BN → ReLU → 1x1 convolution of a wide buffer with known statistics, a few rows at a time.
 
-With the statistics known every pixel is independent, so nothing as wide as the buffer exists but the buffer itself and
-its gradient. The slices are of rows: jit shards the batch, and slices of a sharded axis would be gathered. Loops are not
-merged with one another by the compiler, so the recompute in a backward pass stays one, on every backend.
+With the statistics known every pixel is independent, so nothing as wide as the buffer exists but
+the buffer itself and its gradient. The slices are of rows: jit shards the batch, and slices of a
+sharded axis would be gathered. Loops are not merged with one another by the compiler, so the
+recompute in a backward pass stays one, on every backend.
 """
 
 import math
@@ -15,11 +16,13 @@ from jax import lax
 from ._parallel import zeros
 from ._statistics import normalize
 
-SLICE_BYTES = 16 * 2**20  # a slice that stays in cache on a CPU and still fills a GPU
+# A slice that stays in a CPU's cache, and one that fills a GPU.
+CPU_SLICE_BYTES = 4 * 2**20
+SLICE_BYTES = 16 * 2**20
 
 
 class Wide(NamedTuple):
-    """The first `mean.shape[-1]` channels of a buffer, how they are normalised, and the kernel they meet."""
+    """The first c channels of a buffer, how they are normalised, and the kernel they meet."""
 
     buffer: jax.Array  # [N, H, W, >= c]
     mean: jax.Array  # [1, 1, 1, c]
@@ -31,7 +34,8 @@ class Wide(NamedTuple):
 
 def default_chunks(shape: tuple[int, ...]) -> int:
     """How many slices of rows a buffer [N, H, W, C] is worked through in."""
-    return max(1, min(shape[1], round(4 * math.prod(shape) / SLICE_BYTES)))
+    slice_bytes = CPU_SLICE_BYTES if jax.default_backend() == "cpu" else SLICE_BYTES
+    return max(1, min(shape[1], round(4 * math.prod(shape) / slice_bytes)))
 
 
 def wide_conv(wide: Wide, num_chunks: int, precision) -> jax.Array:
@@ -45,18 +49,22 @@ def wide_conv(wide: Wide, num_chunks: int, precision) -> jax.Array:
         h = lax.dot_general(z, kernel, (((3,), (0,)), ((), ())), precision=precision)
         return lax.dynamic_update_slice(out, h, (0, start, 0, 0))
 
-    # Tied to its input by the barrier: XLA would otherwise make the zeros of every layer at the start and keep them all.
+    # Tied to its input by the barrier: XLA would otherwise make the zeros of every layer at the
+    # start and keep them all.
     out, buffer = lax.optimization_barrier(
         (zeros((*buffer.shape[:3], kernel.shape[1]), buffer.dtype, buffer), buffer)
     )
     return lax.fori_loop(0, count, body, out)
 
 
-def wide_conv_backward(wide: Wide, dout: jax.Array, grad: jax.Array, num_chunks: int, precision) -> tuple:
-    """Adds ``inv * scale * dz`` to the first c channels of `grad`, in place, dz being the gradient before the ReLU.
+def wide_conv_backward(
+    wide: Wide, dout: jax.Array, grad: jax.Array, num_chunks: int, precision
+) -> tuple:
+    """Adds ``inv * scale * dz`` to the first c channels of `grad`, in place.
 
-    Returns grad and the sums over this device ``(dscale [c], dbias [c], dkernel [1, 1, c, b])`` in float32 or wider.
-    `project` turns grad into the gradient of the buffer, once the sums of all its readers are known.
+    Here dz is the gradient before the ReLU. Returns grad and the sums over this device ``(dscale
+    [c], dbias [c], dkernel [1, 1, c, b])`` in float32 or wider. `project` turns grad into the
+    gradient of the buffer, once the sums of all its readers are known.
     """
     buffer, dtype = wide.buffer, wide.inv.dtype
     kernel = wide.kernel[0, 0].astype(buffer.dtype)
@@ -69,22 +77,30 @@ def wide_conv_backward(wide: Wide, dout: jax.Array, grad: jax.Array, num_chunks:
         start = _start(j, size, buffer)
         x, y, z = _activations(wide, buffer, start, size)
         dh = lax.dynamic_slice_in_dim(dout, start, size, 1)
-        if overlap:  # the last slice begins where it fits: rows that were done already count for nothing
+        if overlap:  # the last slice begins where it fits: rows already done count for nothing
             new = start + jnp.arange(size) >= j * size
             dh = jnp.where(new[:, None, None], dh, 0)
         dkernel += lax.dot_general(
-            z, dh, (((0, 1, 2), (0, 1, 2)), ((), ())), precision=precision, preferred_element_type=dtype
+            z,
+            dh,
+            (((0, 1, 2), (0, 1, 2)), ((), ())),
+            precision=precision,
+            preferred_element_type=dtype,
         )
         dz = lax.dot_general(
             dh, kernel, (((3,), (1,)), ((), ())), precision=precision, preferred_element_type=dtype
         )
         dz = jnp.where(y > 0, dz, 0)
         old = lax.dynamic_slice(grad, (0, start, 0, 0), x.shape)
-        grad = lax.dynamic_update_slice(grad, old + (dz * slope).astype(grad.dtype), (0, start, 0, 0))
+        grad = lax.dynamic_update_slice(
+            grad, old + (dz * slope).astype(grad.dtype), (0, start, 0, 0)
+        )
         dscale += jnp.sum(dz * ((x.astype(dtype) - wide.mean) * wide.inv), (0, 1, 2))
         return grad, dscale, dbias + jnp.sum(dz, (0, 1, 2)), dkernel
 
-    sums = tuple(zeros(shape, dtype, dout) for shape in (wide.scale.shape, wide.bias.shape, kernel.shape))
+    sums = tuple(
+        zeros(shape, dtype, dout) for shape in (wide.scale.shape, wide.bias.shape, kernel.shape)
+    )
     grad, dscale, dbias, dkernel = lax.fori_loop(0, count, body, (grad, *sums))
     return grad, (dscale, dbias, dkernel[None, None])
 

@@ -38,50 +38,58 @@ def sync_batch_norm(
 
     ``y = act((x - mean) / sqrt(var + epsilon) * scale + bias + residual)``
 
-    Statistics are float32 for half-precision x (x's own dtype otherwise), from local means and squared deviations
-    merged by their counts, and stay accurate where the mean is much larger than the deviation. The forward pass does
-    one all-reduce (two small ones above a traffic threshold), the backward pass one of two numbers a feature.
+    Statistics are float32 for half-precision x (x's own dtype otherwise), from local means and
+    squared deviations merged by their counts, and stay accurate where the mean is much larger than
+    the deviation. The forward pass does one all-reduce (two small ones above a traffic threshold),
+    the backward pass one of two numbers a feature.
 
     Args:
         x: floating point, rank 2 or more, any shape (zero-size batches too).
         scale: gamma, of the shape of the feature axes, or None for 1.
         bias: beta, likewise, or None for 0.
-        axis_name: the name or names of the mapped axes (pmap, shard_map, vmap) that share statistics. None: this
-            device's values; under plain ``jit`` with a sharded x that is the global batch already.
-        axis_index_groups: groups of device indices along the one `axis_name`, each with statistics of its own (pmap and
-            ``shard_map(check_vma=False)``; elsewhere use a mesh of two axes).
-        mask: boolean, broadcastable to x: which values count. Every value is normalised, counted or not.
+        axis_name: the name or names of the mapped axes (pmap, shard_map, vmap) that share
+            statistics. None: this device's values; under plain ``jit`` with a sharded x that is the
+            global batch already.
+        axis_index_groups: groups of device indices along the one `axis_name`, each with statistics
+            of its own (pmap and ``shard_map(check_vma=False)``; elsewhere use a mesh of two axes).
+        mask: boolean, broadcastable to x: which values count. Every value is normalised, counted or
+            not.
         epsilon: added to the variance; positive.
         activation: ``"relu"`` or None.
         residual: added before the activation; x's shape and dtype.
         feature_axis: the axis or axes that keep statistics of their own.
-        stats: how devices merge: ``"gather"`` is one all-reduce of (2C+1)·devices numbers, ``"two_psum"`` two of C;
-            ``"auto"`` takes the first up to 256 KiB.
+        stats: how devices merge: ``"gather"`` is one all-reduce of (2C+1)·devices numbers,
+            ``"two_psum"`` two of C; ``"auto"`` takes the first up to 256 KiB.
 
     Returns:
-        y, of x's shape and dtype, and :class:`BatchStats` (biased variance), through which no gradient flows. A feature
-        with nothing counted has mean 0 and variance 1; with one value counted its variance is 0.
+        y, of x's shape and dtype, and :class:`BatchStats` (biased variance), through which no
+        gradient flows. A feature with nothing counted has mean 0 and variance 1; with one value
+        counted its variance is 0.
 
     Raises:
-        TypeError: x is not floating point, mask is not boolean, or residual has another dtype than x.
-        ValueError: shapes that do not fit, an unknown `activation` or `stats`, a bad `feature_axis`, `epsilon` or
-            `axis_index_groups`, groups where JAX cannot do them.
+        TypeError: x is not floating point, mask is not boolean, or residual has another dtype.
+        ValueError: shapes that do not fit, an unknown `activation` or `stats`, a bad
+            `feature_axis`, `epsilon` or `axis_index_groups`, groups where JAX cannot do them.
 
-    Kept for the backward pass: x in its own dtype, mean, inverse standard deviation, count, scale, bias and the mask; with
-    a residual and an activation also y. Neither the normalised value nor a ReLU mask is kept.
+    Kept for the backward pass: x in its own dtype, mean, inverse standard deviation, count, scale,
+    bias and the mask; with a residual and an activation also y. Neither the normalised value nor a
+    ReLU mask is kept.
 
-    Gradients are those of the sum of all devices' losses, as in ``jax.grad`` of a loss local to each device. Reverse
-    mode only.
+    Gradients are those of the sum of all devices' losses, as in ``jax.grad`` of a loss local to
+    each device. Reverse mode only.
 
     References:
-        SyncBatchNorm of NVIDIA apex; Ioffe & Szegedy, 2015 (arXiv:1502.03167); Chan, Golub & LeVeque, 1983.
+        SyncBatchNorm of NVIDIA apex; Ioffe & Szegedy, 2015 (arXiv:1502.03167); Chan, Golub &
+        LeVeque, 1983.
     """
     axes = _check(x, scale, bias, epsilon, activation, residual, feature_axis)
     reduction = make_reduction(axis_name, axis_index_groups, stats)
     static = _Static(reduction, axes, float(epsilon), activation == "relu", residual is not None)
     mask = None if mask is None else check_mask(mask, x)
     x, residual, mask = same_varying((x, residual, mask))
-    scale, bias = (None if p is None else as_varying(jnp.asarray(p), frozenset()) for p in (scale, bias))
+    scale, bias = (
+        None if p is None else as_varying(jnp.asarray(p), frozenset()) for p in (scale, bias)
+    )
     y, statistics = _batch_norm(static, x, scale, bias, residual, mask)
     features = tuple(n for a, n in enumerate(x.shape) if a not in axes)
     mean, var, count = lax.stop_gradient(statistics)
@@ -101,12 +109,13 @@ def batch_norm_inference(
     residual: jax.Array | None = None,
     feature_axis: int | Sequence[int] = -1,
 ) -> jax.Array:
-    """Normalises x by given statistics, as batch norm does in evaluation: an affine map of each feature.
+    """Normalises x by given statistics, as batch norm does in evaluation.
 
     ``y = act((x - mean) / sqrt(var + epsilon) * scale + bias + residual)``
 
-    Arguments, errors and precision are those of :func:`sync_batch_norm`; `mean` and `var` have the shape of the feature
-    axes. It is plain JAX: differentiable in every argument and in forward mode, without collectives.
+    Arguments, errors and precision are those of :func:`sync_batch_norm`; `mean` and `var` have the
+    shape of the feature axes. It is plain JAX: differentiable in every argument and in forward
+    mode, without collectives.
     """
     axes = _check(x, scale, bias, epsilon, activation, residual, feature_axis)
     features = tuple(n for a, n in enumerate(x.shape) if a not in axes)
@@ -132,7 +141,8 @@ class _Static(NamedTuple):
 # With xhat = (x - mean) * inv, g = dy where y > 0, and N values counted over all devices:
 #   dbias = sum(g)    dscale = sum(g * xhat)
 #   dx = scale * inv * (g - [counted] * (sum(g) + xhat * sum(g * xhat)) / N)
-# The two sums over all devices are one all-reduce of 2C numbers, and they are the gradients of replicated parameters.
+# The two sums over all devices are one all-reduce of 2C numbers, and they are the gradients of
+# replicated parameters.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -148,7 +158,8 @@ def _forward(static: _Static, x, scale, bias, residual, mask):
     y = normalize(x, mean, inv, *_keepdims_all(mean.shape, scale, bias))
     y = y if residual is None else y + residual.astype(y.dtype)
     y = (jnp.maximum(y, 0) if static.relu else y).astype(x.dtype)
-    kept_y = y if static.relu and static.has_residual else None  # otherwise its sign is computed again
+    # With a residual the sign of y is read from y itself; otherwise it is computed again.
+    kept_y = y if static.relu and static.has_residual else None
     return (y, (mean, var, count)), (x, scale, bias, mask, mean, inv, count, kept_y)
 
 
@@ -176,12 +187,14 @@ _batch_norm.defvjp(_forward, _backward)
 
 
 def _parameter_cotangent(local, total, p, reduction: Reduction) -> jax.Array:
-    """The cotangent that p's type asks for: the total where p is replicated, this device's share where it varies.
+    """The total where p's type says that it is replicated, this device's share where it varies.
 
     The total over the statistics' own axes has been all-reduced already and is not reduced again.
     """
     names = set(reduction.axis_names)
-    replicated = names and not reduction.groups and names <= varying(local) and not names & varying(p)
+    replicated = (
+        names and not reduction.groups and names <= varying(local) and not names & varying(p)
+    )
     return sum_to_type_of(total if replicated else local, p).reshape(p.shape).astype(p.dtype)
 
 
@@ -198,28 +211,44 @@ def _check(x, scale, bias, epsilon, activation, residual, feature_axis) -> tuple
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"`x` must be floating point, but its dtype is {x.dtype}; cast it first.")
     if x.ndim < 2:
-        raise ValueError(f"`x` of shape {x.shape} must have a batch and a feature axis: rank 2 or more.")
+        raise ValueError(
+            f"`x` of shape {x.shape} must have a batch and a feature axis: rank 2 or more."
+        )
     listed = feature_axis if isinstance(feature_axis, Sequence) else (feature_axis,)
     if not all(-x.ndim <= a < x.ndim for a in listed):
-        raise ValueError(f"`feature_axis` (={feature_axis}) is out of range for `x` of shape {x.shape}.")
+        raise ValueError(
+            f"`feature_axis` (={feature_axis}) is out of range for `x` of shape {x.shape}."
+        )
     features = {a % x.ndim for a in listed}
     axes = tuple(a for a in range(x.ndim) if a not in features)
     if len(features) != len(listed) or not features or not axes:
-        raise ValueError(f"`feature_axis` (={feature_axis}) must name some axes of `x`, each once, but not all.")
+        raise ValueError(
+            f"`feature_axis` (={feature_axis}) must name some axes of `x`, each once, but not all."
+        )
     for name, value in (("scale", scale), ("bias", bias)):
         if value is not None:
             _check_features(name, value, tuple(x.shape[a] for a in sorted(features)))
     if not epsilon > 0:
         raise ValueError(f"`epsilon` (={epsilon}) must be positive.")
     if activation not in (None, "relu"):
-        raise ValueError(f'`activation` (={activation!r}) must be "relu" or None; apply another one to the result.')
+        raise ValueError(
+            f'`activation` (={activation!r}) must be "relu" or None; apply others to the result.'
+        )
     if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"`residual` of shape {residual.shape} must have the shape of `x`, {x.shape}.")
+        raise ValueError(
+            f"`residual` of shape {residual.shape} must have the shape of `x`, {x.shape}."
+        )
     if residual is not None and residual.dtype != x.dtype:
-        raise TypeError(f"`residual` must have the dtype of `x`, {x.dtype}, but has {residual.dtype}; cast one of them.")
+        raise TypeError(
+            f"`residual` must have the dtype of `x`, {x.dtype}, but has {residual.dtype}; cast one "
+            "of them."
+        )
     return axes
 
 
 def _check_features(name: str, value: Any, shape: tuple[int, ...]) -> None:
     if jnp.shape(value) != shape:
-        raise ValueError(f"`{name}` of shape {jnp.shape(value)} must have the shape of the feature axes, {shape}.")
+        raise ValueError(
+            f"`{name}` of shape {jnp.shape(value)} must have the shape of the feature axes, "
+            f"{shape}."
+        )

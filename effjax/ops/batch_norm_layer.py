@@ -4,17 +4,19 @@ The adapters own the variables; everything they compute is here, so that both co
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from .batch_norm import BatchStats, batch_norm_inference, sync_batch_norm
 from .complex_batch_norm import complex_batch_norm
 
 Axes = int | Sequence[int]
+Activation = Literal["relu"]
+Stats = Literal["auto", "gather", "two_psum"]
 
 
 def feature_axes(ndim: int, axis: Axes) -> tuple[int, ...]:
@@ -30,7 +32,7 @@ def feature_axes(ndim: int, axis: Axes) -> tuple[int, ...]:
 
 
 def output_dtype(x: jax.Array, dtype: DTypeLike | None, *params: jax.Array | None) -> jnp.dtype:
-    """`dtype` where it is given; otherwise x's dtype for float16 and bfloat16, else the promoted dtype.
+    """`dtype` where it is given; else x's dtype for float16 and bfloat16, or the promoted dtype.
 
     Flax promotes half inputs with float32 parameters to float32, which doubles the memory of
     everything after the layer; the statistics are float32 here in any case.
@@ -56,12 +58,12 @@ def normalize_batch(
     dtype: DTypeLike | None,
     axis: Axes,
     epsilon: float,
-    activation: str | None,
-    residual: jax.Array | None,
-    mask: jax.Array | None,
+    activation: Activation | None,
+    residual: ArrayLike | None,
+    mask: ArrayLike | None,
     axis_name: Any,
     axis_index_groups: Any,
-    stats: str,
+    stats: Stats,
 ) -> tuple[jax.Array, BatchStats]:
     """Training form: `x` normalized with its own statistics, and these statistics."""
     out = output_dtype(x, dtype, scale, bias)
@@ -89,8 +91,8 @@ def normalize_with(
     dtype: DTypeLike | None,
     axis: Axes,
     epsilon: float,
-    activation: str | None,
-    residual: jax.Array | None,
+    activation: Activation | None,
+    residual: ArrayLike | None,
 ) -> jax.Array:
     """Inference form: `x` normalized with the given (running) statistics."""
     out = output_dtype(x, dtype, scale, bias)
@@ -115,8 +117,8 @@ def updated_running_stats(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Running statistics after one batch; channels with a count of 0 keep theirs.
 
-    `r ← momentum·r + (1 − momentum)·batch`, or with `momentum=None` the mean over all batches so far,
-    `r ← r + (batch − r)/k` with k the number of batches that had a value of this channel. With
+    `r ← momentum·r + (1 − momentum)·batch`, or with `momentum=None` the mean over all batches so
+    far, `r ← r + (batch − r)/k` with k the number of batches that had a value of this channel. With
     `unbiased` the variance is first multiplied by n/(n − 1) (by 1 where n is 1).
     Nothing here is differentiated: `stop_gradient` stands before the results.
     """
@@ -149,5 +151,5 @@ def _flat(v: jax.Array, like: jax.Array) -> jax.Array:
     return v if v.ndim == 0 else v.reshape(like.shape)
 
 
-def _cast(v: jax.Array | None, dtype: jnp.dtype) -> jax.Array | None:
-    return None if v is None else v.astype(dtype)
+def _cast(v: ArrayLike | None, dtype: DTypeLike) -> jax.Array | None:
+    return None if v is None else jnp.asarray(v, dtype)

@@ -43,22 +43,24 @@ def bn_relu_conv(
     num_chunks: int | None = None,
     precision: Any = None,
 ) -> tuple[jax.Array, BatchStats]:
-    """A convolution of the normalised, rectified concatenation of x, recomputed in the backward pass.
+    """Convolves the normalised, rectified concatenation of x, and keeps neither of the two.
 
     ``y = conv(relu(batch_norm(concatenate(x))), kernel)``
 
-    This is the bottleneck of a DenseNet. A 1x1 convolution is worked through in slices of rows, so that neither the
-    normalised features nor their gradient exist at full size in either pass.
+    This is the bottleneck of a DenseNet. A 1x1 convolution is worked through in slices of rows, so
+    that neither the normalised features nor their gradient exist at full size in either pass.
 
     Args:
-        x: [N, H, W, C], or a list of such arrays that are concatenated along C; floating point, one dtype.
+        x: [N, H, W, C], or a list of such arrays that are concatenated along C; floating point, one
+            dtype.
         scale, bias: [C].
         kernel: [kh, kw, C / feature_group_count, O]; computed in x's dtype.
         axis_name, axis_index_groups, epsilon, stats: as in :func:`sync_batch_norm`.
         mask: boolean, broadcastable to [N, H, W, 1]: which pixels count in the statistics.
-        strides, padding, kernel_dilation, feature_group_count, precision: as in ``jax.lax.conv_general_dilated``; a
-            single number stands for both spatial axes.
-        num_chunks: slices of rows of a 1x1 convolution; by default slices of about 16 MiB.
+        strides, padding, kernel_dilation, feature_group_count, precision: as in
+            ``jax.lax.conv_general_dilated``; a single number stands for both spatial axes.
+        num_chunks: slices of rows of a 1x1 convolution; by default slices of about 16 MiB (4 MiB on
+            a CPU).
 
     Returns:
         y [N, H', W', O] of x's dtype, and the :class:`BatchStats` of the C features.
@@ -66,19 +68,24 @@ def bn_relu_conv(
     Raises:
         TypeError, ValueError: inputs that do not fit, with their values.
 
-    Kept for the backward pass: the arrays of x as they came (not their concatenation), scale, bias, kernel, and the
-    statistics. The recompute reuses the statistics: it is exact, and does no second all-reduce.
+    Kept for the backward pass: the arrays of x as they came (not their concatenation), scale, bias,
+    kernel, and the statistics. The recompute reuses the statistics: it is exact, and does no second
+    all-reduce.
 
     References:
         efficient_densenet_pytorch; Pleiss et al., 2017 (arXiv:1707.06990).
     """
     features = tuple(x) if isinstance(x, (tuple, list)) else (x,)
     _check(features, scale, bias, kernel, feature_group_count, epsilon)
-    conv = _Conv(_pair(strides), _padding(padding), _pair(kernel_dilation), feature_group_count, precision)
+    conv = _Conv(
+        _pair(strides), _padding(padding), _pair(kernel_dilation), feature_group_count, precision
+    )
     num_chunks = check_chunks(num_chunks, (*features[0].shape[:3], scale.shape[0]))
     if kernel.shape[:2] != (1, 1) or conv.changes_pixels():
         num_chunks = None
-    static = _Static(make_reduction(axis_name, axis_index_groups, stats), float(epsilon), conv, num_chunks)
+    static = _Static(
+        make_reduction(axis_name, axis_index_groups, stats), float(epsilon), conv, num_chunks
+    )
     mask = None if mask is None else check_pixel_mask(mask, features[0])
 
     def run(features, parameters, mask):
@@ -129,7 +136,9 @@ def _bn_relu_conv(static: _Static, features, parameters, mask):
 def _forward(static: _Static, features, parameters, mask):
     scale, bias, kernel = parameters
     x = jnp.concatenate(features, -1)
-    mean, var, count = moments(x.astype(jnp.promote_types(x.dtype, jnp.float32)), mask, AXES, static.reduction)
+    mean, var, count = moments(
+        x.astype(jnp.promote_types(x.dtype, jnp.float32)), mask, AXES, static.reduction
+    )
     inv = lax.rsqrt(var + static.epsilon)
     if static.num_chunks:
         y = wide_conv(Wide(x, mean, inv, *parameters), static.num_chunks, static.conv.precision)
@@ -140,12 +149,15 @@ def _forward(static: _Static, features, parameters, mask):
 
 def _backward(static: _Static, kept, cotangents):
     features, (scale, bias, kernel), mask, mean, inv, count = kept
-    features, dy = lax.optimization_barrier((features, cotangents[0]))  # not to be merged with the forward pass
+    # The barrier keeps the recompute from being merged with the forward pass.
+    features, dy = lax.optimization_barrier((features, cotangents[0]))
     x = jnp.concatenate(features, -1)
     if static.num_chunks:
         wide = Wide(x, mean, inv, scale, bias, kernel)
         dx = zeros(x.shape, x.dtype, x)
-        dx, (dscale, dbias, dkernel) = wide_conv_backward(wide, dy, dx, static.num_chunks, static.conv.precision)
+        dx, (dscale, dbias, dkernel) = wide_conv_backward(
+            wide, dy, dx, static.num_chunks, static.conv.precision
+        )
         sums = (scale.astype(inv.dtype) * jnp.stack([dbias, dscale])).reshape(2, 1, 1, 1, -1)
         dx = project(dx.astype(inv.dtype), psum(sums, static.reduction), x, mean, inv, mask, count)
     else:
@@ -153,11 +165,14 @@ def _backward(static: _Static, kept, cotangents):
         _, conv_backward = jax.vjp(static.conv, jax.nn.relu(y).astype(x.dtype), kernel)
         dz, dkernel = conv_backward(dy)
         g = jnp.where(y > 0, dz.astype(inv.dtype), 0)
-        dx, (dbias, dscale), _ = normalize_backward(g, x, mean, inv, scale, mask, count, AXES, static.reduction)
+        dx, (dbias, dscale), _ = normalize_backward(
+            g, x, mean, inv, scale, mask, count, AXES, static.reduction
+        )
     ends = [sum(f.shape[-1] for f in features[: i + 1]) for i in range(len(features) - 1)]
     dfeatures = tuple(jnp.split(dx.astype(x.dtype), ends, -1))
     dparameters = tuple(
-        d.reshape(p.shape).astype(p.dtype) for d, p in zip((dscale, dbias, dkernel), (scale, bias, kernel), strict=True)
+        d.reshape(p.shape).astype(p.dtype)
+        for d, p in zip((dscale, dbias, dkernel), (scale, bias, kernel), strict=True)
     )
     return dfeatures, dparameters, None
 
@@ -181,7 +196,9 @@ def check_chunks(num_chunks: int | None, shape: tuple[int, ...]) -> int:
 def check_pixel_mask(mask: Any, x: jax.Array) -> jax.Array:
     mask = check_mask(mask, x)
     if mask.shape[-1] != 1:
-        raise ValueError(f"`mask` of shape {mask.shape} must have one value a pixel: its last axis must be 1.")
+        raise ValueError(
+            f"`mask` of shape {mask.shape} must have one value a pixel: its last axis must be 1."
+        )
     return mask
 
 
@@ -189,7 +206,9 @@ def check_features(x: jax.Array, name: str = "x") -> None:
     if x.ndim != 4:
         raise ValueError(f"`{name}` of shape {x.shape} must be [N, H, W, C].")
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"`{name}` must be floating point, but its dtype is {x.dtype}; cast it first.")
+        raise TypeError(
+            f"`{name}` must be floating point, but its dtype is {x.dtype}; cast it first."
+        )
 
 
 def _check(features, scale, bias, kernel, groups, epsilon) -> None:
@@ -199,16 +218,19 @@ def _check(features, scale, bias, kernel, groups, epsilon) -> None:
         check_features(f)
         if f.shape[:3] != features[0].shape[:3] or f.dtype != features[0].dtype:
             raise ValueError(
-                f"The arrays of `x` must agree in [N, H, W] and dtype: {[f'{f.dtype}{f.shape}' for f in features]}."
+                f"The arrays of `x` must agree in [N, H, W] and dtype: "
+                f"{[f'{f.dtype}{f.shape}' for f in features]}."
             )
     channels = sum(f.shape[-1] for f in features)
     for name, value in (("scale", scale), ("bias", bias)):
         if value.shape != (channels,):
-            raise ValueError(f"`{name}` of shape {value.shape} must be ({channels},), the channels of `x`.")
+            raise ValueError(
+                f"`{name}` of shape {value.shape} must be ({channels},), the channels of `x`."
+            )
     if kernel.ndim != 4 or kernel.shape[2] * groups != channels:
         raise ValueError(
-            f"`kernel` of shape {kernel.shape} must be [kh, kw, C / feature_group_count, O] for the {channels} channels "
-            f"of `x` and feature_group_count={groups}."
+            f"`kernel` of shape {kernel.shape} must be [kh, kw, C / feature_group_count, O] for "
+            f"the {channels} channels of `x` and feature_group_count={groups}."
         )
     if not epsilon > 0:
         raise ValueError(f"`epsilon` (={epsilon}) must be positive.")

@@ -24,7 +24,8 @@ def complex_batch_norm(
 ) -> tuple[jax.Array, BatchStats]:
     """`y = scale · (x − μ)/sqrt(σ² + ε) + bias` with complex μ = E[x] and real σ² = E|x − μ|².
 
-    Arguments and results are those of `effjax.sync_batch_norm`. Two all-reduces in the forward pass.
+    Arguments and results are those of `effjax.sync_batch_norm`. Two all-reduces in the forward
+    pass.
 
     Raises:
         TypeError: with an activation, which has no meaning for complex values.
@@ -38,7 +39,9 @@ def complex_batch_norm(
 
     def total(v: jax.Array) -> jax.Array:
         v = jnp.where(valid, v, 0).sum(reduced)
-        return v if axis_name is None else lax.psum(v, axis_name, axis_index_groups=axis_index_groups)
+        return (
+            v if axis_name is None else lax.psum(v, axis_name, axis_index_groups=axis_index_groups)
+        )
 
     count = total(jnp.ones(x.shape, x.real.dtype))
     n = jnp.maximum(count, 1)

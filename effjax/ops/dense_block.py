@@ -1,8 +1,9 @@
-"""A whole DenseNet-BC block whose concatenations, normalised values and, if wished, convolutions are recomputed.
+"""A whole DenseNet-BC block that keeps its features and recomputes the rest.
 
-A channel's batch statistics do not depend on which layer reads it, so they are taken once, when the channel is made. In
-the backward pass the share that they take of a gradient is linear, so the gradients of all later readers are summed in
-one buffer first, and the share is taken off once, when the channel's own layer is reached.
+A channel's batch statistics do not depend on which layer reads it, so they are taken once, when the
+channel is made. In the backward pass the share that they take of a gradient is linear, so the
+gradients of all later readers are summed in one buffer first, and the share is taken off once, when
+the channel's own layer is reached.
 """
 
 import functools
@@ -31,7 +32,7 @@ AXES = (0, 1, 2)  # of [N, H, W, C], what a feature's statistics are over
 
 
 class DenseLayerParams(NamedTuple):
-    """Parameters of one layer: BN → ReLU → 1x1 conv to b channels → BN → ReLU → conv to k new channels.
+    """One layer: BN → ReLU → 1x1 conv to b channels → BN → ReLU → conv to k new channels.
 
     Attributes:
         scale1, bias1: [c], c being the channels of all features before this layer.
@@ -65,36 +66,42 @@ def dense_block(
 ) -> tuple[jax.Array, list[tuple[BatchStats, BatchStats]]]:
     """A DenseNet-BC block in memory linear in its depth, and in less work than the plain network.
 
-    ``f_0 = x;  f_l = dropout(conv2(relu(bn2(conv1(relu(bn1([f_0 … f_(l-1)]))))));  result = [f_0 … f_L]``
+    ``f_0 = x``, ``f_l = dropout(conv2(relu(bn2(conv1(relu(bn1([f_0 … f_(l-1)])))))))``; the result
+    is ``[f_0 … f_L]``.
 
-    Exactly the plain network's function and gradients, with the batch statistics of every channel computed once.
+    Exactly the plain network's function and gradients, with the batch statistics of every channel
+    computed once.
 
     Args:
         x: [N, H, W, C0], floating point.
-        params: one :class:`DenseLayerParams` a layer; sizes may differ by layer. Computed in x's dtype.
-        save: what the backward pass keeps besides the features: ``"conv"`` the output of every 1x1 convolution,
-            ``"features"`` nothing (they are recomputed).
-        axis_name, axis_index_groups, epsilon, stats: as in :func:`sync_batch_norm`. Per layer at most two all-reduces
-            each way, whose sizes do not grow with the depth.
+        params: one :class:`DenseLayerParams` a layer; sizes may differ by layer. Computed in x's
+            dtype.
+        save: what the backward pass keeps besides the features: ``"conv"`` the output of every 1x1
+            convolution, ``"features"`` nothing (they are recomputed).
+        axis_name, axis_index_groups, epsilon, stats: as in :func:`sync_batch_norm`. Per layer at
+            most two all-reduces each way, whose sizes do not grow with the depth.
         mask: boolean, broadcastable to [N, H, W, 1]: which pixels count in the statistics.
-        dropout_rate, key: new features are dropped with this probability; layer l uses ``fold_in(key, l)``. Under
-            pmap or shard_map give each device a key of its own.
-        num_chunks: slices of rows in which all that is as wide as the features is done; by default of about 16 MiB.
+        dropout_rate, key: new features are dropped with this probability; layer l uses
+            ``fold_in(key, l)``. Under pmap or shard_map give each device a key of its own.
+        num_chunks: slices of rows in which all that is as wide as the features is done; by default
+            of about 16 MiB (4 MiB on a CPU).
         precision: of the convolutions, as in ``jax.lax``.
 
     Returns:
-        The features [N, H, W, C0 + sum of k], of x's dtype, and for each layer the :class:`BatchStats` of its two norms
-        (of c and of b features), through which no gradient flows.
+        The features [N, H, W, C0 + sum of k], of x's dtype, and for each layer the
+        :class:`BatchStats` of its two norms (of c and of b features), through which no gradient
+        flows.
 
     Raises:
         TypeError, ValueError: inputs that do not fit, with their values; dropout without a key.
 
-    Kept for the backward pass: the features (the result itself), their statistics, the parameters, and per layer the
-    statistics of bn2 and, with ``save="conv"``, the output of conv1 (b channels). The gradient of all features lives in
-    one buffer.
+    Kept for the backward pass: the features (the result itself), their statistics, the parameters,
+    and per layer the statistics of bn2 and, with ``save="conv"``, the output of conv1 (b channels).
+    The gradient of all features lives in one buffer.
 
     References:
-        Huang et al., 2017 (arXiv:1608.06993); Pleiss et al., 2017 (arXiv:1707.06990) and efficient_densenet_pytorch.
+        Huang et al., 2017 (arXiv:1608.06993); Pleiss et al., 2017 (arXiv:1707.06990) and
+        efficient_densenet_pytorch.
     """
     params = tuple(DenseLayerParams(*p) for p in params)
     check_features(x)
@@ -118,16 +125,20 @@ def dense_block(
         features, statistics = _dense_block(static, *same_varying((x, params, mask)), key)
         return features, lax.stop_gradient(statistics)
 
-    features, (mean, var, count, inner) = per_batch(run, x)(x, params, mask, key if dropout_rate else None)
+    features, (mean, var, count, inner) = per_batch(run, x)(
+        x, params, mask, key if dropout_rate else None
+    )
     result = []
     for p, second in zip(params, inner, strict=True):
         c = p.scale1.shape[0]
-        result.append((as_batch_stats(mean[..., :c], var[..., :c], count), as_batch_stats(*second, count)))
+        result.append(
+            (as_batch_stats(mean[..., :c], var[..., :c], count), as_batch_stats(*second, count))
+        )
     return features, result
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
-    """Zeroes values of x with probability `rate` and scales the others by ``1 / (1 - rate)``: linear in x."""
+    """Zeroes values of x with probability `rate` and scales the others: linear in x."""
     keep = jax.random.bernoulli(key, 1 - rate, x.shape)
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
 
@@ -151,16 +162,23 @@ class _Static(NamedTuple):
         )
 
     def drop(self, y: jax.Array, key: jax.Array | None, layer: int) -> jax.Array:
-        return dropout(y, self.dropout_rate, jax.random.fold_in(key, layer)) if self.dropout_rate else y
+        if not self.dropout_rate:
+            return y
+        return dropout(y, self.dropout_rate, jax.random.fold_in(key, layer))
 
     def moments(self, x: jax.Array, mask: jax.Array | None) -> tuple:
-        return moments(x.astype(jnp.promote_types(x.dtype, jnp.float32)), mask, AXES, self.reduction)
+        return moments(
+            x.astype(jnp.promote_types(x.dtype, jnp.float32)), mask, AXES, self.reduction
+        )
 
 
-# The gradient buffer holds, for every channel, its gradient from outside the block plus sum_l inv * scale_l * dz_l over
-# the layers l that have been done, dz_l being the gradient before layer l's first ReLU. What batch statistics take away,
-#   inv * (s1 + xhat * s2) / N   with   s1 = sum_l scale_l * dbias_l,   s2 = sum_l scale_l * dscale_l,
-# is known from the parameters' gradients, and is taken away (`project`) once all of a channel's readers have been done.
+# The gradient buffer holds, for every channel, its gradient from outside the block plus
+#   sum_l inv * scale_l * dz_l
+# over the layers l that have been done, dz_l being the gradient before layer l's first ReLU. What
+# batch statistics take away from it is
+#   inv * (s1 + xhat * s2) / N,  s1 = sum_l scale_l * dbias_l,  s2 = sum_l scale_l * dscale_l:
+# two numbers a channel, known from the parameters' gradients. They are all-reduced and their share
+# is taken away (`project`) once, when all readers of a channel have been done.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -176,7 +194,11 @@ def _forward(static: _Static, x, params, mask, key):
     for i, p in enumerate(params):
         c = p.scale1.shape[0]
         inv = lax.rsqrt(var + static.epsilon)
-        h = wide_conv(Wide(buffer, mean, inv, p.scale1, p.bias1, p.kernel1), static.num_chunks, static.precision)
+        h = wide_conv(
+            Wide(buffer, mean, inv, p.scale1, p.bias1, p.kernel1),
+            static.num_chunks,
+            static.precision,
+        )
         mean2, var2, _ = static.moments(h, mask)
         inv2 = lax.rsqrt(var2 + static.epsilon)
         z = jax.nn.relu(normalize(h, mean2, inv2, p.scale2, p.bias2)).astype(h.dtype)
@@ -203,8 +225,9 @@ def _backward(static: _Static, residuals, cotangents):
         if i + 1 < len(params):
             dy = _project(static, dy, sums, buffer, mean, inv, mask, count, slice(c, c + k))
         dy = static.drop(dy, key, i)
-        # The barriers keep layers apart: the recompute of this one begins when the gradient above it is done, and its
-        # parameters' gradients are done before the next one begins. XLA would keep every layer's activations otherwise.
+        # The barriers keep layers apart: the recompute of this one begins when the gradient above
+        # it is done, and its parameters' gradients are done before the next one begins. XLA would
+        # keep every layer's activations otherwise.
         h, dy, grad = lax.optimization_barrier((h, dy, grad))
         source, dy = (buffer, dy) if static.save_conv else lax.optimization_barrier((buffer, dy))
         wide = Wide(source, mean[..., :c], inv[..., :c], p.scale1, p.bias1, p.kernel1)
@@ -215,7 +238,9 @@ def _backward(static: _Static, residuals, cotangents):
         dscale, dbias, _ = first
         s = p.scale1.astype(inv.dtype) * jnp.stack([dbias, dscale])
         sums = sums.at[..., :c].add(s.reshape(2, 1, 1, 1, c))
-        dp = jax.tree.map(lambda d, v: d.reshape(v.shape).astype(v.dtype), DenseLayerParams(*first, *second), p)
+        dp = jax.tree.map(
+            lambda d, v: d.reshape(v.shape).astype(v.dtype), DenseLayerParams(*first, *second), p
+        )
         grad, sums, dparams[i] = lax.optimization_barrier((grad, sums, dp))
     first = buffer.shape[-1] - sum(p.kernel2.shape[-1] for p in params)
     dx = grad[..., :first]
@@ -227,13 +252,17 @@ def _backward(static: _Static, residuals, cotangents):
 _dense_block.defvjp(_forward, _backward)
 
 
-def _second_half_backward(static: _Static, h, mean2, inv2, p: DenseLayerParams, mask, count, dy) -> tuple:
+def _second_half_backward(
+    static: _Static, h, mean2, inv2, p: DenseLayerParams, mask, count, dy
+) -> tuple:
     """Through conv2 ← ReLU ← bn2: the gradient of h and of ``(scale2, bias2, kernel2)``."""
     y = normalize(h, mean2, inv2, p.scale2, p.bias2)
     _, conv_backward = jax.vjp(static.conv2, jax.nn.relu(y).astype(h.dtype), p.kernel2)
     dz, dkernel = conv_backward(dy)
     g = jnp.where(y > 0, dz.astype(inv2.dtype), 0)
-    dh, (dbias, dscale), _ = normalize_backward(g, h, mean2, inv2, p.scale2, mask, count, AXES, static.reduction)
+    dh, (dbias, dscale), _ = normalize_backward(
+        g, h, mean2, inv2, p.scale2, mask, count, AXES, static.reduction
+    )
     return dh.astype(h.dtype), (dscale, dbias, dkernel)
 
 
@@ -241,14 +270,18 @@ def _project(static: _Static, dy, sums, buffer, mean, inv, mask, count, of: slic
     """The finished gradient of the channels `of`: one all-reduce of their two sums."""
     total = psum(sums[..., of], static.reduction)
     x = buffer[..., of]
-    return project(dy.astype(inv.dtype), total, x, mean[..., of], inv[..., of], mask, count).astype(dy.dtype)
+    return project(dy.astype(inv.dtype), total, x, mean[..., of], inv[..., of], mask, count).astype(
+        dy.dtype
+    )
 
 
 def check_dropout(rate: float, key: jax.Array | None) -> None:
     if not 0 <= rate < 1:
         raise ValueError(f"`dropout_rate` (={rate}) must be at least 0 and below 1.")
     if rate and key is None:
-        raise ValueError(f"`dropout_rate` (={rate}) needs a `key`; pass one, or dropout_rate=0 in evaluation.")
+        raise ValueError(
+            f"`dropout_rate` (={rate}) needs a `key`; pass one, or dropout_rate=0 in evaluation."
+        )
 
 
 def _check_params(x: jax.Array, params: tuple[DenseLayerParams, ...]) -> int:
@@ -257,12 +290,18 @@ def _check_params(x: jax.Array, params: tuple[DenseLayerParams, ...]) -> int:
     for i, p in enumerate(params):
         b = p.kernel1.shape[-1]
         wanted = DenseLayerParams(
-            (channels,), (channels,), (1, 1, channels, b), (b,), (b,), (*p.kernel2.shape[:2], b, p.kernel2.shape[-1])
+            (channels,),
+            (channels,),
+            (1, 1, channels, b),
+            (b,),
+            (b,),
+            (*p.kernel2.shape[:2], b, p.kernel2.shape[-1]),
         )
         for name, value, shape in zip(p._fields, p, wanted, strict=True):
             if value.shape != shape:
                 raise ValueError(
-                    f"`params[{i}].{name}` of shape {value.shape} must be {shape}: layer {i} reads {channels} channels."
+                    f"`params[{i}].{name}` of shape {value.shape} must be {shape}: "
+                    f"layer {i} reads {channels} channels."
                 )
         channels += p.kernel2.shape[-1]
     return channels

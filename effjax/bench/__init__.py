@@ -1,0 +1,3 @@
+"""Benchmarks: one file an operator, effjax beside its peers in one run. ``python -m
+effjax.bench.dense_block --help``.
+"""

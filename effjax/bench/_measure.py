@@ -1,0 +1,122 @@
+"""Times programs in turn, so that a ratio between them holds when the machine's speed drifts."""
+
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import effjax
+
+
+def compile_step(fn: Callable, *args: Any) -> dict:
+    """Compiles fn and reads what XLA says of its memory."""
+    start = time.perf_counter()
+    compiled = jax.jit(fn).lower(*args).compile()
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    temp = None if memory is None else memory.temp_size_in_bytes
+    return {"run": compiled, "compile_seconds": round(seconds, 2), "temp_bytes": temp}
+
+
+def measure(steps: dict[str, Callable], args: tuple, *, reference: str, rounds: int) -> list[dict]:
+    """Compiles every step, and runs all of them in turn `rounds` times.
+
+    Returns a row a step: median seconds, the median of the ratios to `reference` round by round,
+    XLA's temporary bytes, compile time, and the largest relative difference from the results of
+    `reference`.
+    """
+    programs = {
+        name: compile_step(fn, *args)
+        for name, fn in track(steps.items(), "compiling", transient=True)
+    }
+    results = {name: jax.block_until_ready(p["run"](*args)) for name, p in programs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in track(range(rounds), "running", transient=True):
+        for name, program in programs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(program["run"](*args))
+            seconds[name].append(time.perf_counter() - start)
+    rows = []
+    for name, program in programs.items():
+        ratios = [a / b for a, b in zip(seconds[name], seconds[reference], strict=True)]
+        rows.append(
+            {
+                "name": name,
+                "seconds": round(statistics.median(seconds[name]), 5),
+                "ratio": round(statistics.median(ratios), 3),
+                "temp_bytes": program["temp_bytes"],
+                "compile_seconds": program["compile_seconds"],
+                "difference": float(f"{_difference(results[name], results[reference]):.1e}"),
+            }
+        )
+    return rows
+
+
+def report(title: str, config: dict, rows: list[dict], json_path: Path | None) -> None:
+    """Prints the rows and, if asked, writes them with versions and the command that made them.
+
+    A row may say "kept": bytes kept for the backward pass, as a multiple of the input's.
+    """
+    table = Table(title=title)
+    for column in (
+        "program",
+        "step [ms]",
+        "x reference",
+        "temp [MB]",
+        "compile [s]",
+        "max difference",
+    ):
+        table.add_column(column, no_wrap=True, justify="left" if column == "program" else "right")
+    if any("kept" in row for row in rows):
+        table.add_column("kept [x input]", justify="right")
+    for row in rows:
+        temp = "" if row["temp_bytes"] is None else f"{row['temp_bytes'] / 1e6:.0f}"
+        cells = (
+            f"{row['seconds'] * 1e3:.1f}",
+            f"{row['ratio']:.2f}",
+            temp,
+            f"{row['compile_seconds']:.1f}",
+        )
+        kept = [str(row["kept"])] if "kept" in row else []
+        table.add_row(row["name"], *cells, f"{row['difference']:.1e}", *kept)
+    console = Console()
+    console.print(table, width=max(console.width, 120))
+    if json_path:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        record = {
+            "title": title,
+            "command": " ".join(["python", *sys.argv]),
+            "versions": versions(),
+            **config,
+        }
+        json_path.write_text(json.dumps({**record, "rows": rows}, indent=1) + "\n")
+
+
+def versions() -> dict:
+    device = jax.devices()[0]
+    return {
+        "effjax": effjax.__version__,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "device": f"{device.platform}: {device.device_kind}",
+    }
+
+
+def _difference(got: Any, want: Any) -> float:
+    """The largest difference of any leaf, relative to the largest value of that leaf."""
+    worst = 0.0
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = (np.asarray(v.astype(jnp.float32)) for v in (a, b))
+        worst = max(worst, float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)))
+    return worst

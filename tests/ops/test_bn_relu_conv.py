@@ -1,0 +1,130 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from effjax import bn_relu_conv
+from tests import oracles
+from tests.contexts import CONTEXTS, assert_trees_close, single_device
+from tests.gpu_target import collectives
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+CONVS = {
+    "pointwise": ((1, 1, 6, 4), {"num_chunks": 2}),
+    "strided": ((3, 3, 6, 4), {"strides": 2}),
+    "grouped": ((1, 1, 3, 4), {"feature_group_count": 2}),
+    "dilated": ((3, 2, 6, 4), {"kernel_dilation": (2, 1), "padding": ((1, 1), (0, 2))}),
+    "unpadded": ((2, 2, 6, 4), {"padding": "valid"}),
+}
+
+
+def oracle_options(options):
+    names = {"strides": "strides", "padding": "padding", "kernel_dilation": "rhs_dilation"}
+    names["feature_group_count"] = "feature_group_count"
+    options = {names[k]: v for k, v in options.items() if k in names}
+    if "strides" in options:
+        options["strides"] = (options["strides"],) * 2
+    if options.get("padding") == "valid":
+        options["padding"] = "VALID"
+    return options
+
+
+def setup(conv, masked=False):
+    kernel_shape, options = CONVS[conv]
+    rng = np.random.default_rng(0)
+    params = rng.normal(size=6), rng.normal(size=6), rng.normal(size=kernel_shape)
+    x = rng.normal(1, 2, (16, 5, 4, 6))
+    mask = {"mask": rng.random((16, 5, 4, 1)) < 0.7} if masked else {}
+
+    def oracle(params, batch, axis_name):
+        z, statistics = oracles.batch_norm(
+            batch["x"], *params[:2], mask=batch.get("mask"), relu=True
+        )
+        return oracles.conv(z, params[2], **oracle_options(options)), statistics
+
+    def op(params, batch, axis_name):
+        parts = jnp.split(batch["x"], (1, 4), -1)
+        return bn_relu_conv(parts, *params, axis_name=axis_name, mask=batch.get("mask"), **options)
+
+    y = jax.eval_shape(lambda: oracle(params, {"x": x}, None)[0])
+    return oracle, op, params, {"x": x, "w": rng.normal(size=y.shape), **mask}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("conv", ["pointwise", "strided"])
+def test_equals_plain_autodiff(conv, context):
+    oracle, op, params, batch = setup(conv)
+    want = single_device(oracle, params, batch)
+    assert_trees_close(CONTEXTS[context](op, params, batch), want, 1e-12)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("conv", CONVS)
+def test_convolution_options(conv, masked):
+    oracle, op, params, batch = setup(conv, masked)
+    want = single_device(oracle, params, batch)
+    assert_trees_close(single_device(op, params, batch), want, 1e-12)
+    whole = lambda p, b, _: bn_relu_conv(b["x"], *p, mask=b.get("mask"), **CONVS[conv][1])  # noqa: E731
+    assert_trees_close(single_device(whole, params, batch), want, 1e-12)
+
+
+@pytest.mark.parametrize("conv", ["pointwise", "strided"])
+def test_keeps_its_raw_inputs(conv):
+    _, op, params, batch = setup(conv)
+    shapes = lambda x: jax.tree.leaves(jax.vjp(lambda x: op(params, {"x": x}, None)[0], x)[1])  # noqa: E731
+    kept = [a.shape for a in jax.eval_shape(shapes, batch["x"]) if a.shape[:1] == (16,)]
+    assert kept == [(16, 5, 4, 1), (16, 5, 4, 3), (16, 5, 4, 2)]
+
+
+@pytest.mark.parametrize("conv", ["pointwise", "strided"])
+def test_all_reduces(conv, mesh8):
+    _, op, params, batch = setup(conv)
+
+    def step(params, x):
+        return jax.grad(lambda x: jnp.sum(op(params, {"x": x}, "data")[0]))(x)
+
+    specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+    mapped = jax.jit(jax.shard_map(step, mesh=mesh8, check_vma=False, **specs))
+    found = collectives(mapped.lower(params, batch["x"]).compile().as_text())
+    assert [(c.kind, c.elements) for c in found] == [("all-reduce", 96), ("all-reduce", 12)]
+
+
+def test_half_precision_and_no_batch():
+    _, op, params, batch = setup("pointwise")
+    y, statistics = op(params, {"x": jnp.asarray(batch["x"], jnp.bfloat16)}, None)
+    assert y.dtype == jnp.bfloat16
+    assert statistics.mean.dtype == jnp.float32
+    empty = functools.partial(op, params, axis_name=None)
+    dx = jax.grad(lambda x: jnp.sum(empty({"x": x})[0]))(batch["x"][:0])
+    assert dx.shape == (0, 5, 4, 6)
+
+
+X = np.zeros((2, 4, 4, 6), np.float32)
+GOOD = {"x": X, "scale": np.ones(6), "bias": np.ones(6), "kernel": np.ones((1, 1, 6, 4))}
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "args"),
+    [
+        (ValueError, "empty list", {"x": []}),
+        (ValueError, r"must agree in \[N, H, W\] and dtype", {"x": [X, X[:, :2]]}),
+        (ValueError, r"must be \[N, H, W, C\]", {"x": X[0]}),
+        (TypeError, "its dtype is int64", {"x": X.astype(np.int64)}),
+        (ValueError, r"`scale` of shape \(5,\) must be \(6,\)", {"scale": np.ones(5)}),
+        (ValueError, "`kernel` of shape .* for the 6 channels", {"kernel": np.ones((1, 1, 5, 4))}),
+        (ValueError, r"`num_chunks` \(=0\)", {"num_chunks": 0}),
+        (ValueError, r"`epsilon` \(=0\)", {"epsilon": 0}),
+    ],
+)
+def test_bad_input(error, match, args):
+    with pytest.raises(error, match=match):
+        bn_relu_conv(**{**GOOD, **args})

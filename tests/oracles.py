@@ -1,0 +1,40 @@
+"""Batch norm and the dense block by their definitions, for autodiff in float64."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from effjax.ops.dense_block import dropout
+
+
+def batch_norm(x, scale=None, bias=None, mask=None, residual=None, relu=False, axes=(0, 1, 2)):
+    counted = jnp.broadcast_to(True if mask is None else mask, x.shape)
+    count = counted.sum(axes, keepdims=True)
+    mean = jnp.where(counted, x, 0).sum(axes, keepdims=True) / count
+    var = jnp.where(counted, jnp.square(x - mean), 0).sum(axes, keepdims=True) / count
+    y = (x - mean) / jnp.sqrt(var + 1e-5)
+    y = y if scale is None else y * scale.reshape(mean.shape)
+    y = y if bias is None else y + bias.reshape(mean.shape)
+    y = y if residual is None else y + residual
+    count = count.ravel()[0].astype(x.dtype)
+    return jax.nn.relu(y) if relu else y, (mean.ravel(), var.ravel(), count)
+
+
+def conv(x, kernel, strides=(1, 1), padding="SAME", **options):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(
+        x, kernel, strides, padding, dimension_numbers=numbers, **options
+    )
+
+
+def dense_block(x, params, mask=None, dropout_rate=0.0, key=None):
+    statistics = []
+    for i, p in enumerate(params):
+        y, first = batch_norm(x, p.scale1, p.bias1, mask, relu=True)
+        y, second = batch_norm(conv(y, p.kernel1), p.scale2, p.bias2, mask, relu=True)
+        y = conv(y, p.kernel2)
+        if dropout_rate:
+            y = dropout(y, dropout_rate, jax.random.fold_in(key, i))
+        x = jnp.concatenate([x, y], -1)
+        statistics.append((first, second))
+    return x, statistics
