@@ -236,16 +236,18 @@ def _backward(static: _Static, residuals, cotangents):
         dh, second = _second_half_backward(static, h, mean2, inv2, p, mask, count, dy)
         grad, first = wide_conv_backward(wide, dh, grad, static.num_chunks, static.precision)
         dscale, dbias, _ = first
-        s = p.scale1.astype(inv.dtype) * jnp.stack([dbias, dscale])
-        sums = sums.at[..., :c].add(s.reshape(2, 1, 1, 1, c))
+        layer_sums = p.scale1.astype(inv.dtype) * jnp.stack([dbias, dscale])
+        layer_sums = sums[..., :c] + layer_sums.reshape(2, 1, 1, 1, c)
+        # Not `.at[].add`: under shard_map that scatter crashes the compiler of jax 0.11.2.
+        sums = lax.dynamic_update_slice(sums, layer_sums, (0,) * 5)
         dp = jax.tree.map(
             lambda d, v: d.reshape(v.shape).astype(v.dtype), DenseLayerParams(*first, *second), p
         )
         grad, sums, dparams[i] = lax.optimization_barrier((grad, sums, dp))
-    first = buffer.shape[-1] - sum(p.kernel2.shape[-1] for p in params)
-    dx = grad[..., :first]
+    channels = buffer.shape[-1] - sum(p.kernel2.shape[-1] for p in params)
+    dx = grad[..., :channels]
     if params:
-        dx = _project(static, dx, sums, buffer, mean, inv, mask, count, slice(0, first))
+        dx = _project(static, dx, sums, buffer, mean, inv, mask, count, slice(0, channels))
     return dx, tuple(dparams), None, None
 
 

@@ -1,0 +1,75 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import errors
+
+from effjax.linen import DenseNet
+
+OPTIONS: dict[str, Any] = dict(
+    growth_rate=2, block_config=(1, 1), num_init_features=4, num_classes=3, small_inputs=True
+)  # fmt: skip
+X = np.random.default_rng(0).normal(size=(4, 4, 4, 3)).astype(np.float32)
+
+
+def shapes(**options):
+    return jax.eval_shape(DenseNet(**OPTIONS | options).init, jax.random.key(0), X)
+
+
+def test_the_same_variables_in_every_form():
+    want = shapes(efficient=False)
+    assert shapes() == want
+    model = DenseNet(**OPTIONS, axis_name="absent")  # initialization needs no axis
+
+    def train_init(key):
+        return model.init(key, X, train=True)
+
+    assert jax.eval_shape(train_init, jax.random.key(0)) == want
+    assert set(want["params"]) == {
+        "stem_conv", "blocks_0", "transitions_0", "blocks_1", "final_norm", "classifier"
+    }  # fmt: skip
+
+
+def test_initialization_leaves_running_stats():
+    variables = jax.jit(lambda k: DenseNet(**OPTIONS).init(k, X, train=True))(jax.random.key(0))
+    for path, value in jax.tree_util.tree_leaves_with_path(variables["batch_stats"]):
+        np.testing.assert_array_equal(value, float(path[-1].key == "var"))
+
+
+@pytest.mark.parametrize("efficient", [True, False])
+def test_running_stats_must_be_mutable_in_training(efficient):
+    model, variables = DenseNet(**OPTIONS, efficient=efficient), shapes()
+    with pytest.raises(errors.ModifyScopeVariableError, match="batch_stats"):
+        jax.eval_shape(lambda v: model.apply(v, X, train=True), variables)
+    jax.eval_shape(lambda v: model.apply(v, X), variables)
+
+
+def test_dropout_needs_its_key():
+    model = DenseNet(**OPTIONS, drop_rate=0.5)
+    with pytest.raises(errors.InvalidRngError, match="dropout"):
+        jax.eval_shape(lambda v: model.apply(v, X, True, mutable=["batch_stats"]), shapes())
+
+
+def test_half_precision():
+    model = DenseNet(**OPTIONS, dtype=jnp.bfloat16)
+    logits, new = jax.eval_shape(
+        lambda v: model.apply(v, X, True, mutable=["batch_stats"]), shapes()
+    )
+    leaves = jax.tree.leaves((logits, new, shapes(dtype=jnp.bfloat16)))
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize(
+    "options, x, match",
+    [
+        (dict(block_config=()), X, "`block_config` is empty"),
+        (dict(compression=2), X, r"`compression` \(=2\)"),
+        ({}, X[0], r"not \(4, 4, 3\)"),
+        (dict(block_config=(1, 1, 1, 1)), X, "too small"),
+    ],
+)
+def test_errors(options, x, match):
+    with pytest.raises(ValueError, match=match):
+        DenseNet(**OPTIONS | options).init(jax.random.key(0), x)
