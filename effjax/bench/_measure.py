@@ -69,38 +69,24 @@ def report(title: str, config: dict, rows: list[dict], json_path: Path | None) -
     A row may say "kept": bytes kept for the backward pass, as a multiple of the input's.
     """
     table = Table(title=title)
-    for column in (
-        "program",
-        "step [ms]",
-        "x reference",
-        "temp [MB]",
-        "compile [s]",
-        "max difference",
-    ):
-        table.add_column(column, no_wrap=True, justify="left" if column == "program" else "right")
-    if any("kept" in row for row in rows):
-        table.add_column("kept [x input]", justify="right")
+    table.add_column("program", no_wrap=True)
+    columns = "step [ms]", "x reference", "temp [MB]", "compile [s]", "max difference", "kept [x]"
+    for column in columns if "kept" in rows[0] else columns[:-1]:
+        table.add_column(column, no_wrap=True, justify="right")
     for row in rows:
         temp = "" if row["temp_bytes"] is None else f"{row['temp_bytes'] / 1e6:.0f}"
-        cells = (
-            f"{row['seconds'] * 1e3:.1f}",
-            f"{row['ratio']:.2f}",
-            temp,
-            f"{row['compile_seconds']:.1f}",
-        )
         kept = [str(row["kept"])] if "kept" in row else []
-        table.add_row(row["name"], *cells, f"{row['difference']:.1e}", *kept)
+        table.add_row(
+            row["name"], f"{row['seconds'] * 1e3:.1f}", f"{row['ratio']:.2f}", temp,
+            f"{row['compile_seconds']:.1f}", f"{row['difference']:.1e}", *kept,
+        )  # fmt: skip
     console = Console()
     console.print(table, width=max(console.width, 120))
     if json_path:
         json_path.parent.mkdir(parents=True, exist_ok=True)
-        record = {
-            "title": title,
-            "command": " ".join(["python", *sys.argv]),
-            "versions": versions(),
-            **config,
-        }
-        json_path.write_text(json.dumps({**record, "rows": rows}, indent=1) + "\n")
+        command = " ".join([f"python -m effjax.bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+        record = {"title": title, "command": command, "versions": versions()} | config
+        json_path.write_text(json.dumps(record | {"rows": rows}, indent=1) + "\n")
 
 
 def versions() -> dict:
