@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
 
 import effjax
 from effjax import BatchStats, batch_norm_inference, sync_batch_norm
@@ -400,7 +401,7 @@ def test_inference_differentiates_in_every_argument():
         *rng.normal(size=(2, C)),
     )
     op = functools.partial(batch_norm_inference, activation="relu", residual=args[0])
-    jax.test_util.check_grads(op, args, order=1, modes=["fwd", "rev"], eps=1e-6)
+    check_grads(op, args, order=1, modes=["fwd", "rev"], eps=1e-6)
     assert op(
         *(jnp.asarray(a, jnp.bfloat16) for a in args[:1]), *args[1:], residual=None
     ).dtype == (jnp.bfloat16)
