@@ -1,0 +1,49 @@
+"""The operators mix no dtypes by accident: they run where JAX forbids implicit promotion."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from effjax import (
+    DenseLayerParams,
+    batch_norm_inference,
+    bn_relu_conv,
+    dense_block,
+    sync_batch_norm,
+)
+
+
+def _sync_batch_norm(x, axis_name):
+    mask = jnp.arange(4).reshape(4, 1, 1, 1) < 3
+    options = dict(mask=mask, residual=x, activation="relu", axis_name=axis_name)
+    return sync_batch_norm(x, jnp.ones(3), jnp.zeros(3), **options)[0]
+
+
+def _batch_norm_inference(x, axis_name):
+    return batch_norm_inference(x, jnp.zeros(3), jnp.ones(3), jnp.ones(3), jnp.zeros(3))
+
+
+def _bn_relu_conv(x, axis_name):
+    kernel = jnp.ones((3, 3, 3, 2), x.dtype)
+    return bn_relu_conv(x, jnp.ones(3), jnp.zeros(3), kernel, axis_name=axis_name)[0]
+
+
+def _dense_block(x, axis_name):
+    kernels = jnp.ones((1, 1, 3, 4), x.dtype), jnp.ones((3, 3, 4, 2), x.dtype)
+    layer = (jnp.ones(3), jnp.zeros(3), kernels[0], jnp.ones(4), jnp.zeros(4), kernels[1])
+    options = dict(axis_name=axis_name, dropout_rate=0.5, key=jax.random.key(0))
+    return dense_block(x, [DenseLayerParams(*layer)], **options)[0]
+
+
+OPERATORS = [_sync_batch_norm, _batch_norm_inference, _bn_relu_conv, _dense_block]
+
+
+@pytest.mark.parametrize("axis_name", [None, "i"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_operator(operator, dtype, axis_name):
+    x = jax.ShapeDtypeStruct((2, 4, 5, 5, 3), dtype)
+    run = jax.vmap(lambda x: operator(x, axis_name), axis_name=axis_name)
+    with jax.numpy_dtype_promotion("strict"):
+        dx = jax.eval_shape(jax.grad(lambda x: run(x).astype(jnp.float32).sum()), x)
+    assert dx.dtype == dtype
