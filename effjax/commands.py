@@ -1,0 +1,203 @@
+"""The commands of `effjax`: options in, exit codes out. Only here is anything printed.
+
+Nothing heavy is imported before a command runs, so that the help comes at once.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+import typer
+from rich.console import Console
+
+from . import __version__
+from .train.config import Config
+from .train.errors import TrainError
+
+if TYPE_CHECKING:
+    from .train.run_directory import RunDirectory
+
+app = typer.Typer(
+    help="Train networks that do not fit in device memory, in JAX.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+train_app = typer.Typer(help="Train a model on real images.", no_args_is_help=True)
+app.add_typer(train_app, name="train")
+
+DATA, MODEL, OPTIMIZATION = "Data", "Model", "Optimization"
+
+
+def option(help: str, panel: str | None = None, name: str | None = None) -> Any:
+    """An option with its help; `name` where it is not the parameter's."""
+    names = [name] if name else []
+    return typer.Option(*names, help=help, rich_help_panel=panel)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"effjax {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Options of `effjax` itself."""
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, option("Print it as JSON.", name="--json")] = False,
+) -> None:
+    """Show versions, devices, memory kinds, native kernels, and how to install what is missing."""
+    from .doctor import show
+
+    show(as_json)
+
+
+@train_app.callback()
+def train() -> None:
+    """Train a model on real images."""
+
+
+@train_app.command("densenet")
+def train_densenet(
+    context: typer.Context,
+    data: Annotated[
+        str, option("digits, cifar10:PATH, cifar100:PATH or folder:PATH.", DATA)
+    ] = Config.data,
+    image_size: Annotated[
+        int | None, option("Resize the images of a folder to this side.", DATA)
+    ] = Config.image_size,
+    augment: Annotated[
+        bool | None, option("Crop at random, and flip where the data allow it. (default: on)", DATA)
+    ] = Config.augment,
+    flip: Annotated[
+        bool | None,
+        option("Flip at random when augmenting. (default: on, but not for digits)", DATA),
+    ] = Config.flip,
+    model: Annotated[str, option("densenet-bc, or a name like densenet121.", MODEL)] = Config.model,
+    depth: Annotated[
+        int | None, option("Depth of densenet-bc, 6n + 4. (default: 22)", MODEL)
+    ] = Config.depth,
+    growth_rate: Annotated[
+        int | None, option("New channels of a layer. (default: 12, or the model's)", MODEL)
+    ] = Config.growth_rate,
+    compression: Annotated[
+        float | None, option("Share of channels that a transition keeps. (default: 0.5)", MODEL)
+    ] = Config.compression,
+    bn_size: Annotated[
+        int | None, option("Bottleneck width, in growth rates. (default: 4)", MODEL)
+    ] = Config.bn_size,
+    drop_rate: Annotated[
+        float, option("Dropout of each layer's new channels.", MODEL)
+    ] = Config.drop_rate,
+    small_inputs: Annotated[
+        bool | None,
+        option("A stem that does not pool. (default: on up to 64×64 pixels)", MODEL),
+    ] = Config.small_inputs,
+    efficient: Annotated[
+        bool, option("Recompute in the backward pass instead of keeping.", MODEL)
+    ] = Config.efficient,
+    save: Annotated[
+        Literal["conv", "features"], option("What efficient blocks keep: fast or least.", MODEL)
+    ] = Config.save,
+    epochs: Annotated[int, option("Passes over the train set.", OPTIMIZATION)] = Config.epochs,
+    batch_size: Annotated[
+        int, option("Images of a step, over all devices.", OPTIMIZATION)
+    ] = Config.batch_size,
+    learning_rate: Annotated[
+        float, option("SGD's rate at the start.", OPTIMIZATION)
+    ] = Config.learning_rate,
+    schedule: Annotated[
+        Literal["cosine", "step"],
+        option("To zero, or a tenth at 1/2 and at 3/4 of the run.", OPTIMIZATION),
+    ] = Config.schedule,
+    momentum: Annotated[float, option("Nesterov momentum.", OPTIMIZATION)] = Config.momentum,
+    weight_decay: Annotated[
+        float, option("Of kernels; batch norm and biases are not decayed.", OPTIMIZATION)
+    ] = Config.weight_decay,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        option("Of the computation; parameters are float32.", OPTIMIZATION),
+    ] = Config.dtype,
+    parallel: Annotated[
+        Literal["jit", "shard_map", "pmap"], option("How all local devices are used.")
+    ] = Config.parallel,
+    seed: Annotated[int, option("Of parameters, order, augmentation, dropout.")] = Config.seed,
+    out: Annotated[Path | None, option("Run directory. (default: runs/densenet-DATE-TIME)")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the run in --out.")
+    ] = False,
+    resume: Annotated[
+        Path | None, option("Go on with this run from its last checkpoint, options as they were.")
+    ] = None,
+) -> None:
+    """Train a DenseNet-BC with batch norm over all devices, and report what it costs in memory."""
+    given = dict(context.params)
+    out, overwrite, resume = given.pop("out"), given.pop("overwrite"), given.pop("resume")
+    with one_line_errors():
+        if resume is None:
+            return run_densenet(Config(**given), out, overwrite)
+        from .train.run_directory import RunDirectory
+
+        explicit = [n for n in context.params if str(_source(context, n)).endswith("COMMANDLINE")]
+        if explicit != ["resume"]:
+            other = next(name for name in explicit if name != "resume").replace("_", "-")
+            raise TrainError(f"--{other} cannot be given with --resume; the run has its options")
+        run = RunDirectory.open(resume)
+        run_densenet(Config.from_json(run.config.get("options")), resume=run)
+
+
+def run_densenet(
+    config: Config,
+    out: Path | None = None,
+    overwrite: bool = False,
+    resume: "RunDirectory | None" = None,
+) -> None:
+    """Checks everything, then writes."""
+    from .train.job import prepare
+    from .train.loop import fit
+    from .train.report import announce, make_progress, show_result
+    from .train.run_directory import RunDirectory
+
+    console = Console()
+    job = prepare(config)
+    run = resume or RunDirectory.create(out, job.describe(), overwrite)
+    announce(console, job, run)
+    try:
+        result = fit(job, run, make_progress(console, job), resume=resume is not None)
+    except KeyboardInterrupt:
+        fail(f"interrupted; go on with effjax train densenet --resume {run.path}", 130)
+    show_result(console, job, run, result)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """An error of the user's becomes one line and an exit code, not a traceback."""
+    try:
+        yield
+    except TrainError as error:
+        fail(str(error), 2)
+    except KeyboardInterrupt:
+        fail("interrupted", 130)
+    except RuntimeError as error:  # JAX's own error is one
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        fail("out of device memory; try a smaller --batch-size, or --save features", 1)
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """Says it on one line of stderr and exits."""
+    typer.echo(f"effjax: {' '.join(message.split())}", err=True)
+    raise typer.Exit(code)
+
+
+def _source(context: typer.Context, name: str) -> Any:
+    return context.get_parameter_source(name)

@@ -1,0 +1,72 @@
+"""Bytes that reverse-mode differentiation keeps between the forward and the backward pass."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+
+class ResidualReport(NamedTuple):
+    """What `residual_bytes` found.
+
+    bytes:          all arrays kept for the backward pass, each counted once.
+    argument_bytes: the part of `bytes` that is the function's own arguments (parameters, say),
+                    which are alive anyway.
+    largest:        `(shape, dtype, how many, their bytes together)`, largest first.
+    """
+
+    bytes: int
+    argument_bytes: int
+    largest: tuple[tuple[tuple[int, ...], str, int, int], ...]
+
+
+def residual_bytes(fn: Callable[..., Any], *args: Any, has_aux: bool = False) -> ResidualReport:
+    """Counts the bytes that `jax.vjp(fn, *args)` keeps for the backward pass.
+
+    Nothing is computed: `fn` is traced by `jax.eval_shape`, so the count is the same on every
+    backend and `args` may be `jax.ShapeDtypeStruct`s.
+
+    Everything that the vjp function holds is counted, arguments that it needs again included (a
+    convolution keeps its kernel); an array held twice is counted once. `argument_bytes` says how
+    much of the total is arguments, so `report.bytes - report.argument_bytes` is what the forward
+    pass itself produced and must keep. Arrays that `fn` closes over are counted but are not
+    arguments.
+
+    It is a count of JAX's residuals, before compilation: XLA may keep less by fusing or
+    recomputing, and needs working memory besides.
+
+    Args:
+      fn: a function of arrays (or pytrees of arrays) that `jax.vjp` can differentiate.
+      *args: its arguments, arrays or shapes; all of them are differentiated, so close over what
+        is not.
+      has_aux: `fn` returns `(output, aux)`, and `aux` is not differentiated.
+
+    Returns:
+      A `ResidualReport`.
+    """
+
+    def held(*args: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+        # Inside the trace an array is one tracer, so identity tells arguments and repetitions.
+        argument_ids = {id(leaf) for leaf in jax.tree.leaves(args)}
+        vjp_fn = jax.vjp(fn, *args, has_aux=has_aux)[1]
+        leaves = list({id(leaf): leaf for leaf in jax.tree.leaves(vjp_fn)}.values())
+        return (
+            [leaf for leaf in leaves if id(leaf) in argument_ids],
+            [leaf for leaf in leaves if id(leaf) not in argument_ids],
+        )
+
+    arguments, others = jax.eval_shape(held, *args)
+    counts = Counter((leaf.shape, leaf.dtype.name) for leaf in [*arguments, *others])
+    itemsize = {leaf.dtype.name: leaf.dtype.itemsize for leaf in [*arguments, *others]}
+    rows = [
+        (shape, dtype, count, count * math.prod(shape) * itemsize[dtype])
+        for (shape, dtype), count in counts.items()
+    ]
+    rows.sort(key=lambda row: row[-1], reverse=True)
+    return ResidualReport(
+        bytes=sum(row[-1] for row in rows),
+        argument_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in arguments),
+        largest=tuple(rows),
+    )

@@ -1,0 +1,40 @@
+"""Checkpoints of a run: the last epoch and the best one, by Orbax.
+
+A checkpoint is a directory `RUN/checkpoints/EPOCH` that Orbax puts in place only when it is whole.
+It holds NumPy arrays, so a run can go on with other devices than it began with.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+
+class Checkpoints:
+    """The checkpoints below `directory`; closes with a `with` block."""
+
+    def __init__(self, directory: Path):
+        options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._manager.close()
+
+    def save(self, epoch: int, state: Any, best_epoch: int) -> None:
+        """Writes the state after `epoch` epochs, then deletes all others but the best."""
+        self._manager.save(epoch, args=ocp.args.StandardSave(jax.device_get(state)), force=True)
+        for other in self._manager.all_steps():
+            if other not in (epoch, best_epoch):
+                self._manager.delete(other)
+
+    @property
+    def epochs(self) -> list[int]:
+        return sorted(self._manager.all_steps())
+
+    def restore(self, like: Any, epoch: int) -> Any:
+        """The state after `epoch` epochs, of the structure and shapes of `like`."""
+        return self._manager.restore(epoch, args=ocp.args.StandardRestore(jax.device_get(like)))

@@ -1,0 +1,78 @@
+"""The model, the schedule and the optimizer that the options of a run describe."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from ..models import DENSENETS, densenet_cifar
+from ..nnx import DenseNet
+from .config import Config
+from .data import Dataset
+from .errors import TrainError
+from .steps import AXIS
+
+DEFAULT_DEPTH = 22
+SMALL_IMAGE = 64  # up to this side, a stem without pooling
+
+
+def model_builder(config: Config, dataset: Dataset) -> Callable[..., nnx.Module]:
+    """A function that makes the DenseNet of `config` for `dataset`.
+
+    It takes keyword arguments over those of the config: `efficient`, `axis_name`, `rngs`.
+    """
+    height, width, channels = dataset.image_shape
+    small = config.small_inputs
+    options: dict[str, Any] = dict(
+        num_classes=len(dataset.class_names),
+        in_channels=channels,
+        drop_rate=config.drop_rate,
+        efficient=config.efficient,
+        save=config.save,
+        dtype=jnp.dtype(config.dtype),
+        axis_name=None if config.parallel == "jit" else AXIS,
+        small_inputs=max(height, width) <= SMALL_IMAGE if small is None else small,
+    )
+    own = {name: getattr(config, name) for name in ("growth_rate", "compression", "bn_size")}
+    options |= {name: value for name, value in own.items() if value is not None}
+
+    if config.model == "densenet-bc":
+        depth = DEFAULT_DEPTH if config.depth is None else config.depth
+        return lambda **more: densenet_cifar(depth, **options | more)
+    if config.model not in DENSENETS:
+        known = ", ".join(["densenet-bc", *DENSENETS])
+        raise TrainError(f"model (={config.model!r}) must be one of {known}")
+    if config.depth is not None:
+        raise TrainError(
+            f"depth (={config.depth}) is for --model densenet-bc; {config.model} has a fixed depth"
+        )
+    return lambda **more: DenseNet(**DENSENETS[config.model] | options | more)
+
+
+def make_schedule(config: Config, steps_per_epoch: int) -> optax.Schedule:
+    """Cosine to zero, or a tenth after half and again after three quarters of the steps."""
+    steps = config.epochs * steps_per_epoch
+    if config.schedule == "cosine":
+        return optax.cosine_decay_schedule(config.learning_rate, steps)
+    return optax.piecewise_constant_schedule(
+        config.learning_rate, {steps // 2: 0.1, steps * 3 // 4: 0.1}
+    )
+
+
+def make_optimizer(config: Config, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """SGD with Nesterov momentum; weight decay pulls on kernels only.
+
+    The scales and biases of batch norm, and the bias of the classifier, are not decayed: they are
+    the parameters of rank one.
+    """
+
+    def is_kernel(params: Any) -> Any:
+        return jax.tree.map(lambda p: p.ndim > 1, params)
+
+    return optax.chain(
+        optax.add_decayed_weights(config.weight_decay, mask=is_kernel),
+        optax.sgd(schedule, momentum=config.momentum, nesterov=True),
+    )

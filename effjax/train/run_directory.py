@@ -1,0 +1,159 @@
+"""The files of a run: config.json, metrics.jsonl, curve.png, checkpoints/."""
+
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from .errors import TrainError
+
+DEFAULT = Path("runs")
+
+
+class RunDirectory:
+    """Where one run writes. Each file is whole at any moment: replaced, or grown by a line."""
+
+    CONFIG, METRICS, CURVE, CHECKPOINTS = "config.json", "metrics.jsonl", "curve.png", "checkpoints"
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @classmethod
+    def create(cls, path: Path | None, config: dict[str, Any], overwrite: bool) -> "RunDirectory":
+        """Makes the directory, or raises `TrainError` and leaves everything as it was.
+
+        Args:
+          path: the directory; None: a new one below `runs/`, named after the time.
+          config: what config.json shall hold.
+          overwrite: whether the files of an earlier run are deleted. Other files never are.
+        """
+        if importlib.util.find_spec("matplotlib") is None:  # draws the curve at the end
+            raise TrainError('matplotlib is missing; run pip install "effjax[train]"')
+        path = _unused(DEFAULT) if path is None else path
+        run = cls(path)
+        try:
+            if path.exists() and any(path.iterdir()):
+                if not run._file(cls.CONFIG).exists():
+                    raise TrainError(f"{path}: not empty and not a run; give another --out")
+                if not overwrite:
+                    raise TrainError(f"{path}: holds a run; give another --out, or --overwrite")
+            made = not path.exists()
+            path.mkdir(parents=True, exist_ok=True)
+            try:
+                with tempfile.TemporaryFile(dir=path):
+                    pass
+            except OSError:
+                if made:
+                    path.rmdir()
+                raise
+            run._clear()
+            _replace(run._file(cls.CONFIG), json.dumps(config, indent=2) + "\n")
+        except OSError as error:
+            raise _unusable(path, error) from error
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> "RunDirectory":
+        """An earlier run, to go on with it."""
+        run = cls(path)
+        if not run._file(cls.CONFIG).is_file():
+            raise TrainError(f"{path}: not a run (no {cls.CONFIG}); give the directory of a run")
+        try:
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            raise _unusable(path, error) from error
+        return run
+
+    @property
+    def checkpoints(self) -> Path:
+        return self._file(self.CHECKPOINTS)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        file = self._file(self.CONFIG)
+        try:
+            return json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise TrainError(f"{file}: cannot be read ({error}); start a new run") from error
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl."""
+        file = self._file(self.METRICS)
+        if not file.exists():
+            return []
+        try:
+            return [json.loads(line) for line in file.read_text().splitlines()]
+        except (OSError, ValueError) as error:
+            raise TrainError(f"{file}: cannot be read ({error}); start a new run") from error
+
+    def append(self, record: dict[str, Any]) -> None:
+        """One more line in metrics.jsonl."""
+        line = json.dumps(record, allow_nan=False) + "\n"
+        with self._file(self.METRICS).open("a") as file:
+            file.write(line)
+
+    def keep_epochs(self, last: int) -> list[dict[str, Any]]:
+        """Drops all lines of metrics.jsonl but those of epochs up to `last`, and returns these."""
+        records = [r for r in self.metrics if r["kind"] == "epoch" and r["epoch"] <= last]
+        _replace(self._file(self.METRICS), "".join(json.dumps(r) + "\n" for r in records))
+        return records
+
+    def draw_curve(self) -> None:
+        """curve.png: the loss of the train set and the accuracy on the test set, by epoch."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+
+        epochs = [record for record in self.metrics if record["kind"] == "epoch"]
+        x = [record["epoch"] for record in epochs]
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        FigureCanvasAgg(figure)
+        loss_axes = figure.subplots()
+        loss_axes.plot(x, [r["train_loss"] for r in epochs], "C0.-", label="train loss")
+        loss_axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        loss_axes.set(xlabel="epoch", ylabel="train loss", title=self.path.name)
+        accuracy_axes = loss_axes.twinx()
+        accuracy = [100 * r["test_accuracy"] for r in epochs]
+        accuracy_axes.plot(x, accuracy, "C1.-", label="test accuracy")
+        accuracy_axes.set(ylabel="test accuracy (%)")
+        figure.legend(loc="outside lower center", ncols=2)
+        partial = self._file(f"{self.CURVE}.partial")
+        figure.savefig(partial, format="png", dpi=120)
+        os.replace(partial, self._file(self.CURVE))
+
+    def _file(self, name: str) -> Path:
+        return self.path / name
+
+    def _clear(self) -> None:
+        for name in (self.CONFIG, self.METRICS, self.CURVE):
+            self._file(name).unlink(missing_ok=True)
+        if self.checkpoints.exists():
+            shutil.rmtree(self.checkpoints)
+
+
+def _unused(parent: Path) -> Path:
+    """`parent/densenet-DATE-TIME`, and `-2`, `-3`, … if there is one already."""
+    name = time.strftime("densenet-%Y%m%d-%H%M%S")
+    path, number = parent / name, 1
+    while path.exists():
+        number += 1
+        path = parent / f"{name}-{number}"
+    return path
+
+
+def _replace(file: Path, text: str) -> None:
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(text)
+    os.replace(partial, file)
+
+
+def _unusable(path: Path, error: OSError) -> TrainError:
+    return TrainError(
+        f"{path}: cannot be written to ({error.strerror or error}); give another --out"
+    )

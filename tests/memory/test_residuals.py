@@ -1,0 +1,68 @@
+import jax
+import jax.numpy as jnp
+
+from effjax.memory import residual_bytes
+
+
+def struct(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def test_counts_each_array_once_and_tells_arguments():
+    # sin keeps cos(x); the product keeps both of its operands, sin(x) and w.
+    report = residual_bytes(lambda x, w: jnp.sin(x) * w, struct(4, 8), struct(4, 8))
+    assert report.bytes == 3 * 4 * 8 * 4
+    assert report.argument_bytes == 4 * 8 * 4
+    assert report.largest == (((4, 8), "float32", 3, 3 * 128),)
+
+    squared = residual_bytes(lambda x: jnp.sin(x) * jnp.sin(x), struct(16))
+    assert squared.argument_bytes == 0
+
+
+def test_an_argument_held_twice_is_counted_once():
+    report = residual_bytes(lambda x, a, b: x * a + x * b, struct(8), struct(8), struct(8))
+    assert report.bytes == report.argument_bytes == 3 * 8 * 4
+
+
+def test_largest_first_and_bytes_by_dtype():
+    def fn(x, w):
+        return jnp.sum(jnp.exp(x.astype(jnp.float32)) * w)
+
+    report = residual_bytes(fn, struct(32, dtype=jnp.bfloat16), struct(32))
+    sizes = [row[-1] for row in report.largest]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sum(sizes) == report.bytes
+
+
+def test_has_aux_and_pytrees():
+    def fn(params, x):
+        y = x @ params["w"]
+        return jnp.sum(y**2), {"y": y}
+
+    params = {"w": struct(3, 5)}
+    with_aux = residual_bytes(fn, params, struct(2, 3), has_aux=True)
+    without = residual_bytes(lambda p, x: fn(p, x)[0], params, struct(2, 3))
+    assert with_aux == without
+    assert with_aux.argument_bytes == (15 + 6) * 4
+
+
+def test_a_custom_vjp_keeps_what_it_says():
+    @jax.custom_vjp
+    def cube(x):
+        return x**3
+
+    cube.defvjp(lambda x: (x**3, x), lambda x, dy: (3 * x**2 * dy,))
+    report = residual_bytes(lambda x: jnp.sum(cube(jnp.tanh(x))), struct(10))
+    plain = residual_bytes(lambda x: jnp.sum(jnp.tanh(x) ** 3), struct(10))
+    assert report.bytes <= plain.bytes
+    assert ((10,), "float32") in [row[:2] for row in report.largest]
+
+
+def test_concrete_arrays_give_the_same_count():
+    def fn(x, key):
+        return jnp.sum(jnp.sin(x) * jax.random.normal(key, x.shape))
+
+    x = jnp.ones((4, 4))
+    key = jax.random.key(0)
+    concrete = residual_bytes(lambda x: fn(x, key), x)
+    assert concrete == residual_bytes(lambda x: fn(x, key), struct(4, 4))

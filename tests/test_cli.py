@@ -1,0 +1,232 @@
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from effjax import cli, doctor
+
+TINY = ["train", "densenet", "--depth", "10", "--growth-rate", "4"]
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, tmp_path):
+    """Runs a command in an empty directory; returns its exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*argv):
+        code = cli.main([str(arg) for arg in argv])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def needs_train():
+    for name in ("typer", "rich", "matplotlib", "sklearn", "PIL"):
+        pytest.importorskip(name)
+
+
+@pytest.fixture
+def small_model(monkeypatch):
+    """A model that compiles in a second, on small images with the name `digits`."""
+    from .train import small
+
+    monkeypatch.setattr("effjax.train.job.model_builder", small.builder)
+    monkeypatch.setattr("effjax.train.job.load_dataset", lambda *_: small.dataset())
+
+
+def test_doctor_examines_this_machine():
+    findings = doctor.examine()
+    assert findings["packages"]["jax"] and findings["packages"]["flax"]
+    assert len(findings["devices"]) >= 1
+    assert findings["devices"][0]["default_memory"] in findings["devices"][0]["memories"]
+    assert findings["backend_error"] is None
+    text = "\n".join(doctor.lines(findings))
+    assert "memory:" in text and "native kernels: none" in text and "extras:" in text
+
+
+def test_doctor_says_what_to_install():
+    missing = doctor.missing_by_extra(
+        [
+            "jax>=0.10.2",
+            'numpy>=2; extra == "train"',
+            "no-such-package>=1 ; extra == 'train'",
+            'no-such-package[all]; python_version > "3" and extra == "plan"',
+            'effjax[train,plan]; extra == "test"',
+            'pytest>=8; extra == "test"',
+            'jax[cuda99-local]; extra == "cuda99"',
+        ]
+    )
+    none = ["no-such-package"]
+    cuda = ["jax-cuda99-plugin"]
+    assert missing == {"train": none, "plan": none, "test": none, "cuda99": cuda}
+
+
+def test_doctor_without_a_backend(monkeypatch):
+    def fail():
+        raise RuntimeError("Unable to initialize backend 'cuda':\n no driver")
+
+    monkeypatch.setattr("jax.local_devices", fail)
+    findings = doctor.examine()
+    assert findings["devices"] == []
+    assert "devices: none, Unable to initialize backend 'cuda': no driver" in doctor.lines(findings)
+
+
+def test_doctor_command(run, needs_train):
+    code, out, _ = run("doctor")
+    assert code == 0 and "memory:" in out
+    code, out, _ = run("doctor", "--json")
+    assert code == 0 and json.loads(out)["packages"]["jax"]
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_train_extra(run, needs_train, monkeypatch, missing):
+    monkeypatch.delitem(sys.modules, "effjax.commands", raising=False)
+    for name in [n for n in sys.modules if n.split(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    code, out, err = run("train", "densenet")
+    assert (code, out) == (2, "")
+    assert err == f'effjax: {missing} is missing; run pip install "effjax[train]"\n'
+    code, out, _ = run("doctor")
+    assert code == 0 and "native kernels: none" in out
+    code, out, _ = run("doctor", "--json")
+    assert code == 0 and json.loads(out)["devices"]
+    monkeypatch.delitem(sys.modules, "effjax.commands", raising=False)
+
+
+def test_version_and_help(run, needs_train):
+    import effjax
+
+    assert run("--version")[:2] == (0, f"effjax {effjax.__version__}\n")
+    for argv in (["--help"], ["train", "--help"], ["train", "densenet", "--help"]):
+        code, out, _ = run(*argv)
+        assert code == 0 and "Usage: effjax" in out
+
+
+def test_help_starts_no_backend(needs_train):
+    code = (
+        "import sys; from effjax.cli import main; main(['train', 'densenet', '--help']);"
+        "from jax._src import xla_bridge; assert not xla_bridge._backends;"
+        "assert not {'flax', 'optax', 'matplotlib', 'sklearn'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def one_line(err):
+    return err.startswith("effjax: ") and err.endswith("\n") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--data", "mnist"], "data 'mnist' is not known"),
+        (["--data", "cifar10:nowhere"], "nowhere: no such file"),
+        (["--data", "cifar10:broken.tar.gz"], "broken.tar.gz: not a whole .tar.gz"),
+        (["--data", "folder:broken"], "dog/0.png: not a readable image"),
+        (["--batch-size", "12"], "batch_size (=12) is not divisible by the number of devices (=8)"),
+        (["--depth", "23"], "must be 6n + 4"),
+        (["--model", "vgg"], "model (='vgg')"),
+        (["--epochs", "0"], "epochs (=0)"),
+        (["--out", "file/run"], "file/run: cannot be written to"),
+        (["--out", "broken"], "broken: not empty and not a run"),
+        (["--resume", "broken"], "broken: not a run"),
+        (["--resume", "broken", "--epochs", "3"], "--epochs cannot be given with --resume"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(run, tmp_path, needs_train, argv, message):
+    (tmp_path / "broken.tar.gz").write_bytes(b"\x1f\x8b hello")
+    (tmp_path / "file").write_text("")
+    for name in ("cat", "dog"):
+        (tmp_path / "broken" / name).mkdir(parents=True)
+        (tmp_path / "broken" / name / "0.png").write_text("hello")
+    (tmp_path / "broken" / "cat" / "0.png").write_bytes(png())
+    before = sorted(tmp_path.rglob("*"))
+    options = argv if "--resume" in argv else [*TINY[2:], *argv]
+    code, out, err = run("train", "densenet", *options)
+    assert (code, out) == (2, "")
+    assert one_line(err) and message in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def png():
+    import io
+
+    from PIL import Image
+
+    stream = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(stream, "png")
+    return stream.getvalue()
+
+
+def test_an_option_that_is_not_known(run, needs_train):
+    code, out, err = run(*TINY, "--dtype", "int8")
+    assert (code, out) == (2, "") and "int8" in err and "Traceback" not in err
+
+
+def test_one_epoch_of_densenet_on_digits(run, needs_train, tmp_path):
+    code, out, err = run(*TINY, "--epochs", "1", "--parallel", "shard_map", "--out", "here")
+    assert (code, err) == (0, "")
+    assert "digits: 1438 train and 359 test images of 8×8×1 in 10 classes" in out
+    assert "shard_map over 8 device(s)" in out
+    assert "epoch 1/1  loss" in out
+    for row in ("test accuracy", "images/s", "batch 64 (plain)", "batch 64 (efficient, this run)"):
+        assert row in out
+    final = json.loads((tmp_path / "here" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert final["kind"] == "final" and 0 < final["efficient_bytes"] < final["plain_bytes"]
+
+    code, out, err = run(*TINY, "--epochs", "1", "--out", "here")
+    assert (code, out) == (2, "") and one_line(err)
+    assert "here: holds a run; give another --out, or --overwrite" in err
+
+
+def test_ctrl_c_then_resume(run, needs_train, small_model, monkeypatch, tmp_path):
+    from effjax.train import report
+
+    class Interrupt(report.LineProgress):
+        def step(self, epoch, loss, accuracy, images_per_second):
+            if epoch == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(report, "make_progress", Interrupt)
+        options = ["--epochs", "2", "--batch-size", "16", "--out", "here"]
+        code, out, err = run("train", "densenet", *options)
+    assert code == 130 and "epoch 1/2" in out
+    assert err == "effjax: interrupted; go on with effjax train densenet --resume here\n"
+    names = {p.name for p in (tmp_path / "here").iterdir()}
+    assert names == {"config.json", "metrics.jsonl", "curve.png", "checkpoints"}
+
+    code, out, err = run("train", "densenet", "--resume", "here")
+    assert (code, err) == (0, "")
+    assert "epoch 1/2" not in out and "epoch 2/2" in out
+
+
+def test_ctrl_c_before_training(run, needs_train, monkeypatch, tmp_path):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("effjax.train.job.load_dataset", interrupt)
+    assert run(*TINY) == (130, "", "effjax: interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_out_of_memory(run, needs_train, small_model, monkeypatch):
+    def exhausted(*_, **__):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 1 TB")
+
+    monkeypatch.setattr("effjax.train.loop.fit", exhausted)
+    code, _, err = run("train", "densenet", "--batch-size", "16")
+    assert code == 1 and one_line(err) and "out of device memory; try a smaller" in err
+
+
+def test_overwrite_and_progress_bar(run, needs_train, small_model, monkeypatch, tmp_path):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes the stream for a terminal
+    options = ["--epochs", "1", "--batch-size", "16", "--out", "here"]
+    assert run("train", "densenet", *options)[0] == 0
+    (tmp_path / "here" / "curve.png").write_text("old")
+    code, out, _ = run("train", "densenet", *options, "--overwrite")
+    assert code == 0 and "images/s" in out
+    assert (tmp_path / "here" / "curve.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,96 @@
+import json
+
+import pytest
+
+from effjax.train.errors import TrainError
+from effjax.train.run_directory import RunDirectory
+
+pytest.importorskip("matplotlib")
+
+
+def create(path, overwrite=False):
+    return RunDirectory.create(path, {"a": 1}, overwrite)
+
+
+def test_a_name_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda _: "densenet-now")
+    paths = [create(None).path for _ in range(3)]
+    assert [p.as_posix() for p in paths] == [
+        "runs/densenet-now", "runs/densenet-now-2", "runs/densenet-now-3",
+    ]  # fmt: skip
+
+
+def test_a_run_is_not_overwritten_unless_asked(tmp_path):
+    run = create(tmp_path / "run")
+    run.append({"kind": "epoch"})
+    run.checkpoints.mkdir()
+    (run.path / "notes.txt").write_text("mine")
+    with pytest.raises(TrainError, match="holds a run; give another --out, or --overwrite"):
+        create(run.path)
+    assert run.metrics == [{"kind": "epoch"}]
+    create(run.path, overwrite=True)
+    assert run.metrics == []
+    assert {p.name for p in run.path.iterdir()} == {"config.json", "notes.txt"}
+
+
+def test_a_directory_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    for overwrite in (False, True):
+        with pytest.raises(TrainError, match="not empty and not a run"):
+            create(tmp_path, overwrite)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_an_empty_directory_is_used(tmp_path):
+    assert json.loads((create(tmp_path).path / "config.json").read_text()) == {"a": 1}
+
+
+def test_a_place_that_cannot_be_written_to(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(TrainError, match="cannot be written to .*; give another --out"):
+            create(path)
+
+
+def test_a_read_only_directory(tmp_path, monkeypatch):
+    def denied(**_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", denied)
+    with pytest.raises(TrainError, match="cannot be written to .Permission denied"):
+        create(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_open_needs_a_run(tmp_path):
+    with pytest.raises(TrainError, match="not a run"):
+        RunDirectory.open(tmp_path)
+    create(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(TrainError, match="config.json: cannot be read"):
+        _ = RunDirectory.open(tmp_path).config
+
+
+def test_metrics_are_cut_back_to_an_epoch(tmp_path):
+    run = create(tmp_path)
+    for epoch in (1, 2, 3):
+        run.append({"kind": "epoch", "epoch": epoch})
+    run.append({"kind": "interrupted"})
+    assert [r["epoch"] for r in run.keep_epochs(2)] == [1, 2]
+    assert [r["epoch"] for r in run.metrics] == [1, 2]
+
+
+def test_metrics_are_json(tmp_path):
+    with pytest.raises(ValueError, match="JSON compliant"):
+        create(tmp_path).append({"loss": float("nan")})
+    assert RunDirectory(tmp_path).metrics == []
+
+
+def test_without_matplotlib_nothing_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(
+        TrainError, match=r'matplotlib is missing; run pip install "effjax\[train\]"'
+    ):
+        create(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
