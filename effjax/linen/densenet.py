@@ -11,6 +11,7 @@ from flax.typing import Dtype
 from jax.typing import ArrayLike
 
 from .._densenet import DenseNetOptions, Save, block_key, conv, he_normal, lecun_normal, max_pool
+from ..ops._statistics import statistics_dtype
 from ..ops.bn_relu_conv import bn_relu_conv
 from ..ops.dense_block import DenseLayerParams, dense_block, dropout
 from .batch_norm import BatchNorm
@@ -101,7 +102,7 @@ class DenseNet(nn.Module):
                 h = self.transitions[i](h, train, valid)
         h = self.final_norm(h, use_running_average=not train, mask=valid).mean((1, 2))
         logits = self.classifier(h)
-        return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        return logits.astype(statistics_dtype(logits))
 
 
 class DenseBlock(nn.Module):

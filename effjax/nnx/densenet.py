@@ -19,6 +19,7 @@ from .._densenet import (
     lecun_normal,
     max_pool,
 )
+from ..ops._statistics import statistics_dtype
 from ..ops.bn_relu_conv import bn_relu_conv
 from ..ops.dense_block import DenseLayerParams, dense_block, dropout
 from .batch_norm import BatchNorm
@@ -156,7 +157,7 @@ class DenseNet(nnx.Module):
                 h = self.transitions[i](h, mask=valid)
         h = self.final_norm(h, mask=valid).mean((1, 2))
         logits = self.classifier(h)
-        return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        return logits.astype(statistics_dtype(logits))
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """Used by `nnx.view`: whether to leave dropout out."""

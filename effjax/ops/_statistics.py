@@ -83,6 +83,11 @@ def psum(v: jax.Array, reduction: Reduction) -> jax.Array:
         ) from error
 
 
+def statistics_dtype(x: jax.Array) -> jnp.dtype:
+    """float32, or x's own dtype where that is wider."""
+    return x.dtype if x.dtype.itemsize > 4 else jnp.dtype(jnp.float32)
+
+
 def local_moments(x: jax.Array, mask: jax.Array | None, axes: tuple[int, ...]) -> tuple:
     """Mean, sum of squared deviations (M2) and count on this device, by two passes over x.
 
@@ -111,10 +116,10 @@ def moments(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Mean, biased variance and count of x over `axes` and the devices of `reduction`.
 
-    Returns arrays with the reduced axes kept. Where nothing is counted the mean is 0 and the
-    variance is 1.
+    In float32, or in x's dtype where that is wider; the reduced axes are kept. Where nothing is
+    counted the mean is 0 and the variance is 1.
     """
-    mean, m2, count = local_moments(x, mask, axes)
+    mean, m2, count = local_moments(x.astype(statistics_dtype(x)), mask, axes)
     if reduction.axis_names:
         mean, m2, count = _merge(mean, m2, count, mask is None, reduction)
     var = jnp.where(count > 0, m2 / jnp.maximum(count, 1), 1)

@@ -17,6 +17,7 @@ from ._statistics import (
     moments,
     normalize,
     normalize_backward,
+    statistics_dtype,
 )
 
 
@@ -121,7 +122,7 @@ def batch_norm_inference(
     features = tuple(n for a, n in enumerate(x.shape) if a not in axes)
     for name, value in (("mean", mean), ("var", var)):
         _check_features(name, value, features)
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = statistics_dtype(x)
     shape = _keepdims(x.shape, axes)
     mean, var = (jnp.asarray(v, dtype).reshape(shape) for v in (mean, var))
     scale, bias = (None if p is None else jnp.asarray(p).reshape(shape) for p in (scale, bias))
@@ -151,9 +152,7 @@ def _batch_norm(static: _Static, x, scale, bias, residual, mask):
 
 
 def _forward(static: _Static, x, scale, bias, residual, mask):
-    mean, var, count = moments(
-        x.astype(jnp.promote_types(x.dtype, jnp.float32)), mask, static.axes, static.reduction
-    )
+    mean, var, count = moments(x, mask, static.axes, static.reduction)
     inv = lax.rsqrt(var + static.epsilon)
     y = normalize(x, mean, inv, *_keepdims_all(mean.shape, scale, bias))
     y = y if residual is None else y + residual.astype(y.dtype)

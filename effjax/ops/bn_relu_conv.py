@@ -136,9 +136,7 @@ def _bn_relu_conv(static: _Static, features, parameters, mask):
 def _forward(static: _Static, features, parameters, mask):
     scale, bias, kernel = parameters
     x = jnp.concatenate(features, -1)
-    mean, var, count = moments(
-        x.astype(jnp.promote_types(x.dtype, jnp.float32)), mask, AXES, static.reduction
-    )
+    mean, var, count = moments(x, mask, AXES, static.reduction)
     inv = lax.rsqrt(var + static.epsilon)
     if static.num_chunks:
         y = wide_conv(Wide(x, mean, inv, *parameters), static.num_chunks, static.conv.precision)

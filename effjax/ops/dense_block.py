@@ -166,11 +166,6 @@ class _Static(NamedTuple):
             return y
         return dropout(y, self.dropout_rate, jax.random.fold_in(key, layer))
 
-    def moments(self, x: jax.Array, mask: jax.Array | None) -> tuple:
-        return moments(
-            x.astype(jnp.promote_types(x.dtype, jnp.float32)), mask, AXES, self.reduction
-        )
-
 
 # The gradient buffer holds, for every channel, its gradient from outside the block plus
 #   sum_l inv * scale_l * dz_l
@@ -189,7 +184,7 @@ def _dense_block(static: _Static, x, params, mask, key):
 def _forward(static: _Static, x, params, mask, key):
     new = sum(p.kernel2.shape[-1] for p in params)
     buffer = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, new)))
-    mean, var, count = static.moments(x, mask)
+    mean, var, count = moments(x, mask, AXES, static.reduction)
     inner, kept = [], []
     for i, p in enumerate(params):
         c = p.scale1.shape[0]
@@ -199,12 +194,12 @@ def _forward(static: _Static, x, params, mask, key):
             static.num_chunks,
             static.precision,
         )
-        mean2, var2, _ = static.moments(h, mask)
+        mean2, var2, _ = moments(h, mask, AXES, static.reduction)
         inv2 = lax.rsqrt(var2 + static.epsilon)
         z = jax.nn.relu(normalize(h, mean2, inv2, p.scale2, p.bias2)).astype(h.dtype)
         y = static.drop(static.conv2(z, p.kernel2), key, i)
         if i + 1 < len(params):  # the last layer's features are read by nobody in the block
-            new_mean, new_var, _ = static.moments(y, mask)
+            new_mean, new_var, _ = moments(y, mask, AXES, static.reduction)
             mean, var = jnp.concatenate([mean, new_mean], -1), jnp.concatenate([var, new_var], -1)
         buffer = lax.optimization_barrier(lax.dynamic_update_slice(buffer, y, (0, 0, 0, c)))
         inner.append((mean2, var2))
