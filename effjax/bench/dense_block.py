@@ -8,7 +8,7 @@ known.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +125,7 @@ def flax(x, params):
     return block.apply({"params": tree}, x, mutable=["batch_stats"])[0]
 
 
-def ours(save: str, num_chunks: int | None = None) -> Callable:
+def ours(save: Literal["conv", "features"], num_chunks: int | None = None) -> Callable:
     return lambda x, params: effjax.dense_block(x, params, save=save, num_chunks=num_chunks)[0]
 
 

@@ -91,10 +91,10 @@ def sync_batch_norm(
     scale, bias = (
         None if p is None else as_varying(jnp.asarray(p), frozenset()) for p in (scale, bias)
     )
-    y, statistics = _batch_norm(static, x, scale, bias, residual, mask)
+    result: Any = _batch_norm(static, x, scale, bias, residual, mask)
     features = tuple(n for a, n in enumerate(x.shape) if a not in axes)
-    mean, var, count = lax.stop_gradient(statistics)
-    count = count.reshape(features if count.size > 1 else ())
+    y, (mean, var, count) = result[0], lax.stop_gradient(result[1])
+    count = count.reshape(() if count.size == 1 else features)
     return y, BatchStats(mean.reshape(features), var.reshape(features), count)
 
 
@@ -147,7 +147,7 @@ class _Static(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _batch_norm(static: _Static, x, scale, bias, residual, mask):
+def _batch_norm(static: _Static, x, scale, bias, residual, mask) -> Any:
     return _forward(static, x, scale, bias, residual, mask)[0]
 
 

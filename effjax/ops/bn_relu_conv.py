@@ -75,7 +75,7 @@ def bn_relu_conv(
     References:
         efficient_densenet_pytorch; Pleiss et al., 2017 (arXiv:1707.06990).
     """
-    features = tuple(x) if isinstance(x, (tuple, list)) else (x,)
+    features: tuple[Any, ...] = tuple(x) if isinstance(x, (tuple, list)) else (x,)
     _check(features, scale, bias, kernel, feature_group_count, epsilon)
     conv = _Conv(
         _pair(strides), _padding(padding), _pair(kernel_dilation), feature_group_count, precision
@@ -89,8 +89,8 @@ def bn_relu_conv(
     mask = None if mask is None else check_pixel_mask(mask, features[0])
 
     def run(features, parameters, mask):
-        y, statistics = _bn_relu_conv(static, *same_varying((features, parameters, mask)))
-        return y, lax.stop_gradient(statistics)
+        result: Any = _bn_relu_conv(static, *same_varying((features, parameters, mask)))
+        return result[0], lax.stop_gradient(result[1])
 
     y, statistics = per_batch(run, features[0])(features, (scale, bias, kernel), mask)
     return y, as_batch_stats(*statistics)
@@ -129,7 +129,7 @@ class _Static(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _bn_relu_conv(static: _Static, features, parameters, mask):
+def _bn_relu_conv(static: _Static, features, parameters, mask) -> Any:
     return _forward(static, features, parameters, mask)[0]
 
 

@@ -122,18 +122,17 @@ def dense_block(
     )
 
     def run(x, params, mask, key):
-        features, statistics = _dense_block(static, *same_varying((x, params, mask)), key)
-        return features, lax.stop_gradient(statistics)
+        result: Any = _dense_block(static, *same_varying((x, params, mask)), key)
+        return result[0], lax.stop_gradient(result[1])
 
     features, (mean, var, count, inner) = per_batch(run, x)(
         x, params, mask, key if dropout_rate else None
     )
     result = []
-    for p, second in zip(params, inner, strict=True):
+    for p, (mean2, var2) in zip(params, inner, strict=True):
         c = p.scale1.shape[0]
-        result.append(
-            (as_batch_stats(mean[..., :c], var[..., :c], count), as_batch_stats(*second, count))
-        )
+        first = as_batch_stats(mean[..., :c], var[..., :c], count)
+        result.append((first, as_batch_stats(mean2, var2, count)))
     return features, result
 
 
@@ -162,7 +161,7 @@ class _Static(NamedTuple):
         )
 
     def drop(self, y: jax.Array, key: jax.Array | None, layer: int) -> jax.Array:
-        if not self.dropout_rate:
+        if key is None:
             return y
         return dropout(y, self.dropout_rate, jax.random.fold_in(key, layer))
 
@@ -177,7 +176,7 @@ class _Static(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dense_block(static: _Static, x, params, mask, key):
+def _dense_block(static: _Static, x, params, mask, key) -> Any:
     return _forward(static, x, params, mask, key)[0]
 
 
@@ -286,7 +285,7 @@ def _check_params(x: jax.Array, params: tuple[DenseLayerParams, ...]) -> int:
     channels = x.shape[-1]
     for i, p in enumerate(params):
         b = p.kernel1.shape[-1]
-        wanted = DenseLayerParams(
+        wanted = (
             (channels,),
             (channels,),
             (1, 1, channels, b),
