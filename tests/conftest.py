@@ -1,12 +1,15 @@
 """Runs before JAX is imported: where the tests run, and how strict JAX is with them."""
 
 import os
+import signal
 
 # The CPU unless the user names another: `JAX_PLATFORMS=cuda,cpu pytest` runs the tests on a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Eight simulated devices, for commands that tests start as well.
 if "xla_force_host_platform_device_count" not in (flags := os.environ.get("XLA_FLAGS", "")):
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+# Some tests send Ctrl-C, which a shell makes its background jobs ignore.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax
 import pytest
@@ -30,3 +33,10 @@ def mesh8() -> Mesh:
 def mesh4x2() -> Mesh:
     """Four by two devices, on the axes `data` and `model`."""
     return _mesh((4, 2), ("data", "model"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _free_compiled_programs():
+    """Compiled programs are of no use to the next file, and all together they are gigabytes."""
+    yield
+    jax.clear_caches()
