@@ -36,7 +36,7 @@ class Config:
     learning_rate: float = 0.1
     schedule: Literal["cosine", "step"] = "cosine"
     momentum: float = 0.9
-    weight_decay: float = 1e-4
+    weight_decay: float = 1e-3
     dtype: Literal["float32", "bfloat16"] = "float32"
     parallel: Parallel = "jit"
     seed: int = 0
