@@ -157,6 +157,27 @@ CONTEXTS = {
 }
 
 
+def gradients_with_parameters_of_each_device(op, params, batch, how):
+    """Every device has parameters of its own: the gradients of the sum of all losses."""
+    factors = 1 + np.arange(DEVICES) / DEVICES
+    params = jax.tree.map(lambda p: np.multiply.outer(factors, p), params)
+
+    def total(params, x):
+        if how == "vmap":
+            one = lambda p, b: local_loss(op(p, b, "i"), b["w"])  # noqa: E731
+            return jax.vmap(one, axis_name="i")(params, _split({**batch, "x": x})).sum()
+
+        def local(params, batch):
+            y = op(jax.tree.map(lambda p: p[0], params), batch, "i")
+            return lax.psum(local_loss(y, batch["w"]), "i")
+
+        mesh = mesh_of((DEVICES,), ("i",))
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=(P("i"), P("i")), out_specs=P())
+        return mapped(params, {**batch, "x": x})
+
+    return jax.jit(jax.grad(total, argnums=(0, 1)))(params, batch["x"])
+
+
 def assert_trees_close(got, want, tolerance):
     """Every leaf within `tolerance` of the largest value of its reference."""
     got_leaves, want_leaves = jax.tree.leaves(got), jax.tree.leaves(want)

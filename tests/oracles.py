@@ -7,11 +7,17 @@ from jax import lax
 from effjax.ops.dense_block import dropout
 
 
-def batch_norm(x, scale=None, bias=None, mask=None, residual=None, relu=False, axes=(0, 1, 2)):
+def batch_norm(
+    x, scale=None, bias=None, mask=None, residual=None, relu=False, axes=(0, 1, 2), axis_name=None
+):
+    def total(v):
+        v = v.sum(axes, keepdims=True)
+        return v if axis_name is None else lax.psum(v, axis_name)
+
     counted = jnp.broadcast_to(True if mask is None else mask, x.shape)
-    count = counted.sum(axes, keepdims=True)
-    mean = jnp.where(counted, x, 0).sum(axes, keepdims=True) / count
-    var = jnp.where(counted, jnp.square(x - mean), 0).sum(axes, keepdims=True) / count
+    count = total(counted)
+    mean = total(jnp.where(counted, x, 0)) / count
+    var = total(jnp.where(counted, jnp.square(x - mean), 0)) / count
     y = (x - mean) / jnp.sqrt(var + 1e-5)
     y = y if scale is None else y * scale.reshape(mean.shape)
     y = y if bias is None else y + bias.reshape(mean.shape)
@@ -27,11 +33,13 @@ def conv(x, kernel, strides=(1, 1), padding="SAME", **options):
     )
 
 
-def dense_block(x, params, mask=None, dropout_rate=0.0, key=None):
+def dense_block(x, params, mask=None, dropout_rate=0.0, key=None, axis_name=None):
     statistics = []
     for i, p in enumerate(params):
-        y, first = batch_norm(x, p.scale1, p.bias1, mask, relu=True)
-        y, second = batch_norm(conv(y, p.kernel1), p.scale2, p.bias2, mask, relu=True)
+        y, first = batch_norm(x, p.scale1, p.bias1, mask, relu=True, axis_name=axis_name)
+        y, second = batch_norm(
+            conv(y, p.kernel1), p.scale2, p.bias2, mask, relu=True, axis_name=axis_name
+        )
         y = conv(y, p.kernel2)
         if dropout_rate:
             y = dropout(y, dropout_rate, jax.random.fold_in(key, i))

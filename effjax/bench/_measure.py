@@ -80,8 +80,7 @@ def report(title: str, config: dict, rows: list[dict], json_path: Path | None) -
             row["name"], f"{row['seconds'] * 1e3:.1f}", f"{row['ratio']:.2f}", temp,
             f"{row['compile_seconds']:.1f}", f"{row['difference']:.1e}", *kept,
         )  # fmt: skip
-    console = Console()
-    console.print(table, width=max(console.width, 120))
+    Console(width=max(Console().width, 120)).print(table)
     if json_path:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         command = " ".join([f"python -m effjax.bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])

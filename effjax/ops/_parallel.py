@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 AxisNames = tuple[Hashable, ...]
 
@@ -23,7 +23,13 @@ def varying(x: jax.Array) -> frozenset:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def as_varying(x: jax.Array, axes: frozenset) -> jax.Array:
+def manual_axes() -> frozenset:
+    """The mesh axes that shard_map has mapped here."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return frozenset(mesh.manual_axes)
+
+
+def as_varying(x: jax.Array, axes: frozenset = frozenset()) -> jax.Array:
     """Casts x to vary over `axes` too; the transpose is the sum over the axes that this adds."""
     kind = jax.typeof(x).manual_axis_type
     if kind.reduced:  # the caller wants this gradient unreduced: the cast's transpose says so
@@ -49,14 +55,20 @@ def zeros(shape: Sequence[int], dtype: Any, like: jax.Array) -> jax.Array:
     return as_varying(jnp.zeros(shape, dtype), varying(like))
 
 
-def explicit_axes() -> tuple:
-    """The axes of the current mesh whose shardings are in the types."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return tuple(
-        n
-        for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Explicit
-    )
+def explicit_axes(x: jax.Array) -> tuple:
+    """The mesh axes over which x's type says how it is sharded."""
+    mesh = jax.typeof(x).sharding.mesh
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+
+
+def shard_as_features(p: jax.Array, x: jax.Array, features: Sequence[int]) -> jax.Array:
+    """On a mesh with Explicit axes: shards a parameter as the axes `features` of x are."""
+    if not explicit_axes(x):
+        return p
+    sharding = jax.typeof(x).sharding
+    spec = PartitionSpec(*(sharding.spec[a] for a in features))
+    return jax.sharding.reshard(p, NamedSharding(sharding.mesh, spec))
 
 
 def axis_names(axis_name: Hashable | Sequence[Hashable] | None) -> AxisNames:
@@ -75,8 +87,14 @@ def per_batch(fun: Callable, x: jax.Array) -> Callable:
     Loops and slices inside an operator have no one right sharding type; XLA's partitioner finds
     one. The first result has x's batch sharding, the second is replicated.
     """
-    axes = explicit_axes()
+    axes = explicit_axes(x)
     if not axes:
         return fun
-    batch = PartitionSpec(*jax.typeof(x).sharding.spec[:-1])
-    return jax.sharding.auto_axes(fun, axes=axes, out_sharding=(batch, PartitionSpec()))
+    sharding = jax.typeof(x).sharding
+    out_sharding = (PartitionSpec(*sharding.spec[:-1]), PartitionSpec())
+
+    def run(*args):
+        with jax.sharding.use_abstract_mesh(sharding.mesh):  # jit needs no jax.set_mesh for it
+            return jax.sharding.auto_axes(fun, axes=axes, out_sharding=out_sharding)(*args)
+
+    return run

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._parallel import AxisNames, axis_names
+from ._parallel import AxisNames, as_varying, axis_names, manual_axes, varying
+
+AXES = (0, 1, 2)  # of [N, H, W, C], what the statistics of a feature are over
 
 # Above this traffic two small all-reduces are cheaper than one that grows with the devices.
 GATHER_BYTES = 256 * 1024
@@ -69,6 +71,8 @@ def psum(v: jax.Array, reduction: Reduction) -> jax.Array:
     """Sums v over the devices of `reduction`: one all-reduce, or none without an axis."""
     if not reduction.axis_names:
         return v
+    if varying(v):  # the types are checked: they must name all the axes that are summed over
+        v = as_varying(v, manual_axes().intersection(reduction.axis_names))
     try:
         return lax.psum(v, reduction.axis_names, axis_index_groups=reduction.groups)
     except NotImplementedError as error:
@@ -157,7 +161,16 @@ def _merge(mean, m2, count, equal_counts: bool, reduction: Reduction) -> tuple:
 
 def group_size(reduction: Reduction) -> int:
     """How many devices share one set of statistics."""
-    return len(reduction.groups[0]) if reduction.groups else lax.axis_size(reduction.axis_names)
+    size = lax.axis_size(reduction.axis_names)
+    if reduction.groups is None:
+        return size
+    members = sum(len(group) for group in reduction.groups)
+    if members != size:
+        raise ValueError(
+            f"`axis_index_groups` (={reduction.groups}) must hold all {size} devices of the axis "
+            f"{reduction.axis_names[0]!r}, but holds {members}."
+        )
+    return len(reduction.groups[0])
 
 
 def _gather(v: jax.Array, size: int, reduction: Reduction) -> jax.Array:
@@ -177,28 +190,40 @@ def normalize(x: jax.Array, mean, inv, scale, bias) -> jax.Array:
     return y if bias is None else y + bias.astype(inv.dtype)
 
 
+def feature_sums(g, x, mean, inv, mask, axes) -> jax.Array:
+    """``[sum(g), sum(g * xhat)]`` of every feature on this device: [2, 1, .., C, .., 1]."""
+    g = g.astype(inv.dtype)
+    xhat = (x.astype(inv.dtype) - mean) * inv
+    if mask is not None:  # padding without a gradient has no part in the sums, whatever it holds
+        xhat = jnp.where(mask | (g != 0), xhat, 0)
+    return jnp.stack([jnp.sum(v, axes, keepdims=True) for v in (g, g * xhat)])
+
+
 def project(g, total, x, mean, inv, mask, count) -> jax.Array:
-    """Takes the share of the batch statistics away from g, the gradient of x with them fixed.
+    """The gradient of x from g, its gradient with the batch statistics held fixed.
 
-    ``g - [counted] * inv * (sum(g') + xhat * sum(g' * xhat)) / count``, where `total` holds the two
-    sums of g' = g / inv over all devices.
-    """
-    share = inv * (total[0] + (x.astype(inv.dtype) - mean) * inv * total[1]) / jnp.maximum(count, 1)
-    return g - (share if mask is None else jnp.where(mask, share, 0))
-
-
-def normalize_backward(g, x, mean, inv, scale, mask, count, axes, reduction: Reduction) -> tuple:
-    """The gradient of x from g, the gradient of ``normalize(x, ...)``, with one all-reduce.
-
-    Returns dx and the sums ``[sum(g), sum(g * xhat)]`` (gradients of bias and scale) of this device
-    and of all devices.
+    ``g - [counted] * (sum(g) + xhat * sum(g * xhat)) / count``, `total` being the two sums over all
+    devices. In the statistics' dtype.
     """
     xhat = (x.astype(inv.dtype) - mean) * inv
-    sums = [jnp.sum(v, axes, keepdims=True) for v in (g, g * xhat)]
-    local = jnp.stack(sums)  # [2, 1, .., C, .., 1]
-    total = psum(local, reduction)
-    gain = jnp.ones((), inv.dtype) if scale is None else scale.astype(inv.dtype)
-    return project(g * (inv * gain), total * gain, x, mean, inv, mask, count), local, total
+    share = (total[0] + xhat * total[1]) / jnp.maximum(count, 1)
+    return g.astype(inv.dtype) - (share if mask is None else jnp.where(mask, share, 0))
+
+
+def normalize_backward(
+    g, x, mean, inv, scale, mask, count, axes, reduction: Reduction, one_scale: bool = False
+) -> tuple:
+    """The gradient of x from g, the gradient of ``normalize(x, ...)``, with one all-reduce.
+
+    Returns dx, the sums ``[sum(g), sum(g * xhat)]`` (the gradients of bias and scale) of this
+    device, and of all devices if `one_scale` says that they have the same scale. If not, every
+    device weighs its sums with its own scale before they are added up.
+    """
+    local = feature_sums(g, x, mean, inv, mask, axes)
+    slope = inv if scale is None else inv * scale.astype(inv.dtype)
+    total = psum(local, reduction) if one_scale else None
+    weighted = psum(local * slope, reduction) if total is None else total * slope
+    return project(g * slope, weighted, x, mean, inv, mask, count), local, total
 
 
 def check_mask(mask: Any, x: jax.Array) -> jax.Array:

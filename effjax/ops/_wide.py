@@ -115,8 +115,8 @@ def _activations(wide: Wide, buffer: jax.Array, start, size: int) -> tuple:
 
 def _slices(height: int, num_chunks: int) -> tuple[int, int]:
     """Rows in a slice and how many slices cover the height."""
-    size = max(1, -(-height // num_chunks))
-    return size, -(-height // size)
+    size = -(-height // num_chunks)
+    return size, -(-height // max(size, 1))
 
 
 def _start(j, size: int, buffer: jax.Array):

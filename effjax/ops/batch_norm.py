@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._parallel import as_varying, same_varying, sum_to_type_of, varying
+from ._parallel import as_varying, same_varying, shard_as_features, sum_to_type_of, varying
 from ._statistics import BatchStats as BatchStats
 from ._statistics import (
     Reduction,
@@ -88,14 +88,16 @@ def sync_batch_norm(
     static = _Static(reduction, axes, float(epsilon), activation == "relu", residual is not None)
     mask = None if mask is None else check_mask(mask, x)
     x, residual, mask = same_varying((x, residual, mask))
+    features = tuple(a for a in range(x.ndim) if a not in axes)
     scale, bias = (
-        None if p is None else as_varying(jnp.asarray(p), frozenset()) for p in (scale, bias)
+        None if p is None else shard_as_features(as_varying(jnp.asarray(p)), x, features)
+        for p in (scale, bias)
     )
     result: Any = _batch_norm(static, x, scale, bias, residual, mask)
-    features = tuple(n for a, n in enumerate(x.shape) if a not in axes)
+    shape = tuple(x.shape[a] for a in features)
     y, (mean, var, count) = result[0], lax.stop_gradient(result[1])
-    count = count.reshape(() if count.size == 1 else features)
-    return y, BatchStats(mean.reshape(features), var.reshape(features), count)
+    count = count.reshape(() if count.size == 1 else shape)
+    return y, BatchStats(mean.reshape(shape), var.reshape(shape), count)
 
 
 def batch_norm_inference(
@@ -170,12 +172,21 @@ def _backward(static: _Static, kept, cotangents):
     if static.relu:
         y = normalize(x, mean, inv, wide_scale, wide_bias) if kept_y is None else kept_y
         g = jnp.where(y > 0, g, 0)
+    names = set(static.reduction.axis_names)
+    typed = bool(names) and not static.reduction.groups and names <= varying(x)
+    shared = [typed and p is not None and not names & varying(p) for p in (bias, scale)]
+    one_scale = scale is None or shared[1]
     dx, local, total = normalize_backward(
-        g, x, mean, inv, wide_scale, mask, count, static.axes, static.reduction
+        g, x, mean, inv, wide_scale, mask, count, static.axes, static.reduction, one_scale
     )
     dx = sum_to_type_of(dx, x).astype(x.dtype)
+    # A parameter that its type says is replicated wants the total, which is there already.
     dbias, dscale = (
-        None if p is None else _parameter_cotangent(local[i], total[i], p, static.reduction)
+        None
+        if p is None
+        else sum_to_type_of(total[i] if shared[i] and one_scale else local[i], p)
+        .reshape(p.shape)
+        .astype(p.dtype)
         for i, p in enumerate((bias, scale))
     )
     dresidual = sum_to_type_of(g, x).astype(x.dtype) if static.has_residual else None
@@ -183,18 +194,6 @@ def _backward(static: _Static, kept, cotangents):
 
 
 _batch_norm.defvjp(_forward, _backward)
-
-
-def _parameter_cotangent(local, total, p, reduction: Reduction) -> jax.Array:
-    """The total where p's type says that it is replicated, this device's share where it varies.
-
-    The total over the statistics' own axes has been all-reduced already and is not reduced again.
-    """
-    names = set(reduction.axis_names)
-    replicated = (
-        names and not reduction.groups and names <= varying(local) and not names & varying(p)
-    )
-    return sum_to_type_of(total if replicated else local, p).reshape(p.shape).astype(p.dtype)
 
 
 def _keepdims(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Concat → batch norm → ReLU → convolution that keeps only its raw inputs for the backward pass."""
 
 import functools
+import operator
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -10,9 +11,11 @@ from jax import lax
 
 from ._parallel import per_batch, same_varying, zeros
 from ._statistics import (
+    AXES,
     BatchStats,
     Reduction,
     check_mask,
+    feature_sums,
     make_reduction,
     moments,
     normalize,
@@ -21,8 +24,6 @@ from ._statistics import (
     psum,
 )
 from ._wide import Wide, default_chunks, wide_conv, wide_conv_backward
-
-AXES = (0, 1, 2)  # of [N, H, W, C], what a feature's statistics are over
 
 
 def bn_relu_conv(
@@ -78,7 +79,11 @@ def bn_relu_conv(
     features: tuple[Any, ...] = tuple(x) if isinstance(x, (tuple, list)) else (x,)
     _check(features, scale, bias, kernel, feature_group_count, epsilon)
     conv = _Conv(
-        _pair(strides), _padding(padding), _pair(kernel_dilation), feature_group_count, precision
+        _pair("strides", strides, 1),
+        _padding(padding),
+        _pair("kernel_dilation", kernel_dilation, 1),
+        feature_group_count,
+        precision,
     )
     num_chunks = check_chunks(num_chunks, (*features[0].shape[:3], scale.shape[0]))
     if kernel.shape[:2] != (1, 1) or conv.changes_pixels():
@@ -156,8 +161,8 @@ def _backward(static: _Static, kept, cotangents):
         dx, (dscale, dbias, dkernel) = wide_conv_backward(
             wide, dy, dx, static.num_chunks, static.conv.precision
         )
-        sums = (scale.astype(inv.dtype) * jnp.stack([dbias, dscale])).reshape(2, 1, 1, 1, -1)
-        dx = project(dx.astype(inv.dtype), psum(sums, static.reduction), x, mean, inv, mask, count)
+        sums = psum(feature_sums(dx, x, mean, inv, mask, AXES), static.reduction)
+        dx = project(dx, sums, x, mean, inv, mask, count)
     else:
         y = normalize(x, mean, inv, scale, bias)
         _, conv_backward = jax.vjp(static.conv, jax.nn.relu(y).astype(x.dtype), kernel)
@@ -186,8 +191,8 @@ def check_chunks(num_chunks: int | None, shape: tuple[int, ...]) -> int:
     """The number of slices, by default from the shape of the wide array."""
     if num_chunks is None:
         return default_chunks(shape)
-    if num_chunks < 1:
-        raise ValueError(f"`num_chunks` (={num_chunks}) must be at least 1, or None for a default.")
+    if not isinstance(num_chunks, int) or num_chunks < 1:
+        raise ValueError(f"`num_chunks` (={num_chunks}) must be an integer of at least 1, or None.")
     return num_chunks
 
 
@@ -234,12 +239,22 @@ def _check(features, scale, bias, kernel, groups, epsilon) -> None:
         raise ValueError(f"`epsilon` (={epsilon}) must be positive.")
 
 
-def _pair(value: int | Sequence[int]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (value[0], value[1])
+def _pair(name: str, value: Any, least: int) -> tuple[int, int]:
+    """Two integers for the spatial axes, from two or from one that stands for both."""
+    try:
+        pair = tuple(map(operator.index, value if isinstance(value, Sequence) else (value, value)))
+    except TypeError:
+        pair = ()
+    if len(pair) != 2 or min(pair) < least:
+        raise ValueError(f"`{name}` (={value!r}) must be one or two integers of at least {least}.")
+    return pair
 
 
 def _padding(padding: Any) -> Any:
     if isinstance(padding, str):
+        if padding.upper() not in ("SAME", "SAME_LOWER", "VALID"):
+            raise ValueError(f'`padding` (={padding!r}) must be "SAME", "VALID" or numbers.')
         return padding.upper()
-    sides = (padding, padding) if isinstance(padding, int) else padding
-    return tuple(_pair(side) for side in sides)
+    if not isinstance(padding, Sequence):
+        padding = (padding, padding)
+    return tuple(_pair("padding", side, 0) for side in padding)

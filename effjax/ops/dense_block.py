@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._parallel import per_batch, same_varying, zeros
+from ._parallel import per_batch, same_varying
 from ._statistics import (
+    AXES,
     BatchStats,
     Reduction,
+    feature_sums,
     make_reduction,
     moments,
     normalize,
@@ -27,8 +29,6 @@ from ._statistics import (
 )
 from ._wide import Wide, wide_conv, wide_conv_backward
 from .bn_relu_conv import as_batch_stats, check_chunks, check_features, check_pixel_mask
-
-AXES = (0, 1, 2)  # of [N, H, W, C], what a feature's statistics are over
 
 
 class DenseLayerParams(NamedTuple):
@@ -167,12 +167,11 @@ class _Static(NamedTuple):
 
 
 # The gradient buffer holds, for every channel, its gradient from outside the block plus
-#   sum_l inv * scale_l * dz_l
-# over the layers l that have been done, dz_l being the gradient before layer l's first ReLU. What
-# batch statistics take away from it is
-#   inv * (s1 + xhat * s2) / N,  s1 = sum_l scale_l * dbias_l,  s2 = sum_l scale_l * dscale_l:
-# two numbers a channel, known from the parameters' gradients. They are all-reduced and their share
-# is taken away (`project`) once, when all readers of a channel have been done.
+#   g = sum_l inv * scale_l * dz_l
+# over the layers l that have been done, dz_l being the gradient before layer l's first ReLU. Once
+# all readers of a channel have been done, `project_channels` takes off what the statistics take of
+# g. The sums that it needs are those of the buffer less those of the gradient from outside: they
+# fit what the buffer holds, rounded to x's dtype as it is.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -210,14 +209,21 @@ def _forward(static: _Static, x, params, mask, key):
 def _backward(static: _Static, residuals, cotangents):
     buffer, params, mask, key, mean, inv, count, kept = residuals
     grad = cotangents[0]
-    sums = zeros((2, *mean.shape), mean.dtype, grad)  # s1 and s2 of every channel
+    read = mean.shape[-1]  # all channels but those of the last layer, which nobody reads
+    outside = feature_sums(grad[..., :read], buffer[..., :read], mean, inv, mask, AXES)
     dparams: list = [None] * len(params)
+
+    def project_channels(dy, of: slice):
+        statistics = buffer[..., of], mean[..., of], inv[..., of], mask
+        sums = feature_sums(dy, *statistics, AXES) - outside[..., of]
+        return project(dy, psum(sums, static.reduction), *statistics, count).astype(dy.dtype)
+
     for i in reversed(range(len(params))):
         p, (h, mean2, inv2) = params[i], kept[i]
         c, k = p.scale1.shape[0], p.kernel2.shape[-1]
         dy = grad[..., c : c + k]
         if i + 1 < len(params):
-            dy = _project(static, dy, sums, buffer, mean, inv, mask, count, slice(c, c + k))
+            dy = project_channels(dy, slice(c, c + k))
         dy = static.drop(dy, key, i)
         # The barriers keep layers apart: the recompute of this one begins when the gradient above
         # it is done, and its parameters' gradients are done before the next one begins. XLA would
@@ -229,19 +235,14 @@ def _backward(static: _Static, residuals, cotangents):
             h = wide_conv(wide, static.num_chunks, static.precision)
         dh, second = _second_half_backward(static, h, mean2, inv2, p, mask, count, dy)
         grad, first = wide_conv_backward(wide, dh, grad, static.num_chunks, static.precision)
-        dscale, dbias, _ = first
-        layer_sums = p.scale1.astype(inv.dtype) * jnp.stack([dbias, dscale])
-        layer_sums = sums[..., :c] + layer_sums.reshape(2, 1, 1, 1, c)
-        # Not `.at[].add`: under shard_map that scatter crashes the compiler of jax 0.11.2.
-        sums = lax.dynamic_update_slice(sums, layer_sums, (0,) * 5)
         dp = jax.tree.map(
             lambda d, v: d.reshape(v.shape).astype(v.dtype), DenseLayerParams(*first, *second), p
         )
-        grad, sums, dparams[i] = lax.optimization_barrier((grad, sums, dp))
+        grad, dparams[i] = lax.optimization_barrier((grad, dp))
     channels = buffer.shape[-1] - sum(p.kernel2.shape[-1] for p in params)
     dx = grad[..., :channels]
     if params:
-        dx = _project(static, dx, sums, buffer, mean, inv, mask, count, slice(0, channels))
+        dx = project_channels(dx, slice(0, channels))
     return dx, tuple(dparams), None, None
 
 
@@ -260,15 +261,6 @@ def _second_half_backward(
         g, h, mean2, inv2, p.scale2, mask, count, AXES, static.reduction
     )
     return dh.astype(h.dtype), (dscale, dbias, dkernel)
-
-
-def _project(static: _Static, dy, sums, buffer, mean, inv, mask, count, of: slice) -> jax.Array:
-    """The finished gradient of the channels `of`: one all-reduce of their two sums."""
-    total = psum(sums[..., of], static.reduction)
-    x = buffer[..., of]
-    return project(dy.astype(inv.dtype), total, x, mean[..., of], inv[..., of], mask, count).astype(
-        dy.dtype
-    )
 
 
 def check_dropout(rate: float, key: jax.Array | None) -> None:

@@ -8,13 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import effjax
 from effjax import BatchStats, batch_norm_inference, sync_batch_norm
 from tests import oracles
-from tests.contexts import CONTEXTS, DEVICES, assert_trees_close, mesh_of, single_device
+from tests.contexts import (
+    CONTEXTS,
+    DEVICES,
+    assert_trees_close,
+    gradients_with_parameters_of_each_device,
+    mesh_of,
+    single_device,
+)
 from tests.gpu_target import collectives
 
 C = 5
@@ -89,6 +97,46 @@ def test_equals_autodiff_on_one_device(stats, variant, context):
     options = VARIANTS[variant]
     got = CONTEXTS[context](ours(stats, **options), options.get("params", PARAMS), make_batch())
     assert_trees_close(got, expected(variant), 1e-12)
+
+
+@pytest.mark.parametrize("how", ["vmap", "shard_map"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_parameters_may_differ_by_device(residual, how):
+    def op(norm, params, batch, axis_name):
+        extra = {"residual": batch["residual"]} if residual else {}
+        return norm(batch["x"], **params, **extra, axis_name=axis_name)[0]
+
+    run = functools.partial(gradients_with_parameters_of_each_device, batch=make_batch())
+    want = run(functools.partial(op, oracles.batch_norm), PARAMS, how="vmap")
+    got = run(functools.partial(op, sync_batch_norm), PARAMS, how=how)
+    assert_trees_close(got, want, 1e-12)
+
+
+def test_only_some_axes_of_a_mesh_vary():
+    """x varies over one of the two axes that share statistics."""
+    mesh, x = mesh_of((4, 2), ("i", "j")), make_batch()["x"]
+
+    def local(x):
+        return lax.pmean(jnp.mean(sync_batch_norm(x, axis_name=("i", "j"))[0] ** 3), ("i",))
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P("i"), out_specs=P())
+    want = jax.grad(lambda x: jnp.mean(oracles.batch_norm(x)[0] ** 3))(x)
+    assert_trees_close(jax.jit(jax.grad(mapped))(x), want, 1e-12)
+
+
+@pytest.mark.parametrize("spec", [P("i"), P("i", None, None, "j")])
+def test_explicit_mesh_of_the_arguments(spec):
+    """No `jax.set_mesh`: the mesh is known from the types alone; channels may be sharded."""
+    mesh = mesh_of((4, 2), ("i", "j"), AxisType.Explicit)
+    x = np.random.default_rng(0).normal(size=(8, 3, 3, 6))
+    scale, bias = np.linspace(1, 2, 6), np.linspace(0, 1, 6)
+    loss = lambda norm, *args: jnp.sum(norm(*args)[0] ** 3)  # noqa: E731
+    gradient = functools.partial(jax.grad, argnums=(0, 1, 2))
+    want = gradient(functools.partial(loss, oracles.batch_norm))(x, scale, bias)
+    sharded = jax.device_put(x, jax.NamedSharding(mesh, spec))
+    replicated = jax.device_put((scale, bias), jax.NamedSharding(mesh, P()))
+    got = jax.jit(gradient(functools.partial(loss, sync_batch_norm)))(sharded, *replicated)
+    assert_trees_close(got, want, 1e-12)
 
 
 GROUPS = [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -360,6 +408,19 @@ def test_masked_values_do_not_count_even_if_they_are_not_numbers():
     x = np.array([[1.0], [3.0], [np.nan]])
     _, statistics = sync_batch_norm(x, mask=np.array([[True], [True], [False]]))
     np.testing.assert_array_equal(statistics.mean, 2)
+
+
+def test_masked_padding_may_be_anything_where_it_has_no_gradient():
+    x, mask = make_batch()["x"], make_batch()["mask"]
+    padded = np.where(mask, x, np.nan)
+
+    def loss(x, scale):
+        y = sync_batch_norm(x, scale, mask=mask, activation="relu")[0]
+        return jnp.sum(jnp.where(mask, y, 0) ** 2)
+
+    want = jax.grad(loss, argnums=(0, 1))(x, PARAMS["scale"])
+    got = jax.grad(loss, argnums=(0, 1))(padded, PARAMS["scale"])
+    assert_trees_close(got, want, 1e-12)
 
 
 def test_under_scan_remat_and_vmap():

@@ -4,11 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from effjax import bn_relu_conv
 from tests import oracles
-from tests.contexts import CONTEXTS, assert_trees_close, single_device
+from tests.contexts import (
+    CONTEXTS,
+    assert_trees_close,
+    gradients_with_parameters_of_each_device,
+    mesh_of,
+    single_device,
+)
 from tests.gpu_target import collectives
 
 
@@ -67,6 +74,43 @@ def test_equals_plain_autodiff(conv, context):
     assert_trees_close(CONTEXTS[context](op, params, batch), want, 1e-12)
 
 
+@pytest.mark.parametrize("how", ["vmap", "shard_map"])
+@pytest.mark.parametrize("conv", ["pointwise", "strided"])
+def test_parameters_may_differ_by_device(conv, how):
+    _, op, params, batch = setup(conv)
+
+    def oracle(params, batch, axis_name):
+        z, _ = oracles.batch_norm(batch["x"], *params[:2], relu=True, axis_name=axis_name)
+        return oracles.conv(z, params[2], **oracle_options(CONVS[conv][1]))
+
+    run = functools.partial(gradients_with_parameters_of_each_device, params=params, batch=batch)
+    assert_trees_close(run(lambda *a: op(*a)[0], how=how), run(oracle, how="vmap"), 1e-12)
+
+
+def test_explicit_mesh_of_the_arguments():
+    """No `jax.set_mesh`: the mesh is known from the types alone."""
+    oracle, op, params, batch = setup("pointwise")
+    mesh = mesh_of((8,), ("i",), AxisType.Explicit)
+    loss = lambda op, p, x: jnp.sum(op(p, {"x": x}, None)[0] ** 2)  # noqa: E731
+    gradient = functools.partial(jax.grad, argnums=(0, 1))
+    want = gradient(functools.partial(loss, oracle))(params, batch["x"])
+    x = jax.device_put(batch["x"], jax.NamedSharding(mesh, P("i")))
+    replicated = jax.device_put(params, jax.NamedSharding(mesh, P()))
+    assert_trees_close(jax.jit(gradient(functools.partial(loss, op)))(replicated, x), want, 1e-12)
+
+
+def test_half_precision_takes_the_mean_away_from_what_it_stores():
+    """A gradient that is constant over an image, as a global mean sends it, has nothing to give."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(8, 8, 8, 16)), jnp.bfloat16)
+    scale, bias = jnp.ones(16), jnp.full(16, 5.0)
+    kernel = jnp.asarray(rng.normal(size=(1, 1, 16, 16)) / 4, jnp.bfloat16)
+    weights = jnp.asarray(1 + 0.02 * rng.normal(size=(8, 1, 1, 16)), jnp.bfloat16)
+    loss = lambda x: jnp.sum((bn_relu_conv(x, scale, bias, kernel)[0] * weights).astype("float32"))  # noqa: E731
+    dx = jax.grad(loss)(x).astype(jnp.float32)
+    assert jnp.abs(dx.sum((0, 1, 2))).max() <= 0.005 * jnp.abs(dx).sum((0, 1, 2)).max()
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("conv", CONVS)
 def test_convolution_options(conv, masked):
@@ -122,7 +166,12 @@ GOOD = {"x": X, "scale": np.ones(6), "bias": np.ones(6), "kernel": np.ones((1, 1
         (ValueError, r"`scale` of shape \(5,\) must be \(6,\)", {"scale": np.ones(5)}),
         (ValueError, "`kernel` of shape .* for the 6 channels", {"kernel": np.ones((1, 1, 5, 4))}),
         (ValueError, r"`num_chunks` \(=0\)", {"num_chunks": 0}),
+        (ValueError, r"`num_chunks` \(=2.5\)", {"num_chunks": 2.5}),
         (ValueError, r"`epsilon` \(=0\)", {"epsilon": 0}),
+        (ValueError, r"`strides` \(=\(1, 1, 2\)\) must be one or two", {"strides": (1, 1, 2)}),
+        (ValueError, r"`strides` \(=0\)", {"strides": 0}),
+        (ValueError, r"`padding` \(='FULL'\)", {"padding": "FULL"}),
+        (ValueError, r"`padding` \(=-1\)", {"padding": -1}),
     ],
 )
 def test_bad_input(error, match, args):

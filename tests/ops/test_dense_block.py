@@ -7,12 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from effjax import DenseLayerParams, dense_block
 from effjax.ops._wide import _slices
 from tests import oracles
-from tests.contexts import CONTEXTS, DEVICES, assert_trees_close, mesh_of, single_device
+from tests.contexts import (
+    CONTEXTS,
+    DEVICES,
+    assert_trees_close,
+    gradients_with_parameters_of_each_device,
+    mesh_of,
+    single_device,
+)
 from tests.gpu_target import collectives, compile_for_h200
 
 KEY = jax.random.key(0)
@@ -119,6 +127,28 @@ def test_dropout_with_a_key_of_each_device(x64):
         assert_trees_close(context(efficient, make_params(), make_batch()), want, 1e-12)
 
 
+@pytest.mark.parametrize("how", ["vmap", "shard_map"])
+def test_parameters_may_differ_by_device(how, x64):
+    def run(block, how):
+        op = lambda params, batch, axis_name: block(batch["x"], params, axis_name=axis_name)[0]  # noqa: E731
+        return gradients_with_parameters_of_each_device(op, make_params(), make_batch(), how)
+
+    assert_trees_close(run(dense_block, how), run(oracles.dense_block, "vmap"), 1e-12)
+
+
+def test_explicit_mesh_of_the_arguments(x64):
+    """No `jax.set_mesh`: the mesh is known from the types alone."""
+    mesh = mesh_of((DEVICES,), ("i",), AxisType.Explicit)
+    params, x = make_params(), make_batch()["x"]
+    loss = lambda block, p, x: jnp.sum(jnp.sin(block(x, p)[0]))  # noqa: E731
+    gradient = functools.partial(jax.grad, argnums=(0, 1))
+    want = gradient(functools.partial(loss, oracles.dense_block))(params, x)
+    sharded = jax.device_put(x, jax.NamedSharding(mesh, P("i")))
+    replicated = jax.device_put(params, jax.NamedSharding(mesh, P()))
+    got = jax.jit(gradient(functools.partial(loss, dense_block)))(replicated, sharded)
+    assert_trees_close(got, want, 1e-12)
+
+
 @pytest.mark.parametrize("num_chunks", [1, 3, 4, 5, 9])
 def test_rows_need_not_divide(num_chunks, x64):
     op = ours(save="features", num_chunks=num_chunks)
@@ -154,9 +184,10 @@ def test_no_layers_and_no_batch(x64):
     assert statistics == []
     np.testing.assert_array_equal(jax.grad(lambda x: dense_block(x, [])[0].sum())(x), 1)
     loss = lambda p, x: dense_block(x, p)[0].sum()  # noqa: E731
-    dparams, dx = jax.grad(loss, argnums=(0, 1))(make_params(), x[:0])
-    assert dx.shape == x[:0].shape
-    assert all(np.all(np.asarray(d) == 0) for d in jax.tree.leaves(dparams))
+    for empty in (x[:0], x[:, :0]):
+        dparams, dx = jax.grad(loss, argnums=(0, 1))(make_params(), empty)
+        assert dx.shape == empty.shape
+        assert all(np.all(np.asarray(d) == 0) for d in jax.tree.leaves(dparams))
 
 
 def test_under_scan_remat_and_vmap(x64):
