@@ -37,6 +37,7 @@ class BatchNorm(nn.BatchNorm):
     - `dtype=None` keeps float16 and bfloat16 inputs in their dtype (Flax promotes them to float32).
     - No gradient flows through the running statistics: there is a `stop_gradient` before each
       update.
+    - `epsilon` must be positive.
     - A batch (or a channel) without a single value leaves the running statistics as they are.
     - `residual` and `activation` are fused into the normalization.
 
@@ -52,7 +53,8 @@ class BatchNorm(nn.BatchNorm):
 
     Complex inputs work as in Flax, without `activation` (TypeError).
 
-    Kept for the backward pass: the input in its own dtype and statistics of the size of a channel.
+    Kept for the backward pass: the input, in its own dtype or in `dtype` where that is wider, and
+    statistics of the size of a channel (with `residual` and `activation` the result as well).
     """
 
     axis: int | Sequence[int] = -1  # type: ignore[assignment]

@@ -43,6 +43,7 @@ class BatchNorm(nnx.BatchNorm):
     - A batch (or a channel) without a single value leaves the running statistics as they are.
     - No gradient flows through the running statistics: there is a `stop_gradient` before each
       update.
+    - `epsilon` must be positive.
     - `residual` and `activation` are fused into the normalization.
     - `axis` may be a tuple; `num_features` is then the product of these axes' sizes.
 
@@ -58,7 +59,8 @@ class BatchNorm(nnx.BatchNorm):
 
     Complex inputs work as in linen, without `activation` (TypeError).
 
-    Kept for the backward pass: the input in its own dtype and statistics of the size of a channel.
+    Kept for the backward pass: the input, in its own dtype or in `dtype` where that is wider, and
+    statistics of the size of a channel (with `residual` and `activation` the result as well).
     """
 
     mean: Any  # BatchStat, or None without running statistics

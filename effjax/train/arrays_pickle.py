@@ -8,6 +8,7 @@ so no code of the file's choice runs.
 import io
 import math
 import pickle
+import pickletools
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ def loads(data: bytes, source: str) -> Any:
       DataError: the pickle names anything else, or is broken.
     """
     try:
+        _check_memo(data)
         return _finish(_Unpickler(io.BytesIO(data), encoding="bytes").load(), {})
     except _Refused as error:
         raise DataError(
@@ -89,7 +91,7 @@ class _FromBuffer(_StandIn):
 
     def __new__(cls, raw: Any, dtype: Any, shape: Any, order: Any) -> Any:
         array = _Array()
-        array.value = _from_bytes(bytes(raw), dtype, shape, _text(order))
+        array.value = _from_bytes(raw, dtype, shape, _text(order))
         return array
 
 
@@ -125,6 +127,9 @@ _ALLOWED: dict[tuple[str, str], type] = {
 }
 
 
+_OPCODES = {opcode.code: opcode for opcode in pickletools.opcodes}
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:
         try:
@@ -136,12 +141,28 @@ class _Unpickler(pickle.Unpickler):
         raise _Refused("a persistent object")
 
 
+def _check_memo(data: bytes) -> None:
+    """Refuses a memo index that no pickle of this length needs: the unpickler's table grows to it.
+
+    `pickletools.genops` would do, but it takes only ASCII in the strings of Python 2's protocol 0.
+    """
+    stream = io.BytesIO(data)
+    while (code := stream.read(1)) != b".":
+        opcode = _OPCODES[code.decode("latin1")]
+        if opcode.name == "STRING":
+            stream.readline()
+        elif opcode.arg is not None:
+            argument = opcode.arg.reader(stream)
+            if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > len(data):
+                raise ValueError(f"memo index {argument} in {len(data)} bytes")
+
+
 def _text(value: Any) -> str:
     return value.decode("latin1") if isinstance(value, bytes) else str(value)
 
 
 def _from_bytes(raw: Any, dtype: Any, shape: Any, order: str) -> np.ndarray:
-    if not isinstance(raw, bytes) or not isinstance(dtype, _Dtype):
+    if not isinstance(raw, bytes | bytearray) or not isinstance(dtype, _Dtype):
         raise _Refused("an array of objects")
     numeric = np.dtype(dtype.code)
     if numeric.kind not in "buif":
@@ -160,7 +181,9 @@ def _finish(value: Any, done: dict[int, Any]) -> Any:
             finished = type(value)(_finish(item, done) for item in value)
         elif isinstance(value, dict):
             finished = {_finish(k, done): _finish(v, done) for k, v in value.items()}
-        else:
+        elif value is None or isinstance(value, bool | int | float | str | bytes):
             finished = value
+        else:
+            raise _Refused(f"a bare {type(value).__name__.lstrip('_')}")
         done[id(value)] = finished
     return done[id(value)]

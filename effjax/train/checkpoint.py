@@ -10,11 +10,14 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from .errors import TrainError
+
 
 class Checkpoints:
     """The checkpoints below `directory`; closes with a `with` block."""
 
     def __init__(self, directory: Path):
+        self.directory = directory
         options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
         self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
 
@@ -36,5 +39,17 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def restore(self, like: Any, epoch: int) -> Any:
-        """The state after `epoch` epochs, of the structure and shapes of `like`."""
-        return self._manager.restore(epoch, args=ocp.args.StandardRestore(jax.device_get(like)))
+        """The state after `epoch` epochs, of the structure and shapes of `like`.
+
+        Raises:
+          TrainError: the checkpoint is damaged, cannot be read, or is of another model.
+        """
+        like = jax.device_get(like)
+        try:
+            return self._manager.restore(epoch, args=ocp.args.StandardRestore(like))
+        # Orbax raises many types for a damaged file: of JSON, of TensorStore, of the system.
+        except Exception as error:
+            raise TrainError(
+                f"{self.directory / str(epoch)}: cannot be restored ({type(error).__name__}); "
+                "delete this directory, then resume: from an earlier checkpoint or the beginning"
+            ) from error

@@ -112,7 +112,10 @@ class Reader:
             ) from error
         try:
             with Image.open(file) as opened:
+                _check_depth(file, opened.mode)
                 image = ImageOps.exif_transpose(opened).convert("RGB")
+        except DataError:
+            raise
         # Pillow's decoders raise many types for a file that is not what its name says.
         except Exception as error:
             raise DataError(
@@ -129,3 +132,10 @@ class Reader:
                 "all"
             )
         return np.asarray(image)
+
+
+def _check_depth(file: Path, mode: str) -> None:
+    """Refuses what Pillow would clip to 255, not scale, on the way to RGB."""
+    if mode.startswith(("I", "F")):
+        kind = "floating-point" if mode.startswith("F") else "16-bit"
+        raise DataError(f"{file}: is a {kind} image; convert it to 8 bits a channel")

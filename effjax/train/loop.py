@@ -1,5 +1,6 @@
 """The run: everything that can be wrong is found first, then epochs of training and testing."""
 
+import contextlib
 import dataclasses
 import math
 import statistics
@@ -69,17 +70,18 @@ def fit(
       job: from `prepare`.
       run: where to write.
       progress: is told how it goes.
-      resume: begin after the last checkpoint of `run`.
+      resume: begin after the last checkpoint of `run`; if it has none, from the beginning.
 
     Raises:
-      TrainError: the loss is not finite, `run` has no checkpoint to resume from, or a full disk.
+      TrainError: the loss is not finite, `run` cannot be gone on with, or a full disk.
       KeyboardInterrupt: after the files have been brought up to date.
     """
     try:
         return _fit(job, run, progress or Progress(), resume)
     except KeyboardInterrupt:
-        run.append({"kind": "interrupted"})
-        run.draw_curve()
+        with contextlib.suppress(OSError, TrainError):  # it is Ctrl-C that shall be said
+            run.append({"kind": "interrupted"})
+            run.draw_curve()
         raise
     except OSError as error:
         raise TrainError(
@@ -115,15 +117,13 @@ def _train(
     job: Job, run: RunDirectory, checkpoints: Checkpoints, progress: Progress, resume: bool
 ) -> list[dict[str, Any]]:
     """All epochs; returns their lines of metrics.jsonl."""
+    if resume and run.config.get("data") != job.describe()["data"]:
+        raise TrainError(f"{run.path}: was trained on other data; start a new run")
     state = initial_state(job)
-    if resume:
-        if not checkpoints.epochs:
-            raise TrainError(f"{run.checkpoints}: no checkpoint to go on from; start a new run")
-        if run.config.get("data") != job.describe()["data"]:
-            raise TrainError(f"{run.path}: was trained on other data; start a new run")
+    if resume and checkpoints.epochs:
         done = checkpoints.epochs[-1]
         state = checkpoints.restore(state, done)
-    else:
+    else:  # a new run, or one that was interrupted before its first checkpoint
         done = 0
         checkpoints.save(0, state, best_epoch=0)
     records = run.keep_epochs(done)
@@ -136,6 +136,7 @@ def _train(
         began = time.perf_counter()
         state, train_record = _train_epoch(job, train_step, state, epoch, progress)
         test_loss, test_accuracy = evaluate(job, eval_step, state)
+        check_finite("test loss", test_loss, epoch, job)
         record = {"kind": "epoch", "epoch": epoch, "step": epoch * job.steps_per_epoch}
         record |= train_record | {"test_loss": test_loss, "test_accuracy": test_accuracy}
         record |= {"seconds": time.perf_counter() - began}
@@ -173,11 +174,7 @@ def _train_epoch(
         nonlocal correct, rate, clock
         losses.append(float(metrics.loss))
         correct += int(metrics.correct)
-        if not math.isfinite(losses[-1]):
-            raise TrainError(
-                f"the loss is {losses[-1]} in epoch {epoch}; use a learning_rate below "
-                f"{job.config.learning_rate}"
-            )
+        check_finite("train loss", losses[-1], epoch, job)
         now = time.perf_counter()
         rate = max(len(losses) - 1, 1) * batch_size / (now - clock)
         if len(losses) == 1:
@@ -198,6 +195,15 @@ def _train_epoch(
         "learning_rate": float(job.learning_rate((epoch - 1) * job.steps_per_epoch)),
         "images_per_second": rate,
     }
+
+
+def check_finite(name: str, loss: float, epoch: int, job: Job) -> None:
+    """Raises `TrainError` for a loss that is infinite or not a number."""
+    if not math.isfinite(loss):
+        raise TrainError(
+            f"the {name} is {loss} in epoch {epoch}; use a learning_rate below "
+            f"{job.config.learning_rate}"
+        )
 
 
 def train_batches(job: Job, epoch: int) -> Iterator[Batch]:

@@ -77,31 +77,41 @@ class RunDirectory:
     def config(self) -> dict[str, Any]:
         file = self._file(self.CONFIG)
         try:
-            return json.loads(file.read_text())
+            return _object(file.read_text())
         except (OSError, ValueError) as error:
             raise TrainError(f"{file}: cannot be read ({error}); start a new run") from error
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl."""
+        """The lines of metrics.jsonl, less a last one that was not written to its end."""
         file = self._file(self.METRICS)
         if not file.exists():
             return []
         try:
-            return [json.loads(line) for line in file.read_text().splitlines()]
+            return [_object(line) for line in file.read_text().split("\n")[:-1]]
         except (OSError, ValueError) as error:
             raise TrainError(f"{file}: cannot be read ({error}); start a new run") from error
 
     def append(self, record: dict[str, Any]) -> None:
-        """One more line in metrics.jsonl."""
+        """One more line in metrics.jsonl, in place of a last one that was not written whole."""
         line = json.dumps(record, allow_nan=False) + "\n"
-        with self._file(self.METRICS).open("a") as file:
-            file.write(line)
+        with self._file(self.METRICS).open("a+b") as file:
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+            file.write(line.encode())
 
     def keep_epochs(self, last: int) -> list[dict[str, Any]]:
-        """Drops all lines of metrics.jsonl but those of epochs up to `last`, and returns these."""
-        records = [r for r in self.metrics if r["kind"] == "epoch" and r["epoch"] <= last]
-        _replace(self._file(self.METRICS), "".join(json.dumps(r) + "\n" for r in records))
+        """Drops all lines of metrics.jsonl but those of epochs 1 to `last`, and returns these."""
+        file, wanted = self._file(self.METRICS), range(1, last + 1)
+        records = [r for r in self.metrics if r.get("kind") == "epoch" and r.get("epoch") in wanted]
+        missing = set(wanted) - {r["epoch"] for r in records}
+        if missing or len(records) != last:
+            what = f"epoch {min(missing)} is missing" if missing else "an epoch is there twice"
+            raise TrainError(
+                f"{file}: {what}, and there is a checkpoint of epoch {last}; put the file back, or "
+                "start a new run"
+            )
+        _replace(file, "".join(json.dumps(r) + "\n" for r in records))
         return records
 
     def draw_curve(self) -> None:
@@ -110,7 +120,7 @@ class RunDirectory:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
 
-        epochs = [record for record in self.metrics if record["kind"] == "epoch"]
+        epochs = [record for record in self.metrics if record.get("kind") == "epoch"]
         x = [record["epoch"] for record in epochs]
         figure = Figure(figsize=(7, 4), layout="constrained")
         FigureCanvasAgg(figure)
@@ -145,6 +155,13 @@ def _unused(parent: Path) -> Path:
         number += 1
         path = parent / f"{name}-{number}"
     return path
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"{type(value).__name__}, not an object")
+    return value
 
 
 def _replace(file: Path, text: str) -> None:

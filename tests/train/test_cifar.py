@@ -78,6 +78,11 @@ class Runs:
         np.array([1, "a"], dtype=object),
         np.zeros(2, dtype=[("a", "i4")]),
         np.float32(1),
+        np.dtype("f4"),
+        frozenset({1}),
+        [{"data": {1, 2}}],
+        bytearray(b"a"),
+        np.ndarray,
     ],
 )
 @pytest.mark.parametrize("protocol", [0, 2, 5])
@@ -103,6 +108,31 @@ def test_a_stand_in_cannot_be_changed():
         loads(attack, "file")
     array = np.arange(3)
     np.testing.assert_array_equal(loads(pickle.dumps(array, 5), "file"), array)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        b"]r\x00\x00\x00\x08.",  # LONG_BINPUT
+        b"]p134217728\n.",  # PUT
+        b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".",  # BYTEARRAY8
+        # numpy._core.numeric._frombuffer(1 << 40, dtype("u1"), (1 << 40,), "C")
+        b"cnumpy._core.numeric\n_frombuffer\n(I1099511627776\ncnumpy\ndtype\n(S'u1'\ntR"
+        b"(I1099511627776\ntS'C'\ntR.",
+    ],
+)
+def test_a_small_pickle_takes_little_memory(attack):
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match="^file: (not a whole pickle|refused)"):
+        loads(attack, "file")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+
+
+def test_strings_of_python_2():
+    pickled = b"(dp1\nS'a'\np2\nS'\\xff\\x00'\np3\ns."  # of protocol 0, where they are escaped
+    assert loads(pickled, "file") == {b"a": b"\xff\x00"}
 
 
 def test_plain_values_and_arrays_of_numbers():

@@ -136,6 +136,16 @@ def no_image(path):
     (path / "dog" / "1.png").write_text("hello")
 
 
+def deep_image(path):
+    Image = pytest.importorskip("PIL.Image")
+    Image.fromarray(np.full((8, 9), 4000, np.uint16)).save(path / "dog" / "1.png")
+
+
+def float_image(path):
+    Image = pytest.importorskip("PIL.Image")
+    Image.fromarray(np.full((8, 9), 4e3, np.float32)).save(path / "dog" / "2.tif")
+
+
 def empty_class(path):
     (path / "snake").mkdir()
 
@@ -159,6 +169,8 @@ def split_without_a_class(path):
     [
         (corrupt, r"dog/1\.png: not a readable image"),
         (no_image, r"dog/1\.png: not a readable image"),
+        (deep_image, r"dog/1\.png: is a 16-bit image; convert it to 8 bits a channel"),
+        (float_image, r"dog/2\.tif: is a floating-point image; convert it to 8 bits"),
         (empty_class, "snake: no images; add some or remove the folder"),
         (one_image, "snake: one image only"),
         (no_classes, r"0 class folder\(s\)"),

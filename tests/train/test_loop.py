@@ -1,4 +1,5 @@
 import json
+import shutil
 import signal
 from typing import Any
 
@@ -48,6 +49,11 @@ def lines(path):
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
+def without_timing(records):
+    timing = {"seconds", "images_per_second"}
+    return [{k: v for k, v in r.items() if k not in timing} for r in records]
+
+
 def test_a_run_and_its_files(tmp_path, job):
     run = new_run(tmp_path / "run", job)
     result = fit(job, run)
@@ -80,11 +86,7 @@ def test_resuming_after_ctrl_c_ends_with_the_same_bits(tmp_path, job):
     assert {p.name for p in run.checkpoints.iterdir()} == {"1"}
 
     fit(job, RunDirectory.open(run.path), resume=True)
-    timing = {"seconds", "images_per_second"}
-    for got, expected in zip(lines(run.path), lines(whole.path), strict=True):
-        assert {k: v for k, v in got.items() if k not in timing} == {
-            k: v for k, v in expected.items() if k not in timing
-        }
+    assert without_timing(lines(run.path)) == without_timing(lines(whole.path))
 
     from effjax.train.checkpoint import Checkpoints
 
@@ -103,15 +105,62 @@ def test_ctrl_c_in_the_first_epoch_leaves_a_run_to_resume(tmp_path, job):
     assert {p.name for p in run.checkpoints.iterdir()} == {"0"}
 
 
-def test_resume_needs_a_checkpoint_and_the_same_data(tmp_path, job):
-    run = new_run(tmp_path / "run", job)
-    with pytest.raises(TrainError, match="no checkpoint to go on from"):
-        fit(job, run, resume=True)
-    (run.path / "config.json").write_text(json.dumps(job.describe() | {"data": {}}))
-    from effjax.train.checkpoint import Checkpoints
+def test_ctrl_c_before_the_first_checkpoint_leaves_a_run_to_resume(tmp_path, job, monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
 
-    with Checkpoints(run.checkpoints) as checkpoints:
-        checkpoints.save(0, initial_state(job), best_epoch=0)
+    run, whole = new_run(tmp_path / "run", job), new_run(tmp_path / "whole", job)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("effjax.train.loop.initial_state", interrupt)
+        fit(job, run)
+    assert list(run.checkpoints.iterdir()) == []
+    fit(job, RunDirectory.open(run.path), resume=True)
+    fit(job, whole)
+    assert without_timing(lines(run.path)) == without_timing(lines(whole.path))
+
+
+def test_ctrl_c_on_a_full_disk(tmp_path, job, monkeypatch):
+    run = new_run(tmp_path / "run", job)
+    monkeypatch.setattr(RunDirectory, "append", full_disk)
+    with pytest.raises(KeyboardInterrupt):
+        fit(job, run, Interrupt(epoch=1))
+
+
+def test_resuming_a_finished_run_without_its_metrics(tmp_path, job):
+    run = new_run(tmp_path / "run", job)
+    fit(job, run)
+    (run.path / "metrics.jsonl").unlink()
+    with pytest.raises(TrainError, match=r"metrics\.jsonl: epoch 1 is missing, .*start a new run"):
+        fit(job, run, resume=True)
+    assert not (run.path / "metrics.jsonl").exists()
+
+
+def unreadable(*_, **__):
+    raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("damage", ["cut short", "unreadable"])
+def test_a_damaged_checkpoint_is_named(tmp_path, job, monkeypatch, damage):
+    run = new_run(tmp_path / "run", job)
+    with pytest.raises(KeyboardInterrupt):
+        fit(job, run, Interrupt(epoch=2))
+    with monkeypatch.context() as patch:
+        if damage == "cut short":
+            file = run.checkpoints / "1" / "default" / "_METADATA"
+            file.write_bytes(file.read_bytes()[:100])
+        else:
+            patch.setattr("orbax.checkpoint.CheckpointManager.restore", unreadable)
+        message = r"checkpoints/1: cannot be restored .*; delete this directory, then resume"
+        with pytest.raises(TrainError, match=message):
+            fit(job, run, resume=True)
+    shutil.rmtree(run.checkpoints / "1")
+    fit(job, run, resume=True)
+    assert [r["kind"] for r in lines(run.path)] == ["epoch"] * 3 + ["final"]
+
+
+def test_resume_needs_the_same_data(tmp_path, job):
+    run = new_run(tmp_path / "run", job)
+    (run.path / "config.json").write_text(json.dumps(job.describe() | {"data": {}}))
     with pytest.raises(TrainError, match="was trained on other data"):
         fit(job, run, resume=True)
 
@@ -120,15 +169,24 @@ def test_a_loss_that_is_not_finite_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr("effjax.train.job.model_builder", small.builder)
     config = Config(batch_size=16, epochs=3, learning_rate=1e30)
     job = prepare(config, jax.devices()[:1], small.dataset())
-    with pytest.raises(TrainError, match="use a learning_rate below 1e"):
+    with pytest.raises(TrainError, match="the train loss is .*; use a learning_rate below 1e"):
         fit(job, new_run(tmp_path / "run", job))
 
 
-def test_a_full_disk_is_said(tmp_path, job, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
+def test_a_test_loss_that_is_not_finite_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("effjax.train.job.model_builder", small.builder)
+    config = Config(batch_size=70, epochs=3, learning_rate=1e38)  # one step an epoch
+    job = prepare(config, jax.devices()[:1], small.dataset())
+    with pytest.raises(TrainError, match="the test loss is .* in epoch 1; use a learning_rate"):
+        fit(job, new_run(tmp_path / "run", job))
 
-    monkeypatch.setattr(RunDirectory, "append", full)
+
+def full_disk(*_):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_is_said(tmp_path, job, monkeypatch):
+    monkeypatch.setattr(RunDirectory, "append", full_disk)
     with pytest.raises(TrainError, match=r"run: cannot be written to \(No space left.*then resume"):
         fit(job, new_run(tmp_path / "run", job))
 

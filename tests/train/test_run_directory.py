@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 
@@ -67,9 +68,10 @@ def test_open_needs_a_run(tmp_path):
     with pytest.raises(TrainError, match="not a run"):
         RunDirectory.open(tmp_path)
     create(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(TrainError, match="config.json: cannot be read"):
-        _ = RunDirectory.open(tmp_path).config
+    for content in ("{", "[1]"):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(TrainError, match="config.json: cannot be read"):
+            _ = RunDirectory.open(tmp_path).config
 
 
 def test_metrics_are_cut_back_to_an_epoch(tmp_path):
@@ -79,6 +81,46 @@ def test_metrics_are_cut_back_to_an_epoch(tmp_path):
     run.append({"kind": "interrupted"})
     assert [r["epoch"] for r in run.keep_epochs(2)] == [1, 2]
     assert [r["epoch"] for r in run.metrics] == [1, 2]
+
+
+def torn(path):
+    """A run whose second line was cut off in mid-append."""
+    run = create(path)
+    for epoch in (1, 2):
+        run.append({"kind": "epoch", "epoch": epoch})
+    file = path / "metrics.jsonl"
+    os.truncate(file, file.stat().st_size - 5)
+    return run
+
+
+def test_a_torn_last_line_is_dropped(tmp_path):
+    run = torn(tmp_path)
+    assert [r["epoch"] for r in run.metrics] == [1]
+    assert [r["epoch"] for r in run.keep_epochs(1)] == [1]
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"kind": "epoch", "epoch": 1}\n'
+
+
+def test_a_line_after_a_torn_one_is_a_line_of_its_own(tmp_path):
+    run = torn(tmp_path)
+    run.append({"kind": "interrupted"})
+    assert run.metrics == [{"kind": "epoch", "epoch": 1}, {"kind": "interrupted"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"kind": \n', "cannot be read"),
+        ("1\n", "cannot be read .int, not an object"),
+        ('{"kind": "epoch", "epoch": 2}\n', "epoch 1 is missing"),
+        ('{"kind": "epoch", "epoch": 1}\n' * 2, "an epoch is there twice"),
+    ],
+)
+def test_metrics_that_cannot_be_gone_on_with(tmp_path, content, message):
+    run = create(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(content)
+    with pytest.raises(TrainError, match=rf"metrics\.jsonl: {message}.*start a new run"):
+        run.keep_epochs(1)
+    assert (tmp_path / "metrics.jsonl").read_text() == content
 
 
 def test_metrics_are_json(tmp_path):
