@@ -61,6 +61,81 @@ def doctor(
     show(as_json)
 
 
+@app.command()
+def memory(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="densenet, a name like densenet121, or MODULE:FUNCTION of your own: it takes a "
+            "batch size and returns (fn, *args), or a dict of such by name."
+        ),
+    ],
+    batch_size: Annotated[int, option("Examples of a step, over all devices.")] = Config.batch_size,
+    target: Annotated[
+        str, option("h200, h100, b200, a100-80, a100-40, l4, or a GpuTargetConfigProto's text.")
+    ] = "h200",
+    num_devices: Annotated[int | None, option("GPUs that share the step. (default: 1)")] = None,
+    memory_fraction: Annotated[float, option("Share of the GPU's memory that JAX takes.")] = 0.75,
+    max_batch: Annotated[
+        bool, typer.Option("--max-batch", help="Find the largest batch that fits.")
+    ] = False,
+    only: Annotated[
+        list[str] | None, option("Only the form of this name; can be given several times.")
+    ] = None,
+    as_json: Annotated[bool, option("Print it as JSON.", name="--json")] = False,
+    plot: Annotated[Path | None, option("Draw it into this file.")] = None,
+    depth: Annotated[int | None, option("Depth of densenet. (default: 22)", MODEL)] = None,
+    growth_rate: Annotated[
+        int | None, option("New channels of a layer. (default: 12, or the model's)", MODEL)
+    ] = None,
+    image_size: Annotated[
+        int | None, option("Side of the images. (default: 32, or 224 for ImageNet's)", MODEL)
+    ] = None,
+    num_classes: Annotated[
+        int | None, option("Classes. (default: 10, or 1000 for ImageNet's)", MODEL)
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], option("Of the computation.", MODEL)
+    ] = Config.dtype,
+) -> None:
+    """Compile a training step for a GPU that need not be there, and show where its memory goes.
+
+    A DenseNet is planned in four forms: plain, jax.checkpoint, effjax conv, effjax features.
+    """
+    from .memory import PlanError
+    from .memory import command as memory_command
+
+    with one_line_errors():
+        devices = num_devices or 1
+        if devices < 1 or batch_size % devices:
+            raise TrainError(
+                f"batch_size (={batch_size}) must be divisible by num_devices (={devices})"
+            )
+        if not 0 < memory_fraction <= 1:
+            raise TrainError(f"memory_fraction (={memory_fraction}) must lie in (0, 1]")
+        if ":" in model:
+            steps = memory_command.user_steps(model)
+        else:
+            name = "densenet-bc" if model == "densenet" else model
+            config = Config(
+                model=name, depth=depth, growth_rate=growth_rate, dtype=dtype,
+                batch_size=batch_size,
+            )  # fmt: skip
+            steps = memory_command.densenets(config, image_size, num_classes, devices)
+        try:
+            memory_command.run(
+                steps, batch_size=batch_size, only=only or (), max_batch=max_batch,
+                as_json=as_json, plot=plot, target=target, num_devices=num_devices,
+                memory_fraction=memory_fraction,
+            )  # fmt: skip
+        except PlanError as error:
+            fail(str(error), 1)
+        except ValueError as error:
+            if ":" in model:  # the user's own code
+                raise
+            fail(str(error), 2)
+
+
 @train_app.callback()
 def train() -> None:
     """Train a model on real images."""

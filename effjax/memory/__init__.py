@@ -1,4 +1,18 @@
-"""What a computation costs in memory."""
+"""What a computation costs in memory: on a GPU that need not be there, and between the passes."""
 
+from ._compile import PlanError as PlanError
+from ._hlo import Collective as Collective
+from ._hlo import Transfer as Transfer
+from ._hlo import collectives as collectives
+from .batch_size import MaxBatch as MaxBatch
+from .batch_size import max_batch_size as max_batch_size
+from .compare import Comparison as Comparison
+from .compare import compare as compare
+from .plan import Buffer as Buffer
+from .plan import Bytes as Bytes
+from .plan import MemoryPlan as MemoryPlan
+from .plan import plan as plan
 from .residuals import ResidualReport as ResidualReport
 from .residuals import residual_bytes as residual_bytes
+from .targets import Target as Target
+from .targets import list_targets as list_targets

@@ -188,8 +188,8 @@ class DenseBlock(nnx.Module):
     def __call__(self, x: jax.Array, *, mask: jax.Array | None, key: jax.Array | None) -> jax.Array:
         options = self.options
         rate = 0.0 if key is None else options.drop_rate
-        norms = [norm for layer in self.layers for norm in (layer.norm1, layer.norm2)]
-        sync = batch_options(norms) if options.efficient else None
+        norms = self._norms() if options.efficient else []
+        sync = batch_options(norms) if norms else None
         if sync is None:
             for i, layer in enumerate(self.layers):
                 new = layer(x, mask=mask)
@@ -204,6 +204,9 @@ class DenseBlock(nnx.Module):
         for norm, batch in zip(norms, (s for pair in stats for s in pair), strict=True):
             norm.update_running_stats(batch)
         return features
+
+    def _norms(self) -> list[BatchNorm]:
+        return [norm for layer in self.layers for norm in (layer.norm1, layer.norm2)]
 
 
 class DenseLayer(nnx.Module):

@@ -16,9 +16,8 @@ from jax import lax
 from ._parallel import zeros
 from ._statistics import normalize
 
-# A slice that stays in a CPU's cache, and one that fills a GPU.
-CPU_SLICE_BYTES = 4 * 2**20
-SLICE_BYTES = 16 * 2**20
+# The same on every backend, so that a program planned for one from another is what runs there.
+SLICE_BYTES = 8 * 2**20
 
 
 class Wide(NamedTuple):
@@ -34,8 +33,7 @@ class Wide(NamedTuple):
 
 def default_chunks(shape: tuple[int, ...]) -> int:
     """How many slices of rows a buffer [N, H, W, C] is worked through in."""
-    slice_bytes = CPU_SLICE_BYTES if jax.default_backend() == "cpu" else SLICE_BYTES
-    return max(1, min(shape[1], round(4 * math.prod(shape) / slice_bytes)))
+    return max(1, min(shape[1], round(4 * math.prod(shape) / SLICE_BYTES)))
 
 
 def wide_conv(wide: Wide, num_chunks: int, precision) -> jax.Array:

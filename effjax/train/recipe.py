@@ -11,7 +11,6 @@ from flax import nnx
 from ..models import DENSENETS, densenet_cifar
 from ..nnx import DenseNet
 from .config import Config
-from .data import Dataset
 from .errors import TrainError
 from .steps import AXIS
 
@@ -19,15 +18,17 @@ DEFAULT_DEPTH = 22
 SMALL_IMAGE = 64  # up to this side, a stem without pooling
 
 
-def model_builder(config: Config, dataset: Dataset) -> Callable[..., nnx.Module]:
-    """A function that makes the DenseNet of `config` for `dataset`.
+def model_builder(
+    config: Config, image_shape: tuple[int, int, int], num_classes: int
+) -> Callable[..., nnx.Module]:
+    """A function that makes the DenseNet of `config` for images of that shape.
 
     It takes keyword arguments over those of the config: `efficient`, `axis_name`, `rngs`.
     """
-    height, width, channels = dataset.image_shape
+    height, width, channels = image_shape
     small = config.small_inputs
     options: dict[str, Any] = dict(
-        num_classes=len(dataset.class_names),
+        num_classes=num_classes,
         in_channels=channels,
         drop_rate=config.drop_rate,
         efficient=config.efficient,

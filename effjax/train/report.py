@@ -15,6 +15,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from ..memory.report import format_bytes
 from .job import Job
 from .loop import Progress, Result
 from .run_directory import RunDirectory
@@ -115,12 +116,3 @@ def show_result(console: Console, job: Job, run: RunDirectory, result: Result) -
 def _line(console: Console, text: str) -> None:
     """Plain text, not wrapped."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def format_bytes(count: int) -> str:
-    """12345678 → 12.3 MB"""
-    size, units = float(count), iter(("B", "kB", "MB", "GB", "TB"))
-    unit = next(units)
-    while size >= 1000 and unit != "TB":
-        size, unit = size / 1000, next(units)
-    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"

@@ -30,7 +30,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .config import Parallel
@@ -111,13 +111,13 @@ def make_train_step(parallel: Parallel, task: Task, devices: Devices | None = No
     Dropout differs from step to step, and from device to device; so with dropout, and only then,
     the three ways draw different masks.
     """
-    makers = {"jit": _jit_step, "shard_map": _shard_map_step, "pmap": _pmap_step}
+    makers = {"jit": jit_step, "shard_map": _shard_map_step, "pmap": _pmap_step}
     if parallel not in makers:
         raise ValueError(f"parallel (={parallel!r}) must be one of {', '.join(makers)}.")
     return makers[parallel](task, data_mesh(devices))
 
 
-def _jit_step(task: Task, mesh: Mesh) -> TrainStep:
+def jit_step(task: Task, mesh: Mesh | AbstractMesh) -> Any:
     """The code of one device; the shardings of its arguments make it the code of many."""
     replicated, by_batch = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
 

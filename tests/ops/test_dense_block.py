@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from effjax import DenseLayerParams, dense_block
+from effjax.memory import collectives, plan
 from effjax.ops._wide import _slices
 from tests import oracles
 from tests.contexts import (
@@ -21,7 +22,7 @@ from tests.contexts import (
     mesh_of,
     single_device,
 )
-from tests.gpu_target import collectives, compile_for_h200
+from tests.programs import collective_sizes, needs_gpu_compiler
 
 KEY = jax.random.key(0)
 
@@ -267,9 +268,9 @@ def test_all_reduces_do_not_grow_with_the_depth(save, layers):
     def counted(fn, out_specs):
         specs = {"in_specs": (P(), P("i"), P("i")), "out_specs": out_specs}
         mapped = jax.shard_map(fn, mesh=mesh, check_vma=False, **specs)
-        found = collectives(jax.jit(mapped).lower(params, x, w).compile().as_text())
-        assert {c.kind for c in found} == {"all-reduce"}
-        return sorted(c.elements for c in found)
+        found = collective_sizes(jax.jit(mapped).lower(params, x, w).compile(), x.dtype)
+        assert {kind for kind, _ in found} == {"all-reduce"}
+        return [size for _, size in found]
 
     def step(params, x, w):
         return jax.grad(lambda p, x: jnp.sum(block(x, p)[0] * w), argnums=(0, 1))(params, x)
@@ -296,7 +297,7 @@ def test_jit_over_a_sharded_batch_gathers_nothing(mesh8):
 
 
 @functools.cache
-def h200_temp(layers, save, dtype=np.float32, num_chunks=8):
+def h200_temp(layers, save, dtype=np.float32):
     """MB of temporaries of a training step at batch 64, 32x32, growth 12, 24 channels in."""
     shape = lambda *s: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
     params = []
@@ -307,24 +308,27 @@ def h200_temp(layers, save, dtype=np.float32, num_chunks=8):
 
     def step(params, x, w):
         def loss(params, x):
-            features, _ = dense_block(x, params, save=save, num_chunks=num_chunks)
+            features, _ = dense_block(x, params, save=save)
             return jnp.sum((features * w).astype(jnp.float32))
 
         return jax.value_and_grad(loss, argnums=(0, 1))(params, x)
 
     x, w = shape(64, 32, 32, 24), shape(64, 32, 32, 24 + 12 * layers)
-    return compile_for_h200(step, params, x, w).temp_bytes / 1e6
+    return plan(step, params, x, w).device.temporaries / 1e6
 
 
+@needs_gpu_compiler
 def test_temporaries_on_an_h200_are_linear_in_the_depth():
     assert h200_temp(48, "features") / h200_temp(24, "features") <= 2.1
 
 
+@needs_gpu_compiler
 @pytest.mark.parametrize(("save", "megabytes"), [("conv", 990), ("features", 400)])
 def test_temporaries_of_48_layers_on_an_h200(save, megabytes):
     assert h200_temp(48, save) <= megabytes
 
 
+@needs_gpu_compiler
 def test_temporaries_of_half_precision_features_on_an_h200():
     assert h200_temp(12, "features", jnp.bfloat16) <= 100
 

@@ -40,7 +40,7 @@ class SmallModel(nnx.Module):
         return self.linear(x).astype(jnp.float32)
 
 
-def builder(config, dataset):
+def builder(config, *_):
     """Stands for `effjax.train.recipe.model_builder`."""
     axis_name = None if config.parallel == "jit" else "data"
     defaults: dict[str, Any] = {"axis_name": axis_name}

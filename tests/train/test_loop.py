@@ -287,7 +287,7 @@ def test_small_inputs_by_image_size():
     from flax import nnx
 
     def stem(size, **options):
-        build: Any = model_builder(Config(**options), small.dataset(size=size))
+        build: Any = model_builder(Config(**options), (size, size, 1), 5)
         model: Any = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
         return model.stem_conv.kernel.shape
 

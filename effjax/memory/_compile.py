@@ -1,0 +1,158 @@
+"""From a function and the shapes of its arguments to a program for a GPU that is not there."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from .targets import Target
+
+# There is no GPU to time kernels on.
+_COMPILER_OPTIONS = {"xla_gpu_autotune_level": "0"}
+_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+_INSTALL = 'pip install "effjax[plan]" (on Linux)'
+
+
+class PlanError(RuntimeError):
+    """A program that cannot be compiled for the target, or no compiler to do it with."""
+
+
+class Program(NamedTuple):
+    """What the compiler says of a program, on each device."""
+
+    num_devices: int
+    device_bytes: dict[str, int]
+    host_bytes: dict[str, int]
+    hlo: str
+    buffer_assignment: str  # XLA's text
+    live_ranges: str  # XLA's text
+
+
+def lower(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    num_devices: int | None,
+    in_shardings: Any,
+    donate_argnums: int | Sequence[int],
+    static_argnums: int | Sequence[int],
+) -> tuple[jax.stages.Lowered, int]:
+    """Traces `fn` and lowers it for CUDA, in this process; returns how many devices it spans too.
+
+    Shardings without devices (`AbstractMesh`) keep memory kinds, and need no more devices than this
+    process has.
+    """
+    if num_devices is not None and num_devices < 1:
+        raise ValueError(f"`num_devices` (={num_devices}) must be at least 1.")
+    given: dict[str, Any] = {}
+    if in_shardings is not None:
+        given["in_shardings"] = _on_mesh(in_shardings, num_devices or 1)
+    if donate_argnums not in ((), []):
+        given["donate_argnums"] = donate_argnums
+    if static_argnums not in ((), []):
+        given["static_argnums"] = static_argnums
+
+    jitted: Any = fn
+    if not hasattr(fn, "trace"):
+        jitted = jax.jit(fn, **given)
+    elif given:
+        raise ValueError(
+            f"`{'`, `'.join(given)}` given for a function that is jitted already: give them to its "
+            "jax.jit, or the function as it was before."
+        )
+    lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
+    attributes: Any = lowered.compiler_ir("stablehlo").operation.attributes
+    spanned = int(attributes["mhlo.num_partitions"].value)
+    if num_devices not in (None, spanned):
+        raise ValueError(
+            f"`num_devices` is {num_devices} but the program spans {spanned} devices: give "
+            f"`in_shardings`, or arguments with shardings over a mesh of {num_devices}."
+        )
+    return lowered, spanned
+
+
+def _on_mesh(shardings: Any, num_devices: int) -> Any:
+    """PartitionSpecs become shardings over a mesh of one axis, `data`."""
+    mesh = AbstractMesh((num_devices,), ("data",), axis_types=(AxisType.Auto,))
+
+    def resolve(spec: Any) -> Any:
+        return NamedSharding(mesh, spec) if isinstance(spec, PartitionSpec) else spec
+
+    return jax.tree.map(resolve, shardings, is_leaf=lambda s: isinstance(s, PartitionSpec))
+
+
+def compile_for(
+    lowered: jax.stages.Lowered,
+    num_devices: int,
+    target: Target,
+    compiler_options: Mapping[str, Any] | None,
+) -> Program:
+    """Compiles for the target, in a process of its own.
+
+    Raises:
+      PlanError: with what the compiler says.
+    """
+    options = _COMPILER_OPTIONS | {k: str(v) for k, v in (compiler_options or {}).items()}
+    with tempfile.TemporaryDirectory(prefix="effjax-plan-") as name:
+        folder = Path(name)
+        module: Any = lowered.compiler_ir("stablehlo")
+        with open(folder / "module.mlirbc", "wb") as file:
+            module.operation.write_bytecode(file)
+        (folder / "target.txtpb").write_text(target.config)
+        request = {"num_devices": num_devices, "compiler_options": options}
+        (folder / "request.json").write_text(json.dumps(request))
+        run = subprocess.run(
+            [sys.executable, "-m", f"{__package__}._gpu_compiler_shim", name],
+            env=_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, text=True, errors="replace",
+        )  # fmt: skip
+        result_file = folder / "result.json"
+        if run.returncode or not result_file.exists():
+            raise PlanError(
+                f"the compiler for {target.description} ended with exit code {run.returncode}: "
+                f"{run.stderr[-4000:].strip() or 'it said nothing'}"
+            )
+        result = json.loads(result_file.read_text())
+        if "error" in result:
+            raise PlanError(
+                f"the program cannot be compiled for {target.description}: {result['error']}"
+            )
+        return Program(
+            num_devices=num_devices,
+            device_bytes=result["device"],
+            host_bytes=result["host"],
+            hlo=(folder / "program.hlo").read_text(),
+            buffer_assignment=_dumped(folder, "buffer-assignment"),
+            live_ranges=_dumped(folder, "live-range"),
+        )
+
+
+def check_compiler() -> None:
+    """Raises PlanError where JAX's CUDA plugin is not installed."""
+    if importlib.util.find_spec("jax_plugins") is None or not any(
+        map(importlib.util.find_spec, _PLUGINS)
+    ):
+        raise PlanError(f"the GPU compiler is not installed: {_INSTALL}")
+
+
+def _environment() -> dict[str, str]:
+    """The caller's, but the process starts no CUDA backend and finds what the caller imports."""
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+    }
+
+
+def _dumped(folder: Path, what: str) -> str:
+    """XLA's dump of that name; of the largest module, if the compiler made several."""
+    files = (folder / "dump").glob(f"*gpu_after_optimizations-{what}.txt")
+    return max((file.read_text() for file in files), key=len, default="")

@@ -1,0 +1,299 @@
+"""Reads the text of XLA's optimized HLO: what moves between devices, and to and from the host."""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+HOST_MEMORY = 5  # XLA's number of pinned host memory; every other one is on the device
+
+_COLLECTIVES = (
+    "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute",
+    "collective-broadcast", "ragged-all-to-all",
+)  # fmt: skip
+# Instructions that name values and move none.
+_MOVES_NOTHING = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
+    "call", "after-all", "opt-barrier", "partition-id", "replica-id",
+}  # fmt: skip
+
+
+class Array(NamedTuple):
+    """An array type of HLO."""
+
+    text: str  # f32[8,128]
+    bytes: int
+    on_host: bool
+
+
+class Instruction(NamedTuple):
+    name: str
+    opcode: str
+    shape: str
+    operands: str
+    attributes: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind and size, made by one line of the program.
+
+    kind:   "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", …
+    bytes:  of one of them on one device: of its operands or its results, whichever is more.
+    count:  how often it runs in a call of the program, loops included.
+    source: "file.py:12", empty if unknown.
+    """
+
+    kind: str
+    bytes: int
+    count: int
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """Copies of one size between device and host, made by one line of the program.
+
+    direction: "to_device" or "to_host".
+    shape:     what is copied, such as "f32[128,128]".
+    bytes:     of one copy, on one device.
+    count:     how often it runs in a call of the program, loops included.
+    source:    "file.py:12", empty if unknown.
+    """
+
+    direction: Literal["to_device", "to_host"]
+    shape: str
+    bytes: int
+    count: int
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class HloModule:
+    """A module, by computation; `entry` names the one that is called."""
+
+    computations: Mapping[str, tuple[Instruction, ...]]
+    entry: str
+    frames: Mapping[int, tuple[str, int]]  # of the stack: its place "file:line", its caller
+
+    @cached_property
+    def instructions(self) -> dict[str, Instruction]:
+        """All of them, by name."""
+        return {i.name: i for body in self.computations.values() for i in body}
+
+    def maker(self, value: str) -> Instruction | None:
+        """The instruction that makes a value; of an asynchronous one, what it runs."""
+        name, dot, number = value.partition(".")
+        wrapped = self.computations.get(f"{name}_computation{dot}{number}", ())
+        return self.instructions.get(value) or next(reversed(wrapped), None)
+
+    def executed(self, fusions: bool = False) -> Iterator[tuple[Instruction, int]]:
+        """Instructions that run, and how often in a call; those inside of fusions on request.
+
+        A loop whose trip count the compiler does not know counts once, and so does each branch of
+        a conditional.
+        """
+        todo = [(self.entry, 1)]
+        while todo:
+            computation, times = todo.pop()
+            for instruction in self.computations[computation]:
+                yield instruction, times
+                text = instruction.attributes
+                if instruction.opcode == "while":
+                    trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', text)
+                    count = times * (int(trips[1]) if trips else 1)
+                    todo += [(name, count) for name in _called(text, "body", "condition")]
+                elif instruction.opcode == "conditional":
+                    branches = re.search(r"branch_computations=\{([^}]*)\}", text)
+                    names = re.findall(r"[\w.\-]+", branches[1]) if branches else []
+                    names += _called(text, "true_computation", "false_computation")
+                    todo += [(name, times) for name in names]
+                elif instruction.opcode == "call":
+                    todo += [(name, times) for name in _called(text, "to_apply")]
+                elif fusions and instruction.opcode in ("fusion", "fusion-start", "async-start"):
+                    todo += [(name, times) for name in _called(text, "calls")]
+
+    def source(self, instruction: Instruction) -> str:
+        """The line that made an instruction: the innermost one that is not of a library."""
+        inline = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
+        if inline:
+            return f"{inline[1]}:{inline[2]}"
+        frame = re.search(r"\bstack_frame_id=(\d+)", instruction.attributes)
+        chain: list[str] = []
+        number = int(frame[1]) if frame else 0
+        while number in self.frames and len(chain) < 100:
+            place, caller = self.frames[number]
+            chain.append(place)
+            if caller == number:
+                break
+            number = caller
+        own = [place for place in chain if "site-packages" not in place]
+        return next(iter(own or chain), "")
+
+    def operand_arrays(self, instruction: Instruction) -> list[Array]:
+        """The arrays that an instruction reads."""
+        found: list[Array] = []
+        for name, element in re.findall(r"%([\w.\-]+)(?:#(\d+))?", instruction.operands):
+            shape = self.instructions[name].shape if name in self.instructions else ""
+            found += arrays(elements(shape)[int(element)] if element and shape else shape)
+        return found
+
+
+def parse(hlo: str) -> HloModule:
+    """Parses the text of an optimized module, of any backend and with several formats of names."""
+    computations: dict[str, tuple[Instruction, ...]] = {}
+    entry, name, body = "", None, []
+    for line in hlo.splitlines():
+        if name is None:
+            header = re.match(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$", line)
+            if header:
+                name, body = header[2], []
+                entry = name if header[1] or not entry else entry
+        elif line.startswith("}"):
+            computations[name], name = tuple(body), None
+        elif instruction := _instruction(line):
+            body.append(instruction)
+    return HloModule(computations, entry, _stack_frames(hlo))
+
+
+def collectives(hlo: str | HloModule) -> tuple[Collective, ...]:
+    """The collectives of a program, most bytes first; alike ones are one entry.
+
+    Args:
+      hlo: optimized HLO: `jax.jit(f).lower(…).compile().as_text()` of any backend.
+    """
+    module = parse(hlo) if isinstance(hlo, str) else hlo
+    found: Counter[tuple[str, int, str]] = Counter()
+    for instruction, times in module.executed(fusions=True):  # XLA fuses small all-reduces
+        kind = instruction.opcode.removesuffix("-start")
+        if kind in _COLLECTIVES:
+            results = elements(instruction.shape)
+            if instruction.opcode.endswith("-start") and kind != "all-reduce":
+                results = results[1:2]  # of (operands, results, …)
+            size = max(
+                sum(array.bytes for part in results for array in arrays(part)),
+                sum(array.bytes for array in module.operand_arrays(instruction)),
+            )
+            found[kind, size, module.source(instruction)] += times
+    entries = [Collective(kind, size, n, source) for (kind, size, source), n in found.items()]
+    return tuple(sorted(entries, key=lambda c: c.bytes * c.count, reverse=True))
+
+
+def transfers(hlo: str | HloModule) -> tuple[Transfer, ...]:
+    """The copies between device and host memory, most bytes first; alike ones are one entry."""
+    module = parse(hlo) if isinstance(hlo, str) else hlo
+    found: Counter[tuple[str, Array, str]] = Counter()
+    for instruction, times in module.executed():
+        if instruction.opcode in _MOVES_NOTHING or instruction.opcode.endswith("-done"):
+            continue
+        for direction, array in _moved(module, instruction):
+            found[direction, array, module.source(instruction)] += times
+    entries = [
+        Transfer("to_device" if direction == "to_device" else "to_host", a.text, a.bytes, n, source)
+        for (direction, a, source), n in found.items()
+    ]
+    return tuple(sorted(entries, key=lambda t: t.bytes * t.count, reverse=True))
+
+
+def _moved(module: HloModule, instruction: Instruction) -> list[tuple[str, Array]]:
+    """What an instruction copies between the memories."""
+    parts = elements(instruction.shape)
+    if instruction.opcode == "copy-start":  # (result, operand, context)
+        parts = parts[:1]
+    elif instruction.opcode.endswith("-start"):  # (operands, result, context)
+        parts = parts[1:2]
+    results = [a for part in parts for a in arrays(part) if a.bytes]
+    operands = [a for a in module.operand_arrays(instruction) if a.bytes]
+    from_host = [a for a in operands if a.on_host]
+    to_host = [a for a in results if a.on_host]
+    if from_host and not to_host:  # a slice or all of it
+        return [("to_device", a) for a in results]
+    if to_host and from_host:  # written in place: what is not on the host already
+        updates = [a for a in operands if not a.on_host and a.text.partition("[")[2] != "]"]
+        return [("to_host", a) for a in updates]
+    return [("to_host", a) for a in to_host]
+
+
+def arrays(shape: str) -> list[Array]:
+    """The arrays of a shape, those of nested tuples included."""
+    found = []
+    for dtype, dims, layout in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?", shape):
+        size = math.prod(int(d) for d in re.findall(r"\d+", dims))
+        on_host = f"S({HOST_MEMORY})" in layout
+        found.append(Array(f"{dtype}[{dims}]", -(-size * _bits(dtype) // 8), on_host))
+    return found
+
+
+def elements(shape: str) -> list[str]:
+    """The parts of a tuple's shape; a shape that is no tuple is its only part."""
+    if not shape.startswith("("):
+        return [shape]
+    parts, depth, start = [], 0, 1
+    for i, character in enumerate(shape):
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        if depth == (0 if character == ")" else 1) and character in ",)":
+            parts.append(shape[start:i].strip())
+            start = i + 1
+            if depth == 0:
+                break
+    return [part for part in parts if part]
+
+
+def _bits(dtype: str) -> int:
+    if dtype in ("token", "opaque"):
+        return 0
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 8  # pred
+
+
+def _instruction(line: str) -> Instruction | None:
+    """`  ROOT %name = shape opcode(operands), attributes`."""
+    match = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = ", line)
+    if match is None:
+        return None
+    rest = line[match.end() :]
+    end = _closing(rest) if rest.startswith("(") else rest.find(" ")
+    shape, rest = rest[:end], rest[end:].lstrip()
+    opcode, _, rest = rest.partition("(")
+    end = _closing("(" + rest) - 1
+    return Instruction(match[1], opcode, shape, rest[: end - 1], rest[end:])
+
+
+def _closing(text: str) -> int:
+    """The index after the bracket that closes the one at the start of `text`."""
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return i + 1
+    return len(text)
+
+
+def _called(attributes: str, *kinds: str) -> list[str]:
+    return re.findall(rf"\b(?:{'|'.join(kinds)})=%?([\w.\-]+)", attributes)
+
+
+def _stack_frames(hlo: str) -> dict[int, tuple[str, int]]:
+    """The tables before the first computation: files, functions, places, frames."""
+    files = dict(re.findall(r'^(\d+) "([^"]*)"$', _table(hlo, "FileNames"), re.MULTILINE))
+    place = r"^(\d+) \{file_name_id=(\d+).*? line=(\d+)"
+    places = {
+        number: f"{files.get(file, '?')}:{line}"
+        for number, file, line in re.findall(place, _table(hlo, "FileLocations"), re.MULTILINE)
+    }
+    frame = r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
+    return {
+        int(number): (places.get(location, "?"), int(caller or 0) - 1)
+        for number, location, caller in re.findall(frame, _table(hlo, "StackFrames"), re.MULTILINE)
+    }
+
+
+def _table(hlo: str, title: str) -> str:
+    start = hlo.find(f"\n{title}\n")
+    return hlo[start + len(title) + 2 : hlo.find("\n\n", start + 1)] if start >= 0 else ""

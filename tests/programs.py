@@ -1,0 +1,31 @@
+"""What compiled programs show."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from effjax.memory import PlanError, collectives
+from effjax.memory._compile import check_compiler
+
+
+def _has_gpu_compiler() -> bool:
+    try:
+        check_compiler()
+    except PlanError:
+        return False
+    return True
+
+
+needs_gpu_compiler = pytest.mark.skipif(
+    not _has_gpu_compiler(), reason="no GPU compiler: pip install 'effjax[plan]'"
+)
+
+
+def collective_sizes(program: Any, dtype: Any) -> list[tuple[str, int]]:
+    """Kind and number of elements of each collective of a compiled program, sorted."""
+    return sorted(
+        (found.kind, found.bytes // jnp.dtype(dtype).itemsize)
+        for found in collectives(program.as_text())
+        for _ in range(found.count)
+    )
