@@ -82,10 +82,15 @@ def report(title: str, config: dict, rows: list[dict], json_path: Path | None) -
         )  # fmt: skip
     Console(width=max(Console().width, 120)).print(table)
     if json_path:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        command = " ".join([f"python -m effjax.bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
-        record = {"title": title, "command": command, "versions": versions()} | config
-        json_path.write_text(json.dumps(record | {"rows": rows}, indent=1) + "\n")
+        write_record(json_path, title, config, rows)
+
+
+def write_record(path: Path, title: str, config: dict, rows: list[dict]) -> None:
+    """Writes what was found as JSON, with versions and the command that made it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = " ".join([f"python -m effjax.bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    record = {"title": title, "command": command, "versions": versions()} | config
+    path.write_text(json.dumps(record | {"rows": rows}, indent=1) + "\n")
 
 
 def versions() -> dict:

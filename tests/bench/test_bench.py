@@ -5,7 +5,8 @@ import json
 import jax
 import pytest
 
-from effjax.bench import batch_norm, dense_block
+from effjax.bench import batch_norm, dense_block, memory
+from tests.programs import needs_gpu_compiler
 
 
 @pytest.fixture(autouse=True)
@@ -36,3 +37,14 @@ def test_batch_norm(tmp_path):
     rows = rows_of(tmp_path / "batch_norm_float32.json")
     assert all(row["difference"] < 1e-4 for row in rows.values())
     assert rows["effjax.sync_batch_norm"]["kept"] < 2 < rows["Flax BatchNorm"]["kept"]
+
+
+@needs_gpu_compiler
+def test_memory(tmp_path, capsys):
+    memory.main(layers=1, depth=10, batch_size=2, target="l4", json=tmp_path)
+    rows = rows_of(tmp_path / "memory_block_1_l4.json")
+    assert set(rows) == set(dense_block.BLOCKS)
+    rows = rows_of(tmp_path / "memory_densenet_10_l4.json")
+    assert list(rows) == ["plain", "jax.checkpoint", "effjax conv", "effjax features"]
+    assert rows["plain"]["ratio"] == 1
+    assert "compiled for l4" in capsys.readouterr().out

@@ -1,0 +1,63 @@
+"""What is read from XLA's buffer assignment, of programs written down here."""
+
+from effjax.memory._buffers import Value, live_at_peak
+
+# a and b are temporaries at the same time; c takes a's place; d is a's own place again in a loop.
+ASSIGNMENT = """\
+BufferAssignment:
+allocation 0: size 400, parameter 0, shape |f32[100]| at ShapeIndex {}:
+ value: <1 x.1 @0> (size=400,offset=0): f32[100]{0}
+allocation 1: size 4000, color 5, page 0, parameter 1, shape |f32[1000]| at ShapeIndex {}:
+ value: <2 w.1 @5> (size=4000,offset=0): f32[1000]{0:S(5)}
+allocation 2: size 200, page 0, output shape is |f32[50]|, maybe-live-out:
+ value: <3 loop{1} (phi) @0> (size=200,offset=0): f32[50]{0}
+ value: <4 result @0> (size=200,offset=0): f32[50]{0}
+allocation 3: size 4, page 0, thread-local:
+ value: <5 lhs @0> (size=4,offset=0): f32[]
+allocation 4: size 40, page 0, constant:
+ value: <6 table @0> (size=40,offset=0): f32[10]{0}
+allocation 5: size 1024, page 0, preallocated-temp:
+ value: <7 a @0> (size=512,offset=0): f32[128]{0}
+ value: <8 b{0} @0> (size=256,offset=512): bf16[128]{0}
+ value: <9 c @0> (size=128,offset=0): f32[32]{0}
+ value: <10 loop.2{3} (phi) @0> (size=512,offset=0): f32[128]{0}
+ value: <11 tuple{} @0> (size=24,offset=1000): (f32[], f32[32]{0})
+
+Total bytes used: 5000
+"""
+
+RANGES = """\
+HloLiveRange (max 9):
+  InstructionSequence:
+    0:x.1
+  BufferLiveRange:
+    x.1{}:0-9
+    a{}:1-2
+    loop.2{3}:3-6
+    b{0}:4-5
+    c{}:7-8
+    tuple{}:4-5
+  Live ranges at 4 (peak):
+    a{}: 512 bytes (cumulative: 512 bytes)
+"""
+
+
+def test_what_is_live_at_the_peak():
+    assert live_at_peak(ASSIGNMENT, RANGES) == [
+        Value("a", "f32[128]", 512, "temporary"),  # what was made is named, not the loop's variable
+        Value("x.1", "f32[100]", 400, "argument"),
+        Value("b", "bf16[128]", 256, "temporary"),
+        Value("result", "f32[50]", 200, "output"),
+        Value("table", "f32[10]", 40, "constant"),
+    ]
+
+
+def test_the_peak_is_in_bytes_of_memory_not_of_values():
+    # Values that overlap share their place: c and a part of it are no more than c.
+    ranges = RANGES.replace("c{}:7-8", "c{}:3-6").replace("b{0}:4-5", "b{0}:8-9")
+    names = [value.instruction for value in live_at_peak(ASSIGNMENT, ranges)]
+    assert "a" in names and "c" not in names and "b" not in names
+
+
+def test_no_temporaries():
+    assert live_at_peak("BufferAssignment:\n", "HloLiveRange (max 1):\n") == []

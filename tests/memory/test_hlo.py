@@ -1,0 +1,147 @@
+"""What is read from the text of optimized HLO, of programs written down here."""
+
+import pytest
+
+from effjax.memory import Collective, Transfer, collectives
+from effjax.memory._hlo import arrays, elements, parse, transfers
+
+LOOP = """\
+HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8,4]{1,0})->f32[8,4]{1,0}}
+
+FileNames
+1 "/home/me/train.py"
+2 "/usr/lib/python3/site-packages/flax/linear.py"
+
+FunctionNames
+1 "step"
+2 "__call__"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=20 end_line=20 column=4 end_column=59}
+2 {file_name_id=2 function_name_id=2 line=7 end_line=7 column=4 end_column=59}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add = f32[] add(%a, %b)
+}
+
+%fused_all_reduce (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %inner = f32[4]{0} all-reduce(%p), to_apply=%sum, metadata={op_name="psum" stack_frame_id=2}
+}
+
+%body (arg: (s32[], f32[4], f32[8,4])) -> (s32[], f32[4], f32[8,4]) {
+  %arg = (s32[], f32[4]{0}, f32[8,4]{1,0:S(5)}) parameter(0)
+  %i = s32[] get-tuple-element(%arg), index=0
+  %x = f32[4]{0} get-tuple-element(%arg), index=1
+  %w = f32[8,4]{1,0:S(5)} get-tuple-element(%arg), index=2
+  %slice-start = ((f32[8,4]{1,0:S(5)}, s32[]), f32[1,4]{1,0}, u32[]) dynamic-slice-start(%w, %i), metadata={op_name="w" stack_frame_id=1}
+  %slice-done = f32[1,4]{1,0} dynamic-slice-done(%slice-start)
+  %fusion = f32[4]{0} fusion(%x), kind=kCustom, calls=%fused_all_reduce
+  %update = f32[8,4]{1,0:S(5)} dynamic-update-slice(%arg#2, %slice-done, %i), metadata={source_file="/home/me/save.py" source_line=3}
+  ROOT %next = (s32[], f32[4]{0}, f32[8,4]{1,0:S(5)}) tuple(%i, %fusion, %update)
+}
+
+%condition (arg.1: (s32[], f32[4], f32[8,4])) -> pred[] {
+  %arg.1 = (s32[], f32[4]{0}, f32[8,4]{1,0:S(5)}) parameter(0)
+  ROOT %less = pred[] constant(false)
+}
+
+ENTRY %main (w.1: f32[8,4]) -> f32[4] {
+  %zero = s32[] constant(0)
+  %x.1 = f32[4]{0} constant({1, 2, 3, 4})
+  %w.1 = f32[8,4]{1,0} parameter(0), metadata={op_name="w"}
+  %host = (f32[8,4]{1,0:S(5)}, f32[8,4]{1,0}, u32[]) copy-start(%w.1)
+  %host-done = f32[8,4]{1,0:S(5)} copy-done(%host)
+  %init = (s32[], f32[4]{0}, f32[8,4]{1,0:S(5)}) tuple(%zero, %x.1, %host-done)
+  %loop = (s32[], f32[4]{0}, f32[8,4]{1,0:S(5)}) while(%init), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"6"}}
+  ROOT %result = f32[4]{0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def test_collectives_in_a_fusion_in_a_loop():
+    assert collectives(LOOP) == (Collective("all-reduce", 16, 6, "/home/me/train.py:20"),)
+
+
+def test_transfers_in_a_loop():
+    assert transfers(LOOP) == (
+        Transfer("to_host", "f32[8,4]", 128, 1, ""),
+        Transfer("to_device", "f32[1,4]", 16, 6, "/home/me/train.py:20"),
+        Transfer("to_host", "f32[1,4]", 16, 6, "/home/me/save.py:3"),
+    )
+
+
+def test_values_of_asynchronous_computations():
+    text = LOOP.replace("%fused_all_reduce", "%wrapped_sum_computation.3")
+    maker = parse(text).maker("wrapped_sum.3")
+    assert maker is not None and maker.name == "inner"
+    assert parse(text).maker("nothing") is None
+
+
+def module(*lines):
+    return "\n".join(["HloModule m", "", "ENTRY %main () -> f32[] {", *lines, "}"])
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["  %r = f32[128]{0} all-reduce(%p), channel_id=1"], ("all-reduce", 512)),
+        (["  %r = (f32[2,3]{1,0}, /*index=1*/f32[]) all-reduce-start(%p, %q)"], ("all-reduce", 28)),
+        (["  %r = f32[4]{0} all-reduce-done(%s)"], None),
+        (["  %g = ((f32[16]), f32[128]) all-gather-start(%p)"], ("all-gather", 512)),
+        (["  %g = (f32[16], f32[128]) all-gather-start(%p)"], ("all-gather", 512)),
+        (["  %c = bf16[8,4]{1,0} collective-permute(%p)"], ("collective-permute", 64)),
+        (
+            ["  %p = f32[64]{0} parameter(0)", "  ROOT %s = f32[8]{0} reduce-scatter(%p)"],
+            ("reduce-scatter", 256),
+        ),
+        (["  %f = f32[4]{0} add(%all-reduce), x={%all-reduce-computation}"], None),
+    ],
+)
+def test_collectives_of_one_instruction(lines, expected):
+    found = [(c.kind, c.bytes) for c in collectives(module(*lines))]
+    assert found == ([expected] if expected else [])
+
+
+def test_branches_count_once_each():
+    text = """\
+%one (p: f32[4]) -> f32[4] {
+  ROOT %r = f32[4] all-reduce(%p)
+}
+
+%two (q: f32[4]) -> f32[4] {
+  ROOT %s = f32[4] all-reduce(%q)
+}
+
+ENTRY %main (i: s32[]) -> f32[4] {
+  %i = s32[] parameter(0)
+  ROOT %c = f32[4] conditional(%i, %x, %y), branch_computations={%one, %two}
+}
+"""
+    assert collectives(text) == (Collective("all-reduce", 16, 2, ""),)
+
+
+def test_shapes():
+    assert [a.bytes for a in arrays("(bf16[3,5]{1,0}, pred[7], s4[3], f8e4m3fn[6], c64[])")] == [
+        30, 7, 2, 6, 8,
+    ]  # fmt: skip
+    assert [a.bytes for a in arrays("f32[0,4]{1,0}")] == [0]
+    assert [a.bytes for a in arrays("f32[<=8,4]{1,0}")] == [128]
+    host, device = arrays("(f32[8]{0:T(128)S(5)}, f32[8]{0:T(128)})")
+    assert host.on_host and not device.on_host
+    assert arrays("token[]")[0].bytes == 0
+
+
+def test_elements_of_tuples():
+    assert elements("f32[2,3]{1,0}") == ["f32[2,3]{1,0}"]
+    assert elements("(f32[2,3]{1,0}, (s32[], u8[4]{0:S(5)}), ())") == [
+        "f32[2,3]{1,0}", "(s32[], u8[4]{0:S(5)})", "()",
+    ]  # fmt: skip
+    assert elements("()") == []
