@@ -28,6 +28,7 @@ class _Placed(NamedTuple):
 class _Allocation(NamedTuple):
     number: int
     kind: Kind
+    shape: str  # of the argument or the result that it is for; empty for temporaries
     values: list[_Placed]
 
 
@@ -53,9 +54,9 @@ def live_at_peak(assignment: str, live_ranges: str) -> list[Value]:
             for place in _places(at_peak):
                 found.append(_value(_maker(place, values, ranges, peak), "temporary"))
         elif values:
-            found.append(
-                _value(max(values, key=lambda v: (v.bytes, not v.is_phi)), allocation.kind)
-            )
+            # A donated argument's place is used again: what the allocation is for names it.
+            best = max(values, key=lambda v: (v.shape == allocation.shape, v.bytes, not v.is_phi))
+            found.append(_value(best, allocation.kind))
     return sorted((value for value in found if value.bytes), key=lambda v: v.bytes, reverse=True)
 
 
@@ -71,7 +72,9 @@ def _device_allocations(assignment: str) -> list[_Allocation]:
             on_host = int(header[2] or 0) == HOST_MEMORY
             skip = on_host or "thread-local" in header[3]
             if not skip:
-                found.append(_Allocation(int(header[1]), _kind(header[3]), []))
+                shape = re.search(r"shape (?:is )?\|([^|]*)\|", header[3])
+                kind = _kind(header[3])
+                found.append(_Allocation(int(header[1]), kind, shape[1] if shape else "", []))
         elif not skip and (value := _VALUE.match(line)):
             name = value[1] if value[1].endswith("}") else value[1] + "{}"
             if not value[5].startswith("("):  # a tuple's place holds addresses, some bytes

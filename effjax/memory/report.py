@@ -199,6 +199,8 @@ def parts(plan: "MemoryPlan") -> dict[str, int]:
 
 def plot_plan(plan: "MemoryPlan", ax: Any, most: int) -> Any:
     """Bars of the largest groups of buffers."""
+    from matplotlib.patches import Patch
+
     ax = ax or _new_axes()
     groups = grouped(plan)[:most]
     labels = [
@@ -211,10 +213,10 @@ def plot_plan(plan: "MemoryPlan", ax: Any, most: int) -> Any:
     )  # fmt: skip
     ax.set_yticks(range(len(groups)), labels, fontsize="small")
     ax.invert_yaxis()
-    for kind in dict.fromkeys(kinds):
-        ax.bar(0, 0, color=_COLORS[kind], label=kind)
-    if kinds:
-        ax.legend()
+    ax.legend(
+        handles=[Patch(color=_COLORS[kind], label=kind) for kind in dict.fromkeys(kinds)],
+        loc="lower right",
+    )
     ax.set_xlabel("GB in device memory at the peak")
     ax.set_title(verdict(plan), fontsize="medium")
     return ax

@@ -12,6 +12,7 @@ allocation 1: size 4000, color 5, page 0, parameter 1, shape |f32[1000]| at Shap
 allocation 2: size 200, page 0, output shape is |f32[50]|, maybe-live-out:
  value: <3 loop{1} (phi) @0> (size=200,offset=0): f32[50]{0}
  value: <4 result @0> (size=200,offset=0): f32[50]{0}
+ value: <5 before @0> (size=200,offset=0): bf16[100]{0}
 allocation 3: size 4, page 0, thread-local:
  value: <5 lhs @0> (size=4,offset=0): f32[]
 allocation 4: size 40, page 0, constant:
