@@ -38,7 +38,7 @@ def examine() -> dict[str, Any]:
         "cuda_plugins": plugins,
         "devices": devices,
         "backend_error": trouble,
-        "native_kernels": [],
+        "native_kernels": native_kernels(),
         "extras": {
             extra: "missing" if missing else "installed" for extra, missing in extras.items()
         },
@@ -61,7 +61,8 @@ def lines(findings: dict[str, Any]) -> list[str]:
             for kind in device["memories"]
         )
         out.append(f"device {device['id']}: {device['platform']} {device['kind']}; memory: {kinds}")
-    out.append(f"native kernels: {', '.join(findings['native_kernels']) or 'none'}")
+    kernels = findings["native_kernels"].items()
+    out.append("native kernels: " + "; ".join(f"{name} {state}" for name, state in kernels))
     extras = ", ".join(f"{name} {state}" for name, state in findings["extras"].items())
     out.append(f"extras: {extras or 'unknown, as effjax is not installed: pip install -e .'}")
     return out + [
@@ -102,6 +103,13 @@ def missing_by_extra(requirements: Sequence[str]) -> dict[str, list[str]]:
         return list(dict.fromkeys(names))
 
     return {extra: missing(extra) for extra in wanted}
+
+
+def native_kernels() -> dict[str, str]:
+    """For each platform, "loaded" or why there are none."""
+    from .native import status
+
+    return status()
 
 
 def _devices() -> tuple[list[dict[str, Any]], str | None]:

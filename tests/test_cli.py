@@ -45,7 +45,7 @@ def test_doctor_examines_this_machine():
     assert findings["devices"][0]["default_memory"] in findings["devices"][0]["memories"]
     assert findings["backend_error"] is None
     text = "\n".join(doctor.lines(findings))
-    assert "memory:" in text and "native kernels: none" in text and "extras:" in text
+    assert "memory:" in text and "native kernels: cpu " in text and "extras:" in text
 
 
 def test_doctor_says_what_to_install():
@@ -92,7 +92,7 @@ def test_without_the_train_extra(run, needs_train, monkeypatch, missing):
     assert (code, out) == (2, "")
     assert err == f'effjax: {missing} is missing; run pip install "effjax[train]"\n'
     code, out, _ = run("doctor")
-    assert code == 0 and "native kernels: none" in out
+    assert code == 0 and "native kernels: cpu " in out
     code, out, _ = run("doctor", "--json")
     assert code == 0 and json.loads(out)["devices"]
     monkeypatch.delitem(sys.modules, "effjax.commands", raising=False)
@@ -176,11 +176,27 @@ def test_one_epoch_of_densenet_on_digits(run, needs_train, tmp_path):
     for row in ("test accuracy", "images/s", "batch 64 (plain)", "batch 64 (efficient, this run)"):
         assert row in out
     final = json.loads((tmp_path / "here" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert final["kind"] == "final" and 0 < final["efficient_bytes"] < final["plain_bytes"]
+    assert final["kind"] == "final"
+    assert 0 < final["kept_bytes"]["efficient"] < final["kept_bytes"]["plain"]
 
     code, out, err = run(*TINY, "--epochs", "1", "--out", "here")
     assert (code, out) == (2, "") and one_line(err)
     assert "here: holds a run; give another --out, or --overwrite" in err
+
+
+def test_deform_resnet_and_its_baseline(run, needs_train, small_model, tmp_path):
+    options = ["--epochs", "1", "--batch-size", "16", "--data", "digits", "--out", "here"]
+    code, out, err = run("train", "deform-resnet", *options)
+    assert (code, err) == (0, "")
+    last = out.splitlines()[-1]
+    assert last.startswith("test accuracy: deformable ") and ", plain " in last
+    for name in ("deformable", "plain"):
+        config = json.loads((tmp_path / "here" / name / "config.json").read_text())
+        assert config["options"]["deformable"] is (name == "deformable")
+    code, out, _ = run("train", "deform-resnet", *options, "--overwrite", "--no-baseline")
+    assert code == 0 and "plain" not in out.splitlines()[-1]
+    code, _, err = run("train", "deform-resnet", *options)
+    assert code == 2 and one_line(err) and "holds a run" in err
 
 
 def test_ctrl_c_then_resume(run, needs_train, small_model, monkeypatch, tmp_path):

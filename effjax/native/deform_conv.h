@@ -1,0 +1,81 @@
+// The mathematics of deformable sampling, compiled into the CPU and the CUDA handlers.
+#ifndef EFFJAX_DEFORM_CONV_H_
+#define EFFJAX_DEFORM_CONV_H_
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define EFFJAX_HD __host__ __device__ __forceinline__
+#else
+#include <cmath>
+#define EFFJAX_HD inline
+#endif
+
+namespace effjax {
+
+// Sizes, all positive but for those of an empty result. Images are [N, H, W, C], the output rows
+// [first_row, first_row + R) of Wo pixels; K = kernel_h * kernel_w taps, G groups of C / G channels.
+struct Geometry {
+  int64_t N, H, W, C, R, Wo, K, G;
+  int64_t kernel_w, stride_h, stride_w, padding_top, padding_left, dilation_h, dilation_w;
+  bool has_mask;
+};
+
+// A point of the image between four pixels. weight[q] is zero where pixel q is outside; pixel[q]
+// is then 0, so that it can be read. q = 2 * (lower) + (right).
+template <typename A>
+struct Sample {
+  int64_t pixel[4];  // row * W + column
+  A weight[4];
+  A down, right;     // how far the point is below and right of pixel 0, in [0, 1)
+  bool inside[4];
+};
+
+// False, with nothing computed, where the sample is zero: outside of -1 < y < H, -1 < x < W. The
+// comparison is written so that NaN is outside too, and nothing infinite is turned into an integer.
+template <typename A>
+EFFJAX_HD bool make_sample(A y, A x, int64_t height, int64_t width, Sample<A>& s) {
+  if (!(y > A(-1) && x > A(-1) && y < A(height) && x < A(width))) return false;
+#ifdef __CUDACC__
+  const A top = floor(y), left = floor(x);
+#else
+  const A top = std::floor(y), left = std::floor(x);
+#endif
+  const int64_t row = static_cast<int64_t>(top), column = static_cast<int64_t>(left);
+  s.down = y - top;
+  s.right = x - left;
+  for (int q = 0; q < 4; ++q) {
+    const int64_t i = row + (q >> 1), j = column + (q & 1);
+    s.inside[q] = i >= 0 && i < height && j >= 0 && j < width;
+    s.pixel[q] = s.inside[q] ? i * width + j : 0;
+    const A vertical = (q >> 1) ? s.down : A(1) - s.down;
+    const A horizontal = (q & 1) ? s.right : A(1) - s.right;
+    s.weight[q] = s.inside[q] ? vertical * horizontal : A(0);
+  }
+  return true;
+}
+
+// Where tap k of output pixel (row, column) reads, before its offset.
+template <typename A>
+EFFJAX_HD A base_y(const Geometry& g, int64_t row, int64_t k) {
+  return A(row * g.stride_h - g.padding_top + (k / g.kernel_w) * g.dilation_h);
+}
+template <typename A>
+EFFJAX_HD A base_x(const Geometry& g, int64_t column, int64_t k) {
+  return A(column * g.stride_w - g.padding_left + (k % g.kernel_w) * g.dilation_w);
+}
+
+// Gradients of a sample with respect to y, x and the mask, from the products of the incoming
+// gradient with the four pixels (zero for those outside).
+template <typename A>
+EFFJAX_HD void sample_gradients(const Sample<A>& s, const A product[4], A mask, A& dy, A& dx,
+                                A& dmask) {
+  dy = mask * ((A(1) - s.right) * (product[2] - product[0]) + s.right * (product[3] - product[1]));
+  dx = mask * ((A(1) - s.down) * (product[1] - product[0]) + s.down * (product[3] - product[2]));
+  dmask = s.weight[0] * product[0] + s.weight[1] * product[1] + s.weight[2] * product[2] +
+          s.weight[3] * product[3];
+}
+
+}  // namespace effjax
+
+#endif  // EFFJAX_DEFORM_CONV_H_

@@ -1,0 +1,131 @@
+// The loops of the CPU kernels on arrays of exactly their size, for AddressSanitizer and UBSan:
+// random geometries, offsets that are huge, infinite, NaN or exactly on a border, empty arrays.
+// With one task after the other or on many threads, results must be equal to the last bit.
+
+#define EFFJAX_SANITIZE
+#include <cstdio>
+#include <limits>
+#include <memory>
+#include <random>
+#include <thread>
+
+#include "deform_conv_cpu.h"
+
+namespace {
+
+std::mt19937 random_bits(0);
+
+int64_t pick(int64_t least, int64_t most) {
+  return std::uniform_int_distribution<int64_t>(least, most)(random_bits);
+}
+
+float pick_offset(int64_t size) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  const float odd[] = {NAN, infinity, -infinity, 1e30f, -1e30f, -1.0f, 0.0f, float(size), 3e9f};
+  if (pick(0, 2) == 0) return odd[pick(0, 8)];
+  return std::normal_distribution<float>(0, 3)(random_bits);
+}
+
+template <typename T>
+struct Array {
+  explicit Array(int64_t count) : count(count), data(new T[count]()) {}
+  int64_t count;
+  std::unique_ptr<T[]> data;
+};
+
+template <typename T>
+void fill(Array<T>& a) {
+  for (int64_t i = 0; i < a.count; ++i) {
+    effjax::narrow(std::normal_distribution<float>()(random_bits), a.data[i]);
+  }
+}
+void fill(Array<double>& a) {
+  for (int64_t i = 0; i < a.count; ++i) a.data[i] = std::normal_distribution<double>()(random_bits);
+}
+
+struct Serial {
+  template <typename Task>
+  void operator()(int64_t count, const Task& task) const {
+    for (int64_t i = 0; i < count; ++i) task(i);
+  }
+};
+
+struct Threads {
+  template <typename Task>
+  void operator()(int64_t count, const Task& task) const {
+    std::vector<std::thread> threads;
+    for (int64_t t = 0; t < 4; ++t) {
+      threads.emplace_back([=, &task] {
+        for (int64_t i = t; i < count; i += 4) task(i);
+      });
+    }
+    for (auto& thread : threads) thread.join();
+  }
+};
+
+template <typename T, typename A>
+bool run() {
+  effjax::Geometry g{};
+  g.N = pick(0, 3), g.H = pick(1, 7), g.W = pick(1, 7), g.G = pick(1, 3), g.C = g.G * pick(0, 70);
+  g.R = pick(0, 3), g.Wo = pick(1, 5), g.kernel_w = pick(1, 3), g.K = g.kernel_w * pick(1, 3);
+  g.stride_h = pick(1, 3), g.stride_w = pick(1, 3), g.padding_top = pick(0, 3);
+  g.padding_left = pick(0, 3), g.dilation_h = pick(1, 3), g.dilation_w = pick(1, 3);
+  g.has_mask = pick(0, 1);
+  const int64_t points = g.N * g.R * g.Wo, taps = g.G * g.K;
+  Array<T> x(g.N * g.H * g.W * g.C), dcolumns(points * g.K * g.C);
+  Array<A> offset(points * taps * 2), mask(g.has_mask ? points * taps : 0);
+  fill(x), fill(dcolumns), fill(mask);
+  for (int64_t i = 0; i < offset.count; ++i) offset.data[i] = pick_offset(g.H);
+  const effjax::Operands<T, A> in{g, pick(0, 2), x.data.get(), offset.data.get(), mask.data.get()};
+
+  struct Results {
+    Array<T> columns;
+    Array<A> dx, doffset, dmask;
+  };
+  const auto compute = [&](const auto& parallel) {
+    Results r{Array<T>(dcolumns.count), Array<A>(x.count), Array<A>(offset.count),
+              Array<A>(mask.count)};
+    effjax::deform_columns<T, A>(in, r.columns.data.get(), parallel);
+    effjax::deform_columns_backward<T, A>(in, dcolumns.data.get(), r.dx.data.get(),
+                                          r.doffset.data.get(), r.dmask.data.get(), parallel);
+    return r;
+  };
+  const auto equal = [](const auto& a, const auto& b) {
+    return a.count == 0 || !std::memcmp(a.data.get(), b.data.get(), a.count * sizeof(a.data[0]));
+  };
+  const Results one = compute(Serial{}), many = compute(Threads{});
+  bool finite = true;
+  for (int64_t i = 0; i < one.doffset.count; ++i) finite &= std::isfinite(one.doffset.data[i]);
+  for (int64_t i = 0; i < one.dx.count; ++i) finite &= std::isfinite(one.dx.data[i]);
+  return finite && equal(one.columns, many.columns) && equal(one.dx, many.dx) &&
+         equal(one.doffset, many.doffset) && equal(one.dmask, many.dmask);
+}
+
+}  // namespace
+
+int main() {
+  for (int i = 0; i < 150; ++i) {
+    if (!run<float, float>() || !run<double, double>() || !run<effjax::BFloat16, float>() ||
+        !run<effjax::Float16, float>()) {
+      std::printf("case %d differs between numbers of threads, or is not finite\n", i);
+      return 1;
+    }
+  }
+  // Every float16 survives being widened and narrowed; every bfloat16 too.
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const effjax::Float16 half{static_cast<uint16_t>(bits)};
+    const effjax::BFloat16 brain{static_cast<uint16_t>(bits)};
+    effjax::Float16 half_again;
+    effjax::BFloat16 brain_again;
+    const float wide_half = effjax::widen(half), wide_brain = effjax::widen(brain);
+    effjax::narrow(wide_half, half_again);
+    effjax::narrow(wide_brain, brain_again);
+    if ((wide_half == wide_half && half_again.bits != half.bits) ||
+        (wide_brain == wide_brain && brain_again.bits != brain.bits)) {
+      std::printf("16 bits %x do not survive\n", bits);
+      return 1;
+    }
+  }
+  std::printf("all equal\n");
+  return 0;
+}

@@ -1,0 +1,145 @@
+"""The native library: loading it, what it refuses, and its loops under sanitizers."""
+
+import importlib.resources
+import os
+import pathlib
+import shutil
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import effjax
+from effjax import native
+
+SOURCES = pathlib.Path(str(importlib.resources.files("effjax"))) / "native"
+needs_cpu = pytest.mark.skipif(not native.available("cpu"), reason="built without native kernels")
+
+
+@pytest.fixture
+def fresh():
+    """A loader that has not loaded anything."""
+    native._load.cache_clear()
+    native.jaxlib_version.cache_clear()
+    yield
+    native._load.cache_clear()
+    native.jaxlib_version.cache_clear()
+
+
+def test_strict_builds_have_the_kernels():
+    if os.environ.get("EFFJAX_STRICT") != "1":
+        pytest.skip("kernels are optional here")
+    assert native.status()["cpu"] == native.LOADED
+
+
+def test_status():
+    assert set(native.status()) == {"cpu", "cuda"}
+    assert not native.available("tpu")
+
+
+def test_a_library_that_is_not_there(fresh, monkeypatch, tmp_path):
+    monkeypatch.setattr(native.resources, "files", lambda _: tmp_path)
+    assert native.status()["cpu"].startswith("not built")
+    assert not native.available("cpu")
+
+
+def test_a_library_that_cannot_be_loaded(fresh, monkeypatch, tmp_path):
+    (tmp_path / "libeffjax_cpu.so").write_text("no library")
+    (tmp_path / "libeffjax_cpu.dylib").write_text("no library")
+    monkeypatch.setattr(native.resources, "files", lambda _: tmp_path)
+    assert native.status()["cpu"].startswith("cannot be loaded: ")
+
+
+@needs_cpu
+def test_a_library_for_a_newer_jaxlib(fresh, monkeypatch):
+    monkeypatch.setattr(native, "jaxlib_version", lambda: (0, 2))
+    assert "built for XLA's FFI 0.3, but jaxlib" in native.status()["cpu"]
+    monkeypatch.setattr(native, "jaxlib_version", lambda: (1, 9))
+    assert not native._load.__wrapped__("cpu") == native.LOADED
+
+
+def test_versions_of_jaxlib():
+    major, minor = native.jaxlib_version()
+    assert (major, minor) >= (0, 3)
+
+
+GEOMETRY = dict(
+    kernel_h=1, kernel_w=2, stride_h=1, stride_w=1, padding_top=0, padding_left=0, dilation_h=1,
+    dilation_w=1, offset_groups=1,
+)  # fmt: skip
+SHAPES = dict(x=(1, 3, 4, 2), offset=(1, 3, 3, 4), mask=(1, 3, 3, 2), row=(1,))
+COLUMNS = (1, 3, 3, 4)
+
+
+def call(columns=COLUMNS, dtypes=(), attributes=(), **shapes):
+    dtype = {"x": np.float32, "offset": np.float32, "mask": np.float32, "row": np.int32}
+    dtype |= dict(dtypes)
+    arrays = [jnp.zeros(shape, dtype[name]) for name, shape in (SHAPES | shapes).items()]
+    fn = jax.ffi.ffi_call("effjax_deform_columns", jax.ShapeDtypeStruct(columns, dtype["x"]))
+    values = GEOMETRY | dict(attributes)
+    return jax.jit(lambda *a: fn(*a, **{n: np.int64(v) for n, v in values.items()}))(*arrays)
+
+
+@needs_cpu
+@pytest.mark.parametrize(
+    ("match", "options"),
+    [
+        (r"x must be \[N, H, W, C\], not \[1, 3, 4\]", {"x": (1, 3, 4)}),
+        (r"offset of shape \[1, 3, 3, 5\] does not fit", {"offset": (1, 3, 3, 5)}),
+        (r"offset of shape \[2, 3, 3, 4\] does not fit", {"offset": (2, 3, 3, 4)}),
+        (r"mask of shape \[1, 3, 3, 3\] does not fit", {"mask": (1, 3, 3, 3)}),
+        (r"columns of shape \[1, 3, 3, 5\] do not fit", {"columns": (1, 3, 3, 5)}),
+        ("row one number", {"row": (2,)}),
+        ("offset and mask must be float32", {"dtypes": {"offset": jnp.bfloat16}}),
+        ("must be positive", {"attributes": {"stride_w": 0}}),
+        ("must be float32, float64, bfloat16 or float16", {"dtypes": {"x": np.int32}}),
+        ("with 2 taps and 3 offset groups", {"attributes": {"offset_groups": 3}}),
+    ],
+)
+def test_the_handler_checks_again(match, options):
+    assert native.available("cpu")
+    np.testing.assert_array_equal(call(), np.zeros(COLUMNS))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=match):
+        call(**options)
+
+
+@needs_cpu
+def test_twenty_runs_are_equal_to_the_bit():
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    x, offset, kernel = normal(3, 9, 8, 70), normal(3, 9, 8, 18), normal(3, 3, 70, 5)
+
+    @jax.jit
+    def step(x, offset, kernel):
+        conv = lambda *a: effjax.deform_conv2d(*a, padding=1, implementation="native")  # noqa: E731
+        y, vjp = jax.vjp(conv, x, offset, kernel)
+        return y, *vjp(jnp.cos(y))
+
+    first = step(x, offset, kernel)
+    for _ in range(19):
+        for a, b in zip(step(x, offset, kernel), first, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_loops_under_sanitizers(tmp_path):
+    """No access out of range and no undefined behaviour; bit-equal for every number of threads."""
+    compiler = shutil.which("g++")
+    sources = pathlib.Path(__file__).parent.parent.parent / "effjax" / "native"
+    if compiler is None or not sources.is_dir():
+        pytest.skip("no g++, or no sources")
+    flags = ["-std=c++17", "-O1", "-g", "-pthread", "-fno-sanitize-recover=all", f"-I{sources}"]
+    sanitize = "-fsanitize=address,undefined,float-cast-overflow"
+    program = tmp_path / "fuzz"
+    source = pathlib.Path(__file__).parent / "fuzz.cc"
+    built = subprocess.run(
+        [compiler, *flags, sanitize, str(source), "-o", str(program)],
+        capture_output=True,
+        text=True,
+    )
+    if "cannot find" in built.stderr:
+        pytest.skip("g++ has no sanitizers")
+    assert built.returncode == 0, built.stderr
+    run = subprocess.run([program], capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout == "all equal\n", run.stdout + run.stderr[-4000:]
