@@ -13,10 +13,17 @@ PACKAGE = pathlib.Path(str(importlib.resources.files(effjax)))
 
 # What each part may import of the third-party packages and of effjax itself.
 ALLOWED = {
-    "ops": {"jax", "numpy", "effjax.ops"},
+    "ops": {"jax", "numpy", "effjax.ops", "effjax.native"},
     "memory": {"jax", "numpy", "rich", "matplotlib", "effjax.memory", "effjax.ops"},
-    "linen": {"jax", "flax", "effjax.ops", "effjax.linen", "effjax._densenet"},
-    "nnx": {"jax", "flax", "effjax.ops", "effjax.nnx", "effjax._densenet"},
+    "linen": {
+        "jax",
+        "flax",
+        "effjax.ops",
+        "effjax.linen",
+        "effjax._densenet",
+        "effjax._deform_conv",
+    },
+    "nnx": {"jax", "flax", "effjax.ops", "effjax.nnx", "effjax._densenet", "effjax._deform_conv"},
 }
 # These look at models and training, and nothing looks back.
 COMMANDS = {"memory/command.py", "memory/densenets.py"}

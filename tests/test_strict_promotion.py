@@ -1,5 +1,7 @@
 """The operators mix no dtypes by accident: they run where JAX forbids implicit promotion."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,6 +10,7 @@ from effjax import (
     DenseLayerParams,
     batch_norm_inference,
     bn_relu_conv,
+    deform_conv2d,
     dense_block,
     sync_batch_norm,
 )
@@ -35,7 +38,16 @@ def _dense_block(x, axis_name):
     return dense_block(x, [DenseLayerParams(*layer)], **options)[0]
 
 
-OPERATORS = [_sync_batch_norm, _batch_norm_inference, _bn_relu_conv, _dense_block]
+def _deform_conv2d(x, axis_name, implementation=None):
+    kernel = jnp.ones((3, 3, 3, 2), x.dtype)
+    offset, mask = (jnp.ones((*x.shape[:3], n), x.dtype) for n in (18, 9))
+    options = dict(padding=1, implementation=implementation, workspace_bytes=100)
+    return deform_conv2d(x, offset, kernel, mask, jnp.ones(2), **options)
+
+
+_deform_conv2d_in_xla = functools.partial(_deform_conv2d, implementation="xla")
+_layers = [_bn_relu_conv, _dense_block, _deform_conv2d, _deform_conv2d_in_xla]
+OPERATORS = [_sync_batch_norm, _batch_norm_inference, *_layers]
 
 
 @pytest.mark.parametrize("axis_name", [None, "i"])

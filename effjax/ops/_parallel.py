@@ -98,3 +98,28 @@ def per_batch(fun: Callable, x: jax.Array) -> Callable:
             return jax.sharding.auto_axes(fun, axes=axes, out_sharding=out_sharding)(*args)
 
     return run
+
+
+def on_each_device(fun: Callable, x: jax.Array) -> Callable:
+    """On a mesh with Explicit axes: runs ``fun(arrays, parameters) -> y`` on each device's batch.
+
+    arrays and y have a batch axis that is sharded as x's is, parameters are on every device whole.
+    The transpose sums the gradients of the parameters, once.
+    """
+    axes = explicit_axes(x)
+    if not axes:
+        return fun
+    sharding = jax.typeof(x).sharding
+    batch = PartitionSpec(sharding.spec[0])
+
+    def run(arrays, parameters):
+        with jax.sharding.use_abstract_mesh(sharding.mesh):  # jit needs no jax.set_mesh for it
+            specs = batch, PartitionSpec()
+            arrays, parameters = (
+                jax.tree.map(lambda a, spec=spec: jax.sharding.reshard(a, spec), tree)
+                for tree, spec in zip((arrays, parameters), specs, strict=True)
+            )
+            mapped = jax.shard_map(fun, in_specs=specs, out_specs=batch, axis_names=set(axes))
+            return mapped(arrays, parameters)
+
+    return run

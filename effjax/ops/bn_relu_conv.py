@@ -1,7 +1,6 @@
 """Concat → batch norm → ReLU → convolution that keeps only its raw inputs for the backward pass."""
 
 import functools
-import operator
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ._convolution import padding_of, pair
 from ._parallel import per_batch, same_varying, zeros
 from ._statistics import (
     AXES,
@@ -79,9 +79,9 @@ def bn_relu_conv(
     features: tuple[Any, ...] = tuple(x) if isinstance(x, (tuple, list)) else (x,)
     _check(features, scale, bias, kernel, feature_group_count, epsilon)
     conv = _Conv(
-        _pair("strides", strides, 1),
-        _padding(padding),
-        _pair("kernel_dilation", kernel_dilation, 1),
+        pair("strides", strides, 1),
+        padding_of(padding),
+        pair("kernel_dilation", kernel_dilation, 1),
         feature_group_count,
         precision,
     )
@@ -237,24 +237,3 @@ def _check(features, scale, bias, kernel, groups, epsilon) -> None:
         )
     if not epsilon > 0:
         raise ValueError(f"`epsilon` (={epsilon}) must be positive.")
-
-
-def _pair(name: str, value: Any, least: int) -> tuple[int, int]:
-    """Two integers for the spatial axes, from two or from one that stands for both."""
-    try:
-        pair = tuple(map(operator.index, value if isinstance(value, Sequence) else (value, value)))
-    except TypeError:
-        pair = ()
-    if len(pair) != 2 or min(pair) < least:
-        raise ValueError(f"`{name}` (={value!r}) must be one or two integers of at least {least}.")
-    return pair
-
-
-def _padding(padding: Any) -> Any:
-    if isinstance(padding, str):
-        if padding.upper() not in ("SAME", "SAME_LOWER", "VALID"):
-            raise ValueError(f'`padding` (={padding!r}) must be "SAME", "VALID" or numbers.')
-        return padding.upper()
-    if not isinstance(padding, Sequence):
-        padding = (padding, padding)
-    return tuple(_pair("padding", side, 0) for side in padding)

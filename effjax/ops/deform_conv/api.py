@@ -1,0 +1,242 @@
+"""Deformable convolution that keeps only its inputs for the backward pass."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._convolution import padding_of, pair
+from .._parallel import on_each_device, same_varying
+from . import batch
+from . import kernel as native_kernel
+from .chunks import Static
+from .reference import Geometry
+from .xla import deform_conv_xla
+
+_DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+def deform_conv2d(
+    x: jax.Array,
+    offset: jax.Array,
+    kernel: jax.Array,
+    mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    strides: int | Sequence[int] = 1,
+    padding: Any = 0,
+    kernel_dilation: int | Sequence[int] = 1,
+    feature_group_count: int = 1,
+    offset_groups: int | None = None,
+    implementation: Literal["native", "xla"] | None = None,
+    precision: Any = None,
+    deterministic: bool = False,
+    workspace_bytes: int = 256 * 2**20,
+) -> jax.Array:
+    """Convolves x, each tap of each output pixel at a position of its own.
+
+    ``y[n, p] = bias + sum_k kernel[k] @ (mask[n, p, k] * x[n, strides * p - padding +
+    kernel_dilation * k + offset[n, p, k]])``
+
+    Between pixels x is interpolated bilinearly. A sample is zero, and so are its gradients, unless
+    -1 < y < H and -1 < x < W; beyond the border x is zero. A position that is NaN or infinite gives
+    zero.
+
+    Args:
+        x: [N, H, W, C]; float32, float64, bfloat16 or float16.
+        offset: [N, Ho, Wo, G * K * 2] for K = kh * kw taps and G offset groups of channels; channel
+            ``(g * K + i * kw + j) * 2`` moves tap (i, j) down, the next one moves it to the right,
+            both in pixels of x. Positions are computed in float32, or float64 where x or offset is.
+        kernel: [kh, kw, C / feature_group_count, O]; computed in x's dtype.
+        mask: [N, Ho, Wo, G * K], a factor for each sample; None for 1 (the first version of the
+            paper).
+        bias: [O], or None.
+        strides, kernel_dilation: one number, or one for each of the two axes.
+        padding: one number, one for each axis, ((top, bottom), (left, right)), "SAME" or "VALID".
+        feature_group_count: as in ``jax.lax.conv_general_dilated``.
+        offset_groups: G; by default what the channels of offset say.
+        implementation: "native" for the custom call (CPU, CUDA), "xla" for plain XLA (everywhere),
+            None for native where there is any on the platform that the program is compiled for,
+            else XLA. Forward mode and second derivatives need "xla"; the others have the gradient.
+        precision: of the matrix products, as in ``jax.lax.dot_general``.
+        deterministic: on a GPU, add up the gradient of x in one order. On a CPU it always is; "xla"
+            on a GPU follows XLA's own ``--xla_gpu_deterministic_ops``.
+        workspace_bytes: how much the samples may take in either pass (for each example of a vmap
+            with "xla"); the output is worked through in as many slices of rows as that needs, of
+            one row at least. With "xla", jit over Auto mesh axes counts the whole batch, and
+            reduces the gradient of the kernel once a slice.
+
+    Returns:
+        y [N, Ho, Wo, O] of x's dtype.
+
+    Raises:
+        TypeError, ValueError: inputs that do not fit, with their values.
+        RuntimeError: "native" where there is none, with the reason.
+        NotImplementedError: second derivatives without "xla".
+
+    Kept for the backward pass: x, offset, mask and kernel. The samples are taken again.
+
+    References:
+        Dai et al., 2017 (arXiv:1703.06211); Zhu et al., 2018 (arXiv:1811.11168).
+    """
+    x, offset, kernel = map(jnp.asarray, (x, offset, kernel))
+    mask, bias = (None if a is None else jnp.asarray(a) for a in (mask, bias))
+    _check_arrays(x, offset, kernel, mask, bias)
+    geometry = _geometry(x, offset, kernel, strides, padding, kernel_dilation, offset_groups)
+    _check_shapes(x, offset, kernel, mask, bias, geometry, feature_group_count)
+    _check_options(implementation, deterministic, workspace_bytes)
+    if precision is None:  # here, because XLA's threads know nothing of a `with`
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore
+    precision = tuple(precision) if isinstance(precision, list) else precision
+    static = Static(
+        geometry, feature_group_count, implementation, precision, deterministic, workspace_bytes
+    )
+    run = functools.partial(_deform_conv2d, static)
+    return on_each_device(run, x)((x, offset, mask), (kernel, bias))
+
+
+@functools.partial(jax.jit, static_argnums=0)  # loops would be compiled again for every call
+def _deform_conv2d(static: Static, images, parameters) -> jax.Array:
+    x, offset, mask = images
+    kernel, bias = parameters
+    dtype = jnp.dtype("float64" if "float64" in (x.dtype, offset.dtype) else "float32")
+    mask = jnp.zeros((*offset.shape[:3], 0), dtype) if mask is None else mask
+    wide = jnp.float64 if dtype == jnp.float64 else x.dtype  # one of the two is: all is
+    args = x.astype(wide), offset.astype(dtype), mask.astype(dtype), kernel
+    args = same_varying(args)
+    run: Any = deform_conv_xla if static.implementation == "xla" else _core
+    y = run(static, *args).astype(x.dtype)
+    if bias is not None:
+        y = (y.astype(dtype) + bias.astype(dtype)).astype(x.dtype)
+    return y
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _core(static: Static, x, offset, mask, kernel) -> jax.Array:
+    return batch.forward(static, *_one_example(x, offset, mask, kernel))[0]
+
+
+def _forward(static: Static, *args):
+    return batch.forward(static, *_one_example(*args))[0], args
+
+
+def _backward(static: Static, kept, dy):
+    # The barrier keeps the samples from being kept since the forward pass.
+    kept, dy = lax.optimization_barrier((kept, dy))
+    gradients = batch.backward(static, *_one_example(*kept, dy))
+    return tuple(d[0].astype(a.dtype) for d, a in zip(gradients, kept, strict=True))
+
+
+_core.defvjp(_forward, _backward)
+
+
+def _one_example(*arrays):
+    return tuple(a[None] for a in arrays)
+
+
+def _geometry(x, offset, kernel, strides, padding, dilation, offset_groups) -> Geometry:
+    size = kernel.shape[:2]
+    strides, dilation = pair("strides", strides, 1), pair("kernel_dilation", dilation, 1)
+    pads: Any = padding_of(padding)
+    if isinstance(pads, str):
+        reach = [(k - 1) * d + 1 for k, d in zip(size, dilation, strict=True)]
+        pads = tuple(map(tuple, lax.padtype_to_pads(x.shape[1:3], reach, strides, pads)))
+    elif len(pads) != 2:
+        raise ValueError(f"`padding` (={padding!r}) must be given for the two spatial axes.")
+    channels, taps = offset.shape[-1], size[0] * size[1]
+    if offset_groups is None:
+        offset_groups = channels // (2 * taps)
+    elif not isinstance(offset_groups, int) or offset_groups < 1:
+        raise ValueError(f"`offset_groups` (={offset_groups!r}) must be an integer of at least 1.")
+    if channels != offset_groups * 2 * taps or not channels:
+        raise ValueError(
+            f"`offset` of shape {offset.shape} must have offset_groups * K * 2 channels, for the "
+            f"{taps} taps of `kernel` {kernel.shape} and offset_groups={offset_groups}."
+        )
+    if x.shape[-1] % offset_groups:
+        raise ValueError(
+            f"The {x.shape[-1]} channels of `x` must be divisible by offset_groups"
+            f" (={offset_groups})."
+        )
+    return Geometry(size, strides, pads, dilation, offset_groups)
+
+
+def _check_arrays(x, offset, kernel, mask, bias) -> None:
+    arrays = {"x": x, "offset": offset, "kernel": kernel, "mask": mask, "bias": bias}
+    axes = {
+        "x": "[N, H, W, C]",
+        "offset": "[N, Ho, Wo, G * K * 2]",
+        "kernel": "[kh, kw, C / feature_group_count, O]",
+        "mask": "[N, Ho, Wo, G * K]",
+        "bias": "[O]",
+    }
+    for name, a in arrays.items():
+        if a is None:
+            continue
+        if str(a.dtype) not in _DTYPES:
+            raise TypeError(
+                f"`{name}` must be one of {', '.join(_DTYPES)}, but its dtype is {a.dtype}; "
+                "cast it first."
+            )
+        if a.ndim != axes[name].count(",") + 1:
+            raise ValueError(f"`{name}` of shape {a.shape} must be {axes[name]}.")
+    for name, a in (("x", x), ("kernel", kernel)):
+        if 0 in a.shape[1 if name == "x" else 0 :]:
+            raise ValueError(f"`{name}` of shape {a.shape} is empty.")
+
+
+def _check_shapes(x, offset, kernel, mask, bias, geometry: Geometry, groups) -> None:
+    if not isinstance(groups, int) or groups < 1:
+        raise ValueError(f"`feature_group_count` (={groups!r}) must be an integer of at least 1.")
+    kh, kw, channels, features = kernel.shape
+    if channels * groups != x.shape[-1] or features % groups:
+        raise ValueError(
+            f"`kernel` of shape {kernel.shape} must be [kh, kw, C / feature_group_count, O], O a "
+            f"multiple of feature_group_count, for the {x.shape[-1]} channels of `x` and "
+            f"feature_group_count={groups}."
+        )
+    spatial = tuple(
+        (size + sum(pads) - (k - 1) * d - 1) // s + 1
+        for size, pads, k, d, s in zip(
+            x.shape[1:3],
+            geometry.padding,
+            (kh, kw),
+            geometry.kernel_dilation,
+            geometry.strides,
+            strict=True,
+        )
+    )
+    if min(spatial) < 1:
+        raise ValueError(
+            f"The output would be empty, {spatial}: `x` of shape {x.shape} with "
+            f"padding={geometry.padding} is smaller than `kernel` of shape {kernel.shape} with "
+            f"kernel_dilation={geometry.kernel_dilation}."
+        )
+    want = (x.shape[0], *spatial)
+    taps = geometry.offset_groups * geometry.taps
+    if offset.shape[:3] != want:
+        raise ValueError(
+            f"`offset` of shape {offset.shape} must be {(*want, taps * 2)}: [N, Ho, Wo, G * K * 2]."
+        )
+    if mask is not None and mask.shape != (*want, taps):
+        raise ValueError(
+            f"`mask` of shape {mask.shape} must be {(*want, taps)}, [N, Ho, Wo, G * K]."
+        )
+    if bias is not None and bias.shape != (features,):
+        raise ValueError(
+            f"`bias` of shape {bias.shape} must be ({features},), the outputs of `kernel`."
+        )
+
+
+def _check_options(implementation, deterministic, workspace_bytes) -> None:
+    if implementation not in (None, "xla", "native"):
+        raise ValueError(f'`implementation` (={implementation!r}) must be None, "native" or "xla".')
+    if not isinstance(deterministic, bool):
+        raise ValueError(f"`deterministic` (={deterministic!r}) must be True or False.")
+    if not isinstance(workspace_bytes, int) or workspace_bytes < 1:
+        raise ValueError(f"`workspace_bytes` (={workspace_bytes!r}) must be a positive integer.")
+    if implementation == "native" and not native_kernel.available():
+        raise RuntimeError(native_kernel.unavailable(native_kernel.default_platform()))

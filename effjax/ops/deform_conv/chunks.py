@@ -1,0 +1,186 @@
+"""Forward and backward pass on the devices' own images, a few output rows at a time.
+
+The columns of some rows are sampled, multiplied with the kernel and forgotten. The slices are of
+rows, not of images: jit shards the batch, and slices of a sharded axis would be gathered.
+
+All arrays have a leading axis D of examples that ``jax.vmap`` adds (1 without it). The kernel has
+either one entry there, or one for each example.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._parallel import zeros
+from .reference import Geometry
+
+
+class Static(NamedTuple):
+    """All that is no array."""
+
+    geometry: Geometry
+    feature_groups: int
+    implementation: str | None
+    precision: Any
+    deterministic: bool
+    workspace_bytes: int
+
+
+class Sampler(NamedTuple):
+    """`columns` and `columns_backward` of one implementation."""
+
+    columns: Callable
+    columns_backward: Callable
+    sample_bytes: tuple[int, int]  # of workspace for each number of the columns, in either pass
+
+
+def forward(static: Static, sampler: Sampler, x, offset, mask, kernel) -> jax.Array:
+    """The convolution: y [D, N, Ho, Wo, O] of x's dtype."""
+    images = x.shape[:2]
+    x, offset, mask = map(_merge, (x, offset, mask))
+    wide = kernel_blocks(kernel, x.dtype, static.feature_groups)
+
+    def body(start, rows, carry):
+        (y,) = carry
+        part = sampler.columns(x, *_rows(start, rows, offset, mask), _row(start))
+        part = multiply(part.reshape(*images, *part.shape[1:]), wide, offset.dtype, static)
+        part = part.astype(y.dtype)
+        return (lax.dynamic_update_slice_in_dim(y, part, start, 2),)
+
+    y = zeros((*images, *offset.shape[1:3], kernel.shape[-1]), x.dtype, x)
+    rows = rows_of_chunk(static, sampler.sample_bytes[0], x, offset, kernel)
+    return over_rows(body, (y,), offset.shape[1], rows)[0]
+
+
+def backward(static: Static, sampler: Sampler, x, offset, mask, kernel, dy) -> tuple:
+    """(dx, doffset, dmask) like x, offset and mask; dkernel [D, kh, kw, C / groups, O].
+
+    dx is added up in offset's dtype (float32 or wider), and dkernel comes back in it.
+    """
+    images = x.shape[:2]
+    x, offset, mask = map(_merge, (x, offset, mask))
+    wide = kernel_blocks(kernel, x.dtype, static.feature_groups)
+
+    def body(start, rows, carry):
+        dx, doffset, dmask, dkernel = carry
+        here = (*_rows(start, rows, offset, mask), _row(start))
+        part = sampler.columns(x, *here)
+        dpart = lax.dynamic_slice_in_dim(dy, start, rows, 2)
+        dkernel += multiply_backward_kernel(
+            part.reshape(*images, *part.shape[1:]), dpart, wide, offset.dtype, static
+        )
+        dcolumns = multiply_backward_columns(dpart, wide, x.dtype, static).reshape(part.shape)
+        dx, *here = sampler.columns_backward(x, *here, dcolumns, dx)
+        doffset, dmask = (
+            lax.dynamic_update_slice_in_dim(whole, some, start, 1)
+            for whole, some in zip((doffset, dmask), here, strict=True)
+        )
+        return dx, doffset, dmask, dkernel
+
+    dkernel = (images[0], *wide.shape[1:])
+    shapes = (x.shape, offset.shape, mask.shape, dkernel)
+    carry = tuple(zeros(shape, offset.dtype, x) for shape in shapes)
+    rows = rows_of_chunk(static, sampler.sample_bytes[1], x, offset, kernel)
+    *to_split, dkernel = over_rows(body, carry, offset.shape[1], rows)
+    dx, doffset, dmask = (a.reshape(*images, *a.shape[1:]) for a in to_split)
+    return dx.astype(x.dtype), doffset, dmask, dkernel.reshape(images[0], *kernel.shape[1:])
+
+
+def rows_of_chunk(
+    static: Static, sample_bytes: int, x: jax.Array, offset: jax.Array, kernel: jax.Array
+) -> int:
+    """How many output rows fit under `workspace_bytes`, evenly spread; at least one."""
+    n, height, width, _ = offset.shape
+    pixel = static.geometry.taps * x.shape[-1] * sample_bytes
+    pixel += kernel.shape[-1] * offset.dtype.itemsize
+    most = max(1, min(height, static.workspace_bytes // max(n * width * pixel, 1)))
+    return math.ceil(height / math.ceil(height / most))
+
+
+def over_rows(body: Callable, carry: tuple, height: int, rows: int) -> tuple:
+    """``carry = body(start, rows, carry)`` for all rows; the last chunk may have fewer."""
+    count, rest = divmod(height, rows)
+    if count > 1:
+        carry = lax.fori_loop(0, count, lambda j, carry: body(j * rows, rows, carry), carry)
+    else:
+        carry = body(jnp.int32(0), rows, carry)
+    if rest:  # not before the others are done: their workspace is this one's
+        start, carry = lax.optimization_barrier((jnp.int32(count * rows), carry))
+        carry = body(start, rest, carry)
+    return carry
+
+
+def kernel_blocks(kernel: jax.Array, dtype: Any, groups: int) -> jax.Array:
+    """[E, kh, kw, C / groups, O] -> [E, K, C / groups, groups, O / groups]
+
+    Without groups, taps and channels are one axis: [E, 1, K * C, 1, O], a plain matrix product.
+    """
+    e, kh, kw, c, o = kernel.shape
+    taps, channels = (1, kh * kw * c) if groups == 1 else (kh * kw, c)
+    return kernel.astype(dtype).reshape(e, taps, channels, groups, o // groups)
+
+
+def multiply(columns: jax.Array, kernel: jax.Array, dtype: Any, static: Static) -> jax.Array:
+    """columns [D, N, R, Wo, K * C] times kernel_blocks -> [D, N, R, Wo, O]"""
+    y = _einsum("dpkgc,dkcgo->dpgo", _of_columns(columns, kernel), kernel, dtype, static)
+    return y.reshape(*columns.shape[:4], math.prod(kernel.shape[3:]))
+
+
+def multiply_backward_columns(
+    dy: jax.Array, kernel: jax.Array, dtype: Any, static: Static
+) -> jax.Array:
+    columns = _einsum("dpgo,dkcgo->dpkgc", _of_outputs(dy, kernel), kernel, dtype, static)
+    return columns.reshape(*dy.shape[:4], math.prod(kernel.shape[1:4]))
+
+
+def multiply_backward_kernel(
+    columns: jax.Array, dy: jax.Array, kernel: jax.Array, dtype: Any, static: Static
+) -> jax.Array:
+    """The gradient of kernel_blocks for each example, [D, K, C / groups, groups, O / groups]."""
+    columns, dy = _of_columns(columns, kernel), _of_outputs(dy, kernel)
+    dkernel = _einsum("dpkgc,dpgo->dkcgo", columns, dy, dtype, static)
+    return dkernel.reshape(columns.shape[0], *kernel.shape[1:])
+
+
+def _einsum(formula: str, a: jax.Array, b: jax.Array, dtype: Any, static: Static) -> jax.Array:
+    """Without axes of one entry, for which XLA on a CPU would transpose the columns."""
+    single = set()
+    names, result = formula.split("->")
+    a_names, b_names = names.split(",")
+    if b.shape[0] == 1 != a.shape[0]:  # one kernel for all examples
+        b, b_names = b[0], b_names[1:]
+    for names, array in ((a_names, a), (b_names, b)):
+        single |= {n for n, size in zip(names, array.shape, strict=True) if size == 1}
+    a, b = (
+        array.reshape([s for n, s in zip(names, array.shape, strict=True) if n not in single])
+        for names, array in ((a_names, a), (b_names, b))
+    )
+    formula = "".join(n for n in f"{a_names},{b_names}->{result}" if n not in single)
+    return jnp.einsum(formula, a, b, precision=static.precision, preferred_element_type=dtype)
+
+
+def _of_columns(columns: jax.Array, kernel: jax.Array) -> jax.Array:
+    """[D, N * R * Wo, K, groups, C / groups], K and C as kernel_blocks has them."""
+    _, taps, channels, groups, _ = kernel.shape
+    pixels = math.prod(columns.shape[1:4])
+    return columns.reshape(columns.shape[0], pixels, taps, groups, channels)
+
+
+def _of_outputs(dy: jax.Array, kernel: jax.Array) -> jax.Array:
+    return dy.reshape(dy.shape[0], math.prod(dy.shape[1:4]), *kernel.shape[3:])
+
+
+def _merge(a: jax.Array) -> jax.Array:
+    return a.reshape(math.prod(a.shape[:2]), *a.shape[2:])
+
+
+def _rows(start, rows: int, *arrays: jax.Array) -> list[jax.Array]:
+    return [lax.dynamic_slice_in_dim(a, start, rows, 1) for a in arrays]
+
+
+def _row(start) -> jax.Array:
+    return jnp.reshape(start, 1).astype(jnp.int32)

@@ -1,0 +1,49 @@
+"""The whole operator in XLA, open to forward mode and to gradients of gradients."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import chunks, reference
+from .chunks import Static
+from .kernel import xla_bytes
+
+
+def deform_conv_xla(static: Static, x, offset, mask, kernel) -> jax.Array:
+    """x [N, H, W, C], kernel [kh, kw, C / groups, O] -> [N, Ho, Wo, O] of x's dtype.
+
+    Worked through in slices of output rows that are sampled again for each derivative.
+    """
+    accumulate = offset.dtype
+    n, height = offset.shape[:2]
+    rows = chunks.rows_of_chunk(static, xla_bytes(x.dtype)[2], x, offset, kernel)
+    count, rest = divmod(height, rows)
+    # Gradients are added up over the chunks in the dtypes that these two have.
+    wide_x, wide_kernel = x.astype(accumulate), kernel.astype(accumulate)
+
+    @jax.checkpoint
+    def chunk(x_and_kernel, start, offset, mask):
+        wide_x, wide_kernel = x_and_kernel
+        row = jnp.reshape(start, 1).astype(jnp.int32)
+        part = reference.columns(wide_x, offset, mask, row, static.geometry).astype(x.dtype)
+        blocks = chunks.kernel_blocks(wide_kernel[None], x.dtype, static.feature_groups)
+        return chunks.multiply(part[None], blocks, accumulate, static)[0].astype(x.dtype)
+
+    def slices(a):  # [N, Ho, Wo, ...] -> [count, N, rows, Wo, ...]
+        whole = a[:, : count * rows].reshape(n, count, rows, *a.shape[2:])
+        return jnp.moveaxis(whole, 1, 0)
+
+    shared = wide_x, wide_kernel
+    if count == 1:
+        parts = [chunk(shared, 0, offset[:, :rows], mask[:, :rows])]
+    else:
+        _, y = lax.scan(
+            lambda carry, at: (carry, chunk(shared, *at)),
+            None,
+            (jnp.arange(count, dtype=jnp.int32) * rows, slices(offset), slices(mask)),
+        )
+        parts = [jnp.moveaxis(y, 0, 1).reshape(n, count * rows, *y.shape[3:])]
+    if rest:
+        start = count * rows
+        parts.append(chunk(shared, start, offset[:, start:], mask[:, start:]))
+    return jnp.concatenate(parts, 1)

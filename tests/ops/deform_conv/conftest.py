@@ -1,0 +1,30 @@
+import functools
+
+import jax
+import pytest
+
+from effjax import deform_conv2d
+from effjax.ops.deform_conv import kernel
+
+
+@pytest.fixture
+def conv(request, monkeypatch):
+    """deform_conv2d as one implementation."""
+    if request.param == "default":
+        monkeypatch.setattr(kernel, "available", lambda: ())
+    name = None if request.param == "default" else request.param
+    return functools.partial(deform_conv2d, implementation=name)
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def x64_everywhere():
+    """In the threads of XLA too, which partition custom calls."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)

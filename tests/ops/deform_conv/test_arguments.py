@@ -1,0 +1,99 @@
+"""What is refused, and what is said."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from effjax import deform_conv2d
+from effjax.ops.deform_conv import kernel
+
+X = np.zeros((2, 5, 4, 6), np.float32)
+GOOD = {
+    "x": X,
+    "offset": np.zeros((2, 3, 2, 18), np.float32),
+    "kernel": np.zeros((3, 3, 6, 4), np.float32),
+    "mask": np.zeros((2, 3, 2, 9), np.float32),
+    "bias": np.zeros(4, np.float32),
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "args"),
+    [
+        (ValueError, r"`x` of shape \(5, 4, 6\) must be \[N, H, W, C\]", {"x": X[0]}),
+        (TypeError, "`x` must be one of float32.* its dtype is int32", {"x": X.astype(np.int32)}),
+        (TypeError, "`mask` must .* is bool", {"mask": GOOD["mask"] > 0}),
+        (TypeError, "`kernel` must .* float8", {"kernel": GOOD["kernel"].astype("float8_e4m3fn")}),
+        (ValueError, r"`x` of shape \(2, 0, 4, 6\) is empty", {"x": X[:, :0]}),
+        (
+            ValueError,
+            r"`kernel` of .* 6, 0\) is empty",
+            {"kernel": np.zeros((3, 3, 6, 0))},
+        ),
+        (ValueError, "`kernel` of shape .* must be .kh, kw", {"kernel": np.zeros((3, 6, 4))}),
+        (ValueError, "`kernel` .* for the 6 channels", {"kernel": np.zeros((3, 3, 5, 4))}),
+        (ValueError, "feature_group_count=2", {"feature_group_count": 2}),
+        (
+            ValueError,
+            "O a multiple of feature_group_count",
+            {"feature_group_count": 3, "kernel": np.zeros((3, 3, 2, 4))},
+        ),
+        (ValueError, r"`feature_group_count` \(=0\)", {"feature_group_count": 0}),
+        (ValueError, r"`offset` .* must be \(2, 3, 2, 18\)", {"offset": np.zeros((2, 5, 4, 18))}),
+        (ValueError, r"`offset` .* must be \(2, 3, 2, 18\)", {"offset": np.zeros((1, 3, 2, 18))}),
+        (ValueError, "the 9 taps of `kernel`", {"offset": np.zeros((2, 3, 2, 20))}),
+        (ValueError, "the 9 taps of `kernel`", {"offset": np.zeros((2, 3, 2, 0))}),
+        (ValueError, "and offset_groups=2", {"offset_groups": 2}),
+        (ValueError, r"`offset_groups` \(=0\)", {"offset_groups": 0}),
+        (
+            ValueError,
+            r"6 channels of `x` must be divisible by offset_groups \(=4\)",
+            {"offset": np.zeros((2, 3, 2, 72))},
+        ),
+        (ValueError, r"`mask` .* must be \(2, 3, 2, 9\)", {"mask": np.zeros((2, 3, 2, 18))}),
+        (ValueError, r"`bias` of shape \(5,\) must be \(4,\)", {"bias": np.zeros(5)}),
+        (ValueError, r"output would be empty, \(1, 0\)", {"kernel_dilation": 2}),
+        (ValueError, r"`strides` \(=0\)", {"strides": 0}),
+        (ValueError, r"`kernel_dilation` \(=\(1, 1, 1\)\)", {"kernel_dilation": (1, 1, 1)}),
+        (ValueError, r"`padding` \(=-1\)", {"padding": -1}),
+        (ValueError, r"`padding` \(='FULL'\)", {"padding": "FULL"}),
+        (ValueError, r"`padding` \(=\(1, 1, 1\)\)", {"padding": (1, 1, 1)}),
+        (ValueError, r"`implementation` \(='cuda'\)", {"implementation": "cuda"}),
+        (ValueError, r"`workspace_bytes` \(=0\)", {"workspace_bytes": 0}),
+        (ValueError, r"`workspace_bytes` \(=1.5\)", {"workspace_bytes": 1.5}),
+        (ValueError, r"`deterministic` \(=1\)", {"deterministic": 1}),
+    ],
+)
+def test_bad_input(error, match, args):
+    with pytest.raises(error, match=match):
+        jax.eval_shape(lambda: deform_conv2d(**{**GOOD, **args}))
+
+
+def test_shapes_alone_are_enough():
+    shapes = {k: jax.ShapeDtypeStruct(a.shape, a.dtype) for k, a in GOOD.items()}
+    y = jax.eval_shape(lambda a: deform_conv2d(**a), shapes)
+    assert (y.shape, y.dtype) == ((2, 3, 2, 4), jnp.float32)
+
+
+def test_native_that_is_nowhere(monkeypatch):
+    monkeypatch.setattr(kernel, "available", lambda: ())
+    with pytest.raises(RuntimeError, match="no native deformable convolution for platform 'cpu'"):
+        deform_conv2d(**GOOD, implementation="native")
+
+
+def test_native_that_is_elsewhere(monkeypatch):
+    """Known only when the program is compiled; None takes XLA there."""
+    monkeypatch.setattr(kernel, "available", lambda: ("cuda",))
+    jax.eval_shape(lambda: deform_conv2d(**GOOD, implementation="native"))
+    with pytest.raises(RuntimeError, match="for platform 'cpu'.*`effjax doctor`"):
+        deform_conv2d(**GOOD, implementation="native")
+    assert deform_conv2d(**GOOD).shape == (2, 3, 2, 4)
+
+
+def test_what_has_first_derivatives_only_says_so():
+    loss = lambda x: jnp.sum(deform_conv2d(**{**GOOD, "x": x}) ** 2)  # noqa: E731
+    with pytest.raises(NotImplementedError, match='only with `implementation="xla"`'):
+        jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))(X)
+    with pytest.raises(TypeError, match="forward-mode"):  # in the words of JAX
+        jax.jvp(loss, (X,), (X,))
