@@ -2,4 +2,9 @@
 
 from .batch_norm import BatchNorm as BatchNorm
 from .convert import convert_batch_norm as convert_batch_norm
+from .deform_conv import DeformConv as DeformConv
+from .deform_conv import DeformConvPack as DeformConvPack
+from .deform_conv import DFConv2d as DFConv2d
+from .deform_conv import ModulatedDeformConv as ModulatedDeformConv
+from .deform_conv import ModulatedDeformConvPack as ModulatedDeformConvPack
 from .densenet import DenseNet as DenseNet
