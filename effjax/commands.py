@@ -16,6 +16,7 @@ from .train.config import Config
 from .train.errors import TrainError
 
 if TYPE_CHECKING:
+    from .train.loop import Result
     from .train.run_directory import RunDirectory
 
 app = typer.Typer(
@@ -218,24 +219,98 @@ def train_densenet(
     given = dict(context.params)
     out, overwrite, resume = given.pop("out"), given.pop("overwrite"), given.pop("resume")
     with one_line_errors():
-        if resume is None:
-            return run_densenet(Config(**given), out, overwrite)
-        from .train.run_directory import RunDirectory
-
-        explicit = [n for n in context.params if str(_source(context, n)).endswith("COMMANDLINE")]
-        if explicit != ["resume"]:
-            other = next(name for name in explicit if name != "resume").replace("_", "-")
-            raise TrainError(f"--{other} cannot be given with --resume; the run has its options")
-        run = RunDirectory.open(resume)
-        run_densenet(Config.from_json(run.config.get("options")), resume=run)
+        if resume is not None:
+            return resume_run(context, resume)
+        run_model(Config(**given), out, overwrite)
 
 
-def run_densenet(
+@train_app.command("deform-resnet")
+def train_deform_resnet(
+    context: typer.Context,
+    data: Annotated[
+        str,
+        option("rotated-digits, digits, cifar10:PATH, cifar100:PATH or folder:PATH.", DATA),
+    ] = "rotated-digits",
+    image_size: Annotated[
+        int | None, option("Resize the images of a folder to this side.", DATA)
+    ] = Config.image_size,
+    augment: Annotated[
+        bool, option("Crop at random, and flip where the data allow it.", DATA)
+    ] = False,
+    epochs: Annotated[int, option("Passes over the train set.", OPTIMIZATION)] = 5,
+    batch_size: Annotated[
+        int, option("Images of a step, over all devices.", OPTIMIZATION)
+    ] = Config.batch_size,
+    learning_rate: Annotated[float, option("SGD's rate at the start.", OPTIMIZATION)] = 0.05,
+    schedule: Annotated[
+        Literal["cosine", "step"],
+        option("To zero, or a tenth at 1/2 and at 3/4 of the run.", OPTIMIZATION),
+    ] = Config.schedule,
+    momentum: Annotated[float, option("Nesterov momentum.", OPTIMIZATION)] = Config.momentum,
+    weight_decay: Annotated[
+        float, option("Of kernels; batch norm and biases are not decayed.", OPTIMIZATION)
+    ] = 5e-4,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        option("Of the computation; parameters are float32.", OPTIMIZATION),
+    ] = Config.dtype,
+    parallel: Annotated[
+        Literal["jit", "shard_map", "pmap"], option("How all local devices are used.")
+    ] = Config.parallel,
+    seed: Annotated[int, option("Of parameters, order, augmentation.")] = Config.seed,
+    baseline: Annotated[
+        bool, option("Train the same network without deformation too, and compare.")
+    ] = True,
+    out: Annotated[
+        Path | None, option("Run directory. (default: runs/deform-resnet-DATE-TIME)")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the runs in --out.")
+    ] = False,
+    resume: Annotated[
+        Path | None, option("Go on with this run from its last checkpoint, options as they were.")
+    ] = None,
+) -> None:
+    """Train a ResNet with deformable convolutions, and the same one without, on turned digits.
+
+    Each has a run directory of its own in --out: deformable and plain.
+    """
+    given = dict(context.params)
+    out, overwrite, resume = given.pop("out"), given.pop("overwrite"), given.pop("resume")
+    names = ("deformable", "plain") if given.pop("baseline") else ("deformable",)
+    with one_line_errors():
+        if resume is not None:
+            return resume_run(context, resume)
+        from .train.run_directory import unused
+
+        out = unused("deform-resnet") if out is None else out
+        accuracy = {}
+        for name in names:
+            config = Config(model="deform-resnet", deformable=name == "deformable", **given)
+            accuracy[name] = run_model(config, out / name, overwrite).test_accuracy
+        typer.echo(
+            "test accuracy: " + ", ".join(f"{name} {value:.2%}" for name, value in accuracy.items())
+        )
+
+
+def resume_run(context: typer.Context, path: Path) -> None:
+    """Goes on with a run; no other option may be given."""
+    from .train.run_directory import RunDirectory
+
+    explicit = [n for n in context.params if str(_source(context, n)).endswith("COMMANDLINE")]
+    if explicit != ["resume"]:
+        other = next(name for name in explicit if name != "resume").replace("_", "-")
+        raise TrainError(f"--{other} cannot be given with --resume; the run has its options")
+    run = RunDirectory.open(path)
+    run_model(Config.from_json(run.config.get("options")), resume=run)
+
+
+def run_model(
     config: Config,
     out: Path | None = None,
     overwrite: bool = False,
     resume: "RunDirectory | None" = None,
-) -> None:
+) -> "Result":
     """Checks everything, then writes."""
     from .train.job import prepare
     from .train.loop import fit
@@ -249,8 +324,10 @@ def run_densenet(
     try:
         result = fit(job, run, make_progress(console, job), resume=resume is not None)
     except KeyboardInterrupt:
-        fail(f"interrupted; go on with effjax train densenet --resume {run.path}", 130)
+        command = "deform-resnet" if config.model == "deform-resnet" else "densenet"
+        fail(f"interrupted; go on with effjax train {command} --resume {run.path}", 130)
     show_result(console, job, run, result)
+    return result
 
 
 @contextmanager

@@ -29,8 +29,18 @@ def compile_step(fn: Callable, *args: Any) -> dict:
     return {"run": compiled, "compile_seconds": round(seconds, 2), "temp_bytes": temp}
 
 
-def measure(steps: dict[str, Callable], args: tuple, *, reference: str, rounds: int) -> list[dict]:
+def measure(
+    steps: dict[str, Callable],
+    args: tuple,
+    *,
+    reference: str,
+    rounds: int,
+    foreign: dict[str, Callable] | None = None,
+) -> list[dict]:
     """Compiles every step, and runs all of them in turn `rounds` times.
+
+    `foreign` are functions of another framework, without arguments: they return NumPy arrays like
+    the steps' results.
 
     Returns a row a step: median seconds, the median of the ratios to `reference` round by round,
     XLA's temporary bytes, compile time, and the largest relative difference from the results of
@@ -40,6 +50,9 @@ def measure(steps: dict[str, Callable], args: tuple, *, reference: str, rounds: 
         name: compile_step(fn, *args)
         for name, fn in track(steps.items(), "compiling", transient=True)
     }
+    for name, fn in (foreign or {}).items():
+        run = lambda *_, fn=fn: fn()  # noqa: E731
+        programs[name] = {"run": run, "compile_seconds": 0.0, "temp_bytes": None}
     results = {name: jax.block_until_ready(p["run"](*args)) for name, p in programs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in track(range(rounds), "running", transient=True):
@@ -107,6 +120,6 @@ def _difference(got: Any, want: Any) -> float:
     """The largest difference of any leaf, relative to the largest value of that leaf."""
     worst = 0.0
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        a, b = (np.asarray(v.astype(jnp.float32)) for v in (a, b))
+        a, b = (np.asarray(jnp.asarray(v, jnp.float32)) for v in (a, b))
         worst = max(worst, float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)))
     return worst

@@ -10,7 +10,7 @@ Parallel = Literal["jit", "shard_map", "pmap"]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What `effjax train densenet` can be asked for; the defaults are those of the command.
+    """What `effjax train` can be asked for; the defaults are those of `effjax train densenet`.
 
     None leaves the choice to the data (`image_size`, `augment`, `flip`, `small_inputs`) or to the
     model (`depth`, `growth_rate`, `compression`, `bn_size`).
@@ -30,6 +30,7 @@ class Config:
     small_inputs: bool | None = None
     efficient: bool = True
     save: Literal["conv", "features"] = "conv"
+    deformable: bool = True  # of the model deform-resnet
 
     epochs: int = 20
     batch_size: int = 64

@@ -7,7 +7,7 @@ of float32, and is normalised there.
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from .errors import DataError
 TEST_FRACTION = 0.2
 SPLIT_SEED = 0
 
-FORMATS = "digits, cifar10:PATH, cifar100:PATH, folder:PATH"
+FORMATS = "digits, rotated-digits, cifar10:PATH, cifar100:PATH, folder:PATH"
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ def check_labels(source: str, images: np.ndarray, labels: np.ndarray, num_classe
 
 
 def load_dataset(spec: str, image_size: int | None = None) -> Dataset:
-    """Reads the data set that `spec` names: `digits`, `cifar10:PATH`, `cifar100:PATH` or
-    `folder:PATH`.
+    """Reads the data set that `spec` names: `digits`, `rotated-digits`, `cifar10:PATH`,
+    `cifar100:PATH` or `folder:PATH`.
 
     Args:
-      spec: `digits` comes with scikit-learn. PATH is a directory, or for CIFAR also the archive as
-        it is downloaded.
+      spec: `digits` comes with scikit-learn, and `rotated-digits` is made of it. PATH is a
+        directory, or for CIFAR also the archive as it is downloaded.
       image_size: the side that images of a folder are resized to; default: all must have the size
         of the first.
 
@@ -84,6 +84,7 @@ def load_dataset(spec: str, image_size: int | None = None) -> Dataset:
     """
     from .cifar import load_cifar
     from .folder import load_folder
+    from .rotated import load_rotated_digits
 
     kind, separator, path = spec.partition(":")
     readers: dict[str, Callable[[], Dataset]] = {
@@ -91,13 +92,14 @@ def load_dataset(spec: str, image_size: int | None = None) -> Dataset:
         "cifar100": lambda: load_cifar(Path(path), 100),
         "folder": lambda: load_folder(Path(path), image_size),
     }
-    if kind == "digits" and not separator:
-        readers["digits"] = load_digits
-    if kind not in readers or (kind != "digits" and not path):
+    bundled = {"digits": load_digits, "rotated-digits": load_rotated_digits}
+    if kind in bundled and not separator:
+        return bundled[kind]() if image_size is None else _fixed_size(spec)
+    if kind not in readers or not path:
         raise DataError(f"data {spec!r} is not known; use one of {FORMATS}")
     if image_size is not None and kind != "folder":
-        raise DataError(f"data {spec!r} has a fixed image size; image_size is for folder:PATH only")
-    if kind != "digits" and not Path(path).exists():
+        _fixed_size(spec)
+    if not Path(path).exists():
         raise DataError(f"{path}: no such file or directory; check the path in {spec!r}")
     try:
         return readers[kind]()
@@ -106,6 +108,10 @@ def load_dataset(spec: str, image_size: int | None = None) -> Dataset:
         raise DataError(
             f"{name}: cannot be read ({error.strerror or error}); check its permissions"
         ) from error
+
+
+def _fixed_size(spec: str) -> NoReturn:
+    raise DataError(f"data {spec!r} has a fixed image size; image_size is for folder:PATH only")
 
 
 def load_digits() -> Dataset:

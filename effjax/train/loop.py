@@ -18,6 +18,7 @@ from .augment import augment
 from .checkpoint import Checkpoints
 from .errors import TrainError
 from .job import Job
+from .recipe import forms
 from .run_directory import RunDirectory
 from .steps import Batch, TrainState, TrainStep, make_eval_step, make_train_step, replicate
 
@@ -28,7 +29,7 @@ class Result:
 
     images_per_second: of training, the median epoch; an epoch's first step, which can include
         compilation, is not counted unless it is the only one.
-    plain_bytes, efficient_bytes: kept for the backward pass of one batch by either form.
+    kept_bytes: for the backward pass of one batch, by each form of the model.
     """
 
     test_accuracy: float
@@ -36,8 +37,7 @@ class Result:
     best_test_accuracy: float
     best_epoch: int
     images_per_second: float
-    plain_bytes: int
-    efficient_bytes: int
+    kept_bytes: dict[str, int]
     seconds: float
 
 
@@ -104,8 +104,9 @@ def _fit(job: Job, run: RunDirectory, progress: Progress, resume: bool) -> Resul
         best_test_accuracy=best["test_accuracy"],
         best_epoch=best["epoch"],
         images_per_second=statistics.median(r["images_per_second"] for r in records),
-        plain_bytes=backward_bytes(job, efficient=False).bytes,
-        efficient_bytes=backward_bytes(job, efficient=True).bytes,
+        kept_bytes={
+            name: backward_bytes(job, **form).bytes for name, form in forms(job.config).items()
+        },
         seconds=time.perf_counter() - began,
     )
     run.append({"kind": "final"} | dataclasses.asdict(result))
@@ -237,11 +238,9 @@ def evaluate(job: Job, eval_step: Any, state: TrainState) -> tuple[float, float]
     return loss / len(images), correct / len(images)
 
 
-def backward_bytes(job: Job, efficient: bool) -> ResidualReport:
-    """What one batch keeps for the backward pass, in either form of the model."""
-    model: Any = nnx.eval_shape(
-        lambda: job.build(efficient=efficient, axis_name=None, rngs=nnx.Rngs(0))
-    )
+def backward_bytes(job: Job, **form: Any) -> ResidualReport:
+    """What one batch keeps for the backward pass, in one of the `forms` of the model."""
+    model: Any = nnx.eval_shape(lambda: job.build(**form, axis_name=None, rngs=nnx.Rngs(0)))
     model.train()
     graphdef, params, stats = nnx.split(model, nnx.Param, ...)
     task = dataclasses.replace(job.task, graphdef=graphdef)

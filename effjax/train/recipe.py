@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from ..models import DENSENETS, densenet_cifar
+from ..models import DENSENETS, DeformResNet, densenet_cifar
 from ..nnx import DenseNet
 from .config import Config
 from .errors import TrainError
@@ -16,16 +16,24 @@ from .steps import AXIS
 
 DEFAULT_DEPTH = 22
 SMALL_IMAGE = 64  # up to this side, a stem without pooling
+DEFORMABLE = (-2, -1)  # stages of deform-resnet
 
 
 def model_builder(
     config: Config, image_shape: tuple[int, int, int], num_classes: int
 ) -> Callable[..., nnx.Module]:
-    """A function that makes the DenseNet of `config` for images of that shape.
+    """A function that makes the model of `config` for images of that shape.
 
-    It takes keyword arguments over those of the config: `efficient`, `axis_name`, `rngs`.
+    It takes keyword arguments over those of the config: `axis_name`, `rngs`, and what `forms` has.
     """
     height, width, channels = image_shape
+    axis_name = None if config.parallel == "jit" else AXIS
+    if config.model == "deform-resnet":
+        shared: dict[str, Any] = dict(
+            num_classes=num_classes, in_channels=channels, dtype=jnp.dtype(config.dtype),
+            axis_name=axis_name, deformable=DEFORMABLE if config.deformable else (),
+        )  # fmt: skip
+        return lambda **more: DeformResNet(**shared | more)
     small = config.small_inputs
     options: dict[str, Any] = dict(
         num_classes=num_classes,
@@ -34,7 +42,7 @@ def model_builder(
         efficient=config.efficient,
         save=config.save,
         dtype=jnp.dtype(config.dtype),
-        axis_name=None if config.parallel == "jit" else AXIS,
+        axis_name=axis_name,
         small_inputs=max(height, width) <= SMALL_IMAGE if small is None else small,
     )
     own = {name: getattr(config, name) for name in ("growth_rate", "compression", "bn_size")}
@@ -44,13 +52,21 @@ def model_builder(
         depth = DEFAULT_DEPTH if config.depth is None else config.depth
         return lambda **more: densenet_cifar(depth, **options | more)
     if config.model not in DENSENETS:
-        known = ", ".join(["densenet-bc", *DENSENETS])
+        known = ", ".join(["densenet-bc", *DENSENETS, "deform-resnet"])
         raise TrainError(f"model (={config.model!r}) must be one of {known}")
     if config.depth is not None:
         raise TrainError(
             f"depth (={config.depth}) is for --model densenet-bc; {config.model} has a fixed depth"
         )
     return lambda **more: DenseNet(**DENSENETS[config.model] | options | more)
+
+
+def forms(config: Config) -> dict[str, dict[str, Any]]:
+    """The two forms of a model that are compared, the plain one first; the other one's name is
+    that of the option that asks for it."""
+    if config.model == "deform-resnet":
+        return {"plain": {"deformable": ()}, "deformable": {"deformable": DEFORMABLE}}
+    return {"plain": {"efficient": False}, "efficient": {"efficient": True}}
 
 
 def make_schedule(config: Config, steps_per_epoch: int) -> optax.Schedule:

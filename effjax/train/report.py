@@ -104,8 +104,9 @@ def show_result(console: Console, job: Job, run: RunDirectory, result: Result) -
     )
     table.add_row("images/s", f"{result.images_per_second:.0f}")
     batch = f"batch {job.config.batch_size}"
-    used = "efficient" if job.config.efficient else "plain"
-    for form, size in (("plain", result.plain_bytes), ("efficient", result.efficient_bytes)):
+    plain, other = result.kept_bytes
+    used = other if getattr(job.config, other) else plain
+    for form, size in result.kept_bytes.items():
         ran = ", this run" if form == used else ""
         table.add_row(f"kept for backward, {batch} ({form}{ran})", format_bytes(size))
     table.add_row("time", f"{result.seconds:.0f} s")

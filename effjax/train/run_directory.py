@@ -33,7 +33,7 @@ class RunDirectory:
         """
         if importlib.util.find_spec("matplotlib") is None:  # draws the curve at the end
             raise TrainError('matplotlib is missing; run pip install "effjax[train]"')
-        path = _unused(DEFAULT) if path is None else path
+        path = unused() if path is None else path
         run = cls(path)
         try:
             if path.exists() and any(path.iterdir()):
@@ -147,13 +147,13 @@ class RunDirectory:
             shutil.rmtree(self.checkpoints)
 
 
-def _unused(parent: Path) -> Path:
-    """`parent/densenet-DATE-TIME`, and `-2`, `-3`, … if there is one already."""
-    name = time.strftime("densenet-%Y%m%d-%H%M%S")
-    path, number = parent / name, 1
+def unused(model: str = "densenet") -> Path:
+    """`runs/MODEL-DATE-TIME`, and `-2`, `-3`, … if there is one already."""
+    name = time.strftime(f"{model}-%Y%m%d-%H%M%S")
+    path, number = DEFAULT / name, 1
     while path.exists():
         number += 1
-        path = parent / f"{name}-{number}"
+        path = DEFAULT / f"{name}-{number}"
     return path
 
 

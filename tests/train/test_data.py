@@ -51,7 +51,7 @@ def test_unsound_data(make, message):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("mnist", "data 'mnist' is not known; use one of digits, cifar10:PATH"),
+        ("mnist", "data 'mnist' is not known; use one of digits, rotated-digits, cifar10:PATH"),
         ("digits:here", "is not known"),
         ("cifar10", "is not known"),
         ("cifar10:", "is not known"),
@@ -189,3 +189,18 @@ def test_folder_that_is_a_file(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="file: not a directory"):
         load_dataset(f"folder:{tmp_path / 'file'}")
+
+
+def test_rotated_digits():
+    pytest.importorskip("sklearn")
+    pytest.importorskip("PIL")
+    data, digits = load_dataset("rotated-digits"), load_dataset("digits")
+    assert data.train_images.shape == (3 * 1438, 20, 20, 1)
+    assert data.test_images.shape == (3 * 359, 20, 20, 1)
+    assert data.train_images.dtype == np.uint8 and not data.flip
+    np.testing.assert_array_equal(data.test_labels, np.tile(digits.test_labels, 3))
+    np.testing.assert_array_equal(data.test_images, load_dataset("rotated-digits").test_images)
+    # A turn about the middle keeps the ink about where it was.
+    assert abs(data.train_images.mean() / digits.train_images.mean() - 0.9) < 0.2
+    with pytest.raises(DataError, match="fixed image size"):
+        load_dataset("rotated-digits", image_size=8)

@@ -1,0 +1,71 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from effjax.models import DeformResNet
+from effjax.nnx import DeformConvPack, ModulatedDeformConvPack
+
+X = jax.random.normal(jax.random.key(0), (2, 9, 8, 3))
+SMALL = dict(stage_sizes=(1, 1, 2), widths=(4, 6, 8), num_classes=5)
+
+
+def make(**options):
+    return DeformResNet(**SMALL | options, rngs=nnx.Rngs(0))
+
+
+def deformable_layers(model, cls=DeformConvPack):
+    return [m for _, m in nnx.iter_modules(model) if isinstance(m, cls)]
+
+
+def test_deformable_layers_are_in_the_stages_asked_for():
+    assert make()(X).shape == (2, 5)
+    # Of the strided blocks the second convolution only, of the last block both.
+    assert len(deformable_layers(make())) == 1 + 1 + 2
+    assert len(deformable_layers(make(deformable=(0,)))) == 2
+    assert deformable_layers(make(deformable=())) == []
+    assert len(deformable_layers(make(), ModulatedDeformConvPack)) == 4
+    assert deformable_layers(make(modulated=False), ModulatedDeformConvPack) == []
+
+
+def test_starts_as_the_plain_network():
+    """Of DCN v1 with zero offsets: the same convolutions."""
+    deformed, plain = make(modulated=False), make(deformable=())
+    values = nnx.to_pure_dict(nnx.state(deformed, nnx.Param))
+
+    def without_offsets(tree):
+        return {k: without_offsets(v) for k, v in tree.items() if k != "offset_conv"} if isinstance(
+            tree, dict
+        ) else tree  # fmt: skip
+
+    nnx.update(plain, without_offsets(values))
+    np.testing.assert_allclose(deformed(X), plain(X), rtol=1e-4, atol=1e-4)
+
+
+def test_every_parameter_learns():
+    model = make()
+    grads = nnx.grad(lambda m: jnp.sum(jnp.sin(m(X))))(model)
+    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads))
+
+
+def test_half_precision_logits_are_float32():
+    assert make(dtype=jnp.bfloat16)(X).dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("match", "options"),
+    [
+        (r"`deformable` \(=\(3,\)\)", {"deformable": (3,)}),
+        (r"`stage_sizes` \(=\(1,\)\)", {"stage_sizes": (1,)}),
+        (r"positive number", {"widths": (4, 0, 8)}),
+    ],
+)
+def test_bad_options(match, options):
+    with pytest.raises(ValueError, match=match):
+        make(**options)
+
+
+def test_bad_images():
+    with pytest.raises(ValueError, match=r"must be of shape \[batch, height, width, 3\]"):
+        make()(X[..., :2])
