@@ -20,11 +20,14 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import topologies
 
+from ..native import status
+
 KINDS = ("argument", "output", "temp", "alias", "generated_code")
 
 
 def compile_in(folder: Path) -> dict[str, Any]:
     """Compiles the folder's module, and returns the bytes of each kind on device and host."""
+    status()  # registers effjax's own custom calls: the compiler looks them up
     request = json.loads((folder / "request.json").read_text())
     count = request["num_devices"]
     topology = topologies.get_topology_desc(

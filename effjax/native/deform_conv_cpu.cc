@@ -141,8 +141,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
                              .Ret<effjax::ffi::AnyBuffer>())
         .Attr<int64_t>("skip_dx"));
 
-// The version of XLA's FFI that this library speaks, for the loader to compare.
-extern "C" void effjax_ffi_api_version(int32_t* major, int32_t* minor) {
-  *major = XLA_FFI_API_MAJOR;
-  *minor = XLA_FFI_API_MINOR;
-}
+EFFJAX_EXPORT_FFI_API_VERSION

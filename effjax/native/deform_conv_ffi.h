@@ -3,6 +3,8 @@
 #ifndef EFFJAX_DEFORM_CONV_FFI_H_
 #define EFFJAX_DEFORM_CONV_FFI_H_
 
+#include <algorithm>
+#include <initializer_list>
 #include <string>
 
 #include "deform_conv.h"
@@ -42,7 +44,8 @@ inline std::string shape_text(ffi::AnyBuffer buffer) {
   return text + "]";
 }
 
-inline bool has_shape(ffi::AnyBuffer buffer, std::initializer_list<int64_t> shape) {
+template <typename Buffer>
+inline bool has_shape(const Buffer& buffer, std::initializer_list<int64_t> shape) {
   const auto sizes = buffer.dimensions();
   return sizes.size() == shape.size() && std::equal(shape.begin(), shape.end(), sizes.begin());
 }
@@ -52,10 +55,10 @@ inline ffi::DataType accumulator_of(ffi::DataType storage) {
   return storage == ffi::F64 ? ffi::F64 : ffi::F32;
 }
 
-// Checks ranks, shapes and dtypes; fills in the geometry.
-inline ffi::Error check(ffi::AnyBuffer x, ffi::AnyBuffer offset, ffi::AnyBuffer mask,
-                        ffi::Buffer<ffi::S32> row, ffi::AnyBuffer columns,
-                        EFFJAX_GEOMETRY_PARAMETERS, Geometry& g) {
+// Checks ranks and shapes; fills in the geometry.
+inline ffi::Error check_shapes(ffi::AnyBuffer x, ffi::AnyBuffer offset, ffi::AnyBuffer mask,
+                               ffi::Buffer<ffi::S32> row, ffi::AnyBuffer columns,
+                               EFFJAX_GEOMETRY_PARAMETERS, Geometry& g) {
   if (std::min({kernel_h, kernel_w, stride_h, stride_w, dilation_h, dilation_w, offset_groups}) < 1) {
     return invalid("the kernel's size, strides, dilations and offset_groups must be positive");
   }
@@ -78,10 +81,22 @@ inline ffi::Error check(ffi::AnyBuffer x, ffi::AnyBuffer offset, ffi::AnyBuffer 
     return invalid("mask of shape " + shape_text(mask) + " does not fit offset of shape " +
                    shape_text(offset));
   }
-  if (!has_shape(columns, {g.N, g.R, g.Wo, g.K * g.C}) || columns.element_type() != x.element_type()) {
+  if (!has_shape(columns, {g.N, g.R, g.Wo, g.K * g.C})) {
     return invalid("columns of shape " + shape_text(columns) + " do not fit x of shape " +
-                   shape_text(x) + ", or are of another dtype");
+                   shape_text(x));
   }
+  return ffi::Error::Success();
+}
+
+// Checks dtypes too.
+inline ffi::Error check(ffi::AnyBuffer x, ffi::AnyBuffer offset, ffi::AnyBuffer mask,
+                        ffi::Buffer<ffi::S32> row, ffi::AnyBuffer columns,
+                        EFFJAX_GEOMETRY_PARAMETERS, Geometry& g) {
+  if (auto error = check_shapes(x, offset, mask, row, columns, EFFJAX_GEOMETRY_ARGUMENTS, g);
+      error.failure()) {
+    return error;
+  }
+  if (columns.element_type() != x.element_type()) return invalid("columns must have x's dtype");
   const auto accumulator = accumulator_of(x.element_type());
   if (offset.element_type() != accumulator || mask.element_type() != accumulator) {
     return invalid("offset and mask must be float32, or float64 where x is");
@@ -109,5 +124,12 @@ inline ffi::Error check_gradients(ffi::AnyBuffer x, ffi::AnyBuffer offset, ffi::
 }
 
 }  // namespace effjax
+
+// The version of XLA's FFI that a library speaks, for the loader to compare.
+#define EFFJAX_EXPORT_FFI_API_VERSION                                             \
+  extern "C" void effjax_ffi_api_version(int32_t* major, int32_t* minor) {        \
+    *major = XLA_FFI_API_MAJOR;                                                   \
+    *minor = XLA_FFI_API_MINOR;                                                   \
+  }
 
 #endif  // EFFJAX_DEFORM_CONV_FFI_H_

@@ -1,0 +1,171 @@
+"""The CUDA kernels, where there is no GPU: emulated on a CPU thread by thread, and compiled."""
+
+import ctypes
+import functools
+import importlib.resources
+import pathlib
+import re
+import shutil
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import effjax
+from effjax import native
+from effjax.memory import plan
+from effjax.ops.deform_conv import kernel, reference
+from effjax.ops.deform_conv.reference import Geometry
+from tests.native.read_fatbin import architectures
+from tests.programs import needs_gpu_compiler
+
+HERE = pathlib.Path(__file__).parent
+SOURCES = HERE.parent.parent / "effjax" / "native"
+NAMES = ("x", "offset", "mask", "row", "dcolumns", "destination", "source")
+RESULTS = ("columns", "dx", "doffset", "dmask")
+
+
+@pytest.fixture(scope="module")
+def emulate(tmp_path_factory):
+    """Runs one of the kernels on NumPy arrays; the results that are asked for say which."""
+    compiler = shutil.which("g++")
+    if compiler is None or not SOURCES.is_dir():
+        pytest.skip("no g++, or no sources")
+    path = tmp_path_factory.mktemp("emulated") / "emulated.so"
+    command = [
+        compiler, "-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-DEMULATED_ARCH=900",
+        f"-I{HERE / 'emulated'}", f"-I{SOURCES}", str(HERE / "emulate.cc"), "-o", str(path),
+    ]  # fmt: skip
+    subprocess.run(command, check=True)
+    function = ctypes.CDLL(str(path)).emulate
+
+    def run(geometry, arrays, **results):
+        x = arrays["x"]
+        (n, h, w, c), (_, rows, width, _) = x.shape, arrays["offset"].shape
+        (top, _), (left, _) = geometry.padding
+        sizes = (
+            n, h, w, c, rows, width, geometry.taps, geometry.offset_groups,
+            geometry.kernel_size[1], *geometry.strides, top, left, *geometry.kernel_dilation,
+            arrays["mask"].size > 0,
+        )  # fmt: skip
+        given = [arrays.get(name) for name in NAMES] + [results.get(name) for name in RESULTS]
+        pointers = [None if a is None else a.ctypes.data for a in given]
+        function(
+            x.dtype.name.encode(),
+            (ctypes.c_int64 * 16)(*sizes),
+            (ctypes.c_void_p * len(given))(*pointers),
+        )
+        return results
+
+    return run
+
+
+GEOMETRY = Geometry((2, 2), (2, 1), ((1, 0), (0, 1)), (1, 2), 2)
+
+
+@functools.cache
+def make(dtype, channels, masked):
+    rng = np.random.default_rng(0)
+    wide = np.float64 if dtype == np.float64 else np.float32
+    n, rows, width, groups, taps = 2, 2, 2, GEOMETRY.offset_groups, GEOMETRY.taps
+    normal = lambda *shape: rng.normal(size=shape)  # noqa: E731
+    offset = 2 * normal(n, rows, width, groups * taps * 2)
+    offset[0, 0, 0, :6] = [np.nan, 0, np.inf, -np.inf, 1e30, -1e30]
+    offset[1, 0, 0, :4] = [-1, 0, 2, 1]
+    return {
+        "x": normal(n, 4, 5, channels).astype(dtype),
+        "offset": offset.astype(wide),
+        "mask": normal(n, rows, width, groups * taps if masked else 0).astype(wide),
+        "row": np.array([1], np.int32),
+        "dcolumns": normal(n, rows, width, taps * channels).astype(dtype),
+    }
+
+
+def close(got, want, dtype):
+    tolerance = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 1e-2, "float16": 2e-3}[dtype.name]
+    got, want = (np.asarray(a, np.float64) for a in (got, want))
+    np.testing.assert_allclose(
+        got, want, rtol=tolerance, atol=tolerance * np.abs(want).max(initial=0)
+    )
+
+
+# Channels of a group: one pack of 16 bytes, several, more than a warp takes at once, an odd number.
+CASES = [
+    (np.float32, 8, True), (np.float32, 48, False), (np.float32, 264, True), (np.float32, 10, True),
+    (np.float64, 12, True), (jnp.bfloat16, 32, True), (jnp.bfloat16, 6, False),
+    (np.float16, 16, True),
+]  # fmt: skip
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize(("dtype", "channels", "masked"), CASES)
+def test_kernels_emulated(emulate, dtype, channels, masked, x64):
+    arrays = make(dtype, channels, masked)
+    x, offset, mask, row = (jnp.asarray(arrays[name]) for name in ("x", "offset", "mask", "row"))
+    want = reference.columns(x, offset, mask, row, GEOMETRY)
+    columns = np.full_like(arrays["dcolumns"], np.nan)
+    got = emulate(GEOMETRY, {k: arrays[k] for k in NAMES[:4]}, columns=columns)
+    close(got["columns"], want, x.dtype)
+
+    wide = arrays["offset"].dtype
+    dx = np.ones(x.shape, wide)
+    want = reference.columns_backward(
+        x, offset, mask, row, jnp.asarray(arrays["dcolumns"]), jnp.asarray(dx), GEOMETRY
+    )
+    unset = {"doffset": np.full_like(offset, np.nan), "dmask": np.full_like(mask, np.nan)}
+    got = emulate(GEOMETRY, arrays, dx=dx.copy(), **unset)
+    for name, value in zip(("dx", "doffset", "dmask"), want, strict=True):
+        close(got[name], value, np.dtype(wide))
+
+    # The deterministic way: positions without dx, then dx in the order of the pixels.
+    again = {name: np.full_like(value, np.nan) for name, value in unset.items()}
+    emulate(GEOMETRY, arrays, **again)
+    np.testing.assert_array_equal(again["doffset"], got["doffset"])
+    destination = np.asarray(kernel.destinations(offset, row, x.shape[1:3], GEOMETRY))
+    source = np.argsort(destination, axis=-1, stable=True).astype(np.int32)
+    ordered = {
+        "destination": np.take_along_axis(destination, source, -1),
+        "source": source,
+    }
+    in_order = emulate(GEOMETRY, arrays | ordered, dx=dx.copy())["dx"]
+    close(in_order, want[0], np.dtype(wide))
+
+
+needs_library = pytest.mark.skipif(
+    not native.available("cuda"), reason="built without CUDA kernels: EFFJAX_CUDA=1 pip install ."
+)
+
+
+@needs_library
+def test_the_library_is_for_both_generations():
+    library = importlib.resources.files(native) / "libeffjax_cuda.so"
+    assert architectures(library.read_bytes()) == {"sm_80", "sm_90", "compute_90"}
+
+
+@needs_library
+@needs_gpu_compiler
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_programs_compile_for_a_gpu(deterministic):
+    """With the custom calls in them, which the planner's compiler has to know."""
+
+    def loss(x, offset, weights, mask):
+        y = effjax.deform_conv2d(
+            x, offset, weights, mask, padding=1, implementation="native",
+            deterministic=deterministic,
+        )  # fmt: skip
+        return jnp.sum(jnp.sin(y))
+
+    shapes = (2, 16, 16, 8), (2, 16, 16, 18), (3, 3, 8, 4), (2, 16, 16, 9)
+    found = plan(
+        jax.grad(loss, (0, 1, 2, 3)), *(jax.ShapeDtypeStruct(s, "float32") for s in shapes)
+    )
+    calls = re.findall(r'custom_call_target="effjax_(\w+)"', found.hlo)
+    expected = {"deform_columns", "deform_columns_backward"}
+    assert set(calls) == expected | ({"deform_scatter_sorted"} if deterministic else set())
