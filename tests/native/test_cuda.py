@@ -139,7 +139,7 @@ def test_kernels_emulated(emulate, dtype, channels, masked, x64):
 
 
 needs_library = pytest.mark.skipif(
-    not native.available("cuda"), reason="built without CUDA kernels: EFFJAX_CUDA=1 pip install ."
+    not native.available("cuda"), reason="built without CUDA kernels"
 )
 
 

@@ -59,8 +59,9 @@ def deform_conv2d(
         feature_group_count: as in ``jax.lax.conv_general_dilated``.
         offset_groups: G; by default what the channels of offset say.
         implementation: "native" for the custom call (CPU, CUDA), "xla" for plain XLA (everywhere),
-            None for native where there is any on the platform that the program is compiled for,
-            else XLA. Forward mode and second derivatives need "xla"; the others have the gradient.
+            None for native on a CPU where there is any, else XLA: the CUDA kernels must be asked
+            for until they have run on a GPU. Forward mode and second derivatives need "xla"; the
+            others have the gradient.
         precision: of the matrix products, as in ``jax.lax.dot_general``.
         deterministic: on a GPU, add up the gradient of x in one order. On a CPU it always is; "xla"
             on a GPU follows XLA's own ``--xla_gpu_deterministic_ops``.

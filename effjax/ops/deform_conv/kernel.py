@@ -20,6 +20,10 @@ from . import reference
 from .chunks import Sampler, Static
 from .reference import Geometry
 
+# Where native code is used without being asked for. CUDA joins when its kernels have run on a GPU:
+# so far they have been compiled, and emulated on a CPU.
+BY_DEFAULT = ("cpu",)
+
 
 def available() -> tuple[str, ...]:
     """The platforms that have native code here."""
@@ -32,6 +36,8 @@ def sampler_of(static: Static, dtype: Any) -> Sampler:
     xla_backward = functools.partial(reference.columns_backward, geometry=geometry)
     xla = functools.partial(reference.columns, geometry=geometry)
     platforms = available()
+    if static.implementation is None:
+        platforms = tuple(p for p in platforms if p in BY_DEFAULT)
     if not platforms:
         return Sampler(xla, xla_backward, xla_bytes(dtype)[:2])
     if static.implementation == "native":
