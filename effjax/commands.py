@@ -67,8 +67,8 @@ def memory(
     model: Annotated[
         str,
         typer.Argument(
-            help="densenet, a name like densenet121, or MODULE:FUNCTION of your own: it takes a "
-            "batch size and returns (fn, *args), or a dict of such by name."
+            help="densenet, densenet121, …, deform-resnet, or MODULE:FUNCTION of your own: it "
+            "takes a batch size and returns (fn, *args), or a dict of such by name."
         ),
     ],
     batch_size: Annotated[int, option("Examples of a step, over all devices.")] = Config.batch_size,
@@ -122,7 +122,7 @@ def memory(
                 model=name, depth=depth, growth_rate=growth_rate, dtype=dtype,
                 batch_size=batch_size,
             )  # fmt: skip
-            steps = memory_command.densenets(config, image_size, num_classes, devices)
+            steps = memory_command.model_steps(config, image_size, num_classes, devices)
         try:
             memory_command.run(
                 steps, batch_size=batch_size, only=only or (), max_batch=max_batch,

@@ -14,7 +14,15 @@ PACKAGE = pathlib.Path(str(importlib.resources.files(effjax)))
 # What each part may import of the third-party packages and of effjax itself.
 ALLOWED = {
     "ops": {"jax", "numpy", "effjax.ops", "effjax.native"},
-    "memory": {"jax", "numpy", "rich", "matplotlib", "effjax.memory", "effjax.ops"},
+    "memory": {
+        "jax",
+        "numpy",
+        "rich",
+        "matplotlib",
+        "effjax.memory",
+        "effjax.ops",
+        "effjax.native",
+    },
     "linen": {
         "jax",
         "flax",
@@ -26,7 +34,7 @@ ALLOWED = {
     "nnx": {"jax", "flax", "effjax.ops", "effjax.nnx", "effjax._densenet", "effjax._deform_conv"},
 }
 # These look at models and training, and nothing looks back.
-COMMANDS = {"memory/command.py", "memory/densenets.py"}
+COMMANDS = {"memory/command.py", "memory/training_steps.py"}
 
 
 def _imports(file: pathlib.Path) -> set[str]:

@@ -12,7 +12,7 @@ import typer
 
 from ..memory import Comparison, compare
 from ..memory.compare import plan_all
-from ..memory.densenets import densenet_steps
+from ..memory.training_steps import training_steps
 from ..train.config import Config
 from ._measure import write_record
 from .dense_block import BLOCKS, init, train_step
@@ -31,7 +31,7 @@ def plan_block(layers: int, batch_size: int, target: str) -> Comparison:
 def plan_densenet(depth: int, batch_size: int, target: str) -> Comparison:
     """The whole network on 32x32 images, growth rate 12, with its SGD step."""
     config = Config(depth=depth, growth_rate=12)
-    steps = densenet_steps(config, (32, 32, 3), num_classes=10)(batch_size)
+    steps = training_steps(config, (32, 32, 3), num_classes=10)(batch_size)
     return plan_all(steps, target=target, progress=True)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .targets import Target
 
@@ -80,12 +80,22 @@ def lower(
 
 def _on_mesh(shardings: Any, num_devices: int) -> Any:
     """PartitionSpecs become shardings over a mesh of one axis, `data`."""
-    mesh = AbstractMesh((num_devices,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = data_mesh(num_devices)
 
     def resolve(spec: Any) -> Any:
         return NamedSharding(mesh, spec) if isinstance(spec, PartitionSpec) else spec
 
     return jax.tree.map(resolve, shardings, is_leaf=lambda s: isinstance(s, PartitionSpec))
+
+
+def data_mesh(num_devices: int) -> Mesh | AbstractMesh:
+    """One axis, `data`; without devices where this process has too few, which most programs can do
+    with."""
+    auto = (AxisType.Auto,)
+    if jax.device_count() >= num_devices:
+        devices = jax.devices()[:num_devices]
+        return jax.make_mesh((num_devices,), ("data",), auto, devices=devices)
+    return AbstractMesh((num_devices,), ("data",), axis_types=auto)
 
 
 def compile_for(

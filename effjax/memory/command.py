@@ -23,17 +23,19 @@ IMAGENET = (224, 1000)  # side and classes
 CIFAR = (32, 10)
 
 
-def densenets(
+def model_steps(
     config: Config, image_size: int | None, num_classes: int | None, num_devices: int
 ) -> Steps:
-    """The forms of a DenseNet; images and classes are those of CIFAR or of ImageNet by default."""
+    """The forms of a model; images and classes are those of CIFAR or of ImageNet by default."""
     from ..models import DENSENETS
-    from .densenets import densenet_steps
+    from .training_steps import training_steps
 
-    small = config.model == "densenet-bc" or "small_inputs" in DENSENETS.get(config.model, ())
+    small = config.model in ("densenet-bc", "deform-resnet") or "small_inputs" in DENSENETS.get(
+        config.model, ()
+    )
     side, classes = CIFAR if small else IMAGENET
     side, classes = image_size or side, num_classes or classes
-    return densenet_steps(config, (side, side, 3), classes, num_devices)
+    return training_steps(config, (side, side, 3), classes, num_devices)
 
 
 def user_steps(name: str) -> Steps:

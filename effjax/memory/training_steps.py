@@ -1,4 +1,4 @@
-"""Training steps of a DenseNet in the forms one can choose from, to be planned side by side."""
+"""Training steps of a model in the forms one can choose from, to be planned side by side."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,32 +7,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType
 
 from ..nnx import DenseNet
 from ..nnx.densenet import DenseLayer
 from ..train.config import Config
-from ..train.recipe import make_optimizer, make_schedule, model_builder
-from ..train.steps import AXIS, Batch, Task, TrainState, jit_step
+from ..train.recipe import forms, make_optimizer, make_schedule, model_builder
+from ..train.steps import Batch, Task, TrainState, jit_step
+from ._compile import data_mesh
 
-FORMS = ("plain", "jax.checkpoint", "effjax conv", "effjax features")
+DENSENET_FORMS = ("plain", "jax.checkpoint", "effjax conv", "effjax features")
 
 
-def densenet_steps(
+def training_steps(
     config: Config, image_shape: tuple[int, int, int], num_classes: int, num_devices: int = 1
 ) -> Callable[[int], dict[str, tuple[Any, ...]]]:
     """For a batch size, the training step of each form with its arguments: `(fn, *args)` by name.
 
-    The step is that of `effjax train densenet`: SGD with momentum, the state donated, the batch
-    sharded over the devices. "plain" has Flax's BatchNorm and automatic differentiation;
+    The step is that of `effjax train`: SGD with momentum, the state donated, the batch sharded over
+    the devices. Of a DenseNet, "plain" has Flax's BatchNorm and automatic differentiation;
     "jax.checkpoint" is the same with each dense layer under `jax.checkpoint`; the others are
-    `efficient=True` with `save="conv"` and `save="features"`.
+    `efficient=True` with `save="conv"` and `save="features"`. Of another model they are its
+    `forms`.
     """
     build = model_builder(config, image_shape, num_classes)
     optimizer = make_optimizer(config, make_schedule(config, steps_per_epoch=1))
-    mesh = AbstractMesh((num_devices,), (AXIS,), axis_types=(AxisType.Auto,))
+    mesh = data_mesh(num_devices)
+
+    others = {} if "densenet" in config.model else forms(config)
 
     def make(form: str) -> nnx.Module:
+        if others:
+            return build(**others[form], rngs=nnx.Rngs(0))
         if form.startswith("effjax"):
             return build(efficient=True, save=form.removeprefix("effjax "), rngs=nnx.Rngs(0))
         model: Any = build(efficient=False, rngs=nnx.Rngs(0))
@@ -45,7 +50,7 @@ def densenet_steps(
                      jax.random.key(0))
         )  # fmt: skip
         found = {}
-        for form in FORMS:
+        for form in others or DENSENET_FORMS:
             graphdef, params, stats = nnx.split(
                 nnx.eval_shape(lambda form=form: make(form)), nnx.Param, ...
             )

@@ -1,9 +1,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
-from effjax.memory.densenets import FORMS, densenet_steps, with_flax_layers
+from effjax.memory.training_steps import DENSENET_FORMS, training_steps, with_flax_layers
 from effjax.nnx import DenseNet
 from effjax.train.config import Config
 
@@ -28,9 +29,13 @@ def test_the_forms_are_one_network():
         np.testing.assert_allclose(norms(found), norms(grads), rtol=1e-3, atol=1e-5)
 
 
-def test_a_step_of_each_form():
-    steps = densenet_steps(TINY, (8, 8, 3), num_classes=5, num_devices=2)(batch_size=6)
-    assert tuple(steps) == FORMS
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [(TINY, DENSENET_FORMS), (Config(model="deform-resnet"), ("plain", "deformable"))],
+)
+def test_a_step_of_each_form(config, names):
+    steps = training_steps(config, (8, 8, 3), num_classes=5, num_devices=2)(batch_size=6)
+    assert tuple(steps) == names
     for step, state, batch, key in steps.values():
         assert batch.images.shape == (6, 8, 8, 3) and batch.images.dtype == np.uint8
         new_state, metrics = jax.eval_shape(step, state, batch, key)
