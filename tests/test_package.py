@@ -1,7 +1,6 @@
 """What `import effjax` costs, and which package may import which."""
 
 import ast
-import importlib.resources
 import os
 import pathlib
 import subprocess
@@ -9,7 +8,7 @@ import sys
 
 import effjax
 
-PACKAGE = pathlib.Path(str(importlib.resources.files(effjax)))
+PACKAGE = pathlib.Path(effjax.__file__).parent
 
 # What each part may import of the third-party packages and of effjax itself.
 ALLOWED = {

@@ -1,6 +1,5 @@
 """The native library: loading it, what it refuses, and its loops under sanitizers."""
 
-import importlib.resources
 import os
 import pathlib
 import shutil
@@ -14,7 +13,7 @@ import pytest
 import effjax
 from effjax import native
 
-SOURCES = pathlib.Path(str(importlib.resources.files("effjax"))) / "native"
+SOURCES = pathlib.Path(native.__file__).parent
 needs_cpu = pytest.mark.skipif(not native.available("cpu"), reason="built without native kernels")
 
 
