@@ -72,7 +72,8 @@ ffi::Error Columns(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer offset
                    ffi::AnyBuffer mask, ffi::Buffer<ffi::S32> row,
                    ffi::Result<ffi::AnyBuffer> columns, EFFJAX_GEOMETRY_PARAMETERS) {
   Geometry g;
-  if (auto error = check(x, offset, mask, row, *columns, EFFJAX_GEOMETRY_ARGUMENTS, g);
+  if (auto error = check(x, offset, mask, row, *columns, x.element_type(),
+                         EFFJAX_GEOMETRY_ARGUMENTS, g);
       error.failure()) {
     return error;
   }
@@ -91,7 +92,8 @@ ffi::Error ColumnsBackward(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffe
                            ffi::Result<ffi::AnyBuffer> dmask, EFFJAX_GEOMETRY_PARAMETERS,
                            int64_t skip_dx) {
   Geometry g;
-  if (auto error = check(x, offset, mask, row, dcolumns, EFFJAX_GEOMETRY_ARGUMENTS, g);
+  if (auto error = check(x, offset, mask, row, dcolumns, accumulator_of(x.element_type()),
+                         EFFJAX_GEOMETRY_ARGUMENTS, g);
       error.failure()) {
     return error;
   }
@@ -107,7 +109,7 @@ ffi::Error ColumnsBackward(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffe
     using T = decltype(storage);
     using A = decltype(accumulator);
     deform_columns_backward<T, A>(operands<T, A>(g, x, offset, mask, row),
-                                  static_cast<const T*>(dcolumns.untyped_data()),
+                                  static_cast<const A*>(dcolumns.untyped_data()),
                                   static_cast<A*>(dx->untyped_data()),
                                   static_cast<A*>(doffset->untyped_data()),
                                   static_cast<A*>(dmask->untyped_data()), Parallel{pool});

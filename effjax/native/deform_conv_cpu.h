@@ -51,19 +51,19 @@ EFFJAX_INLINE void interpolate(const T* const pixel[4], const A weight[4], int64
 // Adds weight * gradient to one pixel of dx, and returns the product of gradient and pixel.
 // The sum has sixteen lanes of its own, so that it is the same whatever the vector length.
 template <typename T, typename A>
-EFFJAX_INLINE A scatter(const T* gradient, const T* pixel, A weight, int64_t count, A* dx) {
+EFFJAX_INLINE A scatter(const A* gradient, const T* pixel, A weight, int64_t count, A* dx) {
   constexpr int kLanes = 16;
   A lanes[kLanes] = {};
   int64_t c = 0;
   for (; c + kLanes <= count; c += kLanes) {
     for (int i = 0; i < kLanes; ++i) {
-      const A d = widen(gradient[c + i]);
+      const A d = gradient[c + i];
       lanes[i] += d * widen(pixel[c + i]);
       dx[c + i] += weight * d;
     }
   }
   for (; c < count; ++c) {
-    const A d = widen(gradient[c]);
+    const A d = gradient[c];
     lanes[0] += d * widen(pixel[c]);
     dx[c] += weight * d;
   }
@@ -122,7 +122,7 @@ EFFJAX_INLINE void columns_of_row(const Operands<T, A>& in, int64_t n, int64_t r
 // The gradients of one image, by channels [first, first + count) of one group: dx += them, and what
 // these channels add to doffset and dmask, [R, Wo, K, 3].
 template <typename T, typename A>
-EFFJAX_INLINE void gradients_of_block(const Operands<T, A>& in, const T* dcolumns, int64_t n, int64_t group,
+EFFJAX_INLINE void gradients_of_block(const Operands<T, A>& in, const A* dcolumns, int64_t n, int64_t group,
                         int64_t first, int64_t count, A* dx, A* parts) {
   const Geometry& g = in.g;
   const int64_t channel = group * (g.C / g.G) + first;
@@ -136,7 +136,7 @@ EFFJAX_INLINE void gradients_of_block(const Operands<T, A>& in, const T* dcolumn
           continue;
         }
         const A mask = in.mask_of(n, r, column, tap);
-        const T* d = dcolumns + (((n * g.R + r) * g.Wo + column) * g.K + k) * g.C + channel;
+        const A* d = dcolumns + (((n * g.R + r) * g.Wo + column) * g.K + k) * g.C + channel;
         A product[4] = {};
         for (int q = 0; q < 4; ++q) {
           if (!s.inside[q]) continue;
@@ -154,7 +154,7 @@ EFFJAX_INLINE void gradients_of_block(const Operands<T, A>& in, const T* dcolumn
   EFFJAX_CLONES static void columns_of(const Operands<T, A>& in, int64_t n, int64_t r, T* columns) { \
     columns_of_row<T, A>(in, n, r, columns);                                                   \
   }                                                                                            \
-  EFFJAX_CLONES static void gradients_of(const Operands<T, A>& in, const T* dcolumns, int64_t n,     \
+  EFFJAX_CLONES static void gradients_of(const Operands<T, A>& in, const A* dcolumns, int64_t n,     \
                                   int64_t group, int64_t first, int64_t count, A* dx,          \
                                   A* parts) {                                                  \
     gradients_of_block<T, A>(in, dcolumns, n, group, first, count, dx, parts);                 \
@@ -175,7 +175,7 @@ void deform_columns(const Operands<T, A>& in, T* columns, const Parallel& parall
 }
 
 template <typename T, typename A, typename Parallel>
-void deform_columns_backward(const Operands<T, A>& in, const T* dcolumns, A* dx, A* doffset,
+void deform_columns_backward(const Operands<T, A>& in, const A* dcolumns, A* dx, A* doffset,
                              A* dmask, const Parallel& parallel) {
   const Geometry& g = in.g;
   const int64_t width = g.C / g.G, blocks = std::max<int64_t>((width + kBlock - 1) / kBlock, 1);

@@ -65,7 +65,8 @@ ffi::Error Columns(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer offset,
                    ffi::AnyBuffer mask, ffi::Buffer<ffi::S32> row,
                    ffi::Result<ffi::AnyBuffer> columns, EFFJAX_GEOMETRY_PARAMETERS) {
   Geometry g;
-  if (auto error = check(x, offset, mask, row, *columns, EFFJAX_GEOMETRY_ARGUMENTS, g);
+  if (auto error = check(x, offset, mask, row, *columns, x.element_type(),
+                         EFFJAX_GEOMETRY_ARGUMENTS, g);
       error.failure()) {
     return error;
   }
@@ -90,7 +91,8 @@ ffi::Error ColumnsBackward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer
                            ffi::Result<ffi::AnyBuffer> dmask, EFFJAX_GEOMETRY_PARAMETERS,
                            int64_t skip_dx) {
   Geometry g;
-  if (auto error = check(x, offset, mask, row, dcolumns, EFFJAX_GEOMETRY_ARGUMENTS, g);
+  if (auto error = check(x, offset, mask, row, dcolumns, accumulator_of(x.element_type()),
+                         EFFJAX_GEOMETRY_ARGUMENTS, g);
       error.failure()) {
     return error;
   }
@@ -108,7 +110,7 @@ ffi::Error ColumnsBackward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer
       const int lanes = lanes_for(in.packs);
       return launch_threads(count * lanes, [&](unsigned blocks) {
         gradients_kernel<T, A, V><<<blocks, kThreads, 0, stream>>>(
-            in, static_cast<const T*>(dcolumns.untyped_data()),
+            in, static_cast<const A*>(dcolumns.untyped_data()),
             static_cast<A*>(dx->untyped_data()), static_cast<A*>(doffset->untyped_data()),
             static_cast<A*>(dmask->untyped_data()), count, lanes, skip_dx != 0);
       });
@@ -128,10 +130,10 @@ ffi::Error ScatterSorted(cudaStream_t stream, ffi::AnyBuffer offset, ffi::AnyBuf
     return error;
   }
   const int64_t corners = g.R * g.Wo * g.K * 4;
-  const auto accumulator = accumulator_of(dcolumns.element_type());
-  for (auto sums : {offset, mask, dx_so_far, *dx}) {
+  const auto accumulator = accumulator_of(offset.element_type());
+  for (auto sums : {offset, mask, dcolumns, dx_so_far, *dx}) {
     if (sums.element_type() != accumulator) {
-      return invalid("offset, mask and dx must be float32, or float64 where dcolumns is");
+      return invalid("offset, mask, dcolumns and dx must all be float32, or all float64");
     }
   }
   if (!has_shape(destination, {g.N, g.G, corners}) || !has_shape(source, {g.N, g.G, corners}) ||
@@ -139,16 +141,15 @@ ffi::Error ScatterSorted(cudaStream_t stream, ffi::AnyBuffer offset, ffi::AnyBuf
     return invalid("destination and source must be [N, G, R*Wo*K*4], and dx as x");
   }
   if (auto error = copy_if_apart(stream, dx_so_far, *dx); error.failure()) return error;
-  return dispatch(dcolumns.element_type(), g, [&](auto storage, auto accumulator, auto width) {
-    using T = decltype(storage);
+  return dispatch(accumulator, g, [&](auto, auto accumulator, auto width) {
     using A = decltype(accumulator);
     return [&]<int V>(Width<V>) {
-      const auto in = operands<T, A, V>(g, nullptr, offset, mask, row);
+      const auto in = operands<A, A, V>(g, nullptr, offset, mask, row);
       const int64_t count = g.N * g.G * corners;
       const int lanes = lanes_for(in.packs);
       return launch_threads(count * lanes, [&](unsigned blocks) {
-        scatter_kernel<T, A, V><<<blocks, kThreads, 0, stream>>>(
-            in, static_cast<const T*>(dcolumns.untyped_data()), destination.typed_data(),
+        scatter_kernel<A, V><<<blocks, kThreads, 0, stream>>>(
+            in, static_cast<const A*>(dcolumns.untyped_data()), destination.typed_data(),
             source.typed_data(), static_cast<A*>(dx->untyped_data()), corners, count, lanes);
       });
     }(width);

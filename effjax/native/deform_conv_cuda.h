@@ -26,7 +26,7 @@ __device__ __forceinline__ void narrow(float x, __nv_bfloat16& y) { y = __float2
 __device__ __forceinline__ void narrow(float x, __half& y) { y = __float2half_rn(x); }
 
 template <typename T, int V>
-struct alignas(sizeof(T) * V) Vector {
+struct alignas(sizeof(T) * V < 16 ? sizeof(T) * V : 16) Vector {
   T at[V];
 };
 
@@ -115,7 +115,7 @@ __device__ __forceinline__ void add(A* dx, const A (&value)[V]) {
 // channels that the gradients of its position and mask are.
 template <typename T, typename A, int V>
 __global__ void __launch_bounds__(kThreads, 2)  // two blocks at a time leave enough registers
-    gradients_kernel(Operands<T, A, V> in, const T* dcolumns, A* dx, A* doffset, A* dmask,
+    gradients_kernel(Operands<T, A, V> in, const A* dcolumns, A* dx, A* doffset, A* dmask,
                      int64_t count, int lanes, bool skip_dx) {
   const Geometry& g = in.g;
   const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x;
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 2)  // two blocks at a time leave en
   if (inside) {
     for (int64_t pack = lane; pack < in.packs; pack += lanes) {
       const int64_t at = (point * g.K + k) * g.C + (group * in.packs + pack) * V;
-      const auto d = load<T, V>(dcolumns + at);
+      const auto d = load<A, V>(dcolumns + at);
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         if (!s.inside[q]) continue;
@@ -138,8 +138,8 @@ __global__ void __launch_bounds__(kThreads, 2)  // two blocks at a time leave en
         A more[V];
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-          product[q] += widen(d.at[v]) * widen(value.at[v]);
-          more[v] = factor * s.weight[q] * widen(d.at[v]);
+          product[q] += d.at[v] * widen(value.at[v]);
+          more[v] = factor * s.weight[q] * d.at[v];
         }
         if (!skip_dx) add<A, V>(dx + address, more);
       }
@@ -160,9 +160,9 @@ __global__ void __launch_bounds__(kThreads, 2)  // two blocks at a time leave en
 
 // `lanes` threads for each corner of each sample, in the order of the pixels that the corners are:
 // the first corner of a pixel adds all of them, one after the other.
-template <typename T, typename A, int V>
+template <typename A, int V>
 __global__ void __launch_bounds__(kThreads, 2)
-    scatter_kernel(Operands<T, A, V> in, const T* dcolumns, const int32_t* destination,
+    scatter_kernel(Operands<A, A, V> in, const A* dcolumns, const int32_t* destination,
                    const int32_t* source, A* dx, int64_t corners, int64_t count, int lanes) {
   const Geometry& g = in.g;
   const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x;
@@ -182,12 +182,12 @@ __global__ void __launch_bounds__(kThreads, 2)
       Sample<A> s;
       A factor;
       if (!in.sample(point, group, k, s, factor)) continue;
-      const auto d = load<T, V>(dcolumns + (point * g.K + k) * g.C + (group * in.packs + pack) * V);
+      const auto d = load<A, V>(dcolumns + (point * g.K + k) * g.C + (group * in.packs + pack) * V);
       // Without an index that only the run knows: that would put the sample into memory.
       const A left = q < 2 ? s.weight[0] : s.weight[2], right = q < 2 ? s.weight[1] : s.weight[3];
       const A weight = factor * (q % 2 ? right : left);
 #pragma unroll
-      for (int v = 0; v < V; ++v) sum[v] += weight * widen(d.at[v]);
+      for (int v = 0; v < V; ++v) sum[v] += weight * d.at[v];
     }
     A* out = dx + in.address(image, pixel, group, pack);
 #pragma unroll

@@ -91,12 +91,14 @@ inline ffi::Error check_shapes(ffi::AnyBuffer x, ffi::AnyBuffer offset, ffi::Any
 // Checks dtypes too.
 inline ffi::Error check(ffi::AnyBuffer x, ffi::AnyBuffer offset, ffi::AnyBuffer mask,
                         ffi::Buffer<ffi::S32> row, ffi::AnyBuffer columns,
-                        EFFJAX_GEOMETRY_PARAMETERS, Geometry& g) {
+                        ffi::DataType columns_dtype, EFFJAX_GEOMETRY_PARAMETERS, Geometry& g) {
   if (auto error = check_shapes(x, offset, mask, row, columns, EFFJAX_GEOMETRY_ARGUMENTS, g);
       error.failure()) {
     return error;
   }
-  if (columns.element_type() != x.element_type()) return invalid("columns must have x's dtype");
+  if (columns.element_type() != columns_dtype) {
+    return invalid("columns must have x's dtype, and their gradient that of offset");
+  }
   const auto accumulator = accumulator_of(x.element_type());
   if (offset.element_type() != accumulator || mask.element_type() != accumulator) {
     return invalid("offset and mask must be float32, or float64 where x is");

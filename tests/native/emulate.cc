@@ -24,7 +24,7 @@ void run(const Geometry& g, const Arrays& a) {
                                      static_cast<const A*>(a.mask),
                                      a.row,
                                      g.C / g.G / V};
-  const T* dcolumns = static_cast<const T*>(a.dcolumns);
+  const A* dcolumns = static_cast<const A*>(a.dcolumns);
   A* dx = static_cast<A*>(a.dx);
   const auto blocks = [](int64_t threads) {
     return (threads + effjax::kThreads - 1) / effjax::kThreads;
@@ -37,8 +37,9 @@ void run(const Geometry& g, const Arrays& a) {
   } else if (a.destination) {
     const int64_t corners = g.R * g.Wo * g.K * 4, count = g.N * g.G * corners;
     launch(blocks(count * lanes), effjax::kThreads, [&] {
-      effjax::scatter_kernel<T, A, V>(in, dcolumns, a.destination, a.source, dx, corners, count,
-                                      lanes);
+      const effjax::Operands<A, A, V> sums{in.g, nullptr, in.offset, in.mask, in.first_row, in.packs};
+      effjax::scatter_kernel<A, V>(sums, dcolumns, a.destination, a.source, dx, corners, count,
+                                   lanes);
     });
   } else {
     const int64_t count = g.N * g.R * g.Wo * g.G * g.K;

@@ -3,6 +3,8 @@
 // With one task after the other or on many threads, results must be equal to the last bit.
 
 #define EFFJAX_SANITIZE
+#include <sys/mman.h>
+
 #include <cstdio>
 #include <limits>
 #include <memory>
@@ -72,8 +74,9 @@ bool run() {
   g.padding_left = pick(0, 3), g.dilation_h = pick(1, 3), g.dilation_w = pick(1, 3);
   g.has_mask = pick(0, 1);
   const int64_t points = g.N * g.R * g.Wo, taps = g.G * g.K;
-  Array<T> x(g.N * g.H * g.W * g.C), dcolumns(points * g.K * g.C);
+  Array<T> x(g.N * g.H * g.W * g.C);
   Array<A> offset(points * taps * 2), mask(g.has_mask ? points * taps : 0);
+  Array<A> dcolumns(points * g.K * g.C);
   fill(x), fill(dcolumns), fill(mask);
   for (int64_t i = 0; i < offset.count; ++i) offset.data[i] = pick_offset(g.H);
   const effjax::Operands<T, A> in{g, pick(0, 2), x.data.get(), offset.data.get(), mask.data.get()};
@@ -101,9 +104,40 @@ bool run() {
          equal(one.doffset, many.doffset) && equal(one.dmask, many.dmask);
 }
 
+// The last pixel of an image of 2^31 numbers and more, in memory that is not there until touched.
+bool run_large() {
+  effjax::Geometry g{};
+  g.N = g.G = g.R = g.K = g.kernel_w = g.stride_h = g.dilation_h = g.dilation_w = 1;
+  g.H = g.W = 32768, g.C = 3, g.Wo = 2, g.stride_w = g.W - 1;
+  const int64_t count = g.H * g.W * g.C;
+  const auto image = [&] {
+    void* memory = mmap(nullptr, count * sizeof(float), PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return memory == MAP_FAILED ? nullptr : static_cast<float*>(memory);
+  };
+  float *x = image(), *dx = image();
+  if (!x || !dx) return false;
+  for (int c = 0; c < 3; ++c) x[count - 3 + c] = 5.0f + c;
+  const float offset[4] = {}, dcolumns[6] = {1, 2, 3, 4, 5, 6};
+  float columns[6], doffset[4];
+  const effjax::Operands<float, float> in{g, g.H - 1, x, offset, nullptr};
+  effjax::deform_columns<float, float>(in, columns, Serial{});
+  effjax::deform_columns_backward<float, float>(in, dcolumns, dx, doffset, nullptr, Serial{});
+  bool right = true;
+  for (int c = 0; c < 3; ++c) {
+    right &= columns[c] == 0 && columns[3 + c] == 5.0f + c && dx[count - 3 + c] == 4.0f + c;
+  }
+  munmap(x, count * sizeof(float)), munmap(dx, count * sizeof(float));
+  return right;
+}
+
 }  // namespace
 
 int main() {
+  if (!run_large()) {
+    std::printf("the last pixel of a large image is not where it should be\n");
+    return 1;
+  }
   for (int i = 0; i < 150; ++i) {
     if (!run<float, float>() || !run<double, double>() || !run<effjax::BFloat16, float>() ||
         !run<effjax::Float16, float>()) {

@@ -79,7 +79,7 @@ def make(dtype, channels, masked):
         "offset": offset.astype(wide),
         "mask": normal(n, rows, width, groups * taps if masked else 0).astype(wide),
         "row": np.array([1], np.int32),
-        "dcolumns": normal(n, rows, width, taps * channels).astype(dtype),
+        "dcolumns": normal(n, rows, width, taps * channels).astype(wide),
     }
 
 
@@ -110,7 +110,7 @@ def test_kernels_emulated(emulate, dtype, channels, masked, x64):
     arrays = make(dtype, channels, masked)
     x, offset, mask, row = (jnp.asarray(arrays[name]) for name in ("x", "offset", "mask", "row"))
     want = reference.columns(x, offset, mask, row, GEOMETRY)
-    columns = np.full_like(arrays["dcolumns"], np.nan)
+    columns = np.full_like(arrays["dcolumns"], np.nan, dtype)
     got = emulate(GEOMETRY, {k: arrays[k] for k in NAMES[:4]}, columns=columns)
     close(got["columns"], want, x.dtype)
 
@@ -136,6 +136,26 @@ def test_kernels_emulated(emulate, dtype, channels, masked, x64):
     }
     in_order = emulate(GEOMETRY, arrays | ordered, dx=dx.copy())["dx"]
     close(in_order, want[0], np.dtype(wide))
+
+
+def test_addresses_are_64_bit(emulate):
+    """The last pixel of an image of more than 2**31 numbers; its memory is never touched."""
+    size, channels = 32768, 3
+    geometry = Geometry((1, 1), (1, size - 1), ((0, 0), (0, 0)), (1, 1), 1)
+    x, dx = (np.zeros((1, size, size, channels), dtype) for dtype in (np.float16, np.float32))
+    x[0, -1, -1] = 5, 6, 7
+    arrays = {
+        "x": x,
+        "offset": np.zeros((1, 1, 2, 2), np.float32),
+        "mask": np.zeros((1, 1, 2, 0), np.float32),
+        "row": np.array([size - 1], np.int32),
+        "dcolumns": np.array([[[[1, 2, 3], [4, 5, 6]]]], np.float32),
+    }
+    columns = np.full((1, 1, 2, channels), np.nan, np.float16)
+    emulate(geometry, {k: arrays[k] for k in NAMES[:4]}, columns=columns)
+    np.testing.assert_array_equal(columns[0, 0], [[0, 0, 0], [5, 6, 7]])
+    emulate(geometry, arrays, dx=dx, doffset=np.zeros((1, 1, 2, 2), np.float32))
+    np.testing.assert_array_equal(dx[0, -1, [0, -1]], [[1, 2, 3], [4, 5, 6]])
 
 
 needs_library = pytest.mark.skipif(

@@ -210,6 +210,8 @@ def _check_shapes(x, offset, kernel, mask, bias, geometry: Geometry, groups) -> 
             strict=True,
         )
     )
+    if x.shape[1] * x.shape[2] >= 2**31:
+        raise ValueError(f"`x` of shape {x.shape} must have fewer than 2**31 pixels an image.")
     if min(spatial) < 1:
         raise ValueError(
             f"The output would be empty, {spatial}: `x` of shape {x.shape} with "

@@ -36,6 +36,7 @@ class Sampler(NamedTuple):
     columns: Callable
     columns_backward: Callable
     sample_bytes: tuple[int, int]  # of workspace for each number of the columns, in either pass
+    slice_bytes: float = math.inf  # a larger slice of the workspace would only be slower
 
 
 def forward(static: Static, sampler: Sampler, x, offset, mask, kernel) -> jax.Array:
@@ -52,7 +53,7 @@ def forward(static: Static, sampler: Sampler, x, offset, mask, kernel) -> jax.Ar
         return (lax.dynamic_update_slice_in_dim(y, part, start, 2),)
 
     y = zeros((*images, *offset.shape[1:3], kernel.shape[-1]), x.dtype, x)
-    rows = rows_of_chunk(static, sampler.sample_bytes[0], x, offset, kernel)
+    rows = rows_of_chunk(static, x, offset, kernel, sampler.sample_bytes[0], sampler.slice_bytes)
     return over_rows(body, (y,), offset.shape[1], rows)[0]
 
 
@@ -73,7 +74,8 @@ def backward(static: Static, sampler: Sampler, x, offset, mask, kernel, dy) -> t
         dkernel += multiply_backward_kernel(
             part.reshape(*images, *part.shape[1:]), dpart, wide, offset.dtype, static
         )
-        dcolumns = multiply_backward_columns(dpart, wide, x.dtype, static).reshape(part.shape)
+        dcolumns = multiply_backward_columns(dpart, wide, offset.dtype, static)
+        dcolumns = dcolumns.reshape(part.shape)
         dx, *here = sampler.columns_backward(x, *here, dcolumns, dx)
         doffset, dmask = (
             lax.dynamic_update_slice_in_dim(whole, some, start, 1)
@@ -84,20 +86,21 @@ def backward(static: Static, sampler: Sampler, x, offset, mask, kernel, dy) -> t
     dkernel = (images[0], *wide.shape[1:])
     shapes = (x.shape, offset.shape, mask.shape, dkernel)
     carry = tuple(zeros(shape, offset.dtype, x) for shape in shapes)
-    rows = rows_of_chunk(static, sampler.sample_bytes[1], x, offset, kernel)
+    rows = rows_of_chunk(static, x, offset, kernel, sampler.sample_bytes[1], sampler.slice_bytes)
     *to_split, dkernel = over_rows(body, carry, offset.shape[1], rows)
     dx, doffset, dmask = (a.reshape(*images, *a.shape[1:]) for a in to_split)
     return dx.astype(x.dtype), doffset, dmask, dkernel.reshape(images[0], *kernel.shape[1:])
 
 
 def rows_of_chunk(
-    static: Static, sample_bytes: int, x: jax.Array, offset: jax.Array, kernel: jax.Array
+    static: Static, x, offset, kernel, sample_bytes: int, slice_bytes: float = math.inf
 ) -> int:
     """How many output rows fit under `workspace_bytes`, evenly spread; at least one."""
     n, height, width, _ = offset.shape
     pixel = static.geometry.taps * x.shape[-1] * sample_bytes
     pixel += kernel.shape[-1] * offset.dtype.itemsize
-    most = max(1, min(height, static.workspace_bytes // max(n * width * pixel, 1)))
+    most = min(static.workspace_bytes, slice_bytes) // max(n * width * pixel, 1)
+    most = int(max(1, min(height, most)))
     return math.ceil(height / math.ceil(height / most))
 
 

@@ -54,10 +54,12 @@ def sampler_of(static: Static, dtype: Any) -> Sampler:
         }
         return lax.platform_dependent(*args, **calls, default=xla_backward)
 
-    sample_bytes = xla_bytes(dtype)[:2]
-    if static.implementation == "native" or default_platform() in platforms:
-        sample_bytes = dtype.itemsize, 3 * dtype.itemsize  # XLA transposes one on a CPU
-    return Sampler(columns, columns_backward, sample_bytes)
+    if static.implementation != "native" and default_platform() not in platforms:
+        return Sampler(columns, columns_backward, xla_bytes(dtype)[:2])
+    size = dtype.itemsize
+    sample_bytes = size, 2 * size + max(4, size)  # XLA transposes one on a CPU
+    cache = 16 * 2**20 if default_platform() == "cpu" else math.inf
+    return Sampler(columns, columns_backward, sample_bytes, cache)
 
 
 def xla_bytes(dtype: Any) -> tuple[int, int, int]:

@@ -16,17 +16,17 @@ def deform_conv_xla(static: Static, x, offset, mask, kernel) -> jax.Array:
     """
     accumulate = offset.dtype
     n, height = offset.shape[:2]
-    rows = chunks.rows_of_chunk(static, xla_bytes(x.dtype)[2], x, offset, kernel)
+    rows = chunks.rows_of_chunk(static, x, offset, kernel, xla_bytes(x.dtype)[2])
     count, rest = divmod(height, rows)
-    # Gradients are added up over the chunks in the dtypes that these two have.
+    # Nothing is rounded to x's dtype in between: its gradient would be rounded in each chunk.
     wide_x, wide_kernel = x.astype(accumulate), kernel.astype(accumulate)
 
     @jax.checkpoint
     def chunk(x_and_kernel, start, offset, mask):
         wide_x, wide_kernel = x_and_kernel
         row = jnp.reshape(start, 1).astype(jnp.int32)
-        part = reference.columns(wide_x, offset, mask, row, static.geometry).astype(x.dtype)
-        blocks = chunks.kernel_blocks(wide_kernel[None], x.dtype, static.feature_groups)
+        part = reference.columns(wide_x, offset, mask, row, static.geometry)
+        blocks = chunks.kernel_blocks(wide_kernel[None], accumulate, static.feature_groups)
         return chunks.multiply(part[None], blocks, accumulate, static)[0].astype(x.dtype)
 
     def slices(a):  # [N, Ho, Wo, ...] -> [count, N, rows, Wo, ...]

@@ -70,6 +70,12 @@ def test_bad_input(error, match, args):
         jax.eval_shape(lambda: deform_conv2d(**{**GOOD, **args}))
 
 
+def test_images_of_too_many_pixels():
+    shapes = (1, 2**16, 2**15, 1), (1, 2**16, 2**15, 2), (1, 1, 1, 1)
+    with pytest.raises(ValueError, match="fewer than 2\\*\\*31 pixels"):
+        jax.eval_shape(deform_conv2d, *(jax.ShapeDtypeStruct(s, "float32") for s in shapes))
+
+
 def test_shapes_alone_are_enough():
     shapes = {k: jax.ShapeDtypeStruct(a.shape, a.dtype) for k, a in GOOD.items()}
     y = jax.eval_shape(lambda a: deform_conv2d(**a), shapes)

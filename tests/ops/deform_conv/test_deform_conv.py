@@ -34,7 +34,7 @@ def test_equals_the_definition(conv, case, optional):
 
 @double
 @all_implementations
-@pytest.mark.parametrize("batch", [0, 1, 33, 128])
+@pytest.mark.parametrize("batch", [0, 1, 33, 37, 65, 128])
 def test_any_batch(conv, batch):
     c = Case("all", batch)
     assert_trees_close(c.got(conv), c.want(), 1e-12)
@@ -188,12 +188,10 @@ def test_half_precision_is_as_good_as_a_convolution(conv, dtype):
 
     exact = run(lax_conv, jnp.float32)
     ours = run(lambda x, k: conv(x, offset, k, padding="SAME"), dtype)
-    # The gradient of x is a sum over taps that were rounded once each: sqrt(2) times the error.
-    most = 1.02, 1.5, 1.02
-    for o, t, e, factor in zip(ours, run(lax_conv, dtype), exact, most, strict=True):
+    for o, t, e in zip(ours, run(lax_conv, dtype), exact, strict=True):
         assert o.dtype == dtype
         errors = [float(jnp.sqrt(jnp.mean((a.astype(jnp.float32) - e) ** 2))) for a in (o, t)]
-        assert errors[0] <= factor * errors[1]
+        assert errors[0] <= 1.02 * errors[1]  # two ways to round the same sum
 
 
 @all_implementations
