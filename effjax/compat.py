@@ -128,6 +128,8 @@ def convert_deform_conv(
     if missing := [n for n, part in ((offset, predicted), (mask, masks)) if n and not part]:
         raise ValueError(f"`weights` has no `{missing[0]}.weight`, only {sorted(weights)}.")
     if masks:
+        if masks.keys() != predicted.keys():
+            raise ValueError(f"`{offset}` and `{mask}` must both have a bias, or neither.")
         predicted = {
             name: np.concatenate([value, masks[name]], -1) for name, value in predicted.items()
         }

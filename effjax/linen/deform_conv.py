@@ -10,7 +10,7 @@ from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from .._deform_conv import kernel_shape, predicted_features, split_predicted, symmetric_padding
-from ..ops._convolution import pair
+from ..ops._convolution import padding_of, pair
 from ..ops.deform_conv import deform_conv2d
 
 
@@ -88,7 +88,7 @@ class DeformConvPack(DeformConv):
         zeros: Any = nn.initializers.zeros
         predicted = nn.Conv(
             predicted_features(size, self.offset_groups, self.modulated), size,
-            pair("strides", self.strides, 1), self.padding,
+            pair("strides", self.strides, 1), padding_of(self.padding),
             kernel_dilation=pair("kernel_dilation", self.kernel_dilation, 1),
             dtype=self.dtype, param_dtype=self.param_dtype, precision=self.precision,
             kernel_init=zeros, bias_init=zeros, name="offset_conv",

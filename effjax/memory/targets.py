@@ -48,7 +48,7 @@ def find_target(target: str | Path | Target) -> Target:
             "the text of a GpuTargetConfigProto."
         )
     config = path.read_text(encoding="utf-8")
-    memory = re.search(r"^\s*device_memory_size:\s*(\d+)", config, re.MULTILINE)
+    memory = re.search(r"\bdevice_memory_size:\s*(\d+)", config)
     if memory is None:
         raise ValueError(
             f"`target` (={str(target)!r}) has no device_memory_size: it must be the text of a "

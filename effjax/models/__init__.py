@@ -1,6 +1,6 @@
 """Models by name."""
 
-from .deform_resnet import DeformResNet as DeformResNet
+from ..nnx.deform_resnet import DeformResNet as DeformResNet
 from .densenet import DENSENETS as DENSENETS
 from .densenet import cifar_options as cifar_options
 from .densenet import densenet40_12 as densenet40_12

@@ -52,7 +52,10 @@ def _load(platform: str) -> str:
             f"built for XLA's FFI {ours[0]}.{ours[1]}, but jaxlib {metadata.version('jaxlib')} has "
             f"{theirs[0]}.{theirs[1]}: install a newer jaxlib, or effjax again"
         )
-    for target, symbol in (_SYMBOLS | (_CUDA_SYMBOLS if platform == "cuda" else {})).items():
+    symbols = _SYMBOLS | (_CUDA_SYMBOLS if platform == "cuda" else {})
+    if not all(hasattr(library, symbol) for symbol in symbols.values()):
+        return "built from another version of effjax: install effjax again"
+    for target, symbol in symbols.items():
         handler = jax.ffi.pycapsule(getattr(library, symbol))
         jax.ffi.register_ffi_target(target, handler, platform=_PLATFORMS[platform])
     return LOADED

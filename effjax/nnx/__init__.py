@@ -7,4 +7,5 @@ from .deform_conv import DeformConvPack as DeformConvPack
 from .deform_conv import DFConv2d as DFConv2d
 from .deform_conv import ModulatedDeformConv as ModulatedDeformConv
 from .deform_conv import ModulatedDeformConvPack as ModulatedDeformConvPack
+from .deform_resnet import DeformResNet as DeformResNet
 from .densenet import DenseNet as DenseNet

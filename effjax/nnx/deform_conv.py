@@ -10,7 +10,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from .._deform_conv import kernel_shape, predicted_features, split_predicted, symmetric_padding
-from ..ops._convolution import pair
+from ..ops._convolution import padding_of, pair
 from ..ops.deform_conv import deform_conv2d
 
 Implementation = Literal["native", "xla"] | None
@@ -69,7 +69,7 @@ class DeformConv(nnx.Module):
         self.bias: Any = nnx.data(None if bias is None else nnx.Param(bias))
         self.dtype = dtype
         self.options = dict(
-            strides=pair("strides", strides, 1), padding=padding,
+            strides=pair("strides", strides, 1), padding=padding_of(padding),
             kernel_dilation=pair("kernel_dilation", kernel_dilation, 1),
             feature_group_count=feature_group_count, offset_groups=offset_groups,
             precision=precision, implementation=implementation, deterministic=deterministic,
@@ -149,7 +149,7 @@ class ModulatedDeformConvPack(DeformConvPack):
 class DFConv2d(nnx.Module):
     """The layer of detection networks: a `DeformConvPack`, modulated or not, that keeps the size.
 
-    Padding is `kernel_dilation·(kernel_size − 1)/2` on every side, as in maskrcnn-benchmark's
+    For odd kernels, that is: padding is `kernel_dilation·(kernel_size − 1)/2` on every side, as in maskrcnn-benchmark's
     `DFConv2d`, and there is no bias unless asked for. The parameters are those of `conv`.
 
     Args:

@@ -11,7 +11,7 @@ def pair(name: str, value: Any, least: int) -> tuple[int, int]:
         both = tuple(map(operator.index, value if isinstance(value, Sequence) else (value, value)))
     except TypeError:
         both = ()
-    if len(both) != 2 or min(both) < least:
+    if len(both) != 2 or min(both) < least or max(both) >= 2**31:
         raise ValueError(f"`{name}` (={value!r}) must be one or two integers of at least {least}.")
     return both
 

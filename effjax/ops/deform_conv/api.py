@@ -92,15 +92,20 @@ def deform_conv2d(
     if precision is None:  # here, because XLA's threads know nothing of a `with`
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore
     precision = tuple(precision) if isinstance(precision, list) else precision
+    platforms = native_kernel.platforms_of(implementation)
     static = Static(
-        geometry, feature_group_count, implementation, precision, deterministic, workspace_bytes
-    )
-    run = functools.partial(_deform_conv2d, static)
-    return on_each_device(run, x)((x, offset, mask), (kernel, bias))
+        geometry, feature_group_count, implementation, platforms, precision, deterministic,
+        workspace_bytes,
+    )  # fmt: skip
+    return _deform_conv2d(static, (x, offset, mask), (kernel, bias))
 
 
 @functools.partial(jax.jit, static_argnums=0)  # loops would be compiled again for every call
 def _deform_conv2d(static: Static, images, parameters) -> jax.Array:
+    return on_each_device(functools.partial(_of_images, static), images[0])(images, parameters)
+
+
+def _of_images(static: Static, images, parameters) -> jax.Array:
     x, offset, mask = images
     kernel, bias = parameters
     dtype = jnp.dtype("float64" if "float64" in (x.dtype, offset.dtype) else "float32")

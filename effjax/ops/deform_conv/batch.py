@@ -6,6 +6,7 @@ Left to itself, XLA would gather the operands of a custom call, and reduce in ev
 """
 
 import functools
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -87,11 +88,7 @@ def _partition(run: Callable, rule: str, *args) -> tuple:
     inputs, outputs = ([a.split() for a in side.split(",")] for side in rule.split("->"))
 
     def partition(mesh, operands, _):
-        axes: dict = {"d": None, "n": None}
-        for operand, names in zip(operands, inputs, strict=True):
-            for name, axis in zip(names, _spec(operand), strict=False):
-                if name in axes and axes[name] is None and axis is not None:
-                    axes[name] = axis
+        axes = _axes_to_split(mesh, operands, inputs)
 
         def local(*args):
             results = run(*args)
@@ -113,8 +110,24 @@ def _partition(run: Callable, rule: str, *args) -> tuple:
     return parallel(*args)
 
 
-def _spec(operand) -> tuple:
-    return tuple(operand.sharding.spec) if operand.sharding is not None else ()
+def _axes_to_split(mesh, operands, inputs: list) -> dict:
+    """Over which mesh axes the examples (d) and the images (n) are split, as any operand has them.
+
+    Not where they do not divide: XLA fills up the last shard with what must not be summed. And
+    each mesh axis once.
+    """
+    axes: dict = {"d": None, "n": None}
+    used = set()
+    for operand, names in zip(operands, inputs, strict=True):
+        spec = () if operand.sharding is None else operand.sharding.spec
+        for name, axis, size in zip(names, spec, operand.shape, strict=False):
+            parts = axis if isinstance(axis, tuple) else (axis,)
+            if name not in axes or axes[name] is not None or axis is None or used & set(parts):
+                continue
+            if size % math.prod(mesh.shape[a] for a in parts) == 0:
+                axes[name] = axis
+                used |= set(parts)
+    return axes
 
 
 def _over_examples(op: Callable) -> Callable:
@@ -136,7 +149,7 @@ def _over_examples(op: Callable) -> Callable:
 
         folded = [fold(a, b, i) for i, (a, b) in enumerate(zip(args, batched, strict=True))]
         results = mapped(*folded)
-        split = tuple(r.reshape(size, r.shape[0] // size, *r.shape[1:]) for r in results)
+        split = tuple(r.reshape(size, examples, *r.shape[1:]) for r in results)
         return split, (True,) * len(split)
 
     return mapped

@@ -25,6 +25,7 @@ class Static(NamedTuple):
     geometry: Geometry
     feature_groups: int
     implementation: str | None
+    platforms: tuple[str, ...]  # that run native code
     precision: Any
     deterministic: bool
     workspace_bytes: int
@@ -97,8 +98,10 @@ def rows_of_chunk(
 ) -> int:
     """How many output rows fit under `workspace_bytes`, evenly spread; at least one."""
     n, height, width, _ = offset.shape
-    pixel = static.geometry.taps * x.shape[-1] * sample_bytes
-    pixel += kernel.shape[-1] * offset.dtype.itemsize
+    taps, groups, channels = static.geometry.taps, static.geometry.offset_groups, x.shape[-1]
+    sums = 3 * taps * groups * math.ceil(channels / groups / 64)  # of blocks of channels
+    pixel = taps * channels * sample_bytes
+    pixel += (kernel.shape[-1] + sums) * offset.dtype.itemsize
     most = min(static.workspace_bytes, slice_bytes) // max(n * width * pixel, 1)
     most = int(max(1, min(height, most)))
     return math.ceil(height / math.ceil(height / most))

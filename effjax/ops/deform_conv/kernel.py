@@ -30,14 +30,19 @@ def available() -> tuple[str, ...]:
     return tuple(p for p in ("cpu", "cuda") if native_available(p))
 
 
+def platforms_of(implementation: str | None) -> tuple[str, ...]:
+    """The platforms that run native code for this choice."""
+    if implementation == "xla":
+        return ()
+    return tuple(p for p in available() if implementation == "native" or p in BY_DEFAULT)
+
+
 def sampler_of(static: Static, dtype: Any) -> Sampler:
     """The custom calls where there are any; elsewhere XLA, or an error when asked for native."""
     geometry = static.geometry
     xla_backward = functools.partial(reference.columns_backward, geometry=geometry)
     xla = functools.partial(reference.columns, geometry=geometry)
-    platforms = available()
-    if static.implementation is None:
-        platforms = tuple(p for p in platforms if p in BY_DEFAULT)
+    platforms = static.platforms
     if not platforms:
         return Sampler(xla, xla_backward, xla_bytes(dtype)[:2])
     if static.implementation == "native":

@@ -120,15 +120,53 @@ def test_one_all_reduce_and_no_gather(conv, kind):
 
 @all_implementations
 def test_a_batch_that_does_not_divide(conv):
+    """XLA fills the last shard up; neither there nor in the gradients may that be seen."""
     op, params, batch = setup(conv)
     batch = jax.tree.map(lambda a: a[:10], batch)
-    sharding = NamedSharding(mesh_of((8,), ("i",)), P("i"))
+    constrain = functools.partial(
+        lax.with_sharding_constraint, shardings=NamedSharding(mesh_of((8,), ("i",)), P("i"))
+    )
 
-    def run(params, batch):
-        constrain = functools.partial(lax.with_sharding_constraint, shardings=sharding)
-        return gradients(op)(params, jax.tree.map(lambda a: constrain(a * 1), batch))
+    def loss(params, batch, constrain):
+        # Neither images nor what arrives from above is zero where XLA fills up.
+        x = constrain(batch["x"]) + 1
+        return jnp.sum(jnp.cos(op(params, batch | {"x": x}, None)[0]))
 
-    assert_trees_close(jax.jit(run)(params, batch), jax.jit(gradients(op))(params, batch), 1e-12)
+    got, want = (
+        jax.jit(functools.partial(jax.grad(loss, (0, 1)), constrain=how))(params, batch)
+        for how in (constrain, lambda a: a)
+    )
+    assert_trees_close(got, want, 1e-12)
+
+
+@all_implementations
+def test_examples_and_images_over_one_axis(conv):
+    """A vmap whose operands are sharded over one mesh axis in two ways."""
+    op, params, batch = setup(conv)
+    batch = jax.tree.map(lambda a: a.reshape(8, 2, *a.shape[1:]), batch)
+    mesh = mesh_of((2,), ("i",))
+    specs = {name: P(None, "i") if name == "offset" else P("i") for name in batch}
+    sharded = {k: jax.device_put(a, NamedSharding(mesh, specs[k])) for k, a in batch.items()}
+    run = jax.jit(jax.vmap(lambda b: op(params, b, None)[0]))
+    assert_trees_close(run(sharded), run(batch), 1e-12)
+
+
+@all_implementations
+def test_no_examples(conv):
+    op, params, batch = setup(conv)
+    empty = jax.tree.map(lambda a: np.zeros((0, *a.shape)), batch)
+    y = jax.vmap(lambda b: op(params, b, None)[0])(empty)
+    assert y.shape == (0, *batch["w"].shape)
+
+
+@all_implementations
+def test_arrays_of_a_mesh_beside_others(conv):
+    op, params, batch = setup(conv)
+    mesh = jax.make_mesh((8,), ("i",), (AxisType.Explicit,))
+    mixed = batch | {"x": jax.device_put(batch["x"], NamedSharding(mesh, P("i")))}
+    with jax.set_mesh(mesh):
+        got = op(params, mixed, None)[0]
+    assert_trees_close(got, op(params, batch, None)[0], 1e-12)
 
 
 @all_implementations

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 
-from ..nnx.batch_norm import BatchNorm
-from ..nnx.deform_conv import DeformConvPack, ModulatedDeformConvPack
+from .batch_norm import BatchNorm
+from .deform_conv import DeformConvPack, ModulatedDeformConvPack
 
 he_normal = nnx.initializers.variance_scaling(2.0, "fan_out", "truncated_normal")
 
