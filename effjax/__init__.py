@@ -7,5 +7,14 @@ from .ops.bn_relu_conv import bn_relu_conv as bn_relu_conv
 from .ops.deform_conv import deform_conv2d as deform_conv2d
 from .ops.dense_block import DenseLayerParams as DenseLayerParams
 from .ops.dense_block import dense_block as dense_block
+from .ops.offload import OffloadState as OffloadState
+from .ops.offload import host_init as host_init
+from .ops.offload import offload_jit as offload_jit
+from .ops.offload import offload_scan as offload_scan
+from .ops.offload import offload_sequential as offload_sequential
+from .ops.offload import offload_train_step as offload_train_step
+from .ops.offload import stream_update as stream_update
+from .ops.offload import to_device as to_device
+from .ops.offload import to_host as to_host
 
 __version__ = "0.1.0"

@@ -11,8 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 
+from ..ops.offload.compiled import compiler_options as options_of_offloading
 from .targets import Target
 
 # There is no GPU to time kernels on.
@@ -23,6 +31,14 @@ _INSTALL = 'pip install "effjax[plan]" (on Linux)'
 
 class PlanError(RuntimeError):
     """A program that cannot be compiled for the target, or no compiler to do it with."""
+
+
+class Lowered(NamedTuple):
+    """A program for the compiler."""
+
+    module: jax.stages.Lowered
+    num_devices: int
+    compiler_options: dict[str, Any]  # what its operators ask for
 
 
 class Program(NamedTuple):
@@ -43,8 +59,8 @@ def lower(
     in_shardings: Any,
     donate_argnums: int | Sequence[int],
     static_argnums: int | Sequence[int],
-) -> tuple[jax.stages.Lowered, int]:
-    """Traces `fn` and lowers it for CUDA, in this process; returns how many devices it spans too.
+) -> Lowered:
+    """Traces `fn` and lowers it for CUDA, in this process.
 
     Shardings without devices (`AbstractMesh`) keep memory kinds, and need no more devices than this
     process has.
@@ -61,21 +77,45 @@ def lower(
 
     jitted: Any = fn
     if not hasattr(fn, "trace"):
-        jitted = jax.jit(fn, **given)
+        jitted = jax.jit(fn, keep_unused=True, **given)
     elif given:
         raise ValueError(
             f"`{'`, `'.join(given)}` given for a function that is jitted already: give them to its "
             "jax.jit, or the function as it was before."
         )
-    lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
-    attributes: Any = lowered.compiler_ir("stablehlo").operation.attributes
-    spanned = int(attributes["mhlo.num_partitions"].value)
+    with options_of_offloading() as options:
+        args = jax.tree.map(_with_memory_kind, args)
+        lowered = _lower_for_cuda(jitted.trace(*args))
+    module: Any = lowered.compiler_ir("stablehlo")
+    spanned = int(module.operation.attributes["mhlo.num_partitions"].value)
     if num_devices not in (None, spanned):
         raise ValueError(
             f"`num_devices` is {num_devices} but the program spans {spanned} devices: give "
             f"`in_shardings`, or arguments with shardings over a mesh of {num_devices}."
         )
-    return lowered, spanned
+    return Lowered(lowered, spanned, options)
+
+
+def _lower_for_cuda(traced: Any) -> jax.stages.Lowered:
+    try:
+        return traced.lower(lowering_platforms=("cuda",))
+    except ValueError as error:
+        if "lowering platform" not in str(error):
+            raise
+        raise PlanError(
+            "calls back to Python (jax.debug.print, pure_callback) cannot be planned; leave them "
+            f"out: {error}"
+        ) from error
+
+
+def _with_memory_kind(a: Any) -> Any:
+    """A shape whose memory kind is traced: JAX forgets that of a SingleDeviceSharding."""
+    sharding = getattr(a, "sharding", None)
+    if not isinstance(a, jax.ShapeDtypeStruct) or not isinstance(sharding, SingleDeviceSharding):
+        return a
+    mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=list(sharding.device_set))
+    named = NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=named)
 
 
 def _on_mesh(shardings: Any, num_devices: int) -> Any:
@@ -99,8 +139,7 @@ def data_mesh(num_devices: int) -> Mesh | AbstractMesh:
 
 
 def compile_for(
-    lowered: jax.stages.Lowered,
-    num_devices: int,
+    lowered: Lowered,
     target: Target,
     compiler_options: Mapping[str, Any] | None,
 ) -> Program:
@@ -109,14 +148,15 @@ def compile_for(
     Raises:
       PlanError: with what the compiler says.
     """
-    options = _COMPILER_OPTIONS | {k: str(v) for k, v in (compiler_options or {}).items()}
+    asked = lowered.compiler_options | dict(compiler_options or {})
+    options = _COMPILER_OPTIONS | {k: str(v) for k, v in asked.items()}
     with tempfile.TemporaryDirectory(prefix="effjax-plan-") as name:
         folder = Path(name)
-        module: Any = lowered.compiler_ir("stablehlo")
+        module: Any = lowered.module.compiler_ir("stablehlo")
         with open(folder / "module.mlirbc", "wb") as file:
             module.operation.write_bytecode(file)
         (folder / "target.txtpb").write_text(target.config)
-        request = {"num_devices": num_devices, "compiler_options": options}
+        request = {"num_devices": lowered.num_devices, "compiler_options": options}
         (folder / "request.json").write_text(json.dumps(request))
         run = subprocess.run(
             [sys.executable, "-m", f"{__package__}._gpu_compiler_shim", name],
@@ -135,7 +175,7 @@ def compile_for(
                 f"the program cannot be compiled for {target.description}: {result['error']}"
             )
         return Program(
-            num_devices=num_devices,
+            num_devices=lowered.num_devices,
             device_bytes=result["device"],
             host_bytes=result["host"],
             hlo=(folder / "program.hlo").read_text(),

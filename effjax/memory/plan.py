@@ -138,7 +138,7 @@ def plan(
 
     Args:
       fn: the function, such as a training step. It may be jitted already, with its own shardings
-        and donations.
+        and donations; arguments that it does not use are then not counted, as jax.jit drops them.
       *args: its arguments: arrays or `jax.ShapeDtypeStruct`s in any pytrees. Their shardings hold,
         over any mesh (a `jax.sharding.AbstractMesh` needs no devices), and so do their memory
         kinds: what lives in `pinned_host` counts as host bytes.
@@ -183,10 +183,8 @@ def prepare(
     if not 0 < memory_fraction <= 1:
         raise ValueError(f"`memory_fraction` (={memory_fraction}) must lie in (0, 1].")
     check_compiler()
-    lowered, spanned = lower(fn, args, num_devices, in_shardings, donate_argnums, static_argnums)
-    return lambda: _read(
-        compile_for(lowered, spanned, found, compiler_options), found, memory_fraction
-    )
+    lowered = lower(fn, args, num_devices, in_shardings, donate_argnums, static_argnums)
+    return lambda: _read(compile_for(lowered, found, compiler_options), found, memory_fraction)
 
 
 def _read(program: Program, target: Target, memory_fraction: float) -> MemoryPlan:

@@ -325,3 +325,20 @@ def test_without_the_compiler(monkeypatch):
     monkeypatch.setattr(_compile, "_PLUGINS", ("jax_plugins.no_such_plugin",))
     with pytest.raises(PlanError, match=r'pip install "effjax\[plan\]"'):
         plan(jnp.sin, f32(8))
+
+
+def test_arguments_that_are_not_used_count():
+    """What else is on the device is planned for by passing it."""
+    found = plan(
+        lambda x, average: x + 1, *(jax.ShapeDtypeStruct((n,), "float32") for n in (64, 2**20))
+    )
+    assert found.device.arguments == 4 * (64 + 2**20)
+
+
+def test_calls_back_to_python():
+    def step(x):
+        jax.debug.print("{}", x)
+        return x
+
+    with pytest.raises(PlanError, match="calls back to Python"):
+        plan(step, jax.ShapeDtypeStruct((4,), "float32"))

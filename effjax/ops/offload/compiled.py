@@ -1,0 +1,150 @@
+"""Compiling programs that read host memory: right on every JAX, in place where that is safe."""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+# XLA for GPUs before this JAX reads the wrong slice of a host array, without a word, where the
+# index is not the loop's counter but follows from it (openxla/xla#46231).
+_READS_HOST_SLICES_RIGHT = (0, 11, 2)
+_WORKAROUND = {"xla_disable_hlo_passes": "fusion-dynamic-memcpy-rewriter,dynamic-slice-annotator"}
+# Unrolled slices would all be loaded at once.
+_IN_ORDER = {"xla_gpu_enable_latency_hiding_scheduler": False}
+
+_options: contextvars.ContextVar[dict | None] = contextvars.ContextVar("options", default=None)
+
+
+def offload_jit(fun: Callable, *, donate: bool = True) -> Callable:
+    """``jax.jit`` for programs with arrays on the host.
+
+    ``step(state, *args) -> (state, *results)`` is compiled with the options that offloading needs
+    where it runs, and, unless donate=False, so that the new state is written over the old one, each
+    array in the memory and with the sharding that it had.
+
+    Args:
+      fun: the function of arrays. With donate=True its first argument and its (first) result are
+        alike: a pytree of arrays whose shapes and dtypes it keeps.
+      donate: whether the first argument is overwritten.
+
+    Returns:
+      The compiled function. Like what jax.jit returns it has ``trace``, and `effjax.memory.plan`
+      takes it.
+
+    Raises:
+      ValueError: when it is called, if the state cannot be overwritten, with the first array that
+        differs.
+    """
+    programs: dict = {}
+
+    def jitted(*args) -> Any:
+        if not donate:
+            return jax.jit(fun)
+        shardings = jax.tree.map(_sharding, args[0])
+        checked = functools.partial(_same_state, fun)
+        return jax.jit(checked, donate_argnums=0, out_shardings=(shardings, None))
+
+    def call(*args) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        key = structure, tuple((jax.typeof(a), getattr(a, "sharding", None)) for a in leaves)
+        if key not in programs:
+            programs[key] = compile_offloaded(jitted(*args), *args)
+        results = programs[key](*args)
+        if not donate:
+            return results
+        state, rest = results
+        return state if rest is None else (state, *rest)
+
+    wrapped: Any = functools.wraps(fun)(call)
+    wrapped.trace = lambda *args: jitted(*args).trace(*args)
+    return wrapped
+
+
+def compile_offloaded(jitted: Any, *args) -> jax.stages.Compiled:
+    """Compiles for these arguments, with the options that offloading needs where it runs."""
+    with compiler_options() as options:
+        lowered = jitted.lower(*args)
+    return lowered.compile(options)
+
+
+def _same_state(fun: Callable, state: Any, *args) -> tuple[Any, Any]:
+    result = fun(state, *args)
+    whole = jax.tree.structure(result) == jax.tree.structure(state)
+    new, rest = (result, None) if whole else (result[0], tuple(result[1:]))
+    if jax.tree.structure(new) != jax.tree.structure(state):
+        raise ValueError(
+            f"the state of structure {jax.tree.structure(state)} became "
+            f"{jax.tree.structure(new)}; it must keep it, or pass donate=False."
+        )
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(new), strict=True
+    ):
+        a, b = jax.typeof(a), jax.typeof(b)
+        if (a.shape, a.dtype, a.memory_space) != (b.shape, b.dtype, b.memory_space):
+            raise ValueError(
+                f"the state{jax.tree_util.keystr(path)} was {a} and became {b}; it must stay as it "
+                "is and where it is, or pass donate=False."
+            )
+    return new, rest
+
+
+def _sharding(a: Any) -> Any:
+    if not isinstance(a, (jax.Array, jax.ShapeDtypeStruct)) or a.sharding is None:
+        raise ValueError(f"the state must consist of arrays with shardings, not {a!r}.")
+    return a.sharding
+
+
+@contextlib.contextmanager
+def compiler_options() -> Iterator[dict]:
+    """Collects the options that what is lowered meanwhile needs of XLA."""
+    options: dict = {}
+    token = _options.set(options)
+    try:
+        yield options
+    finally:
+        _options.reset(token)
+
+
+def guard_host_slices() -> jax.Array:
+    """Zero, where slices of host arrays are read right; else compiling for a GPU fails."""
+    return _guard_p.bind(jnp.int32(0), in_order=False)
+
+
+def in_order() -> jax.Array:
+    """Zero; asks for slices that are not all loaded at once."""
+    return _guard_p.bind(jnp.int32(0), in_order=True)
+
+
+def host_slices_are_wrong() -> bool:
+    """Whether this JAX compiles `offload_scan` wrongly for GPUs, without other options."""
+    return jax.__version_info__ < _READS_HOST_SLICES_RIGHT
+
+
+# Known only when a program is compiled: the platform, and whether offload_jit compiles it.
+_guard_p = Primitive("effjax_offload_guard")
+_guard_p.def_abstract_eval(lambda x, **_: x)
+_guard_p.def_impl(lambda x, **_: x)
+
+
+def _lower_guard(ctx, x, *, in_order: bool):
+    if "cuda" not in ctx.module_context.platforms:
+        return [x]
+    options = _options.get()
+    if options is not None:
+        options.update(_IN_ORDER if in_order else _WORKAROUND if host_slices_are_wrong() else {})
+    elif host_slices_are_wrong() and not in_order:
+        raise RuntimeError(
+            f"jax {jax.__version__} compiles offload_scan wrongly for GPUs (openxla/xla#46231). "
+            "Use effjax.offload_jit in place of jax.jit, which works around it, or "
+            f"jax >= {'.'.join(map(str, _READS_HOST_SLICES_RIGHT))}."
+        )
+    return [x]
+
+
+mlir.register_lowering(_guard_p, _lower_guard)

@@ -1,0 +1,97 @@
+"""Arrays in host memory and in device memory, inside jit."""
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Space = jax.memory.Space
+Where = Literal["host", "device"]
+SPACES: dict[str, Space] = {"host": Space.Host, "device": Space.Device}
+
+
+def to_host(tree: Any) -> Any:
+    """Moves the arrays of a pytree to pinned host memory.
+
+    Differentiable in both directions inside jit: the gradient of an array arrives in the memory
+    where the array is. Arrays that are there already stay as they are. A sum over devices
+    (``psum``) must be taken before this: XLA cannot on the host.
+    """
+    return jax.tree.map(functools.partial(move, space=Space.Host), tree)
+
+
+def to_device(tree: Any) -> Any:
+    """Moves the arrays of a pytree to device memory; otherwise as `to_host`."""
+    return jax.tree.map(functools.partial(move, space=Space.Device), tree)
+
+
+def space_of(x: Any) -> Space:
+    """The memory that an array, or its tracer, is in."""
+    return jax.typeof(x).memory_space
+
+
+def move(x: Any, space: Space) -> jax.Array:
+    x = jnp.asarray(x)
+    if space_of(x) == space:
+        return x
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return jax.device_put(x, space)
+    return _move(space_of(x), space, x)
+
+
+# A transpose that JAX does not have for moves inside jit.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _move(here: Space, there: Space, x: jax.Array) -> jax.Array:
+    return jax.device_put(x, there)
+
+
+def _move_forward(here: Space, there: Space, x: jax.Array):
+    return jax.device_put(x, there), None
+
+
+def _move_backward(here: Space, there: Space, _, dy: jax.Array):
+    return (jax.device_put(dy, here),)
+
+
+_move.defvjp(_move_forward, _move_backward)
+
+
+def put(tree: Any, space: Space) -> Any:
+    """Moves without a gradient: for inside a rule."""
+    return jax.tree.map(lambda x: x if space_of(x) == space else jax.device_put(x, space), tree)
+
+
+def read(tree: Any, i: jax.Array) -> Any:
+    """Entry i of all arrays, where they are."""
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), tree)
+
+
+def write(tree: Any, entry: Any, i: jax.Array) -> Any:
+    """Entry i of all arrays replaced, where they are."""
+    return jax.tree.map(
+        lambda a, b: lax.dynamic_update_index_in_dim(a, put(b, space_of(a)), i, 0), tree, entry
+    )
+
+
+def check_space(name: str, tree: Any, where: Where) -> None:
+    """Raises ValueError unless all arrays of a tree are where the caller says they are."""
+    if where not in SPACES:
+        raise ValueError(f'`{name}` (={where!r}) must be "host" or "device".')
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    elsewhere = [jax.tree_util.keystr(path) for path, x in leaves if space_of(x) != SPACES[where]]
+    if not elsewhere:
+        return
+    which = "None" if len(elsewhere) == len(leaves) else f"All but {', '.join(elsewhere[:4])}"
+    hint = (
+        "Put them there with effjax.to_host, a sharding with memory_kind='pinned_host', or "
+        "effjax.host_init; shapes for jit need a NamedSharding. jax.pmap takes no arrays from the "
+        "host: use jax.shard_map."
+        if where == "host"
+        else "Move them with effjax.to_device."
+    )
+    raise ValueError(
+        f"`{name}` is {where!r}, but not all parameters are in {where} memory. {which} of them "
+        f"are. {hint}"
+    )

@@ -1,0 +1,186 @@
+"""Unlike layers one after the other, their parameters and activations in host memory."""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._parallel import as_varying
+from . import slices
+from .arguments import (
+    check_layer,
+    check_microbatches,
+    check_options,
+    close_over,
+    microbatch,
+    strong,
+)
+from .compiled import in_order
+from .placement import SPACES, Space, Where, check_space, put, space_of, to_device
+from .slices import (
+    Slice,
+    Tree,
+    as_cotangent,
+    cast,
+    fold,
+    varying_axes,
+    with_gradients,
+)
+
+
+def offload_sequential(
+    layers: Sequence[Callable],
+    params: Sequence[Tree],
+    x: Tree,
+    *,
+    key: jax.Array | None = None,
+    num_slices: int | None = None,
+    num_microbatches: int = 1,
+    params_in: Where = "host",
+    activations: Where = "host",
+    compute_dtype: Any = None,
+    has_aux: bool = False,
+) -> Any:
+    """Applies unlike layers that stream through the device, a slice of them at a time.
+
+    ``x = layers[i](params[i], x, key_i) for i in range(L)`` with the gradients of exactly that, as
+    `offload_scan` for layers that are no stack: a convolutional network, an encoder and its
+    decoder. Between two slices x may be any pytree, of any shapes.
+
+    The device holds the parameters of one slice and the intermediates of one slice and one
+    microbatch. Compile with `offload_jit`: left to itself XLA for GPUs would load all slices
+    early.
+
+    Args:
+      layers: ``layer(params, x, key) -> x``, or ``-> (x, aux)`` with `has_aux`.
+      params: a pytree of arrays for each layer, floating-point to be differentiated.
+      x: a pytree of arrays [B, ...].
+      key: a PRNG key, or None; layer i and microbatch m get ``fold_in(fold_in(key, i), m)``.
+      num_slices: into how many slices of about the same bytes of parameters the layers are cut;
+        None: every layer is one.
+      params_in: where the parameters are.
+      num_microbatches, activations, compute_dtype: as in `offload_scan`.
+      has_aux: whether layers return a second result.
+
+    Returns:
+      x; with `has_aux` (x, aux), a list with the second result of every layer, stacked as
+      [num_microbatches, ...].
+
+    Raises:
+      ValueError, TypeError: when it is traced, for arguments that do not fit.
+
+    Kept for the backward pass: the parameters where they are, and the input of every slice.
+
+    References:
+      fairscale ``OffloadModel``.
+    """
+    check_options(num_microbatches, 0, 0, activations, None)
+    if len(layers) != len(params) or not layers:
+        raise ValueError(
+            f"`layers` (of {len(layers)}) and `params` (of {len(params)}) must be sequences of the "
+            "same length, of at least 1."
+        )
+    params = [jax.tree.map(jnp.asarray, p) for p in params]
+    check_space("params_in", params, params_in)
+    bounds = split_by_bytes(params, num_slices)
+    x = to_device(jax.tree.map(strong, x))
+    axes = varying_axes((params, x, key))
+    x = jax.tree.map(lambda a: as_varying(a, axes), x)
+    groups, shared, at = [], [], x
+    for first, last in itertools.pairwise(bounds):
+        check_microbatches(at, num_microbatches)
+        run = functools.partial(_layers, layers, first, last, has_aux, compute_dtype)
+        w, part = jax.eval_shape(
+            lambda w, x: (put(w, Space.Device), microbatch(x, num_microbatches)),
+            params[first:last],
+            at,
+        )
+        w, part = jax.tree.map(functools.partial(_vary, axes), (w, part))
+        converted, more = close_over(run, w, part, (key, jnp.int32(0)))
+        this = Slice(functools.partial(_apply, converted), num_microbatches)
+        groups.append(this)
+        shared.append(more)
+        at, _ = jax.eval_shape(functools.partial(slices.forward, this), w, more, at, key)
+    by_slice = [params[first:last] for first, last in itertools.pairwise(bounds)]
+    results: Any = _core((tuple(groups), SPACES[activations]), by_slice, shared, x, key)
+    x, aux = results
+    return (x, [a for some in aux for a in some]) if has_aux else x
+
+
+def split_by_bytes(params: Sequence[Tree], num_slices: int | None) -> list[int]:
+    """Where slices of about the same bytes begin and end: num_slices + 1 indices of layers."""
+    if num_slices is None:
+        return list(range(len(params) + 1))
+    if not isinstance(num_slices, int) or not 1 <= num_slices <= len(params):
+        raise ValueError(
+            f"`num_slices` (={num_slices!r}) must be from 1 to the number of layers "
+            f"(={len(params)})."
+        )
+    sizes = [sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(p)) for p in params]
+    ends = list(itertools.accumulate(sizes))
+    bounds = [0]
+    for j in range(1, num_slices):
+        least, most = bounds[-1] + 1, len(params) - (num_slices - j)
+        wanted = ends[-1] * j / num_slices
+        bounds.append(min(range(least, most + 1), key=lambda i: abs(ends[i - 1] - wanted)))
+    return [*bounds, len(params)]
+
+
+def _layers(layers, first, last, has_aux, compute_dtype, w, x, key):
+    key, m = key
+    aux = []
+    for i in range(first, last):
+        layer = check_layer(layers[i], has_aux, keeps=False)
+        x, more = layer(cast(w[i - first], compute_dtype), x, fold(key, i, m))
+        aux.append(more)
+    return x, aux
+
+
+def _apply(converted: Callable, w, shared, x, key, m):
+    return converted(w, shared, x, (key, jnp.asarray(m, jnp.int32)))
+
+
+def _vary(axes: frozenset, a: Any) -> jax.ShapeDtypeStruct:
+    """The type of an array that varies over `axes`."""
+    return jax.eval_shape(lambda a: as_varying(a, axes), a)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _core(static, params, shared, x, key):
+    return _forward(static, params, shared, x, key)[0]
+
+
+def _forward(static, params, shared, x, key):
+    groups, activations = static
+    aux, kept, at = [], [], in_order()
+    for this, w, more in zip(groups, params, shared, strict=True):
+        kept.append(put(x, activations))
+        # Not loaded before the slices before it are done, or all would be on the device at once.
+        w, x, at = lax.optimization_barrier((w, x, at))
+        x, some = slices.forward(this, put(w, Space.Device), more, x, key)
+        aux.append(some)
+    return (x, aux), (params, shared, kept, key)
+
+
+def _backward(static, residuals, cotangents):
+    groups, _ = static
+    params, shared, kept, key = residuals
+    dy, daux = cotangents
+    dx, at = with_gradients(dy), in_order()
+    dparams, dshared = [], []
+    for this, w, more, x, some in reversed(
+        list(zip(groups, params, shared, kept, daux, strict=True))
+    ):
+        w, x, dx, at = lax.optimization_barrier((w, x, dx, at))
+        here, x = put((w, x), Space.Device)
+        dw, ds, dx = slices.backward(this, here, more, x, key, dx, with_gradients(some))
+        dparams.append(jax.tree.map(lambda d, p: put(d, space_of(p)), dw, w))
+        dshared.append(ds)
+    return dparams[::-1], dshared[::-1], as_cotangent(kept[0], dx), None
+
+
+_core.defvjp(_forward, _backward)

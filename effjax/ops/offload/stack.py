@@ -1,0 +1,345 @@
+"""A stack of like layers whose parameters and activations live in host memory."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from .._parallel import as_varying
+from . import slices
+from .arguments import (
+    check_layer,
+    check_microbatches,
+    check_options,
+    close_over,
+    microbatch,
+    num_layers_of,
+    num_slices_of,
+    strong,
+)
+from .compiled import guard_host_slices
+from .placement import (
+    SPACES,
+    Space,
+    Where,
+    check_space,
+    put,
+    read,
+    space_of,
+    to_device,
+    write,
+)
+from .slices import (
+    Tree,
+    as_cotangent,
+    cast,
+    fold,
+    is_float,
+    join,
+    varying_axes,
+    with_gradients,
+)
+
+
+def offload_scan(
+    layer: Callable,
+    stacked_params: Tree,
+    x: Tree,
+    *,
+    key: jax.Array | None = None,
+    num_slices: int | None = None,
+    num_microbatches: int = 1,
+    params: Where = "host",
+    activations: Where = "host",
+    grads: Where | None = None,
+    prefetch: int = 1,
+    resident_slices: int = 0,
+    compute_dtype: Any = None,
+    has_aux: bool = False,
+) -> Any:
+    """Applies a stack of like layers that streams through the device, a slice at a time.
+
+    ``x = layer(params[i], x, key_i) for i in range(L)``, with the gradients of exactly that:
+    equal to the bit to those of ``jax.lax.scan`` over parameters on the device, dropout included.
+    The key of layer i and microbatch m is ``fold_in(fold_in(key, i), m)``.
+
+    The device holds the parameters of `1 + prefetch` slices and the intermediates of one slice and
+    one microbatch, whatever the depth. The backward pass streams the slices in reverse, computes
+    each again from its input, and sends its gradients to where the parameters are.
+
+    Under jit over a mesh, parameters may be replicated or sharded on any axis but the first; a
+    slice is gathered when it has arrived. Gradients are summed over devices before they leave
+    the device. With several microbatches use it inside ``jax.shard_map`` there: jit would exchange
+    rows to make microbatches. Under ``jax.pmap`` arrays from the host must stay out: there
+    `params="device"`. Forward mode, and vmap of a gradient, are refused.
+
+    Args:
+      layer: ``layer(params, x, key) -> x`` for one layer, or ``-> (x, aux)`` with `has_aux`. x
+        keeps its structure, shapes and dtypes. What it closes over is differentiated too.
+      stacked_params: a pytree of arrays [L, ...], L the number of layers, in the memory that
+        `params` says: see `host_init`, `to_host`. Differentiable where it holds floats only.
+      x: a pytree of arrays [B, ...]; integers are passed on without gradients.
+      key: a PRNG key, or None: then layers get None.
+      num_slices: how many slices to load; a divisor of L. None: every layer is one.
+      num_microbatches: how many parts of x go through a slice before the next is loaded; a divisor
+        of B. Rows [m B / M, (m + 1) B / M) are microbatch m.
+      params: "host" or "device", where stacked_params are.
+      activations: where the input of every slice is kept for the backward pass.
+      grads: where the gradients are collected, to be moved to the parameters' memory at the end if
+        it is another; by default there.
+      prefetch: how many slices are loaded ahead of the one that is computed.
+      resident_slices: how many of the last slices stay on the device between the two passes, with
+        their inputs, so that they are loaded once.
+      compute_dtype: what floating parameters are cast to on the device; their gradients have the
+        dtype that they are stored in.
+      has_aux: whether layers return a second result.
+
+    Returns:
+      x; with `has_aux` (x, aux), the second results stacked as [L, num_microbatches, ...].
+
+    Raises:
+      ValueError, TypeError: when it is traced, for arguments that do not fit.
+      NotImplementedError: for vmap of a gradient.
+      RuntimeError: when it is compiled for a GPU by a JAX that would compile it wrongly, without
+        `offload_jit`.
+
+    Kept for the backward pass: the parameters where they are, and the input of every slice.
+
+    References:
+      fairscale ``OffloadModel``; Pudipeddi et al., 2020 (arXiv:2002.05645).
+    """
+    stack, stacked_params, shared, x = prepare(
+        layer, stacked_params, x, key=key, num_slices=num_slices,
+        num_microbatches=num_microbatches, params=params, activations=activations, grads=grads,
+        prefetch=prefetch, resident_slices=resident_slices, compute_dtype=compute_dtype,
+        has_aux=has_aux,
+    )  # fmt: skip
+    results: Any = _core(stack, stacked_params, shared, x, key)
+    return results if has_aux else results[0]
+
+
+class Stack(NamedTuple):
+    """All that is no array. Layers 0, 1, ... make slices of `slice_size`."""
+
+    layer: Callable  # (params, shared, x, key) -> (x, aux)
+    num_slices: int
+    slice_size: int
+    num_microbatches: int
+    prefetch: int
+    resident_slices: int
+    activations: Space
+    grads: Space
+    compute_dtype: Any
+
+
+def prepare(
+    layer: Callable, stacked_params: Tree, x: Tree, *, key: Any = None,
+    num_slices: int | None = None, num_microbatches: int = 1, params: Where = "host",
+    activations: Where = "host", grads: Where | None = None, prefetch: int = 1,
+    resident_slices: int = 0, compute_dtype: Any = None, has_aux: bool = False,
+) -> tuple[Stack, Tree, Tree, Tree]:  # fmt: skip
+    """(stack, params, shared, x) for `run_forward`; arguments as `offload_scan`, checked."""
+    check_options(num_microbatches, prefetch, resident_slices, activations, grads)
+    stacked_params = jax.tree.map(jnp.asarray, stacked_params)
+    check_space("params", stacked_params, params)
+    num_layers = num_layers_of(stacked_params)
+    num_slices = num_slices_of(num_slices, num_layers, resident_slices)
+    x = to_device(jax.tree.map(strong, x))
+    check_microbatches(x, num_microbatches)
+    axes = varying_axes((stacked_params, x, key))
+    x = jax.tree.map(lambda a: as_varying(a, axes), x)
+    one = jax.tree.map(lambda a: as_varying(put(a[:1], Space.Device)[0], axes), stacked_params)
+    layer, shared = close_over(
+        check_layer(layer, has_aux), cast(one, compute_dtype), microbatch(x, num_microbatches), key
+    )
+    stack = Stack(
+        layer, num_slices, num_layers // num_slices, num_microbatches, prefetch, resident_slices,
+        SPACES[activations], SPACES[grads or params], compute_dtype,
+    )  # fmt: skip
+    return stack, stacked_params, shared, x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _core(stack: Stack, params: Tree, shared: Tree, x: Tree, key) -> tuple[Tree, Tree]:
+    return run_forward(stack, params, shared, x, key, keep=False)[:2]
+
+
+def _forward(stack: Stack, params, shared, x, key):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not is_float(leaf):
+            raise TypeError(
+                f"`stacked_params` must be floating-point to be differentiated, but {leaf.dtype} "
+                f"is the dtype of {jax.tree_util.keystr(path) or 'it'}: let the layer close over "
+                "what is no parameter, or pass it in `x`."
+            )
+    x, aux, kept = run_forward(stack, params, shared, x, key, keep=True)
+    return (x, aux), (params, shared, key, kept)
+
+
+def _backward(stack: Stack, residuals, cotangents):
+    params, shared, key, kept = residuals
+    dy, daux = _no_vmap(tuple(map(with_gradients, cotangents)))
+
+    def consume(params, grads, i, w, dw):
+        return params, write(grads, dw, i)
+
+    _, grads, dx, dshared = run_backward(
+        stack, params, shared, key, kept, dy, daux, consume,
+        empty_slices(stack, params, stack.grads),
+    )  # fmt: skip
+    dparams = jax.tree.map(lambda d, p: put(d, space_of(p)), join(grads), params)
+    inputs = kept.resident if stack.resident_slices else kept.streamed
+    x = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), inputs)
+    return dparams, dshared, as_cotangent(x, dx), None
+
+
+_core.defvjp(_forward, _backward)
+
+
+class Kept(NamedTuple):
+    """For the backward pass; () where there are none."""
+
+    streamed: Tree  # inputs of the slices that are loaded again, [S - r, ...]
+    resident: Tree  # inputs of the last r slices, and their parameters, on the device
+    weights: Tree
+
+
+def run_forward(stack: Stack, params: Tree, shared: Tree, x: Tree, key, keep: bool):
+    """(x, aux, kept), kept for `run_backward`: the inputs of the slices that are streamed, of those
+    that stay, and the parameters of the latter.
+
+    Slices are read at an index that the loop carries: XLA turns these reads into copies from the
+    host, and overlaps them with the layers.
+    """
+    params = by_slice(params, stack)
+    start = guard_host_slices()
+
+    def run(x, first, count, save):
+        def body(carry, _):
+            i, x, queue = carry
+            w, *queue = [*queue, load(params, jnp.minimum(i + stack.prefetch, first + count - 1))]
+            y, aux = slices.forward(one_slice(stack, i), w, shared, x, key)
+            return (i + 1, y, queue), (aux, save(w, x))
+
+        ahead = range(first, first + stack.prefetch)
+        queue = [load(params, jnp.int32(min(i, first + count - 1))) for i in ahead]
+        (_, x, _), results = lax.scan(body, (start + first, x, queue), None, length=count)
+        return x, results
+
+    streamed = stack.num_slices - stack.resident_slices
+    aux, kept = [], Kept((), (), ())
+    if streamed:
+        x, (more, inputs) = run(
+            x, 0, streamed, lambda w, x: put(x, stack.activations) if keep else ()
+        )
+        aux, kept = [more], kept._replace(streamed=inputs)
+    if stack.resident_slices:
+        save = lambda w, x: (x, w) if keep else ((), ())  # noqa: E731
+        x, (more, (inputs, weights)) = run(x, streamed, stack.resident_slices, save)
+        aux, kept = [*aux, more], kept._replace(resident=inputs, weights=weights)
+    aux = jax.tree.map(lambda *parts: jnp.concatenate(parts) if parts[1:] else parts[0], *aux)
+    return x, _by_layer(aux), kept
+
+
+def run_backward(
+    stack: Stack, params: Tree, shared: Tree, key, kept: Kept, dy: list, daux: list,
+    consume: Callable, carry: Any,
+):  # fmt: skip
+    """Streams the slices in reverse: (params, carry, dx, dshared).
+
+    ``params, carry = consume(params, carry, i, w, dw)`` takes the gradient of slice i, like its
+    parameters w [slice_size, ...] on the device. It may write slice i of params, which are
+    [num_slices, slice_size, ...] there.
+    """
+    daux = [jnp.swapaxes(a, 1, 2) for a in by_slice(daux, stack)]
+    start = guard_host_slices()
+
+    def run(state, first, count, fetch, prefetch):
+        def body(state, daux):
+            i, params, carry, dx, dshared, queue = state
+            (w, x), *queue = [*queue, fetch(params, jnp.maximum(i - prefetch, first))]
+            dw, more, dx = slices.backward(one_slice(stack, i), w, shared, x, key, dx, daux)
+            dshared = jax.tree.map(jnp.add, dshared, more)
+            # What is read of params is read before they are written: else XLA would copy them.
+            params, queue = lax.optimization_barrier((params, queue))
+            params, carry = consume(params, carry, i, w, dw)
+            return (i - 1, params, carry, dx, dshared, queue), None
+
+        last = first + count - 1
+        queue = [fetch(state[0], start + max(last - j, first)) for j in range(prefetch)]
+        here = [a[first : first + count] for a in daux]
+        at = start + last, *state, queue
+        return lax.scan(body, at, here, length=count, reverse=True)[0][1:-1]
+
+    state = by_slice(params, stack), carry, dy, jax.tree.map(jnp.zeros_like, shared)
+    streamed = stack.num_slices - stack.resident_slices
+    if stack.resident_slices:
+        fetch = lambda _, i: load((kept.weights, kept.resident), i - streamed)  # noqa: E731
+        state = run(state, streamed, stack.resident_slices, fetch, 0)
+    if streamed:
+        fetch = lambda params, i: (load(params, i), load(kept.streamed, i))  # noqa: E731
+        state = run(state, 0, streamed, fetch, stack.prefetch)
+    params, *rest = state
+    return join(params), *rest
+
+
+def one_slice(stack: Stack, i) -> slices.Slice:
+    """The layers of slice i; aux is [slice_size, ...] for each microbatch."""
+
+    def apply(w, shared, x, key, m):
+        def one(x, at):
+            w, j = at
+            return stack.layer(w, shared, x, fold(key, i * stack.slice_size + j, m))
+
+        w = cast(w, stack.compute_dtype)
+        if stack.slice_size > 1:
+            return lax.scan(one, x, (w, jnp.arange(stack.slice_size)))
+        x, aux = one(x, (jax.tree.map(lambda a: a[0], w), 0))
+        return x, jax.tree.map(lambda a: a[None], aux)
+
+    return slices.Slice(apply, stack.num_microbatches)
+
+
+def _by_layer(aux: Tree) -> Tree:
+    """[num_slices, num_microbatches, slice_size, ...] -> [L, num_microbatches, ...]"""
+    return join(jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), aux))
+
+
+def load(tree: Tree, i: jax.Array) -> Tree:
+    """Entry i of all arrays, on the device."""
+    return put(read(tree, i), Space.Device)
+
+
+def empty_slices(stack: Stack, params: Tree, space: Space) -> Tree:
+    """Arrays like the parameters [num_slices, slice_size, ...] for a loop to write.
+
+    On the host XLA allocates them, and writes nothing there.
+    """
+
+    def empty(a):
+        zero = put(as_varying(jnp.zeros((), a.dtype), varying_axes(a)), space)
+        return lax.broadcast(zero, (stack.num_slices, stack.slice_size, *a.shape[1:]))
+
+    return jax.tree.map(empty, params)
+
+
+def by_slice(params: Tree, stack: Stack) -> Tree:
+    """[L, ...] -> [num_slices, slice_size, ...]"""
+    shape = stack.num_slices, stack.slice_size
+    return jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), params)
+
+
+@custom_vmap
+def _no_vmap(x):
+    return x
+
+
+@_no_vmap.def_vmap
+def _(size, batched, x):
+    raise NotImplementedError(
+        "vmap of a gradient of offload_scan: make the mapped axis part of the batch."
+    )

@@ -1,0 +1,154 @@
+"""A training step of a stack of layers: gradients and updates in one program."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .arguments import num_layers_of
+from .per_leaf import check_per_leaf
+from .placement import Space, check_space, write
+from .slices import Tree, as_cotangent, floats_of, fold, join, with_gradients
+from .stack import Stack, by_slice, empty_slices, prepare, run_backward, run_forward
+from .update import (
+    apply,
+    clip_scale,
+    one_layer,
+    squares,
+    stream_update,
+    update_layers,
+    update_slice,
+)
+
+
+class OffloadState(NamedTuple):
+    """What is trained, and the optimizer's state of it."""
+
+    layers: Tree  # [L, ...], on the host
+    others: Tree  # parameters before and after the layers, on the device
+    layers_state: Tree  # [L, ...], on the host; counts [L] on the device
+    others_state: Tree
+
+
+class TrainStep(NamedTuple):
+    """``init(layers, others) -> OffloadState``, and ``step(state, batch, key)``."""
+
+    init: Callable
+    step: Callable
+
+
+def offload_train_step(
+    embed: Callable,
+    layer: Callable,
+    head: Callable,
+    tx: Any,
+    *,
+    fuse_update: bool = True,
+    clip_norm: float | None = None,
+    has_aux: bool = False,
+    **options: Any,
+) -> TrainStep:
+    """A training step for ``loss = head(others, layers(embed(others, batch)), batch)``.
+
+    With fuse_update every slice is updated as soon as its gradient is there, inside the backward
+    pass: no full gradient exists anywhere. Else gradients go to the host, and a second loop over
+    the layers updates them, scaled by the norm that the backward pass has added up.
+
+    Compile the step with `offload_jit`, which writes the new state over the old one.
+
+    Args:
+      embed: ``embed(others, batch, key) -> x``.
+      layer: ``layer(params, x, key) -> x``, or ``-> (x, aux)`` with has_aux; see `offload_scan`.
+      head: ``head(others, x, batch, key) -> loss``, a scalar. In ``jax.shard_map``: the mean over
+        the devices.
+      tx: an ``optax.GradientTransformation`` that treats every parameter on its own.
+      fuse_update: whether to update inside the backward pass; not with clip_norm, whose norm is
+        known after it only.
+      clip_norm: the largest global norm of the gradients; as ``optax.clip_by_global_norm``.
+      has_aux: whether layers return a second result.
+      **options: of `offload_scan`: num_slices, num_microbatches, activations, prefetch,
+        resident_slices, compute_dtype.
+
+    Returns:
+      ``init(layers, others) -> OffloadState``, for layers as `host_init` makes them; and
+      ``step(state, batch, key) -> (state, loss)``, or (state, loss, aux). `key` may be None; embed
+      and head get it folded with L and L + 1.
+
+    Raises:
+      ValueError: fuse_update with clip_norm; a tx that mixes parameters; and as `offload_scan`.
+    """
+    if fuse_update and clip_norm is not None:
+        raise ValueError(
+            f"`clip_norm` (={clip_norm}) needs the norm of all gradients, but with "
+            "fuse_update=True the first slices are updated before the last gradients exist: pass "
+            "fuse_update=False."
+        )
+    if "grads" in options or "params" in options:
+        raise ValueError("`params` and `grads` are on the host in offload_train_step.")
+
+    def init(layers: Tree, others: Tree) -> OffloadState:
+        check_space("params", layers, "host")
+        return OffloadState(layers, others, stream_update(tx).init(layers), tx.init(others))
+
+    def step(state: OffloadState, batch: Any, key: jax.Array | None = None):
+        num_layers = num_layers_of(state.layers)
+        check_per_leaf(tx, one_layer(state.layers))
+        first, last = (fold(key, num_layers + j, 0) for j in range(2))
+        x, embed_back = jax.vjp(lambda others: embed(others, batch, first), state.others)
+        stack, layers, shared, x = prepare(
+            layer, state.layers, x, key=key, has_aux=has_aux, **options
+        )
+        y, aux, kept = run_forward(stack, layers, shared, x, key, keep=True)
+        loss, head_back = jax.vjp(lambda others, y: head(others, y, batch, last), state.others, y)
+        _check_loss(loss)
+        from_head, dy = head_back(jnp.ones_like(loss))
+        daux = [jnp.zeros_like(a) for a in floats_of(aux)]
+        backward = functools.partial(
+            run_backward, stack, layers, shared, key, kept, with_gradients(dy), daux
+        )
+        grads, total, scale = None, jnp.float32(0), None
+        if fuse_update:
+            layers, layers_state, dx = _update_meanwhile(tx, stack, state.layers_state, backward)
+        else:
+            grads, total, dx = _collect(stack, layers, backward)
+        (from_embed,) = embed_back(as_cotangent(x, dx))
+        grads_others = jax.tree.map(jnp.add, from_head, from_embed)
+        if clip_norm is not None:
+            scale = clip_scale(total + squares(grads_others), clip_norm)
+            grads_others = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads_others)
+        if not fuse_update:
+            layers, layers_state = update_layers(tx, grads, state.layers_state, layers, scale)
+        others, others_state = apply(tx, state.others, state.others_state, grads_others)
+        state = OffloadState(layers, others, layers_state, others_state)
+        return (state, loss, aux) if has_aux else (state, loss)
+
+    return TrainStep(init, step)
+
+
+def _update_meanwhile(tx: Any, stack: Stack, state: Tree, backward: Callable) -> tuple:
+    """(layers, their optimizer's state, dx)"""
+
+    def consume(layers, state, i, w, dw):
+        return update_slice(tx, layers, state, i, w, dw)
+
+    layers, state, dx, _ = backward(consume, by_slice(state, stack))
+    return layers, join(state), dx
+
+
+def _collect(stack: Stack, layers: Tree, backward: Callable) -> tuple:
+    """(gradients of the layers, the sum of their squares, dx)"""
+
+    def consume(layers, carry, i, w, dw):
+        grads, total = carry
+        return layers, (write(grads, dw, i), total + squares(dw))
+
+    carry = empty_slices(stack, layers, Space.Host), jnp.float32(0)
+    _, (grads, total), dx, _ = backward(consume, carry)
+    return join(grads), total, dx
+
+
+def _check_loss(loss: jax.Array) -> None:
+    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(f"`head` must return a scalar loss, not {jax.typeof(loss)}.")
