@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._parallel import as_varying
+from .._parallel import as_varying, explicit_axes
 from .placement import SPACES
 from .slices import Tree, varying_axes
 
@@ -104,6 +104,11 @@ def check_options(num_microbatches, prefetch, resident_slices, activations, grad
 def check_microbatches(x: Tree, num_microbatches: int) -> None:
     if num_microbatches == 1:
         return
+    if any(map(explicit_axes, jax.tree.leaves(x))):
+        raise ValueError(
+            f"`num_microbatches` (={num_microbatches}) over a mesh with Explicit axes: every "
+            "device must split its own rows; use it inside jax.shard_map."
+        )
     shapes = [a.shape for a in jax.tree.leaves(x)]
     if len({s[:1] for s in shapes}) != 1 or not shapes[0] or shapes[0][0] % num_microbatches:
         raise ValueError(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._parallel import as_varying
+from .._parallel import as_varying, sum_to_type_of
 from . import slices
 from .arguments import (
     check_layer,
@@ -172,12 +172,14 @@ def _backward(static, residuals, cotangents):
     dy, daux = cotangents
     dx, at = with_gradients(dy), in_order()
     dparams, dshared = [], []
+    # In order, and again: else what the forward pass has drawn from the key would be kept.
     for this, w, more, x, some in reversed(
         list(zip(groups, params, shared, kept, daux, strict=True))
     ):
-        w, x, dx, at = lax.optimization_barrier((w, x, dx, at))
-        here, x = put((w, x), Space.Device)
-        dw, ds, dx = slices.backward(this, here, more, x, key, dx, with_gradients(some))
+        host, x, dx, at, again = lax.optimization_barrier((w, x, dx, at, key))
+        here, x = put((host, x), Space.Device)
+        dw, ds, dx = slices.backward(this, here, more, x, again, dx, with_gradients(some))
+        dw = jax.tree.map(sum_to_type_of, dw, w)  # the barrier made w vary as x does
         dparams.append(jax.tree.map(lambda d, p: put(d, space_of(p)), dw, w))
         dshared.append(ds)
     return dparams[::-1], dshared[::-1], as_cotangent(kept[0], dx), None

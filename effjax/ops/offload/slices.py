@@ -22,6 +22,8 @@ class Slice(NamedTuple):
 
 def forward(this: Slice, w: Tree, shared: Tree, x: Tree, key) -> tuple[Tree, Tree]:
     """All microbatches: x, and aux [num_microbatches, ...]."""
+    axes = varying_axes(x)
+    w = jax.tree.map(lambda a: as_varying(a, axes), w)
     if this.num_microbatches == 1:
         x, aux = this.apply(w, shared, x, key, 0)
         return x, jax.tree.map(lambda a: a[None], aux)

@@ -265,7 +265,9 @@ def run_backward(
             dw, more, dx = slices.backward(one_slice(stack, i), w, shared, x, key, dx, daux)
             dshared = jax.tree.map(jnp.add, dshared, more)
             # What is read of params is read before they are written: else XLA would copy them.
-            params, queue = lax.optimization_barrier((params, queue))
+            weights, inputs = [w for w, _ in queue], [x for _, x in queue]
+            params, weights = lax.optimization_barrier((params, weights))
+            queue = list(zip(weights, inputs, strict=True))
             params, carry = consume(params, carry, i, w, dw)
             return (i - 1, params, carry, dx, dshared, queue), None
 
@@ -322,7 +324,8 @@ def empty_slices(stack: Stack, params: Tree, space: Space) -> Tree:
 
     def empty(a):
         zero = put(as_varying(jnp.zeros((), a.dtype), varying_axes(a)), space)
-        return lax.broadcast(zero, (stack.num_slices, stack.slice_size, *a.shape[1:]))
+        kind = jax.typeof(by_slice(a, stack))
+        return lax.broadcast(zero, kind.shape, out_sharding=kind.sharding)
 
     return jax.tree.map(empty, params)
 

@@ -17,6 +17,7 @@ from .update import (
     clip_scale,
     one_layer,
     squares,
+    state_sharding,
     stream_update,
     update_layers,
     update_slice,
@@ -90,7 +91,11 @@ def offload_train_step(
 
     def init(layers: Tree, others: Tree) -> OffloadState:
         check_space("params", layers, "host")
-        return OffloadState(layers, others, stream_update(tx).init(layers), tx.init(others))
+        others_state = jax.tree_util.tree_map_with_path(
+            lambda path, a: jax.device_put(a, state_sharding(others, path, a.shape)),
+            tx.init(others),
+        )
+        return OffloadState(layers, others, stream_update(tx).init(layers), others_state)
 
     def step(state: OffloadState, batch: Any, key: jax.Array | None = None):
         num_layers = num_layers_of(state.layers)

@@ -48,7 +48,7 @@ def stream_update(tx: Any) -> StreamUpdate:
 
     def init(params: Tree) -> Tree:
         check_per_leaf(tx, one_layer(params))
-        return _on_host(tx.init, params, functools.partial(_state_sharding, params), scalars=False)
+        return _on_host(tx.init, params, functools.partial(state_sharding, params), scalars=False)
 
     def update(grads: Tree, state: Tree, params: Tree, clip_norm: float | None = None):
         check_per_leaf(tx, one_layer(params))
@@ -167,9 +167,11 @@ def _on_host(make: Callable, stacked: Tree, sharding: Callable, scalars: bool = 
     return compile_offloaded(jax.jit(run, out_shardings=shardings), stacked)(stacked)
 
 
-def _state_sharding(params: Tree, path: tuple, shape: tuple[int, ...]) -> Any:
+def state_sharding(params: Tree, path: tuple, shape: tuple[int, ...]) -> Any:
     """That of the parameter whose path ends the path, a moment of it; else nothing is sharded."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
+    if any(isinstance(p, Tracer) for _, p in leaves):
+        return None
     for name, p in leaves:
         if path[len(path) - len(name) :] == name and shape == p.shape:
             return p.sharding

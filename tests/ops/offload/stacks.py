@@ -1,0 +1,78 @@
+"""A stack of layers with dropout, in memory as JAX would run it: what offloading must equal."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+LAYERS, WIDTH, BATCH = 4, 8, 8
+KEY = jax.random.key(7)
+
+
+def layer(w, x, key):
+    h = jnp.tanh(x @ w["a"] + w["c"])
+    if key is not None:
+        h = jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h / 0.9, 0.0)
+    return x + h @ w["b"]
+
+
+def init(key):
+    a, b, c = jax.random.split(key, 3)
+    return {
+        "a": 0.3 * jax.random.normal(a, (WIDTH, 2 * WIDTH)),
+        "b": 0.3 * jax.random.normal(b, (2 * WIDTH, WIDTH)),
+        "c": 0.3 * jax.random.normal(c, (2 * WIDTH,)),
+    }
+
+
+def params(num_layers=LAYERS):
+    return jax.vmap(init)(jax.random.split(jax.random.key(0), num_layers))
+
+
+def inputs():
+    return jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
+
+
+def key_of(key, i, m):
+    return None if key is None else jax.random.fold_in(jax.random.fold_in(key, i), m)
+
+
+def in_memory(layer, params, x, key, num_microbatches=1):
+    """The stack as a scan over the layers, and in each over the microbatches."""
+    m = num_microbatches
+
+    def body(x, at):
+        w, i = at
+        if m == 1:
+            return layer(w, x, key_of(key, i, 0)), None
+
+        def one(_, at):
+            x, j = at
+            return None, layer(w, x, key_of(key, i, j))
+
+        parts = jax.tree.map(lambda a: a.reshape(m, a.shape[0] // m, *a.shape[1:]), x)
+        _, y = lax.scan(one, None, (parts, jnp.arange(m)))
+        return jax.tree.map(lambda a: a.reshape(m * a.shape[1], *a.shape[2:]), y), None
+
+    number = jax.tree.leaves(params)[0].shape[0]
+    return lax.scan(body, x, (params, jnp.arange(number)))[0]
+
+
+def loss(y):
+    return jnp.mean(jnp.sin(y) + 0.3 * y * y)
+
+
+def value_and_grads(apply, *args):
+    """Of the loss of ``apply(*args)``, with respect to all of them."""
+    return jax.jit(jax.value_and_grad(lambda *a: loss(apply(*a)), tuple(range(len(args)))))(*args)
+
+
+def assert_equal_bits(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def kinds(tree):
+    """The memory kinds of the arrays of a tree."""
+    return {a.sharding.memory_kind for a in jax.tree.leaves(tree)}

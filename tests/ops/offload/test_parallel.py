@@ -1,0 +1,219 @@
+"""Offloading over eight devices: values, memory kinds, and what the programs exchange."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from effjax import (
+    host_init,
+    offload_jit,
+    offload_scan,
+    offload_sequential,
+    offload_train_step,
+    to_device,
+    to_host,
+)
+from effjax.memory import collectives
+from tests.contexts import mesh_of
+from tests.ops.offload.stacks import (
+    KEY,
+    LAYERS,
+    WIDTH,
+    in_memory,
+    init,
+    kinds,
+    layer,
+    loss,
+    params,
+    value_and_grads,
+)
+
+BATCH = 32
+LAYER_BYTES = 4 * (2 * WIDTH * 2 * WIDTH + 2 * WIDTH)
+
+
+def inputs():
+    return jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
+
+
+@functools.cache
+def want():
+    return value_and_grads(lambda w, x: in_memory(layer, w, x, None), params(), inputs())
+
+
+def close(got, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
+
+
+def on(mesh, spec, host=True):
+    return NamedSharding(mesh, spec, memory_kind="pinned_host" if host else "device")
+
+
+def gathered(program):
+    """Bytes of the all-gathers, the others' count."""
+    found = collectives(program.as_text())
+    gathers = [c for c in found if c.kind == "all-gather"]
+    return gathers, [(c.bytes, c.count) for c in found if c.kind == "all-reduce"]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P(), P(None, "i")], ids=["replicated", "sharded"])
+def test_jit_over_a_mesh(kind, spec):
+    mesh = mesh_of((8,), ("i",), kind)
+    with jax.set_mesh(mesh):
+        w = {k: on(mesh, P() if k == "c" else spec) for k in params()}
+        w = jax.device_put(params(), w)
+        x = jax.device_put(inputs(), on(mesh, P("i"), host=False))
+        run = jax.jit(jax.value_and_grad(lambda w, x: loss(offload_scan(layer, w, x)), (0, 1)))
+        program = run.lower(w, x).compile()
+        got = program(w, x)
+    close(got, want())
+    assert kinds(got[1][0]) == {"pinned_host"}
+    gathers, reduced = gathered(program)
+    if spec == P():
+        assert not gathers
+    # A layer at a time: never a stack.
+    assert all(c.bytes <= LAYER_BYTES for c in gathers) and all(
+        b <= LAYER_BYTES for b, _ in reduced
+    )
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("sequential", [False, True])
+def test_shard_map(num_microbatches, sequential):
+    """One all-reduce for a parameter and slice, on the device; no gathers."""
+    mesh = mesh_of((8,), ("i",))
+    options = {"num_microbatches": num_microbatches}
+
+    def apply(w, x):
+        if not sequential:
+            return offload_scan(layer, w, x, **options)
+        return offload_sequential([layer] * LAYERS, w, x, **options)
+
+    def local(w, x):
+        return jax.value_and_grad(lambda w, x: lax.pmean(loss(apply(w, x)), "i"), (0, 1))(w, x)
+
+    w = params()
+    if sequential:
+        w = [jax.tree.map(lambda a, i=i: a[i], w) for i in range(LAYERS)]
+    w = jax.device_put(w, on(mesh, P()))
+    run = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(P(), P("i")), out_specs=(P(), (P(), P("i")))),
+        out_shardings=(None, (on(mesh, P()), None)),
+    )
+    program = run.lower(w, inputs()).compile()
+    value, (dw, dx) = program(w, inputs())
+    assert kinds(dw) == {"pinned_host"}
+    if sequential:
+        dw = jax.tree.map(lambda *a: np.stack([np.asarray(b) for b in a]), *dw)
+    close((value, (dw, dx)), want())
+    gathers, reduced = gathered(program)
+    assert not gathers
+    assert sum(b * n for b, n in reduced) == sum(a.nbytes for a in jax.tree.leaves(params())) + 4
+
+
+def test_shard_map_without_types():
+    """Gradients are those of a device's own loss, for the caller to average on the device."""
+    mesh = mesh_of((8,), ("i",))
+
+    def local(w, x):
+        value, (dw, dx) = jax.value_and_grad(
+            lambda w, x: loss(offload_scan(layer, w, x, num_microbatches=2)), (0, 1)
+        )(w, x)
+        dw = to_host(lax.pmean(to_device(dw), "i"))
+        return lax.pmean(value, "i"), (dw, dx / 8)
+
+    specs = {"in_specs": (P(), P("i")), "out_specs": (P(), (P(), P("i")))}
+    run = jax.jit(jax.shard_map(local, mesh=mesh, check_vma=False, **specs))
+    close(run(jax.device_put(params(), on(mesh, P())), inputs()), want())
+
+
+def test_pmap_with_activations_on_the_host():
+    def local(w, x):
+        value, (dw, dx) = jax.value_and_grad(
+            lambda w, x: loss(offload_scan(layer, w, x, params="device")), (0, 1)
+        )(w, x)
+        return lax.pmean(value, "i"), (lax.pmean(dw, "i"), dx / 8)
+
+    run = jax.pmap(local, axis_name="i", in_axes=(None, 0))
+    value, (dw, dx) = run(params(), inputs().reshape(8, -1, WIDTH))
+    first = jax.tree.map(lambda a: a[0], dw)
+    close((value[0], (first, dx.reshape(BATCH, WIDTH))), want())
+
+
+@pytest.mark.parametrize("fuse_update", [True, False])
+def test_a_training_step_over_devices(fuse_update):
+    """In shard_map, and under jit with sharded parameters: as on one device."""
+    mesh = mesh_of((8,), ("i",))
+
+    def make(mean):
+        return offload_train_step(
+            lambda others, batch, key: batch @ others,
+            layer,
+            lambda others, x, batch, key: mean(loss(x)),
+            optax.adam(1e-2),
+            fuse_update=fuse_update,
+            clip_norm=None if fuse_update else 0.1,
+        )
+
+    def trained(make_step, w, others):
+        init_state, step = make_step
+        state, value = offload_jit(step)(init_state(w, others), inputs())
+        return value, state
+
+    expected = trained(make(lambda x: x), to_host(params()), jnp.eye(WIDTH))
+    eye = lambda: jax.device_put(jnp.eye(WIDTH), on(mesh, P(), host=False))  # noqa: E731
+    replicated = jax.device_put(params(), on(mesh, P())), eye()
+    mapped = make(lambda x: lax.pmean(x, "i"))
+    mapped = mapped._replace(
+        step=jax.shard_map(mapped.step, mesh=mesh, in_specs=(P(), P("i")), out_specs=(P(), P()))
+    )
+    sharded = jax.device_put(params(), on(mesh, P(None, "i"))), eye()
+    for got in (trained(mapped, *replicated), trained(make(lambda x: x), *sharded)):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), got, expected
+        )
+        assert kinds(got[1].layers) == {"pinned_host"}
+    moments = [a for a in jax.tree.leaves(got[1].layers_state) if a.ndim > 1]
+    assert {a.sharding.spec for a in moments} == {P(None, "i")} and kinds(moments) == {
+        "pinned_host"
+    }
+
+
+def test_microbatches_under_jit_with_explicit_axes_are_refused():
+    mesh = mesh_of((8,), ("i",), AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(inputs(), on(mesh, P("i"), host=False))
+        w = jax.device_put(params(), on(mesh, P()))
+        with pytest.raises(ValueError, match="use it inside jax.shard_map"):
+            jax.jit(lambda w, x: offload_scan(layer, w, x, num_microbatches=2))(w, x)
+
+
+def test_parameters_made_on_a_mesh():
+    mesh = mesh_of((8,), ("i",))
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    w = host_init(init, keys, shardings=on(mesh, P(None, "i"), host=False))
+    close(w, params())
+    assert {a.sharding.spec for a in jax.tree.leaves(w)} == {P(None, "i")}
+    assert kinds(w) == {"pinned_host"}
+    by_leaf = {"a": on(mesh, P()), "b": on(mesh, P(None, "i")), "c": on(mesh, P())}
+    w = host_init(init, keys, shardings=by_leaf)
+    assert {name: a.sharding.spec for name, a in w.items()} == {
+        "a": P(), "b": P(None, "i"), "c": P(),
+    }  # fmt: skip
+
+
+def test_keys_are_those_of_one_device():
+    """Dropout does not depend on the mesh under jit."""
+    mesh = mesh_of((8,), ("i",))
+    run = jax.jit(lambda w, x: offload_scan(layer, w, x, key=KEY))
+    w = jax.device_put(params(), on(mesh, P()))
+    x = jax.device_put(inputs(), on(mesh, P("i"), host=False))
+    close(run(w, x), run(to_host(params()), inputs()))

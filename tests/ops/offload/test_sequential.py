@@ -1,0 +1,149 @@
+"""offload_sequential beside the same layers in device memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from effjax import offload_sequential, to_host
+from effjax.ops.offload.sequential import split_by_bytes
+from tests.ops.offload.stacks import (
+    KEY,
+    assert_equal_bits,
+    inputs,
+    key_of,
+    kinds,
+    loss,
+    value_and_grads,
+)
+
+WIDTHS = 8, 16, 12, 12, 4
+
+
+def params():
+    keys = jax.random.split(jax.random.key(0), len(WIDTHS) - 1)
+    sizes = zip(keys, WIDTHS[:-1], WIDTHS[1:], strict=True)
+    return [{"w": 0.4 * jax.random.normal(k, (a, b))} for k, a, b in sizes]
+
+
+def dense(w, x, key):
+    h = jnp.tanh(x["h"] @ w["w"])
+    return {"h": jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h, 0.0), "n": x["n"] + 1}
+
+
+def fork(w, x, key):
+    """Another structure: two tensors, with a gradient through both."""
+    y = dense(w, x, key)
+    return {**y, "skip": (x["h"].sum(-1), y["h"] * 2)}
+
+
+def join(w, x, key):
+    y = dense(w, {"h": x["h"] + x["skip"][1], "n": x["n"]}, key)
+    return {**y, "h": y["h"] * x["skip"][0][:, None]}
+
+
+LAYERS = [dense, fork, join, dense]
+
+
+def in_memory(params, h, num_microbatches):
+    def one(m, h):
+        x = {"h": h, "n": jnp.zeros(h.shape[0], jnp.int32)}
+        for i, (layer, w) in enumerate(zip(LAYERS, params, strict=True)):
+            x = layer(w, x, key_of(KEY, i, m))
+        return x["h"]
+
+    parts = jnp.split(h, num_microbatches)
+    return jnp.concatenate([one(m, part) for m, part in enumerate(parts)])
+
+
+def offloaded(params, h, **options):
+    x = {"h": h, "n": jnp.zeros(h.shape[0], jnp.int32)}
+    y = offload_sequential(LAYERS, params, x, key=KEY, **options)
+    return y["h"]
+
+
+@functools.cache
+def want(num_microbatches):
+    run = functools.partial(in_memory, num_microbatches=num_microbatches)
+    return value_and_grads(run, params(), inputs())
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_slices": 1}, {"num_slices": 3}, {"activations": "device"}], ids=str
+)
+def test_equal_to_the_bit(num_microbatches, options):
+    run = functools.partial(offloaded, num_microbatches=num_microbatches, **options)
+    got = value_and_grads(run, to_host(params()), inputs())
+    assert_equal_bits(got, want(num_microbatches))
+    assert kinds(got[1][0]) == {"pinned_host"} and kinds(got[1][1]) == {"device"}
+
+
+def test_parameters_on_the_device():
+    run = functools.partial(offloaded, params_in="device")
+    assert_equal_bits(value_and_grads(run, params(), inputs()), want(1))
+
+
+def test_aux_and_closures():
+    scale = jnp.float32(1.5)
+
+    def layer(w, x, key):
+        y = jnp.tanh(x @ w["w"]) * scale
+        return y, jnp.mean(y, 0)
+
+    def run(w, x):
+        x, aux = offload_sequential([layer] * 4, w, x, has_aux=True, num_microbatches=2)
+        assert [a.shape for a in aux] == [(2, n) for n in WIDTHS[1:]]
+        return sum(jnp.sum(a**2) for a in aux) + x
+
+    def plain(w, x):
+        total = 0.0
+        for p in w:
+            x, _ = layer(p, x, None)
+            total += sum(jnp.sum(jnp.mean(part, 0) ** 2) for part in jnp.split(x, 2))
+        return total + x
+
+    got = value_and_grads(run, to_host(params()), inputs())
+    expected = value_and_grads(plain, params(), inputs())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), got, expected)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_slices", "bounds"),
+    [
+        ([1, 1, 1, 1], 2, [0, 2, 4]),
+        ([1, 1, 1, 9], 2, [0, 3, 4]),
+        ([9, 1, 1, 1], 3, [0, 1, 2, 4]),
+        ([0, 0, 0], 3, [0, 1, 2, 3]),
+        ([5, 5], None, [0, 1, 2]),
+        ([4], 1, [0, 1]),
+    ],
+)
+def test_slices_of_about_the_same_bytes(sizes, num_slices, bounds):
+    assert split_by_bytes([np.zeros(n, np.int8) for n in sizes], num_slices) == bounds
+
+
+@pytest.mark.parametrize(
+    ("match", "arguments"),
+    [
+        (r"`layers` \(of 4\) and `params` \(of 3\)", {"params": to_host(params()[:3])}),
+        (r"`layers` \(of 0\)", {"params": [], "layers": []}),
+        (r"`num_slices` \(=5\) must be from 1 to the number of layers \(=4\)", {"num_slices": 5}),
+        (r"`num_microbatches` \(=3\) must divide the batch", {"num_microbatches": 3}),
+        (r"`params_in` is 'host', but", {"params": params()}),
+        (r"`activations` \(='disk'\)", {"activations": "disk"}),
+        (r"must return \(x, aux\)", {"has_aux": True}),
+    ],
+)
+def test_bad_input(match, arguments):
+    x = {"h": inputs(), "n": jnp.zeros(8, jnp.int32)}
+    call = {"layers": LAYERS, "params": to_host(params()), "x": x, "key": KEY, **arguments}
+    with pytest.raises(ValueError, match=match):
+        jax.eval_shape(lambda: offload_sequential(**call))
+
+
+def test_outside_jit():
+    got = jax.grad(lambda w: loss(offloaded(w, inputs())))(to_host(params()))
+    assert kinds(got) == {"pinned_host"}

@@ -1,0 +1,284 @@
+"""offload_scan beside the same stack in device memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from effjax import offload_scan, to_device, to_host
+from tests.ops.offload.stacks import (
+    BATCH,
+    KEY,
+    LAYERS,
+    WIDTH,
+    assert_equal_bits,
+    in_memory,
+    inputs,
+    key_of,
+    kinds,
+    layer,
+    loss,
+    params,
+    value_and_grads,
+)
+
+
+@functools.cache
+def want(num_microbatches):
+    run = lambda w, x: in_memory(layer, w, x, KEY, num_microbatches)  # noqa: E731
+    return value_and_grads(run, params(), inputs())
+
+
+OPTIONS = [
+    {}, {"prefetch": 0}, {"prefetch": 3}, {"prefetch": 9}, {"num_slices": 2}, {"num_slices": 1},
+    {"resident_slices": 1}, {"num_slices": 2, "resident_slices": 2}, {"activations": "device"},
+    {"grads": "device"}, {"params": "device"}, {"params": "device", "grads": "host"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_equal_to_the_bit(num_microbatches, options):
+    """The loss and all gradients, with dropout; they arrive where the parameters are."""
+    where = options.get("params", "host")
+    w = params() if where == "device" else to_host(params())
+    run = functools.partial(
+        offload_scan, layer, key=KEY, num_microbatches=num_microbatches, **options
+    )
+    got = value_and_grads(run, w, inputs())
+    assert_equal_bits(got, want(num_microbatches))
+    assert kinds(got[1][0]) == ({"device"} if where == "device" else {"pinned_host"})
+    assert kinds(got[1][1]) == {"device"}
+
+
+def test_without_key_and_outside_jit():
+    run = functools.partial(offload_scan, layer)
+    got = jax.value_and_grad(lambda w: loss(run(w, inputs())))(to_host(params()))
+    expected = value_and_grads(lambda w: in_memory(layer, w, inputs(), None), params())
+    np.testing.assert_allclose(got[0], expected[0], rtol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got[1], expected[1][0]
+    )
+    assert kinds(got[1]) == {"pinned_host"}
+
+
+def test_one_layer_of_a_raw_key():
+    """A loop of one turn is unrolled, and an old-style key is a key."""
+    one = jax.tree.map(lambda a: a[:1], params())
+    key = jax.random.PRNGKey(3)
+    got = value_and_grads(lambda w: offload_scan(layer, w, inputs(), key=key), to_host(one))
+    assert_equal_bits(got, value_and_grads(lambda w: in_memory(layer, w, inputs(), key), one))
+    assert kinds(got[1]) == {"pinned_host"}
+
+
+@pytest.mark.parametrize("transform", ["remat", "twice", "scan", "vmap"])
+def test_inside_of(transform):
+    x = inputs()
+
+    def stack(w, x):
+        return offload_scan(layer, w, x, num_slices=2)
+
+    def plain(w, x):
+        return in_memory(layer, w, x, None)
+
+    def transformed(f):
+        if transform == "remat":
+            return jax.checkpoint(f)
+        if transform == "twice":
+            return lambda w, x: f(w, f(w, x))
+        if transform == "scan":  # whose own transpose cannot add up on the host
+            once = lambda w, x: f(to_host(w) if f is stack else w, x)  # noqa: E731
+            return lambda w, x: lax.scan(lambda x, _: (once(w, x), None), x, length=3)[0]
+        return jax.vmap(f, (None, 0))
+
+    x = jnp.stack([x, 2 * x]) if transform == "vmap" else x
+    if transform == "vmap":  # forward only
+        got, expected = (
+            jax.jit(transformed(f))(w, x)
+            for f, w in ((stack, to_host(params())), (plain, params()))
+        )
+    else:
+        w = params() if transform == "scan" else to_host(params())
+        got = value_and_grads(transformed(stack), w, x)
+        expected = value_and_grads(transformed(plain), params(), x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, expected)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_what_the_layer_closes_over_is_differentiated(num_microbatches):
+    scale = jnp.linspace(0.5, 1.5, WIDTH)
+
+    def run(apply, w, x, scale):
+        return apply(lambda w, x, key: layer(w, x * scale, key), w, x)
+
+    offloaded = functools.partial(
+        run, functools.partial(offload_scan, key=KEY, num_microbatches=num_microbatches)
+    )
+    plain = functools.partial(run, lambda f, w, x: in_memory(f, w, x, KEY, num_microbatches))
+    got = value_and_grads(offloaded, to_host(params()), inputs(), scale)
+    assert_equal_bits(got, value_and_grads(plain, params(), inputs(), scale))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_trees_with_integers(num_microbatches):
+    """Integers go through the layers, are kept, and have no gradients."""
+
+    def tree_layer(w, x, key):
+        turned = jnp.take_along_axis(x["h"], x["order"], 1)
+        return {"h": layer(w, turned, key), "order": (x["order"] + 1) % WIDTH, "pair": x["pair"]}
+
+    order = jax.random.randint(KEY, (BATCH, WIDTH), 0, WIDTH)
+
+    def run(apply, w, h):
+        x = {"h": h, "order": order, "pair": (h[:, 0], jnp.zeros((BATCH, 0)))}
+        y = apply(tree_layer, w, x)
+        assert jax.tree.structure(y) == jax.tree.structure(x)
+        return y["h"] + y["order"] + y["pair"][0][:, None]
+
+    offloaded = functools.partial(
+        run,
+        functools.partial(
+            offload_scan, key=KEY, num_microbatches=num_microbatches, resident_slices=1
+        ),
+    )
+    plain = functools.partial(run, lambda f, w, x: in_memory(f, w, x, KEY, num_microbatches))
+    got = value_and_grads(offloaded, to_host(params()), inputs())
+    assert_equal_bits(got, value_and_grads(plain, params(), inputs()))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_slices": 2, "resident_slices": 1}], ids=str)
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_aux(num_microbatches, options):
+    """Of every layer and microbatch, in their order, with gradients."""
+
+    def aux_layer(w, x, key):
+        return layer(w, x, key), {"mean": x.mean(0), "count": jnp.int32(x.shape[0])}
+
+    def apply(w, x):
+        y, aux = offload_scan(
+            aux_layer, w, x, key=KEY, num_microbatches=num_microbatches, has_aux=True, **options
+        )
+        assert aux["mean"].shape == (LAYERS, num_microbatches, WIDTH)
+        assert aux["count"].shape == (LAYERS, num_microbatches)
+        scale = 1.0 + jnp.arange(LAYERS * num_microbatches).reshape(LAYERS, num_microbatches, 1)
+        return y.sum(0) + jnp.sum(aux["mean"] ** 2 * scale, (0, 1))
+
+    def plain(w, x):
+        total = 0.0
+        for i in range(LAYERS):
+            parts = jnp.split(x, num_microbatches)
+            for m, part in enumerate(parts):
+                total += part.mean(0) ** 2 * (1.0 + i * num_microbatches + m)
+            parts = [
+                layer(jax.tree.map(lambda a, i=i: a[i], w), part, key_of(KEY, i, m))
+                for m, part in enumerate(parts)
+            ]
+            x = jnp.concatenate(parts)
+        return x.sum(0) + total
+
+    got = value_and_grads(apply, to_host(params()), inputs())
+    expected = value_and_grads(plain, params(), inputs())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
+
+
+def test_compute_dtype():
+    def checked(w, x, key):
+        assert all(a.dtype == jnp.bfloat16 for a in jax.tree.leaves(w))
+        return layer(w, x, key)
+
+    x = inputs().astype(jnp.bfloat16)
+    apply = functools.partial(offload_scan, checked, key=KEY, compute_dtype=jnp.bfloat16)
+    got = value_and_grads(apply, to_host(params()), x)
+
+    def cast(w, x, key):
+        return layer(jax.tree.map(lambda a: a.astype(jnp.bfloat16), w), x, key)
+
+    expected = value_and_grads(lambda w, x: in_memory(cast, w, x, KEY), params(), x)
+    assert_equal_bits(got, expected)
+    assert got[1][0]["a"].dtype == jnp.float32 and got[1][1].dtype == jnp.bfloat16
+
+
+def test_integer_parameters_run_but_have_no_gradient():
+    quantized = to_host(jax.tree.map(lambda a: jnp.round(a * 50).astype(jnp.int8), params()))
+
+    def int_layer(w, x, key):
+        return layer(jax.tree.map(lambda a: a / 50.0, w), x, key)
+
+    run = functools.partial(offload_scan, int_layer, quantized)
+    assert jax.jit(run)(inputs()).shape == (BATCH, WIDTH)
+    with pytest.raises(
+        TypeError, match=r"`stacked_params` must be floating-point .* int8.*\['a'\]"
+    ):
+        jax.grad(lambda x: loss(run(x)))(inputs())
+
+
+HOST = {"stacked_params": to_host(params())}
+
+
+@pytest.mark.parametrize(
+    ("match", "arguments"),
+    [
+        (r"`num_slices` \(=3\) must divide the number of layers \(=4\)", {"num_slices": 3}),
+        (r"`num_slices` \(=8\) must divide", {"num_slices": 8}),
+        (r"`num_slices` \(=0\)", {"num_slices": 0}),
+        (r"`num_microbatches` \(=3\) must divide the batch", {"num_microbatches": 3}),
+        (r"`num_microbatches` \(=0\)", {"num_microbatches": 0}),
+        (r"`prefetch` \(=-1\)", {"prefetch": -1}),
+        (r"`resident_slices` \(=5\) must be at most the number of slices \(=4\)",
+         {"resident_slices": 5}),
+        (r"`params` \(='gpu'\)", {"params": "gpu"}),
+        (r"`activations` \(='disk'\)", {"activations": "disk"}),
+        (r"`grads` \(='disk'\)", {"grads": "disk"}),
+        (r"`params` is 'host', but .* None of them are.*jax.shard_map",
+         {"stacked_params": params()}),
+        (r"`params` is 'device', but", {"params": "device"}),
+        (r"All but \['c'\]", {"stacked_params": HOST["stacked_params"] | {"c": params()["c"]}}),
+        (r"same number of layers L, but .*\['c'\].: \(3,\)",
+         {"stacked_params": HOST["stacked_params"] | {"c": to_host(params()["c"][:3])}}),
+        (r"their first axes are none", {"stacked_params": {}}),
+        (r"must keep the structure of x", {"layer": lambda w, x, key: (x, x)}),
+        (r"must keep the shapes and dtypes of x, but x of float32\[8, 8\] became float32\[8, 16\]",
+         {"layer": lambda w, x, key: x @ w["a"]}),
+        (r"became bfloat16", {"layer": lambda w, x, key: x.astype(jnp.bfloat16)}),
+        (r"must return \(x, aux\)", {"has_aux": True}),
+    ],
+)  # fmt: skip
+def test_bad_input(match, arguments):
+    call = {"layer": layer, "x": inputs(), **HOST, **arguments}
+    with pytest.raises(ValueError, match=match):
+        offload_scan(call.pop("layer"), call.pop("stacked_params"), call.pop("x"), **call)
+
+
+def test_what_jax_cannot():
+    w, x = to_host(params()), jnp.stack([inputs()] * 2)
+    gradient = jax.grad(lambda w, x: loss(offload_scan(layer, w, x)))
+    with pytest.raises(NotImplementedError, match="make the mapped axis part of the batch"):
+        jax.vmap(gradient, (None, 0))(w, x)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: offload_scan(layer, w, x), (x[0],), (x[0],))
+    with pytest.raises(
+        ValueError, match="jax.pmap takes no arrays from the host: use jax.shard_map"
+    ):
+        jax.pmap(lambda w, x: offload_scan(layer, w, x), in_axes=(None, 0))(params(), x)
+
+
+def test_placement():
+    """There and back, differentiable in both directions, in jit and outside."""
+    tree = {"w": inputs(), "n": jnp.arange(3)}
+    for run in (lambda f: f, jax.jit):
+        host = run(to_host)(tree)
+        assert kinds(host) == {"pinned_host"} and kinds(run(to_device)(host)) == {"device"}
+        assert kinds(run(to_host)(host)) == {"pinned_host"}
+
+        def there(w):
+            return jnp.sum(jnp.sin(to_device(to_host(w * 2))))
+
+        got = run(jax.grad(there))(tree["w"])
+        np.testing.assert_allclose(got, 2 * jnp.cos(2 * tree["w"]), rtol=1e-6)
+        assert kinds(got) == {"device"}
+        assert kinds(run(jax.grad(lambda w: jnp.sum(to_device(w) ** 2)))(host["w"])) == {
+            "pinned_host"
+        }

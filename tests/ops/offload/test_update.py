@@ -1,0 +1,234 @@
+"""Optimizers on the host beside optax on a list of layers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from effjax import (
+    host_init,
+    offload_jit,
+    offload_train_step,
+    stream_update,
+    to_device,
+    to_host,
+)
+from tests.ops.offload.stacks import (
+    BATCH,
+    KEY,
+    LAYERS,
+    WIDTH,
+    assert_equal_bits,
+    in_memory,
+    init,
+    kinds,
+    layer,
+    params,
+)
+
+
+def decayed(p):
+    return jax.tree.map(lambda a: a.ndim > 1, p)
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2, mask=decayed),
+    "schedule": optax.adam(optax.linear_schedule(1e-2, 1e-3, 3)),
+    "momentum": optax.sgd(1e-1, momentum=0.9, nesterov=True),
+    "lion": optax.lion(1e-3),
+    "lamb": optax.lamb(1e-2),
+    "by_name": optax.multi_transform(
+        {"adam": optax.adam(1e-2), "sgd": optax.sgd(1e-1)}, {"a": "adam", "b": "adam", "c": "sgd"}
+    ),
+    "injected": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
+}
+
+
+def layers_of(stacked):
+    return [
+        jax.tree.map(lambda a, i=i: jnp.asarray(a)[i], to_device(stacked)) for i in range(LAYERS)
+    ]
+
+
+def stack(layers):
+    return jax.tree.map(lambda *a: jnp.stack(a), *layers)
+
+
+def close(got, want, tolerance=2e-6):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, want
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equals_optax_on_every_layer(name):
+    tx = OPTIMIZERS[name]
+    stream = stream_update(tx)
+    w = to_host(params())
+    state = stream.init(w)
+    for a in jax.tree.leaves(state):
+        assert a.shape[0] == LAYERS
+        assert a.sharding.memory_kind == ("device" if a.ndim == 1 else "pinned_host")
+    listed = layers_of(w)
+    states = [tx.init(p) for p in listed]
+    update = jax.jit(stream.update)
+    for step in range(2):
+        grads = jax.tree.map(lambda a, s=step: jnp.sin(a * (3 + s)), params())
+        w, state = update(to_host(grads), state, w)
+        for i, g in enumerate(layers_of(grads)):
+            updates, states[i] = tx.update(g, states[i], listed[i])
+            listed[i] = optax.apply_updates(listed[i], updates)
+    close(w, stack(listed))
+    close(state, jax.tree.map(lambda *a: jnp.stack(a), *states))
+    assert kinds(w) == {"pinned_host"}
+
+
+def test_clipped_by_the_norm_of_all_layers():
+    tx, w = optax.sgd(1.0), to_host(params())
+    stream = stream_update(tx)
+    for factor in (0.01, 100.0):
+        grads = jax.tree.map(lambda a, f=factor: a * f, params())
+        got, _ = jax.jit(functools.partial(stream.update, clip_norm=1.0))(
+            to_host(grads), stream.init(w), w
+        )
+        clipped, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
+        close(got, jax.tree.map(jnp.subtract, params(), clipped))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
+        optax.apply_if_finite(optax.adam(1e-3), 3),
+        optax.chain(optax.adam(1e-3), optax.contrib.normalize()),
+    ],
+    ids=["clip_by_global_norm", "apply_if_finite", "normalize"],
+)
+def test_optimizers_that_mix_parameters_are_refused(tx):
+    w = to_host(params())
+    with pytest.raises(
+        ValueError, match=r"update of params\['a'\] depends on .*\['b'\].*clip_norm"
+    ):
+        stream_update(tx).init(w)
+    with pytest.raises(ValueError, match="does not treat every parameter on its own"):
+        offload_train_step(embed, layer, head, tx).init(w, others())
+
+
+def test_host_init():
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    w = host_init(init, keys)
+    assert kinds(w) == {"pinned_host"}
+    close(w, params(), 1e-7)
+    one = jax.tree.map(lambda a: a[:1], params())
+    close(host_init(init, keys[:1]), one, 1e-7)
+    inside = jax.jit(functools.partial(host_init, init))(keys)
+    assert_equal_bits(inside, w)
+    scalars = host_init(lambda key: {"s": jax.random.normal(key)}, keys)
+    assert scalars["s"].shape == (LAYERS,) and kinds(scalars) == {"pinned_host"}
+
+
+def others():
+    e, u = jax.random.split(jax.random.key(5))
+    return {"e": jax.random.normal(e, (11, WIDTH)), "u": jax.random.normal(u, (WIDTH, 11))}
+
+
+def embed(others, batch, key):
+    x = others["e"][batch]
+    return x if key is None else jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x, 0.0)
+
+
+def head(others, x, batch, key):
+    x = x if key is None else x * jax.random.uniform(key, (x.shape[0], 1))
+    return optax.softmax_cross_entropy_with_integer_labels(x @ others["u"], batch).mean()
+
+
+TOKENS = jnp.arange(BATCH) % 11
+STEPS = {
+    "fused": {},
+    "fused_slices": {"num_slices": 2, "resident_slices": 1, "num_microbatches": 2},
+    "fused_no_prefetch": {"prefetch": 0},
+    "apart": {"fuse_update": False},
+    "clipped": {"fuse_update": False, "clip_norm": 0.1, "num_microbatches": 2},
+}
+
+
+@functools.cache
+def trained_in_memory(num_microbatches, clip_norm):
+    """Losses and parameters of three steps; optax sees the layers one by one."""
+    m = num_microbatches
+    tx = optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda a: a.ndim > 1, p))
+    if clip_norm is not None:
+        tx = optax.chain(optax.clip_by_global_norm(clip_norm), tx)
+
+    def loss(model, key):
+        fold = lambda i: jax.random.fold_in(jax.random.fold_in(key, i), 0)  # noqa: E731
+        x = embed(model["others"], TOKENS, fold(LAYERS))
+        x = in_memory(layer, stack(model["layers"]), x, key, m)
+        return head(model["others"], x, TOKENS, fold(LAYERS + 1))
+
+    @jax.jit
+    def step(model, state, key):
+        value, grads = jax.value_and_grad(loss)(model, key)
+        updates, state = tx.update(grads, state, model)
+        return optax.apply_updates(model, updates), state, value
+
+    model = {"layers": layers_of(params()), "others": others()}
+    state, losses = tx.init(model), []
+    for i in range(3):
+        model, state, value = step(model, state, jax.random.fold_in(KEY, i))
+        losses.append(value)
+    return losses, stack(model["layers"]), model["others"]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_training_equals_training_in_memory(name):
+    options = STEPS[name]
+    init_state, step = offload_train_step(
+        embed, layer, head, optax.adamw(1e-2, mask=decayed), **options
+    )
+    state = init_state(to_host(params()), others())
+    step, losses = offload_jit(step), []
+    for i in range(3):
+        before = state
+        state, value = step(state, TOKENS, jax.random.fold_in(KEY, i))
+        losses.append(value)
+        assert all(a.is_deleted() for a in jax.tree.leaves(before))
+    want = trained_in_memory(options.get("num_microbatches", 1), options.get("clip_norm"))
+    assert float(losses[0]) == float(want[0][0])
+    close((losses, state.layers, state.others), want, 5e-6)
+    assert kinds(state.layers) == {"pinned_host"} and kinds(state.others) == {"device"}
+
+
+def test_aux_of_a_step():
+    def aux_layer(w, x, key):
+        return layer(w, x, key), x.mean()
+
+    init_state, step = offload_train_step(
+        embed, aux_layer, head, optax.sgd(0.1), has_aux=True, num_microbatches=2
+    )
+    state, loss, aux = offload_jit(step)(init_state(to_host(params()), others()), TOKENS)
+    assert aux.shape == (LAYERS, 2) and loss.shape == ()
+
+
+@pytest.mark.parametrize(
+    ("match", "options"),
+    [
+        (r"`clip_norm` \(=1.0\) needs .* pass fuse_update=False", {"clip_norm": 1.0}),
+        (r"`params` and `grads` are on the host", {"params": "device"}),
+    ],
+)
+def test_options_that_do_not_fit(match, options):
+    with pytest.raises(ValueError, match=match):
+        offload_train_step(embed, layer, head, optax.sgd(0.1), **options)
+
+
+def test_arguments_of_a_step_that_do_not_fit():
+    make = functools.partial(offload_train_step, embed, layer, tx=optax.sgd(0.1))
+    with pytest.raises(ValueError, match="None of them are"):
+        make(head).init(params(), others())
+    init_state, step = make(lambda others, x, batch, key: x.sum(0))
+    with pytest.raises(ValueError, match="`head` must return a scalar loss"):
+        jax.eval_shape(step, init_state(to_host(params()), others()), TOKENS)
