@@ -70,7 +70,7 @@ def test_a_compiler_that_reads_the_wrong_slice_is_refused_or_worked_around(monke
     monkeypatch.setattr(compiled, "host_slices_are_wrong", lambda: False)
     with compiled.compiler_options() as options:
         lower(run, w)
-    assert options == {}
+    assert "xla_disable_hlo_passes" not in options
 
 
 def test_slices_in_a_row_ask_for_their_order():
@@ -80,6 +80,22 @@ def test_slices_in_a_row_ask_for_their_order():
     with compiled.compiler_options() as options:
         lower(run, layers)
     assert options["xla_gpu_enable_latency_hiding_scheduler"] is False
+
+
+def test_options_that_xla_does_not_know_are_left_out(monkeypatch):
+    """Those that make it faster; not those that make it right."""
+
+    class Lowered:
+        def lower(self, *args):
+            compiled._options.get().update(compiled._OVERLAP | compiled._WORKAROUND)
+            return self
+
+        def compile(self, options):
+            if compiled._OVERLAP.keys() & options.keys():
+                raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: No such compile option: 'x'")
+            return options
+
+    assert compiled.compile_offloaded(Lowered()) == compiled._WORKAROUND
 
 
 def test_versions():

@@ -114,7 +114,7 @@ def test_unlike_layers():
     for number in (4, 12):
         one = {k: shape(*a.shape[1:], host=True) for k, a in stacked(1).items()}
         found.append(plan(jax.grad(run, (0, 1)), [one] * number, shape(BATCH, WIDTH)))
-    close(found[0].device.temporaries, found[1].device.temporaries, 0.05)
+    close(found[0].device.temporaries, found[1].device.temporaries, 0.1)
     assert found[1].device.temporaries <= 3 * LAYER_BYTES + 16 * BOUNDARY_BYTES
 
 
@@ -152,8 +152,7 @@ def loops(hlo):
 
 
 def test_the_next_slice_is_loaded_meanwhile():
-    """Forward: before the first matrix product and until after the last. Backward XLA starts the
-    copies later, but lets them run during a matrix product."""
+    """From before the first matrix product until after the last, or until before the last."""
     forward, backward = loops(gradients(16).hlo)
     products = forward.count("gemm")
     assert products >= 2
@@ -163,7 +162,8 @@ def test_the_next_slice_is_loaded_meanwhile():
         for i, event in enumerate(backward)
         if event == "gemm"
     ]
-    assert any(running)
+    if not compiled.host_slices_are_wrong():  # an XLA as old starts them after the products
+        assert sum(running) >= len(running) - 1
 
 
 def test_slices_in_reverse_are_where_they_should_be():
