@@ -3,15 +3,15 @@
 Nothing heavy is imported before a command runs, so that the help comes at once.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from . import __version__
+from ._command import DATA, MODEL, OPTIMIZATION, fail, no_other_option, one_line_errors, option
+from .lm_command import train_lm
 from .train.config import Config
 from .train.errors import TrainError
 
@@ -25,16 +25,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-train_app = typer.Typer(help="Train a model on real images.", no_args_is_help=True)
+train_app = typer.Typer(help="Train a model on real images or text.", no_args_is_help=True)
 app.add_typer(train_app, name="train")
-
-DATA, MODEL, OPTIMIZATION = "Data", "Model", "Optimization"
-
-
-def option(help: str, panel: str | None = None, name: str | None = None) -> Any:
-    """An option with its help; `name` where it is not the parameter's."""
-    names = [name] if name else []
-    return typer.Option(*names, help=help, rich_help_panel=panel)
+train_app.command("lm")(train_lm)
 
 
 def _version(wanted: bool) -> None:
@@ -139,7 +132,7 @@ def memory(
 
 @train_app.callback()
 def train() -> None:
-    """Train a model on real images."""
+    """Train a model on real images or text."""
 
 
 @train_app.command("densenet")
@@ -297,10 +290,7 @@ def resume_run(context: typer.Context, path: Path) -> None:
     """Goes on with a run; no other option may be given."""
     from .train.run_directory import RunDirectory
 
-    explicit = [n for n in context.params if str(_source(context, n)).endswith("COMMANDLINE")]
-    if explicit != ["resume"]:
-        other = next(name for name in explicit if name != "resume").replace("_", "-")
-        raise TrainError(f"--{other} cannot be given with --resume; the run has its options")
+    no_other_option(context)
     run = RunDirectory.open(path)
     run_model(Config.from_json(run.config.get("options")), resume=run)
 
@@ -328,28 +318,3 @@ def run_model(
         fail(f"interrupted; go on with effjax train {command} --resume {run.path}", 130)
     show_result(console, job, run, result)
     return result
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """An error of the user's becomes one line and an exit code, not a traceback."""
-    try:
-        yield
-    except TrainError as error:
-        fail(str(error), 2)
-    except KeyboardInterrupt:
-        fail("interrupted", 130)
-    except RuntimeError as error:  # JAX's own error is one
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        fail("out of device memory; try a smaller --batch-size, or --save features", 1)
-
-
-def fail(message: str, code: int) -> NoReturn:
-    """Says it on one line of stderr and exits."""
-    typer.echo(f"effjax: {' '.join(message.split())}", err=True)
-    raise typer.Exit(code)
-
-
-def _source(context: typer.Context, name: str) -> Any:
-    return context.get_parameter_source(name)

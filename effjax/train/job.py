@@ -60,7 +60,7 @@ def prepare(config: Config, devices: Devices | None = None, dataset: Dataset | N
     """
     if dataset is None:
         dataset = load_dataset(config.data, config.image_size)
-    devices = _local_devices() if devices is None else devices
+    devices = local_devices() if devices is None else devices
     steps_per_epoch = _steps_per_epoch(config, len(dataset.train_images), len(devices))
     schedule = make_schedule(config, steps_per_epoch)
     build = model_builder(config, dataset.image_shape, len(dataset.class_names))
@@ -73,7 +73,8 @@ def prepare(config: Config, devices: Devices | None = None, dataset: Dataset | N
     return Job(config, dataset, build, task, devices, steps_per_epoch, schedule, augmentation)
 
 
-def _local_devices() -> Devices:
+def local_devices() -> Devices:
+    """All devices of this process; `TrainError` if there is none."""
     try:
         return jax.local_devices()
     except RuntimeError as error:

@@ -25,17 +25,17 @@ def announce(console: Console, job: Job, run: RunDirectory) -> None:
     """One line on the data, one on the model, one on the run."""
     config, data = job.config, job.dataset
     height, width, channels = data.image_shape
-    _line(
+    line(
         console,
         f"{data.name}: {len(data.train_images)} train and {len(data.test_images)} test images of "
         f"{height}×{width}×{channels} in {len(data.class_names)} classes",
     )
-    _line(
+    line(
         console,
         f"{config.model}, {config.dtype}, batch {config.batch_size}, {config.epochs} epochs, "
         f"{config.parallel} over {len(job.devices)} device(s): {job.devices[0].device_kind}",
     )
-    _line(console, f"run directory: {run.path}")
+    line(console, f"run directory: {run.path}")
 
 
 def make_progress(console: Console, job: Job) -> Progress:
@@ -51,7 +51,7 @@ class LineProgress(Progress):
         self.epochs = job.config.epochs
 
     def epoch(self, record: dict[str, Any]) -> None:
-        _line(
+        line(
             self.console,
             f"epoch {record['epoch']:>{len(str(self.epochs))}}/{self.epochs}  "
             f"loss {record['train_loss']:.4f}  accuracy {record['train_accuracy']:.2%}  "
@@ -111,9 +111,9 @@ def show_result(console: Console, job: Job, run: RunDirectory, result: Result) -
         table.add_row(f"kept for backward, {batch} ({form}{ran})", format_bytes(size))
     table.add_row("time", f"{result.seconds:.0f} s")
     console.print(table)
-    _line(console, f"written: {run.path}")
+    line(console, f"written: {run.path}")
 
 
-def _line(console: Console, text: str) -> None:
+def line(console: Console, text: str) -> None:
     """Plain text, not wrapped."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)

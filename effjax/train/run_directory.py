@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,36 +103,48 @@ class RunDirectory:
 
     def keep_epochs(self, last: int) -> list[dict[str, Any]]:
         """Drops all lines of metrics.jsonl but those of epochs 1 to `last`, and returns these."""
-        file, wanted = self._file(self.METRICS), range(1, last + 1)
-        records = [r for r in self.metrics if r.get("kind") == "epoch" and r.get("epoch") in wanted]
-        missing = set(wanted) - {r["epoch"] for r in records}
-        if missing or len(records) != last:
-            what = f"epoch {min(missing)} is missing" if missing else "an epoch is there twice"
+        return self.keep("epoch", range(1, last + 1))
+
+    def keep(self, kind: str, wanted: Sequence[int]) -> list[dict[str, Any]]:
+        """Drops all lines of metrics.jsonl but those of a kind (`epoch`, `step`) and of the
+        `wanted` numbers, and returns these."""
+        file = self._file(self.METRICS)
+        records = [r for r in self.metrics if r.get("kind") == kind and r.get(kind) in wanted]
+        found = [r[kind] for r in records]
+        missing = set(wanted) - set(found)
+        if missing or len(found) != len(wanted):
+            twice = next((number for number in found if found.count(number) > 1), None)
+            what = f"{min(missing)} is missing" if missing else f"{twice} is there twice"
             raise TrainError(
-                f"{file}: {what}, and there is a checkpoint of epoch {last}; put the file back, or "
-                "start a new run"
+                f"{file}: {kind} {what}, and there is a checkpoint of {kind} {max(wanted)}; put "
+                "the file back, or start a new run"
             )
         _replace(file, "".join(json.dumps(r) + "\n" for r in records))
         return records
 
     def draw_curve(self) -> None:
         """curve.png: the loss of the train set and the accuracy on the test set, by epoch."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-
         epochs = [record for record in self.metrics if record.get("kind") == "epoch"]
         x = [record["epoch"] for record in epochs]
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        FigureCanvasAgg(figure)
-        loss_axes = figure.subplots()
+        figure, loss_axes = _figure(xlabel="epoch", ylabel="train loss", title=self.path.name)
         loss_axes.plot(x, [r["train_loss"] for r in epochs], "C0.-", label="train loss")
-        loss_axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        loss_axes.set(xlabel="epoch", ylabel="train loss", title=self.path.name)
         accuracy_axes = loss_axes.twinx()
         accuracy = [100 * r["test_accuracy"] for r in epochs]
         accuracy_axes.plot(x, accuracy, "C1.-", label="test accuracy")
         accuracy_axes.set(ylabel="test accuracy (%)")
+        self._save(figure)
+
+    def draw_losses(self) -> None:
+        """curve.png: the loss of the train set and on the test set, by step."""
+        steps = [record for record in self.metrics if record.get("kind") == "step"]
+        x = [record["step"] for record in steps]
+        figure, axes = _figure(xlabel="step", ylabel="loss (nats per byte)", title=self.path.name)
+        for number, name in enumerate(("train", "test")):
+            losses = [r[f"{name}_loss"] for r in steps]
+            axes.plot(x, losses, f"C{number}.-", label=f"{name} loss")
+        self._save(figure)
+
+    def _save(self, figure: Any) -> None:
         figure.legend(loc="outside lower center", ncols=2)
         partial = self._file(f"{self.CURVE}.partial")
         figure.savefig(partial, format="png", dpi=120)
@@ -155,6 +168,20 @@ def unused(model: str = "densenet") -> Path:
         number += 1
         path = DEFAULT / f"{name}-{number}"
     return path
+
+
+def _figure(**labels: str) -> tuple[Any, Any]:
+    """An empty figure that needs no display, and its axes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(**labels)
+    return figure, axes
 
 
 def _object(text: str) -> dict[str, Any]:

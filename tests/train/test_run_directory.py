@@ -112,7 +112,7 @@ def test_a_line_after_a_torn_one_is_a_line_of_its_own(tmp_path):
         ('{"kind": \n', "cannot be read"),
         ("1\n", "cannot be read .int, not an object"),
         ('{"kind": "epoch", "epoch": 2}\n', "epoch 1 is missing"),
-        ('{"kind": "epoch", "epoch": 1}\n' * 2, "an epoch is there twice"),
+        ('{"kind": "epoch", "epoch": 1}\n' * 2, "epoch 1 is there twice"),
     ],
 )
 def test_metrics_that_cannot_be_gone_on_with(tmp_path, content, message):

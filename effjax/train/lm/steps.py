@@ -1,0 +1,153 @@
+"""The loss of a language model, and one training step around it.
+
+The model is taken apart (`nnx.split`) into a graphdef and `params`, nested dicts of arrays; those
+of the layers are stacked in ``params["blocks"]``. What applies the layers is an argument.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ...nnx import TransformerLM, scan_layers
+from ...nnx.transformer import ApplyLayers, Layer, Params
+from ..steps import AXIS, Array
+
+WARMUP, LOWEST = 0.1, 0.1  # shares of the steps, of the rate
+B2 = 0.95  # Adam's: a byte of a text is a noisy example
+
+
+class LMState(NamedTuple):
+    step: Array  # int32 []
+    params: Params
+    opt_state: optax.OptState
+
+
+def lm_loss(
+    graphdef: nnx.GraphDef,
+    params: Params,
+    tokens: Array,
+    key: jax.Array | None,
+    apply_layers: ApplyLayers = scan_layers,
+) -> jax.Array:
+    """Mean cross entropy in nats of `tokens[:, 1:]`, each given those before it.
+
+    Args:
+      tokens: integers [N, T + 1].
+      key: of dropout; None: without.
+      apply_layers: as of `TransformerLM`.
+    """
+    return jnp.mean(window_losses(graphdef, params, tokens, key, apply_layers))
+
+
+def window_losses(
+    graphdef: nnx.GraphDef,
+    params: Params,
+    tokens: Array,
+    key: jax.Array | None,
+    apply_layers: ApplyLayers = scan_layers,
+) -> jax.Array:
+    """`lm_loss` of each window by itself: [N]."""
+    model: Any = nnx.merge(graphdef, params)
+    return next_losses(model(tokens[:, :-1], key=key, apply_layers=apply_layers), tokens)
+
+
+def next_losses(logits: jax.Array, tokens: Array) -> jax.Array:
+    """Cross entropy of `tokens[:, 1:]` [N, T] by the logits [N, T, V], mean over each window."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return jnp.mean(losses, axis=-1)
+
+
+class LMParts(NamedTuple):
+    """The loss in three parts, ``head(others, layers(embed(others, tokens, key)), tokens, key)``.
+
+    `layers` is `layer` applied to ``params["blocks"]``, and `others` are all other params.
+    """
+
+    embed: Callable  # (others, tokens, key) -> x
+    layer: Layer  # (params, x, key) -> x
+    head: Callable  # (others, x, tokens, key) -> loss
+
+
+def lm_parts(model: TransformerLM) -> LMParts:
+    """`lm_loss` of a model, which may be abstract, for steps that apply the layers themselves."""
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: model))
+    no_blocks = {"blocks": nnx.to_pure_dict(params)["blocks"]}  # their shapes only
+
+    def rest(others: Params) -> Any:
+        return nnx.merge(graphdef, others | no_blocks)
+
+    return LMParts(
+        lambda others, tokens, key: rest(others).embed(tokens[:, :-1]),
+        model.layer,
+        lambda others, x, tokens, key: jnp.mean(next_losses(rest(others).logits(x), tokens)),
+    )
+
+
+def make_lm_step(
+    graphdef: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    apply_layers: ApplyLayers = scan_layers,
+) -> Callable[[LMState, Array, jax.Array], tuple[LMState, jax.Array]]:
+    """Compiles `(state, tokens, key) -> (state, loss)`, the tokens sharded over the mesh.
+
+    `state` is replicated and donated. Dropout differs from step to step.
+    """
+    replicated, by_batch = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
+
+    def step(state: LMState, tokens: Array, key: jax.Array) -> tuple[LMState, jax.Array]:
+        key = jax.random.fold_in(key, state.step)
+        loss, grads = jax.value_and_grad(lm_loss, argnums=1)(
+            graphdef, state.params, tokens, key, apply_layers
+        )
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params: Any = optax.apply_updates(state.params, updates)
+        return LMState(state.step + 1, params, opt_state), loss
+
+    return jax.jit(
+        step,
+        in_shardings=(replicated, by_batch, replicated),
+        out_shardings=replicated,
+        donate_argnums=0,
+    )
+
+
+def make_lm_eval_step(
+    graphdef: nnx.GraphDef, mesh: Mesh, apply_layers: ApplyLayers = scan_layers
+) -> Callable[[Params, Array, Array], jax.Array]:
+    """Compiles `(params, tokens, weights) -> sum` of the losses of the windows, times `weights`."""
+    replicated, by_batch = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
+
+    def step(params: Params, tokens: Array, weights: Array) -> jax.Array:
+        return jnp.sum(window_losses(graphdef, params, tokens, None, apply_layers) * weights)
+
+    return jax.jit(step, in_shardings=(replicated, by_batch, by_batch), out_shardings=replicated)
+
+
+def make_lm_schedule(learning_rate: float, steps: int) -> optax.Schedule:
+    """From a tenth of the rate up to it over the first tenth of the steps, then cosine back."""
+    warmup = max(round(WARMUP * steps), 1)
+    return optax.warmup_cosine_decay_schedule(
+        LOWEST * learning_rate, learning_rate, warmup, max(steps, warmup + 1),
+        end_value=LOWEST * learning_rate,
+    )  # fmt: skip
+
+
+def make_lm_optimizer(
+    schedule: optax.Schedule, weight_decay: float
+) -> optax.GradientTransformation:
+    """AdamW; weight decay pulls on kernels only, not on norms, biases and the embedding.
+
+    It works leaf by leaf.
+    """
+
+    def is_kernel(params: Any) -> Any:
+        return jax.tree.map_with_path(lambda path, _: path[-1].key == "kernel", params)
+
+    return optax.adamw(schedule, b2=B2, weight_decay=weight_decay, mask=is_kernel)
