@@ -7,3 +7,4 @@ from .deform_conv import DFConv2d as DFConv2d
 from .deform_conv import ModulatedDeformConv as ModulatedDeformConv
 from .deform_conv import ModulatedDeformConvPack as ModulatedDeformConvPack
 from .densenet import DenseNet as DenseNet
+from .offload import OffloadModel as OffloadModel

@@ -9,6 +9,7 @@ from .deform_conv import ModulatedDeformConv as ModulatedDeformConv
 from .deform_conv import ModulatedDeformConvPack as ModulatedDeformConvPack
 from .deform_resnet import DeformResNet as DeformResNet
 from .densenet import DenseNet as DenseNet
+from .offload import OffloadModel as OffloadModel
 from .transformer import TransformerBlock as TransformerBlock
 from .transformer import TransformerLM as TransformerLM
 from .transformer import scan_layers as scan_layers

@@ -149,8 +149,9 @@ class ModulatedDeformConvPack(DeformConvPack):
 class DFConv2d(nnx.Module):
     """The layer of detection networks: a `DeformConvPack`, modulated or not, that keeps the size.
 
-    For odd kernels, that is: padding is `kernel_dilation·(kernel_size − 1)/2` on every side, as in maskrcnn-benchmark's
-    `DFConv2d`, and there is no bias unless asked for. The parameters are those of `conv`.
+    For odd kernels, that is: padding is `kernel_dilation·(kernel_size − 1)/2` on every side, as in
+    maskrcnn-benchmark's `DFConv2d`, and there is no bias unless asked for. The parameters are those
+    of `conv`.
 
     Args:
         modulated: DCN v2 rather than v1.

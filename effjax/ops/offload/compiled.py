@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from .placement import Space, space_of
+
 # XLA for GPUs before this JAX reads the wrong slice of a host array, without a word, where the
 # index is not the loop's counter but follows from it (openxla/xla#46231).
 _READS_HOST_SLICES_RIGHT = (0, 11, 2)
@@ -106,7 +108,9 @@ def _same_state(fun: Callable, state: Any, *args) -> tuple[Any, Any]:
 def _sharding(a: Any) -> Any:
     if not isinstance(a, (jax.Array, jax.ShapeDtypeStruct)) or a.sharding is None:
         raise ValueError(f"the state must consist of arrays with shardings, not {a!r}.")
-    return a.sharding
+    # One that was put nowhere goes where the others are.
+    free = isinstance(a, jax.Array) and not a.committed and space_of(a) == Space.Device
+    return None if free else a.sharding
 
 
 @contextlib.contextmanager

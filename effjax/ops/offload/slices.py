@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from .._parallel import as_varying, sum_to_type_of, varying
+from .placement import write
 
 Tree = Any
 
@@ -30,10 +31,10 @@ def forward(this: Slice, w: Tree, shared: Tree, x: Tree, key) -> tuple[Tree, Tre
 
     def one(_, at):
         x, m = at
-        return None, this.apply(w, shared, x, key, m)
+        return (), this.apply(w, shared, x, key, m)
 
     at = split(x, this.num_microbatches), jnp.arange(this.num_microbatches)
-    _, (x, aux) = lax.scan(one, None, at)
+    _, (x, aux) = _scan(one, (), at)
     return join(x), aux
 
 
@@ -63,11 +64,35 @@ def backward(this: Slice, w: Tree, shared: Tree, x: Tree, key, dy: list, daux: l
             return jax.tree.map(jnp.add, sums, tuple(more)), dx
 
         start = jax.tree.map(lambda a: as_varying(jnp.zeros_like(a), axes), (wide, shared))
+        start, dy = lax.optimization_barrier((start, dy))
         split_x, split_dy = (split(a, this.num_microbatches) for a in (x, dy))
         at = split_x, jnp.arange(this.num_microbatches), split_dy, daux
-        (dw, dshared), dx = lax.scan(one, start, at, reverse=True)
+        (dw, dshared), dx = _scan(one, start, at, reverse=True)
         dx = join(dx)
     return jax.tree.map(sum_to_type_of, dw, w), dshared, dx
+
+
+def _scan(body: Callable, carry: Tree, xs: Tree, reverse: bool = False) -> tuple[Tree, Tree]:
+    """``lax.scan`` with results in arrays that are not made before xs are there.
+
+    Those of lax.scan depend on nothing: where slices are no loop, XLA makes all of them first.
+    """
+    first, count = jax.tree.map(lambda a: a[0], xs), jax.tree.leaves(xs)[0].shape[0]
+    zero, xs = lax.optimization_barrier((jnp.int32(0), xs))
+    axes = varying_axes(xs)
+
+    def buffer(a):
+        return as_varying(lax.broadcast(zero.astype(a.dtype), (count, *a.shape)), axes)
+
+    def step(state, at):
+        carry, results = state
+        j, x = at
+        carry, result = body(carry, x)
+        return (carry, write(results, result, j)), None
+
+    results = jax.tree.map(buffer, jax.eval_shape(body, carry, first)[1])
+    at = jnp.arange(count), xs
+    return lax.scan(step, (carry, results), at, reverse=reverse)[0]
 
 
 def cast(w: Tree, dtype: Any) -> Tree:

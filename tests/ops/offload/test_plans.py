@@ -106,16 +106,18 @@ def test_the_state_is_written_where_it_was(fuse_update):
         assert "host_compute" not in found.hlo
 
 
-def test_unlike_layers():
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_unlike_layers(num_microbatches):
     def run(w, x):
-        return loss(offload_sequential([layer] * len(w), w, x, key=jax.random.key(0)))
+        options = {"key": jax.random.key(0), "num_microbatches": num_microbatches}
+        return loss(offload_sequential([layer] * len(w), w, x, **options))
 
     found = []
     for number in (4, 12):
         one = {k: shape(*a.shape[1:], host=True) for k, a in stacked(1).items()}
         found.append(plan(jax.grad(run, (0, 1)), [one] * number, shape(BATCH, WIDTH)))
     close(found[0].device.temporaries, found[1].device.temporaries, 0.1)
-    assert found[1].device.temporaries <= 3 * LAYER_BYTES + 16 * BOUNDARY_BYTES
+    assert found[1].device.temporaries <= 5 * LAYER_BYTES + 16 * BOUNDARY_BYTES
 
 
 def test_update_and_initialization():
