@@ -4,7 +4,7 @@ Nothing heavy is imported before a command runs, so that the help comes at once.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -60,7 +60,7 @@ def memory(
     model: Annotated[
         str,
         typer.Argument(
-            help="densenet, densenet121, …, deform-resnet, or MODULE:FUNCTION of your own: it "
+            help="densenet, densenet121, …, deform-resnet, lm, or MODULE:FUNCTION of your own: it "
             "takes a batch size and returns (fn, *args), or a dict of such by name."
         ),
     ],
@@ -88,13 +88,21 @@ def memory(
     num_classes: Annotated[
         int | None, option("Classes. (default: 10, or 1000 for ImageNet's)", MODEL)
     ] = None,
+    layers: Annotated[int | None, option("Layers of lm. (default: 4)", MODEL)] = None,
+    width: Annotated[int | None, option("Channels of lm. (default: 128)", MODEL)] = None,
+    context: Annotated[int | None, option("Bytes an example of lm. (default: 128)", MODEL)] = None,
+    num_microbatches: Annotated[
+        int | None, option("Of the offloaded forms of lm. (default: 1)", MODEL)
+    ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"], option("Of the computation.", MODEL)
     ] = Config.dtype,
 ) -> None:
     """Compile a training step for a GPU that need not be there, and show where its memory goes.
 
-    A DenseNet is planned in four forms: plain, jax.checkpoint, effjax conv, effjax features.
+    A DenseNet is planned in four forms: plain, jax.checkpoint, effjax conv, effjax features. A
+    language model: in memory, with jax.checkpoint, and with its activations, its parameters and
+    optimizer state, or both offloaded.
     """
     from .memory import PlanError
     from .memory import command as memory_command
@@ -107,8 +115,19 @@ def memory(
             )
         if not 0 < memory_fraction <= 1:
             raise TrainError(f"memory_fraction (={memory_fraction}) must lie in (0, 1]")
+        of_lm = {
+            "layers": layers, "width": width, "context": context,
+            "num_microbatches": num_microbatches,
+        }  # fmt: skip
+        of_images = {
+            "depth": depth, "growth_rate": growth_rate, "image_size": image_size,
+            "num_classes": num_classes,
+        }  # fmt: skip
+        _no_option_of(model, of_images if model == "lm" else of_lm)
         if ":" in model:
             steps = memory_command.user_steps(model)
+        elif model == "lm":
+            steps = memory_command.lm_steps(of_lm, dtype, batch_size, devices)
         else:
             name = "densenet-bc" if model == "densenet" else model
             config = Config(
@@ -128,6 +147,12 @@ def memory(
             if ":" in model:  # the user's own code
                 raise
             fail(str(error), 2)
+
+
+def _no_option_of(model: str, others: dict[str, Any]) -> None:
+    for name, value in others.items():
+        if value is not None:
+            raise TrainError(f"--{name.replace('_', '-')} is not an option of {model}")
 
 
 @train_app.callback()

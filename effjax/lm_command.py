@@ -10,6 +10,7 @@ from ._command import DATA, MODEL, OPTIMIZATION, fail, no_other_option, one_line
 from .train.lm.config import LMConfig
 
 if TYPE_CHECKING:
+    from .memory import MemoryPlan
     from .train.run_directory import RunDirectory
 
 
@@ -34,6 +35,16 @@ def train_lm(
     remat: Annotated[
         bool, option("Compute each layer again in the backward pass.", MODEL)
     ] = LMConfig.remat,
+    offload: Annotated[
+        Literal["none", "activations", "params", "all"],
+        option("What lives in host memory: the layers' inputs, their parameters, or both.", MODEL),
+    ] = LMConfig.offload,
+    fuse_update: Annotated[
+        bool, option("Update each layer within the backward pass.", MODEL)
+    ] = LMConfig.fuse_update,
+    num_microbatches: Annotated[
+        int, option("Parts of a batch that go through a layer while it is loaded.", MODEL)
+    ] = LMConfig.num_microbatches,
     steps: Annotated[int, option("Batches to train on.", OPTIMIZATION)] = LMConfig.steps,
     batch_size: Annotated[
         int, option("Windows of text of a step, over all devices.", OPTIMIZATION)
@@ -63,7 +74,7 @@ def train_lm(
     """Train a transformer on the bytes of a text, and test it on the text's last tenth."""
     given = dict(command.params)
     out, overwrite, resume = given.pop("out"), given.pop("overwrite"), given.pop("resume")
-    with one_line_errors("--remat"):
+    with one_line_errors("--remat, or --offload all"):
         from .train.run_directory import RunDirectory, unused
 
         if resume is None:
@@ -94,4 +105,15 @@ def run_lm(
         result = fit(job, run, make_progress(console, job), resume=resume is not None)
     except KeyboardInterrupt:
         fail(f"interrupted; go on with effjax train lm --resume {run.path}", 130)
-    show_result(console, run, result)
+    show_result(console, run, result, _planned(config))
+
+
+def _planned(config: LMConfig) -> "MemoryPlan | None":
+    """What a step needs on an H200; None where the planner's compiler is not installed."""
+    from .memory import PlanError, plan
+    from .memory.lm_steps import lm_training_step
+
+    try:
+        return plan(*lm_training_step(config))
+    except PlanError:
+        return None

@@ -304,6 +304,7 @@ def test_lm_with_ctrl_c_and_resume(run_lm, monkeypatch, tmp_path):
         (["--heads", "3"], "width (=8) must be divisible by 2 · heads (=3); use 6"),
         (["--batch-size", "12"], "batch_size (=12) is not divisible by the number of devices (=8)"),
         (["--steps", "0"], "steps (=0)"),
+        (["--fuse-update"], "fuse_update is for parameters on the host; use offload params or all"),
         (["--out", "."], ".: not empty and not a run"),
         (["--resume", "."], ".: not a run"),
         (["--resume", ".", "--context", "3"], "--context cannot be given with --resume"),
@@ -380,6 +381,19 @@ def test_memory_of_a_densenet(run_memory):
     assert "all-reduce" in out and "each of 2" in out
 
 
+def test_memory_of_a_language_model(run_memory):
+    only = "--only", "in memory", "--only", "offload all, fused"
+    argv = "lm", "--layers", "6", "--width", "64", "--context", "16", "--batch-size", "4"
+    code, out, err = run_memory(*argv, *only, "--num-microbatches", "2", "--json")
+    assert (code, err) == (0, "")
+    plans = json.loads(out)
+    parameters = 4 * 6 * (12 * 64**2 + 2 * 64)
+    assert plans["in memory"]["host"]["arguments"] == 0
+    assert plans["in memory"]["device"]["arguments"] >= 3 * parameters
+    offloaded = plans["offload all, fused"]
+    assert offloaded["host"]["arguments"] == offloaded["host"]["aliased"] == 3 * parameters
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -391,6 +405,9 @@ def test_memory_of_a_densenet(run_memory):
         (["own_step:two", "--only", "cos"], "--only 'cos' must be one of sum, sin"),
         (["own_step:one", "--plot", "no/where.png"], "there is no folder no"),
         (["own_step:one", "--memory-fraction", "2"], "must lie in (0, 1]"),
+        (["densenet", "--layers", "2"], "--layers is not an option of densenet"),
+        (["lm", "--depth", "22"], "--depth is not an option of lm"),
+        (["lm", "--width", "9"], "width (=9) must be divisible by 2 · heads (=4)"),
         (["own_step:one", "--batch-size", "3", "--num-devices", "2"], "divisible by num_devices"),
         (["densenet", "--depth", "11"], "`depth` (=11)"),
         (["densenet", "--image-size", "2"], "is too small"),

@@ -33,7 +33,7 @@ ALLOWED = {
     "nnx": {"jax", "flax", "effjax.ops", "effjax.nnx", "effjax._densenet", "effjax._deform_conv"},
 }
 # These look at models and training, and nothing looks back.
-COMMANDS = {"memory/command.py", "memory/training_steps.py"}
+COMMANDS = {"memory/command.py", "memory/training_steps.py", "memory/lm_steps.py"}
 
 
 def _imports(file: pathlib.Path) -> set[str]:

@@ -38,6 +38,23 @@ def model_steps(
     return training_steps(config, (side, side, 3), classes, num_devices)
 
 
+def lm_steps(
+    options: dict[str, int | None], dtype: Any, batch_size: int, num_devices: int
+) -> Steps:
+    """The forms of the language model; a head for each 128 channels, four at least."""
+    from ..train.lm.config import LMConfig
+    from .lm_steps import lm_steps
+
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    width = given.get("width", LMConfig.width)
+    heads = max(width // 128, LMConfig.heads)
+    offload: Any = "all" if "num_microbatches" in given else "none"
+    config = LMConfig(
+        **given, heads=heads, dtype=dtype, batch_size=batch_size, offload=offload
+    )  # fmt: skip
+    return lm_steps(config, num_devices)
+
+
 def user_steps(name: str) -> Steps:
     """Steps from `module:function`, a function of the batch size that returns `(fn, *args)`, or
     several such by name."""

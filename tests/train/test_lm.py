@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import json
 import math
 import signal
@@ -17,6 +18,7 @@ from effjax.train.errors import TrainError
 from effjax.train.lm.config import LMConfig
 from effjax.train.lm.job import build, initial_state, prepare
 from effjax.train.lm.loop import LMProgress, fit, report_steps
+from effjax.train.lm.offloaded import OffloadedState
 from effjax.train.lm.steps import (
     lm_loss,
     lm_parts,
@@ -186,6 +188,76 @@ def test_one_step_of_any_layers_on_any_devices():
     assert seen == [(4, 12, 16)]
 
 
+MODES = {
+    "activations": dict(offload="activations"),
+    "params": dict(offload="params"),
+    "all": dict(offload="all"),
+    "fused": dict(offload="all", fuse_update=True),
+}
+
+
+@pytest.fixture(scope="module")
+def whole_on_one(tmp_path_factory):
+    run = new_run(tmp_path_factory.mktemp("one") / "run", job(1))
+    fit(job(1), run)
+    return lines(run)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_offloaded_the_losses_are_the_same(mode, tmp_path, whole_on_one):
+    one = job(1, **MODES[mode])
+    run = new_run(tmp_path / "run", one)
+    fit(one, run)
+    for got, want in zip(lines(run), whole_on_one, strict=True):
+        np.testing.assert_allclose(got["test_loss"], want["test_loss"], rtol=1e-5)
+        np.testing.assert_allclose(got["train_loss"], want["train_loss"], rtol=1e-5)
+
+
+def test_offloaded_resuming_ends_with_the_same_bits(tmp_path):
+    """On two devices, with layers on the host of both."""
+    one = job(2, offload="all", fuse_update=True)
+    runs = [new_run(tmp_path / name, one) for name in ("whole", "parts")]
+    fit(one, runs[0])
+    with pytest.raises(KeyboardInterrupt):
+        fit(one, runs[1], Interrupt(at=3))
+    fit(one, RunDirectory.open(runs[1].path), resume=True)
+    assert lines(runs[1])[-3:] == lines(runs[0])[-3:]
+    state = initial_state(one)
+    assert isinstance(state, OffloadedState)
+    kinds = {a.sharding.memory_kind for a in jax.tree.leaves(state.model.layers)}
+    assert kinds == {"pinned_host"}
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
+    jax.tree.map(close, state.params, initial_state(job(2)).params)
+
+
+@pytest.mark.parametrize("mode", ["activations", "fused"])
+def test_microbatches(mode, tmp_path):
+    one = job(1, num_microbatches=2, dropout=0.0, **MODES[mode])
+    plain = job(1, dropout=0.0)
+    found = [fit(j, new_run(tmp_path / str(i), j)) for i, j in enumerate((one, plain))]
+    np.testing.assert_allclose(found[0].test_loss, found[1].test_loss, rtol=1e-5)
+    with pytest.raises(TrainError, match=r"num_microbatches \(=2\) is for one device, but .* 2"):
+        job(2, num_microbatches=2, **MODES[mode])
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("offload (='disk') must be one of", {"offload": "disk"}),
+        ("fuse_update is for parameters on the host", {"fuse_update": True}),
+        ("fuse_update is for", {"fuse_update": True, "offload": "activations"}),
+        ("num_microbatches (=2) is of layers that are offloaded", {"num_microbatches": 2}),
+        ("num_microbatches (=3) must divide", {"num_microbatches": 3, "offload": "all"}),
+        ("num_microbatches (=0) must be at least 1", {"num_microbatches": 0}),
+        ("remat is what offload does anyway", {"remat": True, "offload": "all"}),
+    ],
+)
+def test_options_that_do_not_fit(message, options):
+    with pytest.raises(TrainError) as error:
+        LMConfig(**options)
+    assert message in str(error.value)
+
+
 def test_weight_decay_is_of_kernels_only():
     params = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: build(LMConfig(bias=True)))))
     ones = jax.tree.map(lambda p: jnp.ones(p.shape[:1]), params)
@@ -237,7 +309,7 @@ def test_width_is_suggested():
         LMConfig(width=30)
 
 
-def test_options_that_do_not_fit():
+def test_a_batch_that_does_not_fit_the_devices():
     with pytest.raises(TrainError, match=r"batch_size \(=5\) is not divisible .* \(=2\); use 4"):
         job(batch_size=5)
     with pytest.raises(TrainError, match=r"bytes are too few for context \(=200\)"):

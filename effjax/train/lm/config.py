@@ -20,6 +20,9 @@ class LMConfig:
     bias: bool = False
     dropout: float = 0.0
     remat: bool = False
+    offload: Literal["none", "activations", "params", "all"] = "none"
+    fuse_update: bool = False
+    num_microbatches: int = 1
 
     steps: int = 300
     batch_size: int = 8
@@ -30,7 +33,8 @@ class LMConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("context", "layers", "width", "heads", "steps", "batch_size", "report_every"):
+        counts = "context", "layers", "width", "heads", "steps", "batch_size", "report_every"
+        for name in (*counts, "num_microbatches"):
             if getattr(self, name) < 1:
                 raise TrainError(f"{name} (={getattr(self, name)}) must be at least 1")
         if self.width % (2 * self.heads):
@@ -38,6 +42,7 @@ class LMConfig:
                 f"width (={self.width}) must be divisible by 2 · heads (={self.heads}); use "
                 f"{max(self.width // (2 * self.heads), 1) * 2 * self.heads}"
             )
+        self._check_offload()
         if not 0 <= self.dropout < 1:
             raise TrainError(f"dropout (={self.dropout}) must lie in [0, 1)")
         if not 0 < self.learning_rate < math.inf:
@@ -48,6 +53,26 @@ class LMConfig:
             raise TrainError(f"dtype (={self.dtype!r}) must be one of float32, bfloat16")
         if not 0 <= self.seed < 2**32:
             raise TrainError(f"seed (={self.seed}) must lie in 0..{2**32 - 1}")
+
+    def _check_offload(self) -> None:
+        if self.offload not in ("none", "activations", "params", "all"):
+            raise TrainError(
+                f"offload (={self.offload!r}) must be one of none, activations, params, all"
+            )
+        if self.fuse_update and self.offload not in ("params", "all"):
+            raise TrainError("fuse_update is for parameters on the host; use offload params or all")
+        if self.offload == "none" and self.num_microbatches > 1:
+            raise TrainError(
+                f"num_microbatches (={self.num_microbatches}) is of layers that are offloaded; use "
+                "offload activations, params or all"
+            )
+        if self.offload != "none" and self.remat:
+            raise TrainError("remat is what offload does anyway; leave one of them out")
+        if self.batch_size % self.num_microbatches:
+            raise TrainError(
+                f"num_microbatches (={self.num_microbatches}) must divide batch_size "
+                f"(={self.batch_size})"
+            )
 
     @classmethod
     def from_json(cls, options: Any) -> "LMConfig":

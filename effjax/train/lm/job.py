@@ -15,10 +15,17 @@ from ...nnx import TransformerLM, scan_layers
 from ...nnx.transformer import ApplyLayers
 from ..errors import TrainError
 from ..job import local_devices
-from ..steps import Devices
+from ..steps import Devices, data_mesh
 from ..text import Text, check_length, load_text
 from .config import LMConfig
-from .steps import LMState, make_lm_optimizer, make_lm_schedule
+from .offloaded import (
+    OffloadedState,
+    apply_offloaded,
+    initial_offloaded_state,
+    layers_on_host,
+    offloaded_step,
+)
+from .steps import LMState, lm_step, make_lm_optimizer, make_lm_schedule
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,6 +38,7 @@ class LMJob:
     optimizer: optax.GradientTransformation
     learning_rate: Callable[[int], Any]
     apply_layers: ApplyLayers
+    apply_layers_in_test: ApplyLayers
     devices: Devices
 
     @property
@@ -75,11 +83,21 @@ def prepare(config: LMConfig, devices: Devices | None = None, text: Text | None 
             f"batch_size (={config.batch_size}) is not divisible by the number of devices "
             f"(={len(devices)}); use {smaller or len(devices)}"
         )
+    if config.num_microbatches > 1 < len(devices):
+        raise TrainError(
+            f"num_microbatches (={config.num_microbatches}) is for one device, but there are "
+            f"{len(devices)}"
+        )
     schedule = make_lm_schedule(config.learning_rate, config.steps)
     optimizer = make_lm_optimizer(schedule, config.weight_decay)
     model = nnx.eval_shape(lambda: build(config))
-    apply_layers = functools.partial(scan_layers, remat=True) if config.remat else scan_layers
-    return LMJob(config, text, model, optimizer, schedule, apply_layers, devices)
+    if config.offload == "none":
+        apply = functools.partial(scan_layers, remat=True) if config.remat else scan_layers
+        in_test = apply
+    else:
+        apply = apply_offloaded(config, config.num_microbatches)
+        in_test = apply_offloaded(config)
+    return LMJob(config, text, model, optimizer, schedule, apply, in_test, devices)
 
 
 def build(config: LMConfig) -> TransformerLM:
@@ -91,8 +109,10 @@ def build(config: LMConfig) -> TransformerLM:
     )  # fmt: skip
 
 
-def initial_state(job: LMJob) -> LMState:
+def initial_state(job: LMJob) -> LMState | OffloadedState:
     """Parameters drawn from the seed, and the optimizer's first state."""
+    if layers_on_host(job.config):
+        return initial_offloaded_state(job, data_mesh(job.devices))
 
     @jax.jit
     def init() -> LMState:
@@ -100,3 +120,10 @@ def initial_state(job: LMJob) -> LMState:
         return LMState(jnp.int32(0), params, job.optimizer.init(params))
 
     return init()
+
+
+def job_step(job: LMJob) -> Callable:
+    """`(state, tokens, key) -> (state, loss)`, to be compiled."""
+    if layers_on_host(job.config):
+        return offloaded_step(job)
+    return lm_step(job.graphdef, job.optimizer, job.apply_layers)

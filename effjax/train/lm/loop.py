@@ -8,16 +8,15 @@ import time
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from ..checkpoint import Checkpoints
 from ..errors import TrainError
 from ..run_directory import RunDirectory
 from ..steps import data_mesh
 from ..text import test_batches, train_batches
-from .job import LMJob, initial_state
-from .steps import LMState, make_lm_eval_step, make_lm_step
+from .job import LMJob, initial_state, job_step
+from .offloaded import shardings_of
+from .steps import compile_lm_step, make_lm_eval_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,9 +129,9 @@ def _train(
     records = run.keep("step", [step for step in reports if step <= done])
 
     mesh = data_mesh(job.devices)
-    train_step = make_lm_step(job.graphdef, job.optimizer, mesh, job.apply_layers)
-    eval_step = make_lm_eval_step(job.graphdef, mesh, job.apply_layers)
-    state = jax.device_put(state, NamedSharding(mesh, P()))
+    train_step = compile_lm_step(job_step(job), mesh)
+    eval_step = make_lm_eval_step(job.graphdef, mesh, job.apply_layers_in_test)
+    state = jax.device_put(state, shardings_of(state, mesh))
     config = job.config
     batches = train_batches(job.text.train, config.context, config.batch_size, config.seed, done)
     progress.start(config.steps, done)
@@ -163,9 +162,9 @@ def report_steps(job: LMJob) -> list[int]:
 
 
 def _train_until(
-    job: LMJob, train_step: Any, state: LMState, batches: Any, done: int, last: int,
+    job: LMJob, train_step: Any, state: Any, batches: Any, done: int, last: int,
     progress: LMProgress,
-) -> tuple[LMState, list[float], float]:  # fmt: skip
+) -> tuple[Any, list[float], float]:  # fmt: skip
     """Steps `done + 1` to `last`; the new state, the losses, and tokens per second."""
     key = jax.random.key(job.config.seed)
     tokens = job.config.batch_size * job.config.context
@@ -202,7 +201,7 @@ def check_finite(name: str, loss: float, step: int, job: LMJob) -> None:
         )
 
 
-def evaluate(job: LMJob, eval_step: Any, state: LMState) -> float:
+def evaluate(job: LMJob, eval_step: Any, state: Any) -> float:
     """Mean loss over the windows of the test set."""
     total, count = 0.0, 0.0
     config = job.config

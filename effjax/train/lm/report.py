@@ -8,6 +8,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from ...memory import MemoryPlan
+from ...memory.report import format_bytes
 from ..report import line
 from ..run_directory import RunDirectory
 from .job import LMJob
@@ -78,7 +80,9 @@ class BarProgress(LineProgress):
         self.bar.stop()
 
 
-def show_result(console: Console, run: RunDirectory, result: LMResult) -> None:
+def show_result(
+    console: Console, run: RunDirectory, result: LMResult, plan: MemoryPlan | None
+) -> None:
     """The final table."""
     table = Table(show_header=False)
     table.add_column(style="bold")
@@ -93,5 +97,8 @@ def show_result(console: Console, run: RunDirectory, result: LMResult) -> None:
     table.add_row("parameters", str(result.num_params))
     table.add_row("tokens/s", f"{result.tokens_per_second:.0f}")
     table.add_row("time", f"{result.seconds:.0f} s")
+    if plan is not None:
+        table.add_row("device memory on an H200", format_bytes(plan.peak_device_bytes))
+        table.add_row("host memory beside it", format_bytes(plan.host.total))
     console.print(table)
     line(console, f"written: {run.path}")

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ... import offload_jit
 from ...nnx import TransformerLM, scan_layers
 from ...nnx.transformer import ApplyLayers, Layer, Params
 from ..steps import AXIS, Array
@@ -99,7 +100,21 @@ def make_lm_step(
 
     `state` is replicated and donated. Dropout differs from step to step.
     """
-    replicated, by_batch = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
+    return compile_lm_step(lm_step(graphdef, optimizer, apply_layers), mesh)
+
+
+def compile_lm_step(step: Callable, mesh: Mesh) -> Callable:
+    """For any `(state, tokens, key) -> (state, loss)`; the state stays where it is."""
+    compiled, by_batch = offload_jit(step), NamedSharding(mesh, P(AXIS))
+    return lambda state, tokens, key: compiled(state, jax.device_put(tokens, by_batch), key)
+
+
+def lm_step(
+    graphdef: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    apply_layers: ApplyLayers = scan_layers,
+) -> Callable:
+    """`make_lm_step` before it is compiled."""
 
     def step(state: LMState, tokens: Array, key: jax.Array) -> tuple[LMState, jax.Array]:
         key = jax.random.fold_in(key, state.step)
@@ -110,24 +125,20 @@ def make_lm_step(
         params: Any = optax.apply_updates(state.params, updates)
         return LMState(state.step + 1, params, opt_state), loss
 
-    return jax.jit(
-        step,
-        in_shardings=(replicated, by_batch, replicated),
-        out_shardings=replicated,
-        donate_argnums=0,
-    )
+    return step
 
 
 def make_lm_eval_step(
     graphdef: nnx.GraphDef, mesh: Mesh, apply_layers: ApplyLayers = scan_layers
 ) -> Callable[[Params, Array, Array], jax.Array]:
     """Compiles `(params, tokens, weights) -> sum` of the losses of the windows, times `weights`."""
-    replicated, by_batch = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
+    by_batch = NamedSharding(mesh, P(AXIS))
 
     def step(params: Params, tokens: Array, weights: Array) -> jax.Array:
         return jnp.sum(window_losses(graphdef, params, tokens, None, apply_layers) * weights)
 
-    return jax.jit(step, in_shardings=(replicated, by_batch, by_batch), out_shardings=replicated)
+    compiled = offload_jit(step, donate=False)
+    return lambda params, *batch: compiled(params, *jax.device_put(batch, by_batch))
 
 
 def make_lm_schedule(learning_rate: float, steps: int) -> optax.Schedule:
