@@ -47,9 +47,10 @@ def offload_sequential(
 ) -> Any:
     """Applies unlike layers that stream through the device, a slice of them at a time.
 
-    ``x = layers[i](params[i], x, key_i) for i in range(L)`` with the gradients of exactly that, as
+    ``x = layers[i](params[i], x, key_i) for i in range(L)`` with the gradients of that, as
     `offload_scan` for layers that are no stack: a convolutional network, an encoder and its
-    decoder. Between two slices x may be any pytree, of any shapes.
+    decoder. Between two slices x may be any pytree, of any shapes. Where there is no loop XLA may
+    fuse across layers, so that results can differ from those in memory in their last bit.
 
     The device holds the parameters of one slice and the intermediates of one slice and one
     microbatch. Compile with `offload_jit`: left to itself XLA for GPUs would load all slices
