@@ -54,26 +54,43 @@ def measure(
         run = lambda *_, fn=fn: fn()  # noqa: E731
         programs[name] = {"run": run, "compile_seconds": 0.0, "temp_bytes": None}
     results = {name: jax.block_until_ready(p["run"](*args)) for name, p in programs.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in track(range(rounds), "running", transient=True):
-        for name, program in programs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(program["run"](*args))
-            seconds[name].append(time.perf_counter() - start)
+    runs = {name: lambda p=p: p["run"](*args) for name, p in programs.items()}
+    times = time_in_turn(runs, reference=reference, rounds=rounds)
     rows = []
     for name, program in programs.items():
-        ratios = [a / b for a, b in zip(seconds[name], seconds[reference], strict=True)]
         rows.append(
             {
                 "name": name,
-                "seconds": round(statistics.median(seconds[name]), 5),
-                "ratio": round(statistics.median(ratios), 3),
+                **times[name],
                 "temp_bytes": program["temp_bytes"],
                 "compile_seconds": program["compile_seconds"],
-                "difference": float(f"{_difference(results[name], results[reference]):.1e}"),
+                "difference": float(f"{difference(results[name], results[reference]):.1e}"),
             }
         )
     return rows
+
+
+def time_in_turn(
+    runs: dict[str, Callable[[], Any]], *, reference: str, rounds: int
+) -> dict[str, dict[str, float]]:
+    """Runs programs that were run before, all of them `rounds` times in turn.
+
+    Returns for each the median of its seconds, and of the ratios to `reference` round by round.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in track(range(rounds), "running", transient=True):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds[name].append(time.perf_counter() - start)
+    found = {}
+    for name, own in seconds.items():
+        ratios = [a / b for a, b in zip(own, seconds[reference], strict=True)]
+        found[name] = {
+            "seconds": round(statistics.median(own), 5),
+            "ratio": round(statistics.median(ratios), 3),
+        }
+    return found
 
 
 def report(title: str, config: dict, rows: list[dict], json_path: Path | None) -> None:
@@ -116,7 +133,7 @@ def versions() -> dict:
     }
 
 
-def _difference(got: Any, want: Any) -> float:
+def difference(got: Any, want: Any) -> float:
     """The largest difference of any leaf, relative to the largest value of that leaf."""
     worst = 0.0
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

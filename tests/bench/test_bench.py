@@ -4,8 +4,9 @@ import json
 
 import jax
 import pytest
+import typer
 
-from effjax.bench import batch_norm, dense_block, memory
+from effjax.bench import batch_norm, dense_block, memory, offload
 from tests.programs import needs_gpu_compiler
 
 
@@ -48,3 +49,38 @@ def test_memory(tmp_path, capsys):
     assert list(rows) == ["plain", "jax.checkpoint", "effjax conv", "effjax features"]
     assert rows["plain"]["ratio"] == 1
     assert "compiled for l4" in capsys.readouterr().out
+
+
+SMALL_LM = dict(
+    width=8, heads=2, context=4, batch_size=2, dtype="float32", dropout=0.0, rounds=1, plan=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("passes", "names"),
+    [
+        ("step", ["in memory", "all offloaded, fused update"]),
+        ("gradients", ["in memory, remat, microbatches", "all offloaded"]),
+    ],
+)
+def test_offload(tmp_path, capsys, passes, names):
+    number = 1 + ("in memory, remat, microbatches" in names)
+    options = SMALL_LM | dict(layers=2, microbatches=number, target="", depths=[], passes=[passes])
+    offload.main(**options, only=names, json=tmp_path)
+    rows = rows_of(tmp_path / f"offload_{passes}_2x8_{number}_float32.json")
+    assert list(rows) == names and rows[names[0]]["ratio"] == 1
+    assert all(row["compared_with"] == names[0] for row in rows.values())
+    assert all(row["difference"] < 1e-5 for row in rows.values())
+    if passes == "gradients":
+        assert rows["all offloaded"]["bit_identical"] is True
+    assert names[1] in capsys.readouterr().out
+    with pytest.raises(typer.BadParameter, match="--only 'fused' is not one of .*'in memory'"):
+        offload.main(**options, only=["fused"], json=None)
+
+
+@needs_gpu_compiler
+def test_offload_planned(tmp_path):
+    options = SMALL_LM | dict(layers=0, microbatches=1, target="l4", depths=[2], passes=[])
+    offload.main(**options, only=["all offloaded, fused update"], json=tmp_path)
+    row = rows_of(tmp_path / "offload_8_float32_l4.json")["all offloaded, fused update"]
+    assert row["layers"] == 2 and row["planned_host_bytes"] > 3 * 4 * 2 * 12 * 8**2

@@ -63,9 +63,11 @@ def offload_scan(
 ) -> Any:
     """Applies a stack of like layers that streams through the device, a slice at a time.
 
-    ``x = layer(params[i], x, key_i) for i in range(L)``, with the gradients of exactly that:
-    equal to the bit to those of ``jax.lax.scan`` over parameters on the device, dropout included.
-    The key of layer i and microbatch m is ``fold_in(fold_in(key, i), m)``.
+    ``x = layer(params[i], x, key_i) for i in range(L)``, with the gradients of exactly that: equal
+    to the bit to those of ``jax.lax.scan`` over parameters on the device, dropout included, that
+    computes its layers again (``jax.checkpoint``). A scan that keeps what it has computed can
+    differ in the last bit where XLA fuses that differently. The key of layer i and microbatch m is
+    ``fold_in(fold_in(key, i), m)``.
 
     The device holds the parameters of `1 + prefetch` slices and the intermediates of one slice and
     one microbatch, whatever the depth. The backward pass streams the slices in reverse, computes
