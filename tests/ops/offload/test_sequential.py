@@ -65,9 +65,7 @@ def offloaded(params, h, **options):
 
 def close(got, expected):
     """To the last bits, which what XLA fuses across layers can change."""
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, expected
-    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, expected)
 
 
 @functools.cache
