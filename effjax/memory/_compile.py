@@ -1,5 +1,7 @@
 """From a function and the shapes of its arguments to a program for a GPU that is not there."""
 
+import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -20,7 +22,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from ..ops.offload.compiled import compiler_options as options_of_offloading
+from ..ops.offload.compiled import allowed, needed_options
 from .targets import Target
 
 # There is no GPU to time kernels on.
@@ -77,15 +79,20 @@ def lower(
 
     jitted: Any = fn
     if not hasattr(fn, "trace"):
-        jitted = jax.jit(fn, keep_unused=True, **given)
+        # A function of its own: JAX keeps what it has lowered by function.
+        own: Any = functools.wraps(fn)(lambda *args, **kwargs: fn(*args, **kwargs))
+        jitted = jax.jit(own, keep_unused=True, **given)
     elif given:
         raise ValueError(
             f"`{'`, `'.join(given)}` given for a function that is jitted already: give them to its "
             "jax.jit, or the function as it was before."
         )
-    with options_of_offloading() as options:
-        args = jax.tree.map(_with_memory_kind, args)
-        lowered = _lower_for_cuda(jitted.trace(*args))
+    traced = jitted.trace(*jax.tree.map(_with_memory_kind, args))
+    options = needed_options(traced.jaxpr)
+    # What jax.jit would refuse to run on a GPU is refused here too.
+    own_jit = jitted is not fn or getattr(fn, "is_offload_jit", False)
+    with allowed() if own_jit else contextlib.nullcontext():
+        lowered = _lower_for_cuda(traced)
     module: Any = lowered.compiler_ir("stablehlo")
     spanned = int(module.operation.attributes["mhlo.num_partitions"].value)
     if num_devices not in (None, spanned):

@@ -6,10 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._parallel import as_varying, explicit_axes
-from .placement import SPACES
-from .slices import Tree, varying_axes
+from .placement import SPACES, Space, space_of
+from .slices import Tree, is_float, varying_axes
 
 
 def check_layer(layer: Callable, has_aux: bool, keeps: bool = True) -> Callable:
@@ -47,10 +49,26 @@ def close_over(layer: Callable, w: Tree, x: Tree, key) -> tuple[Callable, list]:
 
     w and x show the types of the parameters and of a microbatch.
     """
-    converted, shared = jax.closure_convert(layer, w, x, key)
+    closed, result = jax.make_jaxpr(layer, return_shape=True)(w, x, key)
+    hoisted = [isinstance(c, Tracer) for c in closed.consts]
+    shared = [c for c, is_hoisted in zip(closed.consts, hoisted, strict=True) if is_hoisted]
+    if any(space_of(c) == Space.Host for c in closed.consts):
+        raise ValueError(
+            "`layer` closes over an array in host memory; pass it in the parameters, or close over "
+            "effjax.to_device of it."
+        )
     axes = varying_axes(x)
-    shared = [as_varying(a, axes) for a in shared]
-    return lambda params, shared, x, key: converted(params, x, key, *shared), shared
+
+    def converted(params, shared, x, key):
+        rest = iter(shared)
+        pairs = zip(closed.consts, hoisted, strict=True)
+        consts = [next(rest) if is_hoisted else c for c, is_hoisted in pairs]
+        run = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))
+        return jax.tree.unflatten(
+            jax.tree.structure(result), run(*jax.tree.leaves((params, x, key)))
+        )
+
+    return converted, [as_varying(a, axes) for a in shared]
 
 
 def microbatch(x: Tree, num_microbatches: int) -> Tree:
@@ -58,6 +76,17 @@ def microbatch(x: Tree, num_microbatches: int) -> Tree:
     if num_microbatches == 1:
         return x
     return jax.tree.map(lambda a: a[: a.shape[0] // num_microbatches], x)
+
+
+def check_floats(name: str, params: Tree) -> None:
+    """Raises TypeError unless all parameters have gradients."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not is_float(leaf):
+            raise TypeError(
+                f"`{name}` must be floating-point to be differentiated, but {leaf.dtype} is the "
+                f"dtype of {jax.tree_util.keystr(path) or 'it'}: let the layer close over what is "
+                "no parameter, or pass it in `x`."
+            )
 
 
 def strong(x: Any) -> jax.Array:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -23,7 +24,7 @@ _OVERLAP_LONGER = {"xla_gpu_experimental_enable_selective_memcpy_overlap": True}
 # Unrolled slices would all be loaded at once.
 _IN_ORDER = {"xla_gpu_enable_latency_hiding_scheduler": False}
 
-_options: contextvars.ContextVar[dict | None] = contextvars.ContextVar("options", default=None)
+_allowed: contextvars.ContextVar[bool] = contextvars.ContextVar("allowed", default=False)
 
 
 def offload_jit(fun: Callable, *, donate: bool = True) -> Callable:
@@ -49,15 +50,20 @@ def offload_jit(fun: Callable, *, donate: bool = True) -> Callable:
     programs: dict = {}
 
     def jitted(*args) -> Any:
+        # A function of its own: JAX keeps what it has lowered by function, guarded or not.
         if not donate:
-            return jax.jit(fun)
+            return jax.jit(lambda *args: fun(*args))
         shardings = jax.tree.map(_sharding, args[0])
         checked = functools.partial(_same_state, fun)
         return jax.jit(checked, donate_argnums=0, out_shardings=(shardings, None))
 
     def call(*args) -> Any:
         leaves, structure = jax.tree.flatten(args)
-        key = structure, tuple((jax.typeof(a), getattr(a, "sharding", None)) for a in leaves)
+        if any(isinstance(a, Tracer) for a in leaves):
+            return fun(*args)
+        config = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # pyright: ignore
+        types = tuple((jax.typeof(a), getattr(a, "sharding", None)) for a in leaves)
+        key = structure, types, config
         if key not in programs:
             programs[key] = compile_offloaded(jitted(*args), *args)
         results = programs[key](*args)
@@ -68,13 +74,16 @@ def offload_jit(fun: Callable, *, donate: bool = True) -> Callable:
 
     wrapped: Any = functools.wraps(fun)(call)
     wrapped.trace = lambda *args: jitted(*args).trace(*args)
+    wrapped.is_offload_jit = True
     return wrapped
 
 
 def compile_offloaded(jitted: Any, *args) -> jax.stages.Compiled:
     """Compiles for these arguments, with the options that offloading needs where it runs."""
-    with compiler_options() as options:
-        lowered = jitted.lower(*args)
+    traced = jitted.trace(*args)
+    options = needed_options(traced.jaxpr) if jax.default_backend() == "gpu" else {}
+    with allowed():
+        lowered = traced.lower()
     try:
         return lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
@@ -85,13 +94,17 @@ def compile_offloaded(jitted: Any, *args) -> jax.stages.Compiled:
 
 
 def _same_state(fun: Callable, state: Any, *args) -> tuple[Any, Any]:
+    """(new state, other results); None for functions of which the state is all."""
     result = fun(state, *args)
-    whole = jax.tree.structure(result) == jax.tree.structure(state)
-    new, rest = (result, None) if whole else (result[0], tuple(result[1:]))
-    if jax.tree.structure(new) != jax.tree.structure(state):
+    before = jax.tree.structure(state)
+    if jax.tree.structure(result) == before:
+        new, rest = result, None
+    elif isinstance(result, tuple) and result and jax.tree.structure(result[0]) == before:
+        new, rest = result[0], tuple(result[1:])
+    else:
         raise ValueError(
-            f"the state of structure {jax.tree.structure(state)} became "
-            f"{jax.tree.structure(new)}; it must keep it, or pass donate=False."
+            f"the state of structure {before} became {jax.tree.structure(result)}; it must keep "
+            "it, as the only or the first result, or pass donate=False."
         )
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(new), strict=True
@@ -114,14 +127,34 @@ def _sharding(a: Any) -> Any:
 
 
 @contextlib.contextmanager
-def compiler_options() -> Iterator[dict]:
-    """Collects the options that what is lowered meanwhile needs of XLA."""
-    options: dict = {}
-    token = _options.set(options)
+def allowed() -> Iterator[None]:
+    """Lets programs be lowered for GPUs that will be compiled with `needed_options`."""
+    token = _allowed.set(True)
     try:
-        yield options
+        yield
     finally:
-        _options.reset(token)
+        _allowed.reset(token)
+
+
+def needed_options(jaxpr: Any) -> dict[str, Any]:
+    """What a program needs of XLA for GPUs: nothing, if it does not offload."""
+    orders = set(_orders(jaxpr))
+    late = _WORKAROUND if host_slices_are_wrong() else _OVERLAP_LONGER
+    return (_OVERLAP | late if False in orders else {}) | (_IN_ORDER if True in orders else {})
+
+
+def _orders(jaxpr: Any) -> Iterator[bool]:
+    """The `in_order` of the guards in a program."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive is _guard_p:
+            yield eqn.params["in_order"]
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(value):
+                yield from _orders(value)
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
 
 
 def guard_host_slices() -> jax.Array:
@@ -142,23 +175,28 @@ def host_slices_are_wrong() -> bool:
 # Known only when a program is compiled: the platform, and whether offload_jit compiles it.
 _guard_p = Primitive("effjax_offload_guard")
 _guard_p.def_abstract_eval(lambda x, **_: x)
-_guard_p.def_impl(lambda x, **_: x)
+
+
+def _refuse() -> None:
+    raise RuntimeError(
+        f"jax {jax.__version__} compiles offload_scan wrongly for GPUs (openxla/xla#46231). Use "
+        "effjax.offload_jit in place of jax.jit, which works around it, or "
+        f"jax >= {'.'.join(map(str, _READS_HOST_SLICES_RIGHT))}."
+    )
+
+
+def _run_guard(x, *, in_order: bool):
+    if jax.default_backend() == "gpu" and host_slices_are_wrong() and not in_order:
+        _refuse()  # outside of jit
+    return x
 
 
 def _lower_guard(ctx, x, *, in_order: bool):
-    if "cuda" not in ctx.module_context.platforms:
-        return [x]
-    options = _options.get()
-    if options is not None:
-        late = _WORKAROUND if host_slices_are_wrong() else _OVERLAP_LONGER
-        options.update(_IN_ORDER if in_order else _OVERLAP | late)
-    elif host_slices_are_wrong() and not in_order:
-        raise RuntimeError(
-            f"jax {jax.__version__} compiles offload_scan wrongly for GPUs (openxla/xla#46231). "
-            "Use effjax.offload_jit in place of jax.jit, which works around it, or "
-            f"jax >= {'.'.join(map(str, _READS_HOST_SLICES_RIGHT))}."
-        )
+    on_gpu = {"cuda", "rocm"} & set(ctx.module_context.platforms)
+    if on_gpu and host_slices_are_wrong() and not in_order and not _allowed.get():
+        _refuse()
     return [x]
 
 
+_guard_p.def_impl(_run_guard)
 mlir.register_lowering(_guard_p, _lower_guard)

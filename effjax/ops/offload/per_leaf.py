@@ -51,12 +51,21 @@ def _dependencies(jaxpr: Any, inputs: list[set]) -> list[set]:
         return set() if isinstance(v, Literal) else known.get(v, set())
 
     for eqn in jaxpr.eqns:
-        deps = [read(v) for v in eqn.invars]
-        inner = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit", "remat2") else None
-        inner = getattr(inner, "jaxpr", inner)
-        if inner is not None:
-            results = _dependencies(inner, deps)
-        else:  # all of it: more than there may be, never less
-            results = [set().union(*deps)] * len(eqn.outvars)
-        known.update(zip(eqn.outvars, results, strict=True))
+        known.update(
+            zip(eqn.outvars, _of_equation(eqn, [read(v) for v in eqn.invars]), strict=True)
+        )
     return [read(v) for v in jaxpr.outvars]
+
+
+def _of_equation(eqn: Any, deps: list[set]) -> list[set]:
+    if eqn.primitive.name == "cond":
+        which, *deps = deps
+        branches = [_dependencies(branch.jaxpr, deps) for branch in eqn.params["branches"]]
+        return [which.union(*results) for results in zip(*branches, strict=True)]
+    for name in ("jaxpr", "call_jaxpr"):
+        inner = eqn.params.get(name)
+        inner = getattr(inner, "jaxpr", inner)
+        if eqn.primitive.name not in ("scan", "while") and hasattr(inner, "eqns"):
+            if len(inner.invars) == len(deps) and len(inner.outvars) == len(eqn.outvars):
+                return _dependencies(inner, deps)
+    return [set().union(*deps)] * len(eqn.outvars)  # more than there may be, never less

@@ -12,6 +12,7 @@ from jax import lax
 from .._parallel import as_varying, sum_to_type_of
 from . import slices
 from .arguments import (
+    check_floats,
     check_layer,
     check_microbatches,
     check_options,
@@ -27,6 +28,7 @@ from .slices import (
     as_cotangent,
     cast,
     fold,
+    is_float,
     varying_axes,
     with_gradients,
 )
@@ -91,7 +93,7 @@ def offload_sequential(
     x = to_device(jax.tree.map(strong, x))
     axes = varying_axes((params, x, key))
     x = jax.tree.map(lambda a: as_varying(a, axes), x)
-    groups, shared, at = [], [], x
+    groups, shared, used, at = [], [], [], x
     for first, last in itertools.pairwise(bounds):
         check_microbatches(at, num_microbatches)
         run = functools.partial(_layers, layers, first, last, has_aux, compute_dtype)
@@ -104,10 +106,15 @@ def offload_sequential(
         converted, more = close_over(run, w, part, (key, jnp.int32(0)))
         this = Slice(functools.partial(_apply, converted), num_microbatches)
         groups.append(this)
-        shared.append(more)
+        for a in more:  # once, though several layers may close over it
+            if not any(a is other for other in shared):
+                shared.append(a)
+        used.append(tuple(next(j for j, b in enumerate(shared) if a is b) for a in more))
         at, _ = jax.eval_shape(functools.partial(slices.forward, this), w, more, at, key)
     by_slice = [params[first:last] for first, last in itertools.pairwise(bounds)]
-    results: Any = _core((tuple(groups), SPACES[activations]), by_slice, shared, x, key)
+    static = tuple(zip(groups, used, strict=True)), SPACES[activations]
+    shared = [as_varying(a, axes) for a in shared]
+    results: Any = _core(static, by_slice, shared, x, key)
     x, aux = results
     return (x, [a for some in aux for a in some]) if has_aux else x
 
@@ -152,13 +159,19 @@ def _vary(axes: frozenset, a: Any) -> jax.ShapeDtypeStruct:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(static, params, shared, x, key):
-    return _forward(static, params, shared, x, key)[0]
+    return _run_forward(static, params, shared, x, key)[0]
 
 
 def _forward(static, params, shared, x, key):
+    check_floats("params", params)
+    return _run_forward(static, params, shared, x, key)
+
+
+def _run_forward(static, params, shared, x, key):
     groups, activations = static
     aux, kept, at = [], [], in_order()
-    for this, w, more in zip(groups, params, shared, strict=True):
+    for (this, used), w in zip(groups, params, strict=True):
+        more = [shared[j] for j in used]
         kept.append(put(x, activations))
         # Not loaded before the slices before it are done, or all would be on the device at once.
         w, x, at = lax.optimization_barrier((w, x, at))
@@ -172,18 +185,21 @@ def _backward(static, residuals, cotangents):
     params, shared, kept, key = residuals
     dy, daux = cotangents
     dx, at = with_gradients(dy), in_order()
-    dparams, dshared = [], []
+    dparams, dshared = [], [jnp.zeros_like(a) if is_float(a) else None for a in shared]
     # In order, and again: else what the forward pass has drawn from the key would be kept.
-    for this, w, more, x, some in reversed(
-        list(zip(groups, params, shared, kept, daux, strict=True))
-    ):
+    for (this, used), w, x, some in reversed(list(zip(groups, params, kept, daux, strict=True))):
+        more = [shared[j] for j in used]
         host, x, dx, at, again = lax.optimization_barrier((w, x, dx, at, key))
         here, x = put((host, x), Space.Device)
         dw, ds, dx = slices.backward(this, here, more, x, again, dx, with_gradients(some))
         dw = jax.tree.map(sum_to_type_of, dw, w)  # the barrier made w vary as x does
         dparams.append(jax.tree.map(lambda d, p: put(d, space_of(p)), dw, w))
-        dshared.append(ds)
-    return dparams[::-1], dshared[::-1], as_cotangent(kept[0], dx), None
+        ds = iter(ds)
+        for j in used:
+            if is_float(shared[j]):
+                dshared[j] += next(ds)
+    dshared = as_cotangent(shared, [d for d in dshared if d is not None])
+    return dparams[::-1], dshared, as_cotangent(kept[0], dx), None
 
 
 _core.defvjp(_forward, _backward)

@@ -41,18 +41,19 @@ def forward(this: Slice, w: Tree, shared: Tree, x: Tree, key) -> tuple[Tree, Tre
 def backward(this: Slice, w: Tree, shared: Tree, x: Tree, key, dy: list, daux: list):
     """The gradients (dw, dshared, dx) of `forward`, which is computed again.
 
-    dy, daux and dx are the leaves that are no integers. Gradients are added up from the last
-    microbatch to the first: the order in which autodiff adds those of a scan.
+    dy, daux, dshared and dx are the leaves that are no integers. Gradients are added up from the
+    last microbatch to the first: the order in which autodiff adds those of a scan.
     """
     # One sum over the devices for all microbatches, and before the gradient leaves the device.
     axes = varying_axes(x)
     wide = jax.tree.map(lambda a: as_varying(a, axes), w)
 
     def gradients(x, m, dy, daux):
-        def run(w, shared, floats):
-            return floats_of(this.apply(w, shared, merge(x, floats), key, m))
+        def run(w, shared_floats, x_floats):
+            at = merge(shared, shared_floats), merge(x, x_floats)
+            return floats_of(this.apply(w, *at, key, m))
 
-        _, pull = jax.vjp(run, wide, shared, floats_of(x))
+        _, pull = jax.vjp(run, wide, floats_of(shared), floats_of(x))
         return pull([*dy, *daux])
 
     if this.num_microbatches == 1:
@@ -63,7 +64,8 @@ def backward(this: Slice, w: Tree, shared: Tree, x: Tree, key, dy: list, daux: l
             *more, dx = gradients(*at)
             return jax.tree.map(jnp.add, sums, tuple(more)), dx
 
-        start = jax.tree.map(lambda a: as_varying(jnp.zeros_like(a), axes), (wide, shared))
+        sums = wide, floats_of(shared)
+        start = jax.tree.map(lambda a: as_varying(jnp.zeros_like(a), axes), sums)
         start, dy = lax.optimization_barrier((start, dy))
         split_x, split_dy = (split(a, this.num_microbatches) for a in (x, dy))
         at = split_x, jnp.arange(this.num_microbatches), split_dy, daux
@@ -88,11 +90,16 @@ def _scan(body: Callable, carry: Tree, xs: Tree, reverse: bool = False) -> tuple
         carry, results = state
         j, x = at
         carry, result = body(carry, x)
-        return (carry, write(results, result, j)), None
+        leaves = jax.tree.leaves(result)
+        arrays = [a for a in leaves if not is_key(a)]
+        return (carry, write(results, arrays, j)), [a for a in leaves if is_key(a)]
 
-    results = jax.tree.map(buffer, jax.eval_shape(body, carry, first)[1])
+    result = jax.eval_shape(body, carry, first)[1]
+    arrays = [buffer(a) for a in jax.tree.leaves(result) if not is_key(a)]
     at = jnp.arange(count), xs
-    return lax.scan(step, (carry, results), at, reverse=reverse)[0]
+    (carry, arrays), keys = lax.scan(step, (carry, arrays), at, reverse=reverse)
+    arrays, keys = iter(arrays), iter(keys)
+    return carry, jax.tree.map(lambda a: next(keys if is_key(a) else arrays), result)
 
 
 def cast(w: Tree, dtype: Any) -> Tree:
@@ -125,6 +132,10 @@ def varying_axes(tree: Tree) -> frozenset:
 
 def is_float(a: Any) -> bool:
     return jnp.issubdtype(a.dtype, jnp.inexact)
+
+
+def is_key(a: Any) -> bool:
+    return jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
 
 
 def floats_of(tree: Tree) -> list:

@@ -12,6 +12,7 @@ from jax.custom_batching import custom_vmap
 from .._parallel import as_varying
 from . import slices
 from .arguments import (
+    check_floats,
     check_layer,
     check_microbatches,
     check_options,
@@ -37,8 +38,8 @@ from .slices import (
     Tree,
     as_cotangent,
     cast,
+    floats_of,
     fold,
-    is_float,
     join,
     varying_axes,
     with_gradients,
@@ -77,7 +78,9 @@ def offload_scan(
     slice is gathered when it has arrived. Gradients are summed over devices before they leave
     the device. With several microbatches use it inside ``jax.shard_map`` there: jit would exchange
     rows to make microbatches. Under ``jax.pmap`` arrays from the host must stay out: there
-    `params="device"`. Forward mode, and vmap of a gradient, are refused.
+    `params="device"`. Forward mode, and vmap of a gradient, are refused; JAX itself cannot
+    differentiate ``lax.cond`` and ``lax.scan`` around arrays of the host, nor add gradients there
+    on a GPU: use parameters once.
 
     Args:
       layer: ``layer(params, x, key) -> x`` for one layer, or ``-> (x, aux)`` with `has_aux`. x
@@ -171,13 +174,7 @@ def _core(stack: Stack, params: Tree, shared: Tree, x: Tree, key) -> tuple[Tree,
 
 
 def _forward(stack: Stack, params, shared, x, key):
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not is_float(leaf):
-            raise TypeError(
-                f"`stacked_params` must be floating-point to be differentiated, but {leaf.dtype} "
-                f"is the dtype of {jax.tree_util.keystr(path) or 'it'}: let the layer close over "
-                "what is no parameter, or pass it in `x`."
-            )
+    check_floats("stacked_params", params)
     x, aux, kept = run_forward(stack, params, shared, x, key, keep=True)
     return (x, aux), (params, shared, key, kept)
 
@@ -196,7 +193,7 @@ def _backward(stack: Stack, residuals, cotangents):
     dparams = jax.tree.map(lambda d, p: put(d, space_of(p)), join(grads), params)
     inputs = kept.resident if stack.resident_slices else kept.streamed
     x = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), inputs)
-    return dparams, dshared, as_cotangent(x, dx), None
+    return dparams, as_cotangent(shared, dshared), as_cotangent(x, dx), None
 
 
 _core.defvjp(_forward, _backward)
@@ -279,7 +276,8 @@ def run_backward(
         at = start + last, *state, queue
         return lax.scan(body, at, here, length=count, reverse=True)[0][1:-1]
 
-    state = by_slice(params, stack), carry, dy, jax.tree.map(jnp.zeros_like, shared)
+    dshared = [jnp.zeros_like(a) for a in floats_of(shared)]
+    state = by_slice(params, stack), carry, dy, dshared
     streamed = stack.num_slices - stack.resident_slices
     if stack.resident_slices:
         fetch = lambda _, i: load((kept.weights, kept.resident), i - streamed)  # noqa: E731

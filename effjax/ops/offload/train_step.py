@@ -1,6 +1,7 @@
 """A training step of a stack of layers: gradients and updates in one program."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from .slices import Tree, as_cotangent, floats_of, fold, join, with_gradients
 from .stack import Stack, by_slice, empty_slices, prepare, run_backward, run_forward
 from .update import (
     apply,
+    check_clip_norm,
     clip_scale,
     one_layer,
     squares,
@@ -86,11 +88,17 @@ def offload_train_step(
             "fuse_update=True the first slices are updated before the last gradients exist: pass "
             "fuse_update=False."
         )
+    check_clip_norm(clip_norm)
     if "grads" in options or "params" in options:
         raise ValueError("`params` and `grads` are on the host in offload_train_step.")
+    known = inspect.signature(prepare).parameters
+    if unknown := [name for name in options if name not in known]:
+        raise ValueError(f"`{unknown[0]}` is no option of offload_train_step or offload_scan.")
 
     def init(layers: Tree, others: Tree) -> OffloadState:
         check_space("params", layers, "host")
+        others = jax.tree.map(jnp.asarray, others)
+        check_space("others", others, "device")
         others_state = jax.tree_util.tree_map_with_path(
             lambda path, a: jax.device_put(a, state_sharding(others, path, a.shape)),
             tx.init(others),

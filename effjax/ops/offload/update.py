@@ -51,6 +51,7 @@ def stream_update(tx: Any) -> StreamUpdate:
         return _on_host(tx.init, params, functools.partial(state_sharding, params), scalars=False)
 
     def update(grads: Tree, state: Tree, params: Tree, clip_norm: float | None = None):
+        check_clip_norm(clip_norm)
         check_per_leaf(tx, one_layer(params))
         scale = None
         if clip_norm is not None:
@@ -95,6 +96,11 @@ def apply(tx: Any, w: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
     return w, jax.tree.map(lambda a, b: b.astype(a.dtype), state, new)
 
 
+def check_clip_norm(clip_norm: float | None) -> None:
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"`clip_norm` (={clip_norm}) must be above 0.")
+
+
 def clip_scale(sum_of_squares: jax.Array, clip_norm: float) -> jax.Array:
     """What ``optax.clip_by_global_norm`` multiplies gradients with."""
     norm = jnp.sqrt(sum_of_squares)
@@ -103,9 +109,8 @@ def clip_scale(sum_of_squares: jax.Array, clip_norm: float) -> jax.Array:
 
 def squares(tree: Tree) -> jax.Array:
     """The sum of the squares of all numbers, in float32."""
-    return sum(
-        (jnp.sum(jnp.square(a.astype(jnp.float32))) for a in jax.tree.leaves(tree)), jnp.float32(0)
-    )
+    sizes = (jnp.abs(a).astype(jnp.float32) for a in jax.tree.leaves(tree))
+    return sum((jnp.sum(jnp.square(a)) for a in sizes), jnp.float32(0))
 
 
 def _sum_of_squares(grads: Tree) -> jax.Array:
@@ -170,7 +175,7 @@ def _on_host(make: Callable, stacked: Tree, sharding: Callable, scalars: bool = 
 def state_sharding(params: Tree, path: tuple, shape: tuple[int, ...]) -> Any:
     """That of the parameter whose path ends the path, a moment of it; else nothing is sharded."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    if any(isinstance(p, Tracer) for _, p in leaves):
+    if not leaves or any(isinstance(p, Tracer) for _, p in leaves):
         return None
     for name, p in leaves:
         if path[len(path) - len(name) :] == name and shape == p.shape:

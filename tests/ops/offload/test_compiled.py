@@ -42,7 +42,7 @@ def test_without_donation_any_function():
          lambda s: jax.tree.map(to_device, s)),
         (r"became float32<host>\[8\]",
          lambda s: jax.tree.map(lambda a: to_host(to_device(a)[0]), s)),
-        (r"it must keep it, or pass donate=False", lambda s: (list(s.values()), 1.0)),
+        (r"it must keep it, as the only or the first result, or pass", lambda s: (list(s.values()), 1.0)),
     ],
 )  # fmt: skip
 def test_a_state_that_cannot_be_overwritten(match, step):
@@ -57,45 +57,78 @@ def lower(fun, *args):
     return jax.jit(fun).trace(*args).lower(lowering_platforms=("cuda",))
 
 
-def test_a_compiler_that_reads_the_wrong_slice_is_refused_or_worked_around(monkeypatch):
-    run = lambda w: offload_scan(layer, w, inputs())  # noqa: E731
+def run(w):
+    return offload_scan(layer, w, inputs())
+
+
+def test_a_compiler_that_reads_the_wrong_slice_is_refused(monkeypatch):
     w = to_host(params())
     monkeypatch.setattr(compiled, "host_slices_are_wrong", lambda: True)
     jax.jit(run).lower(w)  # on a CPU nothing is wrong
-    with pytest.raises(RuntimeError, match=r"openxla/xla#46231.*effjax.offload_jit in place of"):
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"openxla/xla#46231.*effjax.offload_jit in place"):
+            lower(lambda w: run(w), w)
+    # Neither does it help that offload_jit has lowered the same function.
+    with compiled.allowed():
+        offload_jit(run, donate=False).trace(w).lower(lowering_platforms=("cuda",))
+    with pytest.raises(RuntimeError, match="effjax.offload_jit"):
         lower(run, w)
-    with compiled.compiler_options() as options:
-        lower(run, w)
-    assert "dynamic-slice-annotator" in options["xla_disable_hlo_passes"]
-    monkeypatch.setattr(compiled, "host_slices_are_wrong", lambda: False)
-    with compiled.compiler_options() as options:
-        lower(run, w)
-    assert "xla_disable_hlo_passes" not in options
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(RuntimeError, match="effjax.offload_jit"):
+        run(w)  # outside of jit
+
+
+def needed(fun, *args):
+    return compiled.needed_options(jax.jit(fun).trace(*args).jaxpr)
+
+
+def test_or_worked_around(monkeypatch):
+    w = to_host(params())
+    for fun in (run, jax.jit(run), jax.grad(lambda w: jax.checkpoint(run)(w).sum())):
+        for _ in range(2):  # whatever JAX has kept
+            monkeypatch.setattr(compiled, "host_slices_are_wrong", lambda: True)
+            assert "dynamic-slice-annotator" in needed(fun, w)["xla_disable_hlo_passes"]
+            monkeypatch.setattr(compiled, "host_slices_are_wrong", lambda: False)
+            options = needed(fun, w)
+            assert options and "xla_disable_hlo_passes" not in options
+    assert needed(jnp.sin, jnp.ones(3)) == {}
 
 
 def test_slices_in_a_row_ask_for_their_order():
     w = to_host(params())
     layers = [jax.tree.map(lambda a, i=i: to_host(to_device(a)[i]), w) for i in range(4)]
-    run = jax.grad(lambda w: offload_sequential([layer] * 4, w, inputs()).sum())
-    with compiled.compiler_options() as options:
-        lower(run, layers)
-    assert options["xla_gpu_enable_latency_hiding_scheduler"] is False
+    options = needed(jax.grad(lambda w: offload_sequential([layer] * 4, w, inputs()).sum()), layers)
+    assert options == {"xla_gpu_enable_latency_hiding_scheduler": False}
 
 
 def test_options_that_xla_does_not_know_are_left_out(monkeypatch):
     """Those that make it faster; not those that make it right."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(compiled, "host_slices_are_wrong", lambda: True)
 
-    class Lowered:
-        def lower(self, *args):
-            compiled._options.get().update(compiled._OVERLAP | compiled._WORKAROUND)
+    class Program:
+        jaxpr = jax.jit(run).trace(to_host(params())).jaxpr
+
+        def trace(self, *args):
             return self
+
+        lower = trace
 
         def compile(self, options):
             if compiled._OVERLAP.keys() & options.keys():
                 raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: No such compile option: 'x'")
             return options
 
-    assert compiled.compile_offloaded(Lowered()) == compiled._WORKAROUND
+    assert compiled.compile_offloaded(Program()) == compiled._WORKAROUND
+
+
+def test_inside_of_other_transformations():
+    """Under jit or grad it is the function itself; and the configuration of JAX counts."""
+    double = offload_jit(lambda x: x * 2.0, donate=False)
+    assert float(jax.jit(double)(3.0)) == 6 and float(jax.grad(double)(3.0)) == 2
+    assert double(np.float64(3)).dtype == jnp.float32
+    with jax.enable_x64(True):
+        assert double(np.float64(3)).dtype == jnp.float64
 
 
 def test_versions():

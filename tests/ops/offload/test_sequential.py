@@ -148,6 +148,14 @@ def test_bad_input(match, arguments):
         jax.eval_shape(lambda: offload_sequential(**call))
 
 
+def test_integer_parameters_have_no_gradient():
+    w = [{"w": to_host(jnp.ones((8, 8), jnp.int8))}]
+    run = lambda x: offload_sequential([lambda w, x, key: x @ w["w"]], w, x)  # noqa: E731
+    assert run(inputs()).shape == (8, 8)
+    with pytest.raises(TypeError, match=r"`params` must be floating-point .* int8"):
+        jax.grad(lambda x: loss(run(x)))(inputs())
+
+
 def test_outside_jit():
     got = jax.grad(lambda w: loss(offloaded(w, inputs())))(to_host(params()))
     assert kinds(got) == {"pinned_host"}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from effjax import offload_scan, to_device, to_host
+from effjax import offload_scan, offload_sequential, to_device, to_host
 from tests.ops.offload.stacks import (
     BATCH,
     KEY,
@@ -136,6 +136,71 @@ def test_what_the_layer_closes_over_is_differentiated(num_microbatches):
     plain = functools.partial(run, lambda f, w, x: in_memory(f, w, x, KEY, num_microbatches))
     got = value_and_grads(offloaded, to_host(params()), inputs(), scale)
     assert_equal_bits(got, value_and_grads(plain, params(), inputs(), scale))
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_closing_over_integers_and_keys(sequential):
+    """Whichever of jit and grad comes first, in remat and in a loop."""
+    ids, key = jnp.arange(BATCH) % 3, jax.random.key(5)
+
+    def run(apply, w, x, ids, key, scale):
+        def own(w, x, _):
+            return layer(w, x * scale + ids[:, None], key)
+
+        return loss(apply(own, w, x))
+
+    def offloaded(own, w, x):
+        if not sequential:
+            return offload_scan(own, w, x, num_microbatches=1)
+        return offload_sequential([own, own], [jax.tree.map(to_host, w)] * 2, x)
+
+    def plain(own, w, x):
+        if sequential:
+            return own(w, own(w, x, None), None)
+        return in_memory(own, w, x, None)
+
+    w = jax.tree.map(lambda a: a[0], params()) if sequential else params()
+    args = inputs(), ids, key, jnp.float32(1.5)
+    want = jax.grad(lambda w, *a: run(plain, w, *a), (0, 1, 4))(w, *args)
+    ours = functools.partial(run, offloaded)
+    w = w if sequential else to_host(w)
+    for f in (ours, jax.jit(ours), jax.checkpoint(ours)):
+        for grad in (jax.grad(f, (0, 1, 4)), jax.jit(jax.grad(f, (0, 1, 4)))):
+            got = grad(w, *args)
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, want
+            )
+
+    def in_loop(x):
+        return lax.scan(
+            lambda x, i: (x + jax.grad(ours, 1)(w, x, ids + i, *args[2:]), None), x, ids
+        )
+
+    assert np.isfinite(jax.jit(in_loop)(args[0])[0]).all()
+
+
+def test_closing_over_an_array_of_the_host_is_refused():
+    other = to_host(jnp.ones(WIDTH))
+    with pytest.raises(ValueError, match="closes over an array in host memory"):
+        offload_scan(
+            lambda w, x, key: layer(w, x * to_device(other), key), to_host(params()), inputs()
+        )
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_keys_among_the_arrays(num_microbatches):
+    def keyed(w, x, _):
+        draw = jax.vmap(lambda k: jax.random.normal(k, (WIDTH,)))(x["key"])
+        return {"h": layer(w, x["h"] + draw, None), "key": x["key"]}
+
+    def apply(run, w, h):
+        return run(keyed, w, {"h": h, "key": jax.random.split(KEY, BATCH)})["h"]
+
+    offloaded = functools.partial(offload_scan, num_microbatches=num_microbatches)
+    got = value_and_grads(functools.partial(apply, offloaded), to_host(params()), inputs())
+    plain = functools.partial(apply, lambda f, w, x: in_memory(f, w, x, None))
+    expected = value_and_grads(plain, params(), inputs())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, expected)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])

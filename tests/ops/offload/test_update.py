@@ -43,6 +43,7 @@ OPTIMIZERS = {
     "by_name": optax.multi_transform(
         {"adam": optax.adam(1e-2), "sgd": optax.sgd(1e-1)}, {"a": "adam", "b": "adam", "c": "sgd"}
     ),
+    "every_second": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
     "injected": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
 }
 
@@ -96,6 +97,13 @@ def test_clipped_by_the_norm_of_all_layers():
         )
         clipped, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
         close(got, jax.tree.map(jnp.subtract, params(), clipped))
+
+
+def test_norms_of_complex_numbers():
+    w = {"a": to_host(jnp.full((LAYERS, 2), 3 - 4j))}
+    got, _ = stream_update(optax.sgd(1.0)).update(w, stream_update(optax.sgd(1.0)).init(w), w, 1.0)
+    clipped, _ = optax.clip_by_global_norm(1.0).update(to_device(w), optax.EmptyState())
+    close(got, jax.tree.map(jnp.subtract, to_device(w), clipped))
 
 
 @pytest.mark.parametrize(
@@ -218,6 +226,8 @@ def test_aux_of_a_step():
     [
         (r"`clip_norm` \(=1.0\) needs .* pass fuse_update=False", {"clip_norm": 1.0}),
         (r"`params` and `grads` are on the host", {"params": "device"}),
+        (r"`clip_norm` \(=0\) must be above 0", {"clip_norm": 0, "fuse_update": False}),
+        ("`num_slice` is no option", {"num_slice": 2}),
     ],
 )
 def test_options_that_do_not_fit(match, options):
@@ -229,6 +239,8 @@ def test_arguments_of_a_step_that_do_not_fit():
     make = functools.partial(offload_train_step, embed, layer, tx=optax.sgd(0.1))
     with pytest.raises(ValueError, match="None of them are"):
         make(head).init(params(), others())
+    with pytest.raises(ValueError, match="`others` is 'device', but"):
+        make(head).init(to_host(params()), to_host(others()))
     init_state, step = make(lambda others, x, batch, key: x.sum(0))
     with pytest.raises(ValueError, match="`head` must return a scalar loss"):
         jax.eval_shape(step, init_state(to_host(params()), others()), TOKENS)
