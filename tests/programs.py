@@ -9,7 +9,7 @@ from effjax.memory import PlanError, collectives
 from effjax.memory._compile import check_compiler
 
 
-def _has_gpu_compiler() -> bool:
+def has_gpu_compiler() -> bool:
     try:
         check_compiler()
     except PlanError:
@@ -18,7 +18,7 @@ def _has_gpu_compiler() -> bool:
 
 
 needs_gpu_compiler = pytest.mark.skipif(
-    not _has_gpu_compiler(), reason="no GPU compiler: pip install 'effjax[plan]'"
+    not has_gpu_compiler(), reason="no GPU compiler: pip install 'effjax[plan]'"
 )
 
 

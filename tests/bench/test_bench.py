@@ -6,7 +6,8 @@ import jax
 import pytest
 import typer
 
-from effjax.bench import batch_norm, dense_block, memory, offload
+from effjax.bench import batch_norm, deform_conv, dense_block, memory, offload
+from effjax.native import available
 from tests.programs import needs_gpu_compiler
 
 
@@ -38,6 +39,14 @@ def test_batch_norm(tmp_path):
     rows = rows_of(tmp_path / "batch_norm_float32.json")
     assert all(row["difference"] < 1e-4 for row in rows.values())
     assert rows["effjax.sync_batch_norm"]["kept"] < 2 < rows["Flax BatchNorm"]["kept"]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_deform_conv(backward):
+    case = deform_conv.Case(2, 4, 5, 6, 2)
+    rows = {row["name"]: row for row in deform_conv.bench_case(case, backward, rounds=1)}
+    assert {"effjax xla", "effjax native"} - rows.keys() == set() or not available("cpu")
+    assert all(row["difference"] < 1e-5 for row in rows.values())
 
 
 @needs_gpu_compiler

@@ -223,6 +223,9 @@ def test_offloaded_resuming_ends_with_the_same_bits(tmp_path):
     fit(one, RunDirectory.open(runs[1].path), resume=True)
     assert lines(runs[1])[-3:] == lines(runs[0])[-3:]
     state = initial_state(one)
+    with Checkpoints(runs[0].checkpoints) as a, Checkpoints(runs[1].checkpoints) as b:
+        for x, y in zip(*(jax.tree.leaves(c.restore(state, 5)) for c in (a, b)), strict=True):
+            np.testing.assert_array_equal(x, y)
     assert isinstance(state, OffloadedState)
     kinds = {a.sharding.memory_kind for a in jax.tree.leaves(state.model.layers)}
     assert kinds == {"pinned_host"}

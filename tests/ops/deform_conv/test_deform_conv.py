@@ -34,9 +34,11 @@ def test_equals_the_definition(conv, case, optional):
 
 @double
 @all_implementations
-@pytest.mark.parametrize("batch", [0, 1, 33, 37, 65, 128])
-def test_any_batch(conv, batch):
-    c = Case("all", batch)
+@pytest.mark.parametrize(("batch", "optional"), [
+    (0, True), (0, False), (1, True), (33, True), (33, False), (37, True), (65, False), (128, True)
+])  # fmt: skip
+def test_any_batch(conv, batch, optional):
+    c = Case("all", batch, optional)
     assert_trees_close(c.got(conv), c.want(), 1e-12)
 
 

@@ -42,7 +42,8 @@ def test_without_donation_any_function():
          lambda s: jax.tree.map(to_device, s)),
         (r"became float32<host>\[8\]",
          lambda s: jax.tree.map(lambda a: to_host(to_device(a)[0]), s)),
-        (r"it must keep it, as the only or the first result, or pass", lambda s: (list(s.values()), 1.0)),
+        (r"it must keep it, as the only or the first result, or pass",
+         lambda s: (list(s.values()), 1.0)),
     ],
 )  # fmt: skip
 def test_a_state_that_cannot_be_overwritten(match, step):

@@ -190,6 +190,26 @@ def test_slices_in_reverse_are_where_they_should_be():
     assert counted_up == compiled.host_slices_are_wrong()
 
 
+def test_gradients_are_summed_on_the_devices():
+    """Eight of them: a layer at a time, before it leaves for the host."""
+    mesh = jax.make_mesh((8,), ("i",), (AxisType.Auto,))
+
+    def local(w, x):
+        return jax.grad(lambda w: jax.lax.pmean(loss(offload_scan(layer, w, x)), "i"))(w)
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
+    host = NamedSharding(mesh, P(), memory_kind="pinned_host")
+    w = {k: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=host) for k, a in stacked(16).items()}
+    x = jax.ShapeDtypeStruct((8 * BATCH, WIDTH), "float32", sharding=NamedSharding(mesh, P("i")))
+    found = plan(offload_jit(run, donate=False), w, x, num_devices=8)
+    sums = [c for c in found.collectives if c.kind == "all-reduce"]
+    assert all(c.bytes <= LAYER_BYTES for c in sums)
+    close(sum(c.bytes * c.count for c in sums), 16 * LAYER_BYTES)
+    assert {c.kind for c in found.collectives} == {"all-reduce"}
+    assert "host_compute" not in found.hlo and '_xla_compute_type="host"' not in found.hlo
+    close(found.device.temporaries, gradients(16).device.temporaries, 0.2)
+
+
 def test_in_memory_needs_more():
     """The same model on the device, for the difference."""
 
