@@ -171,8 +171,10 @@ def collectives(hlo: str | HloModule) -> tuple[Collective, ...]:
         kind = instruction.opcode.removesuffix("-start")
         if kind in _COLLECTIVES:
             results = elements(instruction.shape)
-            if instruction.opcode.endswith("-start") and kind != "all-reduce":
-                results = results[1:2]  # of (operands, results, …)
+            if instruction.opcode.endswith("-start"):
+                # (operands, results, …); of an all-reduce the results alone before jax 0.11
+                if kind != "all-reduce" or results[0].startswith("("):
+                    results = results[1:2]
             size = max(
                 sum(array.bytes for part in results for array in arrays(part)),
                 sum(array.bytes for array in module.operand_arrays(instruction)),

@@ -94,6 +94,11 @@ def module(*lines):
     [
         (["  %r = f32[128]{0} all-reduce(%p), channel_id=1"], ("all-reduce", 512)),
         (["  %r = (f32[2,3]{1,0}, /*index=1*/f32[]) all-reduce-start(%p, %q)"], ("all-reduce", 28)),
+        (["  %r = ((f32[128]{0}), f32[128]{0}) all-reduce-start(%p)"], ("all-reduce", 512)),
+        (
+            ["  %r = ((f32[2,3]{1,0}, f32[]), (f32[2,3]{1,0}, f32[])) all-reduce-start(%p, %q)"],
+            ("all-reduce", 28),
+        ),
         (["  %r = f32[4]{0} all-reduce-done(%s)"], None),
         (["  %g = ((f32[16]), f32[128]) all-gather-start(%p)"], ("all-gather", 512)),
         (["  %g = (f32[16], f32[128]) all-gather-start(%p)"], ("all-gather", 512)),

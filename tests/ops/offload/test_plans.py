@@ -207,7 +207,8 @@ def test_gradients_are_summed_on_the_devices():
     close(sum(c.bytes * c.count for c in sums), 16 * LAYER_BYTES)
     assert {c.kind for c in found.collectives} == {"all-reduce"}
     assert "host_compute" not in found.hlo and '_xla_compute_type="host"' not in found.hlo
-    close(found.device.temporaries, gradients(16).device.temporaries, 0.2)
+    # Nothing more for the sums than the gradient of one layer, as one array.
+    assert found.device.temporaries < gradients(16).device.temporaries + LAYER_BYTES
 
 
 def test_in_memory_needs_more():
