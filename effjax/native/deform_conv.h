@@ -5,10 +5,14 @@
 #include <cstdint>
 
 #ifdef __CUDACC__
-#define EFFJAX_HD __host__ __device__ __forceinline__
+#define EFFJAX_INLINE __host__ __device__ __forceinline__
 #else
 #include <cmath>
-#define EFFJAX_HD inline
+#if defined(__GNUC__)
+#define EFFJAX_INLINE inline __attribute__((always_inline))
+#else
+#define EFFJAX_INLINE inline
+#endif
 #endif
 
 namespace effjax {
@@ -34,7 +38,7 @@ struct Sample {
 // False, with nothing computed, where the sample is zero: outside of -1 < y < H, -1 < x < W. The
 // comparison is written so that NaN is outside too, and nothing infinite is turned into an integer.
 template <typename A>
-EFFJAX_HD bool make_sample(A y, A x, int64_t height, int64_t width, Sample<A>& s) {
+EFFJAX_INLINE bool make_sample(A y, A x, int64_t height, int64_t width, Sample<A>& s) {
   if (!(y > A(-1) && x > A(-1) && y < A(height) && x < A(width))) return false;
 #ifdef __CUDACC__
   const A top = floor(y), left = floor(x);
@@ -57,18 +61,18 @@ EFFJAX_HD bool make_sample(A y, A x, int64_t height, int64_t width, Sample<A>& s
 
 // Where tap k of output pixel (row, column) reads, before its offset.
 template <typename A>
-EFFJAX_HD A base_y(const Geometry& g, int64_t row, int64_t k) {
+EFFJAX_INLINE A base_y(const Geometry& g, int64_t row, int64_t k) {
   return A(row * g.stride_h - g.padding_top + (k / g.kernel_w) * g.dilation_h);
 }
 template <typename A>
-EFFJAX_HD A base_x(const Geometry& g, int64_t column, int64_t k) {
+EFFJAX_INLINE A base_x(const Geometry& g, int64_t column, int64_t k) {
   return A(column * g.stride_w - g.padding_left + (k % g.kernel_w) * g.dilation_w);
 }
 
 // Gradients of a sample with respect to y, x and the mask, from the products of the incoming
 // gradient with the four pixels (zero for those outside).
 template <typename A>
-EFFJAX_HD void sample_gradients(const Sample<A>& s, const A product[4], A mask, A& dy, A& dx,
+EFFJAX_INLINE void sample_gradients(const Sample<A>& s, const A product[4], A mask, A& dy, A& dx,
                                 A& dmask) {
   dy = mask * ((A(1) - s.right) * (product[2] - product[0]) + s.right * (product[3] - product[1]));
   dx = mask * ((A(1) - s.down) * (product[1] - product[0]) + s.down * (product[3] - product[2]));

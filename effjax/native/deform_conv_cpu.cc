@@ -35,12 +35,14 @@ struct Loop {
 struct Parallel {
   ffi::ThreadPool& pool;
 
+  int64_t threads() const { return pool.num_threads(); }
+
   void operator()(int64_t count, std::function<void(int64_t)> task) const {
     if (count == 0) return;
     auto loop = std::make_shared<Loop>();
     loop->task = std::move(task);
     loop->count = count;
-    const int64_t helpers = std::min(pool.num_threads(), count) - 1;
+    const int64_t helpers = std::min(threads(), count) - 1;
     for (int64_t i = 0; i < helpers; ++i) pool.Schedule([loop] { loop->work(); });
     loop->work();
     std::unique_lock<std::mutex> lock(loop->mutex);

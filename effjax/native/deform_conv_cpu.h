@@ -12,18 +12,14 @@
 #include "deform_conv.h"
 #include "half.h"
 
-// The loops over channels are compiled for several instruction sets; the loader picks at run time.
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && \
-    !defined(EFFJAX_SANITIZE)
-#define EFFJAX_CLONES __attribute__((target_clones("default", "arch=haswell", "arch=skylake-avx512")))
+// The loops are compiled twice: for any CPU, and for one that has AVX2, which is found out at run
+// time. (GCC's target_clones cannot do it: it knows CPUs by name, those of its time.)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(EFFJAX_SANITIZE)
+#define EFFJAX_AVX2 __attribute__((target("avx2,fma")))
+#define EFFJAX_HAS_AVX2 (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
 #else
-#define EFFJAX_CLONES
-#endif
-// Inlined into each of them.
-#if defined(__GNUC__)
-#define EFFJAX_INLINE inline __attribute__((always_inline))
-#else
-#define EFFJAX_INLINE inline
+#define EFFJAX_AVX2
+#define EFFJAX_HAS_AVX2 false
 #endif
 
 namespace effjax {
@@ -48,29 +44,35 @@ EFFJAX_INLINE void interpolate(const T* const pixel[4], const A weight[4], int64
   }
 }
 
-// Adds weight * gradient to one pixel of dx, and returns the product of gradient and pixel.
-// The sum has sixteen lanes of its own, so that it is the same whatever the vector length.
-template <typename T, typename A>
-EFFJAX_INLINE A scatter(const A* gradient, const T* pixel, A weight, int64_t count, A* dx) {
+// Adds weight[q] * gradient to pixel q of dx; product[q] is that of gradient and pixel q of x.
+// A product has sixteen lanes of its own, so that it is the same whatever the vector length.
+template <int kPixels, typename T, typename A>
+EFFJAX_INLINE void scatter(const A* gradient, const T* const* pixel, const A* weight,
+                           int64_t count, A* const* dx, A* product) {
   constexpr int kLanes = 16;
-  A lanes[kLanes] = {};
+  A lanes[kPixels][kLanes] = {};
   int64_t c = 0;
   for (; c + kLanes <= count; c += kLanes) {
-    for (int i = 0; i < kLanes; ++i) {
-      const A d = gradient[c + i];
-      lanes[i] += d * widen(pixel[c + i]);
-      dx[c + i] += weight * d;
+    for (int q = 0; q < kPixels; ++q) {
+      for (int i = 0; i < kLanes; ++i) {
+        const A d = gradient[c + i];
+        lanes[q][i] += d * widen(pixel[q][c + i]);
+        dx[q][c + i] += weight[q] * d;
+      }
     }
   }
   for (; c < count; ++c) {
-    const A d = gradient[c];
-    lanes[0] += d * widen(pixel[c]);
-    dx[c] += weight * d;
+    for (int q = 0; q < kPixels; ++q) {
+      lanes[q][0] += gradient[c] * widen(pixel[q][c]);
+      dx[q][c] += weight[q] * gradient[c];
+    }
   }
-  for (int step = kLanes / 2; step > 0; step /= 2) {
-    for (int i = 0; i < step; ++i) lanes[i] += lanes[i + step];
+  for (int q = 0; q < kPixels; ++q) {
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+      for (int i = 0; i < step; ++i) lanes[q][i] += lanes[q][i + step];
+    }
+    product[q] = lanes[q][0];
   }
-  return lanes[0];
 }
 
 template <typename T, typename A>
@@ -81,12 +83,13 @@ struct Operands {
   const A* offset;  // [N, R, Wo, G * K * 2]
   const A* mask;    // [N, R, Wo, G * K], or nothing
 
-  bool sample(int64_t n, int64_t r, int64_t column, int64_t tap, int64_t k, Sample<A>& s) const {
+  EFFJAX_INLINE bool sample(int64_t n, int64_t r, int64_t column, int64_t tap, int64_t k,
+                            Sample<A>& s) const {
     const A* moved = offset + 2 * (((n * g.R + r) * g.Wo + column) * g.G * g.K + tap);
     return make_sample<A>(base_y<A>(g, first_row + r, k) + moved[0],
                           base_x<A>(g, column, k) + moved[1], g.H, g.W, s);
   }
-  A mask_of(int64_t n, int64_t r, int64_t column, int64_t tap) const {
+  EFFJAX_INLINE A mask_of(int64_t n, int64_t r, int64_t column, int64_t tap) const {
     return g.has_mask ? mask[((n * g.R + r) * g.Wo + column) * g.G * g.K + tap] : A(1);
   }
 };
@@ -110,7 +113,8 @@ EFFJAX_INLINE void columns_of_row(const Operands<T, A>& in, int64_t n, int64_t r
         const T* pixel[4];
         A weight[4];
         for (int q = 0; q < 4; ++q) {
-          pixel[q] = s.inside[q] ? in.x + (n * g.H * g.W + s.pixel[q]) * g.C + group * width : nullptr;
+          const int64_t at = (n * g.H * g.W + s.pixel[q]) * g.C + group * width;
+          pixel[q] = s.inside[q] ? in.x + at : nullptr;
           weight[q] = mask * s.weight[q];
         }
         interpolate<T, A>(pixel, weight, width, out);
@@ -119,58 +123,84 @@ EFFJAX_INLINE void columns_of_row(const Operands<T, A>& in, int64_t n, int64_t r
   }
 }
 
-// The gradients of one image, by channels [first, first + count) of one group: dx += them, and what
-// these channels add to doffset and dmask, [R, Wo, K, 3].
+constexpr int64_t kBlock = 64;  // channels of a group that are summed in one go, backward
+
+inline int64_t blocks_of(int64_t width) {
+  return std::max<int64_t>((width + kBlock - 1) / kBlock, 1);
+}
+
+// The gradients of one image, by the channels of blocks [first, last) of all groups': dx += them,
+// and what each block adds to doffset and dmask, parts [R, Wo, K, blocks, 3].
 template <typename T, typename A>
-EFFJAX_INLINE void gradients_of_block(const Operands<T, A>& in, const A* dcolumns, int64_t n, int64_t group,
-                        int64_t first, int64_t count, A* dx, A* parts) {
+EFFJAX_INLINE void gradients_of_blocks(const Operands<T, A>& in, const A* dcolumns, int64_t n,
+                                       int64_t first, int64_t last, A* dx, A* parts) {
   const Geometry& g = in.g;
-  const int64_t channel = group * (g.C / g.G) + first;
-  for (int64_t r = 0; r < g.R; ++r) {
-    for (int64_t column = 0; column < g.Wo; ++column) {
-      for (int64_t k = 0; k < g.K; ++k, parts += 3) {
-        const int64_t tap = group * g.K + k;
-        Sample<A> s;
-        if (!in.sample(n, r, column, tap, k, s)) {
-          parts[0] = parts[1] = parts[2] = 0;
-          continue;
-        }
-        const A mask = in.mask_of(n, r, column, tap);
-        const A* d = dcolumns + (((n * g.R + r) * g.Wo + column) * g.K + k) * g.C + channel;
-        A product[4] = {};
+  const int64_t width = g.C / g.G, per_group = blocks_of(width);
+  for (int64_t i = 0; i < g.R * g.Wo * g.K; ++i) {
+    const int64_t r = i / (g.Wo * g.K), column = i / g.K % g.Wo, k = i % g.K;
+    const A* d = dcolumns + (n * g.R * g.Wo * g.K + i) * g.C;
+    A* part = parts + (i * g.G * per_group + first) * 3;
+    for (int64_t block = first; block < last;) {
+      const int64_t group = block / per_group, tap = group * g.K + k;
+      const int64_t end = std::min(last, (group + 1) * per_group);
+      Sample<A> s;
+      if (!in.sample(n, r, column, tap, k, s)) {
+        for (; block < end; ++block, part += 3) part[0] = part[1] = part[2] = 0;
+        continue;
+      }
+      const A mask = in.mask_of(n, r, column, tap);
+      A weight[4];
+      for (int q = 0; q < 4; ++q) weight[q] = mask * s.weight[q];
+      const bool all = s.inside[0] && s.inside[1] && s.inside[2] && s.inside[3];
+      for (; block < end; ++block, part += 3) {
+        const int64_t begin = block % per_group * kBlock, count = std::min(kBlock, width - begin);
+        const int64_t channel = group * width + begin;
+        const T* pixel[4];
+        A *to[4], product[4] = {};
         for (int q = 0; q < 4; ++q) {
-          if (!s.inside[q]) continue;
           const int64_t at = (n * g.H * g.W + s.pixel[q]) * g.C + channel;
-          product[q] = scatter<T, A>(d, in.x + at, mask * s.weight[q], count, dx + at);
+          pixel[q] = in.x + at;
+          to[q] = dx + at;
         }
-        sample_gradients<A>(s, product, mask, parts[0], parts[1], parts[2]);
+        if (all) {
+          scatter<4, T, A>(d + channel, pixel, weight, count, to, product);
+        } else {
+          for (int q = 0; q < 4; ++q) {
+            if (!s.inside[q]) continue;
+            scatter<1, T, A>(d + channel, pixel + q, weight + q, count, to + q, product + q);
+          }
+        }
+        sample_gradients<A>(s, product, mask, part[0], part[1], part[2]);
       }
     }
   }
 }
 
-// The two above, compiled for each instruction set.
-#define EFFJAX_INSTANTIATE(T, A)                                                               \
-  EFFJAX_CLONES static void columns_of(const Operands<T, A>& in, int64_t n, int64_t r, T* columns) { \
-    columns_of_row<T, A>(in, n, r, columns);                                                   \
-  }                                                                                            \
-  EFFJAX_CLONES static void gradients_of(const Operands<T, A>& in, const A* dcolumns, int64_t n,     \
-                                  int64_t group, int64_t first, int64_t count, A* dx,          \
-                                  A* parts) {                                                  \
-    gradients_of_block<T, A>(in, dcolumns, n, group, first, count, dx, parts);                 \
-  }
-EFFJAX_INSTANTIATE(float, float)
-EFFJAX_INSTANTIATE(double, double)
-EFFJAX_INSTANTIATE(BFloat16, float)
-EFFJAX_INSTANTIATE(Float16, float)
-#undef EFFJAX_INSTANTIATE
+template <typename T, typename A>
+EFFJAX_AVX2 void columns_avx2(const Operands<T, A>& in, int64_t n, int64_t r, T* columns) {
+  columns_of_row<T, A>(in, n, r, columns);
+}
+template <typename T, typename A>
+void columns_any(const Operands<T, A>& in, int64_t n, int64_t r, T* columns) {
+  columns_of_row<T, A>(in, n, r, columns);
+}
 
-constexpr int64_t kBlock = 64;  // channels of a task of the backward pass
+template <typename T, typename A>
+EFFJAX_AVX2 void gradients_avx2(const Operands<T, A>& in, const A* dcolumns, int64_t n,
+                                int64_t first, int64_t last, A* dx, A* parts) {
+  gradients_of_blocks<T, A>(in, dcolumns, n, first, last, dx, parts);
+}
+template <typename T, typename A>
+void gradients_any(const Operands<T, A>& in, const A* dcolumns, int64_t n, int64_t first,
+                   int64_t last, A* dx, A* parts) {
+  gradients_of_blocks<T, A>(in, dcolumns, n, first, last, dx, parts);
+}
 
-// parallel(count, task) runs task(0), …, task(count - 1).
+// parallel(count, task) runs task(0), …, task(count - 1) on parallel.threads() threads.
 template <typename T, typename A, typename Parallel>
 void deform_columns(const Operands<T, A>& in, T* columns, const Parallel& parallel) {
   const Geometry& g = in.g;
+  const auto columns_of = EFFJAX_HAS_AVX2 ? columns_avx2<T, A> : columns_any<T, A>;
   parallel(g.N * g.R, [&](int64_t i) { columns_of(in, i / g.R, i % g.R, columns); });
 }
 
@@ -178,26 +208,26 @@ template <typename T, typename A, typename Parallel>
 void deform_columns_backward(const Operands<T, A>& in, const A* dcolumns, A* dx, A* doffset,
                              A* dmask, const Parallel& parallel) {
   const Geometry& g = in.g;
-  const int64_t width = g.C / g.G, blocks = std::max<int64_t>((width + kBlock - 1) / kBlock, 1);
-  const int64_t points = g.R * g.Wo, size = points * g.K * 3;
-  std::vector<A> parts(static_cast<size_t>(g.N * g.G * blocks * size));
-  parallel(g.N * g.G * blocks, [&](int64_t i) {
-    const int64_t block = i % blocks, group = i / blocks % g.G, n = i / blocks / g.G;
-    gradients_of(in, dcolumns, n, group, block * kBlock,
-                 std::min(kBlock, width - block * kBlock), dx, parts.data() + i * size);
+  const int64_t per_group = blocks_of(g.C / g.G), blocks = g.G * per_group;
+  const int64_t points = g.R * g.Wo, size = points * g.K * blocks * 3;
+  std::vector<A> parts(static_cast<size_t>(g.N * size));
+  // The channels of an image are divided only where there are threads for that: it takes longer.
+  const int64_t threads = parallel.threads();
+  const int64_t runs = std::min((threads + g.N - 1) / std::max<int64_t>(g.N, 1), blocks);
+  const auto gradients_of = EFFJAX_HAS_AVX2 ? gradients_avx2<T, A> : gradients_any<T, A>;
+  parallel(g.N * runs, [&](int64_t i) {
+    const int64_t n = i / runs, run = i % runs;
+    gradients_of(in, dcolumns, n, blocks * run / runs, blocks * (run + 1) / runs, dx,
+                 parts.data() + n * size);
   });
   parallel(g.N * g.R, [&](int64_t i) {
-    const int64_t n = i / g.R, first = i % g.R * g.Wo;
-    for (int64_t p = first; p < first + g.Wo; ++p) {
+    for (int64_t p = i * g.Wo; p < (i + 1) * g.Wo; ++p) {
       for (int64_t tap = 0; tap < g.G * g.K; ++tap) {
         const int64_t group = tap / g.K, k = tap % g.K;
+        const A* part = parts.data() + ((p * g.K + k) * blocks + group * per_group) * 3;
         A sum[3] = {};
-        for (int64_t block = 0; block < blocks; ++block) {
-          const A* part =
-              parts.data() + ((n * g.G + group) * blocks + block) * size + (p * g.K + k) * 3;
-          for (int j = 0; j < 3; ++j) sum[j] += part[j];
-        }
-        const int64_t at = (n * points + p) * g.G * g.K + tap;
+        for (int64_t j = 0; j < 3 * per_group; ++j) sum[j % 3] += part[j];
+        const int64_t at = p * g.G * g.K + tap;
         doffset[2 * at] = sum[0];
         doffset[2 * at + 1] = sum[1];
         if (g.has_mask) dmask[at] = sum[2];

@@ -46,6 +46,7 @@ void fill(Array<double>& a) {
 }
 
 struct Serial {
+  int64_t threads() const { return 1; }
   template <typename Task>
   void operator()(int64_t count, const Task& task) const {
     for (int64_t i = 0; i < count; ++i) task(i);
@@ -53,6 +54,7 @@ struct Serial {
 };
 
 struct Threads {
+  int64_t threads() const { return 4; }
   template <typename Task>
   void operator()(int64_t count, const Task& task) const {
     std::vector<std::thread> threads;
