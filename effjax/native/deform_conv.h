@@ -59,14 +59,14 @@ EFFJAX_INLINE bool make_sample(A y, A x, int64_t height, int64_t width, Sample<A
   return true;
 }
 
-// Where tap k of output pixel (row, column) reads, before its offset.
+// Where tap k of output pixel (row, column) reads, before its offset. 64-bit divisions are slow.
 template <typename A>
-EFFJAX_INLINE A base_y(const Geometry& g, int64_t row, int64_t k) {
-  return A(row * g.stride_h - g.padding_top + (k / g.kernel_w) * g.dilation_h);
+EFFJAX_INLINE A base_y(const Geometry& g, int64_t row, int32_t k) {
+  return A(row * g.stride_h - g.padding_top + k / int32_t(g.kernel_w) * g.dilation_h);
 }
 template <typename A>
-EFFJAX_INLINE A base_x(const Geometry& g, int64_t column, int64_t k) {
-  return A(column * g.stride_w - g.padding_left + (k % g.kernel_w) * g.dilation_w);
+EFFJAX_INLINE A base_x(const Geometry& g, int64_t column, int32_t k) {
+  return A(column * g.stride_w - g.padding_left + k % int32_t(g.kernel_w) * g.dilation_w);
 }
 
 // Gradients of a sample with respect to y, x and the mask, from the products of the incoming

@@ -129,48 +129,65 @@ inline int64_t blocks_of(int64_t width) {
   return std::max<int64_t>((width + kBlock - 1) / kBlock, 1);
 }
 
-// The gradients of one image, by the channels of blocks [first, last) of all groups': dx += them,
-// and what each block adds to doffset and dmask, parts [R, Wo, K, blocks, 3].
+// The gradients of one sample, by blocks [begin, end) of the channels of its group: dx += them, and
+// what each block adds to doffset and dmask, parts [blocks, 3].
+template <typename T, typename A>
+EFFJAX_INLINE void gradients_of_sample(const Operands<T, A>& in, const A* dcolumns, int64_t n,
+                                       int64_t r, int64_t column, int64_t k, int64_t group,
+                                       int64_t begin, int64_t end, A* dx, A* parts) {
+  const Geometry& g = in.g;
+  const int64_t width = g.C / g.G, tap = group * g.K + k;
+  Sample<A> s;
+  if (!in.sample(n, r, column, tap, k, s)) {
+    std::fill(parts + begin * 3, parts + end * 3, A(0));
+    return;
+  }
+  const A mask = in.mask_of(n, r, column, tap);
+  A weight[4];
+  for (int q = 0; q < 4; ++q) weight[q] = mask * s.weight[q];
+  const bool all = s.inside[0] && s.inside[1] && s.inside[2] && s.inside[3];
+  for (int64_t block = begin; block < end; ++block) {
+    const int64_t count = std::min(kBlock, width - block * kBlock);
+    const int64_t channel = group * width + block * kBlock;
+    const T* pixel[4];
+    A *to[4], product[4] = {};
+    for (int q = 0; q < 4; ++q) {
+      const int64_t at = (n * g.H * g.W + s.pixel[q]) * g.C + channel;
+      pixel[q] = in.x + at;
+      to[q] = dx + at;
+    }
+    if (all) {
+      scatter<4, T, A>(dcolumns + channel, pixel, weight, count, to, product);
+    } else {
+      for (int q = 0; q < 4; ++q) {
+        if (!s.inside[q]) continue;
+        scatter<1, T, A>(dcolumns + channel, pixel + q, weight + q, count, to + q, product + q);
+      }
+    }
+    A* part = parts + block * 3;
+    sample_gradients<A>(s, product, mask, part[0], part[1], part[2]);
+  }
+}
+
+// The same for all samples of an image, by the blocks [first, last) of all groups': parts
+// [R, Wo, K, blocks, 3].
 template <typename T, typename A>
 EFFJAX_INLINE void gradients_of_blocks(const Operands<T, A>& in, const A* dcolumns, int64_t n,
                                        int64_t first, int64_t last, A* dx, A* parts) {
   const Geometry& g = in.g;
   const int64_t width = g.C / g.G, per_group = blocks_of(width);
-  for (int64_t i = 0; i < g.R * g.Wo * g.K; ++i) {
-    const int64_t r = i / (g.Wo * g.K), column = i / g.K % g.Wo, k = i % g.K;
-    const A* d = dcolumns + (n * g.R * g.Wo * g.K + i) * g.C;
-    A* part = parts + (i * g.G * per_group + first) * 3;
-    for (int64_t block = first; block < last;) {
-      const int64_t group = block / per_group, tap = group * g.K + k;
-      const int64_t end = std::min(last, (group + 1) * per_group);
-      Sample<A> s;
-      if (!in.sample(n, r, column, tap, k, s)) {
-        for (; block < end; ++block, part += 3) part[0] = part[1] = part[2] = 0;
-        continue;
-      }
-      const A mask = in.mask_of(n, r, column, tap);
-      A weight[4];
-      for (int q = 0; q < 4; ++q) weight[q] = mask * s.weight[q];
-      const bool all = s.inside[0] && s.inside[1] && s.inside[2] && s.inside[3];
-      for (; block < end; ++block, part += 3) {
-        const int64_t begin = block % per_group * kBlock, count = std::min(kBlock, width - begin);
-        const int64_t channel = group * width + begin;
-        const T* pixel[4];
-        A *to[4], product[4] = {};
-        for (int q = 0; q < 4; ++q) {
-          const int64_t at = (n * g.H * g.W + s.pixel[q]) * g.C + channel;
-          pixel[q] = in.x + at;
-          to[q] = dx + at;
+  const int64_t first_group = first / per_group, skip = first % per_group;
+  for (int64_t r = 0; r < g.R; ++r) {
+    for (int64_t column = 0; column < g.Wo; ++column) {
+      const int64_t point = (n * g.R + r) * g.Wo + column;
+      for (int64_t k = 0; k < g.K; ++k, parts += 3 * g.G * per_group) {
+        const A* d = dcolumns + (point * g.K + k) * g.C;
+        for (int64_t group = first_group; group * per_group < last; ++group) {
+          const int64_t begin = group == first_group ? skip : 0;
+          const int64_t end = std::min(last - group * per_group, per_group);
+          gradients_of_sample<T, A>(in, d, n, r, column, k, group, begin, end, dx,
+                                    parts + group * per_group * 3);
         }
-        if (all) {
-          scatter<4, T, A>(d + channel, pixel, weight, count, to, product);
-        } else {
-          for (int q = 0; q < 4; ++q) {
-            if (!s.inside[q]) continue;
-            scatter<1, T, A>(d + channel, pixel + q, weight + q, count, to + q, product + q);
-          }
-        }
-        sample_gradients<A>(s, product, mask, part[0], part[1], part[2]);
       }
     }
   }

@@ -98,7 +98,10 @@ def backward(static: Static, sampler: Sampler, x, offset, mask, kernel, dy) -> t
 def rows_of_chunk(
     static: Static, x, offset, kernel, sample_bytes: int, slice_bytes: float = math.inf
 ) -> int:
-    """How many output rows fit under `workspace_bytes`, evenly spread; at least one."""
+    """How many output rows fit under `workspace_bytes`, at least one.
+
+    If not much fewer will do, so many that no rest is left: it would have a workspace of its own.
+    """
     n, height, width, _ = offset.shape
     taps, groups, channels = static.geometry.taps, static.geometry.offset_groups, x.shape[-1]
     sums = 3 * taps * groups * math.ceil(channels / groups / 64)  # of blocks of channels
@@ -106,7 +109,8 @@ def rows_of_chunk(
     pixel += (kernel.shape[-1] + sums) * offset.dtype.itemsize
     most = min(static.workspace_bytes, slice_bytes) // max(n * width * pixel, 1)
     most = int(max(1, min(height, most)))
-    return math.ceil(height / math.ceil(height / most))
+    even = [rows for rows in range(most // 4 + 1, most + 1) if height % rows == 0]
+    return even[-1] if even else math.ceil(height / math.ceil(height / most))
 
 
 def over_rows(body: Callable, carry: tuple, height: int, rows: int) -> tuple:

@@ -44,9 +44,9 @@ def test_any_batch(conv, batch, optional):
 
 @double
 @all_implementations
-@pytest.mark.parametrize("kilobytes", [4, 12])
+@pytest.mark.parametrize("kilobytes", [4, 24, 48, 180])
 def test_slices_of_rows(conv, kilobytes):
-    """Of one row, of several, and with a last slice that is smaller."""
+    """Of one row, of several, and of 3 + 2 rows: "native" with 24 and 48, "xla" with 180."""
     for name in ("one_sided", "plain"):
         c = Case(name, batch=3)
         assert_trees_close(c.got(conv, workspace_bytes=kilobytes * 1000), c.want(), 1e-13)
