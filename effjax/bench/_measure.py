@@ -134,9 +134,9 @@ def versions() -> dict:
 
 
 def difference(got: Any, want: Any) -> float:
-    """The largest difference of any leaf, relative to the largest value of that leaf."""
+    """The largest difference of any leaf, relative to the largest value of that leaf; or NaN."""
     worst = 0.0
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = (np.asarray(jnp.asarray(v, jnp.float32)) for v in (a, b))
-        worst = max(worst, float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)))
-    return worst
+        worst = np.maximum(worst, np.abs(a - b).max() / max(np.abs(b).max(), 1e-30))
+    return float(worst)

@@ -72,8 +72,8 @@ EFFJAX_INLINE A base_x(const Geometry& g, int64_t column, int32_t k) {
 // Gradients of a sample with respect to y, x and the mask, from the products of the incoming
 // gradient with the four pixels (zero for those outside).
 template <typename A>
-EFFJAX_INLINE void sample_gradients(const Sample<A>& s, const A product[4], A mask, A& dy, A& dx,
-                                A& dmask) {
+EFFJAX_INLINE void sample_gradients(const Sample<A>& s, const A product[4], A mask, A& dy,
+                                    A& dx, A& dmask) {
   dy = mask * ((A(1) - s.right) * (product[2] - product[0]) + s.right * (product[3] - product[1]));
   dx = mask * ((A(1) - s.down) * (product[1] - product[0]) + s.down * (product[3] - product[2]));
   dmask = s.weight[0] * product[0] + s.weight[1] * product[1] + s.weight[2] * product[2] +

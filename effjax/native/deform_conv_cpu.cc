@@ -35,7 +35,8 @@ struct Loop {
 struct Parallel {
   ffi::ThreadPool& pool;
 
-  int64_t threads() const { return pool.num_threads(); }
+  // The pool says 0 where it cannot tell.
+  int64_t threads() const { return std::max<int64_t>(pool.num_threads(), 1); }
 
   void operator()(int64_t count, std::function<void(int64_t)> task) const {
     if (count == 0) return;

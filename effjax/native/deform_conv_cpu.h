@@ -14,7 +14,7 @@
 
 // The loops are compiled twice: for any CPU, and for one that has AVX2, which is found out at run
 // time. (GCC's target_clones cannot do it: it knows CPUs by name, those of its time.)
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(EFFJAX_SANITIZE)
+#if defined(__x86_64__) && defined(__GNUC__)
 #define EFFJAX_AVX2 __attribute__((target("avx2,fma")))
 #define EFFJAX_HAS_AVX2 (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
 #else
@@ -228,9 +228,9 @@ void deform_columns_backward(const Operands<T, A>& in, const A* dcolumns, A* dx,
   const int64_t per_group = blocks_of(g.C / g.G), blocks = g.G * per_group;
   const int64_t points = g.R * g.Wo, size = points * g.K * blocks * 3;
   std::vector<A> parts(static_cast<size_t>(g.N * size));
-  // The channels of an image are divided only where there are threads for that: it takes longer.
-  const int64_t threads = parallel.threads();
-  const int64_t runs = std::min((threads + g.N - 1) / std::max<int64_t>(g.N, 1), blocks);
+  // The channels of an image are divided only where threads would be idle: it takes longer in all.
+  const int64_t images = std::max<int64_t>(g.N, 1);
+  const int64_t runs = std::min((parallel.threads() + images - 1) / images, blocks);
   const auto gradients_of = EFFJAX_HAS_AVX2 ? gradients_avx2<T, A> : gradients_any<T, A>;
   parallel(g.N * runs, [&](int64_t i) {
     const int64_t n = i / runs, run = i % runs;

@@ -2,7 +2,6 @@
 // random geometries, offsets that are huge, infinite, NaN or exactly on a border, empty arrays.
 // With one task after the other or on many threads, results must be equal to the last bit.
 
-#define EFFJAX_SANITIZE
 #include <sys/mman.h>
 
 #include <cstdio>

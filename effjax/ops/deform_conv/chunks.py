@@ -98,9 +98,8 @@ def backward(static: Static, sampler: Sampler, x, offset, mask, kernel, dy) -> t
 def rows_of_chunk(
     static: Static, x, offset, kernel, sample_bytes: int, slice_bytes: float = math.inf
 ) -> int:
-    """How many output rows fit under `workspace_bytes`, at least one.
-
-    If not much fewer will do, so many that no rest is left: it would have a workspace of its own.
+    """How many output rows fit under `workspace_bytes`, with those of a last, smaller slice, which
+    may have a workspace of its own; at least one.
     """
     n, height, width, _ = offset.shape
     taps, groups, channels = static.geometry.taps, static.geometry.offset_groups, x.shape[-1]
@@ -109,8 +108,7 @@ def rows_of_chunk(
     pixel += (kernel.shape[-1] + sums) * offset.dtype.itemsize
     most = min(static.workspace_bytes, slice_bytes) // max(n * width * pixel, 1)
     most = int(max(1, min(height, most)))
-    even = [rows for rows in range(most // 4 + 1, most + 1) if height % rows == 0]
-    return even[-1] if even else math.ceil(height / math.ceil(height / most))
+    return max(rows for rows in range(1, most + 1) if rows + height % rows <= most)
 
 
 def over_rows(body: Callable, carry: tuple, height: int, rows: int) -> tuple:
@@ -120,7 +118,7 @@ def over_rows(body: Callable, carry: tuple, height: int, rows: int) -> tuple:
         carry = lax.fori_loop(0, count, lambda j, carry: body(j * rows, rows, carry), carry)
     else:
         carry = body(jnp.int32(0), rows, carry)
-    if rest:  # not before the others are done: their workspace is this one's
+    if rest:  # not before the others are done: XLA can give it their workspace
         start, carry = lax.optimization_barrier((jnp.int32(count * rows), carry))
         carry = body(start, rest, carry)
     return carry

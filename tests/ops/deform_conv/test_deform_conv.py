@@ -44,9 +44,9 @@ def test_any_batch(conv, batch, optional):
 
 @double
 @all_implementations
-@pytest.mark.parametrize("kilobytes", [4, 24, 48, 180])
+@pytest.mark.parametrize("kilobytes", [4, 24, 36, 150])
 def test_slices_of_rows(conv, kilobytes):
-    """Of one row, of several, and of 3 + 2 rows: "native" with 24 and 48, "xla" with 180."""
+    """Of one row, of all, and 2 + 2 + 1: in each pass of each implementation with one of these."""
     for name in ("one_sided", "plain"):
         c = Case(name, batch=3)
         assert_trees_close(c.got(conv, workspace_bytes=kilobytes * 1000), c.want(), 1e-13)
@@ -231,8 +231,9 @@ def test_keeps_its_inputs():
     assert sum(a.size for a in kept) <= sum(a.size for a in c.args)
 
 
-def _shapes(dtype):
-    shapes = (2, 24, 32, 32), (2, 24, 32, 18), (3, 3, 32, 32), (2, 24, 32, 9)
+def _shapes(dtype, height=24):
+    image = 2, height, 32
+    shapes = (*image, 32), (*image, 18), (3, 3, 32, 32), (*image, 9)
     types = dtype, "float32", dtype, "float32"
     return [jax.ShapeDtypeStruct(s, t) for s, t in zip(shapes, types, strict=True)]
 
@@ -246,10 +247,11 @@ def _gradients(conv, workspace_bytes):
 
 
 @all_implementations
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_stays_under_the_workspace(conv, dtype):
+@pytest.mark.parametrize(("dtype", "height"), [("float32", 24), ("float32", 47), ("bfloat16", 23)])
+def test_memory_stays_under_the_workspace(conv, dtype, height):
+    """That of a last, smaller slice included."""
     mib = 2**20
-    args = _shapes(dtype)
+    args = _shapes(dtype, height)
     program = jax.jit(_gradients(conv, 2 * mib)).lower(*args).compile()
     # Beside the workspace: y, its gradient, and the gradients in the dtype they are added up in.
     outputs = sum(4 * a.size for a in args) + 2 * 4 * args[0].size
