@@ -35,11 +35,14 @@ struct Sample {
   bool inside[4];
 };
 
-// False, with nothing computed, where the sample is zero: outside of -1 < y < H, -1 < x < W. The
+// False where the sample is zero, all its pixels outside: not within -1 < y < H, -1 < x < W. The
 // comparison is written so that NaN is outside too, and nothing infinite is turned into an integer.
+// There are no branches: points at random are inside or outside, which no CPU can predict.
 template <typename A>
 EFFJAX_INLINE bool make_sample(A y, A x, int64_t height, int64_t width, Sample<A>& s) {
-  if (!(y > A(-1) && x > A(-1) && y < A(height) && x < A(width))) return false;
+  const bool touches = (y > A(-1)) & (x > A(-1)) & (y < A(height)) & (x < A(width));
+  y = touches ? y : A(0);
+  x = touches ? x : A(0);
 #ifdef __CUDACC__
   const A top = floor(y), left = floor(x);
 #else
@@ -48,15 +51,16 @@ EFFJAX_INLINE bool make_sample(A y, A x, int64_t height, int64_t width, Sample<A
   const int64_t row = static_cast<int64_t>(top), column = static_cast<int64_t>(left);
   s.down = y - top;
   s.right = x - left;
+  const bool upper = touches & (row >= 0), lower = touches & (row + 1 < height);
+  const bool before = column >= 0, after = column + 1 < width;
   for (int q = 0; q < 4; ++q) {
-    const int64_t i = row + (q >> 1), j = column + (q & 1);
-    s.inside[q] = i >= 0 && i < height && j >= 0 && j < width;
-    s.pixel[q] = s.inside[q] ? i * width + j : 0;
+    s.inside[q] = ((q >> 1) ? lower : upper) & ((q & 1) ? after : before);
+    s.pixel[q] = s.inside[q] ? (row + (q >> 1)) * width + column + (q & 1) : 0;
     const A vertical = (q >> 1) ? s.down : A(1) - s.down;
     const A horizontal = (q & 1) ? s.right : A(1) - s.right;
     s.weight[q] = s.inside[q] ? vertical * horizontal : A(0);
   }
-  return true;
+  return touches;
 }
 
 // Where tap k of output pixel (row, column) reads, before its offset. 64-bit divisions are slow.

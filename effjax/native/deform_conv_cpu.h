@@ -12,66 +12,94 @@
 #include "deform_conv.h"
 #include "half.h"
 
-// The loops are compiled twice: for any CPU, and for one that has AVX2, which is found out at run
-// time. (GCC's target_clones cannot do it: it knows CPUs by name, those of its time.)
-#if defined(__x86_64__) && defined(__GNUC__)
+// The loops are compiled twice on x86: for any CPU, and for those that have AVX2, which is found out
+// at run time. (GCC's target_clones cannot do it: it knows CPUs by name, those of its time. AVX-512
+// is no faster.)
+#ifdef __x86_64__
 #define EFFJAX_AVX2 __attribute__((target("avx2,fma")))
-#define EFFJAX_HAS_AVX2 (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-#else
-#define EFFJAX_AVX2
-#define EFFJAX_HAS_AVX2 false
 #endif
 
 namespace effjax {
 
-// out[c] = sum of weight[q] * pixel[q][c] over the pixels that there are (null: outside).
+// Sixteen sums, in vectors of kBytes.
+constexpr int kLanes = 16;
+template <int kBytes, typename A>
+struct Lanes {
+  typedef A Vector __attribute__((vector_size(kBytes)));
+  static constexpr int kWidth = kBytes / sizeof(A), kVectors = kLanes / kWidth;
+  Vector v[kVectors] = {};
+};
+
+// Sixteen numbers in A: where they are, or in `wide`.
+template <typename A>
+EFFJAX_INLINE const A* widen(const A* from, A*) { return from; }
 template <typename T, typename A>
-EFFJAX_INLINE void interpolate(const T* const pixel[4], const A weight[4], int64_t count, T* out) {
-  const T *p0 = pixel[0], *p1 = pixel[1], *p2 = pixel[2], *p3 = pixel[3];
-  if (p0 && p1 && p2 && p3) {
-    const A w0 = weight[0], w1 = weight[1], w2 = weight[2], w3 = weight[3];
-    for (int64_t c = 0; c < count; ++c) {
-      narrow(w0 * widen(p0[c]) + w1 * widen(p1[c]) + w2 * widen(p2[c]) + w3 * widen(p3[c]), out[c]);
-    }
-    return;
+EFFJAX_INLINE const A* widen(const T* from, A* wide) {
+  for (int i = 0; i < kLanes; ++i) wide[i] = widen(from[i]);
+  return wide;
+}
+
+// The sum of a vector, and of lanes: by halves, in one order whatever the length of a vector.
+template <int kBytes, typename A, typename Vector>
+EFFJAX_INLINE A sum_of(const Vector& v) {
+  if constexpr (kBytes == sizeof(A)) {
+    return v[0];
+  } else {
+    typedef A Half __attribute__((vector_size(kBytes / 2)));
+    Half half[2];
+    std::memcpy(half, &v, sizeof v);
+    return sum_of<kBytes / 2, A>(half[0] + half[1]);
   }
+}
+template <int kBytes, typename A>
+EFFJAX_INLINE A sum_of(Lanes<kBytes, A>& lanes) {
+  for (int step = lanes.kVectors / 2; step > 0; step /= 2) {
+    for (int i = 0; i < step; ++i) lanes.v[i] += lanes.v[i + step];
+  }
+  return sum_of<kBytes, A>(lanes.v[0]);
+}
+
+// out[c] = sum of weight[q] * pixel[q][c]
+template <typename T, typename A>
+EFFJAX_INLINE void interpolate(const T* const pixel[4], const A weight[4], int64_t count,
+                               T* __restrict out) {
+  const T *p0 = pixel[0], *p1 = pixel[1], *p2 = pixel[2], *p3 = pixel[3];
+  const A w0 = weight[0], w1 = weight[1], w2 = weight[2], w3 = weight[3];
   for (int64_t c = 0; c < count; ++c) {
-    A sum = 0;
-    for (int q = 0; q < 4; ++q) {
-      if (pixel[q]) sum += weight[q] * widen(pixel[q][c]);
-    }
-    narrow(sum, out[c]);
+    narrow(w0 * widen(p0[c]) + w1 * widen(p1[c]) + w2 * widen(p2[c]) + w3 * widen(p3[c]), out[c]);
   }
 }
 
 // Adds weight[q] * gradient to pixel q of dx; product[q] is that of gradient and pixel q of x.
-// A product has sixteen lanes of its own, so that it is the same whatever the vector length.
-template <int kPixels, typename T, typename A>
+template <int kBytes, int kPixels, typename T, typename A>
 EFFJAX_INLINE void scatter(const A* gradient, const T* const* pixel, const A* weight,
                            int64_t count, A* const* dx, A* product) {
-  constexpr int kLanes = 16;
-  A lanes[kPixels][kLanes] = {};
+  using Lanes = Lanes<kBytes, A>;
+  Lanes products[kPixels];
   int64_t c = 0;
   for (; c + kLanes <= count; c += kLanes) {
-    for (int q = 0; q < kPixels; ++q) {
-      for (int i = 0; i < kLanes; ++i) {
-        const A d = gradient[c + i];
-        lanes[q][i] += d * widen(pixel[q][c + i]);
-        dx[q][c + i] += weight[q] * d;
+    A wide[kPixels][kLanes];
+    const A* x[kPixels];
+    for (int q = 0; q < kPixels; ++q) x[q] = widen(pixel[q] + c, wide[q]);
+    for (int i = 0; i < Lanes::kVectors; ++i) {
+      typename Lanes::Vector d, value, sum;
+      std::memcpy(&d, gradient + c + i * Lanes::kWidth, kBytes);
+      for (int q = 0; q < kPixels; ++q) {
+        A* const to = dx[q] + c + i * Lanes::kWidth;
+        std::memcpy(&value, x[q] + i * Lanes::kWidth, kBytes);
+        std::memcpy(&sum, to, kBytes);
+        products[q].v[i] += d * value;
+        sum += weight[q] * d;
+        std::memcpy(to, &sum, kBytes);
       }
     }
   }
+  for (int q = 0; q < kPixels; ++q) product[q] = sum_of(products[q]);
   for (; c < count; ++c) {
     for (int q = 0; q < kPixels; ++q) {
-      lanes[q][0] += gradient[c] * widen(pixel[q][c]);
+      product[q] += gradient[c] * widen(pixel[q][c]);
       dx[q][c] += weight[q] * gradient[c];
     }
-  }
-  for (int q = 0; q < kPixels; ++q) {
-    for (int step = kLanes / 2; step > 0; step /= 2) {
-      for (int i = 0; i < step; ++i) lanes[q][i] += lanes[q][i + step];
-    }
-    product[q] = lanes[q][0];
   }
 }
 
@@ -94,9 +122,11 @@ struct Operands {
   }
 };
 
-// The columns of one row of output pixels: columns [N, R, Wo, K * C].
+// The columns of one row of output pixels: columns [N, R, Wo, K * C]. Pixels outside are read from
+// zeros [C / G], so that there is one way through for all samples.
 template <typename T, typename A>
-EFFJAX_INLINE void columns_of_row(const Operands<T, A>& in, int64_t n, int64_t r, T* columns) {
+EFFJAX_INLINE void columns_of_row(const Operands<T, A>& in, const T* zeros, int64_t n, int64_t r,
+                                  T* columns) {
   const Geometry& g = in.g;
   const int64_t width = g.C / g.G;
   for (int64_t column = 0; column < g.Wo; ++column) {
@@ -105,17 +135,14 @@ EFFJAX_INLINE void columns_of_row(const Operands<T, A>& in, int64_t n, int64_t r
       for (int64_t group = 0; group < g.G; ++group, out += width) {
         const int64_t tap = group * g.K + k;
         Sample<A> s;
-        if (!in.sample(n, r, column, tap, k, s)) {
-          std::memset(out, 0, width * sizeof(T));
-          continue;
-        }
+        in.sample(n, r, column, tap, k, s);
         const A mask = in.mask_of(n, r, column, tap);
         const T* pixel[4];
         A weight[4];
         for (int q = 0; q < 4; ++q) {
           const int64_t at = (n * g.H * g.W + s.pixel[q]) * g.C + group * width;
-          pixel[q] = s.inside[q] ? in.x + at : nullptr;
-          weight[q] = mask * s.weight[q];
+          pixel[q] = s.inside[q] ? in.x + at : zeros;
+          weight[q] = s.inside[q] ? mask * s.weight[q] : A(0);
         }
         interpolate<T, A>(pixel, weight, width, out);
       }
@@ -131,7 +158,7 @@ inline int64_t blocks_of(int64_t width) {
 
 // The gradients of one sample, by blocks [begin, end) of the channels of its group: dx += them, and
 // what each block adds to doffset and dmask, parts [blocks, 3].
-template <typename T, typename A>
+template <int kBytes, typename T, typename A>
 EFFJAX_INLINE void gradients_of_sample(const Operands<T, A>& in, const A* dcolumns, int64_t n,
                                        int64_t r, int64_t column, int64_t k, int64_t group,
                                        int64_t begin, int64_t end, A* dx, A* parts) {
@@ -157,11 +184,11 @@ EFFJAX_INLINE void gradients_of_sample(const Operands<T, A>& in, const A* dcolum
       to[q] = dx + at;
     }
     if (all) {
-      scatter<4, T, A>(dcolumns + channel, pixel, weight, count, to, product);
+      scatter<kBytes, 4, T, A>(dcolumns + channel, pixel, weight, count, to, product);
     } else {
       for (int q = 0; q < 4; ++q) {
         if (!s.inside[q]) continue;
-        scatter<1, T, A>(dcolumns + channel, pixel + q, weight + q, count, to + q, product + q);
+        scatter<kBytes, 1, T, A>(dcolumns + channel, pixel + q, weight + q, count, to + q, product + q);
       }
     }
     A* part = parts + block * 3;
@@ -171,7 +198,7 @@ EFFJAX_INLINE void gradients_of_sample(const Operands<T, A>& in, const A* dcolum
 
 // The same for all samples of an image, by the blocks [first, last) of all groups': parts
 // [R, Wo, K, blocks, 3].
-template <typename T, typename A>
+template <int kBytes, typename T, typename A>
 EFFJAX_INLINE void gradients_of_blocks(const Operands<T, A>& in, const A* dcolumns, int64_t n,
                                        int64_t first, int64_t last, A* dx, A* parts) {
   const Geometry& g = in.g;
@@ -185,40 +212,58 @@ EFFJAX_INLINE void gradients_of_blocks(const Operands<T, A>& in, const A* dcolum
         for (int64_t group = first_group; group * per_group < last; ++group) {
           const int64_t begin = group == first_group ? skip : 0;
           const int64_t end = std::min(last - group * per_group, per_group);
-          gradients_of_sample<T, A>(in, d, n, r, column, k, group, begin, end, dx,
-                                    parts + group * per_group * 3);
+          gradients_of_sample<kBytes, T, A>(in, d, n, r, column, k, group, begin, end, dx,
+                                            parts + group * per_group * 3);
         }
       }
     }
   }
 }
 
+// The loops for one set of instructions.
 template <typename T, typename A>
-EFFJAX_AVX2 void columns_avx2(const Operands<T, A>& in, int64_t n, int64_t r, T* columns) {
-  columns_of_row<T, A>(in, n, r, columns);
-}
-template <typename T, typename A>
-void columns_any(const Operands<T, A>& in, int64_t n, int64_t r, T* columns) {
-  columns_of_row<T, A>(in, n, r, columns);
-}
+struct Loops {
+  void (*columns)(const Operands<T, A>&, const T* zeros, int64_t n, int64_t r, T* columns);
+  void (*gradients)(const Operands<T, A>&, const A* dcolumns, int64_t n, int64_t first,
+                    int64_t last, A* dx, A* parts);
+};
+
+#define EFFJAX_LOOPS(name, kBytes, target)                                                        \
+  template <typename T, typename A>                                                               \
+  target void columns_##name(const Operands<T, A>& in, const T* zeros, int64_t n, int64_t r,      \
+                             T* columns) {                                                        \
+    columns_of_row<T, A>(in, zeros, n, r, columns);                                               \
+  }                                                                                               \
+  template <typename T, typename A>                                                               \
+  target void gradients_##name(const Operands<T, A>& in, const A* dcolumns, int64_t n,            \
+                               int64_t first, int64_t last, A* dx, A* parts) {                    \
+    gradients_of_blocks<kBytes, T, A>(in, dcolumns, n, first, last, dx, parts);                   \
+  }
+
+EFFJAX_LOOPS(any, 16, )
+#ifdef __x86_64__
+EFFJAX_LOOPS(avx2, 32, EFFJAX_AVX2)
+#endif
 
 template <typename T, typename A>
-EFFJAX_AVX2 void gradients_avx2(const Operands<T, A>& in, const A* dcolumns, int64_t n,
-                                int64_t first, int64_t last, A* dx, A* parts) {
-  gradients_of_blocks<T, A>(in, dcolumns, n, first, last, dx, parts);
-}
-template <typename T, typename A>
-void gradients_any(const Operands<T, A>& in, const A* dcolumns, int64_t n, int64_t first,
-                   int64_t last, A* dx, A* parts) {
-  gradients_of_blocks<T, A>(in, dcolumns, n, first, last, dx, parts);
+Loops<T, A> loops_for_this_cpu() {
+#ifdef __x86_64__
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    return {columns_avx2<T, A>, gradients_avx2<T, A>};
+  }
+#endif
+  return {columns_any<T, A>, gradients_any<T, A>};
 }
 
 // parallel(count, task) runs task(0), …, task(count - 1) on parallel.threads() threads.
 template <typename T, typename A, typename Parallel>
 void deform_columns(const Operands<T, A>& in, T* columns, const Parallel& parallel) {
   const Geometry& g = in.g;
-  const auto columns_of = EFFJAX_HAS_AVX2 ? columns_avx2<T, A> : columns_any<T, A>;
-  parallel(g.N * g.R, [&](int64_t i) { columns_of(in, i / g.R, i % g.R, columns); });
+  const std::vector<T> zeros(static_cast<size_t>(g.C / g.G));
+  const auto columns_of = loops_for_this_cpu<T, A>().columns;
+  parallel(g.N * g.R, [&](int64_t i) {
+    columns_of(in, zeros.data(), i / g.R, i % g.R, columns);
+  });
 }
 
 template <typename T, typename A, typename Parallel>
@@ -231,7 +276,7 @@ void deform_columns_backward(const Operands<T, A>& in, const A* dcolumns, A* dx,
   // The channels of an image are divided only where threads would be idle: it takes longer in all.
   const int64_t images = std::max<int64_t>(g.N, 1);
   const int64_t runs = std::min((parallel.threads() + images - 1) / images, blocks);
-  const auto gradients_of = EFFJAX_HAS_AVX2 ? gradients_avx2<T, A> : gradients_any<T, A>;
+  const auto gradients_of = loops_for_this_cpu<T, A>().gradients;
   parallel(g.N * runs, [&](int64_t i) {
     const int64_t n = i / runs, run = i % runs;
     gradients_of(in, dcolumns, n, blocks * run / runs, blocks * (run + 1) / runs, dx,

@@ -98,8 +98,8 @@ def backward(static: Static, sampler: Sampler, x, offset, mask, kernel, dy) -> t
 def rows_of_chunk(
     static: Static, x, offset, kernel, sample_bytes: int, slice_bytes: float = math.inf
 ) -> int:
-    """How many output rows fit under `workspace_bytes`, with those of a last, smaller slice, which
-    may have a workspace of its own; at least one.
+    """The output rows of a slice, under `workspace_bytes` with those of a last, smaller slice, which
+    may have a workspace of its own: few slices, and none smaller if it can be had for one more.
     """
     n, height, width, _ = offset.shape
     taps, groups, channels = static.geometry.taps, static.geometry.offset_groups, x.shape[-1]
@@ -108,7 +108,8 @@ def rows_of_chunk(
     pixel += (kernel.shape[-1] + sums) * offset.dtype.itemsize
     most = min(static.workspace_bytes, slice_bytes) // max(n * width * pixel, 1)
     most = int(max(1, min(height, most)))
-    return max(rows for rows in range(1, most + 1) if rows + height % rows <= most)
+    fitting = (rows for rows in range(1, most + 1) if rows + height % rows <= most)
+    return min(fitting, key=lambda rows: math.ceil(height / rows) + (height % rows > 0))
 
 
 def over_rows(body: Callable, carry: tuple, height: int, rows: int) -> tuple:

@@ -63,7 +63,7 @@ def sampler_of(static: Static, dtype: Any) -> Sampler:
         return Sampler(columns, columns_backward, xla_bytes(dtype)[:2])
     size = dtype.itemsize
     sample_bytes = size, 2 * size + max(4, size)  # XLA transposes one on a CPU
-    cache = 8 * 2**20 if default_platform() == "cpu" else math.inf
+    cache = 24 * 2**20 if default_platform() == "cpu" else math.inf
     return Sampler(columns, columns_backward, sample_bytes, cache)
 
 
