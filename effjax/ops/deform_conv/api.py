@@ -13,6 +13,7 @@ from .._parallel import on_each_device, same_varying
 from . import batch
 from . import kernel as native_kernel
 from .chunks import Static
+from .derivatives import reverse_only
 from .reference import Geometry
 from .xla import deform_conv_xla
 
@@ -76,7 +77,7 @@ def deform_conv2d(
     Raises:
         TypeError, ValueError: inputs that do not fit, with their values.
         RuntimeError: "native" where there is none, with the reason.
-        NotImplementedError: second derivatives without "xla".
+        NotImplementedError: forward mode or second derivatives without "xla".
 
     Kept for the backward pass: x, offset, mask and kernel. The samples are taken again.
 
@@ -113,8 +114,11 @@ def _of_images(static: Static, images, parameters) -> jax.Array:
     wide = jnp.float64 if dtype == jnp.float64 else x.dtype  # one of the two is: all is
     args = x.astype(wide), offset.astype(dtype), mask.astype(dtype), kernel
     args = same_varying(args)
-    run: Any = deform_conv_xla if static.implementation == "xla" else _core
-    y = run(static, *args).astype(x.dtype)
+    if static.implementation == "xla":
+        y = deform_conv_xla(static, *args)
+    else:
+        y = _core(static, *map(reverse_only, args))
+    y = y.astype(x.dtype)
     if bias is not None:
         y = (y.astype(dtype) + bias.astype(dtype)).astype(x.dtype)
     return y

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._parallel import manual_axes
 from . import chunks
 from .chunks import Static
+from .derivatives import first_order
 from .kernel import sampler_of
 
 # Axes of examples (d) and images (n) by operand; the others are worked through whole.
@@ -62,7 +63,7 @@ def _backward_of(static: Static) -> Callable:
 
 def _over_images(run: Callable, partitioned: Callable) -> Callable:
     """`run` where shard_map has split the images already, `partitioned` where jit may."""
-    return _first_order(
+    return first_order(
         _over_examples(lambda *args: (partitioned if _can_partition(args[0]) else run)(*args))
     )
 
@@ -153,17 +154,3 @@ def _over_examples(op: Callable) -> Callable:
         return split, (True,) * len(split)
 
     return mapped
-
-
-def _first_order(op: Callable) -> Callable:
-    """Says what to do where a gradient of the gradient is asked for."""
-    guarded = jax.custom_jvp(op)
-
-    @guarded.defjvp
-    def _(primals, tangents):
-        raise NotImplementedError(
-            "deform_conv2d has derivatives of second order and forward mode only with "
-            '`implementation="xla"`.'
-        )
-
-    return guarded

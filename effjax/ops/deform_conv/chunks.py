@@ -37,7 +37,7 @@ class Sampler(NamedTuple):
     columns: Callable
     columns_backward: Callable
     sample_bytes: tuple[int, int]  # of workspace for each number of the columns, in either pass
-    slice_bytes: float = math.inf  # a larger slice of the workspace would only be slower
+    slice_bytes: float  # a larger slice of the workspace would only be slower
 
 
 def forward(static: Static, sampler: Sampler, x, offset, mask, kernel) -> jax.Array:
@@ -95,11 +95,9 @@ def backward(static: Static, sampler: Sampler, x, offset, mask, kernel, dy) -> t
     return dx.astype(x.dtype), doffset, dmask, dkernel
 
 
-def rows_of_chunk(
-    static: Static, x, offset, kernel, sample_bytes: int, slice_bytes: float = math.inf
-) -> int:
-    """The output rows of a slice, under `workspace_bytes` with those of a last, smaller slice, which
-    may have a workspace of its own: few slices, and none smaller if it can be had for one more.
+def rows_of_chunk(static: Static, x, offset, kernel, sample_bytes: int, slice_bytes: float) -> int:
+    """The output rows of a slice, under both limits with those of a last, smaller slice, which may
+    have a workspace of its own: few slices, and none smaller if it can be had for one more.
     """
     n, height, width, _ = offset.shape
     taps, groups, channels = static.geometry.taps, static.geometry.offset_groups, x.shape[-1]

@@ -42,9 +42,9 @@ def sampler_of(static: Static, dtype: Any) -> Sampler:
     geometry = static.geometry
     xla_backward = functools.partial(reference.columns_backward, geometry=geometry)
     xla = functools.partial(reference.columns, geometry=geometry)
-    platforms = static.platforms
+    platforms, slice_bytes = static.platforms, on_a_cpu(24 * 2**20)
     if not platforms:
-        return Sampler(xla, xla_backward, xla_bytes(dtype)[:2])
+        return Sampler(xla, xla_backward, xla_bytes(dtype)[:2], slice_bytes)
     if static.implementation == "native":
         xla, xla_backward = _refusing(xla), _refusing(xla_backward)
 
@@ -60,11 +60,15 @@ def sampler_of(static: Static, dtype: Any) -> Sampler:
         return lax.platform_dependent(*args, **calls, default=xla_backward)
 
     if static.implementation != "native" and default_platform() not in platforms:
-        return Sampler(columns, columns_backward, xla_bytes(dtype)[:2])
+        return Sampler(columns, columns_backward, xla_bytes(dtype)[:2], slice_bytes)
     size = dtype.itemsize
     sample_bytes = size, 2 * size + max(4, size)  # XLA transposes one on a CPU
-    cache = 24 * 2**20 if default_platform() == "cpu" else math.inf
-    return Sampler(columns, columns_backward, sample_bytes, cache)
+    return Sampler(columns, columns_backward, sample_bytes, slice_bytes)
+
+
+def on_a_cpu(most: int) -> float:
+    """A limit for slices: larger ones fall out of a CPU's caches, and cost a GPU nothing."""
+    return most if default_platform() == "cpu" else math.inf
 
 
 def xla_bytes(dtype: Any) -> tuple[int, int, int]:

@@ -97,9 +97,18 @@ def test_native_that_is_elsewhere(monkeypatch):
     assert deform_conv2d(**GOOD).shape == (2, 3, 2, 4)
 
 
-def test_what_has_first_derivatives_only_says_so():
+def test_what_has_a_gradient_only_says_so():
     loss = lambda x: jnp.sum(deform_conv2d(**{**GOOD, "x": x}) ** 2)  # noqa: E731
     with pytest.raises(NotImplementedError, match='only with `implementation="xla"`'):
         jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))(X)
-    with pytest.raises(TypeError, match="forward-mode"):  # in the words of JAX
-        jax.jvp(loss, (X,), (X,))
+    forward = {
+        "jvp": lambda x: jax.jvp(loss, (x,), (x,)),
+        "linearize": lambda x: jax.linearize(loss, x)[1](x),
+        "jacfwd": jax.jacfwd(loss),
+        "over reverse": lambda x: jax.jvp(jax.grad(loss), (x,), (x,)),
+    }
+    for name, run in forward.items():
+        for transformed in (run, jax.jit(run)):
+            with pytest.raises(NotImplementedError, match='only with `implementation="xla"`'):
+                transformed(X)
+                pytest.fail(name)
