@@ -36,11 +36,12 @@ def measure(
     reference: str,
     rounds: int,
     foreign: dict[str, Callable] | None = None,
+    parts: dict[str, Callable] | None = None,
 ) -> list[dict]:
     """Compiles every step, and runs all of them in turn `rounds` times.
 
     `foreign` are functions of another framework, without arguments: they return NumPy arrays like
-    the steps' results.
+    the steps' results. `parts` are steps that compute only some of it: no results are compared.
 
     Returns a row a step: median seconds, the median of the ratios to `reference` round by round,
     XLA's temporary bytes, compile time, and the largest relative difference from the results of
@@ -48,7 +49,7 @@ def measure(
     """
     programs = {
         name: compile_step(fn, *args)
-        for name, fn in track(steps.items(), "compiling", transient=True)
+        for name, fn in track((steps | (parts or {})).items(), "compiling", transient=True)
     }
     for name, fn in (foreign or {}).items():
         run = lambda *_, fn=fn: fn()  # noqa: E731
@@ -58,13 +59,14 @@ def measure(
     times = time_in_turn(runs, reference=reference, rounds=rounds)
     rows = []
     for name, program in programs.items():
+        found = None if name in (parts or {}) else difference(results[name], results[reference])
         rows.append(
             {
                 "name": name,
                 **times[name],
                 "temp_bytes": program["temp_bytes"],
                 "compile_seconds": program["compile_seconds"],
-                "difference": float(f"{difference(results[name], results[reference]):.1e}"),
+                "difference": None if found is None else float(f"{found:.1e}"),
             }
         )
     return rows
@@ -73,13 +75,14 @@ def measure(
 def time_in_turn(
     runs: dict[str, Callable[[], Any]], *, reference: str, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Runs programs that were run before, all of them `rounds` times in turn.
+    """Runs all programs `rounds` times in turn, each twice, and times the second run.
 
     Returns for each the median of its seconds, and of the ratios to `reference` round by round.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in track(range(rounds), "running", transient=True):
         for name, run in runs.items():
+            jax.block_until_ready(run())  # as in a loop: what ran before has taken the caches
             start = time.perf_counter()
             jax.block_until_ready(run())
             seconds[name].append(time.perf_counter() - start)
@@ -105,10 +108,11 @@ def report(title: str, config: dict, rows: list[dict], json_path: Path | None) -
         table.add_column(column, no_wrap=True, justify="right")
     for row in rows:
         temp = "" if row["temp_bytes"] is None else f"{row['temp_bytes'] / 1e6:.0f}"
+        compared = "" if row["difference"] is None else f"{row['difference']:.1e}"
         kept = [str(row["kept"])] if "kept" in row else []
         table.add_row(
             row["name"], f"{row['seconds'] * 1e3:.1f}", f"{row['ratio']:.2f}", temp,
-            f"{row['compile_seconds']:.1f}", f"{row['difference']:.1e}", *kept,
+            f"{row['compile_seconds']:.1f}", compared, *kept,
         )  # fmt: skip
     Console(width=max(Console().width, 120)).print(table)
     if json_path:

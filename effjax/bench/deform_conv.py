@@ -1,6 +1,6 @@
-"""Deformable convolution: effjax's custom call beside its own XLA path, and beside torchvision's
-operator where that is importable (`pip install torch torchvision`, whose CUDA builds run on a CPU
-too), in one process and on as many threads.
+"""Deformable convolution: effjax's custom call beside its own XLA path, plain XLA, the matrix
+products that all of them share, and torchvision's operator where that is importable (`pip install
+torch torchvision`, whose CUDA builds run on a CPU too), in one process and on as many threads.
 """
 
 import importlib.util
@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
+from jax import lax
 
 import effjax
 from effjax.native import available
+from effjax.ops.deform_conv.reference import Geometry, columns
 
 from ._measure import measure, report
 
@@ -62,11 +64,53 @@ def jax_step(implementation: Any, backward: bool) -> Callable:
             x, offset, kernel, mask, padding=1, implementation=implementation
         )
 
+    return step_of(conv, backward)
+
+
+def step_of(conv: Callable, backward: bool) -> Callable:
     def step(x, offset, kernel, mask, dy):
         if not backward:
             return conv(x, offset, kernel, mask)
         y, vjp = jax.vjp(conv, x, offset, kernel, mask)
         return y, *vjp(dy)
+
+    return step
+
+
+def plain_step(case: Case, backward: bool) -> Callable:
+    """As one would write it: all samples at once, gradients by automatic differentiation."""
+    geometry = Geometry((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), case.offset_groups)
+
+    def conv(x, offset, kernel, mask):
+        samples = columns(x, offset, mask, jnp.zeros(1, jnp.int32), geometry)
+        return samples @ kernel.reshape(-1, case.channels)
+
+    return step_of(conv, backward)
+
+
+def products_step(case: Case, backward: bool) -> Callable:
+    """The matrix products alone, in slices of at most 8 MiB of samples that are zero: what remains
+    of a step when sampling and scattering take no time.
+    """
+    n, channels, height, width, _ = case
+    taps = 9 * channels
+    fits = (r for r in range(1, height + 1) if height % r == 0 and n * r * width * taps <= 2**21)
+    count = height // max(fits, default=1)
+
+    def step(x, offset, kernel, mask, dy):
+        wide, parts = kernel.reshape(taps, channels), dy.reshape(count, -1, channels)
+
+        def body(i, carry):
+            samples, dsamples, dkernel, y = lax.optimization_barrier(carry)  # in each turn anew
+            y = y.at[i].set(samples @ wide)
+            if backward:
+                dkernel += jnp.einsum("po,pc->oc", parts[i], samples)
+                dsamples = jnp.einsum("po,co->pc", parts[i], wide)
+            return samples, dsamples, dkernel, y
+
+        samples = jnp.zeros((parts.shape[1], taps))
+        carry = samples, samples, jnp.zeros((channels, taps)), jnp.zeros_like(parts)
+        return lax.fori_loop(0, count, body, carry)[1:]
 
     return step
 
@@ -100,7 +144,7 @@ def torch_step(arrays: dict[str, np.ndarray], backward: bool) -> Callable[[], An
 def bench_case(case: Case, backward: bool, rounds: int) -> list[dict]:
     """A row an implementation; "seconds" and "ratio" are those of one run."""
     arrays = make_arrays(case)
-    steps = {"effjax xla": jax_step("xla", backward)}
+    steps = {"plain XLA": plain_step(case, backward), "effjax xla": jax_step("xla", backward)}
     if available(jax.default_backend().replace("gpu", "cuda")):
         steps["effjax native"] = jax_step("native", backward)
     foreign = {}
@@ -108,7 +152,8 @@ def bench_case(case: Case, backward: bool, rounds: int) -> list[dict]:
         foreign["torchvision"] = torch_step(arrays, backward)
     args = tuple(jnp.asarray(arrays[name]) for name in ("x", "offset", "kernel", "mask", "dy"))
     reference = "torchvision" if foreign else "effjax xla"
-    return measure(steps, args, reference=reference, rounds=rounds, foreign=foreign)
+    parts = {"matrix products alone": products_step(case, backward)}
+    return measure(steps, args, reference=reference, rounds=rounds, foreign=foreign, parts=parts)
 
 
 def main(
