@@ -62,9 +62,10 @@ EFFJAX_INLINE A sum_of(Lanes<kBytes, A>& lanes) {
 // out[c] = sum of weight[q] * pixel[q][c]
 template <typename T, typename A>
 EFFJAX_INLINE void interpolate(const T* const pixel[4], const A weight[4], int64_t count,
-                               T* __restrict out) {
+                               T* out) {
   const T *p0 = pixel[0], *p1 = pixel[1], *p2 = pixel[2], *p3 = pixel[3];
   const A w0 = weight[0], w1 = weight[1], w2 = weight[2], w3 = weight[3];
+#pragma GCC ivdep  // out is no part of the image
   for (int64_t c = 0; c < count; ++c) {
     narrow(w0 * widen(p0[c]) + w1 * widen(p1[c]) + w2 * widen(p2[c]) + w3 * widen(p3[c]), out[c]);
   }
