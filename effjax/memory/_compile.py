@@ -22,6 +22,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
+from ..ops._platform import tracing_for
 from ..ops.offload.compiled import allowed, needed_options
 from .targets import Target
 
@@ -87,7 +88,8 @@ def lower(
             f"`{'`, `'.join(given)}` given for a function that is jitted already: give them to its "
             "jax.jit, or the function as it was before."
         )
-    traced = jitted.trace(*jax.tree.map(_with_memory_kind, args))
+    with tracing_for("cuda"):
+        traced = jitted.trace(*jax.tree.map(_with_memory_kind, args))
     options = needed_options(traced.jaxpr)
     # What jax.jit would refuse to run on a GPU is refused here too.
     own_jit = jitted is not fn or getattr(fn, "is_offload_jit", False)

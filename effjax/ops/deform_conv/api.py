@@ -10,6 +10,7 @@ from jax import lax
 
 from .._convolution import padding_of, pair
 from .._parallel import on_each_device, same_varying
+from .._platform import traced_platform
 from . import batch
 from . import kernel as native_kernel
 from .chunks import Static
@@ -95,8 +96,8 @@ def deform_conv2d(
     precision = tuple(precision) if isinstance(precision, list) else precision
     platforms = native_kernel.platforms_of(implementation)
     static = Static(
-        geometry, feature_group_count, implementation, platforms, precision, deterministic,
-        workspace_bytes,
+        geometry, feature_group_count, implementation, platforms, traced_platform(), precision,
+        deterministic, workspace_bytes,
     )  # fmt: skip
     return _deform_conv2d(static, (x, offset, mask), (kernel, bias))
 
@@ -251,4 +252,4 @@ def _check_options(implementation, deterministic, workspace_bytes) -> None:
     if not isinstance(workspace_bytes, int) or workspace_bytes < 1:
         raise ValueError(f"`workspace_bytes` (={workspace_bytes!r}) must be a positive integer.")
     if implementation == "native" and not native_kernel.available():
-        raise RuntimeError(native_kernel.unavailable(native_kernel.default_platform()))
+        raise RuntimeError(native_kernel.unavailable(traced_platform()))

@@ -26,6 +26,7 @@ class Static(NamedTuple):
     feature_groups: int
     implementation: str | None
     platforms: tuple[str, ...]  # that run native code
+    platform: str  # that slices are made for
     precision: Any
     deterministic: bool
     workspace_bytes: int

@@ -42,7 +42,7 @@ def sampler_of(static: Static, dtype: Any) -> Sampler:
     geometry = static.geometry
     xla_backward = functools.partial(reference.columns_backward, geometry=geometry)
     xla = functools.partial(reference.columns, geometry=geometry)
-    platforms, slice_bytes = static.platforms, on_a_cpu(24 * 2**20)
+    platforms, slice_bytes = static.platforms, on_a_cpu(static, 24 * 2**20)
     if not platforms:
         return Sampler(xla, xla_backward, xla_bytes(dtype)[:2], slice_bytes)
     if static.implementation == "native":
@@ -59,16 +59,16 @@ def sampler_of(static: Static, dtype: Any) -> Sampler:
         }
         return lax.platform_dependent(*args, **calls, default=xla_backward)
 
-    if static.implementation != "native" and default_platform() not in platforms:
+    if static.implementation != "native" and static.platform not in platforms:
         return Sampler(columns, columns_backward, xla_bytes(dtype)[:2], slice_bytes)
     size = dtype.itemsize
     sample_bytes = size, 2 * size + max(4, size)  # XLA transposes one on a CPU
     return Sampler(columns, columns_backward, sample_bytes, slice_bytes)
 
 
-def on_a_cpu(most: int) -> float:
+def on_a_cpu(static: Static, most: int) -> float:
     """A limit for slices: larger ones fall out of a CPU's caches, and cost a GPU nothing."""
-    return most if default_platform() == "cpu" else math.inf
+    return most if static.platform == "cpu" else math.inf
 
 
 def xla_bytes(dtype: Any) -> tuple[int, int, int]:
@@ -86,12 +86,6 @@ def unavailable(platform: str) -> str:
         f'({reason}). Pass `implementation=None` for the best there is, or "xla"; '
         "`effjax doctor` shows what is loaded."
     )
-
-
-def default_platform() -> str:
-    """The platform that programs are compiled for unless told otherwise, as JAX names it."""
-    backend = jax.default_backend()
-    return "cuda" if backend == "gpu" else backend
 
 
 def _attributes(geometry: Geometry) -> dict[str, np.int64]:

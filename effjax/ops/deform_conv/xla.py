@@ -16,7 +16,7 @@ def deform_conv_xla(static: Static, x, offset, mask, kernel) -> jax.Array:
     """
     accumulate = offset.dtype
     n, height = offset.shape[:2]
-    sample_bytes, slice_bytes = xla_bytes(x.dtype)[2], on_a_cpu(64 * 2**20)
+    sample_bytes, slice_bytes = xla_bytes(x.dtype)[2], on_a_cpu(static, 64 * 2**20)
     rows = chunks.rows_of_chunk(static, x, offset, kernel, sample_bytes, slice_bytes)
     count, rest = divmod(height, rows)
     # Nothing is rounded to x's dtype in between: its gradient would be rounded in each chunk.

@@ -266,6 +266,16 @@ def test_memory_on_a_gpu():
     assert temporaries <= mib + sum(4 * a.size for a in shapes) + 2 * 4 * shapes[0].size
 
 
+@needs_gpu_compiler
+def test_a_plan_has_the_slices_of_a_gpu():
+    """Not those of the CPU at hand, which are smaller."""
+    run = functools.partial(deform_conv2d, padding=1, implementation="xla")
+    shapes = (1, 64, 64, 64), (1, 64, 64, 18), (3, 3, 64, 64)
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    assert "while" in jax.jit(run).lower(*args).as_text()
+    assert " while(" not in plan(run, *args).hlo
+
+
 @double
 @all_implementations
 @hypothesis.settings(
