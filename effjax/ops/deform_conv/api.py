@@ -115,11 +115,10 @@ def _of_images(static: Static, images, parameters) -> jax.Array:
     wide = jnp.float64 if dtype == jnp.float64 else x.dtype  # one of the two is: all is
     args = x.astype(wide), offset.astype(dtype), mask.astype(dtype), kernel
     args = same_varying(args)
-    if static.implementation == "xla":
-        y = deform_conv_xla(static, *args)
-    else:
-        y = _core(static, *map(reverse_only, args))
-    y = y.astype(x.dtype)
+    run: Any = deform_conv_xla
+    if static.implementation != "xla":
+        run, args = _core, map(reverse_only, args)
+    y = run(static, *args).astype(x.dtype)
     if bias is not None:
         y = (y.astype(dtype) + bias.astype(dtype)).astype(x.dtype)
     return y
