@@ -41,7 +41,8 @@ def measure(
     """Compiles every step, and runs all of them in turn `rounds` times.
 
     `foreign` are functions of another framework, without arguments: they return NumPy arrays like
-    the steps' results. `parts` are steps that compute only some of it: no results are compared.
+    the steps' results. `parts`, without arguments too, compute only some of it: their results are
+    compared with nothing.
 
     Returns a row a step: median seconds, the median of the ratios to `reference` round by round,
     XLA's temporary bytes, compile time, and the largest relative difference from the results of
@@ -49,9 +50,9 @@ def measure(
     """
     programs = {
         name: compile_step(fn, *args)
-        for name, fn in track((steps | (parts or {})).items(), "compiling", transient=True)
+        for name, fn in track(steps.items(), "compiling", transient=True)
     }
-    for name, fn in (foreign or {}).items():
+    for name, fn in {**(foreign or {}), **(parts or {})}.items():
         run = lambda *_, fn=fn: fn()  # noqa: E731
         programs[name] = {"run": run, "compile_seconds": 0.0, "temp_bytes": None}
     results = {name: jax.block_until_ready(p["run"](*args)) for name, p in programs.items()}

@@ -19,6 +19,13 @@
 #define EFFJAX_AVX2 __attribute__((target("avx2,fma")))
 #endif
 
+// Before a loop: what it writes overlaps nothing that it reads.
+#ifdef __clang__
+#define EFFJAX_NO_OVERLAP _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define EFFJAX_NO_OVERLAP _Pragma("GCC ivdep")
+#endif
+
 namespace effjax {
 
 // Sixteen sums, in vectors of kBytes.
@@ -65,7 +72,7 @@ EFFJAX_INLINE void interpolate(const T* const pixel[4], const A weight[4], int64
                                T* out) {
   const T *p0 = pixel[0], *p1 = pixel[1], *p2 = pixel[2], *p3 = pixel[3];
   const A w0 = weight[0], w1 = weight[1], w2 = weight[2], w3 = weight[3];
-#pragma GCC ivdep  // out is no part of the image
+  EFFJAX_NO_OVERLAP
   for (int64_t c = 0; c < count; ++c) {
     narrow(w0 * widen(p0[c]) + w1 * widen(p1[c]) + w2 * widen(p2[c]) + w3 * widen(p3[c]), out[c]);
   }
@@ -247,29 +254,35 @@ EFFJAX_LOOPS(avx2, 32, EFFJAX_AVX2)
 #endif
 
 template <typename T, typename A>
+Loops<T, A> loops_for_any_cpu() {
+  return {columns_any<T, A>, gradients_any<T, A>};
+}
+
+template <typename T, typename A>
 Loops<T, A> loops_for_this_cpu() {
 #ifdef __x86_64__
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     return {columns_avx2<T, A>, gradients_avx2<T, A>};
   }
 #endif
-  return {columns_any<T, A>, gradients_any<T, A>};
+  return loops_for_any_cpu<T, A>();
 }
 
 // parallel(count, task) runs task(0), …, task(count - 1) on parallel.threads() threads.
 template <typename T, typename A, typename Parallel>
-void deform_columns(const Operands<T, A>& in, T* columns, const Parallel& parallel) {
+void deform_columns(const Operands<T, A>& in, T* columns, const Parallel& parallel,
+                    const Loops<T, A>& loops = loops_for_this_cpu<T, A>()) {
   const Geometry& g = in.g;
   const std::vector<T> zeros(static_cast<size_t>(g.C / g.G));
-  const auto columns_of = loops_for_this_cpu<T, A>().columns;
   parallel(g.N * g.R, [&](int64_t i) {
-    columns_of(in, zeros.data(), i / g.R, i % g.R, columns);
+    loops.columns(in, zeros.data(), i / g.R, i % g.R, columns);
   });
 }
 
 template <typename T, typename A, typename Parallel>
 void deform_columns_backward(const Operands<T, A>& in, const A* dcolumns, A* dx, A* doffset,
-                             A* dmask, const Parallel& parallel) {
+                             A* dmask, const Parallel& parallel,
+                             const Loops<T, A>& loops = loops_for_this_cpu<T, A>()) {
   const Geometry& g = in.g;
   const int64_t per_group = blocks_of(g.C / g.G), blocks = g.G * per_group;
   const int64_t points = g.R * g.Wo, size = points * g.K * blocks * 3;
@@ -277,11 +290,10 @@ void deform_columns_backward(const Operands<T, A>& in, const A* dcolumns, A* dx,
   // The channels of an image are divided only where threads would be idle: it takes longer in all.
   const int64_t images = std::max<int64_t>(g.N, 1);
   const int64_t runs = std::min((parallel.threads() + images - 1) / images, blocks);
-  const auto gradients_of = loops_for_this_cpu<T, A>().gradients;
   parallel(g.N * runs, [&](int64_t i) {
     const int64_t n = i / runs, run = i % runs;
-    gradients_of(in, dcolumns, n, blocks * run / runs, blocks * (run + 1) / runs, dx,
-                 parts.data() + n * size);
+    loops.gradients(in, dcolumns, n, blocks * run / runs, blocks * (run + 1) / runs, dx,
+                    parts.data() + n * size);
   });
   parallel(g.N * g.R, [&](int64_t i) {
     for (int64_t p = i * g.Wo; p < (i + 1) * g.Wo; ++p) {

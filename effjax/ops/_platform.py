@@ -1,25 +1,18 @@
 """The platform that operators are traced for, where it decides how large their slices are."""
 
-import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 
 import jax
 
-_planned: ContextVar[str | None] = ContextVar("planned", default=None)
+_planned = jax.make_user_context(None)  # JAX's caches know it
 
 
-@contextlib.contextmanager
-def tracing_for(platform: str) -> Iterator[None]:
+def tracing_for(platform: str) -> AbstractContextManager:
     """What is traced here will be compiled for this platform, which need not be there."""
-    token = _planned.set(platform)
-    try:
-        yield
-    finally:
-        _planned.reset(token)
+    return _planned(platform)
 
 
 def traced_platform() -> str:
-    """ "cpu", "cuda" or "tpu", as JAX's lowering calls them."""
-    backend = _planned.get() or jax.default_backend()
+    """A name of `lax.platform_dependent`'s, "cuda" for any GPU."""
+    backend = _planned.value or jax.default_backend()
     return "cuda" if backend == "gpu" else backend

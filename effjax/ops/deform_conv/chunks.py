@@ -97,8 +97,8 @@ def backward(static: Static, sampler: Sampler, x, offset, mask, kernel, dy) -> t
 
 
 def rows_of_chunk(static: Static, x, offset, kernel, sample_bytes: int, slice_bytes: float) -> int:
-    """The output rows of a slice, under both limits with those of a last, smaller slice, which may
-    have a workspace of its own: few slices, and none smaller if it can be had for one more.
+    """The output rows of a slice, at least one; under both limits with those of a last, smaller
+    slice, which may have a workspace of its own. Few slices; none smaller, if one more avoids it.
     """
     n, height, width, _ = offset.shape
     taps, groups, channels = static.geometry.taps, static.geometry.offset_groups, x.shape[-1]

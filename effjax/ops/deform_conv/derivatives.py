@@ -15,9 +15,9 @@ def first_order(op: Callable) -> Callable:
     return guarded
 
 
-def reverse_only(x: jax.Array) -> jax.Array:
-    """x, whose tangent may be transposed but not computed."""
-    return _reverse_only_p.bind(x)
+def reverse_only(*arrays: jax.Array) -> list[jax.Array]:
+    """The arrays, whose tangents may be transposed but not computed."""
+    return _reverse_only_p.bind(*arrays)
 
 
 def _refuse(*_, **__) -> NoReturn:
@@ -27,20 +27,29 @@ def _refuse(*_, **__) -> NoReturn:
     )
 
 
-_reverse_only_p = Primitive("effjax_reverse_only")
-_reverse_only_p.def_abstract_eval(lambda x: x)
-_reverse_only_p.def_impl(lambda x: x)
-mlir.register_lowering(_reverse_only_p, lambda _, x: [x])
-batching.defvectorized(_reverse_only_p)
-ad.primitive_jvps[_reverse_only_p] = lambda primals, tangents: (
-    reverse_only(*primals),
-    t if type(t := tangents[0]) is ad.Zero else _tangent_p.bind(t),
-)
+def _jvp(primals, tangents):
+    # The primals themselves: what is kept of them for the backward pass is then no copy. The
+    # tangents together: some may be known (zeros), and are not computed for the others' sake.
+    moved = iter(_tangents_p.bind(*(t for t in tangents if type(t) is not ad.Zero)))
+    return list(primals), [t if type(t) is ad.Zero else next(moved) for t in tangents]
 
-# A tangent on its way. Reverse mode transposes this, and does nothing else with it.
-_tangent_p = Primitive("effjax_reverse_only_tangent")
-_tangent_p.def_abstract_eval(lambda t: t)
-_tangent_p.def_impl(_refuse)
-mlir.register_lowering(_tangent_p, _refuse)
-batching.primitive_batchers[_tangent_p] = _refuse
-ad.deflinear2(_tangent_p, lambda cotangent, _: [cotangent])
+
+_reverse_only_p = Primitive("effjax_reverse_only")
+_reverse_only_p.multiple_results = True
+_reverse_only_p.def_abstract_eval(lambda *arrays: list(arrays))
+_reverse_only_p.def_impl(lambda *arrays: list(arrays))
+mlir.register_lowering(_reverse_only_p, lambda _, *arrays: list(arrays))
+batching.primitive_batchers[_reverse_only_p] = lambda arrays, axes: (reverse_only(*arrays), axes)
+ad.primitive_jvps[_reverse_only_p] = _jvp
+
+# Tangents on their way. Reverse mode transposes this, and does nothing else with it.
+_tangents_p = Primitive("effjax_reverse_only_tangents")
+_tangents_p.multiple_results = True
+_tangents_p.def_abstract_eval(lambda *tangents: list(tangents))
+_tangents_p.def_impl(_refuse)
+mlir.register_lowering(_tangents_p, _refuse)
+batching.primitive_batchers[_tangents_p] = _refuse
+ad.primitive_jvps[_tangents_p] = _refuse
+ad.primitive_transposes[_tangents_p] = lambda cotangents, *tangents: [
+    ct if ad.is_undefined_primal(t) else None for ct, t in zip(cotangents, tangents, strict=True)
+]

@@ -11,6 +11,7 @@ from jax.test_util import check_grads
 
 from effjax import deform_conv2d
 from effjax.memory import plan
+from effjax.ops._platform import tracing_for
 from tests.contexts import assert_trees_close
 from tests.ops.deform_conv.implementations import (
     CASES,
@@ -231,6 +232,39 @@ def test_keeps_its_inputs():
     assert sum(a.size for a in kept) <= sum(a.size for a in c.args)
 
 
+@all_implementations
+def test_keeps_no_copies(conv):
+    """What is kept of the inputs, and of those of a scan over layers, lies where it lay."""
+    c = Case("plain", batch=2, dtype=np.float32)
+    x, *layer = map(jnp.asarray, c.args[:4])
+    layers = [jnp.stack([a] * 3) for a in layer]
+
+    def network(x, *layers):
+        def body(x, layer):
+            y = conv(x, *layer, **c.options)
+            return jnp.tile(y, (1, 1, 1, x.shape[-1]))[..., : x.shape[-1]], None
+
+        return lax.scan(body, x, layers)[0]
+
+    one = jax.jit(functools.partial(conv, **c.options))
+    for run, args, inputs in ((one, (x, *layer), [x, *layer]), (network, (x, *layers), layers)):
+        kept = jax.tree.leaves(jax.vjp(run, *args)[1])
+        places = {a.unsafe_buffer_pointer() for a in kept}
+        assert places >= {a.unsafe_buffer_pointer() for a in inputs}
+
+
+@all_implementations
+def test_the_gradient_inside_a_rule_of_ones_own(conv):
+    """That gives zeros as the tangents of what is not differentiated."""
+    c = Case("plain", batch=2, dtype=np.float32)
+    x, offset, kernel, *_ = map(jnp.asarray, c.args)
+    run = lambda kernel, x: conv(x, offset, kernel, **c.options)  # noqa: E731
+    ruled = jax.custom_jvp(run)
+    ruled.defjvp(lambda primals, tangents: jax.jvp(run, primals, tangents))
+    got, want = (jax.grad(lambda k: jnp.sum(f(k, x) ** 2))(kernel) for f in (ruled, run))  # noqa: B023
+    assert_trees_close(got, want, 1e-6)
+
+
 def _shapes(dtype, height=24):
     image = 2, height, 32
     shapes = (*image, 32), (*image, 18), (3, 3, 32, 32), (*image, 9)
@@ -266,13 +300,23 @@ def test_memory_on_a_gpu():
     assert temporaries <= mib + sum(4 * a.size for a in shapes) + 2 * 4 * shapes[0].size
 
 
-@needs_gpu_compiler
 def test_a_plan_has_the_slices_of_a_gpu():
-    """Not those of the CPU at hand, which are smaller."""
-    run = functools.partial(deform_conv2d, padding=1, implementation="xla")
+    """Not those of a CPU, which are smaller; whichever was traced first."""
     shapes = (1, 64, 64, 64), (1, 64, 64, 18), (3, 3, 64, 64)
     args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
-    assert "while" in jax.jit(run).lower(*args).as_text()
+    for platforms in ("cpu", "cuda"), ("cuda", "cpu"):
+        run = jax.jit(functools.partial(deform_conv2d, padding=1, implementation="xla"))
+        for platform in platforms:
+            with tracing_for(platform):
+                text = run.trace(*args).lower(lowering_platforms=(platform,)).as_text()
+            assert ("while" in text) == (platform == "cpu")
+
+
+@needs_gpu_compiler
+def test_a_plan_of_what_ran_on_a_cpu():
+    run = jax.jit(functools.partial(deform_conv2d, padding=1, implementation="xla"))
+    args = [jnp.ones(s) for s in ((1, 64, 64, 64), (1, 64, 64, 18), (3, 3, 64, 64))]
+    run(*args)
     assert " while(" not in plan(run, *args).hlo
 
 
