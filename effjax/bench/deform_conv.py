@@ -99,17 +99,16 @@ def products_alone(case: Case, backward: bool, args: tuple) -> Callable[[], Any]
         wide, parts = kernel.reshape(taps, channels), dy.reshape(count, -1, channels)
 
         def body(i, carry):
-            y, dkernel = carry
+            y, dkernel, dsamples = carry
             here, y = lax.optimization_barrier((samples, y))  # to be multiplied in each turn anew
             y = y.at[i].set(here @ wide)
             if backward:
                 dkernel += jnp.einsum("po,pc->oc", parts[i], here)
                 dsamples = jnp.einsum("po,co->pc", parts[i], wide)
-                _, dkernel = lax.optimization_barrier((dsamples, dkernel))
-            return y, dkernel
+            return y, dkernel, dsamples
 
-        dkernel = jnp.zeros((channels, taps)) if backward else ()
-        return lax.fori_loop(0, count, body, (jnp.zeros_like(parts), dkernel))
+        gradients = (jnp.zeros((channels, taps)), jnp.zeros_like(samples)) if backward else ((), ())
+        return lax.fori_loop(0, count, body, (jnp.zeros_like(parts), *gradients))
 
     _, _, kernel, _, dy = args
     samples = jnp.zeros((dy.size // channels // count, taps))
