@@ -14,7 +14,7 @@
 
 // The loops are compiled twice on x86: for any CPU, and for those that have AVX2, which is found out
 // at run time. (GCC's target_clones cannot do it: it knows CPUs by name, those of its time. AVX-512
-// is no faster.)
+// is no faster in float32; columns of bfloat16 took 0.7 to 0.8 of the time with it.)
 #ifdef __x86_64__
 #define EFFJAX_AVX2 __attribute__((target("avx2,fma")))
 #endif

@@ -70,8 +70,8 @@ def deform_conv2d(
         workspace_bytes: how much the samples may take in either pass (for each example of a vmap
             with "xla"); the output is worked through in as many slices of rows as that needs, of
             one row at least. A CPU is quicker with slices of 24 MiB ("xla": 64), and gets no larger
-            ones. With "xla", jit over Auto mesh axes counts the whole batch, and
-            reduces the gradient of the kernel once a slice.
+            ones. With "xla", jit over Auto mesh axes counts the whole batch, and reduces the
+            gradient of the kernel once a slice.
 
     Returns:
         y [N, Ho, Wo, O] of x's dtype.
