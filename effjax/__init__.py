@@ -3,9 +3,9 @@
 from .ops.batch_norm import BatchStats as BatchStats
 from .ops.batch_norm import batch_norm_inference as batch_norm_inference
 from .ops.batch_norm import sync_batch_norm as sync_batch_norm
-from .ops.bn_relu_conv import bn_relu_conv as bn_relu_conv
 from .ops.deform_conv import deform_conv2d as deform_conv2d
 from .ops.dense_block import DenseLayerParams as DenseLayerParams
+from .ops.dense_block import bn_relu_conv as bn_relu_conv
 from .ops.dense_block import dense_block as dense_block
 from .ops.offload import OffloadState as OffloadState
 from .ops.offload import host_init as host_init

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effjax.ops.dense_block import dropout
+from effjax.ops.dropout import dropout
 
 
 def batch_norm(

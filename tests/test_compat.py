@@ -10,7 +10,7 @@ from flax import nnx
 
 import effjax.linen
 import effjax.nnx
-from effjax import compat
+from effjax import compat, convert
 
 RNG = np.random.default_rng(0)
 N, C, OUT, H, W, KH, KW, GROUPS, OFFSET_GROUPS = 2, 4, 6, 5, 6, 3, 2, 2, 2
@@ -130,7 +130,7 @@ def linen_output(x, params, modulated):
 def test_layers_of_pytorch(output, offset_name, modulated, prefix):
     x = normal(N, C, H, W)
     weights = pack_weights(offset_name, modulated, prefix)
-    params = compat.convert_deform_conv(weights)
+    params = convert.convert_deform_conv(weights)
     got = output(jnp.asarray(x.transpose(0, 2, 3, 1)), params, modulated)
     want = pack_output(x, weights, offset_name, modulated, prefix)
     np.testing.assert_allclose(np.transpose(got, (0, 3, 1, 2)), want, rtol=1e-3, atol=1e-3)
@@ -144,8 +144,8 @@ def test_layers_with_names_of_ones_own():
     apart = {name: value for name, value in weights.items() if not name.startswith("where")}
     for part, rows in (("moves", slice(None, split)), ("gates", slice(split, None))):
         apart |= {f"{part}.{name}": weights[f"where.{name}"][rows] for name in ("weight", "bias")}
-    params = compat.convert_deform_conv(apart, offset="moves", mask="gates")
-    together = compat.convert_deform_conv(weights, offset="where")
+    params = convert.convert_deform_conv(apart, offset="moves", mask="gates")
+    together = convert.convert_deform_conv(weights, offset="where")
     jax.tree.map(np.testing.assert_array_equal, params, together)
     got = nnx_output(jnp.asarray(x.transpose(0, 2, 3, 1)), params, True)
     want = pack_output(x, weights, "where", True)
@@ -154,7 +154,7 @@ def test_layers_with_names_of_ones_own():
 
 def test_layers_without_offsets_of_their_own():
     weights = {"weight": normal(OUT, C, 3, 3)}
-    params = compat.convert_deform_conv(weights)
+    params = convert.convert_deform_conv(weights)
     assert list(params) == ["kernel"] and params["kernel"].shape == (3, 3, C, OUT)
 
 
@@ -173,4 +173,4 @@ def test_layers_without_offsets_of_their_own():
 )
 def test_weights_that_are_not_understood(match, weights, names):
     with pytest.raises(ValueError, match=match):
-        compat.convert_deform_conv(weights, **names)
+        convert.convert_deform_conv(weights, **names)

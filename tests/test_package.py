@@ -1,66 +1,149 @@
-"""What `import effjax` costs, and which package may import which."""
+"""What `import effjax` costs, and which file may import which."""
 
 import ast
+import graphlib
 import os
 import pathlib
 import subprocess
 import sys
 
+import pytest
+
 import effjax
 
 PACKAGE = pathlib.Path(effjax.__file__).parent
-
-# What each part may import of the third-party packages and of effjax itself.
-ALLOWED = {
-    "ops": {"jax", "numpy", "effjax.ops", "effjax.native"},
-    "memory": {
-        "jax",
-        "numpy",
-        "rich",
-        "matplotlib",
-        "effjax.memory",
-        "effjax.ops",
-        "effjax.native",
-    },
-    "linen": {
-        "jax",
-        "flax",
-        "effjax.ops",
-        "effjax.linen",
-        "effjax._densenet",
-        "effjax._deform_conv",
-    },
-    "nnx": {"jax", "flax", "effjax.ops", "effjax.nnx", "effjax._densenet", "effjax._deform_conv"},
+MODULES = {
+    ".".join(["effjax", *file.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(
+        ".__init__"
+    ): file
+    for file in PACKAGE.rglob("*.py")
 }
-# These look at models and training, and nothing looks back.
-COMMANDS = {"memory/command.py", "memory/training_steps.py", "memory/lm_steps.py"}
+
+# What each room may import: of effjax below itself, and of third parties.
+OWN = {
+    "effjax": {"ops"},
+    "_deprecated": set(),
+    "compat": {"ops", "_deprecated"},
+    "native": set(),
+    "ops": {"native"},
+    "layers": {"ops"},
+    "linen": {"layers", "ops", "_deprecated"},
+    "nnx": {"layers", "ops", "_deprecated"},
+    "models": {"linen", "nnx", "layers", "ops"},
+    "convert": {"models"},
+    "memory": {"ops", "native"},
+    "train": {"effjax", "memory", "models", "ops"},
+    "train.data": {"train"},
+    "train.images": {"effjax", "train", "train.data", "memory", "models", "nnx", "ops"},
+    "train.lm": {"effjax", "train", "train.data", "memory", "models", "ops"},
+    "cli": {
+        "effjax",
+        "train",
+        "train.data",
+        "train.images",
+        "train.lm",
+        "memory",
+        "models",
+        "native",
+    },
+    "bench": {
+        "effjax",
+        "train.images",
+        "train.lm",
+        "memory",
+        "models",
+        "nnx",
+        "linen",
+        "layers",
+        "ops",
+    },
+}
+FLAX = {"jax", "numpy", "flax"}
+THIRD = {
+    "effjax": set(),
+    "_deprecated": set(),
+    "compat": {"jax"},
+    "native": {"jax"},
+    "ops": {"jax", "numpy"},
+    "layers": {"jax", "numpy"},
+    "linen": FLAX,
+    "nnx": FLAX,
+    "models": FLAX,
+    "convert": {"numpy"},
+    "memory": {"jax", "numpy", "rich", "matplotlib"},
+    "train": FLAX | {"optax", "orbax", "rich", "matplotlib"},
+    "train.data": {"numpy", "sklearn", "PIL", "scipy"},
+    "train.images": FLAX | {"optax", "rich"},
+    "train.lm": FLAX | {"optax", "rich"},
+    "cli": {"jax", "rich", "typer", "matplotlib"},
+    "bench": FLAX | {"optax", "rich", "typer", "torch", "torchvision"},
+}
 
 
-def _imports(file: pathlib.Path) -> set[str]:
-    """Absolute names of all that `file` imports, `effjax.<part>` for what is its own."""
-    package = ["effjax", *file.relative_to(PACKAGE).parts[:-1]]
-    names = []
-    for node in ast.walk(ast.parse(file.read_text())):
+def _room(module: str) -> str:
+    """The folder that a module lies in, as a key of OWN."""
+    parts = module.split(".")[1:]
+    if not parts:
+        return "effjax"
+    two = ".".join(parts[:2])
+    return two if parts[0] == "train" and (PACKAGE / two.replace(".", "/")).is_dir() else parts[0]
+
+
+def _imports(module: str) -> tuple[set[str], set[str]]:
+    """(modules of effjax, other top-level names) that a file imports anywhere, but for types."""
+    file, own, other = MODULES[module], set(), set()
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    tree = ast.parse(file.read_text())
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
         if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            names.append(".".join([*base, *([node.module] if node.module else [])]))
-    own, others = (
-        [n for n in names if n.startswith("effjax")],
-        [n for n in names if "effjax" not in n],
-    )
-    top = {n.split(".")[0] for n in others} - sys.stdlib_module_names
-    return top | {".".join(n.split(".")[:2]) for n in own}
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*(above if node.level else []), *filter(None, [node.module])])
+            names = [f"{base}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES else base for name in names]
+        else:
+            continue
+        own |= {name for name in names if name.split(".")[0] == "effjax"}
+        other |= {name.split(".")[0] for name in names} - {"effjax"} - sys.stdlib_module_names
+    return own - {module}, other
 
 
-def test_arrows_point_one_way():
-    for part, allowed in ALLOWED.items():
-        for file in (PACKAGE / part).rglob("*.py"):
-            if file.relative_to(PACKAGE).as_posix() in COMMANDS:
-                continue
-            extra = _imports(file) - allowed
-            assert not extra, f"{file.relative_to(PACKAGE)} must not import {sorted(extra)}"
+def test_every_folder_has_its_rules():
+    rooms = {_room(module) for module in MODULES}
+    assert rooms == set(OWN) == set(THIRD)
+    unknown = {name for allowed in OWN.values() for name in allowed} - rooms
+    assert not unknown, unknown
+
+
+@pytest.mark.parametrize("room", OWN)
+def test_arrows_point_one_way(room):
+    for module in filter(lambda module: _room(module) == room, MODULES):
+        own, other = _imports(module)
+        rooms = {_room(name) for name in own} - {room}
+        assert rooms <= OWN[room], f"{module} must not import {sorted(rooms - OWN[room])}"
+        assert other <= THIRD[room], f"{module} must not import {sorted(other - THIRD[room])}"
+
+
+def test_rooms_make_no_circle():
+    tuple(graphlib.TopologicalSorter(OWN).static_order())  # raises CycleError
+
+
+def test_files_make_no_circle():
+    tuple(graphlib.TopologicalSorter({m: _imports(m)[0] for m in MODULES}).static_order())
+
+
+def test_files_are_small():
+    long = {m: n for m, f in MODULES.items() if (n := f.read_text().count("\n")) > 400}
+    assert not long, long
 
 
 def test_import_is_light():

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import typer
 
 from ..memory import PlanError, plan
-from ..memory.lm_steps import LM_FORMS, lm_steps
-from ..memory.training_steps import DENSENET_FORMS, training_steps
-from ..train.config import Config
+from ..train.images.config import Config
+from ..train.images.forms import DENSENET_FORMS, training_steps
 from ..train.lm.config import LMConfig
+from ..train.lm.forms import LM_FORMS, lm_steps
 from ._measure import write_record
 from .dense_block import BLOCKS, init, train_step
 

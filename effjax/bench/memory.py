@@ -12,8 +12,8 @@ import typer
 
 from ..memory import Comparison, compare
 from ..memory.compare import plan_all
-from ..memory.training_steps import training_steps
-from ..train.config import Config
+from ..train.images.config import Config
+from ..train.images.forms import training_steps
 from ._measure import write_record
 from .dense_block import BLOCKS, init, train_step
 

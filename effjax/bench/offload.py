@@ -26,7 +26,7 @@ from .. import OffloadState, host_init, offload_jit, offload_scan, offload_train
 from ..memory import MemoryPlan, PlanError
 from ..memory._compile import check_compiler
 from ..memory.compare import plan_all
-from ..nnx import TransformerLM, scan_layers
+from ..models import TransformerLM, scan_layers
 from ..train.lm.steps import lm_parts
 from ._measure import difference, time_in_turn, write_record
 

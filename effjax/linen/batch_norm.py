@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import ArrayLike
 
-from ..ops.batch_norm import BatchStats
-from ..ops.batch_norm_layer import (
+from ..layers.batch_norm import (
     Activation,
     Stats,
     feature_axes,
@@ -17,6 +16,7 @@ from ..ops.batch_norm_layer import (
     normalize_with,
     updated_running_stats,
 )
+from ..ops.batch_norm.sync import BatchStats
 
 
 class BatchNorm(nn.BatchNorm):

@@ -1,6 +1,5 @@
-"""Models by name."""
+"""Whole networks: those of NNX, by class and by name. Those of linen are in `models.linen`."""
 
-from ..nnx.deform_resnet import DeformResNet as DeformResNet
 from .densenet import DENSENETS as DENSENETS
 from .densenet import cifar_options as cifar_options
 from .densenet import densenet40_12 as densenet40_12
@@ -10,3 +9,8 @@ from .densenet import densenet161 as densenet161
 from .densenet import densenet169 as densenet169
 from .densenet import densenet201 as densenet201
 from .densenet import densenet_cifar as densenet_cifar
+from .nnx import DeformResNet as DeformResNet
+from .nnx import DenseNet as DenseNet
+from .nnx import TransformerBlock as TransformerBlock
+from .nnx import TransformerLM as TransformerLM
+from .nnx import scan_layers as scan_layers

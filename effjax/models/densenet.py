@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..nnx.densenet import DenseNet
+from .nnx.densenet import DenseNet
 
 DENSENETS: dict[str, dict[str, Any]] = {
     "densenet121": dict(growth_rate=32, block_config=(6, 12, 24, 16), num_init_features=64),
@@ -17,7 +17,7 @@ def densenet121(module: Callable[..., Any] = DenseNet, **options: Any) -> Any:
     """DenseNet-121 (k = 32): 7,978,856 parameters for 1000 classes.
 
     Args:
-        module: `effjax.nnx.DenseNet` (which needs `rngs`) or `effjax.linen.DenseNet`.
+        module: `effjax.models.DenseNet` (which needs `rngs`) or `effjax.models.linen.DenseNet`.
         **options: any of its options, overriding those of the name.
     """
     return module(**DENSENETS["densenet121"] | options)

@@ -13,8 +13,7 @@ from flax.typing import Dtype, Initializer, PromoteDtypeFn
 from jax.nn import initializers
 from jax.typing import ArrayLike
 
-from ..ops.batch_norm import BatchStats
-from ..ops.batch_norm_layer import (
+from ..layers.batch_norm import (
     Activation,
     Stats,
     feature_axes,
@@ -22,6 +21,7 @@ from ..ops.batch_norm_layer import (
     normalize_with,
     updated_running_stats,
 )
+from ..ops.batch_norm.sync import BatchStats
 
 
 class BatchNorm(nnx.BatchNorm):

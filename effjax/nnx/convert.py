@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
-from ..ops.batch_norm_layer import Stats
+from ..layers.batch_norm import Stats
 from .batch_norm import BatchNorm, hashable_groups
 
 M = TypeVar("M", bound=nnx.Module)

@@ -9,7 +9,12 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from .._deform_conv import kernel_shape, predicted_features, split_predicted, symmetric_padding
+from ..layers.deform_conv import (
+    kernel_shape,
+    predicted_features,
+    split_predicted,
+    symmetric_padding,
+)
 from ..ops._convolution import padding_of, pair
 from ..ops.deform_conv import deform_conv2d
 

@@ -10,8 +10,7 @@ from flax import nnx
 from flax.typing import Dtype
 from jax import lax
 
-from ..ops.offload import to_device, to_host
-from ..ops.offload.modules import (
+from ..layers.offload import (
     Options,
     apply_list,
     apply_stack,
@@ -22,6 +21,7 @@ from ..ops.offload.modules import (
     once,
     taken,
 )
+from ..ops.offload import to_device, to_host
 
 # What a layer may change in its call.
 COUNTED = (nnx.BatchStat, nnx.RngCount)

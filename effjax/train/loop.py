@@ -14,13 +14,13 @@ import numpy as np
 from flax import nnx
 
 from ..memory import ResidualReport, residual_bytes
-from .augment import augment
 from .checkpoint import Checkpoints
+from .data.augment import augment
 from .errors import TrainError
-from .job import Job
-from .recipe import forms
+from .images.job import Job
+from .images.recipe import forms
+from .images.steps import Batch, TrainState, TrainStep, make_eval_step, make_train_step, replicate
 from .run_directory import RunDirectory
-from .steps import Batch, TrainState, TrainStep, make_eval_step, make_train_step, replicate
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import errors
 
-from effjax.linen import DenseNet
+from effjax.models.linen import DenseNet
 
 OPTIONS: dict[str, Any] = dict(
     growth_rate=2, block_config=(1, 1), num_init_features=4, num_classes=3, small_inputs=True

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx, traverse_util
 
-from effjax import linen as effjax_linen
 from effjax import models
-from effjax import nnx as effjax_nnx
+from effjax.models import linen as linen_models
 from tests.contexts import assert_trees_close
 
 OPTIONS: dict[str, Any] = dict(
@@ -56,7 +55,7 @@ def draw(variables):
 
 class NnxForm:
     def __init__(self, **options):
-        make = functools.partial(effjax_nnx.DenseNet, **OPTIONS, **options, param_dtype=jnp.float64)
+        make = functools.partial(models.DenseNet, **OPTIONS, **options, param_dtype=jnp.float64)
         self.model = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
         self.graphdef, params, stats = nnx.split(self.model, nnx.Param, nnx.BatchStat)
         self.paths = [dict(nnx.to_flat_state(state)) for state in (params, stats)]
@@ -78,7 +77,7 @@ class NnxForm:
 
 class LinenForm:
     def __init__(self, **options):
-        self.model = effjax_linen.DenseNet(**OPTIONS, **options, param_dtype=jnp.float64)
+        self.model = linen_models.DenseNet(**OPTIONS, **options, param_dtype=jnp.float64)
 
     def names(self):
         size = 8 if self.model.small_inputs else 16
@@ -100,7 +99,7 @@ class LinenForm:
 
 def same_dropout(key):
     """What linen's make_rng makes of a key at the top of a model."""
-    return effjax_linen.DenseNet(**OPTIONS).bind({}, rngs={"dropout": key}).make_rng("dropout")
+    return linen_models.DenseNet(**OPTIONS).bind({}, rngs={"dropout": key}).make_rng("dropout")
 
 
 def train_step(form, values, x, key, mask, weights):
@@ -182,16 +181,16 @@ def test_published_parameter_counts(name):
 
 @pytest.mark.parametrize("name", ["densenet121", "densenet40_12"])
 def test_linen_by_name(name):
-    model = getattr(models, name)(effjax_linen.DenseNet)
+    model = getattr(models, name)(linen_models.DenseNet)
     variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
     leaves = jax.tree.leaves(variables["params"])
     assert sum(math.prod(v.shape) for v in leaves) == COUNTS[name]
 
 
 def test_options_of_a_name_can_be_overridden():
-    model = models.densenet121(effjax_linen.DenseNet, num_classes=7, efficient=False)
+    model = models.densenet121(linen_models.DenseNet, num_classes=7, efficient=False)
     assert model.num_classes == 7 and model.growth_rate == 32 and not model.efficient
-    small = models.densenet_cifar(22, 8, effjax_linen.DenseNet, num_classes=100)
+    small = models.densenet_cifar(22, 8, linen_models.DenseNet, num_classes=100)
     assert small.block_config == (3, 3, 3) and small.num_init_features == 16
 
 

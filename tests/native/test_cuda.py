@@ -16,7 +16,7 @@ import pytest
 import effjax
 from effjax import native
 from effjax.memory import plan
-from effjax.ops.deform_conv import kernel, reference
+from effjax.ops.deform_conv import custom_call, reference
 from effjax.ops.deform_conv.reference import Geometry
 from tests.native.read_fatbin import architectures
 from tests.programs import needs_gpu_compiler
@@ -128,7 +128,7 @@ def test_kernels_emulated(emulate, dtype, channels, masked, x64):
     again = {name: np.full_like(value, np.nan) for name, value in unset.items()}
     emulate(GEOMETRY, arrays, **again)
     np.testing.assert_array_equal(again["doffset"], got["doffset"])
-    destination = np.asarray(kernel.destinations(offset, row, x.shape[1:3], GEOMETRY))
+    destination = np.asarray(custom_call.destinations(offset, row, x.shape[1:3], GEOMETRY))
     source = np.argsort(destination, axis=-1, stable=True).astype(np.int32)
     ordered = {
         "destination": np.take_along_axis(destination, source, -1),

@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 from effjax.memory import residual_bytes
-from effjax.nnx import BatchNorm, DenseNet, convert_batch_norm
+from effjax.models import DenseNet
+from effjax.nnx import BatchNorm, convert_batch_norm
 
 OPTIONS: dict[str, Any] = dict(
     growth_rate=2, block_config=(2, 1), num_init_features=4, num_classes=3, small_inputs=True

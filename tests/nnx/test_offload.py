@@ -9,7 +9,8 @@ from flax import nnx
 
 import effjax
 import effjax.nnx
-from effjax.nnx import OffloadModel, TransformerLM, scan_layers
+from effjax.models import TransformerLM, scan_layers
+from effjax.nnx import OffloadModel
 
 X = np.random.default_rng(0).normal(size=(12, 6)).astype(np.float32)
 IMAGES = np.random.default_rng(1).normal(size=(8, 6, 6, 2)).astype(np.float32)

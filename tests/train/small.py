@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from effjax.nnx import BatchNorm
-from effjax.train.data import Dataset
+from effjax.train.data.dataset import Dataset
 
 
 def dataset(train=70, test=37, size=8, channels=1, classes=5) -> Dataset:

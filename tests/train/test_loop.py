@@ -7,14 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from effjax.train.config import Config
 from effjax.train.errors import TrainError
-from effjax.train.job import prepare
+from effjax.train.images.config import Config
+from effjax.train.images.job import prepare
+from effjax.train.images.recipe import make_optimizer, make_schedule, model_builder
 from effjax.train.loop import Progress, backward_bytes, fit, initial_state, train_batches
-from effjax.train.recipe import make_optimizer, make_schedule, model_builder
 from effjax.train.run_directory import RunDirectory
-
-from . import small
+from tests.train import small
 
 pytest.importorskip("matplotlib")
 

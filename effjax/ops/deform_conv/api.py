@@ -11,10 +11,10 @@ from jax import lax
 from .._convolution import padding_of, pair
 from .._parallel import on_each_device, same_varying
 from .._platform import traced_platform
-from . import batch
-from . import kernel as native_kernel
+from . import custom_call
+from . import partition as batch
 from .chunks import Static
-from .derivatives import reverse_only
+from .guards import reverse_only
 from .reference import Geometry
 from .xla import deform_conv_xla
 
@@ -95,7 +95,7 @@ def deform_conv2d(
     if precision is None:  # here, because XLA's threads know nothing of a `with`
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore
     precision = tuple(precision) if isinstance(precision, list) else precision
-    platforms = native_kernel.platforms_of(implementation)
+    platforms = custom_call.platforms_of(implementation)
     static = Static(
         geometry, feature_group_count, implementation, platforms, traced_platform(), precision,
         deterministic, workspace_bytes,
@@ -251,5 +251,5 @@ def _check_options(implementation, deterministic, workspace_bytes) -> None:
         raise ValueError(f"`deterministic` (={deterministic!r}) must be True or False.")
     if not isinstance(workspace_bytes, int) or workspace_bytes < 1:
         raise ValueError(f"`workspace_bytes` (={workspace_bytes!r}) must be a positive integer.")
-    if implementation == "native" and not native_kernel.available():
-        raise RuntimeError(native_kernel.unavailable(traced_platform()))
+    if implementation == "native" and not custom_call.available():
+        raise RuntimeError(custom_call.unavailable(traced_platform()))

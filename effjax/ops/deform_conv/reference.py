@@ -1,6 +1,6 @@
 """The samples of a deformable convolution, and their gradients, in plain XLA.
 
-The custom calls in `kernel.py` compute the same two functions; here is what they mean.
+The custom calls in `custom_call.py` compute the same two functions; here is what they mean.
 """
 
 from typing import NamedTuple

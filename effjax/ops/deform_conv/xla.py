@@ -6,7 +6,7 @@ from jax import lax
 
 from . import chunks, reference
 from .chunks import Static
-from .kernel import on_a_cpu, xla_bytes
+from .custom_call import on_a_cpu, xla_bytes
 
 
 def deform_conv_xla(static: Static, x, offset, mask, kernel) -> jax.Array:

@@ -22,16 +22,7 @@ from .arguments import (
 )
 from .compiled import in_order
 from .placement import SPACES, Space, Where, check_space, put, space_of, to_device
-from .slices import (
-    Slice,
-    Tree,
-    as_cotangent,
-    cast,
-    fold,
-    is_float,
-    varying_axes,
-    with_gradients,
-)
+from .slices import Slice, Tree, as_cotangent, cast, fold, is_float, varying_axes, with_gradients
 
 
 def offload_sequential(

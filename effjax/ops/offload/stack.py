@@ -23,27 +23,8 @@ from .arguments import (
     strong,
 )
 from .compiled import guard_host_slices
-from .placement import (
-    SPACES,
-    Space,
-    Where,
-    check_space,
-    put,
-    read,
-    space_of,
-    to_device,
-    write,
-)
-from .slices import (
-    Tree,
-    as_cotangent,
-    cast,
-    floats_of,
-    fold,
-    join,
-    varying_axes,
-    with_gradients,
-)
+from .placement import SPACES, Space, Where, check_space, put, read, space_of, to_device, write
+from .slices import Tree, as_cotangent, cast, floats_of, fold, join, varying_axes, with_gradients
 
 
 def offload_scan(

@@ -11,12 +11,12 @@ import optax
 from flax import nnx
 
 from ... import __version__
-from ...nnx import TransformerLM, scan_layers
-from ...nnx.transformer import ApplyLayers
+from ...models import TransformerLM, scan_layers
+from ...models.nnx.transformer import ApplyLayers
+from ..data.text import Text, check_length, load_text
 from ..errors import TrainError
-from ..job import local_devices
-from ..steps import Devices, data_mesh
-from ..text import Text, check_length, load_text
+from ..images.job import local_devices
+from ..images.steps import Devices, data_mesh
 from .config import LMConfig
 from .offloaded import (
     OffloadedState,

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 
 from ..checkpoint import Checkpoints
+from ..data.text import test_batches, train_batches
 from ..errors import TrainError
+from ..images.steps import data_mesh
 from ..run_directory import RunDirectory
-from ..steps import data_mesh
-from ..text import test_batches, train_batches
 from .job import LMJob, initial_state, job_step
 from .offloaded import shardings_of
 from .steps import compile_lm_step, make_lm_eval_step

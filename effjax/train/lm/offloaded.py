@@ -10,8 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ... import OffloadState, host_init, offload_scan, offload_train_step
-from ...nnx.transformer import ApplyLayers, Layer, Params
-from ..steps import Array
+from ...models.nnx.transformer import ApplyLayers, Layer, Params
+from ..images.steps import Array
 from .config import LMConfig
 from .steps import LMState, lm_parts
 

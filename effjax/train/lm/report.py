@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ...memory import MemoryPlan
 from ...memory.report import format_bytes
-from ..report import line
+from ..images.report import line
 from ..run_directory import RunDirectory
 from .job import LMJob
 from .loop import LMProgress, LMResult

@@ -15,9 +15,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ... import offload_jit
-from ...nnx import TransformerLM, scan_layers
-from ...nnx.transformer import ApplyLayers, Layer, Params
-from ..steps import AXIS, Array
+from ...models import TransformerLM, scan_layers
+from ...models.nnx.transformer import ApplyLayers, Layer, Params
+from ..images.steps import AXIS, Array
 
 WARMUP, LOWEST = 0.1, 0.1  # shares of the steps, of the rate
 B2 = 0.95  # Adam's: a byte of a text is a noisy example

@@ -8,14 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from effjax import (
-    host_init,
-    offload_jit,
-    offload_train_step,
-    stream_update,
-    to_device,
-    to_host,
-)
+from effjax import host_init, offload_jit, offload_train_step, stream_update, to_device, to_host
 from tests.ops.offload.stacks import (
     BATCH,
     KEY,

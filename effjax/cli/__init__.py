@@ -1,0 +1,30 @@
+"""The `effjax` command. The commands themselves are in `app.py`; this file can do without rich
+and typer, which come with the extra `train`."""
+
+import sys
+from collections.abc import Sequence
+
+TRAIN_EXTRA = frozenset({"rich", "typer"})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `effjax ARGV` (default: the process's arguments) and returns the exit code."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        from .app import app
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in TRAIN_EXTRA:
+            raise
+        if argv[:1] == ["doctor"]:
+            from .doctor import show
+
+            show(as_json="--json" in argv)
+            return 0
+        print(f'effjax: {missing} is missing; run pip install "effjax[train]"', file=sys.stderr)
+        return 2
+    try:
+        app(args=argv, prog_name="effjax")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0

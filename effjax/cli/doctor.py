@@ -1,0 +1,145 @@
+"""What JAX and effjax find on this machine, and what to install for what is missing."""
+
+import importlib.metadata
+import json
+import platform
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "chex", "orbax-checkpoint", "numpy")
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+
+
+def examine() -> dict[str, Any]:
+    """All findings, as plain data. Starts the JAX backend."""
+    devices, trouble = _devices()
+    plugins = {name: v for name in PLUGINS if (v := _version(name))}
+    advice = []
+    if Path("/dev/nvidiactl").exists() and not plugins:
+        advice.append('an NVIDIA GPU is here, JAX\'s plugin is not: pip install "effjax[cuda13]"')
+    if plugins and not any(device["platform"] == "gpu" for device in devices):
+        advice.append(
+            f"{', '.join(plugins)} finds no GPU: set JAX_PLATFORMS=cpu to run without, or install "
+            'NVIDIA\'s driver and libraries: pip install "effjax[cuda13]"'
+        )
+    extras = missing_by_extra(_requirements())
+    advice += [
+        f'for {extra} (missing: {", ".join(missing)}): pip install "effjax[{extra}]"'
+        for extra, missing in extras.items()
+        if missing and not extra.startswith("cuda")
+    ]
+    return {
+        "effjax": _version("effjax") or "not installed (running from its source)",
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "cuda_plugins": plugins,
+        "devices": devices,
+        "backend_error": trouble,
+        "native_kernels": native_kernels(),
+        "extras": {
+            extra: "missing" if missing else "installed" for extra, missing in extras.items()
+        },
+        "advice": advice,
+    }
+
+
+def lines(findings: dict[str, Any]) -> list[str]:
+    """The findings for reading."""
+    packages = findings["packages"] | findings["cuda_plugins"]
+    out = [
+        f"effjax {findings['effjax']}, Python {findings['python']}, {findings['platform']}",
+        "packages: " + ", ".join(f"{name} {v or 'missing'}" for name, v in packages.items()),
+    ]
+    if findings["backend_error"]:
+        out.append(f"devices: none, {findings['backend_error']}")
+    for device in findings["devices"]:
+        kinds = ", ".join(
+            f"{kind} (default)" if kind == device["default_memory"] else kind
+            for kind in device["memories"]
+        )
+        out.append(f"device {device['id']}: {device['platform']} {device['kind']}; memory: {kinds}")
+    kernels = findings["native_kernels"].items()
+    out.append("native kernels: " + "; ".join(f"{name} {state}" for name, state in kernels))
+    extras = ", ".join(f"{name} {state}" for name, state in findings["extras"].items())
+    out.append(f"extras: {extras or 'unknown, as effjax is not installed: pip install -e .'}")
+    return out + [
+        f"to install {line}" if line.startswith("for") else line for line in findings["advice"]
+    ]
+
+
+def show(as_json: bool = False) -> None:
+    """Prints the findings. Plain text: it must work where rich is what is missing."""
+    findings = examine()
+    print(json.dumps(findings, indent=2) if as_json else "\n".join(lines(findings)))
+
+
+def missing_by_extra(requirements: Sequence[str]) -> dict[str, list[str]]:
+    """For each extra, those of its packages that are not installed.
+
+    Args:
+      requirements: as `importlib.metadata.requires` gives them: `rich>=13; extra == "train"`.
+    """
+    wanted: dict[str, list[str]] = {}
+    for requirement in requirements:
+        extra = re.search(r"""extra\s*==\s*['"]([^'"]+)""", requirement)
+        if extra:
+            wanted.setdefault(extra[1], []).append(requirement)
+
+    def missing(extra: str) -> list[str]:
+        names: list[str] = []
+        for requirement in wanted.get(extra, []):
+            package = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+            options = requirement.removeprefix(f"{package}[").partition("]")[0]
+            if package == "effjax":  # an extra that includes others
+                for other in options.split(","):
+                    names += missing(other.strip())
+            else:
+                plugin = re.match(r"cuda\d+", options) if package == "jax" else None
+                name = f"jax-{plugin[0]}-plugin" if plugin else package
+                names += [] if _version(name) else [name]
+        return list(dict.fromkeys(names))
+
+    return {extra: missing(extra) for extra in wanted}
+
+
+def native_kernels() -> dict[str, str]:
+    """For each platform, "loaded" or why there are none."""
+    from ..native import status
+
+    return status()
+
+
+def _devices() -> tuple[list[dict[str, Any]], str | None]:
+    import jax
+
+    try:
+        devices = jax.local_devices()
+    except RuntimeError as error:
+        return [], " ".join(str(error).split())
+    return [
+        {
+            "id": device.id,
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "memories": sorted(memory.kind for memory in device.addressable_memories()),
+            "default_memory": device.default_memory().kind,
+        }
+        for device in devices
+    ], None
+
+
+def _requirements() -> list[str]:
+    try:
+        return importlib.metadata.requires("effjax") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,1 @@
+"""What the linen and the nnx modules share: options, shapes, initial values, statistics."""

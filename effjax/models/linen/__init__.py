@@ -1,0 +1,3 @@
+"""Whole networks for Flax linen."""
+
+from .densenet import DenseNet as DenseNet

@@ -1,0 +1,5 @@
+"""Batch norm over devices: statistics of the whole batch, a backward pass with one all-reduce."""
+
+from .statistics import BatchStats as BatchStats
+from .sync import batch_norm_inference as batch_norm_inference
+from .sync import sync_batch_norm as sync_batch_norm

@@ -1,0 +1,242 @@
+"""Batch statistics over devices, and what they take away from a gradient.
+
+Arrays of statistics keep their reduced axes (``keepdims``), so that any set of feature axes
+broadcasts against x.
+"""
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._parallel import AxisNames, as_varying, axis_names, manual_axes, varying
+
+AXES = (0, 1, 2)  # of [N, H, W, C], what the statistics of a feature are over
+
+# Above this traffic two small all-reduces are cheaper than one that grows with the devices.
+GATHER_BYTES = 256 * 1024
+
+
+class BatchStats(NamedTuple):
+    """Statistics of one batch, over all devices that took part. No gradient flows through them.
+
+    Attributes:
+        mean: mean of each feature, float32 or wider.
+        var: biased variance of each feature, of the same dtype as `mean`.
+        count: how many values each mean is over: a scalar, or one number a feature where the mask
+            differs by feature. Where it is 0 the mean is 0 and the variance is 1.
+    """
+
+    mean: jax.Array
+    var: jax.Array
+    count: jax.Array
+
+
+class Reduction(NamedTuple):
+    """Over which devices statistics are taken, and how. Hashable: a static argument."""
+
+    axis_names: AxisNames = ()
+    groups: tuple[tuple[int, ...], ...] | None = None
+    stats: str = "auto"
+
+
+def make_reduction(
+    axis_name: Hashable | Sequence[Hashable] | None, axis_index_groups: Any, stats: str
+) -> Reduction:
+    """Validates the arguments that all synchronised operators share."""
+    names = axis_names(axis_name)
+    if stats not in ("auto", "gather", "two_psum"):
+        raise ValueError(f'`stats` (={stats!r}) must be "auto", "gather" or "two_psum".')
+    if axis_index_groups is None:
+        return Reduction(names, None, stats)
+    if len(names) != 1:
+        raise ValueError(
+            f"`axis_index_groups` divides one axis, but `axis_name` is {axis_name!r}; name exactly "
+            "one axis, or use a mesh with an axis for the groups and one inside them."
+        )
+    groups = tuple(tuple(int(i) for i in group) for group in axis_index_groups)
+    members = sorted(i for group in groups for i in group)
+    if members != list(range(len(members))) or len({len(group) for group in groups}) != 1:
+        raise ValueError(
+            f"`axis_index_groups` (={axis_index_groups!r}) must hold every device index once, in "
+            "groups of one size."
+        )
+    return Reduction(names, groups, stats)
+
+
+def psum(v: jax.Array, reduction: Reduction) -> jax.Array:
+    """Sums v over the devices of `reduction`: one all-reduce, or none without an axis."""
+    if not reduction.axis_names:
+        return v
+    if varying(v):  # the types are checked: they must name all the axes that are summed over
+        v = as_varying(v, manual_axes().intersection(reduction.axis_names))
+    try:
+        return lax.psum(v, reduction.axis_names, axis_index_groups=reduction.groups)
+    except NotImplementedError as error:
+        if reduction.groups is None:
+            raise
+        axis = reduction.axis_names[0]
+        raise ValueError(
+            "`axis_index_groups` does not work under vmap or shard_map(check_vma=True). Make a "
+            f"mesh of shape ({len(reduction.groups)}, {len(reduction.groups[0])}) with axes "
+            f"('group', {axis!r}) in its place, and pass axis_name={axis!r} alone: statistics are "
+            "then taken inside each group."
+        ) from error
+
+
+def statistics_dtype(x: jax.Array) -> jnp.dtype:
+    """float32, or x's own dtype where that is wider."""
+    return x.dtype if x.dtype.itemsize > 4 else jnp.dtype(jnp.float32)
+
+
+def local_moments(x: jax.Array, mask: jax.Array | None, axes: tuple[int, ...]) -> tuple:
+    """Mean, sum of squared deviations (M2) and count on this device, by two passes over x.
+
+    The second pass also sums the deviations themselves: what is left of the rounding error of the
+    first pass, which corrects both results (Chan, Golub & LeVeque, 1983). This is what keeps mean
+    >> std accurate in float32.
+    """
+    if mask is None:
+        count = jnp.full([1] * x.ndim, math.prod(x.shape[a] for a in axes), x.dtype)
+    else:
+        repeats = math.prod(x.shape[a] // mask.shape[a] for a in axes if mask.shape[a])
+        count = (jnp.sum(mask, axes, dtype=jnp.int32, keepdims=True) * repeats).astype(x.dtype)
+
+    def total(v):
+        return jnp.sum(v if mask is None else jnp.where(mask, v, 0), axes, keepdims=True)
+
+    n = jnp.maximum(count, 1)
+    mean = total(x) / n
+    left = total(x - mean) / n
+    m2 = jnp.maximum(total(jnp.square(x - mean)) - n * jnp.square(left), 0)
+    return mean + left, m2, count
+
+
+def moments(
+    x: jax.Array, mask: jax.Array | None, axes: tuple[int, ...], reduction: Reduction
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Mean, biased variance and count of x over `axes` and the devices of `reduction`.
+
+    In float32, or in x's dtype where that is wider; the reduced axes are kept. Where nothing is
+    counted the mean is 0 and the variance is 1.
+    """
+    mean, m2, count = local_moments(x.astype(statistics_dtype(x)), mask, axes)
+    if reduction.axis_names:
+        mean, m2, count = _merge(mean, m2, count, mask is None, reduction)
+    var = jnp.where(count > 0, m2 / jnp.maximum(count, 1), 1)
+    return mean, var, count
+
+
+def _merge(mean, m2, count, equal_counts: bool, reduction: Reduction) -> tuple:
+    """Merges (mean, M2, count) of all devices by Chan's formula, in one or two all-reduces."""
+    size = group_size(reduction)
+    counted = (mean, m2) if equal_counts else (mean, m2, count)
+    message = jnp.concatenate([v.ravel() for v in counted])
+    small = size * message.size * message.dtype.itemsize <= GATHER_BYTES
+    if reduction.stats == "gather" or (reduction.stats == "auto" and small):
+        parts = _gather(message, size, reduction)
+        means = parts[:, : mean.size].reshape(size, *mean.shape)
+        m2s = parts[:, mean.size : 2 * mean.size].reshape(size, *mean.shape)
+        if equal_counts:
+            counts, total = count[None], count * size
+        else:
+            counts = parts[:, 2 * mean.size :].reshape(size, *count.shape)
+            total = counts.sum(0)
+        n = jnp.maximum(total, 1)
+        merged = (counts * means).sum(0) / n
+        merged += (counts * (means - merged)).sum(0) / n  # takes back the rounding of the first sum
+        return merged, (m2s + counts * jnp.square(means - merged)).sum(0), total
+    if equal_counts:
+        total = count * size
+        merged = psum(mean, reduction) / size
+    else:
+        sums = psum(jnp.concatenate([(count * mean).ravel(), count.ravel()]), reduction)
+        total = sums[mean.size :].reshape(count.shape)
+        merged = sums[: mean.size].reshape(mean.shape) / jnp.maximum(total, 1)
+    return merged, psum(m2 + count * jnp.square(mean - merged), reduction), total
+
+
+def group_size(reduction: Reduction) -> int:
+    """How many devices share one set of statistics."""
+    size = lax.axis_size(reduction.axis_names)
+    if reduction.groups is None:
+        return size
+    members = sum(len(group) for group in reduction.groups)
+    if members != size:
+        raise ValueError(
+            f"`axis_index_groups` (={reduction.groups}) must hold all {size} devices of the axis "
+            f"{reduction.axis_names[0]!r}, but holds {members}."
+        )
+    return len(reduction.groups[0])
+
+
+def _gather(v: jax.Array, size: int, reduction: Reduction) -> jax.Array:
+    """``all_gather`` as a sum of one-hot rows: its type says that every device has the same."""
+    index = lax.axis_index(reduction.axis_names)
+    if reduction.groups:
+        members = [i for group in reduction.groups for i in group]
+        positions = [members.index(i) % size for i in range(len(members))]
+        index = jnp.asarray(positions)[index]
+    mine = jnp.arange(size)[:, None] == index  # [size, 1]
+    return psum(jnp.where(mine, v, jnp.zeros_like(v)), reduction)
+
+
+def normalize(x: jax.Array, mean, inv, scale, bias) -> jax.Array:
+    """``(x - mean) * inv * scale + bias`` in the statistics' dtype; scale and bias may be None."""
+    y = (x.astype(mean.dtype) - mean) * (inv if scale is None else inv * scale.astype(inv.dtype))
+    return y if bias is None else y + bias.astype(inv.dtype)
+
+
+def feature_sums(g, x, mean, inv, mask, axes) -> jax.Array:
+    """``[sum(g), sum(g * xhat)]`` of every feature on this device: [2, 1, .., C, .., 1]."""
+    g = g.astype(inv.dtype)
+    xhat = (x.astype(inv.dtype) - mean) * inv
+    if mask is not None:  # padding without a gradient has no part in the sums, whatever it holds
+        xhat = jnp.where(mask | (g != 0), xhat, 0)
+    return jnp.stack([jnp.sum(v, axes, keepdims=True) for v in (g, g * xhat)])
+
+
+def project(g, total, x, mean, inv, mask, count) -> jax.Array:
+    """The gradient of x from g, its gradient with the batch statistics held fixed.
+
+    ``g - [counted] * (sum(g) + xhat * sum(g * xhat)) / count``, `total` being the two sums over all
+    devices. In the statistics' dtype.
+    """
+    xhat = (x.astype(inv.dtype) - mean) * inv
+    share = (total[0] + xhat * total[1]) / jnp.maximum(count, 1)
+    return g.astype(inv.dtype) - (share if mask is None else jnp.where(mask, share, 0))
+
+
+def normalize_backward(
+    g, x, mean, inv, scale, mask, count, axes, reduction: Reduction, one_scale: bool = False
+) -> tuple:
+    """The gradient of x from g, the gradient of ``normalize(x, ...)``, with one all-reduce.
+
+    Returns dx, the sums ``[sum(g), sum(g * xhat)]`` (the gradients of bias and scale) of this
+    device, and of all devices if `one_scale` says that they have the same scale. If not, every
+    device weighs its sums with its own scale before they are added up.
+    """
+    local = feature_sums(g, x, mean, inv, mask, axes)
+    slope = inv if scale is None else inv * scale.astype(inv.dtype)
+    total = psum(local, reduction) if one_scale else None
+    weighted = psum(local * slope, reduction) if total is None else total * slope
+    return project(g * slope, weighted, x, mean, inv, mask, count), local, total
+
+
+def check_mask(mask: Any, x: jax.Array) -> jax.Array:
+    """The mask with x's rank."""
+    mask = jnp.asarray(mask)
+    if mask.dtype != jnp.bool_:
+        raise TypeError(
+            f"`mask` must be boolean, but its dtype is {mask.dtype}; pass mask.astype(bool)."
+        )
+    try:
+        fits = jnp.broadcast_shapes(mask.shape, x.shape) == x.shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"`mask` of shape {mask.shape} must broadcast to `x` of shape {x.shape}.")
+    return mask.reshape((1,) * (x.ndim - mask.ndim) + mask.shape)

@@ -1,0 +1,252 @@
+"""Batch norm whose statistics are taken over all devices, with a hand-written backward pass."""
+
+import functools
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._parallel import as_varying, same_varying, shard_as_features, sum_to_type_of, varying
+from .statistics import BatchStats as BatchStats
+from .statistics import (
+    Reduction,
+    check_mask,
+    make_reduction,
+    moments,
+    normalize,
+    normalize_backward,
+    statistics_dtype,
+)
+
+
+def sync_batch_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    axis_name: Hashable | Sequence[Hashable] | None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    mask: jax.Array | None = None,
+    epsilon: float = 1e-5,
+    activation: Literal["relu"] | None = None,
+    residual: jax.Array | None = None,
+    feature_axis: int | Sequence[int] = -1,
+    stats: Literal["auto", "gather", "two_psum"] = "auto",
+) -> tuple[jax.Array, BatchStats]:
+    """Normalises x by the statistics of the whole batch, over all devices of `axis_name`.
+
+    ``y = act((x - mean) / sqrt(var + epsilon) * scale + bias + residual)``
+
+    Statistics are float32 for half-precision x (x's own dtype otherwise), from local means and
+    squared deviations merged by their counts, and stay accurate where the mean is much larger than
+    the deviation. The forward pass does one all-reduce (two small ones above a traffic threshold),
+    the backward pass one of two numbers a feature.
+
+    Args:
+        x: floating point, rank 2 or more, any shape (zero-size batches too).
+        scale: gamma, of the shape of the feature axes, or None for 1.
+        bias: beta, likewise, or None for 0.
+        axis_name: the name or names of the mapped axes (pmap, shard_map, vmap) that share
+            statistics. None: this device's values; under plain ``jit`` with a sharded x that is the
+            global batch already.
+        axis_index_groups: groups of device indices along the one `axis_name`, each with statistics
+            of its own (pmap and ``shard_map(check_vma=False)``; elsewhere use a mesh of two axes).
+        mask: boolean, broadcastable to x: which values count. Every value is normalised, counted or
+            not.
+        epsilon: added to the variance; positive.
+        activation: ``"relu"`` or None.
+        residual: added before the activation; x's shape and dtype.
+        feature_axis: the axis or axes that keep statistics of their own.
+        stats: how devices merge: ``"gather"`` is one all-reduce of (2C+1)·devices numbers,
+            ``"two_psum"`` two of C; ``"auto"`` takes the first up to 256 KiB.
+
+    Returns:
+        y, of x's shape and dtype, and :class:`BatchStats` (biased variance), through which no
+        gradient flows. A feature with nothing counted has mean 0 and variance 1; with one value
+        counted its variance is 0.
+
+    Raises:
+        TypeError: x is not floating point, mask is not boolean, or residual has another dtype.
+        ValueError: shapes that do not fit, an unknown `activation` or `stats`, a bad
+            `feature_axis`, `epsilon` or `axis_index_groups`, groups where JAX cannot do them.
+
+    Kept for the backward pass: x in its own dtype, mean, inverse standard deviation, count, scale,
+    bias and the mask; with a residual and an activation also y. Neither the normalised value nor a
+    ReLU mask is kept.
+
+    Gradients are those of the sum of all devices' losses, as in ``jax.grad`` of a loss local to
+    each device. Reverse mode only.
+
+    References:
+        SyncBatchNorm of NVIDIA apex; Ioffe & Szegedy, 2015 (arXiv:1502.03167); Chan, Golub &
+        LeVeque, 1983.
+    """
+    axes = _check(x, scale, bias, epsilon, activation, residual, feature_axis)
+    reduction = make_reduction(axis_name, axis_index_groups, stats)
+    static = _Static(reduction, axes, float(epsilon), activation == "relu", residual is not None)
+    mask = None if mask is None else check_mask(mask, x)
+    x, residual, mask = same_varying((x, residual, mask))
+    features = tuple(a for a in range(x.ndim) if a not in axes)
+    scale, bias = (
+        None if p is None else shard_as_features(as_varying(jnp.asarray(p)), x, features)
+        for p in (scale, bias)
+    )
+    result: Any = _batch_norm(static, x, scale, bias, residual, mask)
+    shape = tuple(x.shape[a] for a in features)
+    y, (mean, var, count) = result[0], lax.stop_gradient(result[1])
+    count = count.reshape(() if count.size == 1 else shape)
+    return y, BatchStats(mean.reshape(shape), var.reshape(shape), count)
+
+
+def batch_norm_inference(
+    x: jax.Array,
+    mean: jax.Array,
+    var: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    epsilon: float = 1e-5,
+    activation: Literal["relu"] | None = None,
+    residual: jax.Array | None = None,
+    feature_axis: int | Sequence[int] = -1,
+) -> jax.Array:
+    """Normalises x by given statistics, as batch norm does in evaluation.
+
+    ``y = act((x - mean) / sqrt(var + epsilon) * scale + bias + residual)``
+
+    Arguments, errors and precision are those of :func:`sync_batch_norm`; `mean` and `var` have the
+    shape of the feature axes. It is plain JAX: differentiable in every argument and in forward
+    mode, without collectives.
+    """
+    axes = _check(x, scale, bias, epsilon, activation, residual, feature_axis)
+    features = tuple(n for a, n in enumerate(x.shape) if a not in axes)
+    for name, value in (("mean", mean), ("var", var)):
+        _check_features(name, value, features)
+    dtype = statistics_dtype(x)
+    shape = _keepdims(x.shape, axes)
+    mean, var = (jnp.asarray(v, dtype).reshape(shape) for v in (mean, var))
+    scale, bias = (None if p is None else jnp.asarray(p).reshape(shape) for p in (scale, bias))
+    y = normalize(x, mean, lax.rsqrt(var + epsilon), scale, bias)
+    y = y if residual is None else y + residual.astype(dtype)
+    return (jax.nn.relu(y) if activation else y).astype(x.dtype)
+
+
+class _Static(NamedTuple):
+    reduction: Reduction
+    axes: tuple[int, ...]  # the reduced axes
+    epsilon: float
+    relu: bool
+    has_residual: bool
+
+
+# With xhat = (x - mean) * inv, g = dy where y > 0, and N values counted over all devices:
+#   dbias = sum(g)    dscale = sum(g * xhat)
+#   dx = scale * inv * (g - [counted] * (sum(g) + xhat * sum(g * xhat)) / N)
+# The two sums over all devices are one all-reduce of 2C numbers, and they are the gradients of
+# replicated parameters.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _batch_norm(static: _Static, x, scale, bias, residual, mask) -> Any:
+    return _forward(static, x, scale, bias, residual, mask)[0]
+
+
+def _forward(static: _Static, x, scale, bias, residual, mask):
+    mean, var, count = moments(x, mask, static.axes, static.reduction)
+    inv = lax.rsqrt(var + static.epsilon)
+    y = normalize(x, mean, inv, *_keepdims_all(mean.shape, scale, bias))
+    y = y if residual is None else y + residual.astype(y.dtype)
+    y = (jnp.maximum(y, 0) if static.relu else y).astype(x.dtype)
+    # With a residual the sign of y is read from y itself; otherwise it is computed again.
+    kept_y = y if static.relu and static.has_residual else None
+    return (y, (mean, var, count)), (x, scale, bias, mask, mean, inv, count, kept_y)
+
+
+def _backward(static: _Static, kept, cotangents):
+    x, scale, bias, mask, mean, inv, count, kept_y = kept
+    dy, _ = cotangents
+    wide_scale, wide_bias = _keepdims_all(mean.shape, scale, bias)
+    g = dy.astype(mean.dtype)
+    if static.relu:
+        y = normalize(x, mean, inv, wide_scale, wide_bias) if kept_y is None else kept_y
+        g = jnp.where(y > 0, g, 0)
+    names = set(static.reduction.axis_names)
+    typed = bool(names) and not static.reduction.groups and names <= varying(x)
+    shared = [typed and p is not None and not names & varying(p) for p in (bias, scale)]
+    one_scale = scale is None or shared[1]
+    dx, local, total = normalize_backward(
+        g, x, mean, inv, wide_scale, mask, count, static.axes, static.reduction, one_scale
+    )
+    dx = sum_to_type_of(dx, x).astype(x.dtype)
+    # A parameter that its type says is replicated wants the total, which is there already.
+    dbias, dscale = (
+        None
+        if p is None
+        else sum_to_type_of(total[i] if shared[i] and one_scale else local[i], p)
+        .reshape(p.shape)
+        .astype(p.dtype)
+        for i, p in enumerate((bias, scale))
+    )
+    dresidual = sum_to_type_of(g, x).astype(x.dtype) if static.has_residual else None
+    return dx, dscale, dbias, dresidual, None
+
+
+_batch_norm.defvjp(_forward, _backward)
+
+
+def _keepdims(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(1 if a in axes else n for a, n in enumerate(shape))
+
+
+def _keepdims_all(shape, *parameters):
+    return (None if p is None else p.reshape(shape) for p in parameters)
+
+
+def _check(x, scale, bias, epsilon, activation, residual, feature_axis) -> tuple[int, ...]:
+    """Validates what training and inference share; returns the axes to reduce."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"`x` must be floating point, but its dtype is {x.dtype}; cast it first.")
+    if x.ndim < 2:
+        raise ValueError(
+            f"`x` of shape {x.shape} must have a batch and a feature axis: rank 2 or more."
+        )
+    listed = feature_axis if isinstance(feature_axis, Sequence) else (feature_axis,)
+    if not all(-x.ndim <= a < x.ndim for a in listed):
+        raise ValueError(
+            f"`feature_axis` (={feature_axis}) is out of range for `x` of shape {x.shape}."
+        )
+    features = {a % x.ndim for a in listed}
+    axes = tuple(a for a in range(x.ndim) if a not in features)
+    if len(features) != len(listed) or not features or not axes:
+        raise ValueError(
+            f"`feature_axis` (={feature_axis}) must name some axes of `x`, each once, but not all."
+        )
+    for name, value in (("scale", scale), ("bias", bias)):
+        if value is not None:
+            _check_features(name, value, tuple(x.shape[a] for a in sorted(features)))
+    if not epsilon > 0:
+        raise ValueError(f"`epsilon` (={epsilon}) must be positive.")
+    if activation not in (None, "relu"):
+        raise ValueError(
+            f'`activation` (={activation!r}) must be "relu" or None; apply others to the result.'
+        )
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(
+            f"`residual` of shape {residual.shape} must have the shape of `x`, {x.shape}."
+        )
+    if residual is not None and residual.dtype != x.dtype:
+        raise TypeError(
+            f"`residual` must have the dtype of `x`, {x.dtype}, but has {residual.dtype}; cast one "
+            "of them."
+        )
+    return axes
+
+
+def _check_features(name: str, value: Any, shape: tuple[int, ...]) -> None:
+    if jnp.shape(value) != shape:
+        raise ValueError(
+            f"`{name}` of shape {jnp.shape(value)} must have the shape of the feature axes, "
+            f"{shape}."
+        )

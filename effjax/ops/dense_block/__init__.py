@@ -1,0 +1,5 @@
+"""Recomputed DenseNet layers: a bottleneck, and a block in memory linear in its depth."""
+
+from .block import DenseLayerParams as DenseLayerParams
+from .block import dense_block as dense_block
+from .bn_relu_conv import bn_relu_conv as bn_relu_conv

@@ -1,0 +1,290 @@
+"""A whole DenseNet-BC block that keeps its features and recomputes the rest.
+
+A channel's batch statistics do not depend on which layer reads it, so they are taken once, when the
+channel is made. In the backward pass the share that they take of a gradient is linear, so the
+gradients of all later readers are summed in one buffer first, and the share is taken off once, when
+the channel's own layer is reached.
+"""
+
+import functools
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._parallel import per_batch, same_varying
+from ..batch_norm.statistics import (
+    AXES,
+    BatchStats,
+    Reduction,
+    feature_sums,
+    make_reduction,
+    moments,
+    normalize,
+    normalize_backward,
+    project,
+    psum,
+)
+from ..dropout import dropout
+from .bn_relu_conv import as_batch_stats, check_chunks, check_features, check_pixel_mask
+from .wide import Wide, wide_conv, wide_conv_backward
+
+
+class DenseLayerParams(NamedTuple):
+    """One layer: BN → ReLU → 1x1 conv to b channels → BN → ReLU → conv to k new channels.
+
+    Attributes:
+        scale1, bias1: [c], c being the channels of all features before this layer.
+        kernel1: [1, 1, c, b].
+        scale2, bias2: [b].
+        kernel2: [kh, kw, b, k].
+    """
+
+    scale1: jax.Array
+    bias1: jax.Array
+    kernel1: jax.Array
+    scale2: jax.Array
+    bias2: jax.Array
+    kernel2: jax.Array
+
+
+def dense_block(
+    x: jax.Array,
+    params: Sequence[DenseLayerParams],
+    *,
+    save: Literal["conv", "features"] = "conv",
+    axis_name: Hashable | Sequence[Hashable] | None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    mask: jax.Array | None = None,
+    epsilon: float = 1e-5,
+    stats: Literal["auto", "gather", "two_psum"] = "auto",
+    dropout_rate: float = 0.0,
+    key: jax.Array | None = None,
+    num_chunks: int | None = None,
+    precision: Any = None,
+) -> tuple[jax.Array, list[tuple[BatchStats, BatchStats]]]:
+    """A DenseNet-BC block in memory linear in its depth, and in less work than the plain network.
+
+    ``f_0 = x``, ``f_l = dropout(conv2(relu(bn2(conv1(relu(bn1([f_0 … f_(l-1)])))))))``; the result
+    is ``[f_0 … f_L]``.
+
+    Exactly the plain network's function and gradients, with the batch statistics of every channel
+    computed once.
+
+    Args:
+        x: [N, H, W, C0], floating point.
+        params: one :class:`DenseLayerParams` a layer; sizes may differ by layer. Computed in x's
+            dtype.
+        save: what the backward pass keeps besides the features: ``"conv"`` the output of every 1x1
+            convolution, ``"features"`` nothing (they are recomputed).
+        axis_name, axis_index_groups, epsilon, stats: as in :func:`sync_batch_norm`. Per layer at
+            most two all-reduces each way, whose sizes do not grow with the depth.
+        mask: boolean, broadcastable to [N, H, W, 1]: which pixels count in the statistics.
+        dropout_rate, key: new features are dropped with this probability; layer l uses
+            ``fold_in(key, l)``. Under pmap or shard_map give each device a key of its own.
+        num_chunks: slices of rows in which all that is as wide as the features is done; by default
+            of about 16 MiB (4 MiB on a CPU).
+        precision: of the convolutions, as in ``jax.lax``.
+
+    Returns:
+        The features [N, H, W, C0 + sum of k], of x's dtype, and for each layer the
+        :class:`BatchStats` of its two norms (of c and of b features), through which no gradient
+        flows.
+
+    Raises:
+        TypeError, ValueError: inputs that do not fit, with their values; dropout without a key.
+
+    Kept for the backward pass: the features (the result itself), their statistics, the parameters,
+    and per layer the statistics of bn2 and, with ``save="conv"``, the output of conv1 (b channels).
+    The gradient of all features lives in one buffer.
+
+    References:
+        Huang et al., 2017 (arXiv:1608.06993); Pleiss et al., 2017 (arXiv:1707.06990) and
+        efficient_densenet_pytorch.
+    """
+    params = tuple(DenseLayerParams(*p) for p in params)
+    check_features(x)
+    channels = _check_params(x, params)
+    if save not in ("conv", "features"):
+        raise ValueError(f'`save` (={save!r}) must be "conv" or "features".')
+    if not epsilon > 0:
+        raise ValueError(f"`epsilon` (={epsilon}) must be positive.")
+    check_dropout(dropout_rate, key)
+    mask = None if mask is None else check_pixel_mask(mask, x)
+    static = _Static(
+        make_reduction(axis_name, axis_index_groups, stats),
+        float(epsilon),
+        save == "conv",
+        float(dropout_rate),
+        check_chunks(num_chunks, (*x.shape[:3], channels)),
+        precision,
+    )
+
+    def run(x, params, mask, key):
+        result: Any = _dense_block(static, *same_varying((x, params, mask)), key)
+        return result[0], lax.stop_gradient(result[1])
+
+    features, (mean, var, count, inner) = per_batch(run, x)(
+        x, params, mask, key if dropout_rate else None
+    )
+    result = []
+    for p, (mean2, var2) in zip(params, inner, strict=True):
+        c = p.scale1.shape[0]
+        first = as_batch_stats(mean[..., :c], var[..., :c], count)
+        result.append((first, as_batch_stats(mean2, var2, count)))
+    return features, result
+
+
+class _Static(NamedTuple):
+    reduction: Reduction
+    epsilon: float
+    save_conv: bool
+    dropout_rate: float
+    num_chunks: int
+    precision: Any
+
+    def conv2(self, z: jax.Array, kernel: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(
+            z,
+            kernel.astype(z.dtype),
+            (1, 1),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            precision=self.precision,
+        )
+
+    def drop(self, y: jax.Array, key: jax.Array | None, layer: int) -> jax.Array:
+        if key is None:
+            return y
+        return dropout(y, self.dropout_rate, jax.random.fold_in(key, layer))
+
+
+# The gradient buffer holds, for every channel, its gradient from outside the block plus
+#   g = sum_l inv * scale_l * dz_l
+# over the layers l that have been done, dz_l being the gradient before layer l's first ReLU. Once
+# all readers of a channel have been done, `project_channels` takes off what the statistics take of
+# g. The sums that it needs are those of the buffer less those of the gradient from outside: they
+# fit what the buffer holds, rounded to x's dtype as it is.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dense_block(static: _Static, x, params, mask, key) -> Any:
+    return _forward(static, x, params, mask, key)[0]
+
+
+def _forward(static: _Static, x, params, mask, key):
+    new = sum(p.kernel2.shape[-1] for p in params)
+    buffer = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, new)))
+    mean, var, count = moments(x, mask, AXES, static.reduction)
+    inner, kept = [], []
+    for i, p in enumerate(params):
+        c = p.scale1.shape[0]
+        inv = lax.rsqrt(var + static.epsilon)
+        h = wide_conv(
+            Wide(buffer, mean, inv, p.scale1, p.bias1, p.kernel1),
+            static.num_chunks,
+            static.precision,
+        )
+        mean2, var2, _ = moments(h, mask, AXES, static.reduction)
+        inv2 = lax.rsqrt(var2 + static.epsilon)
+        z = jax.nn.relu(normalize(h, mean2, inv2, p.scale2, p.bias2)).astype(h.dtype)
+        y = static.drop(static.conv2(z, p.kernel2), key, i)
+        if i + 1 < len(params):  # the last layer's features are read by nobody in the block
+            new_mean, new_var, _ = moments(y, mask, AXES, static.reduction)
+            mean, var = jnp.concatenate([mean, new_mean], -1), jnp.concatenate([var, new_var], -1)
+        buffer = lax.optimization_barrier(lax.dynamic_update_slice(buffer, y, (0, 0, 0, c)))
+        inner.append((mean2, var2))
+        kept.append((h if static.save_conv else None, mean2, inv2))
+    inv = lax.rsqrt(var + static.epsilon)
+    return (buffer, (mean, var, count, inner)), (buffer, params, mask, key, mean, inv, count, kept)
+
+
+def _backward(static: _Static, residuals, cotangents):
+    buffer, params, mask, key, mean, inv, count, kept = residuals
+    grad = cotangents[0]
+    read = mean.shape[-1]  # all channels but those of the last layer, which nobody reads
+    outside = feature_sums(grad[..., :read], buffer[..., :read], mean, inv, mask, AXES)
+    dparams: list = [None] * len(params)
+
+    def project_channels(dy, of: slice):
+        statistics = buffer[..., of], mean[..., of], inv[..., of], mask
+        sums = feature_sums(dy, *statistics, AXES) - outside[..., of]
+        return project(dy, psum(sums, static.reduction), *statistics, count).astype(dy.dtype)
+
+    for i in reversed(range(len(params))):
+        p, (h, mean2, inv2) = params[i], kept[i]
+        c, k = p.scale1.shape[0], p.kernel2.shape[-1]
+        dy = grad[..., c : c + k]
+        if i + 1 < len(params):
+            dy = project_channels(dy, slice(c, c + k))
+        dy = static.drop(dy, key, i)
+        # The barriers keep layers apart: the recompute of this one begins when the gradient above
+        # it is done, and its parameters' gradients are done before the next one begins. XLA would
+        # keep every layer's activations otherwise.
+        h, dy, grad = lax.optimization_barrier((h, dy, grad))
+        source, dy = (buffer, dy) if static.save_conv else lax.optimization_barrier((buffer, dy))
+        wide = Wide(source, mean[..., :c], inv[..., :c], p.scale1, p.bias1, p.kernel1)
+        if h is None:
+            h = wide_conv(wide, static.num_chunks, static.precision)
+        dh, second = _second_half_backward(static, h, mean2, inv2, p, mask, count, dy)
+        grad, first = wide_conv_backward(wide, dh, grad, static.num_chunks, static.precision)
+        dp = jax.tree.map(
+            lambda d, v: d.reshape(v.shape).astype(v.dtype), DenseLayerParams(*first, *second), p
+        )
+        grad, dparams[i] = lax.optimization_barrier((grad, dp))
+    channels = buffer.shape[-1] - sum(p.kernel2.shape[-1] for p in params)
+    dx = grad[..., :channels]
+    if params:
+        dx = project_channels(dx, slice(0, channels))
+    return dx, tuple(dparams), None, None
+
+
+_dense_block.defvjp(_forward, _backward)
+
+
+def _second_half_backward(
+    static: _Static, h, mean2, inv2, p: DenseLayerParams, mask, count, dy
+) -> tuple:
+    """Through conv2 ← ReLU ← bn2: the gradient of h and of ``(scale2, bias2, kernel2)``."""
+    y = normalize(h, mean2, inv2, p.scale2, p.bias2)
+    _, conv_backward = jax.vjp(static.conv2, jax.nn.relu(y).astype(h.dtype), p.kernel2)
+    dz, dkernel = conv_backward(dy)
+    g = jnp.where(y > 0, dz.astype(inv2.dtype), 0)
+    dh, (dbias, dscale), _ = normalize_backward(
+        g, h, mean2, inv2, p.scale2, mask, count, AXES, static.reduction
+    )
+    return dh.astype(h.dtype), (dscale, dbias, dkernel)
+
+
+def check_dropout(rate: float, key: jax.Array | None) -> None:
+    if not 0 <= rate < 1:
+        raise ValueError(f"`dropout_rate` (={rate}) must be at least 0 and below 1.")
+    if rate and key is None:
+        raise ValueError(
+            f"`dropout_rate` (={rate}) needs a `key`; pass one, or dropout_rate=0 in evaluation."
+        )
+
+
+def _check_params(x: jax.Array, params: tuple[DenseLayerParams, ...]) -> int:
+    """Checks every layer's shapes; returns the channels of the result."""
+    channels = x.shape[-1]
+    for i, p in enumerate(params):
+        b = p.kernel1.shape[-1]
+        wanted = (
+            (channels,),
+            (channels,),
+            (1, 1, channels, b),
+            (b,),
+            (b,),
+            (*p.kernel2.shape[:2], b, p.kernel2.shape[-1]),
+        )
+        for name, value, shape in zip(p._fields, p, wanted, strict=True):
+            if value.shape != shape:
+                raise ValueError(
+                    f"`params[{i}].{name}` of shape {value.shape} must be {shape}: "
+                    f"layer {i} reads {channels} channels."
+                )
+        channels += p.kernel2.shape[-1]
+    return channels

@@ -1,0 +1,1 @@
+"""Data in memory: images and text, each read by one file."""

@@ -1,0 +1,189 @@
+"""Reads pickles that hold NumPy arrays and plain containers, and refuses all others.
+
+`pickle.load` runs whatever a file asks for. Here the names that a pickled array needs are answered
+by the stand-ins below, which only collect a shape, a type and bytes; every other name is refused,
+so no code of the file's choice runs.
+"""
+
+import io
+import math
+import pickle
+import pickletools
+from typing import Any
+
+import numpy as np
+
+from ..errors import DataError
+
+
+def loads(data: bytes, source: str) -> Any:
+    """The value of a pickle of None, bool, int, float, str, bytes, list, tuple, dict, array.
+
+    Args:
+      data: the pickle, of any protocol; strings of Python 2 become bytes.
+      source: the file's name, for the message.
+
+    Raises:
+      DataError: the pickle names anything else, or is broken.
+    """
+    try:
+        _check_memo(data)
+        return _finish(_Unpickler(io.BytesIO(data), encoding="bytes").load(), {})
+    except _Refused as error:
+        raise DataError(
+            f"{source}: refused, the pickle asks for {error}; it must hold arrays and plain "
+            "containers only: fetch the file from its publisher"
+        ) from error
+    # A broken pickle can raise nearly anything: the unpickler is a stack machine fed with noise.
+    except Exception as error:
+        raise DataError(
+            f"{source}: not a whole pickle ({type(error).__name__}); fetch the file again"
+        ) from error
+
+
+class _Refused(Exception):
+    """The name that a pickle asked for."""
+
+
+class _StandIn:
+    """Takes a state only where a subclass says how: no attribute of it can be set."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        raise _Refused(f"a state for {type(self).__name__}")
+
+
+class _Array(_StandIn):
+    """Stands for a numpy array, empty until its state arrives."""
+
+    __slots__ = ("value",)
+    value: np.ndarray
+
+    def __new__(cls, *_args: Any) -> "_Array":
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        _version, shape, dtype, fortran, raw = state
+        self.value = _from_bytes(raw, dtype, shape, "F" if fortran else "C")
+
+
+class _Dtype(_StandIn):
+    """Stands for a numpy dtype: its code and its byte order."""
+
+    __slots__ = ("code",)
+    code: str
+
+    def __new__(cls, code: Any, *_args: Any) -> "_Dtype":
+        self = super().__new__(cls)
+        self.code = _text(code)
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        order = _text(state[1])
+        self.code = (order if order in "<>" else "") + self.code
+
+
+class _FromBuffer(_StandIn):
+    """How protocol 5 makes an array."""
+
+    __slots__ = ()
+
+    def __new__(cls, raw: Any, dtype: Any, shape: Any, order: Any) -> Any:
+        array = _Array()
+        array.value = _from_bytes(raw, dtype, shape, _text(order))
+        return array
+
+
+class _Encode(_StandIn):
+    """`codecs.encode(text, "latin1")`: how Python 3 writes bytes in old protocols."""
+
+    __slots__ = ()
+
+    def __new__(cls, text: Any, encoding: Any = "latin1") -> Any:
+        if _text(encoding) != "latin1":
+            raise _Refused(f"encoding {encoding!r}")
+        return _text(text).encode("latin1")
+
+
+class _NoBytes(_StandIn):
+    """`bytes()`: how Python 3 writes empty bytes in old protocols."""
+
+    __slots__ = ()
+
+    def __new__(cls) -> Any:
+        return b""
+
+
+_ALLOWED: dict[tuple[str, str], type] = {
+    ("numpy", "ndarray"): _Array,
+    ("numpy", "dtype"): _Dtype,
+    ("numpy.core.multiarray", "_reconstruct"): _Array,
+    ("numpy._core.multiarray", "_reconstruct"): _Array,
+    ("numpy.core.numeric", "_frombuffer"): _FromBuffer,
+    ("numpy._core.numeric", "_frombuffer"): _FromBuffer,
+    ("_codecs", "encode"): _Encode,
+    ("__builtin__", "bytes"): _NoBytes,
+}
+
+
+_OPCODES = {opcode.code: opcode for opcode in pickletools.opcodes}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        try:
+            return _ALLOWED[module_name, global_name]
+        except KeyError:
+            raise _Refused(f"{module_name}.{global_name}") from None
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise _Refused("a persistent object")
+
+
+def _check_memo(data: bytes) -> None:
+    """Refuses a memo index that no pickle of this length needs: the unpickler's table grows to it.
+
+    `pickletools.genops` would do, but it takes only ASCII in the strings of Python 2's protocol 0.
+    """
+    stream = io.BytesIO(data)
+    while (code := stream.read(1)) != b".":
+        opcode = _OPCODES[code.decode("latin1")]
+        if opcode.name == "STRING":
+            stream.readline()
+        elif opcode.arg is not None:
+            argument = opcode.arg.reader(stream)
+            if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > len(data):
+                raise ValueError(f"memo index {argument} in {len(data)} bytes")
+
+
+def _text(value: Any) -> str:
+    return value.decode("latin1") if isinstance(value, bytes) else str(value)
+
+
+def _from_bytes(raw: Any, dtype: Any, shape: Any, order: str) -> np.ndarray:
+    if not isinstance(raw, bytes | bytearray) or not isinstance(dtype, _Dtype):
+        raise _Refused("an array of objects")
+    numeric = np.dtype(dtype.code)
+    if numeric.kind not in "buif":
+        raise _Refused(f"an array of dtype {numeric}")
+    if math.prod(shape) * numeric.itemsize != len(raw):
+        raise ValueError("an array's bytes do not fill its shape")
+    return np.frombuffer(raw, numeric).reshape(shape, order="F" if order == "F" else "C")
+
+
+def _finish(value: Any, done: dict[int, Any]) -> Any:
+    """Replaces the stand-ins by their arrays; `done` keeps what is shared in the file shared."""
+    if id(value) not in done:
+        if isinstance(value, _Array):
+            finished = value.value
+        elif isinstance(value, list | tuple):
+            finished = type(value)(_finish(item, done) for item in value)
+        elif isinstance(value, dict):
+            finished = {_finish(k, done): _finish(v, done) for k, v in value.items()}
+        elif value is None or isinstance(value, bool | int | float | str | bytes):
+            finished = value
+        else:
+            raise _Refused(f"a bare {type(value).__name__.lstrip('_')}")
+        done[id(value)] = finished
+    return done[id(value)]

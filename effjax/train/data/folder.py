@@ -1,0 +1,141 @@
+"""A folder of images: one folder a class, named after it."""
+
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import DataError
+from .dataset import Dataset, stratified_split
+
+EXTENSIONS = frozenset(
+    {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+)
+
+
+def load_folder(path: Path, image_size: int | None = None) -> Dataset:
+    """Reads `path/CLASS/*.png` (and other formats) as RGB.
+
+    With `path/train/CLASS/` and `path/test/CLASS/` (or `val`) the split is given; otherwise one
+    image in five of each class, drawn with a fixed seed, is for testing. Files that are not images
+    by their name are left alone.
+
+    Args:
+      path: the folder.
+      image_size: resize (and centre-crop) to this side; None: all must have the first one's size.
+    """
+    if image_size is not None and image_size < 1:
+        raise DataError(f"image_size (={image_size}) must be at least 1")
+    if not path.is_dir():
+        raise DataError(f"{path}: not a directory; folder:PATH needs one folder a class")
+    held_out = next((name for name in ("test", "val") if (path / name).is_dir()), None)
+    given = held_out is not None and (path / "train").is_dir()
+    if held_out is not None and given:
+        files = {"train": class_files(path / "train"), "test": class_files(path / held_out)}
+        odd = sorted(files["train"].keys() ^ files["test"].keys())
+        if odd:
+            raise DataError(
+                f"{path}: class {odd[0]!r} is in only one of train/ and {held_out}/; add it to the "
+                "other or remove it"
+            )
+    else:
+        files = {"all": class_files(path)}
+
+    read = Reader(image_size)
+    parts = {part: read.images_and_labels(classes) for part, classes in files.items()}
+    names = tuple(next(iter(files.values())))
+    if given:
+        (train_images, train_labels), (test_images, test_labels) = parts["train"], parts["test"]
+    else:
+        images, labels = parts["all"]
+        for name, members in files["all"].items():
+            if len(members) < 2:
+                raise DataError(
+                    f"{path / name}: one image only, and a class needs one to train and one to "
+                    "test; add images, or make train/ and test/ folders"
+                )
+        train, test = stratified_split(labels)
+        train_images, train_labels = images[train], labels[train]
+        test_images, test_labels = images[test], labels[test]
+    return Dataset(
+        name=f"folder:{path}",
+        train_images=train_images,
+        train_labels=train_labels,
+        test_images=test_images,
+        test_labels=test_labels,
+        class_names=names,
+        flip=True,
+    )
+
+
+def class_files(path: Path) -> dict[str, list[Path]]:
+    """The image files of each class, both in the order of their names."""
+    folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+    if len(folders) < 2:
+        raise DataError(
+            f"{path}: {len(folders)} class folder(s); put the images of each class in a folder of "
+            "its own, at least two"
+        )
+    classes = {
+        folder.name: sorted(
+            file
+            for file in folder.iterdir()
+            if file.suffix.lower() in EXTENSIONS and not file.name.startswith(".")
+        )
+        for folder in folders
+    }
+    for name, files in classes.items():
+        if not files:
+            raise DataError(f"{path / name}: no images; add some or remove the folder")
+    return classes
+
+
+class Reader:
+    """Decodes images to one size: the one asked for, or the first one's."""
+
+    def __init__(self, image_size: int | None):
+        self.image_size = image_size
+        self.first: tuple[Path, tuple[int, int]] | None = None
+
+    def images_and_labels(self, classes: dict[str, list[Path]]) -> tuple[np.ndarray, np.ndarray]:
+        """Images [N, H, W, 3] and the index of each one's class."""
+        images = [self.image(file) for files in classes.values() for file in files]
+        counts = [len(files) for files in classes.values()]
+        return np.stack(images), np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+
+    def image(self, file: Path) -> np.ndarray:
+        """uint8 [H, W, 3]"""
+        try:
+            from PIL import Image, ImageOps
+        except ImportError as error:
+            raise DataError(
+                'data "folder:PATH" needs Pillow; run pip install "effjax[train]"'
+            ) from error
+        try:
+            with Image.open(file) as opened:
+                _check_depth(file, opened.mode)
+                image = ImageOps.exif_transpose(opened).convert("RGB")
+        except DataError:
+            raise
+        # Pillow's decoders raise many types for a file that is not what its name says.
+        except Exception as error:
+            raise DataError(
+                f"{file}: not a readable image ({type(error).__name__}); replace or remove the file"
+            ) from error
+        if self.image_size is not None:
+            size = (self.image_size, self.image_size)
+            return np.asarray(ImageOps.fit(image, size, Image.Resampling.BILINEAR))
+        self.first = self.first or (file, image.size)
+        if image.size != self.first[1]:
+            raise DataError(
+                f"{file}: {image.width}×{image.height} pixels, but {self.first[0].name} has "
+                f"{self.first[1][0]}×{self.first[1][1]}; give image_size (--image-size) to resize "
+                "all"
+            )
+        return np.asarray(image)
+
+
+def _check_depth(file: Path, mode: str) -> None:
+    """Refuses what Pillow would clip to 255, not scale, on the way to RGB."""
+    if mode.startswith(("I", "F")):
+        kind = "floating-point" if mode.startswith("F") else "16-bit"
+        raise DataError(f"{file}: is a {kind} image; convert it to 8 bits a channel")

@@ -1,0 +1,1 @@
+"""Training on images: DenseNets, and residual networks with deformable convolutions."""

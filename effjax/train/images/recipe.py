@@ -1,0 +1,94 @@
+"""The model, the schedule and the optimizer that the options of a run describe."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from ...models import DENSENETS, DeformResNet, DenseNet, densenet_cifar
+from ..errors import TrainError
+from .config import Config
+from .steps import AXIS
+
+DEFAULT_DEPTH = 22
+SMALL_IMAGE = 64  # up to this side, a stem without pooling
+DEFORMABLE = (-2, -1)  # stages of deform-resnet
+
+
+def model_builder(
+    config: Config, image_shape: tuple[int, int, int], num_classes: int
+) -> Callable[..., nnx.Module]:
+    """A function that makes the model of `config` for images of that shape.
+
+    It takes keyword arguments over those of the config: `axis_name`, `rngs`, and what `forms` has.
+    """
+    height, width, channels = image_shape
+    axis_name = None if config.parallel == "jit" else AXIS
+    if config.model == "deform-resnet":
+        shared: dict[str, Any] = dict(
+            num_classes=num_classes, in_channels=channels, dtype=jnp.dtype(config.dtype),
+            axis_name=axis_name, deformable=DEFORMABLE if config.deformable else (),
+        )  # fmt: skip
+        return lambda **more: DeformResNet(**shared | more)
+    small = config.small_inputs
+    options: dict[str, Any] = dict(
+        num_classes=num_classes,
+        in_channels=channels,
+        drop_rate=config.drop_rate,
+        efficient=config.efficient,
+        save=config.save,
+        dtype=jnp.dtype(config.dtype),
+        axis_name=axis_name,
+        small_inputs=max(height, width) <= SMALL_IMAGE if small is None else small,
+    )
+    own = {name: getattr(config, name) for name in ("growth_rate", "compression", "bn_size")}
+    options |= {name: value for name, value in own.items() if value is not None}
+
+    if config.model == "densenet-bc":
+        depth = DEFAULT_DEPTH if config.depth is None else config.depth
+        return lambda **more: densenet_cifar(depth, **options | more)
+    if config.model not in DENSENETS:
+        known = ", ".join(["densenet-bc", *DENSENETS, "deform-resnet"])
+        raise TrainError(f"model (={config.model!r}) must be one of {known}")
+    if config.depth is not None:
+        raise TrainError(
+            f"depth (={config.depth}) is for --model densenet-bc; {config.model} has a fixed depth"
+        )
+    return lambda **more: DenseNet(**DENSENETS[config.model] | options | more)
+
+
+def forms(config: Config) -> dict[str, dict[str, Any]]:
+    """The two forms of a model that are compared, the plain one first; the other one's name is
+    that of the option that asks for it."""
+    if config.model == "deform-resnet":
+        return {"plain": {"deformable": ()}, "deformable": {"deformable": DEFORMABLE}}
+    return {"plain": {"efficient": False}, "efficient": {"efficient": True}}
+
+
+def make_schedule(config: Config, steps_per_epoch: int) -> optax.Schedule:
+    """Cosine to zero, or a tenth after half and again after three quarters of the steps."""
+    steps = config.epochs * steps_per_epoch
+    if config.schedule == "cosine":
+        return optax.cosine_decay_schedule(config.learning_rate, steps)
+    return optax.piecewise_constant_schedule(
+        config.learning_rate, {steps // 2: 0.1, steps * 3 // 4: 0.1}
+    )
+
+
+def make_optimizer(config: Config, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """SGD with Nesterov momentum; weight decay pulls on kernels only.
+
+    The scales and biases of batch norm, and the bias of the classifier, are not decayed: they are
+    the parameters of rank one.
+    """
+
+    def is_kernel(params: Any) -> Any:
+        return jax.tree.map(lambda p: p.ndim > 1, params)
+
+    return optax.chain(
+        optax.add_decayed_weights(config.weight_decay, mask=is_kernel),
+        optax.sgd(schedule, momentum=config.momentum, nesterov=True),
+    )

@@ -1,0 +1,61 @@
+"""Training steps of a language model, in memory and offloaded, to be planned side by side."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ...memory._compile import data_mesh
+from ...ops.offload import offload_jit
+from ..data.text import split_text
+from .config import LMConfig
+from .job import initial_state, job_step, prepare
+from .offloaded import shardings_of
+
+LM_FORMS: dict[str, dict[str, Any]] = {
+    "in memory": {},
+    "jax.checkpoint": {"remat": True},
+    "offload activations": {"offload": "activations"},
+    "offload params": {"offload": "params"},
+    "offload all": {"offload": "all"},
+    "offload all, fused": {"offload": "all", "fuse_update": True},
+}
+
+
+def lm_steps(config: LMConfig, num_devices: int = 1) -> Callable[[int], dict[str, tuple[Any, ...]]]:
+    """For a batch size, the step of `effjax train lm` in each form: `(fn, *args)` by name.
+
+    Microbatches are those of the offloaded forms.
+    """
+
+    def steps(batch_size: int) -> dict[str, tuple[Any, ...]]:
+        found = {}
+        for name, form in LM_FORMS.items():
+            options: dict[str, Any] = dataclasses.asdict(config) | {"batch_size": batch_size} | form
+            if "offload" not in form:
+                options |= {"offload": "none", "num_microbatches": 1}
+            found[name] = lm_training_step(LMConfig(**options), num_devices)
+        return found
+
+    return steps
+
+
+def lm_training_step(config: LMConfig, num_devices: int = 1) -> tuple[Any, ...]:
+    """`(fn, *args)` of one step, as the options have it; nothing is made."""
+    unread = split_text("", bytes(10 * (config.context + 2)))
+    job = prepare(config, jax.devices()[:1], unread)
+    mesh: Any = data_mesh(num_devices)
+    state, key = jax.eval_shape(lambda: (initial_state(job), jax.random.key(0)))
+    shape = config.batch_size, config.context + 1
+    tokens = jax.ShapeDtypeStruct(
+        shape, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("data"))
+    )
+    state = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+        state,
+        shardings_of(state, mesh),
+    )
+    return offload_jit(job_step(job)), state, tokens, key

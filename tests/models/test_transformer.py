@@ -1,0 +1,266 @@
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from effjax.models import TransformerBlock, TransformerLM, scan_layers
+from effjax.models.nnx.transformer import rotary
+
+SIZES: dict[str, Any] = dict(vocab_size=11, num_layers=3, width=8, num_heads=2)
+TOKENS = np.random.default_rng(0).integers(0, 11, (2, 6))
+KEY = jax.random.key(7)
+remat_layers = functools.partial(scan_layers, remat=True)
+compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def make(**options) -> TransformerLM:
+    return TransformerLM(**SIZES | options, rngs=nnx.Rngs(0))
+
+
+@functools.cache
+def made(**options):
+    """The graphdef of a model, and its parameters."""
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(**options)))
+    return graphdef, compiled(lambda: taken_apart(make(**options))[1])()
+
+
+def logits_of(**options):
+    """The model as a function of tokens and a key."""
+    graphdef, params = made(**options)
+    run = compiled(lambda params, tokens, key: nnx.merge(graphdef, params)(tokens, key=key))
+    return lambda tokens, key=None: run(params, tokens, key)
+
+
+def taken_apart(model):
+    return nnx.graphdef(model), nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def run(apply_layers=scan_layers, key=None, **options):
+    """The loss and the gradients of a model."""
+    graphdef, params = made(**options)
+
+    def loss(params):
+        logits = nnx.merge(graphdef, params)(TOKENS, key=key, apply_layers=apply_layers)
+        return jnp.mean(jnp.sin(logits))
+
+    return compiled(jax.value_and_grad(loss))(params)
+
+
+def assert_close(got, want, tolerance=1e-6):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance), got, want)
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_a_later_token_does_not_change_earlier_logits(use_bias):
+    model = logits_of(use_bias=use_bias)
+    logits = model(TOKENS)
+    for place in (0, 3, 5):
+        changed = TOKENS.copy()
+        changed[:, place] = (changed[:, place] + 1) % 11
+        other = model(changed)
+        np.testing.assert_array_equal(other[:, :place], logits[:, :place])
+        assert np.all(np.any(other[:, place] != logits[:, place], axis=-1))
+        assert np.all(np.any(other[:, -1] != logits[:, -1], axis=-1))
+
+
+def test_rotary_products_depend_on_the_distance_only():
+    q, k = np.random.default_rng(0).normal(size=(2, 1, 5, 2, 6)).astype(np.float32)
+    near, far = jnp.arange(5), jnp.arange(5) + 100
+
+    def products(at):
+        return jnp.einsum("nqhd,nkhd->nhqk", rotary(q, at), rotary(k, at))
+
+    np.testing.assert_allclose(products(near), products(far), atol=1e-4)
+    assert np.abs(products(near) - jnp.einsum("nqhd,nkhd->nhqk", q, k)).max() > 0.1
+    np.testing.assert_array_equal(rotary(q, jnp.zeros(5, jnp.int32)), q)
+    lengths = [np.linalg.norm(a, axis=-1) for a in (rotary(q, far), q)]
+    np.testing.assert_allclose(*lengths, rtol=1e-6)
+
+
+def block_in_numpy(p, x, num_heads):
+    """The same block, written anew, in float64 and one head and one place at a time."""
+    n, t, width = x.shape
+    d = width // num_heads
+
+    def norm(x, p):
+        if "bias" not in p:
+            return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-6) * p["scale"]
+        x = x - x.mean(-1, keepdims=True)
+        return x / np.sqrt(x.var(-1, keepdims=True) + 1e-6) * p["scale"] + p["bias"]
+
+    def linear(x, p):
+        return x @ p["kernel"] + p.get("bias", 0)
+
+    def turn(v, place):  # pairs as complex numbers
+        pairs = v[: d // 2] + 1j * v[d // 2 :]
+        pairs = pairs * np.exp(1j * place * 10000.0 ** (-2 * np.arange(d // 2) / d))
+        return np.concatenate([pairs.real, pairs.imag])
+
+    qkv = linear(norm(x, p["norm1"]), p["qkv"])
+    q, k, v = (part.reshape(n, t, num_heads, d) for part in np.split(qkv, 3, -1))
+    attended = np.zeros((n, t, num_heads, d))
+    for i, place, h in np.ndindex(n, t, num_heads):
+        query = turn(q[i, place, h], place)
+        scores = [query @ turn(k[i, s, h], s) / np.sqrt(d) for s in range(place + 1)]
+        weights = np.exp(np.array(scores) - max(scores))
+        attended[i, place, h] = weights / weights.sum() @ v[i, : place + 1, h]
+    x = x + linear(attended.reshape(n, t, width), p["out"])
+    h = linear(norm(x, p["norm2"]), p["up"])
+    h = h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3))) / 2
+    return x + linear(h, p["down"])
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_a_block_is_that_of_numpy(use_bias):
+    block = TransformerBlock(12, 3, mlp_width=20, use_bias=use_bias, rngs=nnx.Rngs(0))
+    graphdef, params = taken_apart(block)
+    rng = np.random.default_rng(1)  # also of biases and scales, which begin with 0 and 1
+    params = jax.tree.map(lambda p: p + 0.3 * rng.normal(size=p.shape).astype("f4"), params)
+    assert ("bias" in params["qkv"]) is use_bias
+    x = rng.normal(size=(2, 5, 12))
+    wide = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+    got = compiled(lambda p, x: nnx.merge(graphdef, p)(x))(params, x.astype("f4"))
+    np.testing.assert_allclose(got, block_in_numpy(wide, x, 3), rtol=2e-5, atol=2e-5)
+
+
+def python_loop(layer, params, x, key):
+    for i in range(SIZES["num_layers"]):
+        one = jax.tree.map(lambda p, i=i: p[i], params)
+        k = None if key is None else jax.random.fold_in(jax.random.fold_in(key, i), 0)
+        x = layer(one, x, k)
+    return x
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_scan_and_remat_are_a_loop_over_layers(key):
+    want = run(python_loop, key, dropout_rate=0.3)
+    for apply_layers in (scan_layers, remat_layers) if key is not None else (scan_layers,):
+        assert_close(run(apply_layers, key, dropout_rate=0.3), want)
+    for leaf in jax.tree.leaves(want[1]["blocks"]):
+        assert np.all(np.abs(leaf).max(tuple(range(1, leaf.ndim))) > 0)  # every layer learns
+
+
+def test_remat_keeps_less():
+    from effjax.memory import residual_bytes
+
+    graphdef, params = made(num_layers=8)
+
+    def kept(apply_layers):
+        run = lambda p: nnx.merge(graphdef, p)(TOKENS, apply_layers=apply_layers).sum()  # noqa: E731
+        return residual_bytes(run, params).bytes
+
+    assert kept(remat_layers) < 0.3 * kept(scan_layers)
+
+
+def test_dropout_is_a_function_of_the_key():
+    model = logits_of(dropout_rate=0.3)
+    dropped = model(TOKENS, KEY)
+    np.testing.assert_array_equal(dropped, model(TOKENS, KEY))
+    assert np.any(dropped != model(TOKENS, jax.random.key(8)))
+    without = logits_of()
+    np.testing.assert_array_equal(model(TOKENS), without(TOKENS))
+    np.testing.assert_array_equal(without(TOKENS, KEY), without(TOKENS))
+
+
+def test_dropout_leaves_the_expected_share():
+    x = jax.random.normal(KEY, (4, 16, 64))
+
+    def added(key):
+        block = TransformerBlock(64, 2, dropout_rate=0.25, rngs=nnx.Rngs(0))
+        block.down.kernel[...] = jnp.zeros_like(block.down.kernel[...])
+        return block(x, key) - x
+
+    full, dropped = compiled(lambda: (added(None), added(KEY)))()
+    kept = np.abs(dropped) > 1e-6
+    np.testing.assert_allclose(kept.mean(), 0.75, atol=0.03)
+    np.testing.assert_allclose(dropped[kept], full[kept] / 0.75, atol=1e-5)
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_parameters(use_bias):
+    """Layers are stacked on the first axis of all parameters of `blocks`, and all are float32."""
+    params = made(use_bias=use_bias, dtype=jnp.bfloat16)[1]
+    assert set(params) == {"embed", "blocks", "norm", "head"}
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(params["blocks"])} == {3}
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(params)} == {"float32"}
+    w, v, layers = 8, 11, 3
+    count = 2 * v * w + w + layers * (12 * w * w + 2 * w)
+    if use_bias:
+        count += v + w + layers * (3 * w + w + 4 * w + w + 2 * w)
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == count
+
+
+def test_initialization():
+    params = made(width=128, num_layers=4, vocab_size=99)[1]
+    blocks = params["blocks"]
+    for name, fan_in, scale in (("qkv", 128, 1), ("up", 128, 1), ("down", 512, 8**-0.5)):
+        std = blocks[name]["kernel"].std((1, 2))
+        np.testing.assert_allclose(std, scale * fan_in**-0.5, rtol=0.03)
+    kernel = blocks["qkv"]["kernel"]
+    assert np.all(kernel[0] != kernel[1])
+    np.testing.assert_allclose(params["embed"]["embedding"].std(), 1, rtol=0.03)
+    np.testing.assert_allclose(params["head"]["kernel"].std(), 0.02, rtol=0.03)
+
+
+def test_layers_begin_the_same_in_a_deeper_model():
+    shallow, deep = (made(num_layers=n)[1] for n in (2, 3))
+    same = {name: p for name, p in shallow["blocks"].items() if name not in ("out", "down")}
+    assert_close(same, {name: jax.tree.map(lambda p: p[:2], deep["blocks"][name]) for name in same})
+    assert_close(shallow["embed"], deep["embed"])
+    abstract = nnx.eval_shape(make)
+    key = abstract.layer_keys(nnx.Rngs(0).params())[1]
+    one = jax.tree.map(lambda p: p[1], deep["blocks"])
+    assert_close(compiled(abstract.init_layer)(key), one)
+
+
+def test_bfloat16_computes_in_half_and_gives_float32_logits():
+    graphdef, params = made(dtype=jnp.bfloat16)
+    logits = logits_of(dtype=jnp.bfloat16)(TOKENS)
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, logits_of()(TOKENS), atol=0.02)
+    jaxpr = str(jax.make_jaxpr(lambda p: nnx.merge(graphdef, p)(TOKENS))(params))
+    assert "bf16[2,6,32]" in jaxpr  # inside the MLP
+    grads = run(dtype=jnp.bfloat16)[1]
+    assert {str(g.dtype) for g in jax.tree.leaves(grads)} == {"float32"}
+
+
+def test_a_block_keeps_the_dtype_of_x():
+    x = jnp.ones((1, 3, 8), jnp.bfloat16)
+    for dtype, after in ((jnp.bfloat16, jnp.bfloat16), (None, jnp.float32)):
+        y = jax.eval_shape(lambda d=dtype: TransformerBlock(8, 2, dtype=d, rngs=nnx.Rngs(0))(x))
+        assert y.dtype == after
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (dict(num_heads=3), r"`width` \(=8\) must be divisible by 2 · `num_heads` \(=3\)"),
+        (dict(num_heads=8), r"`num_heads` \(=8\): the rotary embedding turns pairs"),
+        (dict(num_heads=0), r"`num_heads` \(=0\) must be at least 1"),
+        (dict(width=0), r"`width` \(=0\)"),
+        (dict(mlp_width=0), r"`mlp_width` \(=0\)"),
+        (dict(num_layers=0), r"`num_layers` \(=0\)"),
+        (dict(vocab_size=0), r"`vocab_size` \(=0\)"),
+        (dict(dropout_rate=1.0), r"`dropout_rate` \(=1.0\) must lie in \[0, 1\)"),
+        (dict(dropout_rate=-0.1), r"`dropout_rate` \(=-0.1\)"),
+    ],
+)
+def test_options_are_checked(options, match):
+    with pytest.raises(ValueError, match=match):
+        make(**options)
+
+
+@pytest.mark.parametrize("tokens", [np.zeros((2, 3)), np.zeros(3, np.int32), TOKENS[..., None]])
+def test_tokens_are_checked(tokens):
+    with pytest.raises(ValueError, match=r"`tokens` must be integers \[batch, time\], not"):
+        nnx.eval_shape(make)(tokens)
+
+
+def test_inputs_of_a_block_are_checked():
+    block = nnx.eval_shape(lambda: TransformerBlock(8, 2, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"\[batch, time, 8\], not \(2, 3, 7\)"):
+        block(jnp.zeros((2, 3, 7)))

@@ -1,0 +1,358 @@
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from effjax import DenseLayerParams, dense_block
+from effjax.memory import collectives, plan
+from effjax.ops.dense_block.wide import _slices
+from tests import oracles
+from tests.contexts import (
+    CONTEXTS,
+    DEVICES,
+    assert_trees_close,
+    gradients_with_parameters_of_each_device,
+    mesh_of,
+    single_device,
+)
+from tests.programs import collective_sizes, needs_gpu_compiler
+
+KEY = jax.random.key(0)
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def make_params(layers=2, growth=2, channels=3, bottleneck=4, seed=0, dtype=np.float64):
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: (rng.normal(size=shape) * 0.5).astype(dtype)  # noqa: E731
+    params = []
+    for i in range(layers):
+        c, b = channels + i * growth, bottleneck * growth
+        kernels = normal(1, 1, c, b), normal(3, 3, b, growth)
+        params.append(
+            DenseLayerParams(
+                1 + normal(c), normal(c), kernels[0], 1 + normal(b), normal(b), kernels[1]
+            )
+        )
+    return params
+
+
+def make_batch(shape=(16, 5, 4, 3), width=7, seed=1):
+    rng = np.random.default_rng(seed)
+    mask = rng.random((shape[0], shape[1], 1, 1)) < 0.6
+    mask[: shape[0] // DEVICES] = False
+    x, w = rng.normal(1, 2, shape), rng.normal(size=(*shape[:3], width))
+    return {"x": x, "w": w, "mask": mask}
+
+
+def ours(mask=False, **options):
+    def op(params, batch, axis_name):
+        masked = {"mask": batch["mask"]} if mask else {}
+        return dense_block(batch["x"], params, axis_name=axis_name, **masked, **options)
+
+    return op
+
+
+def oracle_of(mask=False, **options):
+    def op(params, batch, axis_name):
+        masked = {"mask": batch["mask"]} if mask else {}
+        return oracles.dense_block(batch["x"], params, **masked, **options)
+
+    return op
+
+
+@functools.cache
+def expected(mask, dropout_rate=0.0):
+    with jax.enable_x64(True):
+        op = oracle_of(mask, dropout_rate=dropout_rate, key=KEY)
+        return single_device(op, make_params(), make_batch())
+
+
+@pytest.mark.parametrize("context", ["single_device", *CONTEXTS])
+@pytest.mark.parametrize("save", ["conv", "features"])
+def test_equals_plain_autodiff(save, context, x64):
+    run = CONTEXTS.get(context, single_device)
+    got = run(ours(save=save, num_chunks=2), make_params(), make_batch())
+    assert_trees_close(got, expected(False), 1e-12)
+
+
+@pytest.mark.parametrize("stats", ["gather", "two_psum"])
+@pytest.mark.parametrize("context", ["pmap", "shard_map_of_grad"])
+def test_mask(context, stats, x64):
+    op = ours(mask=True, num_chunks=2, stats=stats)
+    got = CONTEXTS[context](op, make_params(), make_batch())
+    assert_trees_close(got, expected(True), 1e-12)
+
+
+@pytest.mark.parametrize("save", ["conv", "features"])
+@pytest.mark.parametrize("context", ["single_device", "jit_auto", "jit_explicit"])
+def test_dropout_has_the_keys_of_the_plain_network(context, save, x64):
+    run = CONTEXTS.get(context, single_device)
+    op = ours(save=save, num_chunks=2, dropout_rate=0.3, key=KEY)
+    got = run(op, make_params(), make_batch())
+    assert_trees_close(got, expected(False, 0.3), 1e-12)
+
+
+def test_dropout_with_a_key_of_each_device(x64):
+    """Under pmap: the plain network over `sync_batch_norm` with the same keys."""
+    import effjax
+
+    def plain(params, batch, axis_name):
+        f, key = batch["x"], jax.random.fold_in(KEY, lax.axis_index(axis_name))
+        norm = functools.partial(effjax.sync_batch_norm, axis_name=axis_name, activation="relu")
+        for i, p in enumerate(params):
+            h = oracles.conv(norm(f, p.scale1, p.bias1)[0], p.kernel1)
+            y = oracles.conv(norm(h, p.scale2, p.bias2)[0], p.kernel2)
+            y = oracles.dropout(y, 0.3, jax.random.fold_in(key, i))
+            f = jnp.concatenate([f, y], -1)
+        return f, ()
+
+    def efficient(params, batch, axis_name):
+        key = jax.random.fold_in(KEY, lax.axis_index(axis_name))
+        f, _ = dense_block(batch["x"], params, axis_name=axis_name, dropout_rate=0.3, key=key)
+        return f, ()
+
+    for context in (CONTEXTS["pmap"], CONTEXTS["shard_map_of_grad"]):
+        want = context(plain, make_params(), make_batch())
+        assert_trees_close(context(efficient, make_params(), make_batch()), want, 1e-12)
+
+
+@pytest.mark.parametrize("how", ["vmap", "shard_map"])
+def test_parameters_may_differ_by_device(how, x64):
+    def run(block, how):
+        op = lambda params, batch, axis_name: block(batch["x"], params, axis_name=axis_name)[0]  # noqa: E731
+        return gradients_with_parameters_of_each_device(op, make_params(), make_batch(), how)
+
+    assert_trees_close(run(dense_block, how), run(oracles.dense_block, "vmap"), 1e-12)
+
+
+def test_explicit_mesh_of_the_arguments(x64):
+    """No `jax.set_mesh`: the mesh is known from the types alone."""
+    mesh = mesh_of((DEVICES,), ("i",), AxisType.Explicit)
+    params, x = make_params(), make_batch()["x"]
+    loss = lambda block, p, x: jnp.sum(jnp.sin(block(x, p)[0]))  # noqa: E731
+    gradient = functools.partial(jax.grad, argnums=(0, 1))
+    want = gradient(functools.partial(loss, oracles.dense_block))(params, x)
+    sharded = jax.device_put(x, jax.NamedSharding(mesh, P("i")))
+    replicated = jax.device_put(params, jax.NamedSharding(mesh, P()))
+    got = jax.jit(gradient(functools.partial(loss, dense_block)))(replicated, sharded)
+    assert_trees_close(got, want, 1e-12)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3, 4, 5, 9])
+def test_rows_need_not_divide(num_chunks, x64):
+    op = ours(save="features", num_chunks=num_chunks)
+    got = single_device(op, make_params(), make_batch())
+    assert_trees_close(got, expected(False), 1e-12)
+
+
+@hypothesis.given(height=st.integers(1, 200), num_chunks=st.integers(1, 250))
+def test_slices_cover_every_row_with_no_slice_to_spare(height, num_chunks):
+    size, count = _slices(height, num_chunks)
+    assert count * size >= height > (count - 1) * size
+    assert size <= height and count <= num_chunks
+
+
+def test_layers_of_different_sizes(x64):
+    rng = np.random.default_rng(0)
+    params, channels = [], 3
+    for growth, bottleneck, k in [(2, 5, 3), (1, 4, 1), (4, 3, 5)]:
+        shapes = (channels,), (channels,), (1, 1, channels, bottleneck), (bottleneck,)
+        shapes = (*shapes, (bottleneck,), (k, k, bottleneck, growth))
+        params.append(DenseLayerParams(*(rng.normal(size=s) for s in shapes)))
+        channels += growth
+    batch = make_batch((4, 7, 3, 3), channels)
+    want = single_device(oracle_of(), params, batch)
+    for save in ("conv", "features"):
+        assert_trees_close(single_device(ours(save=save), params, batch), want, 1e-12)
+
+
+def test_no_layers_and_no_batch(x64):
+    x = make_batch()["x"]
+    features, statistics = dense_block(x, [])
+    np.testing.assert_array_equal(features, x)
+    assert statistics == []
+    np.testing.assert_array_equal(jax.grad(lambda x: dense_block(x, [])[0].sum())(x), 1)
+    loss = lambda p, x: dense_block(x, p)[0].sum()  # noqa: E731
+    for empty in (x[:0], x[:, :0]):
+        dparams, dx = jax.grad(loss, argnums=(0, 1))(make_params(), empty)
+        assert dx.shape == empty.shape
+        assert all(np.all(np.asarray(d) == 0) for d in jax.tree.leaves(dparams))
+
+
+def test_under_scan_remat_and_vmap(x64):
+    params, batch = make_params(), make_batch((2, 4, 3, 3))
+    op = lambda x: jnp.sum(jnp.sin(dense_block(x, params, num_chunks=2)[0]))  # noqa: E731
+    want = jax.grad(lambda x: jnp.sum(jnp.sin(oracles.dense_block(x, params)[0])))(batch["x"])
+    stacked = jnp.stack([batch["x"], 2 * batch["x"]])
+    close = functools.partial(np.testing.assert_allclose, desired=want, atol=1e-11)
+    close(jax.jit(jax.grad(jax.checkpoint(op)))(batch["x"]))
+    close(jax.jit(jax.vmap(jax.grad(op)))(stacked)[0])
+    summed = lambda xs: lax.scan(lambda c, x: (c + op(x), None), 0.0, xs)[0]  # noqa: E731
+    close(jax.jit(jax.grad(summed))(stacked)[0])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_half_precision_has_float32_statistics_and_no_more_error_than_plain(dtype):
+    params = make_params(growth=4, channels=8, dtype=np.float32)
+    batch = make_batch((8, 6, 6, 8), 16)
+    x, w = jnp.asarray(batch["x"], dtype), jnp.asarray(batch["w"], dtype)
+
+    def plain(params, x):
+        for p in params:
+            z = oracles.batch_norm(x.astype(jnp.float32), p.scale1, p.bias1, relu=True)[0]
+            h = oracles.conv(z.astype(x.dtype), p.kernel1.astype(x.dtype))
+            z = oracles.batch_norm(h.astype(jnp.float32), p.scale2, p.bias2, relu=True)[0]
+            x = jnp.concatenate([x, oracles.conv(z.astype(x.dtype), p.kernel2.astype(x.dtype))], -1)
+        return x
+
+    def grads(block, x, w):
+        loss = lambda p, x: jnp.sum((block(p, x) * w).astype(jnp.float32))  # noqa: E731
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)
+
+    exact = grads(plain, x.astype(jnp.float32), w.astype(jnp.float32))
+    features, statistics = dense_block(x, params)
+    assert features.dtype == x.dtype
+    assert {v.dtype for v in jax.tree.leaves(statistics)} == {jnp.dtype(jnp.float32)}
+
+    def error(got):
+        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True)
+        norm = lambda v: float(jnp.linalg.norm(v.astype(jnp.float32)))  # noqa: E731
+        return [norm(a.astype(jnp.float32) - b) / norm(b) for a, b in pairs]
+
+    mine = error(grads(lambda p, x: dense_block(x, p, num_chunks=2)[0], x, w))
+    theirs = error(grads(plain, x, w))
+    # XLA's CPU backend keeps float32 between operations of the plain network, where it can.
+    assert np.mean(mine) <= 1.5 * np.mean(theirs) + 1e-4
+
+
+def test_keeps_only_what_it_says():
+    """Features, and with save="conv" the bottlenecks; the rest is parameters and vectors."""
+    params, x = make_params(4, dtype=np.float32), jnp.zeros((2, 8, 8, 3))
+
+    def kept(save):
+        def residuals(params, x):
+            return jax.tree.leaves(
+                jax.vjp(lambda p, x: dense_block(x, p, save=save)[0], params, x)[1]
+            )
+
+        return sorted(
+            a.shape for a in jax.eval_shape(residuals, params, x) if a.shape[:3] == (2, 8, 8)
+        )
+
+    assert kept("features") == [(2, 8, 8, 11)]
+    assert kept("conv") == [(2, 8, 8, 8)] * 4 + [(2, 8, 8, 11)]
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+@pytest.mark.parametrize("save", ["conv", "features"])
+def test_all_reduces_do_not_grow_with_the_depth(save, layers):
+    """At most 2 a layer each way, each as large as one layer's own features: O(L) bytes."""
+    params = make_params(layers, dtype=np.float32)
+    batch = make_batch((DEVICES, 4, 4, 3), 3 + 2 * layers)
+    x, w = batch["x"].astype(np.float32), batch["w"].astype(np.float32)
+    mesh = mesh_of((DEVICES,), ("i",))
+    block = functools.partial(dense_block, save=save, axis_name="i", num_chunks=2)
+
+    def counted(fn, out_specs):
+        specs = {"in_specs": (P(), P("i"), P("i")), "out_specs": out_specs}
+        mapped = jax.shard_map(fn, mesh=mesh, check_vma=False, **specs)
+        found = collective_sizes(jax.jit(mapped).lower(params, x, w).compile(), x.dtype)
+        assert {kind for kind, _ in found} == {"all-reduce"}
+        return [size for _, size in found]
+
+    def step(params, x, w):
+        return jax.grad(lambda p, x: jnp.sum(block(x, p)[0] * w), argnums=(0, 1))(params, x)
+
+    forward = counted(lambda p, x, w: block(x, p)[0], P("i"))
+    both = counted(step, (P("i"), P("i")))
+    first, growth, bottleneck = 3, 2, 8
+    gathered = lambda width: DEVICES * 2 * width  # noqa: E731
+    assert forward == sorted(
+        [gathered(first)] + [gathered(growth)] * (layers - 1) + [gathered(bottleneck)] * layers
+    )
+    backward = [2 * first] + [2 * growth] * (layers - 1) + [2 * bottleneck] * layers
+    assert both == sorted(forward + backward)
+    assert len(forward) <= 2 * layers + 2 and len(backward) <= 2 * layers + 2
+
+
+def test_jit_over_a_sharded_batch_gathers_nothing(mesh8):
+    params = make_params(2, dtype=np.float32)
+    sharded = jax.NamedSharding(mesh8, P("data"))
+    x = jax.ShapeDtypeStruct((16, 8, 8, 3), jnp.float32, sharding=sharded)
+    loss = lambda p, x: jnp.sum(jnp.sin(dense_block(x, p, num_chunks=4)[0]))  # noqa: E731
+    program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, x).compile()
+    assert {c.kind for c in collectives(program.as_text())} == {"all-reduce"}
+
+
+@functools.cache
+def h200_temp(layers, save, dtype=np.float32):
+    """MB of temporaries of a training step at batch 64, 32x32, growth 12, 24 channels in."""
+    shape = lambda *s: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
+    params = []
+    for i in range(layers):
+        c = 24 + 12 * i
+        halves = (c,), (c,), (1, 1, c, 48), (48,), (48,), (3, 3, 48, 12)
+        params.append(DenseLayerParams(*(shape(*s) for s in halves)))
+
+    def step(params, x, w):
+        def loss(params, x):
+            features, _ = dense_block(x, params, save=save)
+            return jnp.sum((features * w).astype(jnp.float32))
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(params, x)
+
+    x, w = shape(64, 32, 32, 24), shape(64, 32, 32, 24 + 12 * layers)
+    return plan(step, params, x, w).device.temporaries / 1e6
+
+
+@needs_gpu_compiler
+def test_temporaries_on_an_h200_are_linear_in_the_depth():
+    assert h200_temp(48, "features") / h200_temp(24, "features") <= 2.1
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize(("save", "megabytes"), [("conv", 990), ("features", 400)])
+def test_temporaries_of_48_layers_on_an_h200(save, megabytes):
+    assert h200_temp(48, save) <= megabytes
+
+
+@needs_gpu_compiler
+def test_temporaries_of_half_precision_features_on_an_h200():
+    assert h200_temp(12, "features", jnp.bfloat16) <= 100
+
+
+GOOD = make_params(2, dtype=np.float32)
+X = np.zeros((2, 4, 4, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "args"),
+    [
+        (ValueError, r"must be \[N, H, W, C\]", {"x": X[0]}),
+        (TypeError, "its dtype is int32", {"x": X.astype(np.int32)}),
+        (ValueError, r"`params\[0\].scale1` of shape \(3,\) must be \(2,\)", {"x": X[..., :2]}),
+        (ValueError, r"`params\[1\].*layer 1 reads 5 channels", {"params": [GOOD[0], GOOD[0]]}),
+        (ValueError, "`save` \\(='nothing'\\)", {"save": "nothing"}),
+        (ValueError, r"`dropout_rate` \(=1.0\) must be", {"dropout_rate": 1.0}),
+        (ValueError, "needs a `key`", {"dropout_rate": 0.1}),
+        (ValueError, r"`num_chunks` \(=0\)", {"num_chunks": 0}),
+        (ValueError, r"`epsilon` \(=-1\)", {"epsilon": -1}),
+        (ValueError, "one value a pixel", {"mask": np.ones((2, 4, 4, 3), bool)}),
+        (ValueError, "`stats`", {"stats": "fast"}),
+    ],
+)
+def test_bad_input(error, match, args):
+    with pytest.raises(error, match=match):
+        dense_block(**{"x": X, "params": GOOD, **args})

@@ -1,0 +1,206 @@
+import numpy as np
+import pytest
+
+from effjax.train.data.dataset import Dataset, channel_statistics, stratified_split
+from effjax.train.data.load import load_dataset
+from effjax.train.errors import DataError, TrainError
+from tests.train.data import archives
+
+
+def dataset(train_labels, test_labels=(0, 1), classes=2, images=None):
+    count = len(train_labels) if images is None else images
+    return Dataset(
+        name="made",
+        train_images=np.zeros((count, 2, 2, 1), np.uint8),
+        train_labels=np.array(train_labels, np.int32),
+        test_images=np.zeros((len(test_labels), 2, 2, 1), np.uint8),
+        test_labels=np.array(test_labels, np.int32),
+        class_names=tuple("abcdefg"[:classes]),
+        flip=True,
+    )
+
+
+def test_digits():
+    pytest.importorskip("sklearn")
+    data = load_dataset("digits")
+    assert data.train_images.shape == (1438, 8, 8, 1)
+    assert data.test_images.shape == (359, 8, 8, 1)
+    assert data.train_images.dtype == np.uint8 and data.train_images.max() == 255
+    assert data.class_names == tuple("0123456789")
+    assert not data.flip
+    assert np.bincount(data.test_labels).min() >= 34
+    again = load_dataset("digits")
+    np.testing.assert_array_equal(data.test_images, again.test_images)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: dataset([0, 1, 2]), r"made \(train set\): label 2 is not in 0..1"),
+        (lambda: dataset([0, 1], [-1, 0]), r"made \(test set\): label -1"),
+        (lambda: dataset([0, 1], images=3), "3 images but 2 labels"),
+        (lambda: dataset([0, 0]), "class 'b' has no training image"),
+        (lambda: dataset([0, 1], []), r"made \(test set\): no images"),
+    ],
+)
+def test_unsound_data(make, message):
+    with pytest.raises(DataError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("mnist", "data 'mnist' is not known; use one of digits, rotated-digits, cifar10:PATH"),
+        ("digits:here", "is not known"),
+        ("cifar10", "is not known"),
+        ("cifar10:", "is not known"),
+        ("cifar100:nowhere", "nowhere: no such file"),
+        ("folder:nowhere", "nowhere: no such file"),
+    ],
+)
+def test_unknown_data(spec, message):
+    with pytest.raises(TrainError, match=message):
+        load_dataset(spec)
+
+
+def test_image_size_is_for_folders():
+    with pytest.raises(DataError, match="fixed image size"):
+        load_dataset("digits", 16)
+
+
+def test_split_is_stratified_and_fixed():
+    labels = np.repeat(np.arange(3), [50, 10, 1])
+    train, test = stratified_split(labels)
+    assert sorted([*train, *test]) == list(range(61))
+    assert np.bincount(labels[test], minlength=3).tolist() == [10, 2, 0]
+    np.testing.assert_array_equal(test, stratified_split(labels)[1])
+    assert not np.array_equal(test, stratified_split(labels, seed=1)[1])
+
+
+def test_channel_statistics():
+    images = np.random.default_rng(0).integers(0, 256, (20, 5, 4, 3), np.uint8)
+    images[..., 2] = 7
+    mean, std = channel_statistics(images)
+    np.testing.assert_allclose(mean, (images / 255).mean((0, 1, 2)), rtol=1e-6)
+    np.testing.assert_allclose(std[:2], (images / 255).std((0, 1, 2))[:2], rtol=1e-6)
+    assert std[2] == 1  # constant: nothing to scale
+
+
+@pytest.mark.parametrize("held_out", ["test", "val"])
+def test_folder_with_its_own_split(tmp_path, held_out):
+    archives.write_images(tmp_path / "train", {"cat": 3, "dog": 2})
+    archives.write_images(tmp_path / held_out, {"cat": 1, "dog": 2})
+    data = load_dataset(f"folder:{tmp_path}")
+    assert data.train_images.shape == (5, 8, 9, 3)
+    assert data.train_labels.tolist() == [0, 0, 0, 1, 1]
+    assert data.test_labels.tolist() == [0, 1, 1]
+    assert data.class_names == ("cat", "dog")
+
+
+def test_folder_is_split(tmp_path):
+    pil = pytest.importorskip("PIL.Image")
+    archives.write_images(tmp_path, {"cat": 10, "dog": 5})
+    (tmp_path / "cat" / "notes.txt").write_text("not an image")
+    (tmp_path / ".cache").mkdir()
+    data = load_dataset(f"folder:{tmp_path}")
+    assert np.bincount(data.train_labels).tolist() == [8, 4]
+    assert np.bincount(data.test_labels).tolist() == [2, 1]
+    # Every image is in one of the parts, unchanged.
+    parts = [*data.train_images, *data.test_images]
+    first = np.asarray(pil.open(tmp_path / "dog" / "0.png"))
+    assert sum(np.array_equal(first, image) for image in parts) == 1
+
+
+def test_folder_resizes(tmp_path):
+    archives.write_images(tmp_path / "a", {"cat": 2}, (20, 10))
+    archives.write_images(tmp_path / "b", {"dog": 2}, (12, 16))
+    archives.write_images(tmp_path / "all", {"x": 0})
+    (tmp_path / "a" / "cat").rename(tmp_path / "all" / "cat")
+    (tmp_path / "b" / "dog").rename(tmp_path / "all" / "dog")
+    (tmp_path / "all" / "x").rmdir()
+    data = load_dataset(f"folder:{tmp_path / 'all'}", 8)
+    assert data.train_images.shape == (2, 8, 8, 3)
+    with pytest.raises(
+        DataError, match=r"dog/0\.png: 12×16 pixels, but 0\.png has 20×10; .*resize"
+    ):
+        load_dataset(f"folder:{tmp_path / 'all'}")
+
+
+def corrupt(path):
+    file = path / "dog" / "1.png"
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def no_image(path):
+    (path / "dog" / "1.png").write_text("hello")
+
+
+def deep_image(path):
+    Image = pytest.importorskip("PIL.Image")
+    Image.fromarray(np.full((8, 9), 4000, np.uint16)).save(path / "dog" / "1.png")
+
+
+def float_image(path):
+    Image = pytest.importorskip("PIL.Image")
+    Image.fromarray(np.full((8, 9), 4e3, np.float32)).save(path / "dog" / "2.tif")
+
+
+def empty_class(path):
+    (path / "snake").mkdir()
+
+
+def one_image(path):
+    archives.write_images(path, {"snake": 1})
+
+
+def no_classes(path):
+    for name in ("cat", "dog"):
+        (path / name).rename(path.parent / name)
+
+
+def split_without_a_class(path):
+    archives.write_images(path / "train", {"cat": 2, "dog": 2})
+    archives.write_images(path / "test", {"cat": 2, "cow": 2})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (corrupt, r"dog/1\.png: not a readable image"),
+        (no_image, r"dog/1\.png: not a readable image"),
+        (deep_image, r"dog/1\.png: is a 16-bit image; convert it to 8 bits a channel"),
+        (float_image, r"dog/2\.tif: is a floating-point image; convert it to 8 bits"),
+        (empty_class, "snake: no images; add some or remove the folder"),
+        (one_image, "snake: one image only"),
+        (no_classes, r"0 class folder\(s\)"),
+        (split_without_a_class, "class 'cow' is in only one of train/ and test/"),
+    ],
+)
+def test_unsound_folders(tmp_path, change, message):
+    archives.write_images(tmp_path / "set", {"cat": 2, "dog": 2})
+    change(tmp_path / "set")
+    with pytest.raises(DataError, match=message) as raised:
+        load_dataset(f"folder:{tmp_path / 'set'}")
+    assert "\n" not in str(raised.value)
+
+
+def test_folder_that_is_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="file: not a directory"):
+        load_dataset(f"folder:{tmp_path / 'file'}")
+
+
+def test_rotated_digits():
+    pytest.importorskip("sklearn")
+    pytest.importorskip("PIL")
+    data, digits = load_dataset("rotated-digits"), load_dataset("digits")
+    assert data.train_images.shape == (3 * 1438, 20, 20, 1)
+    assert data.test_images.shape == (3 * 359, 20, 20, 1)
+    assert data.train_images.dtype == np.uint8 and not data.flip
+    np.testing.assert_array_equal(data.test_labels, np.tile(digits.test_labels, 3))
+    np.testing.assert_array_equal(data.test_images, load_dataset("rotated-digits").test_images)
+    # A turn about the middle keeps the ink about where it was.
+    assert abs(data.train_images.mean() / digits.train_images.mean() - 0.9) < 0.2
+    with pytest.raises(DataError, match="fixed image size"):
+        load_dataset("rotated-digits", image_size=8)

@@ -1,0 +1,141 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from effjax.train.data import text
+from effjax.train.data.text import Text, check_length, load_text, split_text, train_batches
+from effjax.train.errors import DataError
+
+DATA = np.arange(103, dtype=np.uint8)
+
+
+def content(loaded: Text) -> bytes:
+    return loaded.train.tobytes() + loaded.test.tobytes()
+
+
+def test_pydoc_is_english():
+    loaded = load_text("pydoc")
+    assert len(loaded.train) > 300_000
+    assert b'The "if" statement is used for conditional execution' in content(loaded)
+    assert loaded.digest == load_text("pydoc").digest
+    assert 4 < loaded.unigram_bits < 5.5
+
+
+def test_a_file_is_split_by_position(tmp_path):
+    (tmp_path / "a.bin").write_bytes(bytes(range(100)))
+    loaded = load_text(f"text:{tmp_path / 'a.bin'}")
+    np.testing.assert_array_equal(loaded.train, np.arange(90))
+    np.testing.assert_array_equal(loaded.test, np.arange(90, 100))
+    assert loaded.train.dtype == np.uint8
+
+
+def test_a_folder_is_joined_in_order(tmp_path):
+    names = ["b.txt", "a/z.md", "a/b.py", "a.txt", "c.png", "a/notes.rst"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "d.txt").mkdir()
+    loaded = load_text(f"text:{tmp_path}")
+    assert content(loaded) == b"a/b.py\na/z.md\na.txt\nb.txt"
+
+
+def test_the_digest_is_of_the_bytes():
+    assert split_text("a", b"hello" * 9).digest == split_text("b", b"hello" * 9).digest
+    assert split_text("a", b"hello" * 9).digest != split_text("a", b"hullo" * 9).digest
+
+
+def test_unigram_bits():
+    rng = np.random.default_rng(0)
+    even = split_text("even", rng.integers(0, 256, 400_000).astype(np.uint8).tobytes())
+    np.testing.assert_allclose(even.unigram_bits, 8, atol=0.01)
+    assert split_text("same", b"a" * 400_000).unigram_bits < 0.01
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("digits", "data 'digits' is not known; use one of pydoc, text:PATH"),
+        ("pydoc:here", "is not known"),
+        ("text", "is not known"),
+        ("text:", "is not known"),
+        ("text:nowhere", "nowhere: no such file or directory; check the path in 'text:nowhere'"),
+        ("text:empty.txt", "empty.txt: holds no text"),
+        ("text:pictures", r"pictures: no file ends in \.md, \.py, \.txt; add one"),
+        ("text:blank", "blank: holds no text"),
+    ],
+)
+def test_what_cannot_be_read(tmp_path, monkeypatch, spec, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text("")
+    for folder, name in (("pictures", "a.png"), ("blank", "a.txt")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text("\n")
+    with pytest.raises(DataError, match=message):
+        load_text(spec)
+
+
+def test_a_file_without_permission(tmp_path, monkeypatch):
+    def refuse(_):
+        raise PermissionError(13, "Permission denied", "a.txt")
+
+    (tmp_path / "a.txt").write_text("hello")
+    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    with pytest.raises(DataError, match=r"a\.txt: cannot be read \(Permission denied\); check its"):
+        load_text(f"text:{tmp_path / 'a.txt'}")
+
+
+def test_a_text_that_is_too_short():
+    check_length(split_text("t", bytes(90)), 8)
+    with pytest.raises(DataError, match=r"t: 89 bytes are too few for context \(=8\).* needs 90"):
+        check_length(split_text("t", bytes(89)), 8)
+
+
+def take(count, **options):
+    given = dict(context=10, batch_size=3, seed=0) | options
+    return list(itertools.islice(train_batches(DATA, **given), count))
+
+
+def test_batches_are_windows():
+    (batch,) = take(1)
+    assert batch.shape == (3, 11) and batch.dtype == np.int32
+    np.testing.assert_array_equal(batch - batch[:, :1], np.tile(np.arange(11), (3, 1)))
+
+
+def test_batches_depend_on_seed_and_step_only():
+    whole = take(20)
+    for first in (0, 1, 3, 4, 19):
+        np.testing.assert_array_equal(take(20 - first, first_step=first), whole[first:])
+    assert not np.array_equal(take(20, seed=1), whole)
+
+
+def test_an_epoch_is_the_text_once():
+    windows = np.concatenate(take(6)).reshape(2, 9, 11)  # two epochs of nine windows
+    for epoch in windows:
+        starts = np.sort(epoch[:, 0])
+        np.testing.assert_array_equal(np.diff(starts), 10)
+        assert 0 <= starts[0] < 10 and epoch.max() <= 102
+    assert not np.array_equal(windows[0, :, 0], windows[1, :, 0])
+
+
+@pytest.mark.parametrize("size", [11, 12, 20, 21, 31])
+def test_short_texts_have_windows(size):
+    batches = train_batches(DATA[:size], context=10, batch_size=4, seed=0)
+    for batch in itertools.islice(batches, 10):
+        np.testing.assert_array_equal(batch - batch[:, :1], np.tile(np.arange(11), (4, 1)))
+        assert batch.max() < size
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 16])
+def test_test_windows_cover_the_text_once(batch_size):
+    counted = []
+    for tokens, weights in text.test_batches(DATA, 10, batch_size):
+        assert tokens.shape == (batch_size, 11) and weights.shape == (batch_size,)
+        counted.append(tokens[weights == 1, 1:])
+    np.testing.assert_array_equal(np.concatenate(counted).ravel(), np.arange(1, 101))
+
+
+def test_no_more_is_tested_on_than_needed(monkeypatch):
+    monkeypatch.setattr(text, "TEST_BYTES", 35)
+    ((_, weights),) = text.test_batches(DATA, 10, 8)
+    assert weights.sum() == 3
