@@ -11,9 +11,46 @@ if "xla_force_host_platform_device_count" not in (flags := os.environ.get("XLA_F
 # Some tests send Ctrl-C, which a shell makes its background jobs ignore.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from collections import defaultdict
+
 import jax
 import pytest
 from jax.sharding import AxisType, Mesh
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="run every combination of options, the plans of deep networks, and slow commands too",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without --exhaustive: no test marked `exhaustive`, and of those marked `covering` only as
+    many cases as show every value of every parameter once."""
+    if config.getoption("--exhaustive") or any("::" in arg for arg in config.args):
+        return
+    products = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("covering"):
+            products[item.nodeid.partition("[")[0]].append(item)
+    left = {item for cases in products.values() for item in _more_than_cover(cases)}
+    left |= {item for item in items if item.get_closest_marker("exhaustive")}
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
+    items[:] = [item for item in items if item not in left]
+
+
+def _more_than_cover(cases: list) -> list:
+    """Those cases of one test that show no value of a parameter that others do not show."""
+    unseen = {value for case in cases for value in case.callspec.indices.items()}
+    left = list(cases)
+    while unseen:
+        best = max(left, key=lambda case: len(unseen & set(case.callspec.indices.items())))
+        unseen -= set(best.callspec.indices.items())
+        left.remove(best)
+    return left
 
 
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
@@ -21,6 +58,13 @@ def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
     if len(devices) < 8:
         devices = jax.devices("cpu")  # one GPU: the tests over several devices stay on the CPU
     return jax.make_mesh(shape, names, (AxisType.Auto,) * len(shape), devices=devices[:8])
+
+
+@pytest.fixture
+def x64():
+    """float64, for oracles."""
+    with jax.enable_x64(True):
+        yield
 
 
 @pytest.fixture(scope="session")

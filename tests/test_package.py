@@ -19,6 +19,7 @@ MODULES = {
     for file in PACKAGE.rglob("*.py")
 }
 
+TASKS = ("train.data", "train.images", "train.lm")
 # What each room may import: of effjax below itself, and of third parties.
 OWN = {
     "effjax": {"ops"},

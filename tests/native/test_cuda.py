@@ -99,12 +99,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 @pytest.mark.parametrize(("dtype", "channels", "masked"), CASES)
 def test_kernels_emulated(emulate, dtype, channels, masked, x64):
     arrays = make(dtype, channels, masked)

@@ -29,12 +29,6 @@ from tests.programs import collective_sizes
 C = 5
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def make_batch(seed=0, shape=(32, 3, 3, C)):
     rng = np.random.default_rng(seed)
     mask = rng.random((shape[0], shape[1], 1, 1)) < 0.6

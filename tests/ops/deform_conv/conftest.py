@@ -17,12 +17,6 @@ def conv(request, monkeypatch):
 
 
 @pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture
 def x64_everywhere():
     """In the threads of XLA too, which partition custom calls."""
     jax.config.update("jax_enable_x64", True)

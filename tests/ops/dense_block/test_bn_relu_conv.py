@@ -18,13 +18,6 @@ from tests.contexts import (
 )
 from tests.programs import collective_sizes
 
-
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 CONVS = {
     "pointwise": ((1, 1, 6, 4), {"num_chunks": 2}),
     "strided": ((3, 3, 6, 4), {"strides": 2}),

@@ -27,12 +27,6 @@ from tests.programs import collective_sizes, needs_gpu_compiler
 KEY = jax.random.key(0)
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def make_params(layers=2, growth=2, channels=3, bottleneck=4, seed=0, dtype=np.float64):
     rng = np.random.default_rng(seed)
     normal = lambda *shape: (rng.normal(size=shape) * 0.5).astype(dtype)  # noqa: E731
