@@ -55,8 +55,8 @@ OWN = {
         "models",
         "nnx",
         "linen",
-        "layers",
         "ops",
+        "native",
     },
 }
 FLAX = {"jax", "numpy", "flax"}

@@ -26,6 +26,8 @@ from tests.contexts import (
 )
 from tests.programs import collective_sizes
 
+pytestmark = pytest.mark.usefixtures("x64")
+
 C = 5
 
 

@@ -18,6 +18,8 @@ from tests.contexts import (
 )
 from tests.programs import collective_sizes
 
+pytestmark = pytest.mark.usefixtures("x64")
+
 CONVS = {
     "pointwise": ((1, 1, 6, 4), {"num_chunks": 2}),
     "strided": ((3, 3, 6, 4), {"strides": 2}),
