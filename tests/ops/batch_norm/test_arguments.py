@@ -1,0 +1,103 @@
+"""Dtypes and shapes that are taken, and what is refused."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import effjax
+from effjax import BatchStats, batch_norm_inference, sync_batch_norm
+from tests import oracles
+from tests.contexts import (
+    assert_trees_close,
+)
+from tests.ops.batch_norm.cases import PARAMS, C, make_batch
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_dtypes(dtype):
+    batch = make_batch()
+    x = jnp.asarray(batch["x"], dtype)
+    params = {k: jnp.asarray(v, jnp.float32) for k, v in PARAMS.items()}
+
+    def loss(x, params):
+        y, statistics = sync_batch_norm(x, **params, activation="relu")
+        return jnp.sum(y.astype(jnp.float64) * batch["w"]), (y, statistics)
+
+    (dx, dparams), (y, statistics) = jax.grad(loss, argnums=(0, 1), has_aux=True)(x, params)
+    assert y.dtype == dx.dtype == x.dtype
+    assert {v.dtype for v in dparams.values()} == {jnp.dtype(jnp.float32)}
+    assert {v.dtype for v in statistics} == {jnp.promote_types(dtype, jnp.float32)}
+    exact = x.astype(jnp.float64)
+    wide = jax.tree.map(lambda v: v.astype(jnp.float64), params)
+    want = jax.grad(
+        lambda x, p: jnp.sum(oracles.batch_norm(x, **p, relu=True)[0] * batch["w"]), argnums=(0, 1)
+    )(exact, wide)
+    y_want = oracles.batch_norm(exact, **wide, relu=True)[0]
+    assert_trees_close((y, dx, dparams), (y_want, *want), 4 * float(jnp.finfo(dtype).eps) + 1e-6)
+
+
+@hypothesis.given(data=st.data())
+@hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
+def test_any_rank_and_feature_axes(data):
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=5).map(tuple))
+    axis_count = data.draw(st.integers(1, len(shape) - 1))
+    chosen = data.draw(st.permutations(range(len(shape))))[:axis_count]
+    negative = data.draw(st.booleans())
+    axis = tuple(a - len(shape) if negative else a for a in chosen)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=shape)
+    features = tuple(n for a, n in enumerate(shape) if a in chosen)
+    scale, bias = rng.normal(size=(2, *features))
+    reduced = tuple(a for a in range(len(shape)) if a not in chosen)
+    y, statistics = sync_batch_norm(x, scale, bias, feature_axis=axis if len(axis) > 1 else axis[0])
+    want, (mean, var, count) = oracles.batch_norm(x, scale, bias, axes=reduced)
+    assert statistics.mean.shape == statistics.var.shape == features
+    assert statistics.count == count
+    np.testing.assert_allclose(y, want, atol=1e-9)
+    np.testing.assert_allclose(statistics.mean.ravel(), mean, atol=1e-12)
+    given = batch_norm_inference(x, statistics.mean, statistics.var, scale, bias, feature_axis=axis)
+    np.testing.assert_allclose(given, y, atol=1e-12)
+
+
+X = np.ones((4, 3, C), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "args"),
+    [
+        (TypeError, "its dtype is int32", {"x": np.ones((4, C), np.int32)}),
+        (ValueError, "rank 2 or more", {"x": np.ones(C, np.float32)}),
+        (ValueError, r"`scale` of shape \(4,\) must have.*\(5,\)", {"scale": np.ones(4)}),
+        (ValueError, r"`bias` of shape \(1, 5\)", {"bias": np.ones((1, C))}),
+        (ValueError, r"`epsilon` \(=0\) must be positive", {"epsilon": 0}),
+        (ValueError, "`activation` \\(='gelu'\\)", {"activation": "gelu"}),
+        (ValueError, "`stats` \\(='fast'\\)", {"stats": "fast"}),
+        (ValueError, "`residual` of shape", {"residual": np.ones((4, C), np.float32)}),
+        (TypeError, "cast one of them", {"residual": X.astype(np.float64)}),
+        (TypeError, r"pass mask.astype\(bool\)", {"mask": np.ones((4, 1, 1))}),
+        (ValueError, "`mask` of shape .* must broadcast", {"mask": np.ones((5, 1, 1), bool)}),
+        (ValueError, "must broadcast", {"mask": np.ones((1, 4, 3, 1), bool)}),
+        (ValueError, r"`feature_axis` \(=3\) is out of range", {"feature_axis": 3}),
+        (ValueError, "each once, but not all", {"feature_axis": (0, 1, 2)}),
+        (ValueError, "each once, but not all", {"feature_axis": (2, -1)}),
+        (ValueError, "names an axis twice", {"axis_name": ("i", "i")}),
+        (ValueError, "divides one axis", {"axis_index_groups": [[0], [1]]}),
+        (
+            ValueError,
+            "every device index once",
+            {"axis_name": "i", "axis_index_groups": [[0], [0]]},
+        ),
+    ],
+)
+def test_bad_input(error, match, args):
+    with pytest.raises(error, match=match):
+        effjax.sync_batch_norm(**{"x": X, **args})
+
+
+def test_batch_stats_is_a_tuple_of_its_three_fields():
+    assert BatchStats._fields == ("mean", "var", "count")

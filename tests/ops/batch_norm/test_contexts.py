@@ -1,0 +1,154 @@
+"""Equal to automatic differentiation on one device, wherever and however it runs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+from effjax import batch_norm_inference, sync_batch_norm
+from tests import oracles
+from tests.contexts import (
+    CONTEXTS,
+    assert_trees_close,
+    gradients_with_parameters_of_each_device,
+    mesh_of,
+    single_device,
+)
+from tests.ops.batch_norm.cases import PARAMS, C, make_batch
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+VARIANTS = {
+    "bare": {"params": {}},
+    "affine": {},
+    "mask": {"mask": True},
+    "relu": {"relu": True},
+    "mask_residual_relu": {"mask": True, "residual": True, "relu": True},
+}
+
+
+def oracle_of(mask=False, residual=False, relu=False, params=PARAMS):
+    del params
+
+    def op(params, batch, axis_name):
+        extra = {
+            name: batch[name] for name, used in [("mask", mask), ("residual", residual)] if used
+        }
+        return oracles.batch_norm(batch["x"], **params, **extra, relu=relu)
+
+    return op
+
+
+def ours(stats, mask=False, residual=False, relu=False, params=PARAMS, **options):
+    del params
+
+    def op(params, batch, axis_name):
+        extra = {
+            name: batch[name] for name, used in [("mask", mask), ("residual", residual)] if used
+        }
+        activation = "relu" if relu else None
+        kwargs = {"axis_name": axis_name, "activation": activation, "stats": stats, **options}
+        y, statistics = sync_batch_norm(batch["x"], **params, **extra, **kwargs)
+        return y, tuple(statistics)
+
+    return op
+
+
+@functools.cache
+def expected(variant):
+    with jax.enable_x64(True):
+        options = VARIANTS[variant]
+        return single_device(oracle_of(**options), options.get("params", PARAMS), make_batch())
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("stats", ["gather", "two_psum"])
+def test_equals_autodiff_on_one_device(stats, variant, context):
+    options = VARIANTS[variant]
+    got = CONTEXTS[context](ours(stats, **options), options.get("params", PARAMS), make_batch())
+    assert_trees_close(got, expected(variant), 1e-12)
+
+
+@pytest.mark.parametrize("how", ["vmap", "shard_map"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_parameters_may_differ_by_device(residual, how):
+    def op(norm, params, batch, axis_name):
+        extra = {"residual": batch["residual"]} if residual else {}
+        return norm(batch["x"], **params, **extra, axis_name=axis_name)[0]
+
+    run = functools.partial(gradients_with_parameters_of_each_device, batch=make_batch())
+    want = run(functools.partial(op, oracles.batch_norm), PARAMS, how="vmap")
+    got = run(functools.partial(op, sync_batch_norm), PARAMS, how=how)
+    assert_trees_close(got, want, 1e-12)
+
+
+def test_only_some_axes_of_a_mesh_vary():
+    """x varies over one of the two axes that share statistics."""
+    mesh, x = mesh_of((4, 2), ("i", "j")), make_batch()["x"]
+
+    def local(x):
+        return lax.pmean(jnp.mean(sync_batch_norm(x, axis_name=("i", "j"))[0] ** 3), ("i",))
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P("i"), out_specs=P())
+    want = jax.grad(lambda x: jnp.mean(oracles.batch_norm(x)[0] ** 3))(x)
+    assert_trees_close(jax.jit(jax.grad(mapped))(x), want, 1e-12)
+
+
+@pytest.mark.parametrize("spec", [P("i"), P("i", None, None, "j")])
+def test_explicit_mesh_of_the_arguments(spec):
+    """No `jax.set_mesh`: the mesh is known from the types alone; channels may be sharded."""
+    mesh = mesh_of((4, 2), ("i", "j"), AxisType.Explicit)
+    x = np.random.default_rng(0).normal(size=(8, 3, 3, 6))
+    scale, bias = np.linspace(1, 2, 6), np.linspace(0, 1, 6)
+    loss = lambda norm, *args: jnp.sum(norm(*args)[0] ** 3)  # noqa: E731
+    gradient = functools.partial(jax.grad, argnums=(0, 1, 2))
+    want = gradient(functools.partial(loss, oracles.batch_norm))(x, scale, bias)
+    sharded = jax.device_put(x, jax.NamedSharding(mesh, spec))
+    replicated = jax.device_put((scale, bias), jax.NamedSharding(mesh, P()))
+    got = jax.jit(gradient(functools.partial(loss, sync_batch_norm)))(sharded, *replicated)
+    assert_trees_close(got, want, 1e-12)
+
+
+def test_under_scan_remat_and_vmap():
+    x = make_batch()["x"]
+    op = lambda x: jnp.sum(jnp.sin(sync_batch_norm(x, activation="relu")[0]))  # noqa: E731
+    want = jax.grad(op)(x)
+    np.testing.assert_allclose(jax.jit(jax.grad(jax.checkpoint(op)))(x), want, atol=1e-12)
+    stacked = jnp.stack([x, 2 * x])
+    np.testing.assert_allclose(jax.vmap(jax.grad(op))(stacked)[0], want, atol=1e-12)
+    summed = lambda xs: lax.scan(lambda c, x: (c + op(x), None), 0.0, xs)[0]  # noqa: E731
+    np.testing.assert_allclose(jax.grad(summed)(stacked)[0], want, atol=1e-12)
+
+
+def test_second_order():
+    x, w = make_batch()["x"], make_batch()["w"]
+
+    def curvature(norm, x):
+        inner = jax.grad(lambda x: jnp.sum(jnp.sin(norm(x)[0]) * w))
+        return jnp.sum(jnp.square(inner(x)))
+
+    want = jax.grad(functools.partial(curvature, oracles.batch_norm))(x)
+    got = jax.grad(functools.partial(curvature, sync_batch_norm))(x)
+    np.testing.assert_allclose(got, want, atol=1e-10)
+
+
+def test_inference_differentiates_in_every_argument():
+    rng = np.random.default_rng(0)
+    args = (
+        rng.normal(size=(4, C)),
+        rng.normal(size=C),
+        rng.random(C) + 1,
+        *rng.normal(size=(2, C)),
+    )
+    op = functools.partial(batch_norm_inference, activation="relu", residual=args[0])
+    check_grads(op, args, order=1, modes=["fwd", "rev"], eps=1e-6)
+    assert op(
+        *(jnp.asarray(a, jnp.bfloat16) for a in args[:1]), *args[1:], residual=None
+    ).dtype == (jnp.bfloat16)

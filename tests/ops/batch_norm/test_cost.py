@@ -1,0 +1,86 @@
+"""What is sent between devices, and what is kept for the backward pass."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from effjax import sync_batch_norm
+from effjax.memory import collectives
+from tests.contexts import (
+    DEVICES,
+    mesh_of,
+)
+from tests.ops.batch_norm.cases import PARAMS, C, make_batch
+from tests.programs import collective_sizes
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("relu", "residual"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+def test_keeps_x_and_nothing_of_its_size_besides(relu, residual, dtype):
+    x = jnp.ones((64, 32), dtype)
+    params = jnp.ones(32), jnp.zeros(32)
+    activation = "relu" if relu else None
+
+    def op(x, scale, bias, residual):
+        return sync_batch_norm(x, scale, bias, activation=activation, residual=residual)[0]
+
+    _, backward = jax.vjp(op, x, *params, x + 1 if residual else None)
+    leaves = {id(v): v for v in jax.tree.leaves(backward)}.values()
+    large = [v for v in leaves if v.size >= x.size]
+    assert [v.dtype for v in large] == [x.dtype] * (2 if relu and residual else 1)
+    assert sum(v.size for v in leaves if v.size < x.size) <= 4 * 32 + 2
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("stats", ["gather", "two_psum"])
+def test_all_reduces(stats, check_vma, mask):
+    """One (or two small) forward, one of 2C backward, and none more for replicated parameters."""
+    mesh = mesh_of((DEVICES,), ("i",))
+    batch = {k: make_batch()[k] for k in ("x", "mask")}
+
+    def forward(batch, params):
+        extra = {"mask": batch["mask"]} if mask else {}
+        return sync_batch_norm(batch["x"], **params, **extra, axis_name="i", stats=stats)[0]
+
+    def backward(batch, params):
+        loss = lambda x, p: jnp.sum(jnp.sin(forward({**batch, "x": x}, p)))  # noqa: E731
+        return jax.grad(loss, argnums=(0, 1))(batch["x"], params)
+
+    def counted(fn, out_specs):
+        specs = {"in_specs": (P("i"), P()), "out_specs": out_specs}
+        mapped = jax.shard_map(fn, mesh=mesh, check_vma=check_vma, **specs)
+        return collective_sizes(jax.jit(mapped).lower(batch, PARAMS).compile(), batch["x"].dtype)
+
+    first = DEVICES * (2 * C + mask) if stats == "gather" else C + mask
+    want = [first] if stats == "gather" else [first, C]
+    got = counted(forward, P("i"))
+    assert got == sorted(("all-reduce", n) for n in want)
+    got = counted(backward, (P("i"), P() if check_vma else P("i")))
+    assert got == sorted(("all-reduce", n) for n in [*want, 2 * C])
+
+
+def test_auto_takes_two_small_all_reduces_for_many_features():
+    def message(features):
+        mesh = mesh_of((DEVICES,), ("i",))
+        fn = lambda x: sync_batch_norm(x, axis_name="i")[0]  # noqa: E731
+        mapped = jax.shard_map(fn, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+        x = jax.ShapeDtypeStruct((DEVICES, features), jnp.float32)
+        return len(re.findall("all_reduce", jax.jit(mapped).lower(x).as_text()))
+
+    assert message(4096) == 1
+    assert message(4097) == 2
+
+
+def test_jit_over_a_sharded_batch_gathers_nothing(mesh8):
+    x = jax.ShapeDtypeStruct(
+        (32, 8, 8, 64), jnp.float32, sharding=jax.NamedSharding(mesh8, P("data"))
+    )
+    step = jax.grad(lambda x: jnp.sum(jnp.sin(sync_batch_norm(x)[0])))
+    kinds = {c.kind for c in collectives(jax.jit(step).lower(x).compile().as_text())}
+    assert kinds == {"all-reduce"}

@@ -1,0 +1,90 @@
+"""Statistics inside groups of devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from effjax import sync_batch_norm
+from tests import oracles
+from tests.contexts import (
+    DEVICES,
+    assert_trees_close,
+    mesh_of,
+)
+from tests.ops.batch_norm.cases import C, make_batch
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+GROUPS = [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def per_group(x, w):
+    """Loss and gradients with statistics inside each group of devices, on one device."""
+    halves = [np.concatenate([np.split(a, DEVICES)[i] for g in GROUPS for i in g]) for a in (x, w)]
+
+    def loss(x):
+        parts = zip(jnp.split(x, 2), jnp.split(halves[1], 2), strict=True)
+        return jnp.mean(jnp.stack([jnp.mean(oracles.batch_norm(a)[0] ** 2 * b) for a, b in parts]))
+
+    value, dx = jax.value_and_grad(loss)(halves[0])
+    order = np.argsort([i for g in GROUPS for i in g])
+    return value, np.concatenate([np.split(dx, DEVICES)[i] for i in order])
+
+
+def grouped(x, w, **options):
+    loss = lambda x: jnp.mean(sync_batch_norm(x, axis_name="i", **options)[0] ** 2 * w)  # noqa: E731
+    value, dx = jax.value_and_grad(loss)(x)
+    return lax.pmean(value, "i")[None], dx / DEVICES
+
+
+@pytest.mark.parametrize("stats", ["gather", "two_psum"])
+@pytest.mark.parametrize("how", ["pmap", "shard_map"])
+def test_groups_of_devices(how, stats):
+    batch = make_batch()
+    run = functools.partial(grouped, axis_index_groups=GROUPS, stats=stats)
+    if how == "pmap":
+        split = [a.reshape(DEVICES, -1, *a.shape[1:]) for a in (batch["x"], batch["w"])]
+        value, dx = jax.pmap(run, axis_name="i")(*split)
+        dx = dx.reshape(batch["x"].shape)
+    else:
+        mesh = mesh_of((DEVICES,), ("i",))
+        specs = {"in_specs": (P("i"), P("i")), "out_specs": (P("i"), P("i"))}
+        mapped = jax.shard_map(run, mesh=mesh, check_vma=False, **specs)
+        value, dx = jax.jit(mapped)(batch["x"], batch["w"])
+    want = per_group(batch["x"], batch["w"])
+    assert_trees_close((value.ravel()[0], dx), want, 1e-12)
+
+
+def test_one_axis_of_a_mesh_is_a_group():
+    batch = make_batch()
+    mesh = mesh_of((2, 4), ("group", "i"))
+    order = [i for g in GROUPS for i in g]
+    x, w = (
+        np.concatenate([np.split(batch[name], DEVICES)[i] for i in order]) for name in ("x", "w")
+    )
+
+    def local(x, w):
+        return lax.pmean(jnp.mean(sync_batch_norm(x, axis_name="i")[0] ** 2 * w), ("group", "i"))
+
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(("group", "i")), P(("group", "i"))), out_specs=P()
+    )
+    value, dx = jax.jit(jax.value_and_grad(mapped))(x, w)
+    dx = np.concatenate([np.split(np.asarray(dx), DEVICES)[i] for i in np.argsort(order)])
+    assert_trees_close((value, dx), per_group(batch["x"], batch["w"]), 1e-12)
+
+
+@pytest.mark.parametrize("stats", ["gather", "two_psum"])
+def test_groups_where_jax_has_none_name_the_remedy(stats):
+    run = functools.partial(sync_batch_norm, axis_name="i", axis_index_groups=GROUPS, stats=stats)
+    x = np.ones((DEVICES, 4, C))
+    mesh = mesh_of((DEVICES,), ("i",))
+    with pytest.raises(ValueError, match=r"mesh of shape \(2, 4\) with axes \('group', 'i'\)"):
+        jax.shard_map(lambda x: run(x)[0], mesh=mesh, in_specs=P("i"), out_specs=P("i"))(x)
+    with pytest.raises(ValueError, match=r"mesh of shape \(2, 4\)"):
+        jax.vmap(lambda x: run(x)[0], axis_name="i")(x)

@@ -1,0 +1,126 @@
+"""The statistics: accurate, of what counts, and of sizes that are nothing."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from effjax import sync_batch_norm
+from tests import oracles
+from tests.contexts import (
+    DEVICES,
+    assert_trees_close,
+)
+from tests.ops.batch_norm.cases import PARAMS, C, make_batch
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+@pytest.mark.parametrize("how", ["local", "gather", "two_psum"])
+@pytest.mark.parametrize(("ratio", "tolerance"), [(1e3, 5e-6), (1e4, 5e-5)])
+def test_variance_is_stable_where_the_mean_is_large(how, ratio, tolerance):
+    x = (np.random.default_rng(0).normal(size=(DEVICES, 4096, 8)) + ratio).astype(np.float32)
+    want = x.astype(np.float64).var((0, 1))
+    if how == "local":
+        var = sync_batch_norm(x.reshape(-1, 8))[1].var
+    else:
+        run = functools.partial(sync_batch_norm, axis_name="i", stats=how)
+        var = jax.vmap(lambda x: run(x)[1].var, axis_name="i")(x)[0]
+    assert var.dtype == jnp.float32
+    assert np.abs(var / want - 1).max() <= tolerance
+
+
+@pytest.mark.parametrize("stats", ["gather", "two_psum"])
+@pytest.mark.parametrize("axis_name", [None, "i"])
+def test_nothing_counted(axis_name, stats):
+    x = make_batch()["x"].reshape(DEVICES, -1, C)
+    mask = np.zeros((1, 1), bool)
+
+    def run(x):
+        op = functools.partial(sync_batch_norm, axis_name=axis_name, mask=mask, stats=stats)
+        (y, statistics), backward = jax.vjp(op, x)
+        return y, statistics, backward((y, jax.tree.map(jnp.zeros_like, statistics)))[0]
+
+    y, statistics, dx = jax.vmap(run, axis_name="i")(x)
+    np.testing.assert_array_equal(statistics.mean, 0)
+    np.testing.assert_array_equal(statistics.var, 1)
+    np.testing.assert_array_equal(statistics.count, 0)
+    np.testing.assert_allclose(y, x, rtol=1e-5)
+    np.testing.assert_allclose(dx, y, rtol=1e-5)
+
+
+def test_one_value_counted():
+    x = jnp.asarray([[3.0, -1.0]])
+    (y, statistics), backward = jax.vjp(lambda x: sync_batch_norm(x, bias=jnp.ones(2)), x)
+    np.testing.assert_array_equal(y, 1)
+    np.testing.assert_array_equal(statistics.var, 0)
+    np.testing.assert_array_equal(statistics.count, 1)
+    np.testing.assert_allclose(backward((y, statistics))[0], 0, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0, 4), (3, 0)])
+def test_zero_sizes(shape):
+    x, features = jnp.zeros(shape), jnp.ones(shape[-1])
+    (y, statistics), backward = jax.vjp(sync_batch_norm, x, features, features)
+    assert y.shape == shape
+    dx, dscale, _ = backward((y, statistics))
+    assert dx.shape == shape
+    np.testing.assert_array_equal(dscale, 0)
+    if x.size == 0 and shape[-1]:
+        np.testing.assert_array_equal(statistics.var, 1)
+        np.testing.assert_array_equal(statistics.count, 0)
+
+
+def test_a_constant_has_no_variance():
+    y, statistics = sync_batch_norm(jnp.full((1024, 3), 1e4, jnp.float32))
+    np.testing.assert_array_equal(statistics.var, 0)
+    np.testing.assert_array_equal(y, 0)
+
+
+def test_channels_last_with_an_odd_width_and_large_maps():  # apex issue 1768
+    x = np.random.default_rng(0).normal(1, 3, (2, 96, 96, 65)).astype(np.float32)
+    y, _ = sync_batch_norm(x)
+    want, _ = oracles.batch_norm(x.astype(np.float64))
+    np.testing.assert_allclose(y, want, atol=2e-5)
+
+
+def test_a_mask_may_differ_by_feature():
+    rng = np.random.default_rng(0)
+    x, w, mask = rng.normal(size=(8, 6, C)), rng.normal(size=(8, 6, C)), rng.random((8, 6, C)) < 0.5
+
+    def loss(norm, x):
+        return jnp.sum(norm(x, mask=mask)[0] * w)
+
+    want = jax.grad(functools.partial(loss, functools.partial(oracles.batch_norm, axes=(0, 1))))(x)
+    np.testing.assert_allclose(
+        jax.grad(functools.partial(loss, sync_batch_norm))(x), want, atol=1e-12
+    )
+    np.testing.assert_array_equal(sync_batch_norm(x, mask=mask)[1].count, mask.sum((0, 1)))
+
+
+def test_masked_values_do_not_count_even_if_they_are_not_numbers():
+    x = np.array([[1.0], [3.0], [np.nan]])
+    _, statistics = sync_batch_norm(x, mask=np.array([[True], [True], [False]]))
+    np.testing.assert_array_equal(statistics.mean, 2)
+
+
+def test_masked_padding_may_be_anything_where_it_has_no_gradient():
+    x, mask = make_batch()["x"], make_batch()["mask"]
+    padded = np.where(mask, x, np.nan)
+
+    def loss(x, scale):
+        y = sync_batch_norm(x, scale, mask=mask, activation="relu")[0]
+        return jnp.sum(jnp.where(mask, y, 0) ** 2)
+
+    want = jax.grad(loss, argnums=(0, 1))(x, PARAMS["scale"])
+    got = jax.grad(loss, argnums=(0, 1))(padded, PARAMS["scale"])
+    assert_trees_close(got, want, 1e-12)
+
+
+def test_no_gradient_flows_through_the_statistics():
+    x = make_batch()["x"]
+    statistics = lambda x: sync_batch_norm(x)[1]  # noqa: E731
+    gradient = jax.grad(lambda x: jnp.sum(statistics(x).mean + statistics(x).var))(x)
+    np.testing.assert_array_equal(gradient, 0)
