@@ -50,6 +50,7 @@ _layers = [_bn_relu_conv, _dense_block, _deform_conv2d, _deform_conv2d_in_xla]
 OPERATORS = [_sync_batch_norm, _batch_norm_inference, *_layers]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("axis_name", [None, "i"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("operator", OPERATORS)

@@ -164,23 +164,6 @@ def test_complex_input():
         train(BatchNorm(activation="relu", dtype=jnp.complex64), variables, x)
 
 
-def test_momentum_none_is_the_mean_over_batches():
-    module = BatchNorm(momentum=None)
-    variables = init(module, X)
-    assert set(variables["batch_stats"]) == {"mean", "var", "num_batches"}
-    batches = np.split(X, 3)
-    for batch in batches:
-        variables = {**variables, **train(module, variables, batch)[1]}
-    stats = variables["batch_stats"]
-    np.testing.assert_allclose(
-        stats["mean"], np.mean([b.mean((0, 1)) for b in batches], 0), rtol=1e-5
-    )
-    np.testing.assert_allclose(
-        stats["var"], np.mean([b.var((0, 1)) for b in batches], 0), rtol=1e-5
-    )
-    np.testing.assert_array_equal(stats["num_batches"], 3)
-
-
 def test_unbiased_running_var():
     """torch #22192: the running variance is n/(n - 1) times the batch's, which the output uses."""
     biased, unbiased = BatchNorm(momentum=0.0), BatchNorm(momentum=0.0, unbiased_running_var=True)
@@ -188,15 +171,6 @@ def test_unbiased_running_var():
     y, new = train(unbiased, variables, X, mask=MASK)
     np.testing.assert_array_equal(y, train(biased, variables, X, mask=MASK)[0])
     np.testing.assert_allclose(new["batch_stats"]["var"], X[MASK[..., 0]].var(0, ddof=1), rtol=1e-5)
-
-
-def test_without_running_stats_evaluation_uses_the_batch():
-    """apex #1071."""
-    module = BatchNorm(track_running_stats=False)
-    variables = module.init(jax.random.key(0), X)
-    assert "batch_stats" not in variables
-    y = evaluate(module, variables, X)
-    np.testing.assert_allclose(y.mean((0, 1)), 0, atol=1e-5)
 
 
 @pytest.mark.parametrize("n", [0, 1])

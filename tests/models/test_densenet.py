@@ -131,6 +131,7 @@ def float64():
         yield
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "flavour, form, small",
     [

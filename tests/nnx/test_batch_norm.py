@@ -58,6 +58,7 @@ def test_stands_in_for_flax(options):
         assert type(a) is type(b) and a.get_metadata() == b.get_metadata()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("mask", [None, np.array([True, False, True, True, False])])
 def test_linen_and_nnx_compute_the_same_bits(dtype, mask):
@@ -116,22 +117,6 @@ def test_half_precision_keeps_its_dtype():
         return dtypes.promote_dtype(values, dtype=jnp.float32)
 
     assert make(promote_dtype=to_float32)(x).dtype == jnp.float32
-
-
-def test_momentum_none_is_the_mean_over_batches():
-    norm = make(momentum=None)
-    for batch in np.split(X, 3):
-        norm(batch)
-    np.testing.assert_array_equal(norm.num_batches[...], 3)
-    np.testing.assert_allclose(norm.mean[...], X.mean((0, 1)), rtol=1e-5)
-    assert set(nnx.state(make())) == {"mean", "var", "scale", "bias"}  # no counter otherwise
-
-
-def test_without_running_stats():
-    norm = make(track_running_stats=False, use_running_average=None)
-    assert set(nnx.state(norm)) == {"scale", "bias"}
-    norm.eval()
-    np.testing.assert_allclose(norm(X).mean((0, 1)), 0, atol=1e-5)
 
 
 def test_unbiased_running_var_residual_and_activation():

@@ -67,6 +67,7 @@ def expected(variant):
         return single_device(oracle_of(**options), options.get("params", PARAMS), make_batch())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("stats", ["gather", "two_psum"])
@@ -76,6 +77,7 @@ def test_equals_autodiff_on_one_device(stats, variant, context):
     assert_trees_close(got, expected(variant), 1e-12)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("how", ["vmap", "shard_map"])
 @pytest.mark.parametrize("residual", [False, True])
 def test_parameters_may_differ_by_device(residual, how):

@@ -36,6 +36,7 @@ def test_keeps_x_and_nothing_of_its_size_besides(relu, residual, dtype):
     assert sum(v.size for v in leaves if v.size < x.size) <= 4 * 32 + 2
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("stats", ["gather", "two_psum"])

@@ -42,6 +42,7 @@ def grouped(x, w, **options):
     return lax.pmean(value, "i")[None], dx / DEVICES
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("stats", ["gather", "two_psum"])
 @pytest.mark.parametrize("how", ["pmap", "shard_map"])
 def test_groups_of_devices(how, stats):

@@ -18,6 +18,7 @@ from tests.ops.batch_norm.cases import PARAMS, C, make_batch
 pytestmark = pytest.mark.usefixtures("x64")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("how", ["local", "gather", "two_psum"])
 @pytest.mark.parametrize(("ratio", "tolerance"), [(1e3, 5e-6), (1e4, 5e-5)])
 def test_variance_is_stable_where_the_mean_is_large(how, ratio, tolerance):
@@ -32,6 +33,7 @@ def test_variance_is_stable_where_the_mean_is_large(how, ratio, tolerance):
     assert np.abs(var / want - 1).max() <= tolerance
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("stats", ["gather", "two_psum"])
 @pytest.mark.parametrize("axis_name", [None, "i"])
 def test_nothing_counted(axis_name, stats):

@@ -61,6 +61,7 @@ def setup(conv, masked=False):
     return oracle, op, params, {"x": x, "w": rng.normal(size=y.shape), **mask}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("conv", ["pointwise", "strided"])
 def test_equals_plain_autodiff(conv, context):
@@ -69,6 +70,7 @@ def test_equals_plain_autodiff(conv, context):
     assert_trees_close(CONTEXTS[context](op, params, batch), want, 1e-12)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("how", ["vmap", "shard_map"])
 @pytest.mark.parametrize("conv", ["pointwise", "strided"])
 def test_parameters_may_differ_by_device(conv, how):
@@ -106,6 +108,7 @@ def test_half_precision_takes_the_mean_away_from_what_it_stores():
     assert jnp.abs(dx.sum((0, 1, 2))).max() <= 0.005 * jnp.abs(dx).sum((0, 1, 2)).max()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("conv", CONVS)
 def test_convolution_options(conv, masked):

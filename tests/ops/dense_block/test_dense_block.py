@@ -73,6 +73,7 @@ def expected(mask, dropout_rate=0.0):
         return single_device(op, make_params(), make_batch())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("context", ["single_device", *CONTEXTS])
 @pytest.mark.parametrize("save", ["conv", "features"])
 def test_equals_plain_autodiff(save, context, x64):
@@ -81,6 +82,7 @@ def test_equals_plain_autodiff(save, context, x64):
     assert_trees_close(got, expected(False), 1e-12)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("stats", ["gather", "two_psum"])
 @pytest.mark.parametrize("context", ["pmap", "shard_map_of_grad"])
 def test_mask(context, stats, x64):
@@ -89,6 +91,7 @@ def test_mask(context, stats, x64):
     assert_trees_close(got, expected(True), 1e-12)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("save", ["conv", "features"])
 @pytest.mark.parametrize("context", ["single_device", "jit_auto", "jit_explicit"])
 def test_dropout_has_the_keys_of_the_plain_network(context, save, x64):
@@ -249,6 +252,7 @@ def test_keeps_only_what_it_says():
     assert kept("conv") == [(2, 8, 8, 8)] * 4 + [(2, 8, 8, 11)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layers", [2, 4])
 @pytest.mark.parametrize("save", ["conv", "features"])
 def test_all_reduces_do_not_grow_with_the_depth(save, layers):
@@ -311,11 +315,13 @@ def h200_temp(layers, save, dtype=np.float32):
     return plan(step, params, x, w).device.temporaries / 1e6
 
 
+@pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_temporaries_on_an_h200_are_linear_in_the_depth():
     assert h200_temp(48, "features") / h200_temp(24, "features") <= 2.1
 
 
+@pytest.mark.exhaustive
 @needs_gpu_compiler
 @pytest.mark.parametrize(("save", "megabytes"), [("conv", 990), ("features", 400)])
 def test_temporaries_of_48_layers_on_an_h200(save, megabytes):
