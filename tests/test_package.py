@@ -77,7 +77,7 @@ THIRD = {
     "train.images": FLAX | {"optax", "rich"},
     "train.lm": FLAX | {"optax", "rich"},
     "cli": {"jax", "rich", "typer", "matplotlib"},
-    "bench": FLAX | {"optax", "rich", "typer", "torch", "torchvision"},
+    "bench": FLAX | {"optax", "rich", "typer", "matplotlib", "torch", "torchvision"},
 }
 
 

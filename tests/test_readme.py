@@ -1,31 +1,206 @@
-"""The README's Python blocks run, in order, as one program."""
+"""README and the pages of docs: their Python blocks run, their links lead somewhere, their numbers
+are those that were measured."""
 
+import functools
+import importlib.util
+import json
 import pathlib
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
-README = pathlib.Path(__file__).parent.parent / "README.md"
+import effjax
+from tests.programs import has_gpu_compiler
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted(ROOT.glob("docs/*.md"))]
+NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
+MEASURED = ROOT / "docs" / "measured"
+CONVOLUTIONS = "torchvision", "plain XLA", "effjax native"
+IN_MEMORY = "in memory", "in memory, remat"
+FEATURES = 'effjax save="features"'
 
 
-def test_readme(mesh8):
-    text = README.read_text()
-    names = {"__name__": "readme"}
-    for block in re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S):
-        line = text.count("\n", 0, block.start(1))
-        exec(compile("\n" * line + block[1], README, "exec"), names)
+def blocks(page, language):
+    """(line, text) of each block of code."""
+    text = page.read_text()
+    found = re.finditer(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
+    return [(text.count("\n", 0, block.start(1)), block[1]) for block in found]
 
-    # The two ways of reducing gradients give the gradient of the whole batch's mean.
+
+@functools.cache
+def run(page):
+    """Runs the Python blocks of a page, in order, as one program; returns its names."""
+    names = {"__name__": page.stem}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".* has moved to .*", DeprecationWarning)
+        for line, code in blocks(page, "python"):
+            exec(compile("\n" * line + code, page, "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.stem)
+def test_python_blocks_run(page, capsys):
+    if "import plan" in page.read_text() and not has_gpu_compiler():
+        pytest.skip("no GPU compiler: pip install 'effjax[plan]'")
+    run(page)
+
+
+def test_both_ways_of_reducing_gradients(mesh8):
+    """They give the gradient of the whole batch's mean."""
+    names = run(ROOT / "docs" / "batch_norm.md")
     x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
     scale = jnp.linspace(0.5, 2, 4)
-    import effjax
-
     expected = jax.grad(lambda s: jnp.mean(jnp.sin(effjax.sync_batch_norm(x, s)[0])))(scale)
     pmapped = jax.pmap(names["pmapped_step"], "data", in_axes=(None, 0))(scale, x.reshape(8, 2, 4))
     specs = dict(mesh=mesh8, in_specs=(P(), P("data")), out_specs=P())
     mapped = jax.jit(jax.shard_map(names["shard_mapped_step"], **specs))(scale, x)
     np.testing.assert_allclose(pmapped[0], expected, atol=1e-6)
     np.testing.assert_allclose(mapped, expected, atol=1e-6)
+
+
+def test_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 150
+    for line, block in blocks(README, "python"):
+        code = [row for row in block.splitlines() if row.strip() and not row.startswith("#")]
+        assert len(code) <= 10, f"README.md, line {line}: an example of {len(code)} lines"
+
+
+def test_readme_has_two_commands():
+    """As `.ci/run` reads them."""
+    commands = [block.strip() for _, block in blocks(README, "bash")]
+    assert commands == [
+        'pip install ".[train]" && effjax train densenet',
+        'pip install -e ".[test]" && pytest',
+    ]
+
+
+def anchors(page):
+    """Of the headings, as they are written in links."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    if page.suffix == ".ipynb":
+        cells = json.loads(page.read_text())["cells"]
+        text = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    else:
+        text = page.read_text()
+    for link in re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", text):
+        target, _, anchor = "".join(link).partition("#")
+        if not target.startswith("https://"):
+            file = page.parent / target if target else page
+            assert file.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors(file), f"{page.name} links to {target}#{anchor}"
+
+
+def test_every_page_is_linked_to():
+    for page in PAGES[1:]:
+        if page.name != "README.md":
+            assert f"(docs/{page.name})" in README.read_text(), page.name
+            assert f"({page.name})" in (ROOT / "docs/README.md").read_text(), page.name
+
+
+def test_benchmarks_exist():
+    """Those that pages and results name, and their folders."""
+    records = sorted(MEASURED.rglob("*.json"))
+    commands = [json.loads(path.read_text())["command"] for path in records]
+    for path, command in zip(records, commands, strict=True):
+        assert f"--json {path.parent.relative_to(ROOT)}" in command
+    texts = [*commands, *(page.read_text() for page in PAGES)]
+    for module in {name for text in texts for name in re.findall(r"-m (effjax\.[\w.]+\w)", text)}:
+        assert importlib.util.find_spec(module), module
+
+
+def table_rows(page):
+    """The rows of a page's tables, as lists of cells without emphasis."""
+    lines = [line for line in page.read_text().splitlines() if line.startswith("| ")]
+    return [[re.sub(r"\*\*|`", "", cell).strip() for cell in row.split("|")[1:-1]] for row in lines]
+
+
+def measured(file):
+    """The rows of a JSON file by name; of the deepest model, where it has several depths."""
+    return {row["name"]: row for row in json.loads((MEASURED / file).read_text())["rows"]}
+
+
+def block_rows():
+    """Tables of a dense block: peak by depth; temporaries and CPU time."""
+    files = MEASURED.glob("planned/memory_block_*_h200.json")
+    by_depth = sorted((int(path.stem.split("_")[2]), measured(path)) for path in files)
+    planned = by_depth[-1][1]
+    fast, slow = (measured(f"cpu/dense_block_{n}_float32.json") for n in (24, 48))
+    for name in planned:
+        yield [name, *(f"{rows[name]['peak_bytes'] / 1e6:.0f}" for _, rows in by_depth)]
+        ratios = [f"{rows[name]['ratio']:.2f}×" for rows in (fast, slow)]
+        temporaries = [f"{rows[name]['temp_bytes'] / 1e6:.0f}" for rows in (planned, slow)]
+        yield [name, temporaries[0], *ratios, temporaries[1]]
+
+
+def densenet_rows():
+    names = ["plain, Flax's BatchNorm", "jax.checkpoint a layer"]
+    names += ['effjax save="conv"', FEATURES]
+    rows = measured("planned/memory_densenet_100_h200.json").values()
+    for name, row in zip(names, rows, strict=True):
+        yield [name, f"{row['peak_bytes'] / 1e6:.0f}"]
+
+
+def deform_conv_rows():
+    for shape in ("2x56x56x64", "2x25x42x256", "2x50x84x128", "8x56x56x64"):
+        for groups in (1, 4) if shape == "2x50x84x128" else (1,):
+            file = f"cpu/deform_conv_{shape}_{groups}_forward"
+            passes = measured(f"{file}.json"), measured(f"{file}_backward.json")
+            yield [
+                shape.replace("x", " × ") if groups == 1 else "the same, 4 offset groups",
+                *(
+                    " / ".join(f"{1e3 * rows[name]['seconds']:.0f}" for rows in passes)
+                    for name in ("torchvision", "plain XLA", "effjax xla", "effjax native")
+                ),
+                " / ".join(f"{1e3 * r['matrix products alone']['seconds']:.0f}" for r in passes),
+            ]
+
+
+def offload_rows():
+    file = MEASURED / "planned/offload_1024_float32_h200.json"
+    by_name = {}
+    for row in json.loads(file.read_text())["rows"]:
+        by_name.setdefault(row["name"], []).append(row)
+    for name, rows in by_name.items():
+        device = [f"{row['planned_device_bytes'] / 1e9:.2f}" for row in rows]
+        name = "jax.checkpoint a layer" if name == "in memory, remat" else name
+        yield [name, *device, f"{rows[-1]['planned_host_bytes'] / 1e9:.2f}"]
+
+
+@pytest.mark.parametrize("rows_of", [block_rows, densenet_rows, deform_conv_rows, offload_rows])
+def test_tables_are_what_was_measured(rows_of):
+    shown = table_rows(ROOT / "docs" / "measured.md")
+    for row in rows_of():
+        assert row in shown
+
+
+def test_readme_has_measured_numbers():
+    densenet = measured("planned/memory_densenet_100_h200.json")
+    block = measured("cpu/dense_block_24_float32.json")
+    conv = measured("cpu/deform_conv_8x56x56x64_1_forward_backward.json")
+    model = measured("planned/offload_1024_float32_h200.json")
+    fused = model["all offloaded, fused update"]
+    picture = measured("planned/memory_block_48_h200.json")
+    numbers = [
+        *(f"{densenet[n]['peak_bytes'] / 1e6:.0f} MB" for n in densenet if n != "effjax conv"),
+        *(f"{block[n]['seconds']:.2f} s" for n in ("plain autodiff", 'effjax save="conv"')),
+        *(f"{1e3 * conv[n]['seconds']:.0f} ms" for n in CONVOLUTIONS),
+        *(f"{model[n]['planned_device_bytes'] / 1e9:.2f} GB" for n in IN_MEMORY),
+        *(f"{fused[f'planned_{where}_bytes'] / 1e9:.2f} GB" for where in ("device", "host")),
+        f"plain {picture['plain autodiff']['peak_bytes'] / 1e9:.1f} GB",
+        f"layer {picture['jax.checkpoint a layer']['peak_bytes'] / 1e9:.1f} GB",
+        f"effjax {picture[FEATURES]['peak_bytes'] / 1e9:.2f} GB",
+    ]  # fmt: skip
+    text = README.read_text().replace("**", "")
+    assert not [number for number in numbers if number not in text]

@@ -1,7 +1,7 @@
 """Device memory of training steps on a GPU that need not be there: effjax beside its peers.
 
-One DenseNet-BC block in every form of `effjax.bench.dense_block`, and DenseNet-BC-100 (k = 12) in
-the forms of `effjax memory`, both at the batch of 64 of Pleiss et al. 2017.
+DenseNet-BC blocks of several depths in every form of `effjax.bench.dense_block`, and
+DenseNet-BC-100 (k = 12) in the forms of `effjax memory`, at the batch of 64 of Pleiss et al. 2017.
 """
 
 from pathlib import Path
@@ -16,6 +16,8 @@ from ..train.images.config import Config
 from ..train.images.forms import training_steps
 from ._measure import write_record
 from .dense_block import BLOCKS, init, train_step
+
+DEPTHS = [12, 24, 48]
 
 
 def plan_block(layers: int, batch_size: int, target: str) -> Comparison:
@@ -36,31 +38,37 @@ def plan_densenet(depth: int, batch_size: int, target: str) -> Comparison:
 
 
 def main(
-    layers: Annotated[int, typer.Option(help="Of the block.")] = 48,
-    depth: Annotated[int, typer.Option(help="Of the DenseNet, 6n + 4.")] = 100,
+    layers: Annotated[
+        list[int], typer.Option(help="Of the block; each depth is a table.")
+    ] = DEPTHS,
+    depth: Annotated[int, typer.Option(help="Of the DenseNet, 6n + 4; 0 for none.")] = 100,
     batch_size: int = 64,
     target: str = "h200",
     json: Annotated[Path | None, typer.Option(help="Folder for a JSON file a table.")] = None,
 ) -> None:
-    """Plans a block and a DenseNet in every form."""
-    for name, plans in (
-        (f"block_{layers}", plan_block(layers, batch_size, target)),
-        (f"densenet_{depth}", plan_densenet(depth, batch_size, target)),
-    ):
+    """Plans blocks and a DenseNet in every form."""
+    tables = [(f"block_{n}", plan_block, n) for n in layers]
+    if depth:
+        tables.append((f"densenet_{depth}", plan_densenet, depth))
+    for name, plan_table, size in tables:
+        plans = plan_table(size, batch_size, target)
         print(f"{name}, batch {batch_size}, compiled for {target}\n{plans}\n")
         if json:
-            first = next(iter(plans.values())).peak_device_bytes
-            rows = [
-                {
-                    "name": form,
-                    "peak_bytes": plan.peak_device_bytes,
-                    "temp_bytes": plan.device.temporaries,
-                    "ratio": round(plan.peak_device_bytes / first, 4),
-                }
-                for form, plan in plans.items()
-            ]
             config = {"target": target, "batch_size": batch_size}
-            write_record(json / f"memory_{name}_{target}.json", name, config, rows)
+            write_record(json / f"memory_{name}_{target}.json", name, config, rows_of(plans))
+
+
+def rows_of(plans: Comparison) -> list[dict]:
+    first = next(iter(plans.values())).peak_device_bytes
+    return [
+        {
+            "name": form,
+            "peak_bytes": plan.peak_device_bytes,
+            "temp_bytes": plan.device.temporaries,
+            "ratio": round(plan.peak_device_bytes / first, 4),
+        }
+        for form, plan in plans.items()
+    ]
 
 
 if __name__ == "__main__":

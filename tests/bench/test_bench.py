@@ -6,7 +6,7 @@ import jax
 import pytest
 import typer
 
-from effjax.bench import batch_norm, deform_conv, dense_block, memory, offload
+from effjax.bench import batch_norm, deform_conv, dense_block, figure, memory, offload
 from effjax.native import available
 from tests.programs import needs_gpu_compiler
 
@@ -54,13 +54,24 @@ def test_deform_conv(backward):
 
 @needs_gpu_compiler
 def test_memory(tmp_path, capsys):
-    memory.main(layers=1, depth=10, batch_size=2, target="l4", json=tmp_path)
+    memory.main(layers=[1], depth=10, batch_size=2, target="l4", json=tmp_path)
     rows = rows_of(tmp_path / "memory_block_1_l4.json")
     assert set(rows) == set(dense_block.BLOCKS)
     rows = rows_of(tmp_path / "memory_densenet_10_l4.json")
     assert list(rows) == ["plain", "jax.checkpoint", "effjax conv", "effjax features"]
     assert rows["plain"]["ratio"] == 1
     assert "compiled for l4" in capsys.readouterr().out
+
+
+def test_figure(tmp_path):
+    for depth in (2, 4):
+        rows = [{"name": name, "peak_bytes": depth * 10**9} for name in dense_block.BLOCKS]
+        (tmp_path / f"memory_block_{depth}_l4.json").write_text(json.dumps({"rows": rows}))
+    figure.main(tmp_path, tmp_path / "new" / "figure.svg", target="l4")
+    drawn = (tmp_path / "new" / "figure.svg").read_text()
+    assert "plain  4.00 GB" in drawn and "planned for L4" in drawn
+    with pytest.raises(typer.BadParameter, match="memory_block_.*_h200.json: run python -m"):
+        figure.main(tmp_path, tmp_path / "figure.svg", target="h200")
 
 
 SMALL_LM = dict(
