@@ -51,99 +51,56 @@ struct Parallel {
   }
 };
 
-// Calls run(T(), A()) with the types that x is stored in and computed in.
-template <typename Run>
-ffi::Error dispatch(ffi::DataType dtype, const Run& run) {
-  switch (dtype) {
-    case ffi::F32: run(float(), float()); break;
-    case ffi::F64: run(double(), double()); break;
-    case ffi::BF16: run(BFloat16(), float()); break;
-    case ffi::F16: run(Float16(), float()); break;
-    default: return invalid("x must be float32, float64, bfloat16 or float16");
-  }
-  return ffi::Error::Success();
-}
-
 template <typename T, typename A>
-Operands<T, A> operands(const Geometry& g, ffi::AnyBuffer x, ffi::AnyBuffer offset,
-                        ffi::AnyBuffer mask, ffi::Buffer<ffi::S32> row) {
-  return {g, row.typed_data()[0], static_cast<const T*>(x.untyped_data()),
-          static_cast<const A*>(offset.untyped_data()), static_cast<const A*>(mask.untyped_data())};
+Operands<T, A> operands(const Inputs& in) {
+  return {in.g, in.row.typed_data()[0], static_cast<const T*>(in.x.untyped_data()),
+          static_cast<const A*>(in.offset.untyped_data()),
+          static_cast<const A*>(in.mask.untyped_data())};
 }
 
-ffi::Error Columns(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer offset,
-                   ffi::AnyBuffer mask, ffi::Buffer<ffi::S32> row,
-                   ffi::Result<ffi::AnyBuffer> columns, EFFJAX_GEOMETRY_PARAMETERS) {
-  Geometry g;
-  if (auto error = check(x, offset, mask, row, *columns, x.element_type(),
-                         EFFJAX_GEOMETRY_ARGUMENTS, g);
-      error.failure()) {
-    return error;
-  }
-  return dispatch(x.element_type(), [&](auto storage, auto accumulator) {
-    using T = decltype(storage);
-    using A = decltype(accumulator);
-    deform_columns<T, A>(operands<T, A>(g, x, offset, mask, row),
-                         static_cast<T*>(columns->untyped_data()), Parallel{pool});
-  });
-}
+// The calls' device, see deform_conv_ffi.h.
+struct Cpu {
+  using Context = ffi::ThreadPool;
 
-ffi::Error ColumnsBackward(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer offset,
-                           ffi::AnyBuffer mask, ffi::Buffer<ffi::S32> row,
-                           ffi::AnyBuffer dcolumns, ffi::AnyBuffer dx_so_far,
-                           ffi::Result<ffi::AnyBuffer> dx, ffi::Result<ffi::AnyBuffer> doffset,
-                           ffi::Result<ffi::AnyBuffer> dmask, EFFJAX_GEOMETRY_PARAMETERS,
-                           int64_t skip_dx) {
-  Geometry g;
-  if (auto error = check(x, offset, mask, row, dcolumns, accumulator_of(x.element_type()),
-                         EFFJAX_GEOMETRY_ARGUMENTS, g);
-      error.failure()) {
-    return error;
+  static ffi::Error copy(Context, const void* from, void* to, size_t bytes) {
+    std::memcpy(to, from, bytes);
+    return ffi::Error::Success();
   }
-  if (auto error = check_gradients(x, offset, mask, dx_so_far, *dx, *doffset, *dmask);
-      error.failure()) {
-    return error;
+
+  static ffi::Error columns(Context pool, const Inputs& in, AnyBuffer columns) {
+    return with_types<BFloat16, Float16>(in.x.element_type(), [&](auto storage, auto accumulator) {
+      using T = decltype(storage);
+      using A = decltype(accumulator);
+      deform_columns<T, A>(operands<T, A>(in), static_cast<T*>(columns.untyped_data()),
+                           Parallel{pool});
+      return ffi::Error::Success();
+    });
   }
-  if (skip_dx) return invalid("skip_dx is for CUDA");
-  if (dx->untyped_data() != dx_so_far.untyped_data()) {  // XLA could not reuse the buffer
-    std::memcpy(dx->untyped_data(), dx_so_far.untyped_data(), dx->size_bytes());
+
+  static ffi::Error gradients(Context pool, const Inputs& in, AnyBuffer dcolumns, AnyBuffer dx,
+                              AnyBuffer doffset, AnyBuffer dmask, bool skip_dx) {
+    if (skip_dx) return invalid("skip_dx is for CUDA");
+    return with_types<BFloat16, Float16>(in.x.element_type(), [&](auto storage, auto accumulator) {
+      using T = decltype(storage);
+      using A = decltype(accumulator);
+      deform_columns_backward<T, A>(operands<T, A>(in),
+                                    static_cast<const A*>(dcolumns.untyped_data()),
+                                    static_cast<A*>(dx.untyped_data()),
+                                    static_cast<A*>(doffset.untyped_data()),
+                                    static_cast<A*>(dmask.untyped_data()), Parallel{pool});
+      return ffi::Error::Success();
+    });
   }
-  return dispatch(x.element_type(), [&](auto storage, auto accumulator) {
-    using T = decltype(storage);
-    using A = decltype(accumulator);
-    deform_columns_backward<T, A>(operands<T, A>(g, x, offset, mask, row),
-                                  static_cast<const A*>(dcolumns.untyped_data()),
-                                  static_cast<A*>(dx->untyped_data()),
-                                  static_cast<A*>(doffset->untyped_data()),
-                                  static_cast<A*>(dmask->untyped_data()), Parallel{pool});
-  });
-}
+};
 
 }  // namespace
 }  // namespace effjax
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EffjaxDeformColumns, effjax::Columns,
-                              EFFJAX_BIND_GEOMETRY(effjax::ffi::Ffi::Bind()
-                                                       .Ctx<effjax::ffi::ThreadPool>()
-                                                       .Arg<effjax::ffi::AnyBuffer>()
-                                                       .Arg<effjax::ffi::AnyBuffer>()
-                                                       .Arg<effjax::ffi::AnyBuffer>()
-                                                       .Arg<effjax::ffi::Buffer<effjax::ffi::S32>>()
-                                                       .Ret<effjax::ffi::AnyBuffer>()));
+template <>
+struct xla::ffi::CtxBinding<xla::ffi::ThreadPool> {
+  using Ctx = xla::ffi::ThreadPool;
+};
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    EffjaxDeformColumnsBackward, effjax::ColumnsBackward,
-    EFFJAX_BIND_GEOMETRY(effjax::ffi::Ffi::Bind()
-                             .Ctx<effjax::ffi::ThreadPool>()
-                             .Arg<effjax::ffi::AnyBuffer>()
-                             .Arg<effjax::ffi::AnyBuffer>()
-                             .Arg<effjax::ffi::AnyBuffer>()
-                             .Arg<effjax::ffi::Buffer<effjax::ffi::S32>>()
-                             .Arg<effjax::ffi::AnyBuffer>()
-                             .Arg<effjax::ffi::AnyBuffer>()
-                             .Ret<effjax::ffi::AnyBuffer>()
-                             .Ret<effjax::ffi::AnyBuffer>()
-                             .Ret<effjax::ffi::AnyBuffer>())
-        .Attr<int64_t>("skip_dx"));
-
+EFFJAX_EXPORT(EffjaxDeformColumns, effjax::Columns<effjax::Cpu>)
+EFFJAX_EXPORT(EffjaxDeformColumnsBackward, effjax::ColumnsBackward<effjax::Cpu>)
 EFFJAX_EXPORT_FFI_API_VERSION

@@ -1,5 +1,6 @@
-// What the CPU and the CUDA handlers share: their attributes, and the checks of what they are given.
-// Python has checked before; this is for whoever calls the custom call directly.
+// The custom calls of deformable convolution: what they are given, the checks of it, and the calls
+// themselves but for the device they run on. Python has checked before; the checks are for whoever
+// calls them directly.
 #ifndef EFFJAX_DEFORM_CONV_FFI_H_
 #define EFFJAX_DEFORM_CONV_FFI_H_
 
@@ -10,33 +11,46 @@
 #include "deform_conv.h"
 #include "xla/ffi/api/ffi.h"
 
-#define EFFJAX_GEOMETRY_PARAMETERS                                                           \
-  int64_t kernel_h, int64_t kernel_w, int64_t stride_h, int64_t stride_w, int64_t padding_top, \
-      int64_t padding_left, int64_t dilation_h, int64_t dilation_w, int64_t offset_groups
-#define EFFJAX_GEOMETRY_ARGUMENTS                                                   \
-  kernel_h, kernel_w, stride_h, stride_w, padding_top, padding_left, dilation_h, dilation_w, \
-      offset_groups
-#define EFFJAX_BIND_GEOMETRY(binding)    \
-  (binding)                              \
-      .template Attr<int64_t>("kernel_h")         \
-      .template Attr<int64_t>("kernel_w")         \
-      .template Attr<int64_t>("stride_h")         \
-      .template Attr<int64_t>("stride_w")         \
-      .template Attr<int64_t>("padding_top")      \
-      .template Attr<int64_t>("padding_left")     \
-      .template Attr<int64_t>("dilation_h")       \
-      .template Attr<int64_t>("dilation_w")       \
-      .template Attr<int64_t>("offset_groups")
-
 namespace effjax {
 
 namespace ffi = xla::ffi;
+using AnyBuffer = ffi::AnyBuffer;
+using Integers = ffi::Buffer<ffi::S32>;
+using Result = ffi::Result<AnyBuffer>;
+
+// The attribute `geometry`: what the arrays do not say.
+struct Window {
+  int64_t kernel_h, kernel_w, stride_h, stride_w, padding_top, padding_left, dilation_h, dilation_w,
+      offset_groups;
+};
+
+}  // namespace effjax
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    effjax::Window, StructMember<int64_t>("kernel_h"), StructMember<int64_t>("kernel_w"),
+    StructMember<int64_t>("stride_h"), StructMember<int64_t>("stride_w"),
+    StructMember<int64_t>("padding_top"), StructMember<int64_t>("padding_left"),
+    StructMember<int64_t>("dilation_h"), StructMember<int64_t>("dilation_w"),
+    StructMember<int64_t>("offset_groups"));
+
+namespace effjax {
+
+inline constexpr char kGeometry[] = "geometry", kSkipDx[] = "skip_dx";
+using WindowAttribute = ffi::Attr<Window, kGeometry>;
+using SkipDxAttribute = ffi::Attr<int64_t, kSkipDx>;
+
+// What all calls read; `g` is known once it is checked.
+struct Inputs {
+  AnyBuffer x, offset, mask;
+  Integers row;
+  Geometry g{};
+};
 
 inline ffi::Error invalid(const std::string& what) {
   return ffi::Error::InvalidArgument("deformable convolution: " + what);
 }
 
-inline std::string shape_text(ffi::AnyBuffer buffer) {
+inline std::string shape_text(AnyBuffer buffer) {
   std::string text = "[";
   for (int64_t size : buffer.dimensions()) {
     text += (text.size() > 1 ? ", " : "") + std::to_string(size);
@@ -55,77 +69,127 @@ inline ffi::DataType accumulator_of(ffi::DataType storage) {
   return storage == ffi::F64 ? ffi::F64 : ffi::F32;
 }
 
+// Calls run(T(), A()) with the types that x is stored in and computed in.
+template <typename BFloat16, typename Float16, typename Run>
+ffi::Error with_types(ffi::DataType dtype, const Run& run) {
+  switch (dtype) {
+    case ffi::F32: return run(float(), float());
+    case ffi::F64: return run(double(), double());
+    case ffi::BF16: return run(BFloat16(), float());
+    case ffi::F16: return run(Float16(), float());
+    default: return invalid("x must be float32, float64, bfloat16 or float16");
+  }
+}
+
 // Checks ranks and shapes; fills in the geometry.
-inline ffi::Error check_shapes(ffi::AnyBuffer x, ffi::AnyBuffer offset, ffi::AnyBuffer mask,
-                               ffi::Buffer<ffi::S32> row, ffi::AnyBuffer columns,
-                               EFFJAX_GEOMETRY_PARAMETERS, Geometry& g) {
-  if (std::min({kernel_h, kernel_w, stride_h, stride_w, dilation_h, dilation_w, offset_groups}) < 1) {
+inline ffi::Error check_shapes(const Window& w, AnyBuffer columns, Inputs& in) {
+  if (std::min({w.kernel_h, w.kernel_w, w.stride_h, w.stride_w, w.dilation_h, w.dilation_w,
+                w.offset_groups}) < 1) {
     return invalid("the kernel's size, strides, dilations and offset_groups must be positive");
   }
-  if (x.dimensions().size() != 4 || offset.dimensions().size() != 4 || row.element_count() != 1) {
-    return invalid("x must be [N, H, W, C], not " + shape_text(x) + ", offset [N, R, Wo, G*K*2], not " +
-                   shape_text(offset) + ", and row one number");
+  const auto sizes = in.x.dimensions(), rows = in.offset.dimensions();
+  if (sizes.size() != 4 || rows.size() != 4 || in.row.element_count() != 1) {
+    return invalid("x must be [N, H, W, C], not " + shape_text(in.x) +
+                   ", offset [N, R, Wo, G*K*2], not " + shape_text(in.offset) +
+                   ", and row one number");
   }
-  const auto sizes = x.dimensions(), rows = offset.dimensions();
-  g = Geometry{sizes[0], sizes[1], sizes[2], sizes[3], rows[1], rows[2], kernel_h * kernel_w,
-               offset_groups, kernel_w, stride_h, stride_w, padding_top, padding_left, dilation_h,
-               dilation_w, true};
+  Geometry& g = in.g;
+  g = Geometry{sizes[0], sizes[1], sizes[2], sizes[3], rows[1], rows[2], w.kernel_h * w.kernel_w,
+               w.offset_groups, w.kernel_w, w.stride_h, w.stride_w, w.padding_top, w.padding_left,
+               w.dilation_h, w.dilation_w, true};
   const int64_t taps = g.G * g.K;
-  if (!has_shape(offset, {g.N, g.R, g.Wo, 2 * taps}) || g.C % g.G != 0) {
-    return invalid("offset of shape " + shape_text(offset) + " does not fit x of shape " +
-                   shape_text(x) + " with " + std::to_string(g.K) + " taps and " +
+  if (!has_shape(in.offset, {g.N, g.R, g.Wo, 2 * taps}) || g.C % g.G != 0) {
+    return invalid("offset of shape " + shape_text(in.offset) + " does not fit x of shape " +
+                   shape_text(in.x) + " with " + std::to_string(g.K) + " taps and " +
                    std::to_string(g.G) + " offset groups");
   }
-  g.has_mask = !has_shape(mask, {g.N, g.R, g.Wo, 0});
-  if (g.has_mask && !has_shape(mask, {g.N, g.R, g.Wo, taps})) {
-    return invalid("mask of shape " + shape_text(mask) + " does not fit offset of shape " +
-                   shape_text(offset));
+  g.has_mask = !has_shape(in.mask, {g.N, g.R, g.Wo, 0});
+  if (g.has_mask && !has_shape(in.mask, {g.N, g.R, g.Wo, taps})) {
+    return invalid("mask of shape " + shape_text(in.mask) + " does not fit offset of shape " +
+                   shape_text(in.offset));
   }
   if (!has_shape(columns, {g.N, g.R, g.Wo, g.K * g.C})) {
     return invalid("columns of shape " + shape_text(columns) + " do not fit x of shape " +
-                   shape_text(x));
+                   shape_text(in.x));
   }
   return ffi::Error::Success();
 }
 
 // Checks dtypes too.
-inline ffi::Error check(ffi::AnyBuffer x, ffi::AnyBuffer offset, ffi::AnyBuffer mask,
-                        ffi::Buffer<ffi::S32> row, ffi::AnyBuffer columns,
-                        ffi::DataType columns_dtype, EFFJAX_GEOMETRY_PARAMETERS, Geometry& g) {
-  if (auto error = check_shapes(x, offset, mask, row, columns, EFFJAX_GEOMETRY_ARGUMENTS, g);
-      error.failure()) {
-    return error;
-  }
+inline ffi::Error check(const Window& window, AnyBuffer columns, ffi::DataType columns_dtype,
+                        Inputs& in) {
+  if (auto error = check_shapes(window, columns, in); error.failure()) return error;
   if (columns.element_type() != columns_dtype) {
     return invalid("columns must have x's dtype, and their gradient that of offset");
   }
-  const auto accumulator = accumulator_of(x.element_type());
-  if (offset.element_type() != accumulator || mask.element_type() != accumulator) {
+  const auto accumulator = accumulator_of(in.x.element_type());
+  if (in.offset.element_type() != accumulator || in.mask.element_type() != accumulator) {
     return invalid("offset and mask must be float32, or float64 where x is");
   }
   return ffi::Error::Success();
 }
 
-inline ffi::Error check_gradients(ffi::AnyBuffer x, ffi::AnyBuffer offset, ffi::AnyBuffer mask,
-                                  ffi::AnyBuffer dx_so_far, ffi::AnyBuffer dx,
-                                  ffi::AnyBuffer doffset, ffi::AnyBuffer dmask) {
-  const auto same = [](ffi::AnyBuffer a, ffi::AnyBuffer b) {
+inline ffi::Error check_gradients(const Inputs& in, AnyBuffer dx_so_far, AnyBuffer dx,
+                                  AnyBuffer doffset, AnyBuffer dmask) {
+  const auto same = [](AnyBuffer a, AnyBuffer b) {
     const auto left = a.dimensions(), right = b.dimensions();
     return left.size() == right.size() && std::equal(left.begin(), left.end(), right.begin());
   };
-  const auto accumulator = accumulator_of(x.element_type());
+  const auto accumulator = accumulator_of(in.x.element_type());
   for (auto gradient : {dx_so_far, dx, doffset, dmask}) {
     if (gradient.element_type() != accumulator) {
       return invalid("gradients must be float32, or float64 where x is");
     }
   }
-  if (!same(dx_so_far, x) || !same(dx, x) || !same(doffset, offset) || !same(dmask, mask)) {
+  if (!same(dx_so_far, in.x) || !same(dx, in.x) || !same(doffset, in.offset) ||
+      !same(dmask, in.mask)) {
     return invalid("gradients must have the shapes of x, offset and mask");
   }
   return ffi::Error::Success();
 }
 
+// Lets `to` begin as `from` where XLA could not reuse the buffer.
+template <typename Device>
+ffi::Error copy_if_apart(typename Device::Context context, AnyBuffer from, AnyBuffer to) {
+  if (to.untyped_data() == from.untyped_data()) return ffi::Error::Success();
+  return Device::copy(context, from.untyped_data(), to.untyped_data(), to.size_bytes());
+}
+
+// The calls. Their parameters are what XLA binds to them; a Device has the Context that it passes,
+// and `columns`, `gradients` and `copy`, which find everything checked.
+template <typename Device>
+ffi::Error Columns(typename Device::Context context, AnyBuffer x, AnyBuffer offset, AnyBuffer mask,
+                   Integers row, Result columns, WindowAttribute window) {
+  Inputs in{x, offset, mask, row};
+  if (auto error = check(*window, *columns, x.element_type(), in); error.failure()) return error;
+  return Device::columns(context, in, *columns);
+}
+
+template <typename Device>
+ffi::Error ColumnsBackward(typename Device::Context context, AnyBuffer x, AnyBuffer offset,
+                           AnyBuffer mask, Integers row, AnyBuffer dcolumns, AnyBuffer dx_so_far,
+                           Result dx, Result doffset, Result dmask, WindowAttribute window,
+                           SkipDxAttribute skip_dx) {
+  Inputs in{x, offset, mask, row};
+  if (auto error = check(*window, dcolumns, accumulator_of(x.element_type()), in);
+      error.failure()) {
+    return error;
+  }
+  if (auto error = check_gradients(in, dx_so_far, *dx, *doffset, *dmask); error.failure()) {
+    return error;
+  }
+  if (auto error = copy_if_apart<Device>(context, dx_so_far, *dx); error.failure()) return error;
+  return Device::gradients(context, in, dcolumns, *dx, *doffset, *dmask, *skip_dx != 0);
+}
+
 }  // namespace effjax
+
+// A call as a symbol of the library; further arguments are its traits.
+#define EFFJAX_EXPORT(symbol, call, ...)                                           \
+  extern "C" XLA_FFI_Error* symbol(XLA_FFI_CallFrame* frame) {                     \
+    static auto* handler = xla::ffi::Ffi::BindTo(call, {__VA_ARGS__}).release();   \
+    return handler->Call(frame);                                                   \
+  }
 
 // The version of XLA's FFI that a library speaks, for the loader to compare.
 #define EFFJAX_EXPORT_FFI_API_VERSION                                             \

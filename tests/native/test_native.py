@@ -78,7 +78,8 @@ def call(columns=COLUMNS, dtypes=(), attributes=(), **shapes):
     arrays = [jnp.zeros(shape, dtype[name]) for name, shape in (SHAPES | shapes).items()]
     fn = jax.ffi.ffi_call("effjax_deform_columns", jax.ShapeDtypeStruct(columns, dtype["x"]))
     values = GEOMETRY | dict(attributes)
-    return jax.jit(lambda *a: fn(*a, **{n: np.int64(v) for n, v in values.items()}))(*arrays)
+    geometry = {name: np.int64(value) for name, value in values.items()}
+    return jax.jit(lambda *a: fn(*a, geometry=geometry))(*arrays)
 
 
 @needs_cpu
@@ -95,6 +96,7 @@ def call(columns=COLUMNS, dtypes=(), attributes=(), **shapes):
         ("must be positive", {"attributes": {"stride_w": 0}}),
         ("must be float32, float64, bfloat16 or float16", {"dtypes": {"x": np.int32}}),
         ("with 2 taps and 3 offset groups", {"attributes": {"offset_groups": 3}}),
+        ("expected 9 attributes but got 10", {"attributes": {"of_another_version": 1}}),
     ],
 )
 def test_the_handler_checks_again(match, options):

@@ -1,8 +1,8 @@
 """Deformable convolution that keeps only its inputs for the backward pass."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,10 @@ from jax import lax
 from .._convolution import padding_of, pair
 from .._parallel import on_each_device, same_varying
 from .._platform import traced_platform
-from . import custom_call
-from . import partition as batch
-from .chunks import Static
+from . import custom_call, partition, xla
+from .chunks import Sampler, Static
 from .guards import reverse_only
 from .reference import Geometry
-from .xla import deform_conv_xla
 
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -95,49 +93,52 @@ def deform_conv2d(
     if precision is None:  # here, because XLA's threads know nothing of a `with`
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore
     precision = tuple(precision) if isinstance(precision, list) else precision
-    platforms = custom_call.platforms_of(implementation)
-    static = Static(
-        geometry, feature_group_count, implementation, platforms, traced_platform(), precision,
-        deterministic, workspace_bytes,
-    )  # fmt: skip
-    return _deform_conv2d(static, (x, offset, mask), (kernel, bias))
+    chosen, platform = IMPLEMENTATIONS[implementation], traced_platform()
+    if platform == "cpu":
+        workspace_bytes = min(workspace_bytes, chosen.slice_bytes_on_a_cpu)
+    available = custom_call.available() if chosen.native else ()
+    sampler = _sampler_of(implementation, available, platform, deterministic)
+    static = Static(geometry, feature_group_count, sampler, precision, workspace_bytes)
+    return _deform_conv2d(chosen.run, static, (x, offset, mask), (kernel, bias))
 
 
-@functools.partial(jax.jit, static_argnums=0)  # loops would be compiled again for every call
-def _deform_conv2d(static: Static, images, parameters) -> jax.Array:
-    return on_each_device(functools.partial(_of_images, static), images[0])(images, parameters)
+@functools.partial(jax.jit, static_argnums=(0, 1))  # loops would be compiled again for every call
+def _deform_conv2d(run: Callable, static: Static, images, parameters) -> jax.Array:
+    of_images = functools.partial(_of_images, run, static)
+    return on_each_device(of_images, images[0])(images, parameters)
 
 
-def _of_images(static: Static, images, parameters) -> jax.Array:
+def _of_images(run: Callable, static: Static, images, parameters) -> jax.Array:
     x, offset, mask = images
     kernel, bias = parameters
     dtype = jnp.dtype("float64" if "float64" in (x.dtype, offset.dtype) else "float32")
     mask = jnp.zeros((*offset.shape[:3], 0), dtype) if mask is None else mask
     wide = jnp.float64 if dtype == jnp.float64 else x.dtype  # one of the two is: all is
     args = x.astype(wide), offset.astype(dtype), mask.astype(dtype), kernel
-    args = same_varying(args)
-    run: Any = deform_conv_xla
-    if static.implementation != "xla":
-        run, args = _core, reverse_only(*args)
-    y = run(static, *args).astype(x.dtype)
+    y = run(static, *same_varying(args)).astype(x.dtype)
     if bias is not None:
         y = (y.astype(dtype) + bias.astype(dtype)).astype(x.dtype)
     return y
 
 
+def _first_order(static: Static, *args) -> jax.Array:
+    """Of images and a kernel; with a gradient, and no other derivative."""
+    return _core(static, *reverse_only(*args))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(static: Static, x, offset, mask, kernel) -> jax.Array:
-    return batch.forward(static, *_one_example(x, offset, mask, kernel))[0]
+    return partition.forward(static, *_one_example(x, offset, mask, kernel))[0]
 
 
 def _forward(static: Static, *args):
-    return batch.forward(static, *_one_example(*args))[0], args
+    return partition.forward(static, *_one_example(*args))[0], args
 
 
 def _backward(static: Static, kept, dy):
     # The barrier keeps the samples from being kept since the forward pass.
     kept, dy = lax.optimization_barrier((kept, dy))
-    gradients = batch.backward(static, *_one_example(*kept, dy))
+    gradients = partition.backward(static, *_one_example(*kept, dy))
     return tuple(d[0].astype(a.dtype) for d, a in zip(gradients, kept, strict=True))
 
 
@@ -146,6 +147,59 @@ _core.defvjp(_forward, _backward)
 
 def _one_example(*arrays):
     return tuple(a[None] for a in arrays)
+
+
+class Implementation(NamedTuple):
+    """What a value of `implementation` stands for."""
+
+    run: Callable  # the operator without bias: (static, x, offset, mask, kernel) -> y
+    native: dict[str, Sampler]  # by platform; used where they were built
+    elsewhere: Sampler
+    slice_bytes_on_a_cpu: int  # larger slices fall out of its caches; they cost a GPU nothing
+
+
+IMPLEMENTATIONS = {
+    # CUDA joins when its kernels have run on a GPU: so far they have been compiled, and emulated
+    # on a CPU.
+    None: Implementation(_first_order, {"cpu": custom_call.CPU}, xla.SAMPLER, 24 * 2**20),
+    "native": Implementation(
+        _first_order,
+        {"cpu": custom_call.CPU, "cuda": custom_call.CUDA},
+        custom_call.NOWHERE,
+        24 * 2**20,
+    ),
+    "xla": Implementation(xla.deform_conv_xla, {}, xla.SAMPLER, 64 * 2**20),
+}
+
+
+@functools.cache  # one object for equal choices: jit compares them
+def _sampler_of(
+    implementation: str | None, available: tuple[str, ...], platform: str, deterministic: bool
+) -> Sampler:
+    """The samplers of all platforms as one, with the workspace of that on `platform`."""
+    chosen = IMPLEMENTATIONS[implementation]
+    native = {p: sampler for p, sampler in chosen.native.items() if p in available}
+    backward = "sums_in_order" if deterministic else "columns_backward"
+    columns, columns_backward = (
+        _by_platform(
+            {p: getattr(sampler, name) for p, sampler in native.items()},
+            getattr(chosen.elsewhere, name),
+        )
+        for name in ("columns", backward)
+    )
+    here = native.get(platform, chosen.elsewhere)
+    return Sampler(columns, columns_backward, columns_backward, here.sample_bytes)
+
+
+def _by_platform(native: dict[str, Callable], elsewhere: Callable) -> Callable:
+    """One of the functions, chosen when the program is compiled."""
+
+    def run(*args, geometry):
+        bound = {p: functools.partial(f, geometry=geometry) for p, f in native.items()}
+        default = functools.partial(elsewhere, geometry=geometry)
+        return lax.platform_dependent(*args, **bound, default=default)
+
+    return run if native else elsewhere
 
 
 def _geometry(x, offset, kernel, strides, padding, dilation, offset_groups) -> Geometry:
@@ -245,7 +299,7 @@ def _check_shapes(x, offset, kernel, mask, bias, geometry: Geometry, groups) -> 
 
 
 def _check_options(implementation, deterministic, workspace_bytes) -> None:
-    if implementation not in (None, "xla", "native"):
+    if implementation not in list(IMPLEMENTATIONS):
         raise ValueError(f'`implementation` (={implementation!r}) must be None, "native" or "xla".')
     if not isinstance(deterministic, bool):
         raise ValueError(f"`deterministic` (={deterministic!r}) must be True or False.")

@@ -7,6 +7,7 @@ All arrays have a leading axis D of examples that ``jax.vmap`` adds (1 without i
 either one entry there, or one for each example.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,66 +20,71 @@ from .._parallel import zeros
 from .reference import Geometry
 
 
+class Sampler(NamedTuple):
+    """Functions with the parameters of `reference.columns` and `reference.columns_backward`."""
+
+    columns: Callable
+    columns_backward: Callable
+    sums_in_order: Callable  # columns_backward that adds to dx in one order
+    # dtype -> the workspace for each number of the columns, in either pass
+    sample_bytes: Callable[[Any], tuple[int, int]]
+
+
 class Static(NamedTuple):
     """All that is no array."""
 
     geometry: Geometry
     feature_groups: int
-    implementation: str | None
-    platforms: tuple[str, ...]  # that run native code
-    platform: str  # that slices are made for
+    sampler: Sampler
     precision: Any
-    deterministic: bool
-    workspace_bytes: int
+    workspace_bytes: int  # of a slice
 
 
-class Sampler(NamedTuple):
-    """`columns` and `columns_backward` of one implementation."""
-
-    columns: Callable
-    columns_backward: Callable
-    sample_bytes: tuple[int, int]  # of workspace for each number of the columns, in either pass
-    slice_bytes: float  # a larger slice of the workspace would only be slower
-
-
-def forward(static: Static, sampler: Sampler, x, offset, mask, kernel) -> jax.Array:
+def forward(static: Static, x, offset, mask, kernel) -> jax.Array:
     """The convolution: y [D, N, Ho, Wo, O] of x's dtype."""
+    sample_bytes, _ = static.sampler.sample_bytes(x.dtype)
     images = x.shape[:2]
     x, offset, mask = map(_merge, (x, offset, mask))
     wide = kernel_blocks(kernel, x.dtype, static.feature_groups)
+    columns = functools.partial(static.sampler.columns, geometry=static.geometry)
 
     def body(start, rows, carry):
         (y,) = carry
-        part = sampler.columns(x, *_rows(start, rows, offset, mask), _row(start))
+        part = columns(x, *_rows(start, rows, offset, mask), _row(start))
         part = multiply(part.reshape(*images, *part.shape[1:]), wide, offset.dtype, static)
         part = part.astype(y.dtype)
         return (lax.dynamic_update_slice_in_dim(y, part, start, 2),)
 
     y = zeros((*images, *offset.shape[1:3], kernel.shape[-1]), x.dtype, x)
-    rows = rows_of_chunk(static, x, offset, kernel, sampler.sample_bytes[0], sampler.slice_bytes)
+    rows = rows_of_chunk(static, x, offset, kernel, sample_bytes)
     return over_rows(body, (y,), offset.shape[1], rows)[0]
 
 
-def backward(static: Static, sampler: Sampler, x, offset, mask, kernel, dy) -> tuple:
+def backward(static: Static, x, offset, mask, kernel, dy) -> tuple:
     """(dx, doffset, dmask) like x, offset and mask; dkernel [D, kh, kw, C / groups, O].
 
     dx is added up in offset's dtype (float32 or wider), and dkernel comes back in it.
     """
+    _, sample_bytes = static.sampler.sample_bytes(x.dtype)
     images = x.shape[:2]
     x, offset, mask = map(_merge, (x, offset, mask))
     wide = kernel_blocks(kernel, x.dtype, static.feature_groups)
+    columns, columns_backward = (
+        functools.partial(run, geometry=static.geometry)
+        for run in (static.sampler.columns, static.sampler.columns_backward)
+    )
 
     def body(start, rows, carry):
         dx, doffset, dmask, dkernel = carry
         here = (*_rows(start, rows, offset, mask), _row(start))
-        part = sampler.columns(x, *here)
+        part = columns(x, *here)
         dpart = lax.dynamic_slice_in_dim(dy, start, rows, 2)
         dkernel += multiply_backward_kernel(
             part.reshape(*images, *part.shape[1:]), dpart, wide, offset.dtype, static
         )
         dcolumns = multiply_backward_columns(dpart, wide, offset.dtype, static)
         dcolumns = dcolumns.reshape(part.shape)
-        dx, *here = sampler.columns_backward(x, *here, dcolumns, dx)
+        dx, *here = columns_backward(x, *here, dcolumns, dx)
         doffset, dmask = (
             lax.dynamic_update_slice_in_dim(whole, some, start, 1)
             for whole, some in zip((doffset, dmask), here, strict=True)
@@ -89,15 +95,15 @@ def backward(static: Static, sampler: Sampler, x, offset, mask, kernel, dy) -> t
     transposed = (images[0], groups, outputs, taps, channels)
     shapes = (x.shape, offset.shape, mask.shape, transposed)
     carry = tuple(zeros(shape, offset.dtype, x) for shape in shapes)
-    rows = rows_of_chunk(static, x, offset, kernel, sampler.sample_bytes[1], sampler.slice_bytes)
+    rows = rows_of_chunk(static, x, offset, kernel, sample_bytes)
     *to_split, dkernel = over_rows(body, carry, offset.shape[1], rows)
     dx, doffset, dmask = (a.reshape(*images, *a.shape[1:]) for a in to_split)
     dkernel = dkernel.transpose(0, 3, 4, 1, 2).reshape(images[0], *kernel.shape[1:])
     return dx.astype(x.dtype), doffset, dmask, dkernel
 
 
-def rows_of_chunk(static: Static, x, offset, kernel, sample_bytes: int, slice_bytes: float) -> int:
-    """The output rows of a slice, at least one; under both limits with those of a last, smaller
+def rows_of_chunk(static: Static, x, offset, kernel, sample_bytes: int) -> int:
+    """The output rows of a slice, at least one; under the limit with those of a last, smaller
     slice, which may have a workspace of its own. Few slices; none smaller, if one more avoids it.
     """
     n, height, width, _ = offset.shape
@@ -105,8 +111,8 @@ def rows_of_chunk(static: Static, x, offset, kernel, sample_bytes: int, slice_by
     sums = 3 * taps * groups * math.ceil(channels / groups / 64)  # of blocks of channels
     pixel = taps * channels * sample_bytes
     pixel += (kernel.shape[-1] + sums) * offset.dtype.itemsize
-    most = min(static.workspace_bytes, slice_bytes) // max(n * width * pixel, 1)
-    most = int(max(1, min(height, most)))
+    most = static.workspace_bytes // max(n * width * pixel, 1)
+    most = max(1, min(height, most))
     fitting = (rows for rows in range(1, most + 1) if rows + height % rows <= most)
     return min(fitting, key=lambda rows: math.ceil(height / rows) + (height % rows > 0))
 

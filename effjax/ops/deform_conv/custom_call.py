@@ -1,6 +1,5 @@
-"""The custom calls, and which implementation runs where."""
+"""The custom calls as samplers: of a CPU, of a GPU, and of platforms that have none."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,64 +16,13 @@ from ...native import available as native_available
 from ...native import status
 from .._parallel import same_varying
 from . import reference
-from .chunks import Sampler, Static
+from .chunks import Sampler
 from .reference import Geometry
-
-# Where native code is used without being asked for. CUDA joins when its kernels have run on a GPU:
-# so far they have been compiled, and emulated on a CPU.
-BY_DEFAULT = ("cpu",)
 
 
 def available() -> tuple[str, ...]:
     """The platforms that have native code here."""
     return tuple(p for p in ("cpu", "cuda") if native_available(p))
-
-
-def platforms_of(implementation: str | None) -> tuple[str, ...]:
-    """The platforms that run native code for this choice."""
-    if implementation == "xla":
-        return ()
-    return tuple(p for p in available() if implementation == "native" or p in BY_DEFAULT)
-
-
-def sampler_of(static: Static, dtype: Any) -> Sampler:
-    """The custom calls where there are any; elsewhere XLA, or an error when asked for native."""
-    geometry = static.geometry
-    xla_backward = functools.partial(reference.columns_backward, geometry=geometry)
-    xla = functools.partial(reference.columns, geometry=geometry)
-    platforms, slice_bytes = static.platforms, on_a_cpu(static, 24 * 2**20)
-    if not platforms:
-        return Sampler(xla, xla_backward, xla_bytes(dtype)[:2], slice_bytes)
-    if static.implementation == "native":
-        xla, xla_backward = _refusing(xla), _refusing(xla_backward)
-
-    def columns(*args):
-        calls = {p: functools.partial(_columns, geometry) for p in platforms}
-        return lax.platform_dependent(*args, **calls, default=xla)
-
-    def columns_backward(*args):
-        deterministic = {"cpu": False, "cuda": static.deterministic}  # on a CPU it always is
-        calls = {
-            p: functools.partial(_columns_backward, geometry, deterministic[p]) for p in platforms
-        }
-        return lax.platform_dependent(*args, **calls, default=xla_backward)
-
-    if static.implementation != "native" and static.platform not in platforms:
-        return Sampler(columns, columns_backward, xla_bytes(dtype)[:2], slice_bytes)
-    size = dtype.itemsize
-    sample_bytes = size, 2 * size + max(4, size)  # XLA transposes one on a CPU
-    return Sampler(columns, columns_backward, sample_bytes, slice_bytes)
-
-
-def on_a_cpu(static: Static, most: int) -> float:
-    """A limit for slices: larger ones fall out of a CPU's caches, and cost a GPU nothing."""
-    return most if static.platform == "cpu" else math.inf
-
-
-def xla_bytes(dtype: Any) -> tuple[int, int, int]:
-    """What XLA holds for each number of the columns, as measured: forward, backward, autodiff."""
-    size = max(4, dtype.itemsize)
-    return 2 * size, 12 * size, 16 * size
 
 
 def unavailable(platform: str) -> str:
@@ -88,15 +36,14 @@ def unavailable(platform: str) -> str:
     )
 
 
-def _attributes(geometry: Geometry) -> dict[str, np.int64]:
+def _attribute(geometry: Geometry) -> dict[str, np.int64]:
+    """`Window` of native/deform_conv_ffi.h."""
     (top, _), (left, _) = geometry.padding
-    names = (
-        "kernel_h kernel_w stride_h stride_w padding_top padding_left dilation_h dilation_w "
-        "offset_groups"
-    )
-    values = (*geometry.kernel_size, *geometry.strides, top, left, *geometry.kernel_dilation)
-    values = (*values, geometry.offset_groups)
-    return {n: np.int64(v) for n, v in zip(names.split(), values, strict=True)}
+    window = dict(offset_groups=geometry.offset_groups, padding_top=top, padding_left=left)
+    window["kernel_h"], window["kernel_w"] = geometry.kernel_size
+    window["stride_h"], window["stride_w"] = geometry.strides
+    window["dilation_h"], window["dilation_w"] = geometry.kernel_dilation
+    return {name: np.int64(value) for name, value in window.items()}
 
 
 def _like(x: jax.Array, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
@@ -111,30 +58,30 @@ def _like(x: jax.Array, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeS
     )
 
 
-def _columns(geometry: Geometry, x, offset, mask, row) -> jax.Array:
+def _columns(x, offset, mask, row, geometry: Geometry) -> jax.Array:
     args = same_varying((x, offset, mask, row))
     shape = (*offset.shape[:3], geometry.taps * x.shape[-1])
     call = jax.ffi.ffi_call("effjax_deform_columns", _like(args[0], shape))
-    return call(*args, **_attributes(geometry))
+    return call(*args, geometry=_attribute(geometry))
 
 
-def _columns_backward(geometry: Geometry, deterministic: bool, *args) -> tuple:
+def _columns_backward(*args, geometry: Geometry, skip_dx: bool = False) -> tuple:
     args = same_varying(args)
-    x, offset, mask, row, dcolumns, dx = args
+    _, offset, mask, _, _, dx = args
     call = jax.ffi.ffi_call(
         "effjax_deform_columns_backward",
         (_like(dx), _like(offset), _like(mask)),
         input_output_aliases={5: 0},
     )
-    skip_dx = np.int64(deterministic)
-    dx, doffset, dmask = call(*args, **_attributes(geometry), skip_dx=skip_dx)
-    if deterministic:
-        dx = _scatter_sorted(geometry, offset, mask, row, dcolumns, dx)
+    dx, doffset, dmask = call(*args, geometry=_attribute(geometry), skip_dx=np.int64(skip_dx))
     return dx, doffset, dmask
 
 
-def _scatter_sorted(geometry: Geometry, offset, mask, row, dcolumns, dx) -> jax.Array:
-    """Adds dcolumns to dx, every pixel in one order: the corners are sorted by their pixel."""
+def _sums_in_order(*args, geometry: Geometry) -> tuple:
+    """On a GPU: all but dx, and then dx, every pixel in one order; corners are sorted by pixel."""
+    args = same_varying(args)
+    _, offset, mask, row, dcolumns, _ = args
+    dx, doffset, dmask = _columns_backward(*args, geometry=geometry, skip_dx=True)
     destination = destinations(offset, row, dx.shape[1:3], geometry)
     source = jnp.arange(destination.shape[-1], dtype=jnp.int32)
     source = jnp.broadcast_to(source, destination.shape)
@@ -142,7 +89,7 @@ def _scatter_sorted(geometry: Geometry, offset, mask, row, dcolumns, dx) -> jax.
     destination, source = lax.sort((destination, source), num_keys=1, is_stable=True)
     call = jax.ffi.ffi_call("effjax_deform_scatter_sorted", _like(dx), input_output_aliases={6: 0})
     args = (offset, mask, row, dcolumns, destination, source, dx)
-    return call(*args, **_attributes(geometry))
+    return call(*args, geometry=_attribute(geometry)), doffset, dmask
 
 
 def destinations(
@@ -159,9 +106,9 @@ def destinations(
     return by_group.reshape(*by_group.shape[:2], math.prod(by_group.shape[2:]))
 
 
-def _refusing(fun: Callable) -> Callable:
-    """`fun`, which cannot be compiled: for platforms without native code."""
-    return lambda x, *args: fun(_refuse_p.bind(x), *args)
+def _sample_bytes(dtype: Any) -> tuple[int, int]:
+    size = dtype.itemsize
+    return size, 2 * size + max(4, size)  # XLA transposes one on a CPU
 
 
 # Tells of a platform without native code when a program is compiled for it: not before, because
@@ -175,3 +122,17 @@ def _refuse(ctx, _):
 
 
 mlir.register_lowering(_refuse_p, _refuse)
+
+
+def _refusing(run: Callable) -> Callable:
+    return lambda x, *args, geometry: run(_refuse_p.bind(x), *args, geometry=geometry)
+
+
+CPU = Sampler(_columns, _columns_backward, _columns_backward, _sample_bytes)
+CUDA = Sampler(_columns, _columns_backward, _sums_in_order, _sample_bytes)
+NOWHERE = Sampler(
+    _refusing(reference.columns),
+    _refusing(reference.columns_backward),
+    _refusing(reference.columns_backward),
+    _sample_bytes,
+)

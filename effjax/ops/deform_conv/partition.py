@@ -20,7 +20,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._parallel import manual_axes
 from . import chunks
 from .chunks import Static
-from .custom_call import sampler_of
 from .guards import first_order
 
 # Axes of examples (d) and images (n) by operand; the others are worked through whole.
@@ -39,7 +38,7 @@ def backward(static: Static, x, offset, mask, kernel, dy) -> tuple:
 @functools.cache
 def _forward_of(static: Static) -> Callable:
     def run(*args):
-        return (chunks.forward(static, sampler_of(static, args[0].dtype), *args),)
+        return (chunks.forward(static, *args),)
 
     def partitioned(*args):
         rule = f"{_X}, {_OFFSET}, {_MASK}, {_kernel_rule(args)} -> {_OUT}"
@@ -50,8 +49,7 @@ def _forward_of(static: Static) -> Callable:
 
 @functools.cache
 def _backward_of(static: Static) -> Callable:
-    def run(*args):
-        return chunks.backward(static, sampler_of(static, args[0].dtype), *args)
+    run = functools.partial(chunks.backward, static)
 
     def partitioned(*args):
         inputs = f"{_X}, {_OFFSET}, {_MASK}, {_kernel_rule(args)}, {_OUT}"

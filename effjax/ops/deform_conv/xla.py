@@ -1,12 +1,23 @@
-"""The whole operator in XLA, open to forward mode and to gradients of gradients."""
+"""XLA alone: as a sampler, and as an operator open to forward mode and gradients of gradients."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from . import chunks, reference
-from .chunks import Static
-from .custom_call import on_a_cpu, xla_bytes
+from .chunks import Sampler, Static
+
+
+def _sample_bytes(dtype: Any) -> tuple[int, int]:
+    size = max(4, dtype.itemsize)
+    return 2 * size, 12 * size  # as measured
+
+
+SAMPLER = Sampler(
+    reference.columns, reference.columns_backward, reference.columns_backward, _sample_bytes
+)
 
 
 def deform_conv_xla(static: Static, x, offset, mask, kernel) -> jax.Array:
@@ -16,8 +27,8 @@ def deform_conv_xla(static: Static, x, offset, mask, kernel) -> jax.Array:
     """
     accumulate = offset.dtype
     n, height = offset.shape[:2]
-    sample_bytes, slice_bytes = xla_bytes(x.dtype)[2], on_a_cpu(static, 64 * 2**20)
-    rows = chunks.rows_of_chunk(static, x, offset, kernel, sample_bytes, slice_bytes)
+    sample_bytes = 16 * max(4, x.dtype.itemsize)  # as measured
+    rows = chunks.rows_of_chunk(static, x, offset, kernel, sample_bytes)
     count, rest = divmod(height, rows)
     # Nothing is rounded to x's dtype in between: its gradient would be rounded in each chunk.
     wide_x, wide_kernel = x.astype(accumulate), kernel.astype(accumulate)
