@@ -16,7 +16,7 @@ from .options import DATA, MODEL, OPTIMIZATION, fail, no_other_option, one_line_
 from .train_lm import train_lm
 
 if TYPE_CHECKING:
-    from ..train.loop import Result
+    from ..train.images.task import ImageResult
     from ..train.run_directory import RunDirectory
 
 app = typer.Typer(
@@ -325,21 +325,21 @@ def run_model(
     out: Path | None = None,
     overwrite: bool = False,
     resume: "RunDirectory | None" = None,
-) -> "Result":
+) -> "ImageResult":
     """Checks everything, then writes."""
-    from ..train.images.job import prepare
     from ..train.images.report import announce, make_progress, show_result
+    from ..train.images.task import prepare
     from ..train.loop import fit
     from ..train.run_directory import RunDirectory
 
     console = Console()
-    job = prepare(config)
-    run = resume or RunDirectory.create(out, job.describe(), overwrite)
-    announce(console, job, run)
+    task = prepare(config)
+    run = resume or RunDirectory.create(out, task.describe(), overwrite)
+    announce(console, task, run)
     try:
-        result = fit(job, run, make_progress(console, job), resume=resume is not None)
+        result = fit(task, run, make_progress(console, task), resume=resume is not None)
     except KeyboardInterrupt:
         command = "deform-resnet" if config.model == "deform-resnet" else "densenet"
         fail(f"interrupted; go on with effjax train {command} --resume {run.path}", 130)
-    show_result(console, job, run, result)
+    show_result(console, task, run, result)
     return result

@@ -92,17 +92,17 @@ def run_lm(
     resume: "RunDirectory | None" = None,
 ) -> None:
     """Checks everything, then writes."""
-    from ..train.lm.job import prepare
-    from ..train.lm.loop import fit
     from ..train.lm.report import announce, make_progress, show_result
+    from ..train.lm.task import prepare
+    from ..train.loop import fit
     from ..train.run_directory import RunDirectory
 
     console = Console()
-    job = prepare(config)
-    run = resume or RunDirectory.create(out, job.describe(), overwrite)
-    announce(console, job, run)
+    task = prepare(config)
+    run = resume or RunDirectory.create(out, task.describe(), overwrite)
+    announce(console, task, run)
     try:
-        result = fit(job, run, make_progress(console, job), resume=resume is not None)
+        result = fit(task, run, make_progress(console, task), resume=resume is not None)
     except KeyboardInterrupt:
         fail(f"interrupted; go on with effjax train lm --resume {run.path}", 130)
     show_result(console, run, result, _planned(config))

@@ -1,8 +1,9 @@
-"""Training on real images.
+"""Training on real data: one loop, and what it trains.
 
-- `steps`: a data-parallel training step by jit, shard_map and pmap, with sync batch norm
-- `data`, `cifar`, `folder`, `augment`: data sets in memory
-- `config`, `recipe`, `job`, `loop`, `run_directory`, `checkpoint`, `report`: the run
+- `loop`: trains a task, tests it, and goes on after an interruption with the same bits
+- `run_directory`, `checkpoint`, `report`, `mesh`, `errors`: what the loop and the tasks share
+- `data`: images and text, in memory
+- `images`, `lm`: a task each
 
 Imports nothing by itself, so that a command's help does not wait for JAX.
 """

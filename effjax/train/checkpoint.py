@@ -1,6 +1,6 @@
-"""Checkpoints of a run: the last epoch and the best one, by Orbax.
+"""Checkpoints of a run: the last one and the best one, by Orbax.
 
-A checkpoint is a directory `RUN/checkpoints/EPOCH` that Orbax puts in place only when it is whole.
+A checkpoint is a directory `RUN/checkpoints/NUMBER` that Orbax puts in place only when it is whole.
 It holds NumPy arrays, so a run can go on with other devices than it began with.
 """
 
@@ -14,7 +14,10 @@ from .errors import TrainError
 
 
 class Checkpoints:
-    """The checkpoints below `directory`; closes with a `with` block."""
+    """The checkpoints below `directory`; closes with a `with` block.
+
+    They are numbered by what the run counts: epochs, or steps.
+    """
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -27,29 +30,30 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         self._manager.close()
 
-    def save(self, epoch: int, state: Any, best_epoch: int) -> None:
-        """Writes the state after `epoch` epochs, then deletes all others but the best."""
-        self._manager.save(epoch, args=ocp.args.StandardSave(jax.device_get(state)), force=True)
+    def save(self, step: int, state: Any, best: int) -> None:
+        """Writes the state as number `step`, then deletes all others but number `best`."""
+        self._manager.save(step, args=ocp.args.StandardSave(jax.device_get(state)), force=True)
         for other in self._manager.all_steps():
-            if other not in (epoch, best_epoch):
+            if other not in (step, best):
                 self._manager.delete(other)
 
     @property
-    def epochs(self) -> list[int]:
+    def steps(self) -> list[int]:
+        """The numbers that there are, in order."""
         return sorted(self._manager.all_steps())
 
-    def restore(self, like: Any, epoch: int) -> Any:
-        """The state after `epoch` epochs, of the structure and shapes of `like`.
+    def restore(self, like: Any, step: int) -> Any:
+        """The state of number `step`, of the structure and shapes of `like`.
 
         Raises:
           TrainError: the checkpoint is damaged, cannot be read, or is of another model.
         """
         like = jax.device_get(like)
         try:
-            return self._manager.restore(epoch, args=ocp.args.StandardRestore(like))
+            return self._manager.restore(step, args=ocp.args.StandardRestore(like))
         # Orbax raises many types for a damaged file: of JSON, of TensorStore, of the system.
         except Exception as error:
             raise TrainError(
-                f"{self.directory / str(epoch)}: cannot be restored ({type(error).__name__}); "
+                f"{self.directory / str(step)}: cannot be restored ({type(error).__name__}); "
                 "delete this directory, then resume: from an earlier checkpoint or the beginning"
             ) from error

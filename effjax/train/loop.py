@@ -1,44 +1,100 @@
-"""The run: everything that can be wrong is found first, then epochs of training and testing."""
+"""The run of any task: steps of training, and from time to time a test and a checkpoint."""
 
 import contextlib
-import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 
-from ..memory import ResidualReport, residual_bytes
 from .checkpoint import Checkpoints
-from .data.augment import augment
 from .errors import TrainError
-from .images.job import Job
-from .images.recipe import forms
-from .images.steps import Batch, TrainState, TrainStep, make_eval_step, make_train_step, replicate
 from .run_directory import RunDirectory
 
+Measured = Mapping[str, float]  # by name; "loss" is among them
+Record = dict[str, Any]  # a line of metrics.jsonl
+TrainStep = Callable[[Any, Any, jax.Array], tuple[Any, Any]]  # (state, batch, key)
+Result = TypeVar("Result", covariant=True)
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What a run came to.
 
-    images_per_second: of training, the median epoch; an epoch's first step, which can include
-        compilation, is not counted unless it is the only one.
-    kept_bytes: for the backward pass of one batch, by each form of the model.
+class Options(Protocol):
+    """What the loop needs to know of a task's config."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def learning_rate(self) -> float: ...
+
+
+class Task(Protocol[Result]):
+    """What `fit` trains: its data, its model and its devices, and what is measured of it.
+
+    A run is counted in epochs or in steps (`kind`). After some `numbers` of these it is tested,
+    which gives a line of metrics.jsonl and a checkpoint; the last number is the run's end. A number
+    is `steps_each` steps: those of an epoch, or one.
     """
 
-    test_accuracy: float
-    test_loss: float
-    best_test_accuracy: float
-    best_epoch: int
-    images_per_second: float
-    kept_bytes: dict[str, int]
-    seconds: float
+    @property
+    def config(self) -> Options: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def numbers(self) -> Sequence[int]: ...
+    @property
+    def steps_each(self) -> int: ...
+    @property
+    def examples_per_step(self) -> int: ...
+
+    def describe(self) -> dict[str, Any]:
+        """For config.json: the options, and under `data` what tells other data from these."""
+        ...
+
+    def initial_state(self) -> Any:
+        """What the seed gives."""
+        ...
+
+    def place(self, state: Any) -> Any:
+        """The state, initial or restored, where the train step wants it."""
+        ...
+
+    def make_step(self) -> TrainStep:
+        """Compiles `(state, batch, key) -> (state, metrics)`; the state is donated."""
+        ...
+
+    def make_test(self) -> Callable[[Any], Measured]:
+        """Compiles `state -> measured` over the test set."""
+        ...
+
+    def batches(self, done: int) -> Iterator[Any]:
+        """Batches to train on for ever, from that after `done` steps on; the same for a seed."""
+        ...
+
+    def read(self, metrics: Any) -> Measured:
+        """A step's metrics as numbers, which waits for the step."""
+        ...
+
+    def where(self, step: int) -> str:
+        """For a message: `in epoch 3`, `at step 70`."""
+        ...
+
+    def record(self, number: int, train: Measured, test: Measured, rate: float) -> Record:
+        """A line of metrics.jsonl; `train` holds means over the steps since the line before, and
+        `rate` is in examples a second."""
+        ...
+
+    def score(self, record: Record) -> float:
+        """Higher is better."""
+        ...
+
+    def draw(self, axes: Any, records: Sequence[Record]) -> None:
+        """The run's curve, on matplotlib's axes."""
+        ...
+
+    def result(self, records: Sequence[Record], began: float) -> Result:
+        """What the run came to, a dataclass; `began` is by `time.perf_counter`."""
+        ...
 
 
 class Progress:
@@ -47,27 +103,26 @@ class Progress:
     def start(self, steps: int, done: int) -> None:
         """Before training: the number of steps, and how many an earlier run has done."""
 
-    def step(self, epoch: int, loss: float, accuracy: float, images_per_second: float) -> None:
-        """After each step, with the loss and the accuracy of its batch."""
+    def step(self, step: int, measured: Measured, rate: float) -> None:
+        """After each step, with what was measured of its batch, and examples a second."""
 
-    def epoch(self, record: dict[str, Any]) -> None:
-        """After each epoch; `record` is its line of metrics.jsonl."""
+    def report(self, record: Record) -> None:
+        """After each test; `record` is its line of metrics.jsonl."""
 
     def stop(self) -> None:
         """After training, however it ends."""
 
 
 def fit(
-    job: Job, run: RunDirectory, progress: Progress | None = None, resume: bool = False
+    task: Task[Result], run: RunDirectory, progress: Progress | None = None, resume: bool = False
 ) -> Result:
-    """Trains, tests after each epoch, and writes metrics.jsonl, checkpoints and curve.png.
+    """Trains, tests, and writes metrics.jsonl, checkpoints and curve.png.
 
-    The images' order, augmentation and dropout are drawn from the seed and the epoch or the step,
-    so a run that goes on after an interruption ends with the same bits as one that was not
-    interrupted.
+    All that is random is drawn from the seed and the epoch or the step, so a run that goes on after
+    an interruption ends with the same bits as one that was not interrupted.
 
     Args:
-      job: from `prepare`.
+      task: from the `prepare` of `images.task` or `lm.task`.
       run: where to write.
       progress: is told how it goes.
       resume: begin after the last checkpoint of `run`; if it has none, from the beginning.
@@ -77,11 +132,11 @@ def fit(
       KeyboardInterrupt: after the files have been brought up to date.
     """
     try:
-        return _fit(job, run, progress or Progress(), resume)
+        return _fit(task, run, progress or Progress(), resume)
     except KeyboardInterrupt:
         with contextlib.suppress(OSError, TrainError):  # it is Ctrl-C that shall be said
             run.append({"kind": "interrupted"})
-            run.draw_curve()
+            _draw(task, run)
         raise
     except OSError as error:
         raise TrainError(
@@ -90,162 +145,96 @@ def fit(
         ) from error
 
 
-def _fit(job: Job, run: RunDirectory, progress: Progress, resume: bool) -> Result:
+def _fit(task: Task[Result], run: RunDirectory, progress: Progress, resume: bool) -> Result:
     began = time.perf_counter()
     try:
         with Checkpoints(run.checkpoints) as checkpoints:
-            records = _train(job, run, checkpoints, progress, resume)
+            records = _train(task, run, checkpoints, progress, resume)
     finally:
         progress.stop()
-    best = max(records, key=lambda record: record["test_accuracy"])
-    result = Result(
-        test_accuracy=records[-1]["test_accuracy"],
-        test_loss=records[-1]["test_loss"],
-        best_test_accuracy=best["test_accuracy"],
-        best_epoch=best["epoch"],
-        images_per_second=statistics.median(r["images_per_second"] for r in records),
-        kept_bytes={
-            name: backward_bytes(job, **form).bytes for name, form in forms(job.config).items()
-        },
-        seconds=time.perf_counter() - began,
-    )
-    run.append({"kind": "final"} | dataclasses.asdict(result))
-    run.draw_curve()
+    result = task.result(records, began)
+    run.append({"kind": "final"} | vars(result))
+    _draw(task, run)
     return result
 
 
+def _draw(task: Task[Any], run: RunDirectory) -> None:
+    records = [record for record in run.metrics if record.get("kind") == task.kind]
+    run.draw(lambda axes: task.draw(axes, records))
+
+
 def _train(
-    job: Job, run: RunDirectory, checkpoints: Checkpoints, progress: Progress, resume: bool
-) -> list[dict[str, Any]]:
-    """All epochs; returns their lines of metrics.jsonl."""
-    if resume and run.config.get("data") != job.describe()["data"]:
+    task: Task[Any], run: RunDirectory, checkpoints: Checkpoints, progress: Progress, resume: bool
+) -> list[Record]:
+    """All steps; returns their lines of metrics.jsonl."""
+    if resume and run.config.get("data") != task.describe()["data"]:
         raise TrainError(f"{run.path}: was trained on other data; start a new run")
-    state = initial_state(job)
-    if resume and checkpoints.epochs:
-        done = checkpoints.epochs[-1]
+    state = task.initial_state()
+    if resume and checkpoints.steps:
+        done = checkpoints.steps[-1]
         state = checkpoints.restore(state, done)
     else:  # a new run, or one that was interrupted before its first checkpoint
         done = 0
-        checkpoints.save(0, state, best_epoch=0)
-    records = run.keep_epochs(done)
+        checkpoints.save(0, state, best=0)
+    records = run.keep(task.kind, [number for number in task.numbers if number <= done])
 
-    train_step = make_train_step(job.config.parallel, job.task, job.devices)
-    eval_step = make_eval_step(job.task, job.devices)
-    state = replicate(state, job.devices)
-    progress.start(job.config.epochs * job.steps_per_epoch, done * job.steps_per_epoch)
-    for epoch in range(done + 1, job.config.epochs + 1):
+    train_step, test = task.make_step(), task.make_test()
+    state = task.place(state)
+    each = task.steps_each
+    batches = task.batches(done * each)
+    progress.start(task.numbers[-1] * each, done * each)
+    for number in task.numbers[len(records) :]:
         began = time.perf_counter()
-        state, train_record = _train_epoch(job, train_step, state, epoch, progress)
-        test_loss, test_accuracy = evaluate(job, eval_step, state)
-        check_finite("test loss", test_loss, epoch, job)
-        record = {"kind": "epoch", "epoch": epoch, "step": epoch * job.steps_per_epoch}
-        record |= train_record | {"test_loss": test_loss, "test_accuracy": test_accuracy}
+        steps = range(done * each + 1, number * each + 1)
+        state, train, rate = _train_steps(task, train_step, state, batches, steps, progress)
+        tested = test(state)
+        _check_finite(task, "test loss", tested["loss"], steps[-1])
+        record = task.record(number, train, tested, rate)
         record |= {"seconds": time.perf_counter() - began}
         records.append(record)
         run.append(record)
-        best = max(records, key=lambda r: r["test_accuracy"])["epoch"]
-        checkpoints.save(epoch, state, best_epoch=best)
-        progress.epoch(record)
+        checkpoints.save(number, state, best=max(records, key=task.score)[task.kind])
+        progress.report(record)
+        done = number
     return records
 
 
-def initial_state(job: Job) -> TrainState:
-    """Parameters drawn from the seed, and the optimizer's first state."""
-
-    @jax.jit
-    def init() -> TrainState:
-        model = job.build(rngs=nnx.Rngs(job.config.seed))
-        _, params, stats = nnx.split(model, nnx.Param, ...)
-        return TrainState(jnp.int32(0), params, stats, job.task.optimizer.init(params))
-
-    return init()
-
-
-def _train_epoch(
-    job: Job, train_step: TrainStep, state: TrainState, epoch: int, progress: Progress
-) -> tuple[TrainState, dict[str, float]]:
-    """One pass over the train set, less what does not fill a batch."""
-    key = jax.random.key(job.config.seed)
-    batch_size = job.config.batch_size
-    losses: list[float] = []
-    correct = 0
+def _train_steps(
+    task: Task[Any], train_step: TrainStep, state: Any, batches: Iterator[Any], steps: range,
+    progress: Progress,
+) -> tuple[Any, Measured, float]:  # fmt: skip
+    """The new state, the means of what was measured, and examples a second."""
+    key = jax.random.key(task.config.seed)
+    seen: list[Measured] = []
     rate, clock = 0.0, time.perf_counter()
 
     def note(metrics: Any) -> None:
-        nonlocal correct, rate, clock
-        losses.append(float(metrics.loss))
-        correct += int(metrics.correct)
-        check_finite("train loss", losses[-1], epoch, job)
+        nonlocal rate, clock
+        step = steps[len(seen)]
+        seen.append(task.read(metrics))
+        _check_finite(task, "train loss", seen[-1]["loss"], step)
         now = time.perf_counter()
-        rate = max(len(losses) - 1, 1) * batch_size / (now - clock)
-        if len(losses) == 1:
+        rate = max(len(seen) - 1, 1) * task.examples_per_step / (now - clock)
+        if len(seen) == 1:
             clock = now  # the first step of a run is mostly compilation
-        progress.step(epoch, losses[-1], int(metrics.correct) / batch_size, rate)
+        progress.step(step, seen[-1], rate)
 
     # Reading a step's metrics waits for it, so they are read when the next step is under way.
     pending = None
-    for batch in train_batches(job, epoch):
-        state, metrics = train_step(state, batch, key)
+    for _ in steps:
+        state, metrics = train_step(state, next(batches), key)
         if pending is not None:
             note(pending)
         pending = metrics
     note(pending)
-    return state, {
-        "train_loss": statistics.fmean(losses),
-        "train_accuracy": correct / (len(losses) * batch_size),
-        "learning_rate": float(job.learning_rate((epoch - 1) * job.steps_per_epoch)),
-        "images_per_second": rate,
-    }
+    means = {name: statistics.fmean(measured[name] for measured in seen) for name in seen[0]}
+    return state, means, rate
 
 
-def check_finite(name: str, loss: float, epoch: int, job: Job) -> None:
+def _check_finite(task: Task[Any], name: str, loss: float, step: int) -> None:
     """Raises `TrainError` for a loss that is infinite or not a number."""
     if not math.isfinite(loss):
         raise TrainError(
-            f"the {name} is {loss} in epoch {epoch}; use a learning_rate below "
-            f"{job.config.learning_rate}"
+            f"the {name} is {loss} {task.where(step)}; use a learning_rate below "
+            f"{task.config.learning_rate}"
         )
-
-
-def train_batches(job: Job, epoch: int) -> Iterator[Batch]:
-    """The shuffled and augmented batches of an epoch, the same for the same seed and epoch."""
-    rng = np.random.default_rng([job.config.seed, epoch])
-    images, labels = job.dataset.train_images, job.dataset.train_labels
-    size = job.config.batch_size
-    order = rng.permutation(len(images))[: job.steps_per_epoch * size]
-    for chosen in order.reshape(-1, size):
-        batch = images[chosen]
-        if job.augmentation is not None:
-            batch = augment(batch, job.augmentation, rng)
-        yield Batch(batch, labels[chosen])
-
-
-def evaluate(job: Job, eval_step: Any, state: TrainState) -> tuple[float, float]:
-    """Loss and accuracy on the test set; the last batch is filled up with images of weight 0."""
-    images, labels = job.dataset.test_images, job.dataset.test_labels
-    size = job.config.batch_size
-    loss, correct = 0.0, 0.0
-    for start in range(0, len(images), size):
-        count = min(size, len(images) - start)
-        fill = size - count
-        batch = Batch(
-            np.pad(images[start : start + count], ((0, fill), (0, 0), (0, 0), (0, 0))),
-            np.pad(labels[start : start + count], (0, fill)),
-        )
-        sums = eval_step(state, batch, np.arange(size, dtype=np.float32) < count)
-        loss += float(sums.loss)
-        correct += float(sums.correct)
-    return loss / len(images), correct / len(images)
-
-
-def backward_bytes(job: Job, **form: Any) -> ResidualReport:
-    """What one batch keeps for the backward pass, in one of the `forms` of the model."""
-    model: Any = nnx.eval_shape(lambda: job.build(**form, axis_name=None, rngs=nnx.Rngs(0)))
-    model.train()
-    graphdef, params, stats = nnx.split(model, nnx.Param, ...)
-    task = dataclasses.replace(job.task, graphdef=graphdef)
-    stats = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), stats)
-    size = job.config.batch_size
-    batch = Batch(np.zeros((size, *job.dataset.image_shape), np.uint8), np.zeros((size,), np.int32))
-    key = jax.random.key(0)
-    return residual_bytes(lambda p: task.loss(p, stats, batch, key), params, has_aux=True)

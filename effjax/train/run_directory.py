@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +101,13 @@ class RunDirectory:
             file.truncate(file.read().rfind(b"\n") + 1)
             file.write(line.encode())
 
-    def keep_epochs(self, last: int) -> list[dict[str, Any]]:
-        """Drops all lines of metrics.jsonl but those of epochs 1 to `last`, and returns these."""
-        return self.keep("epoch", range(1, last + 1))
-
     def keep(self, kind: str, wanted: Sequence[int]) -> list[dict[str, Any]]:
-        """Drops all lines of metrics.jsonl but those of a kind (`epoch`, `step`) and of the
-        `wanted` numbers, and returns these."""
+        """Drops all lines of metrics.jsonl but those of a kind, such as `epoch`, and of the
+        `wanted` numbers of that kind, and returns these.
+
+        Raises:
+          TrainError: one of these is missing or there twice; nothing is dropped then.
+        """
         file = self._file(self.METRICS)
         records = [r for r in self.metrics if r.get("kind") == kind and r.get(kind) in wanted]
         found = [r[kind] for r in records]
@@ -122,29 +122,10 @@ class RunDirectory:
         _replace(file, "".join(json.dumps(r) + "\n" for r in records))
         return records
 
-    def draw_curve(self) -> None:
-        """curve.png: the loss of the train set and the accuracy on the test set, by epoch."""
-        epochs = [record for record in self.metrics if record.get("kind") == "epoch"]
-        x = [record["epoch"] for record in epochs]
-        figure, loss_axes = _figure(xlabel="epoch", ylabel="train loss", title=self.path.name)
-        loss_axes.plot(x, [r["train_loss"] for r in epochs], "C0.-", label="train loss")
-        accuracy_axes = loss_axes.twinx()
-        accuracy = [100 * r["test_accuracy"] for r in epochs]
-        accuracy_axes.plot(x, accuracy, "C1.-", label="test accuracy")
-        accuracy_axes.set(ylabel="test accuracy (%)")
-        self._save(figure)
-
-    def draw_losses(self) -> None:
-        """curve.png: the loss of the train set and on the test set, by step."""
-        steps = [record for record in self.metrics if record.get("kind") == "step"]
-        x = [record["step"] for record in steps]
-        figure, axes = _figure(xlabel="step", ylabel="loss (nats per byte)", title=self.path.name)
-        for number, name in enumerate(("train", "test")):
-            losses = [r[f"{name}_loss"] for r in steps]
-            axes.plot(x, losses, f"C{number}.-", label=f"{name} loss")
-        self._save(figure)
-
-    def _save(self, figure: Any) -> None:
+    def draw(self, plot: Callable[[Any], None]) -> None:
+        """curve.png: what `plot` puts on the axes that it is given."""
+        figure, axes = _figure(self.path.name)
+        plot(axes)
         figure.legend(loc="outside lower center", ncols=2)
         partial = self._file(f"{self.CURVE}.partial")
         figure.savefig(partial, format="png", dpi=120)
@@ -170,7 +151,7 @@ def unused(model: str = "densenet") -> Path:
     return path
 
 
-def _figure(**labels: str) -> tuple[Any, Any]:
+def _figure(title: str) -> tuple[Any, Any]:
     """An empty figure that needs no display, and its axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -180,7 +161,7 @@ def _figure(**labels: str) -> tuple[Any, Any]:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(**labels)
+    axes.set(title=title)
     return figure, axes
 
 

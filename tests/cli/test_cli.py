@@ -35,8 +35,8 @@ def small_model(monkeypatch):
     """A model that compiles in a second, on small images with the name `digits`."""
     from tests.train import small
 
-    monkeypatch.setattr("effjax.train.job.model_builder", small.builder)
-    monkeypatch.setattr("effjax.train.job.load_dataset", lambda *_: small.dataset())
+    monkeypatch.setattr("effjax.train.images.task.model_builder", small.builder)
+    monkeypatch.setattr("effjax.train.images.task.load_dataset", lambda *_: small.dataset())
 
 
 def test_doctor_examines_this_machine():
@@ -200,16 +200,19 @@ def test_deform_resnet_and_its_baseline(run, needs_train, small_model, tmp_path)
     assert code == 2 and one_line(err) and "holds a run" in err
 
 
+def interrupt_at(number):
+    """For a progress: Ctrl-C after a step."""
+
+    def step(self, step, measured, rate):
+        if step == number:
+            signal.raise_signal(signal.SIGINT)
+
+    return step
+
+
 def test_ctrl_c_then_resume(run, needs_train, small_model, monkeypatch, tmp_path):
-    from effjax.train.images import report
-
-    class Interrupt(report.LineProgress):
-        def step(self, epoch, loss, accuracy, images_per_second):
-            if epoch == 2:
-                signal.raise_signal(signal.SIGINT)
-
     with monkeypatch.context() as patch:
-        patch.setattr(report, "make_progress", Interrupt)
+        patch.setattr("effjax.train.report.LineProgress.step", interrupt_at(5))  # of 8
         options = ["--epochs", "2", "--batch-size", "16", "--out", "here"]
         code, out, err = run("train", "densenet", *options)
     assert code == 130 and "epoch 1/2" in out
@@ -226,7 +229,7 @@ def test_ctrl_c_before_training(run, needs_train, monkeypatch, tmp_path):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("effjax.train.job.load_dataset", interrupt)
+    monkeypatch.setattr("effjax.train.images.task.load_dataset", interrupt)
     assert run(*TINY) == (130, "", "effjax: interrupted\n")
     assert list(tmp_path.iterdir()) == []
 
@@ -262,15 +265,8 @@ def run_lm(run, needs_train, tmp_path):
 
 
 def test_lm_with_ctrl_c_and_resume(run_lm, monkeypatch, tmp_path):
-    from effjax.train.lm import report
-
-    class Interrupt(report.LineProgress):
-        def step(self, step, loss, tokens_per_second):
-            if step == 3:
-                signal.raise_signal(signal.SIGINT)
-
     with monkeypatch.context() as patch:
-        patch.setattr(report, "make_progress", Interrupt)
+        patch.setattr("effjax.train.report.LineProgress.step", interrupt_at(3))
         code, out, err = run_lm(*LM, "--remat", "--bias", "--dtype", "bfloat16", "--out", "here")
     assert code == 130 and "step 2/3  loss" in out
     assert err == "effjax: interrupted; go on with effjax train lm --resume here\n"
@@ -322,7 +318,7 @@ def test_lm_out_of_memory(run_lm, monkeypatch):
     def exhausted(*_, **__):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    monkeypatch.setattr("effjax.train.lm.loop.fit", exhausted)
+    monkeypatch.setattr("effjax.train.loop.fit", exhausted)
     code, _, err = run_lm(*LM)
     assert code == 1 and one_line(err) and "smaller --batch-size, or --remat" in err
 

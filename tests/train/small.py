@@ -1,14 +1,23 @@
-"""A small data set, and a model that compiles in a second."""
+"""A small data set, a model that compiles in a second, and small tasks of both kinds."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from effjax.nnx import BatchNorm
 from effjax.train.data.dataset import Dataset
+from effjax.train.data.text import split_text
+from effjax.train.images import task as images
+from effjax.train.images.config import Config
+from effjax.train.lm import task as lm
+from effjax.train.lm.config import LMConfig
+
+TEXT = split_text("fox", b"The quick brown fox jumps over the lazy dog.\n" * 40)
 
 
 def dataset(train=70, test=37, size=8, channels=1, classes=5) -> Dataset:
@@ -41,7 +50,50 @@ class SmallModel(nnx.Module):
 
 
 def builder(config, *_):
-    """Stands for `effjax.train.recipe.model_builder`."""
+    """Stands for `effjax.train.images.recipe.model_builder`."""
     axis_name = None if config.parallel == "jit" else "data"
     defaults: dict[str, Any] = {"axis_name": axis_name}
     return lambda **options: SmallModel(**defaults | options)
+
+
+def image_task(devices=2, **options) -> images.ImageTask:
+    """Three epochs of four steps, of the small model."""
+    config = Config(**{"batch_size": 16, "epochs": 3, "learning_rate": 0.05} | options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(images, "model_builder", builder)
+        return images.prepare(config, jax.devices()[:devices], dataset())
+
+
+def lm_task(devices=2, **options) -> lm.LMTask:
+    """Five steps, tested after the second, the fourth and the last one."""
+    tiny: dict[str, Any] = dict(
+        layers=2, width=16, heads=2, context=12, batch_size=4, steps=5, report_every=2, dropout=0.1
+    )  # fmt: skip
+    return lm.prepare(LMConfig(**tiny | options), jax.devices()[:devices], TEXT)
+
+
+class CompiledOnce:
+    """A task whose programs are those of its first run."""
+
+    def __init__(self, task):
+        self.task = task
+
+    def __getattr__(self, name):
+        return getattr(self.task, name)
+
+    @functools.cached_property
+    def _programs(self):
+        return self.task.make_step(), self.task.make_test()
+
+    @functools.cached_property
+    def _initial_state(self):
+        return jax.device_get(self.task.initial_state())
+
+    def initial_state(self):
+        return self._initial_state
+
+    def make_step(self):
+        return self._programs[0]
+
+    def make_test(self):
+        return self._programs[1]

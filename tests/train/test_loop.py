@@ -1,136 +1,186 @@
+"""What the loop does with any task: every test runs on images and on text."""
+
 import json
+import math
 import shutil
 import signal
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from effjax.train.checkpoint import Checkpoints
 from effjax.train.errors import TrainError
-from effjax.train.images.config import Config
-from effjax.train.images.job import prepare
-from effjax.train.images.recipe import make_optimizer, make_schedule, model_builder
-from effjax.train.loop import Progress, backward_bytes, fit, initial_state, train_batches
+from effjax.train.loop import Progress, fit
 from effjax.train.run_directory import RunDirectory
-from tests.train import small
+from tests.train.small import CompiledOnce, image_task, lm_task
 
 pytest.importorskip("matplotlib")
 
-
-@pytest.fixture
-def job(monkeypatch):
-    monkeypatch.setattr("effjax.train.job.model_builder", small.builder)
-    config = Config(batch_size=16, epochs=3, learning_rate=0.05)
-    return prepare(config, jax.devices()[:2], small.dataset())
+MAKE = {"images": image_task, "lm": lm_task}
 
 
-def new_run(path, job):
-    return RunDirectory.create(path, job.describe(), overwrite=False)
+@pytest.fixture(scope="module", autouse=True)
+def compile_fast():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module", params=MAKE)
+def task(request):
+    return CompiledOnce(MAKE[request.param]())
+
+
+@pytest.fixture(scope="module")
+def whole(task, tmp_path_factory):
+    """A run, and what it came to."""
+    run = new_run(tmp_path_factory.mktemp("whole") / "run", task)
+    return run, fit(task, run)
+
+
+def new_run(path, task):
+    return RunDirectory.create(path, task.describe(), overwrite=False)
 
 
 class Interrupt(Progress):
-    """Ctrl-C in the middle of an epoch."""
+    """Ctrl-C at a step."""
 
-    def __init__(self, epoch):
-        self.at = epoch
+    def __init__(self, at):
+        self.at = at
         self.stopped = False
 
-    def step(self, epoch, loss, accuracy, images_per_second):
-        if epoch == self.at:
+    def step(self, step, measured, rate):
+        if step == self.at:
             signal.raise_signal(signal.SIGINT)
 
     def stop(self):
         self.stopped = True
 
 
-def lines(path):
-    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+def after_first_test(task):
+    """Ctrl-C between the first test and the second one."""
+    return Interrupt(task.numbers[0] * task.steps_each + 1)
 
 
-def without_timing(records):
-    timing = {"seconds", "images_per_second"}
-    return [{k: v for k, v in r.items() if k not in timing} for r in records]
+def lines(run):
+    return [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_and_its_files(tmp_path, job):
-    run = new_run(tmp_path / "run", job)
-    result = fit(job, run)
-    records = lines(run.path)
-    assert [r["kind"] for r in records] == ["epoch"] * 3 + ["final"]
-    assert records[-1] | {"kind": None} == vars(result) | {"kind": None}
-    assert [r["step"] for r in records[:3]] == [4, 8, 12]
+def kinds(run):
+    return [record["kind"] for record in lines(run)]
+
+
+def without_timing(run):
+    timing = {"seconds", "images_per_second", "tokens_per_second"}
+    return [{k: v for k, v in record.items() if k not in timing} for record in lines(run)]
+
+
+def checkpoints(run):
+    return {int(path.name) for path in run.checkpoints.iterdir()}
+
+
+def test_a_run_and_its_files(task, whole):
+    run, result = whole
+    records = lines(run)
+    assert [r["kind"] for r in records] == [task.kind] * 3 + ["final"]
+    assert records[-1] == {"kind": "final"} | vars(result)
+    records = records[:3]
+    assert [r[task.kind] for r in records] == list(task.numbers)
+    assert [r["step"] for r in records] == [n * task.steps_each for n in task.numbers]
     assert records[2]["train_loss"] < records[0]["train_loss"]
-    assert result.best_test_accuracy == max(r["test_accuracy"] for r in records[:3])
+    assert result.test_loss == records[2]["test_loss"]
     assert (run.path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    kept = {int(p.name) for p in run.checkpoints.iterdir()}
-    assert kept == {3, result.best_epoch}
-    config = json.loads((run.path / "config.json").read_text())
-    assert config["options"]["batch_size"] == 16
-    assert config["data"]["class_names"] == list("abcde")
+    best = max(records, key=task.score)[task.kind]
+    assert checkpoints(run) == {task.numbers[-1], best}
+    assert json.loads((run.path / "config.json").read_text()) == task.describe()
     names = {p.name for p in run.path.iterdir()}
     assert names == {"config.json", "metrics.jsonl", "curve.png", "checkpoints"}
 
 
-def test_resuming_after_ctrl_c_ends_with_the_same_bits(tmp_path, job):
-    whole = new_run(tmp_path / "whole", job)
-    fit(job, whole)
-    run = new_run(tmp_path / "run", job)
-    progress = Interrupt(epoch=2)
+@pytest.mark.parametrize("task", ["images"], indirect=True)
+def test_what_is_said_of_images(task, whole):
+    run, result = whole
+    records = lines(run)[:3]
+    best = max(r["test_accuracy"] for r in records)
+    assert result.best_test_accuracy == best
+    assert records[result.best_epoch - 1]["test_accuracy"] == best
+    assert result.best_epoch in checkpoints(run)
+    config = json.loads((run.path / "config.json").read_text())
+    assert config["options"]["batch_size"] == 16
+    assert config["data"]["class_names"] == list("abcde")
+
+
+@pytest.mark.parametrize("task", ["lm"], indirect=True)
+def test_what_is_said_of_text(task, whole):
+    run, result = whole
+    records = lines(run)[:3]
+    assert records[0]["train_loss"] < math.log(256) + 0.1
+    np.testing.assert_allclose(result.test_bits_per_byte, result.test_loss / math.log(2))
+    assert result.best_test_loss == min(r["test_loss"] for r in records)
+    assert result.num_params == 2 * 256 * 16 + 16 + 2 * (12 * 16**2 + 2 * 16)
+    assert 3 < result.unigram_bits < 5 and result.tokens_per_second > 0
+    assert checkpoints(run) == {5, result.best_step}
+
+
+def test_resuming_after_ctrl_c_ends_with_the_same_bits(tmp_path, task, whole):
+    run = new_run(tmp_path / "run", task)
+    progress = after_first_test(task)
     with pytest.raises(KeyboardInterrupt):
-        fit(job, run, progress)
+        fit(task, run, progress)
     assert progress.stopped
-    assert [r["kind"] for r in lines(run.path)] == ["epoch", "interrupted"]
+    assert kinds(run) == [task.kind, "interrupted"]
     assert (run.path / "curve.png").exists()
-    assert {p.name for p in run.checkpoints.iterdir()} == {"1"}
+    assert checkpoints(run) == {task.numbers[0]}
 
-    fit(job, RunDirectory.open(run.path), resume=True)
-    assert without_timing(lines(run.path)) == without_timing(lines(whole.path))
-
-    from effjax.train.checkpoint import Checkpoints
-
-    like = initial_state(job)
-    with Checkpoints(whole.checkpoints) as a, Checkpoints(run.checkpoints) as b:
-        for x, y in zip(*(jax.tree.leaves(c.restore(like, 3)) for c in (a, b)), strict=True):
+    fit(task, RunDirectory.open(run.path), resume=True)
+    assert without_timing(run) == without_timing(whole[0])
+    like, last = task.initial_state(), task.numbers[-1]
+    with Checkpoints(whole[0].checkpoints) as a, Checkpoints(run.checkpoints) as b:
+        for x, y in zip(*(jax.tree.leaves(c.restore(like, last)) for c in (a, b)), strict=True):
             np.testing.assert_array_equal(x, y)
 
 
-def test_ctrl_c_in_the_first_epoch_leaves_a_run_to_resume(tmp_path, job):
-    run = new_run(tmp_path / "run", job)
+def test_ctrl_c_before_the_first_test_leaves_a_run_to_resume(tmp_path, task):
+    run = new_run(tmp_path / "run", task)
     with pytest.raises(KeyboardInterrupt):
-        fit(job, run, Interrupt(epoch=1))
-    assert lines(run.path) == [{"kind": "interrupted"}]
+        fit(task, run, Interrupt(at=1))
+    assert lines(run) == [{"kind": "interrupted"}]
     assert (run.path / "curve.png").exists()
-    assert {p.name for p in run.checkpoints.iterdir()} == {"0"}
+    assert checkpoints(run) == {0}
 
 
-def test_ctrl_c_before_the_first_checkpoint_leaves_a_run_to_resume(tmp_path, job, monkeypatch):
-    def interrupt(_):
+def test_ctrl_c_before_the_first_checkpoint_leaves_a_run_to_resume(
+    tmp_path, task, whole, monkeypatch
+):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
-    run, whole = new_run(tmp_path / "run", job), new_run(tmp_path / "whole", job)
+    run = new_run(tmp_path / "run", task)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("effjax.train.loop.initial_state", interrupt)
-        fit(job, run)
+        patch.setattr(CompiledOnce, "initial_state", interrupt)
+        fit(task, run)
     assert list(run.checkpoints.iterdir()) == []
-    fit(job, RunDirectory.open(run.path), resume=True)
-    fit(job, whole)
-    assert without_timing(lines(run.path)) == without_timing(lines(whole.path))
+    fit(task, RunDirectory.open(run.path), resume=True)
+    assert without_timing(run) == without_timing(whole[0])
 
 
-def test_ctrl_c_on_a_full_disk(tmp_path, job, monkeypatch):
-    run = new_run(tmp_path / "run", job)
+def test_ctrl_c_on_a_full_disk(tmp_path, task, monkeypatch):
+    run = new_run(tmp_path / "run", task)
     monkeypatch.setattr(RunDirectory, "append", full_disk)
     with pytest.raises(KeyboardInterrupt):
-        fit(job, run, Interrupt(epoch=1))
+        fit(task, run, Interrupt(at=1))
 
 
-def test_resuming_a_finished_run_without_its_metrics(tmp_path, job):
-    run = new_run(tmp_path / "run", job)
-    fit(job, run)
-    (run.path / "metrics.jsonl").unlink()
-    with pytest.raises(TrainError, match=r"metrics\.jsonl: epoch 1 is missing, .*start a new run"):
-        fit(job, run, resume=True)
+def test_resuming_a_finished_run_without_its_metrics(tmp_path, task):
+    run = new_run(tmp_path / "run", task)
+    last = task.numbers[1]
+    with Checkpoints(run.checkpoints) as saved:
+        saved.save(last, task.initial_state(), best=last)
+    kind, first = task.kind, task.numbers[0]
+    message = rf"metrics\.jsonl: {kind} {first} is missing, .*of {kind} {last}; .*start a new run"
+    with pytest.raises(TrainError, match=message):
+        fit(task, run, resume=True)
     assert not (run.path / "metrics.jsonl").exists()
 
 
@@ -139,159 +189,89 @@ def unreadable(*_, **__):
 
 
 @pytest.mark.parametrize("damage", ["cut short", "unreadable"])
-def test_a_damaged_checkpoint_is_named(tmp_path, job, monkeypatch, damage):
-    run = new_run(tmp_path / "run", job)
+def test_a_damaged_checkpoint_is_named(tmp_path, task, monkeypatch, damage):
+    run, number = new_run(tmp_path / "run", task), task.numbers[0]
     with pytest.raises(KeyboardInterrupt):
-        fit(job, run, Interrupt(epoch=2))
+        fit(task, run, after_first_test(task))
     with monkeypatch.context() as patch:
         if damage == "cut short":
-            file = run.checkpoints / "1" / "default" / "_METADATA"
+            file = run.checkpoints / str(number) / "default" / "_METADATA"
             file.write_bytes(file.read_bytes()[:100])
         else:
             patch.setattr("orbax.checkpoint.CheckpointManager.restore", unreadable)
-        message = r"checkpoints/1: cannot be restored .*; delete this directory, then resume"
+        message = rf"checkpoints/{number}: cannot be restored .*; delete this directory, then res"
         with pytest.raises(TrainError, match=message):
-            fit(job, run, resume=True)
-    shutil.rmtree(run.checkpoints / "1")
-    fit(job, run, resume=True)
-    assert [r["kind"] for r in lines(run.path)] == ["epoch"] * 3 + ["final"]
+            fit(task, run, resume=True)
+    shutil.rmtree(run.checkpoints / str(number))
+    fit(task, run, resume=True)
+    assert kinds(run) == [task.kind] * 3 + ["final"]
 
 
-def test_resume_needs_the_same_data(tmp_path, job):
-    run = new_run(tmp_path / "run", job)
-    (run.path / "config.json").write_text(json.dumps(job.describe() | {"data": {}}))
+def test_resume_needs_the_same_data(tmp_path, task):
+    run = new_run(tmp_path / "run", task)
+    (run.path / "config.json").write_text(json.dumps(task.describe() | {"data": {}}))
     with pytest.raises(TrainError, match="was trained on other data"):
-        fit(job, run, resume=True)
+        fit(task, run, resume=True)
 
 
-def test_a_loss_that_is_not_finite_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr("effjax.train.job.model_builder", small.builder)
-    config = Config(batch_size=16, epochs=3, learning_rate=1e30)
-    job = prepare(config, jax.devices()[:1], small.dataset())
-    with pytest.raises(TrainError, match="the train loss is .*; use a learning_rate below 1e"):
-        fit(job, new_run(tmp_path / "run", job))
+class Poisoned(CompiledOnce):
+    """From the first step on, nothing is a number."""
+
+    def initial_state(self):
+        state = self.task.initial_state()
+        return jax.tree.map(
+            lambda a: np.full_like(a, np.nan) if np.issubdtype(a.dtype, np.floating) else a, state
+        )
+
+    def make_step(self):
+        return self.task.make_step()
 
 
-def test_a_test_loss_that_is_not_finite_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr("effjax.train.job.model_builder", small.builder)
-    config = Config(batch_size=70, epochs=3, learning_rate=1e38)  # one step an epoch
-    job = prepare(config, jax.devices()[:1], small.dataset())
-    with pytest.raises(TrainError, match="the test loss is .* in epoch 1; use a learning_rate"):
-        fit(job, new_run(tmp_path / "run", job))
+def test_a_loss_that_is_not_a_number_is_said(tmp_path, task):
+    message = "the train loss is nan (in epoch|at step) 1; use a learning_rate below 0.0"
+    with pytest.raises(TrainError, match=message):
+        fit(Poisoned(task), new_run(tmp_path / "run", task))
+    assert checkpoints(RunDirectory(tmp_path / "run")) == {0}
 
 
-def full_disk(*_):
+def diverges(kind, **options):
+    """A task that does; of text only with --exhaustive."""
+    marks = [pytest.mark.exhaustive] if kind == "lm" else []
+    return pytest.param(MAKE[kind], {"devices": 1} | options, marks=marks, id=kind)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [diverges("images", learning_rate=1e30), diverges("lm", learning_rate=1e38, steps=4)],
+)
+def test_a_train_loss_that_is_not_finite_is_said(tmp_path, make, options):
+    wild = make(**options)
+    message = r"the train loss is .* (in epoch|at step) \d; use a learning_rate below 1e"
+    with pytest.raises(TrainError, match=message):
+        fit(wild, new_run(tmp_path / "run", wild))
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),  # tested after one step
+    [
+        diverges("images", learning_rate=1e38, batch_size=70),
+        diverges("lm", learning_rate=1e38, report_every=1),
+    ],
+)
+def test_a_test_loss_that_is_not_finite_is_said(tmp_path, make, options):
+    wild = make(**options)
+    message = "the test loss is .* (in epoch|at step) 1; use a learning_rate"
+    with pytest.raises(TrainError, match=message):
+        fit(wild, new_run(tmp_path / "run", wild))
+
+
+def full_disk(*_, **__):
     raise OSError(28, "No space left on device")
 
 
-def test_a_full_disk_is_said(tmp_path, job, monkeypatch):
-    monkeypatch.setattr(RunDirectory, "append", full_disk)
+@pytest.mark.parametrize("writes", [(RunDirectory, "append"), (Checkpoints, "save")])
+def test_a_full_disk_is_said(tmp_path, task, monkeypatch, writes):
+    run = new_run(tmp_path / "run", task)
+    monkeypatch.setattr(*writes, full_disk)
     with pytest.raises(TrainError, match=r"run: cannot be written to \(No space left.*then resume"):
-        fit(job, new_run(tmp_path / "run", job))
-
-
-def test_no_device(monkeypatch):
-    def fail():
-        raise RuntimeError("no backend")
-
-    monkeypatch.setattr("jax.local_devices", fail)
-    with pytest.raises(TrainError, match=r"JAX finds no device \(no backend\); run effjax doctor"):
-        prepare(Config(), dataset=small.dataset())
-
-
-def test_batches_depend_on_seed_and_epoch_only(job):
-    first = list(train_batches(job, 1))
-    assert len(first) == 4 and first[0].images.shape == (16, 8, 8, 1)
-    for a, b in zip(first, train_batches(job, 1), strict=True):
-        np.testing.assert_array_equal(a.images, b.images)
-        np.testing.assert_array_equal(a.labels, b.labels)
-    assert not np.array_equal(first[0].labels, next(train_batches(job, 2)).labels)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"batch_size": 7},
-            r"batch_size \(=7\) is not divisible by the number of devices \(=2\); use 6",
-        ),
-        ({"batch_size": 1}, "use 2"),
-        ({"batch_size": 128}, r"larger than the train set \(=70 images\)"),
-        ({"depth": 11}, "must be 6n . 4"),
-        ({"model": "resnet"}, r"model \(='resnet'\) must be one of densenet-bc, densenet121"),
-        ({"model": "densenet121", "depth": 22}, "depth .* has a fixed depth"),
-        ({"model": "densenet121", "small_inputs": False}, "too small"),
-        ({"drop_rate": 1.0}, "drop_rate"),
-        ({"compression": 0.0}, "compression"),
-    ],
-)
-def test_options_that_do_not_fit(options, message):
-    with pytest.raises(TrainError, match=message):
-        prepare(Config(**{"batch_size": 16} | options), jax.devices()[:2], small.dataset())
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"epochs": 0}, {"batch_size": 0}, {"growth_rate": 0}, {"learning_rate": 0.0},
-        {"learning_rate": float("nan")}, {"momentum": 1.0}, {"weight_decay": -1.0}, {"seed": -1},
-        {"parallel": "pjit"}, {"dtype": "float16"}, {"schedule": "linear"}, {"save": "all"},
-    ],
-)  # fmt: skip
-def test_options_out_of_range(option):
-    (name,) = option
-    with pytest.raises(TrainError, match=rf"^{name} \(="):
-        Config(**option)
-
-
-def test_options_of_another_version():
-    with pytest.raises(TrainError, match="another version"):
-        Config.from_json({"depht": 22})
-    with pytest.raises(TrainError, match="another version"):
-        Config.from_json(None)
-
-
-def test_schedules():
-    cosine: Any = make_schedule(Config(epochs=10), 10)
-    rates = [float(cosine(s)) for s in (0, 50, 100)]
-    np.testing.assert_allclose(rates, [0.1, 0.05, 0], atol=1e-7)
-    step: Any = make_schedule(Config(epochs=10, schedule="step"), 10)
-    rates = [float(step(s)) for s in (0, 49, 51, 76)]
-    np.testing.assert_allclose(rates, [0.1, 0.1, 0.01, 0.001], rtol=1e-5)
-
-
-def test_weight_decay_is_of_kernels_only():
-    config = Config(learning_rate=1.0, momentum=0.0, weight_decay=0.5)
-    optimizer = make_optimizer(config, lambda _: 1.0)
-    params = {"kernel": np.ones((2, 2), np.float32), "scale": np.ones(2, np.float32)}
-    zeros = jax.tree.map(np.zeros_like, params)
-    updates: Any
-    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
-    np.testing.assert_array_equal(updates["kernel"], -0.5)
-    np.testing.assert_array_equal(updates["scale"], 0)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_efficient_keeps_less_and_parameters_stay_float32(dtype):
-    data = small.dataset(size=16)
-    job = prepare(Config(batch_size=16, dtype=dtype, depth=40), jax.devices()[:1], data)
-    plain, efficient = (backward_bytes(job, efficient=e) for e in (False, True))
-    assert efficient.argument_bytes > 0
-    assert efficient.bytes < 0.4 * plain.bytes
-    _, params, _ = jax.eval_shape(lambda: initial_state(job))[:3]
-    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype("float32")}
-
-
-def test_small_inputs_by_image_size():
-    from flax import nnx
-
-    def stem(size, **options):
-        build: Any = model_builder(Config(**options), (size, size, 1), 5)
-        model: Any = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
-        return model.stem_conv.kernel.shape
-
-    assert stem(8) == (3, 3, 1, 24)
-    assert stem(96) == (7, 7, 1, 24)
-    assert stem(96, small_inputs=True) == (3, 3, 1, 24)
-    assert stem(32, model="densenet100_12") == (3, 3, 1, 24)
-    assert stem(224, model="densenet121") == (7, 7, 1, 64)
+        fit(task, run)

@@ -79,7 +79,7 @@ def test_metrics_are_cut_back_to_an_epoch(tmp_path):
     for epoch in (1, 2, 3):
         run.append({"kind": "epoch", "epoch": epoch})
     run.append({"kind": "interrupted"})
-    assert [r["epoch"] for r in run.keep_epochs(2)] == [1, 2]
+    assert [r["epoch"] for r in run.keep("epoch", [1, 2])] == [1, 2]
     assert [r["epoch"] for r in run.metrics] == [1, 2]
 
 
@@ -96,7 +96,7 @@ def torn(path):
 def test_a_torn_last_line_is_dropped(tmp_path):
     run = torn(tmp_path)
     assert [r["epoch"] for r in run.metrics] == [1]
-    assert [r["epoch"] for r in run.keep_epochs(1)] == [1]
+    assert [r["epoch"] for r in run.keep("epoch", [1])] == [1]
     assert (tmp_path / "metrics.jsonl").read_text() == '{"kind": "epoch", "epoch": 1}\n'
 
 
@@ -119,7 +119,7 @@ def test_metrics_that_cannot_be_gone_on_with(tmp_path, content, message):
     run = create(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(content)
     with pytest.raises(TrainError, match=rf"metrics\.jsonl: {message}.*start a new run"):
-        run.keep_epochs(1)
+        run.keep("epoch", [1])
     assert (tmp_path / "metrics.jsonl").read_text() == content
 
 

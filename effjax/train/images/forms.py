@@ -1,4 +1,5 @@
-"""Training steps of a model in the forms one can choose from, to be planned side by side."""
+"""The forms that one can choose a model in, side by side: their training steps for the planner, and
+what each keeps for the backward pass. All from shapes; no data are read."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,16 +7,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
-from ...memory._compile import data_mesh
+from ...memory import ResidualReport, residual_bytes
+from ...memory._compile import data_mesh as mesh_to_plan_for
 from ...models import DenseNet
 from ...models.nnx.densenet import DenseLayer
 from .config import Config
-from .recipe import forms, make_optimizer, make_schedule, model_builder
-from .steps import Batch, Task, TrainState, jit_step
+from .recipe import DEFORMABLE, make_optimizer, make_schedule, model_builder
+from .steps import Batch, Learner, first_state, jit_step
 
 DENSENET_FORMS = ("plain", "jax.checkpoint", "effjax conv", "effjax features")
+
+
+def forms(config: Config) -> dict[str, dict[str, Any]]:
+    """The two forms of a model that are compared, the plain one first; the other one's name is
+    that of the option that asks for it."""
+    if config.model == "deform-resnet":
+        return {"plain": {"deformable": ()}, "deformable": {"deformable": DEFORMABLE}}
+    return {"plain": {"efficient": False}, "efficient": {"efficient": True}}
 
 
 def training_steps(
@@ -31,7 +42,7 @@ def training_steps(
     """
     build = model_builder(config, image_shape, num_classes)
     optimizer = make_optimizer(config, make_schedule(config, steps_per_epoch=1))
-    mesh = data_mesh(num_devices)
+    mesh = mesh_to_plan_for(num_devices)
 
     others = {} if "densenet" in config.model else forms(config)
 
@@ -44,25 +55,59 @@ def training_steps(
         return with_flax_layers(model, checkpoint=form == "jax.checkpoint")
 
     def steps(batch_size: int) -> dict[str, tuple[Any, ...]]:
-        shape = (batch_size, *image_shape)
-        batch, key = jax.eval_shape(
-            lambda: (Batch(jnp.zeros(shape, jnp.uint8), jnp.zeros(batch_size, jnp.int32)),
-                     jax.random.key(0))
-        )  # fmt: skip
+        batch, key = _abstract_batch((batch_size, *image_shape))
         found = {}
         for form in others or DENSENET_FORMS:
-            graphdef, params, stats = nnx.split(
-                nnx.eval_shape(lambda form=form: make(form)), nnx.Param, ...
+            learner, params, stats = _abstract_learner(
+                lambda form=form: make(form), optimizer, image_shape[-1]
             )
-            channels = image_shape[-1]
-            task = Task(graphdef, graphdef, optimizer, np.zeros(channels), np.ones(channels))
-            state = jax.eval_shape(
-                lambda p, s: TrainState(jnp.int32(0), p, s, optimizer.init(p)), params, stats
-            )
-            found[form] = (jit_step(task, mesh), state, batch, key)
+            state = jax.eval_shape(lambda p, s: first_state(p, s, optimizer), params, stats)
+            found[form] = (jit_step(learner, mesh), state, batch, key)
         return found
 
     return steps
+
+
+def backward_bytes(
+    build: Callable[..., nnx.Module], batch_shape: tuple[int, int, int, int], **form: Any
+) -> ResidualReport:
+    """What one batch keeps for the backward pass of a model, in one of its `forms`.
+
+    Args:
+      build: from `model_builder`.
+      batch_shape: [N, H, W, C].
+    """
+    learner, params, stats = _abstract_learner(
+        lambda: build(**form, axis_name=None, rngs=nnx.Rngs(0)), optax.identity(), batch_shape[-1]
+    )
+    zeros: Any = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), stats)
+    batch = Batch(np.zeros(batch_shape, np.uint8), np.zeros(batch_shape[:1], np.int32))
+    key = jax.random.key(0)
+    return residual_bytes(lambda p: learner.loss(p, zeros, batch, key), params, has_aux=True)
+
+
+def _abstract_learner(
+    make: Callable[[], nnx.Module], optimizer: optax.GradientTransformation, channels: int
+) -> tuple[Learner, Any, Any]:
+    """What learns, and the shapes of its parameters and of its statistics."""
+    model: Any = nnx.eval_shape(make)
+    model.train()
+    graphdef, params, stats = nnx.split(model, nnx.Param, ...)
+    return (
+        Learner(graphdef, graphdef, optimizer, np.zeros(channels), np.ones(channels)),
+        params,
+        stats,
+    )
+
+
+def _abstract_batch(shape: tuple[int, ...]) -> tuple[Batch, Any]:
+    """Shapes of a batch and of a key."""
+    return jax.eval_shape(
+        lambda: (
+            Batch(jnp.zeros(shape, jnp.uint8), jnp.zeros(shape[0], jnp.int32)),
+            jax.random.key(0),
+        )
+    )
 
 
 def with_flax_layers(model: DenseNet, checkpoint: bool) -> DenseNet:

@@ -1,17 +1,20 @@
-"""The model, the schedule and the optimizer that the options of a run describe."""
+"""The model, the schedule and the optimizer that the options of a run describe, for images of a
+shape; no data are read."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
 from ...models import DENSENETS, DeformResNet, DenseNet, densenet_cifar
 from ..errors import TrainError
+from ..mesh import AXIS
 from .config import Config
-from .steps import AXIS
+from .steps import Learner
 
 DEFAULT_DEPTH = 22
 SMALL_IMAGE = 64  # up to this side, a stem without pooling
@@ -23,7 +26,8 @@ def model_builder(
 ) -> Callable[..., nnx.Module]:
     """A function that makes the model of `config` for images of that shape.
 
-    It takes keyword arguments over those of the config: `axis_name`, `rngs`, and what `forms` has.
+    It takes keyword arguments over those of the config: `axis_name`, `rngs`, and what
+    `forms.forms` has.
     """
     height, width, channels = image_shape
     axis_name = None if config.parallel == "jit" else AXIS
@@ -60,14 +64,6 @@ def model_builder(
     return lambda **more: DenseNet(**DENSENETS[config.model] | options | more)
 
 
-def forms(config: Config) -> dict[str, dict[str, Any]]:
-    """The two forms of a model that are compared, the plain one first; the other one's name is
-    that of the option that asks for it."""
-    if config.model == "deform-resnet":
-        return {"plain": {"deformable": ()}, "deformable": {"deformable": DEFORMABLE}}
-    return {"plain": {"efficient": False}, "efficient": {"efficient": True}}
-
-
 def make_schedule(config: Config, steps_per_epoch: int) -> optax.Schedule:
     """Cosine to zero, or a tenth after half and again after three quarters of the steps."""
     steps = config.epochs * steps_per_epoch
@@ -92,3 +88,31 @@ def make_optimizer(config: Config, schedule: optax.Schedule) -> optax.GradientTr
         optax.add_decayed_weights(config.weight_decay, mask=is_kernel),
         optax.sgd(schedule, momentum=config.momentum, nesterov=True),
     )
+
+
+def make_learner(
+    build: Callable[..., nnx.Module],
+    image_shape: tuple[int, int, int],
+    optimizer: optax.GradientTransformation,
+    mean: np.ndarray,
+    std: np.ndarray,
+) -> Learner:
+    """What learns: the model's structure in training and in evaluation, after a trial with one
+    image, and the optimizer.
+
+    Args:
+      build: from `model_builder`.
+      mean, std: of the pixels, [C].
+
+    Raises:
+      TrainError: the model refuses its options, or images of that shape.
+    """
+    try:
+        model: Any = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+        model.eval()
+        nnx.eval_shape(lambda m, x: m(x), model, jnp.zeros((1, *image_shape)))
+        eval_graphdef = nnx.graphdef(model)
+        model.train()
+        return Learner(nnx.graphdef(model), eval_graphdef, optimizer, mean, std)
+    except ValueError as error:
+        raise TrainError(str(error)) from error

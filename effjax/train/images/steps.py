@@ -20,7 +20,7 @@ Parameters, running statistics and the optimizer's state are replicated, and don
 the new state over the old one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,15 +30,11 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ..mesh import AXIS, Array, Devices, data_mesh
 from .config import Parallel
-
-Array = jax.Array | np.ndarray
-Devices = Sequence[Any]  # of jax.Device, which type checkers take for a variable
-
-AXIS = "data"
 
 
 class Batch(NamedTuple):
@@ -64,8 +60,8 @@ class EvalSums(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
-    """What is trained: a model taken apart (`nnx.split`), an optimizer, the pixels' statistics."""
+class Learner:
+    """What learns: a model taken apart (`nnx.split`), an optimizer, the pixels' statistics."""
 
     graphdef: nnx.GraphDef  # of the model in training mode
     eval_graphdef: nnx.GraphDef
@@ -101,10 +97,32 @@ class Task:
         )
 
 
+def first_state(
+    params: nnx.State, stats: nnx.State, optimizer: optax.GradientTransformation
+) -> TrainState:
+    """Before the first step."""
+    return TrainState(jnp.int32(0), params, stats, optimizer.init(params))
+
+
+def initial_state(
+    build: Callable[..., nnx.Module], optimizer: optax.GradientTransformation, seed: int
+) -> TrainState:
+    """Parameters drawn from the seed, and the optimizer's first state."""
+
+    @jax.jit
+    def init() -> TrainState:
+        _, params, stats = nnx.split(build(rngs=nnx.Rngs(seed)), nnx.Param, ...)
+        return first_state(params, stats, optimizer)
+
+    return init()
+
+
 TrainStep = Callable[[TrainState, Batch, jax.Array], tuple[TrainState, StepMetrics]]
 
 
-def make_train_step(parallel: Parallel, task: Task, devices: Devices | None = None) -> TrainStep:
+def make_train_step(
+    parallel: Parallel, learner: Learner, devices: Devices | None = None
+) -> TrainStep:
     """Compiles `(state, batch, key) -> (state, metrics)` for `devices` (default: all local ones).
 
     The batch is the whole one, of a size that the number of devices divides. `state` is donated.
@@ -114,19 +132,19 @@ def make_train_step(parallel: Parallel, task: Task, devices: Devices | None = No
     makers = {"jit": jit_step, "shard_map": _shard_map_step, "pmap": _pmap_step}
     if parallel not in makers:
         raise ValueError(f"parallel (={parallel!r}) must be one of {', '.join(makers)}.")
-    return makers[parallel](task, data_mesh(devices))
+    return makers[parallel](learner, data_mesh(devices))
 
 
-def jit_step(task: Task, mesh: Mesh | AbstractMesh) -> Any:
+def jit_step(learner: Learner, mesh: Mesh | AbstractMesh) -> Any:
     """The code of one device; the shardings of its arguments make it the code of many."""
     replicated, by_batch = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(key, state.step)
-        (loss, (stats, correct)), grads = jax.value_and_grad(task.loss, has_aux=True)(
+        (loss, (stats, correct)), grads = jax.value_and_grad(learner.loss, has_aux=True)(
             state.params, state.stats, batch, key
         )
-        return task.update(state, grads, stats), StepMetrics(loss, correct)
+        return learner.update(state, grads, stats), StepMetrics(loss, correct)
 
     return jax.jit(
         step,
@@ -136,18 +154,18 @@ def jit_step(task: Task, mesh: Mesh | AbstractMesh) -> Any:
     )
 
 
-def _shard_map_step(task: Task, mesh: Mesh) -> TrainStep:
+def _shard_map_step(learner: Learner, mesh: Mesh) -> TrainStep:
     """The code of one of many devices, with types that catch a forgotten reduction."""
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(jax.random.fold_in(key, state.step), lax.axis_index(AXIS))
 
         def mean_loss(params: nnx.State) -> tuple[jax.Array, tuple[nnx.State, jax.Array]]:
-            loss, aux = task.loss(params, state.stats, batch, key)
+            loss, aux = learner.loss(params, state.stats, batch, key)
             return lax.pmean(loss, AXIS), aux
 
         (loss, (stats, correct)), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
-        return task.update(state, grads, stats), StepMetrics(loss, lax.psum(correct, AXIS))
+        return learner.update(state, grads, stats), StepMetrics(loss, lax.psum(correct, AXIS))
 
     sharded = jax.shard_map(
         step, mesh=mesh, in_specs=(P(), P(AXIS), P()), out_specs=P(), check_vma=True
@@ -155,17 +173,17 @@ def _shard_map_step(task: Task, mesh: Mesh) -> TrainStep:
     return jax.jit(sharded, donate_argnums=0)
 
 
-def _pmap_step(task: Task, mesh: Mesh) -> TrainStep:
+def _pmap_step(learner: Learner, mesh: Mesh) -> TrainStep:
     """The code of one of many devices, without those types: every reduction is yours."""
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(jax.random.fold_in(key, state.step), lax.axis_index(AXIS))
-        (loss, (stats, correct)), grads = jax.value_and_grad(task.loss, has_aux=True)(
+        (loss, (stats, correct)), grads = jax.value_and_grad(learner.loss, has_aux=True)(
             state.params, state.stats, batch, key
         )
         grads = lax.pmean(grads, AXIS)
         metrics = StepMetrics(lax.pmean(loss, AXIS), lax.psum(correct, AXIS))
-        return task.update(state, grads, stats), metrics
+        return learner.update(state, grads, stats), metrics
 
     devices = list(mesh.devices.flat)
     mapped = jax.pmap(
@@ -180,7 +198,7 @@ def _pmap_step(task: Task, mesh: Mesh) -> TrainStep:
 
 
 def make_eval_step(
-    task: Task, devices: Devices | None = None
+    learner: Learner, devices: Devices | None = None
 ) -> Callable[[TrainState, Batch, Array], EvalSums]:
     """Compiles `(state, batch, weights) -> sums` over the batch, sharded over `devices`.
 
@@ -192,21 +210,10 @@ def make_eval_step(
     replicated, by_batch = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
 
     def step(state: TrainState, batch: Batch, weights: jax.Array) -> EvalSums:
-        model = nnx.merge(task.eval_graphdef, state.params, state.stats)
-        logits = model(task.inputs(batch.images))
+        model = nnx.merge(learner.eval_graphdef, state.params, state.stats)
+        logits = model(learner.inputs(batch.images))
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
         right = jnp.argmax(logits, axis=-1) == batch.labels
         return EvalSums(jnp.sum(losses * weights), jnp.sum(right * weights))
 
     return jax.jit(step, in_shardings=(replicated, by_batch, by_batch), out_shardings=replicated)
-
-
-def data_mesh(devices: Devices | None = None) -> Mesh:
-    """All `devices` along one axis, `"data"`."""
-    devices = jax.local_devices() if devices is None else devices
-    return jax.make_mesh((len(devices),), (AXIS,), (AxisType.Auto,), devices=devices)
-
-
-def replicate(state: TrainState, devices: Devices | None = None) -> TrainState:
-    """The same state on each device."""
-    return jax.device_put(state, NamedSharding(data_mesh(devices), P()))

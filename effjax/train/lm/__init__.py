@@ -1,7 +1,1 @@
-"""Training a language model on text: the run of `effjax train lm`.
-
-- `steps`: the loss, and a training step around it
-- `config`, `job`, `loop`, `report`: the run
-
-Imports nothing by itself, as `effjax.train`.
-"""
+"""Training a language model on text, in device memory or with its layers on the host."""

@@ -1,4 +1,5 @@
-"""Training steps of a language model, in memory and offloaded, to be planned side by side."""
+"""Training steps of a language model, in memory and offloaded, to be planned side by side. All from
+shapes; no text is read."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...memory._compile import data_mesh
+from ...memory._compile import data_mesh as mesh_to_plan_for
 from ...ops.offload import offload_jit
-from ..data.text import split_text
+from ..mesh import AXIS, data_mesh
 from .config import LMConfig
-from .job import initial_state, job_step, prepare
 from .offloaded import shardings_of
+from .recipe import initial_state, make_learner, train_step
 
 LM_FORMS: dict[str, dict[str, Any]] = {
     "in memory": {},
@@ -45,17 +46,16 @@ def lm_steps(config: LMConfig, num_devices: int = 1) -> Callable[[int], dict[str
 
 def lm_training_step(config: LMConfig, num_devices: int = 1) -> tuple[Any, ...]:
     """`(fn, *args)` of one step, as the options have it; nothing is made."""
-    unread = split_text("", bytes(10 * (config.context + 2)))
-    job = prepare(config, jax.devices()[:1], unread)
-    mesh: Any = data_mesh(num_devices)
-    state, key = jax.eval_shape(lambda: (initial_state(job), jax.random.key(0)))
+    learner, here = make_learner(config), data_mesh(jax.devices()[:1])
+    mesh: Any = mesh_to_plan_for(num_devices)
+    state, key = jax.eval_shape(lambda: (initial_state(learner, here), jax.random.key(0)))
     shape = config.batch_size, config.context + 1
     tokens = jax.ShapeDtypeStruct(
-        shape, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("data"))
+        shape, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(AXIS))
     )
     state = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
         state,
         shardings_of(state, mesh),
     )
-    return offload_jit(job_step(job)), state, tokens, key
+    return offload_jit(train_step(learner)), state, tokens, key

@@ -1,22 +1,21 @@
 """Training with the layers and their optimizer's state in host memory."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ... import OffloadState, host_init, offload_scan, offload_train_step
+from ...models import TransformerLM
 from ...models.nnx.transformer import ApplyLayers, Layer, Params
-from ..images.steps import Array
+from ..mesh import Array
 from .config import LMConfig
 from .steps import LMState, lm_parts
-
-if TYPE_CHECKING:
-    from .job import LMJob
 
 
 class OffloadedState(NamedTuple):
@@ -47,37 +46,45 @@ def apply_offloaded(config: LMConfig, num_microbatches: int = 1) -> ApplyLayers:
     return apply
 
 
-def initial_offloaded_state(job: "LMJob", mesh: Mesh) -> OffloadedState:
-    """The parameters of `initial_state`, made layer by layer on the host."""
-    from .job import build
+def initial_offloaded_state(
+    config: LMConfig,
+    model: TransformerLM,
+    optimizer: optax.GradientTransformation,
+    all_params: Callable[[], Params],
+    mesh: Mesh,
+) -> OffloadedState:
+    """The parameters that `all_params` makes at once, made layer by layer on the host."""
 
     def others() -> Params:
-        params = nnx.to_pure_dict(nnx.state(build(job.config), nnx.Param))
-        return {name: value for name, value in params.items() if name != "blocks"}
+        return {name: value for name, value in all_params().items() if name != "blocks"}
 
     replicated = NamedSharding(mesh, P())
-    keys = job.model.layer_keys(nnx.Rngs(job.config.seed).params())
-    layers = host_init(job.model.init_layer, keys, shardings=replicated)
-    init, _ = _train_step(job)
-    model = init(layers, jax.jit(others, out_shardings=replicated)())
-    return OffloadedState(jnp.int32(0), model)
+    keys = model.layer_keys(nnx.Rngs(config.seed).params())
+    layers = host_init(model.init_layer, keys, shardings=replicated)
+    init, _ = _train_step(config, model, optimizer)
+    state = init(layers, jax.jit(others, out_shardings=replicated)())
+    return OffloadedState(jnp.int32(0), state)
 
 
-def offloaded_step(job: "LMJob") -> Callable:
+def offloaded_step(
+    config: LMConfig, model: TransformerLM, optimizer: optax.GradientTransformation
+) -> Callable:
     """`(state, tokens, key) -> (state, loss)`."""
-    _, train_step = _train_step(job)
+    _, train_step = _train_step(config, model, optimizer)
 
     def step(state: OffloadedState, tokens: Array, key: jax.Array):
-        model, loss = train_step(state.model, tokens, jax.random.fold_in(key, state.step))
-        return OffloadedState(state.step + 1, model), loss
+        new, loss = train_step(state.model, tokens, jax.random.fold_in(key, state.step))
+        return OffloadedState(state.step + 1, new), loss
 
     return step
 
 
-def _train_step(job: "LMJob") -> Any:
-    config, parts = job.config, lm_parts(job.model)
+def _train_step(
+    config: LMConfig, model: TransformerLM, optimizer: optax.GradientTransformation
+) -> Any:
+    parts = lm_parts(model)
     return offload_train_step(
-        parts.embed, parts.layer, parts.head, job.optimizer,
+        parts.embed, parts.layer, parts.head, optimizer,
         fuse_update=config.fuse_update, num_microbatches=config.num_microbatches,
         activations="device" if config.offload == "params" else "host",
     )  # fmt: skip

@@ -1,83 +1,48 @@
-"""What the command shows of a run: a progress bar or plain lines, and a table at the end."""
+"""What the command shows of a run on text: lines, a progress bar, and a table at the end."""
 
 import math
-from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
 from ...memory import MemoryPlan
 from ...memory.report import format_bytes
-from ..images.report import line
+from .. import report
+from ..loop import Measured, Progress, Record
+from ..report import line
 from ..run_directory import RunDirectory
-from .job import LMJob
-from .loop import LMProgress, LMResult
+from .task import LMResult, LMTask
 
 
-def announce(console: Console, job: LMJob, run: RunDirectory) -> None:
+def announce(console: Console, task: LMTask, run: RunDirectory) -> None:
     """One line on the text, one on the model, one on the run."""
-    config, text = job.config, job.text
+    config, text = task.config, task.text
     line(console, f"{text.name}: {len(text.train)} train and {len(text.test)} test bytes")
     line(
         console,
-        f"{config.layers} layers of width {config.width}, {job.num_params} parameters, "
+        f"{config.layers} layers of width {config.width}, {task.learner.num_params} parameters, "
         f"{config.dtype}, batch {config.batch_size} × {config.context}, {config.steps} steps, "
-        f"{len(job.devices)} device(s): {job.devices[0].device_kind}",
+        f"{len(task.devices)} device(s): {task.devices[0].device_kind}",
     )
     line(console, f"run directory: {run.path}")
 
 
-def make_progress(console: Console, job: LMJob) -> LMProgress:
+def make_progress(console: Console, task: LMTask) -> Progress:
     """A bar on a terminal; elsewhere one line a test."""
-    return BarProgress(console, job) if console.is_terminal else LineProgress(console, job)
+    steps = task.config.steps
 
-
-class LineProgress(LMProgress):
-    """One line a test."""
-
-    def __init__(self, console: Console, job: LMJob):
-        self.console = console
-        self.steps = job.config.steps
-
-    def report(self, record: dict[str, Any]) -> None:
-        line(
-            self.console,
-            f"step {record['step']:>{len(str(self.steps))}}/{self.steps}  "
+    def line_text(record: Record) -> str:
+        return (
+            f"step {record['step']:>{len(str(steps))}}/{steps}  "
             f"loss {record['train_loss']:.4f}  test loss {record['test_loss']:.4f}  "
             f"test bits/byte {record['test_bits_per_byte']:.3f}  "
-            f"{record['tokens_per_second']:.0f} tokens/s",
+            f"{record['tokens_per_second']:.0f} tokens/s"
         )
 
+    def bar_text(step: int, measured: Measured, rate: float) -> str:
+        return f"loss {measured['loss']:.3f}  {rate:.0f} tokens/s"
 
-class BarProgress(LineProgress):
-    """A bar over all steps, with the lines of the tests above it."""
-
-    def __init__(self, console: Console, job: LMJob):
-        super().__init__(console, job)
-        self.bar = Bar(
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.3f}"),
-            TextColumn("{task.fields[rate]:.0f} tokens/s"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
-        self.task: TaskID | None = None
-
-    def start(self, steps: int, done: int) -> None:
-        zeros: dict[str, Any] = {"loss": 0.0, "rate": 0.0}
-        self.task = self.bar.add_task("", total=steps, completed=done, **zeros)
-        self.bar.start()
-
-    def step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        assert self.task is not None  # start() comes first
-        self.bar.update(self.task, completed=step, loss=loss, rate=tokens_per_second)
-
-    def stop(self) -> None:
-        self.bar.stop()
+    return report.make_progress(console, line_text, bar_text)
 
 
 def show_result(

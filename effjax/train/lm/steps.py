@@ -17,10 +17,7 @@ from jax.sharding import PartitionSpec as P
 from ... import offload_jit
 from ...models import TransformerLM, scan_layers
 from ...models.nnx.transformer import ApplyLayers, Layer, Params
-from ..images.steps import AXIS, Array
-
-WARMUP, LOWEST = 0.1, 0.1  # shares of the steps, of the rate
-B2 = 0.95  # Adam's: a byte of a text is a noisy example
+from ..mesh import AXIS, Array
 
 
 class LMState(NamedTuple):
@@ -139,26 +136,3 @@ def make_lm_eval_step(
 
     compiled = offload_jit(step, donate=False)
     return lambda params, *batch: compiled(params, *jax.device_put(batch, by_batch))
-
-
-def make_lm_schedule(learning_rate: float, steps: int) -> optax.Schedule:
-    """From a tenth of the rate up to it over the first tenth of the steps, then cosine back."""
-    warmup = max(round(WARMUP * steps), 1)
-    return optax.warmup_cosine_decay_schedule(
-        LOWEST * learning_rate, learning_rate, warmup, max(steps, warmup + 1),
-        end_value=LOWEST * learning_rate,
-    )  # fmt: skip
-
-
-def make_lm_optimizer(
-    schedule: optax.Schedule, weight_decay: float
-) -> optax.GradientTransformation:
-    """AdamW; weight decay pulls on kernels only, not on norms, biases and the embedding.
-
-    It works leaf by leaf.
-    """
-
-    def is_kernel(params: Any) -> Any:
-        return jax.tree.map_with_path(lambda path, _: path[-1].key == "kernel", params)
-
-    return optax.adamw(schedule, b2=B2, weight_decay=weight_decay, mask=is_kernel)

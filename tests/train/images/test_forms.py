@@ -1,12 +1,20 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 from effjax.models import DenseNet
 from effjax.train.images.config import Config
-from effjax.train.images.forms import DENSENET_FORMS, training_steps, with_flax_layers
+from effjax.train.images.forms import (
+    DENSENET_FORMS,
+    backward_bytes,
+    training_steps,
+    with_flax_layers,
+)
+from effjax.train.images.recipe import model_builder
+from effjax.train.images.steps import initial_state
 
 TINY = Config(depth=10, growth_rate=4)
 
@@ -41,3 +49,13 @@ def test_a_step_of_each_form(config, names):
         new_state, metrics = jax.eval_shape(step, state, batch, key)
         assert jax.tree.structure(new_state) == jax.tree.structure(state)
         assert metrics.loss.shape == ()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_efficient_keeps_less_and_parameters_stay_float32(dtype):
+    build = model_builder(Config(dtype=dtype, depth=40), (16, 16, 1), 5)
+    plain, efficient = (backward_bytes(build, (16, 16, 16, 1), efficient=e) for e in (False, True))
+    assert efficient.argument_bytes > 0
+    assert efficient.bytes < 0.4 * plain.bytes
+    params = jax.eval_shape(lambda: initial_state(build, optax.identity(), seed=0)).params
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype("float32")}

@@ -6,16 +6,14 @@ import pytest
 from flax import nnx
 
 from effjax.train.images.config import Config
-from effjax.train.images.job import prepare
 from effjax.train.images.steps import (
     Batch,
-    Task,
+    Learner,
     TrainState,
-    make_eval_step,
     make_train_step,
-    replicate,
 )
-from effjax.train.loop import evaluate, initial_state, train_batches
+from effjax.train.images.task import prepare, train_batches
+from effjax.train.mesh import replicate
 from tests.train import small
 
 WAYS = ["jit", "shard_map", "pmap"]
@@ -30,11 +28,11 @@ def runs(mesh8):
         config = Config(
             depth=10, growth_rate=4, batch_size=32, learning_rate=0.02, parallel=parallel, epochs=2
         )
-        job = prepare(config, devices, small.dataset(train=100))
-        step = make_train_step(parallel, job.task, devices)
-        state = replicate(jax.device_get(initial_state(job)), devices)
+        task = prepare(config, devices, small.dataset(train=100))
+        step = make_train_step(parallel, task.learner, devices)
+        state = replicate(jax.device_get(task.initial_state()), devices)
         losses = []
-        for batch in train_batches(job, epoch=1):
+        for batch in train_batches(task, epoch=1):
             before = jax.tree.leaves(state.params)[0]
             state, metrics = step(state, batch, jax.random.key(0))
             assert before.is_deleted()  # donated
@@ -71,9 +69,9 @@ def test_dropout_differs_by_step_and_by_device(way, mesh8):
     devices = list(mesh8.devices.flat)
     graphdef, params, stats = nnx.split(Noise(), nnx.Param, ...)
     optimizer = optax.sgd(0.0)
-    task = Task(graphdef, graphdef, optimizer, np.zeros(1), np.ones(1))
+    learner = Learner(graphdef, graphdef, optimizer, np.zeros(1), np.ones(1))
     state = TrainState(np.array(0, np.int32), params, stats, optimizer.init(params))
-    step = make_train_step(way, task, devices)
+    step = make_train_step(way, learner, devices)
     batch = Batch(np.zeros((8, 2, 2, 1), np.uint8), np.zeros((8,), np.int32))
     key = jax.random.key(3)
     state = replicate(state, devices)
@@ -85,29 +83,6 @@ def test_dropout_differs_by_step_and_by_device(way, mesh8):
             logits = jax.random.normal(nnx.Rngs(dropout=folded).dropout(), (1, 3))
             expected.append(-jax.nn.log_softmax(logits)[0, 0])
         np.testing.assert_allclose(metrics.loss, np.mean(expected), rtol=1e-6)
-
-
-def test_padding_of_the_last_batch_does_not_count(mesh8, monkeypatch):
-    monkeypatch.setattr("effjax.train.job.model_builder", small.builder)
-    devices = list(mesh8.devices.flat)
-    job = prepare(Config(batch_size=16), devices, small.dataset(test=37))
-    state = initial_state(job)
-    loss, accuracy = evaluate(job, make_eval_step(job.task, devices), replicate(state, devices))
-
-    model = nnx.merge(job.task.eval_graphdef, state.params, state.stats)
-    logits = model(job.task.inputs(job.dataset.test_images))
-    labels = job.dataset.test_labels
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    np.testing.assert_allclose(loss, losses.mean(), rtol=1e-6)
-    assert accuracy == np.mean(np.asarray(logits).argmax(-1) == labels)
-
-
-def test_inputs_are_normalised(monkeypatch):
-    monkeypatch.setattr("effjax.train.job.model_builder", small.builder)
-    job = prepare(Config(batch_size=16), jax.devices()[:1], small.dataset())
-    x = job.task.inputs(job.dataset.train_images)
-    assert x.dtype == jnp.float32
-    np.testing.assert_allclose([x.mean(), x.std()], [0, 1], atol=1e-5)
 
 
 def test_unknown_way():

@@ -1,0 +1,220 @@
+"""Images to classify, as a task for `effjax.train.loop`: counted in epochs."""
+
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from ... import __version__
+from ..data.augment import Augmentation, augment, default_padding
+from ..data.dataset import Dataset, channel_statistics
+from ..data.load import load_dataset
+from ..errors import TrainError
+from ..loop import Measured, Record, TrainStep
+from ..mesh import Devices, check_batch_size, local_devices, replicate
+from .config import Config
+from .forms import backward_bytes, forms
+from .recipe import make_learner, make_optimizer, make_schedule, model_builder
+from .steps import (
+    Batch,
+    Learner,
+    StepMetrics,
+    TrainState,
+    initial_state,
+    make_eval_step,
+    make_train_step,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageResult:
+    """What a run came to.
+
+    images_per_second: of training, the median epoch; an epoch's first step, which can include
+        compilation, is not counted unless it is the only one.
+    kept_bytes: for the backward pass of one batch, by each form of the model.
+    """
+
+    test_accuracy: float
+    test_loss: float
+    best_test_accuracy: float
+    best_epoch: int
+    images_per_second: float
+    kept_bytes: dict[str, int]
+    seconds: float
+
+
+def prepare(
+    config: Config, devices: Devices | None = None, dataset: Dataset | None = None
+) -> "ImageTask":
+    """Reads the data and checks what can be checked; writes nothing.
+
+    Args:
+      config: the options.
+      devices: those to train on; default: all local ones.
+      dataset: the images; default: those that `config.data` names.
+
+    Raises:
+      DataError: the data cannot be read, or are not sound.
+      TrainError: the options do not fit each other, the data or the devices.
+    """
+    if dataset is None:
+        dataset = load_dataset(config.data, config.image_size)
+    devices = local_devices() if devices is None else devices
+    check_batch_size(config.batch_size, devices)
+    images = len(dataset.train_images)
+    if config.batch_size > images:
+        raise TrainError(
+            f"batch_size (={config.batch_size}) is larger than the train set (={images} images); "
+            "use a smaller one"
+        )
+    steps_each = images // config.batch_size
+    schedule = make_schedule(config, steps_each)
+    build = model_builder(config, dataset.image_shape, len(dataset.class_names))
+    learner = make_learner(
+        build, dataset.image_shape, make_optimizer(config, schedule),
+        *channel_statistics(dataset.train_images),
+    )  # fmt: skip
+    flip = dataset.flip if config.flip is None else config.flip
+    wanted = config.augment is None or config.augment
+    augmentation = Augmentation(default_padding(dataset.image_shape), flip) if wanted else None
+    return ImageTask(config, dataset, build, learner, devices, steps_each, schedule, augmentation)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ImageTask:
+    """A `Task`; made by `prepare`. Nothing has been written yet."""
+
+    config: Config
+    dataset: Dataset
+    build: Callable[..., nnx.Module]
+    learner: Learner
+    devices: Devices
+    steps_each: int  # of an epoch
+    learning_rate: Callable[[int], Any]
+    augmentation: Augmentation | None
+
+    @property
+    def kind(self) -> str:
+        return "epoch"
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        return range(1, self.config.epochs + 1)
+
+    @property
+    def examples_per_step(self) -> int:
+        return self.config.batch_size
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "effjax": __version__,
+            "options": dataclasses.asdict(self.config),
+            "data": {
+                "train_images": len(self.dataset.train_images),
+                "test_images": len(self.dataset.test_images),
+                "image_shape": list(self.dataset.image_shape),
+                "class_names": list(self.dataset.class_names),
+                "mean": self.learner.mean.tolist(),
+                "std": self.learner.std.tolist(),
+            },
+        }
+
+    def initial_state(self) -> TrainState:
+        return initial_state(self.build, self.learner.optimizer, self.config.seed)
+
+    def place(self, state: TrainState) -> TrainState:
+        return replicate(state, self.devices)
+
+    def make_step(self) -> TrainStep:
+        return make_train_step(self.config.parallel, self.learner, self.devices)
+
+    def make_test(self) -> Callable[[TrainState], Measured]:
+        eval_step = make_eval_step(self.learner, self.devices)
+        return lambda state: evaluate(self, eval_step, state)
+
+    def batches(self, done: int) -> Iterator[Batch]:
+        for epoch in itertools.count(done // self.steps_each + 1):
+            yield from train_batches(self, epoch)
+
+    def read(self, metrics: StepMetrics) -> Measured:
+        accuracy = int(metrics.correct) / self.config.batch_size
+        return {"loss": float(metrics.loss), "accuracy": accuracy}
+
+    def where(self, step: int) -> str:
+        return f"in epoch {-(-step // self.steps_each)}"
+
+    def record(self, number: int, train: Measured, test: Measured, rate: float) -> Record:
+        return {
+            "kind": "epoch", "epoch": number, "step": number * self.steps_each,
+            "train_loss": train["loss"], "train_accuracy": train["accuracy"],
+            "learning_rate": float(self.learning_rate((number - 1) * self.steps_each)),
+            "images_per_second": rate,
+            "test_loss": test["loss"], "test_accuracy": test["accuracy"],
+        }  # fmt: skip
+
+    def score(self, record: Record) -> float:
+        return record["test_accuracy"]
+
+    def draw(self, axes: Any, records: Sequence[Record]) -> None:
+        """The loss of the train set and the accuracy on the test set, by epoch."""
+        x = [record["epoch"] for record in records]
+        axes.set(xlabel="epoch", ylabel="train loss")
+        axes.plot(x, [r["train_loss"] for r in records], "C0.-", label="train loss")
+        right = axes.twinx()
+        accuracy = [100 * r["test_accuracy"] for r in records]
+        right.plot(x, accuracy, "C1.-", label="test accuracy")
+        right.set(ylabel="test accuracy (%)")
+
+    def result(self, records: Sequence[Record], began: float) -> ImageResult:
+        best = max(records, key=self.score)
+        batch = self.config.batch_size, *self.dataset.image_shape
+        return ImageResult(
+            test_accuracy=records[-1]["test_accuracy"],
+            test_loss=records[-1]["test_loss"],
+            best_test_accuracy=best["test_accuracy"],
+            best_epoch=best["epoch"],
+            images_per_second=statistics.median(r["images_per_second"] for r in records),
+            kept_bytes={
+                name: backward_bytes(self.build, batch, **form).bytes
+                for name, form in forms(self.config).items()
+            },
+            seconds=time.perf_counter() - began,
+        )
+
+
+def train_batches(task: ImageTask, epoch: int) -> Iterator[Batch]:
+    """The shuffled and augmented batches of an epoch, less what does not fill a batch; the same for
+    the same seed and epoch."""
+    rng = np.random.default_rng([task.config.seed, epoch])
+    images, labels = task.dataset.train_images, task.dataset.train_labels
+    size = task.config.batch_size
+    order = rng.permutation(len(images))[: task.steps_each * size]
+    for chosen in order.reshape(-1, size):
+        batch = images[chosen]
+        if task.augmentation is not None:
+            batch = augment(batch, task.augmentation, rng)
+        yield Batch(batch, labels[chosen])
+
+
+def evaluate(task: ImageTask, eval_step: Any, state: TrainState) -> Measured:
+    """Loss and accuracy on the test set; the last batch is filled up with images of weight 0."""
+    images, labels = task.dataset.test_images, task.dataset.test_labels
+    size = task.config.batch_size
+    loss, correct = 0.0, 0.0
+    for start in range(0, len(images), size):
+        count = min(size, len(images) - start)
+        fill = size - count
+        batch = Batch(
+            np.pad(images[start : start + count], ((0, fill), (0, 0), (0, 0), (0, 0))),
+            np.pad(labels[start : start + count], (0, fill)),
+        )
+        sums = eval_step(state, batch, np.arange(size, dtype=np.float32) < count)
+        loss += float(sums.loss)
+        correct += float(sums.correct)
+    return {"loss": loss / len(images), "accuracy": correct / len(images)}

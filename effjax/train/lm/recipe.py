@@ -1,0 +1,119 @@
+"""The model, the schedule, the optimizer and the step that the options of a run describe; no text
+is read."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from ...models import TransformerLM, scan_layers
+from ...models.nnx.transformer import ApplyLayers
+from .config import LMConfig
+from .offloaded import (
+    OffloadedState,
+    apply_offloaded,
+    initial_offloaded_state,
+    layers_on_host,
+    offloaded_step,
+)
+from .steps import LMState, lm_step
+
+WARMUP, LOWEST = 0.1, 0.1  # shares of the steps, of the rate
+B2 = 0.95  # Adam's: a byte of a text is a noisy example
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LMLearner:
+    """What learns: a model, how its layers are applied, and an optimizer."""
+
+    config: LMConfig
+    model: TransformerLM  # abstract: shapes, no arrays
+    optimizer: optax.GradientTransformation
+    learning_rate: Callable[[int], Any]
+    apply_layers: ApplyLayers
+    apply_layers_in_test: ApplyLayers
+
+    @property
+    def graphdef(self) -> nnx.GraphDef:
+        return nnx.graphdef(self.model)
+
+    @property
+    def num_params(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self.model, nnx.Param)))
+
+
+def make_learner(config: LMConfig) -> LMLearner:
+    """As the options have it; nothing is computed."""
+    schedule = make_lm_schedule(config.learning_rate, config.steps)
+    optimizer = make_lm_optimizer(schedule, config.weight_decay)
+    model = nnx.eval_shape(lambda: build(config))
+    if config.offload == "none":
+        apply = functools.partial(scan_layers, remat=True) if config.remat else scan_layers
+        in_test = apply
+    else:
+        apply = apply_offloaded(config, config.num_microbatches)
+        in_test = apply_offloaded(config)
+    return LMLearner(config, model, optimizer, schedule, apply, in_test)
+
+
+def build(config: LMConfig) -> TransformerLM:
+    """The model of bytes, with the parameters that the seed draws."""
+    return TransformerLM(
+        vocab_size=256, num_layers=config.layers, width=config.width, num_heads=config.heads,
+        use_bias=config.bias, dropout_rate=config.dropout, dtype=jnp.dtype(config.dtype),
+        rngs=nnx.Rngs(config.seed),
+    )  # fmt: skip
+
+
+def initial_state(learner: LMLearner, mesh: Mesh) -> LMState | OffloadedState:
+    """Parameters drawn from the seed, and the optimizer's first state."""
+    config, optimizer = learner.config, learner.optimizer
+
+    def params() -> Any:
+        return nnx.to_pure_dict(nnx.state(build(config), nnx.Param))
+
+    if layers_on_host(config):
+        return initial_offloaded_state(config, learner.model, optimizer, params, mesh)
+
+    @jax.jit
+    def init() -> LMState:
+        made = params()
+        return LMState(jnp.int32(0), made, optimizer.init(made))
+
+    return init()
+
+
+def train_step(learner: LMLearner) -> Callable:
+    """`(state, tokens, key) -> (state, loss)`, to be compiled."""
+    if layers_on_host(learner.config):
+        return offloaded_step(learner.config, learner.model, learner.optimizer)
+    return lm_step(learner.graphdef, learner.optimizer, learner.apply_layers)
+
+
+def make_lm_schedule(learning_rate: float, steps: int) -> optax.Schedule:
+    """From a tenth of the rate up to it over the first tenth of the steps, then cosine back."""
+    warmup = max(round(WARMUP * steps), 1)
+    return optax.warmup_cosine_decay_schedule(
+        LOWEST * learning_rate, learning_rate, warmup, max(steps, warmup + 1),
+        end_value=LOWEST * learning_rate,
+    )  # fmt: skip
+
+
+def make_lm_optimizer(
+    schedule: optax.Schedule, weight_decay: float
+) -> optax.GradientTransformation:
+    """AdamW; weight decay pulls on kernels only, not on norms, biases and the embedding.
+
+    It works leaf by leaf.
+    """
+
+    def is_kernel(params: Any) -> Any:
+        return jax.tree.map_with_path(lambda path, _: path[-1].key == "kernel", params)
+
+    return optax.adamw(schedule, b2=B2, weight_decay=weight_decay, mask=is_kernel)

@@ -1,0 +1,172 @@
+"""A text to predict byte by byte, as a task for `effjax.train.loop`: counted in steps."""
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ... import __version__
+from ..data.text import Text, check_length, load_text, test_batches, train_batches
+from ..errors import TrainError
+from ..loop import Measured, Record, TrainStep
+from ..mesh import Devices, check_batch_size, data_mesh, local_devices
+from .config import LMConfig
+from .offloaded import OffloadedState, shardings_of
+from .recipe import LMLearner, initial_state, make_learner, train_step
+from .steps import LMState, compile_lm_step, make_lm_eval_step
+
+
+@dataclasses.dataclass(frozen=True)
+class LMResult:
+    """What a run came to; losses are means over bytes, in nats.
+
+    train_loss: of the last steps, as many as between two reports.
+    tokens_per_second: of training, the median of the reports; the first step after a start, which
+        can include compilation, is not counted unless it is the only one.
+    unigram_bits: bits per test byte without any context, to compare with.
+    """
+
+    train_loss: float
+    test_loss: float
+    test_bits_per_byte: float
+    best_test_loss: float
+    best_step: int
+    tokens_per_second: float
+    unigram_bits: float
+    num_params: int
+    seconds: float
+
+
+def prepare(config: LMConfig, devices: Devices | None = None, text: Text | None = None) -> "LMTask":
+    """Reads the text and checks what can be checked; writes nothing.
+
+    Args:
+      config: the options.
+      devices: those to train on; default: all local ones.
+      text: default: the one that `config.data` names.
+
+    Raises:
+      DataError: the text cannot be read, or is too short.
+      TrainError: the batch does not fit the devices.
+    """
+    text = load_text(config.data) if text is None else text
+    check_length(text, config.context)
+    devices = local_devices() if devices is None else devices
+    check_batch_size(config.batch_size, devices)
+    if config.num_microbatches > 1 < len(devices):
+        raise TrainError(
+            f"num_microbatches (={config.num_microbatches}) is for one device, but there are "
+            f"{len(devices)}"
+        )
+    return LMTask(config, text, make_learner(config), devices)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LMTask:
+    """A `Task`; made by `prepare`. Nothing has been written yet."""
+
+    config: LMConfig
+    text: Text
+    learner: LMLearner
+    devices: Devices
+
+    @property
+    def kind(self) -> str:
+        return "step"
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """After which steps the model is tested: every so many, and the last one."""
+        steps, every = self.config.steps, self.config.report_every
+        return [*range(every, steps, every), steps]
+
+    @property
+    def steps_each(self) -> int:
+        return 1
+
+    @property
+    def examples_per_step(self) -> int:
+        return self.config.batch_size * self.config.context
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "effjax": __version__,
+            "options": dataclasses.asdict(self.config),
+            "data": {
+                "train_bytes": len(self.text.train),
+                "test_bytes": len(self.text.test),
+                "sha256": self.text.digest,
+            },
+        }
+
+    def initial_state(self) -> LMState | OffloadedState:
+        return initial_state(self.learner, data_mesh(self.devices))
+
+    def place(self, state: LMState | OffloadedState) -> LMState | OffloadedState:
+        return jax.device_put(state, shardings_of(state, data_mesh(self.devices)))
+
+    def make_step(self) -> TrainStep:
+        return compile_lm_step(train_step(self.learner), data_mesh(self.devices))
+
+    def make_test(self) -> Callable[[LMState | OffloadedState], Measured]:
+        learner, mesh = self.learner, data_mesh(self.devices)
+        eval_step = make_lm_eval_step(learner.graphdef, mesh, learner.apply_layers_in_test)
+        return lambda state: evaluate(self, eval_step, state)
+
+    def batches(self, done: int) -> Iterator[np.ndarray]:
+        config = self.config
+        return train_batches(self.text.train, config.context, config.batch_size, config.seed, done)
+
+    def read(self, metrics: jax.Array) -> Measured:
+        return {"loss": float(metrics)}
+
+    def where(self, step: int) -> str:
+        return f"at step {step}"
+
+    def record(self, number: int, train: Measured, test: Measured, rate: float) -> Record:
+        return {
+            "kind": "step", "step": number, "train_loss": train["loss"],
+            "test_loss": test["loss"], "test_bits_per_byte": test["loss"] / math.log(2),
+            "learning_rate": float(self.learner.learning_rate(number - 1)),
+            "tokens_per_second": rate,
+        }  # fmt: skip
+
+    def score(self, record: Record) -> float:
+        return -record["test_loss"]
+
+    def draw(self, axes: Any, records: Sequence[Record]) -> None:
+        """The loss of the train set and on the test set, by step."""
+        x = [record["step"] for record in records]
+        axes.set(xlabel="step", ylabel="loss (nats per byte)")
+        for number, name in enumerate(("train", "test")):
+            losses = [r[f"{name}_loss"] for r in records]
+            axes.plot(x, losses, f"C{number}.-", label=f"{name} loss")
+
+    def result(self, records: Sequence[Record], began: float) -> LMResult:
+        last, best = records[-1], max(records, key=self.score)
+        return LMResult(
+            train_loss=last["train_loss"],
+            test_loss=last["test_loss"],
+            test_bits_per_byte=last["test_loss"] / math.log(2),
+            best_test_loss=best["test_loss"],
+            best_step=best["step"],
+            tokens_per_second=statistics.median(r["tokens_per_second"] for r in records),
+            unigram_bits=self.text.unigram_bits,
+            num_params=self.learner.num_params,
+            seconds=time.perf_counter() - began,
+        )
+
+
+def evaluate(task: LMTask, eval_step: Any, state: LMState | OffloadedState) -> Measured:
+    """Mean loss over the windows of the test set."""
+    total, count = 0.0, 0.0
+    config = task.config
+    for tokens, weights in test_batches(task.text.test, config.context, config.batch_size):
+        total += float(eval_step(state.params, tokens, weights))
+        count += float(weights.sum())
+    return {"loss": total / count}

@@ -1,0 +1,41 @@
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from effjax.train.images.config import Config
+from effjax.train.images.recipe import make_optimizer, make_schedule, model_builder
+
+
+def test_schedules():
+    cosine: Any = make_schedule(Config(epochs=10), 10)
+    rates = [float(cosine(s)) for s in (0, 50, 100)]
+    np.testing.assert_allclose(rates, [0.1, 0.05, 0], atol=1e-7)
+    step: Any = make_schedule(Config(epochs=10, schedule="step"), 10)
+    rates = [float(step(s)) for s in (0, 49, 51, 76)]
+    np.testing.assert_allclose(rates, [0.1, 0.1, 0.01, 0.001], rtol=1e-5)
+
+
+def test_weight_decay_is_of_kernels_only():
+    config = Config(learning_rate=1.0, momentum=0.0, weight_decay=0.5)
+    optimizer = make_optimizer(config, lambda _: 1.0)
+    params = {"kernel": np.ones((2, 2), np.float32), "scale": np.ones(2, np.float32)}
+    zeros = jax.tree.map(np.zeros_like, params)
+    updates: Any
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    np.testing.assert_array_equal(updates["kernel"], -0.5)
+    np.testing.assert_array_equal(updates["scale"], 0)
+
+
+def test_small_inputs_by_image_size():
+    def stem(size, **options):
+        build: Any = model_builder(Config(**options), (size, size, 1), 5)
+        model: Any = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+        return model.stem_conv.kernel.shape
+
+    assert stem(8) == (3, 3, 1, 24)
+    assert stem(96) == (7, 7, 1, 24)
+    assert stem(96, small_inputs=True) == (3, 3, 1, 24)
+    assert stem(32, model="densenet100_12") == (3, 3, 1, 24)
+    assert stem(224, model="densenet121") == (7, 7, 1, 64)

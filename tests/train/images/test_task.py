@@ -1,0 +1,72 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from effjax.train.errors import TrainError
+from effjax.train.images.config import Config
+from effjax.train.images.task import prepare, train_batches
+from tests.train import small
+
+
+def test_no_device(monkeypatch):
+    def fail():
+        raise RuntimeError("no backend")
+
+    monkeypatch.setattr("jax.local_devices", fail)
+    with pytest.raises(TrainError, match=r"JAX finds no device \(no backend\); run effjax doctor"):
+        prepare(Config(), dataset=small.dataset())
+
+
+def test_batches_depend_on_seed_and_epoch_only():
+    task = small.image_task()
+    first = list(train_batches(task, 1))
+    assert len(first) == 4 and first[0].images.shape == (16, 8, 8, 1)
+    for a, b in zip(first, train_batches(task, 1), strict=True):
+        np.testing.assert_array_equal(a.images, b.images)
+        np.testing.assert_array_equal(a.labels, b.labels)
+    assert not np.array_equal(first[0].labels, next(train_batches(task, 2)).labels)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"batch_size": 7},
+            r"batch_size \(=7\) is not divisible by the number of devices \(=2\); use 6",
+        ),
+        ({"batch_size": 1}, "use 2"),
+        ({"batch_size": 128}, r"larger than the train set \(=70 images\)"),
+        ({"depth": 11}, "must be 6n . 4"),
+        ({"model": "resnet"}, r"model \(='resnet'\) must be one of densenet-bc, densenet121"),
+        ({"model": "densenet121", "depth": 22}, "depth .* has a fixed depth"),
+        ({"model": "densenet121", "small_inputs": False}, "too small"),
+        ({"drop_rate": 1.0}, "drop_rate"),
+        ({"compression": 0.0}, "compression"),
+    ],
+)
+def test_options_that_do_not_fit(options, message):
+    with pytest.raises(TrainError, match=message):
+        prepare(Config(**{"batch_size": 16} | options), jax.devices()[:2], small.dataset())
+
+
+def test_inputs_are_normalised():
+    task = small.image_task(devices=1)
+    x = task.learner.inputs(task.dataset.train_images)
+    assert x.dtype == jnp.float32
+    np.testing.assert_allclose([x.mean(), x.std()], [0, 1], atol=1e-5)
+
+
+def test_padding_of_the_last_batch_does_not_count():
+    task = small.image_task(devices=8)
+    state = task.initial_state()
+    tested = task.make_test()(task.place(state))
+
+    model = nnx.merge(task.learner.eval_graphdef, state.params, state.stats)
+    logits = model(task.learner.inputs(task.dataset.test_images))
+    labels = task.dataset.test_labels
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    np.testing.assert_allclose(tested["loss"], losses.mean(), rtol=1e-6)
+    assert tested["accuracy"] == np.mean(np.asarray(logits).argmax(-1) == labels)

@@ -1,0 +1,104 @@
+import functools
+import json
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from effjax.train.checkpoint import Checkpoints
+from effjax.train.errors import TrainError
+from effjax.train.lm.offloaded import OffloadedState
+from effjax.train.loop import Progress, fit
+from effjax.train.run_directory import RunDirectory
+from tests.train.small import CompiledOnce, lm_task
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_fast():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def new_run(path, task):
+    return RunDirectory.create(path, task.describe(), overwrite=False)
+
+
+def lines(run):
+    records = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    timing = {"seconds", "tokens_per_second"}
+    return [{k: v for k, v in r.items() if k not in timing} for r in records]
+
+
+class Interrupt(Progress):
+    """Ctrl-C in the middle."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def step(self, step, measured, rate):
+        if step == self.at:
+            signal.raise_signal(signal.SIGINT)
+
+
+MODES = {
+    "activations": dict(offload="activations"),
+    "params": dict(offload="params"),
+    "all": dict(offload="all"),
+    "fused": dict(offload="all", fuse_update=True),
+}
+
+
+@pytest.fixture(scope="module")
+def whole_on_one(tmp_path_factory):
+    run = new_run(tmp_path_factory.mktemp("one") / "run", lm_task(1))
+    fit(lm_task(1), run)
+    return lines(run)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_offloaded_the_losses_are_the_same(mode, tmp_path, whole_on_one):
+    one = lm_task(1, **MODES[mode])
+    run = new_run(tmp_path / "run", one)
+    fit(one, run)
+    for got, want in zip(lines(run), whole_on_one, strict=True):
+        np.testing.assert_allclose(got["test_loss"], want["test_loss"], rtol=1e-5)
+        np.testing.assert_allclose(got["train_loss"], want["train_loss"], rtol=1e-5)
+
+
+def test_offloaded_resuming_ends_with_the_same_bits(tmp_path):
+    """On two devices, with layers on the host of both."""
+    one = CompiledOnce(lm_task(2, offload="all", fuse_update=True))
+    runs = [new_run(tmp_path / name, one) for name in ("whole", "parts")]
+    fit(one, runs[0])
+    with pytest.raises(KeyboardInterrupt):
+        fit(one, runs[1], Interrupt(at=3))
+    fit(one, RunDirectory.open(runs[1].path), resume=True)
+    assert lines(runs[1])[-3:] == lines(runs[0])[-3:]
+    state = one.task.initial_state()
+    with Checkpoints(runs[0].checkpoints) as a, Checkpoints(runs[1].checkpoints) as b:
+        for x, y in zip(*(jax.tree.leaves(c.restore(state, 5)) for c in (a, b)), strict=True):
+            np.testing.assert_array_equal(x, y)
+    assert isinstance(state, OffloadedState)
+    kinds = {a.sharding.memory_kind for a in jax.tree.leaves(state.model.layers)}
+    assert kinds == {"pinned_host"}
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
+    jax.tree.map(close, state.params, lm_task(2).initial_state().params)
+
+
+@pytest.fixture(scope="module")
+def without_dropout(tmp_path_factory):
+    plain = lm_task(1, dropout=0.0)
+    return fit(plain, new_run(tmp_path_factory.mktemp("plain") / "run", plain))
+
+
+@pytest.mark.parametrize("mode", ["activations", "fused"])
+def test_microbatches(mode, tmp_path, without_dropout):
+    one = lm_task(1, num_microbatches=2, dropout=0.0, **MODES[mode])
+    found = fit(one, new_run(tmp_path / "run", one))
+    np.testing.assert_allclose(found.test_loss, without_dropout.test_loss, rtol=1e-5)
+    with pytest.raises(TrainError, match=r"num_microbatches \(=2\) is for one device, but .* 2"):
+        lm_task(2, num_microbatches=2, **MODES[mode])

@@ -1,0 +1,57 @@
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from effjax.models import scan_layers
+from effjax.train.lm.steps import lm_loss, lm_parts, make_lm_step
+from effjax.train.mesh import data_mesh
+from tests.train.small import lm_task
+
+
+def test_the_loss_is_that_of_the_next_byte():
+    one = lm_task()
+    params = one.initial_state().params
+    tokens = np.arange(24).reshape(2, 12)
+    logits = np.asarray(nnx.merge(one.learner.graphdef, params)(tokens[:, :-1]), np.float64)
+    shifted = logits - logits.max(-1, keepdims=True)
+    logs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    want = -np.mean(np.take_along_axis(logs, tokens[:, 1:, None], -1))
+    np.testing.assert_allclose(lm_loss(one.learner.graphdef, params, tokens, None), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("abstract", [True, False])
+def test_the_loss_in_parts(abstract):
+    one = lm_task()
+    params = one.initial_state().params
+    model: Any = one.learner.model if abstract else nnx.merge(one.learner.graphdef, params)
+    parts = lm_parts(model)
+    others = {name: value for name, value in params.items() if name != "blocks"}
+    tokens, key = np.arange(26).reshape(2, 13), jax.random.key(3)
+    x = scan_layers(parts.layer, params["blocks"], parts.embed(others, tokens, key), key)
+    want = lm_loss(one.learner.graphdef, params, tokens, key)
+    np.testing.assert_allclose(parts.head(others, x, tokens, key), want, rtol=1e-6)
+
+
+def test_one_step_of_any_layers_on_any_devices():
+    """Two devices with recomputed layers, in a function of one's own, take the same step."""
+    tokens, key = np.arange(52).reshape(4, 13) % 256, jax.random.key(3)
+    seen = []
+
+    def mine(layer, params, x, key):
+        seen.append(x.shape)
+        return lm_task(remat=True).learner.apply_layers(layer, params, x, key)
+
+    def step(one, apply_layers):
+        run = make_lm_step(
+            one.learner.graphdef, one.learner.optimizer, data_mesh(one.devices), apply_layers
+        )
+        state, loss = run(lm_task().initial_state(), tokens, key)
+        assert int(state.step) == 1
+        return jax.tree.map(np.asarray, (state.params, loss))
+
+    got, want = step(lm_task(2), mine), step(lm_task(1), scan_layers)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
+    assert seen == [(4, 12, 16)]
