@@ -1,3 +1,4 @@
+import jax
 import pytest
 
 from effjax import cli
@@ -24,3 +25,10 @@ def small_model(monkeypatch):
 
     monkeypatch.setattr("effjax.train.images.job.model_builder", small.builder)
     monkeypatch.setattr("effjax.train.images.job.load_dataset", lambda *_: small.dataset())
+
+
+@pytest.fixture
+def compile_fast():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

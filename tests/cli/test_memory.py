@@ -53,6 +53,15 @@ def test_memory_of_the_largest_batch(run_memory):
 
 
 @needs_gpu_compiler
+def test_memory_of_a_small_densenet(run_memory):
+    argv = "densenet", "--depth", "10", "--growth-rate", "1", "--image-size", "4"
+    code, out, err = run_memory(*argv, "--only", "effjax conv", "--batch-size", "2")
+    assert (code, err) == (0, "")
+    assert "effjax conv: " in out and "fits in" in out and "plain" not in out
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
 def test_memory_of_a_densenet(run_memory):
     argv = "densenet", "--depth", "10", "--growth-rate", "4", "--image-size", "8"
     only = "--only", "effjax conv", "--only", "plain"
@@ -62,6 +71,16 @@ def test_memory_of_a_densenet(run_memory):
     assert "all-reduce" in out and "each of 2" in out
 
 
+@needs_gpu_compiler
+def test_memory_of_a_small_language_model(run_memory):
+    argv = "lm", "--layers", "1", "--width", "8", "--context", "4", "--batch-size", "2"
+    code, out, err = run_memory(*argv, "--only", "in memory", "--target", "l4")
+    assert (code, err) == (0, "")
+    assert "in memory: " in out and "fits in 17.7 GB" in out and "offload" not in out
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
 def test_memory_of_a_language_model(run_memory):
     only = "--only", "in memory", "--only", "offload all, fused"
     argv = "lm", "--layers", "6", "--width", "64", "--context", "16", "--batch-size", "4"
@@ -91,7 +110,7 @@ def test_memory_of_a_language_model(run_memory):
         (["lm", "--width", "9"], "width (=9) must be divisible by 2 · heads (=4)"),
         (["own_step:one", "--batch-size", "3", "--num-devices", "2"], "divisible by num_devices"),
         (["densenet", "--depth", "11"], "`depth` (=11)"),
-        (["densenet", "--image-size", "2"], "is too small"),
+        (["densenet", "--depth", "10", "--image-size", "2"], "is too small"),
         (["resnet50"], "must be one of densenet-bc"),
     ],
 )

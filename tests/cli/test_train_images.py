@@ -48,7 +48,8 @@ def png():
     return stream.getvalue()
 
 
-def test_one_epoch_of_densenet_on_digits(run, tmp_path):
+@pytest.mark.exhaustive
+def test_one_epoch_of_densenet_on_digits(run, compile_fast, tmp_path):
     code, out, err = run(*TINY, "--epochs", "1", "--parallel", "shard_map", "--out", "here")
     assert (code, err) == (0, "")
     assert "digits: 1438 train and 359 test images of 8×8×1 in 10 classes" in out
@@ -65,7 +66,7 @@ def test_one_epoch_of_densenet_on_digits(run, tmp_path):
     assert "here: holds a run; give another --out, or --overwrite" in err
 
 
-def test_deform_resnet_and_its_baseline(run, small_model, tmp_path):
+def test_deform_resnet_and_its_baseline(run, small_model, compile_fast, tmp_path):
     options = ["--epochs", "1", "--batch-size", "16", "--data", "digits", "--out", "here"]
     code, out, err = run("train", "deform-resnet", *options)
     assert (code, err) == (0, "")
@@ -80,7 +81,7 @@ def test_deform_resnet_and_its_baseline(run, small_model, tmp_path):
     assert code == 2 and one_line(err) and "holds a run" in err
 
 
-def test_ctrl_c_then_resume(run, small_model, monkeypatch, tmp_path):
+def test_ctrl_c_then_resume(run, small_model, compile_fast, monkeypatch, tmp_path):
     from effjax.train.images import report
 
     class Interrupt(report.LineProgress):
@@ -100,6 +101,8 @@ def test_ctrl_c_then_resume(run, small_model, monkeypatch, tmp_path):
     code, out, err = run("train", "densenet", "--resume", "here")
     assert (code, err) == (0, "")
     assert "epoch 1/2" not in out and "epoch 2/2" in out
+    for row in ("test accuracy", "images/s", "batch 16 (plain)", "batch 16 (efficient, this run)"):
+        assert row in out
 
 
 def test_ctrl_c_before_training(run, monkeypatch, tmp_path):
@@ -111,7 +114,7 @@ def test_ctrl_c_before_training(run, monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_out_of_memory(run, small_model, monkeypatch):
+def test_out_of_memory(run, small_model, compile_fast, monkeypatch):
     def exhausted(*_, **__):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 1 TB")
 
@@ -120,11 +123,14 @@ def test_out_of_memory(run, small_model, monkeypatch):
     assert code == 1 and one_line(err) and "out of device memory; try a smaller" in err
 
 
-def test_overwrite_and_progress_bar(run, small_model, monkeypatch, tmp_path):
+def test_overwrite_and_progress_bar(run, small_model, compile_fast, monkeypatch, tmp_path):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes the stream for a terminal
     options = ["--epochs", "1", "--batch-size", "16", "--out", "here"]
-    assert run("train", "densenet", *options)[0] == 0
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "config.json").write_text("{}")
     (tmp_path / "here" / "curve.png").write_text("old")
+    code, _, err = run("train", "densenet", *options)
+    assert code == 2 and "holds a run" in err
     code, out, _ = run("train", "densenet", *options, "--overwrite")
     assert code == 0 and "images/s" in out
     assert (tmp_path / "here" / "curve.png").read_bytes().startswith(b"\x89PNG")

@@ -4,7 +4,7 @@ import signal
 import pytest
 
 from tests.cli.command import one_line
-from tests.programs import has_gpu_compiler
+from tests.programs import needs_gpu_compiler
 
 LM = ["--layers", "1", "--width", "8", "--heads", "1", "--context", "8", "--batch-size", "8"]
 LM += ["--steps", "3", "--report-every", "2", "--data", "text:text.txt"]
@@ -17,8 +17,15 @@ def run_lm(run, tmp_path):
     return lambda *argv: run("train", "lm", *argv)
 
 
-def test_lm_with_ctrl_c_and_resume(run_lm, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "compiler",
+    [False, pytest.param(True, marks=[pytest.mark.exhaustive, needs_gpu_compiler])],
+)
+def test_lm_with_ctrl_c_and_resume(compiler, run_lm, compile_fast, monkeypatch, tmp_path):
     from effjax.train.lm import report
+
+    if not compiler:
+        monkeypatch.setattr("effjax.memory._compile._PLUGINS", ())
 
     class Interrupt(report.LineProgress):
         def step(self, step, loss, tokens_per_second):
@@ -39,16 +46,10 @@ def test_lm_with_ctrl_c_and_resume(run_lm, monkeypatch, tmp_path):
     code, out, err = run_lm("--resume", "here")
     assert (code, err) == (0, "")
     assert "step 2/3" not in out and "step 3/3" in out
-    for row in (
-        "train loss",
-        "test loss",
-        "bits/byte",
-        "parameters",
-        "tokens/s",
-        "without context",
-        *(["device memory on an H200", "host memory beside it"] if has_gpu_compiler() else []),
-    ):
-        assert row in out
+    rows = "train loss", "test loss", "bits/byte", "parameters", "tokens/s", "without context"
+    assert all(row in out for row in rows)
+    for row in ("device memory on an H200", "host memory beside it"):
+        assert (row in out) is compiler
     final = json.loads((tmp_path / "here" / "metrics.jsonl").read_text().splitlines()[-1])
     assert final["kind"] == "final" and final["test_bits_per_byte"] < 9
 
