@@ -1,14 +1,14 @@
 """What the commands of `effjax` share: options with help, and errors that are one line."""
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from ..train.errors import TrainError
-
-DATA, MODEL, OPTIMIZATION = "Data", "Model", "Optimization"
+from ..train.options import declared
 
 
 def option(help: str, panel: str | None = None, name: str | None = None) -> Any:
@@ -17,20 +17,53 @@ def option(help: str, panel: str | None = None, name: str | None = None) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel)
 
 
-def no_other_option(context: typer.Context) -> None:
-    """Raises `TrainError` if an option was given beside `--resume`."""
-    sources = {name: str(context.get_parameter_source(name)) for name in context.params}
-    explicit = [name for name, source in sources.items() if source.endswith("COMMANDLINE")]
-    if explicit != ["resume"]:
-        other = next(name for name in explicit if name != "resume").replace("_", "-")
-        raise TrainError(f"--{other} cannot be given with --resume; the run has its options")
+def parameters_of(
+    options: type, without: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
+) -> list[inspect.Parameter]:
+    """The options that a dataclass declares, as keyword-only parameters that typer understands.
+
+    Args:
+      options: a dataclass whose fields have an `Option`.
+      without: the names of those that the command does not have.
+      defaults: by name, where the command's are not those of the dataclass.
+    """
+    found = []
+    for name, kind, said, default in declared(options):
+        default = (defaults or {}).get(name, default)
+        unset = f" (default: {said.unset})" if said.unset and default is None else ""
+        annotation = Annotated[kind, option(said.help + unset, said.panel)]
+        if name not in without:
+            found.append(
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+                )
+            )
+    return found
+
+
+def take(parameters: Sequence[inspect.Parameter]) -> Callable[[Callable], Callable]:
+    """Gives a command these in the place of its `**` parameter; typer reads the signature.
+
+    The command's own keyword-only parameters come after them in the help.
+    """
+
+    def decorate(command: Callable) -> Callable:
+        signature = inspect.signature(command)
+        own = list(signature.parameters.values())
+        first = [one for one in own if one.kind is one.POSITIONAL_OR_KEYWORD]
+        last = [one for one in own if one.kind is one.KEYWORD_ONLY]
+        taken = signature.replace(parameters=[*first, *parameters, *last])
+        setattr(command, "__signature__", taken)  # noqa: B010, as no type says that it has one
+        return command
+
+    return decorate
 
 
 @contextmanager
-def one_line_errors(saver: str = "--save features") -> Iterator[None]:
+def one_line_errors(saver: str = "a smaller model") -> Iterator[None]:
     """An error of the user's becomes one line and an exit code, not a traceback.
 
-    `saver` is the option that saves memory.
+    `saver` is what saves memory besides.
     """
     try:
         yield

@@ -1,70 +1,91 @@
 """The options of a run, checked. Imports nothing heavy: the help of the command needs this."""
 
 import dataclasses
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, ClassVar, Literal
 
-from ..errors import TrainError
+from ..options import (
+    COUNT,
+    DATA,
+    DECAY,
+    MODEL,
+    OPTIMIZATION,
+    RATE,
+    SEED,
+    SHARE,
+    Option,
+    RunOptions,
+)
 
 Parallel = Literal["jit", "shard_map", "pmap"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(RunOptions):
     """What `effjax train` can be asked for; the defaults are those of `effjax train densenet`.
 
     None leaves the choice to the data (`image_size`, `augment`, `flip`, `small_inputs`) or to the
     model (`depth`, `growth_rate`, `compression`, `bn_size`).
     """
 
-    data: str = "digits"
-    image_size: int | None = None
-    augment: bool | None = None
-    flip: bool | None = None
+    COMMANDS: ClassVar[str] = "effjax train densenet or deform-resnet"
 
-    model: str = "densenet-bc"
-    depth: int | None = None
-    growth_rate: int | None = None
-    compression: float | None = None
-    bn_size: int | None = None
-    drop_rate: float = 0.0
-    small_inputs: bool | None = None
-    efficient: bool = True
-    save: Literal["conv", "features"] = "conv"
-    deformable: bool = True  # of the model deform-resnet
+    data: Annotated[
+        str,
+        Option("digits, rotated-digits, cifar10:PATH, cifar100:PATH or folder:PATH.", DATA),
+    ] = "digits"
+    image_size: Annotated[
+        int | None, Option("Resize the images of a folder to this side.", DATA, COUNT)
+    ] = None
+    augment: Annotated[
+        bool | None, Option("Crop at random, and flip where the data allow it.", DATA, unset="on")
+    ] = None
+    flip: Annotated[
+        bool | None,
+        Option("Flip at random when augmenting.", DATA, unset="on, but not for digits"),
+    ] = None
 
-    epochs: int = 20
-    batch_size: int = 64
-    learning_rate: float = 0.1
-    schedule: Literal["cosine", "step"] = "cosine"
-    momentum: float = 0.9
-    weight_decay: float = 1e-3
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    parallel: Parallel = "jit"
-    seed: int = 0
+    model: Annotated[str, Option("densenet-bc, or a name like densenet121.", MODEL)] = "densenet-bc"
+    depth: Annotated[int | None, Option("Depth of densenet-bc, 6n + 4.", MODEL, unset="22")] = None
+    growth_rate: Annotated[
+        int | None, Option("New channels of a layer.", MODEL, COUNT, unset="12, or the model's")
+    ] = None
+    compression: Annotated[
+        float | None, Option("Share of channels that a transition keeps.", MODEL, unset="0.5")
+    ] = None
+    bn_size: Annotated[
+        int | None, Option("Bottleneck width, in growth rates.", MODEL, COUNT, unset="4")
+    ] = None
+    drop_rate: Annotated[float, Option("Dropout of each layer's new channels.", MODEL)] = 0.0
+    small_inputs: Annotated[
+        bool | None,
+        Option("A stem that does not pool.", MODEL, unset="on up to 64×64 pixels"),
+    ] = None
+    efficient: Annotated[
+        bool, Option("Recompute in the backward pass instead of keeping.", MODEL)
+    ] = True
+    save: Annotated[
+        Literal["conv", "features"], Option("What efficient blocks keep: fast or least.", MODEL)
+    ] = "conv"
+    deformable: bool = True  # no option: `effjax train deform-resnet` trains one of each
 
-    def __post_init__(self) -> None:
-        at_least_one = {"image_size", "growth_rate", "bn_size", "epochs", "batch_size"}
-        for name, hint in get_type_hints(Config).items():
-            value = getattr(self, name)
-            if get_origin(hint) is Literal and value not in get_args(hint):
-                raise TrainError(f"{name} (={value!r}) must be one of {', '.join(get_args(hint))}")
-            if name in at_least_one and value is not None and value < 1:
-                raise TrainError(f"{name} (={value}) must be at least 1")
-        if not self.learning_rate > 0:
-            raise TrainError(f"learning_rate (={self.learning_rate}) must be above 0")
-        if not 0 <= self.momentum < 1:
-            raise TrainError(f"momentum (={self.momentum}) must lie in [0, 1)")
-        if not self.weight_decay >= 0:
-            raise TrainError(f"weight_decay (={self.weight_decay}) must not be negative")
-        if not 0 <= self.seed < 2**32:
-            raise TrainError(f"seed (={self.seed}) must lie in 0..{2**32 - 1}")
-
-    @classmethod
-    def from_json(cls, options: Any) -> "Config":
-        """The options that a run wrote into its config.json."""
-        try:
-            return cls(**options)
-        except TypeError as error:
-            raise TrainError(
-                f"config.json is of another version of effjax ({error}); start a new run"
-            ) from error
+    epochs: Annotated[int, Option("Passes over the train set.", OPTIMIZATION, COUNT)] = 20
+    batch_size: Annotated[
+        int, Option("Images of a step, over all devices.", OPTIMIZATION, COUNT)
+    ] = 64
+    learning_rate: Annotated[float, Option("SGD's rate at the start.", OPTIMIZATION, RATE)] = 0.1
+    schedule: Annotated[
+        Literal["cosine", "step"],
+        Option("To zero, or a tenth at 1/2 and at 3/4 of the run.", OPTIMIZATION),
+    ] = "cosine"
+    momentum: Annotated[float, Option("Nesterov momentum.", OPTIMIZATION, SHARE)] = 0.9
+    weight_decay: Annotated[
+        float, Option("Of kernels; batch norm and biases are not decayed.", OPTIMIZATION, DECAY)
+    ] = 1e-3
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        Option("Of the computation; parameters are float32.", OPTIMIZATION),
+    ] = "float32"
+    parallel: Annotated[Parallel, Option("How all local devices are used.")] = "jit"
+    seed: Annotated[
+        int, Option("Of parameters, order, augmentation, and dropout if any.", bounds=SEED)
+    ] = 0

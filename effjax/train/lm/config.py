@@ -1,63 +1,78 @@
 """The options of a run, checked. Imports nothing heavy: the help of the command needs this."""
 
 import dataclasses
-import math
-from typing import Any, Literal
+from typing import Annotated, ClassVar, Literal
 
 from ..errors import TrainError
+from ..options import (
+    COUNT,
+    DATA,
+    DECAY,
+    MODEL,
+    OPTIMIZATION,
+    RATE,
+    SEED,
+    SHARE,
+    Option,
+    RunOptions,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class LMConfig:
+class LMConfig(RunOptions):
     """What `effjax train lm` can be asked for."""
 
-    data: str = "pydoc"
-    context: int = 128
+    COMMANDS: ClassVar[str] = "effjax train lm"
 
-    layers: int = 4
-    width: int = 128
-    heads: int = 4
-    bias: bool = False
-    dropout: float = 0.0
-    remat: bool = False
-    offload: Literal["none", "activations", "params", "all"] = "none"
-    fuse_update: bool = False
-    num_microbatches: int = 1
+    data: Annotated[
+        str, Option("pydoc (Python's own help), or text:PATH of a file or a folder.", DATA)
+    ] = "pydoc"
+    context: Annotated[int, Option("Bytes that a prediction can look at.", DATA, COUNT)] = 128
 
-    steps: int = 300
-    batch_size: int = 8
-    learning_rate: float = 3e-3
-    weight_decay: float = 0.1
-    report_every: int = 100
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    seed: int = 0
+    layers: Annotated[int, Option("Blocks of attention and MLP.", MODEL, COUNT)] = 4
+    width: Annotated[int, Option("Channels of each layer.", MODEL, COUNT)] = 128
+    heads: Annotated[int, Option("Heads that share the width.", MODEL, COUNT)] = 4
+    bias: Annotated[bool, Option("Biases, and LayerNorm instead of RMSNorm.", MODEL)] = False
+    dropout: Annotated[
+        float, Option("Dropout of what each half of a layer adds.", MODEL, SHARE)
+    ] = 0.0
+    remat: Annotated[bool, Option("Compute each layer again in the backward pass.", MODEL)] = False
+    offload: Annotated[
+        Literal["none", "activations", "params", "all"],
+        Option("What lives in host memory: the layers' inputs, their parameters, or both.", MODEL),
+    ] = "none"
+    fuse_update: Annotated[bool, Option("Update each layer within the backward pass.", MODEL)] = (
+        False
+    )
+    num_microbatches: Annotated[
+        int, Option("Parts of a batch that go through a layer while it is loaded.", MODEL, COUNT)
+    ] = 1
+
+    steps: Annotated[int, Option("Batches to train on.", OPTIMIZATION, COUNT)] = 300
+    batch_size: Annotated[
+        int, Option("Windows of text of a step, over all devices.", OPTIMIZATION, COUNT)
+    ] = 8
+    learning_rate: Annotated[
+        float, Option("Adam's rate after the warmup; cosine to a tenth.", OPTIMIZATION, RATE)
+    ] = 3e-3
+    weight_decay: Annotated[
+        float, Option("Of kernels; norms, biases, embedding are not decayed.", OPTIMIZATION, DECAY)
+    ] = 0.1
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        Option("Of the computation; parameters are float32.", OPTIMIZATION),
+    ] = "float32"
+    report_every: Annotated[
+        int, Option("Steps from one test and checkpoint to the next.", bounds=COUNT)
+    ] = 100
+    seed: Annotated[int, Option("Of parameters, order, dropout.", bounds=SEED)] = 0
 
     def __post_init__(self) -> None:
-        counts = "context", "layers", "width", "heads", "steps", "batch_size", "report_every"
-        for name in (*counts, "num_microbatches"):
-            if getattr(self, name) < 1:
-                raise TrainError(f"{name} (={getattr(self, name)}) must be at least 1")
+        super().__post_init__()
         if self.width % (2 * self.heads):
             raise TrainError(
                 f"width (={self.width}) must be divisible by 2 · heads (={self.heads}); use "
                 f"{max(self.width // (2 * self.heads), 1) * 2 * self.heads}"
-            )
-        self._check_offload()
-        if not 0 <= self.dropout < 1:
-            raise TrainError(f"dropout (={self.dropout}) must lie in [0, 1)")
-        if not 0 < self.learning_rate < math.inf:
-            raise TrainError(f"learning_rate (={self.learning_rate}) must be above 0 and finite")
-        if not 0 <= self.weight_decay < math.inf:
-            raise TrainError(f"weight_decay (={self.weight_decay}) must be finite and not negative")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise TrainError(f"dtype (={self.dtype!r}) must be one of float32, bfloat16")
-        if not 0 <= self.seed < 2**32:
-            raise TrainError(f"seed (={self.seed}) must lie in 0..{2**32 - 1}")
-
-    def _check_offload(self) -> None:
-        if self.offload not in ("none", "activations", "params", "all"):
-            raise TrainError(
-                f"offload (={self.offload!r}) must be one of none, activations, params, all"
             )
         if self.fuse_update and self.offload not in ("params", "all"):
             raise TrainError("fuse_update is for parameters on the host; use offload params or all")
@@ -73,14 +88,3 @@ class LMConfig:
                 f"num_microbatches (={self.num_microbatches}) must divide batch_size "
                 f"(={self.batch_size})"
             )
-
-    @classmethod
-    def from_json(cls, options: Any) -> "LMConfig":
-        """The options that a run wrote into its config.json."""
-        try:
-            return cls(**options)
-        except TypeError as error:
-            raise TrainError(
-                f"config.json is not of effjax train lm, or of another version ({error}); start a "
-                "new run"
-            ) from error

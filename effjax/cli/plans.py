@@ -1,9 +1,6 @@
-"""What `effjax memory` does with its options."""
+"""What `effjax memory` does with the steps that it was given: plans, tables, a drawing."""
 
-import importlib
 import json
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,75 +12,8 @@ from ..memory.batch_size import MaxBatch, max_batch_size
 from ..memory.compare import Comparison, plan_all
 from ..memory.targets import find_target
 from ..train.errors import TrainError
-from ..train.images.config import Config
 
 Steps = Callable[[int], Mapping[str, tuple[Any, ...]]]
-
-IMAGENET = (224, 1000)  # side and classes
-CIFAR = (32, 10)
-
-
-def model_steps(
-    config: Config, image_size: int | None, num_classes: int | None, num_devices: int
-) -> Steps:
-    """The forms of a model; images and classes are those of CIFAR or of ImageNet by default."""
-    from ..models import DENSENETS
-    from ..train.images.forms import training_steps
-
-    small = config.model in ("densenet-bc", "deform-resnet") or "small_inputs" in DENSENETS.get(
-        config.model, ()
-    )
-    side, classes = CIFAR if small else IMAGENET
-    side, classes = image_size or side, num_classes or classes
-    return training_steps(config, (side, side, 3), classes, num_devices)
-
-
-def lm_steps(
-    options: dict[str, int | None], dtype: Any, batch_size: int, num_devices: int
-) -> Steps:
-    """The forms of the language model; a head for each 128 channels, four at least."""
-    from ..train.lm.config import LMConfig
-    from ..train.lm.forms import lm_steps
-
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    width = given.get("width", LMConfig.width)
-    heads = max(width // 128, LMConfig.heads)
-    offload: Any = "all" if "num_microbatches" in given else "none"
-    config = LMConfig(
-        **given, heads=heads, dtype=dtype, batch_size=batch_size, offload=offload
-    )  # fmt: skip
-    return lm_steps(config, num_devices)
-
-
-def user_steps(name: str) -> Steps:
-    """Steps from `module:function`, a function of the batch size that returns `(fn, *args)`, or
-    several such by name."""
-    module_name, _, function_name = name.partition(":")
-    sys.path.insert(0, os.getcwd())  # as `python -m` has it
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not (error.name and module_name.startswith(error.name)):
-            raise
-        raise TrainError(f"{name!r}: there is no module {error.name}") from error
-    finally:
-        del sys.path[0]
-    factory = getattr(module, function_name, None)
-    if not callable(factory):
-        raise TrainError(f"{name!r}: {module_name} has no function {function_name!r}")
-
-    def steps(batch_size: int) -> dict[str, tuple[Any, ...]]:
-        made = factory(batch_size)
-        found: dict[str, Any] = dict(made) if isinstance(made, Mapping) else {function_name: made}
-        for step in found.values():
-            if not (isinstance(step, Sequence) and step and callable(step[0])):
-                raise TrainError(
-                    f"{name!r} must return (fn, *args) or a dict of such by name, not "
-                    f"{type(step).__name__}"
-                )
-        return found
-
-    return steps
 
 
 def run(

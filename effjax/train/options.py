@@ -1,0 +1,106 @@
+"""The options of a run, each declared once: a field of a dataclass, an `Option` beside its type.
+
+The dataclass checks values by it, and the command line makes its options of it. Imports nothing
+heavy: the help of the command needs this.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Self,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from .errors import TrainError
+
+DATA, MODEL, OPTIMIZATION = "Data", "Model", "Optimization"
+
+
+class Bounds(NamedTuple):
+    """What a value must do, in words, and whether it does."""
+
+    words: str
+    hold: Callable[[Any], bool]
+
+
+COUNT = Bounds("be at least 1", lambda value: value >= 1)
+SHARE = Bounds("lie in [0, 1)", lambda value: 0 <= value < 1)
+RATE = Bounds("be above 0 and finite", lambda value: 0 < value < math.inf)
+DECAY = Bounds("be finite and not negative", lambda value: 0 <= value < math.inf)
+SEED = Bounds(f"lie in 0..{2**32 - 1}", lambda value: 0 <= value < 2**32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What is said of an option beside its type and its default.
+
+    help: one line.
+    panel: the group that the help shows it in.
+    bounds: of its value, unless that is None.
+    unset: what None stands for, in words.
+    """
+
+    help: str
+    panel: str | None = None
+    bounds: Bounds | None = None
+    unset: str | None = None
+
+
+class Declared(NamedTuple):
+    """An option as a dataclass declares it: `name: Annotated[kind, option] = default`."""
+
+    name: str
+    kind: Any
+    option: Option
+    default: Any
+
+
+def declared(options: type) -> list[Declared]:
+    """The options of a dataclass, in their order; fields without an `Option` are none."""
+    hints = get_type_hints(options, include_extras=True)
+    found = []
+    for field in dataclasses.fields(options):
+        if get_origin(hints[field.name]) is Annotated:
+            kind, option = get_args(hints[field.name])
+            found.append(Declared(field.name, kind, option, field.default))
+    return found
+
+
+def check(options: Any) -> None:
+    """Raises `TrainError` if a value is none of its option's choices, or out of its bounds."""
+    for name, kind, option, _ in declared(type(options)):
+        value = getattr(options, name)
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            raise TrainError(f"{name} (={value!r}) must be one of {', '.join(get_args(kind))}")
+        unset = value is None and type(None) in get_args(kind)
+        if option.bounds is not None and not unset and not option.bounds.hold(value):
+            raise TrainError(f"{name} (={value}) must {option.bounds.words}")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """The options of a run: checked when they are made, and read from the run's config.json."""
+
+    COMMANDS: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @classmethod
+    def from_json(cls, options: Any) -> Self:
+        """The options that a run wrote into its config.json."""
+        try:
+            return cls(**options)
+        except TypeError as error:
+            raise TrainError(
+                f"config.json is not of {cls.COMMANDS}, or of another version of effjax ({error}); "
+                "start a new run"
+            ) from error

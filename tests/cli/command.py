@@ -1,0 +1,20 @@
+"""What the tests of all commands share besides fixtures."""
+
+import signal
+
+TINY = ["train", "densenet", "--depth", "10", "--growth-rate", "4"]
+
+
+def one_line(err: str) -> bool:
+    """Whether it is what `effjax` says of an error of the user's."""
+    return err.startswith("effjax: ") and err.endswith("\n") and err.count("\n") == 1
+
+
+def interrupt_at(number):
+    """For a progress: Ctrl-C after a step."""
+
+    def step(self, step, measured, rate):
+        if step == number:
+            signal.raise_signal(signal.SIGINT)
+
+    return step

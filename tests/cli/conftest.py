@@ -1,0 +1,34 @@
+import jax
+import pytest
+
+from effjax import cli
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, tmp_path):
+    """Runs a command in an empty directory; returns its exit code, stdout and stderr."""
+    for name in ("typer", "rich", "matplotlib", "sklearn", "PIL"):
+        pytest.importorskip(name)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*argv):
+        code = cli.main([str(arg) for arg in argv])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def small_model(monkeypatch):
+    """A model that compiles in a second, on small images with the name `digits`."""
+    from tests.train import small
+
+    monkeypatch.setattr("effjax.train.images.task.model_builder", small.builder)
+    monkeypatch.setattr("effjax.train.images.task.load_dataset", lambda *_: small.dataset())
+
+
+@pytest.fixture
+def compile_fast():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -1,0 +1,76 @@
+import json
+
+import pytest
+
+from tests.cli.command import interrupt_at, one_line
+from tests.programs import needs_gpu_compiler
+
+LM = ["--layers", "1", "--width", "8", "--heads", "1", "--context", "8", "--batch-size", "8"]
+LM += ["--steps", "3", "--report-every", "2", "--data", "text:text.txt"]
+
+
+@pytest.fixture
+def run_lm(run, tmp_path):
+    """Runs `effjax train lm` where there is a small text."""
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 9)
+    return lambda *argv: run("train", "lm", *argv)
+
+
+@pytest.mark.parametrize(
+    "compiler",
+    [False, pytest.param(True, marks=[pytest.mark.exhaustive, needs_gpu_compiler])],
+)
+def test_lm_with_ctrl_c_and_resume(compiler, run_lm, compile_fast, monkeypatch, tmp_path):
+    if not compiler:
+        monkeypatch.setattr("effjax.memory._compile._PLUGINS", ())
+
+    with monkeypatch.context() as patch:
+        patch.setattr("effjax.train.report.LineProgress.step", interrupt_at(3))
+        code, out, err = run_lm(*LM, "--remat", "--bias", "--dtype", "bfloat16", "--out", "here")
+    assert code == 130 and "step 2/3  loss" in out
+    assert err == "effjax: interrupted; go on with effjax train lm --resume here\n"
+    assert "text:text.txt: 357 train and 39 test bytes" in out
+    assert "batch 8 × 8, 3 steps, 8 device(s)" in out
+    options = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
+    assert options["remat"] and options["bias"] and options["context"] == 8
+
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes the stream for a terminal
+    code, out, err = run_lm("--resume", "here")
+    assert (code, err) == (0, "")
+    assert "step 2/3" not in out and "step 3/3" in out
+    rows = "train loss", "test loss", "bits/byte", "parameters", "tokens/s", "without context"
+    assert all(row in out for row in rows)
+    for row in ("device memory on an H200", "host memory beside it"):
+        assert (row in out) is compiler
+    final = json.loads((tmp_path / "here" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert final["kind"] == "final" and final["test_bits_per_byte"] < 9
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--data", "digits"], "data 'digits' is not known; use one of pydoc, text:PATH"),
+        (["--data", "text:nowhere"], "nowhere: no such file or directory"),
+        (["--context", "39"], "396 bytes are too few for context (=39)"),
+        (["--heads", "3"], "width (=8) must be divisible by 2 · heads (=3); use 6"),
+        (["--batch-size", "12"], "batch_size (=12) is not divisible by the number of devices (=8)"),
+        (["--steps", "0"], "steps (=0)"),
+        (["--fuse-update"], "fuse_update is for parameters on the host; use offload params or all"),
+        (["--out", "."], ".: not empty and not a run"),
+        (["--resume", "."], ".: not a run"),
+        (["--resume", ".", "--context", "3"], "--context cannot be given with --resume"),
+    ],
+)
+def test_lm_says_what_is_wrong(run_lm, tmp_path, argv, message):
+    code, out, err = run_lm(*([] if "--resume" in argv else LM), *argv)
+    assert (code, out) == (2, "") and one_line(err) and message in err, err
+    assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_lm_out_of_memory(run_lm, monkeypatch):
+    def exhausted(*_, **__):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr("effjax.train.loop.fit", exhausted)
+    code, _, err = run_lm(*LM)
+    assert code == 1 and one_line(err) and "smaller --batch-size, or --remat" in err
