@@ -2,43 +2,34 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..ops.offload.arguments import check_microbatches, check_options
+from ..ops.offload.options import OffloadOptions
 from ..ops.offload.placement import Space, space_of
-from ..ops.offload.sequential import offload_sequential
-from ..ops.offload.slices import Tree, is_float
-from ..ops.offload.stack import offload_scan
+from ..ops.offload.sequential import apply_sequence
+from ..ops.offload.slices import check_microbatches
+from ..ops.offload.stack import apply_stack as apply_stacked
+from ..ops.offload.trees import Tree, is_float
 
 
-class Options(NamedTuple):
-    """The options that both modules take, see there."""
-
-    num_slices: int | None
-    checkpoint_activation: bool
-    num_microbatches: int
-    compute_dtype: Any
-
-    def check(self) -> None:
-        check_options(self.num_microbatches, 0, 0, self.activations, None)
-
-    @property
-    def activations(self) -> str:
-        return "host" if self.checkpoint_activation else "device"
-
-    def keywords(self) -> dict[str, Any]:
-        return dict(
-            num_slices=self.num_slices, activations=self.activations,
-            num_microbatches=self.num_microbatches, compute_dtype=self.compute_dtype,
-            has_aux=True,
-        )  # fmt: skip
+def options_of(
+    num_slices: int | None, checkpoint_activation: bool, num_microbatches: int, compute_dtype: Any
+) -> OffloadOptions:
+    """What both modules take, see there, as options of the operators."""
+    return OffloadOptions(
+        num_slices,
+        num_microbatches,
+        activations="host" if checkpoint_activation else "device",
+        compute_dtype=compute_dtype,
+        has_aux=True,
+    )
 
 
 def apply_list(
-    calls: Sequence[Callable], params: Sequence[Tree], x: Tree, key: Any, options: Options
+    calls: Sequence[Callable], params: Sequence[Tree], x: Tree, key: Any, options: OffloadOptions
 ) -> tuple[Tree, list]:
     """(x, aux) of unlike layers ``call(params, x, None, microbatch, key) -> (x, aux)``.
 
@@ -47,7 +38,7 @@ def apply_list(
     """
     if options.num_microbatches == 1:
         layers = [lambda w, x, key, call=call: call(w, x, None, None, key) for call in calls]
-        return offload_sequential(layers, params, x, key=key, **options.keywords())
+        return apply_sequence(layers, params, x, key, options)
 
     def numbered(call: Callable) -> Callable:
         def layer(w, at, key):
@@ -58,14 +49,12 @@ def apply_list(
         return layer
 
     at = _numbered(x, options.num_microbatches)
-    (x, _), aux = offload_sequential(
-        [numbered(call) for call in calls], params, at, key=key, **options.keywords()
-    )
+    (x, _), aux = apply_sequence([numbered(call) for call in calls], params, at, key, options)
     return x, aux
 
 
 def apply_stack(
-    call: Callable, params: Tree, x: Tree, key: Any, options: Options
+    call: Callable, params: Tree, x: Tree, key: Any, options: OffloadOptions
 ) -> tuple[Tree, Tree]:
     """(x, aux) of like layers ``call(params, x, i, microbatch, key) -> (x, aux)``, stacked.
 
@@ -83,7 +72,7 @@ def apply_stack(
         return (x, number + count), aux
 
     at = _numbered(x, count)
-    (x, _), aux = offload_scan(layer, params, at, key=key, **options.keywords())
+    (x, _), aux = apply_stacked(layer, params, at, key, options)
     return x, aux
 
 

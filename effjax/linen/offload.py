@@ -11,7 +11,6 @@ from flax.typing import Dtype
 from jax import lax
 
 from ..layers.offload import (
-    Options,
     apply_list,
     apply_stack,
     call_with,
@@ -19,6 +18,7 @@ from ..layers.offload import (
     check_on_host,
     first_input,
     once,
+    options_of,
     taken,
 )
 from ..ops.offload import to_device
@@ -102,10 +102,9 @@ class OffloadModel(nn.Module):
             ValueError: if the parameters are not in host memory, and for fields that do not fit.
             TypeError: for a flag that no layer takes.
         """
-        options = Options(
+        options = options_of(
             self.num_slices, self.checkpoint_activation, self.num_microbatches, self.compute_dtype
         )
-        options.check()
         layers = self._sequence()
         check_flags(layers, flags)
         x = first_input(args)

@@ -11,7 +11,6 @@ from flax.typing import Dtype
 from jax import lax
 
 from ..layers.offload import (
-    Options,
     apply_list,
     apply_stack,
     call_with,
@@ -19,6 +18,7 @@ from ..layers.offload import (
     check_on_host,
     first_input,
     once,
+    options_of,
     taken,
 )
 from ..ops.offload import to_device, to_host
@@ -95,8 +95,9 @@ class OffloadModel(nnx.Module):
                 raise TypeError(f"`layers` must be modules and functions, not {layer!r}.")
         if not self._sequence():
             raise ValueError("`layers` must not be empty.")
-        self.options = Options(num_slices, checkpoint_activation, num_microbatches, compute_dtype)
-        self.options.check()
+        self.options = options_of(
+            num_slices, checkpoint_activation, num_microbatches, compute_dtype
+        )
 
     def __call__(self, *args: Any, rngs: Any = None, **flags: Any) -> Any:
         """Applies the layers.

@@ -148,9 +148,20 @@ def _orders(jaxpr: Any) -> Iterator[bool]:
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if eqn.primitive is _guard_p:
             yield eqn.params["in_order"]
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(value):
-                yield from _orders(value)
+        for inner in _jaxprs(eqn.params):
+            yield from _orders(inner)
+
+
+def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    """The programs among the parameters of an equation, or of an operator that is one of them.
+
+    The latter is how an equation has them with `jax_custom_vjp3` and its like.
+    """
+    for value in jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr):
+        if _is_jaxpr(value):
+            yield value
+        elif isinstance(more := getattr(value, "params", None), dict):
+            yield from _jaxprs(more)
 
 
 def _is_jaxpr(value: Any) -> bool:

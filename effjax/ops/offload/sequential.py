@@ -11,18 +11,21 @@ from jax import lax
 
 from .._parallel import as_varying, sum_to_type_of
 from . import slices
-from .arguments import (
-    check_floats,
-    check_layer,
-    check_microbatches,
-    check_options,
-    close_over,
-    microbatch,
-    strong,
-)
 from .compiled import in_order
-from .placement import SPACES, Space, Where, check_space, put, space_of, to_device
-from .slices import Slice, Tree, as_cotangent, cast, fold, is_float, varying_axes, with_gradients
+from .options import OffloadOptions
+from .placement import Space, Where, check_space, put, space_of, to_device
+from .slices import Slice, check_layer, check_microbatches, close_over, microbatch
+from .trees import (
+    Tree,
+    as_cotangent,
+    cast,
+    check_floats,
+    fold,
+    is_float,
+    strong,
+    varying_axes,
+    with_gradients,
+)
 
 
 def offload_sequential(
@@ -72,7 +75,22 @@ def offload_sequential(
     References:
       fairscale ``OffloadModel``.
     """
-    check_options(num_microbatches, 0, 0, activations, None)
+    options = OffloadOptions(
+        num_slices, num_microbatches,
+        activations=activations, compute_dtype=compute_dtype, has_aux=has_aux,
+    )  # fmt: skip
+    return apply_sequence(layers, params, x, key, options, params_in)
+
+
+def apply_sequence(
+    layers: Sequence[Callable],
+    params: Sequence[Tree],
+    x: Tree,
+    key: Any,
+    options: OffloadOptions,
+    params_in: Where = "host",
+) -> Any:
+    """`offload_sequential`, with its options as one."""
     if len(layers) != len(params) or not layers:
         raise ValueError(
             f"`layers` (of {len(layers)}) and `params` (of {len(params)}) must be sequences of the "
@@ -80,34 +98,43 @@ def offload_sequential(
         )
     params = [jax.tree.map(jnp.asarray, p) for p in params]
     check_space("params_in", params, params_in)
-    bounds = split_by_bytes(params, num_slices)
+    bounds = split_by_bytes(params, options.num_slices)
     x = to_device(jax.tree.map(strong, x))
     axes = varying_axes((params, x, key))
     x = jax.tree.map(lambda a: as_varying(a, axes), x)
+    static, shared = _groups(layers, bounds, params, x, key, options)
+    shared = [as_varying(a, axes) for a in shared]
+    by_slice = [params[first:last] for first, last in itertools.pairwise(bounds)]
+    results: Any = _core(static, by_slice, shared, x, key)
+    x, aux = results
+    return (x, [a for some in aux for a in some]) if options.has_aux else x
+
+
+def _groups(
+    layers: Sequence[Callable], bounds: list[int], params: Sequence[Tree], x: Tree, key: Any,
+    options: OffloadOptions,
+) -> tuple[tuple, list]:  # fmt: skip
+    """(static, shared) for `_core`: slices with the indices of what they share, and that."""
+    axes = varying_axes((params, x, key))
     groups, shared, used, at = [], [], [], x
     for first, last in itertools.pairwise(bounds):
-        check_microbatches(at, num_microbatches)
-        run = functools.partial(_layers, layers, first, last, has_aux, compute_dtype)
+        check_microbatches(at, options.num_microbatches)
+        run = functools.partial(_layers, layers, first, last, options)
         w, part = jax.eval_shape(
-            lambda w, x: (put(w, Space.Device), microbatch(x, num_microbatches)),
+            lambda w, x: (put(w, Space.Device), microbatch(x, options.num_microbatches)),
             params[first:last],
             at,
         )
         w, part = jax.tree.map(functools.partial(_vary, axes), (w, part))
         converted, more = close_over(run, w, part, (key, jnp.int32(0)))
-        this = Slice(functools.partial(_apply, converted), num_microbatches)
+        this = Slice(functools.partial(_apply, converted), options.num_microbatches)
         groups.append(this)
         for a in more:  # once, though several layers may close over it
             if not any(a is other for other in shared):
                 shared.append(a)
         used.append(tuple(next(j for j, b in enumerate(shared) if a is b) for a in more))
         at, _ = jax.eval_shape(functools.partial(slices.forward, this), w, more, at, key)
-    by_slice = [params[first:last] for first, last in itertools.pairwise(bounds)]
-    static = tuple(zip(groups, used, strict=True)), SPACES[activations]
-    shared = [as_varying(a, axes) for a in shared]
-    results: Any = _core(static, by_slice, shared, x, key)
-    x, aux = results
-    return (x, [a for some in aux for a in some]) if has_aux else x
+    return (tuple(zip(groups, used, strict=True)), options.activations_in), shared
 
 
 def split_by_bytes(params: Sequence[Tree], num_slices: int | None) -> list[int]:
@@ -129,12 +156,12 @@ def split_by_bytes(params: Sequence[Tree], num_slices: int | None) -> list[int]:
     return [*bounds, len(params)]
 
 
-def _layers(layers, first, last, has_aux, compute_dtype, w, x, key):
+def _layers(layers, first, last, options, w, x, key):
     key, m = key
     aux = []
     for i in range(first, last):
-        layer = check_layer(layers[i], has_aux, keeps=False)
-        x, more = layer(cast(w[i - first], compute_dtype), x, fold(key, i, m))
+        layer = check_layer(layers[i], options.has_aux, keeps=False)
+        x, more = layer(cast(w[i - first], options.compute_dtype), x, fold(key, i, m))
         aux.append(more)
     return x, aux
 

@@ -1,17 +1,27 @@
 """A slice of a model: forward, and its gradients, one microbatch after the other."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from .._parallel import as_varying, sum_to_type_of, varying
-from .placement import write
-
-Tree = Any
+from .._parallel import as_varying, explicit_axes, sum_to_type_of
+from .loops import scan
+from .placement import Space, space_of, write
+from .trees import (
+    Tree,
+    floats_of,
+    is_key,
+    join,
+    merge,
+    split,
+    strong,
+    varying_axes,
+)
 
 
 class Slice(NamedTuple):
@@ -97,65 +107,86 @@ def _scan(body: Callable, carry: Tree, xs: Tree, reverse: bool = False) -> tuple
     result = jax.eval_shape(body, carry, first)[1]
     arrays = [buffer(a) for a in jax.tree.leaves(result) if not is_key(a)]
     at = jnp.arange(count), xs
-    (carry, arrays), keys = lax.scan(step, (carry, arrays), at, reverse=reverse)
+    (carry, arrays), keys = scan(step, (carry, arrays), at, reverse=reverse)
     arrays, keys = iter(arrays), iter(keys)
     return carry, jax.tree.map(lambda a: next(keys if is_key(a) else arrays), result)
 
 
-def cast(w: Tree, dtype: Any) -> Tree:
-    if dtype is None:
-        return w
-    return jax.tree.map(lambda a: a.astype(dtype) if is_float(a) else a, w)
+def check_layer(layer: Callable, has_aux: bool, keeps: bool = True) -> Callable:
+    """``layer(params, x, key) -> (x, aux)`` that says what is wrong with what it returns."""
+
+    def checked(params, x, key):
+        result = layer(params, x, key)
+        if not has_aux:
+            result = result, ()
+        elif not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(f"`layer` must return (x, aux) with has_aux=True, not {result!r}.")
+        y, aux = jax.tree.map(strong, result)
+        if keeps:
+            _check_kept(x, y)
+        return y, aux
+
+    return checked
 
 
-def split(tree: Tree, m: int) -> Tree:
-    """[B, ...] -> [m, B / m, ...]: microbatch j is rows [j * B / m, (j + 1) * B / m)."""
-    return jax.tree.map(lambda a: a.reshape(m, a.shape[0] // m, *a.shape[1:]), tree)
+def _check_kept(x: Tree, y: Tree) -> None:
+    before, after = jax.tree.structure(x), jax.tree.structure(y)
+    if before != after:
+        raise ValueError(f"`layer` must keep the structure of x: {before} became {after}.")
+    leaves = jax.tree_util.tree_leaves_with_path(x)
+    for (path, a), b in zip(leaves, jax.tree.leaves(y), strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise ValueError(
+                f"`layer` must keep the shapes and dtypes of x, but x{jax.tree_util.keystr(path)} "
+                f"of {a.dtype}{list(a.shape)} became {b.dtype}{list(b.shape)}."
+            )
 
 
-def join(tree: Tree) -> Tree:
-    """The first two axes made one."""
-    return jax.tree.map(lambda a: a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]), tree)
+def close_over(layer: Callable, w: Tree, x: Tree, key) -> tuple[Callable, list]:
+    """(layer, shared): ``layer(params, shared, x, key)``, and what `layer` closes over.
+
+    w and x show the types of the parameters and of a microbatch.
+    """
+    closed, result = jax.make_jaxpr(layer, return_shape=True)(w, x, key)
+    hoisted = [isinstance(c, Tracer) for c in closed.consts]
+    shared = [c for c, is_hoisted in zip(closed.consts, hoisted, strict=True) if is_hoisted]
+    if any(space_of(c) == Space.Host for c in closed.consts):
+        raise ValueError(
+            "`layer` closes over an array in host memory; pass it in the parameters, or close over "
+            "effjax.to_device of it."
+        )
+    axes = varying_axes(x)
+
+    def converted(params, shared, x, key):
+        rest = iter(shared)
+        pairs = zip(closed.consts, hoisted, strict=True)
+        consts = [next(rest) if is_hoisted else c for c, is_hoisted in pairs]
+        run = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))
+        return jax.tree.unflatten(
+            jax.tree.structure(result), run(*jax.tree.leaves((params, x, key)))
+        )
+
+    return converted, [as_varying(a, axes) for a in shared]
 
 
-def fold(key: jax.Array | None, layer, microbatch) -> jax.Array | None:
-    """The key of a layer and microbatch."""
-    if key is None:
-        return None
-    return jax.random.fold_in(jax.random.fold_in(key, layer), microbatch)
+def microbatch(x: Tree, num_microbatches: int) -> Tree:
+    """The first one."""
+    if num_microbatches == 1:
+        return x
+    return jax.tree.map(lambda a: a[: a.shape[0] // num_microbatches], x)
 
 
-def varying_axes(tree: Tree) -> frozenset:
-    """The mesh axes over which any array of a tree varies."""
-    return frozenset().union(*map(varying, jax.tree.leaves(tree)))
-
-
-def is_float(a: Any) -> bool:
-    return jnp.issubdtype(a.dtype, jnp.inexact)
-
-
-def is_key(a: Any) -> bool:
-    return jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
-
-
-def floats_of(tree: Tree) -> list:
-    """The leaves that have gradients."""
-    return [a for a in jax.tree.leaves(tree) if is_float(a)]
-
-
-def merge(tree: Tree, floats: list) -> Tree:
-    """`tree` with other values for `floats_of(tree)`."""
-    rest = iter(floats)
-    return jax.tree.map(lambda a: next(rest) if is_float(a) else a, tree)
-
-
-def with_gradients(cotangent: Tree) -> list:
-    """The leaves of a cotangent that belong to `floats_of` its primal."""
-    return [d for d in jax.tree.leaves(cotangent) if d.dtype != jax.dtypes.float0]
-
-
-def as_cotangent(x: Tree, dx: list) -> Tree:
-    """The cotangent of x from the gradients of `floats_of(x)`."""
-    rest = iter(dx)
-    zero = lambda a: np.zeros(a.shape, jax.dtypes.float0)  # noqa: E731
-    return jax.tree.map(lambda a: next(rest) if is_float(a) else zero(a), x)
+def check_microbatches(x: Tree, num_microbatches: int) -> None:
+    if num_microbatches == 1:
+        return
+    if any(map(explicit_axes, jax.tree.leaves(x))):
+        raise ValueError(
+            f"`num_microbatches` (={num_microbatches}) over a mesh with Explicit axes: every "
+            "device must split its own rows; use it inside jax.shard_map."
+        )
+    shapes = [a.shape for a in jax.tree.leaves(x)]
+    if len({s[:1] for s in shapes}) != 1 or not shapes[0] or shapes[0][0] % num_microbatches:
+        raise ValueError(
+            f"`num_microbatches` (={num_microbatches}) must divide the batch, the first axis of "
+            f"all arrays of x, but their shapes are {shapes}."
+        )

@@ -11,20 +11,24 @@ from jax.custom_batching import custom_vmap
 
 from .._parallel import as_varying
 from . import slices
-from .arguments import (
-    check_floats,
-    check_layer,
-    check_microbatches,
-    check_options,
-    close_over,
-    microbatch,
-    num_layers_of,
-    num_slices_of,
-    strong,
-)
 from .compiled import guard_host_slices
-from .placement import SPACES, Space, Where, check_space, put, read, space_of, to_device, write
-from .slices import Tree, as_cotangent, cast, floats_of, fold, join, varying_axes, with_gradients
+from .loops import scan
+from .options import OffloadOptions
+from .placement import Space, Where, check_space, put, read, space_of, to_device, write
+from .slices import check_layer, check_microbatches, close_over, microbatch
+from .trees import (
+    Tree,
+    as_cotangent,
+    cast,
+    check_floats,
+    floats_of,
+    fold,
+    join,
+    num_layers_of,
+    strong,
+    varying_axes,
+    with_gradients,
+)
 
 
 def offload_scan(
@@ -98,14 +102,20 @@ def offload_scan(
     References:
       fairscale ``OffloadModel``; Pudipeddi et al., 2020 (arXiv:2002.05645).
     """
-    stack, stacked_params, shared, x = prepare(
-        layer, stacked_params, x, key=key, num_slices=num_slices,
-        num_microbatches=num_microbatches, params=params, activations=activations, grads=grads,
-        prefetch=prefetch, resident_slices=resident_slices, compute_dtype=compute_dtype,
-        has_aux=has_aux,
+    options = OffloadOptions(
+        num_slices, num_microbatches, params, activations, grads, prefetch, resident_slices,
+        compute_dtype, has_aux,
     )  # fmt: skip
+    return apply_stack(layer, stacked_params, x, key, options)
+
+
+def apply_stack(
+    layer: Callable, stacked_params: Tree, x: Tree, key: Any, options: OffloadOptions
+) -> Any:
+    """`offload_scan`, with its options as one."""
+    stack, stacked_params, shared, x = prepare(layer, stacked_params, x, key, options)
     results: Any = _core(stack, stacked_params, shared, x, key)
-    return results if has_aux else results[0]
+    return results if options.has_aux else results[0]
 
 
 class Stack(NamedTuple):
@@ -114,39 +124,34 @@ class Stack(NamedTuple):
     layer: Callable  # (params, shared, x, key) -> (x, aux)
     num_slices: int
     slice_size: int
-    num_microbatches: int
-    prefetch: int
-    resident_slices: int
-    activations: Space
-    grads: Space
-    compute_dtype: Any
+    options: OffloadOptions
+
+    @property
+    def streamed(self) -> int:
+        """How many slices are loaded again for the backward pass."""
+        return self.num_slices - self.options.resident_slices
 
 
 def prepare(
-    layer: Callable, stacked_params: Tree, x: Tree, *, key: Any = None,
-    num_slices: int | None = None, num_microbatches: int = 1, params: Where = "host",
-    activations: Where = "host", grads: Where | None = None, prefetch: int = 1,
-    resident_slices: int = 0, compute_dtype: Any = None, has_aux: bool = False,
-) -> tuple[Stack, Tree, Tree, Tree]:  # fmt: skip
+    layer: Callable, stacked_params: Tree, x: Tree, key: Any, options: OffloadOptions
+) -> tuple[Stack, Tree, Tree, Tree]:
     """(stack, params, shared, x) for `run_forward`; arguments as `offload_scan`, checked."""
-    check_options(num_microbatches, prefetch, resident_slices, activations, grads)
     stacked_params = jax.tree.map(jnp.asarray, stacked_params)
-    check_space("params", stacked_params, params)
+    check_space("params", stacked_params, options.params)
     num_layers = num_layers_of(stacked_params)
-    num_slices = num_slices_of(num_slices, num_layers, resident_slices)
+    num_slices = options.slices_of(num_layers)
     x = to_device(jax.tree.map(strong, x))
-    check_microbatches(x, num_microbatches)
+    check_microbatches(x, options.num_microbatches)
     axes = varying_axes((stacked_params, x, key))
     x = jax.tree.map(lambda a: as_varying(a, axes), x)
     one = jax.tree.map(lambda a: as_varying(put(a[:1], Space.Device)[0], axes), stacked_params)
     layer, shared = close_over(
-        check_layer(layer, has_aux), cast(one, compute_dtype), microbatch(x, num_microbatches), key
+        check_layer(layer, options.has_aux),
+        cast(one, options.compute_dtype),
+        microbatch(x, options.num_microbatches),
+        key,
     )
-    stack = Stack(
-        layer, num_slices, num_layers // num_slices, num_microbatches, prefetch, resident_slices,
-        SPACES[activations], SPACES[grads or params], compute_dtype,
-    )  # fmt: skip
-    return stack, stacked_params, shared, x
+    return Stack(layer, num_slices, num_layers // num_slices, options), stacked_params, shared, x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -169,10 +174,10 @@ def _backward(stack: Stack, residuals, cotangents):
 
     _, grads, dx, dshared = run_backward(
         stack, params, shared, key, kept, dy, daux, consume,
-        empty_slices(stack, params, stack.grads),
+        empty_slices(stack, params, stack.options.grads_in),
     )  # fmt: skip
     dparams = jax.tree.map(lambda d, p: put(d, space_of(p)), join(grads), params)
-    inputs = kept.resident if stack.resident_slices else kept.streamed
+    inputs = kept.resident if stack.options.resident_slices else kept.streamed
     x = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), inputs)
     return dparams, as_cotangent(shared, dshared), as_cotangent(x, dx), None
 
@@ -196,30 +201,29 @@ def run_forward(stack: Stack, params: Tree, shared: Tree, x: Tree, key, keep: bo
     host, and overlaps them with the layers.
     """
     params = by_slice(params, stack)
-    start = guard_host_slices()
+    start, prefetch = guard_host_slices(), stack.options.prefetch
 
     def run(x, first, count, save):
         def body(carry, _):
             i, x, queue = carry
-            w, *queue = [*queue, load(params, jnp.minimum(i + stack.prefetch, first + count - 1))]
+            w, *queue = [*queue, load(params, jnp.minimum(i + prefetch, first + count - 1))]
             y, aux = slices.forward(one_slice(stack, i), w, shared, x, key)
             return (i + 1, y, queue), (aux, save(w, x))
 
-        ahead = range(first, first + stack.prefetch)
+        ahead = range(first, first + prefetch)
         queue = [load(params, jnp.int32(min(i, first + count - 1))) for i in ahead]
-        (_, x, _), results = lax.scan(body, (start + first, x, queue), None, length=count)
+        (_, x, _), results = scan(body, (start + first, x, queue), None, length=count)
         return x, results
 
-    streamed = stack.num_slices - stack.resident_slices
     aux, kept = [], Kept((), (), ())
-    if streamed:
+    if stack.streamed:
         x, (more, inputs) = run(
-            x, 0, streamed, lambda w, x: put(x, stack.activations) if keep else ()
+            x, 0, stack.streamed, lambda w, x: put(x, stack.options.activations_in) if keep else ()
         )
         aux, kept = [more], kept._replace(streamed=inputs)
-    if stack.resident_slices:
+    if stack.options.resident_slices:
         save = lambda w, x: (x, w) if keep else ((), ())  # noqa: E731
-        x, (more, (inputs, weights)) = run(x, streamed, stack.resident_slices, save)
+        x, (more, (inputs, weights)) = run(x, stack.streamed, stack.options.resident_slices, save)
         aux, kept = [*aux, more], kept._replace(resident=inputs, weights=weights)
     aux = jax.tree.map(lambda *parts: jnp.concatenate(parts) if parts[1:] else parts[0], *aux)
     return x, _by_layer(aux), kept
@@ -255,17 +259,16 @@ def run_backward(
         queue = [fetch(state[0], start + max(last - j, first)) for j in range(prefetch)]
         here = [a[first : first + count] for a in daux]
         at = start + last, *state, queue
-        return lax.scan(body, at, here, length=count, reverse=True)[0][1:-1]
+        return scan(body, at, here, length=count, reverse=True)[0][1:-1]
 
     dshared = [jnp.zeros_like(a) for a in floats_of(shared)]
     state = by_slice(params, stack), carry, dy, dshared
-    streamed = stack.num_slices - stack.resident_slices
-    if stack.resident_slices:
-        fetch = lambda _, i: load((kept.weights, kept.resident), i - streamed)  # noqa: E731
-        state = run(state, streamed, stack.resident_slices, fetch, 0)
-    if streamed:
+    if stack.options.resident_slices:
+        fetch = lambda _, i: load((kept.weights, kept.resident), i - stack.streamed)  # noqa: E731
+        state = run(state, stack.streamed, stack.options.resident_slices, fetch, 0)
+    if stack.streamed:
         fetch = lambda params, i: (load(params, i), load(kept.streamed, i))  # noqa: E731
-        state = run(state, 0, streamed, fetch, stack.prefetch)
+        state = run(state, 0, stack.streamed, fetch, stack.options.prefetch)
     params, *rest = state
     return join(params), *rest
 
@@ -278,13 +281,13 @@ def one_slice(stack: Stack, i) -> slices.Slice:
             w, j = at
             return stack.layer(w, shared, x, fold(key, i * stack.slice_size + j, m))
 
-        w = cast(w, stack.compute_dtype)
+        w = cast(w, stack.options.compute_dtype)
         if stack.slice_size > 1:
-            return lax.scan(one, x, (w, jnp.arange(stack.slice_size)))
+            return scan(one, x, (w, jnp.arange(stack.slice_size)), differentiated=True)
         x, aux = one(x, (jax.tree.map(lambda a: a[0], w), 0))
         return x, jax.tree.map(lambda a: a[None], aux)
 
-    return slices.Slice(apply, stack.num_microbatches)
+    return slices.Slice(apply, stack.options.num_microbatches)
 
 
 def _by_layer(aux: Tree) -> Tree:

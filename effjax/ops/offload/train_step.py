@@ -1,25 +1,33 @@
 """A training step of a stack of layers: gradients and updates in one program."""
 
+import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .arguments import num_layers_of
+from .host_init import state_sharding
+from .options import OffloadOptions
 from .per_leaf import check_per_leaf
 from .placement import Space, check_space, write
-from .slices import Tree, as_cotangent, floats_of, fold, join, with_gradients
 from .stack import Stack, by_slice, empty_slices, prepare, run_backward, run_forward
+from .trees import (
+    Tree,
+    as_cotangent,
+    floats_of,
+    fold,
+    join,
+    num_layers_of,
+    one_layer,
+    with_gradients,
+)
 from .update import (
     apply,
     check_clip_norm,
     clip_scale,
-    one_layer,
     squares,
-    state_sharding,
     stream_update,
     update_layers,
     update_slice,
@@ -91,9 +99,10 @@ def offload_train_step(
     check_clip_norm(clip_norm)
     if "grads" in options or "params" in options:
         raise ValueError("`params` and `grads` are on the host in offload_train_step.")
-    known = inspect.signature(prepare).parameters
+    known = {field.name for field in dataclasses.fields(OffloadOptions)}
     if unknown := [name for name in options if name not in known]:
         raise ValueError(f"`{unknown[0]}` is no option of offload_train_step or offload_scan.")
+    checked = OffloadOptions(has_aux=has_aux, **options)
 
     def init(layers: Tree, others: Tree) -> OffloadState:
         check_space("params", layers, "host")
@@ -110,9 +119,7 @@ def offload_train_step(
         check_per_leaf(tx, one_layer(state.layers))
         first, last = (fold(key, num_layers + j, 0) for j in range(2))
         x, embed_back = jax.vjp(lambda others: embed(others, batch, first), state.others)
-        stack, layers, shared, x = prepare(
-            layer, state.layers, x, key=key, has_aux=has_aux, **options
-        )
+        stack, layers, shared, x = prepare(layer, state.layers, x, key, checked)
         y, aux, kept = run_forward(stack, layers, shared, x, key, keep=True)
         loss, head_back = jax.vjp(lambda others, y: head(others, y, batch, last), state.others, y)
         _check_loss(loss)

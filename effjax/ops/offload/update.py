@@ -1,4 +1,4 @@
-"""Optimizers whose state lives on the host, and parameters that are made there."""
+"""Optimizers whose state lives on the host."""
 
 import functools
 from collections.abc import Callable
@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from .arguments import num_layers_of
-from .compiled import compile_offloaded, guard_host_slices
+from .compiled import guard_host_slices
+from .host_init import on_host, state_sharding
+from .loops import scan
 from .per_leaf import check_per_leaf
 from .placement import Space, put, read, write
-from .slices import Tree
+from .trees import Tree, num_layers_of, one_layer
 
 
 class StreamUpdate(NamedTuple):
@@ -48,7 +47,7 @@ def stream_update(tx: Any) -> StreamUpdate:
 
     def init(params: Tree) -> Tree:
         check_per_leaf(tx, one_layer(params))
-        return _on_host(tx.init, params, functools.partial(state_sharding, params), scalars=False)
+        return on_host(tx.init, params, functools.partial(state_sharding, params), scalars=False)
 
     def update(grads: Tree, state: Tree, params: Tree, clip_norm: float | None = None):
         check_clip_norm(clip_norm)
@@ -79,7 +78,7 @@ def update_layers(tx: Any, grads: Tree, state: Tree, params: Tree, scale) -> tup
 
     start = guard_host_slices()
     carry = params, state
-    (_, carry, _), _ = lax.scan(body, (start, carry, fetch(carry, start)), None, length=num_layers)
+    (_, carry, _), _ = scan(body, (start, carry, fetch(carry, start)), None, length=num_layers)
     return carry
 
 
@@ -118,72 +117,7 @@ def _sum_of_squares(grads: Tree) -> jax.Array:
         i, total = at
         return (i + 1, total + squares(put(read(grads, i), Space.Device))), None
 
-    (_, total), _ = lax.scan(
+    (_, total), _ = scan(
         body, (guard_host_slices(), jnp.float32(0)), None, length=num_layers_of(grads)
     )
     return total
-
-
-def host_init(init_fn: Callable, keys: jax.Array, *, shardings: Any = None) -> Tree:
-    """Makes the parameters of a stack of layers straight in host memory.
-
-    ``stack([init_fn(key) for key in keys])``; the device holds one layer at a time.
-
-    Args:
-      init_fn: ``init_fn(key) -> params`` of one layer.
-      keys: [L] PRNG keys, such as ``jax.random.split(key, L)``.
-      shardings: a NamedSharding for all arrays [L, ...], or a pytree of them; None: on one device.
-
-    Returns:
-      The parameters, arrays [L, ...] in pinned host memory.
-    """
-    if isinstance(shardings, jax.sharding.Sharding) or shardings is None:
-        return _on_host(init_fn, keys, lambda path, shape: shardings)
-    by_path = dict(jax.tree_util.tree_leaves_with_path(shardings))
-    return _on_host(init_fn, keys, lambda path, shape: by_path[path])
-
-
-def _on_host(make: Callable, stacked: Tree, sharding: Callable, scalars: bool = True) -> Tree:
-    """``stack([make(entry) for entry in stacked])`` on the host, scalars if asked for.
-
-    ``sharding(path, shape)`` is that of an array [L, ...], or None for one device.
-    """
-
-    def run(stacked):
-        def body(i, _):
-            made = make(put(read(stacked, i), Space.Device))
-            return i + 1, jax.tree.map(
-                lambda a: put(jnp.asarray(a), Space.Host) if scalars or jnp.ndim(a) else a, made
-            )
-
-        return lax.scan(body, guard_host_slices(), None, length=num_layers_of(stacked))[1]
-
-    leaves = jax.tree.leaves(stacked)
-    if any(isinstance(a, Tracer) for a in leaves):
-        return run(stacked)
-    one = SingleDeviceSharding(min(leaves[0].devices(), key=lambda d: d.id))
-
-    def place(path, a):
-        found = sharding(path, a.shape) or one
-        on_host = scalars or len(a.shape) > 1
-        return found.with_memory_kind("pinned_host" if on_host else "device")
-
-    shardings = jax.tree_util.tree_map_with_path(place, jax.eval_shape(run, stacked))
-    return compile_offloaded(jax.jit(run, out_shardings=shardings), stacked)(stacked)
-
-
-def state_sharding(params: Tree, path: tuple, shape: tuple[int, ...]) -> Any:
-    """That of the parameter whose path ends the path, a moment of it; else nothing is sharded."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    if not leaves or any(isinstance(p, Tracer) for _, p in leaves):
-        return None
-    for name, p in leaves:
-        if path[len(path) - len(name) :] == name and shape == p.shape:
-            return p.sharding
-    mesh = getattr(leaves[0][1].sharding, "mesh", None)
-    return None if mesh is None else NamedSharding(mesh, PartitionSpec())
-
-
-def one_layer(params: Tree) -> Tree:
-    """The shapes of the parameters of one layer."""
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params)

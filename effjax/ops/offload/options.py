@@ -1,0 +1,61 @@
+"""What the forms of offloading can be told, checked once."""
+
+import dataclasses
+from typing import Any
+
+from .placement import SPACES, Space, Where
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadOptions:
+    """The options of `offload_scan`, see there; `offload_sequential` has some of them.
+
+    Raises:
+      ValueError: for a value that fits no model. What depends on the model is checked with it, and
+        where `params` are is checked with them.
+    """
+
+    num_slices: int | None = None
+    num_microbatches: int = 1
+    params: Where = "host"
+    activations: Where = "host"
+    grads: Where | None = None
+    prefetch: int = 1
+    resident_slices: int = 0
+    compute_dtype: Any = None
+    has_aux: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_microbatches", 1), ("prefetch", 0), ("resident_slices", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"`{name}` (={value!r}) must be an integer of at least {least}.")
+        for name in ("activations", "grads"):
+            value = getattr(self, name)
+            if value not in SPACES and (name, value) != ("grads", None):
+                raise ValueError(f'`{name}` (={value!r}) must be "host" or "device".')
+
+    @property
+    def activations_in(self) -> Space:
+        """Where the inputs of the slices are kept for the backward pass."""
+        return SPACES[self.activations]
+
+    @property
+    def grads_in(self) -> Space:
+        """Where gradients are collected."""
+        return SPACES[self.grads or self.params]
+
+    def slices_of(self, num_layers: int) -> int:
+        """The number of slices of a stack; raises ValueError if they are not equal."""
+        found = num_layers if self.num_slices is None else self.num_slices
+        if not isinstance(found, int) or found < 1 or found > num_layers or num_layers % found:
+            raise ValueError(
+                f"`num_slices` (={self.num_slices}) must divide the number of layers "
+                f"(={num_layers})."
+            )
+        if self.resident_slices > found:
+            raise ValueError(
+                f"`resident_slices` (={self.resident_slices}) must be at most the number of slices "
+                f"(={found})."
+            )
+        return found
