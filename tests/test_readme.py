@@ -7,14 +7,17 @@ import json
 import pathlib
 import re
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import typer
 from jax.sharding import PartitionSpec as P
 
 import effjax
+from effjax.cli.app import app
 from tests.programs import has_gpu_compiler
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -118,6 +121,21 @@ def test_benchmarks_exist():
     texts = [*commands, *(page.read_text() for page in PAGES)]
     for module in {name for text in texts for name in re.findall(r"-m (effjax\.[\w.]+\w)", text)}:
         assert importlib.util.find_spec(module), module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_commands_have_the_options_shown(page):
+    group: Any = typer.main.get_command(app)
+    lines = "\n".join(code for _, code in blocks(page, "bash")).splitlines()
+    for line in lines:
+        if "effjax " not in line or "python -m" in line:
+            continue
+        command = group
+        for word in line.partition("effjax ")[2].split():
+            if word.startswith("--"):
+                assert word in {name for option in command.params for name in option.opts}, line
+            elif hasattr(command, "commands"):
+                command = command.commands[word]
 
 
 def table_rows(page):
