@@ -27,6 +27,7 @@ NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 MEASURED = ROOT / "docs" / "measured"
 CONVOLUTIONS = "torchvision", "plain XLA", "effjax native"
 IN_MEMORY = "in memory", "in memory, remat"
+DTYPES = "float32", "bfloat16"
 FEATURES = 'effjax save="features"'
 
 
@@ -162,6 +163,13 @@ def block_rows():
         yield [name, temporaries[0], *ratios, temporaries[1]]
 
 
+def batch_norm_rows():
+    half, single = (measured(f"cpu/batch_norm_{dtype}.json") for dtype in ("bfloat16", "float32"))
+    for name in single:
+        both = single[name], half[name]
+        yield [name, *(f"{row['ratio']:.2f}×" for row in both), *(f"{row['kept']}" for row in both)]
+
+
 def densenet_rows():
     names = ["plain, Flax's BatchNorm", "jax.checkpoint a layer"]
     names += ['effjax save="conv"', FEATURES]
@@ -196,7 +204,10 @@ def offload_rows():
         yield [name, *device, f"{rows[-1]['planned_host_bytes'] / 1e9:.2f}"]
 
 
-@pytest.mark.parametrize("rows_of", [block_rows, densenet_rows, deform_conv_rows, offload_rows])
+TABLES = [block_rows, batch_norm_rows, densenet_rows, deform_conv_rows, offload_rows]
+
+
+@pytest.mark.parametrize("rows_of", TABLES)
 def test_tables_are_what_was_measured(rows_of):
     shown = table_rows(ROOT / "docs" / "measured.md")
     for row in rows_of():
@@ -209,9 +220,11 @@ def test_readme_has_measured_numbers():
     conv = measured("cpu/deform_conv_8x56x56x64_1_forward_backward.json")
     model = measured("planned/offload_1024_float32_h200.json")
     fused = model["all offloaded, fused update"]
+    flax = [measured(f"cpu/batch_norm_{dtype}.json")["Flax BatchNorm"] for dtype in DTYPES]
     picture = measured("planned/memory_block_48_h200.json")
     numbers = [
         *(f"{densenet[n]['peak_bytes'] / 1e6:.0f} MB" for n in densenet if n != "effjax conv"),
+        *(f"{row['kept']} ({dtype})" for row, dtype in zip(flax, DTYPES, strict=True)),
         *(f"{block[n]['seconds']:.2f} s" for n in ("plain autodiff", 'effjax save="conv"')),
         *(f"{1e3 * conv[n]['seconds']:.0f} ms" for n in CONVOLUTIONS),
         *(f"{model[n]['planned_device_bytes'] / 1e9:.2f} GB" for n in IN_MEMORY),
