@@ -7,14 +7,17 @@ import json
 import pathlib
 import re
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import typer
 from jax.sharding import PartitionSpec as P
 
 import effjax
+from effjax.cli.app import app
 from tests.programs import has_gpu_compiler
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -24,6 +27,7 @@ NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 MEASURED = ROOT / "docs" / "measured"
 CONVOLUTIONS = "torchvision", "plain XLA", "effjax native"
 IN_MEMORY = "in memory", "in memory, remat"
+DTYPES = "float32", "bfloat16"
 FEATURES = 'effjax save="features"'
 
 
@@ -120,6 +124,21 @@ def test_benchmarks_exist():
         assert importlib.util.find_spec(module), module
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_commands_have_the_options_shown(page):
+    group: Any = typer.main.get_command(app)
+    lines = "\n".join(code for _, code in blocks(page, "bash")).splitlines()
+    for line in lines:
+        if "effjax " not in line or "python -m" in line:
+            continue
+        command = group
+        for word in line.partition("effjax ")[2].split():
+            if word.startswith("--"):
+                assert word in {name for option in command.params for name in option.opts}, line
+            elif hasattr(command, "commands"):
+                command = command.commands[word]
+
+
 def table_rows(page):
     """The rows of a page's tables, as lists of cells without emphasis."""
     lines = [line for line in page.read_text().splitlines() if line.startswith("| ")]
@@ -142,6 +161,13 @@ def block_rows():
         ratios = [f"{rows[name]['ratio']:.2f}×" for rows in (fast, slow)]
         temporaries = [f"{rows[name]['temp_bytes'] / 1e6:.0f}" for rows in (planned, slow)]
         yield [name, temporaries[0], *ratios, temporaries[1]]
+
+
+def batch_norm_rows():
+    half, single = (measured(f"cpu/batch_norm_{dtype}.json") for dtype in ("bfloat16", "float32"))
+    for name in single:
+        both = single[name], half[name]
+        yield [name, *(f"{row['ratio']:.2f}×" for row in both), *(f"{row['kept']}" for row in both)]
 
 
 def densenet_rows():
@@ -178,7 +204,10 @@ def offload_rows():
         yield [name, *device, f"{rows[-1]['planned_host_bytes'] / 1e9:.2f}"]
 
 
-@pytest.mark.parametrize("rows_of", [block_rows, densenet_rows, deform_conv_rows, offload_rows])
+TABLES = [block_rows, batch_norm_rows, densenet_rows, deform_conv_rows, offload_rows]
+
+
+@pytest.mark.parametrize("rows_of", TABLES)
 def test_tables_are_what_was_measured(rows_of):
     shown = table_rows(ROOT / "docs" / "measured.md")
     for row in rows_of():
@@ -191,9 +220,11 @@ def test_readme_has_measured_numbers():
     conv = measured("cpu/deform_conv_8x56x56x64_1_forward_backward.json")
     model = measured("planned/offload_1024_float32_h200.json")
     fused = model["all offloaded, fused update"]
+    flax = [measured(f"cpu/batch_norm_{dtype}.json")["Flax BatchNorm"] for dtype in DTYPES]
     picture = measured("planned/memory_block_48_h200.json")
     numbers = [
         *(f"{densenet[n]['peak_bytes'] / 1e6:.0f} MB" for n in densenet if n != "effjax conv"),
+        *(f"{row['kept']} ({dtype})" for row, dtype in zip(flax, DTYPES, strict=True)),
         *(f"{block[n]['seconds']:.2f} s" for n in ("plain autodiff", 'effjax save="conv"')),
         *(f"{1e3 * conv[n]['seconds']:.0f} ms" for n in CONVOLUTIONS),
         *(f"{model[n]['planned_device_bytes'] / 1e9:.2f} GB" for n in IN_MEMORY),

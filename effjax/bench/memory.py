@@ -4,6 +4,7 @@ DenseNet-BC blocks of several depths in every form of `effjax.bench.dense_block`
 DenseNet-BC-100 (k = 12) in the forms of `effjax memory`, at the batch of 64 of Pleiss et al. 2017.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -47,7 +48,7 @@ def main(
     json: Annotated[Path | None, typer.Option(help="Folder for a JSON file a table.")] = None,
 ) -> None:
     """Plans blocks and a DenseNet in every form."""
-    tables = [(f"block_{n}", plan_block, n) for n in layers]
+    tables: list[tuple[str, Callable, int]] = [(f"block_{n}", plan_block, n) for n in layers]
     if depth:
         tables.append((f"densenet_{depth}", plan_densenet, depth))
     for name, plan_table, size in tables:

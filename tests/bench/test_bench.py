@@ -53,7 +53,17 @@ def test_deform_conv(backward):
 
 
 @needs_gpu_compiler
-def test_memory(tmp_path, capsys):
+def test_memory(tmp_path, capsys, monkeypatch):
+    ours = 'effjax save="features"'
+    monkeypatch.setattr(memory, "BLOCKS", {ours: dense_block.BLOCKS[ours]})
+    memory.main(layers=[1], depth=0, batch_size=2, target="l4", json=tmp_path)
+    assert rows_of(tmp_path / "memory_block_1_l4.json")[ours]["ratio"] == 1
+    assert "compiled for l4" in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_memory_of_every_form(tmp_path, capsys):
     memory.main(layers=[1], depth=10, batch_size=2, target="l4", json=tmp_path)
     rows = rows_of(tmp_path / "memory_block_1_l4.json")
     assert set(rows) == set(dense_block.BLOCKS)
