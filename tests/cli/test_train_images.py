@@ -74,10 +74,30 @@ def test_deform_resnet_and_its_baseline(run, small_model, compile_fast, tmp_path
     for name in ("deformable", "plain"):
         config = json.loads((tmp_path / "here" / name / "config.json").read_text())
         assert config["options"]["deformable"] is (name == "deformable")
-    code, out, _ = run("train", "deform-resnet", *options, "--overwrite", "--no-baseline")
-    assert code == 0 and "plain" not in out.splitlines()[-1]
     code, _, err = run("train", "deform-resnet", *options)
     assert code == 2 and one_line(err) and "holds a run" in err
+
+
+@pytest.mark.exhaustive
+def test_deform_resnet_without_its_baseline(run, small_model, compile_fast, tmp_path):
+    options = ["--epochs", "1", "--batch-size", "16", "--data", "digits", "--out", "here"]
+    assert run("train", "deform-resnet", *options)[0] == 0
+    code, out, _ = run("train", "deform-resnet", *options, "--overwrite", "--no-baseline")
+    assert code == 0 and "plain" not in out.splitlines()[-1]
+
+
+def test_which_runs_deform_resnet_starts(run, monkeypatch):
+    started = []
+
+    def train(config, out, overwrite):
+        started.append((config.model, config.deformable, config.data, str(out), overwrite))
+        return type("Result", (), {"test_accuracy": 0.5})
+
+    app = pytest.importorskip("effjax.cli.train_deform_resnet")
+    monkeypatch.setattr(app, "train_images", train)
+    argv = "train", "deform-resnet", "--out", "here", "--overwrite", "--no-baseline"
+    assert run(*argv) == (0, "test accuracy: deformable 50.00%\n", "")
+    assert started == [("deform-resnet", True, "rotated-digits", "here/deformable", True)]
 
 
 def test_ctrl_c_then_resume(run, small_model, compile_fast, monkeypatch, tmp_path):
