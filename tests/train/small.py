@@ -38,10 +38,10 @@ def dataset(train=70, test=37, size=8, channels=1, classes=5) -> Dataset:
 class SmallModel(nnx.Module):
     """Takes what `DenseNet` takes."""
 
-    def __init__(self, *, axis_name=None, rngs: nnx.Rngs, **_):
+    def __init__(self, *, axis_name=None, drop_rate=0.2, rngs: nnx.Rngs, **_):
         self.conv = nnx.Conv(1, 4, (3, 3), rngs=rngs)
         self.norm = BatchNorm(4, axis_name=axis_name, activation="relu", rngs=rngs)
-        self.dropout = nnx.Dropout(0.2)
+        self.dropout = nnx.Dropout(drop_rate)
         self.linear = nnx.Linear(4, 5, rngs=rngs)
 
     def __call__(self, x: jax.Array, *, rngs: nnx.Rngs | None = None) -> jax.Array:
@@ -49,10 +49,10 @@ class SmallModel(nnx.Module):
         return self.linear(x).astype(jnp.float32)
 
 
-def builder(config, *_):
+def builder(config, *_, **more):
     """Stands for `effjax.train.images.recipe.model_builder`."""
     axis_name = None if config.parallel == "jit" else "data"
-    defaults: dict[str, Any] = {"axis_name": axis_name}
+    defaults: dict[str, Any] = {"axis_name": axis_name} | more
     return lambda **options: SmallModel(**defaults | options)
 
 

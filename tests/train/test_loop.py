@@ -16,15 +16,9 @@ from effjax.train.run_directory import RunDirectory
 from tests.train.small import CompiledOnce, image_task, lm_task
 
 pytest.importorskip("matplotlib")
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 MAKE = {"images": image_task, "lm": lm_task}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_fast():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module", params=MAKE)

@@ -16,25 +16,29 @@ from effjax.train.images.forms import (
 from effjax.train.images.recipe import model_builder
 from effjax.train.images.steps import initial_state
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 TINY = Config(depth=10, growth_rate=4)
 
 
-def test_the_forms_are_one_network():
+@pytest.mark.parametrize("checkpoint", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+def test_the_forms_are_one_network(checkpoint):
     """Loss and gradients of Flax's layers, checkpointed or not, are those of effjax's."""
     options = dict(growth_rate=4, block_config=(2, 1), num_init_features=8, small_inputs=True)
     model = lambda **form: DenseNet(**options, num_classes=5, **form, rngs=nnx.Rngs(0))  # noqa: E731
     x = jax.random.normal(jax.random.key(1), (4, 8, 8, 3))
 
-    def loss_and_grads(model):
-        loss, grads = nnx.value_and_grad(lambda m: jnp.sum(jnp.sin(m(x))))(model)
-        return loss, jax.tree.leaves(grads)
+    def loss_and_norms(make):
+        loss, grads = nnx.value_and_grad(lambda m: jnp.sum(jnp.sin(m(x))))(make())
+        return loss, [jnp.linalg.norm(g) for g in jax.tree.leaves(grads)]
 
-    want, grads = nnx.jit(loss_and_grads)(model(efficient=True))
-    for checkpoint in (False, True):
-        got, found = nnx.jit(loss_and_grads)(with_flax_layers(model(efficient=False), checkpoint))
-        np.testing.assert_allclose(got, want, rtol=1e-5)
-        norms = lambda grads: sorted(float(jnp.linalg.norm(g)) for g in grads)  # noqa: E731
-        np.testing.assert_allclose(norms(found), norms(grads), rtol=1e-3, atol=1e-5)
+    def with_flax():
+        return with_flax_layers(model(efficient=False), checkpoint)
+
+    want, norms = jax.jit(lambda: loss_and_norms(lambda: model(efficient=True)))()
+    got, found = jax.jit(lambda: loss_and_norms(with_flax))()
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    np.testing.assert_allclose(sorted(found), sorted(norms), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +55,9 @@ def test_a_step_of_each_form(config, names):
         assert metrics.loss.shape == ()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.exhaustive), "bfloat16"]
+)
 def test_efficient_keeps_less_and_parameters_stay_float32(dtype):
     build = model_builder(Config(dtype=dtype, depth=40), (16, 16, 1), 5)
     plain, efficient = (backward_bytes(build, (16, 16, 16, 1), efficient=e) for e in (False, True))

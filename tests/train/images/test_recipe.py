@@ -2,6 +2,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 from effjax.train.images.config import Config
@@ -28,12 +29,21 @@ def test_weight_decay_is_of_kernels_only():
     np.testing.assert_array_equal(updates["scale"], 0)
 
 
-def test_small_inputs_by_image_size():
-    def stem(size, **options):
-        build: Any = model_builder(Config(**options), (size, size, 1), 5)
-        model: Any = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
-        return model.stem_conv.kernel.shape
+def stem(size, **options):
+    """The shape of the first kernel, for images of that size."""
+    build: Any = model_builder(Config(**options), (size, size, 1), 5)
+    model: Any = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+    return model.stem_conv.kernel.shape
 
+
+def test_small_inputs_by_image_size():
+    assert stem(8, depth=10) == (3, 3, 1, 24)
+    assert stem(96, depth=10) == (7, 7, 1, 24)
+    assert stem(96, depth=10, small_inputs=True) == (3, 3, 1, 24)
+
+
+@pytest.mark.exhaustive
+def test_small_inputs_of_whole_networks():
     assert stem(8) == (3, 3, 1, 24)
     assert stem(96) == (7, 7, 1, 24)
     assert stem(96, small_inputs=True) == (3, 3, 1, 24)

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,6 +8,7 @@ import pytest
 from flax import nnx
 
 from effjax.train.images.config import Config
+from effjax.train.images.recipe import model_builder
 from effjax.train.images.steps import (
     Batch,
     Learner,
@@ -16,21 +19,33 @@ from effjax.train.images.task import prepare, train_batches
 from effjax.train.mesh import replicate
 from tests.train import small
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
 WAYS = ["jit", "shard_map", "pmap"]
 
 
-@pytest.fixture(scope="module")
-def runs(mesh8):
+# The small network, and a real one: without dropout, which draws by device.
+BUILDERS = {"small": functools.partial(small.builder, drop_rate=0.0), "densenet": model_builder}
+
+
+@pytest.fixture(
+    scope="module", params=["small", pytest.param("densenet", marks=pytest.mark.exhaustive)]
+)
+def runs(request, mesh8):
     """Losses and final states of three steps: each way on 8 devices, and jit on one."""
     devices = list(mesh8.devices.flat)
+    first = None
 
     def run(parallel, devices):
         config = Config(
             depth=10, growth_rate=4, batch_size=32, learning_rate=0.02, parallel=parallel, epochs=2
         )
-        task = prepare(config, devices, small.dataset(train=100))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("effjax.train.images.task.model_builder", BUILDERS[request.param])
+            task = prepare(config, devices, small.dataset(train=100))
         step = make_train_step(parallel, task.learner, devices)
-        state = replicate(jax.device_get(task.initial_state()), devices)
+        nonlocal first
+        first = first or jax.device_get(task.initial_state())
+        state = replicate(first, devices)
         losses = []
         for batch in train_batches(task, epoch=1):
             before = jax.tree.leaves(state.params)[0]

@@ -42,11 +42,15 @@ def test_batches_depend_on_seed_and_epoch_only():
         ({"depth": 11}, "must be 6n . 4"),
         ({"model": "resnet"}, r"model \(='resnet'\) must be one of densenet-bc, densenet121"),
         ({"model": "densenet121", "depth": 22}, "depth .* has a fixed depth"),
-        ({"model": "densenet121", "small_inputs": False}, "too small"),
+        ({"depth": 10, "small_inputs": False}, "too small"),
+        pytest.param(
+            {"model": "densenet121", "small_inputs": False}, "too small",
+            marks=pytest.mark.exhaustive,
+        ),
         ({"drop_rate": 1.0}, "drop_rate"),
         ({"compression": 0.0}, "compression"),
     ],
-)
+)  # fmt: skip
 def test_options_that_do_not_fit(options, message):
     with pytest.raises(TrainError, match=message):
         prepare(Config(**{"batch_size": 16} | options), jax.devices()[:2], small.dataset())

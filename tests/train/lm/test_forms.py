@@ -21,7 +21,7 @@ def test_every_form_has_a_step(steps):
 def test_a_step_of_each_form(steps, name):
     step, state, tokens, key = steps[name]
     assert tokens.shape == (4, 13) and tokens.dtype == np.int32
-    new_state, loss = jax.eval_shape(step, state, tokens, key)
+    new_state, (loss,) = step.trace(state, tokens, key).out_info
     assert jax.tree.structure(new_state) == jax.tree.structure(state)
     assert loss.shape == ()
     leaves = jax.tree.leaves_with_path(state)

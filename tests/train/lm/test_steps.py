@@ -10,6 +10,8 @@ from effjax.train.lm.steps import lm_loss, lm_parts, make_lm_step
 from effjax.train.mesh import data_mesh
 from tests.train.small import lm_task
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 
 def test_the_loss_is_that_of_the_next_byte():
     one = lm_task()
