@@ -27,6 +27,7 @@ from ..memory import MemoryPlan, PlanError
 from ..memory._compile import check_compiler
 from ..memory.compare import plan_all
 from ..models import TransformerLM, scan_layers
+from ..ops.offload.train_step import TrainStep
 from ..train.lm.steps import lm_parts
 from ._measure import difference, time_in_turn, write_record
 
@@ -65,6 +66,10 @@ class Setting:
     def tokens(self) -> jax.ShapeDtypeStruct:
         """The last one of a row is predicted only."""
         return jax.ShapeDtypeStruct((self.batch_size, self.context + 1), jnp.int32)
+
+    def batch(self) -> jax.Array:
+        """Tokens, the same every time."""
+        return jax.random.randint(jax.random.key(1), self.tokens.shape, 0, 256)
 
 
 class Form(NamedTuple):
@@ -130,19 +135,13 @@ def gradients_of(setting: Setting, form: Form) -> Callable:
     return jax.value_and_grad(loss, argnums=(0, 1))
 
 
-class Step(NamedTuple):
-    init: Callable  # (layers on the host, others) -> state
-    step: Callable  # (state, tokens, key) -> (state, loss)
-
-
-def step_of(setting: Setting, form: Form) -> Step:
-    """Gradients and Adam's update."""
+def step_of(setting: Setting, form: Form) -> TrainStep:
+    """Gradients and Adam's update; its init takes the layers on the host."""
     if form.layers == "host":
         options: dict[str, Any] = dict(num_microbatches=form.microbatches)
-        train = offload_train_step(
+        return offload_train_step(
             *lm_parts(setting.model), ADAM, fuse_update=form.fuse_update, **options
         )
-        return Step(*train)
     gradients = gradients_of(setting, form)
 
     def init(layers, others):
@@ -155,7 +154,7 @@ def step_of(setting: Setting, form: Form) -> Step:
         updates, adam = ADAM.update(grads, adam, params)
         return (optax.apply_updates(params, updates), adam), loss
 
-    return Step(init, step)
+    return TrainStep(init, step)
 
 
 def make_params(setting: Setting) -> tuple[Any, Any]:
@@ -224,7 +223,7 @@ def bench_steps(setting: Setting, forms: dict[str, Form], rounds: int) -> list[d
     "device_peak_bytes" is what the process has held on a GPU at most, read after the form's first
     steps. Forms that need least come first: it is their own, unless less than that of one before.
     """
-    tokens, key = _batch(setting), jax.random.key(2)
+    tokens, key = setting.batch(), jax.random.key(2)
     steps = {name: step_of(setting, form) for name, form in forms.items()}
     compiled = {name: offload_jit(found.step) for name, found in steps.items()}
     losses, peaks, states = {}, {}, {}
@@ -245,9 +244,9 @@ def bench_steps(setting: Setting, forms: dict[str, Form], rounds: int) -> list[d
         return states[where], loss
 
     runs = {name: functools.partial(run, name) for name in forms}
-    times = time_in_turn(runs, reference=next(iter(forms)), rounds=rounds)
+    times = _timed(setting, runs, rounds)
     return [
-        {"name": name, **_with_tokens(setting, times[name]), "losses": losses[name]}
+        {"name": name, **times[name], "losses": losses[name]}
         | _compared(forms, name, losses)
         | {"device_peak_bytes": peaks[name]}
         for name in forms
@@ -256,7 +255,7 @@ def bench_steps(setting: Setting, forms: dict[str, Form], rounds: int) -> list[d
 
 def bench_gradients(setting: Setting, forms: dict[str, Form], rounds: int) -> list[dict]:
     """A row a form: loss and gradients."""
-    tokens, key = _batch(setting), jax.random.key(2)
+    tokens, key = setting.batch(), jax.random.key(2)
     on_host, others = make_params(setting)
     layers = {"host": on_host, "device": to_device(on_host)}
     runs, results = {}, {}
@@ -264,11 +263,15 @@ def bench_gradients(setting: Setting, forms: dict[str, Form], rounds: int) -> li
         compiled = offload_jit(gradients_of(setting, form), donate=False)
         runs[name] = functools.partial(compiled, layers[form.layers], others, tokens, key)
         results[name] = jax.tree.map(np.asarray, runs[name]())
-    times = time_in_turn(runs, reference=next(iter(forms)), rounds=rounds)
-    return [
-        {"name": name, **_with_tokens(setting, times[name])} | _compared(forms, name, results)
-        for name in forms
-    ]
+    times = _timed(setting, runs, rounds)
+    return [{"name": n, **times[n]} | _compared(forms, n, results) for n in forms]
+
+
+def _timed(setting: Setting, runs: dict[str, Callable], rounds: int) -> dict[str, dict]:
+    """In turn, beside the first of them."""
+    number = setting.batch_size * setting.context
+    times = time_in_turn(runs, reference=next(iter(runs)), rounds=rounds)
+    return {n: t | {"tokens_per_second": round(number / t["seconds"])} for n, t in times.items()}
 
 
 def _compared(forms: dict[str, Form], name: str, results: dict[str, Any]) -> dict:
@@ -291,15 +294,6 @@ def _compared(forms: dict[str, Form], name: str, results: dict[str, Any]) -> dic
     }
 
 
-def _batch(setting: Setting) -> jax.Array:
-    return jax.random.randint(jax.random.key(1), setting.tokens.shape, 0, 256)
-
-
-def _with_tokens(setting: Setting, times: dict[str, float]) -> dict[str, float]:
-    number = setting.batch_size * setting.context
-    return times | {"tokens_per_second": round(number / times["seconds"])}
-
-
 def _device_peak_bytes() -> int | None:
     """None on a CPU."""
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
@@ -317,7 +311,8 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def show(title: str, rows: list[dict]) -> None:
+def publish(title: str, config: dict, rows: list[dict], file: Path | None) -> None:
+    """As a table, and as JSON where there is a file for it."""
     table = Table(title=title)
     table.add_column("program", no_wrap=True)
     columns = [column for column in COLUMNS if rows[0].get(column[1]) is not None]
@@ -327,6 +322,8 @@ def show(title: str, rows: list[dict]) -> None:
         cells = ((row[key], form, unit) for _, key, form, unit in columns)
         table.add_row(row["name"], *("" if v is None else f"{v / u:{f}}" for v, f, u in cells))
     Console(width=max(Console().width, 140)).print(table)
+    if file:
+        write_record(file, title, config, rows)
 
 
 def plan_depths(
@@ -372,9 +369,7 @@ def main(
         del config["layers"]
         rows = plan_depths(setting, forms, depths, target)
         title = f"language model, steps with Adam planned for {target}, {size}"
-        show(title, rows)
-        if json:
-            write_record(json / f"offload_{width}_{dtype}_{target}.json", title, config, rows)
+        publish(title, config, rows, json and json / f"offload_{width}_{dtype}_{target}.json")
         return
     plan = plan and _can_plan()
     for table in passes:
@@ -385,10 +380,8 @@ def main(
             plans = plan_forms(setting, chosen, whole, target)
             rows = [row | planned_bytes(plans[row["name"]]) for row in rows]
         title = f"language model, {table}, {layers} layers, {size}"
-        show(title, rows)
-        if json:
-            name = f"offload_{table}_{layers}x{width}_{microbatches}_{dtype}.json"
-            write_record(json / name, title, config | {"rounds": rounds}, rows)
+        name = f"offload_{table}_{layers}x{width}_{microbatches}_{dtype}.json"
+        publish(title, config | {"rounds": rounds}, rows, json and json / name)
 
 
 def _can_plan() -> bool:

@@ -1,3 +1,5 @@
+"""OffloadModel of nnx: what only nnx has; what both have is in tests/layers."""
+
 import functools
 from typing import Any
 
@@ -8,203 +10,26 @@ import pytest
 from flax import nnx
 
 import effjax
-import effjax.nnx
-from effjax.models import TransformerLM, scan_layers
+from effjax.models import scan_layers
 from effjax.nnx import OffloadModel
-
-X = np.random.default_rng(0).normal(size=(12, 6)).astype(np.float32)
-IMAGES = np.random.default_rng(1).normal(size=(8, 6, 6, 2)).astype(np.float32)
-KEY = jax.random.key(5)
-FAST: Any = {"xla_backend_optimization_level": 0}
-
-
-class Block(nnx.Module):
-    def __init__(self, rngs, rate=0.3, dtype=jnp.float32):
-        self.norm = nnx.LayerNorm(6, rngs=rngs, param_dtype=dtype)
-        self.up = nnx.Linear(6, 12, rngs=rngs, param_dtype=dtype)
-        self.down = nnx.Linear(12, 6, rngs=rngs, param_dtype=dtype)
-        self.dropout = nnx.Dropout(rate, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.dropout(self.down(nnx.gelu(self.up(self.norm(x)))))
-
-
-class Normed(nnx.Module):
-    """Dropout and batch norm, as a layer of a stack."""
-
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(6, 6, rngs=rngs)
-        self.norm = nnx.BatchNorm(6, momentum=0.9, rngs=rngs)
-        self.dropout = nnx.Dropout(0.3, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.dropout(nnx.relu(self.norm(self.linear(x))))
-
-
-class Noise(nnx.Module):
-    """Takes the call's randomness and a flag."""
-
-    def __call__(self, x, rngs=None, scale=1.0):
-        return x if rngs is None else x + scale * jax.random.normal(rngs.noise(), x.shape)
-
-
-def made_once(make):
-    """New modules in each call, with the same Variables."""
-
-    @functools.cache
-    def made(*args):
-        graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(*args)))
-        state = jax.jit(lambda: nnx.to_pure_dict(nnx.state(make(*args))), compiler_options=FAST)
-        return graphdef, state()
-
-    def modules(*args):
-        found = nnx.merge(*made(*args))
-        return list(found) if isinstance(found, nnx.List) else found
-
-    return modules
-
-
-@made_once
-def mlp(dtype=jnp.float32):
-    rngs = nnx.Rngs(0)
-    return nnx.List([Block(rngs, dtype=dtype) for _ in range(3)])
-
-
-@made_once
-def cnn(norm=nnx.BatchNorm, momentum: Any = 0.9):
-    rngs = nnx.Rngs(0)
-    options: dict[str, Any] = {"momentum": momentum, "rngs": rngs}
-    layers = [
-        nnx.Conv(2, 5, (3, 3), rngs=rngs),
-        norm(5, **options),
-        nnx.relu,
-        nnx.Sequential(nnx.Conv(5, 3, (3, 3), strides=2, rngs=rngs), norm(3, **options)),
-        lambda x: x.reshape(x.shape[0], -1),
-        nnx.Dropout(0.3, rngs=rngs),
-        nnx.Linear(27, 4, rngs=rngs),
-    ]
-    return nnx.List(layers)
-
-
-@made_once
-def normed():
-    return nnx.List([Normed(nnx.Rngs(i)) for i in range(4)])
-
-
-@made_once
-def transformer():
-    return TransformerLM(num_layers=4, width=8, num_heads=2, dropout_rate=0.2, rngs=nnx.Rngs(0))
-
-
-def loss_of(model, x):
-    y = model(x)
-    return jnp.sin(y.astype(jnp.float32)).sum(), y
-
-
-def compiled(loss, options=FAST):
-    """``run(model, x) -> (output, gradients of Params and of x, what else the model then is)``"""
-
-    @functools.partial(jax.jit, static_argnums=0, compiler_options=options)
-    def step(graphdef, state, x):
-        model = nnx.merge(graphdef, state)
-        (_, y), (grads, dx) = nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True)(model, x)
-        return y, nnx.to_pure_dict(grads), dx, others_of(model)
-
-    def run(model, x):
-        results = step(*nnx.split(model), x)
-        nnx.update(model, results[-1])
-        return results
-
-    return run
-
-
-train = compiled(loss_of)
-
-
-def others_of(model):
-    return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
-
-
-def assert_same(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert a.dtype == b.dtype
-        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
-def kinds(tree):
-    return {a.sharding.memory_kind for a in jax.tree.leaves(tree)}
-
-
-@functools.cache
-def unwrapped(make, x_name):
-    return train(nnx.Sequential(*make()), {"X": X, "IMAGES": IMAGES}[x_name])
-
-
-@pytest.mark.parametrize("options", [{}, {"num_slices": 2, "checkpoint_activation": False}])
-def test_blocks_with_dropout_as_unwrapped(options):
-    model = OffloadModel(mlp(), **options).to_host()
-    results = train(model, X)
-    assert_same(results, unwrapped(mlp, "X"))
-    assert kinds(results[1]) == {"pinned_host"}
-    assert kinds(results[2]) == {"device"}
-    assert kinds(nnx.state(model, nnx.Param)) == {"pinned_host"}
-    assert [int(layer.dropout.rngs.count[...]) for layer in model.layers] == [1] * 3
-
-
-@pytest.mark.parametrize("num_slices", [None, 3])
-def test_cnn_with_batch_norm_as_unwrapped(num_slices):
-    model = OffloadModel(cnn(), num_slices=num_slices).to_host()
-    assert_same(train(model, IMAGES), unwrapped(cnn, "IMAGES"))
-    assert np.any(model.layers[1].mean[...] != 0)
-
-
-def test_effjax_batch_norm_as_unwrapped():
-    layers = functools.partial(cnn, effjax.nnx.BatchNorm, None)
-    model = OffloadModel(layers()).to_host()
-    assert_same(train(model, IMAGES), train(nnx.Sequential(*layers()), IMAGES))
-    np.testing.assert_array_equal(model.layers[1].num_batches[...], 1)
-
-
-@pytest.mark.parametrize(("num_microbatches", "num_slices"), [(2, None), (3, 1)])
-def test_microbatches_draw_their_own_dropout(num_microbatches, num_slices):
-    """Microbatch m is the unwrapped model whose streams have the keys fold_in(key, m)."""
-    options: dict[str, Any] = dict(num_slices=num_slices, num_microbatches=num_microbatches)
-    got = train(OffloadModel(mlp(), **options).to_host(), X)
-
-    @functools.partial(jax.jit, compiler_options=FAST)
-    @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
-    def reference(params, x):
-        graphdef, _, *others = nnx.split(nnx.Sequential(*mlp()), nnx.Param, nnx.RngKey, ...)
-        keys, rest = map(nnx.to_pure_dict, others)
-        parts = []
-        for m, part in enumerate(jnp.split(x, num_microbatches)):
-            fold = functools.partial(jax.random.fold_in, data=m)
-            parts.append(nnx.merge(graphdef, params, jax.tree.map(fold, keys), rest)(part))
-        y = jnp.concatenate(parts)
-        return jnp.sin(y).sum(), y
-
-    params = nnx.state(nnx.Sequential(*mlp()), nnx.Param)
-    (_, y), (grads, dx) = reference(params, X)
-    assert_same(got[:3], (y, nnx.to_pure_dict(grads), dx))
-    assert_same(got[3], unwrapped(mlp, "X")[3])  # the streams have advanced once
-
-
-def test_running_statistics_are_updated_once_by_the_mean_of_microbatches():
-    layers = cnn(effjax.nnx.BatchNorm, None)
-    train(OffloadModel(layers, num_microbatches=4).to_host(), IMAGES)
-    flaxs = cnn()
-    train(OffloadModel(flaxs, num_microbatches=4).to_host(), IMAGES)
-    maps = cnn()[0](IMAGES).reshape(4, -1, 5)
-    mean, var = maps.mean((0, 1)), maps.var(1).mean(0)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
-    close(layers[1].mean[...], mean)
-    close(layers[1].var[...], var)
-    np.testing.assert_array_equal(layers[1].num_batches[...], 1)
-    close(flaxs[1].mean[...], 0.1 * mean)
-    close(flaxs[1].var[...], 0.9 + 0.1 * var)
+from tests.layers.offload_nnx import (
+    FAST,
+    IMAGES,
+    KEY,
+    Noise,
+    X,
+    assert_same,
+    cnn,
+    compiled,
+    kinds,
+    loss_of,
+    mlp,
+    normed,
+    others_of,
+    train,
+    transformer,
+    unwrapped,
+)
 
 
 def test_train_and_eval():
@@ -234,7 +59,7 @@ def test_checkpoints_load_both_ways():
     assert jax.tree.structure(state) == jax.tree.structure(nnx.state(model))
     nnx.update(model, state)
     model.to_host()
-    assert_same(train(model, X), unwrapped(mlp, "X"))
+    assert_same(train(model, X), unwrapped(mlp))
     back = nnx.Sequential(*mlp())
     nnx.update(back, jax.tree.map(jnp.zeros_like, nnx.state(back, nnx.Param)))
     nnx.update(back, effjax.to_device(nnx.state(model)))
@@ -344,21 +169,6 @@ def test_tuples_dicts_and_shared_params():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
 
 
-def test_bfloat16():
-    make = functools.partial(mlp, jnp.bfloat16)
-    x = jnp.asarray(X, jnp.bfloat16)
-    # Between two slices x is rounded to bfloat16, which XLA may leave out inside a fusion.
-    exact = compiled(loss_of, FAST | {"xla_allow_excess_precision": False})
-    y, grads, dx, _ = exact(OffloadModel(make(), num_slices=2).to_host(), x)
-    assert_same((y, grads, dx), exact(nnx.Sequential(*make()), x)[:3])
-    assert {a.dtype for a in jax.tree.leaves(grads)} == {jnp.dtype("bfloat16")}
-    # Parameters of float32 that are cast on the device.
-    model = OffloadModel(mlp(), compute_dtype=jnp.bfloat16).to_host()
-    y, grads, dx, _ = train(model, x)
-    assert y.dtype == dx.dtype == jnp.bfloat16
-    assert {a.dtype for a in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
-
-
 def test_functional_use_and_a_mesh(mesh8):
     """jax.jit and jax.grad of the state, over eight devices."""
     model = OffloadModel(mlp())
@@ -421,12 +231,6 @@ def test_parameters_that_are_not_on_the_host():
         (TypeError, "modules and functions, not 3", lambda: OffloadModel([nnx.relu, 3])),  # type: ignore[list-item]
         (ValueError, r"`num_microbatches` \(=0\)",
          lambda: OffloadModel(mlp(), num_microbatches=0)),
-        (ValueError, r"`num_slices` \(=5\)",
-         lambda: OffloadModel(mlp(), num_slices=5).to_host()(X)),
-        (ValueError, r"`num_microbatches` \(=5\) must divide the batch",
-         lambda: OffloadModel(mlp(), num_microbatches=5).to_host()(X)),
-        (TypeError, "no layer of OffloadModel takes `train`",
-         lambda: OffloadModel(mlp()).to_host()(X, train=True)),
         (TypeError, "`scale` must be no array",
          lambda: OffloadModel([Noise()])(X, scale=jnp.ones(()))),
         (TypeError, "`rngs` must be an nnx.Rngs", lambda: OffloadModel([Noise()])(X, rngs=3)),

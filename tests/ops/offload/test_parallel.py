@@ -63,6 +63,7 @@ def gathered(program):
     return gathers, [(c.bytes, c.count) for c in found if c.kind == "all-reduce"]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P(), P(None, "i")], ids=["replicated", "sharded"])
 def test_jit_over_a_mesh(kind, spec):
@@ -85,6 +86,7 @@ def test_jit_over_a_mesh(kind, spec):
     )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("sequential", [False, True])
 def test_shard_map(num_microbatches, sequential):

@@ -92,7 +92,7 @@ def training_step(num_layers, fuse_update):
     return plan(offload_jit(step), state, shape(BATCH, 8), jax.random.key(0))
 
 
-@pytest.mark.parametrize("fuse_update", [True, False])
+@pytest.mark.parametrize("fuse_update", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_the_state_is_written_where_it_was(fuse_update):
     """Parameters and both moments are aliased; on the host only the slices' inputs are added."""
     shallow, deep = training_step(8, fuse_update), training_step(24, fuse_update)
@@ -106,7 +106,7 @@ def test_the_state_is_written_where_it_was(fuse_update):
         assert "host_compute" not in found.hlo
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("num_microbatches", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_unlike_layers(num_microbatches):
     def run(w, x):
         options = {"key": jax.random.key(0), "num_microbatches": num_microbatches}
@@ -190,6 +190,7 @@ def test_slices_in_reverse_are_where_they_should_be():
     assert counted_up == compiled.host_slices_are_wrong()
 
 
+@pytest.mark.exhaustive
 def test_gradients_are_summed_on_the_devices():
     """Eight of them: a layer at a time, before it leaves for the host."""
     mesh = jax.make_mesh((8,), ("i",), (AxisType.Auto,))
@@ -211,6 +212,7 @@ def test_gradients_are_summed_on_the_devices():
     assert found.device.temporaries < gradients(16).device.temporaries + LAYER_BYTES
 
 
+@pytest.mark.exhaustive
 def test_in_memory_needs_more():
     """The same model on the device, for the difference."""
 

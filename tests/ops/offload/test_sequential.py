@@ -74,6 +74,7 @@ def want(num_microbatches):
     return value_and_grads(run, params(), inputs())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize(
     "options", [{}, {"num_slices": 1}, {"num_slices": 3}, {"activations": "device"}], ids=str

@@ -39,6 +39,7 @@ OPTIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_equal_to_the_bit(num_microbatches, options):
@@ -230,6 +231,7 @@ def test_trees_with_integers(num_microbatches):
     assert_equal_bits(got, value_and_grads(plain, params(), inputs()))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("options", [{}, {"num_slices": 2, "resident_slices": 1}], ids=str)
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_aux(num_microbatches, options):

@@ -41,6 +41,10 @@ OPTIMIZERS = {
 }
 
 
+# Those that differ in what their state is; the others with --exhaustive.
+PLAIN = {"adamw", "schedule", "by_name", "every_second"}
+
+
 def layers_of(stacked):
     return [
         jax.tree.map(lambda a, i=i: jnp.asarray(a)[i], to_device(stacked)) for i in range(LAYERS)
@@ -57,7 +61,13 @@ def close(got, want, tolerance=2e-6):
     )
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in PLAIN else pytest.mark.exhaustive)
+        for name in OPTIMIZERS
+    ],
+)
 def test_equals_optax_on_every_layer(name):
     tx = OPTIMIZERS[name]
     stream = stream_update(tx)
@@ -156,6 +166,10 @@ STEPS = {
 }
 
 
+# prefetch=0 and an update apart without clipping: the stack's tests and the others have these.
+ALIKE = {"fused_no_prefetch", "apart"}
+
+
 @functools.cache
 def trained_in_memory(num_microbatches, clip_norm):
     """Losses and parameters of three steps; optax sees the layers one by one."""
@@ -184,7 +198,10 @@ def trained_in_memory(num_microbatches, clip_norm):
     return losses, stack(model["layers"]), model["others"]
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.exhaustive if name in ALIKE else []) for name in STEPS],
+)
 def test_training_equals_training_in_memory(name):
     options = STEPS[name]
     init_state, step = offload_train_step(

@@ -1,0 +1,169 @@
+"""OffloadModel of linen: models, and how tests/layers/test_offload.py runs them."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+import effjax
+import effjax.linen
+from effjax.linen import OffloadModel
+
+X = np.random.default_rng(0).normal(size=(12, 6)).astype(np.float32)
+IMAGES = np.random.default_rng(1).normal(size=(8, 6, 6, 2)).astype(np.float32)
+KEY = jax.random.key(5)
+FAST: Any = {"xla_backend_optimization_level": 0}
+
+
+class Block(nn.Module):
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x, deterministic=False):
+        h = nn.LayerNorm(param_dtype=self.param_dtype)(x)
+        h = nn.gelu(nn.Dense(12, param_dtype=self.param_dtype)(h))
+        h = nn.Dense(6, param_dtype=self.param_dtype)(h)
+        return x + nn.Dropout(0.3, deterministic=deterministic)(h)
+
+
+class Normed(nn.Module):
+    """Dropout and batch norm, as a layer of a stack."""
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(nn.Dense(6)(x))
+        return x + nn.Dropout(0.3, deterministic=not train)(nn.relu(x))
+
+
+def mlp(dtype=jnp.float32):
+    return [Block(dtype) for _ in range(3)]
+
+
+class Flatten(nn.Module):
+    def __call__(self, x):
+        return x.reshape(x.shape[0], -1)
+
+
+def cnn(norm=nn.BatchNorm, momentum: Any = 0.9):
+    options: dict[str, Any] = dict(use_running_average=False, momentum=momentum)
+    return [
+        nn.Conv(5, (3, 3)),
+        norm(**options),
+        nn.relu,
+        nn.Sequential([nn.Conv(3, (3, 3), strides=2), norm(**options)]),
+        Flatten(),
+        nn.Dropout(0.3, deterministic=False),
+        nn.Dense(4),
+    ]
+
+
+@functools.cache
+def variables_of(make):
+    """Those of the unwrapped model."""
+    module = nn.Sequential(make())
+    x = X if make in (mlp, bfloat16) else IMAGES
+    return jax.jit(module.init, compiler_options=FAST)({"params": KEY, "dropout": KEY}, x)
+
+
+def bfloat16():
+    return mlp(jnp.bfloat16)
+
+
+def effjax_norm():
+    return cnn(effjax.linen.BatchNorm, None)
+
+
+def on_host(variables):
+    return {**variables, "params": effjax.to_host(variables["params"])}
+
+
+def train(module, variables, x, options=FAST, **kwargs):
+    """Output, gradients of the parameters and of x, new running statistics."""
+
+    @functools.partial(jax.jit, compiler_options=options)
+    @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    def run(params, x):
+        y, new = module.apply(
+            {**variables, "params": params}, x, rngs={"dropout": KEY}, mutable=["batch_stats"],
+            **kwargs,
+        )  # fmt: skip
+        return jnp.sin(y.astype(jnp.float32)).sum(), (y, new)
+
+    (_, (y, new)), (grads, dx) = run(variables["params"], x)
+    return y, grads, dx, new
+
+
+def assert_same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def kinds(tree):
+    return {a.sharding.memory_kind for a in jax.tree.leaves(tree)}
+
+
+# What the battery runs; the same functions are in offload_nnx.
+
+
+def offloaded(make, **options):
+    return OffloadModel(make(), **options), on_host(variables_of(make))
+
+
+def plain(make):
+    return nn.Sequential(make()), variables_of(make)
+
+
+def run(model, x, options=FAST):
+    return train(*model, x, options)
+
+
+@functools.cache
+def unwrapped(make):
+    """What the layers compute in device memory."""
+    return run(plain(make), X if make is mlp else IMAGES)
+
+
+def call(make, x, options, flags):
+    model, variables = offloaded(make, **options)
+    return model.apply(variables, x, rngs={"dropout": KEY}, **flags)
+
+
+def check_trained(model, results):
+    """The parameters stay on the host, and running statistics on the device."""
+    assert kinds(model[1]["params"]) == {"pinned_host"}
+    assert kinds(results[3]) <= {"device"}
+
+
+def stats(results, layer):
+    """The running statistics of a layer after `run`."""
+    return results[3]["batch_stats"][f"layers_{layer}"]
+
+
+def first_layer(make):
+    """What the first layer makes of the images."""
+    params = variables_of(make)["params"]["layers_0"]
+    return nn.Conv(5, (3, 3)).apply({"params": params}, IMAGES)
+
+
+def microbatched(num_microbatches):
+    """(y, (grads, dx)) of `mlp` on parts of X: microbatch m has the key fold_in(key, m)."""
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    def reference(params, x):
+        parts = [
+            nn.Sequential(mlp()).apply(
+                {"params": params}, part, rngs={"dropout": jax.random.fold_in(KEY, m)}
+            )
+            for m, part in enumerate(jnp.split(x, num_microbatches))
+        ]
+        y: Any = jnp.concatenate(parts)  # type: ignore[arg-type]
+        return jnp.sin(y).sum(), y
+
+    (_, y), (grads, dx) = reference(variables_of(mlp)["params"], X)
+    return y, grads, dx

@@ -1,0 +1,208 @@
+"""OffloadModel of nnx: models, and how tests/layers/test_offload.py runs them."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import effjax
+import effjax.nnx
+from effjax.models import TransformerLM
+from effjax.nnx import OffloadModel
+
+X = np.random.default_rng(0).normal(size=(12, 6)).astype(np.float32)
+IMAGES = np.random.default_rng(1).normal(size=(8, 6, 6, 2)).astype(np.float32)
+KEY = jax.random.key(5)
+FAST: Any = {"xla_backend_optimization_level": 0}
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs, rate=0.3, dtype=jnp.float32):
+        self.norm = nnx.LayerNorm(6, rngs=rngs, param_dtype=dtype)
+        self.up = nnx.Linear(6, 12, rngs=rngs, param_dtype=dtype)
+        self.down = nnx.Linear(12, 6, rngs=rngs, param_dtype=dtype)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(self.down(nnx.gelu(self.up(self.norm(x)))))
+
+
+class Normed(nnx.Module):
+    """Dropout and batch norm, as a layer of a stack."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(6, 6, rngs=rngs)
+        self.norm = nnx.BatchNorm(6, momentum=0.9, rngs=rngs)
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(nnx.relu(self.norm(self.linear(x))))
+
+
+class Noise(nnx.Module):
+    """Takes the call's randomness and a flag."""
+
+    def __call__(self, x, rngs=None, scale=1.0):
+        return x if rngs is None else x + scale * jax.random.normal(rngs.noise(), x.shape)
+
+
+def made_once(make):
+    """New modules in each call, with the same Variables."""
+
+    @functools.cache
+    def made(*args):
+        graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(*args)))
+        state = jax.jit(lambda: nnx.to_pure_dict(nnx.state(make(*args))), compiler_options=FAST)
+        return graphdef, state()
+
+    def modules(*args):
+        found = nnx.merge(*made(*args))
+        return list(found) if isinstance(found, nnx.List) else found
+
+    return modules
+
+
+@made_once
+def mlp(dtype=jnp.float32):
+    rngs = nnx.Rngs(0)
+    return nnx.List([Block(rngs, dtype=dtype) for _ in range(3)])
+
+
+@made_once
+def cnn(norm=nnx.BatchNorm, momentum: Any = 0.9):
+    rngs = nnx.Rngs(0)
+    options: dict[str, Any] = {"momentum": momentum, "rngs": rngs}
+    layers = [
+        nnx.Conv(2, 5, (3, 3), rngs=rngs),
+        norm(5, **options),
+        nnx.relu,
+        nnx.Sequential(nnx.Conv(5, 3, (3, 3), strides=2, rngs=rngs), norm(3, **options)),
+        lambda x: x.reshape(x.shape[0], -1),
+        nnx.Dropout(0.3, rngs=rngs),
+        nnx.Linear(27, 4, rngs=rngs),
+    ]
+    return nnx.List(layers)
+
+
+@made_once
+def normed():
+    return nnx.List([Normed(nnx.Rngs(i)) for i in range(4)])
+
+
+@made_once
+def transformer():
+    return TransformerLM(num_layers=4, width=8, num_heads=2, dropout_rate=0.2, rngs=nnx.Rngs(0))
+
+
+def loss_of(model, x):
+    y = model(x)
+    return jnp.sin(y.astype(jnp.float32)).sum(), y
+
+
+def compiled(loss, options=FAST):
+    """``run(model, x) -> (output, gradients of Params and of x, what else the model then is)``"""
+
+    @functools.partial(jax.jit, static_argnums=0, compiler_options=options)
+    def step(graphdef, state, x):
+        model = nnx.merge(graphdef, state)
+        (_, y), (grads, dx) = nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True)(model, x)
+        return y, nnx.to_pure_dict(grads), dx, others_of(model)
+
+    def run(model, x):
+        results = step(*nnx.split(model), x)
+        nnx.update(model, results[-1])
+        return results
+
+    return run
+
+
+train = compiled(loss_of)
+
+
+def others_of(model):
+    return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+
+
+def assert_same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def kinds(tree):
+    return {a.sharding.memory_kind for a in jax.tree.leaves(tree)}
+
+
+# What the battery runs; the same functions are in offload_linen.
+
+
+def bfloat16():
+    return mlp(jnp.bfloat16)
+
+
+def effjax_norm():
+    return cnn(effjax.nnx.BatchNorm, None)
+
+
+def offloaded(make, **options):
+    return OffloadModel(make(), **options).to_host()
+
+
+def plain(make):
+    return nnx.Sequential(*make())
+
+
+def run(model, x, options=FAST):
+    return (train if options is FAST else compiled(loss_of, options))(model, x)
+
+
+@functools.cache
+def unwrapped(make):
+    """What the layers compute in device memory."""
+    return run(plain(make), X if make is mlp else IMAGES)
+
+
+def call(make, x, options, flags):
+    return offloaded(make, **options)(x, **flags)
+
+
+def check_trained(model, results):
+    """The parameters stay on the host, and the streams of dropout have advanced once."""
+    assert kinds(nnx.state(model, nnx.Param)) == {"pinned_host"}
+    drops = [node for _, node in nnx.iter_graph(model, graph=True) if isinstance(node, nnx.Dropout)]
+    assert {int(drop.rngs.count[...]) for drop in drops} == {1}
+
+
+def stats(results, layer):
+    """The running statistics of a layer after `run`."""
+    return results[3]["layers"][layer]
+
+
+def first_layer(make):
+    """What the first layer makes of the images."""
+    return make()[0](IMAGES)
+
+
+def microbatched(num_microbatches):
+    """(y, grads, dx) of `mlp` on parts of X: in microbatch m streams have keys fold_in(key, m)."""
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    def reference(params, x):
+        graphdef, _, *others = nnx.split(plain(mlp), nnx.Param, nnx.RngKey, ...)
+        keys, rest = map(nnx.to_pure_dict, others)
+        parts = []
+        for m, part in enumerate(jnp.split(x, num_microbatches)):
+            fold = functools.partial(jax.random.fold_in, data=m)
+            parts.append(nnx.merge(graphdef, params, jax.tree.map(fold, keys), rest)(part))
+        y = jnp.concatenate(parts)
+        return jnp.sin(y).sum(), y
+
+    (_, y), (grads, dx) = reference(nnx.state(plain(mlp), nnx.Param), X)
+    return y, nnx.to_pure_dict(grads), dx

@@ -1,0 +1,102 @@
+"""OffloadModel of linen and of nnx are one: what both must do, beside the unwrapped layers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.layers import offload_linen, offload_nnx
+from tests.layers.offload_linen import FAST, IMAGES, X, kinds
+from tests.layers.offload_nnx import assert_same
+
+pytestmark = pytest.mark.parametrize("flavour", [offload_linen, offload_nnx], ids=["linen", "nnx"])
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("options", [{}, {"num_slices": 2, "checkpoint_activation": False}])
+def test_blocks_with_dropout_as_unwrapped(flavour, options):
+    model = flavour.offloaded(flavour.mlp, **options)
+    results = flavour.run(model, X)
+    assert_same(results, flavour.unwrapped(flavour.mlp))
+    assert kinds(results[1]) == {"pinned_host"}
+    assert kinds(results[2]) == {"device"}
+    flavour.check_trained(model, results)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("num_slices", [None, 3])
+def test_cnn_with_batch_norm_as_unwrapped(flavour, num_slices):
+    model = flavour.offloaded(flavour.cnn, num_slices=num_slices)
+    results = flavour.run(model, IMAGES)
+    assert_same(results, flavour.unwrapped(flavour.cnn))
+    assert np.any(flavour.stats(results, 1)["mean"] != 0)
+    flavour.check_trained(model, results)
+
+
+def test_effjax_batch_norm_as_unwrapped(flavour):
+    results = flavour.run(flavour.offloaded(flavour.effjax_norm), IMAGES)
+    assert_same(results, flavour.run(flavour.plain(flavour.effjax_norm), IMAGES))
+    np.testing.assert_array_equal(flavour.stats(results, 1)["num_batches"], 1)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize(("num_microbatches", "num_slices"), [(2, None), (3, 1), (3, 2)])
+def test_microbatches_draw_their_own_dropout(flavour, num_microbatches, num_slices):
+    model = flavour.offloaded(flavour.mlp, num_slices=num_slices, num_microbatches=num_microbatches)
+    got = flavour.run(model, X)
+    assert_same(got[:3], flavour.microbatched(num_microbatches))
+    assert_same(got[3], flavour.unwrapped(flavour.mlp)[3])  # streams have advanced once
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("norm", ["cnn", "effjax_norm"])
+def test_running_statistics_are_updated_once_by_the_mean_of_microbatches(flavour, norm):
+    make = getattr(flavour, norm)
+    results = flavour.run(flavour.offloaded(make, num_microbatches=4), IMAGES)
+    stats = flavour.stats(results, 1)
+    maps = np.asarray(flavour.first_layer(make)).reshape(4, -1, 5)
+    mean, var = maps.mean((0, 1)), maps.var(1).mean(0)
+    if norm == "cnn":
+        mean, var = 0.1 * mean, 0.9 + 0.1 * var
+    else:
+        np.testing.assert_array_equal(stats["num_batches"], 1)
+    np.testing.assert_allclose(stats["mean"], mean, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(stats["var"], var, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("num_slices", [None, 2])
+def test_bfloat16(flavour, num_slices):
+    x = jnp.asarray(X, jnp.bfloat16)
+    # Between two slices x is rounded to bfloat16, which XLA may leave out inside a fusion.
+    options = FAST | {"xla_allow_excess_precision": False}
+    exact = functools.partial(flavour.run, x=x, options=options)
+    got = exact(flavour.offloaded(flavour.bfloat16, num_slices=num_slices))
+    assert_same(got[:3], exact(flavour.plain(flavour.bfloat16))[:3])
+    assert {a.dtype for a in jax.tree.leaves(got[1])} == {jnp.dtype("bfloat16")}
+
+
+def test_parameters_that_are_cast_on_the_device(flavour):
+    x = jnp.asarray(X, jnp.bfloat16)
+    model = flavour.offloaded(flavour.mlp, compute_dtype=jnp.bfloat16)
+    y, grads, dx, _ = flavour.run(model, x)
+    assert y.dtype == dx.dtype == jnp.bfloat16
+    assert {a.dtype for a in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "options", "flags"),
+    [
+        (ValueError, r"`num_microbatches` \(=0\)", {"num_microbatches": 0}, {}),
+        (ValueError, r"`num_microbatches` \(=5\) must divide the batch",
+         {"num_microbatches": 5}, {}),
+        (ValueError, r"`num_slices` \(=4\)", {"num_slices": 4}, {}),
+        (ValueError, r"`num_slices` \(=5\)", {"num_slices": 5}, {}),
+        (TypeError, "no layer of OffloadModel takes `train`", {}, {"train": True}),
+    ],
+)  # fmt: skip
+def test_errors(flavour, error, match, options, flags):
+    with pytest.raises(error, match=match):
+        flavour.call(flavour.mlp, X, options, flags)

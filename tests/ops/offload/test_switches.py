@@ -1,0 +1,154 @@
+"""Offloading where JAX is asked for its next loops and rules: the same results, to the bit."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from effjax import (
+    host_init,
+    offload_jit,
+    offload_scan,
+    offload_sequential,
+    offload_train_step,
+    to_host,
+)
+from effjax.ops.offload import compiled
+from tests.ops.offload.stacks import (
+    KEY,
+    LAYERS,
+    WIDTH,
+    assert_equal_bits,
+    init,
+    inputs,
+    kinds,
+    layer,
+    loss,
+    params,
+)
+
+
+@pytest.fixture(params=["jax_scan3", "jax_custom_vjp3"])
+def switch(request):
+    name = request.param
+    if not hasattr(jax.config, name):
+        pytest.skip(f"jax {jax.__version__} has no {name}")
+    return name
+
+
+@contextlib.contextmanager
+def switched_on(name):
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def with_and_without(switch, run):
+    """The result of ``run()`` with the switch, after comparing it with that without."""
+    want = run()
+    with switched_on(switch):
+        got = run()
+    assert_equal_bits(got, want)
+    return got
+
+
+def test_host_init(switch):
+    keys = jax.random.split(KEY, LAYERS)
+    w = with_and_without(switch, lambda: host_init(init, keys))
+    assert kinds(w) == {"pinned_host"}
+    inside = with_and_without(switch, lambda: jax.jit(functools.partial(host_init, init))(keys))
+    assert kinds(inside) == {"pinned_host"}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_slices": 2, "num_microbatches": 2}], ids=str)
+def test_gradients_of_a_stack(switch, options):
+    """Of what the layers close over too, and of their second results, in their order."""
+
+    def run():
+        @jax.jit
+        @functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
+        def gradients(w, x, scale):
+            def scaled(w, x, key):
+                return layer(w, x * scale, key), x.mean()
+
+            y, aux = offload_scan(scaled, w, x, key=KEY, resident_slices=1, has_aux=True, **options)
+            return loss(y) + jnp.sum(aux**2 * jnp.arange(1.0, 1 + LAYERS)[:, None])
+
+        return gradients(to_host(params()), inputs(), jnp.linspace(0.5, 1.5, WIDTH))
+
+    _, (dw, *_) = with_and_without(switch, run)
+    assert kinds(dw) == {"pinned_host"}
+
+
+def test_keys_among_the_arrays(switch):
+    keys = jax.random.split(KEY, inputs().shape[0])
+
+    def keyed(w, x, _):
+        draw = jax.vmap(lambda k: jax.random.normal(k, (WIDTH,)))(x["key"])
+        return {"h": layer(w, x["h"] + draw, None), "key": x["key"]}
+
+    def run():
+        def total(w):
+            x = {"h": inputs(), "key": keys}
+            return loss(offload_scan(keyed, w, x, num_microbatches=2)["h"])
+
+        return jax.jit(jax.grad(total))(to_host(params()))
+
+    with_and_without(switch, run)
+
+
+def test_gradients_of_a_sequence(switch):
+    w = [jax.tree.map(lambda a: to_host(a[0]), params())] * 2
+
+    def run():
+        def total(w):
+            return loss(offload_sequential([layer] * 2, w, inputs(), key=KEY, num_microbatches=2))
+
+        return jax.jit(jax.grad(total))(w)
+
+    assert kinds(with_and_without(switch, run)) == {"pinned_host"}
+
+
+@pytest.mark.parametrize("fuse_update", [True, False])
+def test_training_steps(switch, fuse_update):
+    def run():
+        start, step = offload_train_step(
+            lambda others, batch, key: batch @ others,
+            layer,
+            lambda others, x, batch, key: loss(x),
+            optax.adam(1e-2),
+            fuse_update=fuse_update,
+            clip_norm=None if fuse_update else 0.1,
+        )
+        state, losses = start(to_host(params()), jnp.eye(WIDTH)), []
+        step = offload_jit(step)
+        for i in range(2):
+            state, value = step(state, inputs(), jax.random.fold_in(KEY, i))
+            losses.append(value)
+        return losses, state
+
+    _, state = with_and_without(switch, run)
+    assert kinds(state.layers) == {"pinned_host"}
+
+
+def test_options_are_read_from_the_program(switch):
+    w = to_host(params())
+
+    def run(w):
+        return offload_scan(layer, w, inputs())
+
+    def in_a_row(w):
+        first = jax.tree.map(lambda a: to_host(jnp.zeros(a.shape[1:])), w)
+        return offload_sequential([layer], [first], inputs())
+
+    for fun in (run, jax.jit(run), jax.grad(lambda w: jax.checkpoint(run)(w).sum()), in_a_row):
+        needed = lambda fun=fun: compiled.needed_options(jax.jit(fun).trace(w).jaxpr)  # noqa: E731
+        want = needed()
+        with switched_on(switch):
+            assert needed() == want != {}
