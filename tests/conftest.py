@@ -44,11 +44,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _more_than_cover(cases: list) -> list:
     """Those cases of one test that show no value of a parameter that others do not show."""
-    unseen = {value for case in cases for value in case.callspec.indices.items()}
+    # Not by `callspec.indices`: beside an indirect parameter they number the cases.
+    values = {
+        case: {(name, id(value)) for name, value in case.callspec.params.items()} for case in cases
+    }
+    unseen = set().union(*values.values())
     left = list(cases)
     while unseen:
-        best = max(left, key=lambda case: len(unseen & set(case.callspec.indices.items())))
-        unseen -= set(best.callspec.indices.items())
+        best = max(left, key=lambda case: len(unseen & values[case]))
+        unseen -= values[best]
         left.remove(best)
     return left
 

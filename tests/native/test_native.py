@@ -124,18 +124,24 @@ def test_twenty_runs_are_equal_to_the_bit():
             np.testing.assert_array_equal(a, b)
 
 
-def test_loops_under_sanitizers(tmp_path):
-    """No access out of range and no undefined behaviour; bit-equal for every number of threads."""
+SANITIZERS = "-O1", "-g", "-fno-sanitize-recover=all"
+SANITIZERS += ("-fsanitize=address,undefined,float-cast-overflow",)
+
+
+@pytest.mark.parametrize(
+    "flags", [("-O0",), pytest.param(SANITIZERS, marks=pytest.mark.exhaustive)]
+)
+def test_loops(tmp_path, flags):
+    """Bit-equal for every number of threads; sanitizers see no undefined behaviour and no access
+    out of range."""
     compiler = shutil.which("g++")
     sources = pathlib.Path(__file__).parent.parent.parent / "effjax" / "native"
     if compiler is None or not sources.is_dir():
         pytest.skip("no g++, or no sources")
-    flags = ["-std=c++17", "-O1", "-g", "-pthread", "-fno-sanitize-recover=all", f"-I{sources}"]
-    sanitize = "-fsanitize=address,undefined,float-cast-overflow"
     program = tmp_path / "fuzz"
     source = pathlib.Path(__file__).parent / "fuzz.cc"
     built = subprocess.run(
-        [compiler, *flags, sanitize, str(source), "-o", str(program)],
+        [compiler, "-std=c++17", "-pthread", *flags, f"-I{sources}", source, "-o", program],
         capture_output=True,
         text=True,
     )

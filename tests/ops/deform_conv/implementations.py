@@ -14,12 +14,17 @@ from tests.ops.deform_conv import oracle
 IMPLEMENTATIONS = ["xla", "default", "native"]
 NO_NATIVE = not native.available("cpu")
 needs_native = pytest.mark.skipif(NO_NATIVE, reason="the native library is not built")
-all_implementations = pytest.mark.parametrize(
-    "conv",
-    [pytest.param(i, marks=needs_native if i == "native" else ()) for i in IMPLEMENTATIONS],
-    indirect=True,
-)
 
+
+def _run_by(**marks):
+    named = {"native": needs_native} | marks
+    params = [pytest.param(name, marks=named.get(name, ())) for name in IMPLEMENTATIONS]
+    return pytest.mark.parametrize("conv", params, indirect=True)
+
+
+all_implementations = _run_by()
+# For what lies around the samples: there "native" and "default" are the same code.
+all_rules = _run_by(default=() if NO_NATIVE else pytest.mark.exhaustive)
 
 CASES = {
     "plain": dict(c=3, o=2),

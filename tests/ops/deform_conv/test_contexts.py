@@ -19,7 +19,7 @@ from tests.contexts import (
     mesh_of,
 )
 from tests.ops.deform_conv import oracle
-from tests.ops.deform_conv.implementations import Case, all_implementations
+from tests.ops.deform_conv.implementations import Case, all_implementations, all_rules
 
 pytestmark = pytest.mark.usefixtures("x64_everywhere")
 SLICES = 3000  # bytes of workspace: less than two rows
@@ -50,14 +50,23 @@ def want():
     return loss, (), (dkernel, dbias), dx
 
 
+# Each transformation once for each implementation; the other ways to write them once for any.
+EACH = ("jit_auto", "jit_explicit", "pmap", "vmap_of_grad", "shard_map_of_grad")
+EACH += ("shard_map_of_grad_unchecked",)
+
+
 @all_implementations
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(
+    "context",
+    [pytest.param(c, marks=() if c in EACH else pytest.mark.covering) for c in CONTEXTS],
+)
 def test_equals_the_definition(conv, context):
     op, params, batch = setup(functools.partial(conv, workspace_bytes=SLICES))
     assert_trees_close(CONTEXTS[context](op, params, batch), want(), 1e-12)
 
 
-@all_implementations
+@pytest.mark.covering
+@all_rules
 @pytest.mark.parametrize("how", ["vmap", "shard_map"])
 def test_parameters_may_differ_by_device(conv, how):
     """In shard_map: the gradient of a parameter that varies is not summed."""
@@ -68,7 +77,7 @@ def test_parameters_may_differ_by_device(conv, how):
     assert_trees_close(got, run(lambda *a: xla(*a)[0], params, batch, how="vmap"), 1e-12)
 
 
-@all_implementations
+@all_rules
 def test_the_gradient_of_a_replicated_kernel_is_summed_over_devices(conv):
     """The trap: a custom call whose result is declared like its operand drops this sum.
 
@@ -101,6 +110,7 @@ def exchanged(fun, params, batch):
     return [(c.kind, c.bytes, c.count) for c in found]
 
 
+@pytest.mark.covering
 @all_implementations
 @pytest.mark.parametrize("kind", ["auto", "explicit", "auto_4x2", "explicit_4x2"])
 def test_one_all_reduce_and_no_gather(conv, kind):
@@ -118,7 +128,7 @@ def test_one_all_reduce_and_no_gather(conv, kind):
     assert found == [("all-reduce", sum(p.nbytes for p in params), 1)]
 
 
-@all_implementations
+@all_rules
 def test_a_batch_that_does_not_divide(conv):
     """XLA fills the last shard up; neither there nor in the gradients may that be seen."""
     op, params, batch = setup(conv)
@@ -139,7 +149,7 @@ def test_a_batch_that_does_not_divide(conv):
     assert_trees_close(got, want, 1e-12)
 
 
-@all_implementations
+@all_rules
 def test_examples_and_images_over_one_axis(conv):
     """A vmap whose operands are sharded over one mesh axis in two ways."""
     op, params, batch = setup(conv)
@@ -151,7 +161,7 @@ def test_examples_and_images_over_one_axis(conv):
     assert_trees_close(run(sharded), run(batch), 1e-12)
 
 
-@all_implementations
+@all_rules
 def test_no_examples(conv):
     op, params, batch = setup(conv)
     empty = jax.tree.map(lambda a: np.zeros((0, *a.shape)), batch)
@@ -159,7 +169,7 @@ def test_no_examples(conv):
     assert y.shape == (0, *batch["w"].shape)
 
 
-@all_implementations
+@all_rules
 def test_arrays_of_a_mesh_beside_others(conv):
     op, params, batch = setup(conv)
     mesh = jax.make_mesh((8,), ("i",), (AxisType.Explicit,))
@@ -169,7 +179,7 @@ def test_arrays_of_a_mesh_beside_others(conv):
     assert_trees_close(got, op(params, batch, None)[0], 1e-12)
 
 
-@all_implementations
+@all_rules
 def test_float64_for_a_while_over_several_devices(conv):
     """XLA partitions in threads that a `with` does not reach."""
     op, params, batch = setup(conv)
@@ -178,7 +188,7 @@ def test_float64_for_a_while_over_several_devices(conv):
         assert_trees_close(CONTEXTS["jit_auto"](op, params, batch), want(), 1e-12)
 
 
-@all_implementations
+@all_rules
 def test_part_of_the_mesh_in_shard_map(conv):
     """One axis of the batch is mapped, another is left to jit."""
     op, params, batch = setup(conv)
@@ -189,7 +199,7 @@ def test_part_of_the_mesh_in_shard_map(conv):
     assert_trees_close(run(params, batch), jax.jit(gradients(op))(params, batch), 1e-12)
 
 
-@all_implementations
+@all_rules
 def test_explicit_mesh_of_the_arguments(conv):
     """No `jax.set_mesh`: the mesh is known from the types alone."""
     op, params, batch = setup(conv)
@@ -211,6 +221,7 @@ MAPPED = {
 }
 
 
+@pytest.mark.covering
 @all_implementations
 @pytest.mark.parametrize("mapped", MAPPED)
 def test_vmap(conv, mapped):
@@ -236,7 +247,7 @@ def test_vmap(conv, mapped):
         assert_trees_close([g[i] for g in got], list(alone), 1e-12)
 
 
-@all_implementations
+@all_rules
 def test_vmap_of_vmap(conv):
     c = Case("plain", batch=4)
     x, offset, kernel, mask, bias = c.args
@@ -254,7 +265,7 @@ def test_vmap_of_vmap(conv):
             assert_trees_close(got[i, j], alone, 1e-12)
 
 
-@all_implementations
+@all_rules
 def test_vmap_of_sharded_images_gathers_nothing(conv):
     """Per-example gradients: the examples are sharded, or the images of every example are."""
     op, params, batch = setup(conv)

@@ -17,6 +17,7 @@ from tests.ops.deform_conv.implementations import (
     CASES,
     Case,
     all_implementations,
+    all_rules,
     needs_native,
 )
 from tests.programs import needs_gpu_compiler
@@ -25,6 +26,7 @@ double = pytest.mark.usefixtures("x64")
 
 
 @double
+@pytest.mark.covering
 @all_implementations
 @pytest.mark.parametrize("optional", [True, False])
 @pytest.mark.parametrize("case", CASES)
@@ -34,6 +36,7 @@ def test_equals_the_definition(conv, case, optional):
 
 
 @double
+@pytest.mark.covering
 @all_implementations
 @pytest.mark.parametrize(("batch", "optional"), [
     (0, True), (0, False), (1, True), (33, True), (33, False), (37, True), (65, False), (128, True)
@@ -44,6 +47,7 @@ def test_any_batch(conv, batch, optional):
 
 
 @double
+@pytest.mark.covering
 @all_implementations
 @pytest.mark.parametrize("kilobytes", [4, 24, 36, 150])
 def test_slices_of_rows(conv, kilobytes):
@@ -53,6 +57,7 @@ def test_slices_of_rows(conv, kilobytes):
         assert_trees_close(c.got(conv, workspace_bytes=kilobytes * 1000), c.want(), 1e-13)
 
 
+@pytest.mark.covering
 @all_implementations
 @pytest.mark.parametrize(
     ("padding", "pads"),
@@ -92,6 +97,7 @@ EDGES = [-1e30, 1e30, -np.inf, np.inf, np.nan, -2.0, -1.0, -1 + 1e-6, 0.0, 4.0, 
 
 
 @double
+@pytest.mark.covering
 @all_implementations
 @pytest.mark.parametrize("axis", [0, 1])
 def test_positions_at_and_beyond_the_border(conv, axis):
@@ -163,16 +169,19 @@ def test_second_order_and_forward_mode():
 
 
 @needs_native
-def test_native_equals_xla_in_float32():
-    for name in CASES:
-        c = Case(name, batch=3, dtype=np.float32)
-        got, want = (
-            c.got(functools.partial(deform_conv2d, implementation=i, precision="highest"))
-            for i in ("native", "xla")
-        )
-        assert_trees_close(got, want, 1e-5)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c == "all" else pytest.mark.exhaustive) for c in CASES]
+)
+def test_native_equals_xla_in_float32(case):
+    c = Case(case, batch=3, dtype=np.float32)
+    got, want = (
+        c.got(functools.partial(deform_conv2d, implementation=i, precision="highest"))
+        for i in ("native", "xla")
+    )
+    assert_trees_close(got, want, 1e-5)
 
 
+@pytest.mark.covering
 @all_implementations
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_as_good_as_a_convolution(conv, dtype):
@@ -216,7 +225,7 @@ def test_mixed_dtypes():
         assert y.dtype == jnp.float32
 
 
-@all_implementations
+@all_rules
 def test_twenty_runs_are_equal_to_the_bit(conv):
     c = Case("all", batch=4, dtype=np.float32, spread=0.5)
     first, *others = (c.got(conv, deterministic=True, workspace_bytes=10_000) for _ in range(20))
@@ -232,7 +241,7 @@ def test_keeps_its_inputs():
     assert sum(a.size for a in kept) <= sum(a.size for a in c.args)
 
 
-@all_implementations
+@all_rules
 def test_keeps_no_copies(conv):
     """What is kept of the inputs, and of those of a scan over layers, lies where it lay."""
     c = Case("plain", batch=2, dtype=np.float32)
@@ -253,7 +262,7 @@ def test_keeps_no_copies(conv):
         assert places >= {a.unsafe_buffer_pointer() for a in inputs}
 
 
-@all_implementations
+@all_rules
 def test_the_gradient_inside_a_rule_of_ones_own(conv):
     """That gives zeros as the tangents of what is not differentiated."""
     c = Case("plain", batch=2, dtype=np.float32)
@@ -280,6 +289,7 @@ def _gradients(conv, workspace_bytes):
     return jax.grad(loss, argnums=(0, 1, 2, 3))
 
 
+@pytest.mark.covering
 @all_implementations
 @pytest.mark.parametrize(("dtype", "height"), [("float32", 24), ("float32", 47), ("bfloat16", 23)])
 def test_memory_stays_under_the_workspace(conv, dtype, height):
@@ -320,6 +330,7 @@ def test_a_plan_of_what_ran_on_a_cpu():
     assert " while(" not in plan(run, *args).hlo
 
 
+@pytest.mark.exhaustive
 @double
 @all_implementations
 @hypothesis.settings(
