@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import signal
+from typing import Any
 
 import jax
 import numpy as np
@@ -222,9 +223,10 @@ class Poisoned(CompiledOnce):
 
 
 def test_a_loss_that_is_not_a_number_is_said(tmp_path, task):
+    poisoned: Any = Poisoned(task)
     message = "the train loss is nan (in epoch|at step) 1; use a learning_rate below 0.0"
     with pytest.raises(TrainError, match=message):
-        fit(Poisoned(task), new_run(tmp_path / "run", task))
+        fit(poisoned, new_run(tmp_path / "run", task))
     assert checkpoints(RunDirectory(tmp_path / "run")) == {0}
 
 

@@ -28,14 +28,15 @@ BARS = {
 def shown(name, terminal):
     """What is written in a run's first steps."""
     report, make = TASKS[name]
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=150)
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=terminal, width=150)
     task = make()
     progress = report.make_progress(console, task)
     progress.start(task.numbers[-1] * task.steps_each, 0)
     progress.step(1, TRAIN, 90.0)
     progress.report(task.record(task.numbers[0], TRAIN, TEST, 90.0))
     progress.stop()
-    return console.file.getvalue()
+    return file.getvalue()
 
 
 @pytest.mark.parametrize("name", TASKS)

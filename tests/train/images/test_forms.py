@@ -46,7 +46,7 @@ def test_the_forms_are_one_network(checkpoint):
     [(TINY, DENSENET_FORMS), (Config(model="deform-resnet"), ("plain", "deformable"))],
 )
 def test_a_step_of_each_form(config, names):
-    steps = training_steps(config, (8, 8, 3), num_classes=5, num_devices=2)(batch_size=6)
+    steps = training_steps(config, (8, 8, 3), num_classes=5, num_devices=2)(6)
     assert tuple(steps) == names
     for step, state, batch, key in steps.values():
         assert batch.images.shape == (6, 8, 8, 3) and batch.images.dtype == np.uint8

@@ -10,7 +10,7 @@ TINY = LMConfig(layers=2, width=16, heads=2, context=12, offload="all", num_micr
 
 @pytest.fixture(scope="module")
 def steps():
-    return lm_steps(TINY, num_devices=1)(batch_size=4)
+    return lm_steps(TINY, num_devices=1)(4)
 
 
 def test_every_form_has_a_step(steps):

@@ -1,6 +1,7 @@
 import functools
 import json
 import signal
+from typing import Any
 
 import jax
 import numpy as np
@@ -69,7 +70,7 @@ def test_offloaded_the_losses_are_the_same(mode, tmp_path, whole_on_one):
 
 def test_offloaded_resuming_ends_with_the_same_bits(tmp_path, whole_on_one):
     """On two devices, with layers on the host of both."""
-    one = CompiledOnce(lm_task(2, offload="all", fuse_update=True))
+    one: Any = CompiledOnce(lm_task(2, offload="all", fuse_update=True))
     runs = [new_run(tmp_path / name, one) for name in ("whole", "parts")]
     fit(one, runs[0])
     for got, want in zip(lines(runs[0]), whole_on_one, strict=True):

@@ -39,4 +39,5 @@ def test_schedule():
     schedule: Any = make_lm_schedule(1.0, 100)
     rates = [float(schedule(s)) for s in (0, 10, 100)]
     np.testing.assert_allclose(rates, [0.1, 1, 0.1], atol=1e-6)
-    assert np.isfinite(float(make_lm_schedule(1.0, 1)(0)))
+    one_step: Any = make_lm_schedule(1.0, 1)
+    assert np.isfinite(float(one_step(0)))

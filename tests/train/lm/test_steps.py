@@ -7,14 +7,18 @@ from flax import nnx
 
 from effjax.models import scan_layers
 from effjax.train.lm.steps import lm_loss, lm_parts, make_lm_step
-from effjax.train.mesh import data_mesh
-from tests.train.small import lm_task
+from effjax.train.mesh import data_mesh, replicate
+from tests.train.small import CompiledOnce, lm_task
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
-def test_the_loss_is_that_of_the_next_byte():
-    one = lm_task()
+@pytest.fixture(scope="module")
+def one():
+    return CompiledOnce(lm_task())
+
+
+def test_the_loss_is_that_of_the_next_byte(one):
     params = one.initial_state().params
     tokens = np.arange(24).reshape(2, 12)
     logits = np.asarray(nnx.merge(one.learner.graphdef, params)(tokens[:, :-1]), np.float64)
@@ -25,8 +29,7 @@ def test_the_loss_is_that_of_the_next_byte():
 
 
 @pytest.mark.parametrize("abstract", [True, False])
-def test_the_loss_in_parts(abstract):
-    one = lm_task()
+def test_the_loss_in_parts(abstract, one):
     params = one.initial_state().params
     model: Any = one.learner.model if abstract else nnx.merge(one.learner.graphdef, params)
     parts = lm_parts(model)
@@ -37,7 +40,7 @@ def test_the_loss_in_parts(abstract):
     np.testing.assert_allclose(parts.head(others, x, tokens, key), want, rtol=1e-6)
 
 
-def test_one_step_of_any_layers_on_any_devices():
+def test_one_step_of_any_layers_on_any_devices(one):
     """Two devices with recomputed layers, in a function of one's own, take the same step."""
     tokens, key = np.arange(52).reshape(4, 13) % 256, jax.random.key(3)
     seen = []
@@ -46,14 +49,13 @@ def test_one_step_of_any_layers_on_any_devices():
         seen.append(x.shape)
         return lm_task(remat=True).learner.apply_layers(layer, params, x, key)
 
-    def step(one, apply_layers):
-        run = make_lm_step(
-            one.learner.graphdef, one.learner.optimizer, data_mesh(one.devices), apply_layers
-        )
-        state, loss = run(lm_task().initial_state(), tokens, key)
+    def step(devices, apply_layers):
+        learner, mesh = one.learner, data_mesh(jax.devices()[:devices])
+        run = make_lm_step(learner.graphdef, learner.optimizer, mesh, apply_layers)
+        state, loss = run(replicate(one.initial_state(), list(mesh.devices.flat)), tokens, key)
         assert int(state.step) == 1
         return jax.tree.map(np.asarray, (state.params, loss))
 
-    got, want = step(lm_task(2), mine), step(lm_task(1), scan_layers)
+    got, want = step(2, mine), step(1, scan_layers)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
     assert seen == [(4, 12, 16)]
