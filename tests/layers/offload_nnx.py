@@ -175,7 +175,7 @@ def call(make, x, options, flags):
 def check_trained(model, results):
     """The parameters stay on the host, and the streams of dropout have advanced once."""
     assert kinds(nnx.state(model, nnx.Param)) == {"pinned_host"}
-    drops = [node for _, node in nnx.iter_graph(model, graph=True) if isinstance(node, nnx.Dropout)]
+    drops: Any = [node for _, node in nnx.iter_graph(model, graph=True) if isinstance(node, nnx.Dropout)]
     assert {int(drop.rngs.count[...]) for drop in drops} == {1}
 
 
