@@ -127,9 +127,7 @@ def test_gradients_of_a_sequence(switch):
     assert kinds(with_and_without(switch, run)) == {"pinned_host"}
 
 
-@pytest.mark.parametrize(
-    "fuse_update", [True, pytest.param(False, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("fuse_update", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_training_steps(switch, fuse_update):
     def run():
         start, step = offload_train_step(
