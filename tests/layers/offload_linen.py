@@ -119,7 +119,8 @@ def plain(make):
 
 
 def run(model, x, options=FAST):
-    return train(*model, x, options)
+    module, variables = model
+    return train(module, variables, x, options)
 
 
 @functools.cache

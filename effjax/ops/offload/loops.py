@@ -20,15 +20,15 @@ def scan(
     """``lax.scan``, with arrays on the host in `carry` and among the results.
 
     With ``jax_scan3``, as far as it is in jax 0.12.0, lax.scan moves such arrays to the device,
-    ignores `reverse` and has no gradient. This has one if it is to be `differentiated`.
+    ignores `reverse` and has no gradient. This has one if it is to be `differentiated`: there it is
+    no loop, and may differ in the last bit.
     """
     if not getattr(jax.config, "jax_scan3", False):
         return lax.scan(body, carry, xs, length=length, reverse=reverse)
-    if length is None:
-        length = jax.tree.leaves(xs)[0].shape[0]
+    count = jax.tree.leaves(xs)[0].shape[0] if length is None else length
     if differentiated:
-        return _unrolled(body, carry, xs, length)
-    return _while(body, carry, xs, length, reverse)
+        return _unrolled(body, carry, xs, count)
+    return _while(body, carry, xs, count, reverse)
 
 
 def _unrolled(body: Callable, carry: Tree, xs: Tree, length: int) -> tuple[Tree, Tree]:

