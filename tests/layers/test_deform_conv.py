@@ -3,6 +3,7 @@
 import functools
 import operator
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ OPTIONS = dict(
 PACKS = ["DeformConvPack", "ModulatedDeformConvPack"]
 
 
-def nnx_layer(name, *args, kernel_size=3, **options):
+def nnx_layer(name, *args, kernel_size: Any = 3, **options):
     """`params`, and `apply(params, *args)`, of a layer of 4 features that makes 6."""
     layer = getattr(effjax.nnx, name)(4, 6, kernel_size, **options, rngs=nnx.Rngs(1))
     graph, state = nnx.split(layer, nnx.Param)
@@ -38,7 +39,7 @@ def nnx_layer(name, *args, kernel_size=3, **options):
     return types.SimpleNamespace(params=nnx.to_pure_dict(state), apply=apply)
 
 
-def linen_layer(name, *args, kernel_size=3, **options):
+def linen_layer(name, *args, kernel_size: Any = 3, **options):
     if name == "DFConv2d":
         known = {"strides", "modulated", "kernel_dilation", "use_bias"}
         more = {k: v for k, v in options.items() if k not in known}
@@ -97,7 +98,7 @@ def test_given_offsets_and_masks(make):
 @both
 def test_half_precision(make):
     layer = make("ModulatedDeformConvPack", X, kernel_size=(3, 2), **OPTIONS, dtype=jnp.bfloat16)
-    y = jax.eval_shape(layer.apply, layer.params, X)
+    y: Any = jax.eval_shape(layer.apply, layer.params, X)
     assert y.dtype == jnp.bfloat16 and layer.params["kernel"].dtype == jnp.float32
 
 
