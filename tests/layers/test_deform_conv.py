@@ -1,0 +1,147 @@
+"""The deformable layers of both flavours: one battery, and what only one of them has."""
+
+import functools
+import operator
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import effjax
+import effjax.linen
+import effjax.nnx
+
+X = jax.random.normal(jax.random.key(0), (2, 6, 7, 4))
+OFFSET = jax.random.normal(jax.random.key(1), (2, 6, 7, 18))
+MASK = jax.random.uniform(jax.random.key(2), (2, 6, 7, 9))
+OPTIONS = dict(
+    strides=(2, 1), kernel_dilation=(1, 2), feature_group_count=2, offset_groups=2,
+)  # fmt: skip
+PACKS = ["DeformConvPack", "ModulatedDeformConvPack"]
+
+
+def nnx_layer(name, *args, kernel_size: Any = 3, **options):
+    """`params`, and `apply(params, *args)`, of a layer of 4 features that makes 6."""
+    layer = getattr(effjax.nnx, name)(4, 6, kernel_size, **options, rngs=nnx.Rngs(1))
+    graph, state = nnx.split(layer, nnx.Param)
+
+    def apply(params, *args):
+        flat = {
+            path: variable.replace(functools.reduce(operator.getitem, path, params))
+            for path, variable in nnx.to_flat_state(state)
+        }
+        return nnx.merge(graph, nnx.from_flat_state(flat))(*args)
+
+    return types.SimpleNamespace(params=nnx.to_pure_dict(state), apply=apply)
+
+
+def linen_layer(name, *args, kernel_size: Any = 3, **options):
+    if name == "DFConv2d":
+        known = {"strides", "modulated", "kernel_dilation", "use_bias"}
+        more = {k: v for k, v in options.items() if k not in known}
+        options = {k: v for k, v in options.items() if k in known} | {"options": more}
+    layer = getattr(effjax.linen, name)(6, kernel_size, **options)
+    params = layer.init(jax.random.key(0), *args)["params"]
+    return types.SimpleNamespace(
+        params=params, apply=lambda params, *args: layer.apply({"params": params}, *args)
+    )
+
+
+both = pytest.mark.parametrize("make", [nnx_layer, linen_layer])
+
+
+@pytest.mark.covering
+@both
+@pytest.mark.parametrize("name", PACKS)
+@pytest.mark.parametrize("padding", ["SAME", "VALID", 2, ((1, 0), (2, 3))])
+def test_starts_as_a_convolution(make, name, padding):
+    """Offsets are zero and masks one half, whatever the geometry."""
+    layer = make(name, X, kernel_size=(3, 2), **OPTIONS, padding=padding)
+    plain = nnx.Conv(
+        4, 6, (3, 2), (2, 1), kernel_dilation=(1, 2), feature_group_count=2,
+        padding=padding if padding != 2 else (2, 2), rngs=nnx.Rngs(1),
+    )  # fmt: skip
+    plain.kernel[...] = layer.params["kernel"]
+    weight = 0.5 if "Modulated" in name else 1.0
+    np.testing.assert_allclose(
+        layer.apply(layer.params, X), weight * plain(X), rtol=1e-5, atol=1e-5
+    )
+
+
+@both
+@pytest.mark.parametrize("name", PACKS)
+def test_offsets_learn(make, name):
+    layer = make(name, X, kernel_size=(3, 2), **OPTIONS)
+    grads = jax.grad(lambda p: jnp.sum(jnp.sin(layer.apply(p, X))))(layer.params)
+    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads))
+    predicted = 2 * 6 * (3 if "Modulated" in name else 2)
+    assert layer.params["offset_conv"]["kernel"].shape == (3, 2, 4, predicted)
+
+
+@both
+def test_given_offsets_and_masks(make):
+    layer = make("ModulatedDeformConv", X, OFFSET, MASK)
+    kernel, bias = layer.params["kernel"], layer.params["bias"]
+    want = effjax.deform_conv2d(X, OFFSET, kernel, MASK, bias, padding="SAME")
+    np.testing.assert_array_equal(layer.apply(layer.params, X, OFFSET, MASK), want)
+    first = make("DeformConv", X, OFFSET, use_bias=False)
+    assert list(first.params) == ["kernel"]
+    want = effjax.deform_conv2d(X, OFFSET, first.params["kernel"], padding="SAME")
+    np.testing.assert_array_equal(first.apply(first.params, X, OFFSET), want)
+    assert "bias" in make("DeformConv", X, OFFSET).params
+
+
+@both
+def test_half_precision(make):
+    layer = make("ModulatedDeformConvPack", X, kernel_size=(3, 2), **OPTIONS, dtype=jnp.bfloat16)
+    y: Any = jax.eval_shape(layer.apply, layer.params, X)
+    assert y.dtype == jnp.bfloat16 and layer.params["kernel"].dtype == jnp.float32
+
+
+def test_half_precision_keeps_float32_offsets():
+    options = OPTIONS | {"dtype": jnp.bfloat16}
+    layer = effjax.nnx.ModulatedDeformConvPack(4, 6, (3, 2), **options, rngs=nnx.Rngs(1))
+    offset, mask = layer.offset_and_mask(X)
+    assert offset.dtype == mask.dtype == jnp.float32
+
+
+@both
+@pytest.mark.parametrize("modulated", [False, True])
+def test_dfconv2d(make, modulated):
+    layer = make("DFConv2d", X, modulated=modulated, kernel_dilation=2, offset_groups=2)
+    assert layer.apply(layer.params, X).shape == (2, 6, 7, 6)
+    assert sorted(layer.params["conv"]) == ["kernel", "offset_conv"]
+    predicted = 2 * 9 * (3 if modulated else 2)
+    assert layer.params["conv"]["offset_conv"]["kernel"].shape[-1] == predicted
+    strided = make("DFConv2d", X, strides=2)
+    assert jax.eval_shape(strided.apply, strided.params, X).shape == (2, 3, 4, 6)
+
+
+@pytest.mark.parametrize("name", PACKS)
+def test_flavours_are_the_same(name):
+    layer, other = (
+        make(name, X, kernel_size=(3, 2), **OPTIONS) for make in (nnx_layer, linen_layer)
+    )
+    assert jax.tree.map(jnp.shape, other.params) == jax.tree.map(jnp.shape, layer.params)
+    params = jax.tree.map(lambda p: p + 0.1, layer.params)
+    np.testing.assert_allclose(other.apply(params, X), layer.apply(params, X), rtol=1e-5, atol=1e-6)
+
+
+@both
+@pytest.mark.parametrize(
+    ("match", "options"),
+    [
+        (r"`in_features` \(=4\) must be a multiple of `feature_group_count` \(=3\)",
+         {"feature_group_count": 3}),
+        (r"`offset_groups` \(=0\)", {"offset_groups": 0}),
+        (r"`kernel_dilation` \(=0\)", {"kernel_dilation": 0}),
+    ],
+)  # fmt: skip
+def test_bad_options(make, match, options):
+    with pytest.raises(ValueError, match=match):
+        layer = make("DeformConvPack", X, kernel_size=(3, 2), **OPTIONS | options)
+        layer.apply(layer.params, X)
