@@ -1,10 +1,12 @@
 """Runs before JAX is imported: where the tests run, and how strict JAX is with them."""
 
+import contextlib
 import os
 import signal
 
 # The CPU unless the user names another: `JAX_PLATFORMS=cuda,cpu pytest` runs the tests on a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share a GPU
 # Eight simulated devices, for commands that tests start as well.
 if "xla_force_host_platform_device_count" not in (flags := os.environ.get("XLA_FLAGS", "")):
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
@@ -12,6 +14,7 @@ if "xla_force_host_platform_device_count" not in (flags := os.environ.get("XLA_F
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 import jax
 import pytest
@@ -26,18 +29,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Most of the time is LLVM's: plain pytest does without its optimizations."""
+    jax.config.update("jax_disable_most_optimizations", not _is_whole(config))
+
+
+def _is_whole(config: pytest.Config) -> bool:
+    """Whether every case was asked for, or tests by their names."""
+    return config.getoption("--exhaustive") or any("::" in arg for arg in config.args)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --exhaustive: no test marked `exhaustive`, and of those marked `covering` only as
     many cases as show every value of every parameter once."""
-    if config.getoption("--exhaustive") or any("::" in arg for arg in config.args):
+    if _is_whole(config):
         return
+    left = {item for item in items if item.get_closest_marker("exhaustive")}
     products = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("covering"):
+        skipped = any(mark.args and mark.args[0] is True for mark in item.iter_markers("skipif"))
+        if item.get_closest_marker("covering") and item not in left and not skipped:
             products[item.nodeid.partition("[")[0]].append(item)
-    left = {item for cases in products.values() for item in _more_than_cover(cases)}
-    left |= {item for item in items if item.get_closest_marker("exhaustive")}
+    left |= {item for cases in products.values() for item in _more_than_cover(cases)}
     config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = [item for item in items if item not in left]
 
@@ -68,6 +82,28 @@ def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
 def x64():
     """float64, for oracles."""
     with jax.enable_x64(True):
+        yield
+
+
+@contextlib.contextmanager
+def _optimizations(wanted: bool) -> Iterator[None]:
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", not wanted)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def optimized():
+    """As users compile, for tests whose numbers depend on it."""
+    with _optimizations(True):
+        yield
+
+
+@pytest.fixture(scope="module")
+def compile_fast():
+    """For networks of which a few steps are taken: XLA takes longer to compile them than to run."""
+    with _optimizations(False):
         yield
 
 

@@ -17,9 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 DEVICES = 8
 
-# Results are compared within a tolerance, so LLVM need not optimize: half of the time of a test.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
 
 def local_loss(y, w):
     return jnp.mean(jnp.sin(y) * w + 0.3 * y * y)
@@ -37,7 +34,7 @@ def value_and_grads(op, params, batch, axis_name, reduce=lambda loss: loss):
 
 
 def single_device(op, params, batch):
-    return jit(lambda p, b: value_and_grads(op, p, b, None))(params, batch)
+    return jax.jit(lambda p, b: value_and_grads(op, p, b, None))(params, batch)
 
 
 def mesh_of(shape, names, kind=AxisType.Auto):
@@ -49,7 +46,7 @@ def jit_global(kind, op, params, batch):
     with jax.set_mesh(mesh):
         params = jax.device_put(params, NamedSharding(mesh, P()))
         batch = jax.device_put(batch, NamedSharding(mesh, P("i")))
-        return jit(lambda p, b: value_and_grads(op, p, b, None))(params, batch)
+        return jax.jit(lambda p, b: value_and_grads(op, p, b, None))(params, batch)
 
 
 def _per_device(op, params, batch):
@@ -75,7 +72,7 @@ def pmap(op, params, batch):
 
 def vmap_of_grad(op, params, batch):
     run = jax.vmap(functools.partial(_per_device, op), axis_name="i", in_axes=(None, 0))
-    return _join(jit(run)(params, _split(batch)))
+    return _join(jax.jit(run)(params, _split(batch)))
 
 
 def grad_of_vmap(op, params, batch):
@@ -88,7 +85,7 @@ def grad_of_vmap(op, params, batch):
         return losses.mean(), jax.tree.map(lambda a: a[0], aux)
 
     split = _split(batch)
-    run = jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
     (value, aux), (dparams, dx) = run(params, split["x"])
     return value, aux, dparams, dx.reshape(batch["x"].shape)
 
@@ -107,7 +104,7 @@ def grad_of_shard_map(check_vma, names, op, params, batch):
     run = jax.value_and_grad(
         lambda p, x: mapped(p, {**batch, "x": x}), argnums=(0, 1), has_aux=True
     )
-    (value, aux), (dparams, dx) = jit(run)(params, batch["x"])
+    (value, aux), (dparams, dx) = jax.jit(run)(params, batch["x"])
     return value, aux, dparams, dx
 
 
@@ -120,7 +117,7 @@ def _shard_map(inner, op, params, batch, check_vma=True):
         out_specs=out_specs,
         check_vma=check_vma,
     )
-    return jit(mapped)(params, batch)
+    return jax.jit(mapped)(params, batch)
 
 
 def shard_map_of_grad(op, params, batch):
@@ -178,7 +175,7 @@ def gradients_with_parameters_of_each_device(op, params, batch, how):
         mapped = jax.shard_map(local, mesh=mesh, in_specs=(P("i"), P("i")), out_specs=P())
         return mapped(params, {**batch, "x": x})
 
-    return jit(jax.grad(total, argnums=(0, 1)))(params, batch["x"])
+    return jax.jit(jax.grad(total, argnums=(0, 1)))(params, batch["x"])
 
 
 def assert_trees_close(got, want, tolerance):

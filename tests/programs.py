@@ -5,8 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from effjax.memory import PlanError, collectives
-from effjax.memory._compile import check_compiler
+from effjax.memory import PlanError, check_compiler, collectives
 
 
 def has_gpu_compiler() -> bool:

@@ -22,7 +22,7 @@ run build pip install --no-build-isolation --no-deps .
 cd "$out" # the package that was installed, not the sources
 source=$OLDPWD
 run doctor python -c "from effjax import native; print(native.status()); assert native.available('cuda')"
-run tests python -m pytest -q "$source/tests/ops/deform_conv" "$source/tests/native" -p no:cacheprovider
+run tests python -m pytest -q -n0 --exhaustive "$source/tests/ops/deform_conv" "$source/tests/native" -p no:cacheprovider
 small=(python -m effjax.bench.h200_deform --check-only)
 if command -v compute-sanitizer >/dev/null; then
   run memcheck compute-sanitizer --tool memcheck --error-exitcode 1 "${small[@]}"

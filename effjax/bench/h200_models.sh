@@ -17,7 +17,7 @@ run() { # log, command...
 run build pip install --no-build-isolation --no-deps .
 source=$PWD
 cd "$out"
-run offload_tests python -m pytest -q "$source/tests/ops/offload" -p no:cacheprovider
+run offload_tests python -m pytest -q -n0 --exhaustive "$source/tests/ops/offload" -p no:cacheprovider
 run batch_norm python -m effjax.bench.batch_norm --json "$out"
 run batch_norm_half python -m effjax.bench.batch_norm --dtype bfloat16 --json "$out"
 run offload python -m effjax.bench.offload --layers 16 --width 2048 --heads 16 --context 1024 \

@@ -23,8 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import OffloadState, host_init, offload_jit, offload_scan, offload_train_step, to_device
-from ..memory import MemoryPlan, PlanError
-from ..memory._compile import check_compiler
+from ..memory import MemoryPlan, PlanError, check_compiler
 from ..memory.compare import plan_all
 from ..models import TransformerLM, scan_layers
 from ..ops.offload.train_step import TrainStep

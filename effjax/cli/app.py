@@ -1,4 +1,4 @@
-"""The commands of `effjax`: options in, exit codes out. Only here is anything printed.
+"""The commands of `effjax`: options in, exit codes out.
 
 Nothing heavy is imported before a command runs, so that the help comes at once.
 """

@@ -18,7 +18,7 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-@train_command("deform-resnet", Config, train_images, "--save features", WITHOUT, DEFAULTS)
+@train_command("deform-resnet", Config, train_images, "--dtype bfloat16", WITHOUT, DEFAULTS)
 def train_deform_resnet(
     out: Path,
     overwrite: bool,

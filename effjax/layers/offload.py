@@ -11,7 +11,7 @@ from ..ops.offload.options import OffloadOptions
 from ..ops.offload.placement import Space, space_of
 from ..ops.offload.sequential import apply_sequence
 from ..ops.offload.slices import check_microbatches
-from ..ops.offload.stack import apply_stack as apply_stacked
+from ..ops.offload.stack import apply_stack
 from ..ops.offload.trees import Tree, is_float
 
 
@@ -53,7 +53,7 @@ def apply_list(
     return x, aux
 
 
-def apply_stack(
+def apply_like_layers(
     call: Callable, params: Tree, x: Tree, key: Any, options: OffloadOptions
 ) -> tuple[Tree, Tree]:
     """(x, aux) of like layers ``call(params, x, i, microbatch, key) -> (x, aux)``, stacked.
@@ -72,7 +72,7 @@ def apply_stack(
         return (x, number + count), aux
 
     at = _numbered(x, count)
-    (x, _), aux = apply_stacked(layer, params, at, key, options)
+    (x, _), aux = apply_stack(layer, params, at, key, options)
     return x, aux
 
 

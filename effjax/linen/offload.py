@@ -11,8 +11,8 @@ from flax.typing import Dtype
 from jax import lax
 
 from ..layers.offload import (
+    apply_like_layers,
     apply_list,
-    apply_stack,
     call_with,
     check_flags,
     check_on_host,
@@ -119,7 +119,7 @@ class OffloadModel(nn.Module):
         )
         calls = [functools.partial(_call, module, flags) for module in split]
         if self.num_layers:
-            x, new = apply_stack(calls[0], params[0], x, None, options)
+            x, new = apply_like_layers(calls[0], params[0], x, None, options)
             new = [once(new, axis=1)]
         else:
             x, new = apply_list(calls, params, x, None, options)

@@ -1,6 +1,8 @@
 """What a computation costs in memory: on a GPU that need not be there, and between the passes."""
 
 from ._compile import PlanError as PlanError
+from ._compile import check_compiler as check_compiler
+from ._compile import mesh_to_plan_for as mesh_to_plan_for
 from ._hlo import Collective as Collective
 from ._hlo import Transfer as Transfer
 from ._hlo import collectives as collectives

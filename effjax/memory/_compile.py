@@ -129,7 +129,7 @@ def _with_memory_kind(a: Any) -> Any:
 
 def _on_mesh(shardings: Any, num_devices: int) -> Any:
     """PartitionSpecs become shardings over a mesh of one axis, `data`."""
-    mesh = data_mesh(num_devices)
+    mesh = mesh_to_plan_for(num_devices)
 
     def resolve(spec: Any) -> Any:
         return NamedSharding(mesh, spec) if isinstance(spec, PartitionSpec) else spec
@@ -137,7 +137,7 @@ def _on_mesh(shardings: Any, num_devices: int) -> Any:
     return jax.tree.map(resolve, shardings, is_leaf=lambda s: isinstance(s, PartitionSpec))
 
 
-def data_mesh(num_devices: int) -> Mesh | AbstractMesh:
+def mesh_to_plan_for(num_devices: int) -> Mesh | AbstractMesh:
     """One axis, `data`; without devices where this process has too few, which most programs can do
     with."""
     auto = (AxisType.Auto,)

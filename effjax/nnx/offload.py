@@ -11,8 +11,8 @@ from flax.typing import Dtype
 from jax import lax
 
 from ..layers.offload import (
+    apply_like_layers,
     apply_list,
-    apply_stack,
     call_with,
     check_flags,
     check_on_host,
@@ -131,7 +131,7 @@ class OffloadModel(nnx.Module):
         x, key = first_input(args), _key(rngs)
         if self.stacked:
             _check_stacked(split[0][1:])
-            x, changed = apply_stack(calls[0], params[0], x, key, self.options)
+            x, changed = apply_like_layers(calls[0], params[0], x, key, self.options)
             changed = [once(changed, axis=1)]
         else:
             _check_shared(layers)

@@ -24,17 +24,16 @@ class RunDirectory:
         self.path = path
 
     @classmethod
-    def create(cls, path: Path | None, config: dict[str, Any], overwrite: bool) -> "RunDirectory":
+    def create(cls, path: Path, config: dict[str, Any], overwrite: bool) -> "RunDirectory":
         """Makes the directory, or raises `TrainError` and leaves everything as it was.
 
         Args:
-          path: the directory; None: a new one below `runs/`, named after the time.
+          path: the directory, such as `unused` names one.
           config: what config.json shall hold.
           overwrite: whether the files of an earlier run are deleted. Other files never are.
         """
         if importlib.util.find_spec("matplotlib") is None:  # draws the curve at the end
             raise TrainError('matplotlib is missing; run pip install "effjax[train]"')
-        path = unused() if path is None else path
         run = cls(path)
         try:
             if path.exists() and any(path.iterdir()):
@@ -141,9 +140,9 @@ class RunDirectory:
             shutil.rmtree(self.checkpoints)
 
 
-def unused(model: str = "densenet") -> Path:
-    """`runs/MODEL-DATE-TIME`, and `-2`, `-3`, … if there is one already."""
-    name = time.strftime(f"{model}-%Y%m%d-%H%M%S")
+def unused(command: str) -> Path:
+    """`runs/COMMAND-DATE-TIME`, and `-2`, `-3`, … if there is one already."""
+    name = time.strftime(f"{command}-%Y%m%d-%H%M%S")
     path, number = DEFAULT / name, 1
     while path.exists():
         number += 1

@@ -9,6 +9,7 @@ import typer
 from effjax.bench import batch_norm, deform_conv, dense_block, figure, memory, offload
 from effjax.native import available
 from tests.programs import needs_gpu_compiler
+from tests.tiers import exhaustive
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +93,7 @@ SMALL_LM = dict(
 @pytest.mark.parametrize(
     ("passes", "names"),
     [
-        ("step", ["in memory", "all offloaded, fused update"]),
+        exhaustive("step", ["in memory", "all offloaded, fused update"]),
         ("gradients", ["in memory, remat, microbatches", "all offloaded"]),
     ],
 )
@@ -111,6 +112,7 @@ def test_offload(tmp_path, capsys, passes, names):
         offload.main(**options, only=["fused"], json=None)
 
 
+@pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_offload_planned(tmp_path):
     options = SMALL_LM | dict(layers=0, microbatches=1, target="l4", depths=[2], passes=[])

@@ -1,4 +1,3 @@
-import jax
 import pytest
 
 from effjax import cli
@@ -25,10 +24,3 @@ def small_model(monkeypatch):
 
     monkeypatch.setattr("effjax.train.images.task.model_builder", small.builder)
     monkeypatch.setattr("effjax.train.images.task.load_dataset", lambda *_: small.dataset())
-
-
-@pytest.fixture
-def compile_fast():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)

@@ -71,6 +71,7 @@ def test_memory_of_a_densenet(run_memory):
     assert "all-reduce" in out and "each of 2" in out
 
 
+@pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_memory_of_a_small_language_model(run_memory):
     argv = "lm", "--layers", "1", "--width", "8", "--context", "4", "--batch-size", "2"

@@ -74,6 +74,7 @@ def test_max_batch_size_in_multiples():
     assert all(batch % 48 == 0 for batch in found.tried)
 
 
+@pytest.mark.exhaustive
 def test_max_batch_size_of_memory_with_a_jump():
     def jumps(batch):
         wide = 1024 if batch < 300 else 4096

@@ -128,7 +128,7 @@ def test_resuming_after_ctrl_c_ends_with_the_same_bits(tmp_path, task, whole):
     assert (run.path / "curve.png").exists()
     assert checkpoints(run) == {task.numbers[0]}
 
-    fit(task, RunDirectory.open(run.path), resume=True)
+    fit(task.task, RunDirectory.open(run.path), resume=True)  # compiled anew, as it would be
     assert without_timing(run) == without_timing(whole[0])
     like, last = task.initial_state(), task.numbers[-1]
     with Checkpoints(whole[0].checkpoints) as a, Checkpoints(run.checkpoints) as b:

@@ -179,16 +179,17 @@ def _sampler_of(
     """The samplers of all platforms as one, with the workspace of that on `platform`."""
     chosen = IMPLEMENTATIONS[implementation]
     native = {p: sampler for p, sampler in chosen.native.items() if p in available}
-    backward = "sums_in_order" if deterministic else "columns_backward"
+
+    def backward(sampler: Sampler) -> Callable:
+        in_order = sampler.sums_in_order if deterministic else None
+        return in_order or sampler.columns_backward
+
     columns, columns_backward = (
-        _by_platform(
-            {p: getattr(sampler, name) for p, sampler in native.items()},
-            getattr(chosen.elsewhere, name),
-        )
-        for name in ("columns", backward)
+        _by_platform({p: of(sampler) for p, sampler in native.items()}, of(chosen.elsewhere))
+        for of in (lambda sampler: sampler.columns, backward)
     )
     here = native.get(platform, chosen.elsewhere)
-    return Sampler(columns, columns_backward, columns_backward, here.sample_bytes)
+    return Sampler(columns, columns_backward, here.sample_bytes)
 
 
 def _by_platform(native: dict[str, Callable], elsewhere: Callable) -> Callable:

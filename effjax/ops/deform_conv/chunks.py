@@ -25,9 +25,10 @@ class Sampler(NamedTuple):
 
     columns: Callable
     columns_backward: Callable
-    sums_in_order: Callable  # columns_backward that adds to dx in one order
     # dtype -> the workspace for each number of the columns, in either pass
     sample_bytes: Callable[[Any], tuple[int, int]]
+    # columns_backward that adds to dx in one order; None: it does
+    sums_in_order: Callable | None = None
 
 
 class Static(NamedTuple):

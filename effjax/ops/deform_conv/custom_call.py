@@ -128,11 +128,10 @@ def _refusing(run: Callable) -> Callable:
     return lambda x, *args, geometry: run(_refuse_p.bind(x), *args, geometry=geometry)
 
 
-CPU = Sampler(_columns, _columns_backward, _columns_backward, _sample_bytes)
-CUDA = Sampler(_columns, _columns_backward, _sums_in_order, _sample_bytes)
+CPU = Sampler(_columns, _columns_backward, _sample_bytes)
+CUDA = Sampler(_columns, _columns_backward, _sample_bytes, _sums_in_order)
 NOWHERE = Sampler(
     _refusing(reference.columns),
-    _refusing(reference.columns_backward),
     _refusing(reference.columns_backward),
     _sample_bytes,
 )

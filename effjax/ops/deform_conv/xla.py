@@ -15,9 +15,7 @@ def _sample_bytes(dtype: Any) -> tuple[int, int]:
     return 2 * size, 12 * size  # as measured
 
 
-SAMPLER = Sampler(
-    reference.columns, reference.columns_backward, reference.columns_backward, _sample_bytes
-)
+SAMPLER = Sampler(reference.columns, reference.columns_backward, _sample_bytes)
 
 
 def deform_conv_xla(static: Static, x, offset, mask, kernel) -> jax.Array:

@@ -90,19 +90,7 @@ def offload_train_step(
     Raises:
       ValueError: fuse_update with clip_norm; a tx that mixes parameters; and as `offload_scan`.
     """
-    if fuse_update and clip_norm is not None:
-        raise ValueError(
-            f"`clip_norm` (={clip_norm}) needs the norm of all gradients, but with "
-            "fuse_update=True the first slices are updated before the last gradients exist: pass "
-            "fuse_update=False."
-        )
-    check_clip_norm(clip_norm)
-    if "grads" in options or "params" in options:
-        raise ValueError("`params` and `grads` are on the host in offload_train_step.")
-    known = {field.name for field in dataclasses.fields(OffloadOptions)}
-    if unknown := [name for name in options if name not in known]:
-        raise ValueError(f"`{unknown[0]}` is no option of offload_train_step or offload_scan.")
-    checked = OffloadOptions(has_aux=has_aux, **options)
+    checked = _check_options(fuse_update, clip_norm, has_aux, options)
 
     def init(layers: Tree, others: Tree) -> OffloadState:
         check_space("params", layers, "host")
@@ -145,6 +133,24 @@ def offload_train_step(
         return (state, loss, aux) if has_aux else (state, loss)
 
     return TrainStep(init, step)
+
+
+def _check_options(
+    fuse_update: bool, clip_norm: float | None, has_aux: bool, options: dict[str, Any]
+) -> OffloadOptions:
+    if fuse_update and clip_norm is not None:
+        raise ValueError(
+            f"`clip_norm` (={clip_norm}) needs the norm of all gradients, but with "
+            "fuse_update=True the first slices are updated before the last gradients exist: pass "
+            "fuse_update=False."
+        )
+    check_clip_norm(clip_norm)
+    if "grads" in options or "params" in options:
+        raise ValueError("`params` and `grads` are on the host in offload_train_step.")
+    known = {field.name for field in dataclasses.fields(OffloadOptions)}
+    if unknown := [name for name in options if name not in known]:
+        raise ValueError(f"`{unknown[0]}` is no option of offload_train_step or offload_scan.")
+    return OffloadOptions(has_aux=has_aux, **options)
 
 
 def _update_meanwhile(tx: Any, stack: Stack, state: Tree, backward: Callable) -> tuple:

@@ -10,8 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from ...memory import ResidualReport, residual_bytes
-from ...memory._compile import data_mesh as mesh_to_plan_for
+from ...memory import ResidualReport, mesh_to_plan_for, residual_bytes
 from ...models import DenseNet
 from ...models.nnx.densenet import DenseLayer
 from .config import Config

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...memory._compile import data_mesh as mesh_to_plan_for
-from ...ops.offload import offload_jit
+from ... import offload_jit
+from ...memory import mesh_to_plan_for
 from ..mesh import AXIS, data_mesh
 from .config import LMConfig
 from .offloaded import shardings_of

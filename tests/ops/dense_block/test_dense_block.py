@@ -23,6 +23,7 @@ from tests.contexts import (
     single_device,
 )
 from tests.programs import collective_sizes, needs_gpu_compiler
+from tests.tiers import exhaustive
 
 KEY = jax.random.key(0)
 
@@ -101,6 +102,7 @@ def test_dropout_has_the_keys_of_the_plain_network(context, save, x64):
     assert_trees_close(got, expected(False, 0.3), 1e-12)
 
 
+@pytest.mark.exhaustive
 def test_dropout_with_a_key_of_each_device(x64):
     """Under pmap: the plain network over `sync_batch_norm` with the same keys."""
     import effjax
@@ -147,7 +149,7 @@ def test_explicit_mesh_of_the_arguments(x64):
     assert_trees_close(got, want, 1e-12)
 
 
-@pytest.mark.parametrize("num_chunks", [1, 3, 4, 5, 9])
+@pytest.mark.parametrize("num_chunks", [1, 4, *map(exhaustive, (3, 5, 9))])
 def test_rows_need_not_divide(num_chunks, x64):
     op = ours(save="features", num_chunks=num_chunks)
     got = single_device(op, make_params(), make_batch())
@@ -200,7 +202,7 @@ def test_under_scan_remat_and_vmap(x64):
     close(jax.jit(jax.grad(summed))(stacked)[0])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *map(exhaustive, ("float16", "float32"))])
 def test_half_precision_has_float32_statistics_and_no_more_error_than_plain(dtype):
     params = make_params(growth=4, channels=8, dtype=np.float32)
     batch = make_batch((8, 6, 6, 8), 16)
@@ -328,6 +330,7 @@ def test_temporaries_of_48_layers_on_an_h200(save, megabytes):
     assert h200_temp(48, save) <= megabytes
 
 
+@pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_temporaries_of_half_precision_features_on_an_h200():
     assert h200_temp(12, "features", jnp.bfloat16) <= 100

@@ -106,6 +106,7 @@ def test_the_state_is_written_where_it_was(fuse_update):
         assert "host_compute" not in found.hlo
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_microbatches", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_unlike_layers(num_microbatches):
     def run(w, x):

@@ -76,7 +76,7 @@ def test_host_init(switch):
     ("options", "same"),
     [
         ({"num_microbatches": 2, "resident_slices": 1}, assert_equal_bits),
-        pytest.param({"num_slices": 2}, close, marks=pytest.mark.exhaustive),
+        ({"num_slices": 2}, close),
     ],
 )
 def test_gradients_of_a_stack(switch, options, same):
