@@ -16,6 +16,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from collections import defaultdict
 from collections.abc import Iterator
 
+import hypothesis
 import jax
 import pytest
 from jax.sharding import AxisType, Mesh
@@ -31,7 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Most of the time is LLVM's: plain pytest does without its optimizations."""
-    jax.config.update("jax_disable_most_optimizations", not _is_whole(config))
+    whole = _is_whole(config)
+    jax.config.update("jax_disable_most_optimizations", not whole)
+    hypothesis.settings.register_profile(
+        "tier", max_examples=25 if whole else 8, deadline=None, derandomize=True
+    )
+    hypothesis.settings.load_profile("tier")
 
 
 def _is_whole(config: pytest.Config) -> bool:

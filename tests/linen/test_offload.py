@@ -28,6 +28,7 @@ from tests.layers.offload_linen import (
     unwrapped,
     variables_of,
 )
+from tests.tiers import exhaustive
 
 
 @pytest.mark.parametrize("make", [mlp, cnn])
@@ -90,7 +91,7 @@ class Scanned(nn.Module):
         return layers(Normed(name="layers"), x, None)[0]
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("num_microbatches", [exhaustive(1), 2])
 def test_stack(num_microbatches):
     """The variables of nn.scan; a loop with fold_in(fold_in(key, layer), microbatch)."""
     rngs = {"params": KEY, "dropout": KEY}

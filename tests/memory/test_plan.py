@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from effjax.memory import Collective, PlanError, Transfer, _compile, list_targets, plan
 from tests.programs import needs_gpu_compiler
+from tests.tiers import exhaustive
 
 pytestmark = needs_gpu_compiler
 
@@ -242,7 +243,12 @@ def test_collectives_of_every_kind_in_a_loop(mesh8):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("target", list_targets())
+PLAIN = "h200", "l4"
+
+
+@pytest.mark.parametrize(
+    "target", [name if name in PLAIN else exhaustive(name) for name in list_targets()]
+)
 def test_every_target_compiles(target):
     p = plan(lambda x: jnp.tanh(x @ x), f32(256, 256), target=target)
     assert p.target.name == target and p.device.arguments == 4 * 256 * 256

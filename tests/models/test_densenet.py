@@ -13,6 +13,7 @@ from flax import nnx, traverse_util
 from effjax import models
 from effjax.models import linen as linen_models
 from tests.contexts import assert_trees_close
+from tests.tiers import exhaustive
 
 OPTIONS: dict[str, Any] = dict(
     growth_rate=4, block_config=(2, 2), num_init_features=8, num_classes=3, drop_rate=0.2
@@ -173,7 +174,10 @@ def test_evaluation_uses_running_stats(small):
     assert_trees_close(runs[0], runs[1], 1e-12)
 
 
-@pytest.mark.parametrize("name", COUNTS)
+PLAIN = "densenet121", "densenet40_12"
+
+
+@pytest.mark.parametrize("name", [name if name in PLAIN else exhaustive(name) for name in COUNTS])
 def test_published_parameter_counts(name):
     model = nnx.eval_shape(lambda: getattr(models, name)(rngs=nnx.Rngs(0)))
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))

@@ -20,6 +20,7 @@ from effjax.ops.deform_conv import custom_call, reference
 from effjax.ops.deform_conv.reference import Geometry
 from tests.native.read_fatbin import architectures
 from tests.programs import needs_gpu_compiler
+from tests.tiers import exhaustive
 
 HERE = pathlib.Path(__file__).parent
 SOURCES = HERE.parent.parent / "effjax" / "native"
@@ -93,9 +94,9 @@ def close(got, want, dtype):
 
 # Channels of a group: one pack of 16 bytes, several, more than a warp takes at once, an odd number.
 CASES = [
-    (np.float32, 8, True), (np.float32, 48, False), (np.float32, 264, True), (np.float32, 10, True),
-    (np.float64, 12, True), (jnp.bfloat16, 32, True), (jnp.bfloat16, 6, False),
-    (np.float16, 16, True),
+    (np.float32, 48, False), exhaustive(np.float32, 8, True), exhaustive(np.float32, 264, True),
+    (np.float32, 10, True), exhaustive(np.float64, 12, True), (jnp.bfloat16, 32, True),
+    exhaustive(jnp.bfloat16, 6, False), (np.float16, 16, True),
 ]  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from tests.layers.offload_nnx import (
     transformer,
     unwrapped,
 )
+from tests.tiers import exhaustive
 
 
 def test_train_and_eval():
@@ -70,7 +71,7 @@ def test_checkpoints_load_both_ways():
     assert jax.tree.structure(nnx.state(wrapped)) == jax.tree.structure(state)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("num_microbatches", [exhaustive(1), 2])
 def test_stack_of_blocks_with_keys(num_microbatches):
     """`TransformerLM.blocks`: equal to a loop with fold_in(fold_in(key, layer), microbatch)."""
     lm = transformer()
@@ -106,7 +107,7 @@ def test_stack_of_blocks_with_keys(num_microbatches):
     assert kinds(grads) == {"pinned_host"}
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("num_microbatches", [exhaustive(1), 2])
 def test_stack_with_batch_norm_and_streams(num_microbatches):
     """What a list of the same layers does: the stack has each one's Variables."""
     layers = normed()

@@ -9,6 +9,7 @@ from flax import nnx
 
 from effjax.models import TransformerBlock, TransformerLM, scan_layers
 from effjax.models.nnx.transformer import rotary
+from tests.tiers import exhaustive
 
 SIZES: dict[str, Any] = dict(vocab_size=11, num_layers=3, width=8, num_heads=2)
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, 6))
@@ -135,7 +136,7 @@ def python_loop(layer, params, x, key):
     return x
 
 
-@pytest.mark.parametrize("key", [None, KEY])
+@pytest.mark.parametrize("key", [exhaustive(None), KEY])
 def test_scan_and_remat_are_a_loop_over_layers(key):
     want = run(python_loop, key, dropout_rate=0.3)
     for apply_layers in (scan_layers, remat_layers) if key is not None else (scan_layers,):

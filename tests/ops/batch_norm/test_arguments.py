@@ -42,7 +42,6 @@ def test_dtypes(dtype):
 
 
 @hypothesis.given(data=st.data())
-@hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
 def test_any_rank_and_feature_axes(data):
     shape = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=5).map(tuple))
     axis_count = data.draw(st.integers(1, len(shape) - 1))

@@ -156,6 +156,7 @@ def test_rows_need_not_divide(num_chunks, x64):
     assert_trees_close(got, expected(False), 1e-12)
 
 
+@hypothesis.settings(max_examples=100)
 @hypothesis.given(height=st.integers(1, 200), num_chunks=st.integers(1, 250))
 def test_slices_cover_every_row_with_no_slice_to_spare(height, num_chunks):
     size, count = _slices(height, num_chunks)

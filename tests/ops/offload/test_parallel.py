@@ -34,6 +34,7 @@ from tests.ops.offload.stacks import (
     params,
     value_and_grads,
 )
+from tests.tiers import exhaustive
 
 BATCH = 32
 LAYER_BYTES = 4 * (2 * WIDTH * 2 * WIDTH + 2 * WIDTH)
@@ -150,7 +151,7 @@ def test_pmap_with_activations_on_the_host():
     close((value[0], (first, dx.reshape(BATCH, WIDTH))), want())
 
 
-@pytest.mark.parametrize("fuse_update", [True, False])
+@pytest.mark.parametrize("fuse_update", [True, exhaustive(False)])
 def test_a_training_step_over_devices(fuse_update):
     """In shard_map, and under jit with sharded parameters: as on one device."""
     mesh = mesh_of((8,), ("i",))

@@ -60,6 +60,7 @@ def gradients(num_layers):
     return plan(jax.grad(run, (0, 1)), stacked(num_layers), shape(BATCH, WIDTH))
 
 
+@pytest.mark.exhaustive
 def test_device_memory_does_not_grow_with_depth():
     shallow, deep = gradients(16), gradients(64)
     close(shallow.device.temporaries, deep.device.temporaries)

@@ -30,6 +30,7 @@ from tests.ops.offload.stacks import (
     loss,
     params,
 )
+from tests.tiers import exhaustive
 
 
 @pytest.fixture(params=["jax_scan3", "jax_custom_vjp3"])
@@ -75,7 +76,7 @@ def test_host_init(switch):
 @pytest.mark.parametrize(
     ("options", "same"),
     [
-        ({"num_microbatches": 2, "resident_slices": 1}, assert_equal_bits),
+        exhaustive({"num_microbatches": 2, "resident_slices": 1}, assert_equal_bits),
         ({"num_slices": 2}, close),
     ],
 )
@@ -127,7 +128,7 @@ def test_gradients_of_a_sequence(switch):
     assert kinds(with_and_without(switch, run)) == {"pinned_host"}
 
 
-@pytest.mark.parametrize("fuse_update", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("fuse_update", [True, exhaustive(False)])
 def test_training_steps(switch, fuse_update):
     def run():
         start, step = offload_train_step(

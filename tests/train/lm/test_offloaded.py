@@ -55,7 +55,7 @@ def whole_on_one(tmp_path_factory):
     return lines(run)
 
 
-@pytest.mark.parametrize("mode", ["activations", *map(exhaustive, ("params", "all", "fused"))])
+@pytest.mark.parametrize("mode", [exhaustive(mode) for mode in MODES])
 def test_offloaded_the_losses_are_the_same(mode, tmp_path, whole_on_one):
     one = lm_task(1, **MODES[mode])
     run = new_run(tmp_path / "run", one)
