@@ -10,16 +10,15 @@ from .training import follow, train_command
 
 if TYPE_CHECKING:
     from ..memory import MemoryPlan
-    from ..train.run_directory import RunDirectory
 
 
 def train_text(
     config: LMConfig,
-    out: Path | None = None,
+    out: Path,
     overwrite: bool = False,
-    resume: "RunDirectory | None" = None,
+    resume: bool = False,
 ) -> None:
-    """Trains a language model: checks everything, then writes."""
+    """Trains a language model in `out`: checks everything, then writes."""
     from ..train.lm import report
     from ..train.lm.task import prepare
 

@@ -34,7 +34,8 @@ def train_command(
     Args:
       name: of the command, and of its run directories.
       options: the options of a run.
-      go_on: where `--resume` is given, called with the run's options and `resume=` its directory.
+      go_on: where `--resume` is given, called with the run's options, its directory, and
+        `resume=True`.
       saver: the option that saves memory.
       without, defaults: as `parameters_of` has them.
     """
@@ -61,8 +62,8 @@ def train_command(
                 if resume is None:
                     return start(unused(name) if out is None else out, overwrite, **given)
                 _no_other_option(command_line)
-                run = RunDirectory.open(resume)
-                go_on(options.from_json(run.config.get("options")), resume=run)
+                config = RunDirectory.open(resume).config.get("options")
+                go_on(options.from_json(config), resume, resume=True)
 
         command.__doc__ = start.__doc__
         of_start = inspect.signature(start).parameters.values()
@@ -83,11 +84,11 @@ def _no_other_option(command_line: typer.Context) -> None:
 
 def train_images(
     config: Config,
-    out: Path | None = None,
+    out: Path,
     overwrite: bool = False,
-    resume: "RunDirectory | None" = None,
+    resume: bool = False,
 ) -> "ImageResult":
-    """Trains a model of images: checks everything, then writes."""
+    """Trains a model of images in `out`: checks everything, then writes."""
     from ..train.images import report
     from ..train.images.task import prepare
 
@@ -103,17 +104,20 @@ def follow(
     console: Console,
     task: Any,
     report: Any,
-    out: Path | None,
+    out: Path,
     overwrite: bool,
-    resume: "RunDirectory | None",
+    resume: bool,
 ) -> tuple["RunDirectory", Any]:
     """Trains what is prepared, and shows how it goes; returns the directory and the result."""
     from ..train.loop import fit
     from ..train.run_directory import RunDirectory
 
-    run = resume or RunDirectory.create(out, task.describe(), overwrite)
+    if resume:
+        run = RunDirectory.open(out)
+    else:
+        run = RunDirectory.create(out, task.describe(), overwrite)
     report.announce(console, task, run)
     try:
-        return run, fit(task, run, report.make_progress(console, task), resume=resume is not None)
+        return run, fit(task, run, report.make_progress(console, task), resume)
     except KeyboardInterrupt:
         fail(f"interrupted; go on with effjax train {command} --resume {run.path}", 130)
