@@ -4,7 +4,7 @@ import os
 import pytest
 
 from effjax.train.errors import TrainError
-from effjax.train.run_directory import RunDirectory
+from effjax.train.run_directory import RunDirectory, unused
 
 pytest.importorskip("matplotlib")
 
@@ -16,7 +16,7 @@ def create(path, overwrite=False):
 def test_a_name_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda _: "densenet-now")
-    paths = [create(None).path for _ in range(3)]
+    paths = [create(unused("densenet")).path for _ in range(3)]
     assert [p.as_posix() for p in paths] == [
         "runs/densenet-now", "runs/densenet-now-2", "runs/densenet-now-3",
     ]  # fmt: skip
