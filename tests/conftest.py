@@ -1,6 +1,5 @@
 """Runs before JAX is imported: where the tests run, and how strict JAX is with them."""
 
-import contextlib
 import os
 import signal
 
@@ -14,7 +13,6 @@ if "xla_force_host_platform_device_count" not in (flags := os.environ.get("XLA_F
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from collections import defaultdict
-from collections.abc import Iterator
 
 import hypothesis
 import jax
@@ -31,11 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Most of the time is LLVM's: plain pytest does without its optimizations."""
-    whole = _is_whole(config)
-    jax.config.update("jax_disable_most_optimizations", not whole)
+    """Most of the time would be LLVM's. What is promised to the bit is compiled `optimized`, as
+    users compile it; the rest is compared within a tolerance."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    examples = 25 if _is_whole(config) else 8
     hypothesis.settings.register_profile(
-        "tier", max_examples=25 if whole else 8, deadline=None, derandomize=True
+        "tier", max_examples=examples, deadline=None, derandomize=True
     )
     hypothesis.settings.load_profile("tier")
 
@@ -91,26 +90,12 @@ def x64():
         yield
 
 
-@contextlib.contextmanager
-def _optimizations(wanted: bool) -> Iterator[None]:
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", not wanted)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 @pytest.fixture
 def optimized():
-    """As users compile, for tests whose numbers depend on it."""
-    with _optimizations(True):
-        yield
-
-
-@pytest.fixture(scope="module")
-def compile_fast():
-    """For networks of which a few steps are taken: XLA takes longer to compile them than to run."""
-    with _optimizations(False):
-        yield
+    """Compiled as users do: for what is promised to the bit, or nearly so."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(scope="session")

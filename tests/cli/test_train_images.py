@@ -48,7 +48,7 @@ def png():
 
 
 @pytest.mark.exhaustive
-def test_one_epoch_of_densenet_on_digits(run, compile_fast, tmp_path):
+def test_one_epoch_of_densenet_on_digits(run, tmp_path):
     code, out, err = run(*TINY, "--epochs", "1", "--parallel", "shard_map", "--out", "here")
     assert (code, err) == (0, "")
     assert "digits: 1438 train and 359 test images of 8×8×1 in 10 classes" in out
@@ -65,7 +65,7 @@ def test_one_epoch_of_densenet_on_digits(run, compile_fast, tmp_path):
     assert "here: holds a run; give another --out, or --overwrite" in err
 
 
-def test_deform_resnet_and_its_baseline(run, small_model, compile_fast, tmp_path):
+def test_deform_resnet_and_its_baseline(run, small_model, tmp_path):
     options = ["--epochs", "1", "--batch-size", "16", "--data", "digits", "--out", "here"]
     code, out, err = run("train", "deform-resnet", *options)
     assert (code, err) == (0, "")
@@ -79,7 +79,7 @@ def test_deform_resnet_and_its_baseline(run, small_model, compile_fast, tmp_path
 
 
 @pytest.mark.exhaustive
-def test_deform_resnet_without_its_baseline(run, small_model, compile_fast, tmp_path):
+def test_deform_resnet_without_its_baseline(run, small_model, tmp_path):
     options = ["--epochs", "1", "--batch-size", "16", "--data", "digits", "--out", "here"]
     assert run("train", "deform-resnet", *options)[0] == 0
     code, out, _ = run("train", "deform-resnet", *options, "--overwrite", "--no-baseline")
@@ -100,7 +100,7 @@ def test_which_runs_deform_resnet_starts(run, monkeypatch):
     assert started == [("deform-resnet", True, "rotated-digits", "here/deformable", True)]
 
 
-def test_ctrl_c_then_resume(run, small_model, compile_fast, monkeypatch, tmp_path):
+def test_ctrl_c_then_resume(run, small_model, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr("effjax.train.report.LineProgress.step", interrupt_at(5))  # of 8
         options = ["--epochs", "2", "--batch-size", "16", "--out", "here"]
@@ -126,7 +126,7 @@ def test_ctrl_c_before_training(run, monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_out_of_memory(run, small_model, compile_fast, monkeypatch):
+def test_out_of_memory(run, small_model, monkeypatch):
     def exhausted(*_, **__):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 1 TB")
 
@@ -135,7 +135,7 @@ def test_out_of_memory(run, small_model, compile_fast, monkeypatch):
     assert code == 1 and one_line(err) and "out of device memory; try a smaller" in err
 
 
-def test_overwrite_and_progress_bar(run, small_model, compile_fast, monkeypatch, tmp_path):
+def test_overwrite_and_progress_bar(run, small_model, monkeypatch, tmp_path):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes the stream for a terminal
     options = ["--epochs", "1", "--batch-size", "16", "--out", "here"]
     (tmp_path / "here").mkdir()

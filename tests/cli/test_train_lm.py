@@ -20,7 +20,7 @@ ROWS = "train loss", "test loss", "bits/byte", "parameters", "tokens/s", "withou
 PLANNED = "device memory on an H200", "host memory beside it"
 
 
-def test_a_run_of_lm(run_lm, compile_fast, monkeypatch, tmp_path):
+def test_a_run_of_lm(run_lm, monkeypatch, tmp_path):
     monkeypatch.setattr("effjax.memory._compile._PLUGINS", ())
     code, out, err = run_lm(*LM, "--remat", "--bias", "--dtype", "bfloat16", "--out", "here")
     assert (code, err) == (0, "")
@@ -45,7 +45,7 @@ def test_lm_with_ctrl_c(run_lm, monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_lm_with_ctrl_c_and_resume(run_lm, compile_fast, monkeypatch, tmp_path):
+def test_lm_with_ctrl_c_and_resume(run_lm, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr("effjax.train.report.LineProgress.step", interrupt_at(3))
         code, out, err = run_lm(*LM, "--remat", "--bias", "--dtype", "bfloat16", "--out", "here")

@@ -107,7 +107,7 @@ def test_the_handler_checks_again(match, options):
 
 
 @needs_cpu
-def test_twenty_runs_are_equal_to_the_bit():
+def test_twenty_runs_are_equal_to_the_bit(optimized):
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     x, offset, kernel = normal(3, 9, 8, 70), normal(3, 9, 8, 18), normal(3, 3, 70, 5)

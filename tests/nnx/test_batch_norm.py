@@ -61,7 +61,7 @@ def test_stands_in_for_flax(options):
 @pytest.mark.covering
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("mask", [None, np.array([True, False, True, True, False])])
-def test_linen_and_nnx_compute_the_same_bits(dtype, mask):
+def test_linen_and_nnx_compute_the_same_bits(dtype, mask, optimized):
     module = effjax_linen.BatchNorm(use_running_average=False, dtype=dtype, param_dtype=jnp.float16)
     variables = module.init(jax.random.key(0), X)
     y, new = module.apply(variables, X, mask=mask, mutable=["batch_stats"])

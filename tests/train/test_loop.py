@@ -17,7 +17,6 @@ from effjax.train.run_directory import RunDirectory
 from tests.train.small import CompiledOnce, image_task, lm_task
 
 pytest.importorskip("matplotlib")
-pytestmark = pytest.mark.usefixtures("compile_fast")
 
 MAKE = {"images": image_task, "lm": lm_task}
 

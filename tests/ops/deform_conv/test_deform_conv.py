@@ -226,7 +226,7 @@ def test_mixed_dtypes():
 
 
 @all_rules
-def test_twenty_runs_are_equal_to_the_bit(conv):
+def test_twenty_runs_are_equal_to_the_bit(conv, optimized):
     c = Case("all", batch=4, dtype=np.float32, spread=0.5)
     first, *others = (c.got(conv, deterministic=True, workspace_bytes=10_000) for _ in range(20))
     for other in others:

@@ -16,8 +16,6 @@ from effjax.train.images.forms import (
 from effjax.train.images.recipe import model_builder
 from effjax.train.images.steps import initial_state
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
-
 TINY = Config(depth=10, growth_rate=4)
 
 

@@ -19,7 +19,6 @@ from effjax.train.images.task import prepare, train_batches
 from effjax.train.mesh import replicate
 from tests.train import small
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
 WAYS = ["jit", "shard_map", "pmap"]
 
 

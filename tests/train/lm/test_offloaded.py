@@ -16,7 +16,6 @@ from tests.tiers import exhaustive
 from tests.train.small import CompiledOnce, lm_task
 
 pytest.importorskip("matplotlib")
-pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def new_run(path, task):

@@ -10,8 +10,6 @@ from effjax.train.lm.steps import lm_loss, lm_parts, make_lm_step
 from effjax.train.mesh import data_mesh, replicate
 from tests.train.small import CompiledOnce, lm_task
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
-
 
 @pytest.fixture(scope="module")
 def one():
