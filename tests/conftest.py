@@ -29,10 +29,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Most of the time would be LLVM's. What is promised to the bit is compiled `optimized`, as
-    users compile it; the rest is compared within a tolerance."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    examples = 25 if _is_whole(config) else 8
+    """Most of the time would be LLVM's: plain pytest does without its optimizations, but for what
+    is promised to the bit, which is `optimized`."""
+    whole = _is_whole(config)
+    jax.config.update("jax_disable_most_optimizations", not whole)
+    examples = 25 if whole else 8
     hypothesis.settings.register_profile(
         "tier", max_examples=examples, deadline=None, derandomize=True
     )
@@ -93,9 +94,10 @@ def x64():
 @pytest.fixture
 def optimized():
     """Compiled as users do: for what is promised to the bit, or nearly so."""
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="session")

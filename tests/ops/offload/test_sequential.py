@@ -91,7 +91,7 @@ def test_parameters_on_the_device():
     close(value_and_grads(run, params(), inputs()), want(1))
 
 
-def test_aux_and_closures(optimized):
+def test_aux_and_closures():
     scale = jnp.float32(1.5)
 
     def layer(w, x, key):

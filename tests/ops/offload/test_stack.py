@@ -42,7 +42,7 @@ OPTIONS = [
 @pytest.mark.covering
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_equal_to_the_bit(num_microbatches, options, optimized):
+def test_equal_to_the_bit(num_microbatches, options):
     """The loss and all gradients, with dropout; they arrive where the parameters are."""
     where = options.get("params", "host")
     w = params() if where == "device" else to_host(params())
@@ -56,7 +56,7 @@ def test_equal_to_the_bit(num_microbatches, options, optimized):
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_equal_to_the_bit_of_a_scan_that_computes_again(num_microbatches, optimized):
+def test_equal_to_the_bit_of_a_scan_that_computes_again(num_microbatches):
     """Also where XLA rounds what is kept otherwise than what is computed again."""
 
     def gelu(w, x, key):
