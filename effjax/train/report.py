@@ -5,11 +5,20 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+from rich.table import Table
 
 from .loop import Measured, Progress, Record
 
 LineText = Callable[[Record], str]
 BarText = Callable[[int, Measured, float], str]  # step, what was measured, examples a second
+
+
+def result_table() -> Table:
+    """Names and values, to be filled."""
+    table = Table(show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    return table
 
 
 def line(console: Console, text: str) -> None:

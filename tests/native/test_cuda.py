@@ -33,7 +33,7 @@ def emulate(tmp_path_factory):
     """Runs one of the kernels on NumPy arrays; the results that are asked for say which."""
     compiler = shutil.which("g++")
     if compiler is None or not SOURCES.is_dir():
-        pytest.skip("no g++, or no sources")
+        pytest.skip("nothing to compile: no g++, or a package without its C++ sources")
     path = tmp_path_factory.mktemp("emulated") / "emulated.so"
     command = [
         compiler, "-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-DEMULATED_ARCH=900",

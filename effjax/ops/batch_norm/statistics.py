@@ -75,7 +75,7 @@ def psum(v: jax.Array, reduction: Reduction) -> jax.Array:
         v = as_varying(v, manual_axes().intersection(reduction.axis_names))
     try:
         return lax.psum(v, reduction.axis_names, axis_index_groups=reduction.groups)
-    except NotImplementedError as error:
+    except NotImplementedError as error:  # JAX has groups under pmap and without types alone
         if reduction.groups is None:
             raise
         axis = reduction.axis_names[0]

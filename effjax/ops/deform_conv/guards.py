@@ -22,8 +22,8 @@ def reverse_only(*arrays: jax.Array) -> list[jax.Array]:
 
 def _refuse(*_, **__) -> NoReturn:
     raise NotImplementedError(
-        "deform_conv2d has forward mode and derivatives of second order only with "
-        '`implementation="xla"`.'
+        "The native kernels of deform_conv2d have a first derivative in reverse mode; it has "
+        'forward mode and second derivatives only with `implementation="xla"`.'
     )
 
 

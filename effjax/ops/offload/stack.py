@@ -328,5 +328,6 @@ def _no_vmap(x):
 @_no_vmap.def_vmap
 def _(size, batched, x):
     raise NotImplementedError(
-        "vmap of a gradient of offload_scan: make the mapped axis part of the batch."
+        "vmap of a gradient of offload_scan would need a gradient of the whole stack for each "
+        "example: make the mapped axis part of the batch."
     )

@@ -1,7 +1,6 @@
 """What the command shows of a run on images: lines, a progress bar, and a table at the end."""
 
 from rich.console import Console
-from rich.table import Table
 
 from ...memory.report import format_bytes
 from .. import report
@@ -51,9 +50,7 @@ def make_progress(console: Console, task: ImageTask) -> Progress:
 
 def show_result(console: Console, task: ImageTask, run: RunDirectory, result: ImageResult) -> None:
     """The final table."""
-    table = Table(show_header=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
+    table = report.result_table()
     table.add_row("test accuracy", f"{result.test_accuracy:.2%}")
     table.add_row(
         "best test accuracy", f"{result.best_test_accuracy:.2%} (epoch {result.best_epoch})"

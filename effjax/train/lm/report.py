@@ -3,7 +3,6 @@
 import math
 
 from rich.console import Console
-from rich.table import Table
 
 from ...memory import MemoryPlan
 from ...memory.report import format_bytes
@@ -49,9 +48,7 @@ def show_result(
     console: Console, run: RunDirectory, result: LMResult, plan: MemoryPlan | None
 ) -> None:
     """The final table."""
-    table = Table(show_header=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
+    table = report.result_table()
     for name, loss in (
         ("train loss", result.train_loss),
         ("test loss", result.test_loss),
