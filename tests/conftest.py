@@ -26,14 +26,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run every combination of options, the plans of deep networks, and slow commands too",
     )
+    parser.addoption(
+        "--optimized", action="store_true", help="compile all tests as users' programs are compiled"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Most of the time would be LLVM's: plain pytest does without its optimizations, but for what
-    is promised to the bit, which is `optimized`."""
-    whole = _is_whole(config)
-    jax.config.update("jax_disable_most_optimizations", not whole)
-    examples = 25 if whole else 8
+    """Most of the time is XLA's: only what is `optimized` is compiled as users' programs are."""
+    if not config.getoption("--optimized"):
+        jax.config.update("jax_disable_most_optimizations", True)
+        if jax.__version_info__ < (0, 11):
+            # Emitters that take half the time; newer versions have them no more.
+            os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+    examples = 25 if _is_whole(config) else 8
     hypothesis.settings.register_profile(
         "tier", max_examples=examples, deadline=None, derandomize=True
     )
@@ -93,7 +98,7 @@ def x64():
 
 @pytest.fixture
 def optimized():
-    """Compiled as users do: for what is promised to the bit, or nearly so."""
+    """Compiled with LLVM's optimizations: for what is promised to the bit, or nearly so."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield

@@ -97,7 +97,7 @@ SMALL_LM = dict(
         ("gradients", ["in memory, remat, microbatches", "all offloaded"]),
     ],
 )
-def test_offload(tmp_path, capsys, passes, names):
+def test_offload(tmp_path, capsys, passes, names, optimized):
     number = 1 + ("in memory, remat, microbatches" in names)
     options = SMALL_LM | dict(layers=2, microbatches=number, target="", depths=[], passes=[passes])
     offload.main(**options, only=names, json=tmp_path)

@@ -31,8 +31,6 @@ COUNTS = {
     "densenet40_12": 176_122,
     "densenet100_12": 769_162,
 }
-# Compiling at level 0 takes a quarter of the time.
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def nnx_name(path):
@@ -108,7 +106,7 @@ def train_step(form, values, x, key, mask, weights):
         logits, stats = form(params, values[1], x, key, mask)
         return (logits * weights).sum(), (logits, stats)
 
-    run = compiled(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
     (_, (logits, stats)), (dparams, dx) = run(values[0], x)
     return dict(logits=logits, stats=stats, dparams=dparams, dx=dx)
 
@@ -164,7 +162,7 @@ def test_evaluation_uses_running_stats(small):
     runs = []
     for flavour in (NnxForm, LinenForm):
         model = flavour(small_inputs=small)
-        run = compiled(functools.partial(model, key=None, mask=None, train=False))
+        run = jax.jit(functools.partial(model, key=None, mask=None, train=False))
         logits, stats = run(values[0], values[1], x)
         jax.tree.map(np.testing.assert_array_equal, stats, values[1])
         if flavour is NnxForm:

@@ -15,7 +15,6 @@ OPTIONS: dict[str, Any] = dict(
     growth_rate=2, block_config=(2, 1), num_init_features=4, num_classes=3, small_inputs=True
 )  # fmt: skip
 X = np.random.default_rng(0).normal(size=(16, 4, 4, 3)).astype(np.float32)
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def make(**options):
@@ -30,7 +29,7 @@ def run(model, x, **kwargs):
         copy = nnx.merge(graphdef, state, copy=True)
         return copy(x, **kwargs), nnx.state(copy, nnx.BatchStat)
 
-    return compiled(call)(state, x)
+    return jax.jit(call)(state, x)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def test_dropout_keys(efficient):
     """A key is the key itself, an Rngs and its stream draw one from `dropout`."""
     graphdef, state = nnx.split(make(drop_rate=0.5, efficient=efficient))
 
-    @compiled
+    @jax.jit
     def call(key):
         def logits(rngs):
             return nnx.merge(graphdef, state, copy=True)(X, rngs=rngs)
@@ -175,12 +174,12 @@ def test_converted_model_synchronises(mesh8):
 
             return jax.value_and_grad(loss, has_aux=True)(params)
 
-        want = compiled(functools.partial(step, graphdef, lambda v: v))(params, stats, x, labels)
+        want = jax.jit(functools.partial(step, graphdef, lambda v: v))(params, stats, x, labels)
         mapped = jax.shard_map(
             functools.partial(step, sync, lambda v: jax.lax.pmean(v, "data")), mesh=mesh8,
             in_specs=(jax.P(), jax.P(), jax.P("data"), jax.P("data")), out_specs=jax.P(),
         )  # fmt: skip
-        got = compiled(mapped)(params, stats, x, labels)
+        got = jax.jit(mapped)(params, stats, x, labels)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), got, want)
 
 

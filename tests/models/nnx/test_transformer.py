@@ -15,7 +15,6 @@ SIZES: dict[str, Any] = dict(vocab_size=11, num_layers=3, width=8, num_heads=2)
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, 6))
 KEY = jax.random.key(7)
 remat_layers = functools.partial(scan_layers, remat=True)
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def make(**options) -> TransformerLM:
@@ -26,13 +25,13 @@ def make(**options) -> TransformerLM:
 def made(**options):
     """The graphdef of a model, and its parameters."""
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(**options)))
-    return graphdef, compiled(lambda: taken_apart(make(**options))[1])()
+    return graphdef, jax.jit(lambda: taken_apart(make(**options))[1])()
 
 
 def logits_of(**options):
     """The model as a function of tokens and a key."""
     graphdef, params = made(**options)
-    run = compiled(lambda params, tokens, key: nnx.merge(graphdef, params)(tokens, key=key))
+    run = jax.jit(lambda params, tokens, key: nnx.merge(graphdef, params)(tokens, key=key))
     return lambda tokens, key=None: run(params, tokens, key)
 
 
@@ -48,7 +47,7 @@ def run(apply_layers=scan_layers, key=None, **options):
         logits = nnx.merge(graphdef, params)(TOKENS, key=key, apply_layers=apply_layers)
         return jnp.mean(jnp.sin(logits))
 
-    return compiled(jax.value_and_grad(loss))(params)
+    return jax.jit(jax.value_and_grad(loss))(params)
 
 
 def assert_close(got, want, tolerance=1e-6):
@@ -124,7 +123,7 @@ def test_a_block_is_that_of_numpy(use_bias):
     assert ("bias" in params["qkv"]) is use_bias
     x = rng.normal(size=(2, 5, 12))
     wide = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
-    got = compiled(lambda p, x: nnx.merge(graphdef, p)(x))(params, x.astype("f4"))
+    got = jax.jit(lambda p, x: nnx.merge(graphdef, p)(x))(params, x.astype("f4"))
     np.testing.assert_allclose(got, block_in_numpy(wide, x, 3), rtol=2e-5, atol=2e-5)
 
 
@@ -175,7 +174,7 @@ def test_dropout_leaves_the_expected_share():
         block.down.kernel[...] = jnp.zeros_like(block.down.kernel[...])
         return block(x, key) - x
 
-    full, dropped = compiled(lambda: (added(None), added(KEY)))()
+    full, dropped = jax.jit(lambda: (added(None), added(KEY)))()
     kept = np.abs(dropped) > 1e-6
     np.testing.assert_allclose(kept.mean(), 0.75, atol=0.03)
     np.testing.assert_allclose(dropped[kept], full[kept] / 0.75, atol=1e-5)
@@ -215,7 +214,7 @@ def test_layers_begin_the_same_in_a_deeper_model():
     abstract = nnx.eval_shape(make)
     key = abstract.layer_keys(nnx.Rngs(0).params())[1]
     one = jax.tree.map(lambda p: p[1], deep["blocks"])
-    assert_close(compiled(abstract.init_layer)(key), one)
+    assert_close(jax.jit(abstract.init_layer)(key), one)
 
 
 def test_bfloat16_computes_in_half_and_gives_float32_logits():

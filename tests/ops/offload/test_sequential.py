@@ -9,6 +9,7 @@ import pytest
 
 from effjax import offload_sequential, to_host
 from effjax.ops.offload.sequential import split_by_bytes
+from tests.contexts import assert_trees_close
 from tests.ops.offload.stacks import (
     KEY,
     inputs,
@@ -65,7 +66,7 @@ def offloaded(params, h, **options):
 
 def close(got, expected):
     """To the last bits, which what XLA fuses across layers can change."""
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, expected)
+    assert_trees_close(got, expected, 1e-5)
 
 
 @functools.cache
@@ -112,7 +113,7 @@ def test_aux_and_closures():
 
     got = value_and_grads(run, to_host(params()), inputs())
     expected = value_and_grads(plain, params(), inputs())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), got, expected)
+    close(got, expected)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ OPTIONS = [
 
 
 @pytest.mark.covering
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_equal_to_the_bit(num_microbatches, options):
@@ -55,6 +56,7 @@ def test_equal_to_the_bit(num_microbatches, options):
     assert kinds(got[1][1]) == {"device"}
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_equal_to_the_bit_of_a_scan_that_computes_again(num_microbatches):
     """Also where XLA rounds what is kept otherwise than what is computed again."""

@@ -125,7 +125,7 @@ def test_gradients_of_a_sequence(switch):
 
         return jax.jit(jax.grad(total))(w)
 
-    assert kinds(with_and_without(switch, run)) == {"pinned_host"}
+    assert kinds(with_and_without(switch, run, close)) == {"pinned_host"}
 
 
 @pytest.mark.parametrize("fuse_update", [True, exhaustive(False)])
