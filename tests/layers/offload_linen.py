@@ -11,11 +11,14 @@ from flax import linen as nn
 import effjax
 import effjax.linen
 from effjax.linen import OffloadModel
-from tests.layers.trees import kinds
 
 X = np.random.default_rng(0).normal(size=(12, 6)).astype(np.float32)
 IMAGES = np.random.default_rng(1).normal(size=(8, 6, 6, 2)).astype(np.float32)
 KEY = jax.random.key(5)
+# Compiled so, the layers have the same bits in OffloadModel and outside.
+FAST: Any = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):
+    FAST["xla_cpu_use_fusion_emitters"] = True
 
 
 class Block(nn.Module):
@@ -65,7 +68,7 @@ def variables_of(make):
     """Those of the unwrapped model."""
     module = nn.Sequential(make())
     x = X if make in (mlp, bfloat16) else IMAGES
-    return jax.jit(module.init)({"params": KEY, "dropout": KEY}, x)
+    return jax.jit(module.init, compiler_options=FAST)({"params": KEY, "dropout": KEY}, x)
 
 
 def bfloat16():
@@ -80,7 +83,7 @@ def on_host(variables):
     return {**variables, "params": effjax.to_host(variables["params"])}
 
 
-def train(module, variables, x, options=None, **kwargs):
+def train(module, variables, x, options=FAST, **kwargs):
     """Output, gradients of the parameters and of x, new running statistics."""
 
     @functools.partial(jax.jit, compiler_options=options)
@@ -96,6 +99,17 @@ def train(module, variables, x, options=None, **kwargs):
     return y, grads, dx, new
 
 
+def assert_same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def kinds(tree):
+    return {a.sharding.memory_kind for a in jax.tree.leaves(tree)}
+
+
 # What the battery runs; the same functions are in offload_nnx.
 
 
@@ -107,7 +121,7 @@ def plain(make):
     return nn.Sequential(make()), variables_of(make)
 
 
-def run(model, x, options=None):
+def run(model, x, options=FAST):
     module, variables = model
     return train(module, variables, x, options)
 
@@ -143,7 +157,7 @@ def first_layer(make):
 def microbatched(num_microbatches):
     """(y, (grads, dx)) of `mlp` on parts of X: microbatch m has the key fold_in(key, m)."""
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=FAST)
     @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
     def reference(params, x):
         parts = [

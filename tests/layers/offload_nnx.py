@@ -12,7 +12,7 @@ import effjax
 import effjax.nnx
 from effjax.models import TransformerLM
 from effjax.nnx import OffloadModel
-from tests.layers.trees import kinds
+from tests.layers.offload_linen import FAST
 
 X = np.random.default_rng(0).normal(size=(12, 6)).astype(np.float32)
 IMAGES = np.random.default_rng(1).normal(size=(8, 6, 6, 2)).astype(np.float32)
@@ -55,7 +55,7 @@ def made_once(make):
     @functools.cache
     def made(*args):
         graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(*args)))
-        state = jax.jit(lambda: nnx.to_pure_dict(nnx.state(make(*args))))
+        state = jax.jit(lambda: nnx.to_pure_dict(nnx.state(make(*args))), compiler_options=FAST)
         return graphdef, state()
 
     def modules(*args):
@@ -102,7 +102,7 @@ def loss_of(model, x):
     return jnp.sin(y.astype(jnp.float32)).sum(), y
 
 
-def compiled(loss, options=None):
+def compiled(loss, options=FAST):
     """``run(model, x) -> (output, gradients of Params and of x, what else the model then is)``"""
 
     @functools.partial(jax.jit, static_argnums=0, compiler_options=options)
@@ -126,6 +126,19 @@ def others_of(model):
     return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
 
+def assert_same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def kinds(tree):
+    return {a.sharding.memory_kind for a in jax.tree.leaves(tree)}
+
+
 # What the battery runs; the same functions are in offload_linen.
 
 
@@ -145,8 +158,8 @@ def plain(make):
     return nnx.Sequential(*make())
 
 
-def run(model, x, options=None):
-    return (train if options is None else compiled(loss_of, options))(model, x)
+def run(model, x, options=FAST):
+    return (train if options is FAST else compiled(loss_of, options))(model, x)
 
 
 @functools.cache
@@ -181,7 +194,7 @@ def first_layer(make):
 def microbatched(num_microbatches):
     """(y, grads, dx) of `mlp` on parts of X: in microbatch m streams have keys fold_in(key, m)."""
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=FAST)
     @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
     def reference(params, x):
         graphdef, _, *others = nnx.split(plain(mlp), nnx.Param, nnx.RngKey, ...)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.layers import offload_linen, offload_nnx
-from tests.layers.offload_linen import IMAGES, X
-from tests.layers.trees import assert_close, assert_same, kinds
+from tests.layers.offload_linen import FAST, IMAGES, X, kinds
+from tests.layers.offload_nnx import assert_same
 
 pytestmark = pytest.mark.parametrize("flavour", [offload_linen, offload_nnx], ids=["linen", "nnx"])
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.parametrize("flavour", [offload_linen, offload_nnx], id
 def test_blocks_with_dropout_as_unwrapped(flavour, options):
     model = flavour.offloaded(flavour.mlp, **options)
     results = flavour.run(model, X)
-    assert_close(results, flavour.unwrapped(flavour.mlp))
+    assert_same(results, flavour.unwrapped(flavour.mlp))
     assert kinds(results[1]) == {"pinned_host"}
     assert kinds(results[2]) == {"device"}
     flavour.check_trained(model, results)
@@ -30,14 +30,14 @@ def test_blocks_with_dropout_as_unwrapped(flavour, options):
 def test_cnn_with_batch_norm_as_unwrapped(flavour, num_slices):
     model = flavour.offloaded(flavour.cnn, num_slices=num_slices)
     results = flavour.run(model, IMAGES)
-    assert_close(results, flavour.unwrapped(flavour.cnn))
+    assert_same(results, flavour.unwrapped(flavour.cnn))
     assert np.any(flavour.stats(results, 1)["mean"] != 0)
     flavour.check_trained(model, results)
 
 
 def test_effjax_batch_norm_as_unwrapped(flavour):
     results = flavour.run(flavour.offloaded(flavour.effjax_norm), IMAGES)
-    assert_close(results, flavour.run(flavour.plain(flavour.effjax_norm), IMAGES))
+    assert_same(results, flavour.run(flavour.plain(flavour.effjax_norm), IMAGES))
     np.testing.assert_array_equal(flavour.stats(results, 1)["num_batches"], 1)
 
 
@@ -46,7 +46,7 @@ def test_effjax_batch_norm_as_unwrapped(flavour):
 def test_microbatches_draw_their_own_dropout(flavour, num_microbatches, num_slices):
     model = flavour.offloaded(flavour.mlp, num_slices=num_slices, num_microbatches=num_microbatches)
     got = flavour.run(model, X)
-    assert_close(got[:3], flavour.microbatched(num_microbatches))
+    assert_same(got[:3], flavour.microbatched(num_microbatches))
     assert_same(got[3], flavour.unwrapped(flavour.mlp)[3])  # streams have advanced once
 
 
@@ -71,7 +71,8 @@ def test_running_statistics_are_updated_once_by_the_mean_of_microbatches(flavour
 def test_bfloat16(flavour, num_slices):
     x = jnp.asarray(X, jnp.bfloat16)
     # Between two slices x is rounded to bfloat16, which XLA may leave out inside a fusion.
-    exact = functools.partial(flavour.run, x=x, options={"xla_allow_excess_precision": False})
+    options = FAST | {"xla_allow_excess_precision": False}
+    exact = functools.partial(flavour.run, x=x, options=options)
     got = exact(flavour.offloaded(flavour.bfloat16, num_slices=num_slices))
     assert_same(got[:3], exact(flavour.plain(flavour.bfloat16))[:3])
     assert {a.dtype for a in jax.tree.leaves(got[1])} == {jnp.dtype("bfloat16")}

@@ -13,26 +13,28 @@ from flax import serialization
 import effjax
 from effjax.linen import OffloadModel
 from tests.layers.offload_linen import (
+    FAST,
     IMAGES,
     KEY,
     Block,
     Normed,
     X,
+    assert_same,
     cnn,
+    kinds,
     mlp,
     on_host,
     train,
     unwrapped,
     variables_of,
 )
-from tests.layers.trees import assert_close, assert_same, kinds
 from tests.tiers import exhaustive
 
 
 @pytest.mark.parametrize("make", [mlp, cnn])
 def test_same_variables_from_the_same_key(make):
     x = IMAGES if make is cnn else X
-    init = jax.jit(OffloadModel(make()).init)
+    init = jax.jit(OffloadModel(make()).init, compiler_options=FAST)
     assert_same(init({"params": KEY, "dropout": KEY}, x), variables_of(make))
 
 
@@ -42,7 +44,7 @@ def test_train_and_eval():
     model = OffloadModel(layers)
     on: Any = dict(use_running_average=False, deterministic=False)
     off: Any = dict(use_running_average=True, deterministic=True)
-    variables: Any = jax.jit(functools.partial(model.init, **off))(KEY, X)
+    variables: Any = jax.jit(functools.partial(model.init, **off), compiler_options=FAST)(KEY, X)
     with pytest.raises(ValueError, match=r'effjax.to_host\(variables\["params"\]\)'):
         model.apply(variables, X, **off)
     host = on_host(variables)
@@ -71,10 +73,10 @@ def test_checkpoints_load_both_ways():
     other = jax.tree.map(jnp.zeros_like, variables)
     loaded: Any = serialization.from_bytes(other, serialization.to_bytes(variables))
     got = train(model, on_host(loaded), IMAGES)
-    assert_close(got, unwrapped(cnn))
+    assert_same(got, unwrapped(cnn))
     assert_same(serialization.from_bytes(other, serialization.to_bytes(on_host(loaded))), variables)
     wrapped = OffloadModel(nn.Sequential(mlp()))
-    assert_close(train(wrapped, on_host(variables_of(mlp)), X), unwrapped(mlp))
+    assert_same(train(wrapped, on_host(variables_of(mlp)), X), unwrapped(mlp))
 
 
 class Scanned(nn.Module):
@@ -93,9 +95,9 @@ class Scanned(nn.Module):
 def test_stack(num_microbatches):
     """The variables of nn.scan; a loop with fold_in(fold_in(key, layer), microbatch)."""
     rngs = {"params": KEY, "dropout": KEY}
-    variables = jax.jit(Scanned().init)(rngs, X)
+    variables = jax.jit(Scanned().init, compiler_options=FAST)(rngs, X)
     model = OffloadModel(Normed(), num_layers=4, num_slices=2, num_microbatches=num_microbatches)
-    assert_same(jax.jit(model.init)(rngs, X), variables)
+    assert_same(jax.jit(model.init, compiler_options=FAST)(rngs, X), variables)
     got = train(model, on_host(variables), X)
     assert kinds(got[1]) == {"pinned_host"}
 
@@ -106,7 +108,7 @@ def test_stack(num_microbatches):
         def __call__(self, x):
             return Normed(name="layers")(x)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=FAST)
     @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
     def reference(params, x):
         parts, stats = [], []
@@ -125,10 +127,10 @@ def test_stack(num_microbatches):
         return jnp.sin(y).sum(), (y, jax.tree.map(lambda *a: sum(a) / len(a), *stats))
 
     (_, (y, new)), (grads, dx) = reference(variables["params"], X)
-    assert_close(got[:3], (y, grads, dx))
+    assert_same(got[:3], (y, grads, dx))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got[3], new)
     if num_microbatches == 1:
-        assert_close(got[3], new)
+        assert_same(got[3], new)
         y: Any = model.apply(on_host(variables), X, train=False)
         assert np.isfinite(y).all()
 
@@ -148,14 +150,14 @@ def test_inside_another_module():
             return self.last(self.body(self.first(x)))
 
     rngs = {"params": KEY, "dropout": KEY}
-    variables = jax.jit(Outer(nn.Sequential).init)(rngs, X)
-    assert_same(jax.jit(Outer(OffloadModel).init)(rngs, X), variables)
+    variables = jax.jit(Outer(nn.Sequential).init, compiler_options=FAST)(rngs, X)
+    assert_same(jax.jit(Outer(OffloadModel).init, compiler_options=FAST)(rngs, X), variables)
     params = {
         name: p if name in ("first", "last") else effjax.to_host(p)
         for name, p in variables["params"].items()
     }
     got = train(Outer(OffloadModel), {"params": params}, X)
-    assert_close(got, train(Outer(nn.Sequential), variables, X))
+    assert_same(got, train(Outer(nn.Sequential), variables, X))
 
 
 def test_a_module_that_is_in_the_list_twice():

@@ -116,7 +116,7 @@ def test_keys_among_the_arrays(switch):
     with_and_without(switch, run)
 
 
-def test_gradients_of_a_sequence(switch):
+def test_gradients_of_a_sequence(switch, optimized):
     w = [jax.tree.map(lambda a: to_host(a[0]), params())] * 2
 
     def run():
@@ -125,7 +125,7 @@ def test_gradients_of_a_sequence(switch):
 
         return jax.jit(jax.grad(total))(w)
 
-    assert kinds(with_and_without(switch, run, close)) == {"pinned_host"}
+    assert kinds(with_and_without(switch, run)) == {"pinned_host"}
 
 
 @pytest.mark.parametrize("fuse_update", [True, exhaustive(False)])
