@@ -1,0 +1,77 @@
+"""The door of every public function: an argument is what it must be, or an error names it.
+
+Arrays are JAX's or NumPy's; lists are not taken, as in jax.numpy.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_KINDS = {
+    jnp.floating: "floating point",
+    jnp.inexact: "floating point or complex",
+    jnp.bool_: "boolean",
+}
+
+
+def as_array(name: str, value: Any, kind: Any = jnp.floating) -> jax.Array:
+    """`value` as a JAX array whose dtype is of this kind."""
+    is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
+    if not is_array and not hasattr(value, "__jax_array__"):
+        raise TypeError(f"`{name}` must be an array, not {described(value)}; see jnp.asarray.")
+    value = jnp.asarray(value)
+    if not jnp.issubdtype(value.dtype, kind):
+        wanted = _KINDS.get(kind, kind.__name__)
+        raise TypeError(f"`{name}` must be {wanted}, but its dtype is {value.dtype}; cast it.")
+    return value
+
+
+def as_integer(name: str, value: Any, least: int) -> int:
+    """A Python integer of at least `least`: no float, no bool, no traced array."""
+    try:
+        number = least - 1 if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        raise TypeError(f"`{name}` must be an integer, not {described(value)}.") from None
+    if number < least:
+        raise ValueError(f"`{name}` (={value!r}) must be an integer of at least {least}.")
+    return number
+
+
+def as_number(name: str, value: Any, accepts: Callable[[float], bool], wanted: str) -> float:
+    """A Python float that `accepts` takes; `wanted` says which those are ("positive")."""
+    try:
+        number = float(value)  # a traced array raises a TypeError of JAX's
+    except (TypeError, ValueError):
+        raise TypeError(f"`{name}` must be a number, not {described(value)}.") from None
+    if not accepts(number):
+        raise ValueError(f"`{name}` (={value!r}) must be {wanted}.")
+    return number
+
+
+def one_of(name: str, value: Any, *choices: str | None, hint: str = "") -> Any:
+    """`value`, which is one of a few."""
+    if not (value is None or isinstance(value, str)) or value not in choices:
+        listed = " or ".join("None" if c is None else f'"{c}"' for c in choices)
+        raise ValueError(f"`{name}` (={value!r}) must be {listed}{hint}.")
+    return value
+
+
+def as_callable(name: str, value: Any) -> Callable:
+    """A function, which is called later and must not fail there."""
+    if not callable(value):
+        raise TypeError(f"`{name}` must be a function, not {described(value)}.")
+    return value
+
+
+def described(value: Any) -> str:
+    """A value in few words: type, and itself where that is short."""
+    kind = type(value).__name__
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return repr(value)[:80]
+    if isinstance(value, (list, tuple, dict)):
+        return f"a {kind} of {len(value)}"
+    return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
