@@ -1,5 +1,9 @@
 """effjax: train networks that do not fit in device memory, in JAX."""
 
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from .ops.batch_norm import BatchStats as BatchStats
 from .ops.batch_norm import batch_norm_inference as batch_norm_inference
 from .ops.batch_norm import sync_batch_norm as sync_batch_norm
@@ -17,4 +21,25 @@ from .ops.offload import stream_update as stream_update
 from .ops.offload import to_device as to_device
 from .ops.offload import to_host as to_host
 
+if TYPE_CHECKING:
+    from . import compat as compat
+    from . import convert as convert
+    from . import linen as linen
+    from . import memory as memory
+    from . import models as models
+    from . import nnx as nnx
+
 __version__ = "0.1.0"
+
+_FOLDERS = "compat", "convert", "linen", "memory", "models", "nnx"
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`effjax.nnx` is imported at its first use: Flax takes a while."""
+    if name in _FOLDERS:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_FOLDERS})

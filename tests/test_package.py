@@ -23,6 +23,7 @@ TASKS = ("train.data", "train.images", "train.lm")
 # What each room may import: of effjax below itself, and of third parties.
 OWN = {
     "effjax": {"ops"},
+    "__main__": {"cli"},
     "_deprecated": set(),
     "compat": {"ops", "_deprecated"},
     "native": set(),
@@ -51,6 +52,7 @@ OWN = {
 FLAX = {"jax", "numpy", "flax"}
 THIRD = {
     "effjax": set(),
+    "__main__": set(),
     "_deprecated": set(),
     "compat": {"jax"},
     "native": {"jax"},
@@ -145,9 +147,24 @@ assert not heavy, heavy
 import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has started
+for name in ("compat", "convert", "linen", "memory", "models", "nnx"):
+    assert name in dir(effjax)
+    assert getattr(effjax, name).__name__ == f"effjax.{name}"
 """
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent, env=env)
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(AttributeError, match="'effjax' has no attribute 'dense_blok'"):
+        effjax.dense_blok  # noqa: B018
+
+
+def test_the_package_is_a_command():
+    """`python -m effjax` is `effjax`."""
+    command = [sys.executable, "-m", "effjax", "--version"]
+    done = subprocess.run(command, check=True, cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert done.stdout == f"effjax {effjax.__version__}\n"
 
 
 def test_package_is_typed():
