@@ -1,6 +1,7 @@
 """The `effjax` command. The commands themselves are in `app.py`; this file can do without rich
-and typer, which come with the extra `train`."""
+and typer, which come with the extras `train` and `plan`."""
 
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ TRAIN_EXTRA = frozenset({"rich", "typer"})
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `effjax ARGV` (default: the process's arguments) and returns the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    logging.getLogger("jax._src.xla_bridge").addFilter(_no_traceback)
     try:
         from .app import app
     except ModuleNotFoundError as error:
@@ -28,3 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
+
+
+def _no_traceback(record: logging.LogRecord) -> bool:
+    """JAX tells of a CUDA plugin that cannot start by a traceback. The planner's cannot, without
+    the libraries of a GPU: that is a line where there is a GPU, and no news elsewhere."""
+    from .doctor import has_nvidia_gpu
+
+    error = record.exc_info[1] if record.exc_info else None
+    if error is None or "cuda" not in record.getMessage():
+        return True
+    reason = " ".join(str(error).split())
+    record.msg = f"effjax: JAX does not use the GPU, {reason} See effjax doctor."
+    record.args, record.exc_info = (), None
+    return has_nvidia_gpu()

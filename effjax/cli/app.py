@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-train_app = typer.Typer(help="Train a model on real images or text.", no_args_is_help=True)
+train_app = typer.Typer(help="Train a model on images or text.", no_args_is_help=True)
 
 
 def _version(wanted: bool) -> None:
@@ -50,7 +50,7 @@ def doctor(
 
 @train_app.callback()
 def train() -> None:
-    """Train a model on real images or text."""
+    """Train a model on images or text."""
 
 
 app.command("memory")(memory)

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import platform
 import re
 from collections.abc import Sequence
@@ -16,15 +17,9 @@ def examine() -> dict[str, Any]:
     """All findings, as plain data. Starts the JAX backend."""
     devices, trouble = _devices()
     plugins = {name: v for name in PLUGINS if (v := _version(name))}
-    advice = []
-    if Path("/dev/nvidiactl").exists() and not plugins:
-        advice.append('an NVIDIA GPU is here, JAX\'s plugin is not: pip install "effjax[cuda13]"')
-    if plugins and not any(device["platform"] == "gpu" for device in devices):
-        advice.append(
-            f"{', '.join(plugins)} finds no GPU: set JAX_PLATFORMS=cpu to run without, or install "
-            'NVIDIA\'s driver and libraries: pip install "effjax[cuda13]"'
-        )
     extras = missing_by_extra(_requirements())
+    on_gpu = any(device["platform"] == "gpu" for device in devices)
+    advice = [] if on_gpu else _advice_on_gpus(list(plugins), extras)
     advice += [
         f'for {extra} (missing: {", ".join(missing)}): pip install "effjax[{extra}]"'
         for extra, missing in extras.items()
@@ -38,6 +33,7 @@ def examine() -> dict[str, Any]:
         "cuda_plugins": plugins,
         "devices": devices,
         "backend_error": trouble,
+        "pinned_host_memory": pinned_host_memory(),
         "native_kernels": native_kernels(),
         "extras": {
             extra: "missing" if missing else "installed" for extra, missing in extras.items()
@@ -61,6 +57,7 @@ def lines(findings: dict[str, Any]) -> list[str]:
             for kind in device["memories"]
         )
         out.append(f"device {device['id']}: {device['platform']} {device['kind']}; memory: {kinds}")
+    out.append(f"pinned host memory of GPUs: {findings['pinned_host_memory']}")
     kernels = findings["native_kernels"].items()
     out.append("native kernels: " + "; ".join(f"{name} {state}" for name, state in kernels))
     extras = ", ".join(f"{name} {state}" for name, state in findings["extras"].items())
@@ -91,18 +88,66 @@ def missing_by_extra(requirements: Sequence[str]) -> dict[str, list[str]]:
     def missing(extra: str) -> list[str]:
         names: list[str] = []
         for requirement in wanted.get(extra, []):
-            package = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+            package = _package(requirement)
             options = requirement.removeprefix(f"{package}[").partition("]")[0]
             if package == "effjax":  # an extra that includes others
                 for other in options.split(","):
                     names += missing(other.strip())
+            elif package == "jax" and (cuda := re.match(r"(cuda\d+)(-local)?$", options)):
+                names += _missing_of_plugin(f"jax-{cuda[1]}-plugin", libraries=not cuda[2])
             else:
-                plugin = re.match(r"cuda\d+", options) if package == "jax" else None
-                name = f"jax-{plugin[0]}-plugin" if plugin else package
-                names += [] if _version(name) else [name]
+                names += [] if _version(package) else [package]
         return list(dict.fromkeys(names))
 
     return {extra: missing(extra) for extra in wanted}
+
+
+def _missing_of_plugin(plugin: str, libraries: bool) -> list[str]:
+    """JAX's plugin, and the packages of NVIDIA's libraries, which the planner does without."""
+    if not _version(plugin):
+        return [plugin]
+    wanted = importlib.metadata.requires(plugin) or [] if libraries else []
+    names = [_package(one) for one in wanted if re.search(r"extra\s*==\s*['\"]with-cuda", one)]
+    return [name for name in names if not _version(name)]
+
+
+def _package(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+
+
+def _advice_on_gpus(plugins: list[str], missing: dict[str, list[str]]) -> list[str]:
+    """What to do where JAX finds no GPU; nothing where that is what was asked for."""
+    asked = os.environ.get("JAX_PLATFORMS", "")
+    if asked and not {"cuda", "gpu"} & set(asked.split(",")):
+        return []
+    extra = "cuda12" if "jax-cuda12-plugin" in plugins else "cuda13"
+    install = f'pip install "effjax[{extra}]"'
+    if not has_nvidia_gpu():
+        quiet = f"{', '.join(plugins)} is for the planner alone, as no NVIDIA GPU is here; "
+        return [f"{quiet}JAX_PLATFORMS=cpu keeps JAX from looking for one"] if plugins else []
+    if not plugins:
+        return [f"an NVIDIA GPU is here, JAX's plugin is not: {install}"]
+    if missing.get(extra):
+        return [f"an NVIDIA GPU is here, its libraries are not: {install}"]
+    return ["an NVIDIA GPU is here and JAX does not find it: see to NVIDIA's driver"]
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether this machine has one, with its driver (of Linux, or of Windows below WSL)."""
+    return Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
+
+
+def pinned_host_memory() -> str:
+    """How much of it XLA takes for offloading, and where that is said."""
+    from ..memory.host import VARIABLE, host_memory_limit
+
+    try:
+        size = f"at most {host_memory_limit() / 2**30:g} GiB"
+    except ValueError as error:
+        return str(error)
+    if VARIABLE in os.environ:
+        return f"{size}, as {VARIABLE} says"
+    return f"{size}; {VARIABLE} takes more, for arrays that are offloaded"
 
 
 def native_kernels() -> dict[str, str]:

@@ -1,10 +1,6 @@
 """`effjax memory`: its options, and the training steps that they name."""
 
 import dataclasses
-import importlib
-import os
-import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,8 +9,9 @@ import typer
 from ..train.errors import TrainError
 from ..train.images.config import Config
 from ..train.lm.config import LMConfig
-from ..train.options import MODEL, Option
+from ..train.options import COUNT, MODEL, Option, check
 from .options import fail, one_line_errors, option, parameters_of, take
+from .own_steps import own_steps, said, shortened
 
 if TYPE_CHECKING:
     from .plans import Steps
@@ -27,15 +24,15 @@ CIFAR = (32, 10)
 class OfImages:
     """Options of models of images; None: the model's own."""
 
-    depth: Annotated[int | None, Option("Depth of densenet.", MODEL, unset="22")] = None
+    depth: Annotated[int | None, Option("Depth of densenet.", MODEL, COUNT, unset="22")] = None
     growth_rate: Annotated[
-        int | None, Option("New channels of a layer.", MODEL, unset="12, or the model's")
+        int | None, Option("New channels of a layer.", MODEL, COUNT, unset="12, or the model's")
     ] = None
     image_size: Annotated[
-        int | None, Option("Side of the images.", MODEL, unset="32, or 224 for ImageNet's")
+        int | None, Option("Side of the images.", MODEL, COUNT, unset="32, or 224 for ImageNet's")
     ] = None
     num_classes: Annotated[
-        int | None, Option("Classes.", MODEL, unset="10, or 1000 for ImageNet's")
+        int | None, Option("Classes.", MODEL, COUNT, unset="10, or 1000 for ImageNet's")
     ] = None
 
 
@@ -43,11 +40,13 @@ class OfImages:
 class OfText:
     """Options of the language model; None: those of `effjax train lm`."""
 
-    layers: Annotated[int | None, Option("Layers of lm.", MODEL, unset="4")] = None
-    width: Annotated[int | None, Option("Channels of lm.", MODEL, unset="128")] = None
-    context: Annotated[int | None, Option("Bytes an example of lm.", MODEL, unset="128")] = None
+    layers: Annotated[int | None, Option("Layers of lm.", MODEL, COUNT, unset="4")] = None
+    width: Annotated[int | None, Option("Channels of lm.", MODEL, COUNT, unset="128")] = None
+    context: Annotated[int | None, Option("Bytes an example of lm.", MODEL, COUNT, unset="128")] = (
+        None
+    )
     num_microbatches: Annotated[
-        int | None, Option("Of the offloaded forms of lm.", MODEL, unset="1")
+        int | None, Option("Of the offloaded forms of lm.", MODEL, COUNT, unset="1")
     ] = None
 
 
@@ -62,17 +61,34 @@ def memory(
     ],
     *,
     dtype: Annotated[
-        Literal["float32", "bfloat16"], option("Of the computation.", MODEL)
-    ] = Config.dtype,
+        Literal["float32", "bfloat16"] | None,
+        option(f"Of the computation. (default: {Config.dtype})", MODEL),
+    ] = None,
     batch_size: Annotated[int, option("Examples of a step, over all devices.")] = Config.batch_size,
     target: Annotated[
         str, option("h200, h100, b200, a100-80, a100-40, l4, or a GpuTargetConfigProto's text.")
     ] = "h200",
-    num_devices: Annotated[int | None, option("GPUs that share the step. (default: 1)")] = None,
+    num_devices: Annotated[
+        int | None,
+        option(
+            "GPUs that share the step. A step of your own that says nothing of devices is split "
+            "over the batch. (default: 1, or what your step spans)"
+        ),
+    ] = None,
     memory_fraction: Annotated[float, option("Share of the GPU's memory that JAX takes.")] = 0.75,
+    host_memory_gb: Annotated[
+        int | None,
+        option(
+            "GiB of pinned host memory for all GPUs. (default: what "
+            "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says, or 64)"
+        ),
+    ] = None,
     max_batch: Annotated[
         bool, option("Find the largest batch that fits.", name="--max-batch")
     ] = False,
+    multiple_of: Annotated[
+        int | None, option("Batches that --max-batch tries. (default: the number of devices)")
+    ] = None,
     only: Annotated[
         list[str] | None, option("Only the form of this name; can be given several times.")
     ] = None,
@@ -84,55 +100,95 @@ def memory(
 
     A DenseNet is planned in four forms: plain, jax.checkpoint, effjax conv, effjax features. A
     language model: in memory, with jax.checkpoint, and with its activations, its parameters and
-    optimizer state, or both offloaded.
+    optimizer state, or both offloaded. deform-resnet: plain and deformable.
     """
     with one_line_errors():
-        if (num_devices or 1) < 1 or batch_size % (num_devices or 1):
+        counts = dict(
+            batch_size=batch_size, num_devices=num_devices, multiple_of=multiple_of,
+            host_memory_gb=host_memory_gb,
+        )  # fmt: skip
+        for name, count in counts.items():
+            if count is not None and count < 1:
+                raise TrainError(f"{name} (={count}) must be at least 1")
+        if batch_size % (num_devices or 1):
             raise TrainError(
-                f"batch_size (={batch_size}) must be divisible by num_devices (={num_devices or 1})"
+                f"batch_size (={batch_size}) must be divisible by num_devices (={num_devices})"
             )
         if not 0 < memory_fraction <= 1:
             raise TrainError(f"memory_fraction (={memory_fraction}) must lie in (0, 1]")
-        steps = _steps(model, dtype, batch_size, num_devices or 1, of_models)
+        if multiple_of and not max_batch:
+            raise TrainError("--multiple-of is an option of --max-batch")
+        _check_options(model, {"dtype": dtype} | of_models)
         _run(
-            model, steps, batch_size=batch_size, only=only or (), max_batch=max_batch,
-            as_json=as_json, plot=plot, target=target, num_devices=num_devices,
-            memory_fraction=memory_fraction,
+            model, dtype or Config.dtype, of_models, batch_size=batch_size, only=only or (),
+            max_batch=max_batch, multiple_of=multiple_of, as_json=as_json, plot=plot,
+            target=target, num_devices=num_devices, memory_fraction=memory_fraction,
+            host_memory_bytes=None if host_memory_gb is None else host_memory_gb * 2**30,
         )  # fmt: skip
 
 
-def _run(model: str, steps: "Steps", **options: Any) -> None:
-    """Plans and prints; what cannot be planned is one line, a bug of the user's own code is not."""
+def _check_options(model: str, given: dict[str, Any]) -> None:
+    """An option of another kind of model is an error; of steps of one's own all are."""
+    if model == "lm":
+        others = _names(OfImages)
+    elif ":" in model:
+        others = {"dtype"} | _names(OfImages) | _names(OfText)
+    else:
+        others = _names(OfText) | ({"depth", "growth_rate"} if model == "deform-resnet" else set())
+    for name, value in given.items():
+        if value is not None and name in others:
+            what = "a step of your own, which has what you give it" if ":" in model else model
+            raise TrainError(f"--{name.replace('_', '-')} is not an option of {what}")
+
+
+def _names(kind: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
+
+
+def _run(model: str, dtype: Any, of_models: dict[str, Any], **options: Any) -> None:
+    """Plans and prints. What cannot be planned is one line, and so is an error of the user's own
+    code, with its line."""
     from ..memory import PlanError
     from .plans import run
 
+    own = ":" in model
     try:
-        run(steps, **options)
+        if own:
+            steps = own_steps(model)
+        else:
+            size, devices = options["batch_size"], options["num_devices"] or 1
+            steps = _steps(model, dtype, size, devices, of_models)
+        run(steps, own=own, **options)
+    except (TrainError, typer.Exit):
+        raise
     except PlanError as error:
-        fail(str(error), 1)
-    except ValueError as error:
-        if ":" in model:
-            raise
-        fail(str(error), 2)
+        fail(shortened(str(error)), 1)
+    except Exception as error:
+        if own:
+            fail(said(error), 1)
+        if isinstance(error, (ValueError, TypeError)):
+            fail(shortened(str(error)), 2)
+        raise
 
 
 def _steps(
     model: str, dtype: Any, batch_size: int, num_devices: int, of_models: dict[str, Any]
 ) -> "Steps":
-    """Those of the model; an option of another kind of model is an error."""
+    """Those of a model of effjax's."""
     images, text = (
-        {field.name: of_models[field.name] for field in dataclasses.fields(kind)}
-        for kind in (OfImages, OfText)
+        kind(**{name: of_models[name] for name in _names(kind)}) for kind in (OfImages, OfText)
     )
-    for name, value in (images if model == "lm" else text).items():
-        if value is not None:
-            raise TrainError(f"--{name.replace('_', '-')} is not an option of {model}")
-    if ":" in model:
-        return user_steps(model)
+    check(images)
+    check(text)
     if model == "lm":
-        return text_steps(OfText(**text), dtype, batch_size, num_devices)
+        return text_steps(text, dtype, batch_size, num_devices)
+    if not model.replace("-", "").isalnum():
+        raise TrainError(
+            f"{model!r} is no model; a step of your own is MODULE:FUNCTION, such as "
+            "my_module:my_step"
+        )
     name = "densenet-bc" if model == "densenet" else model
-    return image_steps(name, OfImages(**images), dtype, batch_size, num_devices)
+    return image_steps(name, images, dtype, batch_size, num_devices)
 
 
 def image_steps(
@@ -165,34 +221,3 @@ def text_steps(given: OfText, dtype: Any, batch_size: int, num_devices: int) -> 
         offload="all" if "num_microbatches" in chosen else "none",
     )
     return lm_steps(config, num_devices)
-
-
-def user_steps(name: str) -> "Steps":
-    """Steps from `module:function`, a function of the batch size that returns `(fn, *args)`, or
-    several such by name."""
-    module_name, _, function_name = name.partition(":")
-    sys.path.insert(0, os.getcwd())  # as `python -m` has it
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not (error.name and module_name.startswith(error.name)):
-            raise
-        raise TrainError(f"{name!r}: there is no module {error.name}") from error
-    finally:
-        del sys.path[0]
-    factory = getattr(module, function_name, None)
-    if not callable(factory):
-        raise TrainError(f"{name!r}: {module_name} has no function {function_name!r}")
-
-    def steps(batch_size: int) -> dict[str, tuple[Any, ...]]:
-        made = factory(batch_size)
-        found: dict[str, Any] = dict(made) if isinstance(made, Mapping) else {function_name: made}
-        for step in found.values():
-            if not (isinstance(step, Sequence) and step and callable(step[0])):
-                raise TrainError(
-                    f"{name!r} must return (fn, *args) or a dict of such by name, not "
-                    f"{type(step).__name__}"
-                )
-        return found
-
-    return steps

@@ -1,15 +1,16 @@
 """What `effjax memory` does with the steps that it was given: plans, tables, a drawing."""
 
+import functools
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ..memory import report
-from ..memory.batch_size import MaxBatch, max_batch_size
-from ..memory.compare import Comparison, plan_all
+from ..memory import Comparison, MaxBatch, data_parallel, max_batch_size, plan_all, report
+from ..memory._compile import SpanError
 from ..memory.targets import find_target
 from ..train.errors import TrainError
 
@@ -19,43 +20,62 @@ Steps = Callable[[int], Mapping[str, tuple[Any, ...]]]
 def run(
     steps: Steps,
     *,
+    own: bool,
     batch_size: int,
     only: Sequence[str],
     max_batch: bool,
+    multiple_of: int | None,
     as_json: bool,
     plot: Path | None,
     **options: Any,
 ) -> None:
-    """Plans the steps, and prints what was found."""
+    """Plans the steps, and prints what was found. `own`: they are the user's."""
     try:
         find_target(options["target"])
     except ValueError as error:
         raise TrainError(str(error)) from error
-    if plot is not None and not plot.parent.is_dir():
-        raise TrainError(f"--plot {plot}: there is no folder {plot.parent}")
-    console = Console()
-    progress = Console(stderr=True).is_terminal
+    if plot is not None:
+        _check_plot(plot)
+    devices, unit = options["num_devices"], multiple_of or 1
+    start = -(-batch_size // unit) * unit
 
+    @functools.lru_cache(maxsize=2)  # of the batches that `data_parallel` compares
     def chosen(size: int) -> dict[str, tuple[Any, ...]]:
         found = steps(size)
         if unknown := [name for name in only if name not in found]:
             raise TrainError(f"--only {unknown[0]!r} must be one of {', '.join(found)}")
         return {name: step for name, step in found.items() if name in (only or found)}
 
-    if max_batch:
-        multiple = options.get("num_devices") or 1
-        found = {
-            name: max_batch_size(
-                lambda size, name=name: chosen(size)[name],
-                multiple_of=multiple, start=batch_size, progress=progress, **options,
-            )
-            for name in chosen(multiple)
-        }  # fmt: skip
+    def planned(split: bool) -> dict[str, MaxBatch] | Comparison:
+        of: dict[str, Any] = {n: lambda size, n=n: chosen(size)[n] for n in chosen(start)}
+        if split:
+            of = {name: data_parallel(step, devices) for name, step in of.items()}
+        if not max_batch:
+            return plan_all({n: step(start) for n, step in of.items()}, progress=True, **options)
+        search = dict(multiple_of=multiple_of or devices, start=start, progress=True)
+        return {name: max_batch_size(step, **search, **options) for name, step in of.items()}
+
+    try:
+        found = planned(split=False)
+    except SpanError as error:
+        if not own or error.spanned > 1:
+            raise TrainError(
+                f"--num-devices {devices}: the step spans {error.spanned}, as its shardings say"
+            ) from error
+        print(
+            f"effjax: the step says nothing of devices; what grows with its batch is split over "
+            f"{devices}, all else is whole on each",
+            file=sys.stderr,
+        )
+        found = planned(split=True)
+
+    console = Console()
+    if isinstance(found, Comparison):
+        plans = found
+        _show_plans(console, plans, as_json)
+    else:
         plans = Comparison({name: result.plan for name, result in found.items()})
         _show_batches(console, found, as_json)
-    else:
-        plans = plan_all(chosen(batch_size), progress, **options)
-        _show_plans(console, plans, as_json)
     if plot is not None:
         _save(plans, plot)
         if not as_json:
@@ -101,12 +121,24 @@ def _show(console: Console, table: Any, text: str) -> None:
         print(text)
 
 
-def _save(plans: Comparison, path: Path) -> None:
+def _check_plot(path: Path) -> None:
+    """What can be known before minutes of compiling."""
     import matplotlib
 
     matplotlib.use("agg")
+    from matplotlib.figure import Figure
+
+    if path.is_dir() or not path.parent.is_dir():
+        what = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise TrainError(f"--plot {path}: {what}")
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in kinds:
+        raise TrainError(f"--plot {path}: must end in one of {', '.join(sorted(kinds))}")
+
+
+def _save(plans: Comparison, path: Path) -> None:
     figure = (plans if len(plans) > 1 else next(iter(plans.values()))).plot().figure
     try:
         figure.savefig(path, dpi=150)
-    except ValueError as error:  # an unknown kind of file
+    except OSError as error:
         raise TrainError(f"--plot {path}: {error}") from error

@@ -10,6 +10,9 @@ from .batch_size import MaxBatch as MaxBatch
 from .batch_size import max_batch_size as max_batch_size
 from .compare import Comparison as Comparison
 from .compare import compare as compare
+from .compare import plan_all as plan_all
+from .data_parallel import data_parallel as data_parallel
+from .host import host_memory_limit as host_memory_limit
 from .plan import Buffer as Buffer
 from .plan import Bytes as Bytes
 from .plan import MemoryPlan as MemoryPlan

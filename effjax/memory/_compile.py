@@ -19,21 +19,37 @@ from jax.sharding import (
     Mesh,
     NamedSharding,
     PartitionSpec,
+    Sharding,
     SingleDeviceSharding,
 )
 
+from ..ops._arguments import as_callable, as_integer, described
 from ..ops._platform import tracing_for
 from ..ops.offload.compiled import allowed, needed_options
+from ._arguments import knows_modules, opened, refuse_modules
+from ._frames_shim import lines_of_libraries
 from .targets import Target
 
 # There is no GPU to time kernels on.
 _COMPILER_OPTIONS = {"xla_gpu_autotune_level": "0"}
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 _INSTALL = 'pip install "effjax[plan]" (on Linux)'
+_OF_MODULES = "Plan nnx.jit of the function, or one of arrays, by nnx.split and nnx.merge."
 
 
 class PlanError(RuntimeError):
     """A program that cannot be compiled for the target, or no compiler to do it with."""
+
+
+class SpanError(ValueError):
+    """A program over another number of devices than was asked for."""
+
+    def __init__(self, asked: int, spanned: int):
+        super().__init__(
+            f"`num_devices` is {asked} but the program spans {spanned} devices: give "
+            f"`in_shardings`, or arguments with shardings over a mesh of {asked}."
+        )
+        self.spanned = spanned
 
 
 class Lowered(NamedTuple):
@@ -68,15 +84,13 @@ def lower(
     Shardings without devices (`AbstractMesh`) keep memory kinds, and need no more devices than this
     process has.
     """
-    if num_devices is not None and num_devices < 1:
-        raise ValueError(f"`num_devices` (={num_devices}) must be at least 1.")
-    given: dict[str, Any] = {}
-    if in_shardings is not None:
-        given["in_shardings"] = _on_mesh(in_shardings, num_devices or 1)
-    if donate_argnums not in ((), []):
-        given["donate_argnums"] = donate_argnums
-    if static_argnums not in ((), []):
-        given["static_argnums"] = static_argnums
+    if num_devices is not None:
+        as_integer("num_devices", num_devices, 1)
+    given = _of_jit(in_shardings, num_devices or 1, donate_argnums, static_argnums)
+    if isinstance(fn, functools.partial) and not fn.keywords and hasattr(fn.func, "trace"):
+        fn, args = fn.func, (*fn.args, *args)  # a method under nnx.jit is one
+    if not knows_modules(as_callable("fn", fn)):
+        refuse_modules(args, _OF_MODULES)
 
     jitted: Any = fn
     if not hasattr(fn, "trace"):
@@ -88,8 +102,10 @@ def lower(
             f"`{'`, `'.join(given)}` given for a function that is jitted already: give them to its "
             "jax.jit, or the function as it was before."
         )
+    arrays, close = opened(args)
     with tracing_for("cuda"):
-        traced = jitted.trace(*jax.tree.map(_with_memory_kind, args))
+        traced = jitted.trace(*close(jax.tree.map(_with_memory_kind, arrays)))
+    traced = getattr(traced, "traced", traced)  # nnx's holds JAX's
     options = needed_options(traced.jaxpr)
     # What jax.jit would refuse to run on a GPU is refused here too.
     own_jit = jitted is not fn or getattr(fn, "is_offload_jit", False)
@@ -97,17 +113,35 @@ def lower(
         lowered = _lower_for_cuda(traced)
     module: Any = lowered.compiler_ir("stablehlo")
     spanned = int(module.operation.attributes["mhlo.num_partitions"].value)
-    if num_devices not in (None, spanned):
-        raise ValueError(
-            f"`num_devices` is {num_devices} but the program spans {spanned} devices: give "
-            f"`in_shardings`, or arguments with shardings over a mesh of {num_devices}."
-        )
+    if num_devices is not None and num_devices != spanned:
+        raise SpanError(num_devices, spanned)
     return Lowered(lowered, spanned, options)
+
+
+def _of_jit(
+    in_shardings: Any, num_devices: int, donate_argnums: Any, static_argnums: Any
+) -> dict[str, Any]:
+    """What is given to `jax.jit`."""
+    given: dict[str, Any] = {}
+    if in_shardings is not None:
+        given["in_shardings"] = _on_mesh(in_shardings, num_devices)
+    for name, value in (("donate_argnums", donate_argnums), ("static_argnums", static_argnums)):
+        value = () if value is None else value
+        numbers = value if isinstance(value, (tuple, list)) else (value,)
+        for number in numbers:
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise TypeError(
+                    f"`{name}` must be numbers of arguments, not {described(value)}."
+                )
+        if numbers:
+            given[name] = value
+    return given
 
 
 def _lower_for_cuda(traced: Any) -> jax.stages.Lowered:
     try:
-        return traced.lower(lowering_platforms=("cuda",))
+        with lines_of_libraries():
+            return traced.lower(lowering_platforms=("cuda",))
     except ValueError as error:
         if "lowering platform" not in str(error):
             raise
@@ -132,14 +166,35 @@ def _on_mesh(shardings: Any, num_devices: int) -> Any:
     mesh = mesh_to_plan_for(num_devices)
 
     def resolve(spec: Any) -> Any:
-        return NamedSharding(mesh, spec) if isinstance(spec, PartitionSpec) else spec
+        if not isinstance(spec, (PartitionSpec, Sharding)):
+            raise TypeError(
+                f"`in_shardings` must be of shardings and PartitionSpecs, not {described(spec)}."
+            )
+        if not isinstance(spec, PartitionSpec):
+            return spec
+        try:
+            return NamedSharding(mesh, spec)
+        except ValueError as error:
+            raise ValueError(
+                f'`in_shardings` has {spec}, which must be over the axis "data": {error}'
+            ) from error
 
     return jax.tree.map(resolve, shardings, is_leaf=lambda s: isinstance(s, PartitionSpec))
 
 
 def mesh_to_plan_for(num_devices: int) -> Mesh | AbstractMesh:
-    """One axis, `data`; without devices where this process has too few, which most programs can do
-    with."""
+    """A mesh of one axis, `"data"`, for arguments of `plan`.
+
+    It is of this process's devices where those suffice; else it has none, which most programs can
+    do with.
+
+    Args:
+      num_devices: how many it spans.
+
+    Raises:
+      TypeError, ValueError: if that is no number of at least 1.
+    """
+    as_integer("num_devices", num_devices, 1)
     auto = (AxisType.Auto,)
     if jax.device_count() >= num_devices:
         devices = jax.devices()[:num_devices]
@@ -194,7 +249,7 @@ def compile_for(
 
 
 def check_compiler() -> None:
-    """Raises PlanError where JAX's CUDA plugin is not installed."""
+    """Raises PlanError, which says what to install, where the GPU compiler is not installed."""
     if importlib.util.find_spec("jax_plugins") is None or not any(
         map(importlib.util.find_spec, _PLUGINS)
     ):

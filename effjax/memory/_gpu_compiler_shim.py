@@ -1,8 +1,8 @@
 """Compiles a StableHLO module for a GPU that is not there: `python -m …_gpu_compiler_shim FOLDER`.
 
 Run as a process of its own, so that the caller's backends stay as they are and a compiler that
-aborts ends nothing else. All private JAX modules that effjax uses are in this file. Seen to work
-with jax 0.10.2, 0.11.2 and 0.12.0.1.
+aborts ends nothing else. Private JAX modules are used in this file and in `_frames_shim` alone.
+Seen to work with jax 0.10.2, 0.11.2 and 0.12.0.1.
 
 The folder holds `module.mlirbc`, the target's `target.txtpb` and `request.json`; it receives
 `result.json` (XLA's bytes, or its error), `program.hlo` and XLA's dump of the buffer assignment.

@@ -6,7 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from ..ops._arguments import described
+from ._source import made_by
 
 HOST_MEMORY = 5  # XLA's number of pinned host memory; every other one is on the device
 
@@ -44,13 +47,15 @@ class Collective:
     kind:   "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", …
     bytes:  of one of them on one device: of its operands or its results, whichever is more.
     count:  how often it runs in a call of the program, loops included.
-    source: "file.py:12", empty if unknown.
+    source: the line that asks for it, "file.py:12", empty if unknown.
+    caller: the user's line that led there, if `source` is of a library.
     """
 
     kind: str
     bytes: int
     count: int
     source: str
+    caller: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +66,8 @@ class Transfer:
     shape:     what is copied, such as "f32[128,128]".
     bytes:     of one copy, on one device.
     count:     how often it runs in a call of the program, loops included.
-    source:    "file.py:12", empty if unknown.
+    source:    the line that asks for it, "file.py:12", empty if unknown.
+    caller:    the user's line that led there, if `source` is of a library.
     """
 
     direction: Literal["to_device", "to_host"]
@@ -69,6 +75,7 @@ class Transfer:
     bytes: int
     count: int
     source: str
+    caller: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,11 +123,11 @@ class HloModule:
                 elif fusions and instruction.opcode in ("fusion", "fusion-start", "async-start"):
                     todo += [(name, times) for name in _called(text, "calls")]
 
-    def source(self, instruction: Instruction) -> str:
-        """The line that made an instruction: the innermost one that is not of a library."""
+    def made_by(self, instruction: Instruction) -> tuple[str, str]:
+        """The line that made an instruction, and the user's if that is of a library."""
         inline = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
         if inline:
-            return f"{inline[1]}:{inline[2]}"
+            return f"{inline[1]}:{inline[2]}", ""
         frame = re.search(r"\bstack_frame_id=(\d+)", instruction.attributes)
         chain: list[str] = []
         number = int(frame[1]) if frame else 0
@@ -130,8 +137,7 @@ class HloModule:
             if caller == number:
                 break
             number = caller
-        own = [place for place in chain if "site-packages" not in place]
-        return next(iter(own or chain), "")
+        return made_by(chain)
 
     def operand_arrays(self, instruction: Instruction) -> list[Array]:
         """The arrays that an instruction reads."""
@@ -164,9 +170,12 @@ def collectives(hlo: str | HloModule) -> tuple[Collective, ...]:
 
     Args:
       hlo: optimized HLO: `jax.jit(f).lower(…).compile().as_text()` of any backend.
+
+    Raises:
+      TypeError: if it is no text.
     """
-    module = parse(hlo) if isinstance(hlo, str) else hlo
-    found: Counter[tuple[str, int, str]] = Counter()
+    module = _parsed(hlo)
+    found: Counter[tuple[str, int, tuple[str, str]]] = Counter()
     for instruction, times in module.executed(fusions=True):  # XLA fuses small all-reduces
         kind = instruction.opcode.removesuffix("-start")
         if kind in _COLLECTIVES:
@@ -179,25 +188,33 @@ def collectives(hlo: str | HloModule) -> tuple[Collective, ...]:
                 sum(array.bytes for part in results for array in arrays(part)),
                 sum(array.bytes for array in module.operand_arrays(instruction)),
             )
-            found[kind, size, module.source(instruction)] += times
-    entries = [Collective(kind, size, n, source) for (kind, size, source), n in found.items()]
+            found[kind, size, module.made_by(instruction)] += times
+    entries = [Collective(kind, size, n, *lines) for (kind, size, lines), n in found.items()]
     return tuple(sorted(entries, key=lambda c: c.bytes * c.count, reverse=True))
 
 
 def transfers(hlo: str | HloModule) -> tuple[Transfer, ...]:
     """The copies between device and host memory, most bytes first; alike ones are one entry."""
-    module = parse(hlo) if isinstance(hlo, str) else hlo
-    found: Counter[tuple[str, Array, str]] = Counter()
+    module = _parsed(hlo)
+    found: Counter[tuple[str, Array, tuple[str, str]]] = Counter()
     for instruction, times in module.executed():
         if instruction.opcode in _MOVES_NOTHING or instruction.opcode.endswith("-done"):
             continue
         for direction, array in _moved(module, instruction):
-            found[direction, array, module.source(instruction)] += times
+            found[direction, array, module.made_by(instruction)] += times
     entries = [
-        Transfer("to_device" if direction == "to_device" else "to_host", a.text, a.bytes, n, source)
-        for (direction, a, source), n in found.items()
+        Transfer("to_device" if direction == "to_device" else "to_host", a.text, a.bytes, n, *lines)
+        for (direction, a, lines), n in found.items()
     ]
     return tuple(sorted(entries, key=lambda t: t.bytes * t.count, reverse=True))
+
+
+def _parsed(hlo: Any) -> HloModule:
+    if not isinstance(hlo, (str, HloModule)):
+        raise TypeError(
+            f"`hlo` must be the text of optimized HLO, `compiled.as_text()`, not {described(hlo)}."
+        )
+    return parse(hlo) if isinstance(hlo, str) else hlo
 
 
 def _moved(module: HloModule, instruction: Instruction) -> list[tuple[str, Array]]:

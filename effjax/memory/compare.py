@@ -1,11 +1,14 @@
 """Plans of several programs for the same arguments, side by side."""
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from . import report
+from ..ops._arguments import as_callable, described
+from . import plots, report
+from ._arguments import as_flag
 from ._progress import progress_bar
 from .plan import MemoryPlan, prepare
 
@@ -26,7 +29,7 @@ class Comparison(dict[str, MemoryPlan]):
 
     def plot(self, ax: Any = None) -> Any:
         """Draws a bar for each program, by kind of memory (matplotlib); returns the axes."""
-        return report.plot_comparison(self, ax)
+        return plots.plot_comparison(self, ax)
 
 
 def compare(
@@ -39,32 +42,72 @@ def compare(
     Args:
       programs: functions by name; the first is what the others are compared with.
       *args: the arguments of all of them, arrays or shapes.
-      progress: whether to show a bar on stderr while they compile (needs rich).
+      progress: whether to say on stderr what is compiled.
       **options: for `plan`, the same for all.
 
     Returns:
       A `Comparison`: a dictionary of plans that prints as a table, with `plot()` and `to_dict()`.
 
     Raises:
-      ValueError, PlanError: as `plan`; ValueError if there are no programs.
+      TypeError, ValueError, PlanError: as `plan`; ValueError if there are no programs.
     """
-    return plan_all({name: (fn, *args) for name, fn in programs.items()}, progress, **options)
+    steps = {
+        name: (as_callable(f"programs[{name!r}]", fn), *args)
+        for name, fn in _by_name("programs", programs).items()
+    }
+    return plan_all(steps, progress=progress, **options)
 
 
 def plan_all(
-    steps: Mapping[str, tuple[Any, ...]], progress: bool = False, **options: Any
+    steps: Mapping[str, tuple[Any, ...]], *, progress: bool = False, **options: Any
 ) -> Comparison:
-    """Like `compare`, of functions each with its own arguments: `(fn, *args)` by name."""
-    if not steps:
-        raise ValueError("`programs` is empty: give functions by name.")
-    # Traced here, since settings such as `jax.set_mesh` are those of a thread; compiled elsewhere.
-    with progress_bar("compiling", len(steps), progress) as advance:
-        prepared = [prepare(fn, *args, **options) for fn, *args in steps.values()]
+    """Plans several programs, each with arguments of its own; else as `compare`.
 
-        def compiled(finish: Callable[[], MemoryPlan]) -> MemoryPlan:
+        plan_all({"in memory": (step, state, batch), "offloaded": (other, other_state, batch)})
+
+    Args:
+      steps: `(fn, *args)` by name; the first is what the others are compared with.
+      progress, **options: as `compare`.
+
+    Returns:
+      A `Comparison`.
+
+    Raises:
+      TypeError, ValueError, PlanError: as `compare`.
+    """
+    steps = {
+        name: as_step(f"steps[{name!r}]", step) for name, step in _by_name("steps", steps).items()
+    }
+    # Traced here, since settings such as `jax.set_mesh` are those of a thread; compiled elsewhere.
+    with (
+        progress_bar("compiling", len(steps), as_flag("progress", progress)) as advance,
+        ThreadPoolExecutor(os.cpu_count() or 1) as pool,
+    ):
+
+        def compiled(name: str, finish: Callable[[], MemoryPlan], began: float) -> MemoryPlan:
             plan = finish()
-            advance()
+            size, seconds = report.format_bytes(plan.peak_device_bytes), time.perf_counter() - began
+            advance(f"{name}: {size} at the peak, {seconds:.1f} s")
             return plan
 
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            return Comparison(zip(steps, pool.map(compiled, prepared), strict=True))
+        plans = {}
+        for name, (fn, *args) in steps.items():
+            began = time.perf_counter()
+            plans[name] = pool.submit(compiled, name, prepare(fn, *args, **options), began)
+        return Comparison({name: plan.result() for name, plan in plans.items()})
+
+
+def as_step(name: str, step: Any) -> tuple[Any, ...]:
+    """`(fn, *args)`."""
+    if not isinstance(step, (tuple, list)) or not step:
+        raise TypeError(f"`{name}` must be (fn, *args), not {described(step)}.")
+    as_callable(f"{name}[0]", step[0])
+    return tuple(step)
+
+
+def _by_name(argument: str, programs: Any) -> Mapping[str, Any]:
+    if not isinstance(programs, Mapping):
+        raise TypeError(f"`{argument}` must be functions by name, not {described(programs)}.")
+    if not programs:
+        raise ValueError(f"`{argument}` is empty: give functions by name.")
+    return programs

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import report
+from ..ops._arguments import as_integer, as_number, described
+from . import plots, report
 from ._buffers import Kind, Value, live_at_peak
 from ._compile import Program, check_compiler, compile_for, lower
 from ._hlo import Collective, HloModule, Transfer, collectives, parse, transfers
+from .host import host_memory_limit
 from .targets import Target, find_target
 
 
@@ -38,6 +40,7 @@ class Buffer:
     kind:      "argument", "output", "temporary" or "constant".
     operation: JAX's name of what made it: an argument's path, a primitive in its functions.
     source:    the line that made it, "file.py:12", empty if unknown.
+    caller:    the user's line that led there, if `source` is of a library.
     """
 
     shape: str
@@ -45,26 +48,29 @@ class Buffer:
     kind: Kind
     operation: str
     source: str
+    caller: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
     """What a compiled program needs on each device; made by `plan`.
 
-    target:          the GPU.
-    num_devices:     how many of them the program spans.
-    memory_fraction: the share of the GPU's memory that JAX takes for arrays.
-    device, host:    bytes in device memory and in pinned host memory.
-    constant_bytes:  arrays that the program itself holds, in device memory.
-    peak_buffers:    what device memory holds when it is fullest, largest first.
-    collectives:     exchanges between devices, most bytes first.
-    transfers:       copies between device and host, most bytes first.
-    hlo:             the optimized program as text.
+    target:            the GPU.
+    num_devices:       how many of them the program spans.
+    memory_fraction:   the share of the GPU's memory that JAX takes for arrays.
+    host_memory_bytes: pinned host memory that a process has, for all of its devices.
+    device, host:      bytes in device memory and in pinned host memory.
+    constant_bytes:    arrays that the program itself holds, in device memory.
+    peak_buffers:      what device memory holds when it is fullest, largest first.
+    collectives:       exchanges between devices, most bytes first.
+    transfers:         copies between device and host, most bytes first.
+    hlo:               the optimized program as text.
     """
 
     target: Target
     num_devices: int
     memory_fraction: float
+    host_memory_bytes: int
     device: Bytes
     host: Bytes
     constant_bytes: int
@@ -79,14 +85,28 @@ class MemoryPlan:
         return self.device.total + self.constant_bytes
 
     @property
+    def peak_host_bytes(self) -> int:
+        """Pinned host memory while the program runs, of all devices together."""
+        return self.host.total * self.num_devices
+
+    @property
     def available_bytes(self) -> int:
         """Device memory that JAX has for arrays."""
         return int(self.memory_fraction * self.target.memory_bytes)
 
     @property
+    def share(self) -> float:
+        """Of the memory there is, device or host, whichever the program fills more."""
+        host = self.peak_host_bytes / self.host_memory_bytes
+        return max(self.peak_device_bytes / max(self.available_bytes, 1), host)
+
+    @property
     def fits(self) -> bool:
-        """Whether the program runs on the target, with nothing else in its memory."""
-        return self.peak_device_bytes <= self.available_bytes
+        """Whether device and host memory hold the program, with nothing else in them."""
+        return (
+            self.peak_device_bytes <= self.available_bytes
+            and self.peak_host_bytes <= self.host_memory_bytes
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """All but the HLO as plain data, for JSON."""
@@ -96,6 +116,7 @@ class MemoryPlan:
         record["target"] = {name: getattr(self.target, name) for name in sorted(own)}
         return record | {
             "peak_device_bytes": self.peak_device_bytes,
+            "peak_host_bytes": self.peak_host_bytes,
             "available_bytes": self.available_bytes,
             "fits": self.fits,
         }
@@ -108,7 +129,7 @@ class MemoryPlan:
 
     def plot(self, ax: Any = None, *, most: int = 12) -> Any:
         """Draws the largest buffers at the peak as bars (matplotlib); returns the axes."""
-        return report.plot_plan(self, ax, most)
+        return plots.plot_plan(self, ax, most)
 
 
 def plan(
@@ -117,6 +138,7 @@ def plan(
     target: str | Path | Target = "h200",
     num_devices: int | None = None,
     memory_fraction: float = 0.75,
+    host_memory_bytes: int | None = None,
     in_shardings: Any = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
@@ -129,7 +151,7 @@ def plan(
     network a minute.
 
         peak = arguments + outputs − aliased + temporaries + code + constants
-        fits = peak ≤ memory_fraction · the GPU's memory
+        fits = peak ≤ memory_fraction · the GPU's memory, and host bytes ≤ host_memory_bytes
 
     The program is the one that XLA would run on the GPU but for what it finds out there by timing
     kernels: a convolution may be given a faster algorithm that wants workspace besides. The CUDA
@@ -137,15 +159,20 @@ def plan(
     on the device must be among `args` to be counted.
 
     Args:
-      fn: the function, such as a training step. It may be jitted already, with its own shardings
-        and donations; arguments that it does not use are then not counted, as jax.jit drops them.
-      *args: its arguments: arrays or `jax.ShapeDtypeStruct`s in any pytrees. Their shardings hold,
+      fn: the function, such as a training step. It may be jitted already (`jax.jit`, `nnx.jit`,
+        `effjax.offload_jit`), with its own shardings and donations; arguments that it does not use
+        are then not counted, as jax.jit drops them.
+      *args: its arguments: arrays or `jax.ShapeDtypeStruct`s in any pytrees; of `nnx.jit` modules
+        and optimizers too, whose arrays may be shapes (`nnx.eval_shape`). Their shardings hold,
         over any mesh (a `jax.sharding.AbstractMesh` needs no devices), and so do their memory
         kinds: what lives in `pinned_host` counts as host bytes.
       target: one of `list_targets()`, or a path to the text of an XLA GpuTargetConfigProto.
       num_devices: how many devices the program spans; None: what its shardings say.
-      memory_fraction: the share of the GPU's memory that JAX takes (XLA_PYTHON_CLIENT_MEM_FRACTION,
-        0.75 where it is not set).
+      memory_fraction: the share of the GPU's memory that JAX takes: what
+        XLA_PYTHON_CLIENT_MEM_FRACTION is there, and JAX's default without it.
+      host_memory_bytes: pinned host memory that XLA takes for all devices of a process, which those
+        of the program are taken to be. None: what XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says here, or
+        XLA's default, 64 GiB.
       in_shardings: as for `jax.jit`; a PartitionSpec is over a mesh of one axis, `"data"`, with
         `num_devices` devices.
       donate_argnums, static_argnums: as for `jax.jit`.
@@ -155,6 +182,8 @@ def plan(
       A `MemoryPlan`: bytes, largest buffers, collectives and transfers. Print it.
 
     Raises:
+      TypeError: for an argument of the wrong type, or nnx modules in a function that is not
+        `nnx.jit`'s: what it changes in them would be lost, and not be planned.
       ValueError: for an unknown target, a fraction outside (0, 1], a number of devices that the
         program does not span, or options of jit for a function that is jitted already.
       PlanError: if the compiler is not installed (the message says how to install it) or cannot
@@ -162,7 +191,8 @@ def plan(
     """
     return prepare(
         fn, *args, target=target, num_devices=num_devices, memory_fraction=memory_fraction,
-        in_shardings=in_shardings, donate_argnums=donate_argnums, static_argnums=static_argnums,
+        host_memory_bytes=host_memory_bytes, in_shardings=in_shardings,
+        donate_argnums=donate_argnums, static_argnums=static_argnums,
         compiler_options=compiler_options,
     )()  # fmt: skip
 
@@ -173,6 +203,7 @@ def prepare(
     target: str | Path | Target = "h200",
     num_devices: int | None = None,
     memory_fraction: float = 0.75,
+    host_memory_bytes: int | None = None,
     in_shardings: Any = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
@@ -180,20 +211,29 @@ def prepare(
 ) -> Callable[[], MemoryPlan]:
     """Checks and traces; what it returns compiles, in any thread. Arguments as `plan`."""
     found = find_target(target)
-    if not 0 < memory_fraction <= 1:
-        raise ValueError(f"`memory_fraction` (={memory_fraction}) must lie in (0, 1].")
+    if isinstance(memory_fraction, bool):
+        raise TypeError(f"`memory_fraction` must be a number, not {memory_fraction}.")
+    share = as_number("memory_fraction", memory_fraction, lambda f: 0 < f <= 1, "in (0, 1]")
+    if host_memory_bytes is None:
+        host_memory_bytes = host_memory_limit()
+    on_host = as_integer("host_memory_bytes", host_memory_bytes, 1)
+    if not isinstance(compiler_options, (Mapping, type(None))):
+        raise TypeError(
+            f"`compiler_options` must be values by name, not {described(compiler_options)}."
+        )
     check_compiler()
     lowered = lower(fn, args, num_devices, in_shardings, donate_argnums, static_argnums)
-    return lambda: _read(compile_for(lowered, found, compiler_options), found, memory_fraction)
+    return lambda: _read(compile_for(lowered, found, compiler_options), found, share, on_host)
 
 
-def _read(program: Program, target: Target, memory_fraction: float) -> MemoryPlan:
+def _read(program: Program, target: Target, memory_fraction: float, on_host: int) -> MemoryPlan:
     module = parse(program.hlo)
     values = live_at_peak(program.buffer_assignment, program.live_ranges)
     return MemoryPlan(
         target=target,
         num_devices=program.num_devices,
         memory_fraction=memory_fraction,
+        host_memory_bytes=on_host,
         device=_bytes(program.device_bytes),
         host=_bytes(program.host_bytes),
         constant_bytes=sum(value.bytes for value in values if value.kind == "constant"),
@@ -216,8 +256,8 @@ def _bytes(counts: dict[str, int]) -> Bytes:
 
 def _buffer(value: Value, module: HloModule) -> Buffer:
     instruction = module.maker(value.instruction)
-    operation = source = ""
+    operation, lines = "", ("", "")
     if instruction is not None:
         name = re.search(r'op_name="([^"]*)"', instruction.attributes)
-        operation, source = name[1] if name else "", module.source(instruction)
-    return Buffer(value.shape, value.bytes, value.kind, operation or value.instruction, source)
+        operation, lines = name[1] if name else "", module.made_by(instruction)
+    return Buffer(value.shape, value.bytes, value.kind, operation or value.instruction, *lines)

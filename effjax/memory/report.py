@@ -1,21 +1,24 @@
-"""How plans look: as text, as a table, as a picture."""
+"""How plans look: as text and as tables."""
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .host import VARIABLE
+
 if TYPE_CHECKING:
+    from .batch_size import MaxBatch
     from .plan import Buffer, MemoryPlan
+    from .residuals import ResidualReport
 
 SHOWN = 12  # rows of a table
 _NUMBERS = {
     "bytes", "count", "device", "host", "peak", "ratio", "arguments", "outputs", "temporaries",
+    "batch",
 }  # fmt: skip
-_COLORS = {
-    "argument": "tab:blue", "output": "tab:green", "temporary": "tab:orange",
-    "constant": "tab:purple", "lost in packing": "tab:gray",
-}  # fmt: skip
+_SPARED = 0.01  # of the peak: less is no hint
 
 
 def format_bytes(count: float) -> str:
@@ -28,19 +31,52 @@ def format_bytes(count: float) -> str:
 
 
 def verdict(plan: "MemoryPlan") -> str:
-    """One line: the peak, and whether it fits."""
-    answer = "fits in" if plan.fits else "DOES NOT FIT in"
+    """One line: the peaks of device and host, and whether they fit."""
     each = f", each of {plan.num_devices}" if plan.num_devices > 1 else ""
+    peak, there = plan.peak_device_bytes, plan.available_bytes
+    line = (
+        f"{format_bytes(peak)} at the peak {_fits(peak, there)} {format_bytes(there)} "
+        f"({plan.memory_fraction:.0%} of {plan.target.description}{each})"
+    )
+    if on_host := plan.peak_host_bytes:
+        there = plan.host_memory_bytes
+        line += (
+            f"; {format_bytes(on_host)} of pinned host memory {_fits(on_host, there)} "
+            f"{format_bytes(there)} ({VARIABLE}={there / 2**30:g})"
+        )
+    return line
+
+
+def _fits(size: int, there: int) -> str:
+    return "fits in" if size <= there else "DOES NOT FIT in"
+
+
+def hint(plan: "MemoryPlan") -> str:
+    """What donation would save, if nothing is donated; empty where that is little."""
+    if plan.device.aliased or plan.host.aliased:
+        return ""
+    shapes = [Counter[str](), Counter[str]()]
+    sizes: dict[str, int] = {}
+    for buffer in plan.peak_buffers:
+        if buffer.kind in ("argument", "output"):
+            shapes[buffer.kind == "output"][buffer.shape] += 1
+            sizes[buffer.shape] = buffer.bytes
+    alike = shapes[0] & shapes[1]
+    saved = sum(count * sizes[shape] for shape, count in alike.items())
+    on_host = min(plan.host.arguments, plan.host.outputs)
+    if max(saved, on_host) < _SPARED * (plan.peak_device_bytes + on_host):
+        return ""
+    where = [f"{format_bytes(saved)} of device memory"] if saved else []
+    where += [f"{format_bytes(on_host)} of host memory"] if on_host else []
     return (
-        f"{format_bytes(plan.peak_device_bytes)} at the peak {answer} "
-        f"{format_bytes(plan.available_bytes)} ({plan.memory_fraction:.0%} of "
-        f"{plan.target.description}{each})"
+        f"hint: nothing is donated; where results replace arguments (donate_argnums), "
+        f"{' and '.join(where)} would be saved"
     )
 
 
 def plan_text(plan: "MemoryPlan", name: str = "", shown: int = SHOWN) -> str:
     """All that a plan says, for reading; at most so many rows of each table."""
-    parts = [_headline(plan, name)]
+    parts = [_headline(plan, name), *filter(None, [hint(plan)])]
     for title, header, rows in _sections(plan, shown):
         parts += ["", title, aligned([header, *rows])]
     return "\n".join(parts)
@@ -51,8 +87,9 @@ def plan_tables(plan: "MemoryPlan", name: str = "", shown: int = SHOWN) -> Any:
     from rich.console import Group
     from rich.text import Text
 
-    summary = Text(_headline(plan, name), style="bold" if plan.fits else "bold red")
-    return Group(summary, *(table(*section) for section in _sections(plan, shown)))
+    summary = [Text(_headline(plan, name), style="bold" if plan.fits else "bold red")]
+    summary += [Text(hint(plan))] if hint(plan) else []
+    return Group(*summary, *(table(*section) for section in _sections(plan, shown)))
 
 
 def _headline(plan: "MemoryPlan", name: str) -> str:
@@ -80,7 +117,7 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> A
     table = Table(title=title or None, title_justify="left", title_style="bold")
     for name in header:
         number = name in _NUMBERS
-        wraps = name not in (*_NUMBERS, "operation", "kind", "source")
+        wraps = name not in (*_NUMBERS, "operation", "kind", "source", "called from")
         table.add_column(name, justify="right" if number else "left", no_wrap=not wraps)
     for row in rows:
         table.add_row(*map(Text, row))
@@ -100,36 +137,41 @@ def _sections(plan: "MemoryPlan", shown: int) -> Iterable[tuple[str, list[str], 
     yield "bytes", ["", "device", "host"], rows
 
     groups = grouped(plan)
-    header = ["bytes", "count", "kind", "shape", "operation", "source"]
     rows = [
-        [format_bytes(g.bytes), f"{g.count}×", g.kind, g.shape, short_name(g.operation),
-         short_path(g.source)]
+        [format_bytes(g.bytes), f"{g.count}×", g.kind, g.shape, short_name(g.operation), *_lines(g)]
         for g in groups[:shown]
-    ]  # fmt: skip
+    ]
     if rest := groups[shown:]:
         size, count = sum(g.bytes for g in rest), sum(g.count for g in rest)
-        rows.append([format_bytes(size), f"{count}×", "", "smaller ones", "", ""])
+        rows.append([format_bytes(size), f"{count}×", "", "smaller ones", "", "", ""])
     if lost := lost_in_packing(plan):
-        rows.append([format_bytes(lost), "", "", "lost in packing", "", ""])
-    yield "device memory at the peak", header, rows
+        rows.append([format_bytes(lost), "", "", "lost in packing", "", "", ""])
+    yield "device memory at the peak", *_with_lines(["kind", "shape", "operation"], rows)
 
-    if plan.collectives:
-        header = ["bytes", "count", "kind", "source"]
-        yield (
-            "collectives of a call",
-            header,
-            [
-                [format_bytes(c.bytes), f"{c.count}×", c.kind, short_path(c.source)]
-                for c in plan.collectives[:shown]
-            ],
-        )
-    if plan.transfers:
-        header = ["bytes", "count", "direction", "shape", "source"]
-        yield "transfers of a call", header, [
-            [format_bytes(t.bytes), f"{t.count}×", t.direction.replace("_", " "), t.shape,
-             short_path(t.source)]
-            for t in plan.transfers[:shown]
-        ]  # fmt: skip
+    rows = [
+        [format_bytes(c.bytes), f"{c.count}×", c.kind, *_lines(c)] for c in plan.collectives[:shown]
+    ]
+    if rows:
+        yield "collectives of a call", *_with_lines(["kind"], rows)
+    rows = [
+        [format_bytes(t.bytes), f"{t.count}×", t.direction.replace("_", " "), t.shape, *_lines(t)]
+        for t in plan.transfers[:shown]
+    ]
+    if rows:
+        yield "transfers of a call", *_with_lines(["direction", "shape"], rows)
+
+
+def _lines(made: Any) -> list[str]:
+    """The line that made it, and the user's that led there."""
+    return [short_path(made.source), short_path(made.caller)]
+
+
+def _with_lines(names: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows; the user's lines have a column where there are any."""
+    header = ["bytes", "count", *names, "source", "called from"]
+    if any(row[-1] for row in rows):
+        return header, rows
+    return header[:-1], [row[:-1] for row in rows]
 
 
 class Group(NamedTuple):
@@ -138,6 +180,7 @@ class Group(NamedTuple):
     kind: str
     operation: str
     source: str
+    caller: str
     shape: str  # of the largest
     count: int
     bytes: int  # of all
@@ -149,16 +192,17 @@ def grouped(plan: "MemoryPlan") -> list[Group]:
     for buffer in plan.peak_buffers:
         if buffer.source and buffer.kind != "argument":
             # Layers differ in their number only.
-            key = buffer.kind, re.sub(r"\d+", "#", buffer.operation), buffer.source
+            operation = re.sub(r"\d+", "#", buffer.operation)
+            key = buffer.kind, operation, buffer.source, buffer.caller
         else:
-            key = buffer.kind, buffer.operation, buffer.source, buffer.shape
+            key = buffer.kind, buffer.operation, buffer.source, buffer.caller, buffer.shape
         groups.setdefault(key, []).append(buffer)
     found = []
-    for (kind, operation, source, *_), buffers in groups.items():
+    for (kind, operation, source, caller, *_), buffers in groups.items():
         shapes = list(dict.fromkeys(buffer.shape for buffer in buffers))
         shape = shapes[0] + (" …" if len(shapes) > 1 else "")
         size = sum(buffer.bytes for buffer in buffers)
-        found.append(Group(kind, operation, source, shape, len(buffers), size))
+        found.append(Group(kind, operation, source, caller, shape, len(buffers), size))
     return sorted(found, key=lambda group: group.bytes, reverse=True)
 
 
@@ -197,51 +241,6 @@ def parts(plan: "MemoryPlan") -> dict[str, int]:
     }
 
 
-def plot_plan(plan: "MemoryPlan", ax: Any, most: int) -> Any:
-    """Bars of the largest groups of buffers."""
-    from matplotlib.patches import Patch
-
-    ax = ax or _new_axes()
-    groups = grouped(plan)[:most]
-    labels = [
-        f"{g.count}× {g.shape}  {short_path(g.source) or short_name(g.operation)}" for g in groups
-    ]
-    kinds = [group.kind for group in groups]
-    ax.barh(
-        range(len(groups)), [group.bytes / 1e9 for group in groups],
-        color=[_COLORS[kind] for kind in kinds],
-    )  # fmt: skip
-    ax.set_yticks(range(len(groups)), labels, fontsize="small")
-    ax.invert_yaxis()
-    ax.legend(
-        handles=[Patch(color=_COLORS[kind], label=kind) for kind in dict.fromkeys(kinds)],
-        loc="lower right",
-    )
-    ax.set_xlabel("GB in device memory at the peak")
-    ax.set_title(verdict(plan), fontsize="medium")
-    return ax
-
-
-def plot_comparison(plans: Mapping[str, "MemoryPlan"], ax: Any) -> Any:
-    """A bar for each plan, by kind, and the memory there is."""
-    ax = ax or _new_axes()
-    left = [0.0] * len(plans)
-    for kind, color in _COLORS.items():
-        sizes = [parts(plan)[kind] / 1e9 for plan in plans.values()]
-        if any(sizes):
-            ax.barh(range(len(plans)), sizes, left=left, color=color, label=kind)
-            left = [a + b for a, b in zip(left, sizes, strict=True)]
-    first = next(iter(plans.values()))
-    available = first.available_bytes / 1e9
-    if max(left) > available / 3:  # else it would flatten the bars
-        ax.axvline(available, color="black", linestyle="--", label="available")
-    ax.set_yticks(range(len(plans)), list(plans))
-    ax.invert_yaxis()
-    ax.legend()
-    ax.set_xlabel(f"GB at the peak, of {available:.1f} on {first.target.description}")
-    return ax
-
-
 def comparison_rows(plans: Mapping[str, "MemoryPlan"]) -> tuple[list[str], list[list[str]]]:
     """Header and a row for each plan."""
     first = next(iter(plans.values())).peak_device_bytes
@@ -261,7 +260,63 @@ def comparison_rows(plans: Mapping[str, "MemoryPlan"]) -> tuple[list[str], list[
     ]
 
 
-def _new_axes() -> Any:
-    import matplotlib.pyplot as plt
+def batches_text(found: "MaxBatch") -> str:
+    """The largest batch that fits, its plan in a line, and what was tried."""
+    return f"{_batches_headline(found)}\n\n{aligned(_batches_rows(found))}"
 
-    return plt.subplots(figsize=(9, 4), layout="constrained")[1]
+
+def batches_table(found: "MaxBatch") -> Any:
+    """The same as a table of rich."""
+    from rich.console import Group
+    from rich.text import Text
+
+    header, *rows = _batches_rows(found)
+    style = "bold" if found.batch_size else "bold red"
+    return Group(Text(_batches_headline(found), style=style), table("", header, rows))
+
+
+def _batches_headline(found: "MaxBatch") -> str:
+    if found.batch_size:
+        return f"batch {found.batch_size}: {verdict(found.plan)}"
+    return f"no batch fits, not even {min(found.tried)}: {verdict(found.plan)}"
+
+
+def _batches_rows(found: "MaxBatch") -> list[list[str]]:
+    return [["batch", "peak", "fits"]] + [
+        [str(batch), format_bytes(peak), "yes" if batch <= found.batch_size else "no"]
+        for batch, peak in sorted(found.tried.items())
+    ]
+
+
+def residuals_text(found: "ResidualReport") -> str:
+    """What is kept between the passes, and the largest arrays of it."""
+    return f"{_residuals_headline(found)}\n\n{aligned(_residuals_rows(found))}"
+
+
+def residuals_table(found: "ResidualReport") -> Any:
+    """The same as a table of rich."""
+    header, *rows = _residuals_rows(found)
+    return table(_residuals_headline(found), header, rows)
+
+
+def _residuals_headline(found: "ResidualReport") -> str:
+    return (
+        f"{format_bytes(found.bytes)} kept for the backward pass, of them "
+        f"{format_bytes(found.argument_bytes)} arguments"
+    )
+
+
+def _residuals_rows(found: "ResidualReport") -> list[list[str]]:
+    rows = [
+        [format_bytes(size), f"{count}×", array_name(shape, dtype)]
+        for shape, dtype, count, size in found.largest[:SHOWN]
+    ]
+    if rest := found.largest[SHOWN:]:
+        size, count = sum(row[-1] for row in rest), sum(row[2] for row in rest)
+        rows.append([format_bytes(size), f"{count}×", "smaller ones"])
+    return [["bytes", "count", "shape"], *rows]
+
+
+def array_name(shape: Sequence[int], dtype: str) -> str:
+    """(8, 128), float32 → float32[8,128]"""
+    return f"{dtype}[{','.join(map(str, shape))}]"

@@ -7,6 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ..ops._arguments import as_callable
+from . import plots, report
+from ._arguments import as_flag, refuse_modules
+
+_OF_ARRAYS = "Give a function of arrays, by nnx.split and nnx.merge."
+
 
 class ResidualReport(NamedTuple):
     """What `residual_bytes` found.
@@ -21,12 +27,22 @@ class ResidualReport(NamedTuple):
     argument_bytes: int
     largest: tuple[tuple[tuple[int, ...], str, int, int], ...]
 
+    def __str__(self) -> str:
+        return report.residuals_text(self)
+
+    def __rich__(self) -> Any:
+        return report.residuals_table(self)
+
+    def plot(self, ax: Any = None, *, most: int = 12) -> Any:
+        """Draws the largest arrays that are kept as bars (matplotlib); returns the axes."""
+        return plots.plot_residuals(self, ax, most)
+
 
 def residual_bytes(fn: Callable[..., Any], *args: Any, has_aux: bool = False) -> ResidualReport:
     """Counts the bytes that `jax.vjp(fn, *args)` keeps for the backward pass.
 
-    Nothing is computed: `fn` is traced by `jax.eval_shape`, so the count is the same on every
-    backend and `args` may be `jax.ShapeDtypeStruct`s.
+    Nothing is computed: `fn` is traced by `jax.eval_shape`, so `args` may be
+    `jax.ShapeDtypeStruct`s.
 
     Everything that the vjp function holds is counted, arguments that it needs again included (a
     convolution keeps its kernel); an array held twice is counted once. `argument_bytes` says how
@@ -44,8 +60,15 @@ def residual_bytes(fn: Callable[..., Any], *args: Any, has_aux: bool = False) ->
       has_aux: `fn` returns `(output, aux)`, and `aux` is not differentiated.
 
     Returns:
-      A `ResidualReport`.
+      A `ResidualReport`. Print it.
+
+    Raises:
+      TypeError: if `fn` is no function, `has_aux` no boolean, or an argument an nnx module: JAX
+        would differentiate a copy of it, its statistics and random streams included.
     """
+    as_callable("fn", fn)
+    as_flag("has_aux", has_aux)
+    refuse_modules(args, _OF_ARRAYS)
 
     def held(*args: Any) -> tuple[list[jax.Array], list[jax.Array]]:
         # Inside the trace an array is one tracer, so identity tells arguments and repetitions.

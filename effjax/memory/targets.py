@@ -5,6 +5,8 @@ import functools
 import re
 from pathlib import Path
 
+from ..ops._arguments import described
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -35,19 +37,29 @@ def find_target(target: str | Path | Target) -> Target:
     """The target of that name, or the one that a text proto file describes.
 
     Raises:
+      TypeError: if it is no text, path or target.
       ValueError: if it is neither, or the file does not state the device's memory.
     """
     if isinstance(target, Target):
         return target
+    if not isinstance(target, (str, Path)):
+        raise TypeError(f"`target` must be a GPU's name or a path, not {described(target)}.")
     if isinstance(target, str) and target in _TARGETS:
         return _TARGETS[target]
     path = Path(target)
-    if not path.is_file():
+    try:
+        there = path.is_file()
+    except OSError:  # a name too long, a folder that may not be read
+        there = False
+    if not there:
         raise ValueError(
             f"`target` (={str(target)!r}) is neither one of {', '.join(_TARGETS)} nor a file with "
             "the text of a GpuTargetConfigProto."
         )
-    config = path.read_text(encoding="utf-8")
+    try:
+        config = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ValueError(f"`target` (={str(target)!r}) cannot be read: {error}") from error
     memory = re.search(r"\bdevice_memory_size:\s*(\d+)", config)
     if memory is None:
         raise ValueError(

@@ -1,6 +1,14 @@
+import importlib.metadata
 import json
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
 
 from effjax.cli import doctor
+from effjax.memory.host import VARIABLE
 
 
 def test_doctor_examines_this_machine():
@@ -28,6 +36,85 @@ def test_doctor_says_what_to_install():
     none = ["no-such-package"]
     cuda = ["jax-cuda99-plugin"]
     assert missing == {"train": none, "plan": none, "test": none, "cuda99": cuda}
+
+
+LIBRARIES = [
+    "jax-cuda13-pjrt==1",
+    "nvidia-cublas>=13; sys_platform == 'linux' and extra == 'with-cuda'",
+    'nvidia-nvvm; extra == "with-cuda"',
+]
+
+
+@pytest.mark.parametrize("there", [{"jax-cuda13-plugin"}, {"jax-cuda13-plugin", "nvidia-nvvm"}])
+def test_doctor_tells_the_planners_plugin_from_a_gpus(monkeypatch, there):
+    """The extra `plan` brings the plugin without NVIDIA's libraries."""
+    monkeypatch.setattr(doctor, "_version", lambda name: "1" if name in there else None)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: LIBRARIES)
+    missing = doctor.missing_by_extra(
+        ['jax[cuda13]; extra == "cuda13"', 'jax[cuda13-local]; extra == "plan"']
+    )
+    libraries = [name for name in ("nvidia-cublas", "nvidia-nvvm") if name not in there]
+    assert missing == {"cuda13": libraries, "plan": []}
+    there |= {"nvidia-cublas", "nvidia-nvvm"}
+    assert doctor.missing_by_extra(['jax[cuda13]; extra == "cuda13"']) == {"cuda13": []}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "plugins", "missing", "platforms", "advice"),
+    [
+        (False, [], [], "", []),
+        (False, ["jax-cuda13-plugin"], ["nvidia-cublas"], "", ["is for the planner alone"]),
+        (False, ["jax-cuda13-plugin"], ["nvidia-cublas"], "cpu", []),  # as it advises
+        (True, [], [], "", ["JAX's plugin is not: pip"]),
+        (True, [], [], "cpu", []),
+        (True, ["jax-cuda13-plugin"], ["nvidia-cublas"], "", ["its libraries are not: pip"]),
+        (True, ["jax-cuda12-plugin"], [], "cuda,cpu", ["see to NVIDIA's driver"]),
+    ],
+)
+def test_doctor_advises_what_is_not_set(monkeypatch, gpu, plugins, missing, platforms, advice):
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    monkeypatch.setattr(doctor, "has_nvidia_gpu", lambda: gpu)
+    found = doctor._advice_on_gpus(plugins, {"cuda13": missing, "cuda12": missing})
+    assert len(found) == len(advice) and all(a in f for a, f in zip(advice, found, strict=True))
+
+
+def test_doctor_says_how_much_host_memory(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert doctor.pinned_host_memory().startswith("at most 64 GiB; XLA_PJRT_GPU_HOST_MEMORY_LIMIT")
+    monkeypatch.setenv(VARIABLE, "512")
+    assert doctor.pinned_host_memory() == f"at most 512 GiB, as {VARIABLE} says"
+    monkeypatch.setenv(VARIABLE, "much")
+    findings = doctor.examine()
+    assert VARIABLE in findings["pinned_host_memory"]
+    assert any("'much'" in line for line in doctor.lines(findings))
+
+
+@pytest.mark.skipif(doctor.has_nvidia_gpu(), reason="JAX may have something to say of the GPU")
+def test_a_command_without_jax_platforms_is_quiet():
+    env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    command = [sys.executable, "-m", "effjax.cli", "doctor", "--json"]
+    ran = subprocess.run(command, check=True, env=env, capture_output=True, text=True)
+    assert ran.stderr == "" and json.loads(ran.stdout)["devices"][0]["platform"] == "cpu"
+
+
+def test_a_gpu_that_is_not_used_is_a_line(monkeypatch):
+    from effjax.cli import _no_traceback
+
+    def said(gpu):
+        monkeypatch.setattr(doctor, "has_nvidia_gpu", lambda: gpu)
+        try:
+            raise RuntimeError("Unable to load cuDNN.\nIs it installed?")
+        except RuntimeError:
+            record = logging.LogRecord(
+                "jax", logging.ERROR, "", 1, "Exception when calling %s.initialize()",
+                ("xla_cuda13",), sys.exc_info(),
+            )  # fmt: skip
+        return _no_traceback(record), record
+
+    assert not said(gpu=False)[0]
+    shown, record = said(gpu=True)
+    line = logging.Formatter().format(record)
+    assert shown and "\n" not in line and "Unable to load cuDNN. Is it installed? See" in line
 
 
 def test_doctor_without_a_backend(monkeypatch):

@@ -1,4 +1,5 @@
 import json
+import re
 import sys
 
 import pytest
@@ -18,8 +19,60 @@ def two(batch):
 def wrong(batch):
     return batch
 
+def by_four(batch):
+    w = jax.ShapeDtypeStruct((256, 8), jnp.float32)
+    return lambda w, x: (x.reshape(4, -1, 256) @ w).sum(), w, one(batch)[1]
+
+def on_host(batch):
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    x = jax.ShapeDtypeStruct((2**22, 256), jnp.float32, sharding=place)
+    return lambda x: jax.device_put(x[0], jax.memory.Space.Device) + 1, x
+
+def spans(batch):
+    mesh = jax.make_mesh((8,), ("rows",), (jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.P("rows"))
+    x = jax.ShapeDtypeStruct((batch, 256), jnp.float32, sharding=rows)
+    specs = dict(mesh=mesh, in_specs=jax.P("rows"), out_specs=jax.P("rows"))
+    return jax.shard_map(lambda x: x + 1, **specs), x
+
+def fails(batch):
+    def step(x):
+        return x @ x
+    return step, one(batch)[1]
+
+def raises(batch):
+    return {}["no such key"]
+
+def dense_net(batch):
+    import optax
+    from flax import nnx
+    from effjax.models import DenseNet
+    options = dict(block_config=(2,), growth_rate=4, small_inputs=True)
+    model = nnx.eval_shape(lambda: DenseNet(**options, rngs=nnx.Rngs(0)))
+    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+    loss_of = lambda model, images, labels: cross_entropy(model(images), labels).mean()
+    images = jax.ShapeDtypeStruct((batch, 8, 8, 3), jnp.float32)
+    labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return nnx.jit(nnx.value_and_grad(loss_of)), model, images, labels
+
+def two_arguments(batch, other):
+    return one(batch)
+
 number = 3
 """
+
+
+def compiled(err, *names):
+    """Whether it is a line for each program, with its seconds."""
+    first, *lines = err.splitlines()
+    return (
+        first == f"compiling, {len(names)} in all …"
+        and len(lines) == len(names)
+        and all(
+            any(re.fullmatch(rf"{name}: .+B at the peak, \d+\.\d s", line) for line in lines)
+            for name in names
+        )
+    )
 
 
 @pytest.fixture
@@ -33,11 +86,11 @@ def run_memory(run, tmp_path, monkeypatch):
 @needs_gpu_compiler
 def test_memory_of_own_steps(run_memory, tmp_path):
     code, out, err = run_memory("own_step:one", "--batch-size", "4", "--target", "l4")
-    assert (code, err) == (0, "")
+    assert code == 0 and compiled(err, "one")
     assert "one: 8.2 kB at the peak fits in 17.7 GB (75% of NVIDIA L4)" in out
-    code, out, _ = run_memory("own_step:two", "--batch-size", "4", "--plot", "a.png", "--json")
+    code, out, err = run_memory("own_step:two", "--batch-size", "4", "--plot", "a.png", "--json")
     plans = json.loads(out)
-    assert code == 0 and list(plans) == ["sum", "sin"]
+    assert code == 0 and list(plans) == ["sum", "sin"] and compiled(err, "sum", "sin")
     assert plans["sin"]["peak_device_bytes"] == 2 * 4 * 4 * 256
     assert (tmp_path / "a.png").stat().st_size > 1000
 
@@ -53,10 +106,51 @@ def test_memory_of_the_largest_batch(run_memory, as_json):
 
 
 @needs_gpu_compiler
+def test_memory_of_a_module_of_flax(run_memory):
+    """README's step."""
+    code, out, err = run_memory("own_step:dense_net", "--batch-size", "2")
+    assert code == 0 and compiled(err, "dense_net")
+    assert "fits in" in out and "dense_block" in out
+
+
+@needs_gpu_compiler
+def test_memory_of_a_batch_that_is_split(run_memory):
+    argv = "own_step:by_four", "--batch-size", "4096", "--json"
+    arguments = []
+    for more in [], ["--num-devices", "4"]:
+        code, out, err = run_memory(*argv, *more)
+        assert code == 0 and ("split over 4" in err) == bool(more), err
+        arguments.append(json.loads(out)["by_four"]["device"]["arguments"])
+    kernel, batch = 4 * 256 * 8, 4 * 4096 * 256
+    assert arguments == [kernel + batch, kernel + batch // 4]
+    code, _, err = run_memory("own_step:on_host", "--num-devices", "4")
+    assert code == 1 and one_line(err.splitlines(keepends=True)[-1]) and "none grows" in err
+
+
+@needs_gpu_compiler
+def test_memory_of_the_largest_batch_of_several_devices(run_memory):
+    limits = "--target", "l4", "--memory-fraction", "0.0001", "--max-batch", "--json"
+    fits = int(0.0001 * 22 * 2**30) // 2048 * 8
+    for more, unit in ([], 8), (["--multiple-of", "1000"], 1000):
+        code, out, _ = run_memory("own_step:spans", *limits, *more)
+        found = json.loads(out)["spans"]
+        assert code == 0 and found["batch_size"] == fits // unit * unit
+        assert all(int(batch) % unit == 0 for batch in found["tried"])
+    code, _, err = run_memory("own_step:spans", "--num-devices", "4")
+    assert code == 2 and "the step spans 8" in err and "in_shardings" not in err
+
+
+@needs_gpu_compiler
+def test_memory_of_the_host(run_memory):
+    code, out, _ = run_memory("own_step:on_host", "--host-memory-gb", "3")
+    assert code == 0 and "4.3 GB of pinned host memory DOES NOT FIT in 3.2 GB" in out
+
+
+@needs_gpu_compiler
 def test_memory_of_a_small_densenet(run_memory):
     argv = "densenet", "--depth", "10", "--growth-rate", "1", "--image-size", "4"
     code, out, err = run_memory(*argv, "--only", "effjax conv", "--batch-size", "2")
-    assert (code, err) == (0, "")
+    assert code == 0 and compiled(err, "effjax conv")
     assert "effjax conv: " in out and "fits in" in out and "plain" not in out
 
 
@@ -66,7 +160,7 @@ def test_memory_of_a_densenet(run_memory):
     argv = "densenet", "--depth", "10", "--growth-rate", "4", "--image-size", "8"
     only = "--only", "effjax conv", "--only", "plain"
     code, out, err = run_memory(*argv, *only, "--batch-size", "4", "--num-devices", "2")
-    assert (code, err) == (0, "")
+    assert code == 0 and compiled(err, "effjax conv", "plain")
     assert "plain" in out and "effjax conv" in out and "jax.checkpoint" not in out
     assert "all-reduce" in out and "each of 2" in out
 
@@ -76,7 +170,7 @@ def test_memory_of_a_densenet(run_memory):
 def test_memory_of_a_small_language_model(run_memory):
     argv = "lm", "--layers", "1", "--width", "8", "--context", "4", "--batch-size", "2"
     code, out, err = run_memory(*argv, "--only", "in memory", "--target", "l4")
-    assert (code, err) == (0, "")
+    assert code == 0 and compiled(err, "in memory")
     assert "in memory: " in out and "fits in 17.7 GB" in out and "offload" not in out
 
 
@@ -86,7 +180,7 @@ def test_memory_of_a_language_model(run_memory):
     only = "--only", "in memory", "--only", "offload all, fused"
     argv = "lm", "--layers", "6", "--width", "64", "--context", "16", "--batch-size", "4"
     code, out, err = run_memory(*argv, *only, "--num-microbatches", "2", "--json")
-    assert (code, err) == (0, "")
+    assert code == 0 and compiled(err, "in memory", "offload all, fused")
     plans = json.loads(out)
     parameters = 4 * 6 * (12 * 64**2 + 2 * 64)
     assert plans["in memory"]["host"]["arguments"] == 0
@@ -113,11 +207,50 @@ def test_memory_of_a_language_model(run_memory):
         (["densenet", "--depth", "11"], "`depth` (=11)"),
         (["densenet", "--depth", "10", "--image-size", "2"], "is too small"),
         (["resnet50"], "must be one of densenet-bc"),
+        (["own_step.one"], "is MODULE:FUNCTION, such as my_module:my_step"),
+        (["./own_step.py:one"], "must be MODULE:FUNCTION, such as own_step:one"),
+        (["own_step:"], "must be MODULE:FUNCTION, such as own_step:my_step"),
+        (["own_step:two_arguments"], "a function of the batch size that returns (fn, *args)"),
+        (["own_step:one", "--depth", "22"], "--depth is not an option of a step of your own"),
+        (["own_step:one", "--layers", "2"], "--layers is not an option of a step of your own"),
+        (["own_step:one", "--dtype", "float32"], "--dtype is not an option of a step of your own"),
+        (["deform-resnet", "--depth", "22"], "--depth is not an option of deform-resnet"),
+        (["own_step:one", "--multiple-of", "2"], "is an option of --max-batch"),
+        (["own_step:one", "--num-devices", "0"], "num_devices (=0) must be at least 1"),
+        (["own_step:one", "--batch-size", "0"], "batch_size (=0) must be at least 1"),
+        (["own_step:one", "--host-memory-gb", "0"], "host_memory_gb (=0) must be at least 1"),
+        (["own_step:one", "--plot", "a.nosuch"], "must end in one of"),
+        (["own_step:one", "--plot", "."], "is a folder"),
+        (["lm", "--layers", "0"], "layers (=0) must be at least 1"),
+        (["densenet", "--image-size", "0"], "image_size (=0) must be at least 1"),
     ],
 )
 def test_memory_says_what_is_wrong(run_memory, argv, message):
     code, out, err = run_memory(*argv)
     assert (code, out) == (2, "") and one_line(err) and message in err, err
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize(
+    ("function", "line", "message"),
+    [
+        ("raises", 'return {}["no such key"]', "KeyError: 'no such key'"),
+        ("fails", "return x @ x", "TypeError: dot_general requires"),
+    ],
+)
+def test_memory_names_the_users_line(run_memory, function, line, message):
+    code, out, err = run_memory(f"own_step:{function}")
+    last = err.splitlines(keepends=True)[-1]
+    number = next(i for i, text in enumerate(OWN.splitlines(), 1) if line in text)
+    assert (code, out) == (1, "") and one_line(last)
+    assert f"own_step.py:{number}, {line}: {message}" in last
+
+
+def test_memory_of_a_module_with_a_mistake(run_memory, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "mistaken", raising=False)
+    (tmp_path / "mistaken.py").write_text("x = 1\nx x\n")
+    code, out, err = run_memory("mistaken:f")
+    assert (code, out) == (1, "") and one_line(err) and "mistaken.py:2: SyntaxError" in err
 
 
 def test_memory_without_the_compiler(run_memory, monkeypatch):

@@ -1,11 +1,13 @@
 import dataclasses
+import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from effjax.memory import Comparison, compare, max_batch_size, plan
+from effjax.memory import Comparison, compare, data_parallel, max_batch_size, plan, plan_all
 from tests.programs import needs_gpu_compiler
 
 pytestmark = needs_gpu_compiler
@@ -41,7 +43,16 @@ def test_compare_in_pictures(capsys):
     assert widths == pytest.approx(4096 * (2 + 4) / 1e9)
     matplotlib.pyplot.close(ax.figure)
     rich.print(found)
-    assert "thrice" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "thrice" in out
+    first, *lines = err.splitlines()
+    assert first == "compiling, 2 in all …" and len(lines) == 2
+    assert all(re.fullmatch(r"(once|thrice): \S+ kB at the peak, \d+\.\d s", x) for x in lines)
+
+
+def test_programs_with_arguments_of_their_own():
+    found = plan_all({"few": (jnp.sin, f32(256)), "many": (jnp.sin, f32(1024))}, target="l4")
+    assert [p.peak_device_bytes for p in found.values()] == [2 * 4 * 256, 2 * 4 * 1024]
 
 
 def test_nothing_to_compare():
@@ -59,12 +70,55 @@ def available(rows):
     return rows * 8192 / (22 * 2**30)
 
 
+@functools.cache
+def largest():
+    return max_batch_size(linear, target="l4", memory_fraction=available(1000.5))
+
+
 def test_max_batch_size_is_exact():
-    found = max_batch_size(linear, target="l4", memory_fraction=available(1000.5))
+    found = largest()
     assert found.batch_size == 1000
     assert found.plan.fits and found.plan.peak_device_bytes == 1000 * 8192
     assert found.tried[1001] == 1001 * 8192 and len(found.tried) <= 5
     assert json.loads(json.dumps(found.to_dict()))["tried"]["1001"] == 1001 * 8192
+
+
+def test_the_largest_batch_in_words_and_pictures(capsys):
+    first, _, *rows = str(largest()).splitlines()
+    assert first.startswith("batch 1000: 8.2 MB at the peak fits in 8.2 MB (0% of NVIDIA L4)")
+    cells = [row.split() for row in rows]
+    assert cells[0] == ["batch", "peak", "fits"]
+    assert ["1000", "8.2", "MB", "yes"] in cells and ["1001", "8.2", "MB", "no"] in cells
+    none = dataclasses.replace(largest(), batch_size=0, tried={8: 2**30})
+    assert str(none).startswith("no batch fits, not even 8: ")
+
+    matplotlib, rich = pytest.importorskip("matplotlib"), pytest.importorskip("rich")
+    matplotlib.use("agg")
+    ax = largest().plot()
+    assert sum(len(line.get_xdata()) for line in ax.lines[:2]) == len(largest().tried)
+    matplotlib.pyplot.close(ax.figure)
+    rich.print(largest())
+    assert "1001" in capsys.readouterr().out
+
+
+def test_a_batch_that_is_split_over_devices():
+    step = data_parallel(lambda n: (lambda w, x: (x * w).sum(), f32(128), f32(16, n, 128)), 8)
+    _, kernel, x = step(64)
+    assert kernel.sharding.spec == jax.P() and x.sharding.spec == jax.P(None, "data")
+    found = plan(*step(64))
+    assert found.num_devices == 8
+    assert found.device.arguments == 4 * (128 + 16 * 64 // 8 * 128)
+    assert [c.kind for c in found.collectives] == ["all-reduce"]
+    with pytest.raises(ValueError, match=r"args\[1\] of shape \(16, 4, 128\).*over 8 devices"):
+        step(4)
+    with pytest.raises(ValueError, match="none grows with the batch"):
+        data_parallel(lambda n: (jnp.sin, f32(8)), 8)(64)
+
+
+def test_max_batch_size_of_several_devices():
+    step = data_parallel(linear, 8)
+    found = max_batch_size(step, start=16, target="l4", memory_fraction=available(10.5))
+    assert found.batch_size == 80 and all(batch % 8 == 0 for batch in found.tried)
 
 
 def test_max_batch_size_in_multiples():

@@ -1,5 +1,6 @@
 """Plans of programs whose bytes are known by hand."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -86,6 +87,11 @@ def test_a_plan_in_words_and_pictures():
     matplotlib.use("agg")
     ax = p.plot(most=3)
     assert len(ax.get_yticklabels()) == 3
+    assert [text.get_text() for text in ax.texts] == ["4.2 MB"] * 3
+    matplotlib.pyplot.close(ax.figure)
+    small = dataclasses.replace(p.peak_buffers[0], shape="f32[1]", bytes=4)
+    ax = dataclasses.replace(p, peak_buffers=(*p.peak_buffers, small)).plot()
+    assert len(ax.get_yticklabels()) == 4  # no bar that cannot be seen
     matplotlib.pyplot.close(ax.figure)
 
 
@@ -94,6 +100,10 @@ def test_donation():
     assert p.device.aliased == p.device.total == MATRIX // 4
     jitted = jax.jit(lambda x: x + 1, donate_argnums=0)
     assert plan(jitted, f32(1024, 256)).device == p.device
+    assert "donate" not in str(p)
+    kept = plan(lambda x: x + 1, f32(1024, 256))
+    assert "hint: nothing is donated" in str(kept) and "1.0 MB of device memory" in str(kept)
+    assert "donate" not in str(plan(lambda x: x.sum(), f32(1024, 256)))  # nothing to save
 
 
 def test_fits():

@@ -1,5 +1,6 @@
 import jax
 import jax.numpy as jnp
+import pytest
 
 from effjax.memory import residual_bytes
 
@@ -66,3 +67,24 @@ def test_concrete_arrays_give_the_same_count():
     key = jax.random.key(0)
     concrete = residual_bytes(lambda x: fn(x, key), x)
     assert concrete == residual_bytes(lambda x: fn(x, key), struct(4, 4))
+
+
+def test_a_report_in_words_and_pictures(capsys):
+    def fn(x, *weights):
+        for w in weights:
+            x = jnp.sin(x @ w)
+        return jnp.sum(x)
+
+    report = residual_bytes(fn, struct(1, 16), struct(16, 64), struct(64, 32))
+    first, _, header, *rows = str(report).splitlines()
+    assert first.startswith(f"{report.bytes / 1e3:.1f} kB kept for the backward pass, of them ")
+    assert header.split() == ["bytes", "count", "shape"] and len(rows) == len(report.largest)
+    assert rows[0].split() == ["8.2", "kB", "1×", "float32[64,32]"]
+
+    matplotlib, rich = pytest.importorskip("matplotlib"), pytest.importorskip("rich")
+    matplotlib.use("agg")
+    ax = report.plot(most=2)
+    assert len(ax.get_yticklabels()) == 2
+    matplotlib.pyplot.close(ax.figure)
+    rich.print(report)
+    assert "kept for the backward pass" in capsys.readouterr().out

@@ -1,0 +1,114 @@
+"""Steps that take modules and optimizers of Flax's."""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from effjax.memory import compare, max_batch_size, plan, residual_bytes
+from tests.programs import needs_gpu_compiler
+
+WIDTH = 256
+X = jax.ShapeDtypeStruct((1024, WIDTH), jnp.float32)
+
+
+class Network(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.second = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+        self.tied = self.first  # its arrays are there once
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.tied(x)))
+
+
+def step(model, optimizer, x):
+    optimizer.update(model, nnx.grad(lambda model: (model(x) ** 2).mean())(model))
+
+
+def shapes():
+    """A module and its optimizer, of shapes."""
+    model = nnx.eval_shape(lambda: Network(nnx.Rngs(0)))
+    return model, nnx.eval_shape(lambda: nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
+
+
+@functools.cache
+def planned():
+    return plan(nnx.jit(step, donate_argnums=(0, 1)), *shapes(), X)
+
+
+@needs_gpu_compiler
+def test_a_step_of_nnx_is_that_of_its_arrays():
+    graph, state = nnx.split(shapes())
+
+    def pure(state, x):
+        model, optimizer = nnx.merge(graph, state)
+        step(model, optimizer, x)
+        return nnx.state((model, optimizer))
+
+    expected = plan(pure, state, X, donate_argnums=0)
+    assert planned().device == expected.device
+    parameters = 4 * (2 * 4 * WIDTH**2 + 5 * WIDTH)
+    moments_and_all = 3 * parameters
+    assert moments_and_all < planned().device.arguments - 4 * X.size < 1.01 * moments_and_all
+
+
+@needs_gpu_compiler
+def test_modules_of_arrays_and_methods():
+    class Learner(Network):
+        @nnx.jit(donate_argnums=(0, 1))
+        def learn(self, optimizer, x):
+            step(self, optimizer, x)
+
+    model = Learner(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+    assert plan(model.learn, optimizer, X).device == planned().device
+    jax.tree.map(lambda a, b: (a == b).all() or pytest.fail("changed"), nnx.state(model), before)
+
+
+@needs_gpu_compiler
+def test_arrays_of_modules_keep_their_place():
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    on_host = NamedSharding(mesh, P(), memory_kind="pinned_host")
+    model = nnx.eval_shape(lambda: nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(model)
+    state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=on_host), state)
+
+    @nnx.jit
+    def forward(model, x):
+        return x @ jax.device_put(model.kernel[...], jax.memory.Space.Device)
+
+    assert plan(forward, nnx.merge(graph, state), X).host.arguments == 4 * WIDTH**2
+
+
+REFUSED = pytest.raises(TypeError, match=r"`args\[0\]` is a Network, an nnx object.*nnx.jit")
+
+
+def test_functions_that_nnx_does_not_know_are_refused(monkeypatch):
+    monkeypatch.setattr(sys.modules["effjax.memory.plan"], "check_compiler", lambda: None)
+    model, optimizer = shapes()
+    for fn in (step, jax.jit(step), nnx.jit(step).__wrapped__, nnx.value_and_grad(step)):
+        with REFUSED:
+            plan(fn, model, optimizer, X)
+    with REFUSED:
+        compare({"step": step}, model, optimizer, X)
+    with REFUSED:
+        max_batch_size(lambda batch: (step, model, optimizer, X))
+    with pytest.raises(TypeError, match=r"`args\[1\]\['rngs'\]` is a Rngs"):
+        plan(step, X, {"rngs": nnx.Rngs(0)})
+    with pytest.raises(TypeError, match=r"`args\[0\]` is a Network.*nnx.split"):
+        residual_bytes(lambda model, x: model(x), model, X)
+
+
+def test_states_are_arrays():
+    model, _ = shapes()
+    graph, state = nnx.split(model)
+    found = residual_bytes(lambda state, x: nnx.merge(graph, state)(x), state, X)
+    assert found.argument_bytes >= 4 * WIDTH * 4 * WIDTH
