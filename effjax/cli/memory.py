@@ -175,9 +175,8 @@ def _steps(
     model: str, dtype: Any, batch_size: int, num_devices: int, of_models: dict[str, Any]
 ) -> "Steps":
     """Those of a model of effjax's."""
-    images, text = (
-        kind(**{name: of_models[name] for name in _names(kind)}) for kind in (OfImages, OfText)
-    )
+    images = OfImages(**{name: of_models[name] for name in _names(OfImages)})
+    text = OfText(**{name: of_models[name] for name in _names(OfText)})
     check(images)
     check(text)
     if model == "lm":

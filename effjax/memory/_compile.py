@@ -130,9 +130,7 @@ def _of_jit(
         numbers = value if isinstance(value, (tuple, list)) else (value,)
         for number in numbers:
             if isinstance(number, bool) or not isinstance(number, int):
-                raise TypeError(
-                    f"`{name}` must be numbers of arguments, not {described(value)}."
-                )
+                raise TypeError(f"`{name}` must be numbers of arguments, not {described(value)}.")
         if numbers:
             given[name] = value
     return given

@@ -2,12 +2,13 @@
 
 import itertools
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 _EFFJAX = f"{Path(__file__).parents[1]}{os.sep}"
 _PLANNER = f"{Path(__file__).parent}{os.sep}"  # who called it made nothing
-_INSTALLED = "site-packages", "dist-packages"
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 
 def made_by(places: Sequence[str]) -> tuple[str, str]:
@@ -26,6 +27,11 @@ def made_by(places: Sequence[str]) -> tuple[str, str]:
 
 def in_library(place: str) -> bool:
     """Whether a file, or a line of one, is effjax's or of an installed package."""
-    return place.startswith(_EFFJAX) or any(
-        f"{os.sep}{name}{os.sep}" in place for name in _INSTALLED
-    )
+    return place.startswith(_EFFJAX) or _INSTALLED.search(place) is not None
+
+
+def from_package(place: str) -> str:
+    """A library's line with the name of its package first: effjax/ops/batch_norm/sync.py:12."""
+    if place.startswith(_EFFJAX):
+        return f"effjax/{place[len(_EFFJAX) :]}"
+    return _INSTALLED.split(place)[-1]

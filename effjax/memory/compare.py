@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 from ..ops._arguments import as_callable, described
@@ -78,23 +78,25 @@ def plan_all(
     steps = {
         name: as_step(f"steps[{name!r}]", step) for name, step in _by_name("steps", steps).items()
     }
-    # Traced here, since settings such as `jax.set_mesh` are those of a thread; compiled elsewhere.
-    with (
-        progress_bar("compiling", len(steps), as_flag("progress", progress)) as advance,
-        ThreadPoolExecutor(os.cpu_count() or 1) as pool,
-    ):
+    as_flag("progress", progress)
+    first, *others = steps
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
 
-        def compiled(name: str, finish: Callable[[], MemoryPlan], began: float) -> MemoryPlan:
-            plan = finish()
-            size, seconds = report.format_bytes(plan.peak_device_bytes), time.perf_counter() - began
-            advance(f"{name}: {size} at the peak, {seconds:.1f} s")
-            return plan
-
-        plans = {}
-        for name, (fn, *args) in steps.items():
+        def start(name: str) -> Future[tuple[MemoryPlan, float]]:
+            # Traced here, since settings such as `jax.set_mesh` are those of a thread.
             began = time.perf_counter()
-            plans[name] = pool.submit(compiled, name, prepare(fn, *args, **options), began)
-        return Comparison({name: plan.result() for name, plan in plans.items()})
+            fn, *args = steps[name]
+            finish = prepare(fn, *args, **options)
+            return pool.submit(lambda: (finish(), time.perf_counter() - began))
+
+        started = {start(first): first}  # what is wrong with all of them is said alone
+        with progress_bar("compiling", len(steps), progress) as advance:
+            started |= {start(name): name for name in others}
+            for done in as_completed(started):
+                plan, seconds = done.result()
+                size = report.format_bytes(plan.peak_device_bytes)
+                advance(f"{started[done]}: {size} at the peak, {seconds:.1f} s")
+    return Comparison({name: done.result()[0] for done, name in started.items()})
 
 
 def as_step(name: str, step: Any) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ._source import from_package, in_library
 from .host import VARIABLE
 
 if TYPE_CHECKING:
@@ -221,9 +222,11 @@ def short_name(operation: str) -> str:
 
 
 def short_path(source: str) -> str:
-    """Relative to the working directory where that is shorter, and the last two parts at most."""
+    """From the package of a library; else the last two parts, the working directory left out."""
     if not source:
         return ""
+    if in_library(source):
+        return from_package(source)
     path = os.path.relpath(source)
     return "/".join((source if path.startswith("..") else path).split("/")[-2:])
 

@@ -47,7 +47,6 @@ def shows(wanted, *argv):
         shows(USAGE, "memory", "lm", "--multiple-of", "8"),
         shows(USAGE, "memory", "densenet", "--depth", "5"),
         shows(USAGE, "memory", "densenet", "--growth-rate", "-1"),
-        shows(USAGE, "memory", "densenet", "--image-size", "1"),
         shows(USAGE, "memory", "densenet121", "--depth", "22"),
         shows(USAGE, "memory", "alexnet"),
         shows(USAGE, "memory", ""),

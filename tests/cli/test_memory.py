@@ -47,7 +47,7 @@ def dense_net(batch):
     import optax
     from flax import nnx
     from effjax.models import DenseNet
-    options = dict(block_config=(2,), growth_rate=4, small_inputs=True)
+    options = dict(block_config=(1,), growth_rate=2, small_inputs=True)
     model = nnx.eval_shape(lambda: DenseNet(**options, rngs=nnx.Rngs(0)))
     cross_entropy = optax.softmax_cross_entropy_with_integer_labels
     loss_of = lambda model, images, labels: cross_entropy(model(images), labels).mean()
@@ -131,7 +131,7 @@ def test_memory_of_a_batch_that_is_split(run_memory):
 def test_memory_of_the_largest_batch_of_several_devices(run_memory):
     limits = "--target", "l4", "--memory-fraction", "0.0001", "--max-batch", "--json"
     fits = int(0.0001 * 22 * 2**30) // 2048 * 8
-    for more, unit in ([], 8), (["--multiple-of", "1000"], 1000):
+    for more, unit in (["--batch-size", "9216"], 8), (["--multiple-of", "5000"], 5000):
         code, out, _ = run_memory("own_step:spans", *limits, *more)
         found = json.loads(out)["spans"]
         assert code == 0 and found["batch_size"] == fits // unit * unit

@@ -11,6 +11,7 @@ from jax._src import source_info_util
 import effjax
 from effjax.memory import _source, plan
 from effjax.memory._source import made_by
+from effjax.memory.report import short_path
 from tests.programs import needs_gpu_compiler
 
 PACKAGE = str(pathlib.Path(effjax.__file__).parent)
@@ -34,6 +35,12 @@ INSTALLED = "/opt/lib/python3.11/site-packages/"
 )
 def test_the_librarys_line_and_the_users(places, expected):
     assert made_by(places) == expected
+
+
+def test_lines_of_libraries_begin_with_their_package():
+    assert short_path(f"{PACKAGE}/ops/a.py:1") == "effjax/ops/a.py:1"
+    assert short_path(f"{INSTALLED}flax/nnx/nn/linear.py:7") == "flax/nnx/nn/linear.py:7"
+    assert short_path("/me/projects/net/step.py:3") == "net/step.py:3"
 
 
 def test_an_installed_effjax(monkeypatch):
