@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..ops._arguments import as_integer
 from .report import array_name, format_bytes, grouped, parts, short_name, short_path, verdict
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def plot_plan(plan: "MemoryPlan", ax: Any, most: int) -> Any:
     """Bars of the largest groups of buffers; those too short to be seen are left out."""
     from matplotlib.patches import Patch
 
+    as_integer("most", most, 1)
     ax, groups = ax or _new_axes(), grouped(plan)
     groups = [g for g in groups[:most] if g.bytes >= _VISIBLE * groups[0].bytes]
     labels = [
@@ -39,6 +41,7 @@ def plot_plan(plan: "MemoryPlan", ax: Any, most: int) -> Any:
 
 def plot_residuals(found: "ResidualReport", ax: Any, most: int) -> Any:
     """Bars of the largest arrays that are kept; those too short to be seen are left out."""
+    as_integer("most", most, 1)
     ax = ax or _new_axes()
     rows = [row for row in found.largest[:most] if row[-1] >= _VISIBLE * found.largest[0][-1]]
     labels = [f"{count}× {array_name(shape, dtype)}" for shape, dtype, count, _ in rows]

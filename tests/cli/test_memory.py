@@ -6,6 +6,7 @@ import pytest
 
 from tests.cli.command import one_line
 from tests.programs import needs_gpu_compiler
+from tests.tiers import exhaustive
 
 OWN = """
 import jax, jax.numpy as jnp
@@ -128,14 +129,21 @@ def test_memory_of_a_batch_that_is_split(run_memory):
 
 
 @needs_gpu_compiler
-def test_memory_of_the_largest_batch_of_several_devices(run_memory):
+@pytest.mark.parametrize(
+    ("more", "unit"),
+    [(["--batch-size", "9216"], 8), exhaustive(["--multiple-of", "5000"], 5000)],
+)
+def test_memory_of_the_largest_batch_of_several_devices(run_memory, more, unit):
     limits = "--target", "l4", "--memory-fraction", "0.0001", "--max-batch", "--json"
     fits = int(0.0001 * 22 * 2**30) // 2048 * 8
-    for more, unit in (["--batch-size", "9216"], 8), (["--multiple-of", "5000"], 5000):
-        code, out, _ = run_memory("own_step:spans", *limits, *more)
-        found = json.loads(out)["spans"]
-        assert code == 0 and found["batch_size"] == fits // unit * unit
-        assert all(int(batch) % unit == 0 for batch in found["tried"])
+    code, out, _ = run_memory("own_step:spans", *limits, *more)
+    found = json.loads(out)["spans"]
+    assert code == 0 and found["batch_size"] == fits // unit * unit
+    assert all(int(batch) % unit == 0 for batch in found["tried"])
+
+
+@needs_gpu_compiler
+def test_memory_of_a_step_over_other_devices(run_memory):
     code, _, err = run_memory("own_step:spans", "--num-devices", "4")
     assert code == 2 and "the step spans 8" in err and "in_shardings" not in err
 

@@ -50,6 +50,7 @@ def test_compare_in_pictures(capsys):
     assert all(re.fullmatch(r"(once|thrice): \S+ kB at the peak, \d+\.\d s", x) for x in lines)
 
 
+@pytest.mark.exhaustive
 def test_programs_with_arguments_of_their_own():
     found = plan_all({"few": (jnp.sin, f32(256)), "many": (jnp.sin, f32(1024))}, target="l4")
     assert [p.peak_device_bytes for p in found.values()] == [2 * 4 * 256, 2 * 4 * 1024]

@@ -46,6 +46,7 @@ CASES = [
     *bad("num_devices", memory.mesh_to_plan_for, *WRONG, 0),
     *bad("fn", lambda v: memory.residual_bytes(v, X), *WRONG),
     *bad("has_aux", lambda v: memory.residual_bytes(jnp.sin, X, has_aux=v), None, 1, "yes"),
+    *bad("most", lambda v: memory.residual_bytes(jnp.sin, X).plot(most=v), *WRONG, 0),
     *bad("hlo", memory.collectives, None, [1], 3.5, True),
 ]
 

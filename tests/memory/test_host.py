@@ -1,6 +1,8 @@
 """Pinned host memory: XLA takes only so much of it."""
 
 import dataclasses
+import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +38,15 @@ def test_the_limit(monkeypatch):
             host_memory_limit()
 
 
+@functools.cache
+def planned():
+    return plan(first_row, on_host(65, 2**18, 1024), host_memory_bytes=64 * GIB)
+
+
 @needs_gpu_compiler
 def test_more_than_the_host_has_does_not_fit(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    found = plan(first_row, on_host(65, 2**18, 1024))
+    found = planned()
     assert found.peak_host_bytes == 65 * GIB and not found.fits
     assert "DOES NOT FIT in 68.7 GB (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=64)" in str(found)
     record = found.to_dict()
@@ -52,7 +59,11 @@ def test_more_than_the_host_has_does_not_fit(monkeypatch):
 
 
 @needs_gpu_compiler
-def test_the_largest_batch_of_the_host():
-    step = lambda batch: (first_row, on_host(batch, 2**20))  # noqa: E731
-    found = max_batch_size(step, start=96, host_memory_bytes=100 * 2**22 + 5)
-    assert found.batch_size == 100
+def test_the_largest_batch_of_the_host(monkeypatch):
+    def plan_of(_, batch):
+        host = dataclasses.replace(planned().host, arguments=batch * 2**22)
+        return dataclasses.replace(planned(), host=host, host_memory_bytes=100 * 2**22 + 5)
+
+    monkeypatch.setattr(sys.modules["effjax.memory.batch_size"], "plan", plan_of)
+    found = max_batch_size(lambda batch: (first_row, batch), start=2)
+    assert found.batch_size == 100 and len(found.tried) <= 5
