@@ -19,6 +19,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
+    rich_markup_mode="markdown",
 )
 train_app = typer.Typer(help="Train a model on images or text.", no_args_is_help=True)
 
