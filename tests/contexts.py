@@ -56,7 +56,8 @@ def _per_device(op, params, batch):
 
 
 def _split(batch):
-    return jax.tree.map(lambda a: a.reshape(DEVICES, -1, *a.shape[1:]), batch)
+    # JAX's arrays: a custom_vjp takes no NumPy array from a vmap inside jit.
+    return jax.tree.map(lambda a: jnp.asarray(a).reshape(DEVICES, -1, *a.shape[1:]), batch)
 
 
 def _join(result):
@@ -75,7 +76,9 @@ def vmap_of_grad(op, params, batch):
     return _join(jax.jit(run)(params, _split(batch)))
 
 
-def grad_of_vmap(op, params, batch):
+def grad_of_vmap(between, op, params, batch):
+    """The gradient outside; JAX runs custom rules without vmap's axis if jit is between the two."""
+
     def loss(params, x):
         def one(x, batch):
             y, aux = op(params, {**batch, "x": x}, "i")
@@ -85,9 +88,16 @@ def grad_of_vmap(op, params, batch):
         return losses.mean(), jax.tree.map(lambda a: a[0], aux)
 
     split = _split(batch)
-    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-    (value, aux), (dparams, dx) = run(params, split["x"])
+    run = jax.value_and_grad(between(loss), argnums=(0, 1), has_aux=True)
+    (value, aux), (dparams, dx) = jax.jit(run)(params, split["x"])
     return value, aux, dparams, dx.reshape(batch["x"].shape)
+
+
+def in_scan(f):
+    """The same function, in a loop of one step."""
+    return lambda *args: jax.tree.map(
+        lambda a: a[0], lax.scan(lambda c, _: (c, f(*args)), None, None, length=1)[1]
+    )
 
 
 def grad_of_shard_map(check_vma, names, op, params, batch):
@@ -147,7 +157,8 @@ CONTEXTS = {
     "jit_explicit": functools.partial(jit_global, AxisType.Explicit),
     "pmap": pmap,
     "vmap_of_grad": vmap_of_grad,
-    "grad_of_vmap": grad_of_vmap,
+    "grad_of_vmap": functools.partial(grad_of_vmap, lambda loss: loss),
+    "grad_of_jit_of_vmap": functools.partial(grad_of_vmap, jax.jit),
     "grad_of_shard_map": functools.partial(grad_of_shard_map, True, ("i",)),
     "grad_of_shard_map_unchecked": functools.partial(grad_of_shard_map, False, ("i",)),
     "grad_of_shard_map_two_axes": functools.partial(grad_of_shard_map, True, ("i", "j")),

@@ -60,7 +60,7 @@ THIRD = {
     "layers": {"jax", "numpy"},
     "linen": FLAX,
     "nnx": FLAX,
-    "models": FLAX,
+    "models": FLAX | {"chex"},
     "convert": {"numpy"},
     "memory": {"jax", "numpy", "rich", "matplotlib"},
     "train": {"jax", "numpy", "orbax", "rich", "matplotlib"},

@@ -3,6 +3,7 @@
 The adapters own the variables; everything they compute is here, so that both compute the same bits.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -11,7 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..ops.batch_norm.complex import complex_batch_norm
+from ..ops._arguments import as_array, as_callable, as_dtype, as_flag, as_number, one_of
+from ..ops._parallel import axis_names
+from ..ops.batch_norm.complex import complex_batch_norm, complex_inference
+from ..ops.batch_norm.statistics import as_axes, index_groups
 from ..ops.batch_norm.sync import BatchStats, batch_norm_inference, sync_batch_norm
 
 Axes = int | Sequence[int]
@@ -19,16 +23,67 @@ Activation = Literal["relu"]
 Stats = Literal["auto", "gather", "two_psum"]
 
 
+MOST_AXES = 64  # of an array, in NumPy
+
+
+def check_options(
+    *,
+    use_running_average: Any,
+    axis: Any,
+    momentum: Any,
+    epsilon: Any,
+    dtype: Any,
+    param_dtype: Any,
+    bias_init: Any,
+    scale_init: Any,
+    axis_name: Any,
+    axis_index_groups: Any,
+    activation: Any,
+    stats: Any,
+    **flags: Any,
+) -> None:
+    """Checks what a constructor was given: what would fail at the first call, or not at all."""
+    if use_running_average is not None:
+        as_flag("use_running_average", use_running_average)
+    as_axes("axis", axis, MOST_AXES)
+    check_momentum(momentum)
+    as_number("epsilon", epsilon, lambda e: 0 <= e < math.inf, "at least 0")
+    if dtype is not None:
+        as_dtype("dtype", dtype, jnp.inexact)
+    as_dtype("param_dtype", param_dtype, jnp.inexact)
+    as_callable("bias_init", bias_init)
+    as_callable("scale_init", scale_init)
+    axis_names(axis_name)
+    index_groups(axis_index_groups)
+    one_of("activation", activation, None, "relu", hint="; apply others to the result")
+    one_of("stats", stats, "auto", "gather", "two_psum")
+    for name, value in flags.items():
+        as_flag(name, value)
+
+
+def check_momentum(momentum: Any) -> None:
+    if momentum is not None:
+        wanted = (
+            "in [0, 1], or None for the mean over all batches; it is the share of the old value: "
+            "PyTorch's 0.1 is 0.9 here"
+        )
+        as_number("momentum", momentum, lambda m: 0 <= m <= 1, wanted)
+
+
+def hashable_axes(axis_name: Any) -> Any:
+    """`axis_name` as it is, but for a list: nnx hashes the attributes of a module."""
+    axis_names(axis_name)
+    return tuple(axis_name) if isinstance(axis_name, list) else axis_name
+
+
+def as_input(name: str, x: Any) -> jax.Array:
+    """An array of numbers; integers are promoted later."""
+    return as_array(name, x, jnp.number)
+
+
 def feature_axes(ndim: int, axis: Axes) -> tuple[int, ...]:
     """The feature axes of an array of rank `ndim`: positive, without duplicates, ascending."""
-    axes = (axis,) if isinstance(axis, int) else tuple(axis)
-    for a in axes:
-        if not -ndim <= a < ndim:
-            raise ValueError(
-                f"`axis` (={axis}) is out of range for an input of rank {ndim}: "
-                f"every entry must lie in [{-ndim}, {ndim - 1}]."
-            )
-    return tuple(sorted({a % ndim for a in axes}))
+    return tuple(sorted(set(as_axes("axis", axis, ndim))))
 
 
 def output_dtype(x: jax.Array, dtype: DTypeLike | None, *params: jax.Array | None) -> jnp.dtype:
@@ -47,6 +102,8 @@ def output_dtype(x: jax.Array, dtype: DTypeLike | None, *params: jax.Array | Non
             dtype = jnp.promote_types(dtype, jnp.float32)
     if not jnp.issubdtype(dtype, jnp.inexact):
         raise ValueError(f"`dtype` (={dtype}) must be a floating-point or complex dtype.")
+    if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(f"`dtype` (={dtype}) must be complex, or None, for complex x ({x.dtype}).")
     return dtype
 
 
@@ -72,7 +129,7 @@ def normalize_batch(
     scale, bias = (_features(p, x, axes) for p in (scale, bias))
     kwargs: dict[str, Any] = dict(
         axis_name=axis_name, axis_index_groups=axis_index_groups, mask=mask, epsilon=epsilon,
-        activation=activation, residual=_cast(residual, x.dtype), feature_axis=axes,
+        activation=activation, residual=_as_residual(residual, x), feature_axis=axes,
     )  # fmt: skip
     if jnp.iscomplexobj(x):
         y, batch = complex_batch_norm(x, scale, bias, **kwargs)
@@ -95,13 +152,15 @@ def normalize_with(
     residual: ArrayLike | None,
 ) -> jax.Array:
     """Inference form: `x` normalized with the given (running) statistics."""
-    out = output_dtype(x, dtype, scale, bias)
+    # A complex mean, which a complex batch has left, makes a real input complex.
+    out = output_dtype(x, dtype, scale, bias, mean if jnp.iscomplexobj(mean) else None)
     axes = feature_axes(x.ndim, axis)
     x = x.astype(jnp.promote_types(x.dtype, out))
     mean, var, scale, bias = (_features(p, x, axes) for p in (mean, var, scale, bias))
-    y = batch_norm_inference(
+    normalized = complex_inference if jnp.iscomplexobj(x) else batch_norm_inference
+    y = normalized(
         x, mean, var, scale, bias, epsilon=epsilon, activation=activation,
-        residual=_cast(residual, x.dtype), feature_axis=axes,
+        residual=_as_residual(residual, x), feature_axis=axes,
     )  # fmt: skip
     return y.astype(out)
 
@@ -151,5 +210,11 @@ def _flat(v: jax.Array, like: jax.Array) -> jax.Array:
     return v if v.ndim == 0 else v.reshape(like.shape)
 
 
-def _cast(v: ArrayLike | None, dtype: DTypeLike) -> jax.Array | None:
-    return None if v is None else jnp.asarray(v, dtype)
+def _as_residual(v: ArrayLike | None, x: jax.Array) -> jax.Array | None:
+    """In x's dtype, which takes nothing away but precision."""
+    if v is None:
+        return None
+    v = as_input("residual", v)
+    if jnp.iscomplexobj(v) and not jnp.iscomplexobj(x):
+        raise TypeError(f"`residual` is {v.dtype}, but `x` is {x.dtype}; pass its real part.")
+    return v.astype(x.dtype)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -12,6 +13,10 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
+
+from ..ops._arguments import as_array, as_dtype, as_flag, as_integer, as_number, described, one_of
+from ..ops.batch_norm.statistics import index_groups
+from .batch_norm import as_input, check_momentum, hashable_axes
 
 Save = Literal["conv", "features"]
 
@@ -37,35 +42,27 @@ class DenseNetOptions:
     epsilon: float = 1e-5
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
+    unbiased_running_var: bool = False
 
     def __post_init__(self):
-        _freeze(self, "block_config", tuple(self.block_config))
-        if self.axis_index_groups is not None:
-            _freeze(self, "axis_index_groups", tuple(tuple(g) for g in self.axis_index_groups))
-        if not self.block_config:
-            raise ValueError(
-                "`block_config` is empty: give the number of layers of each block, like (6, 12)."
-            )
-        counts = [("block_config", n) for n in self.block_config]
-        names = ("growth_rate", "num_init_features", "bn_size", "num_classes")
-        for name, value in counts + [(name, getattr(self, name)) for name in names]:
-            if value < 1:
-                raise ValueError(f"`{name}` (={getattr(self, name)}) must be at least 1.")
-        if not 0 < self.compression <= 1:
-            raise ValueError(
-                f"`compression` (={self.compression}) must lie in (0, 1]; 1 keeps all channels."
-            )
-        if not 0 <= self.drop_rate < 1:
-            raise ValueError(
-                f"`drop_rate` (={self.drop_rate}) must lie in [0, 1); 0 is no dropout."
-            )
-        if self.momentum is not None and not 0 <= self.momentum <= 1:
-            raise ValueError(
-                f"`momentum` (={self.momentum}) must lie in [0, 1], or be None for the mean over "
-                "all batches; it is the share of the old value: PyTorch's 0.1 is 0.9 here."
-            )
-        if self.save not in ("conv", "features"):
-            raise ValueError(f"`save` (={self.save!r}) must be 'conv' or 'features'.")
+        for name in ("growth_rate", "num_init_features", "bn_size", "num_classes"):
+            as_integer(name, getattr(self, name), 1)
+        _freeze(self, "block_config", _layers(self.block_config))
+        _freeze(self, "axis_index_groups", index_groups(self.axis_index_groups))
+        _freeze(self, "axis_name", hashable_axes(self.axis_name))
+        if self.num_chunks is not None:
+            as_integer("num_chunks", self.num_chunks, 1)
+        wanted = "in (0, 1]; 1 keeps all channels"
+        as_number("compression", self.compression, lambda c: 0 < c <= 1, wanted)
+        as_number("drop_rate", self.drop_rate, lambda r: 0 <= r < 1, "in [0, 1); 0 is no dropout")
+        check_momentum(self.momentum)
+        as_number("epsilon", self.epsilon, lambda e: 0 <= e < math.inf, "at least 0")
+        one_of("save", self.save, "conv", "features")
+        for name in ("small_inputs", "efficient", "unbiased_running_var"):
+            as_flag(name, getattr(self, name))
+        if self.dtype is not None:
+            as_dtype("dtype", self.dtype)
+        as_dtype("param_dtype", self.param_dtype)
         if min(after for _, after in self.widths()) < 1:
             raise ValueError(
                 f"`compression` (={self.compression}) leaves no channels: the widths before and "
@@ -88,13 +85,16 @@ class DenseNetOptions:
             momentum=self.momentum, epsilon=self.epsilon, dtype=self.dtype,
             param_dtype=self.param_dtype, axis_name=self.axis_name,
             axis_index_groups=self.axis_index_groups, activation="relu",
+            unbiased_running_var=self.unbiased_running_var,
         )  # fmt: skip
 
     def prepare(
         self, x: ArrayLike, in_channels: int | None, mask: ArrayLike | None
     ) -> tuple[jax.Array, jax.Array | None]:
         """Checks a batch; returns it in the computation's dtype, and the mask as [N, 1, 1, 1]."""
-        x = jnp.asarray(x)
+        x = as_input("x", x)
+        if jnp.iscomplexobj(x):
+            raise TypeError(f"`x` must be real, but its dtype is {x.dtype}; pass its real part.")
         if x.ndim != 4:
             raise ValueError(
                 f"`x` must be of shape [batch, height, width, channels], not {x.shape}."
@@ -113,7 +113,7 @@ class DenseNetOptions:
                 "Use fewer blocks, small_inputs=True or larger images."
             )
         if mask is not None:
-            mask = jnp.asarray(mask)
+            mask = as_array("mask", mask, jnp.bool_)
             if mask.shape not in ((x.shape[0],), (x.shape[0], 1, 1, 1)):
                 raise ValueError(
                     f"`mask` of shape {mask.shape} must say which images count: of shape "
@@ -180,6 +180,24 @@ def block_key(key: jax.Array | None, block: int) -> jax.Array | None:
 def common(values: Sequence[Any]) -> Any:
     """The value that all have, or None if they differ."""
     return values[0] if all(v == values[0] for v in values) else None
+
+
+def _layers(block_config: Any) -> tuple[int, ...]:
+    """The number of layers of each block."""
+    try:
+        layers = tuple(map(operator.index, block_config))
+    except TypeError:
+        raise TypeError(
+            "`block_config` must be the number of layers of each block, like (6, 12), not "
+            f"{described(block_config)}."
+        ) from None
+    if not layers:
+        raise ValueError(
+            "`block_config` is empty: give the number of layers of each block, like (6, 12)."
+        )
+    if min(layers) < 1:
+        raise ValueError(f"`block_config` (={layers}) must be at least 1 in every block.")
+    return layers
 
 
 def _freeze(options: DenseNetOptions, name: str, value: Any) -> None:

@@ -1,4 +1,8 @@
-"""Flax linen modules over the operators of effjax."""
+"""Flax linen modules over the operators of effjax.
+
+The modules of `effjax.nnx`, by the same names; `convert_batch_norm` has no counterpart here, since
+a linen model is made with `effjax.linen.BatchNorm` in place of Flax's.
+"""
 
 from .._deprecated import moved
 from .batch_norm import BatchNorm as BatchNorm

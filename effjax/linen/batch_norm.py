@@ -1,5 +1,6 @@
 """Batch normalization over devices for Flax linen."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,11 +12,14 @@ from jax.typing import ArrayLike
 from ..layers.batch_norm import (
     Activation,
     Stats,
+    as_input,
+    check_options,
     feature_axes,
     normalize_batch,
     normalize_with,
     updated_running_stats,
 )
+from ..ops._arguments import as_flag
 from ..ops.batch_norm.sync import BatchStats
 
 
@@ -37,7 +41,8 @@ class BatchNorm(nn.BatchNorm):
     - `dtype=None` keeps float16 and bfloat16 inputs in their dtype (Flax promotes them to float32).
     - No gradient flows through the running statistics: there is a `stop_gradient` before each
       update.
-    - `epsilon` must be positive.
+    - `epsilon` must be positive in training.
+    - A single example without a batch axis needs `axis_name` in training.
     - A batch (or a channel) without a single value leaves the running statistics as they are.
     - `residual` and `activation` are fused into the normalization.
 
@@ -64,6 +69,13 @@ class BatchNorm(nn.BatchNorm):
     activation: Activation | None = None
     stats: Stats = "auto"
 
+    def __post_init__(self):
+        # Of this class, and not of one derived from it.
+        names = {field.name for field in dataclasses.fields(BatchNorm)} - {"parent", "name"}
+        check_options(**{name: getattr(self, name) for name in names})
+        super().__post_init__()
+
+    @nn.compact
     def __call__(  # type: ignore[override]
         self,
         x: ArrayLike,
@@ -83,9 +95,15 @@ class BatchNorm(nn.BatchNorm):
         Returns:
             The normalized input, of x's shape and of dtype `dtype` (see the class).
 
+        Raises:
+            TypeError, ValueError: for an argument that does not fit, or an `axis_name` that is not
+                mapped where statistics are taken.
+
         During initialization the running statistics do not change and `axis_name` need not exist.
         """
-        x = jnp.asarray(x)
+        x = as_input("x", x)
+        if use_running_average is not None:
+            as_flag("use_running_average", use_running_average)
         if self.track_running_stats:
             use_running_average = nn.merge_param(
                 "use_running_average", self.use_running_average, use_running_average
@@ -93,14 +111,16 @@ class BatchNorm(nn.BatchNorm):
         else:
             use_running_average = False
         shape = tuple(x.shape[a] for a in feature_axes(x.ndim, self.axis))
-        scale, bias = self.parameters(shape)
+        scale, bias = self._create(shape)
+        initializing = self.is_initializing()
+        mean, var = (self.get_variable("batch_stats", name) for name in ("mean", "var"))
+        if initializing and len(shape) == x.ndim:  # a single example has no statistics of its own
+            use_running_average, mean, var = True, jnp.zeros(shape), jnp.ones(shape)
         if use_running_average:
-            mean, var = (self.get_variable("batch_stats", name) for name in ("mean", "var"))
             return normalize_with(
                 x, mean, var, scale, bias, dtype=self.dtype, axis=self.axis,
                 epsilon=self.epsilon, activation=self.activation, residual=residual,
             )  # fmt: skip
-        initializing = self.is_initializing()
         y, batch = normalize_batch(
             x, scale, bias, dtype=self.dtype, axis=self.axis, epsilon=self.epsilon,
             activation=self.activation, residual=residual, mask=mask, stats=self.stats,
@@ -110,9 +130,11 @@ class BatchNorm(nn.BatchNorm):
         self.update_running_stats(batch)
         return y
 
-    @nn.compact
-    def parameters(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
-        """Scale and bias (None where unused) for features of this shape; creates all variables."""
+    # What is not wrapped by Flax is no row of `tabulate`.
+
+    @nn.nowrap
+    def _create(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
+        """Creates all variables; returns scale and bias, None where unused."""
         if self.track_running_stats:
             dtype = jnp.float32 if self.force_float32_reductions else self.param_dtype
             self.variable("batch_stats", "mean", jnp.zeros, shape, dtype)
@@ -126,12 +148,22 @@ class BatchNorm(nn.BatchNorm):
             bias = self.param("bias", self.bias_init, shape, self.param_dtype)
         return scale, bias
 
+    @nn.nowrap
+    def parameters(self) -> tuple[Any, Any]:
+        """Scale and bias after initialization, None where unused."""
+        scale, bias = (self.get_variable("params", name) for name in ("scale", "bias"))
+        return nn.meta.unbox((scale, bias))
+
+    @nn.nowrap
     def update_running_stats(self, batch: BatchStats) -> None:
         """Moves the running statistics towards these of a batch; nothing during initialization."""
         if not self.track_running_stats or self.is_initializing():
             return
         names = ("mean", "var", "num_batches")
         mean, var, num_batches = (self.get_variable("batch_stats", name) for name in names)
+        if mean is None:  # `apply` was given none: they begin here, as in Flax
+            mean, var = jnp.zeros_like(batch.mean), jnp.ones_like(batch.var)
+            num_batches = jnp.zeros_like(batch.mean) if self.momentum is None else None
         new = updated_running_stats(
             mean, var, num_batches, batch,
             momentum=self.momentum, unbiased=self.unbiased_running_var,

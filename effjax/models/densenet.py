@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from ..ops._arguments import as_callable, as_integer
 from .nnx.densenet import DenseNet
 
 DENSENETS: dict[str, dict[str, Any]] = {
@@ -20,22 +21,22 @@ def densenet121(module: Callable[..., Any] = DenseNet, **options: Any) -> Any:
         module: `effjax.models.DenseNet` (which needs `rngs`) or `effjax.models.linen.DenseNet`.
         **options: any of its options, overriding those of the name.
     """
-    return module(**DENSENETS["densenet121"] | options)
+    return _make("densenet121", module, options)
 
 
 def densenet161(module: Callable[..., Any] = DenseNet, **options: Any) -> Any:
     """DenseNet-161 (k = 48): 28,681,000 parameters for 1000 classes. Arguments as `densenet121`."""
-    return module(**DENSENETS["densenet161"] | options)
+    return _make("densenet161", module, options)
 
 
 def densenet169(module: Callable[..., Any] = DenseNet, **options: Any) -> Any:
     """DenseNet-169 (k = 32): 14,149,480 parameters for 1000 classes. Arguments as `densenet121`."""
-    return module(**DENSENETS["densenet169"] | options)
+    return _make("densenet169", module, options)
 
 
 def densenet201(module: Callable[..., Any] = DenseNet, **options: Any) -> Any:
     """DenseNet-201 (k = 32): 20,013,928 parameters for 1000 classes. Arguments as `densenet121`."""
-    return module(**DENSENETS["densenet201"] | options)
+    return _make("densenet201", module, options)
 
 
 def cifar_options(depth: int, growth_rate: int = 12) -> dict[str, Any]:
@@ -46,9 +47,10 @@ def cifar_options(depth: int, growth_rate: int = 12) -> dict[str, Any]:
         growth_rate: k; the stem has 2k channels.
 
     Raises:
-        ValueError: if `depth` is not 6n + 4 with n ≥ 1.
+        TypeError, ValueError: if `depth` is not 6n + 4 with n ≥ 1, or `growth_rate` not positive.
     """
-    layers, rest = divmod(depth - 4, 6)
+    layers, rest = divmod(as_integer("depth", depth, 1) - 4, 6)
+    growth_rate = as_integer("growth_rate", growth_rate, 1)
     if rest or layers < 1:
         raise ValueError(
             f"`depth` (={depth}) of a DenseNet-BC with three blocks must be 6n + 4: 22, 40, 100."
@@ -66,17 +68,21 @@ def densenet_cifar(
     **options: Any,
 ) -> Any:
     """DenseNet-BC for small images, 10 classes; `depth`, `growth_rate` as in `cifar_options`."""
-    return module(**cifar_options(depth, growth_rate) | options)
+    return as_callable("module", module)(**cifar_options(depth, growth_rate) | options)
 
 
 def densenet40_12(module: Callable[..., Any] = DenseNet, **options: Any) -> Any:
     """DenseNet-BC-40 (k = 12): 176,122 parameters for 10 classes. Arguments as `densenet121`."""
-    return module(**DENSENETS["densenet40_12"] | options)
+    return _make("densenet40_12", module, options)
 
 
 def densenet100_12(module: Callable[..., Any] = DenseNet, **options: Any) -> Any:
     """DenseNet-BC-100 (k = 12): 769,162 parameters for 10 classes. Arguments as `densenet121`."""
-    return module(**DENSENETS["densenet100_12"] | options)
+    return _make("densenet100_12", module, options)
+
+
+def _make(name: str, module: Callable[..., Any], options: dict[str, Any]) -> Any:
+    return as_callable("module", module)(**DENSENETS[name] | options)
 
 
 DENSENETS["densenet40_12"] = cifar_options(40, 12)

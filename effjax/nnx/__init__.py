@@ -1,4 +1,8 @@
-"""Flax NNX modules over the operators of effjax."""
+"""Flax NNX modules over the operators of effjax.
+
+Those of `effjax.linen` have the same names. `convert_batch_norm` is here alone: a linen model is
+made with `effjax.linen.BatchNorm` in place of Flax's, and its variables fit unchanged.
+"""
 
 from .._deprecated import moved
 from .batch_norm import BatchNorm as BatchNorm

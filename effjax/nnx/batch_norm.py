@@ -1,6 +1,7 @@
 """Batch normalization over devices for Flax NNX."""
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -16,11 +17,16 @@ from jax.typing import ArrayLike
 from ..layers.batch_norm import (
     Activation,
     Stats,
+    as_input,
+    check_options,
     feature_axes,
+    hashable_axes,
     normalize_batch,
     normalize_with,
     updated_running_stats,
 )
+from ..ops._arguments import as_callable, as_flag, as_integer, described
+from ..ops.batch_norm.statistics import index_groups
 from ..ops.batch_norm.sync import BatchStats
 
 
@@ -43,7 +49,8 @@ class BatchNorm(nnx.BatchNorm):
     - A batch (or a channel) without a single value leaves the running statistics as they are.
     - No gradient flows through the running statistics: there is a `stop_gradient` before each
       update.
-    - `epsilon` must be positive.
+    - `epsilon` must be positive in training.
+    - A single example without a batch axis needs `axis_name` in training.
     - `residual` and `activation` are fused into the normalization.
     - `axis` may be a tuple; `num_features` is then the product of these axes' sizes.
 
@@ -101,21 +108,28 @@ class BatchNorm(nnx.BatchNorm):
         activation: Activation | None = None,
         stats: Stats = "auto",
     ):
-        super().__init__(
-            num_features,
-            use_running_average=use_running_average,
-            axis=axis if isinstance(axis, int) else tuple(axis),  # type: ignore[arg-type]
-            momentum=momentum,  # type: ignore[arg-type]
-            epsilon=epsilon,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            use_bias=use_bias,
-            use_scale=use_scale,
-            bias_init=bias_init,
-            scale_init=scale_init,
-            axis_name=axis_name,
-            axis_index_groups=hashable_groups(axis_index_groups),
+        of_flax: dict[str, Any] = dict(
+            use_running_average=use_running_average, momentum=momentum, epsilon=epsilon,
+            axis=tuple(axis) if isinstance(axis, list) else axis,
+            dtype=dtype, param_dtype=param_dtype, use_bias=use_bias, use_scale=use_scale,
+            bias_init=bias_init, scale_init=scale_init, axis_name=hashable_axes(axis_name),
+            axis_index_groups=index_groups(axis_index_groups),
             use_fast_variance=use_fast_variance,
+        )  # fmt: skip
+        own: dict[str, Any] = dict(
+            unbiased_running_var=unbiased_running_var, track_running_stats=track_running_stats,
+            activation=activation, stats=stats,
+        )  # fmt: skip
+        check_options(**of_flax, **own)
+        as_callable("promote_dtype", promote_dtype)
+        for name, value in (("bias", bias_metadata), ("scale", scale_metadata)):
+            if not isinstance(value, Mapping):
+                raise TypeError(f"`{name}_metadata` must be a dict, not {described(value)}.")
+        if use_bias or use_scale:
+            check_rngs(rngs)
+        super().__init__(
+            as_integer("num_features", num_features, 0),
+            **of_flax,
             promote_dtype=promote_dtype,
             rngs=rngs,
             bias_metadata=bias_metadata,
@@ -126,10 +140,8 @@ class BatchNorm(nnx.BatchNorm):
             self.mean = self.var = nnx.data(None)
         elif momentum is None:
             self.num_batches = nnx.BatchStat(jnp.zeros((num_features,), jnp.float32))
-        self.unbiased_running_var = unbiased_running_var
-        self.track_running_stats = track_running_stats
-        self.activation = activation
-        self.stats = stats
+        for name, value in own.items():
+            setattr(self, name, value)
 
     def __call__(  # type: ignore[override]
         self,
@@ -151,12 +163,14 @@ class BatchNorm(nnx.BatchNorm):
             The normalized input, of x's shape and of dtype `dtype` (see the class).
 
         Raises:
-            ValueError: if `x` does not have `num_features` features, or no `use_running_average`
-                was given anywhere.
+            ValueError: if `x` does not have `num_features` features, no `use_running_average` was
+                given anywhere, or `axis_name` is not mapped where statistics are taken.
+            TypeError: for an `x`, `mask` or `residual` that is no array, or of a dtype that does
+                not fit.
         """
-        x = jnp.asarray(x)
+        x = as_input("x", x)
         self._check_features(x)
-        use_running_average = self.uses_running_average(use_running_average)
+        use_running_average = self._uses_running_average(use_running_average)
         mean, var, scale, bias = (
             None if v is None else v[...] for v in (self.mean, self.var, self.scale, self.bias)
         )
@@ -175,10 +189,12 @@ class BatchNorm(nnx.BatchNorm):
             x, scale, bias, mask=mask, axis_name=self.axis_name,
             axis_index_groups=self.axis_index_groups, stats=self.stats, **common,
         )  # fmt: skip
-        self.update_running_stats(batch)
+        self._update_running_stats(batch)
         return y
 
-    def uses_running_average(self, use_running_average: bool | None = None) -> bool:
+    # Private, since `nnx.tabulate` runs all public methods under jit, and these would not.
+
+    def _uses_running_average(self, use_running_average: bool | None = None) -> bool:
         """Whether a call would use the running statistics: the argument, else the attribute."""
         if not self.track_running_stats:
             return False
@@ -189,9 +205,9 @@ class BatchNorm(nnx.BatchNorm):
                 "`use_running_average` is None in this BatchNorm and in its call; give it to the "
                 "constructor or the call, or say model.train(), model.eval() or nnx.view(...)."
             )
-        return use_running_average
+        return as_flag("use_running_average", use_running_average)
 
-    def update_running_stats(self, batch: BatchStats) -> None:
+    def _update_running_stats(self, batch: BatchStats) -> None:
         """Moves the running statistics towards these of a batch."""
         if not self.track_running_stats:
             return
@@ -213,7 +229,35 @@ class BatchNorm(nnx.BatchNorm):
                 f"{x.shape}, whose feature axes {self.axis} have the size {shape}."
             )
 
+    def uses_running_average(self, use_running_average: bool | None = None) -> bool:
+        """The old name of `_uses_running_average`."""
+        _warn_of("uses_running_average")
+        return BatchNorm._uses_running_average(self, use_running_average)
 
-def hashable_groups(groups: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...] | None:
-    """`axis_index_groups` as tuples: nnx hashes the attributes of a module."""
-    return None if groups is None else tuple(tuple(int(i) for i in group) for group in groups)
+    def update_running_stats(self, batch: BatchStats) -> None:
+        """The old name of `_update_running_stats`."""
+        _warn_of("update_running_stats")
+        BatchNorm._update_running_stats(self, batch)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ("uses_running_average", "update_running_stats"):
+            if name in vars(cls):  # an override by the old name still is one
+                _warn_of(name)
+                setattr(cls, f"_{name}", vars(cls)[name])
+
+
+def _warn_of(name: str) -> None:
+    warnings.warn(
+        f"effjax.nnx.BatchNorm.{name} is now _{name}, and goes in effjax 0.3.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+
+
+def check_rngs(rngs: Any) -> None:
+    if not callable(getattr(rngs, "params", None)):
+        raise TypeError(
+            "`rngs` must be flax.nnx.Rngs with a stream `params`, like nnx.Rngs(0), not "
+            f"{described(rngs)}."
+        )

@@ -6,8 +6,10 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
-from ..layers.batch_norm import Stats
-from .batch_norm import BatchNorm, hashable_groups
+from ..layers.batch_norm import Stats, hashable_axes
+from ..ops._arguments import as_flag, described, one_of
+from ..ops.batch_norm.statistics import index_groups
+from .batch_norm import BatchNorm
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -45,19 +47,25 @@ def convert_batch_norm(
     (InstanceNorm, GroupNorm, LayerNorm, …) are never touched.
 
     Raises:
-        TypeError: if `model` is not an nnx Module.
+        TypeError, ValueError: if `model` is not an nnx Module, or another argument is not what it
+            must be; the model is unchanged then.
+
+    In training the layers must then be called where `axis_name` is mapped: inside pmap, shard_map
+    or vmap. Evaluation needs no axis.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"`model` must be a flax.nnx.Module, not a {type(model).__name__}. A linen model is "
+            f"`model` must be a flax.nnx.Module, not {described(model)}. A linen model is "
             "converted by constructing it with effjax.linen.BatchNorm: its variables fit unchanged."
         )
     settings = dict(
-        axis_name=axis_name,
-        axis_index_groups=hashable_groups(axis_index_groups),
+        axis_name=hashable_axes(axis_name),
+        axis_index_groups=index_groups(axis_index_groups),
         unbiased_running_var=unbiased_running_var,
-        stats=stats,
+        stats=one_of("stats", stats, None, "auto", "gather", "two_psum"),
     )
+    if unbiased_running_var is not None:
+        as_flag("unbiased_running_var", unbiased_running_var)
     for path, layer in list(nnx.iter_graph(model, graph=True)):
         if not isinstance(layer, nnx.BatchNorm):
             continue

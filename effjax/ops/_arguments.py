@@ -14,6 +14,7 @@ import numpy as np
 _KINDS = {
     jnp.floating: "floating point",
     jnp.inexact: "floating point or complex",
+    jnp.number: "numeric",
     jnp.bool_: "boolean",
 }
 
@@ -75,3 +76,23 @@ def described(value: Any) -> str:
     if isinstance(value, (list, tuple, dict)):
         return f"a {kind} of {len(value)}"
     return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """True or False, and nothing else that has a truth value."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"`{name}` must be True or False, not {described(value)}.")
+    return bool(value)
+
+
+def as_dtype(name: str, value: Any, kind: Any = jnp.floating) -> jnp.dtype:
+    """A dtype of this kind, from anything that NumPy takes for a dtype but None."""
+    try:
+        dtype = None if value is None else jnp.dtype(value)
+    except (TypeError, ValueError):
+        dtype = None
+    if dtype is None:
+        raise TypeError(f"`{name}` must be a dtype, not {described(value)}.")
+    if not jnp.issubdtype(dtype, kind):
+        raise ValueError(f"`{name}` (={dtype}) must be {_KINDS.get(kind, kind.__name__)}.")
+    return dtype

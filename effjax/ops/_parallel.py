@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from ._arguments import described
+
 AxisNames = tuple[Hashable, ...]
 
 
@@ -76,9 +78,40 @@ def axis_names(axis_name: Hashable | Sequence[Hashable] | None) -> AxisNames:
     if axis_name is None:
         return ()
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    for name in names:  # JAX takes a number for a position in an array's shape
+        if name is None or isinstance(name, (int, float, complex)) or not _hashable(name):
+            raise TypeError(
+                f"`axis_name` must be a name or a tuple of names, not {described(name)}."
+            )
     if len(set(names)) != len(names):
         raise ValueError(f"`axis_name` (={axis_name!r}) names an axis twice; name each axis once.")
     return names
+
+
+def axis_sizes(names: AxisNames) -> tuple[int, ...]:
+    """How many devices each axis has.
+
+    To be asked for outside of a custom_vjp: to differentiate jit, checkpoint or scan of vmap, JAX
+    runs the rules where vmap's axes are known to `psum` and `axis_index` of one name alone.
+    """
+    try:
+        return tuple(int(lax.axis_size(name)) for name in names)
+    except NameError:
+        shown = names[0] if len(names) == 1 else names
+        raise ValueError(
+            f"`axis_name` (={shown!r}) is not mapped here. Call this inside pmap, shard_map or "
+            "vmap over an axis of that name, or pass None: under plain jit the statistics are of "
+            "the whole batch already. A BatchNorm needs its axis in training alone; in evaluation "
+            "say model.eval() or use_running_average=True."
+        ) from None
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def per_batch(fun: Callable, x: jax.Array) -> Callable:

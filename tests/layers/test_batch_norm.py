@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import effjax.linen
 import effjax.nnx
@@ -14,16 +14,26 @@ X = np.random.default_rng(0).normal(3, 2, (6, 4, 5)).astype(np.float32)
 
 
 class Linen:
-    def __init__(self, **options):
-        self.module = effjax.linen.BatchNorm(**options)
-        self.variables: Any = self.module.init(jax.random.key(0), X, use_running_average=False)
+    def __init__(self, example=X, of=effjax.linen, **options):
+        self.module = of.BatchNorm(**options)
+        self.variables: Any = self.module.init(
+            jax.random.key(0), example, use_running_average=False
+        )
 
-    def train(self, x):
+    def train(self, x, **args):
         y, new = self.module.apply(
-            self.variables, x, use_running_average=False, mutable=["batch_stats"]
+            self.variables, x, use_running_average=False, mutable=["batch_stats"], **args
         )
         self.variables = {**self.variables, **new}
         return y
+
+    def train_by_example(self, x):
+        def one(variables, x):
+            return self.module.apply(
+                variables, x, use_running_average=False, mutable=["batch_stats"]
+            )
+
+        return _over_examples(one)(self.variables, x)
 
     def evaluate(self, x):
         return self.module.apply(self.variables, x, use_running_average=True)
@@ -34,11 +44,24 @@ class Linen:
 
 
 class Nnx:
-    def __init__(self, **options):
-        self.norm = effjax.nnx.BatchNorm(5, rngs=nnx.Rngs(0), use_running_average=None, **options)
+    def __init__(self, example=X, of=effjax.nnx, **options):
+        axis = options.get("axis", -1)
+        features = np.prod([example.shape[a] for a in np.atleast_1d(axis)])
+        options |= dict(rngs=nnx.Rngs(0), use_running_average=None)
+        self.norm = of.BatchNorm(int(features), **options)
 
-    def train(self, x):
-        return self.norm(x, use_running_average=False)
+    def train(self, x, **args):
+        return self.norm(x, use_running_average=False, **args)
+
+    def train_by_example(self, x):
+        graphdef, state = nnx.split(self.norm)
+
+        def one(state, x):
+            norm = nnx.merge(graphdef, state, copy=True)
+            y = norm(x, use_running_average=False)
+            return y, nnx.to_pure_dict(nnx.state(norm, nnx.BatchStat))
+
+        return _over_examples(one)(state, x)
 
     def evaluate(self, x):
         return self.norm(x, use_running_average=True)
@@ -46,6 +69,13 @@ class Nnx:
     @property
     def stats(self):
         return nnx.to_pure_dict(nnx.state(self.norm, nnx.BatchStat))
+
+
+def _over_examples(one):
+    return jax.vmap(one, in_axes=(None, 0), out_axes=(0, None), axis_name="batch")
+
+
+FLAX = {Linen: linen, Nnx: nnx}
 
 
 @pytest.fixture(params=[Linen, Nnx])
@@ -72,3 +102,48 @@ def test_without_running_stats_evaluation_uses_the_batch(flavour):
     assert not norm.stats
     y = norm.evaluate(X)
     np.testing.assert_allclose(y.mean((0, 1)), 0, atol=1e-5)
+
+
+def test_single_examples_as_in_flax(flavour):
+    """A network over single examples under vmap; linen is initialized without the axis."""
+    x, options = X[:, 0], dict(axis_name="batch", momentum=0.5)
+    ours, flaxs = (flavour(x[0], **options, **of) for of in ({}, {"of": FLAX[flavour]}))
+    got, want = (norm.train_by_example(x) for norm in (ours, flaxs))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
+    np.testing.assert_allclose(ours.evaluate(x[0]), flaxs.evaluate(x[0]), atol=1e-5)
+    with pytest.raises(ValueError, match="rank 2 or more, or rank 1 where `axis_name`"):
+        flavour(x[0]).train(x[0])
+
+
+def test_a_mask_along_one_of_two_feature_axes(flavour):
+    mask = np.random.default_rng(1).random((6, 4, 1)) < 0.7
+    norm = flavour(axis=(1, 2), momentum=0.0)
+    y = norm.train(X, mask=mask)
+    want = np.stack([X[mask[:, i, 0], i].mean(0) for i in range(4)])
+    np.testing.assert_allclose(norm.stats["mean"].reshape(4, 5), want, rtol=1e-5)
+    assert y.shape == X.shape
+
+
+def test_complex_evaluation(flavour):
+    """With the statistics that training has left, on a real input too."""
+    x = (X + 1j * np.roll(X, 1, 0)).astype(np.complex64)
+    norm = flavour(momentum=0.0)
+    y = norm.train(x)
+    np.testing.assert_allclose(norm.evaluate(x), y, atol=1e-5)
+    assert norm.evaluate(X).dtype == np.complex64
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_frozen_norms_need_no_epsilon(flavour, average):
+    options: Any = dict(epsilon=0.0, use_running_average=average)
+
+    def normalize():
+        if flavour is Nnx:
+            return effjax.nnx.BatchNorm(5, **options, rngs=nnx.Rngs(0))(X)
+        return effjax.linen.BatchNorm(**options).init_with_output(jax.random.key(0), X)[0]
+
+    if average:
+        np.testing.assert_array_equal(normalize(), X)
+    else:
+        with pytest.raises(ValueError, match=r"`epsilon` \(=0.0\) must be positive"):
+            normalize()

@@ -1,6 +1,7 @@
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,13 +28,6 @@ def init(module, x, **kwargs) -> Any:
     return module.init(jax.random.key(0), x, use_running_average=False, **kwargs)
 
 
-def trees_equal(a, b):
-    return jax.tree.structure(a) == jax.tree.structure(b) and all(
-        x.shape == y.shape and x.dtype == y.dtype and np.array_equal(x, y)
-        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    )
-
-
 def test_fields_begin_with_those_of_flax():
     def fields(cls):
         skip = ("parent", "name")
@@ -58,7 +52,7 @@ def test_stands_in_for_flax(options, axis):
     """Same variables, outputs and running statistics; variables of either load into the other."""
     ours, flaxs = BatchNorm(axis=axis, **options), nn.BatchNorm(axis=axis, **options)
     variables = init(flaxs, X)
-    assert trees_equal(init(ours, X), variables)
+    chex.assert_trees_all_equal(init(ours, X), variables, strict=True)
     y, new = train(ours, variables, X)
     want_y, want = train(flaxs, variables, X)
     tolerance: Any = dict(atol=2e-3, rtol=2e-3) if "param_dtype" in options else SAME
@@ -290,3 +284,32 @@ def test_statistics_of_the_whole_batch(how, mesh8):
     np.testing.assert_allclose(stats["var"], counted.var(0), rtol=1e-5)
     want = (x - counted.mean(0)) / np.sqrt(counted.var(0) + 1e-5)
     np.testing.assert_allclose(y, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, dict(compute_flops=True, compute_vjp_flops=True)])
+def test_tabulate_shows_what_it_shows_of_flax(options):
+    """The same rows; with the operations of each the numbers differ."""
+
+    class Net(nn.Module):
+        norm: Any
+
+        @nn.compact
+        def __call__(self, x):
+            norm = self.norm(use_running_average=False, name="norm")
+            return norm(norm(nn.Dense(5)(x)))
+
+    tables = [
+        Net(cls).tabulate(jax.random.key(0), X, show_repeated=True, **options)
+        for cls in (BatchNorm, nn.BatchNorm)
+    ]
+    if options:
+        tables = [[line.split("│")[1:3] for line in table.splitlines()] for table in tables]
+    assert tables[0] == tables[1]
+
+
+def test_apply_without_running_stats_begins_them():
+    module = BatchNorm(momentum=0.5)
+    variables = init(module, X)
+    _, want = train(module, variables, X)
+    _, new = train(module, {"params": variables["params"]}, X)
+    chex.assert_trees_all_equal(new, want)

@@ -16,7 +16,8 @@ from tests.contexts import assert_trees_close
 from tests.tiers import exhaustive
 
 OPTIONS: dict[str, Any] = dict(
-    growth_rate=4, block_config=(2, 2), num_init_features=8, num_classes=3, drop_rate=0.2
+    growth_rate=4, block_config=(2, 2), num_init_features=8, num_classes=3, drop_rate=0.2,
+    unbiased_running_var=True,
 )  # fmt: skip
 FORMS: dict[str, dict[str, Any]] = {
     "plain": dict(efficient=False),

@@ -133,3 +133,19 @@ def test_keeps_activation_and_subclasses():
 def test_only_nnx_modules():
     with pytest.raises(TypeError, match="dict"):
         convert_batch_norm({})  # type: ignore[type-var]
+
+
+def test_outside_of_its_axis_the_error_says_what_to_do():
+    model = convert_batch_norm(Model(nnx.Rngs(0)), "data")
+    with pytest.raises(ValueError, match=r"`axis_name` \(='data'\) is not mapped.*model.eval"):
+        model(X)
+    model.eval()
+    model(X)
+
+
+def test_what_is_refused_changes_nothing():
+    model = Model(nnx.Rngs(0))
+    before = classes(model)
+    with pytest.raises(ValueError, match="`stats`"):
+        convert_batch_norm(model, "data", stats="fast")  # type: ignore[arg-type]
+    assert classes(model) == before

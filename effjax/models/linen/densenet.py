@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -20,6 +21,7 @@ from ...layers.densenet import (
     max_pool,
 )
 from ...linen.batch_norm import BatchNorm
+from ...ops._arguments import as_flag
 from ...ops.batch_norm.statistics import statistics_dtype
 from ...ops.dense_block.block import DenseLayerParams, dense_block
 from ...ops.dense_block.bn_relu_conv import bn_relu_conv
@@ -32,10 +34,11 @@ class DenseNet(nn.Module):
     The options, their defaults and the network are those of `effjax.models.DenseNet`, whose
     documentation holds here too; the variables have the same names (`blocks_0/layers_1/norm1/scale`
     is nnx's `blocks[0].layers[1].norm1.scale`). With `efficient=True` training keeps memory linear
-    in the depth, with outputs, gradients, running statistics and variables of `efficient=False`.
+    in the depth, with outputs, gradients, running statistics and variables of `efficient=False`;
+    reverse mode only.
 
     Raises:
-        ValueError: at the first call, for an option outside its range.
+        TypeError, ValueError: for an option that is not what it must be, or outside its range.
 
     References: Huang et al. 2017 (arXiv:1608.06993); Pleiss et al. 2017 (arXiv:1707.06990).
     """
@@ -57,6 +60,11 @@ class DenseNet(nn.Module):
     epsilon: float = 1e-5
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
+    unbiased_running_var: bool = False
+
+    def __post_init__(self):
+        _options(self)  # checks them
+        super().__post_init__()
 
     def setup(self):
         options = self.options
@@ -76,8 +84,7 @@ class DenseNet(nn.Module):
     @property
     def options(self) -> DenseNetOptions:
         """The fields, checked."""
-        names = [field.name for field in dataclasses.fields(DenseNetOptions)]
-        return DenseNetOptions(**{name: getattr(self, name) for name in names})
+        return _options(self)
 
     def __call__(
         self, x: ArrayLike, train: bool = False, mask: ArrayLike | None = None
@@ -95,9 +102,11 @@ class DenseNet(nn.Module):
             so).
 
         Raises:
-            ValueError: if the shape of `x` or `mask` does not fit.
+            TypeError, ValueError: if `x`, `train` or `mask` does not fit, or `axis_name` is not
+                mapped in training.
         """
         options = self.options
+        as_flag("train", train)
         h, valid = options.prepare(x, None, mask)
         key = self.make_rng("dropout") if train and options.drop_rate else None
         if options.small_inputs:
@@ -105,13 +114,20 @@ class DenseNet(nn.Module):
         else:
             h = conv(h, self.stem_conv(h.shape[-1]), strides=2, padding=3)
             h = max_pool(self.stem_norm(h, use_running_average=not train, mask=valid))
-        for i, block in enumerate(self.blocks):
+        for i, (block, (_, after)) in enumerate(zip(self.blocks, options.widths(), strict=True)):
             h = block(h, train, valid, block_key(key, i))
             if i < len(self.transitions):
                 h = self.transitions[i](h, train, valid)
+            chex.assert_axis_dimension(h, 3, after)
         h = self.final_norm(h, use_running_average=not train, mask=valid).mean((1, 2))
         logits = self.classifier(h)
+        chex.assert_shape(logits, (len(h), options.num_classes))
         return logits.astype(statistics_dtype(logits))
+
+
+def _options(module: DenseNet) -> DenseNetOptions:
+    names = [field.name for field in dataclasses.fields(DenseNetOptions)]
+    return DenseNetOptions(**{name: getattr(module, name) for name in names})
 
 
 class DenseBlock(nn.Module):
@@ -168,8 +184,8 @@ class DenseLayer(nn.Module):
     def parameters(self, channels: int) -> DenseLayerParams:
         """The parameters for an input of so many channels, as `effjax.dense_block` takes them."""
         width = self.options.bn_size * self.options.growth_rate
-        first = (*self.norm1.parameters((channels,)), self.conv1(channels))
-        return DenseLayerParams(*first, *self.norm2.parameters((width,)), self.conv2(width))
+        first = (*self.norm1.parameters(), self.conv1(channels))
+        return DenseLayerParams(*first, *self.norm2.parameters(), self.conv2(width))
 
 
 class Transition(nn.Module):
@@ -189,7 +205,7 @@ class Transition(nn.Module):
             x = conv(x, self.conv(channels))
         else:
             x, batch = bn_relu_conv(
-                x, *self.norm.parameters((channels,)), self.conv(channels), mask=mask,
+                x, *self.norm.parameters(), self.conv(channels), mask=mask,
                 axis_name=options.axis_name, axis_index_groups=options.axis_index_groups,
                 epsilon=options.epsilon, num_chunks=options.num_chunks,
             )  # fmt: skip
@@ -198,7 +214,7 @@ class Transition(nn.Module):
 
 
 class Kernel(nn.Module):
-    """Holds a kernel; the convolution is `effjax._densenet.conv` or part of an operator."""
+    """Holds a kernel; the convolution is `layers.densenet.conv` or part of an operator."""
 
     features: int
     size: int

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -19,9 +20,10 @@ from ...layers.densenet import (
     lecun_normal,
     max_pool,
 )
-from ...nnx.batch_norm import BatchNorm
+from ...nnx.batch_norm import BatchNorm, check_rngs
+from ...ops._arguments import as_integer
 from ...ops.batch_norm.statistics import statistics_dtype
-from ...ops.dense_block.block import DenseLayerParams, dense_block
+from ...ops.dense_block.block import DenseLayerParams, check_key, dense_block
 from ...ops.dense_block.bn_relu_conv import bn_relu_conv
 from ...ops.dropout import dropout
 
@@ -36,7 +38,7 @@ class DenseNet(nnx.Module):
 
     With `efficient=True` training uses `effjax.dense_block` and `effjax.bn_relu_conv`: outputs,
     gradients, running statistics and state trees are those of `efficient=False` (plain autodiff);
-    only memory and time differ. Evaluation is the plain network in both.
+    only memory and time differ; reverse mode only. Evaluation is the plain network in both.
 
     Args:
         growth_rate: new channels of a layer (k in the paper).
@@ -58,6 +60,8 @@ class DenseNet(nnx.Module):
         dtype: of the computation. None: x's, promoted with `param_dtype` unless x is half
             precision. Parameters stay `param_dtype` and statistics float32 or wider.
         param_dtype: of the parameters.
+        unbiased_running_var: the running variances are those of PyTorch, σ²·n/(n − 1), as the
+            original's are.
         in_channels: channels of the images.
         rngs: for the parameters (stream `params`).
 
@@ -65,7 +69,7 @@ class DenseNet(nnx.Module):
     N(0, 1/in) and 0.
 
     Raises:
-        ValueError: for an option outside its range.
+        TypeError, ValueError: for an option that is not what it must be, or outside its range.
 
     References: Huang et al. 2017 (arXiv:1608.06993); Pleiss et al. 2017 (arXiv:1707.06990).
     """
@@ -90,6 +94,7 @@ class DenseNet(nnx.Module):
         epsilon: float = 1e-5,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
+        unbiased_running_var: bool = False,
         in_channels: int = 3,
         rngs: nnx.Rngs,
     ):
@@ -99,9 +104,11 @@ class DenseNet(nnx.Module):
             num_classes=num_classes, small_inputs=small_inputs, efficient=efficient, save=save,
             num_chunks=num_chunks, axis_name=axis_name, axis_index_groups=axis_index_groups,
             momentum=momentum, epsilon=epsilon, dtype=dtype, param_dtype=param_dtype,
+            unbiased_running_var=unbiased_running_var,
         )  # fmt: skip
+        check_rngs(rngs)
         self.options = options
-        self.in_channels = in_channels
+        self.in_channels = as_integer("in_channels", in_channels, 1)
         self.deterministic = False
         self.stem_conv = _conv(
             in_channels, num_init_features, 3 if small_inputs else 7, options, rngs
@@ -143,7 +150,8 @@ class DenseNet(nnx.Module):
             so).
 
         Raises:
-            ValueError: if the shape of `x` or `mask` does not fit, or dropout has no key.
+            TypeError, ValueError: if `x` or `mask` does not fit, dropout has no key, or `axis_name`
+                is not mapped in training.
         """
         h, valid = self.options.prepare(x, self.in_channels, mask)
         key = self._dropout_key(rngs)
@@ -152,12 +160,16 @@ class DenseNet(nnx.Module):
         else:
             h = conv(h, self.stem_conv.kernel[...], strides=2, padding=3)
             h = max_pool(self.stem_norm(h, mask=valid))
-        for i, block in enumerate(self.blocks):
+        for i, (block, (_, after)) in enumerate(
+            zip(self.blocks, self.options.widths(), strict=True)
+        ):
             h = block(h, mask=valid, key=block_key(key, i))
             if i < len(self.transitions):
                 h = self.transitions[i](h, mask=valid)
+            chex.assert_axis_dimension(h, 3, after)
         h = self.final_norm(h, mask=valid).mean((1, 2))
         logits = self.classifier(h)
+        chex.assert_shape(logits, (len(h), self.options.num_classes))
         return logits.astype(statistics_dtype(logits))
 
     def set_view(self, deterministic: bool | None = None) -> None:
@@ -174,8 +186,12 @@ class DenseNet(nnx.Module):
                 "with rngs=nnx.Rngs(dropout=key), or say model.eval()."
             )
         if isinstance(rngs, nnx.Rngs):
+            if not ({"dropout", "default"} & set(rngs)):
+                raise ValueError("`rngs` has no stream `dropout`; pass nnx.Rngs(dropout=key).")
             return rngs.dropout()
-        return rngs() if isinstance(rngs, nnx.RngStream) else rngs
+        key = rngs() if isinstance(rngs, nnx.RngStream) else rngs
+        check_key("rngs", key)
+        return key
 
 
 class DenseBlock(nnx.Module):
@@ -199,11 +215,11 @@ class DenseBlock(nnx.Module):
                 x = jnp.concatenate([x, new], -1)
             return x
         features, stats = dense_block(
-            x, [layer.parameters() for layer in self.layers], save=options.save, mask=mask,
+            x, [layer._parameters() for layer in self.layers], save=options.save, mask=mask,
             dropout_rate=rate, key=key, num_chunks=options.num_chunks, **sync,
         )  # fmt: skip
         for norm, batch in zip(norms, (s for pair in stats for s in pair), strict=True):
-            norm.update_running_stats(batch)
+            norm._update_running_stats(batch)
         return features
 
     def _norms(self) -> list[BatchNorm]:
@@ -224,7 +240,7 @@ class DenseLayer(nnx.Module):
         x = conv(self.norm1(x, mask=mask), self.conv1.kernel[...])
         return conv(self.norm2(x, mask=mask), self.conv2.kernel[...], padding=1)
 
-    def parameters(self) -> DenseLayerParams:
+    def _parameters(self) -> DenseLayerParams:
         """The parameters as `effjax.dense_block` takes them."""
         parts = ((self.norm1, self.conv1), (self.norm2, self.conv2))
         values = ((norm.scale[...], norm.bias[...], conv.kernel[...]) for norm, conv in parts)
@@ -249,7 +265,7 @@ class Transition(nnx.Module):
                 x, norm.scale[...], norm.bias[...], kernel, mask=mask,
                 num_chunks=self.options.num_chunks, **sync,
             )  # fmt: skip
-            norm.update_running_stats(batch)
+            norm._update_running_stats(batch)
         return nnx.avg_pool(x, (2, 2), (2, 2))
 
 
@@ -258,7 +274,7 @@ def batch_options(norms: Sequence[BatchNorm]) -> dict[str, Any] | None:
 
     One operator then stands for all of them. Norms can differ after a user has frozen some of them.
     """
-    if any(norm.uses_running_average() for norm in norms):
+    if any(norm._uses_running_average() for norm in norms):
         return None
     names = ("axis_name", "axis_index_groups", "epsilon", "stats")
     options = [{name: getattr(norm, name) for name in names} for norm in norms]
@@ -266,7 +282,7 @@ def batch_options(norms: Sequence[BatchNorm]) -> dict[str, Any] | None:
 
 
 def _conv(channels: int, features: int, size: int, options: DenseNetOptions, rngs: nnx.Rngs):
-    """Holds a kernel; the convolution itself is `effjax._densenet.conv`, or part of an operator."""
+    """Holds a kernel; the convolution itself is `layers.densenet.conv`, or part of an operator."""
     return nnx.Conv(
         channels, features, (size, size), use_bias=False, kernel_init=he_normal,
         param_dtype=options.param_dtype, rngs=rngs,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .sync import BatchStats
+from .statistics import BatchStats, check_epsilon, check_mask, make_reduction, psum, reduced_axes
 
 
 def complex_batch_norm(
@@ -30,31 +30,45 @@ def complex_batch_norm(
     Raises:
         TypeError: with an activation, which has no meaning for complex values.
     """
-    if activation is not None:
-        raise TypeError(f"`activation` (={activation!r}) is not defined for complex x ({x.dtype}).")
-    axes = tuple(a % x.ndim for a in feature_axis)
-    reduced = tuple(a for a in range(x.ndim) if a not in axes)
-    shape = tuple(x.shape[a] if a in axes else 1 for a in range(x.ndim))
-    valid = jnp.broadcast_to(True if mask is None else mask, x.shape)
+    reduction = make_reduction(axis_name, axis_index_groups, "two_psum")
+    axes = reduced_axes(x, feature_axis, needs_batch=not reduction.axis_names)
+    valid = jnp.broadcast_to(True if mask is None else check_mask(mask, x), x.shape)
 
     def total(v: jax.Array) -> jax.Array:
-        v = jnp.where(valid, v, 0).sum(reduced)
-        return (
-            v if axis_name is None else lax.psum(v, axis_name, axis_index_groups=axis_index_groups)
-        )
+        return psum(jnp.where(valid, v, 0).sum(axes), reduction)
 
     count = total(jnp.ones(x.shape, x.real.dtype))
     n = jnp.maximum(count, 1)
     mean = total(x) / n
-    centered = x - mean.reshape(shape)
+    centered = x - jnp.expand_dims(mean, axes)
     var = total(jnp.square(centered.real) + jnp.square(centered.imag)) / n
     var = jnp.where(count > 0, var, 1)
-    y = centered * lax.rsqrt(var + epsilon).reshape(shape)
-    if scale is not None:
-        y = y * scale.reshape(shape)
-    if bias is not None:
-        y = y + bias.reshape(shape)
-    if residual is not None:
-        y = y + residual
-    batch = BatchStats(*map(lax.stop_gradient, (mean, var, count)))
-    return y.astype(x.dtype), batch
+    y = complex_inference(
+        x, mean, var, scale, bias, epsilon=check_epsilon(epsilon), activation=activation,
+        residual=residual, feature_axis=feature_axis,
+    )  # fmt: skip
+    return y, BatchStats(*map(lax.stop_gradient, (mean, var, count)))
+
+
+def complex_inference(
+    x: jax.Array,
+    mean: jax.Array,
+    var: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    epsilon: float = 1e-5,
+    activation: str | None = None,
+    residual: jax.Array | None = None,
+    feature_axis: tuple[int, ...] = (-1,),
+) -> jax.Array:
+    """The same with given statistics, as `effjax.batch_norm_inference` is for real x."""
+    if activation is not None:
+        raise TypeError(f"`activation` (={activation!r}) is not defined for complex x ({x.dtype}).")
+    axes = reduced_axes(x, feature_axis, needs_batch=False)
+    mean, inv = (jnp.expand_dims(v, axes) for v in (mean, lax.rsqrt(var + epsilon)))
+    y = (x - mean) * inv
+    y = y if scale is None else y * jnp.expand_dims(scale, axes)
+    y = y if bias is None else y + jnp.expand_dims(bias, axes)
+    y = y if residual is None else y + residual
+    return y.astype(x.dtype)

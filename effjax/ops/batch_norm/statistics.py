@@ -5,14 +5,17 @@ broadcasts against x.
 """
 
 import math
+import operator
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
-from .._parallel import AxisNames, as_varying, axis_names, manual_axes, varying
+from .._arguments import as_array, as_integer, as_number, described, one_of
+from .._parallel import AxisNames, as_varying, axis_names, axis_sizes, manual_axes, varying
 
 AXES = (0, 1, 2)  # of [N, H, W, C], what the statistics of a feature are over
 
@@ -39,8 +42,14 @@ class Reduction(NamedTuple):
     """Over which devices statistics are taken, and how. Hashable: a static argument."""
 
     axis_names: AxisNames = ()
+    axis_sizes: tuple[int, ...] = ()
     groups: tuple[tuple[int, ...], ...] | None = None
     stats: str = "auto"
+
+    @property
+    def size(self) -> int:
+        """How many devices share one set of statistics."""
+        return len(self.groups[0]) if self.groups else math.prod(self.axis_sizes)
 
 
 def make_reduction(
@@ -48,29 +57,49 @@ def make_reduction(
 ) -> Reduction:
     """Validates the arguments that all synchronised operators share."""
     names = axis_names(axis_name)
-    if stats not in ("auto", "gather", "two_psum"):
-        raise ValueError(f'`stats` (={stats!r}) must be "auto", "gather" or "two_psum".')
-    if axis_index_groups is None:
-        return Reduction(names, None, stats)
+    one_of("stats", stats, "auto", "gather", "two_psum")
+    groups = index_groups(axis_index_groups)
+    if groups is None:
+        return Reduction(names, axis_sizes(names), None, stats)
     if len(names) != 1:
         raise ValueError(
             f"`axis_index_groups` divides one axis, but `axis_name` is {axis_name!r}; name exactly "
             "one axis, or use a mesh with an axis for the groups and one inside them."
         )
-    groups = tuple(tuple(int(i) for i in group) for group in axis_index_groups)
     members = sorted(i for group in groups for i in group)
     if members != list(range(len(members))) or len({len(group) for group in groups}) != 1:
         raise ValueError(
             f"`axis_index_groups` (={axis_index_groups!r}) must hold every device index once, in "
             "groups of one size."
         )
-    return Reduction(names, groups, stats)
+    sizes = axis_sizes(names)
+    if len(members) != sizes[0]:
+        raise ValueError(
+            f"`axis_index_groups` (={groups}) must hold all {sizes[0]} devices of the axis "
+            f"{names[0]!r}, but holds {len(members)}."
+        )
+    return Reduction(names, sizes, groups, stats)
+
+
+def index_groups(groups: Any) -> tuple[tuple[int, ...], ...] | None:
+    """`axis_index_groups` as tuples, which can be hashed."""
+    if groups is None:
+        return None
+    try:
+        return tuple(tuple(operator.index(i) for i in group) for group in groups)
+    except TypeError:
+        raise TypeError(
+            "`axis_index_groups` must be lists of device indices, like [[0, 1], [2, 3]], not "
+            f"{described(groups)}."
+        ) from None
 
 
 def psum(v: jax.Array, reduction: Reduction) -> jax.Array:
     """Sums v over the devices of `reduction`: one all-reduce, or none without an axis."""
     if not reduction.axis_names:
         return v
+    if not isinstance(v, Tracer):  # a constant; JAX would ask for the axis, which may be gone
+        return v * reduction.size
     if varying(v):  # the types are checked: they must name all the axes that are summed over
         v = as_varying(v, manual_axes().intersection(reduction.axis_names))
     try:
@@ -132,7 +161,7 @@ def moments(
 
 def _merge(mean, m2, count, equal_counts: bool, reduction: Reduction) -> tuple:
     """Merges (mean, M2, count) of all devices by Chan's formula, in one or two all-reduces."""
-    size = group_size(reduction)
+    size = reduction.size
     counted = (mean, m2) if equal_counts else (mean, m2, count)
     message = jnp.concatenate([v.ravel() for v in counted])
     small = size * message.size * message.dtype.itemsize <= GATHER_BYTES
@@ -159,23 +188,11 @@ def _merge(mean, m2, count, equal_counts: bool, reduction: Reduction) -> tuple:
     return merged, psum(m2 + count * jnp.square(mean - merged), reduction), total
 
 
-def group_size(reduction: Reduction) -> int:
-    """How many devices share one set of statistics."""
-    size = lax.axis_size(reduction.axis_names)
-    if reduction.groups is None:
-        return size
-    members = sum(len(group) for group in reduction.groups)
-    if members != size:
-        raise ValueError(
-            f"`axis_index_groups` (={reduction.groups}) must hold all {size} devices of the axis "
-            f"{reduction.axis_names[0]!r}, but holds {members}."
-        )
-    return len(reduction.groups[0])
-
-
 def _gather(v: jax.Array, size: int, reduction: Reduction) -> jax.Array:
     """``all_gather`` as a sum of one-hot rows: its type says that every device has the same."""
-    index = lax.axis_index(reduction.axis_names)
+    index: Any = 0
+    for name, length in zip(reduction.axis_names, reduction.axis_sizes, strict=True):
+        index = index * length + lax.axis_index(name)
     if reduction.groups:
         members = [i for group in reduction.groups for i in group]
         positions = [members.index(i) % size for i in range(len(members))]
@@ -228,7 +245,7 @@ def normalize_backward(
 
 def check_mask(mask: Any, x: jax.Array) -> jax.Array:
     """The mask with x's rank."""
-    mask = jnp.asarray(mask)
+    mask = as_array("mask", mask, jnp.generic)
     if mask.dtype != jnp.bool_:
         raise TypeError(
             f"`mask` must be boolean, but its dtype is {mask.dtype}; pass mask.astype(bool)."
@@ -240,3 +257,35 @@ def check_mask(mask: Any, x: jax.Array) -> jax.Array:
     if not fits:
         raise ValueError(f"`mask` of shape {mask.shape} must broadcast to `x` of shape {x.shape}.")
     return mask.reshape((1,) * (x.ndim - mask.ndim) + mask.shape)
+
+
+def check_epsilon(epsilon: Any) -> float:
+    return as_number("epsilon", epsilon, lambda e: 0 < e < math.inf, "positive")
+
+
+def as_axes(name: str, value: Any, rank: int) -> tuple[int, ...]:
+    """One axis, or several, of an input of this rank: each counted from the front."""
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    axes = tuple(as_integer(name, a, -rank) for a in (value if several else (value,)))
+    if any(a >= rank for a in axes):
+        raise ValueError(
+            f"`{name}` (={value}) is out of range for an input of rank {rank}: every entry must "
+            f"lie in [{-rank}, {rank - 1}]."
+        )
+    return tuple(a % rank for a in axes)
+
+
+def reduced_axes(x: jax.Array, feature_axis: Any, needs_batch: bool) -> tuple[int, ...]:
+    """The axes of x that are not features'; none for a single example, unless x needs a batch."""
+    if x.ndim < 1 + needs_batch:
+        raise ValueError(
+            f"`x` of shape {x.shape} must have a batch and a feature axis: rank 2 or more, or rank "
+            "1 where `axis_name` names the axis of the batch."
+        )
+    features = as_axes("feature_axis", feature_axis, x.ndim)
+    axes = tuple(a for a in range(x.ndim) if a not in features)
+    if len(set(features)) != len(features) or not features or (needs_batch and not axes):
+        raise ValueError(
+            f"`feature_axis` (={feature_axis}) must name some axes of `x`, each once, but not all."
+        )
+    return axes

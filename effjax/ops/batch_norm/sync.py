@@ -1,6 +1,7 @@
 """Batch norm whose statistics are taken over all devices, with a hand-written backward pass."""
 
 import functools
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -8,15 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._arguments import as_array, as_number, one_of
 from .._parallel import as_varying, same_varying, shard_as_features, sum_to_type_of, varying
 from .statistics import BatchStats as BatchStats
 from .statistics import (
     Reduction,
+    check_epsilon,
     check_mask,
     make_reduction,
     moments,
     normalize,
     normalize_backward,
+    reduced_axes,
     statistics_dtype,
 )
 
@@ -45,7 +49,8 @@ def sync_batch_norm(
     the backward pass one of two numbers a feature.
 
     Args:
-        x: floating point, rank 2 or more, any shape (zero-size batches too).
+        x: floating point, rank 2 or more, any shape (zero-size batches too). With `axis_name` it
+            may be a single example, all of whose axes are features'.
         scale: gamma, of the shape of the feature axes, or None for 1.
         bias: beta, likewise, or None for 0.
         axis_name: the name or names of the mapped axes (pmap, shard_map, vmap) that share
@@ -68,9 +73,11 @@ def sync_batch_norm(
         counted its variance is 0.
 
     Raises:
-        TypeError: x is not floating point, mask is not boolean, or residual has another dtype.
+        TypeError: arguments that are no arrays or numbers where they must be, arrays that are not
+            floating point (boolean for mask), or a residual of another dtype than x's.
         ValueError: shapes that do not fit, an unknown `activation` or `stats`, a bad
-            `feature_axis`, `epsilon` or `axis_index_groups`, groups where JAX cannot do them.
+            `feature_axis`, `epsilon` or `axis_index_groups`, an `axis_name` that is not mapped,
+            groups where JAX cannot do them.
 
     Kept for the backward pass: x in its own dtype, mean, inverse standard deviation, count, scale,
     bias and the mask; with a residual and an activation also y. Neither the normalised value nor a
@@ -83,20 +90,25 @@ def sync_batch_norm(
         SyncBatchNorm of NVIDIA apex; Ioffe & Szegedy, 2015 (arXiv:1502.03167); Chan, Golub &
         LeVeque, 1983.
     """
-    axes = _check(x, scale, bias, epsilon, activation, residual, feature_axis)
+    epsilon = check_epsilon(epsilon)
     reduction = make_reduction(axis_name, axis_index_groups, stats)
-    static = _Static(reduction, axes, float(epsilon), activation == "relu", residual is not None)
+    x, scale, bias, residual, axes = _check(
+        x, scale, bias, residual, activation, feature_axis, needs_batch=not reduction.axis_names
+    )
+    static = _Static(reduction, axes, epsilon, activation == "relu", residual is not None)
     mask = None if mask is None else check_mask(mask, x)
     x, residual, mask = same_varying((x, residual, mask))
     features = tuple(a for a in range(x.ndim) if a not in axes)
     scale, bias = (
-        None if p is None else shard_as_features(as_varying(jnp.asarray(p)), x, features)
-        for p in (scale, bias)
+        None if p is None else shard_as_features(as_varying(p), x, features) for p in (scale, bias)
     )
     result: Any = _batch_norm(static, x, scale, bias, residual, mask)
-    shape = tuple(x.shape[a] for a in features)
+    shape = feature_shape(x, axes)
     y, (mean, var, count) = result[0], lax.stop_gradient(result[1])
-    count = count.reshape(() if count.size == 1 else shape)
+    if count.size == 1:
+        count = count.reshape(())
+    else:  # a mask may differ along one feature axis and not along another
+        count = jnp.broadcast_to(count, mean.shape).reshape(shape)
     return y, BatchStats(mean.reshape(shape), var.reshape(shape), count)
 
 
@@ -116,19 +128,23 @@ def batch_norm_inference(
 
     ``y = act((x - mean) / sqrt(var + epsilon) * scale + bias + residual)``
 
-    Arguments, errors and precision are those of :func:`sync_batch_norm`; `mean` and `var` have the
+    Arguments, errors and precision are those of :func:`sync_batch_norm`, but for `epsilon`, which
+    may be 0, and x, which may be a single example. `mean` and `var` are floating point, of the
     shape of the feature axes. It is plain JAX: differentiable in every argument and in forward
     mode, without collectives.
     """
-    axes = _check(x, scale, bias, epsilon, activation, residual, feature_axis)
-    features = tuple(n for a, n in enumerate(x.shape) if a not in axes)
-    for name, value in (("mean", mean), ("var", var)):
-        _check_features(name, value, features)
+    x, scale, bias, residual, axes = _check(
+        x, scale, bias, residual, activation, feature_axis, needs_batch=False
+    )
+    epsilon = as_number("epsilon", epsilon, lambda e: 0 <= e < math.inf, "at least 0")
+    features = feature_shape(x, axes)
     dtype = statistics_dtype(x)
-    shape = _keepdims(x.shape, axes)
-    mean, var = (jnp.asarray(v, dtype).reshape(shape) for v in (mean, var))
-    scale, bias = (None if p is None else jnp.asarray(p).reshape(shape) for p in (scale, bias))
-    y = normalize(x, mean, lax.rsqrt(var + epsilon), scale, bias)
+    shape = tuple(1 if a in axes else n for a, n in enumerate(x.shape))
+    mean, var = (
+        _of_features(name, v, features).astype(dtype).reshape(shape)
+        for name, v in (("mean", mean), ("var", var))
+    )
+    y = normalize(x, mean, lax.rsqrt(var + epsilon), *_keepdims_all(shape, scale, bias))
     y = y if residual is None else y + residual.astype(dtype)
     return (jax.nn.relu(y) if activation else y).astype(x.dtype)
 
@@ -196,57 +212,43 @@ def _backward(static: _Static, kept, cotangents):
 _batch_norm.defvjp(_forward, _backward)
 
 
-def _keepdims(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(1 if a in axes else n for a, n in enumerate(shape))
+def feature_shape(x: jax.Array, axes: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes of the axes that are not reduced."""
+    return tuple(n for a, n in enumerate(x.shape) if a not in axes)
 
 
 def _keepdims_all(shape, *parameters):
     return (None if p is None else p.reshape(shape) for p in parameters)
 
 
-def _check(x, scale, bias, epsilon, activation, residual, feature_axis) -> tuple[int, ...]:
-    """Validates what training and inference share; returns the axes to reduce."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"`x` must be floating point, but its dtype is {x.dtype}; cast it first.")
-    if x.ndim < 2:
-        raise ValueError(
-            f"`x` of shape {x.shape} must have a batch and a feature axis: rank 2 or more."
-        )
-    listed = feature_axis if isinstance(feature_axis, Sequence) else (feature_axis,)
-    if not all(-x.ndim <= a < x.ndim for a in listed):
-        raise ValueError(
-            f"`feature_axis` (={feature_axis}) is out of range for `x` of shape {x.shape}."
-        )
-    features = {a % x.ndim for a in listed}
-    axes = tuple(a for a in range(x.ndim) if a not in features)
-    if len(features) != len(listed) or not features or not axes:
-        raise ValueError(
-            f"`feature_axis` (={feature_axis}) must name some axes of `x`, each once, but not all."
-        )
-    for name, value in (("scale", scale), ("bias", bias)):
-        if value is not None:
-            _check_features(name, value, tuple(x.shape[a] for a in sorted(features)))
-    if not epsilon > 0:
-        raise ValueError(f"`epsilon` (={epsilon}) must be positive.")
-    if activation not in (None, "relu"):
-        raise ValueError(
-            f'`activation` (={activation!r}) must be "relu" or None; apply others to the result.'
-        )
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(
-            f"`residual` of shape {residual.shape} must have the shape of `x`, {x.shape}."
-        )
-    if residual is not None and residual.dtype != x.dtype:
-        raise TypeError(
-            f"`residual` must have the dtype of `x`, {x.dtype}, but has {residual.dtype}; cast one "
-            "of them."
-        )
-    return axes
+def _check(x, scale, bias, residual, activation, feature_axis, needs_batch) -> tuple:
+    """Validates what training and inference share; returns the arrays and the axes to reduce."""
+    x = as_array("x", x)
+    axes = reduced_axes(x, feature_axis, needs_batch)
+    features = feature_shape(x, axes)
+    scale, bias = (
+        None if p is None else _of_features(name, p, features)
+        for name, p in (("scale", scale), ("bias", bias))
+    )
+    one_of("activation", activation, None, "relu", hint="; apply others to the result")
+    if residual is not None:
+        residual = as_array("residual", residual)
+        if residual.shape != x.shape:
+            raise ValueError(
+                f"`residual` of shape {residual.shape} must have the shape of `x`, {x.shape}."
+            )
+        if residual.dtype != x.dtype:
+            raise TypeError(
+                f"`residual` must have the dtype of `x`, {x.dtype}, but has {residual.dtype}; cast "
+                "one of them."
+            )
+    return x, scale, bias, residual, axes
 
 
-def _check_features(name: str, value: Any, shape: tuple[int, ...]) -> None:
-    if jnp.shape(value) != shape:
+def _of_features(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
+    value = as_array(name, value)
+    if value.shape != shape:
         raise ValueError(
-            f"`{name}` of shape {jnp.shape(value)} must have the shape of the feature axes, "
-            f"{shape}."
+            f"`{name}` of shape {value.shape} must have the shape of the feature axes, {shape}."
         )
+    return value

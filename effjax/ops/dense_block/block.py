@@ -12,13 +12,16 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from .._arguments import as_array, as_number, described, one_of
 from .._parallel import per_batch, same_varying
 from ..batch_norm.statistics import (
     AXES,
     BatchStats,
     Reduction,
+    check_epsilon,
     feature_sums,
     make_reduction,
     moments,
@@ -28,7 +31,13 @@ from ..batch_norm.statistics import (
     psum,
 )
 from ..dropout import dropout
-from .bn_relu_conv import as_batch_stats, check_chunks, check_features, check_pixel_mask
+from .bn_relu_conv import (
+    as_batch_stats,
+    as_features,
+    check_chunks,
+    check_pixel_mask,
+    check_precision,
+)
 from .wide import Wide, wide_conv, wide_conv_backward
 
 
@@ -85,7 +94,7 @@ def dense_block(
         dropout_rate, key: new features are dropped with this probability; layer l uses
             ``fold_in(key, l)``. Under pmap or shard_map give each device a key of its own.
         num_chunks: slices of rows in which all that is as wide as the features is done; by default
-            of about 16 MiB (4 MiB on a CPU).
+            of about 8 MiB in float32.
         precision: of the convolutions, as in ``jax.lax``.
 
     Returns:
@@ -94,32 +103,28 @@ def dense_block(
         flows.
 
     Raises:
-        TypeError, ValueError: inputs that do not fit, with their values; dropout without a key.
+        TypeError, ValueError: inputs that do not fit, with their values; dropout without a key; an
+            `axis_name` that is not mapped.
 
     Kept for the backward pass: the features (the result itself), their statistics, the parameters,
     and per layer the statistics of bn2 and, with ``save="conv"``, the output of conv1 (b channels).
-    The gradient of all features lives in one buffer.
+    The gradient of all features lives in one buffer. Reverse mode only.
 
     References:
         Huang et al., 2017 (arXiv:1608.06993); Pleiss et al., 2017 (arXiv:1707.06990) and
         efficient_densenet_pytorch.
     """
-    params = tuple(DenseLayerParams(*p) for p in params)
-    check_features(x)
-    channels = _check_params(x, params)
-    if save not in ("conv", "features"):
-        raise ValueError(f'`save` (={save!r}) must be "conv" or "features".')
-    if not epsilon > 0:
-        raise ValueError(f"`epsilon` (={epsilon}) must be positive.")
-    check_dropout(dropout_rate, key)
+    x = as_features(x)
+    layers, channels = _check_params(x, params)
+    one_of("save", save, "conv", "features")
     mask = None if mask is None else check_pixel_mask(mask, x)
     static = _Static(
         make_reduction(axis_name, axis_index_groups, stats),
-        float(epsilon),
+        check_epsilon(epsilon),
         save == "conv",
-        float(dropout_rate),
+        check_dropout(dropout_rate, key),
         check_chunks(num_chunks, (*x.shape[:3], channels)),
-        precision,
+        check_precision(precision, x.dtype),
     )
 
     def run(x, params, mask, key):
@@ -127,10 +132,10 @@ def dense_block(
         return result[0], lax.stop_gradient(result[1])
 
     features, (mean, var, count, inner) = per_batch(run, x)(
-        x, params, mask, key if dropout_rate else None
+        x, layers, mask, key if static.dropout_rate else None
     )
     result = []
-    for p, (mean2, var2) in zip(params, inner, strict=True):
+    for p, (mean2, var2) in zip(layers, inner, strict=True):
         c = p.scale1.shape[0]
         first = as_batch_stats(mean[..., :c], var[..., :c], count)
         result.append((first, as_batch_stats(mean2, var2, count)))
@@ -258,33 +263,53 @@ def _second_half_backward(
     return dh.astype(h.dtype), (dscale, dbias, dkernel)
 
 
-def check_dropout(rate: float, key: jax.Array | None) -> None:
-    if not 0 <= rate < 1:
-        raise ValueError(f"`dropout_rate` (={rate}) must be at least 0 and below 1.")
+def check_dropout(rate: Any, key: Any) -> float:
+    """The rate; with a key, where there is one, of `jax.random`."""
+    rate = as_number("dropout_rate", rate, lambda r: 0 <= r < 1, "at least 0 and below 1")
     if rate and key is None:
         raise ValueError(
             f"`dropout_rate` (={rate}) needs a `key`; pass one, or dropout_rate=0 in evaluation."
         )
+    if key is not None:
+        check_key("key", key)
+    return rate
 
 
-def _check_params(x: jax.Array, params: tuple[DenseLayerParams, ...]) -> int:
-    """Checks every layer's shapes; returns the channels of the result."""
-    channels = x.shape[-1]
-    for i, p in enumerate(params):
-        b = p.kernel1.shape[-1]
-        wanted = (
-            (channels,),
-            (channels,),
-            (1, 1, channels, b),
-            (b,),
-            (b,),
-            (*p.kernel2.shape[:2], b, p.kernel2.shape[-1]),
+def check_key(name: str, key: Any) -> None:
+    """One key, typed or of raw numbers."""
+    if not isinstance(key, (jax.Array, np.ndarray)):
+        raise TypeError(f"`{name}` must be a key of jax.random, not {described(key)}.")
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not (typed and key.ndim == 0 or key.dtype == jnp.uint32 and key.ndim == 1):
+        raise ValueError(
+            f"`{name}` must be one key of jax.random, not {key.dtype} of shape {key.shape}."
         )
-        for name, value, shape in zip(p._fields, p, wanted, strict=True):
+
+
+def _check_params(x: jax.Array, params: Any) -> tuple[tuple[DenseLayerParams, ...], int]:
+    """Checks every layer; returns them all, and the channels of the result."""
+    if not isinstance(params, (tuple, list)) or isinstance(params, DenseLayerParams):
+        raise TypeError(
+            f"`params` must be a list of DenseLayerParams, one a layer, not {described(params)}."
+        )
+    layers, channels = [], x.shape[-1]
+    for i, values in enumerate(params):
+        if not isinstance(values, (tuple, list)) or len(values) != len(DenseLayerParams._fields):
+            raise TypeError(f"`params[{i}]` must be DenseLayerParams, not {described(values)}.")
+        names = [f"params[{i}].{name}" for name in DenseLayerParams._fields]
+        p = DenseLayerParams(*map(as_array, names, values))
+        for name, kernel in ((names[2], p.kernel1), (names[5], p.kernel2)):
+            if kernel.ndim != 4:
+                raise ValueError(f"`{name}` of shape {kernel.shape} must be [kh, kw, in, out].")
+        b, k = p.kernel1.shape[-1], p.kernel2.shape[-1]
+        kernels = (1, 1, channels, b), (*p.kernel2.shape[:2], b, k)
+        wanted = (channels,), (channels,), kernels[0], (b,), (b,), kernels[1]
+        for name, value, shape in zip(names, p, wanted, strict=True):
             if value.shape != shape:
                 raise ValueError(
-                    f"`params[{i}].{name}` of shape {value.shape} must be {shape}: "
+                    f"`{name}` of shape {value.shape} must be {shape}: "
                     f"layer {i} reads {channels} channels."
                 )
-        channels += p.kernel2.shape[-1]
-    return channels
+        layers.append(p)
+        channels += k
+    return tuple(layers), channels

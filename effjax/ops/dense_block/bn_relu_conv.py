@@ -6,14 +6,17 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from .._arguments import as_array, as_integer
 from .._convolution import padding_of, pair
 from .._parallel import per_batch, same_varying, zeros
 from ..batch_norm.statistics import (
     AXES,
     BatchStats,
     Reduction,
+    check_epsilon,
     check_mask,
     feature_sums,
     make_reduction,
@@ -60,36 +63,37 @@ def bn_relu_conv(
         mask: boolean, broadcastable to [N, H, W, 1]: which pixels count in the statistics.
         strides, padding, kernel_dilation, feature_group_count, precision: as in
             ``jax.lax.conv_general_dilated``; a single number stands for both spatial axes.
-        num_chunks: slices of rows of a 1x1 convolution; by default slices of about 16 MiB (4 MiB on
-            a CPU).
+        num_chunks: slices of rows of a 1x1 convolution; by default slices of about 8 MiB in
+            float32.
 
     Returns:
         y [N, H', W', O] of x's dtype, and the :class:`BatchStats` of the C features.
 
     Raises:
-        TypeError, ValueError: inputs that do not fit, with their values.
+        TypeError, ValueError: inputs that do not fit, with their values; an `axis_name` that is not
+            mapped.
 
     Kept for the backward pass: the arrays of x as they came (not their concatenation), scale, bias,
     kernel, and the statistics. The recompute reuses the statistics: it is exact, and does no second
-    all-reduce.
+    all-reduce. Reverse mode only.
 
     References:
         efficient_densenet_pytorch; Pleiss et al., 2017 (arXiv:1707.06990).
     """
-    features: tuple[Any, ...] = tuple(x) if isinstance(x, (tuple, list)) else (x,)
-    _check(features, scale, bias, kernel, feature_group_count, epsilon)
+    groups = as_integer("feature_group_count", feature_group_count, 1)
+    features, parameters = _check(x, scale, bias, kernel, groups)
     conv = _Conv(
         pair("strides", strides, 1),
         padding_of(padding),
         pair("kernel_dilation", kernel_dilation, 1),
-        feature_group_count,
-        precision,
+        groups,
+        check_precision(precision, features[0].dtype),
     )
-    num_chunks = check_chunks(num_chunks, (*features[0].shape[:3], scale.shape[0]))
-    if kernel.shape[:2] != (1, 1) or conv.changes_pixels():
-        num_chunks = None
+    slices: int | None = check_chunks(num_chunks, (*features[0].shape[:3], parameters[0].shape[0]))
+    if parameters[2].shape[:2] != (1, 1) or conv.changes_pixels():
+        slices = None
     static = _Static(
-        make_reduction(axis_name, axis_index_groups, stats), float(epsilon), conv, num_chunks
+        make_reduction(axis_name, axis_index_groups, stats), check_epsilon(epsilon), conv, slices
     )
     mask = None if mask is None else check_pixel_mask(mask, features[0])
 
@@ -97,7 +101,7 @@ def bn_relu_conv(
         result: Any = _bn_relu_conv(static, *same_varying((features, parameters, mask)))
         return result[0], lax.stop_gradient(result[1])
 
-    y, statistics = per_batch(run, features[0])(features, (scale, bias, kernel), mask)
+    y, statistics = per_batch(run, features[0])(features, parameters, mask)
     return y, as_batch_stats(*statistics)
 
 
@@ -191,9 +195,27 @@ def check_chunks(num_chunks: int | None, shape: tuple[int, ...]) -> int:
     """The number of slices, by default from the shape of the wide array."""
     if num_chunks is None:
         return default_chunks(shape)
-    if not isinstance(num_chunks, int) or num_chunks < 1:
-        raise ValueError(f"`num_chunks` (={num_chunks}) must be an integer of at least 1, or None.")
-    return num_chunks
+    whole = isinstance(num_chunks, (int, np.integer)) and not isinstance(num_chunks, bool)
+    if not whole or num_chunks < 1:
+        raise ValueError(
+            f"`num_chunks` (={num_chunks!r}) must be an integer of at least 1, or None."
+        )
+    return int(num_chunks)
+
+
+def check_precision(precision: Any, dtype: Any) -> Any:
+    """What `jax.lax` takes for arrays of this dtype, and what can be hashed."""
+    precision = tuple(precision) if isinstance(precision, list) else precision
+    one = jax.ShapeDtypeStruct((1, 1), dtype)
+    if precision is not None:
+        try:
+            jax.eval_shape(functools.partial(lax.dot, precision=precision), one, one)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"`precision` (={precision!r}) must be None, or what jax.lax takes for it, like "
+                '"highest".'
+            ) from None
+    return precision
 
 
 def check_pixel_mask(mask: Any, x: jax.Array) -> jax.Array:
@@ -205,35 +227,37 @@ def check_pixel_mask(mask: Any, x: jax.Array) -> jax.Array:
     return mask
 
 
-def check_features(x: jax.Array, name: str = "x") -> None:
+def as_features(x: Any) -> jax.Array:
+    x = as_array("x", x)
     if x.ndim != 4:
-        raise ValueError(f"`{name}` of shape {x.shape} must be [N, H, W, C].")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(
-            f"`{name}` must be floating point, but its dtype is {x.dtype}; cast it first."
-        )
+        raise ValueError(f"`x` of shape {x.shape} must be [N, H, W, C].")
+    return x
 
 
-def _check(features, scale, bias, kernel, groups, epsilon) -> None:
+def _check(x, scale, bias, kernel, groups: int) -> tuple[tuple[jax.Array, ...], tuple]:
+    """Checks the arrays; returns those of x, and the three parameters."""
+    features = tuple(map(as_features, x if isinstance(x, (tuple, list)) else (x,)))
     if not features:
         raise ValueError("`x` is an empty list; give at least one array.")
     for f in features:
-        check_features(f)
         if f.shape[:3] != features[0].shape[:3] or f.dtype != features[0].dtype:
             raise ValueError(
                 f"The arrays of `x` must agree in [N, H, W] and dtype: "
                 f"{[f'{f.dtype}{f.shape}' for f in features]}."
             )
     channels = sum(f.shape[-1] for f in features)
+    scale, bias, kernel = (
+        as_array(name, value)
+        for name, value in (("scale", scale), ("bias", bias), ("kernel", kernel))
+    )
     for name, value in (("scale", scale), ("bias", bias)):
         if value.shape != (channels,):
             raise ValueError(
                 f"`{name}` of shape {value.shape} must be ({channels},), the channels of `x`."
             )
-    if kernel.ndim != 4 or kernel.shape[2] * groups != channels:
+    if kernel.ndim != 4 or kernel.shape[2] * groups != channels or kernel.shape[3] % groups:
         raise ValueError(
             f"`kernel` of shape {kernel.shape} must be [kh, kw, C / feature_group_count, O] for "
             f"the {channels} channels of `x` and feature_group_count={groups}."
         )
-    if not epsilon > 0:
-        raise ValueError(f"`epsilon` (={epsilon}) must be positive.")
+    return features, (scale, bias, kernel)

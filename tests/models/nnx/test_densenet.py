@@ -1,6 +1,7 @@
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ from flax import nnx
 
 from effjax.memory import residual_bytes
 from effjax.models import DenseNet
+from effjax.models.nnx.densenet import Transition
 from effjax.nnx import BatchNorm, convert_batch_norm
 
 OPTIONS: dict[str, Any] = dict(
@@ -134,14 +136,15 @@ def test_dropout_keys(efficient):
     assert np.abs(raw - drawn).max() > 1e-3
 
 
-def test_running_stats_move_once_a_step():
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_running_stats_move_once_a_step(unbiased):
     """efficient_densenet_pytorch moved them twice; here `momentum` is exactly one step's."""
-    model = make(momentum=0.5)
+    model = make(momentum=0.5, unbiased_running_var=unbiased)
     _, stats = run(model, X)
     x = model.stem_conv(jnp.asarray(X))
-    got = stats["blocks"][0]["layers"][0]["norm1"]
+    got, var = stats["blocks"][0]["layers"][0]["norm1"], x.var((0, 1, 2), ddof=int(unbiased))
     np.testing.assert_allclose(got["mean"][...], 0.5 * x.mean((0, 1, 2)), rtol=1e-5)
-    np.testing.assert_allclose(got["var"][...], 0.5 + 0.5 * x.var((0, 1, 2)), rtol=1e-5)
+    np.testing.assert_allclose(got["var"][...], 0.5 + 0.5 * var, rtol=1e-6)
 
 
 def test_frozen_norms_stay_frozen():
@@ -151,8 +154,7 @@ def test_frozen_norms_stay_frozen():
         model.blocks[0].layers[0].norm1.use_running_average = True
         model.transitions[0].norm.use_running_average = True
     (logits, stats), (want, want_stats) = (run(model, X) for model in models)
-    np.testing.assert_allclose(logits, want, atol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), stats, want_stats)
+    chex.assert_trees_all_close((logits, stats), (want, want_stats), rtol=0, atol=1e-5)
     np.testing.assert_array_equal(stats["blocks"][0]["layers"][0]["norm1"]["mean"][...], 0)
     assert (stats["blocks"][0]["layers"][0]["norm2"]["mean"][...] != 0).all()
 
@@ -180,7 +182,7 @@ def test_converted_model_synchronises(mesh8):
             in_specs=(jax.P(), jax.P(), jax.P("data"), jax.P("data")), out_specs=jax.P(),
         )  # fmt: skip
         got = jax.jit(mapped)(params, stats, x, labels)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), got, want)
+        chex.assert_trees_all_close(got, want, rtol=0, atol=1e-10)
 
 
 def test_every_norm_is_of_effjax():
@@ -211,3 +213,23 @@ def test_memory_kept_for_the_backward_pass_is_linear_in_depth():
         small, large = (kept(layers, save=save) for layers in (8, 16))
         assert large / small < 2.1
         assert large < share * kept(16, efficient=False)
+
+
+def test_tabulate():
+    """nnx runs every public method under jit."""
+    model = make(block_config=(1, 1))
+    for training in (True, False):
+        model.train() if training else model.eval()
+        table = nnx.tabulate(model, X[:2])
+        rows = ("transitions/0", "blocks/1", *(() if training else ("blocks/1/layers/0/norm2",)))
+        assert all(f" {row} " in table for row in rows)
+
+
+def test_a_part_of_other_widths_is_found():
+    def run(x):
+        model = make()
+        model.transitions[0] = Transition(8, 5, model.options, rngs=nnx.Rngs(0))
+        return model(x)
+
+    with pytest.raises(AssertionError, match="dimension 4 on the axis '?3'? but got 5"):
+        nnx.eval_shape(run, X)

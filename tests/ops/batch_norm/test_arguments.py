@@ -98,5 +98,15 @@ def test_bad_input(error, match, args):
         effjax.sync_batch_norm(**{"x": X, **args})
 
 
+def test_given_statistics_need_no_epsilon():
+    """Frozen norms of detection code have none; what is taken of a batch needs one."""
+    x, var = np.linspace(-1, 1, C), np.linspace(1, 2, C)
+    np.testing.assert_allclose(
+        batch_norm_inference(x, np.zeros(C), var, epsilon=0), x / np.sqrt(var)
+    )
+    with pytest.raises(ValueError, match=r"`epsilon` \(=-1\) must be at least 0"):
+        batch_norm_inference(x, np.zeros(C), var, epsilon=-1)
+
+
 def test_batch_stats_is_a_tuple_of_its_three_fields():
     assert BatchStats._fields == ("mean", "var", "count")

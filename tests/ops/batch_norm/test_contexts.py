@@ -16,7 +16,9 @@ from tests import oracles
 from tests.contexts import (
     CONTEXTS,
     assert_trees_close,
+    grad_of_vmap,
     gradients_with_parameters_of_each_device,
+    in_scan,
     mesh_of,
     single_device,
 )
@@ -75,6 +77,31 @@ def test_equals_autodiff_on_one_device(stats, variant, context):
     options = VARIANTS[variant]
     got = CONTEXTS[context](ours(stats, **options), options.get("params", PARAMS), make_batch())
     assert_trees_close(got, expected(variant), 1e-12)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("between", [jax.jit, jax.checkpoint, in_scan])
+@pytest.mark.parametrize("variant", ["mask", "mask_residual_relu"])
+@pytest.mark.parametrize("stats", ["gather", "two_psum"])
+def test_rules_that_run_when_the_axis_is_gone(stats, variant, between):
+    got = grad_of_vmap(between, ours(stats, **VARIANTS[variant]), PARAMS, make_batch())
+    assert_trees_close(got, expected(variant), 1e-12)
+
+
+def test_rules_that_run_when_both_axes_are_gone():
+    """Two axes, and parameters and a mask that are constants there."""
+    x, mask = make_batch()["x"], make_batch()["mask"][8:9]
+
+    def total(norm, x):
+        return jnp.sum(jnp.sin(norm(x, **PARAMS, mask=mask, axis_name=("i", "j"))[0]))
+
+    def loss(x):
+        inner = jax.vmap(functools.partial(total, sync_batch_norm), axis_name="j")
+        return jax.vmap(inner, axis_name="i")(x.reshape(4, 2, 4, *x.shape[1:])).sum()
+
+    norm = functools.partial(oracles.batch_norm, mask=jnp.broadcast_to(mask, (32, 3, 1, 1)))
+    want = jax.grad(lambda x: jnp.sum(jnp.sin(norm(x, **PARAMS)[0])))(x)
+    assert_trees_close(jax.grad(jax.jit(loss))(x), want, 1e-12)
 
 
 @pytest.mark.covering

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from effjax import sync_batch_norm
+from effjax import batch_norm_inference, sync_batch_norm
 from tests import oracles
 from tests.contexts import (
     DEVICES,
@@ -100,6 +100,53 @@ def test_a_mask_may_differ_by_feature():
         jax.grad(functools.partial(loss, sync_batch_norm))(x), want, atol=1e-12
     )
     np.testing.assert_array_equal(sync_batch_norm(x, mask=mask)[1].count, mask.sum((0, 1)))
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 1), (5, 1, 4), (1, 3, 1)])
+def test_a_mask_may_differ_along_one_of_two_feature_axes(shape):
+    rng = np.random.default_rng(0)
+    x, mask = rng.normal(size=(5, 3, 4)), rng.random(shape) < 0.7
+    y, statistics = sync_batch_norm(x, mask=mask, feature_axis=(1, 2))
+    flat = np.broadcast_to(mask, x.shape).reshape(5, 12)
+    want, _ = sync_batch_norm(x.reshape(5, 12), mask=flat)
+    np.testing.assert_allclose(y, want.reshape(x.shape), atol=1e-12)
+    np.testing.assert_array_equal(statistics.count, flat.sum(0).reshape(3, 4))
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("stats", ["gather", "two_psum"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_single_examples(masked, stats):
+    """What has no batch axis of its own: the batch is the mapped axis."""
+    x, w = make_batch()["x"][:, 0, 0], make_batch()["w"][:, 0, 0]
+    mask = np.arange(32)[:, None] % 3 < 2 if masked else np.ones((32, 1), bool)
+
+    def one(x, mask, scale, bias):
+        mask = mask if masked else None
+        return sync_batch_norm(x, scale, bias, mask=mask, axis_name="i", stats=stats)
+
+    def loss(norm, x, scale, bias):
+        return jnp.sum(norm(x, mask, scale, bias)[0] * w)
+
+    norms = [
+        jax.vmap(one, (0, 0, None, None), (0, None), axis_name="i"),
+        lambda x, mask, *params: sync_batch_norm(x, *params, mask=mask),
+    ]
+    args = x, PARAMS["scale"], PARAMS["bias"]
+    got, want = (jax.value_and_grad(functools.partial(loss, f), (0, 1, 2))(*args) for f in norms)
+    assert_trees_close(got, want, 1e-12)
+    assert_trees_close(*(f(x, mask, *args[1:])[1] for f in norms), 1e-12)
+
+
+def test_single_examples_of_several_feature_axes():
+    x = make_batch()["x"][:, 0]
+    norm = functools.partial(sync_batch_norm, feature_axis=(0, 1), axis_name="i")
+    y, statistics = jax.vmap(norm, out_axes=(0, None), axis_name="i")(x)
+    want, flat = sync_batch_norm(x.reshape(32, -1))
+    np.testing.assert_allclose(y, want.reshape(x.shape), atol=1e-12)
+    np.testing.assert_allclose(statistics.var, flat.var.reshape(3, C), atol=1e-12)
+    given = batch_norm_inference(x[0], statistics.mean, statistics.var, feature_axis=(0, 1))
+    np.testing.assert_allclose(given, y[0], atol=1e-12)
 
 
 def test_masked_values_do_not_count_even_if_they_are_not_numbers():
