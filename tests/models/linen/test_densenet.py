@@ -38,6 +38,18 @@ def test_initialization_leaves_running_stats():
         np.testing.assert_array_equal(value, float(path[-1].key == "var"))
 
 
+def test_tabulate():
+    """One row a module, and what each costs."""
+    model = DenseNet(**OPTIONS)
+    table = model.tabulate(
+        jax.random.key(0), X, train=True, show_repeated=True, compute_flops=True,
+        console_kwargs=dict(width=200),
+    )  # fmt: skip
+    paths = [line.split("│")[1].strip() for line in table.splitlines() if line.count("│") > 1]
+    paths = [path for path in paths if path[:1].isalpha()]
+    assert len(paths) == len(set(paths)) == 18 and "blocks_1/layers_0/norm2" in paths
+
+
 @pytest.mark.parametrize("efficient", [True, False])
 def test_running_stats_must_be_mutable_in_training(efficient):
     model, variables = DenseNet(**OPTIONS, efficient=efficient), shapes()
