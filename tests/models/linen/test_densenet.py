@@ -58,6 +58,16 @@ def test_running_stats_must_be_mutable_in_training(efficient):
     jax.eval_shape(lambda v: model.apply(v, X), variables)
 
 
+def test_apply_without_running_stats_begins_them():
+    variables = shapes()
+
+    def apply(variables):
+        return DenseNet(**OPTIONS).apply(variables, X, train=True, mutable=["batch_stats"])[1]
+
+    new = jax.eval_shape(apply, {"params": variables["params"]})
+    assert new == {"batch_stats": variables["batch_stats"]}
+
+
 def test_dropout_needs_its_key():
     model = DenseNet(**OPTIONS, drop_rate=0.5)
     with pytest.raises(errors.InvalidRngError, match="dropout"):
