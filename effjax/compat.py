@@ -1,18 +1,60 @@
 """For people who port PyTorch code: the operators in its argument order.
 
-Images are NCHW here, and kernels OIHW, as in maskrcnn-benchmark, torchvision and mmcv.
+Images are NCHW here, and kernels OIHW, as in maskrcnn-benchmark, torchvision and mmcv. Reverse mode
+only: `effjax.deform_conv2d` has the rest.
 """
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from ._deprecated import moved
-from .ops.deform_conv import deform_conv2d
+from .ops._arguments import as_integer
+from .ops._convolution import pair
+from .ops.deform_conv import deform_conv2d as _nhwc_deform_conv2d
+from .ops.deform_conv.arguments import as_operand, output_size
 
 Pair = int | Sequence[int]
+
+
+def deform_conv2d(
+    input: ArrayLike,
+    offset: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    stride: Pair = (1, 1),
+    padding: Pair = (0, 0),
+    dilation: Pair = (1, 1),
+    mask: ArrayLike | None = None,
+) -> jax.Array:
+    """Deformable convolution with the arguments of torchvision's `deform_conv2d`.
+
+    As there, the shapes say the groups: those of the convolution are `C / weight.shape[1]`, those
+    of the offsets `offset.shape[1] / (2·K)`, for K = kh·kw taps.
+
+    Args:
+        input: `[N, C, H, W]`.
+        offset: `[N, offset_groups·K·2, Ho, Wo]`, y before x for each tap.
+        weight: `[O, C/groups, kh, kw]`.
+        bias: `[O]`, or None.
+        stride, padding, dilation: one number, or one for each of the two axes.
+        mask: `[N, offset_groups·K, Ho, Wo]`, or None for the first version of the paper.
+
+    Returns:
+        `[N, O, Ho, Wo]`.
+
+    Raises:
+        TypeError, ValueError: inputs that do not fit, with their values.
+    """
+    input, offset, weight, mask, bias = _as_arrays(input, offset, weight, mask, bias)
+    per_group, per_offset_group = weight.shape[1], 2 * weight.shape[2] * weight.shape[3]
+    groups = max(1, input.shape[1] // max(1, per_group))
+    offset_groups = max(1, offset.shape[1] // max(1, per_offset_group))
+    arrays = input, offset, weight, mask, bias
+    return _convolve(*arrays, stride, padding, dilation, groups, offset_groups)
 
 
 def deform_conv(
@@ -25,6 +67,8 @@ def deform_conv(
     groups: int = 1,
     deformable_groups: int = 1,
     im2col_step: int | None = None,
+    *,
+    deform_groups: int | None = None,
 ) -> jax.Array:
     """Deformable convolution v1 with the arguments of maskrcnn-benchmark's `deform_conv`.
 
@@ -35,16 +79,19 @@ def deform_conv(
         stride, padding, dilation, groups, deformable_groups: of the convolution.
         im2col_step: accepted and ignored: memory is bounded by rows, not by images, see
             `effjax.deform_conv2d`.
+        deform_groups: mmcv's name of `deformable_groups`.
 
     Returns:
         `[N, O, Ho, Wo]`.
 
     Raises:
-        ValueError, TypeError: as `effjax.deform_conv2d`.
+        TypeError, ValueError: inputs that do not fit, with their values.
     """
-    return modulated_deform_conv(
-        input, offset, None, weight, None, stride, padding, dilation, groups, deformable_groups
-    )
+    if im2col_step is not None:
+        as_integer("im2col_step", im2col_step, 1)
+    arrays = _as_arrays(input, offset, weight, None, None)
+    offset_groups = _one_spelling(deformable_groups, deform_groups)
+    return _convolve(*arrays, stride, padding, dilation, groups, offset_groups)
 
 
 def modulated_deform_conv(
@@ -58,25 +105,83 @@ def modulated_deform_conv(
     dilation: Pair = 1,
     groups: int = 1,
     deformable_groups: int = 1,
+    *,
+    deform_groups: int | None = None,
 ) -> jax.Array:
     """Deformable convolution v2 with the arguments of maskrcnn-benchmark's
     `modulated_deform_conv`: as `deform_conv`, and `mask` `[N, deformable_groups·K, Ho, Wo]`."""
-    operands = dict(input=input, offset=offset, mask=mask, weight=weight)
-    for name, value in operands.items():
-        if value is not None and jnp.ndim(value) != 4:
-            raise ValueError(f"`{name}` must have four axes, not shape {jnp.shape(value)}.")
-    x, offset, weights = _nhwc(input), _nhwc(offset), jnp.transpose(weight, (2, 3, 1, 0))
-    y = deform_conv2d(
-        x, offset, weights, None if mask is None else _nhwc(mask),
-        None if bias is None else jnp.asarray(bias), strides=stride,
-        padding=padding, kernel_dilation=dilation, feature_group_count=groups,
-        offset_groups=deformable_groups,
-    )  # fmt: skip
+    arrays = _as_arrays(input, offset, weight, mask, bias)
+    offset_groups = _one_spelling(deformable_groups, deform_groups)
+    return _convolve(*arrays, stride, padding, dilation, groups, offset_groups)
+
+
+def _as_arrays(input, offset, weight, mask, bias) -> tuple[Any, ...]:
+    arrays = dict(input=input, offset=offset, weight=weight, mask=mask, bias=bias)
+    for name, value in arrays.items():
+        if value is None and name in ("mask", "bias"):
+            continue
+        arrays[name] = value = as_operand(name, value)
+        if value.ndim != 4 and name != "bias":
+            raise ValueError(f"`{name}` must have four axes, not shape {value.shape}.")
+    return tuple(arrays.values())
+
+
+def _one_spelling(deformable_groups: Any, deform_groups: Any) -> int:
+    groups = as_integer("deformable_groups", deformable_groups, 1)
+    if deform_groups is None:
+        return groups
+    if groups not in (1, as_integer("deform_groups", deform_groups, 1)):
+        raise ValueError(
+            f"`deformable_groups` (={groups}) and `deform_groups` (={deform_groups}) are two names "
+            "of one number; give one of them."
+        )
+    return deform_groups
+
+
+def _convolve(
+    input, offset, weight, mask, bias, stride: Pair, padding: Pair, dilation: Pair, groups: int,
+    offset_groups: int,
+) -> jax.Array:  # fmt: skip
+    strides, pads = pair("stride", stride, 1), pair("padding", padding, 0)
+    dilations, groups = pair("dilation", dilation, 1), as_integer("groups", groups, 1)
+    both_sides = tuple((pad, pad) for pad in pads)
+    size = output_size(input.shape[2:], weight.shape[2:], strides, both_sides, dilations)
+    _check_shapes(input, offset, weight, mask, bias, size, groups, offset_groups)
+    x, moves, factors = (
+        None if a is None else a.transpose(0, 2, 3, 1) for a in (input, offset, mask)
+    )
+    y = _nhwc_deform_conv2d(
+        x, moves, weight.transpose(2, 3, 1, 0), factors, bias, strides=strides, padding=both_sides,
+        kernel_dilation=dilations, feature_group_count=groups, offset_groups=offset_groups,
+    )  # type: ignore[arg-type] # fmt: skip
     return y.transpose(0, 3, 1, 2)
 
 
-def _nhwc(x: ArrayLike) -> jax.Array:
-    return jnp.transpose(jnp.asarray(x), (0, 2, 3, 1))
+def _check_shapes(input, offset, weight, mask, bias, size, groups, offset_groups) -> None:
+    """By PyTorch's names and in its order of axes."""
+    (images, channels), (outputs, per_group, *taps) = input.shape[:2], weight.shape
+    if 0 in input.shape[1:] or 0 in weight.shape:
+        raise ValueError(f"`input` {input.shape} or `weight` {weight.shape} is empty.")
+    if per_group * groups != channels or outputs % groups:
+        raise ValueError(
+            f"`weight` of shape {weight.shape} must be [O, C / groups, kh, kw], O a multiple of "
+            f"groups, for the {channels} channels of `input` {input.shape} and groups={groups}."
+        )
+    if channels % offset_groups:
+        raise ValueError(
+            f"The {channels} channels of `input` must be divisible by the groups of `offset` "
+            f"(={offset_groups})."
+        )
+    if min(size) < 1:
+        raise ValueError(
+            f"The output would be empty, {size}: `input` of shape {input.shape} is smaller than "
+            f"`weight` of shape {weight.shape}, with this padding and dilation."
+        )
+    each = offset_groups * math.prod(taps)
+    want = dict(offset=(images, 2 * each, *size), mask=(images, each, *size), bias=(outputs,))
+    for (name, shape), value in zip(want.items(), (offset, mask, bias), strict=True):
+        if value is not None and value.shape != shape:
+            raise ValueError(f"`{name}` of shape {value.shape} must be {shape}; images are NCHW.")
 
 
 __getattr__ = moved(__name__, convert_deform_conv="effjax.convert")

@@ -1,5 +1,6 @@
 """PyTorch's layouts, against loops over PyTorch's layouts."""
 
+import inspect
 import math
 
 import jax
@@ -74,6 +75,110 @@ def test_operators_in_pytorch_argument_order():
     np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="`offset` must have four axes"):
         compat.deform_conv(x, offset[0], weight)
+
+
+def torch_arguments():
+    """Those of torchvision's deform_conv2d, in its order: two groups of both kinds."""
+    x, weight, bias = normal(N, C, H, W), normal(OUT, C // GROUPS, KH, KW), normal(OUT)
+    offset, mask = normal(N, OFFSET_GROUPS * K * 2, HO, WO), normal(N, OFFSET_GROUPS * K, HO, WO)
+    return x, offset, weight, bias, STRIDE, PADDING, DILATION, mask
+
+
+def test_torchvisions_signature():
+    parameters = inspect.signature(compat.deform_conv2d).parameters
+    assert {name: p.default for name, p in parameters.items() if p.default is not p.empty} == dict(
+        bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1), mask=None
+    )
+    assert list(parameters) == [
+        "input", "offset", "weight", "bias", "stride", "padding", "dilation", "mask"
+    ]  # fmt: skip
+
+
+def test_torchvisions_deform_conv2d():
+    """Groups and offset groups are what the shapes say."""
+    x, offset, weight, bias, *geometry, mask = torch_arguments()
+    y = compat.deform_conv2d(x, offset, weight, bias, *geometry, mask)
+    want = torch_conv(x, weight, bias, *geometry, GROUPS, offset, mask)
+    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
+    whole, one_group = normal(OUT, C, KH, KW), offset[:, : 2 * K]
+    y = compat.deform_conv2d(x, one_group, whole, None, *geometry)
+    want = torch_conv(x, whole, None, *geometry, 1, one_group)
+    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_torchvisions_deform_conv2d():
+    """Those of the operator between transposes."""
+    x, offset, weight, bias, stride, padding, dilation, mask = torch_arguments()
+    dy = normal(N, OUT, HO, WO)
+
+    def theirs(x, offset, weight, bias, mask):
+        return jnp.sum(
+            dy * compat.deform_conv2d(x, offset, weight, bias, stride, padding, dilation, mask)
+        )
+
+    def ours(x, offset, weight, bias, mask):
+        x, offset, mask = (a.transpose(0, 2, 3, 1) for a in (x, offset, mask))
+        y = effjax.deform_conv2d(
+            x, offset, weight.transpose(2, 3, 1, 0), mask, bias, strides=stride, padding=padding,
+            kernel_dilation=dilation, feature_group_count=GROUPS, offset_groups=OFFSET_GROUPS,
+            implementation="xla",
+        )  # fmt: skip
+        return jnp.sum(dy.transpose(0, 2, 3, 1) * y)
+
+    got, want = (
+        jax.jit(jax.grad(f, argnums=range(5)))(x, offset, weight, bias, mask)
+        for f in (theirs, ours)
+    )
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_the_guards_of_the_operator_hold():
+    """Forward mode is refused; a batch may be empty; bad positions give zero."""
+    x, offset, weight, *_ = torch_arguments()
+    run = lambda x, offset: compat.deform_conv2d(  # noqa: E731
+        x, offset, weight, None, STRIDE, PADDING, DILATION
+    )
+    with pytest.raises(NotImplementedError, match="forward mode"):
+        jax.jvp(lambda x: run(x, offset), (x,), (x,))
+    bad = np.stack([np.full_like(offset[0], v) for v in (np.nan, 1e30)])
+    y, backward = jax.vjp(run, x, bad)
+    for a in (y, *backward(y + 1)):
+        np.testing.assert_array_equal(a, np.zeros_like(a))
+    assert run(x[:0], offset[:0]).shape == (0, OUT, HO, WO)
+
+
+def test_mmcvs_name_of_the_groups():
+    x, offset, weight, bias, *geometry, mask = torch_arguments()
+    groups = dict(zip(("stride", "padding", "dilation"), geometry, strict=True), groups=GROUPS)
+    for run, arrays in (
+        (compat.deform_conv, (x, offset, weight)),
+        (compat.modulated_deform_conv, (x, offset, mask, weight, bias)),
+    ):
+        shape = run(*arrays, **groups, deform_groups=2).shape
+        assert shape == run(*arrays, **groups, deformable_groups=2).shape == (N, OUT, HO, WO)
+        with pytest.raises(ValueError, match="two names of one number"):
+            run(*arrays, **groups, deform_groups=2, deformable_groups=4)
+
+
+@pytest.mark.parametrize(
+    ("match", "change"),
+    [
+        (r"`input` \(2, 4, 0, 6\) or .* is empty", {"input": normal(N, C, 0, W)}),
+        ("`weight` .* for the 4 channels of `input`", {"weight": normal(OUT, 3, KH, KW)}),
+        ("divisible by the groups of `offset` .=3.", {"offset": normal(N, 3 * K * 2, HO, WO)}),
+        (r"`offset` .* must be \(2, 24, 3, 4\); images are NCHW",
+         {"offset": normal(N, HO, WO, 24)}),
+        (r"`mask` .* must be \(2, 12, 3, 4\)", {"mask": normal(N, K, HO, WO)}),
+        (r"`bias` .* must be \(6,\)", {"bias": normal(N, K, HO, WO)}),
+        ("output would be empty", {"dilation": 9}),
+    ],
+)  # fmt: skip
+def test_bad_shapes(match, change):
+    names = inspect.signature(compat.deform_conv2d).parameters
+    given = dict(zip(names, torch_arguments(), strict=True))
+    with pytest.raises(ValueError, match=match):
+        jax.eval_shape(lambda: compat.deform_conv2d(**given | change))
 
 
 def pack_weights(offset_name, modulated, prefix="", bias=True):

@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -88,7 +89,8 @@ def fill(args: Any) -> Any:
         if not jnp.issubdtype(a.dtype, jnp.inexact):
             values = jnp.zeros(a.shape, a.dtype) if a.ndim == 0 else _integers(a)
             return values if a.sharding is None else jax.device_put(values, a.sharding)
-        key = jax.random.key(abs(hash(name)) % 2**31)
+        # Not `hash`, which Python salts anew in every process.
+        key = jax.random.fold_in(jax.random.key(0), zlib.crc32(name.encode()))
         make = lambda k, shape: 0.02 * jnp.abs(jax.random.normal(k, shape, a.dtype))  # noqa: E731
         if a.sharding is None:
             return make(key, a.shape)

@@ -34,8 +34,14 @@ def convert_deform_conv(
 
     Raises:
         ValueError: for names that are not there, or that are none of these layers'.
+        TypeError: for weights that are no arrays of real floating-point numbers.
     """
-    left = {name: np.asarray(value) for name, value in weights.items()}
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"`weights` must map names to arrays, not be a {type(weights).__name__}.")
+    for name, value in (("offset", offset), ("mask", mask)):
+        if not (value is None or isinstance(value, str)):
+            raise TypeError(f"`{name}` (={value!r:.80}) must be the name of a convolution.")
+    left = {name: _floats(name, value) for name, value in weights.items()}
 
     def take(*prefixes: str) -> dict[str, np.ndarray]:
         """The parameters of the first of these convolutions that there is."""
@@ -69,3 +75,18 @@ def convert_deform_conv(
             "layer's own part of the state_dict, and name its convolutions by `offset` and `mask`."
         )
     return found | ({"offset_conv": predicted} if predicted else {})
+
+
+def _floats(name: Any, value: Any) -> np.ndarray:
+    """As a NumPy array; a PyTorch tensor becomes one too."""
+    if not isinstance(name, str):
+        raise TypeError(f"`weights` must have strings for names, not {name!r:.80}.")
+    if not hasattr(value, "__array__"):
+        kind = type(value).__name__
+        raise TypeError(f"`weights[{name!r}]` must be an array, not of type {kind}.")
+    array = np.asarray(value)
+    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+        raise TypeError(
+            f"`weights[{name!r}]` must be floating point, but its dtype is {array.dtype}."
+        )
+    return array

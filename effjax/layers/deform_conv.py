@@ -6,20 +6,84 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..ops._convolution import pair
+from ..ops._arguments import (
+    as_array,
+    as_callable,
+    as_flag,
+    as_float_dtype,
+    as_integer,
+    described,
+)
+from ..ops._convolution import padding_of, pair
+from ..ops.deform_conv.arguments import check_options
 
 
 def kernel_shape(
-    kernel_size: int | Sequence[int], in_features: int, out_features: int, groups: int
+    kernel_size: int | Sequence[int], groups: int, *, features: dict[str, int]
 ) -> tuple[int, int, int, int]:
-    """The shape HWIO of a kernel, checked."""
+    """The shape HWIO of a kernel, checked; `features` are those of x and of y by their names."""
     height, width = pair("kernel_size", kernel_size, 1)
-    for name, value in (("in_features", in_features), ("out_features", out_features)):
-        if value < 1 or groups < 1 or value % groups:
+    as_integer("feature_group_count", groups, 1)
+    for name, value in features.items():
+        if as_integer(name, value, 1) % groups:
             raise ValueError(
                 f"`{name}` (={value}) must be a multiple of `feature_group_count` (={groups})."
             )
-    return height, width, in_features // groups, out_features
+    of_x, of_y = features.values()
+    return height, width, of_x // groups, of_y
+
+
+def convolution_options(
+    *, strides: Any, padding: Any, kernel_dilation: Any, feature_group_count: int,
+    offset_groups: int, precision: Any, implementation: Any, deterministic: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Those of `effjax.deform_conv2d`, checked."""
+    check_options(implementation, deterministic, precision)
+    return dict(
+        strides=pair("strides", strides, 1), padding=padding_of(padding),
+        kernel_dilation=pair("kernel_dilation", kernel_dilation, 1),
+        feature_group_count=as_integer("feature_group_count", feature_group_count, 1),
+        offset_groups=as_integer("offset_groups", offset_groups, 1),
+        precision=precision, implementation=implementation, deterministic=deterministic,
+    )  # fmt: skip
+
+
+def check_parameters(
+    use_bias: Any, dtype: Any, param_dtype: Any, kernel_init: Any, bias_init: Any
+) -> None:
+    """How a layer makes its parameters, and what it computes in."""
+    as_flag("use_bias", use_bias)
+    check_dtypes(dtype, param_dtype)
+    as_callable("kernel_init", kernel_init)
+    as_callable("bias_init", bias_init)
+
+
+def check_dtypes(dtype: Any, param_dtype: Any) -> None:
+    as_float_dtype("param_dtype", param_dtype)
+    if dtype is not None:
+        as_float_dtype("dtype", dtype)
+
+
+def checked_images(x: Any, channels: int | None = None) -> jax.Array:
+    """`x`, floating-point images with this many channels."""
+    x = as_array("x", x)
+    if x.ndim != 4 or channels not in (None, x.shape[-1]):
+        wanted = f"[N, H, W, {'C' if channels is None else channels}]"
+        raise ValueError(f"`x` of shape {x.shape} must be {wanted}.")
+    return x
+
+
+def real_operands(x: Any, kernel: Any, bias: Any, channels: int) -> tuple[Any, Any, Any]:
+    """The three before they are cast to one dtype: none loses an imaginary part there."""
+    bias = None if bias is None else as_array("bias", bias)
+    return checked_images(x, channels), as_array("kernel", kernel), bias
+
+
+def check_rngs(rngs: Any) -> None:
+    """An nnx.Rngs that has keys for parameters."""
+    if not callable(getattr(rngs, "params", None)):
+        wanted = "an nnx.Rngs with a stream `params`, as nnx.Rngs(0) is"
+        raise TypeError(f"`rngs` must be {wanted}, not {described(rngs)}.")
 
 
 def predicted_features(
@@ -27,9 +91,8 @@ def predicted_features(
 ) -> int:
     """Channels of the convolution that predicts offsets, two a tap, and masks, one a tap."""
     height, width = pair("kernel_size", kernel_size, 1)
-    if offset_groups < 1:
-        raise ValueError(f"`offset_groups` (={offset_groups}) must be at least 1.")
-    return offset_groups * height * width * (3 if modulated else 2)
+    taps = as_integer("offset_groups", offset_groups, 1) * height * width
+    return taps * (3 if modulated else 2)
 
 
 def split_predicted(predicted: jax.Array, modulated: bool) -> tuple[jax.Array, jax.Array | None]:

@@ -1,6 +1,6 @@
 """Deformable convolution for Flax linen."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -10,12 +10,17 @@ from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from ..layers.deform_conv import (
+    check_parameters,
+    checked_images,
+    convolution_options,
     kernel_shape,
     predicted_features,
+    real_operands,
     split_predicted,
     symmetric_padding,
 )
-from ..ops._convolution import padding_of, pair
+from ..ops._arguments import as_array, as_flag, described
+from ..ops._convolution import pair
 from ..ops.deform_conv import deform_conv2d
 
 
@@ -26,7 +31,7 @@ class DeformConv(nn.Module):
     holds here too; `features` are the output channels.
 
     Raises:
-        ValueError: for options outside their range, or shapes that do not fit.
+        TypeError, ValueError: as nnx's, when the layer is called.
 
     Reference: Dai et al., Deformable Convolutional Networks, 2017 (arXiv:1703.06211).
     """
@@ -55,18 +60,27 @@ class DeformConv(nn.Module):
         return self._convolve(x, offset, None)
 
     def _convolve(self, x: jax.Array, offset: jax.Array, mask: jax.Array | None) -> jax.Array:
-        shape = kernel_shape(self.kernel_size, x.shape[-1], self.features, self.feature_group_count)
+        x, options = checked_images(x), self._options()
+        features = {"in_features": x.shape[-1], "features": self.features}
+        shape = kernel_shape(self.kernel_size, self.feature_group_count, features=features)
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-        x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
-        return deform_conv2d(
-            x, offset, kernel, mask, bias, strides=self.strides, padding=self.padding,
-            kernel_dilation=self.kernel_dilation, feature_group_count=self.feature_group_count,
-            offset_groups=self.offset_groups, precision=self.precision,
-            implementation=self.implementation, deterministic=self.deterministic,
-        )  # type: ignore[arg-type] # fmt: skip
+        operands = real_operands(x, kernel, bias, x.shape[-1])
+        x, kernel, bias = promote_dtype(*operands, dtype=self.dtype)
+        return deform_conv2d(x, offset, kernel, mask, bias, **options)  # type: ignore[arg-type]
+
+    def _options(self) -> dict[str, Any]:
+        check_parameters(
+            self.use_bias, self.dtype, self.param_dtype, self.kernel_init, self.bias_init
+        )
+        return convolution_options(
+            strides=self.strides, padding=self.padding, kernel_dilation=self.kernel_dilation,
+            feature_group_count=self.feature_group_count, offset_groups=self.offset_groups,
+            precision=self.precision, implementation=self.implementation,
+            deterministic=self.deterministic,
+        )  # fmt: skip
 
 
 class ModulatedDeformConv(DeformConv):
@@ -80,7 +94,7 @@ class ModulatedDeformConv(DeformConv):
     @nn.compact
     def __call__(self, x: jax.Array, offset: jax.Array, mask: jax.Array) -> jax.Array:  # type: ignore[override]
         """As `DeformConv`, with each tap times `mask` `[N, Ho, Wo, offset_groups·K]`."""
-        return self._convolve(x, offset, mask)
+        return self._convolve(x, offset, as_array("mask", mask))
 
 
 class DeformConvPack(DeformConv):
@@ -89,12 +103,11 @@ class DeformConvPack(DeformConv):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
         """Convolves `x` where `offset_conv` says."""
-        size = pair("kernel_size", self.kernel_size, 1)
-        zeros: Any = nn.initializers.zeros
+        x, options = checked_images(x), self._options()
+        size, zeros = pair("kernel_size", self.kernel_size, 1), nn.initializers.zeros
         predicted = nn.Conv(
             predicted_features(size, self.offset_groups, self.modulated), size,
-            pair("strides", self.strides, 1), padding_of(self.padding),
-            kernel_dilation=pair("kernel_dilation", self.kernel_dilation, 1),
+            options["strides"], options["padding"], kernel_dilation=options["kernel_dilation"],
             dtype=self.dtype, param_dtype=self.param_dtype, precision=self.precision,
             kernel_init=zeros, bias_init=zeros, name="offset_conv",
         )(x)  # type: ignore[arg-type] # fmt: skip
@@ -123,7 +136,10 @@ class DFConv2d(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Convolves `x`."""
-        return (ModulatedDeformConvPack if self.modulated else DeformConvPack)(
+        if self.options != () and not isinstance(self.options, Mapping):
+            raise TypeError(f"`options` must be a mapping, not {described(self.options)}.")
+        modulated = as_flag("modulated", self.modulated)
+        return (ModulatedDeformConvPack if modulated else DeformConvPack)(
             self.features, self.kernel_size, self.strides,
             symmetric_padding(self.kernel_size, self.kernel_dilation), self.kernel_dilation,
             use_bias=self.use_bias, name="conv", **dict(self.options),

@@ -10,12 +10,17 @@ from flax.nnx.nn.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from ..layers.deform_conv import (
+    check_parameters,
+    check_rngs,
+    checked_images,
+    convolution_options,
     kernel_shape,
     predicted_features,
+    real_operands,
     split_predicted,
     symmetric_padding,
 )
-from ..ops._convolution import padding_of, pair
+from ..ops._arguments import as_array, as_flag
 from ..ops.deform_conv import deform_conv2d
 
 Implementation = Literal["native", "xla"] | None
@@ -35,12 +40,15 @@ class DeformConv(nnx.Module):
             feature_group_count, use_bias, dtype, param_dtype, precision, kernel_init, bias_init:
             as in `flax.nnx.Conv`, for images.
         offset_groups: groups of input channels with offsets of their own.
-        implementation: None, "native" or "xla", as in `effjax.deform_conv2d`.
+        implementation: None, "native" or "xla", as in `effjax.deform_conv2d`; forward mode and
+            second derivatives need "xla".
         deterministic: whether gradients are the same, bit for bit, in every run.
         rngs: for the parameters (stream `params`).
 
     Raises:
         ValueError: for options outside their range, or shapes that do not fit.
+        TypeError: for what is no number, array or dtype, and for images or parameters that are
+            not real floating-point numbers.
 
     Reference: Dai et al., Deformable Convolutional Networks, 2017 (arXiv:1703.06211).
     """
@@ -68,26 +76,32 @@ class DeformConv(nnx.Module):
         deterministic: bool = False,
         rngs: nnx.Rngs,
     ):
-        shape = kernel_shape(kernel_size, in_features, out_features, feature_group_count)
+        features = {"in_features": in_features, "out_features": out_features}
+        shape = kernel_shape(kernel_size, feature_group_count, features=features)
+        check_parameters(use_bias, dtype, param_dtype, kernel_init, bias_init)
+        check_rngs(rngs)
+        self.options = convolution_options(
+            strides=strides, padding=padding, kernel_dilation=kernel_dilation,
+            feature_group_count=feature_group_count, offset_groups=offset_groups,
+            precision=precision, implementation=implementation, deterministic=deterministic,
+        )  # fmt: skip
         self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype))
         bias = bias_init(rngs.params(), (out_features,), param_dtype) if use_bias else None
         self.bias: Any = nnx.data(None if bias is None else nnx.Param(bias))
         self.dtype = dtype
-        self.options = dict(
-            strides=pair("strides", strides, 1), padding=padding_of(padding),
-            kernel_dilation=pair("kernel_dilation", kernel_dilation, 1),
-            feature_group_count=feature_group_count, offset_groups=offset_groups,
-            precision=precision, implementation=implementation, deterministic=deterministic,
-        )  # fmt: skip
 
     def __call__(self, x: jax.Array, offset: jax.Array) -> jax.Array:
         """Convolves `x` with its taps moved by `offset` `[N, Ho, Wo, offset_groups·K·2]`."""
         return self._convolve(x, offset, None)
 
     def _convolve(self, x: jax.Array, offset: jax.Array, mask: jax.Array | None) -> jax.Array:
-        bias = None if self.bias is None else self.bias[...]
-        x, kernel, bias = promote_dtype((x, self.kernel[...], bias), dtype=self.dtype)
+        kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
+        operands = real_operands(x, kernel, bias, self._channels())
+        x, kernel, bias = promote_dtype(operands, dtype=self.dtype)
         return deform_conv2d(x, offset, kernel, mask, bias, **self.options)  # type: ignore[arg-type]
+
+    def _channels(self) -> int:
+        return self.kernel.shape[2] * self.options["feature_group_count"]
 
 
 class ModulatedDeformConv(DeformConv):
@@ -101,7 +115,7 @@ class ModulatedDeformConv(DeformConv):
 
     def __call__(self, x: jax.Array, offset: jax.Array, mask: jax.Array) -> jax.Array:  # type: ignore[override]
         """As `DeformConv`, with each tap times `mask` `[N, Ho, Wo, offset_groups·K]`."""
-        return self._convolve(x, offset, mask)
+        return self._convolve(x, offset, as_array("mask", mask))
 
 
 class DeformConvPack(DeformConv):
@@ -122,18 +136,18 @@ class DeformConvPack(DeformConv):
         **options: Any,
     ):
         super().__init__(in_features, out_features, kernel_size, strides, rngs=rngs, **options)
-        groups = options.get("offset_groups", 1)
-        height, width = self.kernel.shape[:2]
-        shared = ("padding", "kernel_dilation", "dtype", "param_dtype", "precision")
-        zeros = nnx.initializers.zeros
+        size, zeros = self.kernel.shape[:2], nnx.initializers.zeros
+        shared = ("strides", "padding", "kernel_dilation", "precision")
         self.offset_conv = nnx.Conv(
-            in_features, predicted_features((height, width), groups, self.modulated),
-            (height, width), strides, kernel_init=zeros, bias_init=zeros, rngs=rngs,
-            **{name: options[name] for name in shared if name in options},
+            in_features, predicted_features(size, self.options["offset_groups"], self.modulated),
+            size, kernel_init=zeros, bias_init=zeros, rngs=rngs,
+            **{name: self.options[name] for name in shared},
+            **{name: options[name] for name in ("dtype", "param_dtype") if name in options},
         )  # fmt: skip
 
     def offset_and_mask(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """What is predicted for `x`: offsets in pixels, and the mask in (0, 1), None for v1."""
+        x = checked_images(x, self._channels())
         return split_predicted(self.offset_conv(x), self.modulated)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
@@ -176,6 +190,7 @@ class DFConv2d(nnx.Module):
         rngs: nnx.Rngs,
         **options: Any,
     ):
+        modulated = as_flag("modulated", modulated)
         self.conv = (ModulatedDeformConvPack if modulated else DeformConvPack)(
             in_features, out_features, kernel_size, strides,
             padding=symmetric_padding(kernel_size, kernel_dilation),

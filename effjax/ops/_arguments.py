@@ -24,7 +24,11 @@ def as_array(name: str, value: Any, kind: Any = jnp.floating) -> jax.Array:
     is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
     if not is_array and not hasattr(value, "__jax_array__"):
         raise TypeError(f"`{name}` must be an array, not {described(value)}; see jnp.asarray.")
-    value = jnp.asarray(value)
+    try:
+        value = jnp.asarray(value)
+    except (TypeError, ValueError):  # NumPy's arrays of strings, objects, dates
+        dtype = getattr(value, "dtype", None)
+        raise TypeError(f"`{name}` must be of numbers, but its dtype is {dtype}.") from None
     if not jnp.issubdtype(value.dtype, kind):
         wanted = _KINDS.get(kind, kind.__name__)
         raise TypeError(f"`{name}` must be {wanted}, but its dtype is {value.dtype}; cast it.")
@@ -45,6 +49,8 @@ def as_integer(name: str, value: Any, least: int) -> int:
 def as_number(name: str, value: Any, accepts: Callable[[float], bool], wanted: str) -> float:
     """A Python float that `accepts` takes; `wanted` says which those are ("positive")."""
     try:
+        if isinstance(value, (str, bytes)):  # float() would read it
+            raise TypeError
         number = float(value)  # a traced array raises a TypeError of JAX's
     except (TypeError, ValueError):
         raise TypeError(f"`{name}` must be a number, not {described(value)}.") from None

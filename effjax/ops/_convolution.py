@@ -1,18 +1,24 @@
 """The arguments that every convolution has, in one form."""
 
-import operator
 from collections.abc import Sequence
 from typing import Any
+
+from ._arguments import as_integer
 
 
 def pair(name: str, value: Any, least: int) -> tuple[int, int]:
     """Two integers for the spatial axes, from two or from one that stands for both."""
     try:
-        both = tuple(map(operator.index, value if isinstance(value, Sequence) else (value, value)))
-    except TypeError:
+        sides = value if isinstance(value, Sequence) else (value, value)
+        both = tuple(as_integer(name, side, least) for side in sides)
+    except (TypeError, ValueError):
         both = ()
-    if len(both) != 2 or min(both) < least or max(both) >= 2**31:
-        raise ValueError(f"`{name}` (={value!r}) must be one or two integers of at least {least}.")
+    if len(both) != 2:
+        raise ValueError(
+            f"`{name}` (={value!r:.80}) must be one or two integers of at least {least}."
+        )
+    if max(both) >= 2**31:
+        raise ValueError(f"`{name}` (={value!r:.80}) must be below 2**31.")
     return both
 
 
@@ -24,4 +30,6 @@ def padding_of(padding: Any) -> Any:
         return padding.upper()
     if not isinstance(padding, Sequence):
         padding = (padding, padding)
+    if len(padding) != 2:
+        raise ValueError(f"`padding` (={padding!r:.80}) must be given for the two spatial axes.")
     return tuple(pair("padding", side, 0) for side in padding)

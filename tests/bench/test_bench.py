@@ -1,12 +1,14 @@
 """The benchmarks run, compare equal results, and write down what they measured."""
 
 import json
+import zlib
 
 import jax
+import numpy as np
 import pytest
 import typer
 
-from effjax.bench import batch_norm, deform_conv, dense_block, figure, memory, offload
+from effjax.bench import batch_norm, deform_conv, dense_block, figure, h200_models, memory, offload
 from effjax.native import available
 from tests.programs import needs_gpu_compiler
 from tests.tiers import exhaustive
@@ -72,6 +74,13 @@ def test_memory_of_every_form(tmp_path, capsys):
     assert list(rows) == ["plain", "jax.checkpoint", "effjax conv", "effjax features"]
     assert rows["plain"]["ratio"] == 1
     assert "compiled for l4" in capsys.readouterr().out
+
+
+def test_inputs_are_the_same_in_every_process():
+    shapes = {"weights": jax.ShapeDtypeStruct((2, 3), "float32")}
+    key = jax.random.fold_in(jax.random.key(0), zlib.crc32(b"['weights']"))
+    want = 0.02 * abs(jax.random.normal(key, (2, 3)))
+    np.testing.assert_array_equal(h200_models.fill(shapes)["weights"], want)
 
 
 def test_figure(tmp_path):

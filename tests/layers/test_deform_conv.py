@@ -110,6 +110,35 @@ def test_half_precision_keeps_float32_offsets():
 
 
 @both
+@pytest.mark.parametrize("name", ["DeformConv", "DeformConvPack"])
+def test_no_imaginary_part_is_lost(make, name):
+    """Also where `dtype` says what to cast to."""
+    inputs = (X,) if name in PACKS else (X, OFFSET)
+    layer = make(name, *inputs, dtype=jnp.float32)
+    run = lambda params, *args: jax.eval_shape(layer.apply, params, *args)  # noqa: E731
+    with pytest.raises(TypeError, match="`x` must be floating point, .* complex64"):
+        run(layer.params, X + 0j, *inputs[1:])
+    for name in ("kernel", "bias"):
+        with pytest.raises(TypeError, match=f"`{name}` must be floating point, .* complex64"):
+            run(layer.params | {name: layer.params[name] + 0j}, *inputs)
+
+
+@pytest.mark.parametrize("flops", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", ["ModulatedDeformConv", *PACKS, "DFConv2d"])
+def test_tables(name, flops):
+    inputs = (X, OFFSET, MASK) if name == "ModulatedDeformConv" else (X,)
+    model = getattr(effjax.nnx, name)(4, 6, 3, rngs=nnx.Rngs(0))
+    more = dict(compute_flops=flops, compute_vjp_flops=flops)
+    table = nnx.tabulate(model, *inputs, console_kwargs={"width": 300}, **more)
+    assert "float32[2,6,7,6]" in table and ("offset_conv" in table) == (inputs == (X,))
+    layer = getattr(effjax.linen, name)(6, 3)
+    table = layer.tabulate(
+        jax.random.key(0), *inputs, show_repeated=True, console_kwargs={"width": 300}, **more
+    )
+    assert "float32[2,6,7,6]" in table and ("offset_conv" in table) == (inputs == (X,))
+
+
+@both
 @pytest.mark.parametrize("modulated", [False, True])
 def test_dfconv2d(make, modulated):
     layer = make("DFConv2d", X, modulated=modulated, kernel_dilation=2, offset_groups=2)

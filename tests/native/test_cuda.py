@@ -166,6 +166,28 @@ def test_the_library_is_for_both_generations():
 
 @needs_library
 @needs_gpu_compiler
+def test_the_sort_is_part_of_the_workspace():
+    """Few channels a group, in half precision: four sorted corners weigh more than the samples."""
+    mib, image = 2**20, (1, 64, 64)
+    shapes = (*image, 8), (*image, 8 * 18), (3, 3, 8, 8)
+    args = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in zip(shapes, ("bfloat16", "float32", "bfloat16"), strict=True)
+    ]
+
+    def loss(*args):
+        y = effjax.deform_conv2d(
+            *args, padding=1, implementation="native", deterministic=True, workspace_bytes=4 * mib
+        )
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    temporaries = plan(jax.grad(loss, argnums=(0, 1, 2)), *args).device.temporaries
+    # Beside the workspace: y, its gradient, and the gradients in the dtype they are added up in.
+    assert temporaries <= 4 * mib + sum(4 * a.size for a in args) + 2 * 4 * args[0].size
+
+
+@needs_library
+@needs_gpu_compiler
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_programs_compile_for_a_gpu(deterministic):
     """With the custom calls in them, which the planner's compiler has to know."""

@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 
+from ...layers.deform_conv import check_dtypes, check_rngs
 from ...nnx.batch_norm import BatchNorm
 from ...nnx.deform_conv import DeformConvPack, ModulatedDeformConvPack
+from ...ops._arguments import as_array, as_flag, as_integer, as_number
 
 he_normal = nnx.initializers.variance_scaling(2.0, "fan_out", "truncated_normal")
 
@@ -20,7 +23,7 @@ class DeformResNet(nnx.Module):
     A stem (3x3), stages of basic blocks (two 3x3 convolutions and a shortcut), each after the first
     with stride 2, the mean over the image, a linear layer. In the stages that `deformable` names,
     every 3x3 convolution of stride 1 is deformable: the papers place them in the last stages, where
-    a tap sees most of an object.
+    a tap sees most of an object. Reverse mode only.
 
     Args:
         stage_sizes: blocks of each stage.
@@ -38,7 +41,9 @@ class DeformResNet(nnx.Module):
         rngs: for the parameters (stream `params`).
 
     Raises:
-        ValueError: for an option outside its range.
+        ValueError: for an option outside its range, or images of another shape.
+        TypeError: for what is no number, sequence or dtype, and for images that are not real
+            floating-point numbers.
 
     References: He et al. 2016 (arXiv:1512.03385); Dai et al. 2017 (arXiv:1703.06211); Zhu et al.
     2018 (arXiv:1811.11168).
@@ -61,17 +66,18 @@ class DeformResNet(nnx.Module):
         in_channels: int = 3,
         rngs: nnx.Rngs,
     ):
-        if len(stage_sizes) != len(widths) or not stage_sizes or min(*stage_sizes, *widths) < 1:
-            raise ValueError(
-                f"`stage_sizes` (={tuple(stage_sizes)}) and `widths` (={tuple(widths)}) must give "
-                "a positive number for each of the same stages."
-            )
-        count = len(stage_sizes)
-        if any(not -count <= stage < count for stage in deformable):
-            raise ValueError(
-                f"`deformable` (={tuple(deformable)}) names stages, of which there are {count}."
-            )
-        deformed = {stage % count for stage in deformable}
+        stage_sizes, widths = _stages(stage_sizes, widths)
+        deformed = _deformed(deformable, len(widths))
+        for name, number in dict(
+            offset_groups=offset_groups, num_classes=num_classes, in_channels=in_channels
+        ).items():
+            as_integer(name, number, 1)
+        if momentum is not None:
+            as_number("momentum", momentum, lambda m: 0 <= m <= 1, "from 0 to 1")
+        as_number("epsilon", epsilon, lambda e: e > 0, "positive")
+        as_flag("modulated", modulated)
+        check_dtypes(dtype, param_dtype)
+        check_rngs(rngs)
         norm: dict[str, Any] = dict(momentum=momentum, epsilon=epsilon, axis_name=axis_name)
         dtypes: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
         self.in_channels = in_channels
@@ -97,6 +103,7 @@ class DeformResNet(nnx.Module):
 
         `rngs` is taken and not needed, as by all models here.
         """
+        x = as_array("x", x)
         if x.ndim != 4 or x.shape[-1] != self.in_channels:
             raise ValueError(
                 f"`x` must be of shape [batch, height, width, {self.in_channels}], not {x.shape}."
@@ -105,6 +112,7 @@ class DeformResNet(nnx.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.classifier(x.mean((1, 2)))
+        chex.assert_shape(logits, (None, self.classifier.out_features))
         return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
@@ -132,7 +140,36 @@ class ResidualBlock(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         shortcut = x if self.shortcut is None else self.shortcut(x)
-        return self.norm2(self.conv2(self.norm1(self.conv1(x))), residual=shortcut)
+        x = self.conv2(self.norm1(self.conv1(x)))
+        chex.assert_equal_shape([x, shortcut])
+        return self.norm2(x, residual=shortcut)
+
+
+def _stages(stage_sizes: Any, widths: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Blocks and channels of each stage, checked."""
+    named = {"stage_sizes": stage_sizes, "widths": widths}
+    sizes, channels = (_integers(name, values) for name, values in named.items())
+    if len(sizes) != len(channels) or not sizes or min(*sizes, *channels) < 1:
+        raise ValueError(
+            f"`stage_sizes` (={sizes}) and `widths` (={channels}) must give a positive number for "
+            "each of the same stages."
+        )
+    return sizes, channels
+
+
+def _deformed(deformable: Any, count: int) -> set[int]:
+    """The numbers of the deformable stages, from 0 on."""
+    stages = _integers("deformable", deformable)
+    if any(not -count <= stage < count for stage in stages):
+        raise ValueError(f"`deformable` (={stages}) names stages, of which there are {count}.")
+    return {stage % count for stage in stages}
+
+
+def _integers(name: str, values: Any) -> tuple[int, ...]:
+    try:
+        return tuple(as_integer(name, value, -(2**31)) for value in values)
+    except TypeError:
+        raise TypeError(f"`{name}` (={values!r:.80}) must be a sequence of integers.") from None
 
 
 def _conv(

@@ -8,15 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._convolution import padding_of, pair
+from .._arguments import as_integer
 from .._parallel import on_each_device, same_varying
 from .._platform import traced_platform
-from . import custom_call, partition, xla
+from . import arguments, custom_call, partition, xla
 from .chunks import Sampler, Static
 from .guards import reverse_only
-from .reference import Geometry
-
-_DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 def deform_conv2d(
@@ -84,12 +81,16 @@ def deform_conv2d(
     References:
         Dai et al., 2017 (arXiv:1703.06211); Zhu et al., 2018 (arXiv:1811.11168).
     """
-    x, offset, kernel = map(jnp.asarray, (x, offset, kernel))
-    mask, bias = (None if a is None else jnp.asarray(a) for a in (mask, bias))
-    _check_arrays(x, offset, kernel, mask, bias)
-    geometry = _geometry(x, offset, kernel, strides, padding, kernel_dilation, offset_groups)
-    _check_shapes(x, offset, kernel, mask, bias, geometry, feature_group_count)
-    _check_options(implementation, deterministic, workspace_bytes)
+    x, offset, kernel, mask, bias = arguments.as_arrays(
+        x=x, offset=offset, kernel=kernel, mask=mask, bias=bias
+    )
+    groups = as_integer("feature_group_count", feature_group_count, 1)
+    geometry = arguments.geometry_of(
+        x, offset, kernel, strides, padding, kernel_dilation, groups, offset_groups
+    )
+    arguments.check_shapes(x, offset, kernel, mask, bias, geometry)
+    arguments.check_options(implementation, deterministic, precision)
+    _check_resources(implementation, workspace_bytes)
     if precision is None:  # here, because XLA's threads know nothing of a `with`
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore
     precision = tuple(precision) if isinstance(precision, list) else precision
@@ -98,7 +99,7 @@ def deform_conv2d(
         workspace_bytes = min(workspace_bytes, chosen.slice_bytes_on_a_cpu)
     available = custom_call.available() if chosen.native else ()
     sampler = _sampler_of(implementation, available, platform, deterministic)
-    static = Static(geometry, feature_group_count, sampler, precision, workspace_bytes)
+    static = Static(geometry, groups, sampler, precision, workspace_bytes)
     return _deform_conv2d(chosen.run, static, (x, offset, mask), (kernel, bias))
 
 
@@ -178,18 +179,15 @@ def _sampler_of(
 ) -> Sampler:
     """The samplers of all platforms as one, with the workspace of that on `platform`."""
     chosen = IMPLEMENTATIONS[implementation]
-    native = {p: sampler for p, sampler in chosen.native.items() if p in available}
-
-    def backward(sampler: Sampler) -> Callable:
-        in_order = sampler.sums_in_order if deterministic else None
-        return in_order or sampler.columns_backward
-
+    samplers = {p: sampler for p, sampler in chosen.native.items() if p in available}
+    if deterministic:
+        samplers = {p: sampler.in_order or sampler for p, sampler in samplers.items()}
     columns, columns_backward = (
-        _by_platform({p: of(sampler) for p, sampler in native.items()}, of(chosen.elsewhere))
-        for of in (lambda sampler: sampler.columns, backward)
+        _by_platform({p: of(sampler) for p, sampler in samplers.items()}, of(chosen.elsewhere))
+        for of in (lambda sampler: sampler.columns, lambda sampler: sampler.columns_backward)
     )
-    here = native.get(platform, chosen.elsewhere)
-    return Sampler(columns, columns_backward, here.sample_bytes)
+    here = samplers.get(platform, chosen.elsewhere)
+    return Sampler(columns, columns_backward, here.sample_bytes, here.tap_bytes)
 
 
 def _by_platform(native: dict[str, Callable], elsewhere: Callable) -> Callable:
@@ -203,108 +201,10 @@ def _by_platform(native: dict[str, Callable], elsewhere: Callable) -> Callable:
     return run if native else elsewhere
 
 
-def _geometry(x, offset, kernel, strides, padding, dilation, offset_groups) -> Geometry:
-    size = kernel.shape[:2]
-    strides, dilation = pair("strides", strides, 1), pair("kernel_dilation", dilation, 1)
-    pads: Any = padding_of(padding)
-    if isinstance(pads, str):
-        reach = [(k - 1) * d + 1 for k, d in zip(size, dilation, strict=True)]
-        pads = tuple(map(tuple, lax.padtype_to_pads(x.shape[1:3], reach, strides, pads)))
-    elif len(pads) != 2:
-        raise ValueError(f"`padding` (={padding!r}) must be given for the two spatial axes.")
-    channels, taps = offset.shape[-1], size[0] * size[1]
-    if offset_groups is None:
-        offset_groups = channels // (2 * taps)
-    elif not isinstance(offset_groups, int) or offset_groups < 1:
-        raise ValueError(f"`offset_groups` (={offset_groups!r}) must be an integer of at least 1.")
-    if channels != offset_groups * 2 * taps or not channels:
+def _check_resources(implementation: str | None, workspace_bytes: Any) -> None:
+    if not isinstance(workspace_bytes, int) or workspace_bytes < 1 or workspace_bytes is True:
         raise ValueError(
-            f"`offset` of shape {offset.shape} must have offset_groups * K * 2 channels, for the "
-            f"{taps} taps of `kernel` {kernel.shape} and offset_groups={offset_groups}."
+            f"`workspace_bytes` (={workspace_bytes!r:.80}) must be a positive integer."
         )
-    if x.shape[-1] % offset_groups:
-        raise ValueError(
-            f"The {x.shape[-1]} channels of `x` must be divisible by offset_groups"
-            f" (={offset_groups})."
-        )
-    return Geometry(size, strides, pads, dilation, offset_groups)
-
-
-def _check_arrays(x, offset, kernel, mask, bias) -> None:
-    arrays = {"x": x, "offset": offset, "kernel": kernel, "mask": mask, "bias": bias}
-    axes = {
-        "x": "[N, H, W, C]",
-        "offset": "[N, Ho, Wo, G * K * 2]",
-        "kernel": "[kh, kw, C / feature_group_count, O]",
-        "mask": "[N, Ho, Wo, G * K]",
-        "bias": "[O]",
-    }
-    for name, a in arrays.items():
-        if a is None:
-            continue
-        if str(a.dtype) not in _DTYPES:
-            raise TypeError(
-                f"`{name}` must be one of {', '.join(_DTYPES)}, but its dtype is {a.dtype}; "
-                "cast it first."
-            )
-        if a.ndim != axes[name].count(",") + 1:
-            raise ValueError(f"`{name}` of shape {a.shape} must be {axes[name]}.")
-    for name, a in (("x", x), ("kernel", kernel)):
-        if 0 in a.shape[1 if name == "x" else 0 :]:
-            raise ValueError(f"`{name}` of shape {a.shape} is empty.")
-
-
-def _check_shapes(x, offset, kernel, mask, bias, geometry: Geometry, groups) -> None:
-    if not isinstance(groups, int) or groups < 1:
-        raise ValueError(f"`feature_group_count` (={groups!r}) must be an integer of at least 1.")
-    kh, kw, channels, features = kernel.shape
-    if channels * groups != x.shape[-1] or features % groups:
-        raise ValueError(
-            f"`kernel` of shape {kernel.shape} must be [kh, kw, C / feature_group_count, O], O a "
-            f"multiple of feature_group_count, for the {x.shape[-1]} channels of `x` and "
-            f"feature_group_count={groups}."
-        )
-    spatial = tuple(
-        (size + sum(pads) - (k - 1) * d - 1) // s + 1
-        for size, pads, k, d, s in zip(
-            x.shape[1:3],
-            geometry.padding,
-            (kh, kw),
-            geometry.kernel_dilation,
-            geometry.strides,
-            strict=True,
-        )
-    )
-    if x.shape[1] * x.shape[2] >= 2**31:
-        raise ValueError(f"`x` of shape {x.shape} must have fewer than 2**31 pixels an image.")
-    if min(spatial) < 1:
-        raise ValueError(
-            f"The output would be empty, {spatial}: `x` of shape {x.shape} with "
-            f"padding={geometry.padding} is smaller than `kernel` of shape {kernel.shape} with "
-            f"kernel_dilation={geometry.kernel_dilation}."
-        )
-    want = (x.shape[0], *spatial)
-    taps = geometry.offset_groups * geometry.taps
-    if offset.shape[:3] != want:
-        raise ValueError(
-            f"`offset` of shape {offset.shape} must be {(*want, taps * 2)}: [N, Ho, Wo, G * K * 2]."
-        )
-    if mask is not None and mask.shape != (*want, taps):
-        raise ValueError(
-            f"`mask` of shape {mask.shape} must be {(*want, taps)}, [N, Ho, Wo, G * K]."
-        )
-    if bias is not None and bias.shape != (features,):
-        raise ValueError(
-            f"`bias` of shape {bias.shape} must be ({features},), the outputs of `kernel`."
-        )
-
-
-def _check_options(implementation, deterministic, workspace_bytes) -> None:
-    if implementation not in list(IMPLEMENTATIONS):
-        raise ValueError(f'`implementation` (={implementation!r}) must be None, "native" or "xla".')
-    if not isinstance(deterministic, bool):
-        raise ValueError(f"`deterministic` (={deterministic!r}) must be True or False.")
-    if not isinstance(workspace_bytes, int) or workspace_bytes < 1:
-        raise ValueError(f"`workspace_bytes` (={workspace_bytes!r}) must be a positive integer.")
     if implementation == "native" and not custom_call.available():
         raise RuntimeError(custom_call.unavailable(traced_platform()))

@@ -27,8 +27,10 @@ class Sampler(NamedTuple):
     columns_backward: Callable
     # dtype -> the workspace for each number of the columns, in either pass
     sample_bytes: Callable[[Any], tuple[int, int]]
-    # columns_backward that adds to dx in one order; None: it does
-    sums_in_order: Callable | None = None
+    # that of the backward pass besides, for each tap of each group of channels
+    tap_bytes: int = 0
+    # the sampler that adds to dx in one order; None: this one does
+    in_order: "Sampler | None" = None
 
 
 class Static(NamedTuple):
@@ -96,21 +98,21 @@ def backward(static: Static, x, offset, mask, kernel, dy) -> tuple:
     transposed = (images[0], groups, outputs, taps, channels)
     shapes = (x.shape, offset.shape, mask.shape, transposed)
     carry = tuple(zeros(shape, offset.dtype, x) for shape in shapes)
-    rows = rows_of_chunk(static, x, offset, kernel, sample_bytes)
+    rows = rows_of_chunk(static, x, offset, kernel, sample_bytes, static.sampler.tap_bytes)
     *to_split, dkernel = over_rows(body, carry, offset.shape[1], rows)
     dx, doffset, dmask = (a.reshape(*images, *a.shape[1:]) for a in to_split)
     dkernel = dkernel.transpose(0, 3, 4, 1, 2).reshape(images[0], *kernel.shape[1:])
     return dx.astype(x.dtype), doffset, dmask, dkernel
 
 
-def rows_of_chunk(static: Static, x, offset, kernel, sample_bytes: int) -> int:
+def rows_of_chunk(static: Static, x, offset, kernel, sample_bytes: int, tap_bytes: int = 0) -> int:
     """The output rows of a slice, at least one; under the limit with those of a last, smaller
     slice, which may have a workspace of its own. Few slices; none smaller, if one more avoids it.
     """
     n, height, width, _ = offset.shape
     taps, groups, channels = static.geometry.taps, static.geometry.offset_groups, x.shape[-1]
     sums = 3 * taps * groups * math.ceil(channels / groups / 64)  # of blocks of channels
-    pixel = taps * channels * sample_bytes
+    pixel = taps * (channels * sample_bytes + groups * tap_bytes)
     pixel += (kernel.shape[-1] + sums) * offset.dtype.itemsize
     most = static.workspace_bytes // max(n * width * pixel, 1)
     most = max(1, min(height, most))

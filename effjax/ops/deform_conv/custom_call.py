@@ -128,8 +128,14 @@ def _refusing(run: Callable) -> Callable:
     return lambda x, *args, geometry: run(_refuse_p.bind(x), *args, geometry=geometry)
 
 
+_SORT_BYTES = 96
 CPU = Sampler(_columns, _columns_backward, _sample_bytes)
-CUDA = Sampler(_columns, _columns_backward, _sample_bytes, _sums_in_order)
+CUDA = Sampler(
+    _columns,
+    _columns_backward,
+    _sample_bytes,
+    in_order=Sampler(_columns, _sums_in_order, _sample_bytes, _SORT_BYTES),
+)
 NOWHERE = Sampler(
     _refusing(reference.columns),
     _refusing(reference.columns_backward),

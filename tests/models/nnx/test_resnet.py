@@ -50,6 +50,18 @@ def test_every_parameter_learns():
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads))
 
 
+def test_shapes_are_asserted_where_they_are_made():
+    model = nnx.eval_shape(new)
+    model.blocks[0].shortcut = nnx.eval_shape(lambda: nnx.Conv(4, 4, (1, 1), 2, rngs=nnx.Rngs(0)))
+    with pytest.raises(AssertionError, match="assert_equal_shape"):
+        nnx.eval_shape(lambda m: m(X), model)
+
+
+def test_tables():
+    table = nnx.tabulate(new(), X, console_kwargs={"width": 300})
+    assert "offset_conv" in table and "float32[2,5]" in table
+
+
 def test_half_precision_logits_are_float32():
     assert new(dtype=jnp.bfloat16)(X).dtype == jnp.float32
 

@@ -24,6 +24,9 @@ GOOD = {
         (ValueError, r"`x` of shape \(5, 4, 6\) must be \[N, H, W, C\]", {"x": X[0]}),
         (TypeError, "`x` must be one of float32.* its dtype is int32", {"x": X.astype(np.int32)}),
         (TypeError, "`mask` must .* is bool", {"mask": GOOD["mask"] > 0}),
+        (TypeError, "`kernel` must .* complex64", {"kernel": GOOD["kernel"].astype(complex)}),
+        (TypeError, "`offset` must .* complex64", {"offset": 1j * GOOD["offset"]}),
+        (ValueError, "`precision` .='exact'.", {"precision": "exact"}),
         (TypeError, "`kernel` must .* float8", {"kernel": GOOD["kernel"].astype("float8_e4m3fn")}),
         (ValueError, r"`x` of shape \(2, 0, 4, 6\) is empty", {"x": X[:, :0]}),
         (
@@ -68,6 +71,33 @@ GOOD = {
 def test_bad_input(error, match, args):
     with pytest.raises(error, match=match):
         jax.eval_shape(lambda: deform_conv2d(**{**GOOD, **args}))
+
+
+def nchw(a):
+    return np.moveaxis(a, -1, 1)
+
+
+OIHW = GOOD["kernel"].transpose(3, 2, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("names", "args"),
+    [
+        ("`kernel`", {"kernel": OIHW}),
+        ("`x`", {"x": nchw(X)}),
+        ("`offset`", {"offset": nchw(GOOD["offset"])}),
+        ("`x` and `offset`", {"x": nchw(X), "offset": nchw(GOOD["offset"])}),
+        (
+            "`x` and `offset` and `kernel`",
+            {"x": nchw(X), "offset": nchw(GOOD["offset"]), "kernel": OIHW},
+        ),
+    ],
+)
+def test_layouts_of_pytorch_are_named(names, args):
+    match = f"In PyTorch's layouts {names} would fit: .*NHWC.*HWIO.*effjax.compat"
+    with pytest.raises(ValueError, match=match) as refused:
+        jax.eval_shape(lambda: deform_conv2d(**{**GOOD, **args}))
+    assert "offset_groups=0" not in str(refused.value)
 
 
 def test_images_of_too_many_pixels():
