@@ -49,12 +49,12 @@ def deform_conv2d(
     Raises:
         TypeError, ValueError: inputs that do not fit, with their values.
     """
-    input, offset, weight, mask, bias = _as_arrays(input, offset, weight, mask, bias)
-    per_group, per_offset_group = weight.shape[1], 2 * weight.shape[2] * weight.shape[3]
-    groups = max(1, input.shape[1] // max(1, per_group))
-    offset_groups = max(1, offset.shape[1] // max(1, per_offset_group))
-    arrays = input, offset, weight, mask, bias
-    return _convolve(*arrays, stride, padding, dilation, groups, offset_groups)
+    arrays = _as_arrays(input, offset, weight, mask, bias)
+    channels, of_offsets = arrays[0].shape[1], arrays[1].shape[1]
+    _, per_group, *size = arrays[2].shape
+    groups = max(1, channels // max(1, per_group))
+    offset_groups = max(1, of_offsets // max(1, 2 * math.prod(size)))
+    return _convolve(arrays, stride, padding, dilation, groups, offset_groups)
 
 
 def deform_conv(
@@ -91,7 +91,7 @@ def deform_conv(
         as_integer("im2col_step", im2col_step, 1)
     arrays = _as_arrays(input, offset, weight, None, None)
     offset_groups = _one_spelling(deformable_groups, deform_groups)
-    return _convolve(*arrays, stride, padding, dilation, groups, offset_groups)
+    return _convolve(arrays, stride, padding, dilation, groups, offset_groups)
 
 
 def modulated_deform_conv(
@@ -112,7 +112,7 @@ def modulated_deform_conv(
     `modulated_deform_conv`: as `deform_conv`, and `mask` `[N, deformable_groups·K, Ho, Wo]`."""
     arrays = _as_arrays(input, offset, weight, mask, bias)
     offset_groups = _one_spelling(deformable_groups, deform_groups)
-    return _convolve(*arrays, stride, padding, dilation, groups, offset_groups)
+    return _convolve(arrays, stride, padding, dilation, groups, offset_groups)
 
 
 def _as_arrays(input, offset, weight, mask, bias) -> tuple[Any, ...]:
@@ -139,26 +139,27 @@ def _one_spelling(deformable_groups: Any, deform_groups: Any) -> int:
 
 
 def _convolve(
-    input, offset, weight, mask, bias, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    offset_groups: int,
-) -> jax.Array:  # fmt: skip
+    arrays: Sequence[Any], stride: Any, padding: Any, dilation: Any, groups: Any, offset_groups: int
+) -> jax.Array:
+    """Of what `_as_arrays` returns."""
+    input, offset, weight, mask, bias = arrays
     strides, pads = pair("stride", stride, 1), pair("padding", padding, 0)
     dilations, groups = pair("dilation", dilation, 1), as_integer("groups", groups, 1)
     both_sides = tuple((pad, pad) for pad in pads)
     size = output_size(input.shape[2:], weight.shape[2:], strides, both_sides, dilations)
-    _check_shapes(input, offset, weight, mask, bias, size, groups, offset_groups)
-    x, moves, factors = (
-        None if a is None else a.transpose(0, 2, 3, 1) for a in (input, offset, mask)
-    )
+    _check_shapes(arrays, size, groups, offset_groups)
+    nhwc = lambda a: a.transpose(0, 2, 3, 1)  # noqa: E731
     y = _nhwc_deform_conv2d(
-        x, moves, weight.transpose(2, 3, 1, 0), factors, bias, strides=strides, padding=both_sides,
+        nhwc(input), nhwc(offset), weight.transpose(2, 3, 1, 0),
+        None if mask is None else nhwc(mask), bias, strides=strides, padding=both_sides,
         kernel_dilation=dilations, feature_group_count=groups, offset_groups=offset_groups,
-    )  # type: ignore[arg-type] # fmt: skip
+    )  # fmt: skip
     return y.transpose(0, 3, 1, 2)
 
 
-def _check_shapes(input, offset, weight, mask, bias, size, groups, offset_groups) -> None:
+def _check_shapes(arrays: Sequence[Any], size: Any, groups: int, offset_groups: int) -> None:
     """By PyTorch's names and in its order of axes."""
+    input, offset, weight, mask, bias = arrays
     (images, channels), (outputs, per_group, *taps) = input.shape[:2], weight.shape
     if 0 in input.shape[1:] or 0 in weight.shape:
         raise ValueError(f"`input` {input.shape} or `weight` {weight.shape} is empty.")

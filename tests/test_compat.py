@@ -167,7 +167,7 @@ def test_mmcvs_name_of_the_groups():
         (r"`input` \(2, 4, 0, 6\) or .* is empty", {"input": normal(N, C, 0, W)}),
         ("`weight` .* for the 4 channels of `input`", {"weight": normal(OUT, 3, KH, KW)}),
         ("divisible by the groups of `offset` .=3.", {"offset": normal(N, 3 * K * 2, HO, WO)}),
-        (r"`offset` .* must be \(2, 24, 3, 4\); images are NCHW",
+        (r"`offset` .* must be \(2, 12, 3, 4\); images are NCHW",
          {"offset": normal(N, HO, WO, 24)}),
         (r"`mask` .* must be \(2, 12, 3, 4\)", {"mask": normal(N, K, HO, WO)}),
         (r"`bias` .* must be \(6,\)", {"bias": normal(N, K, HO, WO)}),

@@ -59,6 +59,7 @@ class DeformConv(nn.Module):
         """Convolves `x` with its taps moved by `offset` `[N, Ho, Wo, offset_groups·K·2]`."""
         return self._convolve(x, offset, None)
 
+    @nn.nowrap  # no rows of their own in linen's tables
     def _convolve(self, x: jax.Array, offset: jax.Array, mask: jax.Array | None) -> jax.Array:
         x, options = checked_images(x), self._options()
         features = {"in_features": x.shape[-1], "features": self.features}
@@ -71,6 +72,7 @@ class DeformConv(nn.Module):
         x, kernel, bias = promote_dtype(*operands, dtype=self.dtype)
         return deform_conv2d(x, offset, kernel, mask, bias, **options)  # type: ignore[arg-type]
 
+    @nn.nowrap
     def _options(self) -> dict[str, Any]:
         check_parameters(
             self.use_bias, self.dtype, self.param_dtype, self.kernel_init, self.bias_init

@@ -147,12 +147,16 @@ class DeformConvPack(DeformConv):
 
     def offset_and_mask(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """What is predicted for `x`: offsets in pixels, and the mask in (0, 1), None for v1."""
-        x = checked_images(x, self._channels())
-        return split_predicted(self.offset_conv(x), self.modulated)
+        return self._predict(x)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
         """Convolves `x` where `offset_conv` says."""
-        return self._convolve(x, *self.offset_and_mask(x))
+        return self._convolve(x, *self._predict(x))
+
+    # Not the public method, which `nnx.tabulate` would show in place of the layer.
+    def _predict(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        x = checked_images(x, self._channels())
+        return split_predicted(self.offset_conv(x), self.modulated)
 
 
 class ModulatedDeformConvPack(DeformConvPack):

@@ -182,8 +182,8 @@ def test_the_sort_is_part_of_the_workspace():
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
     temporaries = plan(jax.grad(loss, argnums=(0, 1, 2)), *args).device.temporaries
-    # Beside the workspace: y, its gradient, and the gradients in the dtype they are added up in.
-    assert temporaries <= 4 * mib + sum(4 * a.size for a in args) + 2 * 4 * args[0].size
+    # Beside the workspace: the gradients of x and y, in float32.
+    assert mib < temporaries <= 4 * mib + 2 * 4 * args[0].size
 
 
 @needs_library

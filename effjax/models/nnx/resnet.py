@@ -59,7 +59,7 @@ class DeformResNet(nnx.Module):
         offset_groups: int = 1,
         num_classes: int = 10,
         axis_name: Any = None,
-        momentum: float = 0.9,
+        momentum: float | None = 0.9,
         epsilon: float = 1e-5,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,

@@ -62,11 +62,11 @@ def deform_conv2d(
         precision: of the matrix products, as in ``jax.lax.dot_general``.
         deterministic: on a GPU, add up the gradient of x in one order. On a CPU it always is; "xla"
             on a GPU follows XLA's own ``--xla_gpu_deterministic_ops``.
-        workspace_bytes: how much the samples may take in either pass (for each example of a vmap
-            with "xla"); the output is worked through in as many slices of rows as that needs, of
-            one row at least. A CPU is quicker with slices of 24 MiB ("xla": 64), and gets no larger
-            ones. With "xla", jit over Auto mesh axes counts the whole batch, and reduces the
-            gradient of the kernel once a slice.
+        workspace_bytes: how much the samples, and the sort of `deterministic`, may take in either
+            pass (for each example of a vmap with "xla"); the output is worked through in as many
+            slices of rows as that needs, of one row at least. A CPU is quicker with slices of 24
+            MiB ("xla": 64), and gets no larger ones. With "xla", jit over Auto mesh axes counts the
+            whole batch, and reduces the gradient of the kernel once a slice.
 
     Returns:
         y [N, Ho, Wo, O] of x's dtype.

@@ -25,7 +25,7 @@ _AXES = {
 
 def as_arrays(**arrays: Any) -> tuple[Any, ...]:
     """x, offset, kernel, mask and bias as JAX arrays; the last two may be None."""
-    found = {
+    found: dict[str, Any] = {
         name: None if a is None and name in ("mask", "bias") else as_operand(name, a)
         for name, a in arrays.items()
     }

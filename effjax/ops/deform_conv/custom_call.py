@@ -86,7 +86,8 @@ def _sums_in_order(*args, geometry: Geometry) -> tuple:
     source = jnp.arange(destination.shape[-1], dtype=jnp.int32)
     source = jnp.broadcast_to(source, destination.shape)
     destination, source = same_varying((destination, source))
-    destination, source = lax.sort((destination, source), num_keys=1, is_stable=True)
+    # No two are equal. For a stable sort by one key XLA would carry a third array, of positions.
+    destination, source = lax.sort((destination, source), num_keys=2, is_stable=False)
     call = jax.ffi.ffi_call("effjax_deform_scatter_sorted", _like(dx), input_output_aliases={6: 0})
     args = (offset, mask, row, dcolumns, destination, source, dx)
     return call(*args, geometry=_attribute(geometry)), doffset, dmask
@@ -128,7 +129,9 @@ def _refusing(run: Callable) -> Callable:
     return lambda x, *args, geometry: run(_refuse_p.bind(x), *args, geometry=geometry)
 
 
-_SORT_BYTES = 96
+# For a tap: its four corners as they are found, and two numbers each of them sorted.
+_SORT_BYTES = 4 * (4 + 2 * 4)
+
 CPU = Sampler(_columns, _columns_backward, _sample_bytes)
 CUDA = Sampler(
     _columns,
