@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from ..ops._arguments import (
     as_array,
     as_callable,
+    as_dtype,
     as_flag,
-    as_float_dtype,
     as_integer,
     described,
 )
@@ -59,9 +59,9 @@ def check_parameters(
 
 
 def check_dtypes(dtype: Any, param_dtype: Any) -> None:
-    as_float_dtype("param_dtype", param_dtype)
+    as_dtype("param_dtype", param_dtype)
     if dtype is not None:
-        as_float_dtype("dtype", dtype)
+        as_dtype("dtype", dtype)
 
 
 def checked_images(x: Any, channels: int | None = None) -> jax.Array:

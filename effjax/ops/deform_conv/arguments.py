@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from .._arguments import as_array, as_integer, one_of
@@ -40,7 +39,7 @@ def as_arrays(**arrays: Any) -> tuple[Any, ...]:
 
 def as_operand(name: str, value: Any) -> jax.Array:
     """A JAX array that can be computed with."""
-    a = as_array(name, value, np.generic)
+    a = as_array(name, value, jnp.number)
     if str(a.dtype) not in _DTYPES:
         raise TypeError(
             f"`{name}` must be one of {', '.join(_DTYPES)}, but its dtype is {a.dtype}; cast it "
