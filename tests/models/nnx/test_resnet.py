@@ -58,7 +58,8 @@ def test_shapes_are_asserted_where_they_are_made():
 
 
 def test_tables():
-    table = nnx.tabulate(new(), X, console_kwargs={"width": 300})
+    console = {"width": 300, "force_terminal": False}
+    table = nnx.tabulate(new(), X, console_kwargs=console)
     assert "offset_conv" in table and "float32[2,5]" in table
 
 
