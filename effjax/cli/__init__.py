@@ -2,16 +2,29 @@
 and typer, which come with the extras `train` and `plan`."""
 
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 
 TRAIN_EXTRA = frozenset({"rich", "typer"})
+INTERRUPTED = 130  # the exit code after Ctrl-C
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `effjax ARGV` (default: the process's arguments) and returns the exit code."""
-    argv = sys.argv[1:] if argv is None else list(argv)
     logging.getLogger("jax._src.xla_bridge").addFilter(_no_traceback)
+    try:
+        code = _run(sys.argv[1:] if argv is None else list(argv))
+    except KeyboardInterrupt:  # before a command runs, or once more while one ends
+        print("effjax: interrupted", file=sys.stderr)
+        code = INTERRUPTED
+    if code == INTERRUPTED and argv is None:
+        # Nothing is left but JAX's clean-up, where one more Ctrl-C would print a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return code
+
+
+def _run(argv: list[str]) -> int:
     try:
         from .app import app
     except ModuleNotFoundError as error:

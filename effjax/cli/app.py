@@ -9,7 +9,7 @@ import typer
 
 from .. import __version__
 from .memory import memory
-from .options import option
+from .options import Command, option
 from .train_deform_resnet import train_deform_resnet
 from .train_densenet import train_densenet
 from .train_lm import train_lm
@@ -21,7 +21,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
 )
-train_app = typer.Typer(help="Train a model on images or text.", no_args_is_help=True)
+train_app = typer.Typer(help="Train a model on images or on text.", no_args_is_help=True)
 
 
 def _version(wanted: bool) -> None:
@@ -51,11 +51,11 @@ def doctor(
 
 @train_app.callback()
 def train() -> None:
-    """Train a model on images or text."""
+    """Train a model on images or on text."""
 
 
 app.command("memory")(memory)
 app.add_typer(train_app, name="train")
-train_app.command("lm")(train_lm)
-train_app.command("densenet")(train_densenet)
-train_app.command("deform-resnet")(train_deform_resnet)
+train_app.command("lm", cls=Command)(train_lm)
+train_app.command("densenet", cls=Command)(train_densenet)
+train_app.command("deform-resnet", cls=Command)(train_deform_resnet)

@@ -6,9 +6,16 @@ from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Column, Table
+from rich.text import Text
 
 from ..train.errors import TrainError
 from ..train.options import declared
+
+NAMES_WIDTH = 30  # of the column of names in the help
 
 
 def option(help: str, panel: str | None = None, name: str | None = None) -> Any:
@@ -59,6 +66,30 @@ def take(parameters: Sequence[inspect.Parameter]) -> Callable[[Callable], Callab
     return decorate
 
 
+class Command(typer.core.TyperCommand):
+    """A command whose help has the same two columns in all groups of options; typer's differ from
+    group to group, and cut long names."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, Table] = {}
+        for param in self.get_params(ctx):
+            names, said = param.get_help_record(ctx) or ("", "")
+            title = getattr(param, "rich_help_panel", None) or "Options"
+            if title not in groups:
+                groups[title] = Table.grid(
+                    Column(width=NAMES_WIDTH), Column(), padding=(0, 2, 0, 0)
+                )
+            said = said.replace("[default: ", "[default:\N{NO-BREAK SPACE}")
+            groups[title].add_row(Text(names), Text(said))
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        console = Console()
+        with console.capture() as shown:
+            for title, table in groups.items():
+                console.print(Panel(table, title=title, title_align="left", border_style="dim"))
+        formatter.write(f"\n{shown.get()}")
+
+
 @contextmanager
 def one_line_errors(saver: str = "a smaller model") -> Iterator[None]:
     """An error of the user's becomes one line and an exit code, not a traceback.
@@ -71,6 +102,8 @@ def one_line_errors(saver: str = "a smaller model") -> Iterator[None]:
         fail(str(error), 2)
     except KeyboardInterrupt:
         fail("interrupted", 130)
+    except MemoryError as error:
+        fail(f"out of memory ({error or 'of this machine'}); use smaller data", 1)
     except RuntimeError as error:  # JAX's own error is one
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

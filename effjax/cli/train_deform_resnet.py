@@ -18,7 +18,10 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-@train_command("deform-resnet", Config, train_images, "--dtype bfloat16", WITHOUT, DEFAULTS)
+@train_command(
+    "deform-resnet", Config, train_images, saver="--dtype bfloat16", with_resume=("epochs",),
+    without=WITHOUT, defaults=DEFAULTS,
+)  # fmt: skip
 def train_deform_resnet(
     out: Path,
     overwrite: bool,

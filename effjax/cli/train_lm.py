@@ -1,11 +1,12 @@
 """`effjax train lm`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 
 from ..train.lm.config import LMConfig
+from .options import option
 from .training import follow, train_command
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ def train_text(
     out: Path,
     overwrite: bool = False,
     resume: bool = False,
+    plan: bool = False,
 ) -> None:
     """Trains a language model in `out`: checks everything, then writes."""
     from ..train.lm import report
@@ -24,21 +26,33 @@ def train_text(
 
     task, console = prepare(config), Console()
     run, result = follow("lm", console, task, report, out, overwrite, resume)
-    report.show_result(console, run, result, _planned(config))
+    report.show_result(console, run, result, _planned(config, console) if plan else None)
 
 
-@train_command("lm", LMConfig, train_text, saver="--remat, or --offload all")
-def train_lm(out: Path, overwrite: bool, **options: Any) -> None:
+@train_command(
+    "lm", LMConfig, train_text, saver="--remat, or --offload all", with_resume=("steps", "plan")
+)
+def train_lm(
+    out: Path,
+    overwrite: bool,
+    *,
+    plan: Annotated[
+        bool, option("Plan the step's memory on an H200 at the end.", name="--plan")
+    ] = False,
+    **options: Any,
+) -> None:
     """Train a transformer on the bytes of a text, and test it on the text's last tenth."""
-    train_text(LMConfig(**options), out, overwrite)
+    train_text(LMConfig(**options), out, overwrite, plan=plan)
 
 
-def _planned(config: LMConfig) -> "MemoryPlan | None":
-    """What a step needs on an H200; None where the planner's compiler is not installed."""
+def _planned(config: LMConfig, console: Console) -> "MemoryPlan | None":
+    """What a step needs on an H200; None where it cannot be planned, which is said."""
     from ..memory import PlanError, plan
     from ..train.lm.forms import lm_training_step
+    from ..train.report import line
 
+    line(console, "planning a step for an H200")
     try:
         return plan(*lm_training_step(config))
-    except PlanError:
-        return None
+    except PlanError as error:
+        return line(console, f"not planned: {error}")

@@ -1,6 +1,8 @@
 """What the commands of `effjax train` share: where a run is written, and how one goes on."""
 
+import dataclasses
 import inspect
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +25,7 @@ def train_command(
     options: type[RunOptions],
     go_on: Callable[..., Any],
     saver: str,
+    with_resume: Sequence[str],
     without: Sequence[str] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[..., None]], Callable]:
@@ -34,9 +37,11 @@ def train_command(
     Args:
       name: of the command, and of its run directories.
       options: the options of a run.
-      go_on: where `--resume` is given, called with the run's options, its directory, and
-        `resume=True`.
+      go_on: where `--resume` is given, called with the run's options, its directory,
+        `resume=True`, and those of the options after `start`'s `*` that are given too.
       saver: the option that saves memory.
+      with_resume: the options that can be given with `--resume`. One of a run is what it goes on
+        with: its length.
       without, defaults: as `parameters_of` has them.
     """
 
@@ -52,18 +57,22 @@ def train_command(
             ] = False,
             resume: Annotated[
                 Path | None,
-                option("Go on with this run from its last checkpoint, options as they were."),
+                option(
+                    "Go on with this run from its last checkpoint, options as they were; with "
+                    f"--{with_resume[0]} to another end."
+                ),
             ] = None,
             **given: Any,
         ) -> None:
             with one_line_errors(saver):
-                from ..train.run_directory import RunDirectory, unused
+                from ..train.run_directory import unused
 
                 if resume is None:
                     return start(unused(name) if out is None else out, overwrite, **given)
-                _no_other_option(command_line)
-                config = RunDirectory.open(resume).config.get("options")
-                go_on(options.from_json(config), resume, resume=True)
+                added = {one: given[one] for one in _given_with_resume(command_line, with_resume)}
+                config = _options_of(resume, name, options)
+                length = {one: added.pop(one) for one in list(added) if hasattr(config, one)}
+                go_on(dataclasses.replace(config, **length), resume, resume=True, **added)
 
         command.__doc__ = start.__doc__
         of_start = inspect.signature(start).parameters.values()
@@ -73,13 +82,37 @@ def train_command(
     return decorate
 
 
-def _no_other_option(command_line: typer.Context) -> None:
-    for name in command_line.params:
-        given = str(command_line.get_parameter_source(name)).endswith("COMMANDLINE")
-        if given and name != "resume":
+def _given_with_resume(command_line: typer.Context, allowed: Sequence[str]) -> list[str]:
+    """The options on the command line beside `--resume`, or `TrainError`."""
+    given = [
+        name
+        for name in command_line.params
+        if str(command_line.get_parameter_source(name)).endswith("COMMANDLINE") and name != "resume"
+    ]
+    for name in given:
+        if name not in allowed:
             raise TrainError(
                 f"--{name.replace('_', '-')} cannot be given with --resume; the run has its options"
             )
+    return given
+
+
+def _options_of(path: Path, command: str, options: type[RunOptions]) -> RunOptions:
+    """Those of the run at `path`, which must be one of this command."""
+    from ..train.run_directory import RunDirectory
+
+    run = RunDirectory.open(path).config
+    found = run.get("command", command)  # older runs have none
+    if found == command:
+        config = options.from_json(run.get("options"))
+        found = config.command
+        if found == command:
+            return config
+    raise TrainError(f"{path}: is a run of another command; use {_resume(found, path)}")
+
+
+def _resume(command: str, path: Path) -> str:
+    return f"effjax train {command} --resume {shlex.quote(str(path))}"
 
 
 def train_images(
@@ -92,9 +125,8 @@ def train_images(
     from ..train.images import report
     from ..train.images.task import prepare
 
-    command = "deform-resnet" if config.model == "deform-resnet" else "densenet"
     task, console = prepare(config), Console()
-    run, result = follow(command, console, task, report, out, overwrite, resume)
+    run, result = follow(config.command, console, task, report, out, overwrite, resume)
     report.show_result(console, task, run, result)
     return result
 
@@ -120,4 +152,4 @@ def follow(
     try:
         return run, fit(task, run, report.make_progress(console, task), resume)
     except KeyboardInterrupt:
-        fail(f"interrupted; go on with effjax train {command} --resume {run.path}", 130)
+        fail(f"interrupted; go on with {_resume(command, run.path)}", 130)

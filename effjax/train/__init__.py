@@ -1,4 +1,4 @@
-"""Training on real data: one loop, and what it trains.
+"""Training on images and on text: one loop, and what it trains.
 
 - `loop`: trains a task, tests it, and goes on after an interruption with the same bits
 - `run_directory`, `checkpoint`, `report`, `mesh`, `errors`: what the loop and the tasks share

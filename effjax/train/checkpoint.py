@@ -31,11 +31,23 @@ class Checkpoints:
         self._manager.close()
 
     def save(self, step: int, state: Any, best: int) -> None:
-        """Writes the state as number `step`, then deletes all others but number `best`."""
-        self._manager.save(step, args=ocp.args.StandardSave(jax.device_get(state)), force=True)
-        for other in self._manager.all_steps():
-            if other not in (step, best):
-                self._manager.delete(other)
+        """Writes the state as number `step`, then deletes all others but number `best`.
+
+        Raises:
+          OSError: it cannot be written, whatever the reason.
+        """
+        state = jax.device_get(state)
+        try:
+            self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
+            for other in self._manager.all_steps():
+                if other not in (step, best):
+                    self._manager.delete(other)
+        except OSError:
+            raise
+        # Orbax raises many types for what the system refuses: of zarr, of TensorStore.
+        except Exception as error:
+            reason = f"{type(error).__name__} of Orbax"
+            raise OSError(None, reason, str(self.directory / str(step))) from error
 
     @property
     def steps(self) -> list[int]:

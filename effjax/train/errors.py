@@ -7,3 +7,16 @@ class TrainError(Exception):
 
 class DataError(TrainError):
     """Images or labels that cannot be read or cannot be right."""
+
+
+def unreadable(path: object, error: OSError) -> DataError:
+    """What the system said of a file or a folder of the data."""
+    return DataError(
+        f"{error.filename or path}: cannot be read ({error.strerror or error}); check its path and "
+        "its permissions"
+    )
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 epoch`, `2 epochs`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,11 +1,12 @@
 """The run of any task: steps of training, and from time to time a test and a checkpoint."""
 
 import contextlib
+import errno
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import jax
 
@@ -13,7 +14,8 @@ from .checkpoint import Checkpoints
 from .errors import TrainError
 from .run_directory import RunDirectory
 
-Measured = Mapping[str, float]  # by name; "loss" is among them
+Measured = Mapping[str, float]  # by name; "loss" is among them, unless nothing was measured
+Part = Literal["validation", "test"]  # of the data
 Record = dict[str, Any]  # a line of metrics.jsonl
 TrainStep = Callable[[Any, Any, jax.Array], tuple[Any, Any]]  # (state, batch, key)
 Result = TypeVar("Result", covariant=True)
@@ -31,9 +33,9 @@ class Options(Protocol):
 class Task(Protocol[Result]):
     """What `fit` trains: its data, its model and its devices, and what is measured of it.
 
-    A run is counted in epochs or in steps (`kind`). After some `numbers` of these it is tested,
-    which gives a line of metrics.jsonl and a checkpoint; the last number is the run's end. A number
-    is `steps_each` steps: those of an epoch, or one.
+    A run is counted in epochs or in steps (`kind`). After some `numbers` of these it is validated,
+    which gives a line of metrics.jsonl and a checkpoint; the last number is the run's end, at which
+    the best checkpoint is tested. A number is `steps_each` steps: those of an epoch, or one.
     """
 
     @property
@@ -48,7 +50,8 @@ class Task(Protocol[Result]):
     def examples_per_step(self) -> int: ...
 
     def describe(self) -> dict[str, Any]:
-        """For config.json: the options, and under `data` what tells other data from these."""
+        """For config.json: under `options` the options, among them the run's length, whose name is
+        the plural of `kind`, and under `data` what tells other data from these."""
         ...
 
     def initial_state(self) -> Any:
@@ -63,8 +66,9 @@ class Task(Protocol[Result]):
         """Compiles `(state, batch, key) -> (state, metrics)`; the state is donated."""
         ...
 
-    def make_test(self) -> Callable[[Any], Measured]:
-        """Compiles `state -> measured` over the test set."""
+    def make_test(self) -> Callable[[Any, Part], Measured]:
+        """Compiles `(state, part) -> measured` over a part of the data; nothing is measured of a
+        validation part that is empty."""
         ...
 
     def batches(self, done: int) -> Iterator[Any]:
@@ -79,21 +83,24 @@ class Task(Protocol[Result]):
         """For a message: `in epoch 3`, `at step 70`."""
         ...
 
-    def record(self, number: int, train: Measured, test: Measured, rate: float) -> Record:
+    def record(self, number: int, train: Measured, validation: Measured, rate: float) -> Record:
         """A line of metrics.jsonl; `train` holds means over the steps since the line before, and
         `rate` is in examples a second."""
         ...
 
-    def score(self, record: Record) -> float:
-        """Higher is better."""
+    def score(self, record: Record) -> Any:
+        """Higher is better: by the validation set, and without one later is better."""
         ...
 
     def draw(self, axes: Any, records: Sequence[Record]) -> None:
         """The run's curve, on matplotlib's axes."""
         ...
 
-    def result(self, records: Sequence[Record], began: float) -> Result:
-        """What the run came to, a dataclass; `began` is by `time.perf_counter`."""
+    def result(
+        self, records: Sequence[Record], best: Record, tested: Measured, began: float
+    ) -> Result:
+        """What the run came to, a dataclass: `tested` is of the parameters at the `best` record,
+        and `began` is by `time.perf_counter`."""
         ...
 
 
@@ -101,13 +108,13 @@ class Progress:
     """Is told how a run goes. This one does nothing with it."""
 
     def start(self, steps: int, done: int) -> None:
-        """Before training: the number of steps, and how many an earlier run has done."""
+        """Before the first step is compiled: the number of steps, and how many are done already."""
 
     def step(self, step: int, measured: Measured, rate: float) -> None:
         """After each step, with what was measured of its batch, and examples a second."""
 
     def report(self, record: Record) -> None:
-        """After each test; `record` is its line of metrics.jsonl."""
+        """After each validation; `record` is its line of metrics.jsonl."""
 
     def stop(self) -> None:
         """After training, however it ends."""
@@ -116,7 +123,8 @@ class Progress:
 def fit(
     task: Task[Result], run: RunDirectory, progress: Progress | None = None, resume: bool = False
 ) -> Result:
-    """Trains, tests, and writes metrics.jsonl, checkpoints and curve.png.
+    """Trains, chooses the best parameters by the validation set, and tests these; writes
+    metrics.jsonl, checkpoints and curve.png.
 
     All that is random is drawn from the seed and the epoch or the step, so a run that goes on after
     an interruption ends with the same bits as one that was not interrupted.
@@ -125,7 +133,9 @@ def fit(
       task: from the `prepare` of `images.task` or `lm.task`.
       run: where to write.
       progress: is told how it goes.
-      resume: begin after the last checkpoint of `run`; if it has none, from the beginning.
+      resume: begin after the last checkpoint of `run`; if it has none, from the beginning. The
+        task's options must be those of the run, but for its length: with another one, all further
+        steps follow the schedule of a run of that length.
 
     Raises:
       TrainError: the loss is not finite, `run` cannot be gone on with, or a full disk.
@@ -138,10 +148,17 @@ def fit(
             run.append({"kind": "interrupted"})
             _draw(task, run)
         raise
-    except OSError as error:
+    except (OSError, TrainError) as error:
+        if run.is_gone:
+            raise TrainError(
+                f"{run.path}: was deleted while it was trained; start a new run"
+            ) from error
+        if isinstance(error, TrainError):
+            raise
+        mend = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "mend that"
         raise TrainError(
-            f"{error.filename or run.path}: cannot be written to ({error.strerror or error}); make "
-            "room, then resume"
+            f"{error.filename or run.path}: cannot be written to ({error.strerror or error}); "
+            f"{mend}, then resume"
         ) from error
 
 
@@ -149,10 +166,10 @@ def _fit(task: Task[Result], run: RunDirectory, progress: Progress, resume: bool
     began = time.perf_counter()
     try:
         with Checkpoints(run.checkpoints) as checkpoints:
-            records = _train(task, run, checkpoints, progress, resume)
+            records, best, tested = _train(task, run, checkpoints, progress, resume)
     finally:
         progress.stop()
-    result = task.result(records, began)
+    result = task.result(records, best, tested, began)
     run.append({"kind": "final"} | vars(result))
     _draw(task, run)
     return result
@@ -165,38 +182,79 @@ def _draw(task: Task[Any], run: RunDirectory) -> None:
 
 def _train(
     task: Task[Any], run: RunDirectory, checkpoints: Checkpoints, progress: Progress, resume: bool
-) -> list[Record]:
-    """All steps; returns their lines of metrics.jsonl."""
-    if resume and run.config.get("data") != task.describe()["data"]:
-        raise TrainError(f"{run.path}: was trained on other data; start a new run")
-    state = task.initial_state()
-    if resume and checkpoints.steps:
-        done = checkpoints.steps[-1]
-        state = checkpoints.restore(state, done)
-    else:  # a new run, or one that was interrupted before its first checkpoint
-        done = 0
-        checkpoints.save(0, state, best=0)
-    records = run.keep(task.kind, [number for number in task.numbers if number <= done])
-
+) -> tuple[list[Record], Record, Measured]:
+    """All steps, and the test; returns their lines of metrics.jsonl, the best one of these, and
+    what was measured of its parameters in the test."""
+    state, done, records = _begin(task, run, checkpoints, resume)
     train_step, test = task.make_step(), task.make_test()
     state = task.place(state)
     each = task.steps_each
     batches = task.batches(done * each)
     progress.start(task.numbers[-1] * each, done * each)
-    for number in task.numbers[len(records) :]:
+    for number in [number for number in task.numbers if number > done]:
         began = time.perf_counter()
         steps = range(done * each + 1, number * each + 1)
         state, train, rate = _train_steps(task, train_step, state, batches, steps, progress)
-        tested = test(state)
-        _check_finite(task, "test loss", tested["loss"], steps[-1])
-        record = task.record(number, train, tested, rate)
+        validation = test(state, "validation")
+        _check_finite(task, "validation loss", validation.get("loss", 0.0), steps[-1])
+        record = task.record(number, train, validation, rate)
         record |= {"seconds": time.perf_counter() - began}
         records.append(record)
         run.append(record)
-        checkpoints.save(number, state, best=max(records, key=task.score)[task.kind])
+        best = _best(task, records, [*checkpoints.steps, number])
+        checkpoints.save(number, state, best=best[task.kind])
         progress.report(record)
         done = number
-    return records
+    best = _best(task, records, checkpoints.steps)
+    number = best[task.kind]
+    if number != done:
+        state = task.place(checkpoints.restore(state, number))
+    tested = test(state, "test")
+    _check_finite(task, "test loss", tested["loss"], number * each)
+    return records, best, tested
+
+
+def _begin(
+    task: Task[Any], run: RunDirectory, checkpoints: Checkpoints, resume: bool
+) -> tuple[Any, int, list[Record]]:
+    """The state to begin with, the epochs or steps that led to it, and their lines of
+    metrics.jsonl."""
+    if resume:
+        _check_same(task, run)
+    state, done, end = task.initial_state(), 0, task.numbers[-1]
+    if resume and checkpoints.steps:
+        done = checkpoints.steps[-1]
+        if done > end:
+            raise TrainError(
+                f"{task.kind}s (={end}) must be at least {done}, which {run.path} has done already"
+            )
+        state = checkpoints.restore(state, done)
+    else:  # a new run, or one that was interrupted before its first checkpoint
+        checkpoints.save(0, state, best=0)
+    wanted = [number for number in task.numbers if number < done]
+    records = run.keep(task.kind, [*wanted, done] if done else wanted)
+    if resume and run.config != task.describe():
+        run.config = task.describe()
+    return state, done, records
+
+
+def _check_same(task: Task[Any], run: RunDirectory) -> None:
+    """Raises `TrainError` unless `run` is of the task's options and data; its length, and where its
+    data lie, may be others."""
+    before, now = run.config, task.describe()
+    if before.get("data") != now["data"]:
+        raise TrainError(f"{run.path}: was trained on other data; start a new run")
+    for name, value in before.get("options", {}).items():
+        if name not in ("data", f"{task.kind}s") and now["options"].get(name) != value:
+            raise TrainError(
+                f"{run.path}: was trained with {name} (={value!r}), not with "
+                f"{now['options'].get(name)!r}; go on with the former, or start a new run"
+            )
+
+
+def _best(task: Task[Any], records: Sequence[Record], among: Sequence[int]) -> Record:
+    """The line of the highest score, of those whose checkpoints there are."""
+    return max((r for r in records if r[task.kind] in among), key=task.score)
 
 
 def _train_steps(

@@ -5,8 +5,10 @@ heavy: the help of the command needs this.
 """
 
 import dataclasses
+import hashlib
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import (
     Annotated,
     Any,
@@ -36,6 +38,17 @@ SHARE = Bounds("lie in [0, 1)", lambda value: 0 <= value < 1)
 RATE = Bounds("be above 0 and finite", lambda value: 0 < value < math.inf)
 DECAY = Bounds("be finite and not negative", lambda value: 0 <= value < math.inf)
 SEED = Bounds(f"lie in 0..{2**32 - 1}", lambda value: 0 <= value < 2**32)
+KINDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+}
+HELD_OUT = Bounds(
+    "lie in [0, 1), or be a whole number",
+    lambda value: 0 <= value < 1 or 1 <= value < math.inf and value == int(value),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +88,40 @@ def declared(options: type) -> list[Declared]:
 
 
 def check(options: Any) -> None:
-    """Raises `TrainError` if a value is none of its option's choices, or out of its bounds."""
+    """Raises `TrainError` if a value is not of its option's type, none of its choices, or out of
+    its bounds."""
     for name, kind, option, _ in declared(type(options)):
         value = getattr(options, name)
-        if get_origin(kind) is Literal and value not in get_args(kind):
-            raise TrainError(f"{name} (={value!r}) must be one of {', '.join(get_args(kind))}")
-        unset = value is None and type(None) in get_args(kind)
-        if option.bounds is not None and not unset and not option.bounds.hold(value):
+        if get_origin(kind) is Literal:
+            if value not in get_args(kind):
+                raise TrainError(f"{name} (={value!r}) must be one of {', '.join(get_args(kind))}")
+            continue
+        kinds = get_args(kind) or (kind,)
+        if not _is_one_of(kinds, value):
+            words = " or ".join(KINDS[one] for one in kinds)
+            raise TrainError(f"{name} (={value!r}) must be {words}")
+        if option.bounds is not None and value is not None and not option.bounds.hold(value):
             raise TrainError(f"{name} (={value}) must {option.bounds.words}")
+
+
+def _is_one_of(kinds: tuple[type, ...], value: Any) -> bool:
+    """An integer is a number too; True is neither."""
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, kinds) or (float in kinds and isinstance(value, int))
+
+
+def fingerprint(options: Any) -> str:
+    """What tells the options of a run from others. Where its data lie does not count: what they
+    hold is compared.
+
+    Raises:
+      ValueError: these are no options.
+    """
+    if not isinstance(options, dict):
+        raise ValueError("options: not an object")
+    told = {name: value for name, value in options.items() if name != "data"}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,16 +129,33 @@ class RunOptions:
     """The options of a run: checked when they are made, and read from the run's config.json."""
 
     COMMANDS: ClassVar[str]
+    BEFORE: ClassVar[Mapping[str, Any]] = {}  # what older runs did, by options they did not have
 
     def __post_init__(self) -> None:
         check(self)
+
+    def describe(self, version: str, data: dict[str, Any]) -> dict[str, Any]:
+        """For config.json: what made the run, its options, and what its data are."""
+        options = dataclasses.asdict(self)
+        return {
+            "effjax": version,
+            "command": self.command,
+            "options": options,
+            "fingerprint": fingerprint(options),
+            "data": data,
+        }
+
+    @property
+    def command(self) -> str:
+        """The command of `effjax train` that goes on with a run of these options."""
+        raise NotImplementedError
 
     @classmethod
     def from_json(cls, options: Any) -> Self:
         """The options that a run wrote into its config.json."""
         try:
-            return cls(**options)
-        except TypeError as error:
+            return cls(**{**cls.BEFORE, **options})
+        except (TypeError, TrainError) as error:
             raise TrainError(
                 f"config.json is not of {cls.COMMANDS}, or of another version of effjax ({error}); "
                 "start a new run"

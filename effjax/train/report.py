@@ -1,5 +1,6 @@
 """What the reports of all tasks share: plain lines, and a progress bar on a terminal."""
 
+import time
 from collections.abc import Callable
 
 from rich.console import Console
@@ -12,6 +13,8 @@ from .loop import Measured, Progress, Record
 LineText = Callable[[Record], str]
 BarText = Callable[[int, Measured, float], str]  # step, what was measured, examples a second
 
+PATIENCE = 60.0  # seconds without a line
+
 
 def result_table() -> Table:
     """Names and values, to be filled."""
@@ -21,34 +24,57 @@ def result_table() -> Table:
     return table
 
 
+def parts(train: int, validation: int, test: int) -> str:
+    """How large the parts of the data are; one that is empty is not named."""
+    return (
+        f"{train} train, {validation} validation and {test} test"
+        if validation
+        else f"{train} train and {test} test"
+    )
+
+
 def line(console: Console, text: str) -> None:
     """Plain text, not wrapped."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def make_progress(console: Console, line_text: LineText, bar_text: BarText) -> Progress:
-    """One line a test; on a terminal a bar over all steps too, with the lines above it."""
+    """A line a validation, and on a terminal a bar over all steps below them; elsewhere a line now
+    and then."""
     if console.is_terminal:
         return BarProgress(console, line_text, bar_text)
-    return LineProgress(console, line_text)
+    return LineProgress(console, line_text, bar_text)
 
 
 class LineProgress(Progress):
-    """One line a test."""
+    """A line a validation, and one of a step where there was none for a minute."""
 
-    def __init__(self, console: Console, line_text: LineText):
-        self.console, self.line_text = console, line_text
+    def __init__(self, console: Console, line_text: LineText, bar_text: BarText):
+        self.console, self.line_text, self.bar_text = console, line_text, bar_text
+        self.steps, self.said = 0, 0.0
+
+    def start(self, steps: int, done: int) -> None:
+        self.steps = steps
+        if done < steps:
+            self.say("compiling")
+
+    def step(self, step: int, measured: Measured, rate: float) -> None:
+        if time.monotonic() - self.said > PATIENCE:
+            self.say(f"step {step}/{self.steps}  {self.bar_text(step, measured, rate)}")
 
     def report(self, record: Record) -> None:
-        line(self.console, self.line_text(record))
+        self.say(self.line_text(record))
+
+    def say(self, text: str) -> None:
+        line(self.console, text)
+        self.said = time.monotonic()
 
 
 class BarProgress(LineProgress):
-    """A bar over all steps, with the lines of the tests above it."""
+    """A bar over all steps, with the lines of the validations above it."""
 
     def __init__(self, console: Console, line_text: LineText, bar_text: BarText):
-        super().__init__(console, line_text)
-        self.bar_text = bar_text
+        super().__init__(console, line_text, bar_text)
         self.bar = Bar(
             BarColumn(),
             MofNCompleteColumn(),
@@ -60,7 +86,8 @@ class BarProgress(LineProgress):
         self.row: TaskID | None = None
 
     def start(self, steps: int, done: int) -> None:
-        self.row = self.bar.add_task("", total=steps, completed=done)
+        text = "compiling" if done < steps else ""
+        self.row = self.bar.add_task(text, total=steps, completed=done)
         self.bar.start()
 
     def step(self, step: int, measured: Measured, rate: float) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import TrainError
+from .options import fingerprint
 
 DEFAULT = Path("runs")
 
@@ -51,7 +52,7 @@ class RunDirectory:
                     path.rmdir()
                 raise
             run._clear()
-            _replace(run._file(cls.CONFIG), json.dumps(config, indent=2) + "\n")
+            run.config = config
         except OSError as error:
             raise _unusable(path, error) from error
         return run
@@ -60,13 +61,18 @@ class RunDirectory:
     def open(cls, path: Path) -> "RunDirectory":
         """An earlier run, to go on with it."""
         run = cls(path)
-        if not run._file(cls.CONFIG).is_file():
-            raise TrainError(f"{path}: not a run (no {cls.CONFIG}); give the directory of a run")
         try:
+            if not run._file(cls.CONFIG).is_file():
+                raise TrainError(
+                    f"{path}: not a run (no {cls.CONFIG}); give the directory of a run"
+                )
             with tempfile.TemporaryFile(dir=path):
                 pass
         except OSError as error:
-            raise _unusable(path, error) from error
+            raise TrainError(
+                f"{path}: cannot be gone on with ({error.strerror or error}); check its path and "
+                "its permissions"
+            ) from error
         return run
 
     @property
@@ -74,20 +80,43 @@ class RunDirectory:
         return self._file(self.CHECKPOINTS)
 
     @property
+    def is_gone(self) -> bool:
+        """Whether somebody has deleted it."""
+        try:
+            return not self._file(self.CONFIG).exists()
+        except OSError:
+            return False
+
+    @property
     def config(self) -> dict[str, Any]:
+        """What config.json holds; `TrainError` if its options are not those of the run any more."""
         file = self._file(self.CONFIG)
         try:
-            return _object(file.read_text())
+            config = _object(file.read_text())
+            options = config.get("options", {})
+            known = config.get("fingerprint")  # older runs have none
+            same = known is None or known == fingerprint(options)
         except (OSError, ValueError) as error:
             raise TrainError(f"{file}: cannot be read ({error}); start a new run") from error
+        if not same:
+            raise TrainError(
+                f"{file}: its options were changed, and the run was trained with others; put them "
+                "back, or start a new run (to make one longer, use --resume with --epochs or "
+                "--steps)"
+            )
+        return config
+
+    @config.setter
+    def config(self, config: dict[str, Any]) -> None:
+        _replace(self._file(self.CONFIG), json.dumps(config, indent=2) + "\n")
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, less a last one that was not written to its end."""
         file = self._file(self.METRICS)
-        if not file.exists():
-            return []
         try:
+            if not file.exists():
+                return []
             return [_object(line) for line in file.read_text().split("\n")[:-1]]
         except (OSError, ValueError) as error:
             raise TrainError(f"{file}: cannot be read ({error}); start a new run") from error
@@ -101,22 +130,22 @@ class RunDirectory:
             file.write(line.encode())
 
     def keep(self, kind: str, wanted: Sequence[int]) -> list[dict[str, Any]]:
-        """Drops all lines of metrics.jsonl but those of a kind, such as `epoch`, and of the
-        `wanted` numbers of that kind, and returns these.
+        """Drops all lines of metrics.jsonl but those of a kind, such as `epoch`, up to the last of
+        the `wanted` numbers of that kind, and returns these.
 
         Raises:
           TrainError: one of these is missing or there twice; nothing is dropped then.
         """
-        file = self._file(self.METRICS)
-        records = [r for r in self.metrics if r.get("kind") == kind and r.get(kind) in wanted]
+        file, last = self._file(self.METRICS), max(wanted, default=0)
+        records = [r for r in self.metrics if r.get("kind") == kind and _lies_in(r.get(kind), last)]
         found = [r[kind] for r in records]
         missing = set(wanted) - set(found)
-        if missing or len(found) != len(wanted):
-            twice = next((number for number in found if found.count(number) > 1), None)
+        twice = next((number for number in found if found.count(number) > 1), None)
+        if missing or twice is not None:
             what = f"{min(missing)} is missing" if missing else f"{twice} is there twice"
             raise TrainError(
-                f"{file}: {kind} {what}, and there is a checkpoint of {kind} {max(wanted)}; put "
-                "the file back, or start a new run"
+                f"{file}: {kind} {what}, and there is a checkpoint of {kind} {last}; put the file "
+                "back, or start a new run"
             )
         _replace(file, "".join(json.dumps(r) + "\n" for r in records))
         return records
@@ -144,9 +173,12 @@ def unused(command: str) -> Path:
     """`runs/COMMAND-DATE-TIME`, and `-2`, `-3`, … if there is one already."""
     name = time.strftime(f"{command}-%Y%m%d-%H%M%S")
     path, number = DEFAULT / name, 1
-    while path.exists():
-        number += 1
-        path = DEFAULT / f"{name}-{number}"
+    try:
+        while path.exists():
+            number += 1
+            path = DEFAULT / f"{name}-{number}"
+    except OSError as error:
+        raise _unusable(path, error) from error
     return path
 
 
@@ -162,6 +194,10 @@ def _figure(title: str) -> tuple[Any, Any]:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(title=title)
     return figure, axes
+
+
+def _lies_in(number: Any, last: int) -> bool:
+    return isinstance(number, int) and 0 < number <= last
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Options are declared in a dataclass, and commands have them as they are declared there."""
 
 import dataclasses
+import json
+import re
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
@@ -8,10 +10,11 @@ import pytest
 from effjax.train.errors import TrainError
 from effjax.train.images.config import Config
 from effjax.train.lm.config import LMConfig
-from effjax.train.options import COUNT, MODEL, Option, RunOptions, declared
+from effjax.train.options import COUNT, MODEL, Option, RunOptions, declared, fingerprint
 from tests.cli.command import TINY
 
 OF_THE_COMMAND = {"out", "overwrite", "resume"}
+OWN = {"densenet": set(), "lm": {"plan"}}
 
 
 def params_of(*names: str) -> dict[str, Any]:
@@ -38,7 +41,7 @@ def text_of(option: Option, default: Any) -> str:
 def test_every_field_is_an_option(command, config, no_option):
     params = params_of("train", command)
     fields = {field.name: field.default for field in dataclasses.fields(config)}
-    assert set(params) == set(fields) - no_option | OF_THE_COMMAND
+    assert set(params) == set(fields) - no_option | OF_THE_COMMAND | OWN[command]
     for name, _, option, default in declared(config):
         param = params[name]
         assert param.opts == [f"--{name.replace('_', '-')}"]
@@ -74,6 +77,18 @@ def test_the_help_shows_what_is_declared(run, monkeypatch):
             assert option.panel is None or f" {option.panel} " in out
 
 
+@pytest.mark.parametrize("command", ["densenet", "deform-resnet", "lm"])
+def test_the_help_has_two_columns_on_a_narrow_terminal(run, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run("train", command, "--help")
+    rows = [line for line in out.splitlines() if line.startswith("│")]
+    assert code == 0 and len(rows) > 30 and max(map(len, out.splitlines())) == 80
+    assert "…" not in out
+    for row in rows:
+        assert row[32:34] == "  ", row  # between the columns
+    assert re.search(r"│ --batch-size <int> +\S", out) and "[default:\N{NO-BREAK SPACE}" in out
+
+
 def test_none_is_within_bounds_only_where_it_is_a_choice():
     assert Config(growth_rate=None).growth_rate is None
     with pytest.raises(TrainError, match=r"growth_rate \(=0\) must be at least 1"):
@@ -100,6 +115,47 @@ def test_checks_are_those_of_the_declaration():
         Options.from_json({"length": 1})
 
 
-def test_an_option_that_is_not_known(run):
-    code, out, err = run(*TINY, "--dtype", "int8")
-    assert (code, out) == (2, "") and "int8" in err and "Traceback" not in err
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--dtype", "int8"], ["--epochs", "many"], ["--epochs", "1.5"], ["--learning-rate", ""],
+        ["--validation", "tenth"], ["--seed", "1e3"], ["--batch", "8"], ["--out"],
+    ],
+)  # fmt: skip
+def test_a_wrong_value_names_its_option_on_one_screen(run, argv):
+    code, out, err = run(*TINY, *argv)
+    assert (code, out) == (2, "") and argv[0] in err and "Traceback" not in err
+    assert len(err.splitlines()) < 10
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("epochs", "3", "an integer"), ("epochs", True, "an integer"), ("seed", 1.0, "an integer"),
+        ("learning_rate", "0.1", "a number"), ("learning_rate", None, "a number"),
+        ("depth", 22.0, "an integer or null"), ("efficient", 1, "true or false"),
+        ("data", 3, "text"), ("schedule", None, "one of cosine, step"),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_type_names_its_option(name, value, words):
+    options: Any = {name: value}
+    with pytest.raises(TrainError, match=rf"^{name} \(={value!r}\) must be {words}$"):
+        Config(**options)
+    with pytest.raises(TrainError, match=rf"config.json is not of .*{name} \(=.* must be {words}"):
+        Config.from_json(options)
+
+
+def test_what_a_run_of_before_did():
+    """It had no validation set."""
+    for config in (Config(validation=0), LMConfig(validation=0)):
+        options = dataclasses.asdict(config)
+        del options["validation"]
+        assert type(config).from_json(options) == config
+    assert Config(validation=5000).validation == 5000
+
+
+def test_a_fingerprint_is_of_all_options_but_the_place_of_the_data():
+    options = dataclasses.asdict(Config())
+    assert fingerprint(options) == fingerprint(json.loads(json.dumps(options)))
+    assert fingerprint(options) == fingerprint(options | {"data": "cifar10:elsewhere"})
+    assert fingerprint(options) != fingerprint(options | {"momentum": 0.8})

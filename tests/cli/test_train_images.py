@@ -1,8 +1,29 @@
 import json
+import signal
+import sys
+from pathlib import Path
 
 import pytest
 
+from effjax import cli
+from effjax.train.images.config import Config
+from effjax.train.lm.config import LMConfig
 from tests.cli.command import TINY, interrupt_at, one_line
+
+LONG = "x" * 300
+
+
+@pytest.fixture
+def locked(monkeypatch):
+    """Below a folder `locked` nothing can be looked up; root could."""
+    stat = Path.stat
+
+    def refuse(self, **options):
+        if "locked" in self.parts:
+            raise PermissionError(13, "Permission denied", str(self))
+        return stat(self, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
 
 
 @pytest.mark.parametrize(
@@ -19,10 +40,18 @@ from tests.cli.command import TINY, interrupt_at, one_line
         (["--out", "file/run"], "file/run: cannot be written to"),
         (["--out", "broken"], "broken: not empty and not a run"),
         (["--resume", "broken"], "broken: not a run"),
-        (["--resume", "broken", "--epochs", "3"], "--epochs cannot be given with --resume"),
+        (["--resume", "broken", "--depth", "22"], "--depth cannot be given with --resume"),
+        (["--validation", "1.5"], "validation (=1.5) must lie in [0, 1), or be a whole number"),
+        (["--validation", "1438"], "validation (=1438) leaves none of the 1438 train images"),
+        (["--resume", LONG], "cannot be gone on with (File name too long); check its path"),
+        (["--data", f"folder:{LONG}"], "cannot be read (File name too long); check its path"),
+        (["--out", LONG], "cannot be written to (File name too long); give another --out"),
+        (["--resume", "locked/run"], "locked/run: cannot be gone on with (Permission denied)"),
+        (["--data", "cifar10:locked"], "locked: cannot be read (Permission denied); check its"),
+        (["--out", "locked/run"], "locked/run: cannot be written to (Permission denied)"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(run, tmp_path, argv, message):
+def test_bad_input_is_one_line_and_leaves_nothing(run, tmp_path, locked, argv, message):
     (tmp_path / "broken.tar.gz").write_bytes(b"\x1f\x8b hello")
     (tmp_path / "file").write_text("")
     for name in ("cat", "dog"):
@@ -51,9 +80,9 @@ def png():
 def test_one_epoch_of_densenet_on_digits(run, tmp_path):
     code, out, err = run(*TINY, "--epochs", "1", "--parallel", "shard_map", "--out", "here")
     assert (code, err) == (0, "")
-    assert "digits: 1438 train and 359 test images of 8×8×1 in 10 classes" in out
-    assert "shard_map over 8 device(s)" in out
-    assert "epoch 1/1  loss" in out
+    assert "digits: 1294 train, 144 validation and 359 test images of 8×8×1 in 10 classes" in out
+    assert "shard_map over 8 devices" in out
+    assert "1 epoch, " in out and "epoch 1/1  loss" in out
     for row in ("test accuracy", "images/s", "batch 64 (plain)", "batch 64 (efficient, this run)"):
         assert row in out
     final = json.loads((tmp_path / "here" / "metrics.jsonl").read_text().splitlines()[-1])
@@ -115,6 +144,79 @@ def test_ctrl_c_then_resume(run, small_model, monkeypatch, tmp_path):
     assert "epoch 1/2" not in out and "epoch 2/2" in out
     for row in ("test accuracy", "images/s", "batch 16 (plain)", "batch 16 (efficient, this run)"):
         assert row in out
+
+
+def a_run(path, config, old=False):
+    """The config.json of a run of these options; one of before says less."""
+    described = config.describe("0", {})
+    if old:
+        del described["command"], described["fingerprint"]
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(described))
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize(
+    ("command", "config", "message"),
+    [
+        ("densenet", Config(model="deform-resnet"), "use effjax train deform-resnet --resume here"),
+        ("deform-resnet", Config(), "use effjax train densenet --resume here"),
+        ("lm", Config(), "use effjax train densenet --resume here"),
+        ("densenet", LMConfig(), "use effjax train lm --resume here"),
+    ],
+)
+def test_a_run_of_another_command(run, tmp_path, command, config, message, old):
+    a_run(tmp_path / "here", config, old)
+    if old and (command == "lm" or isinstance(config, LMConfig)):
+        message = f"config.json is not of effjax train {command}"
+    before = (tmp_path / "here" / "config.json").read_text()
+    code, out, err = run("train", command, "--resume", "here")
+    assert (code, out) == (2, "") and one_line(err) and message in err
+    assert [p.name for p in (tmp_path / "here").iterdir()] == ["config.json"]
+    assert (tmp_path / "here" / "config.json").read_text() == before
+
+
+def test_options_that_were_edited(run, tmp_path):
+    a_run(tmp_path / "here", Config())
+    file = tmp_path / "here" / "config.json"
+    file.write_text(file.read_text().replace('"seed": 0', '"seed": 1'))
+    code, out, err = run("train", "densenet", "--resume", "here")
+    assert (code, out) == (2, "") and one_line(err)
+    assert "config.json: its options were changed, and the run was trained with others" in err
+
+
+def test_another_end_with_resume(run, small_model, monkeypatch, tmp_path):
+    begun = []
+
+    def fit(task, run, progress, resume):
+        begun.append((task.config, resume))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("effjax.train.loop.fit", fit)
+    a_run(tmp_path / "here", Config(batch_size=16, epochs=5))
+    assert run("train", "densenet", "--resume", "here", "--epochs", "8")[0] == 130
+    assert run("train", "densenet", "--resume", "here")[0] == 130
+    assert begun == [(Config(batch_size=16, epochs=epochs), True) for epochs in (8, 5)]
+
+
+def test_a_second_ctrl_c(run, small_model, monkeypatch, tmp_path, capsys):
+    """While the curve is drawn it is one line too; later nobody hears it."""
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    ignored = []
+    monkeypatch.setattr("effjax.train.run_directory.RunDirectory.draw", interrupt)
+    monkeypatch.setattr("effjax.train.report.LineProgress.start", interrupt)
+    options = ["train", "densenet", "--batch-size", "16", "--out", "here"]
+    code, _, err = run(*options)
+    assert code == 130 and one_line(err) and "--resume here" in err
+    monkeypatch.setattr("effjax.train.images.task.load_dataset", interrupt)
+    monkeypatch.setattr(signal, "signal", lambda *given: ignored.append(given))
+    assert cli.main(options) == 130 and ignored == []  # a caller's process goes on
+    monkeypatch.setattr(sys, "argv", ["effjax", *options])
+    assert cli.main() == 130 and ignored == [(signal.SIGINT, signal.SIG_IGN)]
+    assert capsys.readouterr().err == 2 * "effjax: interrupted\n"
 
 
 def test_ctrl_c_before_training(run, monkeypatch, tmp_path):

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -24,14 +25,29 @@ def test_a_run_of_lm(run_lm, monkeypatch, tmp_path):
     monkeypatch.setattr("effjax.memory._compile._PLUGINS", ())
     code, out, err = run_lm(*LM, "--remat", "--bias", "--dtype", "bfloat16", "--out", "here")
     assert (code, err) == (0, "")
-    assert "text:text.txt: 357 train and 39 test bytes" in out
-    assert "batch 8 × 8, 3 steps, 8 device(s)" in out
+    assert "text:text.txt: 317 train, 40 validation and 39 test bytes" in out
+    assert "batch 8 × 8, 3 steps, 8 devices" in out
     assert "step 2/3  loss" in out and "step 3/3  loss" in out
     assert all(row in out for row in ROWS) and not any(row in out for row in PLANNED)
     options = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
     assert options["remat"] and options["bias"] and options["context"] == 8
+    assert "planning" not in out
     final = json.loads((tmp_path / "here" / "metrics.jsonl").read_text().splitlines()[-1])
     assert final["kind"] == "final" and final["test_bits_per_byte"] < 9
+
+
+def test_lm_is_planned_where_it_is_asked_for(run_lm, monkeypatch):
+    from effjax.train.lm.task import LMResult
+
+    numbers = {field.name: 1 for field in dataclasses.fields(LMResult)}
+    monkeypatch.setattr("effjax.memory._compile._PLUGINS", ())
+    monkeypatch.setattr("effjax.train.loop.fit", lambda *_: LMResult(**numbers))
+    for argv in ([], ["--plan"]):
+        code, out, err = run_lm(*LM, *argv, "--out", "here", "--overwrite")
+        assert (code, err) == (0, "") and "bits/byte" in out
+        assert ("planning a step for an H200\nnot planned: " in out) == bool(argv)
+    code, out, _ = run_lm("--resume", "here", "--plan")
+    assert code == 0 and "planning a step" in out
 
 
 def test_lm_with_ctrl_c(run_lm, monkeypatch):
@@ -51,13 +67,13 @@ def test_lm_with_ctrl_c_and_resume(run_lm, monkeypatch, tmp_path):
         code, out, err = run_lm(*LM, "--remat", "--bias", "--dtype", "bfloat16", "--out", "here")
     assert code == 130 and "step 2/3  loss" in out
     assert err == "effjax: interrupted; go on with effjax train lm --resume here\n"
-    assert "text:text.txt: 357 train and 39 test bytes" in out
-    assert "batch 8 × 8, 3 steps, 8 device(s)" in out
+    assert "text:text.txt: 317 train, 40 validation and 39 test bytes" in out
+    assert "batch 8 × 8, 3 steps, 8 devices" in out
     options = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
     assert options["remat"] and options["bias"] and options["context"] == 8
 
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes the stream for a terminal
-    code, out, err = run_lm("--resume", "here")
+    code, out, err = run_lm("--resume", "here", "--plan")
     assert (code, err) == (0, "")
     assert "step 2/3" not in out and "step 3/3" in out
     assert all(row in out for row in (*ROWS, *(PLANNED if has_gpu_compiler() else ())))
@@ -74,6 +90,9 @@ def test_lm_with_ctrl_c_and_resume(run_lm, monkeypatch, tmp_path):
         (["--heads", "3"], "width (=8) must be divisible by 2 · heads (=3); use 6"),
         (["--batch-size", "12"], "batch_size (=12) is not divisible by the number of devices (=8)"),
         (["--steps", "0"], "steps (=0)"),
+        (["--validation", "8"], "8 for validation are too few for context (=8); use another"),
+        (["--validation", "357"], "validation (=357) leaves none of the 357 train bytes"),
+        (["--data", "text:" + "x" * 300], "cannot be read (File name too long); check its path"),
         (["--fuse-update"], "fuse_update is for parameters on the host; use offload params or all"),
         (["--out", "."], ".: not empty and not a run"),
         (["--resume", "."], ".: not a run"),

@@ -83,10 +83,10 @@ def test_a_run_and_its_files(task, whole):
     assert [r[task.kind] for r in records] == list(task.numbers)
     assert [r["step"] for r in records] == [n * task.steps_each for n in task.numbers]
     assert records[2]["train_loss"] < records[0]["train_loss"]
-    assert result.test_loss == records[2]["test_loss"]
     assert (run.path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    best = max(records, key=task.score)[task.kind]
-    assert checkpoints(run) == {task.numbers[-1], best}
+    best = max(records, key=task.score)
+    assert result.validation_loss == best["validation_loss"]
+    assert checkpoints(run) == {task.numbers[-1], best[task.kind]}
     assert json.loads((run.path / "config.json").read_text()) == task.describe()
     names = {p.name for p in run.path.iterdir()}
     assert names == {"config.json", "metrics.jsonl", "curve.png", "checkpoints"}
@@ -96,13 +96,14 @@ def test_a_run_and_its_files(task, whole):
 def test_what_is_said_of_images(task, whole):
     run, result = whole
     records = lines(run)[:3]
-    best = max(r["test_accuracy"] for r in records)
-    assert result.best_test_accuracy == best
-    assert records[result.best_epoch - 1]["test_accuracy"] == best
+    best = max(r["validation_accuracy"] for r in records)
+    assert result.validation_accuracy == best
+    assert records[result.best_epoch - 1]["validation_accuracy"] == best
     assert result.best_epoch in checkpoints(run)
     config = json.loads((run.path / "config.json").read_text())
     assert config["options"]["batch_size"] == 16
     assert config["data"]["class_names"] == list("abcde")
+    assert (config["data"]["train_images"], config["data"]["validation_images"]) == (65, 5)
 
 
 @pytest.mark.parametrize("task", ["lm"], indirect=True)
@@ -111,10 +112,46 @@ def test_what_is_said_of_text(task, whole):
     records = lines(run)[:3]
     assert records[0]["train_loss"] < math.log(256) + 0.1
     np.testing.assert_allclose(result.test_bits_per_byte, result.test_loss / math.log(2))
-    assert result.best_test_loss == min(r["test_loss"] for r in records)
+    assert result.validation_loss == min(r["validation_loss"] for r in records)
     assert result.num_params == 2 * 256 * 16 + 16 + 2 * (12 * 16**2 + 2 * 16)
     assert 3 < result.unigram_bits < 5 and result.tokens_per_second > 0
     assert checkpoints(run) == {5, result.best_step}
+
+
+class FirstIsBest(CompiledOnce):
+    """Of the validated parameters the first ones; notes what is tested."""
+
+    def __init__(self, task):
+        super().__init__(task)
+        self.tested = []
+
+    def score(self, record):
+        return -record[self.kind]
+
+    def make_test(self):
+        def test(state, part):
+            self.tested.append((part, int(state.step)))
+            return of_task(state, part)
+
+        of_task = super().make_test()
+        return test
+
+
+def test_the_test_set_is_looked_at_once_and_with_the_best_parameters(tmp_path, task, whole):
+    first: Any = FirstIsBest(task)
+    run = new_run(tmp_path / "run", first)
+    result = fit(first, run)
+    steps = [number * task.steps_each for number in task.numbers]
+    assert first.tested == [*(("validation", step) for step in steps), ("test", steps[0])]
+    assert vars(result)[f"best_{task.kind}"] == task.numbers[0]
+    assert checkpoints(run) == {task.numbers[0], task.numbers[-1]}
+    assert not any(name.startswith("test") for line in lines(run)[:3] for name in line)
+    assert result.test_loss > whole[1].test_loss  # the small models learn to the end
+
+    shutil.rmtree(run.checkpoints / str(task.numbers[0]))  # as one does with a damaged one
+    result = fit(first, run, resume=True)
+    assert first.tested[4:] == [("test", steps[-1])]
+    assert result.test_loss == whole[1].test_loss
 
 
 def test_resuming_after_ctrl_c_ends_with_the_same_bits(tmp_path, task, whole):
@@ -208,6 +245,108 @@ def test_resume_needs_the_same_data(tmp_path, task):
         fit(task, run, resume=True)
 
 
+def of_length(task, length, **options):
+    """A task like it that ends elsewhere."""
+    kind = "images" if task.kind == "epoch" else "lm"
+    return MAKE[kind](**{f"{task.kind}s": length}, **options)
+
+
+def copy_of(run, path):
+    return RunDirectory.open(shutil.copytree(run.path, path))
+
+
+def test_a_finished_run_is_made_longer(tmp_path, task, whole):
+    """All further steps follow the schedule of the longer run; the lines so far stay."""
+    run, length = copy_of(whole[0], tmp_path / "run"), task.numbers[-1] + 1
+    longer = of_length(task, length)
+    fit(longer, run, resume=True)
+    records = lines(run)
+    assert records[:3] == lines(whole[0])[:3]
+    assert [r[task.kind] for r in records[:-1]] == [*task.numbers, length]
+    assert records[-1]["kind"] == "final"
+    before = task.task.record(length, {"loss": 0, "accuracy": 0}, {}, 0.0)["learning_rate"]
+    assert records[3]["learning_rate"] > before
+    assert run.config == longer.describe()
+
+    message = rf"{task.kind}s \(=1\) must be at least {length}, which .*run has done already"
+    with pytest.raises(TrainError, match=message):
+        fit(of_length(task, 1), run, resume=True)
+    assert lines(run) == records and run.config == longer.describe()
+
+
+def test_resume_needs_the_same_options(tmp_path, task, whole):
+    run = copy_of(whole[0], tmp_path / "run")
+    other = of_length(task, task.numbers[-1], seed=1)
+    with pytest.raises(TrainError, match=r"run: was trained with seed \(=0\), not with 1; go on"):
+        fit(other, run, resume=True)
+    assert lines(run) == lines(whole[0]) and checkpoints(run) == checkpoints(whole[0])
+
+
+@pytest.mark.parametrize("name", ["seed", "batch_size", "length"])
+def test_resume_needs_the_options_that_the_run_was_trained_with(tmp_path, task, whole, name):
+    run = copy_of(whole[0], tmp_path / "run")
+    config = task.describe()
+    config["options"][f"{task.kind}s" if name == "length" else name] += 8
+    (run.path / "config.json").write_text(json.dumps(config))
+    message = r"config\.json: its options were changed.*start a new run"
+    with pytest.raises(TrainError, match=message):
+        fit(task, run, resume=True)
+    assert lines(run) == lines(whole[0]) and checkpoints(run) == checkpoints(whole[0])
+
+
+@pytest.mark.parametrize("make", [image_task, pytest.param(lm_task, marks=pytest.mark.exhaustive)])
+def test_a_run_of_before_goes_on_as_it_began(tmp_path, make):
+    """It has no validation set, hence no best epoch, and no fingerprint."""
+    old: Any = CompiledOnce(make(validation=0))
+    run = new_run(tmp_path / "run", old)
+    with pytest.raises(KeyboardInterrupt):
+        fit(old, run, after_first_test(old))
+    config = old.describe()
+    del config["fingerprint"], config["command"], config["options"]["validation"]
+    assert not any("validation" in name for name in config["data"])
+    (run.path / "config.json").write_text(json.dumps(config))
+    options = type(old.config).from_json(run.config["options"])
+    assert options == old.config
+    first, interrupted = lines(run)
+    first |= {"test_loss": 1.0, "test_accuracy": 0.5}
+    (run.path / "metrics.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(interrupted)}\n")
+
+    result = fit(old, RunDirectory.open(run.path), resume=True)
+    assert vars(result)[f"best_{old.kind}"] == old.numbers[-1]
+    assert result.validation_loss is None
+    assert checkpoints(run) == {old.numbers[-1]}
+    assert lines(run)[0] == first and run.config == old.describe()
+
+
+class Deletes(Progress):
+    """Deletes a folder after the first test."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def report(self, record):
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def of_orbax(*_, **__):
+    raise ValueError("a zarr metadata file is missing\nand so on")
+
+
+def test_a_run_that_is_deleted_meanwhile(tmp_path, task, monkeypatch):
+    run = new_run(tmp_path / "run", task)
+    with pytest.raises(TrainError, match=r"run: was deleted while it was trained; start a new run"):
+        fit(task, run, Deletes(run.path))
+    monkeypatch.setattr("orbax.checkpoint.CheckpointManager.save", of_orbax)
+    run = new_run(tmp_path / "other", task)
+    message = r"checkpoints/0: cannot be written to \(ValueError of Orbax\); mend that, then resume"
+    with pytest.raises(TrainError, match=message):
+        fit(task, run)
+    run = new_run(tmp_path / "another", task)
+    monkeypatch.setattr(task, "initial_state", lambda: shutil.rmtree(run.path), raising=False)
+    with pytest.raises(TrainError, match=r"another: was deleted while it was trained"):
+        fit(task, run)
+
+
 class Poisoned(CompiledOnce):
     """From the first step on, nothing is a number."""
 
@@ -247,15 +386,15 @@ def test_a_train_loss_that_is_not_finite_is_said(tmp_path, make, options):
 
 
 @pytest.mark.parametrize(
-    ("make", "options"),  # tested after one step
+    ("make", "options"),  # validated after one step
     [
-        diverges("images", learning_rate=1e38, batch_size=70),
+        diverges("images", learning_rate=1e38, batch_size=65),
         diverges("lm", learning_rate=1e38, report_every=1),
     ],
 )
-def test_a_test_loss_that_is_not_finite_is_said(tmp_path, make, options):
+def test_a_validation_loss_that_is_not_finite_is_said(tmp_path, make, options):
     wild = make(**options)
-    message = "the test loss is .* (in epoch|at step) 1; use a learning_rate"
+    message = "the validation loss is .* (in epoch|at step) 1; use a learning_rate"
     with pytest.raises(TrainError, match=message):
         fit(wild, new_run(tmp_path / "run", wild))
 

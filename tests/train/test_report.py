@@ -1,6 +1,7 @@
 """What a run shows on a terminal, and elsewhere."""
 
 import io
+from pathlib import Path
 
 import pytest
 
@@ -10,14 +11,23 @@ from rich.console import Console
 
 from effjax.train.images import report as images
 from effjax.train.lm import report as lm
+from effjax.train.run_directory import RunDirectory
 from tests.train.small import image_task, lm_task
 
 TASKS = {"images": (images, image_task), "lm": (lm, lm_task)}
-TRAIN, TEST = {"loss": 1.5, "accuracy": 0.25}, {"loss": 1.75, "accuracy": 0.5}
+TRAIN, VALIDATION = (
+    {"loss": 1.5, "accuracy": 0.25},
+    {"loss": 1.75, "accuracy": 0.5, "bits_per_byte": 2.525},
+)
 LINES = {
-    "images": "epoch 1/3  loss 1.5000  accuracy 25.00%  test loss 1.7500  test accuracy 50.00%  "
-    "90 images/s\n",
-    "lm": "step 2/5  loss 1.5000  test loss 1.7500  test bits/byte 2.525  90 tokens/s\n",
+    "images": "epoch 1/3  loss 1.5000  accuracy 25.00%  validation loss 1.7500  "
+    "validation accuracy 50.00%  90 images/s\n",
+    "lm": "step 2/5  loss 1.5000  validation loss 1.7500  validation bits/byte 2.525  "
+    "90 tokens/s\n",
+}
+WITHOUT_VALIDATION = {
+    "images": "epoch 1/3  loss 1.5000  accuracy 25.00%  90 images/s\n",
+    "lm": "step 2/5  loss 1.5000  90 tokens/s\n",
 }
 BARS = {
     "images": "epoch 1  loss 1.500  accuracy 25.0%  90 images/s",
@@ -25,7 +35,7 @@ BARS = {
 }
 
 
-def shown(name, terminal):
+def shown(name, terminal, validation=VALIDATION):
     """What is written in a run's first steps."""
     report, make = TASKS[name]
     file = io.StringIO()
@@ -34,17 +44,46 @@ def shown(name, terminal):
     progress = report.make_progress(console, task)
     progress.start(task.numbers[-1] * task.steps_each, 0)
     progress.step(1, TRAIN, 90.0)
-    progress.report(task.record(task.numbers[0], TRAIN, TEST, 90.0))
+    progress.report(task.record(task.numbers[0], TRAIN, validation, 90.0))
     progress.stop()
     return file.getvalue()
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_lines_and_no_bar_in_a_file(name):
-    assert shown(name, terminal=False) == LINES[name]
+    assert shown(name, terminal=False) == "compiling\n" + LINES[name]
+    bare = shown(name, terminal=False, validation={})
+    assert bare == "compiling\n" + WITHOUT_VALIDATION[name]
+
+
+def test_a_long_epoch_has_lines_of_its_own_in_a_file(monkeypatch):
+    monkeypatch.setattr("effjax.train.report.PATIENCE", -1)
+    step = f"step 1/12  {BARS['images']}\n"
+    assert shown("images", terminal=False) == "compiling\n" + step + LINES["images"]
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_bar_below_the_lines_on_a_terminal(name):
     text = shown(name, terminal=True)
     assert LINES[name].rstrip() in text and BARS[name] in text
+    assert "compiling" in text.partition(BARS[name])[0] and "loss 0.000" not in text
+
+
+def announced(task):
+    file = io.StringIO()
+    report = images if task.kind == "epoch" else lm
+    report.announce(Console(file=file, width=80), task, RunDirectory(Path("here")))
+    return file.getvalue()
+
+
+def test_what_is_trained_on_is_said():
+    text = announced(image_task(batch_size=64))
+    assert "small: 65 train, 5 validation and 37 test images of 8×8×1 in 5 classes\n" in text
+    assert "an epoch is 1 step and leaves out 1 image that would not fill a batch, others" in text
+    assert "batch 64, 3 epochs, jit over 2 devices" in text
+    text = announced(image_task(devices=1, batch_size=14, validation=0, epochs=1))
+    assert "small: 70 train and 37 test images" in text and "leaves out" not in text
+    assert "batch 14, 1 epoch, jit over 1 device:" in text
+    text = announced(lm_task(devices=1, steps=1, layers=1))
+    assert "fox: 1440 train, 180 validation and 180 test bytes\n" in text
+    assert "1 layer of width 16" in text and "batch 4 × 12, 1 step, 1 device:" in text

@@ -4,6 +4,7 @@ import os
 import pytest
 
 from effjax.train.errors import TrainError
+from effjax.train.options import fingerprint
 from effjax.train.run_directory import RunDirectory, unused
 
 pytest.importorskip("matplotlib")
@@ -136,3 +137,37 @@ def test_without_matplotlib_nothing_begins(tmp_path, monkeypatch):
     ):
         create(tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("asked", ["open", "unused"])
+def test_a_folder_that_may_not_be_searched(tmp_path, monkeypatch, asked):
+    def refuse(self, **_):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr("pathlib.Path.stat", refuse)
+    with pytest.raises(TrainError, match=r"cannot be .*\(Permission denied\); (check|give)"):
+        RunDirectory.open(tmp_path / "run") if asked == "open" else unused("densenet")
+
+
+def test_metrics_beside_those_that_are_wanted_are_kept(tmp_path):
+    """A run that was made longer has a line of its former end."""
+    run = create(tmp_path)
+    for step in (2, 4, 5, 6, 8):
+        run.append({"kind": "step", "step": step})
+    assert [r["step"] for r in run.keep("step", [2, 4, 6])] == [2, 4, 5, 6]
+
+
+def test_options_that_were_changed(tmp_path):
+    options = {"epochs": 3}
+    run = RunDirectory.create(
+        tmp_path, {"options": options, "fingerprint": fingerprint(options)}, overwrite=False
+    )
+    assert run.config["options"] == options
+    file = tmp_path / "config.json"
+    for content, message in (
+        (file.read_text().replace("3", "4", 1), "its options were changed, .*start a new run"),
+        ('{"options": 3, "fingerprint": "a"}', "cannot be read .options: not an object"),
+    ):
+        file.write_text(content)
+        with pytest.raises(TrainError, match=message):
+            _ = run.config

@@ -4,7 +4,8 @@ Pixels stay uint8 until the training step: a batch travels to the device at a qu
 of float32, and is normalised there.
 """
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,6 +22,8 @@ class Dataset:
     train_images, test_images: uint8 [N, H, W, C].
     train_labels, test_labels: int32 [N], indices into `class_names`.
     flip: whether a mirrored image is still an image of its class (not so for digits).
+    copies: the train set holds so many copies of its images, each changed, one set after the other.
+    validation_images, validation_labels: what `hold_out` has taken from the train set, if anything.
     """
 
     name: str
@@ -30,6 +33,9 @@ class Dataset:
     test_labels: np.ndarray
     class_names: tuple[str, ...]
     flip: bool
+    copies: int = 1
+    validation_images: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
+    validation_labels: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __post_init__(self) -> None:
         for part in ("train", "test"):
@@ -65,22 +71,54 @@ def check_labels(source: str, images: np.ndarray, labels: np.ndarray, num_classe
 
 
 def stratified_split(
-    labels: np.ndarray, test_fraction: float = TEST_FRACTION, seed: int = SPLIT_SEED
+    labels: np.ndarray, test_fraction: float = TEST_FRACTION, seed: int = SPLIT_SEED, least: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
     """Indices of a train and a test set in which every class has the same share.
 
-    The split does not depend on the seed of a run, so runs can be compared. A class with one image
-    only gives it to the train set.
+    The split does not depend on the seed of a run, so runs can be compared. Each class has at least
+    one train image, then `least` test images.
     """
     rng = np.random.default_rng(seed)
     train, test = [], []
     for label in np.unique(labels):
         members = rng.permutation(np.flatnonzero(labels == label))
-        # At least one test image, at least one train image.
-        count = min(max(round(test_fraction * len(members)), 1), len(members) - 1)
+        count = min(max(round(test_fraction * len(members)), least), len(members) - 1)
         test.append(members[:count])
         train.append(members[count:])
     return np.sort(np.concatenate(train)), np.sort(np.concatenate(test))
+
+
+def hold_out(dataset: Dataset, validation: float) -> Dataset:
+    """The data set with a part of its train set as its validation set: the same part in every run,
+    the same share of each class, and all copies of an image in it or none.
+
+    Args:
+      validation: a share of the train set, or a number of images, met up to the rounding of each
+        class. 0: no validation set.
+
+    Raises:
+      DataError: nothing would be left to train on.
+    """
+    if validation == 0:
+        return dataset
+    labels = dataset.train_labels
+    share = validation if validation < 1 else validation / len(labels)
+    if share >= 1:
+        raise DataError(
+            f"validation (={validation:g}) leaves none of the {len(labels)} train images of "
+            f"{dataset.name}; use a smaller one"
+        )
+    size = len(labels) // dataset.copies
+    of_each_copy = size * np.arange(dataset.copies)[:, None]
+    parts = stratified_split(labels[:size], share, least=0)
+    train, held_out = ((of_each_copy + part).ravel() for part in parts)
+    return dataclasses.replace(
+        dataset,
+        train_images=dataset.train_images[train],
+        train_labels=labels[train],
+        validation_images=dataset.train_images[held_out],
+        validation_labels=labels[held_out],
+    )
 
 
 def channel_statistics(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import DataError
+from ..errors import DataError, counted
 from .dataset import Dataset, stratified_split
 
 EXTENSIONS = frozenset(
@@ -72,8 +72,8 @@ def class_files(path: Path) -> dict[str, list[Path]]:
     folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
     if len(folders) < 2:
         raise DataError(
-            f"{path}: {len(folders)} class folder(s); put the images of each class in a folder of "
-            "its own, at least two"
+            f"{path}: {counted(len(folders), 'class folder')}; put the images of each class in a "
+            "folder of its own, at least two"
         )
     classes = {
         folder.name: sorted(
@@ -118,6 +118,8 @@ class Reader:
             raise
         # Pillow's decoders raise many types for a file that is not what its name says.
         except Exception as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # not the file's fault: permissions, a failing disk
             raise DataError(
                 f"{file}: not a readable image ({type(error).__name__}); replace or remove the file"
             ) from error

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from ..errors import DataError
+from ..errors import DataError, unreadable
 from .cifar import load_cifar
 from .dataset import Dataset
 from .digits import load_digits
@@ -27,6 +27,8 @@ def load_dataset(spec: str, image_size: int | None = None) -> Dataset:
     Raises:
       DataError: the data cannot be read or is not sound; the message names the file and the remedy.
     """
+    if not isinstance(spec, str):
+        raise TypeError(f"`spec` (={spec!r}) must be text: one of {FORMATS}.")
     kind, separator, path = spec.partition(":")
     readers: dict[str, Callable[[], Dataset]] = {
         "cifar10": lambda: load_cifar(Path(path), 10),
@@ -40,15 +42,12 @@ def load_dataset(spec: str, image_size: int | None = None) -> Dataset:
         raise DataError(f"data {spec!r} is not known; use one of {FORMATS}")
     if image_size is not None and kind != "folder":
         _fixed_size(spec)
-    if not Path(path).exists():
-        raise DataError(f"{path}: no such file or directory; check the path in {spec!r}")
     try:
+        if not Path(path).exists():
+            raise DataError(f"{path}: no such file or directory; check the path in {spec!r}")
         return readers[kind]()
     except OSError as error:
-        name = error.filename or path
-        raise DataError(
-            f"{name}: cannot be read ({error.strerror or error}); check its permissions"
-        ) from error
+        raise unreadable(path, error) from error
 
 
 def _fixed_size(spec: str) -> NoReturn:

@@ -34,6 +34,7 @@ def load_rotated_digits() -> Dataset:
         test_labels=test_labels,
         class_names=digits.class_names,
         flip=False,
+        copies=COPIES,
     )
 
 

@@ -1,14 +1,16 @@
 """Text as bytes in memory, and windows of it to train and to test on."""
 
+import dataclasses
 import itertools
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
-from ..errors import DataError
+from ..errors import DataError, unreadable
 
 FORMATS = "pydoc, text:PATH"
 SUFFIXES = frozenset({".md", ".py", ".txt"})
@@ -18,16 +20,21 @@ TEST_BYTES = 2**17  # at most so many are tested on
 
 @dataclass(frozen=True)
 class Text:
-    """The bytes of a text: uint8 [n], first `train`, then `test`."""
+    """The bytes of a text: uint8 [n], first `train`, then `validation` if any, then `test`."""
 
     name: str
     train: np.ndarray
     test: np.ndarray
+    validation: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
+
+    def __len__(self) -> int:
+        return len(self.train) + len(self.validation) + len(self.test)
 
     @property
     def digest(self) -> str:
         """SHA-256 of all bytes."""
-        return sha256(self.train.tobytes() + self.test.tobytes()).hexdigest()
+        parts = self.train, self.validation, self.test
+        return sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
 
     @property
     def unigram_bits(self) -> float:
@@ -50,20 +57,19 @@ def load_text(spec: str) -> Text:
     Raises:
       DataError: the text cannot be read, or is empty.
     """
+    if not isinstance(spec, str):
+        raise TypeError(f"`spec` (={spec!r}) must be text: one of {FORMATS}.")
     kind, separator, path = spec.partition(":")
     if kind == "pydoc" and not separator:
         return split_text(spec, _pydoc_topics())
     if kind != "text" or not path:
         raise DataError(f"data {spec!r} is not known; use one of {FORMATS}")
-    if not Path(path).exists():
-        raise DataError(f"{path}: no such file or directory; check the path in {spec!r}")
     try:
+        if not Path(path).exists():
+            raise DataError(f"{path}: no such file or directory; check the path in {spec!r}")
         content = b"\n".join(file.read_bytes() for file in _files(Path(path)))
     except OSError as error:
-        raise DataError(
-            f"{error.filename or path}: cannot be read ({error.strerror or error}); check its "
-            "permissions"
-        ) from error
+        raise unreadable(path, error) from error
     if not content.strip():
         raise DataError(f"{path}: holds no text; give a file or a folder that does")
     return split_text(spec, content)
@@ -76,13 +82,37 @@ def split_text(name: str, content: bytes) -> Text:
     return Text(name, data[:count], data[count:])
 
 
+def hold_out(text: Text, validation: float) -> Text:
+    """The text with the end of its train part as its validation part.
+
+    Args:
+      validation: a share of the whole text, or a number of bytes. 0: no validation part.
+
+    Raises:
+      DataError: nothing would be left to train on.
+    """
+    count = round(validation * len(text)) if validation < 1 else int(validation)
+    left = len(text.train) - count
+    if left < 1:
+        raise DataError(
+            f"validation (={validation:g}) leaves none of the {len(text.train)} train bytes of "
+            f"{text.name}; use a smaller one"
+        )
+    return dataclasses.replace(text, train=text.train[:left], validation=text.train[left:])
+
+
 def check_length(text: Text, context: int) -> None:
     """Raises `DataError` unless there is a window to train on, and one to test on."""
-    size, needed = len(text.train) + len(text.test), TEST_SHARE * (context + 1)
-    if len(text.test) <= context:  # the train set is longer
+    if len(text.test) <= context:
+        needed = TEST_SHARE * (context + 1)
         raise DataError(
-            f"{text.name}: {size} bytes are too few for context (={context}), which needs "
+            f"{text.name}: {len(text)} bytes are too few for context (={context}), which needs "
             f"{needed}, as a tenth is for testing; use a smaller context or a longer text"
+        )
+    if len(text.train) <= context or 0 < len(text.validation) <= context:
+        raise DataError(
+            f"{text.name}: {len(text.train)} bytes to train on and {len(text.validation)} for "
+            f"validation are too few for context (={context}); use another validation, or 0"
         )
 
 
@@ -134,10 +164,16 @@ def _windows(data: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
 
 def _files(path: Path) -> list[Path]:
     """The file, or those of a folder that are text by their name, in the order of their paths."""
+
+    def refuse(error: OSError) -> None:
+        raise error  # `os.walk` and `Path.rglob` would leave out what they may not read
+
     if not path.is_dir():
         return [path]
-    inside = sorted(path.rglob("*"), key=lambda file: file.relative_to(path).parts)
+    walk = os.walk(path, onerror=refuse)
+    inside = [Path(folder, name) for folder, _, names in walk for name in names]
     found = [file for file in inside if file.suffix in SUFFIXES and file.is_file()]
+    found.sort(key=lambda file: file.relative_to(path).parts)
     if not found:
         raise DataError(f"{path}: no file ends in {', '.join(sorted(SUFFIXES))}; add one")
     return found

@@ -1,12 +1,14 @@
 """The options of a run, checked. Imports nothing heavy: the help of the command needs this."""
 
 import dataclasses
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from ..options import (
     COUNT,
     DATA,
     DECAY,
+    HELD_OUT,
     MODEL,
     OPTIMIZATION,
     RATE,
@@ -28,11 +30,21 @@ class Config(RunOptions):
     """
 
     COMMANDS: ClassVar[str] = "effjax train densenet or deform-resnet"
+    # Of runs without a validation set: the test set was looked at after each epoch.
+    BEFORE: ClassVar[Mapping[str, Any]] = {"validation": 0}
 
     data: Annotated[
         str,
         Option("digits, rotated-digits, cifar10:PATH, cifar100:PATH or folder:PATH.", DATA),
     ] = "digits"
+    validation: Annotated[
+        float,
+        Option(
+            "Held out of the train set to choose the best epoch by: a share, or images.",
+            DATA,
+            HELD_OUT,
+        ),
+    ] = 0.1
     image_size: Annotated[
         int | None, Option("Resize the images of a folder to this side.", DATA, COUNT)
     ] = None
@@ -89,3 +101,7 @@ class Config(RunOptions):
     seed: Annotated[
         int, Option("Of parameters, order, augmentation, and dropout if any.", bounds=SEED)
     ] = 0
+
+    @property
+    def command(self) -> str:
+        return "deform-resnet" if self.model == "deform-resnet" else "densenet"

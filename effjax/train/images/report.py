@@ -4,6 +4,7 @@ from rich.console import Console
 
 from ...memory.report import format_bytes
 from .. import report
+from ..errors import counted
 from ..loop import Measured, Progress, Record
 from ..report import line
 from ..run_directory import RunDirectory
@@ -11,18 +12,27 @@ from .task import ImageResult, ImageTask
 
 
 def announce(console: Console, task: ImageTask, run: RunDirectory) -> None:
-    """One line on the data, one on the model, one on the run."""
+    """What the run trains on, what it trains, and where it is written."""
     config, data = task.config, task.dataset
     height, width, channels = data.image_shape
+    train, validation = len(data.train_images), len(data.validation_images)
     line(
         console,
-        f"{data.name}: {len(data.train_images)} train and {len(data.test_images)} test images of "
+        f"{data.name}: {report.parts(train, validation, len(data.test_images))} images of "
         f"{height}×{width}×{channels} in {len(data.class_names)} classes",
     )
+    left_out = train % config.batch_size
+    if left_out:
+        line(
+            console,
+            f"an epoch is {counted(task.steps_each, 'step')} and leaves out "
+            f"{counted(left_out, 'image')} that would not fill a batch, others each time",
+        )
     line(
         console,
-        f"{config.model}, {config.dtype}, batch {config.batch_size}, {config.epochs} epochs, "
-        f"{config.parallel} over {len(task.devices)} device(s): {task.devices[0].device_kind}",
+        f"{config.model}, {config.dtype}, batch {config.batch_size}, "
+        f"{counted(config.epochs, 'epoch')}, {config.parallel} over "
+        f"{counted(len(task.devices), 'device')}: {task.devices[0].device_kind}",
     )
     line(console, f"run directory: {run.path}")
 
@@ -32,11 +42,16 @@ def make_progress(console: Console, task: ImageTask) -> Progress:
     epochs = task.config.epochs
 
     def line_text(record: Record) -> str:
+        validation = ""
+        if "validation_loss" in record:
+            validation = (
+                f"validation loss {record['validation_loss']:.4f}  "
+                f"validation accuracy {record['validation_accuracy']:.2%}  "
+            )
         return (
             f"epoch {record['epoch']:>{len(str(epochs))}}/{epochs}  "
             f"loss {record['train_loss']:.4f}  accuracy {record['train_accuracy']:.2%}  "
-            f"test loss {record['test_loss']:.4f}  test accuracy {record['test_accuracy']:.2%}  "
-            f"{record['images_per_second']:.0f} images/s"
+            f"{validation}{record['images_per_second']:.0f} images/s"
         )
 
     def bar_text(step: int, measured: Measured, rate: float) -> str:
@@ -52,9 +67,11 @@ def show_result(console: Console, task: ImageTask, run: RunDirectory, result: Im
     """The final table."""
     table = report.result_table()
     table.add_row("test accuracy", f"{result.test_accuracy:.2%}")
-    table.add_row(
-        "best test accuracy", f"{result.best_test_accuracy:.2%} (epoch {result.best_epoch})"
-    )
+    if result.validation_accuracy is None:
+        table.add_row("last epoch", str(result.best_epoch))
+    else:
+        table.add_row("validation accuracy", f"{result.validation_accuracy:.2%}")
+        table.add_row("best epoch", str(result.best_epoch))
     table.add_row("images/s", f"{result.images_per_second:.0f}")
     batch = f"batch {task.config.batch_size}"
     plain, other = result.kept_bytes

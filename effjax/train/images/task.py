@@ -12,10 +12,10 @@ from flax import nnx
 
 from ... import __version__
 from ..data.augment import Augmentation, augment, default_padding
-from ..data.dataset import Dataset, channel_statistics
+from ..data.dataset import Dataset, channel_statistics, hold_out
 from ..data.load import load_dataset
-from ..errors import TrainError
-from ..loop import Measured, Record, TrainStep
+from ..errors import TrainError, counted
+from ..loop import Measured, Part, Record, TrainStep
 from ..mesh import Devices, check_batch_size, local_devices, replicate
 from .config import Config
 from .forms import backward_bytes, forms
@@ -35,6 +35,9 @@ from .steps import (
 class ImageResult:
     """What a run came to.
 
+    test_accuracy, test_loss: of the parameters of `best_epoch`.
+    validation_accuracy, validation_loss: those by which that epoch is the best one; None without a
+        validation set, where it is the last one.
     images_per_second: of training, the median epoch; an epoch's first step, which can include
         compilation, is not counted unless it is the only one.
     kept_bytes: for the backward pass of one batch, by each form of the model.
@@ -42,8 +45,9 @@ class ImageResult:
 
     test_accuracy: float
     test_loss: float
-    best_test_accuracy: float
     best_epoch: int
+    validation_accuracy: float | None
+    validation_loss: float | None
     images_per_second: float
     kept_bytes: dict[str, int]
     seconds: float
@@ -65,13 +69,14 @@ def prepare(
     """
     if dataset is None:
         dataset = load_dataset(config.data, config.image_size)
+    dataset = hold_out(dataset, config.validation)
     devices = local_devices() if devices is None else devices
     check_batch_size(config.batch_size, devices)
     images = len(dataset.train_images)
     if config.batch_size > images:
         raise TrainError(
-            f"batch_size (={config.batch_size}) is larger than the train set (={images} images); "
-            "use a smaller one"
+            f"batch_size (={config.batch_size}) is larger than the train set "
+            f"(={counted(images, 'image')}); use a smaller one"
         )
     steps_each = images // config.batch_size
     schedule = make_schedule(config, steps_each)
@@ -112,18 +117,20 @@ class ImageTask:
         return self.config.batch_size
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "effjax": __version__,
-            "options": dataclasses.asdict(self.config),
-            "data": {
-                "train_images": len(self.dataset.train_images),
-                "test_images": len(self.dataset.test_images),
-                "image_shape": list(self.dataset.image_shape),
-                "class_names": list(self.dataset.class_names),
+        data = self.dataset
+        held_out = {"validation_images": len(data.validation_images)}
+        return self.config.describe(
+            __version__,
+            {
+                "train_images": len(data.train_images),
+                **(held_out if len(data.validation_images) else {}),
+                "test_images": len(data.test_images),
+                "image_shape": list(data.image_shape),
+                "class_names": list(data.class_names),
                 "mean": self.learner.mean.tolist(),
                 "std": self.learner.std.tolist(),
             },
-        }
+        )
 
     def initial_state(self) -> TrainState:
         return initial_state(self.build, self.learner.optimizer, self.config.seed)
@@ -134,9 +141,9 @@ class ImageTask:
     def make_step(self) -> TrainStep:
         return make_train_step(self.config.parallel, self.learner, self.devices)
 
-    def make_test(self) -> Callable[[TrainState], Measured]:
+    def make_test(self) -> Callable[[TrainState, Part], Measured]:
         eval_step = make_eval_step(self.learner, self.devices)
-        return lambda state: evaluate(self, eval_step, state)
+        return lambda state, part: evaluate(self, eval_step, state, part)
 
     def batches(self, done: int) -> Iterator[Batch]:
         for epoch in itertools.count(done // self.steps_each + 1):
@@ -149,36 +156,42 @@ class ImageTask:
     def where(self, step: int) -> str:
         return f"in epoch {-(-step // self.steps_each)}"
 
-    def record(self, number: int, train: Measured, test: Measured, rate: float) -> Record:
+    def record(self, number: int, train: Measured, validation: Measured, rate: float) -> Record:
         return {
             "kind": "epoch", "epoch": number, "step": number * self.steps_each,
             "train_loss": train["loss"], "train_accuracy": train["accuracy"],
             "learning_rate": float(self.learning_rate((number - 1) * self.steps_each)),
             "images_per_second": rate,
-            "test_loss": test["loss"], "test_accuracy": test["accuracy"],
+            **{f"validation_{name}": value for name, value in validation.items()},
         }  # fmt: skip
 
-    def score(self, record: Record) -> float:
-        return record["test_accuracy"]
+    def score(self, record: Record) -> Any:
+        accuracy, loss = record.get("validation_accuracy", 0), record.get("validation_loss", 0)
+        return accuracy, -loss, record["epoch"]
 
     def draw(self, axes: Any, records: Sequence[Record]) -> None:
-        """The loss of the train set and the accuracy on the test set, by epoch."""
+        """The losses of both sets, and the accuracy on the validation set, by epoch."""
         x = [record["epoch"] for record in records]
-        axes.set(xlabel="epoch", ylabel="train loss")
+        axes.set(xlabel="epoch", ylabel="loss")
         axes.plot(x, [r["train_loss"] for r in records], "C0.-", label="train loss")
+        if not len(self.dataset.validation_images):
+            return
+        axes.plot(x, [r["validation_loss"] for r in records], "C2.-", label="validation loss")
         right = axes.twinx()
-        accuracy = [100 * r["test_accuracy"] for r in records]
-        right.plot(x, accuracy, "C1.-", label="test accuracy")
-        right.set(ylabel="test accuracy (%)")
+        accuracy = [100 * r["validation_accuracy"] for r in records]
+        right.plot(x, accuracy, "C1.-", label="validation accuracy")
+        right.set(ylabel="validation accuracy (%)")
 
-    def result(self, records: Sequence[Record], began: float) -> ImageResult:
-        best = max(records, key=self.score)
+    def result(
+        self, records: Sequence[Record], best: Record, tested: Measured, began: float
+    ) -> ImageResult:
         batch = self.config.batch_size, *self.dataset.image_shape
         return ImageResult(
-            test_accuracy=records[-1]["test_accuracy"],
-            test_loss=records[-1]["test_loss"],
-            best_test_accuracy=best["test_accuracy"],
+            test_accuracy=tested["accuracy"],
+            test_loss=tested["loss"],
             best_epoch=best["epoch"],
+            validation_accuracy=best.get("validation_accuracy"),
+            validation_loss=best.get("validation_loss"),
             images_per_second=statistics.median(r["images_per_second"] for r in records),
             kept_bytes={
                 name: backward_bytes(self.build, batch, **form).bytes
@@ -202,9 +215,13 @@ def train_batches(task: ImageTask, epoch: int) -> Iterator[Batch]:
         yield Batch(batch, labels[chosen])
 
 
-def evaluate(task: ImageTask, eval_step: Any, state: TrainState) -> Measured:
-    """Loss and accuracy on the test set; the last batch is filled up with images of weight 0."""
-    images, labels = task.dataset.test_images, task.dataset.test_labels
+def evaluate(task: ImageTask, eval_step: Any, state: TrainState, part: Part) -> Measured:
+    """Loss and accuracy on a part of the data, nothing of one without images; the last batch is
+    filled up with images of weight 0."""
+    images = getattr(task.dataset, f"{part}_images")
+    labels = getattr(task.dataset, f"{part}_labels")
+    if not len(images):
+        return {}
     size = task.config.batch_size
     loss, correct = 0.0, 0.0
     for start in range(0, len(images), size):

@@ -1,13 +1,15 @@
 """The options of a run, checked. Imports nothing heavy: the help of the command needs this."""
 
 import dataclasses
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from ..errors import TrainError
 from ..options import (
     COUNT,
     DATA,
     DECAY,
+    HELD_OUT,
     MODEL,
     OPTIMIZATION,
     RATE,
@@ -23,10 +25,18 @@ class LMConfig(RunOptions):
     """What `effjax train lm` can be asked for."""
 
     COMMANDS: ClassVar[str] = "effjax train lm"
+    # Of runs without a validation text: the test text was looked at at each report.
+    BEFORE: ClassVar[Mapping[str, Any]] = {"validation": 0}
 
     data: Annotated[
         str, Option("pydoc (Python's own help), or text:PATH of a file or a folder.", DATA)
     ] = "pydoc"
+    validation: Annotated[
+        float,
+        Option(
+            "Held out of the text to choose the best step by: a share, or bytes.", DATA, HELD_OUT
+        ),
+    ] = 0.1
     context: Annotated[int, Option("Bytes that a prediction can look at.", DATA, COUNT)] = 128
 
     layers: Annotated[int, Option("Blocks of attention and MLP.", MODEL, COUNT)] = 4
@@ -63,9 +73,13 @@ class LMConfig(RunOptions):
         Option("Of the computation; parameters are float32.", OPTIMIZATION),
     ] = "float32"
     report_every: Annotated[
-        int, Option("Steps from one test and checkpoint to the next.", bounds=COUNT)
+        int, Option("Steps from one validation and checkpoint to the next.", bounds=COUNT)
     ] = 100
     seed: Annotated[int, Option("Of parameters, order, dropout.", bounds=SEED)] = 0
+
+    @property
+    def command(self) -> str:
+        return "lm"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,6 +7,7 @@ from rich.console import Console
 from ...memory import MemoryPlan
 from ...memory.report import format_bytes
 from .. import report
+from ..errors import counted
 from ..loop import Measured, Progress, Record
 from ..report import line
 from ..run_directory import RunDirectory
@@ -14,27 +15,34 @@ from .task import LMResult, LMTask
 
 
 def announce(console: Console, task: LMTask, run: RunDirectory) -> None:
-    """One line on the text, one on the model, one on the run."""
+    """What the run trains on, what it trains, and where it is written."""
     config, text = task.config, task.text
-    line(console, f"{text.name}: {len(text.train)} train and {len(text.test)} test bytes")
+    sizes = report.parts(len(text.train), len(text.validation), len(text.test))
+    line(console, f"{text.name}: {sizes} bytes")
     line(
         console,
-        f"{config.layers} layers of width {config.width}, {task.learner.num_params} parameters, "
-        f"{config.dtype}, batch {config.batch_size} × {config.context}, {config.steps} steps, "
-        f"{len(task.devices)} device(s): {task.devices[0].device_kind}",
+        f"{counted(config.layers, 'layer')} of width {config.width}, {task.learner.num_params} "
+        f"parameters, {config.dtype}, batch {config.batch_size} × {config.context}, "
+        f"{counted(config.steps, 'step')}, {counted(len(task.devices), 'device')}: "
+        f"{task.devices[0].device_kind}",
     )
     line(console, f"run directory: {run.path}")
 
 
 def make_progress(console: Console, task: LMTask) -> Progress:
-    """A bar on a terminal; elsewhere one line a test."""
+    """A bar on a terminal; elsewhere one line a validation."""
     steps = task.config.steps
 
     def line_text(record: Record) -> str:
+        validation = ""
+        if "validation_loss" in record:
+            validation = (
+                f"validation loss {record['validation_loss']:.4f}  "
+                f"validation bits/byte {record['validation_bits_per_byte']:.3f}  "
+            )
         return (
             f"step {record['step']:>{len(str(steps))}}/{steps}  "
-            f"loss {record['train_loss']:.4f}  test loss {record['test_loss']:.4f}  "
-            f"test bits/byte {record['test_bits_per_byte']:.3f}  "
+            f"loss {record['train_loss']:.4f}  {validation}"
             f"{record['tokens_per_second']:.0f} tokens/s"
         )
 
@@ -49,13 +57,17 @@ def show_result(
 ) -> None:
     """The final table."""
     table = report.result_table()
+    best = f"best step, {result.best_step}"
+    if result.validation_loss is None:
+        best = f"last step, {result.best_step}"
     for name, loss in (
         ("train loss", result.train_loss),
-        ("test loss", result.test_loss),
-        (f"best test loss (step {result.best_step})", result.best_test_loss),
+        (f"validation loss of the {best}", result.validation_loss),
+        (f"test loss of the {best}", result.test_loss),
         ("test loss without context", result.unigram_bits * math.log(2)),
     ):
-        table.add_row(name, f"{loss:.4f} nats, {loss / math.log(2):.3f} bits/byte")
+        if loss is not None:
+            table.add_row(name, f"{loss:.4f} nats, {loss / math.log(2):.3f} bits/byte")
     table.add_row("parameters", str(result.num_params))
     table.add_row("tokens/s", f"{result.tokens_per_second:.0f}")
     table.add_row("time", f"{result.seconds:.0f} s")

@@ -11,9 +11,16 @@ import jax
 import numpy as np
 
 from ... import __version__
-from ..data.text import Text, check_length, load_text, test_batches, train_batches
+from ..data.text import (
+    Text,
+    check_length,
+    hold_out,
+    load_text,
+    test_batches,
+    train_batches,
+)
 from ..errors import TrainError
-from ..loop import Measured, Record, TrainStep
+from ..loop import Measured, Part, Record, TrainStep
 from ..mesh import Devices, check_batch_size, data_mesh, local_devices
 from .config import LMConfig
 from .offloaded import OffloadedState, shardings_of
@@ -26,6 +33,9 @@ class LMResult:
     """What a run came to; losses are means over bytes, in nats.
 
     train_loss: of the last steps, as many as between two reports.
+    test_loss: of the parameters after `best_step`.
+    validation_loss: that by which this step is the best one; None without a validation text, where
+        it is the last one.
     tokens_per_second: of training, the median of the reports; the first step after a start, which
         can include compilation, is not counted unless it is the only one.
     unigram_bits: bits per test byte without any context, to compare with.
@@ -34,8 +44,8 @@ class LMResult:
     train_loss: float
     test_loss: float
     test_bits_per_byte: float
-    best_test_loss: float
     best_step: int
+    validation_loss: float | None
     tokens_per_second: float
     unigram_bits: float
     num_params: int
@@ -54,7 +64,7 @@ def prepare(config: LMConfig, devices: Devices | None = None, text: Text | None 
       DataError: the text cannot be read, or is too short.
       TrainError: the batch does not fit the devices.
     """
-    text = load_text(config.data) if text is None else text
+    text = hold_out(load_text(config.data) if text is None else text, config.validation)
     check_length(text, config.context)
     devices = local_devices() if devices is None else devices
     check_batch_size(config.batch_size, devices)
@@ -94,15 +104,16 @@ class LMTask:
         return self.config.batch_size * self.config.context
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "effjax": __version__,
-            "options": dataclasses.asdict(self.config),
-            "data": {
+        held_out = {"validation_bytes": len(self.text.validation)}
+        return self.config.describe(
+            __version__,
+            {
                 "train_bytes": len(self.text.train),
+                **(held_out if len(self.text.validation) else {}),
                 "test_bytes": len(self.text.test),
                 "sha256": self.text.digest,
             },
-        }
+        )
 
     def initial_state(self) -> LMState | OffloadedState:
         return initial_state(self.learner, data_mesh(self.devices))
@@ -113,10 +124,10 @@ class LMTask:
     def make_step(self) -> TrainStep:
         return compile_lm_step(train_step(self.learner), data_mesh(self.devices))
 
-    def make_test(self) -> Callable[[LMState | OffloadedState], Measured]:
+    def make_test(self) -> Callable[[LMState | OffloadedState, Part], Measured]:
         learner, mesh = self.learner, data_mesh(self.devices)
         eval_step = make_lm_eval_step(learner.graphdef, mesh, learner.apply_layers_in_test)
-        return lambda state: evaluate(self, eval_step, state)
+        return lambda state, part: evaluate(self, eval_step, state, part)
 
     def batches(self, done: int) -> Iterator[np.ndarray]:
         config = self.config
@@ -128,33 +139,35 @@ class LMTask:
     def where(self, step: int) -> str:
         return f"at step {step}"
 
-    def record(self, number: int, train: Measured, test: Measured, rate: float) -> Record:
+    def record(self, number: int, train: Measured, validation: Measured, rate: float) -> Record:
         return {
             "kind": "step", "step": number, "train_loss": train["loss"],
-            "test_loss": test["loss"], "test_bits_per_byte": test["loss"] / math.log(2),
             "learning_rate": float(self.learner.learning_rate(number - 1)),
             "tokens_per_second": rate,
+            **{f"validation_{name}": value for name, value in validation.items()},
         }  # fmt: skip
 
-    def score(self, record: Record) -> float:
-        return -record["test_loss"]
+    def score(self, record: Record) -> Any:
+        return -record.get("validation_loss", 0), record["step"]
 
     def draw(self, axes: Any, records: Sequence[Record]) -> None:
-        """The loss of the train set and on the test set, by step."""
+        """The loss on the train and on the validation part, by step."""
         x = [record["step"] for record in records]
         axes.set(xlabel="step", ylabel="loss (nats per byte)")
-        for number, name in enumerate(("train", "test")):
-            losses = [r[f"{name}_loss"] for r in records]
-            axes.plot(x, losses, f"C{number}.-", label=f"{name} loss")
+        for number, name in enumerate(("train", "validation")):
+            if name == "train" or len(self.text.validation):
+                losses = [r[f"{name}_loss"] for r in records]
+                axes.plot(x, losses, f"C{number}.-", label=f"{name} loss")
 
-    def result(self, records: Sequence[Record], began: float) -> LMResult:
-        last, best = records[-1], max(records, key=self.score)
+    def result(
+        self, records: Sequence[Record], best: Record, tested: Measured, began: float
+    ) -> LMResult:
         return LMResult(
-            train_loss=last["train_loss"],
-            test_loss=last["test_loss"],
-            test_bits_per_byte=last["test_loss"] / math.log(2),
-            best_test_loss=best["test_loss"],
+            train_loss=records[-1]["train_loss"],
+            test_loss=tested["loss"],
+            test_bits_per_byte=tested["bits_per_byte"],
             best_step=best["step"],
+            validation_loss=best.get("validation_loss"),
             tokens_per_second=statistics.median(r["tokens_per_second"] for r in records),
             unigram_bits=self.text.unigram_bits,
             num_params=self.learner.num_params,
@@ -162,11 +175,15 @@ class LMTask:
         )
 
 
-def evaluate(task: LMTask, eval_step: Any, state: LMState | OffloadedState) -> Measured:
-    """Mean loss over the windows of the test set."""
+def evaluate(task: LMTask, eval_step: Any, state: LMState | OffloadedState, part: Part) -> Measured:
+    """Mean loss over the windows of a part of the text; nothing of one without bytes."""
+    data = getattr(task.text, part)
+    if not len(data):
+        return {}
     total, count = 0.0, 0.0
     config = task.config
-    for tokens, weights in test_batches(task.text.test, config.context, config.batch_size):
+    for tokens, weights in test_batches(data, config.context, config.batch_size):
         total += float(eval_step(state.params, tokens, weights))
         count += float(weights.sum())
-    return {"loss": total / count}
+    loss = total / count
+    return {"loss": loss, "bits_per_byte": loss / math.log(2)}

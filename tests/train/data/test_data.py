@@ -1,7 +1,9 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
-from effjax.train.data.dataset import Dataset, channel_statistics, stratified_split
+from effjax.train.data.dataset import Dataset, channel_statistics, hold_out, stratified_split
 from effjax.train.data.load import load_dataset
 from effjax.train.errors import DataError, TrainError
 from tests.train.data import archives
@@ -76,6 +78,62 @@ def test_split_is_stratified_and_fixed():
     assert np.bincount(labels[test], minlength=3).tolist() == [10, 2, 0]
     np.testing.assert_array_equal(test, stratified_split(labels)[1])
     assert not np.array_equal(test, stratified_split(labels, seed=1)[1])
+
+
+def numbered(counts, copies=1, **options):
+    """A train set of images whose only pixel is their number."""
+    labels = np.tile(np.repeat(np.arange(len(counts)), counts), copies).astype(np.int32)
+    images = np.arange(len(labels), dtype=np.uint8).reshape(-1, 1, 1, 1)
+    names = tuple("abcdefg"[: len(counts)])
+    return Dataset("made", images, labels, images, labels, names, flip=True, copies=copies)
+
+
+@pytest.mark.parametrize(
+    ("validation", "held_out"), [(0.1, [5, 1, 0]), (0.5, [25, 5, 0]), (12, [10, 2, 0]), (0, [])]
+)
+def test_a_validation_set_is_held_out(validation, held_out):
+    """Of each class the same share, and never all of it; the same images in every run."""
+    whole = numbered([50, 10, 1])
+    data = hold_out(whole, validation)
+    assert np.bincount(data.validation_labels, minlength=len(held_out)).tolist() == held_out
+    images = np.concatenate([data.train_images.ravel(), data.validation_images.ravel()])
+    assert sorted(images) == list(range(61)) and len(data.test_images) == 61
+    np.testing.assert_array_equal(whole.train_labels[data.train_images.ravel()], data.train_labels)
+    again = hold_out(whole, validation)
+    np.testing.assert_array_equal(data.validation_images, again.validation_images)
+
+
+def test_copies_of_an_image_are_held_out_together():
+    data = hold_out(numbered([10, 10], copies=3), 0.2)
+    assert len(data.validation_images) == 12 and len(data.train_images) == 48
+    originals = [set(part.ravel() % 20) for part in (data.train_images, data.validation_images)]
+    assert len(originals[1]) == 4 and not originals[0] & originals[1]
+
+
+def test_a_validation_set_leaves_a_train_set():
+    with pytest.raises(DataError, match=r"validation \(=61\) leaves none of the 61 train images"):
+        hold_out(numbered([50, 10, 1]), 61)
+
+
+def test_data_are_named_by_text():
+    from effjax.train.data.text import load_text
+
+    for load in (load_dataset, load_text):
+        wrong: Any = 3
+        with pytest.raises(TypeError, match=r"`spec` \(=3\) must be text: one of "):
+            load(wrong)
+
+
+def test_an_image_without_permission(tmp_path, monkeypatch):
+    pil = pytest.importorskip("PIL.Image")
+
+    def refuse(file):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    archives.write_images(tmp_path, {"cat": 2, "dog": 2})
+    monkeypatch.setattr(pil, "open", refuse)
+    with pytest.raises(DataError, match=r"cat/0\.png: cannot be read \(Permission denied\); check"):
+        load_dataset(f"folder:{tmp_path}")
 
 
 def test_channel_statistics():
@@ -173,7 +231,7 @@ def split_without_a_class(path):
         (float_image, r"dog/2\.tif: is a floating-point image; convert it to 8 bits"),
         (empty_class, "snake: no images; add some or remove the folder"),
         (one_image, "snake: one image only"),
-        (no_classes, r"0 class folder\(s\)"),
+        (no_classes, "0 class folders; put the images"),
         (split_without_a_class, "class 'cow' is in only one of train/ and test/"),
     ],
 )
@@ -197,7 +255,7 @@ def test_rotated_digits():
     data, digits = load_dataset("rotated-digits"), load_dataset("digits")
     assert data.train_images.shape == (3 * 1438, 20, 20, 1)
     assert data.test_images.shape == (3 * 359, 20, 20, 1)
-    assert data.train_images.dtype == np.uint8 and not data.flip
+    assert data.train_images.dtype == np.uint8 and not data.flip and data.copies == 3
     np.testing.assert_array_equal(data.test_labels, np.tile(digits.test_labels, 3))
     np.testing.assert_array_equal(data.test_images, load_dataset("rotated-digits").test_images)
     # A turn about the middle keeps the ink about where it was.

@@ -1,10 +1,18 @@
 import itertools
+import os
 
 import numpy as np
 import pytest
 
 from effjax.train.data import text
-from effjax.train.data.text import Text, check_length, load_text, split_text, train_batches
+from effjax.train.data.text import (
+    Text,
+    check_length,
+    hold_out,
+    load_text,
+    split_text,
+    train_batches,
+)
 from effjax.train.errors import DataError
 
 DATA = np.arange(103, dtype=np.uint8)
@@ -83,6 +91,41 @@ def test_a_file_without_permission(tmp_path, monkeypatch):
     monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
     with pytest.raises(DataError, match=r"a\.txt: cannot be read \(Permission denied\); check its"):
         load_text(f"text:{tmp_path / 'a.txt'}")
+
+
+def test_a_folder_that_may_not_be_searched(tmp_path, monkeypatch):
+    """It is not left out."""
+
+    def refuse(path):
+        if "locked" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    (tmp_path / "locked").mkdir()
+    (tmp_path / "a.txt").write_text("hello")
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"locked: cannot be read \(Permission denied\); check its"):
+        load_text(f"text:{tmp_path}")
+
+
+@pytest.mark.parametrize(("validation", "size"), [(0.1, 10), (0.25, 25), (7, 7), (0, 0)])
+def test_a_validation_part_is_held_out(validation, size):
+    whole = split_text("t", bytes(range(100)))
+    parts = hold_out(whole, validation)
+    np.testing.assert_array_equal(parts.train, np.arange(90 - size))
+    np.testing.assert_array_equal(parts.validation, np.arange(90 - size, 90))
+    np.testing.assert_array_equal(parts.test, whole.test)
+    assert parts.digest == whole.digest and len(parts) == 100
+
+
+def test_a_validation_part_that_is_too_long_or_too_short():
+    whole = split_text("t", bytes(100))
+    with pytest.raises(DataError, match=r"validation \(=90\) leaves none of the 90 train bytes"):
+        hold_out(whole, 90)
+    for validation in (8, 85):
+        with pytest.raises(DataError, match=r"too few for context \(=8\); use another validation"):
+            check_length(hold_out(whole, validation), 8)
 
 
 def test_a_text_that_is_too_short():

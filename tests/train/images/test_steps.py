@@ -36,7 +36,13 @@ def runs(request, mesh8):
 
     def run(parallel, devices):
         config = Config(
-            depth=10, growth_rate=4, batch_size=32, learning_rate=0.02, parallel=parallel, epochs=2
+            depth=10,
+            growth_rate=4,
+            batch_size=32,
+            learning_rate=0.02,
+            parallel=parallel,
+            epochs=2,
+            validation=0,
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("effjax.train.images.task.model_builder", BUILDERS[request.param])

@@ -38,7 +38,7 @@ def test_batches_depend_on_seed_and_epoch_only():
             r"batch_size \(=7\) is not divisible by the number of devices \(=2\); use 6",
         ),
         ({"batch_size": 1}, "use 2"),
-        ({"batch_size": 128}, r"larger than the train set \(=70 images\)"),
+        ({"batch_size": 128}, r"larger than the train set \(=65 images\)"),
         ({"depth": 11}, "must be 6n . 4"),
         ({"model": "resnet"}, r"model \(='resnet'\) must be one of densenet-bc, densenet121"),
         ({"model": "densenet121", "depth": 22}, "depth .* has a fixed depth"),
@@ -66,7 +66,7 @@ def test_inputs_are_normalised():
 def test_padding_of_the_last_batch_does_not_count():
     task = small.image_task(devices=8)
     state = task.initial_state()
-    tested = task.make_test()(task.place(state))
+    tested = task.make_test()(task.place(state), "test")
 
     model = nnx.merge(task.learner.eval_graphdef, state.params, state.stats)
     logits = model(task.learner.inputs(task.dataset.test_images))
@@ -74,3 +74,21 @@ def test_padding_of_the_last_batch_does_not_count():
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     np.testing.assert_allclose(tested["loss"], losses.mean(), rtol=1e-6)
     assert tested["accuracy"] == np.mean(np.asarray(logits).argmax(-1) == labels)
+
+
+def test_the_curve_has_the_losses_of_both_sets():
+    figure = pytest.importorskip("matplotlib.figure")
+    task = small.image_task()
+    measured = {"loss": 1.0, "accuracy": 0.5}
+    records = [task.record(1, measured, measured, 9.0)]
+    losses, accuracy = drawn(task, records, figure.Figure())
+    assert losses == ["train loss", "validation loss"] and accuracy == ["validation accuracy"]
+    bare = small.image_task(validation=0)
+    records = [bare.record(1, measured, {}, 9.0)]
+    assert drawn(bare, records, figure.Figure()) == [["train loss"]]
+
+
+def drawn(task, records, figure):
+    """The labels of the lines, by axes."""
+    task.draw(figure.subplots(), records)
+    return [[str(line.get_label()) for line in axes.lines] for axes in figure.axes]
