@@ -110,7 +110,7 @@ def test_checks_are_those_of_the_declaration():
     with pytest.raises(TrainError, match=r"^size \(=-1\) must be at least 1$"):
         Options(size=-1)
     with pytest.raises(TrainError, match=r"^kind \(='c'\) must be one of a, b$"):
-        Options(kind="c")
+        Options(kind="c")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TrainError, match="config.json is not of a test, or of another version"):
         Options.from_json({"length": 1})
 
