@@ -1,4 +1,4 @@
-"""Names that have moved, and still work for a while."""
+"""Names that have changed, and still work for a while."""
 
 import importlib
 import warnings
@@ -24,3 +24,12 @@ def moved(module: str, **names: str) -> Callable[[str], Any]:
         return getattr(importlib.import_module(names[name]), name)
 
     return get
+
+
+def renamed(function: str, old: str, new: str) -> None:
+    """Warns the caller of `function` that an argument has another name."""
+    warnings.warn(
+        f"`{old}` of {function} is now `{new}`, and goes in effjax 0.3.",
+        DeprecationWarning,
+        stacklevel=3,
+    )

@@ -27,7 +27,7 @@ OWN = {
     "_deprecated": set(),
     "compat": {"ops", "_deprecated"},
     "native": set(),
-    "ops": {"native"},
+    "ops": {"native", "_deprecated"},
     "layers": {"ops"},
     "linen": {"layers", "ops", "_deprecated"},
     "nnx": {"layers", "ops", "_deprecated"},

@@ -84,9 +84,9 @@ class Form(NamedTuple):
 def forms_of(microbatches: int) -> dict[str, Form]:
     """All of them, in the order of what they need on the device, most first."""
 
-    def offloaded(params: Any) -> Callable:
+    def offloaded(params_in: Any) -> Callable:
         return lambda layer, layers, x, key: offload_scan(
-            layer, layers, x, key=key, params=params, num_microbatches=microbatches
+            layer, layers, x, key=key, params_in=params_in, num_microbatches=microbatches
         )
 
     in_memory: Any = functools.partial(Form, "device")

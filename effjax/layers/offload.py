@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..ops._arguments import as_flag, described
+from ..ops.offload.checks import as_arrays
 from ..ops.offload.options import OffloadOptions
 from ..ops.offload.placement import Space, space_of
 from ..ops.offload.sequential import apply_sequence
@@ -19,10 +21,11 @@ def options_of(
     num_slices: int | None, checkpoint_activation: bool, num_microbatches: int, compute_dtype: Any
 ) -> OffloadOptions:
     """What both modules take, see there, as options of the operators."""
+    on_host = as_flag("checkpoint_activation", checkpoint_activation)
     return OffloadOptions(
         num_slices,
         num_microbatches,
-        activations="host" if checkpoint_activation else "device",
+        activations="host" if on_host else "device",
         compute_dtype=compute_dtype,
         has_aux=True,
     )
@@ -119,7 +122,22 @@ def first_input(args: tuple) -> Tree:
     """x, from the arguments of a call."""
     if not args:
         raise TypeError("OffloadModel needs an input.")
-    return args[0] if len(args) == 1 else args
+    return as_arrays("x", args[0] if len(args) == 1 else args, numbers=True)
+
+
+def check_layers(layers: Any) -> list[Callable]:
+    """A sequence of layers as a list; raises TypeError or ValueError for what is none."""
+    if isinstance(layers, str) or not isinstance(layers, Iterable):
+        raise TypeError(
+            f"`layers` must be a sequence of modules and functions, not {described(layers)}."
+        )
+    found = list(layers)
+    for layer in found:
+        if not callable(layer):
+            raise TypeError(f"`layers` must be modules and functions, not {described(layer)}.")
+    if not found:
+        raise ValueError("`layers` must not be empty: give at least one.")
+    return found
 
 
 def taken(call: Callable, keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,13 +15,16 @@ from ..layers.offload import (
     apply_list,
     call_with,
     check_flags,
+    check_layers,
     check_on_host,
     first_input,
     once,
     options_of,
     taken,
 )
-from ..ops.offload import to_device
+from ..ops._arguments import as_integer
+from ..ops.offload.options import OffloadOptions
+from ..ops.offload.placement import Space, moved
 
 
 class OffloadModel(nn.Module):
@@ -47,7 +50,7 @@ class OffloadModel(nn.Module):
     The device holds the parameters of one slice (of two, in a stack) and the intermediates of one
     slice and one microbatch. In the backward pass each slice is computed again from its input.
 
-    Fields:
+    Args:
         layers: the modules and functions of a sequence, an `nn.Sequential`, or a stack's module.
         num_slices: into how many slices of about the same bytes of parameters a sequence is cut,
             or into how many equal ones a stack. None: every layer is one, which needs the least
@@ -56,7 +59,8 @@ class OffloadModel(nn.Module):
         checkpoint_activation: whether the inputs of the slices, which are kept for the backward
             pass, are kept on the host; else on the device. Slices are recomputed in either case.
         num_microbatches: how many parts of the batch go through a slice before the next is loaded.
-        compute_dtype: what floating parameters are cast to on the device. None: they are not.
+        compute_dtype: the floating-point dtype that real floating parameters are cast to on the
+            device. None: they are not.
         num_layers: that of a stack.
 
     Dropout: layers draw what they draw in the unwrapped model; with several microbatches,
@@ -68,8 +72,10 @@ class OffloadModel(nn.Module):
     microbatch as they are in the unwrapped model, with several the running variance is that within
     a microbatch. Layers can change no other collection; nothing is sown.
 
+    Reverse mode only.
+
     Raises:
-        ValueError: in a call, for what does not fit.
+        ValueError, TypeError: in the constructor and in a call, for what does not fit.
 
     References: fairscale `OffloadModel`, whose defaults are 3 slices, activations on the device.
     """
@@ -84,6 +90,8 @@ class OffloadModel(nn.Module):
     def __post_init__(self):
         if isinstance(self.layers, nn.Sequential) and self.num_layers is None:
             self.layers = self.layers.layers
+        _options(self)
+        _sequence(self)
         super().__post_init__()
 
     def __call__(self, *args: Any, **flags: Any) -> Any:
@@ -99,23 +107,21 @@ class OffloadModel(nn.Module):
             What the last layer returns.
 
         Raises:
-            ValueError: if the parameters are not in host memory, and for fields that do not fit.
-            TypeError: for a flag that no layer takes.
+            ValueError: if the parameters are not in host memory.
+            TypeError: for a flag that no layer takes, and an input that is none.
         """
-        options = options_of(
-            self.num_slices, self.checkpoint_activation, self.num_microbatches, self.compute_dtype
-        )
-        layers = self._sequence()
+        options, layers = _options(self), _sequence(self)
         check_flags(layers, flags)
         x = first_input(args)
         if self.is_initializing():
-            return self._plain(layers, x, flags)
+            return _plain(layers, self.num_layers, x, flags)
         _check_shared(layers)
         split = [_split(layer, _times(layer, layers[:i])) for i, layer in enumerate(layers)]
         params = [module.params for module in split]
         check_on_host(
             params[0] if self.num_layers else params,
-            'Pass {**variables, "params": effjax.to_host(variables["params"])}.',
+            'Pass {**variables, "params": effjax.to_host(variables["params"])}; and count FLOPs '
+            "(tabulate) without OffloadModel.",
         )
         calls = [functools.partial(_call, module, flags) for module in split]
         if self.num_layers:
@@ -129,31 +135,41 @@ class OffloadModel(nn.Module):
                 layer.put_variable("batch_stats", name, value)
         return x
 
-    def _sequence(self) -> list[Callable]:
-        stacked = isinstance(self.layers, nn.Module)
-        layers: Any = [self.layers] if stacked else self.layers
-        if stacked != (self.num_layers is not None):
-            raise ValueError(
-                f"`num_layers` (={self.num_layers}) is for a stack: where `layers` is one module."
-            )
-        if not layers or not all(map(callable, layers)):
-            raise ValueError(f"`layers` must be modules and functions, at least one, not {layers}.")
-        return list(layers)
 
-    def _plain(self, layers: list[Callable], x: Any, flags: Mapping[str, Any]) -> Any:
-        """What makes the variables: no offloading."""
-        if self.num_layers is None:
-            for layer in layers:
-                x = call_with(layer, x, taken(layer, flags))
-            return x
+# Functions and no methods, since Flax records the calls of all methods.
 
-        def body(layer, x, _):
-            return call_with(layer, x, taken(layer, flags)), None
 
-        scan = nn.scan(
-            body, variable_axes={True: 0}, split_rngs={True: True}, length=self.num_layers
+def _options(model: OffloadModel) -> OffloadOptions:
+    return options_of(
+        model.num_slices, model.checkpoint_activation, model.num_microbatches, model.compute_dtype
+    )
+
+
+def _sequence(model: OffloadModel) -> list[Callable]:
+    stacked = isinstance(model.layers, nn.Module)
+    if stacked != (model.num_layers is not None):
+        raise ValueError(
+            f"`num_layers` (={model.num_layers!r}) is for a stack: where `layers` is one module."
         )
-        return scan(layers[0], x, None)[0]
+    if stacked:
+        as_integer("num_layers", model.num_layers, 1)
+    return check_layers([model.layers] if stacked else model.layers)
+
+
+def _plain(
+    layers: Sequence[Callable], num_layers: int | None, x: Any, flags: Mapping[str, Any]
+) -> Any:
+    """What makes the variables: no offloading."""
+    if num_layers is None:
+        for layer in layers:
+            x = call_with(layer, x, taken(layer, flags))
+        return x
+
+    def body(layer, x, _):
+        return call_with(layer, x, taken(layer, flags)), None
+
+    scan = nn.scan(body, variable_axes={True: 0}, split_rngs={True: True}, length=num_layers)
+    return scan(layers[0], x, None)[0]
 
 
 class _Layer(NamedTuple):
@@ -176,7 +192,7 @@ def _split(layer: Callable, times_before: int) -> _Layer:
     again = (times_before,) if times_before else ()
     rngs = {name: LazyRng.create(rng, *again) for name, rng in layer.scope.rngs.items()}
     mutable = ["batch_stats"] if layer.is_mutable_collection("batch_stats") else False
-    return _Layer(module, params, to_device(variables), rngs, mutable)
+    return _Layer(module, params, moved(variables, Space.Device), rngs, mutable)
 
 
 def _call(

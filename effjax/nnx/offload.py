@@ -15,13 +15,16 @@ from ..layers.offload import (
     apply_list,
     call_with,
     check_flags,
+    check_layers,
     check_on_host,
     first_input,
     once,
     options_of,
     taken,
 )
-from ..ops.offload import to_device, to_host
+from ..ops._arguments import described
+from ..ops.offload.checks import as_key
+from ..ops.offload.placement import Space, moved
 
 # What a layer may change in its call.
 COUNTED = (nnx.BatchStat, nnx.RngCount)
@@ -58,7 +61,8 @@ class OffloadModel(nnx.Module):
         checkpoint_activation: whether the inputs of the slices, which are kept for the backward
             pass, are kept on the host; else on the device. Slices are recomputed in either case.
         num_microbatches: how many parts of the batch go through a slice before the next is loaded.
-        compute_dtype: what floating parameters are cast to on the device. None: they are not.
+        compute_dtype: the floating-point dtype that real floating parameters are cast to on the
+            device. None: they are not.
 
     Dropout: layers with streams of their own (`nnx.Dropout(rngs=…)`) draw from them, and their
     counts advance once a call; with several microbatches, microbatch m draws from ``fold_in(key,
@@ -71,8 +75,10 @@ class OffloadModel(nnx.Module):
     Other Variables than Params stay on the device, and other than BatchStats and RngCounts must not
     be changed by a layer. Two layers may share Params, and nothing else that is a Variable.
 
+    Reverse mode only.
+
     Raises:
-        ValueError: in the constructor and in the call, for what does not fit.
+        ValueError, TypeError: in the constructor and in the call, for what does not fit.
 
     References: fairscale `OffloadModel`, whose defaults are 3 slices, activations on the device.
     """
@@ -89,12 +95,8 @@ class OffloadModel(nnx.Module):
         if isinstance(layers, nnx.Sequential):
             layers = layers.layers
         self.stacked = isinstance(layers, nnx.Module) and not isinstance(layers, nnx.List)
-        self.layers: Any = layers if self.stacked else nnx.List(layers)  # type: ignore[arg-type]
-        for layer in self._sequence():
-            if not callable(layer):
-                raise TypeError(f"`layers` must be modules and functions, not {layer!r}.")
-        if not self._sequence():
-            raise ValueError("`layers` must not be empty.")
+        sequence = check_layers([layers] if self.stacked else layers)
+        self.layers: Any = layers if self.stacked else nnx.List(sequence)
         self.options = options_of(
             num_slices, checkpoint_activation, num_microbatches, compute_dtype
         )
@@ -117,14 +119,14 @@ class OffloadModel(nnx.Module):
         Raises:
             ValueError: if the parameters are not in host memory, or a layer changes what it must
                 not.
-            TypeError: for a flag that no layer takes.
+            TypeError: for a flag that no layer takes, and an input or `rngs` that is none.
         """
         layers = self._sequence()
         check_flags(layers, flags)
         split = [_split(layer) for layer in layers]
         params = [params for _, params, _ in split]
         calls = [
-            functools.partial(_call, layer, graphdef, to_device(others), flags)
+            functools.partial(_call, layer, graphdef, moved(others, Space.Device), flags)
             for layer, (graphdef, _, others) in zip(layers, split, strict=True)
         ]
         check_on_host(params[0] if self.stacked else params, "Call its to_host() first.")
@@ -143,8 +145,12 @@ class OffloadModel(nnx.Module):
         return x
 
     def to_host(self) -> "OffloadModel":
-        """Moves the Params to pinned host memory, in place; returns the model."""
-        nnx.update(self, to_host(nnx.state(self, nnx.Param)))
+        """Moves the Params to pinned host memory, in place; returns the model.
+
+        An `nnx.Optimizer` of it must be made before, or optax fails ("Memory kind mismatch"): see
+        the class.
+        """
+        nnx.update(self, moved(nnx.state(self, nnx.Param), Space.Host))
         return self
 
     def _sequence(self) -> list[Callable]:
@@ -204,8 +210,10 @@ def _key(rngs: Any) -> jax.Array | None:
     if isinstance(rngs, nnx.RngStream):
         return rngs()
     if rngs is None or isinstance(rngs, jax.Array):
-        return rngs
-    raise TypeError(f"`rngs` must be an nnx.Rngs, an nnx.RngStream or a key, not {rngs!r}.")
+        return as_key("rngs", rngs)
+    raise TypeError(
+        f"`rngs` must be an nnx.Rngs, an nnx.RngStream or a key, not {described(rngs)}."
+    )
 
 
 def _check_unchanged(layer: Any, before: Any, after: Any) -> None:

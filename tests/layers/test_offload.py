@@ -100,3 +100,29 @@ def test_parameters_that_are_cast_on_the_device(flavour):
 def test_errors(flavour, error, match, options, flags):
     with pytest.raises(error, match=match):
         flavour.call(flavour.mlp, X, options, flags)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    {
+        "layers": [None, 3, "ab", [3], [None], []],
+        "num_slices": [0, 2.0, True, "2"],
+        "checkpoint_activation": [None, 1, "host"],
+        "num_microbatches": [0, 2.0, True, "2", None],
+        "compute_dtype": [int, "int8", jnp.int32, "floot", 3, [float]],
+    }.items(),
+    ids=lambda a: a if isinstance(a, str) else "",
+)
+def test_options_are_checked_in_the_constructor(flavour, name, values):
+    for value in values:
+        options = {"layers": [jnp.tanh], name: value}
+        with pytest.raises((TypeError, ValueError), match=f"^`{name}"):
+            flavour.OffloadModel(**options)
+
+
+@pytest.mark.parametrize("x", [None, "x", ["x"], object()], ids=repr)
+def test_inputs_are_checked(flavour, x):
+    model = flavour.OffloadModel([jnp.tanh])
+    call = model if flavour is offload_nnx else functools.partial(model.apply, {})
+    with pytest.raises(TypeError, match="^`x"):
+        call(x)

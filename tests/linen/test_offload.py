@@ -185,7 +185,7 @@ def test_tuples_and_dicts():
     ("error", "match", "run"),
     [
         (ValueError, "at least one", lambda: OffloadModel([]).init(KEY, X)),
-        (ValueError, "modules and functions", lambda: OffloadModel([3]).init(KEY, X)),  # type: ignore[list-item]
+        (TypeError, "modules and functions", lambda: OffloadModel([3]).init(KEY, X)),  # type: ignore[list-item]
         (ValueError, r"`num_layers` \(=None\)", lambda: OffloadModel(Block()).init(KEY, X)),
         (ValueError, r"`num_layers` \(=3\)", lambda: OffloadModel([], num_layers=3).init(KEY, X)),
         (TypeError, "needs an input", lambda: OffloadModel(mlp()).init(KEY)),

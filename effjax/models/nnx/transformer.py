@@ -1,9 +1,11 @@
 """A transformer language model for Flax NNX, whose like layers are one stack of parameters."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -11,8 +13,19 @@ from flax.typing import Dtype
 from jax import lax
 from jax.typing import ArrayLike
 
+from ...ops._arguments import (
+    as_array,
+    as_callable,
+    as_flag,
+    as_dtype,
+    as_integer,
+    as_number,
+    described,
+)
 from ...ops.batch_norm.statistics import statistics_dtype
 from ...ops.dropout import dropout
+from ...ops.offload.checks import as_arrays, as_key, one_key
+from ...ops.offload.trees import num_layers_of
 
 Params = dict[str, Any]
 Layer = Callable[[Params, jax.Array, jax.Array | None], jax.Array]
@@ -35,8 +48,18 @@ def scan_layers(
         x: what goes in.
         key: a PRNG key, or None: then layers get None.
         remat: keep the input of each layer for the backward pass, and compute the rest again.
+
+    Returns:
+        What the last layer returns.
+
+    Raises:
+        ValueError, TypeError: for arguments that do not fit.
     """
-    num_layers = jax.tree.leaves(params)[0].shape[0]
+    as_callable("layer", layer)
+    params, x = as_arrays("params", params), as_arrays("x", x)
+    key = as_key("key", key)
+    num_layers = num_layers_of(params, "params")
+    as_flag("remat", remat)
     # Inside of a loop there is nothing that could undo the recomputation.
     one = jax.checkpoint(layer, prevent_cse=False) if remat else layer
 
@@ -71,6 +94,7 @@ class TransformerLM(nnx.Module):
 
     Raises:
         ValueError: for an option outside its range.
+        TypeError: for one that is of another kind.
 
     References: Vaswani et al. 2017 (arXiv:1706.03762); Xiong et al. 2020 (arXiv:2002.04745); Su et
     al. 2021 (arXiv:2104.09864); Zhang and Sennrich 2019 (arXiv:1910.07467).
@@ -90,10 +114,12 @@ class TransformerLM(nnx.Module):
         param_dtype: Dtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        for name, value in (("vocab_size", vocab_size), ("num_layers", num_layers)):
-            if value < 1:
-                raise ValueError(f"`{name}` (={value}) must be at least 1.")
-        dtype = param_dtype if dtype is None else dtype
+        vocab_size = as_integer("vocab_size", vocab_size, 1)
+        num_layers = as_integer("num_layers", num_layers, 1)
+        as_dtype("param_dtype", param_dtype)
+        dtype = param_dtype if dtype is None else as_dtype("dtype", dtype)
+        if not isinstance(rngs, nnx.Rngs):
+            raise TypeError(f"`rngs` must be an nnx.Rngs, not {described(rngs)}.")
         options: dict[str, Any] = dict(
             width=width, num_heads=num_heads, mlp_width=mlp_width, use_bias=use_bias,
             dropout_rate=dropout_rate, residual_scale=(2 * num_layers) ** -0.5,
@@ -132,14 +158,20 @@ class TransformerLM(nnx.Module):
 
         Raises:
             ValueError: if `tokens` are not integers `[N, T]`.
+            TypeError: for what is no array, key or function.
         """
-        tokens = jnp.asarray(tokens)
+        tokens, key = as_array("tokens", tokens, jnp.generic), as_key("key", key)
+        as_callable("apply_layers", apply_layers)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(
                 f"`tokens` must be integers [batch, time], not {tokens.dtype} {tokens.shape}."
             )
         params: Params = nnx.to_pure_dict(nnx.state(self.blocks, nnx.Param))
-        return self.logits(apply_layers(self.layer, params, self.embed(tokens), key))
+        x = self.embed(tokens)
+        chex.assert_shape(x, (*tokens.shape, self.head.in_features))
+        logits = self.logits(apply_layers(self.layer, params, x, key))
+        chex.assert_shape(logits, (*tokens.shape, self.head.out_features))
+        return logits
 
     @property
     def layer(self) -> Layer:
@@ -151,15 +183,18 @@ class TransformerLM(nnx.Module):
 
     def layer_keys(self, key: jax.Array) -> jax.Array:
         """The keys `[num_layers]` of `init_layer`: ``fold_in(key, i)``."""
+        key = one_key("key", key)
         return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(self.num_layers))
 
     def init_layer(self, key: jax.Array) -> Params:
         """New parameters of one layer; for an abstract model too."""
-        block = TransformerBlock(**dict(self.block_options), rngs=nnx.Rngs(params=key))
+        rngs = nnx.Rngs(params=one_key("key", key))
+        block = TransformerBlock(**dict(self.block_options), rngs=rngs)
         return nnx.to_pure_dict(nnx.state(block, nnx.Param))
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """`[N, T, vocab_size]` of what the last layer returns."""
+        """`[N, T, vocab_size]` of what the last layer returns, `[N, T, width]`."""
+        x = _checked(x, self.head.in_features)
         logits = self.head(self.norm(x))
         return logits.astype(statistics_dtype(logits))
 
@@ -193,18 +228,21 @@ class TransformerBlock(nnx.Module):
         param_dtype: Dtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        mlp_width = 4 * width if mlp_width is None else mlp_width
-        sizes = dict(width=width, num_heads=num_heads, mlp_width=mlp_width)
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"`{name}` (={value}) must be at least 1.")
+        width, num_heads = as_integer("width", width, 1), as_integer("num_heads", num_heads, 1)
+        mlp_width = 4 * width if mlp_width is None else as_integer("mlp_width", mlp_width, 1)
+        as_flag("use_bias", use_bias)
         if width % (2 * num_heads):
             raise ValueError(
                 f"`width` (={width}) must be divisible by 2 · `num_heads` (={num_heads}): the "
                 "rotary embedding turns pairs of a head's channels."
             )
-        if not 0 <= dropout_rate < 1:
-            raise ValueError(f"`dropout_rate` (={dropout_rate}) must lie in [0, 1).")
+        as_number("dropout_rate", dropout_rate, lambda rate: 0 <= rate < 1, "in [0, 1)")
+        as_number("residual_scale", residual_scale, math.isfinite, "finite")
+        as_dtype("param_dtype", param_dtype)
+        if dtype is not None:
+            as_dtype("dtype", dtype)
+        if not isinstance(rngs, nnx.Rngs):
+            raise TypeError(f"`rngs` must be an nnx.Rngs, not {described(rngs)}.")
         self.num_heads, self.dropout_rate = num_heads, dropout_rate
         dtypes: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
@@ -221,10 +259,7 @@ class TransformerBlock(nnx.Module):
 
     def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """`[N, T, width]` of the same; `key` is that of dropout, None leaves it out."""
-        if x.ndim != 3 or x.shape[-1] != self.qkv.in_features:
-            raise ValueError(
-                f"`x` must be of shape [batch, time, {self.qkv.in_features}], not {x.shape}."
-            )
+        x, key = _checked(x, self.qkv.in_features), as_key("key", key)
         x = x + self._drop(self.out(self._attend(self.qkv(self.norm1(x)))), key, 0)
         return x + self._drop(self.down(nnx.gelu(self.up(self.norm2(x)))), key, 1)
 
@@ -233,6 +268,7 @@ class TransformerBlock(nnx.Module):
         positions = jnp.arange(qkv.shape[1])
         q, k = rotary(heads[:, :, 0], positions), rotary(heads[:, :, 1], positions)
         attended = jax.nn.dot_product_attention(q, k, heads[:, :, 2], is_causal=True)
+        chex.assert_equal_shape((q, k, attended))
         return attended.reshape(*qkv.shape[:2], -1)
 
     def _drop(self, x: jax.Array, key: jax.Array | None, half: int) -> jax.Array:
@@ -246,6 +282,8 @@ class TransformerBlock(nnx.Module):
 # that attention depends on the distance only.
 def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
     """Rotary position embedding of x `[N, T, H, D]` at `positions` `[T]`."""
+    chex.assert_rank(x, 4)
+    chex.assert_shape(positions, x.shape[1:2])
     wide = statistics_dtype(x)
     half = x.shape[-1] // 2
     speeds = ROTARY_BASE ** (-jnp.arange(half, dtype=wide) / half)
@@ -261,6 +299,13 @@ def _apply(
 ) -> jax.Array:
     block: Any = nnx.merge(graphdef, params)
     return block(x, key)
+
+
+def _checked(x: jax.Array, width: int) -> jax.Array:
+    x = as_array("x", x)
+    if x.ndim != 3 or x.shape[-1] != width:
+        raise ValueError(f"`x` must be of shape [batch, time, {width}], not {x.shape}.")
+    return x
 
 
 def _norm(width: int, use_bias: bool, dtypes: dict[str, Any]) -> Any:

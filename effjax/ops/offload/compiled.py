@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from .._arguments import as_callable, as_flag, described
 from .placement import Space, space_of
 
 # XLA for GPUs before this JAX reads the wrong slice of a host array, without a word, where the
@@ -44,15 +45,24 @@ def offload_jit(fun: Callable, *, donate: bool = True) -> Callable:
       takes it.
 
     Raises:
+      TypeError: for what is no function or flag; when it is called, for arguments that are no
+        arrays, and without a state to overwrite.
       ValueError: when it is called, if the state cannot be overwritten, with the first array that
         differs.
     """
+    as_callable("fun", fun)
+    as_flag("donate", donate)
     programs: dict = {}
 
     def jitted(*args) -> Any:
         # A function of its own: JAX keeps what it has lowered by function, guarded or not.
         if not donate:
             return jax.jit(lambda *args: fun(*args))
+        if not args:
+            raise TypeError(
+                "a function of offload_jit takes the state that it overwrites as its first "
+                "argument, but was called without; pass donate=False if it has none."
+            )
         shardings = jax.tree.map(_sharding, args[0])
         checked = functools.partial(_same_state, fun)
         return jax.jit(checked, donate_argnums=0, out_shardings=(shardings, None))
@@ -62,7 +72,7 @@ def offload_jit(fun: Callable, *, donate: bool = True) -> Callable:
         if any(isinstance(a, Tracer) for a in leaves):
             return fun(*args)
         config = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # pyright: ignore
-        types = tuple((jax.typeof(a), getattr(a, "sharding", None)) for a in leaves)
+        types = tuple((_type_of(a, args), getattr(a, "sharding", None)) for a in leaves)
         key = structure, types, config
         if key not in programs:
             programs[key] = compile_offloaded(jitted(*args), *args)
@@ -118,6 +128,18 @@ def _same_state(fun: Callable, state: Any, *args) -> tuple[Any, Any]:
     return new, rest
 
 
+def _type_of(a: Any, args: tuple) -> Any:
+    try:
+        return jax.typeof(a)
+    except TypeError:
+        names = ((jax.tree_util.keystr(p), b) for p, b in jax.tree_util.tree_leaves_with_path(args))
+        name = next(name for name, b in names if b is a)
+        raise TypeError(
+            f"`args{name}` of a function of offload_jit must be an array, not {described(a)}; "
+            "close over what is none."
+        ) from None
+
+
 def _sharding(a: Any) -> Any:
     if not isinstance(a, (jax.Array, jax.ShapeDtypeStruct)) or a.sharding is None:
         raise ValueError(f"the state must consist of arrays with shardings, not {a!r}.")
@@ -148,11 +170,11 @@ def _orders(jaxpr: Any) -> Iterator[bool]:
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if eqn.primitive is _guard_p:
             yield eqn.params["in_order"]
-        for inner in _jaxprs(eqn.params):
+        for inner in jaxprs_in(eqn.params):
             yield from _orders(inner)
 
 
-def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+def jaxprs_in(params: dict[str, Any]) -> Iterator[Any]:
     """The programs among the parameters of an equation, or of an operator that is one of them.
 
     The latter is how an equation has them with `jax_custom_vjp3` and its like.
@@ -161,7 +183,7 @@ def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
         if _is_jaxpr(value):
             yield value
         elif isinstance(more := getattr(value, "params", None), dict):
-            yield from _jaxprs(more)
+            yield from jaxprs_in(more)
 
 
 def _is_jaxpr(value: Any) -> bool:

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from .._arguments import as_callable, described
+from .checks import as_keys
 from .compiled import compile_offloaded, guard_host_slices
 from .loops import scan
 from .placement import Space, put, read
@@ -26,22 +28,48 @@ def host_init(init_fn: Callable, keys: jax.Array, *, shardings: Any = None) -> T
 
     Returns:
       The parameters, arrays [L, ...] in pinned host memory.
+
+    Raises:
+      ValueError, TypeError: for arguments that do not fit.
     """
-    if isinstance(shardings, jax.sharding.Sharding) or shardings is None:
-        return on_host(init_fn, keys, lambda path, shape: shardings)
+    as_callable("init_fn", init_fn)
+    keys, sharding = as_keys("keys", keys), _sharding_of(shardings)
+    return on_host(lambda key, i: init_fn(key), keys, sharding)
+
+
+def _sharding_of(shardings: Any) -> Callable:
+    """``sharding(path, shape)`` for `on_host`."""
+    kind = jax.sharding.Sharding
+    if isinstance(shardings, kind) or shardings is None:
+        return lambda path, shape: shardings
     by_path = dict(jax.tree_util.tree_leaves_with_path(shardings))
-    return on_host(init_fn, keys, lambda path, shape: by_path[path])
+    for found in by_path.values():
+        if not isinstance(found, kind):
+            raise TypeError(
+                "`shardings` must be a jax.sharding.Sharding, a pytree of them, or None, not "
+                f"{described(found)}."
+            )
+
+    def sharding(path, shape):
+        if path not in by_path:
+            raise ValueError(
+                "`shardings` must have the structure of the parameters, but has none for "
+                f"params{jax.tree_util.keystr(path)}."
+            )
+        return by_path[path]
+
+    return sharding
 
 
 def on_host(make: Callable, stacked: Tree, sharding: Callable, scalars: bool = True) -> Tree:
-    """``stack([make(entry) for entry in stacked])`` on the host, scalars if asked for.
+    """``stack([make(stacked[i], i) for i in range(L)])`` on the host, scalars if asked for.
 
     ``sharding(path, shape)`` is that of an array [L, ...], or None for one device.
     """
 
     def run(stacked):
         def body(i, _):
-            made = make(put(read(stacked, i), Space.Device))
+            made = make(put(read(stacked, i), Space.Device), i)
             return i + 1, jax.tree.map(
                 lambda a: put(jnp.asarray(a), Space.Host) if scalars or jnp.ndim(a) else a, made
             )

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from .._arguments import as_flag, as_dtype, as_integer, one_of
 from .placement import SPACES, Space, Where
 
 
@@ -11,13 +12,13 @@ class OffloadOptions:
     """The options of `offload_scan`, see there; `offload_sequential` has some of them.
 
     Raises:
-      ValueError: for a value that fits no model. What depends on the model is checked with it, and
-        where `params` are is checked with them.
+      ValueError, TypeError: for a value that fits no model. What depends on the model is checked
+        with it, and where the parameters are is checked with them.
     """
 
     num_slices: int | None = None
     num_microbatches: int = 1
-    params: Where = "host"
+    params_in: Where = "host"
     activations: Where = "host"
     grads: Where | None = None
     prefetch: int = 1
@@ -26,14 +27,17 @@ class OffloadOptions:
     has_aux: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("num_microbatches", 1), ("prefetch", 0), ("resident_slices", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"`{name}` (={value!r}) must be an integer of at least {least}.")
-        for name in ("activations", "grads"):
-            value = getattr(self, name)
-            if value not in SPACES and (name, value) != ("grads", None):
-                raise ValueError(f'`{name}` (={value!r}) must be "host" or "device".')
+        least = {"num_slices": 1, "num_microbatches": 1, "prefetch": 0, "resident_slices": 0}
+        if self.num_slices is None:
+            del least["num_slices"]
+        for name, number in least.items():
+            object.__setattr__(self, name, as_integer(name, getattr(self, name), number))
+        for name in ("params_in", "activations"):
+            one_of(name, getattr(self, name), *SPACES)
+        one_of("grads", self.grads, *SPACES, None)
+        if self.compute_dtype is not None:
+            as_dtype("compute_dtype", self.compute_dtype)
+        as_flag("has_aux", self.has_aux)
 
     @property
     def activations_in(self) -> Space:
@@ -43,12 +47,12 @@ class OffloadOptions:
     @property
     def grads_in(self) -> Space:
         """Where gradients are collected."""
-        return SPACES[self.grads or self.params]
+        return SPACES[self.grads or self.params_in]
 
     def slices_of(self, num_layers: int) -> int:
         """The number of slices of a stack; raises ValueError if they are not equal."""
         found = num_layers if self.num_slices is None else self.num_slices
-        if not isinstance(found, int) or found < 1 or found > num_layers or num_layers % found:
+        if found > num_layers or num_layers % found:
             raise ValueError(
                 f"`num_slices` (={self.num_slices}) must divide the number of layers "
                 f"(={num_layers})."

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .checks import as_arrays
+
 Space = jax.memory.Space
 Where = Literal["host", "device"]
 SPACES: dict[str, Space] = {"host": Space.Host, "device": Space.Device}
@@ -15,16 +17,30 @@ SPACES: dict[str, Space] = {"host": Space.Host, "device": Space.Device}
 def to_host(tree: Any) -> Any:
     """Moves the arrays of a pytree to pinned host memory.
 
-    Differentiable in both directions inside jit: the gradient of an array arrives in the memory
-    where the array is. Arrays that are there already stay as they are. A sum over devices
+    Works inside jit too, where the gradient of an array arrives in the memory where the array is.
+    Reverse mode only. Arrays that are there already stay as they are. A sum over devices
     (``psum``) must be taken before this: XLA cannot on the host.
+
+    Args:
+      tree: an array or a pytree of arrays.
+
+    Returns:
+      The same pytree, with its arrays there.
+
+    Raises:
+      TypeError: for what is no array.
     """
-    return jax.tree.map(functools.partial(move, space=Space.Host), tree)
+    return moved(as_arrays("tree", tree), Space.Host)
 
 
 def to_device(tree: Any) -> Any:
     """Moves the arrays of a pytree to device memory; otherwise as `to_host`."""
-    return jax.tree.map(functools.partial(move, space=Space.Device), tree)
+    return moved(as_arrays("tree", tree), Space.Device)
+
+
+def moved(tree: Any, space: Space) -> Any:
+    """`to_host` or `to_device`, also of Python's numbers."""
+    return jax.tree.map(functools.partial(move, space=space), tree)
 
 
 def space_of(x: Any) -> Space:
@@ -77,8 +93,6 @@ def write(tree: Any, entry: Any, i: jax.Array) -> Any:
 
 def check_space(name: str, tree: Any, where: Where) -> None:
     """Raises ValueError unless all arrays of a tree are where the caller says they are."""
-    if where not in SPACES:
-        raise ValueError(f'`{name}` (={where!r}) must be "host" or "device".')
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     elsewhere = [jax.tree_util.keystr(path) for path, x in leaves if space_of(x) != SPACES[where]]
     if not elsewhere:

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._arguments import as_callable
 from .._parallel import as_varying, sum_to_type_of
 from . import slices
+from .checks import as_arrays, as_key, as_sequence
 from .compiled import in_order
 from .options import OffloadOptions
-from .placement import Space, Where, check_space, put, space_of, to_device
+from .placement import Space, Where, check_space, moved, put, space_of
 from .slices import Slice, check_layer, check_microbatches, close_over, microbatch
 from .trees import (
     Tree,
@@ -50,7 +52,7 @@ def offload_sequential(
 
     The device holds the parameters of one slice and the intermediates of one slice and one
     microbatch. Compile with `offload_jit`: left to itself XLA for GPUs would load all slices
-    early.
+    early. Reverse mode only.
 
     Args:
       layers: ``layer(params, x, key) -> x``, or ``-> (x, aux)`` with `has_aux`.
@@ -59,7 +61,7 @@ def offload_sequential(
       key: a PRNG key, or None; layer i and microbatch m get ``fold_in(fold_in(key, i), m)``.
       num_slices: into how many slices of about the same bytes of parameters the layers are cut;
         None: every layer is one.
-      params_in: where the parameters are.
+      params_in: "host" or "device", where the parameters are.
       num_microbatches, activations, compute_dtype: as in `offload_scan`.
       has_aux: whether layers return a second result.
 
@@ -76,10 +78,14 @@ def offload_sequential(
       fairscale ``OffloadModel``.
     """
     options = OffloadOptions(
-        num_slices, num_microbatches,
-        activations=activations, compute_dtype=compute_dtype, has_aux=has_aux,
+        num_slices, num_microbatches, params_in, activations,
+        compute_dtype=compute_dtype, has_aux=has_aux,
     )  # fmt: skip
-    return apply_sequence(layers, params, x, key, options, params_in)
+    for i, layer in enumerate(as_sequence("layers", layers)):
+        as_callable(f"layers[{i}]", layer)
+    params = as_arrays("params", as_sequence("params", params))
+    x, key = as_arrays("x", x), as_key("key", key)
+    return apply_sequence(layers, params, x, key, options)
 
 
 def apply_sequence(
@@ -88,7 +94,6 @@ def apply_sequence(
     x: Tree,
     key: Any,
     options: OffloadOptions,
-    params_in: Where = "host",
 ) -> Any:
     """`offload_sequential`, with its options as one."""
     if len(layers) != len(params) or not layers:
@@ -97,9 +102,9 @@ def apply_sequence(
             "same length, of at least 1."
         )
     params = [jax.tree.map(jnp.asarray, p) for p in params]
-    check_space("params_in", params, params_in)
+    check_space("params_in", params, options.params_in)
     bounds = split_by_bytes(params, options.num_slices)
-    x = to_device(jax.tree.map(strong, x))
+    x = moved(jax.tree.map(strong, x), Space.Device)
     axes = varying_axes((params, x, key))
     x = jax.tree.map(lambda a: as_varying(a, axes), x)
     static, shared = _groups(layers, bounds, params, x, key, options)
@@ -141,7 +146,7 @@ def split_by_bytes(params: Sequence[Tree], num_slices: int | None) -> list[int]:
     """Where slices of about the same bytes begin and end: num_slices + 1 indices of layers."""
     if num_slices is None:
         return list(range(len(params) + 1))
-    if not isinstance(num_slices, int) or not 1 <= num_slices <= len(params):
+    if num_slices > len(params):
         raise ValueError(
             f"`num_slices` (={num_slices!r}) must be from 1 to the number of layers "
             f"(={len(params)})."

@@ -9,12 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from ..._deprecated import renamed
+from .._arguments import as_callable
 from .._parallel import as_varying
 from . import slices
+from .checks import as_arrays, as_key
 from .compiled import guard_host_slices
 from .loops import scan
 from .options import OffloadOptions
-from .placement import Space, Where, check_space, put, read, space_of, to_device, write
+from .placement import Space, Where, check_space, moved, put, read, space_of, write
 from .slices import check_layer, check_microbatches, close_over, microbatch
 from .trees import (
     Tree,
@@ -39,13 +42,14 @@ def offload_scan(
     key: jax.Array | None = None,
     num_slices: int | None = None,
     num_microbatches: int = 1,
-    params: Where = "host",
+    params_in: Where = "host",
     activations: Where = "host",
     grads: Where | None = None,
     prefetch: int = 1,
     resident_slices: int = 0,
     compute_dtype: Any = None,
     has_aux: bool = False,
+    params: Where | None = None,
 ) -> Any:
     """Applies a stack of like layers that streams through the device, a slice at a time.
 
@@ -63,7 +67,7 @@ def offload_scan(
     slice is gathered when it has arrived. Gradients are summed over devices before they leave
     the device. With several microbatches use it inside ``jax.shard_map`` there: jit would exchange
     rows to make microbatches. Under ``jax.pmap`` arrays from the host must stay out: there
-    `params="device"`. Forward mode, and vmap of a gradient, are refused; JAX itself cannot
+    `params_in="device"`. Reverse mode only, and no vmap of a gradient; JAX itself cannot
     differentiate ``lax.cond`` and ``lax.scan`` around arrays of the host, nor add gradients there
     on a GPU: use parameters once.
 
@@ -71,22 +75,23 @@ def offload_scan(
       layer: ``layer(params, x, key) -> x`` for one layer, or ``-> (x, aux)`` with `has_aux`. x
         keeps its structure, shapes and dtypes. What it closes over is differentiated too.
       stacked_params: a pytree of arrays [L, ...], L the number of layers, in the memory that
-        `params` says: see `host_init`, `to_host`. Differentiable where it holds floats only.
+        `params_in` says: see `host_init`, `to_host`. Differentiable where it holds floats only.
       x: a pytree of arrays [B, ...]; integers are passed on without gradients.
       key: a PRNG key, or None: then layers get None.
       num_slices: how many slices to load; a divisor of L. None: every layer is one.
       num_microbatches: how many parts of x go through a slice before the next is loaded; a divisor
         of B. Rows [m B / M, (m + 1) B / M) are microbatch m.
-      params: "host" or "device", where stacked_params are.
+      params_in: "host" or "device", where stacked_params are.
       activations: where the input of every slice is kept for the backward pass.
       grads: where the gradients are collected, to be moved to the parameters' memory at the end if
         it is another; by default there.
       prefetch: how many slices are loaded ahead of the one that is computed.
       resident_slices: how many of the last slices stay on the device between the two passes, with
         their inputs, so that they are loaded once.
-      compute_dtype: what floating parameters are cast to on the device; their gradients have the
-        dtype that they are stored in.
+      compute_dtype: the floating-point dtype that real floating parameters are cast to on the
+        device; their gradients have the dtype that they are stored in. None: no cast.
       has_aux: whether layers return a second result.
+      params: the old name of `params_in`.
 
     Returns:
       x; with `has_aux` (x, aux), the second results stacked as [L, num_microbatches, ...].
@@ -102,10 +107,16 @@ def offload_scan(
     References:
       fairscale ``OffloadModel``; Pudipeddi et al., 2020 (arXiv:2002.05645).
     """
+    if params is not None:
+        renamed("offload_scan", "params", "params_in")
+        params_in = params
     options = OffloadOptions(
-        num_slices, num_microbatches, params, activations, grads, prefetch, resident_slices,
+        num_slices, num_microbatches, params_in, activations, grads, prefetch, resident_slices,
         compute_dtype, has_aux,
     )  # fmt: skip
+    as_callable("layer", layer)
+    stacked_params = as_arrays("stacked_params", stacked_params)
+    x, key = as_arrays("x", x), as_key("key", key)
     return apply_stack(layer, stacked_params, x, key, options)
 
 
@@ -137,10 +148,10 @@ def prepare(
 ) -> tuple[Stack, Tree, Tree, Tree]:
     """(stack, params, shared, x) for `run_forward`; arguments as `offload_scan`, checked."""
     stacked_params = jax.tree.map(jnp.asarray, stacked_params)
-    check_space("params", stacked_params, options.params)
+    check_space("params_in", stacked_params, options.params_in)
     num_layers = num_layers_of(stacked_params)
     num_slices = options.slices_of(num_layers)
-    x = to_device(jax.tree.map(strong, x))
+    x = moved(jax.tree.map(strong, x), Space.Device)
     check_microbatches(x, options.num_microbatches)
     axes = varying_axes((stacked_params, x, key))
     x = jax.tree.map(lambda a: as_varying(a, axes), x)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._arguments import as_callable, as_flag, described
+from .checks import as_arrays, as_key, check_optimizer
 from .host_init import state_sharding
 from .options import OffloadOptions
 from .per_leaf import check_per_leaf
@@ -16,6 +18,7 @@ from .stack import Stack, by_slice, empty_slices, prepare, run_backward, run_for
 from .trees import (
     Tree,
     as_cotangent,
+    check_floats,
     floats_of,
     fold,
     join,
@@ -26,6 +29,7 @@ from .trees import (
 from .update import (
     apply,
     check_clip_norm,
+    check_state,
     clip_scale,
     squares,
     stream_update,
@@ -67,44 +71,60 @@ def offload_train_step(
     pass: no full gradient exists anywhere. Else gradients go to the host, and a second loop over
     the layers updates them, scaled by the norm that the backward pass has added up.
 
-    Compile the step with `offload_jit`, which writes the new state over the old one.
+    Compile the step with `offload_jit`, which writes the new state over the old one: `layers` that
+    were given to init are gone after the first step. Of `others` init keeps a copy.
 
     Args:
       embed: ``embed(others, batch, key) -> x``.
       layer: ``layer(params, x, key) -> x``, or ``-> (x, aux)`` with has_aux; see `offload_scan`.
       head: ``head(others, x, batch, key) -> loss``, a scalar. In ``jax.shard_map``: the mean over
         the devices.
-      tx: an ``optax.GradientTransformation`` that treats every parameter on its own.
+      tx: an ``optax.GradientTransformation`` that treats every parameter on its own. What it draws
+        differs from layer to layer, see `stream_update`.
       fuse_update: whether to update inside the backward pass; not with clip_norm, whose norm is
         known after it only.
-      clip_norm: the largest global norm of the gradients; as ``optax.clip_by_global_norm``.
+      clip_norm: the largest global norm of the gradients, above 0; as
+        ``optax.clip_by_global_norm``.
       has_aux: whether layers return a second result.
       **options: of `offload_scan`: num_slices, num_microbatches, activations, prefetch,
         resident_slices, compute_dtype.
 
     Returns:
-      ``init(layers, others) -> OffloadState``, for layers as `host_init` makes them; and
-      ``step(state, batch, key) -> (state, loss)``, or (state, loss, aux). `key` may be None; embed
-      and head get it folded with L and L + 1.
+      ``init(layers, others) -> OffloadState``, for layers as `host_init` makes them and other
+      parameters on the device, all floating-point; and ``step(state, batch, key)``, which returns
+      (state, loss), or (state, loss, aux). `key` may be None; embed and head get it folded with L
+      and L + 1.
 
     Raises:
-      ValueError: fuse_update with clip_norm; a tx that mixes parameters; and as `offload_scan`.
+      ValueError: fuse_update with clip_norm; a tx that `stream_update` refuses; and as
+        `offload_scan`.
+      TypeError: for what is no function, array, key or state; for parameters that are integers.
     """
+    for name, function in (("embed", embed), ("layer", layer), ("head", head)):
+        as_callable(name, function)
+    check_optimizer(tx)
     checked = _check_options(fuse_update, clip_norm, has_aux, options)
 
     def init(layers: Tree, others: Tree) -> OffloadState:
-        check_space("params", layers, "host")
-        others = jax.tree.map(jnp.asarray, others)
+        layers, others = as_arrays("layers", layers), as_arrays("others", others)
+        check_space("layers", layers, "host")
         check_space("others", others, "device")
+        num_layers_of(layers, "layers")
+        check_floats("layers", layers)
+        check_floats("others", others)
+        # They are small, and the first step overwrites them: others are the caller's, and the
+        # state can hold what belongs to tx, such as its key.
+        copied = functools.partial(jax.tree.map, functools.partial(jnp.array, copy=True))
+        others = copied(others)
         others_state = jax.tree_util.tree_map_with_path(
             lambda path, a: jax.device_put(a, state_sharding(others, path, a.shape)),
-            tx.init(others),
+            copied(tx.init(others)),
         )
         return OffloadState(layers, others, stream_update(tx).init(layers), others_state)
 
     def step(state: OffloadState, batch: Any, key: jax.Array | None = None):
-        num_layers = num_layers_of(state.layers)
-        check_per_leaf(tx, one_layer(state.layers))
+        key = as_key("key", key)
+        num_layers = _check_state(tx, state)
         first, last = (fold(key, num_layers + j, 0) for j in range(2))
         x, embed_back = jax.vjp(lambda others: embed(others, batch, first), state.others)
         stack, layers, shared, x = prepare(layer, state.layers, x, key, checked)
@@ -135,18 +155,38 @@ def offload_train_step(
     return TrainStep(init, step)
 
 
+def _check_state(tx: Any, state: OffloadState) -> int:
+    """The number of layers of a state that fits."""
+    if not isinstance(state, OffloadState):
+        raise TypeError(
+            f"`state` must be an OffloadState, as init makes it, not {described(state)}."
+        )
+    as_arrays("state", state)
+    num_layers = num_layers_of(state.layers, "state.layers")
+    check_floats("state.layers", state.layers)
+    check_floats("state.others", state.others)
+    check_per_leaf(tx, one_layer(state.layers))
+    check_state("state.layers_state", tx, state.layers_state, state.layers, num_layers)
+    check_state("state.others_state", tx, state.others_state, state.others, None)
+    return num_layers
+
+
 def _check_options(
     fuse_update: bool, clip_norm: float | None, has_aux: bool, options: dict[str, Any]
 ) -> OffloadOptions:
-    if fuse_update and clip_norm is not None:
+    check_clip_norm(clip_norm)
+    if as_flag("fuse_update", fuse_update) and clip_norm is not None:
         raise ValueError(
             f"`clip_norm` (={clip_norm}) needs the norm of all gradients, but with "
             "fuse_update=True the first slices are updated before the last gradients exist: pass "
             "fuse_update=False."
         )
-    check_clip_norm(clip_norm)
-    if "grads" in options or "params" in options:
-        raise ValueError("`params` and `grads` are on the host in offload_train_step.")
+    for name in ("params_in", "params", "grads"):
+        if name in options:
+            raise ValueError(
+                f"`{name}` is no option of offload_train_step, whose parameters and gradients are "
+                "on the host."
+            )
     known = {field.name for field in dataclasses.fields(OffloadOptions)}
     if unknown := [name for name in options if name not in known]:
         raise ValueError(f"`{unknown[0]}` is no option of offload_train_step or offload_scan.")
@@ -175,6 +215,10 @@ def _collect(stack: Stack, layers: Tree, backward: Callable) -> tuple:
     return join(grads), total, dx
 
 
-def _check_loss(loss: jax.Array) -> None:
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, jax.Array):
+        raise TypeError(
+            f"`head` must return a scalar loss and nothing else, not {described(loss)}."
+        )
     if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise ValueError(f"`head` must return a scalar loss, not {jax.typeof(loss)}.")

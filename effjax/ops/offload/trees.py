@@ -19,9 +19,11 @@ def strong(x: Any) -> jax.Array:
 
 
 def cast(w: Tree, dtype: Any) -> Tree:
+    """The real floating-point leaves in this dtype; None: as they are."""
     if dtype is None:
         return w
-    return jax.tree.map(lambda a: a.astype(dtype) if is_float(a) else a, w)
+    is_real = lambda a: jnp.issubdtype(a.dtype, jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda a: a.astype(dtype) if is_real(a) else a, w)
 
 
 def split(tree: Tree, m: int) -> Tree:
@@ -83,21 +85,26 @@ def check_floats(name: str, params: Tree) -> None:
         if not is_float(leaf):
             raise TypeError(
                 f"`{name}` must be floating-point to be differentiated, but {leaf.dtype} is the "
-                f"dtype of {jax.tree_util.keystr(path) or 'it'}: let the layer close over what is "
-                "no parameter, or pass it in `x`."
+                f"dtype of {jax.tree_util.keystr(path) or 'it'}: close over what is no parameter, "
+                "or pass it in `x`."
             )
 
 
-def num_layers_of(params: Tree) -> int:
+def num_layers_of(params: Tree, name: str = "stacked_params") -> int:
     """L of stacked parameters [L, ...]; raises ValueError if they do not have the same one."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    sizes = {jax.tree_util.keystr(path): a.shape[:1] for path, a in leaves}
-    if len(set(sizes.values())) != 1 or () in sizes.values() or (0,) in sizes.values():
+    # One array for each first axis that there is: all of them would be a long list.
+    named = {a.shape[:1]: jax.tree_util.keystr(path) for path, a in reversed(leaves)}
+    if len(named) != 1 or () in named or (0,) in named:
+        first = {path: size for size, path in list(reversed(named.items()))[:4]}
+        hint = ""
+        if isinstance(params, (list, tuple)) and len(params) > 1:
+            hint = " Stack a list of layers: jax.tree.map(lambda *a: jnp.stack(a), *layers)."
         raise ValueError(
-            "`stacked_params` must be arrays [L, ...] with the same number of layers L, but their "
-            f"first axes are {sizes or 'none'}."
+            f"`{name}` must be arrays [L, ...] with the same number of layers L, but their first "
+            f"axes are {first or 'none'}.{hint}"
         )
-    return next(iter(sizes.values()))[0]
+    return next(iter(named))[0]
 
 
 def one_layer(params: Tree) -> Tree:

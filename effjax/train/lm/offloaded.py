@@ -39,7 +39,7 @@ def apply_offloaded(config: LMConfig, num_microbatches: int = 1) -> ApplyLayers:
     def apply(layer: Layer, params: Params, x: jax.Array, key: jax.Array | None) -> jax.Array:
         return offload_scan(
             layer, params, x, key=key, num_microbatches=num_microbatches,
-            params="host" if layers_on_host(config) else "device",
+            params_in="host" if layers_on_host(config) else "device",
             activations="device" if config.offload == "params" else "host",
         )  # fmt: skip
 

@@ -240,18 +240,80 @@ def test_a_block_keeps_the_dtype_of_x():
     [
         (dict(num_heads=3), r"`width` \(=8\) must be divisible by 2 · `num_heads` \(=3\)"),
         (dict(num_heads=8), r"`num_heads` \(=8\): the rotary embedding turns pairs"),
-        (dict(num_heads=0), r"`num_heads` \(=0\) must be at least 1"),
+        (dict(num_heads=0), r"`num_heads` \(=0\) must be an integer of at least 1"),
         (dict(width=0), r"`width` \(=0\)"),
         (dict(mlp_width=0), r"`mlp_width` \(=0\)"),
         (dict(num_layers=0), r"`num_layers` \(=0\)"),
         (dict(vocab_size=0), r"`vocab_size` \(=0\)"),
-        (dict(dropout_rate=1.0), r"`dropout_rate` \(=1.0\) must lie in \[0, 1\)"),
+        (dict(dropout_rate=1.0), r"`dropout_rate` \(=1.0\) must be in \[0, 1\)"),
         (dict(dropout_rate=-0.1), r"`dropout_rate` \(=-0.1\)"),
     ],
 )
 def test_options_are_checked(options, match):
     with pytest.raises(ValueError, match=match):
         make(**options)
+
+
+NO_FUNCTION = [None, 3, "scan"]
+NO_SIZE = [0, 8.0, True, "8"]
+NO_DTYPE = [int, "int8", jnp.complex64, "floot", 3, [float]]
+NO_RATE = [1.0, -0.1, "a", [0.1], float("nan")]
+NO_KEY = [3, "key", [0, 1], jnp.ones(2), jax.random.split(KEY, 2)]
+NO_ARRAY = [None, 3, "x", [1.0]]
+X = jnp.ones((1, 3, 8))
+PARAMS = {"a": jnp.ones((3, 8))}
+
+
+def block(**options):
+    return TransformerBlock(**{"width": 8, "num_heads": 2, "rngs": nnx.Rngs(0)} | options)
+
+
+BLOCK = {
+    "width": [None, *NO_SIZE], "num_heads": [None, *NO_SIZE], "mlp_width": NO_SIZE,
+    "use_bias": [None, 1, "yes"], "dropout_rate": [None, *NO_RATE], "dtype": NO_DTYPE,
+    "param_dtype": [None, *NO_DTYPE], "rngs": [None, 0, KEY],
+}  # fmt: skip
+CALLS: dict[Any, tuple[dict, dict]] = {
+    TransformerLM: (
+        SIZES | {"rngs": nnx.Rngs(0)},
+        BLOCK | {"vocab_size": [None, *NO_SIZE], "num_layers": [None, *NO_SIZE]},
+    ),
+    block: ({}, BLOCK | {"residual_scale": [None, "a", float("nan")]}),
+    scan_layers: (
+        {"layer": lambda w, x, key: x, "params": PARAMS, "x": X, "key": None},
+        {"layer": NO_FUNCTION, "params": [*NO_ARRAY, {}, jnp.ones(())], "x": NO_ARRAY,
+         "key": NO_KEY, "remat": [None, 1]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("function", "name"), [(f, name) for f, (_, bad) in CALLS.items() for name in bad]
+)
+def test_an_error_names_the_argument(function, name):
+    right, bad = CALLS[function]
+    for value in bad[name]:
+        with pytest.raises((TypeError, ValueError), match=f"^`{name}"):
+            function(**right | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "values"),
+    [
+        ("__call__", "tokens", [*NO_ARRAY, jnp.ones((2, 3))]),
+        ("__call__", "key", NO_KEY),
+        ("__call__", "apply_layers", NO_FUNCTION),
+        ("logits", "x", [*NO_ARRAY, jnp.ones((2, 3)), jnp.ones((2, 3, 7))]),
+        ("layer_keys", "key", [None, *NO_KEY]),
+        ("init_layer", "key", [None, *NO_KEY]),
+    ],
+)
+def test_an_error_of_a_method_names_the_argument(method, name, values):
+    model = nnx.eval_shape(make)
+    for value in values:
+        arguments = {"tokens": TOKENS} if method == "__call__" else {}
+        with pytest.raises((TypeError, ValueError), match=f"^`{name}"):
+            getattr(model, method)(**arguments | {name: value})
 
 
 @pytest.mark.parametrize("tokens", [np.zeros((2, 3)), np.zeros(3, np.int32), TOKENS[..., None]])

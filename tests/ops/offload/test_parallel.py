@@ -141,7 +141,7 @@ def test_shard_map_without_types():
 def test_pmap_with_activations_on_the_host():
     def local(w, x):
         value, (dw, dx) = jax.value_and_grad(
-            lambda w, x: loss(offload_scan(layer, w, x, params="device")), (0, 1)
+            lambda w, x: loss(offload_scan(layer, w, x, params_in="device")), (0, 1)
         )(w, x)
         return lax.pmean(value, "i"), (lax.pmean(dw, "i"), dx / 8)
 

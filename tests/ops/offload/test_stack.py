@@ -35,7 +35,7 @@ def want(num_microbatches):
 OPTIONS = [
     {}, {"prefetch": 0}, {"prefetch": 3}, {"prefetch": 9}, {"num_slices": 2}, {"num_slices": 1},
     {"resident_slices": 1}, {"num_slices": 2, "resident_slices": 2}, {"activations": "device"},
-    {"grads": "device"}, {"params": "device"}, {"params": "device", "grads": "host"},
+    {"grads": "device"}, {"params_in": "device"}, {"params_in": "device", "grads": "host"},
 ]  # fmt: skip
 
 
@@ -45,7 +45,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_equal_to_the_bit(num_microbatches, options):
     """The loss and all gradients, with dropout; they arrive where the parameters are."""
-    where = options.get("params", "host")
+    where = options.get("params_in", "host")
     w = params() if where == "device" else to_host(params())
     run = functools.partial(
         offload_scan, layer, key=KEY, num_microbatches=num_microbatches, **options
@@ -314,16 +314,18 @@ HOST = {"stacked_params": to_host(params())}
         (r"`prefetch` \(=-1\)", {"prefetch": -1}),
         (r"`resident_slices` \(=5\) must be at most the number of slices \(=4\)",
          {"resident_slices": 5}),
-        (r"`params` \(='gpu'\)", {"params": "gpu"}),
+        (r"`params_in` \(='gpu'\)", {"params_in": "gpu"}),
         (r"`activations` \(='disk'\)", {"activations": "disk"}),
         (r"`grads` \(='disk'\)", {"grads": "disk"}),
-        (r"`params` is 'host', but .* None of them are.*jax.shard_map",
+        (r"`params_in` is 'host', but .* None of them are.*jax.shard_map",
          {"stacked_params": params()}),
-        (r"`params` is 'device', but", {"params": "device"}),
+        (r"`params_in` is 'device', but", {"params_in": "device"}),
         (r"All but \['c'\]", {"stacked_params": HOST["stacked_params"] | {"c": params()["c"]}}),
         (r"same number of layers L, but .*\['c'\].: \(3,\)",
          {"stacked_params": HOST["stacked_params"] | {"c": to_host(params()["c"][:3])}}),
         (r"their first axes are none", {"stacked_params": {}}),
+        (r"axes are .*\(8,\).*\(16,\).* Stack a list of layers: jax.tree.map\(lambda",
+         {"stacked_params": to_host([jax.tree.map(lambda a: a[0], params())] * 30)}),
         (r"must keep the structure of x", {"layer": lambda w, x, key: (x, x)}),
         (r"must keep the shapes and dtypes of x, but x of float32\[8, 8\] became float32\[8, 16\]",
          {"layer": lambda w, x, key: x @ w["a"]}),
@@ -335,6 +337,34 @@ def test_bad_input(match, arguments):
     call = {"layer": layer, "x": inputs(), **HOST, **arguments}
     with pytest.raises(ValueError, match=match):
         offload_scan(call.pop("layer"), call.pop("stacked_params"), call.pop("x"), **call)
+
+
+def test_a_dump_of_all_shapes_is_no_error():
+    listed = to_host([jax.tree.map(lambda a: a[0], params())] * 30)
+    with pytest.raises(ValueError, match="Stack") as raised:
+        offload_scan(layer, listed, inputs())
+    assert len(str(raised.value)) < 300
+
+
+def test_the_old_name_of_params_in():
+    with pytest.warns(DeprecationWarning, match="`params` of offload_scan is now `params_in`") as w:
+        y = offload_scan(layer, params(), inputs(), params="device")
+    assert w[0].filename == __file__
+    assert_equal_bits(y, offload_scan(layer, params(), inputs(), params_in="device"))
+
+
+@pytest.mark.parametrize("params_in", ["host", "device"])
+def test_complex_parameters_are_not_cast(params_in):
+    """To a real compute_dtype: they would lose their imaginary part."""
+    w = {"a": jnp.full((2, 3), 1 + 2j), "b": jnp.ones((2, 3))}
+    w = to_host(w) if params_in == "host" else w
+
+    def one(w, x, key):
+        assert w["b"].dtype == jnp.bfloat16
+        return x * w["a"]
+
+    y = offload_scan(one, w, jnp.ones(3, complex), params_in=params_in, compute_dtype=jnp.bfloat16)
+    np.testing.assert_allclose(y, jnp.full(3, (1 + 2j) ** 2), rtol=1e-6)
 
 
 def test_what_jax_cannot():

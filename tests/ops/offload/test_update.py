@@ -137,6 +137,8 @@ def test_host_init():
     close(host_init(init, keys[:1]), one, 1e-7)
     inside = jax.jit(functools.partial(host_init, init))(keys)
     assert_equal_bits(inside, w)
+    with pytest.raises(ValueError, match=r"`shardings` .* has none for params\['b'\]"):
+        host_init(init, keys, shardings={"a": w["a"].sharding})
     scalars = host_init(lambda key: {"s": jax.random.normal(key)}, keys)
     assert scalars["s"].shape == (LAYERS,) and kinds(scalars) == {"pinned_host"}
 
@@ -235,7 +237,8 @@ def test_aux_of_a_step():
     ("match", "options"),
     [
         (r"`clip_norm` \(=1.0\) needs .* pass fuse_update=False", {"clip_norm": 1.0}),
-        (r"`params` and `grads` are on the host", {"params": "device"}),
+        (r"`params_in` is no option .* on the host", {"params_in": "device"}),
+        (r"`grads` is no option .* on the host", {"grads": "device"}),
         (r"`clip_norm` \(=0\) must be above 0", {"clip_norm": 0, "fuse_update": False}),
         ("`num_slice` is no option", {"num_slice": 2}),
     ],
@@ -254,3 +257,38 @@ def test_arguments_of_a_step_that_do_not_fit():
     init_state, step = make(lambda others, x, batch, key: x.sum(0))
     with pytest.raises(ValueError, match="`head` must return a scalar loss"):
         jax.eval_shape(step, init_state(to_host(params()), others()), TOKENS)
+    init_state, step = make(lambda others, x, batch, key: (x.sum(), x))
+    with pytest.raises(TypeError, match="`head` must return a scalar loss .* not a tuple of 2"):
+        jax.eval_shape(step, init_state(to_host(params()), others()), TOKENS)
+
+
+def test_integers_among_the_parameters_of_a_step():
+    init_state, step = offload_train_step(embed, layer, head, optax.sgd(0.1))
+    state = init_state(to_host(params()), others())
+    number = jnp.zeros(LAYERS, jnp.int32)
+    layers = {**state.layers, "n": to_host(number)}
+    with pytest.raises(TypeError, match=r"`layers` must be floating-point .* int32 .*\['n'\]"):
+        init_state(layers, others())
+    with pytest.raises(TypeError, match=r"`others` must be floating-point .* int32 .*\['n'\]"):
+        init_state(to_host(params()), {**others(), "n": number})
+    with pytest.raises(TypeError, match=r"`state.layers` must be floating-point .* int32"):
+        step(state._replace(layers=layers), TOKENS)
+
+
+def test_a_step_leaves_the_callers_other_parameters():
+    """And overwrites the layers, which are too large to be there twice."""
+    init_state, step = offload_train_step(embed, layer, head, optax.sgd(0.1))
+    w, kept = to_host(params()), others()
+    offload_jit(step)(init_state(w, kept), TOKENS)
+    assert not any(a.is_deleted() for a in jax.tree.leaves(kept))
+    assert all(a.is_deleted() for a in jax.tree.leaves(w))
+
+
+def test_a_state_of_another_optimizer():
+    w = to_host(params())
+    state = offload_train_step(embed, layer, head, optax.sgd(0.1)).init(w, others())
+    with pytest.raises(ValueError, match="`state.layers_state` must be like what init makes"):
+        offload_train_step(embed, layer, head, optax.adam(0.1)).step(state, TOKENS)
+    grads = to_host(jax.tree.map(lambda a: a[:1], params()))
+    with pytest.raises(ValueError, match=r"`grads`\['a'\] must be of the shape \(4, 8, 16\)"):
+        stream_update(optax.sgd(0.1)).update(grads, state.layers_state, w)

@@ -1,0 +1,169 @@
+"""Optimizers that draw noise: every layer its own, and what cannot be told apart is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from effjax import offload_jit, offload_train_step, stream_update, to_device, to_host
+from tests.ops.offload.stacks import LAYERS, kinds
+
+KEY = jax.random.key(3)
+SHAPES = {"a": (3, 2), "b": (3,)}
+noisy_sgd = functools.partial(optax.noisy_sgd, 1.0, eta=0.1)
+
+
+def params():
+    return {name: jnp.ones((LAYERS, *shape)) for name, shape in SHAPES.items()}
+
+
+def own_key(key, i):
+    """That of layer i, as the docs have it."""
+    return jax.random.fold_in(key, np.uint32(2**32 - 1 - i))
+
+
+def old_style(key):
+    """Noise from a uint32 key in the state, as optimizers of one's own may have it."""
+
+    def update(grads, state, params=None):
+        count, key = state
+        key, sample = jax.random.split(key)
+        noise = jax.tree.map(lambda g: jax.random.normal(sample, g.shape), grads)
+        return jax.tree.map(jnp.add, grads, noise), (count + 1, key)
+
+    return optax.GradientTransformation(lambda params: (jnp.uint32([0, 0]), key), update)
+
+
+OPTIMIZERS = {
+    "noisy_sgd": (lambda key: noisy_sgd(key=key), KEY),
+    "among others": (lambda key: optax.chain(optax.add_noise(0.1, 0.5, key), optax.adam(0.1)), KEY),
+    "every second step": (
+        lambda key: optax.MultiSteps(noisy_sgd(key=key), 2).gradient_transformation(),
+        KEY,
+    ),
+    "uint32 key": (old_style, jax.random.PRNGKey(3)),
+}
+
+
+def of_each_layer(make, key, grads, steps):
+    """What an optimizer of its own, with a key of its own, makes of every layer."""
+    found = []
+    for i in range(LAYERS):
+        tx = make(own_key(key, i))
+        w = jax.tree.map(lambda a, i=i: a[i], params())
+        g, state = jax.tree.map(lambda a, i=i: a[i], grads), tx.init(w)
+        for _ in range(steps):
+            updates, state = tx.update(g, state, w)
+            w = optax.apply_updates(w, updates)
+        found.append((w, state))
+    return jax.tree.map(lambda *a: jnp.stack(a), *found)
+
+
+def assert_close(got, want):
+    def compare(a, b):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+    jax.tree.map(compare, got, want)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_layer_has_noise_of_its_own(name):
+    make, key = OPTIMIZERS[name]
+    init, update = stream_update(make(key))
+    w, grads = to_host(params()), params()
+    state, update = init(w), jax.jit(update)
+    for _ in range(2):
+        w, state = update(to_host(grads), state, w)
+    assert_close(to_device((w, state)), of_each_layer(make, key, grads, 2))
+    assert kinds(w) == {"pinned_host"}
+    for a in jax.tree.leaves(w):
+        assert len(np.unique(np.asarray(a))) == a.size
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_slices": 2, "num_microbatches": 2}, {"fuse_update": False}], ids=str
+)
+def test_in_a_training_step(options):
+    """The same however it is cut; and the other parameters draw what no layer draws."""
+    tx = noisy_sgd(key=KEY)
+    init, step = offload_train_step(
+        lambda others, batch, key: batch + 0 * others["a"].sum(),
+        lambda w, x, key: x + w["a"].sum() + w["b"].sum(),
+        lambda others, x, batch, key: x.mean(),
+        tx,
+        **options,
+    )
+    others = {name: a[0] for name, a in params().items()}
+    state, step = init(to_host(params()), others), offload_jit(step)
+    for _ in range(2):
+        state, _ = step(state, jnp.ones((4, 1)))
+    grads = params()  # each parameter is added once: its gradient is 1
+    want, _ = of_each_layer(lambda key: noisy_sgd(key=key), KEY, grads, 2)
+    assert_close(to_device(state.layers), want)
+    state_of_others = tx.init(others)
+    for _ in range(2):
+        none = jax.tree.map(jnp.zeros_like, others)
+        updates, state_of_others = tx.update(none, state_of_others, others)
+        others = optax.apply_updates(others, updates)
+    assert_close(state.others, others)
+
+
+def test_no_layer_draws_what_the_other_parameters_draw():
+    """Their keys are chains of split: fold_in(key, i) would be among them."""
+    keys, drawn = [KEY], []
+    for _ in range(3):
+        rest, sample = jax.random.split(keys[-1])
+        keys.append(rest)
+        drawn += [sample, *jax.random.split(sample, 4)]
+    used = {tuple(np.asarray(jax.random.key_data(k))) for k in [*keys, *drawn]}
+    assert tuple(np.asarray(jax.random.key_data(jax.random.fold_in(KEY, 0)))) in used
+    for i in range(LAYERS):
+        assert tuple(np.asarray(jax.random.key_data(own_key(KEY, i)))) not in used
+
+
+def from_the_count(grads, state, params=None):
+    key = jax.random.fold_in(KEY, state)
+    noise = jax.tree.map(lambda g: jax.random.normal(key, g.shape), grads)
+    return jax.tree.map(jnp.add, grads, noise), state + 1
+
+
+def in_a_loop(grads, state, params=None):
+    def body(total, key):
+        return total + jax.random.normal(key), None
+
+    total, _ = jax.lax.scan(body, 0.0, jax.random.split(KEY, 3))
+    return jax.tree.map(lambda g: g + total, grads), state + 1
+
+
+def at_first(params):
+    return jax.tree.map(lambda a: jax.random.normal(KEY, a.shape), params)
+
+
+def renewed(grads, state, params=None):
+    """A key in the state that after a step is the same in every layer."""
+    count, key = state
+    noise = jax.tree.map(lambda g: jax.random.normal(key, g.shape), grads)
+    return jax.tree.map(jnp.add, grads, noise), (count + 1, jax.random.fold_in(KEY, count))
+
+
+@pytest.mark.parametrize(
+    ("match", "init", "update"),
+    [
+        ("from a key that is not in its state", lambda params: jnp.int32(0), from_the_count),
+        ("from a key that is not in its state", lambda params: jnp.int32(0), in_a_loop),
+        ("from a key that is not in its state", lambda params: (jnp.int32(0), KEY), renewed),
+        ("when it is initialized", at_first, lambda grads, state, params=None: (grads, state)),
+    ],
+    ids=["count", "loop", "renewed", "init"],
+)
+def test_noise_that_would_be_the_same_in_every_layer_is_refused(match, init, update):
+    tx, w = optax.GradientTransformation(init, update), to_host(params())
+    with pytest.raises(ValueError, match=f"`tx` draws random numbers {match}.*optax.add_noise"):
+        stream_update(tx).init(w)
+    with pytest.raises(ValueError, match=match):
+        stream_update(tx).update(w, (), w)
