@@ -72,6 +72,16 @@ class OffloadModel(nnx.Module):
     call, by the mean of the statistics of the microbatches: with one microbatch as they are in the
     unwrapped model, with several the running variance is that within a microbatch.
 
+    Optimizers of optax work on the device only. An `nnx.Optimizer` is made before `to_host`, and so
+    has its state there; a step takes parameters and gradients there, and the former back::
+
+        nnx.update(model, effjax.to_device(nnx.state(model, nnx.Param)))
+        optimizer.update(model, effjax.to_device(grads))
+        model.to_host()
+
+    For a stack `effjax.stream_update` keeps the state on the host, and needs no more of the device
+    than two layers.
+
     Other Variables than Params stay on the device, and other than BatchStats and RngCounts must not
     be changed by a layer. Two layers may share Params, and nothing else that is a Variable.
 
@@ -129,6 +139,8 @@ class OffloadModel(nnx.Module):
             functools.partial(_call, layer, graphdef, moved(others, Space.Device), flags)
             for layer, (graphdef, _, others) in zip(layers, split, strict=True)
         ]
+        if hasattr(self, "_nnx_tabulate_id"):  # nnx.tabulate: Flax stays broken after an error
+            params = moved(params, Space.Host)
         check_on_host(params[0] if self.stacked else params, "Call its to_host() first.")
         x, key = first_input(args), _key(rngs)
         if self.stacked:
@@ -147,8 +159,7 @@ class OffloadModel(nnx.Module):
     def to_host(self) -> "OffloadModel":
         """Moves the Params to pinned host memory, in place; returns the model.
 
-        An `nnx.Optimizer` of it must be made before, or optax fails ("Memory kind mismatch"): see
-        the class.
+        Make an `nnx.Optimizer` before this, or optax fails ("Memory kind mismatch"); see the class.
         """
         nnx.update(self, moved(nnx.state(self, nnx.Param), Space.Host))
         return self

@@ -196,6 +196,18 @@ def test_errors(error, match, run):
         run()
 
 
+@pytest.mark.parametrize("num_layers", [None, 3])
+def test_tabulate(num_layers):
+    layers: Any = [nn.Dense(6), nn.Dense(6)] if num_layers is None else nn.Dense(6)
+    model = OffloadModel(layers, num_layers=num_layers)
+    options: dict[str, Any] = dict(console_kwargs={"width": 200, "force_terminal": False})
+    table = model.tabulate(KEY, X, **options)
+    assert "float32[3,6,6]" in table if num_layers else "layers_1" in table
+    assert "_sequence" not in table and "_plain" not in table
+    with pytest.raises(ValueError, match=r"count FLOPs \(tabulate\) without OffloadModel"):
+        model.tabulate(KEY, X, compute_flops=True, **options)
+
+
 def test_shared_running_statistics_are_refused():
     norm = nn.BatchNorm(use_running_average=False)
     model = OffloadModel([norm, norm])

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -195,6 +196,51 @@ def test_functional_use_and_a_mesh(mesh8):
     nnx.update(model, effjax.to_device(params))
     model.to_host()  # stays on all devices
     assert {a.sharding for a in jax.tree.leaves(nnx.state(model, nnx.Param))} == {sharding}
+
+
+def test_an_optimizer_of_nnx():
+    """As the docstring says: made before to_host, and applied on the device."""
+
+    def trained(wrap):
+        model: Any = wrap([nnx.Linear(6, 6, rngs=nnx.Rngs(i)) for i in range(2)])
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        offloaded = wrap is OffloadModel
+        if offloaded:
+            model.to_host()
+
+        @nnx.jit
+        def step(model, optimizer, x):
+            loss, grads = nnx.value_and_grad(lambda model: jnp.sin(model(x)).mean())(model)
+            if offloaded:
+                nnx.update(model, effjax.to_device(nnx.state(model, nnx.Param)))
+                grads = effjax.to_device(grads)
+            optimizer.update(model, grads)
+            if offloaded:
+                model.to_host()
+            return loss
+
+        losses = [float(step(model, optimizer, X)) for _ in range(3)]
+        assert kinds(nnx.state(model, nnx.Param)) == {"pinned_host" if offloaded else "device"}
+        return losses
+
+    want = trained(lambda layers: nnx.Sequential(*layers))
+    np.testing.assert_allclose(trained(OffloadModel), want, rtol=1e-6)
+    assert want[2] < want[1] < want[0]
+
+
+@pytest.mark.parametrize("num_microbatches", [exhaustive(1), 2])
+def test_tabulate(num_microbatches):
+    """Before to_host too: after an error of nnx.tabulate all classes of Flax would be broken."""
+    layers = [nnx.Linear(6, 6, rngs=nnx.Rngs(0)), nnx.relu, nnx.BatchNorm(6, rngs=nnx.Rngs(0))]
+    model = OffloadModel(layers, num_microbatches=num_microbatches)
+    options: dict[str, Any] = dict(console_kwargs={"width": 200, "force_terminal": False})
+    for at in (model, nnx.clone(model).to_host()):
+        table = nnx.tabulate(at, X, **options)
+        assert "layers/0" in table and "layers/2" in table and "Total Parameters: 66" in table
+    stack = OffloadModel(transformer().blocks).to_host()
+    assert "layers/qkv" in nnx.tabulate(stack, jnp.ones((2, 4, 8)), **options)
+    with pytest.raises(ValueError, match="Call its to_host"):
+        model(X)
 
 
 class Counting(nnx.Module):

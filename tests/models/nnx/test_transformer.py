@@ -254,6 +254,11 @@ def test_options_are_checked(options, match):
         make(**options)
 
 
+def test_tabulate():
+    table = nnx.tabulate(make(), TOKENS, console_kwargs={"width": 200, "force_terminal": False})
+    assert "blocks/qkv" in table and "float32[3,8,24]" in table
+
+
 NO_FUNCTION = [None, 3, "scan"]
 NO_SIZE = [0, 8.0, True, "8"]
 NO_DTYPE = [int, "int8", jnp.complex64, "floot", 3, [float]]
