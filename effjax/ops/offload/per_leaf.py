@@ -22,9 +22,14 @@ _SAME_NOISE = (
 
 
 def check_per_leaf(tx: Any, params: Any) -> set[int]:
-    """Which leaves of the state of `tx` are PRNG keys, if it can be applied layer by layer.
+    """Checks that an optimizer can be applied layer by layer.
 
-    tx: an optax.GradientTransformation; params: those of one layer, or their shapes.
+    Args:
+      tx: an optax.GradientTransformation.
+      params: those of one layer, or their shapes.
+
+    Returns:
+      Which leaves of its state are PRNG keys.
 
     Raises:
       ValueError: if the update of a parameter depends on another one's gradient, or what is drawn
