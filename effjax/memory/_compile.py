@@ -26,8 +26,8 @@ from jax.sharding import (
 from ..ops._arguments import as_callable, as_integer, described
 from ..ops._platform import tracing_for
 from ..ops.offload.compiled import allowed, needed_options
-from ._arguments import knows_modules, opened, refuse_modules
 from ._frames_shim import lines_of_libraries
+from ._modules import knows_modules, opened, refuse_modules
 from .targets import Target
 
 # There is no GPU to time kernels on.

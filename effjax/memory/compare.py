@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
-from ..ops._arguments import as_callable, described
+from ..ops._arguments import as_callable, as_flag, described
 from . import plots, report
-from ._arguments import as_flag
 from ._progress import progress_bar
 from .plan import MemoryPlan, prepare
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..ops._arguments import as_callable
+from ..ops._arguments import as_callable, as_flag
 from . import plots, report
-from ._arguments import as_flag, refuse_modules
+from ._modules import refuse_modules
 
 _OF_ARRAYS = "Give a function of arrays, by nnx.split and nnx.merge."
 

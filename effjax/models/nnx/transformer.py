@@ -16,8 +16,8 @@ from jax.typing import ArrayLike
 from ...ops._arguments import (
     as_array,
     as_callable,
-    as_flag,
     as_dtype,
+    as_flag,
     as_integer,
     as_number,
     described,

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from .._arguments import as_flag, as_dtype, as_integer, one_of
+from .._arguments import as_dtype, as_flag, as_integer, one_of
 from .placement import SPACES, Space, Where
 
 

@@ -12,13 +12,6 @@ import jax
 from ..ops._arguments import described
 
 
-def as_flag(name: str, value: Any) -> bool:
-    """True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"`{name}` must be True or False, not {described(value)}.")
-    return value
-
-
 def knows_modules(fn: Any) -> bool:
     """Whether it is what `nnx.jit` makes: it returns what modules become, and can be traced."""
     return hasattr(fn, "trace") and type(fn).__module__.partition(".")[0] == "flax"
