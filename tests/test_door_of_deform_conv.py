@@ -99,6 +99,9 @@ def optional(kinds):
     }
 
 
+X = [*ARRAY, ARRAYS["x"].astype(complex), ARRAYS["x"].astype(bool)]  # integers are promoted
+
+
 def layers():
     """Every layer of both flavours: (call, good arguments, kinds of bad ones)."""
     taken = {
@@ -107,7 +110,7 @@ def layers():
     }  # fmt: skip
     for name, inputs in taken.items():
         good = {k: ARRAYS[k] for k in inputs} | LAYER
-        kinds = LAYER_OPTIONS | arrays_of(ARRAYS, *inputs)
+        kinds = LAYER_OPTIONS | arrays_of(ARRAYS, *inputs) | dict(x=X)
         if name == "DFConv2d":
             good = dict(x=ARRAYS["x"], kernel_size=3)
             kinds = {k: kinds[k] for k in ("x", "kernel_size", "strides", "kernel_dilation")}
@@ -151,7 +154,7 @@ FUNCTIONS = [
         "DeformResNet", resnet,
         dict(x=zeros(1, 4, 4, 3), stage_sizes=(1,), widths=(2,), deformable=()),
         dict(
-            x=[*ARRAY, np.zeros((1, 4, 4, 3), int), np.zeros((1, 4, 4, 3), complex)],
+            x=[*ARRAY, np.zeros((1, 4, 4, 3), complex)],
             stage_sizes=INTEGERS, widths=INTEGERS, deformable=INTEGERS, modulated=FLAG,
             offset_groups=INTEGER, num_classes=INTEGER, in_channels=INTEGER, momentum=NUMBER,
             epsilon=[None, *NUMBER], dtype=DTYPE, param_dtype=[None, *DTYPE], rngs=RNGS,

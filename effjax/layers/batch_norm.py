@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..ops._arguments import as_array, as_callable, as_dtype, as_flag, as_number, one_of
+from ..ops._arguments import as_callable, as_dtype, as_flag, as_number, one_of
 from ..ops._parallel import axis_names
 from ..ops.batch_norm.complex import complex_batch_norm, complex_inference
 from ..ops.batch_norm.statistics import as_axes, index_groups
 from ..ops.batch_norm.sync import BatchStats, batch_norm_inference, sync_batch_norm
+from .arguments import as_input
 
 Axes = int | Sequence[int]
 Activation = Literal["relu"]
@@ -74,11 +75,6 @@ def hashable_axes(axis_name: Any) -> Any:
     """`axis_name` as it is, but for a list: nnx hashes the attributes of a module."""
     axis_names(axis_name)
     return tuple(axis_name) if isinstance(axis_name, list) else axis_name
-
-
-def as_input(name: str, x: Any) -> jax.Array:
-    """An array of numbers; integers are promoted later."""
-    return as_array(name, x, jnp.number)
 
 
 def feature_axes(ndim: int, axis: Axes) -> tuple[int, ...]:

@@ -12,10 +12,10 @@ from ..ops._arguments import (
     as_dtype,
     as_flag,
     as_integer,
-    described,
 )
 from ..ops._convolution import padding_of, pair
 from ..ops.deform_conv.arguments import check_options
+from .arguments import as_real_input
 
 
 def kernel_shape(
@@ -65,8 +65,8 @@ def check_dtypes(dtype: Any, param_dtype: Any) -> None:
 
 
 def checked_images(x: Any, channels: int | None = None) -> jax.Array:
-    """`x`, floating-point images with this many channels."""
-    x = as_array("x", x)
+    """`x`, images with this many channels."""
+    x = as_real_input("x", x)
     if x.ndim != 4 or channels not in (None, x.shape[-1]):
         wanted = f"[N, H, W, {'C' if channels is None else channels}]"
         raise ValueError(f"`x` of shape {x.shape} must be {wanted}.")
@@ -77,13 +77,6 @@ def real_operands(x: Any, kernel: Any, bias: Any, channels: int) -> tuple[Any, A
     """The three before they are cast to one dtype: none loses an imaginary part there."""
     bias = None if bias is None else as_array("bias", bias)
     return checked_images(x, channels), as_array("kernel", kernel), bias
-
-
-def check_rngs(rngs: Any) -> None:
-    """An nnx.Rngs that has keys for parameters."""
-    if not callable(getattr(rngs, "params", None)):
-        wanted = "an nnx.Rngs with a stream `params`, as nnx.Rngs(0) is"
-        raise TypeError(f"`rngs` must be {wanted}, not {described(rngs)}.")
 
 
 def predicted_features(

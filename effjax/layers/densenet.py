@@ -16,7 +16,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..ops._arguments import as_array, as_dtype, as_flag, as_integer, as_number, described, one_of
 from ..ops.batch_norm.statistics import index_groups
-from .batch_norm import as_input, check_momentum, hashable_axes
+from .arguments import as_real_input
+from .batch_norm import check_momentum, hashable_axes
 
 Save = Literal["conv", "features"]
 
@@ -92,9 +93,7 @@ class DenseNetOptions:
         self, x: ArrayLike, in_channels: int | None, mask: ArrayLike | None
     ) -> tuple[jax.Array, jax.Array | None]:
         """Checks a batch; returns it in the computation's dtype, and the mask as [N, 1, 1, 1]."""
-        x = as_input("x", x)
-        if jnp.iscomplexobj(x):
-            raise TypeError(f"`x` must be real, but its dtype is {x.dtype}; pass its real part.")
+        x = as_real_input("x", x)
         if x.ndim != 4:
             raise ValueError(
                 f"`x` must be of shape [batch, height, width, channels], not {x.shape}."

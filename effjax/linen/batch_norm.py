@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import ArrayLike
 
+from ..layers.arguments import as_input
 from ..layers.batch_norm import (
     Activation,
     Stats,
-    as_input,
     check_options,
     feature_axes,
     normalize_batch,

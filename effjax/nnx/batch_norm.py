@@ -1,7 +1,6 @@
 """Batch normalization over devices for Flax NNX."""
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -14,10 +13,10 @@ from flax.typing import Dtype, Initializer, PromoteDtypeFn
 from jax.nn import initializers
 from jax.typing import ArrayLike
 
+from ..layers.arguments import as_input, check_rngs
 from ..layers.batch_norm import (
     Activation,
     Stats,
-    as_input,
     check_options,
     feature_axes,
     hashable_axes,
@@ -228,36 +227,3 @@ class BatchNorm(nnx.BatchNorm):
                 f"`num_features` (={self.num_features}) does not match an input of shape "
                 f"{x.shape}, whose feature axes {self.axis} have the size {shape}."
             )
-
-    def uses_running_average(self, use_running_average: bool | None = None) -> bool:
-        """The old name of `_uses_running_average`."""
-        _warn_of("uses_running_average")
-        return BatchNorm._uses_running_average(self, use_running_average)
-
-    def update_running_stats(self, batch: BatchStats) -> None:
-        """The old name of `_update_running_stats`."""
-        _warn_of("update_running_stats")
-        BatchNorm._update_running_stats(self, batch)
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for name in ("uses_running_average", "update_running_stats"):
-            if name in vars(cls):  # an override by the old name still is one
-                _warn_of(name)
-                setattr(cls, f"_{name}", vars(cls)[name])
-
-
-def _warn_of(name: str) -> None:
-    warnings.warn(
-        f"effjax.nnx.BatchNorm.{name} is now _{name}, and goes in effjax 0.3.",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-
-
-def check_rngs(rngs: Any) -> None:
-    if not callable(getattr(rngs, "params", None)):
-        raise TypeError(
-            "`rngs` must be flax.nnx.Rngs with a stream `params`, like nnx.Rngs(0), not "
-            f"{described(rngs)}."
-        )

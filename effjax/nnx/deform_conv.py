@@ -9,9 +9,9 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 
+from ..layers.arguments import check_rngs
 from ..layers.deform_conv import (
     check_parameters,
-    check_rngs,
     checked_images,
     convolution_options,
     kernel_shape,

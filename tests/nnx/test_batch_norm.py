@@ -9,7 +9,6 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from effjax import linen as effjax_linen
-from effjax import sync_batch_norm
 from effjax.nnx import BatchNorm
 
 X = np.random.default_rng(0).normal(3, 2, (6, 4, 5)).astype(np.float32)
@@ -268,26 +267,6 @@ def test_tabulate_shows_what_it_shows_of_flax(train):
 
     ours, flaxs = (nnx.tabulate(Net(cls, nnx.Rngs(0)), X) for cls in (BatchNorm, nnx.BatchNorm))
     assert ours == flaxs
-
-
-def test_methods_by_their_old_names():
-    """They work, as calls and as overrides, and say their new ones."""
-    norm, other = make(), make()
-    norm(X)
-    with pytest.warns(DeprecationWarning, match="update_running_stats is now _update"):
-        other.update_running_stats(sync_batch_norm(X)[1])
-    np.testing.assert_allclose(other.mean[...], norm.mean[...], **SAME)
-    with pytest.warns(DeprecationWarning, match="uses_running_average is now _uses"):
-        assert not other.uses_running_average()
-    with pytest.warns(DeprecationWarning, match="update_running_stats is now _update"):
-
-        class Still(BatchNorm):
-            def update_running_stats(self, batch):
-                pass
-
-    still = make(Still)
-    still(X)
-    np.testing.assert_array_equal(still.mean[...], 0)
 
 
 def test_axes_in_lists_can_be_hashed():

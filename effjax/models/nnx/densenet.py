@@ -10,6 +10,7 @@ from flax import nnx
 from flax.typing import Dtype
 from jax.typing import ArrayLike
 
+from ...layers.arguments import check_rngs
 from ...layers.densenet import (
     DenseNetOptions,
     Save,
@@ -20,7 +21,7 @@ from ...layers.densenet import (
     lecun_normal,
     max_pool,
 )
-from ...nnx.batch_norm import BatchNorm, check_rngs
+from ...nnx.batch_norm import BatchNorm
 from ...ops._arguments import as_integer
 from ...ops.batch_norm.statistics import statistics_dtype
 from ...ops.dense_block.block import DenseLayerParams, check_key, dense_block

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 
-from ...layers.deform_conv import check_dtypes, check_rngs
+from ...layers.arguments import as_real_input, check_rngs
+from ...layers.deform_conv import check_dtypes
 from ...nnx.batch_norm import BatchNorm
 from ...nnx.deform_conv import DeformConvPack, ModulatedDeformConvPack
-from ...ops._arguments import as_array, as_flag, as_integer, as_number
+from ...ops._arguments import as_flag, as_integer, as_number
 
 he_normal = nnx.initializers.variance_scaling(2.0, "fan_out", "truncated_normal")
 
@@ -103,7 +104,7 @@ class DeformResNet(nnx.Module):
 
         `rngs` is taken and not needed, as by all models here.
         """
-        x = as_array("x", x)
+        x = as_real_input("x", x)
         if x.ndim != 4 or x.shape[-1] != self.in_channels:
             raise ValueError(
                 f"`x` must be of shape [batch, height, width, {self.in_channels}], not {x.shape}."
