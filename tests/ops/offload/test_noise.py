@@ -28,11 +28,11 @@ def own_key(key, i):
 def old_style(key):
     """Noise from a uint32 key in the state, as optimizers of one's own may have it."""
 
-    def update(grads, state, params=None):
+    def update(updates, state, params=None):
         count, key = state
         key, sample = jax.random.split(key)
-        noise = jax.tree.map(lambda g: jax.random.normal(sample, g.shape), grads)
-        return jax.tree.map(jnp.add, grads, noise), (count + 1, key)
+        noise = jax.tree.map(lambda g: jax.random.normal(sample, g.shape), updates)
+        return jax.tree.map(jnp.add, updates, noise), (count + 1, key)
 
     return optax.GradientTransformation(lambda params: (jnp.uint32([0, 0]), key), update)
 
