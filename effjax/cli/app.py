@@ -54,7 +54,7 @@ def train() -> None:
     """Train a model on images or on text."""
 
 
-app.command("memory")(memory)
+app.command("memory", cls=Command)(memory)
 app.add_typer(train_app, name="train")
 train_app.command("lm", cls=Command)(train_lm)
 train_app.command("densenet", cls=Command)(train_densenet)
