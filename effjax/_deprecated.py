@@ -10,7 +10,7 @@ def moved(module: str, **names: str) -> Callable[[str], Any]:
     """A ``__getattr__`` for `module`: each name is found in the module that it moved to.
 
     Raises:
-      AttributeError: for any other name, as a module does.
+        AttributeError: for any other name, as a module does.
     """
 
     def get(name: str) -> Any:

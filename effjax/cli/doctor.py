@@ -77,7 +77,7 @@ def missing_by_extra(requirements: Sequence[str]) -> dict[str, list[str]]:
     """For each extra, those of its packages that are not installed.
 
     Args:
-      requirements: as `importlib.metadata.requires` gives them: `rich>=13; extra == "train"`.
+        requirements: as `importlib.metadata.requires` gives them: `rich>=13; extra == "train"`.
     """
     wanted: dict[str, list[str]] = {}
     for requirement in requirements:

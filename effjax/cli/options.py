@@ -30,9 +30,9 @@ def parameters_of(
     """The options that a dataclass declares, as keyword-only parameters that typer understands.
 
     Args:
-      options: a dataclass whose fields have an `Option`.
-      without: the names of those that the command does not have.
-      defaults: by name, where the command's are not those of the dataclass.
+        options: a dataclass whose fields have an `Option`.
+        without: the names of those that the command does not have.
+        defaults: by name, where the command's are not those of the dataclass.
     """
     found = []
     for name, kind, said, default in declared(options):

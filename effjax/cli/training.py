@@ -35,14 +35,14 @@ def train_command(
     `--overwrite` and `--resume`. An error of the user's is one line.
 
     Args:
-      name: of the command, and of its run directories.
-      options: the options of a run.
-      go_on: where `--resume` is given, called with the run's options, its directory,
-        `resume=True`, and those of the options after `start`'s `*` that are given too.
-      saver: the option that saves memory.
-      with_resume: the options that can be given with `--resume`. One of a run is what it goes on
-        with: its length.
-      without, defaults: as `parameters_of` has them.
+        name: of the command, and of its run directories.
+        options: the options of a run.
+        go_on: where `--resume` is given, called with the run's options, its directory,
+            `resume=True`, and those of the options after `start`'s `*` that are given too.
+        saver: the option that saves memory.
+        with_resume: the options that can be given with `--resume`. One of a run is what it goes on
+            with: its length.
+        without, defaults: as `parameters_of` has them.
     """
 
     def decorate(start: Callable[..., None]) -> Callable:

@@ -40,8 +40,8 @@ def live_at_peak(assignment: str, live_ranges: str) -> list[Value]:
     XLA's temporary bytes: the rest is lost in packing them.
 
     Args:
-      assignment: XLA's `…-buffer-assignment.txt`.
-      live_ranges: XLA's `…-live-range.txt`.
+        assignment: XLA's `…-buffer-assignment.txt`.
+        live_ranges: XLA's `…-live-range.txt`.
     """
     allocations = _device_allocations(assignment)
     ranges = _live_ranges(live_ranges)

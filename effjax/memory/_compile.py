@@ -187,10 +187,10 @@ def mesh_to_plan_for(num_devices: int) -> Mesh | AbstractMesh:
     do with.
 
     Args:
-      num_devices: how many it spans.
+        num_devices: how many it spans.
 
     Raises:
-      TypeError, ValueError: if that is no number of at least 1.
+        TypeError, ValueError: if that is no number of at least 1.
     """
     as_integer("num_devices", num_devices, 1)
     auto = (AxisType.Auto,)
@@ -208,7 +208,7 @@ def compile_for(
     """Compiles for the target, in a process of its own.
 
     Raises:
-      PlanError: with what the compiler says.
+        PlanError: with what the compiler says.
     """
     asked = lowered.compiler_options | dict(compiler_options or {})
     options = _COMPILER_OPTIONS | {k: str(v) for k, v in asked.items()}

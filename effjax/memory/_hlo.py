@@ -169,10 +169,10 @@ def collectives(hlo: str | HloModule) -> tuple[Collective, ...]:
     """The collectives of a program, most bytes first; alike ones are one entry.
 
     Args:
-      hlo: optimized HLO: `jax.jit(f).lower(…).compile().as_text()` of any backend.
+        hlo: optimized HLO: `jax.jit(f).lower(…).compile().as_text()` of any backend.
 
     Raises:
-      TypeError: if it is no text.
+        TypeError: if it is no text.
     """
     module = _parsed(hlo)
     found: Counter[tuple[str, int, tuple[str, str]]] = Counter()

@@ -10,9 +10,9 @@ def progress_bar(what: str, total: int | None, show: bool) -> Iterator[Callable[
     """Gives a function that says what is done now: a line each, over a bar on a terminal.
 
     Args:
-      what: what goes on.
-      total: the number of steps, or None if that is not known.
-      show: False says nothing.
+        what: what goes on.
+        total: the number of steps, or None if that is not known.
+        show: False says nothing.
     """
     if not show:
         yield lambda done: None

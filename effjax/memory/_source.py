@@ -17,7 +17,7 @@ def made_by(places: Sequence[str]) -> tuple[str, str]:
     The second is empty where the first is the user's, or where there is none.
 
     Args:
-      places: "file.py:12" of the stack, the innermost first.
+        places: "file.py:12" of the stack, the innermost first.
     """
     inside = list(itertools.takewhile(lambda place: not place.startswith(_PLANNER), places))
     source = next(iter(inside), "")

@@ -58,20 +58,21 @@ def max_batch_size(
     fail to close in. It usually takes four to eight compiles, none of which runs anything.
 
     Args:
-      step_for_batch: makes the program for a batch size: `(fn, *args)`, with the arguments as
-        shapes, and any donations in `fn` (a `jax.jit`).
-      multiple_of: only multiples of this are tried; None: of the number of devices that the program
-        spans at the first batch.
-      start: the first batch to try, rounded up to a multiple of `multiple_of`.
-      progress: whether to say on stderr what is compiled.
-      **options: for `plan`: `target`, `memory_fraction`, `num_devices`, …
+        step_for_batch: makes the program for a batch size: `(fn, *args)`, with the arguments as
+            shapes, and any donations in `fn` (a `jax.jit`).
+        multiple_of: only multiples of this are tried; None: of the number of devices that the
+            program spans at the first batch.
+        start: the first batch to try, rounded up to a multiple of `multiple_of`.
+        progress: whether to say on stderr what is compiled.
+        **options: for `plan`: `target`, `memory_fraction`, `num_devices`, …
 
     Returns:
-      A `MaxBatch`. If any batch fits, the next larger multiple was compiled and does not. Print it.
+        A `MaxBatch`. If any batch fits, the next larger multiple was compiled and does not. Print
+        it.
 
     Raises:
-      TypeError, ValueError, PlanError: as `plan`; ValueError too if `multiple_of` or `start` is
-        less than 1, or if memory does not grow with the batch.
+        TypeError, ValueError, PlanError: as `plan`; ValueError too if `multiple_of` or `start` is
+            less than 1, or if memory does not grow with the batch.
     """
     as_callable("step_for_batch", step_for_batch)
     as_integer("start", start, 1)

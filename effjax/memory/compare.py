@@ -39,16 +39,16 @@ def compare(
         print(compare({"plain": step, "recompute": other_step}, params, batch, target="a100-40"))
 
     Args:
-      programs: functions by name; the first is what the others are compared with.
-      *args: the arguments of all of them, arrays or shapes.
-      progress: whether to say on stderr what is compiled.
-      **options: for `plan`, the same for all.
+        programs: functions by name; the first is what the others are compared with.
+        *args: the arguments of all of them, arrays or shapes.
+        progress: whether to say on stderr what is compiled.
+        **options: for `plan`, the same for all.
 
     Returns:
-      A `Comparison`: a dictionary of plans that prints as a table, with `plot()` and `to_dict()`.
+        A `Comparison`: a dictionary of plans that prints as a table, with `plot()` and `to_dict()`.
 
     Raises:
-      TypeError, ValueError, PlanError: as `plan`; ValueError if there are no programs.
+        TypeError, ValueError, PlanError: as `plan`; ValueError if there are no programs.
     """
     steps = {
         name: (as_callable(f"programs[{name!r}]", fn), *args)
@@ -65,14 +65,14 @@ def plan_all(
         plan_all({"in memory": (step, state, batch), "offloaded": (other, other_state, batch)})
 
     Args:
-      steps: `(fn, *args)` by name; the first is what the others are compared with.
-      progress, **options: as `compare`.
+        steps: `(fn, *args)` by name; the first is what the others are compared with.
+        progress, **options: as `compare`.
 
     Returns:
-      A `Comparison`.
+        A `Comparison`.
 
     Raises:
-      TypeError, ValueError, PlanError: as `compare`.
+        TypeError, ValueError, PlanError: as `compare`.
     """
     steps = {
         name: as_step(f"steps[{name!r}]", step) for name, step in _by_name("steps", steps).items()

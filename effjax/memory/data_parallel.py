@@ -22,16 +22,16 @@ def data_parallel(
     without one is whole on each of them. That is what data parallelism is, and what it costs.
 
     Args:
-      step_for_batch: makes the program for a batch size, `(fn, *args)`. It is called twice: with
-        twice the batch, to see what grows.
-      num_devices: how many devices the batch is split over, along the axis `"data"` of a mesh.
+        step_for_batch: makes the program for a batch size, `(fn, *args)`. It is called twice: with
+            twice the batch, to see what grows.
+        num_devices: how many devices the batch is split over, along the axis `"data"` of a mesh.
 
     Returns:
-      A function like `step_for_batch`, whose arguments are shapes with shardings.
+        A function like `step_for_batch`, whose arguments are shapes with shardings.
 
     Raises:
-      TypeError: for arguments of the wrong type.
-      ValueError: if nothing grows with the batch, or what grows cannot be split evenly.
+        TypeError: for arguments of the wrong type.
+        ValueError: if nothing grows with the batch, or what grows cannot be split evenly.
     """
     as_callable("step_for_batch", step_for_batch)
     mesh = mesh_to_plan_for(num_devices)

@@ -12,7 +12,7 @@ def host_memory_limit() -> int:
     It is 64 GiB unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says otherwise, whatever the machine has.
 
     Raises:
-      ValueError: if that variable is no number of at least 1.
+        ValueError: if that variable is no number of at least 1.
     """
     said = os.environ.get(VARIABLE, str(_DEFAULT))
     if not said.strip().isdecimal() or not int(said):

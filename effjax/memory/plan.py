@@ -159,35 +159,35 @@ def plan(
     on the device must be among `args` to be counted.
 
     Args:
-      fn: the function, such as a training step. It may be jitted already (`jax.jit`, `nnx.jit`,
-        `effjax.offload_jit`), with its own shardings and donations; arguments that it does not use
-        are then not counted, as jax.jit drops them.
-      *args: its arguments: arrays or `jax.ShapeDtypeStruct`s in any pytrees; of `nnx.jit` modules
-        and optimizers too, whose arrays may be shapes (`nnx.eval_shape`). Their shardings hold,
-        over any mesh (a `jax.sharding.AbstractMesh` needs no devices), and so do their memory
-        kinds: what lives in `pinned_host` counts as host bytes.
-      target: one of `list_targets()`, or a path to the text of an XLA GpuTargetConfigProto.
-      num_devices: how many devices the program spans; None: what its shardings say.
-      memory_fraction: the share of the GPU's memory that JAX takes: what
-        XLA_PYTHON_CLIENT_MEM_FRACTION is there, and JAX's default without it.
-      host_memory_bytes: pinned host memory that XLA takes for all devices of a process, which those
-        of the program are taken to be. None: what XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says here, or
-        XLA's default, 64 GiB.
-      in_shardings: as for `jax.jit`; a PartitionSpec is over a mesh of one axis, `"data"`, with
-        `num_devices` devices.
-      donate_argnums, static_argnums: as for `jax.jit`.
-      compiler_options: XLA's flags by name, without dashes, for this program.
+        fn: the function, such as a training step. It may be jitted already (`jax.jit`, `nnx.jit`,
+            `effjax.offload_jit`), with its own shardings and donations; arguments that it does not
+            use are then not counted, as jax.jit drops them.
+        *args: its arguments: arrays or `jax.ShapeDtypeStruct`s in any pytrees; of `nnx.jit` modules
+            and optimizers too, whose arrays may be shapes (`nnx.eval_shape`). Their shardings hold,
+            over any mesh (a `jax.sharding.AbstractMesh` needs no devices), and so do their memory
+            kinds: what lives in `pinned_host` counts as host bytes.
+        target: one of `list_targets()`, or a path to the text of an XLA GpuTargetConfigProto.
+        num_devices: how many devices the program spans; None: what its shardings say.
+        memory_fraction: the share of the GPU's memory that JAX takes: what
+            XLA_PYTHON_CLIENT_MEM_FRACTION is there, and JAX's default without it.
+        host_memory_bytes: pinned host memory that XLA takes for all devices of a process, which
+            those of the program are taken to be. None: what XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says
+            here, or XLA's default, 64 GiB.
+        in_shardings: as for `jax.jit`; a PartitionSpec is over a mesh of one axis, `"data"`, with
+            `num_devices` devices.
+        donate_argnums, static_argnums: as for `jax.jit`.
+        compiler_options: XLA's flags by name, without dashes, for this program.
 
     Returns:
-      A `MemoryPlan`: bytes, largest buffers, collectives and transfers. Print it.
+        A `MemoryPlan`: bytes, largest buffers, collectives and transfers. Print it.
 
     Raises:
-      TypeError: for an argument of the wrong type, or nnx modules in a function that is not
-        `nnx.jit`'s: what it changes in them would be lost, and not be planned.
-      ValueError: for an unknown target, a fraction outside (0, 1], a number of devices that the
-        program does not span, or options of jit for a function that is jitted already.
-      PlanError: if the compiler is not installed (the message says how to install it) or cannot
-        compile the program (the message is XLA's).
+        TypeError: for an argument of the wrong type, or nnx modules in a function that is not
+            `nnx.jit`'s: what it changes in them would be lost, and not be planned.
+        ValueError: for an unknown target, a fraction outside (0, 1], a number of devices that the
+            program does not span, or options of jit for a function that is jitted already.
+        PlanError: if the compiler is not installed (the message says how to install it) or cannot
+            compile the program (the message is XLA's).
     """
     return prepare(
         fn, *args, target=target, num_devices=num_devices, memory_fraction=memory_fraction,

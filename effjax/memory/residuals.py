@@ -54,17 +54,17 @@ def residual_bytes(fn: Callable[..., Any], *args: Any, has_aux: bool = False) ->
     recomputing, and needs working memory besides.
 
     Args:
-      fn: a function of arrays (or pytrees of arrays) that `jax.vjp` can differentiate.
-      *args: its arguments, arrays or shapes; all of them are differentiated, so close over what
-        is not.
-      has_aux: `fn` returns `(output, aux)`, and `aux` is not differentiated.
+        fn: a function of arrays (or pytrees of arrays) that `jax.vjp` can differentiate.
+        *args: its arguments, arrays or shapes; all of them are differentiated, so close over what
+            is not.
+        has_aux: `fn` returns `(output, aux)`, and `aux` is not differentiated.
 
     Returns:
-      A `ResidualReport`. Print it.
+        A `ResidualReport`. Print it.
 
     Raises:
-      TypeError: if `fn` is no function, `has_aux` no boolean, or an argument an nnx module: JAX
-        would differentiate a copy of it, its statistics and random streams included.
+        TypeError: if `fn` is no function, `has_aux` no boolean, or an argument an nnx module: JAX
+            would differentiate a copy of it, its statistics and random streams included.
     """
     as_callable("fn", fn)
     as_flag("has_aux", has_aux)

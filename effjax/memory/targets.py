@@ -37,8 +37,8 @@ def find_target(target: str | Path | Target) -> Target:
     """The target of that name, or the one that a text proto file describes.
 
     Raises:
-      TypeError: if it is no text, path or target.
-      ValueError: if it is neither, or the file does not state the device's memory.
+        TypeError: if it is no text, path or target.
+        ValueError: if it is neither, or the file does not state the device's memory.
     """
     if isinstance(target, Target):
         return target

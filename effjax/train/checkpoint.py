@@ -34,7 +34,7 @@ class Checkpoints:
         """Writes the state as number `step`, then deletes all others but number `best`.
 
         Raises:
-          OSError: it cannot be written, whatever the reason.
+            OSError: it cannot be written, whatever the reason.
         """
         state = jax.device_get(state)
         try:
@@ -58,7 +58,7 @@ class Checkpoints:
         """The state of number `step`, of the structure and shapes of `like`.
 
         Raises:
-          TrainError: the checkpoint is damaged, cannot be read, or is of another model.
+            TrainError: the checkpoint is damaged, cannot be read, or is of another model.
         """
         like = jax.device_get(like)
         try:

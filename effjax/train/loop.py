@@ -130,16 +130,16 @@ def fit(
     an interruption ends with the same bits as one that was not interrupted.
 
     Args:
-      task: from the `prepare` of `images.task` or `lm.task`.
-      run: where to write.
-      progress: is told how it goes.
-      resume: begin after the last checkpoint of `run`; if it has none, from the beginning. The
-        task's options must be those of the run, but for its length: with another one, all further
-        steps follow the schedule of a run of that length.
+        task: from the `prepare` of `images.task` or `lm.task`.
+        run: where to write.
+        progress: is told how it goes.
+        resume: begin after the last checkpoint of `run`; if it has none, from the beginning. The
+            task's options must be those of the run, but for its length: with another one, all
+            further steps follow the schedule of a run of that length.
 
     Raises:
-      TrainError: the loss is not finite, `run` cannot be gone on with, or a full disk.
-      KeyboardInterrupt: after the files have been brought up to date.
+        TrainError: the loss is not finite, `run` cannot be gone on with, or a full disk.
+        KeyboardInterrupt: after the files have been brought up to date.
     """
     try:
         return _fit(task, run, progress or Progress(), resume)

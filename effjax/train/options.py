@@ -116,7 +116,7 @@ def fingerprint(options: Any) -> str:
     hold is compared.
 
     Raises:
-      ValueError: these are no options.
+        ValueError: these are no options.
     """
     if not isinstance(options, dict):
         raise ValueError("options: not an object")

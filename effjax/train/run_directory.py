@@ -29,9 +29,9 @@ class RunDirectory:
         """Makes the directory, or raises `TrainError` and leaves everything as it was.
 
         Args:
-          path: the directory, such as `unused` names one.
-          config: what config.json shall hold.
-          overwrite: whether the files of an earlier run are deleted. Other files never are.
+            path: the directory, such as `unused` names one.
+            config: what config.json shall hold.
+            overwrite: whether the files of an earlier run are deleted. Other files never are.
         """
         if importlib.util.find_spec("matplotlib") is None:  # draws the curve at the end
             raise TrainError('matplotlib is missing; run pip install "effjax[train]"')
@@ -134,7 +134,7 @@ class RunDirectory:
         the `wanted` numbers of that kind, and returns these.
 
         Raises:
-          TrainError: one of these is missing or there twice; nothing is dropped then.
+            TrainError: one of these is missing or there twice; nothing is dropped then.
         """
         file, last = self._file(self.METRICS), max(wanted, default=0)
         records = [r for r in self.metrics if r.get("kind") == kind and _lies_in(r.get(kind), last)]

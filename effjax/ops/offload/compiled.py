@@ -36,19 +36,19 @@ def offload_jit(fun: Callable, *, donate: bool = True) -> Callable:
     array in the memory and with the sharding that it had.
 
     Args:
-      fun: the function of arrays. With donate=True its first argument and its (first) result are
-        alike: a pytree of arrays whose shapes and dtypes it keeps.
-      donate: whether the first argument is overwritten.
+        fun: the function of arrays. With donate=True its first argument and its (first) result are
+            alike: a pytree of arrays whose shapes and dtypes it keeps.
+        donate: whether the first argument is overwritten.
 
     Returns:
-      The compiled function. Like what jax.jit returns it has ``trace``, and `effjax.memory.plan`
-      takes it.
+        The compiled function. Like what jax.jit returns it has ``trace``, and `effjax.memory.plan`
+        takes it.
 
     Raises:
-      TypeError: for what is no function or flag; when it is called, for arguments that are no
-        arrays, and without a state to overwrite.
-      ValueError: when it is called, if the state cannot be overwritten, with the first array that
-        differs.
+        TypeError: for what is no function or flag; when it is called, for arguments that are no
+            arrays, and without a state to overwrite.
+        ValueError: when it is called, if the state cannot be overwritten, with the first array that
+            differs.
     """
     as_callable("fun", fun)
     as_flag("donate", donate)

@@ -22,15 +22,16 @@ def host_init(init_fn: Callable, keys: jax.Array, *, shardings: Any = None) -> T
     ``stack([init_fn(key) for key in keys])``; the device holds one layer at a time.
 
     Args:
-      init_fn: ``init_fn(key) -> params`` of one layer.
-      keys: [L] PRNG keys, such as ``jax.random.split(key, L)``.
-      shardings: a NamedSharding for all arrays [L, ...], or a pytree of them; None: on one device.
+        init_fn: ``init_fn(key) -> params`` of one layer.
+        keys: [L] PRNG keys, such as ``jax.random.split(key, L)``.
+        shardings: a NamedSharding for all arrays [L, ...], or a pytree of them; None: on one
+            device.
 
     Returns:
-      The parameters, arrays [L, ...] in pinned host memory.
+        The parameters, arrays [L, ...] in pinned host memory.
 
     Raises:
-      ValueError, TypeError: for arguments that do not fit.
+        ValueError, TypeError: for arguments that do not fit.
     """
     as_callable("init_fn", init_fn)
     keys, sharding = as_keys("keys", keys), _sharding_of(shardings)

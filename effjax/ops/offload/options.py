@@ -12,8 +12,8 @@ class OffloadOptions:
     """The options of `offload_scan`, see there; `offload_sequential` has some of them.
 
     Raises:
-      ValueError, TypeError: for a value that fits no model. What depends on the model is checked
-        with it, and where the parameters are is checked with them.
+        ValueError, TypeError: for a value that fits no model. What depends on the model is checked
+            with it, and where the parameters are is checked with them.
     """
 
     num_slices: int | None = None

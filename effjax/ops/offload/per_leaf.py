@@ -25,15 +25,15 @@ def check_per_leaf(tx: Any, params: Any) -> set[int]:
     """Checks that an optimizer can be applied layer by layer.
 
     Args:
-      tx: an optax.GradientTransformation.
-      params: those of one layer, or their shapes.
+        tx: an optax.GradientTransformation.
+        params: those of one layer, or their shapes.
 
     Returns:
-      Which leaves of its state are PRNG keys.
+        Which leaves of its state are PRNG keys.
 
     Raises:
-      ValueError: if the update of a parameter depends on another one's gradient, or what is drawn
-        does not come from a key in the state, and so is the same in every layer.
+        ValueError: if the update of a parameter depends on another one's gradient, or what is drawn
+            does not come from a key in the state, and so is the same in every layer.
     """
     initial, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
     closed, (updates, _) = jax.make_jaxpr(tx.update, return_shape=True)(params, state, params)

@@ -22,13 +22,13 @@ def to_host(tree: Any) -> Any:
     (``psum``) must be taken before this: XLA cannot on the host.
 
     Args:
-      tree: an array or a pytree of arrays.
+        tree: an array or a pytree of arrays.
 
     Returns:
-      The same pytree, with its arrays there.
+        The same pytree, with its arrays there.
 
     Raises:
-      TypeError: for what is no array.
+        TypeError: for what is no array.
     """
     return moved(as_arrays("tree", tree), Space.Host)
 

@@ -55,27 +55,27 @@ def offload_sequential(
     early. Reverse mode only.
 
     Args:
-      layers: ``layer(params, x, key) -> x``, or ``-> (x, aux)`` with `has_aux`.
-      params: a pytree of arrays for each layer, floating-point to be differentiated.
-      x: a pytree of arrays [B, ...].
-      key: a PRNG key, or None; layer i and microbatch m get ``fold_in(fold_in(key, i), m)``.
-      num_slices: into how many slices of about the same bytes of parameters the layers are cut;
-        None: every layer is one.
-      params_in: "host" or "device", where the parameters are.
-      num_microbatches, activations, compute_dtype: as in `offload_scan`.
-      has_aux: whether layers return a second result.
+        layers: ``layer(params, x, key) -> x``, or ``-> (x, aux)`` with `has_aux`.
+        params: a pytree of arrays for each layer, floating-point to be differentiated.
+        x: a pytree of arrays [B, ...].
+        key: a PRNG key, or None; layer i and microbatch m get ``fold_in(fold_in(key, i), m)``.
+        num_slices: into how many slices of about the same bytes of parameters the layers are cut;
+            None: every layer is one.
+        params_in: "host" or "device", where the parameters are.
+        num_microbatches, activations, compute_dtype: as in `offload_scan`.
+        has_aux: whether layers return a second result.
 
     Returns:
-      x; with `has_aux` (x, aux), a list with the second result of every layer, stacked as
-      [num_microbatches, ...].
+        x; with `has_aux` (x, aux), a list with the second result of every layer, stacked as
+        [num_microbatches, ...].
 
     Raises:
-      ValueError, TypeError: when it is traced, for arguments that do not fit.
+        ValueError, TypeError: when it is traced, for arguments that do not fit.
 
     Kept for the backward pass: the parameters where they are, and the input of every slice.
 
     References:
-      fairscale ``OffloadModel``.
+        fairscale ``OffloadModel``.
     """
     options = OffloadOptions(
         num_slices, num_microbatches, params_in, activations,

@@ -72,40 +72,40 @@ def offload_scan(
     on a GPU: use parameters once.
 
     Args:
-      layer: ``layer(params, x, key) -> x`` for one layer, or ``-> (x, aux)`` with `has_aux`. x
-        keeps its structure, shapes and dtypes. What it closes over is differentiated too.
-      stacked_params: a pytree of arrays [L, ...], L the number of layers, in the memory that
-        `params_in` says: see `host_init`, `to_host`. Differentiable where it holds floats only.
-      x: a pytree of arrays [B, ...]; integers are passed on without gradients.
-      key: a PRNG key, or None: then layers get None.
-      num_slices: how many slices to load; a divisor of L. None: every layer is one.
-      num_microbatches: how many parts of x go through a slice before the next is loaded; a divisor
-        of B. Rows [m B / M, (m + 1) B / M) are microbatch m.
-      params_in: "host" or "device", where stacked_params are.
-      activations: where the input of every slice is kept for the backward pass.
-      grads: where the gradients are collected, to be moved to the parameters' memory at the end if
-        it is another; by default there.
-      prefetch: how many slices are loaded ahead of the one that is computed.
-      resident_slices: how many of the last slices stay on the device between the two passes, with
-        their inputs, so that they are loaded once.
-      compute_dtype: the floating-point dtype that real floating parameters are cast to on the
-        device; their gradients have the dtype that they are stored in. None: no cast.
-      has_aux: whether layers return a second result.
-      params: the old name of `params_in`.
+        layer: ``layer(params, x, key) -> x`` for one layer, or ``-> (x, aux)`` with `has_aux`. x
+            keeps its structure, shapes and dtypes. What it closes over is differentiated too.
+        stacked_params: a pytree of arrays [L, ...], L the number of layers, in the memory that
+            `params_in` says: see `host_init`, `to_host`. Differentiable where it holds floats only.
+        x: a pytree of arrays [B, ...]; integers are passed on without gradients.
+        key: a PRNG key, or None: then layers get None.
+        num_slices: how many slices to load; a divisor of L. None: every layer is one.
+        num_microbatches: how many parts of x go through a slice before the next is loaded; a
+            divisor of B. Rows [m B / M, (m + 1) B / M) are microbatch m.
+        params_in: "host" or "device", where stacked_params are.
+        activations: where the input of every slice is kept for the backward pass.
+        grads: where the gradients are collected, to be moved to the parameters' memory at the end
+            if it is another; by default there.
+        prefetch: how many slices are loaded ahead of the one that is computed.
+        resident_slices: how many of the last slices stay on the device between the two passes, with
+            their inputs, so that they are loaded once.
+        compute_dtype: the floating-point dtype that real floating parameters are cast to on the
+            device; their gradients have the dtype that they are stored in. None: no cast.
+        has_aux: whether layers return a second result.
+        params: the old name of `params_in`.
 
     Returns:
-      x; with `has_aux` (x, aux), the second results stacked as [L, num_microbatches, ...].
+        x; with `has_aux` (x, aux), the second results stacked as [L, num_microbatches, ...].
 
     Raises:
-      ValueError, TypeError: when it is traced, for arguments that do not fit.
-      NotImplementedError: for vmap of a gradient.
-      RuntimeError: when it is compiled for a GPU by a JAX that would compile it wrongly, without
-        `offload_jit`.
+        ValueError, TypeError: when it is traced, for arguments that do not fit.
+        NotImplementedError: for vmap of a gradient.
+        RuntimeError: when it is compiled for a GPU by a JAX that would compile it wrongly, without
+            `offload_jit`.
 
     Kept for the backward pass: the parameters where they are, and the input of every slice.
 
     References:
-      fairscale ``OffloadModel``; Pudipeddi et al., 2020 (arXiv:2002.05645).
+        fairscale ``OffloadModel``; Pudipeddi et al., 2020 (arXiv:2002.05645).
     """
     if params is not None:
         renamed("offload_scan", "params", "params_in")

@@ -75,30 +75,30 @@ def offload_train_step(
     were given to init are gone after the first step. Of `others` init keeps a copy.
 
     Args:
-      embed: ``embed(others, batch, key) -> x``.
-      layer: ``layer(params, x, key) -> x``, or ``-> (x, aux)`` with has_aux; see `offload_scan`.
-      head: ``head(others, x, batch, key) -> loss``, a scalar. In ``jax.shard_map``: the mean over
-        the devices.
-      tx: an ``optax.GradientTransformation`` that treats every parameter on its own. What it draws
-        differs from layer to layer, see `stream_update`.
-      fuse_update: whether to update inside the backward pass; not with clip_norm, whose norm is
-        known after it only.
-      clip_norm: the largest global norm of the gradients, above 0; as
-        ``optax.clip_by_global_norm``.
-      has_aux: whether layers return a second result.
-      **options: of `offload_scan`: num_slices, num_microbatches, activations, prefetch,
-        resident_slices, compute_dtype.
+        embed: ``embed(others, batch, key) -> x``.
+        layer: ``layer(params, x, key) -> x``, or ``-> (x, aux)`` with has_aux; see `offload_scan`.
+        head: ``head(others, x, batch, key) -> loss``, a scalar. In ``jax.shard_map``: the mean over
+            the devices.
+        tx: an ``optax.GradientTransformation`` that treats every parameter on its own. What it
+            draws differs from layer to layer, see `stream_update`.
+        fuse_update: whether to update inside the backward pass; not with clip_norm, whose norm is
+            known after it only.
+        clip_norm: the largest global norm of the gradients, above 0; as
+            ``optax.clip_by_global_norm``.
+        has_aux: whether layers return a second result.
+        **options: of `offload_scan`: num_slices, num_microbatches, activations, prefetch,
+            resident_slices, compute_dtype.
 
     Returns:
-      ``init(layers, others) -> OffloadState``, for layers as `host_init` makes them and other
-      parameters on the device, all floating-point; and ``step(state, batch, key)``, which returns
-      (state, loss), or (state, loss, aux). `key` may be None; embed and head get it folded with L
-      and L + 1.
+        ``init(layers, others) -> OffloadState``, for layers as `host_init` makes them and other
+        parameters on the device, all floating-point; and ``step(state, batch, key)``, which returns
+        (state, loss), or (state, loss, aux). `key` may be None; embed and head get it folded with L
+        and L + 1.
 
     Raises:
-      ValueError: fuse_update with clip_norm; a tx that `stream_update` refuses; and as
-        `offload_scan`.
-      TypeError: for what is no function, array, key or state; for parameters that are integers.
+        ValueError: fuse_update with clip_norm; a tx that `stream_update` refuses; and as
+            `offload_scan`.
+        TypeError: for what is no function, array, key or state; for parameters that are integers.
     """
     for name, function in (("embed", embed), ("layer", layer), ("head", head)):
         as_callable(name, function)

@@ -38,20 +38,21 @@ def stream_update(tx: Any) -> StreamUpdate:
     parameters. They are part of the state, and so a run that is resumed draws what it would have.
 
     Args:
-      tx: an ``optax.GradientTransformation`` that treats every parameter on its own: adamw, lion,
-        sgd, schedules, masks, chains of them. It sees the parameters of one layer.
+        tx: an ``optax.GradientTransformation`` that treats every parameter on its own: adamw, lion,
+            sgd, schedules, masks, chains of them. It sees the parameters of one layer.
 
     Returns:
-      ``init(params) -> state``, arrays [L, ...] on the host, counts [L] on the device; and
-      ``update(grads, state, params, clip_norm=None) -> (params, state)``, which differs from optax
-      in that it applies the updates. With clip_norm gradients are scaled as
-      ``optax.clip_by_global_norm`` does; their norm takes a pass of its own over them, which
-      `offload_train_step` does not need.
+        ``init(params) -> state``, arrays [L, ...] on the host, counts [L] on the device; and
+        ``update(grads, state, params, clip_norm=None) -> (params, state)``, which differs from
+        optax in that it applies the updates. With clip_norm gradients are scaled as
+        ``optax.clip_by_global_norm`` does; their norm takes a pass of its own over them, which
+        `offload_train_step` does not need.
 
     Raises:
-      TypeError, ValueError: for arguments that do not fit.
-      ValueError: from both, if tx is not leaf by leaf, with the parameters that it mixes, or draws
-        numbers that would be the same in every layer: from a key that is not in its state.
+        TypeError, ValueError: for arguments that do not fit.
+        ValueError: from both, if tx is not leaf by leaf, with the parameters that it mixes, or
+            draws numbers that would be the same in every layer: from a key that is not in its
+            state.
     """
     check_optimizer(tx)
 

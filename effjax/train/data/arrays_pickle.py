@@ -20,11 +20,11 @@ def loads(data: bytes, source: str) -> Any:
     """The value of a pickle of None, bool, int, float, str, bytes, list, tuple, dict, array.
 
     Args:
-      data: the pickle, of any protocol; strings of Python 2 become bytes.
-      source: the file's name, for the message.
+        data: the pickle, of any protocol; strings of Python 2 become bytes.
+        source: the file's name, for the message.
 
     Raises:
-      DataError: the pickle names anything else, or is broken.
+        DataError: the pickle names anything else, or is broken.
     """
     try:
         _check_memo(data)

@@ -64,11 +64,11 @@ def load_cifar(path: Path, num_classes: int) -> Dataset:
     """Reads CIFAR-10 or CIFAR-100 (its 100 fine classes).
 
     Args:
-      path: the directory that holds the files, the directory above it, or the archive.
-      num_classes: 10 or 100.
+        path: the directory that holds the files, the directory above it, or the archive.
+        num_classes: 10 or 100.
 
     Raises:
-      DataError: a file is missing, truncated, not what it should be, or has impossible labels.
+        DataError: a file is missing, truncated, not what it should be, or has impossible labels.
     """
     layouts = LAYOUTS[num_classes]
     wanted = {name for layout in layouts for name in layout.files}

@@ -93,11 +93,11 @@ def hold_out(dataset: Dataset, validation: float) -> Dataset:
     the same share of each class, and all copies of an image in it or none.
 
     Args:
-      validation: a share of the train set, or a number of images, met up to the rounding of each
-        class. 0: no validation set.
+        validation: a share of the train set, or a number of images, met up to the rounding of each
+            class. 0: no validation set.
 
     Raises:
-      DataError: nothing would be left to train on.
+        DataError: nothing would be left to train on.
     """
     if validation == 0:
         return dataset

@@ -19,13 +19,14 @@ def load_dataset(spec: str, image_size: int | None = None) -> Dataset:
     `cifar100:PATH` or `folder:PATH`.
 
     Args:
-      spec: `digits` comes with scikit-learn, and `rotated-digits` is made of it. PATH is a
-        directory, or for CIFAR also the archive as it is downloaded.
-      image_size: the side that images of a folder are resized to; default: all must have the size
-        of the first.
+        spec: `digits` comes with scikit-learn, and `rotated-digits` is made of it. PATH is a
+            directory, or for CIFAR also the archive as it is downloaded.
+        image_size: the side that images of a folder are resized to; default: all must have the size
+            of the first.
 
     Raises:
-      DataError: the data cannot be read or is not sound; the message names the file and the remedy.
+        DataError: the data cannot be read or is not sound; the message names the file and the
+            remedy.
     """
     if not isinstance(spec, str):
         raise TypeError(f"`spec` (={spec!r}) must be text: one of {FORMATS}.")

@@ -50,12 +50,12 @@ def load_text(spec: str) -> Text:
     """Reads the text that `spec` names: `pydoc` or `text:PATH`.
 
     Args:
-      spec: `pydoc` is the help on Python's language that comes with Python. PATH is a file, or a
-        folder whose `*.txt`, `*.md` and `*.py` are joined in the order of their names, those in its
-        folders too.
+        spec: `pydoc` is the help on Python's language that comes with Python. PATH is a file, or a
+            folder whose `*.txt`, `*.md` and `*.py` are joined in the order of their names, those in
+            its folders too.
 
     Raises:
-      DataError: the text cannot be read, or is empty.
+        DataError: the text cannot be read, or is empty.
     """
     if not isinstance(spec, str):
         raise TypeError(f"`spec` (={spec!r}) must be text: one of {FORMATS}.")
@@ -86,10 +86,10 @@ def hold_out(text: Text, validation: float) -> Text:
     """The text with the end of its train part as its validation part.
 
     Args:
-      validation: a share of the whole text, or a number of bytes. 0: no validation part.
+        validation: a share of the whole text, or a number of bytes. 0: no validation part.
 
     Raises:
-      DataError: nothing would be left to train on.
+        DataError: nothing would be left to train on.
     """
     count = round(validation * len(text)) if validation < 1 else int(validation)
     left = len(text.train) - count
@@ -125,8 +125,8 @@ def train_batches(
     begins is drawn anew for each epoch. The last byte of a window is predicted only.
 
     Args:
-      data: uint8 [n], n > context.
-      first_step: the number of batches to leave out.
+        data: uint8 [n], n > context.
+        first_step: the number of batches to leave out.
     """
     starts = _train_starts(data, context, seed, first_step * batch_size)
     while True:

@@ -73,8 +73,8 @@ def backward_bytes(
     """What one batch keeps for the backward pass of a model, in one of its `forms`.
 
     Args:
-      build: from `model_builder`.
-      batch_shape: [N, H, W, C].
+        build: from `model_builder`.
+        batch_shape: [N, H, W, C].
     """
     learner, params, stats = _abstract_learner(
         lambda: build(**form, axis_name=None, rngs=nnx.Rngs(0)), optax.identity(), batch_shape[-1]

@@ -101,11 +101,11 @@ def make_learner(
     image, and the optimizer.
 
     Args:
-      build: from `model_builder`.
-      mean, std: of the pixels, [C].
+        build: from `model_builder`.
+        mean, std: of the pixels, [C].
 
     Raises:
-      TrainError: the model refuses its options, or images of that shape.
+        TrainError: the model refuses its options, or images of that shape.
     """
     try:
         model: Any = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))

@@ -59,13 +59,13 @@ def prepare(
     """Reads the data and checks what can be checked; writes nothing.
 
     Args:
-      config: the options.
-      devices: those to train on; default: all local ones.
-      dataset: the images; default: those that `config.data` names.
+        config: the options.
+        devices: those to train on; default: all local ones.
+        dataset: the images; default: those that `config.data` names.
 
     Raises:
-      DataError: the data cannot be read, or are not sound.
-      TrainError: the options do not fit each other, the data or the devices.
+        DataError: the data cannot be read, or are not sound.
+        TrainError: the options do not fit each other, the data or the devices.
     """
     if dataset is None:
         dataset = load_dataset(config.data, config.image_size)

@@ -36,9 +36,9 @@ def lm_loss(
     """Mean cross entropy in nats of `tokens[:, 1:]`, each given those before it.
 
     Args:
-      tokens: integers [N, T + 1].
-      key: of dropout; None: without.
-      apply_layers: as of `TransformerLM`.
+        tokens: integers [N, T + 1].
+        key: of dropout; None: without.
+        apply_layers: as of `TransformerLM`.
     """
     return jnp.mean(window_losses(graphdef, params, tokens, key, apply_layers))
 

@@ -56,13 +56,13 @@ def prepare(config: LMConfig, devices: Devices | None = None, text: Text | None 
     """Reads the text and checks what can be checked; writes nothing.
 
     Args:
-      config: the options.
-      devices: those to train on; default: all local ones.
-      text: default: the one that `config.data` names.
+        config: the options.
+        devices: those to train on; default: all local ones.
+        text: default: the one that `config.data` names.
 
     Raises:
-      DataError: the text cannot be read, or is too short.
-      TrainError: the batch does not fit the devices.
+        DataError: the text cannot be read, or is too short.
+        TrainError: the batch does not fit the devices.
     """
     text = hold_out(load_text(config.data) if text is None else text, config.validation)
     check_length(text, config.context)
