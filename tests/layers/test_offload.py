@@ -120,7 +120,7 @@ def test_options_are_checked_in_the_constructor(flavour, name, values):
             flavour.OffloadModel(**options)
 
 
-@pytest.mark.parametrize("x", [None, "x", ["x"], object()], ids=repr)
+@pytest.mark.parametrize("x", [None, "x", ["x"], object()], ids=["None", "text", "list", "object"])
 def test_inputs_are_checked(flavour, x):
     model = flavour.OffloadModel([jnp.tanh])
     call = model if flavour is offload_nnx else functools.partial(model.apply, {})
