@@ -3,6 +3,7 @@
 Arrays are JAX's or NumPy's; lists are not taken, as in jax.numpy.
 """
 
+import contextlib
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -92,11 +93,11 @@ def as_flag(name: str, value: Any) -> bool:
 
 
 def as_dtype(name: str, value: Any, kind: Any = jnp.floating) -> jnp.dtype:
-    """A dtype of this kind, from anything that NumPy takes for a dtype but None."""
-    try:
-        dtype = None if value is None else jnp.dtype(value)
-    except (TypeError, ValueError):
-        dtype = None
+    """A dtype of this kind, from what NumPy takes for one, but for None and arrays."""
+    dtype = None
+    if value is not None and not isinstance(value, (jax.Array, np.ndarray)):
+        with contextlib.suppress(TypeError, ValueError):
+            dtype = jnp.dtype(value)
     if dtype is None:
         raise TypeError(f"`{name}` must be a dtype, not {described(value)}.")
     if not jnp.issubdtype(dtype, kind):

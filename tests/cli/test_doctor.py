@@ -92,7 +92,7 @@ def test_doctor_says_how_much_host_memory(monkeypatch):
 @pytest.mark.skipif(doctor.has_nvidia_gpu(), reason="JAX may have something to say of the GPU")
 def test_a_command_without_jax_platforms_is_quiet():
     env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-    command = [sys.executable, "-m", "effjax.cli", "doctor", "--json"]
+    command = [sys.executable, "-m", "effjax", "doctor", "--json"]
     ran = subprocess.run(command, check=True, env=env, capture_output=True, text=True)
     assert ran.stderr == "" and json.loads(ran.stdout)["devices"][0]["platform"] == "cpu"
 

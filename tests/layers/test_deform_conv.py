@@ -116,7 +116,7 @@ def test_no_imaginary_part_is_lost(make, name):
     inputs = (X,) if name in PACKS else (X, OFFSET)
     layer = make(name, *inputs, dtype=jnp.float32)
     run = lambda params, *args: jax.eval_shape(layer.apply, params, *args)  # noqa: E731
-    with pytest.raises(TypeError, match="`x` must be floating point, .* complex64"):
+    with pytest.raises(TypeError, match="`x` must be real, .* complex64"):
         run(layer.params, X + 0j, *inputs[1:])
     for name in ("kernel", "bias"):
         with pytest.raises(TypeError, match=f"`{name}` must be floating point, .* complex64"):
