@@ -114,6 +114,7 @@ def test_memory_of_a_module_of_flax(run_memory):
     assert "fits in" in out and "dense_block" in out
 
 
+@pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_memory_of_a_batch_that_is_split(run_memory):
     argv = "own_step:by_four", "--batch-size", "4096", "--json"
@@ -128,6 +129,7 @@ def test_memory_of_a_batch_that_is_split(run_memory):
     assert code == 1 and one_line(err.splitlines(keepends=True)[-1]) and "none grows" in err
 
 
+@pytest.mark.exhaustive
 @needs_gpu_compiler
 @pytest.mark.parametrize(
     ("more", "unit"),
@@ -148,6 +150,7 @@ def test_memory_of_a_step_over_other_devices(run_memory):
     assert code == 2 and "the step spans 8" in err and "in_shardings" not in err
 
 
+@pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_memory_of_the_host(run_memory):
     code, out, _ = run_memory("own_step:on_host", "--host-memory-gb", "3")
