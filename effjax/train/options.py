@@ -4,6 +4,7 @@ The dataclass checks values by it, and the command line makes its options of it.
 heavy: the help of the command needs this.
 """
 
+import abc
 import dataclasses
 import hashlib
 import json
@@ -125,7 +126,7 @@ def fingerprint(options: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class RunOptions:
+class RunOptions(abc.ABC):
     """The options of a run: checked when they are made, and read from the run's config.json."""
 
     COMMANDS: ClassVar[str]
@@ -146,9 +147,9 @@ class RunOptions:
         }
 
     @property
+    @abc.abstractmethod
     def command(self) -> str:
         """The command of `effjax train` that goes on with a run of these options."""
-        raise NotImplementedError
 
     @classmethod
     def from_json(cls, options: Any) -> Self:

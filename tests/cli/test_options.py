@@ -102,6 +102,7 @@ def test_checks_are_those_of_the_declaration():
     @dataclasses.dataclass(frozen=True)
     class Options(RunOptions):
         COMMANDS = "a test"
+        command = property(lambda self: "test")
         size: Annotated[int, Option("Size.", bounds=COUNT)] = 1
         kind: Annotated[Literal["a", "b"], Option("Kind.")] = "a"
         unchecked: int = 0

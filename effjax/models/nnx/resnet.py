@@ -10,6 +10,7 @@ from flax import nnx
 from flax.typing import Dtype
 
 from ...layers.arguments import as_real_input, check_rngs
+from ...layers.batch_norm import check_momentum
 from ...layers.deform_conv import check_dtypes
 from ...nnx.batch_norm import BatchNorm
 from ...nnx.deform_conv import DeformConvPack, ModulatedDeformConvPack
@@ -44,7 +45,7 @@ class DeformResNet(nnx.Module):
     Raises:
         ValueError: for an option outside its range, or images of another shape.
         TypeError: for what is no number, sequence or dtype, and for images that are not real
-            floating-point numbers.
+            numbers.
 
     References: He et al. 2016 (arXiv:1512.03385); Dai et al. 2017 (arXiv:1703.06211); Zhu et al.
     2018 (arXiv:1811.11168).
@@ -73,8 +74,7 @@ class DeformResNet(nnx.Module):
             offset_groups=offset_groups, num_classes=num_classes, in_channels=in_channels
         ).items():
             as_integer(name, number, 1)
-        if momentum is not None:
-            as_number("momentum", momentum, lambda m: 0 <= m <= 1, "from 0 to 1")
+        check_momentum(momentum)
         as_number("epsilon", epsilon, lambda e: e > 0, "positive")
         as_flag("modulated", modulated)
         check_dtypes(dtype, param_dtype)

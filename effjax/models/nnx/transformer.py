@@ -13,6 +13,7 @@ from flax.typing import Dtype
 from jax import lax
 from jax.typing import ArrayLike
 
+from ...layers.arguments import check_rngs
 from ...ops._arguments import (
     as_array,
     as_callable,
@@ -20,7 +21,6 @@ from ...ops._arguments import (
     as_flag,
     as_integer,
     as_number,
-    described,
 )
 from ...ops.batch_norm.statistics import statistics_dtype
 from ...ops.dropout import dropout
@@ -118,8 +118,7 @@ class TransformerLM(nnx.Module):
         num_layers = as_integer("num_layers", num_layers, 1)
         as_dtype("param_dtype", param_dtype)
         dtype = param_dtype if dtype is None else as_dtype("dtype", dtype)
-        if not isinstance(rngs, nnx.Rngs):
-            raise TypeError(f"`rngs` must be an nnx.Rngs, not {described(rngs)}.")
+        check_rngs(rngs)
         options: dict[str, Any] = dict(
             width=width, num_heads=num_heads, mlp_width=mlp_width, use_bias=use_bias,
             dropout_rate=dropout_rate, residual_scale=(2 * num_layers) ** -0.5,
@@ -241,8 +240,7 @@ class TransformerBlock(nnx.Module):
         as_dtype("param_dtype", param_dtype)
         if dtype is not None:
             as_dtype("dtype", dtype)
-        if not isinstance(rngs, nnx.Rngs):
-            raise TypeError(f"`rngs` must be an nnx.Rngs, not {described(rngs)}.")
+        check_rngs(rngs)
         self.num_heads, self.dropout_rate = num_heads, dropout_rate
         dtypes: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
