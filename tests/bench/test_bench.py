@@ -103,7 +103,7 @@ SMALL_LM = dict(
     ("passes", "names"),
     [
         exhaustive("step", ["in memory", "all offloaded, fused update"]),
-        ("gradients", ["in memory, remat, microbatches", "all offloaded"]),
+        exhaustive("gradients", ["in memory, remat, microbatches", "all offloaded"]),
     ],
 )
 def test_offload(tmp_path, capsys, passes, names, optimized):

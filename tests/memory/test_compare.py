@@ -122,6 +122,7 @@ def test_max_batch_size_of_several_devices():
     assert found.batch_size == 80 and all(batch % 8 == 0 for batch in found.tried)
 
 
+@pytest.mark.exhaustive
 def test_max_batch_size_in_multiples():
     options = dict(target="l4", memory_fraction=available(1000.5), multiple_of=48)
     found = max_batch_size(linear, start=4000, progress=True, **options)

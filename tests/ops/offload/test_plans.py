@@ -93,7 +93,8 @@ def training_step(num_layers, fuse_update):
     return plan(offload_jit(step), state, shape(BATCH, 8), jax.random.key(0))
 
 
-@pytest.mark.parametrize("fuse_update", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fuse_update", [True, False])
 def test_the_state_is_written_where_it_was(fuse_update):
     """Parameters and both moments are aliased; on the host only the slices' inputs are added."""
     shallow, deep = training_step(8, fuse_update), training_step(24, fuse_update)
