@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arguments import as_array, as_number, described, one_of
+from .._arguments import as_array, as_number, check_precision, described, one_of
 from .._parallel import per_batch, same_varying
 from ..batch_norm.statistics import (
     AXES,
@@ -31,13 +31,7 @@ from ..batch_norm.statistics import (
     psum,
 )
 from ..dropout import dropout
-from .bn_relu_conv import (
-    as_batch_stats,
-    as_features,
-    check_chunks,
-    check_pixel_mask,
-    check_precision,
-)
+from .bn_relu_conv import as_batch_stats, as_features, check_chunks, check_pixel_mask
 from .wide import Wide, wide_conv, wide_conv_backward
 
 

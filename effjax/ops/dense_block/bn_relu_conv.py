@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arguments import as_array, as_integer
+from .._arguments import as_array, as_integer, check_precision
 from .._convolution import padding_of, pair
 from .._parallel import per_batch, same_varying, zeros
 from ..batch_norm.statistics import (
@@ -201,21 +201,6 @@ def check_chunks(num_chunks: int | None, shape: tuple[int, ...]) -> int:
             f"`num_chunks` (={num_chunks!r}) must be an integer of at least 1, or None."
         )
     return int(num_chunks)
-
-
-def check_precision(precision: Any, dtype: Any) -> Any:
-    """What `jax.lax` takes for arrays of this dtype, and what can be hashed."""
-    precision = tuple(precision) if isinstance(precision, list) else precision
-    one = jax.ShapeDtypeStruct((1, 1), dtype)
-    if precision is not None:
-        try:
-            jax.eval_shape(functools.partial(lax.dot, precision=precision), one, one)
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"`precision` (={precision!r}) must be None, or what jax.lax takes for it, like "
-                '"highest".'
-            ) from None
-    return precision
 
 
 def check_pixel_mask(mask: Any, x: jax.Array) -> jax.Array:
