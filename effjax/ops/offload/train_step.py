@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from .._arguments import as_callable, as_flag, described
+from . import update_stack
 from .checks import as_arrays, as_key, check_optimizer
 from .host_init import state_sharding
+from .optimizer import apply, check_clip_norm, check_like_init, clip_scale, squares
 from .options import OffloadOptions
 from .per_leaf import check_per_leaf
 from .placement import Space, check_space, write
@@ -26,16 +28,7 @@ from .trees import (
     one_layer,
     with_gradients,
 )
-from .update import (
-    apply,
-    check_clip_norm,
-    check_state,
-    clip_scale,
-    squares,
-    stream_update,
-    update_layers,
-    update_slice,
-)
+from .update import stream_update
 
 
 class OffloadState(NamedTuple):
@@ -147,7 +140,7 @@ def offload_train_step(
             scale = clip_scale(total + squares(grads_others), clip_norm)
             grads_others = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads_others)
         if not fuse_update:
-            layers, layers_state = update_layers(tx, grads, state.layers_state, layers, scale)
+            layers, layers_state = update_stack.update(tx, grads, state.layers_state, layers, scale)
         others, others_state = apply(tx, state.others, state.others_state, grads_others)
         state = OffloadState(layers, others, layers_state, others_state)
         return (state, loss, aux) if has_aux else (state, loss)
@@ -166,8 +159,8 @@ def _check_state(tx: Any, state: OffloadState) -> int:
     check_floats("state.layers", state.layers)
     check_floats("state.others", state.others)
     check_per_leaf(tx, one_layer(state.layers))
-    check_state("state.layers_state", tx, state.layers_state, state.layers, num_layers)
-    check_state("state.others_state", tx, state.others_state, state.others, None)
+    check_like_init("state.layers_state", tx, state.layers_state, state.layers, num_layers)
+    check_like_init("state.others_state", tx, state.others_state, state.others, None)
     return num_layers
 
 
@@ -197,7 +190,7 @@ def _update_meanwhile(tx: Any, stack: Stack, state: Tree, backward: Callable) ->
     """(layers, their optimizer's state, dx)"""
 
     def consume(layers, state, i, w, dw):
-        return update_slice(tx, layers, state, i, w, dw)
+        return update_stack.update_slice(tx, layers, state, i, w, dw)
 
     layers, state, dx, _ = backward(consume, by_slice(state, stack))
     return layers, join(state), dx
