@@ -50,7 +50,7 @@ class OffloadTrainState(TrainState):
         cls,
         *,
         apply_fn: Callable,
-        params: Mapping[str, Any],
+        params: Any,
         tx: Any,
         stacks: Sequence[str] = (),
         clip_norm: float | None = None,
@@ -96,7 +96,8 @@ class OffloadTrainState(TrainState):
             TypeError, ValueError: for gradients that do not fit.
         """
         check_alike("grads", as_arrays("grads", grads), "`params`", self.params)
-        both = _parts(self.params, self.params, self.stacks), self.opt_state
+        state: Any = self.opt_state
+        both = _parts(self.params, self.params, self.stacks), state
         new, opt_state = updated(
             self.tx, self.clip_norm, both, _parts(self.params, grads, self.stacks)
         )

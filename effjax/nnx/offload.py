@@ -72,15 +72,8 @@ class OffloadModel(nnx.Module):
     call, by the mean of the statistics of the microbatches: with one microbatch as they are in the
     unwrapped model, with several the running variance is that within a microbatch.
 
-    Optimizers of optax work on the device only. An `nnx.Optimizer` is made before `to_host`, and so
-    has its state there; a step takes parameters and gradients there, and the former back::
-
-        nnx.update(model, effjax.to_device(nnx.state(model, nnx.Param)))
-        optimizer.update(model, effjax.to_device(grads))
-        model.to_host()
-
-    For a stack `effjax.stream_update` keeps the state on the host, and needs no more of the device
-    than two layers.
+    Optimizers of optax work on the device only: see `OffloadOptimizer`, and `offload_jit` of this
+    package, which compiles a step of both.
 
     Other Variables than Params stay on the device, and other than BatchStats and RngCounts must not
     be changed by a layer. Two layers may share Params, and nothing else that is a Variable.
@@ -159,7 +152,8 @@ class OffloadModel(nnx.Module):
     def to_host(self) -> "OffloadModel":
         """Moves the Params to pinned host memory, in place; returns the model.
 
-        Make an `nnx.Optimizer` before this, or optax fails ("Memory kind mismatch"); see the class.
+        Afterwards `nnx.Optimizer` fails inside of optax ("Memory kind mismatch"): `OffloadOptimizer`
+        is its counterpart.
         """
         nnx.update(self, moved(nnx.state(self, nnx.Param), Space.Host))
         return self
