@@ -152,8 +152,8 @@ class OffloadModel(nnx.Module):
     def to_host(self) -> "OffloadModel":
         """Moves the Params to pinned host memory, in place; returns the model.
 
-        Afterwards `nnx.Optimizer` fails inside of optax ("Memory kind mismatch"): `OffloadOptimizer`
-        is its counterpart.
+        Afterwards `nnx.Optimizer` fails inside of optax ("Memory kind mismatch"), and
+        `OffloadOptimizer` takes its place.
         """
         nnx.update(self, moved(nnx.state(self, nnx.Param), Space.Host))
         return self

@@ -109,7 +109,7 @@ CALLS: dict[Any, tuple[dict, dict]] = {
             "key": NO_KEY,
         },
     ),
-    effjax.stream_update: ({}, {"tx": NO_OPTIMIZER}),
+    effjax.stream_update: ({}, {"tx": NO_OPTIMIZER, "stacked": NO_FLAG}),
     init_update: ({}, {"params": NO_STACK}),
     update: (
         {"grads": W, "state": (), "params": W},
