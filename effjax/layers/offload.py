@@ -161,7 +161,7 @@ def check_flags(calls: Iterable[Callable], flags: Mapping[str, Any]) -> None:
                 "belongs into the input."
             )
         if not any(taken(call, {name: value}) for call in calls):
-            raise TypeError(f"no layer of OffloadModel takes `{name}` (={value!r}).")
+            raise TypeError(f"no layer of OffloadModel takes `{name}` (={value!r:.80}).")
 
 
 def check_on_host(params: Tree, hint: str) -> None:

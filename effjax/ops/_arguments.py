@@ -84,7 +84,7 @@ def one_of(name: str, value: Any, *choices: str | None, hint: str = "") -> Any:
     """`value`, which is one of a few."""
     if not (value is None or isinstance(value, str)) or value not in choices:
         listed = " or ".join("None" if c is None else f'"{c}"' for c in choices)
-        raise ValueError(f"`{name}` (={value!r}) must be {listed}{hint}.")
+        raise ValueError(f"`{name}` (={value!r:.80}) must be {listed}{hint}.")
     return value
 
 
