@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 _KINDS = {
     jnp.floating: "floating point",
@@ -53,6 +54,8 @@ def as_mask(name: str, value: Any, other: str, shape: tuple[int, ...]) -> jax.Ar
         raise ValueError(
             f"`{name}` of shape {mask.shape} must broadcast to `{other}` of shape {shape}."
         )
+    if isinstance(mask, Tracer):  # JAX has no custom rules for a NumPy array that vmap maps in jit
+        mask = jnp.array(mask, copy=True)
     return mask.reshape((1,) * (len(shape) - mask.ndim) + mask.shape)
 
 

@@ -55,7 +55,7 @@ class Reduction(NamedTuple):
 def make_reduction(
     axis_name: Hashable | Sequence[Hashable] | None, axis_index_groups: Any, stats: str
 ) -> Reduction:
-    """Validates the arguments that all synchronised operators share."""
+    """Validates the arguments that all synchronized operators share."""
     names = axis_names(axis_name)
     one_of("stats", stats, "auto", "gather", "two_psum")
     groups = index_groups(axis_index_groups)
