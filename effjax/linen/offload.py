@@ -77,7 +77,8 @@ class OffloadModel(nn.Module):
     Raises:
         ValueError, TypeError: in the constructor and in a call, for what does not fit.
 
-    References: fairscale `OffloadModel`, whose defaults are 3 slices, activations on the device.
+    References:
+        fairscale `OffloadModel`, whose defaults are 3 slices, activations on the device.
     """
 
     layers: Sequence[Callable] | nn.Module

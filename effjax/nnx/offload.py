@@ -83,7 +83,8 @@ class OffloadModel(nnx.Module):
     Raises:
         ValueError, TypeError: in the constructor and in the call, for what does not fit.
 
-    References: fairscale `OffloadModel`, whose defaults are 3 slices, activations on the device.
+    References:
+        fairscale `OffloadModel`, whose defaults are 3 slices, activations on the device.
     """
 
     def __init__(

@@ -97,8 +97,9 @@ class TransformerLM(nnx.Module):
         ValueError: for an option outside its range.
         TypeError: for one that is of another kind.
 
-    References: Vaswani et al. 2017 (arXiv:1706.03762); Xiong et al. 2020 (arXiv:2002.04745); Su et
-    al. 2021 (arXiv:2104.09864); Zhang and Sennrich 2019 (arXiv:1910.07467).
+    References:
+        Vaswani et al. 2017 (arXiv:1706.03762); Xiong et al. 2020 (arXiv:2002.04745); Su et al. 2021
+        (arXiv:2104.09864); Zhang and Sennrich 2019 (arXiv:1910.07467).
     """
 
     def __init__(
