@@ -137,7 +137,7 @@ def check_precision(precision: Any, dtype: Any) -> Any:
             jax.eval_shape(functools.partial(lax.dot, precision=precision), one, one)
         except (TypeError, ValueError):
             raise ValueError(
-                f"`precision` (={precision!r:.80}) must be None, or what jax.lax takes for it, like "
-                '"highest".'
+                f"`precision` (={precision!r:.80}) must be None, or what jax.lax takes for it, "
+                'like "highest".'
             ) from None
     return precision

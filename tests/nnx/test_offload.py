@@ -228,6 +228,13 @@ def test_an_optimizer_of_nnx():
     assert want[2] < want[1] < want[0]
 
 
+def test_an_optimizer_of_what_is_on_the_host():
+    """The error of which the docstring and the page warn."""
+    model = OffloadModel([nnx.Linear(6, 6, rngs=nnx.Rngs(0))])
+    with pytest.raises(ValueError, match="Memory kind mismatch"):
+        nnx.Optimizer(model.to_host(), optax.adam(1e-2), wrt=nnx.Param)
+
+
 @pytest.mark.parametrize("num_microbatches", [exhaustive(1), 2])
 def test_tabulate(num_microbatches):
     """Before to_host too: after an error of nnx.tabulate all classes of Flax would be broken."""

@@ -18,7 +18,9 @@ from tests.contexts import (
     CONTEXTS,
     DEVICES,
     assert_trees_close,
+    grad_of_vmap,
     gradients_with_parameters_of_each_device,
+    in_scan,
     mesh_of,
     single_device,
 )
@@ -80,6 +82,14 @@ def expected(mask, dropout_rate=0.0):
 def test_equals_plain_autodiff(save, context, x64):
     run = CONTEXTS.get(context, single_device)
     got = run(ours(save=save, num_chunks=2), make_params(), make_batch())
+    assert_trees_close(got, expected(False), 1e-12)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("between", [jax.checkpoint, in_scan])
+@pytest.mark.parametrize("save", ["conv", "features"])
+def test_rules_that_run_when_the_axis_is_gone(save, between, x64):
+    got = grad_of_vmap(between, ours(save=save, num_chunks=2), make_params(), make_batch())
     assert_trees_close(got, expected(False), 1e-12)
 
 
