@@ -1,7 +1,8 @@
 """Models that live in host memory, for Flax linen."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -67,6 +68,9 @@ class OffloadModel(nn.Module):
     microbatch m has ``fold_in(key, m)`` in place of each key of `rngs`. In a stack layer i has
     ``fold_in(fold_in(key, i), m)``. A module that is in the list twice draws other numbers there.
 
+    A module may be in the list twice, and has the sum of both gradients, but not be part of another
+    layer (a tied embedding): that is refused; `effjax.nnx.OffloadModel` takes it.
+
     Batch norm normalizes each microbatch on its own. The running statistics (`batch_stats`, to be
     `mutable`) are updated once a call, by the mean of the statistics of the microbatches: with one
     microbatch as they are in the unwrapped model, with several the running variance is that within
@@ -113,6 +117,7 @@ class OffloadModel(nn.Module):
         """
         options, layers = _options(self), _sequence(self)
         check_flags(layers, flags)
+        _check_parts(layers)
         x = first_input(args)
         if self.is_initializing():
             return _plain(layers, self.num_layers, x, flags)
@@ -229,6 +234,30 @@ def _check_shared(layers: Sequence[Callable]) -> None:
                 f"layer {i} is in the list twice, a {type(layer).__name__} with running statistics:"
                 " in OffloadModel layers may share parameters only."
             )
+
+
+def _check_parts(layers: Sequence[Any]) -> None:
+    """Raises ValueError if a module within a layer has its variables elsewhere."""
+    for i, layer in enumerate(layers):
+        for part in _parts(layer):
+            if part.scope.path[: len(layer.scope.path)] != layer.scope.path:
+                raise ValueError(
+                    f"layer {i}, a {type(layer).__name__}, has the {type(part).__name__} of "
+                    f"{'/'.join(part.scope.path)}: in OffloadModel of linen two layers share "
+                    "parameters only if they are one module; effjax.nnx.OffloadModel takes others."
+                )
+
+
+def _parts(module: Any) -> Iterator[Any]:
+    """The modules that are attributes of a module, and theirs."""
+    if not isinstance(module, nn.Module):
+        return
+    names = [field.name for field in dataclasses.fields(module) if field.name != "parent"]
+    attributes = [getattr(module, name) for name in names]
+    for part in jax.tree.leaves(attributes, is_leaf=lambda a: isinstance(a, nn.Module)):
+        if isinstance(part, nn.Module) and part.scope is not None:
+            yield part
+            yield from _parts(part)
 
 
 def _times(layer: Callable, layers: Sequence[Callable]) -> int:

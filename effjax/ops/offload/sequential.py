@@ -15,7 +15,7 @@ from . import slices
 from .checks import as_arrays, as_key, as_sequence
 from .compiled import in_order
 from .options import OffloadOptions
-from .placement import Space, Where, check_space, moved, put, space_of
+from .placement import Space, Where, apart, check_space, moved, put, space_of
 from .slices import Slice, check_layer, check_microbatches, close_over, microbatch
 from .trees import (
     Tree,
@@ -101,7 +101,7 @@ def apply_sequence(
             f"`layers` (of {len(layers)}) and `params` (of {len(params)}) must be sequences of the "
             "same length, of at least 1."
         )
-    params = [jax.tree.map(jnp.asarray, p) for p in params]
+    params = apart([jax.tree.map(jnp.asarray, p) for p in params])
     check_space("params_in", params, options.params_in)
     bounds = split_by_bytes(params, options.num_slices)
     x = moved(jax.tree.map(strong, x), Space.Device)

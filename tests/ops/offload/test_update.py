@@ -110,19 +110,16 @@ def test_norms_of_complex_numbers():
 
 
 @pytest.mark.parametrize(
-    "tx",
+    ("tx", "where"),
     [
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
-        optax.apply_if_finite(optax.adam(1e-3), 3),
-        optax.chain(optax.adam(1e-3), optax.contrib.normalize()),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), r"the update of .*\['a'\]"),
+        (optax.apply_if_finite(optax.adam(1e-3), 3), "state.notfinite_count"),
     ],
-    ids=["clip_by_global_norm", "apply_if_finite", "normalize"],
+    ids=["clip_by_global_norm", "apply_if_finite"],
 )
-def test_optimizers_that_mix_parameters_are_refused(tx):
+def test_optimizers_that_mix_parameters_are_refused(tx, where):
     w = to_host(params())
-    with pytest.raises(
-        ValueError, match=r"update of params\['a'\] depends on .*\['b'\].*clip_norm"
-    ):
+    with pytest.raises(ValueError, match=rf"{where} depends on .*\['b'\].*clip_norm"):
         stream_update(tx).init(w)
     with pytest.raises(ValueError, match="does not treat every parameter on its own"):
         offload_train_step(embed, layer, head, tx).init(w, others())
