@@ -68,13 +68,13 @@ class OffloadModel(nn.Module):
     microbatch m has ``fold_in(key, m)`` in place of each key of `rngs`. In a stack layer i has
     ``fold_in(fold_in(key, i), m)``. A module that is in the list twice draws other numbers there.
 
-    A module may be in the list twice, and has the sum of both gradients, but not be part of another
-    layer (a tied embedding): that is refused; `effjax.nnx.OffloadModel` takes it.
-
     Batch norm normalizes each microbatch on its own. The running statistics (`batch_stats`, to be
     `mutable`) are updated once a call, by the mean of the statistics of the microbatches: with one
     microbatch as they are in the unwrapped model, with several the running variance is that within
     a microbatch. Layers can change no other collection; nothing is sown.
+
+    A module that is in the list twice has the sum of both gradients. One that is part of two layers
+    (a tied embedding) is refused here: `effjax.nnx.OffloadModel` takes it.
 
     Reverse mode only.
 

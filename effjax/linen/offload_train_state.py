@@ -39,7 +39,8 @@ class OffloadTrainState(TrainState):
         stacks: the paths of parameters [L, ...] of like layers, see `create`.
         clip_norm: the largest global norm of the gradients; None: they are not scaled.
 
-    References: ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840).
+    References:
+        ZeRO-Offload: Ren et al., 2021 (arXiv:2101.06840).
     """
 
     stacks: tuple[str, ...] = struct.field(pytree_node=False, default=())

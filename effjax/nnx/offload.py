@@ -76,7 +76,8 @@ class OffloadModel(nnx.Module):
     package, which compiles a step of both.
 
     Other Variables than Params stay on the device, and other than BatchStats and RngCounts must not
-    be changed by a layer. Two layers may share Params, and nothing else that is a Variable.
+    be changed by a layer. Two layers may share Params, whose gradients are added on the device, and
+    nothing else that is a Variable.
 
     Reverse mode only.
 

@@ -51,7 +51,8 @@ class OffloadOptimizer(nnx.Pytree):
     Raises:
         TypeError, ValueError: for arguments that do not fit, and for a tx that mixes parameters.
 
-    References: ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840).
+    References:
+        ZeRO-Offload: Ren et al., 2021 (arXiv:2101.06840).
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +40,16 @@ def test_effjax_batch_norm_as_unwrapped(flavour):
     results = flavour.run(flavour.offloaded(flavour.effjax_norm), IMAGES)
     assert_same(results, flavour.run(flavour.plain(flavour.effjax_norm), IMAGES))
     np.testing.assert_array_equal(flavour.stats(results, 1)["num_batches"], 1)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("num_slices", [None, 1, 2])
+def test_a_layer_in_two_places_has_the_sum_of_gradients(flavour, num_slices):
+    got = flavour.run(flavour.offloaded(flavour.twice, num_slices=num_slices), X)
+    want = flavour.run(flavour.plain(flavour.twice), X)
+    chex.assert_trees_all_close(got[:3], want[:3], rtol=1e-5, atol=1e-6)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert kinds(got[1]) == {"pinned_host"}
 
 
 @pytest.mark.covering

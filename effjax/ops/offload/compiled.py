@@ -34,7 +34,8 @@ def offload_jit(fun: Callable, *, donate: bool = True) -> Callable:
 
     ``step(state, *args) -> (state, *results)`` is compiled with the options that offloading needs
     where it runs, and, unless donate=False, so that the new state is written over the old one, each
-    array in the memory and with the sharding that it had.
+    array in the memory and with the sharding that it had. It warns of a program for a GPU that
+    needs more pinned host memory than XLA takes, see `effjax.memory.host_memory_limit`.
 
     Args:
         fun: the function of arrays. With donate=True its first argument and its (first) result are

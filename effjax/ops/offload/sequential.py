@@ -56,7 +56,8 @@ def offload_sequential(
 
     Args:
         layers: ``layer(params, x, key) -> x``, or ``-> (x, aux)`` with `has_aux`.
-        params: a pytree of arrays for each layer, floating-point to be differentiated.
+        params: a pytree of arrays for each layer, floating-point to be differentiated. Where one
+            array is in several places, its gradients are added on the device.
         x: a pytree of arrays [B, ...].
         key: a PRNG key, or None; layer i and microbatch m get ``fold_in(fold_in(key, i), m)``.
         num_slices: into how many slices of about the same bytes of parameters the layers are cut;

@@ -45,9 +45,9 @@ def stream_update(tx: Any, *, stacked: bool = True) -> StreamUpdate:
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
-        ValueError: from both, if tx is not leaf by leaf, with the parameters that it mixes, or
-            draws numbers that would be the same in every layer: from a key that is not in its
-            state.
+        ValueError: from both, if tx is not leaf by leaf, with the entry of its state in which
+            parameters or layers meet; if it needs more arguments; or if it draws numbers that
+            would be the same in every layer: from a key that is not in its state.
     """
     check_optimizer(tx)
     form = update_stack if as_flag("stacked", stacked) else update_list

@@ -138,6 +138,31 @@ def test_shard_map_without_types():
     close(run(jax.device_put(params(), on(mesh, P())), inputs()), want())
 
 
+@pytest.mark.parametrize("way", ["jit", "explicit", "types", exhaustive("no types")])
+def test_an_array_in_several_places(way):
+    """Its gradients are added where they are: on each device."""
+    mesh = mesh_of((8,), ("i",), AxisType.Explicit if way == "explicit" else AxisType.Auto)
+    one = jax.tree.map(lambda a: a[0], params())
+    mean = lambda a: a if way in ("jit", "explicit") else lax.pmean(a, "i")  # noqa: E731
+
+    def grads(w, x):
+        run = lambda w: offload_sequential([layer] * 2, [w, w], x)  # noqa: E731
+        dw = jax.grad(lambda w: mean(loss(run(w))))(w)
+        # Without types the gradient is a device's own.
+        return to_host(lax.pmean(to_device(dw), "i")) if way == "no types" else dw
+
+    if way in ("types", "no types"):
+        specs = {"in_specs": (P(), P("i")), "out_specs": P()}
+        grads = jax.shard_map(grads, mesh=mesh, check_vma=way == "types", **specs)
+    with jax.set_mesh(mesh):
+        w = jax.device_put(one, on(mesh, P()))
+        x = jax.device_put(inputs(), on(mesh, P("i"), host=False))
+        got = jax.jit(grads, out_shardings=on(mesh, P()))(w, x)
+    in_memory = lambda w: loss(layer(w, layer(w, inputs(), None), None))  # noqa: E731
+    close(got, jax.jit(jax.grad(in_memory))(one))
+    assert kinds(got) == {"pinned_host"}
+
+
 def test_pmap_with_activations_on_the_host():
     def local(w, x):
         value, (dw, dx) = jax.value_and_grad(

@@ -123,6 +123,20 @@ def test_unlike_layers(num_microbatches):
     assert found[1].device.temporaries <= 5 * LAYER_BYTES + 16 * BOUNDARY_BYTES
 
 
+def test_an_array_in_several_places():
+    """Its gradients are added on the device: XLA would do that on the host's processor."""
+    w, v = ({k: shape(*a.shape[1:], host=True) for k, a in stacked(1).items()} for _ in range(2))
+
+    def run(w, v, x):
+        return loss(offload_sequential([layer] * 3, [w, v, w], x))
+
+    found = plan(jax.grad(run, (0, 1)), w, v, shape(BATCH, WIDTH))
+    assert found.host.arguments == found.host.outputs == 2 * LAYER_BYTES
+    assert found.host.temporaries <= LAYER_BYTES + 3 * BOUNDARY_BYTES
+    assert found.device.temporaries <= 5 * LAYER_BYTES + 16 * BOUNDARY_BYTES
+    assert "host_compute" not in found.hlo and '_xla_compute_type="host"' not in found.hlo
+
+
 def test_update_and_initialization():
     """The device holds a layer at a time."""
     keys = jax.ShapeDtypeStruct((16,), jax.random.key(0).dtype, sharding=shardings()[1])

@@ -150,6 +150,28 @@ def test_bad_input(match, arguments):
         jax.eval_shape(lambda: offload_sequential(**call))
 
 
+@pytest.mark.parametrize("options", [{}, {"num_slices": 1}, {"num_microbatches": 2}], ids=str)
+def test_an_array_in_several_places(options):
+    """Its gradient is the sum of theirs, also of some leaves, and outside of jit."""
+    tanh = lambda w, x, key: jnp.tanh(x @ w["w"] + w["b"])  # noqa: E731
+    own = {"w": jnp.eye(8) / 2, "b": jnp.arange(8.0)}, {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
+
+    def places(a, b):
+        return [a, {**b, "b": a["b"]}, a, b]
+
+    def in_memory(a, b):
+        return functools.reduce(lambda x, w: tanh(w, x, None), places(a, b), inputs())
+
+    def run(a, b):
+        return offload_sequential([tanh] * 4, places(a, b), inputs(), **options)
+
+    want = value_and_grads(in_memory, *own)
+    got = value_and_grads(run, *to_host(own))
+    close(got, want)
+    assert kinds(got[1]) == {"pinned_host"}
+    close(jax.grad(lambda a: loss(run(a, to_host(own[1]))))(to_host(own[0])), want[1][0])
+
+
 def test_integer_parameters_have_no_gradient():
     w = [{"w": to_host(jnp.ones((8, 8), jnp.int8))}]
     run = lambda x: offload_sequential([lambda w, x, key: x @ w["w"]], w, x)  # noqa: E731

@@ -15,6 +15,7 @@ from effjax import (
     offload_scan,
     offload_sequential,
     offload_train_step,
+    to_device,
     to_host,
 )
 from effjax.ops.offload import compiled
@@ -150,18 +151,44 @@ def test_training_steps(switch, fuse_update):
     assert kinds(state.layers) == {"pinned_host"}
 
 
-def test_options_are_read_from_the_program(switch):
-    w = to_host(params())
+def stack(w, x):
+    return offload_scan(layer, w, x, key=KEY, num_microbatches=2)
 
-    def run(w):
-        return offload_scan(layer, w, inputs())
 
-    def in_a_row(w):
-        first = jax.tree.map(lambda a: to_host(jnp.zeros(a.shape[1:])), w)
-        return offload_sequential([layer], [first], inputs())
+def sequence(w, x):
+    listed = [jax.tree.map(lambda a, i=i: to_host(to_device(a)[i]), w) for i in range(2)]
+    return offload_sequential([layer] * 2, listed, x, key=KEY, num_microbatches=2)
 
-    for fun in (run, jax.jit(run), jax.grad(lambda w: jax.checkpoint(run)(w).sum()), in_a_row):
-        needed = lambda fun=fun: compiled.needed_options(jax.jit(fun).trace(w).jaxpr)  # noqa: E731
-        want = needed()
-        with switched_on(switch):
-            assert needed() == want != {}
+
+@pytest.mark.parametrize("apply", [stack, sequence])
+def test_forward_alone(switch, apply, optimized):
+    with_and_without(switch, lambda: jax.jit(apply)(to_host(params()), inputs()))
+
+
+@pytest.mark.parametrize("apply", [stack, sequence])
+def test_options_are_read_from_the_program(switch, apply):
+    """Forward alone, where the rule of a custom_vjp is still a parameter, and of gradients."""
+
+    def total(w, x):
+        return apply(w, x).sum()
+
+    programs = [
+        apply,
+        jax.jit(apply),
+        jax.checkpoint(apply),
+        lambda w, x: jax.vmap(functools.partial(apply, w))(x[None]),
+        lambda w, x: jax.lax.cond(x[0, 0] > 0, total, lambda w, x: 0.0, w, x),
+        jax.grad(total, 1),
+        jax.grad(jax.checkpoint(total)),
+        jax.value_and_grad(jax.jit(total), (0, 1)),
+    ]
+    needed = [functools.partial(options_of, program) for program in programs]
+    want = [of_one() for of_one in needed]
+    assert all(want) and all(options == want[0] for options in want)
+    with switched_on(switch):
+        assert [of_one() for of_one in needed] == want
+
+
+def options_of(program):
+    traced = jax.jit(lambda *args: program(*args)).trace(to_host(params()), inputs())
+    return compiled.needed_options(traced.jaxpr)
