@@ -35,7 +35,7 @@ def host_init(init_fn: Callable, keys: jax.Array, *, shardings: Any = None) -> T
     """
     as_callable("init_fn", init_fn)
     keys, sharding = as_keys("keys", keys), _sharding_of(shardings)
-    return on_host(lambda key, i: init_fn(key), keys, sharding)
+    return by_layer(lambda key, i: init_fn(key), keys, sharding, Space.Host)
 
 
 def _sharding_of(shardings: Any) -> Callable:
@@ -62,8 +62,10 @@ def _sharding_of(shardings: Any) -> Callable:
     return sharding
 
 
-def on_host(make: Callable, stacked: Tree, sharding: Callable, scalars: bool = True) -> Tree:
-    """``stack([make(stacked[i], i) for i in range(L)])`` on the host, scalars if asked for.
+def by_layer(
+    make: Callable, stacked: Tree, sharding: Callable, space: Space, scalars: bool = True
+) -> Tree:
+    """``stack([make(stacked[i], i) for i in range(L)])`` in a memory, scalars there if asked for.
 
     ``sharding(path, shape)`` is that of an array [L, ...], or None for one device.
     """
@@ -72,7 +74,7 @@ def on_host(make: Callable, stacked: Tree, sharding: Callable, scalars: bool = T
         def body(i, _):
             made = make(put(read(stacked, i), Space.Device), i)
             return i + 1, jax.tree.map(
-                lambda a: put(jnp.asarray(a), Space.Host) if scalars or jnp.ndim(a) else a, made
+                lambda a: put(jnp.asarray(a), space) if scalars or jnp.ndim(a) else a, made
             )
 
         return scan(body, guard_host_slices(), None, length=num_layers_of(stacked))[1]
@@ -84,7 +86,7 @@ def on_host(make: Callable, stacked: Tree, sharding: Callable, scalars: bool = T
 
     def place(path, a):
         found = sharding(path, a.shape) or one
-        on_host = scalars or len(a.shape) > 1
+        on_host = space == Space.Host and (scalars or len(a.shape) > 1)
         return found.with_memory_kind("pinned_host" if on_host else "device")
 
     shardings = jax.tree_util.tree_map_with_path(place, jax.eval_shape(run, stacked))

@@ -13,7 +13,7 @@ from .checks import as_arrays, as_key, check_optimizer
 from .host_init import state_sharding
 from .options import OffloadOptions
 from .per_leaf import check_per_leaf
-from .placement import Space, check_space, write
+from .placement import check_space, write
 from .stack import Stack, by_slice, empty_slices, prepare, run_backward, run_forward
 from .trees import (
     Tree,
@@ -41,9 +41,9 @@ from .update import (
 class OffloadState(NamedTuple):
     """What is trained, and the optimizer's state of it."""
 
-    layers: Tree  # [L, ...], on the host
+    layers: Tree  # [L, ...], where params_in says
     others: Tree  # parameters before and after the layers, on the device
-    layers_state: Tree  # [L, ...], on the host; counts [L] on the device
+    layers_state: Tree  # [L, ...], where the layers are; counts [L] on the device
     others_state: Tree
 
 
@@ -68,8 +68,12 @@ def offload_train_step(
     """A training step for ``loss = head(others, layers(embed(others, batch)), batch)``.
 
     With fuse_update every slice is updated as soon as its gradient is there, inside the backward
-    pass: no full gradient exists anywhere. Else gradients go to the host, and a second loop over
-    the layers updates them, scaled by the norm that the backward pass has added up.
+    pass: no full gradient exists anywhere. Else gradients go to where the layers are, and a second
+    loop over the layers updates them, scaled by the norm that the backward pass has added up.
+
+    With params_in="device" nothing is offloaded: parameters and the optimizer's state stay on the
+    device, and by default what the backward pass needs does too. Fused, the step saves the
+    gradients.
 
     Compile the step with `offload_jit`, which writes the new state over the old one: `layers` that
     were given to init are gone after the first step. Of `others` init keeps a copy.
@@ -86,14 +90,14 @@ def offload_train_step(
         clip_norm: the largest global norm of the gradients, above 0; as
             ``optax.clip_by_global_norm``.
         has_aux: whether layers return a second result.
-        **options: of `offload_scan`: num_slices, num_microbatches, activations, prefetch,
-            resident_slices, compute_dtype.
+        **options: of `offload_scan`: num_slices, num_microbatches, params_in, activations (by
+            default where params_in is), prefetch, resident_slices, compute_dtype.
 
     Returns:
-        ``init(layers, others) -> OffloadState``, for layers as `host_init` makes them and other
-        parameters on the device, all floating-point; and ``step(state, batch, key)``, which returns
-        (state, loss), or (state, loss, aux). `key` may be None; embed and head get it folded with L
-        and L + 1.
+        ``init(layers, others) -> OffloadState``, for layers in the memory that params_in says, such
+        as `host_init` makes them, and other parameters on the device, all floating-point; and
+        ``step(state, batch, key)``, which returns (state, loss), or (state, loss, aux). `key` may
+        be None; embed and head get it folded with L and L + 1.
 
     Raises:
         ValueError: fuse_update with clip_norm; a tx that `stream_update` refuses; and as
@@ -107,7 +111,7 @@ def offload_train_step(
 
     def init(layers: Tree, others: Tree) -> OffloadState:
         layers, others = as_arrays("layers", layers), as_arrays("others", others)
-        check_space("layers", layers, "host")
+        check_space("params_in", layers, checked.params_in)
         check_space("others", others, "device")
         num_layers_of(layers, "layers")
         check_floats("layers", layers)
@@ -181,15 +185,13 @@ def _check_options(
             "fuse_update=True the first slices are updated before the last gradients exist: pass "
             "fuse_update=False."
         )
-    for name in ("params_in", "params", "grads"):
-        if name in options:
-            raise ValueError(
-                f"`{name}` is no option of offload_train_step, whose parameters and gradients are "
-                "on the host."
-            )
-    known = {field.name for field in dataclasses.fields(OffloadOptions)}
+    known = {field.name for field in dataclasses.fields(OffloadOptions)} - {"grads"}
     if unknown := [name for name in options if name not in known]:
-        raise ValueError(f"`{unknown[0]}` is no option of offload_train_step or offload_scan.")
+        raise ValueError(
+            f"`{unknown[0]}` is no option of offload_train_step; those of offload_scan are "
+            f"{', '.join(sorted(known))}."
+        )
+    options = {"activations": options.get("params_in", "host")} | options
     return OffloadOptions(has_aux=has_aux, **options)
 
 
@@ -210,7 +212,7 @@ def _collect(stack: Stack, layers: Tree, backward: Callable) -> tuple:
         grads, total = carry
         return layers, (write(grads, dw, i), total + squares(dw))
 
-    carry = empty_slices(stack, layers, Space.Host), jnp.float32(0)
+    carry = empty_slices(stack, layers, stack.options.grads_in), jnp.float32(0)
     _, (grads, total), dx, _ = backward(consume, carry)
     return join(grads), total, dx
 

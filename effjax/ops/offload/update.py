@@ -11,10 +11,10 @@ from jax import lax
 from .._arguments import as_number
 from .checks import as_arrays, check_alike, check_optimizer
 from .compiled import guard_host_slices
-from .host_init import on_host, state_sharding
+from .host_init import by_layer, state_sharding
 from .loops import scan
 from .per_leaf import check_per_leaf
-from .placement import Space, put, read, write
+from .placement import Space, put, read, space_of, write
 from .trees import Tree, is_key, num_layers_of, one_layer
 
 
@@ -42,9 +42,9 @@ def stream_update(tx: Any) -> StreamUpdate:
             sgd, schedules, masks, chains of them. It sees the parameters of one layer.
 
     Returns:
-        ``init(params) -> state``, arrays [L, ...] on the host, counts [L] on the device; and
-        ``update(grads, state, params, clip_norm=None) -> (params, state)``, which differs from
-        optax in that it applies the updates. With clip_norm gradients are scaled as
+        ``init(params) -> state``, arrays [L, ...] where the parameters are, counts [L] on the
+        device; and ``update(grads, state, params, clip_norm=None) -> (params, state)``, which
+        differs from optax in that it applies the updates. With clip_norm gradients are scaled as
         ``optax.clip_by_global_norm`` does; their norm takes a pass of its own over them, which
         `offload_train_step` does not need.
 
@@ -64,7 +64,8 @@ def stream_update(tx: Any) -> StreamUpdate:
         def make(w: Tree, i: jax.Array) -> Tree:
             return _with_own_keys(tx.init(w), keys, i)
 
-        return on_host(make, params, functools.partial(state_sharding, params), scalars=False)
+        sharding = functools.partial(state_sharding, params)
+        return by_layer(make, params, sharding, space_of(jax.tree.leaves(params)[0]), scalars=False)
 
     def update(grads: Tree, state: Tree, params: Tree, clip_norm: float | None = None):
         check_clip_norm(clip_norm)
