@@ -57,29 +57,57 @@ def parts_of(tree, m):
     return [jax.tree.map(lambda a, j=j: rows(a, j), tree) for j in range(m)]
 
 
-def loss_in_memory(model, batch, key, m=1, embed=embed, layer=layer, head=head):
-    """The mean of the losses of m microbatches."""
-    parts = list(enumerate(parts_of(batch, m)))
-    x = [embed(model["others"], part, key_of(key, LAYERS, j)) for j, part in parts]
+def as_ends(embed, head):
+    """With a state that they leave, and a second result of head."""
+
+    def run_embed(others, model_state, batch, key):
+        return embed(others, batch, key), model_state
+
+    def run_head(others, model_state, x, batch, key):
+        return head(others, x, batch, key), model_state, ()
+
+    return run_embed, run_head
+
+
+def loss_in_memory(model, model_state, batch, key, m=1, ends=None, layer=layer):
+    """(the mean of the losses of m microbatches, (model_state, aux of head [m, ...]))"""
+    embed_, head_ = ends or as_ends(embed, head)
+    parts, x, losses, aux = list(enumerate(parts_of(batch, m))), [], [], []
+    for j, part in parts:
+        one, model_state = embed_(model["others"], model_state, part, key_of(key, LAYERS, j))
+        model_state = jax.lax.stop_gradient(model_state)
+        x.append(one)
     x = jax.tree.map(lambda *a: jnp.concatenate(a), *x)
     x = parts_of(in_memory(layer, stack(model["layers"]), x, key, m), m)
-    losses = [head(model["others"], x[j], part, key_of(key, LAYERS + 1, j)) for j, part in parts]
-    return sum(losses) / m
+    for j, part in parts:
+        at = key_of(key, LAYERS + 1, j)
+        loss, model_state, more = head_(model["others"], model_state, x[j], part, at)
+        model_state = jax.lax.stop_gradient(model_state)
+        losses.append(loss)
+        aux.append(more)
+    return sum(losses) / m, (model_state, jax.tree.map(lambda *a: jnp.stack(a), *aux))
 
 
-@functools.cache
-def trained_in_memory(tx=ADAMW, num_microbatches=1, steps=3):
-    """Losses and parameters after steps with dropout; optax sees the layers one by one."""
+def train_in_memory(tx, model_state=(), batch=TOKENS, key=KEY, m=1, steps=3, **options):
+    """(losses, layers, others, model_state, aux) of steps; optax sees the layers one by one."""
+    gradients = jax.value_and_grad(loss_in_memory, has_aux=True)
 
     @jax.jit
-    def step(model, state, key):
-        value, grads = jax.value_and_grad(loss_in_memory)(model, TOKENS, key, num_microbatches)
+    def step(model, state, model_state, key):
+        (value, more), grads = gradients(model, model_state, batch, key, m, **options)
         updates, state = tx.update(grads, state, model)
-        return optax.apply_updates(model, updates), state, value
+        return optax.apply_updates(model, updates), state, value, more
 
     model = {"layers": layers_of(params()), "others": others()}
     state, losses = tx.init(model), []
     for i in range(steps):
-        model, state, value = step(model, state, jax.random.fold_in(KEY, i))
+        key_of_step = None if key is None else jax.random.fold_in(key, i)
+        model, state, value, (model_state, aux) = step(model, state, model_state, key_of_step)
         losses.append(value)
-    return losses, stack(model["layers"]), model["others"]
+    return losses, stack(model["layers"]), model["others"], model_state, aux
+
+
+@functools.cache
+def trained_in_memory(tx=ADAMW, num_microbatches=1):
+    """(losses, layers, others) of three steps with dropout."""
+    return train_in_memory(tx, m=num_microbatches)[:3]

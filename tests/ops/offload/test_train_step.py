@@ -1,0 +1,132 @@
+"""Training steps with second results, states and microbatches, beside the same in memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from effjax import offload_jit, offload_train_step, to_host
+from tests.ops.offload.stacks import BATCH, KEY, LAYERS, WIDTH, kinds, layer, params
+from tests.ops.offload.steps import (
+    ADAMW,
+    TOKENS,
+    close,
+    embed,
+    head,
+    others,
+    train_in_memory,
+)
+
+STATE = {
+    "mean": jnp.zeros(WIDTH), "top": jnp.float32(0.5), "batches": jnp.int32(0),
+}  # fmt: skip
+
+
+def embed_with_state(others, state, batch, key):
+    """It uses its state, through which there is no gradient."""
+    x = embed(others, batch, key) - 0.1 * state["mean"]
+    mean = 0.9 * state["mean"] + 0.1 * x.mean(0)
+    return x, {**state, "mean": mean, "batches": state["batches"] + 1}
+
+
+def head_with_state(others, state, x, batch, key):
+    loss = head(others, x * state["top"], batch, key)
+    aux = {"batches": state["batches"], "largest": x.max(-1)}
+    return loss, {**state, "top": 0.9 * state["top"] + 0.1 * jnp.max(x)}, aux
+
+
+ENDS = embed_with_state, head_with_state
+OPTIONS = {
+    "fused": {},
+    "microbatches": {"num_microbatches": 2, "num_slices": 2},
+    "apart": {"num_microbatches": 4, "fuse_update": False},
+    "on_device": {"num_microbatches": 2, "params_in": "device"},
+}
+
+
+def train(step, state, batch=TOKENS, key=KEY, steps=3):
+    """(losses, state, what the last step returns besides)"""
+    run, losses = offload_jit(step), []
+    for i in range(steps):
+        state, loss, *rest = run(state, batch, None if key is None else jax.random.fold_in(key, i))
+        losses.append(loss)
+    return losses, state, rest
+
+
+@functools.cache
+def with_state_in_memory(m):
+    return train_in_memory(ADAMW, STATE, m=m, ends=ENDS)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_state_and_second_results(name):
+    """Each microbatch gets what the one before has made of the state, and its own key."""
+    options = OPTIONS[name]
+    m = options.get("num_microbatches", 1)
+
+    def aux_layer(w, x, key):
+        return layer(w, x, key), x.mean()
+
+    init, step = offload_train_step(
+        embed_with_state, aux_layer, head_with_state, ADAMW,
+        has_aux=True, head_has_aux=True, has_state=True, **options,
+    )  # fmt: skip
+    w = params() if options.get("params_in") == "device" else to_host(params())
+    losses, state, (aux, head_aux) = train(step, init(w, others(), STATE))
+    found = losses, state.layers, state.others, state.model_state, head_aux
+    close(found, with_state_in_memory(m), 5e-6)
+    assert aux.shape == (LAYERS, m)
+    assert head_aux["largest"].shape == (m, BATCH // m)
+    np.testing.assert_array_equal(head_aux["batches"], [3 * m] * m)
+    assert kinds(state.model_state) == {"device"}
+
+
+def test_the_callers_state_stays():
+    init, step = offload_train_step(
+        embed_with_state, layer, lambda o, s, x, b, k: head_with_state(o, s, x, b, k)[:2], ADAMW,
+        has_state=True,
+    )  # fmt: skip
+    kept = jax.tree.map(jnp.copy, STATE)
+    _, state, rest = train(step, init(to_host(params()), others(), kept), steps=1)
+    assert not rest and not any(a.is_deleted() for a in jax.tree.leaves(kept))
+    assert int(state.model_state["batches"]) == 1
+
+
+def test_second_results_without_a_state():
+    def run(others, x, batch, key):
+        return head(others, x, batch, key), {"n": jnp.int32(7), "x": x}
+
+    init, step = offload_train_step(embed, layer, run, ADAMW, head_has_aux=True)
+    state, loss, aux = step(init(to_host(params()), others()), TOKENS)
+    assert loss.shape == () and state.model_state == ()
+    assert aux["n"].shape == (1,) and aux["x"].shape == (1, BATCH, WIDTH)
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_several_inputs_of_layers_with_integers_among_them(m):
+    def ends(embed, head):
+        def run_embed(others, model_state, batch, key):
+            h = embed(others, batch["tokens"], key)
+            return {"h": h, "skip": 2 * h, "n": batch["n"]}, model_state
+
+        def run_head(others, model_state, x, batch, key):
+            logits = x["h"] + x["n"][:, None] * x["skip"]
+            return head(others, logits, batch["tokens"], key), model_state, ()
+
+        return run_embed, run_head
+
+    def several(w, x, key):
+        h = layer(w, x["h"], key) + 0.1 * x["skip"]
+        return {"h": h, "skip": x["skip"] * 0.9, "n": x["n"] + 1}
+
+    run_embed, run_head = ends(embed, head)
+    batch = {"tokens": TOKENS, "n": jnp.arange(BATCH) % 3}
+    init, step = offload_train_step(
+        lambda *a: run_embed(a[0], (), *a[1:])[0], several,
+        lambda *a: run_head(a[0], (), *a[1:])[0], ADAMW, num_microbatches=m,
+    )  # fmt: skip
+    losses, state, _ = train(step, init(to_host(params()), others()), batch)
+    want = train_in_memory(ADAMW, batch=batch, m=m, ends=(run_embed, run_head), layer=several)
+    close((losses, state.layers, state.others), want[:3], 5e-6)
