@@ -265,10 +265,9 @@ def run_backward(
     def run(state, first, count, fetch, prefetch):
         def body(state, daux):
             i, trained, carry, dx, dshared, queue = state
-            queue = [*queue, fetch(trained, jnp.maximum(i - prefetch, first))]
-            if not prefetch:  # as below
-                trained, queue = lax.optimization_barrier((trained, queue))
-            (w, x), *queue = queue
+            (w, x), *queue = [*queue, fetch(trained, jnp.maximum(i - prefetch, first))]
+            if not queue:
+                trained, w = lax.optimization_barrier((trained, w))  # as below
             this = one_slice(stack, i, w.frozen)
             dw, more, dx = slices.backward(this, w.trained, shared, x, key, dx, daux)
             dshared = jax.tree.map(jnp.add, dshared, more)
