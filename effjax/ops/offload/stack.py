@@ -17,7 +17,7 @@ from .checks import as_arrays, as_key
 from .compiled import guard_host_slices
 from .loops import scan
 from .options import OffloadOptions
-from .placement import Space, Where, check_space, moved, put, read, space_of, write
+from .placement import SPACES, Space, Where, check_space, moved, put, read, space_of, write
 from .slices import check_layer, check_microbatches, close_over, microbatch
 from .trainable import Parts, parts_of
 from .trees import (
@@ -199,7 +199,8 @@ def _backward(stack: Stack, residuals, cotangents):
     dtrained = jax.tree.map(lambda d, p: put(d, space_of(p)), join(grads), params.trained)
     inputs = kept.resident if stack.options.resident_slices else kept.streamed
     x = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), inputs)
-    return Parts(dtrained, None), as_cotangent(shared, dshared), as_cotangent(x, dx), None
+    dparams = Parts(dtrained, as_cotangent(params.frozen, _zeros(stack, params.frozen)))
+    return dparams, as_cotangent(shared, dshared), as_cotangent(x, dx), None
 
 
 _core.defvjp(_forward, _backward)
@@ -342,6 +343,22 @@ def empty_slices(stack: Stack, params: Tree, space: Space) -> Tree:
         return lax.broadcast(zero, kind.shape, out_sharding=kind.sharding)
 
     return jax.tree.map(empty, params)
+
+
+def _zeros(stack: Stack, params: Tree) -> list:
+    """Gradients of `floats_of(params)`, where these are, for those who take them all the same."""
+
+    def body(state, _):
+        i, zeros = state
+        return (i + 1, write(zeros, jax.tree.map(none, load(zeros, i)), i)), None
+
+    def none(a):
+        return as_varying(jnp.zeros_like(a), varying_axes(a))
+
+    zeros = empty_slices(stack, floats_of(params), SPACES[stack.options.params_in])
+    if not zeros:
+        return []
+    return join(scan(body, (guard_host_slices(), zeros), None, length=stack.num_slices)[0][1])
 
 
 def by_slice(params: Tree, stack: Stack) -> Tree:

@@ -5,10 +5,20 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from effjax import offload_jit, offload_train_step, to_host
-from tests.ops.offload.stacks import BATCH, KEY, LAYERS, WIDTH, kinds, layer, params
+from tests.ops.offload.stacks import (
+    BATCH,
+    KEY,
+    LAYERS,
+    WIDTH,
+    assert_equal_bits,
+    kinds,
+    layer,
+    params,
+)
 from tests.ops.offload.steps import (
     ADAMW,
     TOKENS,
@@ -130,3 +140,20 @@ def test_several_inputs_of_layers_with_integers_among_them(m):
     losses, state, _ = train(step, init(to_host(params()), others()), batch)
     want = train_in_memory(ADAMW, batch=batch, m=m, ends=(run_embed, run_head), layer=several)
     close((losses, state.layers, state.others), want[:3], 5e-6)
+
+
+@pytest.mark.parametrize("options", [{"num_slices": 2}, {"fuse_update": False}], ids=str)
+def test_gradients_accumulated_over_calls(options):
+    """Each layer has its own counter and its own sum, where its parameters are."""
+    tx = optax.MultiSteps(ADAMW, 2)
+    init, step = offload_train_step(embed, layer, head, tx, **options)
+    first = init(to_host(params()), others())
+    moments = [a for a in jax.tree.leaves(first.layers_state) if a.ndim > 1]
+    assert kinds(moments) == {"pinned_host"}
+    assert sum(a.shape == (LAYERS, WIDTH, 2 * WIDTH) for a in moments) == 3  # two, and the sum
+    losses, state, _ = train(step, first, steps=1)
+    assert_equal_bits(state.layers, params())
+    np.testing.assert_array_equal(state.layers_state.mini_step, [1] * LAYERS)
+    losses, state, _ = train(step, init(to_host(params()), others()), steps=4)
+    close((losses, state.layers, state.others), train_in_memory(tx, steps=4)[:3], 5e-6)
+    np.testing.assert_array_equal(state.layers_state.gradient_step, [2] * LAYERS)
