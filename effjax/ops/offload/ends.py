@@ -37,7 +37,7 @@ def ends_of(
     embed: Callable, head: Callable, num_microbatches: int, has_state: bool, head_has_aux: bool
 ) -> Ends:
     """Of functions as `offload_train_step` takes them, with their results checked."""
-    names = "loss", *["model_state"] * has_state, *["aux"] * head_has_aux
+    names = "loss", *(("model_state",) if has_state else ()), *(("aux",) if head_has_aux else ())
 
     def run_embed(others, model_state, batch, key):
         if not has_state:
@@ -76,6 +76,7 @@ def run_embed(
             return one(model_state, (batch, 0))[::-1]
         at = split(batch, count), jnp.arange(count)
         new, x = scan(one, model_state, at, differentiated=True)
+        _check_rows(x)
         return join(x), new
 
     x, pull, model_state = jax.vjp(run, others.trained, has_aux=True)
@@ -133,6 +134,16 @@ def _wide(trained: Tree, batch: Any, key: Any) -> Tree:
     """Parameters that vary as the batch does: one sum over the devices for all microbatches."""
     axes = varying_axes((batch, key))
     return jax.tree.map(lambda a: as_varying(a, axes), trained)
+
+
+def _check_rows(x: Tree) -> None:
+    """Of x [num_microbatches, ...]."""
+    for path, a in jax.tree_util.tree_leaves_with_path(x):
+        if a.ndim == 1:
+            raise ValueError(
+                "`embed` must return arrays [rows, ...] with num_microbatches, but "
+                f"x{jax.tree_util.keystr(path)} is a scalar."
+            )
 
 
 def _results(function: str, result: Any, names: tuple[str, ...]) -> tuple:

@@ -268,14 +268,15 @@ def run_backward(
             i, trained, carry, dx, dshared, queue = state
             (w, x), *queue = [*queue, fetch(trained, jnp.maximum(i - prefetch, first))]
             if not queue:
-                trained, w = lax.optimization_barrier((trained, w))  # as below
+                trained, here = lax.optimization_barrier((trained, w.trained))  # as below
+                w = Parts(here, w.frozen)
             this = one_slice(stack, i, w.frozen)
             dw, more, dx = slices.backward(this, w.trained, shared, x, key, dx, daux)
             dshared = jax.tree.map(jnp.add, dshared, more)
             # What is read of them is read before they are written: else XLA would copy them.
-            weights, inputs = [w for w, _ in queue], [x for _, x in queue]
-            trained, weights = lax.optimization_barrier((trained, weights))
-            queue = list(zip(weights, inputs, strict=True))
+            ahead = [w.trained for w, _ in queue]
+            trained, ahead = lax.optimization_barrier((trained, ahead))
+            queue = [(Parts(a, w.frozen), x) for a, (w, x) in zip(ahead, queue, strict=True)]
             trained, carry = consume(trained, carry, i, w.trained, dw)
             return (i - 1, trained, carry, dx, dshared, queue), None
 
@@ -292,10 +293,7 @@ def run_backward(
         fetch = lambda _, i: load((kept.weights, kept.resident), i - stack.streamed)  # noqa: E731
         state = run(state, stack.streamed, stack.options.resident_slices, fetch, 0)
     if stack.streamed:
-
-        def fetch(trained, i):
-            return load(Parts(trained, frozen), i), load(kept.streamed, i)
-
+        fetch = lambda params, i: load((Parts(params, frozen), kept.streamed), i)  # noqa: E731
         state = run(state, 0, stack.streamed, fetch, stack.options.prefetch)
     trained, *rest = state
     return join(trained), *rest

@@ -130,8 +130,9 @@ def offload_train_step(
         return initial_state(made.carried, layers, others, model_state)
 
     def step(state: OffloadState, batch: Any, key: jax.Array | None = None):
-        state, loss, aux, head_aux = _step(made, state, batch, as_key("key", key))
-        return state, loss, *[aux] * has_aux, *[head_aux] * head_has_aux
+        results = _step(made, state, batch, as_key("key", key))
+        asked = True, True, has_aux, head_has_aux
+        return tuple(result for result, is_asked in zip(results, asked, strict=True) if is_asked)
 
     return TrainStep(init, step)
 

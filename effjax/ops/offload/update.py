@@ -39,7 +39,8 @@ def stream_update(tx: Any) -> StreamUpdate:
 
     Args:
         tx: an ``optax.GradientTransformation`` that treats every parameter on its own: adamw, lion,
-            sgd, schedules, masks, chains of them. It sees the parameters of one layer.
+            sgd, schedules, masks, chains of them, ``optax.MultiSteps``. It sees the parameters of
+            one layer.
 
     Returns:
         ``init(params) -> state``, arrays [L, ...] where the parameters are, counts [L] on the

@@ -157,3 +157,74 @@ def test_gradients_accumulated_over_calls(options):
     losses, state, _ = train(step, init(to_host(params()), others()), steps=4)
     close((losses, state.layers, state.others), train_in_memory(tx, steps=4)[:3], 5e-6)
     np.testing.assert_array_equal(state.layers_state.gradient_step, [2] * LAYERS)
+
+
+def run_step(embed=embed, head=head, batch=TOKENS, model_state=(), **options):
+    init, step = offload_train_step(embed, layer, head, optax.sgd(0.1), **options)
+    state = init(to_host(params()), others(), model_state)
+    return jax.eval_shape(step, state, batch, KEY)
+
+
+def changed(**entries):
+    """embed and head, one of which makes something else of the state."""
+    return lambda others, state, batch, key: (embed(others, batch, key), {**state, **entries})
+
+
+WITH_STATE = {"has_state": True, "head_has_aux": True, "model_state": STATE}
+WRONG = {
+    "state without has_state": (
+        ValueError, "`model_state` is for embed .* set has_state=True", {"model_state": STATE},
+    ),
+    "state is not returned": (
+        TypeError, r"`embed` must return \(x, model_state\), not a",
+        {"has_state": True, "embed": lambda others, state, batch, key: embed(others, batch, key)},
+    ),
+    "aux is not returned": (
+        TypeError, r"`head` must return \(loss, aux\), not a", {"head_has_aux": True},
+    ),
+    "aux is missing": (
+        TypeError, r"`head` must return \(loss, model_state, aux\), not a tuple of 2",
+        {**WITH_STATE, "embed": embed_with_state,
+         "head": lambda *a: head_with_state(*a)[:2]},
+    ),
+    "aux is not asked for": (
+        TypeError, "`head` must return a scalar loss and nothing else, unless .* a tuple of 2",
+        {"head": lambda *a: (head(*a), 1)},
+    ),
+    "another structure": (
+        ValueError, "`model_state` must be like what `embed` is given",
+        {**WITH_STATE, "embed": changed(more=jnp.ones(())), "head": head_with_state},
+    ),
+    "another shape": (
+        ValueError, r"`model_state`\['mean'\] must be of the shape",
+        {**WITH_STATE, "embed": changed(mean=jnp.ones(3)), "head": head_with_state},
+    ),
+    "another dtype": (
+        ValueError, r"`model_state`\['batches'\] must keep its dtype, but `embed` made float32",
+        {**WITH_STATE, "embed": changed(batches=jnp.ones(())), "head": head_with_state},
+    ),
+    "a batch that is not divided": (
+        ValueError, r"`num_microbatches` \(=3\) must divide .* arrays of batch, but batch is of",
+        {"num_microbatches": 3},
+    ),
+    "an array of another length": (
+        ValueError, r"but batch\['b'\] is of shape \(4,\), and batch\['a'\] of \(8,\)",
+        {"num_microbatches": 2, "batch": {"a": TOKENS, "b": TOKENS[:4]}},
+    ),
+    "a number in the batch": (
+        ValueError, r"batch\['n'\] is of shape \(\)",
+        {"num_microbatches": 2, "batch": {"a": TOKENS, "n": jnp.int32(1)}},
+    ),
+    "a scalar for the layers": (
+        ValueError, r"`embed` must return arrays \[rows, \.\.\.\] .* x\['n'\] is a scalar",
+        {"num_microbatches": 2,
+         "embed": lambda *a: {"x": embed(*a), "n": jnp.ones(())}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit(name):
+    kind, match, options = WRONG[name]
+    with pytest.raises(kind, match=match):
+        run_step(**options)

@@ -164,3 +164,35 @@ def test_inputs_of_layers_that_are_the_same_on_all_devices():
     wrap = functools.partial(jax.shard_map, mesh=mesh, **specs)
     got, expected = trained(lambda x: lax.pmean(x, "i"), wrap), trained(lambda x: x, lambda f: f)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), got, expected)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_frozen_parameters(mapped):
+    """And the loss scaled: neither changes what is trained, on one device or eight."""
+    mesh = mesh_of((8,), ("i",))
+
+    def trained(mean, wrap, place, **options):
+        init, step = offload_train_step(
+            embed,
+            layer,
+            lambda others, x, batch, key: mean(head(others, x, batch, key)),
+            ADAM,
+            trainable=lambda path, leaf: path[0].key != "b",
+            trainable_others={"e": False, "u": True},
+            **options,
+        )
+        state = init(place(params(), True), place(others(), False))
+        state, loss = offload_jit(wrap(step))(state, TOKENS)
+        return state.layers, state.others, loss
+
+    expected = trained(lambda x: x, lambda step: step, lambda tree, host: tree, params_in="device")
+    np.testing.assert_array_equal(expected[0]["b"], params()["b"])
+    wrap = functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("i")), out_specs=(P(), P()))
+    got = trained(
+        (lambda x: lax.pmean(x, "i")) if mapped else (lambda x: x),
+        wrap if mapped else (lambda step: step),
+        lambda tree, host: jax.device_put(tree, on(mesh, P(), host)),
+        fuse_update=False,
+        loss_scale=8.0,
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), got, expected)
