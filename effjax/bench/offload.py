@@ -1,7 +1,7 @@
 """A training step of a language model whose layers live in host memory, beside the same in device
-memory, plain and recomputed by ``jax.checkpoint``.
+memory, plain, recomputed by ``jax.checkpoint`` and updated in the backward pass.
 
-Two tables: whole steps with Adam, and gradients alone, which must be equal to the bit. On a GPU
+Two tables: whole steps, and gradients alone, which must be equal to the bit. On a GPU
 they also say what the process has held of its memory; where the GPU compiler is installed, what the
 planner expects of `--target`. `--depths` times nothing: it plans steps of models so deep.
 """
@@ -10,170 +10,23 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import typer
-from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
-from .. import OffloadState, host_init, offload_jit, offload_scan, offload_train_step, to_device
+from .. import OffloadState, offload_jit, to_device
 from ..memory import MemoryPlan, PlanError, check_compiler
 from ..memory.compare import plan_all
-from ..models import TransformerLM, scan_layers
-from ..ops.offload.train_step import TrainStep
-from ..train.lm.steps import lm_parts
 from ._measure import difference, time_in_turn, write_record
+from ._offload_forms import Form, Setting, forms_of, gradients_of, make_params, split, step_of
 
-IN_MEMORY = "in memory"
-REMAT = "in memory, remat"
-FUSED = "all offloaded, fused update"
 PASSES = ["step", "gradients"]
 CHECKED_STEPS = 3
-ADAM = optax.adam(1e-3)
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """The model and its batch."""
-
-    layers: int = 8
-    width: int = 384
-    heads: int = 6
-    context: int = 256
-    batch_size: int = 8
-    microbatches: int = 1
-    dtype: str = "float32"
-    dropout: float = 0.1
-
-    @property
-    def model(self) -> TransformerLM:
-        """Its shapes."""
-        return nnx.eval_shape(
-            lambda: TransformerLM(
-                num_layers=self.layers, width=self.width, num_heads=self.heads,
-                dropout_rate=self.dropout, dtype=jnp.dtype(self.dtype), rngs=nnx.Rngs(0),
-            )
-        )  # fmt: skip
-
-    @property
-    def tokens(self) -> jax.ShapeDtypeStruct:
-        """The last one of a row is predicted only."""
-        return jax.ShapeDtypeStruct((self.batch_size, self.context + 1), jnp.int32)
-
-    def batch(self) -> jax.Array:
-        """Tokens, the same every time."""
-        return jax.random.randint(jax.random.key(1), self.tokens.shape, 0, 256)
-
-
-class Form(NamedTuple):
-    """layers: where their parameters are; apply: as of `TransformerLM`."""
-
-    layers: str
-    apply: Callable
-    microbatches: int = 1
-    remat: bool = False
-    fuse_update: bool = False
-
-
-def forms_of(microbatches: int) -> dict[str, Form]:
-    """All of them, in the order of what they need on the device, most first."""
-
-    def offloaded(params_in: Any) -> Callable:
-        return lambda layer, layers, x, key: offload_scan(
-            layer, layers, x, key=key, params_in=params_in, num_microbatches=microbatches
-        )
-
-    in_memory: Any = functools.partial(Form, "device")
-    remat = functools.partial(scan_layers, remat=True)
-    forms = {IN_MEMORY: in_memory(scan_layers), REMAT: in_memory(remat, remat=True)}
-    if microbatches > 1:
-        for name, form in list(forms.items()):
-            apply = functools.partial(scan_microbatches, number=microbatches, remat=form.remat)
-            forms[f"{name}, microbatches"] = in_memory(apply, microbatches, form.remat)
-    return forms | {
-        "activations offloaded": in_memory(offloaded("device"), microbatches),
-        "all offloaded": Form("host", offloaded("host"), microbatches),
-        FUSED: Form("host", offloaded("host"), microbatches, fuse_update=True),
-    }
-
-
-def scan_microbatches(
-    layer: Callable, layers: Any, x: Any, key: Any, *, number: int, remat: bool
-) -> Any:
-    """`scan_layers` with the keys of `offload_scan` for several microbatches."""
-    one = jax.checkpoint(layer, prevent_cse=False) if remat else layer
-
-    def body(x, at):
-        w, i = at
-
-        def microbatch(_, at):
-            part, m = at
-            return None, one(w, part, jax.random.fold_in(jax.random.fold_in(key, i), m))
-
-        parts = x.reshape(number, -1, *x.shape[1:])
-        _, parts = jax.lax.scan(microbatch, None, (parts, jnp.arange(number)))
-        return parts.reshape(x.shape), None
-
-    return jax.lax.scan(body, x, (layers, jnp.arange(jax.tree.leaves(layers)[0].shape[0])))[0]
-
-
-def gradients_of(setting: Setting, form: Form) -> Callable:
-    """``(layers, others, tokens, key) -> (loss, gradients of both)``"""
-    parts = lm_parts(setting.model)
-
-    def loss(layers, others, tokens, key):
-        x = form.apply(parts.layer, layers, parts.embed(others, tokens, key), key)
-        return parts.head(others, x, tokens, key)
-
-    return jax.value_and_grad(loss, argnums=(0, 1))
-
-
-def step_of(setting: Setting, form: Form) -> TrainStep:
-    """Gradients and Adam's update; its init takes the layers on the host."""
-    if form.layers == "host":
-        options: dict[str, Any] = dict(num_microbatches=form.microbatches)
-        return offload_train_step(
-            *lm_parts(setting.model), ADAM, fuse_update=form.fuse_update, **options
-        )
-    gradients = gradients_of(setting, form)
-
-    def init(layers, others):
-        params = to_device(layers), others
-        return params, ADAM.init(params)
-
-    def step(state, tokens, key):
-        params, adam = state
-        loss, grads = gradients(*params, tokens, key)
-        updates, adam = ADAM.update(grads, adam, params)
-        return (optax.apply_updates(params, updates), adam), loss
-
-    return TrainStep(init, step)
-
-
-def make_params(setting: Setting) -> tuple[Any, Any]:
-    """(layers on the host, others), the same every time."""
-    model, key = setting.model, jax.random.key(0)
-
-    @jax.jit
-    def others():
-        # The parameters of its layers are not used, and so not made.
-        options: dict[str, Any] = dict(num_layers=1, width=setting.width, num_heads=setting.heads)
-        made: Any = TransformerLM(**options, rngs=nnx.Rngs(1))
-        return _split(made)[1]
-
-    return host_init(model.init_layer, model.layer_keys(key)), others()
-
-
-def _split(model: TransformerLM) -> tuple[Any, Any]:
-    """(layers, others)"""
-    params: Any = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    return params.pop("blocks"), params
 
 
 def plan_forms(setting: Setting, forms: dict[str, Form], whole: bool, target: str) -> dict:
@@ -188,15 +41,16 @@ def plan_forms(setting: Setting, forms: dict[str, Form], whole: bool, target: st
         )
 
     def arguments(form: Form) -> tuple:
-        layers, others = _split(setting.model)
+        layers, others = split(setting.model)
         params = place(layers, form.layers), place(others, "device")
         if not whole:
             return params
-        if form.layers == "device":
-            return ((params, place(jax.eval_shape(ADAM.init, params), "device")),)
-        states = jax.eval_shape(jax.vmap(ADAM.init), layers), jax.eval_shape(ADAM.init, others)
+        init = setting.tx.init
+        if form.is_plain:
+            return ((params, place(jax.eval_shape(init, params), "device")),)
+        states = jax.eval_shape(jax.vmap(init), layers), jax.eval_shape(init, others)
         layers_state = jax.tree.map(
-            lambda a: place(a, "host" if a.ndim > 1 else "device"), states[0]
+            lambda a: place(a, form.layers if a.ndim > 1 else "device"), states[0]
         )
         return (OffloadState(*params, layers_state, place(states[1], "device")),)
 
@@ -225,22 +79,23 @@ def bench_steps(setting: Setting, forms: dict[str, Form], rounds: int) -> list[d
     tokens, key = setting.batch(), jax.random.key(2)
     steps = {name: step_of(setting, form) for name, form in forms.items()}
     compiled = {name: offload_jit(found.step) for name, found in steps.items()}
+    start = {n: lambda n=n: steps[n].init(*make_params(setting, forms[n].layers)) for n in forms}
     losses, peaks, states = {}, {}, {}
     for name in reversed(forms):
-        states.pop(forms[name].layers, None)
-        state, losses[name] = steps[name].init(*make_params(setting)), []
+        state, losses[name] = start[name](), []
         for i in range(CHECKED_STEPS):
             state, loss = compiled[name](state, tokens, jax.random.fold_in(key, i))
             losses[name].append(float(loss))
         peaks[name] = _device_peak_bytes()
-        states[forms[name].layers] = state
         del state
 
-    # Forms with layers in the same place have the same state, and take turns with it.
+    # Forms that have the same state take turns with it.
     def run(name: str) -> Any:
-        where = forms[name].layers
-        states[where], loss = compiled[name](states[where], tokens, key)
-        return states[where], loss
+        kind = forms[name].layers, forms[name].is_plain
+        if kind not in states:
+            states[kind] = start[name]()
+        states[kind], loss = compiled[name](states[kind], tokens, key)
+        return states[kind], loss
 
     runs = {name: functools.partial(run, name) for name in forms}
     times = _timed(setting, runs, rounds)
@@ -255,7 +110,7 @@ def bench_steps(setting: Setting, forms: dict[str, Form], rounds: int) -> list[d
 def bench_gradients(setting: Setting, forms: dict[str, Form], rounds: int) -> list[dict]:
     """A row a form: loss and gradients."""
     tokens, key = setting.batch(), jax.random.key(2)
-    on_host, others = make_params(setting)
+    on_host, others = make_params(setting, "host")
     layers = {"host": on_host, "device": to_device(on_host)}
     runs, results = {}, {}
     for name, form in forms.items():
@@ -347,6 +202,7 @@ def main(
         Setting.dtype
     ),
     dropout: float = Setting.dropout,
+    optimizer: Literal["adam", "sgd"] = Setting.optimizer,
     only: Annotated[list[str], typer.Option(help="Names of forms; all by default.")] = [],  # noqa: B006
     passes: Annotated[list[str], typer.Option(help="The tables.")] = PASSES,
     rounds: Annotated[int, typer.Option(help="Timed runs of each program, in turn.")] = 5,
@@ -356,7 +212,8 @@ def main(
     json: Annotated[Path | None, typer.Option(help="Folder for a JSON file a table.")] = None,
 ) -> None:
     """Times training steps in memory and offloaded in one run; or plans them by depth."""
-    setting = Setting(layers, width, heads, context, batch_size, microbatches, dtype, dropout)
+    sizes = layers, width, heads, context, batch_size, microbatches, dtype, dropout
+    setting = Setting(*sizes, optimizer)
     forms = forms_of(microbatches)
     for option, given, known in (("only", only, [*forms]), ("passes", passes, PASSES)):
         if unknown := set(given) - set(known):
@@ -367,8 +224,9 @@ def main(
     if depths:
         del config["layers"]
         rows = plan_depths(setting, forms, depths, target)
-        title = f"language model, steps with Adam planned for {target}, {size}"
-        publish(title, config, rows, json and json / f"offload_{width}_{dtype}_{target}.json")
+        title = f"language model, steps with {optimizer} planned for {target}, {size}"
+        name = f"offload_{optimizer}_{width}_{dtype}_{target}.json"
+        publish(title, config, rows, json and json / name)
         return
     plan = plan and _can_plan()
     for table in passes:

@@ -99,8 +99,9 @@ def memory(
     """Compile a training step for a GPU that need not be there, and show where its memory goes.
 
     A DenseNet is planned in four forms: plain, jax.checkpoint, effjax conv, effjax features. A
-    language model: in memory, with jax.checkpoint, and with its activations, its parameters and
-    optimizer state, or both offloaded. deform-resnet: plain and deformable.
+    language model: in memory, with jax.checkpoint, updated in the backward pass, and with its
+    activations, its parameters and optimizer state, or both offloaded. deform-resnet: plain and
+    deformable.
     """
     with one_line_errors():
         counts = dict(

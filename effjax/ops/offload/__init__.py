@@ -6,6 +6,6 @@ from .placement import to_device as to_device
 from .placement import to_host as to_host
 from .sequential import offload_sequential as offload_sequential
 from .stack import offload_scan as offload_scan
-from .train_step import OffloadState as OffloadState
+from .train_state import OffloadState as OffloadState
 from .train_step import offload_train_step as offload_train_step
 from .update import stream_update as stream_update

@@ -35,11 +35,11 @@ def host_init(init_fn: Callable, keys: jax.Array, *, shardings: Any = None) -> T
     """
     as_callable("init_fn", init_fn)
     keys, sharding = as_keys("keys", keys), _sharding_of(shardings)
-    return on_host(lambda key, i: init_fn(key), keys, sharding)
+    return by_layer(lambda key, i: init_fn(key), keys, sharding, Space.Host)
 
 
 def _sharding_of(shardings: Any) -> Callable:
-    """``sharding(path, shape)`` for `on_host`."""
+    """``sharding(path, shape)`` for `by_layer`."""
     kind = jax.sharding.Sharding
     if isinstance(shardings, kind) or shardings is None:
         return lambda path, shape: shardings
@@ -62,8 +62,10 @@ def _sharding_of(shardings: Any) -> Callable:
     return sharding
 
 
-def on_host(make: Callable, stacked: Tree, sharding: Callable, scalars: bool = True) -> Tree:
-    """``stack([make(stacked[i], i) for i in range(L)])`` on the host, scalars if asked for.
+def by_layer(
+    make: Callable, stacked: Tree, sharding: Callable, space: Space, scalars: bool = True
+) -> Tree:
+    """``stack([make(stacked[i], i) for i in range(L)])`` in a memory, scalars there if asked for.
 
     ``sharding(path, shape)`` is that of an array [L, ...], or None for one device.
     """
@@ -72,18 +74,20 @@ def on_host(make: Callable, stacked: Tree, sharding: Callable, scalars: bool = T
         def body(i, _):
             made = make(put(read(stacked, i), Space.Device), i)
             return i + 1, jax.tree.map(
-                lambda a: put(jnp.asarray(a), Space.Host) if scalars or jnp.ndim(a) else a, made
+                lambda a: put(jnp.asarray(a), space) if scalars or jnp.ndim(a) else a, made
             )
 
         return scan(body, guard_host_slices(), None, length=num_layers_of(stacked))[1]
 
-    return made_on_host(run, stacked, sharding, lambda shape: scalars or len(shape) > 1)
+    return made_on_host(
+        run, stacked, sharding, lambda shape: space == Space.Host and (scalars or len(shape) > 1)
+    )
 
 
 def made_on_host(run: Callable, tree: Tree, sharding: Callable, is_on_host: Callable) -> Tree:
     """``run(tree)``, compiled so that its arrays are made where they are to be.
 
-    ``is_on_host(shape)`` is whether one is to be there; ``sharding`` is as of `on_host`.
+    ``is_on_host(shape)`` is whether one is to be there; ``sharding`` is as of `by_layer`.
     """
     leaves = jax.tree.leaves(tree)
     if any(isinstance(a, Tracer) for a in leaves):

@@ -176,7 +176,7 @@ def microbatch(x: Tree, num_microbatches: int) -> Tree:
     return jax.tree.map(lambda a: a[: a.shape[0] // num_microbatches], x)
 
 
-def check_microbatches(x: Tree, num_microbatches: int) -> None:
+def check_microbatches(x: Tree, num_microbatches: int, name: str = "x") -> None:
     if num_microbatches == 1:
         return
     if any(map(explicit_axes, jax.tree.leaves(x))):
@@ -184,9 +184,18 @@ def check_microbatches(x: Tree, num_microbatches: int) -> None:
             f"`num_microbatches` (={num_microbatches}) over a mesh with Explicit axes: every "
             "device must split its own rows; use it inside jax.shard_map."
         )
-    shapes = [a.shape for a in jax.tree.leaves(x)]
-    if len({s[:1] for s in shapes}) != 1 or not shapes[0] or shapes[0][0] % num_microbatches:
+    shapes = [
+        (f"{name}{jax.tree_util.keystr(path)}", jnp.shape(a))
+        for path, a in jax.tree_util.tree_leaves_with_path(x)
+    ]
+    wrong = [
+        f"{leaf} is of shape {shape}"
+        for leaf, shape in shapes
+        if shape[:1] != shapes[0][1][:1] or not shape or shape[0] % num_microbatches
+    ]
+    if wrong or not shapes:
+        beside = f", and {shapes[0][0]} of {shapes[0][1]}" if len(shapes) > len(wrong) else ""
         raise ValueError(
             f"`num_microbatches` (={num_microbatches}) must divide the batch, the first axis of "
-            f"all arrays of x, but their shapes are {shapes}."
+            f"all arrays of {name}, but {wrong[0] if wrong else 'there are none'}{beside}."
         )

@@ -17,8 +17,9 @@ from .checks import as_arrays, as_key
 from .compiled import guard_host_slices
 from .loops import scan
 from .options import OffloadOptions
-from .placement import Space, Where, check_space, moved, put, read, space_of, write
+from .placement import SPACES, Space, Where, check_space, moved, put, read, space_of, write
 from .slices import check_layer, check_microbatches, close_over, microbatch
+from .trainable import Parts, parts_of
 from .trees import (
     Tree,
     as_cotangent,
@@ -49,6 +50,7 @@ def offload_scan(
     resident_slices: int = 0,
     compute_dtype: Any = None,
     has_aux: bool = False,
+    trainable: Any = True,
     params: Where | None = None,
 ) -> Any:
     """Applies a stack of like layers that streams through the device, a slice at a time.
@@ -75,7 +77,8 @@ def offload_scan(
         layer: ``layer(params, x, key) -> x`` for one layer, or ``-> (x, aux)`` with `has_aux`. x
             keeps its structure, shapes and dtypes. What it closes over is differentiated too.
         stacked_params: a pytree of arrays [L, ...], L the number of layers, in the memory that
-            `params_in` says: see `host_init`, `to_host`. Differentiable where it holds floats only.
+            `params_in` says: see `host_init`, `to_host`. Differentiable where those that are
+            trained are floats.
         x: a pytree of arrays [B, ...]; integers are passed on without gradients.
         key: a PRNG key, or None: then layers get None.
         num_slices: how many slices to load; a divisor of L. None: every layer is one.
@@ -91,6 +94,9 @@ def offload_scan(
         compute_dtype: the floating-point dtype that real floating parameters are cast to on the
             device; their gradients have the dtype that they are stored in. None: no cast.
         has_aux: whether layers return a second result.
+        trainable: which parameters have gradients: ``(path, leaf) -> bool``, bools in a pytree like
+            that of the parameters, or one for a whole subtree. The others may be integers, and take
+            no work and no memory in the backward pass but their own; their gradients are zeros.
         params: the old name of `params_in`.
 
     Returns:
@@ -117,15 +123,17 @@ def offload_scan(
     as_callable("layer", layer)
     stacked_params = as_arrays("stacked_params", stacked_params)
     x, key = as_arrays("x", x), as_key("key", key)
-    return apply_stack(layer, stacked_params, x, key, options)
+    return apply_stack(layer, stacked_params, x, key, options, trainable)
 
 
 def apply_stack(
-    layer: Callable, stacked_params: Tree, x: Tree, key: Any, options: OffloadOptions
-) -> Any:
+    layer: Callable, stacked_params: Tree, x: Tree, key: Any, options: OffloadOptions,
+    trainable: Any = True,
+) -> Any:  # fmt: skip
     """`offload_scan`, with its options as one."""
-    stack, stacked_params, shared, x = prepare(layer, stacked_params, x, key, options)
-    results: Any = _core(stack, stacked_params, shared, x, key)
+    parts = parts_of("trainable", trainable, stacked_params)
+    stack, parts, shared, x = prepare(layer, parts, x, key, options)
+    results: Any = _core(stack, parts, shared, x, key)
     return results if options.has_aux else results[0]
 
 
@@ -144,10 +152,11 @@ class Stack(NamedTuple):
 
 
 def prepare(
-    layer: Callable, stacked_params: Tree, x: Tree, key: Any, options: OffloadOptions
-) -> tuple[Stack, Tree, Tree, Tree]:
+    layer: Callable, params: Parts, x: Tree, key: Any, options: OffloadOptions
+) -> tuple[Stack, Parts, Tree, Tree]:
     """(stack, params, shared, x) for `run_forward`; arguments as `offload_scan`, checked."""
-    stacked_params = jax.tree.map(jnp.asarray, stacked_params)
+    params = jax.tree.map(jnp.asarray, params)
+    stacked_params = params.whole
     check_space("params_in", stacked_params, options.params_in)
     num_layers = num_layers_of(stacked_params)
     num_slices = options.slices_of(num_layers)
@@ -162,16 +171,16 @@ def prepare(
         microbatch(x, options.num_microbatches),
         key,
     )
-    return Stack(layer, num_slices, num_layers // num_slices, options), stacked_params, shared, x
+    return Stack(layer, num_slices, num_layers // num_slices, options), params, shared, x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _core(stack: Stack, params: Tree, shared: Tree, x: Tree, key) -> tuple[Tree, Tree]:
+def _core(stack: Stack, params: Parts, shared: Tree, x: Tree, key) -> tuple[Tree, Tree]:
     return run_forward(stack, params, shared, x, key, keep=False)[:2]
 
 
 def _forward(stack: Stack, params, shared, x, key):
-    check_floats("stacked_params", params)
+    check_floats("stacked_params", params.trained)
     x, aux, kept = run_forward(stack, params, shared, x, key, keep=True)
     return (x, aux), (params, shared, key, kept)
 
@@ -185,11 +194,12 @@ def _backward(stack: Stack, residuals, cotangents):
 
     _, grads, dx, dshared = run_backward(
         stack, params, shared, key, kept, dy, daux, consume,
-        empty_slices(stack, params, stack.options.grads_in),
+        empty_slices(stack, params.trained, stack.options.grads_in),
     )  # fmt: skip
-    dparams = jax.tree.map(lambda d, p: put(d, space_of(p)), join(grads), params)
+    dtrained = jax.tree.map(lambda d, p: put(d, space_of(p)), join(grads), params.trained)
     inputs = kept.resident if stack.options.resident_slices else kept.streamed
     x = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), inputs)
+    dparams = Parts(dtrained, as_cotangent(params.frozen, _zeros(stack, params.frozen)))
     return dparams, as_cotangent(shared, dshared), as_cotangent(x, dx), None
 
 
@@ -204,7 +214,7 @@ class Kept(NamedTuple):
     weights: Tree
 
 
-def run_forward(stack: Stack, params: Tree, shared: Tree, x: Tree, key, keep: bool):
+def run_forward(stack: Stack, params: Parts, shared: Tree, x: Tree, key, keep: bool):
     """(x, aux, kept), kept for `run_backward`: the inputs of the slices that are streamed, of those
     that stay, and the parameters of the latter.
 
@@ -218,7 +228,7 @@ def run_forward(stack: Stack, params: Tree, shared: Tree, x: Tree, key, keep: bo
         def body(carry, _):
             i, x, queue = carry
             w, *queue = [*queue, load(params, jnp.minimum(i + prefetch, first + count - 1))]
-            y, aux = slices.forward(one_slice(stack, i), w, shared, x, key)
+            y, aux = slices.forward(one_slice(stack, i, w.frozen), w.trained, shared, x, key)
             return (i + 1, y, queue), (aux, save(w, x))
 
         ahead = range(first, first + prefetch)
@@ -241,30 +251,34 @@ def run_forward(stack: Stack, params: Tree, shared: Tree, x: Tree, key, keep: bo
 
 
 def run_backward(
-    stack: Stack, params: Tree, shared: Tree, key, kept: Kept, dy: list, daux: list,
+    stack: Stack, params: Parts, shared: Tree, key, kept: Kept, dy: list, daux: list,
     consume: Callable, carry: Any,
 ):  # fmt: skip
-    """Streams the slices in reverse: (params, carry, dx, dshared).
+    """Streams the slices in reverse: (trained, carry, dx, dshared).
 
-    ``params, carry = consume(params, carry, i, w, dw)`` takes the gradient of slice i, like its
-    parameters w [slice_size, ...] on the device. It may write slice i of params, which are
-    [num_slices, slice_size, ...] there.
+    ``trained, carry = consume(trained, carry, i, w, dw)`` takes the gradient of slice i, like its
+    trained parameters w [slice_size, ...] on the device. It may write slice i of `trained`, which
+    is [num_slices, slice_size, ...] there.
     """
     daux = [jnp.swapaxes(a, 1, 2) for a in by_slice(daux, stack)]
     start = guard_host_slices()
 
     def run(state, first, count, fetch, prefetch):
         def body(state, daux):
-            i, params, carry, dx, dshared, queue = state
-            (w, x), *queue = [*queue, fetch(params, jnp.maximum(i - prefetch, first))]
-            dw, more, dx = slices.backward(one_slice(stack, i), w, shared, x, key, dx, daux)
+            i, trained, carry, dx, dshared, queue = state
+            (w, x), *queue = [*queue, fetch(trained, jnp.maximum(i - prefetch, first))]
+            if not queue:
+                trained, here = lax.optimization_barrier((trained, w.trained))  # as below
+                w = Parts(here, w.frozen)
+            this = one_slice(stack, i, w.frozen)
+            dw, more, dx = slices.backward(this, w.trained, shared, x, key, dx, daux)
             dshared = jax.tree.map(jnp.add, dshared, more)
-            # What is read of params is read before they are written: else XLA would copy them.
-            weights, inputs = [w for w, _ in queue], [x for _, x in queue]
-            params, weights = lax.optimization_barrier((params, weights))
-            queue = list(zip(weights, inputs, strict=True))
-            params, carry = consume(params, carry, i, w, dw)
-            return (i - 1, params, carry, dx, dshared, queue), None
+            # What is read of them is read before they are written: else XLA would copy them.
+            ahead = [w.trained for w, _ in queue]
+            trained, ahead = lax.optimization_barrier((trained, ahead))
+            queue = [(Parts(a, w.frozen), x) for a, (w, x) in zip(ahead, queue, strict=True)]
+            trained, carry = consume(trained, carry, i, w.trained, dw)
+            return (i - 1, trained, carry, dx, dshared, queue), None
 
         last = first + count - 1
         queue = [fetch(state[0], start + max(last - j, first)) for j in range(prefetch)]
@@ -273,25 +287,29 @@ def run_backward(
         return scan(body, at, here, length=count, reverse=True)[0][1:-1]
 
     dshared = [jnp.zeros_like(a) for a in floats_of(shared)]
-    state = by_slice(params, stack), carry, dy, dshared
+    trained, frozen = by_slice(params, stack)
+    state = trained, carry, dy, dshared
     if stack.options.resident_slices:
         fetch = lambda _, i: load((kept.weights, kept.resident), i - stack.streamed)  # noqa: E731
         state = run(state, stack.streamed, stack.options.resident_slices, fetch, 0)
     if stack.streamed:
-        fetch = lambda params, i: (load(params, i), load(kept.streamed, i))  # noqa: E731
+        fetch = lambda params, i: load((Parts(params, frozen), kept.streamed), i)  # noqa: E731
         state = run(state, 0, stack.streamed, fetch, stack.options.prefetch)
-    params, *rest = state
-    return join(params), *rest
+    trained, *rest = state
+    return join(trained), *rest
 
 
-def one_slice(stack: Stack, i) -> slices.Slice:
-    """The layers of slice i; aux is [slice_size, ...] for each microbatch."""
+def one_slice(stack: Stack, i, frozen: Tree) -> slices.Slice:
+    """The layers of slice i, with their frozen parameters; aux is [slice_size, ...] for each
+    microbatch."""
 
     def apply(w, shared, x, key, m):
         def one(x, at):
             w, j = at
             return stack.layer(w, shared, x, fold(key, i * stack.slice_size + j, m))
 
+        axes = varying_axes(x)
+        w = Parts(w, jax.tree.map(lambda a: as_varying(a, axes), frozen)).whole
         w = cast(w, stack.options.compute_dtype)
         if stack.slice_size > 1:
             return scan(one, x, (w, jnp.arange(stack.slice_size)), differentiated=True)
@@ -323,6 +341,22 @@ def empty_slices(stack: Stack, params: Tree, space: Space) -> Tree:
         return lax.broadcast(zero, kind.shape, out_sharding=kind.sharding)
 
     return jax.tree.map(empty, params)
+
+
+def _zeros(stack: Stack, params: Tree) -> list:
+    """Gradients of `floats_of(params)`, where these are, for those who take them all the same."""
+
+    def body(state, _):
+        i, zeros = state
+        return (i + 1, write(zeros, jax.tree.map(none, load(zeros, i)), i)), None
+
+    def none(a):
+        return as_varying(jnp.zeros_like(a), varying_axes(a))
+
+    zeros = empty_slices(stack, floats_of(params), SPACES[stack.options.params_in])
+    if not zeros:
+        return []
+    return join(scan(body, (guard_host_slices(), zeros), None, length=stack.num_slices)[0][1])
 
 
 def by_slice(params: Tree, stack: Stack) -> Tree:

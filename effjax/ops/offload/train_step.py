@@ -8,36 +8,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._arguments import as_callable, as_flag, described
+from .._arguments import as_callable, as_flag, as_number
 from . import update_stack
-from .checks import as_arrays, as_key, check_optimizer
-from .host_init import state_sharding
-from .optimizer import apply, check_clip_norm, check_like_init, clip_scale, squares
+from .checks import as_key, check_optimizer
+from .ends import Ends, ends_of, run_embed, run_head
+from .optimizer import apply, check_clip_norm
 from .options import OffloadOptions
-from .per_leaf import check_per_leaf
-from .placement import Space, check_space, write
+from .placement import write
+from .scaling import Measured, adjusted, measure, measure_none, next_scale
+from .slices import check_microbatches
 from .stack import Stack, by_slice, empty_slices, prepare, run_backward, run_forward
-from .trees import (
-    Tree,
-    as_cotangent,
-    check_floats,
-    floats_of,
-    fold,
-    join,
-    num_layers_of,
-    one_layer,
-    with_gradients,
-)
-from .update import stream_update
-
-
-class OffloadState(NamedTuple):
-    """What is trained, and the optimizer's state of it."""
-
-    layers: Tree  # [L, ...], on the host
-    others: Tree  # parameters before and after the layers, on the device
-    layers_state: Tree  # [L, ...], on the host; counts [L] on the device
-    others_state: Tree
+from .train_state import Carried, OffloadState, check_fits, initial_state
+from .trainable import Parts
+from .trees import Tree, floats_of, join
 
 
 class TrainStep(NamedTuple):
@@ -55,163 +38,204 @@ def offload_train_step(
     *,
     fuse_update: bool = True,
     clip_norm: float | None = None,
+    loss_scale: float | None = None,
     has_aux: bool = False,
+    head_has_aux: bool = False,
+    has_state: bool = False,
+    trainable: Any = True,
+    trainable_others: Any = True,
     **options: Any,
 ) -> TrainStep:
     """A training step for ``loss = head(others, layers(embed(others, batch)), batch)``.
 
     With fuse_update every slice is updated as soon as its gradient is there, inside the backward
-    pass: no full gradient exists anywhere. Else gradients go to the host, and a second loop over
-    the layers updates them, scaled by the norm that the backward pass has added up.
+    pass: no full gradient exists anywhere. Else gradients go to where the layers are, and a second
+    loop over the layers updates them, scaled by the norm that the backward pass has added up.
+
+    With params_in="device" nothing is offloaded: parameters and the optimizer's state stay on the
+    device, and by default what the backward pass needs does too. Fused, the step saves the
+    gradients.
+
+    With num_microbatches=M embed and head see a microbatch at a time too, rows
+    [m B / M, (m + 1) B / M) of every array of the batch, and the loss is the mean of M losses:
+    each must be a mean over its rows.
 
     Compile the step with `offload_jit`, which writes the new state over the old one: `layers` that
-    were given to init are gone after the first step. Of `others` init keeps a copy.
+    were given to init are gone after the first step. Of all else init keeps a copy.
+
+    In ``jax.shard_map`` the loss is the mean over the devices (``jax.lax.pmean``); with
+    check_vma=False gradients are those of each device, for ``tx`` to average first, and neither
+    clip_norm nor loss_scale are for that.
 
     Args:
-        embed: ``embed(others, batch, key) -> x``.
+        embed: ``embed(others, batch, key) -> x``. What it keeps for its backward pass stays on the
+            device meanwhile: make it a ``jax.checkpoint`` if that is much.
         layer: ``layer(params, x, key) -> x``, or ``-> (x, aux)`` with has_aux; see `offload_scan`.
-        head: ``head(others, x, batch, key) -> loss``, a scalar. In ``jax.shard_map``: the mean over
-            the devices.
-        tx: an ``optax.GradientTransformation`` that treats every parameter on its own. What it
-            draws differs from layer to layer, see `stream_update`.
-        fuse_update: whether to update inside the backward pass; not with clip_norm, whose norm is
-            known after it only.
+        head: ``head(others, x, batch, key) -> loss``, a scalar, or ``-> (loss, aux)`` with
+            head_has_aux.
+        tx: an ``optax.GradientTransformation`` that treats every parameter on its own, or
+            ``optax.MultiSteps`` of one. What it draws differs from layer to layer, see
+            `stream_update`.
+        fuse_update: whether to update inside the backward pass; not with clip_norm or loss_scale,
+            which are about all gradients.
         clip_norm: the largest global norm of the gradients, above 0; as
             ``optax.clip_by_global_norm``.
+        loss_scale: the first factor of the loss in the backward pass, at least 1, for float16; then
+            as ``flax.training.dynamic_scale.DynamicScale`` with a minimum of 1. A step whose
+            gradients are not finite changes no parameter, and nothing in the optimizer's state.
         has_aux: whether layers return a second result.
-        **options: of `offload_scan`: num_slices, num_microbatches, activations, prefetch,
+        head_has_aux: whether head does.
+        has_state: whether embed and head have a state that is not trained, such as batch
+            statistics: ``embed(others, model_state, batch, key) -> (x, model_state)`` and
+            ``head(others, model_state, x, batch, key) -> (loss, model_state)``, or
+            ``-> (loss, model_state, aux)``. Nothing is differentiated through it. embed's
+            microbatches get it one after the other, then those of head.
+        trainable: which parameters of the layers are trained, as in `offload_scan`. The others are
+            read and never written, and tx sees None in their place.
+        trainable_others: which of `others` are.
+        **options: of `offload_scan`: num_slices, num_microbatches, params_in, activations (by
+            default where params_in is), prefetch (by default 0 where nothing is offloaded),
             resident_slices, compute_dtype.
 
     Returns:
-        ``init(layers, others) -> OffloadState``, for layers as `host_init` makes them and other
-        parameters on the device, all floating-point; and ``step(state, batch, key)``, which returns
-        (state, loss), or (state, loss, aux). `key` may be None; embed and head get it folded with L
-        and L + 1.
+        ``init(layers, others, model_state=()) -> OffloadState``, for layers in the memory that
+        params_in says, such as `host_init` makes them, and all else on the device; what is trained
+        must be floating-point. And ``step(state, batch, key)``, which returns (state, loss), then
+        the layers' aux [L, num_microbatches, ...], then that of head [num_microbatches, ...]. `key`
+        may be None; embed and head get it folded with L and L + 1, then with the microbatch.
 
     Raises:
-        ValueError: fuse_update with clip_norm; a tx that `stream_update` refuses; and as
-            `offload_scan`.
-        TypeError: for what is no function, array, key or state; for parameters that are integers.
+        ValueError: fuse_update with clip_norm or loss_scale; a tx that `stream_update` refuses;
+            a batch that num_microbatches does not divide; and as `offload_scan`.
+        TypeError: for what is no function, array, key or state; for trained parameters that are
+            integers; for results of embed and head that are not as the options say.
     """
     for name, function in (("embed", embed), ("layer", layer), ("head", head)):
         as_callable(name, function)
     check_optimizer(tx)
-    checked = _check_options(fuse_update, clip_norm, has_aux, options)
+    flags = {"head_has_aux": head_has_aux, "has_state": has_state, "fuse_update": fuse_update}
+    for name, flag in flags.items():
+        as_flag(name, flag)
+    _check_update(fuse_update, clip_norm, loss_scale)
+    checked = _check_options(has_aux, options)
+    made = Made(
+        ends_of(embed, head, checked.num_microbatches, has_state, head_has_aux),
+        layer,
+        Carried(tx, trainable, trainable_others, checked.params_in, has_state, loss_scale),
+        checked,
+        fuse_update,
+        clip_norm,
+    )
 
-    def init(layers: Tree, others: Tree) -> OffloadState:
-        layers, others = as_arrays("layers", layers), as_arrays("others", others)
-        check_space("layers", layers, "host")
-        check_space("others", others, "device")
-        num_layers_of(layers, "layers")
-        check_floats("layers", layers)
-        check_floats("others", others)
-        # They are small, and the first step overwrites them: others are the caller's, and the
-        # state can hold what belongs to tx, such as its key.
-        copied = functools.partial(jax.tree.map, functools.partial(jnp.array, copy=True))
-        others = copied(others)
-        others_state = jax.tree_util.tree_map_with_path(
-            lambda path, a: jax.device_put(a, state_sharding(others, path, a.shape)),
-            copied(tx.init(others)),
-        )
-        return OffloadState(layers, others, stream_update(tx).init(layers), others_state)
+    def init(layers: Tree, others: Tree, model_state: Tree = ()) -> OffloadState:
+        return initial_state(made.carried, layers, others, model_state)
 
     def step(state: OffloadState, batch: Any, key: jax.Array | None = None):
-        key = as_key("key", key)
-        num_layers = _check_state(tx, state)
-        first, last = (fold(key, num_layers + j, 0) for j in range(2))
-        x, embed_back = jax.vjp(lambda others: embed(others, batch, first), state.others)
-        stack, layers, shared, x = prepare(layer, state.layers, x, key, checked)
-        y, aux, kept = run_forward(stack, layers, shared, x, key, keep=True)
-        loss, head_back = jax.vjp(lambda others, y: head(others, y, batch, last), state.others, y)
-        _check_loss(loss)
-        from_head, dy = head_back(jnp.ones_like(loss))
-        daux = [jnp.zeros_like(a) for a in floats_of(aux)]
-        backward = functools.partial(
-            run_backward, stack, layers, shared, key, kept, with_gradients(dy), daux
-        )
-        grads, total, scale = None, jnp.float32(0), None
-        if fuse_update:
-            layers, layers_state, dx = _update_meanwhile(tx, stack, state.layers_state, backward)
-        else:
-            grads, total, dx = _collect(stack, layers, backward)
-        (from_embed,) = embed_back(as_cotangent(x, dx))
-        grads_others = jax.tree.map(jnp.add, from_head, from_embed)
-        if clip_norm is not None:
-            scale = clip_scale(total + squares(grads_others), clip_norm)
-            grads_others = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads_others)
-        if not fuse_update:
-            layers, layers_state = update_stack.update(tx, grads, state.layers_state, layers, scale)
-        others, others_state = apply(tx, state.others, state.others_state, grads_others)
-        state = OffloadState(layers, others, layers_state, others_state)
-        return (state, loss, aux) if has_aux else (state, loss)
+        results = _step(made, state, batch, as_key("key", key))
+        asked = True, True, has_aux, head_has_aux
+        return tuple(result for result, is_asked in zip(results, asked, strict=True) if is_asked)
 
     return TrainStep(init, step)
 
 
-def _check_state(tx: Any, state: OffloadState) -> int:
-    """The number of layers of a state that fits."""
-    if not isinstance(state, OffloadState):
-        raise TypeError(
-            f"`state` must be an OffloadState, as init makes it, not {described(state)}."
+class Made(NamedTuple):
+    """What a step is made of."""
+
+    ends: Ends
+    layer: Callable
+    carried: Carried
+    options: OffloadOptions
+    fuse_update: bool
+    clip_norm: float | None
+
+
+def _step(made: Made, state: OffloadState, batch: Any, key: Any) -> tuple:
+    """(state, loss, aux of the layers, aux of the head)"""
+    num_layers, layers, others = check_fits(made.carried, state)
+    check_microbatches(batch, made.options.num_microbatches, "batch")
+    tx = made.carried.tx
+    scale = None if made.carried.loss_scale is None else state.loss_scale.scale
+
+    x, model_state, embed_back = run_embed(
+        made.ends, others, state.model_state, batch, key, num_layers
+    )
+    stack, layers, shared, x = prepare(made.layer, layers, x, key, made.options)
+    y, aux, kept = run_forward(stack, layers, shared, x, key, keep=True)
+    end = run_head(made.ends, others, model_state, y, batch, key, num_layers + 1, scale)
+    daux = [jnp.zeros_like(a) for a in floats_of(aux)]
+    backward = functools.partial(run_backward, stack, layers, shared, key, kept, end.dy, daux)
+
+    if made.fuse_update:
+        trained, layers_state, dx = _update_meanwhile(tx, stack, state.layers_state, backward)
+        grads = jax.tree.map(jnp.add, end.grads, embed_back(dx))
+    else:
+        grads_of_layers, found, dx = _collect(stack, layers.trained, backward, scale)
+        grads = jax.tree.map(jnp.add, end.grads, embed_back(dx))
+        found = measure(found, grads, scale)
+        tx = adjusted(tx, found, made.clip_norm, scale)
+        trained, layers_state = update_stack.update(
+            tx, grads_of_layers, state.layers_state, layers.trained, None
         )
-    as_arrays("state", state)
-    num_layers = num_layers_of(state.layers, "state.layers")
-    check_floats("state.layers", state.layers)
-    check_floats("state.others", state.others)
-    check_per_leaf(tx, one_layer(state.layers))
-    check_like_init("state.layers_state", tx, state.layers_state, state.layers, num_layers)
-    check_like_init("state.others_state", tx, state.others_state, state.others, None)
-    return num_layers
+    trained_others, others_state = apply(tx, others.trained, state.others_state, grads)
+    state = OffloadState(
+        Parts(trained, layers.frozen).whole,
+        Parts(trained_others, others.frozen).whole,
+        layers_state,
+        others_state,
+        end.model_state,
+        () if scale is None else next_scale(state.loss_scale, found.finite),
+    )
+    return state, end.loss, aux, end.aux
 
 
-def _check_options(
-    fuse_update: bool, clip_norm: float | None, has_aux: bool, options: dict[str, Any]
-) -> OffloadOptions:
+def _check_update(fuse_update: bool, clip_norm: float | None, loss_scale: float | None) -> None:
     check_clip_norm(clip_norm)
-    if as_flag("fuse_update", fuse_update) and clip_norm is not None:
-        raise ValueError(
-            f"`clip_norm` (={clip_norm}) needs the norm of all gradients, but with "
-            "fuse_update=True the first slices are updated before the last gradients exist: pass "
-            "fuse_update=False."
-        )
-    for name in ("params_in", "params", "grads"):
-        if name in options:
+    if loss_scale is not None:
+        as_number("loss_scale", loss_scale, lambda a: 1 <= a < float("inf"), "finite, at least 1")
+    needs = {
+        "clip_norm": (clip_norm, "the norm of all gradients"),
+        "loss_scale": (loss_scale, "to know whether all gradients are finite"),
+    }
+    for name, (value, what) in needs.items():
+        if fuse_update and value is not None:
             raise ValueError(
-                f"`{name}` is no option of offload_train_step, whose parameters and gradients are "
-                "on the host."
+                f"`{name}` (={value}) needs {what}, but with fuse_update=True the first slices are "
+                "updated before the last gradients exist: pass fuse_update=False."
             )
-    known = {field.name for field in dataclasses.fields(OffloadOptions)}
+
+
+def _check_options(has_aux: bool, options: dict[str, Any]) -> OffloadOptions:
+    known = {field.name for field in dataclasses.fields(OffloadOptions)} - {"grads", "has_aux"}
     if unknown := [name for name in options if name not in known]:
-        raise ValueError(f"`{unknown[0]}` is no option of offload_train_step or offload_scan.")
+        raise ValueError(
+            f"`{unknown[0]}` is no option of offload_train_step; those of offload_scan are "
+            f"{', '.join(sorted(known))}."
+        )
+    options = {"activations": options.get("params_in", "host")} | options
+    if options["activations"] == options.get("params_in") == "device":
+        options = {"prefetch": 0} | options  # there is nothing to wait for
     return OffloadOptions(has_aux=has_aux, **options)
 
 
 def _update_meanwhile(tx: Any, stack: Stack, state: Tree, backward: Callable) -> tuple:
-    """(layers, their optimizer's state, dx)"""
+    """(the layers' trained parameters, their optimizer's state, dx)"""
 
-    def consume(layers, state, i, w, dw):
-        return update_stack.update_slice(tx, layers, state, i, w, dw)
+    def consume(trained, state, i, w, dw):
+        return update_stack.update_slice(tx, trained, state, i, w, dw)
 
-    layers, state, dx, _ = backward(consume, by_slice(state, stack))
-    return layers, join(state), dx
-
-
-def _collect(stack: Stack, layers: Tree, backward: Callable) -> tuple:
-    """(gradients of the layers, the sum of their squares, dx)"""
-
-    def consume(layers, carry, i, w, dw):
-        grads, total = carry
-        return layers, (write(grads, dw, i), total + squares(dw))
-
-    carry = empty_slices(stack, layers, Space.Host), jnp.float32(0)
-    _, (grads, total), dx, _ = backward(consume, carry)
-    return join(grads), total, dx
+    trained, state, dx, _ = backward(consume, by_slice(state, stack))
+    return trained, join(state), dx
 
 
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, jax.Array):
-        raise TypeError(
-            f"`head` must return a scalar loss and nothing else, not {described(loss)}."
-        )
-    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise ValueError(f"`head` must return a scalar loss, not {jax.typeof(loss)}.")
+def _collect(
+    stack: Stack, trained: Tree, backward: Callable, scale: Any
+) -> tuple[Tree, Measured, list]:
+    """(gradients of the layers, what they are found to be, dx)"""
+
+    def consume(trained, carry, i, w, dw):
+        grads, found = carry
+        return trained, (write(grads, dw, i), measure(found, dw, scale))
+
+    carry = empty_slices(stack, trained, stack.options.grads_in), measure_none()
+    _, (grads, found), dx, _ = backward(consume, carry)
+    return join(grads), found, dx

@@ -31,13 +31,14 @@ def stream_update(tx: Any, *, stacked: bool = True) -> StreamUpdate:
 
     Args:
         tx: an ``optax.GradientTransformation`` that treats every parameter on its own: adamw, lion,
-            sgd, schedules, masks, chains of them. It sees the parameters of one layer.
+            sgd, schedules, masks, chains of them, ``optax.MultiSteps``. It sees the parameters of
+            one layer.
         stacked: whether params are a stack of like layers, a pytree of arrays [L, ...], as of
             `offload_scan`; else a list of pytrees, one for each layer, as of `offload_sequential`.
 
     Returns:
-        ``init(params) -> state``, arrays [L, ...] on the host, counts [L] on the device, or a list
-        of the states of the layers, arrays on the host and scalars on the device; and
+        ``init(params) -> state``: arrays [L, ...] where the parameters are, counts [L] on the
+        device; of a list the states of the layers, arrays on the host, scalars on the device. And
         ``update(grads, state, params, clip_norm=None) -> (params, state)``, which differs from
         optax in that it applies the updates. With clip_norm gradients are scaled as
         ``optax.clip_by_global_norm`` does; their norm takes a pass of its own over them, which

@@ -9,11 +9,11 @@ from jax import lax
 
 from .checks import as_arrays
 from .compiled import guard_host_slices
-from .host_init import on_host, state_sharding
+from .host_init import by_layer, state_sharding
 from .loops import scan
 from .optimizer import apply, check_like_init, squares, with_own_keys
 from .per_leaf import check_per_leaf
-from .placement import Space, put, read, write
+from .placement import Space, put, read, space_of, write
 from .trees import Tree, num_layers_of, one_layer
 
 
@@ -31,7 +31,8 @@ def init(tx: Any, params: Tree) -> Tree:
     def make(w: Tree, i: jax.Array) -> Tree:
         return with_own_keys(tx.init(w), keys, i)
 
-    return on_host(make, params, functools.partial(state_sharding, params), scalars=False)
+    space = space_of(jax.tree.leaves(params)[0])
+    return by_layer(make, params, functools.partial(state_sharding, params), space, scalars=False)
 
 
 def check_state(tx: Any, state: Tree, params: Tree) -> None:

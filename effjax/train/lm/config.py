@@ -51,9 +51,9 @@ class LMConfig(RunOptions):
         Literal["none", "activations", "params", "all"],
         Option("What lives in host memory: the layers' inputs, their parameters, or both.", MODEL),
     ] = "none"
-    fuse_update: Annotated[bool, Option("Update each layer within the backward pass.", MODEL)] = (
-        False
-    )
+    fuse_update: Annotated[
+        bool, Option("Update each layer in the backward pass, wherever it lives.", MODEL)
+    ] = False
     num_microbatches: Annotated[
         int, Option("Parts of a batch that go through a layer while it is loaded.", MODEL, COUNT)
     ] = 1
@@ -88,15 +88,16 @@ class LMConfig(RunOptions):
                 f"width (={self.width}) must be divisible by 2 · heads (={self.heads}); use "
                 f"{max(self.width // (2 * self.heads), 1) * 2 * self.heads}"
             )
-        if self.fuse_update and self.offload not in ("params", "all"):
-            raise TrainError("fuse_update is for parameters on the host; use offload params or all")
-        if self.offload == "none" and self.num_microbatches > 1:
+        in_slices = self.offload != "none" or self.fuse_update
+        if self.num_microbatches > 1 and not in_slices:
             raise TrainError(
-                f"num_microbatches (={self.num_microbatches}) is of layers that are offloaded; use "
-                "offload activations, params or all"
+                f"num_microbatches (={self.num_microbatches}) is of layers that are offloaded or "
+                "updated in the backward pass; use offload or fuse_update"
             )
-        if self.offload != "none" and self.remat:
-            raise TrainError("remat is what offload does anyway; leave one of them out")
+        if self.remat and in_slices:
+            raise TrainError(
+                "remat is what offload and fuse_update do anyway; leave one of them out"
+            )
         if self.batch_size % self.num_microbatches:
             raise TrainError(
                 f"num_microbatches (={self.num_microbatches}) must divide batch_size "

@@ -19,6 +19,7 @@ from .recipe import initial_state, make_learner, train_step
 LM_FORMS: dict[str, dict[str, Any]] = {
     "in memory": {},
     "jax.checkpoint": {"remat": True},
+    "in memory, fused": {"fuse_update": True},
     "offload activations": {"offload": "activations"},
     "offload params": {"offload": "params"},
     "offload all": {"offload": "all"},
@@ -29,15 +30,16 @@ LM_FORMS: dict[str, dict[str, Any]] = {
 def lm_steps(config: LMConfig, num_devices: int = 1) -> Callable[[int], dict[str, tuple[Any, ...]]]:
     """For a batch size, the step of `effjax train lm` in each form: `(fn, *args)` by name.
 
-    Microbatches are those of the offloaded forms.
+    Microbatches are those of the forms whose layers are offloaded or updated in the backward pass.
     """
 
     def steps(batch_size: int) -> dict[str, tuple[Any, ...]]:
         found = {}
+        plain = {"batch_size": batch_size, "offload": "none", "num_microbatches": 1}
         for name, form in LM_FORMS.items():
-            options: dict[str, Any] = dataclasses.asdict(config) | {"batch_size": batch_size} | form
-            if "offload" not in form:
-                options |= {"offload": "none", "num_microbatches": 1}
+            options: dict[str, Any] = dataclasses.asdict(config) | plain | form
+            if "offload" in form or "fuse_update" in form:
+                options["num_microbatches"] = config.num_microbatches
             found[name] = lm_training_step(LMConfig(**options), num_devices)
         return found
 
@@ -56,6 +58,6 @@ def lm_training_step(config: LMConfig, num_devices: int = 1) -> tuple[Any, ...]:
     state = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
         state,
-        shardings_of(state, mesh),
+        shardings_of(config, state, mesh),
     )
     return offload_jit(train_step(learner)), state, tokens, key

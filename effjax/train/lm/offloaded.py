@@ -1,4 +1,4 @@
-"""Training with the layers and their optimizer's state in host memory."""
+"""Training with layers that are updated a slice at a time, on the host or on the device."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from .steps import LMState, lm_parts
 
 
 class OffloadedState(NamedTuple):
-    """`LMState` of layers on the host."""
+    """`LMState` of layers that are updated in slices."""
 
     step: Array  # int32 []
     model: OffloadState
@@ -29,8 +29,15 @@ class OffloadedState(NamedTuple):
         return {**self.model.others, "blocks": self.model.layers}
 
 
-def layers_on_host(config: LMConfig) -> bool:
-    return config.offload in ("params", "all")
+def in_slices(config: LMConfig) -> bool:
+    """Whether the layers are updated a slice at a time."""
+    return config.fuse_update or _places(config)["params_in"] == "host"
+
+
+def _places(config: LMConfig) -> dict[str, Any]:
+    """Where parameters and activations live."""
+    on_host = {"params_in": ("params", "all"), "activations": ("activations", "all")}
+    return {name: "host" if config.offload in of else "device" for name, of in on_host.items()}
 
 
 def apply_offloaded(config: LMConfig, num_microbatches: int = 1) -> ApplyLayers:
@@ -38,10 +45,8 @@ def apply_offloaded(config: LMConfig, num_microbatches: int = 1) -> ApplyLayers:
 
     def apply(layer: Layer, params: Params, x: jax.Array, key: jax.Array | None) -> jax.Array:
         return offload_scan(
-            layer, params, x, key=key, num_microbatches=num_microbatches,
-            params_in="host" if layers_on_host(config) else "device",
-            activations="device" if config.offload == "params" else "host",
-        )  # fmt: skip
+            layer, params, x, key=key, num_microbatches=num_microbatches, **_places(config)
+        )
 
     return apply
 
@@ -53,17 +58,19 @@ def initial_offloaded_state(
     all_params: Callable[[], Params],
     mesh: Mesh,
 ) -> OffloadedState:
-    """The parameters that `all_params` makes at once, made layer by layer on the host."""
+    """The parameters that `all_params` makes at once; those on the host layer by layer."""
+    replicated = NamedSharding(mesh, P())
 
     def others() -> Params:
         return {name: value for name, value in all_params().items() if name != "blocks"}
 
-    replicated = NamedSharding(mesh, P())
-    keys = model.layer_keys(nnx.Rngs(config.seed).params())
-    layers = host_init(model.init_layer, keys, shardings=replicated)
+    if _places(config)["params_in"] == "host":
+        keys = model.layer_keys(nnx.Rngs(config.seed).params())
+        layers = host_init(model.init_layer, keys, shardings=replicated)
+    else:
+        layers = jax.jit(lambda: all_params()["blocks"], out_shardings=replicated)()
     init, _ = _train_step(config, model, optimizer)
-    state = init(layers, jax.jit(others, out_shardings=replicated)())
-    return OffloadedState(jnp.int32(0), state)
+    return OffloadedState(jnp.int32(0), init(layers, jax.jit(others, out_shardings=replicated)()))
 
 
 def offloaded_step(
@@ -85,17 +92,16 @@ def _train_step(
     parts = lm_parts(model)
     return offload_train_step(
         parts.embed, parts.layer, parts.head, optimizer,
-        fuse_update=config.fuse_update, num_microbatches=config.num_microbatches,
-        activations="device" if config.offload == "params" else "host",
+        fuse_update=config.fuse_update, num_microbatches=config.num_microbatches, **_places(config),
     )  # fmt: skip
 
 
-def shardings_of(state: LMState | OffloadedState, mesh: Any) -> Any:
+def shardings_of(config: LMConfig, state: LMState | OffloadedState, mesh: Any) -> Any:
     """Replicated, layers and their moments on the host if they are offloaded."""
     device = NamedSharding(mesh, P())
     host = device.with_memory_kind("pinned_host")
     found: Any = jax.tree.map(lambda _: device, state)
-    if isinstance(state, OffloadedState):
+    if isinstance(state, OffloadedState) and _places(config)["params_in"] == "host":
         on_host: Any = jax.tree.map(lambda a: host if a.ndim > 1 else device, state.model)
         layers = jax.tree.map(lambda _: host, state.model.layers)
         model = found.model._replace(layers=layers, layers_state=on_host.layers_state)

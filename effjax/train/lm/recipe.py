@@ -18,8 +18,8 @@ from .config import LMConfig
 from .offloaded import (
     OffloadedState,
     apply_offloaded,
+    in_slices,
     initial_offloaded_state,
-    layers_on_host,
     offloaded_step,
 )
 from .steps import LMState, lm_step
@@ -78,7 +78,7 @@ def initial_state(learner: LMLearner, mesh: Mesh) -> LMState | OffloadedState:
     def params() -> Any:
         return nnx.to_pure_dict(nnx.state(build(config), nnx.Param))
 
-    if layers_on_host(config):
+    if in_slices(config):
         return initial_offloaded_state(config, learner.model, optimizer, params, mesh)
 
     @jax.jit
@@ -91,7 +91,7 @@ def initial_state(learner: LMLearner, mesh: Mesh) -> LMState | OffloadedState:
 
 def train_step(learner: LMLearner) -> Callable:
     """`(state, tokens, key) -> (state, loss)`, to be compiled."""
-    if layers_on_host(learner.config):
+    if in_slices(learner.config):
         return offloaded_step(learner.config, learner.model, learner.optimizer)
     return lm_step(learner.graphdef, learner.optimizer, learner.apply_layers)
 

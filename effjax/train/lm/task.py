@@ -119,7 +119,7 @@ class LMTask:
         return initial_state(self.learner, data_mesh(self.devices))
 
     def place(self, state: LMState | OffloadedState) -> LMState | OffloadedState:
-        return jax.device_put(state, shardings_of(state, data_mesh(self.devices)))
+        return jax.device_put(state, shardings_of(self.config, state, data_mesh(self.devices)))
 
     def make_step(self) -> TrainStep:
         return compile_lm_step(train_step(self.learner), data_mesh(self.devices))

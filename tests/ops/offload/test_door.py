@@ -22,6 +22,7 @@ NO_NUMBER_FROM_0 = [-1, 1.0, True, "2", None]
 NO_FLAG = [None, 1, "yes", jnp.ones(())]
 NO_DTYPE = [int, "int8", jnp.int32, jnp.complex64, "floot", 3, [float], jnp.ones(2)]
 NO_PLACE = ["gpu", None, 1, ["host"]]
+NO_CHOICE = [None, 1, "a", {"z": True}, lambda path, leaf: 1]
 NO_OPTIMIZER = [None, 3, "adam", optax.adam, []]
 NO_NORM = [0, -1.0, float("nan"), "a", [1.0]]
 
@@ -47,6 +48,10 @@ STATE = OffloadState(W, {}, (), ())
 
 def init_step(**arguments):
     return effjax.offload_train_step(**STEP).init(**arguments)
+
+
+def init_step_of(**options):
+    return effjax.offload_train_step(**STEP, **options).init(W, {"a": jnp.ones(2)})
 
 
 def step(**arguments):
@@ -76,7 +81,14 @@ CALLS: dict[Any, tuple[dict, dict]] = {
     effjax.offload_jit: ({"fun": layer}, {"fun": NO_FUNCTION, "donate": NO_FLAG}),
     effjax.offload_scan: (
         {"layer": layer, "stacked_params": W, "x": inputs()},
-        {"layer": NO_FUNCTION, "stacked_params": NO_STACK, "x": NO_ARRAY, **OPTIONS, **MORE},
+        {
+            "layer": NO_FUNCTION,
+            "stacked_params": NO_STACK,
+            "x": NO_ARRAY,
+            "trainable": NO_CHOICE,
+            **OPTIONS,
+            **MORE,
+        },
     ),
     effjax.offload_sequential: (
         {"layers": [layer], "params": [jax.tree.map(lambda a: a[0], params())], "x": inputs()},
@@ -96,12 +108,19 @@ CALLS: dict[Any, tuple[dict, dict]] = {
             "tx": NO_OPTIMIZER,
             "fuse_update": NO_FLAG,
             "clip_norm": NO_NORM,
+            "loss_scale": [0, 0.5, float("inf"), float("nan"), "a", [2.0]],
+            "head_has_aux": NO_FLAG,
+            "has_state": NO_FLAG,
             **{n: bad for n, bad in {**OPTIONS, **MORE}.items() if n not in ("key", "grads")},
             "grads": ["host"],
             "slices": [2],
         },
     ),
-    init_step: ({"layers": W, "others": {}}, {"layers": NO_STACK, "others": NO_ARRAY}),
+    init_step: (
+        {"layers": W, "others": {}},
+        {"layers": NO_STACK, "others": NO_ARRAY, "model_state": [*NO_ARRAY, jnp.ones(2)]},
+    ),
+    init_step_of: ({}, {"trainable": [*NO_CHOICE, False], "trainable_others": NO_CHOICE}),
     step: (
         {"state": STATE, "batch": inputs()},
         {
@@ -140,7 +159,9 @@ def test_all_arguments_are_there():
     for function, (_, bad) in CALLS.items():
         if function.__module__.startswith("effjax"):
             names = set(inspect.signature(function).parameters)
-            assert names - {"options", "params"} <= set(bad), function
+            is_step = function is effjax.offload_train_step
+            later = CALLS[init_step_of][1] if is_step else {}  # once there are parameters
+            assert names - {"options", "params"} <= {*bad, *later}, function
     exported = {f.__name__ for f in CALLS if f.__module__.startswith("effjax")}
     public = {n for n, f in vars(effjax).items() if "offload" in getattr(f, "__module__", "")}
     assert public - {"OffloadState"} == exported

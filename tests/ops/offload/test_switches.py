@@ -129,6 +129,31 @@ def test_gradients_of_a_sequence(switch, optimized):
     assert kinds(with_and_without(switch, run)) == {"pinned_host"}
 
 
+@pytest.mark.parametrize("params_in", ["host", "device"])
+def test_training_steps_with_a_state_in_microbatches(switch, params_in):
+    def run():
+        start, step = offload_train_step(
+            lambda others, state, batch, key: (batch @ others["in"] + state, 0.5 * state),
+            lambda w, x, key: layer(w["trained"], x + w["shift"].astype(x.dtype), key),
+            lambda others, state, x, batch, key: (loss(x), state + x.mean(), x.max()),
+            optax.adam(1e-2),
+            has_state=True,
+            head_has_aux=True,
+            num_microbatches=2,
+            params_in=params_in,
+            trainable=lambda path, leaf: path[0].key == "trained",
+        )
+        w = {"trained": params(), "shift": jnp.arange(LAYERS, dtype=jnp.int8)[:, None]}
+        state = start(
+            to_host(w) if params_in == "host" else w, {"in": jnp.eye(WIDTH)}, jnp.ones(())
+        )
+        return offload_jit(step)(state, inputs(), KEY)
+
+    state, _, aux = with_and_without(switch, run, close)
+    assert aux.shape == (2,)
+    assert kinds(state.layers) == {"pinned_host" if params_in == "host" else "device"}
+
+
 @pytest.mark.parametrize("fuse_update", [True, exhaustive(False)])
 def test_training_steps(switch, fuse_update):
     def run():

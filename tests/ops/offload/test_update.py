@@ -4,28 +4,31 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 from effjax import host_init, offload_jit, offload_train_step, stream_update, to_device, to_host
 from tests.ops.offload.stacks import (
-    BATCH,
     KEY,
     LAYERS,
-    WIDTH,
     assert_equal_bits,
-    in_memory,
     init,
     kinds,
     layer,
     params,
 )
-
-
-def decayed(p):
-    return jax.tree.map(lambda a: a.ndim > 1, p)
-
+from tests.ops.offload.steps import (
+    ADAMW,
+    TOKENS,
+    close,
+    decayed,
+    embed,
+    head,
+    layers_of,
+    others,
+    stack,
+    trained_in_memory,
+)
 
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-2, mask=decayed),
@@ -43,22 +46,6 @@ OPTIMIZERS = {
 
 # Those that differ in what their state is; the others with --exhaustive.
 PLAIN = {"adamw", "schedule", "by_name", "every_second"}
-
-
-def layers_of(stacked):
-    return [
-        jax.tree.map(lambda a, i=i: jnp.asarray(a)[i], to_device(stacked)) for i in range(LAYERS)
-    ]
-
-
-def stack(layers):
-    return jax.tree.map(lambda *a: jnp.stack(a), *layers)
-
-
-def close(got, want, tolerance=2e-6):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, want
-    )
 
 
 @pytest.mark.parametrize(
@@ -140,61 +127,26 @@ def test_host_init():
     assert scalars["s"].shape == (LAYERS,) and kinds(scalars) == {"pinned_host"}
 
 
-def others():
-    e, u = jax.random.split(jax.random.key(5))
-    return {"e": jax.random.normal(e, (11, WIDTH)), "u": jax.random.normal(u, (WIDTH, 11))}
-
-
-def embed(others, batch, key):
-    x = others["e"][batch]
-    return x if key is None else jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x, 0.0)
-
-
-def head(others, x, batch, key):
-    x = x if key is None else x * jax.random.uniform(key, (x.shape[0], 1))
-    return optax.softmax_cross_entropy_with_integer_labels(x @ others["u"], batch).mean()
-
-
-TOKENS = jnp.arange(BATCH) % 11
 STEPS = {
     "fused": {},
     "fused_slices": {"num_slices": 2, "resident_slices": 1, "num_microbatches": 2},
     "fused_no_prefetch": {"prefetch": 0},
     "apart": {"fuse_update": False},
     "clipped": {"fuse_update": False, "clip_norm": 0.1, "num_microbatches": 2},
+    "on_device": {"params_in": "device"},
+    "on_device_slices": {"params_in": "device", "activations": "host", "num_slices": 2},
+    "on_device_clipped": {"params_in": "device", "fuse_update": False, "clip_norm": 0.1},
 }
 
 
 # prefetch=0 and an update apart without clipping: the stack's tests and the others have these.
-ALIKE = {"fused_no_prefetch", "apart"}
+ALIKE = {"fused_no_prefetch", "apart", "on_device_clipped"}
+WHERE = {"host": "pinned_host", "device": "device"}
 
 
 @functools.cache
-def trained_in_memory(num_microbatches, clip_norm):
-    """Losses and parameters of three steps; optax sees the layers one by one."""
-    m = num_microbatches
-    tx = optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda a: a.ndim > 1, p))
-    if clip_norm is not None:
-        tx = optax.chain(optax.clip_by_global_norm(clip_norm), tx)
-
-    def loss(model, key):
-        fold = lambda i: jax.random.fold_in(jax.random.fold_in(key, i), 0)  # noqa: E731
-        x = embed(model["others"], TOKENS, fold(LAYERS))
-        x = in_memory(layer, stack(model["layers"]), x, key, m)
-        return head(model["others"], x, TOKENS, fold(LAYERS + 1))
-
-    @jax.jit
-    def step(model, state, key):
-        value, grads = jax.value_and_grad(loss)(model, key)
-        updates, state = tx.update(grads, state, model)
-        return optax.apply_updates(model, updates), state, value
-
-    model = {"layers": layers_of(params()), "others": others()}
-    state, losses = tx.init(model), []
-    for i in range(3):
-        model, state, value = step(model, state, jax.random.fold_in(KEY, i))
-        losses.append(value)
-    return losses, stack(model["layers"]), model["others"]
+def clipped(clip_norm):
+    return ADAMW if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), ADAMW)
 
 
 @pytest.mark.parametrize(
@@ -203,20 +155,21 @@ def trained_in_memory(num_microbatches, clip_norm):
 )
 def test_training_equals_training_in_memory(name):
     options = STEPS[name]
-    init_state, step = offload_train_step(
-        embed, layer, head, optax.adamw(1e-2, mask=decayed), **options
-    )
-    state = init_state(to_host(params()), others())
+    where = options.get("params_in", "host")
+    init_state, step = offload_train_step(embed, layer, head, ADAMW, **options)
+    state = init_state(to_host(params()) if where == "host" else params(), others())
     step, losses = offload_jit(step), []
     for i in range(3):
         before = state
         state, value = step(state, TOKENS, jax.random.fold_in(KEY, i))
         losses.append(value)
         assert all(a.is_deleted() for a in jax.tree.leaves(before))
-    want = trained_in_memory(options.get("num_microbatches", 1), options.get("clip_norm"))
+    want = trained_in_memory(clipped(options.get("clip_norm")), options.get("num_microbatches", 1))
     assert float(losses[0]) == float(want[0][0])
     close((losses, state.layers, state.others), want, 5e-6)
-    assert kinds(state.layers) == {"pinned_host"} and kinds(state.others) == {"device"}
+    moments = [a for a in jax.tree.leaves(state.layers_state) if a.ndim > 1]
+    assert kinds(state.layers) == kinds(moments) == {WHERE[where]}
+    assert kinds(state.others) == {"device"}
 
 
 def test_aux_of_a_step():
@@ -234,8 +187,11 @@ def test_aux_of_a_step():
     ("match", "options"),
     [
         (r"`clip_norm` \(=1.0\) needs .* pass fuse_update=False", {"clip_norm": 1.0}),
-        (r"`params_in` is no option .* on the host", {"params_in": "device"}),
-        (r"`grads` is no option .* on the host", {"grads": "device"}),
+        (r"`params_in` \(='gpu'\) must be", {"params_in": "gpu"}),
+        (
+            r"`grads` is no option of offload_train_step; .*activations, compute_dtype",
+            {"grads": "device"},
+        ),
         (r"`clip_norm` \(=0\) must be above 0", {"clip_norm": 0, "fuse_update": False}),
         ("`num_slice` is no option", {"num_slice": 2}),
     ],

@@ -44,6 +44,8 @@ MODES = {
     "params": dict(offload="params"),
     "all": dict(offload="all"),
     "fused": dict(offload="all", fuse_update=True),
+    "fused in memory": dict(fuse_update=True),
+    "fused, activations": dict(offload="activations", fuse_update=True),
 }
 
 
@@ -63,6 +65,16 @@ def test_offloaded_the_losses_are_the_same(mode, tmp_path, whole_on_one):
         for name in want.keys() & {"validation_loss", "test_loss"}:
             np.testing.assert_allclose(got[name], want[name], rtol=1e-5)
         np.testing.assert_allclose(got["train_loss"], want["train_loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_where_the_layers_live(mode):
+    one = lm_task(1, **MODES[mode])
+    state = one.place(one.initial_state())
+    on_host = MODES[mode].get("offload") in ("params", "all")
+    kinds = {a.sharding.memory_kind for a in jax.tree.leaves(state.params["blocks"])}
+    assert kinds == {"pinned_host" if on_host else "device"}
+    assert isinstance(state, OffloadedState) == (on_host or "fuse_update" in MODES[mode])
 
 
 @pytest.mark.exhaustive

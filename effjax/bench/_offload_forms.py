@@ -1,0 +1,169 @@
+"""Training steps of a language model in memory and offloaded, for `effjax.bench.offload`."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from .. import host_init, offload_scan, offload_train_step, to_device
+from ..models import TransformerLM, scan_layers
+from ..ops.offload.train_step import TrainStep
+from ..train.lm.steps import lm_parts
+
+IN_MEMORY = "in memory"
+REMAT = "in memory, remat"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """The model and its batch."""
+
+    layers: int = 8
+    width: int = 384
+    heads: int = 6
+    context: int = 256
+    batch_size: int = 8
+    microbatches: int = 1
+    dtype: str = "float32"
+    dropout: float = 0.1
+    optimizer: Literal["adam", "sgd"] = "adam"
+
+    @property
+    def tx(self) -> optax.GradientTransformation:
+        return {"adam": optax.adam, "sgd": optax.sgd}[self.optimizer](1e-3)
+
+    @property
+    def model(self) -> TransformerLM:
+        """Its shapes."""
+        return nnx.eval_shape(
+            lambda: TransformerLM(
+                num_layers=self.layers, width=self.width, num_heads=self.heads,
+                dropout_rate=self.dropout, dtype=jnp.dtype(self.dtype), rngs=nnx.Rngs(0),
+            )
+        )  # fmt: skip
+
+    @property
+    def tokens(self) -> jax.ShapeDtypeStruct:
+        """The last one of a row is predicted only."""
+        return jax.ShapeDtypeStruct((self.batch_size, self.context + 1), jnp.int32)
+
+    def batch(self) -> jax.Array:
+        """Tokens, the same every time."""
+        return jax.random.randint(jax.random.key(1), self.tokens.shape, 0, 256)
+
+
+class Form(NamedTuple):
+    """How the layers are applied and updated."""
+
+    layers: str  # where their parameters are
+    apply: Any  # as of `TransformerLM`; None: there is the whole step only
+    microbatches: int = 1
+    remat: bool = False
+    fuse_update: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether optax updates all parameters at once, on the device."""
+        return self.layers == "device" and not self.fuse_update
+
+
+def forms_of(microbatches: int) -> dict[str, Form]:
+    """All of them, in the order of what they need on the device, most first."""
+
+    def offloaded(params_in: Any) -> Callable:
+        return lambda layer, layers, x, key: offload_scan(
+            layer, layers, x, key=key, params_in=params_in, num_microbatches=microbatches
+        )
+
+    in_memory: Any = functools.partial(Form, "device")
+    remat = functools.partial(scan_layers, remat=True)
+    forms = {IN_MEMORY: in_memory(scan_layers), REMAT: in_memory(remat, remat=True)}
+    if microbatches > 1:
+        for name, form in list(forms.items()):
+            apply = functools.partial(scan_microbatches, number=microbatches, remat=form.remat)
+            forms[f"{name}, microbatches"] = in_memory(apply, microbatches, form.remat)
+    host = functools.partial(Form, "host", offloaded("host"), microbatches)
+    return forms | {
+        "in memory, fused update": in_memory(None, microbatches, fuse_update=True),
+        "activations offloaded": in_memory(offloaded("device"), microbatches),
+        "all offloaded": host(),
+        "all offloaded, fused update": host(fuse_update=True),
+    }
+
+
+def scan_microbatches(
+    layer: Callable, layers: Any, x: Any, key: Any, *, number: int, remat: bool
+) -> Any:
+    """`scan_layers` with the keys of `offload_scan` for several microbatches."""
+    one = jax.checkpoint(layer, prevent_cse=False) if remat else layer
+
+    def body(x, at):
+        w, i = at
+
+        def microbatch(_, at):
+            part, m = at
+            return None, one(w, part, jax.random.fold_in(jax.random.fold_in(key, i), m))
+
+        parts = x.reshape(number, -1, *x.shape[1:])
+        _, parts = jax.lax.scan(microbatch, None, (parts, jnp.arange(number)))
+        return parts.reshape(x.shape), None
+
+    return jax.lax.scan(body, x, (layers, jnp.arange(jax.tree.leaves(layers)[0].shape[0])))[0]
+
+
+def gradients_of(setting: Setting, form: Form) -> Callable:
+    """``(layers, others, tokens, key) -> (loss, gradients of both)``"""
+    parts = lm_parts(setting.model)
+
+    def loss(layers, others, tokens, key):
+        x = form.apply(parts.layer, layers, parts.embed(others, tokens, key), key)
+        return parts.head(others, x, tokens, key)
+
+    return jax.value_and_grad(loss, argnums=(0, 1))
+
+
+def step_of(setting: Setting, form: Form) -> TrainStep:
+    """Gradients and the optimizer's update; its init takes the layers where they are."""
+    if not form.is_plain:
+        options: dict[str, Any] = dict(num_microbatches=form.microbatches, params_in=form.layers)
+        return offload_train_step(
+            *lm_parts(setting.model), setting.tx, fuse_update=form.fuse_update, **options
+        )
+    gradients = gradients_of(setting, form)
+
+    def init(*params):
+        return params, setting.tx.init(params)
+
+    def step(state, tokens, key):
+        params, moments = state
+        loss, grads = gradients(*params, tokens, key)
+        updates, moments = setting.tx.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), loss
+
+    return TrainStep(init, step)
+
+
+def make_params(setting: Setting, where: str) -> tuple[Any, Any]:
+    """(layers, others), the same every time."""
+    model, key = setting.model, jax.random.key(0)
+
+    @jax.jit
+    def others():
+        # The parameters of its layers are not used, and so not made.
+        options: dict[str, Any] = dict(num_layers=1, width=setting.width, num_heads=setting.heads)
+        made: Any = TransformerLM(**options, rngs=nnx.Rngs(1))
+        return split(made)[1]
+
+    layers = host_init(model.init_layer, model.layer_keys(key))
+    return (to_device(layers) if where == "device" else layers), others()
+
+
+def split(model: TransformerLM) -> tuple[Any, Any]:
+    """(layers, others)"""
+    params: Any = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return params.pop("blocks"), params

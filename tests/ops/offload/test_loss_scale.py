@@ -1,0 +1,184 @@
+"""Steps in float16 beside ``flax.training.dynamic_scale.DynamicScale`` and optax in memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from effjax import offload_jit, offload_train_step, to_host
+from effjax.ops.offload.scaling import GROWTH_INTERVAL, LossScale, next_scale
+from tests.contexts import mesh_of
+from tests.ops.offload.stacks import (
+    KEY,
+    LAYERS,
+    WIDTH,
+    assert_equal_bits,
+    key_of,
+    layer,
+    params,
+)
+from tests.ops.offload.steps import TOKENS, close, head, layers_of, loss_in_memory, others, stack
+
+FIRST = 2.0**24  # too large for the gradients of `half`, several times over
+ADAM = optax.adam(1e-2)
+
+
+def half(tree):
+    return jax.tree.map(lambda a: a.astype(jnp.float16), tree)
+
+
+def embed(others, batch, key):
+    return half(others["e"])[batch]
+
+
+def half_layer(w, x, key):
+    return layer(half(w), x, key)
+
+
+def half_head(others, x, batch, key):
+    return head(half(others), x.astype(jnp.float16), batch, key).astype(jnp.float32)
+
+
+ENDS = (
+    lambda others, state, batch, key: (embed(others, batch, key), state),
+    lambda others, state, x, batch, key: (half_head(others, x, batch, key), state, ()),
+)
+
+
+def in_memory(tx, steps, kind=jnp.float32):
+    """For each step (the scale after it, the loss, layers, others)."""
+
+    @jax.jit
+    def step(scaling, model, state, key):
+        def loss(model):
+            return loss_in_memory(model, (), TOKENS, key, ends=ENDS, layer=half_layer)[0]
+
+        scaling, finite, value, grads = scaling.value_and_grad(loss)(model)
+        updates, new = tx.update(grads, state, model)
+        keep = functools.partial(jax.tree.map, functools.partial(jnp.where, finite))
+        new = jax.tree.map(lambda a, b: a.astype(b.dtype), new, state)
+        return scaling, *keep((optax.apply_updates(model, updates), new), (model, state)), value
+
+    as_kind = functools.partial(jax.tree.map, lambda a: a.astype(kind))
+    model = as_kind({"layers": layers_of(params()), "others": others()})
+    state, scaling, found = tx.init(model), DynamicScale(scale=FIRST, minimum_scale=1.0), []
+    for i in range(steps):
+        key = jax.random.fold_in(KEY, i)
+        scaling, model, state, value = step(scaling, model, state, key)
+        found.append((scaling.scale, value, stack(model["layers"]), model["others"]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (jnp.float32, {"compute_dtype": jnp.float16}),
+        (jnp.float32, {"clip_norm": 0.05, "num_slices": 2, "params_in": "device"}),
+        (jnp.float16, {}),
+    ],
+    ids=["compute_dtype", "clipped", "float16 parameters"],
+)
+def test_equals_dynamic_scale(kind, options):
+    clip_norm = options.get("clip_norm")
+    tx = ADAM if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), ADAM)
+    want = in_memory(tx, 12, kind)
+    init, step = offload_train_step(
+        embed, half_layer, half_head, ADAM, fuse_update=False, loss_scale=FIRST, **options
+    )
+    as_kind = functools.partial(jax.tree.map, lambda a: a.astype(kind))
+    w = as_kind(params())
+    state = init(w if options.get("params_in") == "device" else to_host(w), as_kind(others()))
+    step, skipped = offload_jit(step), 0
+    for i, expected in enumerate(want):
+        before = jax.tree.map(np.asarray, state)
+        state, loss = step(state, TOKENS, jax.random.fold_in(KEY, i))
+        assert float(state.loss_scale.scale) == float(expected[0])
+        close((loss, state.layers, state.others), expected[1:], 2e-3)
+        if state.loss_scale.scale < before.loss_scale.scale:
+            assert_equal_bits(state[:4], before[:4])
+            skipped += 1
+        else:
+            assert np.any(np.asarray(state.layers["a"]) != before.layers["a"])
+    assert 2 <= skipped <= 10
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("steps", [0, GROWTH_INTERVAL - 1, GROWTH_INTERVAL])
+@pytest.mark.parametrize("scale", [1.0, 1.5, 2.0**16, 2.0**127])
+def test_the_scale_is_that_of_flax(scale, steps, finite):
+    p = jnp.float32(1 if finite else np.inf)
+    flax = DynamicScale(scale=scale, fin_steps=steps, minimum_scale=1.0)
+    want, found_finite, *_ = flax.value_and_grad(lambda p: 1e-38 * p * p)(p)
+    got = next_scale(LossScale(jnp.float32(scale), jnp.int32(steps)), jnp.bool_(finite))
+    assert bool(found_finite) == finite
+    assert got.scale == want.scale and got.finite_steps == want.fin_steps
+    assert got.scale.dtype == jnp.float32 and got.finite_steps.dtype == jnp.int32
+
+
+def make(mean=lambda x: x, **options):
+    """Gradients are infinite where a row of the batch is."""
+
+    def run_embed(others, model_state, batch, key):
+        return batch @ others, {"sum": model_state["sum"] + mean(jnp.abs(batch).mean())}
+
+    def run_head(others, model_state, x, batch, key):
+        return mean((jnp.sin(x) * jnp.abs(batch).max()).mean()), model_state
+
+    return offload_train_step(
+        run_embed, layer, run_head, ADAM, fuse_update=False, loss_scale=4.0, has_state=True,
+        num_microbatches=2, **options,
+    )  # fmt: skip
+
+
+def test_one_row_that_overflows():
+    """Its microbatch alone: no part of the step is taken, but what embed has counted."""
+    init, step = make(clip_norm=1.0)
+    batch = jnp.ones((4, WIDTH)).at[3, 0].set(3e38)
+    state = init(to_host(params()), jnp.eye(WIDTH), {"sum": jnp.float32(0)})
+    before = jax.tree.map(np.asarray, state)
+    state, _ = offload_jit(step)(state, batch)
+    assert_equal_bits(state[:4], before[:4])
+    assert (float(state.loss_scale.scale), int(state.loss_scale.finite_steps)) == (2, 0)
+    assert float(state.model_state["sum"]) > 1
+
+
+def test_one_device_that_overflows():
+    """No device takes the step."""
+    mesh = mesh_of((8,), ("i",))
+    init, step = make(lambda x: lax.pmean(x, "i"))
+    on_host, here = NamedSharding(mesh, P(), memory_kind="pinned_host"), NamedSharding(mesh, P())
+    state = init(
+        jax.device_put(params(), on_host),
+        *jax.device_put((jnp.eye(WIDTH), {"sum": jnp.float32(0)}), here),
+    )
+    run = offload_jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P("i")), out_specs=(P(), P())))
+    batch, taken = jnp.ones((16, WIDTH)), []
+    for big in (1.0, 3e38, 1.0):
+        before = jax.tree.map(np.asarray, state)
+        state, _ = run(state, batch.at[3, 0].set(big))
+        taken.append(bool(np.any(np.asarray(state.layers["a"]) != before.layers["a"])))
+        for a in jax.tree.leaves(state.layers):
+            for shard in a.addressable_shards:
+                np.testing.assert_array_equal(shard.data, a.addressable_shards[0].data)
+    assert taken == [True, False, True]
+    np.testing.assert_array_equal(state.layers_state[0].count, [2] * LAYERS)
+    assert (float(state.loss_scale.scale), int(state.loss_scale.finite_steps)) == (2, 1)
+
+
+def test_a_scale_needs_all_gradients_before_the_update():
+    with pytest.raises(ValueError, match=r"`loss_scale` \(=4.0\) needs .*: pass fuse_update"):
+        offload_train_step(embed, layer, head, ADAM, loss_scale=4.0)
+
+
+def test_a_state_of_a_step_without_scale():
+    init, _ = offload_train_step(embed, layer, head, ADAM)
+    _, step = offload_train_step(embed, layer, head, ADAM, loss_scale=4.0, fuse_update=False)
+    with pytest.raises(ValueError, match="`state.loss_scale` must be like what init makes"):
+        step(init(to_host(params()), others()), TOKENS, key_of(KEY, 0, 0))

@@ -1,0 +1,183 @@
+"""What training steps need on a GPU that is not there, beside the same in memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from effjax import OffloadState, offload_jit, offload_scan, offload_train_step
+from effjax.memory import plan
+from tests.ops.offload.stacks import key_of, layer, loss
+from tests.ops.offload.test_plans import BATCH, BOUNDARY_BYTES, LAYER_BYTES, WIDTH, shape, stacked
+from tests.programs import needs_gpu_compiler
+
+pytestmark = [needs_gpu_compiler, pytest.mark.exhaustive]
+TX = {"sgd": optax.sgd(1e-3), "adam": optax.adam(1e-3)}
+MOMENTS = {"sgd": 0, "adam": 2}
+KEY = jax.random.key(0)
+
+
+def embed(others, batch, key):
+    return batch @ others
+
+
+def head(others, x, batch, key):
+    return loss(x)
+
+
+def on_device(tree):
+    return jax.tree.map(lambda a: shape(*a.shape, dtype=a.dtype), tree)
+
+
+def state_of(tx, w, others, trained=None):
+    """Shapes of a state: moments are where the layers are."""
+    trained = w if trained is None else trained
+    host = {a.sharding.memory_kind for a in jax.tree.leaves(w)} == {"pinned_host"}
+    layers_state = jax.tree.map(
+        lambda a: shape(*a.shape, host=host and a.ndim > 1, dtype=a.dtype),
+        jax.eval_shape(jax.vmap(tx.init), trained),
+    )
+    return OffloadState(w, others, layers_state, on_device(jax.eval_shape(tx.init, others)))
+
+
+def planned(tx, w, others, batch, embed=embed, layer=layer, head=head, trained=None, **options):
+    _, step = offload_train_step(embed, layer, head, tx, **options)
+    return plan(offload_jit(step), state_of(tx, w, others, trained), batch, KEY)
+
+
+@functools.cache
+def updated_on_the_device(name, num_layers):
+    w = on_device(stacked(num_layers))
+    return planned(TX[name], w, shape(8, WIDTH), shape(BATCH, 8), params_in="device")
+
+
+@functools.cache
+def updated_at_the_end(name, num_layers):
+    """``jax.value_and_grad`` of recomputed layers, and optax, as JAX would have it."""
+    tx, one = TX[name], jax.checkpoint(layer, prevent_cse=False)
+
+    def step(state, batch, key):
+        def total(model):
+            def body(x, at):
+                w, i = at
+                return one(w, x, key_of(key, i, 0)), None
+
+            x = embed(model[1], batch, key)
+            return loss(jax.lax.scan(body, x, (model[0], jnp.arange(num_layers)))[0])
+
+        model, moments = state
+        value, grads = jax.value_and_grad(total)(model)
+        updates, moments = tx.update(grads, moments, model)
+        return (optax.apply_updates(model, updates), moments), value
+
+    model = on_device(stacked(num_layers)), shape(8, WIDTH)
+    state = model, on_device(jax.eval_shape(tx.init, model))
+    return plan(offload_jit(step), state, shape(BATCH, 8), KEY)
+
+
+@pytest.mark.parametrize("num_layers", [8, 32])
+@pytest.mark.parametrize("name", TX)
+def test_updating_in_the_backward_pass_saves_the_gradients(name, num_layers):
+    """But for those of a layer, and a copy of its parameters."""
+    plain, ours = updated_at_the_end(name, num_layers), updated_on_the_device(name, num_layers)
+    saved = plain.peak_device_bytes - ours.peak_device_bytes
+    assert saved >= (num_layers - 3) * LAYER_BYTES
+    assert ours.host.total == 0
+    assert ours.device.aliased >= (1 + MOMENTS[name]) * num_layers * LAYER_BYTES
+
+
+@pytest.mark.parametrize("name", TX)
+def test_nothing_but_the_state_and_the_inputs_grows_with_depth(name):
+    """No copy of parameters or moments."""
+    shallow, deep = (updated_on_the_device(name, n) for n in (8, 32))
+    grown = (deep.peak_device_bytes - shallow.peak_device_bytes) / 24
+    assert grown <= 1.01 * ((1 + MOMENTS[name]) * LAYER_BYTES + BOUNDARY_BYTES)
+
+
+@pytest.mark.parametrize("params_in", ["host", "device"])
+def test_without_prefetch_nothing_is_copied_either(params_in):
+    found = []
+    for number in (8, 24):
+        w = stacked(number) if params_in == "host" else on_device(stacked(number))
+        found.append(
+            planned(
+                TX["adam"], w, shape(8, WIDTH), shape(BATCH, 8),
+                params_in=params_in, activations="host", prefetch=0,
+            )
+        )  # fmt: skip
+    shallow, deep = found
+    assert deep.device.temporaries <= 1.01 * shallow.device.temporaries
+    assert deep.host.temporaries <= 1.01 * 24 * BOUNDARY_BYTES
+
+
+VOCABULARY = 32 * WIDTH
+
+
+def test_a_large_head_needs_less_in_microbatches():
+    """What it computes is there for one at a time."""
+
+    def large(others, x, batch, key):
+        logits = x @ others["head"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+    rows = 8 * BATCH
+    others = {"in": shape(8, WIDTH), "head": shape(WIDTH, VOCABULARY)}
+    batch = {"x": shape(rows, 8), "labels": shape(rows, dtype="int32")}
+    one, four = (
+        planned(
+            TX["sgd"], stacked(4), others, batch, num_microbatches=m, head=large,
+            embed=lambda others, batch, key: batch["x"] @ others["in"],
+        )
+        for m in (1, 4)
+    )  # fmt: skip
+    logits = 4 * rows * VOCABULARY
+    assert one.peak_device_bytes - four.peak_device_bytes >= 0.7 * logits
+
+
+def low_rank(w, x, key):
+    """An int8 kernel with its scales, and low-rank matrices beside it."""
+    kernel = w["kernel"].astype(x.dtype) * w["scale"]
+    return x + jnp.tanh(x @ kernel + x @ w["low"]["a"] @ w["low"]["b"]) @ w["out"].astype(x.dtype)
+
+
+def is_low(path, leaf):
+    return path[0].key == "low"
+
+
+def quantised(num_layers):
+    here = functools.partial(shape, host=True)
+    return {
+        "kernel": here(num_layers, WIDTH, 2 * WIDTH, dtype="int8"),
+        "scale": here(num_layers, 1, 2 * WIDTH),
+        "out": here(num_layers, 2 * WIDTH, WIDTH, dtype="bfloat16"),
+        "low": {"a": here(num_layers, WIDTH, 8), "b": here(num_layers, 8, 2 * WIDTH)},
+    }
+
+
+def bytes_of(tree):
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("fuse_update", [True, False])
+def test_frozen_weights_need_their_bytes_alone(fuse_update):
+    """On the host: no gradients, no moments and no copy of them; the device holds two layers."""
+    w = quantised(16)
+    found = planned(
+        TX["adam"], w, shape(8, WIDTH), shape(BATCH, 8), layer=low_rank, fuse_update=fuse_update,
+        trained={**jax.tree.map(lambda a: None, w), "low": w["low"]}, trainable=is_low,
+    )  # fmt: skip
+    low, inputs = bytes_of(w["low"]), 16 * BOUNDARY_BYTES
+    assert found.host.total <= bytes_of(w) + 4 * low + inputs  # moments and gradients, and a spare
+    assert found.device.temporaries <= 3 * bytes_of(w) / 16 + 16 * BOUNDARY_BYTES + LAYER_BYTES
+
+
+def test_no_memory_for_gradients_that_are_not_taken():
+    w, x = quantised(16), shape(BATCH, WIDTH)
+
+    def run(low, w, x):
+        return loss(offload_scan(low_rank, {**w, "low": low}, x, trainable=is_low))
+
+    found = plan(offload_jit(jax.grad(run), donate=False), w["low"], w, x)
+    assert found.host.total <= bytes_of(w) + 3 * bytes_of(w["low"]) + 16 * BOUNDARY_BYTES

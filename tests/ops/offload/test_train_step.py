@@ -1,0 +1,230 @@
+"""Training steps with second results, states and microbatches, beside the same in memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from effjax import offload_jit, offload_train_step, to_host
+from tests.ops.offload.stacks import (
+    BATCH,
+    KEY,
+    LAYERS,
+    WIDTH,
+    assert_equal_bits,
+    kinds,
+    layer,
+    params,
+)
+from tests.ops.offload.steps import (
+    ADAMW,
+    TOKENS,
+    close,
+    embed,
+    head,
+    others,
+    train_in_memory,
+)
+
+STATE = {
+    "mean": jnp.zeros(WIDTH), "top": jnp.float32(0.5), "batches": jnp.int32(0),
+}  # fmt: skip
+
+
+def embed_with_state(others, state, batch, key):
+    """It uses its state, through which there is no gradient."""
+    x = embed(others, batch, key) - 0.1 * state["mean"]
+    mean = 0.9 * state["mean"] + 0.1 * x.mean(0)
+    return x, {**state, "mean": mean, "batches": state["batches"] + 1}
+
+
+def head_with_state(others, state, x, batch, key):
+    loss = head(others, x * state["top"], batch, key)
+    aux = {"batches": state["batches"], "largest": x.max(-1)}
+    return loss, {**state, "top": 0.9 * state["top"] + 0.1 * jnp.max(x)}, aux
+
+
+ENDS = embed_with_state, head_with_state
+OPTIONS = {
+    "fused": {},
+    "microbatches": {"num_microbatches": 2, "num_slices": 2},
+    "apart": {"num_microbatches": 4, "fuse_update": False},
+    "on_device": {"num_microbatches": 2, "params_in": "device"},
+}
+
+
+def train(step, state, batch=TOKENS, key=KEY, steps=3):
+    """(losses, state, what the last step returns besides)"""
+    run, losses = offload_jit(step), []
+    for i in range(steps):
+        state, loss, *rest = run(state, batch, None if key is None else jax.random.fold_in(key, i))
+        losses.append(loss)
+    return losses, state, rest
+
+
+@functools.cache
+def with_state_in_memory(m):
+    return train_in_memory(ADAMW, STATE, m=m, ends=ENDS)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_state_and_second_results(name):
+    """Each microbatch gets what the one before has made of the state, and its own key."""
+    options = OPTIONS[name]
+    m = options.get("num_microbatches", 1)
+
+    def aux_layer(w, x, key):
+        return layer(w, x, key), x.mean()
+
+    init, step = offload_train_step(
+        embed_with_state, aux_layer, head_with_state, ADAMW,
+        has_aux=True, head_has_aux=True, has_state=True, **options,
+    )  # fmt: skip
+    w = params() if options.get("params_in") == "device" else to_host(params())
+    losses, state, (aux, head_aux) = train(step, init(w, others(), STATE))
+    found = losses, state.layers, state.others, state.model_state, head_aux
+    close(found, with_state_in_memory(m), 5e-6)
+    assert aux.shape == (LAYERS, m)
+    assert head_aux["largest"].shape == (m, BATCH // m)
+    np.testing.assert_array_equal(head_aux["batches"], [3 * m] * m)
+    assert kinds(state.model_state) == {"device"}
+
+
+def test_the_callers_state_stays():
+    init, step = offload_train_step(
+        embed_with_state, layer, lambda o, s, x, b, k: head_with_state(o, s, x, b, k)[:2], ADAMW,
+        has_state=True,
+    )  # fmt: skip
+    kept = jax.tree.map(jnp.copy, STATE)
+    _, state, rest = train(step, init(to_host(params()), others(), kept), steps=1)
+    assert not rest and not any(a.is_deleted() for a in jax.tree.leaves(kept))
+    assert int(state.model_state["batches"]) == 1
+
+
+def test_second_results_without_a_state():
+    def run(others, x, batch, key):
+        return head(others, x, batch, key), {"n": jnp.int32(7), "x": x}
+
+    init, step = offload_train_step(embed, layer, run, ADAMW, head_has_aux=True)
+    state, loss, aux = step(init(to_host(params()), others()), TOKENS)
+    assert loss.shape == () and state.model_state == ()
+    assert aux["n"].shape == (1,) and aux["x"].shape == (1, BATCH, WIDTH)
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_several_inputs_of_layers_with_integers_among_them(m):
+    def ends(embed, head):
+        def run_embed(others, model_state, batch, key):
+            h = embed(others, batch["tokens"], key)
+            return {"h": h, "skip": 2 * h, "n": batch["n"]}, model_state
+
+        def run_head(others, model_state, x, batch, key):
+            logits = x["h"] + x["n"][:, None] * x["skip"]
+            return head(others, logits, batch["tokens"], key), model_state, ()
+
+        return run_embed, run_head
+
+    def several(w, x, key):
+        h = layer(w, x["h"], key) + 0.1 * x["skip"]
+        return {"h": h, "skip": x["skip"] * 0.9, "n": x["n"] + 1}
+
+    run_embed, run_head = ends(embed, head)
+    batch = {"tokens": TOKENS, "n": jnp.arange(BATCH) % 3}
+    init, step = offload_train_step(
+        lambda *a: run_embed(a[0], (), *a[1:])[0], several,
+        lambda *a: run_head(a[0], (), *a[1:])[0], ADAMW, num_microbatches=m,
+    )  # fmt: skip
+    losses, state, _ = train(step, init(to_host(params()), others()), batch)
+    want = train_in_memory(ADAMW, batch=batch, m=m, ends=(run_embed, run_head), layer=several)
+    close((losses, state.layers, state.others), want[:3], 5e-6)
+
+
+@pytest.mark.parametrize("options", [{"num_slices": 2}, {"fuse_update": False}], ids=str)
+def test_gradients_accumulated_over_calls(options):
+    """Each layer has its own counter and its own sum, where its parameters are."""
+    tx = optax.MultiSteps(ADAMW, 2)
+    init, step = offload_train_step(embed, layer, head, tx, **options)
+    first = init(to_host(params()), others())
+    moments = [a for a in jax.tree.leaves(first.layers_state) if a.ndim > 1]
+    assert kinds(moments) == {"pinned_host"}
+    assert sum(a.shape == (LAYERS, WIDTH, 2 * WIDTH) for a in moments) == 3  # two, and the sum
+    losses, state, _ = train(step, first, steps=1)
+    assert_equal_bits(state.layers, params())
+    np.testing.assert_array_equal(state.layers_state.mini_step, [1] * LAYERS)
+    losses, state, _ = train(step, init(to_host(params()), others()), steps=4)
+    close((losses, state.layers, state.others), train_in_memory(tx, steps=4)[:3], 5e-6)
+    np.testing.assert_array_equal(state.layers_state.gradient_step, [2] * LAYERS)
+
+
+def run_step(embed=embed, head=head, batch=TOKENS, model_state=(), **options):
+    init, step = offload_train_step(embed, layer, head, optax.sgd(0.1), **options)
+    state = init(to_host(params()), others(), model_state)
+    return jax.eval_shape(step, state, batch, KEY)
+
+
+def changed(**entries):
+    """embed and head, one of which makes something else of the state."""
+    return lambda others, state, batch, key: (embed(others, batch, key), {**state, **entries})
+
+
+WITH_STATE = {"has_state": True, "head_has_aux": True, "model_state": STATE}
+WRONG = {
+    "state without has_state": (
+        ValueError, "`model_state` is for embed .* set has_state=True", {"model_state": STATE},
+    ),
+    "state is not returned": (
+        TypeError, r"`embed` must return \(x, model_state\), not a",
+        {"has_state": True, "embed": lambda others, state, batch, key: embed(others, batch, key)},
+    ),
+    "aux is not returned": (
+        TypeError, r"`head` must return \(loss, aux\), not a", {"head_has_aux": True},
+    ),
+    "aux is missing": (
+        TypeError, r"`head` must return \(loss, model_state, aux\), not a tuple of 2",
+        {**WITH_STATE, "embed": embed_with_state,
+         "head": lambda *a: head_with_state(*a)[:2]},
+    ),
+    "aux is not asked for": (
+        TypeError, "`head` must return a scalar loss and nothing else, unless .* a tuple of 2",
+        {"head": lambda *a: (head(*a), 1)},
+    ),
+    "another structure": (
+        ValueError, "`model_state` must be like what `embed` is given",
+        {**WITH_STATE, "embed": changed(more=jnp.ones(())), "head": head_with_state},
+    ),
+    "another shape": (
+        ValueError, r"`model_state`\['mean'\] must be of the shape",
+        {**WITH_STATE, "embed": changed(mean=jnp.ones(3)), "head": head_with_state},
+    ),
+    "another dtype": (
+        ValueError, r"`model_state`\['batches'\] must keep its dtype, but `embed` made float32",
+        {**WITH_STATE, "embed": changed(batches=jnp.ones(())), "head": head_with_state},
+    ),
+    "a batch that is not divided": (
+        ValueError, r"`num_microbatches` \(=3\) must divide .* arrays of batch, but batch is of",
+        {"num_microbatches": 3},
+    ),
+    "an array of another length": (
+        ValueError, r"but batch\['b'\] is of shape \(4,\), and batch\['a'\] of \(8,\)",
+        {"num_microbatches": 2, "batch": {"a": TOKENS, "b": TOKENS[:4]}},
+    ),
+    "a number in the batch": (
+        ValueError, r"batch\['n'\] is of shape \(\)",
+        {"num_microbatches": 2, "batch": {"a": TOKENS, "n": jnp.int32(1)}},
+    ),
+    "a scalar for the layers": (
+        ValueError, r"`embed` must return arrays \[rows, \.\.\.\] .* x\['n'\] is a scalar",
+        {"num_microbatches": 2,
+         "embed": lambda *a: {"x": embed(*a), "n": jnp.ones(())}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit(name):
+    kind, match, options = WRONG[name]
+    with pytest.raises(kind, match=match):
+        run_step(**options)

@@ -1,0 +1,198 @@
+"""Training steps with states and microbatches over eight devices: as on one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from effjax import offload_jit, offload_train_step
+from effjax.memory import collectives
+from tests.contexts import mesh_of
+from tests.ops.offload.stacks import WIDTH, kinds, layer, params
+from tests.ops.offload.steps import others, train_in_memory
+
+TOKENS = jnp.arange(32) * 7 % 11
+STATE = {"sum": jnp.zeros(WIDTH), "batches": jnp.int32(0)}
+ADAM = optax.adam(1e-2)
+
+
+def embed(others, batch, key):
+    return jax.nn.one_hot(batch, 11) @ others["e"]
+
+
+def head(others, x, batch, key):
+    return optax.softmax_cross_entropy(x @ others["u"], jax.nn.one_hot(batch, 11)).mean()
+
+
+def ends(mean=lambda x: x):
+    """Sums of means over the batch, for which `mean` is that over devices."""
+
+    def run_embed(others, state, batch, key):
+        x = embed(others, batch, key)
+        return x, {**state, "sum": state["sum"] + mean(x.mean(0))}
+
+    def run_head(others, state, x, batch, key):
+        loss = mean(head(others, x, batch, key))
+        return loss, {**state, "batches": state["batches"] + 1}, {"rows": x.sum(1), "loss": loss}
+
+    return run_embed, run_head
+
+
+@functools.cache
+def want():
+    """(losses, layers, others, model_state, aux) of two steps."""
+    return train_in_memory(ADAM, STATE, TOKENS, None, steps=2, ends=ends())
+
+
+def make(mean=lambda x: x, tx=ADAM, **options):
+    run_embed, run_head = ends(mean)
+    return offload_train_step(
+        run_embed, layer, run_head, tx, has_state=True, head_has_aux=True, **options
+    )
+
+
+def on(mesh, spec, host=False):
+    return NamedSharding(mesh, spec, memory_kind="pinned_host" if host else "device")
+
+
+def train(init, step, mesh, host):
+    state = init(
+        jax.device_put(params(), on(mesh, P(), host)),
+        jax.device_put(others(), on(mesh, P())),
+        jax.device_put(STATE, on(mesh, P())),
+    )
+    batch = jax.device_put(TOKENS, on(mesh, P("i")))
+    run, losses = offload_jit(step), []
+    for _ in range(2):
+        state, loss, aux = run(state, batch)
+        losses.append(loss)
+    assert kinds(state.layers) == {"pinned_host" if host else "device"}
+    return losses, state, aux
+
+
+def close(found, m=1):
+    losses, state, aux = found
+    sums, batches = (state.model_state[name] for name in ("sum", "batches"))
+    got = losses, state.layers, state.others, {"sum": sums / m, "batches": batches // m}
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), got, want()[:4]
+    )
+    np.testing.assert_allclose(np.mean(aux["loss"]), losses[-1], rtol=1e-5)
+
+
+SPECS = {
+    "in_specs": (P(), P("i")),
+    "out_specs": (P(), P(), {"rows": P(None, "i"), "loss": P()}),
+}
+MAPPED = {
+    "fused": {},
+    "microbatches": {"num_microbatches": 2},
+    "clipped": {"num_microbatches": 2, "fuse_update": False, "clip_norm": 1e3},
+    "on_device": {"num_microbatches": 2, "params_in": "device"},
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_shard_map(name):
+    options, mesh = MAPPED[name], mesh_of((8,), ("i",))
+    m, host = options.get("num_microbatches", 1), options.get("params_in") != "device"
+    init, step = make(lambda x: lax.pmean(x, "i"), **options)
+    found = train(init, jax.shard_map(step, mesh=mesh, **SPECS), mesh, host)
+    close(found, m)
+    assert found[2]["rows"].shape == (m, TOKENS.size // m)
+
+
+def test_gradients_of_other_parameters_are_summed_once():
+    """Not once a microbatch: and no rows are exchanged."""
+    mesh = mesh_of((8,), ("i",))
+    init, step = make(lambda x: lax.pmean(x, "i"), num_microbatches=2)
+    specs = {"in_specs": (P(), P("i")), "out_specs": P()}
+    run = jax.shard_map(lambda *a: step(*a)[0], mesh=mesh, **specs)
+    arguments = (params(), True), (others(), False), (STATE, False)
+    state = init(*(jax.device_put(tree, on(mesh, P(), host)) for tree, host in arguments))
+    batch = jax.device_put(TOKENS, on(mesh, P("i")))
+    program = jax.jit(run).lower(state, batch).compile()
+    found = collectives(program.as_text())
+    assert {c.kind for c in found} == {"all-reduce"}
+    of_others = sum(a.nbytes for a in jax.tree.leaves(others()))
+    of_layers = sum(a.nbytes for a in jax.tree.leaves(params()))
+    of_states = 2 * 4 * WIDTH + 2 * 4  # the means and the losses of two microbatches
+    assert sum(c.bytes * c.count for c in found) <= 2 * of_others + of_layers + of_states
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_shard_map_without_types(m):
+    """Gradients are those of each device's own loss; the optimizer averages them first."""
+    mesh, mean = mesh_of((8,), ("i",)), lambda x: lax.pmean(x, "i")
+    average = optax.stateless(lambda grads, params: mean(grads))
+    _, step = make(mean, optax.chain(average, ADAM), num_microbatches=m)
+    init, _ = make(tx=optax.chain(optax.identity(), ADAM))  # outside there is no axis
+    run = jax.shard_map(step, mesh=mesh, check_vma=False, **SPECS)
+    close(train(init, run, mesh, host=True), m)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("params_in", ["host", "device"])
+def test_jit_over_a_mesh(kind, params_in):
+    mesh = mesh_of((8,), ("i",), kind)
+    with jax.set_mesh(mesh):
+        close(train(*make(params_in=params_in), mesh, params_in == "host"))
+
+
+def test_inputs_of_layers_that_are_the_same_on_all_devices():
+    """Learned queries: their gradient is summed over the devices."""
+    mesh = mesh_of((8,), ("i",))
+
+    def trained(mean, wrap):
+        init, step = offload_train_step(
+            lambda others, batch, key: jnp.broadcast_to(others["e"][0], (len(batch), WIDTH)),
+            layer,
+            lambda others, x, batch, key: mean(head(others, x, batch, key)),
+            ADAM,
+            params_in="device",
+        )
+        state = init(*(jax.device_put(tree, on(mesh, P())) for tree in (params(), others())))
+        return jax.jit(wrap(step))(state, jax.device_put(TOKENS, on(mesh, P("i"))))
+
+    specs = {"in_specs": (P(), P("i")), "out_specs": P()}
+    wrap = functools.partial(jax.shard_map, mesh=mesh, **specs)
+    got, expected = trained(lambda x: lax.pmean(x, "i"), wrap), trained(lambda x: x, lambda f: f)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), got, expected)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_frozen_parameters(mapped):
+    """And the loss scaled: neither changes what is trained, on one device or eight."""
+    mesh = mesh_of((8,), ("i",))
+
+    def trained(mean, wrap, place, **options):
+        init, step = offload_train_step(
+            embed,
+            layer,
+            lambda others, x, batch, key: mean(head(others, x, batch, key)),
+            ADAM,
+            trainable=lambda path, leaf: path[0].key != "b",
+            trainable_others={"e": False, "u": True},
+            **options,
+        )
+        state = init(place(params(), True), place(others(), False))
+        state, loss = offload_jit(wrap(step))(state, TOKENS)
+        return state.layers, state.others, loss
+
+    expected = trained(lambda x: x, lambda step: step, lambda tree, host: tree, params_in="device")
+    np.testing.assert_array_equal(expected[0]["b"], params()["b"])
+    wrap = functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("i")), out_specs=(P(), P()))
+    got = trained(
+        (lambda x: lax.pmean(x, "i")) if mapped else (lambda x: x),
+        wrap if mapped else (lambda step: step),
+        lambda tree, host: jax.device_put(tree, on(mesh, P(), host)),
+        fuse_update=False,
+        loss_scale=8.0,
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), got, expected)

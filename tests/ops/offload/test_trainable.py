@@ -1,0 +1,241 @@
+"""Parameters that are not trained: the gradients of the others, and nothing written."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from effjax import offload_jit, offload_scan, offload_train_step, to_device, to_host
+from tests.contexts import mesh_of
+from tests.ops.offload.stacks import (
+    KEY,
+    LAYERS,
+    WIDTH,
+    assert_equal_bits,
+    in_memory,
+    inputs,
+    kinds,
+    layer,
+    loss,
+    params,
+    value_and_grads,
+)
+from tests.ops.offload.steps import TOKENS, embed, head, others
+
+RANK = 2
+
+
+def quantised():
+    """Low-rank matrices beside frozen int8 ones, with their scales."""
+    w = params()
+    scale = jnp.abs(w["a"]).max((1, 2), keepdims=True) / 127
+    keys = jax.random.split(jax.random.key(4))
+    return {
+        "kernel": jnp.round(w["a"] / scale).astype(jnp.int8),
+        "scale": scale,
+        "low": {
+            "a": 0.1 * jax.random.normal(keys[0], (LAYERS, WIDTH, RANK)),
+            "b": 0.1 * jax.random.normal(keys[1], (LAYERS, RANK, 2 * WIDTH)),
+        },
+        "out": w["b"].astype(jnp.bfloat16),
+    }
+
+
+def low_rank_layer(w, x, key):
+    kernel = w["kernel"].astype(x.dtype) * w["scale"] + w["low"]["a"] @ w["low"]["b"]
+    h = jnp.tanh(x @ kernel)
+    h = jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h / 0.9, 0.0) if key is not None else h
+    return x + h @ w["out"].astype(x.dtype)
+
+
+def is_low(path, leaf):
+    return path[0].key == "low"
+
+
+def merged(low, w=None):
+    return {**(w or quantised()), "low": low}
+
+
+@functools.cache
+def want(m):
+    run = lambda low, x: in_memory(low_rank_layer, merged(low), x, KEY, m)  # noqa: E731
+    return value_and_grads(run, quantised()["low"], inputs())
+
+
+SCANS = [
+    {}, {"num_slices": 2, "num_microbatches": 2}, {"resident_slices": 1, "num_microbatches": 2},
+    {"params_in": "device"}, {"prefetch": 0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", SCANS, ids=str)
+def test_gradients_of_what_is_trained(options):
+    w = quantised()
+    if options.get("params_in") != "device":
+        w = to_host(w)
+    run = lambda low, x: offload_scan(  # noqa: E731
+        low_rank_layer, merged(low, w), x, key=KEY, trainable=is_low, **options
+    )
+    got = value_and_grads(run, w["low"], inputs())
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
+        got, want(options.get("num_microbatches", 1)),
+    )  # fmt: skip
+    assert kinds(got[1][0]) == kinds(w["low"])
+
+
+FLAGS = {
+    "path": lambda path, leaf: path[0].key != "b",
+    "leaf": lambda path, leaf: leaf.shape != (LAYERS, 2 * WIDTH, WIDTH),
+    "tree": {"a": True, "b": False, "c": np.True_},
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("params_in", ["host", "device"])
+def test_gradients_of_the_others_are_zeros(name, params_in):
+    w = params() if params_in == "device" else to_host(params())
+    apply = functools.partial(offload_scan, layer, key=KEY, params_in=params_in)
+    value, (dw, dx) = value_and_grads(functools.partial(apply, trainable=FLAGS[name]), w, inputs())
+    want_value, (want_dw, want_dx) = value_and_grads(apply, w, inputs())
+    assert kinds(dw) == kinds(w)
+    want_dw = {**to_device(want_dw), "b": jnp.zeros_like(params()["b"])}
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
+        (value, dw, dx), (want_value, want_dw, want_dx),
+    )  # fmt: skip
+
+
+def test_nothing_is_trained():
+    """Gradients go through the layers all the same."""
+    run = lambda x: offload_scan(layer, to_host(params()), x, trainable=False)  # noqa: E731
+    got = jax.grad(lambda x: loss(run(x)))(inputs())
+    expected = jax.grad(lambda x: loss(in_memory(layer, params(), x, None)))(inputs())
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_shard_map():
+    mesh = mesh_of((8,), ("i",))
+    w = quantised()
+
+    def local(low, rest, x):
+        def total(low):
+            y = offload_scan(low_rank_layer, merged(low, rest), x, trainable=is_low)
+            return lax.pmean(loss(y), "i")
+
+        return jax.value_and_grad(total)(low)
+
+    specs = {"in_specs": (P(), P(), P("i")), "out_specs": P()}
+    host = NamedSharding(mesh, P(), memory_kind="pinned_host")
+    on_host = jax.device_put(w, host)
+    run = jax.jit(jax.shard_map(local, mesh=mesh, **specs), out_shardings=(None, host))
+    got = run(on_host["low"], on_host, inputs())
+    expected = jax.value_and_grad(
+        lambda low: loss(in_memory(low_rank_layer, merged(low), inputs(), None))
+    )(w["low"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, expected)
+
+
+def by_path(tree):
+    """A mask of optax's: decays what is called `a`."""
+    return jax.tree.map_with_path(lambda path, _: path[-1].key == "a", tree)
+
+
+TX = optax.adamw(1e-2, weight_decay=0.1, mask=by_path)
+STEPS = {
+    "fused": {"num_slices": 2, "num_microbatches": 2},
+    "clipped": {"fuse_update": False, "clip_norm": 0.1},
+    "on_device": {"params_in": "device"},
+}
+
+
+@functools.cache
+def trained(m, clip_norm):
+    """The low-rank matrices and the first of the other parameters after two steps in memory."""
+    tx = TX if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), TX)
+
+    def total(model, key):
+        other = {"e": model["e"], "u": others()["u"]}
+        fold = lambda i, j: jax.random.fold_in(jax.random.fold_in(key, i), j)  # noqa: E731
+        parts = TOKENS.reshape(m, -1)
+        x = [embed(other, part, fold(LAYERS, j)) for j, part in enumerate(parts)]
+        y = in_memory(low_rank_layer, merged(model["low"]), jnp.concatenate(x), key, m)
+        y = y.reshape(m, -1, WIDTH)
+        losses = [head(other, y[j], part, fold(LAYERS + 1, j)) for j, part in enumerate(parts)]
+        return sum(losses) / m
+
+    model = {"low": quantised()["low"], "e": others()["e"]}
+    state, gradients = tx.init(model), jax.jit(jax.grad(total))
+    for i in range(2):
+        grads = gradients(model, jax.random.fold_in(KEY, i))
+        updates, state = tx.update(grads, state, model)
+        model = optax.apply_updates(model, updates)
+    return model
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_training_low_rank_matrices(name):
+    options = STEPS[name]
+    where = options.get("params_in", "host")
+    init, step = offload_train_step(
+        embed, low_rank_layer, head, TX, trainable=is_low,
+        trainable_others={"e": True, "u": False}, **options,
+    )  # fmt: skip
+    w, other = quantised(), others()
+    state = init(w if where == "device" else to_host(w), other)
+    moments = jax.tree.leaves(state.layers_state)
+    assert {a.shape for a in moments if a.ndim > 1} == {a.shape for a in jax.tree.leaves(w["low"])}
+    frozen = jax.tree.map(np.asarray, {**w, "low": ()})
+    step = offload_jit(step)
+    for i in range(2):
+        state, _ = step(state, TOKENS, jax.random.fold_in(KEY, i))
+    model = trained(options.get("num_microbatches", 1), options.get("clip_norm"))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        (state.layers["low"], state.others["e"]), (model["low"], model["e"]),
+    )  # fmt: skip
+    assert_equal_bits({**state.layers, "low": ()}, frozen)
+    np.testing.assert_array_equal(state.others["u"], other["u"])
+    assert kinds(state.layers) == {"device" if where == "device" else "pinned_host"}
+
+
+def test_other_parameters_that_are_integers():
+    """A table of codes, which is not trained."""
+    init, step = offload_train_step(
+        lambda others, batch, key: others["codes"].astype(jnp.float32)[batch] * 0.1, layer,
+        lambda others, x, batch, key: loss(x), TX, trainable_others=False,
+    )  # fmt: skip
+    codes = jnp.arange(11 * WIDTH, dtype=jnp.int8).reshape(11, WIDTH)
+    state, _ = offload_jit(step)(init(to_host(params()), {"codes": codes}), TOKENS)
+    np.testing.assert_array_equal(state.others["codes"], codes)
+
+
+@pytest.mark.parametrize(
+    ("match", "w", "options"),
+    [
+        ("`trainable` leaves no parameter of the layers .* offload_scan", params(),
+         {"trainable": lambda path, leaf: False}),
+        (r"`layers` must be floating-point .* int8 .*\['kernel'\]", quantised(), {}),
+        (r"`trainable\['a'\]` must be True or False, not 1", params(),
+         {"trainable": lambda path, leaf: 1}),
+        ("`trainable` must be a function .* or bools in a pytree", params(),
+         {"trainable": {"a": True}}),
+    ],
+    ids=["none", "integers", "no bool", "another tree"],
+)  # fmt: skip
+def test_what_does_not_fit(match, w, options):
+    init, _ = offload_train_step(embed, layer, head, TX, **options)
+    with pytest.raises((TypeError, ValueError), match=match):
+        init(to_host(w), others())
+
+
+def test_integers_are_differentiated_if_they_are_not_frozen():
+    with pytest.raises(TypeError, match=r"`stacked_params` must be floating-point .*\['kernel'\]"):
+        w = to_host(quantised())
+        jax.grad(lambda low: loss(offload_scan(low_rank_layer, merged(low, w), inputs())))(w["low"])
