@@ -1,9 +1,10 @@
 """What the forms of offloading can be told, checked once."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-from .._arguments import as_dtype, as_flag, as_integer, one_of
+from .._arguments import as_dtype, as_flag, as_integer, described, one_of
 from .placement import SPACES, Space, Where
 
 
@@ -25,6 +26,7 @@ class OffloadOptions:
     resident_slices: int = 0
     compute_dtype: Any = None
     has_aux: bool = False
+    policy: Callable | None = None
 
     def __post_init__(self) -> None:
         least = {"num_slices": 1, "num_microbatches": 1, "prefetch": 0, "resident_slices": 0}
@@ -38,10 +40,15 @@ class OffloadOptions:
         if self.compute_dtype is not None:
             as_dtype("compute_dtype", self.compute_dtype)
         as_flag("has_aux", self.has_aux)
+        if self.policy is not None and not callable(self.policy):
+            raise TypeError(
+                "`policy` must be None or a policy of jax.checkpoint, such as "
+                f"jax.checkpoint_policies.dots_saveable, not {described(self.policy)}."
+            )
 
     @property
     def activations_in(self) -> Space:
-        """Where the inputs of the slices are kept for the backward pass."""
+        """Where what is kept of the slices for the backward pass is."""
         return SPACES[self.activations]
 
     @property

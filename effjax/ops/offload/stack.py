@@ -49,6 +49,7 @@ def offload_scan(
     resident_slices: int = 0,
     compute_dtype: Any = None,
     has_aux: bool = False,
+    policy: Callable | None = None,
     params: Where | None = None,
 ) -> Any:
     """Applies a stack of like layers that streams through the device, a slice at a time.
@@ -112,7 +113,7 @@ def offload_scan(
         params_in = params
     options = OffloadOptions(
         num_slices, num_microbatches, params_in, activations, grads, prefetch, resident_slices,
-        compute_dtype, has_aux,
+        compute_dtype, has_aux, policy,
     )  # fmt: skip
     as_callable("layer", layer)
     stacked_params = as_arrays("stacked_params", stacked_params)
@@ -141,6 +142,25 @@ class Stack(NamedTuple):
     def streamed(self) -> int:
         """How many slices are loaded again for the backward pass."""
         return self.num_slices - self.options.resident_slices
+
+    @property
+    def one_slice(self) -> slices.Slice:
+        """The layers of slice i; aux is [slice_size, ...] for each microbatch. Keys are (key, i)."""
+
+        def apply(w, shared, x, at, m):
+            key, i = at
+
+            def one(x, at):
+                w, j = at
+                return self.layer(w, shared, x, fold(key, i * self.slice_size + j, m))
+
+            w = cast(w, self.options.compute_dtype)
+            if self.slice_size > 1:
+                return scan(one, x, (w, jnp.arange(self.slice_size)), differentiated=True)
+            x, aux = one(x, (jax.tree.map(lambda a: a[0], w), 0))
+            return x, jax.tree.map(lambda a: a[None], aux)
+
+        return slices.Slice(apply, self.options.num_microbatches, self.options.policy)
 
 
 def prepare(
@@ -188,9 +208,8 @@ def _backward(stack: Stack, residuals, cotangents):
         empty_slices(stack, params, stack.options.grads_in),
     )  # fmt: skip
     dparams = jax.tree.map(lambda d, p: put(d, space_of(p)), join(grads), params)
-    inputs = kept.resident if stack.options.resident_slices else kept.streamed
-    x = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), inputs)
-    return dparams, as_cotangent(shared, dshared), as_cotangent(x, dx), None
+    dx = as_cotangent(cotangents[0], dx)  # x is like y
+    return dparams, as_cotangent(shared, dshared), dx, None
 
 
 _core.defvjp(_forward, _backward)
@@ -199,14 +218,13 @@ _core.defvjp(_forward, _backward)
 class Kept(NamedTuple):
     """For the backward pass; () where there are none."""
 
-    streamed: Tree  # inputs of the slices that are loaded again, [S - r, ...]
-    resident: Tree  # inputs of the last r slices, and their parameters, on the device
+    streamed: Tree  # of the slices that are loaded again, [S - r, ...]: inputs or residuals
+    resident: Tree  # those of the last r slices, and their parameters, on the device
     weights: Tree
 
 
 def run_forward(stack: Stack, params: Tree, shared: Tree, x: Tree, key, keep: bool):
-    """(x, aux, kept), kept for `run_backward`: the inputs of the slices that are streamed, of those
-    that stay, and the parameters of the latter.
+    """(x, aux, kept), the latter for `run_backward`.
 
     Slices are read at an index that the loop carries: XLA turns these reads into copies from the
     host, and overlaps them with the layers.
@@ -218,8 +236,8 @@ def run_forward(stack: Stack, params: Tree, shared: Tree, x: Tree, key, keep: bo
         def body(carry, _):
             i, x, queue = carry
             w, *queue = [*queue, load(params, jnp.minimum(i + prefetch, first + count - 1))]
-            y, aux = slices.forward(one_slice(stack, i), w, shared, x, key)
-            return (i + 1, y, queue), (aux, save(w, x))
+            y, aux, kept = slices.forward(stack.one_slice, w, shared, x, (key, i), keep)
+            return (i + 1, y, queue), (aux, save(w, kept) if keep else ())
 
         ahead = range(first, first + prefetch)
         queue = [load(params, jnp.int32(min(i, first + count - 1))) for i in ahead]
@@ -228,14 +246,15 @@ def run_forward(stack: Stack, params: Tree, shared: Tree, x: Tree, key, keep: bo
 
     aux, kept = [], Kept((), (), ())
     if stack.streamed:
-        x, (more, inputs) = run(
-            x, 0, stack.streamed, lambda w, x: put(x, stack.options.activations_in) if keep else ()
-        )
-        aux, kept = [more], kept._replace(streamed=inputs)
+        save = lambda w, kept: put(kept, stack.options.activations_in)  # noqa: E731
+        x, (more, streamed) = run(x, 0, stack.streamed, save)
+        aux, kept = [more], kept._replace(streamed=streamed)
     if stack.options.resident_slices:
-        save = lambda w, x: (x, w) if keep else ((), ())  # noqa: E731
-        x, (more, (inputs, weights)) = run(x, stack.streamed, stack.options.resident_slices, save)
-        aux, kept = [*aux, more], kept._replace(resident=inputs, weights=weights)
+        save = lambda w, kept: (kept, w)  # noqa: E731
+        x, (more, here) = run(x, stack.streamed, stack.options.resident_slices, save)
+        aux = [*aux, more]
+        if keep:
+            kept = kept._replace(resident=here[0], weights=here[1])
     aux = jax.tree.map(lambda *parts: jnp.concatenate(parts) if parts[1:] else parts[0], *aux)
     return x, _by_layer(aux), kept
 
@@ -256,13 +275,14 @@ def run_backward(
     def run(state, first, count, fetch, prefetch):
         def body(state, daux):
             i, params, carry, dx, dshared, queue = state
-            (w, x), *queue = [*queue, fetch(params, jnp.maximum(i - prefetch, first))]
-            dw, more, dx = slices.backward(one_slice(stack, i), w, shared, x, key, dx, daux)
+            (w, kept), *queue = [*queue, fetch(params, jnp.maximum(i - prefetch, first))]
+            at = key, i
+            dw, more, dx = slices.backward(stack.one_slice, w, shared, kept, at, dx, daux)
             dshared = jax.tree.map(jnp.add, dshared, more)
             # What is read of params is read before they are written: else XLA would copy them.
-            weights, inputs = [w for w, _ in queue], [x for _, x in queue]
+            weights, others = [w for w, _ in queue], [kept for _, kept in queue]
             params, weights = lax.optimization_barrier((params, weights))
-            queue = list(zip(weights, inputs, strict=True))
+            queue = list(zip(weights, others, strict=True))
             params, carry = consume(params, carry, i, w, dw)
             return (i - 1, params, carry, dx, dshared, queue), None
 
@@ -282,23 +302,6 @@ def run_backward(
         state = run(state, 0, stack.streamed, fetch, stack.options.prefetch)
     params, *rest = state
     return join(params), *rest
-
-
-def one_slice(stack: Stack, i) -> slices.Slice:
-    """The layers of slice i; aux is [slice_size, ...] for each microbatch."""
-
-    def apply(w, shared, x, key, m):
-        def one(x, at):
-            w, j = at
-            return stack.layer(w, shared, x, fold(key, i * stack.slice_size + j, m))
-
-        w = cast(w, stack.options.compute_dtype)
-        if stack.slice_size > 1:
-            return scan(one, x, (w, jnp.arange(stack.slice_size)), differentiated=True)
-        x, aux = one(x, (jax.tree.map(lambda a: a[0], w), 0))
-        return x, jax.tree.map(lambda a: a[None], aux)
-
-    return slices.Slice(apply, stack.options.num_microbatches)
 
 
 def _by_layer(aux: Tree) -> Tree:
