@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from .._arguments import as_dtype, as_flag, as_integer, described, one_of
 from .placement import SPACES, Space, Where
 
@@ -40,11 +42,7 @@ class OffloadOptions:
         if self.compute_dtype is not None:
             as_dtype("compute_dtype", self.compute_dtype)
         as_flag("has_aux", self.has_aux)
-        if self.policy is not None and not callable(self.policy):
-            raise TypeError(
-                "`policy` must be None or a policy of jax.checkpoint, such as "
-                f"jax.checkpoint_policies.dots_saveable, not {described(self.policy)}."
-            )
+        _check_policy(self.policy)
 
     @property
     def activations_in(self) -> Space:
@@ -70,3 +68,17 @@ class OffloadOptions:
                 f"(={found})."
             )
         return found
+
+
+def _check_policy(policy: Any) -> None:
+    if policy is not None and not callable(policy):
+        raise TypeError(
+            "`policy` must be None or a policy of jax.checkpoint, such as "
+            f"jax.checkpoint_policies.dots_saveable, not {described(policy)}."
+        )
+    for name, function in vars(jax.checkpoint_policies).items():
+        if function is policy and name.startswith(("save_", "offload_")):
+            raise TypeError(
+                f"`policy` must be what jax.checkpoint_policies.{name} returns, not that function; "
+                "call it."
+            )

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+from .loops import scan
 from .trees import Tree, floats_of, merge
 
 
@@ -23,10 +25,14 @@ def keep(fun: Callable, policy: Callable, w: Tree, shared: Tree, rest: tuple, x:
     alone, such as a cast.
     """
 
+    def keeps(*args, **params):
+        decision = policy(*args, **params)
+        return True if hasattr(decision, "dst") else decision  # `activations` says where
+
     def linearized(w, shared, rest, x):
         def run(w, shared_floats, x_floats):
             at = merge(shared, shared_floats), merge(x, x_floats)
-            result = jax.checkpoint(fun, policy=policy, prevent_cse=False)(w, *at, *rest)
+            result = jax.checkpoint(fun, policy=keeps, prevent_cse=False)(w, *at, *rest)
             return floats_of(result), result
 
         _, pull, result = jax.vjp(run, w, floats_of(shared), floats_of(x), has_aux=True)
@@ -57,6 +63,36 @@ def keep(fun: Callable, policy: Callable, w: Tree, shared: Tree, rest: tuple, x:
     values = _run(forward, closed.consts, args)
     result = jax.tree.unflatten(jax.tree.structure(result), values[:count])
     return result, Residuals(values[count:], jax.tree_util.Partial(pull_back))
+
+
+def keep_each(layer: Callable, policy: Callable, w: Tree, shared: Tree, rest: tuple, x: Tree):
+    """`keep` for layers one after the other: w, aux and what is kept are [L, ...].
+
+    ``layer(w, shared, x, *rest, i) -> (x, aux)``.
+    """
+    count, num_floats = jax.tree.leaves(w)[0].shape[0], len(floats_of(x))
+
+    def forward(x, at):
+        w, i = at
+        (x, aux), kept = keep(layer, policy, w, shared, (*rest, i), x)
+        return x, (aux, kept)
+
+    x, (aux, (arrays, pull)) = scan(forward, x, (w, jnp.arange(count)))
+
+    def pull_back(arrays, w, shared, rest, cotangents):
+        def backward(state, at):
+            dx, dshared = state
+            arrays, w, i, daux = at
+            dw, more, dx = pull(arrays, w, shared, (*rest, i), [*dx, *daux])
+            return (dx, jax.tree.map(jnp.add, dshared, more)), dw
+
+        dx, daux = cotangents[:num_floats], cotangents[num_floats:]
+        state = dx, [jnp.zeros_like(a) for a in floats_of(shared)]
+        at = arrays, w, jnp.arange(count), daux
+        (dx, dshared), dw = scan(backward, state, at, reverse=True)
+        return dw, dshared, dx
+
+    return (x, aux), Residuals(arrays, jax.tree_util.Partial(pull_back))
 
 
 def _run(jaxpr, consts, args):

@@ -11,7 +11,7 @@ from jax import lax
 
 from .._arguments import as_callable
 from .._parallel import as_varying, sum_to_type_of
-from . import slices
+from . import residuals, slices
 from .checks import as_arrays, as_key, as_sequence
 from .compiled import in_order
 from .options import OffloadOptions
@@ -134,8 +134,9 @@ def _groups(
         )
         w, part = jax.tree.map(functools.partial(_vary, axes), (w, part))
         converted, more = close_over(run, w, part, (key, jnp.int32(0)))
-        apply = functools.partial(_apply, converted)
-        this = Slice(apply, options.num_microbatches, options.policy)
+        apply, policy = functools.partial(_apply, converted), options.policy
+        keep = None if policy is None else functools.partial(residuals.keep, apply, policy)
+        this = Slice(apply, options.num_microbatches, keep)
         groups.append(this)
         for a in more:  # once, though several layers may close over it
             if not any(a is other for other in shared):
@@ -186,15 +187,15 @@ def _vary(axes: frozenset, a: Any) -> jax.ShapeDtypeStruct:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(static, params, shared, x, key):
-    return _run_forward(static, params, shared, x, key, keep=False)[0]
+    return _run_forward(static, params, shared, x, key, False)[0]
 
 
 def _forward(static, params, shared, x, key):
     check_floats("params", params)
-    return _run_forward(static, params, shared, x, key, keep=True)
+    return _run_forward(static, params, shared, x, key, True)
 
 
-def _run_forward(static, params, shared, x, key, keep):
+def _run_forward(static, params, shared, x, key, is_kept):
     groups, activations, _ = static
     aux, kept, at = [], [], in_order()
     for (this, used), w in zip(groups, params, strict=True):
@@ -202,15 +203,15 @@ def _run_forward(static, params, shared, x, key, keep):
         before = x
         # Not loaded before the slices before it are done, or all would be on the device at once.
         w, x, at = lax.optimization_barrier((w, x, at))
-        x, some, residuals = slices.forward(this, put(w, Space.Device), more, x, key, keep)
-        kept.append(put(before if this.policy is None else residuals, activations))
+        x, some, found = slices.forward(this, put(w, Space.Device), more, x, key, is_kept)
+        kept.append(put(before if this.keep is None else found, activations))
         aux.append(some)
     return (x, aux), (params, shared, kept, key)
 
 
-def _backward(static, residuals, cotangents):
+def _backward(static, saved, cotangents):
     groups, _, like_x = static
-    params, shared, kept, key = residuals
+    params, shared, kept, key = saved
     dy, daux = cotangents
     dx, at = with_gradients(dy), in_order()
     dparams, dshared = [], [jnp.zeros_like(a) if is_float(a) else None for a in shared]

@@ -10,7 +10,6 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._parallel import as_varying, explicit_axes, sum_to_type_of
-from . import residuals
 from .loops import scan
 from .placement import Space, space_of, write
 from .trees import (
@@ -26,11 +25,15 @@ from .trees import (
 
 
 class Slice(NamedTuple):
-    """``apply(w, shared, x, key, microbatch) -> (x, aux)``, and how many microbatches there are."""
+    """``apply(w, shared, x, key, microbatch) -> (x, aux)``, and how many microbatches there are.
+
+    ``keep(w, shared, (key, microbatch), x) -> ((x, aux), Residuals)`` for slices that are not
+    computed again from their input.
+    """
 
     apply: Callable
     num_microbatches: int
-    policy: Callable | None = None  # of what is kept for the backward pass; None: the input
+    keep: Callable | None = None
 
 
 def forward(this: Slice, w: Tree, shared: Tree, x: Tree, key, keep: bool = False):
@@ -39,8 +42,8 @@ def forward(this: Slice, w: Tree, shared: Tree, x: Tree, key, keep: bool = False
     w = jax.tree.map(lambda a: as_varying(a, axes), w)
 
     def run(x, m):
-        if keep and this.policy is not None:
-            return residuals.keep(this.apply, this.policy, w, shared, (key, m), x)
+        if keep and this.keep is not None:
+            return this.keep(w, shared, (key, m), x)
         return this.apply(w, shared, x, key, m), ()
 
     if this.num_microbatches == 1:
@@ -50,7 +53,7 @@ def forward(this: Slice, w: Tree, shared: Tree, x: Tree, key, keep: bool = False
         at = split(x, this.num_microbatches), jnp.arange(this.num_microbatches)
         _, ((y, aux), kept) = _scan(lambda _, at: ((), run(*at)), (), at)
         y = join(y)
-    return y, aux, x if this.policy is None else kept
+    return y, aux, x if this.keep is None else kept
 
 
 def backward(this: Slice, w: Tree, shared: Tree, kept: Tree, key, dy: list, daux: list):
@@ -64,7 +67,7 @@ def backward(this: Slice, w: Tree, shared: Tree, kept: Tree, key, dy: list, daux
     wide = jax.tree.map(lambda a: as_varying(a, axes), w)
 
     def gradients(kept, m, dy, daux):
-        if this.policy is not None:
+        if this.keep is not None:
             return kept.pull(kept.arrays, wide, shared, (key, m), [*dy, *daux])
 
         def run(w, shared_floats, x_floats):
@@ -85,9 +88,10 @@ def backward(this: Slice, w: Tree, shared: Tree, kept: Tree, key, dy: list, daux
         sums = wide, floats_of(shared)
         start = jax.tree.map(lambda a: as_varying(jnp.zeros_like(a), axes), sums)
         start, dy = lax.optimization_barrier((start, dy))
-        if this.policy is None:
+        if this.keep is None:
             kept = split(kept, this.num_microbatches)
-        at = kept, jnp.arange(this.num_microbatches), split(dy, this.num_microbatches), daux
+        dy = split(dy, this.num_microbatches)
+        at = kept, jnp.arange(this.num_microbatches), dy, daux
         (dw, dshared), dx = _scan(one, start, at, reverse=True)
         dx = join(dx)
     return jax.tree.map(sum_to_type_of, dw, w), dshared, dx

@@ -18,6 +18,7 @@ from .compiled import guard_host_slices
 from .loops import scan
 from .options import OffloadOptions
 from .placement import Space, Where, check_space, moved, put, read, space_of, write
+from .residuals import keep_each
 from .slices import check_layer, check_microbatches, close_over, microbatch
 from .trees import (
     Tree,
@@ -62,7 +63,8 @@ def offload_scan(
 
     The device holds the parameters of `1 + prefetch` slices and the intermediates of one slice and
     one microbatch, whatever the depth. The backward pass streams the slices in reverse, computes
-    each again from its input, and sends its gradients to where the parameters are.
+    each again from its input, and sends its gradients to where the parameters are. With a `policy`
+    it streams what that keeps, too, and computes the rest again.
 
     Under jit over a mesh, parameters may be replicated or sharded on any axis but the first; a
     slice is gathered when it has arrived. Gradients are summed over devices before they leave
@@ -83,7 +85,8 @@ def offload_scan(
         num_microbatches: how many parts of x go through a slice before the next is loaded; a
             divisor of B. Rows [m B / M, (m + 1) B / M) are microbatch m.
         params_in: "host" or "device", where stacked_params are.
-        activations: where the input of every slice is kept for the backward pass.
+        activations: where the input of every slice, or what `policy` keeps, is kept for the
+            backward pass.
         grads: where the gradients are collected, to be moved to the parameters' memory at the end
             if it is another; by default there.
         prefetch: how many slices are loaded ahead of the one that is computed.
@@ -92,6 +95,10 @@ def offload_scan(
         compute_dtype: the floating-point dtype that real floating parameters are cast to on the
             device; their gradients have the dtype that they are stored in. None: no cast.
         has_aux: whether layers return a second result.
+        policy: what else is kept, as in ``jax.checkpoint``: one of ``jax.checkpoint_policies``,
+            such as dots_saveable, everything_saveable, save_only_these_names("name"). Of
+            parameters, and of what follows from them alone, no copies are kept. Where a policy
+            says to keep it (save_and_offload_only_these_names) does not count. None: nothing is.
         params: the old name of `params_in`.
 
     Returns:
@@ -103,7 +110,8 @@ def offload_scan(
         RuntimeError: when it is compiled for a GPU by a JAX that would compile it wrongly, without
             `offload_jit`.
 
-    Kept for the backward pass: the parameters where they are, and the input of every slice.
+    Kept for the backward pass: the parameters where they are, and of every slice its input or, for
+    every microbatch, what `policy` says. On the device are those of `1 + prefetch` slices.
 
     References:
         fairscale ``OffloadModel``; Pudipeddi et al., 2020 (arXiv:2002.05645).
@@ -145,22 +153,26 @@ class Stack(NamedTuple):
 
     @property
     def one_slice(self) -> slices.Slice:
-        """The layers of slice i; aux is [slice_size, ...] for each microbatch. Keys are (key, i)."""
+        """The layers of slice i: its key is (key, i), and aux [slice_size, ...] a microbatch."""
+        dtype, policy = self.options.compute_dtype, self.options.policy
+
+        def one(w, shared, x, at, m, j):
+            key, i = at
+            return self.layer(w, shared, x, fold(key, i * self.slice_size + j, m))
 
         def apply(w, shared, x, at, m):
-            key, i = at
-
-            def one(x, at):
-                w, j = at
-                return self.layer(w, shared, x, fold(key, i * self.slice_size + j, m))
-
-            w = cast(w, self.options.compute_dtype)
+            w = cast(w, dtype)
             if self.slice_size > 1:
-                return scan(one, x, (w, jnp.arange(self.slice_size)), differentiated=True)
-            x, aux = one(x, (jax.tree.map(lambda a: a[0], w), 0))
+                step = lambda x, pair: one(pair[0], shared, x, at, m, pair[1])  # noqa: E731
+                return scan(step, x, (w, jnp.arange(self.slice_size)), differentiated=True)
+            x, aux = one(jax.tree.map(lambda a: a[0], w), shared, x, at, m, 0)
             return x, jax.tree.map(lambda a: a[None], aux)
 
-        return slices.Slice(apply, self.options.num_microbatches, self.options.policy)
+        def layer(w, *args):
+            return one(cast(w, dtype), *args)
+
+        keep = None if policy is None else functools.partial(keep_each, layer, policy)
+        return slices.Slice(apply, self.options.num_microbatches, keep)
 
 
 def prepare(

@@ -22,6 +22,7 @@ NO_NUMBER_FROM_0 = [-1, 1.0, True, "2", None]
 NO_FLAG = [None, 1, "yes", jnp.ones(())]
 NO_DTYPE = [int, "int8", jnp.int32, jnp.complex64, "floot", 3, [float], jnp.ones(2)]
 NO_PLACE = ["gpu", None, 1, ["host"]]
+NO_POLICY = ["dots_saveable", 3, True, [], jax.checkpoint_policies.save_only_these_names]
 NO_OPTIMIZER = [None, 3, "adam", optax.adam, []]
 NO_NORM = [0, -1.0, float("nan"), "a", [1.0]]
 
@@ -34,6 +35,7 @@ OPTIONS = {
     "activations": NO_PLACE,
     "compute_dtype": NO_DTYPE,
     "has_aux": NO_FLAG,
+    "policy": NO_POLICY,
 }
 MORE = {
     "grads": [a for a in NO_PLACE if a is not None],

@@ -13,6 +13,7 @@ from tests.ops.offload.stacks import (
     BATCH,
     KEY,
     LAYERS,
+    POLICIES,
     WIDTH,
     assert_equal_bits,
     in_memory,
@@ -163,13 +164,19 @@ STEPS = {
     "fused": {},
     "fused_slices": {"num_slices": 2, "resident_slices": 1, "num_microbatches": 2},
     "fused_no_prefetch": {"prefetch": 0},
+    "fused_policy": {"policy": POLICIES["dots"]},
+    "fused_slices_policy": {
+        "num_slices": 2, "resident_slices": 1, "num_microbatches": 2,
+        "policy": POLICIES["everything"],
+    },
     "apart": {"fuse_update": False},
     "clipped": {"fuse_update": False, "clip_norm": 0.1, "num_microbatches": 2},
-}
+    "clipped_policy": {"fuse_update": False, "clip_norm": 0.1, "policy": POLICIES["everything"]},
+}  # fmt: skip
 
 
 # prefetch=0 and an update apart without clipping: the stack's tests and the others have these.
-ALIKE = {"fused_no_prefetch", "apart"}
+ALIKE = {"fused_no_prefetch", "apart", "fused_slices_policy", "clipped_policy"}
 
 
 @functools.cache
