@@ -11,7 +11,7 @@ from jax import lax
 
 from .._arguments import as_callable
 from .._parallel import as_varying, sum_to_type_of
-from . import slices
+from . import residuals, slices
 from .checks import as_arrays, as_key, as_sequence
 from .compiled import in_order
 from .options import OffloadOptions
@@ -42,6 +42,7 @@ def offload_sequential(
     activations: Where = "host",
     compute_dtype: Any = None,
     has_aux: bool = False,
+    policy: Callable | None = None,
 ) -> Any:
     """Applies unlike layers that stream through the device, a slice of them at a time.
 
@@ -63,7 +64,7 @@ def offload_sequential(
         num_slices: into how many slices of about the same bytes of parameters the layers are cut;
             None: every layer is one.
         params_in: "host" or "device", where the parameters are.
-        num_microbatches, activations, compute_dtype: as in `offload_scan`.
+        num_microbatches, activations, compute_dtype, policy: as in `offload_scan`.
         has_aux: whether layers return a second result.
 
     Returns:
@@ -73,14 +74,15 @@ def offload_sequential(
     Raises:
         ValueError, TypeError: when it is traced, for arguments that do not fit.
 
-    Kept for the backward pass: the parameters where they are, and the input of every slice.
+    Kept for the backward pass: the parameters where they are, and of every slice its input or what
+    `policy` says.
 
     References:
         fairscale ``OffloadModel``.
     """
     options = OffloadOptions(
         num_slices, num_microbatches, params_in, activations,
-        compute_dtype=compute_dtype, has_aux=has_aux,
+        compute_dtype=compute_dtype, has_aux=has_aux, policy=policy,
     )  # fmt: skip
     for i, layer in enumerate(as_sequence("layers", layers)):
         as_callable(f"layers[{i}]", layer)
@@ -133,14 +135,17 @@ def _groups(
         )
         w, part = jax.tree.map(functools.partial(_vary, axes), (w, part))
         converted, more = close_over(run, w, part, (key, jnp.int32(0)))
-        this = Slice(functools.partial(_apply, converted), options.num_microbatches)
+        apply, policy = functools.partial(_apply, converted), options.policy
+        keep = None if policy is None else functools.partial(residuals.keep, apply, policy)
+        this = Slice(apply, options.num_microbatches, keep)
         groups.append(this)
         for a in more:  # once, though several layers may close over it
             if not any(a is other for other in shared):
                 shared.append(a)
         used.append(tuple(next(j for j, b in enumerate(shared) if a is b) for a in more))
-        at, _ = jax.eval_shape(functools.partial(slices.forward, this), w, more, at, key)
-    return (tuple(zip(groups, used, strict=True)), options.activations_in), shared
+        at, *_ = jax.eval_shape(functools.partial(slices.forward, this), w, more, at, key)
+    like_x = functools.partial(as_cotangent, jax.eval_shape(lambda x: x, x))
+    return (tuple(zip(groups, used, strict=True)), options.activations_in, like_x), shared
 
 
 def split_by_bytes(params: Sequence[Tree], num_slices: int | None) -> list[int]:
@@ -183,30 +188,31 @@ def _vary(axes: frozenset, a: Any) -> jax.ShapeDtypeStruct:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(static, params, shared, x, key):
-    return _run_forward(static, params, shared, x, key)[0]
+    return _run_forward(static, params, shared, x, key, False)[0]
 
 
 def _forward(static, params, shared, x, key):
     check_floats("params", params)
-    return _run_forward(static, params, shared, x, key)
+    return _run_forward(static, params, shared, x, key, True)
 
 
-def _run_forward(static, params, shared, x, key):
-    groups, activations = static
+def _run_forward(static, params, shared, x, key, is_kept):
+    groups, activations, _ = static
     aux, kept, at = [], [], in_order()
     for (this, used), w in zip(groups, params, strict=True):
         more = [shared[j] for j in used]
-        kept.append(put(x, activations))
+        before = x
         # Not loaded before the slices before it are done, or all would be on the device at once.
         w, x, at = lax.optimization_barrier((w, x, at))
-        x, some = slices.forward(this, put(w, Space.Device), more, x, key)
+        x, some, found = slices.forward(this, put(w, Space.Device), more, x, key, is_kept)
+        kept.append(put(before if this.keep is None else found, activations))
         aux.append(some)
     return (x, aux), (params, shared, kept, key)
 
 
-def _backward(static, residuals, cotangents):
-    groups, _ = static
-    params, shared, kept, key = residuals
+def _backward(static, saved, cotangents):
+    groups, _, like_x = static
+    params, shared, kept, key = saved
     dy, daux = cotangents
     dx, at = with_gradients(dy), in_order()
     dparams, dshared = [], [jnp.zeros_like(a) if is_float(a) else None for a in shared]
@@ -223,7 +229,7 @@ def _backward(static, residuals, cotangents):
             if is_float(shared[j]):
                 dshared[j] += next(ds)
     dshared = as_cotangent(shared, [d for d in dshared if d is not None])
-    return dparams[::-1], dshared, as_cotangent(kept[0], dx), None
+    return dparams[::-1], dshared, like_x(dx), None
 
 
 _core.defvjp(_forward, _backward)

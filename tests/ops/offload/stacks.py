@@ -3,10 +3,18 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 LAYERS, WIDTH, BATCH = 4, 8, 8
 KEY = jax.random.key(7)
+POLICIES = {
+    "recomputed": None,
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+}
+policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
 
 def layer(w, x, key):

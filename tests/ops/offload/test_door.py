@@ -23,6 +23,7 @@ NO_FLAG = [None, 1, "yes", jnp.ones(())]
 NO_DTYPE = [int, "int8", jnp.int32, jnp.complex64, "floot", 3, [float], jnp.ones(2)]
 NO_PLACE = ["gpu", None, 1, ["host"]]
 NO_CHOICE = [None, 1, "a", {"z": True}, lambda path, leaf: 1]
+NO_POLICY = ["dots_saveable", 3, True, [], jax.checkpoint_policies.save_only_these_names]
 NO_OPTIMIZER = [None, 3, "adam", optax.adam, []]
 NO_NORM = [0, -1.0, float("nan"), "a", [1.0]]
 
@@ -35,6 +36,7 @@ OPTIONS = {
     "activations": NO_PLACE,
     "compute_dtype": NO_DTYPE,
     "has_aux": NO_FLAG,
+    "policy": NO_POLICY,
 }
 MORE = {
     "grads": [a for a in NO_PLACE if a is not None],
@@ -128,7 +130,7 @@ CALLS: dict[Any, tuple[dict, dict]] = {
             "key": NO_KEY,
         },
     ),
-    effjax.stream_update: ({}, {"tx": NO_OPTIMIZER, "stacked": NO_FLAG}),
+    effjax.stream_update: ({"tx": TX}, {"tx": NO_OPTIMIZER, "stacked": NO_FLAG}),
     init_update: ({}, {"params": NO_STACK}),
     update: (
         {"grads": W, "state": (), "params": W},

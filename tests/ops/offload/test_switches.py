@@ -22,6 +22,7 @@ from effjax.ops.offload import compiled
 from tests.ops.offload.stacks import (
     KEY,
     LAYERS,
+    POLICIES,
     WIDTH,
     assert_equal_bits,
     init,
@@ -79,6 +80,8 @@ def test_host_init(switch):
     [
         exhaustive({"num_microbatches": 2, "resident_slices": 1}, assert_equal_bits),
         ({"num_slices": 2}, close),
+        ({"num_slices": 2, "policy": POLICIES["dots"]}, assert_equal_bits),
+        exhaustive({"num_microbatches": 2, "policy": POLICIES["everything"]}, assert_equal_bits),
     ],
 )
 def test_gradients_of_a_stack(switch, options, same):
@@ -117,12 +120,14 @@ def test_keys_among_the_arrays(switch):
     with_and_without(switch, run)
 
 
-def test_gradients_of_a_sequence(switch, optimized):
+@pytest.mark.parametrize("policy", ["recomputed", "dots"])
+def test_gradients_of_a_sequence(switch, policy, optimized):
     w = [jax.tree.map(lambda a: to_host(a[0]), params())] * 2
 
     def run():
         def total(w):
-            return loss(offload_sequential([layer] * 2, w, inputs(), key=KEY, num_microbatches=2))
+            options = {"key": KEY, "num_microbatches": 2, "policy": POLICIES[policy]}
+            return loss(offload_sequential([layer] * 2, w, inputs(), **options))
 
         return jax.jit(jax.grad(total))(w)
 
@@ -154,8 +159,10 @@ def test_training_steps_with_a_state_in_microbatches(switch, params_in):
     assert kinds(state.layers) == {"pinned_host" if params_in == "host" else "device"}
 
 
-@pytest.mark.parametrize("fuse_update", [True, exhaustive(False)])
-def test_training_steps(switch, fuse_update):
+@pytest.mark.parametrize(
+    ("fuse_update", "policy"), [(True, "recomputed"), exhaustive(False, "everything")]
+)
+def test_training_steps(switch, fuse_update, policy):
     def run():
         start, step = offload_train_step(
             lambda others, batch, key: batch @ others,
@@ -164,6 +171,7 @@ def test_training_steps(switch, fuse_update):
             optax.adam(1e-2),
             fuse_update=fuse_update,
             clip_norm=None if fuse_update else 0.1,
+            policy=POLICIES[policy],
         )
         state, losses = start(to_host(params()), jnp.eye(WIDTH)), []
         step = offload_jit(step)

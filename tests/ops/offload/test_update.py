@@ -11,6 +11,7 @@ from effjax import host_init, offload_jit, offload_train_step, stream_update, to
 from tests.ops.offload.stacks import (
     KEY,
     LAYERS,
+    POLICIES,
     assert_equal_bits,
     init,
     kinds,
@@ -131,16 +132,22 @@ STEPS = {
     "fused": {},
     "fused_slices": {"num_slices": 2, "resident_slices": 1, "num_microbatches": 2},
     "fused_no_prefetch": {"prefetch": 0},
+    "fused_policy": {"policy": POLICIES["dots"]},
+    "fused_slices_policy": {
+        "num_slices": 2, "resident_slices": 1, "num_microbatches": 2,
+        "policy": POLICIES["everything"],
+    },
     "apart": {"fuse_update": False},
     "clipped": {"fuse_update": False, "clip_norm": 0.1, "num_microbatches": 2},
+    "clipped_policy": {"fuse_update": False, "clip_norm": 0.1, "policy": POLICIES["everything"]},
     "on_device": {"params_in": "device"},
     "on_device_slices": {"params_in": "device", "activations": "host", "num_slices": 2},
     "on_device_clipped": {"params_in": "device", "fuse_update": False, "clip_norm": 0.1},
-}
+}  # fmt: skip
 
 
 # prefetch=0 and an update apart without clipping: the stack's tests and the others have these.
-ALIKE = {"fused_no_prefetch", "apart", "on_device_clipped"}
+ALIKE = {"fused_no_prefetch", "apart", "on_device_clipped", "fused_slices_policy", "clipped_policy"}
 WHERE = {"host": "pinned_host", "device": "device"}
 
 
