@@ -133,9 +133,9 @@ def _groups(
             params[first:last],
             at,
         )
-        w, part = jax.tree.map(functools.partial(_vary, axes), (w, part))
-        converted, more = close_over(run, w, part, (key, jnp.int32(0)))
-        apply, policy = functools.partial(_apply, converted), options.policy
+        types = jax.tree.map(functools.partial(_vary, axes), (w, part, (key, jnp.int32(0))))
+        converted, more = close_over(run, *types)
+        apply, policy = functools.partial(_apply, converted, axes), options.policy
         keep = None if policy is None else functools.partial(residuals.keep, apply, policy)
         this = Slice(apply, options.num_microbatches, keep)
         groups.append(this)
@@ -177,8 +177,10 @@ def _layers(layers, first, last, options, w, x, key):
     return x, aux
 
 
-def _apply(converted: Callable, w, shared, x, key, m):
-    return converted(w, shared, x, (key, jnp.asarray(m, jnp.int32)))
+def _apply(converted: Callable, axes: frozenset, w, shared, x, key, m):
+    # A barrier may have made one of them vary, and not the other.
+    at = jax.tree.map(lambda a: as_varying(a, axes), (key, jnp.asarray(m, jnp.int32)))
+    return converted(w, shared, x, at)
 
 
 def _vary(axes: frozenset, a: Any) -> jax.ShapeDtypeStruct:

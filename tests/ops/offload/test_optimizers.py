@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from effjax.ops.offload.optimizer import apply
 from effjax.ops.offload.per_leaf import check_per_leaf
-from effjax.ops.offload.update import apply, update_slice
+from effjax.ops.offload.update_stack import update_slice
 from tests.tiers import exhaustive
 
 SHAPES = {"a": (3, 2), "b": (3,), "c": (4, 4)}
