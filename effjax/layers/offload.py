@@ -18,8 +18,9 @@ from ..ops.offload.trees import Tree, is_float
 
 
 def options_of(
-    num_slices: int | None, checkpoint_activation: bool, num_microbatches: int, compute_dtype: Any
-) -> OffloadOptions:
+    num_slices: int | None, checkpoint_activation: bool, num_microbatches: int, compute_dtype: Any,
+    policy: Any,
+) -> OffloadOptions:  # fmt: skip
     """What both modules take, see there, as options of the operators."""
     on_host = as_flag("checkpoint_activation", checkpoint_activation)
     return OffloadOptions(
@@ -28,6 +29,7 @@ def options_of(
         activations="host" if on_host else "device",
         compute_dtype=compute_dtype,
         has_aux=True,
+        policy=policy,
     )
 
 

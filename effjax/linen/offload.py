@@ -49,7 +49,8 @@ class OffloadModel(nn.Module):
       `stream_update`. Better for many like layers: what is compiled does not grow with them.
 
     The device holds the parameters of one slice (of two, in a stack) and the intermediates of one
-    slice and one microbatch. In the backward pass each slice is computed again from its input.
+    slice and one microbatch. In the backward pass each slice is computed again from its input, but
+    for what `policy` keeps.
 
     Args:
         layers: the modules and functions of a sequence, an `nn.Sequential`, or a stack's module.
@@ -58,10 +59,12 @@ class OffloadModel(nn.Module):
             memory; a slice should then be worth a copy, so make blocks of convolution, norm and
             activation.
         checkpoint_activation: whether the inputs of the slices, which are kept for the backward
-            pass, are kept on the host; else on the device. Slices are recomputed in either case.
+            pass, are kept on the host, with what `policy` keeps; else on the device.
         num_microbatches: how many parts of the batch go through a slice before the next is loaded.
         compute_dtype: the floating-point dtype that real floating parameters are cast to on the
             device. None: they are not.
+        policy: what else is kept, and not recomputed: one of ``jax.checkpoint_policies``, see
+            `effjax.offload_scan`; everything_saveable is fairscale's checkpoint_activation=False.
         num_layers: that of a stack.
 
     Dropout: layers draw what they draw in the unwrapped model; with several microbatches,
@@ -90,6 +93,7 @@ class OffloadModel(nn.Module):
     checkpoint_activation: bool = True
     num_microbatches: int = 1
     compute_dtype: Dtype | None = None
+    policy: Callable | None = None
     num_layers: int | None = None
 
     def __post_init__(self):
@@ -147,8 +151,9 @@ class OffloadModel(nn.Module):
 
 def _options(model: OffloadModel) -> OffloadOptions:
     return options_of(
-        model.num_slices, model.checkpoint_activation, model.num_microbatches, model.compute_dtype
-    )
+        model.num_slices, model.checkpoint_activation, model.num_microbatches, model.compute_dtype,
+        model.policy,
+    )  # fmt: skip
 
 
 def _sequence(model: OffloadModel) -> list[Callable]:

@@ -50,7 +50,8 @@ class OffloadModel(nnx.Module):
       layers: what is compiled does not grow with their number.
 
     The device holds the parameters of one slice (of two, in a stack) and the intermediates of one
-    slice and one microbatch. In the backward pass each slice is computed again from its input.
+    slice and one microbatch. In the backward pass each slice is computed again from its input, but
+    for what `policy` keeps.
 
     Args:
         layers: the modules and functions of a sequence, an `nnx.Sequential`, or a stack.
@@ -59,10 +60,12 @@ class OffloadModel(nnx.Module):
             memory; a slice should then be worth a copy, so make blocks of convolution, norm and
             activation.
         checkpoint_activation: whether the inputs of the slices, which are kept for the backward
-            pass, are kept on the host; else on the device. Slices are recomputed in either case.
+            pass, are kept on the host, with what `policy` keeps; else on the device.
         num_microbatches: how many parts of the batch go through a slice before the next is loaded.
         compute_dtype: the floating-point dtype that real floating parameters are cast to on the
             device. None: they are not.
+        policy: what else is kept, and not recomputed: one of ``jax.checkpoint_policies``, see
+            `effjax.offload_scan`; everything_saveable is fairscale's checkpoint_activation=False.
 
     Dropout: layers with streams of their own (`nnx.Dropout(rngs=…)`) draw from them, and their
     counts advance once a call; with several microbatches, microbatch m draws from ``fold_in(key,
@@ -96,6 +99,7 @@ class OffloadModel(nnx.Module):
         checkpoint_activation: bool = True,
         num_microbatches: int = 1,
         compute_dtype: Dtype | None = None,
+        policy: Callable | None = None,
     ):
         if isinstance(layers, nnx.Sequential):
             layers = layers.layers
@@ -103,7 +107,7 @@ class OffloadModel(nnx.Module):
         sequence = check_layers([layers] if self.stacked else layers)
         self.layers: Any = layers if self.stacked else nnx.List(sequence)
         self.options = options_of(
-            num_slices, checkpoint_activation, num_microbatches, compute_dtype
+            num_slices, checkpoint_activation, num_microbatches, compute_dtype, policy
         )
 
     def __call__(self, *args: Any, rngs: Any = None, **flags: Any) -> Any:

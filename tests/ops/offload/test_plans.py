@@ -22,7 +22,7 @@ from effjax import (
 )
 from effjax.memory import plan
 from effjax.ops.offload import compiled
-from tests.ops.offload.stacks import key_of, layer, loss
+from tests.ops.offload.stacks import POLICIES, key_of, layer, loss
 from tests.programs import needs_gpu_compiler
 
 pytestmark = needs_gpu_compiler
@@ -53,9 +53,9 @@ def close(a, b, tolerance=0.01):
 
 
 @functools.cache
-def gradients(num_layers):
+def gradients(num_layers, policy="recomputed"):
     def run(w, x):
-        return loss(offload_scan(layer, w, x, key=jax.random.key(0)))
+        return loss(offload_scan(layer, w, x, key=jax.random.key(0), policy=POLICIES[policy]))
 
     return plan(jax.grad(run, (0, 1)), stacked(num_layers), shape(BATCH, WIDTH))
 
@@ -71,6 +71,16 @@ def test_device_memory_does_not_grow_with_depth():
         close(found.host.outputs, number * LAYER_BYTES)
         close(found.host.temporaries, number * BOUNDARY_BYTES)
         assert "host_compute" not in found.hlo and '_xla_compute_type="host"' not in found.hlo
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("policy", "kept"), [("dots", 3), ("everything", 7.5)])
+def test_what_a_policy_keeps_is_on_the_host(policy, kept):
+    """As a multiple of a layer's input; its parameters would be 8 more."""
+    shallow, deep = (gradients(number, policy) for number in (8, 24))
+    close(shallow.device.temporaries, deep.device.temporaries)
+    for found, number in ((shallow, 8), (deep, 24)):
+        close(found.host.temporaries, kept * number * BOUNDARY_BYTES)
 
 
 @functools.cache
