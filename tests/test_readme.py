@@ -257,7 +257,7 @@ def deform_conv_rows():
 
 
 def offload_rows():
-    file = MEASURED / "planned/offload_1024_float32_h200.json"
+    file = MEASURED / "planned/offload_adam_1024_float32_h200.json"
     by_name = {}
     for row in json.loads(file.read_text())["rows"]:
         by_name.setdefault(row["name"], []).append(row)
@@ -291,7 +291,7 @@ def test_readme_has_measured_numbers():
     densenet = measured("planned/memory_densenet_100_h200.json")
     block = measured("cpu/dense_block_24_float32.json")
     conv = measured("cpu/deform_conv_8x56x56x64_1_forward_backward.json")
-    model = measured("planned/offload_1024_float32_h200.json")
+    model = measured("planned/offload_adam_1024_float32_h200.json")
     fused = model["all offloaded, fused update"]
     flax = [measured(f"cpu/batch_norm_{dtype}.json")["Flax BatchNorm"] for dtype in DTYPES]
     picture = measured("planned/memory_block_48_h200.json")
