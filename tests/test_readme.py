@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import effjax
 from effjax.cli.app import app
-from effjax.memory.host import VARIABLE
+from effjax.memory import HOST_MEMORY_VARIABLE
 from tests.programs import has_gpu_compiler
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -128,7 +128,7 @@ def test_readme_says_where_to_clone_it_from():
 
 
 def test_the_page_of_offload_names_the_limit_of_the_host():
-    assert VARIABLE in (ROOT / "docs" / "offload.md").read_text()
+    assert HOST_MEMORY_VARIABLE in (ROOT / "docs" / "offload.md").read_text()
 
 
 def anchors(page):

@@ -44,7 +44,8 @@ MODES = {
     "params": dict(offload="params"),
     "all": dict(offload="all"),
     "fused": dict(offload="all", fuse_update=True),
-    "fused in memory": dict(fuse_update=True),
+    "dots": dict(offload="all", policy="dots"),
+    "fused in memory": dict(fuse_update=True, policy="everything"),
     "fused, activations": dict(offload="activations", fuse_update=True),
 }
 
