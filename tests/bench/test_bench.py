@@ -98,6 +98,7 @@ def test_cross_entropy(tmp_path, capsys):
     assert "model, batch 2 x 32, bfloat16, compiled for l4" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_the_losses_of_the_benchmark_are_alike():
     model = TransformerLM(vocab_size=9, num_layers=1, width=8, num_heads=2, rngs=nnx.Rngs(0))
     step = {

@@ -105,7 +105,7 @@ def test_lm_with_ctrl_c_and_resume(run_lm, monkeypatch, tmp_path):
         (["--validation", "8"], "8 for validation are too few for context (=8); use another"),
         (["--validation", "357"], "validation (=357) leaves none of the 357 train bytes"),
         (["--data", "text:" + "x" * 300], "cannot be read (File name too long); check its path"),
-        (["--fuse-update"], "fuse_update is for parameters on the host; use offload params or all"),
+        (["--fuse-update", "--remat"], "remat is what offload and fuse_update do anyway"),
         (["--out", "."], ".: not empty and not a run"),
         (["--resume", "."], ".: not a run"),
         (["--resume", ".", "--context", "3"], "--context cannot be given with --resume"),

@@ -47,6 +47,7 @@ def test_cnn_with_batch_norm_as_unwrapped(flavour, num_slices, policy):
     flavour.check_trained(model, results)
 
 
+@pytest.mark.exhaustive
 def test_effjax_batch_norm_as_unwrapped(flavour):
     results = flavour.run(flavour.offloaded(flavour.effjax_norm), IMAGES)
     assert_same(results, flavour.run(flavour.plain(flavour.effjax_norm), IMAGES))

@@ -146,6 +146,7 @@ def test_convolution_and_its_gradient():
     assert maps <= p.device.temporaries <= 8 * maps
 
 
+@pytest.mark.exhaustive
 def test_checkpoint_saves_memory():
     # Four wide layers: recomputing each from its narrow input keeps no wide activation.
     # XLA's CPU backend removes the barriers that this needs and shows the same bytes for both.

@@ -180,6 +180,7 @@ def loops(hlo):
     return found
 
 
+@pytest.mark.exhaustive
 def test_the_next_slice_is_loaded_meanwhile():
     """From before the first matrix product until after the last, or until before the last."""
     forward, backward = loops(gradients(16).hlo)

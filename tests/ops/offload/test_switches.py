@@ -120,7 +120,7 @@ def test_keys_among_the_arrays(switch):
     with_and_without(switch, run)
 
 
-@pytest.mark.parametrize("policy", ["recomputed", "dots"])
+@pytest.mark.parametrize("policy", [exhaustive("recomputed"), "dots"])
 def test_gradients_of_a_sequence(switch, policy, optimized):
     w = [jax.tree.map(lambda a: to_host(a[0]), params())] * 2
 
@@ -134,7 +134,7 @@ def test_gradients_of_a_sequence(switch, policy, optimized):
     assert kinds(with_and_without(switch, run)) == {"pinned_host"}
 
 
-@pytest.mark.parametrize("params_in", ["host", "device"])
+@pytest.mark.parametrize("params_in", ["host", exhaustive("device")])
 def test_training_steps_with_a_state_in_microbatches(switch, params_in):
     def run():
         start, step = offload_train_step(
