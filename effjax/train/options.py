@@ -93,11 +93,12 @@ def check(options: Any) -> None:
     its bounds."""
     for name, kind, option, _ in declared(type(options)):
         value = getattr(options, name)
-        if get_origin(kind) is Literal:
-            if value not in get_args(kind):
-                raise TrainError(f"{name} (={value!r}) must be one of {', '.join(get_args(kind))}")
+        kinds = (kind,) if get_origin(kind) is Literal else get_args(kind) or (kind,)
+        choices = [c for one in kinds if get_origin(one) is Literal for c in get_args(one)]
+        if choices:
+            if value not in (choices if kind is kinds[0] else [*choices, None]):
+                raise TrainError(f"{name} (={value!r}) must be one of {', '.join(choices)}")
             continue
-        kinds = get_args(kind) or (kind,)
         if not _is_one_of(kinds, value):
             words = " or ".join(KINDS[one] for one in kinds)
             raise TrainError(f"{name} (={value!r}) must be {words}")

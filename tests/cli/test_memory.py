@@ -191,7 +191,9 @@ def test_memory_of_a_small_language_model(run_memory):
 def test_memory_of_a_language_model(run_memory):
     only = "--only", "in memory", "--only", "offload all, fused"
     argv = "lm", "--layers", "6", "--width", "64", "--context", "16", "--batch-size", "4"
-    code, out, err = run_memory(*argv, *only, "--num-microbatches", "2", "--json")
+    code, out, err = run_memory(
+        *argv, *only, "--num-microbatches", "2", "--policy", "dots", "--json"
+    )
     assert code == 0 and compiled(err, "in memory", "offload all, fused")
     plans = json.loads(out)
     parameters = 4 * 6 * (12 * 64**2 + 2 * 64)
