@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 
 from .._arguments import as_callable, as_flag, described
 from .host_pool import warn_beyond_pool
@@ -242,3 +243,20 @@ def _lower_guard(ctx, x, *, in_order: bool):
 
 _guard_p.def_impl(_run_guard)
 mlir.register_lowering(_guard_p, _lower_guard)
+
+
+def barrier(tree: Any) -> Any:
+    """``lax.optimization_barrier`` after which arrays vary over the mesh axes that they did before.
+
+    That of jax 0.10 makes all of them vary over the axes of any.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(_barrier_p.bind(*leaves))
+
+
+_barrier_p = Primitive("effjax_barrier")
+_barrier_p.multiple_results = True
+_barrier_p.def_impl(lambda *arrays: list(arrays))
+_barrier_p.def_abstract_eval(lambda *arrays: arrays)
+mlir.register_lowering(_barrier_p, mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays)))
+batching.primitive_batchers[_barrier_p] = lambda arrays, axes: (_barrier_p.bind(*arrays), axes)

@@ -80,14 +80,17 @@ def by_layer(
         return scan(body, guard_host_slices(), None, length=num_layers_of(stacked))[1]
 
     return made_on_host(
-        run, stacked, sharding, lambda shape: space == Space.Host and (scalars or len(shape) > 1)
+        run,
+        stacked,
+        sharding,
+        lambda _, shape: space == Space.Host and (scalars or len(shape) > 1),
     )
 
 
 def made_on_host(run: Callable, tree: Tree, sharding: Callable, is_on_host: Callable) -> Tree:
     """``run(tree)``, compiled so that its arrays are made where they are to be.
 
-    ``is_on_host(shape)`` is whether one is to be there; ``sharding`` is as of `by_layer`.
+    ``is_on_host(path, shape)`` is whether one is to be there; ``sharding`` is as of `by_layer`.
     """
     leaves = jax.tree.leaves(tree)
     if any(isinstance(a, Tracer) for a in leaves):
@@ -97,7 +100,7 @@ def made_on_host(run: Callable, tree: Tree, sharding: Callable, is_on_host: Call
 
     def place(path, a):
         found = sharding(path, a.shape) or one
-        return found.with_memory_kind("pinned_host" if is_on_host(a.shape) else "device")
+        return found.with_memory_kind("pinned_host" if is_on_host(path, a.shape) else "device")
 
     shardings = jax.tree_util.tree_map_with_path(place, jax.eval_shape(run, tree))
     return compile_offloaded(jax.jit(run, out_shardings=shardings), tree)(tree)

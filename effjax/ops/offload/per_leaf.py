@@ -40,6 +40,8 @@ def check_per_leaf(tx: Any, params: Any) -> set[int]:
             another one, or on another layer, with where they meet; or if what is drawn does not
             come from a key in the state, and so is the same in every layer.
     """
+    if params is None:  # one array that is frozen; None has another meaning for optax
+        return set()
     program = _trace(tx, params)
     names = [f"params{jax.tree_util.keystr(p)}" for p in program.params]
     if mixed := program.mixed():

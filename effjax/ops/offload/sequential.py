@@ -3,20 +3,20 @@
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from .._arguments import as_callable
-from .._parallel import as_varying, sum_to_type_of
+from .._parallel import as_varying
 from . import residuals, slices
 from .checks import as_arrays, as_key, as_sequence
-from .compiled import in_order
+from .compiled import barrier, in_order
 from .options import OffloadOptions
 from .placement import Space, Where, apart, check_space, moved, put, space_of
 from .slices import Slice, check_layer, check_microbatches, close_over, microbatch
+from .trainable import Parts, parts_of
 from .trees import (
     Tree,
     as_cotangent,
@@ -84,11 +84,16 @@ def offload_sequential(
         num_slices, num_microbatches, params_in, activations,
         compute_dtype=compute_dtype, has_aux=has_aux, policy=policy,
     )  # fmt: skip
-    for i, layer in enumerate(as_sequence("layers", layers)):
-        as_callable(f"layers[{i}]", layer)
     params = as_arrays("params", as_sequence("params", params))
     x, key = as_arrays("x", x), as_key("key", key)
-    return apply_sequence(layers, params, x, key, options)
+    return apply_sequence(check_layers("layers", layers), params, x, key, options)
+
+
+def check_layers(name: str, layers: Any) -> Sequence[Callable]:
+    """A list or a tuple of functions."""
+    for i, layer in enumerate(as_sequence(name, layers)):
+        as_callable(f"{name}[{i}]", layer)
+    return layers
 
 
 def apply_sequence(
@@ -99,53 +104,63 @@ def apply_sequence(
     options: OffloadOptions,
 ) -> Any:
     """`offload_sequential`, with its options as one."""
-    if len(layers) != len(params) or not layers:
+    params = apart([jax.tree.map(jnp.asarray, p) for p in params])
+    parts = parts_of("trainable", True, params)
+    sequential, by_slice, shared, x = prepare(layers, parts, x, key, options)
+    results: Any = _core(sequential, by_slice, shared, x, key)
+    return results if options.has_aux else results[0]
+
+
+class Sequential(NamedTuple):
+    """All that is no array. Slice j is layers bounds[j], ..., bounds[j + 1] - 1."""
+
+    slices: list[tuple[slices.Slice, tuple[int, ...]]]  # and what of `shared` each closes over
+    bounds: list[int]
+    activations: Space
+    like_x: Callable  # the cotangent of x from the gradients of its floats
+
+
+def prepare(
+    layers: Sequence[Callable], params: Parts, x: Tree, key: Any, options: OffloadOptions
+) -> tuple[Sequential, list[Parts], list, Tree]:
+    """(sequential, params, shared, x) for `run_forward`; params by slice."""
+    whole = params.whole
+    if len(layers) != len(whole) or not layers:
         raise ValueError(
-            f"`layers` (of {len(layers)}) and `params` (of {len(params)}) must be sequences of the "
+            f"`layers` (of {len(layers)}) and `params` (of {len(whole)}) must be sequences of the "
             "same length, of at least 1."
         )
-    params = apart([jax.tree.map(jnp.asarray, p) for p in params])
-    check_space("params_in", params, options.params_in)
-    bounds = split_by_bytes(params, options.num_slices)
+    check_space("params_in", whole, options.params_in)
+    bounds = split_by_bytes(whole, options.num_slices)
     x = moved(jax.tree.map(strong, x), Space.Device)
-    axes = varying_axes((params, x, key))
+    axes = varying_axes((whole, x, key))
     x = jax.tree.map(lambda a: as_varying(a, axes), x)
-    static, shared = _groups(layers, bounds, params, x, key, options)
-    shared = [as_varying(a, axes) for a in shared]
-    by_slice = [params[first:last] for first, last in itertools.pairwise(bounds)]
-    results: Any = _core(static, by_slice, shared, x, key)
-    x, aux = results
-    return (x, [a for some in aux for a in some]) if options.has_aux else x
-
-
-def _groups(
-    layers: Sequence[Callable], bounds: list[int], params: Sequence[Tree], x: Tree, key: Any,
-    options: OffloadOptions,
-) -> tuple[tuple, list]:  # fmt: skip
-    """(static, shared) for `_core`: slices with the indices of what they share, and that."""
-    axes = varying_axes((params, x, key))
-    groups, shared, used, at = [], [], [], x
-    for first, last in itertools.pairwise(bounds):
+    by_slice = [Parts(*p) for p in zip(*(cut(bounds, p) for p in params), strict=True)]
+    found, shared, at = [], [], x
+    for first, some, w in zip(bounds[:-1], cut(bounds, layers), by_slice, strict=True):
         check_microbatches(at, options.num_microbatches)
-        run = functools.partial(_layers, layers, first, last, options)
+        run = functools.partial(_layers, some, first, options)
         w, part = jax.eval_shape(
-            lambda w, x: (put(w, Space.Device), microbatch(x, options.num_microbatches)),
-            params[first:last],
-            at,
+            lambda w, x: (put(w, Space.Device), microbatch(x, options.num_microbatches)), w, at
         )
         types = jax.tree.map(functools.partial(_vary, axes), (w, part, (key, jnp.int32(0))))
         converted, more = close_over(run, *types)
         apply, policy = functools.partial(_apply, converted, axes), options.policy
         keep = None if policy is None else functools.partial(residuals.keep, apply, policy)
         this = Slice(apply, options.num_microbatches, keep)
-        groups.append(this)
         for a in more:  # once, though several layers may close over it
             if not any(a is other for other in shared):
                 shared.append(a)
-        used.append(tuple(next(j for j, b in enumerate(shared) if a is b) for a in more))
+        found.append((this, tuple(next(j for j, b in enumerate(shared) if a is b) for a in more)))
         at, *_ = jax.eval_shape(functools.partial(slices.forward, this), w, more, at, key)
     like_x = functools.partial(as_cotangent, jax.eval_shape(lambda x: x, x))
-    return (tuple(zip(groups, used, strict=True)), options.activations_in, like_x), shared
+    shared = [as_varying(a, axes) for a in shared]
+    return Sequential(found, bounds, options.activations_in, like_x), by_slice, shared, x
+
+
+def cut(bounds: list[int], layers: Sequence) -> list[list]:
+    """What belongs to the layers of each slice."""
+    return [list(layers[first:last]) for first, last in itertools.pairwise(bounds)]
 
 
 def split_by_bytes(params: Sequence[Tree], num_slices: int | None) -> list[int]:
@@ -167,18 +182,18 @@ def split_by_bytes(params: Sequence[Tree], num_slices: int | None) -> list[int]:
     return [*bounds, len(params)]
 
 
-def _layers(layers, first, last, options, w, x, key):
+def _layers(layers, first, options, w, x, key):
     key, m = key
     aux = []
-    for i in range(first, last):
-        layer = check_layer(layers[i], options.has_aux, keeps=False)
-        x, more = layer(cast(w[i - first], options.compute_dtype), x, fold(key, i, m))
+    for i, (layer, params) in enumerate(zip(layers, w.whole, strict=True), first):
+        layer = check_layer(layer, options.has_aux, keeps=False)
+        x, more = layer(cast(params, options.compute_dtype), x, fold(key, i, m))
         aux.append(more)
     return x, aux
 
 
 def _apply(converted: Callable, axes: frozenset, w, shared, x, key, m):
-    # A barrier may have made one of them vary, and not the other.
+    # They vary as they did when the layers were traced.
     at = jax.tree.map(lambda a: as_varying(a, axes), (key, jnp.asarray(m, jnp.int32)))
     return converted(w, shared, x, at)
 
@@ -189,49 +204,82 @@ def _vary(axes: frozenset, a: Any) -> jax.ShapeDtypeStruct:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _core(static, params, shared, x, key):
-    return _run_forward(static, params, shared, x, key, False)[0]
+def _core(sequential: Sequential, params, shared, x, key):
+    return run_forward(sequential, params, shared, x, key, keep=False)[:2]
 
 
-def _forward(static, params, shared, x, key):
-    check_floats("params", params)
-    return _run_forward(static, params, shared, x, key, True)
-
-
-def _run_forward(static, params, shared, x, key, is_kept):
-    groups, activations, _ = static
-    aux, kept, at = [], [], in_order()
-    for (this, used), w in zip(groups, params, strict=True):
-        more = [shared[j] for j in used]
-        before = x
-        # Not loaded before the slices before it are done, or all would be on the device at once.
-        w, x, at = lax.optimization_barrier((w, x, at))
-        x, some, found = slices.forward(this, put(w, Space.Device), more, x, key, is_kept)
-        kept.append(put(before if this.keep is None else found, activations))
-        aux.append(some)
+def _forward(sequential: Sequential, params, shared, x, key):
+    check_floats("params", [w for part in params for w in part.trained])
+    x, aux, kept = run_forward(sequential, params, shared, x, key, keep=True)
     return (x, aux), (params, shared, kept, key)
 
 
-def _backward(static, saved, cotangents):
-    groups, _, like_x = static
+def _backward(sequential: Sequential, saved, cotangents):
     params, shared, kept, key = saved
-    dy, daux = cotangents
-    dx, at = with_gradients(dy), in_order()
-    dparams, dshared = [], [jnp.zeros_like(a) if is_float(a) else None for a in shared]
-    # In order, and again: else what the forward pass has drawn from the key would be kept.
-    for (this, used), w, x, some in reversed(list(zip(groups, params, kept, daux, strict=True))):
-        more = [shared[j] for j in used]
-        host, x, dx, at, again = lax.optimization_barrier((w, x, dx, at, key))
-        here, x = put((host, x), Space.Device)
-        dw, ds, dx = slices.backward(this, here, more, x, again, dx, with_gradients(some))
-        dw = jax.tree.map(sum_to_type_of, dw, w)  # the barrier made w vary as x does
-        dparams.append(jax.tree.map(lambda d, p: put(d, space_of(p)), dw, w))
-        ds = iter(ds)
-        for j in used:
-            if is_float(shared[j]):
-                dshared[j] += next(ds)
-    dshared = as_cotangent(shared, [d for d in dshared if d is not None])
-    return dparams[::-1], dshared, like_x(dx), None
+    dy, daux = with_gradients(cotangents[0]), [with_gradients(a) for a in cotangents[1]]
+
+    def consume(carry, w, dw, more):
+        return carry, (dw, more)
+
+    none = [()] * len(params)
+    grads, _, dx, dshared = run_backward(
+        sequential, params, shared, key, kept, dy, daux, consume, (), none
+    )
+    dparams = [Parts(dw, w.frozen) for (dw, _), w in zip(grads, params, strict=True)]
+    return dparams, as_cotangent(shared, dshared), sequential.like_x(dx), None
 
 
 _core.defvjp(_forward, _backward)
+
+
+def run_forward(
+    sequential: Sequential, params: list[Parts], shared: list, x: Tree, key, keep: bool
+):
+    """(x, aux, kept), the latter by slice for `run_backward`."""
+    aux, kept, at = [], [], in_order()
+    for (this, used), w in zip(sequential.slices, params, strict=True):
+        before = x
+        # Not loaded before the slices before it are done, or all would be on the device at once.
+        w, x, at = barrier((w, x, at))
+        closed = [shared[j] for j in used]
+        x, some, found = slices.forward(this, put(w, Space.Device), closed, x, key, keep)
+        kept.append(put(before if this.keep is None else found, sequential.activations))
+        aux += some
+    return x, aux, kept
+
+
+def run_backward(
+    sequential: Sequential, params: list[Parts], shared: list, key, kept: list, dy: list,
+    daux: list[list], consume: Callable, carry: Any, more: list,
+) -> tuple[list, Any, list, list]:  # fmt: skip
+    """The slices in reverse: (results, carry, dx, dshared).
+
+    ``carry, result = consume(carry, w, dw, more[j])`` takes the gradient of slice j, like its
+    trained parameters w. The result, like (w, more[j]), goes to where these are.
+    """
+
+    def store(j, result):
+        home = params[j].trained, more[j]
+        return jax.tree.map(lambda a, b: put(b, space_of(a)), home, result)
+
+    results, result, at, dx = [], (), in_order(), dy
+    dshared = [jnp.zeros_like(a) if is_float(a) else None for a in shared]
+    for j in reversed(range(len(params))):
+        # In order, with the result before; the key again: else what the forward pass has drawn from
+        # it would be kept.
+        here = params[j], kept[j], more[j]
+        here, result, dx, at, again = barrier((here, result, dx, at, key))
+        if j + 1 < len(params):
+            results.append(store(j + 1, result))
+        w, x, s = put(here, Space.Device)
+        this, used = sequential.slices[j]
+        first, last = sequential.bounds[j : j + 2]
+        closed, some = [shared[k] for k in used], [d for a in daux[first:last] for d in a]
+        dw, ds, dx = slices.backward(this, w, closed, x, again, dx, some)
+        carry, result = consume(carry, w.trained, dw, s)
+        rest = iter(ds)
+        for k in used:
+            if is_float(shared[k]):
+                dshared[k] += next(rest)
+    results.append(store(0, result))
+    return results[::-1], carry, dx, [d for d in dshared if d is not None]

@@ -1,6 +1,7 @@
 """What a training step carries from one call to the next."""
 
 import functools
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -10,20 +11,18 @@ from .._arguments import described
 from .checks import as_arrays, check_alike
 from .host_init import state_sharding
 from .optimizer import check_like_init
-from .per_leaf import check_per_leaf
 from .placement import Where, check_space
 from .scaling import LossScale
 from .trainable import Parts, parts_of
-from .trees import Tree, check_floats, num_layers_of, one_layer
-from .update import stream_update
+from .trees import Tree, check_floats
 
 
 class OffloadState(NamedTuple):
     """What is trained, the optimizer's state of it, and what else changes."""
 
-    layers: Tree  # [L, ...], where params_in says
+    layers: Tree  # [L, ...] or a list, where params_in says
     others: Tree  # parameters before and after the layers, on the device
-    layers_state: Tree  # [L, ...], where the layers are; counts [L] on the device
+    layers_state: Tree  # like the layers, where they are; counts on the device
     others_state: Tree
     model_state: Tree = ()  # what embed and head change with has_state, on the device
     loss_scale: Any = ()  # a LossScale with loss_scale
@@ -33,6 +32,8 @@ class Carried(NamedTuple):
     """What the options say of the state."""
 
     tx: Any
+    update: ModuleType  # update_stack or update_list
+    num_layers: int | None  # of a list
     trainable: Any  # of the layers
     trainable_others: Any
     params_in: Where
@@ -49,6 +50,16 @@ class Carried(NamedTuple):
             )
         return parts, parts_of("trainable_others", self.trainable_others, others)
 
+    def number_of(self, name: str, layers: Tree) -> int:
+        """How many layers there are; raises ValueError or TypeError for what are none."""
+        found = self.update.number_of(name, layers)
+        if self.num_layers not in (None, found):
+            raise ValueError(
+                f"`{name}` must be the parameters of the {self.num_layers} layers that `layer` is "
+                f"a list of, not of {found}."
+            )
+        return found
+
 
 def initial_state(carried: Carried, layers: Tree, others: Tree, model_state: Tree) -> OffloadState:
     layers, others = as_arrays("layers", layers), as_arrays("others", others)
@@ -56,7 +67,7 @@ def initial_state(carried: Carried, layers: Tree, others: Tree, model_state: Tre
     check_space("params_in", layers, carried.params_in)
     check_space("others", others, "device")
     check_space("model_state", model_state, "device")
-    num_layers_of(layers, "layers")
+    carried.number_of("layers", layers)
     _check_model_state("model_state", carried, model_state)
     of_layers, of_others = carried.parts(layers, others)
     check_floats("layers", of_layers.trained)
@@ -72,7 +83,7 @@ def initial_state(carried: Carried, layers: Tree, others: Tree, model_state: Tre
     if carried.loss_scale is not None:
         loss_scale = LossScale(jnp.float32(carried.loss_scale), jnp.int32(0))
     return OffloadState(
-        layers, copied(others), stream_update(carried.tx).init(of_layers.trained), others_state,
+        layers, copied(others), carried.update.init(carried.tx, of_layers.trained), others_state,
         copied(model_state), loss_scale,
     )  # fmt: skip
 
@@ -84,12 +95,11 @@ def check_fits(carried: Carried, state: OffloadState) -> tuple[int, Parts, Parts
             f"`state` must be an OffloadState, as init makes it, not {described(state)}."
         )
     as_arrays("state", state)
-    num_layers, tx = num_layers_of(state.layers, "state.layers"), carried.tx
+    num_layers, tx = carried.number_of("state.layers", state.layers), carried.tx
     layers, others = carried.parts(state.layers, state.others)
     check_floats("state.layers", layers.trained)
     check_floats("state.others", others.trained)
-    check_per_leaf(tx, one_layer(layers.trained))
-    check_like_init("state.layers_state", tx, state.layers_state, layers.trained, num_layers)
+    carried.update.check_state("state.layers_state", tx, state.layers_state, layers.trained)
     check_like_init("state.others_state", tx, state.others_state, others.trained, None)
     _check_model_state("state.model_state", carried, state.model_state)
     wanted = () if carried.loss_scale is None else LossScale(jnp.zeros(()), jnp.zeros(()))

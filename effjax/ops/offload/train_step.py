@@ -1,26 +1,24 @@
-"""A training step of a stack of layers: gradients and updates in one program."""
+"""A training step of layers: gradients and updates in one program."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .._arguments import as_callable, as_flag, as_number
-from . import update_stack
 from .checks import as_key, check_optimizer
 from .ends import Ends, ends_of, run_embed, run_head
 from .optimizer import apply, check_clip_norm
 from .options import OffloadOptions
-from .placement import write
-from .scaling import Measured, adjusted, measure, measure_none, next_scale
+from .scaling import adjusted, measure, next_scale
+from .sequential import check_layers
 from .slices import check_microbatches
-from .stack import Stack, by_slice, empty_slices, prepare, run_backward, run_forward
+from .train_layers import LIST, STACK, Form
 from .train_state import Carried, OffloadState, check_fits, initial_state
 from .trainable import Parts
-from .trees import Tree, floats_of, join
+from .trees import Tree
 
 
 class TrainStep(NamedTuple):
@@ -32,7 +30,7 @@ class TrainStep(NamedTuple):
 
 def offload_train_step(
     embed: Callable,
-    layer: Callable,
+    layer: Callable | Sequence[Callable],
     head: Callable,
     tx: Any,
     *,
@@ -71,6 +69,8 @@ def offload_train_step(
         embed: ``embed(others, batch, key) -> x``. What it keeps for its backward pass stays on the
             device meanwhile: make it a ``jax.checkpoint`` if that is much.
         layer: ``layer(params, x, key) -> x``, or ``-> (x, aux)`` with has_aux; see `offload_scan`.
+            A list of such makes a step of unlike layers: the parameters are then a list of pytrees,
+            and all is as in `offload_sequential`.
         head: ``head(others, x, batch, key) -> loss``, a scalar, or ``-> (loss, aux)`` with
             head_has_aux.
         tx: an ``optax.GradientTransformation`` that treats every parameter on its own, or
@@ -94,15 +94,16 @@ def offload_train_step(
             read and never written, and tx sees None in their place.
         trainable_others: which of `others` are.
         **options: of `offload_scan`: num_slices, num_microbatches, params_in, activations (by
-            default where params_in is), prefetch (by default 0 where nothing is offloaded),
-            resident_slices, compute_dtype, policy.
+            default where params_in is), compute_dtype, policy; of a stack prefetch (by default 0
+            where nothing is offloaded) and resident_slices.
 
     Returns:
         ``init(layers, others, model_state=()) -> OffloadState``, for layers in the memory that
         params_in says, such as `host_init` makes them, and all else on the device; what is trained
         must be floating-point. And ``step(state, batch, key)``, which returns (state, loss), then
-        the layers' aux [L, num_microbatches, ...], then that of head [num_microbatches, ...]. `key`
-        may be None; embed and head get it folded with L and L + 1, then with the microbatch.
+        the layers' aux [L, num_microbatches, ...] or a list of such, then that of head
+        [num_microbatches, ...]. `key` may be None; embed and head get it folded with L and L + 1,
+        then with the microbatch.
 
     Raises:
         ValueError: fuse_update with clip_norm or loss_scale; a tx that `stream_update` refuses;
@@ -110,18 +111,33 @@ def offload_train_step(
         TypeError: for what is no function, array, key or state; for trained parameters that are
             integers; for results of embed and head that are not as the options say.
     """
-    for name, function in (("embed", embed), ("layer", layer), ("head", head)):
-        as_callable(name, function)
+    form = LIST if isinstance(layer, Sequence) else STACK
+    as_callable("embed", embed)
+    if form is LIST:
+        check_layers("layer", layer)
+    else:
+        as_callable("layer", layer)
+    as_callable("head", head)
     check_optimizer(tx)
     flags = {"head_has_aux": head_has_aux, "has_state": has_state, "fuse_update": fuse_update}
     for name, flag in flags.items():
         as_flag(name, flag)
     _check_update(fuse_update, clip_norm, loss_scale)
-    checked = _check_options(has_aux, options)
+    checked = _check_options(form, has_aux, options)
     made = Made(
         ends_of(embed, head, checked.num_microbatches, has_state, head_has_aux),
         layer,
-        Carried(tx, trainable, trainable_others, checked.params_in, has_state, loss_scale),
+        Carried(
+            tx,
+            form.update,
+            len(layer) if isinstance(layer, Sequence) else None,
+            trainable,
+            trainable_others,
+            checked.params_in,
+            has_state,
+            loss_scale,
+        ),
+        form,
         checked,
         fuse_update,
         clip_norm,
@@ -142,8 +158,9 @@ class Made(NamedTuple):
     """What a step is made of."""
 
     ends: Ends
-    layer: Callable
+    layer: Callable | Sequence[Callable]
     carried: Carried
+    form: Form
     options: OffloadOptions
     fuse_update: bool
     clip_norm: float | None
@@ -159,21 +176,17 @@ def _step(made: Made, state: OffloadState, batch: Any, key: Any) -> tuple:
     x, model_state, embed_back = run_embed(
         made.ends, others, state.model_state, batch, key, num_layers
     )
-    stack, layers, shared, x = prepare(made.layer, layers, x, key, made.options)
-    y, aux, kept = run_forward(stack, layers, shared, x, key, keep=True)
-    end = run_head(made.ends, others, model_state, y, batch, key, num_layers + 1, scale)
-    daux = [jnp.zeros_like(a) for a in floats_of(aux)]
-    backward = functools.partial(run_backward, stack, layers, shared, key, kept, end.dy, daux)
-
+    passed = made.form.forward(made.layer, layers, x, key, made.options)
+    end = run_head(made.ends, others, model_state, passed.y, batch, key, num_layers + 1, scale)
     if made.fuse_update:
-        trained, layers_state, dx = _update_meanwhile(tx, stack, state.layers_state, backward)
+        trained, layers_state, dx = passed.update_meanwhile(tx, state.layers_state, end.dy)
         grads = jax.tree.map(jnp.add, end.grads, embed_back(dx))
     else:
-        grads_of_layers, found, dx = _collect(stack, layers.trained, backward, scale)
+        grads_of_layers, found, dx = passed.collect(scale, end.dy)
         grads = jax.tree.map(jnp.add, end.grads, embed_back(dx))
         found = measure(found, grads, scale)
         tx = adjusted(tx, found, made.clip_norm, scale)
-        trained, layers_state = update_stack.update(
+        trained, layers_state = made.form.update.update(
             tx, grads_of_layers, state.layers_state, layers.trained, None
         )
     trained_others, others_state = apply(tx, others.trained, state.others_state, grads)
@@ -185,7 +198,7 @@ def _step(made: Made, state: OffloadState, batch: Any, key: Any) -> tuple:
         end.model_state,
         () if scale is None else next_scale(state.loss_scale, found.finite),
     )
-    return state, end.loss, aux, end.aux
+    return state, end.loss, passed.aux, end.aux
 
 
 def _check_update(fuse_update: bool, clip_norm: float | None, loss_scale: float | None) -> None:
@@ -204,38 +217,16 @@ def _check_update(fuse_update: bool, clip_norm: float | None, loss_scale: float 
             )
 
 
-def _check_options(has_aux: bool, options: dict[str, Any]) -> OffloadOptions:
-    known = {field.name for field in dataclasses.fields(OffloadOptions)} - {"grads", "has_aux"}
+def _check_options(form: Form, has_aux: bool, options: dict[str, Any]) -> OffloadOptions:
+    known = {field.name for field in dataclasses.fields(OffloadOptions)}
+    known -= {"grads", "has_aux"} | form.without
     if unknown := [name for name in options if name not in known]:
+        of = " for a list of layers" if unknown[0] in form.without else ""
         raise ValueError(
-            f"`{unknown[0]}` is no option of offload_train_step; those of offload_scan are "
+            f"`{unknown[0]}` is no option of offload_train_step{of}; those of offload_scan are "
             f"{', '.join(sorted(known))}."
         )
     options = {"activations": options.get("params_in", "host")} | options
     if options["activations"] == options.get("params_in") == "device":
         options = {"prefetch": 0} | options  # there is nothing to wait for
     return OffloadOptions(has_aux=has_aux, **options)
-
-
-def _update_meanwhile(tx: Any, stack: Stack, state: Tree, backward: Callable) -> tuple:
-    """(the layers' trained parameters, their optimizer's state, dx)"""
-
-    def consume(trained, state, i, w, dw):
-        return update_stack.update_slice(tx, trained, state, i, w, dw)
-
-    trained, state, dx, _ = backward(consume, by_slice(state, stack))
-    return trained, join(state), dx
-
-
-def _collect(
-    stack: Stack, trained: Tree, backward: Callable, scale: Any
-) -> tuple[Tree, Measured, list]:
-    """(gradients of the layers, what they are found to be, dx)"""
-
-    def consume(trained, carry, i, w, dw):
-        grads, found = carry
-        return trained, (write(grads, dw, i), measure(found, dw, scale))
-
-    carry = empty_slices(stack, trained, stack.options.grads_in), measure_none()
-    _, (grads, found), dx, _ = backward(consume, carry)
-    return join(grads), found, dx

@@ -38,7 +38,7 @@ def stream_update(tx: Any, *, stacked: bool = True) -> StreamUpdate:
 
     Returns:
         ``init(params) -> state``: arrays [L, ...] where the parameters are, counts [L] on the
-        device; of a list the states of the layers, arrays on the host, scalars on the device. And
+        device; of a list the states of the layers, but for scalars where they are. And
         ``update(grads, state, params, clip_norm=None) -> (params, state)``, which differs from
         optax in that it applies the updates. With clip_norm gradients are scaled as
         ``optax.clip_by_global_norm`` does; their norm takes a pass of its own over them, which
@@ -57,7 +57,7 @@ def stream_update(tx: Any, *, stacked: bool = True) -> StreamUpdate:
         check_clip_norm(clip_norm)
         params, grads = form.checked(params), as_arrays("grads", grads)
         check_alike("grads", grads, "`params`", params)
-        form.check_state(tx, state, params)
+        form.check_state("state", tx, state, params)
         scale = None if clip_norm is None else clip_scale(form.sum_of_squares(grads), clip_norm)
         return form.update(tx, grads, state, params, scale)
 

@@ -17,44 +17,53 @@ from .placement import Space, put, space_of
 from .trees import Tree, shapes_of
 
 
-def checked(params: Any) -> Tree:
+def checked(params: Any) -> Sequence[Tree]:
     """A sequence of pytrees of arrays."""
     return as_arrays("params", as_sequence("params", params))
 
 
-def init(tx: Any, params: Tree) -> list[Tree]:
+def number_of(name: str, params: Sequence[Tree]) -> int:
+    """How many layers these are; raises ValueError or TypeError for what is none."""
+    return len(as_sequence(name, params))
+
+
+def init(tx: Any, params: Sequence[Tree]) -> list[Tree]:
     """The state of tx of each layer."""
     keys = [check_per_leaf(tx, shapes_of(w)) for w in params]
+    spaces = [space_of(next(iter(jax.tree.leaves(w)), 0)) for w in params]
 
     def one(i: int, w: Tree) -> Tree:
         return with_own_keys(jax.tree.map(jnp.asarray, tx.init(w)), keys[i], jnp.uint32(i))
 
     def run(params):
-        return _in_turn(one, params, lambda _, state: jax.tree.map(_to_host, state))
+        return _in_turn(one, params, store)
 
-    return made_on_host(run, params, functools.partial(_sharding, params), lambda shape: shape)
+    def store(i, state):
+        return jax.tree.map(lambda a: put(a, spaces[i]) if a.ndim else a, state)
 
+    def is_on_host(path, shape):
+        return spaces[path[0].idx] == Space.Host and len(shape) > 0
 
-def _to_host(a: jax.Array) -> jax.Array:
-    return put(a, Space.Host) if a.ndim else a
+    return made_on_host(run, params, functools.partial(_sharding, params), is_on_host)
 
 
 def _sharding(params: Tree, path: tuple, shape: tuple[int, ...]) -> Any:
-    (layer, *rest) = path
-    return state_sharding(params[layer.idx], tuple(rest), shape)
+    layer, *rest = path
+    own = params[layer.idx]  # or none: then on all devices
+    return state_sharding(own if jax.tree.leaves(own) else params, tuple(rest), shape)
 
 
-def check_state(tx: Any, state: Any, params: Tree) -> None:
+def check_state(name: str, tx: Any, state: Any, params: Sequence[Tree]) -> None:
     """Raises ValueError unless tx works leaf by leaf, and these are its states of the layers."""
-    as_sequence("state", state)
+    as_sequence(name, state)
     if len(state) != len(params):
         raise ValueError(
-            f"`state` must be the states of {len(params)} layers, as init makes it, not of "
+            f"`{name}` must be the states of {len(params)} layers, as init makes it, not of "
             f"{len(state)}."
         )
     for i, (s, w) in enumerate(zip(state, params, strict=True)):
         check_per_leaf(tx, shapes_of(w))
-        check_like_init(f"state[{i}]", tx, s, shapes_of(w), None)
+        check_like_init(f"{name}[{i}]", tx, s, shapes_of(w), None)
 
 
 def update(tx: Any, grads: Tree, state: Tree, params: Tree, scale) -> tuple[Tree, Tree]:

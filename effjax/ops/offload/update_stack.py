@@ -24,6 +24,11 @@ def checked(params: Any) -> Tree:
     return params
 
 
+def number_of(name: str, params: Tree) -> int:
+    """How many layers these are; raises ValueError or TypeError for what is none."""
+    return num_layers_of(params, name)
+
+
 def init(tx: Any, params: Tree) -> Tree:
     """The state of tx of each layer, [L, ...]."""
     keys = check_per_leaf(tx, one_layer(params))
@@ -35,10 +40,10 @@ def init(tx: Any, params: Tree) -> Tree:
     return by_layer(make, params, functools.partial(state_sharding, params), space, scalars=False)
 
 
-def check_state(tx: Any, state: Tree, params: Tree) -> None:
+def check_state(name: str, tx: Any, state: Tree, params: Tree) -> None:
     """Raises ValueError unless tx works leaf by leaf, and this is its state of the layers."""
     check_per_leaf(tx, one_layer(params))
-    check_like_init("state", tx, state, params, num_layers_of(params))
+    check_like_init(name, tx, state, params, num_layers_of(params))
 
 
 def update(tx: Any, grads: Tree, state: Tree, params: Tree, scale) -> tuple[Tree, Tree]:
