@@ -236,16 +236,18 @@ def run_forward(
     sequential: Sequential, params: list[Parts], shared: list, x: Tree, key, keep: bool
 ):
     """(x, aux, kept), the latter by slice for `run_backward`."""
-    aux, kept, at = [], [], in_order()
+    aux, kept, last, at = [], [], [], in_order()
     for (this, used), w in zip(sequential.slices, params, strict=True):
         before = x
-        # Not loaded before the slices before it are done, or all would be on the device at once.
-        w, x, at = barrier((w, x, at))
+        # Not loaded before the slices before it are done, or all would be on the device at once;
+        # and what is kept has left it.
+        w, x, last, at = barrier((w, x, last, at))
+        kept += last
         closed = [shared[j] for j in used]
         x, some, found = slices.forward(this, put(w, Space.Device), closed, x, key, keep)
-        kept.append(put(before if this.keep is None else found, sequential.activations))
+        last = [put(before if this.keep is None else found, sequential.activations)] if keep else []
         aux += some
-    return x, aux, kept
+    return x, aux, kept + last
 
 
 def run_backward(
@@ -262,15 +264,15 @@ def run_backward(
         home = params[j].trained, more[j]
         return jax.tree.map(lambda a, b: put(b, space_of(a)), home, result)
 
-    results, result, at, dx = [], (), in_order(), dy
+    results, stored, result, at, dx = [], [], (), in_order(), dy
     dshared = [jnp.zeros_like(a) if is_float(a) else None for a in shared]
     for j in reversed(range(len(params))):
-        # In order, with the result before; the key again: else what the forward pass has drawn from
-        # it would be kept.
+        # In order, with the result of the slice before; that before it has left the device. The key
+        # again: else what the forward pass has drawn from it would be kept.
         here = params[j], kept[j], more[j]
-        here, result, dx, at, again = barrier((here, result, dx, at, key))
-        if j + 1 < len(params):
-            results.append(store(j + 1, result))
+        here, result, stored, dx, at, again = barrier((here, result, stored, dx, at, key))
+        results += stored
+        stored = [store(j + 1, result)] if j + 1 < len(params) else []
         w, x, s = put(here, Space.Device)
         this, used = sequential.slices[j]
         first, last = sequential.bounds[j : j + 2]
@@ -281,5 +283,5 @@ def run_backward(
         for k in used:
             if is_float(shared[k]):
                 dshared[k] += next(rest)
-    results.append(store(0, result))
+    results += [*stored, store(0, result)]
     return results[::-1], carry, dx, [d for d in dshared if d is not None]

@@ -123,7 +123,7 @@ def test_the_state_is_written_where_it_was(fuse_update):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("num_microbatches", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_unlike_layers(num_microbatches):
     def run(w, x):
         options = {"key": jax.random.key(0), "num_microbatches": num_microbatches}
@@ -133,8 +133,22 @@ def test_unlike_layers(num_microbatches):
     for number in (4, 12):
         one = {k: shape(*a.shape[1:], host=True) for k, a in stacked(1).items()}
         found.append(plan(jax.grad(run, (0, 1)), [one] * number, shape(BATCH, WIDTH)))
-    close(found[0].device.temporaries, found[1].device.temporaries, 0.1)
+    close(found[0].device.temporaries, found[1].device.temporaries)
     assert found[1].device.temporaries <= 5 * LAYER_BYTES + 16 * BOUNDARY_BYTES
+
+
+def test_gradients_of_unlike_layers_leave_the_device():
+    """Each before the slice after the next is loaded, however early XLA could load that."""
+
+    def run(w, x):
+        return jnp.sum(offload_sequential([lambda w, x, key: jnp.tanh(x @ w)] * len(w), w, x))
+
+    def planned(count):
+        return plan(jax.grad(run), [shape(WIDTH, WIDTH, host=True)] * count, shape(BATCH, WIDTH))
+
+    few, many = planned(3), planned(9)
+    close(few.peak_device_bytes, many.peak_device_bytes)
+    assert many.peak_device_bytes <= 4 * 4 * WIDTH * WIDTH + 6 * BOUNDARY_BYTES
 
 
 def test_an_array_in_several_places():
