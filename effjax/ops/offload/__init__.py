@@ -2,8 +2,8 @@
 
 What reads what, from above:
 
-    train_step          a whole step: train_state (what it carries), ends (before and after the
-                        layers), scaling (of losses and gradients)
+    train_step          a whole step: train_state (what it carries), train_layers (a stack or a
+                        list), ends (before and after them), scaling (of losses and gradients)
     update              optimizers alone: update_stack, update_list, optimizer (one layer of both),
                         per_leaf (which optimizers can be taken), dependencies (read from programs)
     stack, sequential   like and unlike layers

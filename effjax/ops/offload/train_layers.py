@@ -12,7 +12,7 @@ from . import sequential, stack, update_list, update_stack
 from .optimizer import apply
 from .options import OffloadOptions
 from .placement import write
-from .scaling import measure, measure_none
+from .scaling import measure, unmeasured
 from .trainable import Parts
 from .trees import Tree, floats_of, join
 
@@ -55,7 +55,7 @@ def _forward_stack(
             return trained, (write(grads, dw, i), measure(found, dw, scale))
 
         grads = stack.empty_slices(this, params.trained, options.grads_in)
-        _, (grads, found), dx = run(dy, consume, (grads, measure_none()))
+        _, (grads, found), dx = run(dy, consume, (grads, unmeasured()))
         return join(grads), found, dx
 
     return Passed(y, aux, update_meanwhile, collect)
@@ -91,7 +91,7 @@ def _forward_list(
         def consume(found, w, dw, none):
             return measure(found, dw, scale), (dw, none)
 
-        grads, _, found, dx = run(dy, consume, measure_none(), [()] * len(layers))
+        grads, _, found, dx = run(dy, consume, unmeasured(), [()] * len(layers))
         return like(params.trained, grads), found, dx
 
     return Passed(y, aux, update_meanwhile, collect)
