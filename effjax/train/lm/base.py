@@ -1,12 +1,11 @@
 """The run whose weights another one begins with."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from ...models.nnx.transformer import Params
 from ..checkpoint import Checkpoints
 from ..errors import TrainError
 from ..loop import Record
@@ -61,7 +60,7 @@ def find_base(config: LMConfig) -> Base | None:
         )
     with Checkpoints(run.checkpoints) as checkpoints:
         there = checkpoints.steps
-    records = [r for r in run.metrics if r.get("kind") == "step" and r["step"] in there]
+    records = [r for r in run.metrics if r.get("kind") == "step" and r.get("step") in there]
     if not records:
         raise TrainError(f"{run.path}: has no checkpoint of a step yet; train it first")
     return Base(run, base, max(records, key=score)["step"])
@@ -72,7 +71,7 @@ def with_weights(
 ) -> LMState | OffloadedState:
     """The state with the weights of another run in the place of its own, each array where it is."""
 
-    def put(param: jax.Array | Params, weights: np.ndarray | Params) -> jax.Array | Params:
+    def put(param: Any, weights: Any) -> Any:
         if isinstance(param, jax.Array):
             return jax.device_put(weights, param.sharding)
         return {name: put(p, weights[name]) if name in weights else p for name, p in param.items()}

@@ -85,7 +85,8 @@ def by_hand(path, bias):
     config = lm_task(1, bias=bias).config
     learner, params = lm_task(1, bias=bias).learner, weights(1, bias)
     adapters = adapters_of(lm_task(1, bias=bias, lora=RANK, init_from=path).initial_state().params)
-    tx = make_lm_optimizer(learner.learning_rate, config.weight_decay)
+    schedule: Any = learner.learning_rate
+    tx = make_lm_optimizer(schedule, config.weight_decay)
 
     @jax.jit
     @jax.value_and_grad
@@ -143,7 +144,8 @@ def test_all_weights_of_another_run(name, bases):
 
 def test_without_validation_the_last_step_is_the_best(tmp_path):
     path = base_run(tmp_path / "run", {}, {}, best=2)
-    assert lm_task(1, init_from=path).base.step == 2
+    base: Any = lm_task(1, init_from=path).base
+    assert base.step == 2
 
 
 @pytest.mark.exhaustive
