@@ -37,7 +37,7 @@ OWN = {
     "train": set(),
     "train.data": {"train"},
     "train.images": {"effjax", "train", "train.data", "memory", "models"},
-    "train.lm": {"effjax", "train", "train.data", "memory", "models"},
+    "train.lm": {"effjax", "train", "train.data", "memory", "models", "ops"},
     "cli": {
         "effjax",
         "train",

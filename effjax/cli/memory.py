@@ -45,6 +45,9 @@ class OfText:
     context: Annotated[int | None, Option("Bytes an example of lm.", MODEL, COUNT, unset="128")] = (
         None
     )
+    lora: Annotated[int | None, Option("Rank of adapters of lm.", MODEL, COUNT, unset="none")] = (
+        None
+    )
     num_microbatches: Annotated[
         int | None, Option("Of the offloaded forms of lm.", MODEL, COUNT, unset="1")
     ] = None

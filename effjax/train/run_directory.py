@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import TrainError
+from .errors import TrainError, unreadable
 from .options import fingerprint
 
 DEFAULT = Path("runs")
@@ -60,12 +60,8 @@ class RunDirectory:
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
         """An earlier run, to go on with it."""
-        run = cls(path)
+        run = cls.find(path)
         try:
-            if not run._file(cls.CONFIG).is_file():
-                raise TrainError(
-                    f"{path}: not a run (no {cls.CONFIG}); give the directory of a run"
-                )
             with tempfile.TemporaryFile(dir=path):
                 pass
         except OSError as error:
@@ -74,6 +70,17 @@ class RunDirectory:
                 "its permissions"
             ) from error
         return run
+
+    @classmethod
+    def find(cls, path: Path) -> "RunDirectory":
+        """An earlier run, to read it."""
+        run = cls(path)
+        try:
+            if run._file(cls.CONFIG).is_file():
+                return run
+        except OSError as error:
+            raise unreadable(path, error) from error
+        raise TrainError(f"{path}: not a run (no {cls.CONFIG}); give the directory of a run")
 
     @property
     def checkpoints(self) -> Path:

@@ -192,15 +192,17 @@ def test_memory_of_a_language_model(run_memory):
     only = "--only", "in memory", "--only", "offload all, fused"
     argv = "lm", "--layers", "6", "--width", "64", "--context", "16", "--batch-size", "4"
     code, out, err = run_memory(
-        *argv, *only, "--num-microbatches", "2", "--policy", "dots", "--json"
+        *argv, *only, "--num-microbatches", "2", "--policy", "dots", "--lora", "4", "--json"
     )
     assert code == 0 and compiled(err, "in memory", "offload all, fused")
     plans = json.loads(out)
     parameters = 4 * 6 * (12 * 64**2 + 2 * 64)
     assert plans["in memory"]["host"]["arguments"] == 0
-    assert plans["in memory"]["device"]["arguments"] >= 3 * parameters
+    adapters = 4 * 6 * 4 * (4 + 2 + 5 + 5) * 64
+    assert plans["in memory"]["device"]["arguments"] >= parameters + 3 * adapters
     offloaded = plans["offload all, fused"]
-    assert offloaded["host"]["arguments"] == offloaded["host"]["aliased"] == 3 * parameters
+    on_host = parameters + 3 * adapters
+    assert offloaded["host"]["arguments"] == offloaded["host"]["aliased"] == on_host
 
 
 @pytest.mark.parametrize(

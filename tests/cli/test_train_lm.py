@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -73,6 +74,18 @@ def test_lm_with_ctrl_c(run_lm, monkeypatch):
 
 
 @pytest.mark.exhaustive
+def test_lm_beside_the_weights_of_a_run(run_lm):
+    assert run_lm(*LM, "--out", "base")[0] == 0
+    begin = "--init-from", "base", "--lora", "2"
+    code, out, err = run_lm(*LM, *begin, "--offload", "all", "--fuse-update", "--out", "here")
+    assert (code, err) == (0, "")
+    assert "5144 parameters (256 of them trained), float32" in out
+    assert re.search("^begins with base at step [123]$", out, re.M)
+    code, out, err = run_lm("--resume", "here", "--steps", "4")
+    assert (code, err) == (0, "") and "step 4/4" in out
+
+
+@pytest.mark.exhaustive
 def test_lm_with_ctrl_c_and_resume(run_lm, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr("effjax.train.report.LineProgress.step", interrupt_at(3))
@@ -105,6 +118,10 @@ def test_lm_with_ctrl_c_and_resume(run_lm, monkeypatch, tmp_path):
         (["--validation", "8"], "8 for validation are too few for context (=8); use another"),
         (["--validation", "357"], "validation (=357) leaves none of the 357 train bytes"),
         (["--data", "text:" + "x" * 300], "cannot be read (File name too long); check its path"),
+        (["--lora", "9", "--init-from", "run"], "lora (=9) must be at most the width (=8)"),
+        (["--lora", "0", "--init-from", "run"], "lora (=0) must be at least 1"),
+        (["--lora", "4"], "lora (=4) trains beside the weights of a run; give it with init_from"),
+        (["--init-from", "run"], "run: not a run (no config.json); give the directory of a run"),
         (["--fuse-update", "--remat"], "remat is what offload and fuse_update do anyway"),
         (["--out", "."], ".: not empty and not a run"),
         (["--resume", "."], ".: not a run"),

@@ -85,6 +85,8 @@ class TransformerLM(nnx.Module):
         mlp_width: None is four times `width`.
         use_bias: linear layers with biases and LayerNorm; otherwise none, and RMSNorm.
         dropout_rate: of what each half of a block adds, in [0, 1).
+        lora_rank: of the low-rank matrices beside the kernels of the blocks, to be trained alone:
+            ``x @ kernel + x @ lora_a @ lora_b``, see ``nnx.LoRALinear``; None: there are none.
         dtype: of the computation; None is `param_dtype`.
         param_dtype: of the parameters.
         rngs: for the parameters (stream `params`). Its first key is that of the layers, which
@@ -99,7 +101,8 @@ class TransformerLM(nnx.Module):
 
     References:
         Vaswani et al. 2017 (arXiv:1706.03762); Xiong et al. 2020 (arXiv:2002.04745); Su et al. 2021
-        (arXiv:2104.09864); Zhang and Sennrich 2019 (arXiv:1910.07467).
+        (arXiv:2104.09864); Zhang and Sennrich 2019 (arXiv:1910.07467); Hu et al. 2021
+        (arXiv:2106.09685).
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class TransformerLM(nnx.Module):
         mlp_width: int | None = None,
         use_bias: bool = False,
         dropout_rate: float = 0.0,
+        lora_rank: int | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         rngs: nnx.Rngs,
@@ -124,7 +128,7 @@ class TransformerLM(nnx.Module):
         options: dict[str, Any] = dict(
             width=width, num_heads=num_heads, mlp_width=mlp_width, use_bias=use_bias,
             dropout_rate=dropout_rate, residual_scale=(2 * num_layers) ** -0.5,
-            dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(param_dtype),
+            lora_rank=lora_rank, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(param_dtype),
         )  # fmt: skip
         self.block_options = tuple(options.items())
         one = nnx.eval_shape(lambda: TransformerBlock(**options, rngs=nnx.Rngs(0)))
@@ -229,7 +233,7 @@ class TransformerBlock(nnx.Module):
     GELU, linear.
 
     Args:
-        width, num_heads, mlp_width, use_bias, dropout_rate, dtype, param_dtype: as of
+        width, num_heads, mlp_width, use_bias, dropout_rate, lora_rank, dtype, param_dtype: as of
             `TransformerLM`; `dtype` None is x's, promoted with `param_dtype`.
         residual_scale: factor of the initial kernels that end the two halves.
         rngs: for the parameters (stream `params`).
@@ -247,6 +251,7 @@ class TransformerBlock(nnx.Module):
         use_bias: bool = False,
         dropout_rate: float = 0.0,
         residual_scale: float = 1.0,
+        lora_rank: int | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         rngs: nnx.Rngs,
@@ -261,6 +266,8 @@ class TransformerBlock(nnx.Module):
             )
         as_number("dropout_rate", dropout_rate, lambda rate: 0 <= rate < 1, "in [0, 1)")
         as_number("residual_scale", residual_scale, math.isfinite, "finite")
+        if lora_rank is not None:
+            lora_rank = as_integer("lora_rank", lora_rank, 1)
         as_dtype("param_dtype", param_dtype)
         if dtype is not None:
             as_dtype("dtype", dtype)
@@ -270,7 +277,11 @@ class TransformerBlock(nnx.Module):
 
         def linear(before: int, after: int, scale: float = 1.0) -> nnx.Linear:
             init = nnx.initializers.variance_scaling(scale**2, "fan_in", "normal")
-            return nnx.Linear(before, after, use_bias=use_bias, kernel_init=init, **dtypes)
+            options: dict[str, Any] = dict(use_bias=use_bias, kernel_init=init, **dtypes)
+            if lora_rank is None:
+                return nnx.Linear(before, after, **options)
+            low: dict[str, Any] = dict(lora_dtype=dtype, lora_param_dtype=param_dtype)
+            return nnx.LoRALinear(before, after, lora_rank=lora_rank, **low, **options)
 
         self.norm1 = _norm(width, use_bias, dtypes)
         self.qkv = linear(width, 3 * width)

@@ -39,6 +39,19 @@ class LMConfig(RunOptions):
     ] = 0.1
     context: Annotated[int, Option("Bytes that a prediction can look at.", DATA, COUNT)] = 128
 
+    init_from: Annotated[
+        str | None,
+        Option("Run of this command whose best weights to begin with.", MODEL, unset="the seed"),
+    ] = None
+    lora: Annotated[
+        int | None,
+        Option(
+            "Rank of matrices beside the kernels of the layers; these alone are trained.",
+            MODEL,
+            COUNT,
+            unset="all is trained",
+        ),
+    ] = None
     layers: Annotated[int, Option("Blocks of attention and MLP.", MODEL, COUNT)] = 4
     width: Annotated[int, Option("Channels of each layer.", MODEL, COUNT)] = 128
     heads: Annotated[int, Option("Heads that share the width.", MODEL, COUNT)] = 4
@@ -70,7 +83,8 @@ class LMConfig(RunOptions):
         float, Option("Adam's rate after the warmup; cosine to a tenth.", OPTIMIZATION, RATE)
     ] = 3e-3
     weight_decay: Annotated[
-        float, Option("Of kernels; norms, biases, embedding are not decayed.", OPTIMIZATION, DECAY)
+        float,
+        Option("Of kernels and adapters; norms, biases, embedding: none.", OPTIMIZATION, DECAY),
     ] = 0.1
     dtype: Annotated[
         Literal["float32", "bfloat16"],
@@ -92,6 +106,8 @@ class LMConfig(RunOptions):
                 f"width (={self.width}) must be divisible by 2 · heads (={self.heads}); use "
                 f"{max(self.width // (2 * self.heads), 1) * 2 * self.heads}"
             )
+        if self.lora is not None and self.lora > self.width:
+            raise TrainError(f"lora (={self.lora}) must be at most the width (={self.width})")
         in_slices = self.offload != "none" or self.fuse_update
         for name, plain in (("num_microbatches", 1), ("policy", "recompute")):
             if (value := getattr(self, name)) != plain and not in_slices:

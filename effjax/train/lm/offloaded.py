@@ -15,6 +15,7 @@ from ...models import TransformerLM
 from ...models.nnx.transformer import ApplyLayers, Layer, Params
 from ..mesh import Array
 from .config import LMConfig
+from .lora import trainable
 from .steps import LMState, lm_parts
 
 
@@ -27,6 +28,10 @@ class OffloadedState(NamedTuple):
     @property
     def params(self) -> Params:
         return {**self.model.others, "blocks": self.model.layers}
+
+    def with_params(self, params: Params) -> "OffloadedState":
+        others = {name: value for name, value in params.items() if name != "blocks"}
+        return self._replace(model=self.model._replace(layers=params["blocks"], others=others))
 
 
 POLICIES: dict[str, Any] = {
@@ -53,7 +58,7 @@ def apply_offloaded(config: LMConfig, num_microbatches: int = 1) -> ApplyLayers:
     def apply(layer: Layer, params: Params, x: jax.Array, key: jax.Array | None) -> jax.Array:
         return offload_scan(
             layer, params, x, key=key, num_microbatches=num_microbatches,
-            policy=POLICIES[config.policy], **_places(config),
+            policy=POLICIES[config.policy], trainable=trainable(config), **_places(config),
         )  # fmt: skip
 
     return apply
@@ -101,7 +106,8 @@ def _train_step(
     return offload_train_step(
         parts.embed, parts.layer, parts.head, optimizer,
         fuse_update=config.fuse_update, num_microbatches=config.num_microbatches,
-        policy=POLICIES[config.policy], **_places(config),
+        policy=POLICIES[config.policy], trainable=trainable(config),
+        trainable_others=trainable(config), **_places(config),
     )  # fmt: skip
 
 

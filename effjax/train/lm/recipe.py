@@ -14,7 +14,9 @@ from jax.sharding import Mesh
 
 from ...models import TransformerLM, scan_layers
 from ...models.nnx.transformer import ApplyLayers
+from ...ops.offload.trainable import parts_of
 from .config import LMConfig
+from .lora import ADAPTERS, trainable
 from .offloaded import (
     OffloadedState,
     apply_offloaded,
@@ -45,7 +47,12 @@ class LMLearner:
 
     @property
     def num_params(self) -> int:
-        return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self.model, nnx.Param)))
+        return _size(nnx.state(self.model, nnx.Param))
+
+    @property
+    def num_trained(self) -> int:
+        params = nnx.to_pure_dict(nnx.state(self.model, nnx.Param))
+        return _size(parts_of("trainable", trainable(self.config), params).trained)
 
 
 def make_learner(config: LMConfig) -> LMLearner:
@@ -66,8 +73,8 @@ def build(config: LMConfig) -> TransformerLM:
     """The model of bytes, with the parameters that the seed draws."""
     return TransformerLM(
         vocab_size=256, num_layers=config.layers, width=config.width, num_heads=config.heads,
-        use_bias=config.bias, dropout_rate=config.dropout, dtype=jnp.dtype(config.dtype),
-        rngs=nnx.Rngs(config.seed),
+        use_bias=config.bias, dropout_rate=config.dropout, lora_rank=config.lora,
+        dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(config.seed),
     )  # fmt: skip
 
 
@@ -84,7 +91,8 @@ def initial_state(learner: LMLearner, mesh: Mesh) -> LMState | OffloadedState:
     @jax.jit
     def init() -> LMState:
         made = params()
-        return LMState(jnp.int32(0), made, optimizer.init(made))
+        trained = parts_of("trainable", trainable(config), made).trained
+        return LMState(jnp.int32(0), made, optimizer.init(trained))
 
     return init()
 
@@ -93,7 +101,8 @@ def train_step(learner: LMLearner) -> Callable:
     """`(state, tokens, key) -> (state, loss)`, to be compiled."""
     if in_slices(learner.config):
         return offloaded_step(learner.config, learner.model, learner.optimizer)
-    return lm_step(learner.graphdef, learner.optimizer, learner.apply_layers)
+    how = learner.apply_layers, trainable(learner.config)
+    return lm_step(learner.graphdef, learner.optimizer, *how)
 
 
 def make_lm_schedule(learning_rate: float, steps: int) -> optax.Schedule:
@@ -108,12 +117,18 @@ def make_lm_schedule(learning_rate: float, steps: int) -> optax.Schedule:
 def make_lm_optimizer(
     schedule: optax.Schedule, weight_decay: float
 ) -> optax.GradientTransformation:
-    """AdamW; weight decay pulls on kernels only, not on norms, biases and the embedding.
+    """AdamW; weight decay pulls on kernels and adapters only, not on norms, biases and the
+    embedding.
 
     It works leaf by leaf.
     """
+    decayed = "kernel", *ADAPTERS
 
-    def is_kernel(params: Any) -> Any:
-        return jax.tree.map_with_path(lambda path, _: path[-1].key == "kernel", params)
+    def is_decayed(params: Any) -> Any:
+        return jax.tree.map_with_path(lambda path, _: path[-1].key in decayed, params)
 
-    return optax.adamw(schedule, b2=B2, weight_decay=weight_decay, mask=is_kernel)
+    return optax.adamw(schedule, b2=B2, weight_decay=weight_decay, mask=is_decayed)
+
+
+def _size(params: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -19,13 +19,16 @@ def announce(console: Console, task: LMTask, run: RunDirectory) -> None:
     config, text = task.config, task.text
     sizes = report.parts(len(text.train), len(text.validation), len(text.test))
     line(console, f"{text.name}: {sizes} bytes")
+    trained = "" if config.lora is None else f" ({task.learner.num_trained} of them trained)"
     line(
         console,
         f"{counted(config.layers, 'layer')} of width {config.width}, {task.learner.num_params} "
-        f"parameters, {config.dtype}, batch {config.batch_size} × {config.context}, "
+        f"parameters{trained}, {config.dtype}, batch {config.batch_size} × {config.context}, "
         f"{counted(config.steps, 'step')}, {counted(len(task.devices), 'device')}: "
         f"{task.devices[0].device_kind}",
     )
+    if task.base is not None:
+        line(console, f"begins with {task.base.run.path} at step {task.base.step}")
     line(console, f"run directory: {run.path}")
 
 

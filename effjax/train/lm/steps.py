@@ -17,13 +17,17 @@ from jax.sharding import PartitionSpec as P
 from ... import offload_jit
 from ...models import TransformerLM, scan_layers
 from ...models.nnx.transformer import ApplyLayers, Layer, Params
+from ...ops.offload.trainable import Parts, parts_of
 from ..mesh import AXIS, Array
 
 
 class LMState(NamedTuple):
     step: Array  # int32 []
     params: Params
-    opt_state: optax.OptState
+    opt_state: optax.OptState  # of what is trained
+
+    def with_params(self, params: Params) -> "LMState":
+        return self._replace(params=params)
 
 
 def lm_loss(
@@ -105,17 +109,21 @@ def lm_step(
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
     apply_layers: ApplyLayers = scan_layers,
+    trainable: Any = True,
 ) -> Callable:
-    """`make_lm_step` before it is compiled."""
+    """`make_lm_step` before it is compiled; `trainable` is as of `offload_train_step`."""
 
     def step(state: LMState, tokens: Array, key: jax.Array) -> tuple[LMState, jax.Array]:
         key = jax.random.fold_in(key, state.step)
-        loss, grads = jax.value_and_grad(lm_loss, argnums=1)(
-            graphdef, state.params, tokens, key, apply_layers
-        )
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params: Any = optax.apply_updates(state.params, updates)
-        return LMState(state.step + 1, params, opt_state), loss
+        trained, frozen = parts_of("trainable", trainable, state.params)
+
+        def loss_of(trained: Params) -> jax.Array:
+            return lm_loss(graphdef, Parts(trained, frozen).whole, tokens, key, apply_layers)
+
+        loss, grads = jax.value_and_grad(loss_of)(trained)
+        updates, opt_state = optimizer.update(grads, state.opt_state, trained)
+        trained = optax.apply_updates(trained, updates)
+        return LMState(state.step + 1, Parts(trained, frozen).whole, opt_state), loss
 
     return step
 

@@ -22,6 +22,7 @@ from ..data.text import (
 from ..errors import TrainError
 from ..loop import Measured, Part, Record, TrainStep
 from ..mesh import Devices, check_batch_size, data_mesh, local_devices
+from .base import Base, find_base, score, with_weights
 from .config import LMConfig
 from .offloaded import OffloadedState, shardings_of
 from .recipe import LMLearner, initial_state, make_learner, train_step
@@ -62,8 +63,9 @@ def prepare(config: LMConfig, devices: Devices | None = None, text: Text | None 
 
     Raises:
         DataError: the text cannot be read, or is too short.
-        TrainError: the batch does not fit the devices.
+        TrainError: the batch does not fit the devices, or the run to begin with not the model.
     """
+    base = find_base(config)
     text = hold_out(load_text(config.data) if text is None else text, config.validation)
     check_length(text, config.context)
     devices = local_devices() if devices is None else devices
@@ -73,7 +75,7 @@ def prepare(config: LMConfig, devices: Devices | None = None, text: Text | None 
             f"num_microbatches (={config.num_microbatches}) is for one device, but there are "
             f"{len(devices)}"
         )
-    return LMTask(config, text, make_learner(config), devices)
+    return LMTask(config, text, make_learner(config), devices, base)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,6 +86,7 @@ class LMTask:
     text: Text
     learner: LMLearner
     devices: Devices
+    base: Base | None = None
 
     @property
     def kind(self) -> str:
@@ -116,7 +119,8 @@ class LMTask:
         )
 
     def initial_state(self) -> LMState | OffloadedState:
-        return initial_state(self.learner, data_mesh(self.devices))
+        state = initial_state(self.learner, data_mesh(self.devices))
+        return state if self.base is None else with_weights(state, self.base, self.devices)
 
     def place(self, state: LMState | OffloadedState) -> LMState | OffloadedState:
         return jax.device_put(state, shardings_of(self.config, state, data_mesh(self.devices)))
@@ -148,7 +152,7 @@ class LMTask:
         }  # fmt: skip
 
     def score(self, record: Record) -> Any:
-        return -record.get("validation_loss", 0), record["step"]
+        return score(record)
 
     def draw(self, axes: Any, records: Sequence[Record]) -> None:
         """The loss on the train and on the validation part, by step."""

@@ -250,6 +250,28 @@ def test_losses_are_those_of_the_logits(use_bias, dtype):
     assert "[2,6,4]" in jaxpr and "[2,6,11]" not in jaxpr
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, exhaustive(jnp.bfloat16)])
+def test_low_rank_matrices(dtype):
+    """They are beside all kernels of the layers, and add their product to each."""
+    params = made(lora_rank=2, use_bias=True, dtype=dtype)[1]
+    blocks, merged = {}, {}
+    for name, half in params["blocks"].items():
+        low = half.pop("lora", None)
+        if low is None:
+            blocks[name] = merged[name] = half
+            continue
+        assert name in ("qkv", "out", "up", "down") and not np.any(low["lora_b"])
+        a, b = low["lora_a"], 0.1 * jax.random.normal(KEY, low["lora_b"].shape)
+        assert a.shape[2] == b.shape[1] == 2 and np.all(a.std((1, 2)) > 0.1)
+        blocks[name] = half | {"lora": {"lora_a": a, "lora_b": b}}
+        merged[name] = half | {"kernel": half["kernel"] + a @ b}
+    assert sum("lora" in half for half in blocks.values()) == 4
+    got = nnx.merge(made(lora_rank=2, use_bias=True, dtype=dtype)[0], params | {"blocks": blocks})
+    want = nnx.merge(made(use_bias=True, dtype=dtype)[0], params | {"blocks": merged})
+    logits = jax.jit(lambda model: model(TOKENS))
+    assert_close(logits(got), logits(want), 1e-5 if dtype == jnp.float32 else 0.02)
+
+
 def test_a_block_keeps_the_dtype_of_x():
     x = jnp.ones((1, 3, 8), jnp.bfloat16)
     for dtype, after in ((jnp.bfloat16, jnp.bfloat16), (None, jnp.float32)):
@@ -298,7 +320,7 @@ def block(**options):
 BLOCK = {
     "width": [None, *NO_SIZE], "num_heads": [None, *NO_SIZE], "mlp_width": NO_SIZE,
     "use_bias": [None, 1, "yes"], "dropout_rate": [None, *NO_RATE], "dtype": NO_DTYPE,
-    "param_dtype": [None, *NO_DTYPE], "rngs": [None, 0, KEY],
+    "lora_rank": NO_SIZE, "param_dtype": [None, *NO_DTYPE], "rngs": [None, 0, KEY],
 }  # fmt: skip
 CALLS: dict[Any, tuple[dict, dict]] = {
     TransformerLM: (

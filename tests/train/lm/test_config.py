@@ -27,6 +27,7 @@ def test_options_that_do_not_fit(message, options):
     [
         {"context": 0}, {"layers": 0}, {"heads": 0}, {"steps": 0}, {"batch_size": 0},
         {"report_every": 0}, {"width": 12}, {"dropout": 1.0}, {"learning_rate": 0.0},
+        {"lora": 0}, {"lora": -1}, {"lora": 129}, {"lora": 2.5}, {"init_from": 3},
         {"learning_rate": float("nan")}, {"weight_decay": -1.0}, {"dtype": "float16"}, {"seed": -1},
     ],
 )  # fmt: skip

@@ -1,0 +1,84 @@
+"""The run whose weights another one begins with."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ..checkpoint import Checkpoints
+from ..errors import TrainError
+from ..loop import Record
+from ..mesh import Devices, data_mesh
+from ..run_directory import RunDirectory
+from .config import LMConfig
+from .offloaded import OffloadedState
+from .recipe import initial_state, make_learner
+from .steps import LMState
+
+SHAPES = "layers", "width", "heads", "bias"  # options of which the weights are
+
+
+class Base(NamedTuple):
+    """A run, and the step whose weights are taken."""
+
+    run: RunDirectory
+    config: LMConfig
+    step: int
+
+
+def score(record: Record) -> tuple[float, int]:
+    """Higher is better: by the validation text, and without one later is better."""
+    return -record.get("validation_loss", 0), record["step"]
+
+
+def find_base(config: LMConfig) -> Base | None:
+    """The best step of the run `init_from`, if there is one.
+
+    Raises:
+        TrainError: that is no run, one of another model, or one without a checkpoint; adapters
+            without such a run.
+    """
+    if config.init_from is None:
+        if config.lora is not None:
+            raise TrainError(
+                f"lora (={config.lora}) trains beside the weights of a run; give it with init_from"
+            )
+        return None
+    run = RunDirectory.find(Path(config.init_from))
+    base = LMConfig.from_json(run.config.get("options"))
+    if base.lora is not None:
+        raise TrainError(
+            f"{run.path}: has adapters of its own; give the run that it began with, "
+            f"{base.init_from}"
+        )
+    if any(getattr(base, name) != getattr(config, name) for name in SHAPES):
+        bias = "--bias" if base.bias else "--no-bias"
+        raise TrainError(
+            f"{run.path}: is of another model; give --layers {base.layers} --width {base.width} "
+            f"--heads {base.heads} {bias}"
+        )
+    with Checkpoints(run.checkpoints) as checkpoints:
+        there = checkpoints.steps
+    records = [r for r in run.metrics if r.get("kind") == "step" and r.get("step") in there]
+    if not records:
+        raise TrainError(f"{run.path}: has no checkpoint of a step yet; train it first")
+    return Base(run, base, max(records, key=score)["step"])
+
+
+def with_weights(
+    state: LMState | OffloadedState, base: Base, devices: Devices
+) -> LMState | OffloadedState:
+    """The state with the weights of another run in the place of its own, each array where it is."""
+
+    def put(param: Any, weights: Any) -> Any:
+        if isinstance(param, jax.Array):
+            return jax.device_put(weights, param.sharding)
+        return {name: put(p, weights[name]) if name in weights else p for name, p in param.items()}
+
+    learner, mesh = make_learner(base.config), data_mesh(devices)
+    shapes = jax.eval_shape(lambda: initial_state(learner, mesh))
+    like = jax.tree.map(lambda a: np.empty(a.shape, a.dtype), shapes)
+    with Checkpoints(base.run.checkpoints) as checkpoints:
+        weights = checkpoints.restore(like, base.step).params
+    return state.with_params(put(state.params, weights))

@@ -1,0 +1,210 @@
+"""Low-rank matrices trained beside the weights of another run."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from effjax.memory import plan
+from effjax.train.checkpoint import Checkpoints
+from effjax.train.errors import TrainError
+from effjax.train.lm.config import LMConfig
+from effjax.train.lm.forms import lm_training_step
+from effjax.train.lm.recipe import make_lm_optimizer
+from effjax.train.lm.steps import lm_loss
+from effjax.train.loop import Progress, fit
+from effjax.train.run_directory import RunDirectory
+from tests.programs import needs_gpu_compiler
+from tests.tiers import plainly
+from tests.train.lm.test_offloaded import Interrupt, lines, new_run
+from tests.train.small import TEXT, CompiledOnce, lm_task
+
+pytest.importorskip("matplotlib")
+
+RANK, KEY = 2, jax.random.key(0)
+BATCHES = TEXT.train[np.arange(8).reshape(2, 4, 1) * 5 + np.arange(13)].astype(np.int32)
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": dict(),
+    "remat": dict(remat=True),
+    "activations": dict(offload="activations"),
+    "params": dict(offload="params"),
+    "all": dict(offload="all", policy="dots"),
+    "fused": dict(offload="all", fuse_update=True),
+    "fused in memory": dict(fuse_update=True),
+    "fused, activations": dict(offload="activations", fuse_update=True),
+    "bias": dict(offload="all", fuse_update=True, bias=True),
+}
+
+
+@functools.cache
+def first_state(bias):
+    return jax.device_get(lm_task(1, bias=bias).initial_state())
+
+
+def weights(step, bias=False):
+    """Those of the runs to begin with, after a step."""
+    return jax.tree.map(lambda a: a + np.float32(0.01 * step), first_state(bias).params)
+
+
+def base_run(path, *losses, best=1, bias=False):
+    """What training leaves."""
+    run = new_run(path, lm_task(1, bias=bias))
+    with Checkpoints(run.checkpoints) as checkpoints:
+        for step, loss in enumerate(losses, 1):
+            run.append({"kind": "step", "step": step} | loss)
+            state = first_state(bias).with_params(weights(step, bias))
+            checkpoints.save(step, state, best=best)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Runs with and without biases, by whether they have them; the first step is the best one."""
+    folder = tmp_path_factory.mktemp("bases")
+    validated = {"validation_loss": 1.0}, {"validation_loss": 2.0}
+    return functools.cache(lambda bias: base_run(folder / f"{bias}", *validated, bias=bias))
+
+
+def adapters_of(params):
+    return {name: half["lora"] for name, half in params["blocks"].items() if "lora" in half}
+
+
+def without_adapters(params):
+    blocks = params["blocks"].items()
+    kept = {name: {k: a for k, a in half.items() if k != "lora"} for name, half in blocks}
+    return {**params, "blocks": kept}
+
+
+@functools.cache
+def by_hand(path, bias):
+    """(adapters, losses) of steps on kernels to which the products are added."""
+    config = lm_task(1, bias=bias).config
+    learner, params = lm_task(1, bias=bias).learner, weights(1, bias)
+    adapters = adapters_of(lm_task(1, bias=bias, lora=RANK, init_from=path).initial_state().params)
+    schedule: Any = learner.learning_rate
+    tx = make_lm_optimizer(schedule, config.weight_decay)
+
+    @jax.jit
+    @jax.value_and_grad
+    def run(adapters, tokens, key):
+        blocks = dict(params["blocks"])
+        for name, low in adapters.items():
+            product = low["lora_a"] @ low["lora_b"]
+            blocks[name] = blocks[name] | {"kernel": blocks[name]["kernel"] + product}
+        return lm_loss(learner.graphdef, params | {"blocks": blocks}, tokens, key)
+
+    state, losses = tx.init(adapters), []
+    for i, tokens in enumerate(BATCHES):
+        loss, grads = run(adapters, tokens, jax.random.fold_in(KEY, i))
+        updates, state = tx.update(grads, state, adapters)
+        adapters = optax.apply_updates(adapters, updates)
+        losses.append(float(loss))
+    return adapters, losses
+
+
+@pytest.mark.parametrize("name", plainly("plain", "fused", of=FORMS))
+def test_steps_on_frozen_weights(name, bases):
+    options = FORMS[name]
+    bias, offload = options.get("bias", False), options.get("offload")
+    path = bases(bias)
+    task = lm_task(1, lora=RANK, init_from=path, **options)
+    state: Any = task.place(task.initial_state())
+    np.testing.assert_array_equal(adapters_of(state.params)["up"]["lora_b"], 0)
+    states = state.opt_state if hasattr(state, "opt_state") else state.model[2:4]
+    moments = [leaf.shape for leaf in jax.tree.leaves(states) if leaf.ndim > 1]
+    shapes = [leaf.shape for leaf in jax.tree.leaves(adapters_of(state.params))]
+    assert sorted(moments) == sorted(2 * shapes)
+
+    step, losses = task.make_step(), []
+    for tokens in BATCHES:
+        state, loss = step(state, tokens, KEY)
+        losses.append(float(loss))
+    adapters, want = by_hand(path, bias)
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5)
+    jax.tree.map(close, adapters_of(state.params), adapters)
+    assert np.any(adapters_of(state.params)["out"]["lora_b"])
+    frozen = without_adapters(state.params)
+    jax.tree.map(np.testing.assert_array_equal, frozen, weights(1, bias))
+    kinds = {a.sharding.memory_kind for a in jax.tree.leaves(state.params["blocks"])}
+    assert kinds == {"pinned_host" if offload in ("params", "all") else "device"}
+
+
+@pytest.mark.parametrize("name", plainly("plain", of=["plain", "fused"]))
+def test_all_weights_of_another_run(name, bases):
+    task = lm_task(1, init_from=bases(False), **FORMS[name])
+    state: Any = task.initial_state()
+    jax.tree.map(np.testing.assert_array_equal, state.params, weights(1))
+    assert task.learner.num_trained == task.learner.num_params
+
+
+def test_without_validation_the_last_step_is_the_best(tmp_path):
+    path = base_run(tmp_path / "run", {}, {}, best=2)
+    base: Any = lm_task(1, init_from=path).base
+    assert base.step == 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["plain", "fused"])
+def test_resuming_ends_with_the_same_bits(name, bases, tmp_path):
+    one: Any = CompiledOnce(lm_task(2, lora=RANK, init_from=bases(False), **FORMS[name]))
+    runs = [new_run(tmp_path / part, one) for part in ("whole", "parts")]
+    fit(one, runs[0])
+    with pytest.raises(KeyboardInterrupt):
+        fit(one, runs[1], Interrupt(at=3))
+    config = LMConfig.from_json(runs[1].config["options"])
+    assert config == one.config
+    fit(one, RunDirectory.open(runs[1].path), Progress(), resume=True)
+    assert lines(runs[1])[-3:] == lines(runs[0])[-3:]
+    for run in runs:
+        with Checkpoints(run.checkpoints) as checkpoints:
+            params = checkpoints.restore(one.initial_state(), 5).params
+        jax.tree.map(np.testing.assert_array_equal, without_adapters(params), weights(1))
+
+
+BAD = {
+    "no run to begin with": (dict(init_from=None), r"lora \(=2\) .* give it with init_from"),
+    "nowhere": (dict(init_from="nowhere"), r"nowhere: not a run \(no config.json\)"),
+    "another model": (dict(width=32), "model; give --layers 2 --width 16 --heads 2 --no-bias"),
+    "biases": (dict(bias=True), "is of another model; give .* --no-bias"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_runs_that_do_not_fit(name, bases):
+    options, message = BAD[name]
+    with pytest.raises(TrainError, match=message):
+        lm_task(1, **dict(lora=RANK, init_from=bases(False)) | options)
+
+
+def test_runs_without_weights_to_begin_with(bases, tmp_path):
+    path = base_run(tmp_path / "run")
+    with pytest.raises(TrainError, match="run: has no checkpoint of a step yet; train it first"):
+        lm_task(1, init_from=path)
+    task = lm_task(1, lora=RANK, init_from=bases(False))
+    run = new_run(tmp_path / "adapters", task)
+    with pytest.raises(TrainError, match="has adapters of its own; give the run .* with, .*False"):
+        lm_task(1, init_from=str(run.path))
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+@pytest.mark.parametrize("name", ["all", "fused"])
+def test_plans_of_frozen_weights(name):
+    """On the host, read and never written; only what is trained has moments."""
+    layers, width, rank = 6, 64, 8
+    config = LMConfig(layers=layers, width=width, context=16, lora=rank, **FORMS[name])
+    found = plan(*lm_training_step(config))
+    kernels = layers * (12 * width**2 + 2 * width)
+    adapters = layers * rank * (4 + 2 + 5 + 5) * width
+    assert found.host.arguments == found.host.aliased == 4 * (kernels + 3 * adapters)
+    others = 2 * 256 * width + width
+    assert found.device.arguments <= 4 * others + 2**13  # tokens, counts
+    written = re.findall(r"= f32\[([\d,]+)\]\S* dynamic-update-slice", found.hlo)
+    written = {shape.replace(",1,", ",") for shape in written}
+    assert f"{layers},{width},{rank}" in written
+    assert not {f"{layers},{width},{3 * width}", f"{layers},{width},{4 * width}"} & written
