@@ -102,7 +102,7 @@ SMALL_LM = dict(
 @pytest.mark.parametrize(
     ("passes", "names"),
     [
-        exhaustive("step", ["in memory", "all offloaded, fused update"]),
+        exhaustive("step", ["in memory", "in memory, fused update", "all offloaded, fused update"]),
         ("gradients", ["in memory, remat, microbatches", "all offloaded"]),
     ],
 )
@@ -126,5 +126,5 @@ def test_offload(tmp_path, capsys, passes, names, optimized):
 def test_offload_planned(tmp_path):
     options = SMALL_LM | dict(layers=0, microbatches=1, target="l4", depths=[2], passes=[])
     offload.main(**options, only=["all offloaded, fused update"], json=tmp_path)
-    row = rows_of(tmp_path / "offload_8_float32_l4.json")["all offloaded, fused update"]
+    row = rows_of(tmp_path / "offload_adam_8_float32_l4.json")["all offloaded, fused update"]
     assert row["layers"] == 2 and row["planned_host_bytes"] > 3 * 4 * 2 * 12 * 8**2

@@ -205,15 +205,20 @@ def test_training_low_rank_matrices(name):
     assert kinds(state.layers) == {"device" if where == "device" else "pinned_host"}
 
 
-def test_other_parameters_that_are_integers():
-    """A table of codes, which is not trained."""
+@pytest.mark.parametrize("named", [True, False])
+def test_other_parameters_that_are_integers(named):
+    """A table of codes, which is not trained, and may be all there is."""
     init, step = offload_train_step(
-        lambda others, batch, key: others["codes"].astype(jnp.float32)[batch] * 0.1, layer,
-        lambda others, x, batch, key: loss(x), TX, trainable_others=False,
-    )  # fmt: skip
+        lambda others, batch, key: 0.1 * jax.tree.leaves(others)[0][batch].astype(jnp.float32),
+        layer,
+        lambda others, x, batch, key: loss(x),
+        TX,
+        trainable_others=False,
+    )
     codes = jnp.arange(11 * WIDTH, dtype=jnp.int8).reshape(11, WIDTH)
-    state, _ = offload_jit(step)(init(to_host(params()), {"codes": codes}), TOKENS)
-    np.testing.assert_array_equal(state.others["codes"], codes)
+    given = {"codes": codes} if named else codes
+    state, _ = offload_jit(step)(init(to_host(params()), given), TOKENS)
+    assert_equal_bits(state.others, given)
 
 
 @pytest.mark.parametrize(
