@@ -23,7 +23,7 @@ from .update import apply, check_clip_norm, update_layers, update_slice
 
 
 class TrainStep(NamedTuple):
-    """``init(layers, others) -> OffloadState``, and ``step(state, batch, key)``."""
+    """``init(layers, others, model_state) -> OffloadState``, and ``step(state, batch, key)``."""
 
     init: Callable
     step: Callable
@@ -81,7 +81,8 @@ def offload_train_step(
             ``optax.clip_by_global_norm``.
         loss_scale: the first factor of the loss in the backward pass, at least 1, for float16; then
             as ``flax.training.dynamic_scale.DynamicScale`` with a minimum of 1. A step whose
-            gradients are not finite changes no parameter, and nothing in the optimizer's state.
+            gradients are not finite changes no parameter, and nothing in the optimizer's state;
+            the state of embed and head goes on.
         has_aux: whether layers return a second result.
         head_has_aux: whether head does.
         has_state: whether embed and head have a state that is not trained, such as batch
