@@ -13,7 +13,7 @@ from .checks import as_key, check_optimizer
 from .ends import Ends, ends_of, run_embed, run_head
 from .options import OffloadOptions
 from .placement import write
-from .scaling import Measured, adjusted, measure, measure_none, next_scale
+from .scaling import Measured, adjusted, measure, next_scale, unmeasured
 from .slices import check_microbatches
 from .stack import Stack, by_slice, empty_slices, prepare, run_backward, run_forward
 from .train_state import Carried, OffloadState, check_fits, initial_state
@@ -238,6 +238,6 @@ def _collect(
         grads, found = carry
         return trained, (write(grads, dw, i), measure(found, dw, scale))
 
-    carry = empty_slices(stack, trained, stack.options.grads_in), measure_none()
+    carry = empty_slices(stack, trained, stack.options.grads_in), unmeasured()
     _, (grads, found), dx, _ = backward(consume, carry)
     return join(grads), found, dx
