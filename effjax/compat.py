@@ -33,7 +33,7 @@ def deform_conv2d(
     """Deformable convolution with the arguments of torchvision's `deform_conv2d`.
 
     As there, the shapes say the groups: those of the convolution are `C / weight.shape[1]`, those
-    of the offsets `offset.shape[1] / (2·K)`, for K = kh·kw taps.
+    of the offsets `offset.shape[1] / (2·K)`, for K = kh·kw taps. Reverse mode only.
 
     Args:
         input: `[N, C, H, W]`.
@@ -72,6 +72,8 @@ def deform_conv(
 ) -> jax.Array:
     """Deformable convolution v1 with the arguments of maskrcnn-benchmark's `deform_conv`.
 
+    Reverse mode only.
+
     Args:
         input: `[N, C, H, W]`.
         offset: `[N, deformable_groups·K·2, Ho, Wo]`, y before x for each tap.
@@ -109,7 +111,10 @@ def modulated_deform_conv(
     deform_groups: int | None = None,
 ) -> jax.Array:
     """Deformable convolution v2 with the arguments of maskrcnn-benchmark's
-    `modulated_deform_conv`: as `deform_conv`, and `mask` `[N, deformable_groups·K, Ho, Wo]`."""
+    `modulated_deform_conv`: as `deform_conv`, and `mask` `[N, deformable_groups·K, Ho, Wo]`.
+
+    Reverse mode only.
+    """
     arrays = _as_arrays(input, offset, weight, mask, bias)
     offset_groups = _one_spelling(deformable_groups, deform_groups)
     return _convolve(arrays, stride, padding, dilation, groups, offset_groups)

@@ -187,3 +187,30 @@ def test_every_argument_has_its_values():
 def test_what_would_be_wrong_or_obscure(call, match):
     with pytest.raises((TypeError, ValueError), match=match):
         call()
+
+
+def norm(x, mask):
+    return effjax.sync_batch_norm(x, mask=mask, axis_name="i")
+
+
+def rectified(x, mask):
+    return effjax.bn_relu_conv(x, V, V, LAYER.kernel1, mask=mask, axis_name="i")
+
+
+def block(x, mask):
+    return effjax.dense_block(x, [LAYER], mask=mask, axis_name="i")
+
+
+@pytest.mark.parametrize("run", [norm, rectified, block])
+def test_a_mask_of_numpy_that_vmap_maps_inside_jit(run):
+    x = jax.random.normal(KEY, (2, *IMAGES.shape))
+    mask = np.arange(16).reshape(2, 2, 4, 1, 1) % 3 > 0
+    mapped = jax.vmap(lambda *args: run(*args)[0], axis_name="i")
+    got = jax.jit(lambda x: mapped(x, mask))(x)
+    np.testing.assert_allclose(got, jax.jit(mapped)(x, mask), atol=1e-5)
+
+
+def test_a_large_value_is_not_shown_in_full():
+    with pytest.raises(ValueError, match=r"^`stats` \(=array") as error:
+        effjax.sync_batch_norm(X, stats=np.ones(900))
+    assert len(str(error.value)) < 200

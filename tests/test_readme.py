@@ -1,13 +1,17 @@
 """README and the pages of docs: their Python blocks run, their links lead somewhere, their numbers
 are those that were measured."""
 
+import ast
 import functools
+import importlib
 import importlib.util
 import json
 import pathlib
 import re
 import subprocess
 import sys
+import tomllib
+import types
 import warnings
 from typing import Any
 
@@ -20,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import effjax
 from effjax.cli.app import app
+from effjax.memory import HOST_MEMORY_VARIABLE
 from tests.programs import has_gpu_compiler
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -115,17 +120,45 @@ def test_readme_has_two_commands():
     ]
 
 
+def test_readme_says_where_to_clone_it_from():
+    source = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
+    line = f"git clone {source} && cd {source.rpartition('/')[2]}"
+    text = README.read_text()
+    assert 0 < text.find(line) < text.find("```bash")
+
+
+def test_the_page_of_offload_names_the_limit_of_the_host():
+    assert HOST_MEMORY_VARIABLE in (ROOT / "docs" / "offload.md").read_text()
+
+
 def anchors(page):
     """Of the headings, as they are written in links."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in headings}
 
 
+def cells(notebook, kind):
+    """All cells of a kind as one text."""
+    found = json.loads(notebook.read_text())["cells"]
+    return "\n".join("".join(c["source"]) for c in found if c["cell_type"] == kind)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.name)
+def test_notebooks_use_public_names(notebook):
+    """What the `__init__` of a package exports that a page names."""
+    pages = "".join(page.read_text() for page in PAGES)
+    for node in ast.walk(ast.parse(cells(notebook, "code"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("effjax"):
+            module = importlib.import_module(node.module or "")
+            assert hasattr(module, "__path__") and f"`{module.__name__}" in pages, module
+            exported = {n for n, v in vars(module).items() if not isinstance(v, types.ModuleType)}
+            assert {alias.name for alias in node.names} <= exported, module
+
+
 @pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=lambda p: p.name)
 def test_links_lead_somewhere(page):
     if page.suffix == ".ipynb":
-        cells = json.loads(page.read_text())["cells"]
-        text = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+        text = cells(page, "markdown")
     else:
         text = page.read_text()
     for link in re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", text):
@@ -234,7 +267,17 @@ def offload_rows():
         yield [name, *device, f"{rows[-1]['planned_host_bytes'] / 1e9:.2f}"]
 
 
+def cross_entropy_rows():
+    file = MEASURED / "planned/cross_entropy_32768_h200.json"
+    by_name = {}
+    for row in sorted(json.loads(file.read_text())["rows"], key=lambda row: row["of"]):
+        by_name.setdefault(row["name"], []).append(f"{row['peak_bytes'] / 1e6:.0f}")
+    for name, peaks in by_name.items():
+        yield [name, *peaks]
+
+
 TABLES = [block_rows, batch_norm_rows, densenet_rows, deform_conv_rows, offload_rows]
+TABLES += [cross_entropy_rows]
 
 
 def updated_in_the_backward_pass_rows():

@@ -12,6 +12,7 @@ from effjax import (
     bn_relu_conv,
     deform_conv2d,
     dense_block,
+    linear_cross_entropy,
     sync_batch_norm,
 )
 
@@ -45,9 +46,15 @@ def _deform_conv2d(x, axis_name, implementation=None):
     return deform_conv2d(x, offset, kernel, mask, jnp.ones(2), **options)
 
 
+def _linear_cross_entropy(x, axis_name):
+    labels, where = jnp.zeros(x.shape[:-1], jnp.uint8), jnp.ones((4, 1, 1), bool)
+    options = dict(bias=jnp.ones(7), where=where, z_loss=0.1, chunk_size=3)
+    return linear_cross_entropy(x, jnp.ones((3, 7)), labels, **options)
+
+
 _deform_conv2d_in_xla = functools.partial(_deform_conv2d, implementation="xla")
 _layers = [_bn_relu_conv, _dense_block, _deform_conv2d, _deform_conv2d_in_xla]
-OPERATORS = [_sync_batch_norm, _batch_norm_inference, *_layers]
+OPERATORS = [_sync_batch_norm, _batch_norm_inference, _linear_cross_entropy, *_layers]
 
 
 @pytest.mark.covering

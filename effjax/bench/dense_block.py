@@ -25,7 +25,7 @@ from ._measure import measure, report
 def init(
     layers: int, growth_rate: int, channels: int, dtype=jnp.float32, seed: int = 0
 ) -> list[DenseLayerParams]:
-    """Parameters of a block in the layout of :func:`effjax.dense_block`."""
+    """Parameters of a block in the layout of `effjax.dense_block`."""
     normal = jax.nn.initializers.he_normal()
     params = []
     for i, key in enumerate(jax.random.split(jax.random.key(seed), layers)):

@@ -12,7 +12,7 @@ import typer
 # Greys that can be read on white and on black.
 TEXT, GRID = "#808890", "#80889040"
 RECOMPUTE_MORE = "jax.checkpoint pass-through, recompute conv1"
-# Name in the JSON: what the picture calls it, colour, line width.
+# Name in the JSON: what the picture calls it, color, line width.
 FORMS = {
     "plain autodiff": ("plain", "#e5534b", 1.8),
     "jax.checkpoint a layer": ("jax.checkpoint a layer", "#e0823d", 1.8),

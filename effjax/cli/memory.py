@@ -48,6 +48,10 @@ class OfText:
     num_microbatches: Annotated[
         int | None, Option("Of the offloaded forms of lm.", MODEL, COUNT, unset="1")
     ] = None
+    policy: Annotated[
+        Literal["recompute", "dots", "everything"] | None,
+        Option("What these keep for the backward pass.", MODEL, unset="recompute"),
+    ] = None
 
 
 @take([*parameters_of(OfImages), *parameters_of(OfText)])
@@ -218,6 +222,6 @@ def text_steps(given: OfText, dtype: Any, batch_size: int, num_devices: int) -> 
         heads=max(chosen.get("width", LMConfig.width) // 128, LMConfig.heads),
         dtype=dtype,
         batch_size=batch_size,
-        offload="all" if "num_microbatches" in chosen else "none",
+        offload="all" if {"num_microbatches", "policy"} & chosen.keys() else "none",
     )
     return lm_steps(config, num_devices)

@@ -18,8 +18,9 @@ from ..ops.offload.trees import Tree, is_float
 
 
 def options_of(
-    num_slices: int | None, checkpoint_activation: bool, num_microbatches: int, compute_dtype: Any
-) -> OffloadOptions:
+    num_slices: int | None, checkpoint_activation: bool, num_microbatches: int, compute_dtype: Any,
+    policy: Any,
+) -> OffloadOptions:  # fmt: skip
     """What both modules take, see there, as options of the operators."""
     on_host = as_flag("checkpoint_activation", checkpoint_activation)
     return OffloadOptions(
@@ -28,6 +29,7 @@ def options_of(
         activations="host" if on_host else "device",
         compute_dtype=compute_dtype,
         has_aux=True,
+        policy=policy,
     )
 
 
@@ -161,7 +163,7 @@ def check_flags(calls: Iterable[Callable], flags: Mapping[str, Any]) -> None:
                 "belongs into the input."
             )
         if not any(taken(call, {name: value}) for call in calls):
-            raise TypeError(f"no layer of OffloadModel takes `{name}` (={value!r}).")
+            raise TypeError(f"no layer of OffloadModel takes `{name}` (={value!r:.80}).")
 
 
 def check_on_host(params: Tree, hint: str) -> None:

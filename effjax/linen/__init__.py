@@ -12,5 +12,6 @@ from .deform_conv import DFConv2d as DFConv2d
 from .deform_conv import ModulatedDeformConv as ModulatedDeformConv
 from .deform_conv import ModulatedDeformConvPack as ModulatedDeformConvPack
 from .offload import OffloadModel as OffloadModel
+from .offload_train_state import OffloadTrainState as OffloadTrainState
 
 __getattr__ = moved(__name__, DenseNet="effjax.models.linen")

@@ -60,6 +60,7 @@ class BatchNorm(nn.BatchNorm):
 
     Kept for the backward pass: the input, in its own dtype or in `dtype` where that is wider, and
     statistics of the size of a channel (with `residual` and `activation` the result as well).
+    Training is for reverse mode only.
     """
 
     axis: int | Sequence[int] = -1  # type: ignore[assignment]

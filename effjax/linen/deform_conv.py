@@ -33,7 +33,8 @@ class DeformConv(nn.Module):
     Raises:
         TypeError, ValueError: as nnx's, when the layer is called.
 
-    Reference: Dai et al., Deformable Convolutional Networks, 2017 (arXiv:1703.06211).
+    References:
+        Dai et al., Deformable Convolutional Networks, 2017 (arXiv:1703.06211).
     """
 
     features: int
@@ -88,7 +89,10 @@ class DeformConv(nn.Module):
 class ModulatedDeformConv(DeformConv):
     """Deformable convolution whose taps are weighted too (DCN v2); both are given.
 
-    Fields as `DeformConv`. Reference: Zhu et al., Deformable ConvNets v2, 2018 (arXiv:1811.11168).
+    Fields as `DeformConv`.
+
+    References:
+        Zhu et al., Deformable ConvNets v2, 2018 (arXiv:1811.11168).
     """
 
     modulated: ClassVar[bool] = True

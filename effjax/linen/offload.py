@@ -1,7 +1,8 @@
 """Models that live in host memory, for Flax linen."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,7 +49,8 @@ class OffloadModel(nn.Module):
       `stream_update`. Better for many like layers: what is compiled does not grow with them.
 
     The device holds the parameters of one slice (of two, in a stack) and the intermediates of one
-    slice and one microbatch. In the backward pass each slice is computed again from its input.
+    slice and one microbatch. In the backward pass each slice is computed again from its input, but
+    for what `policy` keeps.
 
     Args:
         layers: the modules and functions of a sequence, an `nn.Sequential`, or a stack's module.
@@ -57,10 +59,12 @@ class OffloadModel(nn.Module):
             memory; a slice should then be worth a copy, so make blocks of convolution, norm and
             activation.
         checkpoint_activation: whether the inputs of the slices, which are kept for the backward
-            pass, are kept on the host; else on the device. Slices are recomputed in either case.
+            pass, are kept on the host, with what `policy` keeps; else on the device.
         num_microbatches: how many parts of the batch go through a slice before the next is loaded.
         compute_dtype: the floating-point dtype that real floating parameters are cast to on the
             device. None: they are not.
+        policy: what else is kept, and not recomputed: one of ``jax.checkpoint_policies``, see
+            `effjax.offload_scan`; everything_saveable is fairscale's checkpoint_activation=False.
         num_layers: that of a stack.
 
     Dropout: layers draw what they draw in the unwrapped model; with several microbatches,
@@ -72,12 +76,16 @@ class OffloadModel(nn.Module):
     microbatch as they are in the unwrapped model, with several the running variance is that within
     a microbatch. Layers can change no other collection; nothing is sown.
 
+    A module that is in the list twice has the sum of both gradients. One that is part of two layers
+    (a tied embedding) is refused here: `effjax.nnx.OffloadModel` takes it.
+
     Reverse mode only.
 
     Raises:
         ValueError, TypeError: in the constructor and in a call, for what does not fit.
 
-    References: fairscale `OffloadModel`, whose defaults are 3 slices, activations on the device.
+    References:
+        fairscale `OffloadModel`, whose defaults are 3 slices, activations on the device.
     """
 
     layers: Sequence[Callable] | nn.Module
@@ -85,6 +93,7 @@ class OffloadModel(nn.Module):
     checkpoint_activation: bool = True
     num_microbatches: int = 1
     compute_dtype: Dtype | None = None
+    policy: Callable | None = None
     num_layers: int | None = None
 
     def __post_init__(self):
@@ -112,6 +121,7 @@ class OffloadModel(nn.Module):
         """
         options, layers = _options(self), _sequence(self)
         check_flags(layers, flags)
+        _check_parts(layers)
         x = first_input(args)
         if self.is_initializing():
             return _plain(layers, self.num_layers, x, flags)
@@ -141,8 +151,9 @@ class OffloadModel(nn.Module):
 
 def _options(model: OffloadModel) -> OffloadOptions:
     return options_of(
-        model.num_slices, model.checkpoint_activation, model.num_microbatches, model.compute_dtype
-    )
+        model.num_slices, model.checkpoint_activation, model.num_microbatches, model.compute_dtype,
+        model.policy,
+    )  # fmt: skip
 
 
 def _sequence(model: OffloadModel) -> list[Callable]:
@@ -228,6 +239,30 @@ def _check_shared(layers: Sequence[Callable]) -> None:
                 f"layer {i} is in the list twice, a {type(layer).__name__} with running statistics:"
                 " in OffloadModel layers may share parameters only."
             )
+
+
+def _check_parts(layers: Sequence[Any]) -> None:
+    """Raises ValueError if a module within a layer has its variables elsewhere."""
+    for i, layer in enumerate(layers):
+        for part in _parts(layer):
+            if part.scope.path[: len(layer.scope.path)] != layer.scope.path:
+                raise ValueError(
+                    f"layer {i}, a {type(layer).__name__}, has the {type(part).__name__} of "
+                    f"{'/'.join(part.scope.path)}: in OffloadModel of linen two layers share "
+                    "parameters only if they are one module; effjax.nnx.OffloadModel takes others."
+                )
+
+
+def _parts(module: Any) -> Iterator[Any]:
+    """The modules that are attributes of a module, and theirs."""
+    if not isinstance(module, nn.Module):
+        return
+    names = [field.name for field in dataclasses.fields(module) if field.name != "parent"]
+    attributes = [getattr(module, name) for name in names]
+    for part in jax.tree.leaves(attributes, is_leaf=lambda a: isinstance(a, nn.Module)):
+        if isinstance(part, nn.Module) and part.scope is not None:
+            yield part
+            yield from _parts(part)
 
 
 def _times(layer: Callable, layers: Sequence[Callable]) -> int:

@@ -1,5 +1,7 @@
 """What a computation costs in memory: on a GPU that need not be there, and between the passes."""
 
+from ..ops.offload.host_pool import HOST_MEMORY_VARIABLE as HOST_MEMORY_VARIABLE
+from ..ops.offload.host_pool import host_memory_limit as host_memory_limit
 from ._compile import PlanError as PlanError
 from ._compile import check_compiler as check_compiler
 from ._compile import mesh_to_plan_for as mesh_to_plan_for
@@ -12,7 +14,6 @@ from .compare import Comparison as Comparison
 from .compare import compare as compare
 from .compare import plan_all as plan_all
 from .data_parallel import data_parallel as data_parallel
-from .host import host_memory_limit as host_memory_limit
 from .plan import Buffer as Buffer
 from .plan import Bytes as Bytes
 from .plan import MemoryPlan as MemoryPlan

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ..ops._arguments import as_integer, as_number, described
+from ..ops.offload.host_pool import host_memory_limit
 from . import plots, report
 from ._buffers import Kind, Value, live_at_peak
 from ._compile import Program, check_compiler, compile_for, lower
 from ._hlo import Collective, HloModule, Transfer, collectives, parse, transfers
-from .host import host_memory_limit
 from .targets import Target, find_target
 
 

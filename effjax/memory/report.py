@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..ops.offload.host_pool import HOST_MEMORY_VARIABLE
 from ._source import from_package, in_library
-from .host import VARIABLE
 
 if TYPE_CHECKING:
     from .batch_size import MaxBatch
@@ -43,7 +43,7 @@ def verdict(plan: "MemoryPlan") -> str:
         there = plan.host_memory_bytes
         line += (
             f"; {format_bytes(on_host)} of pinned host memory {_fits(on_host, there)} "
-            f"{format_bytes(there)} ({VARIABLE}={there / 2**30:g})"
+            f"{format_bytes(there)} ({HOST_MEMORY_VARIABLE}={there / 2**30:g})"
         )
     return line
 

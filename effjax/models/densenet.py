@@ -1,4 +1,4 @@
-"""The DenseNets of the papers, by name, in either flavour of Flax."""
+"""The DenseNets of the papers, by name, in either flavor of Flax."""
 
 from collections.abc import Callable
 from typing import Any

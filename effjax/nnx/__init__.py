@@ -6,6 +6,7 @@ made with `effjax.linen.BatchNorm` in place of Flax's, and its variables fit unc
 
 from .._deprecated import moved
 from .batch_norm import BatchNorm as BatchNorm
+from .compiled import offload_jit as offload_jit
 from .convert import convert_batch_norm as convert_batch_norm
 from .deform_conv import DeformConv as DeformConv
 from .deform_conv import DeformConvPack as DeformConvPack
@@ -13,6 +14,7 @@ from .deform_conv import DFConv2d as DFConv2d
 from .deform_conv import ModulatedDeformConv as ModulatedDeformConv
 from .deform_conv import ModulatedDeformConvPack as ModulatedDeformConvPack
 from .offload import OffloadModel as OffloadModel
+from .offload_optimizer import OffloadOptimizer as OffloadOptimizer
 
 __getattr__ = moved(
     __name__,

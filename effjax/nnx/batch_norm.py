@@ -67,6 +67,7 @@ class BatchNorm(nnx.BatchNorm):
 
     Kept for the backward pass: the input, in its own dtype or in `dtype` where that is wider, and
     statistics of the size of a channel (with `residual` and `activation` the result as well).
+    Training is for reverse mode only.
     """
 
     mean: Any  # BatchStat, or None without running statistics

@@ -1,4 +1,4 @@
-"""Turning the BatchNorm layers of a model into synchronised ones."""
+"""Turning the BatchNorm layers of a model into synchronized ones."""
 
 import warnings
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def convert_batch_norm(
     unbiased_running_var: bool | None = None,
     stats: Stats | None = None,
 ) -> M:
-    """Makes every `flax.nnx.BatchNorm` of a model an `effjax.nnx.BatchNorm`, synchronised.
+    """Makes every `flax.nnx.BatchNorm` of a model an `effjax.nnx.BatchNorm`, synchronized.
 
     What apex calls `convert_syncbn_model`.
 

@@ -50,7 +50,8 @@ class DeformConv(nnx.Module):
         TypeError: for what is no number, array or dtype, and for images or parameters that are
             not real floating-point numbers.
 
-    Reference: Dai et al., Deformable Convolutional Networks, 2017 (arXiv:1703.06211).
+    References:
+        Dai et al., Deformable Convolutional Networks, 2017 (arXiv:1703.06211).
     """
 
     modulated = False
@@ -107,8 +108,10 @@ class DeformConv(nnx.Module):
 class ModulatedDeformConv(DeformConv):
     """Deformable convolution whose taps are weighted too (DCN v2); both are given.
 
-    Arguments as `DeformConv`. Reference: Zhu et al., Deformable ConvNets v2, 2018
-    (arXiv:1811.11168).
+    Arguments as `DeformConv`.
+
+    References:
+        Zhu et al., Deformable ConvNets v2, 2018 (arXiv:1811.11168).
     """
 
     modulated = True

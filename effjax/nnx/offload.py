@@ -50,7 +50,8 @@ class OffloadModel(nnx.Module):
       layers: what is compiled does not grow with their number.
 
     The device holds the parameters of one slice (of two, in a stack) and the intermediates of one
-    slice and one microbatch. In the backward pass each slice is computed again from its input.
+    slice and one microbatch. In the backward pass each slice is computed again from its input, but
+    for what `policy` keeps.
 
     Args:
         layers: the modules and functions of a sequence, an `nnx.Sequential`, or a stack.
@@ -59,10 +60,12 @@ class OffloadModel(nnx.Module):
             memory; a slice should then be worth a copy, so make blocks of convolution, norm and
             activation.
         checkpoint_activation: whether the inputs of the slices, which are kept for the backward
-            pass, are kept on the host; else on the device. Slices are recomputed in either case.
+            pass, are kept on the host, with what `policy` keeps; else on the device.
         num_microbatches: how many parts of the batch go through a slice before the next is loaded.
         compute_dtype: the floating-point dtype that real floating parameters are cast to on the
             device. None: they are not.
+        policy: what else is kept, and not recomputed: one of ``jax.checkpoint_policies``, see
+            `effjax.offload_scan`; everything_saveable is fairscale's checkpoint_activation=False.
 
     Dropout: layers with streams of their own (`nnx.Dropout(rngs=…)`) draw from them, and their
     counts advance once a call; with several microbatches, microbatch m draws from ``fold_in(key,
@@ -72,25 +75,20 @@ class OffloadModel(nnx.Module):
     call, by the mean of the statistics of the microbatches: with one microbatch as they are in the
     unwrapped model, with several the running variance is that within a microbatch.
 
-    Optimizers of optax work on the device only. An `nnx.Optimizer` is made before `to_host`, and so
-    has its state there; a step takes parameters and gradients there, and the former back::
-
-        nnx.update(model, effjax.to_device(nnx.state(model, nnx.Param)))
-        optimizer.update(model, effjax.to_device(grads))
-        model.to_host()
-
-    For a stack `effjax.stream_update` keeps the state on the host, and needs no more of the device
-    than two layers.
+    Optimizers of optax work on the device only: see `OffloadOptimizer`, and `offload_jit` of this
+    package, which compiles a step of both.
 
     Other Variables than Params stay on the device, and other than BatchStats and RngCounts must not
-    be changed by a layer. Two layers may share Params, and nothing else that is a Variable.
+    be changed by a layer. Two layers may share Params, whose gradients are added on the device, and
+    nothing else that is a Variable.
 
     Reverse mode only.
 
     Raises:
         ValueError, TypeError: in the constructor and in the call, for what does not fit.
 
-    References: fairscale `OffloadModel`, whose defaults are 3 slices, activations on the device.
+    References:
+        fairscale `OffloadModel`, whose defaults are 3 slices, activations on the device.
     """
 
     def __init__(
@@ -101,6 +99,7 @@ class OffloadModel(nnx.Module):
         checkpoint_activation: bool = True,
         num_microbatches: int = 1,
         compute_dtype: Dtype | None = None,
+        policy: Callable | None = None,
     ):
         if isinstance(layers, nnx.Sequential):
             layers = layers.layers
@@ -108,7 +107,7 @@ class OffloadModel(nnx.Module):
         sequence = check_layers([layers] if self.stacked else layers)
         self.layers: Any = layers if self.stacked else nnx.List(sequence)
         self.options = options_of(
-            num_slices, checkpoint_activation, num_microbatches, compute_dtype
+            num_slices, checkpoint_activation, num_microbatches, compute_dtype, policy
         )
 
     def __call__(self, *args: Any, rngs: Any = None, **flags: Any) -> Any:
@@ -159,7 +158,8 @@ class OffloadModel(nnx.Module):
     def to_host(self) -> "OffloadModel":
         """Moves the Params to pinned host memory, in place; returns the model.
 
-        Make an `nnx.Optimizer` before this, or optax fails ("Memory kind mismatch"); see the class.
+        Afterwards `nnx.Optimizer` fails inside of optax ("Memory kind mismatch"), and
+        `OffloadOptimizer` takes its place.
         """
         nnx.update(self, moved(nnx.state(self, nnx.Param), Space.Host))
         return self

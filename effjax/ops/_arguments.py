@@ -4,6 +4,7 @@ Arrays are JAX's or NumPy's; lists are not taken, as in jax.numpy.
 """
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.core import Tracer
 
 _KINDS = {
     jnp.floating: "floating point",
@@ -34,6 +37,26 @@ def as_array(name: str, value: Any, kind: Any = jnp.floating) -> jax.Array:
         wanted = _KINDS.get(kind, kind.__name__)
         raise TypeError(f"`{name}` must be {wanted}, but its dtype is {value.dtype}; cast it.")
     return value
+
+
+def as_mask(name: str, value: Any, other: str, shape: tuple[int, ...]) -> jax.Array:
+    """A boolean array that broadcasts to the argument `other` of this shape, with its rank."""
+    mask = as_array(name, value, jnp.generic)
+    if mask.dtype != jnp.bool_:
+        raise TypeError(
+            f"`{name}` must be boolean, but its dtype is {mask.dtype}; pass {name}.astype(bool)."
+        )
+    try:
+        fits = jnp.broadcast_shapes(mask.shape, shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"`{name}` of shape {mask.shape} must broadcast to `{other}` of shape {shape}."
+        )
+    if isinstance(mask, Tracer):  # JAX has no custom rules for a NumPy array that vmap maps in jit
+        mask = jnp.array(mask, copy=True)
+    return mask.reshape((1,) * (len(shape) - mask.ndim) + mask.shape)
 
 
 def as_integer(name: str, value: Any, least: int) -> int:
@@ -64,7 +87,7 @@ def one_of(name: str, value: Any, *choices: str | None, hint: str = "") -> Any:
     """`value`, which is one of a few."""
     if not (value is None or isinstance(value, str)) or value not in choices:
         listed = " or ".join("None" if c is None else f'"{c}"' for c in choices)
-        raise ValueError(f"`{name}` (={value!r}) must be {listed}{hint}.")
+        raise ValueError(f"`{name}` (={value!r:.80}) must be {listed}{hint}.")
     return value
 
 
@@ -103,3 +126,18 @@ def as_dtype(name: str, value: Any, kind: Any = jnp.floating) -> jnp.dtype:
     if not jnp.issubdtype(dtype, kind):
         raise ValueError(f"`{name}` (={dtype}) must be {_KINDS.get(kind, kind.__name__)}.")
     return dtype
+
+
+def check_precision(precision: Any, dtype: Any) -> Any:
+    """What `jax.lax` takes for arrays of this dtype, and what can be hashed."""
+    precision = tuple(precision) if isinstance(precision, list) else precision
+    one = jax.ShapeDtypeStruct((1, 1), dtype)
+    if precision is not None:
+        try:
+            jax.eval_shape(functools.partial(lax.dot, precision=precision), one, one)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"`precision` (={precision!r:.80}) must be None, or what jax.lax takes for it, "
+                'like "highest".'
+            ) from None
+    return precision

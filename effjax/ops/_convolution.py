@@ -26,7 +26,7 @@ def padding_of(padding: Any) -> Any:
     """A name in capitals, or ((top, bottom), (left, right))."""
     if isinstance(padding, str):
         if padding.upper() not in ("SAME", "SAME_LOWER", "VALID"):
-            raise ValueError(f'`padding` (={padding!r}) must be "SAME", "VALID" or numbers.')
+            raise ValueError(f'`padding` (={padding!r:.80}) must be "SAME", "VALID" or numbers.')
         return padding.upper()
     if not isinstance(padding, Sequence):
         padding = (padding, padding)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from effjax.cli import doctor
-from effjax.memory.host import VARIABLE
+from effjax.memory import HOST_MEMORY_VARIABLE as VARIABLE
 
 
 def test_doctor_examines_this_machine():

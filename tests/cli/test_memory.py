@@ -100,10 +100,11 @@ def test_memory_of_own_steps(run_memory, tmp_path):
 @pytest.mark.parametrize("as_json", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_memory_of_the_largest_batch(run_memory, as_json):
     argv = "own_step:one", "--max-batch", "--target", "l4", "--memory-fraction", "0.0001"
-    code, out, _ = run_memory(*argv, *(["--json"] if as_json else []))
+    code, out, err = run_memory(*argv, *(["--json"] if as_json else []))
     largest = int(0.0001 * 22 * 2**30) // 2048
     assert code == 0 and str(largest) in out
     assert not as_json or json.loads(out)["one"]["batch_size"] == largest
+    assert f"batch {largest}: " in err and f"batch {largest + 1}: " in err
 
 
 @needs_gpu_compiler

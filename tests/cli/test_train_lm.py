@@ -50,6 +50,18 @@ def test_lm_is_planned_where_it_is_asked_for(run_lm, monkeypatch):
     assert code == 0 and "planning a step" in out
 
 
+def test_another_end_with_resume(run_lm, monkeypatch):
+    begun = []
+
+    def fit(task, run, progress, resume):
+        begun.append((task.config.steps, resume))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("effjax.train.loop.fit", fit)
+    assert run_lm(*LM, "--out", "here")[0] == run_lm("--resume", "here", "--steps", "5")[0] == 130
+    assert begun == [(3, False), (5, True)]
+
+
 def test_lm_with_ctrl_c(run_lm, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
@@ -93,7 +105,7 @@ def test_lm_with_ctrl_c_and_resume(run_lm, monkeypatch, tmp_path):
         (["--validation", "8"], "8 for validation are too few for context (=8); use another"),
         (["--validation", "357"], "validation (=357) leaves none of the 357 train bytes"),
         (["--data", "text:" + "x" * 300], "cannot be read (File name too long); check its path"),
-        (["--fuse-update"], "fuse_update is for parameters on the host; use offload params or all"),
+        (["--fuse-update", "--remat"], "remat is what offload and fuse_update do anyway"),
         (["--out", "."], ".: not empty and not a run"),
         (["--resume", "."], ".: not a run"),
         (["--resume", ".", "--context", "3"], "--context cannot be given with --resume"),

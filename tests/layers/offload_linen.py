@@ -45,6 +45,12 @@ def mlp(dtype=jnp.float32):
     return [Block(dtype) for _ in range(3)]
 
 
+def twice():
+    """One layer in two places."""
+    dense = nn.Dense(6)
+    return [dense, nn.tanh, Block(), dense]
+
+
 class Flatten(nn.Module):
     def __call__(self, x):
         return x.reshape(x.shape[0], -1)
@@ -67,7 +73,7 @@ def cnn(norm=nn.BatchNorm, momentum: Any = 0.9):
 def variables_of(make):
     """Those of the unwrapped model."""
     module = nn.Sequential(make())
-    x = X if make in (mlp, bfloat16) else IMAGES
+    x = X if make in (mlp, bfloat16, twice) else IMAGES
     return jax.jit(module.init, compiler_options=FAST)({"params": KEY, "dropout": KEY}, x)
 
 

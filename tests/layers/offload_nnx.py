@@ -88,6 +88,13 @@ def cnn(norm=nnx.BatchNorm, momentum: Any = 0.9):
 
 
 @made_once
+def twice():
+    """One layer in two places."""
+    dense = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
+    return nnx.List([dense, nnx.tanh, Block(nnx.Rngs(1)), dense])
+
+
+@made_once
 def normed():
     return nnx.List([Normed(nnx.Rngs(i)) for i in range(4)])
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,15 @@ pytestmark = pytest.mark.parametrize("flavour", [offload_linen, offload_nnx], id
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("options", [{}, {"num_slices": 2, "checkpoint_activation": False}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_slices": 2, "checkpoint_activation": False},
+        {"policy": jax.checkpoint_policies.everything_saveable},
+    ],
+    ids=["recomputed", "on device", "kept"],
+)
 def test_blocks_with_dropout_as_unwrapped(flavour, options):
     model = flavour.offloaded(flavour.mlp, **options)
     results = flavour.run(model, X)
@@ -26,19 +35,33 @@ def test_blocks_with_dropout_as_unwrapped(flavour, options):
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("num_slices", [None, 3])
-def test_cnn_with_batch_norm_as_unwrapped(flavour, num_slices):
-    model = flavour.offloaded(flavour.cnn, num_slices=num_slices)
+@pytest.mark.parametrize(
+    ("num_slices", "policy"), [(None, None), (3, jax.checkpoint_policies.dots_saveable)],
+    ids=["each", "three, dots"],
+)  # fmt: skip
+def test_cnn_with_batch_norm_as_unwrapped(flavour, num_slices, policy):
+    model = flavour.offloaded(flavour.cnn, num_slices=num_slices, policy=policy)
     results = flavour.run(model, IMAGES)
     assert_same(results, flavour.unwrapped(flavour.cnn))
     assert np.any(flavour.stats(results, 1)["mean"] != 0)
     flavour.check_trained(model, results)
 
 
+@pytest.mark.exhaustive
 def test_effjax_batch_norm_as_unwrapped(flavour):
     results = flavour.run(flavour.offloaded(flavour.effjax_norm), IMAGES)
     assert_same(results, flavour.run(flavour.plain(flavour.effjax_norm), IMAGES))
     np.testing.assert_array_equal(flavour.stats(results, 1)["num_batches"], 1)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("num_slices", [None, 1, 2])
+def test_a_layer_in_two_places_has_the_sum_of_gradients(flavour, num_slices):
+    got = flavour.run(flavour.offloaded(flavour.twice, num_slices=num_slices), X)
+    want = flavour.run(flavour.plain(flavour.twice), X)
+    chex.assert_trees_all_close(got[:3], want[:3], rtol=1e-5, atol=1e-6)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert kinds(got[1]) == {"pinned_host"}
 
 
 @pytest.mark.covering
@@ -110,6 +133,7 @@ def test_errors(flavour, error, match, options, flags):
         "checkpoint_activation": [None, 1, "host"],
         "num_microbatches": [0, 2.0, True, "2", None],
         "compute_dtype": [int, "int8", jnp.int32, "floot", 3, [float]],
+        "policy": ["dots", 3, [], jax.checkpoint_policies.save_only_these_names],
     }.items(),
     ids=lambda a: a if isinstance(a, str) else "",
 )

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -170,6 +171,63 @@ def test_a_module_that_is_in_the_list_twice():
     y = model.apply(on_host(eye), x, rngs={"dropout": KEY})
     assert len(np.unique(np.asarray(y))) == 2  # 0 and 4
     assert 0.1 < np.mean(np.asarray(y) == 4) < 0.4  # two masks
+
+
+class Part(nn.Module):
+    """Has a layer that another one has too."""
+
+    inner: nn.Module
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(6)(self.inner(x))
+
+
+class Around(nn.Module):
+    def setup(self):
+        self.dense = nn.Dense(6)
+        self.body = OffloadModel([nn.Dense(6), Part(self.dense)])
+
+    def __call__(self, x):
+        return self.body(self.dense(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda dense: OffloadModel([dense, Part(dense)]),
+         "layer 1, a Part, has the Dense of layers_0: .* effjax.nnx.OffloadModel"),
+        (lambda dense: OffloadModel([Part(dense), nn.relu, Part(dense)]),
+         "layer 2, a Part, has the Dense of layers_0/inner"),
+        (lambda dense: OffloadModel([dense, nn.Sequential([nn.relu, Part(dense)])]),
+         "layer 1, a Sequential, has the Dense of layers_0"),
+        (lambda dense: Around(), "layer 1, a Part, has the Dense of dense"),
+    ],
+    ids=["layer", "part", "deep", "outside"],
+)  # fmt: skip
+def test_a_module_that_is_part_of_two_layers_is_refused(make, match):
+    with pytest.raises(ValueError, match=match):
+        make(nn.Dense(6)).init(KEY, X)
+
+
+def test_a_stack_whose_layers_share_within():
+    dense = nn.Dense(6)
+    layer = nn.Sequential([dense, nn.tanh, dense])
+    model = OffloadModel(layer, num_layers=3)
+    variables = model.init(KEY, X)
+
+    def total(params, apply):
+        return jnp.sin(apply(params)).sum()
+
+    def one_by_one(params):
+        x: Any = X
+        for i in range(3):
+            x = layer.apply({"params": jax.tree.map(lambda a, i=i: a[i], params["layers"])}, x)
+        return x
+
+    got = jax.grad(total)(on_host(variables)["params"], lambda p: model.apply({"params": p}, X))
+    want = jax.grad(total)(variables["params"], one_by_one)
+    chex.assert_trees_all_close(effjax.to_device(got), want, rtol=1e-5, atol=1e-6)
 
 
 def test_tuples_and_dicts():

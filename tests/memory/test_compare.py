@@ -122,11 +122,16 @@ def test_max_batch_size_of_several_devices():
     assert found.batch_size == 80 and all(batch % 8 == 0 for batch in found.tried)
 
 
-def test_max_batch_size_in_multiples():
+@pytest.mark.exhaustive
+def test_max_batch_size_in_multiples(capsys):
     options = dict(target="l4", memory_fraction=available(1000.5), multiple_of=48)
     found = max_batch_size(linear, start=4000, progress=True, **options)
     assert found.batch_size == 48 * (1000 // 48)
     assert all(batch % 48 == 0 for batch in found.tried)
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == "finding the largest batch …" and len(lines) == len(found.tried)
+    said = r"batch \d+: \S+ [kM]B, (fits|too much), \d+\.\d s"
+    assert all(re.fullmatch(said, line) for line in lines), lines
 
 
 @pytest.mark.exhaustive

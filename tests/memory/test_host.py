@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from effjax.memory import HOST_MEMORY_VARIABLE as VARIABLE
 from effjax.memory import host_memory_limit, max_batch_size, plan
-from effjax.memory.host import VARIABLE
 from tests.programs import needs_gpu_compiler
 
 GIB = 2**30

@@ -146,8 +146,9 @@ def test_convolution_and_its_gradient():
     assert maps <= p.device.temporaries <= 8 * maps
 
 
+@pytest.mark.exhaustive
 def test_checkpoint_saves_memory():
-    # Eight wide layers: recomputing each from its narrow input keeps no wide activation.
+    # Four wide layers: recomputing each from its narrow input keeps no wide activation.
     # XLA's CPU backend removes the barriers that this needs and shows the same bytes for both.
     def loss(kernels, x, checkpoint):
         def layer(x, k):
@@ -157,14 +158,14 @@ def test_checkpoint_saves_memory():
             x = (jax.checkpoint(layer) if checkpoint else layer)(x, k)
         return jnp.sum(x)
 
-    kernels, x = [f32(64, 1024)] * 8, f32(4096, 64)
+    kernels, x = [f32(64, 1024)] * 4, f32(4096, 64)
     plain, recomputed = (
         plan(jax.grad(lambda k, x, c=c: loss(k, x, c)), kernels, x) for c in (False, True)
     )
     wide = 4 * 4096 * 1024
-    assert plain.device.temporaries >= 8 * wide
+    assert plain.device.temporaries >= 4 * wide
     assert recomputed.device.temporaries <= plain.device.temporaries / 2
-    assert sum(b.bytes >= wide and b.kind == "temporary" for b in plain.peak_buffers) >= 8
+    assert sum(b.bytes >= wide and b.kind == "temporary" for b in plain.peak_buffers) >= 4
     for p in (plain, recomputed):  # what is live explains the temporary bytes
         live = sum(b.bytes for b in p.peak_buffers if b.kind == "temporary")
         assert 0.95 * p.device.temporaries <= live <= p.device.temporaries

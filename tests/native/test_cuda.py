@@ -206,3 +206,5 @@ def test_programs_compile_for_a_gpu(deterministic):
     calls = re.findall(r'custom_call_target="effjax_(\w+)"', found.hlo)
     expected = {"deform_columns", "deform_columns_backward"}
     assert set(calls) == expected | ({"deform_scatter_sorted"} if deterministic else set())
+    sorted_arrays = [operands.count("%") for operands in re.findall(r" sort\((.*?)\)", found.hlo)]
+    assert set(sorted_arrays) == ({2} if deterministic else set())

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -171,6 +172,75 @@ def test_tuples_dicts_and_shared_params():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
 
 
+class Part(nnx.Module):
+    """Has a layer that another one has too."""
+
+    def __init__(self, inner, seed):
+        self.inner, self.own = inner, nnx.Linear(6, 6, rngs=nnx.Rngs(seed))
+
+    def __call__(self, x):
+        return jnp.sin(self.inner(x)) + self.own(x)
+
+
+class Attend(nnx.Module):
+    def __init__(self, embed):
+        self.embed = embed
+
+    def __call__(self, x):
+        return self.embed.attend(x)
+
+
+def parts():
+    linear = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
+    return [linear, Part(linear, 1), Part(linear, 2)], X
+
+
+def a_kernel():
+    layers = [nnx.Linear(6, 6, rngs=nnx.Rngs(i)) for i in range(2)]
+    layers[1].kernel = layers[0].kernel
+    return [layers[0], jnp.tanh, layers[1]], X
+
+
+def an_embedding():
+    embed = nnx.Embed(10, 6, rngs=nnx.Rngs(0))
+    return [embed, Part(nnx.Linear(6, 6, rngs=nnx.Rngs(1)), 2), Attend(embed)], np.arange(10)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("make", [parts, a_kernel, an_embedding])
+@pytest.mark.parametrize("options", [{}, {"num_slices": 2, "num_microbatches": 2}], ids=str)
+def test_layers_that_share_params(make, options):
+    """Also after split and merge, where one Variable is in several places."""
+    layers, x = make()
+    (graphdef, params, rest), want = [
+        nnx.split(model, nnx.Param, ...)
+        for model in (OffloadModel(layers, **options).to_host(), nnx.Sequential(*make()[0]))
+    ]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(graphdef, params, rest):
+        return jax.value_and_grad(lambda p: jnp.sin(nnx.merge(graphdef, p, rest)(x)).sum())(params)
+
+    got, want = run(graphdef, params, rest), run(*want)
+    assert kinds(got[1]) == {"pinned_host"}
+    got, want = jax.tree.leaves(got), jax.tree.leaves(want)
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_stack_whose_layers_share_within():
+    """And outside of jit."""
+    layers: Any = [Part(nnx.Linear(6, 6, rngs=nnx.Rngs(i)), i + 3) for i in range(3)]
+    for layer in layers:
+        layer.own = layer.inner
+    states = [nnx.state(layer) for layer in layers]
+    stack = nnx.merge(nnx.graphdef(layers[0]), jax.tree.map(lambda *a: jnp.stack(a), *states))
+    grad = nnx.grad(lambda model: jnp.sin(model(X)).sum())
+    got = nnx.to_pure_dict(grad(OffloadModel(stack).to_host()))["layers"]
+    want = nnx.to_pure_dict(grad(nnx.Sequential(*layers)))["layers"]
+    want = jax.tree.map(lambda *a: jnp.stack(a), *(want[i] for i in range(3)))
+    chex.assert_trees_all_close(effjax.to_device(got), want, rtol=1e-5, atol=1e-6)
+
+
 def test_functional_use_and_a_mesh(mesh8):
     """jax.jit and jax.grad of the state, over eight devices."""
     model = OffloadModel(mlp())
@@ -226,6 +296,13 @@ def test_an_optimizer_of_nnx():
     want = trained(lambda layers: nnx.Sequential(*layers))
     np.testing.assert_allclose(trained(OffloadModel), want, rtol=1e-6)
     assert want[2] < want[1] < want[0]
+
+
+def test_an_optimizer_of_what_is_on_the_host():
+    """The error of which the docstring and the page warn."""
+    model = OffloadModel([nnx.Linear(6, 6, rngs=nnx.Rngs(0))])
+    with pytest.raises(ValueError, match="Memory kind mismatch"):
+        nnx.Optimizer(model.to_host(), optax.adam(1e-2), wrt=nnx.Param)
 
 
 @pytest.mark.parametrize("num_microbatches", [exhaustive(1), 2])

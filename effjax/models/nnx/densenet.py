@@ -72,7 +72,8 @@ class DenseNet(nnx.Module):
     Raises:
         TypeError, ValueError: for an option that is not what it must be, or outside its range.
 
-    References: Huang et al. 2017 (arXiv:1608.06993); Pleiss et al. 2017 (arXiv:1707.06990).
+    References:
+        Huang et al. 2017 (arXiv:1608.06993); Pleiss et al. 2017 (arXiv:1707.06990).
     """
 
     def __init__(

@@ -47,8 +47,9 @@ class DeformResNet(nnx.Module):
         TypeError: for what is no number, sequence or dtype, and for images that are not real
             numbers.
 
-    References: He et al. 2016 (arXiv:1512.03385); Dai et al. 2017 (arXiv:1703.06211); Zhu et al.
-    2018 (arXiv:1811.11168).
+    References:
+        He et al. 2016 (arXiv:1512.03385); Dai et al. 2017 (arXiv:1703.06211); Zhu et al. 2018
+        (arXiv:1811.11168).
     """
 
     def __init__(

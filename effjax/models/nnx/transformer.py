@@ -23,6 +23,7 @@ from ...ops._arguments import (
     as_number,
 )
 from ...ops.batch_norm.statistics import statistics_dtype
+from ...ops.cross_entropy import linear_cross_entropy
 from ...ops.dropout import dropout
 from ...ops.offload.checks import as_arrays, as_key, one_key
 from ...ops.offload.trees import num_layers_of
@@ -96,8 +97,9 @@ class TransformerLM(nnx.Module):
         ValueError: for an option outside its range.
         TypeError: for one that is of another kind.
 
-    References: Vaswani et al. 2017 (arXiv:1706.03762); Xiong et al. 2020 (arXiv:2002.04745); Su et
-    al. 2021 (arXiv:2104.09864); Zhang and Sennrich 2019 (arXiv:1910.07467).
+    References:
+        Vaswani et al. 2017 (arXiv:1706.03762); Xiong et al. 2020 (arXiv:2002.04745); Su et al. 2021
+        (arXiv:2104.09864); Zhang and Sennrich 2019 (arXiv:1910.07467).
     """
 
     def __init__(
@@ -159,6 +161,18 @@ class TransformerLM(nnx.Module):
             ValueError: if `tokens` are not integers `[N, T]`.
             TypeError: for what is no array, key or function.
         """
+        logits = self.logits(self.features(tokens, key=key, apply_layers=apply_layers))
+        chex.assert_shape(logits, (*jnp.shape(tokens), self.head.out_features))
+        return logits
+
+    def features(
+        self,
+        tokens: ArrayLike,
+        *,
+        key: jax.Array | None = None,
+        apply_layers: ApplyLayers = scan_layers,
+    ) -> jax.Array:
+        """What the last layer returns, `[N, T, width]`; arguments and errors as of a call."""
         tokens, key = as_array("tokens", tokens, jnp.generic), as_key("key", key)
         as_callable("apply_layers", apply_layers)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -168,9 +182,7 @@ class TransformerLM(nnx.Module):
         params: Params = nnx.to_pure_dict(nnx.state(self.blocks, nnx.Param))
         x = self.embed(tokens)
         chex.assert_shape(x, (*tokens.shape, self.head.in_features))
-        logits = self.logits(apply_layers(self.layer, params, x, key))
-        chex.assert_shape(logits, (*tokens.shape, self.head.out_features))
-        return logits
+        return apply_layers(self.layer, params, x, key)
 
     @property
     def layer(self) -> Layer:
@@ -196,6 +208,18 @@ class TransformerLM(nnx.Module):
         x = _checked(x, self.head.in_features)
         logits = self.head(self.norm(x))
         return logits.astype(statistics_dtype(logits))
+
+    def losses(self, x: jax.Array, labels: jax.Array, **options: Any) -> jax.Array:
+        """The cross entropy `[N, T]` of labels by ``logits(x)``, which are not made all at once.
+
+        Args:
+            x: `[N, T, width]`, what the last layer returns: see `features`.
+            labels: integers `[N, T]`, the next tokens.
+            **options: `where`, `z_loss` and `chunk_size`, as of `effjax.linear_cross_entropy`.
+        """
+        x, head = self.norm(_checked(x, self.head.in_features)), self.head
+        bias = None if head.bias is None else head.bias[...]
+        return linear_cross_entropy(x, head.kernel[...], labels, bias=bias, **options)
 
 
 class TransformerBlock(nnx.Module):

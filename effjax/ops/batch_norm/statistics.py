@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from .._arguments import as_array, as_integer, as_number, described, one_of
+from .._arguments import as_integer, as_mask, as_number, described, one_of
 from .._parallel import AxisNames, as_varying, axis_names, axis_sizes, manual_axes, varying
 
 AXES = (0, 1, 2)  # of [N, H, W, C], what the statistics of a feature are over
@@ -55,7 +55,7 @@ class Reduction(NamedTuple):
 def make_reduction(
     axis_name: Hashable | Sequence[Hashable] | None, axis_index_groups: Any, stats: str
 ) -> Reduction:
-    """Validates the arguments that all synchronised operators share."""
+    """Validates the arguments that all synchronized operators share."""
     names = axis_names(axis_name)
     one_of("stats", stats, "auto", "gather", "two_psum")
     groups = index_groups(axis_index_groups)
@@ -245,18 +245,7 @@ def normalize_backward(
 
 def check_mask(mask: Any, x: jax.Array) -> jax.Array:
     """The mask with x's rank."""
-    mask = as_array("mask", mask, jnp.generic)
-    if mask.dtype != jnp.bool_:
-        raise TypeError(
-            f"`mask` must be boolean, but its dtype is {mask.dtype}; pass mask.astype(bool)."
-        )
-    try:
-        fits = jnp.broadcast_shapes(mask.shape, x.shape) == x.shape
-    except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError(f"`mask` of shape {mask.shape} must broadcast to `x` of shape {x.shape}.")
-    return mask.reshape((1,) * (x.ndim - mask.ndim) + mask.shape)
+    return as_mask("mask", mask, "x", x.shape)
 
 
 def check_epsilon(epsilon: Any) -> float:

@@ -39,7 +39,7 @@ def sync_batch_norm(
     feature_axis: int | Sequence[int] = -1,
     stats: Literal["auto", "gather", "two_psum"] = "auto",
 ) -> tuple[jax.Array, BatchStats]:
-    """Normalises x by the statistics of the whole batch, over all devices of `axis_name`.
+    """Normalizes x by the statistics of the whole batch, over all devices of `axis_name`.
 
     ``y = act((x - mean) / sqrt(var + epsilon) * scale + bias + residual)``
 
@@ -58,7 +58,7 @@ def sync_batch_norm(
             global batch already.
         axis_index_groups: groups of device indices along the one `axis_name`, each with statistics
             of its own (pmap and ``shard_map(check_vma=False)``; elsewhere use a mesh of two axes).
-        mask: boolean, broadcastable to x: which values count. Every value is normalised, counted or
+        mask: boolean, broadcastable to x: which values count. Every value is normalized, counted or
             not.
         epsilon: added to the variance; positive.
         activation: ``"relu"`` or None.
@@ -68,9 +68,9 @@ def sync_batch_norm(
             ``"two_psum"`` two of C; ``"auto"`` takes the first up to 256 KiB.
 
     Returns:
-        y, of x's shape and dtype, and :class:`BatchStats` (biased variance), through which no
-        gradient flows. A feature with nothing counted has mean 0 and variance 1; with one value
-        counted its variance is 0.
+        y, of x's shape and dtype, and `BatchStats` (biased variance), through which no gradient
+        flows. A feature with nothing counted has mean 0 and variance 1; with one value counted its
+        variance is 0.
 
     Raises:
         TypeError: arguments that are no arrays or numbers where they must be, arrays that are not
@@ -80,7 +80,7 @@ def sync_batch_norm(
             groups where JAX cannot do them.
 
     Kept for the backward pass: x in its own dtype, mean, inverse standard deviation, count, scale,
-    bias and the mask; with a residual and an activation also y. Neither the normalised value nor a
+    bias and the mask; with a residual and an activation also y. Neither the normalized value nor a
     ReLU mask is kept.
 
     Gradients are those of the sum of all devices' losses, as in ``jax.grad`` of a loss local to
@@ -124,14 +124,14 @@ def batch_norm_inference(
     residual: jax.Array | None = None,
     feature_axis: int | Sequence[int] = -1,
 ) -> jax.Array:
-    """Normalises x by given statistics, as batch norm does in evaluation.
+    """Normalizes x by given statistics, as batch norm does in evaluation.
 
     ``y = act((x - mean) / sqrt(var + epsilon) * scale + bias + residual)``
 
-    Arguments, errors and precision are those of :func:`sync_batch_norm`, but for `epsilon`, which
-    may be 0, and x, which may be a single example. `mean` and `var` are floating point, of the
-    shape of the feature axes. It is plain JAX: differentiable in every argument and in forward
-    mode, without collectives.
+    Arguments, errors and precision are those of `sync_batch_norm`, but for `epsilon`, which may be
+    0, and x, which may be a single example. `mean` and `var` are floating point, of the shape of
+    the feature axes. It is plain JAX: differentiable in every argument and in forward mode, without
+    collectives.
     """
     x, scale, bias, residual, axes = _check(
         x, scale, bias, residual, activation, feature_axis, needs_batch=False

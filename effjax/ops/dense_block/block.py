@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arguments import as_array, as_number, described, one_of
+from .._arguments import as_array, as_number, check_precision, described, one_of
 from .._parallel import per_batch, same_varying
 from ..batch_norm.statistics import (
     AXES,
@@ -31,13 +31,7 @@ from ..batch_norm.statistics import (
     psum,
 )
 from ..dropout import dropout
-from .bn_relu_conv import (
-    as_batch_stats,
-    as_features,
-    check_chunks,
-    check_pixel_mask,
-    check_precision,
-)
+from .bn_relu_conv import as_batch_stats, as_features, check_chunks, check_pixel_mask
 from .wide import Wide, wide_conv, wide_conv_backward
 
 
@@ -84,12 +78,11 @@ def dense_block(
 
     Args:
         x: [N, H, W, C0], floating point.
-        params: one :class:`DenseLayerParams` a layer; sizes may differ by layer. Computed in x's
-            dtype.
+        params: one `DenseLayerParams` a layer; sizes may differ by layer. Computed in x's dtype.
         save: what the backward pass keeps besides the features: ``"conv"`` the output of every 1x1
             convolution, ``"features"`` nothing (they are recomputed).
-        axis_name, axis_index_groups, epsilon, stats: as in :func:`sync_batch_norm`. Per layer at
-            most two all-reduces each way, whose sizes do not grow with the depth.
+        axis_name, axis_index_groups, epsilon, stats: as in `sync_batch_norm`. Per layer at most two
+            all-reduces each way, whose sizes do not grow with the depth.
         mask: boolean, broadcastable to [N, H, W, 1]: which pixels count in the statistics.
         dropout_rate, key: new features are dropped with this probability; layer l uses
             ``fold_in(key, l)``. Under pmap or shard_map give each device a key of its own.
@@ -98,9 +91,8 @@ def dense_block(
         precision: of the convolutions, as in ``jax.lax``.
 
     Returns:
-        The features [N, H, W, C0 + sum of k], of x's dtype, and for each layer the
-        :class:`BatchStats` of its two norms (of c and of b features), through which no gradient
-        flows.
+        The features [N, H, W, C0 + sum of k], of x's dtype, and for each layer the `BatchStats` of
+        its two norms (of c and of b features), through which no gradient flows.
 
     Raises:
         TypeError, ValueError: inputs that do not fit, with their values; dropout without a key; an

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arguments import as_array, as_integer
+from .._arguments import as_array, as_integer, check_precision
 from .._convolution import padding_of, pair
 from .._parallel import per_batch, same_varying, zeros
 from ..batch_norm.statistics import (
@@ -47,19 +47,19 @@ def bn_relu_conv(
     num_chunks: int | None = None,
     precision: Any = None,
 ) -> tuple[jax.Array, BatchStats]:
-    """Convolves the normalised, rectified concatenation of x, and keeps neither of the two.
+    """Convolves the normalized, rectified concatenation of x, and keeps neither of the two.
 
     ``y = conv(relu(batch_norm(concatenate(x))), kernel)``
 
     This is the bottleneck of a DenseNet. A 1x1 convolution is worked through in slices of rows, so
-    that neither the normalised features nor their gradient exist at full size in either pass.
+    that neither the normalized features nor their gradient exist at full size in either pass.
 
     Args:
         x: [N, H, W, C], or a list of such arrays that are concatenated along C; floating point, one
             dtype.
         scale, bias: [C].
         kernel: [kh, kw, C / feature_group_count, O]; computed in x's dtype.
-        axis_name, axis_index_groups, epsilon, stats: as in :func:`sync_batch_norm`.
+        axis_name, axis_index_groups, epsilon, stats: as in `sync_batch_norm`.
         mask: boolean, broadcastable to [N, H, W, 1]: which pixels count in the statistics.
         strides, padding, kernel_dilation, feature_group_count, precision: as in
             ``jax.lax.conv_general_dilated``; a single number stands for both spatial axes.
@@ -67,7 +67,7 @@ def bn_relu_conv(
             float32.
 
     Returns:
-        y [N, H', W', O] of x's dtype, and the :class:`BatchStats` of the C features.
+        y [N, H', W', O] of x's dtype, and the `BatchStats` of the C features.
 
     Raises:
         TypeError, ValueError: inputs that do not fit, with their values; an `axis_name` that is not
@@ -198,24 +198,9 @@ def check_chunks(num_chunks: int | None, shape: tuple[int, ...]) -> int:
     whole = isinstance(num_chunks, (int, np.integer)) and not isinstance(num_chunks, bool)
     if not whole or num_chunks < 1:
         raise ValueError(
-            f"`num_chunks` (={num_chunks!r}) must be an integer of at least 1, or None."
+            f"`num_chunks` (={num_chunks!r:.80}) must be an integer of at least 1, or None."
         )
     return int(num_chunks)
-
-
-def check_precision(precision: Any, dtype: Any) -> Any:
-    """What `jax.lax` takes for arrays of this dtype, and what can be hashed."""
-    precision = tuple(precision) if isinstance(precision, list) else precision
-    one = jax.ShapeDtypeStruct((1, 1), dtype)
-    if precision is not None:
-        try:
-            jax.eval_shape(functools.partial(lax.dot, precision=precision), one, one)
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"`precision` (={precision!r}) must be None, or what jax.lax takes for it, like "
-                '"highest".'
-            ) from None
-    return precision
 
 
 def check_pixel_mask(mask: Any, x: jax.Array) -> jax.Array:

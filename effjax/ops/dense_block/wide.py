@@ -21,7 +21,7 @@ SLICE_BYTES = 8 * 2**20
 
 
 class Wide(NamedTuple):
-    """The first c channels of a buffer, how they are normalised, and the kernel they meet."""
+    """The first c channels of a buffer, how they are normalized, and the kernel they meet."""
 
     buffer: jax.Array  # [N, H, W, >= c]
     mean: jax.Array  # [1, 1, 1, c]
@@ -104,7 +104,7 @@ def wide_conv_backward(
 
 
 def _activations(wide: Wide, buffer: jax.Array, start, size: int) -> tuple:
-    """Of one slice: the raw features, their normalised value and what the convolution reads."""
+    """Of one slice: the raw features, their normalized value and what the convolution reads."""
     n, _, w, _ = buffer.shape
     x = lax.dynamic_slice(buffer, (0, start, 0, 0), (n, size, w, wide.mean.shape[-1]))
     y = normalize(x, wide.mean, wide.inv, wide.scale, wide.bias)

@@ -87,8 +87,8 @@ def check_alike(name: str, tree: Tree, other_name: str, other: Tree) -> None:
         raise ValueError(f"`{name}` must be like {other_name}, {b!s:.300}, not {a!s:.300}.")
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     for (path, x), y in zip(leaves, jax.tree.leaves(other), strict=True):
-        if jnp.shape(x) != y.shape:
+        if np.shape(x) != y.shape:
             raise ValueError(
                 f"`{name}`{jax.tree_util.keystr(path)} must be of the shape {y.shape}, as in "
-                f"{other_name}, not {jnp.shape(x)}."
+                f"{other_name}, not {np.shape(x)}."
             )

@@ -13,6 +13,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from .._arguments import as_callable, as_flag, described
+from .host_pool import warn_beyond_pool
 from .placement import Space, space_of
 
 # XLA for GPUs before this JAX reads the wrong slice of a host array, without a word, where the
@@ -33,7 +34,8 @@ def offload_jit(fun: Callable, *, donate: bool = True) -> Callable:
 
     ``step(state, *args) -> (state, *results)`` is compiled with the options that offloading needs
     where it runs, and, unless donate=False, so that the new state is written over the old one, each
-    array in the memory and with the sharding that it had.
+    array in the memory and with the sharding that it had. It warns of a program for a GPU that
+    needs more pinned host memory than XLA takes, see `effjax.memory.host_memory_limit`.
 
     Args:
         fun: the function of arrays. With donate=True its first argument and its (first) result are
@@ -90,10 +92,17 @@ def offload_jit(fun: Callable, *, donate: bool = True) -> Callable:
 
 def compile_offloaded(jitted: Any, *args) -> jax.stages.Compiled:
     """Compiles for these arguments, with the options that offloading needs where it runs."""
-    traced = jitted.trace(*args)
-    options = needed_options(traced.jaxpr) if jax.default_backend() == "gpu" else {}
+    traced, on_gpu = jitted.trace(*args), jax.default_backend() == "gpu"
+    options = needed_options(traced.jaxpr) if on_gpu else {}
     with allowed():
         lowered = traced.lower()
+    program = _compile(lowered, options)
+    if on_gpu:
+        warn_beyond_pool(program)
+    return program
+
+
+def _compile(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
     try:
         return lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:

@@ -39,7 +39,7 @@ def host_init(init_fn: Callable, keys: jax.Array, *, shardings: Any = None) -> T
 
 
 def _sharding_of(shardings: Any) -> Callable:
-    """``sharding(path, shape)`` for `on_host`."""
+    """``sharding(path, shape)`` for `by_layer`."""
     kind = jax.sharding.Sharding
     if isinstance(shardings, kind) or shardings is None:
         return lambda path, shape: shardings
@@ -79,18 +79,28 @@ def by_layer(
 
         return scan(body, guard_host_slices(), None, length=num_layers_of(stacked))[1]
 
-    leaves = jax.tree.leaves(stacked)
+    return made_on_host(
+        run, stacked, sharding, lambda shape: space == Space.Host and (scalars or len(shape) > 1)
+    )
+
+
+def made_on_host(run: Callable, tree: Tree, sharding: Callable, is_on_host: Callable) -> Tree:
+    """``run(tree)``, compiled so that its arrays are made where they are to be.
+
+    ``is_on_host(shape)`` is whether one is to be there; ``sharding`` is as of `by_layer`.
+    """
+    leaves = jax.tree.leaves(tree)
     if any(isinstance(a, Tracer) for a in leaves):
-        return run(stacked)
-    one = SingleDeviceSharding(min(leaves[0].devices(), key=lambda d: d.id))
+        return run(tree)
+    devices = leaves[0].devices() if leaves else jax.devices()
+    one = SingleDeviceSharding(min(devices, key=lambda d: d.id))
 
     def place(path, a):
         found = sharding(path, a.shape) or one
-        on_host = space == Space.Host and (scalars or len(a.shape) > 1)
-        return found.with_memory_kind("pinned_host" if on_host else "device")
+        return found.with_memory_kind("pinned_host" if is_on_host(a.shape) else "device")
 
-    shardings = jax.tree_util.tree_map_with_path(place, jax.eval_shape(run, stacked))
-    return compile_offloaded(jax.jit(run, out_shardings=shardings), stacked)(stacked)
+    shardings = jax.tree_util.tree_map_with_path(place, jax.eval_shape(run, tree))
+    return compile_offloaded(jax.jit(run, out_shardings=shardings), tree)(tree)
 
 
 def state_sharding(params: Tree, path: tuple, shape: tuple[int, ...]) -> Any:

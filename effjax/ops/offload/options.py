@@ -1,9 +1,12 @@
 """What the forms of offloading can be told, checked once."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-from .._arguments import as_dtype, as_flag, as_integer, one_of
+import jax
+
+from .._arguments import as_dtype, as_flag, as_integer, described, one_of
 from .placement import SPACES, Space, Where
 
 
@@ -25,6 +28,7 @@ class OffloadOptions:
     resident_slices: int = 0
     compute_dtype: Any = None
     has_aux: bool = False
+    policy: Callable | None = None
 
     def __post_init__(self) -> None:
         least = {"num_slices": 1, "num_microbatches": 1, "prefetch": 0, "resident_slices": 0}
@@ -38,10 +42,11 @@ class OffloadOptions:
         if self.compute_dtype is not None:
             as_dtype("compute_dtype", self.compute_dtype)
         as_flag("has_aux", self.has_aux)
+        _check_policy(self.policy)
 
     @property
     def activations_in(self) -> Space:
-        """Where the inputs of the slices are kept for the backward pass."""
+        """Where what is kept of the slices for the backward pass is."""
         return SPACES[self.activations]
 
     @property
@@ -63,3 +68,17 @@ class OffloadOptions:
                 f"(={found})."
             )
         return found
+
+
+def _check_policy(policy: Any) -> None:
+    if policy is not None and not callable(policy):
+        raise TypeError(
+            "`policy` must be None or a policy of jax.checkpoint, such as "
+            f"jax.checkpoint_policies.dots_saveable, not {described(policy)}."
+        )
+    for name, function in vars(jax.checkpoint_policies).items():
+        if function is policy and name.startswith(("save_", "offload_")):
+            raise TypeError(
+                f"`policy` must be what jax.checkpoint_policies.{name} returns, not that function; "
+                "call it."
+            )

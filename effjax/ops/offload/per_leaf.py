@@ -1,24 +1,28 @@
 """Whether an optimizer treats every parameter and layer on its own, read from its program."""
 
-from collections.abc import Iterator
+import contextlib
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
-from .compiled import jaxprs_in
+from .checks import check_alike
+from .dependencies import Random, dependencies
 from .trees import is_key
 
 _NOT_OWN = (
-    "`tx` does not treat every parameter on its own: the update of params{name} depends on the "
-    "gradients of {others}. Layers are updated one after the other: leave such a transformation "
-    "out, and to clip by the global norm pass `clip_norm`."
+    "`tx` does not treat every {one} on its own: {found}. Layers are updated one after the other: "
+    "leave such a transformation out, or take an optimizer whose state is each parameter's own, "
+    "such as optax.adamw; to clip by the global norm pass `clip_norm`."
 )
 _SAME_NOISE = (
     "`tx` draws random numbers {where}, which would be the same ones in every layer. A key in its "
     "state gets the number of the layer: keep it there, as optax.add_noise does."
 )
+
+
+class _Failed(ValueError):
+    """Of an optimizer that cannot be applied."""
 
 
 def check_per_leaf(tx: Any, params: Any) -> set[int]:
@@ -32,104 +36,128 @@ def check_per_leaf(tx: Any, params: Any) -> set[int]:
         Which leaves of its state are PRNG keys.
 
     Raises:
-        ValueError: if the update of a parameter depends on another one's gradient, or what is drawn
-            does not come from a key in the state, and so is the same in every layer.
+        ValueError: if tx fails for such parameters; if the update of a parameter depends on
+            another one, or on another layer, with where they meet; or if what is drawn does not
+            come from a key in the state, and so is the same in every layer.
     """
-    initial, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
-    closed, (updates, _) = jax.make_jaxpr(tx.update, return_shape=True)(params, state, params)
-    names, updated = _names(params), _names(updates)
-    states = [("state", j) for j in range(len(jax.tree.leaves(state)))]
-    own = [{i} for i in range(len(names))]
-    found = _Random([], [])
-    outputs = _dependencies(closed.jaxpr, [*own, *({s} for s in states), *own], found)
-    # What each entry of the state depends on, after any number of steps.
-    of_state = dict(zip(states, outputs[len(updated) :], strict=True))
-    for _ in states:
-        of_state = {state: _through(deps, of_state) for state, deps in of_state.items()}
-    for name, deps in zip(updated, outputs, strict=False):
-        deps = _through(deps, of_state)
-        others = [names[i] for i in sorted(d for d in deps if isinstance(d, int))]
-        if others not in ([], [name]):
-            raise ValueError(_NOT_OWN.format(name=name, others=", ".join(others)))
-    keys = _keys(jax.tree.leaves(state), found)
-    at_first = _Random([], [])
-    _dependencies(initial.jaxpr, [set()] * len(initial.jaxpr.invars), at_first)
-    if at_first.draws:
-        raise ValueError(_SAME_NOISE.format(where="when it is initialized"))
-    for deps in [*found.draws, *(of_state["state", j] for j in keys)]:
-        if not any(("state", j) in _through(deps, of_state) for j in keys):
-            raise ValueError(_SAME_NOISE.format(where="from a key that is not in its state"))
-    return keys
+    program = _trace(tx, params)
+    names = [f"params{jax.tree_util.keystr(p)}" for p in program.params]
+    if mixed := program.mixed():
+        i, others, place = mixed
+        _refuse("parameter", names[i], [names[j] for j in others], place)
+    # Two layers, where the optimizer does not insist on the paths of one.
+    with contextlib.suppress(_Failed):
+        if mixed := _trace(tx, jax.tree.map(lambda a: [a, a], params)).mixed():
+            i, _, place = mixed
+            _refuse("layer", names[i // 2], ["other layers"], place)
+    _check_noise(program)
+    return program.keys()
 
 
-def _names(tree: Any) -> list[str]:
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+def _refuse(one: str, name: str, others: list[str], place: str) -> None:
+    on = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if others[3:] else "")
+    if place:
+        found = f"{place} depends on {name} and on {on}, and the update of {name} on it"
+    else:
+        found = f"the update of {name} depends on {on}"
+    raise ValueError(_NOT_OWN.format(one=one, found=found))
 
 
-def _through(deps: set, of_state: dict) -> set:
+class _Program(NamedTuple):
+    """What an optimizer's results depend on: i is parameter i or its gradient, ("state", j) entry j
+    of its state."""
+
+    params: list[tuple]  # paths
+    state: list[tuple[tuple, Any]]  # paths and types
+    at_first: list[set]  # the state, as it is made
+    updates: list[set]
+    after: list[set]  # the state, after a step
+    random_at_first: Random
+    random: Random
+
+    def of_state(self) -> list[set]:
+        """What the state depends on after any number of steps."""
+        old, new = [], [a | b for a, b in zip(self.at_first, self.after, strict=True)]
+        while old != new:
+            old, new = new, [_through(deps, new) for deps in new]
+        return new
+
+    def mixed(self) -> tuple[int, list[int], str] | None:
+        """(a parameter, others that its update depends on, the entry of the state where they meet)
+
+        None if there is no such parameter; "" if they meet in no entry that is not one's own.
+        """
+        of_state = self.of_state()
+        for i, deps in enumerate(self.updates):
+            deps = _through(deps, of_state)
+            if others := sorted(d for d in deps if isinstance(d, int) and d != i):
+                return i, others, next(filter(None, map(self._place, _entries(deps))), "")
+        return None
+
+    def _place(self, j: int) -> str:
+        """The name of an entry of the state in which parameters meet; "" if they do not."""
+        path, _ = self.state[j]
+        of_one = any(path[len(path) - len(p) :] == p for p in self.params)
+        met = [d for d in self.at_first[j] | self.after[j] if isinstance(d, int)]
+        return "" if of_one or len(met) < 2 else f"state{jax.tree_util.keystr(path)}"
+
+    def keys(self) -> set[int]:
+        """Those entries that are keys: by their type, or as uint32 from which a key is made."""
+
+        def is_raw(j: int, a: Any) -> bool:
+            return a.dtype == jnp.uint32 and any(
+                ("state", j) in deps and a.shape[-1:] == (size,)
+                for deps, size in self.random.raw_keys
+            )
+
+        return {j for j, (_, a) in enumerate(self.state) if is_key(a) or is_raw(j, a)}
+
+
+def _entries(deps: set) -> list[int]:
+    return sorted(d[1] for d in deps if isinstance(d, tuple))
+
+
+def _through(deps: set, of_state: list[set]) -> set:
     """`deps` and what the state that is among them depends on."""
-    return deps.union(*(of_state[d] for d in deps if d in of_state))
+    return deps.union(*(of_state[j] for j in _entries(deps)))
 
 
-class _Random(NamedTuple):
-    """What a program draws from: the inputs that each draw and each old-style key depend on."""
-
-    draws: list[set]
-    raw_keys: list[tuple[set, int]]  # with the size of such a key
-
-    def note(self, eqn: Any, deps: list[set]) -> None:
-        if eqn.primitive.name == "random_wrap":
-            self.raw_keys.append((deps[0], eqn.invars[0].aval.shape[-1]))
-        takes, gives = (any(map(_has_keys, vs)) for vs in (eqn.invars, eqn.outvars))
-        if takes and not gives and eqn.primitive.name != "random_unwrap":
-            self.draws.append(set().union(*deps))
+def _check_noise(program: _Program) -> None:
+    """Raises ValueError if what is drawn would be the same in every layer."""
+    keys, of_state = program.keys(), program.of_state()
+    if program.random_at_first.draws:
+        raise ValueError(_SAME_NOISE.format(where="when it is initialized"))
+    for deps in [*program.random.draws, *(of_state[j] for j in keys)]:
+        if not keys & set(_entries(_through(deps, of_state))):
+            raise ValueError(_SAME_NOISE.format(where="from a key that is not in its state"))
 
 
-def _has_keys(v: Any) -> bool:
-    return hasattr(v.aval, "dtype") and is_key(v.aval)
+def _trace(tx: Any, params: Any) -> _Program:
+    init, state = _traced("init(params)", tx.init, params)
+    update, result = _traced("update(grads, state, params)", tx.update, params, state, params)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise _Failed(f"`tx`.update must return (updates, state), not {result!s:.300}.")
+    try:
+        check_alike("tx.update(...)[0]", result[0], "the parameters", params)
+        check_alike("tx.update(...)[1]", result[1], "the state", state)
+    except ValueError as error:
+        raise _Failed(str(error)) from None
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    entries = jax.tree_util.tree_leaves_with_path(state)
+    own, of_state = [{i} for i in range(len(paths))], [{("state", j)} for j in range(len(entries))]
+    random_at_first, random = Random([], []), Random([], [])
+    at_first = dependencies(init.jaxpr, own, random_at_first)
+    results = dependencies(update.jaxpr, [*own, *of_state, *own], random)
+    updates, after = results[: len(own)], results[len(own) :]
+    return _Program(paths, entries, at_first, updates, after, random_at_first, random)
 
 
-def _keys(state: list, found: _Random) -> set[int]:
-    """Those leaves that are keys: by their type, or as uint32 from which a key is made."""
-
-    def is_raw(j: int, a: Any) -> bool:
-        return a.dtype == jnp.uint32 and any(
-            ("state", j) in deps and a.shape[-1:] == (size,) for deps, size in found.raw_keys
-        )
-
-    return {j for j, a in enumerate(state) if is_key(a) or is_raw(j, a)}
-
-
-def _dependencies(jaxpr: Any, inputs: list[set], found: _Random) -> list[set]:
-    """For each output the union of the sets of the inputs that it depends on."""
-    known: dict = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def read(v):
-        return set() if isinstance(v, Literal) else known.get(v, set())
-
-    for eqn in jaxpr.eqns:
-        deps = _of_equation(eqn, [read(v) for v in eqn.invars], found)
-        known.update(zip(eqn.outvars, deps, strict=True))
-    return [read(v) for v in jaxpr.outvars]
-
-
-def _of_equation(eqn: Any, deps: list[set], found: _Random) -> list[set]:
-    if eqn.primitive.name == "cond":
-        which, *deps = deps
-        branches = [_dependencies(branch.jaxpr, deps, found) for branch in eqn.params["branches"]]
-        return [which.union(*results) for results in zip(*branches, strict=True)]
-    inner = list(_inner(eqn))
-    if eqn.primitive.name not in ("scan", "while") and len(inner) == 1:
-        if len(inner[0].invars) == len(deps) and len(inner[0].outvars) == len(eqn.outvars):
-            return _dependencies(inner[0], deps, found)
-    union = set().union(*deps)  # more than there may be, never less
-    for jaxpr in inner:
-        _dependencies(jaxpr, [union] * len(jaxpr.invars), found)
-    if not inner:
-        found.note(eqn, deps)
-    return [union] * len(eqn.outvars)
-
-
-def _inner(eqn: Any) -> Iterator[Any]:
-    """The programs in the parameters of an equation."""
-    return (getattr(found, "jaxpr", found) for found in jaxprs_in(eqn.params))
+def _traced(what: str, method: Any, *args: Any) -> tuple[Any, Any]:
+    """(program, the shapes of its results)"""
+    try:
+        return jax.make_jaxpr(method, return_shape=True)(*args)
+    except Exception as error:  # whatever optimizers raise
+        raise _Failed(
+            f"`tx`.{what} failed for the parameters of one layer. An optimizer that needs more "
+            f"than these arguments cannot be offloaded. {type(error).__name__}: {error!s:.500}"
+        ) from error

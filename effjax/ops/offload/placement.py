@@ -74,6 +74,42 @@ def _move_backward(here: Space, there: Space, _, dy: jax.Array):
 _move.defvjp(_move_forward, _move_backward)
 
 
+def apart(tree: Any) -> Any:
+    """The same tree, with an array of its own in each place.
+
+    Where one array is in several places JAX adds its gradients where it is, which XLA for GPUs
+    cannot on the host: here they are added on the device.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    places: dict[int, list[int]] = {}
+    for j, a in enumerate(leaves):
+        places.setdefault(id(a), []).append(j)
+    for found in places.values():
+        a = leaves[found[0]]
+        if len(found) > 1 and jnp.issubdtype(a.dtype, jnp.inexact):
+            for j, copy in zip(found, _copies(len(found), space_of(a), a), strict=True):
+                leaves[j] = copy
+    return jax.tree.unflatten(structure, leaves)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _copies(count: int, here: Space, x: jax.Array) -> list[jax.Array]:
+    return [x] * count
+
+
+def _copies_forward(count: int, here: Space, x: jax.Array):
+    return [x] * count, None
+
+
+def _copies_backward(count: int, here: Space, _, dy: list[jax.Array]):
+    # Kept on the host from one place to the next, whatever lies between.
+    first, *rest = put(lax.optimization_barrier(dy), Space.Device)
+    return (put(sum(rest, first), here),)
+
+
+_copies.defvjp(_copies_forward, _copies_backward)
+
+
 def put(tree: Any, space: Space) -> Any:
     """Moves without a gradient: for inside a rule."""
     return jax.tree.map(lambda x: x if space_of(x) == space else jax.device_put(x, space), tree)

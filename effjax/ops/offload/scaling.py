@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .optimizer import clip_scale, squares
 from .trees import Tree
-from .update import clip_scale, squares
 
 GROWTH_INTERVAL = 2000  # finite steps
 

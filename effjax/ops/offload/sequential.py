@@ -11,11 +11,11 @@ from jax import lax
 
 from .._arguments import as_callable
 from .._parallel import as_varying, sum_to_type_of
-from . import slices
+from . import residuals, slices
 from .checks import as_arrays, as_key, as_sequence
 from .compiled import in_order
 from .options import OffloadOptions
-from .placement import Space, Where, check_space, moved, put, space_of
+from .placement import Space, Where, apart, check_space, moved, put, space_of
 from .slices import Slice, check_layer, check_microbatches, close_over, microbatch
 from .trees import (
     Tree,
@@ -42,6 +42,7 @@ def offload_sequential(
     activations: Where = "host",
     compute_dtype: Any = None,
     has_aux: bool = False,
+    policy: Callable | None = None,
 ) -> Any:
     """Applies unlike layers that stream through the device, a slice of them at a time.
 
@@ -56,13 +57,14 @@ def offload_sequential(
 
     Args:
         layers: ``layer(params, x, key) -> x``, or ``-> (x, aux)`` with `has_aux`.
-        params: a pytree of arrays for each layer, floating-point to be differentiated.
+        params: a pytree of arrays for each layer, floating-point to be differentiated. Where one
+            array is in several places, its gradients are added on the device.
         x: a pytree of arrays [B, ...].
         key: a PRNG key, or None; layer i and microbatch m get ``fold_in(fold_in(key, i), m)``.
         num_slices: into how many slices of about the same bytes of parameters the layers are cut;
             None: every layer is one.
         params_in: "host" or "device", where the parameters are.
-        num_microbatches, activations, compute_dtype: as in `offload_scan`.
+        num_microbatches, activations, compute_dtype, policy: as in `offload_scan`.
         has_aux: whether layers return a second result.
 
     Returns:
@@ -72,14 +74,15 @@ def offload_sequential(
     Raises:
         ValueError, TypeError: when it is traced, for arguments that do not fit.
 
-    Kept for the backward pass: the parameters where they are, and the input of every slice.
+    Kept for the backward pass: the parameters where they are, and of every slice its input or what
+    `policy` says.
 
     References:
         fairscale ``OffloadModel``.
     """
     options = OffloadOptions(
         num_slices, num_microbatches, params_in, activations,
-        compute_dtype=compute_dtype, has_aux=has_aux,
+        compute_dtype=compute_dtype, has_aux=has_aux, policy=policy,
     )  # fmt: skip
     for i, layer in enumerate(as_sequence("layers", layers)):
         as_callable(f"layers[{i}]", layer)
@@ -101,7 +104,7 @@ def apply_sequence(
             f"`layers` (of {len(layers)}) and `params` (of {len(params)}) must be sequences of the "
             "same length, of at least 1."
         )
-    params = [jax.tree.map(jnp.asarray, p) for p in params]
+    params = apart([jax.tree.map(jnp.asarray, p) for p in params])
     check_space("params_in", params, options.params_in)
     bounds = split_by_bytes(params, options.num_slices)
     x = moved(jax.tree.map(strong, x), Space.Device)
@@ -130,16 +133,19 @@ def _groups(
             params[first:last],
             at,
         )
-        w, part = jax.tree.map(functools.partial(_vary, axes), (w, part))
-        converted, more = close_over(run, w, part, (key, jnp.int32(0)))
-        this = Slice(functools.partial(_apply, converted), options.num_microbatches)
+        types = jax.tree.map(functools.partial(_vary, axes), (w, part, (key, jnp.int32(0))))
+        converted, more = close_over(run, *types)
+        apply, policy = functools.partial(_apply, converted, axes), options.policy
+        keep = None if policy is None else functools.partial(residuals.keep, apply, policy)
+        this = Slice(apply, options.num_microbatches, keep)
         groups.append(this)
         for a in more:  # once, though several layers may close over it
             if not any(a is other for other in shared):
                 shared.append(a)
         used.append(tuple(next(j for j, b in enumerate(shared) if a is b) for a in more))
-        at, _ = jax.eval_shape(functools.partial(slices.forward, this), w, more, at, key)
-    return (tuple(zip(groups, used, strict=True)), options.activations_in), shared
+        at, *_ = jax.eval_shape(functools.partial(slices.forward, this), w, more, at, key)
+    like_x = functools.partial(as_cotangent, jax.eval_shape(lambda x: x, x))
+    return (tuple(zip(groups, used, strict=True)), options.activations_in, like_x), shared
 
 
 def split_by_bytes(params: Sequence[Tree], num_slices: int | None) -> list[int]:
@@ -171,8 +177,10 @@ def _layers(layers, first, last, options, w, x, key):
     return x, aux
 
 
-def _apply(converted: Callable, w, shared, x, key, m):
-    return converted(w, shared, x, (key, jnp.asarray(m, jnp.int32)))
+def _apply(converted: Callable, axes: frozenset, w, shared, x, key, m):
+    # A barrier may have made one of them vary, and not the other.
+    at = jax.tree.map(lambda a: as_varying(a, axes), (key, jnp.asarray(m, jnp.int32)))
+    return converted(w, shared, x, at)
 
 
 def _vary(axes: frozenset, a: Any) -> jax.ShapeDtypeStruct:
@@ -182,30 +190,31 @@ def _vary(axes: frozenset, a: Any) -> jax.ShapeDtypeStruct:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(static, params, shared, x, key):
-    return _run_forward(static, params, shared, x, key)[0]
+    return _run_forward(static, params, shared, x, key, False)[0]
 
 
 def _forward(static, params, shared, x, key):
     check_floats("params", params)
-    return _run_forward(static, params, shared, x, key)
+    return _run_forward(static, params, shared, x, key, True)
 
 
-def _run_forward(static, params, shared, x, key):
-    groups, activations = static
+def _run_forward(static, params, shared, x, key, is_kept):
+    groups, activations, _ = static
     aux, kept, at = [], [], in_order()
     for (this, used), w in zip(groups, params, strict=True):
         more = [shared[j] for j in used]
-        kept.append(put(x, activations))
+        before = x
         # Not loaded before the slices before it are done, or all would be on the device at once.
         w, x, at = lax.optimization_barrier((w, x, at))
-        x, some = slices.forward(this, put(w, Space.Device), more, x, key)
+        x, some, found = slices.forward(this, put(w, Space.Device), more, x, key, is_kept)
+        kept.append(put(before if this.keep is None else found, activations))
         aux.append(some)
     return (x, aux), (params, shared, kept, key)
 
 
-def _backward(static, residuals, cotangents):
-    groups, _ = static
-    params, shared, kept, key = residuals
+def _backward(static, saved, cotangents):
+    groups, _, like_x = static
+    params, shared, kept, key = saved
     dy, daux = cotangents
     dx, at = with_gradients(dy), in_order()
     dparams, dshared = [], [jnp.zeros_like(a) if is_float(a) else None for a in shared]
@@ -222,7 +231,7 @@ def _backward(static, residuals, cotangents):
             if is_float(shared[j]):
                 dshared[j] += next(ds)
     dshared = as_cotangent(shared, [d for d in dshared if d is not None])
-    return dparams[::-1], dshared, as_cotangent(kept[0], dx), None
+    return dparams[::-1], dshared, like_x(dx), None
 
 
 _core.defvjp(_forward, _backward)

@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from .._parallel import as_varying, explicit_axes, sum_to_type_of
 from .loops import scan
 from .placement import Space, space_of, write
+from .trainable import trained_of, with_trained
 from .trees import (
     Tree,
     floats_of,
@@ -25,63 +26,76 @@ from .trees import (
 
 
 class Slice(NamedTuple):
-    """``apply(w, shared, x, key, microbatch) -> (x, aux)``, and how many microbatches there are."""
+    """``apply(w, shared, x, key, microbatch) -> (x, aux)``, and how many microbatches there are.
+
+    ``keep(w, shared, (key, microbatch), x) -> ((x, aux), Residuals)`` for slices that are not
+    computed again from their input.
+    """
 
     apply: Callable
     num_microbatches: int
+    keep: Callable | None = None
 
 
-def forward(this: Slice, w: Tree, shared: Tree, x: Tree, key) -> tuple[Tree, Tree]:
-    """All microbatches: x, and aux [num_microbatches, ...]."""
+def forward(this: Slice, w: Tree, shared: Tree, x: Tree, key, keep: bool = False):
+    """All microbatches: (x, aux [num_microbatches, ...], kept), the latter for `backward`."""
     axes = varying_axes(x)
     w = jax.tree.map(lambda a: as_varying(a, axes), w)
+
+    def run(x, m):
+        if keep and this.keep is not None:
+            return this.keep(w, shared, (key, m), x)
+        return this.apply(w, shared, x, key, m), ()
+
     if this.num_microbatches == 1:
-        x, aux = this.apply(w, shared, x, key, 0)
-        return x, jax.tree.map(lambda a: a[None], aux)
-
-    def one(_, at):
-        x, m = at
-        return (), this.apply(w, shared, x, key, m)
-
-    at = split(x, this.num_microbatches), jnp.arange(this.num_microbatches)
-    _, (x, aux) = _scan(one, (), at)
-    return join(x), aux
+        (y, aux), kept = run(x, 0)
+        aux = jax.tree.map(lambda a: a[None], aux)
+    else:
+        at = split(x, this.num_microbatches), jnp.arange(this.num_microbatches)
+        _, ((y, aux), kept) = _scan(lambda _, at: ((), run(*at)), (), at)
+        y = join(y)
+    return y, aux, x if this.keep is None else kept
 
 
-def backward(this: Slice, w: Tree, shared: Tree, x: Tree, key, dy: list, daux: list):
-    """The gradients (dw, dshared, dx) of `forward`, which is computed again.
+def backward(this: Slice, w: Tree, shared: Tree, kept: Tree, key, dy: list, daux: list):
+    """The gradients (dw, dshared, dx) of `forward`, from what it has kept.
 
     dy, daux, dshared and dx are the leaves that are no integers. Gradients are added up from the
     last microbatch to the first: the order in which autodiff adds those of a scan.
     """
     # One sum over the devices for all microbatches, and before the gradient leaves the device.
-    axes = varying_axes(x)
+    axes = varying_axes((kept, dy))
     wide = jax.tree.map(lambda a: as_varying(a, axes), w)
 
-    def gradients(x, m, dy, daux):
-        def run(w, shared_floats, x_floats):
-            at = merge(shared, shared_floats), merge(x, x_floats)
-            return floats_of(this.apply(w, *at, key, m))
+    def gradients(kept, m, dy, daux):
+        if this.keep is not None:
+            return kept.pull(kept.arrays, wide, shared, (key, m), [*dy, *daux])
 
-        _, pull = jax.vjp(run, wide, floats_of(shared), floats_of(x))
+        def run(trained, shared_floats, x_floats):
+            at = with_trained(wide, trained), merge(shared, shared_floats), merge(kept, x_floats)
+            return floats_of(this.apply(*at, key, m))
+
+        _, pull = jax.vjp(run, trained_of(wide), floats_of(shared), floats_of(kept))
         return pull([*dy, *daux])
 
     if this.num_microbatches == 1:
-        dw, dshared, dx = gradients(x, 0, dy, [a[0] for a in daux])
+        dw, dshared, dx = gradients(kept, 0, dy, [a[0] for a in daux])
     else:
 
         def one(sums, at):
             *more, dx = gradients(*at)
             return jax.tree.map(jnp.add, sums, tuple(more)), dx
 
-        sums = wide, floats_of(shared)
+        sums = trained_of(wide), floats_of(shared)
         start = jax.tree.map(lambda a: as_varying(jnp.zeros_like(a), axes), sums)
         start, dy = lax.optimization_barrier((start, dy))
-        split_x, split_dy = (split(a, this.num_microbatches) for a in (x, dy))
-        at = split_x, jnp.arange(this.num_microbatches), split_dy, daux
+        if this.keep is None:
+            kept = split(kept, this.num_microbatches)
+        dy = split(dy, this.num_microbatches)
+        at = kept, jnp.arange(this.num_microbatches), dy, daux
         (dw, dshared), dx = _scan(one, start, at, reverse=True)
         dx = join(dx)
-    return jax.tree.map(sum_to_type_of, dw, w), dshared, dx
+    return jax.tree.map(sum_to_type_of, dw, trained_of(w)), dshared, dx
 
 
 def _scan(body: Callable, carry: Tree, xs: Tree, reverse: bool = False) -> tuple[Tree, Tree]:

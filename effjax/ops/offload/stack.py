@@ -18,6 +18,7 @@ from .compiled import guard_host_slices
 from .loops import scan
 from .options import OffloadOptions
 from .placement import SPACES, Space, Where, check_space, moved, put, read, space_of, write
+from .residuals import keep_each
 from .slices import check_layer, check_microbatches, close_over, microbatch
 from .trainable import Parts, parts_of
 from .trees import (
@@ -50,6 +51,7 @@ def offload_scan(
     resident_slices: int = 0,
     compute_dtype: Any = None,
     has_aux: bool = False,
+    policy: Callable | None = None,
     trainable: Any = True,
     params: Where | None = None,
 ) -> Any:
@@ -63,7 +65,8 @@ def offload_scan(
 
     The device holds the parameters of `1 + prefetch` slices and the intermediates of one slice and
     one microbatch, whatever the depth. The backward pass streams the slices in reverse, computes
-    each again from its input, and sends its gradients to where the parameters are.
+    each again from its input, and sends its gradients to where the parameters are. With a `policy`
+    it streams what that keeps, too, and computes the rest again.
 
     Under jit over a mesh, parameters may be replicated or sharded on any axis but the first; a
     slice is gathered when it has arrived. Gradients are summed over devices before they leave
@@ -85,7 +88,8 @@ def offload_scan(
         num_microbatches: how many parts of x go through a slice before the next is loaded; a
             divisor of B. Rows [m B / M, (m + 1) B / M) are microbatch m.
         params_in: "host" or "device", where stacked_params are.
-        activations: where the input of every slice is kept for the backward pass.
+        activations: where the input of every slice, or what `policy` keeps, is kept for the
+            backward pass.
         grads: where the gradients are collected, to be moved to the parameters' memory at the end
             if it is another; by default there.
         prefetch: how many slices are loaded ahead of the one that is computed.
@@ -94,6 +98,10 @@ def offload_scan(
         compute_dtype: the floating-point dtype that real floating parameters are cast to on the
             device; their gradients have the dtype that they are stored in. None: no cast.
         has_aux: whether layers return a second result.
+        policy: what else is kept, as in ``jax.checkpoint``: one of ``jax.checkpoint_policies``,
+            such as dots_saveable, everything_saveable, save_only_these_names("name"). Of
+            parameters, and of what follows from them alone, no copies are kept. Where a policy
+            says to keep it (save_and_offload_only_these_names) does not count. None: nothing is.
         trainable: which parameters have gradients: ``(path, leaf) -> bool``, bools in a pytree like
             that of the parameters, or one for a whole subtree. The others may be integers, and take
             no work and no memory in the backward pass but their own; their gradients are zeros.
@@ -108,7 +116,8 @@ def offload_scan(
         RuntimeError: when it is compiled for a GPU by a JAX that would compile it wrongly, without
             `offload_jit`.
 
-    Kept for the backward pass: the parameters where they are, and the input of every slice.
+    Kept for the backward pass: the parameters where they are, and of every slice its input or, for
+    every microbatch, what `policy` says. On the device are those of `1 + prefetch` slices.
 
     References:
         fairscale ``OffloadModel``; Pudipeddi et al., 2020 (arXiv:2002.05645).
@@ -118,7 +127,7 @@ def offload_scan(
         params_in = params
     options = OffloadOptions(
         num_slices, num_microbatches, params_in, activations, grads, prefetch, resident_slices,
-        compute_dtype, has_aux,
+        compute_dtype, has_aux, policy,
     )  # fmt: skip
     as_callable("layer", layer)
     stacked_params = as_arrays("stacked_params", stacked_params)
@@ -149,6 +158,29 @@ class Stack(NamedTuple):
     def streamed(self) -> int:
         """How many slices are loaded again for the backward pass."""
         return self.num_slices - self.options.resident_slices
+
+    @property
+    def one_slice(self) -> slices.Slice:
+        """The layers of slice i: its key is (key, i), and aux [slice_size, ...] a microbatch."""
+        dtype, policy = self.options.compute_dtype, self.options.policy
+
+        def one(w, shared, x, at, m, j):
+            key, i = at
+            return self.layer(w, shared, x, fold(key, i * self.slice_size + j, m))
+
+        def apply(w, shared, x, at, m):
+            w = cast(w.whole, dtype)
+            if self.slice_size > 1:
+                step = lambda x, pair: one(pair[0], shared, x, at, m, pair[1])  # noqa: E731
+                return scan(step, x, (w, jnp.arange(self.slice_size)), differentiated=True)
+            x, aux = one(jax.tree.map(lambda a: a[0], w), shared, x, at, m, 0)
+            return x, jax.tree.map(lambda a: a[None], aux)
+
+        def layer(w, *args):
+            return one(cast(w.whole, dtype), *args)
+
+        keep = None if policy is None else functools.partial(keep_each, layer, policy)
+        return slices.Slice(apply, self.options.num_microbatches, keep)
 
 
 def prepare(
@@ -197,10 +229,9 @@ def _backward(stack: Stack, residuals, cotangents):
         empty_slices(stack, params.trained, stack.options.grads_in),
     )  # fmt: skip
     dtrained = jax.tree.map(lambda d, p: put(d, space_of(p)), join(grads), params.trained)
-    inputs = kept.resident if stack.options.resident_slices else kept.streamed
-    x = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), inputs)
     dparams = Parts(dtrained, as_cotangent(params.frozen, _zeros(stack, params.frozen)))
-    return dparams, as_cotangent(shared, dshared), as_cotangent(x, dx), None
+    dx = as_cotangent(cotangents[0], dx)  # x is like y
+    return dparams, as_cotangent(shared, dshared), dx, None
 
 
 _core.defvjp(_forward, _backward)
@@ -209,14 +240,13 @@ _core.defvjp(_forward, _backward)
 class Kept(NamedTuple):
     """For the backward pass; () where there are none."""
 
-    streamed: Tree  # inputs of the slices that are loaded again, [S - r, ...]
-    resident: Tree  # inputs of the last r slices, and their parameters, on the device
+    streamed: Tree  # of the slices that are loaded again, [S - r, ...]: inputs or residuals
+    resident: Tree  # those of the last r slices, and their parameters, on the device
     weights: Tree
 
 
 def run_forward(stack: Stack, params: Parts, shared: Tree, x: Tree, key, keep: bool):
-    """(x, aux, kept), kept for `run_backward`: the inputs of the slices that are streamed, of those
-    that stay, and the parameters of the latter.
+    """(x, aux, kept), the latter for `run_backward`.
 
     Slices are read at an index that the loop carries: XLA turns these reads into copies from the
     host, and overlaps them with the layers.
@@ -228,8 +258,8 @@ def run_forward(stack: Stack, params: Parts, shared: Tree, x: Tree, key, keep: b
         def body(carry, _):
             i, x, queue = carry
             w, *queue = [*queue, load(params, jnp.minimum(i + prefetch, first + count - 1))]
-            y, aux = slices.forward(one_slice(stack, i, w.frozen), w.trained, shared, x, key)
-            return (i + 1, y, queue), (aux, save(w, x))
+            y, aux, kept = slices.forward(stack.one_slice, w, shared, x, (key, i), keep)
+            return (i + 1, y, queue), (aux, save(w, kept) if keep else ())
 
         ahead = range(first, first + prefetch)
         queue = [load(params, jnp.int32(min(i, first + count - 1))) for i in ahead]
@@ -238,14 +268,15 @@ def run_forward(stack: Stack, params: Parts, shared: Tree, x: Tree, key, keep: b
 
     aux, kept = [], Kept((), (), ())
     if stack.streamed:
-        x, (more, inputs) = run(
-            x, 0, stack.streamed, lambda w, x: put(x, stack.options.activations_in) if keep else ()
-        )
-        aux, kept = [more], kept._replace(streamed=inputs)
+        save = lambda w, kept: put(kept, stack.options.activations_in)  # noqa: E731
+        x, (more, streamed) = run(x, 0, stack.streamed, save)
+        aux, kept = [more], kept._replace(streamed=streamed)
     if stack.options.resident_slices:
-        save = lambda w, x: (x, w) if keep else ((), ())  # noqa: E731
-        x, (more, (inputs, weights)) = run(x, stack.streamed, stack.options.resident_slices, save)
-        aux, kept = [*aux, more], kept._replace(resident=inputs, weights=weights)
+        save = lambda w, kept: (kept, w)  # noqa: E731
+        x, (more, here) = run(x, stack.streamed, stack.options.resident_slices, save)
+        aux = [*aux, more]
+        if keep:
+            kept = kept._replace(resident=here[0], weights=here[1])
     aux = jax.tree.map(lambda *parts: jnp.concatenate(parts) if parts[1:] else parts[0], *aux)
     return x, _by_layer(aux), kept
 
@@ -266,17 +297,17 @@ def run_backward(
     def run(state, first, count, fetch, prefetch):
         def body(state, daux):
             i, trained, carry, dx, dshared, queue = state
-            (w, x), *queue = [*queue, fetch(trained, jnp.maximum(i - prefetch, first))]
+            (w, kept), *queue = [*queue, fetch(trained, jnp.maximum(i - prefetch, first))]
             if not queue:
                 trained, here = lax.optimization_barrier((trained, w.trained))  # as below
                 w = Parts(here, w.frozen)
-            this = one_slice(stack, i, w.frozen)
-            dw, more, dx = slices.backward(this, w.trained, shared, x, key, dx, daux)
+            at = key, i
+            dw, more, dx = slices.backward(stack.one_slice, w, shared, kept, at, dx, daux)
             dshared = jax.tree.map(jnp.add, dshared, more)
             # What is read of them is read before they are written: else XLA would copy them.
             ahead = [w.trained for w, _ in queue]
             trained, ahead = lax.optimization_barrier((trained, ahead))
-            queue = [(Parts(a, w.frozen), x) for a, (w, x) in zip(ahead, queue, strict=True)]
+            queue = [(Parts(a, w.frozen), kept) for a, (w, kept) in zip(ahead, queue, strict=True)]
             trained, carry = consume(trained, carry, i, w.trained, dw)
             return (i - 1, trained, carry, dx, dshared, queue), None
 
@@ -297,26 +328,6 @@ def run_backward(
         state = run(state, 0, stack.streamed, fetch, stack.options.prefetch)
     trained, *rest = state
     return join(trained), *rest
-
-
-def one_slice(stack: Stack, i, frozen: Tree) -> slices.Slice:
-    """The layers of slice i, with their frozen parameters; aux is [slice_size, ...] for each
-    microbatch."""
-
-    def apply(w, shared, x, key, m):
-        def one(x, at):
-            w, j = at
-            return stack.layer(w, shared, x, fold(key, i * stack.slice_size + j, m))
-
-        axes = varying_axes(x)
-        w = Parts(w, jax.tree.map(lambda a: as_varying(a, axes), frozen)).whole
-        w = cast(w, stack.options.compute_dtype)
-        if stack.slice_size > 1:
-            return scan(one, x, (w, jnp.arange(stack.slice_size)), differentiated=True)
-        x, aux = one(x, (jax.tree.map(lambda a: a[0], w), 0))
-        return x, jax.tree.map(lambda a: a[None], aux)
-
-    return slices.Slice(apply, stack.options.num_microbatches)
 
 
 def _by_layer(aux: Tree) -> Tree:

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from .._arguments import described
 from .checks import as_arrays, check_alike
 from .host_init import state_sharding
+from .optimizer import check_like_init
 from .per_leaf import check_per_leaf
 from .placement import Where, check_space
 from .scaling import LossScale
 from .trainable import Parts, parts_of
 from .trees import Tree, check_floats, num_layers_of, one_layer
-from .update import check_state, stream_update
+from .update import stream_update
 
 
 class OffloadState(NamedTuple):
@@ -88,8 +89,8 @@ def check_fits(carried: Carried, state: OffloadState) -> tuple[int, Parts, Parts
     check_floats("state.layers", layers.trained)
     check_floats("state.others", others.trained)
     check_per_leaf(tx, one_layer(layers.trained))
-    check_state("state.layers_state", tx, state.layers_state, layers.trained, num_layers)
-    check_state("state.others_state", tx, state.others_state, others.trained, None)
+    check_like_init("state.layers_state", tx, state.layers_state, layers.trained, num_layers)
+    check_like_init("state.others_state", tx, state.others_state, others.trained, None)
     _check_model_state("state.model_state", carried, state.model_state)
     wanted = () if carried.loss_scale is None else LossScale(jnp.zeros(()), jnp.zeros(()))
     check_alike("state.loss_scale", state.loss_scale, "what init makes", wanted)

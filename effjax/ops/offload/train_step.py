@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from .._arguments import as_callable, as_flag, as_number
+from . import update_stack
 from .checks import as_key, check_optimizer
 from .ends import Ends, ends_of, run_embed, run_head
+from .optimizer import apply, check_clip_norm
 from .options import OffloadOptions
 from .placement import write
 from .scaling import Measured, adjusted, measure, next_scale, unmeasured
@@ -19,7 +21,6 @@ from .stack import Stack, by_slice, empty_slices, prepare, run_backward, run_for
 from .train_state import Carried, OffloadState, check_fits, initial_state
 from .trainable import Parts
 from .trees import Tree, floats_of, join
-from .update import apply, check_clip_norm, update_layers, update_slice
 
 
 class TrainStep(NamedTuple):
@@ -173,7 +174,7 @@ def _step(made: Made, state: OffloadState, batch: Any, key: Any) -> tuple:
         grads = jax.tree.map(jnp.add, end.grads, embed_back(dx))
         found = measure(found, grads, scale)
         tx = adjusted(tx, found, made.clip_norm, scale)
-        trained, layers_state = update_layers(
+        trained, layers_state = update_stack.update(
             tx, grads_of_layers, state.layers_state, layers.trained, None
         )
     trained_others, others_state = others.trained, state.others_state
@@ -223,7 +224,7 @@ def _update_meanwhile(tx: Any, stack: Stack, state: Tree, backward: Callable) ->
     """(the layers' trained parameters, their optimizer's state, dx)"""
 
     def consume(trained, state, i, w, dw):
-        return update_slice(tx, trained, state, i, w, dw)
+        return update_stack.update_slice(tx, trained, state, i, w, dw)
 
     trained, state, dx, _ = backward(consume, by_slice(state, stack))
     return trained, join(state), dx

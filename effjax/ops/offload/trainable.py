@@ -46,3 +46,13 @@ def _flags(name: str, trainable: Any, tree: Tree) -> list[bool]:
             ) from None
     found = jax.tree_util.tree_leaves_with_path(flags)
     return [as_flag(f"{name}{jax.tree_util.keystr(path)}", flag) for path, flag in found]
+
+
+def trained_of(params: Tree) -> Tree:
+    """What has gradients of Parts, or of a pytree without frozen leaves: all."""
+    return params.trained if isinstance(params, Parts) else params
+
+
+def with_trained(params: Tree, trained: Tree) -> Tree:
+    """`params` with other values for `trained_of(params)`."""
+    return Parts(trained, params.frozen) if isinstance(params, Parts) else trained

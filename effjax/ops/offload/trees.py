@@ -110,3 +110,8 @@ def num_layers_of(params: Tree, name: str = "stacked_params") -> int:
 def one_layer(params: Tree) -> Tree:
     """The shapes of the parameters of one layer of a stack."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params)
+
+
+def shapes_of(tree: Tree) -> Tree:
+    """Shapes and dtypes, wherever the arrays are."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)

@@ -1,7 +1,7 @@
 """Image data sets in memory: one small class, one reader a format.
 
 Pixels stay uint8 until the training step: a batch travels to the device at a quarter of the size
-of float32, and is normalised there.
+of float32, and is normalized there.
 """
 
 import dataclasses

@@ -9,7 +9,7 @@ from .dataset import Dataset, stratified_split
 
 
 def load_digits() -> Dataset:
-    """scikit-learn's handwritten digits: 1797 images of 8×8 grey pixels in 10 classes."""
+    """scikit-learn's handwritten digits: 1797 images of 8×8 gray pixels in 10 classes."""
     try:
         from sklearn import datasets
     except ImportError as error:

@@ -21,7 +21,7 @@ def load_folder(path: Path, image_size: int | None = None) -> Dataset:
 
     Args:
         path: the folder.
-        image_size: resize (and centre-crop) to this side; None: all must have the first one's size.
+        image_size: resize (and center-crop) to this side; None: all must have the first one's size.
     """
     if image_size is not None and image_size < 1:
         raise DataError(f"image_size (={image_size}) must be at least 1")

@@ -70,7 +70,7 @@ class Learner:
     std: np.ndarray  # [C]
 
     def inputs(self, images: Array) -> jax.Array:
-        """uint8 pixels to normalised float32."""
+        """uint8 pixels to normalized float32."""
         scaled = jnp.asarray(images, jnp.float32) / 255
         return (scaled - self.mean.reshape(1, 1, 1, -1)) / self.std.reshape(1, 1, 1, -1)
 
@@ -202,7 +202,7 @@ def make_eval_step(
 ) -> Callable[[TrainState, Batch, Array], EvalSums]:
     """Compiles `(state, batch, weights) -> sums` over the batch, sharded over `devices`.
 
-    Evaluation normalises by the running statistics, so devices have nothing to exchange but the
+    Evaluation normalizes by the running statistics, so devices have nothing to exchange but the
     sums, and `jit` serves all three ways to train. `weights` [N] is 1 for an image and 0 for the
     padding of a last batch.
     """

@@ -54,6 +54,10 @@ class LMConfig(RunOptions):
     fuse_update: Annotated[
         bool, Option("Update each layer in the backward pass, wherever it lives.", MODEL)
     ] = False
+    policy: Annotated[
+        Literal["recompute", "dots", "everything"],
+        Option("What such a layer keeps for the backward pass, besides its input.", MODEL),
+    ] = "recompute"
     num_microbatches: Annotated[
         int, Option("Parts of a batch that go through a layer while it is loaded.", MODEL, COUNT)
     ] = 1
@@ -89,11 +93,12 @@ class LMConfig(RunOptions):
                 f"{max(self.width // (2 * self.heads), 1) * 2 * self.heads}"
             )
         in_slices = self.offload != "none" or self.fuse_update
-        if self.num_microbatches > 1 and not in_slices:
-            raise TrainError(
-                f"num_microbatches (={self.num_microbatches}) is of layers that are offloaded or "
-                "updated in the backward pass; use offload or fuse_update"
-            )
+        for name, plain in (("num_microbatches", 1), ("policy", "recompute")):
+            if (value := getattr(self, name)) != plain and not in_slices:
+                raise TrainError(
+                    f"{name} (={value}) is of layers that are offloaded or updated in the backward "
+                    "pass; use offload or fuse_update"
+                )
         if self.remat and in_slices:
             raise TrainError(
                 "remat is what offload and fuse_update do anyway; leave one of them out"

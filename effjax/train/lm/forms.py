@@ -30,16 +30,18 @@ LM_FORMS: dict[str, dict[str, Any]] = {
 def lm_steps(config: LMConfig, num_devices: int = 1) -> Callable[[int], dict[str, tuple[Any, ...]]]:
     """For a batch size, the step of `effjax train lm` in each form: `(fn, *args)` by name.
 
-    Microbatches are those of the forms whose layers are offloaded or updated in the backward pass.
+    Microbatches and policy are of the forms whose layers are offloaded or updated in the backward
+    pass.
     """
 
     def steps(batch_size: int) -> dict[str, tuple[Any, ...]]:
         found = {}
-        plain = {"batch_size": batch_size, "offload": "none", "num_microbatches": 1}
+        plain = {"batch_size": batch_size, "offload": "none"}
+        of_slices = {"num_microbatches": 1, "policy": "recompute"}
         for name, form in LM_FORMS.items():
             options: dict[str, Any] = dataclasses.asdict(config) | plain | form
-            if "offload" in form or "fuse_update" in form:
-                options["num_microbatches"] = config.num_microbatches
+            if "offload" not in form and "fuse_update" not in form:
+                options |= of_slices
             found[name] = lm_training_step(LMConfig(**options), num_devices)
         return found
 

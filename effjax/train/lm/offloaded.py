@@ -29,6 +29,13 @@ class OffloadedState(NamedTuple):
         return {**self.model.others, "blocks": self.model.layers}
 
 
+POLICIES: dict[str, Any] = {
+    "recompute": None,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+}
+
+
 def in_slices(config: LMConfig) -> bool:
     """Whether the layers are updated a slice at a time."""
     return config.fuse_update or _places(config)["params_in"] == "host"
@@ -45,8 +52,9 @@ def apply_offloaded(config: LMConfig, num_microbatches: int = 1) -> ApplyLayers:
 
     def apply(layer: Layer, params: Params, x: jax.Array, key: jax.Array | None) -> jax.Array:
         return offload_scan(
-            layer, params, x, key=key, num_microbatches=num_microbatches, **_places(config)
-        )
+            layer, params, x, key=key, num_microbatches=num_microbatches,
+            policy=POLICIES[config.policy], **_places(config),
+        )  # fmt: skip
 
     return apply
 
@@ -92,7 +100,8 @@ def _train_step(
     parts = lm_parts(model)
     return offload_train_step(
         parts.embed, parts.layer, parts.head, optimizer,
-        fuse_update=config.fuse_update, num_microbatches=config.num_microbatches, **_places(config),
+        fuse_update=config.fuse_update, num_microbatches=config.num_microbatches,
+        policy=POLICIES[config.policy], **_places(config),
     )  # fmt: skip
 
 

@@ -52,13 +52,8 @@ def window_losses(
 ) -> jax.Array:
     """`lm_loss` of each window by itself: [N]."""
     model: Any = nnx.merge(graphdef, params)
-    return next_losses(model(tokens[:, :-1], key=key, apply_layers=apply_layers), tokens)
-
-
-def next_losses(logits: jax.Array, tokens: Array) -> jax.Array:
-    """Cross entropy of `tokens[:, 1:]` [N, T] by the logits [N, T, V], mean over each window."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    return jnp.mean(losses, axis=-1)
+    x = model.features(tokens[:, :-1], key=key, apply_layers=apply_layers)
+    return jnp.mean(model.losses(x, tokens[:, 1:]), axis=-1)
 
 
 class LMParts(NamedTuple):
@@ -83,7 +78,7 @@ def lm_parts(model: TransformerLM) -> LMParts:
     return LMParts(
         lambda others, tokens, key: rest(others).embed(tokens[:, :-1]),
         model.layer,
-        lambda others, x, tokens, key: jnp.mean(next_losses(rest(others).logits(x), tokens)),
+        lambda others, x, tokens, key: jnp.mean(rest(others).losses(x, tokens[:, 1:])),
     )
 
 

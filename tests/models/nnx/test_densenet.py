@@ -191,6 +191,7 @@ def test_every_norm_is_of_effjax():
     assert len(norms) == 2 + 2 * 3 + 1 and {type(m) for m in norms} == {BatchNorm}
 
 
+@pytest.mark.exhaustive
 def test_memory_kept_for_the_backward_pass_is_linear_in_depth():
     """Twice the layers keep about twice the bytes, and far fewer than plain autodiff's square."""
 

@@ -4,6 +4,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -228,6 +229,27 @@ def test_bfloat16_computes_in_half_and_gives_float32_logits():
     assert {str(g.dtype) for g in jax.tree.leaves(grads)} == {"float32"}
 
 
+@pytest.mark.parametrize("use_bias", [exhaustive(False), True])
+@pytest.mark.parametrize("dtype", [jnp.float32, exhaustive(jnp.bfloat16)])
+def test_losses_are_those_of_the_logits(use_bias, dtype):
+    graphdef, params = made(use_bias=use_bias, dtype=dtype)
+    labels = (TOKENS + 1) % 11
+
+    def whole(model):
+        return optax.softmax_cross_entropy_with_integer_labels(model(TOKENS), labels)
+
+    def sliced(model, chunk_size=4):
+        return model.losses(model.features(TOKENS), labels, chunk_size=chunk_size)
+
+    def run(losses):
+        weighted = lambda params: jnp.sum(losses(nnx.merge(graphdef, params)) * TOKENS)  # noqa: E731
+        return jax.jit(jax.value_and_grad(weighted))(params)
+
+    assert_close(run(sliced), run(whole), 1e-4 if dtype == jnp.float32 else 0.5)
+    jaxpr = str(jax.make_jaxpr(lambda params: sliced(nnx.merge(graphdef, params)))(params))
+    assert "[2,6,4]" in jaxpr and "[2,6,11]" not in jaxpr
+
+
 def test_a_block_keeps_the_dtype_of_x():
     x = jnp.ones((1, 3, 8), jnp.bfloat16)
     for dtype, after in ((jnp.bfloat16, jnp.bfloat16), (None, jnp.float32)):
@@ -309,16 +331,18 @@ def test_an_error_names_the_argument(function, name):
         ("__call__", "key", NO_KEY),
         ("__call__", "apply_layers", NO_FUNCTION),
         ("logits", "x", [*NO_ARRAY, jnp.ones((2, 3)), jnp.ones((2, 3, 7))]),
+        ("losses", "x", [*NO_ARRAY, jnp.ones((2, 3)), jnp.ones((2, 3, 7))]),
+        ("losses", "labels", [*NO_ARRAY, jnp.ones((1, 3)), jnp.ones((1, 2), int)]),
         ("layer_keys", "key", [None, *NO_KEY]),
         ("init_layer", "key", [None, *NO_KEY]),
     ],
 )
 def test_an_error_of_a_method_names_the_argument(method, name, values):
-    model = nnx.eval_shape(make)
+    model = nnx.merge(*made())
+    right = {"__call__": {"tokens": TOKENS}, "losses": {"x": X, "labels": TOKENS[:1, :3]}}
     for value in values:
-        arguments = {"tokens": TOKENS} if method == "__call__" else {}
         with pytest.raises((TypeError, ValueError), match=f"^`{name}"):
-            getattr(model, method)(**arguments | {name: value})
+            getattr(model, method)(**right.get(method, {}) | {name: value})
 
 
 @pytest.mark.parametrize("tokens", [np.zeros((2, 3)), np.zeros(3, np.int32), TOKENS[..., None]])

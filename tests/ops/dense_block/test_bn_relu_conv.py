@@ -12,7 +12,9 @@ from tests import oracles
 from tests.contexts import (
     CONTEXTS,
     assert_trees_close,
+    grad_of_vmap,
     gradients_with_parameters_of_each_device,
+    in_scan,
     mesh_of,
     single_device,
 )
@@ -68,6 +70,15 @@ def test_equals_plain_autodiff(conv, context):
     oracle, op, params, batch = setup(conv)
     want = single_device(oracle, params, batch)
     assert_trees_close(CONTEXTS[context](op, params, batch), want, 1e-12)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("between", [jax.checkpoint, in_scan])
+@pytest.mark.parametrize("conv", ["pointwise", "strided"])
+def test_rules_that_run_when_the_axis_is_gone(conv, between):
+    oracle, op, params, batch = setup(conv)
+    got = grad_of_vmap(between, op, params, batch)
+    assert_trees_close(got, single_device(oracle, params, batch), 1e-12)
 
 
 @pytest.mark.covering

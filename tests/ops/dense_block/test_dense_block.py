@@ -18,7 +18,9 @@ from tests.contexts import (
     CONTEXTS,
     DEVICES,
     assert_trees_close,
+    grad_of_vmap,
     gradients_with_parameters_of_each_device,
+    in_scan,
     mesh_of,
     single_device,
 )
@@ -80,6 +82,14 @@ def expected(mask, dropout_rate=0.0):
 def test_equals_plain_autodiff(save, context, x64):
     run = CONTEXTS.get(context, single_device)
     got = run(ours(save=save, num_chunks=2), make_params(), make_batch())
+    assert_trees_close(got, expected(False), 1e-12)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("between", [jax.checkpoint, in_scan])
+@pytest.mark.parametrize("save", ["conv", "features"])
+def test_rules_that_run_when_the_axis_is_gone(save, between, x64):
+    got = grad_of_vmap(between, ours(save=save, num_chunks=2), make_params(), make_batch())
     assert_trees_close(got, expected(False), 1e-12)
 
 
@@ -321,14 +331,14 @@ def h200_temp(layers, save, dtype=np.float32):
 @pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_temporaries_on_an_h200_are_linear_in_the_depth():
-    assert h200_temp(48, "features") / h200_temp(24, "features") <= 2.1
+    assert h200_temp(24, "features") / h200_temp(12, "features") <= 2
 
 
 @pytest.mark.exhaustive
 @needs_gpu_compiler
-@pytest.mark.parametrize(("save", "megabytes"), [("conv", 990), ("features", 400)])
-def test_temporaries_of_48_layers_on_an_h200(save, megabytes):
-    assert h200_temp(48, save) <= megabytes
+@pytest.mark.parametrize(("save", "megabytes"), [("conv", 560), ("features", 240)])
+def test_temporaries_of_24_layers_on_an_h200(save, megabytes):
+    assert h200_temp(24, save) <= megabytes
 
 
 @pytest.mark.exhaustive

@@ -3,10 +3,26 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 LAYERS, WIDTH, BATCH = 4, 8, 8
 KEY = jax.random.key(7)
+POLICIES = {
+    "recomputed": None,
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+}
+policies = pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(POLICIES["recomputed"], id="recomputed"),
+        pytest.param(POLICIES["everything"], id="everything"),
+        pytest.param(POLICIES["dots"], id="dots", marks=pytest.mark.exhaustive),
+        pytest.param(POLICIES["nothing"], id="nothing", marks=pytest.mark.exhaustive),
+    ],
+)
 
 
 def layer(w, x, key):

@@ -11,7 +11,7 @@ import pytest
 
 import effjax
 from effjax.ops.offload import OffloadState
-from tests.ops.offload.stacks import KEY, inputs, layer, params
+from tests.ops.offload.stacks import KEY, inputs, layer, loss, params
 
 NO_FUNCTION = [None, 3, "tanh", [layer]]
 NO_ARRAY = [None, 3, "x", [1.0, 2.0], {"a": "x"}, np.array(["x"]), object()]
@@ -23,6 +23,7 @@ NO_FLAG = [None, 1, "yes", jnp.ones(())]
 NO_DTYPE = [int, "int8", jnp.int32, jnp.complex64, "floot", 3, [float], jnp.ones(2)]
 NO_PLACE = ["gpu", None, 1, ["host"]]
 NO_CHOICE = [None, 1, "a", {"z": True}, lambda path, leaf: 1]
+NO_POLICY = ["dots_saveable", 3, True, [], jax.checkpoint_policies.save_only_these_names]
 NO_OPTIMIZER = [None, 3, "adam", optax.adam, []]
 NO_NORM = [0, -1.0, float("nan"), "a", [1.0]]
 
@@ -35,6 +36,7 @@ OPTIONS = {
     "activations": NO_PLACE,
     "compute_dtype": NO_DTYPE,
     "has_aux": NO_FLAG,
+    "policy": NO_POLICY,
 }
 MORE = {
     "grads": [a for a in NO_PLACE if a is not None],
@@ -128,7 +130,7 @@ CALLS: dict[Any, tuple[dict, dict]] = {
             "key": NO_KEY,
         },
     ),
-    effjax.stream_update: ({}, {"tx": NO_OPTIMIZER}),
+    effjax.stream_update: ({"tx": TX}, {"tx": NO_OPTIMIZER, "stacked": NO_FLAG}),
     init_update: ({}, {"params": NO_STACK}),
     update: (
         {"grads": W, "state": (), "params": W},
@@ -191,3 +193,29 @@ def test_floating_dtypes_are_taken(dtype):
         params(), inputs(),
     )  # fmt: skip
     assert y.shape == inputs().shape
+
+
+def scanned(w, x):
+    return jax.value_and_grad(lambda w: loss(effjax.offload_scan(layer, effjax.to_host(w), x)))(w)
+
+
+def updated(w, x):
+    stream = effjax.stream_update(TX)
+    return stream.update(w, stream.init(w), w)
+
+
+def trained(w, x):
+    head = lambda others, x, batch, key: loss(x * others["scale"])  # noqa: E731
+    init, step = effjax.offload_train_step(lambda others, batch, key: batch, layer, head, TX)
+    return step(init(effjax.to_host(w), {"scale": w["c"][0, 0]}), x)
+
+
+@pytest.mark.parametrize("run", [scanned, updated, trained])
+def test_numpy_arrays_are_taken(run):
+    """Those that jit closes over are still NumPy's at the door."""
+    arrays = params(), inputs()
+    numpy = jax.tree.map(np.asarray, arrays)
+    got, want = jax.jit(lambda: run(*numpy))(), jax.jit(run)(*arrays)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -25,6 +25,7 @@ from tests.ops.offload.stacks import (
     params,
 )
 from tests.ops.offload.steps import TOKENS, close, head, layers_of, loss_in_memory, others, stack
+from tests.tiers import exhaustive
 
 FIRST = 2.0**24  # too large for the gradients of `half`, several times over
 ADAM = optax.adam(1e-2)
@@ -79,8 +80,8 @@ def in_memory(tx, steps, kind=jnp.float32):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (jnp.float32, {"compute_dtype": jnp.float16}),
-        (jnp.float32, {"clip_norm": 0.05, "num_slices": 2, "params_in": "device"}),
+        exhaustive(jnp.float32, {"compute_dtype": jnp.float16}),
+        exhaustive(jnp.float32, {"clip_norm": 0.05, "num_slices": 2, "params_in": "device"}),
         (jnp.float16, {}),
     ],
     ids=["compute_dtype", "clipped", "float16 parameters"],

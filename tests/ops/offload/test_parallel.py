@@ -25,6 +25,7 @@ from tests.contexts import mesh_of
 from tests.ops.offload.stacks import (
     KEY,
     LAYERS,
+    POLICIES,
     WIDTH,
     in_memory,
     init,
@@ -32,6 +33,7 @@ from tests.ops.offload.stacks import (
     layer,
     loss,
     params,
+    policies,
     value_and_grads,
 )
 from tests.tiers import exhaustive
@@ -67,13 +69,15 @@ def gathered(program):
 @pytest.mark.covering
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P(), P(None, "i")], ids=["replicated", "sharded"])
-def test_jit_over_a_mesh(kind, spec):
+@policies
+def test_jit_over_a_mesh(kind, spec, policy):
     mesh = mesh_of((8,), ("i",), kind)
     with jax.set_mesh(mesh):
         w = {k: on(mesh, P() if k == "c" else spec) for k in params()}
         w = jax.device_put(params(), w)
         x = jax.device_put(inputs(), on(mesh, P("i"), host=False))
-        run = jax.jit(jax.value_and_grad(lambda w, x: loss(offload_scan(layer, w, x)), (0, 1)))
+        total = lambda w, x: loss(offload_scan(layer, w, x, policy=policy))  # noqa: E731
+        run = jax.jit(jax.value_and_grad(total, (0, 1)))
         program = run.lower(w, x).compile()
         got = program(w, x)
     close(got, want())
@@ -90,45 +94,51 @@ def test_jit_over_a_mesh(kind, spec):
 @pytest.mark.covering
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("sequential", [False, True])
-def test_shard_map(num_microbatches, sequential):
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "dropout"])
+@policies
+def test_shard_map(num_microbatches, sequential, key, policy):
     """One all-reduce for a parameter and slice, on the device; no gathers."""
     mesh = mesh_of((8,), ("i",))
-    options = {"num_microbatches": num_microbatches}
+    options = {"key": key, "num_microbatches": num_microbatches, "policy": policy}
 
-    def apply(w, x):
+    def offloaded(w, x):
         if not sequential:
             return offload_scan(layer, w, x, **options)
         return offload_sequential([layer] * LAYERS, w, x, **options)
 
-    def local(w, x):
-        return jax.value_and_grad(lambda w, x: lax.pmean(loss(apply(w, x)), "i"), (0, 1))(w, x)
+    def mapped(apply):
+        def local(w, x):
+            return jax.value_and_grad(lambda w, x: lax.pmean(loss(apply(w, x)), "i"), (0, 1))(w, x)
 
+        specs = {"in_specs": (P(), P("i")), "out_specs": (P(), (P(), P("i")))}
+        return jax.shard_map(local, mesh=mesh, **specs)
+
+    plain = lambda w, x: in_memory(layer, w, x, key, num_microbatches)  # noqa: E731
+    expected = jax.jit(mapped(plain))(params(), inputs())
     w = params()
     if sequential:
         w = [jax.tree.map(lambda a, i=i: a[i], w) for i in range(LAYERS)]
     w = jax.device_put(w, on(mesh, P()))
-    run = jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=(P(), P("i")), out_specs=(P(), (P(), P("i")))),
-        out_shardings=(None, (on(mesh, P()), None)),
-    )
+    run = jax.jit(mapped(offloaded), out_shardings=(None, (on(mesh, P()), None)))
     program = run.lower(w, inputs()).compile()
     value, (dw, dx) = program(w, inputs())
     assert kinds(dw) == {"pinned_host"}
     if sequential:
         dw = jax.tree.map(lambda *a: np.stack([np.asarray(b) for b in a]), *dw)
-    close((value, (dw, dx)), want())
+    close((value, (dw, dx)), expected)
     gathers, reduced = gathered(program)
     assert not gathers
     assert sum(b * n for b, n in reduced) == sum(a.nbytes for a in jax.tree.leaves(params())) + 4
 
 
-def test_shard_map_without_types():
+@policies
+def test_shard_map_without_types(policy):
     """Gradients are those of a device's own loss, for the caller to average on the device."""
     mesh = mesh_of((8,), ("i",))
 
     def local(w, x):
         value, (dw, dx) = jax.value_and_grad(
-            lambda w, x: loss(offload_scan(layer, w, x, num_microbatches=2)), (0, 1)
+            lambda w, x: loss(offload_scan(layer, w, x, num_microbatches=2, policy=policy)), (0, 1)
         )(w, x)
         dw = to_host(lax.pmean(to_device(dw), "i"))
         return lax.pmean(value, "i"), (dw, dx / 8)
@@ -138,10 +148,36 @@ def test_shard_map_without_types():
     close(run(jax.device_put(params(), on(mesh, P())), inputs()), want())
 
 
-def test_pmap_with_activations_on_the_host():
+@pytest.mark.parametrize("way", ["jit", "explicit", "types", exhaustive("no types")])
+def test_an_array_in_several_places(way):
+    """Its gradients are added where they are: on each device."""
+    mesh = mesh_of((8,), ("i",), AxisType.Explicit if way == "explicit" else AxisType.Auto)
+    one = jax.tree.map(lambda a: a[0], params())
+    mean = lambda a: a if way in ("jit", "explicit") else lax.pmean(a, "i")  # noqa: E731
+
+    def grads(w, x):
+        run = lambda w: offload_sequential([layer] * 2, [w, w], x)  # noqa: E731
+        dw = jax.grad(lambda w: mean(loss(run(w))))(w)
+        # Without types the gradient is a device's own.
+        return to_host(lax.pmean(to_device(dw), "i")) if way == "no types" else dw
+
+    if way in ("types", "no types"):
+        specs = {"in_specs": (P(), P("i")), "out_specs": P()}
+        grads = jax.shard_map(grads, mesh=mesh, check_vma=way == "types", **specs)
+    with jax.set_mesh(mesh):
+        w = jax.device_put(one, on(mesh, P()))
+        x = jax.device_put(inputs(), on(mesh, P("i"), host=False))
+        got = jax.jit(grads, out_shardings=on(mesh, P()))(w, x)
+    in_memory = lambda w: loss(layer(w, layer(w, inputs(), None), None))  # noqa: E731
+    close(got, jax.jit(jax.grad(in_memory))(one))
+    assert kinds(got) == {"pinned_host"}
+
+
+@policies
+def test_pmap_with_activations_on_the_host(policy):
     def local(w, x):
         value, (dw, dx) = jax.value_and_grad(
-            lambda w, x: loss(offload_scan(layer, w, x, params_in="device")), (0, 1)
+            lambda w, x: loss(offload_scan(layer, w, x, params_in="device", policy=policy)), (0, 1)
         )(w, x)
         return lax.pmean(value, "i"), (lax.pmean(dw, "i"), dx / 8)
 
@@ -151,8 +187,11 @@ def test_pmap_with_activations_on_the_host():
     close((value[0], (first, dx.reshape(BATCH, WIDTH))), want())
 
 
-@pytest.mark.parametrize("fuse_update", [True, exhaustive(False)])
-def test_a_training_step_over_devices(fuse_update):
+@pytest.mark.parametrize(
+    ("fuse_update", "policy"),
+    [(True, "dots"), exhaustive(True, "recomputed"), exhaustive(False, "everything")],
+)
+def test_a_training_step_over_devices(fuse_update, policy):
     """In shard_map, and under jit with sharded parameters: as on one device."""
     mesh = mesh_of((8,), ("i",))
 
@@ -164,6 +203,7 @@ def test_a_training_step_over_devices(fuse_update):
             optax.adam(1e-2),
             fuse_update=fuse_update,
             clip_norm=None if fuse_update else 0.1,
+            policy=POLICIES[policy],
         )
 
     def trained(make_step, w, others):

@@ -22,7 +22,7 @@ from effjax import (
 )
 from effjax.memory import plan
 from effjax.ops.offload import compiled
-from tests.ops.offload.stacks import key_of, layer, loss
+from tests.ops.offload.stacks import POLICIES, key_of, layer, loss
 from tests.programs import needs_gpu_compiler
 
 pytestmark = needs_gpu_compiler
@@ -53,9 +53,9 @@ def close(a, b, tolerance=0.01):
 
 
 @functools.cache
-def gradients(num_layers):
+def gradients(num_layers, policy="recomputed"):
     def run(w, x):
-        return loss(offload_scan(layer, w, x, key=jax.random.key(0)))
+        return loss(offload_scan(layer, w, x, key=jax.random.key(0), policy=POLICIES[policy]))
 
     return plan(jax.grad(run, (0, 1)), stacked(num_layers), shape(BATCH, WIDTH))
 
@@ -71,6 +71,16 @@ def test_device_memory_does_not_grow_with_depth():
         close(found.host.outputs, number * LAYER_BYTES)
         close(found.host.temporaries, number * BOUNDARY_BYTES)
         assert "host_compute" not in found.hlo and '_xla_compute_type="host"' not in found.hlo
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("policy", "kept"), [("dots", 3), ("everything", 7.5)])
+def test_what_a_policy_keeps_is_on_the_host(policy, kept):
+    """As a multiple of a layer's input; its parameters would be 8 more."""
+    shallow, deep = (gradients(number, policy) for number in (8, 24))
+    close(shallow.device.temporaries, deep.device.temporaries)
+    for found, number in ((shallow, 8), (deep, 24)):
+        close(found.host.temporaries, kept * number * BOUNDARY_BYTES)
 
 
 @functools.cache
@@ -93,7 +103,8 @@ def training_step(num_layers, fuse_update):
     return plan(offload_jit(step), state, shape(BATCH, 8), jax.random.key(0))
 
 
-@pytest.mark.parametrize("fuse_update", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fuse_update", [True, False])
 def test_the_state_is_written_where_it_was(fuse_update):
     """Parameters and both moments are aliased; on the host only the slices' inputs are added."""
     shallow, deep = training_step(8, fuse_update), training_step(24, fuse_update)
@@ -120,6 +131,20 @@ def test_unlike_layers(num_microbatches):
         found.append(plan(jax.grad(run, (0, 1)), [one] * number, shape(BATCH, WIDTH)))
     close(found[0].device.temporaries, found[1].device.temporaries, 0.1)
     assert found[1].device.temporaries <= 5 * LAYER_BYTES + 16 * BOUNDARY_BYTES
+
+
+def test_an_array_in_several_places():
+    """Its gradients are added on the device: XLA would do that on the host's processor."""
+    w, v = ({k: shape(*a.shape[1:], host=True) for k, a in stacked(1).items()} for _ in range(2))
+
+    def run(w, v, x):
+        return loss(offload_sequential([layer] * 3, [w, v, w], x))
+
+    found = plan(jax.grad(run, (0, 1)), w, v, shape(BATCH, WIDTH))
+    assert found.host.arguments == found.host.outputs == 2 * LAYER_BYTES
+    assert found.host.temporaries <= LAYER_BYTES + 3 * BOUNDARY_BYTES
+    assert found.device.temporaries <= 5 * LAYER_BYTES + 16 * BOUNDARY_BYTES
+    assert "host_compute" not in found.hlo and '_xla_compute_type="host"' not in found.hlo
 
 
 def test_update_and_initialization():
@@ -155,6 +180,7 @@ def loops(hlo):
     return found
 
 
+@pytest.mark.exhaustive
 def test_the_next_slice_is_loaded_meanwhile():
     """From before the first matrix product until after the last, or until before the last."""
     forward, backward = loops(gradients(16).hlo)

@@ -15,6 +15,7 @@ from tests.ops.offload.stacks import (
     key_of,
     kinds,
     loss,
+    policies,
     value_and_grads,
 )
 
@@ -80,8 +81,9 @@ def want(num_microbatches):
 @pytest.mark.parametrize(
     "options", [{}, {"num_slices": 1}, {"num_slices": 3}, {"activations": "device"}], ids=str
 )
-def test_equals_the_layers_in_memory(num_microbatches, options):
-    run = functools.partial(offloaded, num_microbatches=num_microbatches, **options)
+@policies
+def test_equals_the_layers_in_memory(num_microbatches, options, policy):
+    run = functools.partial(offloaded, num_microbatches=num_microbatches, policy=policy, **options)
     got = value_and_grads(run, to_host(params()), inputs())
     close(got, want(num_microbatches))
     assert kinds(got[1][0]) == {"pinned_host"} and kinds(got[1][1]) == {"device"}
@@ -92,7 +94,8 @@ def test_parameters_on_the_device():
     close(value_and_grads(run, params(), inputs()), want(1))
 
 
-def test_aux_and_closures():
+@policies
+def test_aux_and_closures(policy):
     scale = jnp.float32(1.5)
 
     def layer(w, x, key):
@@ -100,7 +103,9 @@ def test_aux_and_closures():
         return y, jnp.mean(y, 0)
 
     def run(w, x):
-        x, aux = offload_sequential([layer] * 4, w, x, has_aux=True, num_microbatches=2)
+        x, aux = offload_sequential(
+            [layer] * 4, w, x, has_aux=True, num_microbatches=2, policy=policy
+        )
         assert [a.shape for a in aux] == [(2, n) for n in WIDTHS[1:]]
         return sum(jnp.sum(a**2) for a in aux) + x
 
@@ -150,6 +155,28 @@ def test_bad_input(match, arguments):
         jax.eval_shape(lambda: offload_sequential(**call))
 
 
+@pytest.mark.parametrize("options", [{}, {"num_slices": 1}, {"num_microbatches": 2}], ids=str)
+def test_an_array_in_several_places(options):
+    """Its gradient is the sum of theirs, also of some leaves, and outside of jit."""
+    tanh = lambda w, x, key: jnp.tanh(x @ w["w"] + w["b"])  # noqa: E731
+    own = {"w": jnp.eye(8) / 2, "b": jnp.arange(8.0)}, {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
+
+    def places(a, b):
+        return [a, {**b, "b": a["b"]}, a, b]
+
+    def in_memory(a, b):
+        return functools.reduce(lambda x, w: tanh(w, x, None), places(a, b), inputs())
+
+    def run(a, b):
+        return offload_sequential([tanh] * 4, places(a, b), inputs(), **options)
+
+    want = value_and_grads(in_memory, *own)
+    got = value_and_grads(run, *to_host(own))
+    close(got, want)
+    assert kinds(got[1]) == {"pinned_host"}
+    close(jax.grad(lambda a: loss(run(a, to_host(own[1]))))(to_host(own[0])), want[1][0])
+
+
 def test_integer_parameters_have_no_gradient():
     w = [{"w": to_host(jnp.ones((8, 8), jnp.int8))}]
     run = lambda x: offload_sequential([lambda w, x, key: x @ w["w"]], w, x)  # noqa: E731
@@ -158,6 +185,8 @@ def test_integer_parameters_have_no_gradient():
         jax.grad(lambda x: loss(run(x)))(inputs())
 
 
-def test_outside_jit():
-    got = jax.grad(lambda w: loss(offloaded(w, inputs())))(to_host(params()))
+@policies
+def test_outside_jit(policy):
+    got = jax.grad(lambda w: loss(offloaded(w, inputs(), policy=policy)))(to_host(params()))
+    close(got, want(1)[1][0])
     assert kinds(got) == {"pinned_host"}

@@ -22,6 +22,7 @@ from tests.ops.offload.stacks import (
     layer,
     loss,
     params,
+    policies,
     value_and_grads,
 )
 
@@ -43,17 +44,36 @@ OPTIONS = [
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_equal_to_the_bit(num_microbatches, options):
+@policies
+def test_equal_to_the_bit(num_microbatches, options, policy):
     """The loss and all gradients, with dropout; they arrive where the parameters are."""
     where = options.get("params_in", "host")
     w = params() if where == "device" else to_host(params())
     run = functools.partial(
-        offload_scan, layer, key=KEY, num_microbatches=num_microbatches, **options
+        offload_scan, layer, key=KEY, num_microbatches=num_microbatches, policy=policy, **options
     )
     got = value_and_grads(run, w, inputs())
     assert_equal_bits(got, want(num_microbatches))
     assert kinds(got[1][0]) == ({"device"} if where == "device" else {"pinned_host"})
     assert kinds(got[1][1]) == {"device"}
+
+
+@pytest.mark.covering
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("num_slices", [None, 2])
+@policies
+def test_in_float64(num_microbatches, num_slices, policy):
+    run = functools.partial(
+        offload_scan, layer, key=KEY,
+        num_microbatches=num_microbatches, num_slices=num_slices, policy=policy,
+    )  # fmt: skip
+    plain = lambda w, x: in_memory(layer, w, x, KEY, num_microbatches)  # noqa: E731
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14),
+        value_and_grads(run, to_host(params()), inputs()),
+        value_and_grads(plain, params(), inputs()),
+    )
 
 
 @pytest.mark.usefixtures("optimized")
@@ -73,8 +93,9 @@ def test_equal_to_the_bit_of_a_scan_that_computes_again(num_microbatches):
     assert_equal_bits(value_and_grads(run, to_host(params()), inputs()), expected)
 
 
-def test_without_key_and_outside_jit():
-    run = functools.partial(offload_scan, layer)
+@policies
+def test_without_key_and_outside_jit(policy):
+    run = functools.partial(offload_scan, layer, policy=policy)
     got = jax.value_and_grad(lambda w: loss(run(w, inputs())))(to_host(params()))
     expected = value_and_grads(lambda w: in_memory(layer, w, inputs(), None), params())
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-6)
@@ -93,12 +114,14 @@ def test_one_layer_of_a_raw_key():
     assert kinds(got[1]) == {"pinned_host"}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("transform", ["remat", "twice", "scan", "vmap"])
-def test_inside_of(transform):
+@policies
+def test_inside_of(transform, policy):
     x = inputs()
 
     def stack(w, x):
-        return offload_scan(layer, w, x, num_slices=2)
+        return offload_scan(layer, w, x, num_slices=2, policy=policy)
 
     def plain(w, x):
         return in_memory(layer, w, x, None)
@@ -126,23 +149,28 @@ def test_inside_of(transform):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, expected)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_what_the_layer_closes_over_is_differentiated(num_microbatches):
+@policies
+def test_what_the_layer_closes_over_is_differentiated(num_microbatches, policy):
     scale = jnp.linspace(0.5, 1.5, WIDTH)
 
     def run(apply, w, x, scale):
         return apply(lambda w, x, key: layer(w, x * scale, key), w, x)
 
     offloaded = functools.partial(
-        run, functools.partial(offload_scan, key=KEY, num_microbatches=num_microbatches)
+        run,
+        functools.partial(offload_scan, key=KEY, num_microbatches=num_microbatches, policy=policy),
     )
     plain = functools.partial(run, lambda f, w, x: in_memory(f, w, x, KEY, num_microbatches))
     got = value_and_grads(offloaded, to_host(params()), inputs(), scale)
     assert_equal_bits(got, value_and_grads(plain, params(), inputs(), scale))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("sequential", [False, True])
-def test_closing_over_integers_and_keys(sequential):
+@policies
+def test_closing_over_integers_and_keys(sequential, policy):
     """Whichever of jit and grad comes first, in remat and in a loop."""
     ids, key = jnp.arange(BATCH) % 3, jax.random.key(5)
 
@@ -154,8 +182,8 @@ def test_closing_over_integers_and_keys(sequential):
 
     def offloaded(own, w, x):
         if not sequential:
-            return offload_scan(own, w, x, num_microbatches=1)
-        return offload_sequential([own, own], [jax.tree.map(to_host, w)] * 2, x)
+            return offload_scan(own, w, x, policy=policy)
+        return offload_sequential([own, own], [jax.tree.map(to_host, w)] * 2, x, policy=policy)
 
     def plain(own, w, x):
         if sequential:
@@ -190,8 +218,10 @@ def test_closing_over_an_array_of_the_host_is_refused():
         )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_keys_among_the_arrays(num_microbatches):
+@policies
+def test_keys_among_the_arrays(num_microbatches, policy):
     def keyed(w, x, _):
         draw = jax.vmap(lambda k: jax.random.normal(k, (WIDTH,)))(x["key"])
         return {"h": layer(w, x["h"] + draw, None), "key": x["key"]}
@@ -199,15 +229,17 @@ def test_keys_among_the_arrays(num_microbatches):
     def apply(run, w, h):
         return run(keyed, w, {"h": h, "key": jax.random.split(KEY, BATCH)})["h"]
 
-    offloaded = functools.partial(offload_scan, num_microbatches=num_microbatches)
+    offloaded = functools.partial(offload_scan, num_microbatches=num_microbatches, policy=policy)
     got = value_and_grads(functools.partial(apply, offloaded), to_host(params()), inputs())
     plain = functools.partial(apply, lambda f, w, x: in_memory(f, w, x, None))
     expected = value_and_grads(plain, params(), inputs())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, expected)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_trees_with_integers(num_microbatches):
+@policies
+def test_trees_with_integers(num_microbatches, policy):
     """Integers go through the layers, are kept, and have no gradients."""
 
     def tree_layer(w, x, key):
@@ -225,7 +257,11 @@ def test_trees_with_integers(num_microbatches):
     offloaded = functools.partial(
         run,
         functools.partial(
-            offload_scan, key=KEY, num_microbatches=num_microbatches, resident_slices=1
+            offload_scan,
+            key=KEY,
+            num_microbatches=num_microbatches,
+            resident_slices=1,
+            policy=policy,
         ),
     )
     plain = functools.partial(run, lambda f, w, x: in_memory(f, w, x, KEY, num_microbatches))
@@ -236,7 +272,8 @@ def test_trees_with_integers(num_microbatches):
 @pytest.mark.covering
 @pytest.mark.parametrize("options", [{}, {"num_slices": 2, "resident_slices": 1}], ids=str)
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_aux(num_microbatches, options):
+@policies
+def test_aux(num_microbatches, options, policy):
     """Of every layer and microbatch, in their order, with gradients."""
 
     def aux_layer(w, x, key):
@@ -244,8 +281,9 @@ def test_aux(num_microbatches, options):
 
     def apply(w, x):
         y, aux = offload_scan(
-            aux_layer, w, x, key=KEY, num_microbatches=num_microbatches, has_aux=True, **options
-        )
+            aux_layer, w, x, key=KEY,
+            num_microbatches=num_microbatches, has_aux=True, policy=policy, **options,
+        )  # fmt: skip
         assert aux["mean"].shape == (LAYERS, num_microbatches, WIDTH)
         assert aux["count"].shape == (LAYERS, num_microbatches)
         scale = 1.0 + jnp.arange(LAYERS * num_microbatches).reshape(LAYERS, num_microbatches, 1)
@@ -269,13 +307,16 @@ def test_aux(num_microbatches, options):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
 
 
-def test_compute_dtype():
+@policies
+def test_compute_dtype(policy):
     def checked(w, x, key):
         assert all(a.dtype == jnp.bfloat16 for a in jax.tree.leaves(w))
         return layer(w, x, key)
 
     x = inputs().astype(jnp.bfloat16)
-    apply = functools.partial(offload_scan, checked, key=KEY, compute_dtype=jnp.bfloat16)
+    apply = functools.partial(
+        offload_scan, checked, key=KEY, compute_dtype=jnp.bfloat16, policy=policy
+    )
     got = value_and_grads(apply, to_host(params()), x)
 
     def cast(w, x, key):

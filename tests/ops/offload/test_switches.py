@@ -15,12 +15,14 @@ from effjax import (
     offload_scan,
     offload_sequential,
     offload_train_step,
+    to_device,
     to_host,
 )
 from effjax.ops.offload import compiled
 from tests.ops.offload.stacks import (
     KEY,
     LAYERS,
+    POLICIES,
     WIDTH,
     assert_equal_bits,
     init,
@@ -78,6 +80,8 @@ def test_host_init(switch):
     [
         exhaustive({"num_microbatches": 2, "resident_slices": 1}, assert_equal_bits),
         ({"num_slices": 2}, close),
+        ({"num_slices": 2, "policy": POLICIES["dots"]}, assert_equal_bits),
+        exhaustive({"num_microbatches": 2, "policy": POLICIES["everything"]}, assert_equal_bits),
     ],
 )
 def test_gradients_of_a_stack(switch, options, same):
@@ -116,19 +120,21 @@ def test_keys_among_the_arrays(switch):
     with_and_without(switch, run)
 
 
-def test_gradients_of_a_sequence(switch, optimized):
+@pytest.mark.parametrize("policy", [exhaustive("recomputed"), "dots"])
+def test_gradients_of_a_sequence(switch, policy, optimized):
     w = [jax.tree.map(lambda a: to_host(a[0]), params())] * 2
 
     def run():
         def total(w):
-            return loss(offload_sequential([layer] * 2, w, inputs(), key=KEY, num_microbatches=2))
+            options = {"key": KEY, "num_microbatches": 2, "policy": POLICIES[policy]}
+            return loss(offload_sequential([layer] * 2, w, inputs(), **options))
 
         return jax.jit(jax.grad(total))(w)
 
     assert kinds(with_and_without(switch, run)) == {"pinned_host"}
 
 
-@pytest.mark.parametrize("params_in", ["host", "device"])
+@pytest.mark.parametrize("params_in", ["host", exhaustive("device")])
 def test_training_steps_with_a_state_in_microbatches(switch, params_in):
     def run():
         start, step = offload_train_step(
@@ -153,8 +159,10 @@ def test_training_steps_with_a_state_in_microbatches(switch, params_in):
     assert kinds(state.layers) == {"pinned_host" if params_in == "host" else "device"}
 
 
-@pytest.mark.parametrize("fuse_update", [True, exhaustive(False)])
-def test_training_steps(switch, fuse_update):
+@pytest.mark.parametrize(
+    ("fuse_update", "policy"), [(True, "recomputed"), exhaustive(False, "everything")]
+)
+def test_training_steps(switch, fuse_update, policy):
     def run():
         start, step = offload_train_step(
             lambda others, batch, key: batch @ others,
@@ -163,6 +171,7 @@ def test_training_steps(switch, fuse_update):
             optax.adam(1e-2),
             fuse_update=fuse_update,
             clip_norm=None if fuse_update else 0.1,
+            policy=POLICIES[policy],
         )
         state, losses = start(to_host(params()), jnp.eye(WIDTH)), []
         step = offload_jit(step)
@@ -175,18 +184,44 @@ def test_training_steps(switch, fuse_update):
     assert kinds(state.layers) == {"pinned_host"}
 
 
-def test_options_are_read_from_the_program(switch):
-    w = to_host(params())
+def stack(w, x):
+    return offload_scan(layer, w, x, key=KEY, num_microbatches=2)
 
-    def run(w):
-        return offload_scan(layer, w, inputs())
 
-    def in_a_row(w):
-        first = jax.tree.map(lambda a: to_host(jnp.zeros(a.shape[1:])), w)
-        return offload_sequential([layer], [first], inputs())
+def sequence(w, x):
+    listed = [jax.tree.map(lambda a, i=i: to_host(to_device(a)[i]), w) for i in range(2)]
+    return offload_sequential([layer] * 2, listed, x, key=KEY, num_microbatches=2)
 
-    for fun in (run, jax.jit(run), jax.grad(lambda w: jax.checkpoint(run)(w).sum()), in_a_row):
-        needed = lambda fun=fun: compiled.needed_options(jax.jit(fun).trace(w).jaxpr)  # noqa: E731
-        want = needed()
-        with switched_on(switch):
-            assert needed() == want != {}
+
+@pytest.mark.parametrize("apply", [stack, sequence])
+def test_forward_alone(switch, apply, optimized):
+    with_and_without(switch, lambda: jax.jit(apply)(to_host(params()), inputs()))
+
+
+@pytest.mark.parametrize("apply", [stack, sequence])
+def test_options_are_read_from_the_program(switch, apply):
+    """Forward alone, where the rule of a custom_vjp is still a parameter, and of gradients."""
+
+    def total(w, x):
+        return apply(w, x).sum()
+
+    programs = [
+        apply,
+        jax.jit(apply),
+        jax.checkpoint(apply),
+        lambda w, x: jax.vmap(functools.partial(apply, w))(x[None]),
+        lambda w, x: jax.lax.cond(x[0, 0] > 0, total, lambda w, x: 0.0, w, x),
+        jax.grad(total, 1),
+        jax.grad(jax.checkpoint(total)),
+        jax.value_and_grad(jax.jit(total), (0, 1)),
+    ]
+    needed = [functools.partial(options_of, program) for program in programs]
+    want = [of_one() for of_one in needed]
+    assert all(want) and all(options == want[0] for options in want)
+    with switched_on(switch):
+        assert [of_one() for of_one in needed] == want
+
+
+def options_of(program):
+    traced = jax.jit(lambda *args: program(*args)).trace(to_host(params()), inputs())
+    return compiled.needed_options(traced.jaxpr)

@@ -28,6 +28,7 @@ from tests.ops.offload.steps import (
     others,
     train_in_memory,
 )
+from tests.tiers import exhaustive, plainly
 
 STATE = {
     "mean": jnp.zeros(WIDTH), "top": jnp.float32(0.5), "batches": jnp.int32(0),
@@ -70,7 +71,7 @@ def with_state_in_memory(m):
     return train_in_memory(ADAMW, STATE, m=m, ends=ENDS)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", plainly("apart", "on_device", of=OPTIONS))
 def test_state_and_second_results(name):
     """Each microbatch gets what the one before has made of the state, and its own key."""
     options = OPTIONS[name]
@@ -142,7 +143,9 @@ def test_several_inputs_of_layers_with_integers_among_them(m):
     close((losses, state.layers, state.others), want[:3], 5e-6)
 
 
-@pytest.mark.parametrize("options", [{"num_slices": 2}, {"fuse_update": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [exhaustive({"num_slices": 2}), {"fuse_update": False}], ids=str
+)
 def test_gradients_accumulated_over_calls(options):
     """Each layer has its own counter and its own sum, where its parameters are."""
     tx = optax.MultiSteps(ADAMW, 2)

@@ -16,6 +16,7 @@ from effjax.memory import collectives
 from tests.contexts import mesh_of
 from tests.ops.offload.stacks import WIDTH, kinds, layer, params
 from tests.ops.offload.steps import others, train_in_memory
+from tests.tiers import plainly
 
 TOKENS = jnp.arange(32) * 7 % 11
 STATE = {"sum": jnp.zeros(WIDTH), "batches": jnp.int32(0)}
@@ -98,7 +99,7 @@ MAPPED = {
 }
 
 
-@pytest.mark.parametrize("name", MAPPED)
+@pytest.mark.parametrize("name", plainly("clipped", "on_device", of=MAPPED))
 def test_shard_map(name):
     options, mesh = MAPPED[name], mesh_of((8,), ("i",))
     m, host = options.get("num_microbatches", 1), options.get("params_in") != "device"
@@ -137,6 +138,7 @@ def test_shard_map_without_types(m):
     close(train(init, run, mesh, host=True), m)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("params_in", ["host", "device"])
 def test_jit_over_a_mesh(kind, params_in):

@@ -27,6 +27,7 @@ from tests.ops.offload.stacks import (
     value_and_grads,
 )
 from tests.ops.offload.steps import TOKENS, embed, head, others
+from tests.tiers import exhaustive, plainly
 
 RANK = 2
 
@@ -74,7 +75,7 @@ SCANS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", SCANS, ids=str)
+@pytest.mark.parametrize("options", [*SCANS[:2], *map(exhaustive, SCANS[2:])], ids=str)
 def test_gradients_of_what_is_trained(options):
     w = quantised()
     if options.get("params_in") != "device":
@@ -97,6 +98,7 @@ FLAGS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", FLAGS)
 @pytest.mark.parametrize("params_in", ["host", "device"])
 def test_gradients_of_the_others_are_zeros(name, params_in):
@@ -200,7 +202,7 @@ def trained(m, clip_norm):
     return model
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", plainly("fused", of=STEPS))
 def test_training_low_rank_matrices(name):
     options = STEPS[name]
     where = options.get("params_in", "host")

@@ -9,6 +9,7 @@ from effjax.train.lm.config import LMConfig
     [
         ("offload (='disk') must be one of", {"offload": "disk"}),
         ("num_microbatches (=2) is of layers that are offloaded or", {"num_microbatches": 2}),
+        ("policy (=dots) is of layers that are offloaded or", {"policy": "dots"}),
         ("num_microbatches (=3) must divide", {"num_microbatches": 3, "offload": "all"}),
         ("num_microbatches (=0) must be at least 1", {"num_microbatches": 0}),
         ("remat is what offload and fuse_update do", {"remat": True, "offload": "all"}),

@@ -12,7 +12,7 @@ from effjax.train.errors import TrainError
 from effjax.train.lm.offloaded import OffloadedState
 from effjax.train.loop import Progress, fit
 from effjax.train.run_directory import RunDirectory
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, plainly
 from tests.train.small import CompiledOnce, lm_task
 
 pytest.importorskip("matplotlib")
@@ -44,7 +44,8 @@ MODES = {
     "params": dict(offload="params"),
     "all": dict(offload="all"),
     "fused": dict(offload="all", fuse_update=True),
-    "fused in memory": dict(fuse_update=True),
+    "dots": dict(offload="all", policy="dots"),
+    "fused in memory": dict(fuse_update=True, policy="everything"),
     "fused, activations": dict(offload="activations", fuse_update=True),
 }
 
@@ -67,7 +68,7 @@ def test_offloaded_the_losses_are_the_same(mode, tmp_path, whole_on_one):
         np.testing.assert_allclose(got["train_loss"], want["train_loss"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", plainly("params", "fused in memory", of=MODES))
 def test_where_the_layers_live(mode):
     one = lm_task(1, **MODES[mode])
     state = one.place(one.initial_state())

@@ -1,0 +1,343 @@
+"""Training with parameters and moments on the host: what Flax's own optimizers do in memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import effjax
+from effjax.linen import OffloadTrainState
+from effjax.memory import plan
+from effjax.nnx import OffloadModel, OffloadOptimizer, offload_jit
+from tests.layers.offload_linen import X, kinds
+from tests.layers.offload_nnx import Block
+from tests.ops.offload.test_update import close
+from tests.programs import needs_gpu_compiler
+
+Y = np.random.default_rng(2).normal(size=(12, 6)).astype(np.float32)
+
+
+def adam():
+    return optax.adam(optax.linear_schedule(1e-2, 1e-3, 3), eps=1e-3)
+
+
+def clipped():
+    return optax.chain(optax.clip_by_global_norm(0.1), adam())
+
+
+class Wrapped(nnx.Module):
+    """Layers on the host between others on the device."""
+
+    def __init__(self, wrap):
+        rngs = nnx.Rngs(0)
+        self.before = nnx.Linear(6, 6, rngs=rngs)
+        self.body = wrap([nnx.Linear(6, 12, rngs=rngs), nnx.relu, nnx.Linear(12, 6, rngs=rngs)])
+        self.after = nnx.Linear(6, 6, rngs=rngs)
+
+    def __call__(self, x):
+        return self.after(self.body(self.before(x)))
+
+
+def sequence(wrap):
+    """Unlike layers, with batch statistics and dropout."""
+    rngs = nnx.Rngs(0)
+    return wrap([
+        nnx.Linear(6, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs), nnx.relu,
+        nnx.Dropout(0.3, rngs=rngs), nnx.Linear(8, 6, rngs=rngs),
+    ])  # fmt: skip
+
+
+class Looped(nnx.Module):
+    """A stack of like layers in device memory."""
+
+    def __init__(self, layers):
+        self.layers = layers
+
+    def __call__(self, x):
+        run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return run(x, self.layers)
+
+
+def stack(wrap):
+    make = nnx.vmap(lambda rngs: Block(rngs, rate=0.0), in_axes=0, out_axes=0)
+    return (Looped if wrap is plain else wrap)(make(nnx.Rngs(0).split(4)))
+
+
+def plain(layers):
+    return nnx.Sequential(*layers)
+
+
+def offloaded(make):
+    model = make(OffloadModel)
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, OffloadModel):
+            module.to_host()
+    return model
+
+
+def loss_of(model, x, y):
+    return jnp.mean((model(x) - y) ** 2)
+
+
+def train_step(model, optimizer, x, y):
+    loss, grads = nnx.value_and_grad(loss_of)(model, x, y)
+    optimizer.update(model, grads)
+    return loss
+
+
+def trained(model, optimizer, run):
+    """The losses of three steps, and what the model then holds."""
+    losses = [run(model, optimizer, X * (1 + i), Y) for i in range(3)]
+    return losses, nnx.to_pure_dict(nnx.state(model, nnx.Any(nnx.Param, nnx.BatchStat)))
+
+
+@functools.cache
+def in_memory(make, tx=adam):
+    model = make(plain)
+    return trained(model, nnx.Optimizer(model, tx(), wrt=nnx.Param), nnx.jit(train_step))
+
+
+@pytest.mark.parametrize("make", [sequence, Wrapped, stack])
+def test_training_equals_training_in_memory(make):
+    model = offloaded(make)
+    where = jax.tree.map(lambda a: a.sharding, nnx.state(model))
+    optimizer = OffloadOptimizer(model, adam())
+    close(trained(model, optimizer, offload_jit(train_step)), in_memory(make), 1e-5)
+    assert where == jax.tree.map(lambda a: a.sharding, nnx.state(model))
+    state = jax.tree.map(lambda v: v.get_value(), optimizer.opt_state, is_leaf=_is_variable)
+    moments = [a for a in jax.tree.leaves((state.layers, state.stacks)) if a.ndim > 1]
+    assert kinds(moments) == {"pinned_host"} and kinds(state.others) <= {"device"}
+    assert optimizer.step.get_value() == 3
+
+
+def _is_variable(a):
+    return isinstance(a, nnx.Variable)
+
+
+def test_clipped_by_the_norm_of_all():
+    model = offloaded(Wrapped)
+    optimizer = OffloadOptimizer(model, adam(), clip_norm=0.1)
+    got = trained(model, optimizer, offload_jit(train_step))
+    close(got, in_memory(Wrapped, clipped), 1e-5)
+
+
+@pytest.mark.parametrize("make", [Wrapped, stack])
+def test_outside_of_jit(make):
+    """The gradients compiled, the update as it is called: still where it was, and in place."""
+    model = offloaded(make)
+    optimizer = OffloadOptimizer(model, adam())
+    gradient = nnx.jit(nnx.value_and_grad(loss_of))
+
+    def run(model, optimizer, x, y):
+        loss, grads = gradient(model, x, y)
+        before = jax.tree.leaves(nnx.state(model, nnx.Param))
+        optimizer.update(model, grads)
+        after = jax.tree.leaves(nnx.state(model, nnx.Param))
+        assert all(a.is_deleted() for a in before)
+        assert [a.sharding for a in before] == [a.sharding for a in after]
+        return loss
+
+    close(trained(model, optimizer, run), in_memory(make), 1e-5)
+
+
+def test_some_parameters_are_frozen():
+    wrt = nnx.All(nnx.Param, nnx.PathContains("bias"))
+    model, like = offloaded(Wrapped), Wrapped(plain)
+    optimizer = OffloadOptimizer(model, adam(), wrt=wrt)
+    assert {a.ndim for a in jax.tree.leaves(nnx.state(optimizer, nnx.OptState))} == {0, 1}
+    in_plain = nnx.Optimizer(like, adam(), wrt=wrt)
+
+    def step(model, optimizer, x, y):
+        loss, grads = nnx.value_and_grad(loss_of, argnums=nnx.DiffState(0, wrt))(model, x, y)
+        optimizer.update(model, grads)
+        return loss
+
+    close(trained(model, optimizer, offload_jit(step)), trained(like, in_plain, nnx.jit(step)))
+
+
+def test_over_a_mesh(mesh8):
+    """Batches sharded, parameters replicated."""
+    model = offloaded(Wrapped)
+    replicated = NamedSharding(mesh8, P())
+    for _, variable in nnx.iter_graph(model):
+        if _is_variable(variable):
+            a = variable.get_value()
+            there = replicated.with_memory_kind(a.sharding.memory_kind)
+            variable.set_value(jax.device_put(a, there))
+    optimizer = OffloadOptimizer(model, adam())
+    batches = NamedSharding(mesh8, P("data"))
+    step = offload_jit(train_step)
+
+    def run(model, optimizer, x, y):
+        whole = (np.concatenate([a, a]) for a in (x, y))
+        return step(model, optimizer, *(jax.device_put(a, batches) for a in whole))
+
+    close(trained(model, optimizer, run), in_memory(Wrapped), 1e-5)
+    assert all(len(a.devices()) == 8 for a in jax.tree.leaves(nnx.state(optimizer.opt_state)))
+
+
+def test_a_step_is_compiled_once():
+    model, count = offloaded(Wrapped), []
+    optimizer = OffloadOptimizer(model, adam())
+
+    @offload_jit
+    def step(model, optimizer, x):
+        count.append(1)
+        train_step(model, optimizer, x, x)
+
+    for _ in range(2):
+        assert step(model, optimizer, X) is None
+    assert len(count) == 1 and step.__name__ == "step"
+
+
+def test_a_function_that_changes_nothing():
+    model = offloaded(Wrapped)
+    got = offload_jit(lambda model, x: model(x), donate=False)(model, X)
+    close(got, nnx.jit(lambda model, x: model(x))(Wrapped(plain), X), 1e-5)
+    close(offload_jit(lambda model, x: model(x))(model, X), got)
+
+
+def test_checkpoints_of_model_and_optimizer():
+    """Their state can be taken out, and put into new ones."""
+    first = offloaded(Wrapped)
+    optimizer = OffloadOptimizer(first, adam())
+    run = offload_jit(train_step)
+    run(first, optimizer, X, Y)
+    saved = jax.tree.map(np.array, nnx.to_pure_dict(nnx.state((first, optimizer))))
+    second = offloaded(Wrapped)
+    again = OffloadOptimizer(second, adam())
+    here = nnx.to_pure_dict(nnx.state((second, again)))
+    nnx.update(
+        (second, again), jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), saved, here)
+    )
+    for model, made in ((first, optimizer), (second, again)):
+        run(model, made, 2 * X, Y)
+    close(nnx.state(second), nnx.state(first))
+
+
+def test_arguments_that_do_not_fit():
+    model = offloaded(Wrapped)
+    with pytest.raises(TypeError, match="`model` must be an nnx.Module, not a dict"):
+        OffloadOptimizer({}, adam())  # pyright: ignore
+    with pytest.raises(TypeError, match="`tx` must be an optax.GradientTransformation"):
+        OffloadOptimizer(model, optax.adam)
+    with pytest.raises(ValueError, match=r"`clip_norm` \(=0\) must be above 0"):
+        OffloadOptimizer(model, adam(), clip_norm=0)
+    with pytest.raises(ValueError, match="does not treat every parameter on its own"):
+        OffloadOptimizer(model, clipped())
+    with pytest.raises(ValueError, match=r"must be in host memory.*Call to_host\(\)"):
+        OffloadOptimizer(Wrapped(OffloadModel), adam())
+    optimizer = OffloadOptimizer(model, adam())
+    grads = nnx.state(model, nnx.PathContains("bias"))
+    with pytest.raises(ValueError, match="`grads` must be of the Variables that `wrt` selects"):
+        optimizer.update(model, grads)
+    with pytest.raises(TypeError, match="takes nnx modules first, but was called with 3"):
+        offload_jit(lambda x, model: None)(3, model)
+    with pytest.raises(TypeError, match="takes nnx modules first"):
+        offload_jit(lambda: None)()
+
+
+class LinenModel(nn.Module):
+    """Layers on the host between others on the device."""
+
+    body: nn.Module
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(6, name="after")(self.body(nn.Dense(6, name="before")(x)))
+
+
+def unlike():
+    return [nn.Dense(12), nn.relu, nn.Dense(6)]
+
+
+def linen_step(model, state, x, y):
+    def loss_of(params):
+        return jnp.mean((model.apply({"params": params}, x) - y) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+
+def linen_trained(model, state, jit):
+    step, losses = jit(functools.partial(linen_step, model)), []
+    for i in range(3):
+        state, loss = step(state, X * (1 + i), Y)
+        losses.append(loss)
+    return losses, state
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_train_state_of_linen(clip_norm):
+    like = LinenModel(nn.Sequential(unlike()))
+    params = like.init(jax.random.key(0), X)["params"]
+    tx = adam() if clip_norm is None else clipped()
+    create = functools.partial(TrainState.create, apply_fn=like.apply, tx=tx)
+    losses, want = linen_trained(like, create(params=params), jax.jit)
+    model = LinenModel(effjax.linen.OffloadModel(unlike()))
+    state = OffloadTrainState.create(
+        apply_fn=model.apply, params={**params, "body": effjax.to_host(params["body"])},
+        tx=adam(), clip_norm=clip_norm,
+    )  # fmt: skip
+    before = state.params
+    got, state = linen_trained(model, state, effjax.offload_jit)
+    close((got, state.params), (losses, want.params), 1e-5)
+    assert state.step == 3 and isinstance(state, TrainState)
+    assert kinds(state.params["body"]) == {"pinned_host"} and kinds(state.params["after"]) == {
+        "device"
+    }
+    assert all(a.is_deleted() for a in jax.tree.leaves(before))
+    assert len(state.opt_state.layers) == 2  # the two modules that have parameters
+
+
+def test_train_state_of_a_stack():
+    """Layer by layer: an optimizer that norms each array sees those of one layer."""
+    body = effjax.linen.OffloadModel(nn.Dense(6), num_layers=3)
+    model, tx = LinenModel(body), optax.lamb(1e-2)
+    params = model.init(jax.random.key(0), X)["params"]
+    grads = jax.tree.map(lambda a: jnp.sin(3 * a), params)
+    on_host = lambda tree: {**tree, "body": effjax.to_host(tree["body"])}  # noqa: E731
+    state = OffloadTrainState.create(
+        apply_fn=model.apply, params=on_host(params), tx=tx, stacks=["body/layers"]
+    )
+    step = effjax.offload_jit(lambda state, grads: state.apply_gradients(grads=grads))
+    new = step(state, on_host(grads))
+    for i in range(3):
+        at = functools.partial(jax.tree.map, lambda a, i=i: jnp.asarray(a)[i])
+        w, g = at(params["body"]), at(grads["body"])
+        want = optax.apply_updates(w, tx.update(g, tx.init(w), w)[0])
+        close(at(effjax.to_device(new.params["body"])), want)
+    create = functools.partial(OffloadTrainState.create, apply_fn=model.apply, tx=tx)
+    with pytest.raises(ValueError, match="`stacks` .* params have no 'layers'"):
+        create(params=on_host(params), stacks=["layers"])
+    with pytest.raises(ValueError, match="must be in host memory"):
+        create(params=params, stacks=["body/layers"])
+    with pytest.raises(ValueError, match="`grads` must be like `params`"):
+        state.apply_gradients(grads=grads["body"])
+
+
+@needs_gpu_compiler
+@pytest.mark.exhaustive
+def test_device_memory_does_not_grow_with_the_layers():
+    """A step of Linear layers of 1024 x 1024, 4 MiB each, with Adam: planned for an H200."""
+
+    def planned(count):
+        rngs = nnx.Rngs(0)
+        layers = [nnx.Linear(1024, 1024, rngs=rngs) for _ in range(count)]
+        model = OffloadModel(layers).to_host()
+        optimizer = OffloadOptimizer(model, optax.adam(1e-3))
+        return plan(offload_jit(train_step), model, optimizer, x, x)
+
+    x = jnp.ones((64, 1024))
+    few, many = planned(4), planned(8)
+    assert many.peak_device_bytes <= 1.02 * few.peak_device_bytes
+    assert many.peak_device_bytes <= 12 * 4 * 2**20
+    assert many.host.arguments >= 3 * 8 * 4 * 2**20

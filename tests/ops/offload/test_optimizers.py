@@ -1,0 +1,268 @@
+"""Optimizers and transformations of optax: those that are leaf by leaf are taken, no others."""
+
+import functools
+import inspect
+import itertools
+import warnings
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from effjax.ops.offload.optimizer import apply
+from effjax.ops.offload.per_leaf import check_per_leaf
+from effjax.ops.offload.update_stack import update_slice
+from tests.tiers import exhaustive
+
+SHAPES = {"a": (3, 2), "b": (3,), "c": (4, 4)}
+LAYER = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+KEY = jax.random.key(0)
+sgd = functools.partial(optax.sgd, 0.1)
+
+
+def deprecated(make):
+    """An optimizer that warns when it is made."""
+
+    def quietly():
+        with warnings.catch_warnings(action="ignore"):
+            return make()
+
+    return quietly
+
+
+def mask(params):
+    return jax.tree.map(lambda a: a.ndim > 1, params)
+
+
+# Those that treat every parameter on its own.
+OWN: dict[str, Any] = {
+    **{
+        name: functools.partial(getattr(optax, name), 0.1)
+        for name in (
+            "adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage "
+            "lamb lars lion nadam nadamw novograd optimistic_gradient_descent optimistic_adam_v2 "
+            "radam rmsprop rprop sgd sign_sgd signum sm3 yogi "
+            "adaptive_grad_clip add_decayed_weights apply_every clip clip_by_block_rms ema scale "
+            "scale_by_learning_rate trace"
+        ).split()
+    },
+    **{
+        name: getattr(optax, name)
+        for name in (
+            "centralize identity keep_params_nonnegative scale_by_adadelta scale_by_adam "
+            "scale_by_adamax scale_by_adan scale_by_amsgrad scale_by_belief "
+            "scale_by_distance_over_gradients scale_by_factored_rms scale_by_lion "
+            "scale_by_novograd scale_by_optimistic_gradient scale_by_param_block_norm "
+            "scale_by_param_block_rms scale_by_radam scale_by_rms scale_by_rss scale_by_sign "
+            "scale_by_sm3 scale_by_stddev scale_by_trust_ratio scale_by_yogi set_to_zero zero_nans"
+        ).split()
+    },
+    **{
+        f"contrib.{name}": functools.partial(getattr(optax.contrib, name), 0.1)
+        for name in (
+            "acprop ademamix adopt cocob galore madgrad muon schedule_free_adamw "
+            "schedule_free_sgd simplified_ademamix"
+        ).split()
+    },
+    **{
+        f"contrib.{name}": getattr(optax.contrib, name)
+        for name in (
+            "scale_by_acprop scale_by_ademamix scale_by_adopt scale_by_cocob scale_by_galore "
+            "scale_by_simplified_ademamix"
+        ).split()
+    },
+    "add_noise": lambda: optax.add_noise(0.1, 0.5, KEY),
+    "chain": lambda: optax.chain(optax.scale_by_adam(), optax.scale(0.1)),
+    "conditionally_mask": lambda: optax.conditionally_mask(sgd(), lambda step: step < 3),
+    "conditionally_transform": lambda: optax.conditionally_transform(sgd(), lambda step: step < 3),
+    "contrib.sam": lambda: optax.contrib.sam(sgd(), sgd()),
+    "contrib.scale_by_madgrad": lambda: optax.contrib.scale_by_madgrad(0.1, 0.9, 1e-6),
+    "contrib.scale_by_muon": lambda: optax.masked(
+        optax.contrib.scale_by_muon(
+            weight_dimension_numbers=lambda params: jax.tree.map(
+                lambda _: optax.contrib.MuonDimensionNumbers(), params
+            )
+        ),
+        mask,
+    ),
+    "contrib.schedule_free": lambda: optax.contrib.schedule_free(sgd(), 0.1),
+    "contrib.split_real_and_imaginary": lambda: optax.contrib.split_real_and_imaginary(sgd()),
+    "freeze": lambda: optax.transforms.freeze({"a": True, "b": False, "c": False}),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+    "inject_stateful_hyperparams": deprecated(
+        lambda: optax.inject_stateful_hyperparams(optax.adam)(learning_rate=0.1)
+    ),
+    "masked": lambda: optax.masked(sgd(), mask),
+    "multi_transform": lambda: optax.multi_transform(
+        {"adam": optax.adam(0.1), "sgd": sgd()}, lambda p: {**dict.fromkeys(p, "adam"), "b": "sgd"}
+    ),
+    "named_chain": lambda: optax.named_chain(("adam", optax.scale_by_adam())),
+    "noisy_sgd": lambda: optax.noisy_sgd(0.1, key=KEY),
+    "optimistic_adam": deprecated(lambda: optax.optimistic_adam(0.1, 1.0)),
+    "partition": lambda: optax.partition(
+        {"adam": optax.adam(0.1), "sgd": sgd()}, {"a": "adam", "b": "sgd", "c": "adam"}
+    ),
+    "scale_by_rprop": lambda: optax.scale_by_rprop(0.1),
+    "scale_by_schedule": lambda: optax.scale_by_schedule(optax.linear_schedule(0.1, 0.0, 9)),
+    "selective_transform": lambda: optax.transforms.selective_transform(
+        sgd(), freeze_mask={"a": True, "b": False, "c": False}
+    ),
+    "snapshot": lambda: optax.snapshot("norm", optax.tree.norm),
+    "stateless": lambda: optax.stateless(
+        lambda updates, params: jax.tree.map(jnp.add, updates, params)
+    ),
+    "stateless_with_tree_map": lambda: optax.stateless_with_tree_map(lambda g, p: g + p),
+    "with_extra_args_support": lambda: optax.with_extra_args_support(sgd()),
+    "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.1), 2),
+}
+NOISY = "add_noise", "noisy_sgd"
+# Those that are refused, and what the error says of them.
+MIXED: dict[str, tuple[Any, str]] = {
+    "apply_if_finite": (lambda: optax.apply_if_finite(sgd(), 3), r"state.notfinite_count"),
+    "clip_by_global_norm": (lambda: optax.clip_by_global_norm(1.0), "the update of"),
+    "contrib.dadapt_adamw": (optax.contrib.dadapt_adamw, r"state.estim_lr"),
+    "contrib.dog": (optax.contrib.dog, r"state\[1\].max_dist"),
+    "contrib.dowg": (optax.contrib.dowg, r"state\[1\].weighted_sq_norm_grads"),
+    "contrib.mechanize": (lambda: optax.contrib.mechanize(sgd()), "state.r"),
+    "contrib.normalize": (optax.contrib.normalize, "the update of"),
+    "contrib.prodigy": (optax.contrib.prodigy, "state.estim_lr"),
+    "flatten": (lambda: optax.flatten(optax.adam(0.1)), r"state\[0\].mu"),
+    "normalize_by_update_norm": (optax.normalize_by_update_norm, "the update of"),
+    "scale_by_lbfgs": (optax.scale_by_lbfgs, r"state.weights_memory"),
+    "skip_not_finite": (
+        lambda: optax.MultiSteps(sgd(), 2, should_skip_update_fn=optax.skip_not_finite),
+        "state.mini_step",
+    ),
+    "skip_large_updates": (
+        lambda: optax.MultiSteps(
+            sgd(),
+            2,
+            should_skip_update_fn=functools.partial(optax.skip_large_updates, max_squared_norm=1.0),
+        ),
+        "state.mini_step",
+    ),
+}
+# Those that want another argument, or other parameters.
+UNFIT: dict[str, tuple[Any, str]] = {
+    "contrib.differentially_private_aggregate": (
+        lambda: optax.contrib.differentially_private_aggregate(1.0, 0.1, KEY),
+        "batch dimension"),
+    "contrib.dpsgd": (
+        deprecated(lambda: optax.contrib.dpsgd(0.1, 1.0, 0.1, 0)), "batch dimension"),
+    "contrib.hutchinson_estimator_diag_hessian": (
+        optax.contrib.hutchinson_estimator_diag_hessian, "obj_fn"),
+    "contrib.momo": (optax.contrib.momo, "value"),
+    "contrib.momo_adam": (optax.contrib.momo_adam, "value"),
+    "contrib.reduce_on_plateau": (optax.contrib.reduce_on_plateau, "value"),
+    "contrib.sophia": (lambda: optax.contrib.sophia(0.1), "obj_fn"),
+    "lbfgs": (optax.lbfgs, "value"),
+    "lookahead": (lambda: optax.lookahead(sgd(), 5, 0.5), "fast"),
+    "measure_with_ema": (
+        lambda: optax.measure_with_ema(optax.tree.norm, 0.9), "be like the parameters"),
+    "monitor": (lambda: optax.monitor({"norm": optax.tree.norm}), "be like the state"),
+    "polyak_sgd": (optax.polyak_sgd, "value"),
+    "scale_by_backtracking_linesearch": (
+        lambda: optax.scale_by_backtracking_linesearch(5), "value"),
+    "scale_by_polyak": (optax.scale_by_polyak, "value"),
+    "scale_by_zoom_linesearch": (lambda: optax.scale_by_zoom_linesearch(5), "value"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_taken(name):
+    assert len(check_per_leaf(OWN[name](), LAYER)) == (name in NOISY)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_refused_with_where_parameters_meet(name):
+    make, where = MIXED[name]
+    with pytest.raises(
+        ValueError, match=rf"^`tx` does not .* parameter on its own: {where} .*`clip_norm`"
+    ):
+        check_per_leaf(make(), LAYER)
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_refused_with_what_is_missing(name):
+    make, missing = UNFIT[name]
+    with pytest.raises(ValueError, match=rf"^`tx.* (failed for|must) .*{missing}"):
+        check_per_leaf(make(), LAYER)
+
+
+@pytest.mark.skipif(optax.__version__ != "0.2.8", reason="another optax has others")
+def test_all_of_them_are_here():
+    found = set()
+    for prefix, module in ("", optax), ("", optax.transforms), ("contrib.", optax.contrib):
+        for name, function in vars(module).items():
+            if inspect.isfunction(function) and not name.startswith("_"):
+                returned = str(inspect.signature(function).return_annotation)
+                found |= {prefix + name} if "GradientTransformation" in returned else set()
+    assert found <= {*OWN, *MIXED, *UNFIT}
+
+
+FOR_ONE = {"a": jax.ShapeDtypeStruct((3, 2), jnp.float32)}
+
+
+@pytest.mark.parametrize(
+    ("tx", "where"),
+    [
+        (
+            optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+            r"the update of params\['a'\]",
+        ),
+        (optax.contrib.prodigy(), r"state.estim_lr depends on params\['a'\] and on"),
+        (optax.masked(optax.clip_by_global_norm(1.0), {"a": True}), "the update of"),
+        (optax.masked(optax.clip_by_global_norm(1.0), mask), "the update of"),
+    ],
+    ids=["clip", "prodigy", "masked", "mask"],
+)
+def test_layers_of_one_parameter(tx, where):
+    """What mixes parameters would treat each layer on its own, unlike a list of layers."""
+    with pytest.raises(ValueError, match=rf"not treat every layer on its own: {where}.* other lay"):
+        check_per_leaf(tx, FOR_ONE)
+    own = optax.masked(
+        optax.lamb(0.1),
+        lambda p: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "a", p),
+    )
+    check_per_leaf(own, FOR_ONE)  # knows the paths of one layer
+
+
+@functools.cache
+def stacked():
+    """Parameters and gradients of two slices of two layers."""
+    keys = iter(jax.random.split(KEY, 2 * len(SHAPES)))
+    return [
+        {name: jax.random.normal(next(keys), (2, 2, *shape)) for name, shape in SHAPES.items()}
+        for _ in range(2)
+    ]
+
+
+def at(tree, *index):
+    return jax.tree.map(lambda a: a[index], tree)
+
+
+# Those that reduce a parameter or its gradient, or look at its rank.
+REDUCING = "lamb", "lars", "adafactor", "novograd", "sm3", "adaptive_grad_clip", "contrib.muon"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in REDUCING else exhaustive(name) for name in OWN if name not in NOISY],
+)
+def test_layers_of_a_slice_are_updated_one_by_one(x64, name):
+    """Two steps of all of them, as of each layer alone."""
+    tx, (w, grads) = OWN[name](), stacked()
+    got = w, jax.vmap(jax.vmap(tx.init))(w)
+    step = jax.jit(functools.partial(update_slice, tx))
+    step_of_one = jax.jit(functools.partial(apply, tx))
+    for i in (0, 0, 1, 1):
+        got = step(*got, i, at(got[0], i), at(grads, i))
+    for i, j in itertools.product(range(2), range(2)):
+        p, g = at(w, i, j), at(grads, i, j)
+        s = tx.init(p)
+        for _ in range(2):
+            p, s = step_of_one(p, s, g)
+        chex.assert_trees_all_close(at(got, i, j), (p, s), rtol=1e-9, atol=1e-12)

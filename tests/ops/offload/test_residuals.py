@@ -1,0 +1,200 @@
+"""What a policy keeps of the slices for the backward pass, and what it need not keep."""
+
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from effjax import offload_scan, offload_sequential, to_device, to_host
+from tests.ops.offload.stacks import (
+    KEY,
+    LAYERS,
+    POLICIES,
+    WIDTH,
+    in_memory,
+    kinds,
+    layer,
+    params,
+    policies,
+    value_and_grads,
+)
+
+ROWS = 6  # unlike any axis of the parameters
+NAMES = jax.checkpoint_policies.save_only_these_names("h")
+OFFLOADED = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[], names_which_can_be_offloaded=["h"],
+    offload_src="device", offload_dst="pinned_host",
+)  # fmt: skip
+
+
+def inputs():
+    return jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
+
+
+def casting(w, x, key):
+    """What follows from the parameters, or from nothing, is large."""
+    half = jax.tree.map(lambda a: (2 * a).astype(jnp.bfloat16), w)
+    h = jnp.tanh(x.astype(jnp.bfloat16) @ half["a"] + half["c"])
+    table = jnp.cos(jnp.arange(2 * WIDTH * WIDTH).reshape(WIDTH, -1)).astype(jnp.bfloat16)
+    return x + (h @ (half["b"] + table.T)).astype(x.dtype)
+
+
+def named(w, x, key):
+    return layer({**w, "c": 0 * w["c"]}, checkpoint_name(x @ w["a"], "h") @ w["b"] + x, key)
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, None), lambda _, dy: (2 * dy,))
+
+
+def composed(w, x, key):
+    """Rules of its own, loops, branches, and a constant."""
+    h = jax.jit(jnp.sin)(doubled(x) @ w["a"]) * np.linspace(0.5, 1, 2 * WIDTH, dtype="float32")
+    h, sums = lax.scan(lambda h, c: (jnp.tanh(h + c), h.sum(1)), h, jnp.stack([w["c"]] * 2))
+    y = lax.cond(sums[0, 0] > 0, jnp.sin, jnp.cos, h @ w["b"])
+    return x + jnp.where(jax.random.bernoulli(key, 0.9, y.shape), y, 0)
+
+
+def offloaded(layer, sequential=False, **options):
+    options = {"key": KEY, **options}
+
+    def apply(w, x):
+        if not sequential:
+            return offload_scan(layer, w, x, **options)
+        w = [jax.tree.map(lambda a, i=i: to_host(to_device(a)[i]), w) for i in range(LAYERS)]
+        return offload_sequential([layer] * LAYERS, w, x, **options)
+
+    return apply
+
+
+def kept(apply, x):
+    """The shapes of what the backward pass is given, but for the parameters and the key."""
+    found = jax.eval_shape(lambda w, x: jax.vjp(apply, w, x)[1], to_host(params()), x)
+    shapes = Counter(a.shape for a in jax.tree.leaves(found) if a.shape)
+    shapes.subtract(a.shape for a in jax.tree.leaves(params()))
+    return shapes
+
+
+def close(got, want):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), got, want)
+
+
+@pytest.mark.parametrize(
+    ("layer", "policy", "features"),
+    [
+        (layer, POLICIES["nothing"], [WIDTH]),
+        (layer, POLICIES["dots"], [WIDTH, 2 * WIDTH]),
+        (casting, POLICIES["dots"], [WIDTH, 2 * WIDTH]),
+        (named, NAMES, [WIDTH, 2 * WIDTH]),
+        (named, OFFLOADED, [WIDTH, 2 * WIDTH]),
+    ],
+)
+def test_what_is_kept(layer, policy, features):
+    """The input of each layer, and what the policy says."""
+    shapes = [(LAYERS, 1, ROWS, n) for n in features]
+    assert +kept(offloaded(layer, policy=policy), inputs()) == Counter(shapes)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("layer", [layer, casting])
+@pytest.mark.parametrize("num_slices", [None, 2])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("compute_dtype", [None, "bfloat16"])
+def test_parameters_are_kept_once(layer, num_slices, num_microbatches, compute_dtype):
+    """And no copy of them in another dtype, when everything is saveable."""
+    options = {"num_slices": num_slices, "num_microbatches": num_microbatches}
+    options |= {"compute_dtype": compute_dtype, "policy": POLICIES["everything"]}
+    shapes = kept(offloaded(layer, **options), inputs())
+    assert min(shapes.values()) == 0
+    assert {shape[-2] for shape in +shapes} == {ROWS // num_microbatches}
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("layer", [casting, named, composed])
+@pytest.mark.parametrize("sequential", [False, True])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@policies
+def test_values_of(layer, sequential, num_microbatches, policy):
+    options = {"num_microbatches": num_microbatches, "num_slices": 2, "policy": policy}
+    got = value_and_grads(offloaded(layer, sequential, **options), to_host(params()), inputs())
+    plain = functools.partial(in_memory, layer)
+    want = value_and_grads(lambda w, x: plain(w, x, KEY, num_microbatches), params(), inputs())
+    tolerance = 2e-2 if layer is casting else 2e-5
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance / 10),
+        got, want,
+    )  # fmt: skip
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("activations", ["host", "device"])
+@pytest.mark.parametrize("policy", [NAMES, OFFLOADED], ids=["named", "offloaded"])
+@pytest.mark.parametrize("options", [{}, {"num_slices": 2, "num_microbatches": 2}], ids=str)
+def test_where_it_is_kept(activations, policy, options):
+    """`activations` says so, whatever the policy says."""
+    apply = offloaded(named, policy=policy, activations=activations, **options)
+    _, pull = jax.vjp(apply, params_on_host := to_host(params()), inputs())
+    given = {id(a) for a in jax.tree.leaves(params_on_host)}
+    found = [a for a in jax.tree.leaves(pull) if id(a) not in given and a.ndim > 1]
+    shapes = {a.shape for a in jax.tree.leaves(params_on_host)}
+    assert kinds([a for a in found if a.shape not in shapes]) == {
+        "pinned_host" if activations == "host" else "device"
+    }
+    got = pull(jnp.ones((ROWS, WIDTH)))
+    m = options.get("num_microbatches", 1)
+    _, plain = jax.vjp(lambda w, x: in_memory(named, w, x, KEY, m), params(), inputs())
+    close(got, plain(jnp.ones((ROWS, WIDTH))))
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("sequential", [False, True])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("policy", ["recomputed", "everything"])
+def test_a_layer_that_offloads_by_itself(sequential, num_microbatches, policy):
+    own = jax.checkpoint(named, policy=OFFLOADED, prevent_cse=False)
+    apply = offloaded(own, sequential, num_microbatches=num_microbatches, policy=POLICIES[policy])
+    got = value_and_grads(apply, to_host(params()), inputs())
+    plain = lambda w, x: in_memory(named, w, x, KEY, num_microbatches)  # noqa: E731
+    close(got, value_and_grads(plain, params(), inputs()))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("rows", [ROWS, 0])
+def test_short_floats_and_empty_batches(dtype, rows):
+    w, x = jax.tree.map(lambda a: a.astype(dtype), (params(), inputs()[:rows]))
+    total = lambda apply: jax.jit(  # noqa: E731
+        jax.value_and_grad(lambda w, x: apply(w, x).astype(jnp.float32).sum(), (0, 1))
+    )
+    got = total(offloaded(layer, policy=POLICIES["everything"]))(to_host(w), x)
+    want = total(lambda w, x: in_memory(layer, w, x, KEY))(w, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(
+            np.asarray(a, "float32"), np.asarray(b, "float32"), rtol=0.05, atol=0.05
+        )
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_nothing_is_kept_without_a_gradient(sequential):
+    """The layers are not linearized then."""
+    asked = []
+
+    def policy(prim, *_, **__):
+        asked.append(prim)
+        return True
+
+    apply = offloaded(layer, sequential, policy=policy)
+    y = jax.jit(apply)(to_host(params()), inputs())
+    assert not asked
+    np.testing.assert_allclose(y, in_memory(layer, params(), inputs(), KEY), rtol=1e-5, atol=1e-6)
+    jax.jit(jax.grad(lambda w: apply(w, inputs()).sum()))(to_host(params()))
+    assert asked

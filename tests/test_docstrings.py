@@ -1,0 +1,159 @@
+"""Docstrings: one dialect, and what they say that the code could stop to do."""
+
+import ast
+import functools
+import inspect
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.nnx import Rngs
+
+import effjax
+from effjax import compat, linen, models, native, nnx
+from effjax.models import linen as linen_models
+from effjax.ops.batch_norm.statistics import GATHER_BYTES
+from effjax.ops.deform_conv.api import IMPLEMENTATIONS
+from effjax.ops.dense_block.wide import SLICE_BYTES
+
+PACKAGE = pathlib.Path(effjax.__file__).parent
+ROOT = PACKAGE.parent
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "pyproject.toml"]
+# The name of a section, what stands before and after it, and how far the next line is indented.
+SECTION = r"^(.*)\b(Args|Returns|Raises|Attributes|References?):(.*)\n?( *)"
+BRITISH = (
+    r"(?i)\b(?:\w+(?:[dlnt]|[ao]r|im)is(?:e[ds]?|ing|ations?)|\w*(?:vi|gh|av)our\w*|colour\w*|"
+    r"centre[ds]?|grey|(?:label|model|cancel)l(?:ed|ing))\b"
+)
+
+
+@functools.cache
+def docstrings():
+    """(where it is, the docstring) of all that has one."""
+    found = []
+    documented = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, documented) and (text := ast.get_docstring(node)):
+                found.append((f"{file.relative_to(ROOT)}, {getattr(node, 'name', '')}", text))
+    return found
+
+
+def test_sections_have_lines_of_their_own_and_are_indented_by_four():
+    for where, text in docstrings():
+        for before, name, after, indent in re.findall(SECTION, text, re.M):
+            assert (before, after, len(indent)) == ("", "", 4) and name != "Reference", where
+
+
+def test_names_are_in_backticks():
+    for where, text in docstrings():
+        assert not re.search(r":\w+:`", text), where
+
+
+def test_spelling_is_american():
+    files = [*PACKAGE.rglob("*.py"), *PAGES]
+    found = {str(file): re.findall(BRITISH, file.read_text()) for file in files}
+    assert not {file: words for file, words in found.items() if words}
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (effjax.bn_relu_conv, f"slices of about {SLICE_BYTES >> 20} MiB in float32"),
+        (effjax.dense_block, f"by default of about {SLICE_BYTES >> 20} MiB in float32"),
+        (effjax.sync_batch_norm, f"the first up to {GATHER_BYTES >> 10} KiB"),
+        (
+            effjax.deform_conv2d,
+            f"slices of {IMPLEMENTATIONS[None].slice_bytes_on_a_cpu >> 20} MiB "
+            f'("xla": {IMPLEMENTATIONS["xla"].slice_bytes_on_a_cpu >> 20})',
+        ),
+    ],
+)
+def test_sizes_are_those_of_the_code(function, said):
+    assert said in " ".join((function.__doc__ or "").split())
+
+
+IMAGES = jax.ShapeDtypeStruct((2, 8, 8, 4), "float32")
+KEY = jax.random.key(0)
+
+
+def ones(*shape):
+    return np.ones(shape, np.float32)
+
+
+def of_linen(module, x, **options):
+    return module.apply(module.init(KEY, x), x, **options)
+
+
+LAYER = effjax.DenseLayerParams(
+    ones(4), ones(4), ones(1, 1, 4, 2), ones(2), ones(2), ones(3, 3, 2, 1)
+)
+TAPS = ones(2, 18, 6, 2), ones(2, 9, 6, 2), ones(2, 8, 3, 3)  # offset, mask, weight
+SMALL = dict(block_config=(1,), growth_rate=2, small_inputs=True)
+REVERSE_MODE_ONLY = {
+    "effjax.sync_batch_norm": lambda x: effjax.sync_batch_norm(x)[0],
+    "effjax.bn_relu_conv": lambda x: effjax.bn_relu_conv(x, *LAYER[:3])[0],
+    "effjax.dense_block": lambda x: effjax.dense_block(x, [LAYER])[0],
+    "effjax.linear_cross_entropy": lambda x: effjax.linear_cross_entropy(
+        x, jnp.ones((x.shape[-1], 3)), jnp.zeros(x.shape[:-1], int)
+    ),
+    "effjax.offload_scan": lambda x: effjax.offload_scan(
+        lambda w, x, key: w * x, ones(2), x, params_in="device"
+    ),
+    "effjax.offload_sequential": lambda x: effjax.offload_sequential(
+        [lambda w, x, key: w * x], [ones(1)], x, params_in="device"
+    ),
+    "effjax.to_host": lambda x: effjax.to_device(effjax.to_host(x)),
+    "effjax.compat.deform_conv2d": lambda x: compat.deform_conv2d(x, TAPS[0], TAPS[2]),
+    "effjax.compat.deform_conv": lambda x: compat.deform_conv(x, TAPS[0], TAPS[2]),
+    "effjax.compat.modulated_deform_conv": lambda x: compat.modulated_deform_conv(x, *TAPS),
+    "effjax.nnx.BatchNorm": lambda x: nnx.BatchNorm(4, rngs=Rngs(0))(x),
+    "effjax.nnx.OffloadModel": lambda x: nnx.OffloadModel([jnp.sin])(x),
+    "effjax.models.DenseNet": lambda x: models.DenseNet(**SMALL, in_channels=4, rngs=Rngs(0))(x),
+    "effjax.models.DeformResNet": lambda x: models.DeformResNet(
+        stage_sizes=(1,), widths=(4,), deformable=(0,), in_channels=4, rngs=Rngs(0)
+    )(x),
+    "effjax.linen.BatchNorm": lambda x: of_linen(
+        linen.BatchNorm(use_running_average=False), x, mutable="batch_stats"
+    )[0],
+    "effjax.linen.OffloadModel": lambda x: linen.OffloadModel([jnp.sin]).apply({}, x),
+    "effjax.models.linen.DenseNet": lambda x: of_linen(
+        linen_models.DenseNet(**SMALL), x, train=True, mutable="batch_stats"
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", REVERSE_MODE_ONLY)
+def test_what_is_for_reverse_mode_only(name):
+    if "compat" in name and not native.available("cpu"):
+        pytest.skip("built without kernels, of which this is true")
+    call = REVERSE_MODE_ONLY[name]
+    jax.eval_shape(jax.grad(lambda x: call(x).sum()), IMAGES)
+    with pytest.raises((TypeError, NotImplementedError), match="jvp|forward mode"):
+        jax.jit(lambda x: jax.jvp(call, (x,), (x,))).lower(IMAGES)
+
+
+def test_docstrings_say_what_is_for_reverse_mode_only():
+    said = {
+        f"{module.__name__}.{name}"
+        for module in (effjax, compat, linen, linen_models, models, nnx)
+        for name, value in vars(module).items()
+        if callable(value) and re.search(r"(?i)reverse mode\s+only", value.__doc__ or "")
+    }
+    assert said == REVERSE_MODE_ONLY.keys()
+
+
+# What only one of the two kinds of Flax's modules needs.
+OF_ONE_KIND = {"convert_batch_norm", "OffloadOptimizer", "offload_jit", "OffloadTrainState"}
+
+
+def test_both_kinds_of_modules_have_the_same_names():
+    def names(module):
+        own = lambda v: getattr(v, "__module__", "").startswith(module.__name__)  # noqa: E731
+        return {name for name, _ in inspect.getmembers(module, own)}
+
+    assert len(names(nnx) & names(linen)) >= 7
+    assert names(nnx) ^ names(linen) == OF_ONE_KIND
