@@ -135,7 +135,7 @@ SMALL_LM = dict(
 @pytest.mark.parametrize(
     ("passes", "names"),
     [
-        exhaustive("step", ["in memory", "all offloaded, fused update"]),
+        exhaustive("step", ["in memory", "in memory, fused update", "all offloaded, fused update"]),
         exhaustive("gradients", ["in memory, remat, microbatches", "all offloaded"]),
     ],
 )
