@@ -156,11 +156,11 @@ def _backward(static: _Static, kept, g):
         dx += static.dot(dlogits, part, ((x.ndim - 1,), (1,)))
         return dx, _write(dkernel, static.dot(x, dlogits, (tokens, tokens)), start), dbias
 
-    start = (
+    empty = (
         zeros(x.shape, total.dtype, x),
         *(None if p is None else zeros(p.shape, p.dtype, x) for p in (kernel, bias)),
     )
-    dx, dkernel, dbias = static.over_slices(add, start, kernel.shape[1])
+    dx, dkernel, dbias = static.over_slices(add, empty, kernel.shape[1])
     return dx.astype(x.dtype), dkernel, dbias, None
 
 

@@ -29,6 +29,7 @@ from tests.layers.offload_linen import (
     unwrapped,
     variables_of,
 )
+from tests.ops.offload.stacks import policies
 from tests.tiers import exhaustive
 
 
@@ -92,12 +93,15 @@ class Scanned(nn.Module):
         return layers(Normed(name="layers"), x, None)[0]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_microbatches", [exhaustive(1), 2])
-def test_stack(num_microbatches):
+@policies
+def test_stack(num_microbatches, policy):
     """The variables of nn.scan; a loop with fold_in(fold_in(key, layer), microbatch)."""
     rngs = {"params": KEY, "dropout": KEY}
     variables = jax.jit(Scanned().init, compiler_options=FAST)(rngs, X)
-    model = OffloadModel(Normed(), num_layers=4, num_slices=2, num_microbatches=num_microbatches)
+    options = {"num_slices": 2, "num_microbatches": num_microbatches, "policy": policy}
+    model = OffloadModel(Normed(), num_layers=4, **options)
     assert_same(jax.jit(model.init, compiler_options=FAST)(rngs, X), variables)
     got = train(model, on_host(variables), X)
     assert kinds(got[1]) == {"pinned_host"}

@@ -32,6 +32,7 @@ from tests.layers.offload_nnx import (
     transformer,
     unwrapped,
 )
+from tests.ops.offload.stacks import policies
 from tests.tiers import exhaustive
 
 
@@ -73,8 +74,10 @@ def test_checkpoints_load_both_ways():
     assert jax.tree.structure(nnx.state(wrapped)) == jax.tree.structure(state)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_microbatches", [exhaustive(1), 2])
-def test_stack_of_blocks_with_keys(num_microbatches):
+@policies
+def test_stack_of_blocks_with_keys(num_microbatches, policy):
     """`TransformerLM.blocks`: equal to a loop with fold_in(fold_in(key, layer), microbatch)."""
     lm = transformer()
     x = jax.random.normal(KEY, (4, 5, 8))
@@ -97,7 +100,8 @@ def test_stack_of_blocks_with_keys(num_microbatches):
         return jnp.sin(y).sum(), y
 
     want = reference(params, x)
-    model = OffloadModel(lm.blocks, num_microbatches=num_microbatches, num_slices=2).to_host()
+    options: dict[str, Any] = dict(num_microbatches=num_microbatches, num_slices=2, policy=policy)
+    model = OffloadModel(lm.blocks, **options).to_host()
 
     def loss(model, x):
         y = model(x, rngs=KEY)

@@ -192,12 +192,12 @@ def test_no_tokens_have_no_gradient(tokens):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("params_dtype", ["same", "float32"])
 def test_dtypes(dtype, params_dtype):
-    """Products of values in half precision, sums and losses in float32."""
+    """Products of values in half precision; sums, also those over slices, and losses in float32."""
     kept = dtype if params_dtype == "same" else params_dtype
-    params, batch = make((4, 8), width=32, vocab_size=40, dtype="f4")
+    params, batch = make((4, 8), width=32, vocab_size=400, dtype="f4")
     params = jax.tree.map(lambda p: jnp.asarray(p, kept), params)
     batch["x"] = jnp.asarray(batch["x"], dtype)
-    ours = functools.partial(op, chunk_size=16)
+    ours = functools.partial(op, chunk_size=3)
     losses, (dparams, dx) = jax.jit(ours)(params, batch)[0], gradients(ours, params, batch)
     assert losses.dtype == "float32" and dx.dtype == dtype
     assert {str(d.dtype) for d in dparams.values()} == {kept}
@@ -281,6 +281,19 @@ def test_nothing_of_tokens_by_vocabulary():
     assert kept.argument_bytes == sum(a.nbytes for a in (*params.values(), batch["x"]))
     logsumexp_and_labels = batch["labels"].size * (4 + 4)
     assert kept.bytes - kept.argument_bytes == logsumexp_and_labels
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns"),
+    [(16 * 1024, 1024), (10000, 1664), (64 * 1024, 512), (10, 2048), (0, 2048)],
+)
+def test_default_slices(tokens, columns):
+    """Of 64 MiB of logits, in multiples of 128 columns; as wide as x where that is more."""
+    shapes = [((tokens, 512), "f4"), ((512, 2048), "f4"), ((tokens,), "i4")]
+    args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    assert f":f32[{tokens},{columns}] = dot_general" in str(
+        jax.make_jaxpr(linear_cross_entropy)(*args)
+    )
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

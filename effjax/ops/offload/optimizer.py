@@ -12,6 +12,8 @@ from .trees import Tree, is_key, one_layer
 
 def apply(tx: Any, w: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
     """The parameters and the state of tx after a step."""
+    if w is None:  # one array that is frozen; None has another meaning for optax
+        return w, state
     updates, new = tx.update(grads, state, w)
     w = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), w, updates)
     return w, jax.tree.map(lambda a, b: b.astype(a.dtype), state, new)

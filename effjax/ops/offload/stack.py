@@ -94,7 +94,7 @@ def offload_scan(
             if it is another; by default there.
         prefetch: how many slices are loaded ahead of the one that is computed.
         resident_slices: how many of the last slices stay on the device between the two passes, with
-            their inputs, so that they are loaded once.
+            what is kept of them, so that they are loaded once.
         compute_dtype: the floating-point dtype that real floating parameters are cast to on the
             device; their gradients have the dtype that they are stored in. None: no cast.
         has_aux: whether layers return a second result.

@@ -96,7 +96,7 @@ def offload_train_step(
         trainable_others: which of `others` are.
         **options: of `offload_scan`: num_slices, num_microbatches, params_in, activations (by
             default where params_in is), prefetch (by default 0 where nothing is offloaded),
-            resident_slices, compute_dtype.
+            resident_slices, compute_dtype, policy.
 
     Returns:
         ``init(layers, others, model_state=()) -> OffloadState``, for layers in the memory that

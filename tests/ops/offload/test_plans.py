@@ -74,13 +74,17 @@ def test_device_memory_does_not_grow_with_depth():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("policy", "kept"), [("dots", 3), ("everything", 7.5)])
-def test_what_a_policy_keeps_is_on_the_host(policy, kept):
+@pytest.mark.parametrize(
+    ("policy", "least", "most"),
+    [("nothing", 1, 1), ("dots", 3, 3), ("everything", 5.5, 7.5)],  # tanh has one or two more
+)
+def test_what_a_policy_keeps_is_on_the_host(policy, least, most):
     """As a multiple of a layer's input; its parameters would be 8 more."""
     shallow, deep = (gradients(number, policy) for number in (8, 24))
     close(shallow.device.temporaries, deep.device.temporaries)
     for found, number in ((shallow, 8), (deep, 24)):
-        close(found.host.temporaries, kept * number * BOUNDARY_BYTES)
+        kept = found.host.temporaries / (number * BOUNDARY_BYTES)
+        assert least - 0.01 <= kept <= most + 0.01
 
 
 @functools.cache

@@ -267,3 +267,16 @@ def test_integers_are_differentiated_if_they_are_not_frozen():
     with pytest.raises(TypeError, match=r"`stacked_params` must be floating-point .*\['kernel'\]"):
         w = to_host(quantised())
         jax.grad(lambda low: loss(offload_scan(low_rank_layer, merged(low, w), inputs())))(w["low"])
+
+
+def test_other_parameters_that_are_one_frozen_array():
+    init, step = offload_train_step(
+        lambda others, batch, key: batch @ others,
+        lambda w, x, key: x * w,
+        lambda others, x, batch, key: (x**2).mean(),
+        optax.adamw(0.1),
+        trainable_others=False,
+    )
+    state, _ = offload_jit(step)(init(to_host(jnp.ones((2, 4))), 2 * jnp.eye(4)), jnp.ones((3, 4)))
+    np.testing.assert_array_equal(state.others, 2 * jnp.eye(4))
+    assert not np.any(np.asarray(state.layers) == 1)
