@@ -177,9 +177,7 @@ def _step(made: Made, state: OffloadState, batch: Any, key: Any) -> tuple:
         trained, layers_state = update_stack.update(
             tx, grads_of_layers, state.layers_state, layers.trained, None
         )
-    trained_others, others_state = others.trained, state.others_state
-    if jax.tree.leaves(grads):  # optax refuses parameters that are None
-        trained_others, others_state = apply(tx, trained_others, others_state, grads)
+    trained_others, others_state = apply(tx, others.trained, state.others_state, grads)
     state = OffloadState(
         Parts(trained, layers.frozen).whole,
         Parts(trained_others, others.frozen).whole,
