@@ -78,9 +78,10 @@ def loss(y):
     return jnp.mean(jnp.sin(y) + 0.3 * y * y)
 
 
-def value_and_grads(apply, *args):
+def value_and_grads(apply, *args, **compiler_options):
     """Of the loss of ``apply(*args)``, with respect to all of them."""
-    return jax.jit(jax.value_and_grad(lambda *a: loss(apply(*a)), tuple(range(len(args)))))(*args)
+    run = jax.value_and_grad(lambda *a: loss(apply(*a)), tuple(range(len(args))))
+    return jax.jit(run, compiler_options=compiler_options)(*args)
 
 
 def assert_equal_bits(got, want):

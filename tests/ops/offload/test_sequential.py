@@ -159,7 +159,7 @@ def test_bad_input(match, arguments):
 def test_an_array_in_several_places(options):
     """Its gradient is the sum of theirs, also of some leaves, and outside of jit."""
     tanh = lambda w, x, key: jnp.tanh(x @ w["w"] + w["b"])  # noqa: E731
-    own = {"w": jnp.eye(8) / 2, "b": jnp.arange(8.0)}, {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
+    own = {"w": jnp.eye(8), "b": jnp.arange(8) / 8}, {"w": jnp.ones((8, 8)) / 8, "b": jnp.ones(8)}
 
     def places(a, b):
         return [a, {**b, "b": a["b"]}, a, b]
