@@ -39,20 +39,20 @@ def ends_of(
     """Of functions as `offload_train_step` takes them, with their results checked."""
     names = "loss", *(("model_state",) if has_state else ()), *(("aux",) if head_has_aux else ())
 
-    def run_embed(others, model_state, batch, key):
+    def checked_embed(others, model_state, batch, key):
         if not has_state:
             return embed(others, batch, key), model_state
         x, new = _results("embed", embed(others, model_state, batch, key), ("x", "model_state"))
         return x, _kept("embed", model_state, new)
 
-    def run_head(others, model_state, x, batch, key):
+    def checked_head(others, model_state, x, batch, key):
         before = (others, model_state) if has_state else (others,)
         loss, *rest = _results("head", head(*before, x, batch, key), names)
         _check_loss(loss, head_has_aux)
         new = _kept("head", model_state, rest[0]) if has_state else model_state
         return loss, (new, rest[-1] if head_has_aux else ())
 
-    return Ends(run_embed, run_head, num_microbatches)
+    return Ends(checked_embed, checked_head, num_microbatches)
 
 
 def run_embed(

@@ -44,7 +44,8 @@ def next_scale(now: LossScale, finite: jax.Array) -> LossScale:
     )
 
 
-def measure_none() -> Measured:
+def unmeasured() -> Measured:
+    """Before there are any gradients."""
     return Measured(jnp.float32(0), jnp.bool_(True))
 
 

@@ -15,7 +15,7 @@ from .ends import Ends, ends_of, run_embed, run_head
 from .optimizer import apply, check_clip_norm
 from .options import OffloadOptions
 from .placement import write
-from .scaling import Measured, adjusted, measure, measure_none, next_scale
+from .scaling import Measured, adjusted, measure, next_scale, unmeasured
 from .slices import check_microbatches
 from .stack import Stack, by_slice, empty_slices, prepare, run_backward, run_forward
 from .train_state import Carried, OffloadState, check_fits, initial_state
@@ -24,7 +24,7 @@ from .trees import Tree, floats_of, join
 
 
 class TrainStep(NamedTuple):
-    """``init(layers, others) -> OffloadState``, and ``step(state, batch, key)``."""
+    """``init(layers, others, model_state) -> OffloadState``, and ``step(state, batch, key)``."""
 
     init: Callable
     step: Callable
@@ -82,7 +82,8 @@ def offload_train_step(
             ``optax.clip_by_global_norm``.
         loss_scale: the first factor of the loss in the backward pass, at least 1, for float16; then
             as ``flax.training.dynamic_scale.DynamicScale`` with a minimum of 1. A step whose
-            gradients are not finite changes no parameter, and nothing in the optimizer's state.
+            gradients are not finite changes no parameter, and nothing in the optimizer's state;
+            the state of embed and head goes on.
         has_aux: whether layers return a second result.
         head_has_aux: whether head does.
         has_state: whether embed and head have a state that is not trained, such as batch
@@ -236,6 +237,6 @@ def _collect(
         grads, found = carry
         return trained, (write(grads, dw, i), measure(found, dw, scale))
 
-    carry = empty_slices(stack, trained, stack.options.grads_in), measure_none()
+    carry = empty_slices(stack, trained, stack.options.grads_in), unmeasured()
     _, (grads, found), dx, _ = backward(consume, carry)
     return join(grads), found, dx

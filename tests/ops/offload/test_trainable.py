@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from effjax import offload_jit, offload_scan, offload_train_step, to_device, to_host
@@ -142,6 +142,27 @@ def test_shard_map():
         lambda low: loss(in_memory(low_rank_layer, merged(low), inputs(), None))
     )(w["low"])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, expected)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_jit_over_a_mesh(kind):
+    """Gradients of all, of which some are zeros, sharded as the parameters are."""
+    mesh = mesh_of((8,), ("i",), kind)
+    with jax.set_mesh(mesh):
+        host = NamedSharding(mesh, P(None, "i"), memory_kind="pinned_host")
+        w = jax.device_put(params(), host)
+        x = jax.device_put(inputs(), NamedSharding(mesh, P("i")))
+        run = lambda w, x: offload_scan(layer, w, x, trainable=FLAGS["tree"])  # noqa: E731
+        value, (dw, dx) = value_and_grads(run, w, x)
+    want_value, (want_dw, want_dx) = value_and_grads(
+        lambda w, x: in_memory(layer, w, x, None), params(), inputs()
+    )
+    want_dw["b"] = jnp.zeros_like(want_dw["b"])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        (value, dw, dx), (want_value, want_dw, want_dx),
+    )  # fmt: skip
+    assert kinds(dw) == {"pinned_host"}
 
 
 def by_path(tree):
