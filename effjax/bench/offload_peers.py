@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jax
+import jax.numpy as jnp
 import typer
 from jax.ad_checkpoint import checkpoint_name
 
 from .. import to_device
 from ..memory import max_batch_size
-from ..memory.targets import find_target
 from ..models import scan_layers
 from ._offload_forms import FUSED, FUSED_IN_MEMORY, IN_MEMORY, REMAT, Form, Setting, forms_of, split
 from .offload import abstract_step, plan_forms, planned_bytes, publish
@@ -97,8 +97,7 @@ SMALL = Setting(
 )  # fmt: skip
 LARGE = dataclasses.replace(SMALL, width=8192, heads=64, mlp_width=35840)
 BRACKET = 44, 47  # layers
-HOSTS = {0: SMALL, 96: SMALL, 480: LARGE, 1500: LARGE}  # by GB
-SHARE = 0.95  # of the device's memory for arrays, as XLA_PYTHON_CLIENT_MEM_FRACTION
+HOSTS = {96: SMALL, 480: LARGE, 1500: LARGE}  # by GB
 
 
 def plan_peers(setting: Setting, target: str) -> list[dict]:
@@ -124,24 +123,26 @@ def plan_bracket(setting: Setting, depths: Sequence[int], target: str) -> list[d
 
 
 def plan_largest(setting: Setting, host_bytes: int, target: str) -> dict:
-    """A row of the deepest model for a host memory; for none at all of what needs none.
+    """A row of the deepest model that a host memory holds.
 
-    It fits by a plan of its own, and the one with a layer more does not.
+    It fits by a plan of its own, and with a layer more it does not.
     """
-    name = FUSED if host_bytes else FUSED_IN_MEMORY
 
     def step(layers: int) -> tuple:
-        return abstract_step(dataclasses.replace(setting, layers=layers), ours()[name], True)
+        return abstract_step(dataclasses.replace(setting, layers=layers), ours()[FUSED], True)
 
+    # On the host a layer has parameters, two moments and the input.
     layer, _ = split(dataclasses.replace(setting, layers=1).model)
-    with_moments = 3 * sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(layer))
-    budget = host_bytes or SHARE * find_target(target).memory_bytes
+    inputs = (
+        setting.batch_size * setting.context * setting.width * jnp.dtype(setting.dtype).itemsize
+    )
+    needed = 3 * sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(layer)) + inputs
     found = max_batch_size(
-        step, multiple_of=1, start=max(1, int(budget / with_moments)), progress=True,
-        target=target, memory_fraction=SHARE, host_memory_bytes=host_bytes or 1,
+        step, multiple_of=1, start=max(1, host_bytes // needed), progress=True, target=target,
+        host_memory_bytes=host_bytes,
     )  # fmt: skip
     model = dataclasses.replace(setting, layers=found.batch_size)
-    return {"name": name, "host_bytes": host_bytes} | _size(model) | planned_bytes(found.plan)
+    return {"name": FUSED, "host_bytes": host_bytes} | _size(model) | planned_bytes(found.plan)
 
 
 def _size(setting: Setting) -> dict[str, int]:
@@ -170,7 +171,7 @@ def main(
     if "bracket" in tables:
         write("bracket", "gh200", SMALL, plan_bracket(SMALL, BRACKET, "gh200"))
     if "largest" in tables:
-        rows = [plan_largest(model, gb * 10**9, "gh200") for gb, model in HOSTS.items()]
+        rows = [plan_largest(model, int(gb * 1e9), "gh200") for gb, model in HOSTS.items()]
         write("largest", "gh200", SMALL, rows)
 
 
