@@ -290,9 +290,36 @@ def updated_in_the_backward_pass_rows():
         yield [shown, *(f"{row['planned_device_bytes'] / 1e9:.2f}" for row in chosen)]
 
 
-def test_table_of_the_page_on_offload():
+def beside_peers_rows():
+    h200, h100 = (measured(f"planned/offload_peers_{gpu}.json") for gpu in ("h200", "h100"))
+    for name, row in h200.items():
+        device, host = (f"{row[f'planned_{w}_bytes'] / 1e9:.1f}" for w in ("device", "host"))
+        other = f"{h100[name]['planned_device_bytes'] / 1e9:.1f}"
+        yield [name, device, f"{row['ratio']:.3f}", other, host]
+
+
+def gh200_rows():
+    """By depth; the deepest by host memory."""
+    records = json.loads((MEASURED / "planned/offload_bracket_gh200.json").read_text())["rows"]
+    for name in dict.fromkeys(row["name"] for row in records):
+        rows = [row for row in records if row["name"] == name]
+        device = (f"{row['planned_device_bytes'] / 1e9:.1f}" for row in rows)
+        yield [name, *device, *(f"{row['planned_host_bytes'] / 1e9:.1f}" for row in rows)]
+    sizes = [f"{row['parameters'] / 1e9:.2f} B" for row in rows]
+    yield ["", *sizes, *(f"host, {size}" for size in sizes)]
+    for row in json.loads((MEASURED / "planned/offload_largest_gh200.json").read_text())["rows"]:
+        gigabytes = (row[f"planned_{w}_bytes"] / 1e9 for w in ("host", "device"))
+        size = f"{row['layers']} of width {row['width']}", f"{row['parameters'] / 1e9:.1f}"
+        yield [f"{row['host_bytes'] / 1e9:.0f}", *size, *(f"{gb:.1f}" for gb in gigabytes)]
+
+
+OFFLOAD_TABLES = [updated_in_the_backward_pass_rows, beside_peers_rows, gh200_rows]
+
+
+@pytest.mark.parametrize("rows_of", OFFLOAD_TABLES)
+def test_tables_of_the_page_on_offload(rows_of):
     shown = table_rows(ROOT / "docs" / "offload.md")
-    for row in updated_in_the_backward_pass_rows():
+    for row in rows_of():
         assert row in shown
 
 
