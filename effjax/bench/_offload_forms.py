@@ -147,7 +147,7 @@ def step_of(setting: Setting, form: Form) -> TrainStep:
         options: dict[str, Any] = dict(num_microbatches=form.microbatches, params_in=form.layers)
         return offload_train_step(
             *lm_parts(setting.model), setting.tx, fuse_update=form.fuse_update,
-            **options | form.options,
+            **options | dict(form.options),
         )  # fmt: skip
     gradients = gradients_of(setting, form)
 
