@@ -280,6 +280,49 @@ TABLES = [block_rows, batch_norm_rows, densenet_rows, deform_conv_rows, offload_
 TABLES += [cross_entropy_rows]
 
 
+def updated_in_the_backward_pass_rows():
+    names = {"in memory, remat": "jax.checkpoint a layer, then optax"}
+    names["in memory, fused update"] = "updated in the backward pass"
+    for name, shown in names.items():
+        files = (f"planned/offload_{tx}_1024_float32_h200.json" for tx in ("adam", "sgd"))
+        rows = [row for f in files for row in json.loads((MEASURED / f).read_text())["rows"]]
+        chosen = [r for r in rows if r["name"] == name and r["layers"] in (8, 32)]
+        yield [shown, *(f"{row['planned_device_bytes'] / 1e9:.2f}" for row in chosen)]
+
+
+def beside_peers_rows():
+    for name, row in measured("planned/offload_peers_h200.json").items():
+        device, host = (
+            f"{row[f'planned_{where}_bytes'] / 1e9:.1f}" for where in ("device", "host")
+        )
+        yield [name, device, f"{row['ratio']:.3f}", host]
+
+
+def gh200_rows():
+    """By depth; the deepest by host memory."""
+    records = json.loads((MEASURED / "planned/offload_bracket_gh200.json").read_text())["rows"]
+    for name in dict.fromkeys(row["name"] for row in records):
+        rows = [row for row in records if row["name"] == name]
+        device = (f"{row['planned_device_bytes'] / 1e9:.1f}" for row in rows)
+        yield [name, *device, *(f"{row['planned_host_bytes'] / 1e9:.1f}" for row in rows)]
+    sizes = [f"{row['parameters'] / 1e9:.2f} B" for row in rows]
+    yield ["", *sizes, *(f"host, {size}" for size in sizes)]
+    for row in json.loads((MEASURED / "planned/offload_largest_gh200.json").read_text())["rows"]:
+        gigabytes = (row[f"planned_{w}_bytes"] / 1e9 for w in ("host", "device"))
+        size = f"{row['layers']} of width {row['width']}", f"{row['parameters'] / 1e9:.1f}"
+        yield [f"{row['host_bytes'] / 1e9:.0f}", *size, *(f"{gb:.1f}" for gb in gigabytes)]
+
+
+OFFLOAD_TABLES = [updated_in_the_backward_pass_rows, beside_peers_rows, gh200_rows]
+
+
+@pytest.mark.parametrize("rows_of", OFFLOAD_TABLES)
+def test_tables_of_the_page_on_offload(rows_of):
+    shown = table_rows(ROOT / "docs" / "offload.md")
+    for row in rows_of():
+        assert row in shown
+
+
 @pytest.mark.parametrize("rows_of", TABLES)
 def test_tables_are_what_was_measured(rows_of):
     shown = table_rows(ROOT / "docs" / "measured.md")

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -10,13 +11,15 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from .. import host_init, offload_scan, offload_train_step, to_device
+from .. import host_init, offload_scan, offload_train_step, to_device, to_host
 from ..models import TransformerLM, scan_layers
 from ..ops.offload.train_step import TrainStep
 from ..train.lm.steps import lm_parts
 
 IN_MEMORY = "in memory"
 REMAT = "in memory, remat"
+FUSED_IN_MEMORY = "in memory, fused update"
+FUSED = "all offloaded, fused update"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,9 @@ class Setting:
     dtype: str = "float32"
     dropout: float = 0.1
     optimizer: Literal["adam", "sgd"] = "adam"
+    vocab_size: int = 256
+    mlp_width: int | None = None
+    param_dtype: str = "float32"
 
     @property
     def tx(self) -> optax.GradientTransformation:
@@ -40,12 +46,18 @@ class Setting:
     @property
     def model(self) -> TransformerLM:
         """Its shapes."""
-        return nnx.eval_shape(
-            lambda: TransformerLM(
-                num_layers=self.layers, width=self.width, num_heads=self.heads,
-                dropout_rate=self.dropout, dtype=jnp.dtype(self.dtype), rngs=nnx.Rngs(0),
-            )
+        return nnx.eval_shape(lambda: self.make_model(self.layers))
+
+    def make_model(self, layers: int) -> TransformerLM:
+        return TransformerLM(
+            vocab_size=self.vocab_size, num_layers=layers, width=self.width, num_heads=self.heads,
+            mlp_width=self.mlp_width, dropout_rate=self.dropout, dtype=jnp.dtype(self.dtype),
+            param_dtype=jnp.dtype(self.param_dtype), rngs=nnx.Rngs(1),
         )  # fmt: skip
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(a.shape) for a in jax.tree.leaves(split(self.model)))
 
     @property
     def tokens(self) -> jax.ShapeDtypeStruct:
@@ -54,7 +66,7 @@ class Setting:
 
     def batch(self) -> jax.Array:
         """Tokens, the same every time."""
-        return jax.random.randint(jax.random.key(1), self.tokens.shape, 0, 256)
+        return jax.random.randint(jax.random.key(1), self.tokens.shape, 0, self.vocab_size)
 
 
 class Form(NamedTuple):
@@ -65,11 +77,13 @@ class Form(NamedTuple):
     microbatches: int = 1
     remat: bool = False
     fuse_update: bool = False
+    moments: str | None = None  # where the state of one optimizer for all is; None: a state a layer
+    options: Mapping[str, Any] = {}  # of `offload_train_step`, more than these
 
     @property
     def is_plain(self) -> bool:
         """Whether optax updates all parameters at once, on the device."""
-        return self.layers == "device" and not self.fuse_update
+        return self.moments is not None
 
 
 def forms_of(microbatches: int) -> dict[str, Form]:
@@ -80,7 +94,7 @@ def forms_of(microbatches: int) -> dict[str, Form]:
             layer, layers, x, key=key, params_in=params_in, num_microbatches=microbatches
         )
 
-    in_memory: Any = functools.partial(Form, "device")
+    in_memory: Any = functools.partial(Form, "device", moments="device")
     remat = functools.partial(scan_layers, remat=True)
     forms = {IN_MEMORY: in_memory(scan_layers), REMAT: in_memory(remat, remat=True)}
     if microbatches > 1:
@@ -89,10 +103,10 @@ def forms_of(microbatches: int) -> dict[str, Form]:
             forms[f"{name}, microbatches"] = in_memory(apply, microbatches, form.remat)
     host = functools.partial(Form, "host", offloaded("host"), microbatches)
     return forms | {
-        "in memory, fused update": in_memory(None, microbatches, fuse_update=True),
+        FUSED_IN_MEMORY: Form("device", None, microbatches, fuse_update=True),
         "activations offloaded": in_memory(offloaded("device"), microbatches),
         "all offloaded": host(),
-        "all offloaded, fused update": host(fuse_update=True),
+        FUSED: host(fuse_update=True),
     }
 
 
@@ -132,20 +146,29 @@ def step_of(setting: Setting, form: Form) -> TrainStep:
     if not form.is_plain:
         options: dict[str, Any] = dict(num_microbatches=form.microbatches, params_in=form.layers)
         return offload_train_step(
-            *lm_parts(setting.model), setting.tx, fuse_update=form.fuse_update, **options
-        )
+            *lm_parts(setting.model), setting.tx, fuse_update=form.fuse_update,
+            **options | dict(form.options),
+        )  # fmt: skip
     gradients = gradients_of(setting, form)
 
     def init(*params):
-        return params, setting.tx.init(params)
+        moments = setting.tx.init(to_device(params))
+        put = to_host if form.moments == "host" else to_device
+        return params, jax.tree.map(lambda a: put(a) if a.ndim > 1 else a, moments)
 
     def step(state, tokens, key):
-        params, moments = state
-        loss, grads = gradients(*params, tokens, key)
+        loss, grads = gradients(*state[0], tokens, key)
+        # All that is on the host comes for the update, and goes back after it.
+        params, moments, grads = to_device((*state, grads))
         updates, moments = setting.tx.update(grads, moments, params)
-        return (optax.apply_updates(params, updates), moments), loss
+        new = optax.apply_updates(params, updates), moments
+        return jax.tree.map(_where_it_was, new, state), loss
 
     return TrainStep(init, step)
+
+
+def _where_it_was(new: jax.Array, old: jax.Array) -> jax.Array:
+    return to_host(new) if jax.typeof(old).memory_space == jax.memory.Space.Host else new
 
 
 def make_params(setting: Setting, where: str) -> tuple[Any, Any]:
@@ -155,9 +178,7 @@ def make_params(setting: Setting, where: str) -> tuple[Any, Any]:
     @jax.jit
     def others():
         # The parameters of its layers are not used, and so not made.
-        options: dict[str, Any] = dict(num_layers=1, width=setting.width, num_heads=setting.heads)
-        made: Any = TransformerLM(**options, rngs=nnx.Rngs(1))
-        return split(made)[1]
+        return split(setting.make_model(1))[1]
 
     layers = host_init(model.init_layer, model.layer_keys(key))
     return (to_device(layers) if where == "device" else layers), others()

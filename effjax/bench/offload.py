@@ -29,8 +29,8 @@ PASSES = ["step", "gradients"]
 CHECKED_STEPS = 3
 
 
-def plan_forms(setting: Setting, forms: dict[str, Form], whole: bool, target: str) -> dict:
-    """Plans of the whole step, or of the gradients alone, by form."""
+def abstract_step(setting: Setting, form: Form, whole: bool) -> tuple:
+    """`(fn, *args)` of the whole step, or of the gradients alone, for the planner."""
     mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
 
     def place(tree: Any, where: str) -> Any:
@@ -40,25 +40,26 @@ def plan_forms(setting: Setting, forms: dict[str, Form], whole: bool, target: st
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree
         )
 
-    def arguments(form: Form) -> tuple:
-        layers, others = split(setting.model)
-        params = place(layers, form.layers), place(others, "device")
-        if not whole:
-            return params
-        init = setting.tx.init
-        if form.is_plain:
-            return ((params, place(jax.eval_shape(init, params), "device")),)
-        states = jax.eval_shape(jax.vmap(init), layers), jax.eval_shape(init, others)
-        layers_state = jax.tree.map(
-            lambda a: place(a, form.layers if a.ndim > 1 else "device"), states[0]
-        )
-        return (OffloadState(*params, layers_state, place(states[1], "device")),)
+    def place_state(tree: Any, where: str) -> Any:
+        return jax.tree.map(lambda a: place(a, where if a.ndim > 1 else "device"), tree)
 
-    steps = {}
-    for name, form in forms.items():
-        fun = step_of(setting, form).step if whole else gradients_of(setting, form)
-        rest = place(setting.tokens, "device"), jax.random.key(2)
-        steps[name] = offload_jit(fun, donate=whole), *arguments(form), *rest
+    layers, others = split(setting.model)
+    params = place(layers, form.layers), place(others, "device")
+    rest = place(setting.tokens, "device"), jax.random.key(2)
+    if not whole:
+        return offload_jit(gradients_of(setting, form), donate=False), *params, *rest
+    step, init = offload_jit(step_of(setting, form).step), setting.tx.init
+    if form.moments:
+        moments = jax.eval_shape(init, (layers, others))
+        return step, (params, place_state(moments, form.moments)), *rest
+    states = jax.eval_shape(jax.vmap(init), layers), jax.eval_shape(init, others)
+    layers_state = place_state(states[0], form.layers)
+    return step, OffloadState(*params, layers_state, place(states[1], "device")), *rest
+
+
+def plan_forms(setting: Setting, forms: dict[str, Form], whole: bool, target: str) -> dict:
+    """Plans of the whole step, or of the gradients alone, by form."""
+    steps = {name: abstract_step(setting, form, whole) for name, form in forms.items()}
     return plan_all(steps, progress=True, target=target)
 
 
@@ -155,7 +156,8 @@ def _device_peak_bytes() -> int | None:
 
 # Header, key of the row, format, unit.
 COLUMNS = (
-    ("layers", "layers", ".0f", 1), ("step [ms]", "seconds", ".1f", 1e-3),
+    ("layers", "layers", ".0f", 1), ("parameters [B]", "parameters", ".2f", 1e9),
+    ("step [ms]", "seconds", ".1f", 1e-3),
     ("x memory", "ratio", ".2f", 1), ("tokens/s", "tokens_per_second", ".0f", 1),
     ("difference", "difference", ".1e", 1), ("same bits", "bit_identical", ".0f", 1),
     ("as remat", "bit_identical_to_remat", ".0f", 1),

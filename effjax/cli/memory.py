@@ -73,7 +73,8 @@ def memory(
     ] = None,
     batch_size: Annotated[int, option("Examples of a step, over all devices.")] = Config.batch_size,
     target: Annotated[
-        str, option("h200, h100, b200, a100-80, a100-40, l4, or a GpuTargetConfigProto's text.")
+        str,
+        option("h200, h100, gh200, b200, a100-80, a100-40, l4, or a GpuTargetConfigProto's text."),
     ] = "h200",
     num_devices: Annotated[
         int | None,

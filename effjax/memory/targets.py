@@ -148,6 +148,7 @@ _hopper = functools.partial(
 _all_targets = (
     _hopper("h200", "NVIDIA H200 141GB HBM3e", memory_bytes=151_397_597_184, bandwidth=4.8e12),
     _hopper("h100", "NVIDIA H100 80GB HBM3", memory_bytes=84_942_979_072, bandwidth=3.352e12),
+    _hopper("gh200", "NVIDIA GH200 480GB", memory_bytes=96_768 * 2**20, bandwidth=4.0e12),
     _target(
         "b200", "NVIDIA B200", memory_bytes=191_514_411_008, bandwidth=7.672e12,
         capability=(10, 0), cores=148, fpus_per_core=128, clock_ghz=1.965, l2_bytes=132_644_864,

@@ -1,5 +1,7 @@
 """The benchmarks run, compare equal results, and write down what they measured."""
 
+import dataclasses
+import functools
 import json
 import zlib
 
@@ -19,9 +21,12 @@ from effjax.bench import (
     h200_models,
     memory,
     offload,
+    offload_peers,
 )
+from effjax.bench._offload_forms import FUSED, IN_MEMORY, Setting, make_params, step_of
 from effjax.models import TransformerLM
 from effjax.native import available
+from effjax.ops.offload.compiled import offload_jit
 from tests.programs import needs_gpu_compiler
 from tests.tiers import exhaustive
 
@@ -161,3 +166,58 @@ def test_offload_planned(tmp_path):
     offload.main(**options, only=["all offloaded, fused update"], json=tmp_path)
     row = rows_of(tmp_path / "offload_adam_8_float32_l4.json")["all offloaded, fused update"]
     assert row["layers"] == 2 and row["planned_host_bytes"] > 3 * 4 * 2 * 12 * 8**2
+
+
+TINY = Setting(
+    layers=2, width=8, heads=2, context=4, batch_size=2, dropout=0.0, vocab_size=16, mlp_width=12,
+)  # fmt: skip
+FORMS = offload_peers.peers() | offload_peers.ours()
+
+
+def losses_of(name):
+    """Those of three steps."""
+    form = FORMS[name]
+    found, step = step_of(TINY, form), offload_jit(step_of(TINY, form).step)
+    state, losses = found.init(*make_params(TINY, form.layers)), []
+    for _ in range(3):
+        state, loss = step(state, TINY.batch(), jax.random.key(0))
+        losses.append(float(loss))
+    return losses
+
+
+@functools.cache
+def losses_in_memory():
+    return losses_of(IN_MEMORY)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name in FORMS if name != IN_MEMORY])
+def test_peers_of_offload_train_alike(name):
+    losses = losses_of(name)
+    np.testing.assert_allclose(losses, losses_in_memory(), rtol=1e-5)
+    assert losses[0] > losses[2]
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_offload_peers(tmp_path, monkeypatch, capsys):
+    deeper = dataclasses.replace(TINY, width=64, batch_size=8)
+    for name, value in {"MODEL": TINY, "SMALL": TINY, "BRACKET": (1, 2)}.items():
+        monkeypatch.setattr(offload_peers, name, value)
+    monkeypatch.setattr(offload_peers, "HOSTS", {1e-3: deeper})
+    offload_peers.main(target=["l4"], json=tmp_path)
+    rows = rows_of(tmp_path / "offload_peers_l4.json")
+    assert list(rows) == list(FORMS) and rows[IN_MEMORY]["ratio"] == 1
+    assert rows[offload_peers.MOVED]["planned_host_bytes"] > 0
+    rows = rows_of(tmp_path / "offload_bracket_gh200.json")
+    assert all(row["layers"] == 2 for row in rows.values())
+    largest = rows_of(tmp_path / "offload_largest_gh200.json")[FUSED]
+    layer = 3 * 4 * 64 * (4 * 64 + 2 * 12 + 2)
+    assert largest["planned_host_bytes"] <= largest["host_bytes"] == 10**6
+    assert 10**6 - largest["planned_host_bytes"] < 2 * layer
+    assert "bracket, planned for gh200" in capsys.readouterr().out
+
+
+def test_offload_peers_refuses_other_tables():
+    with pytest.raises(typer.BadParameter, match="--tables 'x' is not one of .*'largest'"):
+        offload_peers.main(tables=["x"])

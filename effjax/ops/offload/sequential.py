@@ -91,7 +91,9 @@ def offload_sequential(
 
 def check_layers(name: str, layers: Any) -> Sequence[Callable]:
     """A list or a tuple of functions."""
-    for i, layer in enumerate(as_sequence(name, layers)):
+    if not as_sequence(name, layers):
+        raise ValueError(f"`{name}` must not be empty: give at least one function.")
+    for i, layer in enumerate(layers):
         as_callable(f"{name}[{i}]", layer)
     return layers
 
@@ -125,10 +127,10 @@ def prepare(
 ) -> tuple[Sequential, list[Parts], list, Tree]:
     """(sequential, params, shared, x) for `run_forward`; params by slice."""
     whole = params.whole
-    if len(layers) != len(whole) or not layers:
+    if len(layers) != len(whole):
         raise ValueError(
             f"`layers` (of {len(layers)}) and `params` (of {len(whole)}) must be sequences of the "
-            "same length, of at least 1."
+            "same length."
         )
     check_space("params_in", whole, options.params_in)
     bounds = split_by_bytes(whole, options.num_slices)

@@ -105,7 +105,7 @@ CALLS: dict[Any, tuple[dict, dict]] = {
         STEP,
         {
             "embed": NO_FUNCTION,
-            "layer": NO_FUNCTION,
+            "layer": [None, 3, "tanh", [], [layer, None], ["tanh"]],
             "head": NO_FUNCTION,
             "tx": NO_OPTIMIZER,
             "fuse_update": NO_FLAG,

@@ -1,0 +1,179 @@
+"""Plans of a training step in forms that others use and in effjax's, and the largest models.
+
+Two kinds of tables. One language model whose step is planned in memory, under `jax.checkpoint`,
+with JAX's offload policies, with the optimizer's state moved as a whole as MaxText does, and in
+effjax's forms. And models of a GH200: how much memory those of 10.6 and 11.3 billion parameters
+need in some of these forms, and the deepest ones that host memories of several sizes hold.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import typer
+from jax.ad_checkpoint import checkpoint_name
+
+from .. import to_device
+from ..memory import max_batch_size
+from ..models import scan_layers
+from ._offload_forms import FUSED, FUSED_IN_MEMORY, IN_MEMORY, REMAT, Form, Setting, forms_of, split
+from .offload import abstract_step, plan_forms, planned_bytes, publish
+
+INPUTS_MOVED = "in memory, remat, inputs offloaded"
+PRODUCTS_MOVED = "in memory, remat, products offloaded"
+MOVED = "optimizer's state moved whole"
+POLICIES = jax.checkpoint_policies
+PRODUCTS = POLICIES.dots_with_no_batch_dims_saveable
+TABLES = ["peers", "bracket", "largest"]
+TARGETS = ["h200", "h100"]
+
+MODEL = Setting(
+    layers=24, width=2048, heads=16, context=1024, batch_size=8, dtype="bfloat16", dropout=0.0,
+    vocab_size=32768,
+)  # fmt: skip
+
+
+def peers() -> dict[str, Form]:
+    """What JAX and its users have; the first is what all others are compared with."""
+    known = forms_of(1)
+    remat = known[REMAT]
+    inputs = POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["input"],
+        offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
+    products = POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host")
+    return {
+        IN_MEMORY: known[IN_MEMORY],
+        REMAT: remat,
+        INPUTS_MOVED: remat._replace(apply=_recomputed(inputs)),
+        PRODUCTS_MOVED: remat._replace(apply=_recomputed(products)),
+        MOVED: remat._replace(moments="host"),
+        f"parameters and {MOVED}": remat._replace(
+            layers="host", moments="host", apply=_from_host
+        ),
+    }  # fmt: skip
+
+
+def ours() -> dict[str, Form]:
+    """In the order of what they need on the device, most first."""
+    known = forms_of(1)
+    fused = known[FUSED]
+    return {
+        FUSED_IN_MEMORY: known[FUSED_IN_MEMORY],
+        f"{FUSED_IN_MEMORY}, inputs offloaded": known[FUSED_IN_MEMORY]._replace(
+            options={"activations": "host"}
+        ),
+        "all offloaded": known["all offloaded"],
+        f"{FUSED}, products kept": fused._replace(options={"policy": PRODUCTS}),
+        FUSED: fused,
+    }
+
+
+def _recomputed(policy: Callable) -> Callable:
+    def apply(layer: Callable, layers: Any, x: Any, key: Any) -> Any:
+        def named(params, x, key):
+            return layer(params, checkpoint_name(x, "input"), key)
+
+        one = jax.checkpoint(named, policy=policy, prevent_cse=False)
+        return scan_layers(one, layers, x, key)
+
+    return apply
+
+
+def _from_host(layer: Callable, layers: Any, x: Any, key: Any) -> Any:
+    return scan_layers(
+        lambda params, x, key: layer(to_device(params), x, key), layers, x, key, remat=True
+    )
+
+
+# Layers with as many parameters as those of Llama 3 8B and 70B. In place of a gate these have a
+# wider MLP, and as many heads of keys and values as of queries.
+SMALL = Setting(
+    layers=44, width=4096, heads=32, mlp_width=18432, context=4096, batch_size=2, dropout=0.0,
+    dtype="bfloat16", param_dtype="bfloat16", vocab_size=128256,
+)  # fmt: skip
+LARGE = dataclasses.replace(SMALL, width=8192, heads=64, mlp_width=35840)
+BRACKET = 44, 47  # layers
+HOSTS = {96: SMALL, 480: LARGE, 1500: LARGE}  # by GB
+
+
+def plan_peers(setting: Setting, target: str) -> list[dict]:
+    """A row a form."""
+    plans = plan_forms(setting, peers() | ours(), True, target)
+    first = plans[IN_MEMORY].peak_device_bytes
+    return [
+        {"name": name, "ratio": round(plan.peak_device_bytes / first, 3)} | planned_bytes(plan)
+        for name, plan in plans.items()
+    ]
+
+
+def plan_bracket(setting: Setting, depths: Sequence[int], target: str) -> list[dict]:
+    """A row a form and depth."""
+    known = peers() | ours()
+    forms = {name: known[name] for name in (REMAT, MOVED, FUSED_IN_MEMORY, FUSED)}
+    rows = []
+    for layers in depths:
+        model = dataclasses.replace(setting, layers=layers)
+        found = plan_forms(model, forms, True, target)
+        rows += [{"name": n} | _size(model) | planned_bytes(p) for n, p in found.items()]
+    return rows
+
+
+def plan_largest(setting: Setting, host_bytes: int, target: str) -> dict:
+    """A row of the deepest model that a host memory holds.
+
+    It fits by a plan of its own, and with a layer more it does not.
+    """
+
+    def step(layers: int) -> tuple:
+        return abstract_step(dataclasses.replace(setting, layers=layers), ours()[FUSED], True)
+
+    # On the host a layer has parameters, two moments and the input.
+    layer, _ = split(dataclasses.replace(setting, layers=1).model)
+    inputs = (
+        setting.batch_size * setting.context * setting.width * jnp.dtype(setting.dtype).itemsize
+    )
+    needed = 3 * sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(layer)) + inputs
+    found = max_batch_size(
+        step, multiple_of=1, start=max(1, host_bytes // needed), progress=True, target=target,
+        host_memory_bytes=host_bytes,
+    )  # fmt: skip
+    model = dataclasses.replace(setting, layers=found.batch_size)
+    return {"name": FUSED, "host_bytes": host_bytes} | _size(model) | planned_bytes(found.plan)
+
+
+def _size(setting: Setting) -> dict[str, int]:
+    return {
+        "layers": setting.layers, "width": setting.width, "parameters": setting.num_parameters,
+    }  # fmt: skip
+
+
+def main(
+    target: Annotated[list[str], typer.Option(help="GPUs to plan the forms for.")] = TARGETS,
+    tables: Annotated[list[str], typer.Option(help="What to plan; all by default.")] = TABLES,
+    json: Annotated[Path | None, typer.Option(help="Folder for a JSON file a table.")] = None,
+) -> None:
+    """Plans training steps beside those of others, and the largest models of a GH200."""
+    if unknown := set(tables) - set(TABLES):
+        raise typer.BadParameter(f"--tables {unknown.pop()!r} is not one of {TABLES}")
+
+    def write(table: str, gpu: str, setting: Setting, rows: list[dict]) -> None:
+        config = dataclasses.asdict(setting) | {"target": gpu}
+        title = f"language model, {table}, planned for {gpu}"
+        publish(title, config, rows, json and json / f"offload_{table}_{gpu}.json")
+
+    if "peers" in tables:
+        for gpu in target:
+            write("peers", gpu, MODEL, plan_peers(MODEL, gpu))
+    if "bracket" in tables:
+        write("bracket", "gh200", SMALL, plan_bracket(SMALL, BRACKET, "gh200"))
+    if "largest" in tables:
+        rows = [plan_largest(model, int(gb * 1e9), "gh200") for gb, model in HOSTS.items()]
+        write("largest", "gh200", SMALL, rows)
+
+
+if __name__ == "__main__":
+    typer.run(main)
