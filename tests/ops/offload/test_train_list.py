@@ -398,4 +398,5 @@ def test_device_memory_is_that_of_a_few_layers():
     few, many = planned(4), planned(8)
     assert many.peak_device_bytes <= 1.01 * few.peak_device_bytes
     assert many.peak_device_bytes <= 3 * 16 * 2**20
-    assert many.host.temporaries <= 1.01 * (8 * 32 * 4096 + 2**14)
+    # What is kept of every layer, and a copy of the parameters of the last.
+    assert many.host.temporaries <= 1.01 * (8 * 32 * 4096 + 4 * 1024 * 1024 + 2**14)
