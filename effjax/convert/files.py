@@ -70,10 +70,10 @@ def write(path: str | os.PathLike[str], weights: Mapping[str, Any]) -> None:
     path = as_path(path)
     arrays = {name: np.ascontiguousarray(a) for name, a in as_arrays(weights).items()}
     if path.suffix == ".safetensors":
-        from safetensors.numpy import save_file
+        from safetensors.numpy import save
 
         with replacing(path) as partial:
-            save_file(arrays, partial)
+            partial.write_bytes(save(arrays))
     elif path.suffix == ".npz":
         if coarse := [name for name, array in arrays.items() if array.dtype.kind == "V"]:
             raise ValueError(f"{path}: .npz cannot hold {arrays[coarse[0]].dtype} ({coarse[0]}).")

@@ -68,10 +68,14 @@ DEFORM_CONV = Table(
 )
 
 
+def nnx_path(path: str) -> str:
+    """Where linen's `blocks_0.layers_1.conv1.kernel` is in nnx."""
+    return re.sub(r"(_\d+)+(?=\.)", lambda numbers: numbers[0].replace("_", "."), path)
+
+
 def torch_name(path: str, table: Table) -> str:
-    """PyTorch's name of the array at `path`, such as `blocks_0.layers_1.conv1.kernel`."""
-    path = re.sub(r"(_\d+)+(?=\.)", lambda numbers: numbers[0].replace("_", "."), path)
-    module, dot, array = path.rpartition(".")
+    """PyTorch's name of the array at `path`, in nnx or in linen."""
+    module, dot, array = nnx_path(path).rpartition(".")
     for name, pattern in table.rows.items():
         pattern = re.sub(r"\\{(\w)\\}", r"(?P<\1>\\d+)", re.escape(pattern))
         if found := re.fullmatch(rf"{pattern}(?P<below>\..+)?", module):

@@ -63,7 +63,7 @@ def from_torch(
         "missing": wanted - given.keys(),
         "left over": given.keys() - wanted - counters,
         "of another shape": [
-            f"{names[path]} (here {array.shape}, wanted {leaves[path].shape})"
+            f"{names[path]} ({given[names[path]].shape}, not {_torch_shape(path, leaves[path])})"
             for path, array in found.items()
             if array.shape != leaves[path].shape
         ],
@@ -151,7 +151,7 @@ def _leaves(argument: str, tree: Any) -> tuple[dict[str, Any], Any]:
             "module, pass what its `init` returns."
         )
     flat, structure = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = {_path(keys): leaf for keys, leaf in flat}
+    leaves = {path_of(keys): leaf for keys, leaf in flat}
     for path, leaf in leaves.items():
         if not hasattr(leaf, "shape"):
             raise TypeError(f"`{argument}` has no array at {path}, but a {type(leaf).__name__}.")
@@ -166,10 +166,14 @@ def _leaves(argument: str, tree: Any) -> tuple[dict[str, Any], Any]:
     return leaves, build
 
 
-def _path(keys: tuple) -> str:
+def path_of(keys: tuple) -> str:
     """`blocks.0.layers.1.norm1.scale`, or linen's own, without its collection."""
     names = [str(key.key) for key in keys if hasattr(key, "key")]  # others are Flax's boxes
     return ".".join(names[names[0] in OF_LINEN :])
+
+
+def _torch_shape(path: str, leaf: Any) -> tuple[int, ...]:
+    return to_torch_layout(path, np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)).shape
 
 
 def _placed(array: np.ndarray, like: Any) -> jax.Array:
