@@ -78,7 +78,9 @@ def from_torch(
     return build({path: _placed(array, leaves[path]) for path, array in found.items()})
 
 
-def to_torch(variables: Any, table: Table = SAME_NAMES, *, prefix: str = "") -> dict[str, np.ndarray]:
+def to_torch(
+    variables: Any, table: Table = SAME_NAMES, *, prefix: str = ""
+) -> dict[str, np.ndarray]:
     """The reverse of `from_torch`: a network's arrays by PyTorch's names, in its layouts.
 
     Args:
@@ -121,7 +123,7 @@ def named(weights: Any, table: Table, prefix: str) -> dict[str, np.ndarray]:
     }
     if not found:
         raise ValueError(
-            f"`weights` has no name that begins with {start!r}, but {shown(arrays) or 'none at all'}."
+            f"`weights` has no name that begins with {start!r}: it has {shown(arrays) or 'none'}."
         )
     return found
 
