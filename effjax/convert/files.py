@@ -167,7 +167,7 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             return as_arrays({name: archive[name] for name in archive.files})
     except (ValueError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: not a whole .npz file of numbers ({error!s:.200})") from error

@@ -70,8 +70,8 @@ def test_checkpoints(read, form):
         np.testing.assert_array_equal(read(form(nested))["w"], SIX.reshape(2, 3))
     for value, match in (
         ({"epoch": 3, "w": ONE}, "holds what is no tensor: epoch; save model.state_dict"),
-        ({}, "no named tensors"),
-        (3, "no named tensors"),
+        ({"model": {}, "w": ONE}, "no named tensors"),
+        ((3, ONE), "no named tensors"),
         (ONE, "no named tensors"),
         ({3: ONE}, "strings for names"),
     ):
