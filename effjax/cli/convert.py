@@ -26,9 +26,7 @@ def convert(
         Path, option("A folder that is made, for a checkpoint of Orbax, or a .safetensors file.")
     ],
     flavor: Annotated[Literal["nnx", "linen"], option("Of Flax.")] = "nnx",
-    num_classes: Annotated[
-        int | None, option("Size of the logits. (default: the model's)")
-    ] = None,
+    num_classes: Annotated[int | None, option("Size of the logits. (default: the model's)")] = None,
     prefix: Annotated[
         str, option("Only what begins with it and a dot: module, of DataParallel, say.")
     ] = "",

@@ -72,7 +72,7 @@ class ConvertedBatchNorm(nn.Module):
         if type(layer) is nn.BatchNorm:
             names = {field.name for field in dataclasses.fields(layer)} - {"parent", "name"}
             kept = {name: getattr(layer, name) for name in names}
-            twin = BatchNorm(**kept | settings, parent=layer.scope)
+            twin = BatchNorm(**kept | settings, parent=layer.scope)  # type: ignore[arg-type]
         elif isinstance(layer, BatchNorm) and any(
             getattr(layer, name) != value for name, value in settings.items()
         ):

@@ -127,6 +127,7 @@ def there_and_back(variables, name, case):
     assert {k: (v.dtype, v.shape) for k, v in back.items()} == kinds
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("run", [run_nnx, run_linen])
 @pytest.mark.parametrize("name", TABLES)
 def test_values_gradients_and_statistics(name, run):
