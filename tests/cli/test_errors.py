@@ -1,7 +1,7 @@
 """Commands with wrong arguments: one screen at most, no traceback, and the right exit code."""
 
+import importlib
 import math
-import sys
 
 import pytest
 
@@ -78,7 +78,7 @@ def shows(wanted, *argv):
 )
 def test_one_screen(run, tmp_path, monkeypatch, argv, wanted):
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys.modules["effjax.memory.plan"], "check_compiler", lambda: None)
+    monkeypatch.setattr(importlib.import_module("effjax.memory.plan"), "check_compiler", lambda: None)
     (tmp_path / "mine.py").write_text(STEP)
     code, out, err = run(*argv)
     shown = out + err
