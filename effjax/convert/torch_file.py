@@ -1,7 +1,7 @@
 """Reads what `torch.save` wrote, without PyTorch and without running anything of the file's choice.
 
 Both formats hold a pickle in which a tensor is a storage, an offset, a shape and strides. The names
-that it needs for this are answered by the functions below; every other name is refused.
+that it needs for this are answered by the stand-ins below; every other name is refused.
 """
 
 import io
@@ -41,7 +41,7 @@ def read_torch(path: Path) -> Any:
         return (_read_zip if data.startswith(_ZIP_MAGIC) else _read_legacy)(data)
     except Refused as error:
         raise ValueError(
-            f"{path}: refused, its pickle asks for {error}; it must hold tensors and plain "
+            f"{path}: refused, its pickle asks for {error!s:.200}; it must hold tensors and plain "
             "containers only: save model.state_dict() alone"
         ) from error
     # A broken pickle can raise nearly anything: the unpickler is a stack machine fed with noise.
