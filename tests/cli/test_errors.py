@@ -78,7 +78,8 @@ def shows(wanted, *argv):
 )
 def test_one_screen(run, tmp_path, monkeypatch, argv, wanted):
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(importlib.import_module("effjax.memory.plan"), "check_compiler", lambda: None)
+    plan = importlib.import_module("effjax.memory.plan")
+    monkeypatch.setattr(plan, "check_compiler", lambda: None)
     (tmp_path / "mine.py").write_text(STEP)
     code, out, err = run(*argv)
     shown = out + err
