@@ -147,7 +147,7 @@ def test_docstrings_say_what_is_for_reverse_mode_only():
 
 
 # What only one of the two kinds of Flax's modules needs.
-OF_ONE_KIND = {"convert_batch_norm", "OffloadOptimizer", "offload_jit", "OffloadTrainState"}
+OF_ONE_KIND = {"revert_batch_norm", "OffloadOptimizer", "offload_jit", "OffloadTrainState"}
 
 
 def test_both_kinds_of_modules_have_the_same_names():

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import effjax
@@ -108,6 +109,12 @@ DOORS = {
         dict(model="", axis_name="none text object", axis_index_groups="none",
              unbiased_running_var="none", stats="none"),
     ),
+    "linen.convert_batch_norm": (
+        effjax.linen.convert_batch_norm, dict(model=nn.Dense(3)),
+        dict(model="", axis_name="none text object", axis_index_groups="none",
+             unbiased_running_var="none", stats="none"),
+    ),
+    "revert_batch_norm": (effjax.nnx.revert_batch_norm, {}, dict(model="")),
     "nnx.DenseNet": (models.DenseNet, dict(rngs=nnx.Rngs(0)), DENSE_NET | dict(
         in_channels="", rngs="",
     )),

@@ -2,6 +2,7 @@
 are those that were measured."""
 
 import ast
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -10,6 +11,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 import tomllib
 import types
 import warnings
@@ -66,8 +68,9 @@ EXAMPLES = pytest.mark.parametrize(
 def run(page):
     """Runs the Python blocks of a page, in order, as one program; returns its names."""
     names = {"__name__": page.stem}
-    for line, code in filter(lambda block: runs_here(block[1]), blocks(page, "python")):
-        execute(page, line, code, names)
+    with tempfile.TemporaryDirectory() as here, contextlib.chdir(here):  # some write files
+        for line, code in filter(lambda block: runs_here(block[1]), blocks(page, "python")):
+            execute(page, line, code, names)
     return names
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .convert import convert
 from .memory import memory
 from .options import Command, option
 from .train_deform_resnet import train_deform_resnet
@@ -54,6 +55,7 @@ def train() -> None:
     """Train a model on images or on text."""
 
 
+app.command("convert", cls=Command)(convert)
 app.command("memory", cls=Command)(memory)
 app.add_typer(train_app, name="train")
 train_app.command("lm", cls=Command)(train_lm)

@@ -5,6 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from .files import as_arrays
+from .tables import from_torch_layout
+
 
 def convert_deform_conv(
     weights: Mapping[str, Any],
@@ -17,7 +20,8 @@ def convert_deform_conv(
     Understands the layers of maskrcnn-benchmark (`DeformConv`, `ModulatedDeformConv`, both `Pack`s,
     `DFConv2d`), mmcv (`DeformConv2d`, `ModulatedDeformConv2d`, both `Pack`s) and torchvision
     (`DeformConv2d`). They agree on the order of offset and mask channels, which is effjax's too;
-    kernels go from OIHW to HWIO.
+    kernels go from OIHW to HWIO. `from_torch` puts layers and networks into modules that are there
+    already; this also takes convolutions of any name, and offsets and masks that are apart.
 
     Args:
         weights: the layer's part of a `state_dict()`, as arrays: `weight`, `bias`,
@@ -36,12 +40,15 @@ def convert_deform_conv(
         ValueError: for names that are not there, or that are none of these layers'.
         TypeError: for weights that are no arrays of real floating-point numbers.
     """
-    if not isinstance(weights, Mapping):
-        raise TypeError(f"`weights` must map names to arrays, not be a {type(weights).__name__}.")
     for name, value in (("offset", offset), ("mask", mask)):
         if not (value is None or isinstance(value, str)):
             raise TypeError(f"`{name}` (={value!r:.80}) must be the name of a convolution.")
-    left = {name: _floats(name, value) for name, value in weights.items()}
+    left = as_arrays(weights)
+    for name, array in left.items():
+        if array.dtype.kind in "iub":
+            raise TypeError(
+                f"`weights[{name!r}]` must be floating point, but its dtype is {array.dtype}."
+            )
 
     def take(*prefixes: str) -> dict[str, np.ndarray]:
         """The parameters of the first of these convolutions that there is."""
@@ -51,7 +58,7 @@ def convert_deform_conv(
                 if kernel.ndim != 4:
                     raise ValueError(f"`{prefix}weight` of shape {kernel.shape} must be OIHW.")
                 bias = left.pop(f"{prefix}bias", None)
-                found = {"kernel": kernel.transpose(2, 3, 1, 0)}
+                found = {"kernel": from_torch_layout("kernel", kernel, ())}
                 return found if bias is None else found | {"bias": bias}
         return {}
 
@@ -75,18 +82,3 @@ def convert_deform_conv(
             "layer's own part of the state_dict, and name its convolutions by `offset` and `mask`."
         )
     return found | ({"offset_conv": predicted} if predicted else {})
-
-
-def _floats(name: Any, value: Any) -> np.ndarray:
-    """As a NumPy array; a PyTorch tensor becomes one too."""
-    if not isinstance(name, str):
-        raise TypeError(f"`weights` must have strings for names, not {name!r:.80}.")
-    if not hasattr(value, "__array__"):
-        kind = type(value).__name__
-        raise TypeError(f"`weights[{name!r}]` must be an array, not of type {kind}.")
-    array = np.asarray(value)
-    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-        raise TypeError(
-            f"`weights[{name!r}]` must be floating point, but its dtype is {array.dtype}."
-        )
-    return array

@@ -71,6 +71,24 @@ def check_momentum(momentum: Any) -> None:
         as_number("momentum", momentum, lambda m: 0 <= m <= 1, wanted)
 
 
+def converted_settings(
+    axis_name: Any, axis_index_groups: Any, unbiased_running_var: Any, stats: Any
+) -> dict[str, Any]:
+    """What `convert_batch_norm` changes in every layer, checked; by default nothing."""
+    settings: dict[str, Any] = {}
+    if axis_name is not ...:
+        settings["axis_name"] = hashable_axes(axis_name)
+    if axis_name is None and axis_index_groups is ...:
+        axis_index_groups = None  # without an axis there are no groups of it
+    if axis_index_groups is not ...:
+        settings["axis_index_groups"] = index_groups(axis_index_groups)
+    if unbiased_running_var is not None:
+        settings["unbiased_running_var"] = as_flag("unbiased_running_var", unbiased_running_var)
+    if one_of("stats", stats, None, "auto", "gather", "two_psum") is not None:
+        settings["stats"] = stats
+    return settings
+
+
 def hashable_axes(axis_name: Any) -> Any:
     """`axis_name` as it is, but for a list: nnx hashes the attributes of a module."""
     axis_names(axis_name)

@@ -1,11 +1,11 @@
 """Flax linen modules over the operators of effjax.
 
-The modules of `effjax.nnx`, by the same names; `convert_batch_norm` has no counterpart here, since
-a linen model is made with `effjax.linen.BatchNorm` in place of Flax's.
+The modules of `effjax.nnx`, by the same names.
 """
 
 from .._deprecated import moved
 from .batch_norm import BatchNorm as BatchNorm
+from .convert import convert_batch_norm as convert_batch_norm
 from .deform_conv import DeformConv as DeformConv
 from .deform_conv import DeformConvPack as DeformConvPack
 from .deform_conv import DFConv2d as DFConv2d

@@ -1,13 +1,14 @@
 """Flax NNX modules over the operators of effjax.
 
-Those of `effjax.linen` have the same names. `convert_batch_norm` is here alone: a linen model is
-made with `effjax.linen.BatchNorm` in place of Flax's, and its variables fit unchanged.
+Those of `effjax.linen` have the same names. `revert_batch_norm` is here alone: linen's
+`convert_batch_norm` leaves the model as it is.
 """
 
 from .._deprecated import moved
 from .batch_norm import BatchNorm as BatchNorm
 from .compiled import offload_jit as offload_jit
 from .convert import convert_batch_norm as convert_batch_norm
+from .convert import revert_batch_norm as revert_batch_norm
 from .deform_conv import DeformConv as DeformConv
 from .deform_conv import DeformConvPack as DeformConvPack
 from .deform_conv import DFConv2d as DFConv2d

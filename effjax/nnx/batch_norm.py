@@ -97,7 +97,7 @@ class BatchNorm(nnx.BatchNorm):
         bias_init: Initializer = initializers.zeros,
         scale_init: Initializer = initializers.ones,
         axis_name: Any = None,
-        axis_index_groups: Sequence[Sequence[int]] | None = None,
+        axis_index_groups: int | Sequence[Sequence[int]] | None = None,
         use_fast_variance: bool = True,
         promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
         rngs: nnx.Rngs,

@@ -1,7 +1,7 @@
 """Commands with wrong arguments: one screen at most, no traceback, and the right exit code."""
 
+import importlib
 import math
-import sys
 
 import pytest
 
@@ -56,6 +56,10 @@ def shows(wanted, *argv):
         shows(USAGE, "memory", "math:hypot.__call__"),
         shows(FAILED, "memory", "mine:fails"),
         shows(FAILED, "memory", "mine:long"),
+        shows(USAGE, "convert"),
+        shows(USAGE, "convert", "nowhere.pth", "--to", "new"),
+        shows(USAGE, "convert", "nowhere.pth", "--model", "alexnet", "--to", "new"),
+        shows(USAGE, "convert", "nowhere.pth", "--model", "densenet121", "--to", "new"),
         shows(USAGE, "train"),
         shows(USAGE, "train", "resnet"),
         shows(USAGE, "train", "densenet", "--nope"),
@@ -74,7 +78,8 @@ def shows(wanted, *argv):
 )
 def test_one_screen(run, tmp_path, monkeypatch, argv, wanted):
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys.modules["effjax.memory.plan"], "check_compiler", lambda: None)
+    plan = importlib.import_module("effjax.memory.plan")
+    monkeypatch.setattr(plan, "check_compiler", lambda: None)
     (tmp_path / "mine.py").write_text(STEP)
     code, out, err = run(*argv)
     shown = out + err

@@ -6,7 +6,7 @@ import optax
 import pytest
 from flax import nnx
 
-from effjax.nnx import BatchNorm, convert_batch_norm
+from effjax.nnx import BatchNorm, convert_batch_norm, revert_batch_norm
 
 X = np.random.default_rng(0).normal(3, 2, (6, 4)).astype(np.float32)
 
@@ -149,3 +149,50 @@ def test_what_is_refused_changes_nothing():
     with pytest.raises(ValueError, match="`stats`"):
         convert_batch_norm(model, "data", stats="fast")  # type: ignore[arg-type]
     assert classes(model) == before
+
+
+def test_no_axis_is_an_axis_to_ask_for():
+    model = convert_batch_norm(Model(nnx.Rngs(0)), "data", 4)
+    convert_batch_norm(model)
+    assert model.first.axis_name == "data" and model.first.axis_index_groups == 4
+    convert_batch_norm(model, axis_index_groups=None)
+    assert model.first.axis_name == "data" and model.first.axis_index_groups is None
+    convert_batch_norm(model, "data", 4)
+    convert_batch_norm(model, axis_name=None)
+    assert model.first.axis_name is None and model.first.axis_index_groups is None
+    model(X)
+
+
+def test_reverted():
+    """The class, its attributes and its structure are those of Flax's own layer."""
+    model = revert_batch_norm(convert_batch_norm(Model(nnx.Rngs(0)), "data", stats="gather"))
+    assert classes(model) == classes(Model(nnx.Rngs(0)))
+    assert model.first.axis_name == "data"
+    for _, layer in nnx.iter_modules(model):
+        if isinstance(layer, nnx.BatchNorm):
+            layer.axis_name = None
+    assert nnx.graphdef(model) == nnx.graphdef(Model(nnx.Rngs(0)))
+    made = revert_batch_norm(BatchNorm(4, rngs=nnx.Rngs(0)))
+    np.testing.assert_allclose(made(X), nnx.BatchNorm(4, rngs=nnx.Rngs(0))(X), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(activation="relu"),
+        dict(momentum=None),
+        dict(unbiased_running_var=True),
+        dict(track_running_stats=False),
+        dict(axis=(0, 1)),
+        dict(axis_name="data", axis_index_groups=4),
+    ],
+    ids=lambda options: list(options)[-1],
+)
+def test_not_reverted(options):
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(BatchNorm(4, rngs=rngs), BatchNorm(4, **options, rngs=rngs))
+    with pytest.raises(ValueError, match=r"layers.1 with `\w+` .* flax.nnx.BatchNorm has not"):
+        revert_batch_norm(model)
+    assert type(model.layers[0]) is BatchNorm
+    with pytest.raises(TypeError, match="flax.nnx.Module, not a dict"):
+        revert_batch_norm({})  # type: ignore[type-var]

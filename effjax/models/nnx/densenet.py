@@ -91,7 +91,7 @@ class DenseNet(nnx.Module):
         save: Save = "conv",
         num_chunks: int | None = None,
         axis_name: Any = None,
-        axis_index_groups: Sequence[Sequence[int]] | None = None,
+        axis_index_groups: int | Sequence[Sequence[int]] | None = None,
         momentum: float | None = 0.9,
         epsilon: float = 1e-5,
         dtype: Dtype | None = None,

@@ -66,13 +66,20 @@ def make_reduction(
             f"`axis_index_groups` divides one axis, but `axis_name` is {axis_name!r}; name exactly "
             "one axis, or use a mesh with an axis for the groups and one inside them."
         )
+    sizes = axis_sizes(names)
+    if isinstance(groups, int):
+        if sizes[0] % groups:
+            raise ValueError(
+                f"`axis_index_groups` (={groups}) must divide the {sizes[0]} devices of the axis "
+                f"{names[0]!r}, or be lists of device indices."
+            )
+        groups = tuple(tuple(range(i, i + groups)) for i in range(0, sizes[0], groups))
     members = sorted(i for group in groups for i in group)
     if members != list(range(len(members))) or len({len(group) for group in groups}) != 1:
         raise ValueError(
             f"`axis_index_groups` (={axis_index_groups!r}) must hold every device index once, in "
             "groups of one size."
         )
-    sizes = axis_sizes(names)
     if len(members) != sizes[0]:
         raise ValueError(
             f"`axis_index_groups` (={groups}) must hold all {sizes[0]} devices of the axis "
@@ -81,16 +88,18 @@ def make_reduction(
     return Reduction(names, sizes, groups, stats)
 
 
-def index_groups(groups: Any) -> tuple[tuple[int, ...], ...] | None:
-    """`axis_index_groups` as tuples, which can be hashed."""
+def index_groups(groups: Any) -> int | tuple[tuple[int, ...], ...] | None:
+    """`axis_index_groups` as tuples, which can be hashed, or as the size of a group."""
     if groups is None:
         return None
+    if hasattr(groups, "__index__") and not getattr(groups, "ndim", 0):
+        return as_integer("axis_index_groups", groups, 1)
     try:
         return tuple(tuple(operator.index(i) for i in group) for group in groups)
     except TypeError:
         raise TypeError(
-            "`axis_index_groups` must be lists of device indices, like [[0, 1], [2, 3]], not "
-            f"{described(groups)}."
+            "`axis_index_groups` must be lists of device indices, like [[0, 1], [2, 3]], or the "
+            f"size of a group, not {described(groups)}."
         ) from None
 
 

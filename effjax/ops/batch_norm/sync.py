@@ -31,7 +31,7 @@ def sync_batch_norm(
     bias: jax.Array | None = None,
     *,
     axis_name: Hashable | Sequence[Hashable] | None = None,
-    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    axis_index_groups: int | Sequence[Sequence[int]] | None = None,
     mask: jax.Array | None = None,
     epsilon: float = 1e-5,
     activation: Literal["relu"] | None = None,
@@ -57,7 +57,8 @@ def sync_batch_norm(
             statistics. None: this device's values; under plain ``jit`` with a sharded x that is the
             global batch already.
         axis_index_groups: groups of device indices along the one `axis_name`, each with statistics
-            of its own (pmap and ``shard_map(check_vma=False)``; elsewhere use a mesh of two axes).
+            of its own, or how many neighbors make a group (pmap and
+            ``shard_map(check_vma=False)``; elsewhere use a mesh of two axes).
         mask: boolean, broadcastable to x: which values count. Every value is normalized, counted or
             not.
         epsilon: added to the variance; positive.

@@ -59,7 +59,7 @@ def dense_block(
     *,
     save: Literal["conv", "features"] = "conv",
     axis_name: Hashable | Sequence[Hashable] | None = None,
-    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    axis_index_groups: int | Sequence[Sequence[int]] | None = None,
     mask: jax.Array | None = None,
     epsilon: float = 1e-5,
     stats: Literal["auto", "gather", "two_psum"] = "auto",

@@ -36,7 +36,7 @@ def bn_relu_conv(
     kernel: jax.Array,
     *,
     axis_name: Hashable | Sequence[Hashable] | None = None,
-    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    axis_index_groups: int | Sequence[Sequence[int]] | None = None,
     mask: jax.Array | None = None,
     epsilon: float = 1e-5,
     stats: Literal["auto", "gather", "two_psum"] = "auto",

@@ -1,18 +1,16 @@
 """Reads pickles that hold NumPy arrays and plain containers, and refuses all others.
 
-`pickle.load` runs whatever a file asks for. Here the names that a pickled array needs are answered
-by the stand-ins below, which only collect a shape, a type and bytes; every other name is refused,
-so no code of the file's choice runs.
+The names that a pickled array needs are answered by the stand-ins below, which only collect a
+shape, a type and bytes; every other name is refused, so no code of the file's choice runs.
 """
 
 import io
 import math
-import pickle
-import pickletools
 from typing import Any
 
 import numpy as np
 
+from ..._unpickle import Refused, StandIn, Unpickler
 from ..errors import DataError
 
 
@@ -27,9 +25,8 @@ def loads(data: bytes, source: str) -> Any:
         DataError: the pickle names anything else, or is broken.
     """
     try:
-        _check_memo(data)
-        return _finish(_Unpickler(io.BytesIO(data), encoding="bytes").load(), {})
-    except _Refused as error:
+        return _finish(Unpickler(io.BytesIO(data), _ALLOWED).load(), {})
+    except Refused as error:
         raise DataError(
             f"{source}: refused, the pickle asks for {error}; it must hold arrays and plain "
             "containers only: fetch the file from its publisher"
@@ -41,20 +38,7 @@ def loads(data: bytes, source: str) -> Any:
         ) from error
 
 
-class _Refused(Exception):
-    """The name that a pickle asked for."""
-
-
-class _StandIn:
-    """Takes a state only where a subclass says how: no attribute of it can be set."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: Any) -> None:
-        raise _Refused(f"a state for {type(self).__name__}")
-
-
-class _Array(_StandIn):
+class _Array(StandIn):
     """Stands for a numpy array, empty until its state arrives."""
 
     __slots__ = ("value",)
@@ -68,7 +52,7 @@ class _Array(_StandIn):
         self.value = _from_bytes(raw, dtype, shape, "F" if fortran else "C")
 
 
-class _Dtype(_StandIn):
+class _Dtype(StandIn):
     """Stands for a numpy dtype: its code and its byte order."""
 
     __slots__ = ("code",)
@@ -84,7 +68,7 @@ class _Dtype(_StandIn):
         self.code = (order if order in "<>" else "") + self.code
 
 
-class _FromBuffer(_StandIn):
+class _FromBuffer(StandIn):
     """How protocol 5 makes an array."""
 
     __slots__ = ()
@@ -95,18 +79,18 @@ class _FromBuffer(_StandIn):
         return array
 
 
-class _Encode(_StandIn):
+class _Encode(StandIn):
     """`codecs.encode(text, "latin1")`: how Python 3 writes bytes in old protocols."""
 
     __slots__ = ()
 
     def __new__(cls, text: Any, encoding: Any = "latin1") -> Any:
         if _text(encoding) != "latin1":
-            raise _Refused(f"encoding {encoding!r}")
+            raise Refused(f"encoding {encoding!r}")
         return _text(text).encode("latin1")
 
 
-class _NoBytes(_StandIn):
+class _NoBytes(StandIn):
     """`bytes()`: how Python 3 writes empty bytes in old protocols."""
 
     __slots__ = ()
@@ -127,46 +111,16 @@ _ALLOWED: dict[tuple[str, str], type] = {
 }
 
 
-_OPCODES = {opcode.code: opcode for opcode in pickletools.opcodes}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        try:
-            return _ALLOWED[module_name, global_name]
-        except KeyError:
-            raise _Refused(f"{module_name}.{global_name}") from None
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise _Refused("a persistent object")
-
-
-def _check_memo(data: bytes) -> None:
-    """Refuses a memo index that no pickle of this length needs: the unpickler's table grows to it.
-
-    `pickletools.genops` would do, but it takes only ASCII in the strings of Python 2's protocol 0.
-    """
-    stream = io.BytesIO(data)
-    while (code := stream.read(1)) != b".":
-        opcode = _OPCODES[code.decode("latin1")]
-        if opcode.name == "STRING":
-            stream.readline()
-        elif opcode.arg is not None:
-            argument = opcode.arg.reader(stream)
-            if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > len(data):
-                raise ValueError(f"memo index {argument} in {len(data)} bytes")
-
-
 def _text(value: Any) -> str:
     return value.decode("latin1") if isinstance(value, bytes) else str(value)
 
 
 def _from_bytes(raw: Any, dtype: Any, shape: Any, order: str) -> np.ndarray:
     if not isinstance(raw, bytes | bytearray) or not isinstance(dtype, _Dtype):
-        raise _Refused("an array of objects")
+        raise Refused("an array of objects")
     numeric = np.dtype(dtype.code)
     if numeric.kind not in "buif":
-        raise _Refused(f"an array of dtype {numeric}")
+        raise Refused(f"an array of dtype {numeric}")
     if math.prod(shape) * numeric.itemsize != len(raw):
         raise ValueError("an array's bytes do not fill its shape")
     return np.frombuffer(raw, numeric).reshape(shape, order="F" if order == "F" else "C")
@@ -184,6 +138,6 @@ def _finish(value: Any, done: dict[int, Any]) -> Any:
         elif value is None or isinstance(value, bool | int | float | str | bytes):
             finished = value
         else:
-            raise _Refused(f"a bare {type(value).__name__.lstrip('_')}")
+            raise Refused(f"a bare {type(value).__name__.lstrip('_')}")
         done[id(value)] = finished
     return done[id(value)]

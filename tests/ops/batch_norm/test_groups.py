@@ -61,6 +61,21 @@ def test_groups_of_devices(how, stats):
     assert_trees_close((value.ravel()[0], dx), want, 1e-12)
 
 
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_groups_by_their_size(size):
+    """Neighbors, as apex's."""
+    x = make_batch()["x"].reshape(DEVICES, -1, C)
+    run = lambda x: sync_batch_norm(x, axis_name="i", axis_index_groups=size)[1].mean  # noqa: E731
+    want = np.repeat(x.reshape(DEVICES // size, -1, C).mean(1), size, 0)
+    np.testing.assert_allclose(jax.pmap(run, "i")(x), want, atol=1e-12)
+
+
+def test_groups_of_a_size_that_does_not_divide():
+    run = lambda x: sync_batch_norm(x, axis_name="i", axis_index_groups=3)[0]  # noqa: E731
+    with pytest.raises(ValueError, match=r"`axis_index_groups` \(=3\) must divide the 8 devices"):
+        jax.pmap(run, "i")(np.ones((DEVICES, 4, C)))
+
+
 def test_one_axis_of_a_mesh_is_a_group():
     batch = make_batch()
     mesh = mesh_of((2, 4), ("group", "i"))

@@ -1,0 +1,50 @@
+"""The networks that `effjax convert` knows by name, and the checkpoints that it writes."""
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from ..models import DENSENETS
+from ..models.linen import DenseNet
+from .files import replacing, write
+from .tables import DENSENET, Table, nnx_path
+from .weights import from_torch, path_of
+
+# What makes the linen module of the published name, of further options, and how it is called there.
+NETWORKS: dict[str, tuple[Callable[..., Any], Table]] = {
+    name: (functools.partial(DenseNet, **options), DENSENET) for name, options in DENSENETS.items()
+}
+IMAGES = (1, 64, 64, 3)
+
+
+def network_variables(
+    name: str, weights: Mapping[str, Any], prefix: str, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The variables of a linen network with these weights; errors as of `from_torch`."""
+    make, table = NETWORKS[name]
+    images = jax.ShapeDtypeStruct(IMAGES, np.float32)
+    shapes = jax.eval_shape(make(**options).init, jax.random.key(0), images)
+    return from_torch(weights, shapes, table, prefix=prefix)
+
+
+def as_nnx(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Linen's variables as the pure dict of the nnx network, with strings for all keys."""
+    flat = jax.tree_util.tree_leaves_with_path(variables)
+    return unflatten_dict({nnx_path(path_of(keys)): leaf for keys, leaf in flat}, sep=".")
+
+
+def write_checkpoint(path: Path, variables: Mapping[str, Any]) -> None:
+    """A folder of Orbax, or a `.safetensors` file with dots between the keys, put in place when it
+    is whole."""
+    if path.suffix == ".safetensors":
+        return write(path, flatten_dict(variables, sep="."))
+    import orbax.checkpoint as ocp
+
+    with replacing(path) as partial, ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(partial.absolute(), jax.device_get(variables))
+        checkpointer.wait_until_finished()

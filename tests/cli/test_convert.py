@@ -1,0 +1,115 @@
+import os
+import sys
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from flax.traverse_util import unflatten_dict
+
+from effjax import convert
+from effjax.convert import networks
+from effjax.models import DenseNet
+from effjax.models.linen import DenseNet as LinenDenseNet
+from tests.cli.command import one_line
+from tests.convert import cases
+
+SMALL = dict(growth_rate=2, block_config=(2, 1), num_init_features=4, bn_size=2)
+
+
+@pytest.fixture
+def run_convert(run, monkeypatch):
+    """Runs `effjax convert` where there is a small network `tiny` and a file of its weights."""
+    make = lambda **options: LinenDenseNet(**SMALL | options)  # noqa: E731
+    monkeypatch.setitem(networks.NETWORKS, "tiny", (make, convert.DENSENET))
+    weights = cases.part(cases.load("densenet"), "weights")
+    convert.write("weights.npz", {f"module.{name}": array for name, array in weights.items()})
+    options = ("--model", "tiny", "--num-classes", "3", "--prefix", "module")
+    return lambda *argv: run("convert", *argv, *options[: None if "--model" not in argv else 0])
+
+
+def restored(path):
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(os.path.abspath(path))
+
+
+@pytest.mark.parametrize("kind", ["folder", "safetensors"])
+def test_linen_and_nnx_and_back(run_convert, kind):
+    ending = "" if kind == "folder" else pytest.importorskip("safetensors") and ".safetensors"
+    weights = cases.part(cases.load("densenet"), "weights")
+    trees = {}
+    for flavor in ("nnx", "linen"):
+        to = f"{flavor}{ending}"
+        code, out, err = run_convert("weights.npz", "--to", to, "--flavor", flavor)
+        assert (code, err) == (0, "") and f"written to {to}" in out
+        assert "tiny" in out and "arrays" in out and " of " in out
+        if ending:
+            flat = convert.read(to)
+            trees[flavor] = unflatten_dict(flat, sep=".")
+        else:
+            trees[flavor] = restored(to)
+    assert {"nnx", "linen"} <= {name.partition(".")[0] for name in os.listdir()}
+    assert len(os.listdir()) == 3
+    model = DenseNet(**SMALL, num_classes=3, rngs=nnx.Rngs(0))
+    nnx.update(model, nnx.restore_int_paths(trees["nnx"]))
+    for variables in (model, trees["linen"]):
+        back = convert.to_torch(variables, convert.DENSENET)
+        assert back.keys() == weights.keys()
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            back,
+            {n: a.astype(back[n].dtype) for n, a in weights.items()},
+        )
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["no.pth", "--to", "new"], "no.pth: No such file or directory"),
+        (["bad.pth", "--to", "new"], "bad.pth: not a whole file of torch.save"),
+        (
+            ["weights.npz", "--to", "weights.npz"],
+            "weights.npz: is there already; give another --to",
+        ),
+        (["weights.npz", "--to", "no/new"], "no/new: there is no folder no; give another --to"),
+        (["weights.h5", "--to", "new"], "`path` must end in"),
+        (
+            ["weights.npz", "--model", "vgg", "--to", "new"],
+            "model (=vgg) must be one of densenet121",
+        ),
+        (["weights.npz", "--model", "tiny", "--to", "new"], "missing: classifier.bias"),
+        (["weights.npz", "--model", "tiny", "--num-classes", "0", "--to", "new"], "at least 1"),
+        (
+            ["weights.npz", "--model", "tiny", "--prefix", "module", "--to", "new"],
+            "classifier.bias ((3,), not (1000,))",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_errors_are_one_line_and_leave_nothing(run_convert, tmp_path, argv, said):
+    (tmp_path / "bad.pth").write_bytes(b"no")
+    before = sorted(os.listdir())
+    code, out, err = run_convert(*argv)
+    assert (code, out) == (2, "") and one_line(err) and said in err
+    assert sorted(os.listdir()) == before
+
+
+def test_what_cannot_be_written_leaves_nothing(run_convert, monkeypatch):
+    def fail(self, path, *_args, **_kwargs):
+        path.mkdir()
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("orbax.checkpoint.StandardCheckpointer.save", fail)
+    code, out, err = run_convert("weights.npz", "--to", "new")
+    assert (code, out) == (2, "") and one_line(err) and "No space left on device" in err
+    assert os.listdir() == ["weights.npz"]
+
+
+def test_a_package_that_is_missing(run_convert, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    code, _, err = run_convert("weights.npz", "--to", "new.safetensors")
+    assert code == 2 and one_line(err) and 'run pip install "effjax[train]"' in err
+    assert os.listdir() == ["weights.npz"]

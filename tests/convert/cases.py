@@ -1,0 +1,54 @@
+"""What PyTorch is given, and what it has computed of it, for where PyTorch is not.
+
+A case is a dict of float64 arrays by name, with channels last: `x`, `dy`; `weights/NAME` of the
+module at first; `y`, `dx`, `gradients/NAME` in training; `after/NAME`, the running statistics;
+`evaluated`, what the module then computes in evaluation.
+"""
+
+import json
+import pathlib
+import zlib
+
+import numpy as np
+
+RECORDED = pathlib.Path(__file__).parent / "recorded"
+GIVEN = "weights/", "x", "dy"  # drawn, not recorded
+
+
+def drawn(name, shape):
+    """Always the same normal numbers; positive for variances, counters are 0."""
+    if name.endswith("num_batches_tracked"):
+        return np.zeros(shape, np.int64)
+    values = np.random.default_rng(zlib.crc32(name.encode())).normal(0, 0.3, shape)
+    return np.abs(values) + 0.1 if name.endswith("running_var") else values
+
+
+def save(name, case):
+    shapes = {key: array.shape for key, array in case.items()}
+    computed = [array.ravel() for key, array in case.items() if not key.startswith(GIVEN)]
+    RECORDED.mkdir(exist_ok=True)
+    np.savez_compressed(
+        RECORDED / f"{name}.npz", shapes=json.dumps(shapes), computed=np.concatenate(computed)
+    )
+
+
+def load(name):
+    with np.load(RECORDED / f"{name}.npz") as archive:
+        shapes, computed = json.loads(str(archive["shapes"])), archive["computed"]
+    case = {}
+    for key, shape in shapes.items():
+        if key.startswith(GIVEN):
+            case[key] = drawn(key, shape)
+        else:
+            size = int(np.prod(shape))
+            case[key], computed = computed[:size].reshape(shape), computed[size:]
+    return case
+
+
+def part(case, name):
+    """The arrays of a case below a name."""
+    return {
+        key.removeprefix(f"{name}/"): array
+        for key, array in case.items()
+        if key.startswith(f"{name}/")
+    }

@@ -1,0 +1,141 @@
+"""What PyTorch computes of the cases, and checkpoints that it writes.
+
+`python -m tests.convert.record` writes them into `recorded/`.
+"""
+
+from collections import OrderedDict
+
+import numpy as np
+import torch
+import torchvision
+from torch import nn
+
+from tests.convert.cases import RECORDED, drawn, save
+
+
+def run(module, shape, steps=1):
+    """A case: some steps of training on one batch, whose last one is recorded."""
+    module = module.double().train()
+    weights = {name: drawn(f"weights/{name}", a.shape) for name, a in module.state_dict().items()}
+    module.load_state_dict({name: torch.as_tensor(a) for name, a in weights.items()})
+    x = torch.from_numpy(first(drawn("x", shape))).requires_grad_()
+    for _ in range(steps):
+        y = module(x)
+    dy = drawn("dy", last(y).shape)
+    y.backward(torch.from_numpy(first(dy)))
+    after = {name: a.numpy() for name, a in module.state_dict().items() if "running" in name}
+    gradients = {name: p.grad.numpy() for name, p in module.named_parameters()}
+    return {
+        **{f"weights/{name}": array for name, array in weights.items()},
+        **{f"gradients/{name}": array for name, array in gradients.items()},
+        **{f"after/{name}": array.copy() for name, array in after.items()},
+        "x": drawn("x", shape), "dy": dy, "y": last(y), "dx": last(x.grad),
+        "evaluated": last(module.eval()(x)),
+    }  # fmt: skip
+
+
+def first(array):
+    return np.ascontiguousarray(np.moveaxis(array, -1, 1)) if array.ndim == 4 else array
+
+
+def last(tensor):
+    array = tensor.detach().numpy()
+    return np.moveaxis(array, 1, -1) if array.ndim == 4 else array
+
+
+class Pack(nn.Module):
+    """mmcv's `DeformConv2dPack` and `ModulatedDeformConv2dPack`, by their names."""
+
+    offset_name, masked = "conv_offset", False
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 1, 3, 3))
+        if self.masked:
+            self.bias = nn.Parameter(torch.empty(4))
+        channels = 2 * 9 * (3 if self.masked else 2)  # two groups of offsets
+        self.add_module(self.offset_name, nn.Conv2d(2, channels, 3, 2, 1))
+
+    def forward(self, x):
+        predicted = getattr(self, self.offset_name)(x)
+        mask = None
+        if self.masked:
+            first, second, mask = torch.chunk(predicted, 3, 1)
+            predicted, mask = torch.cat((first, second), 1), torch.sigmoid(mask)
+        return torchvision.ops.deform_conv2d(
+            x, predicted, self.weight, getattr(self, "bias", None), 2, 1, 1, mask
+        )
+
+
+class ModulatedPack(Pack):
+    masked = True
+
+
+class BenchmarkPack(Pack):
+    """maskrcnn-benchmark's name."""
+
+    offset_name, masked = "conv_offset_mask", True
+
+
+class DFConv2d(nn.Module):
+    """maskrcnn-benchmark's layer of networks, modulated."""
+
+    def __init__(self):
+        super().__init__()
+        self.offset = nn.Conv2d(2, 27, 3, 1, 1)
+        self.conv = nn.Conv2d(2, 4, 3, 1, 1, bias=False)  # which holds a weight alone
+
+    def forward(self, x):
+        offset, mask = self.offset(x).split([18, 9], 1)
+        return torchvision.ops.deform_conv2d(
+            x, offset, self.conv.weight, None, 1, 1, 1, torch.sigmoid(mask)
+        )
+
+
+def densenet(growth_rate=2, block_config=(2, 1), num_init_features=4, bn_size=2, num_classes=3):
+    return torchvision.models.DenseNet(
+        growth_rate, block_config, num_init_features, bn_size, num_classes=num_classes
+    )
+
+
+CASES = {
+    "densenet": lambda: run(densenet(), (4, 8, 8, 3)),
+    "batch_norm": lambda: run(nn.BatchNorm2d(5), (4, 3, 3, 5)),
+    "cumulative_batch_norm": lambda: run(nn.BatchNorm2d(5, momentum=None), (4, 3, 3, 5), 3),
+    "pack": lambda: run(Pack(), (2, 7, 6, 2)),
+    "modulated_pack": lambda: run(ModulatedPack(), (2, 7, 6, 2)),
+    "benchmark_pack": lambda: run(BenchmarkPack(), (2, 7, 6, 2)),
+    "dfconv": lambda: run(DFConv2d(), (2, 5, 5, 2)),
+}
+
+
+def checkpoint():
+    """Tensors of all kinds: views, a parameter, half precision, counters."""
+    a = torch.arange(24.0).reshape(4, 6)
+    kinds = {str(kind).removeprefix("torch."): torch.arange(4).to(kind) for kind in KINDS}
+    views = {"whole": a, "transposed": a.T, "part": a[1:3, 2:], "column": a[:, 1], "empty": a[:0]}
+    return {
+        "epoch": 3,
+        "state_dict": OrderedDict(
+            **views, **kinds, parameter=nn.Parameter(a[0]), scalar=torch.tensor(7)
+        ),
+    }
+
+
+KINDS = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+
+
+def save_checkpoints(folder):
+    """In both formats."""
+    torch.save(checkpoint(), folder / "zip.pth")
+    torch.save(checkpoint(), folder / "legacy.pth", _use_new_zipfile_serialization=False)
+
+
+if __name__ == "__main__":
+    RECORDED.mkdir(exist_ok=True)
+    save_checkpoints(RECORDED)
+    for name, make in CASES.items():
+        save(name, make())

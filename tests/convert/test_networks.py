@@ -1,0 +1,188 @@
+"""Networks and layers with PyTorch's weights compute what PyTorch computed, in float64."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import effjax.linen
+import effjax.nnx
+from effjax import convert, models
+from effjax.convert.tables import SAME_NAMES
+from effjax.models.linen import DenseNet as LinenDenseNet
+from tests.convert import cases
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+SMALL = dict(
+    growth_rate=2, block_config=(2, 1), num_init_features=4, bn_size=2, num_classes=3,
+    unbiased_running_var=True, param_dtype="float64",
+)  # fmt: skip
+NORM = dict(unbiased_running_var=True, param_dtype="float64")
+PACK = dict(
+    padding=1, feature_group_count=2, offset_groups=2, param_dtype="float64"
+)  # fmt: skip
+TABLES = {
+    "densenet": convert.DENSENET, "batch_norm": SAME_NAMES, "cumulative_batch_norm": SAME_NAMES,
+    "pack": convert.DEFORM_CONV, "modulated_pack": convert.DEFORM_CONV,
+    "benchmark_pack": convert.DEFORM_CONV, "dfconv": convert.DEFORM_CONV,
+}  # fmt: skip
+STEPS = {"cumulative_batch_norm": 3}
+allclose = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10)
+
+
+def of_nnx(name):
+    """An nnx module for a case."""
+    rngs, layers = nnx.Rngs(0), effjax.nnx
+    modulated = functools.partial(layers.ModulatedDeformConvPack, 2, 4, 3, 2, **PACK)
+    module = {
+        "densenet": lambda: models.DenseNet(**SMALL, rngs=rngs),
+        "batch_norm": lambda: layers.BatchNorm(5, momentum=0.9, **NORM, rngs=rngs),
+        "cumulative_batch_norm": lambda: layers.BatchNorm(5, momentum=None, **NORM, rngs=rngs),
+        "pack": lambda: layers.DeformConvPack(2, 4, 3, 2, use_bias=False, **PACK, rngs=rngs),
+        "modulated_pack": lambda: modulated(rngs=rngs),
+        "benchmark_pack": lambda: modulated(rngs=rngs),
+        "dfconv": lambda: layers.DFConv2d(2, 4, param_dtype=jnp.float64, rngs=rngs),
+    }[name]()
+    statistics = nnx.state(module, nnx.BatchStat)  # float32 otherwise
+    nnx.update(module, jax.tree.map(lambda a: a.astype(jnp.float64), statistics))
+    return module
+
+
+def of_linen(name):
+    """A linen module for a case, and how it is called in training and in evaluation."""
+    layers = effjax.linen
+    modulated = layers.ModulatedDeformConvPack(4, 3, 2, **PACK)
+    module = {
+        "densenet": LinenDenseNet(**SMALL),
+        "batch_norm": layers.BatchNorm(momentum=0.9, **NORM),
+        "cumulative_batch_norm": layers.BatchNorm(momentum=None, **NORM),
+        "pack": layers.DeformConvPack(4, 3, 2, use_bias=False, **PACK),
+        "modulated_pack": modulated,
+        "benchmark_pack": modulated,
+        "dfconv": layers.DFConv2d(4, options=dict(param_dtype=jnp.float64)),
+    }[name]
+    if name == "densenet":
+        return module, dict(train=True), dict(train=False)
+    if "batch_norm" in name:
+        return module, dict(use_running_average=False), dict(use_running_average=True)
+    return module, {}, {}
+
+
+def run_nnx(name, case):
+    module = convert.from_torch(cases.part(case, "weights"), of_nnx(name), TABLES[name])
+    there_and_back(module, name, case)
+    graphdef, params, _ = nnx.split(module, nnx.Param, ...)
+
+    def loss(params, stats, x):
+        module = nnx.merge(graphdef, params, stats, copy=True)
+        y = module(x)
+        return jnp.sum(y * case["dy"]), (y, nnx.state(module, nnx.BatchStat))
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 2), has_aux=True))
+    for _ in range(STEPS.get(name, 1)):
+        (_, (y, new)), grads = step(params, nnx.state(module, nnx.BatchStat), case["x"])
+        nnx.update(module, new)
+    module.eval()
+    return y, grads, module, nnx.jit(lambda module, x: module(x))(module, case["x"])
+
+
+def run_linen(name, case):
+    module, train, evaluate = of_linen(name)
+    init = functools.partial(module.init, **train)
+    shapes = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float64),
+        jax.eval_shape(init, jax.random.key(0), case["x"]),
+    )
+    variables = convert.from_torch(cases.part(case, "weights"), shapes, TABLES[name])
+    there_and_back(variables, name, case)
+
+    def loss(params, stats, x):
+        variables = {"params": params, **stats}
+        y, new = module.apply(variables, x, mutable=["batch_stats"], **train)
+        return jnp.sum(y * case["dy"]), (y, new)
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 2), has_aux=True))
+    params = variables.pop("params")
+    for _ in range(STEPS.get(name, 1)):
+        (_, (y, variables)), grads = step(params, variables, case["x"])
+    variables = {"params": params, **variables}
+    evaluated = jax.jit(functools.partial(module.apply, **evaluate))(variables, case["x"])
+    return y, grads, variables, evaluated
+
+
+def there_and_back(variables, name, case):
+    """The same bits under the same names, those of today."""
+    want = cases.part(case, "weights")
+    back = convert.to_torch(variables, TABLES[name])
+    rename = "conv_offset_mask", "conv_offset"
+    jax.tree.map(
+        np.testing.assert_array_equal, back, {k.replace(*rename): v for k, v in want.items()}
+    )
+    kinds = {k.replace(*rename): (v.dtype, v.shape) for k, v in want.items()}
+    assert {k: (v.dtype, v.shape) for k, v in back.items()} == kinds
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("run", [run_nnx, run_linen])
+@pytest.mark.parametrize("name", TABLES)
+def test_values_gradients_and_statistics(name, run):
+    case = cases.load(name)
+    y, (grads, dx), after, evaluated = run(name, case)
+    allclose(y, case["y"])
+    allclose(dx, case["dx"])
+    allclose(evaluated, case["evaluated"])
+    got = convert.to_torch(grads, TABLES[name])
+    want = {
+        k.replace("conv_offset_mask", "conv_offset"): v
+        for k, v in cases.part(case, "gradients").items()
+    }
+    assert got.keys() == want.keys()
+    for key, array in want.items():
+        allclose(got[key], array, err_msg=key)
+    got = convert.to_torch(after, TABLES[name])
+    for key, array in cases.part(case, "after").items():
+        allclose(got[key], array, err_msg=key)
+    if "num_batches_tracked" in got:
+        assert got["num_batches_tracked"] == STEPS.get(name, 0)
+
+
+OLDER = {
+    "denselayer of torchvision 0.2": (r"(denselayer\d\.(norm|conv))(\d)", r"\1.\3"),
+    "efficient_densenet_pytorch": (r"norm5", "norm_final"),
+    "nn.DataParallel": (r"^", "module."),
+}
+
+
+@pytest.mark.parametrize("older", OLDER)
+def test_older_names(older):
+    weights = cases.part(cases.load("densenet"), "weights")
+    renamed = {re.sub(*OLDER[older], name): array for name, array in weights.items()}
+    assert renamed.keys() != weights.keys()
+    prefix = "module" if older.startswith("nn") else ""
+    model = convert.from_torch(renamed, of_nnx("densenet"), convert.DENSENET, prefix=prefix)
+    back = convert.to_torch(model, convert.DENSENET)
+    assert back.keys() == weights.keys()
+    jax.tree.map(np.testing.assert_array_equal, back, weights)
+
+
+@pytest.mark.parametrize("below", ["conv2.conv_offset", "conv2.conv_offset_mask", "conv2_offset"])
+def test_a_layer_inside_of_a_network(below):
+    """mmcv's own, and that of old mmdetection, which lay beside the layer."""
+    weights = cases.part(cases.load("modulated_pack"), "weights")
+    network = {"backbone.layer1.0.conv2.weight": np.zeros(3), "neck.weight": np.zeros(3)}
+    for name, array in weights.items():
+        where = name.replace("conv_offset", below) if "conv_offset" in name else f"conv2.{name}"
+        network[f"backbone.layer2.0.{where}"] = array
+    prefix = "backbone.layer2.0.conv2"
+    layer = of_nnx("modulated_pack")
+    convert.from_torch(network, layer, convert.DEFORM_CONV, prefix=prefix)
+    back = convert.to_torch(layer, convert.DEFORM_CONV, prefix=prefix)
+    assert back.keys() == {f"{prefix}.{name}" for name in weights}
+    jax.tree.map(
+        np.testing.assert_array_equal, back, {f"{prefix}.{n}": w for n, w in weights.items()}
+    )

@@ -1,0 +1,191 @@
+"""What `from_torch`, `to_torch` and tables say and refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from effjax import convert
+from effjax.convert.tables import torch_name
+
+W = {"weight": np.arange(6.0).reshape(3, 2), "bias": np.arange(3.0)}
+
+
+def linear(**options):
+    return nnx.Linear(2, 3, **options, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("table", "path", "name"),
+    [
+        (convert.DENSENET, "stem_conv.kernel", "features.conv0.weight"),
+        (
+            convert.DENSENET,
+            "blocks.3.layers.15.norm2.mean",
+            "features.denseblock4.denselayer16.norm2.running_mean",
+        ),
+        (
+            convert.DENSENET,
+            "blocks_3.layers_15.norm2.var",
+            "features.denseblock4.denselayer16.norm2.running_var",
+        ),
+        (convert.DENSENET, "transitions.0.conv.kernel", "features.transition1.conv.weight"),
+        (convert.DENSENET, "final_norm.scale", "features.norm5.weight"),
+        (convert.DENSENET, "classifier.bias", "classifier.bias"),
+        (convert.RESNET, "stem_norm.bias", "bn1.bias"),
+        (convert.RESNET, "stages.1.0.conv2.kernel", "layer2.0.conv2.weight"),
+        (convert.RESNET, "stages_1_0.conv2.kernel", "layer2.0.conv2.weight"),
+        (
+            convert.RESNET,
+            "stages.2.22.conv2.offset_conv.bias",
+            "layer3.22.conv2.conv_offset.bias",
+        ),
+        (convert.RESNET, "stages.0.0.norm3.scale", "layer1.0.bn3.weight"),
+        (convert.RESNET, "stages.3.0.shortcut.kernel", "layer4.0.downsample.0.weight"),
+        (convert.RESNET, "stages.3.0.shortcut_norm.bias", "layer4.0.downsample.1.bias"),
+        (convert.RESNET, "classifier.kernel", "fc.weight"),
+        (convert.DEFORM_CONV, "kernel", "weight"),
+        (convert.DEFORM_CONV, "offset_conv.kernel", "conv_offset.weight"),
+        (convert.DEFORM_CONV, "conv.offset_conv.kernel", "offset.weight"),
+        (convert.Table({"a{i+1}": "b.{i}"}), "b.9.c.d.kernel", "a10.c.d.weight"),
+        (convert.Table({"a": "b"}), "bc.kernel", "bc.weight"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_names(table, path, name):
+    assert torch_name(path, table) == name
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_convolutions_of_any_rank(size):
+    layer = nnx.Conv(4, 6, (3,) * size, feature_group_count=2, rngs=nnx.Rngs(0))
+    weights = {"weight": np.random.randn(6, 2, *(3,) * size), "bias": np.zeros(6)}
+    assert convert.from_torch(weights, layer) is layer
+    np.testing.assert_allclose(layer.kernel[..., 1, 4], weights["weight"][4, 1], rtol=1e-6)
+    back = convert.to_torch(layer)
+    np.testing.assert_array_equal(back["weight"], weights["weight"].astype(np.float32))
+
+
+def test_of_linens_variables():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.BatchNorm(use_running_average=True)(nn.Dense(3)(x))
+
+    shapes = jax.eval_shape(Model().init, jax.random.key(0), np.ones((1, 2)))
+    weights = {f"0.{name}": array for name, array in W.items()}
+    weights |= {f"1.{name}": np.full(3, 2.0) for name in ("weight", "bias")}
+    weights |= {f"1.running_{name}": np.full(3, 3.0) for name in ("mean", "var")}
+    weights |= {"1.num_batches_tracked": np.array(7)}
+    table = convert.Table({"0": "Dense.0", "1": "BatchNorm.0"})
+    variables = convert.from_torch(weights, shapes, table)
+    assert jax.tree.structure(variables) == jax.tree.structure(shapes)
+    np.testing.assert_array_equal(variables["params"]["Dense_0"]["kernel"], W["weight"].T)
+    np.testing.assert_array_equal(variables["batch_stats"]["BatchNorm_0"]["var"], np.full(3, 3.0))
+    back = convert.to_torch(variables, table)
+    assert back.keys() == weights.keys() and back["1.num_batches_tracked"] == 0
+    assert all(array.flags.owndata or array.base is not None for array in back.values())
+
+
+def test_dtypes_and_places_are_those_of_the_network(mesh8):
+    sharding = NamedSharding(mesh8, P(None, None))
+    layer = linear(param_dtype=jnp.bfloat16)
+    layer.kernel.set_value(jax.device_put(layer.kernel[...], sharding))
+    convert.from_torch(W, layer)
+    assert layer.kernel[...].dtype == jnp.bfloat16 and layer.kernel[...].sharding == sharding
+    assert convert.to_torch(layer)["weight"].dtype == jnp.bfloat16
+
+
+def test_an_abstract_module_becomes_a_real_one():
+    layer = nnx.eval_shape(linear)
+    with pytest.raises(ValueError, match="no value at bias: it is abstract"):
+        convert.to_torch(layer)
+    np.testing.assert_array_equal(convert.from_torch(W, layer)(jnp.ones((1, 2))), [[1, 6, 11]])
+
+
+def test_gradients_have_names_too():
+    grads = nnx.grad(lambda layer: layer(jnp.ones((1, 2))).sum())(linear())
+    assert convert.to_torch(grads, prefix="head").keys() == {"head.weight", "head.bias"}
+
+
+def test_another_head():
+    """A part of one's own completes what a file has not."""
+    model = nnx.Sequential(linear(), nnx.Linear(3, 5, rngs=nnx.Rngs(1)))
+    own, table = (
+        model.layers[1].kernel[...],
+        convert.Table({"body": "layers.0", "head": "layers.1"}),
+    )
+    weights = {f"body.{name}": array for name, array in W.items()}
+    with pytest.raises(ValueError, match="missing: head.bias, head.weight.$"):
+        convert.from_torch(weights, model, table)
+    convert.from_torch(convert.to_torch(model, table) | weights, model, table)
+    np.testing.assert_array_equal(model.layers[0].bias[...], W["bias"])
+    np.testing.assert_array_equal(model.layers[1].kernel[...], own)
+
+
+@pytest.mark.parametrize(
+    ("match", "change"),
+    [
+        (r"left over: a, c\.d\.", {"a": np.ones(1), "c.d": np.ones(1)}),
+        (r"left over: x0, x1, x10, x11, x12 and 15 more\.", {f"x{i}": 1.0 for i in range(20)}),
+        (r"another shape: weight \(\(2, 3\), not \(3, 2\)\)\.", {"weight": np.ones((2, 3))}),
+        (r"another shape: bias \(\(\), not \(3,\)\)", {"bias": np.ones(())}),
+        ("of integers: bias", {"bias": np.ones(3, int)}),
+        (r"missing: bias, weight; left over: b\.", {"b": np.ones(1), "bias": ..., "weight": ...}),
+        (r"left over: y+\.$", {"y" * 1000: np.ones(1)}),
+    ],
+)
+def test_what_does_not_fit(match, change):
+    layer, weights = linear(), {n: a for n, a in (W | change).items() if a is not ...}
+    before = layer.kernel[...], layer.bias[...]
+    weights = {n: np.asarray(a) for n, a in weights.items()}
+    with pytest.raises(ValueError, match=match) as error:
+        convert.from_torch(weights, layer)
+    assert len(str(error.value)) < 600
+    jax.tree.map(np.testing.assert_array_equal, (layer.kernel[...], layer.bias[...]), before)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "arguments"),
+    [
+        (TypeError, "`weights` must map names to arrays, not be a list", {"weights": []}),
+        (TypeError, "`weights` must have strings for names, not 3", {"weights": {3: W["bias"]}}),
+        (TypeError, r"`weights\['bias'\]` must be an array", {"weights": W | {"bias": "b"}}),
+        (TypeError, r"`weights\['bias'\]`.*complex", {"weights": W | {"bias": 1j * W["bias"]}}),
+        (TypeError, r"`weights\['bias'\]`.*object", {"weights": W | {"bias": np.array([{}])}}),
+        (ValueError, "`weights` has no name .* it has none", {"weights": {}}),
+        (ValueError, "begins with 'a.': it has bias, weight", {"prefix": "a"}),
+        (TypeError, "`prefix` must be a string", {"prefix": 1}),
+        (TypeError, "`table` must be a Table, not a dict", {"table": {}}),
+        (TypeError, "`into` must be .* not a Dense; .* `init`", {"into": nn.Dense(3)}),
+        (TypeError, "`into` has no array at a, but a int", {"into": {"a": 1}}),
+    ],
+)
+def test_bad_arguments(error, match, arguments):
+    with pytest.raises(error, match=match):
+        convert.from_torch(**dict(weights=W, into=linear()) | arguments)
+
+
+def test_bad_arguments_of_the_way_back():
+    with pytest.raises(TypeError, match="`variables` must be .* not a Dense"):
+        convert.to_torch(nn.Dense(3))
+    with pytest.raises(TypeError, match="`table` must be a Table"):
+        convert.to_torch(linear(), {})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="`prefix` must be a string"):
+        convert.to_torch(linear(), prefix=None)  # type: ignore[arg-type]
+    twice = nnx.Sequential(linear(), linear())
+    with pytest.raises(ValueError, match="gives two arrays the name a.bias, that of layers.1.bias"):
+        convert.to_torch(twice, convert.Table({"a": "layers.{i}"}))
+
+
+def test_tensors_that_numpy_cannot_have():
+    class OnAGpu:
+        def __array__(self, *_args, **_kwargs):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    with pytest.raises(TypeError, match=r"`weights\['bias'\]`: .*cuda:0.*\.detach\(\)\.cpu\(\)"):
+        convert.from_torch(W | {"bias": OnAGpu()}, linear())
