@@ -107,6 +107,7 @@ def test_memory_of_the_largest_batch(run_memory, as_json):
     assert f"batch {largest}: " in err and f"batch {largest + 1}: " in err
 
 
+@pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_memory_of_a_module_of_flax(run_memory):
     """README's step."""
@@ -158,6 +159,7 @@ def test_memory_of_the_host(run_memory):
     assert code == 0 and "4.3 GB of pinned host memory DOES NOT FIT in 3.2 GB" in out
 
 
+@pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_memory_of_a_small_densenet(run_memory):
     argv = "densenet", "--depth", "10", "--growth-rate", "1", "--image-size", "4"

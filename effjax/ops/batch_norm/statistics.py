@@ -66,26 +66,32 @@ def make_reduction(
             f"`axis_index_groups` divides one axis, but `axis_name` is {axis_name!r}; name exactly "
             "one axis, or use a mesh with an axis for the groups and one inside them."
         )
-    sizes = axis_sizes(names)
     if isinstance(groups, int):
-        if sizes[0] % groups:
-            raise ValueError(
-                f"`axis_index_groups` (={groups}) must divide the {sizes[0]} devices of the axis "
-                f"{names[0]!r}, or be lists of device indices."
-            )
-        groups = tuple(tuple(range(i, i + groups)) for i in range(0, sizes[0], groups))
+        sizes = axis_sizes(names)
+        return Reduction(names, sizes, _neighbors(groups, names[0], sizes[0]), stats)
     members = sorted(i for group in groups for i in group)
     if members != list(range(len(members))) or len({len(group) for group in groups}) != 1:
         raise ValueError(
             f"`axis_index_groups` (={axis_index_groups!r}) must hold every device index once, in "
             "groups of one size."
         )
+    sizes = axis_sizes(names)
     if len(members) != sizes[0]:
         raise ValueError(
             f"`axis_index_groups` (={groups}) must hold all {sizes[0]} devices of the axis "
             f"{names[0]!r}, but holds {len(members)}."
         )
     return Reduction(names, sizes, groups, stats)
+
+
+def _neighbors(group_size: int, axis_name: Hashable, axis_size: int) -> tuple:
+    """Groups of this size along an axis."""
+    if axis_size % group_size:
+        raise ValueError(
+            f"`axis_index_groups` (={group_size}) must divide the {axis_size} devices of the axis "
+            f"{axis_name!r}, or be lists of device indices."
+        )
+    return tuple(tuple(range(i, i + group_size)) for i in range(0, axis_size, group_size))
 
 
 def index_groups(groups: Any) -> int | tuple[tuple[int, ...], ...] | None:

@@ -10,6 +10,7 @@ import pytest
 
 from effjax import offload_jit, offload_train_step, stream_update, to_device, to_host
 from tests.ops.offload.stacks import LAYERS, kinds
+from tests.tiers import plainly
 
 KEY = jax.random.key(3)
 SHAPES = {"a": (3, 2), "b": (3,)}
@@ -71,7 +72,7 @@ def assert_close(got, want):
     jax.tree.map(compare, got, want)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", plainly("noisy_sgd", "uint32 key", of=OPTIMIZERS))
 def test_every_layer_has_noise_of_its_own(name):
     make, key = OPTIMIZERS[name]
     init, update = stream_update(make(key))

@@ -165,6 +165,7 @@ def test_an_array_in_several_places():
     assert "host_compute" not in found.hlo and '_xla_compute_type="host"' not in found.hlo
 
 
+@pytest.mark.exhaustive
 def test_update_and_initialization():
     """The device holds a layer at a time."""
     keys = jax.ShapeDtypeStruct((16,), jax.random.key(0).dtype, sharding=shardings()[1])
@@ -214,6 +215,7 @@ def test_the_next_slice_is_loaded_meanwhile():
         assert sum(running) >= len(running) - 1
 
 
+@pytest.mark.exhaustive
 def test_slices_in_reverse_are_where_they_should_be():
     """XLA before openxla/xla#46308 counts upwards: annotated copies must not be that."""
     text = gradients(16).hlo

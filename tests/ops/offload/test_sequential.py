@@ -140,7 +140,7 @@ def test_slices_of_about_the_same_bytes(sizes, num_slices, bounds):
     ("match", "arguments"),
     [
         (r"`layers` \(of 4\) and `params` \(of 3\)", {"params": to_host(params()[:3])}),
-        (r"`layers` \(of 0\)", {"params": [], "layers": []}),
+        ("`layers` must not be empty", {"params": [], "layers": []}),
         (r"`num_slices` \(=5\) must be from 1 to the number of layers \(=4\)", {"num_slices": 5}),
         (r"`num_microbatches` \(=3\) must divide the batch", {"num_microbatches": 3}),
         (r"`params_in` is 'host', but", {"params": params()}),

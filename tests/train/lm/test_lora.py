@@ -106,7 +106,7 @@ def by_hand(path, bias):
     return adapters, losses
 
 
-@pytest.mark.parametrize("name", plainly("plain", "fused", of=FORMS))
+@pytest.mark.parametrize("name", plainly("fused", of=FORMS))
 def test_steps_on_frozen_weights(name, bases):
     options = FORMS[name]
     bias, offload = options.get("bias", False), options.get("offload")
