@@ -69,6 +69,7 @@ def initial_state(carried: Carried, layers: Tree, others: Tree, model_state: Tre
     check_space("model_state", model_state, "device")
     carried.number_of("layers", layers)
     _check_model_state("model_state", carried, model_state)
+    _check_apart(layers)
     of_layers, of_others = carried.parts(layers, others)
     check_floats("layers", of_layers.trained)
     check_floats("others", of_others.trained)
@@ -105,6 +106,18 @@ def check_fits(carried: Carried, state: OffloadState) -> tuple[int, Parts, Parts
     wanted = () if carried.loss_scale is None else LossScale(jnp.zeros(()), jnp.zeros(()))
     check_alike("state.loss_scale", state.loss_scale, "what init makes", wanted)
     return num_layers, layers, others
+
+
+def _check_apart(layers: Tree) -> None:
+    """Raises ValueError where one array is in two places: they would be updated apart."""
+    places: dict[int, str] = {}
+    for path, a in jax.tree_util.tree_leaves_with_path(layers):
+        name = f"layers{jax.tree_util.keystr(path)}"
+        if (other := places.setdefault(id(a), name)) != name:
+            raise ValueError(
+                f"`{other}` and `{name}` are one array, which a step would write twice; copy it, "
+                "or take its gradients through offload_sequential, which adds them."
+            )
 
 
 def _check_model_state(name: str, carried: Carried, model_state: Tree) -> None:

@@ -63,14 +63,14 @@ def offload_train_step(
 
     In ``jax.shard_map`` the loss is the mean over the devices (``jax.lax.pmean``); with
     check_vma=False gradients are those of each device, for ``tx`` to average first, and neither
-    clip_norm nor loss_scale are for that.
+    clip_norm nor loss_scale are for that, nor for parameters that differ from device to device.
 
     Args:
         embed: ``embed(others, batch, key) -> x``. What it keeps for its backward pass stays on the
             device meanwhile: make it a ``jax.checkpoint`` if that is much.
         layer: ``layer(params, x, key) -> x``, or ``-> (x, aux)`` with has_aux; see `offload_scan`.
             A list of such makes a step of unlike layers: the parameters are then a list of pytrees,
-            and all is as in `offload_sequential`.
+            as of `offload_sequential`, but for one array in several places.
         head: ``head(others, x, batch, key) -> loss``, a scalar, or ``-> (loss, aux)`` with
             head_has_aux.
         tx: an ``optax.GradientTransformation`` that treats every parameter on its own, or

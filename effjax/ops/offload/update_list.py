@@ -6,10 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from .checks import as_arrays, as_sequence
-from .compiled import in_order
+from .compiled import barrier, in_order
 from .host_init import made_on_host, state_sharding
 from .optimizer import apply, check_like_init, squares, with_own_keys
 from .per_leaf import check_per_leaf
@@ -89,7 +88,7 @@ def _in_turn(run: Callable, layers: Sequence[Tree], store: Callable) -> list[Tre
     for i, layer in enumerate(layers):
         # Not loaded before the layer before is done, or all would be on the device at once. What
         # is done goes through the barrier too: XLA takes it away if that is not used.
-        layer, last = lax.optimization_barrier((layer, last))
+        layer, last = barrier((layer, last))
         if i:
             stored.append(store(i - 1, last))
         last = run(i, put(layer, Space.Device))
@@ -100,6 +99,6 @@ def sum_of_squares(grads: Tree) -> jax.Array:
     """That of all gradients, of which the device holds one layer's."""
     total = jnp.float32(0)
     for g in grads:
-        g, total = lax.optimization_barrier((g, total))
+        g, total = barrier((g, total))
         total += squares(put(g, Space.Device))
     return total

@@ -334,6 +334,44 @@ def test_jit_over_a_mesh(kind, params_in):
     close(found, on_one_device(), 2e-5)
 
 
+@pytest.mark.parametrize("fuse_update", [True, False])
+def test_parameters_that_differ_from_device_to_device(fuse_update):
+    """Beside one that is the same on all, which stays that."""
+    mesh, tx = mesh_of((8,), ("i",)), optax.sgd(0.5)
+    w = [jnp.ones(WIDTH), jnp.arange(8.0 * WIDTH).reshape(8, WIDTH)]
+    x = jnp.sin(jnp.arange(16.0 * WIDTH)).reshape(16, WIDTH)
+
+    def own(w, x, key):
+        return x * w[0]
+
+    init, step = offload_train_step(
+        lambda others, batch, key: batch + others, [shifted, own],
+        lambda others, x, batch, key: lax.pmean(jnp.mean(jnp.sin(x)), "i"), tx,
+        fuse_update=fuse_update,
+    )  # fmt: skip
+    specs = [P(), P("i")]
+    state = init([
+        jax.device_put(a, NamedSharding(mesh, spec, memory_kind="pinned_host"))
+        for a, spec in zip(w, specs, strict=True)
+    ], on(mesh, jnp.zeros(WIDTH), False))  # fmt: skip
+    of_state = jax.tree.map(lambda _: P(), state)._replace(layers=specs)
+    run = jax.shard_map(step, mesh=mesh, in_specs=(of_state, P("i")), out_specs=(of_state, P()))
+    state, _ = offload_jit(run)(state, jax.device_put(x, NamedSharding(mesh, P("i"))))
+
+    def loss(w):
+        return jnp.mean(jnp.sin((x + w[0]) * jnp.repeat(w[1], 2, 0)))
+
+    want = jax.tree.map(lambda a, d: a - 0.5 * d, w, jax.grad(loss)(w))
+    close(jax.tree.map(np.asarray, state.layers), want)
+
+
+def test_one_array_in_two_places():
+    init, _ = offload_train_step(embed, [shifted, shifted], head, ADAMW)
+    a = to_host(jnp.zeros(WIDTH))
+    with pytest.raises(ValueError, match=r"`layers\[0\]` and `layers\[1\]` are one array"):
+        init([a, a], others())
+
+
 def test_an_empty_batch():
     def end(others, x, batch, key):
         return jnp.sum(x)
