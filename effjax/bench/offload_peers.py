@@ -147,7 +147,8 @@ def plan_largest(setting: Setting, host_bytes: int, target: str) -> dict:
 
 def _size(setting: Setting) -> dict[str, int]:
     return {
-        "layers": setting.layers, "width": setting.width, "parameters": setting.num_parameters,
+        "layers": setting.layers, "width": setting.width, "heads": setting.heads,
+        "mlp_width": setting.mlp_width, "parameters": setting.num_parameters,
     }  # fmt: skip
 
 
@@ -161,7 +162,8 @@ def main(
         raise typer.BadParameter(f"--tables {unknown.pop()!r} is not one of {TABLES}")
 
     def write(table: str, gpu: str, setting: Setting, rows: list[dict]) -> None:
-        config = dataclasses.asdict(setting) | {"target": gpu}
+        of_all = {n: v for n, v in dataclasses.asdict(setting).items() if n not in rows[0]}
+        config = of_all | {"target": gpu}
         title = f"language model, {table}, planned for {gpu}"
         publish(title, config, rows, json and json / f"offload_{table}_{gpu}.json")
 
