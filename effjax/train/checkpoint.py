@@ -13,6 +13,8 @@ import orbax.checkpoint as ocp
 
 from .errors import TrainError
 
+WITHOUT_IT = "delete this directory, then resume: from an earlier checkpoint or the beginning"
+
 
 class Checkpoints:
     """The checkpoints below `directory`; closes with a `with` block.
@@ -77,11 +79,7 @@ class Checkpoints:
             return self._manager.restore(step, args=ocp.args.StandardRestore(like))
         # Orbax raises many types for a damaged file: of JSON, of TensorStore, of the system.
         except Exception as error:
-            remedy = (
-                "delete this directory, then resume: from an earlier checkpoint or the beginning"
-            )
-            if self.read_only:
-                remedy = "give another run"
+            remedy = "give another run" if self.read_only else WITHOUT_IT
             raise TrainError(
                 f"{self.directory / str(step)}: cannot be restored ({type(error).__name__}); "
                 f"{remedy}"
