@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ..checkpoint import Checkpoints
-from ..errors import TrainError
+from ..errors import TrainError, unreadable
 from ..loop import Record
 from ..mesh import Devices, data_mesh
 from ..run_directory import RunDirectory
@@ -73,8 +73,11 @@ def find_base(config: LMConfig) -> Base | None:
             f"{run.path}: is of another model; give --layers {base.layers} --width {base.width} "
             f"--heads {base.heads} {bias}"
         )
-    with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
-        there = checkpoints.steps
+    try:
+        with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
+            there = checkpoints.steps
+    except OSError as error:
+        raise unreadable(run.checkpoints, error) from error
     records = [r for r in run.metrics if r.get("kind") == "step" and r.get("step") in there]
     if not records:
         raise TrainError(f"{run.path}: has no checkpoint of a step yet; train it first")

@@ -211,6 +211,15 @@ def test_a_damaged_checkpoint_to_begin_with_is_named(bases, tmp_path):
         task.initial_state()
 
 
+def test_checkpoints_to_begin_with_that_cannot_be_read(bases, monkeypatch):
+    def refused(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("orbax.checkpoint.CheckpointManager.__init__", refused)
+    with pytest.raises(TrainError, match=r"/checkpoints: cannot be read \(Permission denied\)"):
+        lm_task(1, init_from=bases(False))
+
+
 def test_a_run_to_begin_with_is_only_read(bases, tmp_path):
     def files(path):
         return {file: file.stat().st_mtime_ns for file in [path, *path.rglob("*")]}
