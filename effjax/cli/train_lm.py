@@ -24,7 +24,9 @@ def train_text(
     from ..train.lm import report
     from ..train.lm.task import prepare
 
-    task, console = prepare(config), Console()
+    task, console = prepare(config, resume=resume), Console()
+    if task.base is not None:
+        task.base.check_apart(out)
     run, result = follow("lm", console, task, report, out, overwrite, resume)
     report.show_result(console, run, result, _planned(config, console) if plan else None)
 

@@ -8,20 +8,30 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from .errors import TrainError
+
+WITHOUT_IT = "delete this directory, then resume: from an earlier checkpoint or the beginning"
 
 
 class Checkpoints:
     """The checkpoints below `directory`; closes with a `with` block.
 
     They are numbered by what the run counts: epochs, or steps.
+
+    Args:
+        directory: made if it is not there.
+        read_only: nothing is made or written; without the directory, there are no checkpoints.
     """
 
-    def __init__(self, directory: Path):
-        self.directory = directory
-        options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    def __init__(self, directory: Path, read_only: bool = False):
+        self.directory, self.read_only = directory, read_only
+        # Orbax warns of its own `read_only`, and does no more for what is only restored.
+        options = ocp.CheckpointManagerOptions(
+            enable_async_checkpointing=False, create=not read_only
+        )
         self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
 
     def __enter__(self) -> "Checkpoints":
@@ -55,17 +65,22 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def restore(self, like: Any, step: int) -> Any:
-        """The state of number `step`, of the structure and shapes of `like`.
+        """The state of number `step`, as NumPy arrays.
+
+        Args:
+            step: one of `steps`.
+            like: arrays or `jax.ShapeDtypeStruct`s of the same structure, shapes and dtypes.
 
         Raises:
             TrainError: the checkpoint is damaged, cannot be read, or is of another model.
         """
-        like = jax.device_get(like)
+        like = jax.tree.map(lambda a: np.empty(a.shape, a.dtype), like)
         try:
             return self._manager.restore(step, args=ocp.args.StandardRestore(like))
         # Orbax raises many types for a damaged file: of JSON, of TensorStore, of the system.
         except Exception as error:
+            remedy = "give another run" if self.read_only else WITHOUT_IT
             raise TrainError(
                 f"{self.directory / str(step)}: cannot be restored ({type(error).__name__}); "
-                "delete this directory, then resume: from an earlier checkpoint or the beginning"
+                f"{remedy}"
             ) from error

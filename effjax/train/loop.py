@@ -55,7 +55,11 @@ class Task(Protocol[Result]):
         ...
 
     def initial_state(self) -> Any:
-        """What the seed gives."""
+        """What step 0 begins with: what the seed gives, or the weights of another run."""
+        ...
+
+    def shapes(self) -> Any:
+        """`jax.ShapeDtypeStruct`s of the state, to restore one; nothing is read."""
         ...
 
     def place(self, state: Any) -> Any:
@@ -221,15 +225,16 @@ def _begin(
     metrics.jsonl."""
     if resume:
         _check_same(task, run)
-    state, done, end = task.initial_state(), 0, task.numbers[-1]
+    done, end = 0, task.numbers[-1]
     if resume and checkpoints.steps:
         done = checkpoints.steps[-1]
         if done > end:
             raise TrainError(
                 f"{task.kind}s (={end}) must be at least {done}, which {run.path} has done already"
             )
-        state = checkpoints.restore(state, done)
+        state = checkpoints.restore(task.shapes(), done)
     else:  # a new run, or one that was interrupted before its first checkpoint
+        state = task.initial_state()
         checkpoints.save(0, state, best=0)
     wanted = [number for number in task.numbers if number < done]
     records = run.keep(task.kind, [*wanted, done] if done else wanted)

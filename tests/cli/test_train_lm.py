@@ -1,9 +1,12 @@
 import dataclasses
 import json
 import re
+import shutil
 
+import numpy as np
 import pytest
 
+from effjax.train.checkpoint import Checkpoints
 from tests.cli.command import interrupt_at, one_line
 from tests.programs import has_gpu_compiler
 
@@ -73,16 +76,66 @@ def test_lm_with_ctrl_c(run_lm, monkeypatch):
     assert err == "effjax: interrupted; go on with effjax train lm --resume here\n"
 
 
+@pytest.fixture
+def base(run_lm, monkeypatch, tmp_path):
+    """A run to begin with; none is trained."""
+
+    def fit(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("effjax.train.loop.fit", fit)
+    path = tmp_path / "base"
+    assert run_lm(*LM, "--out", "base")[0] == 130
+    (path / "metrics.jsonl").write_text('{"kind": "step", "step": 2}\n')
+    with Checkpoints(path / "checkpoints") as checkpoints:
+        checkpoints.save(2, {"weights": np.ones(3)}, best=2)
+    return path
+
+
+def test_a_run_to_begin_with_is_not_overwritten(run_lm, base, tmp_path):
+    def files():
+        return {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
+
+    (tmp_path / "link").symlink_to("base")
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("config.json", "metrics.jsonl"):
+        shutil.copy(base / name, other)
+    (other / "checkpoints").symlink_to(base / "checkpoints")
+    before = files()
+    for begin, out in (
+        ("base", "base"), ("base", base), ("link", "base"), ("base", "link"),
+        ("base", "other/../base"), ("base", "base/checkpoints"), ("base", "link/inside"),
+        ("other", "base"),
+    ):  # fmt: skip
+        for overwrite in ([], ["--overwrite"]):
+            code, said, err = run_lm(*LM, "--init-from", begin, "--out", out, *overwrite)
+            assert (code, said) == (2, "") and one_line(err)
+            assert f"--out {out} and --init-from {begin} are the same, or one lies in" in err
+            assert files() == before
+
+
+def test_lm_goes_on_without_the_run_that_it_began_with(run_lm, base, tmp_path):
+    code, out, _ = run_lm(*LM, "--init-from", "base", "--lora", "2", "--out", "here")
+    assert code == 130 and "begins with base at step 2\n" in out
+    options = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
+    assert options["init_from"] == str(base.resolve())
+    shutil.rmtree(base)
+    code, out, _ = run_lm("--resume", "here")
+    assert code == 130 and "begins with" not in out
+
+
 @pytest.mark.exhaustive
-def test_lm_beside_the_weights_of_a_run(run_lm):
+def test_lm_beside_the_weights_of_a_run(run_lm, tmp_path):
     assert run_lm(*LM, "--out", "base")[0] == 0
     begin = "--init-from", "base", "--lora", "2"
     code, out, err = run_lm(*LM, *begin, "--offload", "all", "--fuse-update", "--out", "here")
     assert (code, err) == (0, "")
     assert "5144 parameters (256 of them trained), float32" in out
     assert re.search("^begins with base at step [123]$", out, re.M)
+    shutil.rmtree(tmp_path / "base")
     code, out, err = run_lm("--resume", "here", "--steps", "4")
-    assert (code, err) == (0, "") and "step 4/4" in out
+    assert (code, err) == (0, "") and "step 4/4" in out and "begins with" not in out
 
 
 @pytest.mark.exhaustive

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -134,6 +135,9 @@ class ImageTask:
 
     def initial_state(self) -> TrainState:
         return initial_state(self.build, self.learner.optimizer, self.config.seed)
+
+    def shapes(self) -> TrainState:
+        return jax.eval_shape(self.initial_state)
 
     def place(self, state: TrainState) -> TrainState:
         return replicate(state, self.devices)

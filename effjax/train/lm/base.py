@@ -1,13 +1,13 @@
 """The run whose weights another one begins with."""
 
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from ..checkpoint import Checkpoints
-from ..errors import TrainError
+from ..errors import TrainError, unreadable
 from ..loop import Record
 from ..mesh import Devices, data_mesh
 from ..run_directory import RunDirectory
@@ -25,6 +25,17 @@ class Base(NamedTuple):
     run: RunDirectory
     config: LMConfig
     step: int
+
+    def check_apart(self, out: Path) -> None:
+        """Raises `TrainError` if a new run in `out` could overwrite this one."""
+        begun = Path(os.path.realpath(out))
+        for path in (self.run.path, self.run.checkpoints):
+            kept = Path(os.path.realpath(path))
+            if begun.is_relative_to(kept) or kept.is_relative_to(begun):
+                raise TrainError(
+                    f"--out {out} and --init-from {self.run.path} are the same, or one lies in the "
+                    "other; give another --out"
+                )
 
 
 def score(record: Record) -> tuple[float, int]:
@@ -46,7 +57,11 @@ def find_base(config: LMConfig) -> Base | None:
             )
         return None
     run = RunDirectory.find(Path(config.init_from))
-    base = LMConfig.from_json(run.config.get("options"))
+    options = run.config.get("options")
+    try:
+        base = LMConfig.from_json(options)
+    except TrainError as error:
+        raise TrainError(f"{run.path}: {error}") from error
     if base.lora is not None:
         raise TrainError(
             f"{run.path}: has adapters of its own; give the run that it began with, "
@@ -58,8 +73,11 @@ def find_base(config: LMConfig) -> Base | None:
             f"{run.path}: is of another model; give --layers {base.layers} --width {base.width} "
             f"--heads {base.heads} {bias}"
         )
-    with Checkpoints(run.checkpoints) as checkpoints:
-        there = checkpoints.steps
+    try:
+        with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
+            there = checkpoints.steps
+    except OSError as error:
+        raise unreadable(run.checkpoints, error) from error
     records = [r for r in run.metrics if r.get("kind") == "step" and r.get("step") in there]
     if not records:
         raise TrainError(f"{run.path}: has no checkpoint of a step yet; train it first")
@@ -78,7 +96,6 @@ def with_weights(
 
     learner, mesh = make_learner(base.config), data_mesh(devices)
     shapes = jax.eval_shape(lambda: initial_state(learner, mesh))
-    like = jax.tree.map(lambda a: np.empty(a.shape, a.dtype), shapes)
-    with Checkpoints(base.run.checkpoints) as checkpoints:
-        weights = checkpoints.restore(like, base.step).params
+    with Checkpoints(base.run.checkpoints, read_only=True) as checkpoints:
+        weights = checkpoints.restore(shapes, base.step).params
     return state.with_params(put(state.params, weights))

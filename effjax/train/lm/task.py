@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -53,19 +54,27 @@ class LMResult:
     seconds: float
 
 
-def prepare(config: LMConfig, devices: Devices | None = None, text: Text | None = None) -> "LMTask":
+def prepare(
+    config: LMConfig,
+    devices: Devices | None = None,
+    text: Text | None = None,
+    resume: bool = False,
+) -> "LMTask":
     """Reads the text and checks what can be checked; writes nothing.
 
     Args:
         config: the options.
         devices: those to train on; default: all local ones.
         text: default: the one that `config.data` names.
+        resume: the task is of a run that goes on; the one that it began with need not be there.
 
     Raises:
         DataError: the text cannot be read, or is too short.
         TrainError: the batch does not fit the devices, or the run to begin with not the model.
     """
-    base = find_base(config)
+    base = None if resume else find_base(config)
+    if base is not None:  # the run can go on from another folder
+        config = dataclasses.replace(config, init_from=os.path.realpath(base.run.path))
     text = hold_out(load_text(config.data) if text is None else text, config.validation)
     check_length(text, config.context)
     devices = local_devices() if devices is None else devices
@@ -86,7 +95,7 @@ class LMTask:
     text: Text
     learner: LMLearner
     devices: Devices
-    base: Base | None = None
+    base: Base | None = None  # that a new run begins with
 
     @property
     def kind(self) -> str:
@@ -119,8 +128,15 @@ class LMTask:
         )
 
     def initial_state(self) -> LMState | OffloadedState:
-        state = initial_state(self.learner, data_mesh(self.devices))
-        return state if self.base is None else with_weights(state, self.base, self.devices)
+        base = self.base or find_base(self.config)  # a run may go on before its first checkpoint
+        state = self._drawn()
+        return state if base is None else with_weights(state, base, self.devices)
+
+    def shapes(self) -> LMState | OffloadedState:
+        return jax.eval_shape(self._drawn)
+
+    def _drawn(self) -> LMState | OffloadedState:
+        return initial_state(self.learner, data_mesh(self.devices))
 
     def place(self, state: LMState | OffloadedState) -> LMState | OffloadedState:
         return jax.device_put(state, shardings_of(self.config, state, data_mesh(self.devices)))

@@ -1,7 +1,9 @@
 """Low-rank matrices trained beside the weights of another run."""
 
 import functools
+import json
 import re
+import shutil
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ from effjax.train.lm.config import LMConfig
 from effjax.train.lm.forms import lm_training_step
 from effjax.train.lm.recipe import make_lm_optimizer
 from effjax.train.lm.steps import lm_loss
+from effjax.train.lm.task import prepare
 from effjax.train.loop import Progress, fit
 from effjax.train.run_directory import RunDirectory
 from tests.programs import needs_gpu_compiler
@@ -189,6 +192,76 @@ def test_runs_without_weights_to_begin_with(bases, tmp_path):
     run = new_run(tmp_path / "adapters", task)
     with pytest.raises(TrainError, match="has adapters of its own; give the run .* with, .*False"):
         lm_task(1, init_from=str(run.path))
+
+
+def test_a_run_of_another_command_is_named(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"options": {"depth": 22}}))
+    with pytest.raises(TrainError, match="/run: config.json is not of effjax train lm"):
+        lm_task(1, init_from=str(tmp_path / "run"))
+
+
+def test_a_damaged_checkpoint_to_begin_with_is_named(bases, tmp_path):
+    run = RunDirectory(shutil.copytree(bases(False), tmp_path / "run"))
+    task = lm_task(1, init_from=str(run.path))
+    file = run.checkpoints / "1" / "default" / "_METADATA"
+    file.write_bytes(file.read_bytes()[:100])
+    message = r"/run/checkpoints/1: cannot be restored \(\w+\); give another run$"
+    with pytest.raises(TrainError, match=message):
+        task.initial_state()
+
+
+def test_checkpoints_to_begin_with_that_cannot_be_read(bases, monkeypatch):
+    def refused(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("orbax.checkpoint.CheckpointManager.__init__", refused)
+    with pytest.raises(TrainError, match=r"/checkpoints: cannot be read \(Permission denied\)"):
+        lm_task(1, init_from=bases(False))
+
+
+def test_a_run_to_begin_with_is_only_read(bases, tmp_path):
+    def files(path):
+        return {file: file.stat().st_mtime_ns for file in [path, *path.rglob("*")]}
+
+    path = shutil.copytree(bases(False), tmp_path / "run")
+    before = files(path)
+    lm_task(1, init_from=str(path)).initial_state()
+    assert files(path) == before
+    shutil.rmtree(path / "checkpoints")
+    before = files(path)
+    with pytest.raises(TrainError, match="run: has no checkpoint of a step yet; train it first"):
+        lm_task(1, init_from=str(path))
+    assert files(path) == before
+
+
+class StopAtStart(Progress):
+    """Ctrl-C before the first step."""
+
+    def start(self, steps, done):
+        raise KeyboardInterrupt
+
+
+def test_resuming_needs_the_other_run_for_step_0_only(bases, tmp_path, monkeypatch):
+    shutil.copytree(bases(False), tmp_path / "base")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = new_run(tmp_path / "run", lm_task(1, lora=RANK, init_from="base"))
+    monkeypatch.chdir("elsewhere")
+    config = LMConfig.from_json(run.config["options"])
+    for step_0_is_there in (False, True):
+        if step_0_is_there:
+            shutil.rmtree(tmp_path / "base")
+        task: Any = prepare(config, jax.devices()[:1], TEXT, resume=True)
+        with pytest.raises(KeyboardInterrupt):
+            fit(task, run, StopAtStart(), resume=True)
+        with Checkpoints(run.checkpoints) as checkpoints:
+            assert checkpoints.steps == [0]
+            params = checkpoints.restore(task.shapes(), 0).params
+        jax.tree.map(np.testing.assert_array_equal, without_adapters(params), weights(1))
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(TrainError, match=r"/base: not a run \(no config.json\)"):
+        fit(task, run, resume=True)
 
 
 @pytest.mark.exhaustive
