@@ -6,9 +6,10 @@ stand-ins, which only collect what they are given.
 
 import io
 import pickle
-import pickletools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+_PLAIN = (str, bytes, int, float, bool, type(None))
 
 
 class Refused(Exception):
@@ -24,8 +25,55 @@ class StandIn:
         raise Refused(f"a state for {type(self).__name__}")
 
 
-class Unpickler(pickle.Unpickler):
+def fill(into: Any, items: Iterable[tuple[Any, Any]]) -> None:
+    """Puts items into a dict. Keys must be flat: a few bytes hold a tuple of tuples that share so
+    many others that its hash, or its text, would never be done."""
+    if not isinstance(into, dict):
+        raise ValueError("items for what is no dict")
+    for key, value in items:
+        parts = key if type(key) is tuple else (key,)
+        if not all(type(part) in _PLAIN for part in parts):
+            raise Refused("a key that is not plain")
+        into[key] = value
+
+
+def _dict(machine: Any) -> None:
+    items, new = machine.pop_mark(), {}
+    fill(new, zip(items[::2], items[1::2], strict=True))
+    machine.append(new)
+
+
+def _item(machine: Any) -> None:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    fill(machine.stack[-1], [(key, value)])
+
+
+def _items(machine: Any) -> None:
+    items = machine.pop_mark()
+    fill(machine.stack[-1], zip(items[::2], items[1::2], strict=True))
+
+
+def _set(_machine: Any) -> None:
+    raise Refused("a set")
+
+
+def _call(machine: Any) -> None:
+    arguments, kind = machine.stack.pop(), machine.stack.pop()
+    if not isinstance(kind, type) or type(arguments) is not tuple:
+        raise ValueError("a call of what is no stand-in")
+    machine.append(kind(*arguments))
+
+
+def _bytearray(machine: Any) -> None:
+    size = int.from_bytes(machine.read(8), "little")
+    machine.append(bytearray(machine.read(size)))
+
+
+class Unpickler(pickle._Unpickler):
     """Of the pickle that begins where the stream is, and that is taken out of the stream.
+
+    It is `pickle`'s own in Python, as keys of dicts can be looked at before they are hashed; that
+    in C allocates what an index or a length in a few bytes asks for, too.
 
     Args:
         stream: of bytes in memory.
@@ -33,6 +81,16 @@ class Unpickler(pickle.Unpickler):
         persistent_load: makes an object of a persistent id; None refuses them.
         encoding: of the strings of Python 2.
     """
+
+    dispatch: ClassVar[Any] = pickle._Unpickler.dispatch | {
+        pickle.DICT[0]: _dict,
+        pickle.SETITEM[0]: _item,
+        pickle.SETITEMS[0]: _items,
+        pickle.EMPTY_SET[0]: _set,
+        pickle.FROZENSET[0]: _set,
+        pickle.REDUCE[0]: _call,
+        pickle.BYTEARRAY8[0]: _bytearray,
+    }
 
     def __init__(
         self,
@@ -42,7 +100,7 @@ class Unpickler(pickle.Unpickler):
         encoding: str = "bytes",
     ):
         self._allowed, self._of_id = allowed, persistent_load
-        super().__init__(io.BytesIO(_one_pickle(stream)), encoding=encoding)
+        super().__init__(stream, encoding=encoding)
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         try:
@@ -54,26 +112,3 @@ class Unpickler(pickle.Unpickler):
         if self._of_id is None:
             raise Refused("a persistent object")
         return self._of_id(pid)
-
-
-_OPCODES = {opcode.code: opcode for opcode in pickletools.opcodes}
-
-
-def _one_pickle(stream: io.BytesIO) -> bytes:
-    """Refuses a memo index that no pickle of this length needs: the unpickler's table grows to it.
-
-    `pickletools.genops` would do, but it takes only ASCII in the strings of Python 2's protocol 0.
-    """
-    start, largest = stream.tell(), 0
-    while (code := stream.read(1)) != b".":
-        opcode = _OPCODES[code.decode("latin1")]
-        if opcode.name == "STRING":
-            stream.readline()
-        elif opcode.arg is not None:
-            argument = opcode.arg.reader(stream)
-            if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT"):
-                largest = max(largest, argument)
-    data = stream.getbuffer()[start : stream.tell()].tobytes()
-    if largest > len(data):
-        raise ValueError(f"memo index {largest} in {len(data)} bytes")
-    return data

@@ -40,6 +40,7 @@ def convert(
         import jax
 
         from ..convert import read
+        from ..convert.files import OF_TORCH, ending_of
         from ..convert.networks import NETWORKS, as_nnx, network_variables, write_checkpoint
         from ..train.report import line, result_table
 
@@ -49,6 +50,8 @@ def convert(
             raise TrainError(f"num_classes (={num_classes}) must be at least 1")
         if to.exists():
             raise TrainError(f"{to}: is there already; give another --to")
+        if ending_of(to) in (".npz", *OF_TORCH):
+            raise TrainError(f"{to}: a folder or a .safetensors file is made; give another --to")
         if not to.absolute().parent.is_dir():
             raise TrainError(f"{to}: there is no folder {to.parent}; give another --to")
         console = Console()

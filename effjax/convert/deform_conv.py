@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from .files import as_arrays
+from .files import as_arrays, check_real
 from .tables import from_torch_layout
 
 
@@ -45,10 +45,7 @@ def convert_deform_conv(
             raise TypeError(f"`{name}` (={value!r:.80}) must be the name of a convolution.")
     left = as_arrays(weights)
     for name, array in left.items():
-        if array.dtype.kind in "iub":
-            raise TypeError(
-                f"`weights[{name!r}]` must be floating point, but its dtype is {array.dtype}."
-            )
+        check_real(name, array)
 
     def take(*prefixes: str) -> dict[str, np.ndarray]:
         """The parameters of the first of these convolutions that there is."""

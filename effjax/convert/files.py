@@ -1,5 +1,6 @@
 """Files of named arrays: `.safetensors`, `.npz`, and PyTorch's own."""
 
+import io
 import os
 import tempfile
 import zipfile
@@ -24,7 +25,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     `.safetensors` needs that package. What `torch.save` wrote (`.pth`, `.pt`, `.bin`, `.ckpt`,
     `.tar`), in either of its formats, is read without PyTorch, and by an unpickler that makes
     tensors only: a pickle that asks for anything else is refused, and nothing of it runs. Of a
-    checkpoint that holds more, the part named `state_dict`, `model` or `module` is taken.
+    checkpoint that holds more, the part named `state_dict`, `model` or `module` is taken. An `.npz`
+    may be compressed, and then a small file can fill the memory: its sender is trusted in that.
 
     Args:
         path: of the file; its ending says what it is.
@@ -34,13 +36,13 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
     Raises:
         TypeError: if `path` is no path.
-        ValueError: for another ending, and for a file that is damaged, refused, or holds no named
-            arrays.
+        ValueError: for another ending, and for a file that is damaged, refused, holds no named
+            arrays, or tensors of `expand`.
         OSError: if it cannot be read.
         ModuleNotFoundError: if safetensors is missing.
     """
     path = as_path(path)
-    ending = path.suffix.lower()
+    ending = ending_of(path)
     if ending in OF_TORCH:
         return _state_dict(path, read_torch(path))
     if ending == ".safetensors":
@@ -68,17 +70,19 @@ def write(path: str | os.PathLike[str], weights: Mapping[str, Any]) -> None:
         ModuleNotFoundError: if safetensors is missing.
     """
     path = as_path(path)
-    arrays = {name: np.ascontiguousarray(a) for name, a in as_arrays(weights).items()}
-    if path.suffix == ".safetensors":
+    arrays = {name: np.asarray(a, order="C") for name, a in as_arrays(weights).items()}
+    if ending_of(path) == ".safetensors":
         from safetensors.numpy import save
 
         with replacing(path) as partial:
             partial.write_bytes(save(arrays))
-    elif path.suffix == ".npz":
+    elif ending_of(path) == ".npz":
         if coarse := [name for name, array in arrays.items() if array.dtype.kind == "V"]:
             raise ValueError(f"{path}: .npz cannot hold {arrays[coarse[0]].dtype} ({coarse[0]}).")
-        with replacing(path) as partial, partial.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
+        with replacing(path) as partial, zipfile.ZipFile(partial, "w") as archive:
+            for name, array in arrays.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, array, allow_pickle=False)
     else:
         raise ValueError(f"{path}: `path` must end in .safetensors or .npz.")
 
@@ -99,6 +103,10 @@ def as_path(path: Any) -> Path:
         raise TypeError(f"`path` must be a path, not a {type(path).__name__}.") from None
 
 
+def ending_of(path: Path) -> str:
+    return path.suffix.lower()
+
+
 def as_arrays(weights: Any) -> dict[str, np.ndarray]:
     """Named arrays, PyTorch's tensors among them, as NumPy's; complex numbers are none."""
     if not isinstance(weights, Mapping):
@@ -108,7 +116,8 @@ def as_arrays(weights: Any) -> dict[str, np.ndarray]:
 
 def _as_name(name: Any) -> str:
     if not isinstance(name, str):
-        raise TypeError(f"`weights` must have strings for names, not {name!r:.80}.")
+        kind = type(name).__name__
+        raise TypeError(f"`weights` must have strings for names, not one of type {kind}.")
     return name
 
 
@@ -123,11 +132,15 @@ def _as_array(name: str, value: Any) -> np.ndarray:
             f"`weights[{name!r}]`: this {kind} cannot become a NumPy array ({error!s:.120}); pass "
             "tensor.detach().cpu(), bfloat16 as .float()."
         ) from None
-    if array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16":
-        raise TypeError(
-            f"`weights[{name!r}]` must be floating point, but its dtype is {array.dtype}."
-        )
+    check_real(name, array, integers=True)
     return array
+
+
+def check_real(name: str, array: np.ndarray, integers: bool = False) -> None:
+    """Counters are integers, and what a file holds may be; weights are not."""
+    if array.dtype.kind not in ("fiub" if integers else "f") and array.dtype.name != "bfloat16":
+        kind = "of real numbers" if integers else "floating point"
+        raise TypeError(f"`weights[{name!r}]` must be {kind}, but its dtype is {array.dtype}.")
 
 
 def shown(names: Any) -> str:
@@ -145,7 +158,9 @@ def _state_dict(path: Path, value: Any) -> dict[str, np.ndarray]:
             break
     if not isinstance(value, dict) or not value:
         raise ValueError(f"{path}: holds no named tensors; save model.state_dict().")
-    others = [str(name) for name, array in value.items() if not isinstance(array, np.ndarray)]
+    if not all(type(name) is str for name in value):
+        raise ValueError(f"{path}: has names that are no strings; save model.state_dict().")
+    others = [name for name, array in value.items() if not isinstance(array, np.ndarray)]
     if others:
         raise ValueError(
             f"{path}: holds what is no tensor: {shown(others)}; save model.state_dict() alone, or "
@@ -166,8 +181,20 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
+    data = io.BytesIO(path.read_bytes())
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            return as_arrays({name: archive[name] for name in archive.files})
-    except (ValueError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+        with zipfile.ZipFile(data) as archive:
+            members = {name: _member(archive, name) for name in archive.namelist()}
+        return as_arrays({name.removesuffix(".npy"): a for name, a in members.items()})
+    except MemoryError:
+        raise
+    except Exception as error:  # of zipfile, of what decompresses, and of NumPy
         raise ValueError(f"{path}: not a whole .npz file of numbers ({error!s:.200})") from error
+
+
+def _member(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    with archive.open(name) as member:
+        array = np.lib.format.read_array(member, allow_pickle=False)
+        if member.read(1):
+            raise ValueError(f"{name:.120} goes on after its array")
+        return array

@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ..models import DENSENETS
 from ..models.linen import DenseNet
-from .files import replacing, write
+from .files import ending_of, replacing, write
 from .tables import DENSENET, Table, nnx_path
 from .weights import from_torch, path_of
 
@@ -41,7 +41,7 @@ def as_nnx(variables: Mapping[str, Any]) -> dict[str, Any]:
 def write_checkpoint(path: Path, variables: Mapping[str, Any]) -> None:
     """A folder of Orbax, or a `.safetensors` file with dots between the keys, put in place when it
     is whole."""
-    if path.suffix == ".safetensors":
+    if ending_of(path) == ".safetensors":
         return write(path, flatten_dict(variables, sep="."))
     import orbax.checkpoint as ocp
 

@@ -13,10 +13,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._unpickle import Refused, StandIn, Unpickler
+from .._unpickle import Refused, StandIn, Unpickler, fill
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _ZIP_MAGIC = b"PK\x03\x04"
+_MAX_RANK = 64  # of NumPy
 
 _STORAGES: dict[str, Any] = {
     "DoubleStorage": np.float64, "FloatStorage": np.float32, "HalfStorage": np.float16,
@@ -32,8 +33,8 @@ def read_torch(path: Path) -> Any:
     Tensors that share a storage share it here too.
 
     Raises:
-        ValueError: the pickle names anything but tensors and plain containers, or the file is
-            damaged, compressed, or was written on a big-endian machine.
+        ValueError: the pickle names anything but tensors and plain containers, a tensor is
+            expanded, or the file is damaged, compressed, or was written on a big-endian machine.
         OSError: it cannot be read.
     """
     data = path.read_bytes()
@@ -44,10 +45,18 @@ def read_torch(path: Path) -> Any:
             f"{path}: refused, its pickle asks for {error!s:.200}; it must hold tensors and plain "
             "containers only: save model.state_dict() alone"
         ) from error
+    except _Expanded as error:
+        raise ValueError(f"{path}: holds {error}; save tensor.contiguous() in its place") from error
+    except MemoryError:
+        raise
     # A broken pickle can raise nearly anything: the unpickler is a stack machine fed with noise.
     except Exception as error:
         said = str(error) if type(error) is ValueError else type(error).__name__
         raise ValueError(f"{path}: not a whole file of torch.save ({said:.200})") from error
+
+
+class _Expanded(Exception):
+    """The tensor that has more numbers than its storage."""
 
 
 class _Dict(StandIn, dict):
@@ -55,8 +64,42 @@ class _Dict(StandIn, dict):
 
     __slots__ = ()
 
+    def __new__(cls, items: Any = ()) -> "_Dict":
+        """Python 2 gives it a list of lists of two. They are taken out of it: a pickle can name the
+        same list again and again, and would have as many copies."""
+        self = super().__new__(cls)
+        if items:
+            if type(items) is not list or any(type(i) is not list or len(i) != 2 for i in items):
+                raise ValueError("an OrderedDict of something else")
+            fill(self, items)
+            items.clear()
+        return self
+
+    def __init__(self, items: Any = ()) -> None:
+        pass
+
     def __setstate__(self, state: Any) -> None:
         pass
+
+
+class _Storage(StandIn):
+    """What a tensor is a view of; nothing else is, as a view's strides are its own."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+
+
+def _sizes(value: Any) -> bool:
+    """Whether it can be a shape, or strides."""
+    return (
+        type(value) is tuple and len(value) <= _MAX_RANK and all(_is_size(size) for size in value)
+    )
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
 
 
 class _Tensor(StandIn):
@@ -68,16 +111,22 @@ class _Tensor(StandIn):
         cls, storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any = None,
         _hooks: Any = None, metadata: Any = None,
     ) -> Any:  # fmt: skip
-        if not isinstance(storage, np.ndarray) or metadata:
+        if type(storage) is not _Storage or metadata:
             raise Refused("a tensor of another kind")
-        numbers = (offset, *shape, *strides)
-        if len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
-            raise ValueError(f"a tensor of shape {shape}, strides {strides} at {offset}")
+        array = storage.array
+        # Nothing of a pickle is shown or hashed before its type is known: see `fill`.
+        if not (_is_size(offset) and _sizes(shape) and _sizes(strides)):
+            raise ValueError("a tensor whose shape, strides or offset are not whole numbers")
+        if len(shape) != len(strides):
+            raise ValueError(f"a tensor of shape {shape} and strides {strides}")
         last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-        if 0 not in shape and (last >= storage.size or math.prod(shape) > storage.size):
-            raise ValueError(f"a tensor of shape {shape} in a storage of {storage.size}")
-        steps = tuple(step * storage.itemsize for step in strides)
-        return np.lib.stride_tricks.as_strided(storage[offset:], shape, steps, writeable=False)
+        if 0 not in shape:
+            if last >= array.size:
+                raise ValueError(f"a tensor of shape {shape} in a storage of {array.size}")
+            if math.prod(shape) > array.size:
+                raise _Expanded(f"a tensor that is expanded to {shape} from {array.size} numbers")
+        steps = tuple(step * array.itemsize for step in strides)
+        return np.lib.stride_tricks.as_strided(array[offset:], shape, steps, writeable=False)
 
 
 class _Parameter(StandIn):
@@ -85,7 +134,7 @@ class _Parameter(StandIn):
 
     __slots__ = ()
 
-    def __new__(cls, tensor: Any, *_args: Any) -> Any:
+    def __new__(cls, tensor: Any, _grad: Any = None, _hooks: Any = None) -> Any:
         return tensor
 
 
@@ -114,24 +163,28 @@ def _load(stream: io.BytesIO, storage_of: Any = None, tensor: type = _Tensor) ->
 
 def _storage_id(pid: Any) -> tuple[str, np.dtype, int]:
     """The key, the dtype and the length of a storage; where it lay does not matter."""
+    if type(pid) is not tuple or len(pid) not in (5, 6) or any(type(s) is not str for s in pid[:3]):
+        raise Refused("a storage of another kind")
     kind, name, key, _device, length, *view = pid
     if kind != "storage" or name not in _STORAGES or (view and view[0] is not None):
         raise Refused("a storage of another kind")
-    if not isinstance(key, str) or type(length) is not int or length < 0:
-        raise ValueError(f"a storage {key!r:.40} of length {length!r:.40}")
+    if not _is_size(length):
+        raise ValueError(f"a storage {key:.40} whose length is no whole number")
     return key, np.dtype(_STORAGES[name]), length
 
 
-def _filled(raw: Any, dtype: np.dtype, length: int) -> np.ndarray:
+def _filled(raw: Any, dtype: np.dtype, length: int) -> _Storage:
     if len(raw) != dtype.itemsize * length:
         raise ValueError(f"a storage of {len(raw)} bytes for {length} × {dtype}")
     array = np.frombuffer(raw, dtype)
     array.flags.writeable = False
-    return array
+    return _Storage(array)
 
 
 def _read_zip(data: bytes) -> Any:
     archive = zipfile.ZipFile(io.BytesIO(data))
+    if sum(info.file_size for info in archive.infolist()) > len(data):
+        raise ValueError("compressed, or entries that overlap")
     pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise ValueError(f"{len(pickles)} pickles in the archive")
@@ -146,7 +199,7 @@ def _read_zip(data: bytes) -> Any:
     if f"{root}byteorder" in archive.namelist() and entry("byteorder") != b"little":
         raise ValueError("big-endian")
 
-    def storage_of(pid: Any) -> np.ndarray:
+    def storage_of(pid: Any) -> _Storage:
         key, dtype, length = _storage_id(pid)
         if (key, dtype) not in storages:
             storages[key, dtype] = _filled(entry(f"data/{key}"), dtype, length)
@@ -173,6 +226,8 @@ def _read_legacy(data: bytes) -> Any:
     _load(stream, note, _Nothing)
     storages = {}
     for key in _load(stream):
+        if type(key) is not str:
+            raise ValueError("a key of a storage that is no string")
         dtype, length = kinds[key]
         if int.from_bytes(stream.read(8), "little") != length:
             raise ValueError(f"a storage that is not {length} long")

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from .files import as_arrays, shown
+from .files import as_arrays, check_real, shown
 from .tables import (
     COUNTER,
     SAME_NAMES,
@@ -67,14 +67,12 @@ def from_torch(
             for path, array in found.items()
             if array.shape != leaves[path].shape
         ],
-        "of integers": [
-            names[path]
-            for path, array in found.items()
-            if array.dtype.kind in "iub" and names[path] not in counters
-        ],
     }
     if said := [f"{what}: {shown(which)}" for what, which in problems.items() if which]:
         raise ValueError(f"`weights` do not fit the network. {'; '.join(said)}.")
+    for path, array in found.items():
+        if names[path] not in counters:
+            check_real(names[path], array)
     return build({path: _placed(array, leaves[path]) for path, array in found.items()})
 
 

@@ -35,9 +35,9 @@ def restored(path):
         return checkpointer.restore(os.path.abspath(path))
 
 
-@pytest.mark.parametrize("kind", ["folder", "safetensors"])
+@pytest.mark.parametrize("kind", ["folder", "safetensors", "SAFETENSORS"])
 def test_linen_and_nnx_and_back(run_convert, kind):
-    ending = "" if kind == "folder" else pytest.importorskip("safetensors") and ".safetensors"
+    ending = "" if kind == "folder" else pytest.importorskip("safetensors") and f".{kind}"
     weights = cases.part(cases.load("densenet"), "weights")
     trees = {}
     for flavor in ("nnx", "linen"):
@@ -69,9 +69,14 @@ def test_linen_and_nnx_and_back(run_convert, kind):
     [
         (["no.pth", "--to", "new"], "no.pth: No such file or directory"),
         (["bad.pth", "--to", "new"], "bad.pth: not a whole file of torch.save"),
+        (["bad.npz", "--to", "new"], "bad.npz: not a whole .npz file"),
         (
             ["weights.npz", "--to", "weights.npz"],
             "weights.npz: is there already; give another --to",
+        ),
+        *(
+            (["weights.npz", "--to", to], f"{to}: a folder or a .safetensors file is made; give")
+            for to in ("new.npz", "new.pth", "new.NPZ")
         ),
         (["weights.npz", "--to", "no/new"], "no/new: there is no folder no; give another --to"),
         (["weights.h5", "--to", "new"], "`path` must end in"),
@@ -90,6 +95,10 @@ def test_linen_and_nnx_and_back(run_convert, kind):
 )
 def test_errors_are_one_line_and_leave_nothing(run_convert, tmp_path, argv, said):
     (tmp_path / "bad.pth").write_bytes(b"no")
+    whole = (tmp_path / "weights.npz").read_bytes()
+    entry = whole.index(b"PK\x01\x02")
+    encrypted = whole[: entry + 8] + b"\x01" + whole[entry + 9 :]
+    (tmp_path / "bad.npz").write_bytes(encrypted)
     before = sorted(os.listdir())
     code, out, err = run_convert(*argv)
     assert (code, out) == (2, "") and one_line(err) and said in err

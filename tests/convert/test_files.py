@@ -1,6 +1,8 @@
 """Files: what PyTorch wrote is read to the bit, and nothing else is."""
 
+import io
 import os
+import time
 import zipfile
 
 import hypothesis
@@ -15,6 +17,7 @@ from tests.convert.pickles import (
     ONE,
     Built,
     Call,
+    Deep,
     Global,
     Persistent,
     legacy,
@@ -73,7 +76,8 @@ def test_checkpoints(read, form):
         ({"model": {}, "w": ONE}, "no named tensors"),
         ((3, ONE), "no named tensors"),
         (ONE, "no named tensors"),
-        ({3: ONE}, "strings for names"),
+        ({3: ONE}, "names that are no strings"),
+        ({("a", 3): ONE}, "names that are no strings"),
     ):
         with pytest.raises((ValueError, TypeError), match=match):
             read(form(value))
@@ -119,7 +123,9 @@ SHAPED = {
     "far": tensor(storage(6), (2, 3), (100, 1)),
     "negative": tensor(storage(6), (2, 3), (-3, 1), 5),
     "offset": tensor(storage(6), (2,), (1,), -1),
-    "expanded": tensor(storage(6), (2**40, 2**20), (0, 0)),
+    "many axes": tensor(storage(6), (1,) * 65, (1,) * 65),
+    "huge numbers": tensor(storage(6), (1,), (2**40000,)),
+    "view of a view": tensor(tensor(storage(6), (6,), (0,)), (6,), (1,)),
     "ranks": tensor(storage(6), (2, 3), (1,)),
     "floats": tensor(storage(6), (2.0, 3), (3, 1)),
     "conjugate": tensor(storage(6), (2, 3), (3, 1), 0, ({"conj": True},)),
@@ -133,6 +139,9 @@ SHAPED = {
     "state": Built(ONE, ({},)),
     "state of a function": Built(FUNCTION, (None, {"__defaults__": (1,)})),
     "iterated": Call(Global("collections OrderedDict"), (ONE,)),
+    "copied": Call(Global("collections OrderedDict"), ({"a": 1},)),
+    "triples": Call(Global("collections OrderedDict"), ([["a", 1, 2]],)),
+    "set": {1},
 }
 
 
@@ -142,6 +151,67 @@ def test_tensors_that_cannot_be(read, name, form):
     with pytest.raises(ValueError, match="weights.pth: (not a whole file|refused)"):
         read(form({"a": SHAPED[name]}))
     np.testing.assert_array_equal(read(form({"a": ONE}))["a"], SIX.reshape(2, 3))
+
+
+@pytest.mark.parametrize("form", FORMATS.values())
+def test_expanded_tensors(read, form):
+    """Those that are no larger than their storages are views of them."""
+    for strides in ((0, 0), (1, 0)):
+        with pytest.raises(ValueError, match=r"weights.pth: holds .*expanded.*contiguous\(\)"):
+            read(form({"a": tensor(storage(6), (3, 2**40), strides)}))
+    found = read(form({"a": tensor(storage(6), (2, 3), (0, 1))}))
+    np.testing.assert_array_equal(found["a"], [SIX[:3], SIX[:3]])
+
+
+DEEP = Deep()
+MEANT = {
+    "shape": tensor(storage(6), DEEP, (1,)),
+    "strides": tensor(storage(6), (6,), DEEP),
+    "sizes": tensor(storage(6), (DEEP,), (DEEP,)),
+    "offset": tensor(storage(6), (6,), (1,), DEEP),
+    "storage": tensor(DEEP, (6,), (1,)),
+    "metadata": tensor(storage(6), (6,), (1,), 0, (DEEP,)),
+    "key": tensor(storage(6, key=DEEP), (6,), (1,)),
+    "length": tensor(storage(DEEP), (6,), (1,)),
+    "type": tensor(Persistent(("storage", DEEP, "0", "cpu", 6)), (6,), (1,)),
+    "kind": tensor(Persistent((DEEP, Global("torch FloatStorage"), "0", "cpu", 6)), (6,), (1,)),
+    "view": tensor(Persistent(("storage", *"xxx", 6, DEEP)), (6,), (1,)),
+    "id": Persistent(DEEP),
+    "name": {DEEP: ONE},
+    "name in a checkpoint": {"epoch": {("a", DEEP): 1}},
+    "item": Call(Global("collections OrderedDict"), ([[DEEP, 1]],)),
+    "items": Call(Global("collections OrderedDict"), (DEEP,)),
+    "called": Call(DEEP, (1,)),
+    "arguments": Call(Global("collections OrderedDict"), DEEP),
+    "state": Built(ONE, DEEP),
+    "state of nothing": Built(DEEP, (1,)),
+    "value": DEEP,
+}
+
+
+@pytest.mark.parametrize("form", FORMATS.values())
+@pytest.mark.parametrize("name", MEANT)
+def test_nothing_deep_is_hashed_or_shown(read, name, form):
+    with pytest.raises(ValueError, match="weights.pth: (not a whole file|refused|holds)") as error:
+        read(form({"a": ONE, "b": MEANT[name]}))
+    assert len(str(error.value)) < 400
+
+
+def test_the_keys_of_storages_are_not_hashed_deep(read):
+    with pytest.raises(ValueError, match="weights.pth: not a whole file"):
+        read(legacy({"a": ONE}, keys=(DEEP,)))
+
+
+def test_dicts_of_python_2(read):
+    """It gives an OrderedDict its items; the same items make one dict only."""
+    made = Call(Global("collections OrderedDict"), ([["a", ONE], ["b", ONE]],))
+    np.testing.assert_array_equal(read(legacy(made))["b"], SIX.reshape(2, 3))
+    items = b"](" + b"".join(b"](X\x04\x00\x00\x00%04dNe" % i for i in range(9999)) + b"eq\x010"
+    again = b"ccollections\nOrderedDict\nq\x02" + b"h\x02h\x01\x85R0" * 9999 + b"}."
+    start = time.process_time()
+    with pytest.raises(ValueError, match="no named tensors"):
+        read(zipped({}, **{"data.pkl": b"\x80\x02" + items + again}))
+    assert time.process_time() - start < 2  # for 10⁸ items, it would be 10
 
 
 @pytest.mark.parametrize(
@@ -155,12 +225,13 @@ def test_tensors_that_cannot_be(read, name, form):
         (legacy({"a": ONE}, sizes=(2**60,)), "not 6 long"),
         (zipped({"a": ONE}, {"0": SIX[:5]}), "20 bytes for 6 × float32"),
         (zipped({"a": ONE}, **{"other/data.pkl": b""}), "2 pickles"),
-        (b"\x80\x02r\xff\xff\xff\xff.", "memo"),
-        (b"", "KeyError"),
+        (b"\x80\x02Nr\xff\xff\xff\xff.", "no file of torch.save"),
+        (b"\x80\x05\x96" + b"\xff" * 5 + bytes(3) + b".", "EOFError"),
+        (b"", "EOFError"),
         (b"PK\x03\x04", "BadZipFile"),
         (b"<html>", "Error"),
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_files_that_cannot_be(read, data, said):
     with pytest.raises(ValueError, match=f"weights.pth: not a whole file.*{said}"):
@@ -173,38 +244,76 @@ def test_a_compressed_archive(read, tmp_path):
         with zipfile.ZipFile(RECORDED / "zip.pth") as source:
             for name in source.namelist():
                 archive.writestr(name, source.read(name))
-    with pytest.raises(ValueError, match="compressed"):
+    with pytest.raises(ValueError, match=r"\(compressed"):
         convert.read(tmp_path / "small.pth")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+def test_entries_that_overlap(read):
+    """Of one array, many names."""
+    whole = zipped({"a": ONE}, {"1": np.zeros(2500), "0": SIX})
+    directory, end = whole.index(b"PK\x01\x02"), whole.index(b"PK\x05\x06")
+    last = whole.rindex(b"PK\x01\x02", 0, end)
+    first = whole.rindex(b"PK\x01\x02", 0, last)
+    again = whole[first:last].replace(b"data/1", b"data/2")
+    tail = bytearray(whole[end:])
+    count, size = tail[8] + 1, end - directory + len(again)
+    tail[8] = tail[10] = count
+    tail[12:16] = size.to_bytes(4, "little")
+    with pytest.raises(ValueError, match=r"\(compressed, or entries that overlap\)"):
+        read(whole[:end] + again + bytes(tail))
+
+
+def npz(save=np.savez):
+    save(file := io.BytesIO(), a=A, n=np.array(3))
+    return file.getvalue()
+
+
+WHOLE = {f"{name}.pth": (RECORDED / f"{name}.pth").read_bytes() for name in FORMATS}
+WHOLE |= {"stored.npz": npz(), "deflated.npz": npz(np.savez_compressed)}
+
+
+@pytest.mark.parametrize("name", WHOLE)
 @hypothesis.given(data=st.data())
 def test_damaged_files(tmp_path_factory, name, data):
     """Cut or overwritten: an error, or arrays."""
-    whole = (RECORDED / f"{name}.pth").read_bytes()
+    whole = WHOLE[name]
     at = data.draw(st.integers(0, len(whole) - 1))
     new = data.draw(st.one_of(st.none(), st.binary(min_size=1, max_size=4)))
-    path = tmp_path_factory.mktemp("damaged") / "weights.pth"
+    path = tmp_path_factory.mktemp("damaged") / name
     path.write_bytes(whole[:at] if new is None else whole[:at] + new + whole[at + len(new) :])
     try:
         found = convert.read(path)
-    except (ValueError, TypeError):
+    except ValueError:
         return
-    assert new is not None or name == "legacy"
+    assert new is not None or name == "legacy.pth"
     assert all(np.isfinite(a.nbytes) and a.copy() is not None for a in found.values())
 
 
 def test_npz(tmp_path):
     path, arrays = tmp_path / "a.npz", {"a.b": A.T, "n": np.array(3)}
+    arrays |= {name: A[0] for name in ("file", "allow_pickle", "args", "a.b.npy", "")}
     convert.write(path, arrays)
+    with np.load(path) as archive:
+        assert set(archive.files) == arrays.keys()
     found = convert.read(path)
     assert found.keys() == arrays.keys() and os.listdir(tmp_path) == ["a.npz"]
-    np.testing.assert_array_equal(found["a.b"], A.T)
+    for name, want in arrays.items():
+        np.testing.assert_array_equal(found[name], want)
+        assert (found[name].shape, found[name].dtype) == (want.shape, want.dtype)
     with pytest.raises(ValueError, match=r"cannot hold bfloat16 \(b\)"):
         convert.write(path, {"a": A, "b": A.astype(jnp.bfloat16)})
     np.testing.assert_array_equal(convert.read(path)["a.b"], A.T)  # the old one
+    whole, packed = npz(), npz(np.savez_compressed)
+    entry, noise = whole.index(b"PK\x01\x02"), packed.index(b"a.npy") + 40
     np.savez(path, a=np.array([{}]))
-    for damage in (path.read_bytes(), path.read_bytes()[:50], b"", b"text", b"\x80\x02N."):
+    for damage in (
+        path.read_bytes(), path.read_bytes()[:50], b"", b"text", b"\x80\x02N.",
+        whole[: entry + 8] + b"\x01" + whole[entry + 9 :],  # encrypted
+        whole[: entry + 10] + b"\x63" + whole[entry + 11 :],  # by a method of its own
+        packed[:noise] + b"\xff" * 9 + packed[noise + 9 :],  # zlib.error
+        whole.replace(b"(4, 6)", b"(2, 6)"),  # more than is said
+        whole.replace(b"(4, 6)", b"(9, 6)"),
+    ):  # fmt: skip
         path.write_bytes(damage)
         with pytest.raises(ValueError, match="a.npz: not a whole .npz file of numbers"):
             convert.read(path)
@@ -224,6 +333,30 @@ def test_safetensors(tmp_path):
         path.write_bytes(damage)
         with pytest.raises(ValueError, match="a.safetensors: not a whole .safetensors file"):
             convert.read(path)
+
+
+@pytest.mark.parametrize("name", ["a.SAFETENSORS", "a.Npz"])
+def test_endings_in_capitals(tmp_path, name):
+    if "SAFE" in name:
+        pytest.importorskip("safetensors")
+    convert.write(tmp_path / name, {"a": A})
+    np.testing.assert_array_equal(convert.read(tmp_path / name)["a"], A)
+
+
+@pytest.mark.parametrize(
+    "read", [convert.read, lambda path: convert.read(path.with_suffix(".npz"))]
+)
+def test_no_memory_is_no_damage(tmp_path, monkeypatch, read):
+    """Of the machine, not of the file."""
+
+    def fail(*_args, **_options):
+        raise MemoryError
+
+    for name, whole in (("a.pth", WHOLE["zip.pth"]), ("a.npz", WHOLE["stored.npz"])):
+        (tmp_path / name).write_bytes(whole)
+    monkeypatch.setattr(zipfile, "ZipFile", fail)
+    with pytest.raises(MemoryError):
+        read(tmp_path / "a.pth")
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.npz", "a.pth"])
@@ -246,6 +379,7 @@ def test_no_such_file(tmp_path, name):
         (lambda: convert.write("a.pth", {}), "must end in .safetensors or .npz"),
         (lambda: convert.write("a.npz", []), "`weights` must map names"),
         (lambda: convert.write("a.npz", {"a": "b"}), r"`weights\['a'\]` must be an array"),
+        (lambda: convert.write("a.npz", {"a": 1j * A}), r"`weights\['a'\]` must be of real num"),
     ],
 )
 def test_bad_arguments(call, match):

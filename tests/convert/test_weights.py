@@ -134,7 +134,6 @@ def test_another_head():
         (r"left over: x0, x1, x10, x11, x12 and 15 more\.", {f"x{i}": 1.0 for i in range(20)}),
         (r"another shape: weight \(\(2, 3\), not \(3, 2\)\)\.", {"weight": np.ones((2, 3))}),
         (r"another shape: bias \(\(\), not \(3,\)\)", {"bias": np.ones(())}),
-        ("of integers: bias", {"bias": np.ones(3, int)}),
         (r"missing: bias, weight; left over: b\.", {"b": np.ones(1), "bias": ..., "weight": ...}),
         (r"left over: y+\.$", {"y" * 1000: np.ones(1)}),
     ],
@@ -153,9 +152,18 @@ def test_what_does_not_fit(match, change):
     ("error", "match", "arguments"),
     [
         (TypeError, "`weights` must map names to arrays, not be a list", {"weights": []}),
-        (TypeError, "`weights` must have strings for names, not 3", {"weights": {3: W["bias"]}}),
+        (
+            TypeError,
+            "`weights` must have strings for names, not one of type int",
+            {"weights": {3: W["bias"]}},
+        ),
         (TypeError, r"`weights\['bias'\]` must be an array", {"weights": W | {"bias": "b"}}),
         (TypeError, r"`weights\['bias'\]`.*complex", {"weights": W | {"bias": 1j * W["bias"]}}),
+        (
+            TypeError,
+            r"`weights\['bias'\]` must be floating point, but its dtype is int64",
+            {"weights": W | {"bias": np.ones(3, np.int64)}},
+        ),
         (TypeError, r"`weights\['bias'\]`.*object", {"weights": W | {"bias": np.array([{}])}}),
         (ValueError, "`weights` has no name .* it has none", {"weights": {}}),
         (ValueError, "begins with 'a.': it has bias, weight", {"prefix": "a"}),

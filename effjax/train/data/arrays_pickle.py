@@ -85,8 +85,8 @@ class _Encode(StandIn):
     __slots__ = ()
 
     def __new__(cls, text: Any, encoding: Any = "latin1") -> Any:
-        if _text(encoding) != "latin1":
-            raise Refused(f"encoding {encoding!r}")
+        if (encoding := _text(encoding)) != "latin1":
+            raise Refused(f"encoding {encoding!r:.40}")
         return _text(text).encode("latin1")
 
 
@@ -112,12 +112,16 @@ _ALLOWED: dict[tuple[str, str], type] = {
 
 
 def _text(value: Any) -> str:
-    return value.decode("latin1") if isinstance(value, bytes) else str(value)
+    if type(value) not in (str, bytes):
+        raise Refused(f"text that is {type(value).__name__}")
+    return value if type(value) is str else value.decode("latin1")
 
 
 def _from_bytes(raw: Any, dtype: Any, shape: Any, order: str) -> np.ndarray:
     if not isinstance(raw, bytes | bytearray) or not isinstance(dtype, _Dtype):
         raise Refused("an array of objects")
+    if type(shape) is not tuple or not all(type(size) is int for size in shape):
+        raise ValueError("an array's shape is not of whole numbers")
     numeric = np.dtype(dtype.code)
     if numeric.kind not in "buif":
         raise Refused(f"an array of dtype {numeric}")

@@ -112,8 +112,6 @@ def test_a_stand_in_cannot_be_changed():
 @pytest.mark.parametrize(
     "attack",
     [
-        b"]r\x00\x00\x00\x08.",  # LONG_BINPUT
-        b"]p134217728\n.",  # PUT
         b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".",  # BYTEARRAY8
         # numpy._core.numeric._frombuffer(1 << 40, dtype("u1"), (1 << 40,), "C")
         b"cnumpy._core.numeric\n_frombuffer\n(I1099511627776\ncnumpy\ndtype\n(S'u1'\ntR"
@@ -124,6 +122,8 @@ def test_a_small_pickle_takes_little_memory(attack):
     import resource
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for entry in (b"r\x00\x00\x00\x08", b"p134217728\n"):  # of the memo: LONG_BINPUT, PUT
+        assert loads(b"]" + entry + b".", "file") == []
     with pytest.raises(DataError, match="^file: (not a whole pickle|refused)"):
         loads(attack, "file")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
@@ -152,6 +152,28 @@ def test_a_pickle_that_shares_itself_takes_no_time():
     for _ in range(100):
         value = [value, value]
     assert len(loads(pickle.dumps(value), "file")) == 2
+
+
+_DEEP = b"I1\n" + b"2\x86" * 60  # a tuple of twice the tuple before: hash and text take 2⁶⁰ steps
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        b"}" + _DEEP + b"Ns.",
+        b"(" + _DEEP + b"Nd.",
+        b"cnumpy\ndtype\n(" + _DEEP + b"tR.",
+        b"c_codecs\nencode\n(" + _DEEP + b"tR.",
+        b"c_codecs\nencode\n(S'a'\n" + _DEEP + b"tR.",
+        _DEEP + b")R.",
+        b"cnumpy._core.numeric\n_frombuffer\n(B\x01\x00\x00\x00acnumpy\ndtype\n(S'u1'\ntR"
+        + _DEEP + b"S'C'\ntR.",
+    ],
+    ids=range(7),
+)  # fmt: skip
+def test_nothing_deep_is_hashed_or_shown(attack):
+    with pytest.raises(DataError, match="^file: (not a whole pickle|refused)"):
+        loads(attack, "file")
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 30000])
