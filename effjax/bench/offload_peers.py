@@ -145,7 +145,7 @@ def plan_largest(setting: Setting, host_bytes: int, target: str) -> dict:
     return {"name": FUSED, "host_bytes": host_bytes} | _size(model) | planned_bytes(found.plan)
 
 
-def _size(setting: Setting) -> dict[str, int]:
+def _size(setting: Setting) -> dict[str, Any]:
     return {
         "layers": setting.layers, "width": setting.width, "heads": setting.heads,
         "mlp_width": setting.mlp_width, "parameters": setting.num_parameters,
