@@ -74,11 +74,13 @@ def convert(
             raise TrainError(str(error)) from error
         used, table = jax.tree.leaves(variables), result_table()
         of_kind = {kind: jax.tree.leaves(tree) for kind, tree in variables.items()}
+        outside = ", and names without the prefix" if prefix else ""
         rows = {
             "model": f"{model}, {flavor}",
             "parameters": f"{sum(a.size for a in of_kind['params']):,}",
             "running statistics": f"{sum(a.size for a in of_kind.get('batch_stats', [])):,}",
             "arrays": f"{len(used)} of {len(weights)}",
+            "left out": f"counters of batches{outside}",
             "size": f"{sum(a.nbytes for a in used) / 1e6:.1f} MB",
         }
         for name, value in rows.items():
