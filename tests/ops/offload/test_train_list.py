@@ -17,6 +17,7 @@ from tests.contexts import mesh_of
 from tests.ops.offload.stacks import KEY, WIDTH, key_of, kinds
 from tests.ops.offload.steps import ADAMW, TOKENS, embed, head, others, parts_of
 from tests.ops.offload.test_noise import own_key
+from tests.ops.offload.test_train_step_parallel import on
 from tests.programs import needs_gpu_compiler
 from tests.tiers import plainly
 
@@ -64,11 +65,9 @@ def is_trained(path, leaf):
 
 def split(w):
     """(what is trained, a function that makes all of it)"""
-    rest = [leaf for leaf in jax.tree.leaves(w[3])[:1]]
-    scale = w[3]["scale"]
+    frozen = {name: w[3][name] for name in ("kernel", "scale")}
     trained = [*w[:3], {"low": w[3]["low"]}, *w[4:]]
-    whole = lambda t: [*t[:3], {"kernel": rest[0], "scale": scale, **t[3]}, *t[4:]]  # noqa: E731
-    return trained, whole
+    return trained, lambda t: [*t[:3], frozen | t[3], *t[4:]]
 
 
 def loss_in_memory(model, batch, key, m):
@@ -258,9 +257,8 @@ def test_layers_computed_in_half_precision(dtype):
     assert all(a.dtype in (jnp.float32, jnp.int8) for a in jax.tree.leaves(state.layers))
 
 
-def on(mesh, tree, host):
-    kind = "pinned_host" if host else "device"
-    return jax.device_put(tree, NamedSharding(mesh, P(), memory_kind=kind))
+def replicated(mesh, tree, host=False):
+    return jax.device_put(tree, on(mesh, P(), host))
 
 
 def over_devices(mesh, options, wrap, mean, tx=ADAMW, tx_outside=None):
@@ -277,8 +275,8 @@ def over_devices(mesh, options, wrap, mean, tx=ADAMW, tx_outside=None):
     if tx_outside is not None:
         init, _ = make(tx_outside, embed=run_embed, head=run_head, **options)
     host = options.get("params_in") != "device"
-    state = init(on(mesh, params(), host), on(mesh, others(), False))
-    batch = jax.device_put(BATCH, NamedSharding(mesh, P("i")))
+    state = init(replicated(mesh, params(), host), replicated(mesh, others()))
+    batch = jax.device_put(BATCH, on(mesh, P("i")))
     run, losses = offload_jit(wrap(step)), []
     for _ in range(2):
         state, loss = run(state, batch)
@@ -288,6 +286,7 @@ def over_devices(mesh, options, wrap, mean, tx=ADAMW, tx_outside=None):
 
 
 BATCH = jnp.arange(32) * 7 % 11
+SPECS = {"in_specs": (P(), P("i")), "out_specs": (P(), P())}
 
 
 @functools.cache
@@ -308,8 +307,7 @@ MAPPED = {
 @pytest.mark.parametrize("name", plainly("fused", of=MAPPED))
 def test_shard_map(name):
     mesh = mesh_of((8,), ("i",))
-    specs = {"in_specs": (P(), P("i")), "out_specs": (P(), P())}
-    wrap = functools.partial(jax.shard_map, mesh=mesh, **specs)
+    wrap = functools.partial(jax.shard_map, mesh=mesh, **SPECS)
     found = over_devices(mesh, MAPPED[name], wrap, lambda x: lax.pmean(x, "i"))
     close(found, on_one_device(), 2e-5)
 
@@ -317,8 +315,7 @@ def test_shard_map(name):
 def test_shard_map_without_types():
     """Gradients are those of each device's own loss; the optimizer averages them first."""
     mesh, mean = mesh_of((8,), ("i",)), lambda x: lax.pmean(x, "i")
-    specs = {"in_specs": (P(), P("i")), "out_specs": (P(), P())}
-    wrap = functools.partial(jax.shard_map, mesh=mesh, check_vma=False, **specs)
+    wrap = functools.partial(jax.shard_map, mesh=mesh, check_vma=False, **SPECS)
     average = optax.stateless(lambda grads, params: mean(grads))
     chains = optax.chain(average, ADAMW), optax.chain(optax.identity(), ADAMW)
     close(over_devices(mesh, {}, wrap, mean, *chains), on_one_device(), 2e-5)
@@ -351,12 +348,12 @@ def test_parameters_that_differ_from_device_to_device(fuse_update):
     )  # fmt: skip
     specs = [P(), P("i")]
     state = init([
-        jax.device_put(a, NamedSharding(mesh, spec, memory_kind="pinned_host"))
+        jax.device_put(a, on(mesh, spec, host=True))
         for a, spec in zip(w, specs, strict=True)
-    ], on(mesh, jnp.zeros(WIDTH), False))  # fmt: skip
+    ], replicated(mesh, jnp.zeros(WIDTH)))  # fmt: skip
     of_state = jax.tree.map(lambda _: P(), state)._replace(layers=specs)
     run = jax.shard_map(step, mesh=mesh, in_specs=(of_state, P("i")), out_specs=(of_state, P()))
-    state, _ = offload_jit(run)(state, jax.device_put(x, NamedSharding(mesh, P("i"))))
+    state, _ = offload_jit(run)(state, jax.device_put(x, on(mesh, P("i"))))
 
     def loss(w):
         return jnp.mean(jnp.sin((x + w[0]) * jnp.repeat(w[1], 2, 0)))
