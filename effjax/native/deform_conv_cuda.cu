@@ -1,29 +1,11 @@
 // The custom calls of deformable convolution on a GPU.
 
-#include <limits>
-
 #include "deform_conv_cuda.h"
 #include "deform_conv_ffi.h"
+#include "launch.h"
 
 namespace effjax {
 namespace {
-
-ffi::Error result_of(cudaError_t error) {
-  if (error == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string("deformable convolution: ") + cudaGetErrorString(error));
-}
-
-// Runs launch(blocks) for so many threads, and says what went wrong.
-template <typename Launch>
-ffi::Error launch_threads(int64_t threads, const Launch& launch) {
-  if (threads == 0) return ffi::Error::Success();
-  const int64_t blocks = (threads + kThreads - 1) / kThreads;
-  if (blocks > std::numeric_limits<int32_t>::max()) {
-    return invalid("too large for one launch: give a smaller workspace_bytes");
-  }
-  launch(static_cast<unsigned>(blocks));
-  return result_of(cudaGetLastError());
-}
 
 template <typename T, typename A, int V>
 Operands<T, A, V> operands(const Inputs& in, const void* x) {
@@ -33,19 +15,6 @@ Operands<T, A, V> operands(const Inputs& in, const void* x) {
           static_cast<const A*>(in.mask.untyped_data()),
           in.row.typed_data(),
           in.g.C / in.g.G / V};
-}
-
-template <int V>
-struct Width {};
-
-// Calls run(T(), A(), Width<V>()): how x is stored, computed in, and how many channels a thread takes.
-template <typename Run>
-ffi::Error dispatch(ffi::DataType dtype, const Geometry& g, const Run& run) {
-  return with_types<__nv_bfloat16, __half>(dtype, [&](auto storage, auto accumulator) {
-    constexpr int kFull = 16 / sizeof(storage);
-    return g.C / g.G % kFull == 0 ? run(storage, accumulator, Width<kFull>())
-                                  : run(storage, accumulator, Width<1>());
-  });
 }
 
 // The calls' device, see deform_conv_ffi.h.
@@ -58,7 +27,7 @@ struct Cuda {
 
   static ffi::Error columns(Context stream, const Inputs& inputs, AnyBuffer columns) {
     const Geometry& g = inputs.g;
-    return dispatch(inputs.x.element_type(), g, [&](auto storage, auto accumulator, auto width) {
+    return dispatch(inputs.x.element_type(), g.C / g.G, [&](auto storage, auto accumulator, auto width) {
       using T = decltype(storage);
       using A = decltype(accumulator);
       return [&]<int V>(Width<V>) {
@@ -75,7 +44,7 @@ struct Cuda {
   static ffi::Error gradients(Context stream, const Inputs& inputs, AnyBuffer dcolumns,
                               AnyBuffer dx, AnyBuffer doffset, AnyBuffer dmask, bool skip_dx) {
     const Geometry& g = inputs.g;
-    return dispatch(inputs.x.element_type(), g, [&](auto storage, auto accumulator, auto width) {
+    return dispatch(inputs.x.element_type(), g.C / g.G, [&](auto storage, auto accumulator, auto width) {
       using T = decltype(storage);
       using A = decltype(accumulator);
       return [&]<int V>(Width<V>) {
@@ -112,7 +81,7 @@ ffi::Error ScatterSorted(cudaStream_t stream, AnyBuffer offset, AnyBuffer mask, 
     return invalid("destination and source must be [N, G, R*Wo*K*4], and dx as x");
   }
   if (auto error = copy_if_apart<Cuda>(stream, dx_so_far, *dx); error.failure()) return error;
-  return dispatch(accumulator, g, [&](auto, auto accumulator, auto width) {
+  return dispatch(accumulator, g.C / g.G, [&](auto, auto accumulator, auto width) {
     using A = decltype(accumulator);
     return [&]<int V>(Width<V>) {
       const auto in = operands<A, A, V>(inputs, nullptr);
@@ -130,15 +99,6 @@ ffi::Error ScatterSorted(cudaStream_t stream, AnyBuffer offset, AnyBuffer mask, 
 }  // namespace
 }  // namespace effjax
 
-template <>
-struct xla::ffi::CtxBinding<cudaStream_t> {
-  using Ctx = xla::ffi::PlatformStream<cudaStream_t>;
-};
-
-// They may be part of a CUDA graph.
-#define EFFJAX_EXPORT_GRAPHABLE(symbol, call) \
-  EFFJAX_EXPORT(symbol, call, xla::ffi::Traits::kCmdBufferCompatible)
 EFFJAX_EXPORT_GRAPHABLE(EffjaxDeformColumns, effjax::Columns<effjax::Cuda>)
 EFFJAX_EXPORT_GRAPHABLE(EffjaxDeformColumnsBackward, effjax::ColumnsBackward<effjax::Cuda>)
 EFFJAX_EXPORT_GRAPHABLE(EffjaxDeformScatterSorted, effjax::ScatterSorted)
-EFFJAX_EXPORT_FFI_API_VERSION

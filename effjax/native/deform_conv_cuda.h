@@ -1,34 +1,11 @@
 // The kernels of deformable convolution on a GPU.
-//
-// Images are NHWC, so the channels of a pixel are next to each other: neighbouring threads take
-// neighbouring channels, 16 bytes each where the number of channels allows it. Addresses are 64-bit.
 #ifndef EFFJAX_DEFORM_CONV_CUDA_H_
 #define EFFJAX_DEFORM_CONV_CUDA_H_
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
+#include "cuda.h"
 #include "deform_conv.h"
 
 namespace effjax {
-
-constexpr int kThreads = 256;
-constexpr unsigned kAllLanes = 0xffffffffu;
-
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ double widen(double x) { return x; }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ void narrow(float x, float& y) { y = x; }
-__device__ __forceinline__ void narrow(double x, double& y) { y = x; }
-__device__ __forceinline__ void narrow(float x, __nv_bfloat16& y) { y = __float2bfloat16_rn(x); }
-__device__ __forceinline__ void narrow(float x, __half& y) { y = __float2half_rn(x); }
-
-template <typename T, int V>
-struct alignas(sizeof(T) * V < 16 ? sizeof(T) * V : 16) Vector {
-  T at[V];
-};
 
 // The operands, and how they are indexed. A "pack" is V channels, the part of one thread.
 template <typename T, typename A, int V>
@@ -56,11 +33,6 @@ struct Operands {
   }
 };
 
-template <typename T, int V>
-__device__ __forceinline__ Vector<T, V> load(const T* p) {
-  return *reinterpret_cast<const Vector<T, V>*>(p);
-}
-
 // One thread a pack of the columns, in their order: writes are contiguous.
 template <typename T, typename A, int V>
 __global__ void __launch_bounds__(kThreads) columns_kernel(Operands<T, A, V> in, T* columns,
@@ -87,28 +59,6 @@ __global__ void __launch_bounds__(kThreads) columns_kernel(Operands<T, A, V> in,
 #pragma unroll
   for (int v = 0; v < V; ++v) narrow(sum[v], out.at[v]);
   reinterpret_cast<Vector<T, V>*>(columns)[i] = out;
-}
-
-// dx[0..V) += value, from many threads. Four floats at a time where the GPU can.
-template <typename A, int V>
-__device__ __forceinline__ void add(A* dx, const A (&value)[V]) {
-#if __CUDA_ARCH__ >= 900
-  constexpr bool kFour = sizeof(A) == 4 && V % 4 == 0;
-#else
-  constexpr bool kFour = false;
-#endif
-  if constexpr (kFour) {
-#if __CUDA_ARCH__ >= 900
-#pragma unroll
-    for (int v = 0; v < V; v += 4) {
-      atomicAdd(reinterpret_cast<float4*>(dx + v),
-                make_float4(value[v], value[v + 1], value[v + 2], value[v + 3]));
-    }
-#endif
-  } else {
-#pragma unroll
-    for (int v = 0; v < V; ++v) atomicAdd(dx + v, value[v]);
-  }
 }
 
 // `lanes` threads, a power of two, for each tap of each group of each point: they share the sums over
@@ -193,13 +143,6 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int v = 0; v < V; ++v) out[v] += sum[v];
   }
-}
-
-// How many threads share a sample: as many as there are packs, a power of two up to a warp.
-inline int lanes_for(int64_t packs) {
-  int lanes = 1;
-  while (lanes < packs && lanes < 32) lanes *= 2;
-  return lanes;
 }
 
 }  // namespace effjax

@@ -4,19 +4,10 @@
 #ifndef EFFJAX_DEFORM_CONV_FFI_H_
 #define EFFJAX_DEFORM_CONV_FFI_H_
 
-#include <algorithm>
-#include <initializer_list>
-#include <string>
-
 #include "deform_conv.h"
-#include "xla/ffi/api/ffi.h"
+#include "ffi.h"
 
 namespace effjax {
-
-namespace ffi = xla::ffi;
-using AnyBuffer = ffi::AnyBuffer;
-using Integers = ffi::Buffer<ffi::S32>;
-using Result = ffi::Result<AnyBuffer>;
 
 // The attribute `geometry`: what the arrays do not say.
 struct Window {
@@ -45,41 +36,6 @@ struct Inputs {
   Integers row;
   Geometry g{};
 };
-
-inline ffi::Error invalid(const std::string& what) {
-  return ffi::Error::InvalidArgument("deformable convolution: " + what);
-}
-
-inline std::string shape_text(AnyBuffer buffer) {
-  std::string text = "[";
-  for (int64_t size : buffer.dimensions()) {
-    text += (text.size() > 1 ? ", " : "") + std::to_string(size);
-  }
-  return text + "]";
-}
-
-template <typename Buffer>
-inline bool has_shape(const Buffer& buffer, std::initializer_list<int64_t> shape) {
-  const auto sizes = buffer.dimensions();
-  return sizes.size() == shape.size() && std::equal(shape.begin(), shape.end(), sizes.begin());
-}
-
-// The dtype that coordinates and sums have: float64 for float64, else float32.
-inline ffi::DataType accumulator_of(ffi::DataType storage) {
-  return storage == ffi::F64 ? ffi::F64 : ffi::F32;
-}
-
-// Calls run(T(), A()) with the types that x is stored in and computed in.
-template <typename BFloat16, typename Float16, typename Run>
-ffi::Error with_types(ffi::DataType dtype, const Run& run) {
-  switch (dtype) {
-    case ffi::F32: return run(float(), float());
-    case ffi::F64: return run(double(), double());
-    case ffi::BF16: return run(BFloat16(), float());
-    case ffi::F16: return run(Float16(), float());
-    default: return invalid("x must be float32, float64, bfloat16 or float16");
-  }
-}
 
 // Checks ranks and shapes; fills in the geometry.
 inline ffi::Error check_shapes(const Window& w, AnyBuffer columns, Inputs& in) {
@@ -131,28 +87,17 @@ inline ffi::Error check(const Window& window, AnyBuffer columns, ffi::DataType c
 
 inline ffi::Error check_gradients(const Inputs& in, AnyBuffer dx_so_far, AnyBuffer dx,
                                   AnyBuffer doffset, AnyBuffer dmask) {
-  const auto same = [](AnyBuffer a, AnyBuffer b) {
-    const auto left = a.dimensions(), right = b.dimensions();
-    return left.size() == right.size() && std::equal(left.begin(), left.end(), right.begin());
-  };
   const auto accumulator = accumulator_of(in.x.element_type());
   for (auto gradient : {dx_so_far, dx, doffset, dmask}) {
     if (gradient.element_type() != accumulator) {
       return invalid("gradients must be float32, or float64 where x is");
     }
   }
-  if (!same(dx_so_far, in.x) || !same(dx, in.x) || !same(doffset, in.offset) ||
-      !same(dmask, in.mask)) {
+  if (!same_shape(dx_so_far, in.x) || !same_shape(dx, in.x) || !same_shape(doffset, in.offset) ||
+      !same_shape(dmask, in.mask)) {
     return invalid("gradients must have the shapes of x, offset and mask");
   }
   return ffi::Error::Success();
-}
-
-// Lets `to` begin as `from` where XLA could not reuse the buffer.
-template <typename Device>
-ffi::Error copy_if_apart(typename Device::Context context, AnyBuffer from, AnyBuffer to) {
-  if (to.untyped_data() == from.untyped_data()) return ffi::Error::Success();
-  return Device::copy(context, from.untyped_data(), to.untyped_data(), to.size_bytes());
 }
 
 // The calls. Their parameters are what XLA binds to them; a Device has the Context that it passes,
@@ -183,19 +128,5 @@ ffi::Error ColumnsBackward(typename Device::Context context, AnyBuffer x, AnyBuf
 }
 
 }  // namespace effjax
-
-// A call as a symbol of the library; further arguments are its traits.
-#define EFFJAX_EXPORT(symbol, call, ...)                                           \
-  extern "C" XLA_FFI_Error* symbol(XLA_FFI_CallFrame* frame) {                     \
-    static auto* handler = xla::ffi::Ffi::BindTo(call, {__VA_ARGS__}).release();   \
-    return handler->Call(frame);                                                   \
-  }
-
-// The version of XLA's FFI that a library speaks, for the loader to compare.
-#define EFFJAX_EXPORT_FFI_API_VERSION                                             \
-  extern "C" void effjax_ffi_api_version(int32_t* major, int32_t* minor) {        \
-    *major = XLA_FFI_API_MAJOR;                                                   \
-    *minor = XLA_FFI_API_MINOR;                                                   \
-  }
 
 #endif  // EFFJAX_DEFORM_CONV_FFI_H_

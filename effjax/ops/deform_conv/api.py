@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .. import _native
 from .._arguments import as_integer
+from .._first_order import reverse_only
+from .._native import by_platform
 from .._parallel import on_each_device, same_varying
 from .._platform import traced_platform
 from . import arguments, custom_call, partition, xla
 from .chunks import Sampler, Static
-from .guards import reverse_only
 
 
 def deform_conv2d(
@@ -97,7 +99,7 @@ def deform_conv2d(
     chosen, platform = IMPLEMENTATIONS[implementation], traced_platform()
     if platform == "cpu":
         workspace_bytes = min(workspace_bytes, chosen.slice_bytes_on_a_cpu)
-    available = custom_call.available() if chosen.native else ()
+    available = _native.available() if chosen.native else ()
     sampler = _sampler_of(implementation, available, platform, deterministic)
     static = Static(geometry, groups, sampler, precision, workspace_bytes)
     return _deform_conv2d(chosen.run, static, (x, offset, mask), (kernel, bias))
@@ -124,7 +126,7 @@ def _of_images(run: Callable, static: Static, images, parameters) -> jax.Array:
 
 def _first_order(static: Static, *args) -> jax.Array:
     """Of images and a kernel; with a gradient, and no other derivative."""
-    return _core(static, *reverse_only(*args))
+    return _core(static, *reverse_only("deform_conv2d", *args))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -183,22 +185,11 @@ def _sampler_of(
     if deterministic:
         samplers = {p: sampler.in_order or sampler for p, sampler in samplers.items()}
     columns, columns_backward = (
-        _by_platform({p: of(sampler) for p, sampler in samplers.items()}, of(chosen.elsewhere))
+        by_platform({p: of(sampler) for p, sampler in samplers.items()}, of(chosen.elsewhere))
         for of in (lambda sampler: sampler.columns, lambda sampler: sampler.columns_backward)
     )
     here = samplers.get(platform, chosen.elsewhere)
     return Sampler(columns, columns_backward, here.sample_bytes, here.tap_bytes)
-
-
-def _by_platform(native: dict[str, Callable], elsewhere: Callable) -> Callable:
-    """One of the functions, chosen when the program is compiled."""
-
-    def run(*args, geometry):
-        bound = {p: functools.partial(f, geometry=geometry) for p, f in native.items()}
-        default = functools.partial(elsewhere, geometry=geometry)
-        return lax.platform_dependent(*args, **bound, default=default)
-
-    return run if native else elsewhere
 
 
 def _check_resources(implementation: str | None, workspace_bytes: Any) -> None:
@@ -206,5 +197,5 @@ def _check_resources(implementation: str | None, workspace_bytes: Any) -> None:
         raise ValueError(
             f"`workspace_bytes` (={workspace_bytes!r:.80}) must be a positive integer."
         )
-    if implementation == "native" and not custom_call.available():
-        raise RuntimeError(custom_call.unavailable(traced_platform()))
+    if implementation == "native" and not _native.available():
+        raise RuntimeError(_native.unavailable(custom_call.OPERATOR, traced_platform()))

@@ -1,39 +1,20 @@
 """The custom calls as samplers: of a CPU, of a GPU, and of platforms that have none."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
-from jax.sharding import NamedSharding, PartitionSpec
 
-from ...native import available as native_available
-from ...native import status
+from .._native import like, refusing
 from .._parallel import same_varying
 from . import reference
 from .chunks import Sampler
 from .reference import Geometry
 
-
-def available() -> tuple[str, ...]:
-    """The platforms that have native code here."""
-    return tuple(p for p in ("cpu", "cuda") if native_available(p))
-
-
-def unavailable(platform: str) -> str:
-    """Why there is no native code for a platform, and what to do."""
-    reasons = status()
-    reason = reasons.get(platform, "there is none for this platform")
-    return (
-        f"implementation='native': no native deformable convolution for platform {platform!r} "
-        f'({reason}). Pass `implementation=None` for the best there is, or "xla"; '
-        "`effjax doctor` shows what is loaded."
-    )
+OPERATOR = "deformable convolution"
 
 
 def _attribute(geometry: Geometry) -> dict[str, np.int64]:
@@ -46,22 +27,10 @@ def _attribute(geometry: Geometry) -> dict[str, np.int64]:
     return {name: np.int64(value) for name, value in window.items()}
 
 
-def _like(x: jax.Array, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
-    """The type of a result that varies over the devices as x does."""
-    kind = jax.typeof(x)
-    mesh = kind.sharding.mesh
-    return jax.ShapeDtypeStruct(
-        shape or x.shape,
-        x.dtype,
-        sharding=None if mesh.empty else NamedSharding(mesh, PartitionSpec()),
-        manual_axis_type=kind.manual_axis_type,
-    )
-
-
 def _columns(x, offset, mask, row, geometry: Geometry) -> jax.Array:
     args = same_varying((x, offset, mask, row))
     shape = (*offset.shape[:3], geometry.taps * x.shape[-1])
-    call = jax.ffi.ffi_call("effjax_deform_columns", _like(args[0], shape))
+    call = jax.ffi.ffi_call("effjax_deform_columns", like(args[0], shape))
     return call(*args, geometry=_attribute(geometry))
 
 
@@ -70,7 +39,7 @@ def _columns_backward(*args, geometry: Geometry, skip_dx: bool = False) -> tuple
     _, offset, mask, _, _, dx = args
     call = jax.ffi.ffi_call(
         "effjax_deform_columns_backward",
-        (_like(dx), _like(offset), _like(mask)),
+        (like(dx), like(offset), like(mask)),
         input_output_aliases={5: 0},
     )
     dx, doffset, dmask = call(*args, geometry=_attribute(geometry), skip_dx=np.int64(skip_dx))
@@ -88,7 +57,7 @@ def _sums_in_order(*args, geometry: Geometry) -> tuple:
     destination, source = same_varying((destination, source))
     # No two are equal. For a stable sort by one key XLA would carry a third array, of positions.
     destination, source = lax.sort((destination, source), num_keys=2, is_stable=False)
-    call = jax.ffi.ffi_call("effjax_deform_scatter_sorted", _like(dx), input_output_aliases={6: 0})
+    call = jax.ffi.ffi_call("effjax_deform_scatter_sorted", like(dx), input_output_aliases={6: 0})
     args = (offset, mask, row, dcolumns, destination, source, dx)
     return call(*args, geometry=_attribute(geometry)), doffset, dmask
 
@@ -112,23 +81,6 @@ def _sample_bytes(dtype: Any) -> tuple[int, int]:
     return size, 2 * size + max(4, size)  # XLA transposes one on a CPU
 
 
-# Tells of a platform without native code when a program is compiled for it: not before, because
-# only then is the platform known.
-_refuse_p = Primitive("effjax_native_deform_conv")
-_refuse_p.def_abstract_eval(lambda x: x)
-
-
-def _refuse(ctx, _):
-    raise RuntimeError(unavailable(" or ".join(ctx.module_context.platforms)))
-
-
-mlir.register_lowering(_refuse_p, _refuse)
-
-
-def _refusing(run: Callable) -> Callable:
-    return lambda x, *args, geometry: run(_refuse_p.bind(x), *args, geometry=geometry)
-
-
 # For a tap: its four corners as they are found, and two numbers each of them sorted.
 _SORT_BYTES = 4 * (4 + 2 * 4)
 
@@ -140,7 +92,7 @@ CUDA = Sampler(
     in_order=Sampler(_columns, _sums_in_order, _sample_bytes, _SORT_BYTES),
 )
 NOWHERE = Sampler(
-    _refusing(reference.columns),
-    _refusing(reference.columns_backward),
+    refusing(reference.columns, OPERATOR),
+    refusing(reference.columns_backward, OPERATOR),
     _sample_bytes,
 )

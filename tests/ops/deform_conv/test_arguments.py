@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from effjax import deform_conv2d
-from effjax.ops.deform_conv import custom_call
+from effjax.ops import _native
 
 X = np.zeros((2, 5, 4, 6), np.float32)
 GOOD = {
@@ -113,14 +113,14 @@ def test_shapes_alone_are_enough():
 
 
 def test_native_that_is_nowhere(monkeypatch):
-    monkeypatch.setattr(custom_call, "available", lambda: ())
+    monkeypatch.setattr(_native, "available", lambda: ())
     with pytest.raises(RuntimeError, match="no native deformable convolution for platform 'cpu'"):
         deform_conv2d(**GOOD, implementation="native")
 
 
 def test_native_that_is_elsewhere(monkeypatch):
     """Known only when the program is compiled; None takes XLA there."""
-    monkeypatch.setattr(custom_call, "available", lambda: ("cuda",))
+    monkeypatch.setattr(_native, "available", lambda: ("cuda",))
     jax.eval_shape(lambda: deform_conv2d(**GOOD, implementation="native"))
     with pytest.raises(RuntimeError, match="for platform 'cpu'.*`effjax doctor`"):
         deform_conv2d(**GOOD, implementation="native")

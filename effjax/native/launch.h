@@ -1,0 +1,55 @@
+// Custom calls on a GPU: kernels launched for any storage type and number of channels.
+#ifndef EFFJAX_LAUNCH_H_
+#define EFFJAX_LAUNCH_H_
+
+#include <limits>
+#include <string>
+
+#include "cuda.h"
+#include "ffi.h"
+
+namespace effjax {
+
+inline ffi::Error result_of(cudaError_t error) {
+  if (error == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string("effjax's kernels: ") + cudaGetErrorString(error));
+}
+
+// Runs launch(blocks) for so many threads, and says what went wrong.
+template <typename Launch>
+ffi::Error launch_threads(int64_t threads, const Launch& launch) {
+  if (threads == 0) return ffi::Error::Success();
+  const int64_t blocks = (threads + kThreads - 1) / kThreads;
+  if (blocks > std::numeric_limits<int32_t>::max()) {
+    return invalid("too large for one launch: give fewer images at a time, or a smaller workspace_bytes");
+  }
+  launch(static_cast<unsigned>(blocks));
+  return result_of(cudaGetLastError());
+}
+
+template <int V>
+struct Width {};
+
+// Calls run(T(), A(), Width<V>()): how x is stored, computed in, and how many of the channels, which
+// lie next to each other, a thread takes.
+template <typename Run>
+ffi::Error dispatch(ffi::DataType dtype, int64_t channels, const Run& run) {
+  return with_types<__nv_bfloat16, __half>(dtype, [&](auto storage, auto accumulator) {
+    constexpr int kFull = 16 / sizeof(storage);
+    return channels % kFull == 0 ? run(storage, accumulator, Width<kFull>())
+                                  : run(storage, accumulator, Width<1>());
+  });
+}
+
+}  // namespace effjax
+
+template <>
+struct xla::ffi::CtxBinding<cudaStream_t> {
+  using Ctx = xla::ffi::PlatformStream<cudaStream_t>;
+};
+
+// They may be part of a CUDA graph.
+#define EFFJAX_EXPORT_GRAPHABLE(symbol, call) \
+  EFFJAX_EXPORT(symbol, call, xla::ffi::Traits::kCmdBufferCompatible)
+
+#endif  // EFFJAX_LAUNCH_H_
