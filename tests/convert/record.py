@@ -1,15 +1,16 @@
 """What PyTorch computes of the cases, and checkpoints that it writes.
 
-`python -m tests.convert.record` writes them into `recorded/`.
+`python -m tests.convert.record` writes them into `recorded/`. What lies there was computed by
+torchvision's own networks and deformable convolution.
 """
 
 from collections import OrderedDict
 
 import numpy as np
 import torch
-import torchvision
 from torch import nn
 
+from tests.convert import torch_networks
 from tests.convert.cases import RECORDED, drawn, save
 
 
@@ -62,7 +63,7 @@ class Pack(nn.Module):
         if self.masked:
             first, second, mask = torch.chunk(predicted, 3, 1)
             predicted, mask = torch.cat((first, second), 1), torch.sigmoid(mask)
-        return torchvision.ops.deform_conv2d(
+        return torch_networks.deform_conv2d(
             x, predicted, self.weight, getattr(self, "bias", None), 2, 1, 1, mask
         )
 
@@ -87,14 +88,14 @@ class DFConv2d(nn.Module):
 
     def forward(self, x):
         offset, mask = self.offset(x).split([18, 9], 1)
-        return torchvision.ops.deform_conv2d(
+        return torch_networks.deform_conv2d(
             x, offset, self.conv.weight, None, 1, 1, 1, torch.sigmoid(mask)
         )
 
 
 def densenet(growth_rate=2, block_config=(2, 1), num_init_features=4, bn_size=2, num_classes=3):
-    return torchvision.models.DenseNet(
-        growth_rate, block_config, num_init_features, bn_size, num_classes=num_classes
+    return torch_networks.DenseNet(
+        growth_rate, block_config, num_init_features, bn_size, num_classes
     )
 
 

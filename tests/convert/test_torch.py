@@ -7,11 +7,10 @@ import pytest
 from flax import nnx
 
 torch = pytest.importorskip("torch", reason="PyTorch is compared with where it is")
-torchvision = pytest.importorskip("torchvision")
 
 from effjax import convert, models  # noqa: E402
 from effjax.models.linen import DenseNet as LinenDenseNet  # noqa: E402
-from tests.convert import cases, record  # noqa: E402
+from tests.convert import cases, record, torch_networks  # noqa: E402
 from tests.convert.resnet import DEPTHS, ResNet  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -39,7 +38,7 @@ def test_recorded_checkpoints(tmp_path):
 
 def test_densenet121():
     """Logits, all gradients and running statistics of a step of training, recomputing."""
-    theirs = torchvision.models.densenet121(num_classes=10)
+    theirs = torch_networks.DenseNet(num_classes=10)
     case = record.run(theirs, (16, 32, 32, 3))
     options = dict(num_classes=10, unbiased_running_var=True, param_dtype=jnp.float64)
     model = models.densenet121(LinenDenseNet, **options)
@@ -65,26 +64,26 @@ def test_densenet121():
             allclose(got[key], array, err_msg=key)
 
 
-def zeros(make):
+def zeros(network, *args, **options):
     """The names of a network with zeros that take no memory."""
     with torch.device("meta"):
-        state = make().state_dict()
+        state = network(*args, **options).state_dict()
     return {name: np.broadcast_to(np.zeros((), np.float32), a.shape) for name, a in state.items()}
 
 
 IMAGES = jax.ShapeDtypeStruct((1, 64, 64, 3), jnp.float32)
 
 
-@pytest.mark.parametrize("name", ["densenet121", "densenet161", "densenet169", "densenet201"])
+@pytest.mark.parametrize("name", torch_networks.DENSENETS)
 def test_names_of_densenets(name):
-    weights = zeros(getattr(torchvision.models, name))
+    weights = zeros(torch_networks.DenseNet, **torch_networks.DENSENETS[name])
     model = LinenDenseNet(**models.DENSENETS[name])
     check_names(weights, model, convert.DENSENET)
 
 
 @pytest.mark.parametrize("name", DEPTHS)
 def test_names_of_resnets(name):
-    weights = zeros(getattr(torchvision.models, name))
+    weights = zeros(torch_networks.ResNet, *torch_networks.RESNETS[name])
     check_names(weights, ResNet(*DEPTHS[name]), convert.RESNET)
 
 
@@ -97,9 +96,7 @@ def check_names(weights, model, table):
 @pytest.mark.parametrize("bottleneck", [False, True])
 def test_resnet(bottleneck):
     """Of tensors as they are, and back into PyTorch."""
-    kind = torchvision.models.resnet
-    block = kind.Bottleneck if bottleneck else kind.BasicBlock
-    theirs = torchvision.models.ResNet(block, (1, 2, 1, 1), num_classes=5).double().eval()
+    theirs = torch_networks.ResNet(bottleneck, (1, 2, 1, 1), num_classes=5).double().eval()
     for name, value in theirs.state_dict().items():
         if "running" in name or "bn" in name:
             value.copy_(torch.as_tensor(cases.drawn(f"{name}.running_var", value.shape)))
