@@ -221,7 +221,7 @@ def compile_for(
         request = {"num_devices": lowered.num_devices, "compiler_options": options}
         (folder / "request.json").write_text(json.dumps(request))
         run = subprocess.run(
-            [sys.executable, "-m", f"{__package__}._gpu_compiler_shim", name],
+            [sys.executable, "-P", "-m", f"{__package__}._gpu_compiler_shim", name],
             env=_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE, text=True, errors="replace",
         )  # fmt: skip
@@ -260,8 +260,16 @@ def _environment() -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "PYTHONPATH": os.pathsep.join(_search_path()),
     }
+
+
+def _search_path() -> list[str]:
+    """The caller's without the current folder, where any file may bear a module's name; last of all
+    if effjax or JAX lies there."""
+    found = [path for path in sys.path if path and Path(path).absolute() != Path.cwd()]
+    homes = (str(Path(file).parents[level]) for file, level in ((__file__, 2), (jax.__file__, 1)))
+    return list(dict.fromkeys([*found, *homes]))
 
 
 def _dumped(folder: Path, what: str) -> str:

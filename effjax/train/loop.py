@@ -142,11 +142,13 @@ def fit(
             further steps follow the schedule of a run of that length.
 
     Raises:
-        TrainError: the loss is not finite, `run` cannot be gone on with, or a full disk.
+        TrainError: the loss is not finite, `run` cannot be gone on with, a full disk, or another
+            process that trains in `run`.
         KeyboardInterrupt: after the files have been brought up to date.
     """
     try:
-        return _fit(task, run, progress or Progress(), resume)
+        with run.locked():
+            return _fit(task, run, progress or Progress(), resume)
     except KeyboardInterrupt:
         with contextlib.suppress(OSError, TrainError):  # it is Ctrl-C that shall be said
             run.append({"kind": "interrupted"})

@@ -1,12 +1,15 @@
 """The files of a run: config.json, metrics.jsonl, curve.png, checkpoints/."""
 
+import contextlib
+import errno
+import fcntl
 import importlib.util
 import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +54,9 @@ class RunDirectory:
                 if made:
                     path.rmdir()
                 raise
-            run._clear()
-            run.config = config
+            with run.locked():
+                run._clear()
+                run.config = config
         except OSError as error:
             raise _unusable(path, error) from error
         return run
@@ -81,6 +85,29 @@ class RunDirectory:
         except OSError as error:
             raise unreadable(path, error) from error
         raise TrainError(f"{path}: not a run (no {cls.CONFIG}); give the directory of a run")
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lets no other process train here; ends with this one, however that ends.
+
+        Raises:
+            TrainError: another one does.
+        """
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise TrainError(
+                    f"{self.path}: another process is training in it; wait for its end, or give "
+                    "another --out"
+                ) from None
+            except OSError as error:  # some file systems have no locks
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EBADF, errno.EINVAL):
+                    raise
+            yield
+        finally:
+            os.close(folder)
 
     @property
     def checkpoints(self) -> Path:

@@ -311,6 +311,16 @@ assert jax.device_count() == 1
     subprocess.run([sys.executable, "-c", code], check=True, env=env)
 
 
+def test_nothing_in_the_current_folder_is_run(tmp_path, monkeypatch):
+    for name in ("numpy", "jax", "sitecustomize", "json"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    for entry in ("", str(tmp_path)):  # `python -c` has the one first, `python -m` the other
+        monkeypatch.setattr("sys.path", [entry, *sys.path])
+        matmul_plan()
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize(
     ("match", "options"),
     [

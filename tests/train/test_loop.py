@@ -238,6 +238,13 @@ def test_a_damaged_checkpoint_is_named(tmp_path, task, monkeypatch, damage):
     assert kinds(run) == [task.kind] * 3 + ["final"]
 
 
+def test_two_processes_in_one_run(tmp_path, task):
+    run = new_run(tmp_path / "run", task)
+    with run.locked(), pytest.raises(TrainError, match="run: another process is training in it"):
+        fit(task, RunDirectory.open(run.path), resume=True)
+    assert run.metrics == []
+
+
 def test_resume_needs_the_same_data(tmp_path, task):
     run = new_run(tmp_path / "run", task)
     (run.path / "config.json").write_text(json.dumps(task.describe() | {"data": {}}))

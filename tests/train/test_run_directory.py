@@ -1,5 +1,8 @@
+import errno
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -34,6 +37,35 @@ def test_a_run_is_not_overwritten_unless_asked(tmp_path):
     create(run.path, overwrite=True)
     assert run.metrics == []
     assert {p.name for p in run.path.iterdir()} == {"config.json", "notes.txt"}
+
+
+def test_one_process_at_a_time(tmp_path):
+    """Until it ends, even by a signal that nobody can catch."""
+    run = create(tmp_path / "run")
+    run.append({"kind": "epoch"})
+    code = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), 2); print(); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, run.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        for refused in (run.locked().__enter__, lambda: create(run.path, overwrite=True)):
+            with pytest.raises(TrainError, match="run: another process is training in it; wait"):
+                refused()
+        assert run.metrics == [{"kind": "epoch"}]
+        other.kill()
+    with run.locked():
+        assert run.config == {"a": 1}
+    assert create(run.path, overwrite=True).metrics == []
+
+
+def test_file_systems_without_locks(tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    run = create(tmp_path / "run")
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    with run.locked():
+        assert run.config == {"a": 1}
 
 
 def test_a_directory_of_something_else_is_left_alone(tmp_path):
