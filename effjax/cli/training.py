@@ -1,16 +1,18 @@
 """What the commands of `effjax train` share: where a run is written, and how one goes on."""
 
+import contextlib
 import dataclasses
 import inspect
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from ..train.errors import TrainError
+from ..train.errors import Preempted, TrainError
 from ..train.images.config import Config
 from ..train.options import RunOptions
 from .options import fail, one_line_errors, option, parameters_of, take
@@ -18,6 +20,8 @@ from .options import fail, one_line_errors, option, parameters_of, take
 if TYPE_CHECKING:
     from ..train.images.task import ImageResult
     from ..train.run_directory import RunDirectory
+
+PREEMPTED = 75  # the exit code after SIGTERM or SIGHUP: try again later
 
 
 def train_command(
@@ -40,8 +44,8 @@ def train_command(
         go_on: where `--resume` is given, called with the run's options, its directory,
             `resume=True`, and those of the options after `start`'s `*` that are given too.
         saver: the option that saves memory.
-        with_resume: the options that can be given with `--resume`. One of a run is what it goes on
-            with: its length.
+        with_resume: the options that can be given with `--resume`, beside --checkpoint-every. One
+            of a run is what it goes on with: its length.
         without, defaults: as `parameters_of` has them.
     """
 
@@ -69,10 +73,11 @@ def train_command(
 
                 if resume is None:
                     return start(unused(name) if out is None else out, overwrite, **given)
-                added = {one: given[one] for one in _given_with_resume(command_line, with_resume)}
+                allowed = *with_resume, "checkpoint_every"
+                added = {one: given[one] for one in _given_with_resume(command_line, allowed)}
                 config = _options_of(resume, name, options)
-                length = {one: added.pop(one) for one in list(added) if hasattr(config, one)}
-                go_on(dataclasses.replace(config, **length), resume, resume=True, **added)
+                of_run = {one: added.pop(one) for one in list(added) if hasattr(config, one)}
+                go_on(dataclasses.replace(config, **of_run), resume, resume=True, **added)
 
         command.__doc__ = start.__doc__
         of_start = inspect.signature(start).parameters.values()
@@ -150,6 +155,33 @@ def follow(
         run = RunDirectory.create(out, task.describe(), overwrite)
     report.announce(console, task, run)
     try:
-        return run, fit(task, run, report.make_progress(console, task), resume)
+        with stop_signals() as stop:
+            return run, fit(task, run, report.make_progress(console, task), resume, stop)
     except KeyboardInterrupt:
         fail(f"interrupted; go on with {_resume(command, run.path)}", 130)
+    except Preempted as where:
+        fail(f"stopped and saved {where}; go on with {_resume(command, run.path)}", PREEMPTED)
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Callable[[], bool]]:
+    """Whether SIGTERM or SIGHUP has come, which are no more than noted; a second one ends the
+    process as it always does."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    came: list[int] = []
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def note(number: int, _: Any) -> None:
+        came.append(number)
+        restore()
+
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, note)
+    try:
+        yield lambda: bool(came)
+    finally:
+        restore()

@@ -1,9 +1,12 @@
-"""Checkpoints of a run: the last one and the best one, by Orbax.
+"""Checkpoints of a run, by Orbax: the last one, the best one, and one of the way to the next.
 
-A checkpoint is a directory `RUN/checkpoints/NUMBER` that Orbax puts in place only when it is whole.
-It holds NumPy arrays, so a run can go on with other devices than it began with.
+A checkpoint is a directory that Orbax writes in the background, while the run goes on, and puts in
+place only when it is whole. It holds NumPy arrays, so a run can go on with other devices than it
+began with.
 """
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import orbax.checkpoint as ocp
 from .errors import TrainError
 
 WITHOUT_IT = "delete this directory, then resume: from an earlier checkpoint or the beginning"
+Seen = list[dict[str, float]]  # what was measured of steps
 
 
 class Checkpoints:
@@ -29,29 +33,55 @@ class Checkpoints:
     def __init__(self, directory: Path, read_only: bool = False):
         self.directory, self.read_only = directory, read_only
         # Orbax warns of its own `read_only`, and does no more for what is only restored.
-        options = ocp.CheckpointManagerOptions(
-            enable_async_checkpointing=False, create=not read_only
-        )
+        options = ocp.CheckpointManagerOptions(create=not read_only)
         self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+        self._kept: set[int] = set()  # once that of the largest number is whole
 
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._manager.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            with contextlib.suppress(*() if kind is None else (OSError,)):
+                self.settle()
+        finally:
+            self._manager.close()
 
-    def save(self, step: int, state: Any, best: int) -> None:
-        """Writes the state as number `step`, then deletes all others but number `best`.
+    def save(self, step: int, state: Any, best: int, seen: Seen | None = None) -> None:
+        """Begins to write the state as number `step`, when the save before has ended; when this one
+        has, all others but number `best` are deleted.
+
+        The state may be donated as soon as this returns.
+
+        Args:
+            seen: what was measured since the last number, where this one is on the way to the next.
 
         Raises:
-            OSError: it cannot be written, whatever the reason.
+            OSError: it, or that of before, cannot be written, whatever the reason.
         """
+        self.settle()
         state = jax.device_get(state)
-        try:
-            self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
+        with self._errors(step):
+            args = ocp.args.StandardSave(state)
+            notes = {"seen": None if seen is None else [*seen]}  # written later, as it is now
+            self._manager.save(step, args=args, force=True, custom_metadata=notes)
+        self._kept = {step, best}
+
+    def settle(self) -> None:
+        """Waits for the last `save`; errors as there."""
+        if not self._kept:
+            return
+        with self._errors(max(self._kept)):
+            self._manager.wait_until_finished()
             for other in self._manager.all_steps():
-                if other not in (step, best):
+                if other not in self._kept:
                     self._manager.delete(other)
+        self._kept = set()
+
+    @contextlib.contextmanager
+    def _errors(self, step: int) -> Iterator[None]:
+        try:
+            yield
         except OSError:
             raise
         # Orbax raises many types for what the system refuses: of zarr, of TensorStore.
@@ -84,3 +114,42 @@ class Checkpoints:
                 f"{self.directory / str(step)}: cannot be restored ({type(error).__name__}); "
                 f"{remedy}"
             ) from error
+
+    def seen(self, step: int) -> Seen:
+        """What was saved with number `step`; [] without."""
+        return self._manager.metadata(step).custom_metadata.get("seen") or []
+
+
+class Partway:
+    """One checkpoint between two numbers, by step; its directory is made when it is first saved."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._saved: Checkpoints | None = Checkpoints(directory) if directory.is_dir() else None
+
+    def __enter__(self) -> "Partway":
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._saved is not None:
+            self._saved.__exit__(*raised)
+
+    @property
+    def step(self) -> int:
+        """That of the checkpoint; 0 if there is none."""
+        return max(self._saved.steps, default=0) if self._saved else 0
+
+    def save(self, step: int, state: Any, seen: Seen) -> None:
+        """As `Checkpoints.save`, in place of the one before."""
+        self._saved = self._saved or Checkpoints(self.directory)
+        self._saved.save(step, state, step, seen)
+
+    def settle(self) -> None:
+        """As `Checkpoints.settle`."""
+        if self._saved is not None:
+            self._saved.settle()
+
+    def restore(self, like: Any) -> tuple[Any, Seen]:
+        """The state, as of `Checkpoints.restore`, and what was measured since the last number."""
+        assert self._saved is not None
+        return self._saved.restore(like, self.step), self._saved.seen(self.step)

@@ -5,6 +5,10 @@ class TrainError(Exception):
     """A run that cannot start, or cannot go on, as it was asked for."""
 
 
+class Preempted(Exception):
+    """A run that was told to stop: it is saved, and can go on."""
+
+
 class DataError(TrainError):
     """Images or labels that cannot be read or cannot be right."""
 

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import math
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,13 +11,15 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import jax
 
-from .checkpoint import Checkpoints
-from .errors import TrainError
+from .checkpoint import Checkpoints, Partway, Seen
+from .errors import Preempted, TrainError
+from .options import WITHOUT_EFFECT
 from .run_directory import RunDirectory
 
 Measured = Mapping[str, float]  # by name; "loss" is among them, unless nothing was measured
 Part = Literal["validation", "test"]  # of the data
 Record = dict[str, Any]  # a line of metrics.jsonl
+Stop = Callable[[], bool]
 TrainStep = Callable[[Any, Any, jax.Array], tuple[Any, Any]]  # (state, batch, key)
 Result = TypeVar("Result", covariant=True)
 
@@ -28,6 +31,8 @@ class Options(Protocol):
     def seed(self) -> int: ...
     @property
     def learning_rate(self) -> float: ...
+    @property
+    def checkpoint_every(self) -> int | None: ...
 
 
 class Task(Protocol[Result]):
@@ -125,8 +130,9 @@ class Progress:
 
 
 def fit(
-    task: Task[Result], run: RunDirectory, progress: Progress | None = None, resume: bool = False
-) -> Result:
+    task: Task[Result], run: RunDirectory, progress: Progress | None = None, resume: bool = False,
+    stop: Stop = lambda: False,
+) -> Result:  # fmt: skip
     """Trains, chooses the best parameters by the validation set, and tests these; writes
     metrics.jsonl, checkpoints and curve.png.
 
@@ -140,17 +146,19 @@ def fit(
         resume: begin after the last checkpoint of `run`; if it has none, from the beginning. The
             task's options must be those of the run, but for its length: with another one, all
             further steps follow the schedule of a run of that length.
+        stop: asked after each step; where it says so, the run is saved and ends.
 
     Raises:
+        Preempted: `stop` said so.
         TrainError: the loss is not finite, `run` cannot be gone on with, a full disk, or another
             process that trains in `run`.
         KeyboardInterrupt: after the files have been brought up to date.
     """
     try:
         with run.locked():
-            return _fit(task, run, progress or Progress(), resume)
-    except KeyboardInterrupt:
-        with contextlib.suppress(OSError, TrainError):  # it is Ctrl-C that shall be said
+            return _fit(task, run, progress or Progress(), resume, stop)
+    except (KeyboardInterrupt, Preempted):
+        with contextlib.suppress(OSError, TrainError):  # it is the interruption that shall be said
             run.append({"kind": "interrupted"})
             _draw(task, run)
         raise
@@ -168,15 +176,18 @@ def fit(
         ) from error
 
 
-def _fit(task: Task[Result], run: RunDirectory, progress: Progress, resume: bool) -> Result:
+def _fit(
+    task: Task[Result], run: RunDirectory, progress: Progress, resume: bool, stop: Stop
+) -> Result:
     began = time.perf_counter()
     try:
-        with Checkpoints(run.checkpoints) as checkpoints:
-            records, best, tested = _train(task, run, checkpoints, progress, resume)
+        with Checkpoints(run.checkpoints) as checkpoints, Partway(run.partway) as partway:
+            trained = _train(task, run, checkpoints, partway, progress, resume, stop)
     finally:
         progress.stop()
-    result = task.result(records, best, tested, began)
+    result = task.result(*trained, began)
     run.append({"kind": "final"} | vars(result))
+    shutil.rmtree(run.partway, ignore_errors=True)
     _draw(task, run)
     return result
 
@@ -187,20 +198,23 @@ def _draw(task: Task[Any], run: RunDirectory) -> None:
 
 
 def _train(
-    task: Task[Any], run: RunDirectory, checkpoints: Checkpoints, progress: Progress, resume: bool
-) -> tuple[list[Record], Record, Measured]:
+    task: Task[Any], run: RunDirectory, checkpoints: Checkpoints, partway: Partway,
+    progress: Progress, resume: bool, stop: Stop,
+) -> tuple[list[Record], Record, Measured]:  # fmt: skip
     """All steps, and the test; returns their lines of metrics.jsonl, the best one of these, and
     what was measured of its parameters in the test."""
-    state, done, records = _begin(task, run, checkpoints, resume)
+    state, done, seen, records = _begin(task, run, checkpoints, partway, resume)
     train_step, test = task.make_step(), task.make_test()
     state = task.place(state)
-    each = task.steps_each
-    batches = task.batches(done * each)
-    progress.start(task.numbers[-1] * each, done * each)
-    for number in [number for number in task.numbers if number > done]:
+    each, end = task.steps_each, task.numbers[-1]
+    batches = task.batches(done)
+    progress.start(end * each, done)
+    for number in [number for number in task.numbers if number * each > done]:
         began = time.perf_counter()
-        steps = range(done * each + 1, number * each + 1)
-        state, train, rate = _train_steps(task, train_step, state, batches, steps, progress)
+        steps = range(done + 1, number * each + 1)
+        state, train, rate = _train_steps(
+            task, train_step, state, batches, steps, seen, progress, partway, stop
+        )
         validation = test(state, "validation")
         _check_finite(task, "validation loss", validation.get("loss", 0.0), steps[-1])
         record = task.record(number, train, validation, rate)
@@ -210,10 +224,14 @@ def _train(
         best = _best(task, records, [*checkpoints.steps, number])
         checkpoints.save(number, state, best=best[task.kind])
         progress.report(record)
-        done = number
+        done, seen = number * each, []
+        if number != end and stop():
+            checkpoints.settle()
+            raise Preempted(task.where(done))
+    checkpoints.settle()
     best = _best(task, records, checkpoints.steps)
     number = best[task.kind]
-    if number != done:
+    if number * each != done:
         state = task.place(checkpoints.restore(state, number))
     tested = test(state, "test")
     _check_finite(task, "test loss", tested["loss"], number * each)
@@ -221,28 +239,35 @@ def _train(
 
 
 def _begin(
-    task: Task[Any], run: RunDirectory, checkpoints: Checkpoints, resume: bool
-) -> tuple[Any, int, list[Record]]:
-    """The state to begin with, the epochs or steps that led to it, and their lines of
-    metrics.jsonl."""
+    task: Task[Any], run: RunDirectory, checkpoints: Checkpoints, partway: Partway, resume: bool
+) -> tuple[Any, int, Seen, list[Record]]:
+    """The state to begin with, the steps that led to it, what was measured of those after the last
+    number, and the lines of metrics.jsonl up to that."""
     if resume:
         _check_same(task, run)
-    done, end = 0, task.numbers[-1]
-    if resume and checkpoints.steps:
-        done = checkpoints.steps[-1]
-        if done > end:
+    done, seen, each, end = 0, [], task.steps_each, task.numbers[-1]
+    wanted: list[int] = []
+    if resume and (checkpoints.steps or partway.step):
+        last = max(checkpoints.steps, default=0)
+        done = max(last * each, partway.step)
+        if done > end * each:
             raise TrainError(
-                f"{task.kind}s (={end}) must be at least {done}, which {run.path} has done already"
+                f"{task.kind}s (={end}) must be at least {-(-done // each)}, which {run.path} has "
+                "done already"
             )
-        state = checkpoints.restore(task.shapes(), done)
+        wanted = [number for number in task.numbers if number * each <= done]
+        if done > last * each:
+            state, seen = partway.restore(task.shapes())
+        else:
+            state = checkpoints.restore(task.shapes(), last)
+            wanted = sorted({*wanted, last} - {0})
     else:  # a new run, or one that was interrupted before its first checkpoint
         state = task.initial_state()
         checkpoints.save(0, state, best=0)
-    wanted = [number for number in task.numbers if number < done]
-    records = run.keep(task.kind, [*wanted, done] if done else wanted)
+    records = run.keep(task.kind, wanted)
     if resume and run.config != task.describe():
         run.config = task.describe()
-    return state, done, records
+    return state, done, seen, records
 
 
 def _check_same(task: Task[Any], run: RunDirectory) -> None:
@@ -252,7 +277,7 @@ def _check_same(task: Task[Any], run: RunDirectory) -> None:
     if before.get("data") != now["data"]:
         raise TrainError(f"{run.path}: was trained on other data; start a new run")
     for name, value in before.get("options", {}).items():
-        if name not in ("data", f"{task.kind}s") and now["options"].get(name) != value:
+        if name not in (*WITHOUT_EFFECT, f"{task.kind}s") and now["options"].get(name) != value:
             raise TrainError(
                 f"{run.path}: was trained with {name} (={value!r}), not with "
                 f"{now['options'].get(name)!r}; go on with the former, or start a new run"
@@ -266,31 +291,40 @@ def _best(task: Task[Any], records: Sequence[Record], among: Sequence[int]) -> R
 
 def _train_steps(
     task: Task[Any], train_step: TrainStep, state: Any, batches: Iterator[Any], steps: range,
-    progress: Progress,
+    seen: Seen, progress: Progress, partway: Partway, stop: Stop,
 ) -> tuple[Any, Measured, float]:  # fmt: skip
-    """The new state, the means of what was measured, and examples a second."""
-    key = jax.random.key(task.config.seed)
-    seen: list[Measured] = []
+    """The new state, the means of what was measured, of steps `seen` before too, and examples a
+    second."""
+    key, every = jax.random.key(task.config.seed), task.config.checkpoint_every
+    before, seen = len(seen), list(seen)
     rate, clock = 0.0, time.perf_counter()
 
     def note(metrics: Any) -> None:
         nonlocal rate, clock
-        step = steps[len(seen)]
-        seen.append(task.read(metrics))
+        count = len(seen) - before
+        step = steps[count]
+        seen.append(dict(task.read(metrics)))
         _check_finite(task, "train loss", seen[-1]["loss"], step)
         now = time.perf_counter()
-        rate = max(len(seen) - 1, 1) * task.examples_per_step / (now - clock)
-        if len(seen) == 1:
+        rate = max(count, 1) * task.examples_per_step / (now - clock)
+        if not count:
             clock = now  # the first step of a run is mostly compilation
         progress.step(step, seen[-1], rate)
 
     # Reading a step's metrics waits for it, so they are read when the next step is under way.
     pending = None
-    for _ in steps:
+    for step in steps:
         state, metrics = train_step(state, next(batches), key)
         if pending is not None:
             note(pending)
         pending = metrics
+        if step != steps[-1] and (stop() or every and step % every == 0):
+            note(pending)
+            pending = None
+            partway.save(step, state, seen)
+            if stop():
+                partway.settle()
+                raise Preempted(task.where(step))
     note(pending)
     means = {name: statistics.fmean(measured[name] for measured in seen) for name in seen[0]}
     return state, means, rate

@@ -68,6 +68,14 @@ class Option:
     unset: str | None = None
 
 
+CheckpointEvery = Annotated[
+    int | None,
+    Option("Also write a checkpoint after so many steps, in the background.", bounds=COUNT),
+]
+# What makes no difference to a run's numbers; beside them, its length may change.
+WITHOUT_EFFECT = ("data", "checkpoint_every")  # what the data hold is compared
+
+
 class Declared(NamedTuple):
     """An option as a dataclass declares it: `name: Annotated[kind, option] = default`."""
 
@@ -114,15 +122,14 @@ def _is_one_of(kinds: tuple[type, ...], value: Any) -> bool:
 
 
 def fingerprint(options: Any) -> str:
-    """What tells the options of a run from others. Where its data lie does not count: what they
-    hold is compared.
+    """What tells the options of a run from others, but for those `WITHOUT_EFFECT`.
 
     Raises:
         ValueError: these are no options.
     """
     if not isinstance(options, dict):
         raise ValueError("options: not an object")
-    told = {name: value for name, value in options.items() if name != "data"}
+    told = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT}
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 

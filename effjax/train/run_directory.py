@@ -1,4 +1,4 @@
-"""The files of a run: config.json, metrics.jsonl, curve.png, checkpoints/."""
+"""The files of a run: config.json, metrics.jsonl, curve.png, checkpoints/, at times partway/."""
 
 import contextlib
 import errno
@@ -22,7 +22,8 @@ DEFAULT = Path("runs")
 class RunDirectory:
     """Where one run writes. Each file is whole at any moment: replaced, or grown by a line."""
 
-    CONFIG, METRICS, CURVE, CHECKPOINTS = "config.json", "metrics.jsonl", "curve.png", "checkpoints"
+    CONFIG, METRICS, CURVE = "config.json", "metrics.jsonl", "curve.png"
+    CHECKPOINTS, PARTWAY = "checkpoints", "partway"
 
     def __init__(self, path: Path):
         self.path = path
@@ -114,6 +115,10 @@ class RunDirectory:
         return self._file(self.CHECKPOINTS)
 
     @property
+    def partway(self) -> Path:
+        return self._file(self.PARTWAY)
+
+    @property
     def is_gone(self) -> bool:
         """Whether somebody has deleted it."""
         try:
@@ -199,8 +204,9 @@ class RunDirectory:
     def _clear(self) -> None:
         for name in (self.CONFIG, self.METRICS, self.CURVE):
             self._file(name).unlink(missing_ok=True)
-        if self.checkpoints.exists():
-            shutil.rmtree(self.checkpoints)
+        for folder in (self.checkpoints, self.partway):
+            if folder.exists():
+                shutil.rmtree(folder)
 
 
 def unused(command: str) -> Path:

@@ -12,9 +12,14 @@ def one_line(err: str) -> bool:
 
 def interrupt_at(number):
     """For a progress: Ctrl-C after a step."""
+    return signal_at(signal.SIGINT, number)
+
+
+def signal_at(which, number):
+    """For a progress: a signal after a step."""
 
     def step(self, step, measured, rate):
         if step == number:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(which)
 
     return step

@@ -8,7 +8,7 @@ import pytest
 from effjax import cli
 from effjax.train.images.config import Config
 from effjax.train.lm.config import LMConfig
-from tests.cli.command import TINY, interrupt_at, one_line
+from tests.cli.command import TINY, interrupt_at, one_line, signal_at
 
 LONG = "x" * 300
 
@@ -188,7 +188,7 @@ def test_options_that_were_edited(run, tmp_path):
 def test_another_end_with_resume(run, small_model, monkeypatch, tmp_path):
     begun = []
 
-    def fit(task, run, progress, resume):
+    def fit(task, run, progress, resume, stop):
         begun.append((task.config, resume))
         raise KeyboardInterrupt
 
@@ -248,3 +248,21 @@ def test_overwrite_and_progress_bar(run, small_model, monkeypatch, tmp_path):
     code, out, _ = run("train", "densenet", *options, "--overwrite")
     assert code == 0 and "images/s" in out
     assert (tmp_path / "here" / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sigterm_then_resume(run, small_model, monkeypatch, tmp_path):
+    """In the middle of an epoch; the step that is under way is finished and saved."""
+    with monkeypatch.context() as patch:
+        patch.setattr("effjax.train.report.LineProgress.step", signal_at(signal.SIGTERM, 6))  # of 8
+        options = ["--epochs", "2", "--batch-size", "16", "--out", "here"]
+        code, _, err = run("train", "densenet", *options)
+    assert code == 75
+    assert err == (
+        "effjax: stopped and saved in epoch 2; go on with effjax train densenet --resume here\n"
+    )
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert [path.name for path in (tmp_path / "here" / "partway").iterdir()] == ["7"]
+
+    code, out, err = run("train", "densenet", "--resume", "here", "--checkpoint-every", "1")
+    assert (code, err) == (0, "") and "epoch 2/2" in out
+    assert not (tmp_path / "here" / "partway").exists()

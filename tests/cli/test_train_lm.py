@@ -57,7 +57,7 @@ def test_lm_is_planned_where_it_is_asked_for(run_lm, monkeypatch):
 def test_another_end_with_resume(run_lm, monkeypatch):
     begun = []
 
-    def fit(task, run, progress, resume):
+    def fit(task, run, progress, resume, stop):
         begun.append((task.config.steps, resume))
         raise KeyboardInterrupt
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from effjax.train.checkpoint import Checkpoints
-from effjax.train.errors import TrainError
+from effjax.train.errors import Preempted, TrainError
 from effjax.train.loop import Progress, fit
 from effjax.train.run_directory import RunDirectory
 from tests.train.small import CompiledOnce, image_task, lm_task
@@ -166,10 +166,64 @@ def test_resuming_after_ctrl_c_ends_with_the_same_bits(tmp_path, task, whole):
 
     fit(task.task, RunDirectory.open(run.path), resume=True)  # compiled anew, as it would be
     assert without_timing(run) == without_timing(whole[0])
+    same_parameters(task, whole[0], run)
+
+
+def same_parameters(task, a, b):
+    """Of the last checkpoints of two runs."""
     like, last = task.initial_state(), task.numbers[-1]
-    with Checkpoints(whole[0].checkpoints) as a, Checkpoints(run.checkpoints) as b:
+    with Checkpoints(a.checkpoints) as a, Checkpoints(b.checkpoints) as b:
         for x, y in zip(*(jax.tree.leaves(c.restore(like, last)) for c in (a, b)), strict=True):
             np.testing.assert_array_equal(x, y)
+
+
+class Asks:
+    """What tells a run to stop when its step is there."""
+
+    def __init__(self, at):
+        self.at, self.asked = at, 0
+
+    def __call__(self):
+        self.asked += 1
+        return self.asked >= self.at
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_stopped_at_any_step_and_resumed_ends_with_the_same_bits(tmp_path, task, whole, at):
+    run = new_run(tmp_path / "run", task)
+    with pytest.raises(Preempted, match=r"(in epoch|at step) \d"):
+        fit(task, run, stop=Asks(at))
+    assert kinds(run)[-1] == "interrupted" and "final" not in kinds(run)
+    fit(task, RunDirectory.open(run.path), resume=True)
+    assert without_timing(run) == without_timing(whole[0])
+    assert not run.partway.exists()
+    same_parameters(task, whole[0], run)
+
+
+@pytest.fixture(scope="module")
+def often(task):
+    """The task with a checkpoint after every step."""
+    kind = "images" if task.kind == "epoch" else "lm"
+    return CompiledOnce(MAKE[kind](checkpoint_every=1))
+
+
+def test_checkpoints_on_the_way(tmp_path, task, whole, often):
+    """An end that nobody announced: the run goes on from the step before it."""
+    run, number = new_run(tmp_path / "run", often), task.numbers[0]
+    step = number * task.steps_each + min(3, task.steps_each)
+    with pytest.raises(KeyboardInterrupt):
+        fit(often, run, Interrupt(at=step))
+    assert len(list(run.partway.iterdir())) == 1
+    began = []
+
+    class Began(Progress):
+        def start(self, steps, done):
+            began.append(done)
+
+    fit(task, RunDirectory.open(run.path), Began(), resume=True)  # how often may change
+    assert began == [step - 1]
+    assert without_timing(run) == without_timing(whole[0])
+    same_parameters(task, whole[0], run)
 
 
 def test_ctrl_c_before_the_first_test_leaves_a_run_to_resume(tmp_path, task):
@@ -339,6 +393,8 @@ def of_orbax(*_, **__):
     raise ValueError("a zarr metadata file is missing\nand so on")
 
 
+# What Orbax was writing in the background fails a second time, where nobody can catch it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_run_that_is_deleted_meanwhile(tmp_path, task, monkeypatch):
     run = new_run(tmp_path / "run", task)
     with pytest.raises(TrainError, match=r"run: was deleted while it was trained; start a new run"):

@@ -14,6 +14,7 @@ from ..options import (
     RATE,
     SEED,
     SHARE,
+    CheckpointEvery,
     Option,
     RunOptions,
 )
@@ -97,6 +98,7 @@ class Config(RunOptions):
         Literal["float32", "bfloat16"],
         Option("Of the computation; parameters are float32.", OPTIMIZATION),
     ] = "float32"
+    checkpoint_every: CheckpointEvery = None
     parallel: Annotated[Parallel, Option("How all local devices are used.")] = "jit"
     seed: Annotated[
         int, Option("Of parameters, order, augmentation, and dropout if any.", bounds=SEED)

@@ -150,8 +150,10 @@ class ImageTask:
         return lambda state, part: evaluate(self, eval_step, state, part)
 
     def batches(self, done: int) -> Iterator[Batch]:
-        for epoch in itertools.count(done // self.steps_each + 1):
-            yield from train_batches(self, epoch)
+        epochs, skip = divmod(done, self.steps_each)
+        for epoch in itertools.count(epochs + 1):
+            yield from train_batches(self, epoch, skip)
+            skip = 0
 
     def read(self, metrics: StepMetrics) -> Measured:
         accuracy = int(metrics.correct) / self.config.batch_size
@@ -205,17 +207,19 @@ class ImageTask:
         )
 
 
-def train_batches(task: ImageTask, epoch: int) -> Iterator[Batch]:
-    """The shuffled and augmented batches of an epoch, less what does not fill a batch; the same for
-    the same seed and epoch."""
-    rng = np.random.default_rng([task.config.seed, epoch])
+def train_batches(task: ImageTask, epoch: int, skip: int = 0) -> Iterator[Batch]:
+    """The shuffled and augmented batches of an epoch, less what does not fill a batch and the first
+    `skip`; the same for the same seed and epoch."""
+    seed = task.config.seed
     images, labels = task.dataset.train_images, task.dataset.train_labels
     size = task.config.batch_size
-    order = rng.permutation(len(images))[: task.steps_each * size]
-    for chosen in order.reshape(-1, size):
+    order = np.random.default_rng([seed, epoch]).permutation(len(images))[: task.steps_each * size]
+    for number, chosen in enumerate(order.reshape(-1, size)):
+        if number < skip:
+            continue
         batch = images[chosen]
         if task.augmentation is not None:
-            batch = augment(batch, task.augmentation, rng)
+            batch = augment(batch, task.augmentation, np.random.default_rng([seed, epoch, number]))
         yield Batch(batch, labels[chosen])
 
 

@@ -15,6 +15,7 @@ from ..options import (
     RATE,
     SEED,
     SHARE,
+    CheckpointEvery,
     Option,
     RunOptions,
 )
@@ -93,6 +94,7 @@ class LMConfig(RunOptions):
     report_every: Annotated[
         int, Option("Steps from one validation and checkpoint to the next.", bounds=COUNT)
     ] = 100
+    checkpoint_every: CheckpointEvery = None
     seed: Annotated[int, Option("Of parameters, order, dropout.", bounds=SEED)] = 0
 
     @property
