@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "deform_attention.h"
-#include "deform_conv_cpu.h"
+#include "vectors.h"
 
 namespace effjax {
 
@@ -84,15 +84,14 @@ EFFJAX_INLINE void make_samples(const AttentionOperands<T, A>& in, const A* loca
     const A weights[4] = {up * left, up * right, down * left, down * right};
     const bool upper = touches & (row >= 0), lower = touches & (row + 1 < rows[i]);
     const bool before = column >= 0, after = column + 1 < columns[i];
-    const bool inside[4] = {upper & before, upper & after, lower & before, lower & after};
     const int32_t at = start[i] + row * columns[i] + column, below = at + columns[i];
     const int32_t pixels[4] = {at, at + 1, below, below + 1};
     s.down[i] = down;
     s.right[i] = right;
-#pragma GCC unroll 4
     for (int q = 0; q < 4; ++q) {
-      s.pixel[q][i] = inside[q] ? pixels[q] : -1;
-      s.weight[q][i] = inside[q] ? weights[q] : A(0);
+      const bool inside = (q / 2 ? lower : upper) & (q % 2 ? after : before);
+      s.pixel[q][i] = inside ? pixels[q] : -1;
+      s.weight[q][i] = inside ? weights[q] : A(0);
     }
   }
 }
@@ -266,7 +265,7 @@ AttentionLoops<T, A> attention_loops_for_this_cpu() {
 
 // parallel(count, task) runs task(0), …, task(count - 1) on parallel.threads() threads.
 template <typename T, typename A, typename Parallel>
-void attend(const AttentionOperands<T, A>& in, T* y, const Parallel& parallel,
+void attend_all(const AttentionOperands<T, A>& in, T* y, const Parallel& parallel,
             const AttentionLoops<T, A>& loops = attention_loops_for_this_cpu<T, A>()) {
   const Attention& g = in.g;
   const std::vector<T> zeros(2 * kLanes);
@@ -278,12 +277,14 @@ void attend(const AttentionOperands<T, A>& in, T* y, const Parallel& parallel,
   });
 }
 
-// dvalue begins as zeros.
 template <typename T, typename A, typename Parallel>
-void attend_backward(const AttentionOperands<T, A>& in, const T* dy, A* dvalue, A* dlocations,
-                     A* dweights, const Parallel& parallel,
-                     const AttentionLoops<T, A>& loops = attention_loops_for_this_cpu<T, A>()) {
+void attend_all_backward(const AttentionOperands<T, A>& in, const T* dy, A* dvalue, A* dlocations,
+                         A* dweights, const Parallel& parallel,
+                         const AttentionLoops<T, A>& loops = attention_loops_for_this_cpu<T, A>()) {
   const Attention& g = in.g;
+  parallel(g.N, [&](int64_t n) {
+    std::fill_n(dvalue + n * g.S * g.M * g.D, g.S * g.M * g.D, A(0));
+  });
   parallel(g.N * g.M, [&](int64_t i) {
     std::vector<A> wide(static_cast<size_t>(g.D));
     loops.gradients(in, dy, i / g.M, i % g.M, wide.data(), dvalue, dlocations, dweights);

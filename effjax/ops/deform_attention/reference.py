@@ -3,6 +3,8 @@
 The custom calls in `custom_call.py` compute the same; here is what they mean.
 """
 
+import functools
+import itertools
 import math
 from typing import NamedTuple
 
@@ -25,8 +27,8 @@ class Levels(NamedTuple):
         return sum(h * w for h, w in self.shapes)
 
 
-# Of a number of the samples, in either pass; as measured.
-SAMPLE_BYTES = 16
+# How often the samples of a slice lie in memory at once, in either pass; as measured.
+SAMPLE_COPIES = 4
 
 
 def attend(
@@ -47,38 +49,56 @@ def attend(
     Returns:
         [N, Q, M, D] of value's dtype.
     """
-    n, queries = locations.shape[:2]
     # Nothing is rounded to value's dtype in between: its gradient would be rounded in each slice.
-    wide, locations, weights = same_varying((value.astype(weights.dtype), locations, weights))
+    wide = value.astype(weights.dtype)
+    run = functools.partial(_in_slices, levels=levels, workspace_bytes=workspace_bytes)
+    return jax.checkpoint(run)(wide, locations, weights).astype(value.dtype)
+
+
+def attend_backward(
+    value: jax.Array,
+    locations: jax.Array,
+    weights: jax.Array,
+    dy: jax.Array,
+    *,
+    levels: Levels,
+    workspace_bytes: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of value, locations and weights, all of the dtype of weights.
+
+    At a whole pixel the derivative by a location is the one to the right, as the formula with
+    `floor` has it.
+    """
+    args = value.astype(weights.dtype), locations, weights
+    run = functools.partial(_in_slices, levels=levels, workspace_bytes=workspace_bytes)
+    return jax.vjp(run, *args)[1](dy.astype(weights.dtype))
+
+
+def _in_slices(value, locations, weights, levels: Levels, workspace_bytes: int) -> jax.Array:
+    """`attend` of a value that is of the dtype of weights."""
+    value, locations, weights = same_varying((value, locations, weights))
+    n, queries = locations.shape[:2]
     size = queries_of_slice(value, locations, workspace_bytes)
-    count = math.ceil(queries / max(size, 1))
+    count = math.ceil(queries / size)
     if count <= 1:
-        return _attend(wide, locations, weights, levels).astype(value.dtype)
+        return _attend(value, locations, weights, levels)
     size = math.ceil(queries / count)
 
     def slices(a):  # [N, Q, ...] -> [count, N, size, ...]
         more = ((0, 0), (0, count * size - queries), *((0, 0),) * (a.ndim - 2))
         return jnp.moveaxis(jnp.pad(a, more).reshape(n, count, size, *a.shape[2:]), 1, 0)
 
-    @jax.checkpoint
-    def one(wide, locations, weights):
-        return _attend(wide, locations, weights, levels).astype(value.dtype)
-
+    one = jax.checkpoint(functools.partial(_attend, levels=levels))
     parts = slices(locations), slices(weights)
-    _, y = lax.scan(lambda carry, at: (carry, one(wide, *at)), None, parts)
-    y = jnp.moveaxis(y, 0, 1).reshape(n, count * size, *value.shape[2:])
-    return y[:, :queries]
+    _, y = lax.scan(lambda carry, at: (carry, one(value, *at)), None, parts)
+    return jnp.moveaxis(y, 0, 1).reshape(n, count * size, *value.shape[2:])[:, :queries]
 
 
 def queries_of_slice(value: jax.Array, locations: jax.Array, workspace_bytes: int) -> int:
     """How many queries have their samples in a workspace, one at least."""
     one = math.prod(locations.shape[:1] + locations.shape[2:5]) * value.shape[-1]
-    most = workspace_bytes // max(one * SAMPLE_BYTES * weights_bytes(locations) // 4, 1)
+    most = workspace_bytes // max(one * SAMPLE_COPIES * locations.dtype.itemsize, 1)
     return max(1, min(most, locations.shape[1]))
-
-
-def weights_bytes(locations: jax.Array) -> int:
-    return locations.dtype.itemsize
 
 
 def _attend(value: jax.Array, locations: jax.Array, weights: jax.Array, levels: Levels):
@@ -122,17 +142,22 @@ def positions(
     return jnp.where(inside, x, 0), jnp.where(inside, y, 0), inside
 
 
-def _sizes(levels: Levels, dtype) -> tuple[jax.Array, jax.Array]:
+def _sizes(levels: Levels, dtype) -> list[jax.Array]:
     """Heights and widths, each [1, 1, 1, L, 1]."""
-    sizes = np.asarray(levels.shapes).T.reshape(2, 1, 1, 1, -1, 1)
-    return jnp.asarray(sizes[0], dtype), jnp.asarray(sizes[1], dtype)
+    heights, widths = zip(*levels.shapes, strict=True)
+    return [_of_levels(heights, dtype), _of_levels(widths, dtype)]
+
+
+def _of_levels(numbers, dtype) -> jax.Array:
+    # Not a constant array, which jax.experimental.custom_partitioning does not take.
+    return jnp.stack([jnp.full((), number, dtype) for number in numbers]).reshape(1, 1, 1, -1, 1)
 
 
 def _corner_index(y0, x0, corner, levels: Levels) -> tuple[jax.Array, jax.Array]:
     """The index of a corner's pixel in all levels, and whether there is such a pixel."""
     height, width = _sizes(levels, jnp.int32)
-    ends = np.cumsum([h * w for h, w in levels.shapes])
-    start = jnp.asarray([0, *ends[:-1]], jnp.int32)[:, None]
+    ends = itertools.accumulate(h * w for h, w in levels.shapes)
+    start = _of_levels([0, *ends][:-1], jnp.int32)
     y, x = (at.astype(jnp.int32) + step for at, step in zip((y0, x0), corner, strict=True))
     valid = (y >= 0) & (y < height) & (x >= 0) & (x < width)
     start, width = (jnp.broadcast_to(a, y.shape) for a in (start, width))
