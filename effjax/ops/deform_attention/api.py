@@ -78,8 +78,11 @@ def ms_deform_attn(
 
 @functools.partial(jax.jit, static_argnums=0)  # loops would be compiled again for every call
 def _ms_deform_attn(static: "Static", *arrays) -> jax.Array:
-    y = attend(static, *arrays)
-    return y.reshape(*y.shape[:2], y.shape[2] * y.shape[3])
+    def of_images(arrays, _):
+        y = attend(static, *arrays)
+        return y.reshape(*y.shape[:2], y.shape[2] * y.shape[3])
+
+    return on_each_device(of_images, arrays[0])(arrays, ())
 
 
 class Static(NamedTuple):
@@ -98,18 +101,12 @@ class Static(NamedTuple):
 
 
 def attend(static: Static, value: jax.Array, locations: jax.Array, weights: jax.Array) -> jax.Array:
-    """y [N, Q, M, D] of value's dtype, on each device's images."""
-
-    def of_images(arrays, _):
-        value, locations, weights = arrays
-        wide = "float64" in (value.dtype, locations.dtype, weights.dtype)
-        dtype = jnp.dtype("float64" if wide else "float32")
-        args = value.astype(dtype if wide else value.dtype), *(
-            a.astype(dtype) for a in (locations, weights)
-        )
-        return static.run(static, *same_varying(args)).astype(value.dtype)
-
-    return on_each_device(of_images, value)((value, locations, weights), ())
+    """y [N, Q, M, D] of value's dtype; arrays of any dtypes, no axis on an Explicit mesh."""
+    wide = "float64" in (value.dtype, locations.dtype, weights.dtype)
+    dtype = jnp.dtype("float64" if wide else "float32")
+    at = locations.astype(dtype), weights.astype(dtype)
+    args = same_varying((value.astype(dtype if wide else value.dtype), *at))
+    return static.run(static, *args).astype(value.dtype)
 
 
 def _in_xla(static: Static, *args) -> jax.Array:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from .._parallel import on_each_device
 from . import arguments
 from .api import Static, attend, static_of
 from .reference import Levels
@@ -77,14 +78,18 @@ def dcn_aggregate(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _dcn_aggregate(static: Static, window: Window, groups: int, x, offset, mask) -> jax.Array:
-    n, height, width, points = mask.shape
-    wide = "float64" in (x.dtype, offset.dtype, mask.dtype)
-    moved = offset.astype(jnp.float64 if wide else jnp.float32)
-    y = attend(
-        static,
-        x.reshape(n, x.shape[1] * x.shape[2], groups, x.shape[3] // groups),
-        positions(moved, window, groups),
-        mask.reshape(n, height * width, groups, 1, points // groups),
-    )
-    return y.reshape(n, height, width, x.shape[3])
+def _dcn_aggregate(static: Static, window: Window, groups: int, *arrays) -> jax.Array:
+    def of_images(arrays, _):
+        x, offset, mask = arrays
+        n, height, width, points = mask.shape
+        wide = "float64" in (x.dtype, offset.dtype, mask.dtype)
+        moved = offset.astype(jnp.float64 if wide else jnp.float32)
+        y = attend(
+            static,
+            x.reshape(n, x.shape[1] * x.shape[2], groups, x.shape[3] // groups),
+            positions(moved, window, groups),
+            mask.reshape(n, height * width, groups, 1, points // groups),
+        )
+        return y.reshape(n, height, width, x.shape[3])
+
+    return on_each_device(of_images, arrays[0])(arrays, ())
