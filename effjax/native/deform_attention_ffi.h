@@ -35,7 +35,7 @@ inline ffi::Error check_attention(const AttentionInputs& in, AnyBuffer y,
     pixels += sizes[l] * sizes[l + 1];
   }
   const auto levels = static_cast<int64_t>(g.levels.size());
-  if (sizes.size() % 2 || levels == 0 || pixels != g.S || pixels > INT32_MAX) {
+  if (sizes.size() % 2 || levels == 0 || pixels != g.S || pixels >= (int64_t{1} << 30)) {
     return invalid("the sizes of the levels must be (H, W) each, and be the pixels of value " +
                    shape_text(in.value));
   }

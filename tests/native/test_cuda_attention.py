@@ -63,7 +63,7 @@ def close(got, want, dtype):
 
 # Channels of a head: several packs of 16 bytes, one, more than a warp takes at once, odd numbers.
 CASES = [
-    (np.float32, 32, 4, True), exhaustive(np.float32, 4, 3, False), (np.float32, 136, 2, True),
+    (np.float32, 32, 4, True), exhaustive(np.float32, 4, 3, False), exhaustive(np.float32, 136, 2, True),
     (np.float32, 3, 5, False), exhaustive(np.float64, 6, 4, True), (jnp.bfloat16, 32, 4, True),
     exhaustive(jnp.bfloat16, 5, 1, True), exhaustive(np.float16, 16, 3, False),
 ]  # fmt: skip
@@ -117,7 +117,5 @@ def test_programs_compile_for_a_gpu():
     args = [jax.ShapeDtypeStruct(s, "float32") for s in sizes]
     found = plan(jax.grad(loss, range(6)), *args)
     calls = re.findall(r'custom_call_target="effjax_(\w+)"', found.hlo)
-    assert sorted(calls) == ["ms_deform_attn", *["ms_deform_attn_backward"] * 2] or sorted(
-        calls
-    ) == [*["ms_deform_attn"] * 2, *["ms_deform_attn_backward"] * 2]
+    assert sorted(calls) == ["ms_deform_attn"] * 2 + ["ms_deform_attn_backward"] * 2
     assert found.device.temporaries < 4 * 2 * 500 * 2 * 8 * 32 / 4

@@ -76,8 +76,8 @@ def check_pixels(pixels: int, shapes: tuple[tuple[int, int], ...]) -> None:
         raise ValueError(
             f"`value` has {pixels} pixels (S), but `spatial_shapes` {shapes} have {wanted}."
         )
-    if pixels >= 2**31:
-        raise ValueError(f"`value` must have fewer than 2**31 pixels (S), not {pixels}.")
+    if pixels >= 2**30:
+        raise ValueError(f"`value` must have fewer than 2**30 pixels (S), not {pixels}.")
 
 
 def as_aggregation(
