@@ -1,5 +1,5 @@
-"""Deformable attention: effjax's custom call and its XLA form beside a packed gather of plain XLA, in
-one process and on as many threads; and what the forms of XLA take on a GPU that need not be there.
+"""Deformable attention: effjax's custom call and its XLA form beside a packed gather of plain XLA,
+in one process and on as many threads; and what they take on a GPU that need not be there.
 """
 
 import functools
@@ -23,7 +23,7 @@ LEVELS = (100, 134), (50, 67), (25, 34), (13, 17)
 
 
 class Case(NamedTuple):
-    """Four points a level for each head; queries are boxes anywhere, or pixels one after the other."""
+    """Four points a level for each head; queries are anywhere, or pixels one after the other."""
 
     queries: int
     shapes: tuple[tuple[int, int], ...] = LEVELS
@@ -38,7 +38,7 @@ CASES = Case(300), Case(22_223)
 
 
 def make_arrays(case: Case) -> dict[str, np.ndarray]:
-    """A value, locations two pixels of each level around a query's own, weights, and a cotangent."""
+    """A value, locations some pixels of each level around a query's own, weights, a cotangent."""
     rng = np.random.default_rng(0)
     n, queries, heads, channels = case.batch, case.queries, case.heads, case.channels
     at = n, queries, heads, len(case.shapes), case.points
@@ -110,8 +110,8 @@ def forms(case: Case) -> dict[str, Callable]:
             value, case.shapes, *others, implementation=implementation
         )
 
-    found = {"packed gather": functools.partial(packed_gather, shapes=case.shapes)}
-    found["effjax xla"] = ours("xla")
+    packed = functools.partial(packed_gather, shapes=case.shapes)
+    found: dict[str, Callable] = {"packed gather": packed, "effjax xla": ours("xla")}
     if available(jax.default_backend().replace("gpu", "cuda")):
         found["effjax native"] = ours("native")
     return found
@@ -142,8 +142,10 @@ def plan_case(case: Case, target: str) -> list[dict]:
     for name, attn in forms(case).items():
         if name == "effjax native" and not available("cuda"):
             continue
-        device = plan(step_of(attn, True), *args, target=target).device
-        rows.append({"name": name, "temp_bytes": device.temporaries, "peak_bytes": device.peak})
+        found = plan(step_of(attn, True), *args, target=target)
+        temporaries = found.device.temporaries
+        peak = found.peak_device_bytes
+        rows.append({"name": name, "temp_bytes": temporaries, "peak_bytes": peak})
     samples = case.batch * case.queries * case.heads * len(case.shapes) * case.points
     rows.append({"name": "the samples alone", "temp_bytes": samples * case.channels * 4})
     return rows

@@ -52,16 +52,14 @@ def _check_division(features: Any, name: str, parts: Any) -> None:
 
 
 def directions(num_heads: int, num_levels: int, num_points: int):
-    """The initial bias of sampling offsets: each head looks another way, point p p + 1 pixels far."""
+    """The initial bias of offsets: each head looks another way, point p at p + 1 pixels."""
 
     def init(key: Any, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
         angles = np.arange(num_heads) * (2 * math.pi / num_heads)
         way = np.stack([np.cos(angles), np.sin(angles)], -1)
         way /= np.abs(way).max(-1, keepdims=True)
         far = np.arange(1, num_points + 1)[:, None]
-        bias = np.broadcast_to(
-            way[:, None, None] * far, (num_heads, num_levels, num_points, 2)
-        )
+        bias = np.broadcast_to(way[:, None, None] * far, (num_heads, num_levels, num_points, 2))
         return jnp.asarray(bias.reshape(shape), dtype)
 
     return init
@@ -80,9 +78,7 @@ def checked_sequences(
             )
     shapes = as_shapes(spatial_shapes)
     if len(shapes) != num_levels:
-        raise ValueError(
-            f"`spatial_shapes` has {len(shapes)} levels, but num_levels={num_levels}."
-        )
+        raise ValueError(f"`spatial_shapes` has {len(shapes)} levels, but num_levels={num_levels}.")
     check_pixels(value.shape[1], shapes)
     return query, value, shapes
 
@@ -107,7 +103,8 @@ def attend(
         value = jnp.where(padding_mask[..., None], 0, value)
     at_least = jnp.promote_types(offsets.dtype, jnp.float32)
     heads = n, queries, num_heads, len(shapes)
-    offsets = offsets.astype(at_least).reshape(*heads, offsets.shape[-1] // math.prod(heads[2:]) // 2, 2)
+    count = offsets.shape[-1] // (2 * num_heads * len(shapes))
+    offsets = offsets.astype(at_least).reshape(*heads, count, 2)
     weights = jax.nn.softmax(logits.astype(at_least).reshape(n, queries, num_heads, -1))
     return ms_deform_attn(
         value.reshape(n, value.shape[1], num_heads, value.shape[-1] // num_heads),
@@ -121,7 +118,7 @@ def attend(
 def locations(
     reference_points: Any, offsets: jax.Array, shapes: tuple[tuple[int, int], ...]
 ) -> jax.Array:
-    """[N, Q, M, L, P, 2], shares of each level, around points [N, Q, L, 2] or boxes [N, Q, L, 4]."""
+    """[N, Q, M, L, P, 2], shares of levels, around points [N, Q, L, 2] or boxes [N, Q, L, 4]."""
     points = as_array("reference_points", reference_points)
     n, queries, _, levels, count, _ = offsets.shape
     if points.shape not in ((n, queries, levels, 2), (n, queries, levels, 4)):
@@ -153,6 +150,7 @@ def center_scaled(
     y: jax.Array, x: jax.Array, features: jax.Array, weight: jax.Array, bias: jax.Array
 ) -> jax.Array:
     """Each group of y and of x, weighed against each other by a sigmoid of `features`."""
-    scale = jax.nn.sigmoid(jnp.einsum("nhwc,gc->nhwg", features, weight) + bias.reshape(1, 1, 1, -1))
+    logits = jnp.einsum("nhwc,gc->nhwg", features, weight)
+    scale = jax.nn.sigmoid(logits + bias.reshape(1, 1, 1, -1))
     scale = jnp.repeat(scale, y.shape[-1] // weight.shape[0], axis=-1)
     return y * (1 - scale) + x * scale

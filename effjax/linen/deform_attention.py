@@ -107,7 +107,7 @@ class DCNv3(nn.Module):
             self.dtype, self.param_dtype, self.implementation,
         )  # fmt: skip
         x = checked_images(x, self.features)
-        options = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+        options: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         size = self.kernel_size if self.dw_kernel_size is None else self.dw_kernel_size
         z = nn.Conv(
             self.features, (size, size), padding=(size - 1) // 2, precision=self.precision,
@@ -124,7 +124,8 @@ class DCNv3(nn.Module):
         projected = linear("input_proj", self.features, _xavier)(x)
         y = shared.aggregate(
             projected, linear("offset", points * 2, _zeros)(z), linear("mask", points, _zeros)(z),
-            kernel_size=self.kernel_size, padding=self.kernel_dilation * (self.kernel_size - 1) // 2,
+            kernel_size=self.kernel_size,
+            padding=self.kernel_dilation * (self.kernel_size - 1) // 2,
             kernel_dilation=self.kernel_dilation, offset_groups=self.offset_groups,
             offset_scale=self.offset_scale, remove_center=self.remove_center,
             implementation=self.implementation,

@@ -63,7 +63,9 @@ class MSDeformAttn(nnx.Module):
         self.features, self.num_levels, self.num_heads = features, num_levels, num_heads
         self.implementation = implementation
         samples = num_heads * num_levels * num_points
-        options = dict(dtype=dtype, param_dtype=param_dtype, precision=precision, rngs=rngs)
+        options: dict[str, Any] = dict(
+            dtype=dtype, param_dtype=param_dtype, precision=precision, rngs=rngs
+        )
 
         def linear(out: int, kernel_init: Any, bias_init: Any = _zeros) -> nnx.Linear:
             return nnx.Linear(
@@ -155,12 +157,12 @@ class DCNv3(nnx.Module):
         )  # fmt: skip
         check_rngs(rngs)
         self.features, self.dtype = features, dtype
-        self.options = dict(
+        self.options: dict[str, Any] = dict(
             kernel_size=kernel_size, padding=kernel_dilation * (kernel_size - 1) // 2,
             kernel_dilation=kernel_dilation, offset_groups=offset_groups,
             offset_scale=offset_scale, remove_center=remove_center, implementation=implementation,
         )  # fmt: skip
-        options = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         size = kernel_size if dw_kernel_size is None else dw_kernel_size
         self.dw_conv = nnx.Conv(
             features, features, (size, size), padding=(size - 1) // 2, precision=precision,

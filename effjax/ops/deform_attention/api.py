@@ -171,8 +171,8 @@ def _parts_of(static: Static) -> tuple[Callable, Callable]:
     )  # fmt: skip
 
 
-# CUDA joins None when its kernels have run on a GPU: so far they have been compiled, and emulated on
-# a CPU.
+# CUDA joins None when its kernels have run on a GPU: so far they have been compiled, and emulated
+# on a CPU.
 _NATIVE: dict[str | None, tuple[str, ...]] = {None: ("cpu",), "native": ("cpu", "cuda"), "xla": ()}
 SLICE_BYTES_ON_A_CPU = 4 * 2**20  # larger slices fall out of its caches; they cost a GPU nothing
 

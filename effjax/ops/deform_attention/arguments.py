@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from .._arguments import as_flag, as_integer, as_number, described
 from .._convolution import padding_of, padding_pairs, pair
@@ -47,7 +48,7 @@ def as_shapes(spatial_shapes: Any) -> tuple[tuple[int, int], ...]:
     """(H, W) of each level, of numbers that are known when a program is traced."""
     is_array = isinstance(spatial_shapes, (np.ndarray, jax.Array))
     rows = None
-    if isinstance(spatial_shapes, jax.core.Tracer):
+    if isinstance(spatial_shapes, Tracer):
         raise TypeError(
             "`spatial_shapes` must be of Python's integers, not a traced array: slices of `value` "
             "have sizes that are known when the program is compiled."

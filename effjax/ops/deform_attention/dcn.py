@@ -72,7 +72,7 @@ def dcn_aggregate(
     )
     window = arguments.with_scale(window, offset_scale, remove_center)
     groups = arguments.check_channels(x, offset, mask, window, offset_groups)
-    levels = Levels((x.shape[1:3],), normalized=False)
+    levels = Levels(((x.shape[1], x.shape[2]),), normalized=False)
     static = static_of("dcn_aggregate", levels, implementation, workspace_bytes)
     return _dcn_aggregate(static, window, groups, x, offset, mask)
 

@@ -126,9 +126,7 @@ def _attend(value: jax.Array, locations: jax.Array, weights: jax.Array, levels: 
     return total
 
 
-def positions(
-    locations: jax.Array, levels: Levels
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def positions(locations: jax.Array, levels: Levels) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Where a level is sampled, (x, y) in pixels, and whether that touches it: [N, Q, M, L, P].
 
     A sample outside, or at a position that is no number, is moved to (0, 0); the choice passes no

@@ -43,7 +43,7 @@ def _steps(window: Window) -> tuple[np.ndarray, np.ndarray]:
     along_y, along_x = (
         d * np.arange(k) for k, d in zip(window.kernel_size, window.kernel_dilation, strict=True)
     )
-    steps = np.tile(along_y, along_x.size), np.repeat(along_x, along_y.size)
+    down, right = np.tile(along_y, along_x.size), np.repeat(along_x, along_y.size)
     if window.remove_center:
-        steps = tuple(np.delete(a, a.size // 2) for a in steps)
-    return steps
+        down, right = (np.delete(a, a.size // 2) for a in (down, right))
+    return down, right

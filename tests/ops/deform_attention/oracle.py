@@ -1,4 +1,4 @@
-"""Deformable attention and its gradients by the definition: loops, float64, one sample at a time."""
+"""Deformable attention and its gradients by the definition: loops, float64, sample by sample."""
 
 import itertools
 import math

@@ -20,17 +20,45 @@ VALUE, AT, WEIGHTS = (GOOD[n] for n in ("value", "sampling_locations", "attentio
 @pytest.mark.parametrize(
     ("error", "match", "args"),
     [
-        (ValueError, r"`value` of shape \(2, 7, 12\) must be .N, S, M, D.", {"value": VALUE.reshape(2, 7, 12)}),
+        (
+            ValueError,
+            r"`value` of shape \(2, 7, 12\) must be .N, S, M, D.",
+            {"value": VALUE.reshape(2, 7, 12)},
+        ),
         (ValueError, "`value` .* M and D positive", {"value": VALUE[..., :0]}),
-        (ValueError, r"`value` has 6 pixels .S., but `spatial_shapes` .* have 7", {"value": VALUE[:, 1:]}),
+        (
+            ValueError,
+            r"`value` has 6 pixels .S., but `spatial_shapes` .* have 7",
+            {"value": VALUE[:, 1:]},
+        ),
         (TypeError, "`value` must be one of .* int32", {"value": VALUE.astype(np.int32)}),
         (TypeError, "`attention_weights` must be .* bool", {"attention_weights": WEIGHTS > 0}),
-        (ValueError, r"`sampling_locations` .* must be \(2, Q, 3, 2, P, 2\)", {"sampling_locations": AT[..., 0]}),
-        (ValueError, r"`sampling_locations` .* must be \(2, Q, 3, 2, P, 2\)", {"sampling_locations": AT[:, :, :2]}),
-        (ValueError, r"`sampling_locations` .* must be \(2, Q, 3, 2, P, 2\)", {"sampling_locations": AT[:1]}),
+        (
+            ValueError,
+            r"`sampling_locations` .* must be \(2, Q, 3, 2, P, 2\)",
+            {"sampling_locations": AT[..., 0]},
+        ),
+        (
+            ValueError,
+            r"`sampling_locations` .* must be \(2, Q, 3, 2, P, 2\)",
+            {"sampling_locations": AT[:, :, :2]},
+        ),
+        (
+            ValueError,
+            r"`sampling_locations` .* must be \(2, Q, 3, 2, P, 2\)",
+            {"sampling_locations": AT[:1]},
+        ),
         (ValueError, "no points", {"sampling_locations": AT[..., :0, :]}),
-        (ValueError, r"`attention_weights` .* must be \(2, 5, 3, 2, 4\)", {"attention_weights": WEIGHTS[..., :2]}),
-        (ValueError, "`spatial_shapes` has .2, 3, 1., but a level is", {"spatial_shapes": ((2, 3, 1),)}),
+        (
+            ValueError,
+            r"`attention_weights` .* must be \(2, 5, 3, 2, 4\)",
+            {"attention_weights": WEIGHTS[..., :2]},
+        ),
+        (
+            ValueError,
+            "`spatial_shapes` has .2, 3, 1., but a level is",
+            {"spatial_shapes": ((2, 3, 1),)},
+        ),
         (ValueError, "`spatial_shapes` has .7,., but a level is", {"spatial_shapes": (7,)}),
         (ValueError, "`spatial_shapes` .=0.", {"spatial_shapes": ((0, 3), (1, 7))}),
         (TypeError, "`spatial_shapes` must be a sequence", {"spatial_shapes": ()}),
@@ -41,7 +69,7 @@ VALUE, AT, WEIGHTS = (GOOD[n] for n in ("value", "sampling_locations", "attentio
         (TypeError, "`workspace_bytes` must be an integer", {"workspace_bytes": 1.5}),
     ],
     ids=range(19),
-)  # fmt: skip
+)
 def test_bad_input(error, match, args):
     with pytest.raises(error, match=match):
         jax.eval_shape(lambda: ms_deform_attn(**{**GOOD, **args}))
@@ -75,15 +103,23 @@ WINDOW = {
         (ValueError, "`mask` .* with 27 channels", {"offset_groups": 3}),
         (ValueError, "`mask` .* must be .N, Ho, Wo, G . K., .2, 5, 4.", {"padding": 1}),
         (ValueError, r"`offset` .* must be \(2, 3, 2, 36\)", {"offset": WINDOW["mask"]}),
-        (ValueError, "6 channels of `x` .* offset_groups .=4.", {"mask": np.zeros((2, 3, 2, 36)), "offset": np.zeros((2, 3, 2, 72))}),
+        (
+            ValueError,
+            "6 channels of `x` .* offset_groups .=4.",
+            {"mask": np.zeros((2, 3, 2, 36)), "offset": np.zeros((2, 3, 2, 72))},
+        ),
         (ValueError, "output would be empty", {"kernel_dilation": 2}),
-        (ValueError, "`remove_center` needs .* kernel_size=.2, 3.", {"kernel_size": (2, 3), "remove_center": True}),
+        (
+            ValueError,
+            "`remove_center` needs .* kernel_size=.2, 3.",
+            {"kernel_size": (2, 3), "remove_center": True},
+        ),
         (TypeError, "`remove_center` must be True or False", {"remove_center": 1}),
         (ValueError, "`offset_scale` .=inf.", {"offset_scale": np.inf}),
         (ValueError, "`padding` .='FULL'.", {"padding": "FULL"}),
     ],
     ids=range(12),
-)  # fmt: skip
+)
 def test_bad_windows(error, match, args):
     with pytest.raises(error, match=match):
         jax.eval_shape(lambda: dcn_aggregate(**{**WINDOW, **args}))

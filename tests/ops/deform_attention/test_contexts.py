@@ -36,7 +36,7 @@ def gain():
 
 
 def setup(attn):
-    """As tests.contexts wants it: a factor of the result is the parameter, all else is the batch."""
+    """As tests.contexts wants it: a factor of the result is the parameter, all else the batch."""
     c = case()
     value, locations, weights = c.args
 
@@ -213,5 +213,7 @@ def test_scan_and_remat(attn):
             value, _ = layer(value, at)
         return jnp.sum(value**2)
 
-    got, want = (jax.jit(jax.grad(f, argnums=(0, 1, 2)))(value, *layers) for f in (scanned, unrolled))
+    got, want = (
+        jax.jit(jax.grad(f, argnums=(0, 1, 2)))(value, *layers) for f in (scanned, unrolled)
+    )
     assert_trees_close(got, want, 1e-12)

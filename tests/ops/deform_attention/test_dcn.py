@@ -1,4 +1,4 @@
-"""DCNv3's aggregation: its points, and that it is the operator that test_deform_attention.py tests."""
+"""DCNv3's aggregation: its points, and that it is the operator of test_deform_attention.py."""
 
 import functools
 
