@@ -16,6 +16,7 @@ import effjax.nnx  # noqa: E402
 from effjax import convert, native  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("x64")
+SAME_NAMES = convert.Table()
 SHAPES = (5, 4), (3, 2), (1, 1)
 IMPLEMENTATIONS = ["xla", *(["native"] if native.available("cpu") else [])]
 
@@ -103,7 +104,7 @@ class DCNv3(nn.Module):
         return self.output_proj(y * (1 - gate) + projected * gate)
 
 
-def beside(theirs, args, ours, table=convert.Table()):
+def beside(theirs, args, ours, table=SAME_NAMES):
     """Results and gradients of all parameters and of the first argument, with equal weights."""
     torch.manual_seed(0)
     theirs = theirs.double()

@@ -135,7 +135,7 @@ def positions(locations: jax.Array, levels: Levels) -> tuple[jax.Array, jax.Arra
     height, width = _sizes(levels, locations.dtype)
     x, y = locations[..., 0], locations[..., 1]
     if levels.normalized:
-        x, y = (a * jnp.broadcast_to(s, a.shape) - 0.5 for a, s in ((x, width), (y, height)))
+        x, y = x * width - 0.5, y * height - 0.5
     inside = (y > -1) & (y < height) & (x > -1) & (x < width)  # no for NaN
     return jnp.where(inside, x, 0), jnp.where(inside, y, 0), inside
 
@@ -158,7 +158,6 @@ def _corner_index(y0, x0, corner, levels: Levels) -> tuple[jax.Array, jax.Array]
     start = _of_levels([0, *ends][:-1], jnp.int32)
     y, x = (at.astype(jnp.int32) + step for at, step in zip((y0, x0), corner, strict=True))
     valid = (y >= 0) & (y < height) & (x >= 0) & (x < width)
-    start, width = (jnp.broadcast_to(a, y.shape) for a in (start, width))
     return jnp.where(valid, start + y * width + x, 0), valid
 
 

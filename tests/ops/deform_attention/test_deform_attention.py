@@ -275,10 +275,11 @@ def test_a_plan_has_the_slices_of_a_gpu():
             assert ("while" in text) == (platform == "cpu")
 
 
+@pytest.mark.exhaustive
 @double
 @all_implementations
 @hypothesis.settings(
-    max_examples=4, deadline=None, derandomize=True, database=None,
+    max_examples=6, deadline=None, derandomize=True, database=None,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @hypothesis.given(data=st.data())
