@@ -8,6 +8,8 @@ from .ops.batch_norm import BatchStats as BatchStats
 from .ops.batch_norm import batch_norm_inference as batch_norm_inference
 from .ops.batch_norm import sync_batch_norm as sync_batch_norm
 from .ops.cross_entropy import linear_cross_entropy as linear_cross_entropy
+from .ops.deform_attention import dcn_aggregate as dcn_aggregate
+from .ops.deform_attention import ms_deform_attn as ms_deform_attn
 from .ops.deform_conv import deform_conv2d as deform_conv2d
 from .ops.dense_block import DenseLayerParams as DenseLayerParams
 from .ops.dense_block import bn_relu_conv as bn_relu_conv

@@ -16,6 +16,7 @@ import effjax
 from effjax import compat, linen, models, native, nnx
 from effjax.models import linen as linen_models
 from effjax.ops.batch_norm.statistics import GATHER_BYTES
+from effjax.ops.deform_attention.api import SLICE_BYTES_ON_A_CPU
 from effjax.ops.deform_conv.api import IMPLEMENTATIONS
 from effjax.ops.dense_block.wide import SLICE_BYTES
 
@@ -64,6 +65,7 @@ def test_spelling_is_american():
     [
         (effjax.bn_relu_conv, f"slices of about {SLICE_BYTES >> 20} MiB in float32"),
         (effjax.dense_block, f"by default of about {SLICE_BYTES >> 20} MiB in float32"),
+        (effjax.ms_deform_attn, f"slices of {SLICE_BYTES_ON_A_CPU >> 20} MiB"),
         (effjax.sync_batch_norm, f"the first up to {GATHER_BYTES >> 10} KiB"),
         (
             effjax.deform_conv2d,

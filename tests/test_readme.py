@@ -259,6 +259,16 @@ def deform_conv_rows():
             ]
 
 
+def deform_attention_rows():
+    files = [f"deform_attention_{queries}" for queries in (300, 22223)]
+    runs = [measured(f"cpu/{f}_forward{more}.json") for f in files for more in ("", "_backward")]
+    planned = [measured(f"planned/{file}_h200.json") for file in files]
+    for name in ("packed gather", "effjax xla", "effjax native"):
+        milliseconds = [f"{1e3 * run[name]['seconds']:.0f}" for run in runs]
+        times = " / ".join(milliseconds[:2]), " / ".join(milliseconds[2:])
+        yield [name, *times, *(f"{plan[name]['temp_bytes'] / 1e6:.0f}" for plan in planned)]
+
+
 def offload_rows():
     file = MEASURED / "planned/offload_adam_1024_float32_h200.json"
     by_name = {}
@@ -280,7 +290,7 @@ def cross_entropy_rows():
 
 
 TABLES = [block_rows, batch_norm_rows, densenet_rows, deform_conv_rows, offload_rows]
-TABLES += [cross_entropy_rows]
+TABLES += [cross_entropy_rows, deform_attention_rows]
 
 
 def updated_in_the_backward_pass_rows():

@@ -10,9 +10,11 @@ from effjax import (
     DenseLayerParams,
     batch_norm_inference,
     bn_relu_conv,
+    dcn_aggregate,
     deform_conv2d,
     dense_block,
     linear_cross_entropy,
+    ms_deform_attn,
     sync_batch_norm,
 )
 
@@ -52,8 +54,27 @@ def _linear_cross_entropy(x, axis_name):
     return linear_cross_entropy(x, jnp.ones((3, 7)), labels, **options)
 
 
+def _ms_deform_attn(x, axis_name, implementation=None):
+    at = (*x.shape[:2], 1, 2, 3)
+    locations, weights = jnp.ones((*at, 2), x.dtype), jnp.ones(at, x.dtype)
+    options = dict(implementation=implementation, workspace_bytes=100)
+    value, shapes = x.reshape(x.shape[0], 25, 1, 3), ((4, 5), (1, 5))
+    return ms_deform_attn(value, shapes, locations, weights, **options)
+
+
+def _dcn_aggregate(x, axis_name, implementation=None):
+    offset, mask = (jnp.ones((*x.shape[:3], n), x.dtype) for n in (18, 9))
+    options = dict(padding=1, offset_scale=2.0, implementation=implementation)
+    return dcn_aggregate(x, offset, mask, workspace_bytes=100, **options)
+
+
+_in_xla = [
+    functools.partial(operator, implementation="xla")
+    for operator in (_ms_deform_attn, _dcn_aggregate)
+]
 _deform_conv2d_in_xla = functools.partial(_deform_conv2d, implementation="xla")
 _layers = [_bn_relu_conv, _dense_block, _deform_conv2d, _deform_conv2d_in_xla]
+_layers += [_ms_deform_attn, _dcn_aggregate, *_in_xla]
 OPERATORS = [_sync_batch_norm, _batch_norm_inference, _linear_cross_entropy, *_layers]
 
 

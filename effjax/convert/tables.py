@@ -67,6 +67,8 @@ DEFORM_CONV = Table(
     older=((r"conv_offset_mask\.", "conv_offset."), (r"(conv\d+)_offset\.", r"\1.conv_offset.")),
 )
 
+DCNV3 = Table({"dw_conv.0": "dw_conv", "dw_conv.1.1": "dw_norm"})
+
 
 def nnx_path(path: str) -> str:
     """Where linen's `blocks_0.layers_1.conv1.kernel` is in nnx."""

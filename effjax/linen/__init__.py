@@ -6,6 +6,8 @@ The modules of `effjax.nnx`, by the same names.
 from .._deprecated import moved
 from .batch_norm import BatchNorm as BatchNorm
 from .convert import convert_batch_norm as convert_batch_norm
+from .deform_attention import DCNv3 as DCNv3
+from .deform_attention import MSDeformAttn as MSDeformAttn
 from .deform_conv import DeformConv as DeformConv
 from .deform_conv import DeformConvPack as DeformConvPack
 from .deform_conv import DFConv2d as DFConv2d

@@ -19,6 +19,8 @@ _PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
 _SYMBOLS = {
     "effjax_deform_columns": "EffjaxDeformColumns",
     "effjax_deform_columns_backward": "EffjaxDeformColumnsBackward",
+    "effjax_ms_deform_attn": "EffjaxMsDeformAttn",
+    "effjax_ms_deform_attn_backward": "EffjaxMsDeformAttnBackward",
 }
 _CUDA_SYMBOLS = {"effjax_deform_scatter_sorted": "EffjaxDeformScatterSorted"}
 

@@ -9,6 +9,8 @@ from .batch_norm import BatchNorm as BatchNorm
 from .compiled import offload_jit as offload_jit
 from .convert import convert_batch_norm as convert_batch_norm
 from .convert import revert_batch_norm as revert_batch_norm
+from .deform_attention import DCNv3 as DCNv3
+from .deform_attention import MSDeformAttn as MSDeformAttn
 from .deform_conv import DeformConv as DeformConv
 from .deform_conv import DeformConvPack as DeformConvPack
 from .deform_conv import DFConv2d as DFConv2d

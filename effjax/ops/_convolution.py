@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from jax import lax
+
 from ._arguments import as_integer
 
 
@@ -33,3 +35,11 @@ def padding_of(padding: Any) -> Any:
     if len(padding) != 2:
         raise ValueError(f"`padding` (={padding!r:.80}) must be given for the two spatial axes.")
     return tuple(pair("padding", side, 0) for side in padding)
+
+
+def padding_pairs(padding: Any, size: Any, kernel_size: Any, strides: Any, dilation: Any) -> Any:
+    """What `padding_of` returns as ((top, bottom), (left, right)), for images of this size."""
+    if not isinstance(padding, str):
+        return padding
+    reach = [(k - 1) * d + 1 for k, d in zip(kernel_size, dilation, strict=True)]
+    return tuple(map(tuple, lax.padtype_to_pads(size, reach, strides, padding)))

@@ -15,6 +15,7 @@ from flax import nnx
 from effjax.bench import (
     batch_norm,
     cross_entropy,
+    deform_attention,
     deform_conv,
     dense_block,
     figure,
@@ -78,6 +79,26 @@ def test_deform_conv(backward):
     native = {"effjax native"} if available("cpu") else set()
     assert rows.keys() >= {"plain XLA", "effjax xla"} | native
     assert all(row["difference"] < 1e-5 for row in rows.values())
+
+
+@pytest.mark.parametrize("backward", [exhaustive(False), True])
+def test_deform_attention(backward):
+    case = deform_attention.Case(5, shapes=((4, 5), (2, 3)), heads=2, channels=3, points=2, batch=2)
+    rows = {row["name"]: row for row in deform_attention.bench_case(case, backward, rounds=1)}
+    native = {"effjax native"} if available("cpu") else set()
+    assert rows.keys() == {"packed gather", "effjax xla"} | native
+    assert all(row["difference"] < 1e-5 for row in rows.values())
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_deform_attention_planned(tmp_path, monkeypatch):
+    case = deform_attention.Case(50, shapes=((4, 5), (2, 3)), heads=2)
+    monkeypatch.setattr(deform_attention, "CASES", (case,))
+    deform_attention.main(target="l4", json=tmp_path)
+    rows = rows_of(tmp_path / "deform_attention_50_l4.json")
+    assert rows["the samples alone"]["temp_bytes"] == 4 * 50 * 2 * 2 * 4 * 32
+    assert rows["packed gather"]["temp_bytes"] > rows["the samples alone"]["temp_bytes"]
 
 
 @pytest.mark.exhaustive

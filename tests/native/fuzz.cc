@@ -5,21 +5,10 @@
 
 #include <sys/mman.h>
 
-#include <cstdio>
-#include <limits>
-#include <memory>
-#include <random>
-#include <thread>
-
 #include "deform_conv_cpu.h"
+#include "fuzz.h"
 
 namespace {
-
-std::mt19937 random_bits(0);
-
-int64_t pick(int64_t least, int64_t most) {
-  return std::uniform_int_distribution<int64_t>(least, most)(random_bits);
-}
 
 float pick_offset(int64_t size) {
   const float infinity = std::numeric_limits<float>::infinity();
@@ -27,45 +16,6 @@ float pick_offset(int64_t size) {
   if (pick(0, 2) == 0) return odd[pick(0, 8)];
   return std::normal_distribution<float>(0, 3)(random_bits);
 }
-
-template <typename T>
-struct Array {
-  explicit Array(int64_t count) : count(count), data(new T[count]()) {}
-  int64_t count;
-  std::unique_ptr<T[]> data;
-};
-
-template <typename T>
-void fill(Array<T>& a) {
-  for (int64_t i = 0; i < a.count; ++i) {
-    effjax::narrow(std::normal_distribution<float>()(random_bits), a.data[i]);
-  }
-}
-void fill(Array<double>& a) {
-  for (int64_t i = 0; i < a.count; ++i) a.data[i] = std::normal_distribution<double>()(random_bits);
-}
-
-struct Serial {
-  int64_t threads() const { return 1; }
-  template <typename Task>
-  void operator()(int64_t count, const Task& task) const {
-    for (int64_t i = 0; i < count; ++i) task(i);
-  }
-};
-
-struct Threads {
-  int64_t threads() const { return 4; }
-  template <typename Task>
-  void operator()(int64_t count, const Task& task) const {
-    std::vector<std::thread> threads;
-    for (int64_t t = 0; t < 4; ++t) {
-      threads.emplace_back([=, &task] {
-        for (int64_t i = t; i < count; i += 4) task(i);
-      });
-    }
-    for (auto& thread : threads) thread.join();
-  }
-};
 
 template <typename T, typename A>
 bool run() {
@@ -95,17 +45,6 @@ bool run() {
                                           r.doffset.data.get(), r.dmask.data.get(), parallel,
                                           loops);
     return r;
-  };
-  const auto equal = [](const auto& a, const auto& b) {
-    return a.count == 0 || !std::memcmp(a.data.get(), b.data.get(), a.count * sizeof(a.data[0]));
-  };
-  const auto near = [](const auto& a, const auto& b, double tolerance) {
-    double worst = 0, most = 1;
-    for (int64_t i = 0; i < a.count; ++i) {
-      const double u = effjax::widen(a.data[i]), v = effjax::widen(b.data[i]);
-      worst = std::max(worst, std::abs(u - v)), most = std::max(most, std::abs(u));
-    }
-    return worst <= tolerance * most;
   };
   const auto here = effjax::loops_for_this_cpu<T, A>(), anywhere = effjax::loops_for_any_cpu<T, A>();
   const Results one = compute(Serial{}, here), many = compute(Threads{}, here);
@@ -139,10 +78,7 @@ bool run_outside() {
     effjax::deform_columns<T, A>(in, columns.data.get(), Serial{}, loops);
     effjax::deform_columns_backward<T, A>(in, dcolumns.data.get(), dx.data.get(),
                                           doffset.data.get(), dmask.data.get(), Serial{}, loops);
-    const auto zero = [&](const auto& a) {
-      for (int64_t i = 0; i < a.count; ++i) right &= effjax::widen(a.data[i]) == 0;
-    };
-    zero(columns), zero(dx), zero(doffset), zero(dmask);
+    right &= is_zero(columns) && is_zero(dx) && is_zero(doffset) && is_zero(dmask);
   }
   return right;
 }

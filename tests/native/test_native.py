@@ -128,10 +128,13 @@ SANITIZERS = "-O1", "-g", "-fno-sanitize-recover=all"
 SANITIZERS += ("-fsanitize=address,undefined,float-cast-overflow",)
 
 
+@pytest.mark.parametrize("name", ["fuzz", "fuzz_attention"])
 @pytest.mark.parametrize(
-    "flags", [("-O0",), pytest.param(SANITIZERS, marks=pytest.mark.exhaustive)]
+    "flags",
+    [("-O0",), pytest.param(SANITIZERS, marks=pytest.mark.exhaustive)],
+    ids=["plain", "sanitizers"],
 )
-def test_loops(tmp_path, flags):
+def test_loops(tmp_path, flags, name):
     """Bit-equal for every number of threads; sanitizers see no undefined behaviour and no access
     out of range."""
     compiler = shutil.which("g++")
@@ -139,7 +142,7 @@ def test_loops(tmp_path, flags):
     if compiler is None or not sources.is_dir():
         pytest.skip("nothing to compile: no g++, or a package without its C++ sources")
     program = tmp_path / "fuzz"
-    source = pathlib.Path(__file__).parent / "fuzz.cc"
+    source = pathlib.Path(__file__).parent / f"{name}.cc"
     built = subprocess.run(
         [compiler, "-std=c++17", "-pthread", *flags, f"-I{sources}", source, "-o", program],
         capture_output=True,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._arguments import as_array, as_integer, one_of
-from .._convolution import padding_of, pair
+from .._convolution import padding_of, padding_pairs, pair
 from .reference import Geometry
 
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -54,10 +54,7 @@ def geometry_of(
     """The geometry, for channels that fit."""
     size = kernel.shape[:2]
     strides, dilation = pair("strides", strides, 1), pair("kernel_dilation", dilation, 1)
-    pads: Any = padding_of(padding)
-    if isinstance(pads, str):
-        reach = [(k - 1) * d + 1 for k, d in zip(size, dilation, strict=True)]
-        pads = tuple(map(tuple, lax.padtype_to_pads(x.shape[1:3], reach, strides, pads)))
+    pads = padding_pairs(padding_of(padding), x.shape[1:3], size, strides, dilation)
     if offset_groups is not None:
         offset_groups = as_integer("offset_groups", offset_groups, 1)
     channels, taps = offset.shape[-1], size[0] * size[1]

@@ -15,9 +15,12 @@
 #define __host__
 #define __device__
 #define __global__
+#define __shared__ static  // warps run one after the other
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __CUDA_ARCH__ EMULATED_ARCH
+
+using std::min;
 
 struct Dim {
   unsigned x = 0;
@@ -57,6 +60,8 @@ T __shfl_down_sync(unsigned, T value, int step, int width) {
   warp->meet.arrive_and_wait();
   return result;
 }
+
+inline void __syncwarp() { warp->meet.arrive_and_wait(); }
 
 // kernel() in so many blocks of so many threads.
 template <typename Kernel>

@@ -1,0 +1,143 @@
+"""Deformable attention and DCNv3 for Flax linen."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen.dtypes import promote_dtype
+from flax.typing import Dtype, PrecisionLike
+
+from ..layers import deform_attention as shared
+from ..layers.deform_conv import checked_images
+
+_zeros, _xavier = nn.initializers.zeros, nn.initializers.xavier_uniform()
+
+
+class MSDeformAttn(nn.Module):
+    """Attention to a few points of feature maps of several scales, which each query predicts.
+
+    Its fields, defaults and parameters are those of `effjax.nnx.MSDeformAttn`, whose documentation
+    holds here too.
+
+    Raises:
+        TypeError, ValueError: as nnx's, when the layer is called.
+
+    References:
+        Zhu et al., Deformable DETR, 2020 (arXiv:2010.04159).
+    """
+
+    features: int = 256
+    num_levels: int = 4
+    num_heads: int = 8
+    num_points: int = 4
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    precision: PrecisionLike = None
+    implementation: Literal["native", "xla"] | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        query: jax.Array,
+        reference_points: jax.Array,
+        value: jax.Array,
+        spatial_shapes: Sequence[tuple[int, int]],
+        padding_mask: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attends from each query around its reference points, as nnx's."""
+        sizes = self.num_levels, self.num_heads, self.num_points
+        shared.check_attention(
+            self.features, *sizes, self.dtype, self.param_dtype, self.implementation
+        )
+        query, value, shapes = shared.checked_sequences(
+            query, value, spatial_shapes, self.features, self.num_levels
+        )
+        samples = self.num_heads * self.num_levels * self.num_points
+        ways = shared.directions(self.num_heads, self.num_levels, self.num_points)
+        y = shared.attend(
+            self._linear("value_proj", self.features, _xavier)(value),
+            self._linear("sampling_offsets", samples * 2, _zeros, ways)(query),
+            self._linear("attention_weights", samples, _zeros)(query),
+            reference_points, padding_mask, shapes, self.num_heads, self.implementation,
+        )  # fmt: skip
+        return self._linear("output_proj", self.features, _xavier)(y)
+
+    @nn.nowrap
+    def _linear(self, name: str, out: int, kernel_init: Any, bias_init: Any = _zeros) -> nn.Dense:
+        return nn.Dense(
+            out, dtype=self.dtype, param_dtype=self.param_dtype, precision=self.precision,
+            kernel_init=kernel_init, bias_init=bias_init, name=name,
+        )  # fmt: skip
+
+
+class DCNv3(nn.Module):
+    """The layer of InternImage: `effjax.dcn_aggregate` of points and weights that it predicts.
+
+    Its fields, defaults and parameters are those of `effjax.nnx.DCNv3`, whose documentation holds
+    here too.
+
+    Raises:
+        TypeError, ValueError: as nnx's, when the layer is called.
+
+    References:
+        Wang et al., InternImage, 2022 (arXiv:2211.05778).
+    """
+
+    features: int
+    kernel_size: int = 3
+    dw_kernel_size: int | None = None
+    kernel_dilation: int = 1
+    offset_groups: int = 4
+    offset_scale: float = 1.0
+    center_feature_scale: bool = False
+    remove_center: bool = False
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    precision: PrecisionLike = None
+    implementation: Literal["native", "xla"] | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Of images `[N, H, W, features]`."""
+        shared.check_dcnv3(
+            self.features, self.kernel_size, self.dw_kernel_size, self.kernel_dilation,
+            self.offset_groups, self.offset_scale, self.center_feature_scale, self.remove_center,
+            self.dtype, self.param_dtype, self.implementation,
+        )  # fmt: skip
+        x = checked_images(x, self.features)
+        options: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+        size = self.kernel_size if self.dw_kernel_size is None else self.dw_kernel_size
+        z = nn.Conv(
+            self.features, (size, size), padding=(size - 1) // 2, precision=self.precision,
+            feature_group_count=self.features, name="dw_conv", **options,
+        )(x)  # fmt: skip
+        z = nn.LayerNorm(epsilon=1e-6, name="dw_norm", **options)(z)
+        z = jax.nn.gelu(z, approximate=False)
+        points = self.offset_groups * (self.kernel_size**2 - self.remove_center)
+
+        def linear(name: str, out: int, kernel_init: Any) -> nn.Dense:
+            options["precision"] = self.precision
+            return nn.Dense(out, kernel_init=kernel_init, name=name, **options)
+
+        projected = linear("input_proj", self.features, _xavier)(x)
+        y = shared.aggregate(
+            projected, linear("offset", points * 2, _zeros)(z), linear("mask", points, _zeros)(z),
+            kernel_size=self.kernel_size,
+            padding=self.kernel_dilation * (self.kernel_size - 1) // 2,
+            kernel_dilation=self.kernel_dilation, offset_groups=self.offset_groups,
+            offset_scale=self.offset_scale, remove_center=self.remove_center,
+            implementation=self.implementation,
+        )  # fmt: skip
+        if self.center_feature_scale:
+            y = self._center_scaled(y, projected, z)
+        return linear("output_proj", self.features, _xavier)(y)
+
+    @nn.nowrap
+    def _center_scaled(self, y: jax.Array, projected: jax.Array, z: jax.Array) -> jax.Array:
+        name, shape = "center_feature_scale_proj", (self.offset_groups, self.features)
+        weight = self.param(f"{name}_weight", _zeros, shape, self.param_dtype)
+        bias = self.param(f"{name}_bias", _zeros, shape[:1], self.param_dtype)
+        z, weight, bias = promote_dtype(z, weight, bias, dtype=self.dtype)
+        return shared.center_scaled(y, projected, z, weight, bias)

@@ -1,0 +1,94 @@
+// The custom calls of deformable attention: what they are given, the checks of it, and the calls
+// themselves but for the device they run on. Python has checked before; the checks are for whoever
+// calls them directly.
+#ifndef EFFJAX_DEFORM_ATTENTION_FFI_H_
+#define EFFJAX_DEFORM_ATTENTION_FFI_H_
+
+#include "deform_attention.h"
+#include "ffi.h"
+
+namespace effjax {
+
+inline constexpr char kSizes[] = "sizes", kNormalized[] = "normalized";
+// (H, W) of each level, and what locations are.
+using SizesAttribute = ffi::Attr<ffi::Span<const int64_t>, kSizes>;
+using NormalizedAttribute = ffi::Attr<int64_t, kNormalized>;
+
+// What both calls read.
+struct AttentionInputs {
+  AnyBuffer value, locations, weights;
+};
+
+// Checks ranks, shapes and dtypes; fills in the sizes. `y` is the result or its gradient.
+inline ffi::Error check_attention(const AttentionInputs& in, AnyBuffer y,
+                                  ffi::Span<const int64_t> sizes, bool normalized, Attention& g) {
+  const auto value = in.value.dimensions(), places = in.locations.dimensions();
+  if (value.size() != 4 || places.size() != 6) {
+    return invalid("value must be [N, S, M, D], not " + shape_text(in.value) +
+                   ", and locations [N, Q, M, L, P, 2], not " + shape_text(in.locations));
+  }
+  g = Attention{value[0], value[1], value[2], value[3], places[1], places[4], {}, normalized};
+  int64_t pixels = 0;
+  for (size_t l = 0; l + 1 < sizes.size(); l += 2) {
+    if (sizes[l] < 1 || sizes[l + 1] < 1) return invalid("sizes of levels must be positive");
+    g.levels.push_back({sizes[l], sizes[l + 1]});
+    pixels += sizes[l] * sizes[l + 1];
+  }
+  const auto levels = static_cast<int64_t>(g.levels.size());
+  if (sizes.size() % 2 || levels == 0 || pixels != g.S || pixels >= (int64_t{1} << 30)) {
+    return invalid("the sizes of the levels must be (H, W) each, and be the pixels of value " +
+                   shape_text(in.value));
+  }
+  if (!has_shape(in.locations, {g.N, g.Q, g.M, levels, g.P, 2}) ||
+      !has_shape(in.weights, {g.N, g.Q, g.M, levels, g.P})) {
+    return invalid("locations of shape " + shape_text(in.locations) + " and weights of shape " +
+                   shape_text(in.weights) + " do not fit value of shape " + shape_text(in.value) +
+                   " with " + std::to_string(levels) + " levels");
+  }
+  if (!has_shape(y, {g.N, g.Q, g.M, g.D}) || y.element_type() != in.value.element_type()) {
+    return invalid("the result of shape " + shape_text(y) + " must be [N, Q, M, D] as value " +
+                   shape_text(in.value));
+  }
+  const auto accumulator = accumulator_of(in.value.element_type());
+  if (in.locations.element_type() != accumulator || in.weights.element_type() != accumulator) {
+    return invalid("locations and weights must be float32, or float64 where value is");
+  }
+  return ffi::Error::Success();
+}
+
+// The calls. Their parameters are what XLA binds to them; a Device has the Context that it passes,
+// and `attend` and `gradients`, which find everything checked.
+template <typename Device>
+ffi::Error MsDeformAttn(typename Device::Context context, AnyBuffer value, AnyBuffer locations,
+                        AnyBuffer weights, Result y, SizesAttribute sizes,
+                        NormalizedAttribute normalized) {
+  const AttentionInputs in{value, locations, weights};
+  Attention g;
+  if (auto error = check_attention(in, *y, *sizes, *normalized != 0, g); error.failure()) {
+    return error;
+  }
+  return Device::attend(context, in, g, *y);
+}
+
+template <typename Device>
+ffi::Error MsDeformAttnBackward(typename Device::Context context, AnyBuffer value,
+                                AnyBuffer locations, AnyBuffer weights, AnyBuffer dy, Result dvalue,
+                                Result dlocations, Result dweights, SizesAttribute sizes,
+                                NormalizedAttribute normalized) {
+  const AttentionInputs in{value, locations, weights};
+  Attention g;
+  if (auto error = check_attention(in, dy, *sizes, *normalized != 0, g); error.failure()) {
+    return error;
+  }
+  for (auto [gradient, of] : {std::pair<AnyBuffer, AnyBuffer>{*dvalue, value},
+                              {*dlocations, locations}, {*dweights, weights}}) {
+    if (!same_shape(gradient, of) || gradient.element_type() != weights.element_type()) {
+      return invalid("gradients must have the shapes of their arrays, and the dtype of weights");
+    }
+  }
+  return Device::gradients(context, in, g, dy, *dvalue, *dlocations, *dweights);
+}
+
+}  // namespace effjax
+
+#endif  // EFFJAX_DEFORM_ATTENTION_FFI_H_

@@ -1,0 +1,195 @@
+"""Deformable attention and DCNv3 for Flax NNX."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
+from flax.typing import Dtype, PrecisionLike
+
+from ..layers import deform_attention as shared
+from ..layers.arguments import check_rngs
+from ..layers.deform_conv import checked_images
+
+Implementation = Literal["native", "xla"] | None
+_zeros, _xavier = nnx.initializers.zeros, nnx.initializers.xavier_uniform()
+
+
+class MSDeformAttn(nnx.Module):
+    """Attention to a few points of feature maps of several scales, which each query predicts.
+
+    ``output_proj(ms_deform_attn(value_proj(value), locations, softmax(attention_weights(query))))``
+    with ``locations = reference_points + sampling_offsets(query)``; see `effjax.ms_deform_attn`.
+    Parameters: `kernel` and `bias` of these four linear layers, whose names are those of the
+    original and of mmcv, so that `effjax.convert.from_torch` needs no table. In the beginning all
+    weights are equal, and each head looks another way, point p at p + 1 pixels of each level.
+
+    Args:
+        features: channels of queries, values and results.
+        num_levels, num_heads, num_points: L, M and P.
+        dtype, param_dtype, precision: as in `flax.nnx.Linear`. Locations and the softmax are
+            computed in float32 at least.
+        implementation: None, "native" or "xla", as in `effjax.ms_deform_attn`; forward mode and
+            second derivatives need "xla".
+        rngs: for the parameters (stream `params`).
+
+    Raises:
+        ValueError: for options outside their range, or shapes that do not fit.
+        TypeError: for what is no number, array or dtype.
+
+    References:
+        Zhu et al., Deformable DETR, 2020 (arXiv:2010.04159).
+    """
+
+    def __init__(
+        self,
+        features: int = 256,
+        num_levels: int = 4,
+        num_heads: int = 8,
+        num_points: int = 4,
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: PrecisionLike = None,
+        implementation: Implementation = None,
+        rngs: nnx.Rngs,
+    ):
+        shared.check_attention(
+            features, num_levels, num_heads, num_points, dtype, param_dtype, implementation
+        )
+        check_rngs(rngs)
+        self.features, self.num_levels, self.num_heads = features, num_levels, num_heads
+        self.implementation = implementation
+        samples = num_heads * num_levels * num_points
+        options: dict[str, Any] = dict(
+            dtype=dtype, param_dtype=param_dtype, precision=precision, rngs=rngs
+        )
+
+        def linear(out: int, kernel_init: Any, bias_init: Any = _zeros) -> nnx.Linear:
+            return nnx.Linear(
+                features, out, kernel_init=kernel_init, bias_init=bias_init, **options
+            )
+
+        ways = shared.directions(num_heads, num_levels, num_points)
+        self.sampling_offsets = linear(samples * 2, _zeros, ways)
+        self.attention_weights = linear(samples, _zeros)
+        self.value_proj = linear(features, _xavier)
+        self.output_proj = linear(features, _xavier)
+
+    def __call__(
+        self,
+        query: jax.Array,
+        reference_points: jax.Array,
+        value: jax.Array,
+        spatial_shapes: Sequence[tuple[int, int]],
+        padding_mask: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attends from each query around its reference points.
+
+        Args:
+            query: `[N, Q, features]`.
+            reference_points: `[N, Q, L, 2]`, (x, y) in [0, 1] of each level, or boxes
+                `[N, Q, L, 4]`, (x, y, width, height), of whose size offsets are a part.
+            value: `[N, S, features]`, the pixels of all levels, one level after the other.
+            spatial_shapes: (H, W) of each level.
+            padding_mask: `[N, S]`, True where a pixel of value is padding and counts as zero.
+
+        Returns:
+            `[N, Q, features]`.
+        """
+        query, value, shapes = shared.checked_sequences(
+            query, value, spatial_shapes, self.features, self.num_levels
+        )
+        y = shared.attend(
+            self.value_proj(value), self.sampling_offsets(query), self.attention_weights(query),
+            reference_points, padding_mask, shapes, self.num_heads, self.implementation,
+        )  # fmt: skip
+        return self.output_proj(y)
+
+
+class DCNv3(nnx.Module):
+    """The layer of InternImage: `effjax.dcn_aggregate` of points and weights that it predicts.
+
+    ``output_proj(dcn_aggregate(input_proj(x), offset(z), softmax(mask(z))))`` with
+    ``z = gelu(layer_norm(depthwise(x)))``. Its output has the size of its input. Parameters are
+    named as the original's, but for `dw_conv` and `dw_norm`; `effjax.convert.DCNV3` is the table.
+
+    Args:
+        features: channels of x and of the result.
+        kernel_size: of the window, an odd number.
+        dw_kernel_size: of the depthwise convolution; None for `kernel_size`.
+        kernel_dilation, offset_groups, offset_scale, remove_center: as in `effjax.dcn_aggregate`.
+        center_feature_scale: weigh the result against ``input_proj(x)``, by group.
+        dtype, param_dtype, precision: as in `flax.nnx.Linear`.
+        implementation: None, "native" or "xla", as in `effjax.dcn_aggregate`.
+        rngs: for the parameters (stream `params`).
+
+    Raises:
+        ValueError: for options outside their range, or shapes that do not fit.
+        TypeError: for what is no number, array or dtype.
+
+    References:
+        Wang et al., InternImage, 2022 (arXiv:2211.05778).
+    """
+
+    def __init__(
+        self,
+        features: int,
+        kernel_size: int = 3,
+        *,
+        dw_kernel_size: int | None = None,
+        kernel_dilation: int = 1,
+        offset_groups: int = 4,
+        offset_scale: float = 1.0,
+        center_feature_scale: bool = False,
+        remove_center: bool = False,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: PrecisionLike = None,
+        implementation: Implementation = None,
+        rngs: nnx.Rngs,
+    ):
+        shared.check_dcnv3(
+            features, kernel_size, dw_kernel_size, kernel_dilation, offset_groups, offset_scale,
+            center_feature_scale, remove_center, dtype, param_dtype, implementation,
+        )  # fmt: skip
+        check_rngs(rngs)
+        self.features, self.dtype = features, dtype
+        self.options: dict[str, Any] = dict(
+            kernel_size=kernel_size, padding=kernel_dilation * (kernel_size - 1) // 2,
+            kernel_dilation=kernel_dilation, offset_groups=offset_groups,
+            offset_scale=offset_scale, remove_center=remove_center, implementation=implementation,
+        )  # fmt: skip
+        options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        size = kernel_size if dw_kernel_size is None else dw_kernel_size
+        self.dw_conv = nnx.Conv(
+            features, features, (size, size), padding=(size - 1) // 2, precision=precision,
+            feature_group_count=features, **options,
+        )  # fmt: skip
+        self.dw_norm = nnx.LayerNorm(features, epsilon=1e-6, **options)
+        points = offset_groups * (kernel_size**2 - remove_center)
+        options["precision"] = precision
+        self.offset = nnx.Linear(features, points * 2, kernel_init=_zeros, **options)
+        self.mask = nnx.Linear(features, points, kernel_init=_zeros, **options)
+        self.input_proj = nnx.Linear(features, features, kernel_init=_xavier, **options)
+        self.output_proj = nnx.Linear(features, features, kernel_init=_xavier, **options)
+        self.center_feature_scale = center_feature_scale
+        if center_feature_scale:
+            zeros = jnp.zeros((offset_groups, features), param_dtype)
+            self.center_feature_scale_proj_weight = nnx.Param(zeros)
+            self.center_feature_scale_proj_bias = nnx.Param(zeros[:, 0])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Of images `[N, H, W, features]`."""
+        x = checked_images(x, self.features)
+        projected = self.input_proj(x)
+        z = jax.nn.gelu(self.dw_norm(self.dw_conv(x)), approximate=False)
+        y = shared.aggregate(projected, self.offset(z), self.mask(z), **self.options)
+        if self.center_feature_scale:
+            weight = self.center_feature_scale_proj_weight[...]
+            bias = self.center_feature_scale_proj_bias[...]
+            z, weight, bias = promote_dtype((z, weight, bias), dtype=self.dtype)
+            y = shared.center_scaled(y, projected, z, weight, bias)
+        return self.output_proj(y)

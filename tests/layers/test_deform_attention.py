@@ -1,0 +1,140 @@
+"""MSDeformAttn and DCNv3 of both flavors: by their formulas, with each other's parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import effjax
+import effjax.linen
+import effjax.nnx
+from effjax import convert
+from tests.contexts import assert_trees_close
+
+SHAPES = (4, 5), (2, 3)
+SIZES = dict(features=12, num_levels=2, num_heads=3, num_points=2)
+
+
+def inputs(boxes=False, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    reference = rng.uniform(size=(2, 7, 2, 4 if boxes else 2))
+    arrays = rng.normal(size=(2, 7, 12)), reference, rng.normal(size=(2, 26, 12))
+    query, reference, value = (jnp.asarray(a, dtype) for a in arrays)
+    return query, reference, value, SHAPES, jnp.asarray(rng.uniform(size=(2, 26)) < 0.2)
+
+
+def perturbed(module):
+    """Parameters that are nowhere zero, so that every one of them counts."""
+    rng = np.random.default_rng(1)
+    more = lambda a: a + 0.1 * rng.normal(size=a.shape).astype(a.dtype)  # noqa: E731
+    nnx.update(module, jax.tree.map(more, nnx.state(module, nnx.Param)))
+    return module
+
+
+def by_formula(module, query, reference, value, shapes, padding):
+    """Written out, on the operator."""
+    heads, levels, points = 3, 2, 2
+    linear = lambda layer, x: x @ layer.kernel[...] + layer.bias[...]  # noqa: E731
+    value = jnp.where(padding[..., None], 0, linear(module.value_proj, value))
+    offsets = linear(module.sampling_offsets, query).reshape(2, 7, heads, levels, points, 2)
+    weights = linear(module.attention_weights, query).reshape(2, 7, heads, levels * points)
+    weights = jax.nn.softmax(weights).reshape(offsets.shape[:-1])
+    own = reference[:, :, None, :, None]
+    if reference.shape[-1] == 2:
+        at = own + offsets / jnp.asarray([(w, h) for h, w in shapes], offsets.dtype).reshape(
+            1, 1, 1, 2, 1, 2
+        )
+    else:
+        at = own[..., :2] + offsets / points * own[..., 2:] * 0.5
+    y = effjax.ms_deform_attn(value.reshape(2, 26, heads, 4), shapes, at, weights)
+    return linear(module.output_proj, y)
+
+
+@pytest.mark.parametrize("boxes", [False, True])
+def test_attention(boxes):
+    args = inputs(boxes)
+    module = perturbed(effjax.nnx.MSDeformAttn(**SIZES, rngs=nnx.Rngs(0)))
+    y = module(*args)
+    assert_trees_close(y, by_formula(module, *args), 1e-5)
+    layer = effjax.linen.MSDeformAttn(**SIZES)
+    shapes = jax.eval_shape(lambda *a: layer.init(jax.random.key(0), *a, SHAPES), *args[:3])
+    variables = convert.from_torch(convert.to_torch(module), shapes)
+    assert_trees_close(layer.apply(variables, *args), y, 1e-6)
+
+
+def test_attention_in_the_beginning():
+    """Equal weights; heads look apart, point p at p + 1 pixels along the longer side."""
+    module = effjax.nnx.MSDeformAttn(8, 2, 4, 3, rngs=nnx.Rngs(0))
+    way = np.array([(1, 0), (0, 1), (-1, 0), (0, -1)])
+    bias = module.sampling_offsets.bias[...].reshape(4, 2, 3, 2)
+    want = way[:, None, None] * np.arange(1, 4)[:, None] + np.zeros((4, 2, 3, 2))
+    np.testing.assert_allclose(bias, want, atol=1e-6)
+    layer = effjax.linen.MSDeformAttn(8, 2, 4, 3)
+    args = jnp.ones((1, 2, 8)), jnp.ones((1, 2, 2, 2)), jnp.ones((1, 5, 8)), ((2, 2), (1, 1))
+    params = layer.init(jax.random.key(0), *args)["params"]
+    assert_trees_close(params["sampling_offsets"]["bias"], bias.ravel(), 1e-7)
+    for name in ("sampling_offsets", "attention_weights"):
+        assert not np.any(params[name]["kernel"])
+
+
+def test_attention_trains():
+    """Gradients of every parameter, in bfloat16 with locations in float32."""
+    *args, padding = inputs(dtype=jnp.float32)
+    module = perturbed(effjax.nnx.MSDeformAttn(**SIZES, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+
+    @nnx.jit
+    def gradients(module):
+        return nnx.grad(lambda m: jnp.sum(m(*args[:3], SHAPES, padding).astype(jnp.float32) ** 2))(
+            module
+        )
+
+    assert module(*args[:3], SHAPES).dtype == jnp.bfloat16
+    found = jax.tree.leaves(gradients(module))
+    assert len(found) == 8 and all(a.dtype == jnp.float32 and np.any(a) for a in found)
+
+
+def test_padding_counts_for_nothing():
+    query, reference, value, shapes, padding = inputs()
+    module = perturbed(effjax.nnx.MSDeformAttn(**SIZES, rngs=nnx.Rngs(0)))
+    bad = jnp.where(padding[..., None], jnp.nan, value)
+    assert_trees_close(
+        module(query, reference, bad, shapes, padding),
+        module(query, reference, value, shapes, padding),
+        0,
+    )
+
+
+OPTIONS = {
+    "plain": dict(),
+    "all": dict(
+        dw_kernel_size=5, kernel_dilation=2, offset_groups=2, offset_scale=1.5,
+        center_feature_scale=True, remove_center=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_dcnv3(options):
+    options = OPTIONS[options]
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 5, 8)), jnp.float32)
+    module = perturbed(effjax.nnx.DCNv3(8, **options, rngs=nnx.Rngs(0)))
+    y = module(x)
+    assert y.shape == x.shape
+    layer = effjax.linen.DCNv3(8, **options)
+    shapes = jax.eval_shape(lambda x: layer.init(jax.random.key(0), x), x)
+    named = convert.to_torch(module, convert.DCNV3)
+    assert {"dw_conv.0.weight", "dw_conv.1.1.weight", "mask.weight"} <= set(named)
+    variables = convert.from_torch(named, shapes, convert.DCNV3)
+    assert_trees_close(layer.apply(variables, x), y, 1e-5)
+    gradients = nnx.grad(lambda m: jnp.sum(m(x) ** 2))(module)
+    assert all(np.any(a) for a in jax.tree.leaves(gradients))
+
+
+def test_dcnv3_starts_as_a_mean():
+    """Without offsets and with equal weights."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 5, 4)), jnp.float32)
+    module = effjax.nnx.DCNv3(4, rngs=nnx.Rngs(0))
+    projected = np.pad(module.input_proj(x), ((0, 0), (1, 1), (1, 1), (0, 0)))
+    mean = sum(projected[:, i : i + 5, j : j + 5] for i in range(3) for j in range(3)) / 9
+    assert_trees_close(module(x), module.output_proj(mean), 1e-5)

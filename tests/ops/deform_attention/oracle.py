@@ -1,0 +1,81 @@
+"""Deformable attention and its gradients by the definition: loops, float64, sample by sample."""
+
+import itertools
+import math
+
+import numpy as np
+
+
+def attention(value, shapes, locations, weights, dy=None, *, normalized=True):
+    """y [N, Q, M * D], and with dy the gradients of value, locations and weights as well."""
+    value, locations, weights = (np.asarray(a, np.float64) for a in (value, locations, weights))
+    n, _, heads, depth = value.shape
+    queries = locations.shape[1]
+    starts = np.cumsum([0, *(h * w for h, w in shapes)])
+    y = np.zeros((n, queries, heads, depth))
+    dvalue, dlocations, dweights = (np.zeros_like(a) for a in (value, locations, weights))
+    if dy is not None:
+        dy = np.asarray(dy, np.float64).reshape(y.shape)
+    for at in itertools.product(*map(range, weights.shape)):
+        b, q, m, level, _ = at
+        h, w = shapes[level]
+        size = np.array([w, h]) if normalized else np.ones(2)
+        px, py = locations[at] * size - 0.5 if normalized else locations[at]
+        if not (-1 < py < h and -1 < px < w):
+            continue
+        fy, fx = py - math.floor(py), px - math.floor(px)
+        for cy, cx in itertools.product((0, 1), (0, 1)):
+            i, j = math.floor(py) + cy, math.floor(px) + cx
+            if not (0 <= i < h and 0 <= j < w):
+                continue
+            wy, wx = (fy if cy else 1 - fy), (fx if cx else 1 - fx)
+            pixel = b, starts[level] + i * w + j, m
+            y[b, q, m] += weights[at] * wy * wx * value[pixel]
+            if dy is None:
+                continue
+            d = dy[b, q, m]
+            dvalue[pixel] += weights[at] * wy * wx * d
+            dot = d @ value[pixel]
+            dweights[at] += wy * wx * dot
+            signs = np.array([(2 * cx - 1) * wy, (2 * cy - 1) * wx])
+            dlocations[at] += weights[at] * dot * signs * size
+    y = y.reshape(n, queries, heads * depth)
+    return y if dy is None else (y, (dvalue, dlocations, dweights))
+
+
+def dcn(
+    x, offset, mask, dy=None, *, kernel=(3, 3), strides=(1, 1), padding=((0, 0), (0, 0)),
+    dilation=(1, 1), scale=1.0, remove_center=False,
+):  # fmt: skip
+    """DCNv3's aggregation and with dy its gradients, point by point: columns of taps first."""
+    n, ho, wo, _ = offset.shape
+    h, w, c = x.shape[1:]
+    kh, kw = kernel
+    taps = [(i, j) for j in range(kw) for i in range(kh)]
+    if remove_center:
+        taps.remove((kh // 2, kw // 2))
+    groups = mask.shape[-1] // len(taps)
+    moved = np.asarray(offset, np.float64).reshape(n, ho, wo, groups, len(taps), 2)
+    locations = np.zeros((n, ho, wo, groups, 1, len(taps), 2))
+    middle = [d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True)]
+    for p, q, (k, (i, j)) in itertools.product(range(ho), range(wo), enumerate(taps)):
+        center_y = p * strides[0] - padding[0][0] + middle[0]
+        center_x = q * strides[1] - padding[1][0] + middle[1]
+        ty = i * dilation[0] - middle[0] + moved[:, p, q, :, k, 1]
+        tx = j * dilation[1] - middle[1] + moved[:, p, q, :, k, 0]
+        locations[:, p, q, :, 0, k, 0] = center_x + scale * tx
+        locations[:, p, q, :, 0, k, 1] = center_y + scale * ty
+    args = (
+        np.asarray(x).reshape(n, h * w, groups, c // groups), [(h, w)],
+        locations.reshape(n, ho * wo, *locations.shape[3:]),
+        np.asarray(mask).reshape(n, ho * wo, groups, 1, len(taps)),
+    )  # fmt: skip
+    found = attention(*args, dy, normalized=False)
+    if dy is None:
+        return found.reshape(n, ho, wo, c)
+    y, (dvalue, dlocations, dweights) = found
+    gradients = dvalue, scale * dlocations, dweights
+    shapes = x.shape, offset.shape, mask.shape
+    return y.reshape(n, ho, wo, c), tuple(
+        d.reshape(s) for d, s in zip(gradients, shapes, strict=True)
+    )
