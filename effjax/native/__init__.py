@@ -19,6 +19,8 @@ _PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
 _SYMBOLS = {
     "effjax_deform_columns": "EffjaxDeformColumns",
     "effjax_deform_columns_backward": "EffjaxDeformColumnsBackward",
+    "effjax_roi_pool": "EffjaxRoiPool",
+    "effjax_roi_pool_backward": "EffjaxRoiPoolBackward",
 }
 _CUDA_SYMBOLS = {"effjax_deform_scatter_sorted": "EffjaxDeformScatterSorted"}
 
