@@ -48,7 +48,8 @@ def _pool(static: tuple, x: jax.Array, arrays: tuple) -> jax.Array:
 def _of_images(static: tuple, x: jax.Array, *arrays: jax.Array) -> jax.Array:
     make_bins, pooling, open_, chosen = static
     dtype = arrays[0].dtype
-    wide = x.astype(dtype) if dtype == jnp.float64 else x
+    # Open to derivatives: nothing is rounded to x's dtype in between, as its gradient would be.
+    wide = x.astype(dtype) if open_ or dtype == jnp.float64 else x
     bins: Bins = make_bins(*arrays)
     args = same_varying((wide, bins.first, bins.step, bins.count))
     if open_:
