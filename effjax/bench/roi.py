@@ -1,6 +1,6 @@
 """roi_align over a feature pyramid: effjax's custom call beside its own XLA path, and torchvision's
-`MultiScaleRoIAlign` where that is importable (`pip install torch torchvision`, whose CUDA builds run
-on a CPU too), in one process and on as many threads as each of them uses.
+`MultiScaleRoIAlign` where that is importable (`pip install torch torchvision`, whose CUDA builds
+run on a CPU too), in one process that gives each as many threads.
 """
 
 import importlib.util

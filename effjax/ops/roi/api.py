@@ -142,7 +142,7 @@ def deform_psroi_pool(
     """Pools boxes by position: each bin has channels of its own, and may be moved by an offset.
 
     ``y[n, r, i, j, c] = mean over the samples s of bin (i, j) of box r of
-    x[n, s + trans_std * offset[n, r, part of (i, j)] * (width of r, height of r), block of (i, j), c]``
+    x[n, s + trans_std * offset[n, r, part of (i, j)] * (width of r, height of r), block, c]``
 
     This is maskrcnn-benchmark's deformable position-sensitive pooling: boxes are rounded to whole
     pixels, and the mean is of those samples that are at most half a pixel outside of x.

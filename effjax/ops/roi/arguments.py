@@ -20,7 +20,9 @@ def as_images(name: str, value: Any, axes: str = "[N, H, W, C]") -> jax.Array:
     if 0 in a.shape[1:]:
         raise ValueError(f"`{name}` of shape {a.shape} is empty.")
     if a.size // max(a.shape[0], 1) >= 2**31:
-        raise ValueError(f"`{name}` of shape {a.shape} must have fewer than 2**31 numbers an image.")
+        raise ValueError(
+            f"`{name}` of shape {a.shape} must have fewer than 2**31 numbers an image."
+        )
     return a
 
 

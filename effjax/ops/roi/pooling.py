@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from .._first_order import reverse_only
 from .._native import available, by_platform, unavailable
@@ -54,7 +53,7 @@ def _of_images(static: tuple, x: jax.Array, *arrays: jax.Array) -> jax.Array:
     args = same_varying((wide, bins.first, bins.step, bins.count))
     if open_:
         return reference.pool(*args, pooling).astype(x.dtype)
-    return _core((pooling, chosen), *reverse_only("roi_align", *args)).astype(x.dtype)
+    return _core((pooling, chosen), *reverse_only(_name(pooling), *args)).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -86,7 +85,7 @@ def _forward_of(static: tuple) -> Callable:
         y = run(*map(_merge, (x, first, *rest)), pooling=pooling)
         return (y.reshape(*first.shape[:2], *y.shape[1:]),)
 
-    return over_images(merged, lambda *_: f"{_X}, {_BINS} -> {_Y}", "roi_align")
+    return over_images(merged, lambda *_: f"{_X}, {_BINS} -> {_Y}", _name(pooling))
 
 
 @functools.cache
@@ -100,7 +99,12 @@ def _backward_of(static: tuple) -> Callable:
         return tuple(a.reshape(*first.shape[:2], *a.shape[1:]) for a in (dx, dfirst))
 
     rule = f"{_X}, {_BINS}, {_Y} -> {_X}, d n r p g m"
-    return over_images(merged, lambda *_: rule, "roi_align")
+    return over_images(merged, lambda *_: rule, _name(pooling))
+
+
+def _name(pooling: Pooling) -> str:
+    """Of the operator that speaks of itself in errors."""
+    return "deform_psroi_pool" if pooling.of_inside else "roi_align"
 
 
 def _one_example(*arrays):

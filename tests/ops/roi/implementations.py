@@ -100,9 +100,7 @@ class Case:
     def run(self, implementation, **options):
         """The operator, of what is differentiated and of the boxes."""
         function = getattr(effjax, self.name)
-        run = functools.partial(
-            function, **self.options, **options, implementation=implementation
-        )
+        run = functools.partial(function, **self.options, **options, implementation=implementation)
         return lambda *args, boxes=self.boxes: run(args[0], boxes, *args[1:])
 
     def got(self, implementation, **options):

@@ -15,7 +15,6 @@ from effjax import multiscale_roi_align, roi_align
 from tests.contexts import assert_trees_close
 from tests.ops.roi import oracle
 from tests.ops.roi.implementations import (
-    BOXES,
     CASES,
     Case,
     all_implementations,
@@ -50,7 +49,9 @@ def test_any_number_of_images_boxes_and_channels(implementation, case, sizes):
 def test_whole_bins_of_pixels(implementation):
     """Bins of two by two pixels, aligned, are the means of these pixels."""
     x = np.random.default_rng(0).normal(size=(1, 6, 4, 2)).astype(np.float32)
-    y = roi_align(x, np.array([[[0, 0, 4, 6.0]]]), output_size=(3, 2), implementation=implementation)
+    y = roi_align(
+        x, np.array([[[0, 0, 4, 6.0]]]), output_size=(3, 2), implementation=implementation
+    )
     want = x.reshape(1, 1, 3, 2, 2, 2, 2).mean((3, 5))
     assert_trees_close(y, want, 1e-6)
 
@@ -209,9 +210,7 @@ def test_memory_has_no_axis_of_samples(implementation):
     x, boxes = (jax.ShapeDtypeStruct(s, "float32") for s in ((1, 32, 32, 64), (1, 64, 4)))
 
     def loss(x, boxes):
-        y = roi_align(
-            x, boxes, output_size=7, sampling_ratio=8, implementation=implementation
-        )
+        y = roi_align(x, boxes, output_size=7, sampling_ratio=8, implementation=implementation)
         return jnp.sum(y**2)
 
     compiled = jax.jit(jax.grad(loss)).lower(x, boxes).compile()
@@ -222,7 +221,9 @@ def test_memory_has_no_axis_of_samples(implementation):
 @all_rules
 def test_keeps_its_inputs(implementation):
     c = Case("moved", dtype=np.float32)
-    kept = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(c.run(implementation), *a)[1], *c.args))
+    kept = jax.tree.leaves(
+        jax.eval_shape(lambda *a: jax.vjp(c.run(implementation), *a)[1], *c.args)
+    )
     if implementation != "xla":
         assert sum(a.size for a in kept) <= c.x.size + 4 * c.offset.size
 
@@ -241,7 +242,9 @@ def test_levels_of_a_pyramid(implementation):
     boxes = np.concatenate([corner, corner + sides[:, None]], -1)
     own = np.array([0, 0, 0, 0, 1, 1, 2, 2, 0, -1])
     options = dict(output_size=2, sampling_ratio=2, aligned=True)
-    run = lambda f: multiscale_roi_align(f, boxes, implementation=implementation, **LEVELS, **options)  # noqa: E731, E501
+    run = lambda f: multiscale_roi_align(
+        f, boxes, implementation=implementation, **LEVELS, **options
+    )  # noqa: E731, E501
     y, backward = jax.vjp(run, features)
     dy = rng.normal(size=y.shape)
     for level, (x, dx) in enumerate(zip(features, backward(dy)[0], strict=True)):
