@@ -65,10 +65,8 @@ def make(dtype, channels, pooling, groups):
     first[0, 0, 0, 0] = np.nan, 1
     first[0, 0, 1, 0] = 1, -np.inf
     first[0, 1, 0, 0] = -1e30, 2
-    count = np.broadcast_to(
-        pooling.samples or rng.integers(1, 4, size=(n, boxes, 1)), (n, boxes, 2)
-    )
-    count = count.astype(wide)
+    count = pooling.samples or rng.integers(1, 4, size=(n, boxes, 1))
+    count = np.broadcast_to(count, (n, boxes, 2)).astype(wide)
     count[1, 0] = 0
     return {
         "x": rng.normal(size=(n, 4, 5, pooling.parts**2 * channels)).astype(dtype),

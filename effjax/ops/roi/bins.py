@@ -74,7 +74,7 @@ def moved(bins: Bins, offset: jax.Array, scale: float) -> jax.Array:
 
 def _starts(start: jax.Array, size: jax.Array, output_size: tuple[int, int]) -> jax.Array:
     """The upper left corners of the bins, [N, R, P, 2]."""
-    index = np.stack(np.indices(output_size), -1).reshape(1, 1, -1, 2)
+    index = np.moveaxis(np.indices(output_size), 0, -1).reshape(1, 1, -1, 2)
     return start[:, :, None] + jnp.asarray(index, start.dtype) * size[:, :, None]
 
 

@@ -56,7 +56,7 @@ def multiscale_roi_align(
     levels, scales = _levels(features), _scales(spatial_scales)
     if len(levels) != len(scales):
         raise ValueError(
-            f"`spatial_scales` has {len(scales)} numbers for the {len(levels)} levels of `features`."
+            f"`spatial_scales` has {len(scales)} numbers for {len(levels)} levels in `features`."
         )
     canonical_scale = arguments.scale_of(canonical_scale, "canonical_scale")
     canonical_level = as_integer("canonical_level", canonical_level, -100)

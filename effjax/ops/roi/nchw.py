@@ -26,7 +26,8 @@ def roi_align(
 
     Args:
         input: `[N, C, H, W]`.
-        boxes: `[K, 5]`, the number of its image before each box; or a list of `[L, 4]`, one an image.
+        boxes: `[K, 5]`, the number of its image before each box; or a list of `[L, 4]`, an array
+            for each image.
         output_size, spatial_scale, sampling_ratio, aligned: as in `effjax.roi_align`, where boxes
             are aligned by default.
 
@@ -37,7 +38,7 @@ def roi_align(
         TypeError, ValueError: inputs that do not fit, with their values.
     """
     x = _nhwc(input)
-    options = dict(
+    options: dict[str, Any] = dict(
         output_size=output_size, spatial_scale=spatial_scale, sampling_ratio=sampling_ratio,
         aligned=as_flag("aligned", aligned),
     )  # fmt: skip
@@ -72,7 +73,7 @@ def deform_roi_pool(
     Raises:
         TypeError, ValueError: inputs that do not fit, with their values.
     """
-    options = dict(
+    options: dict[str, Any] = dict(
         output_size=output_size, spatial_scale=spatial_scale, sampling_ratio=sampling_ratio,
         gamma=gamma,
     )  # fmt: skip
@@ -124,7 +125,7 @@ def deform_roi_pooling(
         )
     # From (channel, row, column) to blocks of channels.
     x = jnp.moveaxis(x.reshape(*x.shape[:3], channels, parts**2), 3, 4).reshape(x.shape)
-    options = dict(
+    options: dict[str, Any] = dict(
         output_size=as_integer("out_size", out_size, 1), spatial_scale=spatial_scale,
         group_size=parts, part_size=part_size, sample_per_part=sample_per_part,
         trans_std=trans_std,
@@ -176,9 +177,8 @@ def _of_numbered(run: Callable, x: jax.Array, boxes: jax.Array, offset: tuple) -
             0
         ], None
 
-    shape = jax.eval_shape(run, x[:1], boxes, *offset).shape[1:] if x.shape[0] else None
-    if shape is None:
-        raise ValueError(f"`input` of shape {x.shape} has no images.")
+    one = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+    shape = jax.eval_shape(run, one, boxes, *offset).shape[1:]
     images = jnp.arange(x.shape[0], dtype=jnp.int32), x
     y, _ = lax.scan(step, jnp.zeros(shape, x.dtype), images)
     return y.transpose(0, 3, 1, 2)

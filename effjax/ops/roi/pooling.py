@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +53,10 @@ def _of_images(static: tuple, x: jax.Array, *arrays: jax.Array) -> jax.Array:
     bins: Bins = make_bins(*arrays)
     args = same_varying((wide, bins.first, bins.step, bins.count))
     if open_:
-        return reference.pool(*args, pooling).astype(x.dtype)
-    return _core((pooling, chosen), *reverse_only(_name(pooling), *args)).astype(x.dtype)
+        y = reference.pool(*args, pooling=pooling)
+    else:
+        y: Any = _core((pooling, chosen), *reverse_only(_name(pooling), *args))
+    return y.astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

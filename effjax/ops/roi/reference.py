@@ -98,7 +98,7 @@ def pool_backward(
 
 
 def _over_samples(
-    body: Callable, carry: Any, size: tuple[int, int], first, step, count, pooling: Pooling
+    body: Callable, carry: Any, size: tuple[int, ...], first, step, count, pooling: Pooling
 ) -> Any:
     """``carry = body(corners of sample (i, j) of all bins, carry)``, for all samples.
 
@@ -108,14 +108,14 @@ def _over_samples(
 
     @jax.checkpoint
     def turn(i, j, carry):
-        axes = (
+        y, x = (
             _axis(
                 first[..., a], step[..., a], count[..., a],
                 start[a] + jnp.asarray(k).astype(first.dtype), size[a], pooling,
             )
             for a, k in enumerate((i, j))
         )  # fmt: skip
-        return body(list(_corners(*axes, size[1])), carry)
+        return body(list(_corners(y, x, size[1])), carry)
 
     def row(i, carry):
         return lax.fori_loop(0, turns[1], lambda j, carry: turn(i, j, carry), carry)
@@ -205,7 +205,7 @@ def _pixels(x: jax.Array, groups: int, pooling: Pooling) -> jax.Array:
 
 
 def _places(index: jax.Array, pooling: Pooling) -> jax.Array:
-    """Where the channels of each bin and group are in `_pixels`, for pixels `index` [N, R, P, G]."""
+    """Where the channels of each bin and group are in `_pixels`, for `index` [N, R, P, G]."""
     bins, groups = index.shape[2:]
     (rows, columns), parts = pooling.output_size, pooling.parts
     # Not as constants of NumPy, which a partitioned function cannot have.

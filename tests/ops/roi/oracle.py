@@ -27,7 +27,7 @@ def roi_align(
                 slope = gamma * np.array([h, w])
                 move = slope * np.asarray(offset[n, r, i, j], np.float64)[::-1]
             places = [
-                (y1 + i * bh + (a + 0.5) * bh / gh + move[0], x1 + j * bw + (b + 0.5) * bw / gw + move[1])
+                (y1 + (i + (a + 0.5) / gh) * bh + move[0], x1 + (j + (b + 0.5) / gw) * bw + move[1])
                 for a, b in itertools.product(range(gh), range(gw))
             ]  # fmt: skip
             channels = slice(0, x.shape[-1])

@@ -242,9 +242,10 @@ def test_levels_of_a_pyramid(implementation):
     boxes = np.concatenate([corner, corner + sides[:, None]], -1)
     own = np.array([0, 0, 0, 0, 1, 1, 2, 2, 0, -1])
     options = dict(output_size=2, sampling_ratio=2, aligned=True)
-    run = lambda f: multiscale_roi_align(
-        f, boxes, implementation=implementation, **LEVELS, **options
-    )  # noqa: E731, E501
+
+    def run(f):
+        return multiscale_roi_align(f, boxes, implementation=implementation, **LEVELS, **options)
+
     y, backward = jax.vjp(run, features)
     dy = rng.normal(size=y.shape)
     for level, (x, dx) in enumerate(zip(features, backward(dy)[0], strict=True)):
