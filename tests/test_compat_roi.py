@@ -12,7 +12,8 @@ RNG = np.random.default_rng(0)
 INPUT = RNG.normal(size=(2, 4, 8, 9)).astype(np.float32)
 NHWC = INPUT.transpose(0, 2, 3, 1)
 ROIS = np.array([
-    [1, 2.5, 3, 11, 12], [0, 0, 0, 17, 15], [1, -4, -3, 6, 5], [0, 8, 9, 8.5, 9.25], [1, 5, 5, 3, 9],
+    [1, 2.5, 3, 11, 12], [0, 0, 0, 17, 15], [1, -4, -3, 6, 5], [0, 8, 9, 8.5, 9.25],
+    [1, 5, 5, 3, 9],
 ], np.float32)  # fmt: skip
 
 
@@ -78,3 +79,50 @@ def test_deform_roi_pooling():
         for a in by_image(ROIS)
     ]
     np.testing.assert_allclose(plain.transpose(0, 2, 3, 1), want, atol=1e-5)
+
+
+# What torchvision 0.28 gave on a CPU in float64 for (aligned, sampling_ratio): the features of four
+# boxes, and the sum of the squares of the gradient of the image.
+RECORDED = {
+    (True, -1): ([
+        [0.037560037, 0.021190428, 0.048898179, -0.007929521],
+        [0.000499826, -0.059371021, 0.054807731, 0.119496801],
+        [0.0, 0.0, 0.0, 0.0],
+        [0.047032372, 0.053087794, 0.011745605, 0.035736287],
+    ], 1218.35261693),
+    (True, 2): ([
+        [0.037560037, 0.021190428, 0.048898179, -0.007929521],
+        [0.03819831, -0.178722462, 0.16257196, 0.386787573],
+        [0.011583217, -0.167131686, 0.145083517, 0.482002017],
+        [0.047032372, 0.053087794, 0.011745605, 0.035736287],
+    ], 2504.22160047),
+    (False, -1): ([
+        [-0.036716407, 0.057895435, -0.013292203, 0.065174361],
+        [-0.021462535, -0.175159771, 0.104260262, 0.18427015],
+        [-0.429286347, -0.347819316, -0.420034528, -0.379924004],
+        [0.256208308, 0.402325446, -0.342406877, -0.429286347],
+    ], 2190.75360375),
+    (False, 2): ([
+        [-0.036716407, 0.057895435, -0.013292203, 0.065174361],
+        [0.086613016, 0.165464409, 0.16257196, 0.288957624],
+        [-0.429286347, -0.347819316, -0.420034528, -0.379924004],
+        [0.256208308, 0.402325446, -0.342406877, -0.429286347],
+    ], 2199.35489976),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("aligned", "ratio"), RECORDED)
+def test_what_torchvision_gave(aligned, ratio):
+    """Inside, far outside, corners in the wrong order, and less than a pixel."""
+    rows, columns = np.mgrid[:6, :5]
+    image = np.sin(3.0 * rows + 5 * columns)[None, None]
+    boxes = np.array([
+        [0, 1, 1.5, 7.25, 9], [0, -3, -2, 4, 20], [0, 6, 5, 3, 2], [0, 5, 4, 5.5, 4.25],
+    ])  # fmt: skip
+    run = lambda x: compat.roi_align(x, boxes, 2, 0.5, ratio, aligned)  # noqa: E731
+    y, backward = jax.vjp(run, jnp.asarray(image))
+    want, squares = RECORDED[aligned, ratio]
+    np.testing.assert_allclose(y.reshape(4, 4), want, atol=2e-9)
+    (dx,) = backward(jnp.arange(16.0).reshape(4, 1, 2, 2))
+    np.testing.assert_allclose(jnp.sum(dx**2), squares, rtol=1e-9)

@@ -182,8 +182,8 @@ def deform_psroi_pool(
     part_size = size[0] if part_size is None else as_integer("part_size", part_size, 1)
     if x.shape[-1] % group_size**2:
         raise ValueError(
-            f"The {x.shape[-1]} channels of `x` must be a multiple of group_size**2 "
-            f"(={group_size**2})."
+            f"`group_size` (={group_size}): the {x.shape[-1]} channels of `x` must be a multiple of "
+            f"its square (={group_size**2})."
         )
     channels, arrays = x.shape[-1] // group_size**2, (boxes,)
     if offset is not None:

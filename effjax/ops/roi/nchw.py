@@ -120,8 +120,8 @@ def deform_roi_pooling(
     channels = as_integer("out_channels", out_channels, 1)
     if x.shape[-1] != channels * parts**2:
         raise ValueError(
-            f"The {x.shape[-1]} channels of `data` must be out_channels * group_size**2 "
-            f"(={channels * parts**2})."
+            f"`out_channels` (={channels}) times the square of `group_size` (={parts}) must be the "
+            f"{x.shape[-1]} channels of `data`."
         )
     # From (channel, row, column) to blocks of channels.
     x = jnp.moveaxis(x.reshape(*x.shape[:3], channels, parts**2), 3, 4).reshape(x.shape)
