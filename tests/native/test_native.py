@@ -128,10 +128,11 @@ SANITIZERS = "-O1", "-g", "-fno-sanitize-recover=all"
 SANITIZERS += ("-fsanitize=address,undefined,float-cast-overflow",)
 
 
+@pytest.mark.parametrize("name", ["fuzz.cc", "fuzz_roi.cc"])
 @pytest.mark.parametrize(
     "flags", [("-O0",), pytest.param(SANITIZERS, marks=pytest.mark.exhaustive)]
 )
-def test_loops(tmp_path, flags):
+def test_loops(tmp_path, flags, name):
     """Bit-equal for every number of threads; sanitizers see no undefined behaviour and no access
     out of range."""
     compiler = shutil.which("g++")
@@ -139,7 +140,7 @@ def test_loops(tmp_path, flags):
     if compiler is None or not sources.is_dir():
         pytest.skip("nothing to compile: no g++, or a package without its C++ sources")
     program = tmp_path / "fuzz"
-    source = pathlib.Path(__file__).parent / "fuzz.cc"
+    source = pathlib.Path(__file__).parent / name
     built = subprocess.run(
         [compiler, "-std=c++17", "-pthread", *flags, f"-I{sources}", source, "-o", program],
         capture_output=True,
