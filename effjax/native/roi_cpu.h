@@ -20,6 +20,7 @@ struct Boxes {
   const A* first;  // [N, R, P, G, 2], (y, x)
   const A* step;   // [N, R, 2]
   const A* count;  // [N, R, 2]
+  bool adds;       // y is added to, and is there already
 };
 
 // The pixels that the samples of a bin touch along one axis, each once.
@@ -62,6 +63,7 @@ template <typename A>
 struct Bin {
   const Line<A>*rows, *columns;
   A divisor;
+  bool adds;
 
   bool empty() const { return rows->at.empty() || columns->at.empty(); }
 };
@@ -84,7 +86,7 @@ struct Lines {
     rows.build(first[0], step[0], count[0], g.H, margin, g.W * g.pixel_size());
     across.build(first[1], step[1], count[1], g.W, margin, g.pixel_size());
     return {&rows, &across,
-            g.of_inside ? A(rows.inside) * A(across.inside) : count[0] * count[1]};
+            g.of_inside ? A(rows.inside) * A(across.inside) : count[0] * count[1], in.adds};
   }
 };
 
@@ -127,7 +129,7 @@ struct Sums {
   EFFJAX_INLINE void store(A* to) const { std::memcpy(to, of, sizeof of); }
 };
 
-// y[c] = the mean of the samples, for a run of channels that begin at x.
+// y[c] = the mean of the samples, or += it, for a run of channels that begin at x.
 template <int kBytes, int kCount, typename T, typename A>
 EFFJAX_INLINE void mean_of_run(const Bin<A>& bin, const T* x, T* y) {
   Sums<kBytes, kCount, A> sums;
@@ -143,7 +145,9 @@ EFFJAX_INLINE void mean_of_run(const Bin<A>& bin, const T* x, T* y) {
   sums.divide(bin.divisor);
   A wide[kCount * kLanes];
   sums.store(wide);
-  for (int i = 0; i < kCount * kLanes; ++i) narrow(wide[i], y[i]);
+  for (int i = 0; i < kCount * kLanes; ++i) {
+    narrow(bin.adds ? wide[i] + widen(y[i]) : wide[i], y[i]);
+  }
 }
 
 // dx += the weights of its pixels * dy
@@ -198,7 +202,7 @@ EFFJAX_INLINE void mean_of_bin(const Bin<A>& bin, const T* x, int64_t channels, 
         if (weight != A(0)) sum += weight * widen(x[bin.rows->at[i] + bin.columns->at[j] + c]);
       }
     }
-    narrow(sum / bin.divisor, y[c]);
+    narrow(bin.adds ? sum / bin.divisor + widen(y[c]) : sum / bin.divisor, y[c]);
   }
 }
 
@@ -293,14 +297,17 @@ void roi_pool(const Boxes<T, A>& in, T* y, const Parallel& parallel,
   parallel(g.N * g.R, [&](int64_t box) {
     Lines<T, A> lines(in, box);
     T* const out = y + box * g.P * g.C;
-    if (lines.empty()) return static_cast<void>(std::memset(out, 0, g.P * g.C * sizeof(T)));
+    if (lines.empty()) {
+      if (!in.adds) std::memset(out, 0, g.P * g.C * sizeof(T));
+      return;
+    }
     const T* const image = in.x + box / g.R * g.H * g.W * g.pixel_size();
     for (int64_t p = 0; p < g.P; ++p) {
       for (int64_t group = 0; group < g.G; ++group) {
         const Bin<A> bin = lines.bin(p, group);
         T* const here = out + p * g.C + group * width;
         if (bin.empty()) {
-          std::memset(here, 0, width * sizeof(T));
+          if (!in.adds) std::memset(here, 0, width * sizeof(T));
         } else {
           loops.mean(bin, image + g.channel_of(p) + group * width, width, here);
         }

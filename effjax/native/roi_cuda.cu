@@ -19,7 +19,11 @@ Boxes<T, A> boxes(const PoolingInputs& in) {
 struct PoolingOnCuda {
   using Context = cudaStream_t;
 
-  static ffi::Error pool(Context stream, const PoolingInputs& inputs, AnyBuffer y) {
+  static ffi::Error copy(Context stream, const void* from, void* to, size_t bytes) {
+    return result_of(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
+  }
+
+  static ffi::Error pool(Context stream, const PoolingInputs& inputs, AnyBuffer y, bool adds) {
     const Pooling& g = inputs.g;
     return dispatch(inputs.x.element_type(), g.C / g.G, [&](auto storage, auto sums, auto width) {
       using T = decltype(storage);
@@ -29,7 +33,7 @@ struct PoolingOnCuda {
         const int64_t packs = g.C / g.G / V, count = g.N * g.R * g.P * g.G * packs;
         return launch_threads(count, [&](unsigned blocks) {
           roi_pool_kernel<T, A, V><<<blocks, kThreads, 0, stream>>>(
-              in, static_cast<T*>(y.untyped_data()), packs, count);
+              in, static_cast<T*>(y.untyped_data()), adds, packs, count);
         });
       }(width);
     });

@@ -43,16 +43,17 @@ __device__ __forceinline__ void pixel_of(const Tap<A>& tap, int far, int64_t& at
   slope = tap.within ? A(2 * far - 1) : A(0);
 }
 
-// One thread a pack of y, in their order: writes are contiguous.
+// One thread a pack of y, in their order: writes are contiguous. y is added to, if it is there.
 template <typename T, typename A, int V>
-__global__ void __launch_bounds__(kThreads) roi_pool_kernel(Boxes<T, A> in, T* y, int64_t packs,
-                                                            int64_t count) {
+__global__ void __launch_bounds__(kThreads) roi_pool_kernel(Boxes<T, A> in, T* y, bool adds,
+                                                            int64_t packs, int64_t count) {
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= count) return;
   const Pooling& g = in.g;
   const int64_t bin = i / packs, pixel = g.pixel_size();
   Axis<A> down, across;
   const A divisor = in.bin(bin, down, across);
+  if (adds && !(divisor > A(0))) return;
   A sum[V] = {};
   const T* const image = in.x + in.channels(bin) + i % packs * V;
   for (int64_t a = down.begin; divisor > A(0) && a < down.end; ++a) {
@@ -73,10 +74,15 @@ __global__ void __launch_bounds__(kThreads) roi_pool_kernel(Boxes<T, A> in, T* y
       }
     }
   }
-  Vector<T, V> out;
+  Vector<T, V>* const to = reinterpret_cast<Vector<T, V>*>(y) + i;
+  Vector<T, V> out{};
+  if (adds) out = *to;
 #pragma unroll
-  for (int v = 0; v < V; ++v) narrow(divisor > A(0) ? sum[v] / divisor : A(0), out.at[v]);
-  reinterpret_cast<Vector<T, V>*>(y)[i] = out;
+  for (int v = 0; v < V; ++v) {
+    const A mean = divisor > A(0) ? sum[v] / divisor : A(0);
+    narrow(adds ? mean + widen(out.at[v]) : mean, out.at[v]);
+  }
+  *to = out;
 }
 
 // `lanes` threads, a power of two, for each bin: they share the sums over channels that the gradient

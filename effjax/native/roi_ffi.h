@@ -68,13 +68,20 @@ inline ffi::Error check(const PoolingAttributes& a, AnyBuffer y, PoolingInputs& 
 }
 
 // The calls. Their parameters are what XLA binds to them; a Device has the Context that it passes,
-// and `pool` and `gradients`, which find everything checked.
+// and `pool`, `gradients` and `copy`, which find everything checked. y is added to so_far, unless
+// that has no numbers.
 template <typename Device>
 ffi::Error RoiPool(typename Device::Context context, AnyBuffer x, AnyBuffer first, AnyBuffer step,
-                   AnyBuffer count, Result y, PoolingAttribute pooling) {
+                   AnyBuffer count, AnyBuffer so_far, Result y, PoolingAttribute pooling) {
   PoolingInputs in{x, first, step, count};
   if (auto error = check(*pooling, *y, in); error.failure()) return error;
-  return Device::pool(context, in, *y);
+  const bool adds = !has_shape(so_far, {in.g.N, in.g.R, in.g.P, 0});
+  if (!adds) return Device::pool(context, in, *y, false);
+  if (!same_shape(so_far, *y) || so_far.element_type() != y->element_type()) {
+    return invalid("what y is added to, of shape " + shape_text(so_far) + ", must be as y");
+  }
+  if (auto error = copy_if_apart<Device>(context, so_far, *y); error.failure()) return error;
+  return Device::pool(context, in, *y, true);
 }
 
 // dfirst is like first, or has no numbers.

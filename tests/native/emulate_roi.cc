@@ -14,7 +14,7 @@ struct Arrays {
 };
 
 template <typename T, typename A, int V>
-void run(const Pooling& g, const Arrays& a) {
+void run(const Pooling& g, const Arrays& a, bool adds) {
   const effjax::Boxes<T, A> in{g, static_cast<const T*>(a.x), static_cast<const A*>(a.first),
                                static_cast<const A*>(a.step), static_cast<const A*>(a.count)};
   const auto blocks = [](int64_t threads) {
@@ -24,7 +24,7 @@ void run(const Pooling& g, const Arrays& a) {
   const int lanes = effjax::lanes_for(packs);
   if (a.y) {
     launch(blocks(bins * packs), effjax::kThreads, [&] {
-      effjax::roi_pool_kernel<T, A, V>(in, static_cast<T*>(a.y), packs, bins * packs);
+      effjax::roi_pool_kernel<T, A, V>(in, static_cast<T*>(a.y), adds, packs, bins * packs);
     });
   } else {
     launch(blocks(bins * lanes), effjax::kThreads, [&] {
@@ -35,20 +35,20 @@ void run(const Pooling& g, const Arrays& a) {
 }
 
 template <typename T, typename A>
-void with_width(const Pooling& g, const Arrays& a) {
+void with_width(const Pooling& g, const Arrays& a, bool adds) {
   constexpr int kFull = 16 / sizeof(T);
-  g.C / g.G % kFull == 0 ? run<T, A, kFull>(g, a) : run<T, A, 1>(g, a);
+  g.C / g.G % kFull == 0 ? run<T, A, kFull>(g, a, adds) : run<T, A, 1>(g, a, adds);
 }
 
 }  // namespace
 
 // The sizes in the order of Pooling's fields, the arrays in theirs; without y, the gradients.
 extern "C" void emulate(const char* dtype, const int64_t* sizes, double margin, bool of_inside,
-                        const Arrays* arrays) {
+                        bool adds, const Arrays* arrays) {
   const Pooling g{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],  sizes[5],
                   sizes[6], sizes[7], sizes[8], sizes[9], margin, of_inside};
-  if (!std::strcmp(dtype, "float32")) with_width<float, float>(g, *arrays);
-  if (!std::strcmp(dtype, "float64")) with_width<double, double>(g, *arrays);
-  if (!std::strcmp(dtype, "bfloat16")) with_width<__nv_bfloat16, float>(g, *arrays);
-  if (!std::strcmp(dtype, "float16")) with_width<__half, float>(g, *arrays);
+  if (!std::strcmp(dtype, "float32")) with_width<float, float>(g, *arrays, adds);
+  if (!std::strcmp(dtype, "float64")) with_width<double, double>(g, *arrays, adds);
+  if (!std::strcmp(dtype, "bfloat16")) with_width<__nv_bfloat16, float>(g, *arrays, adds);
+  if (!std::strcmp(dtype, "float16")) with_width<__half, float>(g, *arrays, adds);
 }

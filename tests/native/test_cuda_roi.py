@@ -38,7 +38,7 @@ def emulate(tmp_path_factory):
     subprocess.run(command, check=True)
     function = ctypes.CDLL(str(path)).emulate
 
-    def run(pooling, arrays, **results):
+    def run(pooling, arrays, adds=False, **results):
         (n, h, w, c), (_, boxes, bins, groups, _) = arrays["x"].shape, arrays["first"].shape
         sizes = (
             n, h, w, c // pooling.parts**2, boxes, bins, groups, *pooling.output_size,
@@ -50,6 +50,7 @@ def emulate(tmp_path_factory):
             (ctypes.c_int64 * len(sizes))(*sizes),
             ctypes.c_double(pooling.margin),
             ctypes.c_bool(pooling.of_inside),
+            ctypes.c_bool(adds),
             (ctypes.c_void_p * len(given))(*(None if a is None else a.ctypes.data for a in given)),
         )
         return results
@@ -93,9 +94,12 @@ def test_kernels_emulated(emulate, dtype, channels, pooling, groups, x64):
     on_device = [jnp.asarray(arrays[name]) for name in NAMES[:5]]
     dy, wide = arrays.pop("dy"), arrays["first"].dtype
     tolerance = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 1e-2, "float16": 2e-3}
-    want = np.asarray(reference.pool(*on_device[:4], pooling), np.float64)
+    none = jnp.zeros((*dy.shape[:3], 0), dy.dtype)
+    want = np.asarray(reference.pool(*on_device[:4], none, pooling), np.float64)
     y = emulate(pooling, arrays, y=np.full_like(dy, np.nan))["y"].astype(np.float64)
     np.testing.assert_allclose(y, want, rtol=0, atol=4 * tolerance[dy.dtype.name])
+    more = emulate(pooling, arrays, adds=True, y=np.ones_like(dy))["y"].astype(np.float64)
+    np.testing.assert_allclose(more, want + 1, rtol=0, atol=8 * tolerance[dy.dtype.name])
 
     results = {"dx": np.zeros(arrays["x"].shape, wide)}
     if pooling.moves:

@@ -65,13 +65,31 @@ def roi_align(
     References:
         He et al., Mask R-CNN, 2017 (arXiv:1703.06870).
     """
+    y = bins_of_boxes(
+        x, boxes, output_size=output_size, spatial_scale=spatial_scale,
+        sampling_ratio=sampling_ratio, aligned=aligned, implementation=implementation,
+    )  # fmt: skip
+    return y.reshape(*y.shape[:2], *arguments.bins_of(output_size), y.shape[-1])
+
+
+def bins_of_boxes(
+    x: jax.Array,
+    boxes: jax.Array,
+    so_far: jax.Array | None = None,
+    *,
+    output_size: int | Sequence[int],
+    spatial_scale: float,
+    sampling_ratio: int,
+    aligned: bool,
+    implementation: Implementation,
+) -> jax.Array:
+    """`roi_align` with the bins on one axis, [N, R, P, C], added to `so_far` if that is given."""
     arguments.check_implementation(implementation)
     x, boxes, of_boxes = _with_boxes(x, boxes, output_size, spatial_scale, sampling_ratio)
     (boxes,) = arguments.in_one_dtype(x, boxes)
     make = _aligned(*of_boxes, as_flag("aligned", aligned))
     pooling = Pooling(of_boxes[0], 1, 1.0, False, of_boxes[2], False)
-    y = pool(x, make, (boxes,), pooling, implementation)
-    return y.reshape(*y.shape[:2], *of_boxes[0], y.shape[-1])
+    return pool(x, make, (boxes,), pooling, implementation, so_far)
 
 
 def deform_roi_pool(
@@ -182,8 +200,8 @@ def deform_psroi_pool(
     part_size = size[0] if part_size is None else as_integer("part_size", part_size, 1)
     if x.shape[-1] % group_size**2:
         raise ValueError(
-            f"`group_size` (={group_size}): the {x.shape[-1]} channels of `x` must be a multiple of "
-            f"its square (={group_size**2})."
+            f"`group_size` (={group_size}): its square (={group_size**2}) must divide the "
+            f"{x.shape[-1]} channels of `x`."
         )
     channels, arrays = x.shape[-1] // group_size**2, (boxes,)
     if offset is not None:

@@ -1,6 +1,5 @@
 """roi_align over the levels of a feature pyramid."""
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from jax import lax
 
 from .._arguments import as_integer, described
 from . import arguments
-from .api import roi_align
+from .api import bins_of_boxes
 
 
 def multiscale_roi_align(
@@ -68,16 +67,15 @@ def multiscale_roi_align(
     wanted = jnp.floor(canonical_level + jnp.log2(area / canonical_scale) + 1e-6)
     own = [-math.log2(scale) for scale in scales]
     wanted = jnp.clip(wanted, own[0], own[-1])[..., None]
-    run = functools.partial(
-        roi_align, output_size=output_size, sampling_ratio=sampling_ratio, aligned=aligned,
-        implementation=implementation,
-    )  # fmt: skip
-    nowhere = jnp.full_like(boxes, jnp.nan)
-    found = [
-        run(level, jnp.where(wanted == k, boxes, nowhere), spatial_scale=scale)
-        for level, scale, k in zip(levels, scales, own, strict=True)
-    ]
-    return functools.reduce(jnp.add, found)
+    nowhere, y = jnp.full_like(boxes, jnp.nan), None
+    for level, scale, k in zip(levels, scales, own, strict=True):
+        here = jnp.where(wanted == k, boxes, nowhere)
+        y = bins_of_boxes(
+            level, here, y, output_size=output_size, spatial_scale=scale,
+            sampling_ratio=sampling_ratio, aligned=aligned, implementation=implementation,
+        )  # fmt: skip
+    assert y is not None  # there is a level
+    return y.reshape(*y.shape[:2], *arguments.bins_of(output_size), y.shape[-1])
 
 
 def _levels(features: Any) -> list[jax.Array]:

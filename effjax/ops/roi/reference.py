@@ -29,7 +29,12 @@ class Pooling(NamedTuple):
 
 
 def pool(
-    x: jax.Array, first: jax.Array, step: jax.Array, count: jax.Array, pooling: Pooling
+    x: jax.Array,
+    first: jax.Array,
+    step: jax.Array,
+    count: jax.Array,
+    so_far: jax.Array,
+    pooling: Pooling,
 ) -> jax.Array:
     """The mean of the samples of each bin, each interpolated between four pixels.
 
@@ -39,6 +44,7 @@ def pool(
             least float32. A bin whose position is not finite is zero.
         step: [N, R, 2], of the same dtype: sample i is at ``first + i * step``.
         count: [N, R, 2], how many samples there are, a whole number of the same dtype.
+        so_far: [N, R, P, C] of x's dtype, what the means are added to; or [N, R, P, 0].
 
     Returns:
         [N, R, P, C] of x's dtype.
@@ -55,10 +61,12 @@ def pool(
         return value
 
     value = zeros((n, boxes, bins, groups, pixels.shape[-1]), first.dtype, first)
-    value = same_varying((x, first, value))[2]
+    x, first, so_far, value = same_varying((x, first, so_far, value))
     value = _over_samples(body, value, size, first, step, count, pooling)
     value /= _divisor(first, step, count, size, pooling)[..., None]
-    return value.reshape(n, boxes, bins, groups * pixels.shape[-1]).astype(x.dtype)
+    value = value.reshape(n, boxes, bins, groups * pixels.shape[-1])
+    value = value + so_far.astype(value.dtype) if so_far.shape == value.shape else value
+    return value.astype(x.dtype)
 
 
 def pool_backward(

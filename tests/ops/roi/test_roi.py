@@ -258,6 +258,16 @@ def test_levels_of_a_pyramid(implementation):
     assert not np.asarray(y)[:, own == -1].any()
 
 
+@needs_native
+def test_levels_are_written_in_place():
+    """To one result, which no level but that of a box touches."""
+    features = [jax.ShapeDtypeStruct((1, s, s, 32), "float32") for s in (64, 32, 16)]
+    boxes = jax.ShapeDtypeStruct((1, 50, 4), "float32")
+    run = jax.jit(functools.partial(multiscale_roi_align, output_size=7, **LEVELS))
+    temporaries = run.lower(features, boxes).compile().memory_analysis().temp_size_in_bytes
+    assert temporaries < 50 * 49 * 32 * 4 / 2
+
+
 @pytest.mark.exhaustive
 @double
 @all_implementations
