@@ -23,6 +23,10 @@ from .ops.offload import offload_train_step as offload_train_step
 from .ops.offload import stream_update as stream_update
 from .ops.offload import to_device as to_device
 from .ops.offload import to_host as to_host
+from .ops.roi import deform_psroi_pool as deform_psroi_pool
+from .ops.roi import deform_roi_pool as deform_roi_pool
+from .ops.roi import multiscale_roi_align as multiscale_roi_align
+from .ops.roi import roi_align as roi_align
 
 if TYPE_CHECKING:
     from . import compat as compat

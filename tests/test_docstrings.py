@@ -94,6 +94,7 @@ LAYER = effjax.DenseLayerParams(
     ones(4), ones(4), ones(1, 1, 4, 2), ones(2), ones(2), ones(3, 3, 2, 1)
 )
 TAPS = ones(2, 18, 6, 2), ones(2, 9, 6, 2), ones(2, 8, 3, 3)  # offset, mask, weight
+ROIS = ones(3, 5)
 SMALL = dict(block_config=(1,), growth_rate=2, small_inputs=True)
 REVERSE_MODE_ONLY = {
     "effjax.sync_batch_norm": lambda x: effjax.sync_batch_norm(x)[0],
@@ -111,6 +112,11 @@ REVERSE_MODE_ONLY = {
     "effjax.to_host": lambda x: effjax.to_device(effjax.to_host(x)),
     "effjax.compat.deform_conv2d": lambda x: compat.deform_conv2d(x, TAPS[0], TAPS[2]),
     "effjax.compat.deform_conv": lambda x: compat.deform_conv(x, TAPS[0], TAPS[2]),
+    "effjax.compat.roi_align": lambda x: compat.roi_align(x, ROIS, 2),
+    "effjax.compat.deform_roi_pool": lambda x: compat.deform_roi_pool(x, ROIS, None, 2),
+    "effjax.compat.deform_roi_pooling": lambda x: compat.deform_roi_pooling(
+        x, ROIS, None, 1.0, 2, 8, True
+    ),
     "effjax.compat.modulated_deform_conv": lambda x: compat.modulated_deform_conv(x, *TAPS),
     "effjax.nnx.BatchNorm": lambda x: nnx.BatchNorm(4, rngs=Rngs(0))(x),
     "effjax.nnx.OffloadModel": lambda x: nnx.OffloadModel([jnp.sin])(x),

@@ -267,6 +267,18 @@ def deform_attention_rows():
         milliseconds = [f"{1e3 * run[name]['seconds']:.0f}" for run in runs]
         times = " / ".join(milliseconds[:2]), " / ".join(milliseconds[2:])
         yield [name, *times, *(f"{plan[name]['temp_bytes'] / 1e6:.0f}" for plan in planned)]
+def roi_rows():
+    for ratio, shown in ((2, "2"), (0, "0: one a pixel")):
+        file = f"cpu/roi_align_{ratio}_forward"
+        passes = measured(f"{file}.json"), measured(f"{file}_backward.json")
+        yield [
+            shown,
+            *(
+                " / ".join(f"{1e3 * rows[name]['seconds']:.0f}" for rows in passes)
+                for name in ("torchvision", "effjax xla", "effjax native")
+            ),
+            " / ".join(f"{1 / rows['effjax native']['ratio']:.1f}×" for rows in passes),
+        ]
 
 
 def offload_rows():
@@ -291,6 +303,7 @@ def cross_entropy_rows():
 
 TABLES = [block_rows, batch_norm_rows, densenet_rows, deform_conv_rows, offload_rows]
 TABLES += [cross_entropy_rows, deform_attention_rows]
+TABLES += [cross_entropy_rows, roi_rows]
 
 
 def updated_in_the_backward_pass_rows():

@@ -12,9 +12,12 @@ from effjax import (
     bn_relu_conv,
     dcn_aggregate,
     deform_conv2d,
+    deform_psroi_pool,
+    deform_roi_pool,
     dense_block,
     linear_cross_entropy,
     ms_deform_attn,
+    multiscale_roi_align,
     sync_batch_norm,
 )
 
@@ -75,6 +78,22 @@ _in_xla = [
 _deform_conv2d_in_xla = functools.partial(_deform_conv2d, implementation="xla")
 _layers = [_bn_relu_conv, _dense_block, _deform_conv2d, _deform_conv2d_in_xla]
 _layers += [_ms_deform_attn, _dcn_aggregate, *_in_xla]
+def _of_boxes(x, axis_name, implementation=None):
+    boxes, options = jnp.ones((x.shape[0], 3, 4)), dict(implementation=implementation)
+    offset = jnp.ones((x.shape[0], 3, 2, 2, 2), x.dtype)
+    found = [
+        deform_roi_pool(x, boxes, offset, output_size=2, sampling_ratio=ratio, **options)
+        for ratio in (0, 2)
+    ]
+    found.append(deform_psroi_pool(x, boxes, offset, output_size=2, trans_std=0.1, **options))
+    levels = dict(spatial_scales=[0.5], output_size=2)
+    return sum(found, multiscale_roi_align([x], boxes, **levels, **options))
+
+
+_of_boxes_in_xla = functools.partial(_of_boxes, implementation="xla")
+_deform_conv2d_in_xla = functools.partial(_deform_conv2d, implementation="xla")
+_layers = [_bn_relu_conv, _dense_block, _deform_conv2d, _deform_conv2d_in_xla]
+_layers += [_of_boxes, _of_boxes_in_xla]
 OPERATORS = [_sync_batch_norm, _batch_norm_inference, _linear_cross_entropy, *_layers]
 
 

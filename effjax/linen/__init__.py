@@ -15,5 +15,8 @@ from .deform_conv import ModulatedDeformConv as ModulatedDeformConv
 from .deform_conv import ModulatedDeformConvPack as ModulatedDeformConvPack
 from .offload import OffloadModel as OffloadModel
 from .offload_train_state import OffloadTrainState as OffloadTrainState
+from .roi import DeformRoIPool as DeformRoIPool
+from .roi import DeformRoIPoolPack as DeformRoIPoolPack
+from .roi import ModulatedDeformRoIPoolPack as ModulatedDeformRoIPoolPack
 
 __getattr__ = moved(__name__, DenseNet="effjax.models.linen")

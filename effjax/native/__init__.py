@@ -21,6 +21,8 @@ _SYMBOLS = {
     "effjax_deform_columns_backward": "EffjaxDeformColumnsBackward",
     "effjax_ms_deform_attn": "EffjaxMsDeformAttn",
     "effjax_ms_deform_attn_backward": "EffjaxMsDeformAttnBackward",
+    "effjax_roi_pool": "EffjaxRoiPool",
+    "effjax_roi_pool_backward": "EffjaxRoiPoolBackward",
 }
 _CUDA_SYMBOLS = {"effjax_deform_scatter_sorted": "EffjaxDeformScatterSorted"}
 

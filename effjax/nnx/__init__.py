@@ -18,6 +18,9 @@ from .deform_conv import ModulatedDeformConv as ModulatedDeformConv
 from .deform_conv import ModulatedDeformConvPack as ModulatedDeformConvPack
 from .offload import OffloadModel as OffloadModel
 from .offload_optimizer import OffloadOptimizer as OffloadOptimizer
+from .roi import DeformRoIPool as DeformRoIPool
+from .roi import DeformRoIPoolPack as DeformRoIPoolPack
+from .roi import ModulatedDeformRoIPoolPack as ModulatedDeformRoIPoolPack
 
 __getattr__ = moved(
     __name__,

@@ -24,8 +24,13 @@ def reverse_only(operator: str, *arrays: jax.Array) -> list[jax.Array]:
 def _refuse(*_, operator: str) -> NoReturn:
     raise NotImplementedError(
         f"The native kernels of {operator} have a first derivative in reverse mode; it has "
-        'forward mode and second derivatives only with `implementation="xla"`.'
+        'forward mode and second derivatives only with `implementation="xla"`'
+        f"{_BESIDES.get(operator, '')}."
     )
+
+
+# What an operator needs for them besides.
+_BESIDES = {"roi_align": " and a `sampling_ratio` above 0"}
 
 
 def _jvp(primals, tangents, *, operator: str):

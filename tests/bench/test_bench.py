@@ -23,6 +23,7 @@ from effjax.bench import (
     memory,
     offload,
     offload_peers,
+    roi,
 )
 from effjax.bench._offload_forms import (
     FUSED,
@@ -61,6 +62,14 @@ def test_dense_block(tmp_path, capsys):
     assert rows["plain autodiff"]["ratio"] == 1
     assert all(row["difference"] < 1e-4 for row in rows.values())
     assert "pass-through" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_roi(backward):
+    case = roi.Case(2, boxes=4, channels=2, height=64, width=96)
+    rows = {row["name"]: row for row in roi.bench_case(case, backward, rounds=1)}
+    assert {"effjax xla"} <= set(rows)
+    assert all(row["difference"] < 1e-4 for row in rows.values())
 
 
 def test_batch_norm(tmp_path):

@@ -1,0 +1,105 @@
+// The custom calls that pool boxes: what they are given, the checks of it, and the calls themselves
+// but for the device they run on. Python has checked before; the checks are for whoever calls them
+// directly.
+#ifndef EFFJAX_ROI_FFI_H_
+#define EFFJAX_ROI_FFI_H_
+
+#include "ffi.h"
+#include "roi.h"
+
+namespace effjax {
+
+// The attribute `pooling`: what the arrays do not say.
+struct PoolingAttributes {
+  int64_t rows, columns, parts, of_inside;
+  double margin;
+};
+
+}  // namespace effjax
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    effjax::PoolingAttributes, StructMember<int64_t>("rows"), StructMember<int64_t>("columns"),
+    StructMember<int64_t>("parts"), StructMember<int64_t>("of_inside"),
+    StructMember<double>("margin"));
+
+namespace effjax {
+
+inline constexpr char kPooling[] = "pooling";
+using PoolingAttribute = ffi::Attr<PoolingAttributes, kPooling>;
+
+// What both calls read; `g` is known once it is checked.
+struct PoolingInputs {
+  AnyBuffer x, first, step, count;
+  Pooling g{};
+};
+
+// Checks shapes and dtypes, y or its gradient included; fills in the sizes.
+inline ffi::Error check(const PoolingAttributes& a, AnyBuffer y, PoolingInputs& in) {
+  const auto image = in.x.dimensions(), bins = in.first.dimensions();
+  if (std::min({a.rows, a.columns, a.parts}) < 1 || !(a.margin >= 0) || !(a.margin <= 1)) {
+    return invalid("rows, columns and parts must be positive, and margin between 0 and 1");
+  }
+  if (image.size() != 4 || bins.size() != 5) {
+    return invalid("x must be [N, H, W, C], not " + shape_text(in.x) +
+                   ", and first [N, R, P, G, 2], not " + shape_text(in.first));
+  }
+  const int64_t channels = image[3] / (a.parts * a.parts), boxes = bins[1], groups = bins[3];
+  in.g = Pooling{image[0], image[1],  image[2], channels, boxes, a.rows * a.columns,
+                 groups,   a.rows, a.columns, a.parts,  a.margin, a.of_inside != 0};
+  const Pooling& g = in.g;
+  if (!has_shape(in.first, {g.N, g.R, g.P, g.G, 2}) || !has_shape(in.step, {g.N, g.R, 2}) ||
+      !has_shape(in.count, {g.N, g.R, 2}) || !has_shape(y, {g.N, g.R, g.P, g.C})) {
+    return invalid("first of shape " + shape_text(in.first) + ", step " + shape_text(in.step) +
+                   ", count " + shape_text(in.count) + " or y " + shape_text(y) +
+                   " does not fit x of shape " + shape_text(in.x));
+  }
+  if (g.G < 1 || g.C % g.G != 0 || image[3] != g.pixel_size() || g.H < 1 || g.W < 1) {
+    return invalid("x of shape " + shape_text(in.x) + " must have parts**2 blocks of channels, "
+                   "each of " + std::to_string(g.G) + " groups, and pixels");
+  }
+  const auto accumulator = accumulator_of(in.x.element_type());
+  for (auto numbers : {in.first, in.step, in.count}) {
+    if (numbers.element_type() != accumulator) {
+      return invalid("first, step and count must be float32, or float64 where x is");
+    }
+  }
+  if (y.element_type() != in.x.element_type()) return invalid("y must have x's dtype");
+  return ffi::Error::Success();
+}
+
+// The calls. Their parameters are what XLA binds to them; a Device has the Context that it passes,
+// and `pool`, `gradients` and `copy`, which find everything checked. y is added to so_far, unless
+// that has no numbers.
+template <typename Device>
+ffi::Error RoiPool(typename Device::Context context, AnyBuffer x, AnyBuffer first, AnyBuffer step,
+                   AnyBuffer count, AnyBuffer so_far, Result y, PoolingAttribute pooling) {
+  PoolingInputs in{x, first, step, count};
+  if (auto error = check(*pooling, *y, in); error.failure()) return error;
+  const bool adds = !has_shape(so_far, {in.g.N, in.g.R, in.g.P, 0});
+  if (!adds) return Device::pool(context, in, *y, false);
+  if (!same_shape(so_far, *y) || so_far.element_type() != y->element_type()) {
+    return invalid("what y is added to, of shape " + shape_text(so_far) + ", must be as y");
+  }
+  if (auto error = copy_if_apart<Device>(context, so_far, *y); error.failure()) return error;
+  return Device::pool(context, in, *y, true);
+}
+
+// dfirst is like first, or has no numbers.
+template <typename Device>
+ffi::Error RoiPoolBackward(typename Device::Context context, AnyBuffer x, AnyBuffer first,
+                           AnyBuffer step, AnyBuffer count, AnyBuffer dy, Result dx,
+                           Result dfirst, PoolingAttribute pooling) {
+  PoolingInputs in{x, first, step, count};
+  if (auto error = check(*pooling, dy, in); error.failure()) return error;
+  const auto accumulator = accumulator_of(x.element_type());
+  const bool moves = !has_shape(*dfirst, {in.g.N, in.g.R, in.g.P, in.g.G, 0});
+  if (!same_shape(*dx, x) || (moves && !same_shape(*dfirst, first)) ||
+      dx->element_type() != accumulator || dfirst->element_type() != accumulator) {
+    return invalid("dx and dfirst must be as x and first, in float32, or in float64 where x is");
+  }
+  return Device::gradients(context, in, dy, *dx, *dfirst, moves);
+}
+
+}  // namespace effjax
+
+#endif  // EFFJAX_ROI_FFI_H_

@@ -1,0 +1,110 @@
+"""The modules over boxes of both flavors: one battery."""
+
+import functools
+import operator
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import effjax
+import effjax.linen
+import effjax.nnx
+
+X = jax.random.normal(jax.random.key(0), (2, 6, 7, 4))
+BOXES = jnp.array([[[1, 2, 9, 8], [0, 0, 13, 11.0]], [[3, 2, 8, 9], [np.nan] * 4]])
+OPTIONS = dict(spatial_scale=0.5, sampling_ratio=2, gamma=0.2)
+PACKS = ["DeformRoIPoolPack", "ModulatedDeformRoIPoolPack"]
+
+
+def nnx_layer(name, **options):
+    """`params`, and `apply(params, *args)`, of a module of (2, 3) bins."""
+    given = () if name == "DeformRoIPool" else (4, 16)
+    rngs = {} if name == "DeformRoIPool" else {"rngs": nnx.Rngs(1)}
+    layer = getattr(effjax.nnx, name)((2, 3), *given, **options, **rngs)
+    graph, state = nnx.split(layer, nnx.Param)
+
+    def apply(params, *args):
+        flat = {
+            path: variable.replace(functools.reduce(operator.getitem, path, params))
+            for path, variable in nnx.to_flat_state(state)
+        }
+        return nnx.merge(graph, nnx.from_flat_state(flat))(*args)
+
+    return types.SimpleNamespace(params=nnx.to_pure_dict(state), apply=apply)
+
+
+def linen_layer(name, **options):
+    width = {} if name == "DeformRoIPool" else {"deform_fc_channels": 16}
+    layer = getattr(effjax.linen, name)((2, 3), **options, **width)
+    params = layer.init(jax.random.key(0), X, BOXES).get("params", {})
+    return types.SimpleNamespace(
+        params=params, apply=lambda params, *args: layer.apply({"params": params}, *args)
+    )
+
+
+both = pytest.mark.parametrize("make", [nnx_layer, linen_layer])
+
+
+@both
+@pytest.mark.parametrize("name", PACKS)
+def test_starts_as_roi_align(make, name):
+    """Offsets are zero, and masks one half."""
+    layer = make(name, **OPTIONS)
+    options = {k: v for k, v in OPTIONS.items() if k != "gamma"}
+    want = effjax.roi_align(X, BOXES, output_size=(2, 3), **options)
+    weight = 0.5 if "Modulated" in name else 1.0
+    np.testing.assert_allclose(layer.apply(layer.params, X, BOXES), weight * want, atol=1e-6)
+
+
+def predict(params, x):
+    """The fully connected layers by their names, on features [N, R, F]."""
+    linear = lambda name, x: x @ params[name]["kernel"] + params[name]["bias"]  # noqa: E731
+    hidden = nnx.relu(linear("offset_fc2", nnx.relu(linear("offset_fc1", x))))
+    mask = 1.0
+    if "mask_fc1" in params:
+        mask = jax.nn.sigmoid(linear("mask_fc2", nnx.relu(linear("mask_fc1", x))))
+        mask = mask.reshape(2, 2, 2, 3, 1)
+    return linear("offset_fc3", hidden).reshape(2, 2, 2, 3, 2), mask
+
+
+@both
+@pytest.mark.parametrize("name", PACKS)
+def test_equals_its_parts_and_learns(make, name):
+    layer = make(name, **OPTIONS)
+    params = jax.tree.map(
+        lambda p: p + 0.1 * jnp.sin(jnp.arange(p.size)).reshape(p.shape), layer.params
+    )  # noqa: E501
+    pool = functools.partial(effjax.deform_roi_pool, output_size=(2, 3), **OPTIONS)
+    offset, mask = predict(params, pool(X, BOXES).reshape(2, 2, -1))
+    got = layer.apply(params, X, BOXES)
+    np.testing.assert_allclose(got, pool(X, BOXES, offset) * mask, atol=1e-5)
+    grads = jax.grad(lambda p: jnp.sum(jnp.sin(layer.apply(p, X, BOXES))))(params)
+    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads))
+
+
+@both
+def test_given_offsets(make):
+    layer = make("DeformRoIPool", **OPTIONS)
+    offset = jnp.ones((2, 2, 2, 3, 2))
+    for given in ((), (offset,)):
+        want = effjax.deform_roi_pool(X, BOXES, *given, output_size=(2, 3), **OPTIONS)
+        np.testing.assert_array_equal(layer.apply(layer.params, X, BOXES, *given), want)
+
+
+@both
+def test_half_precision(make):
+    """Offsets are float32, features and the mask the dtype of the layer."""
+    layer = make("ModulatedDeformRoIPoolPack", dtype=jnp.bfloat16, **OPTIONS)
+    assert layer.apply(layer.params, X.astype(jnp.bfloat16), BOXES).dtype == jnp.bfloat16
+
+
+def test_both_have_the_same_parameters():
+    shapes = [
+        jax.tree.map(jnp.shape, dict(make("ModulatedDeformRoIPoolPack").params))
+        for make in (nnx_layer, linen_layer)
+    ]
+    assert shapes[0] == shapes[1]

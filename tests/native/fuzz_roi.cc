@@ -1,0 +1,129 @@
+// The loops that pool boxes on a CPU, on arrays of exactly their size, for AddressSanitizer and
+// UBSan: random sizes, positions, steps and counts that are huge, infinite, NaN, negative or exactly
+// on a border, empty arrays. With one task after the other or on many threads, results must be equal
+// to the last bit; those of other instructions, nearly. All of them are finite.
+
+#include <cmath>
+#include <cstdio>
+#include <memory>
+#include <random>
+#include <thread>
+
+#include "roi_cpu.h"
+
+namespace {
+
+std::mt19937 random_bits(0);
+
+int64_t pick(int64_t least, int64_t most) {
+  return std::uniform_int_distribution<int64_t>(least, most)(random_bits);
+}
+
+double pick_odd(int64_t size) {
+  const double odd[] = {NAN, INFINITY, -INFINITY, 1e30, -1e30, -1, -0.5, 0, double(size), 3e9};
+  if (pick(0, 5) == 0) return odd[pick(0, 9)];
+  return std::normal_distribution<double>(1, 3)(random_bits);
+}
+
+template <typename T>
+struct Array {
+  explicit Array(int64_t count) : count(count), data(new T[count]()) {}
+  int64_t count;
+  std::unique_ptr<T[]> data;
+};
+
+template <typename T>
+void fill(Array<T>& a) {
+  for (int64_t i = 0; i < a.count; ++i) {
+    effjax::narrow(std::normal_distribution<float>()(random_bits), a.data[i]);
+  }
+}
+void fill(Array<double>& a) {
+  for (int64_t i = 0; i < a.count; ++i) a.data[i] = std::normal_distribution<double>()(random_bits);
+}
+
+struct Serial {
+  int64_t threads() const { return 1; }
+  template <typename Task>
+  void operator()(int64_t count, const Task& task) const {
+    for (int64_t i = 0; i < count; ++i) task(i);
+  }
+};
+
+struct Threads {
+  int64_t threads() const { return 4; }
+  template <typename Task>
+  void operator()(int64_t count, const Task& task) const {
+    std::vector<std::thread> threads;
+    for (int64_t t = 0; t < 4; ++t) {
+      threads.emplace_back([=, &task] {
+        for (int64_t i = t; i < count; i += 4) task(i);
+      });
+    }
+    for (auto& thread : threads) thread.join();
+  }
+};
+
+template <typename T, typename A>
+bool run() {
+  effjax::Pooling g{};
+  g.N = pick(0, 3), g.H = pick(1, 7), g.W = pick(1, 7), g.G = pick(1, 3), g.C = g.G * pick(1, 150);
+  g.R = pick(0, 3), g.rows = pick(1, 3), g.columns = pick(1, 3), g.P = g.rows * g.columns;
+  g.parts = pick(1, 2), g.margin = pick(0, 2) / 2.0, g.of_inside = pick(0, 1);
+  const int64_t boxes = g.N * g.R, bins = boxes * g.P;
+  const bool adds = pick(0, 1);
+  Array<T> x(g.N * g.H * g.W * g.pixel_size()), dy(bins * g.C);
+  Array<A> first(bins * g.G * 2), step(boxes * 2), count(boxes * 2);
+  fill(x), fill(dy);
+  for (int64_t i = 0; i < first.count; ++i) first.data[i] = A(pick_odd(g.H));
+  for (int64_t i = 0; i < step.count; ++i) step.data[i] = A(pick_odd(g.W) / 4);
+  for (int64_t i = 0; i < count.count; ++i) {
+    count.data[i] = pick(0, 9) ? A(pick(0, 4)) : step.data[i] > A(0) ? A(1e5) : A(NAN);
+  }
+  const effjax::Boxes<T, A> in{g, x.data.get(), first.data.get(), step.data.get(),
+                               count.data.get(), adds};
+  struct Results {
+    Array<T> y;
+    Array<A> dx, dfirst;
+  };
+  const auto compute = [&](const auto& parallel, const effjax::PoolingLoops<T, A>& loops) {
+    Results r{Array<T>(dy.count), Array<A>(x.count), Array<A>(first.count)};
+    effjax::roi_pool<T, A>(in, r.y.data.get(), parallel, loops);
+    effjax::roi_pool_backward<T, A>(in, dy.data.get(), r.dx.data.get(), r.dfirst.data.get(),
+                                    parallel, loops);
+    return r;
+  };
+  const auto equal = [](const auto& a, const auto& b) {
+    return a.count == 0 || !std::memcmp(a.data.get(), b.data.get(), a.count * sizeof(a.data[0]));
+  };
+  const auto near = [](const auto& a, const auto& b, double tolerance) {
+    double worst = 0, most = 1;
+    for (int64_t i = 0; i < a.count; ++i) {
+      const double u = effjax::widen(a.data[i]), v = effjax::widen(b.data[i]);
+      if (!std::isfinite(u)) return false;
+      worst = std::max(worst, std::abs(u - v)), most = std::max(most, std::abs(u));
+    }
+    return worst <= tolerance * most;
+  };
+  const Results one = compute(Serial{}, effjax::pooling_loops_for_this_cpu<T, A>());
+  const Results many = compute(Threads{}, effjax::pooling_loops_for_this_cpu<T, A>());
+  const Results old = compute(Threads{}, effjax::pooling_loops_for_any_cpu<T, A>());
+  const double accurate = sizeof(A) == 8 ? 1e-12 : 1e-4, stored = sizeof(T) == 2 ? 1e-2 : accurate;
+  return equal(one.y, many.y) && equal(one.dx, many.dx) && equal(one.dfirst, many.dfirst) &&
+         near(one.y, old.y, stored) && near(one.dx, old.dx, accurate) &&
+         near(one.dfirst, old.dfirst, accurate);
+}
+
+}  // namespace
+
+int main() {
+  for (int i = 0; i < 100; ++i) {
+    if (!run<float, float>() || !run<double, double>() || !run<effjax::BFloat16, float>() ||
+        !run<effjax::Float16, float>()) {
+      std::printf("case %d differs between numbers of threads or instructions, or is not finite\n", i);
+      return 1;
+    }
+  }
+  std::printf("all equal\n");
+  return 0;
+}

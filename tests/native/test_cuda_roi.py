@@ -1,0 +1,134 @@
+"""The CUDA kernels that pool boxes, where there is no GPU: emulated on a CPU, and compiled."""
+
+import ctypes
+import pathlib
+import re
+import shutil
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import effjax
+from effjax import native
+from effjax.memory import plan
+from effjax.ops.roi import reference
+from effjax.ops.roi.reference import Pooling
+from tests.programs import needs_gpu_compiler
+from tests.tiers import exhaustive
+
+HERE = pathlib.Path(__file__).parent
+SOURCES = HERE.parent.parent / "effjax" / "native"
+NAMES = "x", "first", "step", "count", "dy", "y", "dx", "dfirst"
+
+
+@pytest.fixture(scope="module")
+def emulate(tmp_path_factory):
+    """Runs one of the kernels on NumPy arrays; the results that are asked for say which."""
+    compiler = shutil.which("g++")
+    if compiler is None or not SOURCES.is_dir():
+        pytest.skip("nothing to compile: no g++, or a package without its C++ sources")
+    path = tmp_path_factory.mktemp("emulated") / "emulated.so"
+    command = [
+        compiler, "-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-DEMULATED_ARCH=900",
+        f"-I{HERE / 'emulated'}", f"-I{SOURCES}", str(HERE / "emulate_roi.cc"), "-o", str(path),
+    ]  # fmt: skip
+    subprocess.run(command, check=True)
+    function = ctypes.CDLL(str(path)).emulate
+
+    def run(pooling, arrays, adds=False, **results):
+        (n, h, w, c), (_, boxes, bins, groups, _) = arrays["x"].shape, arrays["first"].shape
+        sizes = (
+            n, h, w, c // pooling.parts**2, boxes, bins, groups, *pooling.output_size,
+            pooling.parts,
+        )  # fmt: skip
+        given = [(arrays | results).get(name) for name in NAMES]
+        function(
+            arrays["x"].dtype.name.encode(),
+            (ctypes.c_int64 * len(sizes))(*sizes),
+            ctypes.c_double(pooling.margin),
+            ctypes.c_bool(pooling.of_inside),
+            ctypes.c_bool(adds),
+            (ctypes.c_void_p * len(given))(*(None if a is None else a.ctypes.data for a in given)),
+        )
+        return results
+
+    return run
+
+
+def make(dtype, channels, pooling, groups):
+    rng = np.random.default_rng(0)
+    wide = np.float64 if dtype == np.float64 else np.float32
+    n, boxes, bins = 2, 3, pooling.output_size[0] * pooling.output_size[1]
+    first = rng.uniform(-2, 5, size=(n, boxes, bins, groups, 2))
+    first[0, 0, 0, 0] = np.nan, 1
+    first[0, 0, 1, 0] = 1, -np.inf
+    first[0, 1, 0, 0] = -1e30, 2
+    count = pooling.samples or rng.integers(1, 4, size=(n, boxes, 1))
+    count = np.broadcast_to(count, (n, boxes, 2)).astype(wide)
+    count[1, 0] = 0
+    return {
+        "x": rng.normal(size=(n, 4, 5, pooling.parts**2 * channels)).astype(dtype),
+        "first": first.astype(wide),
+        "step": rng.uniform(0.3, 0.9, size=(n, boxes, 2)).astype(wide),
+        "count": count,
+        "dy": rng.normal(size=(n, boxes, bins, channels)).astype(dtype),
+    }
+
+
+BOXES = Pooling((2, 2), 1, 1.0, False, 0, True)
+PARTS = Pooling((2, 3), 2, 0.5, True, 2, True)
+# Channels of a group: packs of 16 bytes, more than a warp takes at once, an odd number.
+CASES = [
+    (np.float32, 48, BOXES, 1), exhaustive(np.float32, 264, BOXES, 1), (np.float32, 10, PARTS, 2),
+    exhaustive(np.float64, 12, BOXES, 1), (jnp.bfloat16, 32, PARTS, 2),
+    (np.float16, 6, BOXES._replace(moves=False), 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "channels", "pooling", "groups"), CASES, ids=lambda _: "")
+def test_kernels_emulated(emulate, dtype, channels, pooling, groups, x64):
+    arrays = make(dtype, channels, pooling, groups)
+    on_device = [jnp.asarray(arrays[name]) for name in NAMES[:5]]
+    dy, wide = arrays.pop("dy"), arrays["first"].dtype
+    tolerance = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 1e-2, "float16": 2e-3}
+    none = jnp.zeros((*dy.shape[:3], 0), dy.dtype)
+    want = np.asarray(reference.pool(*on_device[:4], none, pooling), np.float64)
+    y = emulate(pooling, arrays, y=np.full_like(dy, np.nan))["y"].astype(np.float64)
+    np.testing.assert_allclose(y, want, rtol=0, atol=4 * tolerance[dy.dtype.name])
+    more = emulate(pooling, arrays, adds=True, y=np.ones_like(dy))["y"].astype(np.float64)
+    np.testing.assert_allclose(more, want + 1, rtol=0, atol=8 * tolerance[dy.dtype.name])
+
+    results = {"dx": np.zeros(arrays["x"].shape, wide)}
+    if pooling.moves:
+        results["dfirst"] = np.full_like(arrays["first"], np.nan)
+    got = emulate(pooling, arrays | {"dy": dy}, **results)
+    want = reference.pool_backward(*on_device, pooling)
+    for name, value in zip(("dx", "dfirst"), want, strict=True):
+        if name in got:
+            atol = 10 * np.abs(value).max() * tolerance[wide.name]
+            np.testing.assert_allclose(got[name], value, rtol=0, atol=atol)
+
+
+needs_library = pytest.mark.skipif(
+    not native.available("cuda"), reason="built without CUDA kernels"
+)
+
+
+@needs_library
+@needs_gpu_compiler
+def test_programs_compile_for_a_gpu():
+    """With the custom calls in them, which the planner's compiler has to know."""
+
+    def loss(x, boxes, offset):
+        y = effjax.deform_roi_pool(x, boxes, offset, output_size=2, implementation="native")
+        return jnp.sum(jnp.sin(y))
+
+    shapes = (2, 16, 16, 8), (2, 5, 4), (2, 5, 2, 2, 2)
+    args = (jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)
+    calls = re.findall(
+        r'custom_call_target="effjax_(\w+)"', plan(jax.grad(loss, (0, 2)), *args).hlo
+    )
+    assert set(calls) <= {"roi_pool", "roi_pool_backward"} and "roi_pool_backward" in calls

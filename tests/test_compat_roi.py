@@ -1,0 +1,128 @@
+"""Boxes in PyTorch's layouts, against loops in float64; and what torchvision itself gave."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from effjax import compat
+from tests.ops.roi import oracle
+
+RNG = np.random.default_rng(0)
+INPUT = RNG.normal(size=(2, 4, 8, 9)).astype(np.float32)
+NHWC = INPUT.transpose(0, 2, 3, 1)
+ROIS = np.array([
+    [1, 2.5, 3, 11, 12], [0, 0, 0, 17, 15], [1, -4, -3, 6, 5], [0, 8, 9, 8.5, 9.25],
+    [1, 5, 5, 3, 9],
+], np.float32)  # fmt: skip
+
+
+def by_image(rois, **offset):
+    """The definition's arguments for each box on its own: x, boxes and offset [1, 1, ...]."""
+    for i, (n, *box) in enumerate(rois):
+        more = {k: v[i][None, None] for k, v in offset.items()}
+        yield {"x": NHWC[int(n)][None], "boxes": np.array(box)[None, None]} | more
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("ratio", [-1, 2])
+def test_roi_align(aligned, ratio):
+    given = dict(spatial_scale=0.5, sampling_ratio=ratio, aligned=aligned)
+    got = compat.roi_align(INPUT, ROIS, (2, 3), **given)
+    options = given | dict(output_size=(2, 3), sampling_ratio=max(ratio, 0))
+    want = [oracle.roi_align(**args, **options)[0, 0] for args in by_image(ROIS)]
+    np.testing.assert_allclose(got.transpose(0, 2, 3, 1), want, atol=1e-5)
+
+    ordered = ROIS[np.argsort(ROIS[:, 0], kind="stable")]
+    listed = [ordered[ordered[:, 0] == n, 1:] for n in range(2)]
+    np.testing.assert_allclose(
+        compat.roi_align(INPUT, listed, (2, 3), **given),
+        compat.roi_align(INPUT, ordered, (2, 3), **given), atol=1e-6,
+    )  # fmt: skip
+
+
+def test_gradients_of_both_forms_are_the_same():
+    ordered = ROIS[np.argsort(ROIS[:, 0], kind="stable")]
+    listed = [ordered[ordered[:, 0] == n, 1:] for n in range(2)]
+    weights = RNG.normal(size=(5, 4, 2, 2)).astype(np.float32)
+    one, other = (
+        jax.grad(lambda x, b=b: jnp.sum(weights * compat.roi_align(x, b, 2, 0.5)))(INPUT)
+        for b in (ordered, listed)
+    )
+    np.testing.assert_allclose(one, other, atol=1e-6)
+    assert np.abs(one).max() > 0
+
+
+def test_deform_roi_pool():
+    offset = RNG.normal(size=(5, 2, 2, 3)).astype(np.float32)
+    got = compat.deform_roi_pool(INPUT, ROIS, offset, (2, 3), 0.5, 2, 0.3)
+    options = dict(output_size=(2, 3), spatial_scale=0.5, sampling_ratio=2, gamma=0.3)
+    moved = by_image(ROIS, offset=offset.transpose(0, 2, 3, 1))
+    want = [oracle.roi_align(**args, **options)[0, 0] for args in moved]
+    np.testing.assert_allclose(got.transpose(0, 2, 3, 1), want, atol=1e-5)
+    without = compat.deform_roi_pool(INPUT, ROIS, np.zeros(0, np.float32), 2, 0.5)
+    want = compat.roi_align(INPUT, ROIS, 2, 0.5, aligned=True)
+    np.testing.assert_array_equal(without, want)
+
+
+def test_deform_roi_pooling():
+    """Channels are (channel, row, column) there, and blocks of channels here."""
+    offset = RNG.normal(size=(5, 2, 2, 2)).astype(np.float32)
+    got = compat.deform_roi_pooling(INPUT, ROIS, offset, 0.5, 2, 1, False, 2, None, 3, 0.1)
+    options = dict(output_size=(2, 2), spatial_scale=0.5, group_size=2, sample_per_part=3)
+    moved = by_image(ROIS, offset=offset.transpose(0, 2, 3, 1))
+    want = [oracle.deform_psroi_pool(**a, **options, trans_std=0.1)[0, 0] for a in moved]
+    np.testing.assert_allclose(got.transpose(0, 2, 3, 1), want, atol=1e-5)
+    plain = compat.deform_roi_pooling(INPUT, ROIS, offset, 0.5, 2, 4, True)
+    want = [
+        oracle.deform_psroi_pool(**a, output_size=(2, 2), spatial_scale=0.5)[0, 0]
+        for a in by_image(ROIS)
+    ]
+    np.testing.assert_allclose(plain.transpose(0, 2, 3, 1), want, atol=1e-5)
+
+
+# What torchvision 0.28 gave on a CPU in float64 for (aligned, sampling_ratio): the features of four
+# boxes, and the sum of the squares of the gradient of the image.
+RECORDED = {
+    (True, -1): ([
+        [0.037560037, 0.021190428, 0.048898179, -0.007929521],
+        [0.000499826, -0.059371021, 0.054807731, 0.119496801],
+        [0.0, 0.0, 0.0, 0.0],
+        [0.047032372, 0.053087794, 0.011745605, 0.035736287],
+    ], 1218.35261693),
+    (True, 2): ([
+        [0.037560037, 0.021190428, 0.048898179, -0.007929521],
+        [0.03819831, -0.178722462, 0.16257196, 0.386787573],
+        [0.011583217, -0.167131686, 0.145083517, 0.482002017],
+        [0.047032372, 0.053087794, 0.011745605, 0.035736287],
+    ], 2504.22160047),
+    (False, -1): ([
+        [-0.036716407, 0.057895435, -0.013292203, 0.065174361],
+        [-0.021462535, -0.175159771, 0.104260262, 0.18427015],
+        [-0.429286347, -0.347819316, -0.420034528, -0.379924004],
+        [0.256208308, 0.402325446, -0.342406877, -0.429286347],
+    ], 2190.75360375),
+    (False, 2): ([
+        [-0.036716407, 0.057895435, -0.013292203, 0.065174361],
+        [0.086613016, 0.165464409, 0.16257196, 0.288957624],
+        [-0.429286347, -0.347819316, -0.420034528, -0.379924004],
+        [0.256208308, 0.402325446, -0.342406877, -0.429286347],
+    ], 2199.35489976),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("aligned", "ratio"), RECORDED)
+def test_what_torchvision_gave(aligned, ratio):
+    """Inside, far outside, corners in the wrong order, and less than a pixel."""
+    rows, columns = np.mgrid[:6, :5]
+    image = np.sin(3.0 * rows + 5 * columns)[None, None]
+    boxes = np.array([
+        [0, 1, 1.5, 7.25, 9], [0, -3, -2, 4, 20], [0, 6, 5, 3, 2], [0, 5, 4, 5.5, 4.25],
+    ])  # fmt: skip
+    run = lambda x: compat.roi_align(x, boxes, 2, 0.5, ratio, aligned)  # noqa: E731
+    y, backward = jax.vjp(run, jnp.asarray(image))
+    want, squares = RECORDED[aligned, ratio]
+    np.testing.assert_allclose(y.reshape(4, 4), want, atol=2e-9)
+    (dx,) = backward(jnp.arange(16.0).reshape(4, 1, 2, 2))
+    np.testing.assert_allclose(jnp.sum(dx**2), squares, rtol=1e-9)
