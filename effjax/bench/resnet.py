@@ -58,7 +58,7 @@ class FlaxResNet(nn.Module):
         block = nn.remat(FlaxBlock) if self.checkpoint else FlaxBlock
         x = flax_conv(64, 7, 2, dtype=self.dtype)(x)
         x = nn.relu(flax_norm(self.dtype)(x))
-        x = nn.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
+        x = nn.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))  # type: ignore[arg-type]
         for stage, size in enumerate(self.stage_sizes):
             for i in range(size):
                 strides = 2 if stage and not i else 1
@@ -80,8 +80,9 @@ def forms(name: str, num_classes: int, dtype: Any) -> dict[str, nn.Module]:
     return {
         "Flax": FlaxResNet(**common),
         "Flax, jax.checkpoint a block": FlaxResNet(**common, checkpoint=True),
-        "effjax, efficient=False": ResNet(**common, efficient=False),
-        "effjax": ResNet(**common),
+        "effjax efficient=False": ResNet(**common, efficient=False),
+        'effjax save="conv"': ResNet(**common, save="conv"),
+        'effjax save="features"': ResNet(**common, save="features"),
     }
 
 

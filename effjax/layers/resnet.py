@@ -3,18 +3,19 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..ops._arguments import as_dtype, as_flag, as_integer, as_number, described
+from ..ops._arguments import as_dtype, as_flag, as_integer, as_number, described, one_of
 from ..ops.batch_norm.statistics import index_groups
-from .batch_norm import check_momentum, hashable_axes, normalize_with
+from .batch_norm import check_momentum, hashable_axes
 from .images import as_image_mask, as_images, compute_dtype
 
+Save = Literal["conv", "features"]
 EXPANSION = 4  # of a bottleneck: its output's channels by those of its 3x3 convolution
 
 
@@ -33,7 +34,8 @@ class ConvPlan(NamedTuple):
 
 
 class BlockPlan(NamedTuple):
-    """The convolutions of a block, and that of its shortcut, if there is one."""
+    """The convolutions of a block, and that of its shortcut, if there is one; whether its norms are
+    constants."""
 
     convs: tuple[ConvPlan, ...]
     shortcut: ConvPlan | None
@@ -54,6 +56,7 @@ class ResNetOptions:
     num_classes: int | None = 1000
     small_inputs: bool = False
     efficient: bool = True
+    save: Save = "conv"
     frozen_stages: int = -1
     frozen_norm: bool = False
     axis_name: Any = None
@@ -85,6 +88,7 @@ class ResNetOptions:
             "frozen_norm", "unbiased_running_var",
         ):  # fmt: skip
             as_flag(name, getattr(self, name))
+        one_of("save", self.save, "conv", "features")
         if self.dtype is not None:
             as_dtype("dtype", self.dtype)
         as_dtype("param_dtype", self.param_dtype)
@@ -100,9 +104,13 @@ class ResNetOptions:
         wide = self.width * (EXPANSION if self.bottleneck else 1)
         return tuple(wide << stage for stage in range(len(self.stage_sizes)))
 
-    def freezes(self, part: int) -> bool:
-        """Whether the stem (0) or a stage (1, …) is constant."""
-        return part <= self.frozen_stages
+    def freezes_norm(self, part: int) -> bool:
+        """Whether the norms of the stem (0) or of a stage (1, …) are constant."""
+        return self.frozen_norm or part <= self.frozen_stages
+
+    def cut(self, h: jax.Array, part: int) -> jax.Array:
+        """The output of the stem (0) or of a stage (1, …), without a gradient if it is frozen."""
+        return lax.stop_gradient(h) if part <= self.frozen_stages else h
 
     def stem(self, in_channels: int) -> ConvPlan:
         """The first convolution."""
@@ -141,7 +149,7 @@ class ResNetOptions:
         shortcut = None
         if strides > 1 or channels != features:
             shortcut = ConvPlan(channels, features, 1, strides)
-        return BlockPlan(convs, shortcut, self.frozen_norm or self.freezes(stage + 1))
+        return BlockPlan(convs, shortcut, self.freezes_norm(stage + 1))
 
     def norm(self, activation: str | None = "relu") -> dict[str, Any]:
         """The arguments of a BatchNorm."""
@@ -161,14 +169,6 @@ class ResNetOptions:
             raise ValueError(f"`x` of shape {x.shape} has no pixels.")
         dtype = compute_dtype(x.dtype, self.dtype, self.param_dtype)
         return x.astype(dtype), as_image_mask(mask, x)
-
-
-def frozen_norm(norm: Any, x: jax.Array, residual: jax.Array | None, *arrays: Any) -> jax.Array:
-    """What a BatchNorm computes of constants: mean, var, scale and bias, without a gradient."""
-    return normalize_with(
-        x, *map(lax.stop_gradient, arrays), dtype=norm.dtype, axis=-1, epsilon=norm.epsilon,
-        activation=norm.activation, residual=residual,
-    )  # fmt: skip
 
 
 def _stage_sizes(sizes: Any) -> tuple[int, ...]:

@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.typing import Dtype
-from jax import lax
 from jax.typing import ArrayLike
 
-from ...layers.images import conv, he_normal, lecun_normal, max_pool
-from ...layers.resnet import BlockPlan, ConvPlan, ResNetOptions, frozen_norm
+from ...layers.images import he_normal, lecun_normal
+from ...layers.residual_block import NormArrays, Part, block, norm_of, stem
+from ...layers.resnet import BlockPlan, ConvPlan, ResNetOptions, Save
 from ...linen.batch_norm import BatchNorm
 from ...linen.deform_conv import DeformConvPack, ModulatedDeformConvPack
 from ...ops._arguments import as_flag
 from ...ops.batch_norm.statistics import statistics_dtype
-from ...ops.dense_block.bn_relu_conv import bn_relu_conv
+from ...ops.batch_norm.sync import BatchStats
 
 
 class ResNet(nn.Module):
@@ -46,6 +46,7 @@ class ResNet(nn.Module):
     num_classes: int | None = 1000
     small_inputs: bool = False
     efficient: bool = True
+    save: Save = "conv"
     frozen_stages: int = -1
     frozen_norm: bool = False
     axis_name: Any = None
@@ -116,19 +117,17 @@ class ResNet(nn.Module):
         options = self.options
         as_flag("train", train)
         h, valid = options.prepare(x, None, mask)
-        stem = options.stem(h.shape[-1])
-        h = conv(h, self.stem_conv(h.shape[-1]), stem.strides, stem.padding)
-        h = _normalize(self.stem_norm, h, options.frozen_norm or options.freezes(0), train, valid)
-        h = h if options.small_inputs else max_pool(h)
-        h = lax.stop_gradient(h) if options.freezes(0) else h
-        found = []
-        for i, (stage, channels) in enumerate(
-            zip(self.stages, options.feature_channels, strict=True)
-        ):
-            for block in stage:
-                h = block(h, train, valid)
+        norm = norm_of(self.stem_norm, not train or self.is_initializing(), options.freezes_norm(0))
+        arrays = _arrays(self.stem_norm, options.width)
+        part = Part((self.stem_conv(h.shape[-1]),), (arrays,))
+        h, (batch,) = stem(options, norm, h, part, valid)
+        _update(self.stem_norm, batch)
+        h, found = options.cut(h, 0), []
+        for blocks, channels in zip(self.stages, options.feature_channels, strict=True):
+            for each in blocks:
+                h = each(h, train, valid)
             chex.assert_axis_dimension(h, 3, channels)
-            h = lax.stop_gradient(h) if options.freezes(i + 1) else h
+            h = options.cut(h, len(found) + 1)
             found.append(h)
         return tuple(found)
 
@@ -154,40 +153,27 @@ class ResNetBlock(nn.Module):
             self.shortcut_norm = BatchNorm(**options.norm(activation=None))
 
     def __call__(self, x: jax.Array, train: bool, mask: jax.Array | None) -> jax.Array:
-        plan, frozen = self.plan, self.plan.frozen
-        shortcut = x
-        if plan.shortcut is not None:
-            shortcut = conv(x, self.shortcut(x.shape[-1]), plan.shortcut.strides)
-            shortcut = _normalize(self.shortcut_norm, shortcut, frozen, train, mask)
-        h = _convolve(self.conv1, x, plan.convs[0])
-        for k, of_conv in enumerate(plan.convs[1:], 1):
-            layer, norm = getattr(self, f"conv{k + 1}"), getattr(self, f"norm{k}")
-            h = self._norm_conv(norm, layer, h, of_conv, train, mask)
-        chex.assert_equal_shape([h, shortcut])
-        last = getattr(self, f"norm{len(plan.convs)}")
-        return _normalize(last, h, frozen, train, mask, shortcut)
-
-    @nn.nowrap
-    def _norm_conv(
-        self, norm: BatchNorm, layer: Any, h: jax.Array, plan: ConvPlan, train: bool,
-        mask: jax.Array | None,
-    ) -> jax.Array:  # fmt: skip
-        """BN, ReLU and a convolution, as one operator where that saves memory."""
-        options = self.options
-        fuse = train and options.efficient and not (self.plan.frozen or plan.deformable)
-        if not fuse or self.is_initializing():
-            return _convolve(layer, _normalize(norm, h, self.plan.frozen, train, mask), plan)
-        h, batch = bn_relu_conv(
-            h, *norm.parameters(), layer(plan.channels), mask=mask, strides=plan.strides,
-            padding=plan.padding, axis_name=options.axis_name,
-            axis_index_groups=options.axis_index_groups, epsilon=options.epsilon,
-        )  # fmt: skip
-        norm.update_running_stats(batch)
-        return h
+        plans, numbers = list(self.plan.convs), range(1, len(self.plan.convs) + 1)
+        convs = [getattr(self, f"conv{k}") for k in numbers]
+        norms = [getattr(self, f"norm{k}") for k in numbers]
+        if self.plan.shortcut is not None:
+            plans.append(self.plan.shortcut)
+            convs.append(self.shortcut)
+            norms.append(self.shortcut_norm)
+        part = Part(
+            tuple(_parameters(*pair) for pair in zip(convs, plans, strict=True)),
+            tuple(_arrays(norm, p.features) for norm, p in zip(norms, plans, strict=True)),
+        )
+        running = not train or self.is_initializing()
+        how = tuple(norm_of(norm, running, self.plan.frozen) for norm in norms)
+        y, batches = block(self.options, self.plan, how, x, part, mask)
+        for norm, batch in zip(norms, batches, strict=True):
+            _update(norm, batch)
+        return y
 
 
 class Kernel(nn.Module):
-    """Holds a kernel; the convolution is `layers.images.conv` or part of an operator."""
+    """Holds a kernel; the convolution is in `layers.residual_block`."""
 
     plan: ConvPlan
     options: ResNetOptions
@@ -208,19 +194,21 @@ def _conv(plan: ConvPlan, options: ResNetOptions) -> Any:
     )  # fmt: skip
 
 
-def _convolve(layer: Any, x: jax.Array, plan: ConvPlan) -> jax.Array:
-    if plan.deformable:
-        return layer(x).astype(x.dtype)
-    return conv(x, layer(x.shape[-1]), plan.strides, plan.padding)
+def _parameters(layer: Any, plan: ConvPlan) -> Any:
+    if not plan.deformable:
+        return layer(plan.channels)
+    if layer.is_initializing():
+        layer(jnp.zeros((1, 1, 1, plan.channels)))  # which creates them
+    return nn.meta.unbox(layer.variables["params"])
 
 
-def _normalize(
-    norm: BatchNorm, x: jax.Array, frozen: bool, train: bool, mask: jax.Array | None,
-    residual: jax.Array | None = None,
-) -> jax.Array:  # fmt: skip
-    names = ("mean", "var")
-    if not frozen or norm.is_initializing() or not norm.has_variable("batch_stats", "mean"):
-        use_running_average = frozen or not train
-        return norm(x, use_running_average=use_running_average, mask=mask, residual=residual)
-    arrays = (norm.get_variable("batch_stats", name) for name in names)
-    return frozen_norm(norm, x, residual, *arrays, *norm.parameters())
+def _arrays(norm: BatchNorm, features: int) -> NormArrays:
+    if norm.is_initializing():
+        norm(jnp.zeros((1, features)), use_running_average=True)  # which creates them
+    mean, var = (norm.get_variable("batch_stats", name) for name in ("mean", "var"))
+    return NormArrays(mean, var, *norm.parameters())
+
+
+def _update(norm: BatchNorm, batch: BatchStats | None) -> None:
+    if batch is not None:
+        norm.update_running_stats(batch)

@@ -1,6 +1,7 @@
 """A feature pyramid for Flax NNX."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,7 @@ class FeaturePyramid(nnx.Module):
         check_rngs(rngs)
         self.in_channels = as_channels(in_channels)
 
-        def conv(plan: ConvPlan) -> nnx.Conv:
+        def conv(plan: ConvPlan) -> Any:
             return nnx.Conv(
                 plan.channels, plan.features, (plan.size,) * 2, kernel_init=glorot_uniform,
                 param_dtype=param_dtype, rngs=rngs,

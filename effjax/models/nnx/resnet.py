@@ -8,18 +8,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
-from jax import lax
 from jax.typing import ArrayLike
 
 from ...layers.arguments import check_rngs
-from ...layers.images import conv, he_normal, lecun_normal, max_pool
-from ...layers.resnet import BlockPlan, ConvPlan, ResNetOptions, frozen_norm
+from ...layers.images import he_normal, lecun_normal
+from ...layers.residual_block import NormArrays, Part, block, norm_of, stem
+from ...layers.resnet import BlockPlan, ConvPlan, ResNetOptions, Save
 from ...nnx.batch_norm import BatchNorm
 from ...nnx.deform_conv import DeformConvPack, ModulatedDeformConvPack
 from ...ops._arguments import as_integer
 from ...ops.batch_norm.statistics import statistics_dtype
-from ...ops.dense_block.bn_relu_conv import bn_relu_conv
-from .densenet import batch_options
+from ...ops.batch_norm.sync import BatchStats
 
 
 class ResNet(nnx.Module):
@@ -31,10 +30,12 @@ class ResNet(nnx.Module):
     the kernel on every side, as in PyTorch, and unlike "SAME". The head is the mean over the image
     and a linear layer.
 
-    ReLU and the shortcut's addition are fused into the norms. With `efficient=True` a block does
-    not keep what its convolutions read between two of them, which is recomputed from the
-    convolution before (`effjax.bn_relu_conv`): outputs, gradients, running statistics and state
-    trees are those of `efficient=False`; only memory and time differ. Reverse mode only.
+    ReLU and the shortcut's addition are fused into the norms. With `efficient=True` a block keeps
+    for its backward pass its input, the statistics of its norms, and the outputs of its inner
+    convolutions; the rest is computed again: norms, and the convolutions that end the block and its
+    shortcut, which are 1x1 in a bottleneck. No statistics are taken twice, and there is no second
+    all-reduce. Outputs, gradients, running statistics and state trees are those of
+    `efficient=False`; only memory and time differ. Reverse mode only.
 
     Args:
         stage_sizes: the number of blocks of each stage.
@@ -49,7 +50,9 @@ class ResNet(nnx.Module):
         offset_groups: groups of channels with offsets of their own.
         num_classes: size of the logits; None for no linear layer.
         small_inputs: the stem is one 3x3 convolution, BN and ReLU, for small images.
-        efficient: recompute in the backward pass what is between two convolutions of a block.
+        efficient: recompute in the backward pass instead of keeping all that a block computes.
+        save: "conv" keeps the outputs of a block's convolutions but the last, "features" only the
+            block's input and its statistics, and computes all convolutions again.
         frozen_stages: -1 for none, 0 for the stem, k for the stem and the first k stages: their
             norms are frozen, and no gradient goes into them or through them. An optimizer's weight
             decay would still move them: leave them out there.
@@ -89,6 +92,7 @@ class ResNet(nnx.Module):
         num_classes: int | None = 1000,
         small_inputs: bool = False,
         efficient: bool = True,
+        save: Save = "conv",
         frozen_stages: int = -1,
         frozen_norm: bool = False,
         axis_name: Any = None,
@@ -105,7 +109,7 @@ class ResNet(nnx.Module):
             stage_sizes=stage_sizes, bottleneck=bottleneck, width=width,
             stride_in_1x1=stride_in_1x1, stage_with_dcn=stage_with_dcn, modulated=modulated,
             offset_groups=offset_groups, num_classes=num_classes, small_inputs=small_inputs,
-            efficient=efficient, frozen_stages=frozen_stages, frozen_norm=frozen_norm,
+            efficient=efficient, save=save, frozen_stages=frozen_stages, frozen_norm=frozen_norm,
             axis_name=axis_name, axis_index_groups=axis_index_groups, momentum=momentum,
             epsilon=epsilon, dtype=dtype, param_dtype=param_dtype,
             unbiased_running_var=unbiased_running_var,
@@ -167,19 +171,18 @@ class ResNet(nnx.Module):
     def _features(self, x: ArrayLike, mask: ArrayLike | None) -> tuple[jax.Array, ...]:
         options = self.options
         h, valid = options.prepare(x, self.in_channels, mask)
-        stem = options.stem(self.in_channels)
-        h = conv(h, self.stem_conv.kernel[...], stem.strides, stem.padding)
-        h = _normalize(self.stem_norm, h, options.frozen_norm or options.freezes(0), valid)
-        h = h if options.small_inputs else max_pool(h)
-        h = lax.stop_gradient(h) if options.freezes(0) else h
-        found = []
-        for i, (stage, channels) in enumerate(
-            zip(self.stages, options.feature_channels, strict=True)
-        ):
-            for block in stage:
-                h = block(h, mask=valid)
+        norm = norm_of(
+            self.stem_norm, self.stem_norm._uses_running_average(), options.freezes_norm(0)
+        )
+        part = Part((self.stem_conv.kernel[...],), (_arrays(self.stem_norm),))
+        h, (batch,) = stem(options, norm, h, part, valid)
+        _update(self.stem_norm, batch)
+        h, found = options.cut(h, 0), []
+        for blocks, channels in zip(self.stages, options.feature_channels, strict=True):
+            for each in blocks:
+                h = each(h, mask=valid)
             chex.assert_axis_dimension(h, 3, channels)
-            h = lax.stop_gradient(h) if options.freezes(i + 1) else h
+            h = options.cut(h, len(found) + 1)
             found.append(h)
         return tuple(found)
 
@@ -201,38 +204,22 @@ class ResNetBlock(nnx.Module):
             )
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None) -> jax.Array:
-        plan, frozen = self.plan, self.plan.frozen
-        shortcut = x
-        if plan.shortcut is not None:
-            shortcut = conv(x, self.shortcut.kernel[...], plan.shortcut.strides)
-            shortcut = _normalize(self.shortcut_norm, shortcut, frozen, mask)
-        h = _convolve(self.conv1, x, plan.convs[0])
-        for k, of_conv in enumerate(plan.convs[1:], 1):
-            layer, norm = getattr(self, f"conv{k + 1}"), getattr(self, f"norm{k}")
-            h = self._norm_conv(norm, layer, h, of_conv, mask)
-        chex.assert_equal_shape([h, shortcut])
-        last = getattr(self, f"norm{len(plan.convs)}")
-        return _normalize(last, h, frozen, mask, shortcut)
-
-    def _norm_conv(
-        self, norm: BatchNorm, layer: Any, h: jax.Array, plan: ConvPlan, mask: jax.Array | None
-    ) -> jax.Array:
-        """BN, ReLU and a convolution, as one operator where that saves memory."""
-        fuse = self.options.efficient and not (self.plan.frozen or plan.deformable)
-        sync = batch_options([norm]) if fuse else None
-        if sync is None:
-            return _convolve(layer, _normalize(norm, h, self.plan.frozen, mask), plan)
-        h, batch = bn_relu_conv(
-            h, norm.scale[...], norm.bias[...], layer.kernel[...], mask=mask,
-            strides=plan.strides, padding=plan.padding, **sync,
-        )  # fmt: skip
-        norm._update_running_stats(batch)
-        return h
+        numbers = range(1, len(self.plan.convs) + 1)
+        convs = [getattr(self, f"conv{k}") for k in numbers]
+        norms: list[BatchNorm] = [getattr(self, f"norm{k}") for k in numbers]
+        if self.shortcut is not None:
+            convs.append(self.shortcut)
+            norms.append(self.shortcut_norm)
+        part = Part(tuple(map(_parameters, convs)), tuple(map(_arrays, norms)))
+        how = (norm_of(norm, norm._uses_running_average(), self.plan.frozen) for norm in norms)
+        y, batches = block(self.options, self.plan, tuple(how), x, part, mask)
+        for norm, batch in zip(norms, batches, strict=True):
+            _update(norm, batch)
+        return y
 
 
 def _conv(plan: ConvPlan, options: ResNetOptions, rngs: nnx.Rngs) -> Any:
-    """A deformable convolution; of others the kernel: the convolution itself is
-    `layers.images.conv`, or part of an operator."""
+    """Holds the parameters; the convolution itself is in `layers.residual_block`."""
     kinds: dict[str, Any] = dict(
         use_bias=False, kernel_init=he_normal, param_dtype=options.param_dtype, rngs=rngs
     )
@@ -244,17 +231,19 @@ def _conv(plan: ConvPlan, options: ResNetOptions, rngs: nnx.Rngs) -> Any:
     )  # fmt: skip
 
 
-def _convolve(layer: Any, x: jax.Array, plan: ConvPlan) -> jax.Array:
-    if plan.deformable:
-        return layer(x).astype(x.dtype)
-    return conv(x, layer.kernel[...], plan.strides, plan.padding)
+def _parameters(conv: Any) -> Any:
+    if not hasattr(conv, "offset_conv"):
+        return conv.kernel[...]
+    moves = conv.offset_conv
+    of_offsets = {"kernel": moves.kernel[...], "bias": moves.bias[...]}
+    return {"kernel": conv.kernel[...], "offset_conv": of_offsets}
 
 
-def _normalize(
-    norm: BatchNorm, x: jax.Array, frozen: bool, mask: jax.Array | None,
-    residual: jax.Array | None = None,
-) -> jax.Array:  # fmt: skip
-    if not frozen:
-        return norm(x, mask=mask, residual=residual)
-    arrays = norm.mean, norm.var, norm.scale, norm.bias
-    return frozen_norm(norm, x, residual, *(a[...] for a in arrays))
+def _arrays(norm: BatchNorm) -> NormArrays:
+    names = NormArrays._fields
+    return NormArrays(*(None if (v := getattr(norm, n)) is None else v[...] for n in names))
+
+
+def _update(norm: BatchNorm, batch: BatchStats | None) -> None:
+    if batch is not None:
+        norm._update_running_stats(batch)
