@@ -13,5 +13,6 @@ from .tables import RESNET as RESNET
 from .tables import TORCHVISION_PYRAMID as TORCHVISION_PYRAMID
 from .tables import TORCHVISION_RETINANET as TORCHVISION_RETINANET
 from .tables import Table as Table
+from .tables import joined as joined
 from .weights import from_torch as from_torch
 from .weights import to_torch as to_torch

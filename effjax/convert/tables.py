@@ -115,6 +115,35 @@ DEFORM_CONV = Table(
 )
 
 
+def joined(parts: Mapping[str, tuple[str, Table]]) -> Table:
+    """The table of a network of several parts, each with a table of its own.
+
+    Args:
+        parts: by the name of the module here, its name in PyTorch and its table:
+            `{"body": ("backbone.body", BENCHMARK_RESNET), "fpn": ("backbone.fpn", …)}`.
+
+    Returns:
+        A `Table`, with the `below` of those that have one, and counters if all have them.
+
+    Raises:
+        TypeError: for what is no such mapping.
+    """
+    rows: dict[str, str] = {}
+    tables: list[Table] = []
+    for ours, given in parts.items() if isinstance(parts, Mapping) else [("", parts)]:
+        if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Table)):
+            raise TypeError(
+                "`parts` must map names of modules to (PyTorch's name, Table), not be or have "
+                f"{given!r:.80}."
+            )
+        theirs, table = given
+        rows |= {f"{theirs}.{a}": f"{ours}.{b}" for a, b in table.rows.items()} | {theirs: ours}
+        tables.append(table)
+    older = dict.fromkeys(rule for table in tables for rule in table.older)
+    below = next((table.below for table in tables if table.below), "")
+    return Table(rows, tuple(older), below, all(table.counters for table in tables))
+
+
 def nnx_path(path: str) -> str:
     """Where linen's `blocks_0.layers_1.conv1.kernel` is in nnx."""
     return re.sub(r"(_\d+)+(?=\.)", lambda numbers: numbers[0].replace("_", "."), path)

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import effjax.linen
 import effjax.nnx
 from effjax import convert, models
 from effjax.convert.tables import SAME_NAMES
-from effjax.models.linen import DenseNet as LinenDenseNet
+from effjax.models import linen as linen_models
 from tests.convert import cases
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -26,7 +26,14 @@ NORM = dict(unbiased_running_var=True, param_dtype="float64")
 PACK = dict(
     padding=1, feature_group_count=2, offset_groups=2, param_dtype="float64"
 )  # fmt: skip
+RESNET = dict(stage_sizes=(1, 1), width=2, unbiased_running_var=True, param_dtype="float64")
+DEFORMED = RESNET | dict(stage_with_dcn=(False, True), offset_groups=2, num_classes=None)
+EXTRAS = dict(extra_levels=2, extra="conv", param_dtype="float64")
+DETECTOR = convert.joined(
+    {"backbone": ("backbone", convert.RESNET), "neck": ("neck", convert.PYRAMID)}
+)
 TABLES = {
+    "resnet": convert.RESNET, "detector": DETECTOR,
     "densenet": convert.DENSENET, "batch_norm": SAME_NAMES, "cumulative_batch_norm": SAME_NAMES,
     "pack": convert.DEFORM_CONV, "modulated_pack": convert.DEFORM_CONV,
     "benchmark_pack": convert.DEFORM_CONV, "dfconv": convert.DEFORM_CONV,
@@ -35,11 +42,35 @@ STEPS = {"cumulative_batch_norm": 3}
 allclose = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10)
 
 
+def as_vector(levels):
+    return jnp.concatenate([level.reshape(len(level), -1) for level in levels], 1)
+
+
+class NnxDetector(nnx.Module):
+    def __init__(self, rngs):
+        self.backbone = models.ResNet(**DEFORMED, rngs=rngs)
+        self.neck = models.FeaturePyramid((8, 16), 3, **EXTRAS, rngs=rngs)
+
+    def __call__(self, x):
+        return as_vector(self.neck(self.backbone.features(x)))
+
+
+class LinenDetector(linen.Module):
+    def setup(self):
+        self.backbone = linen_models.ResNet(**DEFORMED)
+        self.neck = linen_models.FeaturePyramid(3, **EXTRAS)
+
+    def __call__(self, x, train):
+        return as_vector(self.neck(self.backbone.features(x, train)))
+
+
 def of_nnx(name):
     """An nnx module for a case."""
     rngs, layers = nnx.Rngs(0), effjax.nnx
     modulated = functools.partial(layers.ModulatedDeformConvPack, 2, 4, 3, 2, **PACK)
     module = {
+        "resnet": lambda: models.ResNet(**RESNET, bottleneck=False, num_classes=3, rngs=rngs),
+        "detector": lambda: NnxDetector(rngs),
         "densenet": lambda: models.DenseNet(**SMALL, rngs=rngs),
         "batch_norm": lambda: layers.BatchNorm(5, momentum=0.9, **NORM, rngs=rngs),
         "cumulative_batch_norm": lambda: layers.BatchNorm(5, momentum=None, **NORM, rngs=rngs),
@@ -58,7 +89,9 @@ def of_linen(name):
     layers = effjax.linen
     modulated = layers.ModulatedDeformConvPack(4, 3, 2, **PACK)
     module = {
-        "densenet": LinenDenseNet(**SMALL),
+        "resnet": linen_models.ResNet(**RESNET, bottleneck=False, num_classes=3),
+        "detector": LinenDetector(),
+        "densenet": linen_models.DenseNet(**SMALL),
         "batch_norm": layers.BatchNorm(momentum=0.9, **NORM),
         "cumulative_batch_norm": layers.BatchNorm(momentum=None, **NORM),
         "pack": layers.DeformConvPack(4, 3, 2, use_bias=False, **PACK),
@@ -66,7 +99,7 @@ def of_linen(name):
         "benchmark_pack": modulated,
         "dfconv": layers.DFConv2d(4, options=dict(param_dtype=jnp.float64)),
     }[name]
-    if name == "densenet":
+    if name in ("densenet", "resnet", "detector"):
         return module, dict(train=True), dict(train=False)
     if "batch_norm" in name:
         return module, dict(use_running_average=False), dict(use_running_average=True)
