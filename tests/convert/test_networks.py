@@ -219,3 +219,62 @@ def test_a_layer_inside_of_a_network(below):
     jax.tree.map(
         np.testing.assert_array_equal, back, {f"{prefix}.{n}": w for n, w in weights.items()}
     )
+
+
+def names_of_maskrcnn_benchmark():
+    """Those of R-50-FPN-DCN's `backbone`, as its modules make them."""
+    conv, norm = ["weight"], ["weight", "bias", "running_mean", "running_var"]
+    names = [f"body.stem.conv1.{n}" for n in conv] + [f"body.stem.bn1.{n}" for n in norm]
+    for stage, count in enumerate((3, 4, 6, 3), 1):
+        for i in range(count):
+            block = f"body.layer{stage}.{i}"
+            second = ["offset.weight", "offset.bias", "conv.weight"] if stage > 1 else conv
+            for k, of_conv in enumerate((conv, second, conv), 1):
+                names += [f"{block}.conv{k}.{n}" for n in of_conv]
+                names += [f"{block}.bn{k}.{n}" for n in norm]
+            if i == 0:
+                names += [f"{block}.downsample.0.weight"]
+                names += [f"{block}.downsample.1.{n}" for n in norm]
+    return names + [
+        f"fpn.fpn_{kind}{level}.{name}"
+        for kind in ("inner", "layer") for level in (1, 2, 3, 4) for name in ("weight", "bias")
+    ]  # fmt: skip
+
+
+def test_names_of_maskrcnn_benchmark():
+    """Of two modules with the table of each, from abstract ones to arrays and back."""
+    options = dict(num_classes=None, stage_with_dcn=(False, True, True, True), frozen_norm=True)
+    body = models.resnet50(linen_models.ResNet, **options, stride_in_1x1=True, epsilon=0.0)
+    variables = jax.eval_shape(body.init, jax.random.key(0), jnp.zeros((1, 64, 64, 3)))
+    pyramid = linen_models.FeaturePyramid()
+    levels = [jax.ShapeDtypeStruct((1, 8 >> i, 8 >> i, 256 << i), "float32") for i in range(4)]
+    parts = {
+        "body": (variables, convert.BENCHMARK_RESNET),
+        "fpn": (jax.eval_shape(pyramid.init, jax.random.key(0), levels), convert.BENCHMARK_PYRAMID),
+    }
+    found = {}
+    for name, (shapes, table) in parts.items():
+        zeros = jax.tree.map(lambda a: np.broadcast_to(np.float32(0), a.shape), shapes)
+        found |= convert.to_torch(zeros, table, prefix=f"module.backbone.{name}")
+    assert found.keys() == {f"module.backbone.{name}" for name in names_of_maskrcnn_benchmark()}
+    for name, (shapes, table) in parts.items():
+        back = convert.from_torch(found, shapes, table, prefix=f"module.backbone.{name}")
+        assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, shapes)
+
+
+def test_a_deformable_backbone_of_maskrcnn_benchmark():
+    """The same weights by its names are the same network as by mmdetection's."""
+    weights = cases.part(cases.load("detector"), "weights")
+    backbone = of_nnx("detector").backbone
+    convert.from_torch(weights, backbone, convert.RESNET, prefix="backbone")
+    theirs = convert.to_torch(backbone, convert.BENCHMARK_RESNET)
+    assert "layer2.0.conv2.conv.weight" in theirs and "layer1.0.conv2.weight" in theirs
+    assert not any("num_batches" in name for name in theirs)
+    other = convert.from_torch(theirs, of_nnx("detector").backbone, convert.BENCHMARK_RESNET)
+    mine, same = (nnx.to_pure_dict(nnx.state(m)) for m in (backbone, other))
+    jax.tree.map(np.testing.assert_array_equal, mine, same)
+    with pytest.raises(
+        ValueError, match=r"missing: layer2.0.conv2.conv.weight.* left over: layer2.0"
+    ):
+        lost = {n.replace("conv2.conv.", "conv2."): a for n, a in theirs.items()}
+        convert.from_torch(lost, backbone, convert.BENCHMARK_RESNET)
