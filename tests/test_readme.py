@@ -316,6 +316,11 @@ def gh200_rows():
         yield [f"{row['host_bytes'] / 1e9:.0f}", *size, *(f"{gb:.1f}" for gb in gigabytes)]
 
 
+def resnet_rows():
+    for name, row in measured("planned/resnet50_256_h200.json").items():
+        yield [name, f"{row['peak_bytes'] / 1e9:.2f}", f"{row['ratio']:.2f}"]
+
+
 OFFLOAD_TABLES = [updated_in_the_backward_pass_rows, beside_peers_rows, gh200_rows]
 
 
@@ -324,6 +329,11 @@ def test_tables_of_the_page_on_offload(rows_of):
     shown = table_rows(ROOT / "docs" / "offload.md")
     for row in rows_of():
         assert row in shown
+
+
+def test_table_of_the_page_on_resnets():
+    shown = table_rows(ROOT / "docs" / "resnet.md")
+    assert all(row in shown for row in resnet_rows())
 
 
 @pytest.mark.parametrize("rows_of", TABLES)
