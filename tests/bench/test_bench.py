@@ -132,9 +132,8 @@ def test_the_resnets_of_the_benchmark_are_alike(monkeypatch, bottleneck):
     theirs, _, ours, *_ = resnet.forms("tiny", 3, jnp.float32).values()
     x = jax.random.normal(jax.random.key(0), (2, 17, 16, 3))
     shapes, variables = (jax.eval_shape(m.init, jax.random.key(0), x) for m in (theirs, ours))
-    variables = jax.tree.map(
-        lambda a: np.random.default_rng(a.size).normal(size=a.shape), variables
-    )
+    draw = lambda a: np.random.default_rng(a.size).normal(size=a.shape).astype(a.dtype)  # noqa: E731
+    variables = jax.tree.map(draw, variables)
     blocks = [k for k in variables["params"] if k.startswith("stages")]
     found = {}
     for i, name in enumerate(blocks):

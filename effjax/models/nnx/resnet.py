@@ -59,7 +59,8 @@ class ResNet(nnx.Module):
         frozen_norm: all norms compute with their running statistics, in training too, and have no
             gradients for scale and bias, as maskrcnn-benchmark's FrozenBatchNorm2d (with
             `epsilon=0`).
-        axis_name, axis_index_groups: the mapped axes over which all batch statistics are taken.
+        axis_name, axis_index_groups: the mapped axes over which all batch statistics are taken. If
+            vmap maps them, `grad` of `jit` of it needs `efficient=False`; `jit` of `grad` does not.
         momentum, epsilon: of the BatchNorms; 0.9 is PyTorch's 0.1.
         dtype: of the computation. None: x's, promoted with `param_dtype` unless x is half
             precision. Parameters stay `param_dtype` and statistics float32 or wider.
