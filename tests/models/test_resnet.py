@@ -2,34 +2,34 @@
 
 import functools
 import math
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import errors, nnx
+from jax.sharding import PartitionSpec as P
 
 from effjax import models
+from effjax.memory import residual_bytes
 from effjax.models import linen as linen_models
 from tests.contexts import CONTEXTS, assert_trees_close, single_device
 from tests.models.flavors import Linen, Nnx, draw, train_step
-from tests.tiers import plainly
+from tests.tiers import exhaustive, plainly
 
 OPTIONS: dict[str, Any] = dict(
     stage_sizes=(1, 2), width=4, num_classes=3, unbiased_running_var=True
 )  # fmt: skip
+BASIC = "deformable basic v1"
 KINDS: dict[str, dict[str, Any]] = {
     "bottleneck": {},
-    "basic": dict(bottleneck=False),
-    "stride in 1x1": dict(stride_in_1x1=True),
-    "small inputs": dict(small_inputs=True),
+    "stride in 1x1": dict(stride_in_1x1=True, small_inputs=True),
     "deformable": dict(stage_with_dcn=(False, True), offset_groups=2),
-    "deformable basic v1": dict(
-        bottleneck=False, stage_with_dcn=(False, True), modulated=False, num_classes=None
-    ),
+    BASIC: dict(bottleneck=False, stage_with_dcn=(False, True), modulated=False, num_classes=None),
     "frozen norm": dict(frozen_norm=True, epsilon=0.0),
-    "frozen stage": dict(frozen_stages=1),
+    "frozen stage": dict(bottleneck=False, frozen_stages=1),
 }
 FLAVORS = {"nnx": functools.partial(Nnx, models.ResNet)}
 FLAVORS["linen"] = functools.partial(Linen, linen_models.ResNet)
@@ -65,7 +65,7 @@ def reference(kind):
 
 @pytest.mark.covering
 @pytest.mark.parametrize("form", ["nnx conv", "nnx features", "linen plain", "linen conv"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [k if k != BASIC else exhaustive(k) for k in KINDS])
 def test_all_forms_are_one_function(kind, form):
     """Outputs, all gradients and running statistics, with a mask, on images of odd sizes."""
     values, want = reference(kind)
@@ -120,10 +120,10 @@ def test_evaluation_uses_running_stats():
     assert_trees_close(runs[0], runs[1], 1e-12)
 
 
-@pytest.mark.parametrize("context", plainly("jit_explicit", "shard_map_of_grad", of=CONTEXTS))
+@pytest.mark.parametrize("context", plainly("shard_map_of_grad", of=CONTEXTS))
 def test_statistics_over_devices(context):
     """What one device computes of the whole batch, recomputing, with a deformable stage."""
-    options = dict(OPTIONS, stage_with_dcn=(False, True), small_inputs=True)
+    options = OPTIONS | dict(stage_sizes=(1, 1), stage_with_dcn=(False, True), small_inputs=True)
     # JAX does not know vmap's axis in custom rules inside of jax.checkpoint, if jit is between
     # grad and vmap.
     options["efficient"] = context != "grad_of_jit_of_vmap"
@@ -186,6 +186,59 @@ def test_published_parameter_counts(name):
     linen = getattr(models, name)(linen_models.ResNet)
     variables = jax.eval_shape(linen.init, jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
     assert sum(math.prod(v.shape) for v in jax.tree.leaves(variables["params"])) == COUNTS[name]
+
+
+def parts(**options):
+    """A network as a function, with the shapes of its parameters and statistics."""
+    model = nnx.eval_shape(lambda: models.ResNet(**OPTIONS, **options, rngs=nnx.Rngs(0)))
+    graphdef, params, stats = nnx.split(model, nnx.Param, ...)
+    return lambda p, s, x: nnx.merge(graphdef, p, s, copy=True)(x), params, stats
+
+
+@pytest.mark.parametrize(("save", "more"), [("conv", 3 + 2), ("features", 1 + 3 * 3 + 2)])
+def test_what_is_computed_again(save, more, mesh8):
+    """The last convolutions of blocks and of shortcuts, or all, and no all-reduce."""
+
+    def counts(**options):
+        run, params, stats = parts(axis_name="data", **options)
+        loss = lambda *args: jax.lax.pmean(run(*args).sum(), "data")  # noqa: E731
+        specs = dict(in_specs=(P(), P(), P("data")), out_specs=P())
+        grad = jax.shard_map(jax.grad(loss), mesh=mesh8, **specs)
+        x = jax.ShapeDtypeStruct((8, 8, 8, 3), jnp.float32)
+        text = str(jax.make_jaxpr(grad)(params, stats, x))
+        return len(re.findall(r"= psum\w*\[", text)), text.count("conv_general_dilated[")
+
+    plain = counts(efficient=False)
+    assert counts(save=save) == (plain[0], plain[1] + more)
+
+
+def test_what_is_kept():
+    """Less than half of what is computed, and then half of that."""
+
+    def kept(**options):
+        run, *shapes = parts(**options)
+        params, stats = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes)
+        x = np.zeros((8, 33, 32, 3), np.float32)
+        return residual_bytes(lambda p: run(p, stats, x).sum(), params).bytes - x.nbytes
+
+    plain, conv, features = kept(efficient=False), kept(), kept(save="features")
+    assert conv < 0.45 * plain and features < 0.6 * conv
+
+
+def test_linen_begins_running_statistics_and_makes_tables():
+    model = linen_models.ResNet(**OPTIONS)
+    x = jnp.ones((2, 8, 8, 3), jnp.float32)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), x)
+    trained = functools.partial(model.init, train=True)
+    assert jax.eval_shape(trained, jax.random.key(0), x) == shapes
+    apply = functools.partial(model.apply, train=True, mutable=["batch_stats"])
+    _, new = jax.eval_shape(apply, {"params": shapes["params"]}, x)
+    assert new == {"batch_stats": shapes["batch_stats"]}
+    with pytest.raises(errors.ModifyScopeVariableError, match="batch_stats"):
+        jax.eval_shape(functools.partial(model.apply, train=True), shapes, x)
+    assert "stages_1_0/norm1" in model.tabulate(
+        jax.random.key(0), x, console_kwargs=dict(width=200)
+    )
 
 
 def test_half_precision():
