@@ -96,6 +96,7 @@ LAYER = effjax.DenseLayerParams(
 TAPS = ones(2, 18, 6, 2), ones(2, 9, 6, 2), ones(2, 8, 3, 3)  # offset, mask, weight
 ROIS = ones(3, 5)
 SMALL = dict(block_config=(1,), growth_rate=2, small_inputs=True)
+RESNET = dict(stage_sizes=(1,), width=2, small_inputs=True)
 REVERSE_MODE_ONLY = {
     "effjax.sync_batch_norm": lambda x: effjax.sync_batch_norm(x)[0],
     "effjax.bn_relu_conv": lambda x: effjax.bn_relu_conv(x, *LAYER[:3])[0],
@@ -121,6 +122,7 @@ REVERSE_MODE_ONLY = {
     "effjax.nnx.BatchNorm": lambda x: nnx.BatchNorm(4, rngs=Rngs(0))(x),
     "effjax.nnx.OffloadModel": lambda x: nnx.OffloadModel([jnp.sin])(x),
     "effjax.models.DenseNet": lambda x: models.DenseNet(**SMALL, in_channels=4, rngs=Rngs(0))(x),
+    "effjax.models.ResNet": lambda x: models.ResNet(**RESNET, in_channels=4, rngs=Rngs(0))(x),
     "effjax.models.DeformResNet": lambda x: models.DeformResNet(
         stage_sizes=(1,), widths=(4,), deformable=(0,), in_channels=4, rngs=Rngs(0)
     )(x),
@@ -130,6 +132,9 @@ REVERSE_MODE_ONLY = {
     "effjax.linen.OffloadModel": lambda x: linen.OffloadModel([jnp.sin]).apply({}, x),
     "effjax.models.linen.DenseNet": lambda x: of_linen(
         linen_models.DenseNet(**SMALL), x, train=True, mutable="batch_stats"
+    )[0],
+    "effjax.models.linen.ResNet": lambda x: of_linen(
+        linen_models.ResNet(**RESNET), x, train=True, mutable="batch_stats"
     )[0],
 }
 

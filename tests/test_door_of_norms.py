@@ -1,4 +1,4 @@
-"""What is no fit argument is refused, by an error that names the argument: batch norm, DenseNet."""
+"""What is no fit argument is refused, by an error that names the argument: batch norm, networks."""
 
 import functools
 import inspect
@@ -47,6 +47,16 @@ DENSE_NET = dict(
     axis_name="none", axis_index_groups="none", momentum="none", epsilon="number",
     dtype="none", param_dtype="", unbiased_running_var="",
 )  # fmt: skip
+RESNET = dict(
+    stage_sizes="", bottleneck="", width="", stride_in_1x1="", stage_with_dcn="", modulated="",
+    offset_groups="", num_classes="none", small_inputs="", efficient="", save="",
+    frozen_stages="", frozen_norm="", axis_name="none text object", axis_index_groups="none",
+    momentum="none", epsilon="number", dtype="none", param_dtype="", unbiased_running_var="",
+)  # fmt: skip
+PYRAMID = dict(
+    out_channels="", extra_levels="", extra="", extra_from="", extra_relu="", dtype="none",
+    param_dtype="",
+)  # fmt: skip
 OF_CALL = dict(x="integers complex", use_running_average="none", mask="none", residual="none")
 
 
@@ -72,6 +82,23 @@ def small_dense_net():
 
 def nnx_dense_net(**args):
     return small_dense_net()(**dict(x=IMAGES, rngs=KEY) | args)
+
+
+def linen_resnet(**args):
+    return linen_models.ResNet(stage_sizes=(1,), width=2).init(KEY, **dict(x=IMAGES) | args)
+
+
+def nnx_resnet(method="__call__", **args):
+    model = nnx.eval_shape(lambda: models.ResNet(stage_sizes=(1,), width=2, rngs=nnx.Rngs(0)))
+    return getattr(model, method)(**dict(x=IMAGES) | args)
+
+
+def nnx_pyramid(features):
+    return models.FeaturePyramid((3,), 2, rngs=nnx.Rngs(0))(features)
+
+
+def linen_pyramid(features):
+    return linen_models.FeaturePyramid(2).init(KEY, features)
 
 
 DOORS = {
@@ -121,6 +148,21 @@ DOORS = {
     "linen.DenseNet": (linen_models.DenseNet, {}, DENSE_NET),
     "nnx.DenseNet()": (nnx_dense_net, {}, dict(x="", rngs="none", mask="none")),
     "linen.DenseNet()": (linen_dense_net, {}, dict(x="", train="", mask="none")),
+    "nnx.ResNet": (models.ResNet, dict(rngs=nnx.Rngs(0)), RESNET | dict(in_channels="", rngs="")),
+    "linen.ResNet": (linen_models.ResNet, {}, RESNET),
+    "nnx.ResNet()": (nnx_resnet, {}, dict(x="", mask="none")),
+    "nnx.ResNet.features": (
+        functools.partial(nnx_resnet, "features"), {}, dict(x="", mask="none"),
+    ),
+    "linen.ResNet()": (linen_resnet, {}, dict(x="", train="", mask="none")),
+    "nnx.FeaturePyramid": (
+        models.FeaturePyramid, dict(in_channels=(2,), rngs=nnx.Rngs(0)),
+        PYRAMID | dict(in_channels="", rngs=""),
+    ),
+    "linen.FeaturePyramid": (linen_models.FeaturePyramid, {}, PYRAMID),
+    "nnx.FeaturePyramid()": (nnx_pyramid, {}, dict(features="")),
+    "linen.FeaturePyramid()": (linen_pyramid, {}, dict(features="")),
+    "resnet50": (models.resnet50, {}, dict(module="")),
     "densenet121": (models.densenet121, {}, dict(module="")),
     "densenet_cifar": (models.densenet_cifar, {}, dict(depth="", growth_rate="", module="")),
 }  # fmt: skip

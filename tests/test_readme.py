@@ -267,6 +267,8 @@ def deform_attention_rows():
         milliseconds = [f"{1e3 * run[name]['seconds']:.0f}" for run in runs]
         times = " / ".join(milliseconds[:2]), " / ".join(milliseconds[2:])
         yield [name, *times, *(f"{plan[name]['temp_bytes'] / 1e6:.0f}" for plan in planned)]
+
+
 def roi_rows():
     for ratio, shown in ((2, "2"), (0, "0: one a pixel")):
         file = f"cpu/roi_align_{ratio}_forward"
@@ -302,8 +304,7 @@ def cross_entropy_rows():
 
 
 TABLES = [block_rows, batch_norm_rows, densenet_rows, deform_conv_rows, offload_rows]
-TABLES += [cross_entropy_rows, deform_attention_rows]
-TABLES += [cross_entropy_rows, roi_rows]
+TABLES += [cross_entropy_rows, deform_attention_rows, roi_rows]
 
 
 def updated_in_the_backward_pass_rows():
@@ -339,6 +340,11 @@ def gh200_rows():
         yield [f"{row['host_bytes'] / 1e9:.0f}", *size, *(f"{gb:.1f}" for gb in gigabytes)]
 
 
+def resnet_rows():
+    for name, row in measured("planned/resnet50_256_h200.json").items():
+        yield [name, f"{row['peak_bytes'] / 1e9:.2f}", f"{row['ratio']:.2f}"]
+
+
 OFFLOAD_TABLES = [updated_in_the_backward_pass_rows, beside_peers_rows, gh200_rows]
 
 
@@ -347,6 +353,11 @@ def test_tables_of_the_page_on_offload(rows_of):
     shown = table_rows(ROOT / "docs" / "offload.md")
     for row in rows_of():
         assert row in shown
+
+
+def test_table_of_the_page_on_resnets():
+    shown = table_rows(ROOT / "docs" / "resnet.md")
+    assert all(row in shown for row in resnet_rows())
 
 
 @pytest.mark.parametrize("rows_of", TABLES)

@@ -71,13 +71,6 @@ def _dcn_aggregate(x, axis_name, implementation=None):
     return dcn_aggregate(x, offset, mask, workspace_bytes=100, **options)
 
 
-_in_xla = [
-    functools.partial(operator, implementation="xla")
-    for operator in (_ms_deform_attn, _dcn_aggregate)
-]
-_deform_conv2d_in_xla = functools.partial(_deform_conv2d, implementation="xla")
-_layers = [_bn_relu_conv, _dense_block, _deform_conv2d, _deform_conv2d_in_xla]
-_layers += [_ms_deform_attn, _dcn_aggregate, *_in_xla]
 def _of_boxes(x, axis_name, implementation=None):
     boxes, options = jnp.ones((x.shape[0], 3, 4)), dict(implementation=implementation)
     offset = jnp.ones((x.shape[0], 3, 2, 2, 2), x.dtype)
@@ -90,10 +83,9 @@ def _of_boxes(x, axis_name, implementation=None):
     return sum(found, multiscale_roi_align([x], boxes, **levels, **options))
 
 
-_of_boxes_in_xla = functools.partial(_of_boxes, implementation="xla")
-_deform_conv2d_in_xla = functools.partial(_deform_conv2d, implementation="xla")
-_layers = [_bn_relu_conv, _dense_block, _deform_conv2d, _deform_conv2d_in_xla]
-_layers += [_of_boxes, _of_boxes_in_xla]
+_with_kernels = [_deform_conv2d, _ms_deform_attn, _dcn_aggregate, _of_boxes]
+_in_xla = [functools.partial(operator, implementation="xla") for operator in _with_kernels]
+_layers = [_bn_relu_conv, _dense_block, *_with_kernels, *_in_xla]
 OPERATORS = [_sync_batch_norm, _batch_norm_inference, _linear_cross_entropy, *_layers]
 
 

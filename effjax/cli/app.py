@@ -14,6 +14,7 @@ from .options import Command, option
 from .train_deform_resnet import train_deform_resnet
 from .train_densenet import train_densenet
 from .train_lm import train_lm
+from .train_resnet import train_resnet
 
 app = typer.Typer(
     help="Train networks that do not fit in device memory, in JAX.",
@@ -60,4 +61,5 @@ app.command("memory", cls=Command)(memory)
 app.add_typer(train_app, name="train")
 train_app.command("lm", cls=Command)(train_lm)
 train_app.command("densenet", cls=Command)(train_densenet)
+train_app.command("resnet", cls=Command)(train_resnet)
 train_app.command("deform-resnet", cls=Command)(train_deform_resnet)

@@ -21,7 +21,7 @@ def convert(
         ),
     ],
     *,
-    model: Annotated[str, option("densenet121, densenet161, …")],
+    model: Annotated[str, option("densenet121, resnet50, …")],
     to: Annotated[
         Path, option("A folder that is made, for a checkpoint of Orbax, or a .safetensors file.")
     ],

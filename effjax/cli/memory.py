@@ -62,8 +62,8 @@ def memory(
     model: Annotated[
         str,
         typer.Argument(
-            help="densenet, densenet121, …, deform-resnet, lm, or MODULE:FUNCTION of your own: it "
-            "takes a batch size and returns (fn, *args), or a dict of such by name."
+            help="densenet, densenet121, …, resnet50, …, deform-resnet, lm, or MODULE:FUNCTION of "
+            "your own: it takes a batch size and returns (fn, *args), or a dict of such by name."
         ),
     ],
     *,
@@ -108,8 +108,8 @@ def memory(
 
     A DenseNet is planned in four forms: plain, jax.checkpoint, effjax conv, effjax features. A
     language model: in memory, with jax.checkpoint, updated in the backward pass, and with its
-    activations, its parameters and optimizer state, or both offloaded. deform-resnet: plain and
-    deformable.
+    activations, its parameters and optimizer state, or both offloaded. A ResNet: plain, effjax
+    conv, effjax features. deform-resnet: plain and deformable.
     """
     with one_line_errors():
         counts = dict(
@@ -143,7 +143,7 @@ def _check_options(model: str, given: dict[str, Any]) -> None:
     elif ":" in model:
         others = {"dtype"} | _names(OfImages) | _names(OfText)
     else:
-        others = _names(OfText) | ({"depth", "growth_rate"} if model == "deform-resnet" else set())
+        others = _names(OfText) | ({"depth", "growth_rate"} if "resnet" in model else set())
     for name, value in given.items():
         if value is not None and name in others:
             what = "a step of your own, which has what you give it" if ":" in model else model

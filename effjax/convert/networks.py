@@ -9,15 +9,17 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from ..models import DENSENETS
-from ..models.linen import DenseNet
+from ..models import DENSENETS, RESNETS
+from ..models.linen import DenseNet, ResNet
 from .files import ending_of, replacing, write
-from .tables import DENSENET, Table, nnx_path
+from .tables import DENSENET, RESNET, Table, nnx_path
 from .weights import from_torch, path_of
 
 # What makes the linen module of the published name, of further options, and how it is called there.
 NETWORKS: dict[str, tuple[Callable[..., Any], Table]] = {
-    name: (functools.partial(DenseNet, **options), DENSENET) for name, options in DENSENETS.items()
+    name: (functools.partial(module, **options), table)
+    for module, known, table in ((DenseNet, DENSENETS, DENSENET), (ResNet, RESNETS, RESNET))
+    for name, options in known.items()
 }
 IMAGES = (1, 64, 64, 3)
 

@@ -1,7 +1,7 @@
 """The names of PyTorch's modules beside those of effjax's."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -12,16 +12,21 @@ class Table(NamedTuple):
 
     A row holds for a module and all that is in it, and the first that fits counts: what is below
     it, and a module without a row, has the same name in both. Letters in braces are numbers, and
-    `{i+1}` is one more than `{i}`. Modules here are named as in nnx, `blocks.0.layers.1`; linen's
+    `{i+2}` is two more than `{i}`. Modules here are named as in nnx, `blocks.0.layers.1`; linen's
     `blocks_0/layers_1` is the same.
 
     Attributes:
         rows: PyTorch's name to effjax's.
         older: (regular expression, replacement): names that older versions wrote, made new.
+        below: where PyTorch's arrays of a convolution lie that has an `offset_conv` here: in a
+            module of this name in the layer, or with "" in the layer itself.
+        counters: whether running statistics have a `num_batches_tracked` with them.
     """
 
     rows: Mapping[str, str] = {}
     older: tuple[tuple[str, str], ...] = ()
+    below: str = ""
+    counters: bool = True
 
 
 SAME_NAMES = Table()
@@ -33,6 +38,7 @@ ARRAYS = {
     "mean": "running_mean", "var": "running_var", "num_batches": "num_batches_tracked",
 }  # fmt: skip
 COUNTER = "num_batches_tracked"
+OFFSETS = ".offset_conv.kernel"  # of a deformable convolution that predicts them
 
 DENSENET = Table(
     {
@@ -59,7 +65,48 @@ RESNET = Table(
         "layer{i+1}": "stages.{i}",
         "fc": "classifier",
     },
-    older=((r"(conv\d+)_offset\.", r"\1.conv_offset."),),
+    older=((r"(conv\d+)_offset\.", r"\1.conv_offset."), (r"conv_offset_mask\.", "conv_offset.")),
+)
+
+# Of maskrcnn-benchmark: what lies below `backbone.body`.
+BENCHMARK_RESNET = Table(
+    {
+        "stem.conv1": "stem_conv",
+        "stem.bn1": "stem_norm",
+        "layer{i+1}.{j}.conv{k}.offset": "stages.{i}.{j}.conv{k}.offset_conv",
+        "layer{i+1}.{j}.bn{k}": "stages.{i}.{j}.norm{k}",
+        "layer{i+1}.{j}.downsample.0": "stages.{i}.{j}.shortcut",
+        "layer{i+1}.{j}.downsample.1": "stages.{i}.{j}.shortcut_norm",
+        "layer{i+1}": "stages.{i}",
+    },
+    below="conv",
+    counters=False,
+)
+
+# Feature pyramids: of mmdetection (below `neck`), of maskrcnn-benchmark and torchvision (below
+# `backbone.fpn`). Those of RetinaNet have three levels, from C3 on, and P6 and P7 by convolutions.
+PYRAMID = Table({"lateral_convs.{i}.conv": "laterals.{i}", "fpn_convs.{i}.conv": "outputs.{i}"})
+BENCHMARK_PYRAMID = Table({"fpn_inner{i+1}": "laterals.{i}", "fpn_layer{i+1}": "outputs.{i}"})
+BENCHMARK_RETINANET = Table(
+    {
+        "top_blocks.p6": "outputs.3",
+        "top_blocks.p7": "outputs.4",
+        "fpn_inner{i+2}": "laterals.{i}",
+        "fpn_layer{i+2}": "outputs.{i}",
+    }
+)
+_BEFORE_0_14 = ((r"((?:inner|layer)_blocks\.\d+)\.(weight|bias)", r"\1.0.\2"),)
+TORCHVISION_PYRAMID = Table(
+    {"inner_blocks.{i}.0": "laterals.{i}", "layer_blocks.{i}.0": "outputs.{i}"}, _BEFORE_0_14
+)
+TORCHVISION_RETINANET = Table(
+    {
+        "extra_blocks.p6": "outputs.3",
+        "extra_blocks.p7": "outputs.4",
+        "inner_blocks.{i}.0": "laterals.{i}",
+        "layer_blocks.{i}.0": "outputs.{i}",
+    },
+    _BEFORE_0_14,
 )
 
 DEFORM_CONV = Table(
@@ -70,26 +117,67 @@ DEFORM_CONV = Table(
 DCNV3 = Table({"dw_conv.0": "dw_conv", "dw_conv.1.1": "dw_norm"})
 
 
+def joined(parts: Mapping[str, tuple[str, Table]]) -> Table:
+    """The table of a network of several parts, each with a table of its own.
+
+    Args:
+        parts: by the name of the module here, its name in PyTorch and its table:
+            `{"body": ("backbone.body", BENCHMARK_RESNET), "fpn": ("backbone.fpn", …)}`.
+
+    Returns:
+        A `Table`, with the `below` of those that have one, and counters if all have them.
+
+    Raises:
+        TypeError: for what is no such mapping.
+    """
+    rows: dict[str, str] = {}
+    tables: list[Table] = []
+    for ours, given in parts.items() if isinstance(parts, Mapping) else [("", parts)]:
+        if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Table)):
+            raise TypeError(
+                "`parts` must map names of modules to (PyTorch's name, Table), not be or have "
+                f"{given!r:.80}."
+            )
+        theirs, table = given
+        rows |= {f"{theirs}.{a}": f"{ours}.{b}" for a, b in table.rows.items()} | {theirs: ours}
+        tables.append(table)
+    older = dict.fromkeys(rule for table in tables for rule in table.older)
+    below = next((table.below for table in tables if table.below), "")
+    return Table(rows, tuple(older), below, all(table.counters for table in tables))
+
+
 def nnx_path(path: str) -> str:
     """Where linen's `blocks_0.layers_1.conv1.kernel` is in nnx."""
     return re.sub(r"(_\d+)+(?=\.)", lambda numbers: numbers[0].replace("_", "."), path)
 
 
-def torch_name(path: str, table: Table) -> str:
-    """PyTorch's name of the array at `path`, in nnx or in linen."""
-    module, dot, array = nnx_path(path).rpartition(".")
+def torch_names(paths: Iterable[str], table: Table) -> dict[str, str]:
+    """PyTorch's names of the arrays at these paths of one network, in nnx or in linen."""
+    of_nnx = {path: nnx_path(path) for path in paths}
+    moved = {
+        path.removesuffix(OFFSETS) for path in of_nnx.values() if path.endswith(OFFSETS)
+    }  # fmt: skip
+    found = {}
+    for path, name in of_nnx.items():
+        below = table.below if name.rpartition(".")[0] in moved else ""
+        found[path] = _torch_name(name, table, below and f".{below}")
+    return found
+
+
+def _torch_name(path: str, table: Table, inside: str) -> str:
+    module, dot, array = path.rpartition(".")
     for name, pattern in table.rows.items():
         pattern = re.sub(r"\\{(\w)\\}", r"(?P<\1>\\d+)", re.escape(pattern))
         if found := re.fullmatch(rf"{pattern}(?P<below>\..+)?", module):
             module = _numbered(name, found) + (found["below"] or "")
             break
-    return f"{module}{dot}{ARRAYS.get(array, array)}"
+    return f"{module}{inside}{dot}{ARRAYS.get(array, array)}"
 
 
 def _numbered(name: str, found: re.Match) -> str:
     """Fills in the numbers of a name."""
     return re.sub(
-        r"{(\w)(\+1)?}", lambda number: str(int(found[number[1]]) + bool(number[2])), name
+        r"{(\w)(\+\d)?}", lambda number: str(int(found[number[1]]) + int(number[2] or 0)), name
     )
 
 

@@ -15,7 +15,7 @@ from .tables import (
     from_torch_layout,
     renewed,
     to_torch_layout,
-    torch_name,
+    torch_names,
 )
 
 OF_LINEN = ("params", "batch_stats")
@@ -35,7 +35,7 @@ def from_torch(
         weights: a `state_dict()` as arrays or tensors by name, such as `read` returns.
         into: an nnx Module, or a linen module's variables, `{"params", "batch_stats"}`; may be
             abstract (of `nnx.eval_shape`, `jax.eval_shape`).
-        table: the network's names; `DENSENET`, `RESNET`, `DEFORM_CONV` or one of your own. By
+        table: the network's names; `DENSENET`, `RESNET`, `PYRAMID`, … or one of your own. By
             default modules have the same names in both: a single layer's parameters, say.
         prefix: only weights whose names begin with `prefix` and a dot are looked at, without these.
 
@@ -51,7 +51,7 @@ def from_torch(
     check_table(table)
     given = named(weights, table, prefix)
     leaves, build = _leaves("into", into)
-    names = {path: torch_name(path, table) for path in leaves}
+    names = torch_names(leaves, table)
     found = {
         path: from_torch_layout(path, given[name], leaves[path].shape)
         for path, name in names.items()
@@ -89,7 +89,8 @@ def to_torch(
 
     Returns:
         NumPy arrays for `load_state_dict`, in PyTorch through `torch.from_numpy`, or for `write`.
-        Running statistics have a `num_batches_tracked` with them, 0 where nobody counts.
+        Running statistics have a `num_batches_tracked` with them, 0 where nobody counts, unless the
+        table says that there are none.
 
     Raises:
         TypeError: for an argument of another kind.
@@ -98,8 +99,10 @@ def to_torch(
     check_table(table)
     start = _start(prefix)
     found: dict[str, np.ndarray] = {}
-    for path, leaf in _leaves("variables", variables)[0].items():
-        name = start + torch_name(path, table)
+    leaves = _leaves("variables", variables)[0]
+    names = torch_names(leaves, table)
+    for path, leaf in leaves.items():
+        name = start + names[path]
         if name in found:
             raise ValueError(f"`table` gives two arrays the name {name}, that of {path} too.")
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -107,7 +110,7 @@ def to_torch(
         found[name] = to_torch_layout(path, np.asarray(leaf))
     for name in list(found):
         module, dot, array = name.rpartition(".")
-        if array == "running_mean":
+        if array == "running_mean" and table.counters:
             found.setdefault(f"{module}{dot}{COUNTER}", np.zeros((), np.int64))
     return found
 

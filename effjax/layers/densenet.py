@@ -1,7 +1,6 @@
-"""What the linen and the nnx DenseNet share: options, their validation, widths, convolution."""
+"""What the linen and the nnx DenseNet share: options, their validation, widths."""
 
 import dataclasses
-import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -9,15 +8,12 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from ..ops._arguments import as_array, as_dtype, as_flag, as_integer, as_number, described, one_of
+from ..ops._arguments import as_dtype, as_flag, as_integer, as_number, described, one_of
 from ..ops.batch_norm.statistics import index_groups
-from .arguments import as_real_input
 from .batch_norm import check_momentum, hashable_axes
+from .images import as_image_mask, as_images, compute_dtype
 
 Save = Literal["conv", "features"]
 
@@ -80,6 +76,14 @@ class DenseNetOptions:
             widths.append((before, channels))
         return widths
 
+    @property
+    def feature_channels(self) -> tuple[int, ...]:
+        """Channels of each block's output, before its transition."""
+        return tuple(
+            before + layers * self.growth_rate
+            for layers, (before, _) in zip(self.block_config, self.widths(), strict=True)
+        )
+
     def norm(self) -> dict[str, Any]:
         """The arguments of every BatchNorm."""
         return dict(
@@ -93,16 +97,7 @@ class DenseNetOptions:
         self, x: ArrayLike, in_channels: int | None, mask: ArrayLike | None
     ) -> tuple[jax.Array, jax.Array | None]:
         """Checks a batch; returns it in the computation's dtype, and the mask as [N, 1, 1, 1]."""
-        x = as_real_input("x", x)
-        if x.ndim != 4:
-            raise ValueError(
-                f"`x` must be of shape [batch, height, width, channels], not {x.shape}."
-            )
-        if in_channels is not None and x.shape[-1] != in_channels:
-            raise ValueError(
-                f"`x` of shape {x.shape} has {x.shape[-1]} channels in its last axis, but the "
-                f"model was made with in_channels={in_channels}; channels come last (NHWC)."
-            )
+        x = as_images(x, in_channels)
         halvings = len(self.block_config) - 1
         smallest = 2**halvings if self.small_inputs else 2 ** (halvings + 2) - 3
         if min(x.shape[1:3]) < smallest:
@@ -111,64 +106,8 @@ class DenseNetOptions:
                 f"small_inputs={self.small_inputs}: height and width must be at least {smallest}. "
                 "Use fewer blocks, small_inputs=True or larger images."
             )
-        if mask is not None:
-            mask = as_array("mask", mask, jnp.bool_)
-            if mask.shape not in ((x.shape[0],), (x.shape[0], 1, 1, 1)):
-                raise ValueError(
-                    f"`mask` of shape {mask.shape} must say which images count: of shape "
-                    f"({x.shape[0]},) or ({x.shape[0]}, 1, 1, 1)."
-                )
-            mask = mask.reshape(-1, 1, 1, 1)
-        return x.astype(self.compute_dtype(x.dtype)), mask
-
-    def compute_dtype(self, dtype: DTypeLike) -> jnp.dtype:
-        if self.dtype is not None:
-            return jnp.dtype(self.dtype)
-        if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4:
-            return jnp.dtype(dtype)
-        return jnp.promote_types(dtype, self.param_dtype)
-
-
-def he_normal(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """A kernel HWIO from N(0, 2/(kh·kw·out)): He et al. 2015, as in the DenseNet paper's code."""
-    return _drawn(key, shape, dtype, 2 / (shape[0] * shape[1] * shape[3]))
-
-
-def lecun_normal(
-    key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32
-) -> jax.Array:
-    """A matrix [in, out] from N(0, 1/in)."""
-    return _drawn(key, shape, dtype, 1 / shape[0])
-
-
-def _drawn(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike, variance: float) -> jax.Array:
-    # Drawn in lengths that are powers of two: every layer of a DenseNet has a shape of its own, and
-    # compiling a generator for each of them would take longer than a first epoch.
-    size = math.prod(shape)
-    values = _normal(key, 1 << (size - 1).bit_length(), jnp.dtype(dtype), math.sqrt(variance))
-    if isinstance(values, Tracer):
-        return values[:size].reshape(shape)
-    return jnp.asarray(np.asarray(values)[:size].reshape(shape))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _normal(key: jax.Array, size: int, dtype: jnp.dtype, std: float) -> jax.Array:
-    return std * jax.random.normal(key, (size,), dtype)
-
-
-def conv(x: jax.Array, kernel: jax.Array, strides: int = 1, padding: int = 0) -> jax.Array:
-    """Convolution of NHWC with HWIO in x's dtype."""
-    return lax.conv_general_dilated(
-        x, kernel.astype(x.dtype), (strides, strides), [(padding, padding)] * 2,
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )  # fmt: skip
-
-
-def max_pool(x: jax.Array) -> jax.Array:
-    """3x3 with stride 2 and a border of 1."""
-    return lax.reduce_window(
-        x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), [(0, 0), (1, 1), (1, 1), (0, 0)]
-    )
+        dtype = compute_dtype(x.dtype, self.dtype, self.param_dtype)
+        return x.astype(dtype), as_image_mask(mask, x)
 
 
 def block_key(key: jax.Array | None, block: int) -> jax.Array | None:

@@ -23,6 +23,7 @@ from effjax.bench import (
     memory,
     offload,
     offload_peers,
+    resnet,
     roi,
 )
 from effjax.bench._offload_forms import (
@@ -140,6 +141,47 @@ def test_cross_entropy(tmp_path, capsys):
     rows = rows_of(tmp_path / "cross_entropy_512_l4.json")
     assert list(rows) == list(cross_entropy.LOSSES)
     assert "model, batch 2 x 32, bfloat16, compiled for l4" in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_resnet(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(resnet.RESNETS, "tiny", dict(bottleneck=True, stage_sizes=(1,)))
+    resnet.main("tiny", batch_size=2, image_size=16, num_classes=3, target="l4", json=tmp_path)
+    rows = rows_of(tmp_path / "tiny_2_l4.json")
+    assert list(rows) == list(resnet.forms("tiny", 3, "bfloat16"))
+    assert rows["Flax"]["ratio"] == 1 and "compiled for l4" in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("bottleneck", [False, True])
+def test_the_resnets_of_the_benchmark_are_alike(monkeypatch, bottleneck):
+    """Logits of Flax's layers with effjax's parameters, in the order of their creation."""
+    sizes = dict(bottleneck=bottleneck, stage_sizes=(1, 1))
+    monkeypatch.setitem(resnet.RESNETS, "tiny", sizes)
+    theirs, _, ours, *_ = resnet.forms("tiny", 3, jnp.float32).values()
+    x = jax.random.normal(jax.random.key(0), (2, 17, 16, 3))
+    shapes, variables = (jax.eval_shape(m.init, jax.random.key(0), x) for m in (theirs, ours))
+    draw = lambda a: np.random.default_rng(a.size).normal(size=a.shape).astype(a.dtype)  # noqa: E731
+    variables = jax.tree.map(draw, variables)
+    blocks = [k for k in variables["params"] if k.startswith("stages")]
+    found = {}
+    for i, name in enumerate(blocks):
+        block = variables["params"][name]
+        count = 3 if bottleneck else 2
+        inner = {f"Conv_{k}": block[f"conv{k + 1}"] for k in range(count)}
+        inner |= {f"BatchNorm_{k}": block[f"norm{k + 1}"] for k in range(count)}
+        if "shortcut" in block:
+            inner |= {f"Conv_{count}": block["shortcut"]}
+            inner |= {f"BatchNorm_{count}": block["shortcut_norm"]}
+        found[f"FlaxBlock_{i}"] = inner
+    params = variables["params"]
+    found |= {"Conv_0": params["stem_conv"], "BatchNorm_0": params["stem_norm"]}
+    found |= {"Dense_0": params["classifier"]}
+    assert jax.tree.map(np.shape, found) == jax.tree.map(np.shape, shapes["params"])
+    got = theirs.apply({"params": found}, x, mutable=["batch_stats"])[0]
+    want = ours.apply(variables, x, train=True, mutable=["batch_stats"])[0]
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.exhaustive

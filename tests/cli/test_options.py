@@ -14,6 +14,7 @@ from effjax.train.options import COUNT, MODEL, Option, RunOptions, declared, fin
 from tests.cli.command import TINY
 
 OF_THE_COMMAND = {"out", "overwrite", "resume"}
+MODELS = "densenet", "resnet", "deform-resnet", "lm"
 OWN = {"densenet": set(), "lm": {"plan"}}
 
 
@@ -36,7 +37,7 @@ def text_of(option: Option, default: Any) -> str:
 
 @pytest.mark.parametrize(
     ("command", "config", "no_option"),
-    [("densenet", Config, {"deformable"}), ("lm", LMConfig, set())],
+    [("densenet", Config, {"deformable", "dcn"}), ("lm", LMConfig, set())],
 )
 def test_every_field_is_an_option(command, config, no_option):
     params = params_of("train", command)
@@ -66,6 +67,15 @@ def test_options_of_deform_resnet():
     }  # fmt: skip
 
 
+def test_options_of_resnet():
+    params = params_of("train", "resnet")
+    of_densenet = {"model", "growth_rate", "compression", "bn_size", "drop_rate"}
+    shared = {one.name for one in declared(Config)} - of_densenet
+    assert set(params) == shared | OF_THE_COMMAND | {"dcn"}
+    assert params["depth"].default == "18" and params["dcn"].default == "none"
+    assert Config(model="resnet50").command == "resnet"
+
+
 def test_the_help_shows_what_is_declared(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     for command, config in (("densenet", Config), ("lm", LMConfig)):
@@ -77,7 +87,7 @@ def test_the_help_shows_what_is_declared(run, monkeypatch):
             assert option.panel is None or f" {option.panel} " in out
 
 
-@pytest.mark.parametrize("command", ["train densenet", "train deform-resnet", "train lm", "memory"])
+@pytest.mark.parametrize("command", [f"train {name}" for name in MODELS] + ["memory"])
 def test_the_help_has_two_columns_on_a_narrow_terminal(run, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = run(*command.split(), "--help")

@@ -129,6 +129,38 @@ def test_which_runs_deform_resnet_starts(run, monkeypatch):
     assert started == [("deform-resnet", True, "rotated-digits", "here/deformable", True)]
 
 
+def test_resnet(run, small_model, tmp_path):
+    options = ["--depth", "34", "--dcn", "v2", "--epochs", "1", "--batch-size", "16"]
+    code, out, err = run("train", "resnet", *options, "--out", "here")
+    assert (code, err) == (0, "") and "resnet34, float32" in out
+    assert "batch 16 (efficient, this run)" in out
+    made = json.loads((tmp_path / "here" / "config.json").read_text())
+    assert made["command"] == "resnet" and made["options"]["dcn"] == "v2"
+    code, out, err = run("train", "resnet", "--resume", "here", "--depth", "34")
+    assert code == 2 and "--depth cannot be given with --resume" in err
+    code, out, err = run("train", "resnet", "--depth", "20")
+    assert code == 2 and "--depth" in err
+
+
+@pytest.mark.exhaustive
+def test_resnet_learns_from_a_folder(run, tmp_path):
+    """A real network, of images of two colors."""
+    from PIL import Image
+
+    for part, count in (("train", 16), ("test", 8)):
+        for name, color in (("blue", (0, 0, 200)), ("red", (200, 0, 0))):
+            folder = tmp_path / "images" / part / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                shade = tuple(min(c + 5 * i, 255) for c in color)
+                Image.new("RGB", (12, 12), shade).save(folder / f"{i}.png")
+    options = ["--data", "folder:images", "--validation", "0", "--batch-size", "16", "--dcn", "v1"]
+    code, out, err = run("train", "resnet", *options, "--epochs", "1", "--out", "here")
+    assert (code, err) == (0, "") and "images of 12×12×3 in 2 classes" in out
+    final = json.loads((tmp_path / "here" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert 0 < final["kept_bytes"]["efficient"] < final["kept_bytes"]["plain"]
+
+
 def test_ctrl_c_then_resume(run, small_model, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr("effjax.train.report.LineProgress.step", interrupt_at(5))  # of 8

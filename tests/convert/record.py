@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.convert import torch_networks
 from tests.convert.cases import RECORDED, drawn, save
+from tests.convert.torch_detection import Detector, ResNet
 
 
 def run(module, shape, steps=1):
@@ -100,6 +101,8 @@ def densenet(growth_rate=2, block_config=(2, 1), num_init_features=4, bn_size=2,
 
 
 CASES = {
+    "resnet": lambda: run(ResNet(False, (1, 1), 3, width=2), (3, 19, 14, 3)),
+    "detector": lambda: run(Detector(), (2, 21, 18, 3)),
     "densenet": lambda: run(densenet(), (4, 8, 8, 3)),
     "batch_norm": lambda: run(nn.BatchNorm2d(5), (4, 3, 3, 5)),
     "cumulative_batch_norm": lambda: run(nn.BatchNorm2d(5, momentum=None), (4, 3, 3, 5), 3),

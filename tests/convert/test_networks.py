@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import effjax.linen
 import effjax.nnx
 from effjax import convert, models
 from effjax.convert.tables import SAME_NAMES
-from effjax.models.linen import DenseNet as LinenDenseNet
+from effjax.models import linen as linen_models
 from tests.convert import cases
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -26,7 +26,14 @@ NORM = dict(unbiased_running_var=True, param_dtype="float64")
 PACK = dict(
     padding=1, feature_group_count=2, offset_groups=2, param_dtype="float64"
 )  # fmt: skip
+RESNET = dict(stage_sizes=(1, 1), width=2, unbiased_running_var=True, param_dtype="float64")
+DEFORMED = RESNET | dict(stage_with_dcn=(False, True), offset_groups=2, num_classes=None)
+EXTRAS = dict(extra_levels=2, extra="conv", param_dtype="float64")
+DETECTOR = convert.joined(
+    {"backbone": ("backbone", convert.RESNET), "neck": ("neck", convert.PYRAMID)}
+)
 TABLES = {
+    "resnet": convert.RESNET, "detector": DETECTOR,
     "densenet": convert.DENSENET, "batch_norm": SAME_NAMES, "cumulative_batch_norm": SAME_NAMES,
     "pack": convert.DEFORM_CONV, "modulated_pack": convert.DEFORM_CONV,
     "benchmark_pack": convert.DEFORM_CONV, "dfconv": convert.DEFORM_CONV,
@@ -35,11 +42,35 @@ STEPS = {"cumulative_batch_norm": 3}
 allclose = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10)
 
 
+def as_vector(levels):
+    return jnp.concatenate([level.reshape(len(level), -1) for level in levels], 1)
+
+
+class NnxDetector(nnx.Module):
+    def __init__(self, rngs):
+        self.backbone = models.ResNet(**DEFORMED, rngs=rngs)
+        self.neck = models.FeaturePyramid((8, 16), 3, **EXTRAS, rngs=rngs)
+
+    def __call__(self, x):
+        return as_vector(self.neck(self.backbone.features(x)))
+
+
+class LinenDetector(linen.Module):
+    def setup(self):
+        self.backbone = linen_models.ResNet(**DEFORMED)
+        self.neck = linen_models.FeaturePyramid(3, **EXTRAS)
+
+    def __call__(self, x, train):
+        return as_vector(self.neck(self.backbone.features(x, train)))
+
+
 def of_nnx(name):
     """An nnx module for a case."""
     rngs, layers = nnx.Rngs(0), effjax.nnx
     modulated = functools.partial(layers.ModulatedDeformConvPack, 2, 4, 3, 2, **PACK)
     module = {
+        "resnet": lambda: models.ResNet(**RESNET, bottleneck=False, num_classes=3, rngs=rngs),
+        "detector": lambda: NnxDetector(rngs),
         "densenet": lambda: models.DenseNet(**SMALL, rngs=rngs),
         "batch_norm": lambda: layers.BatchNorm(5, momentum=0.9, **NORM, rngs=rngs),
         "cumulative_batch_norm": lambda: layers.BatchNorm(5, momentum=None, **NORM, rngs=rngs),
@@ -58,7 +89,9 @@ def of_linen(name):
     layers = effjax.linen
     modulated = layers.ModulatedDeformConvPack(4, 3, 2, **PACK)
     module = {
-        "densenet": LinenDenseNet(**SMALL),
+        "resnet": linen_models.ResNet(**RESNET, bottleneck=False, num_classes=3),
+        "detector": LinenDetector(),
+        "densenet": linen_models.DenseNet(**SMALL),
         "batch_norm": layers.BatchNorm(momentum=0.9, **NORM),
         "cumulative_batch_norm": layers.BatchNorm(momentum=None, **NORM),
         "pack": layers.DeformConvPack(4, 3, 2, use_bias=False, **PACK),
@@ -66,7 +99,7 @@ def of_linen(name):
         "benchmark_pack": modulated,
         "dfconv": layers.DFConv2d(4, options=dict(param_dtype=jnp.float64)),
     }[name]
-    if name == "densenet":
+    if name in ("densenet", "resnet", "detector"):
         return module, dict(train=True), dict(train=False)
     if "batch_norm" in name:
         return module, dict(use_running_average=False), dict(use_running_average=True)
@@ -186,3 +219,62 @@ def test_a_layer_inside_of_a_network(below):
     jax.tree.map(
         np.testing.assert_array_equal, back, {f"{prefix}.{n}": w for n, w in weights.items()}
     )
+
+
+def names_of_maskrcnn_benchmark():
+    """Those of R-50-FPN-DCN's `backbone`, as its modules make them."""
+    conv, norm = ["weight"], ["weight", "bias", "running_mean", "running_var"]
+    names = [f"body.stem.conv1.{n}" for n in conv] + [f"body.stem.bn1.{n}" for n in norm]
+    for stage, count in enumerate((3, 4, 6, 3), 1):
+        for i in range(count):
+            block = f"body.layer{stage}.{i}"
+            second = ["offset.weight", "offset.bias", "conv.weight"] if stage > 1 else conv
+            for k, of_conv in enumerate((conv, second, conv), 1):
+                names += [f"{block}.conv{k}.{n}" for n in of_conv]
+                names += [f"{block}.bn{k}.{n}" for n in norm]
+            if i == 0:
+                names += [f"{block}.downsample.0.weight"]
+                names += [f"{block}.downsample.1.{n}" for n in norm]
+    return names + [
+        f"fpn.fpn_{kind}{level}.{name}"
+        for kind in ("inner", "layer") for level in (1, 2, 3, 4) for name in ("weight", "bias")
+    ]  # fmt: skip
+
+
+def test_names_of_maskrcnn_benchmark():
+    """Of two modules with the table of each, from abstract ones to arrays and back."""
+    options = dict(num_classes=None, stage_with_dcn=(False, True, True, True), frozen_norm=True)
+    body = models.resnet50(linen_models.ResNet, **options, stride_in_1x1=True, epsilon=0.0)
+    variables = jax.eval_shape(body.init, jax.random.key(0), jnp.zeros((1, 64, 64, 3)))
+    pyramid = linen_models.FeaturePyramid()
+    levels = [jax.ShapeDtypeStruct((1, 8 >> i, 8 >> i, 256 << i), "float32") for i in range(4)]
+    parts = {
+        "body": (variables, convert.BENCHMARK_RESNET),
+        "fpn": (jax.eval_shape(pyramid.init, jax.random.key(0), levels), convert.BENCHMARK_PYRAMID),
+    }
+    found = {}
+    for name, (shapes, table) in parts.items():
+        zeros = jax.tree.map(lambda a: np.broadcast_to(np.float32(0), a.shape), shapes)
+        found |= convert.to_torch(zeros, table, prefix=f"module.backbone.{name}")
+    assert found.keys() == {f"module.backbone.{name}" for name in names_of_maskrcnn_benchmark()}
+    for name, (shapes, table) in parts.items():
+        back = convert.from_torch(found, shapes, table, prefix=f"module.backbone.{name}")
+        assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, shapes)
+
+
+def test_a_deformable_backbone_of_maskrcnn_benchmark():
+    """The same weights by its names are the same network as by mmdetection's."""
+    weights = cases.part(cases.load("detector"), "weights")
+    backbone = of_nnx("detector").backbone
+    convert.from_torch(weights, backbone, convert.RESNET, prefix="backbone")
+    theirs = convert.to_torch(backbone, convert.BENCHMARK_RESNET)
+    assert "layer2.0.conv2.conv.weight" in theirs and "layer1.0.conv2.weight" in theirs
+    assert not any("num_batches" in name for name in theirs)
+    other = convert.from_torch(theirs, of_nnx("detector").backbone, convert.BENCHMARK_RESNET)
+    mine, same = (nnx.to_pure_dict(nnx.state(m)) for m in (backbone, other))
+    jax.tree.map(np.testing.assert_array_equal, mine, same)
+    with pytest.raises(
+        ValueError, match=r"missing: layer2.0.conv2.conv.weight.* left over: layer2.0"
+    ):
+        lost = {n.replace("conv2.conv.", "conv2."): a for n, a in theirs.items()}
+        convert.from_torch(lost, backbone, convert.BENCHMARK_RESNET)

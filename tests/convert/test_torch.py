@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is compared with where it i
 
 from effjax import convert, models  # noqa: E402
 from effjax.models.linen import DenseNet as LinenDenseNet  # noqa: E402
+from effjax.models.linen import ResNet  # noqa: E402
 from tests.convert import cases, record, torch_networks  # noqa: E402
-from tests.convert.resnet import DEPTHS, ResNet  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -81,10 +81,10 @@ def test_names_of_densenets(name):
     check_names(weights, model, convert.DENSENET)
 
 
-@pytest.mark.parametrize("name", DEPTHS)
+@pytest.mark.parametrize("name", models.RESNETS)
 def test_names_of_resnets(name):
     weights = zeros(torch_networks.ResNet, *torch_networks.RESNETS[name])
-    check_names(weights, ResNet(*DEPTHS[name]), convert.RESNET)
+    check_names(weights, ResNet(**models.RESNETS[name]), convert.RESNET)
 
 
 def check_names(weights, model, table):
@@ -100,7 +100,7 @@ def test_resnet(bottleneck):
     for name, value in theirs.state_dict().items():
         if "running" in name or "bn" in name:
             value.copy_(torch.as_tensor(cases.drawn(f"{name}.running_var", value.shape)))
-    model = ResNet(bottleneck, (1, 2, 1, 1), 5)
+    model = ResNet(bottleneck=bottleneck, stage_sizes=(1, 2, 1, 1), num_classes=5)
     x = cases.drawn("x", (2, 32, 32, 3))
     shapes = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float64),

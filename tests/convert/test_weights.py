@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from effjax import convert
-from effjax.convert.tables import torch_name
+from effjax.convert.tables import torch_names
 
 W = {"weight": np.arange(6.0).reshape(3, 2), "bias": np.arange(3.0)}
 
@@ -48,6 +48,13 @@ def linear(**options):
         (convert.RESNET, "stages.3.0.shortcut.kernel", "layer4.0.downsample.0.weight"),
         (convert.RESNET, "stages.3.0.shortcut_norm.bias", "layer4.0.downsample.1.bias"),
         (convert.RESNET, "classifier.kernel", "fc.weight"),
+        (convert.PYRAMID, "outputs.4.bias", "fpn_convs.4.conv.bias"),
+        (convert.BENCHMARK_RETINANET, "outputs.4.kernel", "top_blocks.p7.weight"),
+        (convert.BENCHMARK_RETINANET, "outputs.2.kernel", "fpn_layer4.weight"),
+        (convert.BENCHMARK_RETINANET, "laterals_0.bias", "fpn_inner2.bias"),
+        (convert.TORCHVISION_RETINANET, "outputs.3.kernel", "extra_blocks.p6.weight"),
+        (convert.TORCHVISION_PYRAMID, "outputs.3.kernel", "layer_blocks.3.0.weight"),
+        (convert.TORCHVISION_PYRAMID, "laterals.1.bias", "inner_blocks.1.0.bias"),
         (convert.DEFORM_CONV, "kernel", "weight"),
         (convert.DEFORM_CONV, "offset_conv.kernel", "conv_offset.weight"),
         (convert.DEFORM_CONV, "conv.offset_conv.kernel", "offset.weight"),
@@ -57,7 +64,29 @@ def linear(**options):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_names(table, path, name):
-    assert torch_name(path, table) == name
+    assert torch_names([path], table) == {path: name}
+
+
+def test_names_of_a_network_of_parts():
+    """A deformable convolution's kernel lies deeper in maskrcnn-benchmark, and no other."""
+    parts = {
+        "body": ("backbone.body", convert.BENCHMARK_RESNET),
+        "fpn": ("backbone.fpn", convert.BENCHMARK_PYRAMID),
+    }
+    names = {
+        "body.stages_0_0.conv2.kernel": "backbone.body.layer1.0.conv2.weight",
+        "body.stages_1_0.conv2.kernel": "backbone.body.layer2.0.conv2.conv.weight",
+        "body.stages_1_0.conv2.offset_conv.kernel": "backbone.body.layer2.0.conv2.offset.weight",
+        "body.stages_1_0.conv2.offset_conv.bias": "backbone.body.layer2.0.conv2.offset.bias",
+        "body.stem_norm.mean": "backbone.body.stem.bn1.running_mean",
+        "fpn.laterals_0.kernel": "backbone.fpn.fpn_inner1.weight",
+        "fpn.outputs_3.bias": "backbone.fpn.fpn_layer4.bias",
+        "roi.fc.bias": "roi.fc.bias",
+    }
+    table = convert.joined(parts)
+    assert torch_names(names, table) == names and not table.counters
+    with pytest.raises(TypeError, match="`parts` must map names of modules"):
+        convert.joined({"body": convert.RESNET})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -173,6 +173,28 @@ def test_evaluation_uses_running_stats(small):
     assert_trees_close(runs[0], runs[1], 1e-12)
 
 
+def test_features():
+    """Before the transitions, the last ones as the head reads them; the same in both flavors."""
+    values, (x, _, _, _), _, _ = reference(small=False)
+    form = NnxForm(small_inputs=False)
+    states = [
+        nnx.from_flat_state({p: v.replace(named[nnx_name(p)]) for p, v in paths.items()})
+        for paths, named in zip(form.paths, values, strict=True)
+    ]
+    model = nnx.merge(form.graphdef, *states)
+    model.eval()
+    found = jax.jit(lambda x: model.features(x))(x)
+    assert [f.shape for f in found] == [(3, 4, 4, 16), (3, 2, 2, 16)]
+    assert model.feature_channels == (16, 16) and found[-1].min() == 0
+    assert_trees_close(model.classifier(found[-1].mean((1, 2))), model(x), 1e-12)
+    network = LinenForm(small_inputs=False).model
+    unflatten = functools.partial(traverse_util.unflatten_dict, sep="/")
+    variables = dict(params=unflatten(values[0]), batch_stats=unflatten(values[1]))
+    of_linen = jax.jit(functools.partial(network.apply, method="features"))(variables, x)
+    assert_trees_close(of_linen, found, 1e-12)
+    assert network.feature_channels == model.feature_channels
+
+
 PLAIN = "densenet121", "densenet40_12"
 
 

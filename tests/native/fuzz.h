@@ -66,11 +66,13 @@ bool equal(const Array<T>& a, const Array<T>& b) {
   return a.count == 0 || !std::memcmp(a.data.get(), b.data.get(), a.count * sizeof(T));
 }
 
+// And finite.
 template <typename T>
 bool near(const Array<T>& a, const Array<T>& b, double tolerance) {
   double worst = 0, most = 1;
   for (int64_t i = 0; i < a.count; ++i) {
     const double u = effjax::widen(a.data[i]), v = effjax::widen(b.data[i]);
+    if (!std::isfinite(u)) return false;
     worst = std::max(worst, std::abs(u - v)), most = std::max(most, std::abs(u));
   }
   return worst <= tolerance * most;

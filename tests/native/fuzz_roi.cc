@@ -3,66 +3,16 @@
 // on a border, empty arrays. With one task after the other or on many threads, results must be equal
 // to the last bit; those of other instructions, nearly. All of them are finite.
 
-#include <cmath>
-#include <cstdio>
-#include <memory>
-#include <random>
-#include <thread>
-
+#include "fuzz.h"
 #include "roi_cpu.h"
 
 namespace {
-
-std::mt19937 random_bits(0);
-
-int64_t pick(int64_t least, int64_t most) {
-  return std::uniform_int_distribution<int64_t>(least, most)(random_bits);
-}
 
 double pick_odd(int64_t size) {
   const double odd[] = {NAN, INFINITY, -INFINITY, 1e30, -1e30, -1, -0.5, 0, double(size), 3e9};
   if (pick(0, 5) == 0) return odd[pick(0, 9)];
   return std::normal_distribution<double>(1, 3)(random_bits);
 }
-
-template <typename T>
-struct Array {
-  explicit Array(int64_t count) : count(count), data(new T[count]()) {}
-  int64_t count;
-  std::unique_ptr<T[]> data;
-};
-
-template <typename T>
-void fill(Array<T>& a) {
-  for (int64_t i = 0; i < a.count; ++i) {
-    effjax::narrow(std::normal_distribution<float>()(random_bits), a.data[i]);
-  }
-}
-void fill(Array<double>& a) {
-  for (int64_t i = 0; i < a.count; ++i) a.data[i] = std::normal_distribution<double>()(random_bits);
-}
-
-struct Serial {
-  int64_t threads() const { return 1; }
-  template <typename Task>
-  void operator()(int64_t count, const Task& task) const {
-    for (int64_t i = 0; i < count; ++i) task(i);
-  }
-};
-
-struct Threads {
-  int64_t threads() const { return 4; }
-  template <typename Task>
-  void operator()(int64_t count, const Task& task) const {
-    std::vector<std::thread> threads;
-    for (int64_t t = 0; t < 4; ++t) {
-      threads.emplace_back([=, &task] {
-        for (int64_t i = t; i < count; i += 4) task(i);
-      });
-    }
-    for (auto& thread : threads) thread.join();
-  }
-};
 
 template <typename T, typename A>
 bool run() {
@@ -92,18 +42,6 @@ bool run() {
     effjax::roi_pool_backward<T, A>(in, dy.data.get(), r.dx.data.get(), r.dfirst.data.get(),
                                     parallel, loops);
     return r;
-  };
-  const auto equal = [](const auto& a, const auto& b) {
-    return a.count == 0 || !std::memcmp(a.data.get(), b.data.get(), a.count * sizeof(a.data[0]));
-  };
-  const auto near = [](const auto& a, const auto& b, double tolerance) {
-    double worst = 0, most = 1;
-    for (int64_t i = 0; i < a.count; ++i) {
-      const double u = effjax::widen(a.data[i]), v = effjax::widen(b.data[i]);
-      if (!std::isfinite(u)) return false;
-      worst = std::max(worst, std::abs(u - v)), most = std::max(most, std::abs(u));
-    }
-    return worst <= tolerance * most;
   };
   const Results one = compute(Serial{}, effjax::pooling_loops_for_this_cpu<T, A>());
   const Results many = compute(Threads{}, effjax::pooling_loops_for_this_cpu<T, A>());

@@ -128,8 +128,7 @@ SANITIZERS = "-O1", "-g", "-fno-sanitize-recover=all"
 SANITIZERS += ("-fsanitize=address,undefined,float-cast-overflow",)
 
 
-@pytest.mark.parametrize("name", ["fuzz", "fuzz_attention"])
-@pytest.mark.parametrize("name", ["fuzz.cc", "fuzz_roi.cc"])
+@pytest.mark.parametrize("name", ["fuzz", "fuzz_attention", "fuzz_roi"])
 @pytest.mark.parametrize(
     "flags",
     [("-O0",), pytest.param(SANITIZERS, marks=pytest.mark.exhaustive)],
@@ -144,7 +143,6 @@ def test_loops(tmp_path, flags, name):
         pytest.skip("nothing to compile: no g++, or a package without its C++ sources")
     program = tmp_path / "fuzz"
     source = pathlib.Path(__file__).parent / f"{name}.cc"
-    source = pathlib.Path(__file__).parent / name
     built = subprocess.run(
         [compiler, "-std=c++17", "-pthread", *flags, f"-I{sources}", source, "-o", program],
         capture_output=True,

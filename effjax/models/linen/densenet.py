@@ -15,11 +15,8 @@ from ...layers.densenet import (
     DenseNetOptions,
     Save,
     block_key,
-    conv,
-    he_normal,
-    lecun_normal,
-    max_pool,
 )
+from ...layers.images import conv, he_normal, lecun_normal, max_pool
 from ...linen.batch_norm import BatchNorm
 from ...ops._arguments import as_flag
 from ...ops.batch_norm.statistics import statistics_dtype
@@ -106,6 +103,24 @@ class DenseNet(nn.Module):
             TypeError, ValueError: if `x`, `train` or `mask` does not fit, or `axis_name` is not
                 mapped in training.
         """
+        h = self._features(x, train, mask)[-1].mean((1, 2))
+        logits = self.classifier(h)
+        chex.assert_shape(logits, (len(h), self.num_classes))
+        return logits.astype(statistics_dtype(logits))
+
+    def features(
+        self, x: ArrayLike, train: bool = False, mask: ArrayLike | None = None
+    ) -> tuple[jax.Array, ...]:
+        """The outputs of all blocks, as nnx's: `model.apply(variables, x, method="features")`."""
+        return self._features(x, train, mask)
+
+    @property
+    def feature_channels(self) -> tuple[int, ...]:
+        """Channels of each of the `features`."""
+        return self.options.feature_channels
+
+    @nn.nowrap
+    def _features(self, x: ArrayLike, train: bool, mask: ArrayLike | None) -> tuple[jax.Array, ...]:
         options = self.options
         as_flag("train", train)
         h, valid = options.prepare(x, None, mask)
@@ -115,15 +130,16 @@ class DenseNet(nn.Module):
         else:
             h = conv(h, self.stem_conv(h.shape[-1]), strides=2, padding=3)
             h = max_pool(self.stem_norm(h, use_running_average=not train, mask=valid))
-        for i, (block, (_, after)) in enumerate(zip(self.blocks, options.widths(), strict=True)):
+        found = []
+        for i, (block, channels) in enumerate(
+            zip(self.blocks, options.feature_channels, strict=True)
+        ):
+            if i:
+                h = self.transitions[i - 1](h, train, valid)
             h = block(h, train, valid, block_key(key, i))
-            if i < len(self.transitions):
-                h = self.transitions[i](h, train, valid)
-            chex.assert_axis_dimension(h, 3, after)
-        h = self.final_norm(h, use_running_average=not train, mask=valid).mean((1, 2))
-        logits = self.classifier(h)
-        chex.assert_shape(logits, (len(h), options.num_classes))
-        return logits.astype(statistics_dtype(logits))
+            chex.assert_axis_dimension(h, 3, channels)
+            found.append(h)
+        return *found[:-1], self.final_norm(h, use_running_average=not train, mask=valid)
 
 
 def _options(module: DenseNet) -> DenseNetOptions:
@@ -215,7 +231,7 @@ class Transition(nn.Module):
 
 
 class Kernel(nn.Module):
-    """Holds a kernel; the convolution is `layers.densenet.conv` or part of an operator."""
+    """Holds a kernel; the convolution is `layers.images.conv` or part of an operator."""
 
     features: int
     size: int

@@ -1,7 +1,9 @@
 """Whole networks for Flax NNX."""
 
+from .deform_resnet import DeformResNet as DeformResNet
 from .densenet import DenseNet as DenseNet
-from .resnet import DeformResNet as DeformResNet
+from .pyramid import FeaturePyramid as FeaturePyramid
+from .resnet import ResNet as ResNet
 from .transformer import TransformerBlock as TransformerBlock
 from .transformer import TransformerLM as TransformerLM
 from .transformer import scan_layers as scan_layers

@@ -16,11 +16,8 @@ from ...layers.densenet import (
     Save,
     block_key,
     common,
-    conv,
-    he_normal,
-    lecun_normal,
-    max_pool,
 )
+from ...layers.images import conv, he_normal, lecun_normal, max_pool
 from ...nnx.batch_norm import BatchNorm
 from ...ops._arguments import as_integer
 from ...ops.batch_norm.statistics import statistics_dtype
@@ -155,6 +152,28 @@ class DenseNet(nnx.Module):
             TypeError, ValueError: if `x` or `mask` does not fit, dropout has no key, or `axis_name`
                 is not mapped in training.
         """
+        h = self._features(x, rngs, mask)[-1].mean((1, 2))
+        logits = self.classifier(h)
+        chex.assert_shape(logits, (len(h), self.options.num_classes))
+        return logits.astype(statistics_dtype(logits))
+
+    def features(
+        self, x: ArrayLike, *, rngs: Any = None, mask: ArrayLike | None = None
+    ) -> tuple[jax.Array, ...]:
+        """The outputs of all blocks, in `dtype`, at 1/4, 1/8, … of the images' size (from 1/1 on
+        with `small_inputs`): before their transitions, the last one after BN and ReLU.
+
+        Arguments and errors as in a call. `feature_channels` says how many channels each has.
+        """
+        return self._features(x, rngs, mask)
+
+    @property
+    def feature_channels(self) -> tuple[int, ...]:
+        """Channels of each of the `features`."""
+        return self.options.feature_channels
+
+    # Not the public method, which `nnx.tabulate` would show in place of the model.
+    def _features(self, x: ArrayLike, rngs: Any, mask: ArrayLike | None) -> tuple[jax.Array, ...]:
         h, valid = self.options.prepare(x, self.in_channels, mask)
         key = self._dropout_key(rngs)
         if self.options.small_inputs:
@@ -162,17 +181,16 @@ class DenseNet(nnx.Module):
         else:
             h = conv(h, self.stem_conv.kernel[...], strides=2, padding=3)
             h = max_pool(self.stem_norm(h, mask=valid))
-        for i, (block, (_, after)) in enumerate(
-            zip(self.blocks, self.options.widths(), strict=True)
+        found = []
+        for i, (block, channels) in enumerate(
+            zip(self.blocks, self.options.feature_channels, strict=True)
         ):
+            if i:
+                h = self.transitions[i - 1](h, mask=valid)
             h = block(h, mask=valid, key=block_key(key, i))
-            if i < len(self.transitions):
-                h = self.transitions[i](h, mask=valid)
-            chex.assert_axis_dimension(h, 3, after)
-        h = self.final_norm(h, mask=valid).mean((1, 2))
-        logits = self.classifier(h)
-        chex.assert_shape(logits, (len(h), self.options.num_classes))
-        return logits.astype(statistics_dtype(logits))
+            chex.assert_axis_dimension(h, 3, channels)
+            found.append(h)
+        return *found[:-1], self.final_norm(h, mask=valid)
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """Used by `nnx.view`: whether to leave dropout out."""
@@ -284,7 +302,7 @@ def batch_options(norms: Sequence[BatchNorm]) -> dict[str, Any] | None:
 
 
 def _conv(channels: int, features: int, size: int, options: DenseNetOptions, rngs: nnx.Rngs):
-    """Holds a kernel; the convolution itself is `layers.densenet.conv`, or part of an operator."""
+    """Holds a kernel; the convolution itself is `layers.images.conv`, or part of an operator."""
     return nnx.Conv(
         channels, features, (size, size), use_bias=False, kernel_init=he_normal,
         param_dtype=options.param_dtype, rngs=rngs,

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from .._arguments import as_array, as_number, one_of
 from .._parallel import as_varying, same_varying, shard_as_features, sum_to_type_of, varying
@@ -23,6 +24,9 @@ from .statistics import (
     reduced_axes,
     statistics_dtype,
 )
+
+# Of the statistics, for policies of `jax.checkpoint`: to keep them spares a second all-reduce.
+STATISTICS = "effjax.batch_norm.statistics"
 
 
 def sync_batch_norm(
@@ -171,7 +175,7 @@ def _batch_norm(static: _Static, x, scale, bias, residual, mask) -> Any:
 
 
 def _forward(static: _Static, x, scale, bias, residual, mask):
-    mean, var, count = moments(x, mask, static.axes, static.reduction)
+    mean, var, count = checkpoint_name(moments(x, mask, static.axes, static.reduction), STATISTICS)
     inv = lax.rsqrt(var + static.epsilon)
     y = normalize(x, mean, inv, *_keepdims_all(mean.shape, scale, bias))
     y = y if residual is None else y + residual.astype(y.dtype)

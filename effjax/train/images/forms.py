@@ -11,12 +11,17 @@ import optax
 from flax import nnx
 
 from ...memory import ResidualReport, mesh_to_plan_for, residual_bytes
-from ...models import DenseNet
+from ...models import RESNETS, DenseNet
 from ...models.nnx.densenet import DenseLayer
 from .config import Config
 from .recipe import DEFORMABLE, make_optimizer, make_schedule, model_builder
 from .steps import Batch, Learner, first_state, jit_step
 
+RESNET_FORMS = {
+    "plain": {"efficient": False},
+    "effjax conv": {"efficient": True, "save": "conv"},
+    "effjax features": {"efficient": True, "save": "features"},
+}
 DENSENET_FORMS = ("plain", "jax.checkpoint", "effjax conv", "effjax features")
 
 
@@ -36,14 +41,15 @@ def training_steps(
     The step is that of `effjax train`: SGD with momentum, the state donated, the batch sharded over
     the devices. Of a DenseNet, "plain" has Flax's BatchNorm and automatic differentiation;
     "jax.checkpoint" is the same with each dense layer under `jax.checkpoint`; the others are
-    `efficient=True` with `save="conv"` and `save="features"`. Of another model they are its
-    `forms`.
+    `efficient=True` with `save="conv"` and `save="features"`. A ResNet has these two, and "plain"
+    is its `efficient=False`. Of another model they are its `forms`.
     """
     build = model_builder(config, image_shape, num_classes)
     optimizer = make_optimizer(config, make_schedule(config, steps_per_epoch=1))
     mesh = mesh_to_plan_for(num_devices)
 
-    others = {} if "densenet" in config.model else forms(config)
+    others: dict[str, Any] = RESNET_FORMS if config.model in RESNETS else forms(config)
+    others = {} if "densenet" in config.model else others
 
     def make(form: str) -> nnx.Module:
         if others:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from ...models import DENSENETS, DeformResNet, DenseNet, densenet_cifar
+from ...models import DENSENETS, RESNETS, DeformResNet, DenseNet, ResNet, densenet_cifar
 from ..errors import TrainError
 from ..mesh import AXIS
 from .config import Config
@@ -41,13 +41,21 @@ def model_builder(
     options: dict[str, Any] = dict(
         num_classes=num_classes,
         in_channels=channels,
-        drop_rate=config.drop_rate,
         efficient=config.efficient,
         save=config.save,
         dtype=jnp.dtype(config.dtype),
         axis_name=axis_name,
         small_inputs=max(height, width) <= SMALL_IMAGE if small is None else small,
     )
+    if config.depth is not None and config.model in (*DENSENETS, *RESNETS):
+        raise TrainError(
+            f"depth (={config.depth}) is for --model densenet-bc; {config.model} has a fixed depth"
+        )
+    if config.model in RESNETS:
+        dcn = config.dcn != "none"
+        options |= dict(modulated=config.dcn == "v2", stage_with_dcn=(False, dcn, dcn, dcn))
+        return lambda **more: ResNet(**RESNETS[config.model] | options | more)
+    options["drop_rate"] = config.drop_rate
     own = {name: getattr(config, name) for name in ("growth_rate", "compression", "bn_size")}
     options |= {name: value for name, value in own.items() if value is not None}
 
@@ -55,12 +63,8 @@ def model_builder(
         depth = DEFAULT_DEPTH if config.depth is None else config.depth
         return lambda **more: densenet_cifar(depth, **options | more)
     if config.model not in DENSENETS:
-        known = ", ".join(["densenet-bc", *DENSENETS, "deform-resnet"])
+        known = ", ".join(["densenet-bc", *DENSENETS, *RESNETS, "deform-resnet"])
         raise TrainError(f"model (={config.model!r}) must be one of {known}")
-    if config.depth is not None:
-        raise TrainError(
-            f"depth (={config.depth}) is for --model densenet-bc; {config.model} has a fixed depth"
-        )
     return lambda **more: DenseNet(**DENSENETS[config.model] | options | more)
 
 

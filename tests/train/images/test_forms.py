@@ -9,12 +9,14 @@ from effjax.models import DenseNet
 from effjax.train.images.config import Config
 from effjax.train.images.forms import (
     DENSENET_FORMS,
+    RESNET_FORMS,
     backward_bytes,
     training_steps,
     with_flax_layers,
 )
 from effjax.train.images.recipe import model_builder
 from effjax.train.images.steps import initial_state
+from tests.tiers import exhaustive
 
 TINY = Config(depth=10, growth_rate=4)
 
@@ -41,7 +43,11 @@ def test_the_forms_are_one_network(checkpoint):
 
 @pytest.mark.parametrize(
     ("config", "names"),
-    [(TINY, DENSENET_FORMS), (Config(model="deform-resnet"), ("plain", "deformable"))],
+    [
+        (TINY, DENSENET_FORMS),
+        exhaustive(Config(model="resnet18", dcn="v1"), tuple(RESNET_FORMS)),
+        (Config(model="deform-resnet"), ("plain", "deformable")),
+    ],
 )
 def test_a_step_of_each_form(config, names):
     steps = training_steps(config, (8, 8, 3), num_classes=5, num_devices=2)(6)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from effjax.train.errors import TrainError
 from effjax.train.images.config import Config
 from effjax.train.images.recipe import make_optimizer, make_schedule, model_builder
 
@@ -40,6 +41,17 @@ def test_small_inputs_by_image_size():
     assert stem(8, depth=10) == (3, 3, 1, 24)
     assert stem(96, depth=10) == (7, 7, 1, 24)
     assert stem(96, depth=10, small_inputs=True) == (3, 3, 1, 24)
+
+
+def test_a_resnet():
+    config = Config(model="resnet50", dcn="v1", efficient=False, save="features", parallel="pmap")
+    build: Any = model_builder(config, (224, 224, 3), 5)
+    options = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))).options
+    assert options.stage_with_dcn == (False, True, True, True) and not options.modulated
+    assert not options.efficient and options.save == "features" and not options.small_inputs
+    assert options.axis_name == "data" and options.num_classes == 5
+    with pytest.raises(TrainError, match=r"depth \(=50\) is for --model densenet-bc"):
+        model_builder(Config(model="resnet50", depth=50), (32, 32, 3), 5)
 
 
 @pytest.mark.exhaustive

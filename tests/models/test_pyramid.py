@@ -1,0 +1,136 @@
+"""The pyramid beside its definition, in both flavors and float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from effjax import models
+from effjax.models import linen as linen_models
+from tests.contexts import assert_trees_close
+from tests.models.flavors import Linen, Nnx, draw
+from tests.oracles import conv
+
+CHANNELS = (2, 3, 4)
+FLAVORS = {
+    "nnx": functools.partial(Nnx, models.FeaturePyramid, in_channels=CHANNELS),
+    "linen": functools.partial(Linen, linen_models.FeaturePyramid),
+}
+EXTRAS = {
+    "none": {},
+    "pool": dict(extra_levels=1),
+    "input": dict(extra_levels=2, extra="conv"),
+    "output, relu": dict(extra_levels=2, extra="conv", extra_from="output", extra_relu=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def levels(sides=((9, 8), (5, 4), (3, 2))):
+    rng = np.random.default_rng(0)
+    return tuple(rng.normal(size=(2, *s, c)) for s, c in zip(sides, CHANNELS, strict=True))
+
+
+def by_definition(params, features, extra_levels=0, extra="pool", extra_from="input", **relu):
+    def of(name, x, **options):
+        kernel, bias = params[f"{name}.kernel"], params[f"{name}.bias"]
+        return conv(x, kernel, padding=[(kernel.shape[0] // 2,) * 2] * 2, **options) + bias
+
+    merged, above = [], 0
+    for i in reversed(range(len(features))):
+        lateral = of(f"laterals.{i}", features[i])
+        if merged:
+            rows, columns = (np.arange(n) // 2 for n in lateral.shape[1:3])
+            above = merged[0][:, rows][:, :, columns]
+        merged.insert(0, lateral + above)
+    found = [of(f"outputs.{i}", x) for i, x in enumerate(merged)]
+    last = features[-1] if extra_from == "input" else found[-1]
+    for i in range(extra_levels):
+        if extra == "pool":
+            found.append(found[-1][:, ::2, ::2])
+            continue
+        last = np.maximum(last, 0) if i and relu else last
+        last = of(f"outputs.{len(features) + i}", last, strides=(2, 2))
+        found.append(last)
+    return tuple(found)
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_is_its_definition(flavor, extra):
+    options, x = EXTRAS[extra], levels()
+    model = FLAVORS[flavor](**options, out_channels=2)
+    values = [draw(names) for names in model.names(x)]
+    want = by_definition(values[0], x, **options)
+    assert_trees_close(jax.jit(model)(*values, x)[0], want, 1e-12)
+
+
+def test_levels_of_the_same_size():
+    """Of a backbone whose last stage is dilated."""
+    model = models.FeaturePyramid((2, 2), 2, rngs=nnx.Rngs(0))
+    x = [jnp.ones((1, 4, 3, 2))] * 2
+    assert [p.shape for p in nnx.eval_shape(lambda m: m(x), model)] == [(1, 4, 3, 2)] * 2
+
+
+def test_of_a_backbone():
+    """In half precision."""
+
+    def build():
+        options = dict(stage_sizes=(1, 1, 1, 1), width=2, num_classes=None, dtype=jnp.bfloat16)
+        backbone = models.ResNet(**options, rngs=nnx.Rngs(0))
+        return backbone, models.FeaturePyramid(
+            backbone.feature_channels, 4, extra_levels=1, rngs=nnx.Rngs(0)
+        )
+
+    backbone, pyramid = nnx.eval_shape(build)
+    found = nnx.eval_shape(
+        lambda b, p, x: p(b.features(x)), backbone, pyramid, jnp.ones((1, 70, 64, 3))
+    )
+    assert [p.shape for p in found] == [
+        (1, 18, 16, 4), (1, 9, 8, 4), (1, 5, 4, 4), (1, 3, 2, 4), (1, 2, 1, 4)
+    ]  # fmt: skip
+    assert {p.dtype for p in found} == {jnp.dtype(jnp.bfloat16)}
+
+
+BAD = [
+    (TypeError, "`in_channels` must be the channels", dict(in_channels=2)),
+    (ValueError, "`in_channels` is empty", dict(in_channels=())),
+    (ValueError, r"`out_channels` \(=0\)", dict(out_channels=0)),
+    (ValueError, r"`extra_levels` \(=-1\)", dict(extra_levels=-1)),
+    (ValueError, r"`extra` \(='max'\) must be \"pool\" or \"conv\"", dict(extra="max")),
+    (ValueError, r"`extra_from` \(='lateral'\)", dict(extra_from="lateral")),
+    (TypeError, "`extra_relu` must be True or False", dict(extra_relu=None)),
+    (TypeError, "`param_dtype` must be a dtype", dict(param_dtype=None)),
+]
+
+
+@pytest.mark.parametrize(("error", "match", "options"), BAD, ids=[next(iter(r[2])) for r in BAD])
+def test_bad_options(error, match, options):
+    with pytest.raises(error, match=match):
+        models.FeaturePyramid(**dict(in_channels=CHANNELS) | options, rngs=nnx.Rngs(0))
+    if "in_channels" not in options:
+        with pytest.raises(error, match=match):
+            linen_models.FeaturePyramid(**options)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "features"),
+    [
+        (TypeError, "`features` must be a tuple of feature maps", np.ones((1, 4, 4, 2))),
+        (ValueError, r"`features` has 2 levels, but `in_channels`", levels()[:2]),
+        (ValueError, r"`features\[0\]` of shape \(9, 8, 2\)", (levels()[0][0], *levels()[1:])),
+        (ValueError, r"`features\[2\]` of .* must have half", levels(((9, 8), (5, 4), (5, 2)))),
+    ],
+    ids=["array", "levels", "rank", "size"],
+)  # fmt: skip
+def test_bad_features(error, match, features):
+    model = models.FeaturePyramid(CHANNELS, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(error, match=match):
+        nnx.eval_shape(lambda m: m(features), model)

@@ -1,0 +1,300 @@
+"""Both flavors and all forms of ResNet are one function: one battery for all, in float64."""
+
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import errors, nnx
+from jax.sharding import PartitionSpec as P
+
+from effjax import models
+from effjax.memory import residual_bytes
+from effjax.models import linen as linen_models
+from tests.contexts import CONTEXTS, assert_trees_close, single_device
+from tests.models.flavors import Linen, Nnx, draw, train_step
+from tests.tiers import exhaustive, plainly
+
+OPTIONS: dict[str, Any] = dict(
+    stage_sizes=(1, 2), width=4, num_classes=3, unbiased_running_var=True
+)  # fmt: skip
+BASIC = "deformable basic v1"
+KINDS: dict[str, dict[str, Any]] = {
+    "bottleneck": {},
+    "stride in 1x1": dict(stride_in_1x1=True, small_inputs=True),
+    "deformable": dict(stage_with_dcn=(False, True), offset_groups=2),
+    BASIC: dict(bottleneck=False, stage_with_dcn=(False, True), modulated=False, num_classes=None),
+    "frozen norm": dict(frozen_norm=True, epsilon=0.0),
+    "frozen stage": dict(bottleneck=False, frozen_stages=1),
+}
+FLAVORS = {"nnx": functools.partial(Nnx, models.ResNet)}
+FLAVORS["linen"] = functools.partial(Linen, linen_models.ResNet)
+COUNTS = {
+    "resnet18": 11_689_512,
+    "resnet34": 21_797_672,
+    "resnet50": 25_557_032,
+    "resnet101": 44_549_160,
+}
+X = np.random.default_rng(1).normal(size=(3, 17, 14, 3))
+MASK = np.array([True, True, False])
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def weigh(y):
+    """A loss of one output, or of several."""
+    rng = np.random.default_rng(2)
+    return sum((leaf * rng.normal(size=leaf.shape)).sum() for leaf in jax.tree.leaves(y))
+
+
+@functools.cache
+def reference(kind):
+    """Values, and what plain nnx computes of them."""
+    plain = FLAVORS["nnx"](**OPTIONS | KINDS[kind], efficient=False)
+    values = [draw(names) for names in plain.names(X)]
+    return values, train_step(plain, values, X, weigh, mask=MASK)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("form", ["nnx conv", "nnx features", "linen plain", "linen conv"])
+@pytest.mark.parametrize("kind", [k if k != BASIC else exhaustive(k) for k in KINDS])
+def test_all_forms_are_one_function(kind, form):
+    """Outputs, all gradients and running statistics, with a mask, on images of odd sizes."""
+    values, want = reference(kind)
+    flavor, way = form.split()
+    how = {} if way == "plain" else {"save": way}
+    model = FLAVORS[flavor](**OPTIONS | KINDS[kind], **how, efficient=way != "plain")
+    names = model.names(X)
+    assert [{n: v.shape for n, v in d.items()} for d in names] == [
+        {n: v.shape for n, v in d.items()} for d in values
+    ]  # interchangeable parameters
+    assert_trees_close(train_step(model, values, X, weigh, mask=MASK), want, 1e-11)
+
+
+def test_every_parameter_learns():
+    _, want = reference("deformable")
+    assert all(np.abs(g).max() > 0 for g in want["dparams"].values())
+    offsets = {name for name in want["dparams"] if "offset_conv" in name}
+    assert {name.split(".conv2")[0] for name in offsets} == {"stages.1.0", "stages.1.1"}
+
+
+def test_frozen_norms_are_constants():
+    """They compute as in evaluation, and have no gradients; all else has."""
+    values, got = reference("frozen norm")
+    for name, array in got["dparams"].items():
+        assert bool(np.any(array)) is not ("norm" in name), name
+    jax.tree.map(np.testing.assert_array_equal, got["stats"], values[1])
+    model = FLAVORS["nnx"](**OPTIONS | KINDS["frozen norm"])
+    evaluated = jax.jit(functools.partial(model, train=False))(*values, X)[0]
+    assert_trees_close(got["y"], evaluated, 1e-12)
+
+
+def test_frozen_stages_are_constants():
+    values, got = reference("frozen stage")
+    for name, array in got["dparams"].items():
+        assert np.any(array) == name.startswith(("stages.1", "classifier")), name
+    assert not np.any(got["dx"])
+    for name, array in got["stats"].items():
+        assert np.array_equal(array, values[1][name]) != name.startswith("stages.1"), name
+
+
+def test_evaluation_uses_running_stats():
+    """Each image by itself, without a change; the same in both flavors."""
+    values, _ = reference("bottleneck")
+    runs = []
+    for flavor in FLAVORS.values():
+        model = flavor(**OPTIONS)
+        model.names(X)
+        run = jax.jit(functools.partial(model, train=False))
+        y, stats = run(*values, X)
+        jax.tree.map(np.testing.assert_array_equal, stats, values[1])
+        runs.append(y)
+    assert_trees_close(runs[0], runs[1], 1e-12)
+
+
+@pytest.mark.parametrize("context", plainly("shard_map_of_grad", of=CONTEXTS))
+def test_statistics_over_devices(context):
+    """What one device computes of the whole batch, recomputing, with a deformable stage."""
+    options = OPTIONS | dict(stage_sizes=(1, 1), stage_with_dcn=(False, True), small_inputs=True)
+    # JAX does not know vmap's axis in custom rules inside of jax.checkpoint, if jit is between
+    # grad and vmap.
+    options["efficient"] = context != "grad_of_jit_of_vmap"
+    rng = np.random.default_rng(3)
+    batch = {"x": rng.normal(size=(16, 5, 4, 3)), "w": rng.normal(size=(16, 3))}
+    batch["mask"] = np.arange(16) % 5 > 0
+    values = None
+
+    def op(params, batch, axis_name):
+        model = FLAVORS["nnx"](**options, axis_name=axis_name)
+        return model(params, values[1], batch["x"], mask=batch["mask"])
+
+    values = [draw(names) for names in FLAVORS["nnx"](**options).names(batch["x"])]
+    want = single_device(op, values[0], batch)
+    assert_trees_close(CONTEXTS[context](op, values[0], batch), want, 1e-10)
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_features(flavor):
+    """Those of all stages, and the logits are made of the last."""
+    options = OPTIONS | dict(stage_sizes=(1, 1, 1, 1), efficient=False)
+    headless = FLAVORS[flavor](**options | dict(num_classes=None), dtype=jnp.float64)
+    x = np.ones((1, 65, 90, 3))
+    shapes = headless.names(x)
+    assert not any("classifier" in name for name in shapes[0])
+    run = functools.partial(headless, train=False)
+    features = jax.eval_shape(functools.partial(run, method="features"), *shapes, x)[0]
+    assert [f.shape for f in features] == [
+        (1, 17, 23, 16), (1, 9, 12, 32), (1, 5, 6, 64), (1, 3, 3, 128)
+    ]  # fmt: skip
+    assert headless.model.feature_channels == tuple(f.shape[-1] for f in features)
+    pooled = jax.eval_shape(run, *shapes, x)[0]
+    assert pooled.shape == (1, 128)
+
+
+def test_the_pooled_features_are_what_the_head_reads():
+    values, _ = reference("bottleneck")
+    model = FLAVORS["nnx"](**OPTIONS)
+    run = functools.partial(model, train=False)
+    logits, features = jax.jit(lambda *v: (run(*v)[0], run(*v, method="features")[0]))(*values, X)
+    head = values[0]["classifier.kernel"], values[0]["classifier.bias"]
+    assert_trees_close(features[-1].mean((1, 2)) @ head[0] + head[1], logits, 1e-12)
+
+
+@pytest.mark.exhaustive
+def test_deformable_stages_start_as_plain_ones():
+    """Of DCN v1 with zero offsets: the same convolutions."""
+    values, _ = reference("bottleneck")
+    model = FLAVORS["nnx"](**OPTIONS, stage_with_dcn=(False, True), modulated=False)
+    params = {n: np.zeros(v.shape) for n, v in model.names(X)[0].items()} | values[0]
+    run = lambda model, *values: jax.jit(functools.partial(model, train=False))(*values, X)[0]  # noqa: E731
+    want = run(FLAVORS["nnx"](**OPTIONS), *values)
+    assert_trees_close(run(model, params, values[1]), want, 1e-11)
+
+
+@pytest.mark.parametrize("name", plainly("resnet18", of=COUNTS))
+def test_published_parameter_counts(name):
+    model = nnx.eval_shape(lambda: getattr(models, name)(rngs=nnx.Rngs(0)))
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert sum(math.prod(v.shape) for v in leaves) == COUNTS[name]
+    linen = getattr(models, name)(linen_models.ResNet)
+    variables = jax.eval_shape(linen.init, jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
+    assert sum(math.prod(v.shape) for v in jax.tree.leaves(variables["params"])) == COUNTS[name]
+
+
+def parts(**options):
+    """A network as a function, with the shapes of its parameters and statistics."""
+    model = nnx.eval_shape(lambda: models.ResNet(**OPTIONS, **options, rngs=nnx.Rngs(0)))
+    graphdef, params, stats = nnx.split(model, nnx.Param, ...)
+    return lambda p, s, x: nnx.merge(graphdef, p, s, copy=True)(x), params, stats
+
+
+@pytest.mark.parametrize(("save", "more"), [("conv", 3 + 2), ("features", 1 + 3 * 3 + 2)])
+def test_what_is_computed_again(save, more, mesh8):
+    """The last convolutions of blocks and of shortcuts, or all, and no all-reduce."""
+
+    def counts(**options):
+        run, params, stats = parts(axis_name="data", **options)
+        loss = lambda *args: jax.lax.pmean(run(*args).sum(), "data")  # noqa: E731
+        specs = dict(in_specs=(P(), P(), P("data")), out_specs=P())
+        grad = jax.shard_map(jax.grad(loss), mesh=mesh8, **specs)
+        x = jax.ShapeDtypeStruct((8, 8, 8, 3), jnp.float32)
+        text = str(jax.make_jaxpr(grad)(params, stats, x))
+        return len(re.findall(r"= psum\w*\[", text)), text.count("conv_general_dilated[")
+
+    plain = counts(efficient=False)
+    assert counts(save=save) == (plain[0], plain[1] + more)
+
+
+def test_what_is_kept():
+    """Less than half of what is computed, and then half of that."""
+
+    def kept(**options):
+        run, *shapes = parts(**options)
+        params, stats = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes)
+        x = np.zeros((8, 33, 32, 3), np.float32)
+        return residual_bytes(lambda p: run(p, stats, x).sum(), params).bytes - x.nbytes
+
+    plain, conv, features = kept(efficient=False), kept(), kept(save="features")
+    assert conv < 0.45 * plain and features < 0.6 * conv
+
+
+def test_linen_begins_running_statistics_and_makes_tables():
+    model = linen_models.ResNet(**OPTIONS)
+    x = jnp.ones((2, 8, 8, 3), jnp.float32)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), x)
+    trained = functools.partial(model.init, train=True)
+    assert jax.eval_shape(trained, jax.random.key(0), x) == shapes
+    apply = functools.partial(model.apply, train=True, mutable=["batch_stats"])
+    _, new = jax.eval_shape(apply, {"params": shapes["params"]}, x)
+    assert new == {"batch_stats": shapes["batch_stats"]}
+    with pytest.raises(errors.ModifyScopeVariableError, match="batch_stats"):
+        jax.eval_shape(functools.partial(model.apply, train=True), shapes, x)
+    assert "stages_1_0/norm1" in model.tabulate(
+        jax.random.key(0), x, console_kwargs=dict(width=200)
+    )
+
+
+def test_half_precision():
+    """Features in it, deformable or not; logits in float32."""
+    options = OPTIONS | KINDS["deformable"]
+    x = jnp.zeros((1, 8, 8, 3), jnp.bfloat16)
+    for dtype, images in ((jnp.bfloat16, x.astype(jnp.float32)), (None, x)):
+        model = nnx.eval_shape(
+            lambda dtype=dtype: models.ResNet(**options, dtype=dtype, rngs=nnx.Rngs(0))
+        )
+        features = nnx.eval_shape(lambda m, x: m.features(x), model, images)
+        assert {f.dtype for f in features} == {jnp.dtype(jnp.bfloat16)}
+        assert nnx.eval_shape(lambda m, x: m(x), model, images).dtype == jnp.float32
+
+
+def test_tables():
+    model = models.ResNet(**OPTIONS, rngs=nnx.Rngs(0))
+    console = {"width": 300, "force_terminal": False}
+    table = nnx.tabulate(model, jnp.ones((1, 8, 8, 3), jnp.float32), console_kwargs=console)
+    assert "stages/1/0 " in table and "float32[1,3]" in table
+
+
+BAD = [
+    (TypeError, "`stage_sizes` must be the number of blocks", dict(stage_sizes=3)),
+    (ValueError, "`stage_sizes` is empty", dict(stage_sizes=())),
+    (ValueError, r"`stage_with_dcn` \(=\(True,\)\)", dict(stage_with_dcn=(True,))),
+    (TypeError, "`stage_with_dcn` must say of each stage", dict(stage_with_dcn=(0, 1))),
+    (ValueError, r"`offset_groups` \(=3\) must divide `width`",
+     dict(stage_with_dcn=(False, True), offset_groups=3)),
+    (ValueError, r"`frozen_stages` \(=3\) is more than the 2 stages", dict(frozen_stages=3)),
+    (ValueError, r"`frozen_stages` \(=-2\)", dict(frozen_stages=-2)),
+    (TypeError, "`frozen_norm` must be True or False", dict(frozen_norm=1)),
+    (ValueError, r"`num_classes` \(=0\)", dict(num_classes=0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "match", "options"), BAD, ids=[row[1][:24] for row in BAD])
+def test_bad_options(error, match, options):
+    with pytest.raises(error, match=match):
+        models.ResNet(**OPTIONS | options, rngs=nnx.Rngs(0))
+    with pytest.raises(error, match=match):
+        linen_models.ResNet(**OPTIONS | options)
+
+
+def test_bad_images():
+    model = nnx.eval_shape(lambda: models.ResNet(**OPTIONS, rngs=nnx.Rngs(0)))
+    for x, match in ((X[0], r"not \(17, 14, 3\)"), (X[..., :2], "in_channels=3"),
+                     (X[:, :0], "no pixels")):  # fmt: skip
+        with pytest.raises(ValueError, match=match):
+            nnx.eval_shape(lambda m, x=x: m(x), model)
+    with pytest.raises(ValueError, match="`mask` of shape"):
+        nnx.eval_shape(lambda m: m(X, mask=np.ones(4, bool)), model)
+
+
+def test_norms_cannot_have_no_epsilon_in_training():
+    model = nnx.eval_shape(lambda: models.ResNet(**OPTIONS, epsilon=0.0, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"`epsilon` \(=0.0\) must be positive"):
+        nnx.eval_shape(lambda m: m(X), model)
