@@ -12,10 +12,10 @@ import jax
 from jax.typing import ArrayLike
 
 from ._deprecated import moved
-from .ops._arguments import as_integer
+from .ops._arguments import as_integer, as_operand
 from .ops._convolution import pair
 from .ops.deform_conv import deform_conv2d as _nhwc_deform_conv2d
-from .ops.deform_conv.arguments import as_operand, output_size
+from .ops.deform_conv.arguments import output_size
 from .ops.roi.nchw import deform_roi_pool as deform_roi_pool
 from .ops.roi.nchw import deform_roi_pooling as deform_roi_pooling
 from .ops.roi.nchw import roi_align as roi_align

@@ -24,6 +24,7 @@ def by_image(rois, **offset):
         yield {"x": NHWC[int(n)][None], "boxes": np.array(box)[None, None]} | more
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("ratio", [-1, 2])
 def test_roi_align(aligned, ratio):
@@ -126,3 +127,27 @@ def test_what_torchvision_gave(aligned, ratio):
     np.testing.assert_allclose(y.reshape(4, 4), want, atol=2e-9)
     (dx,) = backward(jnp.arange(16.0).reshape(4, 1, 2, 2))
     np.testing.assert_allclose(jnp.sum(dx**2), squares, rtol=1e-9)
+
+
+def test_over_devices():
+    """Images on devices of their own; boxes say which image is theirs."""
+    x = np.concatenate([INPUT] * 4)
+    rois = np.concatenate([ROIS + np.eye(5, dtype=np.float32)[0] * 2 * i for i in range(4)])
+    pool = jax.jit(lambda x, rois: compat.roi_align(x, rois, 2, 0.5, 2))
+    want = pool(x, rois)
+    for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
+        mesh = jax.make_mesh((8,), ("data",), (kind,))
+        sharded = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+        np.testing.assert_allclose(pool(sharded, rois), want, atol=1e-6)
+    kind = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("data",), kind, devices=jax.devices()[:2])
+    own = rois[:10]
+    mapped = jax.shard_map(pool, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))
+    halves = [pool(x[4 * i : 4 * i + 4], own[5 * i : 5 * i + 5]) for i in range(2)]
+    np.testing.assert_allclose(jax.jit(mapped)(x, own), np.concatenate(halves), atol=1e-6)
+
+
+def test_no_images():
+    assert compat.roi_align(INPUT[:0], [], 2).shape == (0, 4, 2, 2)
+    assert compat.roi_align(INPUT[:0], ROIS[:0], 2).shape == (0, 4, 2, 2)
+    assert compat.roi_align(INPUT, [ROIS[:0, 1:]] * 2, 2).shape == (0, 4, 2, 2)

@@ -27,9 +27,9 @@ ROIS, NCHW = zeros(3, 5), zeros(2, 8, 5, 4)
 
 ARRAY = [None, [1.0], 1.0, "a", np.array("a"), np.array([None]), zeros(2, 3, 1)]
 INTEGER = [None, 1.5, 1.0, "a", [1], 0, True, zeros(2)]
-RATIO = [None, 1.5, "a", [1], -2, True]
-SCALE = [None, "a", [1.0], 0.0, -1.0, np.inf, np.nan]
-FACTOR = [None, "a", [1.0], np.inf, np.nan]
+RATIO = [None, 1.5, "a", [1], -2, True, 2**20 + 1]
+SCALE = [None, "a", [1.0], 0.0, -1.0, np.inf, np.nan, 1e300]
+FACTOR = [None, "a", [1.0], np.inf, np.nan, -1e300]
 PAIR = [None, 1.5, "a", (1, 1, 1), (1.0, 2), 0, -1, True, 2**40]
 FLAG = [None, 1, "a"]
 NAME = ["a", 1, ["xla"]]
@@ -100,7 +100,7 @@ FUNCTIONS = [
         {k: v for k, v in OPTIONS.items() if k != "sampling_ratio"}
         | dict(
             offset=[*MOVED[:-1], zeros(2, 3, 2, 2, 6)], group_size=[*INTEGER, 3],
-            part_size=INTEGER[1:], sample_per_part=INTEGER, trans_std=FACTOR,
+            part_size=INTEGER[1:], sample_per_part=[*INTEGER, 2**40], trans_std=FACTOR,
         ),
     ),
     (

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import itertools
 import json
 import pathlib
 import re
@@ -270,13 +271,14 @@ def deform_attention_rows():
 
 
 def roi_rows():
-    for ratio, shown in ((2, "2"), (0, "0: one a pixel")):
-        file = f"cpu/roi_align_{ratio}_forward"
+    for ratio, threads in itertools.product((2, 0), (2, 1)):
+        file = f"cpu/roi_align_{ratio}_{threads}_forward"
         passes = measured(f"{file}.json"), measured(f"{file}_backward.json")
         yield [
-            shown,
+            {2: "2", 0: "one a pixel"}[ratio],
+            str(threads),
             *(
-                " / ".join(f"{1e3 * rows[name]['seconds']:.0f}" for rows in passes)
+                " / ".join(f"{1e3 * r[name]['seconds']:.0f}" for r in passes if name in r)
                 for name in ("torchvision", "effjax xla", "effjax native")
             ),
             " / ".join(f"{1 / rows['effjax native']['ratio']:.1f}×" for rows in passes),

@@ -53,6 +53,13 @@ def make_arrays(case: Case) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
     return levels, boxes, rng.normal(size=(n, r, BINS, BINS, c)).astype(np.float32)
 
 
+def threads() -> int:
+    """The cores that this process may use: `taskset` gives it fewer."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def jax_step(case: Case, implementation: Any, backward: bool) -> Callable:
     """The features of all boxes, or their gradients with respect to all levels."""
 
@@ -78,7 +85,7 @@ def torch_step(
     import torch  # pyright: ignore[reportMissingImports]
     from torchvision.ops import MultiScaleRoIAlign  # pyright: ignore[reportMissingImports]
 
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(threads())
     levels, boxes, dy = arrays
     nchw = lambda a: torch.tensor(a.transpose(0, 3, 1, 2)).contiguous()  # noqa: E731
     nhwc = lambda t: t.detach().permute(0, 2, 3, 1).numpy()  # noqa: E731
@@ -101,37 +108,39 @@ def torch_step(
     return run
 
 
-def bench_case(case: Case, backward: bool, rounds: int) -> list[dict]:
+def bench_case(case: Case, backward: bool, rounds: int, xla: bool = True) -> list[dict]:
     """A row an implementation; "seconds" and "ratio" are those of one run."""
     arrays = make_arrays(case)
-    steps = {"effjax xla": jax_step(case, "xla", backward)}
+    steps = {"effjax xla": jax_step(case, "xla", backward)} if xla else {}
     if available(jax.default_backend().replace("gpu", "cuda")):
         steps["effjax native"] = jax_step(case, "native", backward)
     foreign = {}
     if importlib.util.find_spec("torchvision"):
         foreign["torchvision"] = torch_step(case, arrays, backward)
     args = jax.tree.map(jnp.asarray, arrays)
-    reference = "torchvision" if foreign else "effjax xla"
+    reference = next(iter(foreign or steps))
     return measure(steps, args, reference=reference, rounds=rounds, foreign=foreign)
 
 
 def main(
     rounds: Annotated[int, typer.Option(help="Timed runs of each program, in turn.")] = 5,
+    xla: Annotated[bool, typer.Option(help="Also XLA's own path, which takes longest.")] = True,
     json: Annotated[Path | None, typer.Option(help="Folder for a JSON file a table.")] = None,
 ) -> None:
     """Times forward, and forward with backward, at the size of a detector's head."""
     for case in CASES:
         for backward in (False, True):
-            rows = bench_case(case, backward, rounds)
+            rows = bench_case(case, backward, rounds, xla)
             passes = "forward+backward" if backward else "forward"
             sampling = f"sampling ratio {case.sampling_ratio}"
             title = f"roi_align, {case.boxes} boxes, {case.channels} channels, {sampling}, {passes}"
             config = case._asdict() | {
                 "passes": passes,
-                "threads": os.cpu_count(),
+                "threads": threads(),
                 "rounds": rounds,
             }
-            name = f"roi_align_{case.sampling_ratio}_{passes.replace('+', '_')}.json"
+            of = f"{case.sampling_ratio}_{threads()}"
+            name = f"roi_align_{of}_{passes.replace('+', '_')}.json"
             report(title, config, rows, json and json / name)
 
 

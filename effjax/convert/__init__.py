@@ -8,6 +8,7 @@ from .tables import BENCHMARK_RESNET as BENCHMARK_RESNET
 from .tables import BENCHMARK_RETINANET as BENCHMARK_RETINANET
 from .tables import DCNV3 as DCNV3
 from .tables import DEFORM_CONV as DEFORM_CONV
+from .tables import DEFORM_ROI_POOL as DEFORM_ROI_POOL
 from .tables import DENSENET as DENSENET
 from .tables import PYRAMID as PYRAMID
 from .tables import RESNET as RESNET

@@ -114,6 +114,14 @@ DEFORM_CONV = Table(
     older=((r"conv_offset_mask\.", "conv_offset."), (r"(conv\d+)_offset\.", r"\1.conv_offset.")),
 )
 
+# Of mmcv and maskrcnn-benchmark: ReLUs are counted too.
+DEFORM_ROI_POOL = Table(
+    {
+        "offset_fc.0": "offset_fc1", "offset_fc.2": "offset_fc2", "offset_fc.4": "offset_fc3",
+        "mask_fc.0": "mask_fc1", "mask_fc.2": "mask_fc2",
+    }
+)  # fmt: skip
+
 DCNV3 = Table({"dw_conv.0": "dw_conv", "dw_conv.1.1": "dw_norm"})
 
 

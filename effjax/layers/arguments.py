@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ..ops._arguments import as_array, described
+from ..ops.batch_norm.statistics import statistics_dtype
 
 
 def as_input(name: str, x: Any) -> jax.Array:
@@ -26,3 +27,8 @@ def check_rngs(rngs: Any) -> None:
     if not callable(getattr(rngs, "params", None)):
         wanted = "a flax.nnx.Rngs with a stream `params`, as nnx.Rngs(0) is"
         raise TypeError(f"`rngs` must be {wanted}, not {described(rngs)}.")
+
+
+def at_least_float32(a: jax.Array) -> jax.Array:
+    """Half precision as float32."""
+    return a.astype(statistics_dtype(a))

@@ -10,7 +10,7 @@ import numpy as np
 from ..ops._arguments import as_array, as_flag, as_integer, as_mask, as_number, one_of
 from ..ops.deform_attention import dcn_aggregate, ms_deform_attn
 from ..ops.deform_attention.arguments import as_shapes, check_pixels
-from .arguments import as_real_input
+from .arguments import as_real_input, at_least_float32
 from .deform_conv import check_dtypes
 
 
@@ -41,7 +41,8 @@ def check_dcnv3(
     _check_division(features, "offset_groups", offset_groups)
     as_number("offset_scale", offset_scale, math.isfinite, "finite")
     as_flag("center_feature_scale", center_feature_scale)
-    as_flag("remove_center", remove_center)
+    if as_flag("remove_center", remove_center) and kernel_size == 1:
+        raise ValueError("`remove_center` leaves no point of kernel_size=1.")
     check_dtypes(dtype, param_dtype)
     one_of("implementation", implementation, None, "native", "xla")
 
@@ -101,11 +102,10 @@ def attend(
     if padding_mask is not None:
         padding_mask = as_mask("padding_mask", padding_mask, "value", value.shape[:2])
         value = jnp.where(padding_mask[..., None], 0, value)
-    at_least = jnp.promote_types(offsets.dtype, jnp.float32)
-    heads = n, queries, num_heads, len(shapes)
-    count = offsets.shape[-1] // (2 * num_heads * len(shapes))
-    offsets = offsets.astype(at_least).reshape(*heads, count, 2)
-    weights = jax.nn.softmax(logits.astype(at_least).reshape(n, queries, num_heads, -1))
+    heads, levels = (n, queries, num_heads), len(shapes)
+    count = offsets.shape[-1] // (2 * num_heads * levels)
+    offsets = at_least_float32(offsets).reshape(*heads, levels, count, 2)
+    weights = jax.nn.softmax(at_least_float32(logits).reshape(*heads, levels * count))
     return ms_deform_attn(
         value.reshape(n, value.shape[1], num_heads, value.shape[-1] // num_heads),
         shapes,
@@ -139,10 +139,9 @@ def aggregate(
     x: jax.Array, offset: jax.Array, logits: jax.Array, offset_groups: int, **options: Any
 ) -> jax.Array:
     """DCNv3's aggregation with a softmax over the points of each group."""
-    at_least = jnp.promote_types(offset.dtype, jnp.float32)
-    mask = logits.astype(at_least).reshape(*logits.shape[:3], offset_groups, -1)
-    mask = jax.nn.softmax(mask).reshape(logits.shape)
-    offset = offset.astype(at_least)
+    points = logits.shape[-1] // offset_groups
+    mask = at_least_float32(logits).reshape(*logits.shape[:3], offset_groups, points)
+    mask, offset = jax.nn.softmax(mask).reshape(logits.shape), at_least_float32(offset)
     return dcn_aggregate(x, offset, mask, offset_groups=offset_groups, **options)
 
 

@@ -15,7 +15,7 @@ from ..ops._arguments import (
 )
 from ..ops._convolution import padding_of, pair
 from ..ops.deform_conv.arguments import check_options
-from .arguments import as_real_input
+from .arguments import as_real_input, at_least_float32
 
 
 def kernel_shape(
@@ -90,7 +90,7 @@ def predicted_features(
 
 def split_predicted(predicted: jax.Array, modulated: bool) -> tuple[jax.Array, jax.Array | None]:
     """Offsets, and the mask in (0, 1), at least float32: the first two thirds and the last."""
-    predicted = predicted.astype(jnp.promote_types(predicted.dtype, jnp.float32))
+    predicted = at_least_float32(predicted)
     if not modulated:
         return predicted, None
     offset, mask = jnp.split(predicted, [predicted.shape[-1] * 2 // 3], axis=-1)

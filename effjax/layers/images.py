@@ -47,7 +47,13 @@ def compute_dtype(x: DTypeLike, dtype: DTypeLike | None, param_dtype: DTypeLike)
         return jnp.dtype(dtype)
     if jnp.issubdtype(x, jnp.floating) and jnp.dtype(x).itemsize < 4:
         return jnp.dtype(x)
-    return jnp.promote_types(x, param_dtype)
+    return promoted(x, param_dtype)
+
+
+def promoted(*dtypes: DTypeLike) -> jnp.dtype:
+    """The dtype that holds all of these, whatever JAX is set to do by itself."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.dtype(jnp.result_type(*dtypes))
 
 
 def he_normal(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> jax.Array:

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from ..ops._arguments import as_dtype, as_flag, as_integer, described, one_of
 from .arguments import as_real_input
-from .images import compute_dtype, conv
+from .images import compute_dtype, conv, promoted
 from .resnet import ConvPlan
 
 Extra = Literal["pool", "conv"]
@@ -71,6 +71,11 @@ class PyramidOptions:
                 raise ValueError(
                     f"`features[{i}]` of shape {level.shape} must be [N, H, W, {wanted}]."
                 )
+            if level.shape[0] != levels[0].shape[0] or 0 in level.shape[1:]:
+                raise ValueError(
+                    f"`features[{i}]` of shape {level.shape} must have pixels of the "
+                    f"{levels[0].shape[0]} images of features[0]."
+                )
         for i, (fine, coarse) in enumerate(zip(levels, levels[1:], strict=False)):
             halves = tuple(-(-side // 2) for side in fine.shape[1:3])
             if coarse.shape[1:3] not in (halves, fine.shape[1:3]):
@@ -78,7 +83,7 @@ class PyramidOptions:
                     f"`features[{i + 1}]` of shape {coarse.shape} must have half the height and "
                     f"width of the level before, {fine.shape}, rounded up, or the same."
                 )
-        dtype = compute_dtype(jnp.result_type(*levels), self.dtype, self.param_dtype)
+        dtype = compute_dtype(promoted(*(x.dtype for x in levels)), self.dtype, self.param_dtype)
         return tuple(level.astype(dtype) for level in levels)
 
 
@@ -103,7 +108,8 @@ def pyramid(
 
 def _convolve(x: jax.Array, parameters: tuple[jax.Array, jax.Array], strides: int = 1) -> jax.Array:
     kernel, bias = parameters
-    return conv(x, kernel, strides, kernel.shape[0] // 2) + bias.astype(x.dtype)
+    y = conv(x, kernel, strides, kernel.shape[0] // 2)
+    return y + bias.astype(x.dtype).reshape(1, 1, 1, -1)
 
 
 def _enlarged(x: jax.Array, sides: tuple[int, ...]) -> jax.Array:

@@ -110,7 +110,7 @@ def _convolve(x: jax.Array, arrays: Any, plan: ConvPlan, options: ResNetOptions)
         return conv(x, arrays, plan.strides, plan.padding)
     offset_conv = arrays["offset_conv"]
     predicted = conv(x, offset_conv["kernel"], plan.strides, plan.padding)
-    predicted += offset_conv["bias"].astype(x.dtype)
+    predicted += offset_conv["bias"].astype(x.dtype).reshape(1, 1, 1, -1)
     offset, mask = split_predicted(predicted, options.modulated)
     return deform_conv2d(
         x, offset, arrays["kernel"].astype(x.dtype), mask, strides=plan.strides,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..ops.roi import arguments
-from .arguments import as_real_input
+from .arguments import at_least_float32
 
 
 def pool_options(
@@ -25,24 +25,16 @@ def pool_options(
     )  # fmt: skip
 
 
-def checked_features(x: Any, channels: int | None = None) -> jax.Array:
-    """`x`, images with this many channels."""
-    x = as_real_input("x", x)
-    if x.ndim != 4 or channels not in (None, x.shape[-1]):
-        wanted = f"[N, H, W, {'C' if channels is None else channels}]"
-        raise ValueError(f"`x` of shape {x.shape} must be {wanted}.")
-    return x
-
-
 def of_boxes(y: jax.Array) -> jax.Array:
-    """[N, R, rows, columns, C] as the input of a fully connected layer, [N, R, features]."""
-    return y.reshape(*y.shape[:2], math.prod(y.shape[2:]))
+    """[N, R, rows, columns, C] as the input of a fully connected layer, [N, R, C * rows * columns]:
+    in PyTorch's order, so that its weights fit."""
+    return jnp.moveaxis(y, -1, 2).reshape(*y.shape[:2], math.prod(y.shape[2:]))
 
 
 def as_offset(predicted: jax.Array, output_size: Any) -> jax.Array:
-    """[N, R, rows * columns * 2] as offsets, at least float32."""
-    predicted = predicted.astype(jnp.promote_types(predicted.dtype, jnp.float32))
-    return predicted.reshape(*predicted.shape[:2], *output_size, 2)
+    """[N, R, 2 * rows * columns] as offsets [N, R, rows, columns, 2], at least float32."""
+    predicted = at_least_float32(predicted)
+    return jnp.moveaxis(predicted.reshape(*predicted.shape[:2], 2, *output_size), 2, -1)
 
 
 def masked(y: jax.Array, predicted: jax.Array) -> jax.Array:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.typing import Dtype
 
-from ..layers.deform_conv import check_dtypes
-from ..layers.roi import as_offset, checked_features, masked, of_boxes, pool_options
+from ..layers.deform_conv import check_dtypes, checked_images
+from ..layers.roi import as_offset, masked, of_boxes, pool_options
 from ..ops._arguments import as_integer
 from ..ops.roi import deform_roi_pool
 
@@ -61,7 +61,7 @@ class DeformRoIPoolPack(DeformRoIPool):
     @nn.compact
     def __call__(self, x: jax.Array, boxes: jax.Array) -> jax.Array:  # type: ignore[override]
         """Pools `boxes` `[N, R, 4]` where the layers say."""
-        x, options = checked_features(x), self._options()
+        x, options = checked_images(x), self._options()
         width = as_integer("deform_fc_channels", self.deform_fc_channels, 1)
         check_dtypes(self.dtype, self.param_dtype)
         (rows, columns), zeros = options["output_size"], nn.initializers.zeros

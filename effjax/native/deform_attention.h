@@ -12,8 +12,8 @@ struct Level {
 };
 
 // Values are [N, S, M, D]: the S pixels of all levels one after the other, M heads of D channels.
-// Each of Q queries has P points on each level for each head. Locations are shares of a level's size,
-// or pixels.
+// Each of Q queries has P points on each level for each head. Locations are shares of a level's
+// size, or pixels.
 struct Attention {
   int64_t N, S, M, D, Q, P;
   std::vector<Level> levels;

@@ -16,8 +16,8 @@ namespace effjax {
 constexpr int kPoints = 16;   // samples whose places are computed together
 constexpr int64_t kQueries = 16;  // of a task of the forward pass
 
-// What the points of a head share with those of all others: their levels, point after point, so that
-// a loop over points reads vectors.
+// What the points of a head share with those of all others: their levels, point after point, so
+// that a loop over points reads vectors.
 template <typename A>
 struct PointLevels {
   std::vector<A> height, width, scale_x, scale_y;  // a pixel is location * scale - shift
@@ -64,8 +64,10 @@ template <typename T, typename A>
 EFFJAX_INLINE void make_samples(const AttentionOperands<T, A>& in, const A* locations, int first,
                                 int count, Samples<A>& s) {
   const PointLevels<A>& points = in.points;
-  const A *const heights = points.height.data() + first, *const widths = points.width.data() + first;
-  const A *const scale_x = points.scale_x.data() + first, *const scale_y = points.scale_y.data() + first;
+  const A* const heights = points.height.data() + first;
+  const A* const widths = points.width.data() + first;
+  const A* const scale_x = points.scale_x.data() + first;
+  const A* const scale_y = points.scale_y.data() + first;
   const int32_t* const rows = points.rows.data() + first;
   const int32_t* const columns = points.columns.data() + first;
   const int32_t* const start = points.start.data() + first;
@@ -171,18 +173,19 @@ EFFJAX_INLINE void attend_queries(const AttentionOperands<T, A>& in, const T* ze
   }
 }
 
-// The gradients of all samples of head m of image n. dvalue [N, S, M, D] is added to; `wide` has room
-// for D.
+// The gradients of the samples of points [begin, end) of head m of image n. dvalue [N, S, M, D] is
+// added to; `wide` has room for D.
 template <int kBytes, typename T, typename A>
 EFFJAX_INLINE void gradients_of_head(const AttentionOperands<T, A>& in, const T* dy, int64_t n,
-                                     int64_t m, A* wide, A* dvalue, A* dlocations, A* dweights) {
+                                     int64_t m, int64_t begin, int64_t end, A* wide, A* dvalue,
+                                     A* dlocations, A* dweights) {
   const Attention& g = in.g;
   const int64_t points = g.points(), stride = g.M * g.D, image = n * g.S * stride + m * g.D;
   for (int64_t query = 0; query < g.Q; ++query) {
     const int64_t head = (n * g.Q + query) * g.M + m;
     for (int64_t c = 0; c < g.D; ++c) wide[c] = widen(dy[head * g.D + c]);
-    for (int64_t first = 0; first < points; first += kPoints) {
-      const int count = static_cast<int>(std::min<int64_t>(kPoints, points - first));
+    for (int64_t first = begin; first < end; first += kPoints) {
+      const int count = static_cast<int>(std::min<int64_t>(kPoints, end - first));
       Samples<A> s;
       make_samples(in, in.locations + head * points * 2, int(first), count, s);
       for (int i = 0; i < count; ++i) {
@@ -226,8 +229,8 @@ template <typename T, typename A>
 struct AttentionLoops {
   void (*attend)(const AttentionOperands<T, A>&, const T* zeros, int64_t n, int64_t begin,
                  int64_t end, A* sum, T* y);
-  void (*gradients)(const AttentionOperands<T, A>&, const T* dy, int64_t n, int64_t m, A* wide,
-                    A* dvalue, A* dlocations, A* dweights);
+  void (*gradients)(const AttentionOperands<T, A>&, const T* dy, int64_t n, int64_t m,
+                    int64_t begin, int64_t end, A* wide, A* dvalue, A* dlocations, A* dweights);
 };
 
 #define EFFJAX_ATTENTION_LOOPS(name, kBytes, target)                                              \
@@ -238,9 +241,9 @@ struct AttentionLoops {
   }                                                                                               \
   template <typename T, typename A>                                                               \
   target void attention_gradients_##name(const AttentionOperands<T, A>& in, const T* dy,          \
-                                         int64_t n, int64_t m, A* wide, A* dvalue, A* dlocations, \
-                                         A* dweights) {                                           \
-    gradients_of_head<kBytes, T, A>(in, dy, n, m, wide, dvalue, dlocations, dweights);            \
+                                         int64_t n, int64_t m, int64_t begin, int64_t end,        \
+                                         A* wide, A* dvalue, A* dlocations, A* dweights) {        \
+    gradients_of_head<kBytes, T, A>(in, dy, n, m, begin, end, wide, dvalue, dlocations, dweights); \
   }
 
 EFFJAX_ATTENTION_LOOPS(any, 16, )
@@ -272,8 +275,8 @@ void attend_all(const AttentionOperands<T, A>& in, T* y, const Parallel& paralle
   const int64_t tasks = (g.Q + kQueries - 1) / kQueries;
   parallel(g.N * tasks, [&](int64_t i) {
     std::vector<A> sum(static_cast<size_t>(g.D));
-    const int64_t begin = i % tasks * kQueries;
-    loops.attend(in, zeros.data(), i / tasks, begin, std::min(begin + kQueries, g.Q), sum.data(), y);
+    const int64_t begin = i % tasks * kQueries, end = std::min(begin + kQueries, g.Q);
+    loops.attend(in, zeros.data(), i / tasks, begin, end, sum.data(), y);
   });
 }
 
@@ -282,12 +285,21 @@ void attend_all_backward(const AttentionOperands<T, A>& in, const T* dy, A* dval
                          A* dweights, const Parallel& parallel,
                          const AttentionLoops<T, A>& loops = attention_loops_for_this_cpu<T, A>()) {
   const Attention& g = in.g;
-  parallel(g.N, [&](int64_t n) {
-    std::fill_n(dvalue + n * g.S * g.M * g.D, g.S * g.M * g.D, A(0));
+  const int64_t values = g.N * g.S * g.M * g.D, parts = parallel.threads();
+  parallel(parts, [&](int64_t i) {
+    std::fill(dvalue + values * i / parts, dvalue + values * (i + 1) / parts, A(0));
   });
-  parallel(g.N * g.M, [&](int64_t i) {
+  // The levels of a head, which have no pixel in common, are divided only where threads would be
+  // idle: it takes longer in all.
+  const int64_t heads = g.N * g.M, levels = static_cast<int64_t>(g.levels.size());
+  const int64_t idle = (parallel.threads() + heads - 1) / std::max<int64_t>(heads, 1);
+  const int64_t runs = std::min(std::max<int64_t>(idle, 1), levels);
+  parallel(heads * runs, [&](int64_t i) {
     std::vector<A> wide(static_cast<size_t>(g.D));
-    loops.gradients(in, dy, i / g.M, i % g.M, wide.data(), dvalue, dlocations, dweights);
+    const int64_t head = i / runs, begin = levels * (i % runs) / runs * g.P;
+    const int64_t end = levels * (i % runs + 1) / runs * g.P;
+    loops.gradients(in, dy, head / g.M, head % g.M, begin, end, wide.data(), dvalue, dlocations,
+                    dweights);
   });
 }
 

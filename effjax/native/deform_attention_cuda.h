@@ -1,7 +1,7 @@
 // The kernels of deformable attention on a GPU.
 //
-// A head of a query is the part of `lanes` threads of one warp, which share its samples: each thread
-// finds the place of one, and takes a pack of the channels of all.
+// A head of a query is the part of `lanes` threads of one warp, which share its samples: each
+// thread finds the place of one, and takes a pack of the channels of all.
 #ifndef EFFJAX_DEFORM_ATTENTION_CUDA_H_
 #define EFFJAX_DEFORM_ATTENTION_CUDA_H_
 
@@ -104,8 +104,8 @@ __global__ void __launch_bounds__(kThreads, 2)  // two blocks at a time leave en
   }
 }
 
-// Adds to dvalue what one sample gives it, and returns the products of the gradient with its pixels,
-// over the channels of this thread.
+// Adds to dvalue what one sample gives it, and returns the products of the gradient with its
+// pixels, over the channels of this thread.
 template <typename T, typename A, int V>
 __device__ __forceinline__ void scatter_sample(const AttentionArrays<T, A, V>& in,
                                                const SharedSample<A>& s, const T* dy,
@@ -129,7 +129,7 @@ __device__ __forceinline__ void scatter_sample(const AttentionArrays<T, A, V>& i
   }
 }
 
-// dvalue, which is added to, dlocations and dweights. Threads meet in shuffles, so none leaves early.
+// dvalue, which is added to, dlocations and dweights. Threads meet in shuffles: none leaves early.
 template <typename T, typename A, int V>
 __global__ void __launch_bounds__(kThreads, 2)
     attend_backward_kernel(AttentionArrays<T, A, V> in, const T* dy, A* dvalue, A* dlocations,

@@ -30,9 +30,13 @@ inline ffi::Error check_attention(const AttentionInputs& in, AnyBuffer y,
   g = Attention{value[0], value[1], value[2], value[3], places[1], places[4], {}, normalized};
   int64_t pixels = 0;
   for (size_t l = 0; l + 1 < sizes.size(); l += 2) {
-    if (sizes[l] < 1 || sizes[l + 1] < 1) return invalid("sizes of levels must be positive");
+    for (int64_t size : {sizes[l], sizes[l + 1]}) {  // products of two fit, and so do sums of them
+      if (size < 1 || size >= (int64_t{1} << 30)) {
+        return invalid("sizes of levels must be positive, and below 2**30");
+      }
+    }
     g.levels.push_back({sizes[l], sizes[l + 1]});
-    pixels += sizes[l] * sizes[l + 1];
+    pixels = std::min(pixels + sizes[l] * sizes[l + 1], int64_t{1} << 30);
   }
   const auto levels = static_cast<int64_t>(g.levels.size());
   if (sizes.size() % 2 || levels == 0 || pixels != g.S || pixels >= (int64_t{1} << 30)) {

@@ -36,8 +36,10 @@ struct PoolingInputs {
 // Checks shapes and dtypes, y or its gradient included; fills in the sizes.
 inline ffi::Error check(const PoolingAttributes& a, AnyBuffer y, PoolingInputs& in) {
   const auto image = in.x.dimensions(), bins = in.first.dimensions();
-  if (std::min({a.rows, a.columns, a.parts}) < 1 || !(a.margin >= 0) || !(a.margin <= 1)) {
-    return invalid("rows, columns and parts must be positive, and margin between 0 and 1");
+  if (std::min({a.rows, a.columns, a.parts}) < 1 || !(a.margin >= 0) || !(a.margin <= 1) ||
+      std::max({a.rows, a.columns, a.parts}) >= (int64_t{1} << 30)) {
+    return invalid(
+        "rows, columns and parts must be positive and below 2**30, and margin between 0 and 1");
   }
   if (image.size() != 4 || bins.size() != 5) {
     return invalid("x must be [N, H, W, C], not " + shape_text(in.x) +

@@ -9,8 +9,8 @@ from flax import nnx
 from flax.typing import Dtype
 
 from ..layers.arguments import check_rngs
-from ..layers.deform_conv import check_dtypes
-from ..layers.roi import as_offset, checked_features, masked, of_boxes, pool_options
+from ..layers.deform_conv import check_dtypes, checked_images
+from ..layers.roi import as_offset, masked, of_boxes, pool_options
 from ..ops._arguments import as_integer
 from ..ops.roi import deform_roi_pool
 
@@ -97,7 +97,7 @@ class DeformRoIPoolPack(DeformRoIPool):
 
     def __call__(self, x: jax.Array, boxes: jax.Array) -> jax.Array:  # type: ignore[override]
         """Pools `boxes` `[N, R, 4]` where the layers say."""
-        x = checked_features(x, self.output_channels)
+        x = checked_images(x, self.output_channels)
         features = of_boxes(deform_roi_pool(x, boxes, **self.options))
         hidden = nnx.relu(self.offset_fc2(nnx.relu(self.offset_fc1(features))))
         offset = as_offset(self.offset_fc3(hidden), self.options["output_size"])

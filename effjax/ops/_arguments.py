@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+_OPERANDS = ("float32", "float64", "bfloat16", "float16")
 _KINDS = {
     jnp.floating: "floating point",
     jnp.inexact: "floating point or complex",
@@ -37,6 +38,17 @@ def as_array(name: str, value: Any, kind: Any = jnp.floating) -> jax.Array:
         wanted = _KINDS.get(kind, kind.__name__)
         raise TypeError(f"`{name}` must be {wanted}, but its dtype is {value.dtype}; cast it.")
     return value
+
+
+def as_operand(name: str, value: Any) -> jax.Array:
+    """`value` as a JAX array of a dtype that the kernels compute with."""
+    a = as_array(name, value, jnp.number)
+    if str(a.dtype) not in _OPERANDS:
+        raise TypeError(
+            f"`{name}` must be one of {', '.join(_OPERANDS)}, but its dtype is {a.dtype}; cast it "
+            "first."
+        )
+    return a
 
 
 def as_mask(name: str, value: Any, other: str, shape: tuple[int, ...]) -> jax.Array:

@@ -117,17 +117,27 @@ def _hashable(value: Any) -> bool:
 def per_batch(fun: Callable, x: jax.Array) -> Callable:
     """On a mesh with Explicit axes: leaves ``fun(x, ...) -> (batch, replicated)`` to XLA.
 
+    The first result has x's batch sharding, the second is replicated.
+    """
+    if not explicit_axes(x):
+        return fun
+    batch = PartitionSpec(*jax.typeof(x).sharding.spec[:-1])
+    return left_to_xla(fun, x, (batch, PartitionSpec()))
+
+
+def left_to_xla(fun: Callable, x: jax.Array, out_sharding: Any) -> Callable:
+    """On a mesh with Explicit axes, those of x: `fun`, whose results have these shardings.
+
     Loops and slices inside an operator have no one right sharding type; XLA's partitioner finds
-    one. The first result has x's batch sharding, the second is replicated.
+    one.
     """
     axes = explicit_axes(x)
     if not axes:
         return fun
-    sharding = jax.typeof(x).sharding
-    out_sharding = (PartitionSpec(*sharding.spec[:-1]), PartitionSpec())
 
     def run(*args):
-        with jax.sharding.use_abstract_mesh(sharding.mesh):  # jit needs no jax.set_mesh for it
+        # jit needs no jax.set_mesh for it
+        with jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh):
             return jax.sharding.auto_axes(fun, axes=axes, out_sharding=out_sharding)(*args)
 
     return run

@@ -44,6 +44,16 @@ def over_images(
     return first_order(_over_examples(split, shared), operator)
 
 
+def one_example(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """[N, ...] as [D, N, ...]"""
+    return tuple(a[None] for a in arrays)
+
+
+def merge(a: jax.Array) -> jax.Array:
+    """[D, N, ...] as [D * N, ...]"""
+    return a.reshape(math.prod(a.shape[:2]), *a.shape[2:])
+
+
 def _can_partition(x: jax.Array) -> bool:
     """Not inside shard_map; and not in float64 where only ``with jax.enable_x64`` allows it:
 

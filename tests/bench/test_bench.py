@@ -65,7 +65,7 @@ def test_dense_block(tmp_path, capsys):
     assert "pass-through" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("backward", [exhaustive(False), True])
 def test_roi(backward):
     case = roi.Case(2, boxes=4, channels=2, height=64, width=96)
     rows = {row["name"]: row for row in roi.bench_case(case, backward, rounds=1)}

@@ -1,5 +1,7 @@
 """MSDeformAttn and DCNv3 of both flavors: by their formulas, with each other's parameters."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ import effjax.linen
 import effjax.nnx
 from effjax import convert
 from tests.contexts import assert_trees_close
+from tests.tiers import exhaustive, plainly
 
 SHAPES = (4, 5), (2, 3)
 SIZES = dict(features=12, num_levels=2, num_heads=3, num_points=2)
@@ -51,16 +54,17 @@ def by_formula(module, query, reference, value, shapes, padding):
     return linear(module.output_proj, y)
 
 
-@pytest.mark.parametrize("boxes", [False, True])
+@pytest.mark.parametrize("boxes", [exhaustive(False), True])
 def test_attention(boxes):
     args = inputs(boxes)
     module = perturbed(effjax.nnx.MSDeformAttn(**SIZES, rngs=nnx.Rngs(0)))
-    y = module(*args)
+    y = nnx.jit(lambda module: module(*args))(module)
     assert_trees_close(y, by_formula(module, *args), 1e-5)
     layer = effjax.linen.MSDeformAttn(**SIZES)
     shapes = jax.eval_shape(lambda *a: layer.init(jax.random.key(0), *a, SHAPES), *args[:3])
     variables = convert.from_torch(convert.to_torch(module), shapes)
-    assert_trees_close(layer.apply(variables, *args), y, 1e-6)
+    apply = jax.jit(lambda variables: layer.apply(variables, *args))
+    assert_trees_close(apply(variables), y, 1e-6)
 
 
 def test_attention_in_the_beginning():
@@ -105,6 +109,18 @@ def test_padding_counts_for_nothing():
     )
 
 
+def test_no_images_and_no_queries():
+    query, reference, value, shapes, _ = inputs()
+    module = effjax.nnx.MSDeformAttn(**SIZES, rngs=nnx.Rngs(0))
+    assert module(query[:, :0], reference[:, :0], value, shapes).shape == (2, 0, query.shape[2])
+    assert module(query[:0], reference[:0], value[:0], shapes).shape == (0, *query.shape[1:])
+    images = jnp.zeros((0, 6, 5, 8))
+    assert effjax.nnx.DCNv3(8, rngs=nnx.Rngs(0))(images).shape == images.shape
+    for make in (effjax.linen.DCNv3, functools.partial(effjax.nnx.DCNv3, rngs=nnx.Rngs(0))):
+        with pytest.raises(ValueError, match="`remove_center` leaves no point of kernel_size=1"):
+            make(8, 1, remove_center=True).init(jax.random.key(0), images)
+
+
 OPTIONS = {
     "plain": dict(),
     "all": dict(
@@ -114,23 +130,24 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", plainly("all", of=OPTIONS))
 def test_dcnv3(options):
     options = OPTIONS[options]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 5, 8)), jnp.float32)
     module = perturbed(effjax.nnx.DCNv3(8, **options, rngs=nnx.Rngs(0)))
-    y = module(x)
+    y = nnx.jit(lambda module, x: module(x))(module, x)
     assert y.shape == x.shape
     layer = effjax.linen.DCNv3(8, **options)
     shapes = jax.eval_shape(lambda x: layer.init(jax.random.key(0), x), x)
     named = convert.to_torch(module, convert.DCNV3)
     assert {"dw_conv.0.weight", "dw_conv.1.1.weight", "mask.weight"} <= set(named)
     variables = convert.from_torch(named, shapes, convert.DCNV3)
-    assert_trees_close(layer.apply(variables, x), y, 1e-5)
-    gradients = nnx.grad(lambda m: jnp.sum(m(x) ** 2))(module)
+    assert_trees_close(jax.jit(layer.apply)(variables, x), y, 1e-5)
+    gradients = nnx.jit(nnx.grad(lambda m: jnp.sum(m(x) ** 2)))(module)
     assert all(np.any(a) for a in jax.tree.leaves(gradients))
 
 
+@pytest.mark.exhaustive
 def test_dcnv3_starts_as_a_mean():
     """Without offsets and with equal weights."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 5, 4)), jnp.float32)

@@ -127,8 +127,10 @@ def test_bad_options(error, match, options):
         (ValueError, r"`features` has 2 levels, but `in_channels`", levels()[:2]),
         (ValueError, r"`features\[0\]` of shape \(9, 8, 2\)", (levels()[0][0], *levels()[1:])),
         (ValueError, r"`features\[2\]` of .* must have half", levels(((9, 8), (5, 4), (5, 2)))),
+        (ValueError, r"`features\[1\]` .* of the 1 images", (levels()[0][:1], *levels()[1:])),
+        (ValueError, r"`features\[0\]` .* must have pixels", (levels()[0][:, :0], *levels()[1:])),
     ],
-    ids=["array", "levels", "rank", "size"],
+    ids=["array", "levels", "rank", "size", "images", "pixels"],
 )  # fmt: skip
 def test_bad_features(error, match, features):
     model = models.FeaturePyramid(CHANNELS, 2, rngs=nnx.Rngs(0))

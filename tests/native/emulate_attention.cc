@@ -1,4 +1,4 @@
-// The CUDA kernels of deformable attention on a CPU, as a library that test_cuda_attention.py calls.
+// The CUDA kernels of deformable attention on a CPU, a library for test_cuda_attention.py.
 
 #include "cuda_runtime.h"
 

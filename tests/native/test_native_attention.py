@@ -29,6 +29,7 @@ def call(y=RESULT, dtypes=(), sizes=(2, 3, 1, 1), attributes=(), **shapes):
         ("pixels of value", {"sizes": (7,)}),
         ("pixels of value", {"sizes": (7, 1, 3)}),
         ("sizes of levels must be positive", {"sizes": (-7, -1)}),
+        ("sizes of levels must be positive", {"sizes": (2**33, 2**33, 7, 1)}),
         ("with 1 levels", {"sizes": (7, 1)}),
         ("do not fit value", {"locations": (1, 4, 2, 2, 5, 3)}),
         ("do not fit value", {"weights": (1, 4, 2, 2, 4)}),

@@ -131,13 +131,11 @@ class DenseNet(nn.Module):
             h = conv(h, self.stem_conv(h.shape[-1]), strides=2, padding=3)
             h = max_pool(self.stem_norm(h, use_running_average=not train, mask=valid))
         found = []
-        for i, (block, channels) in enumerate(
-            zip(self.blocks, options.feature_channels, strict=True)
-        ):
+        for i, (block, (before, _)) in enumerate(zip(self.blocks, options.widths(), strict=True)):
             if i:
                 h = self.transitions[i - 1](h, train, valid)
+            chex.assert_axis_dimension(h, 3, before)
             h = block(h, train, valid, block_key(key, i))
-            chex.assert_axis_dimension(h, 3, channels)
             found.append(h)
         return *found[:-1], self.final_norm(h, use_running_average=not train, mask=valid)
 

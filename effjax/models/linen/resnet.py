@@ -198,14 +198,16 @@ def _parameters(layer: Any, plan: ConvPlan) -> Any:
     if not plan.deformable:
         return layer(plan.channels)
     if layer.is_initializing():
-        layer(jnp.zeros((1, 1, 1, plan.channels)))  # which creates them
+        layer(jnp.zeros((1, 1, 1, plan.channels), layer.dtype))  # which creates them
     return nn.meta.unbox(layer.variables["params"])
 
 
 def _arrays(norm: BatchNorm, features: int) -> NormArrays:
     if norm.is_initializing():
-        norm(jnp.zeros((1, features)), use_running_average=True)  # which creates them
+        norm(jnp.zeros((1, features), norm.dtype), use_running_average=True)  # which creates them
     mean, var = (norm.get_variable("batch_stats", name) for name in ("mean", "var"))
+    if mean is None:
+        raise ValueError("The variables have no `batch_stats`: pass all that `init` gives.")
     return NormArrays(mean, var, *norm.parameters())
 
 

@@ -182,13 +182,13 @@ class DenseNet(nnx.Module):
             h = conv(h, self.stem_conv.kernel[...], strides=2, padding=3)
             h = max_pool(self.stem_norm(h, mask=valid))
         found = []
-        for i, (block, channels) in enumerate(
-            zip(self.blocks, self.options.feature_channels, strict=True)
+        for i, (block, (before, _)) in enumerate(
+            zip(self.blocks, self.options.widths(), strict=True)
         ):
             if i:
                 h = self.transitions[i - 1](h, mask=valid)
+            chex.assert_axis_dimension(h, 3, before)
             h = block(h, mask=valid, key=block_key(key, i))
-            chex.assert_axis_dimension(h, 3, channels)
             found.append(h)
         return *found[:-1], self.final_norm(h, mask=valid)
 

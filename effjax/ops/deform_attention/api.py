@@ -12,7 +12,7 @@ from .. import _native
 from .._arguments import as_integer, one_of
 from .._first_order import reverse_only
 from .._parallel import on_each_device, same_varying
-from .._partition import over_images
+from .._partition import merge, one_example, over_images
 from .._platform import traced_platform
 from . import arguments, custom_call, reference
 from .reference import Levels
@@ -121,25 +121,21 @@ def _first_order(static: Static, *args) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(static: Static, value, locations, weights) -> jax.Array:
-    return _parts_of(static)[0](*_one_example(value, locations, weights))[0][0]
+    return _parts_of(static)[0](*one_example(value, locations, weights))[0][0]
 
 
 def _forward(static: Static, *args):
-    return _parts_of(static)[0](*_one_example(*args))[0][0], args
+    return _parts_of(static)[0](*one_example(*args))[0][0], args
 
 
 def _backward(static: Static, kept, dy):
     # The barrier keeps the samples from being kept since the forward pass.
     kept, dy = lax.optimization_barrier((kept, dy))
-    gradients = _parts_of(static)[1](*_one_example(*kept, dy))
+    gradients = _parts_of(static)[1](*one_example(*kept, dy))
     return tuple(d[0].astype(a.dtype) for d, a in zip(gradients, kept, strict=True))
 
 
 _core.defvjp(_forward, _backward)
-
-
-def _one_example(*arrays):
-    return tuple(a[None] for a in arrays)
 
 
 # Axes of examples (d) and images (n) by operand.
@@ -153,8 +149,7 @@ def _parts_of(static: Static) -> tuple[Callable, Callable]:
     def merged(run):
         def of_all(*args):
             images = args[0].shape[:2]
-            merge = (a.reshape(images[0] * images[1], *a.shape[2:]) for a in args)
-            results = run(*merge, **static.options)
+            results = run(*map(merge, args), **static.options)
             return tuple(r.reshape(*images, *r.shape[1:]) for r in results)
 
         return of_all

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._arguments import as_flag, as_integer, as_number, described
+from .._arguments import as_flag, as_integer, as_number, as_operand, described
 from .._convolution import padding_of, padding_pairs, pair
-from ..deform_conv.arguments import as_operand, output_size
+from ..deform_conv.arguments import output_size
 from .window import Window
 
 _LOCATIONS, _WEIGHTS = "[N, Q, M, L, P, 2]", "[N, Q, M, L, P]"
@@ -77,8 +77,12 @@ def check_pixels(pixels: int, shapes: tuple[tuple[int, int], ...]) -> None:
         raise ValueError(
             f"`value` has {pixels} pixels (S), but `spatial_shapes` {shapes} have {wanted}."
         )
+    _check_fewer("value", pixels)
+
+
+def _check_fewer(name: str, pixels: int) -> None:
     if pixels >= 2**30:
-        raise ValueError(f"`value` must have fewer than 2**30 pixels (S), not {pixels}.")
+        raise ValueError(f"`{name}` must have fewer than 2**30 pixels, not {pixels}.")
 
 
 def as_aggregation(
@@ -93,7 +97,7 @@ def as_aggregation(
             raise ValueError(f"`{name}` of shape {a.shape} must be of images, [N, H, W, channels].")
     if 0 in x.shape[1:]:
         raise ValueError(f"`x` of shape {x.shape} is empty.")
-    check_pixels(x.shape[1] * x.shape[2], (x.shape[1:3],))
+    _check_fewer("x", x.shape[1] * x.shape[2])
     size = pair("kernel_size", kernel_size, 1)
     strides, dilation = pair("strides", strides, 1), pair("kernel_dilation", dilation, 1)
     pads = padding_pairs(padding_of(padding), x.shape[1:3], size, strides, dilation)
@@ -108,6 +112,8 @@ def with_scale(window: Window, offset_scale: Any, remove_center: Any) -> Window:
             f"`remove_center` needs a window with a middle: kernel_size={window.kernel_size} must "
             "be odd."
         )
+    if remove_center and window.kernel_size == (1, 1):
+        raise ValueError("`remove_center` leaves no point of kernel_size=(1, 1).")
     return window._replace(offset_scale=offset_scale, remove_center=bool(remove_center))
 
 

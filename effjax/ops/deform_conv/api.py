@@ -13,6 +13,7 @@ from .._arguments import as_integer
 from .._first_order import reverse_only
 from .._native import by_platform
 from .._parallel import on_each_device, same_varying
+from .._partition import one_example
 from .._platform import traced_platform
 from . import arguments, custom_call, partition, xla
 from .chunks import Sampler, Static
@@ -120,7 +121,7 @@ def _of_images(run: Callable, static: Static, images, parameters) -> jax.Array:
     args = x.astype(wide), offset.astype(dtype), mask.astype(dtype), kernel
     y = run(static, *same_varying(args)).astype(x.dtype)
     if bias is not None:
-        y = (y.astype(dtype) + bias.astype(dtype)).astype(x.dtype)
+        y = (y.astype(dtype) + bias.astype(dtype).reshape(1, 1, 1, -1)).astype(x.dtype)
     return y
 
 
@@ -131,25 +132,21 @@ def _first_order(static: Static, *args) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(static: Static, x, offset, mask, kernel) -> jax.Array:
-    return partition.forward(static, *_one_example(x, offset, mask, kernel))[0]
+    return partition.forward(static, *one_example(x, offset, mask, kernel))[0]
 
 
 def _forward(static: Static, *args):
-    return partition.forward(static, *_one_example(*args))[0], args
+    return partition.forward(static, *one_example(*args))[0], args
 
 
 def _backward(static: Static, kept, dy):
     # The barrier keeps the samples from being kept since the forward pass.
     kept, dy = lax.optimization_barrier((kept, dy))
-    gradients = partition.backward(static, *_one_example(*kept, dy))
+    gradients = partition.backward(static, *one_example(*kept, dy))
     return tuple(d[0].astype(a.dtype) for d, a in zip(gradients, kept, strict=True))
 
 
 _core.defvjp(_forward, _backward)
-
-
-def _one_example(*arrays):
-    return tuple(a[None] for a in arrays)
 
 
 class Implementation(NamedTuple):

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._arguments import as_array, as_integer, one_of
+from .._arguments import as_integer, as_operand, one_of
 from .._convolution import padding_of, padding_pairs, pair
 from .reference import Geometry
 
-_DTYPES = ("float32", "float64", "bfloat16", "float16")
 _AXES = {
     "x": "[N, H, W, C]",
     "offset": "[N, Ho, Wo, G * K * 2]",
@@ -35,17 +34,6 @@ def as_arrays(**arrays: Any) -> tuple[Any, ...]:
         if 0 in sizes:
             raise ValueError(f"`{name}` of shape {found[name].shape} is empty.")
     return tuple(found.values())
-
-
-def as_operand(name: str, value: Any) -> jax.Array:
-    """A JAX array that can be computed with."""
-    a = as_array(name, value, jnp.number)
-    if str(a.dtype) not in _DTYPES:
-        raise TypeError(
-            f"`{name}` must be one of {', '.join(_DTYPES)}, but its dtype is {a.dtype}; cast it "
-            "first."
-        )
-    return a
 
 
 def geometry_of(

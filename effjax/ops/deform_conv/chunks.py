@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._parallel import zeros
+from .._partition import merge
 from .reference import Geometry
 
 
@@ -47,7 +48,7 @@ def forward(static: Static, x, offset, mask, kernel) -> jax.Array:
     """The convolution: y [D, N, Ho, Wo, O] of x's dtype."""
     sample_bytes, _ = static.sampler.sample_bytes(x.dtype)
     images = x.shape[:2]
-    x, offset, mask = map(_merge, (x, offset, mask))
+    x, offset, mask = map(merge, (x, offset, mask))
     wide = kernel_blocks(kernel, x.dtype, static.feature_groups)
     columns = functools.partial(static.sampler.columns, geometry=static.geometry)
 
@@ -70,7 +71,7 @@ def backward(static: Static, x, offset, mask, kernel, dy) -> tuple:
     """
     _, sample_bytes = static.sampler.sample_bytes(x.dtype)
     images = x.shape[:2]
-    x, offset, mask = map(_merge, (x, offset, mask))
+    x, offset, mask = map(merge, (x, offset, mask))
     wide = kernel_blocks(kernel, x.dtype, static.feature_groups)
     columns, columns_backward = (
         functools.partial(run, geometry=static.geometry)
@@ -193,10 +194,6 @@ def _of_columns(columns: jax.Array, kernel: jax.Array) -> jax.Array:
 
 def _of_outputs(dy: jax.Array, kernel: jax.Array) -> jax.Array:
     return dy.reshape(dy.shape[0], math.prod(dy.shape[1:4]), *kernel.shape[3:])
-
-
-def _merge(a: jax.Array) -> jax.Array:
-    return a.reshape(math.prod(a.shape[:2]), *a.shape[2:])
 
 
 def _rows(start, rows: int, *arrays: jax.Array) -> list[jax.Array]:

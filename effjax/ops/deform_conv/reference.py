@@ -132,7 +132,7 @@ def positions(
     for axis, first, count in ((0, row[0], rows), (1, 0, width)):
         start = (first + jnp.arange(count, dtype=jnp.int32)) * geometry.strides[axis]
         start -= geometry.padding[axis][0]
-        grid = (start[:, None] + tap[axis] * geometry.kernel_dilation[axis]).astype(
+        grid = (start[:, None] + tap[axis][None] * geometry.kernel_dilation[axis]).astype(
             offset.dtype
         )  # [R or Wo, K]
         shape = (1, rows, 1, 1, -1) if axis == 0 else (1, 1, width, 1, -1)

@@ -193,7 +193,7 @@ def deform_psroi_pool(
         2017 (arXiv:1703.06211).
     """
     arguments.check_implementation(implementation)
-    samples = as_integer("sample_per_part", sample_per_part, 1)
+    samples = arguments.samples_of("sample_per_part", sample_per_part, 1)
     group_size = as_integer("group_size", group_size, 1)
     trans_std = arguments.factor_of("trans_std", trans_std)
     x, boxes, (size, scale, _) = _with_boxes(x, boxes, output_size, spatial_scale, 0)

@@ -1,15 +1,15 @@
 """What the operators on boxes take, checked."""
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._arguments import as_array, as_integer, as_number, one_of
+from .._arguments import as_integer, as_number, as_operand, one_of
 from .._convolution import pair
+from .bins import MOST_SAMPLES
 
-_DTYPES = ("float32", "float64", "bfloat16", "float16")
+_LARGE = 1e30  # what float32 has no more is near
 
 
 def as_images(name: str, value: Any, axes: str = "[N, H, W, C]") -> jax.Array:
@@ -22,16 +22,6 @@ def as_images(name: str, value: Any, axes: str = "[N, H, W, C]") -> jax.Array:
     if a.size // max(a.shape[0], 1) >= 2**31:
         raise ValueError(
             f"`{name}` of shape {a.shape} must have fewer than 2**31 numbers an image."
-        )
-    return a
-
-
-def as_operand(name: str, value: Any) -> jax.Array:
-    a = as_array(name, value, jnp.number)
-    if str(a.dtype) not in _DTYPES:
-        raise TypeError(
-            f"`{name}` must be one of {', '.join(_DTYPES)}, but its dtype is {a.dtype}; cast it "
-            "first."
         )
     return a
 
@@ -75,16 +65,24 @@ def bins_of(output_size: Any) -> tuple[int, int]:
 
 
 def scale_of(spatial_scale: Any, name: str = "spatial_scale") -> float:
-    return as_number(name, spatial_scale, lambda s: 0 < s < math.inf, "positive and finite")
+    return as_number(name, spatial_scale, lambda s: 0 < s < _LARGE, "positive, and below 1e30")
 
 
 def factor_of(name: str, value: Any) -> float:
-    return as_number(name, value, math.isfinite, "finite")
+    return as_number(name, value, lambda s: abs(s) < _LARGE, "between -1e30 and 1e30")
+
+
+def samples_of(name: str, value: Any, least: int) -> int:
+    """Samples along each axis of a bin."""
+    count = as_integer(name, value, least)
+    if count > MOST_SAMPLES:
+        raise ValueError(f"`{name}` (={value}) must be at most {MOST_SAMPLES}.")
+    return count
 
 
 def ratio_of(sampling_ratio: Any) -> int:
     """Samples along each axis of a bin; 0 for as many as it has pixels."""
-    return max(as_integer("sampling_ratio", sampling_ratio, -1), 0)
+    return max(samples_of("sampling_ratio", sampling_ratio, -1), 0)
 
 
 def check_implementation(implementation: Any) -> None:

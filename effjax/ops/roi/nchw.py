@@ -1,14 +1,17 @@
 """The operators on boxes in PyTorch's argument orders and layouts, for `effjax.compat`."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from .._arguments import as_flag, as_integer
+from .._arguments import as_flag, as_integer, as_operand
+from .._parallel import left_to_xla, same_varying, zeros
 from . import api, arguments
 
 Pair = int | Sequence[int]
@@ -144,7 +147,7 @@ def _nhwc(value: Any, name: str = "input") -> jax.Array:
 
 
 def _numbered(name: str, value: Any) -> jax.Array:
-    boxes = arguments.as_operand(name, value)
+    boxes = as_operand(name, value)
     if boxes.ndim != 2 or boxes.shape[1] != 5:
         raise ValueError(
             f"`{name}` of shape {boxes.shape} must be [K, 5]: the number of its image, x1, y1, x2, "
@@ -157,7 +160,7 @@ def _offsets(value: Any, boxes: jax.Array) -> tuple:
     """[K, 2 * G, rows, columns] as () or ([1, K, rows, columns, 2 * G],)"""
     if value is None or getattr(value, "size", 1) == 0:
         return ()
-    offset = arguments.as_operand("offset", value)
+    offset = as_operand("offset", value)
     if offset.ndim != 4 or offset.shape[0] != boxes.shape[0]:
         raise ValueError(
             f"`offset` of shape {offset.shape} must be [K, 2 * G, rows, columns], for the "
@@ -167,20 +170,25 @@ def _offsets(value: Any, boxes: jax.Array) -> tuple:
 
 
 def _of_numbered(run: Callable, x: jax.Array, boxes: jax.Array, offset: tuple) -> jax.Array:
-    """[K, C, rows, columns]: image after image, and each with its boxes; others have no samples."""
+    """[K, C, rows, columns] of numbered boxes, on every device."""
+    of_images = functools.partial(_image_by_image, run)
+    return left_to_xla(of_images, x, PartitionSpec())(x, boxes, *offset)
+
+
+def _image_by_image(run: Callable, x: jax.Array, boxes: jax.Array, *offset: jax.Array) -> jax.Array:
+    """Each image with its own boxes: the others have no samples there."""
+    x, boxes, offset = same_varying((x, boxes, offset))
     numbers, boxes = boxes[:, 0], boxes[None, :, 1:]
 
     def step(y, image):
         n, x = image
         own = (numbers == n.astype(numbers.dtype))[None, :, None]
-        return y + run(x[None], jnp.where(own, boxes, jnp.full_like(boxes, jnp.nan)), *offset)[
-            0
-        ], None
+        own = jnp.where(own, boxes, jnp.full_like(boxes, jnp.nan))
+        return y + run(x[None], own, *offset)[0], None
 
-    one = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
-    shape = jax.eval_shape(run, one, boxes, *offset).shape[1:]
+    shape = jax.eval_shape(run, jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), boxes, *offset)
     images = jnp.arange(x.shape[0], dtype=jnp.int32), x
-    y, _ = lax.scan(step, jnp.zeros(shape, x.dtype), images)
+    y, _ = lax.scan(step, zeros(shape.shape[1:], x.dtype, x), images)
     return y.transpose(0, 3, 1, 2)
 
 
@@ -188,12 +196,15 @@ def _of_list(run: Callable, x: jax.Array, boxes: Sequence[Any]) -> jax.Array:
     """[K, C, rows, columns] of boxes for each image, filled up to one number an image."""
     if len(boxes) != x.shape[0]:
         raise ValueError(f"`boxes` has {len(boxes)} arrays for the {x.shape[0]} images of `input`.")
-    found = [arguments.as_operand(f"boxes[{i}]", b) for i, b in enumerate(boxes)]
+    found = [as_operand(f"boxes[{i}]", b) for i, b in enumerate(boxes)]
     for i, b in enumerate(found):
         if b.ndim != 2 or b.shape[1] != 4:
             raise ValueError(f"`boxes[{i}]` of shape {b.shape} must be [L, 4]: x1, y1, x2, y2.")
+    found = arguments.in_one_dtype(x, *found)
     most = max((b.shape[0] for b in found), default=0)
-    full = [jnp.pad(b, ((0, most - b.shape[0]), (0, 0)), constant_values=jnp.nan) for b in found]
-    y = run(x, jnp.stack(full))
-    y = jnp.concatenate([own[: b.shape[0]] for own, b in zip(y, found, strict=True)])
+    nowhere = jnp.full((most, 4), jnp.nan, jnp.float32)
+    full = [jnp.concatenate([b, nowhere[b.shape[0] :].astype(b.dtype)]) for b in found]
+    y = run(x, jnp.stack(full) if full else nowhere[None][:0])
+    none = jnp.zeros((0, *y.shape[2:]), y.dtype)
+    y = jnp.concatenate([none, *(own[: b.shape[0]] for own, b in zip(y, found, strict=True))])
     return y.transpose(0, 3, 1, 2)

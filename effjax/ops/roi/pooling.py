@@ -1,7 +1,6 @@
 """The means of bins as an operator: with its gradient, under jit, vmap and over devices."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 from .._first_order import reverse_only
 from .._native import available, by_platform, unavailable
 from .._parallel import on_each_device, same_varying, zeros
-from .._partition import over_images
+from .._partition import merge, one_example, over_images
 from .._platform import traced_platform
 from . import custom_call, reference
 from .bins import Bins
@@ -69,7 +68,7 @@ def _of_images(static: tuple, x: jax.Array, arrays: tuple, so_far: jax.Array | N
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(static: tuple, x, first, step, count, so_far) -> jax.Array:
-    return _forward_of(static)(*_one_example(x, first, step, count, so_far))[0][0]
+    return _forward_of(static)(*one_example(x, first, step, count, so_far))[0][0]
 
 
 def _forward(static: tuple, *args):
@@ -79,7 +78,7 @@ def _forward(static: tuple, *args):
 def _backward(static: tuple, kept, dy):
     x, first, step, count = kept
     pooling, adds, _ = static
-    dx, dfirst = (d[0] for d in _backward_of(static)(*_one_example(*kept, dy)))
+    dx, dfirst = (d[0] for d in _backward_of(static)(*one_example(*kept, dy)))
     dfirst = dfirst if pooling.moves else jnp.zeros_like(first)
     more = dy if adds else zeros((*dy.shape[:3], 0), dy.dtype, dy)
     return dx.astype(x.dtype), dfirst, jnp.zeros_like(step), jnp.zeros_like(count), more
@@ -96,7 +95,7 @@ def _forward_of(static: tuple) -> Callable:
     run = by_platform(dict.fromkeys(platforms, custom_call.pool), elsewhere)
 
     def merged(x, first, *rest):
-        y = run(*map(_merge, (x, first, *rest)), pooling=pooling)
+        y = run(*map(merge, (x, first, *rest)), pooling=pooling)
         return (y.reshape(*first.shape[:2], *y.shape[1:]),)
 
     return over_images(merged, lambda *_: rule, _name(pooling))
@@ -109,7 +108,7 @@ def _backward_of(static: tuple) -> Callable:
     run = by_platform(dict.fromkeys(platforms, custom_call.pool_backward), elsewhere)
 
     def merged(x, first, *rest):
-        dx, dfirst = run(*map(_merge, (x, first, *rest)), pooling=pooling)
+        dx, dfirst = run(*map(merge, (x, first, *rest)), pooling=pooling)
         return tuple(a.reshape(*first.shape[:2], *a.shape[1:]) for a in (dx, dfirst))
 
     rule = f"{_X}, {_BINS}, {_Y} -> {_X}, d n r p g m"
@@ -119,11 +118,3 @@ def _backward_of(static: tuple) -> Callable:
 def _name(pooling: Pooling) -> str:
     """Of the operator that speaks of itself in errors."""
     return "deform_psroi_pool" if pooling.of_inside else "roi_align"
-
-
-def _one_example(*arrays):
-    return tuple(a[None] for a in arrays)
-
-
-def _merge(a: jax.Array) -> jax.Array:
-    return a.reshape(math.prod(a.shape[:2]), *a.shape[2:])

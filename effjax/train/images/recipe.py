@@ -51,13 +51,18 @@ def model_builder(
         raise TrainError(
             f"depth (={config.depth}) is for --model densenet-bc; {config.model} has a fixed depth"
         )
+    own = {name: getattr(config, name) for name in ("growth_rate", "compression", "bn_size")}
+    own = {name: value for name, value in own.items() if value is not None}
     if config.model in RESNETS:
+        own |= {"drop_rate": config.drop_rate} if config.drop_rate else {}
+        for name, value in own.items():
+            raise TrainError(f"{name} (={value}) is of DenseNets; {config.model} has none")
         dcn = config.dcn != "none"
         options |= dict(modulated=config.dcn == "v2", stage_with_dcn=(False, dcn, dcn, dcn))
         return lambda **more: ResNet(**RESNETS[config.model] | options | more)
-    options["drop_rate"] = config.drop_rate
-    own = {name: getattr(config, name) for name in ("growth_rate", "compression", "bn_size")}
-    options |= {name: value for name, value in own.items() if value is not None}
+    if config.dcn != "none":
+        raise TrainError(f"dcn (={config.dcn!r}) is of ResNets; {config.model} has none")
+    options |= own | {"drop_rate": config.drop_rate}
 
     if config.model == "densenet-bc":
         depth = DEFAULT_DEPTH if config.depth is None else config.depth

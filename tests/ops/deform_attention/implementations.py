@@ -25,6 +25,11 @@ all_implementations = run_by("attn")
 # For what lies around the samples: there "native" and "default" are the same code.
 all_rules = run_by("attn", default=() if NO_NATIVE else pytest.mark.exhaustive)
 
+# For what lies around the operator: XLA's form is what the caller wrote.
+around = run_by(
+    "attn", default=() if NO_NATIVE else pytest.mark.exhaustive, xla=pytest.mark.exhaustive
+)
+
 CASES = {
     "levels": dict(shapes=((4, 5), (3, 2), (1, 1)), heads=2, depth=3, points=2),
     "one": dict(shapes=((3, 4),), heads=1, depth=1, points=1),

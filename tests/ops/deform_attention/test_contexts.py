@@ -19,7 +19,12 @@ from tests.contexts import (
     mesh_of,
 )
 from tests.ops.deform_attention import oracle
-from tests.ops.deform_attention.implementations import Case, all_implementations, all_rules
+from tests.ops.deform_attention.implementations import (
+    Case,
+    all_implementations,
+    all_rules,
+    around,
+)
 
 pytestmark = pytest.mark.usefixtures("x64_everywhere")
 SLICES = 3000  # bytes of workspace: less than all queries
@@ -59,8 +64,8 @@ def want():
     return loss, (), (dy * attended).sum((0, 1)), dvalue
 
 
-# Each transformation once for each implementation; the other ways to write them once for any.
-EACH = ("jit_auto", "jit_explicit", "vmap_of_grad", "shard_map_of_grad")
+# What is for each implementation; the other transformations are for any, once each.
+EACH = ("jit_explicit",)
 
 
 @all_implementations
@@ -114,7 +119,7 @@ def test_a_sharded_batch_exchanges_nothing_of_its_own(attn, kind):
     assert found == [("all-reduce", params.nbytes, 1)]
 
 
-@all_rules
+@around
 def test_a_batch_that_does_not_divide(attn):
     """XLA fills the last shard up; neither there nor in the gradients may that be seen."""
     op, params, batch = setup(attn)
@@ -134,7 +139,7 @@ def test_a_batch_that_does_not_divide(attn):
     assert_trees_close(got, want, 1e-12)
 
 
-@all_rules
+@around
 def test_explicit_mesh_of_the_arguments(attn):
     """No `jax.set_mesh`: the mesh is known from the types alone."""
     op, params, batch = setup(attn)
@@ -147,7 +152,7 @@ def test_explicit_mesh_of_the_arguments(attn):
     assert_trees_close(got, jax.jit(gradients(op))(params, batch), 1e-12)
 
 
-@all_rules
+@around
 def test_part_of_the_mesh_in_shard_map(attn):
     """One axis of the batch is mapped, another is left to jit."""
     op, params, batch = setup(attn)
@@ -195,7 +200,7 @@ def test_vmap_of_vmap_and_of_nothing(attn):
     assert run(*(a[:, :0] for a in split)).shape == (2, 0, 1, *c.dy.shape[1:])
 
 
-@all_implementations
+@around
 def test_scan_and_remat(attn):
     """A stack of layers, each recomputed for the backward pass."""
     c = Case("levels")

@@ -20,13 +20,16 @@ from tests.ops.deform_attention.implementations import (
     all_implementations,
     all_rules,
     needs_native,
+    run_by,
 )
 from tests.programs import needs_gpu_compiler
+from tests.tiers import plainly
 
 double = pytest.mark.usefixtures("x64")
 
 
 @double
+@pytest.mark.covering
 @all_implementations
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_definition(attn, case):
@@ -127,14 +130,28 @@ def test_gradients_by_differences(attn):
 
 
 @double
-def test_second_order_and_forward_mode():
+@pytest.mark.parametrize(
+    "order", [1, pytest.param(2, marks=pytest.mark.exhaustive)]
+)  # of the second, one by hand below
+def test_every_derivative_in_slices(order):
     c = _between_pixels("levels")
     run = jax.jit(c.run(ms_deform_attn, implementation="xla", workspace_bytes=1))
-    check_grads(run, c.args, order=2, modes=["fwd", "rev"], **TOLERANCE)
+    check_grads(run, c.args, order=order, modes=["fwd", "rev"], **TOLERANCE)
+
+
+@double
+def test_second_derivatives():
+    """A result that is bilinear in a weight and a pixel: the derivative by both is a share."""
+    c = _between_pixels("one")
+    value, locations, weights = c.args
+    run = c.run(ms_deform_attn, implementation="xla")
+    gradient = jax.jit(jax.grad(lambda v, w: jnp.sum(run(v, locations, w) * c.dy), 0))
+    _, mixed = jax.jvp(lambda w: gradient(value, w), (weights,), (np.ones_like(weights),))
+    assert_trees_close(mixed, gradient(value, np.ones_like(weights)), 1e-12)
 
 
 @needs_native
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", plainly("wide", of=CASES))
 def test_native_equals_xla_in_float32(case):
     c = Case(case, batch=3, dtype=np.float32)
     got, want = (
@@ -181,7 +198,7 @@ def test_mixed_dtypes():
         assert run(value, np.float64(locations), weights).dtype == jnp.float32
 
 
-@all_rules
+@run_by("attn", **dict.fromkeys(("xla", "default"), pytest.mark.exhaustive))
 def test_ten_runs_are_equal_to_the_bit(attn, optimized):
     c = Case("wide", batch=3, queries=40, dtype=np.float32)
     first, *others = (c.got(attn, workspace_bytes=100_000) for _ in range(10))
@@ -254,6 +271,7 @@ def test_no_samples_of_all_queries(attn, dtype):
     assert _largest(program.as_text()) <= samples / 4
 
 
+@pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_no_samples_on_a_gpu():
     args, mib = _shapes("bfloat16", 4000), 2**20

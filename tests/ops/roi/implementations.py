@@ -12,7 +12,7 @@ from effjax import native
 from tests.ops.roi import oracle
 
 # "default" is what None does where there is no native code: XLA behind the operator's own rules.
-IMPLEMENTATIONS = ["xla", "default", "native"]
+IMPLEMENTATIONS = ["native", "xla", "default"]
 NO_NATIVE = not native.available("cpu")
 needs_native = pytest.mark.skipif(NO_NATIVE, reason="the native library is not built")
 
@@ -26,6 +26,8 @@ def _run_by(**marks):
 all_implementations = _run_by()
 # For what lies around the samples: there "native" and "default" are the same code.
 all_rules = _run_by(default=() if NO_NATIVE else pytest.mark.exhaustive)
+# And for what "xla" leaves to JAX.
+own_rules = _run_by(default=() if NO_NATIVE else pytest.mark.exhaustive, xla=pytest.mark.exhaustive)
 
 NAN, INF = np.nan, np.inf
 # (x1, y1, x2, y2) in an image of 22 by 18 pixels, of which a feature map has one each two.

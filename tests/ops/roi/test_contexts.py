@@ -12,20 +12,15 @@ from jax.sharding import PartitionSpec as P
 
 from effjax.memory import collectives
 from tests.contexts import CONTEXTS, assert_trees_close, mesh_of, single_device
-from tests.ops.roi.implementations import Case, all_implementations, all_rules
+from tests.ops.roi.implementations import Case, all_rules, own_rules
 
 pytestmark = pytest.mark.usefixtures("x64_everywhere")
 CASE = "moved_adaptive"  # a loop whose length depends on the boxes, and offsets
 
 
-@functools.cache
-def case():
-    return Case(CASE, batch=16, boxes=4, channels=3)
-
-
-def setup(implementation, name=CASE):
+def setup(implementation, name=None):
     """As tests.contexts wants it: a factor of x is the parameter, all else is the batch."""
-    c = Case(name, batch=16, boxes=4, channels=3)
+    c = case(name or case_of(implementation))
     run = c.run(implementation)
 
     def op(scale, batch, axis_name):
@@ -36,10 +31,20 @@ def setup(implementation, name=CASE):
     return op, np.float64(1.5), batch | ({} if c.offset is None else {"offset": c.offset})
 
 
+def case_of(implementation):
+    """The one that makes "xla" what JAX itself differentiates; else that loop."""
+    return "moved" if implementation == "xla" else CASE
+
+
 @functools.cache
-def want():
+def case(name):
+    return Case(name, batch=16, boxes=4, channels=3)
+
+
+@functools.cache
+def want(name):
     """By the definition; the loss is that of tests.contexts."""
-    c, scale = case(), 1.5
+    c, scale = case(name), 1.5
     y = c.definition(x=c.x * scale)
     loss = np.mean(np.sin(y) * c.dy + 0.3 * y * y)
     dy = (np.cos(y) * c.dy + 0.6 * y) / y.size
@@ -52,13 +57,19 @@ EACH = ("jit_auto", "jit_explicit", "pmap", "vmap_of_grad", "shard_map_of_grad")
 EACH += ("shard_map_of_grad_unchecked",)
 
 
-@all_implementations
+@own_rules
 @pytest.mark.parametrize(
     "context",
     [pytest.param(c, marks=() if c in EACH else pytest.mark.covering) for c in CONTEXTS],
 )
 def test_equals_the_definition(implementation, context):
-    assert_trees_close(CONTEXTS[context](*setup(implementation)), want(), 1e-12)
+    got = CONTEXTS[context](*setup(implementation))
+    assert_trees_close(got, want(case_of(implementation)), 1e-12)
+
+
+@pytest.mark.parametrize("context", ["jit_auto", "shard_map_of_grad"])
+def test_plain_xla_equals_the_definition(context):
+    assert_trees_close(CONTEXTS[context](*setup("xla")), want("moved"), 1e-12)
 
 
 def gradients(op):
@@ -74,7 +85,7 @@ def exchanged(fun, params, batch):
 
 
 @pytest.mark.covering
-@all_implementations
+@all_rules
 @pytest.mark.parametrize("kind", ["auto", "explicit", "auto_4x2", "explicit_4x2"])
 @pytest.mark.parametrize("name", ["moved", CASE])
 def test_one_all_reduce_and_no_gather(implementation, kind, name):
@@ -89,7 +100,7 @@ def test_one_all_reduce_and_no_gather(implementation, kind, name):
     assert exchanged(gradients(op), params, batch) == [("all-reduce", 8, 1)]
 
 
-@all_rules
+@own_rules
 def test_a_batch_that_does_not_divide(implementation):
     """XLA fills the last shard up; neither there nor in the gradients may that be seen."""
     op, params, batch = setup(implementation)
@@ -111,7 +122,7 @@ MAPPED = {"images": (0, None, None), "boxes": (None, 0, None), "all": (0, 0, 0)}
 
 
 @pytest.mark.covering
-@all_implementations
+@all_rules
 @pytest.mark.parametrize("mapped", MAPPED)
 def test_vmap(implementation, mapped):
     """Without a loop over the examples, each as if it were alone; forward and backward."""
@@ -136,22 +147,24 @@ def test_vmap(implementation, mapped):
         assert_trees_close([g[i] for g in got], list(alone), 1e-12)
 
 
-@all_rules
+@own_rules
 def test_vmap_of_vmap_and_of_nothing(implementation):
     c = Case("ratio", batch=4, boxes=3, channels=2)
-    split = [a.reshape(2, 2, 1, *a.shape[1:]) for a in (c.x, c.boxes)]
+    x_and_boxes = c.x, c.boxes
+    split = [a.reshape(2, 2, 1, *a.shape[1:]) for a in x_and_boxes]
 
+    @jax.jit
     def run(x, boxes):
         return jax.grad(lambda x: jnp.sum(c.run(implementation)(x, boxes=boxes) ** 2))(x)
 
     got = jax.jit(jax.vmap(jax.vmap(run)))(*split)
     for i, j in np.ndindex(2, 2):
         assert_trees_close(got[i, j], run(*(a[i, j] for a in split)), 1e-12)
-    empty = jax.vmap(run)(*(np.zeros((0, *a.shape)) for a in (c.x, c.boxes)))
+    empty = jax.vmap(run)(*(np.zeros((0, *a.shape)) for a in x_and_boxes))
     assert empty.shape == (0, *c.x.shape)
 
 
-@all_implementations
+@own_rules
 def test_scan_and_remat(implementation):
     """Stages that take the boxes' features in turn, each recomputed for the backward pass."""
     c = Case("moved", boxes=4, channels=3)
@@ -175,7 +188,7 @@ def test_scan_and_remat(implementation):
     assert_trees_close(got, expected, 1e-12)
 
 
-@all_rules
+@own_rules
 def test_float64_for_a_while_over_several_devices(implementation):
     """XLA partitions in threads that a `with` does not reach."""
     op, params, batch = setup(implementation)

@@ -52,6 +52,11 @@ def test_a_resnet():
     assert options.axis_name == "data" and options.num_classes == 5
     with pytest.raises(TrainError, match=r"depth \(=50\) is for --model densenet-bc"):
         model_builder(Config(model="resnet50", depth=50), (32, 32, 3), 5)
+    for options in ({"growth_rate": 3}, {"drop_rate": 0.5}, {"bn_size": 2}, {"compression": 0.3}):
+        with pytest.raises(TrainError, match=f"{next(iter(options))} .* is of DenseNets"):
+            model_builder(Config(model="resnet50", **options), (32, 32, 3), 5)
+    with pytest.raises(TrainError, match=r"dcn \(='v1'\) is of ResNets; densenet121 has none"):
+        model_builder(Config(model="densenet121", dcn="v1"), (32, 32, 3), 5)
 
 
 @pytest.mark.exhaustive
