@@ -206,7 +206,7 @@ def _arrays(norm: BatchNorm, features: int) -> NormArrays:
     if norm.is_initializing():
         norm(jnp.zeros((1, features), norm.dtype), use_running_average=True)  # which creates them
     mean, var = (norm.get_variable("batch_stats", name) for name in ("mean", "var"))
-    if mean is None:
+    if mean is None and not norm.is_mutable_collection("batch_stats"):
         raise ValueError("The variables have no `batch_stats`: pass all that `init` gives.")
     return NormArrays(mean, var, *norm.parameters())
 
