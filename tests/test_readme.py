@@ -260,6 +260,13 @@ def deform_conv_rows():
             ]
 
 
+def sass_rows():
+    for name, row in measured("planned/deform_conv_sass.json").items():
+        if "float16" not in name.split():
+            counts = f"{row['a_pack']:.0f}", row["budget"], row["loads_in_flight"], row["registers"]
+            yield [name, *map(str, counts)]
+
+
 def deform_attention_rows():
     files = [f"deform_attention_{queries}" for queries in (300, 22223)]
     runs = [measured(f"cpu/{f}_forward{more}.json") for f in files for more in ("", "_backward")]
@@ -306,7 +313,7 @@ def cross_entropy_rows():
 
 
 TABLES = [block_rows, batch_norm_rows, densenet_rows, deform_conv_rows, offload_rows]
-TABLES += [cross_entropy_rows, deform_attention_rows, roi_rows]
+TABLES += [cross_entropy_rows, deform_attention_rows, roi_rows, sass_rows]
 
 
 def updated_in_the_backward_pass_rows():

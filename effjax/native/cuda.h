@@ -9,6 +9,9 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <cstring>
+
 #include "sampling.h"
 
 namespace effjax {
@@ -34,6 +37,72 @@ template <typename T, int V>
 __device__ __forceinline__ Vector<T, V> load(const T* p) {
   return *reinterpret_cast<const Vector<T, V>*>(p);
 }
+
+// *from, or zeros: whole registers of them, where single numbers of 16 bits would be set one by one.
+template <typename T, int V>
+__device__ __forceinline__ Vector<T, V> load_if(bool there, const Vector<T, V>* from) {
+  constexpr int kSize = sizeof(Vector<T, V>);
+  if constexpr (kSize % 4 == 0) {
+    using Words = Vector<uint32_t, kSize / 4>;
+    Words words{};
+    if (there) words = *reinterpret_cast<const Words*>(from);
+    Vector<T, V> result;
+    memcpy(&result, &words, kSize);
+    return result;
+  } else {
+    Vector<T, V> result{};
+    if (there) result = *from;
+    return result;
+  }
+}
+
+// A pack in the type of the sums.
+template <typename T, int V, typename A>
+__device__ __forceinline__ void widen(const Vector<T, V>& from, A (&to)[V]) {
+#pragma unroll
+  for (int v = 0; v < V; ++v) to[v] = widen(from.at[v]);
+}
+// A bfloat16 is the upper half of a float: of two in a register, each is one instruction.
+template <int V>
+__device__ __forceinline__ void widen(const Vector<__nv_bfloat16, V>& from, float (&to)[V]) {
+  if constexpr (V % 2 == 0) {
+    uint32_t words[V / 2];
+    memcpy(words, &from, sizeof words);
+#pragma unroll
+    for (int v = 0; v < V; v += 2) {
+      to[v] = __uint_as_float(words[v / 2] << 16);
+      to[v + 1] = __uint_as_float(words[v / 2] & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int v = 0; v < V; ++v) to[v] = widen(from.at[v]);
+  }
+}
+
+// Division by a number that is the same for all threads. In 64 bits it takes a hundred instructions.
+template <typename I>
+struct Divisor {
+  I d;
+  explicit Divisor(I divisor) : d(divisor) {}
+  __device__ __forceinline__ I quotient(I n) const { return n / d; }
+};
+
+// In 32 bits it is a product: d's reciprocal, rounded up to a fraction of 32 bits and the next power
+// of two, gives the quotient of every 0 <= n < 2^31 exactly (Granlund and Montgomery, 1994).
+template <>
+struct Divisor<int32_t> {
+  int32_t d;
+  uint32_t factor, shift;  // ceil(2^(32 + shift) / d) - 2^32
+
+  explicit Divisor(int32_t divisor) : d(divisor), factor(0), shift(0) {
+    if (d < 1) return;
+    while ((uint64_t{1} << shift) < uint64_t(d)) ++shift;
+    factor = uint32_t((((uint64_t{1} << shift) - uint64_t(d)) << 32) / uint64_t(d) + 1);
+  }
+  __device__ __forceinline__ int32_t quotient(int32_t n) const {
+    return int32_t((__umulhi(uint32_t(n), factor) + uint32_t(n)) >> shift);
+  }
+};
 
 // dx[0..V) += value, from many threads. Four floats at a time where the GPU can.
 template <typename A, int V>

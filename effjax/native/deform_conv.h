@@ -14,14 +14,14 @@ struct Geometry {
   bool has_mask;
 };
 
-// Where tap k of output pixel (row, column) reads, before its offset. 64-bit divisions are slow.
+// Where tap (i, j) of output pixel (row, column) reads, before its offset.
 template <typename A>
-EFFJAX_INLINE A base_y(const Geometry& g, int64_t row, int32_t k) {
-  return A(row * g.stride_h - g.padding_top + k / int32_t(g.kernel_w) * g.dilation_h);
+EFFJAX_INLINE A base_y(const Geometry& g, int64_t row, int64_t i) {
+  return A(row * g.stride_h - g.padding_top + i * g.dilation_h);
 }
 template <typename A>
-EFFJAX_INLINE A base_x(const Geometry& g, int64_t column, int32_t k) {
-  return A(column * g.stride_w - g.padding_left + k % int32_t(g.kernel_w) * g.dilation_w);
+EFFJAX_INLINE A base_x(const Geometry& g, int64_t column, int64_t j) {
+  return A(column * g.stride_w - g.padding_left + j * g.dilation_w);
 }
 
 }  // namespace effjax

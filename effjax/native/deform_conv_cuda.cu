@@ -7,14 +7,18 @@
 namespace effjax {
 namespace {
 
-template <typename T, typename A, int V>
-Operands<T, A, V> operands(const Inputs& in, const void* x) {
-  return {in.g,
-          static_cast<const T*>(x),
-          static_cast<const A*>(in.offset.untyped_data()),
-          static_cast<const A*>(in.mask.untyped_data()),
-          in.row.typed_data(),
-          in.g.C / in.g.G / V};
+template <typename T, typename A, int V, typename I>
+Operands<T, A, V, I> operands(const Inputs& in, const void* x) {
+  return make_operands<T, A, V, I>(in.g, x, in.offset.untyped_data(), in.mask.untyped_data(),
+                                   in.row.typed_data());
+}
+
+// Runs launch(blocks, samples of each).
+template <typename I, typename Launch>
+ffi::Error launch_samples(I samples, int64_t packs, int least, const Launch& launch) {
+  const int block = samples_of_block(packs, least);
+  const int64_t blocks = int64_t{samples} / block + (samples % block > 0);
+  return launch_blocks(blocks, [&](unsigned blocks) { launch(blocks, block); });
 }
 
 // The calls' device, see deform_conv_ffi.h.
@@ -27,15 +31,17 @@ struct Cuda {
 
   static ffi::Error columns(Context stream, const Inputs& inputs, AnyBuffer columns) {
     const Geometry& g = inputs.g;
-    return dispatch(inputs.x.element_type(), g.C / g.G, [&](auto storage, auto accumulator, auto width) {
+    if (g.C == 0) return ffi::Error::Success();
+    return dispatch(inputs.x.element_type(), g.C / g.G, [&](auto storage, auto sums, auto width) {
       using T = decltype(storage);
-      using A = decltype(accumulator);
+      using A = decltype(sums);
       return [&]<int V>(Width<V>) {
-        const auto in = operands<T, A, V>(inputs, inputs.x.untyped_data());
-        const int64_t count = g.N * g.R * g.Wo * g.K * g.C / V;
-        T* out = static_cast<T*>(columns.untyped_data());
-        return launch_threads(count, [&](unsigned blocks) {
-          columns_kernel<T, A, V><<<blocks, kThreads, 0, stream>>>(in, out, count);
+        return with_index(g, V, [&]<typename I>(I) {
+          const auto in = operands<T, A, V, I>(inputs, inputs.x.untyped_data());
+          T* out = static_cast<T*>(columns.untyped_data());
+          return launch_samples<I>(in.samples, in.packs, 1, [&](unsigned blocks, int block) {
+            columns_kernel<T, A, V, I><<<blocks, kThreads, 0, stream>>>(in, out, block);
+          });
         });
       }(width);
     });
@@ -44,18 +50,20 @@ struct Cuda {
   static ffi::Error gradients(Context stream, const Inputs& inputs, AnyBuffer dcolumns,
                               AnyBuffer dx, AnyBuffer doffset, AnyBuffer dmask, bool skip_dx) {
     const Geometry& g = inputs.g;
-    return dispatch(inputs.x.element_type(), g.C / g.G, [&](auto storage, auto accumulator, auto width) {
+    return dispatch_sums(inputs.x.element_type(), g.C / g.G, [&](auto storage, auto sums, auto width) {
       using T = decltype(storage);
-      using A = decltype(accumulator);
+      using A = decltype(sums);
       return [&]<int V>(Width<V>) {
-        const auto in = operands<T, A, V>(inputs, inputs.x.untyped_data());
-        const int64_t count = g.N * g.R * g.Wo * g.G * g.K;
-        const int lanes = lanes_for(in.packs);
-        return launch_threads(count * lanes, [&](unsigned blocks) {
-          gradients_kernel<T, A, V><<<blocks, kThreads, 0, stream>>>(
-              in, static_cast<const A*>(dcolumns.untyped_data()),
-              static_cast<A*>(dx.untyped_data()), static_cast<A*>(doffset.untyped_data()),
-              static_cast<A*>(dmask.untyped_data()), count, lanes, skip_dx);
+        return with_index(g, V, [&]<typename I>(I) {
+          const auto in = operands<T, A, V, I>(inputs, inputs.x.untyped_data());
+          A* const to = skip_dx ? nullptr : static_cast<A*>(dx.untyped_data());
+          const int shift = shift_for(in.packs), least = kThreads >> shift;
+          return launch_samples<I>(in.samples, in.packs, least, [&](unsigned blocks, int block) {
+            gradients_kernel<T, A, V, I><<<blocks, kThreads, 0, stream>>>(
+                in, static_cast<const A*>(dcolumns.untyped_data()), to,
+                static_cast<A*>(doffset.untyped_data()), static_cast<A*>(dmask.untyped_data()),
+                block, shift);
+          });
         });
       }(width);
     });
@@ -81,10 +89,10 @@ ffi::Error ScatterSorted(cudaStream_t stream, AnyBuffer offset, AnyBuffer mask, 
     return invalid("destination and source must be [N, G, R*Wo*K*4], and dx as x");
   }
   if (auto error = copy_if_apart<Cuda>(stream, dx_so_far, *dx); error.failure()) return error;
-  return dispatch(accumulator, g.C / g.G, [&](auto, auto accumulator, auto width) {
+  return dispatch_sums(accumulator, g.C / g.G, [&](auto, auto accumulator, auto width) {
     using A = decltype(accumulator);
     return [&]<int V>(Width<V>) {
-      const auto in = operands<A, A, V>(inputs, nullptr);
+      const auto in = operands<A, A, V, int64_t>(inputs, nullptr);
       const int64_t count = g.N * g.G * corners;
       const int lanes = lanes_for(in.packs);
       return launch_threads(count * lanes, [&](unsigned blocks) {

@@ -1,4 +1,7 @@
 // The kernels of deformable convolution on a GPU.
+//
+// Samples are numbered as the columns have them, [N, R, Wo, K, G]. A block of threads takes some of
+// them once, into shared memory, and then goes through the packs of channels of all.
 #ifndef EFFJAX_DEFORM_CONV_CUDA_H_
 #define EFFJAX_DEFORM_CONV_CUDA_H_
 
@@ -7,112 +10,184 @@
 
 namespace effjax {
 
-// The operands, and how they are indexed. A "pack" is V channels, the part of one thread.
-template <typename T, typename A, int V>
+// How many threads share a sample at most, backward: 128 bytes of dx lie next to each other.
+constexpr int kMostLanes = 8;
+
+// The operands, and how they are indexed: in I, 32 bits where that is enough. A "pack" is V channels,
+// the part of one thread.
+template <typename T, typename A, int V, typename I>
 struct Operands {
   Geometry g;
   const T* x;
   const A* offset;
   const A* mask;
   const int32_t* first_row;
-  int64_t packs;  // of a group's channels: C / G / V
+  I samples;  // in all
+  I packs;    // of a group's channels: C / G / V
+  Divisor<I> by_packs, by_G, by_K, by_Wo, by_R, by_kernel_w;
 
-  // The sample of tap k of group `group` at output point `point` of [N, R, Wo].
-  __device__ bool sample(int64_t point, int64_t group, int64_t k, Sample<A>& s, A& factor) const {
-    const int64_t column = point % g.Wo, r = point / g.Wo % g.R;
-    const int64_t tap = (point * g.G + group) * g.K + k;
-    const A y = base_y<A>(g, *first_row + r, k) + offset[2 * tap];
-    const A x = base_x<A>(g, column, k) + offset[2 * tap + 1];
+  // Sample i; which of the offsets is its own, and where the packs of its channels begin.
+  __device__ bool sample(I i, Sample<A, I>& s, A& factor, I& tap, I& begin) const {
+    const I of_point = by_G.quotient(i), group = i - of_point * by_G.d;
+    const I point = by_K.quotient(of_point), k = of_point - point * by_K.d;
+    const I line = by_Wo.quotient(point), column = point - line * by_Wo.d;
+    const I n = by_R.quotient(line), r = line - n * by_R.d;
+    const I row = by_kernel_w.quotient(k);
+    const I height = I(g.H), width = I(g.W);
+    tap = (point * by_G.d + group) * by_K.d + k;
+    begin = (n * height * width * by_G.d + group) * packs;
+    const auto moved = load<A, 2>(offset + 2 * int64_t(tap));
+    const A y = base_y<A>(g, int64_t(*first_row) + r, row) + moved.at[0];
+    const A x = base_x<A>(g, column, k - row * by_kernel_w.d) + moved.at[1];
     factor = g.has_mask ? mask[tap] : A(1);
-    return make_sample<A>(y, x, g.H, g.W, s);
-  }
-  // Where the channels of a pack of a pixel of the point's image begin.
-  __device__ int64_t address(int64_t point, int64_t pixel, int64_t group, int64_t pack) const {
-    const int64_t n = point / (g.R * g.Wo);
-    return (n * g.H * g.W + pixel) * g.C + (group * packs + pack) * V;
+    return make_sample<A, I>(y, x, height, width, s);
   }
 };
 
-// One thread a pack of the columns, in their order: writes are contiguous.
-template <typename T, typename A, int V>
-__global__ void __launch_bounds__(kThreads) columns_kernel(Operands<T, A, V> in, T* columns,
-                                                           int64_t count) {
-  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= count) return;
-  const Geometry& g = in.g;
-  const int64_t pack = i % in.packs, group = i / in.packs % g.G;
-  const int64_t k = i / (in.packs * g.G) % g.K, point = i / (in.packs * g.G * g.K);
-  A sum[V] = {};
-  Sample<A> s;
-  A factor;
-  if (in.sample(point, group, k, s, factor)) {
+// Samples of a block as all of its threads read them.
+template <typename A, typename I>
+struct SharedSamples {
+  Vector<I, 4> begin[kThreads];   // pack of x at which each corner's channels begin; -1: outside
+  Vector<A, 4> weight[kThreads];  // with the mask in it
+
+  __device__ __forceinline__ void put(int at, const Sample<A, I>& s, A factor, I first,
+                                      I packs_of_pixel) {
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-      if (!s.inside[q]) continue;
-      const auto value = load<T, V>(in.x + in.address(point, s.pixel[q], group, pack));
-      const A weight = factor * s.weight[q];
-#pragma unroll
-      for (int v = 0; v < V; ++v) sum[v] += weight * widen(value.at[v]);
+      begin[at].at[q] = s.inside[q] ? first + s.pixel[q] * packs_of_pixel : I(-1);
+      weight[at].at[q] = s.inside[q] ? factor * s.weight[q] : A(0);
     }
   }
-  Vector<T, V> out;
+};
+
+// A pack of the four pixels of a sample, zero outside: all are on their way before one is used.
+template <typename T, typename A, int V, typename I>
+__device__ __forceinline__ void load_corners(const Vector<T, V>* x, const Vector<I, 4>& begin,
+                                             I pack, A (&corner)[4][V]) {
+  Vector<T, V> stored[4];
 #pragma unroll
-  for (int v = 0; v < V; ++v) narrow(sum[v], out.at[v]);
-  reinterpret_cast<Vector<T, V>*>(columns)[i] = out;
+  for (int q = 0; q < 4; ++q) stored[q] = load_if(begin.at[q] >= 0, x + (begin.at[q] + pack));
+#pragma unroll
+  for (int q = 0; q < 4; ++q) widen(stored[q], corner[q]);
 }
 
-// `lanes` threads, a power of two, for each tap of each group of each point: they share the sums over
-// channels that the gradients of its position and mask are.
-template <typename T, typename A, int V>
+// columns [N, R, Wo, K, C], `block` samples to a block of threads.
+template <typename T, typename A, int V, typename I>
+__global__ void __launch_bounds__(kThreads, 5)  // enough registers for four loads at a time
+    columns_kernel(Operands<T, A, V, I> in, T* columns, int block) {
+  __shared__ SharedSamples<A, I> shared;
+  const I first = I(blockIdx.x) * block, count = min(I(block), in.samples - first);
+  if (threadIdx.x < count) {
+    Sample<A, I> s;
+    A factor;
+    I tap, begin;
+    in.sample(first + I(threadIdx.x), s, factor, tap, begin);
+    shared.put(threadIdx.x, s, factor, begin, in.by_G.d * in.packs);
+  }
+  __syncthreads();
+  const auto* const x = reinterpret_cast<const Vector<T, V>*>(in.x);
+  auto* const out = reinterpret_cast<Vector<T, V>*>(columns) + int64_t(first) * in.packs;
+#pragma unroll 1
+  for (I i = threadIdx.x; i < count * in.packs; i += kThreads) {
+    const I s = in.by_packs.quotient(i), pack = i - s * in.packs;
+    const auto begin = shared.begin[s];
+    const auto weight = shared.weight[s];
+    A corner[4][V];
+    load_corners<T, A, V, I>(x, begin, pack, corner);
+    Vector<T, V> sum;
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      narrow(weight.at[0] * corner[0][v] + weight.at[1] * corner[1][v] +
+                 weight.at[2] * corner[2][v] + weight.at[3] * corner[3][v],
+             sum.at[v]);
+    }
+    out[i] = sum;
+  }
+}
+
+// What one pack gives to dx, and to the products of the gradient with the corners of its sample.
+template <typename T, typename A, int V, typename I>
+__device__ __forceinline__ void gradients_of_pack(const Vector<T, V>* x, const Vector<A, 4>& weight,
+                                                  const Vector<I, 4>& begin, I pack, Vector<A, V> d,
+                                                  A* dx, A product[4]) {
+  A corner[4][V];
+  load_corners<T, A, V, I>(x, begin, pack, corner);
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) product[q] += d.at[v] * corner[q][v];
+  }
+  if (!dx) return;
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    A more[V];
+#pragma unroll
+    for (int v = 0; v < V; ++v) more[v] = weight.at[q] * d.at[v];
+    if (begin.at[q] >= 0) add<A, V>(dx + int64_t(begin.at[q] + pack) * V, more);
+  }
+}
+
+// dx, which is added to unless it is null, doffset and dmask; 1 << shift threads share a sample. V
+// channels are 16 bytes of dx, so that neighbouring threads add to neighbouring addresses.
+template <typename T, typename A, int V, typename I>
 __global__ void __launch_bounds__(kThreads, 2)  // two blocks at a time leave enough registers
-    gradients_kernel(Operands<T, A, V> in, const A* dcolumns, A* dx, A* doffset, A* dmask,
-                     int64_t count, int lanes, bool skip_dx) {
-  const Geometry& g = in.g;
-  const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t i = thread / lanes, lane = thread % lanes;
-  const bool active = i < count;  // all threads of a warp take part in its shuffles
-  const int64_t k = i % g.K, group = i / g.K % g.G, point = i / (g.K * g.G);
-  A product[4] = {};
-  Sample<A> s;
+    gradients_kernel(Operands<T, A, V, I> in, const A* dcolumns, A* dx, A* doffset, A* dmask,
+                     int block, int shift) {
+  __shared__ SharedSamples<A, I> shared;
+  __shared__ Vector<A, 4> products[kThreads];
+  const I first = I(blockIdx.x) * block;
+  const int count = static_cast<int>(min(I(block), in.samples - first));
+  const bool mine = static_cast<int>(threadIdx.x) < count;
+  Sample<A, I> s;
   A factor;
-  const bool inside = active && in.sample(point, group, k, s, factor);
-  if (inside) {
-    for (int64_t pack = lane; pack < in.packs; pack += lanes) {
-      const int64_t at = (point * g.K + k) * g.C + (group * in.packs + pack) * V;
-      const auto d = load<A, V>(dcolumns + at);
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        if (!s.inside[q]) continue;
-        const int64_t address = in.address(point, s.pixel[q], group, pack);
-        const auto value = load<T, V>(in.x + address);
-        A more[V];
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
-          product[q] += d.at[v] * widen(value.at[v]);
-          more[v] = factor * s.weight[q] * d.at[v];
-        }
-        if (!skip_dx) add<A, V>(dx + address, more);
+  I tap, begin;
+  if (mine) {
+    in.sample(first + I(threadIdx.x), s, factor, tap, begin);
+    shared.put(threadIdx.x, s, factor, begin, in.by_G.d * in.packs);
+  }
+  __syncthreads();
+  const auto* const x = reinterpret_cast<const Vector<T, V>*>(in.x);
+  const int lanes = 1 << shift, lane = threadIdx.x & (lanes - 1);
+  for (int turn = 0; turn < count; turn += kThreads >> shift) {
+    const int i = turn + (threadIdx.x >> shift);  // all threads of a warp take part in its shuffles
+    A product[4] = {};
+    if (i < count) {
+      const auto* const d = reinterpret_cast<const Vector<A, V>*>(dcolumns) +
+                            int64_t(first + i) * in.packs;
+      const auto from = shared.begin[i];
+      const auto weight = shared.weight[i];
+#pragma unroll 1
+      for (I pack = lane; pack < in.packs; pack += lanes) {
+        gradients_of_pack<T, A, V, I>(x, weight, from, pack, d[pack], dx, product);
       }
     }
-  }
-  for (int step = lanes / 2; step > 0; step /= 2) {
 #pragma unroll
-    for (int q = 0; q < 4; ++q) product[q] += __shfl_down_sync(kAllLanes, product[q], step, lanes);
+    for (int step = kMostLanes / 2; step > 0; step /= 2) {
+      if (step >= lanes) continue;
+#pragma unroll
+      for (int q = 0; q < 4; ++q) product[q] += __shfl_down_sync(kAllLanes, product[q], step, lanes);
+    }
+    if (i < count && lane == 0) {
+#pragma unroll
+      for (int q = 0; q < 4; ++q) products[i].at[q] = product[q];
+    }
   }
-  if (!active || lane != 0) return;
-  A dy = 0, dx_position = 0, dfactor = 0;
-  if (inside) sample_gradients<A>(s, product, factor, dy, dx_position, dfactor);
-  const int64_t tap = (point * g.G + group) * g.K + k;
-  doffset[2 * tap] = dy;
-  doffset[2 * tap + 1] = dx_position;
-  if (g.has_mask) dmask[tap] = dfactor;
+  __syncthreads();
+  if (!mine) return;
+  Vector<A, 2> moved;
+  A dfactor;
+  sample_gradients<A, I>(s, products[threadIdx.x].at, factor, moved.at[0], moved.at[1], dfactor);
+  const bool touches = s.inside[0] | s.inside[1] | s.inside[2] | s.inside[3];
+  if (!touches) moved.at[0] = moved.at[1] = dfactor = A(0);  // the mask may be no number
+  reinterpret_cast<Vector<A, 2>*>(doffset)[tap] = moved;
+  if (in.g.has_mask) dmask[tap] = dfactor;
 }
 
 // `lanes` threads for each corner of each sample, in the order of the pixels that the corners are:
 // the first corner of a pixel adds all of them, one after the other.
 template <typename A, int V>
 __global__ void __launch_bounds__(kThreads, 2)
-    scatter_kernel(Operands<A, A, V> in, const A* dcolumns, const int32_t* destination,
+    scatter_kernel(Operands<A, A, V, int64_t> in, const A* dcolumns, const int32_t* destination,
                    const int32_t* source, A* dx, int64_t corners, int64_t count, int lanes) {
   const Geometry& g = in.g;
   const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x;
@@ -123,26 +198,69 @@ __global__ void __launch_bounds__(kThreads, 2)
   source += image_group * corners;
   const int32_t pixel = destination[first];
   if (pixel >= g.H * g.W || (first > 0 && destination[first - 1] == pixel)) return;
-  const int64_t group = image_group % g.G, image = image_group / g.G * g.R * g.Wo;
+  const int64_t group = image_group % g.G, n = image_group / g.G;
   for (int64_t pack = lane; pack < in.packs; pack += lanes) {
     A sum[V] = {};
     for (int64_t e = first; e < corners && destination[e] == pixel; ++e) {
+      const int64_t sample = (n * (corners / 4) + source[e] / 4) * g.G + group;
       const int32_t q = source[e] % 4;
-      const int64_t k = source[e] / 4 % g.K, point = image + source[e] / 4 / g.K;
       Sample<A> s;
       A factor;
-      if (!in.sample(point, group, k, s, factor)) continue;
-      const auto d = load<A, V>(dcolumns + (point * g.K + k) * g.C + (group * in.packs + pack) * V);
+      int64_t tap, begin;
+      if (!in.sample(sample, s, factor, tap, begin)) continue;
+      const auto d = load<A, V>(dcolumns + (sample * in.packs + pack) * V);
       // Without an index that only the run knows: that would put the sample into memory.
       const A left = q < 2 ? s.weight[0] : s.weight[2], right = q < 2 ? s.weight[1] : s.weight[3];
       const A weight = factor * (q % 2 ? right : left);
 #pragma unroll
       for (int v = 0; v < V; ++v) sum[v] += weight * d.at[v];
     }
-    A* out = dx + in.address(image, pixel, group, pack);
+    A* out = dx + ((n * g.H * g.W + pixel) * g.G + group) * in.packs * V + pack * V;
 #pragma unroll
     for (int v = 0; v < V; ++v) out[v] += sum[v];
   }
+}
+
+// Whether 32 bits count the samples, and the packs of x.
+inline bool fits_32_bits(const Geometry& g, int packed) {
+  constexpr double kMost = 2147483648.0;  // products of sizes may be more than 64 bits hold
+  const double points = double(g.N) * double(g.R) * double(g.Wo);
+  const double pixels = double(g.N) * double(g.H) * double(g.W);
+  return points * double(g.K) * double(g.G) < kMost && pixels * double(g.C) / packed < kMost;
+}
+
+// Calls run(I()) with the type of indices that suffices.
+template <typename Run>
+auto with_index(const Geometry& g, int packed, const Run& run) {
+  return fits_32_bits(g, packed) ? run(int32_t()) : run(int64_t());
+}
+
+template <typename T, typename A, int V, typename I>
+Operands<T, A, V, I> make_operands(const Geometry& g, const void* x, const void* offset,
+                                   const void* mask, const int32_t* first_row) {
+  const auto by = [](int64_t size) { return Divisor<I>(static_cast<I>(size)); };
+  const int64_t packs = g.C / g.G / V;
+  return {g,
+          static_cast<const T*>(x),
+          static_cast<const A*>(offset),
+          static_cast<const A*>(mask),
+          first_row,
+          static_cast<I>(g.N * g.R * g.Wo * g.K * g.G),
+          static_cast<I>(packs),
+          by(packs), by(g.G), by(g.K), by(g.Wo), by(g.R), by(g.kernel_w)};
+}
+
+// How many samples a block takes: enough work for what it costs to take them, at least `least`.
+inline int samples_of_block(int64_t packs, int least) {
+  constexpr int64_t kPacks = 2048;
+  return static_cast<int>(std::clamp<int64_t>(kPacks / std::max<int64_t>(packs, 1), least, kThreads));
+}
+
+// log2 of how many threads share a sample, backward.
+inline int shift_for(int64_t packs) {
+  int shift = 0;
+  while ((1 << shift) < kMostLanes && (1 << shift) < packs) ++shift;
+  return shift;
 }
 
 }  // namespace effjax

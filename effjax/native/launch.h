@@ -15,16 +15,21 @@ inline ffi::Error result_of(cudaError_t error) {
   return ffi::Error::Internal(std::string("effjax's kernels: ") + cudaGetErrorString(error));
 }
 
-// Runs launch(blocks) for so many threads, and says what went wrong.
+// Runs launch(blocks), and says what went wrong.
 template <typename Launch>
-ffi::Error launch_threads(int64_t threads, const Launch& launch) {
-  if (threads == 0) return ffi::Error::Success();
-  const int64_t blocks = (threads + kThreads - 1) / kThreads;
+ffi::Error launch_blocks(int64_t blocks, const Launch& launch) {
+  if (blocks == 0) return ffi::Error::Success();
   if (blocks > std::numeric_limits<int32_t>::max()) {
     return invalid("too large for one launch: give fewer images at a time, or a smaller workspace_bytes");
   }
   launch(static_cast<unsigned>(blocks));
   return result_of(cudaGetLastError());
+}
+
+// The same for so many threads.
+template <typename Launch>
+ffi::Error launch_threads(int64_t threads, const Launch& launch) {
+  return launch_blocks(threads / kThreads + (threads % kThreads > 0), launch);
 }
 
 template <int V>
@@ -36,6 +41,16 @@ template <typename Run>
 ffi::Error dispatch(ffi::DataType dtype, int64_t channels, const Run& run) {
   return with_types<__nv_bfloat16, __half>(dtype, [&](auto storage, auto accumulator) {
     constexpr int kFull = 16 / sizeof(storage);
+    return channels % kFull == 0 ? run(storage, accumulator, Width<kFull>())
+                                  : run(storage, accumulator, Width<1>());
+  });
+}
+
+// The same with 16 bytes of the sums, where x is stored in half of that.
+template <typename Run>
+ffi::Error dispatch_sums(ffi::DataType dtype, int64_t channels, const Run& run) {
+  return with_types<__nv_bfloat16, __half>(dtype, [&](auto storage, auto accumulator) {
+    constexpr int kFull = 16 / sizeof(accumulator);
     return channels % kFull == 0 ? run(storage, accumulator, Width<kFull>())
                                   : run(storage, accumulator, Width<1>());
   });

@@ -19,10 +19,11 @@
 namespace effjax {
 
 // A point of the image between four pixels. weight[q] is zero where pixel q is outside; pixel[q]
-// is then 0, so that it can be read. q = 2 * (lower) + (right).
-template <typename A>
+// is then 0, so that it can be read. q = 2 * (lower) + (right). Pixels are counted in I.
+template <typename A, typename I = int64_t>
 struct Sample {
-  int64_t pixel[4];  // row * W + column
+  using Index = I;
+  Index pixel[4];  // row * W + column
   A weight[4];
   A down, right;     // how far the point is below and right of pixel 0, in [0, 1)
   bool inside[4];
@@ -31,8 +32,9 @@ struct Sample {
 // False where the sample is zero, all its pixels outside: not within -1 < y < H, -1 < x < W. The
 // comparison is written so that NaN is outside too, and nothing infinite is turned into an integer.
 // There are no branches: points at random are inside or outside, which no CPU can predict.
-template <typename A>
-EFFJAX_INLINE bool make_sample(A y, A x, int64_t height, int64_t width, Sample<A>& s) {
+template <typename A, typename I = int64_t>
+EFFJAX_INLINE bool make_sample(A y, A x, typename Sample<A, I>::Index height,
+                               typename Sample<A, I>::Index width, Sample<A, I>& s) {
   const bool touches = (y > A(-1)) & (x > A(-1)) & (y < A(height)) & (x < A(width));
   y = touches ? y : A(0);
   x = touches ? x : A(0);
@@ -41,7 +43,7 @@ EFFJAX_INLINE bool make_sample(A y, A x, int64_t height, int64_t width, Sample<A
 #else
   const A top = std::floor(y), left = std::floor(x);
 #endif
-  const int64_t row = static_cast<int64_t>(top), column = static_cast<int64_t>(left);
+  const I row = static_cast<I>(top), column = static_cast<I>(left);
   s.down = y - top;
   s.right = x - left;
   const bool upper = touches & (row >= 0), lower = touches & (row + 1 < height);
@@ -58,8 +60,8 @@ EFFJAX_INLINE bool make_sample(A y, A x, int64_t height, int64_t width, Sample<A
 
 // Gradients of a sample with respect to y, x and the mask, from the products of the incoming
 // gradient with the four pixels (zero for those outside).
-template <typename A>
-EFFJAX_INLINE void sample_gradients(const Sample<A>& s, const A product[4], A mask, A& dy,
+template <typename A, typename I>
+EFFJAX_INLINE void sample_gradients(const Sample<A, I>& s, const A product[4], A mask, A& dy,
                                     A& dx, A& dmask) {
   dy = mask * ((A(1) - s.right) * (product[2] - product[0]) + s.right * (product[3] - product[1]));
   dx = mask * ((A(1) - s.down) * (product[1] - product[0]) + s.down * (product[3] - product[2]));

@@ -16,55 +16,87 @@ struct Arrays {
   void *columns, *dx, *doffset, *dmask;
 };
 
-template <typename T, typename A, int V>
-void run(const Geometry& g, const Arrays& a) {
-  const effjax::Operands<T, A, V> in{g,
-                                     static_cast<const T*>(a.x),
-                                     static_cast<const A*>(a.offset),
-                                     static_cast<const A*>(a.mask),
-                                     a.row,
-                                     g.C / g.G / V};
-  const A* dcolumns = static_cast<const A*>(a.dcolumns);
-  A* dx = static_cast<A*>(a.dx);
-  const auto blocks = [](int64_t threads) {
-    return (threads + effjax::kThreads - 1) / effjax::kThreads;
-  };
-  const int lanes = effjax::lanes_for(in.packs);
-  if (a.columns) {
-    const int64_t count = g.N * g.R * g.Wo * g.K * g.C / V;
-    launch(blocks(count), effjax::kThreads,
-           [&] { effjax::columns_kernel<T, A, V>(in, static_cast<T*>(a.columns), count); });
-  } else if (a.destination) {
-    const int64_t corners = g.R * g.Wo * g.K * 4, count = g.N * g.G * corners;
-    launch(blocks(count * lanes), effjax::kThreads, [&] {
-      const effjax::Operands<A, A, V> sums{in.g, nullptr, in.offset, in.mask, in.first_row, in.packs};
-      effjax::scatter_kernel<A, V>(sums, dcolumns, a.destination, a.source, dx, corners, count,
-                                   lanes);
-    });
+// In 32 or 64 bits: what the sizes ask for, or 64 where `wide` says so.
+template <typename Run>
+void with_index(const Geometry& g, int packed, bool wide, const Run& run) {
+  if (wide) {
+    run(int64_t());
   } else {
-    const int64_t count = g.N * g.R * g.Wo * g.G * g.K;
-    launch(blocks(count * lanes), effjax::kThreads, [&] {
-      effjax::gradients_kernel<T, A, V>(in, dcolumns, dx, static_cast<A*>(a.doffset),
-                                        static_cast<A*>(a.dmask), count, lanes, dx == nullptr);
-    });
+    effjax::with_index(g, packed, run);
   }
 }
 
+template <typename T, typename A, int V>
+void run_columns(const Geometry& g, const Arrays& a, bool wide) {
+  with_index(g, V, wide, [&]<typename I>(I) {
+    const auto in = effjax::make_operands<T, A, V, I>(g, a.x, a.offset, a.mask, a.row);
+    const int block = effjax::samples_of_block(in.packs, 1);
+    launch((in.samples + block - 1) / block, effjax::kThreads, [&] {
+      effjax::columns_kernel<T, A, V, I>(in, static_cast<T*>(a.columns), block);
+    });
+  });
+}
+
+template <typename T, typename A, int V>
+void run_gradients(const Geometry& g, const Arrays& a, bool wide) {
+  const A* dcolumns = static_cast<const A*>(a.dcolumns);
+  A* dx = static_cast<A*>(a.dx);
+  if (a.destination) {
+    const auto in = effjax::make_operands<A, A, V, int64_t>(g, nullptr, a.offset, a.mask, a.row);
+    const int64_t corners = g.R * g.Wo * g.K * 4, count = g.N * g.G * corners;
+    const int lanes = effjax::lanes_for(in.packs);
+    launch((count * lanes + effjax::kThreads - 1) / effjax::kThreads, effjax::kThreads, [&] {
+      effjax::scatter_kernel<A, V>(in, dcolumns, a.destination, a.source, dx, corners, count, lanes);
+    });
+    return;
+  }
+  with_index(g, V, wide, [&]<typename I>(I) {
+    const auto in = effjax::make_operands<T, A, V, I>(g, a.x, a.offset, a.mask, a.row);
+    const int shift = effjax::shift_for(in.packs);
+    const int block = effjax::samples_of_block(in.packs, effjax::kThreads >> shift);
+    launch((in.samples + block - 1) / block, effjax::kThreads, [&] {
+      effjax::gradients_kernel<T, A, V, I>(in, dcolumns, dx, static_cast<A*>(a.doffset),
+                                           static_cast<A*>(a.dmask), block, shift);
+    });
+  });
+}
+
 template <typename T, typename A>
-void with_width(const Geometry& g, const Arrays& a) {
-  constexpr int kFull = 16 / sizeof(T);
-  g.C / g.G % kFull == 0 ? run<T, A, kFull>(g, a) : run<T, A, 1>(g, a);
+void run(const Geometry& g, const Arrays& a, bool wide) {
+  constexpr int kStored = 16 / sizeof(T), kSums = 16 / sizeof(A);
+  const int64_t channels = g.C / g.G;
+  if (a.columns) {
+    channels % kStored == 0 ? run_columns<T, A, kStored>(g, a, wide) : run_columns<T, A, 1>(g, a, wide);
+  } else {
+    channels % kSums == 0 ? run_gradients<T, A, kSums>(g, a, wide) : run_gradients<T, A, 1>(g, a, wide);
+  }
 }
 
 }  // namespace
 
+// Whether 32 bits suffice for packs of so many channels.
+extern "C" bool fits_32_bits(const int64_t* sizes, int packed) {
+  Geometry g{};
+  g.N = sizes[0], g.H = sizes[1], g.W = sizes[2], g.C = sizes[3], g.R = sizes[4], g.Wo = sizes[5];
+  g.K = sizes[6], g.G = sizes[7];
+  return effjax::fits_32_bits(g, packed);
+}
+
+// How many of the numbers n are not divided by d as they should be.
+extern "C" int64_t wrong_quotients(int32_t d, const int32_t* n, int64_t count) {
+  const effjax::Divisor<int32_t> by(d);
+  int64_t wrong = 0;
+  for (int64_t i = 0; i < count; ++i) wrong += by.quotient(n[i]) != n[i] / d;
+  return wrong;
+}
+
 // The geometry's fields in their order, the arrays in theirs; those that are null say which kernel.
-extern "C" void emulate(const char* dtype, const int64_t* sizes, const Arrays* arrays) {
+extern "C" void emulate(const char* dtype, const int64_t* sizes, const Arrays* arrays, bool wide) {
   const Geometry g{sizes[0],  sizes[1],  sizes[2],  sizes[3],  sizes[4],  sizes[5],
                    sizes[6],  sizes[7],  sizes[8],  sizes[9],  sizes[10], sizes[11],
                    sizes[12], sizes[13], sizes[14], sizes[15] != 0};
-  if (!std::strcmp(dtype, "float32")) with_width<float, float>(g, *arrays);
-  if (!std::strcmp(dtype, "float64")) with_width<double, double>(g, *arrays);
-  if (!std::strcmp(dtype, "bfloat16")) with_width<__nv_bfloat16, float>(g, *arrays);
-  if (!std::strcmp(dtype, "float16")) with_width<__half, float>(g, *arrays);
+  if (!std::strcmp(dtype, "float32")) run<float, float>(g, *arrays, wide);
+  if (!std::strcmp(dtype, "float64")) run<double, double>(g, *arrays, wide);
+  if (!std::strcmp(dtype, "bfloat16")) run<__nv_bfloat16, float>(g, *arrays, wide);
+  if (!std::strcmp(dtype, "float16")) run<__half, float>(g, *arrays, wide);
 }

@@ -29,8 +29,8 @@ RESULTS = ("columns", "dx", "doffset", "dmask")
 
 
 @pytest.fixture(scope="module")
-def emulate(tmp_path_factory):
-    """Runs one of the kernels on NumPy arrays; the results that are asked for say which."""
+def emulated(tmp_path_factory):
+    """The kernels as a library for a CPU."""
     compiler = shutil.which("g++")
     if compiler is None or not SOURCES.is_dir():
         pytest.skip("nothing to compile: no g++, or a package without its C++ sources")
@@ -40,9 +40,14 @@ def emulate(tmp_path_factory):
         f"-I{HERE / 'emulated'}", f"-I{SOURCES}", str(HERE / "emulate.cc"), "-o", str(path),
     ]  # fmt: skip
     subprocess.run(command, check=True)
-    function = ctypes.CDLL(str(path)).emulate
+    return ctypes.CDLL(str(path))
 
-    def run(geometry, arrays, **results):
+
+@pytest.fixture(scope="module")
+def emulate(emulated):
+    """Runs one of the kernels on NumPy arrays; the results that are asked for say which."""
+
+    def run(geometry, arrays, wide=False, **results):
         x = arrays["x"]
         (n, h, w, c), (_, rows, width, _) = x.shape, arrays["offset"].shape
         (top, _), (left, _) = geometry.padding
@@ -53,10 +58,11 @@ def emulate(tmp_path_factory):
         )  # fmt: skip
         given = [arrays.get(name) for name in NAMES] + [results.get(name) for name in RESULTS]
         pointers = [None if a is None else a.ctypes.data for a in given]
-        function(
+        emulated.emulate(
             x.dtype.name.encode(),
             (ctypes.c_int64 * 16)(*sizes),
             (ctypes.c_void_p * len(given))(*pointers),
+            ctypes.c_bool(wide),
         )
         return results
 
@@ -96,12 +102,17 @@ def close(got, want, dtype):
 CASES = [
     (np.float32, 48, False), exhaustive(np.float32, 8, True), exhaustive(np.float32, 264, True),
     (np.float32, 10, True), exhaustive(np.float64, 12, True), (jnp.bfloat16, 32, True),
-    exhaustive(jnp.bfloat16, 6, False), (np.float16, 16, True),
+    exhaustive(jnp.bfloat16, 6, False), (np.float16, 16, True), exhaustive(jnp.bfloat16, 8, True),
+    exhaustive(np.float32, 1040, False),
 ]  # fmt: skip
 
 
+@pytest.mark.covering
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("dtype", "channels", "masked"), CASES)
-def test_kernels_emulated(emulate, dtype, channels, masked, x64):
+def test_kernels_emulated(emulate, dtype, channels, masked, wide, x64):
+    """With indices of 32 bits, and with those of 64 that larger arrays have."""
+    emulate = functools.partial(emulate, wide=wide)
     arrays = make(dtype, channels, masked)
     x, offset, mask, row = (jnp.asarray(arrays[name]) for name in ("x", "offset", "mask", "row"))
     want = reference.columns(x, offset, mask, row, GEOMETRY)
@@ -131,6 +142,29 @@ def test_kernels_emulated(emulate, dtype, channels, masked, x64):
     }
     in_order = emulate(GEOMETRY, arrays | ordered, dx=dx.copy())["dx"]
     close(in_order, want[0], np.dtype(wide))
+
+
+def test_sizes_choose_the_indices(emulated):
+    """The number of samples, and that of packs of x, must be below 2**31."""
+    fits = lambda *sizes, packed=4: emulated.fits_32_bits((ctypes.c_int64 * 8)(*sizes), packed)  # noqa: E731
+    assert fits(2, 100, 100, 128, 100, 100, 9, 4)
+    image = 1, 2**15, 2**15
+    assert fits(*image, 7, 1, 1, 1, 1) and not fits(*image, 8, 1, 1, 1, 1)
+    assert fits(*image, 15, 1, 1, 1, 1, packed=8) and not fits(*image, 2, 1, 1, 1, 1, packed=1)
+    assert fits(1, 1, 1, 4, 2**15 - 1, 2**15, 1, 2) and not fits(1, 1, 1, 4, 2**15, 2**15, 1, 2)
+    assert not fits(*[2**60] * 8)
+
+
+def test_division_by_multiplication(emulated):
+    rng = np.random.default_rng(0)
+    divisors = [*range(1, 300), 2**16 - 1, 2**16 + 1, 2**30, 2**30 + 1, 2**31 - 1]
+    divisors += rng.integers(1, 2**31, 200).tolist()
+    for d in divisors:
+        near = np.arange(0, 2**31, max(d, 2**31 // 50), np.int64)[:, None] // d * d + [-1, 0, 1]
+        n = np.concatenate([near.ravel(), rng.integers(0, 2**31, 500), [0, 2**31 - 1]])
+        n = np.ascontiguousarray(n[(n >= 0) & (n < 2**31)], np.int32)
+        pointer = n.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+        assert emulated.wrong_quotients(d, pointer, ctypes.c_int64(n.size)) == 0, d
 
 
 def test_addresses_are_64_bit(emulate):

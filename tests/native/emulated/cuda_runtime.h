@@ -1,5 +1,5 @@
-// As much of CUDA as the kernels of effjax need, on a CPU: a block's warps run one after the other,
-// the 32 threads of a warp as threads of the CPU, which meet in shuffles.
+// As much of CUDA as the kernels of effjax need, on a CPU: a block's threads are threads of the CPU,
+// which meet in shuffles and barriers; blocks run one after the other.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 #define __host__
 #define __device__
 #define __global__
-#define __shared__ static  // warps run one after the other
+#define __shared__ static  // blocks run one after the other
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __CUDA_ARCH__ EMULATED_ARCH
@@ -63,23 +63,38 @@ T __shfl_down_sync(unsigned, T value, int step, int width) {
 
 inline void __syncwarp() { warp->meet.arrive_and_wait(); }
 
+struct Block {
+  explicit Block(int threads) : meet(threads), warps(threads / 32) {}
+  std::barrier<> meet;
+  std::vector<Warp> warps;
+};
+inline thread_local Block* block_of_threads;
+inline void __syncthreads() { block_of_threads->meet.arrive_and_wait(); }
+
+inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint32_t((uint64_t{a} * b) >> 32); }
+inline float __uint_as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
 // kernel() in so many blocks of so many threads.
 template <typename Kernel>
 void launch(int64_t blocks, int threads, const Kernel& kernel) {
-  for (int64_t block = 0; block < blocks; ++block) {
-    for (int first = 0; first < threads; first += 32) {
-      Warp shared;
-      std::vector<std::thread> lanes;
-      for (int lane = 0; lane < 32; ++lane) {
-        lanes.emplace_back([&, lane] {
-          blockIdx.x = static_cast<unsigned>(block);
-          threadIdx.x = static_cast<unsigned>(first + lane);
-          warp = &shared;
-          kernel();
-          shared.meet.arrive_and_drop();
-        });
-      }
-      for (auto& lane : lanes) lane.join();
+  for (int64_t index = 0; index < blocks; ++index) {
+    Block block(threads);
+    std::vector<std::thread> all;
+    for (int thread = 0; thread < threads; ++thread) {
+      all.emplace_back([&, thread] {
+        blockIdx.x = static_cast<unsigned>(index);
+        threadIdx.x = static_cast<unsigned>(thread);
+        block_of_threads = &block;
+        warp = &block.warps[thread / 32];
+        kernel();
+        warp->meet.arrive_and_drop();
+        block.meet.arrive_and_drop();
+      });
     }
+    for (auto& thread : all) thread.join();
   }
 }
