@@ -151,10 +151,15 @@ def pinned_host_memory() -> str:
 
 
 def native_kernels() -> dict[str, str]:
-    """For each platform, "loaded" or why there are none."""
-    from ..native import status
+    """For each platform, "loaded" or why there are none; and what the CUDA kernels can run on."""
+    from ..native import LOADED, gpus, status
 
-    return status()
+    states, found = status(), gpus()
+    if states["cuda"] == LOADED and found:
+        version = f"with CUDA {found.built // 1000}.{found.built % 1000 // 10}"
+        here = f"{found.count} GPUs to run on" if found.count else "no GPU here: for plans alone"
+        states["cuda"] += f" (built {version}; {here})"
+    return states
 
 
 def _devices() -> tuple[list[dict[str, Any]], str | None]:

@@ -9,6 +9,7 @@ import re
 import sys
 from importlib import metadata, resources
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -25,6 +26,8 @@ _SYMBOLS = {
     "effjax_roi_pool_backward": "EffjaxRoiPoolBackward",
 }
 _CUDA_SYMBOLS = {"effjax_deform_scatter_sorted": "EffjaxDeformScatterSorted"}
+_PLAIN = {"cpu": [], "cuda": ["effjax_cuda_devices"]}
+_DRIVERS = {12: 525, 13: 580}  # NVIDIA's first driver for a major version of CUDA
 
 
 def status() -> dict[str, str]:
@@ -37,12 +40,57 @@ def available(platform: str) -> bool:
     return platform in _PLATFORMS and _load(platform) == LOADED
 
 
+class Gpus(NamedTuple):
+    """What a library of CUDA kernels finds: versions of CUDA are 1000 * major + 10 * minor."""
+
+    built: int  # the CUDA that the library was built with
+    driver: int  # the newest that the driver runs; 0 where there is none
+    count: int
+    newest: int  # compute capability of the newest GPU, 10 * major + minor
+
+    def trouble(self) -> str | None:
+        """Why the kernels cannot run on the GPUs that are here. None where there are none either:
+        programs for a GPU can then be compiled, and planned."""
+        major, minor = self.built // 1000, self.driver % 1000 // 10
+        if self.driver and self.driver // 1000 < major:
+            needed = f" ({_DRIVERS[major]} or newer)" if major in _DRIVERS else ""
+            return (
+                f"built with CUDA {major}, but NVIDIA's driver here runs CUDA "
+                f"{self.driver // 1000}.{minor} at most: install a newer driver{needed}, or build "
+                "effjax with an older nvcc (CUDACXX=/usr/local/cuda-12/bin/nvcc pip install .)"
+            )
+        if self.count and self.newest < 80:
+            return (
+                "built for GPUs of compute capability 8.0 or more; the newest here has "
+                f"{self.newest // 10}.{self.newest % 10}"
+            )
+        return None
+
+
+def gpus() -> Gpus | None:
+    """What the CUDA kernels could run on; None where they are not built, or cannot be loaded."""
+    try:
+        with resources.as_file(_file("cuda")) as path:
+            return _gpus_of(ctypes.CDLL(str(path)))
+    except (OSError, AttributeError):
+        return None
+
+
+def _gpus_of(library: ctypes.CDLL) -> Gpus:
+    numbers = [ctypes.c_int32() for _ in Gpus._fields]
+    library.effjax_cuda_devices(*map(ctypes.byref, numbers))
+    return Gpus(*(number.value for number in numbers))
+
+
+def _file(platform: str):
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    return resources.files(__name__) / f"libeffjax_{platform}{suffix}"
+
+
 @functools.cache
 def _load(platform: str) -> str:
     """Registers the custom calls of one library, once. Starts no backend."""
-    suffix = ".dylib" if sys.platform == "darwin" else ".so"
-    file = resources.files(__name__) / f"libeffjax_{platform}{suffix}"
-    with resources.as_file(file) as path:
+    with resources.as_file(_file(platform)) as path:
         if not path.is_file():
             return "not built: install effjax where there is a compiler (pip install -v says more)"
         try:
@@ -57,8 +105,10 @@ def _load(platform: str) -> str:
             f"{theirs[0]}.{theirs[1]}: install a newer jaxlib, or effjax again"
         )
     symbols = _SYMBOLS | (_CUDA_SYMBOLS if platform == "cuda" else {})
-    if not all(hasattr(library, symbol) for symbol in symbols.values()):
+    if not all(hasattr(library, symbol) for symbol in [*symbols.values(), *_PLAIN[platform]]):
         return "built from another version of effjax: install effjax again"
+    if platform == "cuda" and (trouble := _gpus_of(library).trouble()):
+        return trouble
     for target, symbol in symbols.items():
         handler = jax.ffi.pycapsule(getattr(library, symbol))
         jax.ffi.register_ffi_target(target, handler, platform=_PLATFORMS[platform])

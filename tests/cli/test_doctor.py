@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from effjax import native
 from effjax.cli import doctor
 from effjax.memory import HOST_MEMORY_VARIABLE as VARIABLE
 
@@ -19,6 +20,23 @@ def test_doctor_examines_this_machine():
     assert findings["backend_error"] is None
     text = "\n".join(doctor.lines(findings))
     assert "memory:" in text and "native kernels: cpu " in text and "extras:" in text
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [
+        (native.Gpus(13000, 13010, 2, 90), "loaded (built with CUDA 13.0; 2 GPUs to run on)"),
+        (
+            native.Gpus(12090, 0, 0, 0),
+            "loaded (built with CUDA 12.9; no GPU here: for plans alone)",
+        ),
+        (None, "loaded"),
+    ],
+)
+def test_doctor_tells_loading_from_running(monkeypatch, gpus, said):
+    monkeypatch.setattr(native, "status", lambda: {"cpu": "loaded", "cuda": "loaded"})
+    monkeypatch.setattr(native, "gpus", lambda: gpus)
+    assert doctor.native_kernels() == {"cpu": "loaded", "cuda": said}
 
 
 def test_doctor_says_what_to_install():
