@@ -27,6 +27,10 @@ inline ffi::Error check_attention(const AttentionInputs& in, AnyBuffer y,
     return invalid("value must be [N, S, M, D], not " + shape_text(in.value) +
                    ", and locations [N, Q, M, L, P, 2], not " + shape_text(in.locations));
   }
+  if (!is_countable(in.value) || !is_countable(in.locations) || !is_countable(y)) {
+    return invalid("value of shape " + shape_text(in.value) + " or locations of shape " +
+                   shape_text(in.locations) + " is too large");
+  }
   g = Attention{value[0], value[1], value[2], value[3], places[1], places[4], {}, normalized};
   int64_t pixels = 0;
   for (size_t l = 0; l + 1 < sizes.size(); l += 2) {

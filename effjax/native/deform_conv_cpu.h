@@ -21,11 +21,12 @@ struct Operands {
   const A* offset;  // [N, R, Wo, G * K * 2]
   const A* mask;    // [N, R, Wo, G * K], or nothing
 
-  EFFJAX_INLINE bool sample(int64_t n, int64_t r, int64_t column, int64_t tap, int64_t k,
+  EFFJAX_INLINE bool sample(int64_t n, int64_t r, int64_t column, int64_t tap, int32_t k,
                             Sample<A>& s) const {
+    const int32_t width = int32_t(g.kernel_w);  // 64-bit divisions are slow
     const A* moved = offset + 2 * (((n * g.R + r) * g.Wo + column) * g.G * g.K + tap);
-    return make_sample<A>(base_y<A>(g, first_row + r, k) + moved[0],
-                          base_x<A>(g, column, k) + moved[1], g.H, g.W, s);
+    return make_sample<A>(base_y<A>(g, first_row + r, k / width) + moved[0],
+                          base_x<A>(g, column, k % width) + moved[1], g.H, g.W, s);
   }
   EFFJAX_INLINE A mask_of(int64_t n, int64_t r, int64_t column, int64_t tap) const {
     return g.has_mask ? mask[((n * g.R + r) * g.Wo + column) * g.G * g.K + tap] : A(1);
@@ -60,28 +61,59 @@ EFFJAX_INLINE void columns_of_row(const Operands<T, A>& in, const T* zeros, int6
   }
 }
 
-// The gradients of one sample, by blocks [begin, end) of the channels of its group: dx += them, and
-// what each block adds to doffset and dmask, parts [blocks, 3].
-template <int kBytes, typename T, typename A>
-EFFJAX_INLINE void gradients_of_sample(const Operands<T, A>& in, const A* dcolumns, int64_t n,
-                                       int64_t r, int64_t column, int64_t k, int64_t group,
-                                       int64_t begin, int64_t end, A* dx, A* parts) {
+// What one task of the backward pass writes: of the image n, the pixels [begin, end) of dx, and of the
+// channels the blocks [first, last) of all groups'.
+struct Share {
+  int64_t n, first, last, begin, end;
+};
+
+// The first and the last pixel that the samples of a row of output pixels touch, none: begin >= end.
+struct Reach {
+  int64_t begin, end;
+};
+
+template <typename T, typename A>
+Reach reach_of_row(const Operands<T, A>& in, int64_t n, int64_t r) {
   const Geometry& g = in.g;
-  const int64_t width = g.C / g.G, tap = group * g.K + k;
-  Sample<A> s;
-  if (!in.sample(n, r, column, tap, k, s)) {
-    std::fill(parts + begin * 3, parts + end * 3, A(0));
-    return;
+  Reach reach{g.H * g.W, 0};
+  for (int64_t column = 0; column < g.Wo; ++column) {
+    for (int64_t tap = 0; tap < g.G * g.K; ++tap) {
+      Sample<A> s;
+      in.sample(n, r, column, tap, static_cast<int32_t>(tap % g.K), s);
+      for (int q = 0; q < 4; ++q) {
+        if (!s.inside[q]) continue;
+        reach.begin = std::min(reach.begin, s.pixel[q]);
+        reach.end = std::max(reach.end, s.pixel[q] + 1);
+      }
+    }
   }
+  return reach;
+}
+
+// The gradients of one sample, by blocks [begin, end) of the channels of its group: dx += them, and
+// the products of each block with the pixels of the share, products [blocks, 4].
+template <int kBytes, typename T, typename A>
+EFFJAX_INLINE void gradients_of_sample(const Operands<T, A>& in, const A* dcolumns,
+                                       const Share& share, int64_t r, int64_t column, int64_t k,
+                                       int64_t group, int64_t begin, int64_t end, A* dx,
+                                       A* products) {
+  const Geometry& g = in.g;
+  const int64_t n = share.n, width = g.C / g.G, tap = group * g.K + k;
+  Sample<A> s;
+  if (!in.sample(n, r, column, tap, k, s)) return;
   const A mask = in.mask_of(n, r, column, tap);
   A weight[4];
-  for (int q = 0; q < 4; ++q) weight[q] = mask * s.weight[q];
-  const bool all = s.inside[0] && s.inside[1] && s.inside[2] && s.inside[3];
+  bool all = true;
+  for (int q = 0; q < 4; ++q) {
+    weight[q] = mask * s.weight[q];
+    s.inside[q] &= (s.pixel[q] >= share.begin) & (s.pixel[q] < share.end);
+    all &= s.inside[q];
+  }
   for (int64_t block = begin; block < end; ++block) {
     const int64_t count = std::min(kBlock, width - block * kBlock);
     const int64_t channel = group * width + block * kBlock;
     const T* pixel[4];
-    A *to[4], product[4] = {};
+    A *to[4], *const product = products + block * 4;
     for (int q = 0; q < 4; ++q) {
       const int64_t at = (n * g.H * g.W + s.pixel[q]) * g.C + channel;
       pixel[q] = in.x + at;
@@ -95,31 +127,54 @@ EFFJAX_INLINE void gradients_of_sample(const Operands<T, A>& in, const A* dcolum
         scatter<kBytes, 1, T, A>(dcolumns + channel, pixel + q, weight + q, count, to + q, product + q);
       }
     }
-    A* part = parts + block * 3;
-    sample_gradients<A>(s, product, mask, part[0], part[1], part[2]);
   }
 }
 
-// The same for all samples of an image, by the blocks [first, last) of all groups': parts
-// [R, Wo, K, blocks, 3].
+// The same for all samples of an image; reach [R], and products [R, Wo, K, blocks, 4], zero before.
 template <int kBytes, typename T, typename A>
-EFFJAX_INLINE void gradients_of_blocks(const Operands<T, A>& in, const A* dcolumns, int64_t n,
-                                       int64_t first, int64_t last, A* dx, A* parts) {
+EFFJAX_INLINE void gradients_of_share(const Operands<T, A>& in, const A* dcolumns,
+                                      const Share& share, const Reach* reach, A* dx, A* products) {
   const Geometry& g = in.g;
-  const int64_t width = g.C / g.G, per_group = blocks_of(width);
-  const int64_t first_group = first / per_group, skip = first % per_group;
+  const int64_t per_group = blocks_of(g.C / g.G), of_sample = 4 * g.G * per_group;
+  const int64_t first_group = share.first / per_group, skip = share.first % per_group;
   for (int64_t r = 0; r < g.R; ++r) {
+    if (reach && (reach[r].begin >= share.end || reach[r].end <= share.begin)) continue;
     for (int64_t column = 0; column < g.Wo; ++column) {
-      const int64_t point = (n * g.R + r) * g.Wo + column;
-      for (int64_t k = 0; k < g.K; ++k, parts += 3 * g.G * per_group) {
-        const A* d = dcolumns + (point * g.K + k) * g.C;
-        for (int64_t group = first_group; group * per_group < last; ++group) {
+      const int64_t point = r * g.Wo + column;
+      for (int64_t k = 0; k < g.K; ++k) {
+        const A* d = dcolumns + ((share.n * g.R * g.Wo + point) * g.K + k) * g.C;
+        A* const here = products + (point * g.K + k) * of_sample;
+        for (int64_t group = first_group; group * per_group < share.last; ++group) {
           const int64_t begin = group == first_group ? skip : 0;
-          const int64_t end = std::min(last - group * per_group, per_group);
-          gradients_of_sample<kBytes, T, A>(in, d, n, r, column, k, group, begin, end, dx,
-                                            parts + group * per_group * 3);
+          const int64_t end = std::min(share.last - group * per_group, per_group);
+          gradients_of_sample<kBytes, T, A>(in, d, share, r, column, k, group, begin, end, dx,
+                                            here + group * per_group * 4);
         }
       }
+    }
+  }
+}
+
+// doffset and dmask of a row of output pixels, from its products [Wo, K, blocks, 4].
+template <typename T, typename A>
+void positions_of_row(const Operands<T, A>& in, int64_t n, int64_t r, const A* products, A* doffset,
+                      A* dmask) {
+  const Geometry& g = in.g;
+  const int64_t per_group = blocks_of(g.C / g.G), taps = g.G * g.K;
+  for (int64_t column = 0; column < g.Wo; ++column) {
+    for (int64_t tap = 0; tap < taps; ++tap) {
+      const int64_t group = tap / g.K, k = tap % g.K;
+      const A* part = products + ((column * g.K + k) * g.G + group) * per_group * 4;
+      A product[4] = {}, sum[3] = {};
+      for (int64_t j = 0; j < 4 * per_group; ++j) product[j % 4] += part[j];
+      Sample<A> s;
+      if (in.sample(n, r, column, tap, static_cast<int32_t>(k), s)) {
+        sample_gradients(s, product, in.mask_of(n, r, column, tap), sum[0], sum[1], sum[2]);
+      }
+      const int64_t at = ((n * g.R + r) * g.Wo + column) * taps + tap;
+      doffset[2 * at] = sum[0];
+      doffset[2 * at + 1] = sum[1];
+      if (g.has_mask) dmask[at] = sum[2];
     }
   }
 }
@@ -128,8 +183,8 @@ EFFJAX_INLINE void gradients_of_blocks(const Operands<T, A>& in, const A* dcolum
 template <typename T, typename A>
 struct Loops {
   void (*columns)(const Operands<T, A>&, const T* zeros, int64_t n, int64_t r, T* columns);
-  void (*gradients)(const Operands<T, A>&, const A* dcolumns, int64_t n, int64_t first,
-                    int64_t last, A* dx, A* parts);
+  void (*gradients)(const Operands<T, A>&, const A* dcolumns, const Share&, const Reach*, A* dx,
+                    A* products);
 };
 
 #define EFFJAX_LOOPS(name, kBytes, target)                                                        \
@@ -139,9 +194,9 @@ struct Loops {
     columns_of_row<T, A>(in, zeros, n, r, columns);                                               \
   }                                                                                               \
   template <typename T, typename A>                                                               \
-  target void gradients_##name(const Operands<T, A>& in, const A* dcolumns, int64_t n,            \
-                               int64_t first, int64_t last, A* dx, A* parts) {                    \
-    gradients_of_blocks<kBytes, T, A>(in, dcolumns, n, first, last, dx, parts);                   \
+  target void gradients_##name(const Operands<T, A>& in, const A* dcolumns, const Share& share,   \
+                               const Reach* reach, A* dx, A* products) {                          \
+    gradients_of_share<kBytes, T, A>(in, dcolumns, share, reach, dx, products);                   \
   }
 
 EFFJAX_LOOPS(any, 16, )
@@ -180,30 +235,29 @@ void deform_columns_backward(const Operands<T, A>& in, const A* dcolumns, A* dx,
                              A* dmask, const Parallel& parallel,
                              const Loops<T, A>& loops = loops_for_this_cpu<T, A>()) {
   const Geometry& g = in.g;
-  const int64_t per_group = blocks_of(g.C / g.G), blocks = g.G * per_group;
-  const int64_t points = g.R * g.Wo, size = points * g.K * blocks * 3;
-  std::vector<A> parts(static_cast<size_t>(g.N * size));
-  // The channels of an image are divided only where threads would be idle: it takes longer in all.
+  const int64_t blocks = g.G * blocks_of(g.C / g.G), row = g.Wo * g.K * blocks * 4;
+  std::vector<A> products(static_cast<size_t>(g.N * g.R * row));
+  // An image is divided only where threads would be idle, which takes longer in all: its channels
+  // first, and then its rows, for which all samples are looked at again.
   const int64_t images = std::max<int64_t>(g.N, 1);
-  const int64_t runs = std::min((parallel.threads() + images - 1) / images, blocks);
-  parallel(g.N * runs, [&](int64_t i) {
-    const int64_t n = i / runs, run = i % runs;
-    loops.gradients(in, dcolumns, n, blocks * run / runs, blocks * (run + 1) / runs, dx,
-                    parts.data() + n * size);
+  const int64_t wanted = (parallel.threads() + images - 1) / images;
+  const int64_t runs = std::min(wanted, blocks);
+  const int64_t bands = std::max<int64_t>(std::min((wanted + runs - 1) / runs, g.H), 1);
+  std::vector<Reach> reach(static_cast<size_t>(bands > 1 ? g.N * g.R : 0));
+  if (bands > 1) {
+    parallel(g.N * g.R, [&](int64_t i) {
+      reach[static_cast<size_t>(i)] = reach_of_row(in, i / g.R, i % g.R);
+    });
+  }
+  parallel(g.N * runs * bands, [&](int64_t i) {
+    const int64_t n = i / (runs * bands), run = i / bands % runs, band = i % bands;
+    const Share share{n, blocks * run / runs, blocks * (run + 1) / runs,
+                      g.H * band / bands * g.W, g.H * (band + 1) / bands * g.W};
+    loops.gradients(in, dcolumns, share, bands > 1 ? reach.data() + n * g.R : nullptr, dx,
+                    products.data() + n * g.R * row);
   });
   parallel(g.N * g.R, [&](int64_t i) {
-    for (int64_t p = i * g.Wo; p < (i + 1) * g.Wo; ++p) {
-      for (int64_t tap = 0; tap < g.G * g.K; ++tap) {
-        const int64_t group = tap / g.K, k = tap % g.K;
-        const A* part = parts.data() + ((p * g.K + k) * blocks + group * per_group) * 3;
-        A sum[3] = {};
-        for (int64_t j = 0; j < 3 * per_group; ++j) sum[j % 3] += part[j];
-        const int64_t at = p * g.G * g.K + tap;
-        doffset[2 * at] = sum[0];
-        doffset[2 * at + 1] = sum[1];
-        if (g.has_mask) dmask[at] = sum[2];
-      }
-    }
+    positions_of_row(in, i / g.R, i % g.R, products.data() + i * row, doffset, dmask);
   });
 }
 

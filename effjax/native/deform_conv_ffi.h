@@ -4,6 +4,9 @@
 #ifndef EFFJAX_DEFORM_CONV_FFI_H_
 #define EFFJAX_DEFORM_CONV_FFI_H_
 
+#include <cstdlib>
+#include <limits>
+
 #include "deform_conv.h"
 #include "ffi.h"
 
@@ -43,18 +46,28 @@ inline ffi::Error check_shapes(const Window& w, AnyBuffer columns, Inputs& in) {
                 w.offset_groups}) < 1) {
     return invalid("the kernel's size, strides, dilations and offset_groups must be positive");
   }
+  if (std::max({w.kernel_h, w.kernel_w, w.stride_h, w.stride_w, w.dilation_h, w.dilation_w,
+                w.offset_groups, std::abs(w.padding_top / 2), std::abs(w.padding_left / 2)}) >=
+      kMostOfAttributes) {
+    return invalid("the kernel's size, strides, paddings and dilations must be below 2**30");
+  }
   const auto sizes = in.x.dimensions(), rows = in.offset.dimensions();
   if (sizes.size() != 4 || rows.size() != 4 || in.row.element_count() != 1) {
     return invalid("x must be [N, H, W, C], not " + shape_text(in.x) +
                    ", offset [N, R, Wo, G*K*2], not " + shape_text(in.offset) +
                    ", and row one number");
   }
+  if (!is_countable(in.x) || !is_countable(in.offset) || !is_countable(columns) ||
+      std::max(rows[1], rows[2]) > std::numeric_limits<int32_t>::max()) {
+    return invalid("x of shape " + shape_text(in.x) + " or offset of shape " +
+                   shape_text(in.offset) + " is too large");
+  }
   Geometry& g = in.g;
   g = Geometry{sizes[0], sizes[1], sizes[2], sizes[3], rows[1], rows[2], w.kernel_h * w.kernel_w,
                w.offset_groups, w.kernel_w, w.stride_h, w.stride_w, w.padding_top, w.padding_left,
                w.dilation_h, w.dilation_w, true};
-  const int64_t taps = g.G * g.K;
-  if (!has_shape(in.offset, {g.N, g.R, g.Wo, 2 * taps}) || g.C % g.G != 0) {
+  const int64_t taps = product_of({g.G, g.K});
+  if (!has_shape(in.offset, {g.N, g.R, g.Wo, product_of({2, taps})}) || g.C % g.G != 0) {
     return invalid("offset of shape " + shape_text(in.offset) + " does not fit x of shape " +
                    shape_text(in.x) + " with " + std::to_string(g.K) + " taps and " +
                    std::to_string(g.G) + " offset groups");
@@ -64,7 +77,7 @@ inline ffi::Error check_shapes(const Window& w, AnyBuffer columns, Inputs& in) {
     return invalid("mask of shape " + shape_text(in.mask) + " does not fit offset of shape " +
                    shape_text(in.offset));
   }
-  if (!has_shape(columns, {g.N, g.R, g.Wo, g.K * g.C})) {
+  if (!has_shape(columns, {g.N, g.R, g.Wo, product_of({g.K, g.C})})) {
     return invalid("columns of shape " + shape_text(columns) + " do not fit x of shape " +
                    shape_text(in.x));
   }

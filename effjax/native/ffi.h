@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <exception>
 #include <initializer_list>
+#include <new>
 #include <string>
 
 #include "xla/ffi/api/ffi.h"
@@ -33,6 +35,26 @@ inline bool has_shape(const Buffer& buffer, std::initializer_list<int64_t> shape
   const auto sizes = buffer.dimensions();
   return sizes.size() == shape.size() && std::equal(shape.begin(), shape.end(), sizes.begin());
 }
+
+// The product of sizes, or -1, which is the size of nothing, where 64 bits do not hold it.
+inline int64_t product_of(std::initializer_list<int64_t> sizes) {
+  int64_t product = 1;
+  for (int64_t size : sizes) {
+    if (size < 0 || __builtin_mul_overflow(product, size, &product)) return -1;
+  }
+  return product;
+}
+
+// Whether all sizes that follow from those of an array, and they themselves where others are zero,
+// are far from what 64 bits hold: then no sum or product of them overflows.
+inline bool is_countable(AnyBuffer buffer) {
+  int64_t product = 1;
+  for (int64_t size : buffer.dimensions()) product = product_of({product, std::max<int64_t>(size, 1)});
+  return product >= 0 && product < (int64_t{1} << 56);
+}
+
+// The same for numbers that come as attributes.
+constexpr int64_t kMostOfAttributes = int64_t{1} << 30;
 
 // The dtype that coordinates and sums have: float64 for float64, else float32.
 inline ffi::DataType accumulator_of(ffi::DataType storage) {
@@ -63,13 +85,36 @@ ffi::Error copy_if_apart(typename Device::Context context, AnyBuffer from, AnyBu
   return Device::copy(context, from.untyped_data(), to.untyped_data(), to.size_bytes());
 }
 
+// Runs call(). Exceptions become errors: none may pass through XLA's C interface.
+template <typename Call>
+XLA_FFI_Error* without_exceptions(const XLA_FFI_Api* api, const Call& call) {
+  XLA_FFI_Error_Create_Args error{};
+  error.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
+  error.errc = XLA_FFI_Error_Code_INTERNAL;
+  try {
+    return call();
+  } catch (const std::bad_alloc&) {
+    error.errc = XLA_FFI_Error_Code_RESOURCE_EXHAUSTED;
+    error.message = "effjax's kernels: out of host memory";
+    return api->XLA_FFI_Error_Create(&error);
+  } catch (const std::exception& exception) {
+    error.message = exception.what();
+    return api->XLA_FFI_Error_Create(&error);
+  } catch (...) {
+    error.message = "effjax's kernels: unknown exception";
+    return api->XLA_FFI_Error_Create(&error);
+  }
+}
+
 }  // namespace effjax
 
 // A call as a symbol of the library; further arguments are its traits.
-#define EFFJAX_EXPORT(symbol, call, ...)                                           \
-  extern "C" XLA_FFI_Error* symbol(XLA_FFI_CallFrame* frame) {                     \
-    static auto* handler = xla::ffi::Ffi::BindTo(call, {__VA_ARGS__}).release();   \
-    return handler->Call(frame);                                                   \
+#define EFFJAX_EXPORT(symbol, call, ...)                                             \
+  extern "C" XLA_FFI_Error* symbol(XLA_FFI_CallFrame* frame) {                       \
+    return effjax::without_exceptions(frame->api, [frame] {                          \
+      static auto* handler = xla::ffi::Ffi::BindTo(call, {__VA_ARGS__}).release();   \
+      return handler->Call(frame);                                                   \
+    });                                                                              \
   }
 
 #endif  // EFFJAX_FFI_H_

@@ -45,6 +45,10 @@ inline ffi::Error check(const PoolingAttributes& a, AnyBuffer y, PoolingInputs& 
     return invalid("x must be [N, H, W, C], not " + shape_text(in.x) +
                    ", and first [N, R, P, G, 2], not " + shape_text(in.first));
   }
+  if (!is_countable(in.x) || !is_countable(in.first) || !is_countable(y)) {
+    return invalid("x of shape " + shape_text(in.x) + ", first of shape " + shape_text(in.first) +
+                   " or y of shape " + shape_text(y) + " is too large");
+  }
   const int64_t channels = image[3] / (a.parts * a.parts), boxes = bins[1], groups = bins[3];
   in.g = Pooling{image[0], image[1],  image[2], channels, boxes, a.rows * a.columns,
                  groups,   a.rows, a.columns, a.parts,  a.margin, a.of_inside != 0};

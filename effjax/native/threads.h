@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -20,10 +21,16 @@ struct Loop {
   std::atomic<int64_t> next{0}, done{0};
   std::mutex mutex;
   std::condition_variable over;
+  std::exception_ptr failure;  // the first one
 
-  void work() {
+  void work() noexcept {
     for (int64_t i = next++; i < count; i = next++) {
-      task(i);
+      try {
+        task(i);
+      } catch (...) {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (!failure) failure = std::current_exception();
+      }
       if (++done == count) {
         std::lock_guard<std::mutex> lock(mutex);
         over.notify_all();
@@ -32,25 +39,33 @@ struct Loop {
   }
 };
 
-// Runs tasks on XLA's own threads, and on the caller's: it never waits for a thread to be free.
+// Runs tasks on XLA's own threads, and on the caller's: it never waits for a thread to be free. What
+// a task throws is thrown here, once no thread is at work.
+template <typename Pool>
 struct Parallel {
-  ffi::ThreadPool& pool;
+  Pool& pool;
 
   // The pool says 0 where it cannot tell.
   int64_t threads() const { return std::max<int64_t>(pool.num_threads(), 1); }
 
   void operator()(int64_t count, std::function<void(int64_t)> task) const {
-    if (count == 0) return;
+    if (count <= 0) return;
     auto loop = std::make_shared<Loop>();
     loop->task = std::move(task);
     loop->count = count;
     const int64_t helpers = std::min(threads(), count) - 1;
-    for (int64_t i = 0; i < helpers; ++i) pool.Schedule([loop] { loop->work(); });
+    try {
+      for (int64_t i = 0; i < helpers; ++i) pool.Schedule([loop] { loop->work(); });
+    } catch (const std::bad_alloc&) {  // those who are there do it
+    }
     loop->work();
     std::unique_lock<std::mutex> lock(loop->mutex);
     loop->over.wait(lock, [&] { return loop->done == loop->count; });
+    if (loop->failure) std::rethrow_exception(loop->failure);
   }
 };
+template <typename Pool>
+Parallel(Pool&) -> Parallel<Pool>;
 
 }  // namespace effjax
 

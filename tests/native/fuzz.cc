@@ -48,6 +48,8 @@ bool run() {
   };
   const auto here = effjax::loops_for_this_cpu<T, A>(), anywhere = effjax::loops_for_any_cpu<T, A>();
   const Results one = compute(Serial{}, here), many = compute(Threads{}, here);
+  int64_t tasks = 1000;
+  const Results more = compute(Tasks{&tasks}, here);
   const Results old = compute(Threads{}, anywhere);  // rounds otherwise: it has no FMA
   const double accurate = sizeof(A) == 8 ? 1e-13 : 1e-5, stored = sizeof(T) == 2 ? 1e-2 : accurate;
   bool finite = true;
@@ -55,6 +57,7 @@ bool run() {
   for (int64_t i = 0; i < one.dx.count; ++i) finite &= std::isfinite(one.dx.data[i]);
   return finite && equal(one.columns, many.columns) && equal(one.dx, many.dx) &&
          equal(one.doffset, many.doffset) && equal(one.dmask, many.dmask) &&
+         equal(one.dx, more.dx) && equal(one.doffset, more.doffset) && equal(one.dmask, more.dmask) &&
          near(one.columns, old.columns, stored) && near(one.dx, old.dx, accurate) &&
          near(one.doffset, old.doffset, accurate) && near(one.dmask, old.dmask, accurate);
 }
@@ -81,6 +84,21 @@ bool run_outside() {
     right &= is_zero(columns) && is_zero(dx) && is_zero(doffset) && is_zero(dmask);
   }
   return right;
+}
+
+// Every thread has something to do: an image of few channels is divided by its rows.
+bool run_tasks() {
+  effjax::Geometry g{};
+  g.N = g.G = g.K = g.kernel_w = g.stride_h = g.stride_w = g.dilation_h = g.dilation_w = 1;
+  g.H = g.W = g.R = g.Wo = 40, g.C = 64;
+  const Array<float> x(g.H * g.W * g.C), offset(2 * g.R * g.Wo);
+  Array<float> dx(x.count), doffset(offset.count), parts(x.count);
+  const effjax::Operands<float, float> in{g, 0, x.data.get(), offset.data.get(), nullptr};
+  effjax::Loops<float, float> loops = effjax::loops_for_any_cpu<float, float>();
+  int64_t least = 1000;
+  effjax::deform_columns_backward<float, float>(in, parts.data.get(), dx.data.get(),
+                                                doffset.data.get(), nullptr, Tasks{&least}, loops);
+  return least >= 37;
 }
 
 // The last pixel of an image of 2^31 numbers and more, in memory that is not there until touched.
@@ -120,6 +138,10 @@ int main() {
   if (!run_outside<float, float>() || !run_outside<double, double>() ||
       !run_outside<effjax::BFloat16, float>() || !run_outside<effjax::Float16, float>()) {
     std::printf("a sample outside is not zero\n");
+    return 1;
+  }
+  if (!run_tasks()) {
+    std::printf("threads are idle\n");
     return 1;
   }
   for (int i = 0; i < 150; ++i) {

@@ -61,6 +61,17 @@ struct Threads {
   }
 };
 
+// As on a machine of many threads, and how many tasks there are at least.
+struct Tasks {
+  int64_t* least;
+  int64_t threads() const { return 37; }
+  template <typename Task>
+  void operator()(int64_t count, const Task& task) const {
+    *least = std::min(*least, count);
+    Serial{}(count, task);
+  }
+};
+
 template <typename T>
 bool equal(const Array<T>& a, const Array<T>& b) {
   return a.count == 0 || !std::memcmp(a.data.get(), b.data.get(), a.count * sizeof(T));

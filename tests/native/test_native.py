@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 
@@ -12,6 +13,7 @@ import pytest
 
 import effjax
 from effjax import native
+from effjax.ops import _native
 
 SOURCES = pathlib.Path(native.__file__).parent
 needs_cpu = pytest.mark.skipif(not native.available("cpu"), reason="built without native kernels")
@@ -59,6 +61,36 @@ def test_a_library_for_a_newer_jaxlib(fresh, monkeypatch):
     assert not native._load.__wrapped__("cpu") == native.LOADED
 
 
+@pytest.mark.parametrize(
+    ("gpus", "match"),
+    [
+        (native.Gpus(13000, 0, 0, 0), None),  # no driver: programs for a GPU can be planned
+        (native.Gpus(13000, 13010, 0, 0), None),
+        (native.Gpus(13000, 13000, 2, 90), None),
+        (native.Gpus(12090, 13000, 1, 80), None),
+        (native.Gpus(13000, 12080, 1, 90), r"CUDA 13, .* runs CUDA 12\.8 .* \(580 or newer\)"),
+        (native.Gpus(12090, 11080, 0, 0), r"built with CUDA 12, .* CUDA 11\.8 .* \(525 or newer"),
+        (native.Gpus(13000, 13000, 1, 75), r"compute capability 8\.0 or more; .* has 7\.5"),
+    ],
+)
+def test_gpus_that_cannot_run_the_kernels(gpus, match):
+    trouble = gpus.trouble()
+    assert trouble is None if match is None else re.search(match, str(trouble))
+
+
+@pytest.mark.skipif(not native.available("cuda"), reason="built without CUDA kernels")
+def test_a_gpu_that_is_too_old(fresh, monkeypatch):
+    """Nothing is registered, and the operator says why."""
+    monkeypatch.setattr(native, "_gpus_of", lambda _: native.Gpus(13000, 12080, 1, 90))
+    registered = set()
+    monkeypatch.setattr(
+        jax.ffi, "register_ffi_target", lambda *_, platform: registered.add(platform)
+    )
+    assert native.status()["cuda"].startswith("built with CUDA 13, but NVIDIA's driver")
+    assert "install a newer driver" in _native.unavailable("convolution", "cuda")
+    assert "CUDA" not in registered
+
+
 def test_versions_of_jaxlib():
     major, minor = native.jaxlib_version()
     assert (major, minor) >= (0, 3)
@@ -96,6 +128,8 @@ def call(columns=COLUMNS, dtypes=(), attributes=(), **shapes):
         ("must be positive", {"attributes": {"stride_w": 0}}),
         ("must be float32, float64, bfloat16 or float16", {"dtypes": {"x": np.int32}}),
         ("with 2 taps and 3 offset groups", {"attributes": {"offset_groups": 3}}),
+        (r"must be below 2\*\*30", {"attributes": {"kernel_h": 2**62, "kernel_w": 4}}),
+        (r"must be below 2\*\*30", {"attributes": {"padding_top": -(2**63)}}),
         ("expected 9 attributes but got 10", {"attributes": {"of_another_version": 1}}),
     ],
 )
@@ -128,7 +162,7 @@ SANITIZERS = "-O1", "-g", "-fno-sanitize-recover=all"
 SANITIZERS += ("-fsanitize=address,undefined,float-cast-overflow",)
 
 
-@pytest.mark.parametrize("name", ["fuzz", "fuzz_attention", "fuzz_roi"])
+@pytest.mark.parametrize("name", ["fuzz", "fuzz_attention", "fuzz_checks", "fuzz_roi"])
 @pytest.mark.parametrize(
     "flags",
     [("-O0",), pytest.param(SANITIZERS, marks=pytest.mark.exhaustive)],
@@ -144,7 +178,18 @@ def test_loops(tmp_path, flags, name):
     program = tmp_path / "fuzz"
     source = pathlib.Path(__file__).parent / f"{name}.cc"
     built = subprocess.run(
-        [compiler, "-std=c++17", "-pthread", *flags, f"-I{sources}", source, "-o", program],
+        [
+            compiler,
+            "-std=c++17",
+            "-pthread",
+            *flags,
+            f"-I{sources}",
+            "-isystem",
+            jax.ffi.include_dir(),
+            source,
+            "-o",
+            program,
+        ],  # fmt: skip
         capture_output=True,
         text=True,
     )

@@ -112,7 +112,7 @@ def rows_of_chunk(static: Static, x, offset, kernel, sample_bytes: int, tap_byte
     """
     n, height, width, _ = offset.shape
     taps, groups, channels = static.geometry.taps, static.geometry.offset_groups, x.shape[-1]
-    sums = 3 * taps * groups * math.ceil(channels / groups / 64)  # of blocks of channels
+    sums = 4 * taps * groups * math.ceil(channels / groups / 64)  # of blocks of channels
     pixel = taps * (channels * sample_bytes + groups * tap_bytes)
     pixel += (kernel.shape[-1] + sums) * offset.dtype.itemsize
     most = static.workspace_bytes // max(n * width * pixel, 1)
