@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from ..train.images.config import Config
 from ..train.options import MODEL, declared
 from .options import option
-from .training import train_command, train_images
+from .training import make_console, train_command, train_images
 
 # Of the options of a DenseNet's run it has no model's, and the images are not to be flipped.
 WITHOUT = ("flip", *(one.name for one in declared(Config) if one.option.panel == MODEL))
@@ -39,6 +37,7 @@ def train_deform_resnet(
     for name in ("deformable", "plain") if baseline else ("deformable",):
         config = Config(model="deform-resnet", deformable=name == "deformable", **options)
         accuracy[name] = train_images(config, out / name, overwrite).test_accuracy
-    typer.echo(
-        "test accuracy: " + ", ".join(f"{name} {value:.2%}" for name, value in accuracy.items())
+    make_console().print(
+        "test accuracy: " + ", ".join(f"{name} {value:.2%}" for name, value in accuracy.items()),
+        highlight=False,
     )

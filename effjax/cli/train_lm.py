@@ -7,7 +7,7 @@ from rich.console import Console
 
 from ..train.lm.config import LMConfig
 from .options import option
-from .training import follow, train_command
+from .training import follow, make_console, train_command
 
 if TYPE_CHECKING:
     from ..memory import MemoryPlan
@@ -24,11 +24,12 @@ def train_text(
     from ..train.lm import report
     from ..train.lm.task import prepare
 
-    task, console = prepare(config, resume=resume), Console()
+    task, console = prepare(config, resume=resume), make_console()
     if task.base is not None:
         task.base.check_apart(out)
     run, result = follow("lm", console, task, report, out, overwrite, resume)
-    report.show_result(console, run, result, _planned(config, console) if plan else None)
+    planned = _planned(config, console) if plan and run.writes else None
+    report.show_result(console, run, result, planned)
 
 
 @train_command(

@@ -15,13 +15,23 @@ from rich.console import Console
 from ..train.errors import Preempted, TrainError
 from ..train.images.config import Config
 from ..train.options import RunOptions
+from .distributed import (
+    OPTIONS,
+    PREEMPTED,
+    Coordinator,
+    Distributed,
+    HeartbeatTimeout,
+    NumProcesses,
+    ProcessId,
+    cluster_of,
+    ends_all,
+    fail_with_others,
+)
 from .options import fail, one_line_errors, option, parameters_of, take
 
 if TYPE_CHECKING:
     from ..train.images.task import ImageResult
     from ..train.run_directory import RunDirectory
-
-PREEMPTED = 75  # the exit code after SIGTERM or SIGHUP: try again later
 
 
 def train_command(
@@ -44,8 +54,8 @@ def train_command(
         go_on: where `--resume` is given, called with the run's options, its directory,
             `resume=True`, and those of the options after `start`'s `*` that are given too.
         saver: the option that saves memory.
-        with_resume: the options that can be given with `--resume`, beside --checkpoint-every. One
-            of a run is what it goes on with: its length.
+        with_resume: the options that can be given with `--resume`, beside those that make no
+            difference. One of a run is what it goes on with: its length.
         without, defaults: as `parameters_of` has them.
     """
 
@@ -66,14 +76,24 @@ def train_command(
                     f"--{with_resume[0]} to another end."
                 ),
             ] = None,
+            distributed: Distributed = False,
+            coordinator: Coordinator = None,
+            num_processes: NumProcesses = None,
+            process_id: ProcessId = None,
+            heartbeat_timeout: HeartbeatTimeout = 100,
             **given: Any,
         ) -> None:
-            with one_line_errors(saver):
+            with ends_all(), one_line_errors(saver):
+                from ..train.processes import from_first, join
                 from ..train.run_directory import unused
 
+                where = coordinator, num_processes, process_id, heartbeat_timeout
+                if cluster := cluster_of(distributed, *where):
+                    join(cluster)
                 if resume is None:
-                    return start(unused(name) if out is None else out, overwrite, **given)
-                allowed = *with_resume, "checkpoint_every"
+                    path = Path(from_first(lambda: str(unused(name)))) if out is None else out
+                    return start(path, overwrite, **given)
+                allowed = *with_resume, "checkpoint_every", "mesh"
                 added = {one: given[one] for one in _given_with_resume(command_line, allowed)}
                 config = _options_of(resume, name, options)
                 of_run = {one: added.pop(one) for one in list(added) if hasattr(config, one)}
@@ -92,7 +112,8 @@ def _given_with_resume(command_line: typer.Context, allowed: Sequence[str]) -> l
     given = [
         name
         for name in command_line.params
-        if str(command_line.get_parameter_source(name)).endswith("COMMANDLINE") and name != "resume"
+        if str(command_line.get_parameter_source(name)).endswith("COMMANDLINE")
+        and name not in ("resume", *OPTIONS)
     ]
     for name in given:
         if name not in allowed:
@@ -130,10 +151,17 @@ def train_images(
     from ..train.images import report
     from ..train.images.task import prepare
 
-    task, console = prepare(config), Console()
+    task, console = prepare(config), make_console()
     run, result = follow(config.command, console, task, report, out, overwrite, resume)
     report.show_result(console, task, run, result)
     return result
+
+
+def make_console() -> Console:
+    """Where a run says how it goes; of several processes the first one does."""
+    from ..train.processes import is_first
+
+    return Console(quiet=not is_first())
 
 
 def follow(
@@ -146,17 +174,30 @@ def follow(
     resume: bool,
 ) -> tuple["RunDirectory", Any]:
     """Trains what is prepared, and shows how it goes; returns the directory and the result."""
+    import jax
+
     from ..train.loop import fit
+    from ..train.processes import from_first, is_first, joined, preempted
     from ..train.run_directory import RunDirectory
 
-    if resume:
-        run = RunDirectory.open(out)
-    else:
-        run = RunDirectory.create(out, task.describe(), overwrite)
+    def made() -> None:
+        if resume:
+            RunDirectory.open(out)
+        else:
+            RunDirectory.create(out, task.describe(), overwrite)
+
+    from_first(made)
+    run = RunDirectory(out, writes=is_first())
     report.announce(console, task, run)
+    progress = report.make_progress(console, task) if is_first() else None
+    cluster = joined()
     try:
-        with stop_signals() as stop:
-            return run, fit(task, run, report.make_progress(console, task), resume, stop)
+        with preempted() if cluster else stop_signals() as stop:
+            return run, fit(task, run, progress, resume, stop)
+    except jax.errors.JaxRuntimeError as error:
+        if cluster is None or "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        fail_with_others(error, cluster.heartbeat_timeout)
     except KeyboardInterrupt:
         fail(f"interrupted; go on with {_resume(command, run.path)}", 130)
     except Preempted as where:
@@ -164,7 +205,7 @@ def follow(
 
 
 @contextlib.contextmanager
-def stop_signals() -> Iterator[Callable[[], bool]]:
+def stop_signals() -> Iterator[Callable[[int], bool]]:
     """Whether SIGTERM or SIGHUP has come, which are no more than noted; a second one ends the
     process as it always does."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
@@ -182,6 +223,6 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
         if handler != signal.SIG_IGN:  # as under nohup
             signal.signal(number, note)
     try:
-        yield lambda: bool(came)
+        yield lambda step: bool(came)
     finally:
         restore()

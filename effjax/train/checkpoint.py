@@ -1,8 +1,8 @@
 """Checkpoints of a run, by Orbax: the last one, the best one, and one of the way to the next.
 
 A checkpoint is a directory that Orbax writes in the background, while the run goes on, and puts in
-place only when it is whole. It holds NumPy arrays, so a run can go on with other devices than it
-began with.
+place only when it is whole. Each process writes and reads what its devices have of the arrays, and
+those in host memory are written from there. A run can go on with other devices than it began with.
 """
 
 import contextlib
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
 
 from .errors import TrainError
 
@@ -41,6 +41,8 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and jax.process_count() > 1:
+            return  # the others may be gone, or wait for this one
         try:
             with contextlib.suppress(*() if kind is None else (OSError,)):
                 self.settle()
@@ -60,7 +62,6 @@ class Checkpoints:
             OSError: it, or that of before, cannot be written, whatever the reason.
         """
         self.settle()
-        state = jax.device_get(state)
         with self._errors(step):
             args = ocp.args.StandardSave(state)
             notes = {"seen": None if seen is None else [*seen]}  # written later, as it is now
@@ -95,16 +96,17 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def restore(self, like: Any, step: int) -> Any:
-        """The state of number `step`, as NumPy arrays.
+        """The state of number `step`.
 
         Args:
             step: one of `steps`.
-            like: arrays or `jax.ShapeDtypeStruct`s of the same structure, shapes and dtypes.
+            like: arrays or `jax.ShapeDtypeStruct`s of the same structure, shapes and dtypes. Where
+                these have a sharding, the array is put there; else on this process's first device.
 
         Raises:
             TrainError: the checkpoint is damaged, cannot be read, or is of another model.
         """
-        like = jax.tree.map(lambda a: np.empty(a.shape, a.dtype), like)
+        like = jax.tree.map(_described, like)
         try:
             return self._manager.restore(step, args=ocp.args.StandardRestore(like))
         # Orbax raises many types for a damaged file: of JSON, of TensorStore, of the system.
@@ -118,6 +120,11 @@ class Checkpoints:
     def seen(self, step: int) -> Seen:
         """What was saved with number `step`; [] without."""
         return self._manager.metadata(step).custom_metadata.get("seen") or []
+
+
+def _described(a: Any) -> Any:
+    sharding = getattr(a, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
 
 class Partway:

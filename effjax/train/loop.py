@@ -14,12 +14,13 @@ import jax
 from .checkpoint import Checkpoints, Partway, Seen
 from .errors import Preempted, TrainError
 from .options import WITHOUT_EFFECT
+from .processes import from_first
 from .run_directory import RunDirectory
 
 Measured = Mapping[str, float]  # by name; "loss" is among them, unless nothing was measured
 Part = Literal["validation", "test"]  # of the data
 Record = dict[str, Any]  # a line of metrics.jsonl
-Stop = Callable[[], bool]
+Stop = Callable[[int], bool]  # of a step
 TrainStep = Callable[[Any, Any, jax.Array], tuple[Any, Any]]  # (state, batch, key)
 Result = TypeVar("Result", covariant=True)
 
@@ -64,11 +65,8 @@ class Task(Protocol[Result]):
         ...
 
     def shapes(self) -> Any:
-        """`jax.ShapeDtypeStruct`s of the state, to restore one; nothing is read."""
-        ...
-
-    def place(self, state: Any) -> Any:
-        """The state, initial or restored, where the train step wants it."""
+        """`jax.ShapeDtypeStruct`s of the state, with the shardings that the train step wants, to
+        restore one; nothing is read."""
         ...
 
     def make_step(self) -> TrainStep:
@@ -131,13 +129,15 @@ class Progress:
 
 def fit(
     task: Task[Result], run: RunDirectory, progress: Progress | None = None, resume: bool = False,
-    stop: Stop = lambda: False,
+    stop: Stop = lambda step: False,
 ) -> Result:  # fmt: skip
     """Trains, chooses the best parameters by the validation set, and tests these; writes
     metrics.jsonl, checkpoints and curve.png.
 
     All that is random is drawn from the seed and the epoch or the step, so a run that goes on after
     an interruption ends with the same bits as one that was not interrupted.
+
+    Of several processes each calls this; the first writes all but the checkpoints' arrays.
 
     Args:
         task: from the `prepare` of `images.task` or `lm.task`.
@@ -146,7 +146,7 @@ def fit(
         resume: begin after the last checkpoint of `run`; if it has none, from the beginning. The
             task's options must be those of the run, but for its length: with another one, all
             further steps follow the schedule of a run of that length.
-        stop: asked after each step; where it says so, the run is saved and ends.
+        stop: asked after each step, with its number; where it says so, the run is saved and ends.
 
     Raises:
         Preempted: `stop` said so.
@@ -155,7 +155,8 @@ def fit(
         KeyboardInterrupt: after the files have been brought up to date.
     """
     try:
-        with run.locked():
+        with contextlib.ExitStack() as stack:
+            from_first(lambda: stack.enter_context(run.locked()))
             return _fit(task, run, progress or Progress(), resume, stop)
     except (KeyboardInterrupt, Preempted):
         with contextlib.suppress(OSError, TrainError):  # it is the interruption that shall be said
@@ -187,7 +188,8 @@ def _fit(
         progress.stop()
     result = task.result(*trained, began)
     run.append({"kind": "final"} | vars(result))
-    shutil.rmtree(run.partway, ignore_errors=True)
+    if run.writes:
+        shutil.rmtree(run.partway, ignore_errors=True)
     _draw(task, run)
     return result
 
@@ -205,7 +207,6 @@ def _train(
     what was measured of its parameters in the test."""
     state, done, seen, records = _begin(task, run, checkpoints, partway, resume)
     train_step, test = task.make_step(), task.make_test()
-    state = task.place(state)
     each, end = task.steps_each, task.numbers[-1]
     batches = task.batches(done)
     progress.start(end * each, done)
@@ -225,14 +226,15 @@ def _train(
         checkpoints.save(number, state, best=best[task.kind])
         progress.report(record)
         done, seen = number * each, []
-        if number != end and stop():
+        if number != end and stop(done):
             checkpoints.settle()
             raise Preempted(task.where(done))
     checkpoints.settle()
     best = _best(task, records, checkpoints.steps)
     number = best[task.kind]
     if number * each != done:
-        state = task.place(checkpoints.restore(state, number))
+        del state
+        state = checkpoints.restore(task.shapes(), number)
     tested = test(state, "test")
     _check_finite(task, "test loss", tested["loss"], number * each)
     return records, best, tested
@@ -318,11 +320,13 @@ def _train_steps(
         if pending is not None:
             note(pending)
         pending = metrics
-        if step != steps[-1] and (stop() or every and step % every == 0):
+        if step == steps[-1]:
+            break
+        if (stopped := stop(step)) or every and step % every == 0:
             note(pending)
             pending = None
             partway.save(step, state, seen)
-            if stop():
+            if stopped:
                 partway.settle()
                 raise Preempted(task.where(step))
     note(pending)

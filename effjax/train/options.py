@@ -72,8 +72,15 @@ CheckpointEvery = Annotated[
     int | None,
     Option("Also write a checkpoint after so many steps, in the background.", bounds=COUNT),
 ]
-# What makes no difference to a run's numbers; beside them, its length may change.
-WITHOUT_EFFECT = ("data", "checkpoint_every")  # what the data hold is compared
+MeshAxes = Annotated[
+    str | None,
+    Option(
+        "Devices by axis, like data=2,fsdp=4: parameters are split over fsdp.",
+        unset="all along data",
+    ),
+]
+# What makes no difference to a run's numbers but for rounding; beside it, its length may change.
+WITHOUT_EFFECT = ("data", "checkpoint_every", "mesh")  # what the data hold is compared
 
 
 class Declared(NamedTuple):

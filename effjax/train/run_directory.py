@@ -20,13 +20,18 @@ DEFAULT = Path("runs")
 
 
 class RunDirectory:
-    """Where one run writes. Each file is whole at any moment: replaced, or grown by a line."""
+    """Where one run writes. Each file is whole at any moment: replaced, or grown by a line.
+
+    Args:
+        path: the directory.
+        writes: whether this process does; of several, the first one.
+    """
 
     CONFIG, METRICS, CURVE = "config.json", "metrics.jsonl", "curve.png"
     CHECKPOINTS, PARTWAY = "checkpoints", "partway"
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, writes: bool = True):
+        self.path, self.writes = path, writes
 
     @classmethod
     def create(cls, path: Path, config: dict[str, Any], overwrite: bool) -> "RunDirectory":
@@ -94,6 +99,9 @@ class RunDirectory:
         Raises:
             TrainError: another one does.
         """
+        if not self.writes:
+            yield
+            return
         folder = os.open(self.path, os.O_RDONLY)
         try:
             try:
@@ -147,7 +155,8 @@ class RunDirectory:
 
     @config.setter
     def config(self, config: dict[str, Any]) -> None:
-        _replace(self._file(self.CONFIG), json.dumps(config, indent=2) + "\n")
+        if self.writes:
+            _replace(self._file(self.CONFIG), json.dumps(config, indent=2) + "\n")
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -162,6 +171,8 @@ class RunDirectory:
 
     def append(self, record: dict[str, Any]) -> None:
         """One more line in metrics.jsonl, in place of a last one that was not written whole."""
+        if not self.writes:
+            return
         line = json.dumps(record, allow_nan=False) + "\n"
         with self._file(self.METRICS).open("a+b") as file:
             file.seek(0)
@@ -186,11 +197,14 @@ class RunDirectory:
                 f"{file}: {kind} {what}, and there is a checkpoint of {kind} {last}; put the file "
                 "back, or start a new run"
             )
-        _replace(file, "".join(json.dumps(r) + "\n" for r in records))
+        if self.writes:
+            _replace(file, "".join(json.dumps(r) + "\n" for r in records))
         return records
 
     def draw(self, plot: Callable[[Any], None]) -> None:
         """curve.png: what `plot` puts on the axes that it is given."""
+        if not self.writes:
+            return
         figure, axes = _figure(self.path.name)
         plot(axes)
         figure.legend(loc="outside lower center", ncols=2)

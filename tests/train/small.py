@@ -87,10 +87,11 @@ class CompiledOnce:
 
     @functools.cached_property
     def _initial_state(self):
-        return jax.device_get(self.task.initial_state())
+        return jax.device_get(self.task.initial_state()), self.task.shapes()
 
     def initial_state(self):
-        return self._initial_state
+        state, like = self._initial_state
+        return jax.tree.map(lambda a, s: jax.device_put(a, s.sharding), state, like)
 
     def make_step(self):
         return self._programs[0]

@@ -15,6 +15,7 @@ from ..options import (
     SEED,
     SHARE,
     CheckpointEvery,
+    MeshAxes,
     Option,
     RunOptions,
 )
@@ -100,7 +101,8 @@ class Config(RunOptions):
         Option("Of the computation; parameters are float32.", OPTIMIZATION),
     ] = "float32"
     checkpoint_every: CheckpointEvery = None
-    parallel: Annotated[Parallel, Option("How all local devices are used.")] = "jit"
+    mesh: MeshAxes = None
+    parallel: Annotated[Parallel, Option("How all devices are used.")] = "jit"
     seed: Annotated[
         int, Option("Of parameters, order, augmentation, and dropout if any.", bounds=SEED)
     ] = 0

@@ -16,6 +16,7 @@ from ..options import (
     SEED,
     SHARE,
     CheckpointEvery,
+    MeshAxes,
     Option,
     RunOptions,
 )
@@ -95,6 +96,7 @@ class LMConfig(RunOptions):
         int, Option("Steps from one validation and checkpoint to the next.", bounds=COUNT)
     ] = 100
     checkpoint_every: CheckpointEvery = None
+    mesh: MeshAxes = None
     seed: Annotated[int, Option("Of parameters, order, dropout.", bounds=SEED)] = 0
 
     @property

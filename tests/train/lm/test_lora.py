@@ -115,7 +115,7 @@ def test_steps_on_frozen_weights(name, bases):
     bias, offload = options.get("bias", False), options.get("offload")
     path = bases(bias)
     task = lm_task(1, lora=RANK, init_from=path, **options)
-    state: Any = task.place(task.initial_state())
+    state: Any = task.initial_state()
     np.testing.assert_array_equal(adapters_of(state.params)["up"]["lora_b"], 0)
     states = state.opt_state if hasattr(state, "opt_state") else state.model[2:4]
     moments = [leaf.shape for leaf in jax.tree.leaves(states) if leaf.ndim > 1]

@@ -1,0 +1,111 @@
+"""Several processes of `effjax train`: how they meet, and how one that fails ends all."""
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from .options import fail, option
+
+if TYPE_CHECKING:
+    from ..train.processes import Cluster
+
+PREEMPTED = 75  # the exit code after SIGTERM or SIGHUP: try again later
+PANEL = "Several processes"
+OPTIONS = "distributed", "coordinator", "num_processes", "process_id", "heartbeat_timeout"
+
+Distributed = Annotated[
+    bool,
+    option(
+        "One of several processes, as SLURM, Open MPI or Kubernetes starts them.",
+        PANEL,
+        "--distributed",
+    ),
+]
+Coordinator = Annotated[str | None, option("HOST:PORT of process 0, where all meet.", PANEL)]
+NumProcesses = Annotated[int | None, option("How many there are.", PANEL)]
+ProcessId = Annotated[int | None, option("Which one this is, from 0.", PANEL)]
+HeartbeatTimeout = Annotated[
+    int, option("Seconds of silence after which a process counts as dead.", PANEL)
+]
+
+
+def cluster_of(
+    distributed: bool,
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    heartbeat_timeout: int,
+) -> "Cluster | None":
+    """Where to meet the others; None: there are none."""
+    given = coordinator, num_processes, process_id
+    if not distributed and given == (None, None, None):
+        return None
+    from ..train.errors import TrainError
+    from ..train.processes import Cluster
+
+    if not distributed and None in given:
+        raise TrainError(
+            "--coordinator, --num-processes and --process-id go together; --distributed alone "
+            "asks the cluster"
+        )
+    if num_processes is not None and num_processes < 1:
+        raise TrainError(f"num_processes (={num_processes}) must be at least 1")
+    if process_id is not None and not 0 <= process_id < (num_processes or process_id + 1):
+        raise TrainError(f"process_id (={process_id}) must lie in 0..{(num_processes or 1) - 1}")
+    if heartbeat_timeout < 1:
+        raise TrainError(f"heartbeat_timeout (={heartbeat_timeout}) must be at least 1")
+    return Cluster(*given, heartbeat_timeout)
+
+
+@contextlib.contextmanager
+def ends_all() -> Iterator[None]:
+    """A process of several that fails ends at once, and does not wait for the others, which wait
+    for it: JAX ends them when it misses this one."""
+    try:
+        yield
+    except BaseException as error:
+        from ..train.processes import is_first, joined
+
+        if not joined():
+            raise
+        code = _exit_code(error)
+        if code in (0, PREEMPTED):  # all of them
+            raise
+        if is_first():
+            time.sleep(1)  # the others meet here, and shall say their errors first
+        _leave(code)
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, typer.Exit):
+        return error.exit_code
+    traceback.print_exception(error)
+    return 1
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def fail_with_others(error: Exception, seconds: int) -> NoReturn:
+    """After a step that failed in one of several processes: JAX knows which one is gone, says it
+    and ends this one, as soon as that has been silent for so many seconds."""
+    typer.echo(
+        f"effjax: a step failed, probably as another process has ended ({_first_line(error)}); "
+        f"waiting up to {seconds} s for JAX to say which",
+        err=True,
+    )
+    time.sleep(seconds + 10)
+    fail("all processes answer; the error is of this one", 1)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:200]
