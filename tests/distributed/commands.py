@@ -1,9 +1,9 @@
 """`effjax train` as several processes of this machine, of four devices in all."""
 
-import os
-import socket
 import subprocess
 import sys
+
+from tests.distributed.launch import environment, free_port
 
 DEVICES = 4
 PATIENCE = 300  # seconds
@@ -15,11 +15,8 @@ def start(number: int, *argv: object, before: str = "", heartbeat_timeout: int =
     Args:
         before: Python that each runs first; `process` is its number.
     """
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        port = found.getsockname()[1]
+    port, started = free_port(), []
     code = f"{before}\nimport sys\nfrom effjax.cli import main\nsys.exit(main(sys.argv[1:]))"
-    started = []
     for process in range(number):
         place = ["--coordinator", f"localhost:{port}", "--num-processes", number]
         place += ["--process-id", process, "--heartbeat-timeout", heartbeat_timeout]
@@ -27,11 +24,10 @@ def start(number: int, *argv: object, before: str = "", heartbeat_timeout: int =
             sys.executable, "-c", f"process = {process}\n{code}", "train",
             *argv, *(place if number > 1 else []),
         ]  # fmt: skip
-        flags = f"--xla_force_host_platform_device_count={DEVICES // number}"
         started.append(
             subprocess.Popen(
                 [str(word) for word in command],
-                env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+                env=environment() | {"JAX_NUM_CPU_DEVICES": str(DEVICES // number)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -17,8 +17,6 @@ from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
 from tests.distributed.commands import DEVICES, ended, start, train
 
-# Compiled cheaply, as all tests are.
-CHEAPLY = "import jax; jax.config.update('jax_disable_most_optimizations', True)"
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
 LM = "lm --layers 2 --width 64 --heads 2 --context 16 --batch-size 8 --steps 6 --report-every 3"
 LOSSES = "train_loss", "validation_loss"
@@ -70,7 +68,7 @@ def check_run(path, rounding=1.0):
 SPLIT = "--mesh", "data=2,fsdp=2", "--offload", "all", "--fuse-update"
 
 
-STOPS = f"""{CHEAPLY}
+STOPS = """
 if process == 1:
     import os, signal
     from effjax.train.lm.task import LMTask
@@ -89,7 +87,7 @@ def test_stopped_in_two_processes_and_resumed_in_one(tmp_path, text):
     assert "stopped and saved at step" in found[0][2]
     assert ["compiling" in said for _, said, _ in found] == [True, False]
     assert lines(run)[-1] == {"kind": "interrupted"}
-    train(1, "lm", "--resume", run, "--mesh", "data=4", before=CHEAPLY)
+    train(1, "lm", "--resume", run, "--mesh", "data=4")
     check_run(run)
     assert [line["kind"] for line in lines(run)] == ["step", "step", "final"]
 
@@ -99,8 +97,8 @@ def test_resumed_by_as_many_processes_ends_with_the_same_bits(tmp_path, text):
     runs = tmp_path / "stopped", tmp_path / "whole"
     found = ended(start(2, *text, *SPLIT, "--out", runs[0], before=STOPS))
     assert [code for code, _, _ in found] == [PREEMPTED] * 2, found
-    train(2, "lm", "--resume", runs[0], before=CHEAPLY)
-    train(2, *text, *SPLIT, "--out", runs[1], before=CHEAPLY)
+    train(2, "lm", "--resume", runs[0])
+    train(2, *text, *SPLIT, "--out", runs[1])
     assert losses(runs[0]) == losses(runs[1])
     states = [parameters(run, task_of(runs[0])) for run in runs]
     for a, b in zip(*map(jax.tree.leaves, states), strict=True):
@@ -126,7 +124,7 @@ RUNS = {  # with the number of processes
 def test_processes_take_the_steps_of_one(tmp_path, text, name):
     number, argv = RUNS[name][0], RUNS[name][1].split()
     argv += text[-2:] if argv[0] == "lm" else []
-    said = train(number, *argv, "--out", tmp_path / "run", before=CHEAPLY)
+    said = train(number, *argv, "--out", tmp_path / "run")
     assert ["written" in one for one in said] == [True] + [False] * (number - 1)
     if argv[0] != "deform-resnet":
         return check_run(tmp_path / "run")
@@ -136,7 +134,7 @@ def test_processes_take_the_steps_of_one(tmp_path, text, name):
 
 def dies(how):
     """Process 1 does, after its second step."""
-    return f"""{CHEAPLY}
+    return f"""
 if process == 1:
     import os, signal
     from effjax.train.lm.task import LMTask
@@ -162,7 +160,7 @@ def test_a_process_that_is_gone_ends_all(tmp_path, text, how):
     assert "unhealthy" in said and "\n1\n" in said  # process 1, as JAX says it
     started[1].send_signal(signal.SIGKILL)
     started[1].communicate()
-    train(1, "lm", "--resume", tmp_path / "run", before=CHEAPLY)
+    train(1, "lm", "--resume", tmp_path / "run")
     check_run(tmp_path / "run")
 
 
@@ -180,6 +178,6 @@ def test_an_error_of_all_is_said_by_all(tmp_path, text):
     """The directory is the first one's to check."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.txt").touch()
-    found = ended(start(2, *text, "--out", tmp_path / "run", before=CHEAPLY))
+    found = ended(start(2, *text, "--out", tmp_path / "run"))
     assert [code for code, _, _ in found] == [2, 2], found
     assert all("not empty and not a run; give another --out" in said for _, _, said in found)
