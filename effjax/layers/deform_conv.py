@@ -38,11 +38,12 @@ def convolution_options(
     offset_groups: int, precision: Any, implementation: Any, deterministic: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Those of `effjax.deform_conv2d`, checked."""
-    check_options(implementation, deterministic, precision)
+    groups = as_integer("feature_group_count", feature_group_count, 1)
+    check_options(implementation, deterministic, precision, groups)
     return dict(
         strides=pair("strides", strides, 1), padding=padding_of(padding),
         kernel_dilation=pair("kernel_dilation", kernel_dilation, 1),
-        feature_group_count=as_integer("feature_group_count", feature_group_count, 1),
+        feature_group_count=groups,
         offset_groups=as_integer("offset_groups", offset_groups, 1),
         precision=precision, implementation=implementation, deterministic=deterministic,
     )  # fmt: skip

@@ -50,7 +50,7 @@ class DeformConv(nn.Module):
     precision: PrecisionLike = None
     kernel_init: Initializer = nn.initializers.lecun_normal()
     bias_init: Initializer = nn.initializers.zeros
-    implementation: Literal["native", "xla"] | None = None
+    implementation: Literal["native", "xla", "fused"] | None = None
     deterministic: bool = False
 
     modulated: ClassVar[bool] = False

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import (
+    AbstractDevice,
     AbstractMesh,
     AxisType,
     Mesh,
@@ -21,6 +22,8 @@ from jax.sharding import (
     PartitionSpec,
     Sharding,
     SingleDeviceSharding,
+    get_abstract_mesh,
+    use_abstract_mesh,
 )
 
 from ..ops._arguments import as_callable, as_integer, described
@@ -103,7 +106,7 @@ def lower(
             "jax.jit, or the function as it was before."
         )
     arrays, close = opened(args)
-    with tracing_for("cuda"):
+    with tracing_for("cuda"), _on_a_gpu():
         traced = jitted.trace(*close(jax.tree.map(_with_memory_kind, arrays)))
     traced = getattr(traced, "traced", traced)  # nnx's holds JAX's
     options = needed_options(traced.jaxpr)
@@ -136,9 +139,18 @@ def _of_jit(
     return given
 
 
+def _on_a_gpu() -> contextlib.AbstractContextManager:
+    """Kernels of Pallas ask which GPU they are for, when they are traced and when they are lowered.
+    All that they learn is its generation; a caller's mesh stays."""
+    if not get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    gpu = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu))
+
+
 def _lower_for_cuda(traced: Any) -> jax.stages.Lowered:
     try:
-        with lines_of_libraries():
+        with lines_of_libraries(), _on_a_gpu():
             return traced.lower(lowering_platforms=("cuda",))
     except ValueError as error:
         if "lowering platform" not in str(error):

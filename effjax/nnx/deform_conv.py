@@ -23,7 +23,7 @@ from ..layers.deform_conv import (
 from ..ops._arguments import as_array, as_flag
 from ..ops.deform_conv import deform_conv2d
 
-Implementation = Literal["native", "xla"] | None
+Implementation = Literal["native", "xla", "fused"] | None
 Padding = str | int | Sequence[int] | Sequence[tuple[int, int]]
 
 _default_kernel_init = nnx.initializers.lecun_normal()
@@ -40,8 +40,8 @@ class DeformConv(nnx.Module):
             feature_group_count, use_bias, dtype, param_dtype, precision, kernel_init, bias_init:
             as in `flax.nnx.Conv`, for images.
         offset_groups: groups of input channels with offsets of their own.
-        implementation: None, "native" or "xla", as in `effjax.deform_conv2d`; forward mode and
-            second derivatives need "xla".
+        implementation: None, "native", "xla" or "fused", as in `effjax.deform_conv2d`; forward mode
+            and second derivatives need "xla".
         deterministic: whether gradients are the same, bit for bit, in every run.
         rngs: for the parameters (stream `params`).
 

@@ -51,18 +51,19 @@ def by_platform(native: dict[str, Callable], elsewhere: Callable) -> Callable:
     return run if native else elsewhere
 
 
-def refusing(run: Callable, operator: str) -> Callable:
-    """`run`, which stands for native code where there is none: it cannot be compiled.
-
-    Only then is the platform known.
+def refusing(run: Callable, operator: str, why: Callable = unavailable) -> Callable:
+    """`run`, which stands for code where there is none: it cannot be compiled. Only then is the
+    platform known; why(operator, platform) is the error's text.
     """
-    return lambda x, *args, **options: run(_refuse_p.bind(x, operator=operator), *args, **options)
+    return lambda x, *args, **options: run(
+        _refuse_p.bind(x, operator=operator, why=why), *args, **options
+    )
 
 
-def _refuse(ctx, _, *, operator: str):
-    raise RuntimeError(unavailable(operator, " or ".join(ctx.module_context.platforms)))
+def _refuse(ctx, _, *, operator: str, why: Callable):
+    raise RuntimeError(why(operator, " or ".join(ctx.module_context.platforms)))
 
 
 _refuse_p = Primitive("effjax_no_native_code")
-_refuse_p.def_abstract_eval(lambda x, *, operator: x)
+_refuse_p.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(_refuse_p, _refuse)

@@ -31,7 +31,7 @@ def deform_conv2d(
     kernel_dilation: int | Sequence[int] = 1,
     feature_group_count: int = 1,
     offset_groups: int | None = None,
-    implementation: Literal["native", "xla"] | None = None,
+    implementation: Literal["native", "xla", "fused"] | None = None,
     precision: Any = None,
     deterministic: bool = False,
     workspace_bytes: int = 256 * 2**20,
@@ -60,8 +60,10 @@ def deform_conv2d(
         offset_groups: G; by default what the channels of offset say.
         implementation: "native" for the custom call (CPU, CUDA), "xla" for plain XLA (everywhere),
             None for native on a CPU where there is any, else XLA: the CUDA kernels must be asked
-            for until they have run on a GPU. Forward mode and second derivatives need "xla"; the
-            others have the gradient.
+            for until they have run on a GPU; "fused" for a forward pass on NVIDIA GPUs that writes
+            no samples, one kernel of Pallas without workspace, which has not run on one either: for
+            feature_group_count=1, with the gradient of "native", or of XLA without that. Forward
+            mode and second derivatives need "xla"; the others have the gradient.
         precision: of the matrix products, as in ``jax.lax.dot_general``.
         deterministic: on a GPU, add up the gradient of x in one order. On a CPU it always is; "xla"
             on a GPU follows XLA's own ``--xla_gpu_deterministic_ops``.
@@ -76,7 +78,7 @@ def deform_conv2d(
 
     Raises:
         TypeError, ValueError: inputs that do not fit, with their values.
-        RuntimeError: "native" where there is none, with the reason.
+        RuntimeError: "native" or "fused" where there is none, with the reason.
         NotImplementedError: forward mode or second derivatives without "xla".
 
     Kept for the backward pass: x, offset, mask and kernel. The samples are taken again.
@@ -92,7 +94,7 @@ def deform_conv2d(
         x, offset, kernel, strides, padding, kernel_dilation, groups, offset_groups
     )
     arguments.check_shapes(x, offset, kernel, mask, bias, geometry)
-    arguments.check_options(implementation, deterministic, precision)
+    arguments.check_options(implementation, deterministic, precision, groups)
     _check_resources(implementation, workspace_bytes)
     if precision is None:  # here, because XLA's threads know nothing of a `with`
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore
@@ -156,6 +158,18 @@ class Implementation(NamedTuple):
     native: dict[str, Sampler]  # by platform; used where they were built
     elsewhere: Sampler
     slice_bytes_on_a_cpu: int  # larger slices fall out of its caches; they cost a GPU nothing
+    whole: Callable | None = None  # of `Sampler`
+
+
+def _without_columns(static: Static, *args) -> jax.Array:
+    try:
+        from .fused import on_a_gpu  # Pallas takes its time to import
+    except ImportError as error:  # JAX has announced that it will go
+        raise RuntimeError(
+            f"implementation='fused' needs Pallas for Triton, which this JAX has not ({error}). "
+            "Pass `implementation=None` for the best there is."
+        ) from error
+    return on_a_gpu(static, *args)
 
 
 IMPLEMENTATIONS = {
@@ -169,6 +183,9 @@ IMPLEMENTATIONS = {
         24 * 2**20,
     ),
     "xla": Implementation(xla.deform_conv_xla, {}, xla.SAMPLER, 64 * 2**20),
+    "fused": Implementation(
+        _first_order, {"cuda": custom_call.CUDA}, xla.SAMPLER, 24 * 2**20, _without_columns
+    ),
 }
 
 
@@ -186,7 +203,7 @@ def _sampler_of(
         for of in (lambda sampler: sampler.columns, lambda sampler: sampler.columns_backward)
     )
     here = samplers.get(platform, chosen.elsewhere)
-    return Sampler(columns, columns_backward, here.sample_bytes, here.tap_bytes)
+    return Sampler(columns, columns_backward, here.sample_bytes, here.tap_bytes, whole=chosen.whole)
 
 
 def _check_resources(implementation: str | None, workspace_bytes: Any) -> None:

@@ -125,9 +125,14 @@ def output_size(size, kernel_size, strides, padding, dilation) -> tuple[int, ...
     )
 
 
-def check_options(implementation: Any, deterministic: Any, precision: Any) -> None:
+def check_options(implementation: Any, deterministic: Any, precision: Any, groups: int) -> None:
     """Options that are not of the geometry; modules check them when they are made."""
-    one_of("implementation", implementation, None, "native", "xla")
+    one_of("implementation", implementation, None, "native", "xla", "fused")
+    if implementation == "fused" and groups != 1:
+        raise ValueError(
+            f"`feature_group_count` (={groups}) must be 1 with `implementation='fused'`; the "
+            "others have groups."
+        )
     if not isinstance(deterministic, bool):
         raise ValueError(f"`deterministic` (={deterministic!r:.80}) must be True or False.")
     if precision is not None:

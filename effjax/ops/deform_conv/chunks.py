@@ -32,6 +32,8 @@ class Sampler(NamedTuple):
     tap_bytes: int = 0
     # the sampler that adds to dx in one order; None: this one does
     in_order: "Sampler | None" = None
+    # the forward pass in one go, (static, x, offset, mask, kernel) -> y; None: of columns
+    whole: Callable | None = None
 
 
 class Static(NamedTuple):
@@ -46,6 +48,8 @@ class Static(NamedTuple):
 
 def forward(static: Static, x, offset, mask, kernel) -> jax.Array:
     """The convolution: y [D, N, Ho, Wo, O] of x's dtype."""
+    if static.sampler.whole:
+        return static.sampler.whole(static, x, offset, mask, kernel)
     sample_bytes, _ = static.sampler.sample_bytes(x.dtype)
     images = x.shape[:2]
     x, offset, mask = map(merge, (x, offset, mask))
