@@ -18,6 +18,7 @@ def train_text(
     out: Path,
     overwrite: bool = False,
     resume: bool = False,
+    fall_back: bool = False,
     plan: bool = False,
 ) -> None:
     """Trains a language model in `out`: checks everything, then writes."""
@@ -27,7 +28,7 @@ def train_text(
     task, console = prepare(config, resume=resume), make_console()
     if task.base is not None:
         task.base.check_apart(out)
-    run, result = follow("lm", console, task, report, out, overwrite, resume)
+    run, result = follow("lm", console, task, report, out, overwrite, resume, fall_back)
     planned = _planned(config, console) if plan and run.writes else None
     report.show_result(console, run, result, planned)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ..train.errors import Preempted, TrainError
+from ..train.errors import OutOfDeviceMemory, Preempted, TrainError
 from ..train.images.config import Config
 from ..train.options import RunOptions
 from .distributed import (
@@ -27,6 +27,7 @@ from .distributed import (
     ends_all,
     fail_with_others,
 )
+from .memory_command import memory_command
 from .options import fail, one_line_errors, option, parameters_of, take
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def train_command(
     with_resume: Sequence[str],
     without: Sequence[str] = (),
     defaults: Mapping[str, Any] | None = None,
+    run_in: Callable[[Path], Path] = lambda path: path,
 ) -> Callable[[Callable[..., None]], Callable]:
     """Makes a command of `start(out, overwrite, *, more options, **options of a run)`.
 
@@ -57,6 +59,7 @@ def train_command(
         with_resume: the options that can be given with `--resume`, beside those that make no
             difference. One of a run is what it goes on with: its length.
         without, defaults: as `parameters_of` has them.
+        run_in: where the run is whose options are those of `--resume`.
     """
 
     def decorate(start: Callable[..., None]) -> Callable:
@@ -76,6 +79,14 @@ def train_command(
                     f"--{with_resume[0]} to another end."
                 ),
             ] = None,
+            fall_back: Annotated[
+                bool,
+                option(
+                    "With --resume: where the last checkpoint is damaged, delete it and take the "
+                    "one before.",
+                    name="--fall-back",
+                ),
+            ] = False,
             distributed: Distributed = False,
             coordinator: Coordinator = None,
             num_processes: NumProcesses = None,
@@ -91,11 +102,14 @@ def train_command(
                 if cluster := cluster_of(distributed, *where):
                     join(cluster)
                 if resume is None:
+                    if fall_back:
+                        raise TrainError("--fall-back goes with --resume")
                     path = Path(from_first(lambda: str(unused(name)))) if out is None else out
                     return start(path, overwrite, **given)
-                allowed = *with_resume, "checkpoint_every", "mesh"
+                allowed = *with_resume, "fall_back", "checkpoint_every", "on_nan", "mesh"
+                given |= {"fall_back": fall_back}
                 added = {one: given[one] for one in _given_with_resume(command_line, allowed)}
-                config = _options_of(resume, name, options)
+                config = _options_of(run_in(resume), name, options)
                 of_run = {one: added.pop(one) for one in list(added) if hasattr(config, one)}
                 go_on(dataclasses.replace(config, **of_run), resume, resume=True, **added)
 
@@ -146,13 +160,19 @@ def train_images(
     out: Path,
     overwrite: bool = False,
     resume: bool = False,
+    fall_back: bool = False,
+    within: Path | None = None,
 ) -> "ImageResult":
-    """Trains a model of images in `out`: checks everything, then writes."""
+    """Trains a model of images in `out`: checks everything, then writes.
+
+    What is interrupted goes on with `--resume out`, or `within`, of which this is a part.
+    """
     from ..train.images import report
     from ..train.images.task import prepare
 
     task, console = prepare(config), make_console()
-    run, result = follow(config.command, console, task, report, out, overwrite, resume)
+    how = overwrite, resume, fall_back, within
+    run, result = follow(config.command, console, task, report, out, *how)
     report.show_result(console, task, run, result)
     return result
 
@@ -172,6 +192,8 @@ def follow(
     out: Path,
     overwrite: bool,
     resume: bool,
+    fall_back: bool,
+    within: Path | None = None,
 ) -> tuple["RunDirectory", Any]:
     """Trains what is prepared, and shows how it goes; returns the directory and the result."""
     import jax
@@ -190,18 +212,23 @@ def follow(
     run = RunDirectory(out, writes=is_first())
     report.announce(console, task, run)
     progress = report.make_progress(console, task) if is_first() else None
-    cluster = joined()
+    cluster, again = joined(), _resume(command, within or run.path)
     try:
         with preempted() if cluster else stop_signals() as stop:
-            return run, fit(task, run, progress, resume, stop)
-    except jax.errors.JaxRuntimeError as error:
-        if cluster is None or "RESOURCE_EXHAUSTED" in str(error):
+            return run, fit(task, run, progress, resume, stop, fall_back)
+    except RuntimeError as error:  # JAX's own error is one
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise OutOfDeviceMemory(memory_command(task)) from error
+        if cluster is None or not isinstance(error, jax.errors.JaxRuntimeError):
             raise
         fail_with_others(error, cluster.heartbeat_timeout)
     except KeyboardInterrupt:
-        fail(f"interrupted; go on with {_resume(command, run.path)}", 130)
+        fail(f"interrupted; go on with {again}", 130)
     except Preempted as where:
-        fail(f"stopped and saved {where}; go on with {_resume(command, run.path)}", PREEMPTED)
+        fail(
+            f"stopped and saved {where}; go on with {_resume(command, within or run.path)}",
+            PREEMPTED,
+        )
 
 
 @contextlib.contextmanager

@@ -9,6 +9,14 @@ class Preempted(Exception):
     """A run that was told to stop: it is saved, and can go on."""
 
 
+class OutOfDeviceMemory(Exception):
+    """A run that does not fit; what it says is the command that plans it."""
+
+
+class Damaged(TrainError):
+    """A checkpoint that is not as it was written."""
+
+
 class DataError(TrainError):
     """Images or labels that cannot be read or cannot be right."""
 

@@ -72,6 +72,13 @@ CheckpointEvery = Annotated[
     int | None,
     Option("Also write a checkpoint after so many steps, in the background.", bounds=COUNT),
 ]
+OnNan = Annotated[
+    Literal["stop", "skip", "rollback"],
+    Option(
+        "At a loss or gradients that are not finite: stop; skip the step; or go back to the last "
+        "checkpoint, and leave that batch out."
+    ),
+]
 MeshAxes = Annotated[
     str | None,
     Option(
@@ -79,8 +86,9 @@ MeshAxes = Annotated[
         unset="all along data",
     ),
 ]
-# What makes no difference to a run's numbers but for rounding; beside it, its length may change.
-WITHOUT_EFFECT = ("data", "checkpoint_every", "mesh")  # what the data hold is compared
+# What makes no difference to a run's numbers, as long as they are finite, but for rounding; beside
+# it, its length may change.
+WITHOUT_EFFECT = ("data", "checkpoint_every", "on_nan", "mesh")  # what the data hold is compared
 
 
 class Declared(NamedTuple):

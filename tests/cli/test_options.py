@@ -14,7 +14,7 @@ from effjax.train.lm.config import LMConfig
 from effjax.train.options import COUNT, MODEL, Option, RunOptions, declared, fingerprint
 from tests.cli.command import TINY
 
-OF_THE_COMMAND = {"out", "overwrite", "resume", *OPTIONS}
+OF_THE_COMMAND = {"out", "overwrite", "resume", "fall_back", *OPTIONS}
 MODELS = "densenet", "resnet", "deform-resnet", "lm"
 OWN = {"densenet": set(), "lm": {"plan"}}
 

@@ -12,8 +12,9 @@ import pytest
 
 from effjax.train.checkpoint import Checkpoints
 from effjax.train.errors import Preempted, TrainError
-from effjax.train.loop import Progress, fit
+from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
+from effjax.train.task import Progress
 from tests.train.small import CompiledOnce, image_task, lm_task
 
 pytest.importorskip("matplotlib")
@@ -266,29 +267,6 @@ def test_resuming_a_finished_run_without_its_metrics(tmp_path, task):
     with pytest.raises(TrainError, match=message):
         fit(task, run, resume=True)
     assert not (run.path / "metrics.jsonl").exists()
-
-
-def unreadable(*_, **__):
-    raise OSError(5, "Input/output error")
-
-
-@pytest.mark.parametrize("damage", ["cut short", "unreadable"])
-def test_a_damaged_checkpoint_is_named(tmp_path, task, monkeypatch, damage):
-    run, number = new_run(tmp_path / "run", task), task.numbers[0]
-    with pytest.raises(KeyboardInterrupt):
-        fit(task, run, after_first_test(task))
-    with monkeypatch.context() as patch:
-        if damage == "cut short":
-            file = run.checkpoints / str(number) / "default" / "_METADATA"
-            file.write_bytes(file.read_bytes()[:100])
-        else:
-            patch.setattr("orbax.checkpoint.CheckpointManager.restore", unreadable)
-        message = rf"checkpoints/{number}: cannot be restored .*; delete this directory, then res"
-        with pytest.raises(TrainError, match=message):
-            fit(task, run, resume=True)
-    shutil.rmtree(run.checkpoints / str(number))
-    fit(task, run, resume=True)
-    assert kinds(run) == [task.kind] * 3 + ["final"]
 
 
 def test_two_processes_in_one_run(tmp_path, task):

@@ -16,6 +16,7 @@ from ..options import (
     SHARE,
     CheckpointEvery,
     MeshAxes,
+    OnNan,
     Option,
     RunOptions,
 )
@@ -101,6 +102,7 @@ class Config(RunOptions):
         Option("Of the computation; parameters are float32.", OPTIMIZATION),
     ] = "float32"
     checkpoint_every: CheckpointEvery = None
+    on_nan: OnNan = "stop"
     mesh: MeshAxes = None
     parallel: Annotated[Parallel, Option("How all devices are used.")] = "jit"
     seed: Annotated[

@@ -5,10 +5,10 @@ from rich.console import Console
 from ...memory.report import format_bytes
 from .. import report
 from ..errors import counted
-from ..loop import Measured, Progress, Record
 from ..mesh import devices_of
 from ..report import line
 from ..run_directory import RunDirectory
+from ..task import Measured, Progress, Record
 from .task import ImageResult, ImageTask
 
 

@@ -35,6 +35,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from ..finite import OnNan, guarded
 from ..mesh import AXIS, AnyMesh, Array, by_batch, gathered, shardings_of, whole
 from .config import Parallel
 
@@ -70,6 +71,7 @@ class Learner:
     optimizer: optax.GradientTransformation
     mean: np.ndarray  # [C]
     std: np.ndarray  # [C]
+    on_nan: OnNan = "stop"  # as `guarded` has it
 
     def inputs(self, images: Array) -> jax.Array:
         """uint8 pixels to normalized float32."""
@@ -87,16 +89,14 @@ class Learner:
         _, _, stats = nnx.split(model, nnx.Param, ...)
         return jnp.mean(losses), (stats, correct)
 
-    def update(self, state: TrainState, grads: nnx.State, stats: nnx.State) -> TrainState:
-        """The optimizer's step."""
+    def update(
+        self, state: TrainState, grads: nnx.State, stats: nnx.State, loss: jax.Array
+    ) -> tuple[TrainState, jax.Array]:
+        """The optimizer's step, and the loss."""
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
-        return TrainState(
-            step=state.step + 1,
-            params=params,
-            stats=stats,
-            opt_state=opt_state,
-        )
+        new = TrainState(state.step + 1, params, stats, opt_state)
+        return guarded(self.on_nan, new, state, loss, grads)
 
 
 def first_state(
@@ -163,7 +163,8 @@ def jit_step(learner: Learner, mesh: AnyMesh, shardings: Any = None) -> Any:
         (value, (stats, correct)), grads = jax.value_and_grad(loss, has_aux=True)(
             state.params, state.stats, batch, key
         )
-        return learner.update(state, grads, stats), StepMetrics(value, correct)
+        new, value = learner.update(state, grads, stats, value)
+        return new, StepMetrics(value, correct)
 
     state = whole(mesh) if shardings is None else shardings
     return jax.jit(
@@ -185,7 +186,8 @@ def _shard_map_step(learner: Learner, mesh: Mesh) -> TrainStep:
             return lax.pmean(loss, AXIS), aux
 
         (loss, (stats, correct)), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
-        return learner.update(state, grads, stats), StepMetrics(loss, lax.psum(correct, AXIS))
+        new, loss = learner.update(state, grads, stats, loss)
+        return new, StepMetrics(loss, lax.psum(correct, AXIS))
 
     sharded = jax.shard_map(
         step, mesh=mesh, in_specs=(P(), P(AXIS), P()), out_specs=P(), check_vma=True
@@ -202,8 +204,8 @@ def _pmap_step(learner: Learner, mesh: Mesh) -> TrainStep:
             state.params, state.stats, batch, key
         )
         grads = lax.pmean(grads, AXIS)
-        metrics = StepMetrics(lax.pmean(loss, AXIS), lax.psum(correct, AXIS))
-        return learner.update(state, grads, stats), metrics
+        new, loss = learner.update(state, grads, stats, lax.pmean(loss, AXIS))
+        return new, StepMetrics(loss, lax.psum(correct, AXIS))
 
     devices = list(mesh.devices.flat)
     mapped = jax.pmap(

@@ -19,7 +19,6 @@ from ..data.dataset import Dataset, channel_counts, channel_statistics, hold_out
 from ..data.folder import IN_MEMORY
 from ..data.load import load_dataset
 from ..errors import TrainError, counted
-from ..loop import Measured, Part, Record, TrainStep
 from ..mesh import (
     FSDP,
     Devices,
@@ -30,6 +29,7 @@ from ..mesh import (
     with_shardings,
 )
 from ..processes import summed
+from ..task import Measured, Part, Record, TrainStep
 from .config import Config
 from .forms import backward_bytes, forms
 from .recipe import make_learner, make_optimizer, make_schedule, model_builder
@@ -102,7 +102,7 @@ def prepare(
     build = model_builder(config, dataset.image_shape, len(dataset.class_names))
     learner = make_learner(
         build, dataset.image_shape, make_optimizer(config, schedule),
-        *channel_statistics(summed(partial(channel_counts, dataset.train_images))),
+        *channel_statistics(summed(partial(channel_counts, dataset.train_images))), config.on_nan,
     )  # fmt: skip
     flip = dataset.flip if config.flip is None else config.flip
     wanted = config.augment is None or config.augment
@@ -134,6 +134,12 @@ class ImageTask:
     @property
     def examples_per_step(self) -> int:
         return self.config.batch_size
+
+    @property
+    def fields(self) -> Sequence[str]:
+        held_out = ("loss", "accuracy") if len(self.dataset.validation_images) else ()
+        train = "train_loss", "train_accuracy", "images_per_second"
+        return *train, *(f"validation_{name}" for name in held_out)
 
     def describe(self) -> dict[str, Any]:
         data = self.dataset

@@ -8,10 +8,10 @@ import jax
 from jax.sharding import Mesh
 
 from ..checkpoint import Checkpoints
-from ..errors import TrainError, unreadable
-from ..loop import Record
+from ..errors import Damaged, TrainError, unreadable
 from ..mesh import with_shardings
 from ..run_directory import RunDirectory
+from ..task import Record
 from .config import LMConfig
 from .offloaded import OffloadedState, shardings_of
 from .recipe import initial_state, make_learner
@@ -99,5 +99,8 @@ def with_weights(
     shapes = jax.eval_shape(lambda: initial_state(learner, mesh))
     shapes = with_shardings(shapes, shardings_of(base.config, shapes, mesh))
     with Checkpoints(base.run.checkpoints, read_only=True) as checkpoints:
-        weights = checkpoints.restore(shapes, base.step).params
+        try:
+            weights = checkpoints.restore(shapes, base.step).params
+        except Damaged as error:
+            raise TrainError(f"{error}; give another run") from error
     return state.with_params(put(state.params, weights))

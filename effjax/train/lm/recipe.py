@@ -109,7 +109,7 @@ def train_step(learner: LMLearner) -> Callable:
     """`(state, tokens, key) -> (state, loss)`, to be compiled."""
     if in_slices(learner.config):
         return offloaded_step(learner.config, learner.model, learner.optimizer, learner.mesh)
-    how = learner.apply_layers, trainable(learner.config), learner.mesh
+    how = learner.apply_layers, trainable(learner.config), learner.mesh, learner.config.on_nan
     return lm_step(learner.graphdef, learner.optimizer, *how)
 
 

@@ -8,10 +8,10 @@ from ...memory import MemoryPlan
 from ...memory.report import format_bytes
 from .. import report
 from ..errors import counted
-from ..loop import Measured, Progress, Record
 from ..mesh import devices_of
 from ..report import line
 from ..run_directory import RunDirectory
+from ..task import Measured, Progress, Record
 from .task import LMResult, LMTask
 
 

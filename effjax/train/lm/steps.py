@@ -17,6 +17,7 @@ from ... import offload_jit
 from ...models import TransformerLM, scan_layers
 from ...models.nnx.transformer import ApplyLayers, Layer, Params
 from ...ops.offload.trainable import Parts, parts_of
+from ..finite import OnNan, guarded
 from ..mesh import AnyMesh, Array, by_batch, gathered
 
 
@@ -123,8 +124,10 @@ def lm_step(
     apply_layers: ApplyLayers = scan_layers,
     trainable: Any = True,
     mesh: AnyMesh | None = None,
+    on_nan: OnNan = "stop",
 ) -> Callable:
-    """`make_lm_step` before it is compiled; `trainable` is as of `offload_train_step`."""
+    """`make_lm_step` before it is compiled; `trainable` is as of `offload_train_step`, and `on_nan`
+    as of `finite.guarded`."""
 
     def step(state: LMState, tokens: Array, key: jax.Array) -> tuple[LMState, jax.Array]:
         key = jax.random.fold_in(key, state.step)
@@ -137,7 +140,8 @@ def lm_step(
         loss, grads = jax.value_and_grad(loss_of)(trained)
         updates, opt_state = optimizer.update(grads, state.opt_state, trained)
         trained = optax.apply_updates(trained, updates)
-        return LMState(state.step + 1, Parts(trained, frozen).whole, opt_state), loss
+        new = LMState(state.step + 1, Parts(trained, frozen).whole, opt_state)
+        return guarded(on_nan, new, state, loss, grads)
 
     return step
 

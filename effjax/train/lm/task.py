@@ -21,7 +21,6 @@ from ..data.text import (
     train_batches,
 )
 from ..errors import TrainError
-from ..loop import Measured, Part, Record, TrainStep
 from ..mesh import (
     Devices,
     check_batch_size,
@@ -31,6 +30,7 @@ from ..mesh import (
     run_mesh,
     with_shardings,
 )
+from ..task import Measured, Part, Record, TrainStep
 from .base import Base, find_base, score, with_weights
 from .config import LMConfig
 from .offloaded import OffloadedState, shardings_of
@@ -122,6 +122,11 @@ class LMTask:
     @property
     def examples_per_step(self) -> int:
         return self.config.batch_size * self.config.context
+
+    @property
+    def fields(self) -> Sequence[str]:
+        held_out = ("validation_loss",) if len(self.text.validation) else ()
+        return "train_loss", "tokens_per_second", *held_out
 
     def describe(self) -> dict[str, Any]:
         held_out = {"validation_bytes": len(self.text.validation)}

@@ -19,8 +19,9 @@ from effjax.train.lm.forms import lm_training_step
 from effjax.train.lm.recipe import make_lm_optimizer
 from effjax.train.lm.steps import lm_loss
 from effjax.train.lm.task import prepare
-from effjax.train.loop import Progress, fit
+from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
+from effjax.train.task import Progress
 from tests.programs import needs_gpu_compiler
 from tests.tiers import plainly
 from tests.train.lm.test_offloaded import Interrupt, lines, new_run

@@ -10,8 +10,9 @@ import pytest
 from effjax.train.checkpoint import Checkpoints
 from effjax.train.errors import TrainError
 from effjax.train.lm.offloaded import OffloadedState
-from effjax.train.loop import Progress, fit
+from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
+from effjax.train.task import Progress
 from tests.tiers import exhaustive, plainly
 from tests.train.small import CompiledOnce, lm_task
 
