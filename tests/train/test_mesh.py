@@ -28,6 +28,7 @@ from effjax.train.mesh import (
     sharding_of,
     whole,
 )
+from tests.tiers import plainly
 from tests.train import small
 
 BOTH = "data=2,fsdp=2"
@@ -179,7 +180,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("kind", plainly("lm", of=STEPS))
 def test_split_parameters_take_the_same_steps(kind):
     """To rounding; the state stays where it is."""
     states = []

@@ -110,7 +110,8 @@ def by_hand(path, bias):
     return adapters, losses
 
 
-@pytest.mark.parametrize("name", plainly("fused", of=FORMS))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FORMS)
 def test_steps_on_frozen_weights(name, bases):
     options = FORMS[name]
     bias, offload = options.get("bias", False), options.get("offload")
