@@ -58,5 +58,5 @@ def _planned(config: LMConfig, console: Console) -> "MemoryPlan | None":
     line(console, "planning a step for an H200")
     try:
         return plan(*lm_training_step(config))
-    except PlanError as error:
+    except (PlanError, OSError) as error:  # the latter of a full temporary folder
         return line(console, f"not planned: {error}")

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -239,11 +239,12 @@ def compile_for(
         (folder / "target.txtpb").write_text(target.config)
         request = {"num_devices": lowered.num_devices, "compiler_options": options}
         (folder / "request.json").write_text(json.dumps(request))
-        run = subprocess.run(
-            [sys.executable, "-P", "-m", f"{__package__}._gpu_compiler_shim", name],
-            env=_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE, text=True, errors="replace",
-        )  # fmt: skip
+        with _alive() as alive:
+            run = subprocess.run(
+                [sys.executable, "-P", "-m", f"{__package__}._gpu_compiler_shim", name],
+                env=_environment(), stdin=alive, stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE, text=True, errors="replace",
+            )  # fmt: skip
         result_file = folder / "result.json"
         if run.returncode or not result_file.exists():
             raise PlanError(
@@ -265,6 +266,17 @@ def compile_for(
             buffer_assignment=_dumped(folder, "buffer-assignment"),
             live_ranges=_dumped(folder, "live-range"),
         )
+
+
+@contextlib.contextmanager
+def _alive() -> Iterator[int]:
+    """A pipe that stays open as long as this process lives."""
+    ends = os.pipe()
+    try:
+        yield ends[0]
+    finally:
+        for end in ends:
+            os.close(end)
 
 
 def check_compiler() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError, counted
+from ..errors import DataError, check_regular, counted
 from .dataset import Dataset, Images, stratified_split
 
 EXTENSIONS = frozenset(
@@ -129,6 +129,7 @@ class Reader:
             raise DataError(
                 'data "folder:PATH" needs Pillow; run pip install "effjax[train]"'
             ) from error
+        check_regular(file)
         try:
             with Image.open(file) as opened:
                 _check_depth(file, opened.mode)

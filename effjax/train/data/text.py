@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import DataError, unreadable
+from ..errors import DataError, check_regular, unreadable
 
 FORMATS = "pydoc, text:PATH"
 SUFFIXES = frozenset({".md", ".py", ".txt"})
@@ -171,6 +171,7 @@ def _files(path: Path) -> list[Path]:
         raise error  # `os.walk` and `Path.rglob` would leave out what they may not read
 
     if not path.is_dir():
+        check_regular(path)
         return [path]
     walk = os.walk(path, onerror=refuse)
     inside = [Path(folder, name) for folder, _, names in walk for name in names]
