@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from .options import fail, option
+from .options import option
 
 if TYPE_CHECKING:
     from ..train.processes import Cluster
@@ -72,8 +72,10 @@ def ends_all() -> Iterator[None]:
     except BaseException as error:
         from ..train.processes import is_first, joined
 
-        if not joined():
+        if not (cluster := joined()):
             raise
+        if type(error).__name__ == "JaxRuntimeError":
+            _wait_for_word(cluster.heartbeat_timeout)
         code = _exit_code(error)
         if code in (0, PREEMPTED):  # all of them
             raise
@@ -95,17 +97,12 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def fail_with_others(error: Exception, seconds: int) -> NoReturn:
-    """After a step that failed in one of several processes: JAX knows which one is gone, says it
-    and ends this one, as soon as that has been silent for so many seconds."""
+def _wait_for_word(seconds: int) -> None:
+    """A program over several processes fails where one is gone. JAX knows which one, says it and
+    ends this process, as soon as that one has been silent for so many seconds."""
     typer.echo(
-        f"effjax: a step failed, probably as another process has ended ({_first_line(error)}); "
-        f"waiting up to {seconds} s for JAX to say which",
+        "effjax: a step failed, probably as another process has ended; waiting for JAX to say "
+        f"which, {seconds} s at most",
         err=True,
     )
     time.sleep(seconds + 10)
-    fail("all processes answer; the error is of this one", 1)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:200]

@@ -34,13 +34,15 @@ def train_pair(
 ) -> None:
     """Trains both networks, each in a directory of its own. With `resume` what there is goes on; a
     run that is no pair goes on by itself."""
+    from ..train.processes import from_first
+
     if resume and run_in(out) == out:
         train_images(config, out, resume=True, fall_back=fall_back)
         return
     accuracy = {}
     for name in PAIR if baseline else PAIR[:1]:
         path = out / name
-        goes_on = resume and (path / "config.json").exists()
+        goes_on = resume and from_first((path / "config.json").exists)
         result = train_images(
             dataclasses.replace(config, deformable=name == PAIR[0]), path, overwrite, goes_on,
             fall_back and goes_on, within=out if baseline else None,

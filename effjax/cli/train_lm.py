@@ -29,7 +29,7 @@ def train_text(
     if task.base is not None:
         task.base.check_apart(out)
     run, result = follow("lm", console, task, report, out, overwrite, resume, fall_back)
-    planned = _planned(config, console) if plan and run.writes else None
+    planned = _planned(config, task.mesh.size, console) if plan and run.writes else None
     report.show_result(console, run, result, planned)
 
 
@@ -49,7 +49,7 @@ def train_lm(
     train_text(LMConfig(**options), out, overwrite, plan=plan)
 
 
-def _planned(config: LMConfig, console: Console) -> "MemoryPlan | None":
+def _planned(config: LMConfig, num_devices: int, console: Console) -> "MemoryPlan | None":
     """What a step needs on an H200; None where it cannot be planned, which is said."""
     from ..memory import PlanError, plan
     from ..train.lm.forms import lm_training_step
@@ -57,6 +57,6 @@ def _planned(config: LMConfig, console: Console) -> "MemoryPlan | None":
 
     line(console, "planning a step for an H200")
     try:
-        return plan(*lm_training_step(config))
+        return plan(*lm_training_step(config, num_devices if config.mesh else 1))
     except (PlanError, OSError) as error:  # the latter of a full temporary folder
         return line(console, f"not planned: {error}")

@@ -25,7 +25,6 @@ from .distributed import (
     ProcessId,
     cluster_of,
     ends_all,
-    fail_with_others,
 )
 from .memory_command import memory_command
 from .options import fail, one_line_errors, option, parameters_of, take
@@ -141,7 +140,7 @@ def _options_of(path: Path, command: str, options: type[RunOptions]) -> RunOptio
     """Those of the run at `path`, which must be one of this command."""
     from ..train.run_directory import RunDirectory
 
-    run = RunDirectory.open(path).config
+    run = RunDirectory.find(path).config
     found = run.get("command", command)  # older runs have none
     if found == command:
         config = options.from_json(run.get("options"))
@@ -196,10 +195,8 @@ def follow(
     within: Path | None = None,
 ) -> tuple["RunDirectory", Any]:
     """Trains what is prepared, and shows how it goes; returns the directory and the result."""
-    import jax
-
     from ..train.loop import fit
-    from ..train.processes import from_first, is_first, joined, preempted
+    from ..train.processes import check_alike, from_first, is_first, joined, preempted
     from ..train.run_directory import RunDirectory
 
     def made() -> None:
@@ -208,20 +205,22 @@ def follow(
         else:
             RunDirectory.create(out, task.describe(), overwrite)
 
+    described = task.describe()
+    check_alike("option", described["options"] | {"data": None})  # may lie elsewhere
+    check_alike("data:", described["data"])
     from_first(made)
-    run = RunDirectory(out, writes=is_first())
+    run = RunDirectory.find(out)
+    run.writes = is_first()
     report.announce(console, task, run)
     progress = report.make_progress(console, task) if is_first() else None
-    cluster, again = joined(), _resume(command, within or run.path)
+    again = _resume(command, within or run.path)
     try:
-        with preempted() if cluster else stop_signals() as stop:
+        with preempted() if joined() else stop_signals() as stop:
             return run, fit(task, run, progress, resume, stop, fall_back)
     except RuntimeError as error:  # JAX's own error is one
         if "RESOURCE_EXHAUSTED" in str(error):
             raise OutOfDeviceMemory(memory_command(task)) from error
-        if cluster is None or not isinstance(error, jax.errors.JaxRuntimeError):
-            raise
-        fail_with_others(error, cluster.heartbeat_timeout)
+        raise
     except KeyboardInterrupt:
         fail(f"interrupted; go on with {again}", 130)
     except Preempted as where:

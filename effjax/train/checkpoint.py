@@ -17,10 +17,18 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
 from . import checksums
-from .errors import Damaged, TrainError
-from .processes import from_first, is_first
+from .errors import Damaged, Preempted, TrainError
+from .processes import from_first, is_first, several
 
 Seen = list[dict[str, float]]  # what was measured of steps
+
+
+class _Manager(ocp.CheckpointManager):
+    """Orbax's, but for one thing: it asks JAX whether to stop, by numbers of its own, and so takes
+    the answer from the run."""
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
 
 
 class Checkpoints:
@@ -37,7 +45,7 @@ class Checkpoints:
         self.directory, self.read_only = directory, read_only
         # Orbax warns of its own `read_only`, and does no more for what is only restored.
         options = ocp.CheckpointManagerOptions(create=not read_only)
-        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+        self._manager = _Manager(directory.absolute(), options=options)
         self._kept: set[int] = set()  # once that of the largest number is whole
         self._worker = ThreadPoolExecutor(1, "checkpoint")
         self._written: Future[None] | None = None
@@ -46,7 +54,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and jax.process_count() > 1:
+        if kind is not None and several() and not issubclass(kind, Preempted):
             return  # the others may be gone, or wait for this one
         with contextlib.suppress(*() if kind is None else (OSError,)):
             try:
@@ -115,7 +123,7 @@ class Checkpoints:
     @property
     def steps(self) -> list[int]:
         """The numbers that there are, in order."""
-        return sorted(self._manager.all_steps())
+        return from_first(lambda: sorted(self._manager.all_steps()))
 
     def restore(self, like: Any, step: int) -> Any:
         """The state of number `step`.
@@ -139,6 +147,10 @@ class Checkpoints:
             raise
         # Orbax raises many types for a damaged file: of JSON, of TensorStore, of the system.
         except Exception as error:
+            if several():  # the others have not seen it, and must not be asked what to do
+                raise TrainError(
+                    f"{path}: cannot be restored by this process ({type(error).__name__}: {error})"
+                ) from error
             if isinstance(error, OSError) or not checksums.is_there(path):
                 raise Damaged(f"{path}: cannot be restored ({type(error).__name__})") from error
             raise TrainError(
@@ -165,7 +177,8 @@ class Partway:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self.saved: Checkpoints | None = Checkpoints(directory) if directory.is_dir() else None
+        there = from_first(directory.is_dir)
+        self.saved: Checkpoints | None = Checkpoints(directory) if there else None
 
     def __enter__(self) -> "Partway":
         return self

@@ -101,6 +101,8 @@ def _fit(task: Task[Result], run: RunDirectory, progress: Progress, how: How) ->
 
 
 def _draw(task: Task[Any], run: RunDirectory) -> None:
+    if not run.writes:
+        return
     records = [record for record in run.metrics if record.get("kind") == task.kind]
     run.draw(lambda axes: task.draw(axes, records))
 
@@ -114,7 +116,9 @@ def _train(
     state, done, seen, records = begun
     del begun
     test, each, end = task.make_test(), task.steps_each, task.numbers[-1]
-    left_out = {r["step"] for r in run.metrics if r.get("kind") == ROLLED_BACK}
+    left_out = set(
+        from_first(lambda: [r["step"] for r in run.metrics if r.get("kind") == ROLLED_BACK])
+    )
     steps = Run(task, task.make_step(), progress, saved.partway, how.stop, left_out)
     batches = task.batches(done)
     progress.start(end * each, done)

@@ -26,9 +26,9 @@ SMALL = 1024  # a parameter of fewer elements is whole on each device
 
 
 def all_devices() -> Devices:
-    """Those of all processes; `TrainError` if there is none."""
+    """Those of all processes, one process after the other; `TrainError` if there is none."""
     try:
-        return jax.devices()
+        return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     except RuntimeError as error:
         raise TrainError(f"JAX finds no device ({error}); run effjax doctor") from error
 

@@ -1,6 +1,7 @@
 """The processes of a run, by JAX's own runtime: all take the same steps, the first writes files."""
 
 import contextlib
+import itertools
 import json
 import signal
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ class Cluster(NamedTuple):
 
 
 _joined: list[Cluster] = []
+_asked = itertools.count(1)
 
 
 def joined() -> Cluster | None:
@@ -54,9 +56,27 @@ def join(cluster: Cluster) -> None:
     _joined.append(cluster)
 
 
+def several() -> bool:
+    """Whether there are other processes; asks no device where there are none."""
+    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
 def is_first() -> bool:
     """Whether this process writes the files and says how it goes."""
-    return jax.process_index() == 0
+    return not several() or jax.process_index() == 0
+
+
+def check_alike(name: str, mine: dict[str, Any]) -> None:
+    """Raises `TrainError` where this is not as in the first process."""
+    if not several():
+        return
+    first, mine = from_first(lambda: mine), json.loads(json.dumps(mine))
+    for key in sorted(first.keys() | mine.keys()):
+        if first.get(key) != mine.get(key):
+            raise TrainError(
+                f"{name} {key} (={mine.get(key)!r}) is {first.get(key)!r} in process 0; give all "
+                "processes the same"
+            )
 
 
 def from_first(action: Callable[[], Any]) -> Any:
@@ -65,7 +85,7 @@ def from_first(action: Callable[[], Any]) -> Any:
     Raises:
         TrainError: it does there; all processes raise it.
     """
-    if jax.process_count() == 1:
+    if not several():
         return action()
     answer: dict[str, Any] = {}
     if is_first():
@@ -83,9 +103,9 @@ def from_first(action: Callable[[], Any]) -> Any:
 
 def summed(share: Callable[[int, int], np.ndarray]) -> np.ndarray:
     """The sum over all processes of `share(number, of)`, int64."""
+    if not several():
+        return share(0, 1)
     mine = share(jax.process_index(), jax.process_count())
-    if jax.process_count() == 1:
-        return mine
     from jax.experimental.multihost_utils import process_allgather
 
     words = process_allgather(mine.view(np.uint32))  # JAX would cut 64 bits
@@ -107,14 +127,15 @@ def _broadcast(answer: dict[str, Any]) -> dict[str, Any]:
 def preempted() -> Iterator[Callable[[int], bool]]:
     """Whether one of the processes was told to end by SIGTERM: all hear it after the same step.
 
-    From then on a second SIGTERM ends its process as it always does.
+    From that step on a second SIGTERM ends its process as it always does.
     """
     from jax.experimental.multihost_utils import reached_preemption_sync_point
 
     found: list[int] = []
 
     def asked(step: int) -> bool:
-        if not found and reached_preemption_sync_point(step):
+        # JAX compares its counter with the next number that it expects: with a number of calls.
+        if not found and reached_preemption_sync_point(next(_asked)):
             found.append(step)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         return bool(found)

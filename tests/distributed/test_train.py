@@ -70,11 +70,13 @@ SPLIT = "--mesh", "data=2,fsdp=2", "--offload", "all", "--fuse-update"
 
 STOPS = """
 if process == 1:
-    import os, signal
+    import os, signal, time
     from effjax.train.lm.task import LMTask
-    read = LMTask.read
+    read, asked = LMTask.read, []
     def read_then_ask(self, metrics):
-        os.kill(os.getpid(), signal.SIGTERM)
+        if not asked:  # once, and until JAX has noticed it
+            asked.append(os.kill(os.getpid(), signal.SIGTERM))
+            time.sleep(3)
         return read(self, metrics)
     LMTask.read = read_then_ask"""
 
@@ -155,11 +157,13 @@ def test_a_process_that_is_gone_ends_all(tmp_path, text, how):
     began = time.monotonic()
     before = dies(f"os.kill(os.getpid(), signal.{how})")
     started = start(2, *argv, before=before, heartbeat_timeout=10)
-    _, said = started[0].communicate(timeout=120)
+    try:
+        _, said = started[0].communicate(timeout=120)
+    finally:
+        started[1].send_signal(signal.SIGKILL)
+        started[1].communicate()
     assert started[0].returncode not in (0, PREEMPTED) and time.monotonic() - began < 100
     assert "unhealthy" in said and "\n1\n" in said  # process 1, as JAX says it
-    started[1].send_signal(signal.SIGKILL)
-    started[1].communicate()
     train(1, "lm", "--resume", tmp_path / "run")
     check_run(tmp_path / "run")
 
@@ -171,6 +175,14 @@ def test_an_error_of_one_process_ends_all(tmp_path, text):
     (first, _, _), (second, _, said) = ended(start(2, *argv, before=before, heartbeat_timeout=5))
     assert first not in (0, PREEMPTED) and second == 2
     assert "effjax: no such luck\n" in said
+
+
+@pytest.mark.exhaustive
+def test_other_options_are_refused(tmp_path, text):
+    before = "if process == 1: import sys; sys.argv += ['--seed', '7']"
+    found = ended(start(2, *text, "--out", tmp_path / "run", before=before))
+    assert found[1][0] == 2 and "option seed (=7) is 0 in process 0; give all" in found[1][2]
+    assert found[0][0] != 0 and not (tmp_path / "run").exists()
 
 
 @pytest.mark.exhaustive

@@ -5,6 +5,7 @@ of float32, and is normalized there.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from ..errors import DataError
 
 TEST_FRACTION = 0.2
 SPLIT_SEED = 0
-CHUNK = 1024  # images that are counted at once
+CHUNK = 2**26  # bytes that are counted at once
 
 
 class Images(Protocol):
@@ -140,8 +141,9 @@ def channel_counts(images: Images, first: int = 0, of: int = 1) -> np.ndarray:
     """
     counts = np.zeros((images.shape[-1], 256), np.int64)
     numbers = np.arange(first, len(images), of)
-    for start in range(0, len(numbers), CHUNK):
-        chunk = images[numbers[start : start + CHUNK]]
+    size = max(CHUNK // max(math.prod(images.shape[1:]), 1), 1)
+    for start in range(0, len(numbers), size):
+        chunk = images[numbers[start : start + size]]
         for channel, found in enumerate(counts):
             found += np.bincount(chunk[..., channel].ravel(), minlength=256)
     return counts

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError, check_regular, counted
+from ..errors import DataError, check_regular, counted, unreadable
 from .dataset import Dataset, Images, stratified_split
 
 EXTENSIONS = frozenset(
@@ -139,7 +139,7 @@ class Reader:
         # Pillow's decoders raise many types for a file that is not what its name says.
         except Exception as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise  # not the file's fault: permissions, a failing disk
+                raise unreadable(file, error) from error  # permissions, a failing disk
             raise DataError(
                 f"{file}: not a readable image ({type(error).__name__}); replace or remove the file"
             ) from error
@@ -157,7 +157,8 @@ class Reader:
 
 
 class ImageFiles:
-    """Files as `Images`: those that are asked for are decoded, by threads."""
+    """Files as `Images`: those at an array of indices are decoded when they are asked for, by
+    threads."""
 
     def __init__(self, files: Sequence[Path], read: Reader):
         self.files, self.read = files, read

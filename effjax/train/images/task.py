@@ -16,19 +16,20 @@ from jax.sharding import Mesh
 from ... import __version__
 from ..data.augment import Augmentation, augment, default_padding
 from ..data.dataset import Dataset, channel_counts, channel_statistics, hold_out
-from ..data.folder import IN_MEMORY
+from ..data.folder import IN_MEMORY, ImageFiles
 from ..data.load import load_dataset
 from ..errors import TrainError, counted
 from ..mesh import (
     FSDP,
     Devices,
+    all_devices,
     check_batch_size,
     global_batch,
     rows_here,
     run_mesh,
     with_shardings,
 )
-from ..processes import summed
+from ..processes import several, summed
 from ..task import Measured, Part, Record, TrainStep
 from .config import Config
 from .forms import backward_bytes, forms
@@ -81,10 +82,14 @@ def prepare(
         DataError: the data cannot be read, or are not sound.
         TrainError: the options do not fit each other, the data or the devices.
     """
+    devices = all_devices() if devices is None else devices
     if dataset is None:
-        several = jax.process_count() > 1  # each reads its own images
-        dataset = load_dataset(config.data, config.image_size, 0 if several else IN_MEMORY)
+        # Of several processes each reads its own images.
+        dataset = load_dataset(config.data, config.image_size, 0 if several() else IN_MEMORY)
     dataset = hold_out(dataset, config.validation)
+    for images in (dataset.validation_images, dataset.test_images):
+        if isinstance(images, ImageFiles):  # one that cannot be read is found now
+            summed(partial(channel_counts, images))
     mesh = run_mesh(config.mesh, devices)
     if FSDP in mesh.shape and config.parallel != "jit":
         raise TrainError(

@@ -97,7 +97,10 @@ def with_weights(
 
     learner = make_learner(base.config, mesh)
     shapes = jax.eval_shape(lambda: initial_state(learner, mesh))
-    shapes = with_shardings(shapes, shardings_of(base.config, shapes, mesh))
+    # To the host: what the optimizer keeps is not wanted, and need not fit on a device.
+    where = shardings_of(base.config, shapes, mesh)
+    where = jax.tree.map(lambda to: to.with_memory_kind("pinned_host"), where)
+    shapes = with_shardings(shapes, where)
     with Checkpoints(base.run.checkpoints, read_only=True) as checkpoints:
         try:
             weights = checkpoints.restore(shapes, base.step).params

@@ -107,7 +107,7 @@ def make_lm_step(
 ) -> Callable[[LMState, Array, jax.Array], tuple[LMState, jax.Array]]:
     """Compiles `(state, tokens, key) -> (state, loss)`, the tokens sharded over the mesh.
 
-    `state` is replicated and donated. Dropout differs from step to step.
+    `state` stays where it is, and is donated. Dropout differs from step to step.
     """
     return compile_lm_step(lm_step(graphdef, optimizer, apply_layers, mesh=mesh), mesh)
 
