@@ -8,8 +8,9 @@ import pytest
 from tests.distributed.cases import CASES, OPERATORS, WAYS, results
 from tests.distributed.launch import in_processes
 
-# Of the largest value of each array. Sums over devices are taken in another order.
-TOLERANCE = {name: 2e-6 for name in OPERATORS} | {"network": 5e-5}
+# Of the largest value of each array. Sums over devices are taken in another order, and in the
+# network each step makes more of that, gradients (momenta) most.
+TOLERANCE = {name: 2e-6 for name in OPERATORS} | {"network": 3e-4}
 
 
 @functools.cache
