@@ -8,8 +8,9 @@ import pytest
 from tests.distributed.cases import CASES, OPERATORS, WAYS, results
 from tests.distributed.launch import in_processes
 
-# Of the largest value of each array. Sums over devices are taken in another order.
-TOLERANCE = {name: 2e-6 for name in OPERATORS} | {"network": 2e-4}
+# Of the largest value of each array. Sums over devices are taken in another order, and in the
+# network each step makes more of that, gradients (momenta) most.
+TOLERANCE = {name: 2e-6 for name in OPERATORS} | {"network": 3e-4}
 
 
 @functools.cache
@@ -33,7 +34,7 @@ def check(names: tuple[str, ...], count: int) -> None:
     for case, a in got.items():
         name, way, which = case.split(" ", 2)
         for of, b in (("1 process", want[case]), ("jit", got[f"{name} jit {which}"])):
-            scale = max(np.abs(b).max(), 0.01)  # some are zero but for rounding
+            scale = max(np.abs(b).max(), 0.02)  # some are zero but for rounding
             np.testing.assert_allclose(
                 a, b, rtol=0, atol=TOLERANCE[name] * scale, err_msg=f"{case}, not as in {of}"
             )
@@ -53,7 +54,7 @@ def test_four_processes(name):
 @pytest.mark.exhaustive
 def test_two_and_four_processes_to_the_bit():
     """Each device is a rank, in whatever process it is: sums are taken in the same order."""
-    names = "batch_norm", "deform_conv", "offload"
+    names = tuple(OPERATORS)
     for case, a in found(names, 2).items():
         np.testing.assert_array_equal(found(names, 4)[case], a, err_msg=case)
 
