@@ -19,25 +19,29 @@ struct Operands {
   Geometry g;
   int64_t first_row;
   const T* x;       // [N, H, W, C]
-  const A* offset;  // [N, R, Wo, G * K * 2]
-  const A* mask;    // [N, R, Wo, G * K], or nothing
+  const A* offset;  // [N, Ho, Wo, G * K * 2]
+  const A* mask;    // [N, Ho, Wo, G * K], or nothing
+
+  EFFJAX_INLINE int64_t first_tap_of(int64_t n, int64_t r, int64_t column) const {
+    return first_tap<int64_t>(g, n, first_row + r, column);
+  }
 
   EFFJAX_INLINE bool sample(int64_t n, int64_t r, int64_t column, int64_t tap, int32_t k,
                             Sample<A>& s) const {
     const int32_t width = int32_t(g.kernel_w);  // 64-bit divisions are slow
-    const A* moved = offset + 2 * (((n * g.R + r) * g.Wo + column) * g.G * g.K + tap);
+    const A* moved = offset + 2 * (first_tap_of(n, r, column) + tap);
     return make_sample<A>(base_y<A>(g, first_row + r, k / width) + moved[0],
                           base_x<A>(g, column, k % width) + moved[1], g.H, g.W, s);
   }
   // Whether a sample may touch the rows [begin, end) of the image: quicker to know than the sample.
   EFFJAX_INLINE bool reaches(int64_t n, int64_t r, int64_t column, int64_t tap, int32_t k,
                              int64_t begin, int64_t end) const {
-    const A moved = offset[2 * (((n * g.R + r) * g.Wo + column) * g.G * g.K + tap)];
+    const A moved = offset[2 * (first_tap_of(n, r, column) + tap)];
     const double y = base_y<A>(g, first_row + r, k / int32_t(g.kernel_w)) + moved;
     return (y >= double(begin - 1)) & (y < double(end));
   }
   EFFJAX_INLINE A mask_of(int64_t n, int64_t r, int64_t column, int64_t tap) const {
-    return g.has_mask ? mask[((n * g.R + r) * g.Wo + column) * g.G * g.K + tap] : A(1);
+    return g.has_mask ? mask[first_tap_of(n, r, column) + tap] : A(1);
   }
 };
 
@@ -84,7 +88,7 @@ template <typename T, typename A>
 Rows reach_of_row(const Operands<T, A>& in, int64_t n, int64_t r) {
   const Geometry& g = in.g;
   double least = double(g.H), most = -2;
-  const A* moved = in.offset + 2 * (n * g.R + r) * g.Wo * g.G * g.K;
+  const A* moved = in.offset + 2 * in.first_tap_of(n, r, 0);
   for (int64_t column = 0; column < g.Wo * g.G; ++column) {
     for (int64_t k = 0; k < g.K; ++k, moved += 2) {
       const double y = base_y<A>(g, in.first_row + r, int32_t(k) / int32_t(g.kernel_w)) + moved[0];
@@ -173,7 +177,7 @@ EFFJAX_INLINE void positions_of_row(const Operands<T, A>& in, int64_t n, int64_t
                                     const A* products, A* doffset, A* dmask) {
   const Geometry& g = in.g;
   const int64_t per_group = blocks_of(g.C / g.G);
-  int64_t at = (n * g.R + r) * g.Wo * g.G * g.K;
+  int64_t at = in.first_tap_of(n, r, 0);
   for (int64_t column = 0; column < g.Wo; ++column) {
     for (int64_t group = 0; group < g.G; ++group) {
       for (int64_t k = 0; k < g.K; ++k, ++at) {
