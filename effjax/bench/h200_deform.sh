@@ -21,12 +21,20 @@ run() { # log, command...: goes on after a failure, and says so
 run build pip install --no-build-isolation --no-deps .
 cd "$out" # the package that was installed, not the sources
 source=$OLDPWD
-run doctor python -c "from effjax import native; print(native.status()); assert native.available('cuda')"
+run doctor python -c "from effjax import native; print(native.status(), native.gpus()); assert native.available('cuda') and native.gpus().count"
 run tests python -m pytest -q -n0 --exhaustive "$source/tests/ops/deform_conv" "$source/tests/native" -p no:cacheprovider
 small=(python -m effjax.bench.h200_deform --check-only)
+# Each array is an allocation of its own: what is read beyond its end is found.
+apart=(env XLA_PYTHON_CLIENT_ALLOCATOR=platform)
+run apart "${apart[@]}" "${small[@]}"
 if command -v compute-sanitizer >/dev/null; then
-  run memcheck compute-sanitizer --tool memcheck --error-exitcode 1 "${small[@]}"
-  run racecheck compute-sanitizer --tool racecheck --error-exitcode 1 "${small[@]}"
+  for tool in memcheck initcheck racecheck synccheck; do
+    run "$tool" "${apart[@]}" compute-sanitizer --tool "$tool" --error-exitcode 1 "${small[@]}"
+  done
+fi
+if command -v cuobjdump >/dev/null; then
+  library=$(python -c "from importlib.resources import files; print(files('effjax.native') / 'libeffjax_cuda.so')")
+  run instructions python -m effjax.bench.sass "$library" --json "$out"
 fi
 run command_buffers env XLA_FLAGS=--xla_gpu_enable_command_buffer=+CUSTOM_CALL "${small[@]}"
 run times python -m effjax.bench.h200_deform --json "$out"

@@ -6,6 +6,7 @@
 #define EFFJAX_DEFORM_CONV_CPU_H_
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "deform_conv.h"
@@ -18,18 +19,29 @@ struct Operands {
   Geometry g;
   int64_t first_row;
   const T* x;       // [N, H, W, C]
-  const A* offset;  // [N, R, Wo, G * K * 2]
-  const A* mask;    // [N, R, Wo, G * K], or nothing
+  const A* offset;  // [N, Ho, Wo, G * K * 2]
+  const A* mask;    // [N, Ho, Wo, G * K], or nothing
+
+  EFFJAX_INLINE int64_t first_tap_of(int64_t n, int64_t r, int64_t column) const {
+    return first_tap<int64_t>(g, n, first_row + r, column);
+  }
 
   EFFJAX_INLINE bool sample(int64_t n, int64_t r, int64_t column, int64_t tap, int32_t k,
                             Sample<A>& s) const {
     const int32_t width = int32_t(g.kernel_w);  // 64-bit divisions are slow
-    const A* moved = offset + 2 * (((n * g.R + r) * g.Wo + column) * g.G * g.K + tap);
+    const A* moved = offset + 2 * (first_tap_of(n, r, column) + tap);
     return make_sample<A>(base_y<A>(g, first_row + r, k / width) + moved[0],
                           base_x<A>(g, column, k % width) + moved[1], g.H, g.W, s);
   }
+  // Whether a sample may touch the rows [begin, end) of the image: quicker to know than the sample.
+  EFFJAX_INLINE bool reaches(int64_t n, int64_t r, int64_t column, int64_t tap, int32_t k,
+                             int64_t begin, int64_t end) const {
+    const A moved = offset[2 * (first_tap_of(n, r, column) + tap)];
+    const double y = base_y<A>(g, first_row + r, k / int32_t(g.kernel_w)) + moved;
+    return (y >= double(begin - 1)) & (y < double(end));
+  }
   EFFJAX_INLINE A mask_of(int64_t n, int64_t r, int64_t column, int64_t tap) const {
-    return g.has_mask ? mask[((n * g.R + r) * g.Wo + column) * g.G * g.K + tap] : A(1);
+    return g.has_mask ? mask[first_tap_of(n, r, column) + tap] : A(1);
   }
 };
 
@@ -61,37 +73,37 @@ EFFJAX_INLINE void columns_of_row(const Operands<T, A>& in, const T* zeros, int6
   }
 }
 
-// What one task of the backward pass writes: of the image n, the pixels [begin, end) of dx, and of the
-// channels the blocks [first, last) of all groups'.
-struct Share {
-  int64_t n, first, last, begin, end;
-};
-
-// The first and the last pixel that the samples of a row of output pixels touch, none: begin >= end.
-struct Reach {
+// What one task of the backward pass writes: of the image n, the rows of dx, and of the channels the
+// blocks [first, last) of all groups'.
+struct Rows {
   int64_t begin, end;
 };
+struct Share {
+  int64_t n, first, last;
+  Rows rows;
+};
 
+// The rows of the image that the samples of a row of output pixels may touch.
 template <typename T, typename A>
-Reach reach_of_row(const Operands<T, A>& in, int64_t n, int64_t r) {
+Rows reach_of_row(const Operands<T, A>& in, int64_t n, int64_t r) {
   const Geometry& g = in.g;
-  Reach reach{g.H * g.W, 0};
-  for (int64_t column = 0; column < g.Wo; ++column) {
-    for (int64_t tap = 0; tap < g.G * g.K; ++tap) {
-      Sample<A> s;
-      in.sample(n, r, column, tap, static_cast<int32_t>(tap % g.K), s);
-      for (int q = 0; q < 4; ++q) {
-        if (!s.inside[q]) continue;
-        reach.begin = std::min(reach.begin, s.pixel[q]);
-        reach.end = std::max(reach.end, s.pixel[q] + 1);
-      }
+  double least = double(g.H), most = -2;
+  const A* moved = in.offset + 2 * in.first_tap_of(n, r, 0);
+  for (int64_t column = 0; column < g.Wo * g.G; ++column) {
+    for (int64_t k = 0; k < g.K; ++k, moved += 2) {
+      const double y = base_y<A>(g, in.first_row + r, int32_t(k) / int32_t(g.kernel_w)) + moved[0];
+      const bool touches = (y > -1) & (y < double(g.H));  // no for NaN
+      least = touches && y < least ? y : least;
+      most = touches && y > most ? y : most;
     }
   }
-  return reach;
+  const auto first = static_cast<int64_t>(std::floor(least));
+  const auto last = static_cast<int64_t>(std::floor(most)) + 1;
+  return {std::max<int64_t>(first, 0), std::min(last + 1, g.H)};
 }
 
 // The gradients of one sample, by blocks [begin, end) of the channels of its group: dx += them, and
-// the products of each block with the pixels of the share, products [blocks, 4].
+// the products of each block with those pixels that are the share's, products [blocks, 4].
 template <int kBytes, typename T, typename A>
 EFFJAX_INLINE void gradients_of_sample(const Operands<T, A>& in, const A* dcolumns,
                                        const Share& share, int64_t r, int64_t column, int64_t k,
@@ -99,21 +111,22 @@ EFFJAX_INLINE void gradients_of_sample(const Operands<T, A>& in, const A* dcolum
                                        A* products) {
   const Geometry& g = in.g;
   const int64_t n = share.n, width = g.C / g.G, tap = group * g.K + k;
+  const bool part = share.rows.begin > 0 || share.rows.end < g.H;
+  if (part && !in.reaches(n, r, column, tap, k, share.rows.begin, share.rows.end)) return;
   Sample<A> s;
   if (!in.sample(n, r, column, tap, k, s)) return;
+  for (int q = 0; part && q < 4; ++q) {
+    s.inside[q] &= (s.pixel[q] >= share.rows.begin * g.W) & (s.pixel[q] < share.rows.end * g.W);
+  }
   const A mask = in.mask_of(n, r, column, tap);
   A weight[4];
-  bool all = true;
-  for (int q = 0; q < 4; ++q) {
-    weight[q] = mask * s.weight[q];
-    s.inside[q] &= (s.pixel[q] >= share.begin) & (s.pixel[q] < share.end);
-    all &= s.inside[q];
-  }
+  for (int q = 0; q < 4; ++q) weight[q] = mask * s.weight[q];
+  const bool all = s.inside[0] && s.inside[1] && s.inside[2] && s.inside[3];
   for (int64_t block = begin; block < end; ++block) {
     const int64_t count = std::min(kBlock, width - block * kBlock);
     const int64_t channel = group * width + block * kBlock;
     const T* pixel[4];
-    A *to[4], *const product = products + block * 4;
+    A *to[4], product[4] = {};
     for (int q = 0; q < 4; ++q) {
       const int64_t at = (n * g.H * g.W + s.pixel[q]) * g.C + channel;
       pixel[q] = in.x + at;
@@ -127,18 +140,21 @@ EFFJAX_INLINE void gradients_of_sample(const Operands<T, A>& in, const A* dcolum
         scatter<kBytes, 1, T, A>(dcolumns + channel, pixel + q, weight + q, count, to + q, product + q);
       }
     }
+    for (int q = 0; q < 4; ++q) {
+      if (s.inside[q]) products[block * 4 + q] = product[q];
+    }
   }
 }
 
-// The same for all samples of an image; reach [R], and products [R, Wo, K, blocks, 4], zero before.
+// The same for all samples of an image; reach [R] or null, and products [R, Wo, K, blocks, 4], zero before.
 template <int kBytes, typename T, typename A>
 EFFJAX_INLINE void gradients_of_share(const Operands<T, A>& in, const A* dcolumns,
-                                      const Share& share, const Reach* reach, A* dx, A* products) {
+                                      const Share& share, const Rows* reach, A* dx, A* products) {
   const Geometry& g = in.g;
   const int64_t per_group = blocks_of(g.C / g.G), of_sample = 4 * g.G * per_group;
   const int64_t first_group = share.first / per_group, skip = share.first % per_group;
   for (int64_t r = 0; r < g.R; ++r) {
-    if (reach && (reach[r].begin >= share.end || reach[r].end <= share.begin)) continue;
+    if (reach && (reach[r].begin >= share.rows.end || reach[r].end <= share.rows.begin)) continue;
     for (int64_t column = 0; column < g.Wo; ++column) {
       const int64_t point = r * g.Wo + column;
       for (int64_t k = 0; k < g.K; ++k) {
@@ -157,24 +173,28 @@ EFFJAX_INLINE void gradients_of_share(const Operands<T, A>& in, const A* dcolumn
 
 // doffset and dmask of a row of output pixels, from its products [Wo, K, blocks, 4].
 template <typename T, typename A>
-void positions_of_row(const Operands<T, A>& in, int64_t n, int64_t r, const A* products, A* doffset,
-                      A* dmask) {
+EFFJAX_INLINE void positions_of_row(const Operands<T, A>& in, int64_t n, int64_t r,
+                                    const A* products, A* doffset, A* dmask) {
   const Geometry& g = in.g;
-  const int64_t per_group = blocks_of(g.C / g.G), taps = g.G * g.K;
+  const int64_t per_group = blocks_of(g.C / g.G);
+  int64_t at = in.first_tap_of(n, r, 0);
   for (int64_t column = 0; column < g.Wo; ++column) {
-    for (int64_t tap = 0; tap < taps; ++tap) {
-      const int64_t group = tap / g.K, k = tap % g.K;
-      const A* part = products + ((column * g.K + k) * g.G + group) * per_group * 4;
-      A product[4] = {}, sum[3] = {};
-      for (int64_t j = 0; j < 4 * per_group; ++j) product[j % 4] += part[j];
-      Sample<A> s;
-      if (in.sample(n, r, column, tap, static_cast<int32_t>(k), s)) {
-        sample_gradients(s, product, in.mask_of(n, r, column, tap), sum[0], sum[1], sum[2]);
+    for (int64_t group = 0; group < g.G; ++group) {
+      for (int64_t k = 0; k < g.K; ++k, ++at) {
+        const A* part = products + ((column * g.K + k) * g.G + group) * per_group * 4;
+        A product[4] = {}, sum[3] = {};
+        for (int64_t block = 0; block < per_group; ++block, part += 4) {
+          for (int q = 0; q < 4; ++q) product[q] += part[q];
+        }
+        const int64_t tap = group * g.K + k;
+        Sample<A> s;
+        if (in.sample(n, r, column, tap, k, s)) {
+          sample_gradients(s, product, in.mask_of(n, r, column, tap), sum[0], sum[1], sum[2]);
+        }
+        doffset[2 * at] = sum[0];
+        doffset[2 * at + 1] = sum[1];
+        if (g.has_mask) dmask[at] = sum[2];
       }
-      const int64_t at = ((n * g.R + r) * g.Wo + column) * taps + tap;
-      doffset[2 * at] = sum[0];
-      doffset[2 * at + 1] = sum[1];
-      if (g.has_mask) dmask[at] = sum[2];
     }
   }
 }
@@ -183,8 +203,10 @@ void positions_of_row(const Operands<T, A>& in, int64_t n, int64_t r, const A* p
 template <typename T, typename A>
 struct Loops {
   void (*columns)(const Operands<T, A>&, const T* zeros, int64_t n, int64_t r, T* columns);
-  void (*gradients)(const Operands<T, A>&, const A* dcolumns, const Share&, const Reach*, A* dx,
+  void (*gradients)(const Operands<T, A>&, const A* dcolumns, const Share&, const Rows*, A* dx,
                     A* products);
+  void (*positions)(const Operands<T, A>&, int64_t n, int64_t r, const A* products, A* doffset,
+                    A* dmask);
 };
 
 #define EFFJAX_LOOPS(name, kBytes, target)                                                        \
@@ -195,8 +217,13 @@ struct Loops {
   }                                                                                               \
   template <typename T, typename A>                                                               \
   target void gradients_##name(const Operands<T, A>& in, const A* dcolumns, const Share& share,   \
-                               const Reach* reach, A* dx, A* products) {                          \
+                               const Rows* reach, A* dx, A* products) {                           \
     gradients_of_share<kBytes, T, A>(in, dcolumns, share, reach, dx, products);                   \
+  }                                                                                               \
+  template <typename T, typename A>                                                               \
+  target void positions_##name(const Operands<T, A>& in, int64_t n, int64_t r, const A* products, \
+                               A* doffset, A* dmask) {                                            \
+    positions_of_row<T, A>(in, n, r, products, doffset, dmask);                                   \
   }
 
 EFFJAX_LOOPS(any, 16, )
@@ -206,14 +233,14 @@ EFFJAX_LOOPS(avx2, 32, EFFJAX_AVX2)
 
 template <typename T, typename A>
 Loops<T, A> loops_for_any_cpu() {
-  return {columns_any<T, A>, gradients_any<T, A>};
+  return {columns_any<T, A>, gradients_any<T, A>, positions_any<T, A>};
 }
 
 template <typename T, typename A>
 Loops<T, A> loops_for_this_cpu() {
 #ifdef __x86_64__
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    return {columns_avx2<T, A>, gradients_avx2<T, A>};
+    return {columns_avx2<T, A>, gradients_avx2<T, A>, positions_avx2<T, A>};
   }
 #endif
   return loops_for_any_cpu<T, A>();
@@ -243,7 +270,7 @@ void deform_columns_backward(const Operands<T, A>& in, const A* dcolumns, A* dx,
   const int64_t wanted = (parallel.threads() + images - 1) / images;
   const int64_t runs = std::min(wanted, blocks);
   const int64_t bands = std::max<int64_t>(std::min((wanted + runs - 1) / runs, g.H), 1);
-  std::vector<Reach> reach(static_cast<size_t>(bands > 1 ? g.N * g.R : 0));
+  std::vector<Rows> reach(static_cast<size_t>(bands > 1 ? g.N * g.R : 0));
   if (bands > 1) {
     parallel(g.N * g.R, [&](int64_t i) {
       reach[static_cast<size_t>(i)] = reach_of_row(in, i / g.R, i % g.R);
@@ -251,13 +278,18 @@ void deform_columns_backward(const Operands<T, A>& in, const A* dcolumns, A* dx,
   }
   parallel(g.N * runs * bands, [&](int64_t i) {
     const int64_t n = i / (runs * bands), run = i / bands % runs, band = i % bands;
-    const Share share{n, blocks * run / runs, blocks * (run + 1) / runs,
-                      g.H * band / bands * g.W, g.H * (band + 1) / bands * g.W};
-    loops.gradients(in, dcolumns, share, bands > 1 ? reach.data() + n * g.R : nullptr, dx,
-                    products.data() + n * g.R * row);
+    const Rows* const here = bands > 1 ? reach.data() + n * g.R : nullptr;
+    Rows all{here ? g.H : 0, here ? 0 : g.H};  // that are touched at all
+    for (int64_t r = 0; here && r < g.R; ++r) {
+      all = {std::min(all.begin, here[r].begin), std::max(all.end, here[r].end)};
+    }
+    const int64_t count = std::max<int64_t>(all.end - all.begin, 0);
+    const Rows rows{all.begin + count * band / bands, all.begin + count * (band + 1) / bands};
+    const Share share{n, blocks * run / runs, blocks * (run + 1) / runs, rows};
+    loops.gradients(in, dcolumns, share, here, dx, products.data() + n * g.R * row);
   });
   parallel(g.N * g.R, [&](int64_t i) {
-    positions_of_row(in, i / g.R, i % g.R, products.data() + i * row, doffset, dmask);
+    loops.positions(in, i / g.R, i % g.R, products.data() + i * row, doffset, dmask);
   });
 }
 

@@ -34,7 +34,7 @@ struct Operands {
     const I n = by_R.quotient(line), r = line - n * by_R.d;
     const I row = by_kernel_w.quotient(k);
     const I height = I(g.H), width = I(g.W);
-    tap = (point * by_G.d + group) * by_K.d + k;
+    tap = first_tap<I>(g, n, int64_t(*first_row) + r, column) + group * by_K.d + k;
     begin = (n * height * width * by_G.d + group) * packs;
     const auto moved = load<A, 2>(offset + 2 * int64_t(tap));
     const A y = base_y<A>(g, int64_t(*first_row) + r, row) + moved.at[0];
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 // Whether 32 bits count the samples, and the packs of x.
 inline bool fits_32_bits(const Geometry& g, int packed) {
   constexpr double kMost = 2147483648.0;  // products of sizes may be more than 64 bits hold
-  const double points = double(g.N) * double(g.R) * double(g.Wo);
+  const double points = double(g.N) * double(std::max(g.R, g.Ho)) * double(g.Wo);
   const double pixels = double(g.N) * double(g.H) * double(g.W);
   return points * double(g.K) * double(g.G) < kMost && pixels * double(g.C) / packed < kMost;
 }

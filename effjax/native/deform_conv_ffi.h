@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 #include <limits>
+#include <utility>
 
 #include "deform_conv.h"
 #include "ffi.h"
@@ -40,7 +41,7 @@ struct Inputs {
   Geometry g{};
 };
 
-// Checks ranks and shapes; fills in the geometry.
+// Checks ranks and shapes; fills in the geometry. The rows are those of the columns.
 inline ffi::Error check_shapes(const Window& w, AnyBuffer columns, Inputs& in) {
   if (std::min({w.kernel_h, w.kernel_w, w.stride_h, w.stride_w, w.dilation_h, w.dilation_w,
                 w.offset_groups}) < 1) {
@@ -52,9 +53,11 @@ inline ffi::Error check_shapes(const Window& w, AnyBuffer columns, Inputs& in) {
     return invalid("the kernel's size, strides, paddings and dilations must be below 2**30");
   }
   const auto sizes = in.x.dimensions(), rows = in.offset.dimensions();
-  if (sizes.size() != 4 || rows.size() != 4 || in.row.element_count() != 1) {
+  const auto chosen = columns.dimensions();
+  if (sizes.size() != 4 || rows.size() != 4 || chosen.size() != 4 || in.row.element_count() != 1) {
     return invalid("x must be [N, H, W, C], not " + shape_text(in.x) +
-                   ", offset [N, R, Wo, G*K*2], not " + shape_text(in.offset) +
+                   ", offset [N, Ho, Wo, G*K*2], not " + shape_text(in.offset) +
+                   ", columns [N, R, Wo, K*C], not " + shape_text(columns) +
                    ", and row one number");
   }
   if (!is_countable(in.x) || !is_countable(in.offset) || !is_countable(columns) ||
@@ -63,21 +66,21 @@ inline ffi::Error check_shapes(const Window& w, AnyBuffer columns, Inputs& in) {
                    shape_text(in.offset) + " is too large");
   }
   Geometry& g = in.g;
-  g = Geometry{sizes[0], sizes[1], sizes[2], sizes[3], rows[1], rows[2], w.kernel_h * w.kernel_w,
-               w.offset_groups, w.kernel_w, w.stride_h, w.stride_w, w.padding_top, w.padding_left,
+  g = Geometry{sizes[0], sizes[1], sizes[2], sizes[3], chosen[1], rows[2], w.kernel_h * w.kernel_w,
+               w.offset_groups, rows[1], w.kernel_w, w.stride_h, w.stride_w, w.padding_top, w.padding_left,
                w.dilation_h, w.dilation_w, true};
   const int64_t taps = product_of({g.G, g.K});
-  if (!has_shape(in.offset, {g.N, g.R, g.Wo, product_of({2, taps})}) || g.C % g.G != 0) {
+  if (!has_shape(in.offset, {g.N, g.Ho, g.Wo, product_of({2, taps})}) || g.C % g.G != 0) {
     return invalid("offset of shape " + shape_text(in.offset) + " does not fit x of shape " +
                    shape_text(in.x) + " with " + std::to_string(g.K) + " taps and " +
                    std::to_string(g.G) + " offset groups");
   }
-  g.has_mask = !has_shape(in.mask, {g.N, g.R, g.Wo, 0});
-  if (g.has_mask && !has_shape(in.mask, {g.N, g.R, g.Wo, taps})) {
+  g.has_mask = !has_shape(in.mask, {g.N, g.Ho, g.Wo, 0});
+  if (g.has_mask && !has_shape(in.mask, {g.N, g.Ho, g.Wo, taps})) {
     return invalid("mask of shape " + shape_text(in.mask) + " does not fit offset of shape " +
                    shape_text(in.offset));
   }
-  if (!has_shape(columns, {g.N, g.R, g.Wo, product_of({g.K, g.C})})) {
+  if (!has_shape(columns, {g.N, g.R, g.Wo, product_of({g.K, g.C})}) || g.R > g.Ho) {
     return invalid("columns of shape " + shape_text(columns) + " do not fit x of shape " +
                    shape_text(in.x));
   }
@@ -98,17 +101,27 @@ inline ffi::Error check(const Window& window, AnyBuffer columns, ffi::DataType c
   return ffi::Error::Success();
 }
 
-inline ffi::Error check_gradients(const Inputs& in, AnyBuffer dx_so_far, AnyBuffer dx,
-                                  AnyBuffer doffset, AnyBuffer dmask) {
+// A gradient so far, and with that of these rows: added for x, written for offset and mask.
+struct Gradient {
+  AnyBuffer so_far, result;
+};
+struct Gradients {
+  Gradient dx, doffset, dmask;
+};
+
+inline ffi::Error check_gradients(const Inputs& in, const Gradients& all) {
   const auto accumulator = accumulator_of(in.x.element_type());
-  for (auto gradient : {dx_so_far, dx, doffset, dmask}) {
-    if (gradient.element_type() != accumulator) {
-      return invalid("gradients must be float32, or float64 where x is");
+  const std::pair<AnyBuffer, Gradient> pairs[] = {
+      {in.x, all.dx}, {in.offset, all.doffset}, {in.mask, all.dmask}};
+  for (const auto& [of, gradient] : pairs) {
+    for (auto buffer : {gradient.so_far, gradient.result}) {
+      if (buffer.element_type() != accumulator) {
+        return invalid("gradients must be float32, or float64 where x is");
+      }
+      if (!same_shape(buffer, of)) {
+        return invalid("gradients must have the shapes of x, offset and mask");
+      }
     }
-  }
-  if (!same_shape(dx_so_far, in.x) || !same_shape(dx, in.x) || !same_shape(doffset, in.offset) ||
-      !same_shape(dmask, in.mask)) {
-    return invalid("gradients must have the shapes of x, offset and mask");
   }
   return ffi::Error::Success();
 }
@@ -126,17 +139,20 @@ ffi::Error Columns(typename Device::Context context, AnyBuffer x, AnyBuffer offs
 template <typename Device>
 ffi::Error ColumnsBackward(typename Device::Context context, AnyBuffer x, AnyBuffer offset,
                            AnyBuffer mask, Integers row, AnyBuffer dcolumns, AnyBuffer dx_so_far,
-                           Result dx, Result doffset, Result dmask, WindowAttribute window,
+                           AnyBuffer doffset_so_far, AnyBuffer dmask_so_far, Result dx,
+                           Result doffset, Result dmask, WindowAttribute window,
                            SkipDxAttribute skip_dx) {
   Inputs in{x, offset, mask, row};
   if (auto error = check(*window, dcolumns, accumulator_of(x.element_type()), in);
       error.failure()) {
     return error;
   }
-  if (auto error = check_gradients(in, dx_so_far, *dx, *doffset, *dmask); error.failure()) {
-    return error;
+  const Gradients all{{dx_so_far, *dx}, {doffset_so_far, *doffset}, {dmask_so_far, *dmask}};
+  if (auto error = check_gradients(in, all); error.failure()) return error;
+  for (const Gradient& gradient : {all.dx, all.doffset, all.dmask}) {
+    auto error = copy_if_apart<Device>(context, gradient.so_far, gradient.result);
+    if (error.failure()) return error;
   }
-  if (auto error = copy_if_apart<Device>(context, dx_so_far, *dx); error.failure()) return error;
   return Device::gradients(context, in, dcolumns, *dx, *doffset, *dmask, *skip_dx != 0);
 }
 

@@ -81,7 +81,7 @@ inline bool same_shape(AnyBuffer a, AnyBuffer b) {
 // Lets `to` begin as `from` where XLA could not reuse the buffer.
 template <typename Device>
 ffi::Error copy_if_apart(typename Device::Context context, AnyBuffer from, AnyBuffer to) {
-  if (to.untyped_data() == from.untyped_data()) return ffi::Error::Success();
+  if (to.untyped_data() == from.untyped_data() || to.size_bytes() == 0) return ffi::Error::Success();
   return Device::copy(context, from.untyped_data(), to.untyped_data(), to.size_bytes());
 }
 

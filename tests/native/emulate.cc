@@ -78,7 +78,7 @@ void run(const Geometry& g, const Arrays& a, bool wide) {
 extern "C" bool fits_32_bits(const int64_t* sizes, int packed) {
   Geometry g{};
   g.N = sizes[0], g.H = sizes[1], g.W = sizes[2], g.C = sizes[3], g.R = sizes[4], g.Wo = sizes[5];
-  g.K = sizes[6], g.G = sizes[7];
+  g.K = sizes[6], g.G = sizes[7], g.Ho = sizes[8];
   return effjax::fits_32_bits(g, packed);
 }
 
@@ -94,7 +94,7 @@ extern "C" int64_t wrong_quotients(int32_t d, const int32_t* n, int64_t count) {
 extern "C" void emulate(const char* dtype, const int64_t* sizes, const Arrays* arrays, bool wide) {
   const Geometry g{sizes[0],  sizes[1],  sizes[2],  sizes[3],  sizes[4],  sizes[5],
                    sizes[6],  sizes[7],  sizes[8],  sizes[9],  sizes[10], sizes[11],
-                   sizes[12], sizes[13], sizes[14], sizes[15] != 0};
+                   sizes[12], sizes[13], sizes[14], sizes[15], sizes[16] != 0};
   if (!std::strcmp(dtype, "float32")) run<float, float>(g, *arrays, wide);
   if (!std::strcmp(dtype, "float64")) run<double, double>(g, *arrays, wide);
   if (!std::strcmp(dtype, "bfloat16")) run<__nv_bfloat16, float>(g, *arrays, wide);

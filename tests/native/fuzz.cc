@@ -21,17 +21,17 @@ template <typename T, typename A>
 bool run() {
   effjax::Geometry g{};
   g.N = pick(0, 3), g.H = pick(1, 7), g.W = pick(1, 7), g.G = pick(1, 3), g.C = g.G * pick(0, 70);
-  g.R = pick(0, 3), g.Wo = pick(1, 5), g.kernel_w = pick(1, 3), g.K = g.kernel_w * pick(1, 3);
+  g.R = pick(0, 3), g.Ho = g.R + pick(0, 2), g.Wo = pick(1, 5), g.kernel_w = pick(1, 3), g.K = g.kernel_w * pick(1, 3);
   g.stride_h = pick(1, 3), g.stride_w = pick(1, 3), g.padding_top = pick(0, 3);
   g.padding_left = pick(0, 3), g.dilation_h = pick(1, 3), g.dilation_w = pick(1, 3);
   g.has_mask = pick(0, 1);
-  const int64_t points = g.N * g.R * g.Wo, taps = g.G * g.K;
+  const int64_t points = g.N * g.Ho * g.Wo, taps = g.G * g.K;
   Array<T> x(g.N * g.H * g.W * g.C);
   Array<A> offset(points * taps * 2), mask(g.has_mask ? points * taps : 0);
-  Array<A> dcolumns(points * g.K * g.C);
+  Array<A> dcolumns(g.N * g.R * g.Wo * g.K * g.C);
   fill(x), fill(dcolumns), fill(mask);
   for (int64_t i = 0; i < offset.count; ++i) offset.data[i] = pick_offset(g.H);
-  const effjax::Operands<T, A> in{g, pick(0, 2), x.data.get(), offset.data.get(), mask.data.get()};
+  const effjax::Operands<T, A> in{g, pick(0, g.Ho - g.R), x.data.get(), offset.data.get(), mask.data.get()};
 
   struct Results {
     Array<T> columns;
@@ -66,7 +66,7 @@ bool run() {
 template <typename T, typename A>
 bool run_outside() {
   effjax::Geometry g{};
-  g.N = 1, g.H = g.W = 2, g.G = 1, g.C = 37, g.R = g.Wo = 1, g.K = g.kernel_w = 3;
+  g.N = 1, g.H = g.W = 2, g.G = 1, g.C = 37, g.R = g.Ho = g.Wo = 1, g.K = g.kernel_w = 3;
   g.stride_h = g.stride_w = g.dilation_h = g.dilation_w = 1, g.has_mask = true;
   Array<T> x(4 * 37), columns(3 * 37);
   Array<A> offset(6), mask(3), dcolumns(3 * 37), dx(4 * 37), doffset(6), dmask(3);
@@ -90,7 +90,7 @@ bool run_outside() {
 bool run_tasks() {
   effjax::Geometry g{};
   g.N = g.G = g.K = g.kernel_w = g.stride_h = g.stride_w = g.dilation_h = g.dilation_w = 1;
-  g.H = g.W = g.R = g.Wo = 40, g.C = 64;
+  g.H = g.W = g.R = g.Ho = g.Wo = 40, g.C = 64;
   const Array<float> x(g.H * g.W * g.C), offset(2 * g.R * g.Wo);
   Array<float> dx(x.count), doffset(offset.count), parts(x.count);
   const effjax::Operands<float, float> in{g, 0, x.data.get(), offset.data.get(), nullptr};
@@ -104,7 +104,7 @@ bool run_tasks() {
 // The last pixel of an image of 2^31 numbers and more, in memory that is not there until touched.
 bool run_large() {
   effjax::Geometry g{};
-  g.N = g.G = g.R = g.K = g.kernel_w = g.stride_h = g.dilation_h = g.dilation_w = 1;
+  g.N = g.G = g.R = g.Ho = g.K = g.kernel_w = g.stride_h = g.dilation_h = g.dilation_w = 1;
   g.H = g.W = 32768, g.C = 3, g.Wo = 2, g.stride_w = g.W - 1;
   const int64_t count = g.H * g.W * g.C;
   const auto image = [&] {

@@ -16,7 +16,7 @@ import pytest
 import effjax
 from effjax import native
 from effjax.memory import plan
-from effjax.ops.deform_conv import custom_call, reference
+from effjax.ops.deform_conv import custom_call, xla
 from effjax.ops.deform_conv.reference import Geometry
 from tests.native.read_fatbin import architectures
 from tests.programs import needs_gpu_compiler
@@ -49,10 +49,11 @@ def emulate(emulated):
 
     def run(geometry, arrays, wide=False, **results):
         x = arrays["x"]
-        (n, h, w, c), (_, rows, width, _) = x.shape, arrays["offset"].shape
+        (n, h, w, c), (_, height, width, _) = x.shape, arrays["offset"].shape
+        rows = arrays.get("dcolumns", results.get("columns")).shape[1]
         (top, _), (left, _) = geometry.padding
         sizes = (
-            n, h, w, c, rows, width, geometry.taps, geometry.offset_groups,
+            n, h, w, c, rows, width, geometry.taps, geometry.offset_groups, height,
             geometry.kernel_size[1], *geometry.strides, top, left, *geometry.kernel_dilation,
             arrays["mask"].size > 0,
         )  # fmt: skip
@@ -60,7 +61,7 @@ def emulate(emulated):
         pointers = [None if a is None else a.ctypes.data for a in given]
         emulated.emulate(
             x.dtype.name.encode(),
-            (ctypes.c_int64 * 16)(*sizes),
+            (ctypes.c_int64 * 17)(*sizes),
             (ctypes.c_void_p * len(given))(*pointers),
             ctypes.c_bool(wide),
         )
@@ -76,15 +77,16 @@ GEOMETRY = Geometry((2, 2), (2, 1), ((1, 0), (0, 1)), (1, 2), 2)
 def make(dtype, channels, masked):
     rng = np.random.default_rng(0)
     wide = np.float64 if dtype == np.float64 else np.float32
-    n, rows, width, groups, taps = 2, 2, 2, GEOMETRY.offset_groups, GEOMETRY.taps
+    n, height, rows, width = 2, 4, 2, 2
+    groups, taps = GEOMETRY.offset_groups, GEOMETRY.taps
     normal = lambda *shape: rng.normal(size=shape)  # noqa: E731
-    offset = 2 * normal(n, rows, width, groups * taps * 2)
-    offset[0, 0, 0, :6] = [np.nan, 0, np.inf, -np.inf, 1e30, -1e30]
-    offset[1, 0, 0, :4] = [-1, 0, 2, 1]
+    offset = 2 * normal(n, height, width, groups * taps * 2)
+    offset[0, 1, 0, :6] = [np.nan, 0, np.inf, -np.inf, 1e30, -1e30]
+    offset[1, 1, 0, :4] = [-1, 0, 2, 1]
     return {
         "x": normal(n, 4, 5, channels).astype(dtype),
         "offset": offset.astype(wide),
-        "mask": normal(n, rows, width, groups * taps if masked else 0).astype(wide),
+        "mask": normal(n, height, width, groups * taps if masked else 0).astype(wide),
         "row": np.array([1], np.int32),
         "dcolumns": normal(n, rows, width, taps * channels).astype(wide),
     }
@@ -115,26 +117,27 @@ def test_kernels_emulated(emulate, dtype, channels, masked, wide, x64):
     emulate = functools.partial(emulate, wide=wide)
     arrays = make(dtype, channels, masked)
     x, offset, mask, row = (jnp.asarray(arrays[name]) for name in ("x", "offset", "mask", "row"))
-    want = reference.columns(x, offset, mask, row, GEOMETRY)
+    want = xla.columns(x, offset, mask, row, GEOMETRY, rows=arrays["dcolumns"].shape[1])
     columns = np.full_like(arrays["dcolumns"], np.nan, dtype)
     got = emulate(GEOMETRY, {k: arrays[k] for k in NAMES[:4]}, columns=columns)
     close(got["columns"], want, x.dtype)
 
     wide = arrays["offset"].dtype
-    dx = np.ones(x.shape, wide)
-    want = reference.columns_backward(
-        x, offset, mask, row, jnp.asarray(arrays["dcolumns"]), jnp.asarray(dx), GEOMETRY
+    before = [np.ones(x.shape, wide), *(np.full_like(a, 7) for a in (offset, mask))]
+    want = xla.columns_backward(
+        x, offset, mask, row, *map(jnp.asarray, (arrays["dcolumns"], *before)), GEOMETRY
     )
-    unset = {"doffset": np.full_like(offset, np.nan), "dmask": np.full_like(mask, np.nan)}
-    got = emulate(GEOMETRY, arrays, dx=dx.copy(), **unset)
+    dx, unset = before[0], dict(zip(RESULTS[2:], before[1:], strict=True))
+    got = emulate(GEOMETRY, arrays, dx=dx.copy(), **{k: a.copy() for k, a in unset.items()})
     for name, value in zip(("dx", "doffset", "dmask"), want, strict=True):
         close(got[name], value, np.dtype(wide))
 
     # The deterministic way: positions without dx, then dx in the order of the pixels.
-    again = {name: np.full_like(value, np.nan) for name, value in unset.items()}
+    again = {name: value.copy() for name, value in unset.items()}
     emulate(GEOMETRY, arrays, **again)
     np.testing.assert_array_equal(again["doffset"], got["doffset"])
-    destination = np.asarray(custom_call.destinations(offset, row, x.shape[1:3], GEOMETRY))
+    here = offset[:, 1:3]
+    destination = np.asarray(custom_call.destinations(here, row, x.shape[1:3], GEOMETRY))
     source = np.argsort(destination, axis=-1, stable=True).astype(np.int32)
     ordered = {
         "destination": np.take_along_axis(destination, source, -1),
@@ -146,7 +149,7 @@ def test_kernels_emulated(emulate, dtype, channels, masked, wide, x64):
 
 def test_sizes_choose_the_indices(emulated):
     """The number of samples, and that of packs of x, must be below 2**31."""
-    fits = lambda *sizes, packed=4: emulated.fits_32_bits((ctypes.c_int64 * 8)(*sizes), packed)  # noqa: E731
+    fits = lambda *sizes, packed=4: emulated.fits_32_bits((ctypes.c_int64 * 9)(*sizes), packed)  # noqa: E731
     assert fits(2, 100, 100, 128, 100, 100, 9, 4)
     image = 1, 2**15, 2**15
     assert fits(*image, 7, 1, 1, 1, 1) and not fits(*image, 8, 1, 1, 1, 1)

@@ -22,9 +22,12 @@ from .reference import Geometry
 
 
 class Sampler(NamedTuple):
-    """Functions with the parameters of `reference.columns` and `reference.columns_backward`."""
+    """As `reference.columns` and its gradient, but for some rows of whole arrays."""
 
+    # (x, offset, mask, row, geometry=, rows=) -> the columns of the rows [row, row + rows)
     columns: Callable
+    # (x, offset, mask, row, dcolumns, dx, doffset, dmask, geometry=) -> the last three with what
+    # dcolumns' rows add to dx, and are of doffset and dmask
     columns_backward: Callable
     # dtype -> the workspace for each number of the columns, in either pass
     sample_bytes: Callable[[Any], tuple[int, int]]
@@ -58,7 +61,7 @@ def forward(static: Static, x, offset, mask, kernel) -> jax.Array:
 
     def body(start, rows, carry):
         (y,) = carry
-        part = columns(x, *_rows(start, rows, offset, mask), _row(start))
+        part = columns(x, offset, mask, _row(start), rows=rows)
         part = multiply(part.reshape(*images, *part.shape[1:]), wide, offset.dtype, static)
         part = part.astype(y.dtype)
         return (lax.dynamic_update_slice_in_dim(y, part, start, 2),)
@@ -84,20 +87,15 @@ def backward(static: Static, x, offset, mask, kernel, dy) -> tuple:
 
     def body(start, rows, carry):
         dx, doffset, dmask, dkernel = carry
-        here = (*_rows(start, rows, offset, mask), _row(start))
-        part = columns(x, *here)
+        here = x, offset, mask, _row(start)
+        part = columns(*here, rows=rows)
         dpart = lax.dynamic_slice_in_dim(dy, start, rows, 2)
         dkernel += multiply_backward_kernel(
             part.reshape(*images, *part.shape[1:]), dpart, wide, offset.dtype, static
         )
         dcolumns = multiply_backward_columns(dpart, wide, offset.dtype, static)
         dcolumns = dcolumns.reshape(part.shape)
-        dx, *here = columns_backward(x, *here, dcolumns, dx)
-        doffset, dmask = (
-            lax.dynamic_update_slice_in_dim(whole, some, start, 1)
-            for whole, some in zip((doffset, dmask), here, strict=True)
-        )
-        return dx, doffset, dmask, dkernel
+        return *columns_backward(*here, dcolumns, dx, doffset, dmask), dkernel
 
     taps, channels, groups, outputs = wide.shape[1:]
     transposed = (images[0], groups, outputs, taps, channels)
@@ -198,10 +196,6 @@ def _of_columns(columns: jax.Array, kernel: jax.Array) -> jax.Array:
 
 def _of_outputs(dy: jax.Array, kernel: jax.Array) -> jax.Array:
     return dy.reshape(dy.shape[0], math.prod(dy.shape[1:4]), *kernel.shape[3:])
-
-
-def _rows(start, rows: int, *arrays: jax.Array) -> list[jax.Array]:
-    return [lax.dynamic_slice_in_dim(a, start, rows, 1) for a in arrays]
 
 
 def _row(start) -> jax.Array:

@@ -10,7 +10,7 @@ from jax import lax
 
 from .._native import like, refusing
 from .._parallel import same_varying
-from . import reference
+from . import reference, xla
 from .chunks import Sampler
 from .reference import Geometry
 
@@ -27,20 +27,19 @@ def _attribute(geometry: Geometry) -> dict[str, np.int64]:
     return {name: np.int64(value) for name, value in window.items()}
 
 
-def _columns(x, offset, mask, row, geometry: Geometry) -> jax.Array:
+def _columns(x, offset, mask, row, geometry: Geometry, rows: int) -> jax.Array:
     args = same_varying((x, offset, mask, row))
-    shape = (*offset.shape[:3], geometry.taps * x.shape[-1])
+    shape = (x.shape[0], rows, offset.shape[2], geometry.taps * x.shape[-1])
     call = jax.ffi.ffi_call("effjax_deform_columns", like(args[0], shape))
     return call(*args, geometry=_attribute(geometry))
 
 
 def _columns_backward(*args, geometry: Geometry, skip_dx: bool = False) -> tuple:
     args = same_varying(args)
-    _, offset, mask, _, _, dx = args
     call = jax.ffi.ffi_call(
         "effjax_deform_columns_backward",
-        (like(dx), like(offset), like(mask)),
-        input_output_aliases={5: 0},
+        tuple(map(like, args[5:])),
+        input_output_aliases={5: 0, 6: 1, 7: 2},
     )
     dx, doffset, dmask = call(*args, geometry=_attribute(geometry), skip_dx=np.int64(skip_dx))
     return dx, doffset, dmask
@@ -49,9 +48,10 @@ def _columns_backward(*args, geometry: Geometry, skip_dx: bool = False) -> tuple
 def _sums_in_order(*args, geometry: Geometry) -> tuple:
     """On a GPU: all but dx, and then dx, every pixel in one order; corners are sorted by pixel."""
     args = same_varying(args)
-    _, offset, mask, row, dcolumns, _ = args
+    _, offset, mask, row, dcolumns, *_ = args
     dx, doffset, dmask = _columns_backward(*args, geometry=geometry, skip_dx=True)
-    destination = destinations(offset, row, dx.shape[1:3], geometry)
+    here = lax.dynamic_slice_in_dim(offset, row[0], dcolumns.shape[1], 1)
+    destination = destinations(here, row, dx.shape[1:3], geometry)
     source = jnp.arange(destination.shape[-1], dtype=jnp.int32)
     source = jnp.broadcast_to(source, destination.shape)
     destination, source = same_varying((destination, source))
@@ -92,7 +92,5 @@ CUDA = Sampler(
     in_order=Sampler(_columns, _sums_in_order, _sample_bytes, _SORT_BYTES),
 )
 NOWHERE = Sampler(
-    refusing(reference.columns, OPERATOR),
-    refusing(reference.columns_backward, OPERATOR),
-    _sample_bytes,
+    refusing(xla.columns, OPERATOR), refusing(xla.columns_backward, OPERATOR), _sample_bytes
 )

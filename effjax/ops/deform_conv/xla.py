@@ -8,6 +8,7 @@ from jax import lax
 
 from . import chunks, reference
 from .chunks import Sampler, Static
+from .reference import Geometry
 
 
 def _sample_bytes(dtype: Any) -> tuple[int, int]:
@@ -15,7 +16,27 @@ def _sample_bytes(dtype: Any) -> tuple[int, int]:
     return 2 * size, 12 * size  # as measured
 
 
-SAMPLER = Sampler(reference.columns, reference.columns_backward, _sample_bytes)
+def columns(x, offset, mask, row, geometry: Geometry, rows: int) -> jax.Array:
+    """`Sampler.columns`, by the reference."""
+    offset, mask = (lax.dynamic_slice_in_dim(a, row[0], rows, 1) for a in (offset, mask))
+    return reference.columns(x, offset, mask, row, geometry)
+
+
+def columns_backward(
+    x, offset, mask, row, dcolumns, dx, doffset, dmask, geometry: Geometry
+) -> tuple:
+    """`Sampler.columns_backward`, by the reference."""
+    rows = dcolumns.shape[1]
+    here = (lax.dynamic_slice_in_dim(a, row[0], rows, 1) for a in (offset, mask))
+    dx, *parts = reference.columns_backward(x, *here, row, dcolumns, dx, geometry)
+    doffset, dmask = (
+        lax.dynamic_update_slice_in_dim(whole, part, row[0], 1)
+        for whole, part in zip((doffset, dmask), parts, strict=True)
+    )
+    return dx, doffset, dmask
+
+
+SAMPLER = Sampler(columns, columns_backward, _sample_bytes)
 
 
 def deform_conv_xla(static: Static, x, offset, mask, kernel) -> jax.Array:
