@@ -147,9 +147,10 @@ class Checkpoints:
             raise
         # Orbax raises many types for a damaged file: of JSON, of TensorStore, of the system.
         except Exception as error:
-            if several():  # the others have not seen it, and must not be asked what to do
+            if several():  # the others may know nothing of it
                 raise TrainError(
-                    f"{path}: cannot be restored by this process ({type(error).__name__}: {error})"
+                    f"{path}: cannot be restored by process {jax.process_index()} "
+                    f"({type(error).__name__}: {error}); mend that, then resume"
                 ) from error
             if isinstance(error, OSError) or not checksums.is_there(path):
                 raise Damaged(f"{path}: cannot be restored ({type(error).__name__})") from error

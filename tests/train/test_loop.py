@@ -449,3 +449,17 @@ def test_a_full_disk_is_said(tmp_path, task, monkeypatch, writes):
     monkeypatch.setattr(*writes, full_disk)
     with pytest.raises(TrainError, match=r"run: cannot be written to \(No space left.*then resume"):
         fit(task, run)
+
+
+def of_tensorstore(*_, **__):
+    raise ValueError("RESOURCE_EXHAUSTED: Error writing: No space left on device [OS error 28]")
+
+
+@pytest.mark.parametrize("where", ["save", "wait_until_finished"])
+def test_a_full_disk_of_tensorstore_is_said(tmp_path, task, monkeypatch, where):
+    """It is not device memory that lacks."""
+    run = new_run(tmp_path / "run", task)
+    monkeypatch.setattr(f"orbax.checkpoint.CheckpointManager.{where}", of_tensorstore)
+    message = r"cannot be written to \(No space left on device\); make room, then resume"
+    with pytest.raises(TrainError, match=message):
+        fit(task, run)
