@@ -68,13 +68,13 @@ def operands(case: Case) -> dict[str, np.ndarray]:
     return found
 
 
-def ours(case: Case, implementation: Any, backward: bool, deterministic: bool = False) -> Callable:
+def ours(case: Case, implementation: Any, backward: bool, **options: Any) -> Callable:
     precision = "tensorfloat32" if MODES[case.mode][2] else "highest"
 
     def conv(x, offset, kernel, mask=None):
         return effjax.deform_conv2d(
             x, offset, kernel, mask, padding=1, precision=precision,
-            implementation=implementation, deterministic=deterministic,
+            implementation=implementation, **options,
         )  # fmt: skip
 
     def run(operands):
@@ -134,7 +134,8 @@ def check() -> None:
         want = jax.tree.map(lambda a: a.astype(jnp.float32), _in_float64(case, wide))
         limit = {"float32": 1e-5, "tf32": 5e-3, "half": 3e-2}[mode]
         for implementation in ("native", "native" if det else "fused"):
-            got = ours(case, implementation, True, det)(on_device(case, arrays))
+            run = ours(case, implementation, True, deterministic=det)
+            got = run(on_device(case, arrays))
             worst = difference(got, want)
             assert worst <= limit, (implementation, case, det, worst)
         assert difference(exact(jax.tree.map(jnp.asarray, arrays)), want) <= 1e-5
@@ -199,6 +200,7 @@ def time_case(case: Case, backward: bool, rounds: int) -> list[dict[str, Any]]:
     given = on_device(case, arrays)
     programs = {
         "effjax native": ours(case, "native", backward),
+        "effjax native, slices in L2": ours(case, "native", backward, workspace_bytes=32 * 2**20),
         "effjax fused": ours(case, "fused", backward),
         "effjax native, deterministic": ours(case, "native", backward, deterministic=True),
         "effjax xla": ours(case, "xla", backward),
@@ -214,10 +216,10 @@ def time_case(case: Case, backward: bool, rounds: int) -> list[dict[str, Any]]:
         jax.block_until_ready(run())
     rows = []
     for name, found in time_in_turn(runs, reference=reference, rounds=rounds).items():
-        found["device_seconds"] = device_seconds(runs[name], rounds)
         rows.append(
             {"name": name, "shape": case.shape, "mode": case.mode, "masked": case.masked}
             | {"offset_groups": case.offset_groups, "backward": backward} | found
+            | {"device_seconds": device_seconds(runs[name], rounds)}
             | {"speedup": round(1 / found["ratio"], 2)}
             | {"tflops": round(case.flops(backward) / found["seconds"] / 1e12, 2)}
             | {"least_gbps": round(case.least_bytes(backward) / found["seconds"] / 1e9, 1)}

@@ -245,3 +245,22 @@ def test_programs_compile_for_a_gpu(deterministic):
     assert set(calls) == expected | ({"deform_scatter_sorted"} if deterministic else set())
     sorted_arrays = [operands.count("%") for operands in re.findall(r" sort\((.*?)\)", found.hlo)]
     assert set(sorted_arrays) == ({2} if deterministic else set())
+
+
+@needs_library
+@needs_gpu_compiler
+def test_a_pass_moves_no_copies():
+    """Neither slices of positions and masks, nor columns with rows that a matrix product adds."""
+
+    def step(x, offset, weights, mask, dy):
+        def conv(*args):
+            return effjax.deform_conv2d(*args, padding=1, implementation="native")
+
+        return jax.vjp(conv, x, offset, weights, mask)[1](dy)
+
+    image = 2, 50, 84
+    shapes = (*image, 128), (*image, 18), (3, 3, 128, 128), (*image, 9), (*image, 128)
+    types = "bfloat16", "float32", "bfloat16", "float32", "bfloat16"
+    hlo = plan(step, *(jax.ShapeDtypeStruct(s, t) for s, t in zip(shapes, types, strict=True))).hlo
+    assert " pad(" not in hlo and " dynamic-slice(" not in hlo
+    assert re.search(r"bf16\[2,50,84,1152\]\S* custom-call", hlo)

@@ -157,7 +157,9 @@ class Implementation(NamedTuple):
     run: Callable  # the operator without bias: (static, x, offset, mask, kernel) -> y
     native: dict[str, Sampler]  # by platform; used where they were built
     elsewhere: Sampler
-    slice_bytes_on_a_cpu: int  # larger slices fall out of its caches; they cost a GPU nothing
+    # Larger slices fall out of its caches. Those of a GPU hold 50 MB, but a slice has five kernels
+    # to start forward, eight backward: what is quicker there has not been measured.
+    slice_bytes_on_a_cpu: int
     whole: Callable | None = None  # of `Sampler`
 
 

@@ -18,6 +18,7 @@ from jax import lax
 
 from .._parallel import zeros
 from .._partition import merge
+from .._platform import traced_platform
 from .reference import Geometry
 
 
@@ -166,8 +167,26 @@ def multiply_backward_kernel(
     transposed, because a CPU is half as fast again with the long axis of the columns innermost.
     """
     columns, dy = _of_columns(columns, kernel), _of_outputs(dy, kernel)
+    examples, parts = dy.shape[0], _parts(columns, math.prod(kernel.shape[1:]) * dtype.itemsize)
+    columns, dy = (a.reshape(examples * parts, -1, *a.shape[2:]) for a in (columns, dy))
     dkernel = _einsum("dpgo,dpkgc->dgokc", dy, columns, dtype, static)
-    return dkernel.reshape(*dy.shape[:1], *dy.shape[2:], columns.shape[2], columns.shape[4])
+    dkernel = dkernel.reshape(examples, parts, *dy.shape[2:], columns.shape[2], columns.shape[4])
+    return jnp.sum(dkernel, 1) if parts > 1 else dkernel[:, 0]
+
+
+def _parts(columns: jax.Array, result_bytes: int) -> int:
+    """Into how many products the sum over the pixels of [D, P, K, groups, C] is divided.
+
+    On a GPU XLA divides one of many pixels and few results itself, and where no power of two
+    divides the pixels it copies the columns to add some. Parts of a multiple of eight it takes as
+    they are; they have 128 pixels at least, and their results at most half the columns' bytes.
+    """
+    pixels = columns.shape[1]
+    if traced_platform() != "cuda" or pixels % 128 == 0:
+        return 1
+    bytes_of_columns = columns[0].size * columns.dtype.itemsize
+    most = min(32, pixels // 128, bytes_of_columns // (2 * result_bytes))
+    return max((s for s in range(4, most + 1) if pixels % (8 * s) == 0), default=1)
 
 
 def _einsum(formula: str, a: jax.Array, b: jax.Array, dtype: Any, static: Static) -> jax.Array:

@@ -27,8 +27,8 @@ def columns_backward(
 ) -> tuple:
     """`Sampler.columns_backward`, by the reference."""
     rows = dcolumns.shape[1]
-    here = (lax.dynamic_slice_in_dim(a, row[0], rows, 1) for a in (offset, mask))
-    dx, *parts = reference.columns_backward(x, *here, row, dcolumns, dx, geometry)
+    offset, mask = (lax.dynamic_slice_in_dim(a, row[0], rows, 1) for a in (offset, mask))
+    dx, *parts = reference.columns_backward(x, offset, mask, row, dcolumns, dx, geometry)
     doffset, dmask = (
         lax.dynamic_update_slice_in_dim(whole, part, row[0], 1)
         for whole, part in zip((doffset, dmask), parts, strict=True)

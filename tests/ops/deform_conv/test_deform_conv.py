@@ -13,6 +13,7 @@ from jax.test_util import check_grads
 from effjax import deform_conv2d
 from effjax.memory import plan
 from effjax.ops._platform import tracing_for
+from effjax.ops.deform_conv import chunks
 from tests.contexts import assert_trees_close
 from tests.ops.deform_conv.implementations import (
     CASES,
@@ -322,6 +323,23 @@ def test_a_plan_has_the_slices_of_a_gpu():
             with tracing_for(platform):
                 text = run.trace(*args).lower(lowering_platforms=(platform,)).as_text()
             assert ("while" in text) == (platform == "cpu")
+
+
+@pytest.mark.parametrize("examples", [1, 3])
+def test_a_sum_in_parts(examples):
+    """As programs for a GPU have it, whose results are those of the whole sum."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    columns, dy = normal(examples, 2, 22, 30, 8), normal(examples, 2, 22, 30, 3)
+    kernel = chunks.kernel_blocks(normal(1, 2, 2, 2, 3), "float32", 1)
+    static = chunks.Static(None, 1, None, "highest", 0)  # pyright: ignore
+    run = functools.partial(
+        chunks.multiply_backward_kernel, columns, dy, kernel, jnp.dtype("float32"), static
+    )
+    with tracing_for("cuda"):
+        parts, got = jax.make_jaxpr(run)(), run()
+    assert f"[{5 * examples},264," in str(parts) and got.shape == (examples, 1, 3, 1, 8)
+    assert_trees_close(got, run(), 1e-5)
 
 
 @needs_gpu_compiler
