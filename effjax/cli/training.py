@@ -105,7 +105,7 @@ def train_command(
                         raise TrainError("--fall-back goes with --resume")
                     path = Path(from_first(lambda: str(unused(name)))) if out is None else out
                     return start(path, overwrite, **given)
-                allowed = *with_resume, "fall_back", "checkpoint_every", "on_nan", "mesh"
+                allowed = *with_resume, "fall_back", "checkpoint_every", "keep", "on_nan", "mesh"
                 given |= {"fall_back": fall_back}
                 added = {one: given[one] for one in _given_with_resume(command_line, allowed)}
                 config = _options_of(run_in(resume), name, options)
@@ -215,8 +215,9 @@ def follow(
     progress = report.make_progress(console, task) if is_first() else None
     again = _resume(command, within or run.path)
     try:
-        with preempted() if joined() else stop_signals() as stop:
-            return run, fit(task, run, progress, resume, stop, fall_back)
+        with preempted() if joined() else stop_signals() as stop, interrupts() as check:
+            asked = lambda step: check() or stop(step)  # noqa: E731
+            return run, fit(task, run, progress, resume, asked, fall_back)
     except RuntimeError as error:  # JAX's own error is one
         if "RESOURCE_EXHAUSTED" in str(error):
             raise OutOfDeviceMemory(memory_command(task)) from error
@@ -252,3 +253,25 @@ def stop_signals() -> Iterator[Callable[[int], bool]]:
         yield lambda step: bool(came)
     finally:
         restore()
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[Callable[[], None]]:
+    """Ctrl-C is KeyboardInterrupt, wherever it comes. JAX calls Python where errors are only
+    printed: what is yielded raises one that was lost there."""
+    before, came = signal.getsignal(signal.SIGINT), []
+
+    def note(number: int, _: Any) -> None:
+        came.append(number)
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -37,6 +37,7 @@ from .targets import Target
 _COMPILER_OPTIONS = {"xla_gpu_autotune_level": "0"}
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 _INSTALL = 'pip install "effjax[plan]" (on Linux)'
+PATIENCE = 10  # seconds that the compiler may stand still
 _SPLITS_ITSELF = (
     "an operator that says by itself how jit splits it over devices, such as effjax.deform_conv2d, "
     "cannot be asked by the compiler, which is a process of its own: plan the step inside "
@@ -240,16 +241,17 @@ def compile_for(
         request = {"num_devices": lowered.num_devices, "compiler_options": options}
         (folder / "request.json").write_text(json.dumps(request))
         with _alive() as alive:
-            run = subprocess.run(
+            run = subprocess.Popen(
                 [sys.executable, "-P", "-m", f"{__package__}._gpu_compiler_shim", name],
                 env=_environment(), stdin=alive, stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE, text=True, errors="replace",
             )  # fmt: skip
+            said = _said_at_its_end(run)
         result_file = folder / "result.json"
         if run.returncode or not result_file.exists():
             raise PlanError(
                 f"the compiler for {target.description} ended with exit code {run.returncode}: "
-                f"{run.stderr[-4000:].strip() or 'it said nothing'}"
+                f"{said[-4000:].strip() or 'it said nothing'}"
             )
         result = json.loads(result_file.read_text())
         if "custom_partitioner" in result.get("error", ""):
@@ -266,6 +268,33 @@ def compile_for(
             buffer_assignment=_dumped(folder, "buffer-assignment"),
             live_ranges=_dumped(folder, "live-range"),
         )
+
+
+def _said_at_its_end(run: subprocess.Popen) -> str:
+    """What a process says; one that somebody has stopped, and does not continue, is ended."""
+    stopped = 0
+    try:
+        while True:
+            try:
+                return run.communicate(timeout=1)[1]
+            except subprocess.TimeoutExpired:
+                stopped = stopped + 1 if _is_stopped(run.pid) else 0
+            if stopped > PATIENCE:
+                raise PlanError(
+                    f"the compiler (process {run.pid}) has been stopped for {PATIENCE} s, and was "
+                    "ended: plan again"
+                )
+    finally:
+        run.kill()
+        run.wait()
+
+
+def _is_stopped(process: int) -> bool:
+    """By a signal, such as SIGSTOP; Linux tells."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

@@ -39,10 +39,11 @@ class Checkpoints:
     Args:
         directory: made if it is not there.
         read_only: nothing is made or written; without the directory, there are no checkpoints.
+        keep: how many of the last ones are kept, beside the best one.
     """
 
-    def __init__(self, directory: Path, read_only: bool = False):
-        self.directory, self.read_only = directory, read_only
+    def __init__(self, directory: Path, read_only: bool = False, keep: int = 1):
+        self.directory, self.read_only, self.keep = directory, read_only, keep
         # Orbax warns of its own `read_only`, and does no more for what is only restored.
         options = ocp.CheckpointManagerOptions(create=not read_only)
         self._manager = _Manager(directory.absolute(), options=options)
@@ -66,7 +67,7 @@ class Checkpoints:
 
     def save(self, step: int, state: Any, best: int, seen: Seen | None = None) -> None:
         """Begins to write the state as number `step`, when the save before has ended; when this one
-        has, all others but number `best` are deleted.
+        has, all but number `best` and the last ones are deleted.
 
         The state may be donated as soon as this returns.
 
@@ -81,7 +82,8 @@ class Checkpoints:
             args = ocp.args.StandardSave(state)
             notes = {"seen": None if seen is None else [*seen]}  # written later, as it is now
             self._manager.save(step, args=args, force=True, custom_metadata=notes)
-        self._kept = {step, best}
+        before = [number for number in self._manager.all_steps() if number < step]
+        self._kept = {step, best, *sorted(before)[max(len(before) - self.keep + 1, 0) :]}
         self._written = self._worker.submit(self._finish, step)
 
     def _finish(self, step: int) -> None:

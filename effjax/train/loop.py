@@ -88,7 +88,10 @@ class Saved(NamedTuple):
 def _fit(task: Task[Result], run: RunDirectory, progress: Progress, how: How) -> Result:
     began = time.perf_counter()
     try:
-        with Checkpoints(run.checkpoints) as checkpoints, Partway(run.partway) as partway:
+        with (
+            Checkpoints(run.checkpoints, keep=task.config.keep) as checkpoints,
+            Partway(run.partway) as partway,
+        ):
             trained = _train(task, run, Saved(checkpoints, partway), progress, how)
     finally:
         progress.stop()

@@ -79,6 +79,9 @@ OnNan = Annotated[
         "checkpoint, and leave that batch out."
     ),
 ]
+Keep = Annotated[
+    int, Option("How many of the last checkpoints are kept, beside the best one.", bounds=COUNT)
+]
 MeshAxes = Annotated[
     str | None,
     Option(
@@ -87,8 +90,8 @@ MeshAxes = Annotated[
     ),
 ]
 # What makes no difference to a run's numbers, as long as they are finite, but for rounding; beside
-# it, its length may change.
-WITHOUT_EFFECT = ("data", "checkpoint_every", "on_nan", "mesh")  # what the data hold is compared
+# it, its length may change. Of data what they hold is compared.
+WITHOUT_EFFECT = ("data", "checkpoint_every", "keep", "on_nan", "mesh")
 
 
 class Declared(NamedTuple):

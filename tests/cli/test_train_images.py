@@ -1,3 +1,4 @@
+import contextlib
 import json
 import shutil
 import signal
@@ -190,6 +191,20 @@ def test_resnet_learns_from_a_folder(run, tmp_path):
     assert (code, err) == (0, "") and "images of 12×12×3 in 2 classes" in out
     final = json.loads((tmp_path / "here" / "metrics.jsonl").read_text().splitlines()[-1])
     assert 0 < final["kept_bytes"]["efficient"] < final["kept_bytes"]["plain"]
+
+
+def test_ctrl_c_that_a_callback_swallows(run, small_model, monkeypatch):
+    """As those do that JAX calls from C++: the run ends after the step."""
+
+    def step(self, step, measured, rate):
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupt_at(3)(self, step, measured, rate)
+
+    monkeypatch.setattr("effjax.train.report.LineProgress.step", step)
+    options = ["--epochs", "2", "--batch-size", "16", "--out", "here"]
+    code, _, err = run("train", "densenet", *options)
+    assert code == 130 and err.startswith("effjax: interrupted; go on with effjax train densenet")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_ctrl_c_then_resume(run, small_model, monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from effjax.memory import _ends_with
+from effjax.memory import PlanError, _compile, _ends_with
 from tests.programs import needs_gpu_compiler
 
 CHILD = """
@@ -41,6 +41,17 @@ def test_the_folder_goes_with_the_process(tmp_path):
         child.stdin.close()
         assert child.wait(timeout=20) == 1
     assert not folder.exists()
+
+
+def test_a_compiler_that_is_stopped(monkeypatch):
+    monkeypatch.setattr(_compile, "PATIENCE", 1)
+    child = subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    child.send_signal(signal.SIGSTOP)
+    with pytest.raises(PlanError, match=rf"process {child.pid}\) has been stopped for 1 s"):
+        _compile._said_at_its_end(child)
+    assert child.returncode == -signal.SIGKILL
 
 
 @pytest.mark.exhaustive

@@ -36,6 +36,17 @@ def test_a_save_holds_what_was_there_when_it_began(tmp_path, mesh4x2, kind):
         np.testing.assert_array_equal(a, np.full(SHAPE, number, np.float32))
 
 
+@pytest.mark.parametrize(
+    ("keep", "wanted"), [(1, [2, 4]), (2, [2, 3, 4]), (3, [2, 3, 4]), (9, [0, 1, 2, 3, 4])]
+)
+def test_the_last_ones_and_the_best_one_are_kept(tmp_path, keep, wanted):
+    with Checkpoints(tmp_path, keep=keep) as checkpoints:
+        for number, best in enumerate([0, 0, 2, 2, 2]):
+            checkpoints.save(number, {"a": np.float32(number)}, best)
+        checkpoints.settle()
+        assert checkpoints.steps == wanted
+
+
 def test_restored_on_other_devices(tmp_path, mesh8, mesh4x2):
     a = np.arange(64, dtype=np.float32).reshape(8, 8)
     state = {"split": jax.device_put(a, NamedSharding(mesh8, P("data"))), "step": np.int32(3)}

@@ -15,6 +15,7 @@ from ..options import (
     SEED,
     SHARE,
     CheckpointEvery,
+    Keep,
     MeshAxes,
     OnNan,
     Option,
@@ -102,6 +103,7 @@ class Config(RunOptions):
         Option("Of the computation; parameters are float32.", OPTIMIZATION),
     ] = "float32"
     checkpoint_every: CheckpointEvery = None
+    keep: Keep = 1
     on_nan: OnNan = "stop"
     mesh: MeshAxes = None
     parallel: Annotated[Parallel, Option("How all devices are used.")] = "jit"

@@ -16,6 +16,7 @@ from ..options import (
     SEED,
     SHARE,
     CheckpointEvery,
+    Keep,
     MeshAxes,
     OnNan,
     Option,
@@ -97,6 +98,7 @@ class LMConfig(RunOptions):
         int, Option("Steps from one validation and checkpoint to the next.", bounds=COUNT)
     ] = 100
     checkpoint_every: CheckpointEvery = None
+    keep: Keep = 1
     on_nan: OnNan = "stop"
     mesh: MeshAxes = None
     seed: Annotated[int, Option("Of parameters, order, dropout.", bounds=SEED)] = 0
