@@ -38,6 +38,32 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "BatchStats",
+    "DenseLayerParams",
+    "OffloadState",
+    "batch_norm_inference",
+    "bn_relu_conv",
+    "dcn_aggregate",
+    "deform_conv2d",
+    "deform_psroi_pool",
+    "deform_roi_pool",
+    "dense_block",
+    "host_init",
+    "linear_cross_entropy",
+    "ms_deform_attn",
+    "multiscale_roi_align",
+    "offload_jit",
+    "offload_scan",
+    "offload_sequential",
+    "offload_train_step",
+    "roi_align",
+    "stream_update",
+    "sync_batch_norm",
+    "to_device",
+    "to_host",
+]
+
 _FOLDERS = "compat", "convert", "linen", "memory", "models", "nnx"
 
 

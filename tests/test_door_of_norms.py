@@ -220,6 +220,10 @@ def test_every_argument_has_its_values():
             r"`kernel` of shape \(3, 3, 1, 1\).*feature_group_count=2",
         ),
         (
+            lambda: effjax.bn_relu_conv(IMAGES, V, V, LAYER.kernel1[:0]),
+            r"`kernel` of shape \(0, .* must have at least one tap",
+        ),
+        (
             lambda: effjax.nnx.BatchNorm(3, dtype=jnp.float32, rngs=nnx.Rngs(0))(X + 1j),
             r"`dtype` \(=float32\) must be complex",
         ),

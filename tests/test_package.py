@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import inspect
 import os
 import pathlib
 import subprocess
@@ -49,7 +50,7 @@ OWN = {
         "native",
         "convert",
     },
-    "bench": {"effjax", "train.images", "train.lm", "memory", "models", "ops", "native"},
+    "bench": {"effjax", "train", "train.images", "train.lm", "memory", "models", "ops", "native"},
 }
 FLAX = {"jax", "numpy", "flax"}
 THIRD = {
@@ -156,6 +157,15 @@ for name in ("compat", "convert", "linen", "memory", "models", "nnx"):
 """
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent, env=env)
+
+
+def test_a_star_brings_the_operators_alone():
+    """Not `nnx` and `linen`, which are Flax's in most programs."""
+    found: dict = {}
+    exec("from effjax import *", found)
+    public = {n for n, a in vars(effjax).items() if n[0] != "_" and not inspect.ismodule(a)}
+    public -= {"ModuleType", "TYPE_CHECKING"}
+    assert found.keys() - {"__builtins__"} == public == set(effjax.__all__)
 
 
 def test_a_name_that_is_not_there():

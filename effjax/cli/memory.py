@@ -1,6 +1,7 @@
 """`effjax memory`: its options, and the training steps that they name."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -83,6 +84,10 @@ def memory(
             "over the batch. (default: 1, or what your step spans)"
         ),
     ] = None,
+    mesh: Annotated[
+        str | None,
+        option("These GPUs by axis, like data=2,fsdp=4: parameters are split over fsdp."),
+    ] = None,
     memory_fraction: Annotated[float, option("Share of the GPU's memory that JAX takes.")] = 0.75,
     host_memory_gb: Annotated[
         int | None,
@@ -112,6 +117,8 @@ def memory(
     conv, effjax features. deform-resnet: plain and deformable.
     """
     with one_line_errors():
+        if mesh is not None:
+            num_devices = _number_of(mesh, num_devices)
         counts = dict(
             batch_size=batch_size, num_devices=num_devices, multiple_of=multiple_of,
             host_memory_gb=host_memory_gb,
@@ -127,13 +134,21 @@ def memory(
             raise TrainError(f"memory_fraction (={memory_fraction}) must lie in (0, 1]")
         if multiple_of and not max_batch:
             raise TrainError("--multiple-of is an option of --max-batch")
-        _check_options(model, {"dtype": dtype} | of_models)
+        _check_options(model, {"dtype": dtype, "mesh": mesh} | of_models)
         _run(
-            model, dtype or Config.dtype, of_models, batch_size=batch_size, only=only or (),
+            model, dtype or Config.dtype, mesh, of_models, batch_size=batch_size, only=only or (),
             max_batch=max_batch, multiple_of=multiple_of, as_json=as_json, plot=plot,
             target=target, num_devices=num_devices, memory_fraction=memory_fraction,
             host_memory_bytes=None if host_memory_gb is None else host_memory_gb * 2**30,
         )  # fmt: skip
+
+
+def _number_of(mesh: str, num_devices: int | None) -> int:
+    """Of the devices of a mesh; `TrainError` if another number was asked for."""
+    from ..train.mesh import abstract_mesh, axes_of
+
+    found = math.prod(axes_of(mesh).values())
+    return abstract_mesh(mesh, num_devices or found).size
 
 
 def _check_options(model: str, given: dict[str, Any]) -> None:
@@ -141,7 +156,7 @@ def _check_options(model: str, given: dict[str, Any]) -> None:
     if model == "lm":
         others = _names(OfImages)
     elif ":" in model:
-        others = {"dtype"} | _names(OfImages) | _names(OfText)
+        others = {"dtype", "mesh"} | _names(OfImages) | _names(OfText)
     else:
         others = _names(OfText) | ({"depth", "growth_rate"} if "resnet" in model else set())
     for name, value in given.items():
@@ -154,7 +169,9 @@ def _names(kind: type) -> set[str]:
     return {field.name for field in dataclasses.fields(kind)}
 
 
-def _run(model: str, dtype: Any, of_models: dict[str, Any], **options: Any) -> None:
+def _run(
+    model: str, dtype: Any, mesh: str | None, of_models: dict[str, Any], **options: Any
+) -> None:
     """Plans and prints. What cannot be planned is one line, and so is an error of the user's own
     code, with its line."""
     from ..memory import PlanError
@@ -166,7 +183,8 @@ def _run(model: str, dtype: Any, of_models: dict[str, Any], **options: Any) -> N
             steps = own_steps(model)
         else:
             size, devices = options["batch_size"], options["num_devices"] or 1
-            steps = _steps(model, dtype, size, devices, of_models)
+            shared = dict(dtype=dtype, batch_size=size, mesh=mesh)
+            steps = _steps(model, shared, devices, of_models)
         run(steps, own=own, **options)
     except (TrainError, typer.Exit):
         raise
@@ -181,7 +199,7 @@ def _run(model: str, dtype: Any, of_models: dict[str, Any], **options: Any) -> N
 
 
 def _steps(
-    model: str, dtype: Any, batch_size: int, num_devices: int, of_models: dict[str, Any]
+    model: str, shared: dict[str, Any], num_devices: int, of_models: dict[str, Any]
 ) -> "Steps":
     """Those of a model of effjax's."""
     images = OfImages(**{name: of_models[name] for name in _names(OfImages)})
@@ -189,43 +207,37 @@ def _steps(
     check(images)
     check(text)
     if model == "lm":
-        return text_steps(text, dtype, batch_size, num_devices)
+        return text_steps(text, shared, num_devices)
     if not model.replace("-", "").isalnum():
         raise TrainError(
             f"{model!r} is no model; a step of your own is MODULE:FUNCTION, such as "
             "my_module:my_step"
         )
     name = "densenet-bc" if model == "densenet" else model
-    return image_steps(name, images, dtype, batch_size, num_devices)
+    return image_steps(name, images, shared, num_devices)
 
 
-def image_steps(
-    model: str, given: OfImages, dtype: Any, batch_size: int, num_devices: int
-) -> "Steps":
+def image_steps(model: str, given: OfImages, shared: dict[str, Any], num_devices: int) -> "Steps":
     """The forms of a model; images and classes are those of CIFAR or of ImageNet by default."""
     from ..models import DENSENETS
     from ..train.images.forms import training_steps
 
-    config = Config(
-        model=model, depth=given.depth, growth_rate=given.growth_rate, dtype=dtype,
-        batch_size=batch_size,
-    )  # fmt: skip
+    config = Config(model=model, depth=given.depth, growth_rate=given.growth_rate, **shared)
     small = model in ("densenet-bc", "deform-resnet") or "small_inputs" in DENSENETS.get(model, ())
     side, classes = CIFAR if small else IMAGENET
     side, classes = given.image_size or side, given.num_classes or classes
     return training_steps(config, (side, side, 3), classes, num_devices)
 
 
-def text_steps(given: OfText, dtype: Any, batch_size: int, num_devices: int) -> "Steps":
+def text_steps(given: OfText, shared: dict[str, Any], num_devices: int) -> "Steps":
     """The forms of the language model; a head for each 128 channels, four at least."""
     from ..train.lm.forms import lm_steps
 
     chosen = {name: value for name, value in vars(given).items() if value is not None}
     config = LMConfig(
         **chosen,
+        **shared,
         heads=max(chosen.get("width", LMConfig.width) // 128, LMConfig.heads),
-        dtype=dtype,
-        batch_size=batch_size,
         offload="all" if {"num_microbatches", "policy"} & chosen.keys() else "none",
     )
     return lm_steps(config, num_devices)

@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from ..train.errors import TrainError
+from ..train.errors import OutOfDeviceMemory, TrainError
 from ..train.options import declared
 
 NAMES_WIDTH = 30  # of the column of names in the help
@@ -104,6 +104,12 @@ def one_line_errors(saver: str = "a smaller model") -> Iterator[None]:
         fail("interrupted", 130)
     except MemoryError as error:
         fail(f"out of memory ({error or 'of this machine'}); use smaller data", 1)
+    except OutOfDeviceMemory as error:
+        fail(
+            f"out of device memory; try a smaller --batch-size, or {saver}; see where it goes with "
+            f"{error}",
+            1,
+        )
     except RuntimeError as error:  # JAX's own error is one
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -12,16 +12,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ..train.errors import Preempted, TrainError
+from ..train.errors import OutOfDeviceMemory, Preempted, TrainError
 from ..train.images.config import Config
 from ..train.options import RunOptions
+from .distributed import (
+    OPTIONS,
+    PREEMPTED,
+    Coordinator,
+    Distributed,
+    HeartbeatTimeout,
+    NumProcesses,
+    ProcessId,
+    cluster_of,
+    ends_all,
+)
+from .memory_command import memory_command
 from .options import fail, one_line_errors, option, parameters_of, take
 
 if TYPE_CHECKING:
     from ..train.images.task import ImageResult
     from ..train.run_directory import RunDirectory
-
-PREEMPTED = 75  # the exit code after SIGTERM or SIGHUP: try again later
 
 
 def train_command(
@@ -32,6 +42,7 @@ def train_command(
     with_resume: Sequence[str],
     without: Sequence[str] = (),
     defaults: Mapping[str, Any] | None = None,
+    run_in: Callable[[Path], Path] = lambda path: path,
 ) -> Callable[[Callable[..., None]], Callable]:
     """Makes a command of `start(out, overwrite, *, more options, **options of a run)`.
 
@@ -44,9 +55,10 @@ def train_command(
         go_on: where `--resume` is given, called with the run's options, its directory,
             `resume=True`, and those of the options after `start`'s `*` that are given too.
         saver: the option that saves memory.
-        with_resume: the options that can be given with `--resume`, beside --checkpoint-every. One
-            of a run is what it goes on with: its length.
+        with_resume: the options that can be given with `--resume`, beside those that make no
+            difference. One of a run is what it goes on with: its length.
         without, defaults: as `parameters_of` has them.
+        run_in: where the run is whose options are those of `--resume`.
     """
 
     def decorate(start: Callable[..., None]) -> Callable:
@@ -66,16 +78,37 @@ def train_command(
                     f"--{with_resume[0]} to another end."
                 ),
             ] = None,
+            fall_back: Annotated[
+                bool,
+                option(
+                    "With --resume: where the last checkpoint is damaged, delete it and take the "
+                    "one before.",
+                    name="--fall-back",
+                ),
+            ] = False,
+            distributed: Distributed = False,
+            coordinator: Coordinator = None,
+            num_processes: NumProcesses = None,
+            process_id: ProcessId = None,
+            heartbeat_timeout: HeartbeatTimeout = 100,
             **given: Any,
         ) -> None:
-            with one_line_errors(saver):
+            with ends_all(), one_line_errors(saver):
+                from ..train.processes import from_first, join
                 from ..train.run_directory import unused
 
+                where = coordinator, num_processes, process_id, heartbeat_timeout
+                if cluster := cluster_of(distributed, *where):
+                    join(cluster)
                 if resume is None:
-                    return start(unused(name) if out is None else out, overwrite, **given)
-                allowed = *with_resume, "checkpoint_every"
+                    if fall_back:
+                        raise TrainError("--fall-back goes with --resume")
+                    path = Path(from_first(lambda: str(unused(name)))) if out is None else out
+                    return start(path, overwrite, **given)
+                allowed = *with_resume, "fall_back", "checkpoint_every", "on_nan", "mesh"
+                given |= {"fall_back": fall_back}
                 added = {one: given[one] for one in _given_with_resume(command_line, allowed)}
-                config = _options_of(resume, name, options)
+                config = _options_of(run_in(resume), name, options)
                 of_run = {one: added.pop(one) for one in list(added) if hasattr(config, one)}
                 go_on(dataclasses.replace(config, **of_run), resume, resume=True, **added)
 
@@ -92,7 +125,8 @@ def _given_with_resume(command_line: typer.Context, allowed: Sequence[str]) -> l
     given = [
         name
         for name in command_line.params
-        if str(command_line.get_parameter_source(name)).endswith("COMMANDLINE") and name != "resume"
+        if str(command_line.get_parameter_source(name)).endswith("COMMANDLINE")
+        and name not in ("resume", *OPTIONS)
     ]
     for name in given:
         if name not in allowed:
@@ -106,7 +140,7 @@ def _options_of(path: Path, command: str, options: type[RunOptions]) -> RunOptio
     """Those of the run at `path`, which must be one of this command."""
     from ..train.run_directory import RunDirectory
 
-    run = RunDirectory.open(path).config
+    run = RunDirectory.find(path).config
     found = run.get("command", command)  # older runs have none
     if found == command:
         config = options.from_json(run.get("options"))
@@ -125,15 +159,28 @@ def train_images(
     out: Path,
     overwrite: bool = False,
     resume: bool = False,
+    fall_back: bool = False,
+    within: Path | None = None,
 ) -> "ImageResult":
-    """Trains a model of images in `out`: checks everything, then writes."""
+    """Trains a model of images in `out`: checks everything, then writes.
+
+    What is interrupted goes on with `--resume out`, or `within`, of which this is a part.
+    """
     from ..train.images import report
     from ..train.images.task import prepare
 
-    task, console = prepare(config), Console()
-    run, result = follow(config.command, console, task, report, out, overwrite, resume)
+    task, console = prepare(config), make_console()
+    how = overwrite, resume, fall_back, within
+    run, result = follow(config.command, console, task, report, out, *how)
     report.show_result(console, task, run, result)
     return result
+
+
+def make_console() -> Console:
+    """Where a run says how it goes; of several processes the first one does."""
+    from ..train.processes import is_first
+
+    return Console(quiet=not is_first())
 
 
 def follow(
@@ -144,27 +191,47 @@ def follow(
     out: Path,
     overwrite: bool,
     resume: bool,
+    fall_back: bool,
+    within: Path | None = None,
 ) -> tuple["RunDirectory", Any]:
     """Trains what is prepared, and shows how it goes; returns the directory and the result."""
     from ..train.loop import fit
+    from ..train.processes import check_alike, from_first, is_first, joined, preempted
     from ..train.run_directory import RunDirectory
 
-    if resume:
-        run = RunDirectory.open(out)
-    else:
-        run = RunDirectory.create(out, task.describe(), overwrite)
+    def made() -> None:
+        if resume:
+            RunDirectory.open(out)
+        else:
+            RunDirectory.create(out, task.describe(), overwrite)
+
+    described = task.describe()
+    check_alike("option", described["options"] | {"data": None})  # may lie elsewhere
+    check_alike("data:", described["data"])
+    from_first(made)
+    run = RunDirectory.find(out)
+    run.writes = is_first()
     report.announce(console, task, run)
+    progress = report.make_progress(console, task) if is_first() else None
+    again = _resume(command, within or run.path)
     try:
-        with stop_signals() as stop:
-            return run, fit(task, run, report.make_progress(console, task), resume, stop)
+        with preempted() if joined() else stop_signals() as stop:
+            return run, fit(task, run, progress, resume, stop, fall_back)
+    except RuntimeError as error:  # JAX's own error is one
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise OutOfDeviceMemory(memory_command(task)) from error
+        raise
     except KeyboardInterrupt:
-        fail(f"interrupted; go on with {_resume(command, run.path)}", 130)
+        fail(f"interrupted; go on with {again}", 130)
     except Preempted as where:
-        fail(f"stopped and saved {where}; go on with {_resume(command, run.path)}", PREEMPTED)
+        fail(
+            f"stopped and saved {where}; go on with {_resume(command, within or run.path)}",
+            PREEMPTED,
+        )
 
 
 @contextlib.contextmanager
-def stop_signals() -> Iterator[Callable[[], bool]]:
+def stop_signals() -> Iterator[Callable[[int], bool]]:
     """Whether SIGTERM or SIGHUP has come, which are no more than noted; a second one ends the
     process as it always does."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
@@ -182,6 +249,6 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
         if handler != signal.SIG_IGN:  # as under nohup
             signal.signal(number, note)
     try:
-        yield lambda: bool(came)
+        yield lambda step: bool(came)
     finally:
         restore()

@@ -43,6 +43,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """
     path = as_path(path)
     ending = ending_of(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError(f"{path}: is no regular file, and may never end; copy it into one.")
     if ending in OF_TORCH:
         return _state_dict(path, read_torch(path))
     if ending == ".safetensors":

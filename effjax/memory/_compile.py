@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +37,11 @@ from .targets import Target
 _COMPILER_OPTIONS = {"xla_gpu_autotune_level": "0"}
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 _INSTALL = 'pip install "effjax[plan]" (on Linux)'
+_SPLITS_ITSELF = (
+    "an operator that says by itself how jit splits it over devices, such as effjax.deform_conv2d, "
+    "cannot be asked by the compiler, which is a process of its own: plan the step inside "
+    "jax.shard_map over the same mesh."
+)
 _OF_MODULES = "Plan nnx.jit of the function, or one of arrays, by nnx.split and nnx.merge."
 
 
@@ -153,6 +158,8 @@ def _lower_for_cuda(traced: Any) -> jax.stages.Lowered:
         with lines_of_libraries(), _on_a_gpu():
             return traced.lower(lowering_platforms=("cuda",))
     except ValueError as error:
+        if "AbstractMesh cannot be used" in str(error):
+            raise PlanError(_SPLITS_ITSELF) from error
         if "lowering platform" not in str(error):
             raise
         raise PlanError(
@@ -232,11 +239,12 @@ def compile_for(
         (folder / "target.txtpb").write_text(target.config)
         request = {"num_devices": lowered.num_devices, "compiler_options": options}
         (folder / "request.json").write_text(json.dumps(request))
-        run = subprocess.run(
-            [sys.executable, "-P", "-m", f"{__package__}._gpu_compiler_shim", name],
-            env=_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE, text=True, errors="replace",
-        )  # fmt: skip
+        with _alive() as alive:
+            run = subprocess.run(
+                [sys.executable, "-P", "-m", f"{__package__}._gpu_compiler_shim", name],
+                env=_environment(), stdin=alive, stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE, text=True, errors="replace",
+            )  # fmt: skip
         result_file = folder / "result.json"
         if run.returncode or not result_file.exists():
             raise PlanError(
@@ -244,6 +252,8 @@ def compile_for(
                 f"{run.stderr[-4000:].strip() or 'it said nothing'}"
             )
         result = json.loads(result_file.read_text())
+        if "custom_partitioner" in result.get("error", ""):
+            raise PlanError(_SPLITS_ITSELF)
         if "error" in result:
             raise PlanError(
                 f"the program cannot be compiled for {target.description}: {result['error']}"
@@ -256,6 +266,17 @@ def compile_for(
             buffer_assignment=_dumped(folder, "buffer-assignment"),
             live_ranges=_dumped(folder, "live-range"),
         )
+
+
+@contextlib.contextmanager
+def _alive() -> Iterator[int]:
+    """A pipe that stays open as long as this process lives."""
+    ends = os.pipe()
+    try:
+        yield ends[0]
+    finally:
+        for end in ends:
+            os.close(end)
 
 
 def check_compiler() -> None:

@@ -6,6 +6,7 @@ Seen to work with jax 0.10.2, 0.11.2 and 0.12.0.1.
 
 The folder holds `module.mlirbc`, the target's `target.txtpb` and `request.json`; it receives
 `result.json` (XLA's bytes, or its error), `program.hlo` and XLA's dump of the buffer assignment.
+Standard input is a pipe that the caller holds: when it is closed, the process ends.
 """
 
 import json
@@ -21,6 +22,7 @@ from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import topologies
 
 from ..native import status
+from ._ends_with import end_with
 
 KINDS = ("argument", "output", "temp", "alias", "generated_code")
 
@@ -61,6 +63,7 @@ def compile_in(folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
+    end_with(0, folder)
     try:
         result = compile_in(folder)
     except Exception as error:  # whatever the compiler says is the caller's to read

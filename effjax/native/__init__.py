@@ -6,6 +6,7 @@ There are none in a package that was built without a compiler; operators then ru
 import ctypes
 import functools
 import re
+import struct
 import sys
 from importlib import metadata, resources
 from pathlib import Path
@@ -93,10 +94,14 @@ def _load(platform: str) -> str:
     with resources.as_file(_file(platform)) as path:
         if not path.is_file():
             return "not built: install effjax where there is a compiler (pip install -v says more)"
+        if not _is_whole(path):  # the process would end where a part that lacks is read
+            return "cut short: install effjax again"
         try:
             library = ctypes.CDLL(str(path))
         except OSError as error:
             return f"cannot be loaded: {error}"
+    if not hasattr(library, "effjax_ffi_api_version"):
+        return "built from another version of effjax: install effjax again"
     ours, theirs = _version_of(library), jaxlib_version()
     # XLA refuses a library newer than itself when a backend starts, and the backend with it.
     if ours[0] != theirs[0] or ours[1] > theirs[1]:
@@ -113,6 +118,23 @@ def _load(platform: str) -> str:
         handler = jax.ffi.pycapsule(getattr(library, symbol))
         jax.ffi.register_ffi_target(target, handler, platform=_PLATFORMS[platform])
     return LOADED
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether an ELF file has its last part, the table of its sections; of others nothing is known.
+
+    References:
+        System V ABI, "ELF Header": e_shoff, e_shentsize and e_shnum of a 64-bit file.
+    """
+    with path.open("rb") as file:
+        header = file.read(64)
+    if header[:5] != b"\x7fELF\x02":
+        return header[:4] != b"\x7fELF"[: len(header)]
+    if len(header) < 64:
+        return False
+    (start,) = struct.unpack_from("=Q", header, 40)
+    size, count = struct.unpack_from("=HH", header, 58)
+    return start + size * count <= path.stat().st_size
 
 
 def _version_of(library: ctypes.CDLL) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jax import lax
 
 from ._arguments import as_integer
@@ -11,7 +12,8 @@ from ._arguments import as_integer
 def pair(name: str, value: Any, least: int) -> tuple[int, int]:
     """Two integers for the spatial axes, from two or from one that stands for both."""
     try:
-        sides = value if isinstance(value, Sequence) else (value, value)
+        many = isinstance(value, Sequence) or isinstance(value, np.ndarray) and value.ndim == 1
+        sides = value if many else (value, value)
         both = tuple(as_integer(name, side, least) for side in sides)
     except (TypeError, ValueError):
         both = ()

@@ -1,23 +1,34 @@
 """Checkpoints of a run, by Orbax: the last one, the best one, and one of the way to the next.
 
 A checkpoint is a directory that Orbax writes in the background, while the run goes on, and puts in
-place only when it is whole. It holds NumPy arrays, so a run can go on with other devices than it
-began with.
+place only when it is whole. Each process writes and reads what its devices have of the arrays, and
+those in host memory are written from there. A run can go on with other devices than it began with.
 """
 
 import contextlib
+import errno
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
 
-from .errors import TrainError
+from . import checksums
+from .errors import Damaged, Preempted, TrainError
+from .processes import from_first, is_first, several
 
-WITHOUT_IT = "delete this directory, then resume: from an earlier checkpoint or the beginning"
 Seen = list[dict[str, float]]  # what was measured of steps
+
+
+class _Manager(ocp.CheckpointManager):
+    """Orbax's, but for one thing: it asks JAX whether to stop, by numbers of its own, and so takes
+    the answer from the run."""
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
 
 
 class Checkpoints:
@@ -34,18 +45,24 @@ class Checkpoints:
         self.directory, self.read_only = directory, read_only
         # Orbax warns of its own `read_only`, and does no more for what is only restored.
         options = ocp.CheckpointManagerOptions(create=not read_only)
-        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+        self._manager = _Manager(directory.absolute(), options=options)
         self._kept: set[int] = set()  # once that of the largest number is whole
+        self._worker = ThreadPoolExecutor(1, "checkpoint")
+        self._written: Future[None] | None = None
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            with contextlib.suppress(*() if kind is None else (OSError,)):
+        if kind is not None and several() and not issubclass(kind, Preempted):
+            return  # the others may be gone, or wait for this one
+        with contextlib.suppress(*() if kind is None else (OSError,)):
+            try:
                 self.settle()
-        finally:
-            self._manager.close()
+            finally:
+                self._worker.shutdown()
+                with self._errors(max(self._kept, default=0)):
+                    self._manager.close()
 
     def save(self, step: int, state: Any, best: int, seen: Seen | None = None) -> None:
         """Begins to write the state as number `step`, when the save before has ended; when this one
@@ -60,64 +77,100 @@ class Checkpoints:
             OSError: it, or that of before, cannot be written, whatever the reason.
         """
         self.settle()
-        state = jax.device_get(state)
         with self._errors(step):
             args = ocp.args.StandardSave(state)
             notes = {"seen": None if seen is None else [*seen]}  # written later, as it is now
             self._manager.save(step, args=args, force=True, custom_metadata=notes)
         self._kept = {step, best}
+        self._written = self._worker.submit(self._finish, step)
+
+    def _finish(self, step: int) -> None:
+        """Beside the run's steps: waits until the checkpoint is whole, and adds its checksums."""
+        self._manager.wait_until_finished()
+        if is_first():
+            checksums.write(self.directory / str(step))
 
     def settle(self) -> None:
         """Waits for the last `save`; errors as there."""
         if not self._kept:
             return
         with self._errors(max(self._kept)):
-            self._manager.wait_until_finished()
+            if self._written is not None:
+                self._written.result()
             for other in self._manager.all_steps():
                 if other not in self._kept:
                     self._manager.delete(other)
         self._kept = set()
 
+    def delete(self, step: int) -> None:
+        """Deletes number `step`; raises OSError."""
+        with self._errors(step):
+            self._manager.delete(step)
+
     @contextlib.contextmanager
     def _errors(self, step: int) -> Iterator[None]:
         try:
             yield
-        except OSError:
+        except (OSError, jax.errors.JaxRuntimeError):  # the latter is of the device
             raise
         # Orbax raises many types for what the system refuses: of zarr, of TensorStore.
         except Exception as error:
-            reason = f"{type(error).__name__} of Orbax"
-            raise OSError(None, reason, str(self.directory / str(step))) from error
+            full = "RESOURCE_EXHAUSTED" in str(error) or "No space left" in str(error)
+            reason = "No space left on device" if full else f"{type(error).__name__} of Orbax"
+            number = errno.ENOSPC if full else errno.EIO
+            raise OSError(number, reason, str(self.directory / str(step))) from error
 
     @property
     def steps(self) -> list[int]:
         """The numbers that there are, in order."""
-        return sorted(self._manager.all_steps())
+        return from_first(lambda: sorted(self._manager.all_steps()))
 
     def restore(self, like: Any, step: int) -> Any:
-        """The state of number `step`, as NumPy arrays.
+        """The state of number `step`.
 
         Args:
             step: one of `steps`.
-            like: arrays or `jax.ShapeDtypeStruct`s of the same structure, shapes and dtypes.
+            like: arrays or `jax.ShapeDtypeStruct`s of the same structure, shapes and dtypes. Where
+                these have a sharding, the array is put there; else on this process's first device.
 
         Raises:
-            TrainError: the checkpoint is damaged, cannot be read, or is of another model.
+            Damaged: the checkpoint is not as it was written, or cannot be read.
+            TrainError: it is of another model.
         """
-        like = jax.tree.map(lambda a: np.empty(a.shape, a.dtype), like)
+        path = self.directory / str(step)
+        like = jax.tree.map(_described, like)
+        if fault := self.fault(step):
+            raise Damaged(f"{path}: cannot be restored ({fault})")
         try:
             return self._manager.restore(step, args=ocp.args.StandardRestore(like))
+        except jax.errors.JaxRuntimeError:  # of the device
+            raise
         # Orbax raises many types for a damaged file: of JSON, of TensorStore, of the system.
         except Exception as error:
-            remedy = "give another run" if self.read_only else WITHOUT_IT
+            if several():  # the others may know nothing of it
+                raise TrainError(
+                    f"{path}: cannot be restored by process {jax.process_index()} "
+                    f"({type(error).__name__}: {error}); mend that, then resume"
+                ) from error
+            if isinstance(error, OSError) or not checksums.is_there(path):
+                raise Damaged(f"{path}: cannot be restored ({type(error).__name__})") from error
             raise TrainError(
-                f"{self.directory / str(step)}: cannot be restored ({type(error).__name__}); "
-                f"{remedy}"
+                f"{path}: is whole, but not of the model that config.json tells of "
+                f"({type(error).__name__}); put the run's own config.json back, or start a new run"
             ) from error
+
+    def fault(self, step: int) -> str | None:
+        """What is wrong with the files of number `step`; None: nothing, as far as one knows."""
+        return from_first(lambda: checksums.fault(self.directory / str(step)))
 
     def seen(self, step: int) -> Seen:
         """What was saved with number `step`; [] without."""
-        return self._manager.metadata(step).custom_metadata.get("seen") or []
+        return (self._manager.metadata(step).custom_metadata or {}).get("seen") or []
+
+
+def _described(a: Any) -> Any:
+    sharding = getattr(a, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
 
 class Partway:
@@ -125,31 +178,27 @@ class Partway:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self._saved: Checkpoints | None = Checkpoints(directory) if directory.is_dir() else None
+        there = from_first(directory.is_dir)
+        self.saved: Checkpoints | None = Checkpoints(directory) if there else None
 
     def __enter__(self) -> "Partway":
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        if self._saved is not None:
-            self._saved.__exit__(*raised)
+        if self.saved is not None:
+            self.saved.__exit__(*raised)
 
     @property
     def step(self) -> int:
         """That of the checkpoint; 0 if there is none."""
-        return max(self._saved.steps, default=0) if self._saved else 0
+        return max(self.saved.steps, default=0) if self.saved else 0
 
     def save(self, step: int, state: Any, seen: Seen) -> None:
         """As `Checkpoints.save`, in place of the one before."""
-        self._saved = self._saved or Checkpoints(self.directory)
-        self._saved.save(step, state, step, seen)
+        self.saved = self.saved or Checkpoints(self.directory)
+        self.saved.save(step, state, step, seen)
 
     def settle(self) -> None:
         """As `Checkpoints.settle`."""
-        if self._saved is not None:
-            self._saved.settle()
-
-    def restore(self, like: Any) -> tuple[Any, Seen]:
-        """The state, as of `Checkpoints.restore`, and what was measured since the last number."""
-        assert self._saved is not None
-        return self._saved.restore(like, self.step), self._saved.seen(self.step)
+        if self.saved is not None:
+            self.saved.settle()

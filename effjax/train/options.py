@@ -72,8 +72,23 @@ CheckpointEvery = Annotated[
     int | None,
     Option("Also write a checkpoint after so many steps, in the background.", bounds=COUNT),
 ]
-# What makes no difference to a run's numbers; beside them, its length may change.
-WITHOUT_EFFECT = ("data", "checkpoint_every")  # what the data hold is compared
+OnNan = Annotated[
+    Literal["stop", "skip", "rollback"],
+    Option(
+        "At a loss or gradients that are not finite: stop; skip the step; or go back to the last "
+        "checkpoint, and leave that batch out."
+    ),
+]
+MeshAxes = Annotated[
+    str | None,
+    Option(
+        "Devices by axis, like data=2,fsdp=4: parameters are split over fsdp.",
+        unset="all along data",
+    ),
+]
+# What makes no difference to a run's numbers, as long as they are finite, but for rounding; beside
+# it, its length may change.
+WITHOUT_EFFECT = ("data", "checkpoint_every", "on_nan", "mesh")  # what the data hold is compared
 
 
 class Declared(NamedTuple):

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from .loop import Measured, Progress, Record
+from .task import Measured, Progress, Record
 
 LineText = Callable[[Record], str]
 BarText = Callable[[int, Measured, float], str]  # step, what was measured, examples a second

@@ -17,16 +17,23 @@ from .errors import TrainError, unreadable
 from .options import fingerprint
 
 DEFAULT = Path("runs")
+KEY = "effjax"  # of config.json: the version that made the run
+ROLLED_BACK = "rolled back"  # the kind of a line of metrics.jsonl
 
 
 class RunDirectory:
-    """Where one run writes. Each file is whole at any moment: replaced, or grown by a line."""
+    """Where one run writes. Each file is whole at any moment: replaced, or grown by a line.
+
+    Args:
+        path: the directory.
+        writes: whether this process does; of several, the first one.
+    """
 
     CONFIG, METRICS, CURVE = "config.json", "metrics.jsonl", "curve.png"
     CHECKPOINTS, PARTWAY = "checkpoints", "partway"
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, writes: bool = True):
+        self.path, self.writes = path, writes
 
     @classmethod
     def create(cls, path: Path, config: dict[str, Any], overwrite: bool) -> "RunDirectory":
@@ -35,14 +42,16 @@ class RunDirectory:
         Args:
             path: the directory, such as `unused` names one.
             config: what config.json shall hold.
-            overwrite: whether the files of an earlier run are deleted. Other files never are.
+            overwrite: whether the files of an earlier run are deleted. Other files never are. It
+                is a run until it is another one, whenever this ends.
         """
         if importlib.util.find_spec("matplotlib") is None:  # draws the curve at the end
             raise TrainError('matplotlib is missing; run pip install "effjax[train]"')
         run = cls(path)
         try:
-            if path.exists() and any(path.iterdir()):
-                if not run._file(cls.CONFIG).exists():
+            there = {file.name for file in path.iterdir()} if path.exists() else set()
+            if there - {f"{cls.CONFIG}.partial"}:  # which is left of one that ended at once
+                if not run._is_one():
                     raise TrainError(f"{path}: not empty and not a run; give another --out")
                 if not overwrite:
                     raise TrainError(f"{path}: holds a run; give another --out, or --overwrite")
@@ -87,6 +96,13 @@ class RunDirectory:
             raise unreadable(path, error) from error
         raise TrainError(f"{path}: not a run (no {cls.CONFIG}); give the directory of a run")
 
+    def _is_one(self) -> bool:
+        """Whether config.json is of a run: other programs have files of that name too."""
+        try:
+            return KEY in _object(self._file(self.CONFIG).read_text())
+        except (OSError, ValueError):
+            return False
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Lets no other process train here; ends with this one, however that ends.
@@ -94,6 +110,9 @@ class RunDirectory:
         Raises:
             TrainError: another one does.
         """
+        if not self.writes:
+            yield
+            return
         folder = os.open(self.path, os.O_RDONLY)
         try:
             try:
@@ -147,7 +166,8 @@ class RunDirectory:
 
     @config.setter
     def config(self, config: dict[str, Any]) -> None:
-        _replace(self._file(self.CONFIG), json.dumps(config, indent=2) + "\n")
+        if self.writes:
+            _replace(self._file(self.CONFIG), json.dumps(config, indent=2) + "\n")
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -162,35 +182,47 @@ class RunDirectory:
 
     def append(self, record: dict[str, Any]) -> None:
         """One more line in metrics.jsonl, in place of a last one that was not written whole."""
+        if not self.writes:
+            return
         line = json.dumps(record, allow_nan=False) + "\n"
         with self._file(self.METRICS).open("a+b") as file:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
             file.write(line.encode())
 
-    def keep(self, kind: str, wanted: Sequence[int]) -> list[dict[str, Any]]:
+    def keep(
+        self, kind: str, wanted: Sequence[int], fields: Sequence[str] = ()
+    ) -> list[dict[str, Any]]:
         """Drops all lines of metrics.jsonl but those of a kind, such as `epoch`, up to the last of
-        the `wanted` numbers of that kind, and returns these.
+        the `wanted` numbers of that kind, and returns these. What was rolled back stays too.
 
         Raises:
-            TrainError: one of these is missing or there twice; nothing is dropped then.
+            TrainError: one of these is missing or there twice, or has no number in one of the
+                `fields`; nothing is dropped then.
         """
         file, last = self._file(self.METRICS), max(wanted, default=0)
-        records = [r for r in self.metrics if r.get("kind") == kind and _lies_in(r.get(kind), last)]
+        lines = self.metrics
+        records = [r for r in lines if r.get("kind") == kind and _lies_in(r.get(kind), last)]
         found = [r[kind] for r in records]
         missing = set(wanted) - set(found)
         twice = next((number for number in found if found.count(number) > 1), None)
-        if missing or twice is not None:
-            what = f"{min(missing)} is missing" if missing else f"{twice} is there twice"
+        bare = next(((r[kind], f) for r in records for f in fields if not _is_number(r.get(f))), ())
+        if missing or twice is not None or bare:
+            what = "{} has no {}".format(*bare) if bare else f"{twice} is there twice"
+            what = f"{min(missing)} is missing" if missing else what
             raise TrainError(
                 f"{file}: {kind} {what}, and there is a checkpoint of {kind} {last}; put the file "
                 "back, or start a new run"
             )
-        _replace(file, "".join(json.dumps(r) + "\n" for r in records))
+        if self.writes:
+            kept = [r for r in lines if r in records or r.get("kind") == ROLLED_BACK]
+            _replace(file, "".join(json.dumps(r) + "\n" for r in kept))
         return records
 
     def draw(self, plot: Callable[[Any], None]) -> None:
         """curve.png: what `plot` puts on the axes that it is given."""
+        if not self.writes:
+            return
         figure, axes = _figure(self.path.name)
         plot(axes)
         figure.legend(loc="outside lower center", ncols=2)
@@ -202,11 +234,12 @@ class RunDirectory:
         return self.path / name
 
     def _clear(self) -> None:
-        for name in (self.CONFIG, self.METRICS, self.CURVE):
-            self._file(name).unlink(missing_ok=True)
+        """Deletes all but config.json, which is replaced."""
         for folder in (self.checkpoints, self.partway):
             if folder.exists():
                 shutil.rmtree(folder)
+        for name in (self.METRICS, self.CURVE):
+            self._file(name).unlink(missing_ok=True)
 
 
 def unused(command: str) -> Path:
@@ -238,6 +271,10 @@ def _figure(title: str) -> tuple[Any, Any]:
 
 def _lies_in(number: Any, last: int) -> bool:
     return isinstance(number, int) and 0 < number <= last
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _object(text: str) -> dict[str, Any]:

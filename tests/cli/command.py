@@ -1,5 +1,6 @@
 """What the tests of all commands share besides fixtures."""
 
+import shlex
 import signal
 
 TINY = ["train", "densenet", "--depth", "10", "--growth-rate", "4"]
@@ -23,3 +24,16 @@ def signal_at(which, number):
             signal.raise_signal(which)
 
     return step
+
+
+def planned(monkeypatch, run, command):
+    """Runs a command of `effjax memory` up to where it plans; returns what it would."""
+    made = []
+
+    def plan(steps, *, batch_size, num_devices, **_):
+        made.append((batch_size, num_devices))
+
+    monkeypatch.setattr("effjax.cli.plans.run", plan)
+    code, _, err = run(*shlex.split(command)[1:])
+    assert (code, err) == (0, "")
+    return made[0]

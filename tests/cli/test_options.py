@@ -7,13 +7,14 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 
+from effjax.cli.distributed import OPTIONS
 from effjax.train.errors import TrainError
 from effjax.train.images.config import Config
 from effjax.train.lm.config import LMConfig
 from effjax.train.options import COUNT, MODEL, Option, RunOptions, declared, fingerprint
 from tests.cli.command import TINY
 
-OF_THE_COMMAND = {"out", "overwrite", "resume"}
+OF_THE_COMMAND = {"out", "overwrite", "resume", "fall_back", *OPTIONS}
 MODELS = "densenet", "resnet", "deform-resnet", "lm"
 OWN = {"densenet": set(), "lm": {"plan"}}
 

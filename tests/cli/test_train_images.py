@@ -1,4 +1,5 @@
 import json
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from effjax import cli
 from effjax.train.images.config import Config
 from effjax.train.lm.config import LMConfig
-from tests.cli.command import TINY, interrupt_at, one_line, signal_at
+from tests.cli.command import TINY, interrupt_at, one_line, planned, signal_at
 
 LONG = "x" * 300
 
@@ -118,7 +119,7 @@ def test_deform_resnet_without_its_baseline(run, small_model, tmp_path):
 def test_which_runs_deform_resnet_starts(run, monkeypatch):
     started = []
 
-    def train(config, out, overwrite):
+    def train(config, out, overwrite, *_, **__):
         started.append((config.model, config.deformable, config.data, str(out), overwrite))
         return type("Result", (), {"test_accuracy": 0.5})
 
@@ -127,6 +128,36 @@ def test_which_runs_deform_resnet_starts(run, monkeypatch):
     argv = "train", "deform-resnet", "--out", "here", "--overwrite", "--no-baseline"
     assert run(*argv) == (0, "test accuracy: deformable 50.00%\n", "")
     assert started == [("deform-resnet", True, "rotated-digits", "here/deformable", True)]
+
+
+def test_both_networks_go_on(run, small_model, monkeypatch, tmp_path):
+    """Also where the first one was finished, or interrupted, before the second one began."""
+    begun, app = [], pytest.importorskip("effjax.cli.train_deform_resnet")
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def train(config, out, overwrite=False, resume=False, fall_back=False, within=None):
+        begun.append((out.name, config.deformable, config.epochs, resume, fall_back))
+        return type("Result", (), {"test_accuracy": 0.5})
+
+    monkeypatch.setattr("effjax.train.loop.fit", interrupt)
+    code, _, err = run("train", "deform-resnet", "--out", "here", "--data", "digits")
+    assert (code, err) == (
+        130, "effjax: interrupted; go on with effjax train deform-resnet --resume here\n",
+    )  # fmt: skip
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["deformable"]
+    monkeypatch.setattr(app, "train_images", train)
+    resume = "train", "deform-resnet", "--resume", "here"
+    assert run(*resume, "--epochs", "7", "--fall-back")[0] == 0
+    shutil.copytree(tmp_path / "here" / "deformable", tmp_path / "here" / "plain")
+    assert run(*resume)[0] == run(*resume, "--no-baseline")[0] == 0
+    assert run(*resume[:-1], "here/plain")[0] == 0
+    assert begun == [
+        ("deformable", True, 7, True, True), ("plain", False, 7, False, False),
+        ("deformable", True, 5, True, False), ("plain", False, 5, True, False),
+        ("deformable", True, 5, True, False), ("plain", True, 5, True, False),
+    ]  # fmt: skip
 
 
 def test_resnet(run, small_model, tmp_path):
@@ -220,15 +251,20 @@ def test_options_that_were_edited(run, tmp_path):
 def test_another_end_with_resume(run, small_model, monkeypatch, tmp_path):
     begun = []
 
-    def fit(task, run, progress, resume, stop):
-        begun.append((task.config, resume))
+    def fit(task, run, progress, resume, stop, fall_back):
+        begun.append((task.config, resume, fall_back))
         raise KeyboardInterrupt
 
     monkeypatch.setattr("effjax.train.loop.fit", fit)
     a_run(tmp_path / "here", Config(batch_size=16, epochs=5))
-    assert run("train", "densenet", "--resume", "here", "--epochs", "8")[0] == 130
-    assert run("train", "densenet", "--resume", "here")[0] == 130
-    assert begun == [(Config(batch_size=16, epochs=epochs), True) for epochs in (8, 5)]
+    resume = "train", "densenet", "--resume", "here"
+    assert run(*resume, "--epochs", "8")[0] == run(*resume)[0] == 130
+    assert run(*resume, "--fall-back", "--on-nan", "skip")[0] == 130
+    configs = Config(batch_size=16, epochs=8), Config(batch_size=16, epochs=5)
+    skips = Config(batch_size=16, epochs=5, on_nan="skip")
+    assert begun == [*((config, True, False) for config in configs), (skips, True, True)]
+    code, _, err = run("train", "densenet", "--fall-back")
+    assert code == 2 and one_line(err) and "--fall-back goes with --resume" in err
 
 
 def test_a_second_ctrl_c(run, small_model, monkeypatch, tmp_path, capsys):
@@ -265,15 +301,22 @@ def test_out_of_memory(run, small_model, monkeypatch):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 1 TB")
 
     monkeypatch.setattr("effjax.train.loop.fit", exhausted)
-    code, _, err = run("train", "densenet", "--batch-size", "16")
+    options = "--batch-size", "16", "--depth", "10", "--growth-rate", "4"
+    code, _, err = run("train", "densenet", *options)
     assert code == 1 and one_line(err) and "out of device memory; try a smaller" in err
+    command = (
+        "effjax memory densenet --depth 10 --growth-rate 4 --image-size 8 --num-classes 5 "
+        "--batch-size 16 --num-devices 8"
+    )
+    assert err.endswith(f"; see where it goes with {command}\n")
+    assert planned(monkeypatch, run, command) == (16, 8)
 
 
 def test_overwrite_and_progress_bar(run, small_model, monkeypatch, tmp_path):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes the stream for a terminal
     options = ["--epochs", "1", "--batch-size", "16", "--out", "here"]
     (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "config.json").write_text("{}")
+    (tmp_path / "here" / "config.json").write_text('{"effjax": "0"}')
     (tmp_path / "here" / "curve.png").write_text("old")
     code, _, err = run("train", "densenet", *options)
     assert code == 2 and "holds a run" in err

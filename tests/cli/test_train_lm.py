@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from effjax.train.checkpoint import Checkpoints
-from tests.cli.command import interrupt_at, one_line
+from tests.cli.command import interrupt_at, one_line, planned
 from tests.programs import has_gpu_compiler
 
 LM = ["--layers", "1", "--width", "8", "--heads", "1", "--context", "8", "--batch-size", "8"]
@@ -57,7 +57,7 @@ def test_lm_is_planned_where_it_is_asked_for(run_lm, monkeypatch):
 def test_another_end_with_resume(run_lm, monkeypatch):
     begun = []
 
-    def fit(task, run, progress, resume, stop):
+    def fit(task, run, progress, resume, *_):
         begun.append((task.config.steps, resume))
         raise KeyboardInterrupt
 
@@ -187,10 +187,16 @@ def test_lm_says_what_is_wrong(run_lm, tmp_path, argv, message):
     assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
 
 
-def test_lm_out_of_memory(run_lm, monkeypatch):
+def test_lm_out_of_memory(run, run_lm, base, monkeypatch):
     def exhausted(*_, **__):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
     monkeypatch.setattr("effjax.train.loop.fit", exhausted)
-    code, _, err = run_lm(*LM)
+    code, _, err = run_lm(*LM, "--dtype", "bfloat16", "--lora", "4", "--init-from", base)
+    command = (
+        "effjax memory lm --layers 1 --width 8 --context 8 --lora 4 --batch-size 8 --dtype bfloat16"
+        " --num-devices 8"
+    )
     assert code == 1 and one_line(err) and "smaller --batch-size, or --remat" in err
+    assert err.endswith(f"; see where it goes with {command}\n")
+    assert planned(monkeypatch, run, command) == (8, 8)

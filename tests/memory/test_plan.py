@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import effjax
 from effjax.memory import Collective, PlanError, Transfer, _compile, list_targets, plan
 from tests.programs import needs_gpu_compiler
 from tests.tiers import exhaustive
@@ -376,3 +377,16 @@ def test_calls_back_to_python():
 
     with pytest.raises(PlanError, match="calls back to Python"):
         plan(step, jax.ShapeDtypeStruct((4,), "float32"))
+
+
+@pytest.mark.parametrize("devices", [8, 16])
+def test_an_operator_that_splits_itself(mesh8, devices):
+    """Its rule is a function of this process, and without devices JAX does not ask it."""
+    mesh = mesh8 if devices == 8 else AbstractMesh((16,), ("data",), axis_types=(AxisType.Auto,))
+    x = f32(16, 4, 4, 2, sharding=NamedSharding(mesh, P("data")))
+    offset = f32(16, 4, 4, 18, sharding=NamedSharding(mesh, P("data")))
+    conv = lambda x, offset: effjax.deform_conv2d(x, offset, jnp.ones((3, 3, 2, 2)), padding=1)  # noqa: E731
+    with pytest.raises(PlanError, match="plan the step inside jax.shard_map"):
+        plan(conv, x, offset)
+    mapped = jax.shard_map(conv, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    assert plan(mapped, x, offset).num_devices == devices

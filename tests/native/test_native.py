@@ -1,10 +1,12 @@
 """The native library: loading it, what it refuses, and its loops under sanitizers."""
 
+import _ctypes
 import os
 import pathlib
 import re
 import shutil
 import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +53,24 @@ def test_a_library_that_cannot_be_loaded(fresh, monkeypatch, tmp_path):
     (tmp_path / "libeffjax_cpu.dylib").write_text("no library")
     monkeypatch.setattr(native.resources, "files", lambda _: tmp_path)
     assert native.status()["cpu"].startswith("cannot be loaded: ")
+
+
+@pytest.mark.parametrize("share", [0, 0.001, 0.5, 0.99])
+@pytest.mark.skipif(sys.platform != "linux", reason="of ELF files")
+def test_a_library_that_is_cut_short(fresh, monkeypatch, tmp_path, share):
+    """To open it could end the process."""
+    content = pathlib.Path(_ctypes.__file__).read_bytes()
+    (tmp_path / "libeffjax_cpu.so").write_bytes(content[: int(len(content) * share)])
+    monkeypatch.setattr(native.resources, "files", lambda _: tmp_path)
+    monkeypatch.setattr(native.ctypes, "CDLL", None)
+    assert native.status()["cpu"] == "cut short: install effjax again"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of ELF files")
+def test_a_library_of_something_else(fresh, monkeypatch, tmp_path):
+    shutil.copy(_ctypes.__file__, tmp_path / "libeffjax_cpu.so")
+    monkeypatch.setattr(native.resources, "files", lambda _: tmp_path)
+    assert native.status()["cpu"] == "built from another version of effjax: install effjax again"
 
 
 @needs_cpu

@@ -16,6 +16,7 @@ from effjax.train.images import task as images
 from effjax.train.images.config import Config
 from effjax.train.lm import task as lm
 from effjax.train.lm.config import LMConfig
+from effjax.train.task import Progress
 
 TEXT = split_text("fox", b"The quick brown fox jumps over the lazy dog.\n" * 40)
 
@@ -87,13 +88,27 @@ class CompiledOnce:
 
     @functools.cached_property
     def _initial_state(self):
-        return jax.device_get(self.task.initial_state())
+        return jax.device_get(self.task.initial_state()), self.task.shapes()
 
     def initial_state(self):
-        return self._initial_state
+        state, like = self._initial_state
+        return jax.tree.map(lambda a, s: jax.device_put(a, s.sharding), state, like)
 
     def make_step(self):
         return self._programs[0]
 
     def make_test(self):
         return self._programs[1]
+
+
+class Said(Progress):
+    """Keeps what it is told."""
+
+    def __init__(self):
+        self.texts, self.steps = [], []
+
+    def say(self, text):
+        self.texts.append(text)
+
+    def step(self, step, measured, rate):
+        self.steps.append(step)

@@ -13,8 +13,11 @@ from effjax.train.run_directory import RunDirectory, unused
 pytest.importorskip("matplotlib")
 
 
+CONFIG = {"effjax": "0", "a": 1}
+
+
 def create(path, overwrite=False):
-    return RunDirectory.create(path, {"a": 1}, overwrite)
+    return RunDirectory.create(path, CONFIG, overwrite)
 
 
 def test_a_name_of_its_own(tmp_path, monkeypatch):
@@ -54,7 +57,7 @@ def test_one_process_at_a_time(tmp_path):
         assert run.metrics == [{"kind": "epoch"}]
         other.kill()
     with run.locked():
-        assert run.config == {"a": 1}
+        assert run.config == CONFIG
     assert create(run.path, overwrite=True).metrics == []
 
 
@@ -65,7 +68,7 @@ def test_file_systems_without_locks(tmp_path, monkeypatch):
     run = create(tmp_path / "run")
     monkeypatch.setattr("fcntl.flock", unsupported)
     with run.locked():
-        assert run.config == {"a": 1}
+        assert run.config == CONFIG
 
 
 def test_a_directory_of_something_else_is_left_alone(tmp_path):
@@ -76,8 +79,37 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.parametrize("content", ['{"model_type": "bert"}', "{", "[]"])
+def test_a_config_of_something_else(tmp_path, content):
+    """A model of another library: neither its checkpoints nor its config are ours to delete."""
+    (tmp_path / "config.json").write_text(content)
+    (tmp_path / "checkpoints" / "important").mkdir(parents=True)
+    for overwrite in (False, True):
+        with pytest.raises(TrainError, match="not empty and not a run; give another --out"):
+            create(tmp_path, overwrite)
+    assert (tmp_path / "config.json").read_text() == content
+    assert (tmp_path / "checkpoints" / "important").is_dir()
+
+
+def test_an_end_while_a_run_is_made(tmp_path, monkeypatch):
+    """What is left can be begun anew, whenever it comes."""
+
+    def end(*_, **__):
+        raise KeyboardInterrupt
+
+    run = tmp_path / "run"
+    for existing in (False, True):
+        for where in ("os.replace", "shutil.rmtree", "pathlib.Path.unlink"):
+            if existing or where == "os.replace":
+                with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                    patch.setattr(where, end)
+                    create(run, overwrite=existing)
+                assert create(run, overwrite=existing).config == CONFIG
+                (run / "checkpoints").mkdir()
+
+
 def test_an_empty_directory_is_used(tmp_path):
-    assert json.loads((create(tmp_path).path / "config.json").read_text()) == {"a": 1}
+    assert json.loads((create(tmp_path).path / "config.json").read_text()) == CONFIG
 
 
 def test_a_place_that_cannot_be_written_to(tmp_path):
@@ -154,6 +186,15 @@ def test_metrics_that_cannot_be_gone_on_with(tmp_path, content, message):
     with pytest.raises(TrainError, match=rf"metrics\.jsonl: {message}.*start a new run"):
         run.keep("epoch", [1])
     assert (tmp_path / "metrics.jsonl").read_text() == content
+
+
+@pytest.mark.parametrize("loss", ["", ', "loss": null', ', "loss": "a"', ', "loss": true'])
+def test_a_line_without_a_number(tmp_path, loss):
+    run = create(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(f'{{"kind": "epoch", "epoch": 1{loss}}}\n')
+    with pytest.raises(TrainError, match=r"metrics.jsonl: epoch 1 has no loss, .*start a new run"):
+        run.keep("epoch", [1], ["loss"])
+    assert run.keep("epoch", [1]) == run.metrics
 
 
 def test_metrics_are_json(tmp_path):

@@ -183,6 +183,8 @@ class TransformerLM(nnx.Module):
             raise ValueError(
                 f"`tokens` must be integers [batch, time], not {tokens.dtype} {tokens.shape}."
             )
+        if not tokens.size:
+            raise ValueError(f"`tokens` of shape {tokens.shape} must be at least one of each axis.")
         params: Params = nnx.to_pure_dict(nnx.state(self.blocks, nnx.Param))
         x = self.embed(tokens)
         chex.assert_shape(x, (*tokens.shape, self.head.in_features))

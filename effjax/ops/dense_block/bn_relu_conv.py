@@ -245,4 +245,6 @@ def _check(x, scale, bias, kernel, groups: int) -> tuple[tuple[jax.Array, ...], 
             f"`kernel` of shape {kernel.shape} must be [kh, kw, C / feature_group_count, O] for "
             f"the {channels} channels of `x` and feature_group_count={groups}."
         )
+    if 0 in kernel.shape[:2]:
+        raise ValueError(f"`kernel` of shape {kernel.shape} must have at least one tap.")
     return features, (scale, bias, kernel)

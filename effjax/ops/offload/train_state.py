@@ -77,7 +77,7 @@ def initial_state(carried: Carried, layers: Tree, others: Tree, model_state: Tre
     # hold what belongs to tx, such as its key.
     copied = functools.partial(jax.tree.map, functools.partial(jnp.array, copy=True))
     others_state = jax.tree_util.tree_map_with_path(
-        lambda path, a: jax.device_put(a, state_sharding(others, path, a.shape)),
+        lambda path, a: _placed(a, state_sharding(others, path, a.shape)),
         copied(carried.tx.init(of_others.trained)),
     )
     loss_scale = ()
@@ -87,6 +87,13 @@ def initial_state(carried: Carried, layers: Tree, others: Tree, model_state: Tre
         layers, copied(others), carried.update.init(carried.tx, of_layers.trained), others_state,
         copied(model_state), loss_scale,
     )  # fmt: skip
+
+
+def _placed(a: jax.Array, sharding: Any) -> jax.Array:
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(a, sharding)
+    # device_put makes arrays that cannot be read where each of several processes has one device.
+    return jax.jit(lambda a: a, out_shardings=sharding)(a)
 
 
 def check_fits(carried: Carried, state: OffloadState) -> tuple[int, Parts, Parts]:

@@ -1,6 +1,7 @@
 """A training step of layers: gradients and updates in one program."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 
 from .._arguments import as_callable, as_flag, as_number
 from .checks import as_key, check_optimizer
-from .ends import Ends, ends_of, run_embed, run_head
+from .ends import Ends, Headed, ends_of, run_embed, run_head
 from .optimizer import apply, check_clip_norm
 from .options import OffloadOptions
 from .scaling import adjusted, measure, next_scale
@@ -37,6 +38,7 @@ def offload_train_step(
     fuse_update: bool = True,
     clip_norm: float | None = None,
     loss_scale: float | None = None,
+    skip_nonfinite: bool = False,
     has_aux: bool = False,
     head_has_aux: bool = False,
     has_state: bool = False,
@@ -76,14 +78,16 @@ def offload_train_step(
         tx: an ``optax.GradientTransformation`` that treats every parameter on its own, or
             ``optax.MultiSteps`` of one. What it draws differs from layer to layer, see
             `stream_update`.
-        fuse_update: whether to update inside the backward pass; not with clip_norm or loss_scale,
-            which are about all gradients.
+        fuse_update: whether to update inside the backward pass; not with clip_norm, loss_scale or
+            skip_nonfinite, which are about all gradients.
         clip_norm: the largest global norm of the gradients, above 0; as
             ``optax.clip_by_global_norm``.
         loss_scale: the first factor of the loss in the backward pass, at least 1, for float16; then
             as ``flax.training.dynamic_scale.DynamicScale`` with a minimum of 1. A step whose
             gradients are not finite changes no parameter, and nothing in the optimizer's state;
             the state of embed and head goes on.
+        skip_nonfinite: whether a step whose loss or gradients are not finite changes nothing at
+            all but loss_scale's factor; the loss that it returns is then NaN.
         has_aux: whether layers return a second result.
         head_has_aux: whether head does.
         has_state: whether embed and head have a state that is not trained, such as batch
@@ -107,8 +111,9 @@ def offload_train_step(
         then with the microbatch.
 
     Raises:
-        ValueError: fuse_update with clip_norm or loss_scale; a tx that `stream_update` refuses;
-            a batch that num_microbatches does not divide; and as `offload_scan`.
+        ValueError: fuse_update with clip_norm, loss_scale or skip_nonfinite; a tx that
+            `stream_update` refuses; a batch that num_microbatches does not divide; and as
+            `offload_scan`.
         TypeError: for what is no function, array, key or state; for trained parameters that are
             integers; for results of embed and head that are not as the options say.
     """
@@ -120,10 +125,13 @@ def offload_train_step(
         as_callable("layer", layer)
     as_callable("head", head)
     check_optimizer(tx)
-    flags = {"head_has_aux": head_has_aux, "has_state": has_state, "fuse_update": fuse_update}
+    flags = {
+        "head_has_aux": head_has_aux, "has_state": has_state, "fuse_update": fuse_update,
+        "skip_nonfinite": skip_nonfinite,
+    }  # fmt: skip
     for name, flag in flags.items():
         as_flag(name, flag)
-    _check_update(fuse_update, clip_norm, loss_scale)
+    _check_update(fuse_update, clip_norm, loss_scale, skip_nonfinite)
     checked = _check_options(form, has_aux, options)
     made = Made(
         ends_of(embed, head, checked.num_microbatches, has_state, head_has_aux),
@@ -142,6 +150,7 @@ def offload_train_step(
         checked,
         fuse_update,
         clip_norm,
+        skip_nonfinite,
     )
 
     def init(layers: Tree, others: Tree, model_state: Tree = ()) -> OffloadState:
@@ -165,6 +174,7 @@ class Made(NamedTuple):
     options: OffloadOptions
     fuse_update: bool
     clip_norm: float | None
+    skip_nonfinite: bool
 
 
 def _step(made: Made, state: OffloadState, batch: Any, key: Any) -> tuple:
@@ -172,7 +182,8 @@ def _step(made: Made, state: OffloadState, batch: Any, key: Any) -> tuple:
     num_layers, layers, others = check_fits(made.carried, state)
     check_microbatches(batch, made.options.num_microbatches, "batch")
     tx = made.carried.tx
-    scale = None if made.carried.loss_scale is None else state.loss_scale.scale
+    scale = jnp.float32(1) if made.skip_nonfinite else None
+    scale = scale if made.carried.loss_scale is None else state.loss_scale.scale
 
     x, model_state, embed_back = run_embed(
         made.ends, others, state.model_state, batch, key, num_layers
@@ -186,6 +197,9 @@ def _step(made: Made, state: OffloadState, batch: Any, key: Any) -> tuple:
         grads_of_layers, found, dx = passed.collect(scale, end.dy)
         grads = jax.tree.map(jnp.add, end.grads, embed_back(dx))
         found = measure(found, grads, scale)
+        if made.skip_nonfinite:
+            found = found._replace(finite=found.finite & jnp.isfinite(end.loss))
+            end = _kept_if(found.finite, end, state.model_state)
         tx = adjusted(tx, found, made.clip_norm, scale)
         trained, layers_state = made.form.update.update(
             tx, grads_of_layers, state.layers_state, layers.trained, None
@@ -197,18 +211,27 @@ def _step(made: Made, state: OffloadState, batch: Any, key: Any) -> tuple:
         layers_state,
         others_state,
         end.model_state,
-        () if scale is None else next_scale(state.loss_scale, found.finite),
+        next_scale(state.loss_scale, found.finite) if state.loss_scale else (),
     )
     return state, end.loss, passed.aux, end.aux
 
 
-def _check_update(fuse_update: bool, clip_norm: float | None, loss_scale: float | None) -> None:
+def _kept_if(finite: jax.Array, end: Headed, before: Tree) -> Headed:
+    """What comes after the layers, in a step that counts or does not."""
+    kept = jax.tree.map(functools.partial(jnp.where, finite), end.model_state, before)
+    return end._replace(loss=jnp.where(finite, end.loss, jnp.nan), model_state=kept)
+
+
+def _check_update(
+    fuse_update: bool, clip_norm: float | None, loss_scale: float | None, skip_nonfinite: bool
+) -> None:
     check_clip_norm(clip_norm)
     if loss_scale is not None:
         as_number("loss_scale", loss_scale, lambda a: 1 <= a < float("inf"), "finite, at least 1")
     needs = {
         "clip_norm": (clip_norm, "the norm of all gradients"),
         "loss_scale": (loss_scale, "to know whether all gradients are finite"),
+        "skip_nonfinite": (skip_nonfinite or None, "to know whether all gradients are finite"),
     }
     for name, (value, what) in needs.items():
         if fuse_update and value is not None:

@@ -13,11 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError
+from ..errors import DataError, check_regular
 from .arrays_pickle import loads
 from .dataset import Dataset, check_labels
 
 MAX_FILE_BYTES = 1 << 28  # the largest real one, CIFAR-100's pickled train set, has 155 MB
+MAX_NAME_BYTES = 1 << 20
+NAMES = (
+    tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK,
+    tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
+)  # fmt: skip
 PIXELS = 3 * 32 * 32
 
 
@@ -118,10 +123,11 @@ def _read_directory(path: Path, wanted: set[str]) -> dict[str, bytes]:
 def _read_archive(path: Path, wanted: set[str]) -> dict[str, bytes]:
     """The wanted files of a .tar.gz or .tar, read in one pass."""
     files: dict[str, bytes] = {}
+    check_regular(path)
     with path.open("rb") as start:
         compressed = start.read(2) == b"\x1f\x8b"
     try:
-        with tarfile.open(path, "r:gz" if compressed else "r:") as archive:
+        with tarfile.open(path, "r:gz" if compressed else "r:", tarinfo=_Member) as archive:
             for member in archive:
                 _check_size(f"{path}/{member.name}", member.size)
                 name = PurePosixPath(member.name).name
@@ -141,6 +147,17 @@ def _read_archive(path: Path, wanted: set[str]) -> dict[str, bytes]:
             raise  # not the archive's fault: permissions, a failing disk
         raise DataError(f"{path}: not a whole .tar.gz archive ({error}); fetch it again") from error
     return files
+
+
+class _Member(tarfile.TarInfo):
+    """A header of an archive; `tarfile` reads names and comments whole, however long they are."""
+
+    @classmethod
+    def frombuf(cls, *args: Any) -> "_Member":
+        member = super().frombuf(*args)
+        if member.type in NAMES and member.size > MAX_NAME_BYTES:
+            raise tarfile.ReadError(f"a name or comment of {member.size} bytes")
+        return member
 
 
 def _check_size(source: object, size: int) -> None:
@@ -187,6 +204,8 @@ def _class_names(layout: Layout, data: bytes, source: str, num_classes: int) -> 
         raise DataError(
             f"{source}: {len(names)} class names, not {num_classes}; fetch the archive again"
         )
+    if not all(type(name) in (str, bytes) for name in names):
+        raise DataError(f"{source}: class names are not text; fetch the archive again")
     return tuple(_text(name) for name in names)
 
 

@@ -1,11 +1,13 @@
-"""Image data sets in memory: one small class, one reader a format.
+"""Image data sets: one small class, one reader a format.
 
 Pixels stay uint8 until the training step: a batch travels to the device at a quarter of the size
 of float32, and is normalized there.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,6 +15,17 @@ from ..errors import DataError
 
 TEST_FRACTION = 0.2
 SPLIT_SEED = 0
+CHUNK = 2**26  # bytes that are counted at once
+
+
+class Images(Protocol):
+    """uint8 [N, H, W, C]: an array, or files that are read when they are asked for."""
+
+    @property
+    def shape(self) -> Any: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, chosen: Any, /) -> np.ndarray: ...
+    def take(self, chosen: Any, axis: Any = ..., /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -27,14 +40,14 @@ class Dataset:
     """
 
     name: str
-    train_images: np.ndarray
+    train_images: Images
     train_labels: np.ndarray
-    test_images: np.ndarray
+    test_images: Images
     test_labels: np.ndarray
     class_names: tuple[str, ...]
     flip: bool
     copies: int = 1
-    validation_images: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
+    validation_images: Images = field(default_factory=lambda: np.zeros(0, np.uint8))
     validation_labels: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __post_init__(self) -> None:
@@ -54,7 +67,7 @@ class Dataset:
         return self.train_images.shape[1:]
 
 
-def check_labels(source: str, images: np.ndarray, labels: np.ndarray, num_classes: int) -> None:
+def check_labels(source: str, images: Images, labels: np.ndarray, num_classes: int) -> None:
     """Raises `DataError` unless there is one label in `[0, num_classes)` for each image."""
     if len(images) == 0:
         raise DataError(f"{source}: no images; give it at least one a class")
@@ -114,23 +127,35 @@ def hold_out(dataset: Dataset, validation: float) -> Dataset:
     train, held_out = ((of_each_copy + part).ravel() for part in parts)
     return dataclasses.replace(
         dataset,
-        train_images=dataset.train_images[train],
+        train_images=dataset.train_images.take(train, 0),
         train_labels=labels[train],
-        validation_images=dataset.train_images[held_out],
+        validation_images=dataset.train_images.take(held_out, 0),
         validation_labels=labels[held_out],
     )
 
 
-def channel_statistics(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of each channel of uint8 images [N, H, W, C], in units of 1/255.
+def channel_counts(images: Images, first: int = 0, of: int = 1) -> np.ndarray:
+    """How often each channel has each value: int64 [C, 256].
+
+    Only every image of a number `first + k of` is looked at: the share of one of `of` processes.
+    """
+    counts = np.zeros((images.shape[-1], 256), np.int64)
+    numbers = np.arange(first, len(images), of)
+    size = max(CHUNK // max(math.prod(images.shape[1:]), 1), 1)
+    for start in range(0, len(numbers), size):
+        chunk = images[numbers[start : start + size]]
+        for channel, found in enumerate(counts):
+            found += np.bincount(chunk[..., channel].ravel(), minlength=256)
+    return counts
+
+
+def channel_statistics(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation of each channel by its `channel_counts`, in units of 1/255.
 
     The standard deviation of a constant channel is given as 1.
     """
-    # A histogram is exact and needs no float copy of the images.
+    # A histogram is exact, needs no float copy of the images, and is a sum over processes.
     values = np.arange(256) / 255
-    counts = np.stack(
-        [np.bincount(images[..., c].ravel(), minlength=256) for c in range(images.shape[-1])]
-    )
     mean = counts @ values / counts.sum(axis=1)
     variance = counts @ values**2 / counts.sum(axis=1) - mean**2
     std = np.sqrt(np.maximum(variance, 0))

@@ -1,18 +1,24 @@
 """A folder of images: one folder a class, named after it."""
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ..errors import DataError, counted
-from .dataset import Dataset, stratified_split
+from ..errors import DataError, check_regular, counted, unreadable
+from .dataset import Dataset, Images, stratified_split
 
 EXTENSIONS = frozenset(
     {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 )
 
 
-def load_folder(path: Path, image_size: int | None = None) -> Dataset:
+IN_MEMORY = 2**31  # bytes of pixels; a larger folder is read batch by batch
+
+
+def load_folder(path: Path, image_size: int | None = None, in_memory: int = IN_MEMORY) -> Dataset:
     """Reads `path/CLASS/*.png` (and other formats) as RGB.
 
     With `path/train/CLASS/` and `path/test/CLASS/` (or `val`) the split is given; otherwise one
@@ -22,6 +28,8 @@ def load_folder(path: Path, image_size: int | None = None) -> Dataset:
     Args:
         path: the folder.
         image_size: resize (and center-crop) to this side; None: all must have the first one's size.
+        in_memory: images of up to so many bytes in all are read at once, others when they are asked
+            for.
     """
     if image_size is not None and image_size < 1:
         raise DataError(f"image_size (={image_size}) must be at least 1")
@@ -41,7 +49,8 @@ def load_folder(path: Path, image_size: int | None = None) -> Dataset:
         files = {"all": class_files(path)}
 
     read = Reader(image_size)
-    parts = {part: read.images_and_labels(classes) for part, classes in files.items()}
+    lazily = read.size_of(files) > in_memory
+    parts = {part: read.images_and_labels(classes, lazily) for part, classes in files.items()}
     names = tuple(next(iter(files.values())))
     if given:
         (train_images, train_labels), (test_images, test_labels) = parts["train"], parts["test"]
@@ -54,8 +63,8 @@ def load_folder(path: Path, image_size: int | None = None) -> Dataset:
                     "test; add images, or make train/ and test/ folders"
                 )
         train, test = stratified_split(labels)
-        train_images, train_labels = images[train], labels[train]
-        test_images, test_labels = images[test], labels[test]
+        train_images, train_labels = images.take(train, 0), labels[train]
+        test_images, test_labels = images.take(test, 0), labels[test]
     return Dataset(
         name=f"folder:{path}",
         train_images=train_images,
@@ -96,11 +105,21 @@ class Reader:
         self.image_size = image_size
         self.first: tuple[Path, tuple[int, int]] | None = None
 
-    def images_and_labels(self, classes: dict[str, list[Path]]) -> tuple[np.ndarray, np.ndarray]:
+    def images_and_labels(
+        self, classes: dict[str, list[Path]], lazily: bool
+    ) -> tuple[Images, np.ndarray]:
         """Images [N, H, W, 3] and the index of each one's class."""
-        images = [self.image(file) for files in classes.values() for file in files]
+        all_files = [file for files in classes.values() for file in files]
         counts = [len(files) for files in classes.values()]
-        return np.stack(images), np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        images = ImageFiles(all_files, self)
+        labels = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        return images if lazily else images[np.arange(len(images))], labels
+
+    def size_of(self, files: dict[str, dict[str, list[Path]]]) -> int:
+        """Bytes of all pixels."""
+        members = [each for classes in files.values() for each in classes.values()]
+        one = self.image(members[0][0])
+        return one.nbytes * sum(len(each) for each in members)
 
     def image(self, file: Path) -> np.ndarray:
         """uint8 [H, W, 3]"""
@@ -110,6 +129,7 @@ class Reader:
             raise DataError(
                 'data "folder:PATH" needs Pillow; run pip install "effjax[train]"'
             ) from error
+        check_regular(file)
         try:
             with Image.open(file) as opened:
                 _check_depth(file, opened.mode)
@@ -119,7 +139,7 @@ class Reader:
         # Pillow's decoders raise many types for a file that is not what its name says.
         except Exception as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise  # not the file's fault: permissions, a failing disk
+                raise unreadable(file, error) from error  # permissions, a failing disk
             raise DataError(
                 f"{file}: not a readable image ({type(error).__name__}); replace or remove the file"
             ) from error
@@ -134,6 +154,30 @@ class Reader:
                 "all"
             )
         return np.asarray(image)
+
+
+class ImageFiles:
+    """Files as `Images`: those at an array of indices are decoded when they are asked for, by
+    threads."""
+
+    def __init__(self, files: Sequence[Path], read: Reader):
+        self.files, self.read = files, read
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.files), *self.read.image(self.files[0]).shape
+
+    def __getitem__(self, chosen: Any) -> np.ndarray:
+        files = [self.files[number] for number in np.asarray(chosen)]
+        with ThreadPoolExecutor() as threads:
+            return np.stack(list(threads.map(self.read.image, files)))
+
+    def take(self, chosen: Any, axis: int = 0) -> "ImageFiles":
+        assert axis == 0
+        return ImageFiles([self.files[number] for number in np.asarray(chosen)], self.read)
 
 
 def _check_depth(file: Path, mode: str) -> None:

@@ -8,13 +8,13 @@ from ..errors import DataError, unreadable
 from .cifar import load_cifar
 from .dataset import Dataset
 from .digits import load_digits
-from .folder import load_folder
+from .folder import IN_MEMORY, load_folder
 from .rotated import load_rotated_digits
 
 FORMATS = "digits, rotated-digits, cifar10:PATH, cifar100:PATH, folder:PATH"
 
 
-def load_dataset(spec: str, image_size: int | None = None) -> Dataset:
+def load_dataset(spec: str, image_size: int | None = None, in_memory: int = IN_MEMORY) -> Dataset:
     """Reads the data set that `spec` names: `digits`, `rotated-digits`, `cifar10:PATH`,
     `cifar100:PATH` or `folder:PATH`.
 
@@ -23,6 +23,7 @@ def load_dataset(spec: str, image_size: int | None = None) -> Dataset:
             directory, or for CIFAR also the archive as it is downloaded.
         image_size: the side that images of a folder are resized to; default: all must have the size
             of the first.
+        in_memory: a folder of more bytes of pixels is read when its images are asked for.
 
     Raises:
         DataError: the data cannot be read or is not sound; the message names the file and the
@@ -34,7 +35,7 @@ def load_dataset(spec: str, image_size: int | None = None) -> Dataset:
     readers: dict[str, Callable[[], Dataset]] = {
         "cifar10": lambda: load_cifar(Path(path), 10),
         "cifar100": lambda: load_cifar(Path(path), 100),
-        "folder": lambda: load_folder(Path(path), image_size),
+        "folder": lambda: load_folder(Path(path), image_size, in_memory),
     }
     bundled = {"digits": load_digits, "rotated-digits": load_rotated_digits}
     if kind in bundled and not separator:

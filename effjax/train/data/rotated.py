@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .dataset import Dataset
+from .dataset import Dataset, Images
 from .digits import load_digits
 
 SIDE = 20
@@ -39,7 +39,7 @@ def load_rotated_digits() -> Dataset:
 
 
 def _turned(
-    images: np.ndarray, labels: np.ndarray, angles: tuple[float, float], copies: int, seed: int
+    images: Images, labels: np.ndarray, angles: tuple[float, float], copies: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     from PIL import Image
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import DataError, unreadable
+from ..errors import DataError, check_regular, unreadable
 
 FORMATS = "pydoc, text:PATH"
 SUFFIXES = frozenset({".md", ".py", ".txt"})
@@ -117,8 +117,9 @@ def check_length(text: Text, context: int) -> None:
 
 
 def train_batches(
-    data: np.ndarray, context: int, batch_size: int, seed: int, first_step: int = 0
-) -> Iterator[np.ndarray]:
+    data: np.ndarray, context: int, batch_size: int, seed: int, first_step: int = 0,
+    rows: slice = slice(None),
+) -> Iterator[np.ndarray]:  # fmt: skip
     """Batches int32 [batch_size, context + 1] for ever, the same for the same seed and step.
 
     An epoch is the text cut into windows that overlap by one byte, in random order; where the first
@@ -127,11 +128,12 @@ def train_batches(
     Args:
         data: uint8 [n], n > context.
         first_step: the number of batches to leave out.
+        rows: those of each batch that are made.
     """
     starts = _train_starts(data, context, seed, first_step * batch_size)
     while True:
         chosen = np.fromiter(itertools.islice(starts, batch_size), np.int64, batch_size)
-        yield _windows(data, chosen, context)
+        yield _windows(data, chosen[rows], context)
 
 
 def test_batches(
@@ -169,6 +171,7 @@ def _files(path: Path) -> list[Path]:
         raise error  # `os.walk` and `Path.rglob` would leave out what they may not read
 
     if not path.is_dir():
+        check_regular(path)
         return [path]
     walk = os.walk(path, onerror=refuse)
     inside = [Path(folder, name) for folder, _, names in walk for name in names]

@@ -15,6 +15,8 @@ from ..options import (
     SEED,
     SHARE,
     CheckpointEvery,
+    MeshAxes,
+    OnNan,
     Option,
     RunOptions,
 )
@@ -100,7 +102,9 @@ class Config(RunOptions):
         Option("Of the computation; parameters are float32.", OPTIMIZATION),
     ] = "float32"
     checkpoint_every: CheckpointEvery = None
-    parallel: Annotated[Parallel, Option("How all local devices are used.")] = "jit"
+    on_nan: OnNan = "stop"
+    mesh: MeshAxes = None
+    parallel: Annotated[Parallel, Option("How all devices are used.")] = "jit"
     seed: Annotated[
         int, Option("Of parameters, order, augmentation, and dropout if any.", bounds=SEED)
     ] = 0

@@ -13,9 +13,10 @@ from flax import nnx
 from ...memory import ResidualReport, mesh_to_plan_for, residual_bytes
 from ...models import RESNETS, DenseNet
 from ...models.nnx.densenet import DenseLayer
+from ..mesh import AnyMesh, abstract_mesh
 from .config import Config
 from .recipe import DEFORMABLE, make_optimizer, make_schedule, model_builder
-from .steps import Batch, Learner, first_state, jit_step
+from .steps import Batch, Learner, first_state, jit_step, state_shardings
 
 RESNET_FORMS = {
     "plain": {"efficient": False},
@@ -46,7 +47,7 @@ def training_steps(
     """
     build = model_builder(config, image_shape, num_classes)
     optimizer = make_optimizer(config, make_schedule(config, steps_per_epoch=1))
-    mesh = mesh_to_plan_for(num_devices)
+    mesh = _mesh(config, num_devices)
 
     others: dict[str, Any] = RESNET_FORMS if config.model in RESNETS else forms(config)
     others = {} if "densenet" in config.model else others
@@ -67,7 +68,8 @@ def training_steps(
                 lambda form=form: make(form), optimizer, image_shape[-1]
             )
             state = jax.eval_shape(lambda p, s: first_state(p, s, optimizer), params, stats)
-            found[form] = (jit_step(learner, mesh), state, batch, key)
+            shardings = state_shardings(state, mesh)
+            found[form] = (jit_step(learner, mesh, shardings), state, batch, key)
         return found
 
     return steps
@@ -149,3 +151,9 @@ class _Checkpointed(nnx.Module):
 
     def __call__(self, x: jax.Array, *, mask: None) -> jax.Array:
         return nnx.remat(lambda layer, x: layer(x, mask=None))(self.layer, x)
+
+
+def _mesh(config: Config, num_devices: int) -> AnyMesh:
+    if config.mesh is None:
+        return mesh_to_plan_for(num_devices)
+    return abstract_mesh(config.mesh, num_devices)

@@ -12,6 +12,7 @@ from flax import nnx
 
 from ...models import DENSENETS, RESNETS, DeformResNet, DenseNet, ResNet, densenet_cifar
 from ..errors import TrainError
+from ..finite import OnNan
 from ..mesh import AXIS
 from .config import Config
 from .steps import Learner
@@ -105,6 +106,7 @@ def make_learner(
     optimizer: optax.GradientTransformation,
     mean: np.ndarray,
     std: np.ndarray,
+    on_nan: OnNan = "stop",
 ) -> Learner:
     """What learns: the model's structure in training and in evaluation, after a trial with one
     image, and the optimizer.
@@ -112,6 +114,7 @@ def make_learner(
     Args:
         build: from `model_builder`.
         mean, std: of the pixels, [C].
+        on_nan: as `finite.guarded` has it.
 
     Raises:
         TrainError: the model refuses its options, or images of that shape.
@@ -122,6 +125,6 @@ def make_learner(
         nnx.eval_shape(lambda m, x: m(x), model, jnp.zeros((1, *image_shape)))
         eval_graphdef = nnx.graphdef(model)
         model.train()
-        return Learner(nnx.graphdef(model), eval_graphdef, optimizer, mean, std)
+        return Learner(nnx.graphdef(model), eval_graphdef, optimizer, mean, std, on_nan)
     except ValueError as error:
         raise TrainError(str(error)) from error

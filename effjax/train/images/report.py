@@ -5,9 +5,10 @@ from rich.console import Console
 from ...memory.report import format_bytes
 from .. import report
 from ..errors import counted
-from ..loop import Measured, Progress, Record
+from ..mesh import devices_of
 from ..report import line
 from ..run_directory import RunDirectory
+from ..task import Measured, Progress, Record
 from .task import ImageResult, ImageTask
 
 
@@ -32,7 +33,7 @@ def announce(console: Console, task: ImageTask, run: RunDirectory) -> None:
         console,
         f"{config.model}, {config.dtype}, batch {config.batch_size}, "
         f"{counted(config.epochs, 'epoch')}, {config.parallel} over "
-        f"{counted(len(task.devices), 'device')}: {task.devices[0].device_kind}",
+        f"{devices_of(task.mesh)}",
     )
     line(console, f"run directory: {run.path}")
 

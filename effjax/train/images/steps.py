@@ -17,9 +17,11 @@ are not reduced over devices), and a `pmean` of the gradients of a local loss un
 `shard_map(check_vma=True)` (they are already summed, hence N times too large).
 
 Parameters, running statistics and the optimizer's state are replicated, and donated: a step writes
-the new state over the old one.
+the new state over the old one. With `jit` alone, parameters and the optimizer's state can be split
+over the axis `fsdp` of the mesh: parameters are gathered once a step.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,10 +32,11 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ..mesh import AXIS, Array, Devices, data_mesh
+from ..finite import OnNan, guarded
+from ..mesh import AXIS, AnyMesh, Array, by_batch, gathered, shardings_of, whole
 from .config import Parallel
 
 
@@ -68,6 +71,7 @@ class Learner:
     optimizer: optax.GradientTransformation
     mean: np.ndarray  # [C]
     std: np.ndarray  # [C]
+    on_nan: OnNan = "stop"  # as `guarded` has it
 
     def inputs(self, images: Array) -> jax.Array:
         """uint8 pixels to normalized float32."""
@@ -85,16 +89,14 @@ class Learner:
         _, _, stats = nnx.split(model, nnx.Param, ...)
         return jnp.mean(losses), (stats, correct)
 
-    def update(self, state: TrainState, grads: nnx.State, stats: nnx.State) -> TrainState:
-        """The optimizer's step."""
+    def update(
+        self, state: TrainState, grads: nnx.State, stats: nnx.State, loss: jax.Array
+    ) -> tuple[TrainState, jax.Array]:
+        """The optimizer's step, and the loss."""
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
-        return TrainState(
-            step=state.step + 1,
-            params=params,
-            stats=stats,
-            opt_state=opt_state,
-        )
+        new = TrainState(state.step + 1, params, stats, opt_state)
+        return guarded(self.on_nan, new, state, loss, grads)
 
 
 def first_state(
@@ -105,51 +107,70 @@ def first_state(
 
 
 def initial_state(
-    build: Callable[..., nnx.Module], optimizer: optax.GradientTransformation, seed: int
-) -> TrainState:
-    """Parameters drawn from the seed, and the optimizer's first state."""
+    build: Callable[..., nnx.Module], optimizer: optax.GradientTransformation, seed: int,
+    mesh: AnyMesh | None = None,
+) -> TrainState:  # fmt: skip
+    """Parameters drawn from the seed, and the optimizer's first state; on a mesh, each array is
+    made where it lies."""
 
-    @jax.jit
     def init() -> TrainState:
         _, params, stats = nnx.split(build(rngs=nnx.Rngs(seed)), nnx.Param, ...)
         return first_state(params, stats, optimizer)
 
-    return init()
+    if mesh is None:
+        return jax.jit(init)()
+    return jax.jit(init, out_shardings=state_shardings(jax.eval_shape(init), mesh))()
 
 
 TrainStep = Callable[[TrainState, Batch, jax.Array], tuple[TrainState, StepMetrics]]
 
 
+def state_shardings(state: TrainState, mesh: AnyMesh) -> TrainState:
+    """Where the state lies, or one of its shapes."""
+    split = shardings_of(state, mesh)
+    return split._replace(step=whole(mesh), stats=jax.tree.map(lambda _: whole(mesh), state.stats))
+
+
 def make_train_step(
-    parallel: Parallel, learner: Learner, devices: Devices | None = None
+    parallel: Parallel, learner: Learner, mesh: Mesh, shardings: Any = None
 ) -> TrainStep:
-    """Compiles `(state, batch, key) -> (state, metrics)` for `devices` (default: all local ones).
+    """Compiles `(state, batch, key) -> (state, metrics)` for the devices of `mesh`.
+
+    `shardings` are those of the state, from `state_shardings`; default: it is whole on each device.
 
     The batch is the whole one, of a size that the number of devices divides. `state` is donated.
     Dropout differs from step to step, and from device to device; so with dropout, and only then,
     the three ways draw different masks.
     """
-    makers = {"jit": jit_step, "shard_map": _shard_map_step, "pmap": _pmap_step}
+    makers = {
+        "jit": functools.partial(jit_step, shardings=shardings),
+        "shard_map": _shard_map_step,
+        "pmap": _pmap_step,
+    }
     if parallel not in makers:
         raise ValueError(f"parallel (={parallel!r}) must be one of {', '.join(makers)}.")
-    return makers[parallel](learner, data_mesh(devices))
+    return makers[parallel](learner, mesh)
 
 
-def jit_step(learner: Learner, mesh: Mesh | AbstractMesh) -> Any:
+def jit_step(learner: Learner, mesh: AnyMesh, shardings: Any = None) -> Any:
     """The code of one device; the shardings of its arguments make it the code of many."""
-    replicated, by_batch = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
+
+    def loss(params: nnx.State, *rest: Any) -> Any:
+        return learner.loss(gathered(params, mesh), *rest)
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(key, state.step)
-        (loss, (stats, correct)), grads = jax.value_and_grad(learner.loss, has_aux=True)(
+        (value, (stats, correct)), grads = jax.value_and_grad(loss, has_aux=True)(
             state.params, state.stats, batch, key
         )
-        return learner.update(state, grads, stats), StepMetrics(loss, correct)
+        new, value = learner.update(state, grads, stats, value)
+        return new, StepMetrics(value, correct)
 
+    state = whole(mesh) if shardings is None else shardings
     return jax.jit(
         step,
-        in_shardings=(replicated, by_batch, replicated),
-        out_shardings=replicated,
+        in_shardings=(state, by_batch(mesh), whole(mesh)),
+        out_shardings=(state, whole(mesh)),
         donate_argnums=0,
     )
 
@@ -165,7 +186,8 @@ def _shard_map_step(learner: Learner, mesh: Mesh) -> TrainStep:
             return lax.pmean(loss, AXIS), aux
 
         (loss, (stats, correct)), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
-        return learner.update(state, grads, stats), StepMetrics(loss, lax.psum(correct, AXIS))
+        new, loss = learner.update(state, grads, stats, loss)
+        return new, StepMetrics(loss, lax.psum(correct, AXIS))
 
     sharded = jax.shard_map(
         step, mesh=mesh, in_specs=(P(), P(AXIS), P()), out_specs=P(), check_vma=True
@@ -182,38 +204,45 @@ def _pmap_step(learner: Learner, mesh: Mesh) -> TrainStep:
             state.params, state.stats, batch, key
         )
         grads = lax.pmean(grads, AXIS)
-        metrics = StepMetrics(lax.pmean(loss, AXIS), lax.psum(correct, AXIS))
-        return learner.update(state, grads, stats), metrics
+        new, loss = learner.update(state, grads, stats, lax.pmean(loss, AXIS))
+        return new, StepMetrics(loss, lax.psum(correct, AXIS))
 
     devices = list(mesh.devices.flat)
     mapped = jax.pmap(
         step, AXIS, in_axes=(None, 0, None), out_axes=None, devices=devices, donate_argnums=0
     )
 
+    here = sum(device.process_index == jax.process_index() for device in devices)
+
     def over_devices(state: TrainState, batch: Batch, key: jax.Array) -> Any:
-        parts = [a.reshape(len(devices), -1, *a.shape[1:]) for a in batch]
-        return mapped(state, Batch(*parts), key)
+        """A batch is what this process has of it."""
+        parts = [a.reshape(here, -1, *a.shape[1:]) for a in batch]
+        return jax.tree.map(over_processes, mapped(state, Batch(*parts), key))
+
+    def over_processes(a: jax.Array) -> jax.Array:
+        """The same array as one of all processes; `pmap` gives each its own."""
+        copies = [shard.data for shard in a.addressable_shards]
+        return jax.make_array_from_single_device_arrays(a.shape, whole(mesh), copies)
 
     return over_devices
 
 
 def make_eval_step(
-    learner: Learner, devices: Devices | None = None
+    learner: Learner, mesh: Mesh, shardings: Any = None
 ) -> Callable[[TrainState, Batch, Array], EvalSums]:
-    """Compiles `(state, batch, weights) -> sums` over the batch, sharded over `devices`.
+    """Compiles `(state, batch, weights) -> sums` over the batch, sharded over `mesh`.
 
     Evaluation normalizes by the running statistics, so devices have nothing to exchange but the
     sums, and `jit` serves all three ways to train. `weights` [N] is 1 for an image and 0 for the
     padding of a last batch.
     """
-    mesh = data_mesh(devices)
-    replicated, by_batch = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
 
     def step(state: TrainState, batch: Batch, weights: jax.Array) -> EvalSums:
-        model = nnx.merge(learner.eval_graphdef, state.params, state.stats)
+        model = nnx.merge(learner.eval_graphdef, gathered(state.params, mesh), state.stats)
         logits = model(learner.inputs(batch.images))
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
         right = jnp.argmax(logits, axis=-1) == batch.labels
         return EvalSums(jnp.sum(losses * weights), jnp.sum(right * weights))
 
-    return jax.jit(step, in_shardings=(replicated, by_batch, by_batch), out_shardings=replicated)
+    state, rows = whole(mesh) if shardings is None else shardings, by_batch(mesh)
+    return jax.jit(step, in_shardings=(state, rows, rows), out_shardings=whole(mesh))

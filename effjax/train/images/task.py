@@ -5,19 +5,32 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from ... import __version__
 from ..data.augment import Augmentation, augment, default_padding
-from ..data.dataset import Dataset, channel_statistics, hold_out
+from ..data.dataset import Dataset, channel_counts, channel_statistics, hold_out
+from ..data.folder import IN_MEMORY, ImageFiles
 from ..data.load import load_dataset
 from ..errors import TrainError, counted
-from ..loop import Measured, Part, Record, TrainStep
-from ..mesh import Devices, check_batch_size, local_devices, replicate
+from ..mesh import (
+    FSDP,
+    Devices,
+    all_devices,
+    check_batch_size,
+    global_batch,
+    rows_here,
+    run_mesh,
+    with_shardings,
+)
+from ..processes import several, summed
+from ..task import Measured, Part, Record, TrainStep
 from .config import Config
 from .forms import backward_bytes, forms
 from .recipe import make_learner, make_optimizer, make_schedule, model_builder
@@ -29,6 +42,7 @@ from .steps import (
     initial_state,
     make_eval_step,
     make_train_step,
+    state_shardings,
 )
 
 
@@ -61,18 +75,27 @@ def prepare(
 
     Args:
         config: the options.
-        devices: those to train on; default: all local ones.
+        devices: those to train on; default: those of all processes.
         dataset: the images; default: those that `config.data` names.
 
     Raises:
         DataError: the data cannot be read, or are not sound.
         TrainError: the options do not fit each other, the data or the devices.
     """
+    devices = all_devices() if devices is None else devices
     if dataset is None:
-        dataset = load_dataset(config.data, config.image_size)
+        # Of several processes each reads its own images.
+        dataset = load_dataset(config.data, config.image_size, 0 if several() else IN_MEMORY)
     dataset = hold_out(dataset, config.validation)
-    devices = local_devices() if devices is None else devices
-    check_batch_size(config.batch_size, devices)
+    for images in (dataset.validation_images, dataset.test_images):
+        if isinstance(images, ImageFiles):  # one that cannot be read is found now
+            summed(partial(channel_counts, images))
+    mesh = run_mesh(config.mesh, devices)
+    if FSDP in mesh.shape and config.parallel != "jit":
+        raise TrainError(
+            f"mesh (={config.mesh}) with {FSDP} is for --parallel jit, not {config.parallel}"
+        )
+    check_batch_size(config.batch_size, mesh)
     images = len(dataset.train_images)
     if config.batch_size > images:
         raise TrainError(
@@ -84,12 +107,12 @@ def prepare(
     build = model_builder(config, dataset.image_shape, len(dataset.class_names))
     learner = make_learner(
         build, dataset.image_shape, make_optimizer(config, schedule),
-        *channel_statistics(dataset.train_images),
+        *channel_statistics(summed(partial(channel_counts, dataset.train_images))), config.on_nan,
     )  # fmt: skip
     flip = dataset.flip if config.flip is None else config.flip
     wanted = config.augment is None or config.augment
     augmentation = Augmentation(default_padding(dataset.image_shape), flip) if wanted else None
-    return ImageTask(config, dataset, build, learner, devices, steps_each, schedule, augmentation)
+    return ImageTask(config, dataset, build, learner, mesh, steps_each, schedule, augmentation)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,7 +123,7 @@ class ImageTask:
     dataset: Dataset
     build: Callable[..., nnx.Module]
     learner: Learner
-    devices: Devices
+    mesh: Mesh
     steps_each: int  # of an epoch
     learning_rate: Callable[[int], Any]
     augmentation: Augmentation | None
@@ -116,6 +139,12 @@ class ImageTask:
     @property
     def examples_per_step(self) -> int:
         return self.config.batch_size
+
+    @property
+    def fields(self) -> Sequence[str]:
+        held_out = ("loss", "accuracy") if len(self.dataset.validation_images) else ()
+        train = "train_loss", "train_accuracy", "images_per_second"
+        return *train, *(f"validation_{name}" for name in held_out)
 
     def describe(self) -> dict[str, Any]:
         data = self.dataset
@@ -134,26 +163,34 @@ class ImageTask:
         )
 
     def initial_state(self) -> TrainState:
-        return initial_state(self.build, self.learner.optimizer, self.config.seed)
+        return initial_state(self.build, self.learner.optimizer, self.config.seed, self.mesh)
 
     def shapes(self) -> TrainState:
-        return jax.eval_shape(self.initial_state)
-
-    def place(self, state: TrainState) -> TrainState:
-        return replicate(state, self.devices)
+        shapes = jax.eval_shape(
+            lambda: initial_state(self.build, self.learner.optimizer, self.config.seed)
+        )
+        return with_shardings(shapes, state_shardings(shapes, self.mesh))
 
     def make_step(self) -> TrainStep:
-        return make_train_step(self.config.parallel, self.learner, self.devices)
+        shardings = state_shardings(self.shapes(), self.mesh)
+        return make_train_step(self.config.parallel, self.learner, self.mesh, shardings)
 
     def make_test(self) -> Callable[[TrainState, Part], Measured]:
-        eval_step = make_eval_step(self.learner, self.devices)
+        shardings = state_shardings(self.shapes(), self.mesh)
+        eval_step = make_eval_step(self.learner, self.mesh, shardings)
         return lambda state, part: evaluate(self, eval_step, state, part)
 
     def batches(self, done: int) -> Iterator[Batch]:
         epochs, skip = divmod(done, self.steps_each)
+        by_process = self.config.parallel == "pmap"
         for epoch in itertools.count(epochs + 1):
-            yield from train_batches(self, epoch, skip)
+            for batch in train_batches(self, epoch, skip):
+                yield batch if by_process else self.over_devices(batch)
             skip = 0
+
+    def over_devices(self, rows: Any) -> Any:
+        """A batch, of the rows that each process has of it."""
+        return global_batch(rows, self.config.batch_size, self.mesh)
 
     def read(self, metrics: StepMetrics) -> Measured:
         accuracy = int(metrics.correct) / self.config.batch_size
@@ -209,18 +246,19 @@ class ImageTask:
 
 def train_batches(task: ImageTask, epoch: int, skip: int = 0) -> Iterator[Batch]:
     """The shuffled and augmented batches of an epoch, less what does not fill a batch and the first
-    `skip`; the same for the same seed and epoch."""
-    seed = task.config.seed
+    `skip`; the same for the same seed and epoch. Of each, the rows of this process."""
+    seed, rows = task.config.seed, rows_here(task.config.batch_size, task.mesh)
     images, labels = task.dataset.train_images, task.dataset.train_labels
     size = task.config.batch_size
     order = np.random.default_rng([seed, epoch]).permutation(len(images))[: task.steps_each * size]
     for number, chosen in enumerate(order.reshape(-1, size)):
         if number < skip:
             continue
-        batch = images[chosen]
+        batch = images[chosen[rows]]
         if task.augmentation is not None:
-            batch = augment(batch, task.augmentation, np.random.default_rng([seed, epoch, number]))
-        yield Batch(batch, labels[chosen])
+            rng = np.random.default_rng([seed, epoch, number])
+            batch = augment(batch, task.augmentation, rng, size, rows)
+        yield Batch(batch, labels[chosen[rows]])
 
 
 def evaluate(task: ImageTask, eval_step: Any, state: TrainState, part: Part) -> Measured:
@@ -231,15 +269,14 @@ def evaluate(task: ImageTask, eval_step: Any, state: TrainState, part: Part) -> 
     if not len(images):
         return {}
     size = task.config.batch_size
+    rows = np.arange(size)[rows_here(size, task.mesh)]
     loss, correct = 0.0, 0.0
     for start in range(0, len(images), size):
-        count = min(size, len(images) - start)
-        fill = size - count
-        batch = Batch(
-            np.pad(images[start : start + count], ((0, fill), (0, 0), (0, 0), (0, 0))),
-            np.pad(labels[start : start + count], (0, fill)),
-        )
-        sums = eval_step(state, batch, np.arange(size, dtype=np.float32) < count)
+        numbers = start + rows
+        there = numbers < len(images)
+        chosen = np.where(there, numbers, 0)
+        batch = Batch(images[chosen], labels[chosen])
+        sums = eval_step(state, *task.over_devices((batch, there.astype(np.float32))))
         loss += float(sums.loss)
         correct += float(sums.correct)
     return {"loss": loss / len(images), "accuracy": correct / len(images)}

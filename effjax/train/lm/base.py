@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from ..checkpoint import Checkpoints
-from ..errors import TrainError, unreadable
-from ..loop import Record
-from ..mesh import Devices, data_mesh
+from ..errors import Damaged, TrainError, unreadable
+from ..mesh import with_shardings
 from ..run_directory import RunDirectory
+from ..task import Record
 from .config import LMConfig
-from .offloaded import OffloadedState
+from .offloaded import OffloadedState, shardings_of
 from .recipe import initial_state, make_learner
 from .steps import LMState
 
@@ -85,7 +86,7 @@ def find_base(config: LMConfig) -> Base | None:
 
 
 def with_weights(
-    state: LMState | OffloadedState, base: Base, devices: Devices
+    state: LMState | OffloadedState, base: Base, mesh: Mesh
 ) -> LMState | OffloadedState:
     """The state with the weights of another run in the place of its own, each array where it is."""
 
@@ -94,8 +95,15 @@ def with_weights(
             return jax.device_put(weights, param.sharding)
         return {name: put(p, weights[name]) if name in weights else p for name, p in param.items()}
 
-    learner, mesh = make_learner(base.config), data_mesh(devices)
+    learner = make_learner(base.config, mesh)
     shapes = jax.eval_shape(lambda: initial_state(learner, mesh))
+    # To the host: what the optimizer keeps is not wanted, and need not fit on a device.
+    where = shardings_of(base.config, shapes, mesh)
+    where = jax.tree.map(lambda to: to.with_memory_kind("pinned_host"), where)
+    shapes = with_shardings(shapes, where)
     with Checkpoints(base.run.checkpoints, read_only=True) as checkpoints:
-        weights = checkpoints.restore(shapes, base.step).params
+        try:
+            weights = checkpoints.restore(shapes, base.step).params
+        except Damaged as error:
+            raise TrainError(f"{error}; give another run") from error
     return state.with_params(put(state.params, weights))

@@ -16,6 +16,8 @@ from ..options import (
     SEED,
     SHARE,
     CheckpointEvery,
+    MeshAxes,
+    OnNan,
     Option,
     RunOptions,
 )
@@ -95,6 +97,8 @@ class LMConfig(RunOptions):
         int, Option("Steps from one validation and checkpoint to the next.", bounds=COUNT)
     ] = 100
     checkpoint_every: CheckpointEvery = None
+    on_nan: OnNan = "stop"
+    mesh: MeshAxes = None
     seed: Annotated[int, Option("Of parameters, order, dropout.", bounds=SEED)] = 0
 
     @property
@@ -120,6 +124,11 @@ class LMConfig(RunOptions):
         if self.remat and in_slices:
             raise TrainError(
                 "remat is what offload and fuse_update do anyway; leave one of them out"
+            )
+        if self.fuse_update and self.on_nan == "skip":
+            raise TrainError(
+                "on_nan (=skip) cannot be had with fuse_update, which updates the first layers "
+                "before the last gradients exist; leave that out, or use on_nan rollback"
             )
         if self.batch_size % self.num_microbatches:
             raise TrainError(

@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from ... import OffloadState, host_init, offload_scan, offload_train_step
 from ...models import TransformerLM
 from ...models.nnx.transformer import ApplyLayers, Layer, Params
-from ..mesh import Array
+from ..finite import all_finite, marked
+from ..mesh import AnyMesh, Array, sharding_of
+from ..mesh import shardings_of as split
 from .config import LMConfig
 from .lora import trainable
-from .steps import LMState, lm_parts
+from .steps import LMState, gathering, lm_parts
 
 
 class OffloadedState(NamedTuple):
@@ -52,12 +52,14 @@ def _places(config: LMConfig) -> dict[str, Any]:
     return {name: "host" if config.offload in of else "device" for name, of in on_host.items()}
 
 
-def apply_offloaded(config: LMConfig, num_microbatches: int = 1) -> ApplyLayers:
+def apply_offloaded(
+    config: LMConfig, num_microbatches: int = 1, mesh: AnyMesh | None = None
+) -> ApplyLayers:
     """`scan_layers` for what the options leave on the device."""
 
     def apply(layer: Layer, params: Params, x: jax.Array, key: jax.Array | None) -> jax.Array:
         return offload_scan(
-            layer, params, x, key=key, num_microbatches=num_microbatches,
+            gathering(layer, mesh), params, x, key=key, num_microbatches=num_microbatches,
             policy=POLICIES[config.policy], trainable=trainable(config), **_places(config),
         )  # fmt: skip
 
@@ -69,56 +71,71 @@ def initial_offloaded_state(
     model: TransformerLM,
     optimizer: optax.GradientTransformation,
     all_params: Callable[[], Params],
-    mesh: Mesh,
+    mesh: AnyMesh,
 ) -> OffloadedState:
     """The parameters that `all_params` makes at once; those on the host layer by layer."""
-    replicated = NamedSharding(mesh, P())
 
-    def others() -> Params:
-        return {name: value for name, value in all_params().items() if name != "blocks"}
+    def made(part: Callable[[Params], Params], stacked: bool) -> tuple[Any, Any]:
+        """A function that makes a part of the parameters, and where they lie."""
+        make = lambda: part(all_params())  # noqa: E731
+        return make, split(jax.eval_shape(make), mesh, stacked)
 
+    blocks, where = made(lambda params: params["blocks"], stacked=True)
     if _places(config)["params_in"] == "host":
         keys = model.layer_keys(nnx.Rngs(config.seed).params())
-        layers = host_init(model.init_layer, keys, shardings=replicated)
+        layers = host_init(model.init_layer, keys, shardings=where)
     else:
-        layers = jax.jit(lambda: all_params()["blocks"], out_shardings=replicated)()
-    init, _ = _train_step(config, model, optimizer)
-    return OffloadedState(jnp.int32(0), init(layers, jax.jit(others, out_shardings=replicated)()))
+        layers = jax.jit(blocks, out_shardings=where)()
+    others, where = made(lambda params: {k: v for k, v in params.items() if k != "blocks"}, False)
+    init, _ = _train_step(config, model, optimizer, mesh)
+    return OffloadedState(jnp.int32(0), init(layers, jax.jit(others, out_shardings=where)()))
 
 
 def offloaded_step(
-    config: LMConfig, model: TransformerLM, optimizer: optax.GradientTransformation
+    config: LMConfig,
+    model: TransformerLM,
+    optimizer: optax.GradientTransformation,
+    mesh: AnyMesh | None = None,
 ) -> Callable:
     """`(state, tokens, key) -> (state, loss)`."""
-    _, train_step = _train_step(config, model, optimizer)
+    _, train_step = _train_step(config, model, optimizer, mesh)
 
     def step(state: OffloadedState, tokens: Array, key: jax.Array):
         new, loss = train_step(state.model, tokens, jax.random.fold_in(key, state.step))
+        if config.fuse_update and config.on_nan == "rollback":
+            # What is not finite in a layer's backward pass goes through to the embedding.
+            loss = marked(loss, all_finite(loss, new.others))
         return OffloadedState(state.step + 1, new), loss
 
     return step
 
 
 def _train_step(
-    config: LMConfig, model: TransformerLM, optimizer: optax.GradientTransformation
+    config: LMConfig,
+    model: TransformerLM,
+    optimizer: optax.GradientTransformation,
+    mesh: AnyMesh | None,
 ) -> Any:
-    parts = lm_parts(model)
+    parts = lm_parts(model, mesh)
     return offload_train_step(
         parts.embed, parts.layer, parts.head, optimizer,
         fuse_update=config.fuse_update, num_microbatches=config.num_microbatches,
+        skip_nonfinite=config.on_nan != "stop" and not config.fuse_update,
         policy=POLICIES[config.policy], trainable=trainable(config),
         trainable_others=trainable(config), **_places(config),
     )  # fmt: skip
 
 
-def shardings_of(config: LMConfig, state: LMState | OffloadedState, mesh: Any) -> Any:
-    """Replicated, layers and their moments on the host if they are offloaded."""
-    device = NamedSharding(mesh, P())
-    host = device.with_memory_kind("pinned_host")
-    found: Any = jax.tree.map(lambda _: device, state)
-    if isinstance(state, OffloadedState) and _places(config)["params_in"] == "host":
-        on_host: Any = jax.tree.map(lambda a: host if a.ndim > 1 else device, state.model)
-        layers = jax.tree.map(lambda _: host, state.model.layers)
-        model = found.model._replace(layers=layers, layers_state=on_host.layers_state)
-        found = found._replace(model=model)
-    return found
+def shardings_of(config: LMConfig, state: LMState | OffloadedState, mesh: AnyMesh) -> Any:
+    """Where the state lies: whole on each device or split over `fsdp`, layers and their moments on
+    the host if they are offloaded."""
+    on_host = isinstance(state, OffloadedState) and _places(config)["params_in"] == "host"
+
+    def place(path: Any, a: Any) -> Any:
+        names = {getattr(key, "name", getattr(key, "key", None)) for key in path}
+        stacked = bool(names & {"blocks", "layers", "layers_state"})
+        to = sharding_of(a.shape, mesh, stacked)
+        moves = "layers" in names or "layers_state" in names and a.ndim > 1
+        return to.with_memory_kind("pinned_host") if on_host and moves else to
+
+    return jax.tree.map_with_path(place, state)

@@ -2,7 +2,6 @@
 is read."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
 
 from ...models import TransformerLM, scan_layers
-from ...models.nnx.transformer import ApplyLayers
+from ...models.nnx.transformer import ApplyLayers, Layer
 from ...ops.offload.trainable import parts_of
+from ..mesh import FSDP, AnyMesh
 from .config import LMConfig
 from .lora import ADAPTERS, trainable
 from .offloaded import (
@@ -23,8 +22,9 @@ from .offloaded import (
     in_slices,
     initial_offloaded_state,
     offloaded_step,
+    shardings_of,
 )
-from .steps import LMState, lm_step
+from .steps import LMState, gathering, lm_step
 
 WARMUP, LOWEST = 0.1, 0.1  # shares of the steps, of the rate
 B2 = 0.95  # Adam's: a byte of a text is a noisy example
@@ -40,6 +40,7 @@ class LMLearner:
     learning_rate: Callable[[int], Any]
     apply_layers: ApplyLayers
     apply_layers_in_test: ApplyLayers
+    mesh: AnyMesh | None  # over which parameters are split, if they are
 
     @property
     def graphdef(self) -> nnx.GraphDef:
@@ -55,18 +56,25 @@ class LMLearner:
         return _size(parts_of("trainable", trainable(self.config), params).trained)
 
 
-def make_learner(config: LMConfig) -> LMLearner:
+def make_learner(config: LMConfig, mesh: AnyMesh | None = None) -> LMLearner:
     """As the options have it; nothing is computed."""
+    mesh = mesh if mesh is not None and FSDP in mesh.shape else None
     schedule = make_lm_schedule(config.learning_rate, config.steps)
     optimizer = make_lm_optimizer(schedule, config.weight_decay)
     model = nnx.eval_shape(lambda: build(config))
     if config.offload == "none":
-        apply = functools.partial(scan_layers, remat=True) if config.remat else scan_layers
-        in_test = apply
+        apply = in_test = _scan(config.remat, mesh)
     else:
-        apply = apply_offloaded(config, config.num_microbatches)
-        in_test = apply_offloaded(config)
-    return LMLearner(config, model, optimizer, schedule, apply, in_test)
+        apply = apply_offloaded(config, config.num_microbatches, mesh)
+        in_test = apply_offloaded(config, mesh=mesh)
+    return LMLearner(config, model, optimizer, schedule, apply, in_test, mesh)
+
+
+def _scan(remat: bool, mesh: AnyMesh | None) -> ApplyLayers:
+    def apply(layer: Layer, *args: Any) -> jax.Array:
+        return scan_layers(gathering(layer, mesh), *args, remat=remat)
+
+    return apply
 
 
 def build(config: LMConfig) -> TransformerLM:
@@ -78,7 +86,7 @@ def build(config: LMConfig) -> TransformerLM:
     )  # fmt: skip
 
 
-def initial_state(learner: LMLearner, mesh: Mesh) -> LMState | OffloadedState:
+def initial_state(learner: LMLearner, mesh: AnyMesh) -> LMState | OffloadedState:
     """Parameters drawn from the seed, and the optimizer's first state."""
     config, optimizer = learner.config, learner.optimizer
 
@@ -88,20 +96,20 @@ def initial_state(learner: LMLearner, mesh: Mesh) -> LMState | OffloadedState:
     if in_slices(config):
         return initial_offloaded_state(config, learner.model, optimizer, params, mesh)
 
-    @jax.jit
     def init() -> LMState:
         made = params()
         trained = parts_of("trainable", trainable(config), made).trained
         return LMState(jnp.int32(0), made, optimizer.init(trained))
 
-    return init()
+    where = shardings_of(config, jax.eval_shape(init), mesh)
+    return jax.jit(init, out_shardings=where)()
 
 
 def train_step(learner: LMLearner) -> Callable:
     """`(state, tokens, key) -> (state, loss)`, to be compiled."""
     if in_slices(learner.config):
-        return offloaded_step(learner.config, learner.model, learner.optimizer)
-    how = learner.apply_layers, trainable(learner.config)
+        return offloaded_step(learner.config, learner.model, learner.optimizer, learner.mesh)
+    how = learner.apply_layers, trainable(learner.config), learner.mesh, learner.config.on_nan
     return lm_step(learner.graphdef, learner.optimizer, *how)
 
 

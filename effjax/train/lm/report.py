@@ -8,9 +8,10 @@ from ...memory import MemoryPlan
 from ...memory.report import format_bytes
 from .. import report
 from ..errors import counted
-from ..loop import Measured, Progress, Record
+from ..mesh import devices_of
 from ..report import line
 from ..run_directory import RunDirectory
+from ..task import Measured, Progress, Record
 from .task import LMResult, LMTask
 
 
@@ -24,8 +25,7 @@ def announce(console: Console, task: LMTask, run: RunDirectory) -> None:
         console,
         f"{counted(config.layers, 'layer')} of width {config.width}, {task.learner.num_params} "
         f"parameters{trained}, {config.dtype}, batch {config.batch_size} × {config.context}, "
-        f"{counted(config.steps, 'step')}, {counted(len(task.devices), 'device')}: "
-        f"{task.devices[0].device_kind}",
+        f"{counted(config.steps, 'step')}, {devices_of(task.mesh)}",
     )
     if task.base is not None:
         line(console, f"begins with {task.base.run.path} at step {task.base.step}")

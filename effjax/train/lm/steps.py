@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from ... import offload_jit
 from ...models import TransformerLM, scan_layers
 from ...models.nnx.transformer import ApplyLayers, Layer, Params
 from ...ops.offload.trainable import Parts, parts_of
-from ..mesh import AXIS, Array
+from ..finite import OnNan, guarded
+from ..mesh import AnyMesh, Array, by_batch, gathered
 
 
 class LMState(NamedTuple):
@@ -71,17 +71,30 @@ class LMParts(NamedTuple):
     head: Callable  # (others, x, tokens, key) -> loss
 
 
-def lm_parts(model: TransformerLM) -> LMParts:
+def gathered_others(params: Params, mesh: AnyMesh | None) -> Params:
+    """All but the layers whole on each device, to compute with."""
+    if mesh is None:
+        return params
+    others = {name: value for name, value in params.items() if name != "blocks"}
+    return {**gathered(others, mesh), "blocks": params["blocks"]}
+
+
+def gathering(layer: Layer, mesh: AnyMesh | None) -> Layer:
+    """The layer, of parameters that are split over devices."""
+    return layer if mesh is None else lambda params, *rest: layer(gathered(params, mesh), *rest)
+
+
+def lm_parts(model: TransformerLM, mesh: AnyMesh | None = None) -> LMParts:
     """`lm_loss` of a model, which may be abstract, for steps that apply the layers themselves."""
     graphdef, params = nnx.split(nnx.eval_shape(lambda: model))
     no_blocks = {"blocks": nnx.to_pure_dict(params)["blocks"]}  # their shapes only
 
     def rest(others: Params) -> Any:
-        return nnx.merge(graphdef, others | no_blocks)
+        return nnx.merge(graphdef, gathered_others(others | no_blocks, mesh))
 
     return LMParts(
         lambda others, tokens, key: rest(others).embed(tokens[:, :-1]),
-        model.layer,
+        gathering(model.layer, mesh),
         lambda others, x, tokens, key: jnp.mean(rest(others).losses(x, tokens[:, 1:])),
     )
 
@@ -94,15 +107,15 @@ def make_lm_step(
 ) -> Callable[[LMState, Array, jax.Array], tuple[LMState, jax.Array]]:
     """Compiles `(state, tokens, key) -> (state, loss)`, the tokens sharded over the mesh.
 
-    `state` is replicated and donated. Dropout differs from step to step.
+    `state` stays where it is, and is donated. Dropout differs from step to step.
     """
-    return compile_lm_step(lm_step(graphdef, optimizer, apply_layers), mesh)
+    return compile_lm_step(lm_step(graphdef, optimizer, apply_layers, mesh=mesh), mesh)
 
 
 def compile_lm_step(step: Callable, mesh: Mesh) -> Callable:
     """For any `(state, tokens, key) -> (state, loss)`; the state stays where it is."""
-    compiled, by_batch = offload_jit(step), NamedSharding(mesh, P(AXIS))
-    return lambda state, tokens, key: compiled(state, jax.device_put(tokens, by_batch), key)
+    compiled, rows = offload_jit(step), by_batch(mesh)
+    return lambda state, tokens, key: compiled(state, jax.device_put(tokens, rows), key)
 
 
 def lm_step(
@@ -110,20 +123,25 @@ def lm_step(
     optimizer: optax.GradientTransformation,
     apply_layers: ApplyLayers = scan_layers,
     trainable: Any = True,
+    mesh: AnyMesh | None = None,
+    on_nan: OnNan = "stop",
 ) -> Callable:
-    """`make_lm_step` before it is compiled; `trainable` is as of `offload_train_step`."""
+    """`make_lm_step` before it is compiled; `trainable` is as of `offload_train_step`, and `on_nan`
+    as of `finite.guarded`."""
 
     def step(state: LMState, tokens: Array, key: jax.Array) -> tuple[LMState, jax.Array]:
         key = jax.random.fold_in(key, state.step)
         trained, frozen = parts_of("trainable", trainable, state.params)
 
         def loss_of(trained: Params) -> jax.Array:
-            return lm_loss(graphdef, Parts(trained, frozen).whole, tokens, key, apply_layers)
+            params = gathered_others(Parts(trained, frozen).whole, mesh)
+            return lm_loss(graphdef, params, tokens, key, apply_layers)
 
         loss, grads = jax.value_and_grad(loss_of)(trained)
         updates, opt_state = optimizer.update(grads, state.opt_state, trained)
         trained = optax.apply_updates(trained, updates)
-        return LMState(state.step + 1, Parts(trained, frozen).whole, opt_state), loss
+        new = LMState(state.step + 1, Parts(trained, frozen).whole, opt_state)
+        return guarded(on_nan, new, state, loss, grads)
 
     return step
 
@@ -132,10 +150,11 @@ def make_lm_eval_step(
     graphdef: nnx.GraphDef, mesh: Mesh, apply_layers: ApplyLayers = scan_layers
 ) -> Callable[[Params, Array, Array], jax.Array]:
     """Compiles `(params, tokens, weights) -> sum` of the losses of the windows, times `weights`."""
-    by_batch = NamedSharding(mesh, P(AXIS))
+    rows = by_batch(mesh)
 
     def step(params: Params, tokens: Array, weights: Array) -> jax.Array:
+        params = gathered_others(params, mesh)
         return jnp.sum(window_losses(graphdef, params, tokens, None, apply_layers) * weights)
 
     compiled = offload_jit(step, donate=False)
-    return lambda params, *batch: compiled(params, *jax.device_put(batch, by_batch))
+    return lambda params, *batch: compiled(params, *jax.device_put(batch, rows))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
+from jax.sharding import Mesh
 
 from ... import __version__
 from ..data.text import (
@@ -21,8 +21,16 @@ from ..data.text import (
     train_batches,
 )
 from ..errors import TrainError
-from ..loop import Measured, Part, Record, TrainStep
-from ..mesh import Devices, check_batch_size, data_mesh, local_devices
+from ..mesh import (
+    Devices,
+    check_batch_size,
+    global_batch,
+    place,
+    rows_here,
+    run_mesh,
+    with_shardings,
+)
+from ..task import Measured, Part, Record, TrainStep
 from .base import Base, find_base, score, with_weights
 from .config import LMConfig
 from .offloaded import OffloadedState, shardings_of
@@ -64,7 +72,7 @@ def prepare(
 
     Args:
         config: the options.
-        devices: those to train on; default: all local ones.
+        devices: those to train on; default: those of all processes.
         text: default: the one that `config.data` names.
         resume: the task is of a run that goes on; the one that it began with need not be there.
 
@@ -77,14 +85,14 @@ def prepare(
         config = dataclasses.replace(config, init_from=os.path.realpath(base.run.path))
     text = hold_out(load_text(config.data) if text is None else text, config.validation)
     check_length(text, config.context)
-    devices = local_devices() if devices is None else devices
-    check_batch_size(config.batch_size, devices)
-    if config.num_microbatches > 1 < len(devices):
+    mesh = run_mesh(config.mesh, devices)
+    check_batch_size(config.batch_size, mesh)
+    if config.num_microbatches > 1 < mesh.size:
         raise TrainError(
             f"num_microbatches (={config.num_microbatches}) is for one device, but there are "
-            f"{len(devices)}"
+            f"{mesh.size}"
         )
-    return LMTask(config, text, make_learner(config), devices, base)
+    return LMTask(config, text, make_learner(config, mesh), mesh, base)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,7 +102,7 @@ class LMTask:
     config: LMConfig
     text: Text
     learner: LMLearner
-    devices: Devices
+    mesh: Mesh
     base: Base | None = None  # that a new run begins with
 
     @property
@@ -115,6 +123,11 @@ class LMTask:
     def examples_per_step(self) -> int:
         return self.config.batch_size * self.config.context
 
+    @property
+    def fields(self) -> Sequence[str]:
+        held_out = ("validation_loss",) if len(self.text.validation) else ()
+        return "train_loss", "tokens_per_second", *held_out
+
     def describe(self) -> dict[str, Any]:
         held_out = {"validation_bytes": len(self.text.validation)}
         return self.config.describe(
@@ -130,28 +143,30 @@ class LMTask:
     def initial_state(self) -> LMState | OffloadedState:
         base = self.base or find_base(self.config)  # a run may go on before its first checkpoint
         state = self._drawn()
-        return state if base is None else with_weights(state, base, self.devices)
+        state = place(state, shardings_of(self.config, state, self.mesh))
+        return state if base is None else with_weights(state, base, self.mesh)
 
     def shapes(self) -> LMState | OffloadedState:
-        return jax.eval_shape(self._drawn)
+        shapes = jax.eval_shape(self._drawn)
+        return with_shardings(shapes, shardings_of(self.config, shapes, self.mesh))
 
     def _drawn(self) -> LMState | OffloadedState:
-        return initial_state(self.learner, data_mesh(self.devices))
-
-    def place(self, state: LMState | OffloadedState) -> LMState | OffloadedState:
-        return jax.device_put(state, shardings_of(self.config, state, data_mesh(self.devices)))
+        return initial_state(self.learner, self.mesh)
 
     def make_step(self) -> TrainStep:
-        return compile_lm_step(train_step(self.learner), data_mesh(self.devices))
+        return compile_lm_step(train_step(self.learner), self.mesh)
 
     def make_test(self) -> Callable[[LMState | OffloadedState, Part], Measured]:
-        learner, mesh = self.learner, data_mesh(self.devices)
-        eval_step = make_lm_eval_step(learner.graphdef, mesh, learner.apply_layers_in_test)
+        learner = self.learner
+        eval_step = make_lm_eval_step(learner.graphdef, self.mesh, learner.apply_layers_in_test)
         return lambda state, part: evaluate(self, eval_step, state, part)
 
-    def batches(self, done: int) -> Iterator[np.ndarray]:
-        config = self.config
-        return train_batches(self.text.train, config.context, config.batch_size, config.seed, done)
+    def batches(self, done: int) -> Iterator[jax.Array]:
+        config, size = self.config, self.config.batch_size
+        rows = rows_here(size, self.mesh)
+        data = self.text.train
+        for windows in train_batches(data, config.context, size, config.seed, done, rows):
+            yield global_batch(windows, size, self.mesh)
 
     def read(self, metrics: jax.Array) -> Measured:
         return {"loss": float(metrics)}
@@ -201,9 +216,11 @@ def evaluate(task: LMTask, eval_step: Any, state: LMState | OffloadedState, part
     if not len(data):
         return {}
     total, count = 0.0, 0.0
-    config = task.config
-    for tokens, weights in test_batches(data, config.context, config.batch_size):
-        total += float(eval_step(state.params, tokens, weights))
+    config, size = task.config, task.config.batch_size
+    rows = rows_here(size, task.mesh)
+    for tokens, weights in test_batches(data, config.context, size):
+        here = global_batch((tokens[rows], weights[rows]), size, task.mesh)
+        total += float(eval_step(state.params, *here))
         count += float(weights.sum())
     loss = total / count
     return {"loss": loss, "bits_per_byte": loss / math.log(2)}

@@ -159,6 +159,7 @@ def test_frozen_norms_stay_frozen():
     assert (stats["blocks"][0]["layers"][0]["norm2"]["mean"][...] != 0).all()
 
 
+@pytest.mark.exhaustive
 def test_converted_model_synchronises(mesh8):
     """`convert_batch_norm` reaches the operators: eight devices compute what one does, float64."""
     with jax.enable_x64(True):

@@ -367,6 +367,12 @@ def test_an_error_of_a_method_names_the_argument(method, name, values):
             getattr(model, method)(**right.get(method, {}) | {name: value})
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_tokens_that_are_none(shape):
+    with pytest.raises(ValueError, match=r"`tokens` of shape \(.*\) must be at least one of each"):
+        nnx.eval_shape(make)(np.zeros(shape, np.int32))
+
+
 @pytest.mark.parametrize("tokens", [np.zeros((2, 3)), np.zeros(3, np.int32), TOKENS[..., None]])
 def test_tokens_are_checked(tokens):
     with pytest.raises(ValueError, match=r"`tokens` must be integers \[batch, time\], not"):

@@ -1,4 +1,5 @@
 import functools
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -78,7 +79,8 @@ def test_zero_offset_is_a_convolution(conv, padding, pads):
         dimension_numbers=("NHWC", "HWIO", "NHWC"), precision="highest",
     )  # fmt: skip
     offset, mask = np.zeros((*want.shape[:3], 24)), np.ones((*want.shape[:3], 12))
-    options = dict(strides=(2, 1), padding=padding, kernel_dilation=(1, 2), feature_group_count=2)
+    options: dict[str, Any] = dict(padding=padding, feature_group_count=np.int64(2))
+    options |= dict(strides=np.array([2, 1]), kernel_dilation=(1, 2))
     for m in (None, mask):
         y = conv(x, offset, kernel, m, offset_groups=2, precision="highest", **options)
         assert_trees_close(y, want, 1e-6)

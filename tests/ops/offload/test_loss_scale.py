@@ -133,8 +133,8 @@ def make(mean=lambda x: x, **options):
         return mean((jnp.sin(x) * jnp.abs(batch).max()).mean()), model_state
 
     return offload_train_step(
-        run_embed, layer, run_head, ADAM, fuse_update=False, loss_scale=4.0, has_state=True,
-        num_microbatches=2, **options,
+        run_embed, layer, run_head, ADAM, fuse_update=False, has_state=True, num_microbatches=2,
+        **{"loss_scale": 4.0} | options,
     )  # fmt: skip
 
 
@@ -148,6 +148,21 @@ def test_one_row_that_overflows():
     assert_equal_bits(state[:4], before[:4])
     assert (float(state.loss_scale.scale), int(state.loss_scale.finite_steps)) == (2, 0)
     assert float(state.model_state["sum"]) > 1
+
+
+def test_a_step_that_is_skipped():
+    """Of one whose loss or gradients are not finite nothing is left, and the loss is NaN."""
+    init, step = make(loss_scale=None, skip_nonfinite=True)
+    state = init(to_host(params()), jnp.eye(WIDTH), {"sum": jnp.float32(0)})
+    run, batch = offload_jit(step), jnp.ones((4, WIDTH))
+    for bad in (3e38, jnp.inf, jnp.nan):
+        before = jax.tree.map(np.asarray, state)
+        state, loss = run(state, batch.at[3, 0].set(bad))
+        assert jnp.isnan(loss)
+        assert_equal_bits(state, before)
+    state, loss = run(state, batch)
+    assert jnp.isfinite(loss) and float(state.model_state["sum"]) == 2
+    assert np.any(np.asarray(state.layers["a"]) != before.layers["a"])
 
 
 def test_one_device_that_overflows():
@@ -176,6 +191,8 @@ def test_one_device_that_overflows():
 def test_a_scale_needs_all_gradients_before_the_update():
     with pytest.raises(ValueError, match=r"`loss_scale` \(=4.0\) needs .*: pass fuse_update"):
         offload_train_step(embed, layer, head, ADAM, loss_scale=4.0)
+    with pytest.raises(ValueError, match=r"`skip_nonfinite` \(=True\) needs .*: pass fuse_update"):
+        offload_train_step(embed, layer, head, ADAM, skip_nonfinite=True)
 
 
 def test_a_state_of_a_step_without_scale():

@@ -34,6 +34,8 @@ from tests.ops.offload.stacks import (
 )
 from tests.tiers import exhaustive
 
+pytestmark = pytest.mark.exhaustive  # JAX as it may be one day
+
 
 @pytest.fixture(params=["jax_scan3", "jax_custom_vjp3"])
 def switch(request):

@@ -188,6 +188,7 @@ def test_a_tuple_stays_one_and_second_results_are_of_every_layer():
     assert [a["largest"].shape for a in aux] == [(2,)] * len(LAYERS)
 
 
+@pytest.mark.exhaustive
 def test_what_layers_close_over_has_no_gradient_and_no_update():
     scale = jnp.float32(0.5)
 

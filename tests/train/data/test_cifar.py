@@ -8,6 +8,7 @@ import pytest
 
 from effjax.train.data.arrays_pickle import loads
 from effjax.train.data.load import load_dataset
+from effjax.train.data.text import load_text
 from effjax.train.errors import DataError
 from tests.train.data import archives
 
@@ -303,6 +304,42 @@ def test_links_and_giants_of_an_archive_are_not_followed(tmp_path):
     giant.size = 1 << 40
     path.write_bytes(giant.tobuf() + bytes(1024))
     with pytest.raises(DataError, match="anything: 1099511627776 bytes"):
+        load_dataset(f"cifar10:{path}")
+
+
+@pytest.mark.parametrize("kind", [b"L", b"K", b"x", b"g"])
+def test_a_long_name_is_not_read(tmp_path, kind):
+    """A small file of zeros, compressed, can hold one of gigabytes."""
+    member = tarfile.TarInfo("././@LongLink")
+    member.type, member.size = kind, 1 << 31
+    path = tmp_path / "long.tar"
+    path.write_bytes(member.tobuf() + bytes(1024))
+    with pytest.raises(DataError, match="not a whole .* .a name or comment of 2147483648 bytes"):
+        load_dataset(f"cifar10:{path}")
+
+
+@pytest.mark.parametrize("name", ["pipe", "/dev/zero"])
+def test_what_never_ends_is_not_read(tmp_path, name):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match=f"{name}: is no regular file; copy what it gives into one"):
+        load_dataset(f"cifar10:{tmp_path / name}")
+    with pytest.raises(DataError, match=f"{name}: is no regular file"):
+        load_text(f"text:{tmp_path / name}")
+    folder = archives.write_images(tmp_path / "images", {"a": 1, "b": 2})
+    os.symlink(tmp_path / name, folder / "a" / "1.png")
+    with pytest.raises(DataError, match=r"1\.png: is no regular file"):
+        load_dataset(f"folder:{folder}")
+
+
+def test_class_names_that_are_no_text(tmp_path):
+    """The text of lists in lists that share themselves would never be done."""
+    deep = []
+    for _ in range(100):
+        deep = [deep, deep]
+    files = archives.cifar10_python()
+    files["cifar-10-batches-py/batches.meta"] = pickle.dumps({"label_names": [deep] * 10}, 2)
+    path = archives.write_tar(tmp_path / "a.tar.gz", files)
+    with pytest.raises(DataError, match="class names are not text; fetch the archive again"):
         load_dataset(f"cifar10:{path}")
 
 

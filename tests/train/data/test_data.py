@@ -3,7 +3,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from effjax.train.data.dataset import Dataset, channel_statistics, hold_out, stratified_split
+from effjax.train.data.dataset import (
+    Dataset,
+    channel_counts,
+    channel_statistics,
+    hold_out,
+    stratified_split,
+)
+from effjax.train.data.folder import ImageFiles
 from effjax.train.data.load import load_dataset
 from effjax.train.errors import DataError, TrainError
 from tests.train.data import archives
@@ -139,7 +146,9 @@ def test_an_image_without_permission(tmp_path, monkeypatch):
 def test_channel_statistics():
     images = np.random.default_rng(0).integers(0, 256, (20, 5, 4, 3), np.uint8)
     images[..., 2] = 7
-    mean, std = channel_statistics(images)
+    counts = sum(channel_counts(images, share, of=3) for share in range(3))
+    np.testing.assert_array_equal(counts, channel_counts(images))
+    mean, std = channel_statistics(channel_counts(images))
     np.testing.assert_allclose(mean, (images / 255).mean((0, 1, 2)), rtol=1e-6)
     np.testing.assert_allclose(std[:2], (images / 255).std((0, 1, 2))[:2], rtol=1e-6)
     assert std[2] == 1  # constant: nothing to scale
@@ -154,6 +163,24 @@ def test_folder_with_its_own_split(tmp_path, held_out):
     assert data.train_labels.tolist() == [0, 0, 0, 1, 1]
     assert data.test_labels.tolist() == [0, 1, 1]
     assert data.class_names == ("cat", "dog")
+
+
+def test_a_large_folder_is_read_when_it_is_asked_for(tmp_path):
+    archives.write_images(tmp_path, {"cat": 9, "dog": 6})
+    whole, lazy = (
+        hold_out(load_dataset(f"folder:{tmp_path}", in_memory=size), 0.2) for size in (2**20, 0)
+    )
+    for part in ("train", "validation", "test"):
+        images, files = getattr(whole, f"{part}_images"), getattr(lazy, f"{part}_images")
+        assert isinstance(files, ImageFiles) and files.shape == images.shape
+        chosen = np.arange(len(images))[::-1]
+        np.testing.assert_array_equal(files[chosen], images[chosen])
+        np.testing.assert_array_equal(
+            getattr(lazy, f"{part}_labels"), getattr(whole, f"{part}_labels")
+        )
+    np.testing.assert_array_equal(
+        channel_counts(lazy.train_images), channel_counts(whole.train_images)
+    )
 
 
 def test_folder_is_split(tmp_path):

@@ -16,7 +16,7 @@ from effjax.train.images.steps import (
     make_train_step,
 )
 from effjax.train.images.task import prepare, train_batches
-from effjax.train.mesh import replicate
+from effjax.train.mesh import data_mesh, whole
 from tests.train import small
 
 WAYS = ["jit", "shard_map", "pmap"]
@@ -47,10 +47,11 @@ def runs(request, mesh8):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("effjax.train.images.task.model_builder", BUILDERS[request.param])
             task = prepare(config, devices, small.dataset(train=100))
-        step = make_train_step(parallel, task.learner, devices)
+        mesh = data_mesh(devices)
+        step = make_train_step(parallel, task.learner, mesh)
         nonlocal first
         first = first or jax.device_get(task.initial_state())
-        state = replicate(first, devices)
+        state = jax.device_put(first, whole(mesh))
         losses = []
         for batch in train_batches(task, epoch=1):
             before = jax.tree.leaves(state.params)[0]
@@ -86,15 +87,15 @@ class Noise(nnx.Module):
 
 @pytest.mark.parametrize("way", ["shard_map", "pmap"])
 def test_dropout_differs_by_step_and_by_device(way, mesh8):
-    devices = list(mesh8.devices.flat)
     graphdef, params, stats = nnx.split(Noise(), nnx.Param, ...)
     optimizer = optax.sgd(0.0)
     learner = Learner(graphdef, graphdef, optimizer, np.zeros(1), np.ones(1))
     state = TrainState(np.array(0, np.int32), params, stats, optimizer.init(params))
-    step = make_train_step(way, learner, devices)
+    mesh = data_mesh(list(mesh8.devices.flat))
+    step = make_train_step(way, learner, mesh)
     batch = Batch(np.zeros((8, 2, 2, 1), np.uint8), np.zeros((8,), np.int32))
     key = jax.random.key(3)
-    state = replicate(state, devices)
+    state = jax.device_put(state, whole(mesh))
     for number in range(2):
         state, metrics = step(state, batch, key)
         expected = []
@@ -109,4 +110,4 @@ def test_unknown_way():
     with pytest.raises(
         ValueError, match=r"parallel \(='pjit'\) must be one of jit, shard_map, pmap"
     ):
-        make_train_step("pjit", None)  # pyright: ignore[reportArgumentType]
+        make_train_step("pjit", None, data_mesh())  # pyright: ignore[reportArgumentType]

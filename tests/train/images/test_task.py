@@ -15,7 +15,7 @@ def test_no_device(monkeypatch):
     def fail():
         raise RuntimeError("no backend")
 
-    monkeypatch.setattr("jax.local_devices", fail)
+    monkeypatch.setattr("jax.devices", fail)
     with pytest.raises(TrainError, match=r"JAX finds no device \(no backend\); run effjax doctor"):
         prepare(Config(), dataset=small.dataset())
 
@@ -66,7 +66,7 @@ def test_inputs_are_normalised():
 def test_padding_of_the_last_batch_does_not_count():
     task = small.image_task(devices=8)
     state = task.initial_state()
-    tested = task.make_test()(task.place(state), "test")
+    tested = task.make_test()(state, "test")
 
     model = nnx.merge(task.learner.eval_graphdef, state.params, state.stats)
     logits = model(task.learner.inputs(task.dataset.test_images))

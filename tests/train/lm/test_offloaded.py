@@ -10,8 +10,9 @@ import pytest
 from effjax.train.checkpoint import Checkpoints
 from effjax.train.errors import TrainError
 from effjax.train.lm.offloaded import OffloadedState
-from effjax.train.loop import Progress, fit
+from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
+from effjax.train.task import Progress
 from tests.tiers import exhaustive, plainly
 from tests.train.small import CompiledOnce, lm_task
 
@@ -71,7 +72,7 @@ def test_offloaded_the_losses_are_the_same(mode, tmp_path, whole_on_one):
 @pytest.mark.parametrize("mode", plainly("params", "fused in memory", of=MODES))
 def test_where_the_layers_live(mode):
     one = lm_task(1, **MODES[mode])
-    state = one.place(one.initial_state())
+    state = one.initial_state()
     on_host = MODES[mode].get("offload") in ("params", "all")
     kinds = {a.sharding.memory_kind for a in jax.tree.leaves(state.params["blocks"])}
     assert kinds == {"pinned_host" if on_host else "device"}

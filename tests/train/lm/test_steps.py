@@ -7,7 +7,7 @@ from flax import nnx
 
 from effjax.models import scan_layers
 from effjax.train.lm.steps import lm_loss, lm_parts, make_lm_step
-from effjax.train.mesh import data_mesh, replicate
+from effjax.train.mesh import data_mesh, whole
 from tests.train.small import CompiledOnce, lm_task
 
 
@@ -50,7 +50,7 @@ def test_one_step_of_any_layers_on_any_devices(one):
     def step(devices, apply_layers):
         learner, mesh = one.learner, data_mesh(jax.devices()[:devices])
         run = make_lm_step(learner.graphdef, learner.optimizer, mesh, apply_layers)
-        state, loss = run(replicate(one.initial_state(), list(mesh.devices.flat)), tokens, key)
+        state, loss = run(jax.device_put(one.initial_state(), whole(mesh)), tokens, key)
         assert int(state.step) == 1
         return jax.tree.map(np.asarray, (state.params, loss))
 

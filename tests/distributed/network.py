@@ -1,0 +1,19 @@
+"""The network of the quickstart notebook, as its cells define it."""
+
+import functools
+import json
+import types
+
+from tests.distributed.launch import ROOT
+
+NOTEBOOK = ROOT / "notebooks" / "quickstart.ipynb"
+
+
+@functools.cache
+def network() -> types.SimpleNamespace:
+    """The names of the cells tagged `network`."""
+    names: dict = {"__name__": "network"}
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        if "network" in cell["metadata"].get("tags", ()):
+            exec(compile("".join(cell["source"]), NOTEBOOK, "exec"), names)
+    return types.SimpleNamespace(**names)

@@ -1,0 +1,60 @@
+"""Four devices of one process, of two and of four: the same losses, the same parameters."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from tests.distributed.cases import OPERATORS, WAYS, results
+from tests.distributed.launch import in_processes
+
+# Of the largest value of each array. Sums over devices are taken in another order, and in the
+# network each step makes more of that, gradients (momenta) most.
+TOLERANCE = {name: 2e-6 for name in OPERATORS} | {"network": 3e-4}
+
+
+@functools.cache
+def alone(names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    return results(cases_of(names))
+
+
+@functools.cache
+def found(names: tuple[str, ...], count: int) -> dict[str, np.ndarray]:
+    return in_processes(count, 4 // count, cases_of(names))
+
+
+def cases_of(names: tuple[str, ...]) -> list[str]:
+    return [f"{name} {way}" for name in names for way in WAYS]
+
+
+def check(names: tuple[str, ...], count: int) -> None:
+    """As one process finds it, and in each way of running a step."""
+    got, want = found(names, count), alone(names)
+    assert got.keys() == want.keys()
+    for case, a in got.items():
+        name, way, which = case.split(" ", 2)
+        for of, b in (("1 process", want[case]), ("jit", got[f"{name} jit {which}"])):
+            scale = max(np.abs(b).max(), 0.02)  # some are zero but for rounding
+            np.testing.assert_allclose(
+                a, b, rtol=0, atol=TOLERANCE[name] * scale, err_msg=f"{case}, not as in {of}"
+            )
+    assert all(np.ptp(a) > 0 for case, a in got.items() if case.endswith("losses"))
+
+
+def test_operators_in_two_processes():
+    check(tuple(OPERATORS), 2)
+
+
+@pytest.mark.exhaustive
+def test_operators_in_four_processes():
+    """Each device is a rank, in whatever process it is: sums are taken as in two, in one order."""
+    names = tuple(OPERATORS)
+    check(names, 4)
+    for case, a in found(names, 2).items():
+        np.testing.assert_array_equal(found(names, 4)[case], a, err_msg=case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("count", [2, 4])
+def test_network(count):
+    check(("network",), count)

@@ -1,0 +1,195 @@
+"""`effjax train` in several real processes: the same run as in one, whatever happens to it."""
+
+import json
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from effjax.train.checkpoint import Checkpoints
+from effjax.train.images import task as images
+from effjax.train.images.config import Config
+from effjax.train.lm import task as lm
+from effjax.train.lm.config import LMConfig
+from effjax.train.loop import fit
+from effjax.train.run_directory import RunDirectory
+from tests.distributed.commands import DEVICES, ended, start, train
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 60
+LM = "lm --layers 2 --width 64 --heads 2 --context 16 --batch-size 8 --steps 6 --report-every 3"
+LOSSES = "train_loss", "validation_loss"
+PREEMPTED = 75
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "fox.txt"
+    path.write_text(TEXT)
+    return [*LM.split(), "--data", f"text:{path}"]
+
+
+def lines(path):
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(path):
+    return [[line[name] for name in LOSSES] for line in lines(path) if LOSSES[0] in line]
+
+
+def task_of(path):
+    """That of a run, on as many devices of this process."""
+    run = RunDirectory.open(path)
+    options, devices = run.config["options"], jax.devices()[:DEVICES]
+    if run.config["command"] == "lm":
+        return lm.prepare(LMConfig(**options), devices, resume=True)
+    return images.prepare(Config(**options), devices)
+
+
+def parameters(path, task):
+    """Of the last checkpoint, whatever devices wrote it."""
+    with Checkpoints(RunDirectory.open(path).checkpoints, read_only=True) as saved:
+        return jax.device_get(saved.restore(task.shapes(), max(saved.steps)))
+
+
+def check_run(path, rounding=1.0):
+    """Raises AssertionError unless its losses and its last state are those of a run in this process
+    alone, to the rounding of sums in another order, times what the steps make of it."""
+    task = task_of(path)
+    alone = RunDirectory.create(path.with_name("alone"), task.describe(), overwrite=False)
+    fit(task, alone)
+    np.testing.assert_allclose(losses(path), losses(alone.path), rtol=1e-5 * rounding)
+    states = parameters(path, task), parameters(alone.path, task)
+    for got, wanted in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4 * rounding)
+
+
+SPLIT = "--mesh", "data=2,fsdp=2", "--offload", "all", "--fuse-update"
+
+
+STOPS = """
+if process == 1:
+    import os, signal, time
+    from effjax.train.lm.task import LMTask
+    read, asked = LMTask.read, []
+    def read_then_ask(self, metrics):
+        if not asked:  # once, and until JAX has noticed it
+            asked.append(os.kill(os.getpid(), signal.SIGTERM))
+            time.sleep(3)
+        return read(self, metrics)
+    LMTask.read = read_then_ask"""
+
+
+def test_stopped_in_two_processes_and_resumed_in_one(tmp_path, text):
+    """Parameters split and on the host; one process is told to end, and both are saved."""
+    run = tmp_path / "run"
+    found = ended(start(2, *text, *SPLIT, "--out", run, before=STOPS))
+    assert [code for code, _, _ in found] == [PREEMPTED] * 2, found
+    assert "stopped and saved at step" in found[0][2]
+    assert ["compiling" in said for _, said, _ in found] == [True, False]
+    assert lines(run)[-1] == {"kind": "interrupted"}
+    train(1, "lm", "--resume", run, "--mesh", "data=4")
+    check_run(run)
+    assert [line["kind"] for line in lines(run)] == ["step", "step", "final"]
+
+
+@pytest.mark.exhaustive
+def test_resumed_by_as_many_processes_ends_with_the_same_bits(tmp_path, text):
+    runs = tmp_path / "stopped", tmp_path / "whole"
+    found = ended(start(2, *text, *SPLIT, "--out", runs[0], before=STOPS))
+    assert [code for code, _, _ in found] == [PREEMPTED] * 2, found
+    train(2, "lm", "--resume", runs[0])
+    train(2, *text, *SPLIT, "--out", runs[1])
+    assert losses(runs[0]) == losses(runs[1])
+    states = [parameters(run, task_of(runs[0])) for run in runs]
+    for a, b in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+DENSENET = "densenet --depth 10 --growth-rate 12 --epochs 2 --batch-size 256"
+RESNET = "deform-resnet --no-baseline --epochs 1 --batch-size 512"
+RUNS = {  # with the number of processes
+    "densenet": (2, DENSENET),
+    "densenet in shard_map": (2, f"{DENSENET} --parallel shard_map"),
+    "densenet in pmap": (2, f"{DENSENET} --parallel pmap"),
+    "densenet split": (4, f"{DENSENET} --mesh data=2,fsdp=2"),
+    "deform-resnet split": (2, f"{RESNET} --mesh fsdp=4"),
+    "lm split": (2, f"{LM} --mesh data=2,fsdp=2 --remat"),
+    "lm offloaded": (4, f"{LM} --offload all"),
+    "lm fused, split": (2, f"{LM} --mesh fsdp=4 --fuse-update --checkpoint-every 2"),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", RUNS)
+def test_processes_take_the_steps_of_one(tmp_path, text, name):
+    number, argv = RUNS[name][0], RUNS[name][1].split()
+    argv += text[-2:] if argv[0] == "lm" else []
+    said = train(number, *argv, "--out", tmp_path / "run")
+    assert ["written" in one for one in said] == [True] + [False] * (number - 1)
+    if argv[0] != "deform-resnet":
+        return check_run(tmp_path / "run")
+    # Samples begin on pixels, where their gradient depends on the side that rounding puts them to.
+    check_run(tmp_path / "run" / "deformable", rounding=100)
+
+
+def dies(how):
+    """Process 1 does, after its second step."""
+    return f"""
+if process == 1:
+    import os, signal
+    from effjax.train.lm.task import LMTask
+    read, steps = LMTask.read, []
+    def read_then_die(self, metrics):
+        steps.append(metrics)
+        if len(steps) == 2:
+            {how}
+        return read(self, metrics)
+    LMTask.read = read_then_die"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_process_that_is_gone_ends_all(tmp_path, text, how):
+    """Soon, with its number, and the run goes on from its last checkpoint."""
+    argv = [*text, *SPLIT, "--out", tmp_path / "run"]
+    began = time.monotonic()
+    before = dies(f"os.kill(os.getpid(), signal.{how})")
+    started = start(2, *argv, before=before, heartbeat_timeout=10)
+    try:
+        _, said = started[0].communicate(timeout=120)
+    finally:
+        started[1].send_signal(signal.SIGKILL)
+        started[1].communicate()
+    assert started[0].returncode not in (0, PREEMPTED) and time.monotonic() - began < 100
+    assert "unhealthy" in said and "\n1\n" in said  # process 1, as JAX says it
+    train(1, "lm", "--resume", tmp_path / "run")
+    check_run(tmp_path / "run")
+
+
+@pytest.mark.exhaustive
+def test_an_error_of_one_process_ends_all(tmp_path, text):
+    argv = [*text, "--out", tmp_path / "run"]
+    before = dies("from effjax.train.errors import TrainError; raise TrainError('no such luck')")
+    (first, _, _), (second, _, said) = ended(start(2, *argv, before=before, heartbeat_timeout=5))
+    assert first not in (0, PREEMPTED) and second == 2
+    assert "effjax: no such luck\n" in said
+
+
+@pytest.mark.exhaustive
+def test_other_options_are_refused(tmp_path, text):
+    before = "if process == 1: import sys; sys.argv += ['--seed', '7']"
+    found = ended(start(2, *text, "--out", tmp_path / "run", before=before))
+    assert found[1][0] == 2 and "option seed (=7) is 0 in process 0; give all" in found[1][2]
+    assert found[0][0] != 0 and not (tmp_path / "run").exists()
+
+
+@pytest.mark.exhaustive
+def test_an_error_of_all_is_said_by_all(tmp_path, text):
+    """The directory is the first one's to check."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").touch()
+    found = ended(start(2, *text, "--out", tmp_path / "run"))
+    assert [code for code, _, _ in found] == [2, 2], found
+    assert all("not empty and not a run; give another --out" in said for _, _, said in found)

@@ -1,0 +1,196 @@
+"""The devices of a run: how they are named, where arrays lie, and what moves between them."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from effjax.memory import collectives
+from effjax.train.errors import TrainError
+from effjax.train.images import task as images
+from effjax.train.images.config import Config
+from effjax.train.lm import task as lm
+from effjax.train.lm.config import LMConfig
+from effjax.train.lm.recipe import train_step
+from effjax.train.mesh import (
+    FSDP,
+    by_batch,
+    check_batch_size,
+    devices_of,
+    gathered,
+    global_batch,
+    rows_here,
+    run_mesh,
+    sharding_of,
+    whole,
+)
+from tests.tiers import plainly
+from tests.train import small
+
+BOTH = "data=2,fsdp=2"
+
+
+def mesh_of(axes):
+    return run_mesh(axes, jax.devices()[: math.prod(int(part[-1]) for part in axes.split(","))])
+
+
+def test_all_devices_are_along_data():
+    mesh = run_mesh(None, jax.devices()[:3])
+    assert dict(mesh.shape) == {"data": 3} and devices_of(mesh) == "3 devices: cpu"
+
+
+@pytest.mark.parametrize("axes", [BOTH, " fsdp = 2 , data=2"])
+def test_axes_by_name(axes):
+    mesh = run_mesh(axes, jax.devices()[:4])
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2}
+    assert devices_of(mesh).startswith("4 devices (") and "fsdp=2" in devices_of(mesh)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ("data=3", r"mesh \(=data=3\) is of 3 devices, but there are 4; change one of its sizes"),
+        *((axes, "must be like data=2,fsdp=4: each axis once, with its size") for axes in (
+            "", "data", "data=", "data=0", "data=-4", "data=4,", "data=2,data=2", "model=4",
+            "data:4", "data=2.0,fsdp=2",
+        )),
+    ],
+)  # fmt: skip
+def test_axes_that_do_not_fit(axes, message):
+    with pytest.raises(TrainError, match=message):
+        run_mesh(axes, jax.devices()[:4])
+
+
+def test_a_batch_is_split_over_all_devices():
+    mesh = mesh_of(BOTH)
+    batch = {"x": np.arange(24).reshape(8, 3), "y": np.arange(8)}
+    placed = global_batch(batch, 8, mesh)
+    assert jax.tree.all(jax.tree.map(np.array_equal, placed, batch))
+    assert placed["x"].sharding.shard_shape((8, 3)) == (2, 3)
+    assert placed["x"].sharding.is_equivalent_to(by_batch(mesh), 2)
+    assert rows_here(8, mesh) == slice(0, 8)
+    with pytest.raises(TrainError, match=r"batch_size \(=6\) is not divisible .* \(=4\); use 4"):
+        check_batch_size(6, mesh)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((64, 32), P("fsdp")),
+        ((64, 64), P(None, "fsdp")),  # the last of equals
+        ((3, 3, 16, 64), P(None, None, None, "fsdp")),
+        ((63, 34), P(None, "fsdp")),  # the first one cannot be split
+        ((63, 33), P()),
+        ((31, 32), P()),  # small
+        ((), P()),
+    ],
+)
+def test_where_parameters_lie(shape, spec):
+    assert sharding_of(shape, mesh_of(BOTH)).spec == spec
+    assert sharding_of(shape, mesh_of("data=4")).spec == P()
+
+
+def test_layers_are_not_split_by_their_number():
+    assert sharding_of((4096, 2, 600), mesh_of(BOTH), stacked=True).spec == P(None, None, "fsdp")
+    assert sharding_of((4096, 8), mesh_of(BOTH), stacked=True).spec == P()
+
+
+def test_gathered_parameters_have_split_gradients():
+    mesh = mesh_of(BOTH)
+    w = jax.device_put(np.ones((64, 32), np.float32), sharding_of((64, 32), mesh))
+    inside: list[Any] = []
+
+    def loss(w):
+        w = gathered({"w": w}, mesh)["w"]
+        jax.debug.inspect_array_sharding(w, callback=inside.append)
+        return (w**2).sum()
+
+    dw = jax.jit(jax.grad(loss))(w)
+    np.testing.assert_array_equal(dw, np.full((64, 32), 2))
+    assert dw.sharding.is_equivalent_to(w.sharding, 2)
+    assert inside and all(found.is_equivalent_to(whole(mesh), 2) for found in inside)
+
+
+def moved(program, *args) -> dict[str, int]:
+    """Bytes by kind of collective, of a step."""
+    found: dict[str, int] = {}
+    for one in collectives(program.lower(*args).compile().as_text()):
+        found[one.kind] = found.get(one.kind, 0) + one.bytes * one.count
+    return found
+
+
+def split_bytes(shapes) -> int:
+    """Of all parameters that are split over devices."""
+    return sum(
+        math.prod(a.shape) * a.dtype.itemsize
+        for a in jax.tree.leaves(shapes)
+        if FSDP in jax.tree.leaves(tuple(a.sharding.spec))
+    )
+
+
+def test_a_step_on_images_gathers_parameters_and_nothing_else():
+    """Once each; what else moves is sums: of statistics, of gradients."""
+    config = Config(depth=10, growth_rate=16, batch_size=32, mesh=BOTH, augment=False)
+    task = images.prepare(config, jax.devices()[:4], small.dataset())
+    shapes = task.shapes()
+    found = moved(task.make_step(), shapes, next(task.batches(0)), jax.random.key(0))
+    assert split_bytes(shapes.params) > 0 and set(found) == {"all-gather", "all-reduce"}
+    assert found["all-gather"] == split_bytes(shapes.params)
+
+
+@pytest.mark.parametrize(
+    ("times", "options"),
+    [
+        pytest.param(1, {}, id="in memory"),
+        pytest.param(2, {"remat": True}, id="remat"),
+        pytest.param(2, {"fuse_update": True}, id="fused"),
+    ],
+)
+def test_a_step_on_text_gathers_a_layer_at_a_time(times, options):
+    """Once forward, and again in the backward pass where layers are computed again."""
+    config = LMConfig(layers=3, width=64, heads=2, context=12, batch_size=4, mesh=BOTH, **options)
+    task = lm.prepare(config, jax.devices()[:4], small.TEXT)
+    shapes = task.shapes()
+    where = jax.tree.map(lambda a: a.sharding, shapes)
+    step = jax.jit(train_step(task.learner), donate_argnums=0, out_shardings=(where, None))
+    found = moved(step, shapes, next(task.batches(0)), jax.random.key(0))
+    layers = shapes.params["blocks"]
+    others = {name: a for name, a in shapes.params.items() if name != "blocks"}
+    assert set(found) == {"all-gather", "all-reduce"}
+    assert found["all-gather"] == times * split_bytes(layers) + split_bytes(others)
+
+
+@pytest.mark.parametrize("way", ["shard_map", "pmap"])
+def test_ways_that_split_no_parameters(way):
+    config = Config(batch_size=32, mesh=BOTH, parallel=way)
+    with pytest.raises(TrainError, match=rf"mesh \(={BOTH}\) with fsdp is for --parallel jit, not"):
+        images.prepare(config, jax.devices()[:4], small.dataset())
+
+
+STEPS = {
+    "images": functools.partial(small.image_task, devices=4, augment=False),
+    "lm": functools.partial(small.lm_task, devices=4, width=64),
+    "offloaded": functools.partial(
+        small.lm_task, devices=4, width=64, offload="all", fuse_update=True
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", plainly("lm", of=STEPS))
+def test_split_parameters_take_the_same_steps(kind):
+    """To rounding; the state stays where it is."""
+    states = []
+    for axes in ("data=4", BOTH):
+        task = STEPS[kind](mesh=axes)
+        state, batches, step = task.initial_state(), task.batches(0), task.make_step()
+        for _ in range(2):
+            state, _ = step(state, next(batches), jax.random.key(0))
+        states.append(jax.device_get(state))
+        for a, like in zip(*map(jax.tree.leaves, (state, task.shapes())), strict=True):
+            assert a.sharding.is_equivalent_to(like.sharding, a.ndim)
+    for got, wanted in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
