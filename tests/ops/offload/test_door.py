@@ -113,6 +113,7 @@ CALLS: dict[Any, tuple[dict, dict]] = {
             "loss_scale": [0, 0.5, float("inf"), float("nan"), "a", [2.0]],
             "head_has_aux": NO_FLAG,
             "has_state": NO_FLAG,
+            "skip_nonfinite": NO_FLAG,
             **{n: bad for n, bad in {**OPTIONS, **MORE}.items() if n not in ("key", "grads")},
             "grads": ["host"],
             "slices": [2],
