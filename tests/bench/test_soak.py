@@ -40,9 +40,9 @@ def whole(tmp_path_factory):
         yield kill.final(folder / "run")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_killed_and_resumed_ends_with_the_same_bits(tmp_path, whole, seed):
-    moments = "save", ("step", "start", "save")[seed], "save"
+    moments = "save", ("step", "start")[seed], "save"
     found = kill.trial(tmp_path / "run", whole, kill.OPTIONS, moments, random.Random(seed))
     assert found.kills and found.same_parameters and found.same_metrics
 

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import time
 
 import jax
 import numpy as np
@@ -15,7 +14,7 @@ from effjax.train.lm import task as lm
 from effjax.train.lm.config import LMConfig
 from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
-from tests.distributed.commands import DEVICES, ended, start, train
+from tests.distributed.commands import DEVICES, PATIENCE, ended, start, train
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
 LM = "lm --layers 2 --width 64 --heads 2 --context 16 --batch-size 8 --steps 6 --report-every 3"
@@ -110,14 +109,11 @@ def test_resumed_by_as_many_processes_ends_with_the_same_bits(tmp_path, text):
 DENSENET = "densenet --depth 10 --growth-rate 12 --epochs 2 --batch-size 256"
 RESNET = "deform-resnet --no-baseline --epochs 1 --batch-size 512"
 RUNS = {  # with the number of processes
-    "densenet": (2, DENSENET),
     "densenet in shard_map": (2, f"{DENSENET} --parallel shard_map"),
     "densenet in pmap": (2, f"{DENSENET} --parallel pmap"),
-    "densenet split": (4, f"{DENSENET} --mesh data=2,fsdp=2"),
+    "densenet split": (2, f"{DENSENET} --mesh data=2,fsdp=2"),
     "deform-resnet split": (2, f"{RESNET} --mesh fsdp=4"),
-    "lm split": (2, f"{LM} --mesh data=2,fsdp=2 --remat"),
-    "lm offloaded": (4, f"{LM} --offload all"),
-    "lm fused, split": (2, f"{LM} --mesh fsdp=4 --fuse-update --checkpoint-every 2"),
+    "lm offloaded, split": (4, f"{LM} --mesh fsdp=4 --offload all --checkpoint-every 2"),
 }
 
 
@@ -154,15 +150,14 @@ if process == 1:
 def test_a_process_that_is_gone_ends_all(tmp_path, text, how):
     """Soon, with its number, and the run goes on from its last checkpoint."""
     argv = [*text, *SPLIT, "--out", tmp_path / "run"]
-    began = time.monotonic()
     before = dies(f"os.kill(os.getpid(), signal.{how})")
     started = start(2, *argv, before=before, heartbeat_timeout=10)
     try:
-        _, said = started[0].communicate(timeout=120)
+        _, said = started[0].communicate(timeout=PATIENCE)
     finally:
         started[1].send_signal(signal.SIGKILL)
         started[1].communicate()
-    assert started[0].returncode not in (0, PREEMPTED) and time.monotonic() - began < 100
+    assert started[0].returncode not in (0, PREEMPTED)
     assert "unhealthy" in said and "\n1\n" in said  # process 1, as JAX says it
     train(1, "lm", "--resume", tmp_path / "run")
     check_run(tmp_path / "run")
