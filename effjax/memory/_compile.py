@@ -273,20 +273,20 @@ def compile_for(
 def _said_at_its_end(run: subprocess.Popen) -> str:
     """What a process says; one that somebody has stopped, and does not continue, is ended."""
     stopped = 0
-    try:
-        while True:
-            try:
-                return run.communicate(timeout=1)[1]
-            except subprocess.TimeoutExpired:
-                stopped = stopped + 1 if _is_stopped(run.pid) else 0
-            if stopped > PATIENCE:
-                raise PlanError(
-                    f"the compiler (process {run.pid}) has been stopped for {PATIENCE} s, and was "
-                    "ended: plan again"
-                )
-    finally:
-        run.kill()
-        run.wait()
+    with run:  # closes its pipes
+        try:
+            while True:
+                try:
+                    return run.communicate(timeout=1)[1]
+                except subprocess.TimeoutExpired:
+                    stopped = stopped + 1 if _is_stopped(run.pid) else 0
+                if stopped > PATIENCE:
+                    raise PlanError(
+                        f"the compiler (process {run.pid}) has been stopped for {PATIENCE} s, and "
+                        "was ended: plan again"
+                    )
+        finally:
+            run.kill()
 
 
 def _is_stopped(process: int) -> bool:

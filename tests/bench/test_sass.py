@@ -19,8 +19,8 @@ needs_tools = pytest.mark.skipif(
 @needs_tools
 def test_kernels_are_within_their_budgets(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["sass.py"])
-    with importlib.resources.as_file(importlib.resources.files(native)) as folder:
-        sass.main(Path(folder) / "libeffjax_cuda.so", json=tmp_path)
+    with importlib.resources.as_file(native._file("cuda")) as library:
+        sass.main(library, json=tmp_path)
     rows = json.loads((tmp_path / "deform_conv_sass.json").read_text())["rows"]
     assert {row["name"] for row in rows} == {f"{of}, {dtype}" for of, dtype in sass.BUDGETS}
     assert "columns, bfloat16" in capsys.readouterr().out
