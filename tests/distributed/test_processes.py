@@ -7,6 +7,7 @@ import pytest
 
 from tests.distributed.cases import OPERATORS, WAYS, results
 from tests.distributed.launch import in_processes
+from tests.tiers import exhaustive
 
 # Of the largest value of each array. Sums over devices are taken in another order, and in the
 # network each step makes more of that, gradients (momenta) most.
@@ -41,8 +42,9 @@ def check(names: tuple[str, ...], count: int) -> None:
     assert all(np.ptp(a) > 0 for case, a in got.items() if case.endswith("losses"))
 
 
-def test_operators_in_two_processes():
-    check(tuple(OPERATORS), 2)
+@pytest.mark.parametrize("names", [("batch_norm", "deform_conv"), exhaustive(tuple(OPERATORS))])
+def test_operators_in_two_processes(names):
+    check(names, 2)
 
 
 @pytest.mark.exhaustive

@@ -204,7 +204,8 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", plainly("text, all", of=FORMS))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("form", FORMS)
 def test_a_step_that_changes_nothing(form):
     make, options = FORMS[form]
     task, plain = (Bad(make(on_nan=how, **options), {}) for how in ("skip", "stop"))
