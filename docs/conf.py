@@ -1,5 +1,6 @@
 """The site of these pages, of the notebooks and of the docstrings."""
 
+import inspect
 import os
 import re
 import shutil
@@ -34,15 +35,16 @@ myst_fence_as_directive = ["math"]
 myst_heading_anchors = 3
 
 default_role = "py:obj"  # what `has a page` is a link, and all else code
-nitpick_ignore_regex = [("py:obj", ".*"), ("py:.*", r"(?!effjax\.\w+$).*")]
+nitpick_ignore_regex = [("py:obj", ".*")]
 autodoc_default_options = {"members": True, "special-members": "__call__"}
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
-autodoc_typehints_format = "short"
-maximum_signature_line_length = 80
-napoleon_use_ivar = True
+autodoc_typehints = "none"  # the docstrings say more
 napoleon_use_param = False  # arguments may share a description
-napoleon_custom_sections = [(f"Further {what}", "params_style") for what in ("arguments", "fields")]
+napoleon_use_rtype = False
+napoleon_custom_sections = [
+    (name, "params_style") for name in ("Attributes", "Further arguments", "Further fields")
+]
 
 
 def setup(app):
@@ -50,6 +52,7 @@ def setup(app):
     app.connect("doctree-read", link_names)
     app.connect("autodoc-skip-member", skip_member)
     app.connect("autodoc-process-docstring", mark_what_is_kept)
+    app.connect("autodoc-process-signature", sign)
 
 
 def link_files(app, docname, source):
@@ -82,6 +85,20 @@ def mark_what_is_kept(app, what, name, found, options, lines):
     lines[:] = [re.sub(r"^Kept for the backward pass:", r"**\g<0>**", line) for line in lines]
 
 
+def sign(app, what, name, found, options, signature, returns):
+    """Classes by their own arguments, of which Flax's metaclasses know nothing or too much."""
+    if not signature:
+        return
+    if what == "class":
+        of_init = inspect.signature(found.__init__).parameters
+        hidden = {"self", "parent", "name"} if "parent" in of_init else {"self"}
+        plain = [p.replace(annotation=p.empty) for n, p in of_init.items() if n not in hidden]
+        signature = str(inspect.Signature(plain))
+    signature = re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", signature)
+    return re.sub(r"<[^<>]*(<locals>)?[^<>]*>", "…", signature), None
+
+
 def skip_member(app, what, name, found, skip, options):
-    """Fields of tuples, which are described in the docstring of their class."""
-    return skip or (getattr(found, "__doc__", None) or "").startswith("Alias for field number")
+    """Not the fields of tuples, which are described with their class, nor dtypes in fields."""
+    is_field = (getattr(found, "__doc__", None) or "").startswith("Alias for field number")
+    return skip or is_field or isinstance(found, type)

@@ -150,7 +150,7 @@ def plan(
 
     Nothing is computed and no GPU is used: `args` may be shapes, and the caller's backend is left
     as it is. The compiler runs in a process of its own; a small step takes it seconds, a deep
-    network a minute.
+    network a minute::
 
         peak = arguments + outputs − aliased + temporaries + code + constants
         fits = peak ≤ memory_fraction · the GPU's memory, and host bytes ≤ host_memory_bytes
