@@ -17,6 +17,7 @@ shutil.copytree(ROOT / "notebooks", ROOT / "docs/notebooks", dirs_exist_ok=True)
 project = "effjax"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["README.md"]  # it is a part of index.md
+linkcheck_anchors = False  # of GitHub, which makes them by scripts
 html_theme = "sphinx_book_theme"
 html_title = project
 html_static_path = ["style"]
@@ -34,6 +35,7 @@ myst_enable_extensions = ["dollarmath"]
 myst_fence_as_directive = ["math"]
 myst_heading_anchors = 3
 
+nitpicky = True
 default_role = "py:obj"  # what `has a page` is a link, and all else code
 nitpick_ignore_regex = [("py:obj", ".*")]
 autodoc_default_options = {"members": True, "special-members": "__call__"}
