@@ -19,9 +19,10 @@ def convert_deform_conv(
 
     Understands the layers of maskrcnn-benchmark (`DeformConv`, `ModulatedDeformConv`, both with
     `Pack`, `DFConv2d`), mmcv (`DeformConv2d`, `ModulatedDeformConv2d`, both with `Pack`) and
-    torchvision (`DeformConv2d`). They agree on the order of offset and mask channels, which is effjax's too;
-    kernels go from OIHW to HWIO. `from_torch` puts layers and networks into modules that are there
-    already; this also takes convolutions of any name, and offsets and masks that are apart.
+    torchvision (`DeformConv2d`). They agree on the order of offset and mask channels, which is
+    effjax's too; kernels go from OIHW to HWIO. `from_torch` puts layers and networks into modules
+    that are there already; this also takes convolutions of any name, and offsets and masks that are
+    apart.
 
     Args:
         weights: the layer's part of a `state_dict()`, as arrays: `weight`, `bias`,
