@@ -15,6 +15,7 @@ SOURCE = "https://github.com/effjax/effjax"
 shutil.copytree(ROOT / "notebooks", ROOT / "docs/notebooks", dirs_exist_ok=True)
 
 project = "effjax"
+author = "The effjax authors"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["README.md"]  # it is a part of index.md
 linkcheck_anchors = False  # of GitHub, which makes them by scripts
