@@ -186,10 +186,20 @@ def test_links_lead_somewhere(page):
 
 def test_every_page_is_linked_to():
     for page in PAGES[1:]:
-        if page.name != "README.md":
+        if page.name not in ("README.md", "index.md"):
             link = page.relative_to(ROOT / "docs").as_posix()
             assert page in GUIDES or f"(docs/{link})" in README.read_text(), link
             assert f"({link})" in (ROOT / "docs/README.md").read_text(), link
+
+
+def test_the_reference_has_every_public_name():
+    """What a module exports is on the page of its name, and nothing else is."""
+    for page in ROOT.glob("docs/reference/effjax*.md"):
+        module = importlib.import_module(page.stem)
+        source = pathlib.Path(module.__file__ or "").read_text()
+        exported = re.findall(r"^from .* import (\w+) as \1$|^def ([a-z]\w+)", source, re.M)
+        listed = re.findall(r"^(?:\.\. (?:auto\w+|data)::| {9}) (\w+)$", page.read_text(), re.M)
+        assert sorted(map("".join, exported)) == sorted(listed), page.name
 
 
 def test_benchmarks_exist():

@@ -17,11 +17,12 @@ def convert_deform_conv(
 ) -> dict[str, Any]:
     """Parameters of effjax's deformable convolutions from those of a PyTorch layer.
 
-    Understands the layers of maskrcnn-benchmark (`DeformConv`, `ModulatedDeformConv`, both `Pack`s,
-    `DFConv2d`), mmcv (`DeformConv2d`, `ModulatedDeformConv2d`, both `Pack`s) and torchvision
-    (`DeformConv2d`). They agree on the order of offset and mask channels, which is effjax's too;
-    kernels go from OIHW to HWIO. `from_torch` puts layers and networks into modules that are there
-    already; this also takes convolutions of any name, and offsets and masks that are apart.
+    Understands the layers of maskrcnn-benchmark (`DeformConv`, `ModulatedDeformConv`, both with
+    `Pack`, `DFConv2d`), mmcv (`DeformConv2d`, `ModulatedDeformConv2d`, both with `Pack`) and
+    torchvision (`DeformConv2d`). They agree on the order of offset and mask channels, which is
+    effjax's too; kernels go from OIHW to HWIO. `from_torch` puts layers and networks into modules
+    that are there already; this also takes convolutions of any name, and offsets and masks that are
+    apart.
 
     Args:
         weights: the layer's part of a `state_dict()`, as arrays: `weight`, `bias`,
@@ -32,8 +33,8 @@ def convert_deform_conv(
             the masks are the last third of the other's channels, or there are none.
 
     Returns:
-        `{"kernel", "bias", "offset_conv": {"kernel", "bias"}}`, as far as the layer has them: the
-        `params` of linen's `DeformConv`, `ModulatedDeformConv` and their `Pack`s, and what
+        ``{"kernel", "bias", "offset_conv": {"kernel", "bias"}}``, as far as the layer has them:
+        the `params` of linen's `DeformConv`, `ModulatedDeformConv` and both with `Pack`, and what
         `nnx.update` takes for nnx's. Of a `DFConv2d`, those of its `conv`.
 
     Raises:

@@ -44,11 +44,12 @@ class Instruction(NamedTuple):
 class Collective:
     """Collectives of one kind and size, made by one line of the program.
 
-    kind:   "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", …
-    bytes:  of one of them on one device: of its operands or its results, whichever is more.
-    count:  how often it runs in a call of the program, loops included.
-    source: the line that asks for it, "file.py:12", empty if unknown.
-    caller: the user's line that led there, if `source` is of a library.
+    Attributes:
+        kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", …
+        bytes: of one of them on one device: of its operands or its results, whichever is more.
+        count: how often it runs in a call of the program, loops included.
+        source: the line that asks for it, "file.py:12", empty if unknown.
+        caller: the user's line that led there, if `source` is of a library.
     """
 
     kind: str
@@ -62,12 +63,13 @@ class Collective:
 class Transfer:
     """Copies of one size between device and host, made by one line of the program.
 
-    direction: "to_device" or "to_host".
-    shape:     what is copied, such as "f32[128,128]".
-    bytes:     of one copy, on one device.
-    count:     how often it runs in a call of the program, loops included.
-    source:    the line that asks for it, "file.py:12", empty if unknown.
-    caller:    the user's line that led there, if `source` is of a library.
+    Attributes:
+        direction: "to_device" or "to_host".
+        shape: what is copied, such as "f32[128,128]".
+        bytes: of one copy, on one device.
+        count: how often it runs in a call of the program, loops included.
+        source: the line that asks for it, "file.py:12", empty if unknown.
+        caller: the user's line that led there, if `source` is of a library.
     """
 
     direction: Literal["to_device", "to_host"]

@@ -18,9 +18,10 @@ _LIMIT = 2**31  # of the search
 class MaxBatch:
     """What `max_batch_size` found.
 
-    batch_size: the largest that fits; 0 if none does.
-    plan:       of that batch; of the smallest one if none fits.
-    tried:      the peak of each batch size that was compiled.
+    Attributes:
+        batch_size: the largest that fits; 0 if none does.
+        plan: of that batch; of the smallest one if none fits.
+        tried: the peak of each batch size that was compiled.
     """
 
     batch_size: int

@@ -34,7 +34,7 @@ class Comparison(dict[str, MemoryPlan]):
 def compare(
     programs: Mapping[str, Callable[..., Any]], *args: Any, progress: bool = False, **options: Any
 ) -> Comparison:
-    """Plans each of several programs for the same arguments, some of them at a time.
+    """Plans each of several programs for the same arguments, some of them at a time::
 
         print(compare({"plain": step, "recompute": other_step}, params, batch, target="a100-40"))
 
@@ -60,7 +60,7 @@ def compare(
 def plan_all(
     steps: Mapping[str, tuple[Any, ...]], *, progress: bool = False, **options: Any
 ) -> Comparison:
-    """Plans several programs, each with arguments of its own; else as `compare`.
+    """Plans several programs, each with arguments of its own; else as `compare`::
 
         plan_all({"in memory": (step, state, batch), "offloaded": (other, other_state, batch)})
 

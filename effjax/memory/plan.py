@@ -35,12 +35,13 @@ class Bytes:
 class Buffer:
     """An array in device memory.
 
-    shape:     such as "f32[64,32,32,48]".
-    bytes:     on each device.
-    kind:      "argument", "output", "temporary" or "constant".
-    operation: JAX's name of what made it: an argument's path, a primitive in its functions.
-    source:    the line that made it, "file.py:12", empty if unknown.
-    caller:    the user's line that led there, if `source` is of a library.
+    Attributes:
+        shape: such as "f32[64,32,32,48]".
+        bytes: on each device.
+        kind: "argument", "output", "temporary" or "constant".
+        operation: JAX's name of what made it: an argument's path, a primitive in its functions.
+        source: the line that made it, "file.py:12", empty if unknown.
+        caller: the user's line that led there, if `source` is of a library.
     """
 
     shape: str
@@ -55,16 +56,17 @@ class Buffer:
 class MemoryPlan:
     """What a compiled program needs on each device; made by `plan`.
 
-    target:            the GPU.
-    num_devices:       how many of them the program spans.
-    memory_fraction:   the share of the GPU's memory that JAX takes for arrays.
-    host_memory_bytes: pinned host memory that a process has, for all of its devices.
-    device, host:      bytes in device memory and in pinned host memory.
-    constant_bytes:    arrays that the program itself holds, in device memory.
-    peak_buffers:      what device memory holds when it is fullest, largest first.
-    collectives:       exchanges between devices, most bytes first.
-    transfers:         copies between device and host, most bytes first.
-    hlo:               the optimized program as text.
+    Attributes:
+        target: the GPU.
+        num_devices: how many of them the program spans.
+        memory_fraction: the share of the GPU's memory that JAX takes for arrays.
+        host_memory_bytes: pinned host memory that a process has, for all of its devices.
+        device, host: bytes in device memory and in pinned host memory.
+        constant_bytes: arrays that the program itself holds, in device memory.
+        peak_buffers: what device memory holds when it is fullest, largest first.
+        collectives: exchanges between devices, most bytes first.
+        transfers: copies between device and host, most bytes first.
+        hlo: the optimized program as text.
     """
 
     target: Target
@@ -81,7 +83,7 @@ class MemoryPlan:
 
     @property
     def peak_device_bytes(self) -> int:
-        """Device memory while the program runs: its arguments, results, temporaries, constants."""
+        """Device memory while the program runs, for arguments, results, temporaries, constants."""
         return self.device.total + self.constant_bytes
 
     @property
@@ -148,7 +150,7 @@ def plan(
 
     Nothing is computed and no GPU is used: `args` may be shapes, and the caller's backend is left
     as it is. The compiler runs in a process of its own; a small step takes it seconds, a deep
-    network a minute.
+    network a minute::
 
         peak = arguments + outputs − aliased + temporaries + code + constants
         fits = peak ≤ memory_fraction · the GPU's memory, and host bytes ≤ host_memory_bytes
@@ -162,10 +164,10 @@ def plan(
         fn: the function, such as a training step. It may be jitted already (`jax.jit`, `nnx.jit`,
             `effjax.offload_jit`), with its own shardings and donations; arguments that it does not
             use are then not counted, as jax.jit drops them.
-        *args: its arguments: arrays or `jax.ShapeDtypeStruct`s in any pytrees; of `nnx.jit` modules
-            and optimizers too, whose arrays may be shapes (`nnx.eval_shape`). Their shardings hold,
-            over any mesh (a `jax.sharding.AbstractMesh` needs no devices), and so do their memory
-            kinds: what lives in `pinned_host` counts as host bytes.
+        *args: its arguments: arrays or shapes (`jax.ShapeDtypeStruct`) in any pytrees; of `nnx.jit`
+            modules and optimizers too, whose arrays may be shapes (`nnx.eval_shape`). Their
+            shardings hold, over any mesh (a `jax.sharding.AbstractMesh` needs no devices), and so
+            do their memory kinds: what lives in `pinned_host` counts as host bytes.
         target: one of `list_targets()`, or a path to the text of an XLA GpuTargetConfigProto.
         num_devices: how many devices the program spans; None: what its shardings say.
         memory_fraction: the share of the GPU's memory that JAX takes: what

@@ -17,10 +17,11 @@ _OF_ARRAYS = "Give a function of arrays, by nnx.split and nnx.merge."
 class ResidualReport(NamedTuple):
     """What `residual_bytes` found.
 
-    bytes:          all arrays kept for the backward pass, each counted once.
-    argument_bytes: the part of `bytes` that is the function's own arguments (parameters, say),
-                    which are alive anyway.
-    largest:        `(shape, dtype, how many, their bytes together)`, largest first.
+    Attributes:
+        bytes: all arrays kept for the backward pass, each counted once.
+        argument_bytes: the part of `bytes` that is the function's own arguments (parameters, say),
+            which are alive anyway.
+        largest: `(shape, dtype, how many, their bytes together)`, largest first.
     """
 
     bytes: int
@@ -41,8 +42,8 @@ class ResidualReport(NamedTuple):
 def residual_bytes(fn: Callable[..., Any], *args: Any, has_aux: bool = False) -> ResidualReport:
     """Counts the bytes that `jax.vjp(fn, *args)` keeps for the backward pass.
 
-    Nothing is computed: `fn` is traced by `jax.eval_shape`, so `args` may be
-    `jax.ShapeDtypeStruct`s.
+    Nothing is computed: `fn` is traced by `jax.eval_shape`, so `args` may be shapes
+    (`jax.ShapeDtypeStruct`).
 
     Everything that the vjp function holds is counted, arguments that it needs again included (a
     convolution keeps its kernel); an array held twice is counted once. `argument_bytes` says how

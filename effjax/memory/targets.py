@@ -12,10 +12,11 @@ from ..ops._arguments import described
 class Target:
     """A GPU to compile for.
 
-    name:         as in `plan(target=name)`.
-    description:  the product's name.
-    memory_bytes: of the whole device, as CUDA reports it.
-    config:       an XLA `GpuTargetConfigProto` as text: all that the compiler knows of the device.
+    Attributes:
+        name: as in `plan(target=name)`.
+        description: the product's name.
+        memory_bytes: of the whole device, as CUDA reports it.
+        config: an XLA `GpuTargetConfigProto` as text: all that the compiler knows of the device.
     """
 
     name: str
