@@ -18,7 +18,7 @@ from flax import nnx
 
 from ..memory.compare import plan_all
 from ..models import TransformerLM, scan_layers
-from ._measure import write_record
+from ._result import write_record
 
 SLICES = 16  # of the time axis
 

@@ -15,7 +15,7 @@ from ..memory import Comparison, compare
 from ..memory.compare import plan_all
 from ..train.images.config import Config
 from ..train.images.forms import training_steps
-from ._measure import write_record
+from ._result import write_record
 from .dense_block import BLOCKS, init, train_step
 
 DEPTHS = [12, 24, 48]

@@ -15,7 +15,7 @@ from flax import linen as nn
 from ..memory.compare import plan_all
 from ..models import RESNETS
 from ..models.linen import ResNet
-from ._measure import write_record
+from ._result import write_record
 from .memory import rows_of
 
 

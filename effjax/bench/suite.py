@@ -1,0 +1,169 @@
+"""All benchmarks by name, one way through: what they find is printed, and written to a folder as
+JSON, as pictures and as one summary.
+
+Each is a function ``results(size)`` in a file of its own, which yields a `Result` a table. Nothing
+heavy is imported before one runs.
+"""
+
+import importlib
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from ._result import Result, Size
+
+INTERRUPTED = 130
+
+
+class Benchmark(NamedTuple):
+    """The file in this folder that has its `results`, and what they show."""
+
+    module: str
+    shows: str
+
+
+BENCHMARKS = {
+    "batch-norm": Benchmark(
+        "batch_norm", "batch norm with ReLU beside Flax's: time, and bytes kept"
+    ),
+    "sync-batch-norm": Benchmark(
+        "sync_batch_norm",
+        "batch norm over 1 to 8 simulated devices beside Flax's: all-reduces, bytes kept, error",
+    ),
+    "dense-block": Benchmark(
+        "dense_block",
+        "a step of a dense block beside autodiff, Flax, jax.checkpoint and PyTorch: time",
+    ),
+    "depth": Benchmark(
+        "depth", "the memory of a dense block by its depth, and how fast it grows, in all forms"
+    ),
+    "densenet": Benchmark(
+        "densenet", "a training step of a DenseNet beside Flax's layers and jax.checkpoint: time"
+    ),
+    "deform-conv": Benchmark(
+        "deform_conv", "deformable convolution beside torchvision and plain XLA: time"
+    ),
+    "deform-attention": Benchmark(
+        "deform_attention", "deformable attention beside a packed gather of plain XLA: time"
+    ),
+    "roi": Benchmark("roi", "roi_align over a feature pyramid beside torchvision: time"),
+    "offload": Benchmark(
+        "offload",
+        "a language model in memory, recomputed, by JAX's offload policies, and offloaded",
+    ),
+    "planner": Benchmark("planner", "what the planner itself takes, by the depth of the model"),
+    "cross-entropy": Benchmark(
+        "cross_entropy", "the gradients of a large vocabulary beside whole logits: planned memory"
+    ),
+    "resnet": Benchmark("resnet", "a training step of a ResNet beside Flax's layers: planned memory"),
+}  # fmt: skip
+
+
+class Report:
+    """What has been found so far; its summary is there after each benchmark."""
+
+    def __init__(self, folder: Path, command: str):
+        self.folder, self.command = folder, command
+        self.sections: list[str] = []
+        self.left_out: dict[str, str] = {}
+        self.failed: dict[str, str] = {}
+        self.lines: list[str] = []
+
+    def add(self, name: str, result: "Result") -> None:
+        """Prints a table, and writes it with its picture."""
+        from ._plot import draw, save
+        from ._result import as_markdown, publish
+
+        publish(result, self.folder, self.command)
+        text = as_markdown(result)
+        if (figure := draw(result)) is not None:
+            save(figure, self.folder / f"{result.name}.svg")
+            text += f"\n![{result.title}]({result.name}.svg)\n"
+        self.sections.append(text)
+        self.lines += headlines(name, result)
+        self.write()
+
+    def write(self) -> None:
+        """DIR/summary.md"""
+        from ._result import machine, versions
+
+        found = versions()
+        packages = ", ".join(f"{n} {v}" for n, v in found.items() if n not in ("device", "python"))
+        cpu = machine()
+        head = [
+            "# Benchmarks of effjax", "", f"`{self.command}`", "",
+            f"{cpu['cpu']}, {cpu['threads']} of {cpu['cores']} cores; {found['device']}; "
+            f"Python {found['python']}, {packages}.", "",
+            *(f"- {line}" for line in self.endings()), "",
+        ]  # fmt: skip
+        path = self.folder / "summary.md"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join([*head, *self.sections]))
+
+    def endings(self) -> list[str]:
+        """The lines of the summary."""
+        others = [f"{name}: left out, {why}" for name, why in self.left_out.items()]
+        others += [f"{name}: FAILED, {why}" for name, why in self.failed.items()]
+        return self.lines + others
+
+
+def headlines(name: str, result: "Result") -> list[str]:
+    """A line a table: its best row of effjax, beside the reference."""
+    ours = [row for row in result.rows if "effjax" in row["name"] or "offloaded" in row["name"]]
+    timed = [row for row in ours if row.get("ratio") is not None]
+    if not timed:
+        return [f"{name}: {result.title}"]
+    best = min(timed, key=lambda row: row["ratio"])
+    low, high = best.get("ratio_quartiles") or (best["ratio"],) * 2
+    beside = result.config.get("reference", "the reference")
+    return [
+        f"{name}: {result.title}: {best['name']} takes {best['ratio']:.2f} ({low:.2f}–{high:.2f}) "
+        f"of what {beside} takes"
+    ]
+
+
+def run_all(
+    names: Sequence[str], size: "Size", folder: Path, command: str, say: Callable[[str], None] = print
+) -> int:
+    """Runs benchmarks one after the other; returns the exit code.
+
+    One that cannot run here says why and is left out; one that fails is said at the end, and the
+    code is 1. Ctrl-C ends them all, and what was found before is there.
+    """
+    from ._result import Unavailable
+
+    report, code = Report(folder, command), 0
+    for i, name in enumerate(names, 1):
+        start = time.perf_counter()
+        say(f"[{i}/{len(names)}] {name}: {BENCHMARKS[name].shows}")
+        try:
+            for result in results_of(name, size):
+                report.add(name, result)
+        except Unavailable as why:
+            report.left_out[name] = str(why)
+            say(f"{name}: left out, {why}")
+        except KeyboardInterrupt:
+            say(f"interrupted in {name}; what was found is in {folder}")
+            code = INTERRUPTED
+            break
+        except Exception as error:
+            log = folder / f"{name}.log"
+            folder.mkdir(parents=True, exist_ok=True)
+            log.write_text(traceback.format_exc())
+            first = (str(error).strip() or "without a word").splitlines()[0][:200]
+            report.failed[name] = f"{type(error).__name__}: {first} (see {log.name})"
+            say(f"{name}: FAILED, {report.failed[name]}")
+        say(f"{name}: {time.perf_counter() - start:.0f} s\n")
+    if report.sections or report.left_out or report.failed:
+        report.write()
+    say("\n".join(report.endings()))
+    say(f"written to {folder}: summary.md, and a JSON file and a picture for each table")
+    return code or int(bool(report.failed))
+
+
+def results_of(name: str, size: "Size") -> Iterator["Result"]:
+    """The tables of one benchmark, each as soon as it is there."""
+    yield from importlib.import_module(f".{BENCHMARKS[name].module}", __package__).results(size)
