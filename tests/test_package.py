@@ -49,6 +49,7 @@ OWN = {
         "models",
         "native",
         "convert",
+        "bench",
     },
     "bench": {"effjax", "train", "train.images", "train.lm", "memory", "models", "ops", "native"},
 }

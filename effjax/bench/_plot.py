@@ -74,8 +74,12 @@ def draw_bars(title: str, rows: Sequence[dict], plot: Bars) -> Any:
     return figure
 
 
-def _label(row: dict, groups: str | None) -> str:
-    return row["name"] if groups is None else f"{row['name']}, {groups} {row[groups]:g}"
+def _label(row: dict, groups: Sequence[str]) -> str:
+    words = (
+        str(row[key]) if isinstance(row[key], str) else f"{key.replace('_', ' ')} {row[key]:g}"
+        for key in groups
+    )
+    return ", ".join([row["name"], *words])
 
 
 def draw_curves(title: str, lines: dict[str, dict[float, float]], plot: Curves) -> Any:

@@ -16,6 +16,7 @@ from rich.table import Table
 
 import effjax
 
+from ..memory import PlanError, check_compiler
 from ._measure import threads
 
 Size = Literal["small", "published"]
@@ -26,12 +27,20 @@ class Unavailable(Exception):
     """A benchmark that cannot run here; it says what is missing and how to get it."""
 
 
+def need_compiler() -> None:
+    """Raises `Unavailable` where nothing can be planned for a GPU."""
+    try:
+        check_compiler()
+    except PlanError as error:
+        raise Unavailable(f"what is planned for a GPU: {error}") from error
+
+
 class Bars(NamedTuple):
     """A plot: a horizontal bar a row, with its quartiles where the row has `KEY_quartiles`."""
 
     key: str
     label: str
-    groups: str | None = None  # what else tells rows apart
+    groups: Sequence[str] = ()  # what else tells rows apart
     log: bool = False
 
 
@@ -45,7 +54,7 @@ class Curves(NamedTuple):
     exponents: bool = True  # whether to say how fast each grows
 
 
-RATIOS = Bars("ratio", "time beside the reference, half of the rounds between the ends of the line")
+RATIOS = Bars("ratio", "time beside the reference (lines: quartiles of the rounds)")
 
 
 class Result(NamedTuple):

@@ -216,9 +216,7 @@ def main(
 ) -> None:
     """Times a step of the block in every form, and reads XLA's temporary bytes, in one run."""
     for depth in layers:
-        publish(
-            bench(depth, batch_size, image_size, growth_rate, channels, dtype, rounds), json
-        )
+        publish(bench(depth, batch_size, image_size, growth_rate, channels, dtype, rounds), json)
 
 
 if __name__ == "__main__":

@@ -56,10 +56,10 @@ BENCHMARKS = {
     ),
     "planner": Benchmark("planner", "what the planner itself takes, by the depth of the model"),
     "cross-entropy": Benchmark(
-        "cross_entropy", "the gradients of a large vocabulary beside whole logits: planned memory"
+        "cross_entropy", "gradients of a large vocabulary beside whole logits: planned memory"
     ),
-    "resnet": Benchmark("resnet", "a training step of a ResNet beside Flax's layers: planned memory"),
-}  # fmt: skip
+    "resnet": Benchmark("resnet", "a step of a ResNet beside Flax's layers: planned memory"),
+}
 
 
 class Report:
@@ -126,7 +126,11 @@ def headlines(name: str, result: "Result") -> list[str]:
 
 
 def run_all(
-    names: Sequence[str], size: "Size", folder: Path, command: str, say: Callable[[str], None] = print
+    names: Sequence[str],
+    size: "Size",
+    folder: Path,
+    command: str,
+    say: Callable[[str], None] = print,
 ) -> int:
     """Runs benchmarks one after the other; returns the exit code.
 
@@ -142,8 +146,8 @@ def run_all(
         try:
             for result in results_of(name, size):
                 report.add(name, result)
-        except Unavailable as why:
-            report.left_out[name] = str(why)
+        except (Unavailable, ModuleNotFoundError) as error:
+            report.left_out[name] = why = _said(error)
             say(f"{name}: left out, {why}")
         except KeyboardInterrupt:
             say(f"interrupted in {name}; what was found is in {folder}")
@@ -162,6 +166,14 @@ def run_all(
     say("\n".join(report.endings()))
     say(f"written to {folder}: summary.md, and a JSON file and a picture for each table")
     return code or int(bool(report.failed))
+
+
+def _said(error: Exception) -> str:
+    """What is missing, and how to get it."""
+    package = (getattr(error, "name", None) or "").partition(".")[0]
+    if package == "effjax":  # not the user's to install
+        raise error
+    return f'{package} is missing; run pip install "effjax[train]"' if package else str(error)
 
 
 def results_of(name: str, size: "Size") -> Iterator["Result"]:

@@ -157,7 +157,7 @@ def tables(rows: dict[str, Any], shape: tuple[int, ...], rounds: int) -> list[Re
         f"gradients of batch norm over simulated devices, {shape}",
         config,
         rows["devices"],
-        Bars("all_reduces", "all-reduces, forward and backward together", groups="devices"),
+        Bars("all_reduces", "all-reduces, forward and backward together", groups=["devices"]),
         [
             "kept: for the backward pass, in multiples of the input's bytes. all-reduces: of the "
             "whole program, the sums of the gradients of scale and bias included. The devices are "
@@ -169,7 +169,7 @@ def tables(rows: dict[str, Any], shape: tuple[int, ...], rounds: int) -> list[Re
         "relative error of the variance against float64, by the mean of the values (deviation 1)",
         {"shape": shape, "dtype": "float32"},
         rows["errors"],
-        Bars("variance_error", "largest relative error of a channel", groups="mean", log=True),
+        Bars("variance_error", "largest relative error of a channel", groups=["mean"], log=True),
     )
     return [over_devices, errors]
 
