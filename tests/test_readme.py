@@ -185,7 +185,8 @@ def test_benchmarks_exist():
     records = sorted(MEASURED.rglob("*.json"))
     commands = [json.loads(path.read_text())["command"] for path in records]
     for path, command in zip(records, commands, strict=True):
-        assert f"--json {path.parent.relative_to(ROOT)}" in command
+        folder = path.parent.relative_to(ROOT)
+        assert f"--json {folder}" in command or f"--out {folder}" in command
     texts = [*commands, *(page.read_text() for page in PAGES)]
     for module in {name for text in texts for name in re.findall(r"-m (effjax\.[\w.]+\w)", text)}:
         assert importlib.util.find_spec(module), module

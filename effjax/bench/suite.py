@@ -66,11 +66,12 @@ class Report:
     """What has been found so far; its summary is there after each benchmark."""
 
     def __init__(self, folder: Path, command: str):
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.command = folder, command
         self.sections: list[str] = []
-        self.left_out: dict[str, str] = {}
-        self.failed: dict[str, str] = {}
         self.lines: list[str] = []
+        self.last: list[str] = []  # of what did not end
+        self.failed = False
 
     def add(self, name: str, result: "Result") -> None:
         """Prints a table, and writes it with its picture."""
@@ -99,15 +100,24 @@ class Report:
             f"Python {found['python']}, {packages}.", "",
             *(f"- {line}" for line in self.endings()), "",
         ]  # fmt: skip
-        path = self.folder / "summary.md"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join([*head, *self.sections]))
+        (self.folder / "summary.md").write_text("\n".join([*head, *self.sections]))
+
+    def stopped(self, name: str, error: Exception) -> str:
+        """Notes that a benchmark did not end; returns why."""
+        if said := _missing(error):
+            said = f"left out, {said}"
+        else:
+            self.failed = True
+            log = self.folder / f"{name}.log"
+            log.write_text("".join(traceback.format_exception(error)))
+            first = (str(error).strip() or "without a word").splitlines()[0][:200]
+            said = f"FAILED, {type(error).__name__}: {first} (see {log.name})"
+        self.last.append(f"{name}: {said}")
+        return said
 
     def endings(self) -> list[str]:
         """The lines of the summary."""
-        others = [f"{name}: left out, {why}" for name, why in self.left_out.items()]
-        others += [f"{name}: FAILED, {why}" for name, why in self.failed.items()]
-        return self.lines + others
+        return self.lines + self.last
 
 
 def headlines(name: str, result: "Result") -> list[str]:
@@ -137,8 +147,6 @@ def run_all(
     One that cannot run here says why and is left out; one that fails is said at the end, and the
     code is 1. Ctrl-C ends them all, and what was found before is there.
     """
-    from ._result import Unavailable
-
     report, code = Report(folder, command), 0
     for i, name in enumerate(names, 1):
         start = time.perf_counter()
@@ -146,34 +154,29 @@ def run_all(
         try:
             for result in results_of(name, size):
                 report.add(name, result)
-        except (Unavailable, ModuleNotFoundError) as error:
-            report.left_out[name] = why = _said(error)
-            say(f"{name}: left out, {why}")
         except KeyboardInterrupt:
             say(f"interrupted in {name}; what was found is in {folder}")
             code = INTERRUPTED
             break
         except Exception as error:
-            log = folder / f"{name}.log"
-            folder.mkdir(parents=True, exist_ok=True)
-            log.write_text(traceback.format_exc())
-            first = (str(error).strip() or "without a word").splitlines()[0][:200]
-            report.failed[name] = f"{type(error).__name__}: {first} (see {log.name})"
-            say(f"{name}: FAILED, {report.failed[name]}")
+            say(f"{name}: {report.stopped(name, error)}")
         say(f"{name}: {time.perf_counter() - start:.0f} s\n")
-    if report.sections or report.left_out or report.failed:
-        report.write()
+    report.write()
     say("\n".join(report.endings()))
     say(f"written to {folder}: summary.md, and a JSON file and a picture for each table")
-    return code or int(bool(report.failed))
+    return code or int(report.failed)
 
 
-def _said(error: Exception) -> str:
-    """What is missing, and how to get it."""
+def _missing(error: Exception) -> str | None:
+    """What a benchmark lacks, and how to get it; None: it has failed."""
+    from ._result import Unavailable
+
+    if isinstance(error, Unavailable):
+        return str(error)
     package = (getattr(error, "name", None) or "").partition(".")[0]
-    if package == "effjax":  # not the user's to install
-        raise error
-    return f'{package} is missing; run pip install "effjax[train]"' if package else str(error)
+    if isinstance(error, ModuleNotFoundError) and package not in ("", "effjax"):
+        return f'{package} is missing; run pip install "effjax[train]"'
+    return None
 
 
 def results_of(name: str, size: "Size") -> Iterator["Result"]:

@@ -45,12 +45,12 @@ def bench(
             for name, found in BENCHMARKS.items():
                 typer.echo(f"{name:{width}}  {found.shows}")
             return
-        chosen = list(BENCHMARKS) if names == ["all"] else list(dict.fromkeys(names or []))
+        asked = list(dict.fromkeys(names or []))
+        chosen = [*BENCHMARKS] if "all" in asked else asked
         if not chosen:
             raise TrainError("say which: effjax bench all, or names; --list shows them")
         if unknown := [name for name in chosen if name not in BENCHMARKS]:
-            known = ", ".join(BENCHMARKS)
-            raise TrainError(f"{unknown[0]!r} is no benchmark; give all alone, or of {known}")
+            raise TrainError(f"{unknown[0]!r} must be one of all, {', '.join(BENCHMARKS)}")
         if out is None:
             raise TrainError("--out is missing: a folder for what is found")
         _check_folder(out)
