@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import effjax
 
@@ -51,7 +52,6 @@ class Curves(NamedTuple):
     y: str
     label: str
     unit: float = 1.0
-    exponents: bool = True  # whether to say how fast each grows
 
 
 RATIOS = Bars("ratio", "time beside the reference (lines: quartiles of the rounds)")
@@ -71,6 +71,11 @@ class Result(NamedTuple):
     rows: list[dict[str, Any]]
     plot: Bars | Curves | None = RATIOS
     notes: Sequence[str] = ()
+
+
+def is_ours(result: Result, name: str) -> bool:
+    """Whether a row is effjax's: by its name, or by `config["ours"]`."""
+    return "effjax" in name or name in result.config.get("ours", ())
 
 
 # Header, key of the row, format, unit.
@@ -107,11 +112,10 @@ def cells(rows: Sequence[dict]) -> list[list[str]]:
 
 def show(result: Result) -> None:
     """Prints it as a table."""
-    header, *rows = cells(result.rows)
-    table = Table(title=result.title)
-    table.add_column(header[0], no_wrap=True)
-    for name in header[1:]:
-        table.add_column(name, no_wrap=True, justify="right")
+    header, *rows = ([Text(cell) for cell in row] for row in cells(result.rows))  # no markup
+    table = Table(title=Text(result.title))
+    for i, name in enumerate(header):
+        table.add_column(name, no_wrap=True, justify="right" if i else "left")
     for row in rows:
         table.add_row(*row)
     console = Console()

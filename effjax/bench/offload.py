@@ -226,7 +226,9 @@ def bench(
     return Result(
         f"offload_{table}_{setting.layers}x{setting.width}_{setting.microbatches}_{setting.dtype}",
         f"language model, {table}, {setting.layers} layers, {size_of(setting)}",
-        config | {"threads": threads(), "reference": next(iter(forms))},
+        config
+        | {"threads": threads(), "reference": next(iter(forms))}
+        | {"ours": [name for name in forms if name not in peers()]},
         rows,
         notes=["The forms say which they are compared with; on a CPU host and device are one."],
     )
@@ -260,6 +262,7 @@ def results(size: Size) -> Iterator[Result]:
 def by_depth(setting: Setting, forms: dict[str, Form], depths: list[int], target: str) -> Result:
     """Planned memory of whole steps."""
     config = dataclasses.asdict(setting) | {"target": target}
+    config |= {"ours": [name for name in forms if name not in peers()]}
     del config["layers"]
     title = f"language model, steps with {setting.optimizer} planned for {target}"
     return Result(

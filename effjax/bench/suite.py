@@ -121,18 +121,20 @@ class Report:
 
 
 def headlines(name: str, result: "Result") -> list[str]:
-    """A line a table: its best row of effjax, beside the reference."""
-    ours = [row for row in result.rows if "effjax" in row["name"] or "offloaded" in row["name"]]
-    timed = [row for row in ours if row.get("ratio") is not None]
-    if not timed:
-        return [f"{name}: {result.title}"]
-    best = min(timed, key=lambda row: row["ratio"])
-    low, high = best.get("ratio_quartiles") or (best["ratio"],) * 2
-    beside = result.config.get("reference", "the reference")
-    return [
-        f"{name}: {result.title}: {best['name']} takes {best['ratio']:.2f} ({low:.2f}–{high:.2f}) "
-        f"of what {beside} takes"
-    ]
+    """A line a table: every row of effjax beside the reference, or how fast each grows."""
+    from ._result import RATIOS, is_ours
+
+    if result.plot == RATIOS:
+        found = [row for row in result.rows if is_ours(result, row["name"])]
+        said = [
+            f"{row['name']} {row['ratio']:.2f} ({low:.2f}–{high:.2f})"
+            for row in found
+            for low, high in [row.get("ratio_quartiles") or (row["ratio"],) * 2]
+        ]
+        said.append(f"of the time of {result.config.get('reference', 'the reference')}")
+    else:
+        said = [f"{r['name']} ∝ depth^{r['exponent']:.2f}" for r in result.rows if "exponent" in r]
+    return [": ".join(filter(None, [name, result.title, ", ".join(said)]))]
 
 
 def run_all(
