@@ -128,7 +128,7 @@ def _name_ends(ax: Any, ends: Sequence[tuple[float, float, str, str, bool]]) -> 
 def _figure(title: str, height: float) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.2, height), layout="constrained")
+    figure = Figure(figsize=(8.6, height), layout="constrained")
     ax = figure.subplots(subplot_kw={"facecolor": "none"})
     ax.set_title(title, color=TEXT, fontsize=9, loc="left", wrap=True)
     ax.tick_params(colors=TEXT, labelsize=9)
