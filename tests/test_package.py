@@ -51,7 +51,18 @@ OWN = {
         "convert",
         "bench",
     },
-    "bench": {"effjax", "train", "train.images", "train.lm", "memory", "models", "ops", "native"},
+    "bench": {
+        "effjax",
+        "train",
+        "train.images",
+        "train.lm",
+        "memory",
+        "models",
+        "linen",
+        "nnx",
+        "ops",
+        "native",
+    },
 }
 FLAX = {"jax", "numpy", "flax"}
 THIRD = {
