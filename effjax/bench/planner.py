@@ -65,7 +65,8 @@ def bench(blocks: Sequence[int], models: Sequence[int], target: str) -> Result:
 
 def results(size: Size) -> Iterator[Result]:
     need_compiler()
-    yield bench(*SIZES[size], "h200")
+    blocks, models = SIZES[size]
+    yield bench(blocks, models, "h200")
 
 
 def main(
