@@ -8,6 +8,7 @@ planner expects of `--target`. `--depths` times nothing: it plans steps of model
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -87,23 +88,26 @@ def bench_steps(setting: Setting, forms: dict[str, Form], rounds: int) -> list[d
 
     "device_peak_bytes" is what the process has held on a GPU at most, read after the form's first
     steps. Forms that need least come first: it is their own, unless less than that of one before.
+    "compile_seconds" is by what the first step takes longer than the second.
     """
     tokens, key = setting.batch(), jax.random.key(2)
     steps = {name: step_of(setting, form) for name, form in forms.items()}
     compiled = {name: offload_jit(found.step) for name, found in steps.items()}
     start = {n: lambda n=n: steps[n].init(*make_params(setting, forms[n].layers)) for n in forms}
-    losses, peaks, states = {}, {}, {}
+    losses, peaks, states, first = {}, {}, {}, {}
     for name in reversed(forms):
-        state, losses[name] = start[name](), []
+        state, losses[name], ends = start[name](), [], [time.perf_counter()]
         for i in range(CHECKED_STEPS):
             state, loss = compiled[name](state, tokens, jax.random.fold_in(key, i))
             losses[name].append(float(loss))
+            ends.append(time.perf_counter())
+        first[name] = round((ends[1] - ends[0]) - (ends[2] - ends[1]), 2)
         peaks[name] = _device_peak_bytes()
         del state
 
     # Forms that have the same state take turns with it.
     def run(name: str) -> Any:
-        kind = forms[name].layers, forms[name].is_plain
+        kind = forms[name].layers, forms[name].moments
         if kind not in states:
             states[kind] = start[name]()
         states[kind], loss = compiled[name](states[kind], tokens, key)
@@ -114,7 +118,7 @@ def bench_steps(setting: Setting, forms: dict[str, Form], rounds: int) -> list[d
     return [
         {"name": name, **times[name], "losses": losses[name]}
         | _compared(forms, name, losses)
-        | {"device_peak_bytes": peaks[name]}
+        | {"device_peak_bytes": peaks[name], "compile_seconds": first[name]}
         for name in forms
     ]
 

@@ -149,7 +149,10 @@ def run_all(
     One that cannot run here says why and is left out; one that fails is said at the end, and the
     code is 1. Ctrl-C ends them all, and what was found before is there.
     """
-    report, code = Report(folder, command), 0
+    from ._result import machine
+
+    report, code, cpu = Report(folder, command), 0, machine()
+    say(f"size {size}, on {cpu['cpu']}: {cpu['threads']} threads, {cpu['cores']} cores")
     for i, name in enumerate(names, 1):
         start = time.perf_counter()
         say(f"[{i}/{len(names)}] {name}: {BENCHMARKS[name].shows}")
