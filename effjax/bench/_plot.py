@@ -13,8 +13,6 @@ TEXT, GRID = "#808890", "#80889040"
 OURS = ("#2da46e", "#539bf5", "#986ee2", "#39c5cf")
 SPREAD = "#c0392b"
 OTHERS = ("#e5534b", "#e0823d", "#c69026", "#a8842c", "#c96198", "#8d6e63", "#768390")
-# No glyphs, dates or random names: the same numbers give the same file, and text stays text.
-SETTINGS = {"svg.hashsalt": "effjax", "svg.fonttype": "none"}
 LABEL_GAP = 0.052  # between labels, of the axis
 
 
@@ -23,7 +21,8 @@ def save(figure: Any, path: Path) -> None:
     import matplotlib
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(SETTINGS):
+    # Without dates or random names: the same numbers give the same file. Text stays text.
+    with matplotlib.rc_context({"svg.hashsalt": "effjax", "svg.fonttype": "none"}):
         metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else None
         figure.savefig(path, transparent=True, metadata=metadata, dpi=150)
 

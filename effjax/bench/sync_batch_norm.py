@@ -43,7 +43,8 @@ def linen_norm(cls: type[linen.BatchNorm], **options: Any) -> Norm:
         module = cls(use_running_average=False, momentum=0.0, axis_name=AXIS, **options)
         stats = {"mean": jnp.zeros(x.shape[-1]), "var": jnp.ones(x.shape[-1])}
         variables = {"params": {"scale": scale, "bias": bias}, "batch_stats": stats}
-        y, new = module.apply(variables, x, mutable=["batch_stats"])
+        found: Any = module.apply(variables, x, mutable=["batch_stats"])
+        y, new = found
         return y, new["batch_stats"]["var"]
 
     return norm
