@@ -49,8 +49,20 @@ OWN = {
         "models",
         "native",
         "convert",
+        "bench",
     },
-    "bench": {"effjax", "train", "train.images", "train.lm", "memory", "models", "ops", "native"},
+    "bench": {
+        "effjax",
+        "train",
+        "train.images",
+        "train.lm",
+        "memory",
+        "models",
+        "linen",
+        "nnx",
+        "ops",
+        "native",
+    },
 }
 FLAX = {"jax", "numpy", "flax"}
 THIRD = {

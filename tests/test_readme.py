@@ -26,6 +26,7 @@ import typer
 from jax.sharding import PartitionSpec as P
 
 import effjax
+from effjax.bench._measure import exponent
 from effjax.cli.app import app
 from effjax.memory import HOST_MEMORY_VARIABLE
 from tests.programs import has_gpu_compiler
@@ -207,7 +208,8 @@ def test_benchmarks_exist():
     records = sorted(MEASURED.rglob("*.json"))
     commands = [json.loads(path.read_text())["command"] for path in records]
     for path, command in zip(records, commands, strict=True):
-        assert f"--json {path.parent.relative_to(ROOT)}" in command
+        folder = path.parent.relative_to(ROOT)
+        assert f"--json {folder}" in command or f"--out {folder}" in command
     texts = [*commands, *(page.read_text() for page in PAGES)]
     for module in {name for text in texts for name in re.findall(r"-m (effjax\.[\w.]+\w)", text)}:
         assert importlib.util.find_spec(module), module
@@ -246,10 +248,22 @@ def block_rows():
     planned = by_depth[-1][1]
     fast, slow = (measured(f"cpu/dense_block_{n}_float32.json") for n in (24, 48))
     for name in planned:
-        yield [name, *(f"{rows[name]['peak_bytes'] / 1e6:.0f}" for _, rows in by_depth)]
+        peaks = [rows[name]["peak_bytes"] for _, rows in by_depth]
+        power = exponent([depth for depth, _ in by_depth], peaks)
+        yield [name, *(f"{peak / 1e6:.0f}" for peak in peaks), f"{power:.2f}"]
         ratios = [f"{rows[name]['ratio']:.2f}×" for rows in (fast, slow)]
         temporaries = [f"{rows[name]['temp_bytes'] / 1e6:.0f}" for rows in (planned, slow)]
         yield [name, temporaries[0], *ratios, temporaries[1]]
+
+
+def kept_rows():
+    """Of a dense block, by depth."""
+    by_name = {}
+    for row in json.loads((MEASURED / "growth/depth_kept.json").read_text())["rows"]:
+        by_name.setdefault(row["name"], []).append(row)
+    for name, rows in by_name.items():
+        kept = (f"{row['kept_bytes'] / 1e6:.0f}" for row in rows)
+        yield [name, *kept, f"{rows[-1]['exponent']:.2f}"]
 
 
 def batch_norm_rows():
@@ -335,7 +349,7 @@ def cross_entropy_rows():
 
 
 TABLES = [block_rows, batch_norm_rows, densenet_rows, deform_conv_rows, offload_rows]
-TABLES += [cross_entropy_rows, deform_attention_rows, roi_rows, sass_rows]
+TABLES += [kept_rows, cross_entropy_rows, deform_attention_rows, roi_rows, sass_rows]
 
 
 def updated_in_the_backward_pass_rows():
