@@ -46,7 +46,9 @@ class OffloadModel(nn.Module):
     - One module with `num_layers` is a stack of like layers, with the variables of
       ``nn.scan(Block, {"params": 0, …}, split_rngs={"params": True, …})(name="layers")``: a loop
       that loads the next slice while one is computed, see `effjax.offload_scan`, `host_init` and
-      `stream_update`. Better for many like layers: what is compiled does not grow with them.
+      `stream_update`. Better for many like layers: what is compiled does not grow with them. A
+      module that is made inside another one's ``@nn.compact`` is called as Flax calls that one's
+      parts: ``Block_0``, or by ``Block(name="blocks")``.
 
     The device holds the parameters of one slice (of two, in a stack) and the intermediates of one
     slice and one microbatch. In the backward pass each slice is computed again from its input, but

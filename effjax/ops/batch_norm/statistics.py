@@ -116,7 +116,9 @@ def psum(v: jax.Array, reduction: Reduction) -> jax.Array:
     if not isinstance(v, Tracer):  # a constant; JAX would ask for the axis, which may be gone
         return v * reduction.size
     if varying(v):  # the types are checked: they must name all the axes that are summed over
-        v = as_varying(v, manual_axes().intersection(reduction.axis_names))
+        of_mesh = manual_axes().intersection(reduction.axis_names)
+        _check_mapped(reduction.axis_names, of_mesh)
+        v = as_varying(v, of_mesh)
     try:
         return lax.psum(v, reduction.axis_names, axis_index_groups=reduction.groups)
     except NotImplementedError as error:  # JAX has groups under pmap and without types alone
@@ -129,6 +131,17 @@ def psum(v: jax.Array, reduction: Reduction) -> jax.Array:
             f"('group', {axis!r}) in its place, and pass axis_name={axis!r} alone: statistics are "
             "then taken inside each group."
         ) from error
+
+
+def _check_mapped(names: tuple[Hashable, ...], of_mesh: frozenset) -> None:
+    """Raises ValueError for axes of vmap, over which JAX has no sums where types are checked."""
+    mapped = [name for name in names if name not in of_mesh]
+    if mapped:
+        raise ValueError(
+            f"`axis_name` has {mapped[0]!r}, which is not an axis of the mesh but of vmap: inside "
+            "shard_map(check_vma=True) JAX has no sum over that. Make the mapped axis part of the "
+            "batch, or pass check_vma=False to shard_map."
+        )
 
 
 def statistics_dtype(x: jax.Array) -> jnp.dtype:

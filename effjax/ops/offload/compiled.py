@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from .._arguments import as_callable, as_flag, described
 from .host_pool import warn_beyond_pool
 from .placement import Space, space_of
+from .trees import refuse_again
 
 # XLA for GPUs before this JAX reads the wrong slice of a host array, without a word, where the
 # index is not the loop's counter but follows from it (openxla/xla#46231).
@@ -261,5 +262,6 @@ _barrier_p = Primitive("effjax_barrier")
 _barrier_p.multiple_results = True
 _barrier_p.def_impl(lambda *arrays: list(arrays))
 _barrier_p.def_abstract_eval(lambda *arrays: arrays)
+ad.primitive_jvps[_barrier_p] = lambda *_: refuse_again("offload_sequential")
 mlir.register_lowering(_barrier_p, mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays)))
 batching.primitive_batchers[_barrier_p] = lambda arrays, axes: (_barrier_p.bind(*arrays), axes)

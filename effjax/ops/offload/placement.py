@@ -135,7 +135,7 @@ def check_space(name: str, tree: Any, where: Where) -> None:
         return
     which = "None" if len(elsewhere) == len(leaves) else f"All but {', '.join(elsewhere[:4])}"
     hint = (
-        "Put them there with effjax.to_host, a sharding with memory_kind='pinned_host', or "
+        "Put them there with effjax.to_host, a NamedSharding of memory_kind='pinned_host', or "
         "effjax.host_init; shapes for jit need a NamedSharding. jax.pmap takes no arrays from the "
         "host: use jax.shard_map."
         if where == "host"

@@ -30,6 +30,7 @@ from .trees import (
     fold,
     join,
     num_layers_of,
+    once,
     strong,
     varying_axes,
     with_gradients,
@@ -219,7 +220,8 @@ def _forward(stack: Stack, params, shared, x, key):
 
 def _backward(stack: Stack, residuals, cotangents):
     params, shared, key, kept = residuals
-    dy, daux = _no_vmap(tuple(map(with_gradients, cotangents)))
+    trained, grads = once((params.trained, tuple(map(with_gradients, cotangents))), "offload_scan")
+    params, (dy, daux) = params._replace(trained=trained), _no_vmap(grads)
 
     def consume(params, grads, i, w, dw):
         return params, write(grads, dw, i)

@@ -1,6 +1,7 @@
 """Pytrees of arrays: which of them have gradients, and layers and microbatches as an axis."""
 
-from typing import Any
+import functools
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,24 @@ def merge(tree: Tree, floats: list) -> Tree:
     """`tree` with other values for `floats_of(tree)`."""
     rest = iter(floats)
     return jax.tree.map(lambda a: next(rest) if is_float(a) else a, tree)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def once(x: Tree, operator: str) -> Tree:
+    """The same tree, which is not differentiated: for inside a rule."""
+    return x
+
+
+@once.defjvp
+def _(operator: str, *_: Any) -> NoReturn:
+    refuse_again(operator)
+
+
+def refuse_again(operator: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{operator} has first derivatives in reverse mode only: take derivatives of its gradient "
+        "on the layers themselves, without offload."
+    )
 
 
 def with_gradients(cotangent: Tree) -> list:

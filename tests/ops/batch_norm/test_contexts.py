@@ -105,6 +105,21 @@ def test_rules_that_run_when_both_axes_are_gone():
 
 
 @pytest.mark.covering
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_an_axis_of_vmap_within_one_of_a_mesh(check_vma):
+    mesh = jax.make_mesh((2,), ("i",), (AxisType.Auto,), devices=jax.devices()[:2])
+    x = jnp.arange(48.0).reshape(3, 4, 4) ** 2
+    norm = jax.vmap(lambda x: sync_batch_norm(x, axis_name=("j", "i"))[0], axis_name="j")
+    rows = {"in_specs": P(None, "i"), "out_specs": P(None, "i")}
+    run = jax.jit(jax.shard_map(norm, mesh=mesh, **rows, check_vma=check_vma))
+    if check_vma:
+        with pytest.raises(ValueError, match="has 'j', which is not an axis of the mesh but of"):
+            run(x)
+        return
+    want = sync_batch_norm(x.reshape(12, 4))[0].reshape(x.shape)
+    np.testing.assert_allclose(run(x), want, atol=1e-12)
+
+
 @pytest.mark.parametrize("how", ["vmap", "shard_map"])
 @pytest.mark.parametrize("residual", [False, True])
 def test_parameters_may_differ_by_device(residual, how):

@@ -200,6 +200,23 @@ def scanned(w, x):
     return jax.value_and_grad(lambda w: loss(effjax.offload_scan(layer, effjax.to_host(w), x)))(w)
 
 
+def in_sequence(w, x):
+    layers = [jax.tree.map(lambda a, i=i: a[i], w) for i in range(2)]
+    return effjax.offload_sequential([layer] * 2, layers, x, params_in="device")
+
+
+def in_scan(w, x):
+    return effjax.offload_scan(layer, effjax.to_host(w), x)
+
+
+@pytest.mark.parametrize(("run", "name"), [(in_scan, "scan"), (in_sequence, "sequential")])
+def test_derivatives_of_a_gradient_are_refused(run, name):
+    w, x = params(), inputs()
+    gradient = jax.grad(lambda w: loss(run(w, x)))
+    with pytest.raises(NotImplementedError, match=f"offload_{name} has first derivatives in rev"):
+        jax.eval_shape(jax.grad(lambda w: sum(map(jnp.sum, gradient(w).values()))), w)
+
+
 def updated(w, x):
     stream = effjax.stream_update(TX)
     return stream.update(w, stream.init(w), w)
