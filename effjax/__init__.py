@@ -67,11 +67,13 @@ __all__ = [
 _FOLDERS = "compat", "convert", "linen", "memory", "models", "nnx"
 
 
-def __getattr__(name: str) -> ModuleType:
-    """`effjax.nnx` is imported at its first use: Flax takes a while."""
-    if name in _FOLDERS:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker has them above, and shall know every other name as an error
+
+    def __getattr__(name: str) -> ModuleType:
+        """`effjax.nnx` is imported at its first use: Flax takes a while."""
+        if name in _FOLDERS:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

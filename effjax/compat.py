@@ -6,7 +6,7 @@ only: `effjax.deform_conv2d` has the rest.
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.typing import ArrayLike
@@ -19,6 +19,15 @@ from .ops.deform_conv.arguments import output_size
 from .ops.roi.nchw import deform_roi_pool as deform_roi_pool
 from .ops.roi.nchw import deform_roi_pooling as deform_roi_pooling
 from .ops.roi.nchw import roi_align as roi_align
+
+__all__ = [
+    "deform_conv",
+    "deform_conv2d",
+    "deform_roi_pool",
+    "deform_roi_pooling",
+    "modulated_deform_conv",
+    "roi_align",
+]
 
 Pair = int | Sequence[int]
 
@@ -193,4 +202,5 @@ def _check_shapes(arrays: Sequence[Any], size: Any, groups: int, offset_groups: 
             raise ValueError(f"`{name}` of shape {value.shape} must be {shape}; images are NCHW.")
 
 
-__getattr__ = moved(__name__, convert_deform_conv="effjax.convert")
+if not TYPE_CHECKING:
+    __getattr__ = moved(__name__, convert_deform_conv="effjax.convert")

@@ -26,6 +26,7 @@ import typer
 from jax.sharding import PartitionSpec as P
 
 import effjax
+from effjax.bench._measure import exponent
 from effjax.cli.app import app
 from effjax.memory import HOST_MEMORY_VARIABLE
 from tests.programs import has_gpu_compiler
@@ -153,9 +154,30 @@ def anchors(page):
 
 
 def cells(notebook, kind):
-    """All cells of a kind as one text."""
+    """All cells of a kind as one text, without IPython's own commands."""
     found = json.loads(notebook.read_text())["cells"]
-    return "\n".join("".join(c["source"]) for c in found if c["cell_type"] == kind)
+    text = "\n".join("".join(c["source"]) for c in found if c["cell_type"] == kind)
+    return re.sub(r"^( *)%\w.*$", r"\1pass", text, flags=re.M) if kind == "code" else text
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.name)
+def test_notebooks_open_anywhere_and_show_their_outputs(notebook):
+    """A badge, a cell that installs effjax where it is not, and the outputs of a run."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    source = project["urls"]["Source"]
+    found = json.loads(notebook.read_text())["cells"]
+    first, install, *rest = ("".join(cell["source"]) for cell in found)
+    file = f"{source.removeprefix('https://github.com/')}/blob/main/notebooks/{notebook.name}"
+    assert f"(https://colab.research.google.com/github/{file})" in first
+    extras, url = re.findall(r'%pip install -q "effjax\[(.*)\] @ git\+(.*)"', install)[0]
+    assert url == source and f'pip install "effjax[{extras}]"' in first
+    assert set(extras.split(",")) <= set(project["optional-dependencies"])
+    assert "find_spec" in install and not any("%pip" in text for text in rest)
+    outputs = [output for cell in found for output in cell.get("outputs", ())]
+    shown = sum(bool(cell.get("outputs")) for cell in found)
+    assert shown > sum(cell["cell_type"] == "code" for cell in found) / 3
+    assert not [o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"]
+    assert not re.search(r"/(tmp|home|root|work|Users)/", json.dumps(found))
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.name)
@@ -207,7 +229,8 @@ def test_benchmarks_exist():
     records = sorted(MEASURED.rglob("*.json"))
     commands = [json.loads(path.read_text())["command"] for path in records]
     for path, command in zip(records, commands, strict=True):
-        assert f"--json {path.parent.relative_to(ROOT)}" in command
+        folder = path.parent.relative_to(ROOT)
+        assert f"--json {folder}" in command or f"--out {folder}" in command
     texts = [*commands, *(page.read_text() for page in PAGES)]
     for module in {name for text in texts for name in re.findall(r"-m (effjax\.[\w.]+\w)", text)}:
         assert importlib.util.find_spec(module), module
@@ -246,10 +269,22 @@ def block_rows():
     planned = by_depth[-1][1]
     fast, slow = (measured(f"cpu/dense_block_{n}_float32.json") for n in (24, 48))
     for name in planned:
-        yield [name, *(f"{rows[name]['peak_bytes'] / 1e6:.0f}" for _, rows in by_depth)]
+        peaks = [rows[name]["peak_bytes"] for _, rows in by_depth]
+        power = exponent([depth for depth, _ in by_depth], peaks)
+        yield [name, *(f"{peak / 1e6:.0f}" for peak in peaks), f"{power:.2f}"]
         ratios = [f"{rows[name]['ratio']:.2f}×" for rows in (fast, slow)]
         temporaries = [f"{rows[name]['temp_bytes'] / 1e6:.0f}" for rows in (planned, slow)]
         yield [name, temporaries[0], *ratios, temporaries[1]]
+
+
+def kept_rows():
+    """Of a dense block, by depth."""
+    by_name = {}
+    for row in json.loads((MEASURED / "growth/depth_kept.json").read_text())["rows"]:
+        by_name.setdefault(row["name"], []).append(row)
+    for name, rows in by_name.items():
+        kept = (f"{row['kept_bytes'] / 1e6:.0f}" for row in rows)
+        yield [name, *kept, f"{rows[-1]['exponent']:.2f}"]
 
 
 def batch_norm_rows():
@@ -335,7 +370,7 @@ def cross_entropy_rows():
 
 
 TABLES = [block_rows, batch_norm_rows, densenet_rows, deform_conv_rows, offload_rows]
-TABLES += [cross_entropy_rows, deform_attention_rows, roi_rows, sass_rows]
+TABLES += [kept_rows, cross_entropy_rows, deform_attention_rows, roi_rows, sass_rows]
 
 
 def updated_in_the_backward_pass_rows():

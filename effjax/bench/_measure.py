@@ -1,22 +1,22 @@
 """Times programs in turn, so that a ratio between them holds when the machine's speed drifts."""
 
-import json
-import platform
+import os
 import statistics
-import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-import effjax
+
+def threads() -> int:
+    """The cores that this process may use, and so XLA's threads: `taskset` gives it fewer."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def compile_step(fn: Callable, *args: Any) -> dict:
@@ -44,9 +44,8 @@ def measure(
     the steps' results. `parts`, without arguments too, compute only some of it: their results are
     compared with nothing.
 
-    Returns a row a step: median seconds, the median of the ratios to `reference` round by round,
-    XLA's temporary bytes, compile time, and the largest relative difference from the results of
-    `reference`.
+    Returns a row a step: what `time_in_turn` says of it, XLA's temporary bytes, compile time, and
+    the largest relative difference from the results of `reference`.
     """
     programs = {
         name: compile_step(fn, *args)
@@ -75,10 +74,11 @@ def measure(
 
 def time_in_turn(
     runs: dict[str, Callable[[], Any]], *, reference: str, rounds: int
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, Any]]:
     """Runs all programs `rounds` times in turn, each twice, and times the second run.
 
-    Returns for each the median of its seconds, and of the ratios to `reference` round by round.
+    Returns for each the median of its seconds, and of the ratios to `reference` round by round;
+    with both their quartiles, between which half of the rounds lie.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in track(range(rounds), "running", transient=True):
@@ -92,50 +92,23 @@ def time_in_turn(
         ratios = [a / b for a, b in zip(own, seconds[reference], strict=True)]
         found[name] = {
             "seconds": round(statistics.median(own), 5),
+            "seconds_quartiles": quartiles(own, 5),
             "ratio": round(statistics.median(ratios), 3),
+            "ratio_quartiles": quartiles(ratios, 3),
         }
     return found
 
 
-def report(title: str, config: dict, rows: list[dict], json_path: Path | None) -> None:
-    """Prints the rows and, if asked, writes them with versions and the command that made them.
-
-    A row may say "kept": bytes kept for the backward pass, as a multiple of the input's.
-    """
-    table = Table(title=title)
-    table.add_column("program", no_wrap=True)
-    columns = "step [ms]", "x reference", "temp [MB]", "compile [s]", "max difference", "kept [x]"
-    for column in columns if "kept" in rows[0] else columns[:-1]:
-        table.add_column(column, no_wrap=True, justify="right")
-    for row in rows:
-        temp = "" if row["temp_bytes"] is None else f"{row['temp_bytes'] / 1e6:.0f}"
-        compared = "" if row["difference"] is None else f"{row['difference']:.1e}"
-        kept = [str(row["kept"])] if "kept" in row else []
-        table.add_row(
-            row["name"], f"{row['seconds'] * 1e3:.1f}", f"{row['ratio']:.2f}", temp,
-            f"{row['compile_seconds']:.1f}", compared, *kept,
-        )  # fmt: skip
-    Console(width=max(Console().width, 120)).print(table)
-    if json_path:
-        write_record(json_path, title, config, rows)
+def quartiles(values: Sequence[float], digits: int) -> list[float]:
+    """The first and the third; of one value, itself twice."""
+    first, third = np.quantile(np.asarray(values), (0.25, 0.75)).tolist()
+    return [round(first, digits), round(third, digits)]
 
 
-def write_record(path: Path, title: str, config: dict, rows: list[dict]) -> None:
-    """Writes what was found as JSON, with versions and the command that made it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    command = " ".join([f"python -m effjax.bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
-    record = {"title": title, "command": command, "versions": versions()} | config
-    path.write_text(json.dumps(record | {"rows": rows}, indent=1) + "\n")
-
-
-def versions() -> dict:
-    device = jax.devices()[0]
-    return {
-        "effjax": effjax.__version__,
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "device": f"{device.platform}: {device.device_kind}",
-    }
+def exponent(x: Sequence[float], y: Sequence[float]) -> float:
+    """p of ``y = a · x^p``, by least squares in logarithms."""
+    slope, _ = np.polyfit(np.log(np.asarray(x, float)), np.log(np.asarray(y, float)), 1)
+    return round(float(slope), 2)
 
 
 def difference(got: Any, want: Any) -> float:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from .. import host_init, offload_scan, offload_train_step, to_device, to_host
 from ..models import TransformerLM, scan_layers
@@ -20,6 +21,11 @@ IN_MEMORY = "in memory"
 REMAT = "in memory, remat"
 FUSED_IN_MEMORY = "in memory, fused update"
 FUSED = "all offloaded, fused update"
+INPUTS_MOVED = "in memory, remat, inputs offloaded"
+PRODUCTS_MOVED = "in memory, remat, products offloaded"
+MOVED = "optimizer's state moved whole"
+POLICIES = jax.checkpoint_policies
+PRODUCTS = POLICIES.dots_with_no_batch_dims_saveable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +114,44 @@ def forms_of(microbatches: int) -> dict[str, Form]:
         "all offloaded": host(),
         FUSED: host(fuse_update=True),
     }
+
+
+def peers() -> dict[str, Form]:
+    """What JAX and its users have; the first is what all others are compared with."""
+    known = forms_of(1)
+    remat = known[REMAT]
+    inputs = POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["input"],
+        offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
+    products = POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host")
+    return {
+        IN_MEMORY: known[IN_MEMORY],
+        REMAT: remat,
+        INPUTS_MOVED: remat._replace(apply=_recomputed(inputs)),
+        PRODUCTS_MOVED: remat._replace(apply=_recomputed(products)),
+        MOVED: remat._replace(moments="host"),
+        f"parameters and {MOVED}": remat._replace(
+            layers="host", moments="host", apply=_from_host
+        ),
+    }  # fmt: skip
+
+
+def _recomputed(policy: Callable) -> Callable:
+    def apply(layer: Callable, layers: Any, x: Any, key: Any) -> Any:
+        def named(params, x, key):
+            return layer(params, checkpoint_name(x, "input"), key)
+
+        one = jax.checkpoint(named, policy=policy, prevent_cse=False)
+        return scan_layers(one, layers, x, key)
+
+    return apply
+
+
+def _from_host(layer: Callable, layers: Any, x: Any, key: Any) -> Any:
+    return scan_layers(
+        lambda params, x, key: layer(to_device(params), x, key), layers, x, key, remat=True
+    )
 
 
 def scan_microbatches(

@@ -1,18 +1,19 @@
 """Batch norm forward and backward: effjax beside Flax, in time, accuracy and bytes kept."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import typer
-from flax import linen
+from flax import linen, nnx
 
 import effjax
 from effjax.memory import residual_bytes
 
-from ._measure import measure, report
+from ._measure import measure, threads
+from ._result import Result, Size, publish
 
 Norm = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -23,6 +24,18 @@ def flax_norm(fast: bool, relu: bool) -> Norm:
         variables = {"params": {"scale": scale, "bias": bias}}
         y = module.apply(variables, x, mutable=["batch_stats"])[0]
         return linen.relu(y) if relu else y
+
+    return norm
+
+
+def flax_nnx_norm(relu: bool) -> Norm:
+    def norm(x, scale, bias):
+        module = nnx.BatchNorm(
+            x.shape[-1], use_running_average=False, dtype=x.dtype, rngs=nnx.Rngs(0)
+        )
+        module.scale, module.bias = nnx.Param(scale), nnx.Param(bias)
+        y = module(x)
+        return nnx.relu(y) if relu else y
 
     return norm
 
@@ -39,6 +52,39 @@ def train_step(norm: Norm) -> Callable:
     return jax.value_and_grad(loss, argnums=(0, 1, 2))
 
 
+def bench(shape: tuple[int, ...], dtype: str, relu: bool, rounds: int) -> Result:
+    """Time, and what autodiff keeps between forward and backward pass."""
+    x = jax.random.normal(jax.random.key(0), shape, jnp.dtype(dtype))
+    weights = jax.random.normal(jax.random.key(1), shape, jnp.dtype(dtype))
+    scale, bias = jnp.ones(shape[-1]), jnp.zeros(shape[-1])
+    norms = {
+        "Flax BatchNorm": flax_norm(True, relu),
+        "Flax BatchNorm, use_fast_variance=False": flax_norm(False, relu),
+        "Flax nnx.BatchNorm": flax_nnx_norm(relu),
+        "effjax.sync_batch_norm": our_norm(relu),
+    }
+    steps = {name: train_step(norm) for name, norm in norms.items()}
+    reference = "Flax BatchNorm"
+    rows = measure(steps, (x, scale, bias, weights), reference=reference, rounds=rounds)
+    for row in rows:
+        kept = residual_bytes(norms[row["name"]], x, scale, bias).bytes
+        row["kept"] = round(kept / x.nbytes, 2)
+    config = {"shape": shape, "dtype": dtype, "relu": relu, "rounds": rounds}
+    return Result(
+        f"batch_norm_{dtype}",
+        f"batch norm{' + ReLU' if relu else ''}, {shape}, {dtype}",
+        config | {"threads": threads(), "reference": reference},
+        rows,
+        notes=["kept: for the backward pass, in multiples of the input's bytes."],
+    )
+
+
+def results(size: Size) -> Iterator[Result]:
+    shape, rounds = ((32, 56, 56, 64), 10) if size == "published" else ((8, 28, 28, 64), 7)
+    for dtype in ("float32", "bfloat16"):
+        yield bench(shape, dtype, True, rounds)
+
+
 def main(
     batch_size: int = 32,
     image_size: int = 56,
@@ -49,24 +95,7 @@ def main(
     json: Annotated[Path | None, typer.Option(help="Folder for the JSON file.")] = None,
 ) -> None:
     """Times forward and backward, and counts the bytes that autodiff keeps in between."""
-    shape = (batch_size, image_size, image_size, channels)
-    x = jax.random.normal(jax.random.key(0), shape, jnp.dtype(dtype))
-    weights = jax.random.normal(jax.random.key(1), shape, jnp.dtype(dtype))
-    scale, bias = jnp.ones(channels), jnp.zeros(channels)
-    norms = {
-        "Flax BatchNorm": flax_norm(True, relu),
-        "Flax BatchNorm, use_fast_variance=False": flax_norm(False, relu),
-        "effjax.sync_batch_norm": our_norm(relu),
-    }
-    steps = {name: train_step(norm) for name, norm in norms.items()}
-    args = (x, scale, bias, weights)
-    rows = measure(steps, args, reference="Flax BatchNorm", rounds=rounds)
-    for row in rows:
-        kept = residual_bytes(norms[row["name"]], x, scale, bias).bytes
-        row["kept"] = round(kept / x.nbytes, 2)
-    title = f"batch norm{' + ReLU' if relu else ''}, {shape}, {dtype}"
-    config = {"shape": shape, "dtype": dtype, "relu": relu, "rounds": rounds}
-    report(title, config, rows, json and json / f"batch_norm_{dtype}.json")
+    publish(bench((batch_size, image_size, image_size, channels), dtype, relu, rounds), json)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ and with slices of the time axis in a checkpointed scan, the strongest of its pe
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +18,7 @@ from flax import nnx
 
 from ..memory.compare import plan_all
 from ..models import TransformerLM, scan_layers
-from ._measure import write_record
+from ._result import Bars, Result, Size, need_compiler, publish
 
 SLICES = 16  # of the time axis
 
@@ -73,6 +73,41 @@ def steps_of(model: TransformerLM, losses: Callable, batch_size: int, context: i
     }
 
 
+def bench(config: dict[str, Any], context: int, batch_sizes: Sequence[int], target: str) -> Result:
+    """Plans the gradients of a transformer, of these options, with every loss."""
+    model = nnx.eval_shape(lambda: TransformerLM(**config, rngs=nnx.Rngs(0)))
+    rows = []
+    for size in batch_sizes:
+        steps = {name: steps_of(model, losses, size, context) for name, losses in LOSSES.items()}
+        for part in ("head", "model"):
+            these = {name: step[part] for name, step in steps.items()}
+            plans = plan_all(these, target=target, progress=True)
+            rows += [
+                {"name": name, "of": part, "batch_size": size, "peak_bytes": p.peak_device_bytes}
+                | {"temp_bytes": p.device.temporaries}
+                for name, p in plans.items()
+            ]
+    vocabulary = config["vocab_size"]
+    return Result(
+        f"cross_entropy_{vocabulary}_{target}",
+        f"gradients of a language model of {vocabulary} tokens, planned for {target}",
+        config | dict(context=context, target=target),
+        rows,
+        Bars("peak_bytes", "peak of the gradients [bytes]", groups=("of", "batch_size"), log=True),
+        [f"Sequences of {context} tokens, {config['dtype']}; batch: how many of them."],
+    )
+
+
+def results(size: Size) -> Iterator[Result]:
+    need_compiler()
+    if size == "published":
+        config = dict(num_layers=4, width=512, num_heads=8, vocab_size=32768, dtype="bfloat16")
+        yield bench(config, 1024, [16, 64], "h200")
+    else:
+        config = dict(num_layers=2, width=128, num_heads=4, vocab_size=32768, dtype="bfloat16")
+        yield bench(config, 256, [16], "h200")
+
+
 def main(
     layers: int = 4,
     width: int = 512,
@@ -89,23 +124,7 @@ def main(
     """Plans the gradients of a transformer with every loss."""
     config: dict[str, Any] = dict(num_layers=layers, width=width, num_heads=heads)
     config |= dict(vocab_size=vocab_size, dtype=dtype)
-    model = nnx.eval_shape(lambda: TransformerLM(**config, rngs=nnx.Rngs(0)))
-    rows = []
-    for size in batch_size:
-        steps = {name: steps_of(model, losses, size, context) for name, losses in LOSSES.items()}
-        for part in ("head", "model"):
-            these = {name: step[part] for name, step in steps.items()}
-            plans = plan_all(these, target=target, progress=True)
-            print(f"{part}, batch {size} x {context}, {dtype}, compiled for {target}\n{plans}\n")
-            rows += [
-                {"name": name, "of": part, "batch_size": size, "peak_bytes": p.peak_device_bytes}
-                | {"temp_bytes": p.device.temporaries}
-                for name, p in plans.items()
-            ]
-    if json:
-        title = f"gradients of a language model of {vocab_size} tokens, planned for {target}"
-        config |= dict(context=context, target=target)
-        write_record(json / f"cross_entropy_{vocab_size}_{target}.json", title, config, rows)
+    publish(bench(config, context, batch_size, target), json)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@ in one process and on as many threads; and what they take on a GPU that need not
 """
 
 import functools
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -17,7 +16,8 @@ import effjax
 from effjax.memory import plan
 from effjax.native import available
 
-from ._measure import measure, report, write_record
+from ._measure import measure, threads
+from ._result import Result, Size, publish, write_record
 
 LEVELS = (100, 134), (50, 67), (25, 34), (13, 17)
 
@@ -35,6 +35,7 @@ class Case(NamedTuple):
 
 # A decoder's queries, and an encoder's: as many as the pixels of an image of 800 x 1333.
 CASES = Case(300), Case(22_223)
+SMALL = Case(300, ((32, 40), (16, 20), (8, 10), (4, 5)))
 
 
 def make_arrays(case: Case) -> dict[str, np.ndarray]:
@@ -151,6 +152,24 @@ def plan_case(case: Case, target: str) -> list[dict]:
     return rows
 
 
+def bench(case: Case, backward: bool, rounds: int) -> Result:
+    """One table."""
+    passes = "forward+backward" if backward else "forward"
+    config = {"threads": threads(), "rounds": rounds, "passes": passes}
+    return Result(
+        f"deform_attention_{case.queries}_{passes.replace('+', '_')}",
+        f"ms_deform_attn, {case.queries} queries, {passes}",
+        case._asdict() | config | {"reference": "packed gather"},
+        bench_case(case, backward, rounds),
+    )
+
+
+def results(size: Size) -> Iterator[Result]:
+    for case in CASES if size == "published" else (SMALL,):
+        for backward in (False, True):
+            yield bench(case, backward, rounds=7)
+
+
 def main(
     rounds: Annotated[int, typer.Option(help="Timed runs of each program, in turn.")] = 7,
     target: Annotated[
@@ -160,7 +179,6 @@ def main(
 ) -> None:
     """Times forward, and forward with backward, on the shapes of Deformable DETR."""
     for case in CASES:
-        config = case._asdict() | {"threads": os.cpu_count(), "rounds": rounds}
         if target:
             rows = plan_case(case, target)
             title = f"ms_deform_attn, {case.queries} queries, forward+backward, {target}"
@@ -171,14 +189,7 @@ def main(
                 write_record(path, title, case._asdict() | {"target": target}, rows)
             continue
         for backward in (False, True):
-            passes = "forward+backward" if backward else "forward"
-            name = f"deform_attention_{case.queries}_{passes.replace('+', '_')}.json"
-            report(
-                f"ms_deform_attn, {case.queries} queries, {passes}",
-                config | {"passes": passes},
-                bench_case(case, backward, rounds),
-                json and json / name,
-            )
+            publish(bench(case, backward, rounds), json)
 
 
 if __name__ == "__main__":

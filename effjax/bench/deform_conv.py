@@ -3,9 +3,7 @@ products that all of them share, and torchvision's operator where that is import
 torch torchvision`, whose CUDA builds run on a CPU too), in one process and on as many threads.
 """
 
-import importlib.util
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -19,7 +17,9 @@ import effjax
 from effjax.native import available
 from effjax.ops.deform_conv.reference import Geometry, columns
 
-from ._measure import measure, report
+from . import _torch
+from ._measure import measure, threads
+from ._result import Result, Size, publish
 
 
 class Case(NamedTuple):
@@ -39,6 +39,7 @@ CASES = (
     Case(2, 128, 50, 84, offset_groups=4),
     Case(8, 64, 56, 56),
 )
+SMALL = Case(2, 64, 28, 28), Case(2, 32, 28, 28, offset_groups=4)
 ODD_BATCHES = (Case(32, 64, 28, 28), Case(37, 64, 28, 28))
 
 
@@ -121,7 +122,6 @@ def torch_step(arrays: dict[str, np.ndarray], backward: bool) -> Callable[[], An
     import torch  # pyright: ignore[reportMissingImports]
     from torchvision.ops import deform_conv2d  # pyright: ignore[reportMissingImports]
 
-    torch.set_num_threads(os.cpu_count() or 1)
     nchw = lambda a: torch.tensor(a.transpose(0, 3, 1, 2)).contiguous()  # noqa: E731
     nhwc = lambda t: t.detach().permute(0, 2, 3, 1).numpy()  # noqa: E731
     x, offset, mask, dy = (nchw(arrays[name]) for name in ("x", "offset", "mask", "dy"))
@@ -149,12 +149,34 @@ def bench_case(case: Case, backward: bool, rounds: int) -> list[dict]:
     if available(jax.default_backend().replace("gpu", "cuda")):
         steps["effjax native"] = jax_step("native", backward)
     foreign = {}
-    if importlib.util.find_spec("torchvision"):
+    if _torch.find("torchvision")[0]:
         foreign["torchvision"] = torch_step(arrays, backward)
     args = tuple(jnp.asarray(arrays[name]) for name in ("x", "offset", "kernel", "mask", "dy"))
     reference = "torchvision" if foreign else "effjax xla"
     parts = {"matrix products alone": products_alone(case, backward, args)}
     return measure(steps, args, reference=reference, rounds=rounds, foreign=foreign, parts=parts)
+
+
+def bench(case: Case, backward: bool, rounds: int) -> Result:
+    """One table."""
+    rows = bench_case(case, backward, rounds)
+    passes = "forward+backward" if backward else "forward"
+    n, c, h, w, groups = case
+    found, why = _torch.find("torchvision")
+    config = {"passes": passes, "threads": threads(), "rounds": rounds}
+    return Result(
+        f"deform_conv_{n}x{h}x{w}x{c}_{groups}_{passes.replace('+', '_')}",
+        f"deform_conv2d, {n}x{h}x{w}x{c}, offset groups {groups}, {passes}",
+        case._asdict() | config | {"reference": "torchvision" if found else "effjax xla"},
+        rows,
+        notes=[] if found else [f"Without torchvision: {why}."],
+    )
+
+
+def results(size: Size) -> Iterator[Result]:
+    for case in (*CASES, *ODD_BATCHES) if size == "published" else SMALL:
+        for backward in (False, True):
+            yield bench(case, backward, rounds=5)
 
 
 def main(
@@ -165,17 +187,7 @@ def main(
     """Times forward, and forward with backward, on the shapes of detection networks."""
     for case in ODD_BATCHES if odd else CASES:
         for backward in (False, True):
-            rows = bench_case(case, backward, rounds)
-            passes = "forward+backward" if backward else "forward"
-            n, c, h, w, groups = case
-            title = f"deform_conv2d, {n}x{h}x{w}x{c}, offset groups {groups}, {passes}"
-            config = case._asdict() | {
-                "passes": passes,
-                "threads": os.cpu_count(),
-                "rounds": rounds,
-            }
-            name = f"deform_conv_{n}x{h}x{w}x{c}_{groups}_{passes.replace('+', '_')}.json"
-            report(title, config, rows, json and json / name)
+            publish(bench(case, backward, rounds), json)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""A training step of one DenseNet-BC block: effjax beside plain autodiff, Flax, and
-``jax.checkpoint`` in both forms.
+"""A training step of one DenseNet-BC block: effjax beside plain autodiff, Flax,
+``jax.checkpoint`` in both forms, and PyTorch, plain and checkpointed, where that is importable.
 
 The pass-through form of ``jax.checkpoint`` returns the features from every checkpointed layer,
 which makes XLA add up gradients layer by layer: the strongest form of the incumbent, and little
 known.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,7 +19,9 @@ from jax.ad_checkpoint import checkpoint_name
 import effjax
 from effjax import DenseLayerParams
 
-from ._measure import measure, report
+from . import _torch
+from ._measure import measure, threads
+from ._result import Result, Size, publish
 
 
 def init(
@@ -149,6 +151,59 @@ def train_step(block: Callable) -> Callable:
     return jax.value_and_grad(loss, argnums=(0, 1))
 
 
+def make_arrays(
+    layers: int, batch_size: int, image_size: int, growth_rate: int, channels: int, dtype: str
+) -> tuple:
+    """Parameters, an input and the weights of the loss."""
+    params = init(layers, growth_rate, channels, dtype=jnp.dtype(dtype))
+    shape = (batch_size, image_size, image_size)
+    x = jax.random.normal(jax.random.key(1), (*shape, channels), jnp.dtype(dtype))
+    weights = jax.random.normal(
+        jax.random.key(2), (*shape, channels + layers * growth_rate), jnp.dtype(dtype)
+    )
+    return params, x, weights
+
+
+def bench(
+    layers: int,
+    batch_size: int,
+    image_size: int,
+    growth_rate: int,
+    channels: int,
+    dtype: str,
+    rounds: int,
+) -> Result:
+    """Times a step in every form, and reads XLA's temporary bytes."""
+    args = make_arrays(layers, batch_size, image_size, growth_rate, channels, dtype)
+    steps = {name: train_step(block) for name, block in BLOCKS.items()}
+    foreign, notes = {}, []
+    if dtype == "float32":
+        torch, why = _torch.find("torch")
+        foreign = {} if torch is None else _torch.block_steps(*args)
+        notes = [f"Without PyTorch: {why}."] if torch is None else []
+    reference = "plain autodiff"
+    rows = measure(steps, args, reference=reference, rounds=rounds, foreign=foreign)
+    config = {
+        "layers": layers, "batch_size": batch_size, "image_size": image_size,
+        "growth_rate": growth_rate, "channels": channels, "dtype": dtype, "rounds": rounds,
+        "threads": threads(), "reference": reference,
+    }  # fmt: skip
+    title = f"dense block, {layers} layers, batch {batch_size}, {image_size}x{image_size}, {dtype}"
+    notes.append(
+        "XLA's CPU backend shows no savings of recomputation; `depth` has the memory of a GPU."
+    )
+    return Result(f"dense_block_{layers}_{dtype}", title, config, rows, notes=notes)
+
+
+def results(size: Size) -> Iterator[Result]:
+    if size == "published":
+        depths, batch_size, image_size = (24, 48), 16, 32
+    else:
+        depths, batch_size, image_size = (6, 12), 4, 16
+    for layers in depths:
+        yield bench(layers, batch_size, image_size, 12, 24, "float32", 5)
+
+
 def main(
     layers: Annotated[list[int], typer.Option(help="Depths, each a table.")] = [24, 48],  # noqa: B006
     batch_size: int = 16,
@@ -161,25 +216,7 @@ def main(
 ) -> None:
     """Times a step of the block in every form, and reads XLA's temporary bytes, in one run."""
     for depth in layers:
-        params = init(depth, growth_rate, channels, dtype=jnp.dtype(dtype))
-        shape = (batch_size, image_size, image_size)
-        x = jax.random.normal(jax.random.key(1), (*shape, channels), jnp.dtype(dtype))
-        weights = jax.random.normal(
-            jax.random.key(2), (*shape, channels + depth * growth_rate), jnp.dtype(dtype)
-        )
-        steps = {name: train_step(block) for name, block in BLOCKS.items()}
-        rows = measure(steps, (params, x, weights), reference="plain autodiff", rounds=rounds)
-        title = (
-            f"dense block, {depth} layers, batch {batch_size}, {image_size}x{image_size}, {dtype}"
-        )
-        config = {
-            "layers": depth,
-            "batch_size": batch_size,
-            "image_size": image_size,
-            "growth_rate": growth_rate,
-        }
-        config |= {"channels": channels, "dtype": dtype, "rounds": rounds}
-        report(title, config, rows, json and json / f"dense_block_{depth}_{dtype}.json")
+        publish(bench(depth, batch_size, image_size, growth_rate, channels, dtype, rounds), json)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-# Greys that can be read on white and on black.
-TEXT, GRID = "#808890", "#80889040"
+from ._plot import GRID, LABEL_GAP, TEXT, save
+
 RECOMPUTE_MORE = "jax.checkpoint pass-through, recompute conv1"
 # Name in the JSON: what the picture calls it, color, line width.
 FORMS = {
@@ -21,7 +21,6 @@ FORMS = {
     RECOMPUTE_MORE: ("jax.checkpoint, recomputing most", "#a8842c", 1.8),
     'effjax save="features"': ('effjax, save="features"', "#2da46e", 2.6),
 }
-LABEL_GAP = 0.052  # between labels, of the axis
 
 
 def read(folder: Path, target: str) -> dict[str, dict[int, float]]:
@@ -81,14 +80,8 @@ def main(
     target: str = "h200",
 ) -> None:
     """Draws peak memory against the depth of a dense block."""
-    import matplotlib
-
     title = f"DenseNet-BC block, growth rate 12, batch 64 of 32×32, planned for {target.upper()}"
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    # Without dates or random names: the same numbers give the same file. Text stays text.
-    with matplotlib.rc_context({"svg.hashsalt": "effjax", "svg.fonttype": "none"}):
-        metadata = {"Date": None, "Creator": None} if picture.suffix == ".svg" else None
-        draw(read(folder, target), title).savefig(picture, transparent=True, metadata=metadata)
+    save(draw(read(folder, target), title), picture)
     print(picture)
 
 

@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 import effjax
 
-from ._measure import difference, time_in_turn, write_record
+from ._measure import difference, time_in_turn
+from ._result import write_record
 
 SHAPES = (8, 100, 168, 128), (8, 50, 84, 256), (8, 25, 42, 512), (64, 56, 56, 256)
 # Ours and torchvision's dtype; whether matrix products may round to TF32.

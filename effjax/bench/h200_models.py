@@ -26,7 +26,7 @@ from ..train.images.config import Config
 from ..train.images.forms import DENSENET_FORMS, training_steps
 from ..train.lm.config import LMConfig
 from ..train.lm.forms import LM_FORMS, lm_steps
-from ._measure import write_record
+from ._result import write_record
 from .dense_block import BLOCKS, init, train_step
 
 app = typer.Typer(no_args_is_help=True)

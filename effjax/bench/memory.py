@@ -4,7 +4,7 @@ DenseNet-BC blocks of several depths in every form of `effjax.bench.dense_block`
 DenseNet-BC-100 (k = 12) in the forms of `effjax memory`, at the batch of 64 of Pleiss et al. 2017.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,19 +15,22 @@ from ..memory import Comparison, compare
 from ..memory.compare import plan_all
 from ..train.images.config import Config
 from ..train.images.forms import training_steps
-from ._measure import write_record
+from ._result import write_record
 from .dense_block import BLOCKS, init, train_step
 
 DEPTHS = [12, 24, 48]
 
 
-def plan_block(layers: int, batch_size: int, target: str) -> Comparison:
-    """A block on 32x32 maps, growth rate 12, 24 channels in, float32."""
+def plan_block(
+    layers: int, batch_size: int, target: str, names: Sequence[str] | None = None
+) -> Comparison:
+    """A block on 32x32 maps, growth rate 12, 24 channels in, float32; in all forms, or these."""
     params = jax.eval_shape(lambda: init(layers, 12, 24))
     shape = (batch_size, 32, 32)
     x = jax.ShapeDtypeStruct((*shape, 24), "float32")
     weights = jax.ShapeDtypeStruct((*shape, 24 + 12 * layers), "float32")
     steps = {name: train_step(block) for name, block in BLOCKS.items()}
+    steps = {name: steps[name] for name in names or steps}
     return compare(steps, params, x, weights, target=target, progress=True)
 
 

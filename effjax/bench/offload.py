@@ -8,7 +8,8 @@ planner expects of `--target`. `--depths` times nothing: it plans steps of model
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,14 +17,25 @@ import jax
 import numpy as np
 import typer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from rich.console import Console
-from rich.table import Table
 
 from .. import OffloadState, offload_jit, to_device
 from ..memory import MemoryPlan, PlanError, check_compiler
 from ..memory.compare import plan_all
-from ._measure import difference, time_in_turn, write_record
-from ._offload_forms import Form, Setting, forms_of, gradients_of, make_params, split, step_of
+from ._measure import difference, threads, time_in_turn
+from ._offload_forms import (
+    FUSED,
+    IN_MEMORY,
+    REMAT,
+    Form,
+    Setting,
+    forms_of,
+    gradients_of,
+    make_params,
+    peers,
+    split,
+    step_of,
+)
+from ._result import Curves, Result, Size, need_compiler, publish
 
 PASSES = ["step", "gradients"]
 CHECKED_STEPS = 3
@@ -76,23 +88,26 @@ def bench_steps(setting: Setting, forms: dict[str, Form], rounds: int) -> list[d
 
     "device_peak_bytes" is what the process has held on a GPU at most, read after the form's first
     steps. Forms that need least come first: it is their own, unless less than that of one before.
+    "compile_seconds" is by what the first step takes longer than the second.
     """
     tokens, key = setting.batch(), jax.random.key(2)
     steps = {name: step_of(setting, form) for name, form in forms.items()}
     compiled = {name: offload_jit(found.step) for name, found in steps.items()}
     start = {n: lambda n=n: steps[n].init(*make_params(setting, forms[n].layers)) for n in forms}
-    losses, peaks, states = {}, {}, {}
+    losses, peaks, states, first = {}, {}, {}, {}
     for name in reversed(forms):
-        state, losses[name] = start[name](), []
+        state, losses[name], ends = start[name](), [], [time.perf_counter()]
         for i in range(CHECKED_STEPS):
             state, loss = compiled[name](state, tokens, jax.random.fold_in(key, i))
             losses[name].append(float(loss))
+            ends.append(time.perf_counter())
+        first[name] = round((ends[1] - ends[0]) - (ends[2] - ends[1]), 2)
         peaks[name] = _device_peak_bytes()
         del state
 
     # Forms that have the same state take turns with it.
     def run(name: str) -> Any:
-        kind = forms[name].layers, forms[name].is_plain
+        kind = forms[name].layers, forms[name].moments
         if kind not in states:
             states[kind] = start[name]()
         states[kind], loss = compiled[name](states[kind], tokens, key)
@@ -103,7 +118,7 @@ def bench_steps(setting: Setting, forms: dict[str, Form], rounds: int) -> list[d
     return [
         {"name": name, **times[name], "losses": losses[name]}
         | _compared(forms, name, losses)
-        | {"device_peak_bytes": peaks[name]}
+        | {"device_peak_bytes": peaks[name], "compile_seconds": first[name]}
         for name in forms
     ]
 
@@ -154,34 +169,6 @@ def _device_peak_bytes() -> int | None:
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
-# Header, key of the row, format, unit.
-COLUMNS = (
-    ("layers", "layers", ".0f", 1), ("parameters [B]", "parameters", ".2f", 1e9),
-    ("step [ms]", "seconds", ".1f", 1e-3),
-    ("x memory", "ratio", ".2f", 1), ("tokens/s", "tokens_per_second", ".0f", 1),
-    ("difference", "difference", ".1e", 1), ("same bits", "bit_identical", ".0f", 1),
-    ("as remat", "bit_identical_to_remat", ".0f", 1),
-    ("peak [GB]", "device_peak_bytes", ".3f", 1e9),
-    ("planned [GB]", "planned_device_bytes", ".3f", 1e9),
-    ("on host [GB]", "planned_host_bytes", ".3f", 1e9),
-)  # fmt: skip
-
-
-def publish(title: str, config: dict, rows: list[dict], file: Path | None) -> None:
-    """As a table, and as JSON where there is a file for it."""
-    table = Table(title=title)
-    table.add_column("program", no_wrap=True)
-    columns = [column for column in COLUMNS if rows[0].get(column[1]) is not None]
-    for header, *_ in columns:
-        table.add_column(header, no_wrap=True, justify="right")
-    for row in rows:
-        cells = ((row[key], form, unit) for _, key, form, unit in columns)
-        table.add_row(row["name"], *("" if v is None else f"{v / u:{f}}" for v, f, u in cells))
-    Console(width=max(Console().width, 140)).print(table)
-    if file:
-        write_record(file, title, config, rows)
-
-
 def plan_depths(
     setting: Setting, forms: dict[str, Form], depths: list[int], target: str
 ) -> list[dict]:
@@ -221,26 +208,74 @@ def main(
         if unknown := set(given) - set(known):
             raise typer.BadParameter(f"--{option} {unknown.pop()!r} is not one of {known}")
     forms = {name: form for name, form in forms.items() if name in (only or forms)}
-    config = dataclasses.asdict(setting) | {"target": target}
-    size = f"width {width}, context {context}, batch {batch_size} in {microbatches}, {dtype}"
     if depths:
-        del config["layers"]
-        rows = plan_depths(setting, forms, depths, target)
-        title = f"language model, steps with {optimizer} planned for {target}, {size}"
-        name = f"offload_{optimizer}_{width}_{dtype}_{target}.json"
-        publish(title, config, rows, json and json / name)
+        publish(by_depth(setting, forms, depths, target), json)
         return
-    plan = plan and _can_plan()
     for table in passes:
         whole = table == "step"
         chosen = {name: form for name, form in forms.items() if whole or not form.fuse_update}
-        rows = (bench_steps if whole else bench_gradients)(setting, chosen, rounds)
-        if plan:
-            plans = plan_forms(setting, chosen, whole, target)
-            rows = [row | planned_bytes(plans[row["name"]]) for row in rows]
-        title = f"language model, {table}, {layers} layers, {size}"
-        name = f"offload_{table}_{layers}x{width}_{microbatches}_{dtype}.json"
-        publish(title, config | {"rounds": rounds}, rows, json and json / name)
+        publish(bench(setting, chosen, table, rounds, target if plan else None), json)
+
+
+def bench(
+    setting: Setting, forms: dict[str, Form], table: str, rounds: int, target: str | None
+) -> Result:
+    """One table of `PASSES`, with what is planned for `target`, where its compiler is."""
+    whole = table == "step"
+    rows = (bench_steps if whole else bench_gradients)(setting, forms, rounds)
+    if target and _can_plan():
+        plans = plan_forms(setting, forms, whole, target)
+        rows = [row | planned_bytes(plans[row["name"]]) for row in rows]
+    config = dataclasses.asdict(setting) | {"target": target, "rounds": rounds}
+    return Result(
+        f"offload_{table}_{setting.layers}x{setting.width}_{setting.microbatches}_{setting.dtype}",
+        f"language model, {table}, {setting.layers} layers, {size_of(setting)}",
+        config
+        | {"threads": threads(), "reference": next(iter(forms))}
+        | {"ours": [name for name in forms if name not in peers()]},
+        rows,
+        notes=["The forms say which they are compared with; on a CPU host and device are one."],
+    )
+
+
+def size_of(setting: Setting) -> str:
+    batch = f"batch {setting.batch_size} in {setting.microbatches}"
+    return f"width {setting.width}, context {setting.context}, {batch}, {setting.dtype}"
+
+
+SMALL = Setting(layers=4, width=64, heads=4, context=64, batch_size=4, dropout=0.0)
+BY_DEPTH = Setting(width=1024, heads=16, batch_size=8, context=512, dropout=0.0)
+
+
+def results(size: Size) -> Iterator[Result]:
+    """Steps beside JAX's policies, gradients, and the memory by depth, where it can be planned."""
+    setting = Setting() if size == "published" else SMALL
+    known = forms_of(1)
+    steps = peers() | {name: form for name, form in known.items() if name not in peers()}
+    yield bench(setting, steps, "step", 5, None)
+    gradients = {name: form for name, form in known.items() if not form.fuse_update}
+    yield bench(setting, gradients, "gradients", 5, None)
+    need_compiler()
+    if size == "published":
+        yield by_depth(BY_DEPTH, known, [4, 8, 16, 32], "h200")
+    else:
+        chosen = {name: known[name] for name in (IN_MEMORY, REMAT, FUSED)}
+        yield by_depth(dataclasses.replace(BY_DEPTH, width=256), chosen, [2, 4, 8], "h200")
+
+
+def by_depth(setting: Setting, forms: dict[str, Form], depths: list[int], target: str) -> Result:
+    """Planned memory of whole steps."""
+    config = dataclasses.asdict(setting) | {"target": target}
+    config |= {"ours": [name for name in forms if name not in peers()]}
+    del config["layers"]
+    title = f"language model, steps with {setting.optimizer} planned for {target}"
+    return Result(
+        f"offload_{setting.optimizer}_{setting.width}_{setting.dtype}_{target}",
+        f"{title}, {size_of(setting)}",
+        config,
+        plan_depths(setting, forms, depths, target),
+        Curves("layers", "planned_device_bytes", "planned device memory of a step [GB]", 1e9),
+    )
 
 
 def _can_plan() -> bool:

@@ -7,26 +7,31 @@ need in some of these forms, and the deepest ones that host memories of several 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import typer
-from jax.ad_checkpoint import checkpoint_name
 
-from .. import to_device
 from ..memory import max_batch_size
-from ..models import scan_layers
-from ._offload_forms import FUSED, FUSED_IN_MEMORY, IN_MEMORY, REMAT, Form, Setting, forms_of, split
-from .offload import abstract_step, plan_forms, planned_bytes, publish
+from ._offload_forms import (
+    FUSED,
+    FUSED_IN_MEMORY,
+    IN_MEMORY,
+    MOVED,
+    PRODUCTS,
+    REMAT,
+    Form,
+    Setting,
+    forms_of,
+    peers,
+    split,
+)
+from ._result import Result, publish
+from .offload import abstract_step, plan_forms, planned_bytes
 
-INPUTS_MOVED = "in memory, remat, inputs offloaded"
-PRODUCTS_MOVED = "in memory, remat, products offloaded"
-MOVED = "optimizer's state moved whole"
-POLICIES = jax.checkpoint_policies
-PRODUCTS = POLICIES.dots_with_no_batch_dims_saveable
 TABLES = ["peers", "bracket", "largest"]
 TARGETS = ["h200", "h100"]
 
@@ -34,27 +39,6 @@ MODEL = Setting(
     layers=24, width=2048, heads=16, context=1024, batch_size=8, dtype="bfloat16", dropout=0.0,
     vocab_size=32768,
 )  # fmt: skip
-
-
-def peers() -> dict[str, Form]:
-    """What JAX and its users have; the first is what all others are compared with."""
-    known = forms_of(1)
-    remat = known[REMAT]
-    inputs = POLICIES.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=["input"],
-        offload_src="device", offload_dst="pinned_host",
-    )  # fmt: skip
-    products = POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host")
-    return {
-        IN_MEMORY: known[IN_MEMORY],
-        REMAT: remat,
-        INPUTS_MOVED: remat._replace(apply=_recomputed(inputs)),
-        PRODUCTS_MOVED: remat._replace(apply=_recomputed(products)),
-        MOVED: remat._replace(moments="host"),
-        f"parameters and {MOVED}": remat._replace(
-            layers="host", moments="host", apply=_from_host
-        ),
-    }  # fmt: skip
 
 
 def ours() -> dict[str, Form]:
@@ -70,23 +54,6 @@ def ours() -> dict[str, Form]:
         f"{FUSED}, products kept": fused._replace(options={"policy": PRODUCTS}),
         FUSED: fused,
     }
-
-
-def _recomputed(policy: Callable) -> Callable:
-    def apply(layer: Callable, layers: Any, x: Any, key: Any) -> Any:
-        def named(params, x, key):
-            return layer(params, checkpoint_name(x, "input"), key)
-
-        one = jax.checkpoint(named, policy=policy, prevent_cse=False)
-        return scan_layers(one, layers, x, key)
-
-    return apply
-
-
-def _from_host(layer: Callable, layers: Any, x: Any, key: Any) -> Any:
-    return scan_layers(
-        lambda params, x, key: layer(to_device(params), x, key), layers, x, key, remat=True
-    )
 
 
 # Layers with as many parameters as those of Llama 3 8B and 70B. In place of a gate these have a
@@ -165,7 +132,7 @@ def main(
         of_all = {n: v for n, v in dataclasses.asdict(setting).items() if n not in rows[0]}
         config = of_all | {"target": gpu}
         title = f"language model, {table}, planned for {gpu}"
-        publish(title, config, rows, json and json / f"offload_{table}_{gpu}.json")
+        publish(Result(f"offload_{table}_{gpu}", title, config, rows), json)
 
     if "peers" in tables:
         for gpu in target:

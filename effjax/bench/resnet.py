@@ -2,7 +2,7 @@
 beside effjax's, at batch 256 of 224x224 images in bfloat16."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ from flax import linen as nn
 from ..memory.compare import plan_all
 from ..models import RESNETS
 from ..models.linen import ResNet
-from ._measure import write_record
+from ._result import Bars, Result, Size, need_compiler, publish
 from .memory import rows_of
 
 
@@ -115,6 +115,29 @@ def training_step(model: nn.Module, batch_size: int, side: int) -> tuple[Callabl
     return jax.jit(step, donate_argnums=0), state, images, labels
 
 
+def bench(
+    model: str, batch_size: int, image_size: int, num_classes: int, dtype: str, target: str
+) -> Result:
+    """Plans a training step in every form."""
+    found = forms(model, num_classes, jnp.dtype(dtype))
+    steps = {name: training_step(net, batch_size, image_size) for name, net in found.items()}
+    plans = plan_all(steps, target=target, progress=True)
+    config = {
+        "target": target, "batch_size": batch_size, "image_size": image_size, "dtype": dtype,
+    }  # fmt: skip
+    title = f"{model}, batch {batch_size} of {image_size}x{image_size}, compiled for {target}"
+    plot = Bars("peak_bytes", "peak of a training step [bytes]")
+    return Result(f"{model}_{batch_size}_{target}", title, config, rows_of(plans), plot)
+
+
+def results(size: Size) -> Iterator[Result]:
+    need_compiler()
+    if size == "published":
+        yield bench("resnet50", 256, 224, 1000, "bfloat16", "h200")
+    else:
+        yield bench("resnet18", 32, 64, 10, "bfloat16", "h200")
+
+
 def main(
     model: str = "resnet50",
     batch_size: int = 256,
@@ -125,15 +148,7 @@ def main(
     json: Annotated[Path | None, typer.Option(help="Folder for a JSON file.")] = None,
 ) -> None:
     """Plans a training step in every form."""
-    found = forms(model, num_classes, jnp.dtype(dtype))
-    steps = {name: training_step(net, batch_size, image_size) for name, net in found.items()}
-    plans = plan_all(steps, target=target, progress=True)
-    print(f"{model}, batch {batch_size}, compiled for {target}\n{plans}\n")
-    if json:
-        config = {
-            "target": target, "batch_size": batch_size, "image_size": image_size, "dtype": dtype,
-        }  # fmt: skip
-        write_record(json / f"{model}_{batch_size}_{target}.json", model, config, rows_of(plans))
+    publish(bench(model, batch_size, image_size, num_classes, dtype, target), json)
 
 
 if __name__ == "__main__":

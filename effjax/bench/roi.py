@@ -3,9 +3,7 @@
 run on a CPU too), in one process that gives each as many threads.
 """
 
-import importlib.util
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -17,7 +15,9 @@ import typer
 import effjax
 from effjax.native import available
 
-from ._measure import measure, report
+from . import _torch
+from ._measure import measure, threads
+from ._result import Result, Size, publish
 
 
 class Case(NamedTuple):
@@ -32,6 +32,7 @@ class Case(NamedTuple):
 
 
 CASES = Case(2), Case(0)  # what detectors take, and one sample a pixel
+SMALL = Case(2, boxes=32, channels=32, height=256, width=384)
 STRIDES = 4, 8, 16, 32
 BINS = 7
 
@@ -51,13 +52,6 @@ def make_arrays(case: Case) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
     boxes = np.concatenate([center - size / 2, center + size / 2], -1)
     boxes = np.clip(boxes, 0, np.tile(limit, 2)).astype(np.float32)
     return levels, boxes, rng.normal(size=(n, r, BINS, BINS, c)).astype(np.float32)
-
-
-def threads() -> int:
-    """The cores that this process may use: `taskset` gives it fewer."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def jax_step(case: Case, implementation: Any, backward: bool) -> Callable:
@@ -85,7 +79,6 @@ def torch_step(
     import torch  # pyright: ignore[reportMissingImports]
     from torchvision.ops import MultiScaleRoIAlign  # pyright: ignore[reportMissingImports]
 
-    torch.set_num_threads(threads())
     levels, boxes, dy = arrays
     nchw = lambda a: torch.tensor(a.transpose(0, 3, 1, 2)).contiguous()  # noqa: E731
     nhwc = lambda t: t.detach().permute(0, 2, 3, 1).numpy()  # noqa: E731
@@ -115,11 +108,34 @@ def bench_case(case: Case, backward: bool, rounds: int, xla: bool = True) -> lis
     if available(jax.default_backend().replace("gpu", "cuda")):
         steps["effjax native"] = jax_step(case, "native", backward)
     foreign = {}
-    if importlib.util.find_spec("torchvision"):
+    if _torch.find("torchvision")[0]:
         foreign["torchvision"] = torch_step(case, arrays, backward)
     args = jax.tree.map(jnp.asarray, arrays)
     reference = next(iter(foreign or steps))
     return measure(steps, args, reference=reference, rounds=rounds, foreign=foreign)
+
+
+def bench(case: Case, backward: bool, rounds: int, xla: bool = True) -> Result:
+    """One table."""
+    rows = bench_case(case, backward, rounds, xla)
+    passes = "forward+backward" if backward else "forward"
+    found, why = _torch.find("torchvision")
+    reference = "torchvision" if found else rows[0]["name"]
+    config = {"passes": passes, "threads": threads(), "rounds": rounds, "reference": reference}
+    sampling = f"sampling ratio {case.sampling_ratio}"
+    return Result(
+        f"roi_align_{case.sampling_ratio}_{threads()}_{passes.replace('+', '_')}",
+        f"roi_align, {case.boxes} boxes, {case.channels} channels, {sampling}, {passes}",
+        case._asdict() | config,
+        rows,
+        notes=[] if found else [f"Without torchvision: {why}."],
+    )
+
+
+def results(size: Size) -> Iterator[Result]:
+    for case in CASES if size == "published" else (SMALL,):
+        for backward in (False, True):
+            yield bench(case, backward, rounds=5)
 
 
 def main(
@@ -130,18 +146,7 @@ def main(
     """Times forward, and forward with backward, at the size of a detector's head."""
     for case in CASES:
         for backward in (False, True):
-            rows = bench_case(case, backward, rounds, xla)
-            passes = "forward+backward" if backward else "forward"
-            sampling = f"sampling ratio {case.sampling_ratio}"
-            title = f"roi_align, {case.boxes} boxes, {case.channels} channels, {sampling}, {passes}"
-            config = case._asdict() | {
-                "passes": passes,
-                "threads": threads(),
-                "rounds": rounds,
-            }
-            of = f"{case.sampling_ratio}_{threads()}"
-            name = f"roi_align_{of}_{passes.replace('+', '_')}.json"
-            report(title, config, rows, json and json / name)
+            publish(bench(case, backward, rounds, xla), json)
 
 
 if __name__ == "__main__":

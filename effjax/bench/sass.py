@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from ._measure import write_record
+from ._result import write_record
 
 # Instructions a pack on sm_90 with 128 channels, for C++ types as mangled names have them.
 BUDGETS = {

@@ -19,7 +19,7 @@ from rich.table import Table
 
 import effjax
 
-from ._measure import write_record
+from ._result import write_record
 
 SIDE, CHANNELS, LAYERS, CLASSES, BATCH = 8, 8, 3, 5, 8
 TAPS = 9

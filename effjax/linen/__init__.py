@@ -3,6 +3,8 @@
 The modules of `effjax.nnx`, by the same names.
 """
 
+from typing import TYPE_CHECKING
+
 from .._deprecated import moved
 from .batch_norm import BatchNorm as BatchNorm
 from .convert import convert_batch_norm as convert_batch_norm
@@ -19,4 +21,5 @@ from .roi import DeformRoIPool as DeformRoIPool
 from .roi import DeformRoIPoolPack as DeformRoIPoolPack
 from .roi import ModulatedDeformRoIPoolPack as ModulatedDeformRoIPoolPack
 
-__getattr__ = moved(__name__, DenseNet="effjax.models.linen")
+if not TYPE_CHECKING:
+    __getattr__ = moved(__name__, DenseNet="effjax.models.linen")

@@ -88,12 +88,12 @@ class OffloadModel(nn.Module):
         fairscale `OffloadModel`, whose defaults are 3 slices, activations on the device.
     """
 
-    layers: Sequence[Callable] | nn.Module
+    layers: Sequence[Callable[..., Any]] | nn.Module
     num_slices: int | None = None
     checkpoint_activation: bool = True
     num_microbatches: int = 1
     compute_dtype: Dtype | None = None
-    policy: Callable | None = None
+    policy: Callable[..., Any] | None = None
     num_layers: int | None = None
 
     def __post_init__(self):
@@ -156,7 +156,7 @@ def _options(model: OffloadModel) -> OffloadOptions:
     )  # fmt: skip
 
 
-def _sequence(model: OffloadModel) -> list[Callable]:
+def _sequence(model: OffloadModel) -> list[Callable[..., Any]]:
     stacked = isinstance(model.layers, nn.Module)
     if stacked != (model.num_layers is not None):
         raise ValueError(
@@ -168,7 +168,7 @@ def _sequence(model: OffloadModel) -> list[Callable]:
 
 
 def _plain(
-    layers: Sequence[Callable], num_layers: int | None, x: Any, flags: Mapping[str, Any]
+    layers: Sequence[Callable[..., Any]], num_layers: int | None, x: Any, flags: Mapping[str, Any]
 ) -> Any:
     """What makes the variables: no offloading."""
     if num_layers is None:
@@ -186,14 +186,14 @@ def _plain(
 class _Layer(NamedTuple):
     """A layer on its own, with what it has of the model."""
 
-    module: Callable
+    module: Callable[..., Any]
     params: Any = {}
     others: Any = {}  # its other collections
     rngs: Mapping[str, LazyRng] = {}
     mutable: Any = False
 
 
-def _split(layer: Callable, times_before: int) -> _Layer:
+def _split(layer: Callable[..., Any], times_before: int) -> _Layer:
     if not isinstance(layer, nn.Module):
         return _Layer(layer)
     module, variables = layer.unbind()
@@ -232,7 +232,7 @@ def _call(
     return y, lax.stop_gradient(dict(new.get("batch_stats", {})))
 
 
-def _check_shared(layers: Sequence[Callable]) -> None:
+def _check_shared(layers: Sequence[Callable[..., Any]]) -> None:
     for i, layer in enumerate(layers):
         if _times(layer, layers[:i]) and "batch_stats" in getattr(layer, "variables", {}):
             raise ValueError(
@@ -265,5 +265,5 @@ def _parts(module: Any) -> Iterator[Any]:
             yield from _parts(part)
 
 
-def _times(layer: Callable, layers: Sequence[Callable]) -> int:
+def _times(layer: Callable[..., Any], layers: Sequence[Callable[..., Any]]) -> int:
     return sum(other is layer for other in layers)

@@ -50,7 +50,7 @@ class OffloadTrainState(TrainState):
     def create(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls,
         *,
-        apply_fn: Callable,
+        apply_fn: Callable[..., Any],
         params: Any,
         tx: Any,
         stacks: Sequence[str] = (),

@@ -4,6 +4,8 @@ Those of `effjax.linen` have the same names. `revert_batch_norm` is here alone: 
 `convert_batch_norm` leaves the model as it is.
 """
 
+from typing import TYPE_CHECKING
+
 from .._deprecated import moved
 from .batch_norm import BatchNorm as BatchNorm
 from .compiled import offload_jit as offload_jit
@@ -22,9 +24,10 @@ from .roi import DeformRoIPool as DeformRoIPool
 from .roi import DeformRoIPoolPack as DeformRoIPoolPack
 from .roi import ModulatedDeformRoIPoolPack as ModulatedDeformRoIPoolPack
 
-__getattr__ = moved(
-    __name__,
-    DenseNet="effjax.models",
-    DeformResNet="effjax.models",
-    TransformerLM="effjax.models",
-)
+if not TYPE_CHECKING:
+    __getattr__ = moved(
+        __name__,
+        DenseNet="effjax.models",
+        DeformResNet="effjax.models",
+        TransformerLM="effjax.models",
+    )

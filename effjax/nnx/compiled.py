@@ -2,15 +2,18 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from flax import nnx
 
 from ..ops._arguments import as_callable, as_flag, described
 from ..ops.offload import offload_jit as offload_jit_of_arrays
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
-def offload_jit(fun: Callable, *, donate: bool = True) -> Callable:
+
+def offload_jit(fun: Callable[_P, _R], *, donate: bool = True) -> Callable[_P, _R]:
     """``nnx.jit`` for programs with arrays on the host.
 
     ``fun(model, optimizer, *arrays)`` is compiled with the options that offloading needs where it
@@ -36,7 +39,7 @@ def offload_jit(fun: Callable, *, donate: bool = True) -> Callable:
     as_flag("donate", donate)
     programs: dict = {}
 
-    def program(args: tuple) -> tuple[Callable, tuple, tuple]:
+    def program(args: tuple) -> tuple[Callable[..., Any], tuple, tuple]:
         """(compiled function of arrays, modules, its arguments)"""
         count = next((i for i, a in enumerate(args) if not _is_module(a)), len(args))
         if not count:
@@ -76,7 +79,7 @@ def _is_module(a: Any) -> bool:
     return isinstance(a, nnx.Pytree)
 
 
-def _of_arrays(fun: Callable, graphdef: Any, donate: bool, state: Any, *args: Any) -> Any:
+def _of_arrays(fun: Callable[..., Any], graphdef: Any, donate: bool, state: Any, *args: Any) -> Any:
     modules = nnx.merge(graphdef, state)
     result = fun(*modules, *args)
     return (nnx.state(modules), result) if donate else result

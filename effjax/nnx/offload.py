@@ -93,13 +93,13 @@ class OffloadModel(nnx.Module):
 
     def __init__(
         self,
-        layers: Sequence[Callable] | nnx.Module,
+        layers: Sequence[Callable[..., Any]] | nnx.Module,
         *,
         num_slices: int | None = None,
         checkpoint_activation: bool = True,
         num_microbatches: int = 1,
         compute_dtype: Dtype | None = None,
-        policy: Callable | None = None,
+        policy: Callable[..., Any] | None = None,
     ):
         if isinstance(layers, nnx.Sequential):
             layers = layers.layers
@@ -164,7 +164,7 @@ class OffloadModel(nnx.Module):
         nnx.update(self, moved(nnx.state(self, nnx.Param), Space.Host))
         return self
 
-    def _sequence(self) -> list[Callable]:
+    def _sequence(self) -> list[Callable[..., Any]]:
         return [self.layers] if self.stacked else list(self.layers)
 
 
@@ -176,7 +176,7 @@ class _Others(NamedTuple):
     rest: Any
 
 
-def _split(layer: Callable) -> tuple[Any, Any, _Others]:
+def _split(layer: Callable[..., Any]) -> tuple[Any, Any, _Others]:
     """(graphdef, Params, others); a function has none."""
     if not isinstance(layer, nnx.Pytree):
         return None, {}, _Others({}, {}, {})
@@ -186,7 +186,7 @@ def _split(layer: Callable) -> tuple[Any, Any, _Others]:
 
 
 def _call(
-    layer: Callable, graphdef: Any, others: _Others, flags: Mapping[str, Any],
+    layer: Callable[..., Any], graphdef: Any, others: _Others, flags: Mapping[str, Any],
     w: Any, x: Any, i: jax.Array | None, m: jax.Array | None, key: jax.Array | None,
 ) -> tuple[Any, dict[int, jax.Array]]:  # fmt: skip
     """What a layer returns for microbatch m, and those leaves of `counted` that it has changed."""
@@ -252,7 +252,7 @@ def _check_stacked(tree: Any) -> None:
         )
 
 
-def _check_shared(layers: Sequence[Callable]) -> None:
+def _check_shared(layers: Sequence[Callable[..., Any]]) -> None:
     owners: dict[int, int] = {}
     for i, layer in enumerate(layers):
         if not isinstance(layer, nnx.Pytree):

@@ -125,9 +125,10 @@ def _broadcast(answer: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def preempted() -> Iterator[Callable[[int], bool]]:
-    """Whether one of the processes was told to end by SIGTERM: all hear it after the same step.
+    """Whether one of the processes was told to end by SIGTERM or SIGHUP: all hear it after the same
+    step.
 
-    From that step on a second SIGTERM ends its process as it always does.
+    From that step on a second one ends its process as it always does.
     """
     from jax.experimental.multihost_utils import reached_preemption_sync_point
 
@@ -140,4 +141,11 @@ def preempted() -> Iterator[Callable[[int], bool]]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         return bool(found)
 
-    yield asked
+    before = signal.getsignal(signal.SIGHUP)
+    if before != signal.SIG_IGN:  # as under nohup
+        # JAX listens to SIGTERM.
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGHUP, before)

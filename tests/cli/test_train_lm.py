@@ -53,6 +53,14 @@ def test_lm_is_planned_where_it_is_asked_for(run_lm, monkeypatch):
     code, out, _ = run_lm("--resume", "here", "--plan")
     assert code == 0 and "planning a step" in out
 
+    def full(*_):
+        raise OSError(28, "No space left on device", "/tmp/effjax-plan-1")
+
+    monkeypatch.setattr("effjax.memory.plan", full)  # the run has ended well before
+    code, out, err = run_lm("--resume", "here", "--plan")
+    assert (code, err) == (0, "") and "bits/byte" in out
+    assert "not planned: [Errno 28] No space left on device" in out
+
 
 def test_another_end_with_resume(run_lm, monkeypatch):
     begun = []

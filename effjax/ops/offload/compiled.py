@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,13 @@ _OVERLAP_LONGER = {"xla_gpu_experimental_enable_selective_memcpy_overlap": True}
 # Unrolled slices would all be loaded at once.
 _IN_ORDER = {"xla_gpu_enable_latency_hiding_scheduler": False}
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 _allowed: contextvars.ContextVar[bool] = contextvars.ContextVar("allowed", default=False)
 
 
-def offload_jit(fun: Callable, *, donate: bool = True) -> Callable:
+def offload_jit(fun: Callable[_P, _R], *, donate: bool = True) -> Callable[_P, _R]:
     """``jax.jit`` for programs with arrays on the host.
 
     ``step(state, *args) -> (state, *results)`` is compiled with the options that offloading needs
@@ -113,7 +116,7 @@ def _compile(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages
         return lowered.compile({k: v for k, v in options.items() if k not in faster})
 
 
-def _same_state(fun: Callable, state: Any, *args) -> tuple[Any, Any]:
+def _same_state(fun: Callable[..., Any], state: Any, *args) -> tuple[Any, Any]:
     """(new state, other results); None for functions of which the state is all."""
     result = fun(state, *args)
     before = jax.tree.structure(state)

@@ -16,7 +16,7 @@ from .placement import Space, put, read
 from .trees import Tree, num_layers_of
 
 
-def host_init(init_fn: Callable, keys: jax.Array, *, shardings: Any = None) -> Tree:
+def host_init(init_fn: Callable[..., Any], keys: jax.Array, *, shardings: Any = None) -> Tree:
     """Makes the parameters of a stack of layers straight in host memory.
 
     ``stack([init_fn(key) for key in keys])``; the device holds one layer at a time.
@@ -38,7 +38,7 @@ def host_init(init_fn: Callable, keys: jax.Array, *, shardings: Any = None) -> T
     return by_layer(lambda key, i: init_fn(key), keys, sharding, Space.Host)
 
 
-def _sharding_of(shardings: Any) -> Callable:
+def _sharding_of(shardings: Any) -> Callable[..., Any]:
     """``sharding(path, shape)`` for `by_layer`."""
     kind = jax.sharding.Sharding
     if isinstance(shardings, kind) or shardings is None:
@@ -63,7 +63,11 @@ def _sharding_of(shardings: Any) -> Callable:
 
 
 def by_layer(
-    make: Callable, stacked: Tree, sharding: Callable, space: Space, scalars: bool = True
+    make: Callable[..., Any],
+    stacked: Tree,
+    sharding: Callable[..., Any],
+    space: Space,
+    scalars: bool = True,
 ) -> Tree:
     """``stack([make(stacked[i], i) for i in range(L)])`` in a memory, scalars there if asked for.
 
@@ -87,7 +91,12 @@ def by_layer(
     )
 
 
-def made_on_host(run: Callable, tree: Tree, sharding: Callable, is_on_host: Callable) -> Tree:
+def made_on_host(
+    run: Callable[..., Any],
+    tree: Tree,
+    sharding: Callable[..., Any],
+    is_on_host: Callable[..., Any],
+) -> Tree:
     """``run(tree)``, compiled so that its arrays are made where they are to be.
 
     ``is_on_host(path, shape)`` is whether one is to be there; ``sharding`` is as of `by_layer`.

@@ -28,7 +28,7 @@ class OffloadOptions:
     resident_slices: int = 0
     compute_dtype: Any = None
     has_aux: bool = False
-    policy: Callable | None = None
+    policy: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         least = {"num_slices": 1, "num_microbatches": 1, "prefetch": 0, "resident_slices": 0}

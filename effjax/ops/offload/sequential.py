@@ -31,7 +31,7 @@ from .trees import (
 
 
 def offload_sequential(
-    layers: Sequence[Callable],
+    layers: Sequence[Callable[..., Any]],
     params: Sequence[Tree],
     x: Tree,
     *,
@@ -42,7 +42,7 @@ def offload_sequential(
     activations: Where = "host",
     compute_dtype: Any = None,
     has_aux: bool = False,
-    policy: Callable | None = None,
+    policy: Callable[..., Any] | None = None,
 ) -> Any:
     """Applies unlike layers that stream through the device, a slice of them at a time.
 
@@ -89,7 +89,7 @@ def offload_sequential(
     return apply_sequence(check_layers("layers", layers), params, x, key, options)
 
 
-def check_layers(name: str, layers: Any) -> Sequence[Callable]:
+def check_layers(name: str, layers: Any) -> Sequence[Callable[..., Any]]:
     """A list or a tuple of functions."""
     if not as_sequence(name, layers):
         raise ValueError(f"`{name}` must not be empty: give at least one function.")
@@ -99,7 +99,7 @@ def check_layers(name: str, layers: Any) -> Sequence[Callable]:
 
 
 def apply_sequence(
-    layers: Sequence[Callable],
+    layers: Sequence[Callable[..., Any]],
     params: Sequence[Tree],
     x: Tree,
     key: Any,
@@ -119,11 +119,11 @@ class Sequential(NamedTuple):
     slices: list[tuple[slices.Slice, tuple[int, ...]]]  # and what of `shared` each closes over
     bounds: list[int]
     activations: Space
-    like_x: Callable  # the cotangent of x from the gradients of its floats
+    like_x: Callable[..., Any]  # the cotangent of x from the gradients of its floats
 
 
 def prepare(
-    layers: Sequence[Callable], params: Parts, x: Tree, key: Any, options: OffloadOptions
+    layers: Sequence[Callable[..., Any]], params: Parts, x: Tree, key: Any, options: OffloadOptions
 ) -> tuple[Sequential, list[Parts], list, Tree]:
     """(sequential, params, shared, x) for `run_forward`; params by slice."""
     whole = params.whole
@@ -194,7 +194,7 @@ def _layers(layers, first, options, w, x, key):
     return x, aux
 
 
-def _apply(converted: Callable, axes: frozenset, w, shared, x, key, m):
+def _apply(converted: Callable[..., Any], axes: frozenset, w, shared, x, key, m):
     # They vary as they did when the layers were traced.
     at = jax.tree.map(lambda a: as_varying(a, axes), (key, jnp.asarray(m, jnp.int32)))
     return converted(w, shared, x, at)
@@ -254,7 +254,7 @@ def run_forward(
 
 def run_backward(
     sequential: Sequential, params: list[Parts], shared: list, key, kept: list, dy: list,
-    daux: list[list], consume: Callable, carry: Any, more: list,
+    daux: list[list], consume: Callable[..., Any], carry: Any, more: list,
 ) -> tuple[list, Any, list, list]:  # fmt: skip
     """The slices in reverse: (results, carry, dx, dshared).
 

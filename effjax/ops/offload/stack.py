@@ -37,7 +37,7 @@ from .trees import (
 
 
 def offload_scan(
-    layer: Callable,
+    layer: Callable[..., Any],
     stacked_params: Tree,
     x: Tree,
     *,
@@ -51,7 +51,7 @@ def offload_scan(
     resident_slices: int = 0,
     compute_dtype: Any = None,
     has_aux: bool = False,
-    policy: Callable | None = None,
+    policy: Callable[..., Any] | None = None,
     trainable: Any = True,
     params: Where | None = None,
 ) -> Any:
@@ -136,7 +136,7 @@ def offload_scan(
 
 
 def apply_stack(
-    layer: Callable, stacked_params: Tree, x: Tree, key: Any, options: OffloadOptions,
+    layer: Callable[..., Any], stacked_params: Tree, x: Tree, key: Any, options: OffloadOptions,
     trainable: Any = True,
 ) -> Any:  # fmt: skip
     """`offload_scan`, with its options as one."""
@@ -149,7 +149,7 @@ def apply_stack(
 class Stack(NamedTuple):
     """All that is no array. Layers 0, 1, ... make slices of `slice_size`."""
 
-    layer: Callable  # (params, shared, x, key) -> (x, aux)
+    layer: Callable[..., Any]  # (params, shared, x, key) -> (x, aux)
     num_slices: int
     slice_size: int
     options: OffloadOptions
@@ -184,7 +184,7 @@ class Stack(NamedTuple):
 
 
 def prepare(
-    layer: Callable, params: Parts, x: Tree, key: Any, options: OffloadOptions
+    layer: Callable[..., Any], params: Parts, x: Tree, key: Any, options: OffloadOptions
 ) -> tuple[Stack, Parts, Tree, Tree]:
     """(stack, params, shared, x) for `run_forward`; arguments as `offload_scan`, checked."""
     params = jax.tree.map(jnp.asarray, params)
@@ -283,7 +283,7 @@ def run_forward(stack: Stack, params: Parts, shared: Tree, x: Tree, key, keep: b
 
 def run_backward(
     stack: Stack, params: Parts, shared: Tree, key, kept: Kept, dy: list, daux: list,
-    consume: Callable, carry: Any,
+    consume: Callable[..., Any], carry: Any,
 ):  # fmt: skip
     """Streams the slices in reverse: (trained, carry, dx, dshared).
 

@@ -25,14 +25,14 @@ from .trees import Tree
 class TrainStep(NamedTuple):
     """``init(layers, others, model_state) -> OffloadState``, and ``step(state, batch, key)``."""
 
-    init: Callable
-    step: Callable
+    init: Callable[..., OffloadState]
+    step: Callable[..., Any]
 
 
 def offload_train_step(
-    embed: Callable,
-    layer: Callable | Sequence[Callable],
-    head: Callable,
+    embed: Callable[..., Any],
+    layer: Callable[..., Any] | Sequence[Callable[..., Any]],
+    head: Callable[..., Any],
     tx: Any,
     *,
     fuse_update: bool = True,
@@ -168,7 +168,7 @@ class Made(NamedTuple):
     """What a step is made of."""
 
     ends: Ends
-    layer: Callable | Sequence[Callable]
+    layer: Callable[..., Any] | Sequence[Callable[..., Any]]
     carried: Carried
     form: Form
     options: OffloadOptions

@@ -13,8 +13,8 @@ from .trees import Tree
 class StreamUpdate(NamedTuple):
     """``init(params)`` and ``update(grads, state, params, clip_norm=None)``."""
 
-    init: Callable
-    update: Callable
+    init: Callable[..., Any]
+    update: Callable[..., Any]
 
 
 def stream_update(tx: Any, *, stacked: bool = True) -> StreamUpdate:

@@ -13,7 +13,7 @@ from flax import nnx
 from ...memory import ResidualReport, mesh_to_plan_for, residual_bytes
 from ...models import RESNETS, DenseNet
 from ...models.nnx.densenet import DenseLayer
-from ..mesh import AnyMesh, abstract_mesh
+from ..mesh import abstract_mesh
 from .config import Config
 from .recipe import DEFORMABLE, make_optimizer, make_schedule, model_builder
 from .steps import Batch, Learner, first_state, jit_step, state_shardings
@@ -47,7 +47,7 @@ def training_steps(
     """
     build = model_builder(config, image_shape, num_classes)
     optimizer = make_optimizer(config, make_schedule(config, steps_per_epoch=1))
-    mesh = _mesh(config, num_devices)
+    mesh = abstract_mesh(config.mesh, num_devices) if config.mesh else mesh_to_plan_for(num_devices)
 
     others: dict[str, Any] = RESNET_FORMS if config.model in RESNETS else forms(config)
     others = {} if "densenet" in config.model else others
@@ -151,9 +151,3 @@ class _Checkpointed(nnx.Module):
 
     def __call__(self, x: jax.Array, *, mask: None) -> jax.Array:
         return nnx.remat(lambda layer, x: layer(x, mask=None))(self.layer, x)
-
-
-def _mesh(config: Config, num_devices: int) -> AnyMesh:
-    if config.mesh is None:
-        return mesh_to_plan_for(num_devices)
-    return abstract_mesh(config.mesh, num_devices)

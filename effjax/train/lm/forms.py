@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ... import offload_jit
 from ...memory import mesh_to_plan_for
-from ..mesh import AnyMesh, abstract_mesh, by_batch, data_mesh, with_shardings
+from ..mesh import abstract_mesh, by_batch, data_mesh, with_shardings
 from .config import LMConfig
 from .offloaded import shardings_of
 from .recipe import initial_state, make_learner, train_step
@@ -49,16 +49,12 @@ def lm_steps(config: LMConfig, num_devices: int = 1) -> Callable[[int], dict[str
 
 def lm_training_step(config: LMConfig, num_devices: int = 1) -> tuple[Any, ...]:
     """`(fn, *args)` of one step, as the options have it; nothing is made."""
-    mesh: Any = _mesh(config, num_devices)
+    mesh: Any = (
+        abstract_mesh(config.mesh, num_devices) if config.mesh else mesh_to_plan_for(num_devices)
+    )
     learner, here = make_learner(config, mesh), data_mesh(jax.devices()[:1])
     state, key = jax.eval_shape(lambda: (initial_state(learner, here), jax.random.key(0)))
     shape = config.batch_size, config.context + 1
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=by_batch(mesh))
     state = with_shardings(state, shardings_of(config, state, mesh))
     return offload_jit(train_step(learner)), state, tokens, key
-
-
-def _mesh(config: LMConfig, num_devices: int) -> AnyMesh:
-    if config.mesh is None:
-        return mesh_to_plan_for(num_devices)
-    return abstract_mesh(config.mesh, num_devices)
