@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import json
 import pathlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -222,6 +223,13 @@ def test_the_reference_has_every_public_name():
         exported = re.findall(r"^from .* import (\w+) as \1$|^def ([a-z]\w+)", source, re.M)
         listed = re.findall(r"^(?:\.\. (?:auto\w+|data)::| {9}) (\w+)$", page.read_text(), re.M)
         assert sorted(map("".join, exported)) == sorted(listed), page.name
+
+
+@pytest.mark.filterwarnings("ignore:.* has moved to .*:DeprecationWarning")
+def test_names_in_the_pages_exist():
+    texts = "".join(page.read_text() for page in PAGES)
+    for name in set(re.findall(r"`(effjax(?:\.\w+)+)[`(]", texts)):
+        pkgutil.resolve_name(name)
 
 
 def test_benchmarks_exist():
