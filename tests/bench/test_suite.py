@@ -110,7 +110,11 @@ def test_curves(tmp_path):
     ]
     plot = Curves("layers", "bytes", "memory [MB]", 1e6)
     svg = drawn(tmp_path, Result("file", "by depth", {}, rows, plot))
-    assert "plain  ∝ layers^2.00" in svg and "effjax  ∝ layers^1.00" in svg and ">96<" in svg
+    assert (
+        "plain  0.0276  ∝ layers^2.00" in svg
+        and "effjax  0.00048  ∝ layers^1.00" in svg
+        and ">96<" in svg
+    )
     assert _plot.draw(Result("file", "t", {}, [{"name": "a", "layers": 2}], plot)) is None
 
 
@@ -118,7 +122,7 @@ def test_headlines_say_every_row_of_effjax():
     rows = [{"name": n, "ratio": 0.5, "ratio_quartiles": [0.4, 0.6]} for n in "ab"]
     config = {"ours": ["b"], "reference": "a"}
     found = suite.headlines("name", Result("file", "title", config, rows))
-    assert found == ["name: title: b 0.50 (0.40–0.60), of the time of a"]
+    assert found == ["name: title: b 0.50 (0.40–0.60) of the time of a"]
     rows = [{"name": "a", "exponent": 1.5}, {"name": "b"}]
     found = suite.headlines("name", Result("file", "title", {}, rows, Curves("x", "y", "l")))
     assert found == ["name: title: a ∝ depth^1.50"]
