@@ -96,7 +96,8 @@ def draw_curves(result: Result, plot: Curves) -> Any:
         x, y = [*found], [*found.values()]
         ax.plot(x, y, "o-", color=color, lw=2.4 if mine else 1.6, ms=4)
         power = f"  ∝ {plot.x}^{exponent(x, y):.2f}" if len(x) > 1 else ""
-        ends.append((x[-1], y[-1], f"{name}  {y[-1]:.3g}{power}", color, mine))
+        last = f"{y[-1]:.0f}" if y[-1] >= 100 else f"{y[-1]:.3g}"
+        ends.append((x[-1], y[-1], f"{name}  {last}{power}", color, mine))
     marks = sorted({x for found in lines.values() for x in found})
     ax.set_xticks(marks, [f"{x:g}" for x in marks])
     ax.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
