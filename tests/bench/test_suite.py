@@ -200,9 +200,9 @@ def test_batch_norm_over_devices_in_a_process_of_its_own(monkeypatch, tmp_path):
 @pytest.mark.exhaustive
 def test_densenet():
     rows = by_name(densenet.bench(10, 2, 8, 1))
-    assert list(rows) == ["plain", "jax.checkpoint", "effjax conv", "effjax features"]
+    assert list(rows)[:4] == ["plain", "jax.checkpoint", "effjax conv", "effjax features"]
     assert rows["plain"]["ratio"] == 1
-    assert all(row["difference"] < 1e-3 for row in rows.values())
+    assert all(row.get("difference", 0) < 1e-3 for row in rows.values())
 
 
 @pytest.mark.exhaustive
@@ -237,3 +237,6 @@ def test_the_block_in_pytorch():
     params, x = depth.shapes(8, 2)
     plain, efficient = (_torch.block_kept_bytes(params, x, e) for e in (False, True))
     assert efficient < plain
+    steps = _torch.densenet_steps(10, 2, 8).values()
+    losses = [[step() for _ in range(3)] for step in steps]  # they train one network in turn
+    assert losses[0][0] > losses[-1][-1]
