@@ -77,7 +77,9 @@ def _label(row: dict, groups: Sequence[str]) -> str:
 
 
 def draw_curves(result: Result, plot: Curves) -> Any:
-    """Every line has its name, and the exponent of its growth, beside its end."""
+    """Every line has its name, its last value and the exponent of its growth beside its end."""
+    from matplotlib import ticker
+
     lines: dict[str, dict[float, float]] = {}
     for row in result.rows:
         if row.get(plot.y) is not None:
@@ -94,9 +96,12 @@ def draw_curves(result: Result, plot: Curves) -> Any:
         x, y = [*found], [*found.values()]
         ax.plot(x, y, "o-", color=color, lw=2.4 if mine else 1.6, ms=4)
         power = f"  ∝ {plot.x}^{exponent(x, y):.2f}" if len(x) > 1 else ""
-        ends.append((x[-1], y[-1], f"{name}{power}", color, mine))
+        last = f"{y[-1]:.0f}" if y[-1] >= 100 else f"{y[-1]:.3g}"
+        ends.append((x[-1], y[-1], f"{name}  {last}{power}", color, mine))
     marks = sorted({x for found in lines.values() for x in found})
     ax.set_xticks(marks, [f"{x:g}" for x in marks])
+    ax.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter("{x:g}")
     ax.minorticks_off()
     ax.set_xlabel(plot.x, color=TEXT, fontsize=9)
     ax.set_ylabel(plot.label, color=TEXT, fontsize=9)
@@ -127,7 +132,7 @@ def _name_ends(ax: Any, ends: Sequence[tuple[float, float, str, str, bool]]) -> 
 def _figure(title: str, height: float) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.6, height), layout="constrained")
+    figure = Figure(figsize=(9, height), layout="constrained")
     ax = figure.subplots(subplot_kw={"facecolor": "none"})
     ax.set_title(title, color=TEXT, fontsize=9, loc="left", wrap=True)
     ax.tick_params(colors=TEXT, labelsize=9)

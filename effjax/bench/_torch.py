@@ -8,6 +8,7 @@ in the backward pass.
 import functools
 import importlib
 import importlib.util
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,6 +82,63 @@ def block_steps(params: Sequence[Any], x: Any, weights: Any) -> dict[str, Callab
             for own, p in zip(params, leaves, strict=True)
         ]
         return loss.detach().numpy(), (grads, nhwc(image.grad))
+
+    return {name: functools.partial(step, name == EFFICIENT) for name in (PLAIN, EFFICIENT)}
+
+
+def densenet_steps(
+    depth: int, batch_size: int, image_size: int, growth_rate: int = 12
+) -> dict[str, Callable[[], float]]:
+    """Training steps of a DenseNet-BC for ten classes, which return the loss. Its weights are
+    drawn by PyTorch, so that only the time can be compared."""
+    torch: Any = importlib.import_module("torch")
+    ops, parameters = torch.nn.functional, []
+    torch.manual_seed(0)
+
+    def made(a: Any) -> Any:
+        parameters.append(a.requires_grad_())
+        return a
+
+    def kernel(out: int, channels: int, size: int) -> Any:
+        scale = (2 / (channels * size * size)) ** 0.5
+        return made(scale * torch.randn(out, channels, size, size))
+
+    def affine(channels: int) -> tuple[Any, Any]:
+        return made(torch.ones(channels)), made(torch.zeros(channels))
+
+    def norm(x: Any, scale: Any, bias: Any) -> Any:
+        return ops.batch_norm(x, None, None, scale, bias, training=True, eps=1e-5).relu()
+
+    channels, wide, blocks, transitions = 2 * growth_rate, 4 * growth_rate, [], []
+    stem = kernel(channels, 3, 3)
+    for stage in range(3):
+        layers = []
+        for _ in range((depth - 4) // 6):
+            p = {"kernel1": kernel(wide, channels, 1), "kernel2": kernel(growth_rate, wide, 3)}
+            p["scale1"], p["bias1"] = affine(channels)
+            p["scale2"], p["bias2"] = affine(wide)
+            layers.append(p)
+            channels += growth_rate
+        blocks.append(layers)
+        if stage < 2:
+            transitions.append((affine(channels), kernel(channels // 2, channels, 1)))
+            channels //= 2
+    last, classes = affine(channels), made(0.01 * torch.randn(channels, 10))
+    images = torch.randn(batch_size, 3, image_size, image_size)
+    labels = torch.randint(0, 10, (batch_size,))
+    optimizer = torch.optim.SGD(parameters, 0.1, momentum=0.9, nesterov=True)
+
+    def step(efficient: bool) -> float:
+        x = ops.conv2d(images, stem, padding=1)
+        for layers, after in itertools.zip_longest(blocks, transitions):
+            x, _ = block(x, layers, efficient)
+            if after is not None:
+                x = ops.avg_pool2d(ops.conv2d(norm(x, *after[0]), after[1]), 2)
+        loss = ops.cross_entropy(norm(x, *last).mean((2, 3)) @ classes, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
 
     return {name: functools.partial(step, name == EFFICIENT) for name in (PLAIN, EFFICIENT)}
 

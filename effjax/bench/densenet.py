@@ -1,5 +1,6 @@
 """A whole training step of a DenseNet-BC in the forms of `effjax memory`: with Flax's BatchNorm,
-that under ``jax.checkpoint`` layer by layer, and effjax's, in one process, in turn."""
+that under ``jax.checkpoint`` layer by layer, effjax's, and PyTorch's, plain and checkpointed, where
+that is importable; in one process, in turn."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import typer
 
 from ..train.images.config import Config
 from ..train.images.forms import training_steps
+from . import _torch
 from ._measure import compile_step, difference, threads, time_in_turn
 from ._result import Result, Size, publish
 from .h200_models import fill
@@ -27,6 +29,9 @@ def bench(depth: int, batch_size: int, image_size: int, rounds: int) -> Result:
         compiled[name] = compile_step(fn, state, *others)
         runs[name] = _stepping(compiled[name]["run"], state, others)
         losses[name] = runs[name]()
+    torch, why = _torch.find("torch")
+    if torch is not None:
+        runs |= _torch.densenet_steps(depth, batch_size, image_size)
     times = time_in_turn(runs, reference=REFERENCE, rounds=rounds)
     rows = [
         {"name": name, **times[name], "temp_bytes": found["temp_bytes"]}
@@ -34,6 +39,7 @@ def bench(depth: int, batch_size: int, image_size: int, rounds: int) -> Result:
         | {"difference": float(f"{difference(losses[name], losses[REFERENCE]):.1e}")}
         for name, found in compiled.items()
     ]
+    rows += [{"name": name, **times[name]} for name in runs if name not in compiled]
     return Result(
         f"densenet_{depth}",
         f"training step of DenseNet-BC-{depth} (k = 12), batch {batch_size} of "
@@ -45,7 +51,8 @@ def bench(depth: int, batch_size: int, image_size: int, rounds: int) -> Result:
         rows,
         notes=[
             '"plain" and "jax.checkpoint" have Flax\'s BatchNorm. The difference is that of the '
-            "first step's loss."
+            "first step's loss; PyTorch draws weights of its own.",
+            *([f"Without PyTorch: {why}."] if torch is None else []),
         ],
     )  # fmt: skip
 

@@ -126,15 +126,16 @@ def headlines(name: str, result: "Result") -> list[str]:
 
     if result.plot == RATIOS:
         found = [row for row in result.rows if is_ours(result, row["name"])]
-        said = [
+        ratios = [
             f"{row['name']} {row['ratio']:.2f} ({low:.2f}–{high:.2f})"
             for row in found
             for low, high in [row.get("ratio_quartiles") or (row["ratio"],) * 2]
         ]
-        said.append(f"of the time of {result.config.get('reference', 'the reference')}")
+        said = f"{', '.join(ratios)} of the time of {result.config.get('reference', 'the first')}"
     else:
-        said = [f"{r['name']} ∝ depth^{r['exponent']:.2f}" for r in result.rows if "exponent" in r]
-    return [": ".join(filter(None, [name, result.title, ", ".join(said)]))]
+        powers = (row for row in result.rows if "exponent" in row)
+        said = ", ".join(f"{row['name']} ∝ depth^{row['exponent']:.2f}" for row in powers)
+    return [": ".join(filter(None, [name, result.title, said]))]
 
 
 def run_all(

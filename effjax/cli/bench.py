@@ -15,7 +15,7 @@ def bench(
         list[str] | None,
         typer.Argument(
             help="all, or benchmarks by name, as --list has them.",
-            metavar="all | NAME...",
+            metavar="all|NAME",
             show_default=False,
         ),
     ] = None,

@@ -140,7 +140,9 @@ def test_cross_entropy(tmp_path, capsys):
     cross_entropy.main(**model, batch_size=[2], dtype="bfloat16", target="l4", json=tmp_path)
     rows = rows_of(tmp_path / "cross_entropy_512_l4.json")
     assert list(rows) == list(cross_entropy.LOSSES)
-    assert "model, batch 2 x 32, bfloat16, compiled for l4" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "language model of 512 tokens, planned for l4" in out
+    assert "Sequences of 32 tokens, bfloat16" in out
 
 
 @pytest.mark.exhaustive

@@ -110,7 +110,11 @@ def test_curves(tmp_path):
     ]
     plot = Curves("layers", "bytes", "memory [MB]", 1e6)
     svg = drawn(tmp_path, Result("file", "by depth", {}, rows, plot))
-    assert "plain  ∝ layers^2.00" in svg and "effjax  ∝ layers^1.00" in svg and ">96<" in svg
+    assert (
+        "plain  0.0276  ∝ layers^2.00" in svg
+        and "effjax  0.00048  ∝ layers^1.00" in svg
+        and ">96<" in svg
+    )
     assert _plot.draw(Result("file", "t", {}, [{"name": "a", "layers": 2}], plot)) is None
 
 
@@ -118,7 +122,7 @@ def test_headlines_say_every_row_of_effjax():
     rows = [{"name": n, "ratio": 0.5, "ratio_quartiles": [0.4, 0.6]} for n in "ab"]
     config = {"ours": ["b"], "reference": "a"}
     found = suite.headlines("name", Result("file", "title", config, rows))
-    assert found == ["name: title: b 0.50 (0.40–0.60), of the time of a"]
+    assert found == ["name: title: b 0.50 (0.40–0.60) of the time of a"]
     rows = [{"name": "a", "exponent": 1.5}, {"name": "b"}]
     found = suite.headlines("name", Result("file", "title", {}, rows, Curves("x", "y", "l")))
     assert found == ["name: title: a ∝ depth^1.50"]
@@ -196,9 +200,9 @@ def test_batch_norm_over_devices_in_a_process_of_its_own(monkeypatch, tmp_path):
 @pytest.mark.exhaustive
 def test_densenet():
     rows = by_name(densenet.bench(10, 2, 8, 1))
-    assert list(rows) == ["plain", "jax.checkpoint", "effjax conv", "effjax features"]
+    assert list(rows)[:4] == ["plain", "jax.checkpoint", "effjax conv", "effjax features"]
     assert rows["plain"]["ratio"] == 1
-    assert all(row["difference"] < 1e-3 for row in rows.values())
+    assert all(row.get("difference", 0) < 1e-3 for row in rows.values())
 
 
 @pytest.mark.exhaustive
@@ -233,3 +237,6 @@ def test_the_block_in_pytorch():
     params, x = depth.shapes(8, 2)
     plain, efficient = (_torch.block_kept_bytes(params, x, e) for e in (False, True))
     assert efficient < plain
+    steps = _torch.densenet_steps(10, 2, 8).values()
+    losses = [[step() for _ in range(3)] for step in steps]  # they train one network in turn
+    assert losses[0][0] > losses[-1][-1]

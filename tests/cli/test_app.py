@@ -26,7 +26,13 @@ def test_version_and_help(run):
     import effjax
 
     assert run("--version")[:2] == (0, f"effjax {effjax.__version__}\n")
-    for argv in (["--help"], ["train", "--help"], [*TINY[:2], "--help"], ["train", "lm", "--help"]):
+    for argv in (
+        ["--help"],
+        ["bench", "--help"],
+        ["train", "--help"],
+        [*TINY[:2], "--help"],
+        ["train", "lm", "--help"],
+    ):
         code, out, _ = run(*argv)
         assert code == 0 and "Usage: effjax" in out
 

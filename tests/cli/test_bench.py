@@ -68,7 +68,7 @@ def test_one_benchmark(run, fakes, tmp_path):
     summary = (folder / "summary.md").read_text()
     assert "| effjax | 0.50 |" in summary and "![a table](one.svg)" in summary
     assert record["machine"]["cpu"] in summary and (folder / "one.svg").exists()
-    headline = "works: a table: effjax takes 0.50 (0.50–0.50) of what theirs takes"
+    headline = "works: a table: effjax 0.50 (0.50–0.50) of the time of theirs"
     assert headline in summary and headline in out
 
 
