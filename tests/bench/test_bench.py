@@ -20,6 +20,7 @@ from effjax.bench import (
     dense_block,
     figure,
     h200_models,
+    import_time,
     memory,
     offload,
     offload_peers,
@@ -52,6 +53,15 @@ def rows_of(path):
     assert record["command"] == "python -m effjax.bench.some --rounds 1"
     assert record["versions"]["jax"] == jax.__version__
     return {row["name"]: row for row in record["rows"]}
+
+
+@pytest.mark.exhaustive
+def test_import_time(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(import_time, "IMPORTS", ("jax", "effjax"))
+    import_time.main(rounds=1, json=tmp_path)
+    alone, added = rows_of(tmp_path / "import_time.json").values()
+    assert (alone["name"], added["name"]) == ("import jax", "import effjax, after jax")
+    assert added["modules"] < alone["modules"] / 3 and added["seconds"] >= added["fastest"] > 0
 
 
 def test_dense_block(tmp_path, capsys):

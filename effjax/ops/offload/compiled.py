@@ -57,27 +57,27 @@ def offload_jit(fun: Callable[_P, _R], *, donate: bool = True) -> Callable[_P, _
         ValueError: when it is called, if the state cannot be overwritten, with the first array that
             differs.
     """
-    as_callable("fun", fun)
+    run: Callable[..., Any] = as_callable("fun", fun)
     as_flag("donate", donate)
     programs: dict = {}
 
     def jitted(*args) -> Any:
         # A function of its own: JAX keeps what it has lowered by function, guarded or not.
         if not donate:
-            return jax.jit(lambda *args: fun(*args))
+            return jax.jit(lambda *args: run(*args))
         if not args:
             raise TypeError(
                 "a function of offload_jit takes the state that it overwrites as its first "
                 "argument, but was called without; pass donate=False if it has none."
             )
         shardings = jax.tree.map(_sharding, args[0])
-        checked = functools.partial(_same_state, fun)
+        checked = functools.partial(_same_state, run)
         return jax.jit(checked, donate_argnums=0, out_shardings=(shardings, None))
 
     def call(*args) -> Any:
         leaves, structure = jax.tree.flatten(args)
         if any(isinstance(a, Tracer) for a in leaves):
-            return fun(*args)
+            return run(*args)
         config = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # pyright: ignore
         types = tuple((_type_of(a, args), getattr(a, "sharding", None)) for a in leaves)
         key = structure, types, config

@@ -25,7 +25,7 @@ from .trees import Tree
 class TrainStep(NamedTuple):
     """``init(layers, others, model_state) -> OffloadState``, and ``step(state, batch, key)``."""
 
-    init: Callable[..., OffloadState]
+    init: Callable[..., Any]
     step: Callable[..., Any]
 
 
