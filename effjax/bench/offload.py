@@ -260,7 +260,7 @@ def results(size: Size) -> Iterator[Result]:
         yield by_depth(BY_DEPTH, known, [4, 8, 16, 32], "h200")
     else:
         chosen = {name: known[name] for name in (IN_MEMORY, REMAT, FUSED)}
-        yield by_depth(dataclasses.replace(BY_DEPTH, width=256), chosen, [2, 4, 8], "h200")
+        yield by_depth(dataclasses.replace(BY_DEPTH, width=256), chosen, [2, 8], "h200")
 
 
 def by_depth(setting: Setting, forms: dict[str, Form], depths: list[int], target: str) -> Result:
