@@ -91,6 +91,7 @@ COLUMNS = (
     ("peak [GB]", "device_peak_bytes", ".3f", 1e9),
     ("planned [GB]", "planned_device_bytes", ".3f", 1e9),
     ("on host [GB]", "planned_host_bytes", ".3f", 1e9), ("trace [s]", "trace_seconds", ".2f", 1),
+    ("CPU [ms]", "cpu_seconds", ".1f", 1e-3), ("modules", "modules", ".0f", 1),
     ("plan [s]", "plan_seconds", ".1f", 1), ("compile [s]", "compile_seconds", ".1f", 1),
     ("max difference", "difference", ".1e", 1), ("same bits", "bit_identical", ".0f", 1),
     ("as remat", "bit_identical_to_remat", ".0f", 1),

@@ -4,15 +4,15 @@ import json as json_module
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from ._measure import write_record
+from ._measure import quartiles
+from ._result import Bars, Result, Size, publish
 
 IMPORTS = ("jax", "effjax", "effjax.nnx", "effjax.linen", "effjax.models", "effjax.memory")
 # One interpreter: jax first, then the other one, both in files that were read and compiled before.
@@ -38,24 +38,38 @@ def import_once(name: str) -> dict[str, float]:
     return json_module.loads(done.stdout)
 
 
-def measure_imports(rounds: int) -> list[dict]:
-    """A row an import: medians of all rounds, and the fastest."""
+def bench(rounds: int) -> Result:
+    """A row an import: medians of all rounds, and quartiles of the seconds."""
     found: dict[str, list[dict[str, float]]] = {name: [import_once(name)] for name in IMPORTS}
     for name in IMPORTS:
         found[name].clear()  # the first time reads the disk
     for _ in track(range(rounds), "importing", transient=True):
         for name in IMPORTS:
             found[name].append(import_once(name))
-    return [
-        {
-            "name": "import jax" if name == "jax" else f"import {name}, after jax",
-            "seconds": round(statistics.median(run["seconds"] for run in runs), 4),
-            "fastest": round(min(run["seconds"] for run in runs), 4),
-            "cpu_seconds": round(statistics.median(run["cpu_seconds"] for run in runs), 4),
-            "modules": int(runs[0]["modules"]),
-        }
-        for name, runs in found.items()
-    ]
+    rows = []
+    for name, runs in found.items():
+        seconds, cpu = ([run[key] for run in runs] for key in ("seconds", "cpu_seconds"))
+        rows.append(
+            {
+                "name": "import jax" if name == "jax" else f"import {name}, after jax",
+                "seconds": round(statistics.median(seconds), 4),
+                "seconds_quartiles": quartiles(seconds, 4),
+                "cpu_seconds": round(statistics.median(cpu), 4),
+                "modules": int(runs[0]["modules"]),
+            }
+        )
+    return Result(
+        "import_time",
+        "import time",
+        {"rounds": rounds},
+        rows,
+        Bars("seconds", "seconds of an import (lines: quartiles of the rounds)"),
+        ["Each import in an interpreter of its own, whose files were read and compiled before."],
+    )
+
+
+def results(size: Size) -> Iterator[Result]:
+    yield bench(rounds={"small": 5, "published": 15}[size])
 
 
 def main(
@@ -63,16 +77,7 @@ def main(
     json: Annotated[Path | None, typer.Option(help="Folder for the JSON file.")] = None,
 ) -> None:
     """Times `import effjax` and its rooms, beyond `import jax`."""
-    rows, title = measure_imports(rounds), "import time"
-    table = Table("", "median [s]", "fastest [s]", "CPU [s]", "modules", title=title)
-    for row in rows:
-        table.add_row(
-            row["name"], f"{row['seconds']:.3f}", f"{row['fastest']:.3f}",
-            f"{row['cpu_seconds']:.3f}", str(row["modules"]),
-        )  # fmt: skip
-    Console().print(table)
-    if json:
-        write_record(json / "import_time.json", title, {"rounds": rounds}, rows)
+    publish(bench(rounds), json)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ BENCHMARKS = {
     "cross-entropy": Benchmark(
         "cross_entropy", "gradients of a large vocabulary beside whole logits: planned memory"
     ),
+    "import-time": Benchmark("import_time", "what import effjax adds to import jax"),
     "resnet": Benchmark("resnet", "a step of a ResNet beside Flax's layers: planned memory"),
 }
 

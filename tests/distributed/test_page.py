@@ -16,8 +16,8 @@ PAGE = ROOT / "docs" / "distributed.md"
 @pytest.mark.exhaustive
 def test_the_script_starts_four_processes(tmp_path):
     page = PAGE.read_text()
-    (program,), (script,) = (
-        re.findall(rf"^```{language}\n(.*?)^```", page, re.M | re.S)
+    program, script = (
+        re.findall(rf"^```{language}\n(.*?)^```", page, re.M | re.S)[0]
         for language in ("python", "bash")
     )
     (tmp_path / "train.py").write_text(program)
