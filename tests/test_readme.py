@@ -37,7 +37,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"
 GUIDES = sorted(ROOT.glob("docs/guides/*.md"))
 PAGES = [README, *sorted(ROOT.glob("docs/*.md")), *GUIDES]
-PLAIN_GUIDES = {"porting"}  # the blocks of the others wait for --exhaustive
+# Whose blocks wait for --exhaustive.
+DEAR = {"from_torch", "roi", *(page.stem for page in GUIDES if page.stem != "porting")}
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 MEASURED = ROOT / "docs" / "measured"
 CONVOLUTIONS = "torchvision", "plain XLA", "effjax native"
@@ -85,7 +86,7 @@ def run(page):
 
 
 def tiered(page):
-    return exhaustive(page) if page in GUIDES and page.stem not in PLAIN_GUIDES else page
+    return exhaustive(page) if page.stem in DEAR else page
 
 
 @pytest.mark.parametrize(

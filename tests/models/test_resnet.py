@@ -17,7 +17,7 @@ from effjax.memory import residual_bytes
 from effjax.models import linen as linen_models
 from tests.contexts import CONTEXTS, assert_trees_close, single_device
 from tests.models.flavors import Linen, Nnx, draw, train_step
-from tests.tiers import exhaustive, plainly
+from tests.tiers import plainly
 
 OPTIONS: dict[str, Any] = dict(
     stage_sizes=(1, 2), width=4, num_classes=3, unbiased_running_var=True
@@ -65,7 +65,9 @@ def reference(kind):
 
 @pytest.mark.covering
 @pytest.mark.parametrize("form", ["nnx conv", "nnx features", "linen plain", "linen conv"])
-@pytest.mark.parametrize("kind", [k if k != BASIC else exhaustive(k) for k in KINDS])
+@pytest.mark.parametrize(
+    "kind", plainly("bottleneck", "deformable", "frozen norm", "frozen stage", of=KINDS)
+)
 def test_all_forms_are_one_function(kind, form):
     """Outputs, all gradients and running statistics, with a mask, on images of odd sizes."""
     values, want = reference(kind)

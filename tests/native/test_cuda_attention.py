@@ -63,7 +63,7 @@ def close(got, want, dtype):
 
 # Channels of a head: several packs of 16 bytes, one, more than a warp takes at once, odd numbers.
 CASES = [
-    (np.float32, 16, 2, True), exhaustive(np.float32, 32, 4, False),
+    exhaustive(np.float32, 16, 2, True), exhaustive(np.float32, 32, 4, False),
     exhaustive(np.float32, 3, 5, False), exhaustive(np.float32, 136, 2, True),
     exhaustive(np.float64, 6, 4, True), (jnp.bfloat16, 16, 3, False),
     exhaustive(jnp.bfloat16, 5, 1, True), exhaustive(np.float16, 32, 4, True),

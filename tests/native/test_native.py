@@ -16,6 +16,7 @@ import pytest
 import effjax
 from effjax import native
 from effjax.ops import _native
+from tests.tiers import exhaustive
 
 SOURCES = pathlib.Path(native.__file__).parent
 needs_cpu = pytest.mark.skipif(not native.available("cpu"), reason="built without native kernels")
@@ -182,7 +183,9 @@ SANITIZERS = "-O1", "-g", "-fno-sanitize-recover=all"
 SANITIZERS += ("-fsanitize=address,undefined,float-cast-overflow",)
 
 
-@pytest.mark.parametrize("name", ["fuzz", "fuzz_attention", "fuzz_checks", "fuzz_roi"])
+@pytest.mark.parametrize(
+    "name", ["fuzz", "fuzz_checks", exhaustive("fuzz_attention"), exhaustive("fuzz_roi")]
+)
 @pytest.mark.parametrize(
     "flags",
     [("-O0",), pytest.param(SANITIZERS, marks=pytest.mark.exhaustive)],
