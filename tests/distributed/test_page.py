@@ -28,6 +28,6 @@ def test_the_script_starts_four_processes(tmp_path):
     assert done.returncode == 0, done.stderr
     found = re.findall(r"^step \d: loss (\S+) over 4 devices$", done.stdout, re.M)
     assert len(found) == 3 and float(found[2]) < float(found[0])
-    # One that fails ends all.
+    # The script fails where they do.
     broken = {"env": options["env"] | {"JAX_PLATFORMS": "none"}}
     assert subprocess.run(run, capture_output=True, timeout=540, **options | broken).returncode
