@@ -311,11 +311,23 @@ def densenet_rows():
         yield [name, f"{row['peak_bytes'] / 1e6:.0f}"]
 
 
+def faster_than_torchvision(file):
+    """The least and the largest ratio of all runs, and of both machines."""
+    runs = [
+        measured(file),
+        *map(measured, sorted(MEASURED.glob(f"again/*/{pathlib.Path(file).name}"))),
+    ]
+    assert len(runs) == 5
+    ratios = [run["torchvision"]["seconds"] / run["effjax native"]["seconds"] for run in runs]
+    return f"{min(ratios):.0f}–{max(ratios):.0f}×"
+
+
 def deform_conv_rows():
     for shape in ("2x56x56x64", "2x25x42x256", "2x50x84x128", "8x56x56x64"):
         for groups in (1, 4) if shape == "2x50x84x128" else (1,):
             file = f"cpu/deform_conv_{shape}_{groups}_forward"
             passes = measured(f"{file}.json"), measured(f"{file}_backward.json")
+            faster = (faster_than_torchvision(f"{file}{more}.json") for more in ("", "_backward"))
             yield [
                 shape.replace("x", " × ") if groups == 1 else "the same, 4 offset groups",
                 *(
@@ -323,6 +335,7 @@ def deform_conv_rows():
                     for name in ("torchvision", "plain XLA", "effjax xla", "effjax native")
                 ),
                 " / ".join(f"{1e3 * r['matrix products alone']['seconds']:.0f}" for r in passes),
+                " / ".join(faster),
             ]
 
 
@@ -445,7 +458,8 @@ def test_tables_are_what_was_measured(rows_of):
 def test_readme_has_measured_numbers():
     densenet = measured("planned/memory_densenet_100_h200.json")
     block = measured("cpu/dense_block_24_float32.json")
-    conv = measured("cpu/deform_conv_8x56x56x64_1_forward_backward.json")
+    convolution = "cpu/deform_conv_8x56x56x64_1_forward_backward.json"
+    conv = measured(convolution)
     model = measured("planned/offload_adam_1024_float32_h200.json")
     fused = model["all offloaded, fused update"]
     flax = [measured(f"cpu/batch_norm_{dtype}.json")["Flax BatchNorm"] for dtype in DTYPES]
@@ -455,6 +469,7 @@ def test_readme_has_measured_numbers():
         *(f"{row['kept']} ({dtype})" for row, dtype in zip(flax, DTYPES, strict=True)),
         *(f"{block[n]['seconds']:.2f} s" for n in ("plain autodiff", 'effjax save="conv"')),
         *(f"{1e3 * conv[n]['seconds']:.0f} ms" for n in CONVOLUTIONS),
+        faster_than_torchvision(convolution),
         *(f"{model[n]['planned_device_bytes'] / 1e9:.2f} GB" for n in IN_MEMORY),
         *(f"{fused[f'planned_{where}_bytes'] / 1e9:.2f} GB" for where in ("device", "host")),
         f"plain {picture['plain autodiff']['peak_bytes'] / 1e9:.1f} GB",
