@@ -152,7 +152,7 @@ def bench_case(case: Case, backward: bool, rounds: int) -> list[dict]:
     if _torch.find("torchvision")[0]:
         foreign["torchvision"] = torch_step(arrays, backward)
     args = tuple(jnp.asarray(arrays[name]) for name in ("x", "offset", "kernel", "mask", "dy"))
-    reference = "torchvision" if foreign else "effjax xla"
+    reference = "torchvision" if foreign else "plain XLA"
     parts = {"matrix products alone": products_alone(case, backward, args)}
     return measure(steps, args, reference=reference, rounds=rounds, foreign=foreign, parts=parts)
 
@@ -167,7 +167,7 @@ def bench(case: Case, backward: bool, rounds: int) -> Result:
     return Result(
         f"deform_conv_{n}x{h}x{w}x{c}_{groups}_{passes.replace('+', '_')}",
         f"deform_conv2d, {n}x{h}x{w}x{c}, offset groups {groups}, {passes}",
-        case._asdict() | config | {"reference": "torchvision" if found else "effjax xla"},
+        case._asdict() | config | {"reference": "torchvision" if found else "plain XLA"},
         rows,
         notes=[] if found else [f"Without torchvision: {why}."],
     )
