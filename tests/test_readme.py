@@ -312,7 +312,7 @@ def densenet_rows():
 
 
 def faster_than_torchvision(file):
-    """The least and the largest ratio of all runs, and of both machines."""
+    """The least and the largest ratio of all runs, on two machines."""
     runs = [
         measured(file),
         *map(measured, sorted(MEASURED.glob(f"again/*/{pathlib.Path(file).name}"))),
