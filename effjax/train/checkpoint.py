@@ -176,10 +176,14 @@ def _described(a: Any) -> Any:
 
 
 class Partway:
-    """One checkpoint between two numbers, by step; its directory is made when it is first saved."""
+    """One checkpoint between two numbers, by step; its directory is made when it is first saved.
 
-    def __init__(self, directory: Path):
-        self.directory = directory
+    Where there are several processes, it and `numbered` may not be written at the same time: these
+    meet at barriers of Orbax whose names are the same for both.
+    """
+
+    def __init__(self, directory: Path, numbered: Checkpoints):
+        self.directory, self.numbered = directory, numbered
         there = from_first(directory.is_dir)
         self.saved: Checkpoints | None = Checkpoints(directory) if there else None
 
@@ -196,7 +200,8 @@ class Partway:
         return max(self.saved.steps, default=0) if self.saved else 0
 
     def save(self, step: int, state: Any, seen: Seen) -> None:
-        """As `Checkpoints.save`, in place of the one before."""
+        """As `Checkpoints.save`, in place of the one before; when the last numbered one has ended."""
+        self.numbered.settle()
         self.saved = self.saved or Checkpoints(self.directory)
         self.saved.save(step, state, step, seen)
 

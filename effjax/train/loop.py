@@ -90,7 +90,7 @@ def _fit(task: Task[Result], run: RunDirectory, progress: Progress, how: How) ->
     try:
         with (
             Checkpoints(run.checkpoints, keep=task.config.keep) as checkpoints,
-            Partway(run.partway) as partway,
+            Partway(run.partway, checkpoints) as partway,
         ):
             trained = _train(task, run, Saved(checkpoints, partway), progress, how)
     finally:
@@ -146,6 +146,7 @@ def _train(
         records.append(record)
         run.append(record)
         best = _best(task, records, [*saved.checkpoints.steps, number])
+        saved.partway.settle()  # see Partway
         saved.checkpoints.save(number, state, best=best[task.kind])
         progress.report(record)
         if number != end and how.stop(done):

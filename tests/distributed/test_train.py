@@ -106,6 +106,24 @@ def test_resumed_by_as_many_processes_ends_with_the_same_bits(tmp_path, text):
         np.testing.assert_array_equal(a, b)
 
 
+SLOW = """
+if process == 1:
+    import time
+    from orbax.checkpoint import CheckpointManager
+    finalize = CheckpointManager._finalize
+    def finalize_late(*args):
+        time.sleep(3)
+        finalize(*args)
+    CheckpointManager._finalize = finalize_late"""
+
+
+@pytest.mark.exhaustive
+def test_checkpoints_that_one_process_is_slow_to_end(tmp_path, text):
+    """Of the two kinds, one begins while another process still writes the other."""
+    train(2, *text, *SPLIT, "--checkpoint-every", 1, "--out", tmp_path / "run", before=SLOW)
+    check_run(tmp_path / "run")
+
+
 DENSENET = "densenet --depth 10 --growth-rate 12 --epochs 2 --batch-size 256"
 RESNET = "deform-resnet --no-baseline --epochs 1 --batch-size 512"
 RUNS = {  # with the number of processes
