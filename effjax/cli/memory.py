@@ -64,7 +64,7 @@ def memory(
         str,
         typer.Argument(
             help="densenet, densenet121, …, resnet50, …, deform-resnet, lm, or MODULE:FUNCTION of "
-            "your own: it takes a batch size and returns (fn, *args), or a dict of such by name."
+            "your own: it takes a batch size and returns (fun, *args), or a dict of such by name."
         ),
     ],
     *,

@@ -19,7 +19,7 @@ _STDLIB = sysconfig.get_path("stdlib")
 
 
 def own_steps(name: str) -> "Steps":
-    """Steps from `module:function`, a function of the batch size that returns `(fn, *args)`, or
+    """Steps from `module:function`, a function of the batch size that returns `(fun, *args)`, or
     several such by name."""
     factory, function_name = _factory(name)
 
@@ -31,7 +31,7 @@ def own_steps(name: str) -> "Steps":
         for step in found.values():
             if not (isinstance(step, Sequence) and step and callable(step[0])):
                 raise TrainError(
-                    f"{name!r} must return (fn, *args) or a dict of such by name, not "
+                    f"{name!r} must return (fun, *args) or a dict of such by name, not "
                     f"{type(step).__name__}"
                 )
         return {str(key): tuple(step) for key, step in found.items()}
@@ -68,8 +68,8 @@ def _factory(name: str) -> tuple[Callable[[int], Any], str]:
         signature.bind(1)
     except TypeError as error:
         raise TrainError(
-            f"{name!r} must be a function of the batch size that returns (fn, *args); it is one of "
-            f"{signature}"
+            f"{name!r} must be a function of the batch size that returns (fun, *args); it is one "
+            f"of {signature}"
         ) from error
     return factory, function_name
 

@@ -81,14 +81,14 @@ class Program(NamedTuple):
 
 
 def lower(
-    fn: Callable[..., Any],
+    fun: Callable[..., Any],
     args: Sequence[Any],
     num_devices: int | None,
     in_shardings: Any,
     donate_argnums: int | Sequence[int],
     static_argnums: int | Sequence[int],
 ) -> Lowered:
-    """Traces `fn` and lowers it for CUDA, in this process.
+    """Traces `fun` and lowers it for CUDA, in this process.
 
     Shardings without devices (`AbstractMesh`) keep memory kinds, and need no more devices than this
     process has.
@@ -96,15 +96,15 @@ def lower(
     if num_devices is not None:
         as_integer("num_devices", num_devices, 1)
     given = _of_jit(in_shardings, num_devices or 1, donate_argnums, static_argnums)
-    if isinstance(fn, functools.partial) and not fn.keywords and hasattr(fn.func, "trace"):
-        fn, args = fn.func, (*fn.args, *args)  # a method under nnx.jit is one
-    if not knows_modules(as_callable("fn", fn)):
+    if isinstance(fun, functools.partial) and not fun.keywords and hasattr(fun.func, "trace"):
+        fun, args = fun.func, (*fun.args, *args)  # a method under nnx.jit is one
+    if not knows_modules(as_callable("fun", fun)):
         refuse_modules(args, _OF_MODULES)
 
-    jitted: Any = fn
-    if not hasattr(fn, "trace"):
+    jitted: Any = fun
+    if not hasattr(fun, "trace"):
         # A function of its own: JAX keeps what it has lowered by function.
-        own: Any = functools.wraps(fn)(lambda *args, **kwargs: fn(*args, **kwargs))
+        own: Any = functools.wraps(fun)(lambda *args, **kwargs: fun(*args, **kwargs))
         jitted = jax.jit(own, keep_unused=True, **given)
     elif given:
         raise ValueError(
@@ -117,7 +117,7 @@ def lower(
     traced = getattr(traced, "traced", traced)  # nnx's holds JAX's
     options = needed_options(traced.jaxpr)
     # What jax.jit would refuse to run on a GPU is refused here too.
-    own_jit = jitted is not fn or getattr(fn, "is_offload_jit", False)
+    own_jit = jitted is not fun or getattr(fun, "is_offload_jit", False)
     with allowed() if own_jit else contextlib.nullcontext():
         lowered = _lower_for_cuda(traced)
     module: Any = lowered.compiler_ir("stablehlo")

@@ -12,11 +12,11 @@ import jax
 from ..ops._arguments import described
 
 
-def knows_modules(fn: Any) -> bool:
+def knows_modules(fun: Any) -> bool:
     """Whether it is what `nnx.jit` or `effjax.nnx.offload_jit` makes: it returns what modules
     become, and can be traced."""
-    of_flax = hasattr(fn, "trace") and type(fn).__module__.partition(".")[0] == "flax"
-    return of_flax or getattr(fn, "takes_modules", False)
+    of_flax = hasattr(fun, "trace") and type(fun).__module__.partition(".")[0] == "flax"
+    return of_flax or getattr(fun, "takes_modules", False)
 
 
 def refuse_modules(args: Any, remedy: str) -> None:

@@ -59,8 +59,8 @@ def max_batch_size(
     fail to close in. It usually takes four to eight compiles, none of which runs anything.
 
     Args:
-        step_for_batch: makes the program for a batch size: `(fn, *args)`, with the arguments as
-            shapes, and any donations in `fn` (a `jax.jit`).
+        step_for_batch: makes the program for a batch size: `(fun, *args)`, with the arguments as
+            shapes, and any donations in `fun` (a `jax.jit`).
         multiple_of: only multiples of this are tried; None: of the number of devices that the
             program spans at the first batch.
         start: the first batch to try, rounded up to a multiple of `multiple_of`.
@@ -82,8 +82,8 @@ def max_batch_size(
 
     def planned(batch: int) -> MemoryPlan:
         began = time.perf_counter()
-        fn, *args = as_step("step_for_batch(…)", step_for_batch(batch))
-        found = plans[batch] = plan(fn, *args, **options)
+        fun, *args = as_step("step_for_batch(…)", step_for_batch(batch))
+        found = plans[batch] = plan(fun, *args, **options)
         size, seconds = report.format_bytes(found.peak_device_bytes), time.perf_counter() - began
         advance(f"batch {batch}: {size}, {'fits' if found.fits else 'too much'}, {seconds:.1f} s")
         return found

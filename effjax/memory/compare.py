@@ -51,8 +51,8 @@ def compare(
         TypeError, ValueError, PlanError: as `plan`; ValueError if there are no programs.
     """
     steps = {
-        name: (as_callable(f"programs[{name!r}]", fn), *args)
-        for name, fn in _by_name("programs", programs).items()
+        name: (as_callable(f"programs[{name!r}]", fun), *args)
+        for name, fun in _by_name("programs", programs).items()
     }
     return plan_all(steps, progress=progress, **options)
 
@@ -65,7 +65,7 @@ def plan_all(
         plan_all({"in memory": (step, state, batch), "offloaded": (other, other_state, batch)})
 
     Args:
-        steps: `(fn, *args)` by name; the first is what the others are compared with.
+        steps: `(fun, *args)` by name; the first is what the others are compared with.
         progress, **options: as `compare`.
 
     Returns:
@@ -84,8 +84,8 @@ def plan_all(
         def start(name: str) -> Future[tuple[MemoryPlan, float]]:
             # Traced here, since settings such as `jax.set_mesh` are those of a thread.
             began = time.perf_counter()
-            fn, *args = steps[name]
-            finish = prepare(fn, *args, **options)
+            fun, *args = steps[name]
+            finish = prepare(fun, *args, **options)
             return pool.submit(lambda: (finish(), time.perf_counter() - began))
 
         started = {start(first): first}  # what is wrong with all of them is said alone
@@ -99,9 +99,9 @@ def plan_all(
 
 
 def as_step(name: str, step: Any) -> tuple[Any, ...]:
-    """`(fn, *args)`."""
+    """`(fun, *args)`."""
     if not isinstance(step, (tuple, list)) or not step:
-        raise TypeError(f"`{name}` must be (fn, *args), not {described(step)}.")
+        raise TypeError(f"`{name}` must be (fun, *args), not {described(step)}.")
     as_callable(f"{name}[0]", step[0])
     return tuple(step)
 

@@ -22,7 +22,7 @@ def data_parallel(
     without one is whole on each of them. That is what data parallelism is, and what it costs.
 
     Args:
-        step_for_batch: makes the program for a batch size, `(fn, *args)`. It is called twice: with
+        step_for_batch: makes the program for a batch size, `(fun, *args)`. It is called twice: with
             twice the batch, to see what grows.
         num_devices: how many devices the batch is split over, along the axis `"data"` of a mesh.
 
@@ -37,7 +37,7 @@ def data_parallel(
     mesh = mesh_to_plan_for(num_devices)
 
     def split(batch_size: int) -> tuple[Any, ...]:
-        fn, *args = as_step("step_for_batch(…)", step_for_batch(batch_size))
+        fun, *args = as_step("step_for_batch(…)", step_for_batch(batch_size))
         _, *more = as_step("step_for_batch(…)", step_for_batch(2 * batch_size))
         (arrays, close), (larger, _) = opened(args), opened(more)
         specs = jax.tree.map(_axis_that_grows, arrays, larger)
@@ -59,7 +59,7 @@ def data_parallel(
                     )
             return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
 
-        return fn, *close(jax.tree_util.tree_map_with_path(sharded, arrays, specs))
+        return fun, *close(jax.tree_util.tree_map_with_path(sharded, arrays, specs))
 
     return split
 

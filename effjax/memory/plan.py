@@ -135,7 +135,7 @@ class MemoryPlan:
 
 
 def plan(
-    fn: Callable[..., Any],
+    fun: Callable[..., Any],
     *args: Any,
     target: str | Path | Target = "h200",
     num_devices: int | None = None,
@@ -161,7 +161,7 @@ def plan(
     on the device must be among `args` to be counted.
 
     Args:
-        fn: the function, such as a training step. It may be jitted already (`jax.jit`, `nnx.jit`,
+        fun: the function, such as a training step. It may be jitted already (`jax.jit`, `nnx.jit`,
             `effjax.offload_jit`), with its own shardings and donations; arguments that it does not
             use are then not counted, as jax.jit drops them.
         *args: its arguments: arrays or shapes (`jax.ShapeDtypeStruct`) in any pytrees; of `nnx.jit`
@@ -192,7 +192,7 @@ def plan(
             compile the program (the message is XLA's).
     """
     return prepare(
-        fn, *args, target=target, num_devices=num_devices, memory_fraction=memory_fraction,
+        fun, *args, target=target, num_devices=num_devices, memory_fraction=memory_fraction,
         host_memory_bytes=host_memory_bytes, in_shardings=in_shardings,
         donate_argnums=donate_argnums, static_argnums=static_argnums,
         compiler_options=compiler_options,
@@ -200,7 +200,7 @@ def plan(
 
 
 def prepare(
-    fn: Callable[..., Any],
+    fun: Callable[..., Any],
     *args: Any,
     target: str | Path | Target = "h200",
     num_devices: int | None = None,
@@ -224,7 +224,7 @@ def prepare(
             f"`compiler_options` must be values by name, not {described(compiler_options)}."
         )
     check_compiler()
-    lowered = lower(fn, args, num_devices, in_shardings, donate_argnums, static_argnums)
+    lowered = lower(fun, args, num_devices, in_shardings, donate_argnums, static_argnums)
     return lambda: _read(compile_for(lowered, found, compiler_options), found, share, on_host)
 
 

@@ -39,42 +39,42 @@ class ResidualReport(NamedTuple):
         return plots.plot_residuals(self, ax, most)
 
 
-def residual_bytes(fn: Callable[..., Any], *args: Any, has_aux: bool = False) -> ResidualReport:
-    """Counts the bytes that `jax.vjp(fn, *args)` keeps for the backward pass.
+def residual_bytes(fun: Callable[..., Any], *args: Any, has_aux: bool = False) -> ResidualReport:
+    """Counts the bytes that `jax.vjp(fun, *args)` keeps for the backward pass.
 
-    Nothing is computed: `fn` is traced by `jax.eval_shape`, so `args` may be shapes
+    Nothing is computed: `fun` is traced by `jax.eval_shape`, so `args` may be shapes
     (`jax.ShapeDtypeStruct`).
 
     Everything that the vjp function holds is counted, arguments that it needs again included (a
     convolution keeps its kernel); an array held twice is counted once. `argument_bytes` says how
     much of the total is arguments, so `report.bytes - report.argument_bytes` is what the forward
-    pass itself produced and must keep. Arrays that `fn` closes over are counted but are not
+    pass itself produced and must keep. Arrays that `fun` closes over are counted but are not
     arguments.
 
     It is a count of JAX's residuals, before compilation: XLA may keep less by fusing or
     recomputing, and needs working memory besides.
 
     Args:
-        fn: a function of arrays (or pytrees of arrays) that `jax.vjp` can differentiate.
+        fun: a function of arrays (or pytrees of arrays) that `jax.vjp` can differentiate.
         *args: its arguments, arrays or shapes; all of them are differentiated, so close over what
             is not.
-        has_aux: `fn` returns `(output, aux)`, and `aux` is not differentiated.
+        has_aux: `fun` returns `(output, aux)`, and `aux` is not differentiated.
 
     Returns:
         A `ResidualReport`. Print it.
 
     Raises:
-        TypeError: if `fn` is no function, `has_aux` no boolean, or an argument an nnx module: JAX
+        TypeError: if `fun` is no function, `has_aux` no boolean, or an argument an nnx module: JAX
             would differentiate a copy of it, its statistics and random streams included.
     """
-    as_callable("fn", fn)
+    as_callable("fun", fun)
     as_flag("has_aux", has_aux)
     refuse_modules(args, _OF_ARRAYS)
 
     def held(*args: Any) -> tuple[list[jax.Array], list[jax.Array]]:
         # Inside the trace an array is one tracer, so identity tells arguments and repetitions.
         argument_ids = {id(leaf) for leaf in jax.tree.leaves(args)}
-        vjp_fn = jax.vjp(fn, *args, has_aux=has_aux)[1]
+        vjp_fn = jax.vjp(fun, *args, has_aux=has_aux)[1]
         leaves = list({id(leaf): leaf for leaf in jax.tree.leaves(vjp_fn)}.values())
         return (
             [leaf for leaf in leaves if id(leaf) in argument_ids],

@@ -23,7 +23,7 @@ def planned(**options):
 
 
 CASES = [
-    *bad("fn", lambda v: memory.plan(v, X), *WRONG),
+    *bad("fun", lambda v: memory.plan(v, X), *WRONG),
     *bad("target", lambda v: planned(target=v), None, [1], 3.5, "no such", True, ""),
     *bad("num_devices", lambda v: planned(num_devices=v), [1], 3.5, "2", True, 0, -1),
     *bad("memory_fraction", lambda v: planned(memory_fraction=v), None, [1], "x", True, 0, 2),
@@ -45,7 +45,7 @@ CASES = [
     *bad("step_for_batch", lambda v: memory.data_parallel(lambda n: v, 2)(4), *WRONG),
     *bad("num_devices", lambda v: memory.data_parallel(jnp.sin, v), *WRONG, 0),
     *bad("num_devices", memory.mesh_to_plan_for, *WRONG, 0),
-    *bad("fn", lambda v: memory.residual_bytes(v, X), *WRONG),
+    *bad("fun", lambda v: memory.residual_bytes(v, X), *WRONG),
     *bad("has_aux", lambda v: memory.residual_bytes(jnp.sin, X, has_aux=v), None, 1, "yes"),
     *bad("most", lambda v: memory.residual_bytes(jnp.sin, X).plot(most=v), *WRONG, 0),
     *bad("hlo", memory.collectives, None, [1], 3.5, True),

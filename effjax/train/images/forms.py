@@ -37,7 +37,7 @@ def forms(config: Config) -> dict[str, dict[str, Any]]:
 def training_steps(
     config: Config, image_shape: tuple[int, int, int], num_classes: int, num_devices: int = 1
 ) -> Callable[[int], dict[str, tuple[Any, ...]]]:
-    """For a batch size, the training step of each form with its arguments: `(fn, *args)` by name.
+    """For a batch size, the training step of each form with its arguments: `(fun, *args)` by name.
 
     The step is that of `effjax train`: SGD with momentum, the state donated, the batch sharded over
     the devices. Of a DenseNet, "plain" has Flax's BatchNorm and automatic differentiation;

@@ -27,7 +27,7 @@ LM_FORMS: dict[str, dict[str, Any]] = {
 
 
 def lm_steps(config: LMConfig, num_devices: int = 1) -> Callable[[int], dict[str, tuple[Any, ...]]]:
-    """For a batch size, the step of `effjax train lm` in each form: `(fn, *args)` by name.
+    """For a batch size, the step of `effjax train lm` in each form: `(fun, *args)` by name.
 
     Microbatches and policy are of the forms whose layers are offloaded or updated in the backward
     pass.
@@ -48,7 +48,7 @@ def lm_steps(config: LMConfig, num_devices: int = 1) -> Callable[[int], dict[str
 
 
 def lm_training_step(config: LMConfig, num_devices: int = 1) -> tuple[Any, ...]:
-    """`(fn, *args)` of one step, as the options have it; nothing is made."""
+    """`(fun, *args)` of one step, as the options have it; nothing is made."""
     mesh: Any = (
         abstract_mesh(config.mesh, num_devices) if config.mesh else mesh_to_plan_for(num_devices)
     )
