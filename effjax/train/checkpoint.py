@@ -200,7 +200,7 @@ class Partway:
         return max(self.saved.steps, default=0) if self.saved else 0
 
     def save(self, step: int, state: Any, seen: Seen) -> None:
-        """As `Checkpoints.save`, in place of the one before; when the last numbered one has ended."""
+        """As `Checkpoints.save`, in place of the one before, after the last numbered one."""
         self.numbered.settle()
         self.saved = self.saved or Checkpoints(self.directory)
         self.saved.save(step, state, step, seen)
