@@ -142,6 +142,11 @@ def torch_step(arrays: dict[str, np.ndarray], backward: bool) -> Callable[[], An
     return run
 
 
+def reference() -> str:
+    """What the others are compared with."""
+    return "torchvision" if _torch.find("torchvision")[0] else "plain XLA"
+
+
 def bench_case(case: Case, backward: bool, rounds: int) -> list[dict]:
     """A row an implementation; "seconds" and "ratio" are those of one run."""
     arrays = make_arrays(case)
@@ -149,12 +154,11 @@ def bench_case(case: Case, backward: bool, rounds: int) -> list[dict]:
     if available(jax.default_backend().replace("gpu", "cuda")):
         steps["effjax native"] = jax_step("native", backward)
     foreign = {}
-    if _torch.find("torchvision")[0]:
+    if reference() == "torchvision":
         foreign["torchvision"] = torch_step(arrays, backward)
     args = tuple(jnp.asarray(arrays[name]) for name in ("x", "offset", "kernel", "mask", "dy"))
-    reference = "torchvision" if foreign else "plain XLA"
     parts = {"matrix products alone": products_alone(case, backward, args)}
-    return measure(steps, args, reference=reference, rounds=rounds, foreign=foreign, parts=parts)
+    return measure(steps, args, reference=reference(), rounds=rounds, foreign=foreign, parts=parts)
 
 
 def bench(case: Case, backward: bool, rounds: int) -> Result:
@@ -167,7 +171,7 @@ def bench(case: Case, backward: bool, rounds: int) -> Result:
     return Result(
         f"deform_conv_{n}x{h}x{w}x{c}_{groups}_{passes.replace('+', '_')}",
         f"deform_conv2d, {n}x{h}x{w}x{c}, offset groups {groups}, {passes}",
-        case._asdict() | config | {"reference": "torchvision" if found else "plain XLA"},
+        case._asdict() | config | {"reference": reference()},
         rows,
         notes=[] if found else [f"Without torchvision: {why}."],
     )

@@ -179,7 +179,7 @@ class Partway:
     """One checkpoint between two numbers, by step; its directory is made when it is first saved.
 
     Where there are several processes, it and `numbered` may not be written at the same time: these
-    meet at barriers of Orbax whose names are the same for both.
+    meet at barriers, and wait for signals, of Orbax that have the same names for both.
     """
 
     def __init__(self, directory: Path, numbered: Checkpoints):

@@ -146,7 +146,7 @@ def _train(
         records.append(record)
         run.append(record)
         best = _best(task, records, [*saved.checkpoints.steps, number])
-        saved.partway.settle()  # see Partway
+        saved.partway.settle()  # the two are not written at once: see Partway
         saved.checkpoints.save(number, state, best=best[task.kind])
         progress.report(record)
         if number != end and how.stop(done):

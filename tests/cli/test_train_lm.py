@@ -54,7 +54,7 @@ def test_lm_is_planned_where_it_is_asked_for(run_lm, monkeypatch):
     assert code == 0 and "planning a step" in out
 
     def full(*_):
-        raise OSError(28, "No space left on device", "/tmp/effjax-plan-1")
+        raise OSError(28, "No space left on device", "effjax-plan-1")
 
     monkeypatch.setattr("effjax.memory.plan", full)  # the run has ended well before
     code, out, err = run_lm("--resume", "here", "--plan")
