@@ -12,8 +12,8 @@ import jax
 from jax.typing import ArrayLike
 
 from ._deprecated import moved
-from .ops._arguments import as_integer, as_operand
-from .ops._convolution import pair
+from .ops._common.arguments import as_float_array, as_integer
+from .ops._common.convolution import as_pair
 from .ops.deform_conv import deform_conv2d as _nhwc_deform_conv2d
 from .ops.deform_conv.arguments import output_size
 from .ops.roi.nchw import deform_roi_pool as deform_roi_pool
@@ -137,7 +137,7 @@ def _as_arrays(input, offset, weight, mask, bias) -> tuple[Any, ...]:
     for name, value in arrays.items():
         if value is None and name in ("mask", "bias"):
             continue
-        arrays[name] = value = as_operand(name, value)
+        arrays[name] = value = as_float_array(name, value)
         if value.ndim != 4 and name != "bias":
             raise ValueError(f"`{name}` must have four axes, not shape {value.shape}.")
     return tuple(arrays.values())
@@ -160,8 +160,8 @@ def _convolve(
 ) -> jax.Array:
     """Of what `_as_arrays` returns."""
     input, offset, weight, mask, bias = arrays
-    strides, pads = pair("stride", stride, 1), pair("padding", padding, 0)
-    dilations, groups = pair("dilation", dilation, 1), as_integer("groups", groups, 1)
+    strides, pads = as_pair("stride", stride, 1), as_pair("padding", padding, 0)
+    dilations, groups = as_pair("dilation", dilation, 1), as_integer("groups", groups, 1)
     both_sides = tuple((pad, pad) for pad in pads)
     size = output_size(input.shape[2:], weight.shape[2:], strides, both_sides, dilations)
     _check_shapes(arrays, size, groups, offset_groups)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..ops._arguments import as_array, described
+from ..ops._common.arguments import as_array, describe
 from ..ops.batch_norm.statistics import statistics_dtype
 
 
@@ -26,7 +26,7 @@ def check_rngs(rngs: Any) -> None:
     """An nnx.Rngs that has keys for parameters."""
     if not callable(getattr(rngs, "params", None)):
         wanted = "a flax.nnx.Rngs with a stream `params`, as nnx.Rngs(0) is"
-        raise TypeError(f"`rngs` must be {wanted}, not {described(rngs)}.")
+        raise TypeError(f"`rngs` must be {wanted}, not {describe(rngs)}.")
 
 
 def at_least_float32(a: jax.Array) -> jax.Array:

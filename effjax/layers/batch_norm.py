@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..ops._arguments import as_callable, as_dtype, as_flag, as_number, one_of
-from ..ops._parallel import axis_names
+from ..ops._common.arguments import as_callable, as_dtype, as_flag, as_number, check_choice
+from ..ops._common.sharding import as_axis_names
 from ..ops.batch_norm.complex import complex_batch_norm, complex_inference
 from ..ops.batch_norm.statistics import as_axes, index_groups
 from ..ops.batch_norm.sync import BatchStats, batch_norm_inference, sync_batch_norm
@@ -54,10 +54,10 @@ def check_options(
     as_dtype("param_dtype", param_dtype, jnp.inexact)
     as_callable("bias_init", bias_init)
     as_callable("scale_init", scale_init)
-    axis_names(axis_name)
+    as_axis_names(axis_name)
     index_groups(axis_index_groups)
-    one_of("activation", activation, None, "relu", hint="; apply others to the result")
-    one_of("stats", stats, "auto", "gather", "two_psum")
+    check_choice("activation", activation, None, "relu", hint="; apply others to the result")
+    check_choice("stats", stats, "auto", "gather", "two_psum")
     for name, value in flags.items():
         as_flag(name, value)
 
@@ -84,14 +84,14 @@ def converted_settings(
         settings["axis_index_groups"] = index_groups(axis_index_groups)
     if unbiased_running_var is not None:
         settings["unbiased_running_var"] = as_flag("unbiased_running_var", unbiased_running_var)
-    if one_of("stats", stats, None, "auto", "gather", "two_psum") is not None:
+    if check_choice("stats", stats, None, "auto", "gather", "two_psum") is not None:
         settings["stats"] = stats
     return settings
 
 
 def hashable_axes(axis_name: Any) -> Any:
     """`axis_name` as it is, but for a list: nnx hashes the attributes of a module."""
-    axis_names(axis_name)
+    as_axis_names(axis_name)
     return tuple(axis_name) if isinstance(axis_name, list) else axis_name
 
 

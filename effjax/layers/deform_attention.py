@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..ops._arguments import as_array, as_flag, as_integer, as_mask, as_number, one_of
+from ..ops._common.arguments import as_array, as_flag, as_integer, as_mask, as_number, check_choice
 from ..ops.deform_attention import dcn_aggregate, ms_deform_attn
 from ..ops.deform_attention.arguments import as_shapes, check_pixels
 from .arguments import as_real_input, at_least_float32
@@ -23,7 +23,7 @@ def check_attention(
         as_integer(name, value, 1)
     _check_division(features, "num_heads", num_heads)
     check_dtypes(dtype, param_dtype)
-    one_of("implementation", implementation, None, "native", "xla")
+    check_choice("implementation", implementation, None, "native", "xla")
 
 
 def check_dcnv3(
@@ -44,7 +44,7 @@ def check_dcnv3(
     if as_flag("remove_center", remove_center) and kernel_size == 1:
         raise ValueError("`remove_center` leaves no point of kernel_size=1.")
     check_dtypes(dtype, param_dtype)
-    one_of("implementation", implementation, None, "native", "xla")
+    check_choice("implementation", implementation, None, "native", "xla")
 
 
 def _check_division(features: Any, name: str, parts: Any) -> None:

@@ -6,14 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..ops._arguments import (
+from ..ops._common.arguments import (
     as_array,
     as_callable,
     as_dtype,
     as_flag,
     as_integer,
 )
-from ..ops._convolution import padding_of, pair
+from ..ops._common.convolution import as_padding, as_pair
 from ..ops.deform_conv.arguments import check_options
 from .arguments import as_real_input, at_least_float32
 
@@ -22,7 +22,7 @@ def kernel_shape(
     kernel_size: int | Sequence[int], groups: int, *, features: dict[str, int]
 ) -> tuple[int, int, int, int]:
     """The shape HWIO of a kernel, checked; `features` are those of x and of y by their names."""
-    height, width = pair("kernel_size", kernel_size, 1)
+    height, width = as_pair("kernel_size", kernel_size, 1)
     as_integer("feature_group_count", groups, 1)
     for name, value in features.items():
         if as_integer(name, value, 1) % groups:
@@ -41,8 +41,8 @@ def convolution_options(
     groups = as_integer("feature_group_count", feature_group_count, 1)
     check_options(implementation, deterministic, precision, groups)
     return dict(
-        strides=pair("strides", strides, 1), padding=padding_of(padding),
-        kernel_dilation=pair("kernel_dilation", kernel_dilation, 1),
+        strides=as_pair("strides", strides, 1), padding=as_padding(padding),
+        kernel_dilation=as_pair("kernel_dilation", kernel_dilation, 1),
         feature_group_count=groups,
         offset_groups=as_integer("offset_groups", offset_groups, 1),
         precision=precision, implementation=implementation, deterministic=deterministic,
@@ -84,7 +84,7 @@ def predicted_features(
     kernel_size: int | Sequence[int], offset_groups: int, modulated: bool
 ) -> int:
     """Channels of the convolution that predicts offsets, two a tap, and masks, one a tap."""
-    height, width = pair("kernel_size", kernel_size, 1)
+    height, width = as_pair("kernel_size", kernel_size, 1)
     taps = as_integer("offset_groups", offset_groups, 1) * height * width
     return taps * (3 if modulated else 2)
 
@@ -102,6 +102,6 @@ def symmetric_padding(
     kernel_size: int | Sequence[int], kernel_dilation: int | Sequence[int]
 ) -> Any:
     """PyTorch's dilation·(k − 1)/2 at every side."""
-    sizes = pair("kernel_size", kernel_size, 1)
-    dilations = pair("kernel_dilation", kernel_dilation, 1)
+    sizes = as_pair("kernel_size", kernel_size, 1)
+    dilations = as_pair("kernel_dilation", kernel_dilation, 1)
     return tuple((d * (k - 1) // 2,) * 2 for k, d in zip(sizes, dilations, strict=True))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ..ops._arguments import as_dtype, as_flag, as_integer, as_number, described, one_of
+from ..ops._common.arguments import as_dtype, as_flag, as_integer, as_number, check_choice, describe
 from ..ops.batch_norm.statistics import index_groups
 from .batch_norm import check_momentum, hashable_axes
 from .images import as_image_mask, as_images, compute_dtype
@@ -54,7 +54,7 @@ class DenseNetOptions:
         as_number("drop_rate", self.drop_rate, lambda r: 0 <= r < 1, "in [0, 1); 0 is no dropout")
         check_momentum(self.momentum)
         as_number("epsilon", self.epsilon, lambda e: 0 <= e < math.inf, "at least 0")
-        one_of("save", self.save, "conv", "features")
+        check_choice("save", self.save, "conv", "features")
         for name in ("small_inputs", "efficient", "unbiased_running_var"):
             as_flag(name, getattr(self, name))
         if self.dtype is not None:
@@ -127,7 +127,7 @@ def _layers(block_config: Any) -> tuple[int, ...]:
     except TypeError:
         raise TypeError(
             "`block_config` must be the number of layers of each block, like (6, 12), not "
-            f"{described(block_config)}."
+            f"{describe(block_config)}."
         ) from None
     if not layers:
         raise ValueError(

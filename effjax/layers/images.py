@@ -11,7 +11,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from ..ops._arguments import as_array
+from ..ops._common.arguments import as_array
 from .arguments import as_real_input
 
 

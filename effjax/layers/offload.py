@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..ops._arguments import as_flag, described
+from ..ops._common.arguments import as_flag, describe
 from ..ops.offload.checks import as_arrays
 from ..ops.offload.options import OffloadOptions
 from ..ops.offload.placement import Space, space_of
@@ -131,12 +131,12 @@ def check_layers(layers: Any) -> list[Callable]:
     """A sequence of layers as a list; raises TypeError or ValueError for what is none."""
     if isinstance(layers, str) or not isinstance(layers, Iterable):
         raise TypeError(
-            f"`layers` must be a sequence of modules and functions, not {described(layers)}."
+            f"`layers` must be a sequence of modules and functions, not {describe(layers)}."
         )
     found = list(layers)
     for layer in found:
         if not callable(layer):
-            raise TypeError(f"`layers` must be modules and functions, not {described(layer)}.")
+            raise TypeError(f"`layers` must be modules and functions, not {describe(layer)}.")
     if not found:
         raise ValueError("`layers` must not be empty: give at least one.")
     return found

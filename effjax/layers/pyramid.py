@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ..ops._arguments import as_dtype, as_flag, as_integer, described, one_of
+from ..ops._common.arguments import as_dtype, as_flag, as_integer, check_choice, describe
 from .arguments import as_real_input
 from .images import compute_dtype, conv, promoted
 from .resnet import ConvPlan
@@ -32,8 +32,8 @@ class PyramidOptions:
     def __post_init__(self):
         as_integer("out_channels", self.out_channels, 1)
         as_integer("extra_levels", self.extra_levels, 0)
-        one_of("extra", self.extra, "pool", "conv")
-        one_of("extra_from", self.extra_from, "input", "output")
+        check_choice("extra", self.extra, "pool", "conv")
+        check_choice("extra_from", self.extra_from, "input", "output")
         as_flag("extra_relu", self.extra_relu)
         if self.dtype is not None:
             as_dtype("dtype", self.dtype)
@@ -57,7 +57,7 @@ class PyramidOptions:
         if not isinstance(features, Sequence) or not features:
             raise TypeError(
                 "`features` must be a tuple of feature maps, the finest first, not "
-                f"{described(features)}."
+                f"{describe(features)}."
             )
         levels = tuple(as_real_input(f"features[{i}]", level) for i, level in enumerate(features))
         if channels is not None and len(levels) != len(channels):
@@ -129,7 +129,7 @@ def as_channels(in_channels: Any) -> tuple[int, ...]:
     except TypeError:
         raise TypeError(
             "`in_channels` must be the channels of each level, like (256, 512, 1024, 2048), not "
-            f"{described(in_channels)}."
+            f"{describe(in_channels)}."
         ) from None
     if not channels:
         raise ValueError("`in_channels` is empty: give the channels of each level.")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..ops._arguments import as_dtype, as_flag, as_integer, as_number, described, one_of
+from ..ops._common.arguments import as_dtype, as_flag, as_integer, as_number, check_choice, describe
 from ..ops.batch_norm.statistics import index_groups
 from .batch_norm import check_momentum, hashable_axes
 from .images import as_image_mask, as_images, compute_dtype
@@ -88,7 +88,7 @@ class ResNetOptions:
             "frozen_norm", "unbiased_running_var",
         ):  # fmt: skip
             as_flag(name, getattr(self, name))
-        one_of("save", self.save, "conv", "features")
+        check_choice("save", self.save, "conv", "features")
         if self.dtype is not None:
             as_dtype("dtype", self.dtype)
         as_dtype("param_dtype", self.param_dtype)
@@ -177,7 +177,7 @@ def _stage_sizes(sizes: Any) -> tuple[int, ...]:
     except TypeError:
         raise TypeError(
             "`stage_sizes` must be the number of blocks of each stage, like (3, 4, 6, 3), not "
-            f"{described(sizes)}."
+            f"{describe(sizes)}."
         ) from None
     if not sizes:
         raise ValueError(
@@ -192,7 +192,7 @@ def _deformed(stages: Any, count: int) -> tuple[bool, ...]:
     except TypeError:
         raise TypeError(
             "`stage_with_dcn` must say of each stage whether it is deformable, like (False, True, "
-            f"True, True), not be {described(stages)}."
+            f"True, True), not be {describe(stages)}."
         ) from None
     if stages and len(stages) != count:
         raise ValueError(

@@ -19,7 +19,7 @@ from ..layers.batch_norm import (
     normalize_with,
     updated_running_stats,
 )
-from ..ops._arguments import as_flag
+from ..ops._common.arguments import as_flag
 from ..ops.batch_norm.sync import BatchStats
 
 

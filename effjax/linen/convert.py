@@ -7,7 +7,7 @@ from typing import Any
 from flax import linen as nn
 
 from ..layers.batch_norm import Stats, converted_settings
-from ..ops._arguments import described
+from ..ops._common.arguments import describe
 from .batch_norm import BatchNorm
 
 
@@ -40,7 +40,7 @@ def convert_batch_norm(
             as effjax's DenseNet has, or another argument is not what it must be.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` must be a flax.linen.Module, not {described(model)}.")
+        raise TypeError(f"`model` must be a flax.linen.Module, not {describe(model)}.")
     if hasattr(model, "axis_name") and not isinstance(model, nn.BatchNorm):
         raise ValueError(
             f"`model` ({type(model).__name__}) has an `axis_name` of its own; make it with that, "

@@ -19,8 +19,8 @@ from ..layers.deform_conv import (
     split_predicted,
     symmetric_padding,
 )
-from ..ops._arguments import as_array, as_flag, described
-from ..ops._convolution import pair
+from ..ops._common.arguments import as_array, as_flag, describe
+from ..ops._common.convolution import as_pair
 from ..ops.deform_conv import deform_conv2d
 
 
@@ -110,7 +110,7 @@ class DeformConvPack(DeformConv):
     def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
         """Convolves `x` where `offset_conv` says."""
         x, options = checked_images(x), self._options()
-        size, zeros = pair("kernel_size", self.kernel_size, 1), nn.initializers.zeros
+        size, zeros = as_pair("kernel_size", self.kernel_size, 1), nn.initializers.zeros
         predicted = nn.Conv(
             predicted_features(size, self.offset_groups, self.modulated), size,
             options["strides"], options["padding"], kernel_dilation=options["kernel_dilation"],
@@ -143,7 +143,7 @@ class DFConv2d(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Convolves `x`."""
         if self.options != () and not isinstance(self.options, Mapping):
-            raise TypeError(f"`options` must be a mapping, not {described(self.options)}.")
+            raise TypeError(f"`options` must be a mapping, not {describe(self.options)}.")
         modulated = as_flag("modulated", self.modulated)
         return (ModulatedDeformConvPack if modulated else DeformConvPack)(
             self.features, self.kernel_size, self.strides,

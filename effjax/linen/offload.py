@@ -23,7 +23,7 @@ from ..layers.offload import (
     options_of,
     taken,
 )
-from ..ops._arguments import as_integer
+from ..ops._common.arguments import as_integer
 from ..ops.offload.options import OffloadOptions
 from ..ops.offload.placement import Space, moved
 

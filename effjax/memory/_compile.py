@@ -26,8 +26,8 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-from ..ops._arguments import as_callable, as_integer, described
-from ..ops._platform import tracing_for
+from ..ops._common.arguments import as_callable, as_integer, describe
+from ..ops._common.platform import trace_for_platform
 from ..ops.offload.compiled import allowed, needed_options
 from ._frames_shim import lines_of_libraries
 from ._modules import knows_modules, opened, refuse_modules
@@ -112,7 +112,7 @@ def lower(
             "jax.jit, or the function as it was before."
         )
     arrays, close = opened(args)
-    with tracing_for("cuda"), _on_a_gpu():
+    with trace_for_platform("cuda"), _on_a_gpu():
         traced = jitted.trace(*close(jax.tree.map(_with_memory_kind, arrays)))
     traced = getattr(traced, "traced", traced)  # nnx's holds JAX's
     options = needed_options(traced.jaxpr)
@@ -139,7 +139,7 @@ def _of_jit(
         numbers = value if isinstance(value, (tuple, list)) else (value,)
         for number in numbers:
             if isinstance(number, bool) or not isinstance(number, int):
-                raise TypeError(f"`{name}` must be numbers of arguments, not {described(value)}.")
+                raise TypeError(f"`{name}` must be numbers of arguments, not {describe(value)}.")
         if numbers:
             given[name] = value
     return given
@@ -186,7 +186,7 @@ def _on_mesh(shardings: Any, num_devices: int) -> Any:
     def resolve(spec: Any) -> Any:
         if not isinstance(spec, (PartitionSpec, Sharding)):
             raise TypeError(
-                f"`in_shardings` must be of shardings and PartitionSpecs, not {described(spec)}."
+                f"`in_shardings` must be of shardings and PartitionSpecs, not {describe(spec)}."
             )
         if not isinstance(spec, PartitionSpec):
             return spec

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from ..ops._arguments import described
+from ..ops._common.arguments import describe
 from ._source import made_by
 
 HOST_MEMORY = 5  # XLA's number of pinned host memory; every other one is on the device
@@ -214,7 +214,7 @@ def transfers(hlo: str | HloModule) -> tuple[Transfer, ...]:
 def _parsed(hlo: Any) -> HloModule:
     if not isinstance(hlo, (str, HloModule)):
         raise TypeError(
-            f"`hlo` must be the text of optimized HLO, `compiled.as_text()`, not {described(hlo)}."
+            f"`hlo` must be the text of optimized HLO, `compiled.as_text()`, not {describe(hlo)}."
         )
     return parse(hlo) if isinstance(hlo, str) else hlo
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ..ops._arguments import described
+from ..ops._common.arguments import describe
 
 
 def knows_modules(fun: Any) -> bool:
@@ -29,7 +29,7 @@ def refuse_modules(args: Any, remedy: str) -> None:
         if _is_module(value):
             name = jax.tree_util.keystr(path)
             raise TypeError(
-                f"`args{name}` is {described(value)}, an nnx object, and the function is not one "
+                f"`args{name}` is {describe(value)}, an nnx object, and the function is not one "
                 f"of nnx's: what it changes in it would be lost, and not be planned. {remedy}"
             )
 

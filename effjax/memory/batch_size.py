@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..ops._arguments import as_callable, as_flag, as_integer
+from ..ops._common.arguments import as_callable, as_flag, as_integer
 from . import plots, report
 from ._progress import progress_bar
 from .compare import as_step

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
-from ..ops._arguments import as_callable, as_flag, described
+from ..ops._common.arguments import as_callable, as_flag, describe
 from . import plots, report
 from ._progress import progress_bar
 from .plan import MemoryPlan, prepare
@@ -101,14 +101,14 @@ def plan_all(
 def as_step(name: str, step: Any) -> tuple[Any, ...]:
     """`(fun, *args)`."""
     if not isinstance(step, (tuple, list)) or not step:
-        raise TypeError(f"`{name}` must be (fun, *args), not {described(step)}.")
+        raise TypeError(f"`{name}` must be (fun, *args), not {describe(step)}.")
     as_callable(f"{name}[0]", step[0])
     return tuple(step)
 
 
 def _by_name(argument: str, programs: Any) -> Mapping[str, Any]:
     if not isinstance(programs, Mapping):
-        raise TypeError(f"`{argument}` must be functions by name, not {described(programs)}.")
+        raise TypeError(f"`{argument}` must be functions by name, not {describe(programs)}.")
     if not programs:
         raise ValueError(f"`{argument}` is empty: give functions by name.")
     return programs

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..ops._arguments import as_callable
+from ..ops._common.arguments import as_callable
 from ._compile import mesh_to_plan_for
 from ._modules import opened
 from .compare import as_step

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..ops._arguments import as_integer, as_number, described
+from ..ops._common.arguments import as_integer, as_number, describe
 from ..ops.offload.host_pool import host_memory_limit
 from . import plots, report
 from ._buffers import Kind, Value, live_at_peak
@@ -221,7 +221,7 @@ def prepare(
     on_host = as_integer("host_memory_bytes", host_memory_bytes, 1)
     if not isinstance(compiler_options, (Mapping, type(None))):
         raise TypeError(
-            f"`compiler_options` must be values by name, not {described(compiler_options)}."
+            f"`compiler_options` must be values by name, not {describe(compiler_options)}."
         )
     check_compiler()
     lowered = lower(fun, args, num_devices, in_shardings, donate_argnums, static_argnums)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..ops._arguments import as_integer
+from ..ops._common.arguments import as_integer
 from .report import array_name, format_bytes, grouped, parts, short_name, short_path, verdict
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..ops._arguments import as_callable, as_flag
+from ..ops._common.arguments import as_callable, as_flag
 from . import plots, report
 from ._modules import refuse_modules
 

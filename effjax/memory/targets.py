@@ -5,7 +5,7 @@ import functools
 import re
 from pathlib import Path
 
-from ..ops._arguments import described
+from ..ops._common.arguments import describe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ def find_target(target: str | Path | Target) -> Target:
     if isinstance(target, Target):
         return target
     if not isinstance(target, (str, Path)):
-        raise TypeError(f"`target` must be a GPU's name or a path, not {described(target)}.")
+        raise TypeError(f"`target` must be a GPU's name or a path, not {describe(target)}.")
     if isinstance(target, str) and target in _TARGETS:
         return _TARGETS[target]
     path = Path(target)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..ops._arguments import as_callable, as_integer
+from ..ops._common.arguments import as_callable, as_integer
 from .nnx.densenet import DenseNet
 
 DENSENETS: dict[str, dict[str, Any]] = {

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..ops._arguments import as_callable
+from ..ops._common.arguments import as_callable
 from .nnx.resnet import ResNet
 
 RESNETS: dict[str, dict[str, Any]] = {

@@ -24,7 +24,7 @@ from ..layers.batch_norm import (
     normalize_with,
     updated_running_stats,
 )
-from ..ops._arguments import as_callable, as_flag, as_integer, described
+from ..ops._common.arguments import as_callable, as_flag, as_integer, describe
 from ..ops.batch_norm.statistics import index_groups
 from ..ops.batch_norm.sync import BatchStats
 
@@ -124,7 +124,7 @@ class BatchNorm(nnx.BatchNorm):
         as_callable("promote_dtype", promote_dtype)
         for name, value in (("bias", bias_metadata), ("scale", scale_metadata)):
             if not isinstance(value, Mapping):
-                raise TypeError(f"`{name}_metadata` must be a dict, not {described(value)}.")
+                raise TypeError(f"`{name}_metadata` must be a dict, not {describe(value)}.")
         if use_bias or use_scale:
             check_rngs(rngs)
         super().__init__(

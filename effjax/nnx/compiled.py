@@ -6,7 +6,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from flax import nnx
 
-from ..ops._arguments import as_callable, as_flag, described
+from ..ops._common.arguments import as_callable, as_flag, describe
 from ..ops.offload import offload_jit as offload_jit_of_arrays
 
 _P = ParamSpec("_P")
@@ -43,7 +43,7 @@ def offload_jit(fun: Callable[_P, _R], *, donate: bool = True) -> Callable[_P, _
         """(compiled function of arrays, modules, its arguments)"""
         count = next((i for i, a in enumerate(args) if not _is_module(a)), len(args))
         if not count:
-            found = described(args[0]) if args else "no arguments"
+            found = describe(args[0]) if args else "no arguments"
             raise TypeError(
                 "a function of effjax.nnx.offload_jit takes nnx modules first, but was called "
                 f"with {found}; effjax.offload_jit is for functions of arrays."

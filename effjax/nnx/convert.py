@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from flax import nnx
 
 from ..layers.batch_norm import Stats, converted_settings
-from ..ops._arguments import described
+from ..ops._common.arguments import describe
 from .batch_norm import BatchNorm
 
 M = TypeVar("M", bound=nnx.Module)
@@ -123,7 +123,7 @@ def revert_batch_norm(model: M) -> M:
 def _batch_norms(model: Any, hint: str) -> list[tuple[str, nnx.BatchNorm]]:
     """The layers and where they are."""
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"`model` must be a flax.nnx.Module, not {described(model)}. {hint}")
+        raise TypeError(f"`model` must be a flax.nnx.Module, not {describe(model)}. {hint}")
     return [
         (".".join(map(str, path)) or "the model", layer)
         for path, layer in nnx.iter_graph(model, graph=True)

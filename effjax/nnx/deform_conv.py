@@ -20,7 +20,7 @@ from ..layers.deform_conv import (
     split_predicted,
     symmetric_padding,
 )
-from ..ops._arguments import as_array, as_flag
+from ..ops._common.arguments import as_array, as_flag
 from ..ops.deform_conv import deform_conv2d
 
 Implementation = Literal["native", "xla", "fused"] | None

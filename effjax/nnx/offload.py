@@ -22,7 +22,7 @@ from ..layers.offload import (
     options_of,
     taken,
 )
-from ..ops._arguments import described
+from ..ops._common.arguments import describe
 from ..ops.offload.checks import as_key
 from ..ops.offload.placement import Space, moved
 
@@ -222,9 +222,7 @@ def _key(rngs: Any) -> jax.Array | None:
         return rngs()
     if rngs is None or isinstance(rngs, jax.Array):
         return as_key("rngs", rngs)
-    raise TypeError(
-        f"`rngs` must be an nnx.Rngs, an nnx.RngStream or a key, not {described(rngs)}."
-    )
+    raise TypeError(f"`rngs` must be an nnx.Rngs, an nnx.RngStream or a key, not {describe(rngs)}.")
 
 
 def _check_unchanged(layer: Any, before: Any, after: Any) -> None:

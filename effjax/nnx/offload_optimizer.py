@@ -10,7 +10,7 @@ from flax.typing import PathParts
 
 from ..layers.offload import check_on_host
 from ..layers.offload_optimizer import Parts, init_state, updated
-from ..ops._arguments import described
+from ..ops._common.arguments import describe
 from ..ops.offload import offload_jit
 from ..ops.offload.optimizer import check_clip_norm
 from ..ops.offload.placement import Space, space_of
@@ -64,7 +64,7 @@ class OffloadOptimizer(nnx.Pytree):
         clip_norm: float | None = None,
     ):
         if not isinstance(model, nnx.Module):
-            raise TypeError(f"`model` must be an nnx.Module, not {described(model)}.")
+            raise TypeError(f"`model` must be an nnx.Module, not {describe(model)}.")
         check_clip_norm(clip_norm)
         self.step = nnx.OptState(jnp.uint32(0))
         self.tx, self.wrt, self.clip_norm = tx, wrt, clip_norm

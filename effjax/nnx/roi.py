@@ -11,7 +11,7 @@ from flax.typing import Dtype
 from ..layers.arguments import check_rngs
 from ..layers.deform_conv import check_dtypes, checked_images
 from ..layers.roi import as_offset, masked, of_boxes, pool_options
-from ..ops._arguments import as_integer
+from ..ops._common.arguments import as_integer
 from ..ops.roi import deform_roi_pool
 
 

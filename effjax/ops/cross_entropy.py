@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._arguments import as_array, as_integer, as_mask, as_number, check_precision
-from ._parallel import per_batch, same_varying, zeros
+from ._common.arguments import as_array, as_integer, as_mask, as_number, as_precision
+from ._common.sharding import auto_shard_batch, match_varying, zeros
 from .batch_norm.statistics import statistics_dtype
 
 SLICE_BYTES = 64 * 2**20
@@ -72,15 +72,15 @@ def linear_cross_entropy(
     static = _Static(
         min(as_integer("chunk_size", chunk_size, 1), vocab_size),
         as_number("z_loss", z_loss, lambda z: 0 <= z < math.inf, "at least 0 and finite"),
-        check_precision(precision, x.dtype),
+        as_precision(precision, x.dtype),
     )
 
     def run(*arrays):
-        *arrays, labels, mask = same_varying(arrays)
+        *arrays, labels, mask = match_varying(arrays)
         losses: Any = _linear_cross_entropy(static, *arrays, labels)
         return losses if mask is None else jnp.where(mask, losses, 0), ()
 
-    return per_batch(run, x)(x, kernel, bias, labels, mask)[0]
+    return auto_shard_batch(run, x)(x, kernel, bias, labels, mask)[0]
 
 
 class _Static(NamedTuple):

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import pytest
 
 from effjax import memory
-from effjax.ops._arguments import described
+from effjax.ops._common.arguments import describe
 
 X = jax.ShapeDtypeStruct((8,), jnp.float32)
 WRONG = None, [1], 3.5, "no such", True
 
 
 def bad(name, call, *values, **more):
-    return [pytest.param(name, call, value, id=f"{name}-{described(value)}") for value in values]
+    return [pytest.param(name, call, value, id=f"{name}-{describe(value)}") for value in values]
 
 
 def planned(**options):

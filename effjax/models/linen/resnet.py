@@ -16,7 +16,7 @@ from ...layers.residual_block import NormArrays, Part, block, norm_of, stem
 from ...layers.resnet import BlockPlan, ConvPlan, ResNetOptions, Save
 from ...linen.batch_norm import BatchNorm
 from ...linen.deform_conv import DeformConvPack, ModulatedDeformConvPack
-from ...ops._arguments import as_flag
+from ...ops._common.arguments import as_flag
 from ...ops.batch_norm.statistics import statistics_dtype
 from ...ops.batch_norm.sync import BatchStats
 

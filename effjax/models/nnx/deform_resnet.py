@@ -14,7 +14,7 @@ from ...layers.batch_norm import check_momentum
 from ...layers.deform_conv import check_dtypes
 from ...nnx.batch_norm import BatchNorm
 from ...nnx.deform_conv import DeformConvPack, ModulatedDeformConvPack
-from ...ops._arguments import as_flag, as_integer, as_number
+from ...ops._common.arguments import as_flag, as_integer, as_number
 
 he_normal = nnx.initializers.variance_scaling(2.0, "fan_out", "truncated_normal")
 

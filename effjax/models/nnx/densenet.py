@@ -19,7 +19,7 @@ from ...layers.densenet import (
 )
 from ...layers.images import conv, he_normal, lecun_normal, max_pool
 from ...nnx.batch_norm import BatchNorm
-from ...ops._arguments import as_integer
+from ...ops._common.arguments import as_integer
 from ...ops.batch_norm.statistics import statistics_dtype
 from ...ops.dense_block.block import DenseLayerParams, check_key, dense_block
 from ...ops.dense_block.bn_relu_conv import bn_relu_conv

@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ...layers.arguments import check_rngs
-from ...ops._arguments import (
+from ...ops._common.arguments import (
     as_array,
     as_callable,
     as_dtype,

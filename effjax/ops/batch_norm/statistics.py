@@ -14,8 +14,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from .._arguments import as_integer, as_mask, as_number, described, one_of
-from .._parallel import AxisNames, as_varying, axis_names, axis_sizes, manual_axes, varying
+from .._common.arguments import as_integer, as_mask, as_number, check_choice, describe
+from .._common.sharding import (
+    AxisNames,
+    as_axis_names,
+    cast_to_varying,
+    get_axis_sizes,
+    manual_axes,
+    varying_axes,
+)
 
 AXES = (0, 1, 2)  # of [N, H, W, C], what the statistics of a feature are over
 
@@ -56,18 +63,18 @@ def make_reduction(
     axis_name: Hashable | Sequence[Hashable] | None, axis_index_groups: Any, stats: str
 ) -> Reduction:
     """Validates the arguments that all synchronized operators share."""
-    names = axis_names(axis_name)
-    one_of("stats", stats, "auto", "gather", "two_psum")
+    names = as_axis_names(axis_name)
+    check_choice("stats", stats, "auto", "gather", "two_psum")
     groups = index_groups(axis_index_groups)
     if groups is None:
-        return Reduction(names, axis_sizes(names), None, stats)
+        return Reduction(names, get_axis_sizes(names), None, stats)
     if len(names) != 1:
         raise ValueError(
             f"`axis_index_groups` divides one axis, but `axis_name` is {axis_name!r}; name exactly "
             "one axis, or use a mesh with an axis for the groups and one inside them."
         )
     if isinstance(groups, int):
-        sizes = axis_sizes(names)
+        sizes = get_axis_sizes(names)
         return Reduction(names, sizes, _neighbors(groups, names[0], sizes[0]), stats)
     members = sorted(i for group in groups for i in group)
     if members != list(range(len(members))) or len({len(group) for group in groups}) != 1:
@@ -75,7 +82,7 @@ def make_reduction(
             f"`axis_index_groups` (={axis_index_groups!r}) must hold every device index once, in "
             "groups of one size."
         )
-    sizes = axis_sizes(names)
+    sizes = get_axis_sizes(names)
     if len(members) != sizes[0]:
         raise ValueError(
             f"`axis_index_groups` (={groups}) must hold all {sizes[0]} devices of the axis "
@@ -105,7 +112,7 @@ def index_groups(groups: Any) -> int | tuple[tuple[int, ...], ...] | None:
     except TypeError:
         raise TypeError(
             "`axis_index_groups` must be lists of device indices, like [[0, 1], [2, 3]], or the "
-            f"size of a group, not {described(groups)}."
+            f"size of a group, not {describe(groups)}."
         ) from None
 
 
@@ -115,10 +122,10 @@ def psum(v: jax.Array, reduction: Reduction) -> jax.Array:
         return v
     if not isinstance(v, Tracer):  # a constant; JAX would ask for the axis, which may be gone
         return v * reduction.size
-    if varying(v):  # the types are checked: they must name all the axes that are summed over
+    if varying_axes(v):  # the types are checked: they must name all the axes that are summed over
         of_mesh = manual_axes().intersection(reduction.axis_names)
         _check_mapped(reduction.axis_names, of_mesh)
-        v = as_varying(v, of_mesh)
+        v = cast_to_varying(v, of_mesh)
     try:
         return lax.psum(v, reduction.axis_names, axis_index_groups=reduction.groups)
     except NotImplementedError as error:  # JAX has groups under pmap and without types alone

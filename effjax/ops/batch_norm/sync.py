@@ -10,8 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from .._arguments import as_array, as_number, one_of
-from .._parallel import as_varying, same_varying, shard_as_features, sum_to_type_of, varying
+from .._common.arguments import as_array, as_number, check_choice
+from .._common.sharding import (
+    cast_to_varying,
+    match_varying,
+    shard_like_features,
+    sum_cotangent,
+    varying_axes,
+)
 from .statistics import BatchStats as BatchStats
 from .statistics import (
     Reduction,
@@ -102,10 +108,11 @@ def sync_batch_norm(
     )
     static = _Static(reduction, axes, epsilon, activation == "relu", residual is not None)
     mask = None if mask is None else check_mask(mask, x)
-    x, residual, mask = same_varying((x, residual, mask))
+    x, residual, mask = match_varying((x, residual, mask))
     features = tuple(a for a in range(x.ndim) if a not in axes)
     scale, bias = (
-        None if p is None else shard_as_features(as_varying(p), x, features) for p in (scale, bias)
+        None if p is None else shard_like_features(cast_to_varying(p), x, features)
+        for p in (scale, bias)
     )
     result: Any = _batch_norm(static, x, scale, bias, residual, mask)
     shape = feature_shape(x, axes)
@@ -194,23 +201,23 @@ def _backward(static: _Static, kept, cotangents):
         y = normalize(x, mean, inv, wide_scale, wide_bias) if kept_y is None else kept_y
         g = jnp.where(y > 0, g, 0)
     names = set(static.reduction.axis_names)
-    typed = bool(names) and not static.reduction.groups and names <= varying(x)
-    shared = [typed and p is not None and not names & varying(p) for p in (bias, scale)]
+    typed = bool(names) and not static.reduction.groups and names <= varying_axes(x)
+    shared = [typed and p is not None and not names & varying_axes(p) for p in (bias, scale)]
     one_scale = scale is None or shared[1]
     dx, local, total = normalize_backward(
         g, x, mean, inv, wide_scale, mask, count, static.axes, static.reduction, one_scale
     )
-    dx = sum_to_type_of(dx, x).astype(x.dtype)
+    dx = sum_cotangent(dx, x).astype(x.dtype)
     # A parameter that its type says is replicated wants the total, which is there already.
     dbias, dscale = (
         None
         if p is None
-        else sum_to_type_of(total[i] if shared[i] and one_scale else local[i], p)
+        else sum_cotangent(total[i] if shared[i] and one_scale else local[i], p)
         .reshape(p.shape)
         .astype(p.dtype)
         for i, p in enumerate((bias, scale))
     )
-    dresidual = sum_to_type_of(g, x).astype(x.dtype) if static.has_residual else None
+    dresidual = sum_cotangent(g, x).astype(x.dtype) if static.has_residual else None
     return dx, dscale, dbias, dresidual, None
 
 
@@ -235,7 +242,7 @@ def _check(x, scale, bias, residual, activation, feature_axis, needs_batch) -> t
         None if p is None else _of_features(name, p, features)
         for name, p in (("scale", scale), ("bias", bias))
     )
-    one_of("activation", activation, None, "relu", hint="; apply others to the result")
+    check_choice("activation", activation, None, "relu", hint="; apply others to the result")
     if residual is not None:
         residual = as_array("residual", residual)
         if residual.shape != x.shape:

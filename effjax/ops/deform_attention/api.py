@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .. import _native
-from .._arguments import as_integer, one_of
-from .._first_order import reverse_only
-from .._parallel import on_each_device, same_varying
-from .._partition import merge, one_example, over_images
-from .._platform import traced_platform
+from .._common import dispatch
+from .._common.arguments import as_integer, check_choice
+from .._common.derivatives import reverse_mode_only
+from .._common.partitioning import add_example_axis, merge_example_axis, partition_over_images
+from .._common.platform import traced_platform
+from .._common.sharding import match_varying, run_per_device
 from . import arguments, custom_call, reference
 from .reference import Levels
 
@@ -82,7 +82,7 @@ def _ms_deform_attn(static: "Static", *arrays) -> jax.Array:
         y = attend(static, *arrays)
         return y.reshape(*y.shape[:2], y.shape[2] * y.shape[3])
 
-    return on_each_device(of_images, arrays[0])(arrays, ())
+    return run_per_device(of_images, arrays[0])(arrays, ())
 
 
 class Static(NamedTuple):
@@ -105,7 +105,7 @@ def attend(static: Static, value: jax.Array, locations: jax.Array, weights: jax.
     wide = "float64" in (value.dtype, locations.dtype, weights.dtype)
     dtype = jnp.dtype("float64" if wide else "float32")
     at = locations.astype(dtype), weights.astype(dtype)
-    args = same_varying((value.astype(dtype if wide else value.dtype), *at))
+    args = match_varying((value.astype(dtype if wide else value.dtype), *at))
     return static.run(static, *args).astype(value.dtype)
 
 
@@ -116,22 +116,22 @@ def _in_xla(static: Static, *args) -> jax.Array:
 
 def _first_order(static: Static, *args) -> jax.Array:
     """With a gradient, and no other derivative."""
-    return _core(static, *reverse_only(static.operator, *args))
+    return _core(static, *reverse_mode_only(static.operator, *args))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(static: Static, value, locations, weights) -> jax.Array:
-    return _parts_of(static)[0](*one_example(value, locations, weights))[0][0]
+    return _parts_of(static)[0](*add_example_axis(value, locations, weights))[0][0]
 
 
 def _forward(static: Static, *args):
-    return _parts_of(static)[0](*one_example(*args))[0][0], args
+    return _parts_of(static)[0](*add_example_axis(*args))[0][0], args
 
 
 def _backward(static: Static, kept, dy):
     # The barrier keeps the samples from being kept since the forward pass.
     kept, dy = lax.optimization_barrier((kept, dy))
-    gradients = _parts_of(static)[1](*one_example(*kept, dy))
+    gradients = _parts_of(static)[1](*add_example_axis(*kept, dy))
     return tuple(d[0].astype(a.dtype) for d, a in zip(gradients, kept, strict=True))
 
 
@@ -149,7 +149,7 @@ def _parts_of(static: Static) -> tuple[Callable, Callable]:
     def merged(run):
         def of_all(*args):
             images = args[0].shape[:2]
-            results = run(*map(merge, args), **static.options)
+            results = run(*map(merge_example_axis, args), **static.options)
             return tuple(r.reshape(*images, *r.shape[1:]) for r in results)
 
         return of_all
@@ -158,8 +158,10 @@ def _parts_of(static: Static) -> tuple[Callable, Callable]:
         return (static.forward(*args, **options),)
 
     return (
-        over_images(merged(forward), lambda *_: f"{_INPUTS} -> d n q m c", static.operator),
-        over_images(
+        partition_over_images(
+            merged(forward), lambda *_: f"{_INPUTS} -> d n q m c", static.operator
+        ),
+        partition_over_images(
             merged(static.backward), lambda *_: f"{_INPUTS}, d n q m c -> {_INPUTS}",
             static.operator,
         ),
@@ -174,12 +176,12 @@ SLICE_BYTES_ON_A_CPU = 4 * 2**20  # larger slices fall out of its caches; they c
 
 def static_of(operator: str, levels: Levels, implementation: Any, workspace_bytes: Any) -> Static:
     """What an operator's program is made of, for what its caller asked for."""
-    one_of("implementation", implementation, *_NATIVE)
+    check_choice("implementation", implementation, *_NATIVE)
     workspace_bytes = as_integer("workspace_bytes", workspace_bytes, 1)
-    available = tuple(p for p in _NATIVE[implementation] if p in _native.available())
+    available = tuple(p for p in _NATIVE[implementation] if p in dispatch.available_platforms())
     platform = traced_platform()
     if implementation == "native" and not available:
-        raise RuntimeError(_native.unavailable(operator, platform))
+        raise RuntimeError(dispatch.unavailable_message(operator, platform))
     if platform == "cpu":
         workspace_bytes = min(workspace_bytes, SLICE_BYTES_ON_A_CPU)
     forward, backward = _kernels(operator, available, implementation == "native")
@@ -195,9 +197,9 @@ def _kernels(operator: str, platforms: tuple[str, ...], native_only: bool) -> tu
         (custom_call.attend_backward, reference.attend_backward),
     )
     return tuple(
-        _native.by_platform(
+        dispatch.select_by_platform(
             dict.fromkeys(platforms, native),
-            _native.refusing(elsewhere, operator) if native_only else elsewhere,
+            dispatch.fail_at_compile_time(elsewhere, operator) if native_only else elsewhere,
         )
         for native, elsewhere in pairs
     )

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._arguments import as_flag, as_integer, as_number, as_operand, described
-from .._convolution import padding_of, padding_pairs, pair
+from .._common.arguments import as_flag, as_float_array, as_integer, as_number, describe
+from .._common.convolution import as_padding, as_pair, resolve_padding
 from ..deform_conv.arguments import output_size
 from .window import Window
 
@@ -19,7 +19,7 @@ _LOCATIONS, _WEIGHTS = "[N, Q, M, L, P, 2]", "[N, Q, M, L, P]"
 def as_attention(value: Any, spatial_shapes: Any, locations: Any, weights: Any) -> tuple[Any, ...]:
     """The arrays of ms_deform_attn, and its (H, W) of each level."""
     value, locations, weights = (
-        as_operand(name, a)
+        as_float_array(name, a)
         for name, a in (
             ("value", value), ("sampling_locations", locations), ("attention_weights", weights)
         )
@@ -60,7 +60,7 @@ def as_shapes(spatial_shapes: Any) -> tuple[tuple[int, int], ...]:
     if not rows:
         raise TypeError(
             "`spatial_shapes` must be a sequence of (height, width), one for each level, not "
-            f"{described(spatial_shapes)}."
+            f"{describe(spatial_shapes)}."
         )
     shapes = []
     for row in rows:
@@ -90,7 +90,7 @@ def as_aggregation(
 ) -> tuple[Any, ...]:
     """The arrays of dcn_aggregate, and its window but for what scales and leaves out."""
     x, offset, mask = (
-        as_operand(name, a) for name, a in (("x", x), ("offset", offset), ("mask", mask))
+        as_float_array(name, a) for name, a in (("x", x), ("offset", offset), ("mask", mask))
     )
     for name, a in (("x", x), ("offset", offset), ("mask", mask)):
         if a.ndim != 4:
@@ -98,9 +98,9 @@ def as_aggregation(
     if 0 in x.shape[1:]:
         raise ValueError(f"`x` of shape {x.shape} is empty.")
     _check_fewer("x", x.shape[1] * x.shape[2])
-    size = pair("kernel_size", kernel_size, 1)
-    strides, dilation = pair("strides", strides, 1), pair("kernel_dilation", dilation, 1)
-    pads = padding_pairs(padding_of(padding), x.shape[1:3], size, strides, dilation)
+    size = as_pair("kernel_size", kernel_size, 1)
+    strides, dilation = as_pair("strides", strides, 1), as_pair("kernel_dilation", dilation, 1)
+    pads = resolve_padding(as_padding(padding), x.shape[1:3], size, strides, dilation)
     return x, offset, mask, Window(size, strides, pads, dilation)
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from .._parallel import on_each_device
+from .._common.sharding import run_per_device
 from . import arguments
 from .api import Static, attend, static_of
 from .reference import Levels
@@ -92,4 +92,4 @@ def _dcn_aggregate(static: Static, window: Window, groups: int, *arrays) -> jax.
         )
         return y.reshape(n, height, width, x.shape[3])
 
-    return on_each_device(of_images, arrays[0])(arrays, ())
+    return run_per_device(of_images, arrays[0])(arrays, ())

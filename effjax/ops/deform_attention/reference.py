@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._parallel import same_varying
+from .._common.sharding import match_varying
 
 
 class Levels(NamedTuple):
@@ -76,7 +76,7 @@ def attend_backward(
 
 def _in_slices(value, locations, weights, levels: Levels, workspace_bytes: int) -> jax.Array:
     """`attend` of a value that is of the dtype of weights."""
-    value, locations, weights = same_varying((value, locations, weights))
+    value, locations, weights = match_varying((value, locations, weights))
     n, queries = locations.shape[:2]
     size = queries_of_slice(value, locations, workspace_bytes)
     count = math.ceil(queries / size)

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .. import _native
-from .._arguments import as_integer
-from .._first_order import reverse_only
-from .._native import by_platform
-from .._parallel import on_each_device, same_varying
-from .._partition import one_example
-from .._platform import traced_platform
+from .._common import dispatch
+from .._common.arguments import as_integer
+from .._common.derivatives import reverse_mode_only
+from .._common.dispatch import select_by_platform
+from .._common.partitioning import add_example_axis
+from .._common.platform import traced_platform
+from .._common.sharding import match_varying, run_per_device
 from . import arguments, custom_call, partition, xla
 from .chunks import Sampler, Static
 
@@ -102,7 +102,7 @@ def deform_conv2d(
     chosen, platform = IMPLEMENTATIONS[implementation], traced_platform()
     if platform == "cpu":
         workspace_bytes = min(workspace_bytes, chosen.slice_bytes_on_a_cpu)
-    available = _native.available() if chosen.native else ()
+    available = dispatch.available_platforms() if chosen.native else ()
     sampler = _sampler_of(implementation, available, platform, deterministic)
     static = Static(geometry, groups, sampler, precision, workspace_bytes)
     return _deform_conv2d(chosen.run, static, (x, offset, mask), (kernel, bias))
@@ -111,7 +111,7 @@ def deform_conv2d(
 @functools.partial(jax.jit, static_argnums=(0, 1))  # loops would be compiled again for every call
 def _deform_conv2d(run: Callable, static: Static, images, parameters) -> jax.Array:
     of_images = functools.partial(_of_images, run, static)
-    return on_each_device(of_images, images[0])(images, parameters)
+    return run_per_device(of_images, images[0])(images, parameters)
 
 
 def _of_images(run: Callable, static: Static, images, parameters) -> jax.Array:
@@ -121,7 +121,7 @@ def _of_images(run: Callable, static: Static, images, parameters) -> jax.Array:
     mask = jnp.zeros((*offset.shape[:3], 0), dtype) if mask is None else mask
     wide = jnp.float64 if dtype == jnp.float64 else x.dtype  # one of the two is: all is
     args = x.astype(wide), offset.astype(dtype), mask.astype(dtype), kernel
-    y = run(static, *same_varying(args)).astype(x.dtype)
+    y = run(static, *match_varying(args)).astype(x.dtype)
     if bias is not None:
         y = (y.astype(dtype) + bias.astype(dtype).reshape(1, 1, 1, -1)).astype(x.dtype)
     return y
@@ -129,22 +129,22 @@ def _of_images(run: Callable, static: Static, images, parameters) -> jax.Array:
 
 def _first_order(static: Static, *args) -> jax.Array:
     """Of images and a kernel; with a gradient, and no other derivative."""
-    return _core(static, *reverse_only("deform_conv2d", *args))
+    return _core(static, *reverse_mode_only("deform_conv2d", *args))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(static: Static, x, offset, mask, kernel) -> jax.Array:
-    return partition.forward(static, *one_example(x, offset, mask, kernel))[0]
+    return partition.forward(static, *add_example_axis(x, offset, mask, kernel))[0]
 
 
 def _forward(static: Static, *args):
-    return partition.forward(static, *one_example(*args))[0], args
+    return partition.forward(static, *add_example_axis(*args))[0], args
 
 
 def _backward(static: Static, kept, dy):
     # The barrier keeps the samples from being kept since the forward pass.
     kept, dy = lax.optimization_barrier((kept, dy))
-    gradients = partition.backward(static, *one_example(*kept, dy))
+    gradients = partition.backward(static, *add_example_axis(*kept, dy))
     return tuple(d[0].astype(a.dtype) for d, a in zip(gradients, kept, strict=True))
 
 
@@ -201,7 +201,9 @@ def _sampler_of(
     if deterministic:
         samplers = {p: sampler.in_order or sampler for p, sampler in samplers.items()}
     columns, columns_backward = (
-        by_platform({p: of(sampler) for p, sampler in samplers.items()}, of(chosen.elsewhere))
+        select_by_platform(
+            {p: of(sampler) for p, sampler in samplers.items()}, of(chosen.elsewhere)
+        )
         for of in (lambda sampler: sampler.columns, lambda sampler: sampler.columns_backward)
     )
     here = samplers.get(platform, chosen.elsewhere)
@@ -213,5 +215,5 @@ def _check_resources(implementation: str | None, workspace_bytes: Any) -> None:
         raise ValueError(
             f"`workspace_bytes` (={workspace_bytes!r:.80}) must be a positive integer."
         )
-    if implementation == "native" and not _native.available():
-        raise RuntimeError(_native.unavailable(custom_call.OPERATOR, traced_platform()))
+    if implementation == "native" and not dispatch.available_platforms():
+        raise RuntimeError(dispatch.unavailable_message(custom_call.OPERATOR, traced_platform()))

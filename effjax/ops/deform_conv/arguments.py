@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._arguments import as_integer, as_operand, one_of
-from .._convolution import padding_of, padding_pairs, pair
+from .._common.arguments import as_float_array, as_integer, check_choice
+from .._common.convolution import as_padding, as_pair, resolve_padding
 from .reference import Geometry
 
 _AXES = {
@@ -24,7 +24,7 @@ _AXES = {
 def as_arrays(**arrays: Any) -> tuple[Any, ...]:
     """x, offset, kernel, mask and bias as JAX arrays; the last two may be None."""
     found: dict[str, Any] = {
-        name: None if a is None and name in ("mask", "bias") else as_operand(name, a)
+        name: None if a is None and name in ("mask", "bias") else as_float_array(name, a)
         for name, a in arrays.items()
     }
     for name, a in found.items():
@@ -41,8 +41,8 @@ def geometry_of(
 ) -> Geometry:
     """The geometry, for channels that fit."""
     size = kernel.shape[:2]
-    strides, dilation = pair("strides", strides, 1), pair("kernel_dilation", dilation, 1)
-    pads = padding_pairs(padding_of(padding), x.shape[1:3], size, strides, dilation)
+    strides, dilation = as_pair("strides", strides, 1), as_pair("kernel_dilation", dilation, 1)
+    pads = resolve_padding(as_padding(padding), x.shape[1:3], size, strides, dilation)
     if offset_groups is not None:
         offset_groups = as_integer("offset_groups", offset_groups, 1)
     channels, taps = offset.shape[-1], size[0] * size[1]
@@ -127,7 +127,7 @@ def output_size(size, kernel_size, strides, padding, dilation) -> tuple[int, ...
 
 def check_options(implementation: Any, deterministic: Any, precision: Any, groups: int) -> None:
     """Options that are not of the geometry; modules check them when they are made."""
-    one_of("implementation", implementation, None, "native", "xla", "fused")
+    check_choice("implementation", implementation, None, "native", "xla", "fused")
     if implementation == "fused" and groups != 1:
         raise ValueError(
             f"`feature_group_count` (={groups}) must be 1 with `implementation='fused'`; the "

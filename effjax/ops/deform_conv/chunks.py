@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._parallel import zeros
-from .._partition import merge
-from .._platform import traced_platform
+from .._common.partitioning import merge_example_axis
+from .._common.platform import traced_platform
+from .._common.sharding import zeros
 from .reference import Geometry
 
 
@@ -56,7 +56,7 @@ def forward(static: Static, x, offset, mask, kernel) -> jax.Array:
         return static.sampler.whole(static, x, offset, mask, kernel)
     sample_bytes, _ = static.sampler.sample_bytes(x.dtype)
     images = x.shape[:2]
-    x, offset, mask = map(merge, (x, offset, mask))
+    x, offset, mask = map(merge_example_axis, (x, offset, mask))
     wide = kernel_blocks(kernel, x.dtype, static.feature_groups)
     columns = functools.partial(static.sampler.columns, geometry=static.geometry)
 
@@ -79,7 +79,7 @@ def backward(static: Static, x, offset, mask, kernel, dy) -> tuple:
     """
     _, sample_bytes = static.sampler.sample_bytes(x.dtype)
     images = x.shape[:2]
-    x, offset, mask = map(merge, (x, offset, mask))
+    x, offset, mask = map(merge_example_axis, (x, offset, mask))
     wide = kernel_blocks(kernel, x.dtype, static.feature_groups)
     columns, columns_backward = (
         functools.partial(run, geometry=static.geometry)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._native import like, refusing
-from .._parallel import same_varying
+from .._common.dispatch import fail_at_compile_time, result_type
+from .._common.sharding import match_varying
 from . import reference, xla
 from .chunks import Sampler
 from .reference import Geometry
@@ -28,17 +28,17 @@ def _attribute(geometry: Geometry) -> dict[str, np.int64]:
 
 
 def _columns(x, offset, mask, row, geometry: Geometry, rows: int) -> jax.Array:
-    args = same_varying((x, offset, mask, row))
+    args = match_varying((x, offset, mask, row))
     shape = (x.shape[0], rows, offset.shape[2], geometry.taps * x.shape[-1])
-    call = jax.ffi.ffi_call("effjax_deform_columns", like(args[0], shape))
+    call = jax.ffi.ffi_call("effjax_deform_columns", result_type(args[0], shape))
     return call(*args, geometry=_attribute(geometry))
 
 
 def _columns_backward(*args, geometry: Geometry, skip_dx: bool = False) -> tuple:
-    args = same_varying(args)
+    args = match_varying(args)
     call = jax.ffi.ffi_call(
         "effjax_deform_columns_backward",
-        tuple(map(like, args[5:])),
+        tuple(map(result_type, args[5:])),
         input_output_aliases={5: 0, 6: 1, 7: 2},
     )
     dx, doffset, dmask = call(*args, geometry=_attribute(geometry), skip_dx=np.int64(skip_dx))
@@ -47,17 +47,19 @@ def _columns_backward(*args, geometry: Geometry, skip_dx: bool = False) -> tuple
 
 def _sums_in_order(*args, geometry: Geometry) -> tuple:
     """On a GPU: all but dx, and then dx, every pixel in one order; corners are sorted by pixel."""
-    args = same_varying(args)
+    args = match_varying(args)
     _, offset, mask, row, dcolumns, *_ = args
     dx, doffset, dmask = _columns_backward(*args, geometry=geometry, skip_dx=True)
     here = lax.dynamic_slice_in_dim(offset, row[0], dcolumns.shape[1], 1)
     destination = destinations(here, row, dx.shape[1:3], geometry)
     source = jnp.arange(destination.shape[-1], dtype=jnp.int32)
     source = jnp.broadcast_to(source, destination.shape)
-    destination, source = same_varying((destination, source))
+    destination, source = match_varying((destination, source))
     # No two are equal. For a stable sort by one key XLA would carry a third array, of positions.
     destination, source = lax.sort((destination, source), num_keys=2, is_stable=False)
-    call = jax.ffi.ffi_call("effjax_deform_scatter_sorted", like(dx), input_output_aliases={6: 0})
+    call = jax.ffi.ffi_call(
+        "effjax_deform_scatter_sorted", result_type(dx), input_output_aliases={6: 0}
+    )
     args = (offset, mask, row, dcolumns, destination, source, dx)
     return call(*args, geometry=_attribute(geometry)), doffset, dmask
 
@@ -92,5 +94,7 @@ CUDA = Sampler(
     in_order=Sampler(_columns, _sums_in_order, _sample_bytes, _SORT_BYTES),
 )
 NOWHERE = Sampler(
-    refusing(xla.columns, OPERATOR), refusing(xla.columns_backward, OPERATOR), _sample_bytes
+    fail_at_compile_time(xla.columns, OPERATOR),
+    fail_at_compile_time(xla.columns_backward, OPERATOR),
+    _sample_bytes,
 )

@@ -14,9 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from .._native import by_platform, like, refusing
-from .._parallel import same_varying, zeros
-from .._partition import merge
+from .._common.dispatch import fail_at_compile_time, result_type, select_by_platform
+from .._common.partitioning import merge_example_axis
+from .._common.sharding import match_varying, zeros
 from . import chunks, xla
 from .chunks import Static
 from .reference import Geometry
@@ -31,8 +31,8 @@ OUTPUT_BYTES, CHANNEL_BYTES = (
 def on_a_gpu(static: Static, *args) -> jax.Array:
     """`forward`, in a program for an NVIDIA GPU; others cannot be compiled."""
     by_xla = functools.partial(chunks.forward, static._replace(sampler=xla.SAMPLER))
-    elsewhere = refusing(by_xla, "deformable convolution", _only_there)
-    return by_platform({"cuda": functools.partial(forward, static)}, elsewhere)(*args)
+    elsewhere = fail_at_compile_time(by_xla, "deformable convolution", _only_there)
+    return select_by_platform({"cuda": functools.partial(forward, static)}, elsewhere)(*args)
 
 
 def _only_there(operator: str, platform: str) -> str:
@@ -60,10 +60,12 @@ def forward(static: Static, x, offset, mask, kernel, interpret: bool = False) ->
             "for `implementation='fused'`, which counts pixels in 32 bits: pass fewer images."
         )
     # Rows of pixels, samples and taps: merged, for Triton's arrays have few axes.
-    pixels = merge(x).reshape(-1, channels)
-    moves, factors = (merge(a).reshape(math.prod(shape[:2]), a.shape[-1]) for a in (offset, mask))
+    pixels = merge_example_axis(x).reshape(-1, channels)
+    moves, factors = (
+        merge_example_axis(a).reshape(math.prod(shape[:2]), a.shape[-1]) for a in (offset, mask)
+    )
     weights = kernel.astype(x.dtype).reshape(e * kh * kw * channels, outputs)
-    args = same_varying((pixels, moves, weights, *([factors] if mask.shape[-1] else [])))
+    args = match_varying((pixels, moves, weights, *([factors] if mask.shape[-1] else [])))
     block = _tile_of(outputs, OUTPUT_BYTES, x.dtype)
     grid = pl.cdiv(shape[1], PIXELS), pl.cdiv(outputs, block), examples
     run = pl.pallas_call(
@@ -72,7 +74,7 @@ def forward(static: Static, x, offset, mask, kernel, interpret: bool = False) ->
             geometry=static.geometry, size=x.shape[2:4], lines=(height, width), images=n,
             per_example=e > 1, precision=static.precision,
         ),
-        out_shape=like(args[0], (math.prod(shape[:2]), outputs)),
+        out_shape=result_type(args[0], (math.prod(shape[:2]), outputs)),
         grid=grid,
         compiler_params=triton.CompilerParams(num_warps=8 if block > 128 else 4, num_stages=2),
         interpret=interpret,

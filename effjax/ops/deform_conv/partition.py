@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 
-from .._partition import over_images
+from .._common.partitioning import partition_over_images
 from . import chunks
 from .chunks import Static
 
@@ -31,7 +31,7 @@ def _forward_of(static: Static) -> Callable:
     def rule(*args):
         return f"{_X}, {_OFFSET}, {_MASK}, {_kernel_rule(*args)} -> {_OUT}"
 
-    return over_images(run, rule, "deform_conv2d", {_KERNEL})
+    return partition_over_images(run, rule, "deform_conv2d", {_KERNEL})
 
 
 @functools.cache
@@ -40,7 +40,9 @@ def _backward_of(static: Static) -> Callable:
         inputs = f"{_X}, {_OFFSET}, {_MASK}, {_kernel_rule(*args)}, {_OUT}"
         return f"{inputs} -> {_X}, {_OFFSET}, {_MASK}, d i j f o"
 
-    return over_images(functools.partial(chunks.backward, static), rule, "deform_conv2d", {_KERNEL})
+    return partition_over_images(
+        functools.partial(chunks.backward, static), rule, "deform_conv2d", {_KERNEL}
+    )
 
 
 def _kernel_rule(*args) -> str:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arguments import as_array, as_number, check_precision, described, one_of
-from .._parallel import per_batch, same_varying
+from .._common.arguments import as_array, as_number, as_precision, check_choice, describe
+from .._common.sharding import auto_shard_batch, match_varying
 from ..batch_norm.statistics import (
     AXES,
     BatchStats,
@@ -108,7 +108,7 @@ def dense_block(
     """
     x = as_features(x)
     layers, channels = _check_params(x, params)
-    one_of("save", save, "conv", "features")
+    check_choice("save", save, "conv", "features")
     mask = None if mask is None else check_pixel_mask(mask, x)
     static = _Static(
         make_reduction(axis_name, axis_index_groups, stats),
@@ -116,14 +116,14 @@ def dense_block(
         save == "conv",
         check_dropout(dropout_rate, key),
         check_chunks(num_chunks, (*x.shape[:3], channels)),
-        check_precision(precision, x.dtype),
+        as_precision(precision, x.dtype),
     )
 
     def run(x, params, mask, key):
-        result: Any = _dense_block(static, *same_varying((x, params, mask)), key)
+        result: Any = _dense_block(static, *match_varying((x, params, mask)), key)
         return result[0], lax.stop_gradient(result[1])
 
-    features, (mean, var, count, inner) = per_batch(run, x)(
+    features, (mean, var, count, inner) = auto_shard_batch(run, x)(
         x, layers, mask, key if static.dropout_rate else None
     )
     result = []
@@ -270,7 +270,7 @@ def check_dropout(rate: Any, key: Any) -> float:
 def check_key(name: str, key: Any) -> None:
     """One key, typed or of raw numbers."""
     if not isinstance(key, (jax.Array, np.ndarray)):
-        raise TypeError(f"`{name}` must be a key of jax.random, not {described(key)}.")
+        raise TypeError(f"`{name}` must be a key of jax.random, not {describe(key)}.")
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not (typed and key.ndim == 0 or key.dtype == jnp.uint32 and key.ndim == 1):
         raise ValueError(
@@ -282,12 +282,12 @@ def _check_params(x: jax.Array, params: Any) -> tuple[tuple[DenseLayerParams, ..
     """Checks every layer; returns them all, and the channels of the result."""
     if not isinstance(params, (tuple, list)) or isinstance(params, DenseLayerParams):
         raise TypeError(
-            f"`params` must be a list of DenseLayerParams, one a layer, not {described(params)}."
+            f"`params` must be a list of DenseLayerParams, one a layer, not {describe(params)}."
         )
     layers, channels = [], x.shape[-1]
     for i, values in enumerate(params):
         if not isinstance(values, (tuple, list)) or len(values) != len(DenseLayerParams._fields):
-            raise TypeError(f"`params[{i}]` must be DenseLayerParams, not {described(values)}.")
+            raise TypeError(f"`params[{i}]` must be DenseLayerParams, not {describe(values)}.")
         names = [f"params[{i}].{name}" for name in DenseLayerParams._fields]
         p = DenseLayerParams(*map(as_array, names, values))
         for name, kernel in ((names[2], p.kernel1), (names[5], p.kernel2)):

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arguments import as_array, as_integer, check_precision
-from .._convolution import padding_of, pair
-from .._parallel import per_batch, same_varying, zeros
+from .._common.arguments import as_array, as_integer, as_precision
+from .._common.convolution import as_padding, as_pair
+from .._common.sharding import auto_shard_batch, match_varying, zeros
 from ..batch_norm.statistics import (
     AXES,
     BatchStats,
@@ -83,11 +83,11 @@ def bn_relu_conv(
     groups = as_integer("feature_group_count", feature_group_count, 1)
     features, parameters = _check(x, scale, bias, kernel, groups)
     conv = _Conv(
-        pair("strides", strides, 1),
-        padding_of(padding),
-        pair("kernel_dilation", kernel_dilation, 1),
+        as_pair("strides", strides, 1),
+        as_padding(padding),
+        as_pair("kernel_dilation", kernel_dilation, 1),
         groups,
-        check_precision(precision, features[0].dtype),
+        as_precision(precision, features[0].dtype),
     )
     slices: int | None = check_chunks(num_chunks, (*features[0].shape[:3], parameters[0].shape[0]))
     if parameters[2].shape[:2] != (1, 1) or conv.changes_pixels():
@@ -98,10 +98,10 @@ def bn_relu_conv(
     mask = None if mask is None else check_pixel_mask(mask, features[0])
 
     def run(features, parameters, mask):
-        result: Any = _bn_relu_conv(static, *same_varying((features, parameters, mask)))
+        result: Any = _bn_relu_conv(static, *match_varying((features, parameters, mask)))
         return result[0], lax.stop_gradient(result[1])
 
-    y, statistics = per_batch(run, features[0])(features, parameters, mask)
+    y, statistics = auto_shard_batch(run, features[0])(features, parameters, mask)
     return y, as_batch_stats(*statistics)
 
 

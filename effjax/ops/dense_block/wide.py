@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._parallel import zeros
+from .._common.sharding import zeros
 from ..batch_norm.statistics import normalize
 
 # The same on every backend, so that a program planned for one from another is what runs there.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._arguments import described
+from .._common.arguments import describe
 from .trees import Tree, is_key
 
 
@@ -24,7 +24,7 @@ def as_arrays(name: str, tree: Tree, numbers: bool = False) -> Tree:
         except TypeError:  # NumPy has arrays of strings and of objects
             pass
         raise TypeError(
-            f"`{name}`{jax.tree_util.keystr(path)} must be an array, not {described(a)}; see "
+            f"`{name}`{jax.tree_util.keystr(path)} must be an array, not {describe(a)}; see "
             "jnp.asarray."
         )
 
@@ -40,7 +40,7 @@ def one_key(name: str, key: Any, or_none: str = "") -> jax.Array:
     """One PRNG key of either style."""
     if _are_keys(key) and key.ndim == (0 if is_key(key) else 1):
         return jnp.asarray(key)
-    found = f"{key.dtype}{list(key.shape)}" if isinstance(key, jax.Array) else described(key)
+    found = f"{key.dtype}{list(key.shape)}" if isinstance(key, jax.Array) else describe(key)
     raise TypeError(f"`{name}` must be one key, such as jax.random.key(0){or_none}, not {found}.")
 
 
@@ -49,7 +49,7 @@ def as_keys(name: str, keys: Any) -> jax.Array:
     if not _are_keys(keys):
         raise TypeError(
             f"`{name}` must be an array [L] of keys, such as jax.random.split(key, L), not "
-            f"{described(keys)}."
+            f"{describe(keys)}."
         )
     if keys.ndim != (1 if is_key(keys) else 2) or not len(keys):
         raise ValueError(
@@ -65,7 +65,7 @@ def _are_keys(a: Any) -> bool:
 
 def as_sequence(name: str, value: Any) -> Sequence:
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise TypeError(f"`{name}` must be a list or a tuple, not {described(value)}.")
+        raise TypeError(f"`{name}` must be a list or a tuple, not {describe(value)}.")
     return value
 
 
@@ -76,7 +76,7 @@ def check_optimizer(tx: Any) -> None:
             hint = "; call it" if callable(tx) else ""
             raise TypeError(
                 "`tx` must be an optax.GradientTransformation, with init and update, not "
-                f"{described(tx)}{hint}."
+                f"{describe(tx)}{hint}."
             )
 
 

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .._arguments import as_callable, as_flag, described
+from .._common.arguments import as_callable, as_flag, describe
 from .host_pool import warn_beyond_pool
 from .placement import Space, space_of
 from .trees import refuse_again
@@ -149,7 +149,7 @@ def _type_of(a: Any, args: tuple) -> Any:
         names = ((jax.tree_util.keystr(p), b) for p, b in jax.tree_util.tree_leaves_with_path(args))
         name = next(name for name, b in names if b is a)
         raise TypeError(
-            f"`args{name}` of a function of offload_jit must be an array, not {described(a)}; "
+            f"`args{name}` of a function of offload_jit must be an array, not {describe(a)}; "
             "close over what is none."
         ) from None
 

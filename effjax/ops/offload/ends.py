@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._arguments import described
-from .._parallel import as_varying, sum_to_type_of, zeros
+from .._common.arguments import describe
+from .._common.sharding import cast_to_varying, sum_cotangent, varying_axes, zeros
 from .checks import check_alike
 from .loops import scan
 from .trainable import Parts
-from .trees import Tree, as_cotangent, floats_of, fold, join, split, varying_axes, with_gradients
+from .trees import Tree, as_cotangent, floats_of, fold, join, split, with_gradients
 
 
 class Ends(NamedTuple):
@@ -82,7 +82,7 @@ def run_embed(
     x, pull, model_state = jax.vjp(run, others.trained, has_aux=True)
 
     def back(dx):
-        dx = [sum_to_type_of(d, a) for d, a in zip(dx, floats_of(x), strict=True)]
+        dx = [sum_cotangent(d, a) for d, a in zip(dx, floats_of(x), strict=True)]
         return pull(as_cotangent(x, dx))[0]
 
     return x, model_state, back
@@ -126,14 +126,14 @@ def run_head(
         at = split((y, batch), count), jnp.arange(count)
         (model_state, grads), (losses, aux, dy) = scan(add, start, at)
         loss, dy = jnp.mean(losses), join(dy)
-    grads = jax.tree.map(sum_to_type_of, grads, others.trained)
+    grads = jax.tree.map(sum_cotangent, grads, others.trained)
     return Headed(loss, model_state, aux, grads, dy)
 
 
 def _wide(trained: Tree, batch: Any, key: Any) -> Tree:
     """Parameters that vary as the batch does: one sum over the devices for all microbatches."""
     axes = varying_axes((batch, key))
-    return jax.tree.map(lambda a: as_varying(a, axes), trained)
+    return jax.tree.map(lambda a: cast_to_varying(a, axes), trained)
 
 
 def _check_rows(x: Tree) -> None:
@@ -151,7 +151,7 @@ def _results(function: str, result: Any, names: tuple[str, ...]) -> tuple:
     if len(names) == 1:
         return (result,)
     if not isinstance(result, tuple) or len(result) != len(names):
-        raise TypeError(f"`{function}` must return ({', '.join(names)}), not {described(result)}.")
+        raise TypeError(f"`{function}` must return ({', '.join(names)}), not {describe(result)}.")
     return result
 
 
@@ -172,6 +172,6 @@ def _kept(function: str, before: Tree, after: Tree) -> Tree:
 def _check_loss(loss: Any, head_has_aux: bool) -> None:
     if not isinstance(loss, jax.Array):
         hint = "" if head_has_aux else " and nothing else, unless head_has_aux or has_state is set"
-        raise TypeError(f"`head` must return a scalar loss{hint}, not {described(loss)}.")
+        raise TypeError(f"`head` must return a scalar loss{hint}, not {describe(loss)}.")
     if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise ValueError(f"`head` must return a scalar loss, not {jax.typeof(loss)}.")

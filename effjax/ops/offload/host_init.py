@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from .._arguments import as_callable, described
+from .._common.arguments import as_callable, describe
 from .checks import as_keys
 from .compiled import compile_offloaded, guard_host_slices
 from .loops import scan
@@ -48,7 +48,7 @@ def _sharding_of(shardings: Any) -> Callable[..., Any]:
         if not isinstance(found, kind):
             raise TypeError(
                 "`shardings` must be a jax.sharding.Sharding, a pytree of them, or None, not "
-                f"{described(found)}."
+                f"{describe(found)}."
             )
 
     def sharding(path, shape):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._parallel import as_varying
+from .._common.sharding import cast_to_varying
 from .placement import put, read, write
 from .trees import Tree, is_key
 
@@ -69,6 +69,6 @@ def _empty(kind: Any, length: int, key_impl: Any) -> jax.Array:
         zero = jnp.zeros((), kind.dtype)
     else:
         zero = jax.random.key(0, impl=key_impl)
-    zero = put(as_varying(zero, kind.manual_axis_type.varying), kind.memory_space)
+    zero = put(cast_to_varying(zero, kind.manual_axis_type.varying), kind.memory_space)
     sharding = NamedSharding(kind.sharding.mesh, PartitionSpec(None, *kind.sharding.spec))
     return lax.broadcast(zero, (length, *kind.shape), out_sharding=sharding)

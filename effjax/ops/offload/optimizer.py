@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._arguments import as_number
+from .._common.arguments import as_number
 from .checks import check_alike
 from .trees import Tree, is_key, one_layer
 

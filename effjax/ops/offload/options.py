@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from .._arguments import as_dtype, as_flag, as_integer, described, one_of
+from .._common.arguments import as_dtype, as_flag, as_integer, check_choice, describe
 from .placement import SPACES, Space, Where
 
 
@@ -37,8 +37,8 @@ class OffloadOptions:
         for name, number in least.items():
             object.__setattr__(self, name, as_integer(name, getattr(self, name), number))
         for name in ("params_in", "activations"):
-            one_of(name, getattr(self, name), *SPACES)
-        one_of("grads", self.grads, *SPACES, None)
+            check_choice(name, getattr(self, name), *SPACES)
+        check_choice("grads", self.grads, *SPACES, None)
         if self.compute_dtype is not None:
             as_dtype("compute_dtype", self.compute_dtype)
         as_flag("has_aux", self.has_aux)
@@ -74,7 +74,7 @@ def _check_policy(policy: Any) -> None:
     if policy is not None and not callable(policy):
         raise TypeError(
             "`policy` must be None or a policy of jax.checkpoint, such as "
-            f"jax.checkpoint_policies.dots_saveable, not {described(policy)}."
+            f"jax.checkpoint_policies.dots_saveable, not {describe(policy)}."
         )
     for name, function in vars(jax.checkpoint_policies).items():
         if function is policy and name.startswith(("save_", "offload_")):

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._arguments import as_callable
-from .._parallel import as_varying
+from .._common.arguments import as_callable
+from .._common.sharding import cast_to_varying, varying_axes
 from . import residuals, slices
 from .checks import as_arrays, as_key, as_sequence
 from .compiled import barrier, in_order
@@ -25,7 +25,6 @@ from .trees import (
     fold,
     is_float,
     strong,
-    varying_axes,
     with_gradients,
 )
 
@@ -136,7 +135,7 @@ def prepare(
     bounds = split_by_bytes(whole, options.num_slices)
     x = moved(jax.tree.map(strong, x), Space.Device)
     axes = varying_axes((whole, x, key))
-    x = jax.tree.map(lambda a: as_varying(a, axes), x)
+    x = jax.tree.map(lambda a: cast_to_varying(a, axes), x)
     by_slice = [Parts(*p) for p in zip(*(cut(bounds, p) for p in params), strict=True)]
     found, shared, at = [], [], x
     for first, some, w in zip(bounds[:-1], cut(bounds, layers), by_slice, strict=True):
@@ -156,7 +155,7 @@ def prepare(
         found.append((this, tuple(next(j for j, b in enumerate(shared) if a is b) for a in more)))
         at, *_ = jax.eval_shape(functools.partial(slices.forward, this), w, more, at, key)
     like_x = functools.partial(as_cotangent, jax.eval_shape(lambda x: x, x))
-    shared = [as_varying(a, axes) for a in shared]
+    shared = [cast_to_varying(a, axes) for a in shared]
     return Sequential(found, bounds, options.activations_in, like_x), by_slice, shared, x
 
 
@@ -196,13 +195,13 @@ def _layers(layers, first, options, w, x, key):
 
 def _apply(converted: Callable[..., Any], axes: frozenset, w, shared, x, key, m):
     # They vary as they did when the layers were traced.
-    at = jax.tree.map(lambda a: as_varying(a, axes), (key, jnp.asarray(m, jnp.int32)))
+    at = jax.tree.map(lambda a: cast_to_varying(a, axes), (key, jnp.asarray(m, jnp.int32)))
     return converted(w, shared, x, at)
 
 
 def _vary(axes: frozenset, a: Any) -> jax.ShapeDtypeStruct:
     """The type of an array that varies over `axes`."""
-    return jax.eval_shape(lambda a: as_varying(a, axes), a)
+    return jax.eval_shape(lambda a: cast_to_varying(a, axes), a)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -9,7 +9,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from .._parallel import as_varying, explicit_axes, sum_to_type_of
+from .._common.sharding import cast_to_varying, explicit_axes, sum_cotangent, varying_axes
 from .loops import scan
 from .placement import Space, space_of, write
 from .trainable import trained_of, with_trained
@@ -21,7 +21,6 @@ from .trees import (
     merge,
     split,
     strong,
-    varying_axes,
 )
 
 
@@ -40,7 +39,7 @@ class Slice(NamedTuple):
 def forward(this: Slice, w: Tree, shared: Tree, x: Tree, key, keep: bool = False):
     """All microbatches: (x, aux [num_microbatches, ...], kept), the latter for `backward`."""
     axes = varying_axes(x)
-    w = jax.tree.map(lambda a: as_varying(a, axes), w)
+    w = jax.tree.map(lambda a: cast_to_varying(a, axes), w)
 
     def run(x, m):
         if keep and this.keep is not None:
@@ -65,7 +64,7 @@ def backward(this: Slice, w: Tree, shared: Tree, kept: Tree, key, dy: list, daux
     """
     # One sum over the devices for all microbatches, and before the gradient leaves the device.
     axes = varying_axes((kept, dy))
-    wide = jax.tree.map(lambda a: as_varying(a, axes), w)
+    wide = jax.tree.map(lambda a: cast_to_varying(a, axes), w)
 
     def gradients(kept, m, dy, daux):
         if this.keep is not None:
@@ -87,7 +86,7 @@ def backward(this: Slice, w: Tree, shared: Tree, kept: Tree, key, dy: list, daux
             return jax.tree.map(jnp.add, sums, tuple(more)), dx
 
         sums = trained_of(wide), floats_of(shared)
-        start = jax.tree.map(lambda a: as_varying(jnp.zeros_like(a), axes), sums)
+        start = jax.tree.map(lambda a: cast_to_varying(jnp.zeros_like(a), axes), sums)
         start, dy = lax.optimization_barrier((start, dy))
         if this.keep is None:
             kept = split(kept, this.num_microbatches)
@@ -95,7 +94,7 @@ def backward(this: Slice, w: Tree, shared: Tree, kept: Tree, key, dy: list, daux
         at = kept, jnp.arange(this.num_microbatches), dy, daux
         (dw, dshared), dx = _scan(one, start, at, reverse=True)
         dx = join(dx)
-    return jax.tree.map(sum_to_type_of, dw, trained_of(w)), dshared, dx
+    return jax.tree.map(sum_cotangent, dw, trained_of(w)), dshared, dx
 
 
 def _scan(body: Callable, carry: Tree, xs: Tree, reverse: bool = False) -> tuple[Tree, Tree]:
@@ -108,7 +107,7 @@ def _scan(body: Callable, carry: Tree, xs: Tree, reverse: bool = False) -> tuple
     axes = varying_axes(xs)
 
     def buffer(a):
-        return as_varying(lax.broadcast(zero.astype(a.dtype), (count, *a.shape)), axes)
+        return cast_to_varying(lax.broadcast(zero.astype(a.dtype), (count, *a.shape)), axes)
 
     def step(state, at):
         carry, results = state
@@ -180,7 +179,7 @@ def close_over(layer: Callable, w: Tree, x: Tree, key) -> tuple[Callable, list]:
             jax.tree.structure(result), run(*jax.tree.leaves((params, x, key)))
         )
 
-    return converted, [as_varying(a, axes) for a in shared]
+    return converted, [cast_to_varying(a, axes) for a in shared]
 
 
 def microbatch(x: Tree, num_microbatches: int) -> Tree:

@@ -10,8 +10,8 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from ..._deprecated import renamed
-from .._arguments import as_callable
-from .._parallel import as_varying
+from .._common.arguments import as_callable
+from .._common.sharding import cast_to_varying, varying_axes
 from . import slices
 from .checks import as_arrays, as_key
 from .compiled import guard_host_slices
@@ -32,7 +32,6 @@ from .trees import (
     num_layers_of,
     once,
     strong,
-    varying_axes,
     with_gradients,
 )
 
@@ -196,8 +195,8 @@ def prepare(
     x = moved(jax.tree.map(strong, x), Space.Device)
     check_microbatches(x, options.num_microbatches)
     axes = varying_axes((stacked_params, x, key))
-    x = jax.tree.map(lambda a: as_varying(a, axes), x)
-    one = jax.tree.map(lambda a: as_varying(put(a[:1], Space.Device)[0], axes), stacked_params)
+    x = jax.tree.map(lambda a: cast_to_varying(a, axes), x)
+    one = jax.tree.map(lambda a: cast_to_varying(put(a[:1], Space.Device)[0], axes), stacked_params)
     layer, shared = close_over(
         check_layer(layer, options.has_aux),
         cast(one, options.compute_dtype),
@@ -349,7 +348,7 @@ def empty_slices(stack: Stack, params: Tree, space: Space) -> Tree:
     """
 
     def empty(a):
-        zero = put(as_varying(jnp.zeros((), a.dtype), varying_axes(a)), space)
+        zero = put(cast_to_varying(jnp.zeros((), a.dtype), varying_axes(a)), space)
         kind = jax.typeof(by_slice(a, stack))
         return lax.broadcast(zero, kind.shape, out_sharding=kind.sharding)
 
@@ -364,7 +363,7 @@ def _zeros(stack: Stack, params: Tree) -> list:
         return (i + 1, write(zeros, jax.tree.map(none, load(zeros, i)), i)), None
 
     def none(a):
-        return as_varying(jnp.zeros_like(a), varying_axes(a))
+        return cast_to_varying(jnp.zeros_like(a), varying_axes(a))
 
     zeros = empty_slices(stack, floats_of(params), SPACES[stack.options.params_in])
     if not zeros:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._arguments import described
+from .._common.arguments import describe
 from .checks import as_arrays, check_alike
 from .host_init import state_sharding
 from .optimizer import check_like_init
@@ -100,7 +100,7 @@ def check_fits(carried: Carried, state: OffloadState) -> tuple[int, Parts, Parts
     """(the number of layers, layers, others) of a state that fits."""
     if not isinstance(state, OffloadState):
         raise TypeError(
-            f"`state` must be an OffloadState, as init makes it, not {described(state)}."
+            f"`state` must be an OffloadState, as init makes it, not {describe(state)}."
         )
     as_arrays("state", state)
     num_layers, tx = carried.number_of("state.layers", state.layers), carried.tx

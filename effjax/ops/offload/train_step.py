@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._arguments import as_callable, as_flag, as_number
+from .._common.arguments import as_callable, as_flag, as_number
 from .checks import as_key, check_optimizer
 from .ends import Ends, Headed, ends_of, run_embed, run_head
 from .optimizer import apply, check_clip_norm

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._arguments import as_flag
+from .._common.arguments import as_flag
 from .trees import Tree
 
 

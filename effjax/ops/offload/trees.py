@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._parallel import varying
-
 Tree = Any
 
 
@@ -42,11 +40,6 @@ def fold(key: jax.Array | None, layer, microbatch) -> jax.Array | None:
     if key is None:
         return None
     return jax.random.fold_in(jax.random.fold_in(key, layer), microbatch)
-
-
-def varying_axes(tree: Tree) -> frozenset:
-    """The mesh axes over which any array of a tree varies."""
-    return frozenset().union(*map(varying, jax.tree.leaves(tree)))
 
 
 def is_float(a: Any) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .._arguments import as_flag
+from .._common.arguments import as_flag
 from . import update_list, update_stack
 from .checks import as_arrays, check_alike, check_optimizer
 from .optimizer import check_clip_norm, clip_scale

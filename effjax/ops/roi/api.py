@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 from jax import lax
 
-from .._arguments import as_flag, as_integer
+from .._common.arguments import as_flag, as_integer
 from . import arguments, bins
 from .bins import Bins
 from .pooling import pool

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._arguments import as_integer, as_number, as_operand, one_of
-from .._convolution import pair
+from .._common.arguments import as_float_array, as_integer, as_number, check_choice
+from .._common.convolution import as_pair
 from .bins import MOST_SAMPLES
 
 _LARGE = 1e30  # what float32 has no more is near
@@ -14,7 +14,7 @@ _LARGE = 1e30  # what float32 has no more is near
 
 def as_images(name: str, value: Any, axes: str = "[N, H, W, C]") -> jax.Array:
     """Four axes of a dtype that can be computed with; only the batch may be empty."""
-    a = as_operand(name, value)
+    a = as_float_array(name, value)
     if a.ndim != 4:
         raise ValueError(f"`{name}` of shape {a.shape} must be {axes}.")
     if 0 in a.shape[1:]:
@@ -28,7 +28,7 @@ def as_images(name: str, value: Any, axes: str = "[N, H, W, C]") -> jax.Array:
 
 def as_boxes(value: Any, images: int) -> jax.Array:
     """[N, R, 4] for this many images."""
-    boxes = as_operand("boxes", value)
+    boxes = as_float_array("boxes", value)
     if boxes.ndim != 3 or boxes.shape[0] != images or boxes.shape[2] != 4:
         hint = ""
         if boxes.ndim == 2:
@@ -42,7 +42,7 @@ def as_boxes(value: Any, images: int) -> jax.Array:
 
 def as_offset(value: Any, wanted: tuple[int, ...], axes: str) -> jax.Array:
     """Of this shape; -1 is any multiple of two."""
-    offset = as_operand("offset", value)
+    offset = as_float_array("offset", value)
     fits = offset.ndim == len(wanted) and all(
         have == want or (want == -1 and have > 0 and have % 2 == 0)
         for have, want in zip(offset.shape, wanted, strict=True)
@@ -61,7 +61,7 @@ def in_one_dtype(x: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def bins_of(output_size: Any) -> tuple[int, int]:
-    return pair("output_size", output_size, 1)
+    return as_pair("output_size", output_size, 1)
 
 
 def scale_of(spatial_scale: Any, name: str = "spatial_scale") -> float:
@@ -86,4 +86,4 @@ def ratio_of(sampling_ratio: Any) -> int:
 
 
 def check_implementation(implementation: Any) -> None:
-    one_of("implementation", implementation, None, "native", "xla")
+    check_choice("implementation", implementation, None, "native", "xla")

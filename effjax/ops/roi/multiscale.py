@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._arguments import as_integer, described
+from .._common.arguments import as_integer, describe
 from . import arguments
 from .api import bins_of_boxes
 
@@ -80,7 +80,7 @@ def multiscale_roi_align(
 
 def _levels(features: Any) -> list[jax.Array]:
     if not isinstance(features, Sequence) or not features:
-        raise TypeError(f"`features` must be a sequence of arrays, not {described(features)}.")
+        raise TypeError(f"`features` must be a sequence of arrays, not {describe(features)}.")
     levels = [arguments.as_images(f"features[{i}]", x) for i, x in enumerate(features)]
     first = levels[0]
     for i, x in enumerate(levels):
@@ -95,7 +95,7 @@ def _levels(features: Any) -> list[jax.Array]:
 def _scales(spatial_scales: Any) -> list[float]:
     if not isinstance(spatial_scales, Sequence):
         raise TypeError(
-            f"`spatial_scales` must be a sequence of numbers, not {described(spatial_scales)}."
+            f"`spatial_scales` must be a sequence of numbers, not {describe(spatial_scales)}."
         )
     scales = [arguments.scale_of(scale, "spatial_scales") for scale in spatial_scales]
     halved = all(b == a / 2 for a, b in itertools.pairwise(scales))

@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from .._arguments import as_flag, as_integer, as_operand
-from .._parallel import left_to_xla, same_varying, zeros
+from .._common.arguments import as_flag, as_float_array, as_integer
+from .._common.sharding import auto_shard, match_varying, zeros
 from . import api, arguments
 
 Pair = int | Sequence[int]
@@ -147,7 +147,7 @@ def _nhwc(value: Any, name: str = "input") -> jax.Array:
 
 
 def _numbered(name: str, value: Any) -> jax.Array:
-    boxes = as_operand(name, value)
+    boxes = as_float_array(name, value)
     if boxes.ndim != 2 or boxes.shape[1] != 5:
         raise ValueError(
             f"`{name}` of shape {boxes.shape} must be [K, 5]: the number of its image, x1, y1, x2, "
@@ -160,7 +160,7 @@ def _offsets(value: Any, boxes: jax.Array) -> tuple:
     """[K, 2 * G, rows, columns] as () or ([1, K, rows, columns, 2 * G],)"""
     if value is None or getattr(value, "size", 1) == 0:
         return ()
-    offset = as_operand("offset", value)
+    offset = as_float_array("offset", value)
     if offset.ndim != 4 or offset.shape[0] != boxes.shape[0]:
         raise ValueError(
             f"`offset` of shape {offset.shape} must be [K, 2 * G, rows, columns], for the "
@@ -172,12 +172,12 @@ def _offsets(value: Any, boxes: jax.Array) -> tuple:
 def _of_numbered(run: Callable, x: jax.Array, boxes: jax.Array, offset: tuple) -> jax.Array:
     """[K, C, rows, columns] of numbered boxes, on every device."""
     of_images = functools.partial(_image_by_image, run)
-    return left_to_xla(of_images, x, PartitionSpec())(x, boxes, *offset)
+    return auto_shard(of_images, x, PartitionSpec())(x, boxes, *offset)
 
 
 def _image_by_image(run: Callable, x: jax.Array, boxes: jax.Array, *offset: jax.Array) -> jax.Array:
     """Each image with its own boxes: the others have no samples there."""
-    x, boxes, offset = same_varying((x, boxes, offset))
+    x, boxes, offset = match_varying((x, boxes, offset))
     numbers, boxes = boxes[:, 0], boxes[None, :, 1:]
 
     def step(y, image):
@@ -196,7 +196,7 @@ def _of_list(run: Callable, x: jax.Array, boxes: Sequence[Any]) -> jax.Array:
     """[K, C, rows, columns] of boxes for each image, filled up to one number an image."""
     if len(boxes) != x.shape[0]:
         raise ValueError(f"`boxes` has {len(boxes)} arrays for the {x.shape[0]} images of `input`.")
-    found = [as_operand(f"boxes[{i}]", b) for i, b in enumerate(boxes)]
+    found = [as_float_array(f"boxes[{i}]", b) for i, b in enumerate(boxes)]
     for i, b in enumerate(found):
         if b.ndim != 2 or b.shape[1] != 4:
             raise ValueError(f"`boxes[{i}]` of shape {b.shape} must be [L, 4]: x1, y1, x2, y2.")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._parallel import same_varying, zeros
+from .._common.sharding import match_varying, zeros
 
 
 class Pooling(NamedTuple):
@@ -61,7 +61,7 @@ def pool(
         return value
 
     value = zeros((n, boxes, bins, groups, pixels.shape[-1]), first.dtype, first)
-    x, first, so_far, value = same_varying((x, first, so_far, value))
+    x, first, so_far, value = match_varying((x, first, so_far, value))
     value = _over_samples(body, value, size, first, step, count, pooling)
     value /= _divisor(first, step, count, size, pooling)[..., None]
     value = value.reshape(n, boxes, bins, groups * pixels.shape[-1])
@@ -100,7 +100,7 @@ def pool_backward(
 
     wide = zeros(pixels.shape, first.dtype, first)
     dfirst = zeros((*first.shape[:4], 2 if pooling.moves else 0), first.dtype, first)
-    *_, wide, dfirst = same_varying((x, first, dy, wide, dfirst))
+    *_, wide, dfirst = match_varying((x, first, dy, wide, dfirst))
     wide, dfirst = _over_samples(body, (wide, dfirst), size, first, step, count, pooling)
     return wide.reshape(x.shape), dfirst
 

@@ -12,7 +12,7 @@ from jax.test_util import check_grads
 
 from effjax import ms_deform_attn
 from effjax.memory import plan
-from effjax.ops._platform import tracing_for
+from effjax.ops._common.platform import trace_for_platform
 from tests.contexts import assert_trees_close
 from tests.ops.deform_attention.implementations import (
     CASES,
@@ -288,7 +288,7 @@ def test_a_plan_has_the_slices_of_a_gpu():
     for platforms in ("cpu", "cuda"), ("cuda", "cpu"):
         run = lambda *a: ms_deform_attn(a[0], LARGE["shapes"], *a[1:], implementation="xla")  # noqa: E731
         for platform in platforms:
-            with tracing_for(platform):
+            with trace_for_platform(platform):
                 text = jax.jit(run).trace(*args).lower(lowering_platforms=(platform,)).as_text()
             assert ("while" in text) == (platform == "cpu")
 

@@ -12,7 +12,7 @@ from jax.test_util import check_grads
 
 from effjax import deform_conv2d
 from effjax.memory import plan
-from effjax.ops._platform import tracing_for
+from effjax.ops._common.platform import trace_for_platform
 from effjax.ops.deform_conv import chunks
 from tests.contexts import assert_trees_close
 from tests.ops.deform_conv.implementations import (
@@ -320,7 +320,7 @@ def test_a_plan_has_the_slices_of_a_gpu():
     for platforms in ("cpu", "cuda"), ("cuda", "cpu"):
         run = jax.jit(functools.partial(deform_conv2d, padding=1, implementation="xla"))
         for platform in platforms:
-            with tracing_for(platform):
+            with trace_for_platform(platform):
                 text = run.trace(*args).lower(lowering_platforms=(platform,)).as_text()
             assert ("while" in text) == (platform == "cpu")
 
@@ -336,7 +336,7 @@ def test_a_sum_in_parts(examples):
     run = functools.partial(
         chunks.multiply_backward_kernel, columns, dy, kernel, jnp.dtype("float32"), static
     )
-    with tracing_for("cuda"):
+    with trace_for_platform("cuda"):
         parts, got = jax.make_jaxpr(run)(), run()
     assert f"[{5 * examples},264," in str(parts) and got.shape == (examples, 1, 3, 1, 8)
     assert_trees_close(got, run(), 1e-5)

@@ -28,7 +28,7 @@ def as_array(name: str, value: Any, kind: Any = jnp.floating) -> jax.Array:
     """`value` as a JAX array whose dtype is of this kind."""
     is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
     if not is_array and not hasattr(value, "__jax_array__"):
-        raise TypeError(f"`{name}` must be an array, not {described(value)}; see jnp.asarray.")
+        raise TypeError(f"`{name}` must be an array, not {describe(value)}; see jnp.asarray.")
     try:
         value = jnp.asarray(value)
     except (TypeError, ValueError):  # NumPy's arrays of strings, objects, dates
@@ -40,7 +40,7 @@ def as_array(name: str, value: Any, kind: Any = jnp.floating) -> jax.Array:
     return value
 
 
-def as_operand(name: str, value: Any) -> jax.Array:
+def as_float_array(name: str, value: Any) -> jax.Array:
     """`value` as a JAX array of a dtype that the kernels compute with."""
     a = as_array(name, value, jnp.number)
     if str(a.dtype) not in _OPERANDS:
@@ -76,7 +76,7 @@ def as_integer(name: str, value: Any, least: int) -> int:
     try:
         number = least - 1 if isinstance(value, (bool, np.bool_)) else operator.index(value)
     except TypeError:
-        raise TypeError(f"`{name}` must be an integer, not {described(value)}.") from None
+        raise TypeError(f"`{name}` must be an integer, not {describe(value)}.") from None
     if number < least:
         raise ValueError(f"`{name}` (={value!r}) must be an integer of at least {least}.")
     return number
@@ -89,13 +89,13 @@ def as_number(name: str, value: Any, accepts: Callable[[float], bool], wanted: s
             raise TypeError
         number = float(value)  # a traced array raises a TypeError of JAX's
     except (TypeError, ValueError):
-        raise TypeError(f"`{name}` must be a number, not {described(value)}.") from None
+        raise TypeError(f"`{name}` must be a number, not {describe(value)}.") from None
     if not accepts(number):
         raise ValueError(f"`{name}` (={value!r}) must be {wanted}.")
     return number
 
 
-def one_of(name: str, value: Any, *choices: str | None, hint: str = "") -> Any:
+def check_choice(name: str, value: Any, *choices: str | None, hint: str = "") -> Any:
     """`value`, which is one of a few."""
     if not (value is None or isinstance(value, str)) or value not in choices:
         listed = " or ".join("None" if c is None else f'"{c}"' for c in choices)
@@ -106,11 +106,11 @@ def one_of(name: str, value: Any, *choices: str | None, hint: str = "") -> Any:
 def as_callable(name: str, value: Any) -> Callable:
     """A function, which is called later and must not fail there."""
     if not callable(value):
-        raise TypeError(f"`{name}` must be a function, not {described(value)}.")
+        raise TypeError(f"`{name}` must be a function, not {describe(value)}.")
     return value
 
 
-def described(value: Any) -> str:
+def describe(value: Any) -> str:
     """A value in few words: type, and itself where that is short."""
     kind = type(value).__name__
     if value is None or isinstance(value, (bool, int, float, complex, str)):
@@ -123,7 +123,7 @@ def described(value: Any) -> str:
 def as_flag(name: str, value: Any) -> bool:
     """True or False, and nothing else that has a truth value."""
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"`{name}` must be True or False, not {described(value)}.")
+        raise TypeError(f"`{name}` must be True or False, not {describe(value)}.")
     return bool(value)
 
 
@@ -134,13 +134,13 @@ def as_dtype(name: str, value: Any, kind: Any = jnp.floating) -> jnp.dtype:
         with contextlib.suppress(TypeError, ValueError):
             dtype = jnp.dtype(value)
     if dtype is None:
-        raise TypeError(f"`{name}` must be a dtype, not {described(value)}.")
+        raise TypeError(f"`{name}` must be a dtype, not {describe(value)}.")
     if not jnp.issubdtype(dtype, kind):
         raise ValueError(f"`{name}` (={dtype}) must be {_KINDS.get(kind, kind.__name__)}.")
     return dtype
 
 
-def check_precision(precision: Any, dtype: Any) -> Any:
+def as_precision(precision: Any, dtype: Any) -> Any:
     """What `jax.lax` takes for arrays of this dtype, and what can be hashed."""
     precision = tuple(precision) if isinstance(precision, list) else precision
     one = jax.ShapeDtypeStruct((1, 1), dtype)

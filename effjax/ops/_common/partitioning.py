@@ -17,11 +17,11 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ._first_order import first_order
-from ._parallel import manual_axes
+from .derivatives import forbid_higher_order
+from .sharding import manual_axes
 
 
-def over_images(
+def partition_over_images(
     run: Callable, rule: Callable[..., str], operator: str, shared: Collection[int] = ()
 ) -> Callable:
     """`run(*arrays) -> tuple`, on each device's images alone; a part of the named operator.
@@ -41,15 +41,15 @@ def over_images(
     def split(*args):  # shard_map has split the images already, jit may
         return (partitioned if _can_partition(args[0]) else run)(*args)
 
-    return first_order(_over_examples(split, shared), operator)
+    return forbid_higher_order(_over_examples(split, shared), operator)
 
 
-def one_example(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+def add_example_axis(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """[N, ...] as [D, N, ...]"""
     return tuple(a[None] for a in arrays)
 
 
-def merge(a: jax.Array) -> jax.Array:
+def merge_example_axis(a: jax.Array) -> jax.Array:
     """[D, N, ...] as [D * N, ...]"""
     return a.reshape(math.prod(a.shape[:2]), *a.shape[2:])
 

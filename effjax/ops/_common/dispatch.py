@@ -10,15 +10,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .. import native
+from ... import native
 
 
-def available() -> tuple[str, ...]:
+def available_platforms() -> tuple[str, ...]:
     """The platforms that have native code here."""
     return tuple(p for p in ("cpu", "cuda") if native.available(p))
 
 
-def unavailable(operator: str, platform: str) -> str:
+def unavailable_message(operator: str, platform: str) -> str:
     """Why there is no native code for a platform, and what to do."""
     reason = native.status().get(platform, "there is none for this platform")
     return (
@@ -28,7 +28,7 @@ def unavailable(operator: str, platform: str) -> str:
     )
 
 
-def like(x: jax.Array, shape: tuple[int, ...] | None = None, dtype: Any = None) -> Any:
+def result_type(x: jax.Array, shape: tuple[int, ...] | None = None, dtype: Any = None) -> Any:
     """The type of a custom call's result that varies over the devices as x does."""
     kind = jax.typeof(x)
     mesh = kind.sharding.mesh
@@ -40,7 +40,7 @@ def like(x: jax.Array, shape: tuple[int, ...] | None = None, dtype: Any = None) 
     )
 
 
-def by_platform(native: dict[str, Callable], elsewhere: Callable) -> Callable:
+def select_by_platform(native: dict[str, Callable], elsewhere: Callable) -> Callable:
     """One of the functions, chosen when the program is compiled; the options are static."""
 
     def run(*args, **options):
@@ -51,7 +51,9 @@ def by_platform(native: dict[str, Callable], elsewhere: Callable) -> Callable:
     return run if native else elsewhere
 
 
-def refusing(run: Callable, operator: str, why: Callable = unavailable) -> Callable:
+def fail_at_compile_time(
+    run: Callable, operator: str, why: Callable = unavailable_message
+) -> Callable:
     """`run`, which stands for code where there is none: it cannot be compiled. Only then is the
     platform known; why(operator, platform) is the error's text.
     """

@@ -7,7 +7,7 @@ import jax
 _planned = jax.make_user_context(None)  # JAX's caches know it
 
 
-def tracing_for(platform: str) -> AbstractContextManager:
+def trace_for_platform(platform: str) -> AbstractContextManager:
     """What is traced here will be compiled for this platform, which need not be there."""
     return _planned(platform)
 

@@ -9,14 +9,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 
-def first_order(op: Callable, operator: str) -> Callable:
+def forbid_higher_order(op: Callable, operator: str) -> Callable:
     """`op`, a part of the operator of this name, which is not to be differentiated again."""
     guarded = jax.custom_jvp(op)
     guarded.defjvp(functools.partial(_refuse, operator=operator))
     return guarded
 
 
-def reverse_only(operator: str, *arrays: jax.Array) -> list[jax.Array]:
+def reverse_mode_only(operator: str, *arrays: jax.Array) -> list[jax.Array]:
     """The arrays, whose tangents may be transposed but not computed."""
     return _reverse_only_p.bind(*arrays, operator=operator)
 
@@ -47,7 +47,7 @@ _reverse_only_p.def_abstract_eval(lambda *arrays, operator: list(arrays))
 _reverse_only_p.def_impl(lambda *arrays, operator: list(arrays))
 mlir.register_lowering(_reverse_only_p, lambda _, *arrays, operator: list(arrays))
 batching.primitive_batchers[_reverse_only_p] = lambda arrays, axes, *, operator: (
-    reverse_only(operator, *arrays),
+    reverse_mode_only(operator, *arrays),
     axes,
 )
 ad.primitive_jvps[_reverse_only_p] = _jvp

@@ -15,14 +15,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ._arguments import described
+from .arguments import describe
 
 AxisNames = tuple[Hashable, ...]
 
 
-def varying(x: jax.Array) -> frozenset:
-    """The mesh axes over which x varies, as far as its type knows."""
-    return jax.typeof(x).manual_axis_type.varying
+def varying_axes(tree: Any) -> frozenset:
+    """Return the mesh axes over which any array of a pytree varies, according to its type."""
+    leaves = jax.tree.leaves(tree)
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
 
 
 def manual_axes() -> frozenset:
@@ -31,30 +32,30 @@ def manual_axes() -> frozenset:
     return frozenset(mesh.manual_axes)
 
 
-def as_varying(x: jax.Array, axes: frozenset = frozenset()) -> jax.Array:
+def cast_to_varying(x: jax.Array, axes: frozenset = frozenset()) -> jax.Array:
     """Casts x to vary over `axes` too; the transpose is the sum over the axes that this adds."""
     kind = jax.typeof(x).manual_axis_type
     if kind.reduced:  # the caller wants this gradient unreduced: the cast's transpose says so
         x = lax.pcast(x, tuple(kind.reduced), to="varying")
-    missing = tuple(sorted(axes - varying(x), key=str))
+    missing = tuple(sorted(axes - varying_axes(x), key=str))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def same_varying(tree: Any) -> Any:
+def match_varying(tree: Any) -> Any:
     """Casts every array of `tree` to vary over the union of all their axes."""
-    union = frozenset().union(*map(varying, jax.tree.leaves(tree)))
-    return jax.tree.map(lambda x: as_varying(x, union), tree)
+    union = varying_axes(tree)
+    return jax.tree.map(lambda x: cast_to_varying(x, union), tree)
 
 
-def sum_to_type_of(ct: jax.Array, primal: jax.Array) -> jax.Array:
+def sum_cotangent(ct: jax.Array, primal: jax.Array) -> jax.Array:
     """Gives a cotangent the type of `primal`: sums it over the axes where only it varies."""
-    extra = tuple(sorted(varying(ct) - varying(primal), key=str))
-    return as_varying(lax.psum(ct, extra) if extra else ct, varying(primal))
+    extra = tuple(sorted(varying_axes(ct) - varying_axes(primal), key=str))
+    return cast_to_varying(lax.psum(ct, extra) if extra else ct, varying_axes(primal))
 
 
 def zeros(shape: Sequence[int], dtype: Any, like: jax.Array) -> jax.Array:
     """Zeros that vary as `like` does: what a loop that fills them must start from."""
-    return as_varying(jnp.zeros(shape, dtype), varying(like))
+    return cast_to_varying(jnp.zeros(shape, dtype), varying_axes(like))
 
 
 def explicit_axes(x: jax.Array) -> tuple:
@@ -64,7 +65,7 @@ def explicit_axes(x: jax.Array) -> tuple:
     return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
 
 
-def shard_as_features(p: jax.Array, x: jax.Array, features: Sequence[int]) -> jax.Array:
+def shard_like_features(p: jax.Array, x: jax.Array, features: Sequence[int]) -> jax.Array:
     """On a mesh with Explicit axes: shards a parameter as the axes `features` of x are."""
     if not explicit_axes(x):
         return p
@@ -73,7 +74,7 @@ def shard_as_features(p: jax.Array, x: jax.Array, features: Sequence[int]) -> ja
     return jax.sharding.reshard(p, NamedSharding(sharding.mesh, spec))
 
 
-def axis_names(axis_name: Hashable | Sequence[Hashable] | None) -> AxisNames:
+def as_axis_names(axis_name: Hashable | Sequence[Hashable] | None) -> AxisNames:
     """`axis_name` as a tuple: one name, several, or None for no axis."""
     if axis_name is None:
         return ()
@@ -81,14 +82,14 @@ def axis_names(axis_name: Hashable | Sequence[Hashable] | None) -> AxisNames:
     for name in names:  # JAX takes a number for a position in an array's shape
         if name is None or isinstance(name, (int, float, complex)) or not _hashable(name):
             raise TypeError(
-                f"`axis_name` must be a name or a tuple of names, not {described(name)}."
+                f"`axis_name` must be a name or a tuple of names, not {describe(name)}."
             )
     if len(set(names)) != len(names):
         raise ValueError(f"`axis_name` (={axis_name!r}) names an axis twice; name each axis once.")
     return names
 
 
-def axis_sizes(names: AxisNames) -> tuple[int, ...]:
+def get_axis_sizes(names: AxisNames) -> tuple[int, ...]:
     """How many devices each axis has.
 
     To be asked for outside of a custom_vjp: to differentiate jit, checkpoint or scan of vmap, JAX
@@ -114,7 +115,7 @@ def _hashable(value: Any) -> bool:
     return True
 
 
-def per_batch(fun: Callable, x: jax.Array) -> Callable:
+def auto_shard_batch(fun: Callable, x: jax.Array) -> Callable:
     """On a mesh with Explicit axes: leaves ``fun(x, ...) -> (batch, replicated)`` to XLA.
 
     The first result has x's batch sharding, the second is replicated.
@@ -122,10 +123,10 @@ def per_batch(fun: Callable, x: jax.Array) -> Callable:
     if not explicit_axes(x):
         return fun
     batch = PartitionSpec(*jax.typeof(x).sharding.spec[:-1])
-    return left_to_xla(fun, x, (batch, PartitionSpec()))
+    return auto_shard(fun, x, (batch, PartitionSpec()))
 
 
-def left_to_xla(fun: Callable, x: jax.Array, out_sharding: Any) -> Callable:
+def auto_shard(fun: Callable, x: jax.Array, out_sharding: Any) -> Callable:
     """On a mesh with Explicit axes, those of x: `fun`, whose results have these shardings.
 
     Loops and slices inside an operator have no one right sharding type; XLA's partitioner finds
@@ -143,7 +144,7 @@ def left_to_xla(fun: Callable, x: jax.Array, out_sharding: Any) -> Callable:
     return run
 
 
-def on_each_device(fun: Callable, x: jax.Array) -> Callable:
+def run_per_device(fun: Callable, x: jax.Array) -> Callable:
     """On a mesh with Explicit axes: runs ``fun(arrays, parameters) -> y`` on each device's batch.
 
     arrays and y have a batch axis that is sharded as x's is, parameters are on every device whole.

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from ._arguments import as_integer
+from .arguments import as_integer
 
 
-def pair(name: str, value: Any, least: int) -> tuple[int, int]:
+def as_pair(name: str, value: Any, least: int) -> tuple[int, int]:
     """Two integers for the spatial axes, from two or from one that stands for both."""
     try:
         many = isinstance(value, Sequence) or isinstance(value, np.ndarray) and value.ndim == 1
@@ -26,7 +26,7 @@ def pair(name: str, value: Any, least: int) -> tuple[int, int]:
     return both
 
 
-def padding_of(padding: Any) -> Any:
+def as_padding(padding: Any) -> Any:
     """A name in capitals, or ((top, bottom), (left, right))."""
     if isinstance(padding, str):
         if padding.upper() not in ("SAME", "SAME_LOWER", "VALID"):
@@ -36,10 +36,10 @@ def padding_of(padding: Any) -> Any:
         padding = (padding, padding)
     if len(padding) != 2:
         raise ValueError(f"`padding` (={padding!r:.80}) must be given for the two spatial axes.")
-    return tuple(pair("padding", side, 0) for side in padding)
+    return tuple(as_pair("padding", side, 0) for side in padding)
 
 
-def padding_pairs(padding: Any, size: Any, kernel_size: Any, strides: Any, dilation: Any) -> Any:
+def resolve_padding(padding: Any, size: Any, kernel_size: Any, strides: Any, dilation: Any) -> Any:
     """What `padding_of` returns as ((top, bottom), (left, right)), for images of this size."""
     if not isinstance(padding, str):
         return padding

@@ -1,0 +1,1 @@
+"""Argument validation, dispatch and sharding shared by the operators."""
