@@ -1,0 +1,111 @@
+"""Checks of `.ci/run` that need more than a line of shell."""
+
+import argparse
+import importlib.metadata
+import importlib.resources
+import json
+import pathlib
+import re
+import sys
+import tarfile
+import zipfile
+
+README = pathlib.Path(__file__).parent.parent / "README.md"
+PURE_PYTHON_SOURCES = (".json", ".sh", ".cc", ".cu", ".h")
+
+
+def print_readme_command(number: int) -> None:
+    """Print one of README's two commands, each alone in a bash block."""
+    blocks = re.findall(r"^```bash\n(.*?)\n```", README.read_text(), re.M | re.S)
+    commands = [b for b in blocks if b.startswith("pip install ") and " && " in b]
+    if len(commands) != 2:
+        sys.exit(f"README.md must have two `pip install … && …` blocks; it has {commands}")
+    print(commands[number - 1])
+
+
+def check_accuracy(metrics: pathlib.Path) -> None:
+    """Check the test accuracy of README's training run."""
+    accuracy = json.loads(metrics.read_text().splitlines()[-1])["test_accuracy"]
+    if accuracy < 0.96:
+        sys.exit(f"the training run reached a test accuracy of {accuracy:.2%}, below 96 %")
+
+
+def check_spills(log: pathlib.Path) -> None:
+    """Check in nvcc's output that no CUDA kernel spills registers to memory."""
+    lines = [line for line in log.read_text().splitlines() if "bytes spill stores" in line]
+    if not lines or any(" 0 bytes spill stores, 0 bytes spill loads" not in line for line in lines):
+        sys.exit("a CUDA kernel spills registers, or none was compiled:\n" + "\n".join(lines))
+
+
+def check_contents(wheel: pathlib.Path, sdist: pathlib.Path) -> None:
+    """Check the files of a wheel and a source distribution."""
+    if not re.fullmatch(r"effjax-.*-py3-none-.*\.whl", wheel.name):
+        sys.exit(f"{wheel.name} is for one version of Python")
+    names = zipfile.ZipFile(wheel).namelist()
+    if extra := [n for n in names if n.endswith(PURE_PYTHON_SOURCES) or n.startswith("benchmarks")]:
+        sys.exit(f"the wheel has files that only the source distribution needs: {extra}")
+    with tarfile.open(sdist) as archive:
+        names = archive.getnames()
+    for needed in ("effjax/py.typed", "effjax/native/deform_conv_cpu.cc", "tests/conftest.py"):
+        if not any(name.endswith(f"/{needed}") for name in names):
+            sys.exit(f"{sdist.name} lacks {needed}")
+
+
+def check_installed() -> None:
+    """Check that the installed package is complete, and that importing it starts no backend."""
+    import jax
+
+    import effjax
+
+    assert importlib.resources.files(effjax).joinpath("py.typed").is_file()
+    assert importlib.metadata.version("effjax") == effjax.__version__
+    extra = {"flax", "optax", "matplotlib", "sklearn", "typer", "rich"} & set(sys.modules)
+    assert not extra, f"import effjax imports {extra}"
+    jax.config.update("jax_num_cpu_devices", 2)  # an error once a backend has started
+    assert jax.device_count("cpu") == 2
+    check_native("loaded", None)
+
+
+def check_native(cpu: str, cuda: str | None) -> None:
+    """Check which native libraries load, and that an operator works with or without them."""
+    import jax.numpy as jnp
+
+    import effjax
+    import effjax.native
+
+    status = effjax.native.status()
+    assert status["cpu"].startswith(cpu), status
+    assert cuda is None or status["cuda"].startswith(cuda), status
+    x, offset, kernel = jnp.ones((1, 4, 4, 2)), jnp.zeros((1, 2, 2, 18)), jnp.ones((3, 3, 2, 1))
+    y = effjax.deform_conv2d(x, offset, kernel)
+    assert (y == 18).all()
+    print("native kernels:", status)
+
+
+def main() -> None:
+    """Run the check that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    checks = parser.add_subparsers(dest="check", required=True)
+    checks.add_parser("readme-command").add_argument("number", type=int)
+    checks.add_parser("accuracy").add_argument("metrics", type=pathlib.Path)
+    checks.add_parser("spills").add_argument("log", type=pathlib.Path)
+    contents = checks.add_parser("contents")
+    contents.add_argument("wheel", type=pathlib.Path)
+    contents.add_argument("sdist", type=pathlib.Path)
+    checks.add_parser("installed")
+    native = checks.add_parser("native")
+    native.add_argument("--cpu", required=True)
+    native.add_argument("--cuda")
+    arguments = vars(parser.parse_args())
+    {
+        "readme-command": print_readme_command,
+        "accuracy": check_accuracy,
+        "spills": check_spills,
+        "contents": check_contents,
+        "installed": check_installed,
+        "native": check_native,
+    }[arguments.pop("check")](**arguments)
+
+
+if __name__ == "__main__":
+    main()
