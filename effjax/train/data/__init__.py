@@ -1,1 +1,1 @@
-"""Data in memory: images and text, each read by one file."""
+"""Data sets for training: image classification and text."""

@@ -1,7 +1,8 @@
-"""Reads pickles that hold NumPy arrays and plain containers, and refuses all others.
+"""Safe reader for pickles of NumPy arrays and plain containers.
 
-The names that a pickled array needs are answered by the stand-ins below, which only collect a
-shape, a type and bytes; every other name is refused, so no code of the file's choice runs.
+A pickle names the functions that rebuild its objects. This reader maps the few names that a pickled
+array needs to the stand-ins below, which only collect a shape, a dtype and bytes. It rejects every
+other name, so the file cannot choose code to run.
 """
 
 import io
@@ -15,31 +16,31 @@ from ..errors import DataError
 
 
 def loads(data: bytes, source: str) -> Any:
-    """The value of a pickle of None, bool, int, float, str, bytes, list, tuple, dict, array.
+    """Load a pickle of arrays, dicts, lists, tuples, strings, bytes, numbers and None.
 
     Args:
-        data: the pickle, of any protocol; strings of Python 2 become bytes.
-        source: the file's name, for the message.
+        data: The pickle, of any protocol. Strings of Python 2 become bytes.
+        source: The file's name, for error messages.
 
     Raises:
-        DataError: the pickle names anything else, or is broken.
+        DataError: If the pickle names any other object, or is damaged.
     """
     try:
         return _finish(Unpickler(io.BytesIO(data), _ALLOWED).load(), {})
     except Refused as error:
         raise DataError(
-            f"{source}: refused, the pickle asks for {error}; it must hold arrays and plain "
-            "containers only: fetch the file from its publisher"
+            f"{source}: refused, the pickle asks for {error}; it must hold only arrays and plain "
+            "containers. Download the file from its publisher"
         ) from error
-    # A broken pickle can raise nearly anything: the unpickler is a stack machine fed with noise.
+    # A damaged pickle can raise almost any exception: the unpickler is a stack machine fed noise.
     except Exception as error:
         raise DataError(
-            f"{source}: not a whole pickle ({type(error).__name__}); fetch the file again"
+            f"{source}: not a complete pickle ({type(error).__name__}); download the file again"
         ) from error
 
 
 class _Array(StandIn):
-    """Stands for a numpy array, empty until its state arrives."""
+    """Stand-in for `numpy.ndarray`, empty until its state arrives."""
 
     __slots__ = ("value",)
     value: np.ndarray
@@ -53,7 +54,7 @@ class _Array(StandIn):
 
 
 class _Dtype(StandIn):
-    """Stands for a numpy dtype: its code and its byte order."""
+    """Stand-in for `numpy.dtype`: type code and byte order."""
 
     __slots__ = ("code",)
     code: str
@@ -69,7 +70,7 @@ class _Dtype(StandIn):
 
 
 class _FromBuffer(StandIn):
-    """How protocol 5 makes an array."""
+    """Stand-in for `_frombuffer`, which builds arrays in protocol 5."""
 
     __slots__ = ()
 
@@ -80,7 +81,7 @@ class _FromBuffer(StandIn):
 
 
 class _Encode(StandIn):
-    """`codecs.encode(text, "latin1")`: how Python 3 writes bytes in old protocols."""
+    """Stand-in for `codecs.encode(text, "latin1")`: bytes of Python 3 in protocols 0 to 2."""
 
     __slots__ = ()
 
@@ -91,7 +92,7 @@ class _Encode(StandIn):
 
 
 class _NoBytes(StandIn):
-    """`bytes()`: how Python 3 writes empty bytes in old protocols."""
+    """Stand-in for `bytes()`: empty bytes of Python 3 in protocols 0 to 2."""
 
     __slots__ = ()
 
@@ -121,17 +122,17 @@ def _from_bytes(raw: Any, dtype: Any, shape: Any, order: str) -> np.ndarray:
     if not isinstance(raw, bytes | bytearray) or not isinstance(dtype, _Dtype):
         raise Refused("an array of objects")
     if type(shape) is not tuple or not all(type(size) is int for size in shape):
-        raise ValueError("an array's shape is not of whole numbers")
+        raise ValueError("an array's shape must hold integers")
     numeric = np.dtype(dtype.code)
     if numeric.kind not in "buif":
         raise Refused(f"an array of dtype {numeric}")
     if math.prod(shape) * numeric.itemsize != len(raw):
-        raise ValueError("an array's bytes do not fill its shape")
+        raise ValueError("the number of bytes does not match the array's shape")
     return np.frombuffer(raw, numeric).reshape(shape, order="F" if order == "F" else "C")
 
 
 def _finish(value: Any, done: dict[int, Any]) -> Any:
-    """Replaces the stand-ins by their arrays; `done` keeps what is shared in the file shared."""
+    """Replace stand-ins by their arrays. `done` keeps objects shared that the file shares."""
     if id(value) not in done:
         if isinstance(value, _Array):
             finished = value.value

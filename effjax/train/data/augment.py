@@ -1,4 +1,4 @@
-"""Random crops and flips of a batch of uint8 images, the same for the same generator."""
+"""Random crops and flips of uint8 images, reproducible from a generator's seed."""
 
 from typing import NamedTuple
 
@@ -6,14 +6,19 @@ import numpy as np
 
 
 class Augmentation(NamedTuple):
-    """`pad`: pixels of black border before a crop of the original size. `flip`: mirror half."""
+    """Augmentation of a training batch.
+
+    Attributes:
+        pad: Width of the black border, in pixels, that is added before a crop of the original size.
+        flip: Mirror half of the images.
+    """
 
     pad: int
     flip: bool
 
 
 def default_padding(image_shape: tuple[int, int, int]) -> int:
-    """An eighth of the shorter side: 4 for 32×32 images, 1 for 8×8."""
+    """Return an eighth of the shorter side: 4 for 32×32 images, 1 for 8×8."""
     return max(min(image_shape[:2]) // 8, 1)
 
 
@@ -24,10 +29,10 @@ def augment(
     batch_size: int | None = None,
     rows: slice = slice(None),
 ) -> np.ndarray:
-    """Crops each image [H, W, C] of a batch at a random offset, and mirrors it or not.
+    """Crop each image [H, W, C] of a batch at a random offset, and mirror it at random.
 
-    The draws depend on the batch size alone, so a generator of the same seed gives the same images,
-    also where `images` are only some `rows` of a batch of `batch_size`.
+    The random numbers are drawn for the whole batch. A process that holds only the `rows` of a
+    batch of `batch_size` images therefore gets the same images as a process that holds all of it.
     """
     n, height, width, _ = images.shape
     drawn = n if batch_size is None else batch_size

@@ -1,7 +1,7 @@
-"""CIFAR-10 and CIFAR-100, as their authors publish them (Krizhevsky, 2009).
+"""Reader for CIFAR-10 and CIFAR-100 as published by their authors (Krizhevsky, 2009).
 
-Either format, python (pickles) or binary, in a directory or in the .tar.gz as downloaded. An
-archive is read in one pass and never extracted; a pickle is read as data, not as code, see
+Reads the Python format (pickles) and the binary format, from a directory or from the .tar.gz
+archive. The archive is read in one pass and never extracted. Pickles are read safely: see
 `arrays_pickle.py`.
 """
 
@@ -17,7 +17,7 @@ from ..errors import DataError, check_regular
 from .arrays_pickle import loads
 from .dataset import Dataset, check_labels
 
-MAX_FILE_BYTES = 1 << 28  # the largest real one, CIFAR-100's pickled train set, has 155 MB
+MAX_FILE_BYTES = 1 << 28  # the largest CIFAR file, the pickled train set of CIFAR-100, has 155 MB
 MAX_NAME_BYTES = 1 << 20
 NAMES = (
     tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK,
@@ -28,18 +28,19 @@ PIXELS = 3 * 32 * 32
 
 @dataclass(frozen=True)
 class Layout:
-    """How one archive stores one data set."""
+    """File names and record format of one archive."""
 
     train: tuple[str, ...]
     test: tuple[str, ...]
     names: str
     pickled: bool
-    label_key: str  # of the pickled dictionary
+    label_key: str  # key of the labels in the pickled dictionary
     names_key: str
-    label_bytes: int  # before the pixels of a binary record; the last one is the class
+    label_bytes: int  # bytes before the pixels of a binary record; the last one is the class
 
     @property
     def files(self) -> tuple[str, ...]:
+        """All file names."""
         return (*self.train, *self.test, self.names)
 
 
@@ -66,14 +67,14 @@ LAYOUTS = {
 
 
 def load_cifar(path: Path, num_classes: int) -> Dataset:
-    """Reads CIFAR-10 or CIFAR-100 (its 100 fine classes).
+    """Read CIFAR-10 or CIFAR-100 (its 100 fine classes).
 
     Args:
-        path: the directory that holds the files, the directory above it, or the archive.
+        path: The directory with the files, its parent directory, or the archive.
         num_classes: 10 or 100.
 
     Raises:
-        DataError: a file is missing, truncated, not what it should be, or has impossible labels.
+        DataError: If a file is missing, truncated or in another format, or labels are out of range.
     """
     layouts = LAYOUTS[num_classes]
     wanted = {name for layout in layouts for name in layout.files}
@@ -82,7 +83,7 @@ def load_cifar(path: Path, num_classes: int) -> Dataset:
     for name in layout.files:
         if name not in files:
             raise DataError(
-                f"{path}: {name} is missing; fetch the CIFAR-{num_classes} archive again"
+                f"{path}: {name} is missing; download the CIFAR-{num_classes} archive again"
             )
 
     class_names = _class_names(layout, files[layout.names], f"{path}/{layout.names}", num_classes)
@@ -91,11 +92,11 @@ def load_cifar(path: Path, num_classes: int) -> Dataset:
         batches = [_read_batch(layout, files[n], f"{path}/{n}", num_classes) for n in names]
         parts[part] = [np.concatenate(columns) for columns in zip(*batches, strict=True)]
     (train_images, train_labels), (test_images, test_labels) = parts["train"], parts["test"]
-    # Whatever is cut off at a record's end cannot be seen in the file itself.
+    # A binary file that is truncated between two records looks complete.
     if len(train_images) != 5 * len(test_images):
         raise DataError(
-            f"{path}: {len(train_images)} train and {len(test_images)} test images, but the "
-            f"archive has five to one; a file is cut short: fetch it again"
+            f"{path}: {len(train_images)} train and {len(test_images)} test images, not "
+            "five to one. A file is truncated: download it again"
         )
     return Dataset(
         name=f"cifar{num_classes}:{path}",
@@ -109,7 +110,7 @@ def load_cifar(path: Path, num_classes: int) -> Dataset:
 
 
 def _read_directory(path: Path, wanted: set[str]) -> dict[str, bytes]:
-    """The wanted files of `path`, or of the folder below it that has most of them."""
+    """Read the files from `path` or from the subfolder that has most of them."""
     folders = [path, *sorted(p for p in path.iterdir() if p.is_dir())]
     folder = max(folders, key=lambda p: sum((p / name).is_file() for name in wanted))
     files = {}
@@ -121,7 +122,7 @@ def _read_directory(path: Path, wanted: set[str]) -> dict[str, bytes]:
 
 
 def _read_archive(path: Path, wanted: set[str]) -> dict[str, bytes]:
-    """The wanted files of a .tar.gz or .tar, read in one pass."""
+    """Read the files from a .tar.gz or .tar archive in one pass."""
     files: dict[str, bytes] = {}
     check_regular(path)
     with path.open("rb") as start:
@@ -134,23 +135,25 @@ def _read_archive(path: Path, wanted: set[str]) -> dict[str, bytes]:
                 if name not in wanted or not member.isreg():
                     continue
                 if name in files:
-                    raise DataError(f"{path}: two files {name}; fetch the archive again")
+                    raise DataError(f"{path}: contains {name} twice; download the archive again")
                 stream = archive.extractfile(member)
                 files[name] = b"" if stream is None else stream.read()
                 if len(files[name]) != member.size:
-                    raise DataError(f"{path}: cut short in {name}; fetch the archive again")
-            # gzip compares its checksum when it reaches the end.
+                    raise DataError(f"{path}: truncated in {name}; download the archive again")
+            # gzip verifies its checksum at the end of the file.
             while archive.fileobj is not None and archive.fileobj.read(1 << 20):
                 pass
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # not the archive's fault: permissions, a failing disk
-        raise DataError(f"{path}: not a whole .tar.gz archive ({error}); fetch it again") from error
+            raise  # an error of the system: permissions, a failing disk
+        raise DataError(
+            f"{path}: not a complete .tar.gz archive ({error}); download it again"
+        ) from error
     return files
 
 
 class _Member(tarfile.TarInfo):
-    """A header of an archive; `tarfile` reads names and comments whole, however long they are."""
+    """Header of an archive member with a limit on the name, which `tarfile` reads at any length."""
 
     @classmethod
     def frombuf(cls, *args: Any) -> "_Member":
@@ -163,29 +166,29 @@ class _Member(tarfile.TarInfo):
 def _check_size(source: object, size: int) -> None:
     if size > MAX_FILE_BYTES:
         raise DataError(
-            f"{source}: {size} bytes, and no CIFAR file is above {MAX_FILE_BYTES}; fetch it again"
+            f"{source}: {size} bytes; no CIFAR file is above {MAX_FILE_BYTES}. Download it again"
         )
 
 
 def _read_batch(
     layout: Layout, data: bytes, source: str, num_classes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Images [N, 32, 32, 3] and labels [N] of one file."""
+    """Return images [N, 32, 32, 3] and labels [N] of one file."""
     if layout.pickled:
         content = _dictionary(data, source)
         pixels = _entry(content, "data", np.ndarray, source)
         if pixels.dtype != np.uint8 or pixels.ndim != 2 or pixels.shape[1] != PIXELS:
             raise DataError(
                 f"{source}: data is {pixels.dtype}{list(pixels.shape)}, not uint8[N, {PIXELS}]; "
-                "fetch the archive again"
+                "download the archive again"
             )
         labels = _integers(_entry(content, layout.label_key, list, source), source)
     else:
         record = layout.label_bytes + PIXELS
         if len(data) % record:
             raise DataError(
-                f"{source}: {len(data)} bytes is not a whole number of {record}-byte records; the "
-                "file is cut short or of another data set: fetch the archive again"
+                f"{source}: {len(data)} bytes is not a multiple of the {record}-byte record. The "
+                "file is truncated or of another data set: download the archive again"
             )
         records = np.frombuffer(data, np.uint8).reshape(-1, record)
         pixels = records[:, layout.label_bytes :]
@@ -202,10 +205,10 @@ def _class_names(layout: Layout, data: bytes, source: str, num_classes: int) -> 
         names = data.decode("ascii", "replace").split()
     if len(names) != num_classes:
         raise DataError(
-            f"{source}: {len(names)} class names, not {num_classes}; fetch the archive again"
+            f"{source}: {len(names)} class names, not {num_classes}; download the archive again"
         )
     if not all(type(name) in (str, bytes) for name in names):
-        raise DataError(f"{source}: class names are not text; fetch the archive again")
+        raise DataError(f"{source}: class names are not text; download the archive again")
     return tuple(_text(name) for name in names)
 
 
@@ -213,7 +216,7 @@ def _dictionary(data: bytes, source: str) -> dict[str, Any]:
     content = loads(data, source)
     if not isinstance(content, dict):
         raise DataError(
-            f"{source}: holds a {type(content).__name__}, not a dictionary; fetch it again"
+            f"{source}: contains a {type(content).__name__}, not a dictionary; download it again"
         )
     # Pickles of Python 2 have bytes where Python 3 has str.
     return {_text(key): value for key, value in content.items()}
@@ -223,7 +226,7 @@ def _entry(content: dict[str, Any], key: str, kind: type, source: str) -> Any:
     value = content.get(key)
     if not isinstance(value, kind):
         raise DataError(
-            f"{source}: no {kind.__name__} named {key!r}; check that it is the data set you named"
+            f"{source}: no {kind.__name__} named {key!r}; check that this is the data set you named"
         )
     return value
 
@@ -234,5 +237,5 @@ def _text(value: Any) -> str:
 
 def _integers(labels: list, source: str) -> np.ndarray:
     if not all(type(label) is int and abs(label) < 2**31 for label in labels):
-        raise DataError(f"{source}: labels are not integers; fetch the archive again")
+        raise DataError(f"{source}: labels are not integers; download the archive again")
     return np.array(labels, np.int32)

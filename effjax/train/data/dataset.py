@@ -1,7 +1,7 @@
-"""Image data sets: one small class, one reader a format.
+"""Image classification data sets.
 
-Pixels stay uint8 until the training step: a batch travels to the device at a quarter of the size
-of float32, and is normalized there.
+Pixels stay uint8 until the training step. A batch is a quarter of the size of float32 when it is
+copied to the device, and is normalized there.
 """
 
 import dataclasses
@@ -15,28 +15,40 @@ from ..errors import DataError
 
 TEST_FRACTION = 0.2
 SPLIT_SEED = 0
-CHUNK = 2**26  # bytes that are counted at once
+CHUNK = 2**26  # bytes of pixels per histogram update
 
 
 class Images(Protocol):
-    """uint8 [N, H, W, C]: an array, or files that are read when they are asked for."""
+    """Images uint8 [N, H, W, C]: an array, or files that are decoded on access."""
 
     @property
-    def shape(self) -> Any: ...
+    def shape(self) -> Any:
+        """Shape (N, H, W, C)."""
+        ...
+
     def __len__(self) -> int: ...
     def __getitem__(self, chosen: Any, /) -> np.ndarray: ...
-    def take(self, chosen: Any, axis: Any = ..., /) -> Any: ...
+    def take(self, chosen: Any, axis: Any = ..., /) -> Any:
+        """Select images by an array of indices; `axis` is 0, as for `numpy.ndarray.take`."""
+        ...
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Images and labels, checked: labels are in range, and every class has a training image.
+    """Validated images and labels: labels are in range, and every class has a training image.
 
-    train_images, test_images: uint8 [N, H, W, C].
-    train_labels, test_labels: int32 [N], indices into `class_names`.
-    flip: whether a mirrored image is still an image of its class (not so for digits).
-    copies: the train set holds so many copies of its images, each changed, one set after the other.
-    validation_images, validation_labels: what `hold_out` has taken from the train set, if anything.
+    Attributes:
+        name: Specification that the data set was loaded from.
+        train_images: uint8 [N, H, W, C].
+        train_labels: int32 [N], indices into `class_names`.
+        test_images: uint8 [N, H, W, C].
+        test_labels: int32 [N].
+        class_names: Name of each class.
+        flip: True if a mirrored image still belongs to its class (False for digits).
+        copies: Number of differently augmented copies of each image in the train set. The copies
+            are stored one after another: all images once, then all images again.
+        validation_images: Images that `hold_out` took from the train set.
+        validation_labels: int32 [N].
     """
 
     name: str
@@ -58,59 +70,66 @@ class Dataset:
         if (counts == 0).any():
             empty = self.class_names[int(np.argmin(counts))]
             raise DataError(
-                f"{self.name}: class {empty!r} has no training image; add some or remove the class"
+                f"{self.name}: class {empty!r} must have a training image; add one or remove "
+                "the class"
             )
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """(H, W, C)"""
+        """Shape (H, W, C) of an image."""
         return self.train_images.shape[1:]
 
 
 def check_labels(source: str, images: Images, labels: np.ndarray, num_classes: int) -> None:
-    """Raises `DataError` unless there is one label in `[0, num_classes)` for each image."""
+    """Raise `DataError` unless each image has a label in `[0, num_classes)`."""
     if len(images) == 0:
-        raise DataError(f"{source}: no images; give it at least one a class")
+        raise DataError(f"{source}: no images; add at least one per class")
     if len(images) != len(labels):
         raise DataError(
-            f"{source}: {len(images)} images but {len(labels)} labels; fetch the data again"
+            f"{source}: {len(images)} images but {len(labels)} labels; download the data again"
         )
     if labels.min() < 0 or labels.max() >= num_classes:
         bad = labels[(labels < 0) | (labels >= num_classes)][0]
         raise DataError(
             f"{source}: label {bad} is not in 0..{num_classes - 1}; correct the labels, or check "
-            "that the format is the one you named"
+            "the format that you named"
         )
 
 
 def stratified_split(
-    labels: np.ndarray, test_fraction: float = TEST_FRACTION, seed: int = SPLIT_SEED, least: int = 1
+    labels: np.ndarray,
+    test_fraction: float = TEST_FRACTION,
+    seed: int = SPLIT_SEED,
+    minimum: int = 1,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of a train and a test set in which every class has the same share.
+    """Split the indices of `labels` into a train and a test set with equal shares of each class.
 
-    The split does not depend on the seed of a run, so runs can be compared. Each class has at least
-    one train image, then `least` test images.
+    The split does not depend on the seed of a run, so that runs can be compared. Each class keeps
+    at least one train image and, where possible, at least `minimum` test images.
     """
     rng = np.random.default_rng(seed)
     train, test = [], []
     for label in np.unique(labels):
         members = rng.permutation(np.flatnonzero(labels == label))
-        count = min(max(round(test_fraction * len(members)), least), len(members) - 1)
+        count = min(max(round(test_fraction * len(members)), minimum), len(members) - 1)
         test.append(members[:count])
         train.append(members[count:])
     return np.sort(np.concatenate(train)), np.sort(np.concatenate(test))
 
 
 def hold_out(dataset: Dataset, validation: float) -> Dataset:
-    """The data set with a part of its train set as its validation set: the same part in every run,
-    the same share of each class, and all copies of an image in it or none.
+    """Move a part of the train set to the validation set.
+
+    The part is the same in every run and has the same share of each class. All copies of an image
+    are in the same set.
 
     Args:
-        validation: a share of the train set, or a number of images, met up to the rounding of each
-            class. 0: no validation set.
+        dataset: Data set without a validation set.
+        validation: Share of the train set if below 1, else a number of images, up to rounding
+            within each class. 0 keeps the data set unchanged.
 
     Raises:
-        DataError: nothing would be left to train on.
+        DataError: If no training image would be left.
     """
     if validation == 0:
         return dataset
@@ -118,13 +137,13 @@ def hold_out(dataset: Dataset, validation: float) -> Dataset:
     share = validation if validation < 1 else validation / len(labels)
     if share >= 1:
         raise DataError(
-            f"validation (={validation:g}) leaves none of the {len(labels)} train images of "
-            f"{dataset.name}; use a smaller one"
+            f"validation (={validation:g}) must be less than the {len(labels)} train images of "
+            f"{dataset.name}"
         )
     size = len(labels) // dataset.copies
-    of_each_copy = size * np.arange(dataset.copies)[:, None]
-    parts = stratified_split(labels[:size], share, least=0)
-    train, held_out = ((of_each_copy + part).ravel() for part in parts)
+    first_of_copy = size * np.arange(dataset.copies)[:, None]
+    parts = stratified_split(labels[:size], share, minimum=0)
+    train, held_out = ((first_of_copy + part).ravel() for part in parts)
     return dataclasses.replace(
         dataset,
         train_images=dataset.train_images.take(train, 0),
@@ -135,26 +154,32 @@ def hold_out(dataset: Dataset, validation: float) -> Dataset:
 
 
 def channel_counts(images: Images, first: int = 0, of: int = 1) -> np.ndarray:
-    """How often each channel has each value: int64 [C, 256].
+    """Return a histogram int64 [C, 256] of pixel values per channel.
 
-    Only every image of a number `first + k of` is looked at: the share of one of `of` processes.
+    Args:
+        images: uint8 [N, H, W, C].
+        first: Index of this process.
+        of: Number of processes. A process counts every `of`-th image from `first` on.
     """
     counts = np.zeros((images.shape[-1], 256), np.int64)
     numbers = np.arange(first, len(images), of)
     size = max(CHUNK // max(math.prod(images.shape[1:]), 1), 1)
     for start in range(0, len(numbers), size):
         chunk = images[numbers[start : start + size]]
-        for channel, found in enumerate(counts):
-            found += np.bincount(chunk[..., channel].ravel(), minlength=256)
+        for channel, histogram in enumerate(counts):
+            histogram += np.bincount(chunk[..., channel].ravel(), minlength=256)
     return counts
 
 
 def channel_statistics(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of each channel by its `channel_counts`, in units of 1/255.
+    """Return mean and standard deviation of each channel, float32 [C], for pixels scaled to [0, 1].
 
-    The standard deviation of a constant channel is given as 1.
+    The standard deviation of a constant channel is 1.
+
+    Args:
+        counts: Histogram of `channel_counts`, summed over processes.
     """
-    # A histogram is exact, needs no float copy of the images, and is a sum over processes.
+    # A histogram is exact, needs no float copy of the images, and can be summed over processes.
     values = np.arange(256) / 255
     mean = counts @ values / counts.sum(axis=1)
     variance = counts @ values**2 / counts.sum(axis=1) - mean**2

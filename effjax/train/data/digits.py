@@ -1,4 +1,4 @@
-"""The handwritten digits that come with scikit-learn."""
+"""The handwritten digits of scikit-learn."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from .dataset import Dataset, stratified_split
 
 
 def load_digits() -> Dataset:
-    """scikit-learn's handwritten digits: 1797 images of 8×8 gray pixels in 10 classes."""
+    """Load scikit-learn's handwritten digits: 1797 images of 8×8 gray pixels in 10 classes."""
     try:
         from sklearn import datasets
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""A folder of images: one folder a class, named after it."""
+"""Reader for a folder of images with one subfolder per class."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,52 +15,55 @@ EXTENSIONS = frozenset(
 )
 
 
-IN_MEMORY = 2**31  # bytes of pixels; a larger folder is read batch by batch
+IN_MEMORY = 2**31  # bytes of pixels; a larger folder is decoded batch by batch
 
 
 def load_folder(path: Path, image_size: int | None = None, in_memory: int = IN_MEMORY) -> Dataset:
-    """Reads `path/CLASS/*.png` (and other formats) as RGB.
+    """Read `path/CLASS/*.png` (and other image formats) as RGB.
 
-    With `path/train/CLASS/` and `path/test/CLASS/` (or `val`) the split is given; otherwise one
-    image in five of each class, drawn with a fixed seed, is for testing. Files that are not images
-    by their name are left alone.
+    The folders `train/CLASS/` and `test/CLASS/` (or `val/CLASS/`) are the split, if they exist.
+    Otherwise one image in five of each class, drawn with a fixed seed, is for testing. Files
+    without the suffix of an image format are ignored.
 
     Args:
-        path: the folder.
-        image_size: resize (and center-crop) to this side; None: all must have the first one's size.
-        in_memory: images of up to so many bytes in all are read at once, others when they are asked
-            for.
+        path: The folder.
+        image_size: Side to which images are resized and center-cropped. If None, all images must
+            have the size of the first.
+        in_memory: Maximum number of bytes of pixels to hold in memory. Larger folders are decoded
+            when a batch is read.
+
+    Raises:
+        DataError: If the folder has fewer than two classes, or an image cannot be read.
     """
     if image_size is not None and image_size < 1:
         raise DataError(f"image_size (={image_size}) must be at least 1")
     if not path.is_dir():
-        raise DataError(f"{path}: not a directory; folder:PATH needs one folder a class")
+        raise DataError(f"{path}: not a directory; folder:PATH needs one folder per class")
     held_out = next((name for name in ("test", "val") if (path / name).is_dir()), None)
-    given = held_out is not None and (path / "train").is_dir()
-    if held_out is not None and given:
+    has_split = held_out is not None and (path / "train").is_dir()
+    if held_out is not None and has_split:
         files = {"train": class_files(path / "train"), "test": class_files(path / held_out)}
         odd = sorted(files["train"].keys() ^ files["test"].keys())
         if odd:
             raise DataError(
-                f"{path}: class {odd[0]!r} is in only one of train/ and {held_out}/; add it to the "
-                "other or remove it"
+                f"{path}: class {odd[0]!r} must be in both train/ and {held_out}/, or in neither"
             )
     else:
         files = {"all": class_files(path)}
 
     read = Reader(image_size)
-    lazily = read.size_of(files) > in_memory
+    lazily = read.total_bytes(files) > in_memory
     parts = {part: read.images_and_labels(classes, lazily) for part, classes in files.items()}
     names = tuple(next(iter(files.values())))
-    if given:
+    if has_split:
         (train_images, train_labels), (test_images, test_labels) = parts["train"], parts["test"]
     else:
         images, labels = parts["all"]
         for name, members in files["all"].items():
             if len(members) < 2:
                 raise DataError(
-                    f"{path / name}: one image only, and a class needs one to train and one to "
-                    "test; add images, or make train/ and test/ folders"
+                    f"{path / name}: one image, but a class needs one to train and one to "
+                    "test. Add images, or make train/ and test/ folders"
                 )
         train, test = stratified_split(labels)
         train_images, train_labels = images.take(train, 0), labels[train]
@@ -77,12 +80,12 @@ def load_folder(path: Path, image_size: int | None = None, in_memory: int = IN_M
 
 
 def class_files(path: Path) -> dict[str, list[Path]]:
-    """The image files of each class, both in the order of their names."""
+    """List the image files of each class, sorted by name."""
     folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
     if len(folders) < 2:
         raise DataError(
-            f"{path}: {counted(len(folders), 'class folder')}; put the images of each class in a "
-            "folder of its own, at least two"
+            f"{path}: {counted(len(folders), 'class folder')}; give each of at least "
+            "two classes its own folder of images"
         )
     classes = {
         folder.name: sorted(
@@ -99,7 +102,7 @@ def class_files(path: Path) -> dict[str, list[Path]]:
 
 
 class Reader:
-    """Decodes images to one size: the one asked for, or the first one's."""
+    """Image decoder that resizes to `image_size`, or requires the size of the first image."""
 
     def __init__(self, image_size: int | None):
         self.image_size = image_size
@@ -108,21 +111,21 @@ class Reader:
     def images_and_labels(
         self, classes: dict[str, list[Path]], lazily: bool
     ) -> tuple[Images, np.ndarray]:
-        """Images [N, H, W, 3] and the index of each one's class."""
+        """Return images [N, H, W, 3] and the class index of each."""
         all_files = [file for files in classes.values() for file in files]
         counts = [len(files) for files in classes.values()]
         images = ImageFiles(all_files, self)
         labels = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         return images if lazily else images[np.arange(len(images))], labels
 
-    def size_of(self, files: dict[str, dict[str, list[Path]]]) -> int:
-        """Bytes of all pixels."""
+    def total_bytes(self, files: dict[str, dict[str, list[Path]]]) -> int:
+        """Return the number of bytes of all decoded images."""
         members = [each for classes in files.values() for each in classes.values()]
         one = self.image(members[0][0])
         return one.nbytes * sum(len(each) for each in members)
 
     def image(self, file: Path) -> np.ndarray:
-        """uint8 [H, W, 3]"""
+        """Decode one image: uint8 [H, W, 3]."""
         try:
             from PIL import Image, ImageOps
         except ImportError as error:
@@ -136,7 +139,7 @@ class Reader:
                 image = ImageOps.exif_transpose(opened).convert("RGB")
         except DataError:
             raise
-        # Pillow's decoders raise many types for a file that is not what its name says.
+        # Pillow's decoders raise many exception types for a damaged or misnamed file.
         except Exception as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise unreadable(file, error) from error  # permissions, a failing disk
@@ -150,15 +153,14 @@ class Reader:
         if image.size != self.first[1]:
             raise DataError(
                 f"{file}: {image.width}×{image.height} pixels, but {self.first[0].name} has "
-                f"{self.first[1][0]}×{self.first[1][1]}; give image_size (--image-size) to resize "
+                f"{self.first[1][0]}×{self.first[1][1]}; set image_size (--image-size) to resize "
                 "all"
             )
         return np.asarray(image)
 
 
 class ImageFiles:
-    """Files as `Images`: those at an array of indices are decoded when they are asked for, by
-    threads."""
+    """Image files as `Images`, decoded by threads when they are indexed."""
 
     def __init__(self, files: Sequence[Path], read: Reader):
         self.files, self.read = files, read
@@ -168,6 +170,7 @@ class ImageFiles:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape (N, H, W, 3)."""
         return len(self.files), *self.read.image(self.files[0]).shape
 
     def __getitem__(self, chosen: Any) -> np.ndarray:
@@ -176,12 +179,13 @@ class ImageFiles:
             return np.stack(list(threads.map(self.read.image, files)))
 
     def take(self, chosen: Any, axis: int = 0) -> "ImageFiles":
+        """Select images by an array of indices, without decoding them."""
         assert axis == 0
         return ImageFiles([self.files[number] for number in np.asarray(chosen)], self.read)
 
 
 def _check_depth(file: Path, mode: str) -> None:
-    """Refuses what Pillow would clip to 255, not scale, on the way to RGB."""
+    """Reject images whose values Pillow would clip to 255 instead of scaling them."""
     if mode.startswith(("I", "F")):
         kind = "floating-point" if mode.startswith("F") else "16-bit"
-        raise DataError(f"{file}: is a {kind} image; convert it to 8 bits a channel")
+        raise DataError(f"{file}: is a {kind} image; convert it to 8 bits per channel")

@@ -1,4 +1,4 @@
-"""The data set that an option names: one reader a format."""
+"""Dispatch from a data set's specification to its reader."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,22 +15,21 @@ FORMATS = "digits, rotated-digits, cifar10:PATH, cifar100:PATH, folder:PATH"
 
 
 def load_dataset(spec: str, image_size: int | None = None, in_memory: int = IN_MEMORY) -> Dataset:
-    """Reads the data set that `spec` names: `digits`, `rotated-digits`, `cifar10:PATH`,
-    `cifar100:PATH` or `folder:PATH`.
+    """Read an image data set.
 
     Args:
-        spec: `digits` comes with scikit-learn, and `rotated-digits` is made of it. PATH is a
-            directory, or for CIFAR also the archive as it is downloaded.
-        image_size: the side that images of a folder are resized to; default: all must have the size
-            of the first.
-        in_memory: a folder of more bytes of pixels is read when its images are asked for.
+        spec: One of `digits` (scikit-learn's), `rotated-digits` (made from them), `cifar10:PATH`,
+            `cifar100:PATH` and `folder:PATH`. PATH is a directory; for CIFAR it can also be the
+            downloaded archive.
+        image_size: Side to which the images of a folder are resized. If None, all must have the
+            size of the first.
+        in_memory: Maximum number of bytes of pixels that a folder may hold in memory. Larger ones
+            are decoded batch by batch.
 
     Raises:
-        DataError: the data cannot be read or is not sound; the message names the file and the
+        DataError: If the data cannot be read or is invalid. The message names the file and a
             remedy.
     """
-    if not isinstance(spec, str):
-        raise TypeError(f"`spec` (={spec!r}) must be text: one of {FORMATS}.")
     kind, separator, path = spec.partition(":")
     readers: dict[str, Callable[[], Dataset]] = {
         "cifar10": lambda: load_cifar(Path(path), 10),
@@ -41,7 +40,7 @@ def load_dataset(spec: str, image_size: int | None = None, in_memory: int = IN_M
     if kind in bundled and not separator:
         return bundled[kind]() if image_size is None else _fixed_size(spec)
     if kind not in readers or not path:
-        raise DataError(f"data {spec!r} is not known; use one of {FORMATS}")
+        raise DataError(f"unknown data {spec!r}; use one of {FORMATS}")
     if image_size is not None and kind != "folder":
         _fixed_size(spec)
     try:

@@ -78,12 +78,12 @@ def write_tar(path: Path, files: dict[str, bytes], mode: Any = "w:gz") -> Path:
 
 
 def write_images(path: Path, counts: dict[str, int], size: tuple[int, int] = (9, 8)) -> Path:
-    """`path/CLASS/0.png`, …, of `size` (width, height)."""
-    Image = pytest.importorskip("PIL.Image")
+    """Write `path/CLASS/0.png`, … of `size` (width, height)."""
+    image_module = pytest.importorskip("PIL.Image")
     rng = np.random.default_rng(0)
     for name, count in counts.items():
         (path / name).mkdir(parents=True)
         for i in range(count):
             image = rng.integers(0, 256, (size[1], size[0], 3), np.uint8)
-            Image.fromarray(image).save(path / name / f"{i}.png")
+            image_module.fromarray(image).save(path / name / f"{i}.png")
     return path

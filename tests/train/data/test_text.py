@@ -30,7 +30,7 @@ def test_pydoc_is_english():
     assert 4 < loaded.unigram_bits < 5.5
 
 
-def test_a_file_is_split_by_position(tmp_path):
+def test_file_is_split_by_position(tmp_path):
     (tmp_path / "a.bin").write_bytes(bytes(range(100)))
     loaded = load_text(f"text:{tmp_path / 'a.bin'}")
     np.testing.assert_array_equal(loaded.train, np.arange(90))
@@ -38,7 +38,7 @@ def test_a_file_is_split_by_position(tmp_path):
     assert loaded.train.dtype == np.uint8
 
 
-def test_a_folder_is_joined_in_order(tmp_path):
+def test_folder_is_concatenated_in_order(tmp_path):
     names = ["b.txt", "a/z.md", "a/b.py", "a.txt", "c.png", "a/notes.rst"]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -48,7 +48,7 @@ def test_a_folder_is_joined_in_order(tmp_path):
     assert content(loaded) == b"a/b.py\na/z.md\na.txt\nb.txt"
 
 
-def test_the_digest_is_of_the_bytes():
+def test_digest():
     assert split_text("a", b"hello" * 9).digest == split_text("b", b"hello" * 9).digest
     assert split_text("a", b"hello" * 9).digest != split_text("a", b"hullo" * 9).digest
 
@@ -63,17 +63,17 @@ def test_unigram_bits():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("digits", "data 'digits' is not known; use one of pydoc, text:PATH"),
-        ("pydoc:here", "is not known"),
-        ("text", "is not known"),
-        ("text:", "is not known"),
+        ("digits", "unknown data 'digits'; use one of pydoc, text:PATH"),
+        ("pydoc:here", "unknown data"),
+        ("text", "unknown data"),
+        ("text:", "unknown data"),
         ("text:nowhere", "nowhere: no such file or directory; check the path in 'text:nowhere'"),
-        ("text:empty.txt", "empty.txt: holds no text"),
-        ("text:pictures", r"pictures: no file ends in \.md, \.py, \.txt; add one"),
-        ("text:blank", "blank: holds no text"),
+        ("text:empty.txt", "empty.txt: contains no text"),
+        ("text:pictures", r"pictures: contains no file with the suffix \.md or \.py or \.txt"),
+        ("text:blank", "blank: contains no text"),
     ],
 )
-def test_what_cannot_be_read(tmp_path, monkeypatch, spec, message):
+def test_rejects_invalid_data(tmp_path, monkeypatch, spec, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").write_text("")
     for folder, name in (("pictures", "a.png"), ("blank", "a.txt")):
@@ -83,7 +83,7 @@ def test_what_cannot_be_read(tmp_path, monkeypatch, spec, message):
         load_text(spec)
 
 
-def test_a_file_without_permission(tmp_path, monkeypatch):
+def test_unreadable_file(tmp_path, monkeypatch):
     def refuse(_):
         raise PermissionError(13, "Permission denied", "a.txt")
 
@@ -93,9 +93,7 @@ def test_a_file_without_permission(tmp_path, monkeypatch):
         load_text(f"text:{tmp_path / 'a.txt'}")
 
 
-def test_a_folder_that_may_not_be_searched(tmp_path, monkeypatch):
-    """It is not left out."""
-
+def test_unreadable_folder_is_an_error(tmp_path, monkeypatch):
     def refuse(path):
         if "locked" in str(path):
             raise PermissionError(13, "Permission denied", str(path))
@@ -110,7 +108,7 @@ def test_a_folder_that_may_not_be_searched(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("validation", "size"), [(0.1, 10), (0.25, 25), (7, 7), (0, 0)])
-def test_a_validation_part_is_held_out(validation, size):
+def test_hold_out(validation, size):
     whole = split_text("t", bytes(range(100)))
     parts = hold_out(whole, validation)
     np.testing.assert_array_equal(parts.train, np.arange(90 - size))
@@ -119,16 +117,16 @@ def test_a_validation_part_is_held_out(validation, size):
     assert parts.digest == whole.digest and len(parts) == 100
 
 
-def test_a_validation_part_that_is_too_long_or_too_short():
+def test_hold_out_rejects_bad_lengths():
     whole = split_text("t", bytes(100))
-    with pytest.raises(DataError, match=r"validation \(=90\) leaves none of the 90 train bytes"):
+    with pytest.raises(DataError, match=r"validation \(=90\) must be less than the 90 train bytes"):
         hold_out(whole, 90)
     for validation in (8, 85):
-        with pytest.raises(DataError, match=r"too few for context \(=8\); use another validation"):
+        with pytest.raises(DataError, match=r"too few for context \(=8\); change validation"):
             check_length(hold_out(whole, validation), 8)
 
 
-def test_a_text_that_is_too_short():
+def test_rejects_short_text():
     check_length(split_text("t", bytes(90)), 8)
     with pytest.raises(DataError, match=r"t: 89 bytes are too few for context \(=8\).* needs 90"):
         check_length(split_text("t", bytes(89)), 8)
@@ -162,7 +160,7 @@ def test_an_epoch_is_the_text_once():
 
 
 @pytest.mark.parametrize("size", [11, 12, 20, 21, 31])
-def test_short_texts_have_windows(size):
+def test_windows_of_short_texts(size):
     batches = train_batches(DATA[:size], context=10, batch_size=4, seed=0)
     for batch in itertools.islice(batches, 10):
         np.testing.assert_array_equal(batch - batch[:, :1], np.tile(np.arange(11), (4, 1)))
@@ -170,7 +168,7 @@ def test_short_texts_have_windows(size):
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 16])
-def test_test_windows_cover_the_text_once(batch_size):
+def test_test_batches_cover_the_text_once(batch_size):
     counted = []
     for tokens, weights in text.test_batches(DATA, 10, batch_size):
         assert tokens.shape == (batch_size, 11) and weights.shape == (batch_size,)
@@ -178,7 +176,7 @@ def test_test_windows_cover_the_text_once(batch_size):
     np.testing.assert_array_equal(np.concatenate(counted).ravel(), np.arange(1, 101))
 
 
-def test_no_more_is_tested_on_than_needed(monkeypatch):
+def test_test_batches_stop_at_test_bytes(monkeypatch):
     monkeypatch.setattr(text, "TEST_BYTES", 35)
     ((_, weights),) = text.test_batches(DATA, 10, 8)
     assert weights.sum() == 3
