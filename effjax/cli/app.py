@@ -12,7 +12,6 @@ from .bench import bench
 from .convert import convert
 from .memory import memory
 from .options import Command, option
-from .train_deform_resnet import train_deform_resnet
 from .train_densenet import train_densenet
 from .train_lm import train_lm
 from .train_resnet import train_resnet
@@ -64,4 +63,3 @@ app.add_typer(train_app, name="train")
 train_app.command("lm", cls=Command)(train_lm)
 train_app.command("densenet", cls=Command)(train_densenet)
 train_app.command("resnet", cls=Command)(train_resnet)
-train_app.command("deform-resnet", cls=Command)(train_deform_resnet)

@@ -63,7 +63,7 @@ def memory(
     model: Annotated[
         str,
         typer.Argument(
-            help="densenet, densenet121, …, resnet50, …, deform-resnet, lm, or MODULE:FUNCTION of "
+            help="densenet, densenet121, …, resnet50, …, lm, or MODULE:FUNCTION of "
             "your own: it takes a batch size and returns (fun, *args), or a dict of such by name."
         ),
     ],
@@ -114,7 +114,7 @@ def memory(
     A DenseNet is planned in four forms: plain, jax.checkpoint, effjax conv, effjax features. A
     language model: in memory, with jax.checkpoint, updated in the backward pass, and with its
     activations, its parameters and optimizer state, or both offloaded. A ResNet: plain, effjax
-    conv, effjax features. deform-resnet: plain and deformable.
+    conv, effjax features.
     """
     with one_line_errors():
         if mesh is not None:
@@ -223,7 +223,7 @@ def image_steps(model: str, given: OfImages, shared: dict[str, Any], num_devices
     from ..train.images.forms import training_steps
 
     config = Config(model=model, depth=given.depth, growth_rate=given.growth_rate, **shared)
-    small = model in ("densenet-bc", "deform-resnet") or "small_inputs" in DENSENETS.get(model, ())
+    small = model in ("densenet-bc", "resnet8") or "small_inputs" in DENSENETS.get(model, ())
     side, classes = CIFAR if small else IMAGENET
     side, classes = given.image_size or side, given.num_classes or classes
     return training_steps(config, (side, side, 3), classes, num_devices)

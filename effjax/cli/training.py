@@ -42,7 +42,6 @@ def train_command(
     with_resume: Sequence[str],
     without: Sequence[str] = (),
     defaults: Mapping[str, Any] | None = None,
-    run_in: Callable[[Path], Path] = lambda path: path,
 ) -> Callable[[Callable[..., None]], Callable]:
     """Makes a command of `start(out, overwrite, *, more options, **options of a run)`.
 
@@ -58,7 +57,6 @@ def train_command(
         with_resume: the options that can be given with `--resume`, beside those that make no
             difference. One of a run is what it goes on with: its length.
         without, defaults: as `parameters_of` has them.
-        run_in: where the run is whose options are those of `--resume`.
     """
 
     def decorate(start: Callable[..., None]) -> Callable:
@@ -108,7 +106,7 @@ def train_command(
                 allowed = *with_resume, "fall_back", "checkpoint_every", "keep", "on_nan", "mesh"
                 given |= {"fall_back": fall_back}
                 added = {one: given[one] for one in _given_with_resume(command_line, allowed)}
-                config = _options_of(run_in(resume), name, options)
+                config = _options_of(resume, name, options)
                 of_run = {one: added.pop(one) for one in list(added) if hasattr(config, one)}
                 go_on(dataclasses.replace(config, **of_run), resume, resume=True, **added)
 
@@ -160,18 +158,13 @@ def train_images(
     overwrite: bool = False,
     resume: bool = False,
     fall_back: bool = False,
-    within: Path | None = None,
 ) -> "ImageResult":
-    """Trains a model of images in `out`: checks everything, then writes.
-
-    What is interrupted goes on with `--resume out`, or `within`, of which this is a part.
-    """
+    """Train a model of images in `out`: check everything, then write."""
     from ..train.images import report
     from ..train.images.task import prepare
 
     task, console = prepare(config), make_console()
-    how = overwrite, resume, fall_back, within
-    run, result = follow(config.command, console, task, report, out, *how)
+    run, result = follow(config.command, console, task, report, out, overwrite, resume, fall_back)
     report.show_result(console, task, run, result)
     return result
 
@@ -192,7 +185,6 @@ def follow(
     overwrite: bool,
     resume: bool,
     fall_back: bool,
-    within: Path | None = None,
 ) -> tuple["RunDirectory", Any]:
     """Trains what is prepared, and shows how it goes; returns the directory and the result."""
     from ..train.loop import fit
@@ -213,7 +205,7 @@ def follow(
     run.writes = is_first()
     report.announce(console, task, run)
     progress = report.make_progress(console, task) if is_first() else None
-    again = _resume(command, within or run.path)
+    again = _resume(command, run.path)
     try:
         with preempted() if joined() else stop_signals() as stop, interrupts() as check:
             asked = lambda step: check() or stop(step)  # noqa: E731
@@ -226,7 +218,7 @@ def follow(
         fail(f"interrupted; go on with {again}", 130)
     except Preempted as where:
         fail(
-            f"stopped and saved {where}; go on with {_resume(command, within or run.path)}",
+            f"stopped and saved {where}; go on with {_resume(command, run.path)}",
             PREEMPTED,
         )
 

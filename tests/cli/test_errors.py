@@ -76,7 +76,7 @@ def shows(wanted, *argv):
         shows(USAGE, "train", "densenet", "--data", "mnist"),
         shows(USAGE, "train", "densenet", "--data", "cifar10:nowhere"),
         shows(USAGE, "train", "densenet", "--resume", "nowhere"),
-        shows(USAGE, "train", "deform-resnet", "--data", "folder:nowhere"),
+        shows(USAGE, "train", "resnet", "--compare-plain"),
         shows(USAGE, "train", "lm", "--data", "text:nowhere"),
         shows(USAGE, "train", "lm", "--width", "7"),
         shows(USAGE, "train", "lm", "--offload", "some"),

@@ -233,7 +233,6 @@ def test_memory_of_a_language_model(run_memory):
         (["own_step:one", "--depth", "22"], "--depth is not an option of a step of your own"),
         (["own_step:one", "--layers", "2"], "--layers is not an option of a step of your own"),
         (["own_step:one", "--dtype", "float32"], "--dtype is not an option of a step of your own"),
-        (["deform-resnet", "--depth", "22"], "--depth is not an option of deform-resnet"),
         (["own_step:one", "--multiple-of", "2"], "is an option of --max-batch"),
         (["own_step:one", "--num-devices", "0"], "num_devices (=0) must be at least 1"),
         (["own_step:one", "--batch-size", "0"], "batch_size (=0) must be at least 1"),

@@ -11,11 +11,11 @@ from effjax.cli.distributed import OPTIONS
 from effjax.train.errors import TrainError
 from effjax.train.images.config import Config
 from effjax.train.lm.config import LMConfig
-from effjax.train.options import COUNT, MODEL, Option, RunOptions, declared, fingerprint
+from effjax.train.options import COUNT, Option, RunOptions, declared, fingerprint
 from tests.cli.command import TINY
 
 OF_THE_COMMAND = {"out", "overwrite", "resume", "fall_back", *OPTIONS}
-MODELS = "densenet", "resnet", "deform-resnet", "lm"
+MODELS = "densenet", "resnet", "lm"
 OWN = {"densenet": set(), "lm": {"plan"}}
 
 
@@ -38,7 +38,7 @@ def text_of(option: Option, default: Any) -> str:
 
 @pytest.mark.parametrize(
     ("command", "config", "no_option"),
-    [("densenet", Config, {"deformable", "dcn"}), ("lm", LMConfig, set())],
+    [("densenet", Config, {"dcn"}), ("lm", LMConfig, set())],
 )
 def test_every_field_is_an_option(command, config, no_option):
     params = params_of("train", command)
@@ -52,27 +52,11 @@ def test_every_field_is_an_option(command, config, no_option):
         assert param.rich_help_panel == option.panel
 
 
-def test_options_of_deform_resnet():
-    """Those of the run but for the model's, with defaults of its own."""
-    params = params_of("train", "deform-resnet")
-    fields = {one.name: one for one in declared(Config)}
-    shared = {name for name, one in fields.items() if one.option.panel != MODEL} - {"flip"}
-    assert set(params) == shared | OF_THE_COMMAND | {"baseline"}
-    for name in shared:
-        assert params[name].help == text_of(fields[name].option, params[name].default)
-    other = {name: params[name].default for name in shared}
-    other = {name: value for name, value in other.items() if value != fields[name].default}
-    assert other == {
-        "data": "rotated-digits", "augment": False,
-        "epochs": 5, "learning_rate": 0.05, "weight_decay": 5e-4,
-    }  # fmt: skip
-
-
 def test_options_of_resnet():
     params = params_of("train", "resnet")
     of_densenet = {"model", "growth_rate", "compression", "bn_size", "drop_rate"}
     shared = {one.name for one in declared(Config)} - of_densenet
-    assert set(params) == shared | OF_THE_COMMAND | {"dcn"}
+    assert set(params) == shared | OF_THE_COMMAND | {"dcn", "compare_plain"}
     assert params["depth"].default == "18" and params["dcn"].default == "none"
     assert Config(model="resnet50").command == "resnet"
 

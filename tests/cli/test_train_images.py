@@ -96,69 +96,21 @@ def test_one_epoch_of_densenet_on_digits(run, tmp_path):
     assert "here: holds a run; give another --out, or --overwrite" in err
 
 
-def test_deform_resnet_and_its_baseline(run, small_model, tmp_path):
-    options = ["--epochs", "1", "--batch-size", "16", "--data", "digits", "--out", "here"]
-    code, out, err = run("train", "deform-resnet", *options)
+def test_comparison_with_the_plain_network(run, small_model, tmp_path):
+    options = ["--epochs", "1", "--batch-size", "16", "--out", "here"]
+    argv = "train", "resnet", "--dcn", "v2", "--compare-plain"
+    code, out, err = run(*argv, *options)
     assert (code, err) == (0, "")
     last = out.splitlines()[-1]
-    assert last.startswith("test accuracy: deformable ") and ", plain " in last
-    for name in ("deformable", "plain"):
-        config = json.loads((tmp_path / "here" / name / "config.json").read_text())
-        assert config["options"]["deformable"] is (name == "deformable")
-    code, _, err = run("train", "deform-resnet", *options)
-    assert code == 2 and one_line(err) and "holds a run" in err
-
-
-@pytest.mark.exhaustive
-def test_deform_resnet_without_its_baseline(run, small_model, tmp_path):
-    options = ["--epochs", "1", "--batch-size", "16", "--data", "digits", "--out", "here"]
-    assert run("train", "deform-resnet", *options)[0] == 0
-    code, out, _ = run("train", "deform-resnet", *options, "--overwrite", "--no-baseline")
-    assert code == 0 and "plain" not in out.splitlines()[-1]
-
-
-def test_which_runs_deform_resnet_starts(run, monkeypatch):
-    started = []
-
-    def train(config, out, overwrite, *_, **__):
-        started.append((config.model, config.deformable, config.data, str(out), overwrite))
-        return type("Result", (), {"test_accuracy": 0.5})
-
-    app = pytest.importorskip("effjax.cli.train_deform_resnet")
-    monkeypatch.setattr(app, "train_images", train)
-    argv = "train", "deform-resnet", "--out", "here", "--overwrite", "--no-baseline"
-    assert run(*argv) == (0, "test accuracy: deformable 50.00%\n", "")
-    assert started == [("deform-resnet", True, "rotated-digits", "here/deformable", True)]
-
-
-def test_both_networks_go_on(run, small_model, monkeypatch, tmp_path):
-    """Also where the first one was finished, or interrupted, before the second one began."""
-    begun, app = [], pytest.importorskip("effjax.cli.train_deform_resnet")
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    def train(config, out, overwrite=False, resume=False, fall_back=False, within=None):
-        begun.append((out.name, config.deformable, config.epochs, resume, fall_back))
-        return type("Result", (), {"test_accuracy": 0.5})
-
-    monkeypatch.setattr("effjax.train.loop.fit", interrupt)
-    code, _, err = run("train", "deform-resnet", "--out", "here", "--data", "digits")
-    assert (code, err) == (
-        130, "effjax: interrupted; go on with effjax train deform-resnet --resume here\n",
-    )  # fmt: skip
-    assert [path.name for path in (tmp_path / "here").iterdir()] == ["deformable"]
-    monkeypatch.setattr(app, "train_images", train)
-    resume = "train", "deform-resnet", "--resume", "here"
-    assert run(*resume, "--epochs", "7", "--fall-back")[0] == 0
-    shutil.copytree(tmp_path / "here" / "deformable", tmp_path / "here" / "plain")
-    assert run(*resume)[0] == run(*resume, "--no-baseline")[0] == 0
-    assert run(*resume[:-1], "here/plain")[0] == 0
-    assert begun == [
-        ("deformable", True, 7, True, True), ("plain", False, 7, False, False),
-        ("deformable", True, 5, True, False), ("plain", False, 5, True, False),
-        ("deformable", True, 5, True, False), ("plain", True, 5, True, False),
-    ]  # fmt: skip
+    assert last.startswith("test accuracy: dcn v2 ") and ", plain " in last
+    for name, dcn in (("here", "v2"), ("here-plain", "none")):
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["options"]["dcn"] == dcn
+    shutil.rmtree(tmp_path / "here-plain")
+    code, out, err = run("train", "resnet", "--resume", "here", "--compare-plain")
+    assert (code, err) == (0, "") and out.splitlines()[-1] == last
+    code, out, err = run("train", "resnet", "--compare-plain")
+    assert (code, out) == (2, "") and one_line(err) and "needs --dcn" in err
 
 
 def test_resnet(run, small_model, tmp_path):
@@ -237,8 +189,8 @@ def a_run(path, config, old=False):
 @pytest.mark.parametrize(
     ("command", "config", "message"),
     [
-        ("densenet", Config(model="deform-resnet"), "use effjax train deform-resnet --resume here"),
-        ("deform-resnet", Config(), "use effjax train densenet --resume here"),
+        ("densenet", Config(model="resnet18"), "use effjax train resnet --resume here"),
+        ("resnet", Config(), "use effjax train densenet --resume here"),
         ("lm", Config(), "use effjax train densenet --resume here"),
         ("densenet", LMConfig(), "use effjax train lm --resume here"),
     ],

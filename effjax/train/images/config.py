@@ -33,7 +33,7 @@ class Config(RunOptions):
     model (`depth`, `growth_rate`, `compression`, `bn_size`).
     """
 
-    COMMANDS: ClassVar[str] = "effjax train densenet, resnet or deform-resnet"
+    COMMANDS: ClassVar[str] = "effjax train densenet or resnet"
     # Of runs without a validation set: the test set was looked at after each epoch.
     BEFORE: ClassVar[Mapping[str, Any]] = {"validation": 0}
 
@@ -82,7 +82,6 @@ class Config(RunOptions):
     save: Annotated[
         Literal["conv", "features"], Option("What efficient blocks keep: fast or least.", MODEL)
     ] = "conv"
-    deformable: bool = True  # no option: `effjax train deform-resnet` trains one of each
     dcn: Literal["none", "v1", "v2"] = "none"  # an option of `effjax train resnet` alone
 
     epochs: Annotated[int, Option("Passes over the train set.", OPTIMIZATION, COUNT)] = 20
@@ -113,6 +112,4 @@ class Config(RunOptions):
 
     @property
     def command(self) -> str:
-        if self.model.startswith("resnet"):
-            return "resnet"
-        return "deform-resnet" if self.model == "deform-resnet" else "densenet"
+        return "resnet" if self.model.startswith("resnet") else "densenet"

@@ -11,11 +11,11 @@ import optax
 from flax import nnx
 
 from ...memory import ResidualReport, mesh_to_plan_for, residual_bytes
-from ...models import RESNETS, DenseNet
+from ...models import DenseNet
 from ...models.nnx.densenet import DenseLayer
 from ..mesh import abstract_mesh
 from .config import Config
-from .recipe import DEFORMABLE, make_optimizer, make_schedule, model_builder
+from .recipe import make_optimizer, make_schedule, model_builder
 from .steps import Batch, Learner, first_state, jit_step, state_shardings
 
 RESNET_FORMS = {
@@ -24,14 +24,6 @@ RESNET_FORMS = {
     "effjax features": {"efficient": True, "save": "features"},
 }
 DENSENET_FORMS = ("plain", "jax.checkpoint", "effjax conv", "effjax features")
-
-
-def forms(config: Config) -> dict[str, dict[str, Any]]:
-    """The two forms of a model that are compared, the plain one first; the other one's name is
-    that of the option that asks for it."""
-    if config.model == "deform-resnet":
-        return {"plain": {"deformable": ()}, "deformable": {"deformable": DEFORMABLE}}
-    return {"plain": {"efficient": False}, "efficient": {"efficient": True}}
 
 
 def training_steps(
@@ -43,14 +35,13 @@ def training_steps(
     the devices. Of a DenseNet, "plain" has Flax's BatchNorm and automatic differentiation;
     "jax.checkpoint" is the same with each dense layer under `jax.checkpoint`; the others are
     `efficient=True` with `save="conv"` and `save="features"`. A ResNet has these two, and "plain"
-    is its `efficient=False`. Of another model they are its `forms`.
+    is its `efficient=False`.
     """
     build = model_builder(config, image_shape, num_classes)
     optimizer = make_optimizer(config, make_schedule(config, steps_per_epoch=1))
     mesh = abstract_mesh(config.mesh, num_devices) if config.mesh else mesh_to_plan_for(num_devices)
 
-    others: dict[str, Any] = RESNET_FORMS if config.model in RESNETS else forms(config)
-    others = {} if "densenet" in config.model else others
+    others: dict[str, Any] = {} if "densenet" in config.model else RESNET_FORMS
 
     def make(form: str) -> nnx.Module:
         if others:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from ...models import DENSENETS, RESNETS, DeformResNet, DenseNet, ResNet, densenet_cifar
+from ...models import DENSENETS, RESNETS, DenseNet, ResNet, densenet_cifar
 from ..errors import TrainError
 from ..finite import OnNan
 from ..mesh import AXIS
@@ -19,7 +19,8 @@ from .steps import Learner
 
 DEFAULT_DEPTH = 22
 SMALL_IMAGE = 64  # up to this side, a stem without pooling
-DEFORMABLE = (-2, -1)  # stages of deform-resnet
+# For small images: three stages of one block each.
+NETWORKS = {**RESNETS, "resnet8": dict(stage_sizes=(1, 1, 1), bottleneck=False, width=16)}
 
 
 def model_builder(
@@ -32,12 +33,6 @@ def model_builder(
     """
     height, width, channels = image_shape
     axis_name = None if config.parallel == "jit" else AXIS
-    if config.model == "deform-resnet":
-        shared: dict[str, Any] = dict(
-            num_classes=num_classes, in_channels=channels, dtype=jnp.dtype(config.dtype),
-            axis_name=axis_name, deformable=DEFORMABLE if config.deformable else (),
-        )  # fmt: skip
-        return lambda **more: DeformResNet(**shared | more)
     small = config.small_inputs
     options: dict[str, Any] = dict(
         num_classes=num_classes,
@@ -48,19 +43,21 @@ def model_builder(
         axis_name=axis_name,
         small_inputs=max(height, width) <= SMALL_IMAGE if small is None else small,
     )
-    if config.depth is not None and config.model in (*DENSENETS, *RESNETS):
+    if config.depth is not None and config.model in (*DENSENETS, *NETWORKS):
         raise TrainError(
             f"depth (={config.depth}) is for --model densenet-bc; {config.model} has a fixed depth"
         )
     own = {name: getattr(config, name) for name in ("growth_rate", "compression", "bn_size")}
     own = {name: value for name, value in own.items() if value is not None}
-    if config.model in RESNETS:
+    if config.model in NETWORKS:
         own |= {"drop_rate": config.drop_rate} if config.drop_rate else {}
         for name, value in own.items():
             raise TrainError(f"{name} (={value}) is of DenseNets; {config.model} has none")
-        dcn = config.dcn != "none"
-        options |= dict(modulated=config.dcn == "v2", stage_with_dcn=(False, dcn, dcn, dcn))
-        return lambda **more: ResNet(**RESNETS[config.model] | options | more)
+        network: dict[str, Any] = NETWORKS[config.model]
+        if config.dcn != "none":
+            later = [True] * (len(network["stage_sizes"]) - 1)
+            options |= dict(modulated=config.dcn == "v2", stage_with_dcn=(False, *later))
+        return lambda **more: ResNet(**network | options | more)
     if config.dcn != "none":
         raise TrainError(f"dcn (={config.dcn!r}) is of ResNets; {config.model} has none")
     options |= own | {"drop_rate": config.drop_rate}
@@ -69,7 +66,7 @@ def model_builder(
         depth = DEFAULT_DEPTH if config.depth is None else config.depth
         return lambda **more: densenet_cifar(depth, **options | more)
     if config.model not in DENSENETS:
-        known = ", ".join(["densenet-bc", *DENSENETS, *RESNETS, "deform-resnet"])
+        known = ", ".join(["densenet-bc", *DENSENETS, *NETWORKS])
         raise TrainError(f"model (={config.model!r}) must be one of {known}")
     return lambda **more: DenseNet(**DENSENETS[config.model] | options | more)
 

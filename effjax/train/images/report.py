@@ -75,8 +75,7 @@ def show_result(console: Console, task: ImageTask, run: RunDirectory, result: Im
         table.add_row("best epoch", str(result.best_epoch))
     table.add_row("images/s", f"{result.images_per_second:.0f}")
     batch = f"batch {task.config.batch_size}"
-    plain, other = result.kept_bytes
-    used = other if getattr(task.config, other) else plain
+    used = "efficient" if task.config.efficient else "plain"
     for form, size in result.kept_bytes.items():
         ran = ", this run" if form == used else ""
         table.add_row(f"kept for backward, {batch} ({form}{ran})", format_bytes(size))

@@ -32,7 +32,7 @@ from ..mesh import (
 from ..processes import several, summed
 from ..task import Measured, Part, Record, TrainStep
 from .config import Config
-from .forms import backward_bytes, forms
+from .forms import backward_bytes
 from .recipe import make_learner, make_optimizer, make_schedule, model_builder
 from .steps import (
     Batch,
@@ -237,8 +237,8 @@ class ImageTask:
             validation_loss=best.get("validation_loss"),
             images_per_second=statistics.median(r["images_per_second"] for r in records),
             kept_bytes={
-                name: backward_bytes(self.build, batch, **form).bytes
-                for name, form in forms(self.config).items()
+                "plain": backward_bytes(self.build, batch, efficient=False).bytes,
+                "efficient": backward_bytes(self.build, batch, efficient=True).bytes,
             },
             seconds=time.perf_counter() - began,
         )

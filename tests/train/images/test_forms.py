@@ -46,7 +46,7 @@ def test_the_forms_are_one_network(checkpoint):
     [
         (TINY, DENSENET_FORMS),
         exhaustive(Config(model="resnet18", dcn="v1"), tuple(RESNET_FORMS)),
-        (Config(model="deform-resnet"), ("plain", "deformable")),
+        (Config(model="resnet8", dcn="v2"), tuple(RESNET_FORMS)),
     ],
 )
 def test_a_step_of_each_form(config, names):
