@@ -12,8 +12,7 @@ import jax
 from jax.typing import ArrayLike
 
 from ._deprecated import moved
-from .ops._common.arguments import as_float_array, as_integer
-from .ops._common.convolution import as_pair
+from .ops._common.arguments import as_float_array, as_integer, as_pair
 from .ops.deform_conv import deform_conv2d as _nhwc_deform_conv2d
 from .ops.deform_conv.arguments import output_size
 from .ops.roi.nchw import deform_roi_pool as deform_roi_pool

@@ -17,7 +17,6 @@ from tests.test_door_of_deform_conv import (
     INTEGER,
     NAME,
     PAIR,
-    RNGS,
     X,
     arrays_of,
     zeros,
@@ -75,7 +74,7 @@ def layers():
     ):  # fmt: skip
         inputs = tuple(SEQUENCES) if name == "MSDeformAttn" else ("x",)
         of_nnx = functools.partial(in_nnx, name, inputs)
-        yield f"nnx.{name}", of_nnx, good, kinds | dict(rngs=RNGS)
+        yield f"nnx.{name}", of_nnx, good, kinds
         yield f"linen.{name}", functools.partial(in_linen, name, inputs), good, kinds
 
 

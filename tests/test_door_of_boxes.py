@@ -34,7 +34,6 @@ PAIR = [None, 1.5, "a", (1, 1, 1), (1.0, 2), 0, -1, True, 2**40]
 FLAG = [None, 1, "a"]
 NAME = ["a", 1, ["xla"]]
 DTYPE = ["int7", 3, "int32", jnp.complex64]
-RNGS = [None, 0, "a", zeros(2)]
 LEVELS = [None, 1, "a", [], [None], [zeros(2, 3, 3)], [zeros(2, 4, 4, 8), zeros(2, 2, 2, 7)]]
 SCALES = [None, 1, "a", (), (0.5, 0.5), (0.3,), (0.5, 0.25), (0.0,), ("a",)]
 
@@ -77,7 +76,7 @@ def layers():
         inputs = ("x", "boxes")
         kinds |= dict(x=x if pack else OPTIONS["x"])
         more = dict(dtype=present(DTYPE), param_dtype=[None, *DTYPE], deform_fc_channels=INTEGER)
-        of_nnx = dict(output_channels=INTEGER, rngs=RNGS)
+        of_nnx = dict(output_channels=INTEGER)
         good = dict(output_channels=8, deform_fc_channels=4)
         yield (
             f"nnx.{name}", functools.partial(in_nnx, name, inputs),

@@ -73,7 +73,6 @@ NAME = ["a", 1, ["xla"]]
 PRECISION = ["a", 1.5, {}, [1, 2, 3]]
 DTYPE = ["int7", 3, "int32", jnp.complex64, [jnp.float32]]
 FUNCTION = [None, 1, "zeros"]
-RNGS = [None, 0, "a", zeros(2)]
 INTEGERS = [None, 1, "a", (1.5,), ("a",), [None]]
 
 OPTIONS: dict[str, list[Any]] = dict(
@@ -116,7 +115,7 @@ def layers():
             kinds = {k: kinds[k] for k in ("x", "kernel_size", "strides", "kernel_dilation")}
             kinds |= dict(modulated=FLAG, use_bias=FLAG)
         of_nnx = dict(in_features=4, out_features=6)
-        more = dict(in_features=INTEGER, out_features=INTEGER, rngs=RNGS)
+        more = dict(in_features=INTEGER, out_features=INTEGER)
         yield f"nnx.{name}", functools.partial(in_nnx, name, inputs), good | of_nnx, kinds | more
         more = dict(features=INTEGER)
         more |= dict(options=[1, "a", [1]]) if name == "DFConv2d" else {}
@@ -157,7 +156,7 @@ FUNCTIONS = [
             x=[*ARRAY, np.zeros((1, 4, 4, 3), complex)],
             stage_sizes=INTEGERS, widths=INTEGERS, deformable=INTEGERS, modulated=FLAG,
             offset_groups=INTEGER, num_classes=INTEGER, in_channels=INTEGER, momentum=NUMBER,
-            epsilon=[None, *NUMBER], dtype=DTYPE, param_dtype=[None, *DTYPE], rngs=RNGS,
+            epsilon=[None, *NUMBER], dtype=DTYPE, param_dtype=[None, *DTYPE],
         ),
     ),
     (

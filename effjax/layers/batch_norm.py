@@ -12,12 +12,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..ops._common.arguments import as_callable, as_dtype, as_flag, as_number, check_choice
+from ..ops._common.arguments import (
+    as_array,
+    as_callable,
+    as_dtype,
+    as_flag,
+    as_number,
+    check_choice,
+)
 from ..ops._common.sharding import as_axis_names
 from ..ops.batch_norm.complex import complex_batch_norm, complex_inference
 from ..ops.batch_norm.statistics import as_axes, index_groups
 from ..ops.batch_norm.sync import BatchStats, batch_norm_inference, sync_batch_norm
-from .arguments import as_input
 
 Axes = int | Sequence[int]
 Activation = Literal["relu"]
@@ -228,7 +234,7 @@ def _as_residual(v: ArrayLike | None, x: jax.Array) -> jax.Array | None:
     """In x's dtype, which takes nothing away but precision."""
     if v is None:
         return None
-    v = as_input("residual", v)
+    v = as_array("residual", v, jnp.number)
     if jnp.iscomplexobj(v) and not jnp.iscomplexobj(x):
         raise TypeError(f"`residual` is {v.dtype}, but `x` is {x.dtype}; pass its real part.")
     return v.astype(x.dtype)

@@ -7,10 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..ops._common.arguments import as_array, as_flag, as_integer, as_mask, as_number, check_choice
+from ..ops._common.arguments import (
+    as_array,
+    as_flag,
+    as_integer,
+    as_mask,
+    as_number,
+    as_real_array,
+    check_choice,
+)
+from ..ops._common.dtypes import at_least_float32
 from ..ops.deform_attention import dcn_aggregate, ms_deform_attn
 from ..ops.deform_attention.arguments import as_shapes, check_pixels
-from .arguments import as_real_input, at_least_float32
 from .deform_conv import check_dtypes
 
 
@@ -70,7 +78,7 @@ def checked_sequences(
     query: Any, value: Any, spatial_shapes: Any, features: int, num_levels: int
 ) -> tuple[jax.Array, jax.Array, tuple[tuple[int, int], ...]]:
     """query [N, Q, features], value [N, S, features], and (H, W) of each level."""
-    query, value = as_real_input("query", query), as_real_input("value", value)
+    query, value = as_real_array("query", query), as_real_array("value", value)
     for name, a in (("query", query), ("value", value)):
         if a.ndim != 3 or a.shape[-1] != features or a.shape[0] != query.shape[0]:
             raise ValueError(

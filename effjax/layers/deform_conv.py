@@ -12,10 +12,12 @@ from ..ops._common.arguments import (
     as_dtype,
     as_flag,
     as_integer,
+    as_padding,
+    as_pair,
+    as_real_array,
 )
-from ..ops._common.convolution import as_padding, as_pair
+from ..ops._common.dtypes import at_least_float32
 from ..ops.deform_conv.arguments import check_options
-from .arguments import as_real_input, at_least_float32
 
 
 def kernel_shape(
@@ -67,7 +69,7 @@ def check_dtypes(dtype: Any, param_dtype: Any) -> None:
 
 def checked_images(x: Any, channels: int | None = None) -> jax.Array:
     """`x`, images with this many channels."""
-    x = as_real_input("x", x)
+    x = as_real_array("x", x)
     if x.ndim != 4 or channels not in (None, x.shape[-1]):
         wanted = f"[N, H, W, {'C' if channels is None else channels}]"
         raise ValueError(f"`x` of shape {x.shape} must be {wanted}.")

@@ -11,13 +11,12 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from ..ops._common.arguments import as_array
-from .arguments import as_real_input
+from ..ops._common.arguments import as_array, as_real_array
 
 
 def as_images(x: ArrayLike, in_channels: int | None) -> jax.Array:
     """Images `[N, H, W, C]`, with so many channels unless that is None."""
-    x = as_real_input("x", x)
+    x = as_real_array("x", x)
     if x.ndim != 4:
         raise ValueError(f"`x` must be of shape [batch, height, width, channels], not {x.shape}.")
     if in_channels is not None and x.shape[-1] != in_channels:

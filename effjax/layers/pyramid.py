@@ -8,8 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ..ops._common.arguments import as_dtype, as_flag, as_integer, check_choice, describe
-from .arguments import as_real_input
+from ..ops._common.arguments import (
+    as_dtype,
+    as_flag,
+    as_integer,
+    as_real_array,
+    check_choice,
+    describe,
+)
 from .images import compute_dtype, conv, promoted
 from .resnet import ConvPlan
 
@@ -59,7 +65,7 @@ class PyramidOptions:
                 "`features` must be a tuple of feature maps, the finest first, not "
                 f"{describe(features)}."
             )
-        levels = tuple(as_real_input(f"features[{i}]", level) for i, level in enumerate(features))
+        levels = tuple(as_real_array(f"features[{i}]", level) for i, level in enumerate(features))
         if channels is not None and len(levels) != len(channels):
             raise ValueError(
                 f"`features` has {len(levels)} levels, but `in_channels` (={channels}) is of "

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..ops._common.dtypes import at_least_float32
 from ..ops.roi import arguments
-from .arguments import at_least_float32
 
 
 def pool_options(

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import ArrayLike
 
-from ..layers.arguments import as_input
 from ..layers.batch_norm import (
     Activation,
     Stats,
@@ -19,7 +18,7 @@ from ..layers.batch_norm import (
     normalize_with,
     updated_running_stats,
 )
-from ..ops._common.arguments import as_flag
+from ..ops._common.arguments import as_array, as_flag
 from ..ops.batch_norm.sync import BatchStats
 
 
@@ -102,7 +101,7 @@ class BatchNorm(nn.BatchNorm):
 
         During initialization the running statistics do not change and `axis_name` need not exist.
         """
-        x = as_input("x", x)
+        x = as_array("x", x, jnp.number)
         if use_running_average is not None:
             as_flag("use_running_average", use_running_average)
         if self.track_running_stats:

@@ -19,8 +19,7 @@ from ..layers.deform_conv import (
     split_predicted,
     symmetric_padding,
 )
-from ..ops._common.arguments import as_array, as_flag, describe
-from ..ops._common.convolution import as_pair
+from ..ops._common.arguments import as_array, as_flag, as_pair, describe
 from ..ops.deform_conv import deform_conv2d
 
 

@@ -13,7 +13,6 @@ from flax.typing import Dtype, Initializer, PromoteDtypeFn
 from jax.nn import initializers
 from jax.typing import ArrayLike
 
-from ..layers.arguments import as_input, check_rngs
 from ..layers.batch_norm import (
     Activation,
     Stats,
@@ -24,7 +23,7 @@ from ..layers.batch_norm import (
     normalize_with,
     updated_running_stats,
 )
-from ..ops._common.arguments import as_callable, as_flag, as_integer, describe
+from ..ops._common.arguments import as_array, as_callable, as_flag, as_integer, describe
 from ..ops.batch_norm.statistics import index_groups
 from ..ops.batch_norm.sync import BatchStats
 
@@ -125,8 +124,6 @@ class BatchNorm(nnx.BatchNorm):
         for name, value in (("bias", bias_metadata), ("scale", scale_metadata)):
             if not isinstance(value, Mapping):
                 raise TypeError(f"`{name}_metadata` must be a dict, not {describe(value)}.")
-        if use_bias or use_scale:
-            check_rngs(rngs)
         super().__init__(
             as_integer("num_features", num_features, 0),
             **of_flax,
@@ -168,7 +165,7 @@ class BatchNorm(nnx.BatchNorm):
             TypeError: for an `x`, `mask` or `residual` that is no array, or of a dtype that does
                 not fit.
         """
-        x = as_input("x", x)
+        x = as_array("x", x, jnp.number)
         self._check_features(x)
         use_running_average = self._uses_running_average(use_running_average)
         mean, var, scale, bias = (

@@ -10,7 +10,6 @@ from flax.nnx.nn.dtypes import promote_dtype
 from flax.typing import Dtype, PrecisionLike
 
 from ..layers import deform_attention as shared
-from ..layers.arguments import check_rngs
 from ..layers.deform_conv import checked_images
 
 Implementation = Literal["native", "xla"] | None
@@ -59,7 +58,6 @@ class MSDeformAttn(nnx.Module):
         shared.check_attention(
             features, num_levels, num_heads, num_points, dtype, param_dtype, implementation
         )
-        check_rngs(rngs)
         self.features, self.num_levels, self.num_heads = features, num_levels, num_heads
         self.implementation = implementation
         samples = num_heads * num_levels * num_points
@@ -155,7 +153,6 @@ class DCNv3(nnx.Module):
             features, kernel_size, dw_kernel_size, kernel_dilation, offset_groups, offset_scale,
             center_feature_scale, remove_center, dtype, param_dtype, implementation,
         )  # fmt: skip
-        check_rngs(rngs)
         self.features, self.dtype = features, dtype
         self.options: dict[str, Any] = dict(
             kernel_size=kernel_size, padding=kernel_dilation * (kernel_size - 1) // 2,

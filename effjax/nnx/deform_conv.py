@@ -9,7 +9,6 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from ..layers.arguments import check_rngs
 from ..layers.deform_conv import (
     check_parameters,
     checked_images,
@@ -80,7 +79,6 @@ class DeformConv(nnx.Module):
         features = {"in_features": in_features, "out_features": out_features}
         shape = kernel_shape(kernel_size, feature_group_count, features=features)
         check_parameters(use_bias, dtype, param_dtype, kernel_init, bias_init)
-        check_rngs(rngs)
         self.options = convolution_options(
             strides=strides, padding=padding, kernel_dilation=kernel_dilation,
             feature_group_count=feature_group_count, offset_groups=offset_groups,

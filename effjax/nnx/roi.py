@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 
-from ..layers.arguments import check_rngs
 from ..layers.deform_conv import check_dtypes, checked_images
 from ..layers.roi import as_offset, masked, of_boxes, pool_options
 from ..ops._common.arguments import as_integer
@@ -83,7 +82,6 @@ class DeformRoIPoolPack(DeformRoIPool):
         self.output_channels = as_integer("output_channels", output_channels, 1)
         width = as_integer("deform_fc_channels", deform_fc_channels, 1)
         check_dtypes(dtype, param_dtype)
-        check_rngs(rngs)
         rows, columns = self.options["output_size"]
         features, zeros = rows * columns * output_channels, nnx.initializers.zeros
         shared: Any = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ._common.arguments import as_array, as_integer, as_mask, as_number, as_precision
+from ._common.dtypes import accumulation_dtype
 from ._common.sharding import auto_shard_batch, match_varying, zeros
-from .batch_norm.statistics import statistics_dtype
 
 SLICE_BYTES = 64 * 2**20
 TILE = 128  # columns: what matrix units like slices to be a multiple of
@@ -95,7 +95,7 @@ class _Static(NamedTuple):
             b,
             (over, ((), ())),
             precision=self.precision,
-            preferred_element_type=statistics_dtype(a),
+            preferred_element_type=accumulation_dtype(a),
         )
 
     def over_slices(self, add: Callable, carry: Any, vocab_size: int) -> Any:
@@ -133,7 +133,7 @@ def _forward(static: _Static, x, kernel, bias, labels):
         of_label += jnp.sum(jnp.where(is_label, logits, 0), -1)
         return jnp.logaddexp(total, jax.nn.logsumexp(logits, -1)), of_label
 
-    none = zeros(labels.shape, statistics_dtype(x), x)
+    none = zeros(labels.shape, accumulation_dtype(x), x)
     total, of_label = static.over_slices(add, (none - jnp.inf, none), kernel.shape[1])
     losses = total - of_label + static.z_loss * jnp.square(total)
     losses = jnp.where((labels >= 0) & (labels < kernel.shape[1]), losses, jnp.nan)

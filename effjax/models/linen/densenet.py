@@ -19,7 +19,7 @@ from ...layers.densenet import (
 from ...layers.images import conv, he_normal, lecun_normal, max_pool
 from ...linen.batch_norm import BatchNorm
 from ...ops._common.arguments import as_flag
-from ...ops.batch_norm.statistics import statistics_dtype
+from ...ops._common.dtypes import accumulation_dtype
 from ...ops.dense_block.block import DenseLayerParams, dense_block
 from ...ops.dense_block.bn_relu_conv import bn_relu_conv
 from ...ops.dropout import dropout
@@ -106,7 +106,7 @@ class DenseNet(nn.Module):
         h = self._features(x, train, mask)[-1].mean((1, 2))
         logits = self.classifier(h)
         chex.assert_shape(logits, (len(h), self.num_classes))
-        return logits.astype(statistics_dtype(logits))
+        return logits.astype(accumulation_dtype(logits))
 
     def features(
         self, x: ArrayLike, train: bool = False, mask: ArrayLike | None = None

@@ -17,7 +17,7 @@ from ...layers.resnet import BlockPlan, ConvPlan, ResNetOptions, Save
 from ...linen.batch_norm import BatchNorm
 from ...linen.deform_conv import DeformConvPack, ModulatedDeformConvPack
 from ...ops._common.arguments import as_flag
-from ...ops.batch_norm.statistics import statistics_dtype
+from ...ops._common.dtypes import accumulation_dtype
 from ...ops.batch_norm.sync import BatchStats
 
 
@@ -104,7 +104,7 @@ class ResNet(nn.Module):
         if self.num_classes is not None:
             h = self.classifier(h)
             chex.assert_shape(h, (None, self.num_classes))
-        return h.astype(statistics_dtype(h))
+        return h.astype(accumulation_dtype(h))
 
     def features(
         self, x: ArrayLike, train: bool = False, mask: ArrayLike | None = None

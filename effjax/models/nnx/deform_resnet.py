@@ -9,12 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 
-from ...layers.arguments import as_real_input, check_rngs
 from ...layers.batch_norm import check_momentum
 from ...layers.deform_conv import check_dtypes
 from ...nnx.batch_norm import BatchNorm
 from ...nnx.deform_conv import DeformConvPack, ModulatedDeformConvPack
-from ...ops._common.arguments import as_flag, as_integer, as_number
+from ...ops._common.arguments import as_flag, as_integer, as_number, as_real_array
 
 he_normal = nnx.initializers.variance_scaling(2.0, "fan_out", "truncated_normal")
 
@@ -79,7 +78,6 @@ class DeformResNet(nnx.Module):
         as_number("epsilon", epsilon, lambda e: e > 0, "positive")
         as_flag("modulated", modulated)
         check_dtypes(dtype, param_dtype)
-        check_rngs(rngs)
         norm: dict[str, Any] = dict(momentum=momentum, epsilon=epsilon, axis_name=axis_name)
         dtypes: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
         self.in_channels = in_channels
@@ -105,7 +103,7 @@ class DeformResNet(nnx.Module):
 
         `rngs` is taken and not needed, as by all models here.
         """
-        x = as_real_input("x", x)
+        x = as_real_array("x", x)
         if x.ndim != 4 or x.shape[-1] != self.in_channels:
             raise ValueError(
                 f"`x` must be of shape [batch, height, width, {self.in_channels}], not {x.shape}."

@@ -10,7 +10,6 @@ from flax import nnx
 from flax.typing import Dtype
 from jax.typing import ArrayLike
 
-from ...layers.arguments import check_rngs
 from ...layers.densenet import (
     DenseNetOptions,
     Save,
@@ -19,9 +18,9 @@ from ...layers.densenet import (
 )
 from ...layers.images import conv, he_normal, lecun_normal, max_pool
 from ...nnx.batch_norm import BatchNorm
-from ...ops._common.arguments import as_integer
-from ...ops.batch_norm.statistics import statistics_dtype
-from ...ops.dense_block.block import DenseLayerParams, check_key, dense_block
+from ...ops._common.arguments import as_integer, as_key
+from ...ops._common.dtypes import accumulation_dtype
+from ...ops.dense_block.block import DenseLayerParams, dense_block
 from ...ops.dense_block.bn_relu_conv import bn_relu_conv
 from ...ops.dropout import dropout
 
@@ -105,7 +104,6 @@ class DenseNet(nnx.Module):
             momentum=momentum, epsilon=epsilon, dtype=dtype, param_dtype=param_dtype,
             unbiased_running_var=unbiased_running_var,
         )  # fmt: skip
-        check_rngs(rngs)
         self.options = options
         self.in_channels = as_integer("in_channels", in_channels, 1)
         self.deterministic = False
@@ -155,7 +153,7 @@ class DenseNet(nnx.Module):
         h = self._features(x, rngs, mask)[-1].mean((1, 2))
         logits = self.classifier(h)
         chex.assert_shape(logits, (len(h), self.options.num_classes))
-        return logits.astype(statistics_dtype(logits))
+        return logits.astype(accumulation_dtype(logits))
 
     def features(
         self, x: ArrayLike, *, rngs: Any = None, mask: ArrayLike | None = None
@@ -210,7 +208,7 @@ class DenseNet(nnx.Module):
                 raise ValueError("`rngs` has no stream `dropout`; pass nnx.Rngs(dropout=key).")
             return rngs.dropout()
         key = rngs() if isinstance(rngs, nnx.RngStream) else rngs
-        check_key("rngs", key)
+        as_key("rngs", key)
         return key
 
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 
-from ...layers.arguments import check_rngs
 from ...layers.pyramid import Extra, PyramidOptions, Source, as_channels, pyramid
 from ...layers.resnet import ConvPlan
 
@@ -63,7 +62,6 @@ class FeaturePyramid(nnx.Module):
         self.options = options = PyramidOptions(
             out_channels, extra_levels, extra, extra_from, extra_relu, dtype, param_dtype
         )
-        check_rngs(rngs)
         self.in_channels = as_channels(in_channels)
 
         def conv(plan: ConvPlan) -> Any:

@@ -10,14 +10,13 @@ from flax import nnx
 from flax.typing import Dtype
 from jax.typing import ArrayLike
 
-from ...layers.arguments import check_rngs
 from ...layers.images import he_normal, lecun_normal
 from ...layers.residual_block import NormArrays, Part, block, norm_of, stem
 from ...layers.resnet import BlockPlan, ConvPlan, ResNetOptions, Save
 from ...nnx.batch_norm import BatchNorm
 from ...nnx.deform_conv import DeformConvPack, ModulatedDeformConvPack
 from ...ops._common.arguments import as_integer
-from ...ops.batch_norm.statistics import statistics_dtype
+from ...ops._common.dtypes import accumulation_dtype
 from ...ops.batch_norm.sync import BatchStats
 
 
@@ -115,7 +114,6 @@ class ResNet(nnx.Module):
             epsilon=epsilon, dtype=dtype, param_dtype=param_dtype,
             unbiased_running_var=unbiased_running_var,
         )  # fmt: skip
-        check_rngs(rngs)
         self.options = options
         self.in_channels = as_integer("in_channels", in_channels, 1)
         self.stem_conv = _conv(options.stem(in_channels), options, rngs)
@@ -153,7 +151,7 @@ class ResNet(nnx.Module):
         if self.classifier is not None:
             h = self.classifier(h)
             chex.assert_shape(h, (None, self.options.num_classes))
-        return h.astype(statistics_dtype(h))
+        return h.astype(accumulation_dtype(h))
 
     def features(self, x: ArrayLike, *, mask: ArrayLike | None = None) -> tuple[jax.Array, ...]:
         """The outputs of all stages, in `dtype`: C2 to C5, at 1/4 to 1/32 of the images' size.

@@ -13,7 +13,6 @@ from flax.typing import Dtype
 from jax import lax
 from jax.typing import ArrayLike
 
-from ...layers.arguments import check_rngs
 from ...ops._common.arguments import (
     as_array,
     as_callable,
@@ -22,7 +21,7 @@ from ...ops._common.arguments import (
     as_integer,
     as_number,
 )
-from ...ops.batch_norm.statistics import statistics_dtype
+from ...ops._common.dtypes import accumulation_dtype
 from ...ops.cross_entropy import linear_cross_entropy
 from ...ops.dropout import dropout
 from ...ops.offload.checks import as_arrays, as_key, one_key
@@ -124,7 +123,6 @@ class TransformerLM(nnx.Module):
         num_layers = as_integer("num_layers", num_layers, 1)
         as_dtype("param_dtype", param_dtype)
         dtype = param_dtype if dtype is None else as_dtype("dtype", dtype)
-        check_rngs(rngs)
         options: dict[str, Any] = dict(
             width=width, num_heads=num_heads, mlp_width=mlp_width, use_bias=use_bias,
             dropout_rate=dropout_rate, residual_scale=(2 * num_layers) ** -0.5,
@@ -141,7 +139,7 @@ class TransformerLM(nnx.Module):
         self.norm = _norm(width, use_bias, dtypes)
         self.head = nnx.Linear(
             width, vocab_size, use_bias=use_bias, kernel_init=normal(0.02),
-            preferred_element_type=statistics_dtype(jnp.zeros((), dtype)), **dtypes,
+            preferred_element_type=accumulation_dtype(jnp.zeros((), dtype)), **dtypes,
         )  # fmt: skip
 
     def __call__(
@@ -213,7 +211,7 @@ class TransformerLM(nnx.Module):
         """`[N, T, vocab_size]` of what the last layer returns, `[N, T, width]`."""
         x = _checked(x, self.head.in_features)
         logits = self.head(self.norm(x))
-        return logits.astype(statistics_dtype(logits))
+        return logits.astype(accumulation_dtype(logits))
 
     def losses(self, x: jax.Array, labels: jax.Array, **options: Any) -> jax.Array:
         """The cross entropy `[N, T]` of labels by ``logits(x)``, which are not made all at once.
@@ -273,7 +271,6 @@ class TransformerBlock(nnx.Module):
         as_dtype("param_dtype", param_dtype)
         if dtype is not None:
             as_dtype("dtype", dtype)
-        check_rngs(rngs)
         self.num_heads, self.dropout_rate = num_heads, dropout_rate
         dtypes: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
@@ -319,7 +316,7 @@ def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
     """Rotary position embedding of x `[N, T, H, D]` at `positions` `[T]`."""
     chex.assert_rank(x, 4)
     chex.assert_shape(positions, x.shape[1:2])
-    wide = statistics_dtype(x)
+    wide = accumulation_dtype(x)
     half = x.shape[-1] // 2
     speeds = ROTARY_BASE ** (-jnp.arange(half, dtype=wide) / half)
     angles = jnp.outer(positions.astype(wide), speeds)[:, None]  # [T, 1, D/2]

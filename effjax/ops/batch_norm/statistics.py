@@ -15,6 +15,7 @@ from jax import lax
 from jax.core import Tracer
 
 from .._common.arguments import as_integer, as_mask, as_number, check_choice, describe
+from .._common.dtypes import accumulation_dtype
 from .._common.sharding import (
     AxisNames,
     as_axis_names,
@@ -151,11 +152,6 @@ def _check_mapped(names: tuple[Hashable, ...], of_mesh: frozenset) -> None:
         )
 
 
-def statistics_dtype(x: jax.Array) -> jnp.dtype:
-    """float32, or x's own dtype where that is wider."""
-    return x.dtype if x.dtype.itemsize > 4 else jnp.dtype(jnp.float32)
-
-
 def local_moments(x: jax.Array, mask: jax.Array | None, axes: tuple[int, ...]) -> tuple:
     """Mean, sum of squared deviations (M2) and count on this device, by two passes over x.
 
@@ -187,7 +183,7 @@ def moments(
     In float32, or in x's dtype where that is wider; the reduced axes are kept. Where nothing is
     counted the mean is 0 and the variance is 1.
     """
-    mean, m2, count = local_moments(x.astype(statistics_dtype(x)), mask, axes)
+    mean, m2, count = local_moments(x.astype(accumulation_dtype(x)), mask, axes)
     if reduction.axis_names:
         mean, m2, count = _merge(mean, m2, count, mask is None, reduction)
     var = jnp.where(count > 0, m2 / jnp.maximum(count, 1), 1)

@@ -11,6 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from .._common.arguments import as_array, as_number, check_choice
+from .._common.dtypes import accumulation_dtype
 from .._common.sharding import (
     cast_to_varying,
     match_varying,
@@ -28,7 +29,6 @@ from .statistics import (
     normalize,
     normalize_backward,
     reduced_axes,
-    statistics_dtype,
 )
 
 # Of the statistics, for policies of `jax.checkpoint`: to keep them spares a second all-reduce.
@@ -150,7 +150,7 @@ def batch_norm_inference(
     )
     epsilon = as_number("epsilon", epsilon, lambda e: 0 <= e < math.inf, "at least 0")
     features = feature_shape(x, axes)
-    dtype = statistics_dtype(x)
+    dtype = accumulation_dtype(x)
     shape = tuple(1 if a in axes else n for a, n in enumerate(x.shape))
     mean, var = (
         _of_features(name, v, features).astype(dtype).reshape(shape)

@@ -8,8 +8,16 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._common.arguments import as_flag, as_float_array, as_integer, as_number, describe
-from .._common.convolution import as_padding, as_pair, resolve_padding
+from .._common.arguments import (
+    as_flag,
+    as_float_array,
+    as_integer,
+    as_number,
+    as_padding,
+    as_pair,
+    describe,
+    resolve_padding,
+)
 from ..deform_conv.arguments import output_size
 from .window import Window
 

@@ -8,8 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._common.arguments import as_float_array, as_integer, check_choice
-from .._common.convolution import as_padding, as_pair, resolve_padding
+from .._common.arguments import (
+    as_float_array,
+    as_integer,
+    as_padding,
+    as_pair,
+    check_choice,
+    resolve_padding,
+)
 from .reference import Geometry
 
 _AXES = {

@@ -12,10 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from .._common.arguments import as_array, as_number, as_precision, check_choice, describe
+from .._common.arguments import as_array, as_key, as_number, as_precision, check_choice, describe
 from .._common.sharding import auto_shard_batch, match_varying
 from ..batch_norm.statistics import (
     AXES,
@@ -263,19 +262,8 @@ def check_dropout(rate: Any, key: Any) -> float:
             f"`dropout_rate` (={rate}) needs a `key`; pass one, or dropout_rate=0 in evaluation."
         )
     if key is not None:
-        check_key("key", key)
+        as_key("key", key)
     return rate
-
-
-def check_key(name: str, key: Any) -> None:
-    """One key, typed or of raw numbers."""
-    if not isinstance(key, (jax.Array, np.ndarray)):
-        raise TypeError(f"`{name}` must be a key of jax.random, not {describe(key)}.")
-    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if not (typed and key.ndim == 0 or key.dtype == jnp.uint32 and key.ndim == 1):
-        raise ValueError(
-            f"`{name}` must be one key of jax.random, not {key.dtype} of shape {key.shape}."
-        )
 
 
 def _check_params(x: jax.Array, params: Any) -> tuple[tuple[DenseLayerParams, ...], int]:

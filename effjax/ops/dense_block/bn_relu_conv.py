@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._common.arguments import as_array, as_integer, as_precision
-from .._common.convolution import as_padding, as_pair
+from .._common.arguments import as_array, as_integer, as_padding, as_pair, as_precision
 from .._common.sharding import auto_shard_batch, match_varying, zeros
 from ..batch_norm.statistics import (
     AXES,

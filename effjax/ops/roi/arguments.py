@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._common.arguments import as_float_array, as_integer, as_number, check_choice
-from .._common.convolution import as_pair
+from .._common.arguments import as_float_array, as_integer, as_number, as_pair, check_choice
 from .bins import MOST_SAMPLES
 
 _LARGE = 1e30  # what float32 has no more is near

@@ -320,7 +320,7 @@ def block(**options):
 BLOCK = {
     "width": [None, *NO_SIZE], "num_heads": [None, *NO_SIZE], "mlp_width": NO_SIZE,
     "use_bias": [None, 1, "yes"], "dropout_rate": [None, *NO_RATE], "dtype": NO_DTYPE,
-    "lora_rank": NO_SIZE, "param_dtype": [None, *NO_DTYPE], "rngs": [None, 0, KEY],
+    "lora_rank": NO_SIZE, "param_dtype": [None, *NO_DTYPE],
 }  # fmt: skip
 CALLS: dict[Any, tuple[dict, dict]] = {
     TransformerLM: (
