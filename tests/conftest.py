@@ -1,15 +1,16 @@
-"""Runs before JAX is imported: where the tests run, and how strict JAX is with them."""
+"""Test configuration: devices, compiler settings, and the plain and exhaustive tiers."""
 
 import os
 import signal
 
-# The CPU unless the user names another: `JAX_PLATFORMS=cuda,cpu pytest` runs the tests on a GPU.
+# These variables must be set before JAX is imported.
+# Use the CPU by default; `JAX_PLATFORMS=cuda,cpu pytest` runs the tests on a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share a GPU
-# Eight simulated devices, for commands that tests start as well.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # pytest's processes share a GPU
+# Eight simulated CPU devices, also in subprocesses of the tests.
 if "xla_force_host_platform_device_count" not in (flags := os.environ.get("XLA_FLAGS", "")):
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
-# Some tests send Ctrl-C, which a shell makes its background jobs ignore.
+# Some tests send SIGINT, which shells make background jobs ignore.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from collections import defaultdict
@@ -24,29 +25,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--exhaustive",
         action="store_true",
-        help="run every combination of options, the plans of deep networks, and slow commands too",
+        help="also run every combination of options, plans of deep networks and slow commands",
     )
     parser.addoption(
-        "--optimized", action="store_true", help="compile all tests as users' programs are compiled"
+        "--optimized",
+        action="store_true",
+        help="compile all tests with XLA's default optimizations",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Most of the time is XLA's: only what is `optimized` is compiled as users' programs are."""
+    # Compilation dominates the run time. Tests that need XLA's optimizations request the fixture
+    # `optimized`.
     if not config.getoption("--optimized"):
         jax.config.update("jax_disable_most_optimizations", True)
         if jax.__version_info__ < (0, 11):
-            # Emitters that take half the time; newer versions have them no more.
+            # The older emitters compile in half the time. JAX 0.11 removed the flag.
             os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
-    examples = 25 if _is_whole(config) else 8
+    examples = 25 if _is_exhaustive(config) else 8
     hypothesis.settings.register_profile(
         "tier", max_examples=examples, deadline=None, derandomize=True
     )
     hypothesis.settings.load_profile("tier")
 
 
-def _is_whole(config: pytest.Config) -> bool:
-    """Whether every case was asked for, or tests by their names."""
+def _is_exhaustive(config: pytest.Config) -> bool:
+    """Return True with --exhaustive, or if the command line names single tests."""
     return config.getoption("--exhaustive") or any("::" in arg for arg in config.args)
 
 
@@ -54,7 +58,7 @@ def _is_whole(config: pytest.Config) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --exhaustive: no test marked `exhaustive`, and of those marked `covering` only as
     many cases as show every value of every parameter once."""
-    if _is_whole(config):
+    if _is_exhaustive(config):
         return
     left = {item for item in items if item.get_closest_marker("exhaustive")}
     products = defaultdict(list)
@@ -85,20 +89,20 @@ def _more_than_cover(cases: list) -> list:
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
     devices = jax.devices()
     if len(devices) < 8:
-        devices = jax.devices("cpu")  # one GPU: the tests over several devices stay on the CPU
+        devices = jax.devices("cpu")  # with one GPU, multi-device tests stay on the CPU
     return jax.make_mesh(shape, names, (AxisType.Auto,) * len(shape), devices=devices[:8])
 
 
 @pytest.fixture
 def x64():
-    """float64, for oracles."""
+    """Enable float64, for oracles."""
     with jax.enable_x64(True):
         yield
 
 
 @pytest.fixture
 def optimized():
-    """Compiled with LLVM's optimizations: for what is promised to the bit, or nearly so."""
+    """Compile with XLA's default optimizations, for bitwise and memory assertions."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield
@@ -107,18 +111,18 @@ def optimized():
 
 @pytest.fixture(scope="session")
 def mesh8() -> Mesh:
-    """Eight devices on one axis, `data`."""
+    """Mesh of eight devices on the axis `data`."""
     return _mesh((8,), ("data",))
 
 
 @pytest.fixture(scope="session")
 def mesh4x2() -> Mesh:
-    """Four by two devices, on the axes `data` and `model`."""
+    """Mesh of four by two devices on the axes `data` and `model`."""
     return _mesh((4, 2), ("data", "model"))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _free_compiled_programs():
-    """Compiled programs are of no use to the next file, and all together they are gigabytes."""
+    """Free compiled programs after each file; all of them take gigabytes."""
     yield
     jax.clear_caches()

@@ -1,4 +1,4 @@
-"""What compiled programs show."""
+"""Helpers that inspect compiled programs."""
 
 from typing import Any
 
@@ -22,9 +22,9 @@ needs_gpu_compiler = pytest.mark.skipif(
 
 
 def collective_sizes(program: Any, dtype: Any) -> list[tuple[str, int]]:
-    """Kind and number of elements of each collective of a compiled program, sorted."""
+    """Return the kind and the number of elements of each collective of a program, sorted."""
     return sorted(
-        (found.kind, found.bytes // jnp.dtype(dtype).itemsize)
-        for found in collectives(program.as_text())
-        for _ in range(found.count)
+        (collective.kind, collective.bytes // jnp.dtype(dtype).itemsize)
+        for collective in collectives(program.as_text())
+        for _ in range(collective.count)
     )

@@ -1,4 +1,4 @@
-"""The operators mix no dtypes by accident: they run where JAX forbids implicit promotion."""
+"""All operators run under `jax.numpy_dtype_promotion("strict")`."""
 
 import functools
 
@@ -20,6 +20,7 @@ from effjax import (
     multiscale_roi_align,
     sync_batch_norm,
 )
+from tests.tiers import exhaustive
 
 
 def _sync_batch_norm(x, axis_name):
@@ -71,29 +72,30 @@ def _dcn_aggregate(x, axis_name, implementation=None):
     return dcn_aggregate(x, offset, mask, workspace_bytes=100, **options)
 
 
-def _of_boxes(x, axis_name, implementation=None):
+def _roi_pooling(x, axis_name, implementation=None):
     boxes, options = jnp.ones((x.shape[0], 3, 4)), dict(implementation=implementation)
     offset = jnp.ones((x.shape[0], 3, 2, 2, 2), x.dtype)
-    found = [
+    pooled = [
         deform_roi_pool(x, boxes, offset, output_size=2, sampling_ratio=ratio, **options)
         for ratio in (0, 2)
     ]
-    found.append(deform_psroi_pool(x, boxes, offset, output_size=2, trans_std=0.1, **options))
+    pooled.append(deform_psroi_pool(x, boxes, offset, output_size=2, trans_std=0.1, **options))
     levels = dict(spatial_scales=[0.5], output_size=2)
-    return sum(found, multiscale_roi_align([x], boxes, **levels, **options))
+    return sum(pooled, multiscale_roi_align([x], boxes, **levels, **options))
 
 
-_with_kernels = [_deform_conv2d, _ms_deform_attn, _dcn_aggregate, _of_boxes]
+_with_kernels = [_deform_conv2d, _ms_deform_attn, _dcn_aggregate, _roi_pooling]
 _in_xla = [functools.partial(operator, implementation="xla") for operator in _with_kernels]
 _layers = [_bn_relu_conv, _dense_block, *_with_kernels, *_in_xla]
 OPERATORS = [_sync_batch_norm, _batch_norm_inference, _linear_cross_entropy, *_layers]
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("axis_name", [None, "i"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "axis_name"),
+    [("bfloat16", "i"), exhaustive("bfloat16", None), exhaustive("float32", "i")],
+)
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_operator(operator, dtype, axis_name):
+def test_gradient_under_strict_promotion(operator, dtype, axis_name):
     x = jax.ShapeDtypeStruct((2, 4, 5, 5, 3), dtype)
     run = jax.vmap(lambda x: operator(x, axis_name), axis_name=axis_name)
     rank = "raise" if operator in [*_with_kernels, *_in_xla] else "allow"

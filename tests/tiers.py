@@ -1,4 +1,4 @@
-"""Which cases wait for --exhaustive."""
+"""Test cases for the exhaustive tier."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,10 +7,10 @@ import pytest
 
 
 def exhaustive(*values: Any) -> Any:
-    """A case of `pytest.mark.parametrize` that plain pytest leaves out."""
+    """Return a case of `pytest.mark.parametrize` that runs only with --exhaustive."""
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
 def plainly(*names: str, of: Iterable[str]) -> list:
-    """The names of cases, of which plain pytest runs these."""
+    """Return the cases `of`; only `names` run without --exhaustive."""
     return [name if name in names else exhaustive(name) for name in of]

@@ -1,9 +1,6 @@
-"""Docstrings: one dialect, and what they say that the code could stop to do."""
+"""Public names: documented sizes, supported derivatives, and parity of the Flax modules."""
 
-import ast
-import functools
 import inspect
-import pathlib
 import re
 
 import jax
@@ -20,48 +17,9 @@ from effjax.ops.deform_attention.api import SLICE_BYTES_ON_A_CPU
 from effjax.ops.deform_conv.api import IMPLEMENTATIONS
 from effjax.ops.dense_block.wide import SLICE_BYTES
 
-PACKAGE = pathlib.Path(effjax.__file__).parent
-ROOT = PACKAGE.parent
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "pyproject.toml"]
-# The name of a section, what stands before and after it, and how far the next line is indented.
-SECTION = r"^(.*)\b(Args|Returns|Raises|Attributes|References?):(.*)\n?( *)"
-BRITISH = (
-    r"(?i)\b(?:\w+(?:[dlnt]|[ao]r|im)is(?:e[ds]?|ing|ations?)|\w*(?:vi|gh|av)our\w*|colour\w*|"
-    r"centre[ds]?|grey|(?:label|model|cancel)l(?:ed|ing))\b"
-)
-
-
-@functools.cache
-def docstrings():
-    """(where it is, the docstring) of all that has one."""
-    found = []
-    documented = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
-    for file in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, documented) and (text := ast.get_docstring(node)):
-                found.append((f"{file.relative_to(ROOT)}, {getattr(node, 'name', '')}", text))
-    return found
-
-
-def test_sections_have_lines_of_their_own_and_are_indented_by_four():
-    for where, text in docstrings():
-        for before, name, after, indent in re.findall(SECTION, text, re.M):
-            assert (before, after, len(indent)) == ("", "", 4) and name != "Reference", where
-
-
-def test_names_are_in_backticks():
-    for where, text in docstrings():
-        assert not re.search(r":\w+:`", text), where
-
-
-def test_spelling_is_american():
-    files = [*PACKAGE.rglob("*.py"), *PAGES]
-    found = {str(file): re.findall(BRITISH, file.read_text()) for file in files}
-    assert not {file: words for file, words in found.items() if words}
-
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "text"),
     [
         (effjax.bn_relu_conv, f"slices of about {SLICE_BYTES >> 20} MiB in float32"),
         (effjax.dense_block, f"by default of about {SLICE_BYTES >> 20} MiB in float32"),
@@ -74,8 +32,8 @@ def test_spelling_is_american():
         ),
     ],
 )
-def test_sizes_are_those_of_the_code(function, said):
-    assert said in " ".join((function.__doc__ or "").split())
+def test_docstring_names_the_default_size(function, text):
+    assert text in " ".join((function.__doc__ or "").split())
 
 
 IMAGES = jax.ShapeDtypeStruct((2, 8, 8, 4), "float32")
@@ -86,7 +44,7 @@ def ones(*shape):
     return np.ones(shape, np.float32)
 
 
-def of_linen(module, x, **options):
+def apply_linen(module, x, **options):
     return module.apply(module.init(KEY, x), x, **options)
 
 
@@ -126,47 +84,47 @@ REVERSE_MODE_ONLY = {
     "effjax.models.DeformResNet": lambda x: models.DeformResNet(
         stage_sizes=(1,), widths=(4,), deformable=(0,), in_channels=4, rngs=Rngs(0)
     )(x),
-    "effjax.linen.BatchNorm": lambda x: of_linen(
+    "effjax.linen.BatchNorm": lambda x: apply_linen(
         linen.BatchNorm(use_running_average=False), x, mutable="batch_stats"
     )[0],
     "effjax.linen.OffloadModel": lambda x: linen.OffloadModel([jnp.sin]).apply({}, x),
-    "effjax.models.linen.DenseNet": lambda x: of_linen(
+    "effjax.models.linen.DenseNet": lambda x: apply_linen(
         linen_models.DenseNet(**SMALL), x, train=True, mutable="batch_stats"
     )[0],
-    "effjax.models.linen.ResNet": lambda x: of_linen(
+    "effjax.models.linen.ResNet": lambda x: apply_linen(
         linen_models.ResNet(**RESNET), x, train=True, mutable="batch_stats"
     )[0],
 }
 
 
 @pytest.mark.parametrize("name", REVERSE_MODE_ONLY)
-def test_what_is_for_reverse_mode_only(name):
+def test_forward_mode_is_refused(name):
     if "compat" in name and not native.available("cpu"):
-        pytest.skip("built without kernels, of which this is true")
+        pytest.skip("only the native kernels are limited to reverse mode")
     call = REVERSE_MODE_ONLY[name]
     jax.eval_shape(jax.grad(lambda x: call(x).sum()), IMAGES)
     with pytest.raises((TypeError, NotImplementedError), match="jvp|forward mode"):
         jax.jit(lambda x: jax.jvp(call, (x,), (x,))).lower(IMAGES)
 
 
-def test_docstrings_say_what_is_for_reverse_mode_only():
-    said = {
+def test_docstrings_mention_reverse_mode_only():
+    documented = {
         f"{module.__name__}.{name}"
         for module in (effjax, compat, linen, linen_models, models, nnx)
         for name, value in vars(module).items()
         if callable(value) and re.search(r"(?i)reverse mode\s+only", value.__doc__ or "")
     }
-    assert said == REVERSE_MODE_ONLY.keys()
+    assert documented == REVERSE_MODE_ONLY.keys()
 
 
-# What only one of the two kinds of Flax's modules needs.
-OF_ONE_KIND = {"revert_batch_norm", "OffloadOptimizer", "offload_jit", "OffloadTrainState"}
+# Names that only nnx or only linen needs.
+ONE_FLAVOR = {"revert_batch_norm", "OffloadOptimizer", "offload_jit", "OffloadTrainState"}
 
 
-def test_both_kinds_of_modules_have_the_same_names():
+def test_nnx_and_linen_have_the_same_names():
     def names(module):
         own = lambda v: getattr(v, "__module__", "").startswith(module.__name__)  # noqa: E731
         return {name for name, _ in inspect.getmembers(module, own)}
 
     assert len(names(nnx) & names(linen)) >= 7
-    assert names(nnx) ^ names(linen) == OF_ONE_KIND
+    assert names(nnx) ^ names(linen) == ONE_FLAVOR
