@@ -6,12 +6,11 @@ only: `effjax.deform_conv2d` has the rest.
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.typing import ArrayLike
 
-from ._deprecated import moved
 from .ops._common.arguments import as_float_array, as_integer, as_pair
 from .ops.deform_conv import deform_conv2d as _nhwc_deform_conv2d
 from .ops.deform_conv.arguments import output_size
@@ -199,7 +198,3 @@ def _check_shapes(arrays: Sequence[Any], size: Any, groups: int, offset_groups: 
     for (name, shape), value in zip(want.items(), (offset, mask, bias), strict=True):
         if value is not None and value.shape != shape:
             raise ValueError(f"`{name}` of shape {value.shape} must be {shape}; images are NCHW.")
-
-
-if not TYPE_CHECKING:
-    __getattr__ = moved(__name__, convert_deform_conv="effjax.convert")

@@ -25,14 +25,13 @@ TASKS = ("train.data", "train.images", "train.lm")
 OWN = {
     "effjax": {"ops"},
     "__main__": {"cli"},
-    "_deprecated": set(),
     "_unpickle": set(),
-    "compat": {"ops", "_deprecated"},
+    "compat": {"ops"},
     "native": set(),
-    "ops": {"native", "_deprecated"},
+    "ops": {"native"},
     "layers": {"ops"},
-    "linen": {"layers", "ops", "_deprecated"},
-    "nnx": {"layers", "ops", "_deprecated"},
+    "linen": {"layers", "ops"},
+    "nnx": {"layers", "ops"},
     "models": {"linen", "nnx", "layers", "ops"},
     "convert": {"models", "_unpickle"},
     "memory": {"ops", "native"},
@@ -68,7 +67,6 @@ FLAX = {"jax", "numpy", "flax"}
 THIRD = {
     "effjax": set(),
     "__main__": set(),
-    "_deprecated": set(),
     "_unpickle": set(),
     "compat": {"jax"},
     "native": {"jax"},
@@ -165,7 +163,7 @@ added = set(sys.modules) - before
 others = {name.split(".")[0] for name in added} - {"effjax", "jax"} - sys.stdlib_module_names
 assert not others, others
 rooms = {name.split(".")[1] for name in added if name.startswith("effjax.")}
-assert rooms == {"ops", "native", "_deprecated"}, rooms
+assert rooms == {"ops", "native"}, rooms
 heavy = {"flax", "optax", "numpy.testing", "jax.experimental.pallas"} & set(sys.modules)
 assert not heavy, heavy
 jax.config.update("jax_platforms", "cpu")

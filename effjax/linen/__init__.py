@@ -3,9 +3,6 @@
 The modules of `effjax.nnx`, by the same names.
 """
 
-from typing import TYPE_CHECKING
-
-from .._deprecated import moved
 from .batch_norm import BatchNorm as BatchNorm
 from .convert import convert_batch_norm as convert_batch_norm
 from .deform_attention import DCNv3 as DCNv3
@@ -20,6 +17,3 @@ from .offload_train_state import OffloadTrainState as OffloadTrainState
 from .roi import DeformRoIPool as DeformRoIPool
 from .roi import DeformRoIPoolPack as DeformRoIPoolPack
 from .roi import ModulatedDeformRoIPoolPack as ModulatedDeformRoIPoolPack
-
-if not TYPE_CHECKING:
-    __getattr__ = moved(__name__, DenseNet="effjax.models.linen")

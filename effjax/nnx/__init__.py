@@ -4,9 +4,6 @@ Those of `effjax.linen` have the same names. `revert_batch_norm` is here alone: 
 `convert_batch_norm` leaves the model as it is.
 """
 
-from typing import TYPE_CHECKING
-
-from .._deprecated import moved
 from .batch_norm import BatchNorm as BatchNorm
 from .compiled import offload_jit as offload_jit
 from .convert import convert_batch_norm as convert_batch_norm
@@ -23,11 +20,3 @@ from .offload_optimizer import OffloadOptimizer as OffloadOptimizer
 from .roi import DeformRoIPool as DeformRoIPool
 from .roi import DeformRoIPoolPack as DeformRoIPoolPack
 from .roi import ModulatedDeformRoIPoolPack as ModulatedDeformRoIPoolPack
-
-if not TYPE_CHECKING:
-    __getattr__ = moved(
-        __name__,
-        DenseNet="effjax.models",
-        DeformResNet="effjax.models",
-        TransformerLM="effjax.models",
-    )

@@ -1,4 +1,4 @@
-"""What has a gradient and nothing more says so, instead of failing inside JAX."""
+"""Clear errors for unsupported forward-mode and higher-order derivatives."""
 
 import functools
 from collections.abc import Callable
@@ -8,37 +8,46 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+# The operators' additional requirements for these derivatives.
+_REQUIREMENTS = {"roi_align": " and a `sampling_ratio` above 0"}
+
 
 def forbid_higher_order(op: Callable, operator: str) -> Callable:
-    """`op`, a part of the operator of this name, which is not to be differentiated again."""
+    """Return `op` such that differentiating it raises an error that names the operator.
+
+    The forward and backward passes of a custom_vjp are wrapped in this: JAX differentiates them
+    only for a second derivative.
+    """
     guarded = jax.custom_jvp(op)
-    guarded.defjvp(functools.partial(_refuse, operator=operator))
+    guarded.defjvp(functools.partial(_raise_error, operator=operator))
     return guarded
 
 
 def reverse_mode_only(operator: str, *arrays: jax.Array) -> list[jax.Array]:
-    """The arrays, whose tangents may be transposed but not computed."""
+    """Return the arrays such that computing their tangents raises an error."""
     return _reverse_only_p.bind(*arrays, operator=operator)
 
 
-def _refuse(*_, operator: str) -> NoReturn:
+def _raise_error(*_, operator: str) -> NoReturn:
     raise NotImplementedError(
-        f"The native kernels of {operator} have a first derivative in reverse mode; it has "
-        'forward mode and second derivatives only with `implementation="xla"`'
-        f"{_BESIDES.get(operator, '')}."
+        f"The native kernels of {operator} support first derivatives in reverse mode. Forward mode "
+        'and second derivatives need `implementation="xla"`'
+        f"{_REQUIREMENTS.get(operator, '')}."
     )
 
 
-# What an operator needs for them besides.
-_BESIDES = {"roi_align": " and a `sampling_ratio` above 0"}
+# Forward mode on a custom_vjp fails deep inside JAX, but reverse mode also starts with jvp. So the
+# inputs pass through an identity whose jvp rule binds a second primitive to the tangents. Reverse
+# mode only transposes that primitive. Evaluating, lowering or differentiating it means forward mode
+# or a second derivative, and raises the error.
 
 
 def _jvp(primals, tangents, *, operator: str):
-    # The primals themselves: what is kept of them for the backward pass is then no copy. The
-    # tangents together: some may be known (zeros), and are not computed for the others' sake.
-    known = (t for t in tangents if type(t) is not ad.Zero)
-    moved = iter(_tangents_p.bind(*known, operator=operator))
-    return list(primals), [t if type(t) is ad.Zero else next(moved) for t in tangents]
+    # The primals are returned unchanged, so residuals are no copies. The nonzero tangents share one
+    # primitive; zeros stay symbolic, and no gradient is computed for them.
+    nonzero = (t for t in tangents if type(t) is not ad.Zero)
+    results = iter(_tangents_p.bind(*nonzero, operator=operator))
+    return list(primals), [t if type(t) is ad.Zero else next(results) for t in tangents]
 
 
 _reverse_only_p = Primitive("effjax_reverse_only")
@@ -52,14 +61,13 @@ batching.primitive_batchers[_reverse_only_p] = lambda arrays, axes, *, operator:
 )
 ad.primitive_jvps[_reverse_only_p] = _jvp
 
-# Tangents on their way. Reverse mode transposes this, and does nothing else with it.
 _tangents_p = Primitive("effjax_reverse_only_tangents")
 _tangents_p.multiple_results = True
 _tangents_p.def_abstract_eval(lambda *tangents, operator: list(tangents))
-_tangents_p.def_impl(_refuse)
-mlir.register_lowering(_tangents_p, _refuse)
-batching.primitive_batchers[_tangents_p] = _refuse
-ad.primitive_jvps[_tangents_p] = _refuse
+_tangents_p.def_impl(_raise_error)
+mlir.register_lowering(_tangents_p, _raise_error)
+batching.primitive_batchers[_tangents_p] = _raise_error
+ad.primitive_jvps[_tangents_p] = _raise_error
 ad.primitive_transposes[_tangents_p] = lambda cotangents, *tangents, operator: [
     ct if ad.is_undefined_primal(t) else None for ct, t in zip(cotangents, tangents, strict=True)
 ]

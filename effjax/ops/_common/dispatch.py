@@ -1,4 +1,4 @@
-"""What operators with native code share: whether there is any, and its part in a program."""
+"""Dispatch of operators to native code."""
 
 import functools
 from collections.abc import Callable
@@ -14,22 +14,25 @@ from ... import native
 
 
 def available_platforms() -> tuple[str, ...]:
-    """The platforms that have native code here."""
+    """Return the platforms whose native library is loaded."""
     return tuple(p for p in ("cpu", "cuda") if native.available(p))
 
 
 def unavailable_message(operator: str, platform: str) -> str:
-    """Why there is no native code for a platform, and what to do."""
-    reason = native.status().get(platform, "there is none for this platform")
+    """Return the error message for a platform without native code."""
+    reason = native.status().get(platform, "unsupported platform")
     return (
         f"implementation='native': no native {operator} for platform {platform!r} "
-        f'({reason}). Pass `implementation=None` for the best there is, or "xla"; '
-        "`effjax doctor` shows what is loaded."
+        f'({reason}). Pass `implementation=None` for the best available one, or "xla"; '
+        "`effjax doctor` lists the loaded libraries."
     )
 
 
 def result_type(x: jax.Array, shape: tuple[int, ...] | None = None, dtype: Any = None) -> Any:
-    """The type of a custom call's result that varies over the devices as x does."""
+    """Return the type of a custom call's result. By default it has the shape and dtype of x.
+
+    The result varies over the same mesh axes as x (see `sharding`).
+    """
     kind = jax.typeof(x)
     mesh = kind.sharding.mesh
     return jax.ShapeDtypeStruct(
@@ -40,32 +43,42 @@ def result_type(x: jax.Array, shape: tuple[int, ...] | None = None, dtype: Any =
     )
 
 
-def select_by_platform(native: dict[str, Callable], elsewhere: Callable) -> Callable:
-    """One of the functions, chosen when the program is compiled; the options are static."""
+def select_by_platform(native: dict[str, Callable], default: Callable) -> Callable:
+    """Return a function that runs the entry of the platform that it is compiled for.
+
+    Args:
+        native: functions by platform.
+        default: the function for every other platform.
+
+    Returns:
+        A function of arrays (positional) and static options (by name).
+    """
 
     def run(*args, **options):
-        bound = {p: functools.partial(f, **options) for p, f in native.items()}
-        default = functools.partial(elsewhere, **options)
-        return lax.platform_dependent(*args, **bound, default=default)
+        by_platform = {p: functools.partial(f, **options) for p, f in native.items()}
+        other = functools.partial(default, **options)
+        return lax.platform_dependent(*args, **by_platform, default=other)
 
-    return run if native else elsewhere
+    return run if native else default
 
 
 def fail_at_compile_time(
-    run: Callable, operator: str, why: Callable = unavailable_message
+    run: Callable, operator: str, message: Callable = unavailable_message
 ) -> Callable:
-    """`run`, which stands for code where there is none: it cannot be compiled. Only then is the
-    platform known; why(operator, platform) is the error's text.
+    """Return `run` such that it can be traced but not compiled.
+
+    The platform is known only at compile time. `message` takes the operator's name and the
+    platform.
     """
     return lambda x, *args, **options: run(
-        _refuse_p.bind(x, operator=operator, why=why), *args, **options
+        _unsupported_p.bind(x, operator=operator, message=message), *args, **options
     )
 
 
-def _refuse(ctx, _, *, operator: str, why: Callable):
-    raise RuntimeError(why(operator, " or ".join(ctx.module_context.platforms)))
+def _raise_error(ctx, _, *, operator: str, message: Callable):
+    raise RuntimeError(message(operator, " or ".join(ctx.module_context.platforms)))
 
 
-_refuse_p = Primitive("effjax_no_native_code")
-_refuse_p.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(_refuse_p, _refuse)
+_unsupported_p = Primitive("effjax_no_native_code")
+_unsupported_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(_unsupported_p, _raise_error)

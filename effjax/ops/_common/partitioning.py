@@ -1,9 +1,9 @@
-"""Operators on batches that jit may have split and vmap may have doubled.
+"""Operators whose batch may be sharded by jit and extended by vmap.
 
-Every image is on its own, but for the gradients of what all of them share, which are summed over
-the images. So each device works through its own images, and one all-reduce at the end adds those
-gradients. Left to itself, XLA would gather the operands of a custom call, and reduce in every turn
-of a loop.
+The images of a batch are independent of each other, except that the gradients of shared operands
+(such as a kernel) are sums over the images. Each device processes its own images, and one
+all-reduce adds these gradients at the end. XLA's partitioner would instead gather the operands of a
+custom call, and all-reduce in every iteration of a loop.
 """
 
 import math
@@ -24,53 +24,55 @@ from .sharding import manual_axes
 def partition_over_images(
     run: Callable, rule: Callable[..., str], operator: str, shared: Collection[int] = ()
 ) -> Callable:
-    """`run(*arrays) -> tuple`, on each device's images alone; a part of the named operator.
-
-    Arrays are [D, N, ...], of D examples that vmap adds (1 without it) and N images; `run` finds
-    each device's own. ``rule(*arrays)`` names the axes, "d n h w, d n r -> d n r, d i o": d and n
-    are split as any operand has them, and results without n are summed over the images.
+    """Return `run` such that each device processes its own images.
 
     Args:
-        shared: positions of the operands that have no images, and one example where it is the same
-            for all.
+        run: ``run(*arrays) -> tuple of arrays``. Arrays are [D, N, ...]: D examples (the axis that
+            vmap adds; 1 without vmap) of N images.
+        rule: ``rule(*arrays)`` names the axes of operands and results, such as
+            "d n h w, d n r -> d n r, d i o". d and n are sharded as in the operands. Results
+            without n are summed over the images.
+        operator: the operator's name, for errors.
+        shared: positions of the operands without images, such as a kernel. vmap does not repeat
+            them if they are the same for all examples (D = 1).
     """
 
     def partitioned(*args):
         return _partition(run, rule(*args), *args)
 
-    def split(*args):  # shard_map has split the images already, jit may
+    def dispatch(*args):
         return (partitioned if _can_partition(args[0]) else run)(*args)
 
-    return forbid_higher_order(_over_examples(split, shared), operator)
+    return forbid_higher_order(_merge_vmap_axis(dispatch, shared), operator)
 
 
 def add_example_axis(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """[N, ...] as [D, N, ...]"""
+    """Reshape [N, ...] to [1, N, ...]."""
     return tuple(a[None] for a in arrays)
 
 
 def merge_example_axis(a: jax.Array) -> jax.Array:
-    """[D, N, ...] as [D * N, ...]"""
+    """Reshape [D, N, ...] to [D * N, ...]."""
     return a.reshape(math.prod(a.shape[:2]), *a.shape[2:])
 
 
 def _can_partition(x: jax.Array) -> bool:
-    """Not inside shard_map; and not in float64 where only ``with jax.enable_x64`` allows it:
-
-    XLA partitions a program in threads of its own, which know nothing of a `with`.
-    """
-    if manual_axes() or x.dtype != jnp.float64:
-        return not manual_axes()
+    # Inside shard_map the batch is local already.
+    if manual_axes():
+        return False
+    if x.dtype != jnp.float64:
+        return True
+    # XLA calls the partitioning rule from its own threads, where `with jax.enable_x64()` has no
+    # effect: float64 works there only if it is enabled globally, which a new thread shows.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(lambda: jax.dtypes.canonicalize_dtype("float64") == x.dtype).result()
 
 
 def _partition(run: Callable, rule: str, *args) -> tuple:
-    """Runs on each device's examples and images; sums what has no axis of images over them."""
     inputs, outputs = ([a.split() for a in side.split(",")] for side in rule.split("->"))
 
     def partition(mesh, operands, _):
-        axes = _axes_to_split(mesh, operands, inputs)
+        axes = _mesh_axes(mesh, operands, inputs)
 
         def local(*args):
             results = run(*args)
@@ -92,28 +94,26 @@ def _partition(run: Callable, rule: str, *args) -> tuple:
     return parallel(*args)
 
 
-def _axes_to_split(mesh, operands, inputs: list) -> dict:
-    """Over which mesh axes the examples (d) and the images (n) are split, as any operand has them.
-
-    Not where they do not divide: XLA fills up the last shard with what must not be summed. And
-    each mesh axis once.
-    """
+def _mesh_axes(mesh, operands, inputs: list) -> dict:
+    """Return the mesh axes that shard the examples (d) and the images (n), from the operands."""
     axes: dict = {"d": None, "n": None}
-    used = set()
+    used = set()  # a spec may name each mesh axis once
     for operand, names in zip(operands, inputs, strict=True):
         spec = () if operand.sharding is None else operand.sharding.spec
         for name, axis, size in zip(names, spec, operand.shape, strict=False):
-            parts = axis if isinstance(axis, tuple) else (axis,)
-            if name not in axes or axes[name] is not None or axis is None or used & set(parts):
+            if name not in axes or axes[name] is not None or axis is None:
                 continue
-            if size % math.prod(mesh.shape[a] for a in parts) == 0:
+            mesh_axes = axis if isinstance(axis, tuple) else (axis,)
+            # XLA pads the last shard if the size does not divide; sums would include the padding.
+            divides = size % math.prod(mesh.shape[a] for a in mesh_axes) == 0
+            if divides and not used & set(mesh_axes):
                 axes[name] = axis
-                used |= set(parts)
+                used |= set(mesh_axes)
     return axes
 
 
-def _over_examples(op: Callable, shared: Collection[int]) -> Callable:
-    """Under vmap: the new axis becomes part of D, of every operand and result. No loop."""
+def _merge_vmap_axis(op: Callable, shared: Collection[int]) -> Callable:
+    """Return `op` such that vmap extends the examples D of operands and results, without a loop."""
     mapped = custom_vmap(op)
 
     @mapped.def_vmap
@@ -122,7 +122,7 @@ def _over_examples(op: Callable, shared: Collection[int]) -> Callable:
 
         def fold(a, is_batched, position):
             if position in shared and not is_batched and a.shape[0] == 1:
-                return a  # one for all
+                return a
             if not is_batched:
                 a = jnp.broadcast_to(a, (size, *a.shape))
             elif position in shared and a.shape[1] != examples:
@@ -131,7 +131,7 @@ def _over_examples(op: Callable, shared: Collection[int]) -> Callable:
 
         folded = [fold(a, b, i) for i, (a, b) in enumerate(zip(args, batched, strict=True))]
         results = mapped(*folded)
-        split = tuple(r.reshape(size, examples, *r.shape[1:]) for r in results)
-        return split, (True,) * len(split)
+        unfolded = tuple(r.reshape(size, examples, *r.shape[1:]) for r in results)
+        return unfolded, (True,) * len(unfolded)
 
     return mapped

@@ -1,18 +1,18 @@
-"""The platform that operators are traced for, where it decides how large their slices are."""
+"""The platform that operators are traced for; chunk sizes depend on it."""
 
 from contextlib import AbstractContextManager
 
 import jax
 
-_planned = jax.make_user_context(None)  # JAX's caches know it
+_target = jax.make_user_context(None)  # part of the key of JAX's trace caches
 
 
 def trace_for_platform(platform: str) -> AbstractContextManager:
-    """What is traced here will be compiled for this platform, which need not be there."""
-    return _planned(platform)
+    """Trace for this platform inside the context; the machine need not have it."""
+    return _target(platform)
 
 
 def traced_platform() -> str:
-    """A name of `lax.platform_dependent`'s, "cuda" for any GPU."""
-    backend = _planned.value or jax.default_backend()
+    """Return the platform as `lax.platform_dependent` names it; any GPU is "cuda"."""
+    backend = _target.value or jax.default_backend()
     return "cuda" if backend == "gpu" else backend

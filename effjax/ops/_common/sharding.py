@@ -1,10 +1,11 @@
-"""What every operator needs to be right under jit, vmap, pmap and shard_map.
+"""Array types under jit, vmap, pmap and shard_map.
 
-Inside ``shard_map(check_vma=True)`` the type of an array says over which mesh axes its value
-*varies*. The cotangent of an array must have the array's own type, and where it varies over more
-axes it must be summed over them: that sum is the gradient all-reduce of data-parallel training.
-Under pmap, vmap and ``check_vma=False`` nothing varies as far as the types know, and the caller
-reduces the gradients.
+Inside ``shard_map(check_vma=True)`` the type of an array lists the mesh axes over which its value
+*varies*. A cotangent must have the type of its primal. Where it varies over more axes, it must be
+summed over them: this sum is the gradient all-reduce of data-parallel training. Under pmap, vmap
+and ``check_vma=False`` types do not list axes, and the caller reduces the gradients.
+
+On a mesh with Explicit axes, the type of an array contains its sharding.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -27,46 +28,46 @@ def varying_axes(tree: Any) -> frozenset:
 
 
 def manual_axes() -> frozenset:
-    """The mesh axes that shard_map has mapped here."""
+    """Return the mesh axes that an enclosing shard_map has mapped."""
     mesh = jax.sharding.get_abstract_mesh()
     return frozenset(mesh.manual_axes)
 
 
 def cast_to_varying(x: jax.Array, axes: frozenset = frozenset()) -> jax.Array:
-    """Casts x to vary over `axes` too; the transpose is the sum over the axes that this adds."""
+    """Cast x to vary over `axes` too; the transpose sums over the added axes."""
     kind = jax.typeof(x).manual_axis_type
-    if kind.reduced:  # the caller wants this gradient unreduced: the cast's transpose says so
+    if kind.reduced:  # the caller wants an unreduced gradient; the transpose of this cast gives it
         x = lax.pcast(x, tuple(kind.reduced), to="varying")
     missing = tuple(sorted(axes - varying_axes(x), key=str))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def match_varying(tree: Any) -> Any:
-    """Casts every array of `tree` to vary over the union of all their axes."""
+    """Cast every array of a pytree to vary over the union of their axes."""
     union = varying_axes(tree)
     return jax.tree.map(lambda x: cast_to_varying(x, union), tree)
 
 
 def sum_cotangent(ct: jax.Array, primal: jax.Array) -> jax.Array:
-    """Gives a cotangent the type of `primal`: sums it over the axes where only it varies."""
+    """Cast a cotangent to the type of its primal; sum over axes where only the cotangent varies."""
     extra = tuple(sorted(varying_axes(ct) - varying_axes(primal), key=str))
     return cast_to_varying(lax.psum(ct, extra) if extra else ct, varying_axes(primal))
 
 
 def zeros(shape: Sequence[int], dtype: Any, like: jax.Array) -> jax.Array:
-    """Zeros that vary as `like` does: what a loop that fills them must start from."""
+    """Return zeros that vary as `like` does; the carry of a loop must have the results' type."""
     return cast_to_varying(jnp.zeros(shape, dtype), varying_axes(like))
 
 
 def explicit_axes(x: jax.Array) -> tuple:
-    """The mesh axes over which x's type says how it is sharded."""
+    """Return the Explicit axes of the mesh in the type of x."""
     mesh = jax.typeof(x).sharding.mesh
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
 
 
 def shard_like_features(p: jax.Array, x: jax.Array, features: Sequence[int]) -> jax.Array:
-    """On a mesh with Explicit axes: shards a parameter as the axes `features` of x are."""
+    """On a mesh with Explicit axes, shard p as the axes `features` of x."""
     if not explicit_axes(x):
         return p
     sharding = jax.typeof(x).sharding
@@ -75,25 +76,27 @@ def shard_like_features(p: jax.Array, x: jax.Array, features: Sequence[int]) -> 
 
 
 def as_axis_names(axis_name: Hashable | Sequence[Hashable] | None) -> AxisNames:
-    """`axis_name` as a tuple: one name, several, or None for no axis."""
+    """Return `axis_name` (one name, several, or None) as a tuple."""
     if axis_name is None:
         return ()
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    for name in names:  # JAX takes a number for a position in an array's shape
-        if name is None or isinstance(name, (int, float, complex)) or not _hashable(name):
+    for name in names:
+        # JAX would take a number for the position of an array axis.
+        if name is None or isinstance(name, (int, float, complex)) or not _is_hashable(name):
             raise TypeError(
                 f"`axis_name` must be a name or a tuple of names, not {describe(name)}."
             )
     if len(set(names)) != len(names):
-        raise ValueError(f"`axis_name` (={axis_name!r}) names an axis twice; name each axis once.")
+        raise ValueError(f"`axis_name` (={axis_name!r}) must name each axis once.")
     return names
 
 
 def get_axis_sizes(names: AxisNames) -> tuple[int, ...]:
-    """How many devices each axis has.
+    """Return the number of devices along each axis.
 
-    To be asked for outside of a custom_vjp: to differentiate jit, checkpoint or scan of vmap, JAX
-    runs the rules where vmap's axes are known to `psum` and `axis_index` of one name alone.
+    Call this outside of a custom_vjp. While JAX differentiates jit, checkpoint or scan of vmap, it
+    runs the rules in a context where vmap's axes are known only to `psum` and `axis_index` of a
+    single name.
     """
     try:
         return tuple(int(lax.axis_size(name)) for name in names)
@@ -102,12 +105,12 @@ def get_axis_sizes(names: AxisNames) -> tuple[int, ...]:
         raise ValueError(
             f"`axis_name` (={shown!r}) is not mapped here. Call this inside pmap, shard_map or "
             "vmap over an axis of that name, or pass None: under plain jit the statistics are of "
-            "the whole batch already. A BatchNorm needs its axis in training alone; in evaluation "
-            "say model.eval() or use_running_average=True."
+            "the whole batch already. A BatchNorm needs its axis in training only; for evaluation "
+            "call model.eval() or pass use_running_average=True."
         ) from None
 
 
-def _hashable(value: Any) -> bool:
+def _is_hashable(value: Any) -> bool:
     try:
         hash(value)
     except TypeError:
@@ -116,9 +119,9 @@ def _hashable(value: Any) -> bool:
 
 
 def auto_shard_batch(fun: Callable, x: jax.Array) -> Callable:
-    """On a mesh with Explicit axes: leaves ``fun(x, ...) -> (batch, replicated)`` to XLA.
+    """On a mesh with Explicit axes, leave the sharding inside ``fun(x, ...)`` to XLA.
 
-    The first result has x's batch sharding, the second is replicated.
+    The first result has the sharding of x except for its last axis; the second is replicated.
     """
     if not explicit_axes(x):
         return fun
@@ -127,17 +130,17 @@ def auto_shard_batch(fun: Callable, x: jax.Array) -> Callable:
 
 
 def auto_shard(fun: Callable, x: jax.Array, out_sharding: Any) -> Callable:
-    """On a mesh with Explicit axes, those of x: `fun`, whose results have these shardings.
+    """On the Explicit axes of the mesh of x, leave the sharding inside `fun` to XLA.
 
-    Loops and slices inside an operator have no one right sharding type; XLA's partitioner finds
-    one.
+    The loops and slices inside an operator have no single correct sharding type. XLA's partitioner
+    chooses one.
     """
     axes = explicit_axes(x)
     if not axes:
         return fun
 
     def run(*args):
-        # jit needs no jax.set_mesh for it
+        # jit does not require jax.set_mesh, but auto_axes does.
         with jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh):
             return jax.sharding.auto_axes(fun, axes=axes, out_sharding=out_sharding)(*args)
 
@@ -145,10 +148,10 @@ def auto_shard(fun: Callable, x: jax.Array, out_sharding: Any) -> Callable:
 
 
 def run_per_device(fun: Callable, x: jax.Array) -> Callable:
-    """On a mesh with Explicit axes: runs ``fun(arrays, parameters) -> y`` on each device's batch.
+    """On a mesh with Explicit axes, run ``fun(arrays, parameters) -> y`` on each device's batch.
 
-    arrays and y have a batch axis that is sharded as x's is, parameters are on every device whole.
-    The transpose sums the gradients of the parameters, once.
+    `arrays` and y have a batch axis that is sharded as that of x; the parameters are replicated.
+    The transpose sums the gradients of the parameters once.
     """
     axes = explicit_axes(x)
     if not axes:
@@ -157,7 +160,8 @@ def run_per_device(fun: Callable, x: jax.Array) -> Callable:
     batch = PartitionSpec(sharding.spec[0])
 
     def run(arrays, parameters):
-        with jax.sharding.use_abstract_mesh(sharding.mesh):  # jit needs no jax.set_mesh for it
+        # jit does not require jax.set_mesh, but reshard and shard_map do.
+        with jax.sharding.use_abstract_mesh(sharding.mesh):
             specs = batch, PartitionSpec()
             arrays, parameters = (
                 jax.tree.map(lambda a, spec=spec: jax.sharding.reshard(a, spec), tree)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from ..._deprecated import renamed
 from .._common.arguments import as_callable
 from .._common.sharding import cast_to_varying, varying_axes
 from . import slices
@@ -53,7 +52,6 @@ def offload_scan(
     has_aux: bool = False,
     policy: Callable[..., Any] | None = None,
     trainable: Any = True,
-    params: Where | None = None,
 ) -> Any:
     """Applies a stack of like layers that streams through the device, a slice at a time.
 
@@ -105,7 +103,6 @@ def offload_scan(
         trainable: which parameters have gradients: ``(path, leaf) -> bool``, bools in a pytree like
             that of the parameters, or one for a whole subtree. The others may be integers, and take
             no work and no memory in the backward pass but their own; their gradients are zeros.
-        params: the old name of `params_in`.
 
     Returns:
         x; with `has_aux` (x, aux), the second results stacked as [L, num_microbatches, ...].
@@ -122,9 +119,6 @@ def offload_scan(
     References:
         fairscale ``OffloadModel``; Pudipeddi et al., 2020 (arXiv:2002.05645).
     """
-    if params is not None:
-        renamed("offload_scan", "params", "params_in")
-        params_in = params
     options = OffloadOptions(
         num_slices, num_microbatches, params_in, activations, grads, prefetch, resident_slices,
         compute_dtype, has_aux, policy,

@@ -387,13 +387,6 @@ def test_a_dump_of_all_shapes_is_no_error():
     assert len(str(raised.value)) < 300
 
 
-def test_the_old_name_of_params_in():
-    with pytest.warns(DeprecationWarning, match="`params` of offload_scan is now `params_in`") as w:
-        y = offload_scan(layer, params(), inputs(), params="device")
-    assert w[0].filename == __file__
-    assert_equal_bits(y, offload_scan(layer, params(), inputs(), params_in="device"))
-
-
 @pytest.mark.parametrize("params_in", ["host", "device"])
 def test_complex_parameters_are_not_cast(params_in):
     """To a real compute_dtype: they would lose their imaginary part."""
