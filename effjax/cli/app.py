@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from .bench import bench
 from .convert import convert
 from .memory import memory
 from .options import Command, option
@@ -56,7 +55,6 @@ def train() -> None:
     """Train a model on images or on text."""
 
 
-app.command("bench", cls=Command)(bench)
 app.command("convert", cls=Command)(convert)
 app.command("memory", cls=Command)(memory)
 app.add_typer(train_app, name="train")

@@ -28,7 +28,6 @@ def test_version_and_help(run):
     assert run("--version")[:2] == (0, f"effjax {effjax.__version__}\n")
     for argv in (
         ["--help"],
-        ["bench", "--help"],
         ["train", "--help"],
         [*TINY[:2], "--help"],
         ["train", "lm", "--help"],

@@ -1,0 +1,1 @@
+"""Benchmarks of effjax and its peers: `python -m benchmarks --list`."""

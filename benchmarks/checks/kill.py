@@ -1,0 +1,169 @@
+"""Training runs that are killed again and again and resumed must end with the same bits.
+
+`python -m benchmarks.checks.kill` trains a small language model, kills it (SIGKILL) at random
+moments, half of them inside a save, and compares its end with that of a run that was not killed.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from effjax.train.checkpoint import Checkpoints
+from effjax.train.lm.config import LMConfig
+from effjax.train.lm.task import prepare
+from effjax.train.run_directory import RunDirectory
+
+OPTIONS = [
+    *("--layers", "2", "--width", "16", "--heads", "2", "--context", "16", "--batch-size", "8"),
+    *("--steps", "60", "--report-every", "10", "--checkpoint-every", "2", "--dropout", "0.1"),
+]
+TIMING = {"seconds", "tokens_per_second"}
+START_TIMEOUT = 600.0  # seconds
+
+
+class Kill(NamedTuple):
+    """One SIGKILL: the moment it hit ("start", "save" or "step"), and the seconds before it."""
+
+    moment: str
+    seconds: float
+
+
+class Trial(NamedTuple):
+    """A run that was killed several times, compared with one that was not."""
+
+    kills: list[Kill]
+    same_parameters: bool
+    same_metrics: bool
+
+
+def start(out: Path, options: Sequence[str]) -> subprocess.Popen:
+    """Start the run, or resume it if it exists."""
+    exists = (out / "config.json").exists()
+    arguments = ["--resume", str(out)] if exists else [*options, "--out", str(out)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "effjax", "train", "lm", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def is_saving(out: Path) -> bool:
+    """Return True if Orbax is writing a checkpoint, under a temporary name."""
+    folders = (out / "checkpoints", out / "partway")
+    return any("tmp" in name for f in folders if f.is_dir() for name in os.listdir(f))
+
+
+def has_checkpoint(out: Path) -> bool:
+    return (out / "partway").is_dir() and any((out / "partway").iterdir())
+
+
+def kill_at(out: Path, options: Sequence[str], moment: str, rng: random.Random) -> Kill | None:
+    """Start the run and kill it at "start", "save" or "step".
+
+    Returns:
+        The kill, or None if the run ended before.
+    """
+    # A condition to wait for, and the longest random delay after it in seconds.
+    is_reached, delay = {
+        "start": (lambda: True, 6.0),
+        "save": (lambda: is_saving(out), 0.02),
+        "step": (lambda: has_checkpoint(out), 1.0),
+    }[moment]
+    begin, run = time.monotonic(), start(out, options)
+    try:
+        while run.poll() is None and not is_reached() and time.monotonic() - begin < START_TIMEOUT:
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, delay))
+        ended = run.poll() is not None
+        if is_saving(out):
+            moment = "save"
+        elif moment == "save":
+            moment = "step"
+        run.send_signal(signal.SIGKILL)
+    finally:
+        run.kill()
+        _, errors = run.communicate()
+    if ended and run.returncode:
+        raise RuntimeError(errors)
+    return None if ended else Kill(moment, round(time.monotonic() - begin, 2))
+
+
+def finish(out: Path, options: Sequence[str]) -> None:
+    """Let the run end; raise RuntimeError if it fails."""
+    run = start(out, options)
+    _, errors = run.communicate(timeout=START_TIMEOUT)
+    if run.returncode:
+        raise RuntimeError(errors)
+
+
+def read_end(out: Path) -> tuple[list[np.ndarray], list[dict[str, Any]]]:
+    """Return the arrays of the last checkpoint, and the lines of metrics.jsonl without times."""
+    run = RunDirectory.find(out)
+    task = prepare(LMConfig.from_json(run.config["options"]), resume=True)
+    with Checkpoints(run.checkpoints, read_only=True) as saved:
+        state = saved.restore(task.shapes(), saved.steps[-1])
+    metrics = [{k: v for k, v in line.items() if k not in TIMING} for line in run.metrics]
+    return [np.asarray(a) for a in jax.tree.leaves(state)], metrics
+
+
+def run_trial(
+    out: Path, expected: Any, options: Sequence[str], moments: Sequence[str], rng: random.Random
+) -> Trial:
+    """Kill one run at each of the moments in turn, let it end, and compare it."""
+    kills = []
+    for moment in moments:
+        kill = kill_at(out, options, moment, rng)
+        if kill is None:
+            break
+        kills.append(kill)
+    finish(out, options)
+    arrays, metrics = read_end(out)
+    same = all(a.tobytes() == b.tobytes() for a, b in zip(arrays, expected[0], strict=True))
+    return Trial(kills, same, metrics == expected[1])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the trials; return 1 if one ends differently."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--trials", type=int, default=5, help="Number of runs.")
+    parser.add_argument("--kills", type=int, default=4, help="Number of kills of each run.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the moments.")
+    parser.add_argument("--json", type=Path, help="File for the results.")
+    options = parser.parse_args(argv)
+    rng, trials = random.Random(options.seed), []
+    with tempfile.TemporaryDirectory(prefix="effjax-kill-") as name:
+        folder = Path(name)
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "programs"))
+        finish(folder / "whole", OPTIONS)
+        expected = read_end(folder / "whole")
+        for i in range(options.trials):
+            moments = [rng.choice(["save", "save", "step", "start"]) for _ in range(options.kills)]
+            trial = run_trial(folder / str(i), expected, OPTIONS, moments, rng)
+            trials.append(trial)
+            words = {True: "equal", False: "DIFFER"}
+            kills = ", ".join(f"{kill.seconds:.1f} s ({kill.moment})" for kill in trial.kills)
+            print(
+                f"trial {i + 1}, killed after {kills}: parameters "
+                f"{words[trial.same_parameters]}, metrics {words[trial.same_metrics]}"
+            )
+    if options.json is not None:
+        options.json.write_text(json.dumps([t._asdict() for t in trials], indent=1) + "\n")
+    return int(not all(trial.same_parameters and trial.same_metrics for trial in trials))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

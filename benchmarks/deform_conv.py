@@ -1,0 +1,182 @@
+"""Deformable convolution: effjax's implementations, plain XLA and torchvision.
+
+The matrix products that all of them contain are timed alone, too. torchvision runs if it is
+installed, with as many threads.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import effjax
+from effjax.native import available
+from effjax.ops.deform_conv.reference import Geometry, columns
+
+from . import pytorch
+from .results import Result, Size
+from .timing import measure, num_threads
+
+
+class Case(NamedTuple):
+    """A 3x3 convolution with masks, stride 1 and padding 1, with equal channels in and out."""
+
+    batch: int
+    channels: int
+    height: int
+    width: int
+    offset_groups: int = 1
+
+
+CASES: dict[Size, tuple[Case, ...]] = {
+    "small": (Case(2, 64, 28, 28), Case(2, 32, 28, 28, offset_groups=4)),
+    "published": (
+        Case(2, 64, 56, 56),
+        Case(2, 256, 25, 42),
+        Case(2, 128, 50, 84),
+        Case(2, 128, 50, 84, offset_groups=4),
+        Case(8, 64, 56, 56),
+        # Batches that no large power of two divides.
+        Case(32, 64, 28, 28),
+        Case(37, 64, 28, 28),
+    ),
+}
+ROUNDS: dict[Size, int] = {"small": 5, "published": 15}
+
+
+def make_arrays(case: Case) -> dict[str, np.ndarray]:
+    """Return images, offsets of about two pixels, masks, a kernel and the result's cotangent."""
+    rng = np.random.default_rng(0)
+    n, c, h, w, groups = case
+    values = {
+        "x": rng.normal(size=(n, h, w, c)),
+        "offset": 2 * rng.normal(size=(n, h, w, groups * 18)),
+        "kernel": 0.05 * rng.normal(size=(3, 3, c, c)),
+        "mask": rng.uniform(size=(n, h, w, groups * 9)),
+        "dy": rng.normal(size=(n, h, w, c)),
+    }
+    return {name: value.astype(np.float32) for name, value in values.items()}
+
+
+def make_step(conv: Callable, backward: bool) -> Callable:
+    """Return the convolution, or the convolution and the gradients of its four operands."""
+
+    def step(x, offset, kernel, mask, dy):
+        if not backward:
+            return conv(x, offset, kernel, mask)
+        y, vjp = jax.vjp(conv, x, offset, kernel, mask)
+        return y, *vjp(dy)
+
+    return step
+
+
+def effjax_conv(implementation: Any) -> Callable:
+    def conv(x, offset, kernel, mask):
+        return effjax.deform_conv2d(
+            x, offset, kernel, mask, padding=1, implementation=implementation
+        )
+
+    return conv
+
+
+def plain_conv(case: Case) -> Callable:
+    """Return the usual program: all samples at once, gradients by automatic differentiation."""
+    geometry = Geometry((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), case.offset_groups)
+
+    def conv(x, offset, kernel, mask):
+        samples = columns(x, offset, mask, jnp.zeros(1, jnp.int32), geometry)
+        return samples @ kernel.reshape(-1, case.channels)
+
+    return conv
+
+
+def matrix_products(case: Case, backward: bool, kernel: Any, dy: Any) -> Callable[[], Any]:
+    """Return the matrix products alone, in slices as large as those of native code."""
+    n, channels, height, width, _ = case
+    taps = 9 * channels
+    max_rows = 24 * 2**20 // (12 if backward else 4) // (n * width * taps)
+    num_slices = height // max((r for r in range(1, max_rows + 1) if height % r == 0), default=1)
+
+    def step(samples, kernel, dy):
+        matrix, dy = kernel.reshape(taps, channels), dy.reshape(num_slices, -1, channels)
+
+        def body(i, carry):
+            y, dkernel, dsamples = carry
+            # Without the barrier XLA would move the product out of the loop.
+            current, y = lax.optimization_barrier((samples, y))
+            y = y.at[i].set(current @ matrix)
+            if backward:
+                dkernel += jnp.einsum("po,pc->oc", dy[i], current)
+                dsamples = jnp.einsum("po,co->pc", dy[i], matrix)
+            return y, dkernel, dsamples
+
+        gradients = (jnp.zeros((channels, taps)), jnp.zeros_like(samples)) if backward else ((), ())
+        return lax.fori_loop(0, num_slices, body, (jnp.zeros_like(dy), *gradients))
+
+    samples = jnp.zeros((dy.size // channels // num_slices, taps))
+    compiled = jax.jit(step).lower(samples, kernel, dy).compile()
+    return lambda: compiled(samples, kernel, dy)
+
+
+def torch_step(arrays: dict[str, np.ndarray], backward: bool) -> Callable[[], Any]:
+    """Return the same with torchvision, in its own layout, with results in ours."""
+    import torch  # pyright: ignore[reportMissingImports]
+    from torchvision.ops import deform_conv2d  # pyright: ignore[reportMissingImports]
+
+    x, offset, mask, dy = (pytorch.to_nchw(arrays[k]) for k in ("x", "offset", "mask", "dy"))
+    kernel = torch.tensor(arrays["kernel"].transpose(3, 2, 0, 1)).contiguous()
+    operands = (x, offset, kernel, mask)
+
+    def run():
+        if not backward:
+            with torch.no_grad():
+                return pytorch.to_nhwc(deform_conv2d(x, offset, kernel, padding=1, mask=mask))
+        for operand in operands:
+            operand.requires_grad_(True).grad = None
+        y = deform_conv2d(x, offset, kernel, padding=1, mask=mask)
+        y.backward(dy)
+        dkernel = kernel.grad.permute(2, 3, 1, 0).numpy()
+        dx, doffset, dmask = (pytorch.to_nhwc(t.grad) for t in (x, offset, mask))
+        return pytorch.to_nhwc(y), dx, doffset, dkernel, dmask
+
+    return run
+
+
+def measure_case(case: Case, backward: bool, rounds: int) -> Result:
+    arrays = make_arrays(case)
+    convs = {"plain XLA": plain_conv(case), "effjax xla": effjax_conv("xla")}
+    if available(jax.default_backend().replace("gpu", "cuda")):
+        convs["effjax native"] = effjax_conv("native")
+    steps = {name: make_step(conv, backward) for name, conv in convs.items()}
+    missing = pytorch.missing("torchvision")
+    peers = {} if missing else {"torchvision": torch_step(arrays, backward)}
+    args = tuple(jnp.asarray(arrays[name]) for name in ("x", "offset", "kernel", "mask", "dy"))
+    products = matrix_products(case, backward, args[2], args[4])
+    reference = next(iter(peers or steps))
+    rows = measure(
+        steps,
+        args,
+        reference=reference,
+        rounds=rounds,
+        peers=peers,
+        fragments={"matrix products alone": products},
+    )
+    passes = "forward+backward" if backward else "forward"
+    n, c, h, w, groups = case
+    config = {"passes": passes, "threads": num_threads(), "rounds": rounds, "reference": reference}
+    return Result(
+        f"deform_conv_{n}x{h}x{w}x{c}_{groups}_{passes.replace('+', '_')}",
+        f"deform_conv2d, {n}x{h}x{w}x{c}, offset groups {groups}, {passes}",
+        case._asdict() | config,
+        rows,
+        notes=[missing] if missing else [],
+    )
+
+
+def run(size: Size) -> Iterator[Result]:
+    for case in CASES[size]:
+        for backward in (False, True):
+            yield measure_case(case, backward, ROUNDS[size])

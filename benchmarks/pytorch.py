@@ -1,0 +1,198 @@
+"""PyTorch as a peer: whether it can be imported, and a dense block and a DenseNet in it.
+
+The checkpointed block is that of the original: concatenation, batch norm, ReLU and 1x1 convolution
+of each layer run under ``torch.utils.checkpoint``, so that the wide arrays are recomputed in the
+backward pass.
+"""
+
+import functools
+import importlib
+import importlib.util
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .timing import num_threads
+
+PLAIN, EFFICIENT = "PyTorch", "PyTorch, checkpointed bottlenecks"
+
+
+@functools.cache
+def missing(name: str) -> str:
+    """Return why a package cannot be imported, or an empty string.
+
+    Gives PyTorch as many threads as XLA has.
+    """
+    if importlib.util.find_spec(name) is None:
+        return f"Without {name}: it is not installed (pip install torch torchvision)."
+    try:
+        importlib.import_module(name)
+        importlib.import_module("torch").set_num_threads(num_threads())
+    except Exception as error:  # builds that do not match each other or lack a GPU's libraries
+        first = (str(error) or "no message").splitlines()[0]
+        return f"Without {name}: importing it failed ({type(error).__name__}: {first})."
+    return ""
+
+
+def to_nchw(a: Any) -> Any:
+    """Return a tensor [N, C, H, W] of an array [N, H, W, C]."""
+    torch: Any = importlib.import_module("torch")
+    return torch.tensor(np.asarray(a).transpose(0, 3, 1, 2)).contiguous()
+
+
+def to_nhwc(t: Any) -> np.ndarray:
+    """Return an array [N, H, W, C] of a tensor [N, C, H, W]."""
+    return t.detach().permute(0, 2, 3, 1).numpy()
+
+
+def _dense_block(
+    x: Any, layers: Sequence[dict[str, Any]], efficient: bool
+) -> tuple[Any, list[Any]]:
+    """Return the block's features as one tensor and one by one."""
+    torch: Any = importlib.import_module("torch")
+    checkpoint: Any = importlib.import_module("torch.utils.checkpoint").checkpoint
+    norm, conv = torch.nn.functional.batch_norm, torch.nn.functional.conv2d
+
+    def bottleneck(p: dict[str, Any], *features: Any) -> Any:
+        x = torch.cat(features, 1)
+        x = norm(x, None, None, p["scale1"], p["bias1"], training=True, eps=1e-5).relu()
+        return conv(x, p["kernel1"])
+
+    features = [x]
+    for p in layers:
+        if efficient:
+            z = checkpoint(bottleneck, p, *features, use_reentrant=False)
+        else:
+            z = bottleneck(p, *features)
+        z = norm(z, None, None, p["scale2"], p["bias2"], training=True, eps=1e-5).relu()
+        features.append(conv(z, p["kernel2"], padding=1))
+    return torch.cat(features, 1), features
+
+
+def block_steps(params: Sequence[Any], x: Any, weights: Any) -> dict[str, Callable[[], Any]]:
+    """Return functions of the loss and gradients of a dense block, in effjax's layout."""
+    torch: Any = importlib.import_module("torch")
+
+    def to_tensor(a: Any) -> Any:
+        a = np.asarray(a)
+        return torch.tensor(a.transpose(3, 2, 0, 1).copy() if a.ndim == 4 else a.copy())
+
+    def to_array(t: Any) -> Any:
+        return t.permute(2, 3, 1, 0).numpy() if t.ndim == 4 else t.numpy()
+
+    layers = [{k: to_tensor(v).requires_grad_() for k, v in p._asdict().items()} for p in params]
+    image, loss_weights = to_nchw(x).requires_grad_(), to_nchw(weights)
+
+    def step(efficient: bool) -> Any:
+        for t in (image, *(t for p in layers for t in p.values())):
+            t.grad = None
+        loss = (_dense_block(image, layers, efficient)[0] * loss_weights).sum()
+        loss.backward()
+        grads = [
+            type(p)(**{k: to_array(t.grad) for k, t in layer.items()})
+            for p, layer in zip(params, layers, strict=True)
+        ]
+        return loss.detach().numpy(), (grads, to_nhwc(image.grad))
+
+    return {PLAIN: lambda: step(False), EFFICIENT: lambda: step(True)}
+
+
+def block_kept_bytes(params: Sequence[Any], x: jax.ShapeDtypeStruct, efficient: bool) -> int:
+    """Return the bytes autograd keeps for the backward pass of a block, each storage once.
+
+    Nothing is computed: the tensors are on the meta device.
+    """
+    torch: Any = importlib.import_module("torch")
+
+    def to_tensor(a: Any) -> Any:
+        shape = [a.shape[i] for i in (3, 2, 0, 1)] if len(a.shape) == 4 else a.shape
+        return torch.empty(*shape, device="meta", requires_grad=True)
+
+    layers = [{k: to_tensor(v) for k, v in p._asdict().items()} for p in params]
+    n, h, w, c = x.shape
+    image = torch.empty(n, c, h, w, device="meta", requires_grad=True)
+    # By address. Keeping the storage alive keeps its address from being used again.
+    storages: dict[int, Any] = {}
+
+    def keep(t: Any) -> Any:
+        storage = t.untyped_storage()
+        storages[storage._cdata] = storage
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        y, features = _dense_block(image, layers, efficient)
+    if efficient:
+        # torch.utils.checkpoint holds the arguments of its functions outside of the hooks.
+        for t in (*features[:-1], *(p[k] for p in layers for k in ("scale1", "bias1", "kernel1"))):
+            keep(t)
+    del y
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+KEPT_BYTES: dict[str, Callable[[Any, Any], int]] = {
+    PLAIN: lambda params, x: block_kept_bytes(params, x, False),
+    EFFICIENT: lambda params, x: block_kept_bytes(params, x, True),
+}
+
+
+def densenet_steps(
+    depth: int, batch_size: int, image_size: int, growth_rate: int
+) -> dict[str, Callable[[], float]]:
+    """Return training steps of a DenseNet-BC for ten classes; each call returns the loss.
+
+    PyTorch draws the weights, so that only the time can be compared.
+    """
+    torch: Any = importlib.import_module("torch")
+    ops, parameters = torch.nn.functional, []
+    torch.manual_seed(0)
+
+    def parameter(tensor: Any) -> Any:
+        parameters.append(tensor.requires_grad_())
+        return tensor
+
+    def kernel(out: int, channels: int, size: int) -> Any:
+        scale = (2 / (channels * size * size)) ** 0.5
+        return parameter(scale * torch.randn(out, channels, size, size))
+
+    def affine(channels: int) -> tuple[Any, Any]:
+        return parameter(torch.ones(channels)), parameter(torch.zeros(channels))
+
+    def norm(x: Any, scale: Any, bias: Any) -> Any:
+        return ops.batch_norm(x, None, None, scale, bias, training=True, eps=1e-5).relu()
+
+    channels, blocks, transitions = 2 * growth_rate, [], []
+    stem = kernel(channels, 3, 3)
+    for stage in range(3):
+        layers = []
+        for _ in range((depth - 4) // 6):
+            p = {"kernel1": kernel(4 * growth_rate, channels, 1)}
+            p["kernel2"] = kernel(growth_rate, 4 * growth_rate, 3)
+            p["scale1"], p["bias1"] = affine(channels)
+            p["scale2"], p["bias2"] = affine(4 * growth_rate)
+            layers.append(p)
+            channels += growth_rate
+        blocks.append(layers)
+        if stage < 2:
+            transitions.append((affine(channels), kernel(channels // 2, channels, 1)))
+            channels //= 2
+    last, classifier = affine(channels), parameter(0.01 * torch.randn(channels, 10))
+    images = torch.randn(batch_size, 3, image_size, image_size)
+    labels = torch.randint(0, 10, (batch_size,))
+    optimizer = torch.optim.SGD(parameters, 0.1, momentum=0.9, nesterov=True)
+
+    def step(efficient: bool) -> float:
+        x = ops.conv2d(images, stem, padding=1)
+        for layers, transition in itertools.zip_longest(blocks, transitions):
+            x, _ = _dense_block(x, layers, efficient)
+            if transition is not None:
+                x = ops.avg_pool2d(ops.conv2d(norm(x, *transition[0]), transition[1]), 2)
+        loss = ops.cross_entropy(norm(x, *last).mean((2, 3)) @ classifier, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return {PLAIN: lambda: step(False), EFFICIENT: lambda: step(True)}

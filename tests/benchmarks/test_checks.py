@@ -1,0 +1,105 @@
+"""The checks of long runs, killed runs and CUDA machine code."""
+
+import importlib.resources
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks.checks import kill, sass, soak
+from effjax import native
+
+needs_tools = pytest.mark.skipif(
+    not (native.available("cuda") and sass.has_tools()),
+    reason="no CUDA kernels, or no cuobjdump: pip install 'effjax[test]'",
+)
+
+
+@pytest.mark.exhaustive
+def test_nothing_grows_over_many_steps():
+    growth = soak.soak(500, sample_every=25)
+    assert growth["compilations"] == growth["descriptors"] == 0
+    # Allocators still grow in so few steps; docs/measured has 20,000.
+    assert growth["bytes_a_step"] < 20_000
+    losses = [sample["loss"] for sample in growth["samples"]]
+    assert losses[-1] < losses[0]
+
+
+def test_soak_reports_growth(monkeypatch, tmp_path, capsys):
+    growth = {"bytes_a_step": 2000.0, "compilations": 0, "descriptors": 0, "seconds": 1.0}
+    monkeypatch.setattr(soak, "soak", lambda *_: growth | {"samples": [{"step": 1}]})
+    assert soak.main(["--json", str(tmp_path)]) == 1
+    assert "1.907 MiB" in capsys.readouterr().out
+    assert json.loads((tmp_path / "soak.json").read_text())["rows"] == [{"step": 1}]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder / "programs"))
+        kill.finish(folder / "run", kill.OPTIONS)
+        yield kill.read_end(folder / "run")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_and_resumed_run_ends_with_the_same_bits(tmp_path, uninterrupted, seed):
+    moments = "save", ("step", "start")[seed], "save"
+    rng = random.Random(seed)
+    trial = kill.run_trial(tmp_path / "run", uninterrupted, kill.OPTIONS, moments, rng)
+    assert trial.kills and trial.same_parameters and trial.same_metrics
+
+
+def test_kill_reports_differences(monkeypatch, tmp_path, capsys):
+    trial = kill.Trial([kill.Kill("save", 1.0)], True, False)
+    monkeypatch.setattr(kill, "finish", lambda *_: None)
+    monkeypatch.setattr(kill, "read_end", lambda *_: None)
+    monkeypatch.setattr(kill, "run_trial", lambda *_: trial)
+    assert kill.main(["--trials", "1", "--json", str(tmp_path / "a.json")]) == 1
+    assert "DIFFER" in capsys.readouterr().out
+    assert json.loads((tmp_path / "a.json").read_text())[0]["same_parameters"]
+
+
+@needs_tools
+def test_kernels_are_within_their_budgets(tmp_path, capsys):
+    with importlib.resources.as_file(native._file("cuda")) as library:
+        assert sass.main([str(library), "--json", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "deform_conv_sass.json").read_text())["rows"]
+    names = {row["name"] for row in rows}
+    assert names == {f"{function}, {dtype}" for function, dtype in sass.BUDGETS}
+    assert "columns, bfloat16" in capsys.readouterr().out
+    measured = Path(__file__).parents[2] / "docs" / "measured" / "planned"
+    recorded = json.loads((measured / "deform_conv_sass.json").read_text())["rows"]
+    assert names == {row["name"] for row in recorded}
+
+
+LOOP = """
+        /*0000*/                   IMAD.MOV.U32 R1, RZ, RZ, c[0x0][0x28] ;      /* 0x0 */
+        /*0010*/              @P0  LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0020*/                   LDG.E.64 R8, desc[UR4][R12.64] ;
+        /*0030*/                   IADD3 R2, R2, 0x1, RZ ;
+        /*0040*/                   FMUL R20, R7.reuse, R9 ;
+        /*0050*/                   LDG.E R16, desc[UR4][R12.64] ;
+        /*0060*/                   STG.E.128 desc[UR4][R2.64], R20 ;
+        /*0070*/              @!P0 BRA 0x10 ;
+        /*0080*/                   EXIT ;
+        /*0090*/                   BRA 0x90;
+"""
+
+
+def test_instructions_of_a_loop():
+    code = sass.parse_instructions(LOOP)
+    assert len(code) == 10 and sass.find_loops(code) == [(1, 7)]
+    assert sass.count_loads_in_flight(code[1:8]) == 2  # the third starts after R7 is read
+    counts = sass.count_instructions(sass.Kernel("columns", "float32", 4, 32), code)
+    share = round(2 / 32, 1)
+    expected = {"in_the_loop": 7, "of_samples": share, "a_pack": 7.1, "loads_in_flight": 2}
+    assert counts == expected
+
+
+def test_exceeded_budgets():
+    row = dict(name="columns, float32", a_pack=121, budget=120, loads_in_flight=3, spilled_bytes=8)
+    assert len(sass.find_faults([row])) == 3
+    assert not sass.find_faults([row | dict(a_pack=120, loads_in_flight=4, spilled_bytes=0)])

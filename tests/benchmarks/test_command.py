@@ -1,0 +1,252 @@
+"""`python -m benchmarks`, its tables, pictures and JSON, with benchmarks that measure nothing."""
+
+import json
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import planning, plots, pytorch
+from benchmarks.results import (
+    Bars,
+    Curves,
+    Result,
+    UnavailableError,
+    as_markdown,
+    cpu_name,
+    headline,
+    print_table,
+)
+from benchmarks.timing import fit_exponent, num_threads, quartiles, time_in_turn
+from effjax.memory import PlanError
+
+ROWS = [{"name": "theirs", "ratio": 1.0}, {"name": "effjax", "ratio": 0.5}]
+
+
+def interrupt():
+    yield Result("first", "a table", {}, ROWS)
+    raise KeyboardInterrupt
+
+
+def fail():
+    yield Result("half", "a table before it fails", {}, ROWS)
+    raise ValueError("no good\nat all")
+
+
+def be_unavailable():
+    raise UnavailableError("the GPU compiler is not installed")
+    yield
+
+
+FAKES = {
+    "works": lambda: iter([Result("one", "a table", {"reference": "theirs"}, ROWS)]),
+    "fails": fail,
+    "lacks": be_unavailable,
+    "stops": interrupt,
+}
+
+
+@pytest.fixture
+def fakes(monkeypatch, tmp_path):
+    """Replace the subjects; return the sizes they were run with."""
+    sizes = []
+
+    def results_of(name, size):
+        sizes.append(size)
+        return FAKES[name]()
+
+    monkeypatch.setattr(command, "SUBJECTS", {name: f"it {name}" for name in FAKES})
+    monkeypatch.setattr(command, "results_of", results_of)
+    monkeypatch.chdir(tmp_path)
+    return sizes
+
+
+def test_every_subject_has_a_file(capsys):
+    assert command.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(command.SUBJECTS)
+    for name in command.SUBJECTS:
+        command.results_of(name, "small")
+
+
+def test_one_benchmark(fakes, tmp_path, capsys):
+    assert command.main(["works", "--size", "published", "--out", "new/folder"]) == 0
+    folder = tmp_path / "new" / "folder"
+    assert fakes == ["published"]
+    record = json.loads((folder / "one.json").read_text())
+    assert record["command"] == "python -m benchmarks works --size published --out new/folder"
+    assert record["machine"]["cpu"] and record["machine"]["threads"] >= 1
+    assert record["rows"] == ROWS and record["versions"]["jax"]
+    summary = (folder / "summary.md").read_text()
+    assert "| effjax | 0.50 |" in summary and "![a table](one.svg)" in summary
+    assert record["machine"]["cpu"] in summary and (folder / "one.svg").exists()
+    line = "works: a table: effjax 0.50 (0.50–0.50) of the time of theirs"
+    assert line in summary and line in capsys.readouterr().out
+
+
+def test_a_failure_keeps_the_other_results(fakes, tmp_path, capsys):
+    assert command.main(["fails", "lacks", "works", "--out", "."]) == 1
+    for name in ("half.json", "one.json", "one.svg", "half.svg"):
+        assert (tmp_path / name).exists()
+    summary = (tmp_path / "summary.md").read_text()
+    for text in (capsys.readouterr().out, summary):
+        assert "fails: FAILED, ValueError: no good (see fails.log)" in text
+        assert "lacks: skipped, the GPU compiler is not installed" in text
+    assert "at all" in (tmp_path / "fails.log").read_text()
+    assert command.main(["lacks", "--out", "other"]) == 0
+
+
+def test_ctrl_c_keeps_earlier_results(fakes, tmp_path, capsys):
+    assert command.main(["works", "stops", "fails", "--out", "."]) == 130
+    assert fakes == ["small"] * 2 and "interrupted in stops" in capsys.readouterr().out
+    assert (tmp_path / "one.json").exists() and (tmp_path / "first.json").exists()
+
+
+def test_all_runs_every_subject_in_order(fakes, monkeypatch, capsys):
+    monkeypatch.setitem(FAKES, "stops", FAKES["works"])
+    assert command.main(["all", "--out", "."]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("[")] == [f"{n}:" for n in FAKES]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "--list shows the names"),
+        (["works", "deform", "--out", "new"], "'deform' is not one of all, works, fails, lacks"),
+        (["works"], "--out is missing"),
+        (["works", "--out", "file"], "--out file: File exists"),
+    ],
+)
+def test_rejects_wrong_arguments(fakes, tmp_path, capsys, argv, message):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        command.main(argv)
+    assert message in capsys.readouterr().err
+    assert not fakes and not (tmp_path / "new").exists()
+
+
+def test_a_missing_package_is_skipped(fakes, monkeypatch, capsys):
+    def import_module(name):
+        raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+
+    monkeypatch.setitem(FAKES, "works", lambda: import_module("optax.contrib"))
+    assert command.main(["works", "--out", "."]) == 0
+    assert "No module named 'optax.contrib'; run pip install" in capsys.readouterr().out
+    monkeypatch.setitem(FAKES, "works", lambda: import_module("effjax.lost"))
+    assert command.main(["works", "--out", "."]) == 1
+    assert "works: FAILED, ModuleNotFoundError" in capsys.readouterr().out
+
+
+def test_a_missing_gpu_compiler_is_reported(monkeypatch):
+    def plan(*args, **options):
+        raise PlanError("the GPU compiler is not installed: pip install x")
+
+    monkeypatch.setattr(planning, "plan", plan)
+    for name in ("planner", "cross-entropy", "resnet"):
+        with pytest.raises(UnavailableError, match="GPU compiler is not installed"):
+            next(command.results_of(name, "small"))
+
+
+def test_a_missing_peer_is_reported(monkeypatch):
+    pytorch.missing.cache_clear()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "not installed (pip install torch torchvision)" in pytorch.missing("torchvision")
+
+    def import_module(name):
+        raise RuntimeError("operator torchvision::nms does not exist\nand more")
+
+    pytorch.missing.cache_clear()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("importlib.import_module", import_module)
+    reason = "RuntimeError: operator torchvision::nms does not exist)."
+    assert pytorch.missing("torchvision").endswith(reason)
+    pytorch.missing.cache_clear()
+
+
+def test_quartiles_enclose_the_median():
+    assert quartiles([1, 2, 3, 4, 5], 1) == [2, 4] and quartiles([7.0], 1) == [7, 7]
+    times = time_in_turn({"a": lambda: 1, "b": lambda: 2}, reference="a", rounds=4)
+    assert times["a"]["ratio_quartiles"] == [1, 1] and times["a"]["ratio"] == 1
+    for key in ("ratio", "seconds"):
+        low, high = times["b"][f"{key}_quartiles"]
+        assert low <= times["b"][key] <= high
+
+
+def test_exponent_of_a_power():
+    x = [12, 24, 48, 96]
+    assert fit_exponent(x, [3 * n**2 for n in x]) == 2 and fit_exponent(x, x) == 1
+
+
+def test_cpu_name(tmp_path, monkeypatch):
+    file = tmp_path / "cpuinfo"
+    file.write_text("processor : 0\nmodel name\t: A CPU @ 2 GHz\nmodel name : another\n")
+    assert cpu_name(file) == "A CPU @ 2 GHz"
+    file.write_text("processor : 0\n")
+    monkeypatch.setattr("platform.processor", lambda: "")
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert cpu_name(file) == cpu_name(tmp_path / "none") == "aarch64"
+    assert num_threads() >= 1
+
+
+def test_tables_have_the_columns_of_their_rows(capsys):
+    rows = [
+        {"name": "theirs [x]", "ratio": 1.0, "ratio_quartiles": [1.0, 1.0], "temp_bytes": 2e6},
+        {"name": "effjax", "ratio": 0.5, "ratio_quartiles": [0.4, 0.75], "temp_bytes": None},
+    ]
+    result = Result("file", "a title", {}, rows, notes=["A note."])
+    lines = as_markdown(result).splitlines()
+    assert lines[:3] == ["## a title", "", "| program | x reference | quartiles | temp [MB] |"]
+    assert lines[4] == "| theirs [x] | 1.00 | 1.00–1.00 | 2.0 |"
+    assert lines[5] == "| effjax | 0.50 | 0.40–0.75 |  |" and lines[-1] == "A note."
+    print_table(result)
+    out = capsys.readouterr().out
+    assert "theirs [x]" in out and "temp [MB]" in out and "A note." in out
+
+
+def draw_svg(tmp_path, result):
+    """Draw twice; return the text of the picture."""
+    texts = []
+    for _ in range(2):
+        plots.save(plots.draw(result), tmp_path / "picture.svg")
+        texts.append((tmp_path / "picture.svg").read_text())
+    assert texts[0] == texts[1]
+    return texts[0]
+
+
+def test_bars(tmp_path):
+    rows = [
+        {"name": "theirs", "ratio": 1.0, "ratio_quartiles": [1.0, 1.0]},
+        {"name": "effjax", "ratio": 0.52, "ratio_quartiles": [0.4, 0.75]},
+        {"name": "fragment"},
+    ]
+    svg = draw_svg(tmp_path, Result("file", "a title", {}, rows))
+    assert "0.52" in svg and "a title" in svg and "fragment" not in svg
+    plot = Bars("error", "error", groups=["of", "mean"], log=True)
+    rows = [{"name": "a", "of": "x", "mean": 1e4, "error": e} for e in (0.5, 1e-5)]
+    svg = draw_svg(tmp_path, Result("file", "t", {}, rows, plot))
+    assert "a, x, mean 10000" in svg and "1.0e-05" in svg
+    assert plots.draw(Result("file", "t", {}, [{"name": "a"}])) is None
+    assert plots.draw(Result("file", "t", {}, rows, None)) is None
+
+
+def test_curves(tmp_path):
+    rows = [
+        {"name": name, "layers": n, "bytes": factor * n**power}
+        for name, factor, power in (("plain", 3, 2), ("effjax", 5, 1), ("close", 5.01, 1))
+        for n in (12, 24, 96)
+    ]
+    plot = Curves("layers", "bytes", "memory [MB]", 1e6)
+    svg = draw_svg(tmp_path, Result("file", "by depth", {}, rows, plot))
+    assert "plain  0.0276  ∝ layers^2.00" in svg and ">96<" in svg
+    assert "effjax  0.00048  ∝ layers^1.00" in svg
+    assert plots.draw(Result("file", "t", {}, [{"name": "a", "layers": 2}], plot)) is None
+
+
+def test_headlines():
+    rows = [{"name": n, "ratio": 0.5, "ratio_quartiles": [0.4, 0.6]} for n in "ab"]
+    config = {"ours": ["b"], "reference": "a"}
+    line = headline(Result("name", "title", config, rows))
+    assert line == "title: b 0.50 (0.40–0.60) of the time of a"
+    rows = [{"name": "a", "exponent": 1.5}, {"name": "b"}]
+    line = headline(Result("name", "title", {}, rows, Curves("x", "y", "label")))
+    assert line == "title: a ∝ depth^1.50"

@@ -1,0 +1,333 @@
+"""A tiny run of each benchmark: equal results, and the expected order of memory."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import effjax
+from benchmarks import (
+    batch_norm,
+    cross_entropy,
+    deform_attention,
+    deform_conv,
+    dense_block,
+    densenet,
+    depth,
+    import_time,
+    offload,
+    offload_peers,
+    planner,
+    pytorch,
+    resnet,
+    roi,
+    sync_batch_norm,
+)
+from benchmarks.offload_forms import (
+    FORMS,
+    FUSED,
+    FUSED_IN_MEMORY,
+    IN_MEMORY,
+    OFFLOADED,
+    REMAT,
+    STATE_MOVED,
+    Setting,
+    make_params,
+    step_of,
+)
+from effjax.models import TransformerLM
+from effjax.native import available
+from tests.programs import needs_gpu_compiler
+from tests.tiers import exhaustive
+
+TINY = Setting(
+    layers=2,
+    width=8,
+    heads=2,
+    context=4,
+    batch_size=2,
+    dropout=0.0,
+    vocab_size=16,
+    mlp_width=12,
+)
+
+
+def by_name(result):
+    return {row["name"]: row for row in result.rows}
+
+
+def test_batch_norm():
+    rows = by_name(batch_norm.measure_norms((2, 4, 4, 4), "float32", rounds=1))
+    assert all(row["difference"] < 1e-4 for row in rows.values())
+    assert rows["effjax.sync_batch_norm"]["kept"] < 2 < rows["Flax BatchNorm"]["kept"]
+
+
+@pytest.mark.exhaustive
+def test_sync_batch_norm():
+    rows = sync_batch_norm.measure_gradients(sync_batch_norm.make_mesh(8), (8, 2, 3, 4), 1)
+    assert [row["name"] for row in rows] == list(sync_batch_norm.NORMS)
+    assert all(row["devices"] == 8 and row["difference"] < 1e-4 for row in rows)
+    assert all(1 <= row["all_reduces"] <= rows[0]["all_reduces"] for row in rows)
+    assert rows[2]["kept"] < rows[0]["kept"]
+
+
+@pytest.mark.exhaustive
+def test_sync_batch_norm_in_a_process_with_eight_devices(monkeypatch):
+    monkeypatch.setitem(sync_batch_norm.SHAPES, "small", (32, 4, 4, 8))
+    gradients, errors = sync_batch_norm.run("small")
+    assert {row["devices"] for row in gradients.rows} == {1, 2, 4, 8}
+    error = {(row["name"], row["mean"]): row["variance_error"] for row in errors.rows}
+    assert error["Flax linen.BatchNorm", 1e4] > 0.1 > 1e-3 > error["effjax.nnx.BatchNorm", 1e4]
+
+
+@pytest.mark.exhaustive
+def test_dense_block():
+    result = dense_block.measure_block(1, 2, 6, growth_rate=2, channels=3, rounds=1)
+    rows = by_name(result)
+    assert rows.keys() >= set(dense_block.BLOCKS)
+    assert rows["plain autodiff"]["ratio"] == 1
+    assert all(row["difference"] < 1e-4 for row in rows.values())
+
+
+def test_kept_bytes_grow_slower_than_plain_autodiff(monkeypatch):
+    monkeypatch.setattr(pytorch, "missing", lambda name: "Without torch.")
+    result = depth.count_kept((2, 4, 8), 2)
+    assert result.notes[-1] == "Without torch."
+    exponents = {row["name"]: row["exponent"] for row in result.rows if "exponent" in row}
+    assert set(exponents) == set(depth.BLOCKS)
+    assert exponents['effjax save="features"'] < 1 < exponents["plain autodiff"]
+    kept = {(row["name"], row["layers"]): row["kept_bytes"] for row in result.rows}
+    assert kept['effjax save="features"', 8] < kept["jax.checkpoint a layer", 8]
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_planned_depths():
+    first, second, growth = depth.plan_depths((1, 2), 2, "l4")
+    assert first.name == "memory_block_1_l4" and first.rows[0]["ratio"] == 1
+    assert set(by_name(second)) == set(depth.BLOCKS)
+    expected = [(name, layers) for name in depth.BLOCKS for layers in (1, 2)]
+    assert [(row["name"], row["layers"]) for row in growth.rows] == expected
+    assert all(row["peak_bytes"] > row["temp_bytes"] > 0 for row in growth.rows)
+
+
+@pytest.mark.exhaustive
+def test_densenet():
+    rows = by_name(densenet.measure_steps(10, 2, 8, rounds=1))
+    assert list(rows)[:4] == ["plain", "jax.checkpoint", "effjax conv", "effjax features"]
+    assert rows["plain"]["ratio"] == 1
+    assert all(row.get("difference", 0) < 1e-3 for row in rows.values())
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_planned_densenet():
+    rows = by_name(densenet.plan_network(10, 2, "l4"))
+    assert list(rows) == ["plain", "jax.checkpoint", "effjax conv", "effjax features"]
+    assert rows["plain"]["ratio"] == 1
+
+
+@pytest.mark.exhaustive
+def test_pytorch_computes_the_same_block():
+    pytest.importorskip("torch")
+    args = dense_block.make_arrays(2, 2, 5, 3, 4)
+    expected = jax.jit(dense_block.train_step(dense_block.plain))(*args)
+    for step in pytorch.block_steps(*args).values():
+        for a, b in zip(jax.tree.leaves(step()), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+    params, x, _ = dense_block.step_shapes(8, 2)
+    plain, efficient = (count(params, x) for count in pytorch.KEPT_BYTES.values())
+    assert efficient < plain
+    # Both steps train the same parameters in turn.
+    losses = [[step() for _ in range(3)] for step in pytorch.densenet_steps(10, 2, 8, 12).values()]
+    assert losses[0][0] > losses[-1][-1]
+
+
+@pytest.mark.parametrize("backward", [exhaustive(False), True])
+def test_deform_conv(backward):
+    case = deform_conv.Case(2, 4, 5, 6, 2)
+    rows = by_name(deform_conv.measure_case(case, backward, rounds=1))
+    assert rows.pop("matrix products alone")["difference"] is None
+    native = {"effjax native"} if available("cpu") else set()
+    assert rows.keys() >= {"plain XLA", "effjax xla"} | native
+    assert all(row["difference"] < 1e-5 for row in rows.values())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backward", [False, True])
+def test_deform_attention(backward):
+    case = deform_attention.Case(5, shapes=((4, 5), (2, 3)), heads=2, channels=3, points=2, batch=2)
+    rows = by_name(deform_attention.measure_case(case, backward, rounds=1))
+    native = {"effjax native"} if available("cpu") else set()
+    assert rows.keys() == {"packed gather", "effjax xla"} | native
+    assert all(row["difference"] < 1e-5 for row in rows.values())
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_planned_deform_attention():
+    case = deform_attention.Case(50, shapes=((4, 5), (2, 3)), heads=2)
+    rows = by_name(deform_attention.plan_case(case, "l4"))
+    samples = 4 * 50 * 2 * 2 * 4 * 32
+    assert rows["the samples alone"]["temp_bytes"] == samples
+    assert rows["packed gather"]["temp_bytes"] > samples
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backward", [False, True])
+def test_roi(backward):
+    case = roi.Case(2, boxes=4, channels=2, height=64, width=96)
+    rows = by_name(roi.measure_case(case, backward, rounds=1))
+    assert "effjax xla" in rows
+    assert all(row["difference"] < 1e-4 for row in rows.values())
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_planned_cross_entropy():
+    config = dict(num_layers=1, width=16, num_heads=2, vocab_size=512, dtype="bfloat16")
+    result = cross_entropy.plan_losses(config, 32, [2], "l4")
+    assert result.name == "cross_entropy_512_l4" and result.notes[0].startswith("Sequences of 32")
+    names = [(row["of"], row["name"]) for row in result.rows]
+    assert names == [(part, name) for part in ("head", "model") for name in cross_entropy.LOSSES]
+
+
+@pytest.mark.exhaustive
+def test_losses_of_cross_entropy_agree():
+    model = TransformerLM(vocab_size=9, num_layers=1, width=8, num_heads=2, rngs=nnx.Rngs(0))
+    gradients = []
+    for losses in cross_entropy.LOSSES.values():
+        fn, params, _ = cross_entropy.gradient_steps(model, losses, 2, 32)["model"]
+        gradients.append(jax.jit(fn)(params, jnp.ones((2, 33), int)))
+    for actual in gradients[1:]:
+        close = functools.partial(np.testing.assert_allclose, atol=1e-6)
+        jax.tree.map(close, actual, gradients[0])
+
+
+@pytest.mark.exhaustive
+def test_import_time(monkeypatch):
+    monkeypatch.setattr(import_time, "IMPORTS", ("jax", "effjax"))
+    alone, added = import_time.measure_imports(rounds=1).rows
+    assert (alone["name"], added["name"]) == ("import jax", "import effjax, after jax")
+    assert added["modules"] < alone["modules"] / 3 and added["seconds_quartiles"][0] > 0
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_planned_resnet(monkeypatch):
+    monkeypatch.setitem(resnet.NETWORKS, "tiny", dict(bottleneck=True, stage_sizes=(1,)))
+    rows = by_name(resnet.plan_networks("tiny", 2, 16, 3, target="l4"))
+    assert list(rows) == list(resnet.make_networks("tiny", 3, "bfloat16"))
+    assert rows["Flax"]["ratio"] == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("bottleneck", [False, True])
+def test_flax_resnet_computes_the_same_logits(monkeypatch, bottleneck):
+    sizes = dict(bottleneck=bottleneck, stage_sizes=(1, 1))
+    monkeypatch.setitem(resnet.NETWORKS, "tiny", sizes)
+    flax, _, ours, *_ = resnet.make_networks("tiny", 3, jnp.float32).values()
+    x = jax.random.normal(jax.random.key(0), (2, 17, 16, 3))
+    shapes, variables = (jax.eval_shape(m.init, jax.random.key(0), x) for m in (flax, ours))
+    variables = jax.tree.map(
+        lambda a: np.random.default_rng(a.size).normal(size=a.shape).astype(a.dtype), variables
+    )
+    params = variables["params"]
+    flax_params = {
+        "Conv_0": params["stem_conv"],
+        "BatchNorm_0": params["stem_norm"],
+        "Dense_0": params["classifier"],
+    }
+    for i, name in enumerate(k for k in params if k.startswith("stages")):
+        block, count = params[name], 3 if bottleneck else 2
+        flax_block = {f"Conv_{k}": block[f"conv{k + 1}"] for k in range(count)}
+        flax_block |= {f"BatchNorm_{k}": block[f"norm{k + 1}"] for k in range(count)}
+        if "shortcut" in block:
+            flax_block[f"Conv_{count}"] = block["shortcut"]
+            flax_block[f"BatchNorm_{count}"] = block["shortcut_norm"]
+        flax_params[f"FlaxBlock_{i}"] = flax_block
+    assert jax.tree.map(np.shape, flax_params) == jax.tree.map(np.shape, shapes["params"])
+    actual = flax.apply({"params": flax_params}, x, mutable=["batch_stats"])[0]
+    expected = ours.apply(variables, x, train=True, mutable=["batch_stats"])[0]
+    np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_planner():
+    result = planner.measure_plans((1, 2), (1,), "l4")
+    assert [row["layers"] for row in result.rows] == [1, 2, 1]
+    assert all(row["plan_seconds"] > row["trace_seconds"] > 0 for row in result.rows)
+
+
+@pytest.mark.exhaustive
+def test_offload_steps(optimized):
+    names = [IN_MEMORY, "in memory, remat, inputs offloaded", FUSED_IN_MEMORY, FUSED]
+    result = offload.measure_steps(TINY, names, rounds=1)
+    assert result.name == "offload_step_2x8_float32" and result.config["ours"] == names[2:]
+    rows = by_name(result)
+    assert list(rows) == names and rows[IN_MEMORY]["ratio"] == 1
+    assert all(row["difference"] < 1e-5 for row in rows.values())
+
+
+@pytest.mark.exhaustive
+def test_offload_gradients_are_bit_identical_to_remat(optimized):
+    rows = by_name(offload.measure_gradients(TINY, [IN_MEMORY, REMAT, OFFLOADED], rounds=1))
+    assert rows[OFFLOADED]["bit_identical_to_remat"] is True
+    assert all(row["difference"] < 1e-5 for row in rows.values())
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_planned_offload():
+    result = offload.plan_depths(TINY, [FUSED], [2], "l4")
+    (row,) = result.rows
+    assert row["layers"] == 2 and row["planned_host_bytes"] > 3 * 4 * 2 * (4 * 8**2 + 2 * 8 * 12)
+
+
+def train_three_steps(name):
+    init, step = step_of(TINY, FORMS[name])
+    step = effjax.offload_jit(step)
+    state, losses = init(*make_params(TINY, FORMS[name].layers)), []
+    for _ in range(3):
+        state, loss = step(state, TINY.make_batch(), jax.random.key(0))
+        losses.append(float(loss))
+    return losses
+
+
+@functools.cache
+def losses_in_memory():
+    return train_three_steps(IN_MEMORY)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name in FORMS if name != IN_MEMORY])
+def test_all_forms_train_alike(name):
+    losses = train_three_steps(name)
+    np.testing.assert_allclose(losses, losses_in_memory(), rtol=1e-5)
+    assert losses[0] > losses[2]
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_planned_peers_of_offload():
+    names = [IN_MEMORY, REMAT, STATE_MOVED, FUSED_IN_MEMORY, FUSED]
+    rows = by_name(offload_peers.plan_peers(TINY, names, "l4"))
+    assert list(rows) == names and rows[IN_MEMORY]["ratio"] == 1
+    assert rows[STATE_MOVED]["planned_host_bytes"] > 0
+    bracket = offload_peers.plan_bracket(TINY, (1,), "gh200")
+    assert all(row["layers"] == 1 for row in bracket.rows)
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_deepest_model_fills_the_host():
+    deeper = dataclasses.replace(TINY, width=64, batch_size=8)
+    (largest,) = offload_peers.plan_largest({1e-3: deeper}, "gh200").rows
+    layer = 3 * 4 * 64 * (4 * 64 + 2 * 12 + 2)
+    assert largest["planned_host_bytes"] <= largest["host_bytes"] == 10**6
+    assert 10**6 - largest["planned_host_bytes"] < 2 * layer
