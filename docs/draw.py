@@ -1,23 +1,25 @@
-"""Draws the pictures of the pages: `python docs/draw.py` writes docs/images.
+"""Draw the pictures of the documentation: `python docs/draw.py` writes docs/images.
 
-That of memory against depth is measured: `python -m effjax.bench.figure` draws it.
+kept_by_depth.svg is the picture of the benchmark `depth`.
 """
 
+import json
 from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
 
 IMAGES = Path(__file__).parent / "images"
-# They can be read on white and on black.
+PLANNED = Path(__file__).parent / "measured" / "planned"
+# Colors that are readable on white and on black.
 TEXT, FAINT = "#808890", "#80889040"
 BLUE, GREEN, ORANGE, RED = "#539bf5", "#2da46e", "#e0823d", "#e5534b"
-# Without dates or random names, the same program gives the same file. Text stays text.
+# No dates or random names, so that the same program gives the same file. Text stays text.
 STYLE = {"svg.hashsalt": "effjax", "svg.fonttype": "none", "font.size": 9, "text.color": TEXT}
 
 
 def panels(width, height, *ratios):
-    """A figure with axes of these widths and no frames."""
+    """Return a figure and its axes, without frames, of the given width ratios."""
     figure = Figure(figsize=(width, height), layout="constrained")
     ratios = ratios or (1,)
     axes = figure.subplots(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
@@ -42,7 +44,7 @@ def arrow(ax, start, end, color=TEXT):
 
 
 def offload(layers=4):
-    """Copies and computation of a step, each layer loaded while the one before is computed."""
+    """Draw the copies and computations of an offloaded step."""
     figure, ax = panels(7.6, 2.5)
     rows = {"host → device": 2.2, "compute": 1.1, "device → host": 0.0}
     for name, y in rows.items():
@@ -55,9 +57,9 @@ def offload(layers=4):
         (range(layers, 0, -1), 1.6, 2.6, 1.4, "∇f", "Wm"),
     )
     for order, load, work, write, does, leaves in passes:
-        first, loaded = computed, max(loaded, written)  # what the last layer leaves comes back
+        first, loaded = computed, max(loaded, written)  # the last layer is fetched again
         for i in order:
-            start = max(loaded, begun)  # when the layer before is computed, there is room
+            start = max(loaded, begun)  # there is room once the previous layer is computed
             loaded = start + load
             begun = max(loaded, computed)
             computed = begun + work
@@ -85,7 +87,7 @@ def numbered(letters, number):
 
 
 def deform_conv():
-    """Where the nine taps of one output pixel read, and what one sample is made of."""
+    """Draw where the nine taps of one output pixel read, and how one sample is interpolated."""
     figure, ax, zoom = panels(7.6, 3.4, 1.25, 1)
     offsets = [
         (-0.8, -0.5), (0.3, -0.9), (0.7, -0.4), (-0.9, 0.3), (0.1, 0.2), (0.8, 0.35), (-0.5, 0.8),
@@ -121,7 +123,7 @@ def deform_conv():
 
 
 def batch_norm(devices=4):
-    """What each device computes, and the one exchange."""
+    """Draw what each device computes, and the all-reduce between them."""
     figure, ax = panels(7.6, 2.9)
     for i in range(devices):
         x = 2.5 * i
@@ -136,12 +138,71 @@ def batch_norm(devices=4):
     return figure
 
 
+# Name in the JSON: label, color, line width.
+BLOCKS = {
+    "plain autodiff": ("plain", RED, 1.8),
+    "jax.checkpoint a layer": ("jax.checkpoint a layer", ORANGE, 1.8),
+    "jax.checkpoint pass-through": ("jax.checkpoint, pass-through", "#c69026", 1.8),
+    'effjax save="conv"': ('effjax, save="conv"', BLUE, 2.6),
+    "jax.checkpoint pass-through, recompute conv1": (
+        "jax.checkpoint, recomputing most",
+        "#a8842c",
+        1.8,
+    ),
+    'effjax save="features"': ('effjax, save="features"', GREEN, 2.6),
+}
+LABEL_GAP = 0.052  # between labels, as a fraction of the axis
+
+
+def read_peaks():
+    """Return {name: {layers: GB}} of the recorded plans of a dense block."""
+    peaks = {name: {} for name in BLOCKS}
+    for path in PLANNED.glob("memory_block_*_h200.json"):
+        layers = int(path.stem.split("_")[2])
+        for row in json.loads(path.read_text())["rows"]:
+            if row["name"] in peaks:
+                peaks[row["name"]][layers] = row["peak_bytes"] / 1e9
+    return {name: dict(sorted(by_layers.items())) for name, by_layers in peaks.items()}
+
+
+def memory_by_depth():
+    """Draw the planned peak of a dense block against its depth, each line labeled at its end."""
+    peaks = read_peaks()
+    figure = Figure(figsize=(7.6, 3.9), layout="constrained")
+    ax = figure.subplots(subplot_kw={"facecolor": "none"})
+    layers = sorted({n for by_layers in peaks.values() for n in by_layers})
+    top = 1.05 * max(max(by_layers.values()) for by_layers in peaks.values())
+    height = -1.0
+    for name, by_layers in sorted(peaks.items(), key=lambda item: item[1][layers[-1]]):
+        label, color, width = BLOCKS[name]
+        last = by_layers[layers[-1]]
+        ax.plot([*by_layers], [*by_layers.values()], "o-", color=color, lw=width, ms=4)
+        height = max(last / top, height + LABEL_GAP)
+        ends = (1.005, 1.03), (last / top, height)
+        ax.plot(*ends, color=color, lw=0.7, transform=ax.transAxes, clip_on=False)
+        weight = "bold" if "effjax" in label else "normal"
+        text = dict(color=color, fontsize=9, va="center", weight=weight, transform=ax.transAxes)
+        ax.text(1.04, height, f"{label}  {last:.2f} GB", **text)
+    ax.set(xlim=(0, layers[-1]), ylim=(0, top), xticks=layers)
+    ax.set_xlabel("layers of the block", color=TEXT, fontsize=9)
+    ax.set_ylabel("peak memory of a training step [GB]", color=TEXT, fontsize=9)
+    title = "DenseNet-BC block, growth rate 12, batch 64 of 32×32, planned for H200"
+    ax.set_title(title, color=TEXT, fontsize=9, loc="left")
+    ax.tick_params(colors=TEXT, labelsize=9)
+    ax.grid(color=FAINT, lw=0.6)
+    for side, spine in ax.spines.items():
+        spine.set(color=TEXT, visible=side in ("left", "bottom"))
+    return figure
+
+
 def main():
+    """Write all pictures."""
     with matplotlib.rc_context(STYLE):
         for name, draw in {
             "offload_timeline": offload,
             "deform_conv_taps": deform_conv,
             "batch_norm_devices": batch_norm,
+            "memory_by_depth": memory_by_depth,
         }.items():
             path = IMAGES / f"{name}.svg"
             draw().savefig(path, transparent=True, metadata={"Date": None, "Creator": None})

@@ -26,6 +26,7 @@ import typer
 from jax.sharding import PartitionSpec as P
 
 import effjax
+from benchmarks.__main__ import SUBJECTS
 from benchmarks.timing import fit_exponent
 from effjax.cli.app import app
 from effjax.memory import HOST_MEMORY_VARIABLE
@@ -237,6 +238,13 @@ def test_named_modules_exist():
     }
     for name in names:
         assert importlib.util.find_spec(name), name
+
+
+def test_named_benchmarks_exist():
+    for page in PAGES:
+        for arguments in re.findall(r"-m benchmarks ([^`\n]+)", page.read_text()):
+            names = [word for word in arguments.partition(" --")[0].split() if word != "--list"]
+            assert {*names} <= {"all", *SUBJECTS}, f"{page.name}: {arguments}"
 
 
 def test_records_name_their_folder():
