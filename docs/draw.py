@@ -67,7 +67,7 @@ def offload(layers=4):
             written = start_write + write
             brings = "W" if does == "f" else "Wmx"
             box(ax, start, into, load - 0.05, 0.8, BLUE, numbered(brings, i), fontsize=7.5)
-            box(ax, begun, compute, work - 0.05, 0.8, GREEN, does + sub(i))
+            box(ax, begun, compute, work - 0.05, 0.8, GREEN, does + subscript(i))
             box(ax, start_write, out, write - 0.05, 0.8, ORANGE, numbered(leaves, i), fontsize=7.5)
         name = {"f": "forward", "∇f": "backward: recompute, differentiate, update"}[does]
         ax.text((first + computed) / 2, 3.35, name, ha="center")
@@ -78,12 +78,12 @@ def offload(layers=4):
     return figure
 
 
-def sub(number):
+def subscript(number):
     return "₀₁₂₃₄₅₆₇₈₉"[number]
 
 
 def numbered(letters, number):
-    return " ".join(letter + sub(number) for letter in letters)
+    return " ".join(letter + subscript(number) for letter in letters)
 
 
 def deform_conv():
@@ -129,7 +129,15 @@ def batch_norm(devices=4):
         x = 2.5 * i
         box(ax, x, 4.0, 2, 0.8, BLUE, f"examples of device {i}")
         arrow(ax, (x + 1, 3.95), (x + 1, 3.55))
-        box(ax, x, 2.7, 2, 0.8, GREEN, f"n{sub(i)}, μ{sub(i)}, M{sub(i)} = Σ(x − μ{sub(i)})²")
+        box(
+            ax,
+            x,
+            2.7,
+            2,
+            0.8,
+            GREEN,
+            f"n{subscript(i)}, μ{subscript(i)}, M{subscript(i)} = Σ(x − μ{subscript(i)})²",
+        )
         arrow(ax, (x + 1, 2.65), (x + 1, 2.25))
         arrow(ax, (x + 1, 1.55), (x + 1, 1.15))
         box(ax, x, 0.3, 2, 0.8, GREEN, "n, μ, σ² of all")
