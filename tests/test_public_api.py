@@ -15,7 +15,7 @@ from effjax.models import linen as linen_models
 from effjax.ops.batch_norm.statistics import GATHER_BYTES
 from effjax.ops.deform_attention.api import SLICE_BYTES_ON_A_CPU
 from effjax.ops.deform_conv.api import IMPLEMENTATIONS
-from effjax.ops.dense_block.wide import SLICE_BYTES
+from effjax.ops.dense_block.bottleneck import SLICE_BYTES
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from ..ops._common.arguments import (
 )
 from ..ops._common.sharding import as_axis_names
 from ..ops.batch_norm.complex import complex_batch_norm, complex_inference
-from ..ops.batch_norm.statistics import as_axes, index_groups
+from ..ops.batch_norm.statistics import as_axes, as_index_groups
 from ..ops.batch_norm.sync import BatchStats, batch_norm_inference, sync_batch_norm
 
 Axes = int | Sequence[int]
@@ -61,7 +61,7 @@ def check_options(
     as_callable("bias_init", bias_init)
     as_callable("scale_init", scale_init)
     as_axis_names(axis_name)
-    index_groups(axis_index_groups)
+    as_index_groups(axis_index_groups)
     check_choice("activation", activation, None, "relu", hint="; apply others to the result")
     check_choice("stats", stats, "auto", "gather", "two_psum")
     for name, value in flags.items():
@@ -87,7 +87,7 @@ def converted_settings(
     if axis_name is None and axis_index_groups is ...:
         axis_index_groups = None  # without an axis there are no groups of it
     if axis_index_groups is not ...:
-        settings["axis_index_groups"] = index_groups(axis_index_groups)
+        settings["axis_index_groups"] = as_index_groups(axis_index_groups)
     if unbiased_running_var is not None:
         settings["unbiased_running_var"] = as_flag("unbiased_running_var", unbiased_running_var)
     if check_choice("stats", stats, None, "auto", "gather", "two_psum") is not None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from ..ops._common.arguments import as_dtype, as_flag, as_integer, as_number, check_choice, describe
-from ..ops.batch_norm.statistics import index_groups
+from ..ops.batch_norm.statistics import as_index_groups
 from .batch_norm import check_momentum, hashable_axes
 from .images import as_image_mask, as_images, compute_dtype
 
@@ -45,7 +45,7 @@ class DenseNetOptions:
         for name in ("growth_rate", "num_init_features", "bn_size", "num_classes"):
             as_integer(name, getattr(self, name), 1)
         _freeze(self, "block_config", _layers(self.block_config))
-        _freeze(self, "axis_index_groups", index_groups(self.axis_index_groups))
+        _freeze(self, "axis_index_groups", as_index_groups(self.axis_index_groups))
         _freeze(self, "axis_name", hashable_axes(self.axis_name))
         if self.num_chunks is not None:
             as_integer("num_chunks", self.num_chunks, 1)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..ops._common.arguments import as_dtype, as_flag, as_integer, as_number, check_choice, describe
-from ..ops.batch_norm.statistics import index_groups
+from ..ops.batch_norm.statistics import as_index_groups
 from .batch_norm import check_momentum, hashable_axes
 from .images import as_image_mask, as_images, compute_dtype
 
@@ -70,7 +70,7 @@ class ResNetOptions:
     def __post_init__(self):
         _freeze(self, "stage_sizes", _stage_sizes(self.stage_sizes))
         _freeze(self, "stage_with_dcn", _deformed(self.stage_with_dcn, len(self.stage_sizes)))
-        _freeze(self, "axis_index_groups", index_groups(self.axis_index_groups))
+        _freeze(self, "axis_index_groups", as_index_groups(self.axis_index_groups))
         _freeze(self, "axis_name", hashable_axes(self.axis_name))
         for name in ("width", "offset_groups"):
             as_integer(name, getattr(self, name), 1)

@@ -24,7 +24,7 @@ from ..layers.batch_norm import (
     updated_running_stats,
 )
 from ..ops._common.arguments import as_array, as_callable, as_flag, as_integer, describe
-from ..ops.batch_norm.statistics import index_groups
+from ..ops.batch_norm.statistics import as_index_groups
 from ..ops.batch_norm.sync import BatchStats
 
 
@@ -112,7 +112,7 @@ class BatchNorm(nnx.BatchNorm):
             axis=tuple(axis) if isinstance(axis, list) else axis,
             dtype=dtype, param_dtype=param_dtype, use_bias=use_bias, use_scale=use_scale,
             bias_init=bias_init, scale_init=scale_init, axis_name=hashable_axes(axis_name),
-            axis_index_groups=index_groups(axis_index_groups),
+            axis_index_groups=as_index_groups(axis_index_groups),
             use_fast_variance=use_fast_variance,
         )  # fmt: skip
         own: dict[str, Any] = dict(

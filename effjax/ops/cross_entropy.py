@@ -1,4 +1,4 @@
-"""Cross entropy of the logits of a linear layer, which never exist all at once."""
+"""Cross entropy of a linear layer whose logits never exist at full size."""
 
 import functools
 import math
@@ -14,7 +14,7 @@ from ._common.dtypes import accumulation_dtype
 from ._common.sharding import auto_shard_batch, match_varying, zeros
 
 SLICE_BYTES = 64 * 2**20
-TILE = 128  # columns: what matrix units like slices to be a multiple of
+TILE = 128  # slices are multiples of this number of columns, which suits matrix units
 
 
 def linear_cross_entropy(
@@ -28,36 +28,36 @@ def linear_cross_entropy(
     chunk_size: int | None = None,
     precision: Any = None,
 ) -> jax.Array:
-    """The softmax cross entropy of every token by ``logits = x @ kernel + bias``.
+    """Compute the softmax cross entropy of every token with ``logits = x @ kernel + bias``.
 
     ``loss = logsumexp(logits) - logits[labels] + z_loss * logsumexp(logits)**2``
 
-    The vocabulary is worked through in slices, in both passes: the logits of one slice exist at a
-    time, and in the backward pass they are computed again. Tokens are not sliced, so that under jit
-    any of their axes may be sharded: no token is gathered, and the gradient of a replicated kernel
-    is summed over devices once. A kernel that is sharded along V would be gathered.
+    Both passes process the vocabulary in slices: only the logits of one slice exist at a time, and
+    the backward pass recomputes them. Tokens are not sliced, so that jit may shard any of their
+    axes: no token is gathered, and the gradient of a replicated kernel is summed over devices once.
+    A kernel that is sharded along V is gathered.
 
     Args:
-        x: [..., D], floating point: what the last layer returns.
-        kernel: [D, V], floating point; computed in x's dtype, summed in float32.
-        labels: integers [...] in [0, V). The loss of another one, negative ones too, is NaN.
-        bias: [V], floating point, or None for 0.
-        where: boolean, broadcastable to labels: which tokens count. The loss of the others is 0,
-            whatever their labels, and they have no gradient.
+        x: [..., D], floating point: the input of the last layer.
+        kernel: [D, V], floating point; cast to the dtype of x. Products accumulate in float32.
+        labels: integers [...] in [0, V). The loss of any other label is NaN.
+        bias: [V], floating point. None means 0.
+        where: boolean, broadcastable to labels: the tokens to include. The others have loss 0 and
+            no gradient, whatever their labels.
         z_loss: weight of the square of logsumexp, which keeps it near 0.
-        chunk_size: columns of a slice. By default its logits take 64 MiB in float32, or it has as
-            many columns as x where that is more.
+        chunk_size: number of columns per slice. By default the logits of a slice take 64 MiB in
+            float32, or a slice has D columns if that is more.
         precision: of the matrix products, as in ``jax.lax``.
 
     Returns:
         The losses [...], float32 (float64 for float64 x).
 
     Raises:
-        TypeError: for what is no array, or of another kind of dtype.
-        ValueError: for shapes that do not fit and options outside their ranges.
+        TypeError: for arguments that are not arrays or numbers, or of the wrong kind of dtype.
+        ValueError: for mismatched shapes, and options outside their ranges.
 
-    Kept for the backward pass: x, kernel, bias, labels, and logsumexp(logits) [...]. There the
-    gradient of x is summed in float32. Reverse mode only.
+    Kept for the backward pass: x, kernel, bias, labels, and logsumexp(logits) [...]. The gradient
+    of x accumulates in float32. Reverse mode only.
 
     References:
         Wijmans et al., 2024 (arXiv:2411.09009); Hsu et al., 2024 (arXiv:2410.10989), Liger Kernel;
@@ -88,37 +88,37 @@ class _Static(NamedTuple):
     z_loss: float
     precision: Any
 
-    def dot(self, a: jax.Array, b: jax.Array, over: tuple) -> jax.Array:
-        """The product over these axes of a and b, in float32 or wider."""
+    def dot(self, a: jax.Array, b: jax.Array, axes: tuple) -> jax.Array:
+        """Contract these axes of a and b, accumulating in float32 or wider."""
         return lax.dot_general(
             a,
             b,
-            (over, ((), ())),
+            (axes, ((), ())),
             precision=self.precision,
             preferred_element_type=accumulation_dtype(a),
         )
 
-    def over_slices(self, add: Callable, carry: Any, vocab_size: int) -> Any:
-        """``carry = add(carry, start, size)`` for every slice; the last one may be smaller."""
+    def scan_slices(self, body: Callable, carry: Any, vocab_size: int) -> Any:
+        """Run ``carry = body(carry, start, size)`` on every slice; the last may be smaller."""
         size = self.chunk_size
         count, rest = divmod(vocab_size, size)
-        carry = lax.fori_loop(0, count, lambda i, carry: add(carry, i * size, size), carry)
-        return add(carry, vocab_size - rest, rest) if rest else carry
+        carry = lax.fori_loop(0, count, lambda i, carry: body(carry, i * size, size), carry)
+        return body(carry, vocab_size - rest, rest) if rest else carry
 
-    def slice(self, x, kernel, bias, labels, start, size: int) -> tuple:
-        """Of these columns: kernel, logits, and which is a token's label."""
-        part = lax.dynamic_slice_in_dim(kernel, start, size, 1).astype(x.dtype)
-        logits = self.dot(x, part, ((x.ndim - 1,), (0,)))
+    def slice_logits(self, x, kernel, bias, labels, start, size: int) -> tuple:
+        """Return the columns of the kernel, their logits, and whether a column is the label."""
+        columns = lax.dynamic_slice_in_dim(kernel, start, size, 1).astype(x.dtype)  # [D, size]
+        logits = self.dot(x, columns, ((x.ndim - 1,), (0,)))  # [..., size]
         if bias is not None:
             logits += lax.dynamic_slice_in_dim(bias, start, size).astype(logits.dtype)
-        columns = (start + jnp.arange(size)).astype(labels.dtype)
-        return part, logits, labels[..., None] == columns
+        indices = (start + jnp.arange(size)).astype(labels.dtype)
+        return columns, logits, labels[..., None] == indices
 
 
 # With p = softmax(logits), g the gradient of a token's loss, and z = logsumexp(logits):
 #   dlogits = p * g * (1 + 2 * z_loss * z) - [column is the label] * g
 #   dx = dlogits @ kernel.T    dkernel = x.T @ dlogits    dbias = sum(dlogits)
-# A column's part in dx is added up; its own gradients are complete, and are written once.
+# dx is a sum over slices. dkernel and dbias of a slice are complete, and are written once.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -127,47 +127,48 @@ def _linear_cross_entropy(static: _Static, x, kernel, bias, labels) -> Any:
 
 
 def _forward(static: _Static, x, kernel, bias, labels):
-    def add(carry, start, size):
-        total, of_label = carry
-        _, logits, is_label = static.slice(x, kernel, bias, labels, start, size)
-        of_label += jnp.sum(jnp.where(is_label, logits, 0), -1)
-        return jnp.logaddexp(total, jax.nn.logsumexp(logits, -1)), of_label
+    def body(carry, start, size):
+        z, label_logit = carry
+        _, logits, is_label = static.slice_logits(x, kernel, bias, labels, start, size)
+        label_logit += jnp.sum(jnp.where(is_label, logits, 0), -1)
+        return jnp.logaddexp(z, jax.nn.logsumexp(logits, -1)), label_logit
 
-    none = zeros(labels.shape, accumulation_dtype(x), x)
-    total, of_label = static.over_slices(add, (none - jnp.inf, none), kernel.shape[1])
-    losses = total - of_label + static.z_loss * jnp.square(total)
+    zero = zeros(labels.shape, accumulation_dtype(x), x)
+    z, label_logit = static.scan_slices(body, (zero - jnp.inf, zero), kernel.shape[1])
+    losses = z - label_logit + static.z_loss * jnp.square(z)
     losses = jnp.where((labels >= 0) & (labels < kernel.shape[1]), losses, jnp.nan)
-    return losses, (x, kernel, bias, labels, total)
+    return losses, (x, kernel, bias, labels, z)
 
 
-def _backward(static: _Static, kept, g):
-    x, kernel, bias, labels, total = kept
+def _backward(static: _Static, residuals, g):
+    x, kernel, bias, labels, z = residuals
     tokens = tuple(range(labels.ndim))
-    of_total = g * (1 + 2 * static.z_loss * total)
+    dz = g * (1 + 2 * static.z_loss * z)
 
-    def add(carry, start, size):
+    def body(carry, start, size):
         dx, dkernel, dbias = carry
-        part, logits, is_label = static.slice(x, kernel, bias, labels, start, size)
-        dlogits = jnp.exp(logits - total[..., None]) * of_total[..., None]
+        columns, logits, is_label = static.slice_logits(x, kernel, bias, labels, start, size)
+        dlogits = jnp.exp(logits - z[..., None]) * dz[..., None]
         dlogits -= jnp.where(is_label, g[..., None], 0)
         if dbias is not None:
-            dbias = _write(dbias, jnp.sum(dlogits, tokens), start)
+            dbias = _write_columns(dbias, jnp.sum(dlogits, tokens), start)
         dlogits = dlogits.astype(x.dtype)
-        dx += static.dot(dlogits, part, ((x.ndim - 1,), (1,)))
-        return dx, _write(dkernel, static.dot(x, dlogits, (tokens, tokens)), start), dbias
+        dx += static.dot(dlogits, columns, ((x.ndim - 1,), (1,)))
+        dcolumns = static.dot(x, dlogits, (tokens, tokens))
+        return dx, _write_columns(dkernel, dcolumns, start), dbias
 
     empty = (
-        zeros(x.shape, total.dtype, x),
+        zeros(x.shape, z.dtype, x),
         *(None if p is None else zeros(p.shape, p.dtype, x) for p in (kernel, bias)),
     )
-    dx, dkernel, dbias = static.over_slices(add, empty, kernel.shape[1])
+    dx, dkernel, dbias = static.scan_slices(body, empty, kernel.shape[1])
     return dx.astype(x.dtype), dkernel, dbias, None
 
 
 _linear_cross_entropy.defvjp(_forward, _backward)
 
 
-def _write(gradient: jax.Array, columns: jax.Array, start) -> jax.Array:
+def _write_columns(gradient: jax.Array, columns: jax.Array, start) -> jax.Array:
     columns = columns.astype(gradient.dtype)
     return lax.dynamic_update_slice_in_dim(gradient, columns, start, gradient.ndim - 1)
 
@@ -178,7 +179,6 @@ def _default_chunk(num_tokens: int, width: int) -> int:
 
 
 def _check(x: Any, kernel: Any, labels: Any, bias: Any) -> tuple:
-    """The arrays; labels are of a dtype that holds V."""
     x, kernel = as_array("x", x), as_array("kernel", kernel)
     labels = as_array("labels", labels, jnp.integer)
     if kernel.ndim != 2 or not kernel.shape[1]:
@@ -197,4 +197,5 @@ def _check(x: Any, kernel: Any, labels: Any, bias: Any) -> tuple:
             raise ValueError(
                 f"`bias` of shape {bias.shape} must be {kernel.shape[1:]}, the columns of `kernel`."
             )
+    # A narrow dtype such as int8 cannot represent all columns.
     return x, kernel, labels.astype("int64" if labels.dtype.itemsize == 8 else "int32"), bias

@@ -1,4 +1,4 @@
-"""Batch norm over devices: statistics of the whole batch, a backward pass with one all-reduce."""
+"""Synchronized batch norm."""
 
 from .statistics import BatchStats as BatchStats
 from .sync import batch_norm_inference as batch_norm_inference

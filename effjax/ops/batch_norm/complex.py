@@ -1,4 +1,4 @@
-"""Batch norm of complex inputs, in plain differentiable JAX: rare, so simple rather than lean."""
+"""Batch norm of complex inputs, in plain differentiable JAX."""
 
 from typing import Any
 
@@ -22,20 +22,22 @@ def complex_batch_norm(
     residual: jax.Array | None = None,
     feature_axis: tuple[int, ...] = (-1,),
 ) -> tuple[jax.Array, BatchStats]:
-    """`y = scale · (x − μ)/sqrt(σ² + ε) + bias` with complex μ = E[x] and real σ² = E|x − μ|².
+    """Normalize complex x with the complex mean E[x] and the real variance E|x - mean|².
 
-    Arguments and results are those of `effjax.sync_batch_norm`. Two all-reduces in the forward
-    pass.
+    ``y = scale * (x - mean) / sqrt(var + epsilon) + bias + residual``
+
+    Arguments and results are those of `effjax.sync_batch_norm`. The forward pass does two
+    all-reduces, or three with a mask.
 
     Raises:
-        TypeError: with an activation, which has no meaning for complex values.
+        TypeError: with an activation, which is undefined for complex values.
     """
     reduction = make_reduction(axis_name, axis_index_groups, "two_psum")
     axes = reduced_axes(x, feature_axis, needs_batch=not reduction.axis_names)
-    valid = jnp.broadcast_to(True if mask is None else check_mask(mask, x), x.shape)
+    counted = jnp.broadcast_to(True if mask is None else check_mask(mask, x), x.shape)
 
     def total(v: jax.Array) -> jax.Array:
-        return psum(jnp.where(valid, v, 0).sum(axes), reduction)
+        return psum(jnp.where(counted, v, 0).sum(axes), reduction)
 
     count = total(jnp.ones(x.shape, x.real.dtype))
     n = jnp.maximum(count, 1)
@@ -62,7 +64,7 @@ def complex_inference(
     residual: jax.Array | None = None,
     feature_axis: tuple[int, ...] = (-1,),
 ) -> jax.Array:
-    """The same with given statistics, as `effjax.batch_norm_inference` is for real x."""
+    """Normalize complex x with given statistics, as `effjax.batch_norm_inference` does real x."""
     if activation is not None:
         raise TypeError(f"`activation` (={activation!r}) is not defined for complex x ({x.dtype}).")
     axes = reduced_axes(x, feature_axis, needs_batch=False)

@@ -1,4 +1,4 @@
-"""Batch norm whose statistics are taken over all devices, with a hand-written backward pass."""
+"""Batch norm with statistics over all devices and a memory-efficient backward pass."""
 
 import functools
 import math
@@ -31,7 +31,7 @@ from .statistics import (
     reduced_axes,
 )
 
-# Of the statistics, for policies of `jax.checkpoint`: to keep them spares a second all-reduce.
+# Name of the statistics for policies of `jax.checkpoint`. Saving them avoids a second all-reduce.
 STATISTICS = "effjax.batch_norm.statistics"
 
 
@@ -49,53 +49,51 @@ def sync_batch_norm(
     feature_axis: int | Sequence[int] = -1,
     stats: Literal["auto", "gather", "two_psum"] = "auto",
 ) -> tuple[jax.Array, BatchStats]:
-    """Normalizes x by the statistics of the whole batch, over all devices of `axis_name`.
+    """Normalize x with the statistics of the whole batch, over all devices of `axis_name`.
 
     ``y = act((x - mean) / sqrt(var + epsilon) * scale + bias + residual)``
 
-    Statistics are float32 for half-precision x (x's own dtype otherwise), from local means and
-    squared deviations merged by their counts, and stay accurate where the mean is much larger than
-    the deviation. The forward pass does one all-reduce (two small ones above a traffic threshold),
-    the backward pass one of two numbers a feature.
+    The statistics are float32 for half-precision x and of the dtype of x otherwise. Local means and
+    squared deviations are merged by their counts, which stays accurate where the mean is much
+    larger than the deviation. The forward pass does one all-reduce (two small ones above a traffic
+    threshold), the backward pass one of two numbers per feature.
 
     Args:
-        x: floating point, rank 2 or more, any shape (zero-size batches too). With `axis_name` it
-            may be a single example, all of whose axes are features'.
-        scale: gamma, of the shape of the feature axes, or None for 1.
-        bias: beta, likewise, or None for 0.
-        axis_name: the name or names of the mapped axes (pmap, shard_map, vmap) that share
-            statistics. None: this device's values; under plain ``jit`` with a sharded x that is the
-            global batch already.
-        axis_index_groups: groups of device indices along the one `axis_name`, each with statistics
-            of its own, or how many neighbors make a group (pmap and
-            ``shard_map(check_vma=False)``; elsewhere use a mesh of two axes).
-        mask: boolean, broadcastable to x: which values count. Every value is normalized, counted or
-            not.
+        x: floating point, rank 2 or more; sizes may be 0. With `axis_name`, x may be a single
+            example without a batch axis.
+        scale: gamma, of the shape of the feature axes. None means 1.
+        bias: beta, of the shape of the feature axes. None means 0.
+        axis_name: name or names of the mapped axes (pmap, shard_map, vmap) that share statistics.
+            None means the values on this device; under plain ``jit`` with a sharded x, that is the
+            global batch.
+        axis_index_groups: groups of device indices along the single `axis_name`, each with its own
+            statistics, or the number of neighboring devices in a group. Supported by pmap and
+            ``shard_map(check_vma=False)``; elsewhere use a mesh with two axes.
+        mask: boolean, broadcastable to x: the values to include in the statistics. All values are
+            normalized.
         epsilon: added to the variance; positive.
         activation: ``"relu"`` or None.
-        residual: added before the activation; x's shape and dtype.
-        feature_axis: the axis or axes that keep statistics of their own.
-        stats: how devices merge: ``"gather"`` is one all-reduce of (2C+1)·devices numbers,
-            ``"two_psum"`` two of C; ``"auto"`` takes the first up to 256 KiB.
+        residual: added before the activation; of the shape and dtype of x.
+        feature_axis: the axis or axes that are not reduced.
+        stats: how statistics are merged. ``"gather"`` is one all-reduce of (2C+1)·devices numbers,
+            ``"two_psum"`` two of C numbers. ``"auto"`` chooses the former up to 256 KiB.
 
     Returns:
-        y, of x's shape and dtype, and `BatchStats` (biased variance), through which no gradient
-        flows. A feature with nothing counted has mean 0 and variance 1; with one value counted its
-        variance is 0.
+        y of the shape and dtype of x, and `BatchStats` (with the biased variance), through which no
+        gradient flows. A feature without counted values has mean 0 and variance 1.
 
     Raises:
-        TypeError: arguments that are no arrays or numbers where they must be, arrays that are not
-            floating point (boolean for mask), or a residual of another dtype than x's.
-        ValueError: shapes that do not fit, an unknown `activation` or `stats`, a bad
-            `feature_axis`, `epsilon` or `axis_index_groups`, an `axis_name` that is not mapped,
-            groups where JAX cannot do them.
+        TypeError: for arguments that are not arrays or numbers, arrays that are not floating point
+            (boolean for `mask`), or a `residual` whose dtype differs from that of x.
+        ValueError: for mismatched shapes, an unknown `activation` or `stats`, an invalid
+            `feature_axis`, `epsilon` or `axis_index_groups`, or an `axis_name` that is not mapped.
 
     Kept for the backward pass: x in its own dtype, mean, inverse standard deviation, count, scale,
-    bias and the mask; with a residual and an activation also y. Neither the normalized value nor a
-    ReLU mask is kept.
+    bias and the mask. With a residual and an activation, y is kept too. Neither the normalized
+    value nor a ReLU mask is kept.
 
-    Gradients are those of the sum of all devices' losses, as in ``jax.grad`` of a loss local to
-    each device. Reverse mode only.
+    Gradients are those of the sum of the losses of all devices, as for ``jax.grad`` of a loss that
+    is local to each device. Reverse mode only.
 
     References:
         SyncBatchNorm of NVIDIA apex; Ioffe & Szegedy, 2015 (arXiv:1502.03167); Chan, Golub &
@@ -136,14 +134,29 @@ def batch_norm_inference(
     residual: jax.Array | None = None,
     feature_axis: int | Sequence[int] = -1,
 ) -> jax.Array:
-    """Normalizes x by given statistics, as batch norm does in evaluation.
+    """Normalize x with given statistics, as batch norm does in evaluation.
 
     ``y = act((x - mean) / sqrt(var + epsilon) * scale + bias + residual)``
 
-    Arguments, errors and precision are those of `sync_batch_norm`, but for `epsilon`, which may be
-    0, and x, which may be a single example. `mean` and `var` are floating point, of the shape of
-    the feature axes. It is plain JAX: differentiable in every argument and in forward mode, without
-    collectives.
+    Plain JAX: differentiable in every argument, in forward and reverse mode, without collectives.
+
+    Args:
+        x: floating point, rank 1 or more.
+        mean: floating point, of the shape of the feature axes.
+        var: floating point, of the shape of the feature axes.
+        scale: gamma, of the shape of the feature axes. None means 1.
+        bias: beta, of the shape of the feature axes. None means 0.
+        epsilon: added to the variance; 0 or positive.
+        activation: ``"relu"`` or None.
+        residual: added before the activation; of the shape and dtype of x.
+        feature_axis: the axis or axes that `mean` and `var` describe.
+
+    Returns:
+        y of the shape and dtype of x, computed in float32 or wider.
+
+    Raises:
+        TypeError: as in `sync_batch_norm`.
+        ValueError: as in `sync_batch_norm`.
     """
     x, scale, bias, residual, axes = _check(
         x, scale, bias, residual, activation, feature_axis, needs_batch=False
@@ -153,10 +166,10 @@ def batch_norm_inference(
     dtype = accumulation_dtype(x)
     shape = tuple(1 if a in axes else n for a, n in enumerate(x.shape))
     mean, var = (
-        _of_features(name, v, features).astype(dtype).reshape(shape)
+        _as_feature_array(name, v, features).astype(dtype).reshape(shape)
         for name, v in (("mean", mean), ("var", var))
     )
-    y = normalize(x, mean, lax.rsqrt(var + epsilon), *_keepdims_all(shape, scale, bias))
+    y = normalize(x, mean, lax.rsqrt(var + epsilon), *_keepdims(shape, scale, bias))
     y = y if residual is None else y + residual.astype(dtype)
     return (jax.nn.relu(y) if activation else y).astype(x.dtype)
 
@@ -172,7 +185,7 @@ class _Static(NamedTuple):
 # With xhat = (x - mean) * inv, g = dy where y > 0, and N values counted over all devices:
 #   dbias = sum(g)    dscale = sum(g * xhat)
 #   dx = scale * inv * (g - [counted] * (sum(g) + xhat * sum(g * xhat)) / N)
-# The two sums over all devices are one all-reduce of 2C numbers, and they are the gradients of
+# The two sums over all devices are one all-reduce of 2C numbers. They are also the gradients of
 # replicated parameters.
 
 
@@ -184,35 +197,38 @@ def _batch_norm(static: _Static, x, scale, bias, residual, mask) -> Any:
 def _forward(static: _Static, x, scale, bias, residual, mask):
     mean, var, count = checkpoint_name(moments(x, mask, static.axes, static.reduction), STATISTICS)
     inv = lax.rsqrt(var + static.epsilon)
-    y = normalize(x, mean, inv, *_keepdims_all(mean.shape, scale, bias))
+    y = normalize(x, mean, inv, *_keepdims(mean.shape, scale, bias))
     y = y if residual is None else y + residual.astype(y.dtype)
     y = (jnp.maximum(y, 0) if static.relu else y).astype(x.dtype)
-    # With a residual the sign of y is read from y itself; otherwise it is computed again.
+    # The backward pass needs the sign of y. Without a residual it is recomputed from x.
     kept_y = y if static.relu and static.has_residual else None
     return (y, (mean, var, count)), (x, scale, bias, mask, mean, inv, count, kept_y)
 
 
-def _backward(static: _Static, kept, cotangents):
-    x, scale, bias, mask, mean, inv, count, kept_y = kept
+def _backward(static: _Static, residuals, cotangents):
+    x, scale, bias, mask, mean, inv, count, kept_y = residuals
     dy, _ = cotangents
-    wide_scale, wide_bias = _keepdims_all(mean.shape, scale, bias)
+    wide_scale, wide_bias = _keepdims(mean.shape, scale, bias)
     g = dy.astype(mean.dtype)
     if static.relu:
         y = normalize(x, mean, inv, wide_scale, wide_bias) if kept_y is None else kept_y
         g = jnp.where(y > 0, g, 0)
+    # If the types say that a parameter is replicated, its gradient is the sum over all devices,
+    # which the gradient of x needs anyway.
     names = set(static.reduction.axis_names)
-    typed = bool(names) and not static.reduction.groups and names <= varying_axes(x)
-    shared = [typed and p is not None and not names & varying_axes(p) for p in (bias, scale)]
-    one_scale = scale is None or shared[1]
+    has_types = bool(names) and not static.reduction.groups and names <= varying_axes(x)
+    replicated = [
+        has_types and p is not None and not names & varying_axes(p) for p in (bias, scale)
+    ]
+    same_scale = scale is None or replicated[1]
     dx, local, total = normalize_backward(
-        g, x, mean, inv, wide_scale, mask, count, static.axes, static.reduction, one_scale
+        g, x, mean, inv, wide_scale, mask, count, static.axes, static.reduction, same_scale
     )
     dx = sum_cotangent(dx, x).astype(x.dtype)
-    # A parameter that its type says is replicated wants the total, which is there already.
     dbias, dscale = (
         None
         if p is None
-        else sum_cotangent(total[i] if shared[i] and one_scale else local[i], p)
+        else sum_cotangent(total[i] if replicated[i] and same_scale else local[i], p)
         .reshape(p.shape)
         .astype(p.dtype)
         for i, p in enumerate((bias, scale))
@@ -225,21 +241,21 @@ _batch_norm.defvjp(_forward, _backward)
 
 
 def feature_shape(x: jax.Array, axes: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes of the axes that are not reduced."""
+    """Return the sizes of the axes that are not reduced."""
     return tuple(n for a, n in enumerate(x.shape) if a not in axes)
 
 
-def _keepdims_all(shape, *parameters):
+def _keepdims(shape, *parameters):
     return (None if p is None else p.reshape(shape) for p in parameters)
 
 
 def _check(x, scale, bias, residual, activation, feature_axis, needs_batch) -> tuple:
-    """Validates what training and inference share; returns the arrays and the axes to reduce."""
+    """Validate the shared arguments; return the arrays and the reduced axes."""
     x = as_array("x", x)
     axes = reduced_axes(x, feature_axis, needs_batch)
     features = feature_shape(x, axes)
     scale, bias = (
-        None if p is None else _of_features(name, p, features)
+        None if p is None else _as_feature_array(name, p, features)
         for name, p in (("scale", scale), ("bias", bias))
     )
     check_choice("activation", activation, None, "relu", hint="; apply others to the result")
@@ -257,7 +273,7 @@ def _check(x, scale, bias, residual, activation, feature_axis, needs_batch) -> t
     return x, scale, bias, residual, axes
 
 
-def _of_features(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
+def _as_feature_array(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
     value = as_array(name, value)
     if value.shape != shape:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Recomputed DenseNet layers: a bottleneck, and a block in memory linear in its depth."""
+"""DenseNet layers with recomputation: one bottleneck, and a whole block."""
 
 from .block import DenseLayerParams as DenseLayerParams
 from .block import dense_block as dense_block

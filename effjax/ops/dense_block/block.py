@@ -1,9 +1,9 @@
-"""A whole DenseNet-BC block that keeps its features and recomputes the rest.
+"""A DenseNet-BC block that keeps its features and recomputes everything else.
 
-A channel's batch statistics do not depend on which layer reads it, so they are taken once, when the
-channel is made. In the backward pass the share that they take of a gradient is linear, so the
-gradients of all later readers are summed in one buffer first, and the share is taken off once, when
-the channel's own layer is reached.
+The batch statistics of a channel do not depend on the layer that reads it, so they are computed
+once, when the channel is created. The backward pass first sums the gradients of all readers of a
+channel in one buffer. The part of the gradient that flows through the batch statistics is linear in
+this sum, so it is subtracted once per channel.
 """
 
 import functools
@@ -30,17 +30,19 @@ from ..batch_norm.statistics import (
     psum,
 )
 from ..dropout import dropout
-from .bn_relu_conv import as_batch_stats, as_features, check_chunks, check_pixel_mask
-from .wide import Wide, wide_conv, wide_conv_backward
+from .bn_relu_conv import as_batch_stats, as_features, check_pixel_mask
+from .bottleneck import Bottleneck, bottleneck_backward, bottleneck_forward, check_chunks
 
 
 class DenseLayerParams(NamedTuple):
-    """One layer: BN → ReLU → 1x1 conv to b channels → BN → ReLU → conv to k new channels.
+    """Parameters of BN → ReLU → 1x1 conv to b channels → BN → ReLU → conv to k new channels.
 
     Attributes:
-        scale1, bias1: [c], c being the channels of all features before this layer.
+        scale1: [c], where c is the number of channels of all features before this layer.
+        bias1: [c].
         kernel1: [1, 1, c, b].
-        scale2, bias2: [b].
+        scale2: [b].
+        bias2: [b].
         kernel2: [kh, kw, b, k].
     """
 
@@ -67,39 +69,44 @@ def dense_block(
     num_chunks: int | None = None,
     precision: Any = None,
 ) -> tuple[jax.Array, list[tuple[BatchStats, BatchStats]]]:
-    """A DenseNet-BC block in memory linear in its depth, and in less work than the plain network.
+    """Apply a DenseNet-BC block in memory that is linear in its depth.
 
     ``f_0 = x``, ``f_l = dropout(conv2(relu(bn2(conv1(relu(bn1([f_0 … f_(l-1)])))))))``; the result
     is ``[f_0 … f_L]``.
 
-    Exactly the plain network's function and gradients, with the batch statistics of every channel
-    computed once.
+    Function and gradients are exactly those of the plain network. The batch statistics of every
+    channel are computed only once, so the block also does less work.
 
     Args:
         x: [N, H, W, C0], floating point.
-        params: one `DenseLayerParams` a layer; sizes may differ by layer. Computed in x's dtype.
-        save: what the backward pass keeps besides the features: ``"conv"`` the output of every 1x1
-            convolution, ``"features"`` nothing (they are recomputed).
-        axis_name, axis_index_groups, epsilon, stats: as in `sync_batch_norm`. Per layer at most two
-            all-reduces each way, whose sizes do not grow with the depth.
-        mask: boolean, broadcastable to [N, H, W, 1]: which pixels count in the statistics.
-        dropout_rate, key: new features are dropped with this probability; layer l uses
-            ``fold_in(key, l)``. Under pmap or shard_map give each device a key of its own.
-        num_chunks: slices of rows in which all that is as wide as the features is done; by default
-            of about 8 MiB in float32.
+        params: one `DenseLayerParams` per layer; sizes may differ by layer. Cast to the dtype of x.
+        save: what is kept for the backward pass in addition to the features: ``"conv"`` keeps the
+            output of every 1x1 convolution, ``"features"`` recomputes it.
+        axis_name: as in `sync_batch_norm`. Each layer does at most two all-reduces per pass, whose
+            sizes do not grow with the depth.
+        axis_index_groups: as in `sync_batch_norm`.
+        mask: boolean, broadcastable to [N, H, W, 1]: the pixels to include in the statistics.
+        epsilon: as in `sync_batch_norm`.
+        stats: as in `sync_batch_norm`.
+        dropout_rate: probability of dropping a new feature, in [0, 1).
+        key: PRNG key for dropout; layer l uses ``fold_in(key, l)``. Under pmap or shard_map pass
+            each device a different key.
+        num_chunks: number of row slices in which full-width arrays are processed. By default a
+            slice takes about 8 MiB in float32.
         precision: of the convolutions, as in ``jax.lax``.
 
     Returns:
-        The features [N, H, W, C0 + sum of k], of x's dtype, and for each layer the `BatchStats` of
-        its two norms (of c and of b features), through which no gradient flows.
+        The features [N, H, W, C0 + sum of k] of the dtype of x, and for each layer the `BatchStats`
+        of its two norms (of c and of b features), through which no gradient flows.
 
     Raises:
-        TypeError, ValueError: inputs that do not fit, with their values; dropout without a key; an
-            `axis_name` that is not mapped.
+        TypeError: for arguments that are not arrays or numbers, or not floating point.
+        ValueError: for mismatched shapes, dropout without a key, or an `axis_name` that is not
+            mapped.
 
     Kept for the backward pass: the features (the result itself), their statistics, the parameters,
-    and per layer the statistics of bn2 and, with ``save="conv"``, the output of conv1 (b channels).
-    The gradient of all features lives in one buffer. Reverse mode only.
+    per layer the statistics of bn2, and with ``save="conv"`` the output of conv1 (b channels). The
+    gradients of all features share one buffer. Reverse mode only.
 
     References:
         Huang et al., 2017 (arXiv:1608.06993); Pleiss et al., 2017 (arXiv:1707.06990) and
@@ -113,7 +120,7 @@ def dense_block(
         make_reduction(axis_name, axis_index_groups, stats),
         check_epsilon(epsilon),
         save == "conv",
-        check_dropout(dropout_rate, key),
+        _check_dropout(dropout_rate, key),
         check_chunks(num_chunks, (*x.shape[:3], channels)),
         as_precision(precision, x.dtype),
     )
@@ -157,12 +164,15 @@ class _Static(NamedTuple):
         return dropout(y, self.dropout_rate, jax.random.fold_in(key, layer))
 
 
-# The gradient buffer holds, for every channel, its gradient from outside the block plus
+# Write dz_l for the gradient before the first ReLU of layer l. The gradient buffer contains, for
+# every channel, its gradient from outside the block plus
 #   g = sum_l inv * scale_l * dz_l
-# over the layers l that have been done, dz_l being the gradient before layer l's first ReLU. Once
-# all readers of a channel have been done, `project_channels` takes off what the statistics take of
-# g. The sums that it needs are those of the buffer less those of the gradient from outside: they
-# fit what the buffer holds, rounded to x's dtype as it is.
+# over the layers l done so far. g is the channel's gradient with the batch statistics held fixed.
+# After all readers of a channel, `project_channels` subtracts the part through the statistics:
+#   dx = g - (sum(g) + xhat * sum(g * xhat)) / N
+# The gradient from outside does not pass through the statistics, so both sums are those of the
+# buffer minus those of the outside gradient. Sums of the buffer, and not of the addends, match its
+# values, which are rounded to the dtype of x.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -178,8 +188,8 @@ def _forward(static: _Static, x, params, mask, key):
     for i, p in enumerate(params):
         c = p.scale1.shape[0]
         inv = lax.rsqrt(var + static.epsilon)
-        h = wide_conv(
-            Wide(buffer, mean, inv, p.scale1, p.bias1, p.kernel1),
+        h = bottleneck_forward(
+            Bottleneck(buffer, mean, inv, p.scale1, p.bias1, p.kernel1),
             static.num_chunks,
             static.precision,
         )
@@ -187,7 +197,7 @@ def _forward(static: _Static, x, params, mask, key):
         inv2 = lax.rsqrt(var2 + static.epsilon)
         z = jax.nn.relu(normalize(h, mean2, inv2, p.scale2, p.bias2)).astype(h.dtype)
         y = static.drop(static.conv2(z, p.kernel2), key, i)
-        if i + 1 < len(params):  # the last layer's features are read by nobody in the block
+        if i + 1 < len(params):  # no layer of the block reads the last features
             new_mean, new_var, _ = moments(y, mask, AXES, static.reduction)
             mean, var = jnp.concatenate([mean, new_mean], -1), jnp.concatenate([var, new_var], -1)
         buffer = lax.optimization_barrier(lax.dynamic_update_slice(buffer, y, (0, 0, 0, c)))
@@ -200,13 +210,13 @@ def _forward(static: _Static, x, params, mask, key):
 def _backward(static: _Static, residuals, cotangents):
     buffer, params, mask, key, mean, inv, count, kept = residuals
     grad = cotangents[0]
-    read = mean.shape[-1]  # all channels but those of the last layer, which nobody reads
+    read = mean.shape[-1]  # the channels that some layer reads: all but those of the last layer
     outside = feature_sums(grad[..., :read], buffer[..., :read], mean, inv, mask, AXES)
     dparams: list = [None] * len(params)
 
-    def project_channels(dy, of: slice):
-        statistics = buffer[..., of], mean[..., of], inv[..., of], mask
-        sums = feature_sums(dy, *statistics, AXES) - outside[..., of]
+    def project_channels(dy, channels: slice):
+        statistics = buffer[..., channels], mean[..., channels], inv[..., channels], mask
+        sums = feature_sums(dy, *statistics, AXES) - outside[..., channels]
         return project(dy, psum(sums, static.reduction), *statistics, count).astype(dy.dtype)
 
     for i in reversed(range(len(params))):
@@ -216,16 +226,16 @@ def _backward(static: _Static, residuals, cotangents):
         if i + 1 < len(params):
             dy = project_channels(dy, slice(c, c + k))
         dy = static.drop(dy, key, i)
-        # The barriers keep layers apart: the recompute of this one begins when the gradient above
-        # it is done, and its parameters' gradients are done before the next one begins. XLA would
-        # keep every layer's activations otherwise.
+        # The barriers order the layers: the recomputation of a layer starts after the gradient of
+        # the next one is done, and its parameters' gradients are done before the previous one
+        # starts. Otherwise XLA keeps the activations of all layers alive.
         h, dy, grad = lax.optimization_barrier((h, dy, grad))
         source, dy = (buffer, dy) if static.save_conv else lax.optimization_barrier((buffer, dy))
-        wide = Wide(source, mean[..., :c], inv[..., :c], p.scale1, p.bias1, p.kernel1)
+        op = Bottleneck(source, mean[..., :c], inv[..., :c], p.scale1, p.bias1, p.kernel1)
         if h is None:
-            h = wide_conv(wide, static.num_chunks, static.precision)
+            h = bottleneck_forward(op, static.num_chunks, static.precision)
         dh, second = _second_half_backward(static, h, mean2, inv2, p, mask, count, dy)
-        grad, first = wide_conv_backward(wide, dh, grad, static.num_chunks, static.precision)
+        grad, first = bottleneck_backward(op, dh, grad, static.num_chunks, static.precision)
         dp = jax.tree.map(
             lambda d, v: d.reshape(v.shape).astype(v.dtype), DenseLayerParams(*first, *second), p
         )
@@ -243,7 +253,7 @@ _dense_block.defvjp(_forward, _backward)
 def _second_half_backward(
     static: _Static, h, mean2, inv2, p: DenseLayerParams, mask, count, dy
 ) -> tuple:
-    """Through conv2 ← ReLU ← bn2: the gradient of h and of ``(scale2, bias2, kernel2)``."""
+    """Return the gradients of h and of ``(scale2, bias2, kernel2)`` through bn2, ReLU and conv2."""
     y = normalize(h, mean2, inv2, p.scale2, p.bias2)
     _, conv_backward = jax.vjp(static.conv2, jax.nn.relu(y).astype(h.dtype), p.kernel2)
     dz, dkernel = conv_backward(dy)
@@ -254,23 +264,20 @@ def _second_half_backward(
     return dh.astype(h.dtype), (dscale, dbias, dkernel)
 
 
-def check_dropout(rate: Any, key: Any) -> float:
-    """The rate; with a key, where there is one, of `jax.random`."""
+def _check_dropout(rate: Any, key: Any) -> float:
     rate = as_number("dropout_rate", rate, lambda r: 0 <= r < 1, "at least 0 and below 1")
-    if rate and key is None:
-        raise ValueError(
-            f"`dropout_rate` (={rate}) needs a `key`; pass one, or dropout_rate=0 in evaluation."
-        )
-    if key is not None:
+    if rate:
+        if key is None:
+            raise ValueError(f"`key` is required for `dropout_rate` (={rate}).")
         as_key("key", key)
     return rate
 
 
 def _check_params(x: jax.Array, params: Any) -> tuple[tuple[DenseLayerParams, ...], int]:
-    """Checks every layer; returns them all, and the channels of the result."""
+    """Validate all layers; return them and the number of channels of the result."""
     if not isinstance(params, (tuple, list)) or isinstance(params, DenseLayerParams):
         raise TypeError(
-            f"`params` must be a list of DenseLayerParams, one a layer, not {describe(params)}."
+            f"`params` must be a list of DenseLayerParams, one per layer, not {describe(params)}."
         )
     layers, channels = [], x.shape[-1]
     for i, values in enumerate(params):
@@ -283,8 +290,8 @@ def _check_params(x: jax.Array, params: Any) -> tuple[tuple[DenseLayerParams, ..
                 raise ValueError(f"`{name}` of shape {kernel.shape} must be [kh, kw, in, out].")
         b, k = p.kernel1.shape[-1], p.kernel2.shape[-1]
         kernels = (1, 1, channels, b), (*p.kernel2.shape[:2], b, k)
-        wanted = (channels,), (channels,), kernels[0], (b,), (b,), kernels[1]
-        for name, value, shape in zip(names, p, wanted, strict=True):
+        expected = (channels,), (channels,), kernels[0], (b,), (b,), kernels[1]
+        for name, value, shape in zip(names, p, expected, strict=True):
             if value.shape != shape:
                 raise ValueError(
                     f"`{name}` of shape {value.shape} must be {shape}: "

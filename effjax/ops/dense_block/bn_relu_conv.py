@@ -1,4 +1,4 @@
-"""Concat → batch norm → ReLU → convolution that keeps only its raw inputs for the backward pass."""
+"""Concatenation → batch norm → ReLU → convolution that keeps only its raw inputs."""
 
 import functools
 from collections.abc import Hashable, Sequence
@@ -6,7 +6,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from .._common.arguments import as_array, as_integer, as_padding, as_pair, as_precision
@@ -25,7 +24,7 @@ from ..batch_norm.statistics import (
     project,
     psum,
 )
-from .wide import Wide, default_chunks, wide_conv, wide_conv_backward
+from .bottleneck import Bottleneck, bottleneck_backward, bottleneck_forward, check_chunks
 
 
 def bn_relu_conv(
@@ -46,35 +45,43 @@ def bn_relu_conv(
     num_chunks: int | None = None,
     precision: Any = None,
 ) -> tuple[jax.Array, BatchStats]:
-    """Convolves the normalized, rectified concatenation of x, and keeps neither of the two.
+    """Apply batch norm, ReLU and a convolution to the concatenation of x.
 
     ``y = conv(relu(batch_norm(concatenate(x))), kernel)``
 
-    This is the bottleneck of a DenseNet. A 1x1 convolution is worked through in slices of rows, so
-    that neither the normalized features nor their gradient exist at full size in either pass.
+    This is the bottleneck of a DenseNet. Neither the concatenation nor the normalized features are
+    kept for the backward pass. A 1x1 convolution processes a few image rows at a time, so that the
+    normalized features and their gradient never exist at full size.
 
     Args:
-        x: [N, H, W, C], or a list of such arrays that are concatenated along C; floating point, one
+        x: [N, H, W, C], or a list of such arrays to be concatenated along C; floating point, of one
             dtype.
-        scale, bias: [C].
-        kernel: [kh, kw, C / feature_group_count, O]; computed in x's dtype.
-        axis_name, axis_index_groups, epsilon, stats: as in `sync_batch_norm`.
-        mask: boolean, broadcastable to [N, H, W, 1]: which pixels count in the statistics.
-        strides, padding, kernel_dilation, feature_group_count, precision: as in
-            ``jax.lax.conv_general_dilated``; a single number stands for both spatial axes.
-        num_chunks: slices of rows of a 1x1 convolution; by default slices of about 8 MiB in
-            float32.
+        scale: [C].
+        bias: [C].
+        kernel: [kh, kw, C / feature_group_count, O]; cast to the dtype of x.
+        axis_name: as in `sync_batch_norm`.
+        axis_index_groups: as in `sync_batch_norm`.
+        mask: boolean, broadcastable to [N, H, W, 1]: the pixels to include in the statistics.
+        epsilon: as in `sync_batch_norm`.
+        stats: as in `sync_batch_norm`.
+        strides: as in ``jax.lax.conv_general_dilated``; an integer is for both spatial axes.
+        padding: likewise.
+        kernel_dilation: likewise.
+        feature_group_count: likewise.
+        num_chunks: number of row slices of a 1x1 convolution. By default a slice takes about 8 MiB
+            in float32.
+        precision: as in ``jax.lax.conv_general_dilated``.
 
     Returns:
-        y [N, H', W', O] of x's dtype, and the `BatchStats` of the C features.
+        y [N, H', W', O] of the dtype of x, and the `BatchStats` of the C features.
 
     Raises:
-        TypeError, ValueError: inputs that do not fit, with their values; an `axis_name` that is not
-            mapped.
+        TypeError: for arguments that are not arrays or numbers, or not floating point.
+        ValueError: for mismatched shapes, or an `axis_name` that is not mapped.
 
-    Kept for the backward pass: the arrays of x as they came (not their concatenation), scale, bias,
-    kernel, and the statistics. The recompute reuses the statistics: it is exact, and does no second
-    all-reduce. Reverse mode only.
+    Kept for the backward pass: the arrays of x as passed, scale, bias, kernel, and the statistics.
+    The backward pass recomputes the activations from the same statistics: it is exact and needs no
+    second all-reduce for them. Reverse mode only.
 
     References:
         efficient_densenet_pytorch; Pleiss et al., 2017 (arXiv:1707.06990).
@@ -88,11 +95,12 @@ def bn_relu_conv(
         groups,
         as_precision(precision, features[0].dtype),
     )
-    slices: int | None = check_chunks(num_chunks, (*features[0].shape[:3], parameters[0].shape[0]))
-    if parameters[2].shape[:2] != (1, 1) or conv.changes_pixels():
-        slices = None
+    # Only a convolution that multiplies each pixel by one matrix can be sliced.
+    chunks: int | None = check_chunks(num_chunks, (*features[0].shape[:3], parameters[0].shape[0]))
+    if parameters[2].shape[:2] != (1, 1) or not conv.is_pointwise():
+        chunks = None
     static = _Static(
-        make_reduction(axis_name, axis_index_groups, stats), check_epsilon(epsilon), conv, slices
+        make_reduction(axis_name, axis_index_groups, stats), check_epsilon(epsilon), conv, chunks
     )
     mask = None if mask is None else check_pixel_mask(mask, features[0])
 
@@ -123,17 +131,23 @@ class _Conv(NamedTuple):
             precision=self.precision,
         )
 
-    def changes_pixels(self) -> bool:
-        """Whether a 1x1 kernel would do more than multiply every pixel by one matrix."""
-        padded = self.padding not in ("SAME", "SAME_LOWER", "VALID", ((0, 0), (0, 0)))
-        return padded or self.strides != (1, 1) or self.groups != 1
+    def is_pointwise(self) -> bool:
+        """Return True if a 1x1 kernel multiplies each pixel by the same matrix."""
+        unpadded = self.padding in ("SAME", "SAME_LOWER", "VALID", ((0, 0), (0, 0)))
+        return unpadded and self.strides == (1, 1) and self.groups == 1
 
 
 class _Static(NamedTuple):
     reduction: Reduction
     epsilon: float
     conv: _Conv
-    num_chunks: int | None  # None: not a 1x1 convolution, done in one piece
+    num_chunks: int | None  # None if the convolution is not pointwise
+
+
+# With y the normalized features, z = relu(y) and dz the gradient of z by the convolution:
+#   g = dz where y > 0    dbias = sum(g)    dscale = sum(g * xhat)
+# and dx follows from g as in batch norm. For a pointwise convolution, `bottleneck_backward` returns
+# inv * scale * g and both sums, and `project` completes dx.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -147,22 +161,24 @@ def _forward(static: _Static, features, parameters, mask):
     mean, var, count = moments(x, mask, AXES, static.reduction)
     inv = lax.rsqrt(var + static.epsilon)
     if static.num_chunks:
-        y = wide_conv(Wide(x, mean, inv, *parameters), static.num_chunks, static.conv.precision)
+        y = bottleneck_forward(
+            Bottleneck(x, mean, inv, *parameters), static.num_chunks, static.conv.precision
+        )
     else:
         y = static.conv(jax.nn.relu(normalize(x, mean, inv, scale, bias)).astype(x.dtype), kernel)
     return (y, (mean, var, count)), (features, parameters, mask, mean, inv, count)
 
 
-def _backward(static: _Static, kept, cotangents):
-    features, (scale, bias, kernel), mask, mean, inv, count = kept
-    # The barrier keeps the recompute from being merged with the forward pass.
+def _backward(static: _Static, residuals, cotangents):
+    features, (scale, bias, kernel), mask, mean, inv, count = residuals
+    # Without the barrier, XLA merges the recomputation with the forward pass and keeps the results.
     features, dy = lax.optimization_barrier((features, cotangents[0]))
     x = jnp.concatenate(features, -1)
     if static.num_chunks:
-        wide = Wide(x, mean, inv, scale, bias, kernel)
+        op = Bottleneck(x, mean, inv, scale, bias, kernel)
         dx = zeros(x.shape, x.dtype, x)
-        dx, (dscale, dbias, dkernel) = wide_conv_backward(
-            wide, dy, dx, static.num_chunks, static.conv.precision
+        dx, (dscale, dbias, dkernel) = bottleneck_backward(
+            op, dy, dx, static.num_chunks, static.conv.precision
         )
         sums = psum(feature_sums(dx, x, mean, inv, mask, AXES), static.reduction)
         dx = project(dx, sums, x, mean, inv, mask, count)
@@ -187,31 +203,22 @@ _bn_relu_conv.defvjp(_forward, _backward)
 
 
 def as_batch_stats(mean: jax.Array, var: jax.Array, count: jax.Array) -> BatchStats:
+    """Return statistics of shape [1, 1, 1, C] as `BatchStats` of shape [C]."""
     return BatchStats(mean.reshape(-1), var.reshape(-1), count.reshape(()))
 
 
-def check_chunks(num_chunks: int | None, shape: tuple[int, ...]) -> int:
-    """The number of slices, by default from the shape of the wide array."""
-    if num_chunks is None:
-        return default_chunks(shape)
-    whole = isinstance(num_chunks, (int, np.integer)) and not isinstance(num_chunks, bool)
-    if not whole or num_chunks < 1:
-        raise ValueError(
-            f"`num_chunks` (={num_chunks!r:.80}) must be an integer of at least 1, or None."
-        )
-    return int(num_chunks)
-
-
 def check_pixel_mask(mask: Any, x: jax.Array) -> jax.Array:
+    """Return a mask that broadcasts to [N, H, W, 1]."""
     mask = check_mask(mask, x)
     if mask.shape[-1] != 1:
         raise ValueError(
-            f"`mask` of shape {mask.shape} must have one value a pixel: its last axis must be 1."
+            f"`mask` of shape {mask.shape} must have one value per pixel: its last axis must be 1."
         )
     return mask
 
 
 def as_features(x: Any) -> jax.Array:
+    """Return a floating-point array [N, H, W, C]."""
     x = as_array("x", x)
     if x.ndim != 4:
         raise ValueError(f"`x` of shape {x.shape} must be [N, H, W, C].")
@@ -219,14 +226,13 @@ def as_features(x: Any) -> jax.Array:
 
 
 def _check(x, scale, bias, kernel, groups: int) -> tuple[tuple[jax.Array, ...], tuple]:
-    """Checks the arrays; returns those of x, and the three parameters."""
     features = tuple(map(as_features, x if isinstance(x, (tuple, list)) else (x,)))
     if not features:
-        raise ValueError("`x` is an empty list; give at least one array.")
+        raise ValueError("`x` must contain at least one array.")
     for f in features:
         if f.shape[:3] != features[0].shape[:3] or f.dtype != features[0].dtype:
             raise ValueError(
-                f"The arrays of `x` must agree in [N, H, W] and dtype: "
+                "The arrays of `x` must agree in [N, H, W] and dtype, but are "
                 f"{[f'{f.dtype}{f.shape}' for f in features]}."
             )
     channels = sum(f.shape[-1] for f in features)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from effjax import DenseLayerParams, dense_block
 from effjax.memory import collectives, plan
-from effjax.ops.dense_block.wide import _slices
+from effjax.ops.dense_block.bottleneck import _slices
 from tests import oracles
 from tests.contexts import (
     CONTEXTS,
@@ -360,10 +360,10 @@ X = np.zeros((2, 4, 4, 3), np.float32)
         (ValueError, r"`params\[1\].*layer 1 reads 5 channels", {"params": [GOOD[0], GOOD[0]]}),
         (ValueError, "`save` \\(='nothing'\\)", {"save": "nothing"}),
         (ValueError, r"`dropout_rate` \(=1.0\) must be", {"dropout_rate": 1.0}),
-        (ValueError, "needs a `key`", {"dropout_rate": 0.1}),
+        (ValueError, "`key` is required", {"dropout_rate": 0.1}),
         (ValueError, r"`num_chunks` \(=0\)", {"num_chunks": 0}),
         (ValueError, r"`epsilon` \(=-1\)", {"epsilon": -1}),
-        (ValueError, "one value a pixel", {"mask": np.ones((2, 4, 4, 3), bool)}),
+        (ValueError, "one value per pixel", {"mask": np.ones((2, 4, 4, 3), bool)}),
         (ValueError, "`stats`", {"stats": "fast"}),
     ],
 )
