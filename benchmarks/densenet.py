@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effjax.train.images.config import Config
+from effjax.train.images.config import DenseNetConfig
 from effjax.train.images.forms import training_steps
 
 from . import pytorch
@@ -30,7 +30,7 @@ PLANNED: dict[Size, int] = {"small": 22, "published": 100}
 
 def make_steps(depth: int, batch_size: int, image_size: int) -> dict[str, tuple]:
     """Return `(fn, *shapes)` of steps of SGD with momentum by name."""
-    config = Config(depth=depth, growth_rate=GROWTH_RATE, batch_size=batch_size)
+    config = DenseNetConfig(depth=depth, growth_rate=GROWTH_RATE, batch_size=batch_size)
     return training_steps(config, (image_size, image_size, 3), num_classes=10)(batch_size)
 
 

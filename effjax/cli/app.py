@@ -1,16 +1,18 @@
-"""The commands of `effjax`: options in, exit codes out.
+"""The commands of `effjax`.
 
-Nothing heavy is imported before a command runs, so that the help comes at once.
+Each command imports what it needs when it runs, so that `--help` does not wait for JAX.
 """
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
 from .. import __version__
+from . import errors
 from .convert import convert
 from .memory import memory
-from .options import Command, option
+from .options import Command
 from .train_densenet import train_densenet
 from .train_lm import train_lm
 from .train_resnet import train_resnet
@@ -25,8 +27,22 @@ app = typer.Typer(
 train_app = typer.Typer(help="Train a model on images or on text.", no_args_is_help=True)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def run(argv: Sequence[str]) -> int:
+    """Run the command line and return the exit code."""
+    command: Any = typer.main.get_command(app)
+    try:
+        code = command.main(args=[*argv], prog_name="effjax", standalone_mode=False) or 0
+        if code == errors.INTERRUPTED:  # typer has caught KeyboardInterrupt
+            raise KeyboardInterrupt
+        return code
+    except BaseException as error:
+        if (code := errors.report(error)) is None:
+            raise
+        return code
+
+
+def _show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"effjax {__version__}")
         raise typer.Exit
 
@@ -34,30 +50,26 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Options of `effjax` itself."""
+    """Define the options of `effjax` itself."""
 
 
 @app.command()
 def doctor(
-    as_json: Annotated[bool, option("Print it as JSON.", name="--json")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Show versions, devices, memory kinds, native kernels, and how to install what is missing."""
-    from .doctor import show  # it must do without typer
+    from .doctor import show
 
     show(as_json)
-
-
-@train_app.callback()
-def train() -> None:
-    """Train a model on images or on text."""
 
 
 app.command("convert", cls=Command)(convert)
 app.command("memory", cls=Command)(memory)
 app.add_typer(train_app, name="train")
-train_app.command("lm", cls=Command)(train_lm)
 train_app.command("densenet", cls=Command)(train_densenet)
 train_app.command("resnet", cls=Command)(train_resnet)
+train_app.command("lm", cls=Command)(train_lm)

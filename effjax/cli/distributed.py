@@ -1,72 +1,51 @@
-"""Several processes of `effjax train`: how they meet, and how one that fails ends all."""
+"""Several processes of `effjax train`: how they join, and how all end if one fails."""
 
 import contextlib
 import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
 
-import typer
+from ..train.errors import TrainError
+from . import errors
 
-from .options import option
-
-if TYPE_CHECKING:
-    from ..train.processes import Cluster
-
-PREEMPTED = 75  # the exit code after SIGTERM or SIGHUP: try again later
-PANEL = "Several processes"
 OPTIONS = "distributed", "coordinator", "num_processes", "process_id", "heartbeat_timeout"
 
-Distributed = Annotated[
-    bool,
-    option(
-        "One of several processes, as SLURM, Open MPI or Kubernetes starts them.",
-        PANEL,
-        "--distributed",
-    ),
-]
-Coordinator = Annotated[str | None, option("HOST:PORT of process 0, where all meet.", PANEL)]
-NumProcesses = Annotated[int | None, option("How many there are.", PANEL)]
-ProcessId = Annotated[int | None, option("Which one this is, from 0.", PANEL)]
-HeartbeatTimeout = Annotated[
-    int, option("Seconds of silence after which a process counts as dead.", PANEL)
-]
 
+def join(arguments: Mapping[str, Any]) -> None:
+    """Make this process one of several if the options say so.
 
-def cluster_of(
-    distributed: bool,
-    coordinator: str | None,
-    num_processes: int | None,
-    process_id: int | None,
-    heartbeat_timeout: int,
-) -> "Cluster | None":
-    """Where to meet the others; None: there are none."""
-    given = coordinator, num_processes, process_id
-    if not distributed and given == (None, None, None):
-        return None
-    from ..train.errors import TrainError
-    from ..train.processes import Cluster
+    Args:
+        arguments: The arguments of the command, with those named in `OPTIONS`.
+    """
+    coordinator, number = arguments["coordinator"], arguments["num_processes"]
+    process_id = arguments["process_id"]
+    address = coordinator, number, process_id
+    if not arguments["distributed"]:
+        if address == (None, None, None):
+            return
+        if None in address:
+            raise TrainError(
+                "--coordinator, --num-processes and --process-id must be given together. "
+                "--distributed alone asks the cluster."
+            )
+    from ..train import processes
 
-    if not distributed and None in given:
-        raise TrainError(
-            "--coordinator, --num-processes and --process-id go together; --distributed alone "
-            "asks the cluster"
-        )
-    if num_processes is not None and num_processes < 1:
-        raise TrainError(f"num_processes (={num_processes}) must be at least 1")
-    if process_id is not None and not 0 <= process_id < (num_processes or process_id + 1):
-        raise TrainError(f"process_id (={process_id}) must lie in 0..{(num_processes or 1) - 1}")
-    if heartbeat_timeout < 1:
-        raise TrainError(f"heartbeat_timeout (={heartbeat_timeout}) must be at least 1")
-    return Cluster(*given, heartbeat_timeout)
+    if process_id is not None and number is not None and process_id >= number:
+        raise TrainError(f"--process-id (={process_id}) must be below --num-processes (={number})")
+    timeout = arguments["heartbeat_timeout"]
+    processes.join(processes.Cluster(coordinator, number, process_id, timeout))
 
 
 @contextlib.contextmanager
-def ends_all() -> Iterator[None]:
-    """A process of several that fails ends at once, and does not wait for the others, which wait
-    for it: JAX ends them when it misses this one."""
+def end_all_on_error() -> Iterator[None]:
+    """End this process at once on an error, if it is one of several.
+
+    The other processes wait for this one, and would keep it waiting. JAX ends them when its
+    heartbeat stops.
+    """
     try:
         yield
     except BaseException as error:
@@ -75,34 +54,30 @@ def ends_all() -> Iterator[None]:
         if not (cluster := joined()):
             raise
         if type(error).__name__ == "JaxRuntimeError":
-            _wait_for_word(cluster.heartbeat_timeout)
-        code = _exit_code(error)
-        if code in (0, PREEMPTED):  # all of them
-            raise
+            _wait_for_jax(cluster.heartbeat_timeout)
+        if isinstance(error, errors.CommandError) and error.exit_code == errors.PREEMPTED:
+            raise  # all processes end
+        code = errors.report(error)
+        if code is None:
+            traceback.print_exception(error)
+            code = 1
         if is_first():
-            time.sleep(1)  # the others meet here, and shall say their errors first
-        _leave(code)
+            time.sleep(1)  # the coordinator: the others must be able to print their errors
+        _exit(code)
 
 
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, typer.Exit):
-        return error.exit_code
-    traceback.print_exception(error)
-    return 1
-
-
-def _leave(code: int) -> NoReturn:
+def _exit(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _wait_for_word(seconds: int) -> None:
-    """A program over several processes fails where one is gone. JAX knows which one, says it and
-    ends this process, as soon as that one has been silent for so many seconds."""
-    typer.echo(
-        "effjax: a step failed, probably as another process has ended; waiting for JAX to say "
-        f"which, {seconds} s at most",
-        err=True,
+def _wait_for_jax(seconds: int) -> None:
+    # A step over several processes fails if one of them ended. JAX names that process and ends this
+    # one, after so many seconds of silence.
+    print(
+        "effjax: a step failed, probably because another process ended. Waiting for JAX to name "
+        f"it, at most {seconds} s.",
+        file=sys.stderr,
     )
     time.sleep(seconds + 10)

@@ -1,122 +1,205 @@
-"""What the commands of `effjax` share: options with help, and errors that are one line."""
+"""Options that several commands share, as annotated types, and the layout of their help."""
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Annotated, Any, NoReturn
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-import typer
 import typer.core
-from rich.console import Console
-from rich.panel import Panel
-from rich.table import Column, Table
-from rich.text import Text
+from typer import Option
 
-from ..train.errors import OutOfDeviceMemory, TrainError
-from ..train.options import declared
+DATA, MODEL, OPTIMIZATION, RUN = "Data", "Model", "Optimization", "Run"
+PROCESSES = "Several processes"
 
-NAMES_WIDTH = 30  # of the column of names in the help
+# Data
+Validation = Annotated[
+    float,
+    Option(
+        help="Part of the train set that selects the best parameters: a share, or a number of "
+        "examples.",
+        rich_help_panel=DATA,
+    ),
+]
+ImageData = Annotated[
+    str,
+    Option(
+        help="digits, rotated-digits, cifar10:PATH, cifar100:PATH or folder:PATH.",
+        rich_help_panel=DATA,
+    ),
+]
+ImageSize = Annotated[
+    int | None,
+    Option(help="Resize the images of a folder to this side.", min=1, rich_help_panel=DATA),
+]
+Augment = Annotated[
+    bool | None,
+    Option(help="Crop at random, and flip if --flip. (default: on)", rich_help_panel=DATA),
+]
+Flip = Annotated[
+    bool | None,
+    Option(
+        help="Flip at random when augmenting. (default: on, except for digits)",
+        rich_help_panel=DATA,
+    ),
+]
 
+# Model
+SmallInputs = Annotated[
+    bool | None,
+    Option(help="Use a stem without pooling. (default: up to 64×64 pixels)", rich_help_panel=MODEL),
+]
+Efficient = Annotated[
+    bool,
+    Option(help="Recompute in the backward pass instead of keeping.", rich_help_panel=MODEL),
+]
+Save = Annotated[
+    Literal["conv", "features"],
+    Option(
+        help="What efficient blocks keep for the backward pass: conv is faster, features is "
+        "smaller.",
+        rich_help_panel=MODEL,
+    ),
+]
 
-def option(help: str, panel: str | None = None, name: str | None = None) -> Any:
-    """An option with its help; `name` where it is not the parameter's."""
-    names = [name] if name else []
-    return typer.Option(*names, help=help, rich_help_panel=panel)
+# Optimization
+Epochs = Annotated[
+    int, Option(help="Passes over the train set.", min=1, rich_help_panel=OPTIMIZATION)
+]
+BatchSize = Annotated[
+    int,
+    Option(help="Examples per step, over all devices.", min=1, rich_help_panel=OPTIMIZATION),
+]
+LearningRate = Annotated[float, Option(help="Largest learning rate.", rich_help_panel=OPTIMIZATION)]
+Schedule = Annotated[
+    Literal["cosine", "step"],
+    Option(
+        help="Learning rate: cosine to 0, or a tenth after 1/2 and again after 3/4 of the run.",
+        rich_help_panel=OPTIMIZATION,
+    ),
+]
+Momentum = Annotated[float, Option(help="Nesterov momentum of SGD.", rich_help_panel=OPTIMIZATION)]
+WeightDecay = Annotated[
+    float,
+    Option(
+        help="Weight decay of kernels. Norms and biases have none.",
+        rich_help_panel=OPTIMIZATION,
+    ),
+]
+DType = Annotated[
+    Literal["float32", "bfloat16"],
+    Option(help="Dtype of the computation. Parameters are float32.", rich_help_panel=OPTIMIZATION),
+]
+Seed = Annotated[
+    int,
+    Option(
+        help="Seed of parameters, order, augmentation and dropout.",
+        min=0,
+        max=2**32 - 1,
+        rich_help_panel=OPTIMIZATION,
+    ),
+]
 
+# Run
+Out = Annotated[
+    Path | None,
+    Option(help="Run directory. (default: runs/COMMAND-DATE-TIME)", rich_help_panel=RUN),
+]
+Overwrite = Annotated[
+    bool, Option("--overwrite", help="Replace the run in --out.", rich_help_panel=RUN)
+]
+Resume = Annotated[
+    Path | None,
+    Option(
+        help="Continue this run after its last intact checkpoint. Only its length, "
+        "--checkpoint-every, --keep, --on-nan and --mesh can change.",
+        rich_help_panel=RUN,
+    ),
+]
+CheckpointEvery = Annotated[
+    int | None,
+    Option(help="Also write a checkpoint every so many steps.", min=1, rich_help_panel=RUN),
+]
+Keep = Annotated[
+    int,
+    Option(
+        help="Number of last checkpoints to keep, in addition to the best one.",
+        min=1,
+        rich_help_panel=RUN,
+    ),
+]
+OnNan = Annotated[
+    Literal["stop", "skip"],
+    Option(
+        help="At a loss or gradients that are not finite, stop, or skip the step.",
+        rich_help_panel=RUN,
+    ),
+]
+Mesh = Annotated[
+    str | None,
+    Option(
+        help="Devices by axis, such as data=2,fsdp=4; fsdp shards the parameters. (default: all "
+        "on data)",
+        rich_help_panel=RUN,
+    ),
+]
+Parallel = Annotated[
+    Literal["jit", "shard_map", "pmap"],
+    Option(help="How the step is distributed over the devices.", rich_help_panel=OPTIMIZATION),
+]
 
-def parameters_of(
-    options: type, without: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
-) -> list[inspect.Parameter]:
-    """The options that a dataclass declares, as keyword-only parameters that typer understands.
+# Several processes
+Distributed = Annotated[
+    bool,
+    Option(
+        "--distributed",
+        help="Join the processes that SLURM, Open MPI or Kubernetes started.",
+        rich_help_panel=PROCESSES,
+    ),
+]
+Coordinator = Annotated[
+    str | None, Option(help="HOST:PORT of process 0.", rich_help_panel=PROCESSES)
+]
+NumProcesses = Annotated[
+    int | None, Option(help="Number of processes.", min=1, rich_help_panel=PROCESSES)
+]
+ProcessId = Annotated[
+    int | None,
+    Option(help="Number of this process, from 0.", min=0, rich_help_panel=PROCESSES),
+]
+HeartbeatTimeout = Annotated[
+    int,
+    Option(
+        help="Seconds of silence after which a process counts as dead.",
+        min=1,
+        rich_help_panel=PROCESSES,
+    ),
+]
 
-    Args:
-        options: a dataclass whose fields have an `Option`.
-        without: the names of those that the command does not have.
-        defaults: by name, where the command's are not those of the dataclass.
-    """
-    found = []
-    for name, kind, said, default in declared(options):
-        default = (defaults or {}).get(name, default)
-        unset = f" (default: {said.unset})" if said.unset and default is None else ""
-        annotation = Annotated[kind, option(said.help + unset, said.panel)]
-        if name not in without:
-            found.append(
-                inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-                )
-            )
-    return found
-
-
-def take(parameters: Sequence[inspect.Parameter]) -> Callable[[Callable], Callable]:
-    """Gives a command these in the place of its `**` parameter; typer reads the signature.
-
-    The command's own keyword-only parameters come after them in the help.
-    """
-
-    def decorate(command: Callable) -> Callable:
-        signature = inspect.signature(command)
-        own = list(signature.parameters.values())
-        first = [one for one in own if one.kind is one.POSITIONAL_OR_KEYWORD]
-        last = [one for one in own if one.kind is one.KEYWORD_ONLY]
-        taken = signature.replace(parameters=[*first, *parameters, *last])
-        setattr(command, "__signature__", taken)  # noqa: B010, as no type says that it has one
-        return command
-
-    return decorate
+NAME_WIDTH = 30  # of the first column of the help
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose help has the same two columns in all groups of options; typer's differ from
-    group to group, and cut long names."""
+    """A command whose help has the same two columns in all panels.
+
+    Typer chooses the columns of each panel separately, and truncates long names.
+    """
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        groups: dict[str, Table] = {}
+        from rich.console import Console
+        from rich.panel import Panel
+        from rich.table import Column, Table
+        from rich.text import Text
+
+        panels: dict[str, Table] = {}
         for param in self.get_params(ctx):
-            names, said = param.get_help_record(ctx) or ("", "")
+            names, text = param.get_help_record(ctx) or ("", "")
             title = getattr(param, "rich_help_panel", None) or "Options"
-            if title not in groups:
-                groups[title] = Table.grid(
-                    Column(width=NAMES_WIDTH), Column(), padding=(0, 2, 0, 0)
-                )
-            said = said.replace("[default: ", "[default:\N{NO-BREAK SPACE}")
-            groups[title].add_row(Text(names), Text(said))
+            if title not in panels:
+                panels[title] = Table.grid(Column(width=NAME_WIDTH), Column(), padding=(0, 2, 0, 0))
+            text = text.replace("[default: ", "[default:\N{NO-BREAK SPACE}")
+            panels[title].add_row(Text(names.replace(" range>", ">")), Text(text))
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)
         console = Console()
-        with console.capture() as shown:
-            for title, table in groups.items():
+        with console.capture() as output:
+            for title, table in panels.items():
                 console.print(Panel(table, title=title, title_align="left", border_style="dim"))
-        formatter.write(f"\n{shown.get()}")
-
-
-@contextmanager
-def one_line_errors(saver: str = "a smaller model") -> Iterator[None]:
-    """An error of the user's becomes one line and an exit code, not a traceback.
-
-    `saver` is what saves memory besides.
-    """
-    try:
-        yield
-    except TrainError as error:
-        fail(str(error), 2)
-    except KeyboardInterrupt:
-        fail("interrupted", 130)
-    except MemoryError as error:
-        fail(f"out of memory ({error or 'of this machine'}); use smaller data", 1)
-    except OutOfDeviceMemory as error:
-        fail(
-            f"out of device memory; try a smaller --batch-size, or {saver}; see where it goes with "
-            f"{error}",
-            1,
-        )
-    except RuntimeError as error:  # JAX's own error is one
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        fail(f"out of device memory; try a smaller --batch-size, or {saver}", 1)
-
-
-def fail(message: str, code: int) -> NoReturn:
-    """Says it on one line of stderr and exits."""
-    typer.echo(f"effjax: {' '.join(message.split())}", err=True)
-    raise typer.Exit(code)
+        formatter.write(f"\n{output.get()}")

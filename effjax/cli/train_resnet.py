@@ -1,72 +1,98 @@
 """`effjax train resnet`."""
 
 import dataclasses
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
+
+import typer
+from typer import Option
 
 from ..train.errors import TrainError
-from ..train.images.config import Config
-from ..train.options import MODEL
-from .options import option
-from .training import make_console, train_command, train_images
-
-# Options of DenseNets, or options that a ResNet has in another form.
-WITHOUT = ("model", "depth", "growth_rate", "compression", "bn_size", "drop_rate")
+from ..train.images.config import ResNetConfig
+from . import options
+from .distributed import end_all_on_error
+from .options import MODEL
+from .training import RunRequest, make_console, request_run, train_images
 
 
-def train_and_compare(
-    config: Config,
-    out: Path,
-    overwrite: bool = False,
-    resume: bool = False,
-    fall_back: bool = False,
-    compare_plain: bool = False,
-) -> None:
-    """Train a ResNet in `out`; with `compare_plain` also one without deformation in `out`-plain."""
-    from ..train.processes import from_first
-
-    if compare_plain and config.dcn == "none":
-        raise TrainError("--compare-plain needs --dcn v1 or v2")
-    result = train_images(config, out, overwrite, resume, fall_back)
-    if not compare_plain:
-        return
-    plain = dataclasses.replace(config, dcn="none")
-    path = out.with_name(f"{out.name}-plain")
-    resume = resume and from_first((path / "config.json").exists)
-    plain_result = train_images(plain, path, overwrite, resume, fall_back and resume)
-    make_console().print(
-        f"test accuracy: dcn {config.dcn} {result.test_accuracy:.2%}, "
-        f"plain {plain_result.test_accuracy:.2%}",
-        highlight=False,
-    )
-
-
-@train_command(
-    "resnet", Config, train_and_compare, saver="--save features",
-    with_resume=("epochs", "compare_plain"), without=WITHOUT,
-)  # fmt: skip
 def train_resnet(
-    out: Path,
-    overwrite: bool,
-    *,
+    ctx: typer.Context,
+    data: options.ImageData = "digits",
+    validation: options.Validation = 0.1,
+    image_size: options.ImageSize = None,
+    augment: options.Augment = None,
+    flip: options.Flip = None,
     depth: Annotated[
-        Literal["8", "18", "34", "50", "101"],
-        option("Depth of the network; 8 is a narrow one for small images.", MODEL),
-    ] = "18",
+        int,
+        Option(
+            help="Depth of the network: 18, 34, 50, 101, or 8 for small images.",
+            rich_help_panel=MODEL,
+        ),
+    ] = 18,
     dcn: Annotated[
         Literal["none", "v1", "v2"],
-        option("Deformable 3×3 convolutions in all stages but the first.", MODEL),
+        Option(
+            help="Deformable 3×3 convolutions in all stages but the first.", rich_help_panel=MODEL
+        ),
     ] = "none",
     compare_plain: Annotated[
         bool,
-        option(
-            "With --dcn: also train the network without it, in OUT-plain.",
-            MODEL,
-            name="--compare-plain",
+        Option(
+            "--compare-plain",
+            help="Also train the network without --dcn, in OUT-plain.",
+            rich_help_panel=MODEL,
         ),
     ] = False,
-    **options: Any,
+    small_inputs: options.SmallInputs = None,
+    efficient: options.Efficient = True,
+    save: options.Save = "conv",
+    epochs: options.Epochs = 20,
+    batch_size: options.BatchSize = 64,
+    learning_rate: options.LearningRate = 0.1,
+    schedule: options.Schedule = "cosine",
+    momentum: options.Momentum = 0.9,
+    weight_decay: options.WeightDecay = 1e-3,
+    dtype: options.DType = "float32",
+    parallel: options.Parallel = "jit",
+    seed: options.Seed = 0,
+    out: options.Out = None,
+    overwrite: options.Overwrite = False,
+    resume: options.Resume = None,
+    checkpoint_every: options.CheckpointEvery = None,
+    keep: options.Keep = 1,
+    on_nan: options.OnNan = "stop",
+    mesh: options.Mesh = None,
+    distributed: options.Distributed = False,
+    coordinator: options.Coordinator = None,
+    num_processes: options.NumProcesses = None,
+    process_id: options.ProcessId = None,
+    heartbeat_timeout: options.HeartbeatTimeout = 100,
 ) -> None:
-    """Train a ResNet with batch norm over all devices, and report what it costs in memory."""
-    config = Config(model=f"resnet{depth}", dcn=dcn, **options)
-    train_and_compare(config, out, overwrite, compare_plain=compare_plain)
+    """Train a ResNet with batch norm over all devices, and report its memory."""
+    with end_all_on_error():
+        request = request_run(ctx, ResNetConfig, changeable=["epochs", "compare_plain"])
+        if not compare_plain:
+            train_images(request)
+        elif request.config.dcn == "none":
+            raise TrainError("--compare-plain needs --dcn v1 or v2")
+        else:
+            _train_and_compare(request)
+
+
+def _train_and_compare(request: RunRequest[ResNetConfig]) -> None:
+    from ..train.processes import from_first
+
+    deformable = train_images(request)
+    path = request.path.with_name(f"{request.path.name}-plain")
+    plain = train_images(
+        dataclasses.replace(
+            request,
+            config=dataclasses.replace(request.config, dcn="none"),
+            path=path,
+            resume=request.resume and from_first((path / "config.json").exists),
+        )
+    )
+    make_console().print(
+        f"test accuracy: dcn {request.config.dcn} {deformable.test_accuracy:.2%}, "
+        f"plain {plain.test_accuracy:.2%}",
+        highlight=False,
+    )

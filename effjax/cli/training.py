@@ -1,269 +1,225 @@
-"""What the commands of `effjax train` share: where a run is written, and how one goes on."""
+"""The code that the `effjax train` commands share: starting, resuming and stopping a run."""
 
 import contextlib
 import dataclasses
-import inspect
 import shlex
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import typer
-from rich.console import Console
 
-from ..train.errors import OutOfDeviceMemory, Preempted, TrainError
-from ..train.images.config import Config
-from ..train.options import RunOptions
-from .distributed import (
-    OPTIONS,
-    PREEMPTED,
-    Coordinator,
-    Distributed,
-    HeartbeatTimeout,
-    NumProcesses,
-    ProcessId,
-    cluster_of,
-    ends_all,
-)
+from ..train.config import RunConfig
+from ..train.errors import Preempted, TrainError
+from . import distributed
+from .errors import INTERRUPTED, PREEMPTED, CommandError
 from .memory_command import memory_command
-from .options import fail, one_line_errors, option, parameters_of, take
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..train.images.config import ImageConfig
     from ..train.images.task import ImageResult
     from ..train.run_directory import RunDirectory
 
+Config = TypeVar("Config", bound=RunConfig, covariant=True)
 
-def train_command(
-    name: str,
-    options: type[RunOptions],
-    go_on: Callable[..., Any],
-    saver: str,
-    with_resume: Sequence[str],
-    without: Sequence[str] = (),
-    defaults: Mapping[str, Any] | None = None,
-) -> Callable[[Callable[..., None]], Callable]:
-    """Makes a command of `start(out, overwrite, *, more options, **options of a run)`.
 
-    The command has the options of a run, then those of `start` after its `*`, then `--out`,
-    `--overwrite` and `--resume`. An error of the user's is one line.
+@dataclasses.dataclass(frozen=True)
+class RunRequest(Generic[Config]):
+    """A run to start or to resume, as the command line describes it."""
+
+    config: Config
+    path: Path
+    overwrite: bool = False
+    resume: bool = False
+
+    @property
+    def resume_command(self) -> str:
+        """The command that resumes the run."""
+        return resume_command(self.config.COMMAND, self.path)
+
+
+def request_run(
+    ctx: typer.Context, config_type: type[Config], changeable: Sequence[str]
+) -> RunRequest[Config]:
+    """Join the other processes, if any, and return the run that the command line describes.
 
     Args:
-        name: of the command, and of its run directories.
-        options: the options of a run.
-        go_on: where `--resume` is given, called with the run's options, its directory,
-            `resume=True`, and those of the options after `start`'s `*` that are given too.
-        saver: the option that saves memory.
-        with_resume: the options that can be given with `--resume`, beside those that make no
-            difference. One of a run is what it goes on with: its length.
-        without, defaults: as `parameters_of` has them.
+        ctx: The command, whose parameters include all fields of `config_type`.
+        config_type: The configuration of the command.
+        changeable: Options that can be given with `--resume`, besides those that all commands
+            have.
     """
+    arguments = ctx.params
+    distributed.join(arguments)
+    from ..train.processes import from_first
+    from ..train.run_directory import unused
 
-    def decorate(start: Callable[..., None]) -> Callable:
-        def command(
-            command_line: typer.Context,
-            *,
-            out: Annotated[
-                Path | None, option(f"Run directory. (default: runs/{name}-DATE-TIME)")
-            ] = None,
-            overwrite: Annotated[
-                bool, option("Replace the run in --out.", name="--overwrite")
-            ] = False,
-            resume: Annotated[
-                Path | None,
-                option(
-                    "Go on with this run from its last checkpoint, options as they were; with "
-                    f"--{with_resume[0]} to another end."
-                ),
-            ] = None,
-            fall_back: Annotated[
-                bool,
-                option(
-                    "With --resume: where the last checkpoint is damaged, delete it and take the "
-                    "one before.",
-                    name="--fall-back",
-                ),
-            ] = False,
-            distributed: Distributed = False,
-            coordinator: Coordinator = None,
-            num_processes: NumProcesses = None,
-            process_id: ProcessId = None,
-            heartbeat_timeout: HeartbeatTimeout = 100,
-            **given: Any,
-        ) -> None:
-            with ends_all(), one_line_errors(saver):
-                from ..train.processes import from_first, join
-                from ..train.run_directory import unused
+    fields = {field.name for field in dataclasses.fields(config_type)}
+    resume = arguments["resume"]
+    if resume is None:
+        config = config_type(**{name: arguments[name] for name in fields})
+        path = arguments["out"]
+        if path is None:
+            path = Path(from_first(lambda: str(unused(config.COMMAND))))
+        return RunRequest(config, path, arguments["overwrite"])
 
-                where = coordinator, num_processes, process_id, heartbeat_timeout
-                if cluster := cluster_of(distributed, *where):
-                    join(cluster)
-                if resume is None:
-                    if fall_back:
-                        raise TrainError("--fall-back goes with --resume")
-                    path = Path(from_first(lambda: str(unused(name)))) if out is None else out
-                    return start(path, overwrite, **given)
-                allowed = *with_resume, "fall_back", "checkpoint_every", "keep", "on_nan", "mesh"
-                given |= {"fall_back": fall_back}
-                added = {one: given[one] for one in _given_with_resume(command_line, allowed)}
-                config = _options_of(resume, name, options)
-                of_run = {one: added.pop(one) for one in list(added) if hasattr(config, one)}
-                go_on(dataclasses.replace(config, **of_run), resume, resume=True, **added)
-
-        command.__doc__ = start.__doc__
-        of_start = inspect.signature(start).parameters.values()
-        more = [one for one in of_start if one.kind is one.KEYWORD_ONLY]
-        return take([*parameters_of(options, without, defaults), *more])(command)
-
-    return decorate
-
-
-def _given_with_resume(command_line: typer.Context, allowed: Sequence[str]) -> list[str]:
-    """The options on the command line beside `--resume`, or `TrainError`."""
     given = [
-        name
-        for name in command_line.params
-        if str(command_line.get_parameter_source(name)).endswith("COMMANDLINE")
-        and name not in ("resume", *OPTIONS)
+        name for name in arguments if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")
     ]
+    allowed = *changeable, "resume", "checkpoint_every", "keep", "on_nan", "mesh"
     for name in given:
-        if name not in allowed:
+        if name not in (*allowed, *distributed.OPTIONS):
             raise TrainError(
-                f"--{name.replace('_', '-')} cannot be given with --resume; the run has its options"
+                f"--{name.replace('_', '-')} cannot be combined with --resume. The run has its own."
             )
-    return given
+    changes = {name: arguments[name] for name in given if name in fields}
+    config = dataclasses.replace(read_config(resume, config_type), **changes)
+    return RunRequest(config, resume, resume=True)
 
 
-def _options_of(path: Path, command: str, options: type[RunOptions]) -> RunOptions:
-    """Those of the run at `path`, which must be one of this command."""
+def read_config(path: Path, config_type: type[Config]) -> Config:
+    """Read the configuration of a run, which must be one of this command."""
     from ..train.run_directory import RunDirectory
 
-    run = RunDirectory.find(path).config
-    found = run.get("command", command)  # older runs have none
-    if found == command:
-        config = options.from_json(run.get("options"))
-        found = config.command
-        if found == command:
-            return config
-    raise TrainError(f"{path}: is a run of another command; use {_resume(found, path)}")
+    stored = RunDirectory.find(path).config
+    command = str(stored.get("command"))
+    if command != config_type.COMMAND:
+        raise TrainError(f"{path} is a run of another command. Use {resume_command(command, path)}")
+    return config_type.from_json(stored.get("options"))
 
 
-def _resume(command: str, path: Path) -> str:
+def resume_command(command: str, path: Path) -> str:
     return f"effjax train {command} --resume {shlex.quote(str(path))}"
 
 
-def train_images(
-    config: Config,
-    out: Path,
-    overwrite: bool = False,
-    resume: bool = False,
-    fall_back: bool = False,
-) -> "ImageResult":
-    """Train a model of images in `out`: check everything, then write."""
+def train_images(request: "RunRequest[ImageConfig]") -> "ImageResult":
+    """Train a network on images. Nothing is written before all options and data are checked."""
     from ..train.images import report
     from ..train.images.task import prepare
 
-    task, console = prepare(config), make_console()
-    run, result = follow(config.command, console, task, report, out, overwrite, resume, fall_back)
+    task, console = prepare(request.config), make_console()
+    run, result = train(request, task, report, console, saver="--save features")
     report.show_result(console, task, run, result)
     return result
 
 
-def make_console() -> Console:
-    """Where a run says how it goes; of several processes the first one does."""
+def make_console() -> "Console":
+    """Return the console of a run, which is quiet in all processes but the first."""
+    from rich.console import Console
+
     from ..train.processes import is_first
 
     return Console(quiet=not is_first())
 
 
-def follow(
-    command: str,
-    console: Console,
-    task: Any,
-    report: Any,
-    out: Path,
-    overwrite: bool,
-    resume: bool,
-    fall_back: bool,
+def train(
+    request: RunRequest[Any], task: Any, report: Any, console: "Console", saver: str
 ) -> tuple["RunDirectory", Any]:
-    """Trains what is prepared, and shows how it goes; returns the directory and the result."""
+    """Train a task and show its progress.
+
+    Args:
+        request: The run.
+        task: From `prepare`.
+        report: The module that describes the task.
+        console: Where to print.
+        saver: The options that save memory, for the message if it does not suffice.
+
+    Returns:
+        The run directory and the result of the task.
+    """
     from ..train.loop import fit
     from ..train.processes import check_alike, from_first, is_first, joined, preempted
     from ..train.run_directory import RunDirectory
 
-    def made() -> None:
-        if resume:
-            RunDirectory.open(out)
-        else:
-            RunDirectory.create(out, task.describe(), overwrite)
+    description = task.describe()
 
-    described = task.describe()
-    check_alike("option", described["options"] | {"data": None})  # may lie elsewhere
-    check_alike("data:", described["data"])
-    from_first(made)
-    run = RunDirectory.find(out)
+    def open_directory() -> None:
+        if request.resume:
+            RunDirectory.open(request.path)
+        else:
+            RunDirectory.create(request.path, description, request.overwrite)
+
+    check_alike("option", description["options"] | {"data": None})  # may be a path of the machine
+    check_alike("data:", description["data"])
+    from_first(open_directory)
+    run = RunDirectory.find(request.path)
     run.writes = is_first()
     report.announce(console, task, run)
     progress = report.make_progress(console, task) if is_first() else None
-    again = _resume(command, run.path)
     try:
-        with preempted() if joined() else stop_signals() as stop, interrupts() as check:
-            asked = lambda step: check() or stop(step)  # noqa: E731
-            return run, fit(task, run, progress, resume, asked, fall_back)
-    except RuntimeError as error:  # JAX's own error is one
-        if "RESOURCE_EXHAUSTED" in str(error):
-            raise OutOfDeviceMemory(memory_command(task)) from error
-        raise
-    except KeyboardInterrupt:
-        fail(f"interrupted; go on with {again}", 130)
-    except Preempted as where:
-        fail(
-            f"stopped and saved {where}; go on with {_resume(command, run.path)}",
-            PREEMPTED,
-        )
+        with (
+            preempted() if joined() else stop_signals() as stop_requested,
+            interrupts() as raise_interrupt,
+        ):
+
+            def stop(step: int) -> bool:
+                raise_interrupt()
+                return stop_requested(step)
+
+            return run, fit(task, run, progress, request.resume, stop)
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise CommandError(
+            f"out of device memory. Try a smaller --batch-size, or {saver}. See where it goes with "
+            f"{memory_command(task)}"
+        ) from error
+    except KeyboardInterrupt as error:
+        message = f"interrupted. Resume with {request.resume_command}"
+        raise CommandError(message, INTERRUPTED) from error
+    except Preempted as error:
+        message = f"stopped and saved {error}. Resume with {request.resume_command}"
+        raise CommandError(message, PREEMPTED) from error
 
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Callable[[int], bool]]:
-    """Whether SIGTERM or SIGHUP has come, which are no more than noted; a second one ends the
-    process as it always does."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    came: list[int] = []
+    """Yield a function that returns True after SIGTERM or SIGHUP.
+
+    A second signal ends the process, as it does by default.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    received: list[int] = []
 
     def restore() -> None:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
-    def note(number: int, _: Any) -> None:
-        came.append(number)
+    def receive(number: int, _: Any) -> None:
+        received.append(number)
         restore()
 
-    for number, handler in before.items():
-        if handler != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, note)
+    for number, handler in handlers.items():
+        if handler != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, receive)
     try:
-        yield lambda step: bool(came)
+        yield lambda step: bool(received)
     finally:
         restore()
 
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[], None]]:
-    """Ctrl-C is KeyboardInterrupt, wherever it comes. JAX calls Python where errors are only
-    printed: what is yielded raises one that was lost there."""
-    before, came = signal.getsignal(signal.SIGINT), []
+    """Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed.
 
-    def note(number: int, _: Any) -> None:
-        came.append(number)
+    JAX calls Python from C++, where an exception is printed and lost.
+    """
+    handler, received = signal.getsignal(signal.SIGINT), []
+
+    def receive(number: int, _: Any) -> None:
+        received.append(number)
         raise KeyboardInterrupt
 
-    def check() -> None:
-        if came:
+    def raise_interrupt() -> None:
+        if received:
             raise KeyboardInterrupt
 
-    if before is signal.default_int_handler:
-        signal.signal(signal.SIGINT, note)
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, receive)
     try:
-        yield check
+        yield raise_interrupt
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler)

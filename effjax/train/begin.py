@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .checkpoint import Checkpoints, Partway, Seen
+from .config import WITHOUT_EFFECT
 from .errors import Damaged, TrainError
-from .options import WITHOUT_EFFECT
 from .run_directory import RunDirectory
 
 Task = Any  # `loop.Task`

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from .config import fingerprint
 from .errors import TrainError, unreadable
-from .options import fingerprint
 
 DEFAULT = Path("runs")
 KEY = "effjax"  # of config.json: the version that made the run

@@ -116,7 +116,7 @@ def test_a_command_without_jax_platforms_is_quiet():
 
 
 def test_a_gpu_that_is_not_used_is_a_line(monkeypatch):
-    from effjax.cli import _no_traceback
+    from effjax.cli import _shorten_cuda_error
 
     def said(gpu):
         monkeypatch.setattr(doctor, "has_nvidia_gpu", lambda: gpu)
@@ -127,7 +127,7 @@ def test_a_gpu_that_is_not_used_is_a_line(monkeypatch):
                 "jax", logging.ERROR, "", 1, "Exception when calling %s.initialize()",
                 ("xla_cuda13",), sys.exc_info(),
             )  # fmt: skip
-        return _no_traceback(record), record
+        return _shorten_cuda_error(record), record
 
     assert not said(gpu=False)[0]
     shown, record = said(gpu=True)

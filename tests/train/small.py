@@ -13,7 +13,7 @@ from effjax.nnx import BatchNorm
 from effjax.train.data.dataset import Dataset
 from effjax.train.data.text import split_text
 from effjax.train.images import task as images
-from effjax.train.images.config import Config
+from effjax.train.images.config import DenseNetConfig
 from effjax.train.lm import task as lm
 from effjax.train.lm.config import LMConfig
 from effjax.train.task import Progress
@@ -59,7 +59,7 @@ def builder(config, *_, **more):
 
 def image_task(devices=2, **options) -> images.ImageTask:
     """Three epochs of four steps, of the small model."""
-    config = Config(**{"batch_size": 16, "epochs": 3, "learning_rate": 0.05} | options)
+    config = DenseNetConfig(**{"batch_size": 16, "epochs": 3, "learning_rate": 0.05} | options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(images, "model_builder", builder)
         return images.prepare(config, jax.devices()[:devices], dataset())

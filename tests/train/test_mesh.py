@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from effjax.memory import collectives
 from effjax.train.errors import TrainError
 from effjax.train.images import task as images
-from effjax.train.images.config import Config
+from effjax.train.images.config import DenseNetConfig
 from effjax.train.lm import task as lm
 from effjax.train.lm.config import LMConfig
 from effjax.train.lm.recipe import train_step
@@ -134,7 +134,7 @@ def split_bytes(shapes) -> int:
 
 def test_a_step_on_images_gathers_parameters_and_nothing_else():
     """Once each; what else moves is sums: of statistics, of gradients."""
-    config = Config(depth=10, growth_rate=16, batch_size=32, mesh=BOTH, augment=False)
+    config = DenseNetConfig(depth=10, growth_rate=16, batch_size=32, mesh=BOTH, augment=False)
     task = images.prepare(config, jax.devices()[:4], small.dataset())
     shapes = task.shapes()
     found = moved(task.make_step(), shapes, next(task.batches(0)), jax.random.key(0))
@@ -166,7 +166,7 @@ def test_a_step_on_text_gathers_a_layer_at_a_time(times, options):
 
 @pytest.mark.parametrize("way", ["shard_map", "pmap"])
 def test_ways_that_split_no_parameters(way):
-    config = Config(batch_size=32, mesh=BOTH, parallel=way)
+    config = DenseNetConfig(batch_size=32, mesh=BOTH, parallel=way)
     with pytest.raises(TrainError, match=rf"mesh \(={BOTH}\) with fsdp is for --parallel jit, not"):
         images.prepare(config, jax.devices()[:4], small.dataset())
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from effjax.train.config import fingerprint
 from effjax.train.errors import TrainError
-from effjax.train.options import fingerprint
 from effjax.train.run_directory import RunDirectory, unused
 
 pytest.importorskip("matplotlib")

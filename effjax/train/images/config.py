@@ -1,115 +1,85 @@
-"""The options of a run, checked. Imports nothing heavy: the help of the command needs this."""
+"""The configurations of training runs on images. Imports no JAX."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from ..options import (
-    COUNT,
-    DATA,
-    DECAY,
-    HELD_OUT,
-    MODEL,
-    OPTIMIZATION,
-    RATE,
-    SEED,
-    SHARE,
-    CheckpointEvery,
-    Keep,
-    MeshAxes,
-    OnNan,
-    Option,
-    RunOptions,
-)
+from ..config import RunConfig
+from ..errors import TrainError
 
 Parallel = Literal["jit", "shard_map", "pmap"]
 
+# The ResNets by depth. 8 is a narrow network of three stages, for small images.
+RESNET_DEPTHS = (8, 18, 34, 50, 101)
 
-@dataclasses.dataclass(frozen=True)
-class Config(RunOptions):
-    """What `effjax train` can be asked for; the defaults are those of `effjax train densenet`.
 
-    None leaves the choice to the data (`image_size`, `augment`, `flip`, `small_inputs`) or to the
-    model (`depth`, `growth_rate`, `compression`, `bn_size`).
-    """
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageConfig(RunConfig):
+    """Options of runs on images. If an option is None, its default depends on the data set."""
 
-    COMMANDS: ClassVar[str] = "effjax train densenet or resnet"
-    # Of runs without a validation set: the test set was looked at after each epoch.
-    BEFORE: ClassVar[Mapping[str, Any]] = {"validation": 0}
+    data: str = "digits"
+    image_size: int | None = None
+    augment: bool | None = None
+    flip: bool | None = None
 
-    data: Annotated[
-        str,
-        Option("digits, rotated-digits, cifar10:PATH, cifar100:PATH or folder:PATH.", DATA),
-    ] = "digits"
-    validation: Annotated[
-        float,
-        Option(
-            "Held out of the train set to choose the best epoch by: a share, or images.",
-            DATA,
-            HELD_OUT,
-        ),
-    ] = 0.1
-    image_size: Annotated[
-        int | None, Option("Resize the images of a folder to this side.", DATA, COUNT)
-    ] = None
-    augment: Annotated[
-        bool | None, Option("Crop at random, and flip where the data allow it.", DATA, unset="on")
-    ] = None
-    flip: Annotated[
-        bool | None,
-        Option("Flip at random when augmenting.", DATA, unset="on, but not for digits"),
-    ] = None
+    small_inputs: bool | None = None
+    efficient: bool = True
+    save: Literal["conv", "features"] = "conv"
 
-    model: Annotated[str, Option("densenet-bc, or a name like densenet121.", MODEL)] = "densenet-bc"
-    depth: Annotated[int | None, Option("Depth of densenet-bc, 6n + 4.", MODEL, unset="22")] = None
-    growth_rate: Annotated[
-        int | None, Option("New channels of a layer.", MODEL, COUNT, unset="12, or the model's")
-    ] = None
-    compression: Annotated[
-        float | None, Option("Share of channels that a transition keeps.", MODEL, unset="0.5")
-    ] = None
-    bn_size: Annotated[
-        int | None, Option("Bottleneck width, in growth rates.", MODEL, COUNT, unset="4")
-    ] = None
-    drop_rate: Annotated[float, Option("Dropout of each layer's new channels.", MODEL)] = 0.0
-    small_inputs: Annotated[
-        bool | None,
-        Option("A stem that does not pool.", MODEL, unset="on up to 64×64 pixels"),
-    ] = None
-    efficient: Annotated[
-        bool, Option("Recompute in the backward pass instead of keeping.", MODEL)
-    ] = True
-    save: Annotated[
-        Literal["conv", "features"], Option("What efficient blocks keep: fast or least.", MODEL)
-    ] = "conv"
-    dcn: Literal["none", "v1", "v2"] = "none"  # an option of `effjax train resnet` alone
+    epochs: int = 20
+    batch_size: int = 64
+    learning_rate: float = 0.1
+    schedule: Literal["cosine", "step"] = "cosine"
+    momentum: float = 0.9
+    weight_decay: float = 1e-3
+    parallel: Parallel = "jit"
 
-    epochs: Annotated[int, Option("Passes over the train set.", OPTIMIZATION, COUNT)] = 20
-    batch_size: Annotated[
-        int, Option("Images of a step, over all devices.", OPTIMIZATION, COUNT)
-    ] = 64
-    learning_rate: Annotated[float, Option("SGD's rate at the start.", OPTIMIZATION, RATE)] = 0.1
-    schedule: Annotated[
-        Literal["cosine", "step"],
-        Option("To zero, or a tenth at 1/2 and at 3/4 of the run.", OPTIMIZATION),
-    ] = "cosine"
-    momentum: Annotated[float, Option("Nesterov momentum.", OPTIMIZATION, SHARE)] = 0.9
-    weight_decay: Annotated[
-        float, Option("Of kernels; batch norm and biases are not decayed.", OPTIMIZATION, DECAY)
-    ] = 1e-3
-    dtype: Annotated[
-        Literal["float32", "bfloat16"],
-        Option("Of the computation; parameters are float32.", OPTIMIZATION),
-    ] = "float32"
-    checkpoint_every: CheckpointEvery = None
-    keep: Keep = 1
-    on_nan: OnNan = "stop"
-    mesh: MeshAxes = None
-    parallel: Annotated[Parallel, Option("How all devices are used.")] = "jit"
-    seed: Annotated[
-        int, Option("Of parameters, order, augmentation, and dropout if any.", bounds=SEED)
-    ] = 0
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_share("momentum")
 
     @property
-    def command(self) -> str:
-        return "resnet" if self.model.startswith("resnet") else "densenet"
+    def network(self) -> str:
+        """The name of the network in messages."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseNetConfig(ImageConfig):
+    """Options of `effjax train densenet`.
+
+    If an option of the network is None, its default depends on `model`.
+    """
+
+    COMMAND: ClassVar[str] = "densenet"
+
+    model: str = "densenet-bc"
+    depth: int | None = None
+    growth_rate: int | None = None
+    compression: float | None = None
+    bn_size: int | None = None
+    drop_rate: float = 0.0
+
+    @property
+    def network(self) -> str:
+        return self.model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResNetConfig(ImageConfig):
+    """Options of `effjax train resnet`."""
+
+    COMMAND: ClassVar[str] = "resnet"
+
+    depth: int = 18
+    dcn: Literal["none", "v1", "v2"] = "none"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.depth not in RESNET_DEPTHS:
+            raise TrainError(
+                f"depth (={self.depth}) must be one of {', '.join(map(str, RESNET_DEPTHS))}"
+            )
+
+    @property
+    def network(self) -> str:
+        return f"resnet{self.depth}"

@@ -14,7 +14,7 @@ from ...memory import ResidualReport, mesh_to_plan_for, residual_bytes
 from ...models import DenseNet
 from ...models.nnx.densenet import DenseLayer
 from ..mesh import abstract_mesh
-from .config import Config
+from .config import ImageConfig, ResNetConfig
 from .recipe import make_optimizer, make_schedule, model_builder
 from .steps import Batch, Learner, first_state, jit_step, state_shardings
 
@@ -27,7 +27,7 @@ DENSENET_FORMS = ("plain", "jax.checkpoint", "effjax conv", "effjax features")
 
 
 def training_steps(
-    config: Config, image_shape: tuple[int, int, int], num_classes: int, num_devices: int = 1
+    config: ImageConfig, image_shape: tuple[int, int, int], num_classes: int, num_devices: int = 1
 ) -> Callable[[int], dict[str, tuple[Any, ...]]]:
     """For a batch size, the training step of each form with its arguments: `(fun, *args)` by name.
 
@@ -41,7 +41,7 @@ def training_steps(
     optimizer = make_optimizer(config, make_schedule(config, steps_per_epoch=1))
     mesh = abstract_mesh(config.mesh, num_devices) if config.mesh else mesh_to_plan_for(num_devices)
 
-    others: dict[str, Any] = {} if "densenet" in config.model else RESNET_FORMS
+    others: dict[str, Any] = RESNET_FORMS if isinstance(config, ResNetConfig) else {}
 
     def make(form: str) -> nnx.Module:
         if others:

@@ -14,64 +14,69 @@ from ...models import DENSENETS, RESNETS, DenseNet, ResNet, densenet_cifar
 from ..errors import TrainError
 from ..finite import OnNan
 from ..mesh import AXIS
-from .config import Config
+from .config import DenseNetConfig, ImageConfig, ResNetConfig
 from .steps import Learner
 
-DEFAULT_DEPTH = 22
-SMALL_IMAGE = 64  # up to this side, a stem without pooling
-# For small images: three stages of one block each.
-NETWORKS = {**RESNETS, "resnet8": dict(stage_sizes=(1, 1, 1), bottleneck=False, width=16)}
+DEFAULT_DEPTH = 22  # of densenet-bc
+SMALL_IMAGE = 64  # the largest side that gets a stem without pooling
+RESNET8: dict[str, Any] = dict(stage_sizes=(1, 1, 1), bottleneck=False, width=16)
 
 
 def model_builder(
-    config: Config, image_shape: tuple[int, int, int], num_classes: int
+    config: ImageConfig, image_shape: tuple[int, int, int], num_classes: int
 ) -> Callable[..., nnx.Module]:
-    """A function that makes the model of `config` for images of that shape.
+    """Return a function that creates the model of `config` for images of shape [H, W, C].
 
-    It takes keyword arguments over those of the config: `axis_name`, `rngs`, and what
-    `forms.forms` has.
+    Its keyword arguments override the options of `config`. `rngs` is required.
     """
     height, width, channels = image_shape
-    axis_name = None if config.parallel == "jit" else AXIS
-    small = config.small_inputs
-    options: dict[str, Any] = dict(
+    small_inputs = config.small_inputs
+    if small_inputs is None:
+        small_inputs = max(height, width) <= SMALL_IMAGE
+    options = dict(
         num_classes=num_classes,
         in_channels=channels,
         efficient=config.efficient,
         save=config.save,
         dtype=jnp.dtype(config.dtype),
-        axis_name=axis_name,
-        small_inputs=max(height, width) <= SMALL_IMAGE if small is None else small,
+        axis_name=None if config.parallel == "jit" else AXIS,
+        small_inputs=small_inputs,
     )
-    if config.depth is not None and config.model in (*DENSENETS, *NETWORKS):
-        raise TrainError(
-            f"depth (={config.depth}) is for --model densenet-bc; {config.model} has a fixed depth"
-        )
-    own = {name: getattr(config, name) for name in ("growth_rate", "compression", "bn_size")}
-    own = {name: value for name, value in own.items() if value is not None}
-    if config.model in NETWORKS:
-        own |= {"drop_rate": config.drop_rate} if config.drop_rate else {}
-        for name, value in own.items():
-            raise TrainError(f"{name} (={value}) is of DenseNets; {config.model} has none")
-        network: dict[str, Any] = NETWORKS[config.model]
-        if config.dcn != "none":
-            later = [True] * (len(network["stage_sizes"]) - 1)
-            options |= dict(modulated=config.dcn == "v2", stage_with_dcn=(False, *later))
-        return lambda **more: ResNet(**network | options | more)
-    if config.dcn != "none":
-        raise TrainError(f"dcn (={config.dcn!r}) is of ResNets; {config.model} has none")
-    options |= own | {"drop_rate": config.drop_rate}
+    if isinstance(config, ResNetConfig):
+        return _resnet_builder(config, options)
+    assert isinstance(config, DenseNetConfig)
+    return _densenet_builder(config, options)
 
+
+def _resnet_builder(config: ResNetConfig, options: dict[str, Any]) -> Callable[..., nnx.Module]:
+    network = RESNET8 if config.depth == 8 else RESNETS[config.network]
+    if config.dcn != "none":
+        num_later = len(network["stage_sizes"]) - 1
+        options["modulated"] = config.dcn == "v2"
+        options["stage_with_dcn"] = (False, *[True] * num_later)
+    return lambda **overrides: ResNet(**network | options | overrides)
+
+
+def _densenet_builder(config: DenseNetConfig, options: dict[str, Any]) -> Callable[..., nnx.Module]:
+    options["drop_rate"] = config.drop_rate
+    for name in ("growth_rate", "compression", "bn_size"):
+        if (value := getattr(config, name)) is not None:
+            options[name] = value
     if config.model == "densenet-bc":
         depth = DEFAULT_DEPTH if config.depth is None else config.depth
-        return lambda **more: densenet_cifar(depth, **options | more)
+        return lambda **overrides: densenet_cifar(depth, **options | overrides)
     if config.model not in DENSENETS:
-        known = ", ".join(["densenet-bc", *DENSENETS, *NETWORKS])
+        known = ", ".join(["densenet-bc", *DENSENETS])
         raise TrainError(f"model (={config.model!r}) must be one of {known}")
-    return lambda **more: DenseNet(**DENSENETS[config.model] | options | more)
+    if config.depth is not None:
+        raise TrainError(
+            f"depth (={config.depth}) is for --model densenet-bc. {config.model} has a fixed depth."
+        )
+    network = DENSENETS[config.model]
+    return lambda **overrides: DenseNet(**network | options | overrides)
 
 
-def make_schedule(config: Config, steps_per_epoch: int) -> optax.Schedule:
+def make_schedule(config: ImageConfig, steps_per_epoch: int) -> optax.Schedule:
     """Cosine to zero, or a tenth after half and again after three quarters of the steps."""
     steps = config.epochs * steps_per_epoch
     if config.schedule == "cosine":
@@ -81,7 +86,7 @@ def make_schedule(config: Config, steps_per_epoch: int) -> optax.Schedule:
     )
 
 
-def make_optimizer(config: Config, schedule: optax.Schedule) -> optax.GradientTransformation:
+def make_optimizer(config: ImageConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     """SGD with Nesterov momentum; weight decay pulls on kernels only.
 
     The scales and biases of batch norm, and the bias of the classifier, are not decayed: they are

@@ -31,7 +31,7 @@ def announce(console: Console, task: ImageTask, run: RunDirectory) -> None:
         )
     line(
         console,
-        f"{config.model}, {config.dtype}, batch {config.batch_size}, "
+        f"{config.network}, {config.dtype}, batch {config.batch_size}, "
         f"{counted(config.epochs, 'epoch')}, {config.parallel} over "
         f"{devices_of(task.mesh)}",
     )

@@ -31,7 +31,7 @@ from ..mesh import (
 )
 from ..processes import several, summed
 from ..task import Measured, Part, Record, TrainStep
-from .config import Config
+from .config import ImageConfig
 from .forms import backward_bytes
 from .recipe import make_learner, make_optimizer, make_schedule, model_builder
 from .steps import (
@@ -69,7 +69,7 @@ class ImageResult:
 
 
 def prepare(
-    config: Config, devices: Devices | None = None, dataset: Dataset | None = None
+    config: ImageConfig, devices: Devices | None = None, dataset: Dataset | None = None
 ) -> "ImageTask":
     """Reads the data and checks what can be checked; writes nothing.
 
@@ -119,7 +119,7 @@ def prepare(
 class ImageTask:
     """A `Task`; made by `prepare`. Nothing has been written yet."""
 
-    config: Config
+    config: ImageConfig
     dataset: Dataset
     build: Callable[..., nnx.Module]
     learner: Learner

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from effjax.models import DenseNet
-from effjax.train.images.config import Config
+from effjax.train.images.config import DenseNetConfig, ResNetConfig
 from effjax.train.images.forms import (
     DENSENET_FORMS,
     RESNET_FORMS,
@@ -18,7 +18,7 @@ from effjax.train.images.recipe import model_builder
 from effjax.train.images.steps import initial_state
 from tests.tiers import exhaustive
 
-TINY = Config(depth=10, growth_rate=4)
+TINY = DenseNetConfig(depth=10, growth_rate=4)
 
 
 @pytest.mark.parametrize("checkpoint", [pytest.param(False, marks=pytest.mark.exhaustive), True])
@@ -45,8 +45,8 @@ def test_the_forms_are_one_network(checkpoint):
     ("config", "names"),
     [
         (TINY, DENSENET_FORMS),
-        exhaustive(Config(model="resnet18", dcn="v1"), tuple(RESNET_FORMS)),
-        (Config(model="resnet8", dcn="v2"), tuple(RESNET_FORMS)),
+        exhaustive(ResNetConfig(dcn="v1"), tuple(RESNET_FORMS)),
+        (ResNetConfig(depth=8, dcn="v2"), tuple(RESNET_FORMS)),
     ],
 )
 def test_a_step_of_each_form(config, names):
@@ -63,7 +63,7 @@ def test_a_step_of_each_form(config, names):
     "dtype", [pytest.param("float32", marks=pytest.mark.exhaustive), "bfloat16"]
 )
 def test_efficient_keeps_less_and_parameters_stay_float32(dtype):
-    build = model_builder(Config(dtype=dtype, depth=40), (16, 16, 1), 5)
+    build = model_builder(DenseNetConfig(dtype=dtype, depth=40), (16, 16, 1), 5)
     plain, efficient = (backward_bytes(build, (16, 16, 16, 1), efficient=e) for e in (False, True))
     assert efficient.argument_bytes > 0
     assert efficient.bytes < 0.4 * plain.bytes

@@ -6,21 +6,21 @@ import pytest
 from flax import nnx
 
 from effjax.train.errors import TrainError
-from effjax.train.images.config import Config
+from effjax.train.images.config import DenseNetConfig, ResNetConfig
 from effjax.train.images.recipe import make_optimizer, make_schedule, model_builder
 
 
 def test_schedules():
-    cosine: Any = make_schedule(Config(epochs=10), 10)
+    cosine: Any = make_schedule(DenseNetConfig(epochs=10), 10)
     rates = [float(cosine(s)) for s in (0, 50, 100)]
     np.testing.assert_allclose(rates, [0.1, 0.05, 0], atol=1e-7)
-    step: Any = make_schedule(Config(epochs=10, schedule="step"), 10)
+    step: Any = make_schedule(DenseNetConfig(epochs=10, schedule="step"), 10)
     rates = [float(step(s)) for s in (0, 49, 51, 76)]
     np.testing.assert_allclose(rates, [0.1, 0.1, 0.01, 0.001], rtol=1e-5)
 
 
 def test_weight_decay_is_of_kernels_only():
-    config = Config(learning_rate=1.0, momentum=0.0, weight_decay=0.5)
+    config = DenseNetConfig(learning_rate=1.0, momentum=0.0, weight_decay=0.5)
     optimizer = make_optimizer(config, lambda _: 1.0)
     params = {"kernel": np.ones((2, 2), np.float32), "scale": np.ones(2, np.float32)}
     zeros = jax.tree.map(np.zeros_like, params)
@@ -32,7 +32,7 @@ def test_weight_decay_is_of_kernels_only():
 
 def stem(size, **options):
     """The shape of the first kernel, for images of that size."""
-    build: Any = model_builder(Config(**options), (size, size, 1), 5)
+    build: Any = model_builder(DenseNetConfig(**options), (size, size, 1), 5)
     model: Any = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
     return model.stem_conv.kernel.shape
 
@@ -43,20 +43,22 @@ def test_small_inputs_by_image_size():
     assert stem(96, depth=10, small_inputs=True) == (3, 3, 1, 24)
 
 
-def test_a_resnet():
-    config = Config(model="resnet50", dcn="v1", efficient=False, save="features", parallel="pmap")
+def test_resnet_options():
+    config = ResNetConfig(
+        depth=50, dcn="v1", efficient=False, save="features", parallel="pmap", data="folder:x"
+    )
     build: Any = model_builder(config, (224, 224, 3), 5)
     options = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))).options
     assert options.stage_with_dcn == (False, True, True, True) and not options.modulated
     assert not options.efficient and options.save == "features" and not options.small_inputs
     assert options.axis_name == "data" and options.num_classes == 5
+
+
+def test_rejects_unknown_network():
     with pytest.raises(TrainError, match=r"depth \(=50\) is for --model densenet-bc"):
-        model_builder(Config(model="resnet50", depth=50), (32, 32, 3), 5)
-    for options in ({"growth_rate": 3}, {"drop_rate": 0.5}, {"bn_size": 2}, {"compression": 0.3}):
-        with pytest.raises(TrainError, match=f"{next(iter(options))} .* is of DenseNets"):
-            model_builder(Config(model="resnet50", **options), (32, 32, 3), 5)
-    with pytest.raises(TrainError, match=r"dcn \(='v1'\) is of ResNets; densenet121 has none"):
-        model_builder(Config(model="densenet121", dcn="v1"), (32, 32, 3), 5)
+        model_builder(DenseNetConfig(model="densenet121", depth=50), (32, 32, 3), 5)
+    with pytest.raises(TrainError, match=r"model \(='vgg'\) must be one of densenet-bc"):
+        model_builder(DenseNetConfig(model="vgg"), (32, 32, 3), 5)
 
 
 @pytest.mark.exhaustive

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from effjax.train.images.config import Config
+from effjax.train.images.config import DenseNetConfig
 from effjax.train.images.recipe import model_builder
 from effjax.train.images.steps import (
     Batch,
@@ -35,7 +35,7 @@ def runs(request, mesh8):
     first = None
 
     def run(parallel, devices):
-        config = Config(
+        config = DenseNetConfig(
             depth=10,
             growth_rate=4,
             batch_size=32,

@@ -199,7 +199,7 @@ def test_runs_without_weights_to_begin_with(bases, tmp_path):
 def test_a_run_of_another_command_is_named(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(json.dumps({"options": {"depth": 22}}))
-    with pytest.raises(TrainError, match="/run: config.json is not of effjax train lm"):
+    with pytest.raises(TrainError, match="/run: config.json is not that of effjax train lm"):
         lm_task(1, init_from=str(tmp_path / "run"))
 
 

@@ -1,0 +1,52 @@
+"""Errors of commands: one line on stderr, and an exit code."""
+
+import sys
+from typing import Any
+
+from ..train.errors import TrainError
+
+USAGE, INTERRUPTED, PREEMPTED = 2, 130, 75
+
+
+class CommandError(Exception):
+    """An error that ends the command with a message and an exit code."""
+
+    def __init__(self, message: str, exit_code: int = 1):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def report(error: BaseException) -> int | None:
+    """Print an error of the user on one line of stderr, and return the exit code.
+
+    Any other error is a bug: nothing is printed, and the result is None.
+    """
+    message, code = str(error), USAGE
+    if isinstance(error, CommandError):
+        code = error.exit_code
+    elif isinstance(error, KeyboardInterrupt):
+        message, code = "interrupted", INTERRUPTED
+    elif isinstance(error, MemoryError):
+        message = f"out of memory ({message or 'of this machine'}). Use smaller data."
+        code = 1
+    elif isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in message:  # of JAX
+        message, code = "out of device memory. Try a smaller --batch-size.", 1
+    elif _is_usage_error(error):
+        message = _usage_message(error)
+    elif not isinstance(error, TrainError):
+        return None
+    if message:
+        print(f"effjax: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _is_usage_error(error: Any) -> bool:
+    # The class is in a private module of typer.
+    return hasattr(error, "format_message") and hasattr(error, "exit_code")
+
+
+def _usage_message(error: Any) -> str:
+    message = error.format_message().rstrip(".")
+    context = getattr(error, "ctx", None)
+    # Without a message, the help has been printed.
+    return f"{message}. See {context.command_path} --help." if message and context else message

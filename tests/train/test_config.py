@@ -1,0 +1,70 @@
+"""Configurations of runs: bounds, options that exclude each other, config.json."""
+
+import dataclasses
+import json
+
+import pytest
+
+from effjax.train.config import fingerprint
+from effjax.train.errors import TrainError
+from effjax.train.images.config import DenseNetConfig, ResNetConfig
+from effjax.train.lm.config import LMConfig
+
+
+@pytest.mark.parametrize(
+    ("config", "option"),
+    [
+        (DenseNetConfig, {"learning_rate": float("nan")}),
+        (DenseNetConfig, {"weight_decay": -1.0}),
+        (DenseNetConfig, {"validation": 1.5}),
+        (DenseNetConfig, {"momentum": 1.0}),
+        (ResNetConfig, {"depth": 20}),
+        (LMConfig, {"dropout": 1.0}),
+        (LMConfig, {"lora": 129}),
+        (LMConfig, {"width": 12}),
+    ],
+)
+def test_rejects_values_out_of_range(config, option):
+    (name,) = option
+    with pytest.raises(TrainError, match=rf"^{name} \(="):
+        config(**option)
+
+
+@pytest.mark.parametrize("validation", [0, 0.0, 0.5, 1, 5000])
+def test_validation_is_a_share_or_a_number(validation):
+    assert DenseNetConfig(validation=validation).validation == validation
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        (r"num_microbatches \(=2\) needs --offload", {"num_microbatches": 2}),
+        (r"policy \(=dots\) needs --offload", {"policy": "dots"}),
+        (r"num_microbatches \(=3\) must divide", {"num_microbatches": 3, "offload": "all"}),
+        ("remat cannot be combined", {"remat": True, "fuse_update": True}),
+        (r"on_nan \(=skip\) cannot be combined", {"on_nan": "skip", "fuse_update": True}),
+        (r"width \(=30\) must be .* heads \(=4\)\. Use 24", {"width": 30}),
+    ],
+)
+def test_rejects_options_that_exclude_each_other(message, options):
+    with pytest.raises(TrainError, match=message):
+        LMConfig(**options)
+
+
+@pytest.mark.parametrize("config", [DenseNetConfig(depth=40), ResNetConfig(depth=50), LMConfig()])
+def test_json_roundtrip(config):
+    stored = json.loads(json.dumps(config.describe("0", {})))
+    assert stored["command"] == config.COMMAND
+    assert type(config).from_json(stored["options"]) == config
+
+
+@pytest.mark.parametrize("options", [None, {"depht": 22}, {"learning_rate": -1}])
+def test_rejects_config_of_another_version(options):
+    with pytest.raises(TrainError, match="not that of effjax train densenet, or of another vers"):
+        DenseNetConfig.from_json(options)
+
+
+def test_fingerprint_ignores_the_path_of_the_data():
+    options = dataclasses.asdict(DenseNetConfig())
+    assert fingerprint(options) == fingerprint(options | {"data": "cifar10:elsewhere"})
+    assert fingerprint(options) != fingerprint(options | {"momentum": 0.8})
