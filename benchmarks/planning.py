@@ -4,8 +4,7 @@ from typing import Any
 
 import jax
 
-from effjax.memory import MemoryPlan, PlanError, plan
-from effjax.memory.compare import plan_all
+from effjax.memory import MemoryPlan, PlanError, compare, plan
 
 from .results import UnavailableError
 
@@ -22,7 +21,7 @@ def need_compiler() -> None:
 
 def plan_steps(steps: dict[str, tuple], target: str = TARGET) -> dict[str, MemoryPlan]:
     """Plan steps given as `(fn, *args)` by name."""
-    return dict(plan_all(steps, target=target, progress=True))
+    return dict(compare(steps, target=target, progress=True))
 
 
 def plan_rows(steps: dict[str, tuple], target: str = TARGET) -> list[dict[str, Any]]:

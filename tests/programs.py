@@ -5,7 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from effjax.memory import PlanError, check_compiler, collectives
+from effjax.memory import PlanError, collectives
+from effjax.memory._compile import check_compiler
 
 
 def has_gpu_compiler() -> bool:

@@ -139,15 +139,16 @@ def has_nvidia_gpu() -> bool:
 
 def pinned_host_memory() -> str:
     """How much of it XLA takes for offloading, and where that is said."""
-    from ..memory import HOST_MEMORY_VARIABLE, host_memory_limit
+    from ..memory import host_memory_limit
 
     try:
         size = f"at most {host_memory_limit() / 2**30:g} GiB"
     except ValueError as error:
         return str(error)
-    if HOST_MEMORY_VARIABLE in os.environ:
-        return f"{size}, as {HOST_MEMORY_VARIABLE} says"
-    return f"{size}; {HOST_MEMORY_VARIABLE} takes more, for arrays that are offloaded"
+    variable = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+    if variable in os.environ:
+        return f"{size}, as {variable} says"
+    return f"{size}; {variable} takes more, for arrays that are offloaded"
 
 
 def native_kernels() -> dict[str, str]:

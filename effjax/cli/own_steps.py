@@ -88,9 +88,9 @@ def said(error: BaseException) -> str:
 
 
 def _is_users(file: str) -> bool:
-    from ..memory._source import in_library  # not before a command runs: it imports JAX
+    from ..memory._source import is_in_library  # not before a command runs: it imports JAX
 
-    return not (in_library(file) or file.startswith((_STDLIB, "<")))
+    return not (is_in_library(file) or file.startswith((_STDLIB, "<")))
 
 
 def shortened(message: str) -> str:

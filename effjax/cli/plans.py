@@ -9,8 +9,10 @@ from typing import Any
 
 from rich.console import Console
 
-from ..memory import Comparison, MaxBatch, data_parallel, max_batch_size, plan_all, report
-from ..memory._compile import SpanError
+from ..memory import Comparison, MaxBatch, compare, max_batch_size
+from ..memory._lower import DeviceCountError
+from ..memory.batch_size import split_over_devices
+from ..memory.render import MAX_ROWS, Report, Table, format_bytes
 from ..memory.targets import find_target
 from ..train.errors import TrainError
 
@@ -39,7 +41,7 @@ def run(
     devices, unit = options["num_devices"], multiple_of or 1
     start = -(-batch_size // unit) * unit
 
-    @functools.lru_cache(maxsize=2)  # of the batches that `data_parallel` compares
+    @functools.lru_cache(maxsize=2)  # of the batches that `split_over_devices` compares
     def chosen(size: int) -> dict[str, tuple[Any, ...]]:
         found = steps(size)
         if unknown := [name for name in only if name not in found]:
@@ -49,15 +51,15 @@ def run(
     def planned(split: bool) -> dict[str, MaxBatch] | Comparison:
         of: dict[str, Any] = {n: lambda size, n=n: chosen(size)[n] for n in chosen(start)}
         if split:
-            of = {name: data_parallel(step, devices) for name, step in of.items()}
+            of = {name: split_over_devices(step, devices) for name, step in of.items()}
         if not max_batch:
-            return plan_all({n: step(start) for n, step in of.items()}, progress=True, **options)
+            return compare({n: step(start) for n, step in of.items()}, progress=True, **options)
         search = dict(multiple_of=multiple_of or devices, start=start, progress=True)
         return {name: max_batch_size(step, **search, **options) for name, step in of.items()}
 
     try:
         found = planned(split=False)
-    except SpanError as error:
+    except DeviceCountError as error:
         if not own or error.spanned > 1:
             raise TrainError(
                 f"--num-devices {devices}: the step spans {error.spanned}, as its shardings say"
@@ -85,15 +87,15 @@ def run(
 def _show_plans(console: Console, plans: Comparison, as_json: bool) -> None:
     if as_json:
         return print(json.dumps(plans.to_dict(), indent=1))
-    shown = report.SHOWN
+    max_rows = MAX_ROWS
     if len(plans) > 1:
-        _show(console, plans, str(plans))
-        shown //= 2
+        _show(console, plans.report())
+        max_rows //= 2
         print()
     for i, (name, plan) in enumerate(plans.items()):
         if i:
             print()
-        _show(console, report.plan_tables(plan, name, shown), report.plan_text(plan, name, shown))
+        _show(console, plan.report(name, max_rows))
 
 
 def _show_batches(console: Console, found: dict[str, MaxBatch], as_json: bool) -> None:
@@ -105,20 +107,20 @@ def _show_batches(console: Console, found: dict[str, MaxBatch], as_json: bool) -
         [
             name,
             str(result.batch_size) if result.batch_size else "none fits",
-            report.format_bytes(result.plan.peak_device_bytes),
+            format_bytes(result.plan.peak_device_bytes),
             ", ".join(map(str, sorted(result.tried))),
         ]
         for name, result in found.items()
     ]
-    _show(console, report.table("", header, rows), report.aligned([header, *rows]))
+    _show(console, Report([Table(header, rows)]))
 
 
-def _show(console: Console, table: Any, text: str) -> None:
-    """Tables on a terminal; elsewhere lines, which are not cut to a width."""
+def _show(console: Console, report: Report) -> None:
+    """Print tables on a terminal, and text, which is not cut to a width, elsewhere."""
     if console.is_terminal:
-        console.print(table)
+        console.print(report)
     else:
-        print(text)
+        print(report)
 
 
 def _check_plot(path: Path) -> None:

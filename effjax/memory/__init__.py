@@ -1,24 +1,19 @@
-"""What a computation costs in memory: on a GPU that need not be there, and between the passes."""
+"""Memory planner: bytes of a compiled program on a GPU, and residuals of a function."""
 
-from ..ops.offload.host_pool import HOST_MEMORY_VARIABLE as HOST_MEMORY_VARIABLE
 from ..ops.offload.host_pool import host_memory_limit as host_memory_limit
-from ._compile import PlanError as PlanError
-from ._compile import check_compiler as check_compiler
-from ._compile import mesh_to_plan_for as mesh_to_plan_for
 from ._hlo import Collective as Collective
 from ._hlo import Transfer as Transfer
 from ._hlo import collectives as collectives
-from .batch_size import MaxBatch as MaxBatch
+from ._lower import PlanError as PlanError
 from .batch_size import max_batch_size as max_batch_size
-from .compare import Comparison as Comparison
-from .compare import compare as compare
-from .compare import plan_all as plan_all
-from .data_parallel import data_parallel as data_parallel
-from .plan import Buffer as Buffer
-from .plan import Bytes as Bytes
-from .plan import MemoryPlan as MemoryPlan
+from .plan import compare as compare
 from .plan import plan as plan
-from .residuals import ResidualReport as ResidualReport
 from .residuals import residual_bytes as residual_bytes
+from .results import Buffer as Buffer
+from .results import Bytes as Bytes
+from .results import Comparison as Comparison
+from .results import MaxBatch as MaxBatch
+from .results import MemoryPlan as MemoryPlan
+from .results import ResidualReport as ResidualReport
 from .targets import Target as Target
 from .targets import list_targets as list_targets

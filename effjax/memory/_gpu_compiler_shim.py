@@ -1,16 +1,19 @@
-"""Compiles a StableHLO module for a GPU that is not there: `python -m …_gpu_compiler_shim FOLDER`.
+"""Compiler process: compile a StableHLO module for a GPU that is not attached.
 
-Run as a process of its own, so that the caller's backends stay as they are and a compiler that
-aborts ends nothing else. Private JAX modules are used in this file and in `_frames_shim` alone.
-Seen to work with jax 0.10.2, 0.11.2 and 0.12.0.1.
+Usage: `python -m effjax.memory._gpu_compiler_shim FOLDER`. The folder holds `module.mlirbc`,
+`target.txtpb` and `request.json`. It receives `result.json` (bytes by kind, or an error),
+`program.hlo` and XLA's dump of the buffer assignment.
 
-The folder holds `module.mlirbc`, the target's `target.txtpb` and `request.json`; it receives
-`result.json` (XLA's bytes, or its error), `program.hlo` and XLA's dump of the buffer assignment.
-Standard input is a pipe that the caller holds: when it is closed, the process ends.
+A separate process keeps the caller's backends unchanged and survives a compiler that aborts.
+Standard input is a pipe held open by the caller; when it closes, the folder is deleted and the
+process ends. Uses private JAX modules. Tested with jax 0.10.2, 0.11.2 and 0.12.0.1.
 """
 
 import json
+import os
+import shutil
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +25,13 @@ from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import topologies
 
 from ..native import status
-from ._ends_with import end_with
 
 KINDS = ("argument", "output", "temp", "alias", "generated_code")
 
 
 def compile_in(folder: Path) -> dict[str, Any]:
-    """Compiles the folder's module, and returns the bytes of each kind on device and host."""
-    status()  # registers effjax's own custom calls: the compiler looks them up
+    """Compile the folder's module and return bytes by kind on device and host."""
+    status()  # registers effjax's custom calls, which the compiler looks up
     request = json.loads((folder / "request.json").read_text())
     count = request["num_devices"]
     topology = topologies.get_topology_desc(
@@ -49,7 +51,7 @@ def compile_in(folder: Path) -> dict[str, Any]:
     options.executable_build_options.use_spmd_partitioning = count > 1
     with mlir.make_ir_context():
         module = ir.Module.parse((folder / "module.mlirbc").read_bytes())
-        # Not `compiler.backend_compile_and_load`, which starts a CUDA backend where there is one.
+        # `compiler.backend_compile_and_load` would start a CUDA backend on a machine with a GPU.
         executable = client.compile(
             module, executable_devices=_jax.DeviceList(devices), compile_options=options
         )
@@ -62,11 +64,24 @@ def compile_in(folder: Path) -> dict[str, Any]:
     }
 
 
+def exit_when_closed(descriptor: int, folder: Path) -> None:
+    """End this process and delete `folder` when the other end of a pipe is closed."""
+
+    def wait() -> None:
+        while os.read(descriptor, 1):
+            pass
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def main(folder: Path) -> None:
-    end_with(0, folder)
+    """Compile and write `result.json`."""
+    exit_when_closed(0, folder)
     try:
         result = compile_in(folder)
-    except Exception as error:  # whatever the compiler says is the caller's to read
+    except Exception as error:  # reported by the caller
         result = {"error": f"{error}"}
     (folder / "result.json").write_text(json.dumps(result))
 

@@ -1,4 +1,4 @@
-"""Reads the text of XLA's optimized HLO: what moves between devices, and to and from the host."""
+"""Parser of XLA's optimized HLO text: collectives, and transfers between device and host."""
 
 import dataclasses
 import math
@@ -6,19 +6,20 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from ..ops._common.arguments import describe
-from ._source import made_by
+from ._source import source_and_caller
 
-HOST_MEMORY = 5  # XLA's number of pinned host memory; every other one is on the device
+Direction = Literal["to_device", "to_host"]
+
+HOST_MEMORY = 5  # XLA's memory space of pinned host memory; all others are on the device
 
 _COLLECTIVES = (
     "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute",
     "collective-broadcast", "ragged-all-to-all",
 )  # fmt: skip
-# Instructions that name values and move none.
-_MOVES_NOTHING = {
+# Instructions without data movement.
+_NO_MOVEMENT = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
     "call", "after-all", "opt-barrier", "partition-id", "replica-id",
 }  # fmt: skip
@@ -33,6 +34,8 @@ class Array(NamedTuple):
 
 
 class Instruction(NamedTuple):
+    """An instruction of HLO, split into fields."""
+
     name: str
     opcode: str
     shape: str
@@ -42,14 +45,14 @@ class Instruction(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind and size, made by one line of the program.
+    """Collectives of one kind and size, from one line of the program.
 
     Attributes:
         kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", …
-        bytes: of one of them on one device: of its operands or its results, whichever is more.
-        count: how often it runs in a call of the program, loops included.
-        source: the line that asks for it, "file.py:12", empty if unknown.
-        caller: the user's line that led there, if `source` is of a library.
+        bytes: size of one of them per device: operands or results, the larger.
+        count: number of executions per call of the program, including loops.
+        source: the line that requests it, "file.py:12"; empty if unknown.
+        caller: the user's line that called it, if `source` is in a library.
     """
 
     kind: str
@@ -61,18 +64,18 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """Copies of one size between device and host, made by one line of the program.
+    """Copies of one size between device and host, from one line of the program.
 
     Attributes:
         direction: "to_device" or "to_host".
-        shape: what is copied, such as "f32[128,128]".
-        bytes: of one copy, on one device.
-        count: how often it runs in a call of the program, loops included.
-        source: the line that asks for it, "file.py:12", empty if unknown.
-        caller: the user's line that led there, if `source` is of a library.
+        shape: dtype and shape, such as "f32[128,128]".
+        bytes: size of one copy per device.
+        count: number of executions per call of the program, including loops.
+        source: the line that requests it, "file.py:12"; empty if unknown.
+        caller: the user's line that called it, if `source` is in a library.
     """
 
-    direction: Literal["to_device", "to_host"]
+    direction: Direction
     shape: str
     bytes: int
     count: int
@@ -82,28 +85,33 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class HloModule:
-    """A module, by computation; `entry` names the one that is called."""
+    """A parsed module: its computations by name, the entry computation, and stack frames."""
 
     computations: Mapping[str, tuple[Instruction, ...]]
     entry: str
-    frames: Mapping[int, tuple[str, int]]  # of the stack: its place "file:line", its caller
+    frames: Mapping[int, tuple[str, int]]  # "file:line" and the calling frame, by frame
 
     @cached_property
     def instructions(self) -> dict[str, Instruction]:
-        """All of them, by name."""
+        """All instructions by name."""
         return {i.name: i for body in self.computations.values() for i in body}
 
-    def maker(self, value: str) -> Instruction | None:
-        """The instruction that makes a value; of an asynchronous one, what it runs."""
+    def instruction_of(self, value: str) -> Instruction | None:
+        """Return the instruction that computes a value, or None.
+
+        For an asynchronous value it is the last instruction of the wrapped computation.
+        """
         name, dot, number = value.partition(".")
         wrapped = self.computations.get(f"{name}_computation{dot}{number}", ())
         return self.instructions.get(value) or next(reversed(wrapped), None)
 
     def executed(self, fusions: bool = False) -> Iterator[tuple[Instruction, int]]:
-        """Instructions that run, and how often in a call; those inside of fusions on request.
+        """Yield each instruction with its number of executions per call.
 
-        A loop whose trip count the compiler does not know counts once, and so does each branch of
-        a conditional.
+        A loop with an unknown trip count counts one time, and so does each branch of a conditional.
+
+        Args:
+            fusions: whether to include instructions inside fusions.
         """
         todo = [(self.entry, 1)]
         while todo:
@@ -125,33 +133,33 @@ class HloModule:
                 elif fusions and instruction.opcode in ("fusion", "fusion-start", "async-start"):
                     todo += [(name, times) for name in _called(text, "calls")]
 
-    def made_by(self, instruction: Instruction) -> tuple[str, str]:
-        """The line that made an instruction, and the user's if that is of a library."""
+    def source_and_caller(self, instruction: Instruction) -> tuple[str, str]:
+        """Return the line that made an instruction, and the user's line that called it."""
         inline = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
         if inline:
             return f"{inline[1]}:{inline[2]}", ""
         frame = re.search(r"\bstack_frame_id=(\d+)", instruction.attributes)
-        chain: list[str] = []
+        stack: list[str] = []
         number = int(frame[1]) if frame else 0
-        while number in self.frames and len(chain) < 100:
+        while number in self.frames and len(stack) < 100:
             place, caller = self.frames[number]
-            chain.append(place)
+            stack.append(place)
             if caller == number:
                 break
             number = caller
-        return made_by(chain)
+        return source_and_caller(stack)
 
     def operand_arrays(self, instruction: Instruction) -> list[Array]:
-        """The arrays that an instruction reads."""
-        found: list[Array] = []
+        """Return the arrays that an instruction reads."""
+        result: list[Array] = []
         for name, element in re.findall(r"%([\w.\-]+)(?:#(\d+))?", instruction.operands):
             shape = self.instructions[name].shape if name in self.instructions else ""
-            found += arrays(elements(shape)[int(element)] if element and shape else shape)
-        return found
+            result += arrays(elements(shape)[int(element)] if element and shape else shape)
+        return result
 
 
 def parse(hlo: str) -> HloModule:
-    """Parses the text of an optimized module, of any backend and with several formats of names."""
+    """Parse the text of an optimized module of any backend."""
     computations: dict[str, tuple[Instruction, ...]] = {}
     entry, name, body = "", None, []
     for line in hlo.splitlines():
@@ -168,59 +176,48 @@ def parse(hlo: str) -> HloModule:
 
 
 def collectives(hlo: str | HloModule) -> tuple[Collective, ...]:
-    """The collectives of a program, most bytes first; alike ones are one entry.
+    """Return the collectives of a program, most bytes first, with equal ones merged.
 
     Args:
         hlo: optimized HLO: `jax.jit(f).lower(…).compile().as_text()` of any backend.
-
-    Raises:
-        TypeError: if it is no text.
     """
-    module = _parsed(hlo)
-    found: Counter[tuple[str, int, tuple[str, str]]] = Counter()
+    module = parse(hlo) if isinstance(hlo, str) else hlo
+    counts: Counter[tuple[str, int, tuple[str, str]]] = Counter()
     for instruction, times in module.executed(fusions=True):  # XLA fuses small all-reduces
         kind = instruction.opcode.removesuffix("-start")
         if kind in _COLLECTIVES:
             results = elements(instruction.shape)
-            if instruction.opcode.endswith("-start"):
-                # (operands, results, …); of an all-reduce the results alone before jax 0.11
-                if kind != "all-reduce" or results[0].startswith("("):
-                    results = results[1:2]
+            # The shape of an asynchronous start is (operands, results, …), except for all-reduce
+            # before jax 0.11: the results alone.
+            is_start = instruction.opcode.endswith("-start")
+            if is_start and (kind != "all-reduce" or results[0].startswith("(")):
+                results = results[1:2]
             size = max(
                 sum(array.bytes for part in results for array in arrays(part)),
                 sum(array.bytes for array in module.operand_arrays(instruction)),
             )
-            found[kind, size, module.made_by(instruction)] += times
-    entries = [Collective(kind, size, n, *lines) for (kind, size, lines), n in found.items()]
+            counts[kind, size, module.source_and_caller(instruction)] += times
+    entries = [Collective(kind, size, n, *lines) for (kind, size, lines), n in counts.items()]
     return tuple(sorted(entries, key=lambda c: c.bytes * c.count, reverse=True))
 
 
 def transfers(hlo: str | HloModule) -> tuple[Transfer, ...]:
-    """The copies between device and host memory, most bytes first; alike ones are one entry."""
-    module = _parsed(hlo)
-    found: Counter[tuple[str, Array, tuple[str, str]]] = Counter()
+    """Return the copies between device and host, most bytes first, with equal ones merged."""
+    module = parse(hlo) if isinstance(hlo, str) else hlo
+    counts: Counter[tuple[Direction, Array, tuple[str, str]]] = Counter()
     for instruction, times in module.executed():
-        if instruction.opcode in _MOVES_NOTHING or instruction.opcode.endswith("-done"):
+        if instruction.opcode in _NO_MOVEMENT or instruction.opcode.endswith("-done"):
             continue
-        for direction, array in _moved(module, instruction):
-            found[direction, array, module.made_by(instruction)] += times
+        for direction, array in _copied_arrays(module, instruction):
+            counts[direction, array, module.source_and_caller(instruction)] += times
     entries = [
-        Transfer("to_device" if direction == "to_device" else "to_host", a.text, a.bytes, n, *lines)
-        for (direction, a, lines), n in found.items()
+        Transfer(direction, array.text, array.bytes, n, *lines)
+        for (direction, array, lines), n in counts.items()
     ]
     return tuple(sorted(entries, key=lambda t: t.bytes * t.count, reverse=True))
 
 
-def _parsed(hlo: Any) -> HloModule:
-    if not isinstance(hlo, (str, HloModule)):
-        raise TypeError(
-            f"`hlo` must be the text of optimized HLO, `compiled.as_text()`, not {describe(hlo)}."
-        )
-    return parse(hlo) if isinstance(hlo, str) else hlo
-
-
-def _moved(module: HloModule, instruction: Instruction) -> list[tuple[str, Array]]:
-    """What an instruction copies between the memories."""
+def _copied_arrays(module: HloModule, instruction: Instruction) -> list[tuple[Direction, Array]]:
     parts = elements(instruction.shape)
     if instruction.opcode == "copy-start":  # (result, operand, context)
         parts = parts[:1]
@@ -230,26 +227,26 @@ def _moved(module: HloModule, instruction: Instruction) -> list[tuple[str, Array
     operands = [a for a in module.operand_arrays(instruction) if a.bytes]
     from_host = [a for a in operands if a.on_host]
     to_host = [a for a in results if a.on_host]
-    if from_host and not to_host:  # a slice or all of it
+    if from_host and not to_host:  # the whole array or a slice
         return [("to_device", a) for a in results]
-    if to_host and from_host:  # written in place: what is not on the host already
+    if to_host and from_host:  # an update in place: its operands on the device, without indices
         updates = [a for a in operands if not a.on_host and a.text.partition("[")[2] != "]"]
         return [("to_host", a) for a in updates]
     return [("to_host", a) for a in to_host]
 
 
 def arrays(shape: str) -> list[Array]:
-    """The arrays of a shape, those of nested tuples included."""
-    found = []
+    """Return the arrays of a shape, including those of nested tuples."""
+    result = []
     for dtype, dims, layout in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?", shape):
         size = math.prod(int(d) for d in re.findall(r"\d+", dims))
         on_host = f"S({HOST_MEMORY})" in layout
-        found.append(Array(f"{dtype}[{dims}]", -(-size * _bits(dtype) // 8), on_host))
-    return found
+        result.append(Array(f"{dtype}[{dims}]", -(-size * _bits(dtype) // 8), on_host))
+    return result
 
 
 def elements(shape: str) -> list[str]:
-    """The parts of a tuple's shape; a shape that is no tuple is its only part."""
+    """Return the elements of a tuple's shape, or the shape itself."""
     if not shape.startswith("("):
         return [shape]
     parts, depth, start = [], 0, 1
@@ -274,7 +271,7 @@ def _bits(dtype: str) -> int:
 
 
 def _instruction(line: str) -> Instruction | None:
-    """`  ROOT %name = shape opcode(operands), attributes`."""
+    # `  ROOT %name = shape opcode(operands), attributes`
     match = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = ", line)
     if match is None:
         return None
@@ -287,7 +284,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str) -> int:
-    """The index after the bracket that closes the one at the start of `text`."""
+    """Return the index after the bracket that closes the one at the start of `text`."""
     depth = 0
     for i, character in enumerate(text):
         depth += (character == "(") - (character == ")")
@@ -301,7 +298,7 @@ def _called(attributes: str, *kinds: str) -> list[str]:
 
 
 def _stack_frames(hlo: str) -> dict[int, tuple[str, int]]:
-    """The tables before the first computation: files, functions, places, frames."""
+    """Parse the tables of files, locations and stack frames before the first computation."""
     files = dict(re.findall(r'^(\d+) "([^"]*)"$', _table(hlo, "FileNames"), re.MULTILINE))
     place = r"^(\d+) \{file_name_id=(\d+).*? line=(\d+)"
     places = {

@@ -1,47 +1,20 @@
-"""The largest batch that fits."""
+"""Steps as functions of their batch size: the largest that fits, and steps split over devices."""
 
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
 
-from ..ops._common.arguments import as_callable, as_flag, as_integer
-from . import plots, report
-from ._progress import progress_bar
-from .compare import as_step
-from .plan import MemoryPlan, plan
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-_LIMIT = 2**31  # of the search
+from ..ops._common.arguments import as_integer
+from ._lower import make_data_mesh, split_modules
+from .plan import plan
+from .render import format_bytes, progress_bar
+from .results import MaxBatch, MemoryPlan
 
-
-@dataclasses.dataclass(frozen=True)
-class MaxBatch:
-    """What `max_batch_size` found.
-
-    Attributes:
-        batch_size: the largest that fits; 0 if none does.
-        plan: of that batch; of the smallest one if none fits.
-        tried: the peak of each batch size that was compiled.
-    """
-
-    batch_size: int
-    plan: MemoryPlan
-    tried: dict[int, int]
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data, for JSON."""
-        tried = {str(batch): peak for batch, peak in sorted(self.tried.items())}
-        return {"batch_size": self.batch_size, "plan": self.plan.to_dict(), "tried": tried}
-
-    def __str__(self) -> str:
-        return report.batches_text(self)
-
-    def __rich__(self) -> Any:
-        return report.batches_table(self)
-
-    def plot(self, ax: Any = None) -> Any:
-        """Draws the peaks of the batches that were compiled (matplotlib); returns the axes."""
-        return plots.plot_batches(self, ax)
+_LARGEST = 2**31  # batch size to try
 
 
 def max_batch_size(
@@ -52,71 +25,72 @@ def max_batch_size(
     progress: bool = False,
     **options: Any,
 ) -> MaxBatch:
-    """Finds the largest batch that fits the target, by bisection over plans.
+    """Find the largest batch size that fits the target.
 
-    The peaks grow about linearly with the batch, so each batch tried is where a line through the
-    nearest ones meets the memory there is, on the device or on the host; or the middle, where lines
-    fail to close in. It usually takes four to eight compiles, none of which runs anything.
+    Memory grows about linearly with the batch size. Each guess is where a line through the two
+    nearest plans meets the available memory, on the device or on the host; if the lines do not
+    converge, the search falls back to bisection. It usually compiles four to eight programs and
+    runs none.
 
     Args:
-        step_for_batch: makes the program for a batch size: `(fun, *args)`, with the arguments as
-            shapes, and any donations in `fun` (a `jax.jit`).
-        multiple_of: only multiples of this are tried; None: of the number of devices that the
-            program spans at the first batch.
-        start: the first batch to try, rounded up to a multiple of `multiple_of`.
-        progress: whether to say on stderr what is compiled.
-        **options: for `plan`: `target`, `memory_fraction`, `num_devices`, …
+        step_for_batch: returns the program for a batch size, `(fun, *args)`, with arguments as
+            shapes and any donations in `fun` (a `jax.jit`).
+        multiple_of: only multiples of this are tried. If None, multiples of the number of devices
+            that the program spans at the first batch size.
+        start: the first batch size to try, rounded up to a multiple of `multiple_of`.
+        progress: whether to report finished programs on stderr.
+        **options: options of `plan`, such as `target`, `memory_fraction` or `num_devices`.
 
     Returns:
-        A `MaxBatch`. If any batch fits, the next larger multiple was compiled and does not. Print
-        it.
+        A `MaxBatch`. Unless no batch size fits, the next larger multiple was compiled and does not
+        fit. It can be printed.
 
     Raises:
-        TypeError, ValueError, PlanError: as `plan`; ValueError too if `multiple_of` or `start` is
-            less than 1, or if memory does not grow with the batch.
+        ValueError: if `multiple_of` or `start` is less than 1, or if memory does not grow with the
+            batch size; and as `plan`.
+        TypeError, PlanError: as `plan`.
     """
-    as_callable("step_for_batch", step_for_batch)
     as_integer("start", start, 1)
     unit = 1 if multiple_of is None else as_integer("multiple_of", multiple_of, 1)
     plans: dict[int, MemoryPlan] = {}
 
-    def planned(batch: int) -> MemoryPlan:
+    def try_batch(batch: int) -> MemoryPlan:
         began = time.perf_counter()
-        fun, *args = as_step("step_for_batch(…)", step_for_batch(batch))
-        found = plans[batch] = plan(fun, *args, **options)
-        size, seconds = report.format_bytes(found.peak_device_bytes), time.perf_counter() - began
-        advance(f"batch {batch}: {size}, {'fits' if found.fits else 'too much'}, {seconds:.1f} s")
-        return found
+        fun, *args = step_for_batch(batch)
+        result = plans[batch] = plan(fun, *args, **options)
+        size, seconds = format_bytes(result.peak_device_bytes), time.perf_counter() - began
+        advance(f"batch {batch}: {size}, {'fits' if result.fits else 'too much'}, {seconds:.1f} s")
+        return result
 
-    low, high = 0, None  # in multiples: the largest that fits, the smallest that does not
-    with progress_bar("finding the largest batch", None, as_flag("progress", progress)) as advance:
+    low, high = 0, None  # in units: the largest that fits, the smallest that does not
+    with progress_bar("finding the largest batch", None, progress) as advance:
         if multiple_of is None:
-            unit = planned(start).num_devices
-        guess, narrowed = -(-start // unit), True
+            unit = try_batch(start).num_devices
+        guess, has_halved = -(-start // unit), True
         while high is None or high - low > 1:
             batch = guess * unit
-            found = plans.get(batch) or planned(batch)
+            result = plans.get(batch) or try_batch(batch)
             width = (high or 2 * guess) - low
-            if found.fits:
+            if result.fits:
                 low = guess
             else:
                 high = guess
-            if high is None and batch > _LIMIT:
+            if high is None and batch > _LARGEST:
                 raise ValueError(
-                    f"`step_for_batch` fits even at a batch of {batch}: does its memory grow with "
-                    "the batch?"
+                    "`step_for_batch` must return steps whose memory grows with the batch size, "
+                    f"but a batch size of {batch} fits."
                 )
-            narrowed = high is None or (high - low) <= width / 2
-            guess = _next(plans, low, high, unit, by_line=narrowed)
+            has_halved = high is None or (high - low) <= width / 2
+            guess = _next_guess(plans, low, high, unit, extrapolate=has_halved)
     best = plans[low * unit] if low else plans[min(plans)]
     return MaxBatch(low * unit, best, {b: p.peak_device_bytes for b, p in plans.items()})
 
 
-def _next(
-    plans: dict[int, MemoryPlan], low: int, high: int | None, unit: int, by_line: bool
+def _next_guess(
+    plans: dict[int, MemoryPlan], low: int, high: int | None, unit: int, extrapolate: bool
 ) -> int:
-    """The next multiple to try: where a line meets the memory there is, or the middle."""
-    if high is not None and not by_line:
+    """Return the next guess in units, by a line through the plans nearest to the limit."""
+    if high is not None and not extrapolate:
         return (low + high) // 2
     points = sorted((batch, plan.share) for batch, plan in plans.items())
     points = sorted(points, key=lambda p: abs(p[1] - 1))[:2]
@@ -126,8 +100,65 @@ def _next(
     slope = (share - other_share) / (batch - other)
     if slope <= 0:
         return 2 * low if high is None else (low + high) // 2
-    meets = batch + (1 - share) / slope
-    guess = int(min(meets, 2 * _LIMIT) // unit)
+    limit = batch + (1 - share) / slope
+    guess = int(min(limit, 2 * _LARGEST) // unit)
     if high is None:
         return max(low + 1, guess)
     return min(max(low + 1, guess), high - 1)
+
+
+def split_over_devices(
+    step_for_batch: Callable[[int], tuple[Any, ...]], num_devices: int
+) -> Callable[[int], tuple[Any, ...]]:
+    """Split the batch of a step over devices (data parallelism), for `plan` and `max_batch_size`.
+
+    The axis of each argument that grows with the batch size is split along the axis `"data"` of a
+    mesh. Arguments without such an axis are replicated.
+
+    Args:
+        step_for_batch: returns the program for a batch size, `(fun, *args)`. It is also called with
+            twice the batch size, to find the axes that grow.
+        num_devices: the number of devices.
+
+    Returns:
+        A function like `step_for_batch` whose arguments are shapes with shardings.
+
+    Raises:
+        ValueError: if no argument grows with the batch size, or its size is not divisible by
+            `num_devices`.
+    """
+    mesh = make_data_mesh(num_devices)
+
+    def split_step(batch_size: int) -> tuple[Any, ...]:
+        fun, *args = step_for_batch(batch_size)
+        _, *larger_args = step_for_batch(2 * batch_size)
+        (arrays, merge), (larger, _) = split_modules(args), split_modules(larger_args)
+        specs = jax.tree.map(_batch_spec, arrays, larger)
+        is_spec = lambda value: isinstance(value, PartitionSpec)  # noqa: E731
+        if not any(spec for spec in jax.tree.leaves(specs, is_leaf=is_spec)):
+            raise ValueError(
+                "`step_for_batch` must return arguments that grow with the batch size, to split "
+                f"them over {num_devices} devices, but none grows."
+            )
+
+        def shard(path: Any, a: Any, spec: PartitionSpec) -> Any:
+            if not isinstance(a, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)):
+                return a  # a Python number
+            for size, name in zip(a.shape, spec, strict=False):
+                if name and size % num_devices:
+                    raise ValueError(
+                        f"args{jax.tree_util.keystr(path)} of shape {tuple(a.shape)} cannot be "
+                        f"split over {num_devices} devices: the batch size must be divisible by it."
+                    )
+            return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
+
+        return fun, *merge(jax.tree_util.tree_map_with_path(shard, arrays, specs))
+
+    return split_step
+
+
+def _batch_spec(a: Any, larger: Any) -> PartitionSpec:
+    """Return the spec that splits the first axis whose size differs."""
+    sizes = zip(np.shape(a), np.shape(larger), strict=True)
+    growing = [axis for axis, (size, other) in enumerate(sizes) if size != other]
+    return PartitionSpec(*[None] * growing[0], "data") if growing else PartitionSpec()

@@ -1,11 +1,9 @@
-"""The GPUs that a plan can be made for, by their published figures."""
+"""Target GPUs, described by published figures."""
 
 import dataclasses
 import functools
 import re
 from pathlib import Path
-
-from ..ops._common.arguments import describe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,10 +11,10 @@ class Target:
     """A GPU to compile for.
 
     Attributes:
-        name: as in `plan(target=name)`.
-        description: the product's name.
-        memory_bytes: of the whole device, as CUDA reports it.
-        config: an XLA `GpuTargetConfigProto` as text: all that the compiler knows of the device.
+        name: the name for `plan(target=name)`.
+        description: the product name.
+        memory_bytes: memory of the device as reported by CUDA.
+        config: the text of an XLA `GpuTargetConfigProto`, the compiler's description of the device.
     """
 
     name: str
@@ -26,46 +24,34 @@ class Target:
 
 
 def list_targets() -> tuple[str, ...]:
-    """Names of the GPUs that `plan` knows; a path to a `GpuTargetConfigProto` text is one as well.
+    """Return the names of the built-in target GPUs.
 
-    Such a file describes any other GPU. The fields that matter most are `device_memory_size`,
-    `cuda_compute_capability`, `core_count` and `shared_memory_per_block_optin`.
+    `plan` also accepts a path to the text of a `GpuTargetConfigProto`, for any other GPU. Its most
+    important fields are `device_memory_size`, `cuda_compute_capability`, `core_count` and
+    `shared_memory_per_block_optin`.
     """
     return tuple(_TARGETS)
 
 
 def find_target(target: str | Path | Target) -> Target:
-    """The target of that name, or the one that a text proto file describes.
-
-    Raises:
-        TypeError: if it is no text, path or target.
-        ValueError: if it is neither, or the file does not state the device's memory.
-    """
+    """Return the target with a name, or the one described by a text proto file."""
     if isinstance(target, Target):
         return target
-    if not isinstance(target, (str, Path)):
-        raise TypeError(f"`target` must be a GPU's name or a path, not {describe(target)}.")
     if isinstance(target, str) and target in _TARGETS:
         return _TARGETS[target]
     path = Path(target)
     try:
-        there = path.is_file()
-    except OSError:  # a name too long, a folder that may not be read
-        there = False
-    if not there:
-        raise ValueError(
-            f"`target` (={str(target)!r}) is neither one of {', '.join(_TARGETS)} nor a file with "
-            "the text of a GpuTargetConfigProto."
-        )
-    try:
         config = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise ValueError(f"`target` (={str(target)!r}) cannot be read: {error}") from error
+        raise ValueError(
+            f"`target` (={str(target)!r}) must be one of {', '.join(_TARGETS)}, or a file with the "
+            f"text of a GpuTargetConfigProto ({error.strerror})."
+        ) from error
     memory = re.search(r"\bdevice_memory_size:\s*(\d+)", config)
     if memory is None:
         raise ValueError(
-            f"`target` (={str(target)!r}) has no device_memory_size: it must be the text of a "
-            "GpuTargetConfigProto."
+            f"`target` (={str(target)!r}) must be the text of a GpuTargetConfigProto with a "
+            "device_memory_size."
         )
     description = re.search(r'^device_description_str:\s*"([^"]*)"', config, re.MULTILINE)
     name = path.name.partition(".")[0]
@@ -87,11 +73,22 @@ def _target(
     threads_per_core: int = 2048,
     nvlinks: int = 0,
 ) -> Target:
-    """A target from the figures of the product's data sheet, and of its compute capability.
+    """Return a target from the figures of its data sheet and compute capability.
 
-    bandwidth: of the memory, bytes/s. cores: streaming multiprocessors, of which each has
-    `fpus_per_core` float32 units and `shared_kib_per_core` KiB of shared memory, all of it but one
-    for a single block.
+    Args:
+        name: the target's name.
+        description: the product name.
+        memory_bytes: size of device memory.
+        bandwidth: memory bandwidth in bytes per second.
+        capability: CUDA compute capability.
+        cores: number of streaming multiprocessors.
+        fpus_per_core: float32 units per multiprocessor.
+        clock_ghz: boost clock.
+        l2_bytes: size of the L2 cache.
+        shared_kib_per_core: KiB of shared memory per multiprocessor. One block can use all except
+            one KiB.
+        threads_per_core: resident threads per multiprocessor.
+        nvlinks: number of active NVLinks.
     """
     major, minor = capability
     features = "ACCELERATED_FEATURES" if major >= 9 else "NONE"

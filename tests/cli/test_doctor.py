@@ -9,7 +9,8 @@ import pytest
 
 from effjax import native
 from effjax.cli import doctor
-from effjax.memory import HOST_MEMORY_VARIABLE as VARIABLE
+
+VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 def test_doctor_examines_this_machine():

@@ -214,7 +214,7 @@ def test_memory_of_a_language_model(run_memory):
         (["own_step:nothing"], "own_step has no function 'nothing'"),
         (["own_step:number"], "own_step has no function 'number'"),
         (["own_step:wrong"], "must return (fun, *args) or a dict of such by name, not int"),
-        (["own_step:one", "--target", "h300"], "neither one of h200"),
+        (["own_step:one", "--target", "h300"], "must be one of h200"),
         (["own_step:two", "--only", "cos"], "--only 'cos' must be one of sum, sin"),
         (["own_step:one", "--plot", "no/where.png"], "there is no folder no"),
         (["own_step:one", "--memory-fraction", "2"], "must lie in (0, 1]"),

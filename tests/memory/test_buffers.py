@@ -1,8 +1,8 @@
-"""What is read from XLA's buffer assignment, of programs written down here."""
+"""The parser of XLA's buffer assignment."""
 
 from effjax.memory._buffers import Value, live_at_peak
 
-# a and b are temporaries at the same time; c takes a's place; d is a's own place again in a loop.
+# a and b are live at the same time; c reuses the place of a; loop.2 is a in a loop.
 ASSIGNMENT = """\
 BufferAssignment:
 allocation 0: size 400, parameter 0, shape |f32[100]| at ShapeIndex {}:
@@ -43,9 +43,9 @@ HloLiveRange (max 9):
 """
 
 
-def test_what_is_live_at_the_peak():
+def test_live_at_peak():
     assert live_at_peak(ASSIGNMENT, RANGES) == [
-        Value("a", "f32[128]", 512, "temporary"),  # what was made is named, not the loop's variable
+        Value("a", "f32[128]", 512, "temporary"),  # not the loop variable
         Value("x.1", "f32[100]", 400, "argument"),
         Value("b", "bf16[128]", 256, "temporary"),
         Value("result", "f32[50]", 200, "output"),
@@ -53,8 +53,8 @@ def test_what_is_live_at_the_peak():
     ]
 
 
-def test_the_peak_is_in_bytes_of_memory_not_of_values():
-    # Values that overlap share their place: c and a part of it are no more than c.
+def test_overlapping_values_count_one_time():
+    # c and a part of c take no more than c.
     ranges = RANGES.replace("c{}:7-8", "c{}:3-6").replace("b{0}:4-5", "b{0}:8-9")
     names = [value.instruction for value in live_at_peak(ASSIGNMENT, ranges)]
     assert "a" in names and "c" not in names and "b" not in names

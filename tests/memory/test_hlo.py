@@ -1,4 +1,4 @@
-"""What is read from the text of optimized HLO, of programs written down here."""
+"""The parser of optimized HLO."""
 
 import pytest
 
@@ -80,11 +80,11 @@ def test_transfers_in_a_loop():
     )
 
 
-def test_values_of_asynchronous_computations():
+def test_instruction_of_an_asynchronous_value():
     text = LOOP.replace("%fused_all_reduce", "%wrapped_sum_computation.3")
-    maker = parse(text).maker("wrapped_sum.3")
-    assert maker is not None and maker.name == "inner"
-    assert parse(text).maker("nothing") is None
+    instruction = parse(text).instruction_of("wrapped_sum.3")
+    assert instruction is not None and instruction.name == "inner"
+    assert parse(text).instruction_of("nothing") is None
 
 
 def module(*lines):
@@ -113,11 +113,11 @@ def module(*lines):
     ],
 )
 def test_collectives_of_one_instruction(lines, expected):
-    found = [(c.kind, c.bytes) for c in collectives(module(*lines))]
-    assert found == ([expected] if expected else [])
+    result = [(c.kind, c.bytes) for c in collectives(module(*lines))]
+    assert result == ([expected] if expected else [])
 
 
-def test_branches_count_once_each():
+def test_each_branch_counts():
     text = """\
 %one (p: f32[4]) -> f32[4] {
   ROOT %r = f32[4] all-reduce(%p)

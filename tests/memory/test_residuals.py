@@ -9,7 +9,7 @@ def struct(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def test_counts_each_array_once_and_tells_arguments():
+def test_counts_arrays_and_arguments():
     # sin keeps cos(x); the product keeps both of its operands, sin(x) and w.
     report = residual_bytes(lambda x, w: jnp.sin(x) * w, struct(4, 8), struct(4, 8))
     assert report.bytes == 3 * 4 * 8 * 4
@@ -20,7 +20,7 @@ def test_counts_each_array_once_and_tells_arguments():
     assert squared.argument_bytes == 0
 
 
-def test_an_argument_held_twice_is_counted_once():
+def test_shared_argument_counts_one_time():
     report = residual_bytes(lambda x, a, b: x * a + x * b, struct(8), struct(8), struct(8))
     assert report.bytes == report.argument_bytes == 3 * 8 * 4
 
@@ -47,7 +47,7 @@ def test_has_aux_and_pytrees():
     assert with_aux.argument_bytes == (15 + 6) * 4
 
 
-def test_a_custom_vjp_keeps_what_it_says():
+def test_custom_vjp():
     @jax.custom_vjp
     def cube(x):
         return x**3
@@ -59,7 +59,7 @@ def test_a_custom_vjp_keeps_what_it_says():
     assert ((10,), "float32") in [row[:2] for row in report.largest]
 
 
-def test_concrete_arrays_give_the_same_count():
+def test_concrete_arrays():
     def fn(x, key):
         return jnp.sum(jnp.sin(x) * jax.random.normal(key, x.shape))
 
@@ -69,7 +69,7 @@ def test_concrete_arrays_give_the_same_count():
     assert concrete == residual_bytes(lambda x: fn(x, key), struct(4, 4))
 
 
-def test_a_report_in_words_and_pictures(capsys):
+def test_report(capsys):
     def fn(x, *weights):
         for w in weights:
             x = jnp.sin(x @ w)

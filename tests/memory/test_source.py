@@ -1,4 +1,4 @@
-"""Which lines a plan names: those of libraries, and the user's."""
+"""Source lines in plans: the library's line and the user's."""
 
 import os
 import pathlib
@@ -10,8 +10,7 @@ from jax._src import source_info_util
 
 import effjax
 from effjax.memory import _source, plan
-from effjax.memory._source import made_by
-from effjax.memory.report import short_path
+from effjax.memory._source import short_path, source_and_caller
 from tests.programs import needs_gpu_compiler
 
 PACKAGE = str(pathlib.Path(effjax.__file__).parent)
@@ -25,7 +24,7 @@ INSTALLED = "/opt/lib/python3.11/site-packages/"
         (["/me/step.py:3"], ("/me/step.py:3", "")),
         ([f"{PACKAGE}/ops/a.py:1", "/me/step.py:3"], (f"{PACKAGE}/ops/a.py:1", "/me/step.py:3")),
         ([f"{INSTALLED}flax/a.py:1", "/me/b.py:3"], (f"{INSTALLED}flax/a.py:1", "/me/b.py:3")),
-        # Who calls the planner made nothing: the command, the notebook's cell.
+        # Callers of the planner: the command, or a notebook cell.
         (
             [f"{PACKAGE}/ops/a.py:1", f"{PACKAGE}/memory/_compile.py:9", "/usr/bin/effjax:6"],
             (f"{PACKAGE}/ops/a.py:1", ""),
@@ -33,27 +32,27 @@ INSTALLED = "/opt/lib/python3.11/site-packages/"
         ([f"{PACKAGE}/memory/_compile.py:9", "/usr/bin/effjax:6"], ("", "")),
     ],
 )
-def test_the_librarys_line_and_the_users(places, expected):
-    assert made_by(places) == expected
+def test_source_and_caller(places, expected):
+    assert source_and_caller(places) == expected
 
 
-def test_lines_of_libraries_begin_with_their_package():
+def test_short_path():
     assert short_path(f"{PACKAGE}/ops/a.py:1") == "effjax/ops/a.py:1"
     assert short_path(f"{INSTALLED}flax/nnx/nn/linear.py:7") == "flax/nnx/nn/linear.py:7"
     assert short_path("/me/projects/net/step.py:3") == "net/step.py:3"
 
 
-def test_an_installed_effjax(monkeypatch):
+def test_installed_effjax(monkeypatch):
     monkeypatch.setattr(_source, "_EFFJAX", f"{INSTALLED}effjax/")
     monkeypatch.setattr(_source, "_PLANNER", f"{INSTALLED}effjax/memory/")
     operator, planner = f"{INSTALLED}effjax/ops/a.py:1", f"{INSTALLED}effjax/memory/plan.py:9"
-    assert made_by([operator, planner, "/usr/bin/effjax:6"]) == (operator, "")
-    assert made_by([operator, "/me/step.py:3", planner]) == (operator, "/me/step.py:3")
+    assert source_and_caller([operator, planner, "/usr/bin/effjax:6"]) == (operator, "")
+    assert source_and_caller([operator, "/me/step.py:3", planner]) == (operator, "/me/step.py:3")
 
 
 @pytest.fixture
 def as_if_installed(monkeypatch):
-    """JAX takes effjax for its own, as it does with all packages outside of an environment."""
+    """Make JAX drop the frames of effjax, as it does outside of a virtual environment."""
     paths = [*source_info_util._exclude_paths, PACKAGE]
     monkeypatch.setattr(source_info_util, "_exclude_paths", paths)
     caches = source_info_util._exclude_path_regex, source_info_util.is_user_filename
@@ -66,13 +65,13 @@ def as_if_installed(monkeypatch):
 
 
 @needs_gpu_compiler
-def test_both_lines_in_a_plan(as_if_installed):
+def test_plan_names_source_and_caller(as_if_installed):
     def gradient(x):
         return jax.grad(lambda x: jnp.sin(effjax.sync_batch_norm(x)[0]).sum())(x)
 
-    found = plan(gradient, jax.ShapeDtypeStruct((4096, 8, 256), jnp.float32))
-    made = [b for b in found.peak_buffers if b.source.startswith(f"{PACKAGE}{os.sep}ops")]
+    p = plan(gradient, jax.ShapeDtypeStruct((4096, 8, 256), jnp.float32))
+    made = [b for b in p.peak_buffers if b.source.startswith(f"{PACKAGE}{os.sep}ops")]
     here = f"{__file__}:{gradient.__code__.co_firstlineno + 1}"
     assert made and here in {b.caller for b in made}
-    assert "called from" in str(found) and os.path.basename(here) in str(found)
-    assert not source_info_util.is_user_filename(f"{PACKAGE}/ops/a.py")  # JAX is as it was
+    assert "called from" in str(p) and os.path.basename(here) in str(p)
+    assert not source_info_util.is_user_filename(f"{PACKAGE}/ops/a.py")  # restored

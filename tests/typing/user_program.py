@@ -139,7 +139,7 @@ def planned(params: Params, x: jax.Array) -> str:
         return loss, params, jax.ShapeDtypeStruct((n, 8), jnp.float32)
 
     best = memory.max_batch_size(step_for_batch, target="l4", multiple_of=8)
-    both = memory.plan_all({"loss": (loss, params, x)})
+    both = memory.compare({"loss": (loss, params, x)})
     kept = memory.residual_bytes(loss, params, x).bytes
     lines = [f"{name}: {plan.peak_host_bytes}" for name, plan in both.items()]
     return f"{largest} {peak} {best.batch_size} {best.plan} {kept} {lines}"

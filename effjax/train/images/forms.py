@@ -10,7 +10,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from ...memory import ResidualReport, mesh_to_plan_for, residual_bytes
+from ...memory import ResidualReport, residual_bytes
+from ...memory._lower import make_data_mesh
 from ...models import DenseNet
 from ...models.nnx.densenet import DenseLayer
 from ..mesh import abstract_mesh
@@ -39,7 +40,7 @@ def training_steps(
     """
     build = model_builder(config, image_shape, num_classes)
     optimizer = make_optimizer(config, make_schedule(config, steps_per_epoch=1))
-    mesh = abstract_mesh(config.mesh, num_devices) if config.mesh else mesh_to_plan_for(num_devices)
+    mesh = abstract_mesh(config.mesh, num_devices) if config.mesh else make_data_mesh(num_devices)
 
     others: dict[str, Any] = RESNET_FORMS if isinstance(config, ResNetConfig) else {}
 

@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from ...memory.report import format_bytes
+from ...memory.render import format_bytes
 from .. import report
 from ..errors import counted
 from ..mesh import devices_of

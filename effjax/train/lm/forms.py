@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ... import offload_jit
-from ...memory import mesh_to_plan_for
+from ...memory._lower import make_data_mesh
 from ..mesh import abstract_mesh, by_batch, data_mesh, with_shardings
 from .config import LMConfig
 from .offloaded import shardings_of
@@ -50,7 +50,7 @@ def lm_steps(config: LMConfig, num_devices: int = 1) -> Callable[[int], dict[str
 def lm_training_step(config: LMConfig, num_devices: int = 1) -> tuple[Any, ...]:
     """`(fun, *args)` of one step, as the options have it; nothing is made."""
     mesh: Any = (
-        abstract_mesh(config.mesh, num_devices) if config.mesh else mesh_to_plan_for(num_devices)
+        abstract_mesh(config.mesh, num_devices) if config.mesh else make_data_mesh(num_devices)
     )
     learner, here = make_learner(config, mesh), data_mesh(jax.devices()[:1])
     state, key = jax.eval_shape(lambda: (initial_state(learner, here), jax.random.key(0)))

@@ -5,7 +5,7 @@ import math
 from rich.console import Console
 
 from ...memory import MemoryPlan
-from ...memory.report import format_bytes
+from ...memory.render import format_bytes
 from .. import report
 from ..errors import counted
 from ..mesh import devices_of

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from effjax import host_init, offload_jit, to_host
-from effjax.memory import HOST_MEMORY_VARIABLE as VARIABLE
+from effjax.ops.offload.host_pool import HOST_MEMORY_VARIABLE as VARIABLE
 from effjax.ops.offload.host_pool import pinned_bytes
 
 GIB = 2**30

@@ -1,4 +1,4 @@
-"""Steps that take modules and optimizers of Flax's."""
+"""Plans of functions that take nnx modules and optimizers."""
 
 import functools
 import sys
@@ -22,7 +22,7 @@ class Network(nnx.Module):
     def __init__(self, rngs):
         self.first = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
         self.second = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
-        self.tied = self.first  # its arrays are there once
+        self.tied = self.first  # shares its arrays
 
     def __call__(self, x):
         return self.second(jnp.tanh(self.tied(x)))
@@ -33,18 +33,28 @@ def step(model, optimizer, x):
 
 
 def shapes():
-    """A module and its optimizer, of shapes."""
+    """Return a module and its optimizer whose arrays are shapes."""
     model = nnx.eval_shape(lambda: Network(nnx.Rngs(0)))
     return model, nnx.eval_shape(lambda: nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
 
 
 @functools.cache
-def planned():
+def nnx_plan():
     return plan(nnx.jit(step, donate_argnums=(0, 1)), *shapes(), X)
 
 
 @needs_gpu_compiler
-def test_a_step_of_nnx_is_that_of_its_arrays():
+def test_arguments_and_donation():
+    p = nnx_plan()
+    parameters = 4 * (2 * 4 * WIDTH**2 + 5 * WIDTH)
+    state = 3 * parameters  # with Adam's moments
+    assert state < p.device.arguments - 4 * X.size < 1.01 * state
+    assert state < p.device.aliased < 1.01 * state
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_same_bytes_as_a_function_of_arrays():
     graph, state = nnx.split(shapes())
 
     def pure(state, x):
@@ -52,15 +62,12 @@ def test_a_step_of_nnx_is_that_of_its_arrays():
         step(model, optimizer, x)
         return nnx.state((model, optimizer))
 
-    expected = plan(pure, state, X, donate_argnums=0)
-    assert planned().device == expected.device
-    parameters = 4 * (2 * 4 * WIDTH**2 + 5 * WIDTH)
-    moments_and_all = 3 * parameters
-    assert moments_and_all < planned().device.arguments - 4 * X.size < 1.01 * moments_and_all
+    assert nnx_plan().device == plan(pure, state, X, donate_argnums=0).device
 
 
+@pytest.mark.exhaustive
 @needs_gpu_compiler
-def test_modules_of_arrays_and_methods():
+def test_methods_and_modules_of_arrays():
     class Learner(Network):
         @nnx.jit(donate_argnums=(0, 1))
         def learn(self, optimizer, x):
@@ -69,12 +76,13 @@ def test_modules_of_arrays_and_methods():
     model = Learner(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     before = jax.tree.map(jnp.copy, nnx.state(model))
-    assert plan(model.learn, optimizer, X).device == planned().device
+    assert plan(model.learn, optimizer, X).device == nnx_plan().device
     jax.tree.map(lambda a, b: (a == b).all() or pytest.fail("changed"), nnx.state(model), before)
 
 
+@pytest.mark.exhaustive
 @needs_gpu_compiler
-def test_arrays_of_modules_keep_their_place():
+def test_arrays_of_modules_keep_their_memory_kind():
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,))
     on_host = NamedSharding(mesh, P(), memory_kind="pinned_host")
     model = nnx.eval_shape(lambda: nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(0)))
@@ -91,7 +99,7 @@ def test_arrays_of_modules_keep_their_place():
 REFUSED = pytest.raises(TypeError, match=r"`args\[0\]` is a Network, an nnx object.*nnx.jit")
 
 
-def test_functions_that_nnx_does_not_know_are_refused(monkeypatch):
+def test_rejects_functions_without_nnx_jit(monkeypatch):
     monkeypatch.setattr(sys.modules["effjax.memory.plan"], "check_compiler", lambda: None)
     model, optimizer = shapes()
     for fn in (step, jax.jit(step), nnx.jit(step).__wrapped__, nnx.value_and_grad(step)):
@@ -107,8 +115,8 @@ def test_functions_that_nnx_does_not_know_are_refused(monkeypatch):
         residual_bytes(lambda model, x: model(x), model, X)
 
 
-def test_states_are_arrays():
+def test_residuals_of_a_state():
     model, _ = shapes()
     graph, state = nnx.split(model)
-    found = residual_bytes(lambda state, x: nnx.merge(graph, state)(x), state, X)
-    assert found.argument_bytes >= 4 * WIDTH * 4 * WIDTH
+    report = residual_bytes(lambda state, x: nnx.merge(graph, state)(x), state, X)
+    assert report.argument_bytes >= 4 * WIDTH * 4 * WIDTH

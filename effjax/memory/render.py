@@ -1,0 +1,219 @@
+"""Rendering of results: text, rich tables, bar charts, and progress lines.
+
+Nothing here depends on the results themselves. Each result describes itself as a `Report`.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+MAX_ROWS = 12  # of a table
+_NUMERIC_COLUMNS = {
+    "bytes", "count", "device", "host", "peak", "ratio", "arguments", "outputs", "temporaries",
+    "batch",
+}  # fmt: skip
+_UNWRAPPED_COLUMNS = _NUMERIC_COLUMNS | {"operation", "kind", "source", "called from"}
+_COLORS = {
+    "argument": "tab:blue", "output": "tab:green", "temporary": "tab:orange",
+    "constant": "tab:purple", "lost in packing": "tab:gray",
+}  # fmt: skip
+_VISIBLE = 0.01  # of the largest bar
+
+
+def format_bytes(count: float) -> str:
+    """Return a number of bytes with its unit, such as "12.3 MB"."""
+    size, units = float(count), iter(("B", "kB", "MB", "GB", "TB"))
+    unit = next(units)
+    while size >= 1000 and unit != "TB":
+        size, unit = size / 1000, next(units)
+    return f"{count:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table of text cells with an optional title."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+
+    def __str__(self) -> str:
+        lines = [self.header, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        is_number = [name in _NUMERIC_COLUMNS for name in self.header]
+        text = "\n".join(
+            "  ".join(
+                cell.rjust(width) if number else cell.ljust(width)
+                for cell, width, number in zip(line, widths, is_number, strict=True)
+            ).rstrip()
+            for line in lines
+        )
+        return f"{self.title}\n{text}" if self.title else text
+
+    def __rich__(self) -> Any:
+        import rich.table
+        from rich.text import Text
+
+        table = rich.table.Table(title=self.title or None, title_justify="left", title_style="bold")
+        for name in self.header:
+            justify = "right" if name in _NUMERIC_COLUMNS else "left"
+            table.add_column(name, justify=justify, no_wrap=name in _UNWRAPPED_COLUMNS)
+        for row in self.rows:
+            table.add_row(*map(Text, row))
+        return table
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A result as a headline, a note and tables; `is_ok=False` marks the headline in red."""
+
+    tables: Sequence[Table]
+    headline: str = ""
+    note: str = ""
+    is_ok: bool = True
+
+    def __str__(self) -> str:
+        summary = "\n".join(filter(None, [self.headline, self.note]))
+        return "\n\n".join(filter(None, [summary, *map(str, self.tables)]))
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.text import Text
+
+        summary = [Text(self.headline, style="bold" if self.is_ok else "bold red")]
+        summary += [Text(self.note)] if self.note else []
+        return Group(*(summary if self.headline else []), *self.tables)
+
+
+class Printable:
+    """Base class of results that print their report as text or, with rich, as tables."""
+
+    def report(self) -> Report:
+        """Return the report to print."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return str(self.report())
+
+    def __rich__(self) -> Any:
+        return self.report()
+
+
+class Bar(NamedTuple):
+    """A bar of a chart; its kind of memory determines its color."""
+
+    label: str
+    bytes: int
+    kind: str
+
+
+def new_axes() -> Any:
+    """Return matplotlib axes of a new figure."""
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(figsize=(9, 4), layout="constrained")[1]
+
+
+def bar_chart(bars: Sequence[Bar], ax: Any, xlabel: str, legend: bool = True) -> Any:
+    """Draw horizontal bars, largest first, without those too short to see; return the axes."""
+    from matplotlib.patches import Patch
+
+    ax = ax or new_axes()
+    bars = [bar for bar in bars if bar.bytes >= _VISIBLE * bars[0].bytes]
+    colors = [_COLORS[bar.kind] for bar in bars]
+    drawn = ax.barh(range(len(bars)), [bar.bytes / 1e9 for bar in bars], color=colors)
+    ax.bar_label(drawn, [format_bytes(bar.bytes) for bar in bars], padding=3, fontsize="small")
+    ax.margins(x=0.15)
+    ax.set_yticks(range(len(bars)), [bar.label for bar in bars], fontsize="small")
+    ax.invert_yaxis()
+    ax.set_xlabel(xlabel)
+    if legend:
+        kinds = dict.fromkeys(bar.kind for bar in bars)
+        handles = [Patch(color=_COLORS[kind], label=kind) for kind in kinds]
+        ax.legend(handles=handles, loc="lower right")
+    return ax
+
+
+def stacked_bar_chart(
+    sizes: Mapping[str, Mapping[str, int]], ax: Any, xlabel: str, available: int
+) -> Any:
+    """Draw one bar per name, stacked by kind of memory; return the axes.
+
+    Args:
+        sizes: bytes by kind, by name.
+        ax: matplotlib axes, or None for a new figure.
+        xlabel: the label of the x axis.
+        available: bytes of memory to mark, unless the bars would become too short to read.
+    """
+    ax = ax or new_axes()
+    left = [0.0] * len(sizes)
+    for kind, color in _COLORS.items():
+        widths = [by_kind[kind] / 1e9 for by_kind in sizes.values()]
+        if any(widths):
+            ax.barh(range(len(sizes)), widths, left=left, color=color, label=kind)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+    if max(left) > available / 1e9 / 3:
+        ax.axvline(available / 1e9, color="black", linestyle="--", label="available")
+    ax.set_yticks(range(len(sizes)), list(sizes))
+    ax.invert_yaxis()
+    ax.legend()
+    ax.set_xlabel(xlabel)
+    return ax
+
+
+def scatter_chart(
+    points: Mapping[str, Sequence[tuple[int, int]]], ax: Any, xlabel: str, available: int
+) -> Any:
+    """Draw `(x, bytes)` points by group, and the available memory; return the axes."""
+    ax = ax or new_axes()
+    for (label, group), color in zip(points.items(), ("tab:green", "tab:red"), strict=True):
+        if group:
+            xs, sizes = zip(*group, strict=True)
+            ax.plot(xs, [size / 1e9 for size in sizes], "o", color=color, label=label)
+    ax.axhline(available / 1e9, color="black", linestyle="--", label="available")
+    ax.set(xlabel=xlabel, ylabel="GB at the peak", xlim=0, ylim=0)
+    ax.legend()
+    return ax
+
+
+@contextmanager
+def progress_bar(title: str, total: int | None, show: bool) -> Iterator[Callable[[str], None]]:
+    """Report progress on stderr: a bar on a terminal, plain lines elsewhere.
+
+    Args:
+        title: the name of the task.
+        total: the number of steps, or None if unknown.
+        show: whether to report anything.
+
+    Yields:
+        A function that reports one finished step, given a line about it.
+    """
+    if not show:
+        yield lambda line: None
+    elif sys.stderr.isatty():
+        with _rich_progress_bar(title, total) as advance:
+            yield advance
+    else:
+        print(f"{title}, {total} in all …" if total else f"{title} …", file=sys.stderr, flush=True)
+        yield lambda line: print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _rich_progress_bar(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.text import Text
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(
+        *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True
+    ) as bar:
+        task = bar.add_task(title, total=total)
+
+        def advance(line: str) -> None:
+            bar.console.print(Text(line))
+            bar.advance(task)
+
+        yield advance

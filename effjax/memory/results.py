@@ -1,0 +1,473 @@
+"""Results of the planner: plans, comparisons, batch size searches and residual reports."""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from ..ops._common.arguments import as_integer
+from ..ops.offload.host_pool import HOST_MEMORY_VARIABLE
+from ._buffers import Kind
+from ._hlo import Collective, Transfer
+from ._source import short_path
+from .render import (
+    MAX_ROWS,
+    Bar,
+    Printable,
+    Report,
+    Table,
+    bar_chart,
+    format_bytes,
+    scatter_chart,
+    stacked_bar_chart,
+)
+from .targets import Target
+
+_WORTH_A_NOTE = 0.01  # of the peak
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """Bytes in one memory, per device.
+
+    Attributes:
+        arguments: bytes of the arguments.
+        outputs: bytes of the results.
+        temporaries: bytes of XLA's temporary allocation.
+        aliased: bytes of results that overwrite a donated argument. They are included in both
+            `arguments` and `outputs`.
+        generated_code: bytes of the program's code.
+    """
+
+    arguments: int
+    outputs: int
+    temporaries: int
+    aliased: int
+    generated_code: int
+
+    @property
+    def total(self) -> int:
+        """The sum, with aliased bytes counted one time."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries + self.generated_code
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """An array in device memory.
+
+    Attributes:
+        shape: dtype and shape, such as "f32[64,32,32,48]".
+        bytes: size per device.
+        kind: "argument", "output", "temporary" or "constant".
+        operation: JAX's name of the operation: an argument's path, or a primitive with the
+            functions around it.
+        source: the line that computes it, "file.py:12"; empty if unknown.
+        caller: the user's line that called it, if `source` is in a library.
+    """
+
+    shape: str
+    bytes: int
+    kind: Kind
+    operation: str
+    source: str
+    caller: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan(Printable):
+    """Memory of a compiled program, per device unless stated otherwise. Returned by `plan`.
+
+    Attributes:
+        target: the GPU.
+        num_devices: number of devices that the program spans.
+        memory_fraction: fraction of the GPU's memory that JAX reserves for arrays.
+        host_memory_bytes: pinned host memory of the process, for all of its devices.
+        device: bytes in device memory.
+        host: bytes in pinned host memory.
+        constant_bytes: bytes of the program's constants, in device memory.
+        peak_buffers: contents of device memory at the peak, largest first.
+        collectives: communication between devices, most bytes first.
+        transfers: copies between device and host, most bytes first.
+        hlo: the optimized program as text.
+    """
+
+    target: Target
+    num_devices: int
+    memory_fraction: float
+    host_memory_bytes: int
+    device: Bytes
+    host: Bytes
+    constant_bytes: int
+    peak_buffers: tuple[Buffer, ...]
+    collectives: tuple[Collective, ...]
+    transfers: tuple[Transfer, ...]
+    hlo: str = dataclasses.field(repr=False)
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """Device memory for arguments, results, temporaries, code and constants."""
+        return self.device.total + self.constant_bytes
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """Pinned host memory of all devices together."""
+        return self.host.total * self.num_devices
+
+    @property
+    def available_bytes(self) -> int:
+        """Device memory that JAX reserves for arrays."""
+        return int(self.memory_fraction * self.target.memory_bytes)
+
+    @property
+    def share(self) -> float:
+        """Fraction of the available memory in use, on the device or the host, the larger one."""
+        host = self.peak_host_bytes / self.host_memory_bytes
+        return max(self.peak_device_bytes / max(self.available_bytes, 1), host)
+
+    @property
+    def fits(self) -> bool:
+        """True if the program fits in device and host memory that hold nothing else."""
+        return (
+            self.peak_device_bytes <= self.available_bytes
+            and self.peak_host_bytes <= self.host_memory_bytes
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan without its HLO as JSON-serializable data."""
+        record = dataclasses.asdict(self)
+        del record["hlo"]
+        del record["target"]["config"]
+        return record | {
+            "peak_device_bytes": self.peak_device_bytes,
+            "peak_host_bytes": self.peak_host_bytes,
+            "available_bytes": self.available_bytes,
+            "fits": self.fits,
+        }
+
+    def report(self, name: str = "", max_rows: int = MAX_ROWS) -> Report:
+        """Return the report to print, with `name` in its headline."""
+        return Report(
+            tables=[table for table in _plan_tables(self, max_rows) if table.rows],
+            headline=f"{name}: {summarize(self)}" if name else summarize(self),
+            note=_donation_note(self),
+            is_ok=self.fits,
+        )
+
+    def plot(self, ax: Any = None, *, most: int = MAX_ROWS) -> Any:
+        """Draw the largest buffers at the peak as bars with matplotlib.
+
+        Args:
+            ax: matplotlib axes, or None for a new figure.
+            most: the largest number of bars.
+
+        Returns:
+            The axes.
+        """
+        groups = _group_buffers(self.peak_buffers)[: as_integer("most", most, 1)]
+        bars = [
+            Bar(
+                f"{g.count}× {g.shape}  {short_path(g.source) or _short_operation(g.operation)}",
+                g.bytes,
+                g.kind,
+            )
+            for g in groups
+        ]
+        ax = bar_chart(bars, ax, "GB in device memory at the peak")
+        ax.set_title(summarize(self).replace("; ", "\n"), fontsize="medium")
+        return ax
+
+
+class Comparison(Printable, dict[str, MemoryPlan]):
+    """Plans by name, with ratios relative to the first one. Returned by `compare`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plans as JSON-serializable data."""
+        return {name: plan.to_dict() for name, plan in self.items()}
+
+    def report(self) -> Report:
+        """Return the report to print: a table with a row per plan."""
+        first = next(iter(self.values())).peak_device_bytes
+        header = ["", "peak", "ratio", "arguments", "outputs", "temporaries", "host", "fits"]
+        rows = [
+            [
+                name,
+                format_bytes(plan.peak_device_bytes),
+                f"{plan.peak_device_bytes / max(first, 1):.3f}",
+                format_bytes(plan.device.arguments),
+                format_bytes(plan.device.outputs - plan.device.aliased),
+                format_bytes(plan.device.temporaries),
+                format_bytes(plan.host.total),
+                "yes" if plan.fits else "no",
+            ]
+            for name, plan in self.items()
+        ]
+        return Report([Table(header, rows)])
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw a bar per plan, by kind of memory, with matplotlib; return the axes."""
+        first = next(iter(self.values()))
+        available = first.available_bytes
+        label = f"GB at the peak, of {available / 1e9:.1f} on {first.target.description}"
+        sizes = {name: _bytes_by_kind(plan) for name, plan in self.items()}
+        return stacked_bar_chart(sizes, ax, label, available)
+
+
+@dataclasses.dataclass(frozen=True)
+class MaxBatch(Printable):
+    """The largest batch size that fits. Returned by `max_batch_size`.
+
+    Attributes:
+        batch_size: the largest batch size that fits; 0 if none does.
+        plan: the plan of that batch size; of the smallest one tried if none fits.
+        tried: peak device bytes of each batch size that was compiled.
+    """
+
+    batch_size: int
+    plan: MemoryPlan
+    tried: dict[int, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON-serializable data."""
+        tried = {str(batch): peak for batch, peak in sorted(self.tried.items())}
+        return {"batch_size": self.batch_size, "plan": self.plan.to_dict(), "tried": tried}
+
+    def report(self) -> Report:
+        """Return the report to print: the plan in a line, and a row per batch size."""
+        batch = self.batch_size
+        title = f"batch {batch}" if batch else f"no batch fits, not even {min(self.tried)}"
+        rows = [
+            [str(size), format_bytes(peak), "yes" if size <= batch else "no"]
+            for size, peak in sorted(self.tried.items())
+        ]
+        return Report(
+            [Table(["batch", "peak", "fits"], rows)],
+            headline=f"{title}: {summarize(self.plan)}",
+            is_ok=batch > 0,
+        )
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the peak of each batch size with matplotlib; return the axes."""
+        tried = sorted(self.tried.items())
+        points = {
+            "fits": [point for point in tried if point[0] <= self.batch_size],
+            "does not fit": [point for point in tried if point[0] > self.batch_size],
+        }
+        ax = scatter_chart(points, ax, "batch", self.plan.available_bytes)
+        ax.set_title(f"largest batch: {self.batch_size or 'none fits'}", fontsize="medium")
+        return ax
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidualReport(Printable):
+    """Arrays kept for the backward pass. Returned by `residual_bytes`.
+
+    Attributes:
+        bytes: total size, with each array counted one time.
+        argument_bytes: the part of `bytes` that belongs to arguments of the function, such as
+            parameters, which stay alive anyway.
+        largest: `(shape, dtype, count, total bytes)` of the arrays, largest first.
+    """
+
+    bytes: int
+    argument_bytes: int
+    largest: tuple[tuple[tuple[int, ...], str, int, int], ...]
+
+    def report(self) -> Report:
+        """Return the report to print: the total and the largest arrays."""
+        rows = [
+            [format_bytes(size), f"{count}×", _array_name(shape, dtype)]
+            for shape, dtype, count, size in self.largest[:MAX_ROWS]
+        ]
+        if rest := self.largest[MAX_ROWS:]:
+            size, count = sum(row[-1] for row in rest), sum(row[2] for row in rest)
+            rows.append([format_bytes(size), f"{count}×", "smaller ones"])
+        return Report(
+            [Table(["bytes", "count", "shape"], rows)],
+            headline=f"{format_bytes(self.bytes)} kept for the backward pass, of them "
+            f"{format_bytes(self.argument_bytes)} arguments",
+        )
+
+    def plot(self, ax: Any = None, *, most: int = MAX_ROWS) -> Any:
+        """Draw the largest arrays as bars with matplotlib.
+
+        Args:
+            ax: matplotlib axes, or None for a new figure.
+            most: the largest number of bars.
+
+        Returns:
+            The axes.
+        """
+        bars = [
+            Bar(f"{count}× {_array_name(shape, dtype)}", size, "temporary")
+            for shape, dtype, count, size in self.largest[: as_integer("most", most, 1)]
+        ]
+        return bar_chart(bars, ax, "GB kept for the backward pass", legend=False)
+
+
+def summarize(plan: MemoryPlan) -> str:
+    """Return one line with the peaks of device and host, and whether they fit."""
+
+    def fits(size: int, available: int) -> str:
+        verb = "fits in" if size <= available else "DOES NOT FIT in"
+        return f"{verb} {format_bytes(available)}"
+
+    each = f", each of {plan.num_devices}" if plan.num_devices > 1 else ""
+    peak, on_host = plan.peak_device_bytes, plan.peak_host_bytes
+    line = (
+        f"{format_bytes(peak)} at the peak {fits(peak, plan.available_bytes)} "
+        f"({plan.memory_fraction:.0%} of {plan.target.description}{each})"
+    )
+    if on_host:
+        line += (
+            f"; {format_bytes(on_host)} of pinned host memory "
+            f"{fits(on_host, plan.host_memory_bytes)} "
+            f"({HOST_MEMORY_VARIABLE}={plan.host_memory_bytes / 2**30:g})"
+        )
+    return line
+
+
+def _donation_note(plan: MemoryPlan) -> str:
+    """Return a hint at the bytes that donation would save, if nothing is donated."""
+    if plan.device.aliased or plan.host.aliased:
+        return ""
+    # A result can replace an argument of the same shape.
+    arguments, outputs = (
+        Counter(buffer.shape for buffer in plan.peak_buffers if buffer.kind == kind)
+        for kind in ("argument", "output")
+    )
+    sizes = {buffer.shape: buffer.bytes for buffer in plan.peak_buffers if buffer.kind == "output"}
+    saved = sum(count * sizes[shape] for shape, count in (arguments & outputs).items())
+    on_host = min(plan.host.arguments, plan.host.outputs)
+    if max(saved, on_host) < _WORTH_A_NOTE * (plan.peak_device_bytes + on_host):
+        return ""
+    where = [f"{format_bytes(saved)} of device memory"] if saved else []
+    where += [f"{format_bytes(on_host)} of host memory"] if on_host else []
+    return (
+        "hint: nothing is donated; where results replace arguments (donate_argnums), "
+        f"{' and '.join(where)} would be saved"
+    )
+
+
+def _plan_tables(plan: MemoryPlan, max_rows: int) -> list[Table]:
+    device, host = plan.device, plan.host
+    names = ("arguments", "outputs", "aliased", "temporaries", "generated_code")
+    totals = [
+        [n.replace("_", " "), format_bytes(getattr(device, n)), format_bytes(getattr(host, n))]
+        for n in names
+    ]
+    totals.append(["constants", format_bytes(plan.constant_bytes), format_bytes(0)])
+    totals.append(["peak", format_bytes(plan.peak_device_bytes), format_bytes(host.total)])
+
+    groups = _group_buffers(plan.peak_buffers)
+    peak = [
+        [
+            format_bytes(g.bytes), f"{g.count}×", g.kind, g.shape, _short_operation(g.operation),
+            *_source_lines(g),
+        ]
+        for g in groups[:max_rows]
+    ]  # fmt: skip
+    if rest := groups[max_rows:]:
+        size, count = sum(g.bytes for g in rest), sum(g.count for g in rest)
+        peak.append([format_bytes(size), f"{count}×", "", "smaller ones", "", "", ""])
+    if lost := _lost_in_packing(plan):
+        peak.append([format_bytes(lost), "", "", "lost in packing", "", "", ""])
+
+    collectives = [
+        [format_bytes(c.bytes), f"{c.count}×", c.kind, *_source_lines(c)]
+        for c in plan.collectives[:max_rows]
+    ]
+    transfers = [
+        [format_bytes(t.bytes), f"{t.count}×", t.direction.replace("_", " "), t.shape]
+        + _source_lines(t)
+        for t in plan.transfers[:max_rows]
+    ]
+    return [
+        Table(["", "device", "host"], totals, "bytes"),
+        _table_with_sources(["kind", "shape", "operation"], peak, "device memory at the peak"),
+        _table_with_sources(["kind"], collectives, "collectives of a call"),
+        _table_with_sources(["direction", "shape"], transfers, "transfers of a call"),
+    ]
+
+
+def _source_lines(record: Any) -> list[str]:
+    return [short_path(record.source), short_path(record.caller)]
+
+
+def _table_with_sources(columns: list[str], rows: list[list[str]], title: str) -> Table:
+    """Return a table whose last column, the user's lines, is dropped if it is empty."""
+    header = ["bytes", "count", *columns, "source", "called from"]
+    if any(row[-1] for row in rows):
+        return Table(header, rows, title)
+    return Table(header[:-1], [row[:-1] for row in rows], title)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BufferGroup:
+    """Buffers at the peak that one operation on one line made."""
+
+    kind: Kind
+    operation: str
+    source: str
+    caller: str
+    shape: str  # of the largest one
+    count: int
+    bytes: int  # total
+
+
+def _group_buffers(buffers: Sequence[Buffer]) -> list[_BufferGroup]:
+    """Group buffers by the line that made them, most bytes first."""
+    groups: dict[tuple[str, ...], list[Buffer]] = {}
+    for buffer in buffers:
+        if buffer.source and buffer.kind != "argument":
+            # The names of repeated layers differ in a number only.
+            operation = re.sub(r"\d+", "#", buffer.operation)
+            key = buffer.kind, operation, buffer.source, buffer.caller
+        else:
+            key = buffer.kind, buffer.operation, buffer.source, buffer.caller, buffer.shape
+        groups.setdefault(key, []).append(buffer)
+    result = []
+    for (_, operation, *_), members in groups.items():
+        first = members[0]
+        has_other_shapes = any(buffer.shape != first.shape for buffer in members)
+        result.append(
+            _BufferGroup(
+                kind=first.kind,
+                operation=operation,
+                source=first.source,
+                caller=first.caller,
+                shape=first.shape + (" …" if has_other_shapes else ""),
+                count=len(members),
+                bytes=sum(buffer.bytes for buffer in members),
+            )
+        )
+    return sorted(result, key=lambda group: group.bytes, reverse=True)
+
+
+def _lost_in_packing(plan: MemoryPlan) -> int:
+    """Return the bytes of temporary memory that are unused at the peak."""
+    live = sum(buffer.bytes for buffer in plan.peak_buffers if buffer.kind == "temporary")
+    return max(plan.device.temporaries - live, 0)
+
+
+def _bytes_by_kind(plan: MemoryPlan) -> dict[str, int]:
+    """Return the peak by kind of memory; the values add up to `peak_device_bytes`."""
+    device, lost = plan.device, _lost_in_packing(plan)
+    return {
+        "argument": device.arguments,
+        "output": device.outputs - device.aliased,
+        "temporary": device.temporaries - lost,
+        "lost in packing": lost,
+        "constant": plan.constant_bytes + device.generated_code,
+    }
+
+
+def _short_operation(operation: str) -> str:
+    """Drop the outer jit(...) from an operation's name, and the start of a long one."""
+    operation = re.sub(r"^jit\([^()]*\)/", "", operation).replace("\\'", "'")
+    return operation if len(operation) <= 44 else "…" + operation[-43:]
+
+
+def _array_name(shape: Sequence[int], dtype: str) -> str:
+    """Return a name such as "float32[8,128]"."""
+    return f"{dtype}[{','.join(map(str, shape))}]"

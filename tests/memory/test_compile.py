@@ -1,0 +1,107 @@
+"""The compiler process: it leaves the caller's process unchanged, and ends with it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from effjax.memory import _compile, _gpu_compiler_shim, plan
+from tests.programs import needs_gpu_compiler
+
+KEEPS_BACKEND = """
+import jax, jax.numpy as jnp
+from jax._src import xla_bridge
+from effjax.memory import plan
+x = jax.ShapeDtypeStruct((8,), jnp.float32)
+assert plan(lambda x: x + 1, x, in_shardings=jax.P("data"), num_devices=2).num_devices == 2
+assert set(xla_bridge._backends) <= {"cpu"}, xla_bridge._backends
+assert jax.device_count() == 1
+"""
+WAITS = """
+import os, sys, time
+from pathlib import Path
+from effjax.memory._gpu_compiler_shim import exit_when_closed
+exit_when_closed(0, Path(sys.argv[1]))
+print("ready", flush=True)
+time.sleep(60)
+"""
+PLANS = """
+import jax, jax.numpy as jnp, effjax.memory
+def many(x):
+    for i in range(300):
+        x = jnp.sin(x @ x) + i
+    return x
+effjax.memory.plan(many, jax.ShapeDtypeStruct((256, 256), jnp.float32))
+"""
+
+
+@needs_gpu_compiler
+def test_keeps_the_backend():
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", KEEPS_BACKEND], check=True, env=env)
+
+
+def test_search_path_without_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", str(tmp_path), *sys.path])
+    paths = _compile._environment()["PYTHONPATH"].split(os.pathsep)
+    assert "" not in paths and str(tmp_path) not in paths
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_files_in_the_working_directory_are_not_imported(tmp_path, monkeypatch):
+    for name in ("numpy", "jax", "sitecustomize", "json"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    for entry in ("", str(tmp_path)):  # of `python -c` and of `python -m`
+        monkeypatch.setattr("sys.path", [entry, *sys.path])
+        plan(jnp.sin, jax.ShapeDtypeStruct((8,), jnp.float32))
+    assert not (tmp_path / "imported").exists()
+
+
+def test_exits_when_the_pipe_closes(tmp_path):
+    folder = tmp_path / "folder"
+    (folder / "dump").mkdir(parents=True)
+    command = [sys.executable, "-c", WAITS, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+        assert child.poll() is None and folder.exists() and child.stdin is not None
+        child.stdin.close()
+        assert child.wait(timeout=20) == 1
+    assert not folder.exists()
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_killed_process_leaves_nothing(tmp_path, number):
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", PLANS], env=env) as parent:
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+        wait_until(lambda: list(tmp_path.glob("effjax-plan-*/dump/*")))
+        (child,) = [int(pid) for pid in children.read_text().split()]
+        parent.send_signal(number)
+        assert parent.wait(20) == -number
+    wait_until(lambda: not Path(f"/proc/{child}").exists())
+    wait_until(lambda: not any(tmp_path.glob("effjax-plan-*")))
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_shim_names_its_jax_versions():
+    from effjax.memory import _source
+
+    for shim in (_gpu_compiler_shim, _source):
+        assert shim.__doc__ is not None and "Tested with jax 0.10.2" in shim.__doc__
