@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import effjax
-from effjax.native import available
+from effjax.native import is_available
 
 from .planning import TARGET, need_compiler, plan_steps
 from .results import Bars, Result, Size
@@ -117,7 +117,7 @@ def implementations(case: Case, platform: str) -> dict[str, Callable]:
         REFERENCE: functools.partial(packed_gather, shapes=case.shapes),
         "effjax xla": effjax_attention(case, "xla"),
     }
-    if available(platform):
+    if is_available(platform):
         attentions["effjax native"] = effjax_attention(case, "native")
     return attentions
 

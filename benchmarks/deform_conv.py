@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 import effjax
-from effjax.native import available
+from effjax.native import is_available
 from effjax.ops.deform_conv.reference import Geometry, columns
 
 from . import pytorch
@@ -148,7 +148,7 @@ def torch_step(arrays: dict[str, np.ndarray], backward: bool) -> Callable[[], An
 def measure_case(case: Case, backward: bool, rounds: int) -> Result:
     arrays = make_arrays(case)
     convs = {"plain XLA": plain_conv(case), "effjax xla": effjax_conv("xla")}
-    if available(jax.default_backend().replace("gpu", "cuda")):
+    if is_available(jax.default_backend().replace("gpu", "cuda")):
         convs["effjax native"] = effjax_conv("native")
     steps = {name: make_step(conv, backward) for name, conv in convs.items()}
     missing = pytorch.missing("torchvision")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import effjax
-from effjax.native import available
+from effjax.native import is_available
 
 from . import pytorch
 from .results import Result, Size
@@ -108,7 +108,7 @@ def torch_step(case: Case, arrays: Arrays, backward: bool) -> Callable[[], Any]:
 def measure_case(case: Case, backward: bool, rounds: int) -> Result:
     arrays = make_arrays(case)
     steps = {"effjax xla": jax_step(case, "xla", backward)}
-    if available(jax.default_backend().replace("gpu", "cuda")):
+    if is_available(jax.default_backend().replace("gpu", "cuda")):
         steps["effjax native"] = jax_step(case, "native", backward)
     missing = pytorch.missing("torchvision")
     peers = {} if missing else {"torchvision": torch_step(case, arrays, backward)}

@@ -1,24 +1,31 @@
-"""For people who port PyTorch code: the operators in its argument order.
+"""Operators with PyTorch's signatures, and the original's names of layers.
 
-Images are NCHW here, and kernels OIHW, as in maskrcnn-benchmark, torchvision and mmcv. Reverse mode
-only: `effjax.deform_conv2d` has the rest.
+Images are NCHW and kernels OIHW, as in maskrcnn-benchmark, torchvision and mmcv. The operators
+support reverse mode only; use `effjax.deform_conv2d` and `effjax.roi_align` for other derivatives.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import flax.nnx
 import jax
 from jax.typing import ArrayLike
 
-from .ops._common.arguments import as_float_array, as_integer, as_pair
+from . import nnx
+from .ops._common.arguments import as_float_array, as_integer, as_pair, conv_output_size
 from .ops.deform_conv import deform_conv2d as _nhwc_deform_conv2d
-from .ops.deform_conv.arguments import output_size
 from .ops.roi.nchw import deform_roi_pool as deform_roi_pool
 from .ops.roi.nchw import deform_roi_pooling as deform_roi_pooling
 from .ops.roi.nchw import roi_align as roi_align
 
 __all__ = [
+    "DFConv2d",
+    "DeformConv",
+    "DeformConvPack",
+    "ModulatedDeformConv",
+    "ModulatedDeformConvPack",
     "deform_conv",
     "deform_conv2d",
     "deform_roi_pool",
@@ -130,6 +137,50 @@ def modulated_deform_conv(
     return _convolve(arrays, stride, padding, dilation, groups, offset_groups)
 
 
+# The layers of maskrcnn-benchmark and mmcv. Unlike the functions above, they have the arguments of
+# `effjax.nnx.DeformConv`, and images are NHWC.
+DeformConv = functools.partial(nnx.DeformConv, modulated=False, predict_offset=False)
+ModulatedDeformConv = functools.partial(nnx.DeformConv, modulated=True, predict_offset=False)
+DeformConvPack = functools.partial(nnx.DeformConv, modulated=False, predict_offset=True)
+ModulatedDeformConvPack = functools.partial(nnx.DeformConv, modulated=True, predict_offset=True)
+
+
+class DFConv2d(flax.nnx.Module):
+    """Deformable layer of maskrcnn-benchmark's detectors, which predicts its offsets.
+
+    `conv` is an `effjax.nnx.DeformConv` with padding ``kernel_dilation * (kernel_size - 1) / 2`` on
+    every side, so that odd kernels keep the size of the image, and without a bias by default.
+
+    Args:
+        in_features, out_features, kernel_size, strides, modulated, kernel_dilation, use_bias,
+            **options: as in `effjax.nnx.DeformConv`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        kernel_size: Pair = 3,
+        strides: Pair = 1,
+        *,
+        modulated: bool = True,
+        kernel_dilation: Pair = 1,
+        use_bias: bool = False,
+        **options: Any,
+    ):
+        size = as_pair("kernel_size", kernel_size, 1)
+        dilation = as_pair("kernel_dilation", kernel_dilation, 1)
+        padding = tuple(d * (k - 1) // 2 for k, d in zip(size, dilation, strict=True))
+        self.conv = nnx.DeformConv(
+            in_features, out_features, size, strides, padding=padding, kernel_dilation=dilation,
+            modulated=modulated, predict_offset=True, use_bias=use_bias, **options,
+        )  # fmt: skip
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Convolve `x` `[N, H, W, in_features]`."""
+        return self.conv(x)
+
+
 def _as_arrays(input, offset, weight, mask, bias) -> tuple[Any, ...]:
     arrays = dict(input=input, offset=offset, weight=weight, mask=mask, bias=bias)
     for name, value in arrays.items():
@@ -161,7 +212,7 @@ def _convolve(
     strides, pads = as_pair("stride", stride, 1), as_pair("padding", padding, 0)
     dilations, groups = as_pair("dilation", dilation, 1), as_integer("groups", groups, 1)
     both_sides = tuple((pad, pad) for pad in pads)
-    size = output_size(input.shape[2:], weight.shape[2:], strides, both_sides, dilations)
+    size = conv_output_size(input.shape[2:], weight.shape[2:], strides, both_sides, dilations)
     _check_shapes(arrays, size, groups, offset_groups)
     nhwc = lambda a: a.transpose(0, 2, 3, 1)  # noqa: E731
     y = _nhwc_deform_conv2d(

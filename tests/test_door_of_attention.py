@@ -12,12 +12,9 @@ import effjax.linen
 import effjax.nnx
 from tests.test_door_of_deform_conv import (
     ARRAY,
-    DTYPE,
-    FLAG,
     INTEGER,
     NAME,
     PAIR,
-    X,
     arrays_of,
     zeros,
 )
@@ -50,17 +47,11 @@ def in_linen(name, inputs, **given):
 
 
 SIZES = dict(features=12, num_levels=2, num_heads=3, num_points=4)
-OF_LAYERS = dict(dtype=DTYPE, param_dtype=[None, *DTYPE], implementation=NAME)
-OF_ATTENTION = dict.fromkeys(SIZES, INTEGER) | OF_LAYERS
-OF_ATTENTION |= dict(
-    query=[*ARRAY, zeros(2, 5, 11)], value=[*ARRAY, zeros(2, 6, 12)], spatial_shapes=LEVELS,
+OF_ATTENTION = dict(
+    query=[zeros(2, 5, 11)], value=[zeros(2, 6, 12)], spatial_shapes=LEVELS,
     reference_points=[*ARRAY, zeros(2, 5, 2, 3)], padding_mask=MASK,
 )  # fmt: skip
-OF_DCNV3 = OF_LAYERS | dict(
-    features=INTEGER, kernel_size=[*INTEGER, 2], dw_kernel_size=[*INTEGER[1:], 2],
-    kernel_dilation=INTEGER, offset_groups=INTEGER, offset_scale=NUMBER,
-    center_feature_scale=FLAG, remove_center=FLAG, x=X,
-)  # fmt: skip
+OF_DCNV3 = dict(implementation=NAME, offset_scale=NUMBER)
 DCNV3 = dict(x=zeros(1, 5, 5, 4), features=4)
 
 
@@ -89,7 +80,7 @@ FUNCTIONS = [
         arrays_of(WINDOW, "x", "offset", "mask")
         | dict(
             kernel_size=PAIR, strides=PAIR, padding=PAIR, kernel_dilation=PAIR,
-            offset_scale=NUMBER, remove_center=FLAG, offset_groups=INTEGER[1:],
+            offset_scale=NUMBER, offset_groups=INTEGER[1:],
             implementation=NAME, workspace_bytes=INTEGER,
         ),
     ),

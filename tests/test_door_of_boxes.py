@@ -13,7 +13,7 @@ import effjax
 import effjax.linen
 import effjax.nnx
 from effjax import compat
-from effjax.ops.roi import pooling
+from effjax.ops._common import dispatch
 
 
 def zeros(*shape):
@@ -167,7 +167,7 @@ def test_bad_arguments(call, good, argument, values):
 
 
 def test_where_there_is_no_native_code(monkeypatch):
-    monkeypatch.setattr(pooling, "available", lambda: ())
+    monkeypatch.setattr(dispatch, "available_platforms", lambda: ())
     with pytest.raises(RuntimeError, match="no native pooling of boxes .*`effjax doctor`"):
         effjax.roi_align(**GOOD, implementation="native")
     assert effjax.roi_align(**GOOD).shape == (2, 3, 2, 2, 8)

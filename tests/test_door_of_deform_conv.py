@@ -77,11 +77,7 @@ INTEGERS = [None, 1, "a", (1.5,), ("a",), [None]]
 
 OPTIONS: dict[str, list[Any]] = dict(
     strides=PAIR, padding=PAIR, kernel_dilation=PAIR, feature_group_count=INTEGER,
-    offset_groups=INTEGER, precision=PRECISION, implementation=NAME, deterministic=FLAG,
-)  # fmt: skip
-LAYER_OPTIONS = OPTIONS | dict(
-    kernel_size=PAIR, use_bias=FLAG, dtype=DTYPE, param_dtype=[None, *DTYPE],
-    kernel_init=FUNCTION, bias_init=FUNCTION,
+    precision=PRECISION, implementation=NAME,
 )  # fmt: skip
 GEOMETRY = dict(stride=PAIR, padding=PAIR, dilation=PAIR)
 GROUPS = dict(groups=INTEGER, deformable_groups=INTEGER, deform_groups=INTEGER[1:])
@@ -102,25 +98,16 @@ X = [*ARRAY, ARRAYS["x"].astype(complex), ARRAYS["x"].astype(bool)]  # integers 
 
 
 def layers():
-    """Every layer of both flavours: (call, good arguments, kinds of bad ones)."""
-    taken = {
-        "DeformConv": ("x", "offset"), "ModulatedDeformConv": ("x", "offset", "mask"),
-        "DeformConvPack": ("x",), "ModulatedDeformConvPack": ("x",), "DFConv2d": ("x",),
-    }  # fmt: skip
-    for name, inputs in taken.items():
-        good = {k: ARRAYS[k] for k in inputs} | LAYER
-        kinds = LAYER_OPTIONS | arrays_of(ARRAYS, *inputs) | dict(x=X)
-        if name == "DFConv2d":
-            good = dict(x=ARRAYS["x"], kernel_size=3)
-            kinds = {k: kinds[k] for k in ("x", "kernel_size", "strides", "kernel_dilation")}
-            kinds |= dict(modulated=FLAG, use_bias=FLAG)
-        of_nnx = dict(in_features=4, out_features=6)
-        more = dict(in_features=INTEGER, out_features=INTEGER)
-        yield f"nnx.{name}", functools.partial(in_nnx, name, inputs), good | of_nnx, kinds | more
-        more = dict(features=INTEGER)
-        more |= dict(options=[1, "a", [1]]) if name == "DFConv2d" else {}
-        of_linen = functools.partial(in_linen, name, inputs)
-        yield f"linen.{name}", of_linen, good | dict(features=6), kinds | more
+    """Yield every layer of both flavors: (name, call, good arguments, kinds of bad ones)."""
+    inputs = ("x", "offset", "mask")
+    good = {k: ARRAYS[k] for k in inputs} | LAYER | dict(modulated=True)
+    kinds = dict(kernel_size=PAIR, strides=PAIR, padding=PAIR, kernel_dilation=PAIR)
+    kinds |= arrays_of(ARRAYS, "offset", "mask")
+    of_nnx = dict(in_features=4, out_features=6)
+    in_nnx_ = functools.partial(in_nnx, "DeformConv", inputs)
+    yield "nnx.DeformConv", in_nnx_, good | of_nnx, kinds
+    in_linen_ = functools.partial(in_linen, "DeformConv", inputs)
+    yield "linen.DeformConv", in_linen_, good | dict(features=6), kinds
 
 
 FUNCTIONS = [
@@ -128,7 +115,9 @@ FUNCTIONS = [
         "deform_conv2d", operator, OPERATOR,
         OPTIONS | arrays_of(ARRAYS, "x", "offset", "kernel")
         | optional(arrays_of(ARRAYS, "mask", "bias"))
-        | dict(offset_groups=INTEGER[1:], workspace_bytes=INTEGER),
+        | dict(
+            feature_group_count=INTEGER, offset_groups=INTEGER[1:], workspace_bytes=INTEGER,
+        ),
     ),
     (
         "compat.deform_conv2d", functools.partial(in_pytorch, "deform_conv2d"),
@@ -156,7 +145,7 @@ FUNCTIONS = [
             x=[*ARRAY, np.zeros((1, 4, 4, 3), complex)],
             stage_sizes=INTEGERS, widths=INTEGERS, deformable=INTEGERS, modulated=FLAG,
             offset_groups=INTEGER, num_classes=INTEGER, in_channels=INTEGER, momentum=NUMBER,
-            epsilon=[None, *NUMBER], dtype=DTYPE, param_dtype=[None, *DTYPE],
+            epsilon=[None, *NUMBER],
         ),
     ),
     (

@@ -34,8 +34,8 @@ def convert_deform_conv(
 
     Returns:
         ``{"kernel", "bias", "offset_conv": {"kernel", "bias"}}``, as far as the layer has them:
-        the `params` of linen's `DeformConv`, `ModulatedDeformConv` and both with `Pack`, and what
-        `nnx.update` takes for nnx's. Of a `DFConv2d`, those of its `conv`.
+        the `params` of `effjax.linen.DeformConv`, and the state that `nnx.update` takes for
+        `effjax.nnx.DeformConv`. For a `DFConv2d`, those of its `conv`.
 
     Raises:
         ValueError: for names that are not there, or that are none of these layers'.

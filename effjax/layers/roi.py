@@ -27,7 +27,8 @@ def pool_options(
 
 def of_boxes(y: jax.Array) -> jax.Array:
     """[N, R, rows, columns, C] as the input of a fully connected layer, [N, R, C * rows * columns]:
-    in PyTorch's order, so that its weights fit."""
+    in PyTorch's order, so that its weights fit.
+    """
     return jnp.moveaxis(y, -1, 2).reshape(*y.shape[:2], math.prod(y.shape[2:]))
 
 

@@ -8,10 +8,6 @@ from .convert import convert_batch_norm as convert_batch_norm
 from .deform_attention import DCNv3 as DCNv3
 from .deform_attention import MSDeformAttn as MSDeformAttn
 from .deform_conv import DeformConv as DeformConv
-from .deform_conv import DeformConvPack as DeformConvPack
-from .deform_conv import DFConv2d as DFConv2d
-from .deform_conv import ModulatedDeformConv as ModulatedDeformConv
-from .deform_conv import ModulatedDeformConvPack as ModulatedDeformConvPack
 from .offload import OffloadModel as OffloadModel
 from .offload_train_state import OffloadTrainState as OffloadTrainState
 from .roi import DeformRoIPool as DeformRoIPool

@@ -10,19 +10,17 @@ from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, PrecisionLike
 
 from ..layers import deform_attention as shared
-from ..layers.deform_conv import checked_images
 
 _zeros, _xavier = nn.initializers.zeros, nn.initializers.xavier_uniform()
 
 
 class MSDeformAttn(nn.Module):
-    """Attention to a few points of feature maps of several scales, which each query predicts.
+    """Attention of queries to a few points of feature maps at several scales.
 
-    Its fields, defaults and parameters are those of `effjax.nnx.MSDeformAttn`, whose documentation
-    holds here too.
+    The fields and parameters are those of `effjax.nnx.MSDeformAttn`.
 
     Raises:
-        TypeError, ValueError: as nnx's, when the layer is called.
+        TypeError, ValueError: for arguments of a wrong type or shape, when the layer is called.
 
     References:
         Zhu et al., Deformable DETR, 2020 (arXiv:2010.04159).
@@ -46,19 +44,13 @@ class MSDeformAttn(nn.Module):
         spatial_shapes: Sequence[tuple[int, int]],
         padding_mask: jax.Array | None = None,
     ) -> jax.Array:
-        """Attends from each query around its reference points, as nnx's."""
-        sizes = self.num_levels, self.num_heads, self.num_points
-        shared.check_attention(
-            self.features, *sizes, self.dtype, self.param_dtype, self.implementation
-        )
-        query, value, shapes = shared.checked_sequences(
-            query, value, spatial_shapes, self.features, self.num_levels
-        )
+        """Attend from each query to points around its reference points, as the nnx layer does."""
+        shapes = shared.check_inputs(query, value, spatial_shapes, self.features, self.num_levels)
         samples = self.num_heads * self.num_levels * self.num_points
-        ways = shared.directions(self.num_heads, self.num_levels, self.num_points)
+        bias_init = shared.offset_bias_init(self.num_heads, self.num_levels, self.num_points)
         y = shared.attend(
             self._linear("value_proj", self.features, _xavier)(value),
-            self._linear("sampling_offsets", samples * 2, _zeros, ways)(query),
+            self._linear("sampling_offsets", samples * 2, _zeros, bias_init)(query),
             self._linear("attention_weights", samples, _zeros)(query),
             reference_points, padding_mask, shapes, self.num_heads, self.implementation,
         )  # fmt: skip
@@ -73,13 +65,12 @@ class MSDeformAttn(nn.Module):
 
 
 class DCNv3(nn.Module):
-    """The layer of InternImage: `effjax.dcn_aggregate` of points and weights that it predicts.
+    """Layer of InternImage: `effjax.dcn_aggregate` with predicted offsets and weights.
 
-    Its fields, defaults and parameters are those of `effjax.nnx.DCNv3`, whose documentation holds
-    here too.
+    The fields and parameters are those of `effjax.nnx.DCNv3`.
 
     Raises:
-        TypeError, ValueError: as nnx's, when the layer is called.
+        TypeError, ValueError: for arguments of a wrong type or shape, when the layer is called.
 
     References:
         Wang et al., InternImage, 2022 (arXiv:2211.05778).
@@ -100,13 +91,7 @@ class DCNv3(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Of images `[N, H, W, features]`."""
-        shared.check_dcnv3(
-            self.features, self.kernel_size, self.dw_kernel_size, self.kernel_dilation,
-            self.offset_groups, self.offset_scale, self.center_feature_scale, self.remove_center,
-            self.dtype, self.param_dtype, self.implementation,
-        )  # fmt: skip
-        x = checked_images(x, self.features)
+        """Apply the layer to images `[N, H, W, features]`."""
         options: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         size = self.kernel_size if self.dw_kernel_size is None else self.dw_kernel_size
         z = nn.Conv(
@@ -131,13 +116,13 @@ class DCNv3(nn.Module):
             implementation=self.implementation,
         )  # fmt: skip
         if self.center_feature_scale:
-            y = self._center_scaled(y, projected, z)
+            y = self._blend_center(y, projected, z)
         return linear("output_proj", self.features, _xavier)(y)
 
     @nn.nowrap
-    def _center_scaled(self, y: jax.Array, projected: jax.Array, z: jax.Array) -> jax.Array:
+    def _blend_center(self, y: jax.Array, projected: jax.Array, z: jax.Array) -> jax.Array:
         name, shape = "center_feature_scale_proj", (self.offset_groups, self.features)
         weight = self.param(f"{name}_weight", _zeros, shape, self.param_dtype)
         bias = self.param(f"{name}_bias", _zeros, shape[:1], self.param_dtype)
         z, weight, bias = promote_dtype(z, weight, bias, dtype=self.dtype)
-        return shared.center_scaled(y, projected, z, weight, bias)
+        return shared.blend_center(y, projected, z, weight, bias)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.typing import Dtype
 
-from ..layers.deform_conv import check_dtypes, checked_images
 from ..layers.roi import as_offset, masked, of_boxes, pool_options
 from ..ops._common.arguments import as_integer
 from ..ops.roi import deform_roi_pool
@@ -50,7 +49,8 @@ class DeformRoIPool(nn.Module):
 
 class DeformRoIPoolPack(DeformRoIPool):
     """Pooling of boxes that predicts its offsets, as `effjax.nnx.DeformRoIPoolPack`; the channels
-    are those of x."""
+    are those of x.
+    """
 
     deform_fc_channels: int = 1024
     dtype: Dtype | None = None
@@ -61,9 +61,8 @@ class DeformRoIPoolPack(DeformRoIPool):
     @nn.compact
     def __call__(self, x: jax.Array, boxes: jax.Array) -> jax.Array:  # type: ignore[override]
         """Pools `boxes` `[N, R, 4]` where the layers say."""
-        x, options = checked_images(x), self._options()
+        options = self._options()
         width = as_integer("deform_fc_channels", self.deform_fc_channels, 1)
-        check_dtypes(self.dtype, self.param_dtype)
         (rows, columns), zeros = options["output_size"], nn.initializers.zeros
 
         def layer(name: str, size: int, **inits: Any) -> nn.Dense:
@@ -84,6 +83,7 @@ class DeformRoIPoolPack(DeformRoIPool):
 
 class ModulatedDeformRoIPoolPack(DeformRoIPoolPack):
     """Pooling of boxes that predicts its offsets and a mask of its bins, as
-    `effjax.nnx.ModulatedDeformRoIPoolPack`."""
+    `effjax.nnx.ModulatedDeformRoIPoolPack`.
+    """
 
     modulated: ClassVar[bool] = True

@@ -36,7 +36,7 @@ def status() -> dict[str, str]:
     return {platform: _load(platform) for platform in _PLATFORMS}
 
 
-def available(platform: str) -> bool:
+def is_available(platform: str) -> bool:
     """Whether there are native kernels for "cpu" or "cuda"."""
     return platform in _PLATFORMS and _load(platform) == LOADED
 
@@ -51,7 +51,8 @@ class Gpus(NamedTuple):
 
     def trouble(self) -> str | None:
         """Why the kernels cannot run on the GPUs that are here. None where there are none either:
-        programs for a GPU can then be compiled, and planned."""
+        programs for a GPU can then be compiled, and planned.
+        """
         major, minor = self.built // 1000, self.driver % 1000 // 10
         if self.driver and self.driver // 1000 < major:
             needed = f" ({_DRIVERS[major]} or newer)" if major in _DRIVERS else ""

@@ -10,33 +10,32 @@ from flax.nnx.nn.dtypes import promote_dtype
 from flax.typing import Dtype, PrecisionLike
 
 from ..layers import deform_attention as shared
-from ..layers.deform_conv import checked_images
 
 Implementation = Literal["native", "xla"] | None
 _zeros, _xavier = nnx.initializers.zeros, nnx.initializers.xavier_uniform()
 
 
 class MSDeformAttn(nnx.Module):
-    """Attention to a few points of feature maps of several scales, which each query predicts.
+    """Attention of queries to a few points of feature maps at several scales.
 
     ``output_proj(ms_deform_attn(value_proj(value), locations, softmax(attention_weights(query))))``
     with ``locations = reference_points + sampling_offsets(query)``; see `effjax.ms_deform_attn`.
-    Parameters: `kernel` and `bias` of these four linear layers, whose names are those of the
-    original and of mmcv, so that `effjax.convert.from_torch` needs no table. In the beginning all
-    weights are equal, and each head looks another way, point p at p + 1 pixels of each level.
+
+    Parameters: `kernel` and `bias` of these four linear layers. They have the names of the original
+    and of mmcv, so that `effjax.convert.from_torch` needs no table. Initially all weights are
+    equal, and each head has its own direction, with point p at p + 1 pixels of each level.
 
     Args:
         features: channels of queries, values and results.
         num_levels, num_heads, num_points: L, M and P.
         dtype, param_dtype, precision: as in `flax.nnx.Linear`. Locations and the softmax are
             computed in float32 at least.
-        implementation: None, "native" or "xla", as in `effjax.ms_deform_attn`; forward mode and
+        implementation: None, "native" or "xla", as in `effjax.ms_deform_attn`; forward-mode and
             second derivatives need "xla".
         rngs: for the parameters (stream `params`).
 
     Raises:
-        ValueError: for options outside their range, or shapes that do not fit.
-        TypeError: for what is no number, array or dtype.
+        TypeError, ValueError: for arguments of a wrong type or shape.
 
     References:
         Zhu et al., Deformable DETR, 2020 (arXiv:2010.04159).
@@ -55,9 +54,8 @@ class MSDeformAttn(nnx.Module):
         implementation: Implementation = None,
         rngs: nnx.Rngs,
     ):
-        shared.check_attention(
-            features, num_levels, num_heads, num_points, dtype, param_dtype, implementation
-        )
+        if features % num_heads:
+            raise ValueError(f"`num_heads` (={num_heads}) must divide `features` (={features}).")
         self.features, self.num_levels, self.num_heads = features, num_levels, num_heads
         self.implementation = implementation
         samples = num_heads * num_levels * num_points
@@ -70,8 +68,8 @@ class MSDeformAttn(nnx.Module):
                 features, out, kernel_init=kernel_init, bias_init=bias_init, **options
             )
 
-        ways = shared.directions(num_heads, num_levels, num_points)
-        self.sampling_offsets = linear(samples * 2, _zeros, ways)
+        bias_init = shared.offset_bias_init(num_heads, num_levels, num_points)
+        self.sampling_offsets = linear(samples * 2, _zeros, bias_init)
         self.attention_weights = linear(samples, _zeros)
         self.value_proj = linear(features, _xavier)
         self.output_proj = linear(features, _xavier)
@@ -84,22 +82,20 @@ class MSDeformAttn(nnx.Module):
         spatial_shapes: Sequence[tuple[int, int]],
         padding_mask: jax.Array | None = None,
     ) -> jax.Array:
-        """Attends from each query around its reference points.
+        """Attend from each query to points around its reference points.
 
         Args:
             query: `[N, Q, features]`.
             reference_points: `[N, Q, L, 2]`, (x, y) in [0, 1] of each level, or boxes
-                `[N, Q, L, 4]`, (x, y, width, height), of whose size offsets are a part.
-            value: `[N, S, features]`, the pixels of all levels, one level after the other.
+                `[N, Q, L, 4]`, (x, y, width, height), whose size scales the offsets.
+            value: `[N, S, features]`, the pixels of all levels, level by level.
             spatial_shapes: (H, W) of each level.
-            padding_mask: `[N, S]`, True where a pixel of value is padding and counts as zero.
+            padding_mask: `[N, S]`, True for padding pixels of value, which are replaced by zero.
 
         Returns:
             `[N, Q, features]`.
         """
-        query, value, shapes = shared.checked_sequences(
-            query, value, spatial_shapes, self.features, self.num_levels
-        )
+        shapes = shared.check_inputs(query, value, spatial_shapes, self.features, self.num_levels)
         y = shared.attend(
             self.value_proj(value), self.sampling_offsets(query), self.attention_weights(query),
             reference_points, padding_mask, shapes, self.num_heads, self.implementation,
@@ -108,25 +104,25 @@ class MSDeformAttn(nnx.Module):
 
 
 class DCNv3(nnx.Module):
-    """The layer of InternImage: `effjax.dcn_aggregate` of points and weights that it predicts.
+    """Layer of InternImage: `effjax.dcn_aggregate` with predicted offsets and weights.
 
     ``output_proj(dcn_aggregate(input_proj(x), offset(z), softmax(mask(z))))`` with
-    ``z = gelu(layer_norm(depthwise(x)))``. Its output has the size of its input. Parameters are
-    named as the original's, but for `dw_conv` and `dw_norm`; `effjax.convert.DCNV3` is the table.
+    ``z = gelu(layer_norm(depthwise(x)))``. The output has the size of the input. Parameters have
+    the names of the original, except `dw_conv` and `dw_norm`; the table is `effjax.convert.DCNV3`.
 
     Args:
         features: channels of x and of the result.
-        kernel_size: of the window, an odd number.
-        dw_kernel_size: of the depthwise convolution; None for `kernel_size`.
+        kernel_size: of the window; odd.
+        dw_kernel_size: of the depthwise convolution, odd; None for `kernel_size`.
         kernel_dilation, offset_groups, offset_scale, remove_center: as in `effjax.dcn_aggregate`.
-        center_feature_scale: weigh the result against ``input_proj(x)``, by group.
+        center_feature_scale: blend the result with ``input_proj(x)``, with a weight per group.
         dtype, param_dtype, precision: as in `flax.nnx.Linear`.
         implementation: None, "native" or "xla", as in `effjax.dcn_aggregate`.
         rngs: for the parameters (stream `params`).
 
     Raises:
-        ValueError: for options outside their range, or shapes that do not fit.
-        TypeError: for what is no number, array or dtype.
+        TypeError, ValueError: for arguments of a wrong type or shape; most when the layer is
+            called.
 
     References:
         Wang et al., InternImage, 2022 (arXiv:2211.05778).
@@ -149,10 +145,6 @@ class DCNv3(nnx.Module):
         implementation: Implementation = None,
         rngs: nnx.Rngs,
     ):
-        shared.check_dcnv3(
-            features, kernel_size, dw_kernel_size, kernel_dilation, offset_groups, offset_scale,
-            center_feature_scale, remove_center, dtype, param_dtype, implementation,
-        )  # fmt: skip
         self.features, self.dtype = features, dtype
         self.options: dict[str, Any] = dict(
             kernel_size=kernel_size, padding=kernel_dilation * (kernel_size - 1) // 2,
@@ -179,8 +171,7 @@ class DCNv3(nnx.Module):
             self.center_feature_scale_proj_bias = nnx.Param(zeros[:, 0])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Of images `[N, H, W, features]`."""
-        x = checked_images(x, self.features)
+        """Apply the layer to images `[N, H, W, features]`."""
         projected = self.input_proj(x)
         z = jax.nn.gelu(self.dw_norm(self.dw_conv(x)), approximate=False)
         y = shared.aggregate(projected, self.offset(z), self.mask(z), **self.options)
@@ -188,5 +179,5 @@ class DCNv3(nnx.Module):
             weight = self.center_feature_scale_proj_weight[...]
             bias = self.center_feature_scale_proj_bias[...]
             z, weight, bias = promote_dtype((z, weight, bias), dtype=self.dtype)
-            y = shared.center_scaled(y, projected, z, weight, bias)
+            y = shared.blend_center(y, projected, z, weight, bias)
         return self.output_proj(y)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 
-from ..layers.deform_conv import check_dtypes, checked_images
 from ..layers.roi import as_offset, masked, of_boxes, pool_options
 from ..ops._common.arguments import as_integer
 from ..ops.roi import deform_roi_pool
@@ -81,7 +80,6 @@ class DeformRoIPoolPack(DeformRoIPool):
         super().__init__(output_size, **options)
         self.output_channels = as_integer("output_channels", output_channels, 1)
         width = as_integer("deform_fc_channels", deform_fc_channels, 1)
-        check_dtypes(dtype, param_dtype)
         rows, columns = self.options["output_size"]
         features, zeros = rows * columns * output_channels, nnx.initializers.zeros
         shared: Any = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -95,7 +93,6 @@ class DeformRoIPoolPack(DeformRoIPool):
 
     def __call__(self, x: jax.Array, boxes: jax.Array) -> jax.Array:  # type: ignore[override]
         """Pools `boxes` `[N, R, 4]` where the layers say."""
-        x = checked_images(x, self.output_channels)
         features = of_boxes(deform_roi_pool(x, boxes, **self.options))
         hidden = nnx.relu(self.offset_fc2(nnx.relu(self.offset_fc1(features))))
         offset = as_offset(self.offset_fc3(hidden), self.options["output_size"])

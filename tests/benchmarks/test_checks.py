@@ -11,7 +11,7 @@ from benchmarks.checks import kill, sass, soak
 from effjax import native
 
 needs_tools = pytest.mark.skipif(
-    not (native.available("cuda") and sass.has_tools()),
+    not (native.is_available("cuda") and sass.has_tools()),
     reason="no CUDA kernels, or no cuobjdump: pip install 'effjax[test]'",
 )
 

@@ -11,7 +11,7 @@ from flax import linen, nnx
 
 import effjax.linen
 import effjax.nnx
-from effjax import convert, models
+from effjax import compat, convert, models
 from effjax.convert.tables import SAME_NAMES
 from effjax.models import linen as linen_models
 from tests.convert import cases
@@ -64,20 +64,27 @@ class LinenDetector(linen.Module):
         return as_vector(self.neck(self.backbone.features(x, train)))
 
 
+class LinenDFConv2d(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        options = dict(modulated=True, predict_offset=True, use_bias=False, param_dtype=jnp.float64)
+        return effjax.linen.DeformConv(4, 3, padding=1, name="conv", **options)(x)
+
+
 def of_nnx(name):
     """An nnx module for a case."""
     rngs, layers = nnx.Rngs(0), effjax.nnx
-    modulated = functools.partial(layers.ModulatedDeformConvPack, 2, 4, 3, 2, **PACK)
+    modulated = functools.partial(compat.ModulatedDeformConvPack, 2, 4, 3, 2, **PACK)
     module = {
         "resnet": lambda: models.ResNet(**RESNET, bottleneck=False, num_classes=3, rngs=rngs),
         "detector": lambda: NnxDetector(rngs),
         "densenet": lambda: models.DenseNet(**SMALL, rngs=rngs),
         "batch_norm": lambda: layers.BatchNorm(5, momentum=0.9, **NORM, rngs=rngs),
         "cumulative_batch_norm": lambda: layers.BatchNorm(5, momentum=None, **NORM, rngs=rngs),
-        "pack": lambda: layers.DeformConvPack(2, 4, 3, 2, use_bias=False, **PACK, rngs=rngs),
+        "pack": lambda: compat.DeformConvPack(2, 4, 3, 2, use_bias=False, **PACK, rngs=rngs),
         "modulated_pack": lambda: modulated(rngs=rngs),
         "benchmark_pack": lambda: modulated(rngs=rngs),
-        "dfconv": lambda: layers.DFConv2d(2, 4, param_dtype=jnp.float64, rngs=rngs),
+        "dfconv": lambda: compat.DFConv2d(2, 4, param_dtype=jnp.float64, rngs=rngs),
     }[name]()
     statistics = nnx.state(module, nnx.BatchStat)  # float32 otherwise
     nnx.update(module, jax.tree.map(lambda a: a.astype(jnp.float64), statistics))
@@ -87,17 +94,18 @@ def of_nnx(name):
 def of_linen(name):
     """A linen module for a case, and how it is called in training and in evaluation."""
     layers = effjax.linen
-    modulated = layers.ModulatedDeformConvPack(4, 3, 2, **PACK)
+    conv = functools.partial(layers.DeformConv, 4, 3, predict_offset=True)
+    modulated = conv(2, modulated=True, **PACK)
     module = {
         "resnet": linen_models.ResNet(**RESNET, bottleneck=False, num_classes=3),
         "detector": LinenDetector(),
         "densenet": linen_models.DenseNet(**SMALL),
         "batch_norm": layers.BatchNorm(momentum=0.9, **NORM),
         "cumulative_batch_norm": layers.BatchNorm(momentum=None, **NORM),
-        "pack": layers.DeformConvPack(4, 3, 2, use_bias=False, **PACK),
+        "pack": conv(2, use_bias=False, **PACK),
         "modulated_pack": modulated,
         "benchmark_pack": modulated,
-        "dfconv": layers.DFConv2d(4, options=dict(param_dtype=jnp.float64)),
+        "dfconv": LinenDFConv2d(),
     }[name]
     if name in ("densenet", "resnet", "detector"):
         return module, dict(train=True), dict(train=False)

@@ -18,7 +18,7 @@ from effjax import convert, native  # noqa: E402
 pytestmark = pytest.mark.usefixtures("x64")
 SAME_NAMES = convert.Table()
 SHAPES = (5, 4), (3, 2), (1, 1)
-IMPLEMENTATIONS = ["xla", *(["native"] if native.available("cpu") else [])]
+IMPLEMENTATIONS = ["xla", *(["native"] if native.is_available("cpu") else [])]
 
 
 def sampled(value, shapes, locations, weights):

@@ -191,7 +191,7 @@ def test_addresses_are_64_bit(emulate):
 
 
 needs_library = pytest.mark.skipif(
-    not native.available("cuda"), reason="built without CUDA kernels"
+    not native.is_available("cuda"), reason="built without CUDA kernels"
 )
 
 

@@ -102,7 +102,7 @@ def test_kernels_emulated(emulate, dtype, depth, points, normalized, x64):
         close(got, expected, np.dtype(wide))
 
 
-@pytest.mark.skipif(not native.available("cuda"), reason="built without CUDA kernels")
+@pytest.mark.skipif(not native.is_available("cuda"), reason="built without CUDA kernels")
 @needs_gpu_compiler
 def test_programs_compile_for_a_gpu():
     """With the custom calls in them, and without an array of samples."""

@@ -113,7 +113,7 @@ def test_kernels_emulated(emulate, dtype, channels, pooling, groups, x64):
 
 
 needs_library = pytest.mark.skipif(
-    not native.available("cuda"), reason="built without CUDA kernels"
+    not native.is_available("cuda"), reason="built without CUDA kernels"
 )
 
 

@@ -15,11 +15,13 @@ import pytest
 
 import effjax
 from effjax import native
-from effjax.ops import _native
+from effjax.ops._common import dispatch
 from tests.tiers import exhaustive
 
 SOURCES = pathlib.Path(native.__file__).parent
-needs_cpu = pytest.mark.skipif(not native.available("cpu"), reason="built without native kernels")
+needs_cpu = pytest.mark.skipif(
+    not native.is_available("cpu"), reason="built without native kernels"
+)
 
 
 @pytest.fixture
@@ -40,13 +42,13 @@ def test_strict_builds_have_the_kernels():
 
 def test_status():
     assert set(native.status()) == {"cpu", "cuda"}
-    assert not native.available("tpu")
+    assert not native.is_available("tpu")
 
 
 def test_a_library_that_is_not_there(fresh, monkeypatch, tmp_path):
     monkeypatch.setattr(native.resources, "files", lambda _: tmp_path)
     assert native.status()["cpu"].startswith("not built")
-    assert not native.available("cpu")
+    assert not native.is_available("cpu")
 
 
 def test_a_library_that_cannot_be_loaded(fresh, monkeypatch, tmp_path):
@@ -99,7 +101,7 @@ def test_gpus_that_cannot_run_the_kernels(gpus, match):
     assert trouble is None if match is None else re.search(match, str(trouble))
 
 
-@pytest.mark.skipif(not native.available("cuda"), reason="built without CUDA kernels")
+@pytest.mark.skipif(not native.is_available("cuda"), reason="built without CUDA kernels")
 def test_a_gpu_that_is_too_old(fresh, monkeypatch):
     """Nothing is registered, and the operator says why."""
     monkeypatch.setattr(native, "_gpus_of", lambda _: native.Gpus(13000, 12080, 1, 90))
@@ -108,7 +110,7 @@ def test_a_gpu_that_is_too_old(fresh, monkeypatch):
         jax.ffi, "register_ffi_target", lambda *_, platform: registered.add(platform)
     )
     assert native.status()["cuda"].startswith("built with CUDA 13, but NVIDIA's driver")
-    assert "install a newer driver" in _native.unavailable("convolution", "cuda")
+    assert "install a newer driver" in dispatch.unavailable_message("convolution", "cuda")
     assert "CUDA" not in registered
 
 
@@ -155,7 +157,7 @@ def call(columns=COLUMNS, dtypes=(), attributes=(), **shapes):
     ],
 )
 def test_the_handler_checks_again(match, options):
-    assert native.available("cpu")
+    assert native.is_available("cpu")
     np.testing.assert_array_equal(call(), np.zeros(COLUMNS))
     with pytest.raises(jax.errors.JaxRuntimeError, match=match):
         call(**options)
@@ -193,7 +195,8 @@ SANITIZERS += ("-fsanitize=address,undefined,float-cast-overflow",)
 )
 def test_loops(tmp_path, flags, name):
     """Bit-equal for every number of threads; sanitizers see no undefined behaviour and no access
-    out of range."""
+    out of range.
+    """
     compiler = shutil.which("g++")
     sources = pathlib.Path(__file__).parent.parent.parent / "effjax" / "native"
     if compiler is None or not sources.is_dir():

@@ -19,7 +19,7 @@ def call(y=RESULT, dtypes=(), sizes=(2, 3, 1, 1), attributes=(), **shapes):
     return jax.jit(lambda *a: fn(*a, **values))(*arrays)
 
 
-@pytest.mark.skipif(not native.available("cpu"), reason="built without native kernels")
+@pytest.mark.skipif(not native.is_available("cpu"), reason="built without native kernels")
 @pytest.mark.parametrize(
     ("match", "options"),
     [

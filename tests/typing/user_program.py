@@ -87,7 +87,7 @@ class Model(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm = effjax.nnx.BatchNorm(8, axis_name="data", activation="relu", rngs=rngs)
-        self.deform = effjax.nnx.ModulatedDeformConvPack(8, 8, 3, padding=1, rngs=rngs)
+        self.deform = effjax.nnx.DeformConv(8, 8, 3, padding=1, predict_offset=True, rngs=rngs)
         self.attention = effjax.nnx.MSDeformAttn(8, num_levels=1, num_heads=2, rngs=rngs)
         self.pool = effjax.nnx.DeformRoIPoolPack(7, 8, spatial_scale=0.25, rngs=rngs)
 
@@ -113,7 +113,7 @@ def networks(images: jax.Array) -> jax.Array:
 
 def linen_modules(x: jax.Array, boxes: jax.Array) -> jax.Array:
     norm = effjax.linen.BatchNorm(use_running_average=False, axis_name="data")
-    conv = effjax.linen.DeformConvPack(8, (3, 3))
+    conv = effjax.linen.DeformConv(8, (3, 3), predict_offset=True)
     pool = effjax.linen.DeformRoIPool(7, spatial_scale=0.25)
     attention = effjax.linen.MSDeformAttn(8, num_levels=1, num_heads=2)
     stack = effjax.linen.OffloadModel([conv, conv], num_slices=2)

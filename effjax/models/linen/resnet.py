@@ -15,7 +15,7 @@ from ...layers.images import he_normal, lecun_normal
 from ...layers.residual_block import NormArrays, Part, block, norm_of, stem
 from ...layers.resnet import BlockPlan, ConvPlan, ResNetOptions, Save
 from ...linen.batch_norm import BatchNorm
-from ...linen.deform_conv import DeformConvPack, ModulatedDeformConvPack
+from ...linen.deform_conv import DeformConv
 from ...ops._common.arguments import as_flag
 from ...ops._common.dtypes import accumulation_dtype
 from ...ops.batch_norm.sync import BatchStats
@@ -187,9 +187,10 @@ class Kernel(nn.Module):
 def _conv(plan: ConvPlan, options: ResNetOptions) -> Any:
     if not plan.deformable:
         return Kernel(plan, options)
-    return (ModulatedDeformConvPack if options.modulated else DeformConvPack)(
+    return DeformConv(
         plan.features, plan.size, plan.strides, plan.padding, use_bias=False,
-        offset_groups=options.offset_groups, kernel_init=he_normal, dtype=options.dtype,
+        offset_groups=options.offset_groups, modulated=options.modulated, predict_offset=True,
+        kernel_init=he_normal, dtype=options.dtype,
         param_dtype=options.param_dtype,
     )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """A residual network with deformable convolutions in its last stages, for Flax NNX."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +11,8 @@ from flax import nnx
 from flax.typing import Dtype
 
 from ...layers.batch_norm import check_momentum
-from ...layers.deform_conv import check_dtypes
 from ...nnx.batch_norm import BatchNorm
-from ...nnx.deform_conv import DeformConvPack, ModulatedDeformConvPack
+from ...nnx.deform_conv import DeformConv
 from ...ops._common.arguments import as_flag, as_integer, as_number, as_real_array
 
 he_normal = nnx.initializers.variance_scaling(2.0, "fan_out", "truncated_normal")
@@ -77,7 +77,6 @@ class DeformResNet(nnx.Module):
         check_momentum(momentum)
         as_number("epsilon", epsilon, lambda e: e > 0, "positive")
         as_flag("modulated", modulated)
-        check_dtypes(dtype, param_dtype)
         norm: dict[str, Any] = dict(momentum=momentum, epsilon=epsilon, axis_name=axis_name)
         dtypes: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
         self.in_channels = in_channels
@@ -85,7 +84,7 @@ class DeformResNet(nnx.Module):
         self.stem_norm = BatchNorm(widths[0], activation="relu", **norm, **dtypes, rngs=rngs)
         blocks, channels = [], widths[0]
         for stage, (size, width) in enumerate(zip(stage_sizes, widths, strict=True)):
-            pack = ModulatedDeformConvPack if modulated else DeformConvPack
+            pack = functools.partial(DeformConv, modulated=modulated, predict_offset=True)
             for i in range(size):
                 strides = 2 if i == 0 and stage > 0 else 1
                 blocks.append(

@@ -14,7 +14,7 @@ from ...layers.images import he_normal, lecun_normal
 from ...layers.residual_block import NormArrays, Part, block, norm_of, stem
 from ...layers.resnet import BlockPlan, ConvPlan, ResNetOptions, Save
 from ...nnx.batch_norm import BatchNorm
-from ...nnx.deform_conv import DeformConvPack, ModulatedDeformConvPack
+from ...nnx.deform_conv import DeformConv
 from ...ops._common.arguments import as_integer
 from ...ops._common.dtypes import accumulation_dtype
 from ...ops.batch_norm.sync import BatchStats
@@ -225,10 +225,10 @@ def _conv(plan: ConvPlan, options: ResNetOptions, rngs: nnx.Rngs) -> Any:
     )  # fmt: skip
     if not plan.deformable:
         return nnx.Conv(plan.channels, plan.features, (plan.size,) * 2, plan.strides, **kinds)
-    pack = ModulatedDeformConvPack if options.modulated else DeformConvPack
-    return pack(
+    return DeformConv(
         plan.channels, plan.features, plan.size, plan.strides,
-        offset_groups=options.offset_groups, **kinds,
+        offset_groups=options.offset_groups, modulated=options.modulated, predict_offset=True,
+        **kinds,
     )  # fmt: skip
 
 

@@ -230,3 +230,17 @@ def resolve_padding(padding: Any, size: Any, kernel_size: Any, strides: Any, dil
         return padding
     extent = [(k - 1) * d + 1 for k, d in zip(kernel_size, dilation, strict=True)]
     return tuple(map(tuple, lax.padtype_to_pads(size, extent, strides, padding)))
+
+
+def conv_output_size(
+    size: Sequence[int],
+    kernel_size: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    dilation: Sequence[int],
+) -> tuple[int, ...]:
+    """Return the spatial size of a convolution's output; below 1 if the output is empty."""
+    return tuple(
+        (n + sum(pads) - (k - 1) * d - 1) // s + 1
+        for n, k, s, pads, d in zip(size, kernel_size, strides, padding, dilation, strict=True)
+    )

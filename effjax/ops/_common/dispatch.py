@@ -11,11 +11,31 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ... import native
+from .arguments import check_choice
+from .platform import traced_platform
+
+# The platforms whose native kernels each implementation uses. The CUDA kernels have been compiled
+# and emulated, but have not run on a GPU: None does not use them.
+_NATIVE_PLATFORMS = {None: ("cpu",), "native": ("cpu", "cuda"), "xla": ()}
 
 
 def available_platforms() -> tuple[str, ...]:
     """Return the platforms whose native library is loaded."""
-    return tuple(p for p in ("cpu", "cuda") if native.available(p))
+    return tuple(p for p in ("cpu", "cuda") if native.is_available(p))
+
+
+def native_platforms(implementation: Any, operator: str) -> tuple[str, ...]:
+    """Return the platforms on which `implementation` runs native kernels.
+
+    Raises:
+        ValueError: `implementation` is not None, "native" or "xla".
+        RuntimeError: `implementation` is "native" and there are no native kernels.
+    """
+    check_choice("implementation", implementation, *_NATIVE_PLATFORMS)
+    available = available_platforms()
+    if implementation == "native" and not available:
+        raise RuntimeError(unavailable_message(operator, traced_platform()))
+    return tuple(p for p in _NATIVE_PLATFORMS[implementation] if p in available)
 
 
 def unavailable_message(operator: str, platform: str) -> str:
@@ -62,21 +82,33 @@ def select_by_platform(native: dict[str, Callable], default: Callable) -> Callab
     return run if native else default
 
 
-def fail_at_compile_time(
-    run: Callable, operator: str, message: Callable = unavailable_message
+def select_kernel(
+    kernel: Callable,
+    xla: Callable,
+    implementation: str | None,
+    platforms: tuple[str, ...],
+    operator: str,
 ) -> Callable:
+    """Return a function that runs the native `kernel` on `platforms`, and `xla` on all others.
+
+    With `implementation="native"`, programs for other platforms fail to compile.
+    """
+    default = fail_at_compile_time(xla, operator) if implementation == "native" else xla
+    return select_by_platform(dict.fromkeys(platforms, kernel), default)
+
+
+def fail_at_compile_time(run: Callable, operator: str) -> Callable:
     """Return `run` such that it can be traced but not compiled.
 
-    The platform is known only at compile time. `message` takes the operator's name and the
-    platform.
+    The platform is known only at compile time.
     """
     return lambda x, *args, **options: run(
-        _unsupported_p.bind(x, operator=operator, message=message), *args, **options
+        _unsupported_p.bind(x, operator=operator), *args, **options
     )
 
 
-def _raise_error(ctx, _, *, operator: str, message: Callable):
-    raise RuntimeError(message(operator, " or ".join(ctx.module_context.platforms)))
+def _raise_error(ctx, _, *, operator: str):
+    raise RuntimeError(unavailable_message(operator, " or ".join(ctx.module_context.platforms)))
 
 
 _unsupported_p = Primitive("effjax_no_native_code")

@@ -1,4 +1,4 @@
-"""Attention at few points of feature maps, and DCNv3's aggregation, which is the same."""
+"""Deformable attention, and the aggregation of DCNv3, which is a special case."""
 
 from .api import ms_deform_attn as ms_deform_attn
 from .dcn import dcn_aggregate as dcn_aggregate

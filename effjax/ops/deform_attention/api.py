@@ -1,4 +1,4 @@
-"""Attention at few points of feature maps of several scales."""
+"""Multi-scale deformable attention that keeps only its inputs for the backward pass."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -7,15 +7,18 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
-from .._common import dispatch
-from .._common.arguments import as_integer, check_choice
+from .._common.arguments import as_float_array, as_integer
 from .._common.derivatives import reverse_mode_only
+from .._common.dispatch import native_platforms, select_kernel
 from .._common.partitioning import add_example_axis, merge_example_axis, partition_over_images
 from .._common.platform import traced_platform
 from .._common.sharding import match_varying, run_per_device
-from . import arguments, custom_call, reference
+from . import custom_call, reference
 from .reference import Levels
+
+CPU_SLICE_BYTES = 4 * 2**20  # larger slices do not fit into a CPU's caches; a GPU is unaffected
 
 
 def ms_deform_attn(
@@ -27,179 +30,203 @@ def ms_deform_attn(
     implementation: Literal["native", "xla"] | None = None,
     workspace_bytes: int = 256 * 2**20,
 ) -> jax.Array:
-    """Attends to a few points of each level, for each head where the query says.
+    """Sum weighted samples of each level at the locations of each query and head.
 
     ``y[n, q, m] = sum_lp attention_weights[n, q, m, l, p] * level_l[n, m](sampling_locations[n, q,
     m, l, p])``
 
-    A location (x, y) is (0, 0) at the outer corner of the first pixel of a level and (1, 1) at that
-    of the last: in pixels it is ``x * W - 0.5, y * H - 0.5`` (PyTorch's ``align_corners=False``).
-    Between pixels a level is interpolated bilinearly, beyond its border it is zero. A location that
-    is NaN or infinite gives zero, and so do its gradients.
+    A location is (x, y), with (0, 0) at the outer corner of a level's first pixel and (1, 1) at
+    that of its last: in pixels ``x * W - 0.5, y * H - 0.5`` (PyTorch's ``align_corners=False``).
+    Between pixels a level is interpolated bilinearly; beyond its border it is zero. The result and
+    its gradients are zero for NaN and infinite locations.
 
     Args:
-        value: [N, S, M, D]: the S pixels of all levels, one level after the other and row by row,
-            for M heads of D channels; float32, float64, bfloat16 or float16.
-        spatial_shapes: (H, W) of each of the L levels, whose products add up to S.
-        sampling_locations: [N, Q, M, L, P, 2], (x, y) of P points a level. Positions are computed
-            in float32, or float64 where any of the three arrays is.
-        attention_weights: [N, Q, M, L, P]; any numbers, they need not add up to 1.
-        implementation: "native" for the custom call (CPU, CUDA), "xla" for plain XLA (everywhere),
-            None for native on a CPU where there is any, else XLA: the CUDA kernels must be asked
-            for until they have run on a GPU. Forward mode and second derivatives need "xla"; the
-            others have the gradient.
-        workspace_bytes: how much the samples may take where XLA computes them (for each example of
-            a vmap with "xla"): queries are worked through in as many slices as that needs, of one
-            query at least. A CPU is quicker with slices of 4 MiB, and gets no larger ones. Native
-            code has no samples in memory.
+        value: [N, S, M, D], the S pixels of all levels, level by level and row by row, for M heads
+            of D channels; float32, float64, bfloat16 or float16.
+        spatial_shapes: (H, W) of each of the L levels, whose products sum to S.
+        sampling_locations: [N, Q, M, L, P, 2] for P points per level. The order is (x, y), as in
+            the original. (`effjax.deform_conv2d` takes offsets as (y, x), the order of
+            torchvision.) Positions are computed in float32, or in float64 if any of the three
+            arrays is float64.
+        attention_weights: [N, Q, M, L, P]; they need not sum to 1.
+        implementation: "native" for the custom call (CPU, CUDA), "xla" for plain XLA (all
+            platforms), None for native on a CPU if available and XLA otherwise: the CUDA kernels
+            are opt-in until validated on a GPU. Forward-mode and second derivatives need "xla".
+        workspace_bytes: upper limit for the samples where XLA computes them (for each example of a
+            vmap with "xla"). Queries are computed in slices that fit, of at least one query. On a
+            CPU slices are at most 4 MiB, which is faster. Native code stores no samples.
 
     Returns:
         y [N, Q, M * D] of value's dtype.
 
     Raises:
-        TypeError, ValueError: inputs that do not fit, with their values.
-        RuntimeError: "native" where there is none, with the reason.
-        NotImplementedError: forward mode or second derivatives without "xla".
+        TypeError, ValueError: for arguments of a wrong type, dtype or shape.
+        RuntimeError: "native" is not available; the message has the reason.
+        NotImplementedError: forward-mode or second derivatives without "xla".
 
-    Kept for the backward pass: the three arrays. The samples are taken again. On a CPU every run
-    gives the same gradients, for any number of threads; native code on a GPU adds that of value up
-    in no fixed order.
+    Kept for the backward pass: the three arrays. The samples are computed again. On a CPU gradients
+    are bitwise reproducible, for any number of threads. Native code on a GPU sums the gradient of
+    value in no fixed order.
 
     References:
         Zhu et al., Deformable DETR, 2020 (arXiv:2010.04159).
     """
-    value, shapes, locations, weights = arguments.as_attention(
-        value, spatial_shapes, sampling_locations, attention_weights
-    )
+    value = as_float_array("value", value)
+    locations = as_float_array("sampling_locations", sampling_locations)
+    weights = as_float_array("attention_weights", attention_weights)
+    shapes = as_spatial_shapes(spatial_shapes)
+    _check_shapes(value, shapes, locations, weights)
     levels = Levels(shapes, normalized=True)
-    static = static_of("ms_deform_attn", levels, implementation, workspace_bytes)
+    static = make_static("ms_deform_attn", levels, implementation, workspace_bytes)
     return _ms_deform_attn(static, value, locations, weights)
 
 
-@functools.partial(jax.jit, static_argnums=0)  # loops would be compiled again for every call
+@functools.partial(jax.jit, static_argnums=0)  # without jit, each call compiles its loops
 def _ms_deform_attn(static: "Static", *arrays) -> jax.Array:
-    def of_images(arrays, _):
+    def run(arrays, _):
         y = attend(static, *arrays)
         return y.reshape(*y.shape[:2], y.shape[2] * y.shape[3])
 
-    return run_per_device(of_images, arrays[0])(arrays, ())
+    return run_per_device(run, arrays[0])(arrays, ())
 
 
 class Static(NamedTuple):
-    """All that is no array."""
+    """Static configuration of deformable attention (everything that is not an array)."""
 
-    operator: str
+    operator: str  # its name in errors
     levels: Levels
-    run: Callable  # (static, value, locations, weights) -> y [N, Q, M, D]
-    forward: Callable  # as `reference.attend`, for the platform that the program is compiled for
-    backward: Callable  # as `reference.attend_backward`
+    implementation: str | None
+    platforms: tuple[str, ...]  # with native kernels
     workspace_bytes: int
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return dict(levels=self.levels, workspace_bytes=self.workspace_bytes)
+
+def make_static(operator: str, levels: Levels, implementation: Any, workspace_bytes: Any) -> Static:
+    """Validate the options of an operator and return its static configuration."""
+    workspace_bytes = as_integer("workspace_bytes", workspace_bytes, 1)
+    platforms = native_platforms(implementation, operator)
+    if traced_platform() == "cpu":
+        workspace_bytes = min(workspace_bytes, CPU_SLICE_BYTES)
+    return Static(operator, levels, implementation, platforms, workspace_bytes)
 
 
 def attend(static: Static, value: jax.Array, locations: jax.Array, weights: jax.Array) -> jax.Array:
-    """y [N, Q, M, D] of value's dtype; arrays of any dtypes, no axis on an Explicit mesh."""
-    wide = "float64" in (value.dtype, locations.dtype, weights.dtype)
-    dtype = jnp.dtype("float64" if wide else "float32")
-    at = locations.astype(dtype), weights.astype(dtype)
-    args = match_varying((value.astype(dtype if wide else value.dtype), *at))
-    return static.run(static, *args).astype(value.dtype)
+    """Return y [N, Q, M, D] of value's dtype, of arrays without axes on an Explicit mesh."""
+    is_float64 = "float64" in (value.dtype, locations.dtype, weights.dtype)
+    dtype = jnp.dtype("float64" if is_float64 else "float32")
+    value_dtype = dtype if is_float64 else value.dtype
+    args: Any = (value.astype(value_dtype), locations.astype(dtype), weights.astype(dtype))
+    args = match_varying(args)
+    if static.implementation == "xla":
+        y = reference.attend(*args, **_options(static))
+    else:
+        y: Any = _attend(static, *reverse_mode_only(static.operator, *args))
+    return y.astype(value.dtype)
 
 
-def _in_xla(static: Static, *args) -> jax.Array:
-    """With all derivatives."""
-    return reference.attend(*args, **static.options)
-
-
-def _first_order(static: Static, *args) -> jax.Array:
-    """With a gradient, and no other derivative."""
-    return _core(static, *reverse_mode_only(static.operator, *args))
+# For one query and head, y = sum_i a_i v(p_i), with weights a_i and v(p) = sum_r w_r(p) v[r]
+# interpolated between the four pixels r around p. Its gradients are
+#
+#   da_i = <dy, v(p_i)>      dp_i = a_i <dy, grad v(p_i)>      dv[r] = sum_i a_i w_r(p_i) dy
+#
+# The samples v(p_i) have L * P times as many values as y. They are not kept but computed again.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _core(static: Static, value, locations, weights) -> jax.Array:
-    return _parts_of(static)[0](*add_example_axis(value, locations, weights))[0][0]
+def _attend(static: Static, value, locations, weights) -> jax.Array:
+    return _partitioned_forward(static)(*add_example_axis(value, locations, weights))[0][0]
 
 
-def _forward(static: Static, *args):
-    return _parts_of(static)[0](*add_example_axis(*args))[0][0], args
+def _attend_forward(static: Static, *args):
+    return _partitioned_forward(static)(*add_example_axis(*args))[0][0], args
 
 
-def _backward(static: Static, kept, dy):
-    # The barrier keeps the samples from being kept since the forward pass.
-    kept, dy = lax.optimization_barrier((kept, dy))
-    gradients = _parts_of(static)[1](*add_example_axis(*kept, dy))
-    return tuple(d[0].astype(a.dtype) for d, a in zip(gradients, kept, strict=True))
+def _attend_backward(static: Static, residuals, dy):
+    # Without the barrier, XLA keeps the samples of the forward pass and does not recompute them.
+    residuals, dy = lax.optimization_barrier((residuals, dy))
+    gradients = _partitioned_backward(static)(*add_example_axis(*residuals, dy))
+    return tuple(d[0].astype(a.dtype) for d, a in zip(gradients, residuals, strict=True))
 
 
-_core.defvjp(_forward, _backward)
+_attend.defvjp(_attend_forward, _attend_backward)
+
+# Axes of the operands; examples (d) and images (n) may be sharded.
+_INPUTS, _OUT = "d n s m c, d n q m l p x, d n q m l p", "d n q m c"
 
 
-# Axes of examples (d) and images (n) by operand.
-_INPUTS = "d n s m c, d n q m l p x, d n q m l p"
+@functools.cache  # jit compares functions by identity
+def _partitioned_forward(static: Static) -> Callable:
+    kernel = select_kernel(
+        custom_call.attend, reference.attend, static.implementation, static.platforms,
+        static.operator,
+    )  # fmt: skip
+
+    def run(*args):
+        y = kernel(*map(merge_example_axis, args), **_options(static))
+        return (y.reshape(*args[0].shape[:2], *y.shape[1:]),)
+
+    return partition_over_images(run, lambda *_: f"{_INPUTS} -> {_OUT}", static.operator)
 
 
 @functools.cache
-def _parts_of(static: Static) -> tuple[Callable, Callable]:
-    """Forward and backward pass on [D, N, ...], which jit may have split."""
-
-    def merged(run):
-        def of_all(*args):
-            images = args[0].shape[:2]
-            results = run(*map(merge_example_axis, args), **static.options)
-            return tuple(r.reshape(*images, *r.shape[1:]) for r in results)
-
-        return of_all
-
-    def forward(*args, **options):
-        return (static.forward(*args, **options),)
-
-    return (
-        partition_over_images(
-            merged(forward), lambda *_: f"{_INPUTS} -> d n q m c", static.operator
-        ),
-        partition_over_images(
-            merged(static.backward), lambda *_: f"{_INPUTS}, d n q m c -> {_INPUTS}",
-            static.operator,
-        ),
+def _partitioned_backward(static: Static) -> Callable:
+    kernel = select_kernel(
+        custom_call.attend_backward, reference.attend_backward, static.implementation,
+        static.platforms, static.operator,
     )  # fmt: skip
 
+    def run(*args):
+        gradients = kernel(*map(merge_example_axis, args), **_options(static))
+        return tuple(d.reshape(*args[0].shape[:2], *d.shape[1:]) for d in gradients)
 
-# CUDA joins None when its kernels have run on a GPU: so far they have been compiled, and emulated
-# on a CPU.
-_NATIVE: dict[str | None, tuple[str, ...]] = {None: ("cpu",), "native": ("cpu", "cuda"), "xla": ()}
-SLICE_BYTES_ON_A_CPU = 4 * 2**20  # larger slices fall out of its caches; they cost a GPU nothing
-
-
-def static_of(operator: str, levels: Levels, implementation: Any, workspace_bytes: Any) -> Static:
-    """What an operator's program is made of, for what its caller asked for."""
-    check_choice("implementation", implementation, *_NATIVE)
-    workspace_bytes = as_integer("workspace_bytes", workspace_bytes, 1)
-    available = tuple(p for p in _NATIVE[implementation] if p in dispatch.available_platforms())
-    platform = traced_platform()
-    if implementation == "native" and not available:
-        raise RuntimeError(dispatch.unavailable_message(operator, platform))
-    if platform == "cpu":
-        workspace_bytes = min(workspace_bytes, SLICE_BYTES_ON_A_CPU)
-    forward, backward = _kernels(operator, available, implementation == "native")
-    run = _in_xla if implementation == "xla" else _first_order
-    return Static(operator, levels, run, forward, backward, workspace_bytes)
+    rule = f"{_INPUTS}, {_OUT} -> {_INPUTS}"
+    return partition_over_images(run, lambda *_: rule, static.operator)
 
 
-@functools.cache  # one object for equal choices: jit compares them
-def _kernels(operator: str, platforms: tuple[str, ...], native_only: bool) -> tuple:
-    """Forward and backward pass, each of all platforms as one."""
-    pairs = (
-        (custom_call.attend, reference.attend),
-        (custom_call.attend_backward, reference.attend_backward),
-    )
-    return tuple(
-        dispatch.select_by_platform(
-            dict.fromkeys(platforms, native),
-            dispatch.fail_at_compile_time(elsewhere, operator) if native_only else elsewhere,
+def _options(static: Static) -> dict[str, Any]:
+    return dict(levels=static.levels, workspace_bytes=static.workspace_bytes)
+
+
+def as_spatial_shapes(spatial_shapes: Any) -> tuple[tuple[int, int], ...]:
+    """Return (H, W) of each level as Python integers."""
+    if isinstance(spatial_shapes, Tracer):
+        raise TypeError(
+            "`spatial_shapes` must be Python integers, not a traced array: the sizes of the levels "
+            "are needed when the program is compiled."
         )
-        for native, elsewhere in pairs
+    try:
+        pairs = [(h, w) for h, w in spatial_shapes]
+    except (TypeError, ValueError):
+        pairs = []
+    if not pairs:
+        raise TypeError(
+            f"`spatial_shapes` (={spatial_shapes!r:.80}) must be a sequence of (height, width), "
+            "one for each level."
+        )
+    return tuple(
+        (as_integer("spatial_shapes", h, 1), as_integer("spatial_shapes", w, 1)) for h, w in pairs
     )
+
+
+def _check_shapes(value, shapes, locations, weights) -> None:
+    if value.ndim != 4 or 0 in value.shape[2:]:
+        raise ValueError(f"`value` of shape {value.shape} must be [N, S, M, D], M and D positive.")
+    n, pixels, heads, _ = value.shape
+    if pixels != sum(h * w for h, w in shapes):
+        raise ValueError(
+            f"`value` of shape {value.shape} must have {sum(h * w for h, w in shapes)} pixels (S), "
+            f"as the levels of `spatial_shapes` {shapes}."
+        )
+    if pixels >= 2**30:  # the kernels count pixels in 32 bits
+        raise ValueError(f"`value` must have fewer than 2**30 pixels, not {pixels}.")
+    sizes = dict(zip("NQMLPX", locations.shape, strict=False))
+    expected = dict(N=n, M=heads, L=len(shapes), X=2)
+    if locations.ndim != 6 or not sizes["P"] or sizes | expected != sizes:
+        raise ValueError(
+            f"`sampling_locations` of shape {locations.shape} must be [N, Q, M, L, P, 2], "
+            f"({n}, Q, {heads}, {len(shapes)}, P, 2) with P positive."
+        )
+    if weights.shape != locations.shape[:5]:
+        raise ValueError(
+            f"`attention_weights` of shape {weights.shape} must be {locations.shape[:5]}, "
+            "[N, Q, M, L, P]."
+        )

@@ -1,4 +1,4 @@
-"""The custom calls of deformable attention."""
+"""Custom calls of deformable attention, the native versions of the functions in `reference.py`."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from .reference import Levels
 
 
 def attend(value, locations, weights, *, levels: Levels, workspace_bytes: int) -> jax.Array:
-    """As `reference.attend`; it needs no workspace."""
+    """Compute `reference.attend`, without a workspace."""
     args = match_varying((value, locations, weights))
     value, locations, _ = args
     shape = (*locations.shape[:2], *value.shape[2:])
@@ -20,7 +20,7 @@ def attend(value, locations, weights, *, levels: Levels, workspace_bytes: int) -
 
 
 def attend_backward(*args, levels: Levels, workspace_bytes: int) -> tuple:
-    """As `reference.attend_backward`."""
+    """Compute `reference.attend_backward`, without a workspace."""
     args = match_varying(args)
     value, locations, weights, _ = args
     results = result_type(value, dtype=weights.dtype), result_type(locations), result_type(weights)

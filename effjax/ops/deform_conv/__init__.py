@@ -1,3 +1,3 @@
-"""Deformable convolution: sampled by a custom call or by XLA, multiplied by XLA."""
+"""Deformable convolution: samples from a custom call or XLA, matrix products from XLA."""
 
 from .api import deform_conv2d as deform_conv2d

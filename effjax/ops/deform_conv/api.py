@@ -1,22 +1,36 @@
 """Deformable convolution that keeps only its inputs for the backward pass."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._common import dispatch
-from .._common.arguments import as_integer
+from .._common.arguments import (
+    as_float_array,
+    as_integer,
+    as_padding,
+    as_pair,
+    as_precision,
+    conv_output_size,
+    resolve_padding,
+)
 from .._common.derivatives import reverse_mode_only
-from .._common.dispatch import select_by_platform
-from .._common.partitioning import add_example_axis
+from .._common.dispatch import native_platforms, select_by_platform
+from .._common.partitioning import add_example_axis, partition_over_images
 from .._common.platform import traced_platform
 from .._common.sharding import match_varying, run_per_device
-from . import arguments, custom_call, partition, xla
+from . import chunks, custom_call, xla
 from .chunks import Sampler, Static
+from .reference import Geometry
+
+# Slices of this size fit into a CPU's caches; larger ones are slower. A GPU's caches hold 50 MB,
+# but each slice launches five kernels forward and eight backward: the best size there has not been
+# measured.
+CPU_SLICE_BYTES = {None: 24 * 2**20, "native": 24 * 2**20, "xla": 64 * 2**20}
 
 
 def deform_conv2d(
@@ -31,189 +45,250 @@ def deform_conv2d(
     kernel_dilation: int | Sequence[int] = 1,
     feature_group_count: int = 1,
     offset_groups: int | None = None,
-    implementation: Literal["native", "xla", "fused"] | None = None,
+    implementation: Literal["native", "xla"] | None = None,
     precision: Any = None,
     deterministic: bool = False,
     workspace_bytes: int = 256 * 2**20,
 ) -> jax.Array:
-    """Convolves x, each tap of each output pixel at a position of its own.
+    """Convolve `x` with a kernel whose taps have offsets.
 
     ``y[n, p] = bias + sum_k kernel[k] @ (mask[n, p, k] * x[n, strides * p - padding +
     kernel_dilation * k + offset[n, p, k]])``
 
-    Between pixels x is interpolated bilinearly. A sample is zero, and so are its gradients, unless
-    -1 < y < H and -1 < x < W; beyond the border x is zero. A position that is NaN or infinite gives
-    zero.
+    Between pixels x is interpolated bilinearly; beyond the border it is zero. A sample and its
+    gradients are zero unless -1 < y < H and -1 < x < W, and for NaN and infinite positions.
 
     Args:
         x: [N, H, W, C]; float32, float64, bfloat16 or float16.
-        offset: [N, Ho, Wo, G * K * 2] for K = kh * kw taps and G offset groups of channels; channel
-            ``(g * K + i * kw + j) * 2`` moves tap (i, j) down, the next one moves it to the right,
-            both in pixels of x. Positions are computed in float32, or float64 where x or offset is.
+        offset: [N, Ho, Wo, G * K * 2], in pixels of x, for K = kh * kw taps and G offset groups
+            of channels. The order is (y, x) for each tap, taps row by row, as in torchvision:
+            channel ``(g * K + i * kw + j) * 2`` moves tap (i, j) down and the next one moves it to
+            the right. (`effjax.ms_deform_attn` and `effjax.dcn_aggregate` take (x, y), the order
+            of their originals.) Positions are computed in float32, or in float64 if x or offset
+            is float64.
         kernel: [kh, kw, C / feature_group_count, O]; computed in x's dtype.
-        mask: [N, Ho, Wo, G * K], a factor for each sample; None for 1 (the first version of the
-            paper).
+        mask: [N, Ho, Wo, G * K], a factor for each sample, or None for the first version of the
+            paper, without factors.
         bias: [O], or None.
-        strides, kernel_dilation: one number, or one for each of the two axes.
-        padding: one number, one for each axis, ((top, bottom), (left, right)), "SAME" or "VALID".
+        strides: one integer, or one for each spatial axis.
+        kernel_dilation: one integer, or one for each spatial axis.
+        padding: one integer, one for each spatial axis, ((top, bottom), (left, right)), "SAME" or
+            "VALID".
         feature_group_count: as in ``jax.lax.conv_general_dilated``.
-        offset_groups: G; by default what the channels of offset say.
-        implementation: "native" for the custom call (CPU, CUDA), "xla" for plain XLA (everywhere),
-            None for native on a CPU where there is any, else XLA: the CUDA kernels must be asked
-            for until they have run on a GPU; "fused" for a forward pass on NVIDIA GPUs that writes
-            no samples, one kernel of Pallas without workspace, which has not run on one either: for
-            feature_group_count=1, with the gradient of "native", or of XLA without that. Forward
-            mode and second derivatives need "xla"; the others have the gradient.
+        offset_groups: G; by default inferred from the channels of offset.
+        implementation: "native" for the custom call (CPU, CUDA), "xla" for plain XLA (all
+            platforms), None for native on a CPU if available and XLA otherwise: the CUDA kernels
+            are opt-in until validated on a GPU. Forward-mode and second derivatives need "xla".
         precision: of the matrix products, as in ``jax.lax.dot_general``.
-        deterministic: on a GPU, add up the gradient of x in one order. On a CPU it always is; "xla"
-            on a GPU follows XLA's own ``--xla_gpu_deterministic_ops``.
-        workspace_bytes: how much the samples, and the sort of `deterministic`, may take in either
-            pass (for each example of a vmap with "xla"); the output is worked through in as many
-            slices of rows as that needs, of one row at least. A CPU is quicker with slices of 24
-            MiB ("xla": 64), and gets no larger ones. With "xla", jit over Auto mesh axes counts the
-            whole batch, and reduces the gradient of the kernel once a slice.
+        deterministic: on a GPU, sum the gradient of x in a fixed order. On a CPU it always is;
+            "xla" on a GPU follows XLA's own ``--xla_gpu_deterministic_ops``.
+        workspace_bytes: upper limit for the samples, and the sort of `deterministic`, in either
+            pass (for each example of a vmap with "xla"). The output is computed in slices of rows
+            that fit, of at least one row. On a CPU slices are at most 24 MiB ("xla": 64), which is
+            faster. With "xla", jit over Auto mesh axes counts the whole batch, and reduces the
+            gradient of the kernel once per slice.
 
     Returns:
         y [N, Ho, Wo, O] of x's dtype.
 
     Raises:
-        TypeError, ValueError: inputs that do not fit, with their values.
-        RuntimeError: "native" or "fused" where there is none, with the reason.
-        NotImplementedError: forward mode or second derivatives without "xla".
+        TypeError, ValueError: for arguments of a wrong type, dtype or shape.
+        RuntimeError: "native" is not available; the message has the reason.
+        NotImplementedError: forward-mode or second derivatives without "xla".
 
-    Kept for the backward pass: x, offset, mask and kernel. The samples are taken again.
+    Kept for the backward pass: x, offset, mask and kernel. The samples are computed again.
 
     References:
         Dai et al., 2017 (arXiv:1703.06211); Zhu et al., 2018 (arXiv:1811.11168).
     """
-    x, offset, kernel, mask, bias = arguments.as_arrays(
-        x=x, offset=offset, kernel=kernel, mask=mask, bias=bias
+    x, offset, kernel = (
+        as_float_array(name, a) for name, a in (("x", x), ("offset", offset), ("kernel", kernel))
     )
-    groups = as_integer("feature_group_count", feature_group_count, 1)
-    geometry = arguments.geometry_of(
-        x, offset, kernel, strides, padding, kernel_dilation, groups, offset_groups
+    mask = None if mask is None else as_float_array("mask", mask)
+    bias = None if bias is None else as_float_array("bias", bias)
+    feature_groups = as_integer("feature_group_count", feature_group_count, 1)
+    geometry = _as_geometry(
+        x, offset, kernel, strides, padding, kernel_dilation, feature_groups, offset_groups
     )
-    arguments.check_shapes(x, offset, kernel, mask, bias, geometry)
-    arguments.check_options(implementation, deterministic, precision, groups)
-    _check_resources(implementation, workspace_bytes)
-    if precision is None:  # here, because XLA's threads know nothing of a `with`
+    _check_shapes(x, offset, kernel, mask, bias, geometry)
+    workspace_bytes = as_integer("workspace_bytes", workspace_bytes, 1)
+    precision = as_precision(precision, x.dtype)
+    if precision is None:
+        # Resolved here: XLA partitions programs in threads that do not see a `with` statement.
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore
-    precision = tuple(precision) if isinstance(precision, list) else precision
-    chosen, platform = IMPLEMENTATIONS[implementation], traced_platform()
+    platforms, platform = native_platforms(implementation, custom_call.OPERATOR), traced_platform()
     if platform == "cpu":
-        workspace_bytes = min(workspace_bytes, chosen.slice_bytes_on_a_cpu)
-    available = dispatch.available_platforms() if chosen.native else ()
-    sampler = _sampler_of(implementation, available, platform, deterministic)
-    static = Static(geometry, groups, sampler, precision, workspace_bytes)
-    return _deform_conv2d(chosen.run, static, (x, offset, mask), (kernel, bias))
+        workspace_bytes = min(workspace_bytes, CPU_SLICE_BYTES[implementation])
+    sampler = _select_sampler(implementation, platforms, platform, bool(deterministic))
+    static = Static(geometry, feature_groups, sampler, precision, workspace_bytes)
+    convolve = xla.deform_conv_xla if implementation == "xla" else _convolve_reverse_mode
+    return _deform_conv2d(convolve, static, (x, offset, mask), (kernel, bias))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))  # loops would be compiled again for every call
-def _deform_conv2d(run: Callable, static: Static, images, parameters) -> jax.Array:
-    of_images = functools.partial(_of_images, run, static)
-    return run_per_device(of_images, images[0])(images, parameters)
+@functools.partial(jax.jit, static_argnums=(0, 1))  # without jit, each call compiles its loops
+def _deform_conv2d(convolve: Callable, static: Static, images, parameters) -> jax.Array:
+    run = functools.partial(_deform_conv2d_of_device, convolve, static)
+    return run_per_device(run, images[0])(images, parameters)
 
 
-def _of_images(run: Callable, static: Static, images, parameters) -> jax.Array:
+def _deform_conv2d_of_device(convolve: Callable, static: Static, images, parameters) -> jax.Array:
     x, offset, mask = images
     kernel, bias = parameters
     dtype = jnp.dtype("float64" if "float64" in (x.dtype, offset.dtype) else "float32")
     mask = jnp.zeros((*offset.shape[:3], 0), dtype) if mask is None else mask
-    wide = jnp.float64 if dtype == jnp.float64 else x.dtype  # one of the two is: all is
-    args = x.astype(wide), offset.astype(dtype), mask.astype(dtype), kernel
-    y = run(static, *match_varying(args)).astype(x.dtype)
+    x_dtype = jnp.float64 if dtype == jnp.float64 else x.dtype
+    args = x.astype(x_dtype), offset.astype(dtype), mask.astype(dtype), kernel
+    y = convolve(static, *match_varying(args)).astype(x.dtype)
     if bias is not None:
         y = (y.astype(dtype) + bias.astype(dtype).reshape(1, 1, 1, -1)).astype(x.dtype)
     return y
 
 
-def _first_order(static: Static, *args) -> jax.Array:
-    """Of images and a kernel; with a gradient, and no other derivative."""
-    return _core(static, *reverse_mode_only("deform_conv2d", *args))
+# The convolution is y[p] = sum_k kernel[k]^T c[p, k], with the columns c[p, k] = mask[p, k] * x(q),
+# sampled at q = strides * p - padding + dilation * k + offset[p, k]. Its gradients are
+#
+#   dkernel[k] = sum_p c[p, k] dy[p]^T          dc[p, k] = kernel[k] dy[p]
+#   dmask[p, k] = <dc[p, k], x(q)>              doffset[p, k] = mask[p, k] <dc[p, k], grad x(q)>
+#   dx[r] = sum_(p, k) mask[p, k] w_r(q) dc[p, k]
+#
+# where x(q) = sum_r w_r(q) x[r] over the four pixels r around q. The columns have K times as many
+# values as x. Both passes therefore compute them in slices of output rows (see chunks.py), and only
+# the inputs are residuals.
+
+
+def _convolve_reverse_mode(static: Static, x, offset, mask, kernel) -> jax.Array:
+    args: Any = reverse_mode_only("deform_conv2d", x, offset, mask, kernel)
+    return _convolve(static, *args)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _core(static: Static, x, offset, mask, kernel) -> jax.Array:
-    return partition.forward(static, *add_example_axis(x, offset, mask, kernel))[0]
+def _convolve(static: Static, x, offset, mask, kernel) -> jax.Array:
+    return _partitioned_forward(static)(*add_example_axis(x, offset, mask, kernel))[0][0]
 
 
-def _forward(static: Static, *args):
-    return partition.forward(static, *add_example_axis(*args))[0], args
+def _convolve_forward(static: Static, *args):
+    return _partitioned_forward(static)(*add_example_axis(*args))[0][0], args
 
 
-def _backward(static: Static, kept, dy):
-    # The barrier keeps the samples from being kept since the forward pass.
-    kept, dy = lax.optimization_barrier((kept, dy))
-    gradients = partition.backward(static, *add_example_axis(*kept, dy))
-    return tuple(d[0].astype(a.dtype) for d, a in zip(gradients, kept, strict=True))
+def _convolve_backward(static: Static, residuals, dy):
+    # Without the barrier, XLA keeps the columns of the forward pass and does not recompute them.
+    residuals, dy = lax.optimization_barrier((residuals, dy))
+    gradients = _partitioned_backward(static)(*add_example_axis(*residuals, dy))
+    return tuple(d[0].astype(a.dtype) for d, a in zip(gradients, residuals, strict=True))
 
 
-_core.defvjp(_forward, _backward)
+_convolve.defvjp(_convolve_forward, _convolve_backward)
+
+# Axes of the operands; examples (d) and images (n) may be sharded.
+_X, _OFFSET, _MASK, _OUT = "d n h w c", "d n p q s", "d n p q m", "d n p q o"
+_KERNEL = 3  # its position among the operands
 
 
-class Implementation(NamedTuple):
-    """What a value of `implementation` stands for."""
+@functools.cache  # jit compares functions by identity
+def _partitioned_forward(static: Static) -> Callable:
+    def run(*args):
+        return (chunks.forward(static, *args),)
 
-    run: Callable  # the operator without bias: (static, x, offset, mask, kernel) -> y
-    native: dict[str, Sampler]  # by platform; used where they were built
-    elsewhere: Sampler
-    # Larger slices fall out of its caches. Those of a GPU hold 50 MB, but a slice has five kernels
-    # to start forward, eight backward: what is quicker there has not been measured.
-    slice_bytes_on_a_cpu: int
-    whole: Callable | None = None  # of `Sampler`
+    def rule(*args):
+        return f"{_X}, {_OFFSET}, {_MASK}, {_kernel_rule(*args)} -> {_OUT}"
 
-
-def _without_columns(static: Static, *args) -> jax.Array:
-    try:
-        from .fused import on_a_gpu  # Pallas takes its time to import
-    except ImportError as error:  # JAX has announced that it will go
-        raise RuntimeError(
-            f"implementation='fused' needs Pallas for Triton, which this JAX has not ({error}). "
-            "Pass `implementation=None` for the best there is."
-        ) from error
-    return on_a_gpu(static, *args)
+    return partition_over_images(run, rule, "deform_conv2d", {_KERNEL})
 
 
-IMPLEMENTATIONS = {
-    # CUDA joins when its kernels have run on a GPU: so far they have been compiled, and emulated
-    # on a CPU.
-    None: Implementation(_first_order, {"cpu": custom_call.CPU}, xla.SAMPLER, 24 * 2**20),
-    "native": Implementation(
-        _first_order,
-        {"cpu": custom_call.CPU, "cuda": custom_call.CUDA},
-        custom_call.NOWHERE,
-        24 * 2**20,
-    ),
-    "xla": Implementation(xla.deform_conv_xla, {}, xla.SAMPLER, 64 * 2**20),
-    "fused": Implementation(
-        _first_order, {"cuda": custom_call.CUDA}, xla.SAMPLER, 24 * 2**20, _without_columns
-    ),
-}
+@functools.cache
+def _partitioned_backward(static: Static) -> Callable:
+    run = functools.partial(chunks.backward, static)
+
+    def rule(*args):
+        inputs = f"{_X}, {_OFFSET}, {_MASK}, {_kernel_rule(*args)}, {_OUT}"
+        return f"{inputs} -> {_X}, {_OFFSET}, {_MASK}, d i j f o"
+
+    return partition_over_images(run, rule, "deform_conv2d", {_KERNEL})
 
 
-@functools.cache  # one object for equal choices: jit compares them
-def _sampler_of(
-    implementation: str | None, available: tuple[str, ...], platform: str, deterministic: bool
+def _kernel_rule(*args) -> str:
+    # The kernel is shared by all examples, or there is one for each.
+    x, kernel = args[0], args[_KERNEL]
+    return "d i j f o" if kernel.shape[0] == x.shape[0] else "e i j f o"
+
+
+@functools.cache  # equal choices give the same object, so that jit does not compile again
+def _select_sampler(
+    implementation: str | None, platforms: tuple[str, ...], platform: str, deterministic: bool
 ) -> Sampler:
-    """The samplers of all platforms as one, with the workspace of that on `platform`."""
-    chosen = IMPLEMENTATIONS[implementation]
-    samplers = {p: sampler for p, sampler in chosen.native.items() if p in available}
-    if deterministic:
-        samplers = {p: sampler.in_order or sampler for p, sampler in samplers.items()}
-    columns, columns_backward = (
-        select_by_platform(
-            {p: of(sampler) for p, sampler in samplers.items()}, of(chosen.elsewhere)
-        )
-        for of in (lambda sampler: sampler.columns, lambda sampler: sampler.columns_backward)
+    """Merge the samplers of all platforms into one, with the workspace needed on `platform`."""
+    default = custom_call.UNAVAILABLE if implementation == "native" else xla.SAMPLER
+    samplers = dict.fromkeys(platforms, custom_call.SAMPLER)
+    if deterministic and "cuda" in samplers:
+        samplers["cuda"] = custom_call.DETERMINISTIC_CUDA
+    return samplers.get(platform, default)._replace(
+        columns=select_by_platform({p: s.columns for p, s in samplers.items()}, default.columns),
+        columns_backward=select_by_platform(
+            {p: s.columns_backward for p, s in samplers.items()}, default.columns_backward
+        ),
     )
-    here = samplers.get(platform, chosen.elsewhere)
-    return Sampler(columns, columns_backward, here.sample_bytes, here.tap_bytes, whole=chosen.whole)
 
 
-def _check_resources(implementation: str | None, workspace_bytes: Any) -> None:
-    if not isinstance(workspace_bytes, int) or workspace_bytes < 1 or workspace_bytes is True:
+def _as_geometry(
+    x, offset, kernel, strides, padding, dilation, feature_groups: int, offset_groups
+) -> Geometry:
+    layouts = "Images and offsets are NHWC, kernels HWIO; effjax.compat takes PyTorch's layouts."
+    for name, a, axes in (
+        ("x", x, "[N, H, W, C]"),
+        ("offset", offset, "[N, Ho, Wo, G * K * 2]"),
+        ("kernel", kernel, "[kh, kw, C / feature_group_count, O]"),
+    ):
+        if a.ndim != 4:
+            raise ValueError(f"`{name}` of shape {a.shape} must be {axes}.")
+    if 0 in x.shape[1:] or 0 in kernel.shape:
+        raise ValueError(f"`x` of shape {x.shape} or `kernel` of shape {kernel.shape} is empty.")
+    kernel_size, strides = kernel.shape[:2], as_pair("strides", strides, 1)
+    dilation = as_pair("kernel_dilation", dilation, 1)
+    pads = resolve_padding(as_padding(padding), x.shape[1:3], kernel_size, strides, dilation)
+    channels, taps = offset.shape[-1], math.prod(kernel_size)
+    if offset_groups is None:
+        groups = max(channels // (2 * taps), 1)
+    else:
+        groups = as_integer("offset_groups", offset_groups, 1)
+    if channels != groups * 2 * taps:
         raise ValueError(
-            f"`workspace_bytes` (={workspace_bytes!r:.80}) must be a positive integer."
+            f"`offset` of shape {offset.shape} must have G * K * 2 channels, for the K = {taps} "
+            f"taps of `kernel` and offset_groups={offset_groups}. {layouts}"
         )
-    if implementation == "native" and not dispatch.available_platforms():
-        raise RuntimeError(dispatch.unavailable_message(custom_call.OPERATOR, traced_platform()))
+    if kernel.shape[2] * feature_groups != x.shape[-1] or kernel.shape[3] % feature_groups:
+        raise ValueError(
+            f"`kernel` of shape {kernel.shape} must be [kh, kw, C / feature_group_count, O], O a "
+            f"multiple of feature_group_count, for the {x.shape[-1]} channels of `x` "
+            f"{x.shape} and feature_group_count={feature_groups}. {layouts}"
+        )
+    if x.shape[-1] % groups:
+        raise ValueError(
+            f"`offset_groups` (={groups}) must divide the {x.shape[-1]} channels of `x`."
+        )
+    return Geometry(kernel_size, strides, pads, dilation, groups)
+
+
+def _check_shapes(x, offset, kernel, mask, bias, geometry: Geometry) -> None:
+    size = conv_output_size(x.shape[1:3], *geometry[:4])
+    if x.shape[1] * x.shape[2] >= 2**31:  # the kernels count pixels in 32 bits
+        raise ValueError(f"`x` of shape {x.shape} must have fewer than 2**31 pixels per image.")
+    if min(size) < 1:
+        raise ValueError(
+            f"The output would be empty, {size}: `x` of shape {x.shape} with "
+            f"padding={geometry.padding} is smaller than `kernel` of shape {kernel.shape} with "
+            f"kernel_dilation={geometry.kernel_dilation}."
+        )
+    pixels, taps = (x.shape[0], *size), geometry.offset_groups * geometry.taps
+    if offset.shape[:3] != pixels:
+        raise ValueError(
+            f"`offset` of shape {offset.shape} must be {(*pixels, taps * 2)}, "
+            "[N, Ho, Wo, G * K * 2]."
+        )
+    if mask is not None and mask.shape != (*pixels, taps):
+        raise ValueError(
+            f"`mask` of shape {mask.shape} must be {(*pixels, taps)}, [N, Ho, Wo, G * K]."
+        )
+    if bias is not None and bias.shape != kernel.shape[3:]:
+        raise ValueError(
+            f"`bias` of shape {bias.shape} must be {kernel.shape[3:]}, the outputs of `kernel`."
+        )

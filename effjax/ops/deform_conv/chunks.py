@@ -1,10 +1,11 @@
-"""Forward and backward pass on the devices' own images, a few output rows at a time.
+"""Forward and backward pass on each device's images, a few output rows at a time.
 
-The columns of some rows are sampled, multiplied with the kernel and forgotten. The slices are of
-rows, not of images: jit shards the batch, and slices of a sharded axis would be gathered.
+The columns of a few rows are sampled, multiplied with the kernel and discarded. The slices are of
+rows and not of images, because jit shards the batch axis: slices of a sharded axis would be
+gathered.
 
 All arrays have a leading axis D of examples that ``jax.vmap`` adds (1 without it). The kernel has
-either one entry there, or one for each example.
+one entry there, or one for each example.
 """
 
 import functools
@@ -23,64 +24,58 @@ from .reference import Geometry
 
 
 class Sampler(NamedTuple):
-    """As `reference.columns` and its gradient, but for some rows of whole arrays."""
+    """Implementation of `reference.columns` and its gradient for a slice of rows."""
 
     # (x, offset, mask, row, geometry=, rows=) -> the columns of the rows [row, row + rows)
     columns: Callable
-    # (x, offset, mask, row, dcolumns, dx, doffset, dmask, geometry=) -> the last three with what
-    # dcolumns' rows add to dx, and are of doffset and dmask
+    # (x, offset, mask, row, dcolumns, dx, doffset, dmask, geometry=) -> dx, doffset, dmask.
+    # Adds the contribution of these rows to dx, and writes these rows of doffset and dmask.
     columns_backward: Callable
-    # dtype -> the workspace for each number of the columns, in either pass
+    # dtype -> workspace bytes for each number of the columns, forward and backward
     sample_bytes: Callable[[Any], tuple[int, int]]
-    # that of the backward pass besides, for each tap of each group of channels
+    # further bytes in the backward pass, for each tap of each group of channels
     tap_bytes: int = 0
-    # the sampler that adds to dx in one order; None: this one does
-    in_order: "Sampler | None" = None
-    # the forward pass in one go, (static, x, offset, mask, kernel) -> y; None: of columns
-    whole: Callable | None = None
 
 
 class Static(NamedTuple):
-    """All that is no array."""
+    """Static configuration of a deformable convolution (everything that is not an array)."""
 
     geometry: Geometry
     feature_groups: int
     sampler: Sampler
     precision: Any
-    workspace_bytes: int  # of a slice
+    workspace_bytes: int  # of one slice
 
 
 def forward(static: Static, x, offset, mask, kernel) -> jax.Array:
-    """The convolution: y [D, N, Ho, Wo, O] of x's dtype."""
-    if static.sampler.whole:
-        return static.sampler.whole(static, x, offset, mask, kernel)
+    """Return the convolution y [D, N, Ho, Wo, O], of x's dtype."""
     sample_bytes, _ = static.sampler.sample_bytes(x.dtype)
     images = x.shape[:2]
     x, offset, mask = map(merge_example_axis, (x, offset, mask))
-    wide = kernel_blocks(kernel, x.dtype, static.feature_groups)
+    blocks = kernel_blocks(kernel, x.dtype, static.feature_groups)
     columns = functools.partial(static.sampler.columns, geometry=static.geometry)
 
     def body(start, rows, carry):
         (y,) = carry
-        part = columns(x, offset, mask, _row(start), rows=rows)
-        part = multiply(part.reshape(*images, *part.shape[1:]), wide, offset.dtype, static)
-        part = part.astype(y.dtype)
-        return (lax.dynamic_update_slice_in_dim(y, part, start, 2),)
+        samples = columns(x, offset, mask, _as_row(start), rows=rows)
+        samples = samples.reshape(*images, *samples.shape[1:])
+        y_rows = multiply(samples, blocks, offset.dtype, static).astype(y.dtype)
+        return (lax.dynamic_update_slice_in_dim(y, y_rows, start, 2),)
 
     y = zeros((*images, *offset.shape[1:3], kernel.shape[-1]), x.dtype, x)
-    rows = rows_of_chunk(static, x, offset, kernel, sample_bytes)
-    return over_rows(body, (y,), offset.shape[1], rows)[0]
+    rows = rows_per_slice(static, x, offset, kernel, sample_bytes)
+    return _loop_over_rows(body, (y,), offset.shape[1], rows)[0]
 
 
 def backward(static: Static, x, offset, mask, kernel, dy) -> tuple:
-    """(dx, doffset, dmask) like x, offset and mask; dkernel [D, kh, kw, C / groups, O].
+    """Return dx, doffset, dmask like x, offset, mask, and dkernel [D, kh, kw, C / groups, O].
 
-    dx is added up in offset's dtype (float32 or wider), and dkernel comes back in it.
+    dx and dkernel are summed in offset's dtype (float32 or float64). dkernel is returned in it.
     """
     _, sample_bytes = static.sampler.sample_bytes(x.dtype)
     images = x.shape[:2]
     x, offset, mask = map(merge_example_axis, (x, offset, mask))
-    wide = kernel_blocks(kernel, x.dtype, static.feature_groups)
+    blocks = kernel_blocks(kernel, x.dtype, static.feature_groups)
     columns, columns_backward = (
         functools.partial(run, geometry=static.geometry)
         for run in (static.sampler.columns, static.sampler.columns_backward)
@@ -88,34 +83,37 @@ def backward(static: Static, x, offset, mask, kernel, dy) -> tuple:
 
     def body(start, rows, carry):
         dx, doffset, dmask, dkernel = carry
-        here = x, offset, mask, _row(start)
-        part = columns(*here, rows=rows)
-        dpart = lax.dynamic_slice_in_dim(dy, start, rows, 2)
+        inputs = x, offset, mask, _as_row(start)
+        samples = columns(*inputs, rows=rows)
+        dy_rows = lax.dynamic_slice_in_dim(dy, start, rows, 2)
         dkernel += multiply_backward_kernel(
-            part.reshape(*images, *part.shape[1:]), dpart, wide, offset.dtype, static
+            samples.reshape(*images, *samples.shape[1:]), dy_rows, blocks, offset.dtype, static
         )
-        dcolumns = multiply_backward_columns(dpart, wide, offset.dtype, static)
-        dcolumns = dcolumns.reshape(part.shape)
-        return *columns_backward(*here, dcolumns, dx, doffset, dmask), dkernel
+        dcolumns = multiply_backward_columns(dy_rows, blocks, offset.dtype, static)
+        dcolumns = dcolumns.reshape(samples.shape)
+        return *columns_backward(*inputs, dcolumns, dx, doffset, dmask), dkernel
 
-    taps, channels, groups, outputs = wide.shape[1:]
+    taps, channels, groups, outputs = blocks.shape[1:]
     transposed = (images[0], groups, outputs, taps, channels)
     shapes = (x.shape, offset.shape, mask.shape, transposed)
     carry = tuple(zeros(shape, offset.dtype, x) for shape in shapes)
-    rows = rows_of_chunk(static, x, offset, kernel, sample_bytes, static.sampler.tap_bytes)
-    *to_split, dkernel = over_rows(body, carry, offset.shape[1], rows)
-    dx, doffset, dmask = (a.reshape(*images, *a.shape[1:]) for a in to_split)
+    rows = rows_per_slice(static, x, offset, kernel, sample_bytes, static.sampler.tap_bytes)
+    *image_gradients, dkernel = _loop_over_rows(body, carry, offset.shape[1], rows)
+    dx, doffset, dmask = (a.reshape(*images, *a.shape[1:]) for a in image_gradients)
     dkernel = dkernel.transpose(0, 3, 4, 1, 2).reshape(images[0], *kernel.shape[1:])
     return dx.astype(x.dtype), doffset, dmask, dkernel
 
 
-def rows_of_chunk(static: Static, x, offset, kernel, sample_bytes: int, tap_bytes: int = 0) -> int:
-    """The output rows of a slice, at least one; under the limit with those of a last, smaller
-    slice, which may have a workspace of its own. Few slices; none smaller, if one more avoids it.
+def rows_per_slice(static: Static, x, offset, kernel, sample_bytes: int, tap_bytes: int = 0) -> int:
+    """Return the number of output rows of a slice, at least one.
+
+    A smaller last slice may have a workspace in addition to that of the others: both together stay
+    below the limit. Of all such sizes, choose the one with the fewest slices.
     """
     n, height, width, _ = offset.shape
     taps, groups, channels = static.geometry.taps, static.geometry.offset_groups, x.shape[-1]
-    sums = 4 * taps * groups * math.ceil(channels / groups / 64)  # of blocks of channels
+    # The native kernels sum the channels of a group in blocks of 64.
+    sums = 4 * taps * groups * math.ceil(channels / groups / 64)
     pixel = taps * (channels * sample_bytes + groups * tap_bytes)
     pixel += (kernel.shape[-1] + sums) * offset.dtype.itemsize
     most = static.workspace_bytes // max(n * width * pixel, 1)
@@ -124,23 +122,24 @@ def rows_of_chunk(static: Static, x, offset, kernel, sample_bytes: int, tap_byte
     return min(fitting, key=lambda rows: math.ceil(height / rows) + (height % rows > 0))
 
 
-def over_rows(body: Callable, carry: tuple, height: int, rows: int) -> tuple:
-    """``carry = body(start, rows, carry)`` for all rows; the last chunk may have fewer."""
+def _loop_over_rows(body: Callable, carry: tuple, height: int, rows: int) -> tuple:
+    """Run ``carry = body(start, rows, carry)`` on all slices; the last one may be smaller."""
     count, rest = divmod(height, rows)
     if count > 1:
         carry = lax.fori_loop(0, count, lambda j, carry: body(j * rows, rows, carry), carry)
     else:
         carry = body(jnp.int32(0), rows, carry)
-    if rest:  # not before the others are done: XLA can give it their workspace
+    if rest:
+        # The barrier runs the last slice after the others, so that it can reuse their workspace.
         start, carry = lax.optimization_barrier((jnp.int32(count * rows), carry))
         carry = body(start, rest, carry)
     return carry
 
 
 def kernel_blocks(kernel: jax.Array, dtype: Any, groups: int) -> jax.Array:
-    """[E, kh, kw, C / groups, O] -> [E, K, C / groups, groups, O / groups]
+    """Reshape [E, kh, kw, C / groups, O] to [E, K, C / groups, groups, O / groups].
 
-    Without groups, taps and channels are one axis: [E, 1, K * C, 1, O], a plain matrix product.
+    Without groups, taps and channels are one axis of a plain matrix product: [E, 1, K * C, 1, O].
     """
     e, kh, kw, c, o = kernel.shape
     taps, channels = (1, kh * kw * c) if groups == 1 else (kh * kw, c)
@@ -148,53 +147,55 @@ def kernel_blocks(kernel: jax.Array, dtype: Any, groups: int) -> jax.Array:
 
 
 def multiply(columns: jax.Array, kernel: jax.Array, dtype: Any, static: Static) -> jax.Array:
-    """columns [D, N, R, Wo, K * C] times kernel_blocks -> [D, N, R, Wo, O]"""
-    y = _einsum("dpkgc,dkcgo->dpgo", _of_columns(columns, kernel), kernel, dtype, static)
+    """Multiply columns [D, N, R, Wo, K * C] with the kernel's blocks; return [D, N, R, Wo, O]."""
+    y = _einsum("dpkgc,dkcgo->dpgo", _split_columns(columns, kernel), kernel, dtype, static)
     return y.reshape(*columns.shape[:4], math.prod(kernel.shape[3:]))
 
 
 def multiply_backward_columns(
     dy: jax.Array, kernel: jax.Array, dtype: Any, static: Static
 ) -> jax.Array:
-    columns = _einsum("dpgo,dkcgo->dpkgc", _of_outputs(dy, kernel), kernel, dtype, static)
+    """Return the gradient of the columns."""
+    columns = _einsum("dpgo,dkcgo->dpkgc", _split_outputs(dy, kernel), kernel, dtype, static)
     return columns.reshape(*dy.shape[:4], math.prod(kernel.shape[1:4]))
 
 
 def multiply_backward_kernel(
     columns: jax.Array, dy: jax.Array, kernel: jax.Array, dtype: Any, static: Static
 ) -> jax.Array:
-    """The gradient of kernel_blocks for each example, [D, groups, O / groups, K, C / groups]:
-    transposed, because a CPU is half as fast again with the long axis of the columns innermost.
+    """Return the gradient of the kernel's blocks, [D, groups, O / groups, K, C / groups].
+
+    It is transposed because a CPU is 1.5 times as fast with the long axis of the columns innermost.
     """
-    columns, dy = _of_columns(columns, kernel), _of_outputs(dy, kernel)
-    examples, parts = dy.shape[0], _parts(columns, math.prod(kernel.shape[1:]) * dtype.itemsize)
-    columns, dy = (a.reshape(examples * parts, -1, *a.shape[2:]) for a in (columns, dy))
+    columns, dy = _split_columns(columns, kernel), _split_outputs(dy, kernel)
+    examples = dy.shape[0]
+    splits = _num_splits(columns, math.prod(kernel.shape[1:]) * dtype.itemsize)
+    columns, dy = (a.reshape(examples * splits, -1, *a.shape[2:]) for a in (columns, dy))
     dkernel = _einsum("dpgo,dpkgc->dgokc", dy, columns, dtype, static)
-    dkernel = dkernel.reshape(examples, parts, *dy.shape[2:], columns.shape[2], columns.shape[4])
-    return jnp.sum(dkernel, 1) if parts > 1 else dkernel[:, 0]
+    dkernel = dkernel.reshape(examples, splits, *dy.shape[2:], columns.shape[2], columns.shape[4])
+    return jnp.sum(dkernel, 1) if splits > 1 else dkernel[:, 0]
 
 
-def _parts(columns: jax.Array, result_bytes: int) -> int:
-    """Into how many products the sum over the pixels of [D, P, K, groups, C] is divided.
-
-    On a GPU XLA divides one of many pixels and few results itself, and where no power of two
-    divides the pixels it copies the columns to add some. Parts of a multiple of eight it takes as
-    they are; they have 128 pixels at least, and their results at most half the columns' bytes.
-    """
+def _num_splits(columns: jax.Array, result_bytes: int) -> int:
+    """Return the number of products into which the sum over the pixels is split on a GPU."""
+    # XLA splits a product of many pixels and few results itself (split-K). If no power of two
+    # divides the number of pixels, it first copies the columns to pad them. Splits of a multiple of
+    # eight pixels need no padding. They have at least 128 pixels, and their results take at most
+    # half the bytes of the columns.
     pixels = columns.shape[1]
     if traced_platform() != "cuda" or pixels % 128 == 0:
         return 1
-    bytes_of_columns = columns[0].size * columns.dtype.itemsize
-    most = min(32, pixels // 128, bytes_of_columns // (2 * result_bytes))
+    columns_bytes = columns[0].size * columns.dtype.itemsize
+    most = min(32, pixels // 128, columns_bytes // (2 * result_bytes))
     return max((s for s in range(4, most + 1) if pixels % (8 * s) == 0), default=1)
 
 
 def _einsum(formula: str, a: jax.Array, b: jax.Array, dtype: Any, static: Static) -> jax.Array:
-    """Without axes of one entry, for which XLA on a CPU would transpose the columns."""
+    # Axes of size one are removed: with them, XLA on a CPU transposes the columns.
     single = set()
     names, result = formula.split("->")
     a_names, b_names = names.split(",")
-    if b.shape[0] == 1 != a.shape[0]:  # one kernel for all examples
+    if b.shape[0] == 1 != a.shape[0]:  # all examples share one kernel
         b, b_names = b[0], b_names[1:]
     for names, array in ((a_names, a), (b_names, b)):
         single |= {n for n, size in zip(names, array.shape, strict=True) if size == 1}
@@ -206,16 +207,16 @@ def _einsum(formula: str, a: jax.Array, b: jax.Array, dtype: Any, static: Static
     return jnp.einsum(formula, a, b, precision=static.precision, preferred_element_type=dtype)
 
 
-def _of_columns(columns: jax.Array, kernel: jax.Array) -> jax.Array:
-    """[D, N * R * Wo, K, groups, C / groups], K and C as kernel_blocks has them."""
+def _split_columns(columns: jax.Array, kernel: jax.Array) -> jax.Array:
+    # [D, N * R * Wo, K, groups, C / groups], with K and C of kernel_blocks
     _, taps, channels, groups, _ = kernel.shape
     pixels = math.prod(columns.shape[1:4])
     return columns.reshape(columns.shape[0], pixels, taps, groups, channels)
 
 
-def _of_outputs(dy: jax.Array, kernel: jax.Array) -> jax.Array:
+def _split_outputs(dy: jax.Array, kernel: jax.Array) -> jax.Array:
     return dy.reshape(dy.shape[0], math.prod(dy.shape[1:4]), *kernel.shape[3:])
 
 
-def _row(start) -> jax.Array:
+def _as_row(start) -> jax.Array:
     return jnp.reshape(start, 1).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""The custom calls as samplers: of a CPU, of a GPU, and of platforms that have none."""
+"""Samplers that call native kernels."""
 
 import math
 from typing import Any
@@ -17,8 +17,8 @@ from .reference import Geometry
 OPERATOR = "deformable convolution"
 
 
-def _attribute(geometry: Geometry) -> dict[str, np.int64]:
-    """`Window` of native/deform_conv_ffi.h."""
+def _as_attribute(geometry: Geometry) -> dict[str, np.int64]:
+    """Return the struct `Window` of native/deform_conv_ffi.h."""
     (top, _), (left, _) = geometry.padding
     window = dict(offset_groups=geometry.offset_groups, padding_top=top, padding_left=left)
     window["kernel_h"], window["kernel_w"] = geometry.kernel_size
@@ -31,7 +31,7 @@ def _columns(x, offset, mask, row, geometry: Geometry, rows: int) -> jax.Array:
     args = match_varying((x, offset, mask, row))
     shape = (x.shape[0], rows, offset.shape[2], geometry.taps * x.shape[-1])
     call = jax.ffi.ffi_call("effjax_deform_columns", result_type(args[0], shape))
-    return call(*args, geometry=_attribute(geometry))
+    return call(*args, geometry=_as_attribute(geometry))
 
 
 def _columns_backward(*args, geometry: Geometry, skip_dx: bool = False) -> tuple:
@@ -41,33 +41,38 @@ def _columns_backward(*args, geometry: Geometry, skip_dx: bool = False) -> tuple
         tuple(map(result_type, args[5:])),
         input_output_aliases={5: 0, 6: 1, 7: 2},
     )
-    dx, doffset, dmask = call(*args, geometry=_attribute(geometry), skip_dx=np.int64(skip_dx))
+    attributes = dict(geometry=_as_attribute(geometry), skip_dx=np.int64(skip_dx))
+    dx, doffset, dmask = call(*args, **attributes)
     return dx, doffset, dmask
 
 
-def _sums_in_order(*args, geometry: Geometry) -> tuple:
-    """On a GPU: all but dx, and then dx, every pixel in one order; corners are sorted by pixel."""
+def _deterministic_columns_backward(*args, geometry: Geometry) -> tuple:
+    """Compute dx on a GPU without atomic additions, whose order varies.
+
+    The corners of all samples are sorted by their pixel, and the corners of each pixel are summed
+    in that order.
+    """
     args = match_varying(args)
     _, offset, mask, row, dcolumns, *_ = args
     dx, doffset, dmask = _columns_backward(*args, geometry=geometry, skip_dx=True)
-    here = lax.dynamic_slice_in_dim(offset, row[0], dcolumns.shape[1], 1)
-    destination = destinations(here, row, dx.shape[1:3], geometry)
+    rows = lax.dynamic_slice_in_dim(offset, row[0], dcolumns.shape[1], 1)
+    destination = destinations(rows, row, dx.shape[1:3], geometry)
     source = jnp.arange(destination.shape[-1], dtype=jnp.int32)
     source = jnp.broadcast_to(source, destination.shape)
     destination, source = match_varying((destination, source))
-    # No two are equal. For a stable sort by one key XLA would carry a third array, of positions.
+    # Two keys are never equal. A stable sort by one key would carry a third array, of positions.
     destination, source = lax.sort((destination, source), num_keys=2, is_stable=False)
     call = jax.ffi.ffi_call(
         "effjax_deform_scatter_sorted", result_type(dx), input_output_aliases={6: 0}
     )
     args = (offset, mask, row, dcolumns, destination, source, dx)
-    return call(*args, geometry=_attribute(geometry)), doffset, dmask
+    return call(*args, geometry=_as_attribute(geometry)), doffset, dmask
 
 
 def destinations(
     offset: jax.Array, row: jax.Array, size: tuple[int, int], geometry: Geometry
 ) -> jax.Array:
-    """The pixel of every corner, or H * W where there is none: int32 [N, G, R * Wo * K * 4]."""
+    """Return the pixel of every corner, int32 [N, G, R * Wo * K * 4]; H * W if it is outside."""
     y, x, inside = reference.positions(offset, row, size, geometry)  # [N, R, Wo, G, K]
     y0, x0 = jnp.floor(y), jnp.floor(x)
     corners = []
@@ -80,20 +85,15 @@ def destinations(
 
 def _sample_bytes(dtype: Any) -> tuple[int, int]:
     size = dtype.itemsize
-    return size, 2 * size + max(4, size)  # XLA transposes one on a CPU
+    return size, 2 * size + max(4, size)  # XLA on a CPU transposes one of them
 
 
-# For a tap: its four corners as they are found, and two numbers each of them sorted.
+# For each of a tap's four corners: its pixel, and two numbers before and after the sort.
 _SORT_BYTES = 4 * (4 + 2 * 4)
 
-CPU = Sampler(_columns, _columns_backward, _sample_bytes)
-CUDA = Sampler(
-    _columns,
-    _columns_backward,
-    _sample_bytes,
-    in_order=Sampler(_columns, _sums_in_order, _sample_bytes, _SORT_BYTES),
-)
-NOWHERE = Sampler(
+SAMPLER = Sampler(_columns, _columns_backward, _sample_bytes)
+DETERMINISTIC_CUDA = Sampler(_columns, _deterministic_columns_backward, _sample_bytes, _SORT_BYTES)
+UNAVAILABLE = Sampler(
     fail_at_compile_time(xla.columns, OPERATOR),
     fail_at_compile_time(xla.columns_backward, OPERATOR),
     _sample_bytes,

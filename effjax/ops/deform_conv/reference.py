@@ -1,6 +1,6 @@
-"""The samples of a deformable convolution, and their gradients, in plain XLA.
+"""Samples of a deformable convolution and their gradients, in plain XLA.
 
-The custom calls in `custom_call.py` compute the same two functions; here is what they mean.
+This is the definition of the two functions that the custom calls in `custom_call.py` compute.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class Geometry(NamedTuple):
-    """Which pixel each tap of each output pixel meets when its offset is zero."""
+    """Geometry of a convolution: the pixel under each tap of each output pixel at offset zero."""
 
     kernel_size: tuple[int, int]
     strides: tuple[int, int]
@@ -21,19 +21,21 @@ class Geometry(NamedTuple):
 
     @property
     def taps(self) -> int:
+        """Number of taps of the kernel, K."""
         return self.kernel_size[0] * self.kernel_size[1]
 
 
 def columns(
     x: jax.Array, offset: jax.Array, mask: jax.Array, row: jax.Array, geometry: Geometry
 ) -> jax.Array:
-    """The samples of R output rows from `row` on: tap after tap, each with all channels.
+    """Return the samples of R output rows, starting at `row`: for each tap all channels.
 
     Args:
         x: [N, H, W, C].
         offset: [N, R, Wo, G * K * 2], (y, x) for each group and tap; at least float32.
         mask: [N, R, Wo, G * K], or [N, R, Wo, 0] for none; of offset's dtype.
-        row: int32 [1], the output row at which offset and mask begin.
+        row: int32 [1], the output row of the first row of offset and mask.
+        geometry: of the convolution.
 
     Returns:
         [N, R, Wo, K * C] of x's dtype.
@@ -51,7 +53,7 @@ def columns(
         index = jnp.swapaxes(index, 3, 4).reshape(n, rows * width * taps, groups, 1)
         pixel = jnp.take_along_axis(pixels, index, axis=1, mode="promise_in_bounds")
         pixel = pixel.reshape(n, rows, width, taps, groups, c // groups).astype(offset.dtype)
-        # Chosen, not multiplied by zero: the pixel read in place of a corner out of range may be
+        # `where` and not a product with zero: the pixel read for a corner out of range may be
         # infinite.
         pixel = jnp.where(_channels(inside & valid), pixel, 0)
         value += _channels(weight) * pixel
@@ -70,10 +72,10 @@ def columns_backward(
     dx: jax.Array,
     geometry: Geometry,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Adds to dx [N, H, W, C] what these rows give it; returns it, doffset and dmask.
+    """Add the contribution of these rows to dx [N, H, W, C]; return dx, doffset and dmask.
 
-    At a whole pixel the derivative by a position is the one to the right, as the formula with
-    `floor` has it. dx has offset's dtype.
+    dx has offset's dtype. At integer positions, where bilinear interpolation has a kink, the
+    derivative with respect to the position is the right-sided one.
     """
     n, h, w, c = x.shape
     groups, taps = geometry.offset_groups, geometry.taps
@@ -84,7 +86,7 @@ def columns_backward(
     dvalue = dcolumns.reshape(n, rows, width, taps, groups, c // groups).astype(offset.dtype)
     dvalue = jnp.where(_channels(inside), dvalue, 0)
     pixels, dpixels = (a.reshape(n, h * w, groups, c // groups) for a in (x, dx))
-    dots = {}  # of the gradient with each corner's pixel, [N, R, Wo, G, K]
+    dots = {}  # dot products of the gradient with each corner's pixel, [N, R, Wo, G, K]
     for corner in np.ndindex(2, 2):
         index, valid = corner_index(y0, x0, corner, (h, w))
         index = jnp.swapaxes(index, 3, 4).reshape(n, rows * width * taps, groups)
@@ -107,22 +109,22 @@ def columns_backward(
     return dpixels.reshape(dx.shape), doffset.reshape(offset.shape), dmask
 
 
-def _add_at(pixels: jax.Array, index: jax.Array, more: jax.Array) -> jax.Array:
-    """Adds more [N, P, G, C] to pixels [N, H * W, G, C] at index [N, P, G]."""
+def _add_at(pixels: jax.Array, index: jax.Array, updates: jax.Array) -> jax.Array:
+    """Add updates [N, P, G, C] to pixels [N, H * W, G, C] at index [N, P, G]."""
 
-    def add(pixels, index, more):
-        return pixels.at[index].add(more, mode="promise_in_bounds")
+    def add(pixels, index, updates):
+        return pixels.at[index].add(updates, mode="promise_in_bounds")
 
-    return jax.vmap(jax.vmap(add, 1, 1))(pixels, index, more)
+    return jax.vmap(jax.vmap(add, 1, 1))(pixels, index, updates)
 
 
 def positions(
     offset: jax.Array, row: jax.Array, size: tuple[int, int], geometry: Geometry
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Where each tap samples, (y, x), and whether that touches the image: three [N, R, Wo, G, K].
+    """Return the positions y, x of all samples, and whether they touch the image.
 
-    A sample outside, or at a position that is no number, is moved to (0, 0); the choice passes no
-    gradient to its offset.
+    All three are [N, R, Wo, G, K]. Samples outside, or at NaN, are moved to (0, 0); their offsets
+    get no gradient.
     """
     n, rows, width, _ = offset.shape
     offset = offset.reshape(n, rows, width, geometry.offset_groups, geometry.taps, 2)
@@ -138,14 +140,14 @@ def positions(
         shape = (1, rows, 1, 1, -1) if axis == 0 else (1, 1, width, 1, -1)
         at.append(jnp.reshape(grid, shape) + offset[..., axis])
     y, x = at
-    inside = (y > -1) & (y < size[0]) & (x > -1) & (x < size[1])  # no for NaN
+    inside = (y > -1) & (y < size[0]) & (x > -1) & (x < size[1])  # False for NaN
     return jnp.where(inside, y, 0), jnp.where(inside, x, 0), inside
 
 
 def corner_index(
     y0: jax.Array, x0: jax.Array, corner: tuple[int, ...], size: tuple[int, int]
 ) -> tuple[jax.Array, jax.Array]:
-    """The flat index of a corner's pixel within its image, and whether there is such a pixel."""
+    """Return the flat index of a corner's pixel in its image, and whether that pixel exists."""
     y, x = (at.astype(jnp.int32) + step for at, step in zip((y0, x0), corner, strict=True))
     valid = (y >= 0) & (y < size[0]) & (x >= 0) & (x < size[1])
     return jnp.where(valid, y * size[1] + x, 0), valid
@@ -156,5 +158,5 @@ def _weight(fraction: jax.Array, corner: int) -> jax.Array:
 
 
 def _channels(a: jax.Array) -> jax.Array:
-    """[N, R, Wo, G, K] -> [N, R, Wo, K, G, 1]"""
+    # [N, R, Wo, G, K] -> [N, R, Wo, K, G, 1]
     return jnp.swapaxes(a, 3, 4)[..., None]

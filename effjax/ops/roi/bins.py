@@ -56,7 +56,8 @@ def of_deform_psroi_pool(
     boxes: jax.Array, output_size: tuple[int, int], spatial_scale: float, samples: int
 ) -> Bins:
     """Boxes are rounded to whole pixels of the image, both ends included, and at least 0.1 pixel
-    large; a bin is divided into cells, and each cell has a sample at its upper left corner."""
+    large; a bin is divided into cells, and each cell has a sample at its upper left corner.
+    """
     whole = _rounded(boxes)
     start = whole[..., 1::-1] * spatial_scale - 0.5
     stop = (whole[..., :1:-1] + 1.0) * spatial_scale - 0.5
@@ -68,7 +69,8 @@ def of_deform_psroi_pool(
 
 def moved(bins: Bins, offset: jax.Array, scale: float) -> jax.Array:
     """`first` [N, R, P, G, 2], with bins moved by offset [N, R, P, G, 2], (x, y) as parts of the
-    box."""
+    box.
+    """
     return bins.first + scale * bins.extent[:, :, None, None] * offset[..., ::-1]
 
 
@@ -95,7 +97,8 @@ def _rounded(a: jax.Array) -> jax.Array:
 
 def parts(offset: jax.Array, output_size: tuple[int, int], part_size: int) -> jax.Array:
     """The offsets of bins, [N, R, P, G, 2], out of those of parts, [N, R, part_size, part_size,
-    2 * G]."""
+    2 * G].
+    """
     rows, columns = (np.arange(count) * part_size // count for count in output_size)
     found = offset[:, :, rows[:, None], columns[None]]
     return found.reshape(*offset.shape[:2], rows.size * columns.size, offset.shape[-1] // 2, 2)

@@ -31,7 +31,7 @@ def pool(
     implementation: str | None,
     so_far: jax.Array | None = None,
 ) -> jax.Array:
-    """y [N, R, P, C] of x [N, H, W, parts**2 * C] and of ``make_bins(*arrays)``, where arrays
+    """Y [N, R, P, C] of x [N, H, W, parts**2 * C] and of ``make_bins(*arrays)``, where arrays
     [N, ...] are of float32 or float64: a pure function that gives `Bins` and is always the same
     object for the same options. y is added to `so_far`: in place, and for other boxes at no cost.
     """

@@ -77,7 +77,7 @@ def pool_backward(
     dy: jax.Array,
     pooling: Pooling,
 ) -> tuple[jax.Array, jax.Array]:
-    """dx like x and dfirst like first (without numbers if nothing moves), of first's dtype.
+    """Dx like x and dfirst like first (without numbers if nothing moves), of first's dtype.
 
     At a whole pixel the derivative by a position is the one to the right, or below; it is zero
     where a sample is outside, or moved to the outermost pixels.
@@ -155,7 +155,8 @@ def _range(first, step, count, size, pooling: Pooling) -> tuple[list, list]:
 
 def _axis(first, step, count, i, size: int, pooling: Pooling) -> tuple:
     """Along one axis: the two pixels of a sample, how far it is from the first, where that changes
-    with its position, and whether the sample counts."""
+    with its position, and whether the sample counts.
+    """
     at = first + i * _of_bins(step)
     counts = _counts(at, i, count, size, pooling)
     within = counts & (at >= 0) & (at < size - 1)
@@ -173,7 +174,8 @@ def _counts(at, i, count, size: int, pooling: Pooling) -> jax.Array:
 
 def _corners(y: tuple, x: tuple, width: int):
     """For each of four pixels: its index in the image, its weight, the derivative of that by y and
-    x, and whether there is a sample; all of [N, R, P, G]."""
+    x, and whether there is a sample; all of [N, R, P, G].
+    """
     touched = y[4] & x[4]
     for lower, right in np.ndindex(2, 2):
         weights, slopes = [], []
@@ -206,7 +208,7 @@ def _of_bins(a: jax.Array) -> jax.Array:
 
 
 def _pixels(x: jax.Array, groups: int, pooling: Pooling) -> jax.Array:
-    """x as [N, H * W * blocks * G, C / G], of C channels in a block."""
+    """X as [N, H * W * blocks * G, C / G], of C channels in a block."""
     n, h, w, channels = x.shape
     parts = pooling.parts**2 * groups
     return x.reshape(n, h * w * parts, channels // parts)

@@ -4,12 +4,12 @@ import jax
 import pytest
 
 from effjax import dcn_aggregate, ms_deform_attn
-from effjax.ops import _native
+from effjax.ops._common import dispatch
 
 
 def _implementation(request, monkeypatch):
     if request.param == "default":
-        monkeypatch.setattr(_native, "available", lambda: ())
+        monkeypatch.setattr(dispatch, "available_platforms", lambda: ())
     return None if request.param == "default" else request.param
 
 

@@ -10,7 +10,7 @@ from tests.ops.deform_attention import oracle
 
 # "default" is what None does where there is no native code: XLA behind the operator's own rules.
 IMPLEMENTATIONS = ["xla", "default", "native"]
-NO_NATIVE = not native.available("cpu")
+NO_NATIVE = not native.is_available("cpu")
 needs_native = pytest.mark.skipif(NO_NATIVE, reason="the native library is not built")
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 
 def attention(value, shapes, locations, weights, dy=None, *, normalized=True):
-    """y [N, Q, M * D], and with dy the gradients of value, locations and weights as well."""
+    """Y [N, Q, M * D], and with dy the gradients of value, locations and weights as well."""
     value, locations, weights = (np.asarray(a, np.float64) for a in (value, locations, weights))
     n, _, heads, depth = value.shape
     queries = locations.shape[1]

@@ -1,4 +1,4 @@
-"""What is refused, and what is said."""
+"""Errors of ms_deform_attn and dcn_aggregate."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from effjax import dcn_aggregate, ms_deform_attn
-from effjax.ops import _native
+from effjax.ops._common import dispatch
 
 GOOD = {
     "value": np.zeros((2, 7, 3, 4), np.float32),
@@ -20,63 +20,28 @@ VALUE, AT, WEIGHTS = (GOOD[n] for n in ("value", "sampling_locations", "attentio
 @pytest.mark.parametrize(
     ("error", "match", "args"),
     [
-        (
-            ValueError,
-            r"`value` of shape \(2, 7, 12\) must be .N, S, M, D.",
-            {"value": VALUE.reshape(2, 7, 12)},
-        ),
-        (ValueError, "`value` .* M and D positive", {"value": VALUE[..., :0]}),
-        (
-            ValueError,
-            r"`value` has 6 pixels .S., but `spatial_shapes` .* have 7",
-            {"value": VALUE[:, 1:]},
-        ),
+        (ValueError, "`value` .* must be .N, S, M, D.", {"value": VALUE.reshape(2, 7, 12)}),
+        (ValueError, "`value` .* must have 7 pixels", {"value": VALUE[:, 1:]}),
         (TypeError, "`value` must be one of .* int32", {"value": VALUE.astype(np.int32)}),
-        (TypeError, "`attention_weights` must be .* bool", {"attention_weights": WEIGHTS > 0}),
-        (
-            ValueError,
-            r"`sampling_locations` .* must be \(2, Q, 3, 2, P, 2\)",
-            {"sampling_locations": AT[..., 0]},
-        ),
-        (
-            ValueError,
-            r"`sampling_locations` .* must be \(2, Q, 3, 2, P, 2\)",
-            {"sampling_locations": AT[:, :, :2]},
-        ),
-        (
-            ValueError,
-            r"`sampling_locations` .* must be \(2, Q, 3, 2, P, 2\)",
-            {"sampling_locations": AT[:1]},
-        ),
-        (ValueError, "no points", {"sampling_locations": AT[..., :0, :]}),
-        (
-            ValueError,
-            r"`attention_weights` .* must be \(2, 5, 3, 2, 4\)",
-            {"attention_weights": WEIGHTS[..., :2]},
-        ),
-        (
-            ValueError,
-            "`spatial_shapes` has .2, 3, 1., but a level is",
-            {"spatial_shapes": ((2, 3, 1),)},
-        ),
-        (ValueError, "`spatial_shapes` has .7,., but a level is", {"spatial_shapes": (7,)}),
+        (ValueError, "`sampling_locations` .*2, Q, 3, 2, P", {"sampling_locations": AT[..., 0]}),
+        (ValueError, "`sampling_locations` .*2, Q, 3, 2, P", {"sampling_locations": AT[:1]}),
+        (ValueError, "P positive", {"sampling_locations": AT[..., :0, :]}),
+        (ValueError, "`attention_weights` .* must be", {"attention_weights": WEIGHTS[..., :2]}),
+        (TypeError, "`spatial_shapes` .* sequence of", {"spatial_shapes": ((2, 3, 1),)}),
         (ValueError, "`spatial_shapes` .=0.", {"spatial_shapes": ((0, 3), (1, 7))}),
-        (TypeError, "`spatial_shapes` must be a sequence", {"spatial_shapes": ()}),
-        (TypeError, "`spatial_shapes` must be a sequence", {"spatial_shapes": np.array([7, 1])}),
         (TypeError, "`spatial_shapes` must be an integer", {"spatial_shapes": ((2.0, 3), (1, 1))}),
         (ValueError, "`implementation` .='cuda'.", {"implementation": "cuda"}),
         (ValueError, "`workspace_bytes` .=0.", {"workspace_bytes": 0}),
-        (TypeError, "`workspace_bytes` must be an integer", {"workspace_bytes": 1.5}),
     ],
-    ids=range(19),
+    ids=range(12),
 )
-def test_bad_input(error, match, args):
+def test_ms_deform_attn_rejects_bad_arguments(error, match, args):
     with pytest.raises(error, match=match):
         jax.eval_shape(lambda: ms_deform_attn(**{**GOOD, **args}))
 
 
-def test_traced_shapes_are_refused():
-    with pytest.raises(TypeError, match="`spatial_shapes` must be of Python's integers"):
+def test_rejects_traced_spatial_shapes():
+    with pytest.raises(TypeError, match="`spatial_shapes` must be Python integers"):
         jax.jit(ms_deform_attn)(VALUE, np.array(GOOD["spatial_shapes"]), AT, WEIGHTS)
 
 
@@ -95,54 +60,47 @@ WINDOW = {
 
 
 @pytest.mark.parametrize(
-    ("error", "match", "args"),
+    ("match", "args"),
     [
-        (ValueError, r"`x` of shape \(5, 4, 6\)", {"x": X[0]}),
-        (ValueError, r"`x` of shape \(2, 0, 4, 6\) is empty", {"x": X[:, :0]}),
-        (ValueError, "`mask` .* with a multiple of 9 channels", {"mask": WINDOW["mask"][..., :16]}),
-        (ValueError, "`mask` .* with 27 channels", {"offset_groups": 3}),
-        (ValueError, "`mask` .* must be .N, Ho, Wo, G . K., .2, 5, 4.", {"padding": 1}),
-        (ValueError, r"`offset` .* must be \(2, 3, 2, 36\)", {"offset": WINDOW["mask"]}),
+        (r"`x` of shape \(5, 4, 6\)", {"x": X[0]}),
+        ("`x` .* must have pixels", {"x": X[:, :0]}),
+        ("`mask` .* for K = 9 points", {"mask": WINDOW["mask"][..., :16]}),
+        ("`mask` .*27", {"offset_groups": 3}),
+        (r"`offset` .* must be \(2, 3, 2, 36\)", {"offset": WINDOW["mask"]}),
         (
-            ValueError,
-            "6 channels of `x` .* offset_groups .=4.",
+            "`offset_groups` .=4. must divide",
             {"mask": np.zeros((2, 3, 2, 36)), "offset": np.zeros((2, 3, 2, 72))},
         ),
-        (ValueError, "output would be empty", {"kernel_dilation": 2}),
-        (
-            ValueError,
-            "`remove_center` needs .* kernel_size=.2, 3.",
-            {"kernel_size": (2, 3), "remove_center": True},
-        ),
-        (TypeError, "`remove_center` must be True or False", {"remove_center": 1}),
-        (ValueError, "`offset_scale` .=inf.", {"offset_scale": np.inf}),
-        (ValueError, "`padding` .='FULL'.", {"padding": "FULL"}),
+        ("output would be empty", {"kernel_dilation": 2}),
+        ("`remove_center` needs", {"kernel_size": (2, 3), "remove_center": True}),
+        ("`offset_scale` .=inf.", {"offset_scale": np.inf}),
+        ("`padding` .='FULL'.", {"padding": "FULL"}),
     ],
-    ids=range(12),
+    ids=range(10),
 )
-def test_bad_windows(error, match, args):
-    with pytest.raises(error, match=match):
+def test_dcn_aggregate_rejects_bad_arguments(match, args):
+    with pytest.raises(ValueError, match=match):
         jax.eval_shape(lambda: dcn_aggregate(**{**WINDOW, **args}))
 
 
-def test_shapes_alone_are_enough():
+def test_eval_shape():
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (VALUE, AT, WEIGHTS)]
     run = lambda v, *others: ms_deform_attn(v, GOOD["spatial_shapes"], *others)  # noqa: E731
     y = jax.eval_shape(run, *shapes)
     assert (y.shape, y.dtype) == ((2, 5, 12), jnp.float32)
 
 
-def test_native_that_is_nowhere(monkeypatch):
-    monkeypatch.setattr(_native, "available", lambda: ())
+def test_native_unavailable(monkeypatch):
+    monkeypatch.setattr(dispatch, "available_platforms", lambda: ())
     with pytest.raises(RuntimeError, match="no native ms_deform_attn for platform 'cpu'"):
         ms_deform_attn(**GOOD, implementation="native")
     with pytest.raises(RuntimeError, match="no native dcn_aggregate for platform 'cpu'"):
         dcn_aggregate(**WINDOW, implementation="native")
 
 
-def test_native_that_is_elsewhere(monkeypatch):
-    """Known only when the program is compiled; None takes XLA there."""
-    monkeypatch.setattr(_native, "available", lambda: ("cuda",))
+def test_native_for_another_platform(monkeypatch):
+    """The platform is known when the program is compiled. None falls back to XLA."""
+    monkeypatch.setattr(dispatch, "available_platforms", lambda: ("cuda",))
     jax.eval_shape(lambda: ms_deform_attn(**GOOD, implementation="native"))
     with pytest.raises(RuntimeError, match="for platform 'cpu'.*`effjax doctor`"):
         ms_deform_attn(**GOOD, implementation="native")
@@ -165,5 +123,5 @@ def test_what_has_a_gradient_only_says_so(name):
     }
     for run in derivatives.values():
         for transformed in (run, jax.jit(run)):
-            with pytest.raises(NotImplementedError, match=f'{name} have.*`implementation="xla"`'):
+            with pytest.raises(NotImplementedError, match=f'{name} .*`implementation="xla"`'):
                 transformed(x)

@@ -14,7 +14,7 @@ from jax.test_util import check_grads
 
 from effjax import dcn_aggregate, deform_conv2d
 from effjax.memory import collectives
-from effjax.ops.deform_conv.arguments import output_size
+from effjax.ops._common.arguments import conv_output_size
 from tests.contexts import assert_trees_close, mesh_of
 from tests.ops.deform_attention import oracle
 from tests.ops.deform_attention.implementations import run_by
@@ -38,7 +38,7 @@ class Case:
 
     def __init__(self, options, batch=2, size=(5, 6), groups=3, depth=2, seed=0, dtype=np.float64):
         kernel = options.get("kernel", (3, 3))
-        out = output_size(
+        out = conv_output_size(
             size, kernel, options.get("strides", (1, 1)), options["padding"],
             options.get("dilation", (1, 1)),
         )  # fmt: skip

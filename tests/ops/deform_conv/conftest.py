@@ -4,14 +4,14 @@ import jax
 import pytest
 
 from effjax import deform_conv2d
-from effjax.ops import _native
+from effjax.ops._common import dispatch
 
 
 @pytest.fixture
 def conv(request, monkeypatch):
     """deform_conv2d as one implementation."""
     if request.param == "default":
-        monkeypatch.setattr(_native, "available", lambda: ())
+        monkeypatch.setattr(dispatch, "available_platforms", lambda: ())
     name = None if request.param == "default" else request.param
     return functools.partial(deform_conv2d, implementation=name)
 

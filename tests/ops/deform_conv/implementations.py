@@ -12,7 +12,7 @@ from tests.ops.deform_conv import oracle
 
 # "default" is what None does where there is no native code: XLA behind the operator's own rules.
 IMPLEMENTATIONS = ["xla", "default", "native"]
-NO_NATIVE = not native.available("cpu")
+NO_NATIVE = not native.is_available("cpu")
 needs_native = pytest.mark.skipif(NO_NATIVE, reason="the native library is not built")
 
 
@@ -78,7 +78,7 @@ class Case:
         return [y, *gradients]
 
     def got(self, conv, **options):
-        """y and the gradients of the arguments that are there."""
+        """Y and the gradients of the arguments that are there."""
         run = functools.partial(conv, **self.options, **options)
         y, backward = jax.vjp(run, *map(_device, self.args))
         gradients = backward(jnp.asarray(self.dy, y.dtype))

@@ -1,4 +1,4 @@
-"""What is refused, and what is said."""
+"""Errors of deform_conv2d."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from effjax import deform_conv2d
-from effjax.ops import _native
+from effjax.ops._common import dispatch
 
 X = np.zeros((2, 5, 4, 6), np.float32)
 GOOD = {
@@ -23,113 +23,67 @@ GOOD = {
     [
         (ValueError, r"`x` of shape \(5, 4, 6\) must be \[N, H, W, C\]", {"x": X[0]}),
         (TypeError, "`x` must be one of float32.* its dtype is int32", {"x": X.astype(np.int32)}),
-        (TypeError, "`mask` must .* is bool", {"mask": GOOD["mask"] > 0}),
-        (TypeError, "`kernel` must .* complex64", {"kernel": GOOD["kernel"].astype(complex)}),
-        (TypeError, "`offset` must .* complex64", {"offset": 1j * GOOD["offset"]}),
-        (ValueError, "`precision` .='exact'.", {"precision": "exact"}),
-        (TypeError, "`kernel` must .* float8", {"kernel": GOOD["kernel"].astype("float8_e4m3fn")}),
-        (ValueError, r"`x` of shape \(2, 0, 4, 6\) is empty", {"x": X[:, :0]}),
-        (
-            ValueError,
-            r"`kernel` of .* 6, 0\) is empty",
-            {"kernel": np.zeros((3, 3, 6, 0))},
-        ),
-        (ValueError, "`kernel` of shape .* must be .kh, kw", {"kernel": np.zeros((3, 6, 4))}),
+        (ValueError, r"`x` of shape \(2, 0, 4, 6\) .* is empty", {"x": X[:, :0]}),
         (ValueError, "`kernel` .* for the 6 channels", {"kernel": np.zeros((3, 3, 5, 4))}),
         (ValueError, "feature_group_count=2", {"feature_group_count": 2}),
-        (
-            ValueError,
-            "O a multiple of feature_group_count",
-            {"feature_group_count": 3, "kernel": np.zeros((3, 3, 2, 4))},
-        ),
-        (ValueError, r"`feature_group_count` \(=0\)", {"feature_group_count": 0}),
         (ValueError, r"`offset` .* must be \(2, 3, 2, 18\)", {"offset": np.zeros((2, 5, 4, 18))}),
-        (ValueError, r"`offset` .* must be \(2, 3, 2, 18\)", {"offset": np.zeros((1, 3, 2, 18))}),
-        (ValueError, "the 9 taps of `kernel`", {"offset": np.zeros((2, 3, 2, 20))}),
-        (ValueError, "the 9 taps of `kernel`", {"offset": np.zeros((2, 3, 2, 0))}),
+        (ValueError, "the K = 9 taps of `kernel`", {"offset": np.zeros((2, 3, 2, 0))}),
         (ValueError, "and offset_groups=2", {"offset_groups": 2}),
-        (ValueError, r"`offset_groups` \(=0\)", {"offset_groups": 0}),
-        (
-            ValueError,
-            r"6 channels of `x` must be divisible by offset_groups \(=4\)",
-            {"offset": np.zeros((2, 3, 2, 72))},
-        ),
+        (ValueError, r"`offset_groups` \(=4\) must", {"offset": np.zeros((2, 3, 2, 72))}),
         (ValueError, r"`mask` .* must be \(2, 3, 2, 9\)", {"mask": np.zeros((2, 3, 2, 18))}),
         (ValueError, r"`bias` of shape \(5,\) must be \(4,\)", {"bias": np.zeros(5)}),
         (ValueError, r"output would be empty, \(1, 0\)", {"kernel_dilation": 2}),
         (ValueError, r"`strides` \(=0\)", {"strides": 0}),
         (ValueError, r"`kernel_dilation` \(=\(1, 1, 1\)\)", {"kernel_dilation": (1, 1, 1)}),
         (ValueError, r"`padding` \(=-1\)", {"padding": -1}),
-        (ValueError, r"`padding` \(='FULL'\)", {"padding": "FULL"}),
-        (ValueError, r"`padding` \(=\(1, 1, 1\)\)", {"padding": (1, 1, 1)}),
         (ValueError, r"`implementation` \(='cuda'\)", {"implementation": "cuda"}),
+        (ValueError, "`precision` .='exact'.", {"precision": "exact"}),
         (ValueError, r"`workspace_bytes` \(=0\)", {"workspace_bytes": 0}),
-        (ValueError, r"`workspace_bytes` \(=1.5\)", {"workspace_bytes": 1.5}),
-        (ValueError, r"`deterministic` \(=1\)", {"deterministic": 1}),
     ],
 )
-def test_bad_input(error, match, args):
+def test_rejects_bad_arguments(error, match, args):
     with pytest.raises(error, match=match):
         jax.eval_shape(lambda: deform_conv2d(**{**GOOD, **args}))
 
 
-def nchw(a):
-    return np.moveaxis(a, -1, 1)
-
-
-OIHW = GOOD["kernel"].transpose(3, 2, 0, 1)
-
-
 @pytest.mark.parametrize(
-    ("names", "args"),
-    [
-        ("`kernel`", {"kernel": OIHW}),
-        ("`x`", {"x": nchw(X)}),
-        ("`offset`", {"offset": nchw(GOOD["offset"])}),
-        ("`x` and `offset`", {"x": nchw(X), "offset": nchw(GOOD["offset"])}),
-        (
-            "`x` and `offset` and `kernel`",
-            {"x": nchw(X), "offset": nchw(GOOD["offset"]), "kernel": OIHW},
-        ),
-    ],
+    "args", [{"kernel": GOOD["kernel"].transpose(3, 2, 0, 1)}, {"x": np.moveaxis(X, -1, 1)}]
 )
-def test_layouts_of_pytorch_are_named(names, args):
-    match = f"In PyTorch's layouts {names} would fit: .*NHWC.*HWIO.*effjax.compat"
-    with pytest.raises(ValueError, match=match) as refused:
+def test_pytorch_layouts_point_to_compat(args):
+    with pytest.raises(ValueError, match="NHWC.*HWIO.*effjax.compat"):
         jax.eval_shape(lambda: deform_conv2d(**{**GOOD, **args}))
-    assert "offset_groups=0" not in str(refused.value)
 
 
-def test_images_of_too_many_pixels():
+def test_rejects_too_many_pixels():
     shapes = (1, 2**16, 2**15, 1), (1, 2**16, 2**15, 2), (1, 1, 1, 1)
     with pytest.raises(ValueError, match="fewer than 2\\*\\*31 pixels"):
         jax.eval_shape(deform_conv2d, *(jax.ShapeDtypeStruct(s, "float32") for s in shapes))
 
 
-def test_shapes_alone_are_enough():
+def test_eval_shape():
     shapes = {k: jax.ShapeDtypeStruct(a.shape, a.dtype) for k, a in GOOD.items()}
     y = jax.eval_shape(lambda a: deform_conv2d(**a), shapes)
     assert (y.shape, y.dtype) == ((2, 3, 2, 4), jnp.float32)
 
 
-def test_native_that_is_nowhere(monkeypatch):
-    monkeypatch.setattr(_native, "available", lambda: ())
+def test_native_unavailable(monkeypatch):
+    monkeypatch.setattr(dispatch, "available_platforms", lambda: ())
     with pytest.raises(RuntimeError, match="no native deformable convolution for platform 'cpu'"):
         deform_conv2d(**GOOD, implementation="native")
 
 
-def test_native_that_is_elsewhere(monkeypatch):
-    """Known only when the program is compiled; None takes XLA there."""
-    monkeypatch.setattr(_native, "available", lambda: ("cuda",))
+def test_native_for_another_platform(monkeypatch):
+    """The platform is known when the program is compiled. None falls back to XLA."""
+    monkeypatch.setattr(dispatch, "available_platforms", lambda: ("cuda",))
     jax.eval_shape(lambda: deform_conv2d(**GOOD, implementation="native"))
     with pytest.raises(RuntimeError, match="for platform 'cpu'.*`effjax doctor`"):
         deform_conv2d(**GOOD, implementation="native")
     assert deform_conv2d(**GOOD).shape == (2, 3, 2, 4)
 
 
-def test_what_has_a_gradient_only_says_so():
+def test_forward_mode_is_refused():
     loss = lambda x: jnp.sum(deform_conv2d(**{**GOOD, "x": x}) ** 2)  # noqa: E731
-    with pytest.raises(NotImplementedError, match='only with `implementation="xla"`'):
+    with pytest.raises(NotImplementedError, match='need `implementation="xla"`'):
         jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))(X)
     forward = {
         "jvp": lambda x: jax.jvp(loss, (x,), (x,)),
@@ -139,6 +93,6 @@ def test_what_has_a_gradient_only_says_so():
     }
     for name, run in forward.items():
         for transformed in (run, jax.jit(run)):
-            with pytest.raises(NotImplementedError, match='only with `implementation="xla"`'):
+            with pytest.raises(NotImplementedError, match='need `implementation="xla"`'):
                 transformed(X)
                 pytest.fail(name)

@@ -366,7 +366,7 @@ def test_random_shapes(conv, data):
     size = tuple(
         draw(max(1, (k - 1) * d + 1 - sum(p)), 6)
         for k, d, p in zip(kernel, dilation, padding, strict=True)
-    )  # noqa: E501
+    )
     groups, offset_groups = draw(1, 2), draw(1, 3)
     c = Case("plain")
     c.make(

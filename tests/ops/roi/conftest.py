@@ -1,14 +1,14 @@
 import jax
 import pytest
 
-from effjax.ops.roi import pooling
+from effjax.ops._common import dispatch
 
 
 @pytest.fixture
 def implementation(request, monkeypatch):
     """The argument `implementation` of an operator."""
     if request.param == "default":
-        monkeypatch.setattr(pooling, "available", lambda: ())
+        monkeypatch.setattr(dispatch, "available_platforms", lambda: ())
     return None if request.param == "default" else request.param
 
 

@@ -13,7 +13,7 @@ from tests.ops.roi import oracle
 
 # "default" is what None does where there is no native code: XLA behind the operator's own rules.
 IMPLEMENTATIONS = ["native", "xla", "default"]
-NO_NATIVE = not native.available("cpu")
+NO_NATIVE = not native.is_available("cpu")
 needs_native = pytest.mark.skipif(NO_NATIVE, reason="the native library is not built")
 
 

@@ -84,7 +84,8 @@ class _Pool:
 
     def mean(self, at, places, of, to, margin, count, slope):
         """Of the samples at `places` (y, x), of the channels `of` to those `to`; or, without a
-        count, of those inside."""
+        count, of those inside.
+        """
         h, w = self.x.shape[1:3]
         inside = [
             (y, x) for y, x in places
