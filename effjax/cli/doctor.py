@@ -1,4 +1,4 @@
-"""What JAX and effjax find on this machine, and what to install for what is missing."""
+"""A report on JAX, effjax and this machine, and how to install what is missing."""
 
 import importlib.metadata
 import json
@@ -11,30 +11,31 @@ from typing import Any
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "chex", "orbax-checkpoint", "numpy")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+HOST_MEMORY_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 def examine() -> dict[str, Any]:
-    """All findings, as plain data. Starts the JAX backend."""
-    devices, trouble = _devices()
+    """Return the report as JSON-serializable data. Initializes the JAX backend."""
+    devices, backend_error = _describe_devices()
     plugins = {name: v for name in PLUGINS if (v := _version(name))}
     extras = missing_by_extra(_requirements())
     on_gpu = any(device["platform"] == "gpu" for device in devices)
-    advice = [] if on_gpu else _advice_on_gpus(list(plugins), extras)
+    advice = [] if on_gpu else _advise_on_gpus(list(plugins), extras)
     advice += [
-        f'for {extra} (missing: {", ".join(missing)}): pip install "effjax[{extra}]"'
+        f'to install {extra} (missing: {", ".join(missing)}): pip install "effjax[{extra}]"'
         for extra, missing in extras.items()
         if missing and not extra.startswith("cuda")
     ]
     return {
-        "effjax": _version("effjax") or "not installed (running from its source)",
+        "effjax": _version("effjax") or "not installed (run from source)",
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
         "cuda_plugins": plugins,
         "devices": devices,
-        "backend_error": trouble,
-        "pinned_host_memory": pinned_host_memory(),
-        "native_kernels": native_kernels(),
+        "backend_error": backend_error,
+        "pinned_host_memory": describe_host_memory(),
+        "native_kernels": describe_kernels(),
         "extras": {
             extra: "missing" if missing else "installed" for extra, missing in extras.items()
         },
@@ -42,128 +43,135 @@ def examine() -> dict[str, Any]:
     }
 
 
-def lines(findings: dict[str, Any]) -> list[str]:
-    """The findings for reading."""
-    packages = findings["packages"] | findings["cuda_plugins"]
-    out = [
-        f"effjax {findings['effjax']}, Python {findings['python']}, {findings['platform']}",
+def format_lines(report: dict[str, Any]) -> list[str]:
+    """Return the lines of the report as text."""
+    packages = report["packages"] | report["cuda_plugins"]
+    lines = [
+        f"effjax {report['effjax']}, Python {report['python']}, {report['platform']}",
         "packages: " + ", ".join(f"{name} {v or 'missing'}" for name, v in packages.items()),
     ]
-    if findings["backend_error"]:
-        out.append(f"devices: none, {findings['backend_error']}")
-    for device in findings["devices"]:
+    if report["backend_error"]:
+        lines.append(f"devices: none, {report['backend_error']}")
+    for device in report["devices"]:
         kinds = ", ".join(
             f"{kind} (default)" if kind == device["default_memory"] else kind
             for kind in device["memories"]
         )
-        out.append(f"device {device['id']}: {device['platform']} {device['kind']}; memory: {kinds}")
-    out.append(f"pinned host memory of GPUs: {findings['pinned_host_memory']}")
-    kernels = findings["native_kernels"].items()
-    out.append("native kernels: " + "; ".join(f"{name} {state}" for name, state in kernels))
-    extras = ", ".join(f"{name} {state}" for name, state in findings["extras"].items())
-    out.append(f"extras: {extras or 'unknown, as effjax is not installed: pip install -e .'}")
-    return out + [
-        f"to install {line}" if line.startswith("for") else line for line in findings["advice"]
-    ]
+        lines.append(
+            f"device {device['id']}: {device['platform']} {device['kind']}; memory: {kinds}"
+        )
+    lines.append(f"pinned host memory of GPUs: {report['pinned_host_memory']}")
+    kernels = report["native_kernels"].items()
+    lines.append("native kernels: " + "; ".join(f"{name} {state}" for name, state in kernels))
+    extras = ", ".join(f"{name} {state}" for name, state in report["extras"].items())
+    lines.append(f"extras: {extras or 'unknown, effjax is not installed: pip install -e .'}")
+    return lines + report["advice"]
 
 
 def show(as_json: bool = False) -> None:
-    """Prints the findings. Plain text: it must work where rich is what is missing."""
-    findings = examine()
-    print(json.dumps(findings, indent=2) if as_json else "\n".join(lines(findings)))
+    """Print the report as plain text or JSON. Works without rich."""
+    report = examine()
+    print(json.dumps(report, indent=2) if as_json else "\n".join(format_lines(report)))
 
 
 def missing_by_extra(requirements: Sequence[str]) -> dict[str, list[str]]:
-    """For each extra, those of its packages that are not installed.
+    """Return the packages of each extra that are not installed.
 
     Args:
-        requirements: as `importlib.metadata.requires` gives them: `rich>=13; extra == "train"`.
+        requirements: In the form of `importlib.metadata.requires`: `rich>=13; extra == "train"`.
     """
-    wanted: dict[str, list[str]] = {}
+    required: dict[str, list[str]] = {}
     for requirement in requirements:
         extra = re.search(r"""extra\s*==\s*['"]([^'"]+)""", requirement)
         if extra:
-            wanted.setdefault(extra[1], []).append(requirement)
+            required.setdefault(extra[1], []).append(requirement)
 
     def missing(extra: str) -> list[str]:
         names: list[str] = []
-        for requirement in wanted.get(extra, []):
-            package = _package(requirement)
+        for requirement in required.get(extra, []):
+            package = _package_name(requirement)
             options = requirement.removeprefix(f"{package}[").partition("]")[0]
             if package == "effjax":  # an extra that includes others
                 for other in options.split(","):
                     names += missing(other.strip())
             elif package == "jax" and (cuda := re.match(r"(cuda\d+)(-local)?$", options)):
-                names += _missing_of_plugin(f"jax-{cuda[1]}-plugin", libraries=not cuda[2])
+                names += _missing_of_cuda(f"jax-{cuda[1]}-plugin", libraries=not cuda[2])
             else:
                 names += [] if _version(package) else [package]
         return list(dict.fromkeys(names))
 
-    return {extra: missing(extra) for extra in wanted}
+    return {extra: missing(extra) for extra in required}
 
 
-def _missing_of_plugin(plugin: str, libraries: bool) -> list[str]:
-    """JAX's plugin, and the packages of NVIDIA's libraries, which the planner does without."""
+def _missing_of_cuda(plugin: str, libraries: bool) -> list[str]:
+    # The planner needs the plugin of JAX without the libraries of NVIDIA.
     if not _version(plugin):
         return [plugin]
-    wanted = importlib.metadata.requires(plugin) or [] if libraries else []
-    names = [_package(one) for one in wanted if re.search(r"extra\s*==\s*['\"]with-cuda", one)]
+    requirements = importlib.metadata.requires(plugin) or [] if libraries else []
+    names = [
+        _package_name(requirement)
+        for requirement in requirements
+        if re.search(r"extra\s*==\s*['\"]with-cuda", requirement)
+    ]
     return [name for name in names if not _version(name)]
 
 
-def _package(requirement: str) -> str:
+def _package_name(requirement: str) -> str:
     return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
 
 
-def _advice_on_gpus(plugins: list[str], missing: dict[str, list[str]]) -> list[str]:
-    """What to do where JAX finds no GPU; nothing where that is what was asked for."""
-    asked = os.environ.get("JAX_PLATFORMS", "")
-    if asked and not {"cuda", "gpu"} & set(asked.split(",")):
+def _advise_on_gpus(plugins: list[str], missing: dict[str, list[str]]) -> list[str]:
+    """Return advice if JAX uses no GPU, unless JAX_PLATFORMS asks for that."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return []
     extra = "cuda12" if "jax-cuda12-plugin" in plugins else "cuda13"
     install = f'pip install "effjax[{extra}]"'
     if not has_nvidia_gpu():
-        quiet = f"{', '.join(plugins)} is for the planner alone, as no NVIDIA GPU is here; "
-        return [f"{quiet}JAX_PLATFORMS=cpu keeps JAX from looking for one"] if plugins else []
+        if not plugins:
+            return []
+        return [
+            f"no NVIDIA GPU: {', '.join(plugins)} is for the planner only. JAX_PLATFORMS=cpu keeps "
+            "JAX from searching for a GPU."
+        ]
     if not plugins:
-        return [f"an NVIDIA GPU is here, JAX's plugin is not: {install}"]
+        return [f"NVIDIA GPU without JAX's plugin: {install}"]
     if missing.get(extra):
-        return [f"an NVIDIA GPU is here, its libraries are not: {install}"]
-    return ["an NVIDIA GPU is here and JAX does not find it: see to NVIDIA's driver"]
+        return [f"NVIDIA GPU without its libraries: {install}"]
+    return ["JAX does not find the NVIDIA GPU: check NVIDIA's driver"]
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether this machine has one, with its driver (of Linux, or of Windows below WSL)."""
+    """Return True if this machine has an NVIDIA GPU and its driver, on Linux or WSL."""
     return Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
 
 
-def pinned_host_memory() -> str:
-    """How much of it XLA takes for offloading, and where that is said."""
+def describe_host_memory() -> str:
+    """Return the limit of pinned host memory for offloading, and what sets it."""
     from ..memory import host_memory_limit
 
     try:
         size = f"at most {host_memory_limit() / 2**30:g} GiB"
     except ValueError as error:
         return str(error)
-    variable = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-    if variable in os.environ:
-        return f"{size}, as {variable} says"
-    return f"{size}; {variable} takes more, for arrays that are offloaded"
+    if HOST_MEMORY_VARIABLE in os.environ:
+        return f"{size}, set by {HOST_MEMORY_VARIABLE}"
+    return f"{size}; set {HOST_MEMORY_VARIABLE} to offload more"
 
 
-def native_kernels() -> dict[str, str]:
-    """For each platform, "loaded" or why there are none; and what the CUDA kernels can run on."""
+def describe_kernels() -> dict[str, str]:
+    """Return the state of the native kernels of each platform."""
     from ..native import LOADED, gpus, status
 
-    states, found = status(), gpus()
-    if states["cuda"] == LOADED and found:
-        version = f"with CUDA {found.built // 1000}.{found.built % 1000 // 10}"
-        here = f"{found.count} GPUs to run on" if found.count else "no GPU here: for plans alone"
-        states["cuda"] += f" (built {version}; {here})"
+    states, devices = status(), gpus()
+    if states["cuda"] == LOADED and devices:
+        version = f"CUDA {devices.built // 1000}.{devices.built % 1000 // 10}"
+        usable = f"{devices.count} GPUs" if devices.count else "no GPU: for plans only"
+        states["cuda"] += f" (built with {version}; {usable})"
     return states
 
 
-def _devices() -> tuple[list[dict[str, Any]], str | None]:
+def _describe_devices() -> tuple[list[dict[str, Any]], str | None]:
     import jax
 
     try:
