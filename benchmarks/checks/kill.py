@@ -63,12 +63,12 @@ def start(out: Path, options: Sequence[str]) -> subprocess.Popen:
 
 def is_saving(out: Path) -> bool:
     """Return True if Orbax is writing a checkpoint, under a temporary name."""
-    folders = (out / "checkpoints", out / "partway")
-    return any("tmp" in name for f in folders if f.is_dir() for name in os.listdir(f))
+    folder = out / "checkpoints"
+    return folder.is_dir() and any("tmp" in name for name in os.listdir(folder))
 
 
 def has_checkpoint(out: Path) -> bool:
-    return (out / "partway").is_dir() and any((out / "partway").iterdir())
+    return (out / "checkpoints").is_dir() and any((out / "checkpoints").iterdir())
 
 
 def kill_at(out: Path, options: Sequence[str], moment: str, rng: random.Random) -> Kill | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import typer
 
 from ..train.config import RunConfig
-from ..train.errors import Preempted, TrainError
+from ..train.errors import PreemptionError, TrainError
 from . import distributed
 from .errors import INTERRUPTED, PREEMPTED, CommandError
 from .memory_command import memory_command
@@ -170,7 +170,7 @@ def train(
     except KeyboardInterrupt as error:
         message = f"interrupted. Resume with {request.resume_command}"
         raise CommandError(message, INTERRUPTED) from error
-    except Preempted as error:
+    except PreemptionError as error:
         message = f"stopped and saved {error}. Resume with {request.resume_command}"
         raise CommandError(message, PREEMPTED) from error
 

@@ -1,14 +1,23 @@
-"""Checkpoints of a run, by Orbax: the last one, the best one, and one of the way to the next.
+"""Checkpoints of a run, numbered by step, and verified when they are read.
 
-A checkpoint is a directory that Orbax writes in the background, while the run goes on, and puts in
-place only when it is whole. Each process writes and reads what its devices have of the arrays, and
-those in host memory are written from there. A run can go on with other devices than it began with.
+One Orbax manager writes all of them: those at an evaluation, which have a score, and those between
+two evaluations. Orbax writes in the background, into
+a temporary directory, and renames it when it is complete. Just
+before the rename the first process adds a manifest with the step, the score and the SHA-256 digest
+of each file. A checkpoint that does not match its manifest, or that has none, is damaged: a flipped
+bit in an array would otherwise be read as another number.
+
+Each process writes and reads the parts of the arrays that its devices hold. Arrays in host memory
+are written from there. A checkpoint can be restored on other devices, and by another number of
+processes.
 """
 
 import contextlib
 import errno
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,196 +25,288 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
-from . import checksums
-from .errors import Damaged, Preempted, TrainError
-from .processes import from_first, is_first, several
+from .errors import DamagedCheckpointError, PreemptionError, TrainError
+from .processes import from_first, several
+from .task import Metrics
 
-Seen = list[dict[str, float]]  # what was measured of steps
+MANIFEST = "manifest.json"
+# Orbax writes these after the manifest. They hold times and a completion marker; restoring does not
+# need them.
+WRITTEN_AFTER_MANIFEST = ("_CHECKPOINT_METADATA", "commit_success.txt")
+# Processes wait for each other, and for the digests of all files, at most this long.
+TIMEOUT_SECONDS = 2 * 60 * 60
+
+Score = tuple[float, ...]
 
 
 class _Manager(ocp.CheckpointManager):
-    """Orbax's, but for one thing: it asks JAX whether to stop, by numbers of its own, and so takes
-    the answer from the run."""
-
     def reached_preemption(self, step: int) -> bool:
+        # Orbax would ask JAX by step number. JAX compares that with its own count of questions, and
+        # the training loop asks already (see `processes.preempted`).
         return False
 
 
-class Checkpoints:
-    """The checkpoints below `directory`; closes with a `with` block.
+class _PreservationPolicy:
+    """Keep the newest checkpoint, the last `keep` evaluated ones, and the best one.
 
-    They are numbered by what the run counts: epochs, or steps.
-
-    Args:
-        directory: made if it is not there.
-        read_only: nothing is made or written; without the directory, there are no checkpoints.
-        keep: how many of the last ones are kept, beside the best one.
+    Until there is an evaluated one, the first checkpoint is kept, so that the newest one is never
+    the only one.
     """
 
-    def __init__(self, directory: Path, read_only: bool = False, keep: int = 1):
-        self.directory, self.read_only, self.keep = directory, read_only, keep
-        # Orbax warns of its own `read_only`, and does no more for what is only restored.
-        options = ocp.CheckpointManagerOptions(create=not read_only)
+    def __init__(self, keep: int, scores: dict[int, Score]):
+        self.keep, self.scores = keep, scores
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        evaluated = [step for step in steps if step in self.scores]
+        kept = {steps[-1], *evaluated[-self.keep :]}
+        kept.add(max(evaluated, key=self.scores.__getitem__, default=steps[0]))
+        return [step in kept for step in steps]
+
+
+class Checkpoints:
+    """The checkpoints of a run. Use it as a context manager: leaving it waits for the last save.
+
+    Of several processes, each one makes the same calls in the same order.
+
+    Args:
+        directory: Where the checkpoints are; created unless `read_only`.
+        keep: How many of the last evaluated checkpoints are kept, in addition to the best and the
+            newest one.
+        read_only: Write nothing. A missing directory has no checkpoints.
+    """
+
+    def __init__(self, directory: Path, keep: int = 1, read_only: bool = False):
+        self.directory = directory
+        self._scores: dict[int, Score] = {}
+        self._saving: dict[str, Any] = {}  # the manifest of the checkpoint that is being written
+        options = ocp.CheckpointManagerOptions(
+            create=not read_only,
+            preservation_policy=_PreservationPolicy(keep, self._scores),
+            async_options=ocp.AsyncOptions(
+                timeout_secs=TIMEOUT_SECONDS, post_finalization_callback=self._write_manifest
+            ),
+        )
         self._manager = _Manager(directory.absolute(), options=options)
-        self._kept: set[int] = set()  # once that of the largest number is whole
-        self._worker = ThreadPoolExecutor(1, "checkpoint")
-        self._written: Future[None] | None = None
+        self._scores.update(
+            (step, tuple(score)) for step, score in from_first(lambda: [*self._read_scores()])
+        )
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and several() and not issubclass(kind, Preempted):
-            return  # the others may be gone, or wait for this one
+        if kind is not None and several() and not issubclass(kind, PreemptionError):
+            return  # other processes may be gone, or may wait for this one
         with contextlib.suppress(*() if kind is None else (OSError,)):
             try:
-                self.settle()
+                self.wait()
             finally:
-                self._worker.shutdown()
-                with self._errors(max(self._kept, default=0)):
+                with self._translate_errors():
                     self._manager.close()
-
-    def save(self, step: int, state: Any, best: int, seen: Seen | None = None) -> None:
-        """Begins to write the state as number `step`, when the save before has ended; when this one
-        has, all but number `best` and the last ones are deleted.
-
-        The state may be donated as soon as this returns.
-
-        Args:
-            seen: what was measured since the last number, where this one is on the way to the next.
-
-        Raises:
-            OSError: it, or that of before, cannot be written, whatever the reason.
-        """
-        self.settle()
-        with self._errors(step):
-            args = ocp.args.StandardSave(state)
-            notes = {"seen": None if seen is None else [*seen]}  # written later, as it is now
-            self._manager.save(step, args=args, force=True, custom_metadata=notes)
-        before = [number for number in self._manager.all_steps() if number < step]
-        self._kept = {step, best, *sorted(before)[max(len(before) - self.keep + 1, 0) :]}
-        self._written = self._worker.submit(self._finish, step)
-
-    def _finish(self, step: int) -> None:
-        """Beside the run's steps: waits until the checkpoint is whole, and adds its checksums."""
-        self._manager.wait_until_finished()
-        if is_first():
-            checksums.write(self.directory / str(step))
-
-    def settle(self) -> None:
-        """Waits for the last `save`; errors as there."""
-        if not self._kept:
-            return
-        with self._errors(max(self._kept)):
-            if self._written is not None:
-                self._written.result()
-            for other in self._manager.all_steps():
-                if other not in self._kept:
-                    self._manager.delete(other)
-        self._kept = set()
-
-    def delete(self, step: int) -> None:
-        """Deletes number `step`; raises OSError."""
-        with self._errors(step):
-            self._manager.delete(step)
-
-    @contextlib.contextmanager
-    def _errors(self, step: int) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, jax.errors.JaxRuntimeError):  # the latter is of the device
-            raise
-        # Orbax raises many types for what the system refuses: of zarr, of TensorStore.
-        except Exception as error:
-            full = "RESOURCE_EXHAUSTED" in str(error) or "No space left" in str(error)
-            reason = "No space left on device" if full else f"{type(error).__name__} of Orbax"
-            number = errno.ENOSPC if full else errno.EIO
-            raise OSError(number, reason, str(self.directory / str(step))) from error
 
     @property
     def steps(self) -> list[int]:
-        """The numbers that there are, in order."""
+        """The steps that have a checkpoint, in ascending order."""
         return from_first(lambda: sorted(self._manager.all_steps()))
 
-    def restore(self, like: Any, step: int) -> Any:
-        """The state of number `step`.
+    @property
+    def evaluated_steps(self) -> list[int]:
+        """The steps that have a checkpoint with a score, best first."""
+        evaluated = [step for step in self.steps if step in self._scores]
+        return sorted(evaluated, key=self._scores.__getitem__, reverse=True)
+
+    def save(
+        self, step: int, state: Any, score: Score | None = None, metrics: Sequence[Metrics] = ()
+    ) -> None:
+        """Start to write a checkpoint, after the previous save has finished.
+
+        The state may be donated as soon as this returns. When the checkpoint is complete, those
+        that need not be kept are deleted.
 
         Args:
-            step: one of `steps`.
-            like: arrays or `jax.ShapeDtypeStruct`s of the same structure, shapes and dtypes. Where
-                these have a sharding, the array is put there; else on this process's first device.
+            step: The number of steps taken.
+            state: A pytree of arrays.
+            score: At an evaluation, its score; higher is better.
+            metrics: Between two evaluations, the metrics of the steps since the last one.
 
         Raises:
-            Damaged: the checkpoint is not as it was written, or cannot be read.
-            TrainError: it is of another model.
+            OSError: This checkpoint or the previous one cannot be written.
         """
-        path = self.directory / str(step)
-        like = jax.tree.map(_described, like)
-        if fault := self.fault(step):
-            raise Damaged(f"{path}: cannot be restored ({fault})")
+        self.wait()
+        self._saving = {"step": step, "score": score, "metrics": [*metrics]}
+        if score is not None:
+            self._scores[step] = tuple(score)
+        with self._translate_errors():
+            self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
+
+    def wait(self) -> None:
+        """Wait until the last save has finished. Raises OSError if it failed."""
+        with self._translate_errors():
+            self._manager.wait_until_finished()
+
+    def find_damage(self, step: int) -> str | None:
+        """Describe how the files of a checkpoint differ from its manifest; None if they do not."""
+        return from_first(lambda: _find_damage(self.directory / str(step), step))
+
+    def read_metrics(self, step: int) -> list[dict[str, float]]:
+        """Return the metrics that were saved with a checkpoint."""
+        return from_first(lambda: _read_manifest(self.directory / str(step))["metrics"])
+
+    def restore(self, like: Any, step: int) -> Any:
+        """Return the state of a checkpoint.
+
+        Args:
+            like: Arrays or `jax.ShapeDtypeStruct`s of the same structure, shapes and dtypes. Each
+                array gets the sharding of its counterpart. Without one, it is placed on the first
+                device of this process.
+            step: One of `steps`.
+
+        Raises:
+            DamagedCheckpointError: The files are not as they were written.
+            TrainError: They are, but the checkpoint belongs to another model, or cannot be read at
+                the moment.
+        """
+        if damage := self.find_damage(step):
+            raise DamagedCheckpointError(f"{self.directory / str(step)} is damaged ({damage})")
+        return self._restore_intact(like, step)
+
+    def restore_first_intact(
+        self, like: Any, steps: Iterable[int], log: Callable[[str], None]
+    ) -> tuple[int, Any]:
+        """Restore the first of the given checkpoints that is intact.
+
+        The damaged ones before it are renamed to `damaged-STEP`, and reported by `log`.
+
+        Returns:
+            The step and the state.
+
+        Raises:
+            DamagedCheckpointError: None of them is intact. Nothing has been renamed.
+            TrainError: As for `restore`.
+        """
+        damaged: dict[int, str] = {}
+        for step in steps:
+            damage = self.find_damage(step)
+            if damage is None:
+                state = self._restore_intact(like, step)
+                break
+            damaged[step] = damage
+        else:
+            listed = ", ".join(f"{step}: {damage}" for step, damage in damaged.items())
+            raise DamagedCheckpointError(
+                f"{self.directory}: no checkpoint is intact ({listed}). Restore the files, or "
+                "start a new run."
+            )
+        for bad, damage in damaged.items():
+            from_first(lambda bad=bad: self._set_aside(bad))
+            self._scores.pop(bad, None)
+            log(
+                f"{self.directory / str(bad)} is damaged ({damage}) and was renamed to "
+                f"damaged-{bad}; using {self.directory / str(step)}"
+            )
+        if damaged:
+            self._manager.reload()
+        return step, state
+
+    def _restore_intact(self, like: Any, step: int) -> Any:
+        like = jax.tree.map(_shape_with_sharding, like)
         try:
             return self._manager.restore(step, args=ocp.args.StandardRestore(like))
-        except jax.errors.JaxRuntimeError:  # of the device
+        except jax.errors.JaxRuntimeError:  # raised by the device
             raise
-        # Orbax raises many types for a damaged file: of JSON, of TensorStore, of the system.
-        except Exception as error:
-            if several():  # the others may know nothing of it
-                raise TrainError(
-                    f"{path}: cannot be restored by process {jax.process_index()} "
-                    f"({type(error).__name__}: {error}); mend that, then resume"
-                ) from error
-            if isinstance(error, OSError) or not checksums.is_there(path):
-                raise Damaged(f"{path}: cannot be restored ({type(error).__name__})") from error
+        except OSError as error:
             raise TrainError(
-                f"{path}: is whole, but not of the model that config.json tells of "
-                f"({type(error).__name__}); put the run's own config.json back, or start a new run"
+                f"{self.directory / str(step)} cannot be read ({error.strerror or error}). "
+                "Try again."
+            ) from error
+        # Orbax raises many types for a state of another structure.
+        except Exception as error:
+            raise TrainError(
+                f"{self.directory / str(step)} is intact, but does not match the model in "
+                f"config.json ({type(error).__name__}). Put the config.json of the run back, or "
+                "start a new run."
             ) from error
 
-    def fault(self, step: int) -> str | None:
-        """What is wrong with the files of number `step`; None: nothing, as far as one knows."""
-        return from_first(lambda: checksums.fault(self.directory / str(step)))
+    def _set_aside(self, step: int) -> None:
+        target = self.directory / f"damaged-{step}"
+        shutil.rmtree(target, ignore_errors=True)
+        (self.directory / str(step)).rename(target)
 
-    def seen(self, step: int) -> Seen:
-        """What was saved with number `step`; [] without."""
-        return (self._manager.metadata(step).custom_metadata or {}).get("seen") or []
+    def _write_manifest(self) -> None:
+        # Orbax calls this in the first process, after all processes have written their files and
+        # before it renames the temporary directory.
+        (folder,) = self.directory.glob(f"{self._saving['step']}.orbax-checkpoint-tmp*")
+        manifest = {**self._saving, "files": _digest_files(folder)}
+        manifest["sha256"] = _digest_json(manifest)
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+    def _read_scores(self) -> Iterator[tuple[int, list[float]]]:
+        for step in self._manager.all_steps():
+            with contextlib.suppress(OSError, ValueError):  # a damaged checkpoint
+                score = _read_manifest(self.directory / str(step))["score"]
+                if score is not None:
+                    yield step, score
+
+    @contextlib.contextmanager
+    def _translate_errors(self) -> Iterator[None]:
+        """Raise OSError for whatever Orbax raises when the system refuses to write."""
+        try:
+            yield
+        except (OSError, jax.errors.JaxRuntimeError):  # the latter is raised by the device
+            raise
+        except Exception as error:  # of Zarr, of TensorStore
+            full = "RESOURCE_EXHAUSTED" in str(error) or "No space left" in str(error)
+            reason = "No space left on device" if full else f"{type(error).__name__} in Orbax"
+            path = self.directory / str(self._saving.get("step", ""))
+            raise OSError(errno.ENOSPC if full else errno.EIO, reason, str(path)) from error
 
 
-def _described(a: Any) -> Any:
-    sharding = getattr(a, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+def _shape_with_sharding(x: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(x, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-class Partway:
-    """One checkpoint between two numbers, by step; its directory is made when it is first saved.
+def _read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """Return the manifest; raise OSError or ValueError if there is none that is intact."""
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest_json(manifest):
+        raise ValueError("not as it was written")
+    return manifest
 
-    Where there are several processes, it and `numbered` may not be written at the same time: these
-    meet at barriers, and wait for signals, of Orbax that have the same names for both.
-    """
 
-    def __init__(self, directory: Path, numbered: Checkpoints):
-        self.directory, self.numbered = directory, numbered
-        there = from_first(directory.is_dir)
-        self.saved: Checkpoints | None = Checkpoints(directory) if there else None
+def _find_damage(checkpoint: Path, step: int) -> str | None:
+    try:
+        manifest = _read_manifest(checkpoint)
+    except (OSError, ValueError) as error:
+        return f"no intact {MANIFEST}: {type(error).__name__}"
+    expected = manifest["files"]
+    if manifest["step"] != step:
+        return f"its files are those of step {manifest['step']}"
+    try:
+        actual = _digest_files(checkpoint)
+    except OSError as error:
+        return f"{error.filename} cannot be read: {error.strerror}"
+    for name in sorted(expected.keys() | actual.keys()):
+        if name not in actual:
+            return f"{name} is missing"
+        if name not in expected:
+            return f"{name} is not in its {MANIFEST}"
+        if actual[name] != expected[name]:
+            return f"{name} has changed"
+    return None
 
-    def __enter__(self) -> "Partway":
-        return self
 
-    def __exit__(self, *raised: Any) -> None:
-        if self.saved is not None:
-            self.saved.__exit__(*raised)
+def _digest_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
-    @property
-    def step(self) -> int:
-        """That of the checkpoint; 0 if there is none."""
-        return max(self.saved.steps, default=0) if self.saved else 0
 
-    def save(self, step: int, state: Any, seen: Seen) -> None:
-        """As `Checkpoints.save`, in place of the one before, after the last numbered one."""
-        self.numbered.settle()
-        self.saved = self.saved or Checkpoints(self.directory)
-        self.saved.save(step, state, step, seen)
-
-    def settle(self) -> None:
-        """As `Checkpoints.settle`."""
-        if self.saved is not None:
-            self.saved.settle()
+def _digest_files(checkpoint: Path) -> dict[str, str]:
+    """Return the SHA-256 digest of each file, by its path relative to the checkpoint."""
+    digests = {}
+    for file in sorted(checkpoint.rglob("*")):
+        name = file.relative_to(checkpoint).as_posix()
+        if file.is_file() and name not in (MANIFEST, *WRITTEN_AFTER_MANIFEST):
+            with file.open("rb") as stream:
+                digests[name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return digests

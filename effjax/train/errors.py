@@ -1,22 +1,22 @@
-"""Errors that the user can mend: one line that names what is wrong and the remedy."""
+"""Errors that the user can correct: one line with the problem and the remedy."""
 
 from pathlib import Path
 
 
 class TrainError(Exception):
-    """A run that cannot start, or cannot go on, as it was asked for."""
+    """A run that cannot start or continue with the given options, data or files."""
 
 
-class Preempted(Exception):
-    """A run that was told to stop: it is saved, and can go on."""
+class PreemptionError(Exception):
+    """A run that was told to stop, and was saved."""
 
 
-class OutOfDeviceMemory(Exception):
-    """A run that does not fit; what it says is the command that plans it."""
+class OutOfDeviceMemoryError(Exception):
+    """A run that does not fit in device memory; the message is the command that plans it."""
 
 
-class Damaged(TrainError):
-    """A checkpoint that is not as it was written."""
+class DamagedCheckpointError(TrainError):
+    """A checkpoint whose files are not as they were written."""
 
 
 class DataError(TrainError):
@@ -24,14 +24,13 @@ class DataError(TrainError):
 
 
 def check_regular(path: Path) -> None:
-    """Raises `DataError` for a file that may never end: a pipe, a device. One that is not there is
-    left to who reads it."""
+    """Raise DataError if the path is a pipe, a device or a directory; a missing file passes."""
     if path.exists() and not path.is_file():
-        raise DataError(f"{path}: is no regular file; copy what it gives into one")
+        raise DataError(f"{path} must be a regular file. Copy its content into one.")
 
 
 def unreadable(path: object, error: OSError) -> DataError:
-    """What the system said of a file or a folder of the data."""
+    """Return the error for a file or directory that the system refuses to read."""
     return DataError(
         f"{error.filename or path}: cannot be read ({error.strerror or error}); check its path and "
         "its permissions"
@@ -39,5 +38,5 @@ def unreadable(path: object, error: OSError) -> DataError:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 epoch`, `2 epochs`."""
+    """Return a number with its noun, such as `"1 epoch"` or `"2 epochs"`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,210 +1,259 @@
-"""The run of any task: steps of training, and from time to time a test and a checkpoint."""
+"""The training loop: train steps, and from time to time a validation and a checkpoint."""
 
 import contextlib
 import errno
-import shutil
+import math
+import statistics
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from .begin import begin, last_whole, places, remedy
-from .checkpoint import Checkpoints, Partway, Seen
-from .errors import Damaged, Preempted, TrainError
+import jax
+
+from .checkpoint import Checkpoints
+from .config import WITHOUT_EFFECT
+from .errors import PreemptionError, TrainError
 from .processes import from_first
-from .run_directory import ROLLED_BACK, RunDirectory
-from .steps import NotFinite, Run, check_finite, train_steps
-from .task import Measured, Progress, Record, Result, Stop, Task
-
-ROLLBACKS = 5  # of a run
+from .run_directory import RunDirectory
+from .task import Metrics, Progress, Record, Result, Stop, Task
 
 
 def fit(
-    task: Task[Result], run: RunDirectory, progress: Progress | None = None, resume: bool = False,
-    stop: Stop = lambda step: False, fall_back: bool = False,
-) -> Result:  # fmt: skip
-    """Trains, chooses the best parameters by the validation set, and tests these; writes
-    metrics.jsonl, checkpoints and curve.png.
+    task: Task[Result],
+    run: RunDirectory,
+    progress: Progress | None = None,
+    resume: bool = False,
+    stop: Stop = lambda step: False,
+) -> Result:
+    """Train a task, choose the best parameters by the validation set, and test them.
 
-    All that is random is drawn from the seed and the epoch or the step, so a run that goes on after
-    an interruption ends with the same bits as one that was not interrupted.
+    Writes metrics.jsonl, checkpoints and curve.png. All randomness comes from the seed and the
+    epoch or step, so a run that was interrupted and resumed ends with the same bits as one that was
+    not.
 
-    Of several processes each calls this; the first writes all but the checkpoints' arrays.
+    Of several processes, each one calls this. The first one writes all files except the arrays.
 
     Args:
-        task: from the `prepare` of `images.task` or `lm.task`.
-        run: where to write.
-        progress: is told how it goes.
-        resume: begin after the last checkpoint of `run`; if it has none, from the beginning. The
-            task's options must be those of the run, but for its length: with another one, all
-            further steps follow the schedule of a run of that length.
-        stop: asked after each step, with its number; where it says so, the run is saved and ends.
+        task: From `images.task.prepare` or `lm.task.prepare`.
+        run: Where to write.
+        progress: Callbacks.
+        resume: Continue after the last intact checkpoint of `run`, or start if it has none. The
+            task must have the
+            options and data of the run. Its length may differ: all further steps then follow the
+            schedule of that length.
+        stop: Called after each step with its number. If it returns True, the run is saved and ends.
 
-        fall_back: where the last checkpoint of `run` is damaged, begin after the one before.
+    Returns:
+        The result of the task.
 
     Raises:
-        Preempted: `stop` said so.
-        TrainError: the loss is not finite, `run` cannot be gone on with, a full disk, or another
-            process that trains in `run`.
-        KeyboardInterrupt: after the files have been brought up to date.
+        PreemptionError: `stop` returned True.
+        TrainError: The loss is not finite, `run` cannot be resumed or written to, or another
+            process trains in it.
+        KeyboardInterrupt: The files are up to date.
     """
     try:
         with contextlib.ExitStack() as stack:
             from_first(lambda: stack.enter_context(run.locked()))
-            return _fit(task, run, progress or Progress(), How(resume, fall_back, stop))
-    except (KeyboardInterrupt, Preempted):
-        with contextlib.suppress(OSError, TrainError):  # it is the interruption that shall be said
+            return _fit(task, run, progress or Progress(), resume, stop)
+    except (KeyboardInterrupt, PreemptionError):
+        with contextlib.suppress(OSError, TrainError):  # the interruption is what the user reads
             run.append({"kind": "interrupted"})
             _draw(task, run)
         raise
     except (OSError, TrainError) as error:
         if run.is_gone:
-            raise TrainError(
-                f"{run.path}: was deleted while it was trained; start a new run"
-            ) from error
+            raise TrainError(f"{run.path} was deleted during training. Start a new run.") from error
         if isinstance(error, TrainError):
             raise
-        mend = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "mend that"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise TrainError(
-            f"{error.filename or run.path}: cannot be written to ({error.strerror or error}); "
-            f"{mend}, then resume"
+            f"{error.filename or run.path} cannot be written to ({error.strerror or error}). "
+            f"{'Make room' if full else 'Correct that'}, then resume."
         ) from error
 
 
-class How(NamedTuple):
-    """Arguments of `fit`."""
-
-    resume: bool
-    fall_back: bool
-    stop: Stop
-
-
-class Saved(NamedTuple):
-    """The checkpoints of a run."""
-
-    checkpoints: Checkpoints
-    partway: Partway
-
-
-def _fit(task: Task[Result], run: RunDirectory, progress: Progress, how: How) -> Result:
+def _fit(
+    task: Task[Result], run: RunDirectory, progress: Progress, resume: bool, stop: Stop
+) -> Result:
     began = time.perf_counter()
-    try:
-        with (
-            Checkpoints(run.checkpoints, keep=task.config.keep) as checkpoints,
-            Partway(run.partway, checkpoints) as partway,
-        ):
-            trained = _train(task, run, Saved(checkpoints, partway), progress, how)
-    finally:
-        progress.stop()
-    result = task.result(*trained, began)
+    with contextlib.ExitStack() as stack:
+        stack.callback(progress.stop)
+        checkpoints = stack.enter_context(Checkpoints(run.checkpoints, keep=task.config.keep))
+        if resume:
+            _check_same(task, run)
+        if resume and checkpoints.steps:
+            state, done, partial, records = _restore(task, run, checkpoints, progress)
+        else:  # a new run, or one that was interrupted before its first checkpoint
+            state, done, partial, records = task.initial_state(), 0, [], run.keep(task.kind, [])
+            checkpoints.save(0, state)
+        if resume and run.config != task.describe():
+            run.config = task.describe()
+
+        key, every = jax.random.key(task.config.seed), task.config.checkpoint_every
+        eval_steps, end = set(task.eval_steps), task.eval_steps[-1]
+        train_step, evaluate, batches = task.make_step(), task.make_test(), task.batches(done)
+        interval = _Interval(task, progress, done, partial)
+        progress.start(end, done)
+
+        for step in range(done + 1, end + 1):
+            state, metrics = train_step(state, next(batches), key)
+            interval.add(metrics)
+
+            if step in eval_steps:
+                train = interval.means()
+                validation = evaluate(state, "validation")
+                _check_finite(task, "validation loss", validation.get("loss", 0.0), step)
+                record = task.record(step, train, validation, interval.rate)
+                if interval.skipped:
+                    record["skipped"] = interval.skipped
+                record["seconds"] = time.perf_counter() - interval.began
+                records.append(record)
+                run.append(record)
+                checkpoints.save(step, state, score=task.score(record))
+                progress.report(record)
+                interval = _Interval(task, progress, step)
+
+            stopped = step < end and stop(step)
+            if step not in eval_steps and (stopped or (every and step % every == 0)):
+                interval.flush()
+                checkpoints.save(step, state, metrics=interval.metrics)
+            if stopped:
+                checkpoints.wait()
+                raise PreemptionError(task.where(step))
+
+        checkpoints.wait()
+        best = checkpoints.evaluated_steps[0]
+        if best != end:
+            state = None  # free its memory
+            best, state = checkpoints.restore_first_intact(
+                task.shapes(), checkpoints.evaluated_steps, progress.log
+            )
+        tested = evaluate(state, "test")
+        _check_finite(task, "test loss", tested["loss"], best)
+
+    best_record = next(record for record in records if record["step"] == best)
+    result = task.result(records, best_record, tested, began)
     run.append({"kind": "final"} | vars(result))
-    if run.writes:
-        shutil.rmtree(run.partway, ignore_errors=True)
     _draw(task, run)
     return result
 
 
-def _draw(task: Task[Any], run: RunDirectory) -> None:
-    if not run.writes:
+class _Interval:
+    """The training steps since the last evaluation.
+
+    The metrics of a step are read while the next step runs, so that the device does not wait for
+    the host.
+
+    Args:
+        task: What is trained.
+        progress: Receives the metrics of each step.
+        done: The number of steps taken.
+        metrics: Those of the last of these steps, in an interval that is resumed.
+    """
+
+    def __init__(
+        self, task: Task[Any], progress: Progress, done: int, metrics: Sequence[Metrics] = ()
+    ):
+        self.task, self.progress = task, progress
+        self.metrics: list[Metrics] = list(metrics)
+        self.skipped = [done - len(metrics) + i for i, one in enumerate(metrics, 1) if not one]
+        self.step = done
+        self.rate = 0.0  # examples per second
+        self.began = self._clock = time.perf_counter()
+        self._timed = 0  # steps since `_clock`
+        self._unread: Any = None
+
+    def add(self, metrics: Any) -> None:
+        """Add the metrics of a step that was started, and read those of the step before."""
+        self.flush()
+        self._unread = metrics
+
+    def flush(self) -> None:
+        """Read the metrics of the last step."""
+        if self._unread is None:
+            return
+        metrics, self._unread = self.task.read(self._unread), None
+        self.step += 1
+        if not math.isfinite(metrics["loss"]):
+            if self.task.config.on_nan == "stop":
+                _check_finite(self.task, "train loss", metrics["loss"], self.step)
+            self.progress.log(f"skipped step {self.step}: its loss or its gradients are not finite")
+            metrics = {}
+            self.skipped.append(self.step)
+        self.metrics.append(metrics)
+        now = time.perf_counter()
+        self.rate = max(self._timed, 1) * self.task.examples_per_step / (now - self._clock)
+        if self._timed == 0:
+            self._clock = now  # the first step includes compilation
+        self._timed += 1
+        if metrics:
+            self.progress.step(self.step, metrics, self.rate)
+
+    def means(self) -> Metrics:
+        """Return the means of the metrics over the steps that were not skipped."""
+        self.flush()
+        finite = [metrics for metrics in self.metrics if metrics]
+        if not finite:
+            raise TrainError(
+                f"the last {len(self.metrics)} steps have no finite loss "
+                f"{self.task.where(self.step)}. Use a learning_rate below "
+                f"{self.task.config.learning_rate}."
+            )
+        return {name: statistics.fmean(one[name] for one in finite) for name in finite[0]}
+
+
+def _restore(
+    task: Task[Any], run: RunDirectory, checkpoints: Checkpoints, progress: Progress
+) -> tuple[Any, int, list[dict[str, float]], list[Record]]:
+    """Restore the newest intact checkpoint, and cut metrics.jsonl back to it.
+
+    Returns:
+        The state, the number of steps taken, the metrics of the steps since the last evaluation,
+        and the records.
+    """
+    newest_first = checkpoints.steps[::-1]
+    _check_length(task, run, newest_first[0], newest_first[0] in checkpoints.evaluated_steps)
+    done, state = checkpoints.restore_first_intact(task.shapes(), newest_first, progress.log)
+    # A run that was made longer was evaluated at its former end too.
+    evaluated = {*task.eval_steps, *checkpoints.evaluated_steps}
+    wanted = sorted(step for step in evaluated if step <= done)
+    records = run.keep(task.kind, wanted, task.fields)
+    return state, done, checkpoints.read_metrics(done), records
+
+
+def _check_same(task: Task[Any], run: RunDirectory) -> None:
+    """Raise TrainError unless the run has the task's options and data, apart from its length."""
+    before, now = run.config, task.describe()
+    if before.get("data") != now["data"]:
+        raise TrainError(f"{run.path} was trained on other data. Start a new run.")
+    for name, value in before.get("options", {}).items():
+        if name not in (*WITHOUT_EFFECT, f"{task.kind}s") and now["options"].get(name) != value:
+            raise TrainError(
+                f"{run.path} was trained with {name} (={value!r}), not with "
+                f"{now['options'].get(name)!r}. Resume with the former, or start a new run."
+            )
+
+
+def _check_length(task: Task[Any], run: RunDirectory, done: int, evaluated: bool) -> None:
+    end, length = task.eval_steps[-1], task.describe()["options"][f"{task.kind}s"]
+    if done < end or (done == end and evaluated):
         return
-    records = [record for record in run.metrics if record.get("kind") == task.kind]
-    run.draw(lambda axes: task.draw(axes, records))
-
-
-def _train(
-    task: Task[Any], run: RunDirectory, saved: Saved, progress: Progress, how: How
-) -> tuple[list[Record], Record, Measured]:
-    """All steps, and the test; returns their lines of metrics.jsonl, the best one of these, and
-    what was measured of its parameters in the test."""
-    begun = begin(task, run, *saved, how.resume, how.fall_back, progress.say)
-    state, done, seen, records = begun
-    del begun
-    test, each, end = task.make_test(), task.steps_each, task.numbers[-1]
-    left_out = set(
-        from_first(lambda: [r["step"] for r in run.metrics if r.get("kind") == ROLLED_BACK])
+    least = math.ceil((done if evaluated else done + 1) / (end // length))
+    raise TrainError(
+        f"`{task.kind}s` (={length}) must be at least {least}: {run.path} has taken {done} steps."
     )
-    steps = Run(task, task.make_step(), progress, saved.partway, how.stop, left_out)
-    batches = task.batches(done)
-    progress.start(end * each, done)
-    while done < end * each:
-        number = next(number for number in task.numbers if number * each > done)
-        began, bad = time.perf_counter(), None
-        try:
-            trained = train_steps(steps, state, batches, range(done + 1, number * each + 1), seen)
-        except NotFinite as found:
-            bad = found.step, found.loss
-        if bad is not None:
-            state = None  # its memory is needed
-            state, done, seen = _roll_back(steps, run, saved, *bad)
-            batches = task.batches(done)
-            continue
-        state, done, seen = trained.state, number * each, []
-        validation = test(state, "validation")
-        check_finite(task, "validation loss", validation.get("loss", 0.0), done)
-        record = task.record(number, trained.means, validation, trained.rate)
-        record |= {"skipped": trained.skipped} if trained.skipped else {}
-        record |= {"seconds": time.perf_counter() - began}
-        records.append(record)
-        run.append(record)
-        best = _best(task, records, [*saved.checkpoints.steps, number])
-        saved.partway.settle()  # the two are not written at once: see Partway
-        saved.checkpoints.save(number, state, best=best[task.kind])
-        progress.report(record)
-        if number != end and how.stop(done):
-            saved.checkpoints.settle()
-            raise Preempted(task.where(done))
-        del trained
-    saved.checkpoints.settle()
-    best = _best(task, records, saved.checkpoints.steps)
-    if best[task.kind] != end:
-        state = None  # its memory is needed
-        state, best = _restore_best(task, run, saved, progress, how.fall_back, records)
-    tested = test(state, "test")
-    check_finite(task, "test loss", tested["loss"], best[task.kind] * each)
-    return records, best, tested
 
 
-def _roll_back(
-    steps: Run, run: RunDirectory, saved: Saved, step: int, loss: float
-) -> tuple[Any, int, Seen]:
-    """Back to the last checkpoint, from where the batch of `step` is left out: its state, the steps
-    that led to it, and what was measured of those after the last number."""
-    task = steps.task
-    if len(steps.left_out) == ROLLBACKS:
+def _check_finite(task: Task[Any], name: str, loss: float, step: int) -> None:
+    if not math.isfinite(loss):
         raise TrainError(
-            f"the train loss is {loss} {task.where(step)}, and {ROLLBACKS} batches have been left "
-            f"out already; use a learning_rate below {task.config.learning_rate}"
+            f"the {name} is {loss} {task.where(step)}. Use a learning_rate below "
+            f"{task.config.learning_rate}."
         )
-    for one in saved:
-        one.settle()
-    place, state, seen = last_whole(task, run, places(task, *saved), False, steps.progress.say)
-    steps.left_out.add(step)
-    to = {"checkpoint": place.name, "checkpoint_step": place.done}
-    run.append({"kind": ROLLED_BACK, "step": step} | to)
-    steps.progress.say(
-        f"step {step}: its loss or its gradients are not finite; goes back to {place.name}, after "
-        f"step {place.done}, and leaves its batch out"
-    )
-    return state, place.done, seen
 
 
-def _restore_best(
-    task: Task[Any], run: RunDirectory, saved: Saved, progress: Progress, fall_back: bool,
-    records: Sequence[Record],
-) -> tuple[Any, Record]:  # fmt: skip
-    """The best parameters, and their line."""
-    while True:
-        best = _best(task, records, saved.checkpoints.steps)
-        number = best[task.kind]
-        try:
-            return saved.checkpoints.restore(task.shapes(), number), best
-        except Damaged as error:
-            others = [p for p in places(task, *saved) if p.name != f"checkpoints/{number}"]
-            if not (fall_back and others):
-                raise TrainError(f"{error}; {remedy(run, others)}") from error
-            progress.say(f"{error}; it is left out")
-        saved.checkpoints.delete(number)
-
-
-def _best(task: Task[Any], records: Sequence[Record], among: Sequence[int]) -> Record:
-    """The line of the highest score, of those whose checkpoints there are."""
-    return max((r for r in records if r[task.kind] in among), key=task.score)
+def _draw(task: Task[Any], run: RunDirectory) -> None:
+    if run.writes:
+        records = [record for record in run.metrics if record.get("kind") == task.kind]
+        run.draw(lambda axes: task.draw(axes, records))

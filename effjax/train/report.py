@@ -8,10 +8,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from .task import Measured, Progress, Record
+from .task import Metrics, Progress, Record
 
 LineText = Callable[[Record], str]
-BarText = Callable[[int, Measured, float], str]  # step, what was measured, examples a second
+BarText = Callable[[int, Metrics, float], str]  # step, what was measured, examples a second
 
 PATIENCE = 60.0  # seconds without a line
 
@@ -56,16 +56,16 @@ class LineProgress(Progress):
     def start(self, steps: int, done: int) -> None:
         self.steps = steps
         if done < steps:
-            self.say("compiling")
+            self.log("compiling")
 
-    def step(self, step: int, measured: Measured, rate: float) -> None:
+    def step(self, step: int, measured: Metrics, rate: float) -> None:
         if time.monotonic() - self.said > PATIENCE:
-            self.say(f"step {step}/{self.steps}  {self.bar_text(step, measured, rate)}")
+            self.log(f"step {step}/{self.steps}  {self.bar_text(step, measured, rate)}")
 
     def report(self, record: Record) -> None:
-        self.say(self.line_text(record))
+        self.log(self.line_text(record))
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         line(self.console, text)
         self.said = time.monotonic()
 
@@ -90,7 +90,7 @@ class BarProgress(LineProgress):
         self.row = self.bar.add_task(text, total=steps, completed=done)
         self.bar.start()
 
-    def step(self, step: int, measured: Measured, rate: float) -> None:
+    def step(self, step: int, measured: Metrics, rate: float) -> None:
         assert self.row is not None  # start() comes first
         text = self.bar_text(step, measured, rate)
         self.bar.update(self.row, completed=step, description=text)

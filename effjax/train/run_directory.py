@@ -1,4 +1,4 @@
-"""The files of a run: config.json, metrics.jsonl, curve.png, checkpoints/, at times partway/."""
+"""The directory of a run: config.json, metrics.jsonl, curve.png and checkpoints/."""
 
 import contextlib
 import errno
@@ -17,55 +17,62 @@ from .config import fingerprint
 from .errors import TrainError, unreadable
 
 DEFAULT = Path("runs")
-KEY = "effjax"  # of config.json: the version that made the run
-ROLLED_BACK = "rolled back"  # the kind of a line of metrics.jsonl
+KEY = "effjax"  # in config.json: the version that made the run
 
 
 class RunDirectory:
-    """Where one run writes. Each file is whole at any moment: replaced, or grown by a line.
+    """The directory of a run. Every file in it is complete at any moment.
+
+    A file is replaced, or grows by a line.
 
     Args:
-        path: the directory.
-        writes: whether this process does; of several, the first one.
+        path: The directory.
+        writes: Whether this process writes; of several processes, the first one does.
     """
 
-    CONFIG, METRICS, CURVE = "config.json", "metrics.jsonl", "curve.png"
-    CHECKPOINTS, PARTWAY = "checkpoints", "partway"
+    CONFIG, METRICS, CURVE, CHECKPOINTS = "config.json", "metrics.jsonl", "curve.png", "checkpoints"
 
     def __init__(self, path: Path, writes: bool = True):
         self.path, self.writes = path, writes
 
     @classmethod
     def create(cls, path: Path, config: dict[str, Any], overwrite: bool) -> "RunDirectory":
-        """Makes the directory, or raises `TrainError` and leaves everything as it was.
+        """Create the directory of a new run.
 
         Args:
-            path: the directory, such as `unused` names one.
-            config: what config.json shall hold.
-            overwrite: whether the files of an earlier run are deleted. Other files never are. It
-                is a run until it is another one, whenever this ends.
+            path: The directory, such as `unused` names one.
+            config: The content of config.json.
+            overwrite: Whether to delete the files of an earlier run. Other files are never deleted.
+                An interrupted call leaves either the earlier run or the new one.
+
+        Raises:
+            TrainError: The directory holds a run or other files, or cannot be written to. Nothing
+                has changed.
         """
         if importlib.util.find_spec("matplotlib") is None:  # draws the curve at the end
             raise TrainError('matplotlib is missing; run pip install "effjax[train]"')
         run = cls(path)
         try:
-            there = {file.name for file in path.iterdir()} if path.exists() else set()
-            if there - {f"{cls.CONFIG}.partial"}:  # which is left of one that ended at once
-                if not run._is_one():
+            existing = {file.name for file in path.iterdir()} if path.exists() else set()
+            if existing - {f"{cls.CONFIG}.partial"}:  # left by a call that was interrupted
+                if not run._is_run():
                     raise TrainError(f"{path}: not empty and not a run; give another --out")
                 if not overwrite:
                     raise TrainError(f"{path}: holds a run; give another --out, or --overwrite")
-            made = not path.exists()
+            is_new = not path.exists()
             path.mkdir(parents=True, exist_ok=True)
             try:
-                with tempfile.TemporaryFile(dir=path):
-                    pass
+                _check_writable(path)
             except OSError:
-                if made:
+                if is_new:
                     path.rmdir()
                 raise
             with run.locked():
-                run._clear()
+                # config.json comes last: until then this is still the earlier run.
+                if run.checkpoints.exists():
+                    shutil.rmtree(run.checkpoints)
+                for name in (cls.METRICS, cls.CURVE):
+                    (path / name).unlink(missing_ok=True)
                 run.config = config
         except OSError as error:
             raise _unusable(path, error) from error
@@ -73,42 +80,42 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
-        """An earlier run, to go on with it."""
+        """Open a run to resume it. Raises TrainError if there is none or it is read-only."""
         run = cls.find(path)
         try:
-            with tempfile.TemporaryFile(dir=path):
-                pass
+            _check_writable(path)
         except OSError as error:
             raise TrainError(
-                f"{path}: cannot be gone on with ({error.strerror or error}); check its path and "
-                "its permissions"
+                f"{path}: cannot be resumed ({error.strerror or error}); check its path and its "
+                "permissions"
             ) from error
         return run
 
     @classmethod
     def find(cls, path: Path) -> "RunDirectory":
-        """An earlier run, to read it."""
-        run = cls(path)
+        """Open a run to read it. Raises TrainError if there is none."""
         try:
-            if run._file(cls.CONFIG).is_file():
-                return run
+            if (path / cls.CONFIG).is_file():
+                return cls(path)
         except OSError as error:
             raise unreadable(path, error) from error
         raise TrainError(f"{path}: not a run (no {cls.CONFIG}); give the directory of a run")
 
-    def _is_one(self) -> bool:
-        """Whether config.json is of a run: other programs have files of that name too."""
+    def _is_run(self) -> bool:
+        # Other programs have a config.json too.
         try:
-            return KEY in _object(self._file(self.CONFIG).read_text())
+            return KEY in _parse_object((self.path / self.CONFIG).read_text())
         except (OSError, ValueError):
             return False
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Lets no other process train here; ends with this one, however that ends.
+        """Keep other processes from training in this directory.
+
+        The lock ends with this process, even if that is killed.
 
         Raises:
-            TrainError: another one does.
+            TrainError: Another process has the lock.
         """
         if not self.writes:
             yield
@@ -131,32 +138,29 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        return self._file(self.CHECKPOINTS)
-
-    @property
-    def partway(self) -> Path:
-        return self._file(self.PARTWAY)
+        """The directory of the checkpoints."""
+        return self.path / self.CHECKPOINTS
 
     @property
     def is_gone(self) -> bool:
-        """Whether somebody has deleted it."""
+        """True if the run has been deleted."""
         try:
-            return not self._file(self.CONFIG).exists()
+            return not (self.path / self.CONFIG).exists()
         except OSError:
             return False
 
     @property
     def config(self) -> dict[str, Any]:
-        """What config.json holds; `TrainError` if its options are not those of the run any more."""
-        file = self._file(self.CONFIG)
+        """The content of config.json. Raises TrainError if the options in it were edited."""
+        file = self.path / self.CONFIG
         try:
-            config = _object(file.read_text())
+            config = _parse_object(file.read_text())
             options = config.get("options", {})
-            known = config.get("fingerprint")  # older runs have none
-            same = known is None or known == fingerprint(options)
+            expected = config.get("fingerprint")  # older runs have none
+            edited = expected is not None and expected != fingerprint(options)
         except (OSError, ValueError) as error:
             raise TrainError(f"{file}: cannot be read ({error}); start a new run") from error
-        if not same:
+        if edited:
             raise TrainError(
                 f"{file}: its options were changed, and the run was trained with others; put them "
                 "back, or start a new run (to make one longer, use --resume with --epochs or "
@@ -167,25 +171,25 @@ class RunDirectory:
     @config.setter
     def config(self, config: dict[str, Any]) -> None:
         if self.writes:
-            _replace(self._file(self.CONFIG), json.dumps(config, indent=2) + "\n")
+            _replace(self.path / self.CONFIG, json.dumps(config, indent=2) + "\n")
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, less a last one that was not written to its end."""
-        file = self._file(self.METRICS)
+        """The lines of metrics.jsonl, without an incomplete last one."""
+        file = self.path / self.METRICS
         try:
             if not file.exists():
                 return []
-            return [_object(line) for line in file.read_text().split("\n")[:-1]]
+            return [_parse_object(line) for line in file.read_text().split("\n")[:-1]]
         except (OSError, ValueError) as error:
             raise TrainError(f"{file}: cannot be read ({error}); start a new run") from error
 
     def append(self, record: dict[str, Any]) -> None:
-        """One more line in metrics.jsonl, in place of a last one that was not written whole."""
+        """Append a line to metrics.jsonl, in place of an incomplete last one."""
         if not self.writes:
             return
         line = json.dumps(record, allow_nan=False) + "\n"
-        with self._file(self.METRICS).open("a+b") as file:
+        with (self.path / self.METRICS).open("a+b") as file:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
             file.write(line.encode())
@@ -193,57 +197,68 @@ class RunDirectory:
     def keep(
         self, kind: str, wanted: Sequence[int], fields: Sequence[str] = ()
     ) -> list[dict[str, Any]]:
-        """Drops all lines of metrics.jsonl but those of a kind, such as `epoch`, up to the last of
-        the `wanted` numbers of that kind, and returns these. What was rolled back stays too.
+        """Cut metrics.jsonl back to a checkpoint.
+
+        Args:
+            kind: The kind of the lines to keep, `"epoch"` or `"step"`.
+            wanted: The steps that need a line. Lines after the last one are dropped.
+            fields: The names of the numbers that a line needs.
+
+        Returns:
+            The lines that were kept.
 
         Raises:
-            TrainError: one of these is missing or there twice, or has no number in one of the
-                `fields`; nothing is dropped then.
+            TrainError: A line is missing, is there twice, or lacks a number. Nothing was dropped.
         """
-        file, last = self._file(self.METRICS), max(wanted, default=0)
-        lines = self.metrics
-        records = [r for r in lines if r.get("kind") == kind and _lies_in(r.get(kind), last)]
-        found = [r[kind] for r in records]
-        missing = set(wanted) - set(found)
-        twice = next((number for number in found if found.count(number) > 1), None)
-        bare = next(((r[kind], f) for r in records for f in fields if not _is_number(r.get(f))), ())
-        if missing or twice is not None or bare:
-            what = "{} has no {}".format(*bare) if bare else f"{twice} is there twice"
-            what = f"{min(missing)} is missing" if missing else what
+        file, last = self.path / self.METRICS, max(wanted, default=0)
+        records = [
+            record
+            for record in self.metrics
+            if record.get("kind") == kind
+            and isinstance(record.get("step"), int)
+            and 0 < record["step"] <= last
+        ]
+        steps = [record["step"] for record in records]
+        problems = [f"has no line for step {step}" for step in wanted if step not in steps]
+        problems += [f"has two lines for step {step}" for step in steps if steps.count(step) > 1]
+        problems += [
+            f"has no {field} for step {record['step']}"
+            for record in records
+            for field in fields
+            if not _is_number(record.get(field))
+        ]
+        if problems:
             raise TrainError(
-                f"{file}: {kind} {what}, and there is a checkpoint of {kind} {last}; put the file "
-                "back, or start a new run"
+                f"{file} {problems[0]}, but there is a checkpoint of step {last}. Put the file "
+                "back, or start a new run."
             )
         if self.writes:
-            kept = [r for r in lines if r in records or r.get("kind") == ROLLED_BACK]
-            _replace(file, "".join(json.dumps(r) + "\n" for r in kept))
+            _replace(file, "".join(json.dumps(record) + "\n" for record in records))
         return records
 
     def draw(self, plot: Callable[[Any], None]) -> None:
-        """curve.png: what `plot` puts on the axes that it is given."""
+        """Write curve.png: what `plot` draws on the axes that it is given."""
         if not self.writes:
             return
-        figure, axes = _figure(self.path.name)
+        # Not pyplot, which may want a display.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set(title=self.path.name)
         plot(axes)
         figure.legend(loc="outside lower center", ncols=2)
-        partial = self._file(f"{self.CURVE}.partial")
+        partial = self.path / f"{self.CURVE}.partial"
         figure.savefig(partial, format="png", dpi=120)
-        os.replace(partial, self._file(self.CURVE))
-
-    def _file(self, name: str) -> Path:
-        return self.path / name
-
-    def _clear(self) -> None:
-        """Deletes all but config.json, which is replaced."""
-        for folder in (self.checkpoints, self.partway):
-            if folder.exists():
-                shutil.rmtree(folder)
-        for name in (self.METRICS, self.CURVE):
-            self._file(name).unlink(missing_ok=True)
+        os.replace(partial, self.path / self.CURVE)
 
 
 def unused(command: str) -> Path:
-    """`runs/COMMAND-DATE-TIME`, and `-2`, `-3`, … if there is one already."""
+    """Return `runs/COMMAND-DATE-TIME`, with `-2`, `-3`, … appended if it exists."""
     name = time.strftime(f"{command}-%Y%m%d-%H%M%S")
     path, number = DEFAULT / name, 1
     try:
@@ -255,29 +270,16 @@ def unused(command: str) -> Path:
     return path
 
 
-def _figure(title: str) -> tuple[Any, Any]:
-    """An empty figure that needs no display, and its axes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(title=title)
-    return figure, axes
-
-
-def _lies_in(number: Any, last: int) -> bool:
-    return isinstance(number, int) and 0 < number <= last
+def _check_writable(path: Path) -> None:
+    with tempfile.TemporaryFile(dir=path):
+        pass
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _object(text: str) -> dict[str, Any]:
+def _parse_object(text: str) -> dict[str, Any]:
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError(f"{type(value).__name__}, not an object")

@@ -1,4 +1,4 @@
-"""What the loop trains, what it needs to know of it, and whom it tells how it goes."""
+"""Interfaces between the training loop, the tasks it trains, and the progress display."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar
@@ -7,125 +7,165 @@ import jax
 
 from .finite import OnNan
 
-Measured = Mapping[str, float]  # by name; "loss" is among them, unless nothing was measured
+# The metrics of one step, "loss" among them; empty if the step was skipped.
+Metrics = Mapping[str, float]
 Part = Literal["validation", "test"]  # of the data
 Record = dict[str, Any]  # a line of metrics.jsonl
-Stop = Callable[[int], bool]  # of a step
+Stop = Callable[[int], bool]  # called with a step
 TrainStep = Callable[[Any, Any, jax.Array], tuple[Any, Any]]  # (state, batch, key)
 Result = TypeVar("Result", covariant=True)
 
 
 class Options(Protocol):
-    """What the loop needs to know of a task's config."""
+    """The options of a task that the training loop reads."""
 
     @property
-    def seed(self) -> int: ...
+    def seed(self) -> int:
+        """The seed of all randomness."""
+        ...
+
     @property
-    def learning_rate(self) -> float: ...
+    def learning_rate(self) -> float:
+        """The learning rate, which errors about infinite losses name."""
+        ...
+
     @property
-    def checkpoint_every(self) -> int | None: ...
+    def checkpoint_every(self) -> int | None:
+        """The number of steps between checkpoints; None for those at evaluations only."""
+        ...
+
     @property
-    def keep(self) -> int: ...
+    def keep(self) -> int:
+        """The number of latest evaluated checkpoints to keep."""
+        ...
+
     @property
-    def on_nan(self) -> OnNan: ...
+    def on_nan(self) -> OnNan:
+        """The reaction to a loss or gradients that are not finite."""
+        ...
 
 
 class Task(Protocol[Result]):
-    """What `fit` trains: its data, its model and its devices, and what is measured of it.
+    """A model, its data and its devices, as `loop.fit` trains them.
 
-    A run is counted in epochs or in steps (`kind`). After some `numbers` of these it is validated,
-    which gives a line of metrics.jsonl and a checkpoint; the last number is the run's end, at which
-    the best checkpoint is tested. A number is `steps_each` steps: those of an epoch, or one. The
-    state is a NamedTuple with a `step`.
+    A state is a NamedTuple of arrays with a field `step`.
     """
 
     @property
-    def config(self) -> Options: ...
+    def config(self) -> Options:
+        """The options of the run."""
+        ...
+
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """The unit of the run's length and the kind of its records: `"epoch"` or `"step"`."""
+        ...
+
     @property
-    def numbers(self) -> Sequence[int]: ...
+    def eval_steps(self) -> Sequence[int]:
+        """The steps after which the model is validated and saved; the last one ends the run."""
+        ...
+
     @property
-    def steps_each(self) -> int: ...
-    @property
-    def examples_per_step(self) -> int: ...
+    def examples_per_step(self) -> int:
+        """The number of examples in a batch."""
+        ...
 
     @property
     def fields(self) -> Sequence[str]:
-        """The numbers that each line of metrics.jsonl has."""
+        """The names of the numbers that each record has."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """For config.json: under `options` the options, among them the run's length, whose name is
-        the plural of `kind`, and under `data` what tells other data from these."""
+        """Return the content of config.json.
+
+        `options` holds the options, among them the run's length, named by the plural of `kind`.
+        `data` holds what distinguishes the data of the run from other data.
+        """
         ...
 
     def initial_state(self) -> Any:
-        """What step 0 begins with: what the seed gives, or the weights of another run."""
+        """Return the state before the first step."""
         ...
 
     def shapes(self) -> Any:
-        """`jax.ShapeDtypeStruct`s of the state, with the shardings that the train step wants, to
-        restore one; nothing is read."""
+        """Return the shapes, dtypes and shardings of the state, as `jax.ShapeDtypeStruct`s."""
         ...
 
     def make_step(self) -> TrainStep:
-        """Compiles `(state, batch, key) -> (state, metrics)`; the state is donated. What it does
-        at numbers that are not finite is the config's `on_nan`, as `finite.guarded` has it."""
+        """Compile a training step, `(state, batch, key) -> (state, metrics)`, that donates the
+        state.
+
+        The step treats a loss that is not finite as `finite.skip_nonfinite` does.
+        """
         ...
 
-    def make_test(self) -> Callable[[Any, Part], Measured]:
-        """Compiles `(state, part) -> measured` over a part of the data; nothing is measured of a
-        validation part that is empty."""
+    def make_test(self) -> Callable[[Any, Part], Metrics]:
+        """Compile an evaluation, `(state, part) -> metrics`; an empty part has no metrics."""
         ...
 
     def batches(self, done: int) -> Iterator[Any]:
-        """Batches to train on for ever, from that after `done` steps on; the same for a seed."""
+        """Yield batches without end, from that of step `done + 1` on, as the seed says."""
         ...
 
-    def read(self, metrics: Any) -> Measured:
-        """A step's metrics as numbers, which waits for the step."""
+    def read(self, metrics: Any) -> Metrics:
+        """Wait for a step and return its metrics as numbers."""
         ...
 
     def where(self, step: int) -> str:
-        """For a message: `in epoch 3`, `at step 70`."""
+        """Return the position of a step for a message, such as `"in epoch 3"`."""
         ...
 
-    def record(self, number: int, train: Measured, validation: Measured, rate: float) -> Record:
-        """A line of metrics.jsonl; `train` holds means over the steps since the line before, and
-        `rate` is in examples a second."""
+    def record(self, step: int, train: Metrics, validation: Metrics, rate: float) -> Record:
+        """Return the record of an evaluation, with a `kind` and a `step`.
+
+        Args:
+            step: The number of steps taken.
+            train: Means over the steps since the previous evaluation.
+            validation: Metrics of the validation part.
+            rate: Training speed in examples per second.
+        """
         ...
 
-    def score(self, record: Record) -> Any:
-        """Higher is better: by the validation set, and without one later is better."""
+    def score(self, record: Record) -> tuple[float, ...]:
+        """Return a score for choosing the best parameters; higher is better."""
         ...
 
     def draw(self, axes: Any, records: Sequence[Record]) -> None:
-        """The run's curve, on matplotlib's axes."""
+        """Plot the records on Matplotlib axes."""
         ...
 
     def result(
-        self, records: Sequence[Record], best: Record, tested: Measured, began: float
+        self, records: Sequence[Record], best: Record, tested: Metrics, began: float
     ) -> Result:
-        """What the run came to, a dataclass: `tested` is of the parameters at the `best` record,
-        and `began` is by `time.perf_counter`."""
+        """Return the result of the run, a dataclass.
+
+        Args:
+            records: The records of all evaluations.
+            best: The record with the highest score.
+            tested: Test metrics of the parameters at `best`.
+            began: When the run started, by `time.perf_counter`.
+        """
         ...
 
 
 class Progress:
-    """Is told how a run goes. This one does nothing with it."""
+    """Progress callbacks; the base class ignores them."""
 
     def start(self, steps: int, done: int) -> None:
-        """Before the first step is compiled: the number of steps, and how many are done already."""
+        """Handle the start of a run of `steps` steps, `done` of which were taken earlier.
 
-    def step(self, step: int, measured: Measured, rate: float) -> None:
-        """After each step, with what was measured of its batch, and examples a second."""
+        Called before the first step is compiled.
+        """
+
+    def step(self, step: int, metrics: Metrics, rate: float) -> None:
+        """Handle the metrics of a step; `rate` is in examples per second."""
 
     def report(self, record: Record) -> None:
-        """After each validation; `record` is its line of metrics.jsonl."""
+        """Handle the record of an evaluation."""
 
-    def say(self, text: str) -> None:
-        """What else there is to say: of a step that was skipped, of a checkpoint."""
+    def log(self, text: str) -> None:
+        """Handle a message, such as that of a skipped step or a damaged checkpoint."""
 
     def stop(self) -> None:
-        """After training, however it ends."""
+        """Handle the end of training, including errors and interruptions."""

@@ -96,7 +96,7 @@ def base(run_lm, monkeypatch, tmp_path):
     assert run_lm(*LM, "--out", "base")[0] == 130
     (path / "metrics.jsonl").write_text('{"kind": "step", "step": 2}\n')
     with Checkpoints(path / "checkpoints") as checkpoints:
-        checkpoints.save(2, {"weights": np.ones(3)}, best=2)
+        checkpoints.save(2, {"weights": np.ones(3)}, score=(1.0,))
     return path
 
 

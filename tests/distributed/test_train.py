@@ -49,7 +49,7 @@ def task_of(path):
 def parameters(path, task):
     """Of the last checkpoint, whatever devices wrote it."""
     with Checkpoints(RunDirectory.open(path).checkpoints, read_only=True) as saved:
-        return jax.device_get(saved.restore(task.shapes(), max(saved.steps)))
+        return jax.device_get(saved.restore(task.shapes(), saved.steps[-1]))
 
 
 def check_run(path, rounding=1.0):

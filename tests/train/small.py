@@ -1,6 +1,8 @@
-"""A small data set, a model that compiles in a second, and small tasks of both kinds."""
+"""Small tasks of both kinds, of a model that compiles in a second."""
 
+import dataclasses
 import functools
+import signal
 from typing import Any
 
 import jax
@@ -10,19 +12,21 @@ import pytest
 from flax import nnx
 
 from effjax.nnx import BatchNorm
+from effjax.train.checkpoint import Checkpoints
 from effjax.train.data.dataset import Dataset
 from effjax.train.data.text import split_text
 from effjax.train.images import task as images
 from effjax.train.images.config import DenseNetConfig
 from effjax.train.lm import task as lm
 from effjax.train.lm.config import LMConfig
+from effjax.train.run_directory import RunDirectory
 from effjax.train.task import Progress
 
 TEXT = split_text("fox", b"The quick brown fox jumps over the lazy dog.\n" * 40)
 
 
 def dataset(train=70, test=37, size=8, channels=1, classes=5) -> Dataset:
-    """Noisy images whose brightness tells the class."""
+    """Return noisy images whose brightness is that of their class."""
     rng = np.random.default_rng(0)
 
     def part(count):
@@ -37,7 +41,7 @@ def dataset(train=70, test=37, size=8, channels=1, classes=5) -> Dataset:
 
 
 class SmallModel(nnx.Module):
-    """Takes what `DenseNet` takes."""
+    """A model with the arguments of `DenseNet`."""
 
     def __init__(self, *, axis_name=None, drop_rate=0.2, rngs: nnx.Rngs, **_):
         self.conv = nnx.Conv(1, 4, (3, 3), rngs=rngs)
@@ -51,14 +55,14 @@ class SmallModel(nnx.Module):
 
 
 def builder(config, *_, **more):
-    """Stands for `effjax.train.images.recipe.model_builder`."""
+    """Replace `effjax.train.images.recipe.model_builder`."""
     axis_name = None if config.parallel == "jit" else "data"
     defaults: dict[str, Any] = {"axis_name": axis_name} | more
     return lambda **options: SmallModel(**defaults | options)
 
 
 def image_task(devices=2, **options) -> images.ImageTask:
-    """Three epochs of four steps, of the small model."""
+    """Return a task of three epochs of four steps, of the small model."""
     config = DenseNetConfig(**{"batch_size": 16, "epochs": 3, "learning_rate": 0.05} | options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(images, "model_builder", builder)
@@ -66,18 +70,22 @@ def image_task(devices=2, **options) -> images.ImageTask:
 
 
 def lm_task(devices=2, resume=False, **options) -> lm.LMTask:
-    """Five steps, tested after the second, the fourth and the last one."""
+    """Return a task of five steps, evaluated after the second, the fourth and the last one."""
     tiny: dict[str, Any] = dict(
         layers=2, width=16, heads=2, context=12, batch_size=4, steps=5, report_every=2, dropout=0.1
     )  # fmt: skip
     return lm.prepare(LMConfig(**tiny | options), jax.devices()[:devices], TEXT, resume)
 
 
-class CompiledOnce:
-    """A task whose programs are those of its first run."""
+class CachedTask:
+    """A task that is compiled once, however often it is trained.
 
-    def __init__(self, task):
+    Keyword arguments replace options that change no program.
+    """
+
+    def __init__(self, task, **options):
         self.task = task
+        self.config = dataclasses.replace(task.config, **options)
 
     def __getattr__(self, name):
         return getattr(self.task, name)
@@ -101,14 +109,49 @@ class CompiledOnce:
         return self._programs[1]
 
 
-class Said(Progress):
-    """Keeps what it is told."""
+class RecordedProgress(Progress):
+    """The messages and the steps of a run."""
 
     def __init__(self):
         self.texts, self.steps = [], []
 
-    def say(self, text):
+    def log(self, text):
         self.texts.append(text)
 
-    def step(self, step, measured, rate):
+    def step(self, step, metrics, rate):
         self.steps.append(step)
+
+
+class InterruptAt(Progress):
+    """Ctrl-C at a step."""
+
+    def __init__(self, step):
+        self.at, self.stopped = step, False
+
+    def step(self, step, metrics, rate):
+        if step == self.at:
+            signal.raise_signal(signal.SIGINT)
+
+    def stop(self):
+        self.stopped = True
+
+
+def new_run(path, task):
+    """An empty run directory for a task."""
+    return RunDirectory.create(path, task.describe(), overwrite=False)
+
+
+def lines_without_times(run):
+    """The lines of metrics.jsonl that two equal runs share."""
+    times = {"seconds", "images_per_second", "tokens_per_second"}
+    return [{k: v for k, v in line.items() if k not in times} for line in run.metrics]
+
+
+def assert_same_parameters(task, *runs, step=None):
+    """Assert that the checkpoints of runs at a step, by default the last, have the same bits."""
+    states = []
+    for run in runs:
+        with Checkpoints(run.checkpoints) as checkpoints:
+            states.append(checkpoints.restore(task.shapes(), step or task.eval_steps[-1]))
+    for state in states[1:]:
+        jax.tree.map(np.testing.assert_array_equal, states[0], state)

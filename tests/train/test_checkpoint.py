@@ -1,4 +1,7 @@
-"""What a checkpoint holds, wherever the arrays lie."""
+"""Checkpoints without a training loop: content, placement, retention and damage."""
+
+import json
+import shutil
 
 import jax
 import numpy as np
@@ -7,58 +10,197 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from effjax import to_device, to_host
-from effjax.train.checkpoint import Checkpoints
+from effjax.train import checkpoint
+from effjax.train.checkpoint import MANIFEST, WRITTEN_AFTER_MANIFEST, Checkpoints
+from effjax.train.errors import DamagedCheckpointError, TrainError
 
 SHAPE = 512, 256
 
 
+def state(step):
+    return {"a": np.full(3000, step, np.float32), "step": np.int32(step)}
+
+
+def save(path, scores, keep=9):
+    """Save a state at each step; a step whose score is None is between two evaluations."""
+    with Checkpoints(path, keep=keep) as checkpoints:
+        for step, score in scores.items():
+            checkpoints.save(step, state(step), score=None if score is None else (score,))
+    return path
+
+
+def flip_bit(folder):
+    """Change one bit of the largest file, which holds arrays."""
+    file = max((f for f in folder.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
 @pytest.mark.parametrize("kind", ["device", "pinned_host"])
-def test_a_save_holds_what_was_there_when_it_began(tmp_path, mesh4x2, kind):
-    """Steps that follow write over the state while it is being written."""
+def test_saved_state_may_be_donated(tmp_path, mesh4x2, kind):
     where = NamedSharding(mesh4x2, P("model"), memory_kind=kind)
-    state = [jax.device_put(np.full(SHAPE, number, np.float32), where) for number in range(4)]
+    arrays = [jax.device_put(np.full(SHAPE, number, np.float32), where) for number in range(4)]
     back = to_host if kind == "pinned_host" else to_device
 
-    def step(state):
-        return jax.tree.map(lambda a: back(to_device(a) * 0 - 1), state)
+    def step(arrays):
+        return jax.tree.map(lambda a: back(to_device(a) * 0 - 1), arrays)
 
     step = jax.jit(step, donate_argnums=0, out_shardings=where)
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state, best=1)
+        checkpoints.save(1, arrays)
         for _ in range(3):
-            state = step(state)
-        jax.block_until_ready(state)
-        assert all(np.all(np.asarray(a) == -1) for a in state)
-        checkpoints.settle()
-        saved = checkpoints.restore(state, 1)
-    for number, a in enumerate(saved):
+            arrays = step(arrays)
+        jax.block_until_ready(arrays)
+        assert all(np.all(np.asarray(a) == -1) for a in arrays)
+        checkpoints.wait()
+        restored = checkpoints.restore(arrays, 1)
+    for number, a in enumerate(restored):
         assert a.sharding == where
         np.testing.assert_array_equal(a, np.full(SHAPE, number, np.float32))
 
 
-@pytest.mark.parametrize(
-    ("keep", "wanted"), [(1, [2, 4]), (2, [2, 3, 4]), (3, [2, 3, 4]), (9, [0, 1, 2, 3, 4])]
-)
-def test_the_last_ones_and_the_best_one_are_kept(tmp_path, keep, wanted):
-    with Checkpoints(tmp_path, keep=keep) as checkpoints:
-        for number, best in enumerate([0, 0, 2, 2, 2]):
-            checkpoints.save(number, {"a": np.float32(number)}, best)
-        checkpoints.settle()
-        assert checkpoints.steps == wanted
-
-
-def test_restored_on_other_devices(tmp_path, mesh8, mesh4x2):
+def test_restores_on_other_devices(tmp_path, mesh8, mesh4x2):
     a = np.arange(64, dtype=np.float32).reshape(8, 8)
-    state = {"split": jax.device_put(a, NamedSharding(mesh8, P("data"))), "step": np.int32(3)}
+    split = {"split": jax.device_put(a, NamedSharding(mesh8, P("data"))), "step": np.int32(3)}
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state, best=1)
-        checkpoints.settle()
+        checkpoints.save(1, split)
+        checkpoints.wait()
         where = NamedSharding(mesh4x2, P("model", "data"))
-        for like, wanted in (
+        for like, expected in (
             (jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), where),
             (jax.ShapeDtypeStruct(a.shape, a.dtype), SingleDeviceSharding(jax.devices()[0])),
         ):
             shapes = {"split": like, "step": jax.ShapeDtypeStruct((), np.int32)}
-            found = checkpoints.restore(shapes, 1)
-            np.testing.assert_array_equal(found["split"], a)
-            assert found["split"].sharding == wanted and int(found["step"]) == 3
+            restored = checkpoints.restore(shapes, 1)
+            np.testing.assert_array_equal(restored["split"], a)
+            assert restored["split"].sharding == expected and int(restored["step"]) == 3
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [2, 5]), (2, [2, 4, 5]), (9, [2, 3, 4, 5])])
+def test_keeps_the_best_and_the_last_ones(tmp_path, keep, kept):
+    scores = {0: None, 1: None, 2: 0.9, 3: 0.1, 4: 0.3, 5: 0.2}
+    with Checkpoints(save(tmp_path, scores, keep)) as checkpoints:
+        assert checkpoints.steps == kept
+        assert checkpoints.evaluated_steps[0] == 2
+
+
+def test_keeps_the_newest_one_and_one_before_it(tmp_path):
+    save(tmp_path / "early", {0: None, 1: None, 2: None}, keep=1)
+    assert {path.name for path in (tmp_path / "early").iterdir()} == {"0", "2"}
+    save(tmp_path / "late", {2: 0.5, 3: None, 4: None}, keep=1)
+    with Checkpoints(tmp_path / "late") as checkpoints:  # as a process that resumes
+        assert checkpoints.steps == [2, 4] and checkpoints.evaluated_steps == [2]
+        checkpoints.save(6, state(6), score=(0.4,))
+        checkpoints.wait()
+        assert checkpoints.steps == [2, 6] and checkpoints.evaluated_steps == [2, 6]
+
+
+def test_metrics_are_saved_exactly(tmp_path):
+    metrics = [{"loss": 0.1 + 0.2}, {}, {"loss": 1 / 3, "accuracy": 0.5}]
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, state(3), metrics=metrics)
+        checkpoints.wait()
+        assert checkpoints.read_metrics(3) == metrics
+
+
+def test_detects_changed_missing_and_additional_files(tmp_path):
+    folder = save(tmp_path, {2: 0.5}) / "2"
+    covered = {f for f in folder.rglob("*") if f.is_file()}
+    covered -= {folder / name for name in WRITTEN_AFTER_MANIFEST}
+    manifest = json.loads((folder / MANIFEST).read_text())
+    assert {folder / name for name in manifest["files"]} == covered - {folder / MANIFEST}
+    with Checkpoints(tmp_path) as checkpoints:
+
+        def assert_damaged(match):
+            with pytest.raises(DamagedCheckpointError, match=rf"2 is damaged \(.*{match}"):
+                checkpoints.restore(state(2), 2)
+
+        for file in sorted(covered):
+            content, is_manifest = file.read_bytes(), file.name == MANIFEST
+            file.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
+            assert_damaged("no intact manifest" if is_manifest else "has changed")
+            file.unlink()
+            assert_damaged("no intact manifest" if is_manifest else "is missing")
+            file.write_bytes(content)
+        (folder / "default" / "more").touch()
+        assert_damaged("default/more is not in its manifest")
+        (folder / "default" / "more").unlink()
+        assert checkpoints.find_damage(2) is None
+        jax.tree.map(np.testing.assert_array_equal, checkpoints.restore(state(2), 2), state(2))
+    shutil.copytree(folder, tmp_path / "3")
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.find_damage(3) == "its files are those of step 2"
+
+
+def test_falls_back_to_the_newest_intact_checkpoint(tmp_path):
+    save(tmp_path, {1: 0.1, 2: 0.2, 3: 0.3, 4: None})
+    flip_bit(tmp_path / "4")
+    (tmp_path / "3" / MANIFEST).unlink()
+    messages = []
+    with Checkpoints(tmp_path, keep=9) as checkpoints:
+        step, restored = checkpoints.restore_first_intact(
+            state(0), checkpoints.steps[::-1], messages.append
+        )
+        assert step == 2
+        jax.tree.map(np.testing.assert_array_equal, restored, state(2))
+        assert checkpoints.steps == [1, 2] and checkpoints.evaluated_steps == [2, 1]
+        checkpoints.save(4, state(4), score=(0.4,))  # the number is free again
+    assert messages == [
+        f"{tmp_path}/4 is damaged ({messages[0].split('(')[1].split(')')[0]}) and was renamed to "
+        f"damaged-4; using {tmp_path}/2",
+        f"{tmp_path}/3 is damaged (no intact manifest.json: FileNotFoundError) and was renamed to "
+        f"damaged-3; using {tmp_path}/2",
+    ]
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "2", "4", "damaged-3", "damaged-4"}
+
+
+def test_renames_nothing_if_no_checkpoint_is_intact(tmp_path):
+    save(tmp_path, {1: 0.1, 2: 0.2})
+    for step in "12":
+        flip_bit(tmp_path / step)
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(DamagedCheckpointError, match=r"no checkpoint is intact \(2: .*, 1: "):
+            checkpoints.restore_first_intact(state(0), checkpoints.steps[::-1], print)
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
+
+
+@pytest.mark.parametrize(
+    ("error", "match"),
+    [
+        (ValueError("structures differ"), "2 is intact, but does not match the model in config"),
+        (OSError(5, "Input/output error"), r"2 cannot be read \(Input/output error\)"),
+    ],
+)
+def test_an_intact_checkpoint_is_not_renamed(tmp_path, monkeypatch, error, match):
+    def fail(*_, **__):
+        raise error
+
+    save(tmp_path, {1: 0.1, 2: 0.2})
+    monkeypatch.setattr("orbax.checkpoint.CheckpointManager.restore", fail)
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(TrainError, match=match):
+            checkpoints.restore_first_intact(state(0), checkpoints.steps[::-1], print)
+        assert checkpoints.steps == [1, 2]
+
+
+def test_a_manifest_that_cannot_be_written(tmp_path, monkeypatch):
+    """The earlier checkpoints stay."""
+
+    def full_disk(_):
+        raise OSError(28, "No space left on device")
+
+    save(tmp_path, {1: 0.1, 2: 0.2})
+    monkeypatch.setattr(checkpoint, "_digest_files", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, {3: 0.9}, keep=1)
+    monkeypatch.undo()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps == [1, 2]
+        assert checkpoints.find_damage(1) is checkpoints.find_damage(2) is None
+
+
+def test_reads_without_writing(tmp_path):
+    with Checkpoints(tmp_path / "none", read_only=True) as checkpoints:
+        assert checkpoints.steps == []
+    assert list(tmp_path.iterdir()) == []

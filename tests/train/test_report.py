@@ -42,9 +42,9 @@ def shown(name, terminal, validation=VALIDATION):
     console = Console(file=file, force_terminal=terminal, width=150)
     task = make()
     progress = report.make_progress(console, task)
-    progress.start(task.numbers[-1] * task.steps_each, 0)
+    progress.start(task.eval_steps[-1], 0)
     progress.step(1, TRAIN, 90.0)
-    progress.report(task.record(task.numbers[0], TRAIN, validation, 90.0))
+    progress.report(task.record(task.eval_steps[0], TRAIN, validation, 90.0))
     progress.stop()
     return file.getvalue()
 

@@ -1,3 +1,5 @@
+"""The files and the lock of a run directory."""
+
 import errno
 import json
 import os
@@ -20,7 +22,7 @@ def create(path, overwrite=False):
     return RunDirectory.create(path, CONFIG, overwrite)
 
 
-def test_a_name_of_its_own(tmp_path, monkeypatch):
+def test_unused_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda _: "densenet-now")
     paths = [create(unused("densenet")).path for _ in range(3)]
@@ -29,7 +31,7 @@ def test_a_name_of_its_own(tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
-def test_a_run_is_not_overwritten_unless_asked(tmp_path):
+def test_overwrites_a_run_only_if_asked(tmp_path):
     run = create(tmp_path / "run")
     run.append({"kind": "epoch"})
     run.checkpoints.mkdir()
@@ -42,8 +44,8 @@ def test_a_run_is_not_overwritten_unless_asked(tmp_path):
     assert {p.name for p in run.path.iterdir()} == {"config.json", "notes.txt"}
 
 
-def test_one_process_at_a_time(tmp_path):
-    """Until it ends, even by a signal that nobody can catch."""
+def test_lock_excludes_other_processes(tmp_path):
+    """The lock ends with the process, even by SIGKILL."""
     run = create(tmp_path / "run")
     run.append({"kind": "epoch"})
     code = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), 2); print(); input()"
@@ -61,7 +63,7 @@ def test_one_process_at_a_time(tmp_path):
     assert create(run.path, overwrite=True).metrics == []
 
 
-def test_file_systems_without_locks(tmp_path, monkeypatch):
+def test_file_system_without_locks(tmp_path, monkeypatch):
     def unsupported(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -71,7 +73,7 @@ def test_file_systems_without_locks(tmp_path, monkeypatch):
         assert run.config == CONFIG
 
 
-def test_a_directory_of_something_else_is_left_alone(tmp_path):
+def test_rejects_a_directory_of_other_files(tmp_path):
     (tmp_path / "thesis.tex").write_text("")
     for overwrite in (False, True):
         with pytest.raises(TrainError, match="not empty and not a run"):
@@ -80,8 +82,8 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("content", ['{"model_type": "bert"}', "{", "[]"])
-def test_a_config_of_something_else(tmp_path, content):
-    """A model of another library: neither its checkpoints nor its config are ours to delete."""
+def test_rejects_a_config_of_another_program(tmp_path, content):
+    """A model of another library has a config.json and checkpoints too."""
     (tmp_path / "config.json").write_text(content)
     (tmp_path / "checkpoints" / "important").mkdir(parents=True)
     for overwrite in (False, True):
@@ -91,8 +93,8 @@ def test_a_config_of_something_else(tmp_path, content):
     assert (tmp_path / "checkpoints" / "important").is_dir()
 
 
-def test_an_end_while_a_run_is_made(tmp_path, monkeypatch):
-    """What is left can be begun anew, whenever it comes."""
+def test_interrupted_creation_can_be_repeated(tmp_path, monkeypatch):
+    """Whenever the interruption comes."""
 
     def end(*_, **__):
         raise KeyboardInterrupt
@@ -108,18 +110,18 @@ def test_an_end_while_a_run_is_made(tmp_path, monkeypatch):
                 (run / "checkpoints").mkdir()
 
 
-def test_an_empty_directory_is_used(tmp_path):
+def test_uses_an_empty_directory(tmp_path):
     assert json.loads((create(tmp_path).path / "config.json").read_text()) == CONFIG
 
 
-def test_a_place_that_cannot_be_written_to(tmp_path):
+def test_rejects_a_path_below_a_file(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(TrainError, match="cannot be written to .*; give another --out"):
             create(path)
 
 
-def test_a_read_only_directory(tmp_path, monkeypatch):
+def test_rejects_a_read_only_directory(tmp_path, monkeypatch):
     def denied(**_):
         raise PermissionError(13, "Permission denied")
 
@@ -129,7 +131,7 @@ def test_a_read_only_directory(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_open_needs_a_run(tmp_path):
+def test_open_rejects_a_directory_without_a_run(tmp_path):
     with pytest.raises(TrainError, match="not a run"):
         RunDirectory.open(tmp_path)
     create(tmp_path)
@@ -139,71 +141,64 @@ def test_open_needs_a_run(tmp_path):
             _ = RunDirectory.open(tmp_path).config
 
 
-def test_metrics_are_cut_back_to_an_epoch(tmp_path):
+def test_cuts_metrics_back_to_a_step(tmp_path):
+    """A line at a step that needs none stays: it is of an earlier, shorter run."""
     run = create(tmp_path)
-    for epoch in (1, 2, 3):
-        run.append({"kind": "epoch", "epoch": epoch})
+    for step in (2, 4, 5, 6, 8):
+        run.append({"kind": "step", "step": step})
     run.append({"kind": "interrupted"})
-    assert [r["epoch"] for r in run.keep("epoch", [1, 2])] == [1, 2]
-    assert [r["epoch"] for r in run.metrics] == [1, 2]
+    assert [r["step"] for r in run.keep("step", [2, 4, 6])] == [2, 4, 5, 6]
+    assert [r["step"] for r in run.metrics] == [2, 4, 5, 6]
 
 
 def torn(path):
-    """A run whose second line was cut off in mid-append."""
+    """A run that ended while its second line was written."""
     run = create(path)
-    for epoch in (1, 2):
-        run.append({"kind": "epoch", "epoch": epoch})
+    for step in (1, 2):
+        run.append({"kind": "step", "step": step})
     file = path / "metrics.jsonl"
     os.truncate(file, file.stat().st_size - 5)
     return run
 
 
-def test_a_torn_last_line_is_dropped(tmp_path):
+def test_drops_an_incomplete_last_line(tmp_path):
     run = torn(tmp_path)
-    assert [r["epoch"] for r in run.metrics] == [1]
-    assert [r["epoch"] for r in run.keep("epoch", [1])] == [1]
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"kind": "epoch", "epoch": 1}\n'
+    assert [r["step"] for r in run.metrics] == [1]
+    assert [r["step"] for r in run.keep("step", [1])] == [1]
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"kind": "step", "step": 1}\n'
 
 
-def test_a_line_after_a_torn_one_is_a_line_of_its_own(tmp_path):
+def test_appends_after_an_incomplete_line(tmp_path):
     run = torn(tmp_path)
     run.append({"kind": "interrupted"})
-    assert run.metrics == [{"kind": "epoch", "epoch": 1}, {"kind": "interrupted"}]
+    assert run.metrics == [{"kind": "step", "step": 1}, {"kind": "interrupted"}]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"kind": \n', "cannot be read"),
-        ("1\n", "cannot be read .int, not an object"),
-        ('{"kind": "epoch", "epoch": 2}\n', "epoch 1 is missing"),
-        ('{"kind": "epoch", "epoch": 1}\n' * 2, "epoch 1 is there twice"),
+        ('{"kind": \n', ": cannot be read"),
+        ("1\n", ": cannot be read .int, not an object"),
+        ('{"kind": "step", "step": 2, "loss": 1}\n', " has no line for step 1"),
+        ('{"kind": "step", "step": 1, "loss": 1}\n' * 2, " has two lines for step 1"),
+        ('{"kind": "step", "step": 1, "loss": null}\n', " has no loss for step 1"),
     ],
 )
-def test_metrics_that_cannot_be_gone_on_with(tmp_path, content, message):
+def test_rejects_metrics_that_do_not_fit_the_checkpoint(tmp_path, content, message):
     run = create(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(content)
-    with pytest.raises(TrainError, match=rf"metrics\.jsonl: {message}.*start a new run"):
-        run.keep("epoch", [1])
+    with pytest.raises(TrainError, match=rf"metrics\.jsonl{message}.*start a new run"):
+        run.keep("step", [1], ["loss"])
     assert (tmp_path / "metrics.jsonl").read_text() == content
 
 
-@pytest.mark.parametrize("loss", ["", ', "loss": null', ', "loss": "a"', ', "loss": true'])
-def test_a_line_without_a_number(tmp_path, loss):
-    run = create(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text(f'{{"kind": "epoch", "epoch": 1{loss}}}\n')
-    with pytest.raises(TrainError, match=r"metrics.jsonl: epoch 1 has no loss, .*start a new run"):
-        run.keep("epoch", [1], ["loss"])
-    assert run.keep("epoch", [1]) == run.metrics
-
-
-def test_metrics_are_json(tmp_path):
+def test_append_rejects_nan(tmp_path):
     with pytest.raises(ValueError, match="JSON compliant"):
         create(tmp_path).append({"loss": float("nan")})
     assert RunDirectory(tmp_path).metrics == []
 
 
-def test_without_matplotlib_nothing_begins(tmp_path, monkeypatch):
+def test_requires_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(
         TrainError, match=r'matplotlib is missing; run pip install "effjax\[train\]"'
@@ -213,7 +208,7 @@ def test_without_matplotlib_nothing_begins(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("asked", ["open", "unused"])
-def test_a_folder_that_may_not_be_searched(tmp_path, monkeypatch, asked):
+def test_rejects_an_unreadable_directory(tmp_path, monkeypatch, asked):
     def refuse(self, **_):
         raise PermissionError(13, "Permission denied", str(self))
 
@@ -222,15 +217,7 @@ def test_a_folder_that_may_not_be_searched(tmp_path, monkeypatch, asked):
         RunDirectory.open(tmp_path / "run") if asked == "open" else unused("densenet")
 
 
-def test_metrics_beside_those_that_are_wanted_are_kept(tmp_path):
-    """A run that was made longer has a line of its former end."""
-    run = create(tmp_path)
-    for step in (2, 4, 5, 6, 8):
-        run.append({"kind": "step", "step": step})
-    assert [r["step"] for r in run.keep("step", [2, 4, 6])] == [2, 4, 5, 6]
-
-
-def test_options_that_were_changed(tmp_path):
+def test_rejects_edited_options(tmp_path):
     options = {"epochs": 3}
     run = RunDirectory.create(
         tmp_path, {"options": options, "fingerprint": fingerprint(options)}, overwrite=False

@@ -116,7 +116,7 @@ def make_learner(
     Args:
         build: from `model_builder`.
         mean, std: of the pixels, [C].
-        on_nan: as `finite.guarded` has it.
+        on_nan: as for `finite.skip_nonfinite`.
 
     Raises:
         TrainError: the model refuses its options, or images of that shape.

@@ -8,7 +8,7 @@ from ..errors import counted
 from ..mesh import devices_of
 from ..report import line
 from ..run_directory import RunDirectory
-from ..task import Measured, Progress, Record
+from ..task import Metrics, Progress, Record
 from .task import ImageResult, ImageTask
 
 
@@ -55,7 +55,7 @@ def make_progress(console: Console, task: ImageTask) -> Progress:
             f"{validation}{record['images_per_second']:.0f} images/s"
         )
 
-    def bar_text(step: int, measured: Measured, rate: float) -> str:
+    def bar_text(step: int, measured: Metrics, rate: float) -> str:
         return (
             f"{task.where(step).removeprefix('in ')}  loss {measured['loss']:.3f}  "
             f"accuracy {measured['accuracy']:.1%}  {rate:.0f} images/s"

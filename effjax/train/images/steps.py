@@ -35,7 +35,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ..finite import OnNan, guarded
+from ..finite import OnNan, skip_nonfinite
 from ..mesh import AXIS, AnyMesh, Array, by_batch, gathered, shardings_of, whole
 from .config import Parallel
 
@@ -71,7 +71,7 @@ class Learner:
     optimizer: optax.GradientTransformation
     mean: np.ndarray  # [C]
     std: np.ndarray  # [C]
-    on_nan: OnNan = "stop"  # as `guarded` has it
+    on_nan: OnNan = "stop"  # as for `skip_nonfinite`
 
     def inputs(self, images: Array) -> jax.Array:
         """uint8 pixels to normalized float32."""
@@ -96,7 +96,7 @@ class Learner:
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
         new = TrainState(state.step + 1, params, stats, opt_state)
-        return guarded(self.on_nan, new, state, loss, grads)
+        return skip_nonfinite(self.on_nan, new, state, loss, grads)
 
 
 def first_state(

@@ -30,7 +30,7 @@ from ..mesh import (
     with_shardings,
 )
 from ..processes import several, summed
-from ..task import Measured, Part, Record, TrainStep
+from ..task import Metrics, Part, Record, TrainStep
 from .config import ImageConfig
 from .forms import backward_bytes
 from .recipe import make_learner, make_optimizer, make_schedule, model_builder
@@ -133,8 +133,8 @@ class ImageTask:
         return "epoch"
 
     @property
-    def numbers(self) -> Sequence[int]:
-        return range(1, self.config.epochs + 1)
+    def eval_steps(self) -> Sequence[int]:
+        return range(self.steps_each, self.config.epochs * self.steps_each + 1, self.steps_each)
 
     @property
     def examples_per_step(self) -> int:
@@ -175,7 +175,7 @@ class ImageTask:
         shardings = state_shardings(self.shapes(), self.mesh)
         return make_train_step(self.config.parallel, self.learner, self.mesh, shardings)
 
-    def make_test(self) -> Callable[[TrainState, Part], Measured]:
+    def make_test(self) -> Callable[[TrainState, Part], Metrics]:
         shardings = state_shardings(self.shapes(), self.mesh)
         eval_step = make_eval_step(self.learner, self.mesh, shardings)
         return lambda state, part: evaluate(self, eval_step, state, part)
@@ -192,23 +192,23 @@ class ImageTask:
         """A batch, of the rows that each process has of it."""
         return global_batch(rows, self.config.batch_size, self.mesh)
 
-    def read(self, metrics: StepMetrics) -> Measured:
+    def read(self, metrics: StepMetrics) -> Metrics:
         accuracy = int(metrics.correct) / self.config.batch_size
         return {"loss": float(metrics.loss), "accuracy": accuracy}
 
     def where(self, step: int) -> str:
         return f"in epoch {-(-step // self.steps_each)}"
 
-    def record(self, number: int, train: Measured, validation: Measured, rate: float) -> Record:
+    def record(self, step: int, train: Metrics, validation: Metrics, rate: float) -> Record:
         return {
-            "kind": "epoch", "epoch": number, "step": number * self.steps_each,
+            "kind": "epoch", "epoch": step // self.steps_each, "step": step,
             "train_loss": train["loss"], "train_accuracy": train["accuracy"],
-            "learning_rate": float(self.learning_rate((number - 1) * self.steps_each)),
+            "learning_rate": float(self.learning_rate(step - self.steps_each)),
             "images_per_second": rate,
             **{f"validation_{name}": value for name, value in validation.items()},
         }  # fmt: skip
 
-    def score(self, record: Record) -> Any:
+    def score(self, record: Record) -> tuple[float, ...]:
         accuracy, loss = record.get("validation_accuracy", 0), record.get("validation_loss", 0)
         return accuracy, -loss, record["epoch"]
 
@@ -226,7 +226,7 @@ class ImageTask:
         right.set(ylabel="validation accuracy (%)")
 
     def result(
-        self, records: Sequence[Record], best: Record, tested: Measured, began: float
+        self, records: Sequence[Record], best: Record, tested: Metrics, began: float
     ) -> ImageResult:
         batch = self.config.batch_size, *self.dataset.image_shape
         return ImageResult(
@@ -261,7 +261,7 @@ def train_batches(task: ImageTask, epoch: int, skip: int = 0) -> Iterator[Batch]
         yield Batch(batch, labels[chosen[rows]])
 
 
-def evaluate(task: ImageTask, eval_step: Any, state: TrainState, part: Part) -> Measured:
+def evaluate(task: ImageTask, eval_step: Any, state: TrainState, part: Part) -> Metrics:
     """Loss and accuracy on a part of the data, nothing of one without images; the last batch is
     filled up with images of weight 0."""
     images = getattr(task.dataset, f"{part}_images")

@@ -8,10 +8,9 @@ import jax
 from jax.sharding import Mesh
 
 from ..checkpoint import Checkpoints
-from ..errors import Damaged, TrainError, unreadable
+from ..errors import DamagedCheckpointError, TrainError, unreadable
 from ..mesh import with_shardings
 from ..run_directory import RunDirectory
-from ..task import Record
 from .config import LMConfig
 from .offloaded import OffloadedState, shardings_of
 from .recipe import initial_state, make_learner
@@ -37,11 +36,6 @@ class Base(NamedTuple):
                     f"--out {out} and --init-from {self.run.path} are the same, or one lies in the "
                     "other; give another --out"
                 )
-
-
-def score(record: Record) -> tuple[float, int]:
-    """Higher is better: by the validation text, and without one later is better."""
-    return -record.get("validation_loss", 0), record["step"]
 
 
 def find_base(config: LMConfig) -> Base | None:
@@ -76,13 +70,12 @@ def find_base(config: LMConfig) -> Base | None:
         )
     try:
         with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
-            there = checkpoints.steps
+            evaluated = checkpoints.evaluated_steps
     except OSError as error:
         raise unreadable(run.checkpoints, error) from error
-    records = [r for r in run.metrics if r.get("kind") == "step" and r.get("step") in there]
-    if not records:
+    if not evaluated:
         raise TrainError(f"{run.path}: has no checkpoint of a step yet; train it first")
-    return Base(run, base, max(records, key=score)["step"])
+    return Base(run, base, evaluated[0])
 
 
 def with_weights(
@@ -104,6 +97,6 @@ def with_weights(
     with Checkpoints(base.run.checkpoints, read_only=True) as checkpoints:
         try:
             weights = checkpoints.restore(shapes, base.step).params
-        except Damaged as error:
+        except DamagedCheckpointError as error:
             raise TrainError(f"{error}; give another run") from error
     return state.with_params(put(state.params, weights))

@@ -11,7 +11,6 @@ from flax import nnx
 from ... import OffloadState, host_init, offload_scan, offload_train_step
 from ...models import TransformerLM
 from ...models.nnx.transformer import ApplyLayers, Layer, Params
-from ..finite import all_finite, marked
 from ..mesh import AnyMesh, Array, sharding_of
 from ..mesh import shardings_of as split
 from .config import LMConfig
@@ -102,9 +101,6 @@ def offloaded_step(
 
     def step(state: OffloadedState, tokens: Array, key: jax.Array):
         new, loss = train_step(state.model, tokens, jax.random.fold_in(key, state.step))
-        if config.fuse_update and config.on_nan == "rollback":
-            # What is not finite in a layer's backward pass goes through to the embedding.
-            loss = marked(loss, all_finite(loss, new.others))
         return OffloadedState(state.step + 1, new), loss
 
     return step
@@ -120,7 +116,7 @@ def _train_step(
     return offload_train_step(
         parts.embed, parts.layer, parts.head, optimizer,
         fuse_update=config.fuse_update, num_microbatches=config.num_microbatches,
-        skip_nonfinite=config.on_nan != "stop" and not config.fuse_update,
+        skip_nonfinite=config.on_nan == "skip",
         policy=POLICIES[config.policy], trainable=trainable(config),
         trainable_others=trainable(config), **_places(config),
     )  # fmt: skip

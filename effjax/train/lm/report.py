@@ -11,7 +11,7 @@ from ..errors import counted
 from ..mesh import devices_of
 from ..report import line
 from ..run_directory import RunDirectory
-from ..task import Measured, Progress, Record
+from ..task import Metrics, Progress, Record
 from .task import LMResult, LMTask
 
 
@@ -49,7 +49,7 @@ def make_progress(console: Console, task: LMTask) -> Progress:
             f"{record['tokens_per_second']:.0f} tokens/s"
         )
 
-    def bar_text(step: int, measured: Measured, rate: float) -> str:
+    def bar_text(step: int, measured: Metrics, rate: float) -> str:
         return f"loss {measured['loss']:.3f}  {rate:.0f} tokens/s"
 
     return report.make_progress(console, line_text, bar_text)

@@ -17,7 +17,7 @@ from ... import offload_jit
 from ...models import TransformerLM, scan_layers
 from ...models.nnx.transformer import ApplyLayers, Layer, Params
 from ...ops.offload.trainable import Parts, parts_of
-from ..finite import OnNan, guarded
+from ..finite import OnNan, skip_nonfinite
 from ..mesh import AnyMesh, Array, by_batch, gathered
 
 
@@ -127,7 +127,7 @@ def lm_step(
     on_nan: OnNan = "stop",
 ) -> Callable:
     """`make_lm_step` before it is compiled; `trainable` is as of `offload_train_step`, and `on_nan`
-    as of `finite.guarded`."""
+    as of `finite.skip_nonfinite`."""
 
     def step(state: LMState, tokens: Array, key: jax.Array) -> tuple[LMState, jax.Array]:
         key = jax.random.fold_in(key, state.step)
@@ -141,7 +141,7 @@ def lm_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, trained)
         trained = optax.apply_updates(trained, updates)
         new = LMState(state.step + 1, Parts(trained, frozen).whole, opt_state)
-        return guarded(on_nan, new, state, loss, grads)
+        return skip_nonfinite(on_nan, new, state, loss, grads)
 
     return step
 

@@ -30,8 +30,8 @@ from ..mesh import (
     run_mesh,
     with_shardings,
 )
-from ..task import Measured, Part, Record, TrainStep
-from .base import Base, find_base, score, with_weights
+from ..task import Metrics, Part, Record, TrainStep
+from .base import Base, find_base, with_weights
 from .config import LMConfig
 from .offloaded import OffloadedState, shardings_of
 from .recipe import LMLearner, initial_state, make_learner, train_step
@@ -110,14 +110,10 @@ class LMTask:
         return "step"
 
     @property
-    def numbers(self) -> Sequence[int]:
+    def eval_steps(self) -> Sequence[int]:
         """After which steps the model is tested: every so many, and the last one."""
         steps, every = self.config.steps, self.config.report_every
         return [*range(every, steps, every), steps]
-
-    @property
-    def steps_each(self) -> int:
-        return 1
 
     @property
     def examples_per_step(self) -> int:
@@ -156,7 +152,7 @@ class LMTask:
     def make_step(self) -> TrainStep:
         return compile_lm_step(train_step(self.learner), self.mesh)
 
-    def make_test(self) -> Callable[[LMState | OffloadedState, Part], Measured]:
+    def make_test(self) -> Callable[[LMState | OffloadedState, Part], Metrics]:
         learner = self.learner
         eval_step = make_lm_eval_step(learner.graphdef, self.mesh, learner.apply_layers_in_test)
         return lambda state, part: evaluate(self, eval_step, state, part)
@@ -168,22 +164,22 @@ class LMTask:
         for windows in train_batches(data, config.context, size, config.seed, done, rows):
             yield global_batch(windows, size, self.mesh)
 
-    def read(self, metrics: jax.Array) -> Measured:
+    def read(self, metrics: jax.Array) -> Metrics:
         return {"loss": float(metrics)}
 
     def where(self, step: int) -> str:
         return f"at step {step}"
 
-    def record(self, number: int, train: Measured, validation: Measured, rate: float) -> Record:
+    def record(self, step: int, train: Metrics, validation: Metrics, rate: float) -> Record:
         return {
-            "kind": "step", "step": number, "train_loss": train["loss"],
-            "learning_rate": float(self.learner.learning_rate(number - 1)),
+            "kind": "step", "step": step, "train_loss": train["loss"],
+            "learning_rate": float(self.learner.learning_rate(step - 1)),
             "tokens_per_second": rate,
             **{f"validation_{name}": value for name, value in validation.items()},
         }  # fmt: skip
 
-    def score(self, record: Record) -> Any:
-        return score(record)
+    def score(self, record: Record) -> tuple[float, ...]:
+        return -record.get("validation_loss", 0), record["step"]
 
     def draw(self, axes: Any, records: Sequence[Record]) -> None:
         """The loss on the train and on the validation part, by step."""
@@ -195,7 +191,7 @@ class LMTask:
                 axes.plot(x, losses, f"C{number}.-", label=f"{name} loss")
 
     def result(
-        self, records: Sequence[Record], best: Record, tested: Measured, began: float
+        self, records: Sequence[Record], best: Record, tested: Metrics, began: float
     ) -> LMResult:
         return LMResult(
             train_loss=records[-1]["train_loss"],
@@ -210,7 +206,7 @@ class LMTask:
         )
 
 
-def evaluate(task: LMTask, eval_step: Any, state: LMState | OffloadedState, part: Part) -> Measured:
+def evaluate(task: LMTask, eval_step: Any, state: LMState | OffloadedState, part: Part) -> Metrics:
     """Mean loss over the windows of a part of the text; nothing of one without bytes."""
     data = getattr(task.text, part)
     if not len(data):

@@ -321,9 +321,9 @@ def test_rejects_long_member_names(tmp_path, kind):
 @pytest.mark.parametrize("name", ["pipe", "/dev/zero"])
 def test_rejects_pipes_and_devices(tmp_path, name):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match=f"{name}: is no regular file; copy what it gives into one"):
+    with pytest.raises(DataError, match=f"{name} must be a regular file. Copy its"):
         load_dataset(f"cifar10:{tmp_path / name}")
-    with pytest.raises(DataError, match=f"{name}: is no regular file"):
+    with pytest.raises(DataError, match=f"{name} must be a regular file"):
         load_text(f"text:{tmp_path / name}")
     folder = archives.write_images(tmp_path / "images", {"a": 1, "b": 2})
     os.symlink(tmp_path / name, folder / "a" / "1.png")

@@ -25,7 +25,7 @@ from effjax.train.task import Progress
 from tests.programs import needs_gpu_compiler
 from tests.tiers import plainly
 from tests.train.lm.test_offloaded import Interrupt, lines, new_run
-from tests.train.small import TEXT, CompiledOnce, lm_task
+from tests.train.small import TEXT, CachedTask, lm_task
 
 pytest.importorskip("matplotlib")
 
@@ -61,7 +61,7 @@ def base_run(path, *losses, best=1, bias=False):
         for step, loss in enumerate(losses, 1):
             run.append({"kind": "step", "step": step} | loss)
             state = first_state(bias).with_params(weights(step, bias))
-            checkpoints.save(step, state, best=best)
+            checkpoints.save(step, state, score=(float(step == best),))
     return str(path)
 
 
@@ -156,7 +156,7 @@ def test_without_validation_the_last_step_is_the_best(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["plain", "fused"])
 def test_resuming_ends_with_the_same_bits(name, bases, tmp_path):
-    one: Any = CompiledOnce(lm_task(2, lora=RANK, init_from=bases(False), **FORMS[name]))
+    one: Any = CachedTask(lm_task(2, lora=RANK, init_from=bases(False), **FORMS[name]))
     runs = [new_run(tmp_path / part, one) for part in ("whole", "parts")]
     fit(one, runs[0])
     with pytest.raises(KeyboardInterrupt):
@@ -208,7 +208,7 @@ def test_a_damaged_checkpoint_to_begin_with_is_named(bases, tmp_path):
     task = lm_task(1, init_from=str(run.path))
     file = run.checkpoints / "1" / "default" / "_METADATA"
     file.write_bytes(file.read_bytes()[:100])
-    message = r"/run/checkpoints/1: cannot be restored \(.*\); give another run$"
+    message = r"/run/checkpoints/1 is damaged \(.*\); give another run$"
     with pytest.raises(TrainError, match=message):
         task.initial_state()
 

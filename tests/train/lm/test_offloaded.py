@@ -14,7 +14,7 @@ from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
 from effjax.train.task import Progress
 from tests.tiers import exhaustive, plainly
-from tests.train.small import CompiledOnce, lm_task
+from tests.train.small import CachedTask, lm_task
 
 pytest.importorskip("matplotlib")
 
@@ -82,7 +82,7 @@ def test_where_the_layers_live(mode):
 @pytest.mark.exhaustive
 def test_offloaded_resuming_ends_with_the_same_bits(tmp_path, whole_on_one):
     """On two devices, with layers on the host of both."""
-    one: Any = CompiledOnce(lm_task(2, offload="all", fuse_update=True))
+    one: Any = CachedTask(lm_task(2, offload="all", fuse_update=True))
     runs = [new_run(tmp_path / name, one) for name in ("whole", "parts")]
     fit(one, runs[0])
     for got, want in zip(lines(runs[0]), whole_on_one, strict=True):

@@ -8,12 +8,12 @@ from flax import nnx
 from effjax.models import scan_layers
 from effjax.train.lm.steps import lm_loss, lm_parts, make_lm_step
 from effjax.train.mesh import data_mesh, whole
-from tests.train.small import CompiledOnce, lm_task
+from tests.train.small import CachedTask, lm_task
 
 
 @pytest.fixture(scope="module")
 def one():
-    return CompiledOnce(lm_task())
+    return CachedTask(lm_task())
 
 
 def test_the_loss_is_that_of_the_next_byte(one):

@@ -17,7 +17,7 @@ def test_resume_needs_the_same_text(tmp_path):
 
 
 def test_reports_come_at_the_end_too():
-    steps = [list(lm_task(steps=s, report_every=e).numbers) for s, e in ((4, 2), (5, 2), (3, 9))]
+    steps = [list(lm_task(steps=s, report_every=e).eval_steps) for s, e in ((4, 2), (5, 2), (3, 9))]
     assert steps == [[2, 4], [2, 4, 5], [3]]
 
 
