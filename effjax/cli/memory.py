@@ -1,6 +1,12 @@
-"""`effjax memory`."""
+"""The `effjax memory` command."""
 
+import contextlib
+import functools
+import json
 import math
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,10 +18,14 @@ from ..train.images.config import DenseNetConfig, ResNetConfig
 from ..train.lm.config import LMConfig
 from .errors import CommandError
 from .options import MODEL
-from .own_steps import own_steps, said, shortened
+from .user_steps import describe_error, load_steps, shorten
 
 if TYPE_CHECKING:
-    from .plans import Steps
+    from ..memory import Comparison, MaxBatch
+    from ..memory.render import Report
+
+# From a batch size to `(fun, *args)` by name.
+Steps = Callable[[int], Mapping[str, tuple[Any, ...]]]
 
 # The options of each kind of model, apart from --dtype and --mesh, which both have.
 IMAGE_OPTIONS = ("depth", "growth_rate", "image_size", "num_classes")
@@ -30,8 +40,8 @@ def memory(
     model: Annotated[
         str,
         Argument(
-            help="densenet, densenet121, …, resnet50, …, lm, or MODULE:FUNCTION of your own, which "
-            "takes a batch size and returns (fun, *args), or a dict of such by name."
+            help="densenet, densenet121, …, resnet50, …, lm, or MODULE:FUNCTION, a function of the "
+            "batch size that returns (fun, *args), or a dictionary of such tuples."
         ),
     ],
     depth: Annotated[
@@ -86,7 +96,7 @@ def memory(
     policy: Annotated[
         Literal["recompute", "dots", "everything"] | None,
         Option(
-            help="What these forms keep for the backward pass. (default: recompute)",
+            help="Residuals of these forms. (default: recompute)",
             rich_help_panel=MODEL,
         ),
     ] = None,
@@ -102,8 +112,8 @@ def memory(
     num_devices: Annotated[
         int | None,
         Option(
-            help="GPUs that share the step. A step of your own without shardings is split over its "
-            "batch. (default: 1, or as many as your step spans)",
+            help="GPUs that share the step. The batch of a step without shardings is split "
+            "over them. (default: 1, or as many as the step spans)",
             min=1,
         ),
     ] = None,
@@ -155,17 +165,33 @@ def memory(
     if multiple_of and not max_batch:
         raise TrainError("--multiple-of needs --max-batch")
     _check_options(model, ctx.params)
-    model_options = {
-        name: value
-        for name, value in ctx.params.items()
-        if name in (*IMAGE_OPTIONS, *TEXT_OPTIONS, "dtype", "mesh") and value is not None
-    }
-    _plan(
-        model, model_options, batch_size=batch_size, only=only or (), max_batch=max_batch,
-        multiple_of=multiple_of, as_json=as_json, plot=plot, target=target,
-        num_devices=num_devices, memory_fraction=memory_fraction,
-        host_memory_bytes=None if host_memory_gb is None else host_memory_gb * 2**30,
-    )  # fmt: skip
+    if plot is not None:
+        _check_plot_file(plot)
+    is_users = ":" in model
+    with _errors_in_one_line(is_users):
+        if is_users:
+            steps = load_steps(model)
+        else:
+            options = {
+                name: value
+                for name, value in ctx.params.items()
+                if name in (*IMAGE_OPTIONS, *TEXT_OPTIONS, "dtype", "mesh") and value is not None
+            }
+            steps = _model_steps(model, options, batch_size, num_devices or 1)
+        plan_options: dict[str, Any] = dict(
+            target=target, num_devices=num_devices, memory_fraction=memory_fraction,
+            host_memory_bytes=None if host_memory_gb is None else host_memory_gb * 2**30,
+        )  # fmt: skip
+        unit = multiple_of or 1
+        result = plan_steps(
+            _select(steps, only or ()),
+            can_split=is_users,
+            batch_size=-(-batch_size // unit) * unit,
+            max_batch=max_batch,
+            multiple_of=multiple_of,
+            **plan_options,
+        )
+        show(result, as_json, plot)
 
 
 def _count_devices(mesh: str, num_devices: int | None) -> int:
@@ -187,48 +213,188 @@ def _check_options(model: str, arguments: dict[str, Any]) -> None:
             refused += ("depth", "growth_rate")
     for name in refused:
         if arguments[name] is not None:
-            owner = "a step of your own" if ":" in model else model
+            owner = "MODULE:FUNCTION" if ":" in model else model
             raise TrainError(f"--{name.replace('_', '-')} is not an option of {owner}")
 
 
-def _plan(model: str, model_options: dict[str, Any], **options: Any) -> None:
+@contextlib.contextmanager
+def _errors_in_one_line(is_users: bool) -> Iterator[None]:
     from ..memory import PlanError
-    from .plans import run
 
-    is_own_step = ":" in model
     try:
-        if is_own_step:
-            steps = own_steps(model)
-        else:
-            steps = _model_steps(
-                model, model_options, options["batch_size"], options["num_devices"] or 1
-            )
-        run(steps, own=is_own_step, **options)
+        yield
     except (TrainError, CommandError):
         raise
     except PlanError as error:
-        raise CommandError(shortened(str(error))) from error
+        raise CommandError(shorten(str(error))) from error
     except Exception as error:
-        if is_own_step:
-            raise CommandError(said(error)) from error
+        if is_users:
+            raise CommandError(describe_error(error)) from error
         if isinstance(error, (ValueError, TypeError)):
-            raise TrainError(shortened(str(error))) from error
+            raise TrainError(shorten(str(error))) from error
         raise
 
 
-def _model_steps(model: str, options: dict[str, Any], batch_size: int, num_devices: int) -> "Steps":
+def _select(steps: Steps, only: Sequence[str]) -> Steps:
+    """Return the steps with the given names, or all steps without names."""
+
+    @functools.lru_cache(maxsize=2)  # splitting a step compares two batch sizes
+    def selected(batch_size: int) -> dict[str, tuple[Any, ...]]:
+        by_name = steps(batch_size)
+        if unknown := [name for name in only if name not in by_name]:
+            raise TrainError(f"--only {unknown[0]!r} must be one of {', '.join(by_name)}")
+        return {name: step for name, step in by_name.items() if name in (only or by_name)}
+
+    return selected
+
+
+def plan_steps(
+    steps: Steps,
+    *,
+    can_split: bool,
+    batch_size: int,
+    max_batch: bool,
+    multiple_of: int | None,
+    target: str,
+    num_devices: int | None,
+    **options: Any,
+) -> "Comparison | dict[str, MaxBatch]":
+    """Plan steps, or find their largest batch sizes.
+
+    Args:
+        steps: the steps.
+        can_split: whether to split the batch of a step without shardings over the devices.
+        batch_size: the batch size to plan, or the first one to try.
+        max_batch: whether to find the largest batch sizes.
+        multiple_of: as in `max_batch_size`.
+        target: as in `plan`.
+        num_devices: as in `plan`.
+        **options: other options of `plan`.
+    """
+    from ..memory import compare, max_batch_size
+    from ..memory._lower import DeviceCountError
+    from ..memory.batch_size import split_over_devices
+    from ..memory.targets import find_target
+
+    try:
+        gpu = find_target(target)
+    except ValueError as error:
+        raise TrainError(str(error)) from error
+
+    def plan_all(split: bool) -> "Comparison | dict[str, MaxBatch]":
+        by_name: dict[str, Any] = {
+            name: lambda size, name=name: steps(size)[name] for name in steps(batch_size)
+        }
+        if split:
+            assert num_devices is not None
+            by_name = {n: split_over_devices(step, num_devices) for n, step in by_name.items()}
+        shared: dict[str, Any] = dict(target=gpu, num_devices=num_devices, progress=True, **options)
+        if not max_batch:
+            return compare({name: step(batch_size) for name, step in by_name.items()}, **shared)
+        shared |= dict(multiple_of=multiple_of or num_devices, start=batch_size)
+        return {name: max_batch_size(step, **shared) for name, step in by_name.items()}
+
+    try:
+        return plan_all(split=False)
+    except DeviceCountError as error:
+        if not can_split or error.spanned > 1:
+            raise TrainError(
+                f"--num-devices {num_devices} must be the number of devices in the shardings of "
+                f"the step (={error.spanned})"
+            ) from error
+        print(
+            f"effjax: splitting the batch of the step over {num_devices} devices; other arguments "
+            "are replicated",
+            file=sys.stderr,
+        )
+        return plan_all(split=True)
+
+
+def show(result: "Comparison | dict[str, MaxBatch]", as_json: bool, plot: Path | None) -> None:
+    """Print plans or batch sizes, and plot the plans into a file."""
+    from ..memory import Comparison
+    from ..memory.render import MAX_ROWS
+
+    if isinstance(result, Comparison):
+        plans = result
+        # Of several plans, show a comparison and fewer rows of each.
+        reports = [plans.report()] if len(plans) > 1 else []
+        rows = MAX_ROWS // 2 if len(plans) > 1 else MAX_ROWS
+        reports += [plan.report(name, rows) for name, plan in plans.items()]
+    else:
+        plans = Comparison({name: largest.plan for name, largest in result.items()})
+        reports = [_largest_batches(result)]
+    if as_json:
+        print(json.dumps({name: record.to_dict() for name, record in result.items()}, indent=1))
+    else:
+        _print_reports(reports)
+    if plot is not None:
+        figure = (plans if len(plans) > 1 else next(iter(plans.values()))).plot().figure
+        try:
+            figure.savefig(plot, dpi=150)
+        except OSError as error:
+            raise TrainError(f"--plot {plot}: {error}") from error
+        if not as_json:
+            print(f"written: {plot}")
+
+
+def _largest_batches(results: "Mapping[str, MaxBatch]") -> "Report":
+    from ..memory.render import Report, Table, format_bytes
+
+    rows = [
+        [
+            name,
+            str(result.batch_size) if result.batch_size else "none fits",
+            format_bytes(result.plan.peak_device_bytes),
+            ", ".join(map(str, sorted(result.tried))),
+        ]
+        for name, result in results.items()
+    ]
+    return Report([Table(["", "largest batch", "peak", "batches compiled"], rows)])
+
+
+def _print_reports(reports: "Sequence[Report]") -> None:
+    """Print tables on a terminal, and text, which is not cut to a width, elsewhere."""
+    from rich.console import Console
+
+    console = Console()
+    for i, report in enumerate(reports):
+        if i:
+            print()
+        if console.is_terminal:
+            console.print(report)
+        else:
+            print(report)
+
+
+def _check_plot_file(path: Path) -> None:
+    """Raise TrainError for a file that cannot be written, before minutes of compilation."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib.figure import Figure
+
+    if path.is_dir() or not path.parent.is_dir():
+        what = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise TrainError(f"--plot {path}: {what}")
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in kinds:
+        raise TrainError(f"--plot {path}: must end in one of {', '.join(sorted(kinds))}")
+
+
+def _model_steps(model: str, options: dict[str, Any], batch_size: int, num_devices: int) -> Steps:
     """Return the training steps of a model of effjax, as a function of the batch size."""
     if model == "lm":
         return _text_steps(options, batch_size, num_devices)
     if not model.replace("-", "").isalnum():
         raise TrainError(
-            f"{model!r} is not a model. A step of your own is MODULE:FUNCTION, such as "
+            f"{model!r} is not a model. Use MODULE:FUNCTION for a function, such as "
             "my_module:my_step."
         )
     return _image_steps(model, options, batch_size, num_devices)
 
 
-def _image_steps(model: str, options: dict[str, Any], batch_size: int, num_devices: int) -> "Steps":
+def _image_steps(model: str, options: dict[str, Any], batch_size: int, num_devices: int) -> Steps:
     from ..models import DENSENETS
     from ..train.images.forms import training_steps
 
@@ -248,7 +414,7 @@ def _image_steps(model: str, options: dict[str, Any], batch_size: int, num_devic
     return training_steps(config, (size, size, 3), classes, num_devices)
 
 
-def _text_steps(options: dict[str, Any], batch_size: int, num_devices: int) -> "Steps":
+def _text_steps(options: dict[str, Any], batch_size: int, num_devices: int) -> Steps:
     from ..train.lm.forms import lm_steps
 
     config = LMConfig(
@@ -260,3 +426,33 @@ def _text_steps(options: dict[str, Any], batch_size: int, num_devices: int) -> "
         **options,
     )
     return lm_steps(config, num_devices)
+
+
+def memory_command(task: Any) -> str:
+    """Return the command that plans the model, batch and devices of a task, in all forms."""
+    config, devices = task.config, task.mesh.size
+    if isinstance(config, LMConfig):
+        words = ["lm", *_options(config, "layers", "width", "context")]
+        words += _changed_options(config, "lora", "num_microbatches", "policy")
+    else:
+        words = ["densenet" if config.network == "densenet-bc" else config.network]
+        if config.COMMAND == "densenet":
+            words += _changed_options(config, "depth", "growth_rate")
+        height, _, _ = task.dataset.image_shape
+        words += ["--image-size", height, "--num-classes", len(task.dataset.class_names)]
+    words += _options(config, "batch_size") + _changed_options(config, "dtype")
+    if config.mesh is not None:
+        words += ["--mesh", config.mesh]
+    elif devices > 1:
+        words += ["--num-devices", devices]
+    return shlex.join(["effjax", "memory", *map(str, words)])
+
+
+def _options(config: Any, *names: str) -> list[Any]:
+    pairs = [(f"--{name.replace('_', '-')}", getattr(config, name)) for name in names]
+    return [word for pair in pairs for word in pair]
+
+
+def _changed_options(config: Any, *names: str) -> list[Any]:
+    changed = [name for name in names if getattr(config, name) != getattr(type(config), name)]
+    return _options(config, *changed)

@@ -14,7 +14,7 @@ from ..train.config import RunConfig
 from ..train.errors import PreemptionError, TrainError
 from . import distributed
 from .errors import INTERRUPTED, PREEMPTED, CommandError
-from .memory_command import memory_command
+from .memory import memory_command
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -75,7 +75,7 @@ def plan(
             program does not span, or options of jit for a function that is jitted already.
         PlanError: if the compiler is not installed or cannot compile the program.
     """
-    return start_plan(
+    return _start_plan(
         fun, *args, target=target, num_devices=num_devices, memory_fraction=memory_fraction,
         host_memory_bytes=host_memory_bytes, in_shardings=in_shardings,
         donate_argnums=donate_argnums, static_argnums=static_argnums,
@@ -125,7 +125,7 @@ def compare(
             # Trace in this thread: settings such as `jax.set_mesh` are thread-local.
             start = time.perf_counter()
             fun, *fun_args = steps[name]
-            finish = start_plan(fun, *fun_args, **options)
+            finish = _start_plan(fun, *fun_args, **options)
             return pool.submit(lambda: (finish(), time.perf_counter() - start))
 
         # The first program is traced before the progress bar starts, so that an error in the shared
@@ -140,7 +140,7 @@ def compare(
     return Comparison({name: future.result()[0] for future, name in futures.items()})
 
 
-def start_plan(
+def _start_plan(
     fun: Callable[..., Any],
     *args: Any,
     target: str | Path | Target = "h200",

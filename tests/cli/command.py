@@ -32,8 +32,9 @@ def planned(monkeypatch, run, command):
 
     def plan(steps, *, batch_size, num_devices, **_):
         made.append((batch_size, num_devices))
+        return {}
 
-    monkeypatch.setattr("effjax.cli.plans.run", plan)
+    monkeypatch.setattr("effjax.cli.memory.plan_steps", plan)
     code, _, err = run(*shlex.split(command)[1:])
     assert (code, err) == (0, "")
     return made[0]
