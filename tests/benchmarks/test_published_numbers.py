@@ -1,0 +1,238 @@
+"""Every published number of README and docs equals the JSON that recorded it."""
+
+import itertools
+import json
+import pathlib
+import re
+
+import pytest
+
+from benchmarks.timing import fit_exponent
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+README = ROOT / "README.md"
+MEASURED = ROOT / "docs" / "measured"
+# Row names of the JSON files.
+CONVOLUTIONS = "torchvision", "plain XLA", "effjax native"
+IN_MEMORY = "in memory", "in memory, remat"
+DTYPES = "float32", "bfloat16"
+FEATURES = 'effjax save="features"'
+
+
+def table_rows(page):
+    """Return the rows of a page's tables as lists of cells without emphasis."""
+    lines = [line for line in page.read_text().splitlines() if line.startswith("| ")]
+    return [[re.sub(r"\*\*|`", "", cell).strip() for cell in row.split("|")[1:-1]] for row in lines]
+
+
+def measured(file):
+    """Return the rows of a JSON file by name; the deepest model wins."""
+    return {row["name"]: row for row in json.loads((MEASURED / file).read_text())["rows"]}
+
+
+def block_rows():
+    """Yield the rows of both dense-block tables: peak by depth; temporaries and CPU time."""
+    files = MEASURED.glob("planned/memory_block_*_h200.json")
+    by_depth = sorted((int(path.stem.split("_")[2]), measured(path)) for path in files)
+    planned = by_depth[-1][1]
+    fast, slow = (measured(f"cpu/dense_block_{n}_float32.json") for n in (24, 48))
+    for name in planned:
+        peaks = [rows[name]["peak_bytes"] for _, rows in by_depth]
+        power = fit_exponent([depth for depth, _ in by_depth], peaks)
+        yield [name, *(f"{peak / 1e6:.0f}" for peak in peaks), f"{power:.2f}"]
+        ratios = [f"{rows[name]['ratio']:.2f}×" for rows in (fast, slow)]
+        temporaries = [f"{rows[name]['temp_bytes'] / 1e6:.0f}" for rows in (planned, slow)]
+        yield [name, temporaries[0], *ratios, temporaries[1]]
+
+
+def kept_rows():
+    by_name = {}
+    for row in json.loads((MEASURED / "growth/depth_kept.json").read_text())["rows"]:
+        by_name.setdefault(row["name"], []).append(row)
+    for name, rows in by_name.items():
+        kept = (f"{row['kept_bytes'] / 1e6:.0f}" for row in rows)
+        yield [name, *kept, f"{rows[-1]['exponent']:.2f}"]
+
+
+def batch_norm_rows():
+    half, single = (measured(f"cpu/batch_norm_{dtype}.json") for dtype in ("bfloat16", "float32"))
+    for name in single:
+        both = single[name], half[name]
+        yield [name, *(f"{row['ratio']:.2f}×" for row in both), *(f"{row['kept']}" for row in both)]
+
+
+def densenet_rows():
+    names = ["plain, Flax's BatchNorm", "jax.checkpoint a layer"]
+    names += ['effjax save="conv"', FEATURES]
+    rows = measured("planned/memory_densenet_100_h200.json").values()
+    for name, row in zip(names, rows, strict=True):
+        yield [name, f"{row['peak_bytes'] / 1e6:.0f}"]
+
+
+def faster_than_torchvision(file):
+    """Return the range of the ratios of all runs."""
+    runs = [
+        measured(file),
+        *map(measured, sorted(MEASURED.glob(f"again/*/{pathlib.Path(file).name}"))),
+    ]
+    assert len(runs) == 5
+    ratios = [run["torchvision"]["seconds"] / run["effjax native"]["seconds"] for run in runs]
+    return f"{min(ratios):.0f}–{max(ratios):.0f}×"
+
+
+def deform_conv_rows():
+    for shape in ("2x56x56x64", "2x25x42x256", "2x50x84x128", "8x56x56x64"):
+        for groups in (1, 4) if shape == "2x50x84x128" else (1,):
+            file = f"cpu/deform_conv_{shape}_{groups}_forward"
+            passes = measured(f"{file}.json"), measured(f"{file}_backward.json")
+            faster = (faster_than_torchvision(f"{file}{more}.json") for more in ("", "_backward"))
+            yield [
+                shape.replace("x", " × ") if groups == 1 else "the same, 4 offset groups",
+                *(
+                    " / ".join(f"{1e3 * rows[name]['seconds']:.0f}" for rows in passes)
+                    for name in ("torchvision", "plain XLA", "effjax xla", "effjax native")
+                ),
+                " / ".join(f"{1e3 * r['matrix products alone']['seconds']:.0f}" for r in passes),
+                " / ".join(faster),
+            ]
+
+
+def sass_rows():
+    for name, row in measured("planned/deform_conv_sass.json").items():
+        if "float16" not in name.split():
+            counts = f"{row['a_pack']:.0f}", row["budget"], row["loads_in_flight"], row["registers"]
+            yield [name, *map(str, counts)]
+
+
+def deform_attention_rows():
+    files = [f"deform_attention_{queries}" for queries in (300, 22223)]
+    runs = [measured(f"cpu/{f}_forward{more}.json") for f in files for more in ("", "_backward")]
+    planned = [measured(f"planned/{file}_h200.json") for file in files]
+    for name in ("packed gather", "effjax xla", "effjax native"):
+        milliseconds = [f"{1e3 * run[name]['seconds']:.0f}" for run in runs]
+        times = " / ".join(milliseconds[:2]), " / ".join(milliseconds[2:])
+        yield [name, *times, *(f"{plan[name]['temp_bytes'] / 1e6:.0f}" for plan in planned)]
+
+
+def roi_rows():
+    for ratio, threads in itertools.product((2, 0), (2, 1)):
+        file = f"cpu/roi_align_{ratio}_{threads}_forward"
+        passes = measured(f"{file}.json"), measured(f"{file}_backward.json")
+        yield [
+            {2: "2", 0: "one a pixel"}[ratio],
+            str(threads),
+            *(
+                " / ".join(f"{1e3 * r[name]['seconds']:.0f}" for r in passes if name in r)
+                for name in ("torchvision", "effjax xla", "effjax native")
+            ),
+            " / ".join(f"{1 / rows['effjax native']['ratio']:.1f}×" for rows in passes),
+        ]
+
+
+def offload_rows():
+    file = MEASURED / "planned/offload_adam_1024_float32_h200.json"
+    by_name = {}
+    for row in json.loads(file.read_text())["rows"]:
+        by_name.setdefault(row["name"], []).append(row)
+    for name, rows in by_name.items():
+        device = [f"{row['planned_device_bytes'] / 1e9:.2f}" for row in rows]
+        name = "jax.checkpoint a layer" if name == "in memory, remat" else name
+        yield [name, *device, f"{rows[-1]['planned_host_bytes'] / 1e9:.2f}"]
+
+
+def cross_entropy_rows():
+    file = MEASURED / "planned/cross_entropy_32768_h200.json"
+    by_name = {}
+    for row in sorted(json.loads(file.read_text())["rows"], key=lambda row: row["of"]):
+        by_name.setdefault(row["name"], []).append(f"{row['peak_bytes'] / 1e6:.0f}")
+    for name, peaks in by_name.items():
+        yield [name, *peaks]
+
+
+TABLES = [block_rows, batch_norm_rows, densenet_rows, deform_conv_rows, offload_rows]
+TABLES += [kept_rows, cross_entropy_rows, deform_attention_rows, roi_rows, sass_rows]
+
+
+def fused_update_rows():
+    names = {"in memory, remat": "jax.checkpoint a layer, then optax"}
+    names["in memory, fused update"] = "updated in the backward pass"
+    for name, shown in names.items():
+        files = (f"planned/offload_{tx}_1024_float32_h200.json" for tx in ("adam", "sgd"))
+        rows = [row for f in files for row in json.loads((MEASURED / f).read_text())["rows"]]
+        chosen = [r for r in rows if r["name"] == name and r["layers"] in (8, 32)]
+        yield [shown, *(f"{row['planned_device_bytes'] / 1e9:.2f}" for row in chosen)]
+
+
+def peer_rows():
+    for name, row in measured("planned/offload_peers_h200.json").items():
+        device, host = (
+            f"{row[f'planned_{where}_bytes'] / 1e9:.1f}" for where in ("device", "host")
+        )
+        yield [name, device, f"{row['ratio']:.3f}", host]
+
+
+def gh200_rows():
+    """Yield rows of device and host memory by depth, and of the largest models."""
+    records = json.loads((MEASURED / "planned/offload_bracket_gh200.json").read_text())["rows"]
+    for name in dict.fromkeys(row["name"] for row in records):
+        rows = [row for row in records if row["name"] == name]
+        device = (f"{row['planned_device_bytes'] / 1e9:.1f}" for row in rows)
+        yield [name, *device, *(f"{row['planned_host_bytes'] / 1e9:.1f}" for row in rows)]
+    sizes = [f"{row['parameters'] / 1e9:.2f} B" for row in rows]
+    yield ["", *sizes, *(f"host, {size}" for size in sizes)]
+    for row in json.loads((MEASURED / "planned/offload_largest_gh200.json").read_text())["rows"]:
+        gigabytes = (row[f"planned_{w}_bytes"] / 1e9 for w in ("host", "device"))
+        size = f"{row['layers']} of width {row['width']}", f"{row['parameters'] / 1e9:.1f}"
+        yield [f"{row['host_bytes'] / 1e9:.0f}", *size, *(f"{gb:.1f}" for gb in gigabytes)]
+
+
+def resnet_rows():
+    for name, row in measured("planned/resnet50_256_h200.json").items():
+        yield [name, f"{row['peak_bytes'] / 1e9:.2f}", f"{row['ratio']:.2f}"]
+
+
+OFFLOAD_TABLES = [fused_update_rows, peer_rows, gh200_rows]
+
+
+@pytest.mark.parametrize("rows_of", OFFLOAD_TABLES)
+def test_offload_page(rows_of):
+    shown = table_rows(ROOT / "docs" / "offload.md")
+    for row in rows_of():
+        assert row in shown
+
+
+def test_resnet_page():
+    shown = table_rows(ROOT / "docs" / "resnet.md")
+    assert all(row in shown for row in resnet_rows())
+
+
+@pytest.mark.parametrize("rows_of", TABLES)
+def test_measured_page(rows_of):
+    shown = table_rows(ROOT / "docs" / "measured.md")
+    for row in rows_of():
+        assert row in shown
+
+
+def test_readme():
+    densenet = measured("planned/memory_densenet_100_h200.json")
+    block = measured("cpu/dense_block_24_float32.json")
+    convolution = "cpu/deform_conv_8x56x56x64_1_forward_backward.json"
+    conv = measured(convolution)
+    model = measured("planned/offload_adam_1024_float32_h200.json")
+    fused = model["all offloaded, fused update"]
+    flax = [measured(f"cpu/batch_norm_{dtype}.json")["Flax BatchNorm"] for dtype in DTYPES]
+    picture = measured("planned/memory_block_48_h200.json")
+    numbers = [
+        *(f"{densenet[n]['peak_bytes'] / 1e6:.0f} MB" for n in densenet if n != "effjax conv"),
+        *(f"{row['kept']} ({dtype})" for row, dtype in zip(flax, DTYPES, strict=True)),
+        *(f"{block[n]['seconds']:.2f} s" for n in ("plain autodiff", 'effjax save="conv"')),
+        *(f"{1e3 * conv[n]['seconds']:.0f} ms" for n in CONVOLUTIONS),
+        faster_than_torchvision(convolution),
+        *(f"{model[n]['planned_device_bytes'] / 1e9:.2f} GB" for n in IN_MEMORY),
+        *(f"{fused[f'planned_{where}_bytes'] / 1e9:.2f} GB" for where in ("device", "host")),
+        f"plain {picture['plain autodiff']['peak_bytes'] / 1e9:.1f} GB",
+        f"layer {picture['jax.checkpoint a layer']['peak_bytes'] / 1e9:.1f} GB",
+        f"effjax {picture[FEATURES]['peak_bytes'] / 1e9:.2f} GB",
+    ]  # fmt: skip
+    text = README.read_text().replace("**", "")
+    assert not [number for number in numbers if number not in text]

@@ -1,0 +1,259 @@
+"""Documentation: Python blocks run, links resolve, names, options and files exist."""
+
+import ast
+import contextlib
+import functools
+import importlib
+import importlib.util
+import json
+import pathlib
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import typer
+from jax.sharding import PartitionSpec as P
+
+import effjax
+from benchmarks.__main__ import SUBJECTS
+from effjax.cli.app import app
+from tests.programs import has_gpu_compiler
+from tests.tiers import exhaustive
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = ROOT / "README.md"
+GUIDES = sorted(ROOT.glob("docs/guides/*.md"))
+PAGES = [README, *sorted(ROOT.glob("docs/*.md")), *GUIDES]
+# Pages whose blocks run only with --exhaustive.
+SLOW = {page.stem for page in PAGES} - {"README", "batch_norm", "deform_conv", "offload", "planner"}
+NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
+MEASURED = ROOT / "docs" / "measured"
+OPTIONAL_PACKAGES = {"equinox": r"\beqx\b", "grain": r"\bgrain\b"}  # and their names in code
+
+
+def blocks(page, language):
+    """Return (line, text) of each code block."""
+    text = page.read_text()
+    matches = re.finditer(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
+    return [(text.count("\n", 0, match.start(1)), match[1]) for match in matches]
+
+
+def execute(page, line, code, names):
+    """Run one block."""
+    exec(compile("\n" * line + code, page, "exec"), names)
+
+
+def can_run(code):
+    """Return True if the packages and the compiler that a block needs are installed."""
+    for package, name in OPTIONAL_PACKAGES.items():
+        if re.search(name, code) and importlib.util.find_spec(package) is None:
+            return False
+    return "import plan" not in code or has_gpu_compiler()
+
+
+EXAMPLES = pytest.mark.parametrize(
+    ("line", "code"), [pytest.param(*b, id=f"line {b[0]}") for b in blocks(README, "python")]
+)
+
+
+@functools.cache
+def run_page(page):
+    """Run the Python blocks of a page, in order, as one program. Return its names."""
+    names = {"__name__": page.stem}
+    with tempfile.TemporaryDirectory() as here, contextlib.chdir(here):  # blocks may write files
+        for line, code in filter(lambda block: can_run(block[1]), blocks(page, "python")):
+            execute(page, line, code, names)
+    return names
+
+
+def tiered(page):
+    return exhaustive(page) if page.stem in SLOW else page
+
+
+@pytest.mark.parametrize(
+    "page", [tiered(p) for p in PAGES[1:] if blocks(p, "python")], ids=lambda p: p.stem
+)
+def test_python_blocks_run(page, capsys):
+    run_page(page)
+
+
+@EXAMPLES
+def test_readme_blocks_run_separately(line, code, capsys):
+    if can_run(code):
+        execute(README, line, code, {"__name__": "readme"})
+
+
+@pytest.mark.exhaustive
+@EXAMPLES
+def test_readme_blocks_run_in_a_new_process(line, code):
+    if can_run(code):
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_batch_norm_page_reduces_gradients(mesh8):
+    """Check that the steps of docs/batch_norm.md return the gradient of the mean loss."""
+    names = run_page(ROOT / "docs" / "batch_norm.md")
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+    scale = jnp.linspace(0.5, 2, 4)
+    expected = jax.grad(lambda s: jnp.mean(jnp.sin(effjax.sync_batch_norm(x, s)[0])))(scale)
+    pmapped = jax.pmap(names["pmapped_step"], "data", in_axes=(None, 0))(scale, x.reshape(8, 2, 4))
+    specs = dict(mesh=mesh8, in_specs=(P(), P("data")), out_specs=P())
+    mapped = jax.jit(jax.shard_map(names["shard_mapped_step"], **specs))(scale, x)
+    np.testing.assert_allclose(pmapped[0], expected, atol=1e-6)
+    np.testing.assert_allclose(mapped, expected, atol=1e-6)
+
+
+def test_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 150
+    for line, block in blocks(README, "python"):
+        code = [row for row in block.splitlines() if row.strip() and not row.startswith("#")]
+        assert len(code) <= 10, f"README.md, line {line}: an example of {len(code)} lines"
+
+
+def test_readme_has_two_commands():
+    # .ci/run reads and runs them.
+    commands = [block.strip() for _, block in blocks(README, "bash")]
+    assert commands == [
+        'pip install ".[train]" && effjax train densenet',
+        'pip install -e ".[test]" && pytest',
+    ]
+
+
+def test_readme_has_the_clone_command():
+    source = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
+    line = f"git clone {source} && cd {source.rpartition('/')[2]}"
+    text = README.read_text()
+    assert 0 < text.find(line) < text.find("```bash")
+
+
+def test_offload_page_names_the_host_memory_variable():
+    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB" in (ROOT / "docs" / "offload.md").read_text()
+
+
+def anchors(page):
+    """Return the anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in headings}
+
+
+def cells(notebook, kind):
+    """Return all cells of a kind as one text, without IPython magics."""
+    found = json.loads(notebook.read_text())["cells"]
+    text = "\n".join("".join(c["source"]) for c in found if c["cell_type"] == kind)
+    return re.sub(r"^( *)%\w.*$", r"\1pass", text, flags=re.M) if kind == "code" else text
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.name)
+def test_notebooks_install_and_have_outputs(notebook):
+    """Check the Colab badge, the cell that installs effjax, and the saved outputs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    source = project["urls"]["Source"]
+    found = json.loads(notebook.read_text())["cells"]
+    first, install, *rest = ("".join(cell["source"]) for cell in found)
+    file = f"{source.removeprefix('https://github.com/')}/blob/main/notebooks/{notebook.name}"
+    assert f"(https://colab.research.google.com/github/{file})" in first
+    extras, url = re.findall(r'%pip install -q "effjax\[(.*)\] @ git\+(.*)"', install)[0]
+    assert url == source and f'pip install "effjax[{extras}]"' in first
+    assert set(extras.split(",")) <= set(project["optional-dependencies"])
+    assert "find_spec" in install and not any("%pip" in text for text in rest)
+    outputs = [output for cell in found for output in cell.get("outputs", ())]
+    shown = sum(bool(cell.get("outputs")) for cell in found)
+    assert shown > sum(cell["cell_type"] == "code" for cell in found) / 3
+    assert not [o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"]
+    assert not re.search(r"/(tmp|home|root|work|Users)/", json.dumps(found))
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.name)
+def test_notebooks_use_public_names(notebook):
+    """Check that notebooks import only names of documented packages."""
+    pages = "".join(page.read_text() for page in PAGES)
+    for node in ast.walk(ast.parse(cells(notebook, "code"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("effjax"):
+            module = importlib.import_module(node.module or "")
+            assert hasattr(module, "__path__") and f"`{module.__name__}" in pages, module
+            exported = {n for n, v in vars(module).items() if not isinstance(v, types.ModuleType)}
+            assert {alias.name for alias in node.names} <= exported, module
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=lambda p: p.name)
+def test_links_resolve(page):
+    text = cells(page, "markdown") if page.suffix == ".ipynb" else page.read_text()
+    for link in re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", text):
+        target, _, anchor = "".join(link).partition("#")
+        if not target.startswith("https://"):
+            file = page.parent / target if target else page
+            assert file.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors(file), f"{page.name} links to {target}#{anchor}"
+
+
+def test_every_page_is_linked():
+    for page in PAGES[1:]:
+        if page.name not in ("README.md", "index.md"):
+            link = page.relative_to(ROOT / "docs").as_posix()
+            assert page in GUIDES or f"(docs/{link})" in README.read_text(), link
+            assert f"({link})" in (ROOT / "docs/README.md").read_text(), link
+
+
+def test_reference_lists_every_public_name():
+    for page in ROOT.glob("docs/reference/effjax*.md"):
+        module = importlib.import_module(page.stem)
+        source = pathlib.Path(module.__file__ or "").read_text()
+        exported = re.findall(r"^from .* import (\w+) as \1$|^def ([a-z]\w+)", source, re.M)
+        listed = re.findall(r"^(?:\.\. (?:auto\w+|data)::| {9}) (\w+)$", page.read_text(), re.M)
+        assert sorted(map("".join, exported)) == sorted(listed), page.name
+
+
+@pytest.mark.filterwarnings("ignore:.* has moved to .*:DeprecationWarning")
+def test_names_in_pages_exist():
+    texts = "".join(page.read_text() for page in PAGES)
+    for name in set(re.findall(r"`(effjax(?:\.\w+)+)[`(]", texts)):
+        pkgutil.resolve_name(name)
+
+
+def test_named_modules_exist():
+    texts = [page.read_text() for page in PAGES]
+    names = {
+        name for text in texts for name in re.findall(r"-m ((?:effjax|benchmarks)[\w.]*\w)", text)
+    }
+    for name in names:
+        assert importlib.util.find_spec(name), name
+
+
+def test_named_benchmarks_exist():
+    for page in PAGES:
+        for arguments in re.findall(r"-m benchmarks ([^`\n]+)", page.read_text()):
+            names = [word for word in arguments.partition(" --")[0].split() if word != "--list"]
+            assert {*names} <= {"all", *SUBJECTS}, f"{page.name}: {arguments}"
+
+
+def test_records_name_their_folder():
+    for path in MEASURED.rglob("*.json"):
+        command = json.loads(path.read_text())["command"]
+        folder = path.parent.relative_to(ROOT)
+        assert f"--json {folder}" in command or f"--out {folder}" in command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_shown_options_exist(page):
+    group: Any = typer.main.get_command(app)
+    lines = "\n".join(code for _, code in blocks(page, "bash")).splitlines()
+    for line in lines:
+        if "effjax " not in line or "python -m" in line:
+            continue
+        command = group
+        for word in line.partition("effjax ")[2].split():
+            if word.startswith("--"):
+                options = command.params
+                names = {n for o in options for n in (*o.opts, *o.secondary_opts)}
+                assert word in names, line
+            elif hasattr(command, "commands"):
+                command = command.commands[word]
