@@ -1,4 +1,4 @@
-"""What the linen and the nnx `OffloadModel` have in common, as functions of arrays."""
+"""Framework-independent parts of the linen and nnx `OffloadModel`."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,26 +7,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..ops._common.arguments import as_flag, describe
-from ..ops.offload.checks import as_arrays
 from ..ops.offload.options import OffloadOptions
 from ..ops.offload.placement import Space, space_of
 from ..ops.offload.sequential import apply_sequence
 from ..ops.offload.slices import check_microbatches
 from ..ops.offload.stack import apply_stack
-from ..ops.offload.trees import Tree, is_float
+from ..ops.offload.trees import Tree, as_array_tree, is_float
 
 
-def options_of(
+def make_options(
     num_slices: int | None, checkpoint_activation: bool, num_microbatches: int, compute_dtype: Any,
     policy: Any,
 ) -> OffloadOptions:  # fmt: skip
-    """What both modules take, see there, as options of the operators."""
-    on_host = as_flag("checkpoint_activation", checkpoint_activation)
+    """Return the options of the operators from those of the modules."""
     return OffloadOptions(
         num_slices,
         num_microbatches,
-        activations="host" if on_host else "device",
+        activations="host" if checkpoint_activation else "device",
         compute_dtype=compute_dtype,
         has_aux=True,
         policy=policy,
@@ -36,71 +33,73 @@ def options_of(
 def apply_list(
     calls: Sequence[Callable], params: Sequence[Tree], x: Tree, key: Any, options: OffloadOptions
 ) -> tuple[Tree, list]:
-    """(x, aux) of unlike layers ``call(params, x, None, microbatch, key) -> (x, aux)``.
+    """Apply different layers ``call(params, x, None, microbatch, key) -> (x, aux)``.
 
-    The number of the microbatch travels with x; it is None where there is but one. aux is
-    [num_microbatches, ...] for each layer.
+    The microbatch is None if there is only one. Returns x and aux [num_microbatches, ...] of each
+    layer.
     """
     if options.num_microbatches == 1:
         layers = [lambda w, x, key, call=call: call(w, x, None, None, key) for call in calls]
         return apply_sequence(layers, params, x, key, options)
 
-    def numbered(call: Callable) -> Callable:
-        def layer(w, at, key):
-            x, m = at[0], at[1][0]
+    # The number of the microbatch travels with x, once for each row. A layer may change the number
+    # of rows.
+    def with_number(call: Callable) -> Callable:
+        def layer(w, x_and_number, key):
+            x, m = x_and_number[0], x_and_number[1][0]
             x, aux = call(w, x, None, m, key)
-            return (x, jnp.full(_rows(x), m)), aux  # its rows need not be as many as before
+            return (x, jnp.full(_num_rows(x), m)), aux
 
         return layer
 
-    at = _numbered(x, options.num_microbatches)
-    (x, _), aux = apply_sequence([numbered(call) for call in calls], params, at, key, options)
+    x = _add_microbatch_numbers(x, options.num_microbatches)
+    layers = [with_number(call) for call in calls]
+    (x, _), aux = apply_sequence(layers, params, x, key, options)
     return x, aux
 
 
-def apply_like_layers(
+def apply_identical_layers(
     call: Callable, params: Tree, x: Tree, key: Any, options: OffloadOptions
 ) -> tuple[Tree, Tree]:
-    """(x, aux) of like layers ``call(params, x, i, microbatch, key) -> (x, aux)``, stacked.
+    """Apply a stack of layers ``call(params, x, i, microbatch, key) -> (x, aux)``.
 
-    The numbers travel with x, as i · num_microbatches + microbatch; the latter is None where there
-    is but one. aux is [L, num_microbatches, ...].
+    The microbatch is None if there is only one. Returns x and aux [L, num_microbatches, ...].
     """
     count = options.num_microbatches
 
-    def layer(w, at, key):
-        x, number = at
+    # The number i * num_microbatches + microbatch travels with x.
+    def layer(w, x_and_number, key):
+        x, number = x_and_number
         i, m = number.reshape(-1)[0], None
         if count > 1:
             i, m = i // count, i % count
         x, aux = call(w, x, i, m, key)
         return (x, number + count), aux
 
-    at = _numbered(x, count)
-    (x, _), aux = apply_stack(layer, params, at, key, options)
+    x = _add_microbatch_numbers(x, count)
+    (x, _), aux = apply_stack(layer, params, x, key, options)
     return x, aux
 
 
-def _numbered(x: Tree, num_microbatches: int) -> tuple[Tree, jax.Array]:
-    """x, and for each of its rows the number of its microbatch."""
+def _add_microbatch_numbers(x: Tree, num_microbatches: int) -> tuple[Tree, jax.Array]:
     x = jax.tree.map(jnp.asarray, x)
     if num_microbatches == 1:
         return x, jnp.int32(0)
     check_microbatches(x, num_microbatches)
-    (rows,) = _rows(x)
+    (rows,) = _num_rows(x)
     numbers = jnp.arange(num_microbatches, dtype=jnp.int32)
     return x, jnp.repeat(numbers, rows // num_microbatches)
 
 
-def _rows(x: Tree) -> tuple[int, ...]:
+def _num_rows(x: Tree) -> tuple[int, ...]:
     return jax.tree.leaves(x)[0].shape[:1]
 
 
-def once(new: Tree, axis: int = 0) -> Tree:
-    """One update of running statistics from those after each microbatch, which lie along `axis`.
+def combine_statistics(new: Tree, axis: int = 0) -> Tree:
+    """Combine the running statistics after each microbatch, stacked along `axis`, into one update.
 
-    An update is affine, ``new[m] = momentum·old + (1 − momentum)·batch[m]``, so the mean of them
-    is the update with the mean of the batches' statistics. Counts are the same in all of them.
+    An update is affine, ``new[m] = momentum·old + (1 − momentum)·batch[m]``, so the mean of the
+    updates is the update with the mean of the batches' statistics. Counts are equal in all of them.
     """
 
     def combine(a: jax.Array) -> jax.Array:
@@ -111,8 +110,8 @@ def once(new: Tree, axis: int = 0) -> Tree:
     return jax.tree.map(combine, new)
 
 
-def call_with(layer: Callable, x: Tree, keywords: Mapping[str, Any]) -> Tree:
-    """As Flax's Sequential: a tuple is the arguments, and a dict those with names."""
+def call_layer(layer: Callable, x: Tree, keywords: Mapping[str, Any]) -> Tree:
+    """Call a layer as Flax's Sequential does: a tuple is arguments, a dict keyword arguments."""
     if isinstance(x, tuple):
         return layer(*x, **keywords)
     if isinstance(x, dict):
@@ -120,63 +119,54 @@ def call_with(layer: Callable, x: Tree, keywords: Mapping[str, Any]) -> Tree:
     return layer(x, **keywords)
 
 
-def first_input(args: tuple) -> Tree:
-    """x, from the arguments of a call."""
+def get_input(args: tuple) -> Tree:
+    """Return x from the arguments of a call."""
     if not args:
         raise TypeError("OffloadModel needs an input.")
-    return as_arrays("x", args[0] if len(args) == 1 else args, numbers=True)
+    return as_array_tree("x", args[0] if len(args) == 1 else args, allow_scalars=True)
 
 
 def check_layers(layers: Any) -> list[Callable]:
-    """A sequence of layers as a list; raises TypeError or ValueError for what is none."""
-    if isinstance(layers, str) or not isinstance(layers, Iterable):
-        raise TypeError(
-            f"`layers` must be a sequence of modules and functions, not {describe(layers)}."
-        )
-    found = list(layers)
-    for layer in found:
-        if not callable(layer):
-            raise TypeError(f"`layers` must be modules and functions, not {describe(layer)}.")
-    if not found:
-        raise ValueError("`layers` must not be empty: give at least one.")
-    return found
+    """Return a sequence of layers as a list; raise ValueError if it is empty."""
+    layers = list(layers)
+    if not layers:
+        raise ValueError("`layers` must have at least one layer.")
+    return layers
 
 
-def taken(call: Callable, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Those keywords that the signature of `call` names."""
+def select_keywords(call: Callable, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords that are in the signature of `call`."""
     if not keywords:
         return {}
     try:
         names = inspect.signature(call).parameters
-    except ValueError:  # some functions from C
+    except ValueError:  # some C functions have no signature
         names = {}
     return {name: value for name, value in keywords.items() if name in names}
 
 
 def check_flags(calls: Iterable[Callable], flags: Mapping[str, Any]) -> None:
-    """Raises TypeError unless each flag is no array and some layer takes it."""
+    """Raise TypeError unless each flag is static and some layer accepts it."""
     calls = list(calls)
     for name, value in flags.items():
         if isinstance(value, jax.Array):
             raise TypeError(
-                f"`{name}` must be no array but a flag, such as True: what goes with the batch "
-                "belongs into the input."
+                f"`{name}` must be a static flag such as True, not an array. Pass arrays with the "
+                "input."
             )
-        if not any(taken(call, {name: value}) for call in calls):
-            raise TypeError(f"no layer of OffloadModel takes `{name}` (={value!r:.80}).")
+        if not any(select_keywords(call, {name: value}) for call in calls):
+            raise TypeError(f"No layer of OffloadModel accepts `{name}` (={value!r:.80}).")
 
 
-def check_on_host(params: Tree, hint: str) -> None:
-    """Raises ValueError, with the hint, if a parameter is not in host memory."""
+def check_on_host(params: Tree, remedy: str) -> None:
+    """Raise ValueError, with a remedy, if a parameter is not in host memory."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    elsewhere = [f"layers{jax.tree_util.keystr(p)}" for p, a in leaves if _is_elsewhere(a)]
+    elsewhere = [
+        f"layers{jax.tree_util.keystr(path)}" for path, a in leaves if space_of(a) != Space.Host
+    ]
     if elsewhere:
         more = f" and {len(elsewhere) - 3} more" if len(elsewhere) > 3 else ""
         raise ValueError(
-            "the parameters of OffloadModel must be in host memory, but "
-            f"{', '.join(elsewhere[:3])}{more} are not. {hint}"
+            "The parameters of OffloadModel must be in host memory, but "
+            f"{', '.join(elsewhere[:3])}{more} are not. {remedy}"
         )
-
-
-def _is_elsewhere(a: Any) -> bool:
-    return space_of(a) != Space.Host

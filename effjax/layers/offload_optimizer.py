@@ -1,49 +1,57 @@
-"""Optimizers of models of which parts are offloaded, for linen and nnx, as functions of arrays."""
+"""Optimizers of partially offloaded models, shared by the linen and nnx modules."""
 
 from typing import Any, NamedTuple
 
 import jax
 
-from ..ops.offload import update_list, update_stack
-from ..ops.offload.checks import check_optimizer
-from ..ops.offload.optimizer import apply, clip_scale, squares
 from ..ops.offload.per_leaf import check_per_leaf
 from ..ops.offload.trees import Tree, shapes_of
+from ..ops.offload.update import (
+    LayerList,
+    LayerStack,
+    apply_optimizer,
+    clip_scale,
+    sum_of_squares,
+)
 
 
-class Parts(NamedTuple):
-    """The parameters of a model, their gradients, or an optimizer's state of them."""
+class ParamGroups(NamedTuple):
+    """Parameters of a model by update method; also their gradients or optimizer state."""
 
-    layers: list[Tree]  # each by itself, on the host
-    stacks: list[Tree]  # of like layers, arrays [L, ...] on the host
-    others: Tree  # on the device, all together
+    layers: list[Tree]  # updated one at a time, on the host
+    stacks: list[Tree]  # stacks of identical layers, arrays [L, ...] on the host
+    others: Tree  # updated together, on the device
 
 
-def init_state(tx: Any, params: Parts) -> Parts:
-    """The state of tx where the parameters are; raises as `stream_update` does."""
-    check_optimizer(tx)
+def init_state(tx: Any, params: ParamGroups) -> ParamGroups:
+    """Return the state of `tx`, in the memory of the parameters; raise as `stream_update` does."""
     check_per_leaf(tx, shapes_of(params.others))
-    stacks = [update_stack.init(tx, stack) for stack in params.stacks]
-    return Parts(update_list.init(tx, params.layers), stacks, tx.init(params.others))
+    stacks = [LayerStack(tx).init(stack) for stack in params.stacks]
+    return ParamGroups(LayerList(tx).init(params.layers), stacks, tx.init(params.others))
 
 
-def updated(
-    tx: Any, clip_norm: float | None, both: tuple[Parts, Parts], grads: Parts
-) -> tuple[Parts, Parts]:
-    """(parameters, state) after a step."""
-    params, state = both
-    scale, of_others = None, grads.others
+def update_groups(
+    tx: Any,
+    clip_norm: float | None,
+    params_and_state: tuple[ParamGroups, ParamGroups],
+    grads: ParamGroups,
+) -> tuple[ParamGroups, ParamGroups]:
+    """Return (parameters, state) after a step."""
+    params, state = params_and_state
+    stacked, listed = LayerStack(tx), LayerList(tx)
+    scale, other_grads = None, grads.others
     if clip_norm is not None:
-        stacks = sum(map(update_stack.sum_of_squares, grads.stacks))
-        listed = update_list.sum_of_squares(grads.layers)
-        scale = clip_scale(stacks + listed + squares(of_others), clip_norm)
-        of_others = jax.tree.map(lambda g: (g * scale).astype(g.dtype), of_others)
-    layers = update_list.update(tx, grads.layers, state.layers, params.layers, scale)
+        squares = sum(map(stacked.sum_of_squares, grads.stacks))
+        squares = squares + listed.sum_of_squares(grads.layers) + sum_of_squares(other_grads)
+        scale = clip_scale(squares, clip_norm)
+        other_grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), other_grads)
+    layers, layers_state = listed.update(grads.layers, state.layers, params.layers, scale)
     stacks = [
-        update_stack.update(tx, g, s, w, scale)
+        stacked.update(g, s, w, scale)
         for g, s, w in zip(grads.stacks, state.stacks, params.stacks, strict=True)
     ]
-    others = apply(tx, params.others, state.others, of_others)
-    new = zip(layers, (list(zip(*stacks, strict=True)) or [(), ()]), others, strict=True)
-    params, state = (Parts(list(a), list(b), c) for a, b, c in new)
-    return params, state
+    others, others_state = apply_optimizer(tx, params.others, state.others, other_grads)
+    return (
+        ParamGroups(list(layers), [w for w, _ in stacks], others),
+        ParamGroups(list(layers_state), [s for _, s in stacks], others_state),
+    )

@@ -1,4 +1,4 @@
-"""Models that live in host memory, for Flax linen."""
+"""OffloadModel for Flax linen."""
 
 import dataclasses
 import functools
@@ -12,82 +12,85 @@ from flax.typing import Dtype
 from jax import lax
 
 from ..layers.offload import (
-    apply_like_layers,
+    apply_identical_layers,
     apply_list,
-    call_with,
+    call_layer,
     check_flags,
     check_layers,
     check_on_host,
-    first_input,
-    once,
-    options_of,
-    taken,
+    combine_statistics,
+    get_input,
+    make_options,
+    select_keywords,
 )
 from ..ops._common.arguments import as_integer
 from ..ops.offload.options import OffloadOptions
-from ..ops.offload.placement import Space, moved
+from ..ops.offload.placement import Space, move
 
 
 class OffloadModel(nn.Module):
-    """Layers one after the other; their parameters stream from host memory through the device.
+    """Sequence or stack of layers whose parameters stream from host memory through the device.
 
-    ``OffloadModel([a, b, c])`` computes what ``nn.Sequential([a, b, c])`` does and has its
-    variables (`layers_0`, …), the same ones from the same key, so that checkpoints load both ways.
-    `init` makes parameters where any module does; move them, and gradients arrive there too::
+    ``OffloadModel([a, b, c])`` computes the same as ``nn.Sequential([a, b, c])``, and has the same
+    variables (`layers_0`, …) with the same values from the same key, so that checkpoints load both
+    ways. `init` creates the parameters on the device. Move them to host memory, where the gradients
+    arrive too::
 
         model = OffloadModel([Block() for _ in range(48)])
         variables = model.init(key, x)
         variables["params"] = effjax.to_host(variables["params"])
 
-    How the layers stream:
+    There are two forms:
 
-    - A sequence of layers, alike or not, is unrolled: see `effjax.offload_sequential`, and compile
-      with `effjax.offload_jit` on a GPU.
-    - One module with `num_layers` is a stack of like layers, with the variables of
-      ``nn.scan(Block, {"params": 0, …}, split_rngs={"params": True, …})(name="layers")``: a loop
-      that loads the next slice while one is computed, see `effjax.offload_scan`, `host_init` and
-      `stream_update`. Better for many like layers: what is compiled does not grow with them. A
-      module that is made inside another one's ``@nn.compact`` is called as Flax calls that one's
-      parts: ``Block_0``, or by ``Block(name="blocks")``.
+    - A sequence of layers is unrolled, see `effjax.offload_sequential`. Compile with
+      `effjax.offload_jit` on a GPU.
+    - One module with `num_layers` is a stack of identical layers, with the variables of
+      ``nn.scan(Block, {"params": 0, …}, split_rngs={"params": True, …})(name="layers")``. It runs
+      as a loop that loads the next slice during the computation, see `effjax.offload_scan`,
+      `host_init` and `stream_update`. Prefer it for many identical layers: the size of the compiled
+      program does not depend on their number. In the ``@nn.compact`` method of another module, its
+      name is the one that Flax gives to submodules there: ``Block_0``, or that of
+      ``Block(name="blocks")``.
 
-    The device holds the parameters of one slice (of two, in a stack) and the intermediates of one
-    slice and one microbatch. In the backward pass each slice is computed again from its input, but
-    for what `policy` keeps.
+    The device holds the parameters of one slice (of two, in a stack), and the intermediates of one
+    slice and one microbatch. The backward pass recomputes each slice from its input, except for the
+    values that `policy` keeps.
+
+    Dropout: layers draw the same numbers as in the unwrapped model. With several microbatches,
+    microbatch m uses ``fold_in(key, m)`` of each key in `rngs`. In a stack, layer i uses
+    ``fold_in(fold_in(key, i), m)``. A module that occurs twice in the list draws different numbers.
+
+    Batch norm normalizes each microbatch separately. The running statistics (`batch_stats`, which
+    must be `mutable`) are updated once per call, by the mean of the statistics of the microbatches.
+    With one microbatch they are those of the unwrapped model; with several, the running variance is
+    that within a microbatch. Layers can change no other collection, and `sow` has no effect.
+
+    A module that occurs twice in the list gets the sum of both gradients. A module that is part of
+    two layers (a tied embedding) is not supported; use `effjax.nnx.OffloadModel`. Only reverse-mode
+    derivatives are supported.
 
     Args:
-        layers: the modules and functions of a sequence, an `nn.Sequential`, or a stack's module.
-        num_slices: into how many slices of about the same bytes of parameters a sequence is cut,
-            or into how many equal ones a stack. None: every layer is one, which needs the least
-            memory; a slice should then be worth a copy, so make blocks of convolution, norm and
-            activation.
-        checkpoint_activation: whether the inputs of the slices, which are kept for the backward
-            pass, are kept on the host, with what `policy` keeps; else on the device.
-        num_microbatches: how many parts of the batch go through a slice before the next is loaded.
-        compute_dtype: the floating-point dtype that real floating parameters are cast to on the
-            device. None: they are not.
-        policy: what else is kept, and not recomputed: one of ``jax.checkpoint_policies``, see
-            `effjax.offload_scan`; everything_saveable is fairscale's checkpoint_activation=False.
-        num_layers: that of a stack.
-
-    Dropout: layers draw what they draw in the unwrapped model; with several microbatches,
-    microbatch m has ``fold_in(key, m)`` in place of each key of `rngs`. In a stack layer i has
-    ``fold_in(fold_in(key, i), m)``. A module that is in the list twice draws other numbers there.
-
-    Batch norm normalizes each microbatch on its own. The running statistics (`batch_stats`, to be
-    `mutable`) are updated once a call, by the mean of the statistics of the microbatches: with one
-    microbatch as they are in the unwrapped model, with several the running variance is that within
-    a microbatch. Layers can change no other collection; nothing is sown.
-
-    A module that is in the list twice has the sum of both gradients. One that is part of two layers
-    (a tied embedding) is refused here: `effjax.nnx.OffloadModel` takes it.
-
-    Reverse mode only.
+        layers: a sequence of modules and functions, an `nn.Sequential`, or the module of a stack.
+        num_slices: the number of slices, with about the same bytes of parameters in a sequence,
+            or the same number of layers in a stack. By default each layer is a slice, which needs
+            the least memory. A slice should be large enough to be worth a copy, such as a block of
+            convolution, norm and activation.
+        checkpoint_activation: whether residuals (the inputs of the slices, and the values that
+            `policy` keeps) are in host memory; otherwise they are on the device.
+        num_microbatches: the number of microbatches that go through a slice before the next one is
+            loaded.
+        compute_dtype: the floating-point dtype to which real floating-point parameters are cast on
+            the device. If None, no cast.
+        policy: the values that are not recomputed, one of ``jax.checkpoint_policies``, see
+            `effjax.offload_scan`. everything_saveable is fairscale's checkpoint_activation=False.
+        num_layers: the number of layers of a stack.
 
     Raises:
-        ValueError, TypeError: in the constructor and in a call, for what does not fit.
+        ValueError: if `layers` is empty, if `num_layers` does not fit `layers`, or if an option
+            does not fit.
 
     References:
-        fairscale `OffloadModel`, whose defaults are 3 slices, activations on the device.
+        fairscale `OffloadModel`, whose defaults are 3 slices and activations on the device.
     """
 
     layers: Sequence[Callable[..., Any]] | nn.Module
@@ -101,125 +104,131 @@ class OffloadModel(nn.Module):
     def __post_init__(self):
         if isinstance(self.layers, nn.Sequential) and self.num_layers is None:
             self.layers = self.layers.layers
-        _options(self)
-        _sequence(self)
+        _make_options(self)
+        _list_layers(self)
         super().__post_init__()
 
     def __call__(self, *args: Any, **flags: Any) -> Any:
-        """Applies the layers.
+        """Apply the layers.
 
         Args:
-            *args: the input. Between layers a tuple is several arguments and a dict those with
-                names, as in `nn.Sequential`.
-            **flags: such as `deterministic` and `use_running_average`, for each layer whose call
-                takes them.
+            *args: the input. Between layers a tuple is passed as arguments and a dict as keyword
+                arguments, as in `nn.Sequential`.
+            **flags: static flags such as `deterministic` and `use_running_average`, for each layer
+                whose call accepts them.
 
         Returns:
-            What the last layer returns.
+            The result of the last layer.
 
         Raises:
             ValueError: if the parameters are not in host memory.
-            TypeError: for a flag that no layer takes, and an input that is none.
+            TypeError: if no layer accepts a flag, or without an input.
         """
-        options, layers = _options(self), _sequence(self)
+        options, layers = _make_options(self), _list_layers(self)
         check_flags(layers, flags)
-        _check_parts(layers)
-        x = first_input(args)
+        _check_submodules(layers)
+        x = get_input(args)
         if self.is_initializing():
-            return _plain(layers, self.num_layers, x, flags)
+            return _initialize(layers, self.num_layers, x, flags)
         _check_shared(layers)
-        split = [_split(layer, _times(layer, layers[:i])) for i, layer in enumerate(layers)]
+        split = [_split(layer, _count(layer, layers[:i])) for i, layer in enumerate(layers)]
         params = [module.params for module in split]
         check_on_host(
             params[0] if self.num_layers else params,
-            'Pass {**variables, "params": effjax.to_host(variables["params"])}; and count FLOPs '
-            "(tabulate) without OffloadModel.",
+            'Pass {**variables, "params": effjax.to_host(variables["params"])}. To count FLOPs '
+            "(tabulate), use the model without OffloadModel.",
         )
         calls = [functools.partial(_call, module, flags) for module in split]
         if self.num_layers:
-            x, new = apply_like_layers(calls[0], params[0], x, None, options)
-            new = [once(new, axis=1)]
+            x, new = apply_identical_layers(calls[0], params[0], x, None, options)
+            new = [combine_statistics(new, axis=1)]
         else:
             x, new = apply_list(calls, params, x, None, options)
-            new = once(new)
+            new = combine_statistics(new)
         for layer, stats in zip(layers, new, strict=True):
             for name, value in stats.items():
                 layer.put_variable("batch_stats", name, value)
         return x
 
 
-# Functions and no methods, since Flax records the calls of all methods.
+# Functions instead of methods, because Flax records the calls of all methods.
 
 
-def _options(model: OffloadModel) -> OffloadOptions:
-    return options_of(
+def _make_options(model: OffloadModel) -> OffloadOptions:
+    return make_options(
         model.num_slices, model.checkpoint_activation, model.num_microbatches, model.compute_dtype,
         model.policy,
     )  # fmt: skip
 
 
-def _sequence(model: OffloadModel) -> list[Callable[..., Any]]:
+def _list_layers(model: OffloadModel) -> list[Callable[..., Any]]:
     stacked = isinstance(model.layers, nn.Module)
     if stacked != (model.num_layers is not None):
         raise ValueError(
-            f"`num_layers` (={model.num_layers!r}) is for a stack: where `layers` is one module."
+            f"`num_layers` (={model.num_layers!r}) must be set if `layers` is one module, a stack, "
+            "and only then."
         )
-    if stacked:
+    if isinstance(model.layers, nn.Module):
         as_integer("num_layers", model.num_layers, 1)
-    return check_layers([model.layers] if stacked else model.layers)
+        return [model.layers]
+    return check_layers(model.layers)
 
 
-def _plain(
+def _initialize(
     layers: Sequence[Callable[..., Any]], num_layers: int | None, x: Any, flags: Mapping[str, Any]
 ) -> Any:
-    """What makes the variables: no offloading."""
+    """Apply the layers without offloading, which creates the variables."""
     if num_layers is None:
         for layer in layers:
-            x = call_with(layer, x, taken(layer, flags))
+            x = call_layer(layer, x, select_keywords(layer, flags))
         return x
 
     def body(layer, x, _):
-        return call_with(layer, x, taken(layer, flags)), None
+        return call_layer(layer, x, select_keywords(layer, flags)), None
 
     scan = nn.scan(body, variable_axes={True: 0}, split_rngs={True: True}, length=num_layers)
     return scan(layers[0], x, None)[0]
 
 
 class _Layer(NamedTuple):
-    """A layer on its own, with what it has of the model."""
+    """An unbound layer with its variables."""
 
     module: Callable[..., Any]
-    params: Any = {}
-    others: Any = {}  # its other collections
-    rngs: Mapping[str, LazyRng] = {}
+    params: Any
+    others: Any  # other collections
+    rngs: Mapping[str, LazyRng]
     mutable: Any = False
 
 
-def _split(layer: Callable[..., Any], times_before: int) -> _Layer:
+def _split(layer: Callable[..., Any], num_before: int) -> _Layer:
     if not isinstance(layer, nn.Module):
-        return _Layer(layer)
+        return _Layer(layer, {}, {}, {})
     module, variables = layer.unbind()
     variables = dict(variables)
     params = variables.pop("params", {})
     assert layer.scope is not None
-    again = (times_before,) if times_before else ()
-    rngs = {name: LazyRng.create(rng, *again) for name, rng in layer.scope.rngs.items()}
+    # A layer that occurs again in the list draws other numbers.
+    suffix = (num_before,) if num_before else ()
+    rngs = {name: LazyRng.create(rng, *suffix) for name, rng in layer.scope.rngs.items()}
     mutable = ["batch_stats"] if layer.is_mutable_collection("batch_stats") else False
-    return _Layer(module, params, moved(variables, Space.Device), rngs, mutable)
+    return _Layer(module, params, move(variables, Space.Device), rngs, mutable)
 
 
 def _call(
     layer: _Layer, flags: Mapping[str, Any],
     w: Any, x: Any, i: jax.Array | None, m: jax.Array | None, key: None,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """What a layer returns for microbatch m, and its new `batch_stats`."""
-    keywords = taken(layer.module, flags)
+    """Call a layer: (y, its new `batch_stats`).
+
+    i is the number of the layer in a stack, m that of the microbatch.
+    """
+    keywords = select_keywords(layer.module, flags)
     if not isinstance(layer.module, nn.Module):
-        return call_with(layer.module, x, keywords), {}
+        return call_layer(layer.module, x, keywords), {}
     others, rngs, numbers = layer.others, dict(layer.rngs), [m]
     if i is not None:
-        at = functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=False)
-        others, numbers = jax.tree.map(at, others), [i, 0 if m is None else m]
+        select = functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=False)
+        others, numbers = jax.tree.map(select, others), [i, 0 if m is None else m]
     for number in numbers:
         if number is not None:
             rngs = {
@@ -229,34 +238,34 @@ def _call(
     options: dict[str, Any] = dict(rngs=rngs, mutable=layer.mutable)
     apply: Any = functools.partial(layer.module.apply, {"params": w, **others}, **options)
     if not layer.mutable:
-        return call_with(apply, x, keywords), {}
-    y, new = call_with(apply, x, keywords)
+        return call_layer(apply, x, keywords), {}
+    y, new = call_layer(apply, x, keywords)
     return y, lax.stop_gradient(dict(new.get("batch_stats", {})))
 
 
 def _check_shared(layers: Sequence[Callable[..., Any]]) -> None:
     for i, layer in enumerate(layers):
-        if _times(layer, layers[:i]) and "batch_stats" in getattr(layer, "variables", {}):
+        if _count(layer, layers[:i]) and "batch_stats" in getattr(layer, "variables", {}):
             raise ValueError(
-                f"layer {i} is in the list twice, a {type(layer).__name__} with running statistics:"
-                " in OffloadModel layers may share parameters only."
+                f"Layer {i} occurs twice, a {type(layer).__name__} with running statistics. In "
+                "OffloadModel layers may share parameters only."
             )
 
 
-def _check_parts(layers: Sequence[Any]) -> None:
-    """Raises ValueError if a module within a layer has its variables elsewhere."""
+def _check_submodules(layers: Sequence[Any]) -> None:
+    """Raise ValueError if a submodule of a layer has its variables in another layer."""
     for i, layer in enumerate(layers):
-        for part in _parts(layer):
+        for part in _submodules(layer):
             if part.scope.path[: len(layer.scope.path)] != layer.scope.path:
                 raise ValueError(
-                    f"layer {i}, a {type(layer).__name__}, has the {type(part).__name__} of "
-                    f"{'/'.join(part.scope.path)}: in OffloadModel of linen two layers share "
-                    "parameters only if they are one module; effjax.nnx.OffloadModel takes others."
+                    f"Layer {i}, a {type(layer).__name__}, shares the {type(part).__name__} of "
+                    f"{'/'.join(part.scope.path)}. In effjax.linen.OffloadModel two layers share "
+                    "parameters only if they are the same module. Use effjax.nnx.OffloadModel."
                 )
 
 
-def _parts(module: Any) -> Iterator[Any]:
-    """The modules that are attributes of a module, and theirs."""
+def _submodules(module: Any) -> Iterator[Any]:
+    """Yield the modules that are attributes of a module, recursively."""
     if not isinstance(module, nn.Module):
         return
     names = [field.name for field in dataclasses.fields(module) if field.name != "parent"]
@@ -264,8 +273,8 @@ def _parts(module: Any) -> Iterator[Any]:
     for part in jax.tree.leaves(attributes, is_leaf=lambda a: isinstance(a, nn.Module)):
         if isinstance(part, nn.Module) and part.scope is not None:
             yield part
-            yield from _parts(part)
+            yield from _submodules(part)
 
 
-def _times(layer: Callable[..., Any], layers: Sequence[Callable[..., Any]]) -> int:
+def _count(layer: Callable[..., Any], layers: Sequence[Callable[..., Any]]) -> int:
     return sum(other is layer for other in layers)

@@ -1,4 +1,4 @@
-"""A train state of Flax whose parameters live in host memory."""
+"""OffloadTrainState for Flax linen."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -11,20 +11,20 @@ from flax.training.train_state import TrainState
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ..layers.offload import check_on_host
-from ..layers.offload_optimizer import Parts, init_state, updated
-from ..ops.offload.checks import as_arrays, check_alike
-from ..ops.offload.optimizer import check_clip_norm
+from ..layers.offload_optimizer import ParamGroups, init_state, update_groups
 from ..ops.offload.placement import Space, space_of
+from ..ops.offload.trees import as_array_tree, check_same_shapes
+from ..ops.offload.update import check_clip_norm
 
 
 class OffloadTrainState(TrainState):
-    """Flax's ``TrainState`` for models whose parameters, or some of them, are in host memory.
+    """Flax's ``TrainState`` for models with parameters in host memory.
 
-    The state of the optimizer is where the parameters are. Those on the host are updated one module
-    after the other on the device, which holds one or two of them with their gradients and state;
-    all others are updated on the device::
+    The state of the optimizer is in the memory of the parameters. Parameters on the host are
+    updated one module at a time on the device, which holds one or two of them with their gradients
+    and state. All others are updated on the device::
 
-        variables = model.init(key, x)  # a linen.OffloadModel, or with one inside
+        variables = model.init(key, x)  # a linen.OffloadModel, or a model that contains one
         state = effjax.linen.OffloadTrainState.create(
             apply_fn=model.apply, params=effjax.to_host(variables["params"]), tx=optax.adam(1e-3)
         )
@@ -35,9 +35,10 @@ class OffloadTrainState(TrainState):
             return state.apply_gradients(grads=grads), loss
 
     Attributes:
-        step, apply_fn, params, tx, opt_state: as of ``flax.training.train_state.TrainState``.
-        stacks: the paths of parameters [L, ...] of like layers, see `create`.
-        clip_norm: the largest global norm of the gradients; None: they are not scaled.
+        step: as in ``flax.training.train_state.TrainState``, like `apply_fn`, `params`, `tx` and
+            `opt_state`.
+        stacks: the paths of parameters [L, ...] of identical layers, see `create`.
+        clip_norm: the largest global norm of the gradients. If None, they are not clipped.
 
     References:
         ZeRO-Offload: Ren et al., 2021 (arXiv:2101.06840).
@@ -57,73 +58,79 @@ class OffloadTrainState(TrainState):
         clip_norm: float | None = None,
         **kwargs: Any,
     ) -> "OffloadTrainState":
-        """The state before the first step.
+        """Create the state before the first step.
 
         Args:
-            apply_fn: such as ``model.apply``.
-            params: nested dicts of arrays, some of them on the host: see `effjax.to_host`.
-            tx: an ``optax.GradientTransformation`` that treats every parameter on its own, as of
-                `effjax.stream_update`. It sees the parameters of one module on the host, or all
+            apply_fn: the function that applies the model, such as ``model.apply``.
+            params: nested dicts of arrays, some of them in host memory, see `effjax.to_host`.
+            tx: an ``optax.GradientTransformation`` that treats every parameter separately, as in
+                `effjax.stream_update`. It gets the parameters of one module on the host, or all
                 others together, as nested dicts from the model down.
-            stacks: which parts of params are those of an OffloadModel with `num_layers`, or of
-                ``nn.scan``, and so are updated layer by layer: paths such as "decoder/layers".
-            clip_norm: the largest global norm of the gradients, above 0, in place of
+            stacks: the paths of the parameters of an OffloadModel with `num_layers`, or of
+                ``nn.scan``, such as "decoder/layers". They are updated layer by layer.
+            clip_norm: the largest global norm of the gradients, above 0. It replaces
                 ``optax.clip_by_global_norm``, which mixes parameters.
             **kwargs: the fields of a subclass.
 
         Returns:
-            The state, of step 0.
+            The state of step 0.
 
         Raises:
-            TypeError, ValueError: for arguments that do not fit, and a tx that mixes parameters.
+            TypeError: if a parameter is not an array.
+            ValueError: if tx mixes parameters, if `stacks` has other paths or paths on the device,
+                or if `clip_norm` is not positive.
         """
         check_clip_norm(clip_norm)
-        params = as_arrays("params", unfreeze(params))
-        parts = _parts(params, params, stacks)
-        check_on_host(parts.stacks, "Put them there with effjax.to_host, or leave them out.")
+        params = as_array_tree("params", unfreeze(params))
+        groups = _group(params, params, stacks)
+        check_on_host(groups.stacks, "Move them with effjax.to_host, or remove them from `stacks`.")
         return cls(
             step=jnp.int32(0), apply_fn=apply_fn, params=params, tx=tx,
-            opt_state=init_state(tx, parts), stacks=tuple(stacks), clip_norm=clip_norm, **kwargs,
+            opt_state=init_state(tx, groups), stacks=tuple(stacks), clip_norm=clip_norm, **kwargs,
         )  # fmt: skip
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "OffloadTrainState":
-        """The state after a step; compile it with `effjax.offload_jit`.
+        """Return the state after a step; compile it with `effjax.offload_jit`.
 
         Args:
-            grads: those of `params`.
-            **kwargs: other fields to be replaced.
+            grads: the gradients of `params`.
+            **kwargs: other fields to replace.
 
         Raises:
-            TypeError, ValueError: for gradients that do not fit.
+            TypeError: if a gradient is not an array.
+            ValueError: if the gradients do not have the structure and shapes of the parameters.
         """
-        check_alike("grads", as_arrays("grads", grads), "`params`", self.params)
+        check_same_shapes("grads", as_array_tree("grads", grads), "`params`", self.params)
         state: Any = self.opt_state
-        both = _parts(self.params, self.params, self.stacks), state
-        new, opt_state = updated(
-            self.tx, self.clip_norm, both, _parts(self.params, grads, self.stacks)
+        params_and_state = _group(self.params, self.params, self.stacks), state
+        new, opt_state = update_groups(
+            self.tx, self.clip_norm, params_and_state, _group(self.params, grads, self.stacks)
         )
         flat = {}
-        for part in (*new.layers, *new.stacks, new.others):
-            flat |= flatten_dict(part)
+        for group in (*new.layers, *new.stacks, new.others):
+            flat |= flatten_dict(group)
         params = unflatten_dict({path: flat[path] for path in flatten_dict(self.params)})
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
 
 
-def _parts(params: Mapping, arrays: Mapping, stacks: Sequence[str]) -> Parts:
-    """The `arrays` of `params` by how they are updated, in nested dicts from the model down."""
-    left, where = flatten_dict(arrays), flatten_dict(params)
-    taken = []
+def _group(params: Mapping, arrays: Mapping, stacks: Sequence[str]) -> ParamGroups:
+    """Group `arrays` (parameters or gradients) by update method, as nested dicts."""
+    remaining, flat_params = flatten_dict(arrays), flatten_dict(params)
+    stacked = []
     for name in stacks:
-        at = tuple(name.split("/"))
-        found = [path for path in left if path[: len(at)] == at]
-        if not found:
+        prefix = tuple(name.split("/"))
+        paths = [path for path in remaining if path[: len(prefix)] == prefix]
+        if not paths:
             raise ValueError(
-                f"`stacks` (={stacks!r}) must be paths such as 'decoder/layers', but params have "
-                f"no {name!r} besides the ones before it."
+                f"`stacks` (={stacks!r}) must be disjoint paths such as 'decoder/layers', but the "
+                f"params have no {name!r}, or another path contains it."
             )
-        taken.append({path: left.pop(path) for path in found})
+        stacked.append({path: remaining.pop(path) for path in paths})
     modules = defaultdict(dict)
-    for path in [path for path in left if space_of(where[path]) == Space.Host]:
-        modules[path[:-1]][path] = left.pop(path)
-    nested = lambda parts: [unflatten_dict(part) for part in parts]  # noqa: E731
-    return Parts(nested(modules.values()), nested(taken), unflatten_dict(left))
+    for path in [path for path in remaining if space_of(flat_params[path]) == Space.Host]:
+        modules[path[:-1]][path] = remaining.pop(path)
+    return ParamGroups(
+        [unflatten_dict(group) for group in modules.values()],
+        [unflatten_dict(group) for group in stacked],
+        unflatten_dict(remaining),
+    )

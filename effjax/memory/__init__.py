@@ -1,6 +1,6 @@
 """Memory planner: bytes of a compiled program on a GPU, and residuals of a function."""
 
-from ..ops.offload.host_pool import host_memory_limit as host_memory_limit
+from ..ops.offload.compiled import host_memory_limit as host_memory_limit
 from ._hlo import Collective as Collective
 from ._hlo import Transfer as Transfer
 from ._hlo import collectives as collectives

@@ -21,7 +21,7 @@ from jax.sharding import (
 
 from ..ops._common.arguments import as_integer, describe
 from ..ops._common.platform import trace_for_platform
-from ..ops.offload.compiled import allowed, needed_options
+from ..ops.offload.compiled import allow_guard, needed_options
 from ._source import record_library_lines
 
 SPLITS_ITSELF = (
@@ -76,7 +76,7 @@ def lower(
     jitted: Any = fun
     if not hasattr(fun, "trace"):
         # JAX caches lowered programs by function. A new function avoids programs that were lowered
-        # outside of `allowed`.
+        # outside of `allow_guard`.
         wrapper: Any = functools.wraps(fun)(lambda *args, **kwargs: fun(*args, **kwargs))
         jitted = jax.jit(wrapper, keep_unused=True, **jit_options)
     elif jit_options:
@@ -91,7 +91,7 @@ def lower(
     options = needed_options(traced.jaxpr)
     # A program that jax.jit would refuse to run on a GPU is refused here too.
     is_compiled_with_options = jitted is not fun or getattr(fun, "is_offload_jit", False)
-    with allowed() if is_compiled_with_options else contextlib.nullcontext():
+    with allow_guard() if is_compiled_with_options else contextlib.nullcontext():
         lowered = _lower_for_cuda(traced)
     module: Any = lowered.compiler_ir("stablehlo")
     spanned = int(module.operation.attributes["mhlo.num_partitions"].value)

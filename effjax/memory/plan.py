@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ops._common.arguments import as_integer, as_number
-from ..ops.offload.host_pool import host_memory_limit
+from ..ops.offload.compiled import host_memory_limit
 from ._buffers import Value, live_at_peak
 from ._compile import CompiledProgram, check_compiler, compile_for
 from ._hlo import HloModule, collectives, parse, transfers

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..ops._common.arguments import as_integer
-from ..ops.offload.host_pool import HOST_MEMORY_VARIABLE
+from ..ops.offload.compiled import HOST_MEMORY_VARIABLE
 from ._buffers import Kind
 from ._hlo import Collective, Transfer
 from ._source import short_path

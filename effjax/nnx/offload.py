@@ -1,4 +1,4 @@
-"""Models that live in host memory, for Flax NNX."""
+"""OffloadModel for Flax NNX."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -11,84 +11,82 @@ from flax.typing import Dtype
 from jax import lax
 
 from ..layers.offload import (
-    apply_like_layers,
+    apply_identical_layers,
     apply_list,
-    call_with,
+    call_layer,
     check_flags,
     check_layers,
     check_on_host,
-    first_input,
-    once,
-    options_of,
-    taken,
+    combine_statistics,
+    get_input,
+    make_options,
+    select_keywords,
 )
-from ..ops._common.arguments import describe
-from ..ops.offload.checks import as_key
-from ..ops.offload.placement import Space, moved
+from ..ops._common.arguments import as_key
+from ..ops.offload.placement import Space, move
 
-# What a layer may change in its call.
-COUNTED = (nnx.BatchStat, nnx.RngCount)
+_MUTABLE = (nnx.BatchStat, nnx.RngCount)  # Variables that a layer may change in its call
 
 
 class OffloadModel(nnx.Module):
-    """Layers one after the other; their parameters stream from host memory through the device.
+    """Sequence or stack of layers whose parameters stream from host memory through the device.
 
-    ``OffloadModel([a, b, c])`` computes what ``nnx.Sequential(a, b, c)`` does and has its Variables
-    under the same paths (`layers/0/…`), so that checkpoints load both ways. `to_host` moves the
-    parameters to where they are expected; gradients arrive there too::
+    ``OffloadModel([a, b, c])`` computes the same as ``nnx.Sequential(a, b, c)``, and its Variables
+    have the same paths (`layers/0/…`), so that checkpoints load both ways. `to_host` moves the
+    parameters to host memory, where the gradients arrive too::
 
         model = OffloadModel([Block(rngs=rngs) for _ in range(48)]).to_host()
         loss, grads = nnx.jit(nnx.value_and_grad(loss_fn))(model, x)
 
-    How the layers stream:
+    There are two forms:
 
-    - A sequence of layers, alike or not, is unrolled: see `effjax.offload_sequential`, and compile
-      with `effjax.offload_jit` on a GPU.
-    - One module whose Variables all have a leading axis, as `nnx.vmap` makes it or as
-      `TransformerLM.blocks`, is a stack of like layers: a loop that loads the next slice while one
-      is computed, see `effjax.offload_scan`, `host_init` and `stream_update`. Better for many like
-      layers: what is compiled does not grow with their number.
+    - A sequence of layers is unrolled, see `effjax.offload_sequential`. Compile with
+      `effjax.offload_jit` on a GPU.
+    - One module whose Variables all have a leading axis, as from `nnx.vmap` or
+      `TransformerLM.blocks`, is a stack of identical layers. It runs as a loop that loads the next
+      slice during the computation, see `effjax.offload_scan`, `host_init` and `stream_update`.
+      Prefer it for many identical layers: the size of the compiled program does not depend on their
+      number.
 
-    The device holds the parameters of one slice (of two, in a stack) and the intermediates of one
-    slice and one microbatch. In the backward pass each slice is computed again from its input, but
-    for what `policy` keeps.
+    The device holds the parameters of one slice (of two, in a stack), and the intermediates of one
+    slice and one microbatch. The backward pass recomputes each slice from its input, except for the
+    values that `policy` keeps.
+
+    Dropout: layers with their own streams (`nnx.Dropout(rngs=…)`) draw from them, and their counts
+    advance once per call. With several microbatches, microbatch m draws from ``fold_in(key, m)`` of
+    each stream's key. `rngs` in the call are for layers that accept `rngs` or `key`.
+
+    Batch norm normalizes each microbatch separately. The running statistics are updated once per
+    call, by the mean of the statistics of the microbatches. With one microbatch they are those of
+    the unwrapped model; with several, the running variance is that within a microbatch.
+
+    Optimizers of optax work on the device only. Use `OffloadOptimizer`, and compile a step of both
+    with `effjax.nnx.offload_jit`.
+
+    Variables other than Params stay on the device. A layer may change its BatchStats and RngCounts
+    only. Two layers may share Params, whose gradients are added on the device, but no other
+    Variables. Reverse mode only.
 
     Args:
-        layers: the modules and functions of a sequence, an `nnx.Sequential`, or a stack.
-        num_slices: into how many slices of about the same bytes of parameters a sequence is cut,
-            or into how many equal ones a stack. None: every layer is one, which needs the least
-            memory; a slice should then be worth a copy, so make blocks of convolution, norm and
-            activation.
-        checkpoint_activation: whether the inputs of the slices, which are kept for the backward
-            pass, are kept on the host, with what `policy` keeps; else on the device.
-        num_microbatches: how many parts of the batch go through a slice before the next is loaded.
-        compute_dtype: the floating-point dtype that real floating parameters are cast to on the
-            device. None: they are not.
-        policy: what else is kept, and not recomputed: one of ``jax.checkpoint_policies``, see
-            `effjax.offload_scan`; everything_saveable is fairscale's checkpoint_activation=False.
-
-    Dropout: layers with streams of their own (`nnx.Dropout(rngs=…)`) draw from them, and their
-    counts advance once a call; with several microbatches, microbatch m draws from ``fold_in(key,
-    m)`` in place of each stream's key. `rngs` in the call are for layers that take `rngs` or `key`.
-
-    Batch norm normalizes each microbatch on its own. The running statistics are updated once a
-    call, by the mean of the statistics of the microbatches: with one microbatch as they are in the
-    unwrapped model, with several the running variance is that within a microbatch.
-
-    Optimizers of optax work on the device only: see `OffloadOptimizer`, and `offload_jit` of this
-    package, which compiles a step of both.
-
-    Other Variables than Params stay on the device, and other than BatchStats and RngCounts must not
-    be changed by a layer. Two layers may share Params, whose gradients are added on the device, and
-    nothing else that is a Variable.
-
-    Reverse mode only.
+        layers: a sequence of modules and functions, an `nnx.Sequential`, or a stack.
+        num_slices: the number of slices, with about the same bytes of parameters in a sequence,
+            or the same number of layers in a stack. By default each layer is a slice, which needs
+            the least memory. A slice should be large enough to be worth a copy, such as a block of
+            convolution, norm and activation.
+        checkpoint_activation: whether residuals (the inputs of the slices, and the values that
+            `policy` keeps) are in host memory; otherwise they are on the device.
+        num_microbatches: the number of microbatches that go through a slice before the next one is
+            loaded.
+        compute_dtype: the floating-point dtype to which real floating-point parameters are cast on
+            the device. If None, no cast.
+        policy: the values that are not recomputed, one of ``jax.checkpoint_policies``, see
+            `effjax.offload_scan`. everything_saveable is fairscale's checkpoint_activation=False.
 
     Raises:
-        ValueError, TypeError: in the constructor and in the call, for what does not fit.
+        ValueError: if `layers` is empty, or an option does not fit.
 
     References:
-        fairscale `OffloadModel`, whose defaults are 3 slices, activations on the device.
+        fairscale `OffloadModel`, whose defaults are 3 slices and activations on the device.
     """
 
     def __init__(
@@ -104,125 +102,123 @@ class OffloadModel(nnx.Module):
         if isinstance(layers, nnx.Sequential):
             layers = layers.layers
         self.stacked = isinstance(layers, nnx.Module) and not isinstance(layers, nnx.List)
-        sequence = check_layers([layers] if self.stacked else layers)
-        self.layers: Any = layers if self.stacked else nnx.List(sequence)
-        self.options = options_of(
+        self.layers: Any = layers if self.stacked else nnx.List(check_layers(layers))
+        self.options = make_options(
             num_slices, checkpoint_activation, num_microbatches, compute_dtype, policy
         )
 
     def __call__(self, *args: Any, rngs: Any = None, **flags: Any) -> Any:
-        """Applies the layers.
+        """Apply the layers.
 
         Args:
-            *args: the input. Between layers a tuple is several arguments and a dict those with
-                names, as in `nnx.Sequential`.
-            rngs: an `nnx.Rngs`, whose stream `dropout` is drawn from once, an `nnx.RngStream` or a
-                key. Of this key k, layer i and microbatch m get ``fold_in(fold_in(k, i), m)``, as
-                `key` or as ``nnx.Rngs(…)`` for `rngs`, if their call takes that.
-            **flags: such as `deterministic` and `use_running_average`, for each layer whose call
-                takes them; `train()`, `eval()` and `nnx.view` work as well.
+            *args: the input. Between layers a tuple is passed as arguments and a dict as keyword
+                arguments, as in `nnx.Sequential`.
+            rngs: an `nnx.Rngs`, whose stream `dropout` is used once, an `nnx.RngStream` or a key
+                k. Layer i and microbatch m get ``fold_in(fold_in(k, i), m)``, as `key` or as
+                ``nnx.Rngs(…)`` for `rngs`, if their call accepts one of them.
+            **flags: static flags such as `deterministic` and `use_running_average`, for each layer
+                whose call accepts them. `train()`, `eval()` and `nnx.view` work as well.
 
         Returns:
-            What the last layer returns.
+            The result of the last layer.
 
         Raises:
-            ValueError: if the parameters are not in host memory, or a layer changes what it must
-                not.
-            TypeError: for a flag that no layer takes, and an input or `rngs` that is none.
+            ValueError: if the parameters are not in host memory, or a layer changes a Variable that
+                it may not change.
+            TypeError: if no layer accepts a flag, without an input, or if `rngs` has another
+                type.
         """
-        layers = self._sequence()
+        layers = [self.layers] if self.stacked else list(self.layers)
         check_flags(layers, flags)
         split = [_split(layer) for layer in layers]
         params = [params for _, params, _ in split]
         calls = [
-            functools.partial(_call, layer, graphdef, moved(others, Space.Device), flags)
+            functools.partial(_call, layer, graphdef, move(others, Space.Device), flags)
             for layer, (graphdef, _, others) in zip(layers, split, strict=True)
         ]
-        if hasattr(self, "_nnx_tabulate_id"):  # nnx.tabulate: Flax stays broken after an error
-            params = moved(params, Space.Host)
+        if hasattr(self, "_nnx_tabulate_id"):
+            # nnx.tabulate moves nothing to the host, and an error would leave Flax in a bad state.
+            params = move(params, Space.Host)
         check_on_host(params[0] if self.stacked else params, "Call its to_host() first.")
-        x, key = first_input(args), _key(rngs)
+        x, key = get_input(args), _get_key(rngs)
         if self.stacked:
             _check_stacked(split[0][1:])
-            x, changed = apply_like_layers(calls[0], params[0], x, key, self.options)
-            changed = [once(changed, axis=1)]
+            x, changed = apply_identical_layers(calls[0], params[0], x, key, self.options)
+            changed = [combine_statistics(changed, axis=1)]
         else:
             _check_shared(layers)
             x, changed = apply_list(calls, params, x, key, self.options)
-            changed = once(changed)
+            changed = combine_statistics(changed)
         for layer, (_, _, others), new in zip(layers, split, changed, strict=True):
             if new:
-                nnx.update(layer, _at_paths(others.counted, new))
+                nnx.update(layer, _replaced_leaves(others.mutable, new))
         return x
 
     def to_host(self) -> "OffloadModel":
-        """Moves the Params to pinned host memory, in place; returns the model.
+        """Move the Params to pinned host memory, in place, and return the model.
 
-        Afterwards `nnx.Optimizer` fails inside of optax ("Memory kind mismatch"), and
-        `OffloadOptimizer` takes its place.
+        Use `OffloadOptimizer` afterwards. `nnx.Optimizer` fails in optax ("Memory kind mismatch").
         """
-        nnx.update(self, moved(nnx.state(self, nnx.Param), Space.Host))
+        nnx.update(self, move(nnx.state(self, nnx.Param), Space.Host))
         return self
 
-    def _sequence(self) -> list[Callable[..., Any]]:
-        return [self.layers] if self.stacked else list(self.layers)
 
-
-class _Others(NamedTuple):
-    """The Variables of a layer that are no Params, as nested dicts."""
+class _OtherVariables(NamedTuple):
+    """The Variables of a layer other than Params, as nested dicts."""
 
     keys: Any  # RngKeys
-    counted: Any
+    mutable: Any  # BatchStats and RngCounts
     rest: Any
 
 
-def _split(layer: Callable[..., Any]) -> tuple[Any, Any, _Others]:
-    """(graphdef, Params, others); a function has none."""
+def _split(layer: Callable[..., Any]) -> tuple[Any, Any, _OtherVariables]:
+    """Return (graphdef, Params, others), which are empty for a function."""
     if not isinstance(layer, nnx.Pytree):
-        return None, {}, _Others({}, {}, {})
-    graphdef, *states = nnx.split(layer, nnx.Param, nnx.RngKey, COUNTED, ...)
+        return None, {}, _OtherVariables({}, {}, {})
+    graphdef, *states = nnx.split(layer, nnx.Param, nnx.RngKey, _MUTABLE, ...)
     params, *others = map(nnx.to_pure_dict, states)
-    return graphdef, params, _Others(*others)
+    return graphdef, params, _OtherVariables(*others)
 
 
 def _call(
-    layer: Callable[..., Any], graphdef: Any, others: _Others, flags: Mapping[str, Any],
+    layer: Callable[..., Any], graphdef: Any, others: _OtherVariables, flags: Mapping[str, Any],
     w: Any, x: Any, i: jax.Array | None, m: jax.Array | None, key: jax.Array | None,
 ) -> tuple[Any, dict[int, jax.Array]]:  # fmt: skip
-    """What a layer returns for microbatch m, and those leaves of `counted` that it has changed."""
-    drawn = {} if key is None else {"key": key, "rngs": nnx.Rngs(key)}
-    keywords = {**taken(layer, flags), **taken(layer, drawn)}
+    """Call a layer: (y, the leaves of `others.mutable` that changed, by their index).
+
+    i is the number of the layer in a stack, m that of the microbatch.
+    """
+    rng_keywords = {} if key is None else {"key": key, "rngs": nnx.Rngs(key)}
+    keywords = {**select_keywords(layer, flags), **select_keywords(layer, rng_keywords)}
     if graphdef is None:
-        return call_with(layer, x, keywords), {}
+        return call_layer(layer, x, keywords), {}
     if i is not None:
-        at = functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=False)
-        others = jax.tree.map(at, others)
+        select = functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=False)
+        others = jax.tree.map(select, others)
     if m is not None:
         fold = functools.partial(jax.random.fold_in, data=m)
         others = others._replace(keys=jax.tree.map(fold, others.keys))
     module: Any = nnx.merge(graphdef, w, *others)
-    y = call_with(module, x, keywords)
+    y = call_layer(module, x, keywords)
     _, params, after = _split(module)
-    _check_unchanged(layer, (w, others._replace(counted=())), (params, after._replace(counted=())))
-    leaves = jax.tree.leaves(others.counted), jax.tree.leaves(after.counted)
+    _check_unchanged(layer, (w, others._replace(mutable=())), (params, after._replace(mutable=())))
+    leaves = jax.tree.leaves(others.mutable), jax.tree.leaves(after.mutable)
     pairs = zip(*leaves, strict=True)
     return y, {j: lax.stop_gradient(b) for j, (a, b) in enumerate(pairs) if b is not a}
 
 
-def _at_paths(tree: Any, leaves: dict[int, jax.Array]) -> dict:
-    """A nested dict with only these of the leaves of `tree`, replaced."""
+def _replaced_leaves(tree: Any, leaves: dict[int, jax.Array]) -> dict:
+    """Return a nested dict with the given leaves of `tree` only, by their index."""
     paths = [tuple(k.key for k in path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     return nnx.traversals.unflatten_mapping({paths[j]: a for j, a in leaves.items()})
 
 
-def _key(rngs: Any) -> jax.Array | None:
+def _get_key(rngs: Any) -> jax.Array | None:
     if isinstance(rngs, nnx.Rngs):
         return rngs.dropout()
     if isinstance(rngs, nnx.RngStream):
         return rngs()
-    if rngs is None or isinstance(rngs, jax.Array):
-        return as_key("rngs", rngs)
-    raise TypeError(f"`rngs` must be an nnx.Rngs, an nnx.RngStream or a key, not {describe(rngs)}.")
+    return None if rngs is None else as_key("rngs", rngs)
 
 
 def _check_unchanged(layer: Any, before: Any, after: Any) -> None:
@@ -233,7 +229,7 @@ def _check_unchanged(layer: Any, before: Any, after: Any) -> None:
             sorted(".".join(str(k.key) for k in p if hasattr(k, "key")) for p in changed)
         )
         raise ValueError(
-            f"a {type(layer).__name__} changes {names} in its call, but in OffloadModel layers may "
+            f"A {type(layer).__name__} changes {names} in its call. In OffloadModel layers may "
             "change BatchStats and RngCounts only."
         )
 
@@ -245,8 +241,8 @@ def _check_stacked(tree: Any) -> None:
     }
     if len({shape[:1] for shape in shapes.values()} | {()}) != 2:
         raise ValueError(
-            "the Variables of a stack of layers must all have the same leading axis, the layers, "
-            f"but their shapes are {shapes or 'none'}. Pass a list for a single module."
+            "The Variables of a stack must have the same leading axis, the layers, but their "
+            f"shapes are {shapes or 'none'}. Pass a list for a single module."
         )
 
 
@@ -261,6 +257,6 @@ def _check_shared(layers: Sequence[Callable[..., Any]]) -> None:
             first = owners.setdefault(id(variable), i)
             if first != i:
                 raise ValueError(
-                    f"layers {first} and {i} share the {type(variable).__name__} "
-                    f"{'.'.join(map(str, path))}: in OffloadModel they may share Params only."
+                    f"Layers {first} and {i} share the {type(variable).__name__} "
+                    f"{'.'.join(map(str, path))}. In OffloadModel they may share Params only."
                 )

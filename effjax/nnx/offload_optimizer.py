@@ -1,4 +1,4 @@
-"""Optimizers of optax for nnx models that live in host memory."""
+"""OffloadOptimizer for Flax NNX."""
 
 import functools
 from typing import Any
@@ -9,20 +9,19 @@ from flax import nnx
 from flax.typing import PathParts
 
 from ..layers.offload import check_on_host
-from ..layers.offload_optimizer import Parts, init_state, updated
-from ..ops._common.arguments import describe
+from ..layers.offload_optimizer import ParamGroups, init_state, update_groups
 from ..ops.offload import offload_jit
-from ..ops.offload.optimizer import check_clip_norm
 from ..ops.offload.placement import Space, space_of
+from ..ops.offload.update import check_clip_norm
 from .offload import OffloadModel
 
 
 class OffloadOptimizer(nnx.Pytree):
-    """``nnx.Optimizer`` for models whose parameters, or some of them, are in host memory.
+    """``nnx.Optimizer`` for models with parameters in host memory.
 
-    The state of the optimizer is where the parameters are. Layers of an `OffloadModel` are updated
-    one after the other on the device, which holds one or two of them with their gradients and
-    state; all other parameters stay on the device and are updated there::
+    The state of the optimizer is in the memory of the parameters. The layers of an `OffloadModel`
+    are updated one at a time on the device, which holds one or two of them with their gradients and
+    state. All other parameters stay on the device and are updated there::
 
         model = effjax.nnx.OffloadModel(layers).to_host()
         optimizer = effjax.nnx.OffloadOptimizer(model, optax.adam(1e-3))
@@ -34,14 +33,13 @@ class OffloadOptimizer(nnx.Pytree):
             return loss
 
     Args:
-        model: an `OffloadModel`, or a module with some inside, after their `to_host`.
-        tx: an ``optax.GradientTransformation`` that treats every parameter on its own, as of
-            `effjax.stream_update`. It sees the parameters of one layer of an OffloadModel, or all
+        model: an `OffloadModel`, or a module that contains some, after their `to_host`.
+        tx: an ``optax.GradientTransformation`` that treats every parameter separately, as in
+            `effjax.stream_update`. It gets the parameters of one layer of an OffloadModel, or all
             others together, as nested dicts from the model down.
-        wrt: a filter for the Variables to be updated, as of `nnx.Optimizer`; the others have no
-            state.
-        clip_norm: the largest global norm of the gradients, above 0; None: they are not scaled. It
-            stands for ``optax.clip_by_global_norm``, which mixes parameters.
+        wrt: a filter for the Variables to update, as in `nnx.Optimizer`. The others have no state.
+        clip_norm: the largest global norm of the gradients, above 0. If None, gradients are not
+            clipped. It replaces ``optax.clip_by_global_norm``, which mixes parameters.
 
     Attributes:
         step: the number of updates, an `nnx.OptState`.
@@ -49,7 +47,8 @@ class OffloadOptimizer(nnx.Pytree):
         opt_state: its state.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, and for a tx that mixes parameters.
+        ValueError: if tx mixes parameters, if the parameters of an OffloadModel are not in host
+            memory, or if `clip_norm` is not positive.
 
     References:
         ZeRO-Offload: Ren et al., 2021 (arXiv:2101.06840).
@@ -63,45 +62,43 @@ class OffloadOptimizer(nnx.Pytree):
         wrt: Any = nnx.Param,
         clip_norm: float | None = None,
     ):
-        if not isinstance(model, nnx.Module):
-            raise TypeError(f"`model` must be an nnx.Module, not {describe(model)}.")
         check_clip_norm(clip_norm)
         self.step = nnx.OptState(jnp.uint32(0))
         self.tx, self.wrt, self.clip_norm = tx, wrt, clip_norm
-        params = _flat(model, wrt)
-        parts = _parts(model, params, params)
-        check_on_host([parts.layers, parts.stacks], "Call to_host() of each OffloadModel first.")
-        state = init_state(tx, parts)
+        params = _flatten(model, wrt)
+        groups = _group(model, params, params)
+        check_on_host([groups.layers, groups.stacks], "Call to_host() of each OffloadModel first.")
+        state = init_state(tx, groups)
         self.opt_state: Any = nnx.data(jax.tree.map(nnx.OptArray, state))
-        self.update_arrays = offload_jit(functools.partial(updated, tx, clip_norm))
+        self.update_arrays = offload_jit(functools.partial(update_groups, tx, clip_norm))
 
     def update(self, model: nnx.Module, grads: Any) -> None:
-        """Updates the parameters of the model and the state, in place.
+        """Update the parameters of the model and the state, in place.
 
-        Outside of jit too what is on the host is overwritten: what else refers to these arrays has
-        lost them.
+        Outside of jit, too, the old arrays in host memory are overwritten: do not use other
+        references to them.
 
         Args:
-            model: the one that the optimizer was made for.
-            grads: as ``nnx.grad(…, argnums=nnx.DiffState(0, wrt))`` returns them.
+            model: the model that was passed to the constructor.
+            grads: gradients as ``nnx.grad(…, argnums=nnx.DiffState(0, wrt))`` returns them.
 
         Raises:
-            ValueError: for a model or gradients that do not fit.
+            ValueError: if the gradients do not match the Variables that `wrt` selects.
         """
-        params = _flat(model, self.wrt)
-        grads = _flat(grads, self.wrt)
+        params = _flatten(model, self.wrt)
+        grads = _flatten(grads, self.wrt)
         if params.keys() != grads.keys():
-            differ = sorted(params.keys() ^ grads.keys(), key=str)
+            path = sorted(params.keys() ^ grads.keys(), key=str)[0]
             raise ValueError(
-                "`grads` must be of the Variables that `wrt` selects, but "
-                f"{'.'.join(map(str, differ[0]))} is in one of them only."
+                "`grads` must have the Variables of the model that `wrt` selects, but only one of "
+                f"them has {'.'.join(map(str, path))}."
             )
         variables = jax.tree.leaves(self.opt_state, is_leaf=_is_variable)
         values = jax.tree.map(lambda v: v.get_value(), self.opt_state, is_leaf=_is_variable)
-        both = _parts(model, params, params), values
-        new, state = self.update_arrays(both, _parts(model, params, grads))
-        for part in (*new.layers, *new.stacks, new.others):
-            nnx.update(model, part)
+        params_and_state = _group(model, params, params), values
+        new, state = self.update_arrays(params_and_state, _group(model, params, grads))
+        for group in (*new.layers, *new.stacks, new.others):
+            nnx.update(model, group)
         for variable, value in zip(variables, jax.tree.leaves(state), strict=True):
             variable.set_value(value)
         self.step.set_value(self.step.get_value() + 1)
@@ -114,31 +111,35 @@ def _is_variable(a: Any) -> bool:
     return isinstance(a, nnx.Variable)
 
 
-def _flat(tree: Any, wrt: Any) -> _Arrays:
-    """The arrays by their paths."""
+def _flatten(tree: Any, wrt: Any) -> _Arrays:
     return nnx.traversals.flatten_mapping(nnx.to_pure_dict(nnx.state(tree, wrt)))
 
 
-def _parts(model: nnx.Module, params: _Arrays, arrays: _Arrays) -> Parts:
-    """The `arrays` of `params` by how they are updated, in nested dicts from the model down."""
-    left = dict(arrays)
+def _group(model: nnx.Module, params: _Arrays, arrays: _Arrays) -> ParamGroups:
+    """Group `arrays` (parameters or gradients) by update method, as nested dicts."""
+    remaining = dict(arrays)
 
-    def take(at: PathParts) -> dict:
-        return {path: left.pop(path) for path in arrays if path[: len(at)] == at and path in left}
+    def take(prefix: PathParts) -> dict:
+        return {
+            path: remaining.pop(path)
+            for path in arrays
+            if path[: len(prefix)] == prefix and path in remaining
+        }
 
     layers, stacks = [], []
-    for at, module in nnx.iter_modules(model):
+    for path, module in nnx.iter_modules(model):
         if isinstance(module, OffloadModel):
-            places = (*at, "layers")
+            prefix = (*path, "layers")
             if module.stacked:
-                stacks.append(take(places))
+                stacks.append(take(prefix))
             else:
-                layers += [take((*places, i)) for i in range(len(module.layers))]
-    # What has been put on the host by itself.
-    by_hand = [path for path in left if space_of(params[path]) == Space.Host]
-    layers.append({path: left.pop(path) for path in by_hand})
-    nested = nnx.traversals.unflatten_mapping
-    return Parts(
-        [nested(part) for part in layers if part], [nested(part) for part in stacks if part],
-        nested(left),
-    )  # fmt: skip
+                layers += [take((*prefix, i)) for i in range(len(module.layers))]
+    # Parameters outside of an OffloadModel that the user moved to the host.
+    on_host = [path for path in remaining if space_of(params[path]) == Space.Host]
+    layers.append({path: remaining.pop(path) for path in on_host})
+    nest = nnx.traversals.unflatten_mapping
+    return ParamGroups(
+        [nest(group) for group in layers if group],
+        [nest(group) for group in stacks if group],
+        nest(remaining),
+    )

@@ -117,7 +117,7 @@ def test_parameters_that_are_cast_on_the_device(flavour):
          {"num_microbatches": 5}, {}),
         (ValueError, r"`num_slices` \(=4\)", {"num_slices": 4}, {}),
         (ValueError, r"`num_slices` \(=5\)", {"num_slices": 5}, {}),
-        (TypeError, "no layer of OffloadModel takes `train`", {}, {"train": True}),
+        (TypeError, "No layer of OffloadModel accepts `train`", {}, {"train": True}),
     ],
 )  # fmt: skip
 def test_errors(flavour, error, match, options, flags):
@@ -126,27 +126,23 @@ def test_errors(flavour, error, match, options, flags):
 
 
 @pytest.mark.parametrize(
-    ("name", "values"),
-    {
-        "layers": [None, 3, "ab", [3], [None], []],
-        "num_slices": [0, 2.0, True, "2"],
-        "checkpoint_activation": [None, 1, "host"],
-        "num_microbatches": [0, 2.0, True, "2", None],
-        "compute_dtype": [int, "int8", jnp.int32, "floot", 3, [float]],
-        "policy": ["dots", 3, [], jax.checkpoint_policies.save_only_these_names],
-    }.items(),
-    ids=lambda a: a if isinstance(a, str) else "",
+    ("name", "value"),
+    [
+        ("layers", []),
+        ("num_slices", 0),
+        ("num_microbatches", 2.0),
+        ("compute_dtype", "int8"),
+        ("policy", jax.checkpoint_policies.save_only_these_names),
+    ],
 )
-def test_options_are_checked_in_the_constructor(flavour, name, values):
-    for value in values:
-        options = {"layers": [jnp.tanh], name: value}
-        with pytest.raises((TypeError, ValueError), match=f"^`{name}"):
-            flavour.OffloadModel(**options)
+def test_constructor_rejects_option(flavour, name, value):
+    options = {"layers": [jnp.tanh], name: value}
+    with pytest.raises((TypeError, ValueError), match=f"^`{name}"):
+        flavour.OffloadModel(**options)
 
 
-@pytest.mark.parametrize("x", [None, "x", ["x"], object()], ids=["None", "text", "list", "object"])
-def test_inputs_are_checked(flavour, x):
+def test_rejects_input_without_arrays(flavour):
     model = flavour.OffloadModel([jnp.tanh])
     call = model if flavour is offload_nnx else functools.partial(model.apply, {})
     with pytest.raises(TypeError, match="^`x"):
-        call(x)
+        call("x")

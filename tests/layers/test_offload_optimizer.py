@@ -225,19 +225,17 @@ def test_checkpoints_of_model_and_optimizer():
 
 def test_arguments_that_do_not_fit():
     model = offloaded(Wrapped)
-    with pytest.raises(TypeError, match="`model` must be an nnx.Module, not a dict"):
-        OffloadOptimizer({}, adam())  # pyright: ignore
-    with pytest.raises(TypeError, match="`tx` must be an optax.GradientTransformation"):
-        OffloadOptimizer(model, optax.adam)
     with pytest.raises(ValueError, match=r"`clip_norm` \(=0\) must be above 0"):
         OffloadOptimizer(model, adam(), clip_norm=0)
-    with pytest.raises(ValueError, match="does not treat every parameter on its own"):
+    with pytest.raises(ValueError, match="must treat every parameter separately"):
         OffloadOptimizer(model, clipped())
     with pytest.raises(ValueError, match=r"must be in host memory.*Call to_host\(\)"):
         OffloadOptimizer(Wrapped(OffloadModel), adam())
     optimizer = OffloadOptimizer(model, adam())
     grads = nnx.state(model, nnx.PathContains("bias"))
-    with pytest.raises(ValueError, match="`grads` must be of the Variables that `wrt` selects"):
+    with pytest.raises(
+        ValueError, match="`grads` must have the Variables of the model that `wrt` selects"
+    ):
         optimizer.update(model, grads)
     with pytest.raises(TypeError, match="takes nnx modules first, but was called with 3"):
         offload_jit(lambda x, model: None)(3, model)
@@ -320,7 +318,7 @@ def test_train_state_of_a_stack():
         create(params=on_host(params), stacks=["layers"])
     with pytest.raises(ValueError, match="must be in host memory"):
         create(params=params, stacks=["body/layers"])
-    with pytest.raises(ValueError, match="`grads` must be like `params`"):
+    with pytest.raises(ValueError, match="`grads` must have the structure of `params`"):
         state.apply_gradients(grads=grads["body"])
 
 

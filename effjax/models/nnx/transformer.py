@@ -19,13 +19,13 @@ from ...ops._common.arguments import (
     as_dtype,
     as_flag,
     as_integer,
+    as_key,
     as_number,
 )
 from ...ops._common.dtypes import accumulation_dtype
 from ...ops.cross_entropy import linear_cross_entropy
 from ...ops.dropout import dropout
-from ...ops.offload.checks import as_arrays, as_key, one_key
-from ...ops.offload.trees import num_layers_of
+from ...ops.offload.trees import as_array_tree, count_layers
 
 Params = dict[str, Any]
 Layer = Callable[[Params, jax.Array, jax.Array | None], jax.Array]
@@ -56,9 +56,9 @@ def scan_layers(
         ValueError, TypeError: for arguments that do not fit.
     """
     as_callable("layer", layer)
-    params, x = as_arrays("params", params), as_arrays("x", x)
-    key = as_key("key", key)
-    num_layers = num_layers_of(params, "params")
+    params, x = as_array_tree("params", params), as_array_tree("x", x)
+    key = None if key is None else as_key("key", key)
+    num_layers = count_layers(params, "params")
     as_flag("remat", remat)
     # Inside of a loop there is nothing that could undo the recomputation.
     one = jax.checkpoint(layer, prevent_cse=False) if remat else layer
@@ -175,7 +175,10 @@ class TransformerLM(nnx.Module):
         apply_layers: ApplyLayers = scan_layers,
     ) -> jax.Array:
         """What the last layer returns, `[N, T, width]`; arguments and errors as of a call."""
-        tokens, key = as_array("tokens", tokens, jnp.generic), as_key("key", key)
+        tokens, key = (
+            as_array("tokens", tokens, jnp.generic),
+            None if key is None else as_key("key", key),
+        )
         as_callable("apply_layers", apply_layers)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(
@@ -198,12 +201,12 @@ class TransformerLM(nnx.Module):
 
     def layer_keys(self, key: jax.Array) -> jax.Array:
         """The keys `[num_layers]` of `init_layer`: ``fold_in(key, i)``."""
-        key = one_key("key", key)
+        key = as_key("key", key)
         return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(self.num_layers))
 
     def init_layer(self, key: jax.Array) -> Params:
         """New parameters of one layer; for an abstract model too."""
-        rngs = nnx.Rngs(params=one_key("key", key))
+        rngs = nnx.Rngs(params=as_key("key", key))
         block = TransformerBlock(**dict(self.block_options), rngs=rngs)
         return nnx.to_pure_dict(nnx.state(block, nnx.Param))
 
@@ -291,7 +294,7 @@ class TransformerBlock(nnx.Module):
 
     def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """`[N, T, width]` of the same; `key` is that of dropout, None leaves it out."""
-        x, key = _checked(x, self.qkv.in_features), as_key("key", key)
+        x, key = _checked(x, self.qkv.in_features), None if key is None else as_key("key", key)
         x = x + self._drop(self.out(self._attend(self.qkv(self.norm1(x)))), key, 0)
         return x + self._drop(self.down(nnx.gelu(self.up(self.norm2(x)))), key, 1)
 

@@ -1,16 +1,12 @@
-"""Offload: models that live in host memory and stream through the device.
+"""Offload: models in host memory whose layers stream through the device.
 
-What reads what, from above:
-
-    train_step          a whole step: train_state (what it carries), train_layers (a stack or a
-                        list), ends (before and after them), scaling (of losses and gradients)
-    update              optimizers alone: update_stack, update_list, optimizer (one layer of both),
-                        per_leaf (which optimizers can be taken), dependencies (read from programs)
-    stack, sequential   like and unlike layers
-    slices, residuals   a slice: forward, backward, and what is kept between them
-    host_init           parameters made on the host
-    compiled            offload_jit, and what XLA must be told; host_pool (how much it may hold)
-    options, checks, trainable, trees, loops, placement
+- `train_step`: a whole training step, with `train_state` and `embed_head`.
+- `update`: optimizers layer by layer; `per_leaf` detects those that mix parameters.
+- `stack`, `sequential`: stacks of identical layers and sequences of different layers.
+- `slices`: forward and backward pass of one slice.
+- `host_init`: initialization in host memory.
+- `compiled`: `offload_jit` and its XLA options.
+- `options`, `placement`, `trees`: shared by all of them.
 """
 
 from .compiled import offload_jit as offload_jit

@@ -1,8 +1,10 @@
-"""Compiling programs that read host memory: right on every JAX, in place where that is safe."""
+"""Compilation of programs with arrays in host memory: `offload_jit` and its XLA options."""
 
 import contextlib
 import contextvars
 import functools
+import os
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -13,65 +15,65 @@ from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .._common.arguments import as_callable, as_flag, describe
-from .host_pool import warn_beyond_pool
+from .._common.arguments import describe
 from .placement import Space, space_of
-from .trees import refuse_again
+from .trees import raise_second_derivative
 
-# XLA for GPUs before this JAX reads the wrong slice of a host array, without a word, where the
-# index is not the loop's counter but follows from it (openxla/xla#46231).
-_READS_HOST_SLICES_RIGHT = (0, 11, 2)
+# XLA for GPUs before this version of JAX silently reads the wrong slice of a host array if the
+# index is computed from the loop counter, as in i + 1 or a reversed loop (openxla/xla#46231).
+_FIRST_CORRECT_VERSION = (0, 11, 2)
 _WORKAROUND = {"xla_disable_hlo_passes": "fusion-dynamic-memcpy-rewriter,dynamic-slice-annotator"}
-# XLA lets two copies run beside the matrix products, and in a backward pass starts them late.
+# By default XLA allows two copies next to the matrix products, and starts the copies of a
+# backward pass late.
 _OVERLAP = {"xla_gpu_experimental_parallel_async_compute_limit": 32}
-_OVERLAP_LONGER = {"xla_gpu_experimental_enable_selective_memcpy_overlap": True}
-# Unrolled slices would all be loaded at once.
+_SELECTIVE_OVERLAP = {"xla_gpu_experimental_enable_selective_memcpy_overlap": True}
+# The latency-hiding scheduler would load all slices of an unrolled model at the start.
 _IN_ORDER = {"xla_gpu_enable_latency_hiding_scheduler": False}
+
+HOST_MEMORY_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+_DEFAULT_HOST_MEMORY = 64  # GiB, in XLA
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_allowed: contextvars.ContextVar[bool] = contextvars.ContextVar("allowed", default=False)
-
 
 def offload_jit(fun: Callable[_P, _R], *, donate: bool = True) -> Callable[_P, _R]:
-    """``jax.jit`` for programs with arrays on the host.
+    """Compile a function of arrays in host memory; a replacement for ``jax.jit``.
 
-    ``step(state, *args) -> (state, *results)`` is compiled with the options that offloading needs
-    where it runs, and, unless donate=False, so that the new state is written over the old one, each
-    array in the memory and with the sharding that it had. It warns of a program for a GPU that
-    needs more pinned host memory than XLA takes, see `effjax.memory.host_memory_limit`.
+    ``step(state, *args) -> (state, *results)`` is compiled with the XLA options that offloading
+    needs on the current backend. With `donate` the new state overwrites the old one: each array
+    keeps its memory and its sharding. A RuntimeWarning is raised if a GPU program needs more
+    pinned host memory than XLA allocates, see `effjax.memory.host_memory_limit`.
 
     Args:
-        fun: the function of arrays. With donate=True its first argument and its (first) result are
-            alike: a pytree of arrays whose shapes and dtypes it keeps.
-        donate: whether the first argument is overwritten.
+        fun: the function to compile. With `donate` its first argument and its first (or only)
+            result are pytrees of arrays with the same structure, shapes and dtypes.
+        donate: whether to overwrite the first argument.
 
     Returns:
-        The compiled function. Like what jax.jit returns it has ``trace``, and `effjax.memory.plan`
-        takes it.
+        The compiled function. It has a ``trace`` method, as the result of ``jax.jit`` has, and
+        `effjax.memory.plan` accepts it.
 
     Raises:
-        TypeError: for what is no function or flag; when it is called, for arguments that are no
-            arrays, and without a state to overwrite.
-        ValueError: when it is called, if the state cannot be overwritten, with the first array that
-            differs.
+        TypeError: when it is called, if an argument is not an array, or without a state to
+            overwrite.
+        ValueError: when it is called, if the state cannot be overwritten, naming the first array
+            that differs.
     """
-    run: Callable[..., Any] = as_callable("fun", fun)
-    as_flag("donate", donate)
+    run: Callable[..., Any] = fun
     programs: dict = {}
 
-    def jitted(*args) -> Any:
-        # A function of its own: JAX keeps what it has lowered by function, guarded or not.
+    def jit(*args) -> Any:
+        # A new function each time: JAX caches lowered programs by function, with or without guard.
         if not donate:
             return jax.jit(lambda *args: run(*args))
         if not args:
             raise TypeError(
-                "a function of offload_jit takes the state that it overwrites as its first "
-                "argument, but was called without; pass donate=False if it has none."
+                "A function compiled by offload_jit overwrites its first argument, but it was "
+                "called without arguments. Pass donate=False if it has no state."
             )
-        shardings = jax.tree.map(_sharding, args[0])
-        checked = functools.partial(_same_state, run)
+        shardings = jax.tree.map(_get_sharding, args[0])
+        checked = functools.partial(_run_checked, run)
         return jax.jit(checked, donate_argnums=0, out_shardings=(shardings, None))
 
     def call(*args) -> Any:
@@ -79,31 +81,75 @@ def offload_jit(fun: Callable[_P, _R], *, donate: bool = True) -> Callable[_P, _
         if any(isinstance(a, Tracer) for a in leaves):
             return run(*args)
         config = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # pyright: ignore
-        types = tuple((_type_of(a, args), getattr(a, "sharding", None)) for a in leaves)
-        key = structure, types, config
-        if key not in programs:
-            programs[key] = compile_offloaded(jitted(*args), *args)
-        results = programs[key](*args)
+        types = tuple((_get_type(a, args), getattr(a, "sharding", None)) for a in leaves)
+        cache_key = structure, types, config
+        if cache_key not in programs:
+            programs[cache_key] = compile_offloaded(jit(*args), *args)
+        results = programs[cache_key](*args)
         if not donate:
             return results
         state, rest = results
         return state if rest is None else (state, *rest)
 
     wrapped: Any = functools.wraps(fun)(call)
-    wrapped.trace = lambda *args: jitted(*args).trace(*args)
+    wrapped.trace = lambda *args: jit(*args).trace(*args)
     wrapped.is_offload_jit = True
     return wrapped
 
 
+def _run_checked(fun: Callable[..., Any], state: Any, *args) -> tuple[Any, Any]:
+    """Return (new state, other results or None), after checking that the state keeps its types."""
+    result = fun(state, *args)
+    before = jax.tree.structure(state)
+    if jax.tree.structure(result) == before:
+        new, rest = result, None
+    elif isinstance(result, tuple) and result and jax.tree.structure(result[0]) == before:
+        new, rest = result[0], tuple(result[1:])
+    else:
+        raise ValueError(
+            f"The state must keep its structure, {before}, as the only or the first result, but "
+            f"the result is {jax.tree.structure(result)}. Pass donate=False if there is no state."
+        )
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    for (path, a), b in zip(leaves, jax.tree.leaves(new), strict=True):
+        a, b = jax.typeof(a), jax.typeof(b)
+        if (a.shape, a.dtype, a.memory_space) != (b.shape, b.dtype, b.memory_space):
+            raise ValueError(
+                f"The state{jax.tree_util.keystr(path)} must keep its shape, dtype and memory, but "
+                f"it was {a} and became {b}. Pass donate=False if there is no state."
+            )
+    return new, rest
+
+
+def _get_type(a: Any, args: tuple) -> Any:
+    try:
+        return jax.typeof(a)
+    except TypeError:
+        leaves = jax.tree_util.tree_leaves_with_path(args)
+        name = next(jax.tree_util.keystr(path) for path, b in leaves if b is a)
+        raise TypeError(
+            f"`args{name}` of a function compiled by offload_jit must be an array, not "
+            f"{describe(a)}. Close over other values."
+        ) from None
+
+
+def _get_sharding(a: Any) -> Any:
+    if not isinstance(a, (jax.Array, jax.ShapeDtypeStruct)) or a.sharding is None:
+        raise ValueError(f"The state must consist of arrays with shardings, not {a!r}.")
+    # An uncommitted array on the device follows the other arrays.
+    is_free = isinstance(a, jax.Array) and not a.committed and space_of(a) == Space.Device
+    return None if is_free else a.sharding
+
+
 def compile_offloaded(jitted: Any, *args) -> jax.stages.Compiled:
-    """Compiles for these arguments, with the options that offloading needs where it runs."""
+    """Compile for these arguments, with the options that offloading needs on this backend."""
     traced, on_gpu = jitted.trace(*args), jax.default_backend() == "gpu"
     options = needed_options(traced.jaxpr) if on_gpu else {}
-    with allowed():
+    with allow_guard():
         lowered = traced.lower()
     program = _compile(lowered, options)
     if on_gpu:
-        warn_beyond_pool(program)
+        _warn_beyond_limit(program)
     return program
 
 
@@ -113,135 +159,105 @@ def _compile(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages
     except jax.errors.JaxRuntimeError as error:
         if "No such compile option" not in str(error):
             raise
-        faster = _OVERLAP | _OVERLAP_LONGER  # another XLA has other names for them
+        # Other versions of XLA have other names for the options that only affect speed.
+        faster = _OVERLAP | _SELECTIVE_OVERLAP
         return lowered.compile({k: v for k, v in options.items() if k not in faster})
 
 
-def _same_state(fun: Callable[..., Any], state: Any, *args) -> tuple[Any, Any]:
-    """(new state, other results); None for functions of which the state is all."""
-    result = fun(state, *args)
-    before = jax.tree.structure(state)
-    if jax.tree.structure(result) == before:
-        new, rest = result, None
-    elif isinstance(result, tuple) and result and jax.tree.structure(result[0]) == before:
-        new, rest = result[0], tuple(result[1:])
-    else:
-        raise ValueError(
-            f"the state of structure {before} became {jax.tree.structure(result)}; it must keep "
-            "it, as the only or the first result, or pass donate=False."
+# The guard: a primitive without effect on values. It marks programs that offload, so that the
+# options can be chosen from the traced program, and it fails to lower for GPUs where a plain
+# jax.jit would compile wrong code. The platform is known only then.
+
+_guard_p = Primitive("effjax_offload_guard")
+_guard_p.def_abstract_eval(lambda x, **_: x)
+
+_guard_allowed: contextvars.ContextVar[bool] = contextvars.ContextVar("allowed", default=False)
+
+
+def guard_host_slices() -> jax.Array:
+    """Return zero; mark a loop over slices of host arrays."""
+    return _bind_guard(in_order=False)
+
+
+def guard_in_order() -> jax.Array:
+    """Return zero; mark unrolled slices, which must be loaded in order."""
+    return _bind_guard(in_order=True)
+
+
+def _bind_guard(in_order: bool) -> jax.Array:
+    if getattr(jax.config, "jax_scan3", False):
+        raise NotImplementedError(
+            "Offloading does not support jax_scan3, which moves host arrays of a loop to the "
+            'device. Turn it off with jax.config.update("jax_scan3", False).'
         )
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(new), strict=True
-    ):
-        a, b = jax.typeof(a), jax.typeof(b)
-        if (a.shape, a.dtype, a.memory_space) != (b.shape, b.dtype, b.memory_space):
-            raise ValueError(
-                f"the state{jax.tree_util.keystr(path)} was {a} and became {b}; it must stay as it "
-                "is and where it is, or pass donate=False."
-            )
-    return new, rest
-
-
-def _type_of(a: Any, args: tuple) -> Any:
-    try:
-        return jax.typeof(a)
-    except TypeError:
-        names = ((jax.tree_util.keystr(p), b) for p, b in jax.tree_util.tree_leaves_with_path(args))
-        name = next(name for name, b in names if b is a)
-        raise TypeError(
-            f"`args{name}` of a function of offload_jit must be an array, not {describe(a)}; "
-            "close over what is none."
-        ) from None
-
-
-def _sharding(a: Any) -> Any:
-    if not isinstance(a, (jax.Array, jax.ShapeDtypeStruct)) or a.sharding is None:
-        raise ValueError(f"the state must consist of arrays with shardings, not {a!r}.")
-    # One that was put nowhere goes where the others are.
-    free = isinstance(a, jax.Array) and not a.committed and space_of(a) == Space.Device
-    return None if free else a.sharding
+    return _guard_p.bind(jnp.int32(0), in_order=in_order)
 
 
 @contextlib.contextmanager
-def allowed() -> Iterator[None]:
-    """Lets programs be lowered for GPUs that will be compiled with `needed_options`."""
-    token = _allowed.set(True)
+def allow_guard() -> Iterator[None]:
+    """Allow lowering for GPUs; the caller compiles with `needed_options`."""
+    token = _guard_allowed.set(True)
     try:
         yield
     finally:
-        _allowed.reset(token)
+        _guard_allowed.reset(token)
 
 
 def needed_options(jaxpr: Any) -> dict[str, Any]:
-    """What a program needs of XLA for GPUs: nothing, if it does not offload."""
-    orders = set(_orders(jaxpr))
-    late = _WORKAROUND if host_slices_are_wrong() else _OVERLAP_LONGER
-    return (_OVERLAP | late if False in orders else {}) | (_IN_ORDER if True in orders else {})
+    """Return the compiler options that a program needs on a GPU; none if it does not offload."""
+    guards = set(_find_guards(jaxpr))
+    in_loop = _WORKAROUND if host_slices_are_wrong() else _SELECTIVE_OVERLAP
+    return (_OVERLAP | in_loop if False in guards else {}) | (_IN_ORDER if True in guards else {})
 
 
-def _orders(jaxpr: Any) -> Iterator[bool]:
-    """The `in_order` of the guards in a program."""
+def _find_guards(jaxpr: Any) -> Iterator[bool]:
+    """Yield `in_order` of each guard in a program."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if eqn.primitive is _guard_p:
             yield eqn.params["in_order"]
-        for inner in jaxprs_in(eqn.params):
-            yield from _orders(inner)
+        for inner in nested_jaxprs(eqn.params):
+            yield from _find_guards(inner)
 
 
-def jaxprs_in(params: dict[str, Any]) -> Iterator[Any]:
-    """The programs among the parameters of an equation, or of an operator that is one of them.
+def nested_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    """Yield the programs among the parameters of an equation.
 
-    The latter is how an equation has them with `jax_custom_vjp3` and its like.
+    With `jax_custom_vjp3` a parameter is an operator, which has the programs as its parameters.
     """
     for value in jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr):
         if _is_jaxpr(value):
             yield value
-        elif isinstance(more := getattr(value, "params", None), dict):
-            yield from jaxprs_in(more)
+        elif isinstance(inner := getattr(value, "params", None), dict):
+            yield from nested_jaxprs(inner)
 
 
 def _is_jaxpr(value: Any) -> bool:
     return hasattr(value, "eqns") or hasattr(value, "jaxpr")
 
 
-def guard_host_slices() -> jax.Array:
-    """Zero, where slices of host arrays are read right; else compiling for a GPU fails."""
-    return _guard_p.bind(jnp.int32(0), in_order=False)
-
-
-def in_order() -> jax.Array:
-    """Zero; asks for slices that are not all loaded at once."""
-    return _guard_p.bind(jnp.int32(0), in_order=True)
-
-
 def host_slices_are_wrong() -> bool:
-    """Whether this JAX compiles `offload_scan` wrongly for GPUs, without other options."""
-    return jax.__version_info__ < _READS_HOST_SLICES_RIGHT
+    """Return True if this JAX needs a workaround to compile `offload_scan` for GPUs."""
+    return jax.__version_info__ < _FIRST_CORRECT_VERSION
 
 
-# Known only when a program is compiled: the platform, and whether offload_jit compiles it.
-_guard_p = Primitive("effjax_offload_guard")
-_guard_p.def_abstract_eval(lambda x, **_: x)
-
-
-def _refuse() -> None:
+def _refuse_guard() -> None:
     raise RuntimeError(
-        f"jax {jax.__version__} compiles offload_scan wrongly for GPUs (openxla/xla#46231). Use "
-        "effjax.offload_jit in place of jax.jit, which works around it, or "
-        f"jax >= {'.'.join(map(str, _READS_HOST_SLICES_RIGHT))}."
+        f"jax {jax.__version__} compiles offload_scan incorrectly for GPUs (openxla/xla#46231). "
+        "Compile with effjax.offload_jit instead of jax.jit, or install "
+        f"jax >= {'.'.join(map(str, _FIRST_CORRECT_VERSION))}."
     )
 
 
 def _run_guard(x, *, in_order: bool):
     if jax.default_backend() == "gpu" and host_slices_are_wrong() and not in_order:
-        _refuse()  # outside of jit
+        _refuse_guard()
     return x
 
 
 def _lower_guard(ctx, x, *, in_order: bool):
     on_gpu = {"cuda", "rocm"} & set(ctx.module_context.platforms)
-    if on_gpu and host_slices_are_wrong() and not in_order and not _allowed.get():
-        _refuse()
+    if on_gpu and host_slices_are_wrong() and not in_order and not _guard_allowed.get():
+        _refuse_guard()
     return [x]
 
 
@@ -250,9 +266,9 @@ mlir.register_lowering(_guard_p, _lower_guard)
 
 
 def barrier(tree: Any) -> Any:
-    """``lax.optimization_barrier`` after which arrays vary over the mesh axes that they did before.
+    """Apply ``lax.optimization_barrier`` without changing the types of arrays in shard_map.
 
-    That of jax 0.10 makes all of them vary over the axes of any.
+    In jax 0.10 the arrays after a barrier vary over the mesh axes of all of them.
     """
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(_barrier_p.bind(*leaves))
@@ -262,6 +278,50 @@ _barrier_p = Primitive("effjax_barrier")
 _barrier_p.multiple_results = True
 _barrier_p.def_impl(lambda *arrays: list(arrays))
 _barrier_p.def_abstract_eval(lambda *arrays: arrays)
-ad.primitive_jvps[_barrier_p] = lambda *_: refuse_again("offload_sequential")
+ad.primitive_jvps[_barrier_p] = lambda *_: raise_second_derivative("offload_sequential")
 mlir.register_lowering(_barrier_p, mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays)))
 batching.primitive_batchers[_barrier_p] = lambda arrays, axes: (_barrier_p.bind(*arrays), axes)
+
+
+# XLA allocates pinned host memory from one pool for all GPUs of a process.
+
+
+def host_memory_limit() -> int:
+    """Return the size of XLA's pool of pinned host memory, in bytes.
+
+    All GPUs of a process share the pool. Its size is 64 GiB unless the environment variable
+    XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB is set.
+
+    Raises:
+        ValueError: if the variable is not an integer of at least 1.
+    """
+    value = os.environ.get(HOST_MEMORY_VARIABLE, str(_DEFAULT_HOST_MEMORY))
+    if not value.strip().isdecimal() or not int(value):
+        raise ValueError(
+            f"{HOST_MEMORY_VARIABLE} (={value!r}) must be a whole number of GiB, at least 1."
+        )
+    return int(value) * 2**30
+
+
+def pinned_bytes(program: jax.stages.Compiled) -> int:
+    """Return the pinned host memory that a GPU program needs, over all devices of the process."""
+    stats = program.memory_analysis()  # of one device; None or incomplete on some backends
+    size = {
+        kind: getattr(stats, f"host_{kind}_size_in_bytes", 0)
+        for kind in ("argument", "output", "temp", "alias")
+    }
+    shardings = jax.tree.leaves((program.input_shardings, program.output_shardings))
+    devices = frozenset().union(*(sharding.addressable_devices for sharding in shardings))
+    return (size["argument"] + size["output"] + size["temp"] - size["alias"]) * len(devices)
+
+
+def _warn_beyond_limit(program: jax.stages.Compiled) -> None:
+    needed, limit = pinned_bytes(program), host_memory_limit()
+    if needed > limit:
+        warnings.warn(
+            f"A program needs {needed} bytes ({needed / 2**30:.1f} GiB) of pinned host memory, but "
+            f"XLA allocates at most {limit / 2**30:g} GiB per process. If the machine has more, "
+            f"set {HOST_MEMORY_VARIABLE} (in GiB) before JAX starts.",
+            RuntimeWarning,
+            stacklevel=2,
+        )

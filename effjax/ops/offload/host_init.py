@@ -1,54 +1,69 @@
-"""Parameters, and what optimizers keep of them, made straight in host memory."""
+"""Initialization of parameters and optimizer state in host memory."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from .._common.arguments import as_callable, describe
-from .checks import as_keys
+from .._common.arguments import describe
 from .compiled import compile_offloaded, guard_host_slices
-from .loops import scan
-from .placement import Space, put, read
-from .trees import Tree, num_layers_of
+from .placement import Space, load, put
+from .trees import Tree, count_layers, is_key
 
 
 def host_init(init_fn: Callable[..., Any], keys: jax.Array, *, shardings: Any = None) -> Tree:
-    """Makes the parameters of a stack of layers straight in host memory.
+    """Initialize the parameters of a stack of layers in host memory.
 
-    ``stack([init_fn(key) for key in keys])``; the device holds one layer at a time.
+    Computes ``stack([init_fn(key) for key in keys])``. The device holds one layer at a time.
 
     Args:
         init_fn: ``init_fn(key) -> params`` of one layer.
         keys: [L] PRNG keys, such as ``jax.random.split(key, L)``.
-        shardings: a NamedSharding for all arrays [L, ...], or a pytree of them; None: on one
-            device.
+        shardings: a Sharding for all arrays [L, ...], or a pytree of them. If None, the arrays are
+            on one device.
 
     Returns:
         The parameters, arrays [L, ...] in pinned host memory.
 
     Raises:
-        ValueError, TypeError: for arguments that do not fit.
+        ValueError: if `keys` is not one key per layer, or a parameter has no sharding.
+        TypeError: if `keys` is not an array of keys, or `shardings` has other leaves.
     """
-    as_callable("init_fn", init_fn)
-    keys, sharding = as_keys("keys", keys), _sharding_of(shardings)
-    return by_layer(lambda key, i: init_fn(key), keys, sharding, Space.Host)
+    return init_by_layer(
+        lambda key, i: init_fn(key), _check_keys(keys), _make_sharding_fn(shardings), Space.Host
+    )
 
 
-def _sharding_of(shardings: Any) -> Callable[..., Any]:
-    """``sharding(path, shape)`` for `by_layer`."""
-    kind = jax.sharding.Sharding
-    if isinstance(shardings, kind) or shardings is None:
+def _check_keys(keys: Any) -> jax.Array:
+    is_array = isinstance(keys, (jax.Array, np.ndarray))
+    if not is_array or not (is_key(keys) or keys.dtype == jnp.uint32):
+        raise TypeError(
+            "`keys` must be an array [L] of keys, such as jax.random.split(key, L), not "
+            f"{describe(keys)}."
+        )
+    if keys.ndim != (1 if is_key(keys) else 2) or not len(keys):
+        raise ValueError(
+            "`keys` must be one key per layer, [L], such as jax.random.split(key, L), but its "
+            f"shape is {keys.shape}."
+        )
+    return jnp.asarray(keys)
+
+
+def _make_sharding_fn(shardings: Any) -> Callable[..., Any]:
+    """Return ``sharding(path, shape)`` for `init_by_layer`."""
+    if isinstance(shardings, jax.sharding.Sharding) or shardings is None:
         return lambda path, shape: shardings
     by_path = dict(jax.tree_util.tree_leaves_with_path(shardings))
-    for found in by_path.values():
-        if not isinstance(found, kind):
+    for leaf in by_path.values():
+        if not isinstance(leaf, jax.sharding.Sharding):
             raise TypeError(
                 "`shardings` must be a jax.sharding.Sharding, a pytree of them, or None, not "
-                f"{describe(found)}."
+                f"{describe(leaf)}."
             )
 
     def sharding(path, shape):
@@ -62,61 +77,68 @@ def _sharding_of(shardings: Any) -> Callable[..., Any]:
     return sharding
 
 
-def by_layer(
+def init_by_layer(
     make: Callable[..., Any],
     stacked: Tree,
     sharding: Callable[..., Any],
     space: Space,
-    scalars: bool = True,
+    put_scalars: bool = True,
 ) -> Tree:
-    """``stack([make(stacked[i], i) for i in range(L)])`` in a memory, scalars there if asked for.
+    """Compute ``stack([make(stacked[i], i) for i in range(L)])`` in a memory space.
 
-    ``sharding(path, shape)`` is that of an array [L, ...], or None for one device.
+    Args:
+        make: ``make(entry, i)`` for entry i of `stacked`, on the device.
+        stacked: arrays [L, ...].
+        sharding: ``sharding(path, shape)`` of a result [L, ...], or None for one device.
+        space: the memory space of the results.
+        put_scalars: whether scalars, [L] in the result, are in `space` too, or on the device.
     """
 
     def run(stacked):
         def body(i, _):
-            made = make(put(read(stacked, i), Space.Device), i)
+            entry = make(load(stacked, i), i)
             return i + 1, jax.tree.map(
-                lambda a: put(jnp.asarray(a), space) if scalars or jnp.ndim(a) else a, made
+                lambda a: put(jnp.asarray(a), space) if put_scalars or jnp.ndim(a) else a, entry
             )
 
-        return scan(body, guard_host_slices(), None, length=num_layers_of(stacked))[1]
+        return lax.scan(body, guard_host_slices(), None, length=count_layers(stacked))[1]
 
-    return made_on_host(
-        run,
-        stacked,
-        sharding,
-        lambda _, shape: space == Space.Host and (scalars or len(shape) > 1),
-    )
+    def is_on_host(path, shape):
+        return space == Space.Host and (put_scalars or len(shape) > 1)
+
+    return init_in_place(run, stacked, sharding, is_on_host)
 
 
-def made_on_host(
+def init_in_place(
     run: Callable[..., Any],
     tree: Tree,
     sharding: Callable[..., Any],
     is_on_host: Callable[..., Any],
 ) -> Tree:
-    """``run(tree)``, compiled so that its arrays are made where they are to be.
+    """Compile and call ``run(tree)`` so that each result is created in its final memory.
 
-    ``is_on_host(path, shape)`` is whether one is to be there; ``sharding`` is as of `by_layer`.
+    ``is_on_host(path, shape)`` and ``sharding(path, shape)`` describe the results.
     """
     leaves = jax.tree.leaves(tree)
     if any(isinstance(a, Tracer) for a in leaves):
         return run(tree)
     devices = leaves[0].devices() if leaves else jax.devices()
-    one = SingleDeviceSharding(min(devices, key=lambda d: d.id))
+    one_device = SingleDeviceSharding(min(devices, key=lambda d: d.id))
 
     def place(path, a):
-        found = sharding(path, a.shape) or one
-        return found.with_memory_kind("pinned_host" if is_on_host(path, a.shape) else "device")
+        memory_kind = "pinned_host" if is_on_host(path, a.shape) else "device"
+        return (sharding(path, a.shape) or one_device).with_memory_kind(memory_kind)
 
     shardings = jax.tree_util.tree_map_with_path(place, jax.eval_shape(run, tree))
     return compile_offloaded(jax.jit(run, out_shardings=shardings), tree)(tree)
 
 
 def state_sharding(params: Tree, path: tuple, shape: tuple[int, ...]) -> Any:
-    """That of the parameter whose path ends the path, a moment of it; else nothing is sharded."""
+    """Return the sharding of an entry of the optimizer's state.
+
+    A moment has the sharding of its parameter, whose path is the end of `path`. Other entries are
+    replicated.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not leaves or any(isinstance(p, Tracer) for _, p in leaves):
         return None

@@ -1,165 +1,234 @@
-"""Whether an optimizer treats every parameter and layer on its own, read from its program."""
+"""Detection of optimizers that mix parameters or layers, from their traced programs."""
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
-from .checks import check_alike
-from .dependencies import Random, dependencies
-from .trees import is_key
+from .compiled import nested_jaxprs
+from .trees import check_same_shapes, is_key
 
-_NOT_OWN = (
-    "`tx` does not treat every {one} on its own: {found}. Layers are updated one after the other: "
-    "leave such a transformation out, or take an optimizer whose state is each parameter's own, "
-    "such as optax.adamw; to clip by the global norm pass `clip_norm`."
+# Layers are updated one at a time, so an optimizer must treat every parameter separately. For each
+# output of init and update, find the inputs that it depends on: i stands for parameter i or its
+# gradient, ("state", j) for entry j of the state.
+Dependencies = set
+
+_MIXES = (
+    "`tx` must treat every {unit} separately, but {reason}. Layers are updated one at a time. "
+    "Remove this transformation, or use an optimizer with separate state for each parameter, such "
+    "as optax.adamw. To clip by the global norm pass `clip_norm`."
 )
 _SAME_NOISE = (
-    "`tx` draws random numbers {where}, which would be the same ones in every layer. A key in its "
-    "state gets the number of the layer: keep it there, as optax.add_noise does."
+    "`tx` draws random numbers {where}, which would be the same in every layer. Keep the key in "
+    "the state, as optax.add_noise does: the layer's number is folded into it."
 )
 
 
-class _Failed(ValueError):
-    """Of an optimizer that cannot be applied."""
+class _FailedError(ValueError):
+    """An optimizer that cannot be traced for some parameters."""
 
 
 def check_per_leaf(tx: Any, params: Any) -> set[int]:
-    """Checks that an optimizer can be applied layer by layer.
+    """Check that an optimizer can be applied layer by layer.
 
     Args:
         tx: an optax.GradientTransformation.
-        params: those of one layer, or their shapes.
+        params: the parameters of one layer, or their shapes.
 
     Returns:
-        Which leaves of its state are PRNG keys.
+        The indices of the leaves of its state that are PRNG keys.
 
     Raises:
-        ValueError: if tx fails for such parameters; if the update of a parameter depends on
-            another one, or on another layer, with where they meet; or if what is drawn does not
-            come from a key in the state, and so is the same in every layer.
+        ValueError: if tx fails for these parameters, if the update of a parameter depends on
+            another parameter or layer (with the entry of the state where they meet), or if random
+            numbers do not come from a key in the state.
     """
-    if params is None:  # one array that is frozen; None has another meaning for optax
+    if params is None:  # one frozen array; None has another meaning in optax
         return set()
     program = _trace(tx, params)
-    names = [f"params{jax.tree_util.keystr(p)}" for p in program.params]
-    if mixed := program.mixed():
+    names = [f"params{jax.tree_util.keystr(path)}" for path in program.param_paths]
+    if mixed := program.find_mixed():
         i, others, place = mixed
-        _refuse("parameter", names[i], [names[j] for j in others], place)
-    # Two layers, where the optimizer does not insist on the paths of one.
-    with contextlib.suppress(_Failed):
-        if mixed := _trace(tx, jax.tree.map(lambda a: [a, a], params)).mixed():
+        _raise_mixed("parameter", names[i], [names[j] for j in others], place)
+    # Check two layers too, unless the optimizer selects parameters by the paths of one.
+    with contextlib.suppress(_FailedError):
+        if mixed := _trace(tx, jax.tree.map(lambda a: [a, a], params)).find_mixed():
             i, _, place = mixed
-            _refuse("layer", names[i // 2], ["other layers"], place)
+            _raise_mixed("layer", names[i // 2], ["other layers"], place)
     _check_noise(program)
-    return program.keys()
+    return program.find_keys()
 
 
-def _refuse(one: str, name: str, others: list[str], place: str) -> None:
-    on = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if others[3:] else "")
+def _raise_mixed(unit: str, name: str, others: list[str], place: str) -> None:
+    listed = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if others[3:] else "")
     if place:
-        found = f"{place} depends on {name} and on {on}, and the update of {name} on it"
+        reason = f"{place} depends on {name} and on {listed}, and the update of {name} on it"
     else:
-        found = f"the update of {name} depends on {on}"
-    raise ValueError(_NOT_OWN.format(one=one, found=found))
+        reason = f"the update of {name} depends on {listed}"
+    raise ValueError(_MIXES.format(unit=unit, reason=reason))
 
 
-class _Program(NamedTuple):
-    """What an optimizer's results depend on: i is parameter i or its gradient, ("state", j) entry j
-    of its state."""
+def _check_noise(program: "_OptimizerProgram") -> None:
+    keys, of_state = program.find_keys(), program.state_dependencies()
+    if program.random_at_init.draws:
+        raise ValueError(_SAME_NOISE.format(where="when it is initialized"))
+    for deps in [*program.random.draws, *(of_state[j] for j in keys)]:
+        if not keys & set(_state_entries(_expand(deps, of_state))):
+            raise ValueError(_SAME_NOISE.format(where="from a key that is not in its state"))
 
-    params: list[tuple]  # paths
+
+class _Random(NamedTuple):
+    """Dependencies of the random numbers that a program draws."""
+
+    draws: list[Dependencies]
+    raw_keys: list[tuple[Dependencies, int]]  # old-style keys, with their size
+
+    def record(self, eqn: Any, deps: list[Dependencies]) -> None:
+        if eqn.primitive.name == "random_wrap":
+            self.raw_keys.append((deps[0], eqn.invars[0].aval.shape[-1]))
+        takes_keys = any(map(_is_key_variable, eqn.invars))
+        returns_keys = any(map(_is_key_variable, eqn.outvars))
+        if takes_keys and not returns_keys and eqn.primitive.name != "random_unwrap":
+            self.draws.append(set().union(*deps))
+
+
+def _is_key_variable(v: Any) -> bool:
+    return hasattr(v.aval, "dtype") and is_key(v.aval)
+
+
+class _OptimizerProgram(NamedTuple):
+    """Dependencies of the results of an optimizer's init and update."""
+
+    param_paths: list[tuple]
     state: list[tuple[tuple, Any]]  # paths and types
-    at_first: list[set]  # the state, as it is made
-    updates: list[set]
-    after: list[set]  # the state, after a step
-    random_at_first: Random
-    random: Random
+    state_at_init: list[Dependencies]
+    updates: list[Dependencies]
+    state_after: list[Dependencies]
+    random_at_init: _Random
+    random: _Random
 
-    def of_state(self) -> list[set]:
-        """What the state depends on after any number of steps."""
-        old, new = [], [a | b for a, b in zip(self.at_first, self.after, strict=True)]
+    def state_dependencies(self) -> list[Dependencies]:
+        """Return the dependencies of the state after any number of steps, a fixed point."""
+        old = []
+        new = [a | b for a, b in zip(self.state_at_init, self.state_after, strict=True)]
         while old != new:
-            old, new = new, [_through(deps, new) for deps in new]
+            old, new = new, [_expand(deps, new) for deps in new]
         return new
 
-    def mixed(self) -> tuple[int, list[int], str] | None:
-        """(a parameter, others that its update depends on, the entry of the state where they meet)
+    def find_mixed(self) -> tuple[int, list[int], str] | None:
+        """Find a parameter whose update depends on others.
 
-        None if there is no such parameter; "" if they meet in no entry that is not one's own.
+        Returns (its index, the others, the entry of the state where they meet or ""), or None.
         """
-        of_state = self.of_state()
+        of_state = self.state_dependencies()
         for i, deps in enumerate(self.updates):
-            deps = _through(deps, of_state)
+            deps = _expand(deps, of_state)
             if others := sorted(d for d in deps if isinstance(d, int) and d != i):
-                return i, others, next(filter(None, map(self._place, _entries(deps))), "")
+                places = map(self._meeting_place, _state_entries(deps))
+                return i, others, next(filter(None, places), "")
         return None
 
-    def _place(self, j: int) -> str:
-        """The name of an entry of the state in which parameters meet; "" if they do not."""
+    def _meeting_place(self, j: int) -> str:
+        """Return the name of an entry of the state that depends on several parameters, or ""."""
         path, _ = self.state[j]
-        of_one = any(path[len(path) - len(p) :] == p for p in self.params)
-        met = [d for d in self.at_first[j] | self.after[j] if isinstance(d, int)]
-        return "" if of_one or len(met) < 2 else f"state{jax.tree_util.keystr(path)}"
+        belongs_to_one = any(path[len(path) - len(p) :] == p for p in self.param_paths)
+        params = [d for d in self.state_at_init[j] | self.state_after[j] if isinstance(d, int)]
+        return "" if belongs_to_one or len(params) < 2 else f"state{jax.tree_util.keystr(path)}"
 
-    def keys(self) -> set[int]:
-        """Those entries that are keys: by their type, or as uint32 from which a key is made."""
+    def find_keys(self) -> set[int]:
+        """Return the entries of the state that are keys: typed, or uint32 wrapped as a key."""
 
-        def is_raw(j: int, a: Any) -> bool:
+        def is_raw_key(j: int, a: Any) -> bool:
             return a.dtype == jnp.uint32 and any(
                 ("state", j) in deps and a.shape[-1:] == (size,)
                 for deps, size in self.random.raw_keys
             )
 
-        return {j for j, (_, a) in enumerate(self.state) if is_key(a) or is_raw(j, a)}
+        return {j for j, (_, a) in enumerate(self.state) if is_key(a) or is_raw_key(j, a)}
 
 
-def _entries(deps: set) -> list[int]:
+def _state_entries(deps: Dependencies) -> list[int]:
     return sorted(d[1] for d in deps if isinstance(d, tuple))
 
 
-def _through(deps: set, of_state: list[set]) -> set:
-    """`deps` and what the state that is among them depends on."""
-    return deps.union(*(of_state[j] for j in _entries(deps)))
+def _expand(deps: Dependencies, of_state: list[Dependencies]) -> Dependencies:
+    """Add the dependencies of the state entries in `deps`."""
+    return deps.union(*(of_state[j] for j in _state_entries(deps)))
 
 
-def _check_noise(program: _Program) -> None:
-    """Raises ValueError if what is drawn would be the same in every layer."""
-    keys, of_state = program.keys(), program.of_state()
-    if program.random_at_first.draws:
-        raise ValueError(_SAME_NOISE.format(where="when it is initialized"))
-    for deps in [*program.random.draws, *(of_state[j] for j in keys)]:
-        if not keys & set(_entries(_through(deps, of_state))):
-            raise ValueError(_SAME_NOISE.format(where="from a key that is not in its state"))
-
-
-def _trace(tx: Any, params: Any) -> _Program:
-    init, state = _traced("init(params)", tx.init, params)
-    update, result = _traced("update(grads, state, params)", tx.update, params, state, params)
+def _trace(tx: Any, params: Any) -> _OptimizerProgram:
+    init, state = _make_jaxpr("init(params)", tx.init, params)
+    update, result = _make_jaxpr("update(grads, state, params)", tx.update, params, state, params)
     if not isinstance(result, tuple) or len(result) != 2:
-        raise _Failed(f"`tx`.update must return (updates, state), not {result!s:.300}.")
+        raise _FailedError(f"`tx`.update must return (updates, state), not {result!s:.300}.")
     try:
-        check_alike("tx.update(...)[0]", result[0], "the parameters", params)
-        check_alike("tx.update(...)[1]", result[1], "the state", state)
+        check_same_shapes("tx.update(...)[0]", result[0], "the parameters", params)
+        check_same_shapes("tx.update(...)[1]", result[1], "the state", state)
     except ValueError as error:
-        raise _Failed(str(error)) from None
+        raise _FailedError(str(error)) from None
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     entries = jax.tree_util.tree_leaves_with_path(state)
-    own, of_state = [{i} for i in range(len(paths))], [{("state", j)} for j in range(len(entries))]
-    random_at_first, random = Random([], []), Random([], [])
-    at_first = dependencies(init.jaxpr, own, random_at_first)
-    results = dependencies(update.jaxpr, [*own, *of_state, *own], random)
-    updates, after = results[: len(own)], results[len(own) :]
-    return _Program(paths, entries, at_first, updates, after, random_at_first, random)
+    of_params: list[Dependencies] = [{i} for i in range(len(paths))]
+    of_state: list[Dependencies] = [{("state", j)} for j in range(len(entries))]
+    random_at_init, random = _Random([], []), _Random([], [])
+    state_at_init = _find_dependencies(init.jaxpr, of_params, random_at_init)
+    results = _find_dependencies(update.jaxpr, [*of_params, *of_state, *of_params], random)
+    updates, state_after = results[: len(paths)], results[len(paths) :]
+    return _OptimizerProgram(
+        paths, entries, state_at_init, updates, state_after, random_at_init, random
+    )
 
 
-def _traced(what: str, method: Any, *args: Any) -> tuple[Any, Any]:
-    """(program, the shapes of its results)"""
+def _make_jaxpr(call: str, method: Any, *args: Any) -> tuple[Any, Any]:
     try:
         return jax.make_jaxpr(method, return_shape=True)(*args)
-    except Exception as error:  # whatever optimizers raise
-        raise _Failed(
-            f"`tx`.{what} failed for the parameters of one layer. An optimizer that needs more "
-            f"than these arguments cannot be offloaded. {type(error).__name__}: {error!s:.500}"
+    except Exception as error:  # optimizers raise errors of any type
+        raise _FailedError(
+            f"`tx`.{call} failed for the parameters of one layer. An optimizer that needs other "
+            f"arguments cannot be offloaded. {type(error).__name__}: {error!s:.500}"
         ) from error
+
+
+def _find_dependencies(
+    jaxpr: Any, inputs: list[Dependencies], random: _Random
+) -> list[Dependencies]:
+    """Return the dependencies of each output of a program; record its draws in `random`."""
+    known: dict = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(v):
+        return set() if isinstance(v, Literal) else known.get(v, set())
+
+    for eqn in jaxpr.eqns:
+        deps = _equation_dependencies(eqn, [read(v) for v in eqn.invars], random)
+        known.update(zip(eqn.outvars, deps, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _equation_dependencies(
+    eqn: Any, deps: list[Dependencies], random: _Random
+) -> list[Dependencies]:
+    if eqn.primitive.name == "cond":
+        index, *deps = deps
+        branches = [
+            _find_dependencies(branch.jaxpr, deps, random) for branch in eqn.params["branches"]
+        ]
+        return [index.union(*results) for results in zip(*branches, strict=True)]
+    inner = list(_inner_jaxprs(eqn))
+    if eqn.primitive.name not in ("scan", "while") and len(inner) == 1:
+        jaxpr = inner[0]
+        if len(jaxpr.invars) == len(deps) and len(jaxpr.outvars) == len(eqn.outvars):
+            return _find_dependencies(jaxpr, deps, random)
+    # An upper bound: every output depends on every input.
+    union = set().union(*deps)
+    for jaxpr in inner:
+        _find_dependencies(jaxpr, [union] * len(jaxpr.invars), random)
+    if not inner:
+        random.record(eqn, deps)
+    return [union] * len(eqn.outvars)
+
+
+def _inner_jaxprs(eqn: Any) -> Iterator[Any]:
+    return (getattr(jaxpr, "jaxpr", jaxpr) for jaxpr in nested_jaxprs(eqn.params))

@@ -1,4 +1,4 @@
-"""Arrays in host memory and in device memory, inside jit."""
+"""Moves between host memory and device memory, inside and outside of jit."""
 
 import functools
 from typing import Any, Literal
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .checks import as_arrays
+from .trees import as_array_tree
 
 Space = jax.memory.Space
 Where = Literal["host", "device"]
@@ -15,133 +15,137 @@ SPACES: dict[str, Space] = {"host": Space.Host, "device": Space.Device}
 
 
 def to_host(tree: Any) -> Any:
-    """Moves the arrays of a pytree to pinned host memory.
+    """Move the arrays of a pytree to pinned host memory.
 
-    Works inside jit too, where the gradient of an array arrives in the memory where the array is.
-    Reverse mode only. Arrays that are there already stay as they are. A sum over devices
-    (``psum``) must be taken before this: XLA cannot on the host.
+    Works inside jit, where the gradient of an array arrives in the memory of the array. Reverse
+    mode only. Sum over devices (``psum``) before this call, since XLA cannot sum on the host.
 
     Args:
         tree: an array or a pytree of arrays.
 
     Returns:
-        The same pytree, with its arrays there.
+        The pytree with its arrays on the host. Arrays that were there already are unchanged.
 
     Raises:
-        TypeError: for what is no array.
+        TypeError: if a leaf is not an array.
     """
-    return moved(as_arrays("tree", tree), Space.Host)
+    return move(as_array_tree("tree", tree), Space.Host)
 
 
 def to_device(tree: Any) -> Any:
-    """Moves the arrays of a pytree to device memory; otherwise as `to_host`."""
-    return moved(as_arrays("tree", tree), Space.Device)
+    """Move the arrays of a pytree to device memory; otherwise like `to_host`."""
+    return move(as_array_tree("tree", tree), Space.Device)
 
 
-def moved(tree: Any, space: Space) -> Any:
-    """`to_host` or `to_device`, also of Python's numbers."""
-    return jax.tree.map(functools.partial(move, space=space), tree)
+def move(tree: Any, space: Space) -> Any:
+    """Move arrays and Python scalars to a memory space; differentiable in reverse mode."""
+    return jax.tree.map(functools.partial(_move_array, space=space), tree)
 
 
 def space_of(x: Any) -> Space:
-    """The memory that an array, or its tracer, is in."""
+    """Return the memory space of an array or tracer."""
     return jax.typeof(x).memory_space
 
 
-def move(x: Any, space: Space) -> jax.Array:
+def _move_array(x: Any, space: Space) -> jax.Array:
     x = jnp.asarray(x)
     if space_of(x) == space:
         return x
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return jax.device_put(x, space)
-    return _move(space_of(x), space, x)
+    return _device_put(space_of(x), space, x)
 
 
-# A transpose that JAX does not have for moves inside jit.
+# The transpose of jax.device_put to the host fails inside jit: the cotangent has another type.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _move(here: Space, there: Space, x: jax.Array) -> jax.Array:
-    return jax.device_put(x, there)
+def _device_put(source: Space, target: Space, x: jax.Array) -> jax.Array:
+    return jax.device_put(x, target)
 
 
-def _move_forward(here: Space, there: Space, x: jax.Array):
-    return jax.device_put(x, there), None
+def _device_put_forward(source: Space, target: Space, x: jax.Array):
+    return jax.device_put(x, target), None
 
 
-def _move_backward(here: Space, there: Space, _, dy: jax.Array):
-    return (jax.device_put(dy, here),)
+def _device_put_backward(source: Space, target: Space, _, dy: jax.Array):
+    return (jax.device_put(dy, source),)
 
 
-_move.defvjp(_move_forward, _move_backward)
-
-
-def apart(tree: Any) -> Any:
-    """The same tree, with an array of its own in each place.
-
-    Where one array is in several places JAX adds its gradients where it is, which XLA for GPUs
-    cannot on the host: here they are added on the device.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    places: dict[int, list[int]] = {}
-    for j, a in enumerate(leaves):
-        places.setdefault(id(a), []).append(j)
-    for found in places.values():
-        a = leaves[found[0]]
-        if len(found) > 1 and jnp.issubdtype(a.dtype, jnp.inexact):
-            for j, copy in zip(found, _copies(len(found), space_of(a), a), strict=True):
-                leaves[j] = copy
-    return jax.tree.unflatten(structure, leaves)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _copies(count: int, here: Space, x: jax.Array) -> list[jax.Array]:
-    return [x] * count
-
-
-def _copies_forward(count: int, here: Space, x: jax.Array):
-    return [x] * count, None
-
-
-def _copies_backward(count: int, here: Space, _, dy: list[jax.Array]):
-    # Kept on the host from one place to the next, whatever lies between.
-    first, *rest = put(lax.optimization_barrier(dy), Space.Device)
-    return (put(sum(rest, first), here),)
-
-
-_copies.defvjp(_copies_forward, _copies_backward)
+_device_put.defvjp(_device_put_forward, _device_put_backward)
 
 
 def put(tree: Any, space: Space) -> Any:
-    """Moves without a gradient: for inside a rule."""
+    """Move arrays without a derivative; for use inside forward and backward rules."""
     return jax.tree.map(lambda x: x if space_of(x) == space else jax.device_put(x, space), tree)
 
 
 def read(tree: Any, i: jax.Array) -> Any:
-    """Entry i of all arrays, where they are."""
+    """Read entry i of all arrays, in their memory space."""
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), tree)
 
 
+def load(tree: Any, i: jax.Array) -> Any:
+    """Read entry i of all arrays and move it to the device."""
+    return put(read(tree, i), Space.Device)
+
+
 def write(tree: Any, entry: Any, i: jax.Array) -> Any:
-    """Entry i of all arrays replaced, where they are."""
+    """Replace entry i of all arrays, in their memory space."""
     return jax.tree.map(
         lambda a, b: lax.dynamic_update_index_in_dim(a, put(b, space_of(a)), i, 0), tree, entry
     )
 
 
+def copy_shared(tree: Any) -> Any:
+    """Return a tree in which no floating-point array occurs twice.
+
+    Where one array occurs several times, JAX adds its gradients in its memory space, which XLA for
+    GPUs cannot do on the host. The gradients of these copies are added on the device.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    indices: dict[int, list[int]] = {}
+    for j, a in enumerate(leaves):
+        indices.setdefault(id(a), []).append(j)
+    for shared in indices.values():
+        a = leaves[shared[0]]
+        if len(shared) > 1 and jnp.issubdtype(a.dtype, jnp.inexact):
+            for j, copy in zip(shared, _copies(len(shared), space_of(a), a), strict=True):
+                leaves[j] = copy
+    return jax.tree.unflatten(structure, leaves)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _copies(count: int, space: Space, x: jax.Array) -> list[jax.Array]:
+    return [x] * count
+
+
+def _copies_forward(count: int, space: Space, x: jax.Array):
+    return [x] * count, None
+
+
+def _copies_backward(count: int, space: Space, _, dy: list[jax.Array]):
+    # The barrier keeps the gradients on the host until all of them have been computed.
+    first, *rest = put(lax.optimization_barrier(dy), Space.Device)
+    return (put(sum(rest, first), space),)
+
+
+_copies.defvjp(_copies_forward, _copies_backward)
+
+
 def check_space(name: str, tree: Any, where: Where) -> None:
-    """Raises ValueError unless all arrays of a tree are where the caller says they are."""
+    """Raise ValueError unless all arrays of a tree are in the given memory."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     elsewhere = [jax.tree_util.keystr(path) for path, x in leaves if space_of(x) != SPACES[where]]
     if not elsewhere:
         return
     which = "None" if len(elsewhere) == len(leaves) else f"All but {', '.join(elsewhere[:4])}"
-    hint = (
-        "Put them there with effjax.to_host, a NamedSharding of memory_kind='pinned_host', or "
-        "effjax.host_init; shapes for jit need a NamedSharding. jax.pmap takes no arrays from the "
-        "host: use jax.shard_map."
+    remedy = (
+        "Move them with effjax.to_host, with a NamedSharding of memory_kind='pinned_host', or "
+        "create them with effjax.host_init; shapes for jit need a NamedSharding. jax.pmap does not "
+        "take arrays in host memory: use jax.shard_map."
         if where == "host"
         else "Move them with effjax.to_device."
     )
     raise ValueError(
         f"`{name}` is {where!r}, but not all parameters are in {where} memory. {which} of them "
-        f"are. {hint}"
+        f"are. {remedy}"
     )

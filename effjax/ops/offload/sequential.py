@@ -1,4 +1,4 @@
-"""Unlike layers one after the other, their parameters and activations in host memory."""
+"""A sequence of different layers with parameters and activations in host memory."""
 
 import functools
 import itertools
@@ -8,24 +8,32 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._common.arguments import as_callable
+from .._common.arguments import as_key
 from .._common.sharding import cast_to_varying, varying_axes
-from . import residuals, slices
-from .checks import as_arrays, as_key, as_sequence
-from .compiled import barrier, in_order
+from . import slices
+from .compiled import barrier, guard_in_order
 from .options import OffloadOptions
-from .placement import Space, Where, apart, check_space, moved, put, space_of
-from .slices import Slice, check_layer, check_microbatches, close_over, microbatch
-from .trainable import Parts, parts_of
+from .placement import Space, Where, check_space, copy_shared, move, put, space_of
+from .slices import (
+    Slice,
+    apply_with_policy,
+    check_layer,
+    check_microbatches,
+    first_microbatch,
+    hoist_closure,
+)
 from .trees import (
+    Partition,
     Tree,
-    as_cotangent,
-    cast,
-    check_floats,
-    fold,
+    as_array_tree,
+    cast_floats,
+    check_differentiable,
+    float_cotangents,
+    fold_key,
     is_float,
-    strong,
-    with_gradients,
+    make_cotangent,
+    partition,
+    strip_weak_type,
 )
 
 
@@ -43,38 +51,46 @@ def offload_sequential(
     has_aux: bool = False,
     policy: Callable[..., Any] | None = None,
 ) -> Any:
-    """Applies unlike layers that stream through the device, a slice of them at a time.
+    """Apply a sequence of different layers whose parameters stream from host memory.
 
-    ``x = layers[i](params[i], x, key_i) for i in range(L)`` with the gradients of that, as
-    `offload_scan` for layers that are no stack: a convolutional network, an encoder and its
-    decoder. Between two slices x may be any pytree, of any shapes. Where there is no loop XLA may
-    fuse across layers, so that results can differ from those in memory in their last bit.
+    Computes ``x = layers[i](params[i], x, key_i) for i in range(L)``. This is `offload_scan` for
+    layers that do not form a stack, such as a convolutional network or an encoder and decoder. The
+    program is unrolled, and between slices x may be any pytree of any shapes. XLA may fuse across
+    layers, so results can differ from those in memory in the last bit.
 
-    The device holds the parameters of one slice and the intermediates of one slice and one
-    microbatch. Compile with `offload_jit`: left to itself XLA for GPUs would load all slices
-    early. Reverse mode only.
+    The device holds the parameters of one slice, and the intermediates of one slice and one
+    microbatch. Compile with `offload_jit`: by default XLA for GPUs would load all slices early.
+    Reverse mode only.
 
     Args:
         layers: ``layer(params, x, key) -> x``, or ``-> (x, aux)`` with `has_aux`.
-        params: a pytree of arrays for each layer, floating-point to be differentiated. Where one
-            array is in several places, its gradients are added on the device.
+        params: a pytree of arrays for each layer, floating-point to be differentiated. If one array
+            occurs several times, its gradients are added on the device.
         x: a pytree of arrays [B, ...].
-        key: a PRNG key, or None; layer i and microbatch m get ``fold_in(fold_in(key, i), m)``.
-        num_slices: into how many slices of about the same bytes of parameters the layers are cut;
-            None: every layer is one.
-        params_in: "host" or "device", where the parameters are.
-        num_microbatches, activations, compute_dtype, policy: as in `offload_scan`.
+        key: a PRNG key, or None. Layer i and microbatch m get ``fold_in(fold_in(key, i), m)``.
+        num_slices: the number of slices, with about the same bytes of parameters each. By default
+            each layer is a slice.
+        num_microbatches: as in `offload_scan`.
+        params_in: the memory of `params`, "host" or "device".
+        activations: as in `offload_scan`.
+        compute_dtype: as in `offload_scan`.
         has_aux: whether layers return a second result.
+        policy: as in `offload_scan`.
 
     Returns:
-        x; with `has_aux` (x, aux), a list with the second result of every layer, stacked as
-        [num_microbatches, ...].
+        x, or with `has_aux` (x, aux), where aux is a list of the second results of each layer,
+        stacked as [num_microbatches, ...].
 
     Raises:
-        ValueError, TypeError: when it is traced, for arguments that do not fit.
+        ValueError: if `layers` and `params` do not have the same length, if `num_slices` or
+            `num_microbatches` do not fit, if parameters are not in the memory `params_in`,
+            or if a layer closes over a host array.
+        TypeError: if an argument is not an array, a key or a dtype, or a parameter that is
+            differentiated is an integer.
+        NotImplementedError: for second derivatives, or with ``jax_scan3``.
 
-    Kept for the backward pass: the parameters where they are, and of every slice its input or what
-    `policy` says.
+    Kept for the backward pass: the parameters in their memory, and for each slice its input or the
+    values that `policy` keeps.
 
     References:
         fairscale ``OffloadModel``.
@@ -83,18 +99,8 @@ def offload_sequential(
         num_slices, num_microbatches, params_in, activations,
         compute_dtype=compute_dtype, has_aux=has_aux, policy=policy,
     )  # fmt: skip
-    params = as_arrays("params", as_sequence("params", params))
-    x, key = as_arrays("x", x), as_key("key", key)
-    return apply_sequence(check_layers("layers", layers), params, x, key, options)
-
-
-def check_layers(name: str, layers: Any) -> Sequence[Callable[..., Any]]:
-    """A list or a tuple of functions."""
-    if not as_sequence(name, layers):
-        raise ValueError(f"`{name}` must not be empty: give at least one function.")
-    for i, layer in enumerate(layers):
-        as_callable(f"{name}[{i}]", layer)
-    return layers
+    params, x = as_array_tree("params", params), as_array_tree("x", x)
+    return apply_sequence(layers, params, x, None if key is None else as_key("key", key), options)
 
 
 def apply_sequence(
@@ -104,68 +110,89 @@ def apply_sequence(
     key: Any,
     options: OffloadOptions,
 ) -> Any:
-    """`offload_sequential`, with its options as one."""
-    params = apart([jax.tree.map(jnp.asarray, p) for p in params])
-    parts = parts_of("trainable", True, params)
-    sequential, by_slice, shared, x = prepare(layers, parts, x, key, options)
-    results: Any = _core(sequential, by_slice, shared, x, key)
+    """Compute `offload_sequential` with an options object."""
+    params = copy_shared([jax.tree.map(jnp.asarray, p) for p in params])
+    config, slice_params, shared, x = build_sequence(
+        layers, partition("trainable", True, params), x, key, options
+    )
+    results: Any = _sequence(config, slice_params, shared, x, key)
     return results if options.has_aux else results[0]
 
 
-class Sequential(NamedTuple):
-    """All that is no array. Slice j is layers bounds[j], ..., bounds[j + 1] - 1."""
+class SequenceConfig(NamedTuple):
+    """Static configuration of an offloaded sequence (everything that is not an array).
 
-    slices: list[tuple[slices.Slice, tuple[int, ...]]]  # and what of `shared` each closes over
+    Slice j is layers ``bounds[j], ..., bounds[j + 1] - 1``.
+    """
+
+    slices: list[tuple[Slice, tuple[int, ...]]]  # and the indices of its closure in `shared`
     bounds: list[int]
     activations: Space
-    like_x: Callable[..., Any]  # the cotangent of x from the gradients of its floats
+    make_dx: Callable[..., Any]  # the cotangent of x from the gradients of its floats
 
 
-def prepare(
-    layers: Sequence[Callable[..., Any]], params: Parts, x: Tree, key: Any, options: OffloadOptions
-) -> tuple[Sequential, list[Parts], list, Tree]:
-    """(sequential, params, shared, x) for `run_forward`; params by slice."""
-    whole = params.whole
-    if len(layers) != len(whole):
+def build_sequence(
+    layers: Sequence[Callable[..., Any]],
+    params: Partition,
+    x: Tree,
+    key: Any,
+    options: OffloadOptions,
+) -> tuple[SequenceConfig, list[Partition], list, Tree]:
+    """Check the arguments of `offload_sequential`; return (config, params by slice, shared, x)."""
+    all_params = params.merge()
+    if len(layers) != len(all_params) or not layers:
         raise ValueError(
-            f"`layers` (of {len(layers)}) and `params` (of {len(whole)}) must be sequences of the "
-            "same length."
+            f"`layers` (of length {len(layers)}) and `params` (of length {len(all_params)}) must "
+            "be sequences of the same length, at least 1."
         )
-    check_space("params_in", whole, options.params_in)
-    bounds = split_by_bytes(whole, options.num_slices)
-    x = moved(jax.tree.map(strong, x), Space.Device)
-    axes = varying_axes((whole, x, key))
+    check_space("params_in", all_params, options.params_in)
+    bounds = split_by_bytes(all_params, options.num_slices)
+    x = move(jax.tree.map(strip_weak_type, x), Space.Device)
+    axes = varying_axes((all_params, x, key))
     x = jax.tree.map(lambda a: cast_to_varying(a, axes), x)
-    by_slice = [Parts(*p) for p in zip(*(cut(bounds, p) for p in params), strict=True)]
-    found, shared, at = [], [], x
-    for first, some, w in zip(bounds[:-1], cut(bounds, layers), by_slice, strict=True):
-        check_microbatches(at, options.num_microbatches)
-        run = functools.partial(_layers, some, first, options)
-        w, part = jax.eval_shape(
-            lambda w, x: (put(w, Space.Device), microbatch(x, options.num_microbatches)), w, at
+    slice_params = [
+        Partition(*p) for p in zip(*(group_by_slice(bounds, p) for p in params), strict=True)
+    ]
+    built, shared, x_shape = [], [], x
+    for first, some_layers, w in zip(
+        bounds[:-1], group_by_slice(bounds, layers), slice_params, strict=True
+    ):
+        check_microbatches(x_shape, options.num_microbatches)
+        run = functools.partial(_apply_layers, some_layers, first, options)
+        w, microbatch = jax.eval_shape(
+            lambda w, x: (put(w, Space.Device), first_microbatch(x, options.num_microbatches)),
+            w,
+            x_shape,
         )
-        types = jax.tree.map(functools.partial(_vary, axes), (w, part, (key, jnp.int32(0))))
-        converted, more = close_over(run, *types)
-        apply, policy = functools.partial(_apply, converted, axes), options.policy
-        keep = None if policy is None else functools.partial(residuals.keep, apply, policy)
-        this = Slice(apply, options.num_microbatches, keep)
-        for a in more:  # once, though several layers may close over it
+        types = jax.tree.map(
+            functools.partial(_varying_type, axes), (w, microbatch, (key, jnp.int32(0)))
+        )
+        hoisted, closure = hoist_closure(run, *types)
+        apply, policy = functools.partial(_apply_hoisted, hoisted, axes), options.policy
+        with_residuals = policy and functools.partial(apply_with_policy, apply, policy)
+        this = Slice(apply, options.num_microbatches, with_residuals)
+        # An array that several slices close over is passed once.
+        for a in closure:
             if not any(a is other for other in shared):
                 shared.append(a)
-        found.append((this, tuple(next(j for j, b in enumerate(shared) if a is b) for a in more)))
-        at, *_ = jax.eval_shape(functools.partial(slices.forward, this), w, more, at, key)
-    like_x = functools.partial(as_cotangent, jax.eval_shape(lambda x: x, x))
+        indices = tuple(next(j for j, b in enumerate(shared) if a is b) for a in closure)
+        built.append((this, indices))
+        x_shape, *_ = jax.eval_shape(
+            functools.partial(slices.forward, this), w, closure, x_shape, key
+        )
+    make_dx = functools.partial(make_cotangent, jax.eval_shape(lambda x: x, x))
     shared = [cast_to_varying(a, axes) for a in shared]
-    return Sequential(found, bounds, options.activations_in, like_x), by_slice, shared, x
+    config = SequenceConfig(built, bounds, options.activations_space, make_dx)
+    return config, slice_params, shared, x
 
 
-def cut(bounds: list[int], layers: Sequence) -> list[list]:
-    """What belongs to the layers of each slice."""
-    return [list(layers[first:last]) for first, last in itertools.pairwise(bounds)]
+def group_by_slice(bounds: list[int], per_layer: Sequence) -> list[list]:
+    """Group a sequence with an entry for each layer by slices."""
+    return [list(per_layer[first:last]) for first, last in itertools.pairwise(bounds)]
 
 
 def split_by_bytes(params: Sequence[Tree], num_slices: int | None) -> list[int]:
-    """Where slices of about the same bytes begin and end: num_slices + 1 indices of layers."""
+    """Return the num_slices + 1 bounds of slices with about the same bytes of parameters."""
     if num_slices is None:
         return list(range(len(params) + 1))
     if num_slices > len(params):
@@ -178,110 +205,122 @@ def split_by_bytes(params: Sequence[Tree], num_slices: int | None) -> list[int]:
     bounds = [0]
     for j in range(1, num_slices):
         least, most = bounds[-1] + 1, len(params) - (num_slices - j)
-        wanted = ends[-1] * j / num_slices
-        bounds.append(min(range(least, most + 1), key=lambda i: abs(ends[i - 1] - wanted)))
+        target = ends[-1] * j / num_slices
+        bounds.append(min(range(least, most + 1), key=lambda i: abs(ends[i - 1] - target)))
     return [*bounds, len(params)]
 
 
-def _layers(layers, first, options, w, x, key):
+def _apply_layers(layers, first, options, w, x, key):
     key, m = key
     aux = []
-    for i, (layer, params) in enumerate(zip(layers, w.whole, strict=True), first):
-        layer = check_layer(layer, options.has_aux, keeps=False)
-        x, more = layer(cast(params, options.compute_dtype), x, fold(key, i, m))
-        aux.append(more)
+    for i, (layer, params) in enumerate(zip(layers, w.merge(), strict=True), first):
+        layer = check_layer(layer, options.has_aux, keeps_shapes=False)
+        x, layer_aux = layer(cast_floats(params, options.compute_dtype), x, fold_key(key, i, m))
+        aux.append(layer_aux)
     return x, aux
 
 
-def _apply(converted: Callable[..., Any], axes: frozenset, w, shared, x, key, m):
-    # They vary as they did when the layers were traced.
-    at = jax.tree.map(lambda a: cast_to_varying(a, axes), (key, jnp.asarray(m, jnp.int32)))
-    return converted(w, shared, x, at)
+def _apply_hoisted(hoisted: Callable[..., Any], axes: frozenset, w, shared, x, key, m):
+    # The key and the microbatch vary over the mesh axes with which the layers were traced.
+    key = jax.tree.map(lambda a: cast_to_varying(a, axes), (key, jnp.asarray(m, jnp.int32)))
+    return hoisted(w, shared, x, key)
 
 
-def _vary(axes: frozenset, a: Any) -> jax.ShapeDtypeStruct:
-    """The type of an array that varies over `axes`."""
+def _varying_type(axes: frozenset, a: Any) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(lambda a: cast_to_varying(a, axes), a)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _core(sequential: Sequential, params, shared, x, key):
-    return run_forward(sequential, params, shared, x, key, keep=False)[:2]
+def _sequence(config: SequenceConfig, params, shared, x, key):
+    return run_forward(config, params, shared, x, key, save_residuals=False)[:2]
 
 
-def _forward(sequential: Sequential, params, shared, x, key):
-    check_floats("params", [w for part in params for w in part.trained])
-    x, aux, kept = run_forward(sequential, params, shared, x, key, keep=True)
-    return (x, aux), (params, shared, kept, key)
+def _sequence_forward(config: SequenceConfig, params, shared, x, key):
+    check_differentiable("params", [w for slice_params in params for w in slice_params.trained])
+    x, aux, residuals = run_forward(config, params, shared, x, key, save_residuals=True)
+    return (x, aux), (params, shared, residuals, key)
 
 
-def _backward(sequential: Sequential, saved, cotangents):
-    params, shared, kept, key = saved
-    dy, daux = with_gradients(cotangents[0]), [with_gradients(a) for a in cotangents[1]]
+def _sequence_backward(config: SequenceConfig, saved, cotangents):
+    params, shared, residuals, key = saved
+    dy, daux = float_cotangents(cotangents[0]), [float_cotangents(a) for a in cotangents[1]]
 
-    def consume(carry, w, dw, more):
-        return carry, (dw, more)
+    def consume(carry, w, dw, extra):
+        return carry, (dw, extra)
 
-    none = [()] * len(params)
+    no_extra = [()] * len(params)
     grads, _, dx, dshared = run_backward(
-        sequential, params, shared, key, kept, dy, daux, consume, (), none
+        config, params, shared, key, residuals, dy, daux, consume, (), no_extra
     )
-    dparams = [Parts(dw, w.frozen) for (dw, _), w in zip(grads, params, strict=True)]
-    return dparams, as_cotangent(shared, dshared), sequential.like_x(dx), None
+    dparams = [Partition(dw, w.frozen) for (dw, _), w in zip(grads, params, strict=True)]
+    return dparams, make_cotangent(shared, dshared), config.make_dx(dx), None
 
 
-_core.defvjp(_forward, _backward)
+_sequence.defvjp(_sequence_forward, _sequence_backward)
 
 
 def run_forward(
-    sequential: Sequential, params: list[Parts], shared: list, x: Tree, key, keep: bool
+    config: SequenceConfig,
+    params: list[Partition],
+    shared: list,
+    x: Tree,
+    key,
+    save_residuals: bool,
 ):
-    """(x, aux, kept), the latter by slice for `run_backward`."""
-    aux, kept, last, at = [], [], [], in_order()
-    for (this, used), w in zip(sequential.slices, params, strict=True):
-        before = x
-        # Not loaded before the slices before it are done, or all would be on the device at once;
-        # and what is kept has left it.
-        w, x, last, at = barrier((w, x, last, at))
-        kept += last
-        closed = [shared[j] for j in used]
-        x, some, found = slices.forward(this, put(w, Space.Device), closed, x, key, keep)
-        last = [put(before if this.keep is None else found, sequential.activations)] if keep else []
-        aux += some
-    return x, aux, kept + last
+    """Run the forward pass: (x, aux by layer, residuals by slice for `run_backward`)."""
+    aux, residuals, last, order = [], [], [], guard_in_order()
+    for (this, indices), w in zip(config.slices, params, strict=True):
+        x_in = x
+        # Without the barrier XLA would load all slices at the start. A slice is loaded when those
+        # before it are done and their residuals have left the device.
+        w, x, last, order = barrier((w, x, last, order))
+        residuals += last
+        closure = [shared[j] for j in indices]
+        x, slice_aux, saved = slices.forward(
+            this, put(w, Space.Device), closure, x, key, save_residuals
+        )
+        last = []
+        if save_residuals:
+            saved = x_in if this.apply_with_residuals is None else saved
+            last = [put(saved, config.activations)]
+        aux += slice_aux
+    return x, aux, residuals + last
 
 
 def run_backward(
-    sequential: Sequential, params: list[Parts], shared: list, key, kept: list, dy: list,
-    daux: list[list], consume: Callable[..., Any], carry: Any, more: list,
+    config: SequenceConfig, params: list[Partition], shared: list, key, residuals: list, dy: list,
+    daux: list[list], consume: Callable[..., Any], carry: Any, extra: list,
 ) -> tuple[list, Any, list, list]:  # fmt: skip
-    """The slices in reverse: (results, carry, dx, dshared).
+    """Run the slices in reverse order: (results, carry, dx, dshared).
 
-    ``carry, result = consume(carry, w, dw, more[j])`` takes the gradient of slice j, like its
-    trained parameters w. The result, like (w, more[j]), goes to where these are.
+    ``carry, result = consume(carry, w, dw, extra[j])`` receives the trained parameters w of slice j
+    and their gradients dw. The result has the structure of (w, extra[j]) and moves to their memory.
     """
 
     def store(j, result):
-        home = params[j].trained, more[j]
-        return jax.tree.map(lambda a, b: put(b, space_of(a)), home, result)
+        old = params[j].trained, extra[j]
+        return jax.tree.map(lambda a, b: put(b, space_of(a)), old, result)
 
-    results, stored, result, at, dx = [], [], (), in_order(), dy
+    results, stored, result, order, dx = [], [], (), guard_in_order(), dy
     dshared = [jnp.zeros_like(a) if is_float(a) else None for a in shared]
     for j in reversed(range(len(params))):
-        # In order, with the result of the slice before; that before it has left the device. The key
-        # again: else what the forward pass has drawn from it would be kept.
-        here = params[j], kept[j], more[j]
-        here, result, stored, dx, at, again = barrier((here, result, stored, dx, at, key))
+        # A slice is loaded when the result of the slice before has been computed, and the one
+        # before that has left the device. The key passes the barrier so that XLA does not keep the
+        # random numbers of the forward pass.
+        inputs = params[j], residuals[j], extra[j]
+        inputs, result, stored, dx, order, slice_key = barrier(
+            (inputs, result, stored, dx, order, key)
+        )
         results += stored
         stored = [store(j + 1, result)] if j + 1 < len(params) else []
-        w, x, s = put(here, Space.Device)
-        this, used = sequential.slices[j]
-        first, last = sequential.bounds[j : j + 2]
-        closed, some = [shared[k] for k in used], [d for a in daux[first:last] for d in a]
-        dw, ds, dx = slices.backward(this, w, closed, x, again, dx, some)
-        carry, result = consume(carry, w.trained, dw, s)
-        rest = iter(ds)
-        for k in used:
+        w, saved, slice_extra = put(inputs, Space.Device)
+        this, indices = config.slices[j]
+        first, last = config.bounds[j : j + 2]
+        closure, slice_daux = [shared[k] for k in indices], [d for a in daux[first:last] for d in a]
+        dw, dclosure, dx = slices.backward(this, w, closure, saved, slice_key, dx, slice_daux)
+        carry, result = consume(carry, w.trained, dw, slice_extra)
+        rest = iter(dclosure)
+        for k in indices:
             if is_float(shared[k]):
                 dshared[k] += next(rest)
     results += [*stored, store(0, result)]

@@ -1,132 +1,256 @@
-"""A slice of a model: forward, and its gradients, one microbatch after the other."""
+"""Forward and backward pass of one slice of a model, one microbatch at a time."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from .._common.sharding import cast_to_varying, explicit_axes, sum_cotangent, varying_axes
-from .loops import scan
 from .placement import Space, space_of, write
-from .trainable import trained_of, with_trained
 from .trees import (
+    Partition,
     Tree,
-    floats_of,
+    float_leaves,
     is_key,
-    join,
-    merge,
-    split,
-    strong,
+    merge_leading_axes,
+    replace_float_leaves,
+    split_microbatches,
+    strip_weak_type,
 )
 
 
 class Slice(NamedTuple):
-    """``apply(w, shared, x, key, microbatch) -> (x, aux)``, and how many microbatches there are.
+    """A slice as functions of its parameters; both take w as a Partition.
 
-    ``keep(w, shared, (key, microbatch), x) -> ((x, aux), Residuals)`` for slices that are not
-    computed again from their input.
+    ``apply(w, shared, x, key, microbatch) -> (x, aux)``. Without `apply_with_residuals` the
+    backward pass recomputes the slice from its input, else it uses the residuals of
+    ``apply_with_residuals(w, shared, (key, microbatch), x) -> ((x, aux), Residuals)``.
     """
 
     apply: Callable
     num_microbatches: int
-    keep: Callable | None = None
+    apply_with_residuals: Callable | None = None
 
 
-def forward(this: Slice, w: Tree, shared: Tree, x: Tree, key, keep: bool = False):
-    """All microbatches: (x, aux [num_microbatches, ...], kept), the latter for `backward`."""
+class Residuals(NamedTuple):
+    """Arrays kept for the backward pass, and the function that computes gradients from them.
+
+    ``vjp(arrays, w, shared, rest, cotangents) -> [dw, dshared, dx]``
+    """
+
+    arrays: list
+    vjp: Callable  # a pytree without leaves
+
+
+def forward(this: Slice, w: Partition, shared: Tree, x: Tree, key, save_residuals: bool = False):
+    """Run all microbatches: (y, aux [num_microbatches, ...], residuals for `backward`)."""
     axes = varying_axes(x)
     w = jax.tree.map(lambda a: cast_to_varying(a, axes), w)
 
     def run(x, m):
-        if keep and this.keep is not None:
-            return this.keep(w, shared, (key, m), x)
+        if save_residuals and this.apply_with_residuals is not None:
+            return this.apply_with_residuals(w, shared, (key, m), x)
         return this.apply(w, shared, x, key, m), ()
 
     if this.num_microbatches == 1:
-        (y, aux), kept = run(x, 0)
+        (y, aux), residuals = run(x, 0)
         aux = jax.tree.map(lambda a: a[None], aux)
     else:
-        at = split(x, this.num_microbatches), jnp.arange(this.num_microbatches)
-        _, ((y, aux), kept) = _scan(lambda _, at: ((), run(*at)), (), at)
-        y = join(y)
-    return y, aux, x if this.keep is None else kept
+        xs = split_microbatches(x, this.num_microbatches), jnp.arange(this.num_microbatches)
+        _, ((y, aux), residuals) = _scan_in_order(lambda _, xm: ((), run(*xm)), (), xs)
+        y = merge_leading_axes(y)
+    return y, aux, x if this.apply_with_residuals is None else residuals
 
 
-def backward(this: Slice, w: Tree, shared: Tree, kept: Tree, key, dy: list, daux: list):
-    """The gradients (dw, dshared, dx) of `forward`, from what it has kept.
+def backward(this: Slice, w: Partition, shared: Tree, residuals: Tree, key, dy: list, daux: list):
+    """Compute the gradients (dw, dshared, dx) of `forward` from its residuals.
 
-    dy, daux, dshared and dx are the leaves that are no integers. Gradients are added up from the
-    last microbatch to the first: the order in which autodiff adds those of a scan.
+    dy, daux, dshared and dx are the gradients of floating-point leaves. Microbatches are added from
+    the last to the first, in the order in which JAX differentiates a scan.
     """
-    # One sum over the devices for all microbatches, and before the gradient leaves the device.
-    axes = varying_axes((kept, dy))
+    # With w varying over the batch's mesh axes, there is one sum over devices for all microbatches,
+    # before the gradient leaves the device.
+    axes = varying_axes((residuals, dy))
     wide = jax.tree.map(lambda a: cast_to_varying(a, axes), w)
 
-    def gradients(kept, m, dy, daux):
-        if this.keep is not None:
-            return kept.pull(kept.arrays, wide, shared, (key, m), [*dy, *daux])
+    def gradients(residuals, m, dy, daux):
+        if this.apply_with_residuals is not None:
+            return residuals.vjp(residuals.arrays, wide, shared, (key, m), [*dy, *daux])
 
         def run(trained, shared_floats, x_floats):
-            at = with_trained(wide, trained), merge(shared, shared_floats), merge(kept, x_floats)
-            return floats_of(this.apply(*at, key, m))
+            args = (
+                wide._replace(trained=trained),
+                replace_float_leaves(shared, shared_floats),
+                replace_float_leaves(residuals, x_floats),
+            )
+            return float_leaves(this.apply(*args, key, m))
 
-        _, pull = jax.vjp(run, trained_of(wide), floats_of(shared), floats_of(kept))
-        return pull([*dy, *daux])
+        _, vjp = jax.vjp(run, wide.trained, float_leaves(shared), float_leaves(residuals))
+        return vjp([*dy, *daux])
 
     if this.num_microbatches == 1:
-        dw, dshared, dx = gradients(kept, 0, dy, [a[0] for a in daux])
+        dw, dshared, dx = gradients(residuals, 0, dy, [a[0] for a in daux])
     else:
 
-        def one(sums, at):
-            *more, dx = gradients(*at)
-            return jax.tree.map(jnp.add, sums, tuple(more)), dx
+        def add_microbatch(sums, microbatch):
+            *grads, dx = gradients(*microbatch)
+            return jax.tree.map(jnp.add, sums, tuple(grads)), dx
 
-        sums = trained_of(wide), floats_of(shared)
-        start = jax.tree.map(lambda a: cast_to_varying(jnp.zeros_like(a), axes), sums)
-        start, dy = lax.optimization_barrier((start, dy))
-        if this.keep is None:
-            kept = split(kept, this.num_microbatches)
-        dy = split(dy, this.num_microbatches)
-        at = kept, jnp.arange(this.num_microbatches), dy, daux
-        (dw, dshared), dx = _scan(one, start, at, reverse=True)
-        dx = join(dx)
-    return jax.tree.map(sum_cotangent, dw, trained_of(w)), dshared, dx
+        sums = wide.trained, float_leaves(shared)
+        zeros = jax.tree.map(lambda a: cast_to_varying(jnp.zeros_like(a), axes), sums)
+        # The sums are not allocated before dy exists.
+        zeros, dy = lax.optimization_barrier((zeros, dy))
+        if this.apply_with_residuals is None:
+            residuals = split_microbatches(residuals, this.num_microbatches)
+        dy = split_microbatches(dy, this.num_microbatches)
+        xs = residuals, jnp.arange(this.num_microbatches), dy, daux
+        (dw, dshared), dx = _scan_in_order(add_microbatch, zeros, xs, reverse=True)
+        dx = merge_leading_axes(dx)
+    return jax.tree.map(sum_cotangent, dw, w.trained), dshared, dx
 
 
-def _scan(body: Callable, carry: Tree, xs: Tree, reverse: bool = False) -> tuple[Tree, Tree]:
-    """``lax.scan`` with results in arrays that are not made before xs are there.
+def _scan_in_order(
+    body: Callable, carry: Tree, xs: Tree, reverse: bool = False
+) -> tuple[Tree, Tree]:
+    """Run ``lax.scan`` with result buffers that are not allocated before xs exist.
 
-    Those of lax.scan depend on nothing: where slices are no loop, XLA makes all of them first.
+    The buffers of lax.scan depend on nothing. Where slices are unrolled, XLA would allocate those
+    of all slices at the start.
     """
     first, count = jax.tree.map(lambda a: a[0], xs), jax.tree.leaves(xs)[0].shape[0]
     zero, xs = lax.optimization_barrier((jnp.int32(0), xs))
     axes = varying_axes(xs)
 
-    def buffer(a):
+    def allocate(a):
         return cast_to_varying(lax.broadcast(zero.astype(a.dtype), (count, *a.shape)), axes)
 
-    def step(state, at):
-        carry, results = state
-        j, x = at
+    def step(state, ix):
+        carry, buffers = state
+        i, x = ix
         carry, result = body(carry, x)
         leaves = jax.tree.leaves(result)
         arrays = [a for a in leaves if not is_key(a)]
-        return (carry, write(results, arrays, j)), [a for a in leaves if is_key(a)]
+        return (carry, write(buffers, arrays, i)), [a for a in leaves if is_key(a)]
 
     result = jax.eval_shape(body, carry, first)[1]
-    arrays = [buffer(a) for a in jax.tree.leaves(result) if not is_key(a)]
-    at = jnp.arange(count), xs
-    (carry, arrays), keys = scan(step, (carry, arrays), at, reverse=reverse)
-    arrays, keys = iter(arrays), iter(keys)
+    buffers = [allocate(a) for a in jax.tree.leaves(result) if not is_key(a)]
+    (carry, buffers), keys = lax.scan(
+        step, (carry, buffers), (jnp.arange(count), xs), reverse=reverse
+    )
+    arrays, keys = iter(buffers), iter(keys)
     return carry, jax.tree.map(lambda a: next(keys if is_key(a) else arrays), result)
 
 
-def check_layer(layer: Callable, has_aux: bool, keeps: bool = True) -> Callable:
-    """``layer(params, x, key) -> (x, aux)`` that says what is wrong with what it returns."""
+# Residuals chosen by a policy of jax.checkpoint.
+
+
+def apply_with_policy(
+    fun: Callable, policy: Callable, w: Partition, shared: Tree, rest: tuple, x: Tree
+) -> tuple[Tree, Residuals]:
+    """Return ``fun(w, shared, x, *rest)`` and the residuals that the policy keeps.
+
+    The backward pass has w, `shared` and `rest`. They are not kept, nor values that depend on w and
+    `shared` only, such as casts.
+    """
+
+    def saves(*args, **params):
+        decision = policy(*args, **params)
+        # Offloading policies return an object with a destination; `activations` decides that here.
+        return True if hasattr(decision, "dst") else decision
+
+    def linearize(w, shared, rest, x):
+        def run(trained, shared_floats, x_floats):
+            args = (
+                w._replace(trained=trained),
+                replace_float_leaves(shared, shared_floats),
+                replace_float_leaves(x, x_floats),
+            )
+            result = jax.checkpoint(fun, policy=saves, prevent_cse=False)(*args, *rest)
+            return float_leaves(result), result
+
+        primals = w.trained, float_leaves(shared), float_leaves(x)
+        _, vjp, result = jax.vjp(run, *primals, has_aux=True)
+        return result, vjp
+
+    # The leaves of the vjp function are all residuals. Split the program that computes them: into
+    # the forward pass, which returns the residuals to be kept, and the equations that the backward
+    # pass repeats because they depend on w and `shared` only.
+    args = w, shared, rest, x
+    closed, (result, vjp) = jax.make_jaxpr(linearize, return_shape=True)(*args)
+    jaxpr, num_results = closed.jaxpr, len(jax.tree.leaves(result))
+    outputs, residuals = jaxpr.outvars[:num_results], jaxpr.outvars[num_results:]
+    available = jaxpr.invars[: len(jax.tree.leaves(args[:3]))]
+    late, early_eqns = set(jaxpr.invars[len(jax.tree.leaves(args[:2])) :]), []
+    for eqn in jaxpr.eqns:
+        if eqn.effects or late.intersection(_variables(eqn.invars)):
+            late.update(eqn.outvars)
+        else:
+            early_eqns.append(eqn)
+    kept = [v for v in dict.fromkeys(_variables(residuals)) if v in late and v not in available]
+    recomputed = [v for v in residuals if isinstance(v, Literal) or v not in kept]
+    forward_jaxpr = jaxpr.replace(outvars=[*outputs, *kept])
+    early_jaxpr = jaxpr.replace(invars=available, outvars=recomputed, eqns=early_eqns)
+
+    def pull_back(arrays, w, shared, rest, cotangents):
+        early = _run_jaxpr(early_jaxpr, closed.consts, (w, shared, rest))
+        values = dict(zip(map(id, [*kept, *recomputed]), [*arrays, *early], strict=True))
+        leaves = [values[id(v)] for v in residuals]
+        return jax.tree.unflatten(jax.tree.structure(vjp), leaves)(cotangents)
+
+    values = _run_jaxpr(forward_jaxpr, closed.consts, args)
+    result = jax.tree.unflatten(jax.tree.structure(result), values[:num_results])
+    return result, Residuals(values[num_results:], jax.tree_util.Partial(pull_back))
+
+
+def scan_with_policy(
+    layer: Callable, policy: Callable, w: Partition, shared: Tree, rest: tuple, x: Tree
+) -> tuple[Tree, Residuals]:
+    """Apply a stack of layers as `apply_with_policy` does one; w, aux and residuals are [L, ...].
+
+    ``layer(w, shared, x, *rest, i) -> (x, aux)``
+    """
+    count, num_floats = jax.tree.leaves(w)[0].shape[0], len(float_leaves(x))
+
+    def forward_layer(x, wi):
+        w, i = wi
+        (x, aux), residuals = apply_with_policy(layer, policy, w, shared, (*rest, i), x)
+        return x, (aux, residuals)
+
+    x, (aux, (arrays, vjp)) = lax.scan(forward_layer, x, (w, jnp.arange(count)))
+
+    def pull_back(arrays, w, shared, rest, cotangents):
+        def backward_layer(state, xs):
+            dx, dshared = state
+            arrays, w, i, daux = xs
+            dw, dshared_here, dx = vjp(arrays, w, shared, (*rest, i), [*dx, *daux])
+            return (dx, jax.tree.map(jnp.add, dshared, dshared_here)), dw
+
+        dx, daux = cotangents[:num_floats], cotangents[num_floats:]
+        state = dx, [jnp.zeros_like(a) for a in float_leaves(shared)]
+        xs = arrays, w, jnp.arange(count), daux
+        (dx, dshared), dw = lax.scan(backward_layer, state, xs, reverse=True)
+        return dw, dshared, dx
+
+    return (x, aux), Residuals(arrays, jax.tree_util.Partial(pull_back))
+
+
+def _run_jaxpr(jaxpr, consts, args):
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*jax.tree.leaves(args))
+
+
+def _variables(atoms: list) -> list:
+    return [v for v in atoms if not isinstance(v, Literal)]
+
+
+# The user's layers.
+
+
+def check_layer(layer: Callable, has_aux: bool, keeps_shapes: bool = True) -> Callable:
+    """Return ``layer(params, x, key) -> (x, aux)`` with checks of its results."""
 
     def checked(params, x, key):
         result = layer(params, x, key)
@@ -134,15 +258,15 @@ def check_layer(layer: Callable, has_aux: bool, keeps: bool = True) -> Callable:
             result = result, ()
         elif not isinstance(result, tuple) or len(result) != 2:
             raise ValueError(f"`layer` must return (x, aux) with has_aux=True, not {result!r}.")
-        y, aux = jax.tree.map(strong, result)
-        if keeps:
-            _check_kept(x, y)
+        y, aux = jax.tree.map(strip_weak_type, result)
+        if keeps_shapes:
+            _check_unchanged(x, y)
         return y, aux
 
     return checked
 
 
-def _check_kept(x: Tree, y: Tree) -> None:
+def _check_unchanged(x: Tree, y: Tree) -> None:
     before, after = jax.tree.structure(x), jax.tree.structure(y)
     if before != after:
         raise ValueError(f"`layer` must keep the structure of x: {before} became {after}.")
@@ -155,60 +279,66 @@ def _check_kept(x: Tree, y: Tree) -> None:
             )
 
 
-def close_over(layer: Callable, w: Tree, x: Tree, key) -> tuple[Callable, list]:
-    """(layer, shared): ``layer(params, shared, x, key)``, and what `layer` closes over.
+def hoist_closure(layer: Callable, w: Tree, x: Tree, key: Any) -> tuple[Callable, list]:
+    """Make the arrays that a layer closes over an argument, so that they get gradients.
 
-    w and x show the types of the parameters and of a microbatch.
+    Args:
+        layer: ``layer(params, x, key)``.
+        w: arrays with the types of the parameters.
+        x: arrays with the types of a microbatch.
+        key: as of `layer`.
+
+    Returns:
+        ``hoisted(params, shared, x, key)``, and `shared`, the traced arrays of the closure.
     """
     closed, result = jax.make_jaxpr(layer, return_shape=True)(w, x, key)
-    hoisted = [isinstance(c, Tracer) for c in closed.consts]
-    shared = [c for c, is_hoisted in zip(closed.consts, hoisted, strict=True) if is_hoisted]
+    is_hoisted = [isinstance(c, Tracer) for c in closed.consts]
+    shared = [c for c, hoist in zip(closed.consts, is_hoisted, strict=True) if hoist]
     if any(space_of(c) == Space.Host for c in closed.consts):
         raise ValueError(
-            "`layer` closes over an array in host memory; pass it in the parameters, or close over "
+            "`layer` closes over an array in host memory. Pass it in the parameters, or close over "
             "effjax.to_device of it."
         )
     axes = varying_axes(x)
 
-    def converted(params, shared, x, key):
+    def hoisted(params, shared, x, key):
         rest = iter(shared)
-        pairs = zip(closed.consts, hoisted, strict=True)
-        consts = [next(rest) if is_hoisted else c for c, is_hoisted in pairs]
-        run = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))
-        return jax.tree.unflatten(
-            jax.tree.structure(result), run(*jax.tree.leaves((params, x, key)))
-        )
+        pairs = zip(closed.consts, is_hoisted, strict=True)
+        consts = [next(rest) if hoist else c for c, hoist in pairs]
+        values = _run_jaxpr(closed.jaxpr, consts, (params, x, key))
+        return jax.tree.unflatten(jax.tree.structure(result), values)
 
-    return converted, [cast_to_varying(a, axes) for a in shared]
+    return hoisted, [cast_to_varying(a, axes) for a in shared]
 
 
-def microbatch(x: Tree, num_microbatches: int) -> Tree:
-    """The first one."""
+def first_microbatch(x: Tree, num_microbatches: int) -> Tree:
+    """Return the first microbatch of x."""
     if num_microbatches == 1:
         return x
     return jax.tree.map(lambda a: a[: a.shape[0] // num_microbatches], x)
 
 
 def check_microbatches(x: Tree, num_microbatches: int, name: str = "x") -> None:
+    """Raise ValueError unless all arrays of x can be split into microbatches."""
     if num_microbatches == 1:
         return
     if any(map(explicit_axes, jax.tree.leaves(x))):
         raise ValueError(
-            f"`num_microbatches` (={num_microbatches}) over a mesh with Explicit axes: every "
-            "device must split its own rows; use it inside jax.shard_map."
+            f"`num_microbatches` (={num_microbatches}) is not supported over a mesh with Explicit "
+            "axes, where each device must split its own rows: use it inside jax.shard_map."
         )
     shapes = [
         (f"{name}{jax.tree_util.keystr(path)}", jnp.shape(a))
         for path, a in jax.tree_util.tree_leaves_with_path(x)
     ]
     wrong = [
-        f"{leaf} is of shape {shape}"
+        f"{leaf} has the shape {shape}"
         for leaf, shape in shapes
         if shape[:1] != shapes[0][1][:1] or not shape or shape[0] % num_microbatches
     ]
     if wrong or not shapes:
-        beside = f", and {shapes[0][0]} of {shapes[0][1]}" if len(shapes) > len(wrong) else ""
+        first = f", and {shapes[0][0]} the shape {shapes[0][1]}" if len(shapes) > len(wrong) else ""
         raise ValueError(
             f"`num_microbatches` (={num_microbatches}) must divide the batch, the first axis of "
-            f"all arrays of {name}, but {wrong[0] if wrong else 'there are none'}{beside}."
+            f"all arrays of {name}, but {wrong[0] if wrong else 'there are none'}{first}."
         )

@@ -1,4 +1,4 @@
-"""A stack of like layers whose parameters and activations live in host memory."""
+"""A stack of identical layers with parameters and activations in host memory."""
 
 import functools
 from collections.abc import Callable
@@ -9,29 +9,34 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from .._common.arguments import as_callable
+from .._common.arguments import as_key
 from .._common.sharding import cast_to_varying, varying_axes
 from . import slices
-from .checks import as_arrays, as_key
 from .compiled import guard_host_slices
-from .loops import scan
 from .options import OffloadOptions
-from .placement import SPACES, Space, Where, check_space, moved, put, read, space_of, write
-from .residuals import keep_each
-from .slices import check_layer, check_microbatches, close_over, microbatch
-from .trainable import Parts, parts_of
+from .placement import SPACES, Space, Where, check_space, load, move, put, space_of, write
+from .slices import (
+    check_layer,
+    check_microbatches,
+    first_microbatch,
+    hoist_closure,
+    scan_with_policy,
+)
 from .trees import (
+    Partition,
     Tree,
-    as_cotangent,
-    cast,
-    check_floats,
-    floats_of,
-    fold,
-    join,
-    num_layers_of,
-    once,
-    strong,
-    with_gradients,
+    as_array_tree,
+    cast_floats,
+    check_differentiable,
+    count_layers,
+    float_cotangents,
+    float_leaves,
+    fold_key,
+    forbid_second_derivative,
+    make_cotangent,
+    merge_leading_axes,
+    partition,
+    strip_weak_type,
 )
 
 
@@ -53,68 +58,72 @@ def offload_scan(
     policy: Callable[..., Any] | None = None,
     trainable: Any = True,
 ) -> Any:
-    """Applies a stack of like layers that streams through the device, a slice at a time.
+    """Apply a stack of identical layers whose parameters stream from host memory.
 
-    ``x = layer(params[i], x, key_i) for i in range(L)``, with the gradients of exactly that: equal
-    to the bit to those of ``jax.lax.scan`` over parameters on the device, dropout included, that
-    computes its layers again (``jax.checkpoint``). A scan that keeps what it has computed can
-    differ in the last bit where XLA fuses that differently. The key of layer i and microbatch m is
-    ``fold_in(fold_in(key, i), m)``.
+    Computes ``x = layer(params[i], x, key_i) for i in range(L)``. The key of layer i and microbatch
+    m is ``fold_in(fold_in(key, i), m)``. Gradients, dropout included, are bit-identical to
+    ``jax.lax.scan`` over parameters on the device with ``jax.checkpoint`` around each layer. A scan
+    without recomputation can differ in the last bit where XLA fuses it differently.
 
-    The device holds the parameters of `1 + prefetch` slices and the intermediates of one slice and
-    one microbatch, whatever the depth. The backward pass streams the slices in reverse, computes
-    each again from its input, and sends its gradients to where the parameters are. With a `policy`
-    it streams what that keeps, too, and computes the rest again.
+    The device holds the parameters of ``1 + prefetch`` slices, and the intermediates of one slice
+    and one microbatch, for any number of layers. The backward pass streams the slices in reverse
+    order, recomputes each from its input, and sends its gradients to the memory of the parameters.
+    With a `policy` the residuals that it keeps stream too.
 
-    Under jit over a mesh, parameters may be replicated or sharded on any axis but the first; a
-    slice is gathered when it has arrived. Gradients are summed over devices before they leave
-    the device. With several microbatches use it inside ``jax.shard_map`` there: jit would exchange
-    rows to make microbatches. Under ``jax.pmap`` arrays from the host must stay out: there
-    `params_in="device"`. Reverse mode only, and no vmap of a gradient; JAX itself cannot
-    differentiate ``lax.cond`` and ``lax.scan`` around arrays of the host, nor add gradients there
-    on a GPU: use parameters once.
+    Under jit over a mesh, parameters are replicated or sharded along any axis except the first.
+    Gradients are summed over devices before they leave the device. Use several microbatches inside
+    ``jax.shard_map``: under jit, splitting the batch would exchange rows between devices.
+
+    Limitations: ``jax.pmap`` takes no arrays in host memory, so pass ``params_in="device"`` there.
+    Reverse mode only, without vmap of a gradient. JAX cannot differentiate ``lax.cond`` and
+    ``lax.scan`` around host arrays. XLA cannot add host gradients on a GPU, so use parameters once.
 
     Args:
         layer: ``layer(params, x, key) -> x`` for one layer, or ``-> (x, aux)`` with `has_aux`. x
-            keeps its structure, shapes and dtypes. What it closes over is differentiated too.
-        stacked_params: a pytree of arrays [L, ...], L the number of layers, in the memory that
-            `params_in` says: see `host_init`, `to_host`. Differentiable where those that are
-            trained are floats.
-        x: a pytree of arrays [B, ...]; integers are passed on without gradients.
-        key: a PRNG key, or None: then layers get None.
-        num_slices: how many slices to load; a divisor of L. None: every layer is one.
-        num_microbatches: how many parts of x go through a slice before the next is loaded; a
-            divisor of B. Rows [m B / M, (m + 1) B / M) are microbatch m.
-        params_in: "host" or "device", where stacked_params are.
-        activations: where the input of every slice, or what `policy` keeps, is kept for the
-            backward pass.
-        grads: where the gradients are collected, to be moved to the parameters' memory at the end
-            if it is another; by default there.
-        prefetch: how many slices are loaded ahead of the one that is computed.
-        resident_slices: how many of the last slices stay on the device between the two passes, with
-            what is kept of them, so that they are loaded once.
-        compute_dtype: the floating-point dtype that real floating parameters are cast to on the
-            device; their gradients have the dtype that they are stored in. None: no cast.
+            keeps its structure, shapes and dtypes. Arrays that it closes over get gradients.
+        stacked_params: a pytree of arrays [L, ...] for L layers, in the memory
+            `params_in`; see `host_init` and `to_host`. Trained parameters are floating-point.
+        x: a pytree of arrays [B, ...]. Integers have no gradients.
+        key: a PRNG key. If None, the layers get None.
+        num_slices: the number of slices, a divisor of L. By default each layer is a slice.
+        num_microbatches: the number M of microbatches that go through a slice before the next one
+            is loaded, a divisor of B. Microbatch m is rows [m B / M, (m + 1) B / M).
+        params_in: the memory of `stacked_params`, "host" or "device".
+        activations: the memory of the residuals: the input of each slice, or the values that
+            `policy` keeps.
+        grads: the memory in which gradients are collected, before they are moved to that of the
+            parameters; by default the same.
+        prefetch: the number of slices to load ahead of the current one.
+        resident_slices: the number of slices at the end that stay on the device between the two
+            passes, with their residuals, so that they are loaded once.
+        compute_dtype: the floating-point dtype to which real floating-point parameters are cast on
+            the device. Gradients have the dtype of the parameters. If None, no cast.
         has_aux: whether layers return a second result.
-        policy: what else is kept, as in ``jax.checkpoint``: one of ``jax.checkpoint_policies``,
-            such as dots_saveable, everything_saveable, save_only_these_names("name"). Of
-            parameters, and of what follows from them alone, no copies are kept. Where a policy
-            says to keep it (save_and_offload_only_these_names) does not count. None: nothing is.
-        trainable: which parameters have gradients: ``(path, leaf) -> bool``, bools in a pytree like
-            that of the parameters, or one for a whole subtree. The others may be integers, and take
-            no work and no memory in the backward pass but their own; their gradients are zeros.
+        policy: the values kept for the backward pass in addition to the inputs, a policy of
+            ``jax.checkpoint_policies`` such as dots_saveable, everything_saveable or
+            save_only_these_names("name"). Parameters, and values that depend on them only, are
+            never copied. The destination in an offloading policy is ignored. If None, everything is
+            recomputed.
+        trainable: the parameters with gradients, as ``(path, leaf) -> bool`` or a pytree of bools
+            that is a prefix of the parameters. The others may be integers. They have zero
+            gradients, computed only where they are used.
 
     Returns:
-        x; with `has_aux` (x, aux), the second results stacked as [L, num_microbatches, ...].
+        x, or with `has_aux` (x, aux), where aux is stacked as [L, num_microbatches, ...].
 
     Raises:
-        ValueError, TypeError: when it is traced, for arguments that do not fit.
-        NotImplementedError: for vmap of a gradient.
-        RuntimeError: when it is compiled for a GPU by a JAX that would compile it wrongly, without
-            `offload_jit`.
+        ValueError: if `num_slices`, `resident_slices` or `num_microbatches` do not fit the model,
+            if parameters are not in the memory `params_in`, if `layer` changes the shapes
+            of x, or if it closes over a host array.
+        TypeError: if an argument is not an array, a key or a dtype, or a trained parameter is an
+            integer.
+        NotImplementedError: under vmap of a gradient, for second derivatives, or with
+            ``jax_scan3``.
+        RuntimeError: if it is compiled for a GPU without `offload_jit` by a version of JAX that
+            needs a workaround.
 
-    Kept for the backward pass: the parameters where they are, and of every slice its input or, for
-    every microbatch, what `policy` says. On the device are those of `1 + prefetch` slices.
+    Kept for the backward pass: the parameters in their memory, and for each slice its input, or for
+    each of its microbatches the values that `policy` keeps.
 
     References:
         fairscale ``OffloadModel``; Pudipeddi et al., 2020 (arXiv:2002.05645).
@@ -123,9 +132,8 @@ def offload_scan(
         num_slices, num_microbatches, params_in, activations, grads, prefetch, resident_slices,
         compute_dtype, has_aux, policy,
     )  # fmt: skip
-    as_callable("layer", layer)
-    stacked_params = as_arrays("stacked_params", stacked_params)
-    x, key = as_arrays("x", x), as_key("key", key)
+    stacked_params = as_array_tree("stacked_params", stacked_params)
+    x, key = as_array_tree("x", x), None if key is None else as_key("key", key)
     return apply_stack(layer, stacked_params, x, key, options, trainable)
 
 
@@ -133,15 +141,18 @@ def apply_stack(
     layer: Callable[..., Any], stacked_params: Tree, x: Tree, key: Any, options: OffloadOptions,
     trainable: Any = True,
 ) -> Any:  # fmt: skip
-    """`offload_scan`, with its options as one."""
-    parts = parts_of("trainable", trainable, stacked_params)
-    stack, parts, shared, x = prepare(layer, parts, x, key, options)
-    results: Any = _core(stack, parts, shared, x, key)
+    """Compute `offload_scan` with an options object."""
+    params = partition("trainable", trainable, stacked_params)
+    config, params, shared, x = build_stack(layer, params, x, key, options)
+    results: Any = _stack(config, params, shared, x, key)
     return results if options.has_aux else results[0]
 
 
-class Stack(NamedTuple):
-    """All that is no array. Layers 0, 1, ... make slices of `slice_size`."""
+class StackConfig(NamedTuple):
+    """Static configuration of an offloaded layer stack (everything that is not an array).
+
+    Slice i is layers ``i * slice_size, ..., (i + 1) * slice_size - 1``.
+    """
 
     layer: Callable[..., Any]  # (params, shared, x, key) -> (x, aux)
     num_slices: int
@@ -149,236 +160,258 @@ class Stack(NamedTuple):
     options: OffloadOptions
 
     @property
-    def streamed(self) -> int:
-        """How many slices are loaded again for the backward pass."""
+    def num_streamed(self) -> int:
+        """The number of slices that are loaded again for the backward pass."""
         return self.num_slices - self.options.resident_slices
 
     @property
-    def one_slice(self) -> slices.Slice:
-        """The layers of slice i: its key is (key, i), and aux [slice_size, ...] a microbatch."""
+    def slice(self) -> slices.Slice:
+        """The layers of slice i; its key is (key, i), its aux [slice_size, ...]."""
         dtype, policy = self.options.compute_dtype, self.options.policy
 
-        def one(w, shared, x, at, m, j):
-            key, i = at
-            return self.layer(w, shared, x, fold(key, i * self.slice_size + j, m))
+        def apply_layer(w, shared, x, slice_key, m, j):
+            key, i = slice_key
+            return self.layer(w, shared, x, fold_key(key, i * self.slice_size + j, m))
 
-        def apply(w, shared, x, at, m):
-            w = cast(w.whole, dtype)
+        def apply(w, shared, x, slice_key, m):
+            w = cast_floats(w.merge(), dtype)
             if self.slice_size > 1:
-                step = lambda x, pair: one(pair[0], shared, x, at, m, pair[1])  # noqa: E731
-                return scan(step, x, (w, jnp.arange(self.slice_size)), differentiated=True)
-            x, aux = one(jax.tree.map(lambda a: a[0], w), shared, x, at, m, 0)
+                return lax.scan(
+                    lambda x, wj: apply_layer(wj[0], shared, x, slice_key, m, wj[1]),
+                    x,
+                    (w, jnp.arange(self.slice_size)),
+                )
+            w = jax.tree.map(lambda a: a[0], w)
+            x, aux = apply_layer(w, shared, x, slice_key, m, 0)
             return x, jax.tree.map(lambda a: a[None], aux)
 
-        def layer(w, *args):
-            return one(cast(w.whole, dtype), *args)
+        def apply_one(w, *args):
+            return apply_layer(cast_floats(w.merge(), dtype), *args)
 
-        keep = None if policy is None else functools.partial(keep_each, layer, policy)
-        return slices.Slice(apply, self.options.num_microbatches, keep)
+        if policy is None:
+            return slices.Slice(apply, self.options.num_microbatches)
+        with_residuals = functools.partial(scan_with_policy, apply_one, policy)
+        return slices.Slice(apply, self.options.num_microbatches, with_residuals)
 
 
-def prepare(
-    layer: Callable[..., Any], params: Parts, x: Tree, key: Any, options: OffloadOptions
-) -> tuple[Stack, Parts, Tree, Tree]:
-    """(stack, params, shared, x) for `run_forward`; arguments as `offload_scan`, checked."""
+def build_stack(
+    layer: Callable[..., Any], params: Partition, x: Tree, key: Any, options: OffloadOptions
+) -> tuple[StackConfig, Partition, Tree, Tree]:
+    """Check the arguments of `offload_scan`; return (config, params, shared, x)."""
     params = jax.tree.map(jnp.asarray, params)
-    stacked_params = params.whole
+    stacked_params = params.merge()
     check_space("params_in", stacked_params, options.params_in)
-    num_layers = num_layers_of(stacked_params)
-    num_slices = options.slices_of(num_layers)
-    x = moved(jax.tree.map(strong, x), Space.Device)
+    num_layers = count_layers(stacked_params)
+    num_slices = options.count_slices(num_layers)
+    x = move(jax.tree.map(strip_weak_type, x), Space.Device)
     check_microbatches(x, options.num_microbatches)
     axes = varying_axes((stacked_params, x, key))
     x = jax.tree.map(lambda a: cast_to_varying(a, axes), x)
-    one = jax.tree.map(lambda a: cast_to_varying(put(a[:1], Space.Device)[0], axes), stacked_params)
-    layer, shared = close_over(
+    first = jax.tree.map(
+        lambda a: cast_to_varying(put(a[:1], Space.Device)[0], axes), stacked_params
+    )
+    layer, shared = hoist_closure(
         check_layer(layer, options.has_aux),
-        cast(one, options.compute_dtype),
-        microbatch(x, options.num_microbatches),
+        cast_floats(first, options.compute_dtype),
+        first_microbatch(x, options.num_microbatches),
         key,
     )
-    return Stack(layer, num_slices, num_layers // num_slices, options), params, shared, x
+    return StackConfig(layer, num_slices, num_layers // num_slices, options), params, shared, x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _core(stack: Stack, params: Parts, shared: Tree, x: Tree, key) -> tuple[Tree, Tree]:
-    return run_forward(stack, params, shared, x, key, keep=False)[:2]
+def _stack(config: StackConfig, params: Partition, shared: Tree, x: Tree, key):
+    return run_forward(config, params, shared, x, key, save_residuals=False)[:2]
 
 
-def _forward(stack: Stack, params, shared, x, key):
-    check_floats("stacked_params", params.trained)
-    x, aux, kept = run_forward(stack, params, shared, x, key, keep=True)
-    return (x, aux), (params, shared, key, kept)
+def _stack_forward(config: StackConfig, params, shared, x, key):
+    check_differentiable("stacked_params", params.trained)
+    x, aux, residuals = run_forward(config, params, shared, x, key, save_residuals=True)
+    return (x, aux), (params, shared, key, residuals)
 
 
-def _backward(stack: Stack, residuals, cotangents):
-    params, shared, key, kept = residuals
-    trained, grads = once((params.trained, tuple(map(with_gradients, cotangents))), "offload_scan")
-    params, (dy, daux) = params._replace(trained=trained), _no_vmap(grads)
+def _stack_backward(config: StackConfig, saved, cotangents):
+    params, shared, key, residuals = saved
+    trained, grads = forbid_second_derivative(
+        (params.trained, tuple(map(float_cotangents, cotangents))), "offload_scan"
+    )
+    params, (dy, daux) = params._replace(trained=trained), _forbid_vmap(grads)
 
     def consume(params, grads, i, w, dw):
         return params, write(grads, dw, i)
 
     _, grads, dx, dshared = run_backward(
-        stack, params, shared, key, kept, dy, daux, consume,
-        empty_slices(stack, params.trained, stack.options.grads_in),
+        config, params, shared, key, residuals, dy, daux, consume,
+        allocate_slices(config, params.trained, config.options.grads_space),
     )  # fmt: skip
-    dtrained = jax.tree.map(lambda d, p: put(d, space_of(p)), join(grads), params.trained)
-    dparams = Parts(dtrained, as_cotangent(params.frozen, _zeros(stack, params.frozen)))
-    dx = as_cotangent(cotangents[0], dx)  # x is like y
-    return dparams, as_cotangent(shared, dshared), dx, None
+    dtrained = jax.tree.map(
+        lambda d, p: put(d, space_of(p)), merge_leading_axes(grads), params.trained
+    )
+    dfrozen = make_cotangent(params.frozen, _zero_gradients(config, params.frozen))
+    dx = make_cotangent(cotangents[0], dx)  # x has the dtypes of y
+    return Partition(dtrained, dfrozen), make_cotangent(shared, dshared), dx, None
 
 
-_core.defvjp(_forward, _backward)
+_stack.defvjp(_stack_forward, _stack_backward)
 
 
-class Kept(NamedTuple):
-    """For the backward pass; () where there are none."""
+class StackResiduals(NamedTuple):
+    """Residuals of a stack of S slices, of which r are resident; () if there are none."""
 
-    streamed: Tree  # of the slices that are loaded again, [S - r, ...]: inputs or residuals
-    resident: Tree  # those of the last r slices, and their parameters, on the device
-    weights: Tree
+    streamed: Tree  # [S - r, ...], inputs or residuals of the slices that are loaded again
+    resident: Tree  # [r, ...], those of the resident slices, on the device
+    weights: Tree  # [r, ...], the parameters of the resident slices, on the device
 
 
-def run_forward(stack: Stack, params: Parts, shared: Tree, x: Tree, key, keep: bool):
-    """(x, aux, kept), the latter for `run_backward`.
+def run_forward(
+    config: StackConfig, params: Partition, shared: Tree, x: Tree, key, save_residuals: bool
+):
+    """Run the forward pass: (x, aux, residuals for `run_backward`)."""
+    params = split_slices(params, config)
+    start, prefetch = guard_host_slices(), config.options.prefetch
 
-    Slices are read at an index that the loop carries: XLA turns these reads into copies from the
-    host, and overlaps them with the layers.
-    """
-    params = by_slice(params, stack)
-    start, prefetch = guard_host_slices(), stack.options.prefetch
-
-    def run(x, first, count, save):
+    # XLA turns reads at a loop-carried index into asynchronous copies from the host, which overlap
+    # with the layers. An index from a scanned jnp.arange would not do.
+    def run(x, first, count, save) -> tuple[Tree, Any]:
         def body(carry, _):
             i, x, queue = carry
             w, *queue = [*queue, load(params, jnp.minimum(i + prefetch, first + count - 1))]
-            y, aux, kept = slices.forward(stack.one_slice, w, shared, x, (key, i), keep)
-            return (i + 1, y, queue), (aux, save(w, kept) if keep else ())
+            y, aux, residuals = slices.forward(config.slice, w, shared, x, (key, i), save_residuals)
+            return (i + 1, y, queue), (aux, save(w, residuals) if save_residuals else ())
 
         ahead = range(first, first + prefetch)
         queue = [load(params, jnp.int32(min(i, first + count - 1))) for i in ahead]
-        (_, x, _), results = scan(body, (start + first, x, queue), None, length=count)
+        (_, x, _), results = lax.scan(body, (start + first, x, queue), None, length=count)
         return x, results
 
-    aux, kept = [], Kept((), (), ())
-    if stack.streamed:
-        save = lambda w, kept: put(kept, stack.options.activations_in)  # noqa: E731
-        x, (more, streamed) = run(x, 0, stack.streamed, save)
-        aux, kept = [more], kept._replace(streamed=streamed)
-    if stack.options.resident_slices:
-        save = lambda w, kept: (kept, w)  # noqa: E731
-        x, (more, here) = run(x, stack.streamed, stack.options.resident_slices, save)
-        aux = [*aux, more]
-        if keep:
-            kept = kept._replace(resident=here[0], weights=here[1])
-    aux = jax.tree.map(lambda *parts: jnp.concatenate(parts) if parts[1:] else parts[0], *aux)
-    return x, _by_layer(aux), kept
+    aux, residuals = [], StackResiduals((), (), ())
+    if config.num_streamed:
+        space = config.options.activations_space
+        x, (aux_here, streamed) = run(
+            x, 0, config.num_streamed, lambda w, residuals: put(residuals, space)
+        )
+        aux, residuals = [aux_here], residuals._replace(streamed=streamed)
+    if config.options.resident_slices:
+        x, (aux_here, saved) = run(
+            x, config.num_streamed, config.options.resident_slices,
+            lambda w, residuals: (residuals, w),
+        )  # fmt: skip
+        aux = [*aux, aux_here]
+        if save_residuals:
+            residuals = residuals._replace(resident=saved[0], weights=saved[1])
+    aux = jax.tree.map(lambda *a: jnp.concatenate(a) if a[1:] else a[0], *aux)
+    # [num_slices, num_microbatches, slice_size, ...] -> [L, num_microbatches, ...]
+    aux = merge_leading_axes(jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), aux))
+    return x, aux, residuals
 
 
 def run_backward(
-    stack: Stack, params: Parts, shared: Tree, key, kept: Kept, dy: list, daux: list,
-    consume: Callable[..., Any], carry: Any,
+    config: StackConfig, params: Partition, shared: Tree, key, residuals: StackResiduals,
+    dy: list, daux: list, consume: Callable[..., Any], carry: Any,
 ):  # fmt: skip
-    """Streams the slices in reverse: (trained, carry, dx, dshared).
+    """Stream the slices in reverse order: (trained, carry, dx, dshared).
 
-    ``trained, carry = consume(trained, carry, i, w, dw)`` takes the gradient of slice i, like its
-    trained parameters w [slice_size, ...] on the device. It may write slice i of `trained`, which
-    is [num_slices, slice_size, ...] there.
+    ``trained, carry = consume(trained, carry, i, w, dw)`` receives the trained parameters w
+    [slice_size, ...] of slice i, on the device, and their gradients dw. It may write slice i of
+    `trained` [num_slices, slice_size, ...].
     """
-    daux = [jnp.swapaxes(a, 1, 2) for a in by_slice(daux, stack)]
+    daux = [jnp.swapaxes(a, 1, 2) for a in split_slices(daux, config)]
     start = guard_host_slices()
 
     def run(state, first, count, fetch, prefetch):
+        # A host array must be read before it is written in an iteration, or XLA would copy all of
+        # it. The barriers order the reads of `trained` before the writes of `consume`.
         def body(state, daux):
             i, trained, carry, dx, dshared, queue = state
-            (w, kept), *queue = [*queue, fetch(trained, jnp.maximum(i - prefetch, first))]
+            (w, saved), *queue = [*queue, fetch(trained, jnp.maximum(i - prefetch, first))]
             if not queue:
-                trained, here = lax.optimization_barrier((trained, w.trained))  # as below
-                w = Parts(here, w.frozen)
-            at = key, i
-            dw, more, dx = slices.backward(stack.one_slice, w, shared, kept, at, dx, daux)
-            dshared = jax.tree.map(jnp.add, dshared, more)
-            # What is read of them is read before they are written: else XLA would copy them.
+                trained, w_trained = lax.optimization_barrier((trained, w.trained))
+                w = Partition(w_trained, w.frozen)
+            dw, dshared_here, dx = slices.backward(
+                config.slice, w, shared, saved, (key, i), dx, daux
+            )
+            dshared = jax.tree.map(jnp.add, dshared, dshared_here)
             ahead = [w.trained for w, _ in queue]
             trained, ahead = lax.optimization_barrier((trained, ahead))
-            queue = [(Parts(a, w.frozen), kept) for a, (w, kept) in zip(ahead, queue, strict=True)]
+            queue = [
+                (Partition(a, w.frozen), saved) for a, (w, saved) in zip(ahead, queue, strict=True)
+            ]
             trained, carry = consume(trained, carry, i, w.trained, dw)
             return (i - 1, trained, carry, dx, dshared, queue), None
 
         last = first + count - 1
         queue = [fetch(state[0], start + max(last - j, first)) for j in range(prefetch)]
-        here = [a[first : first + count] for a in daux]
-        at = start + last, *state, queue
-        return scan(body, at, here, length=count, reverse=True)[0][1:-1]
+        daux_here = [a[first : first + count] for a in daux]
+        state = start + last, *state, queue
+        return lax.scan(body, state, daux_here, length=count, reverse=True)[0][1:-1]
 
-    dshared = [jnp.zeros_like(a) for a in floats_of(shared)]
-    trained, frozen = by_slice(params, stack)
+    dshared = [jnp.zeros_like(a) for a in float_leaves(shared)]
+    trained, frozen = split_slices(params, config)
     state = trained, carry, dy, dshared
-    if stack.options.resident_slices:
-        fetch = lambda _, i: load((kept.weights, kept.resident), i - stack.streamed)  # noqa: E731
-        state = run(state, stack.streamed, stack.options.resident_slices, fetch, 0)
-    if stack.streamed:
-        fetch = lambda params, i: load((Parts(params, frozen), kept.streamed), i)  # noqa: E731
-        state = run(state, 0, stack.streamed, fetch, stack.options.prefetch)
+    if config.options.resident_slices:
+        resident = residuals.weights, residuals.resident
+        state = run(
+            state, config.num_streamed, config.options.resident_slices,
+            lambda _, i: load(resident, i - config.num_streamed), 0,
+        )  # fmt: skip
+    if config.num_streamed:
+        state = run(
+            state, 0, config.num_streamed,
+            lambda trained, i: load((Partition(trained, frozen), residuals.streamed), i),
+            config.options.prefetch,
+        )  # fmt: skip
     trained, *rest = state
-    return join(trained), *rest
+    return merge_leading_axes(trained), *rest
 
 
-def _by_layer(aux: Tree) -> Tree:
-    """[num_slices, num_microbatches, slice_size, ...] -> [L, num_microbatches, ...]"""
-    return join(jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), aux))
-
-
-def load(tree: Tree, i: jax.Array) -> Tree:
-    """Entry i of all arrays, on the device."""
-    return put(read(tree, i), Space.Device)
-
-
-def empty_slices(stack: Stack, params: Tree, space: Space) -> Tree:
-    """Arrays like the parameters [num_slices, slice_size, ...] for a loop to write.
-
-    On the host XLA allocates them, and writes nothing there.
-    """
-
-    def empty(a):
-        zero = put(cast_to_varying(jnp.zeros((), a.dtype), varying_axes(a)), space)
-        kind = jax.typeof(by_slice(a, stack))
-        return lax.broadcast(zero, kind.shape, out_sharding=kind.sharding)
-
-    return jax.tree.map(empty, params)
-
-
-def _zeros(stack: Stack, params: Tree) -> list:
-    """Gradients of `floats_of(params)`, where these are, for those who take them all the same."""
-
-    def body(state, _):
-        i, zeros = state
-        return (i + 1, write(zeros, jax.tree.map(none, load(zeros, i)), i)), None
-
-    def none(a):
-        return cast_to_varying(jnp.zeros_like(a), varying_axes(a))
-
-    zeros = empty_slices(stack, floats_of(params), SPACES[stack.options.params_in])
-    if not zeros:
-        return []
-    return join(scan(body, (guard_host_slices(), zeros), None, length=stack.num_slices)[0][1])
-
-
-def by_slice(params: Tree, stack: Stack) -> Tree:
-    """[L, ...] -> [num_slices, slice_size, ...]"""
-    shape = stack.num_slices, stack.slice_size
+def split_slices(params: Tree, config: StackConfig) -> Tree:
+    """Reshape [L, ...] to [num_slices, slice_size, ...]."""
+    shape = config.num_slices, config.slice_size
     return jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), params)
 
 
+def allocate_slices(config: StackConfig, params: Tree, space: Space) -> Tree:
+    """Allocate arrays [num_slices, slice_size, ...] like the parameters, for a loop to write.
+
+    XLA does not initialize them on the host.
+    """
+
+    def allocate(a):
+        zero = put(cast_to_varying(jnp.zeros((), a.dtype), varying_axes(a)), space)
+        kind = jax.typeof(split_slices(a, config))
+        return lax.broadcast(zero, kind.shape, out_sharding=kind.sharding)
+
+    return jax.tree.map(allocate, params)
+
+
+def _zero_gradients(config: StackConfig, params: Tree) -> list:
+    """Return zeros like ``float_leaves(params)``, in the memory of the parameters.
+
+    XLA removes unused ones.
+    """
+
+    def body(state, _):
+        i, grads = state
+        return (i + 1, write(grads, jax.tree.map(zeros, load(grads, i)), i)), None
+
+    def zeros(a):
+        return cast_to_varying(jnp.zeros_like(a), varying_axes(a))
+
+    grads = allocate_slices(config, float_leaves(params), SPACES[config.options.params_in])
+    if not grads:
+        return []
+    (_, grads), _ = lax.scan(body, (guard_host_slices(), grads), None, length=config.num_slices)
+    return merge_leading_axes(grads)
+
+
 @custom_vmap
-def _no_vmap(x):
+def _forbid_vmap(x):
     return x
 
 
-@_no_vmap.def_vmap
+@_forbid_vmap.def_vmap
 def _(size, batched, x):
     raise NotImplementedError(
-        "vmap of a gradient of offload_scan would need a gradient of the whole stack for each "
-        "example: make the mapped axis part of the batch."
+        "offload_scan does not support vmap of a gradient, which would need a gradient of the "
+        "whole stack for each example. Make the mapped axis part of the batch."
     )

@@ -1,38 +1,60 @@
-"""What a training step carries from one call to the next."""
+"""The state of an offloaded training step, with the loss scale."""
 
 import functools
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .._common.arguments import describe
-from .checks import as_arrays, check_alike
 from .host_init import state_sharding
-from .optimizer import check_like_init
 from .placement import Where, check_space
-from .scaling import LossScale
-from .trainable import Parts, parts_of
-from .trees import Tree, check_floats
+from .trees import (
+    Partition,
+    Tree,
+    as_array_tree,
+    check_differentiable,
+    check_same_shapes,
+    partition,
+)
+from .update import LayerList, LayerStack, check_state_shapes
+
+GROWTH_INTERVAL = 2000  # finite steps until the loss scale is doubled
+
+
+class LossScale(NamedTuple):
+    """The factor of the loss in the backward pass."""
+
+    scale: jax.Array  # float32 []
+    finite_steps: jax.Array  # int32 [], since the scale changed
+
+
+def next_loss_scale(now: LossScale, finite: jax.Array) -> LossScale:
+    """Return the loss scale after a step, given whether its gradients were finite."""
+    largest = jnp.finfo(jnp.float32).max
+    grows = now.finite_steps == GROWTH_INTERVAL
+    larger = jnp.where(grows, jnp.minimum(2 * now.scale, largest), now.scale)
+    smaller = jnp.maximum(now.scale / 2, 1)
+    return LossScale(
+        jnp.where(finite, larger, smaller), jnp.where(grows | ~finite, 0, now.finite_steps + 1)
+    )
 
 
 class OffloadState(NamedTuple):
-    """What is trained, the optimizer's state of it, and what else changes."""
+    """Parameters, optimizer state and other values that a training step updates."""
 
-    layers: Tree  # [L, ...] or a list, where params_in says
-    others: Tree  # parameters before and after the layers, on the device
-    layers_state: Tree  # like the layers, where they are; counts on the device
+    layers: Tree  # [L, ...] or a list, in the memory params_in
+    others: Tree  # parameters of embed and head, on the device
+    layers_state: Tree  # the optimizer's state of the layers; counts are on the device
     others_state: Tree
-    model_state: Tree = ()  # what embed and head change with has_state, on the device
+    model_state: Tree = ()  # the state of embed and head with has_state, on the device
     loss_scale: Any = ()  # a LossScale with loss_scale
 
 
-class Carried(NamedTuple):
-    """What the options say of the state."""
+class StateSpec(NamedTuple):
+    """Static description of the train state."""
 
-    tx: Any
-    update: ModuleType  # update_stack or update_list
+    layers: LayerStack | LayerList
     num_layers: int | None  # of a list
     trainable: Any  # of the layers
     trainable_others: Any
@@ -40,93 +62,93 @@ class Carried(NamedTuple):
     has_state: bool
     loss_scale: float | None
 
-    def parts(self, layers: Tree, others: Tree) -> tuple[Parts, Parts]:
-        """Of both, what is trained and what is not."""
-        parts = parts_of("trainable", self.trainable, layers)
-        if not jax.tree.leaves(parts.trained):
+    def partition(self, layers: Tree, others: Tree) -> tuple[Partition, Partition]:
+        """Split the parameters of the layers, and the others, into trained and frozen ones."""
+        layer_params = partition("trainable", self.trainable, layers)
+        if not jax.tree.leaves(layer_params.trained):
             raise ValueError(
-                "`trainable` leaves no parameter of the layers to train: take the gradients of the "
-                "others through offload_scan, with trainable=False."
+                "`trainable` must select at least one parameter of the layers. To train only the "
+                "others, differentiate offload_scan with trainable=False."
             )
-        return parts, parts_of("trainable_others", self.trainable_others, others)
+        return layer_params, partition("trainable_others", self.trainable_others, others)
 
-    def number_of(self, name: str, layers: Tree) -> int:
-        """How many layers there are; raises ValueError or TypeError for what are none."""
-        found = self.update.number_of(name, layers)
-        if self.num_layers not in (None, found):
+    def count_layers(self, name: str, layers: Tree) -> int:
+        """Return the number of layers."""
+        count = self.layers.count(name, layers)
+        if self.num_layers not in (None, count):
             raise ValueError(
-                f"`{name}` must be the parameters of the {self.num_layers} layers that `layer` is "
-                f"a list of, not of {found}."
+                f"`{name}` must have the parameters of the {self.num_layers} layers in `layer`, "
+                f"not of {count}."
             )
-        return found
+        return count
 
 
-def initial_state(carried: Carried, layers: Tree, others: Tree, model_state: Tree) -> OffloadState:
-    layers, others = as_arrays("layers", layers), as_arrays("others", others)
-    model_state = as_arrays("model_state", model_state)
-    check_space("params_in", layers, carried.params_in)
+def init_state(spec: StateSpec, layers: Tree, others: Tree, model_state: Tree) -> OffloadState:
+    """Return the state before the first step."""
+    layers, others = as_array_tree("layers", layers), as_array_tree("others", others)
+    model_state = as_array_tree("model_state", model_state)
+    check_space("params_in", layers, spec.params_in)
     check_space("others", others, "device")
     check_space("model_state", model_state, "device")
-    carried.number_of("layers", layers)
-    _check_model_state("model_state", carried, model_state)
-    _check_apart(layers)
-    of_layers, of_others = carried.parts(layers, others)
-    check_floats("layers", of_layers.trained)
-    check_floats("others", of_others.trained)
-    # They are small, and the first step overwrites them: others are the caller's, and the state can
-    # hold what belongs to tx, such as its key.
-    copied = functools.partial(jax.tree.map, functools.partial(jnp.array, copy=True))
+    spec.count_layers("layers", layers)
+    _check_model_state("model_state", spec, model_state)
+    _check_no_shared(layers)
+    layer_params, other_params = spec.partition(layers, others)
+    check_differentiable("layers", layer_params.trained)
+    check_differentiable("others", other_params.trained)
+
+    # The first step overwrites the state. Copy what the caller or tx still owns, such as the key
+    # of tx; the layers are too large for that.
+    copy = functools.partial(jax.tree.map, functools.partial(jnp.array, copy=True))
     others_state = jax.tree_util.tree_map_with_path(
-        lambda path, a: _placed(a, state_sharding(others, path, a.shape)),
-        copied(carried.tx.init(of_others.trained)),
+        lambda path, a: _shard(a, state_sharding(others, path, a.shape)),
+        copy(spec.layers.tx.init(other_params.trained)),
     )
+    layers_state = spec.layers.init(layer_params.trained)
     loss_scale = ()
-    if carried.loss_scale is not None:
-        loss_scale = LossScale(jnp.float32(carried.loss_scale), jnp.int32(0))
+    if spec.loss_scale is not None:
+        loss_scale = LossScale(jnp.float32(spec.loss_scale), jnp.int32(0))
     return OffloadState(
-        layers, copied(others), carried.update.init(carried.tx, of_layers.trained), others_state,
-        copied(model_state), loss_scale,
-    )  # fmt: skip
+        layers, copy(others), layers_state, others_state, copy(model_state), loss_scale
+    )
 
 
-def _placed(a: jax.Array, sharding: Any) -> jax.Array:
+def _shard(a: jax.Array, sharding: Any) -> jax.Array:
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(a, sharding)
-    # device_put makes arrays that cannot be read where each of several processes has one device.
+    # With several processes of one device each, device_put returns arrays that cannot be read.
     return jax.jit(lambda a: a, out_shardings=sharding)(a)
 
 
-def check_fits(carried: Carried, state: OffloadState) -> tuple[int, Parts, Parts]:
-    """(the number of layers, layers, others) of a state that fits."""
+def check_state(spec: StateSpec, state: OffloadState) -> tuple[int, Partition, Partition]:
+    """Check a state; return (number of layers, layers, others)."""
     if not isinstance(state, OffloadState):
-        raise TypeError(
-            f"`state` must be an OffloadState, as init makes it, not {describe(state)}."
-        )
-    as_arrays("state", state)
-    num_layers, tx = carried.number_of("state.layers", state.layers), carried.tx
-    layers, others = carried.parts(state.layers, state.others)
-    check_floats("state.layers", layers.trained)
-    check_floats("state.others", others.trained)
-    carried.update.check_state("state.layers_state", tx, state.layers_state, layers.trained)
-    check_like_init("state.others_state", tx, state.others_state, others.trained, None)
-    _check_model_state("state.model_state", carried, state.model_state)
-    wanted = () if carried.loss_scale is None else LossScale(jnp.zeros(()), jnp.zeros(()))
-    check_alike("state.loss_scale", state.loss_scale, "what init makes", wanted)
+        raise TypeError(f"`state` must be an OffloadState from init, not {describe(state)}.")
+    as_array_tree("state", state)
+    num_layers = spec.count_layers("state.layers", state.layers)
+    layers, others = spec.partition(state.layers, state.others)
+    check_differentiable("state.layers", layers.trained)
+    check_differentiable("state.others", others.trained)
+    spec.layers.check_state("state.layers_state", state.layers_state, layers.trained)
+    check_state_shapes("state.others_state", spec.layers.tx, state.others_state, others.trained)
+    _check_model_state("state.model_state", spec, state.model_state)
+    expected = () if spec.loss_scale is None else LossScale(jnp.zeros(()), jnp.zeros(()))
+    check_same_shapes("state.loss_scale", state.loss_scale, "the result of init", expected)
     return num_layers, layers, others
 
 
-def _check_apart(layers: Tree) -> None:
-    """Raises ValueError where one array is in two places: they would be updated apart."""
-    places: dict[int, str] = {}
+def _check_no_shared(layers: Tree) -> None:
+    # An array in two places would be updated twice, from two gradients.
+    names: dict[int, str] = {}
     for path, a in jax.tree_util.tree_leaves_with_path(layers):
         name = f"layers{jax.tree_util.keystr(path)}"
-        if (other := places.setdefault(id(a), name)) != name:
+        if (other := names.setdefault(id(a), name)) != name:
             raise ValueError(
-                f"`{other}` and `{name}` are one array, which a step would write twice; copy it, "
-                "or take its gradients through offload_sequential, which adds them."
+                f"`{other}` and `{name}` are the same array, which a step would update twice. Copy "
+                "it, or differentiate offload_sequential, which adds the gradients."
             )
 
 
-def _check_model_state(name: str, carried: Carried, model_state: Tree) -> None:
-    if not carried.has_state and jax.tree.leaves(model_state):
-        raise ValueError(f"`{name}` is for embed and head to change: set has_state=True.")
+def _check_model_state(name: str, spec: StateSpec, model_state: Tree) -> None:
+    if not spec.has_state and jax.tree.leaves(model_state):
+        raise ValueError(f"`{name}` needs has_state=True, so that embed and head update it.")

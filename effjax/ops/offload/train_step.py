@@ -1,4 +1,4 @@
-"""A training step of layers: gradients and updates in one program."""
+"""A training step of offloaded layers: gradients and updates in one program."""
 
 import dataclasses
 import functools
@@ -8,18 +8,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._common.arguments import as_callable, as_flag, as_number
-from .checks import as_key, check_optimizer
-from .ends import Ends, Headed, ends_of, run_embed, run_head
-from .optimizer import apply, check_clip_norm
+from .._common.arguments import as_key, as_number
+from . import sequential, stack
+from .embed_head import EmbedHead, HeadResult, make_embed_head, run_embed, run_head
 from .options import OffloadOptions
-from .scaling import adjusted, measure, next_scale
-from .sequential import check_layers
+from .placement import Where, write
 from .slices import check_microbatches
-from .train_layers import LIST, STACK, Form
-from .train_state import Carried, OffloadState, check_fits, initial_state
-from .trainable import Parts
-from .trees import Tree
+from .train_state import OffloadState, StateSpec, check_state, init_state, next_loss_scale
+from .trees import Partition, Tree, float_leaves, merge_leading_axes
+from .update import (
+    LayerList,
+    LayerStack,
+    apply_optimizer,
+    check_clip_norm,
+    clip_scale,
+    sum_of_squares,
+)
 
 
 class TrainStep(NamedTuple):
@@ -44,182 +48,143 @@ def offload_train_step(
     has_state: bool = False,
     trainable: Any = True,
     trainable_others: Any = True,
-    **options: Any,
+    num_slices: int | None = None,
+    num_microbatches: int = 1,
+    params_in: Where = "host",
+    activations: Where | None = None,
+    prefetch: int | None = None,
+    resident_slices: int = 0,
+    compute_dtype: Any = None,
+    policy: Callable[..., Any] | None = None,
 ) -> TrainStep:
-    """A training step for ``loss = head(others, layers(embed(others, batch)), batch)``.
+    """Make a training step for ``loss = head(others, layers(embed(others, batch)), batch)``.
 
-    With fuse_update every slice is updated as soon as its gradient is there, inside the backward
-    pass: no full gradient exists anywhere. Else gradients go to where the layers are, and a second
-    loop over the layers updates them, scaled by the norm that the backward pass has added up.
+    With `fuse_update` each slice is updated inside the backward pass as soon as its gradient is
+    known, and the full gradient never exists. Otherwise gradients go to the memory of the layers,
+    and a second loop updates the layers.
 
-    With params_in="device" nothing is offloaded: parameters and the optimizer's state stay on the
-    device, and by default what the backward pass needs does too. Fused, the step saves the
-    gradients.
+    With ``params_in="device"`` nothing is offloaded by default: parameters, optimizer state and
+    residuals stay on the device. A fused step still saves the memory of the gradients.
 
-    With num_microbatches=M embed and head see a microbatch at a time too, rows
-    [m B / M, (m + 1) B / M) of every array of the batch, and the loss is the mean of M losses:
-    each must be a mean over its rows.
+    With `num_microbatches` M, embed and head also get one microbatch at a time, rows
+    [m B / M, (m + 1) B / M) of each array of the batch. The loss is the mean of M losses, so each
+    must be a mean over its rows.
 
-    Compile the step with `offload_jit`, which writes the new state over the old one: `layers` that
-    were given to init are gone after the first step. Of all else init keeps a copy.
+    Compile the step with `offload_jit`, which overwrites the old state. The `layers` passed to init
+    are overwritten by the first step; init copies everything else.
 
-    In ``jax.shard_map`` the loss is the mean over the devices (``jax.lax.pmean``); with
-    check_vma=False gradients are those of each device, for ``tx`` to average first, and neither
-    clip_norm nor loss_scale are for that, nor for parameters that differ from device to device.
+    In ``jax.shard_map`` the loss must be the mean over the devices (``jax.lax.pmean``). With
+    ``check_vma=False`` gradients are those of each device, which ``tx`` must average first;
+    `clip_norm` and `loss_scale` are not supported there, nor for parameters that differ between
+    devices.
 
     Args:
-        embed: ``embed(others, batch, key) -> x``. What it keeps for its backward pass stays on the
-            device meanwhile: make it a ``jax.checkpoint`` if that is much.
-        layer: ``layer(params, x, key) -> x``, or ``-> (x, aux)`` with has_aux; see `offload_scan`.
-            A list of such makes a step of unlike layers: the parameters are then a list of pytrees,
-            as of `offload_sequential`, but for one array in several places.
+        embed: ``embed(others, batch, key) -> x``. Its residuals stay on the device during the step;
+            use ``jax.checkpoint`` if they are large.
+        layer: ``layer(params, x, key) -> x``, or ``-> (x, aux)`` with `has_aux`, as in
+            `offload_scan`. A list of functions makes a step of different layers, whose parameters
+            are a list of pytrees as in `offload_sequential`, in which no array occurs twice.
         head: ``head(others, x, batch, key) -> loss``, a scalar, or ``-> (loss, aux)`` with
-            head_has_aux.
-        tx: an ``optax.GradientTransformation`` that treats every parameter on its own, or
-            ``optax.MultiSteps`` of one. What it draws differs from layer to layer, see
+            `head_has_aux`.
+        tx: an ``optax.GradientTransformation`` that treats every parameter separately, or
+            ``optax.MultiSteps`` of one. Its random numbers differ from layer to layer, see
             `stream_update`.
-        fuse_update: whether to update inside the backward pass; not with clip_norm, loss_scale or
-            skip_nonfinite, which are about all gradients.
-        clip_norm: the largest global norm of the gradients, above 0; as
+        fuse_update: whether to update inside the backward pass. Not with `clip_norm`, `loss_scale`
+            or `skip_nonfinite`, which depend on all gradients.
+        clip_norm: the largest global norm of the gradients, above 0, as in
             ``optax.clip_by_global_norm``.
-        loss_scale: the first factor of the loss in the backward pass, at least 1, for float16; then
-            as ``flax.training.dynamic_scale.DynamicScale`` with a minimum of 1. A step whose
-            gradients are not finite changes no parameter, and nothing in the optimizer's state;
-            the state of embed and head goes on.
-        skip_nonfinite: whether a step whose loss or gradients are not finite changes nothing at
-            all but loss_scale's factor; the loss that it returns is then NaN.
+        loss_scale: the initial factor of the loss in the backward pass, at least 1, for float16. It
+            changes as in ``flax.training.dynamic_scale.DynamicScale`` with a minimum of 1. A step
+            with gradients that are not finite changes no parameters and no optimizer state, only
+            the state of embed and head.
+        skip_nonfinite: whether a step with a loss or gradients that are not finite changes nothing
+            except the loss scale. Its loss is NaN.
         has_aux: whether layers return a second result.
-        head_has_aux: whether head does.
-        has_state: whether embed and head have a state that is not trained, such as batch
+        head_has_aux: whether head returns a second result.
+        has_state: whether embed and head have a state that is not differentiated, such as batch
             statistics: ``embed(others, model_state, batch, key) -> (x, model_state)`` and
-            ``head(others, model_state, x, batch, key) -> (loss, model_state)``, or
-            ``-> (loss, model_state, aux)``. Nothing is differentiated through it. embed's
-            microbatches get it one after the other, then those of head.
-        trainable: which parameters of the layers are trained, as in `offload_scan`. The others are
-            read and never written, and tx sees None in their place.
-        trainable_others: which of `others` are.
-        **options: of `offload_scan`: num_slices, num_microbatches, params_in, activations (by
-            default where params_in is), compute_dtype, policy; of a stack prefetch (by default 0
-            where nothing is offloaded) and resident_slices.
+            ``head(others, model_state, x, batch, key) -> (loss, model_state)``, or ``-> (loss,
+            model_state, aux)``. The microbatches of embed update it in order, then those of head.
+        trainable: the trained parameters of the layers, as in `offload_scan`. The others are never
+            written, and tx gets None in their place.
+        trainable_others: the trained parameters of `others`.
+        num_slices: as in `offload_scan`.
+        num_microbatches: as in `offload_scan`.
+        params_in: the memory of the layers and their optimizer state, "host" or "device".
+        activations: the memory of the residuals; by default `params_in`.
+        prefetch: as in `offload_scan`, for a stack; by default 1, or 0 if nothing is offloaded.
+        resident_slices: as in `offload_scan`, for a stack.
+        compute_dtype: as in `offload_scan`.
+        policy: as in `offload_scan`.
 
     Returns:
-        ``init(layers, others, model_state=()) -> OffloadState``, for layers in the memory that
-        params_in says, such as `host_init` makes them, and all else on the device; what is trained
-        must be floating-point. And ``step(state, batch, key)``, which returns (state, loss), then
-        the layers' aux [L, num_microbatches, ...] or a list of such, then that of head
-        [num_microbatches, ...]. `key` may be None; embed and head get it folded with L and L + 1,
-        then with the microbatch.
+        ``init(layers, others, model_state=()) -> OffloadState``, for layers in the memory
+        `params_in` (see `host_init`) and everything else on the device, and ``step(state, batch,
+        key=None)``. The step returns (state, loss), then with `has_aux` the aux of the layers [L,
+        num_microbatches, ...] or a list of them, then with `head_has_aux` that of head
+        [num_microbatches, ...]. embed and head get the key folded with L and L + 1, and then with
+        the microbatch.
 
     Raises:
-        ValueError: fuse_update with clip_norm, loss_scale or skip_nonfinite; a tx that
-            `stream_update` refuses; a batch that num_microbatches does not divide; and as
-            `offload_scan`.
-        TypeError: for what is no function, array, key or state; for trained parameters that are
-            integers; for results of embed and head that are not as the options say.
+        ValueError: for `fuse_update` with `clip_norm`, `loss_scale` or `skip_nonfinite`; for
+            `prefetch` or `resident_slices` with a list of layers; if `stream_update` rejects tx; if
+            `num_microbatches` does not divide the batch; and as `offload_scan`.
+        TypeError: if an argument is not an array, a key or a state, if a trained parameter is an
+            integer, or if embed or head return other results than the options describe.
     """
-    form = LIST if isinstance(layer, Sequence) else STACK
-    as_callable("embed", embed)
-    if form is LIST:
-        check_layers("layer", layer)
-    else:
-        as_callable("layer", layer)
-    as_callable("head", head)
-    check_optimizer(tx)
-    flags = {
-        "head_has_aux": head_has_aux, "has_state": has_state, "fuse_update": fuse_update,
-        "skip_nonfinite": skip_nonfinite,
-    }  # fmt: skip
-    for name, flag in flags.items():
-        as_flag(name, flag)
     _check_update(fuse_update, clip_norm, loss_scale, skip_nonfinite)
-    checked = _check_options(form, has_aux, options)
-    made = Made(
-        ends_of(embed, head, checked.num_microbatches, has_state, head_has_aux),
+    is_list = isinstance(layer, Sequence)
+    if is_list and (prefetch is not None or resident_slices):
+        name = "resident_slices" if resident_slices else "prefetch"
+        raise ValueError(f"`{name}` is an option of a stack, not of a list of layers.")
+    activations = params_in if activations is None else activations
+    if prefetch is None:
+        prefetch = 0 if params_in == activations == "device" else 1
+    options = OffloadOptions(
+        num_slices,
+        num_microbatches,
+        params_in,
+        activations,
+        prefetch=prefetch,
+        resident_slices=resident_slices,
+        compute_dtype=compute_dtype,
+        has_aux=has_aux,
+        policy=policy,
+    )
+    spec = StateSpec(
+        LayerList(tx) if is_list else LayerStack(tx),
+        len(layer) if is_list else None,
+        trainable,
+        trainable_others,
+        params_in,
+        has_state,
+        loss_scale,
+    )
+    config = StepConfig(
+        make_embed_head(embed, head, options.num_microbatches, has_state, head_has_aux),
         layer,
-        Carried(
-            tx,
-            form.update,
-            len(layer) if isinstance(layer, Sequence) else None,
-            trainable,
-            trainable_others,
-            checked.params_in,
-            has_state,
-            loss_scale,
-        ),
-        form,
-        checked,
+        _run_list if is_list else _run_stack,
+        spec,
+        options,
         fuse_update,
         clip_norm,
         skip_nonfinite,
     )
 
     def init(layers: Tree, others: Tree, model_state: Tree = ()) -> OffloadState:
-        return initial_state(made.carried, layers, others, model_state)
+        return init_state(spec, layers, others, model_state)
 
     def step(state: OffloadState, batch: Any, key: jax.Array | None = None):
-        results = _step(made, state, batch, as_key("key", key))
-        asked = True, True, has_aux, head_has_aux
-        return tuple(result for result, is_asked in zip(results, asked, strict=True) if is_asked)
+        key = None if key is None else as_key("key", key)
+        state, loss, aux, head_aux = _step(config, state, batch, key)
+        results = state, loss
+        if has_aux:
+            results += (aux,)
+        if head_has_aux:
+            results += (head_aux,)
+        return results
 
     return TrainStep(init, step)
-
-
-class Made(NamedTuple):
-    """What a step is made of."""
-
-    ends: Ends
-    layer: Callable[..., Any] | Sequence[Callable[..., Any]]
-    carried: Carried
-    form: Form
-    options: OffloadOptions
-    fuse_update: bool
-    clip_norm: float | None
-    skip_nonfinite: bool
-
-
-def _step(made: Made, state: OffloadState, batch: Any, key: Any) -> tuple:
-    """(state, loss, aux of the layers, aux of the head)"""
-    num_layers, layers, others = check_fits(made.carried, state)
-    check_microbatches(batch, made.options.num_microbatches, "batch")
-    tx = made.carried.tx
-    scale = jnp.float32(1) if made.skip_nonfinite else None
-    scale = scale if made.carried.loss_scale is None else state.loss_scale.scale
-
-    x, model_state, embed_back = run_embed(
-        made.ends, others, state.model_state, batch, key, num_layers
-    )
-    passed = made.form.forward(made.layer, layers, x, key, made.options)
-    end = run_head(made.ends, others, model_state, passed.y, batch, key, num_layers + 1, scale)
-    if made.fuse_update:
-        trained, layers_state, dx = passed.update_meanwhile(tx, state.layers_state, end.dy)
-        grads = jax.tree.map(jnp.add, end.grads, embed_back(dx))
-    else:
-        grads_of_layers, found, dx = passed.collect(scale, end.dy)
-        grads = jax.tree.map(jnp.add, end.grads, embed_back(dx))
-        found = measure(found, grads, scale)
-        if made.skip_nonfinite:
-            found = found._replace(finite=found.finite & jnp.isfinite(end.loss))
-            end = _kept_if(found.finite, end, state.model_state)
-        tx = adjusted(tx, found, made.clip_norm, scale)
-        trained, layers_state = made.form.update.update(
-            tx, grads_of_layers, state.layers_state, layers.trained, None
-        )
-    trained_others, others_state = apply(tx, others.trained, state.others_state, grads)
-    state = OffloadState(
-        Parts(trained, layers.frozen).whole,
-        Parts(trained_others, others.frozen).whole,
-        layers_state,
-        others_state,
-        end.model_state,
-        next_scale(state.loss_scale, found.finite) if state.loss_scale else (),
-    )
-    return state, end.loss, passed.aux, end.aux
-
-
-def _kept_if(finite: jax.Array, end: Headed, before: Tree) -> Headed:
-    """What comes after the layers, in a step that counts or does not."""
-    kept = jax.tree.map(functools.partial(jnp.where, finite), end.model_state, before)
-    return end._replace(loss=jnp.where(finite, end.loss, jnp.nan), model_state=kept)
 
 
 def _check_update(
@@ -228,29 +193,225 @@ def _check_update(
     check_clip_norm(clip_norm)
     if loss_scale is not None:
         as_number("loss_scale", loss_scale, lambda a: 1 <= a < float("inf"), "finite, at least 1")
-    needs = {
-        "clip_norm": (clip_norm, "the norm of all gradients"),
-        "loss_scale": (loss_scale, "to know whether all gradients are finite"),
-        "skip_nonfinite": (skip_nonfinite or None, "to know whether all gradients are finite"),
+    if not fuse_update:
+        return
+    global_options = {
+        "clip_norm": clip_norm,
+        "loss_scale": loss_scale,
+        "skip_nonfinite": skip_nonfinite or None,
     }
-    for name, (value, what) in needs.items():
-        if fuse_update and value is not None:
+    for name, value in global_options.items():
+        if value is not None:
             raise ValueError(
-                f"`{name}` (={value}) needs {what}, but with fuse_update=True the first slices are "
-                "updated before the last gradients exist: pass fuse_update=False."
+                f"`{name}` (={value}) needs fuse_update=False, because it depends on all "
+                "gradients, and a fused step updates the first slices before the last gradients "
+                "exist."
             )
 
 
-def _check_options(form: Form, has_aux: bool, options: dict[str, Any]) -> OffloadOptions:
-    known = {field.name for field in dataclasses.fields(OffloadOptions)}
-    known -= {"grads", "has_aux"} | form.without
-    if unknown := [name for name in options if name not in known]:
-        of = " for a list of layers" if unknown[0] in form.without else ""
-        raise ValueError(
-            f"`{unknown[0]}` is no option of offload_train_step{of}; those of offload_scan are "
-            f"{', '.join(sorted(known))}."
+class StepConfig(NamedTuple):
+    """Static configuration of a training step."""
+
+    embed_head: EmbedHead
+    layer: Callable[..., Any] | Sequence[Callable[..., Any]]
+    run_layers: Callable  # (layer, params, x, key, options) -> LayersResult
+    spec: StateSpec
+    options: OffloadOptions
+    fuse_update: bool
+    clip_norm: float | None
+    skip_nonfinite: bool
+
+
+def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> tuple:
+    """Return (state, loss, aux of the layers, aux of the head)."""
+    spec = config.spec
+    num_layers, layers, others = check_state(spec, state)
+    check_microbatches(batch, config.options.num_microbatches, "batch")
+    scale = jnp.float32(1) if config.skip_nonfinite else None
+    scale = scale if spec.loss_scale is None else state.loss_scale.scale
+
+    x, model_state, embed_vjp = run_embed(
+        config.embed_head, others, state.model_state, batch, key, num_layers
+    )
+    result = config.run_layers(config.layer, layers, x, key, config.options)
+    head = run_head(
+        config.embed_head, others, model_state, result.y, batch, key, num_layers + 1, scale
+    )
+    tx = spec.layers.tx
+    if config.fuse_update:
+        trained, layers_state, dx = result.backward_and_update(
+            spec.layers, state.layers_state, head.dy
         )
-    options = {"activations": options.get("params_in", "host")} | options
-    if options["activations"] == options.get("params_in") == "device":
-        options = {"prefetch": 0} | options  # there is nothing to wait for
-    return OffloadOptions(has_aux=has_aux, **options)
+        grads = jax.tree.map(jnp.add, head.grads, embed_vjp(dx))
+    else:
+        layer_grads, stats, dx = result.backward(scale, head.dy)
+        grads = jax.tree.map(jnp.add, head.grads, embed_vjp(dx))
+        stats = stats.add(grads, scale)
+        if config.skip_nonfinite:
+            stats = stats._replace(finite=stats.finite & jnp.isfinite(head.loss))
+            head = _skip_head(stats.finite, head, state.model_state)
+        tx = _adjust_optimizer(tx, stats, config.clip_norm, scale)
+        trained, layers_state = dataclasses.replace(spec.layers, tx=tx).update(
+            layer_grads, state.layers_state, layers.trained
+        )
+    trained_others, others_state = apply_optimizer(tx, others.trained, state.others_state, grads)
+    state = OffloadState(
+        Partition(trained, layers.frozen).merge(),
+        Partition(trained_others, others.frozen).merge(),
+        layers_state,
+        others_state,
+        head.model_state,
+        next_loss_scale(state.loss_scale, stats.finite) if state.loss_scale else (),
+    )
+    return state, head.loss, result.aux, head.aux
+
+
+def _skip_head(finite: jax.Array, head: HeadResult, model_state: Tree) -> HeadResult:
+    """Return NaN for the loss, and the old model state, unless `finite`."""
+    model_state = jax.tree.map(functools.partial(jnp.where, finite), head.model_state, model_state)
+    return head._replace(loss=jnp.where(finite, head.loss, jnp.nan), model_state=model_state)
+
+
+# The layers: a forward pass, and two kinds of backward pass.
+
+
+class LayersResult(NamedTuple):
+    """The result of the layers' forward pass, and the functions of their backward pass.
+
+    dy and dx are the gradients of floating-point leaves.
+    """
+
+    y: Tree
+    aux: Tree
+    backward_and_update: Callable  # (LayerStack or LayerList, state, dy) -> (trained, state, dx)
+    backward: Callable  # (scale, dy) -> (gradients, GradientStats, dx)
+
+
+def _run_stack(
+    layer: Callable, params: Partition, x: Tree, key: Any, options: OffloadOptions
+) -> LayersResult:
+    config, params, shared, x = stack.build_stack(layer, params, x, key, options)
+    y, aux, residuals = stack.run_forward(config, params, shared, x, key, save_residuals=True)
+    daux = [jnp.zeros_like(a) for a in float_leaves(aux)]
+
+    def run(dy, consume, carry):
+        trained, carry, dx, _ = stack.run_backward(
+            config, params, shared, key, residuals, dy, daux, consume, carry
+        )
+        return trained, carry, dx
+
+    def backward_and_update(layers: LayerStack, state, dy):
+        state = stack.split_slices(state, config)
+        trained, state, dx = run(dy, layers.update_slice, state)
+        return trained, merge_leading_axes(state), dx
+
+    def backward(scale, dy):
+        def consume(trained, carry, i, w, dw):
+            grads, stats = carry
+            return trained, (write(grads, dw, i), stats.add(dw, scale))
+
+        grads = stack.allocate_slices(config, params.trained, options.grads_space)
+        _, (grads, stats), dx = run(dy, consume, (grads, GradientStats.zero()))
+        return merge_leading_axes(grads), stats, dx
+
+    return LayersResult(y, aux, backward_and_update, backward)
+
+
+def _run_list(
+    layers: Sequence[Callable], params: Partition, x: Tree, key: Any, options: OffloadOptions
+) -> LayersResult:
+    config, slice_params, shared, x = sequential.build_sequence(layers, params, x, key, options)
+    y, aux, residuals = sequential.run_forward(
+        config, slice_params, shared, x, key, save_residuals=True
+    )
+    daux = [[jnp.zeros_like(a) for a in float_leaves(layer_aux)] for layer_aux in aux]
+
+    def run(dy, consume, carry, extra):
+        extra = sequential.group_by_slice(config.bounds, extra)
+        results, carry, dx, _ = sequential.run_backward(
+            config, slice_params, shared, key, residuals, dy, daux, consume, carry, extra
+        )
+        of_params, of_extra = zip(*results, strict=True)
+        return of_params, of_extra, carry, dx
+
+    def ungroup(like, by_slice):
+        return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(by_slice))
+
+    def backward_and_update(layers: LayerList, state, dy):
+        def consume(carry, w, dw, state):
+            return carry, layers.update_slice(w, state, dw)
+
+        trained, new_state, _, dx = run(dy, consume, (), state)
+        return ungroup(params.trained, trained), ungroup(state, new_state), dx
+
+    def backward(scale, dy):
+        def consume(stats, w, dw, no_extra):
+            return stats.add(dw, scale), (dw, no_extra)
+
+        no_extra = [()] * len(layers)
+        grads, _, stats, dx = run(dy, consume, GradientStats.zero(), no_extra)
+        return ungroup(params.trained, grads), stats, dx
+
+    return LayersResult(y, aux, backward_and_update, backward)
+
+
+# Clipping, loss scaling and skipped steps.
+
+
+class GradientStats(NamedTuple):
+    """Statistics of gradients, accumulated during the backward pass."""
+
+    squares: jax.Array  # float32 [], the sum of squares
+    finite: jax.Array  # bool []
+
+    @classmethod
+    def zero(cls) -> "GradientStats":
+        """Return the statistics of no gradients."""
+        return cls(jnp.float32(0), jnp.bool_(True))
+
+    def add(self, grads: Tree, scale: jax.Array | None) -> "GradientStats":
+        """Add gradients, which were computed from the loss times `scale`."""
+        if scale is None:
+            return self._replace(squares=self.squares + sum_of_squares(grads))
+        grads = _unscale(grads, scale)
+        finite = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
+        return GradientStats(
+            self.squares + sum_of_squares(grads), jnp.stack([self.finite, *finite]).all()
+        )
+
+
+class _AdjustedOptimizer(NamedTuple):
+    """An optimizer without `init`."""
+
+    update: Callable
+
+
+def _adjust_optimizer(
+    tx: Any, stats: GradientStats, clip_norm: float | None, scale: jax.Array | None
+) -> _AdjustedOptimizer:
+    """Return `tx` that divides gradients by `scale`, clips them, and skips nonfinite steps."""
+    clip = None if clip_norm is None else clip_scale(stats.squares, clip_norm)
+
+    def update(grads, state, params):
+        if scale is not None:
+            grads = _unscale(grads, scale)
+        if clip is not None:
+            grads = jax.tree.map(lambda g: (g * clip).astype(g.dtype), grads)
+        updates, new = tx.update(grads, state, params)
+        if scale is not None:
+            # p + (-0) is p to the bit; p + 0 is not, where p is -0.
+            zeros = jax.tree.map(lambda u: -jnp.zeros_like(u), updates)
+            select = functools.partial(jax.tree.map, functools.partial(jnp.where, stats.finite))
+            updates, new = select((updates, new), (zeros, state))
+        return updates, new
+
+    return _AdjustedOptimizer(update)
+
+
+def _unscale(grads: Tree, scale: jax.Array) -> Tree:
+    """Divide by `scale` in float32, or in the dtype of the gradients if it is wider."""
+
+    def unscale(g: jax.Array) -> jax.Array:
+        return g.astype(jnp.promote_types(g.dtype, jnp.float32)) / scale
+
+    return jax.tree.map(unscale, grads)

@@ -1,129 +1,237 @@
-"""Pytrees of arrays: which of them have gradients, and layers and microbatches as an axis."""
+"""Pytrees of arrays: validation, trained and frozen leaves, cotangents, layers, microbatches."""
 
 import functools
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._common.arguments import describe
+
 Tree = Any
 
 
-def strong(x: Any) -> jax.Array:
-    """An array whose dtype does not depend on what it meets."""
+def as_array_tree(name: str, tree: Tree, allow_scalars: bool = False) -> Tree:
+    """Return a pytree with every leaf as a JAX array.
+
+    Python scalars are accepted only with `allow_scalars`.
+    """
+    if tree is None:
+        raise TypeError(f"`{name}` must be an array or a pytree of arrays, not None.")
+    accepted = (jax.Array, np.ndarray, np.generic)
+    if allow_scalars:
+        accepted += (bool, int, float, complex)
+
+    def as_array(path: tuple, a: Any) -> jax.Array:
+        try:
+            if isinstance(a, accepted) or hasattr(a, "__jax_array__"):
+                return jnp.asarray(a)
+        except TypeError:  # NumPy arrays of strings or objects
+            pass
+        raise TypeError(
+            f"`{name}`{jax.tree_util.keystr(path)} must be an array, not {describe(a)}. Convert it "
+            "with jnp.asarray."
+        )
+
+    return jax.tree_util.tree_map_with_path(as_array, tree)
+
+
+def check_same_shapes(name: str, tree: Tree, other_name: str, other: Tree) -> None:
+    """Raise ValueError unless two pytrees have the same structure and the same shapes."""
+    a, b = jax.tree.structure(tree), jax.tree.structure(other)
+    if a != b:
+        raise ValueError(
+            f"`{name}` must have the structure of {other_name}, {b!s:.300}, not {a!s:.300}."
+        )
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    for (path, x), y in zip(leaves, jax.tree.leaves(other), strict=True):
+        if np.shape(x) != y.shape:
+            raise ValueError(
+                f"`{name}`{jax.tree_util.keystr(path)} must have the shape {y.shape}, as in "
+                f"{other_name}, not {np.shape(x)}."
+            )
+
+
+# Trained and frozen parameters.
+
+
+class Partition(NamedTuple):
+    """A pytree split in two; each part has None in place of the leaves of the other."""
+
+    trained: Tree
+    frozen: Tree
+
+    def merge(self) -> Tree:
+        """Return the whole pytree."""
+        return jax.tree.map(lambda a, b: b if a is None else a, *self, is_leaf=lambda a: a is None)
+
+
+def partition(name: str, trainable: Any, tree: Tree) -> Partition:
+    """Split parameters into trained and frozen ones.
+
+    Args:
+        name: the name of the argument that `trainable` was passed as.
+        trainable: ``(path, leaf) -> bool``, or a pytree of bools that is a prefix of `tree`.
+        tree: the parameters.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    flags = _trainable_flags(name, trainable, tree)
+    trained = [a if flag else None for a, flag in zip(leaves, flags, strict=True)]
+    frozen = [None if flag else a for a, flag in zip(leaves, flags, strict=True)]
+    return Partition(structure.unflatten(trained), structure.unflatten(frozen))
+
+
+def _trainable_flags(name: str, trainable: Any, tree: Tree) -> list[bool]:
+    if isinstance(trainable, Callable):
+        return jax.tree.leaves(jax.tree_util.tree_map_with_path(trainable, tree))
+    try:
+        flags = jax.tree.map(
+            lambda flag, subtree: jax.tree.map(lambda _: flag, subtree), trainable, tree
+        )
+    except ValueError:
+        raise ValueError(
+            f"`{name}` must be a function of a path and a leaf, or a pytree of bools that is a "
+            f"prefix of the parameters, {jax.tree.structure(tree)!s:.300}, not "
+            f"{jax.tree.structure(trainable)!s:.300}."
+        ) from None
+    return jax.tree.leaves(flags)
+
+
+# Floating-point leaves and their cotangents. Integer leaves have float0 cotangents, which the
+# rules of the operators leave out.
+
+
+def is_float(a: Any) -> bool:
+    """Return True if an array is real or complex floating-point."""
+    return jnp.issubdtype(a.dtype, jnp.inexact)
+
+
+def is_key(a: Any) -> bool:
+    """Return True if an array has a PRNG key dtype."""
+    return jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
+
+
+def float_leaves(tree: Tree) -> list:
+    """Return the floating-point leaves."""
+    return [a for a in jax.tree.leaves(tree) if is_float(a)]
+
+
+def replace_float_leaves(tree: Tree, floats: list) -> Tree:
+    """Return `tree` with other values for ``float_leaves(tree)``."""
+    rest = iter(floats)
+    return jax.tree.map(lambda a: next(rest) if is_float(a) else a, tree)
+
+
+def float_cotangents(cotangent: Tree) -> list:
+    """Return the leaves of a cotangent that belong to ``float_leaves(primal)``."""
+    return [d for d in jax.tree.leaves(cotangent) if d.dtype != jax.dtypes.float0]
+
+
+def make_cotangent(x: Tree, dx: list) -> Tree:
+    """Return the cotangent of x from the gradients of ``float_leaves(x)``."""
+    rest = iter(dx)
+
+    def cotangent(a: jax.Array) -> Any:
+        return next(rest) if is_float(a) else np.zeros(a.shape, jax.dtypes.float0)
+
+    return jax.tree.map(cotangent, x)
+
+
+def check_differentiable(name: str, params: Tree) -> None:
+    """Raise TypeError unless all parameters are floating-point."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not is_float(leaf):
+            raise TypeError(
+                f"`{name}`{jax.tree_util.keystr(path)} must be floating-point to be "
+                f"differentiated, but its dtype is {leaf.dtype}. Mark it as not `trainable`, close "
+                "over it, or pass it in `x`."
+            )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def forbid_second_derivative(x: Tree, operator: str) -> Tree:
+    """Return x, and raise a clear error when a backward rule is differentiated."""
+    return x
+
+
+@forbid_second_derivative.defjvp
+def _(operator: str, *_: Any) -> NoReturn:
+    raise_second_derivative(operator)
+
+
+def raise_second_derivative(operator: str) -> NoReturn:
+    """Raise the error for unsupported derivatives."""
+    raise NotImplementedError(
+        f"{operator} supports first derivatives in reverse mode only. For higher derivatives, "
+        "apply the layers without offload."
+    )
+
+
+# Dtypes.
+
+
+def strip_weak_type(x: Any) -> jax.Array:
+    """Return x as an array whose dtype takes part in type promotion."""
     x = jnp.asarray(x)
     return lax.convert_element_type(x, x.dtype)
 
 
-def cast(w: Tree, dtype: Any) -> Tree:
-    """The real floating-point leaves in this dtype; None: as they are."""
+def cast_floats(params: Tree, dtype: Any) -> Tree:
+    """Cast the real floating-point leaves; do nothing if dtype is None."""
     if dtype is None:
-        return w
-    is_real = lambda a: jnp.issubdtype(a.dtype, jnp.floating)  # noqa: E731
-    return jax.tree.map(lambda a: a.astype(dtype) if is_real(a) else a, w)
+        return params
+
+    def cast(a: jax.Array) -> jax.Array:
+        return a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a
+
+    return jax.tree.map(cast, params)
 
 
-def split(tree: Tree, m: int) -> Tree:
-    """[B, ...] -> [m, B / m, ...]: microbatch j is rows [j * B / m, (j + 1) * B / m)."""
+# Microbatches and layers as axes.
+
+
+def split_microbatches(tree: Tree, m: int) -> Tree:
+    """Reshape [B, ...] to [m, B / m, ...]; microbatch j is rows [j * B / m, (j + 1) * B / m)."""
     return jax.tree.map(lambda a: a.reshape(m, a.shape[0] // m, *a.shape[1:]), tree)
 
 
-def join(tree: Tree) -> Tree:
-    """The first two axes made one."""
+def merge_leading_axes(tree: Tree) -> Tree:
+    """Reshape [m, n, ...] to [m * n, ...]."""
     return jax.tree.map(lambda a: a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]), tree)
 
 
-def fold(key: jax.Array | None, layer, microbatch) -> jax.Array | None:
-    """The key of a layer and microbatch."""
+def fold_key(key: jax.Array | None, layer: Any, microbatch: Any) -> jax.Array | None:
+    """Return the key of a layer and microbatch."""
     if key is None:
         return None
     return jax.random.fold_in(jax.random.fold_in(key, layer), microbatch)
 
 
-def is_float(a: Any) -> bool:
-    return jnp.issubdtype(a.dtype, jnp.inexact)
-
-
-def is_key(a: Any) -> bool:
-    return jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
-
-
-def floats_of(tree: Tree) -> list:
-    """The leaves that have gradients."""
-    return [a for a in jax.tree.leaves(tree) if is_float(a)]
-
-
-def merge(tree: Tree, floats: list) -> Tree:
-    """`tree` with other values for `floats_of(tree)`."""
-    rest = iter(floats)
-    return jax.tree.map(lambda a: next(rest) if is_float(a) else a, tree)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def once(x: Tree, operator: str) -> Tree:
-    """The same tree, which is not differentiated: for inside a rule."""
-    return x
-
-
-@once.defjvp
-def _(operator: str, *_: Any) -> NoReturn:
-    refuse_again(operator)
-
-
-def refuse_again(operator: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{operator} has first derivatives in reverse mode only: take derivatives of its gradient "
-        "on the layers themselves, without offload."
-    )
-
-
-def with_gradients(cotangent: Tree) -> list:
-    """The leaves of a cotangent that belong to `floats_of` its primal."""
-    return [d for d in jax.tree.leaves(cotangent) if d.dtype != jax.dtypes.float0]
-
-
-def as_cotangent(x: Tree, dx: list) -> Tree:
-    """The cotangent of x from the gradients of `floats_of(x)`."""
-    rest = iter(dx)
-    zero = lambda a: np.zeros(a.shape, jax.dtypes.float0)  # noqa: E731
-    return jax.tree.map(lambda a: next(rest) if is_float(a) else zero(a), x)
-
-
-def check_floats(name: str, params: Tree) -> None:
-    """Raises TypeError unless all parameters have gradients."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not is_float(leaf):
-            raise TypeError(
-                f"`{name}` must be floating-point to be differentiated, but {leaf.dtype} is the "
-                f"dtype of {jax.tree_util.keystr(path) or 'it'}: close over what is no parameter, "
-                "or pass it in `x`."
-            )
-
-
-def num_layers_of(params: Tree, name: str = "stacked_params") -> int:
-    """L of stacked parameters [L, ...]; raises ValueError if they do not have the same one."""
+def count_layers(params: Tree, name: str = "stacked_params") -> int:
+    """Return L of stacked parameters [L, ...]; raise ValueError if the first axes differ."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    # One array for each first axis that there is: all of them would be a long list.
-    named = {a.shape[:1]: jax.tree_util.keystr(path) for path, a in reversed(leaves)}
-    if len(named) != 1 or () in named or (0,) in named:
-        first = {path: size for size, path in list(reversed(named.items()))[:4]}
-        hint = ""
+    # One example for each size, so that the message stays short.
+    examples = {a.shape[:1]: jax.tree_util.keystr(path) for path, a in reversed(leaves)}
+    if len(examples) != 1 or () in examples or (0,) in examples:
+        first = {path: size for size, path in list(reversed(examples.items()))[:4]}
+        remedy = ""
         if isinstance(params, (list, tuple)) and len(params) > 1:
-            hint = " Stack a list of layers: jax.tree.map(lambda *a: jnp.stack(a), *layers)."
+            remedy = " Stack a list of layers: jax.tree.map(lambda *a: jnp.stack(a), *layers)."
         raise ValueError(
             f"`{name}` must be arrays [L, ...] with the same number of layers L, but their first "
-            f"axes are {first or 'none'}.{hint}"
+            f"axes are {first or 'none'}.{remedy}"
         )
-    return next(iter(named))[0]
+    return next(iter(examples))[0]
 
 
-def one_layer(params: Tree) -> Tree:
-    """The shapes of the parameters of one layer of a stack."""
+def layer_shapes(params: Tree) -> Tree:
+    """Return the shapes and dtypes of one layer of a stack [L, ...]."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params)
 
 
 def shapes_of(tree: Tree) -> Tree:
-    """Shapes and dtypes, wherever the arrays are."""
+    """Return the shapes and dtypes, without memory space and sharding."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)

@@ -1,13 +1,28 @@
-"""Optimizers whose state lives on the host."""
+"""Optimizers with state in host memory, applied layer by layer on the device."""
 
-from collections.abc import Callable
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from .._common.arguments import as_flag
-from . import update_list, update_stack
-from .checks import as_arrays, check_alike, check_optimizer
-from .optimizer import check_clip_norm, clip_scale
-from .trees import Tree
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._common.arguments import as_number, describe
+from .compiled import barrier, guard_host_slices, guard_in_order
+from .host_init import init_by_layer, init_in_place, state_sharding
+from .per_leaf import check_per_leaf
+from .placement import Space, load, put, space_of, write
+from .trees import (
+    Tree,
+    as_array_tree,
+    check_same_shapes,
+    count_layers,
+    is_key,
+    layer_shapes,
+    shapes_of,
+)
 
 
 class StreamUpdate(NamedTuple):
@@ -18,47 +33,283 @@ class StreamUpdate(NamedTuple):
 
 
 def stream_update(tx: Any, *, stacked: bool = True) -> StreamUpdate:
-    """An optimizer for parameters in host memory, applied layer by layer on the device.
+    """Make an optimizer for parameters in host memory that updates one layer at a time.
 
-    Every layer gets what ``tx`` gives it alone: the same as optax on a list of layers, but for
-    noise. The device holds the parameters, gradients and state of two layers, whatever the depth;
-    under `offload_jit` parameters and state are written where they were.
+    Computes the same as ``tx`` for each layer separately, or as optax for a list of layers, except
+    for random numbers. The device holds the parameters, gradients and state of two layers, for any
+    number of layers. Under `offload_jit` the parameters and the state are updated in place.
 
-    Noise (``optax.add_noise``, ``optax.noisy_sgd``): each layer has an optimizer of its own, and
-    draws its own. The PRNG keys in the state of layer i, counted from 0, are made of those of
-    ``tx.init`` by ``fold_in(key, 2**32 - 1 - i)``; for a list optax would split one key among all
-    parameters. They are part of the state, and so a run that is resumed draws what it would have.
+    Random numbers (``optax.add_noise``, ``optax.noisy_sgd``) differ from layer to layer. The PRNG
+    keys in the state of layer i, counted from 0, are ``fold_in(key, 2**32 - 1 - i)`` of those of
+    ``tx.init``, where optax would split one key among all parameters of a list. They are part of
+    the state, so that a resumed run draws the same numbers.
 
     Args:
-        tx: an ``optax.GradientTransformation`` that treats every parameter on its own: adamw, lion,
-            sgd, schedules, masks, chains of them, ``optax.MultiSteps``. It sees the parameters of
+        tx: an ``optax.GradientTransformation`` that treats every parameter separately: adamw, lion,
+            sgd, schedules, masks, chains of them, ``optax.MultiSteps``. It gets the parameters of
             one layer.
-        stacked: whether params are a stack of like layers, a pytree of arrays [L, ...], as of
-            `offload_scan`; else a list of pytrees, one for each layer, as of `offload_sequential`.
+        stacked: whether the parameters are a pytree of arrays [L, ...], as in `offload_scan`, or a
+            list of pytrees, one for each layer, as in `offload_sequential`.
 
     Returns:
-        ``init(params) -> state``: arrays [L, ...] where the parameters are, counts [L] on the
-        device; of a list the states of the layers, but for scalars where they are. And
-        ``update(grads, state, params, clip_norm=None) -> (params, state)``, which differs from
-        optax in that it applies the updates. With clip_norm gradients are scaled as
-        ``optax.clip_by_global_norm`` does; their norm takes a pass of its own over them, which
-        `offload_train_step` does not need.
+        ``init(params) -> state`` and ``update(grads, state, params, clip_norm=None) -> (params,
+        state)``. The state is stored with the parameters, and its scalars on the device; for
+        stacked parameters it consists of arrays [L, ...], for a list of a state per layer. Unlike
+        in optax, `update` returns new parameters. With `clip_norm` it scales the gradients as
+        ``optax.clip_by_global_norm`` does, after another pass over them for the norm, which
+        `offload_train_step` avoids.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit.
-        ValueError: from both, if tx is not leaf by leaf, with the entry of its state in which
-            parameters or layers meet; if it needs more arguments; or if it draws numbers that
-            would be the same in every layer: from a key that is not in its state.
+        ValueError: from both functions, if tx mixes parameters or layers (naming the entry of its
+            state in which they meet), if it needs more arguments, or if it would draw the same
+            random numbers in every layer; from `update`, if gradients or state do not match.
+        TypeError: from both functions, if a leaf is not an array.
     """
-    check_optimizer(tx)
-    form = update_stack if as_flag("stacked", stacked) else update_list
+    layers = LayerStack(tx) if stacked else LayerList(tx)
+
+    def init(params: Tree) -> Tree:
+        return layers.init(layers.check_params("params", params))
 
     def update(grads: Tree, state: Tree, params: Tree, clip_norm: float | None = None):
         check_clip_norm(clip_norm)
-        params, grads = form.checked(params), as_arrays("grads", grads)
-        check_alike("grads", grads, "`params`", params)
-        form.check_state("state", tx, state, params)
-        scale = None if clip_norm is None else clip_scale(form.sum_of_squares(grads), clip_norm)
-        return form.update(tx, grads, state, params, scale)
+        params, grads = layers.check_params("params", params), as_array_tree("grads", grads)
+        check_same_shapes("grads", grads, "`params`", params)
+        layers.check_state("state", state, params)
+        scale = None
+        if clip_norm is not None:
+            scale = clip_scale(layers.sum_of_squares(grads), clip_norm)
+        return layers.update(grads, state, params, scale)
 
-    return StreamUpdate(lambda params: form.init(tx, form.checked(params)), update)
+    return StreamUpdate(init, update)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStack:
+    """Updates of a stack of identical layers, whose parameters and state are arrays [L, ...]."""
+
+    tx: Any
+
+    def check_params(self, name: str, params: Any) -> Tree:
+        """Return the parameters as arrays [L, ...]."""
+        params = as_array_tree(name, params)
+        count_layers(params, name)
+        return params
+
+    def count(self, name: str, params: Tree) -> int:
+        """Return the number of layers."""
+        return count_layers(params, name)
+
+    def init(self, params: Tree) -> Tree:
+        """Return the state of each layer, [L, ...]."""
+        keys = check_per_leaf(self.tx, layer_shapes(params))
+
+        def make(w: Tree, i: jax.Array) -> Tree:
+            return fold_state_keys(self.tx.init(w), keys, i)
+
+        space = space_of(jax.tree.leaves(params)[0])
+        sharding = functools.partial(state_sharding, params)
+        return init_by_layer(make, params, sharding, space, put_scalars=False)
+
+    def check_state(self, name: str, state: Tree, params: Tree) -> None:
+        """Raise ValueError unless `tx` is per-leaf and this is its state."""
+        check_per_leaf(self.tx, layer_shapes(params))
+        check_state_shapes(name, self.tx, state, params, count_layers(params))
+
+    def update(self, grads: Tree, state: Tree, params: Tree, scale: Any = None) -> tuple:
+        """Update one layer while the next one is loaded; gradients are multiplied by `scale`."""
+        num_layers = count_layers(params)
+
+        def fetch(carry, i):
+            i = jnp.minimum(i, num_layers - 1)
+            return [load(tree, i) for tree in (*carry, grads)]
+
+        def body(loop_state, _):
+            i, carry, (w, s, g) = loop_state
+            # The next layer is read before this one is written, or XLA would copy all of it.
+            carry, ahead = lax.optimization_barrier((carry, fetch(carry, i + 1)))
+            g = _scale_gradients(g, scale)
+            return (i + 1, write(carry, apply_optimizer(self.tx, w, s, g), i), ahead), None
+
+        start = guard_host_slices()
+        carry = params, state
+        loop_state = start, carry, fetch(carry, start)
+        (_, carry, _), _ = lax.scan(body, loop_state, None, length=num_layers)
+        return carry
+
+    def update_slice(self, params: Tree, state: Tree, i, w: Tree, dw: Tree) -> tuple:
+        """Update slice i of params and state [num_slices, slice_size, ...].
+
+        w are the trained parameters of the slice on the device, dw their gradients.
+        """
+        s = load(state, i)
+        new = jax.vmap(functools.partial(apply_optimizer, self.tx))(w, s, dw)
+        return write((params, state), new, i)
+
+    def sum_of_squares(self, grads: Tree) -> jax.Array:
+        """Return the sum of the squares of all gradients, with one layer on the device."""
+
+        def body(carry, _):
+            i, total = carry
+            return (i + 1, total + sum_of_squares(load(grads, i))), None
+
+        start = guard_host_slices(), jnp.float32(0)
+        (_, total), _ = lax.scan(body, start, None, length=count_layers(grads))
+        return total
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerList:
+    """Updates of a list of different layers, whose state is a list of states."""
+
+    tx: Any
+
+    def check_params(self, name: str, params: Any) -> Sequence[Tree]:
+        """Return the parameters as a sequence of pytrees of arrays."""
+        self.count(name, params)
+        return as_array_tree(name, params)
+
+    def count(self, name: str, params: Any) -> int:
+        """Return the number of layers."""
+        if not isinstance(params, Sequence):
+            raise TypeError(
+                f"`{name}` must be a list or a tuple, one entry per layer, not {describe(params)}."
+            )
+        return len(params)
+
+    def init(self, params: Sequence[Tree]) -> list[Tree]:
+        """Return the state of each layer."""
+        keys = [check_per_leaf(self.tx, shapes_of(w)) for w in params]
+        spaces = [space_of(next(iter(jax.tree.leaves(w)), 0)) for w in params]
+
+        def make(i: int, w: Tree) -> Tree:
+            state = jax.tree.map(jnp.asarray, self.tx.init(w))
+            return fold_state_keys(state, keys[i], jnp.uint32(i))
+
+        def store(i: int, state: Tree) -> Tree:
+            return jax.tree.map(lambda a: put(a, spaces[i]) if a.ndim else a, state)
+
+        def sharding(path: tuple, shape: tuple[int, ...]) -> Any:
+            layer, *rest = path
+            # A layer without parameters has its counts on the devices of the others.
+            owner = params[layer.idx]
+            return state_sharding(owner if jax.tree.leaves(owner) else params, tuple(rest), shape)
+
+        return init_in_place(
+            lambda params: _run_in_turn(make, params, store),
+            params,
+            sharding,
+            lambda path, shape: spaces[path[0].idx] == Space.Host and len(shape) > 0,
+        )
+
+    def check_state(self, name: str, state: Any, params: Sequence[Tree]) -> None:
+        """Raise ValueError unless `tx` is per-leaf and this is its state."""
+        if self.count(name, state) != len(params):
+            raise ValueError(
+                f"`{name}` must have the states of {len(params)} layers, not of {len(state)}."
+            )
+        for i, (s, w) in enumerate(zip(state, params, strict=True)):
+            check_per_leaf(self.tx, shapes_of(w))
+            check_state_shapes(f"{name}[{i}]", self.tx, s, shapes_of(w))
+
+    def update(self, grads: Any, state: Any, params: Sequence[Tree], scale: Any = None) -> tuple:
+        """Update the layers one at a time; gradients are multiplied by `scale`."""
+
+        def run(i: int, layer: Tree) -> Tree:
+            w, s, g = layer
+            return apply_optimizer(self.tx, w, s, _scale_gradients(g, scale))
+
+        def store(i: int, new: Tree) -> Tree:
+            return jax.tree.map(lambda a, b: put(b, space_of(a)), (params[i], state[i]), new)
+
+        updated = _run_in_turn(run, list(zip(params, state, grads, strict=True)), store)
+        leaves = jax.tree.leaves([w for w, _ in updated])
+        return jax.tree.unflatten(jax.tree.structure(params), leaves), [s for _, s in updated]
+
+    def update_slice(self, w: list, state: list, dw: list) -> tuple[list, list]:
+        """Update the layers of a slice on the device."""
+        new = [apply_optimizer(self.tx, *layer) for layer in zip(w, state, dw, strict=True)]
+        return [w for w, _ in new], [s for _, s in new]
+
+    def sum_of_squares(self, grads: Sequence[Tree]) -> jax.Array:
+        """Return the sum of the squares of all gradients, with one layer on the device."""
+        total = jnp.float32(0)
+        for g in grads:
+            g, total = barrier((g, total))
+            total += sum_of_squares(put(g, Space.Device))
+        return total
+
+
+def _run_in_turn(run: Callable, layers: Sequence[Tree], store: Callable) -> list[Tree]:
+    """Compute ``store(i, run(i, layers[i]))`` for all i, with one layer on the device."""
+    stored, last = [], guard_in_order()
+    for i, layer in enumerate(layers):
+        # A layer is loaded after the one before is done, or XLA would load all at the start. The
+        # result passes the barrier and is used after it, or XLA would remove the dependency.
+        layer, last = barrier((layer, last))
+        if i:
+            stored.append(store(i - 1, last))
+        last = run(i, put(layer, Space.Device))
+    return [*stored, store(len(layers) - 1, last)] if layers else []
+
+
+def apply_optimizer(tx: Any, w: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
+    """Return the parameters and the state after a step of `tx`, with their dtypes."""
+    if w is None:  # one frozen array; None has another meaning in optax
+        return w, state
+    updates, new = tx.update(grads, state, w)
+    w = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), w, updates)
+    return w, jax.tree.map(lambda a, b: b.astype(a.dtype), state, new)
+
+
+def fold_state_keys(state: Tree, keys: set[int], i: jax.Array) -> Tree:
+    """Fold the number of the layer into the leaves `keys` of an optimizer's state."""
+
+    # With ~i instead of i, because fold_in(key, i) is entry i of split(key), from which the
+    # optimizer of the other parameters draws.
+    def fold(key: jax.Array) -> jax.Array:
+        fold_one = lambda key: jax.random.fold_in(key, ~i.astype(jnp.uint32))  # noqa: E731
+        for _ in range(key.ndim if is_key(key) else key.ndim - 1):
+            fold_one = jax.vmap(fold_one)
+        return fold_one(key)
+
+    leaves, structure = jax.tree.flatten(state)
+    leaves = [fold(a) if j in keys else a for j, a in enumerate(leaves)]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def check_state_shapes(
+    name: str, tx: Any, state: Tree, params: Tree, num_layers: int | None = None
+) -> None:
+    """Raise ValueError unless this is the state of `tx` for params, or for a stack of layers."""
+    if num_layers is None:
+        expected = jax.eval_shape(tx.init, params)
+    else:
+        expected = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((num_layers, *a.shape), a.dtype),
+            jax.eval_shape(tx.init, layer_shapes(params)),
+        )
+    check_same_shapes(name, state, "the result of init", expected)
+
+
+def check_clip_norm(clip_norm: float | None) -> None:
+    """Raise TypeError or ValueError unless clip_norm is None or a positive number."""
+    if clip_norm is not None:
+        as_number("clip_norm", clip_norm, lambda norm: norm > 0, "above 0")
+
+
+def clip_scale(squares: jax.Array, clip_norm: float) -> jax.Array:
+    """Return the factor of ``optax.clip_by_global_norm`` from the sum of squares."""
+    norm = jnp.sqrt(squares)
+    return jnp.where(norm < clip_norm, 1.0, clip_norm / norm)
+
+
+def sum_of_squares(tree: Tree) -> jax.Array:
+    """Return the sum of the squares of all numbers, in float32."""
+    sizes = (jnp.abs(a).astype(jnp.float32) for a in jax.tree.leaves(tree))
+    return sum((jnp.sum(jnp.square(a)) for a in sizes), jnp.float32(0))
+
+
+def _scale_gradients(grads: Tree, scale: Any) -> Tree:
+    if scale is None:
+        return grads
+    return jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)

@@ -12,7 +12,7 @@ from flax import nnx
 
 from ...models import TransformerLM, scan_layers
 from ...models.nnx.transformer import ApplyLayers, Layer
-from ...ops.offload.trainable import parts_of
+from ...ops.offload.trees import partition
 from ..mesh import FSDP, AnyMesh
 from .config import LMConfig
 from .lora import ADAPTERS, trainable
@@ -53,7 +53,7 @@ class LMLearner:
     @property
     def num_trained(self) -> int:
         params = nnx.to_pure_dict(nnx.state(self.model, nnx.Param))
-        return _size(parts_of("trainable", trainable(self.config), params).trained)
+        return _size(partition("trainable", trainable(self.config), params).trained)
 
 
 def make_learner(config: LMConfig, mesh: AnyMesh | None = None) -> LMLearner:
@@ -98,7 +98,7 @@ def initial_state(learner: LMLearner, mesh: AnyMesh) -> LMState | OffloadedState
 
     def init() -> LMState:
         made = params()
-        trained = parts_of("trainable", trainable(config), made).trained
+        trained = partition("trainable", trainable(config), made).trained
         return LMState(jnp.int32(0), made, optimizer.init(trained))
 
     where = shardings_of(config, jax.eval_shape(init), mesh)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from ... import offload_jit
 from ...models import TransformerLM, scan_layers
 from ...models.nnx.transformer import ApplyLayers, Layer, Params
-from ...ops.offload.trainable import Parts, parts_of
+from ...ops.offload.trees import Partition, partition
 from ..finite import OnNan, skip_nonfinite
 from ..mesh import AnyMesh, Array, by_batch, gathered
 
@@ -131,16 +131,16 @@ def lm_step(
 
     def step(state: LMState, tokens: Array, key: jax.Array) -> tuple[LMState, jax.Array]:
         key = jax.random.fold_in(key, state.step)
-        trained, frozen = parts_of("trainable", trainable, state.params)
+        trained, frozen = partition("trainable", trainable, state.params)
 
         def loss_of(trained: Params) -> jax.Array:
-            params = gathered_others(Parts(trained, frozen).whole, mesh)
+            params = gathered_others(Partition(trained, frozen).merge(), mesh)
             return lm_loss(graphdef, params, tokens, key, apply_layers)
 
         loss, grads = jax.value_and_grad(loss_of)(trained)
         updates, opt_state = optimizer.update(grads, state.opt_state, trained)
         trained = optax.apply_updates(trained, updates)
-        new = LMState(state.step + 1, Parts(trained, frozen).whole, opt_state)
+        new = LMState(state.step + 1, Partition(trained, frozen).merge(), opt_state)
         return skip_nonfinite(on_nan, new, state, loss, grads)
 
     return step

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from effjax import host_init, offload_jit, to_host
-from effjax.ops.offload.host_pool import HOST_MEMORY_VARIABLE as VARIABLE
-from effjax.ops.offload.host_pool import pinned_bytes
+from effjax.ops.offload.compiled import HOST_MEMORY_VARIABLE as VARIABLE
+from effjax.ops.offload.compiled import pinned_bytes
 
 GIB = 2**30
 
@@ -46,7 +46,7 @@ def test_a_warning_names_bytes_and_variable(monkeypatch, sizes, limit, bytes_):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         double(double(jnp.ones(3)))
-    text = rf"needs {bytes_} bytes .* takes {limit or 64} GiB .* set {VARIABLE} "
+    text = rf"needs {bytes_} bytes .* at most {limit or 64} GiB .* set {VARIABLE} "
     assert len(found) == (bytes_ is not None)
     if found:
         with pytest.warns(RuntimeWarning, match=text):

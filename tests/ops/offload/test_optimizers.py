@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from effjax.ops.offload.optimizer import apply
 from effjax.ops.offload.per_leaf import check_per_leaf
-from effjax.ops.offload.update_stack import update_slice
+from effjax.ops.offload.update import LayerStack, apply_optimizer
 from tests.tiers import exhaustive
 
 SHAPES = {"a": (3, 2), "b": (3,), "c": (4, 4)}
@@ -161,8 +160,9 @@ UNFIT: dict[str, tuple[Any, str]] = {
     "lbfgs": (optax.lbfgs, "value"),
     "lookahead": (lambda: optax.lookahead(sgd(), 5, 0.5), "fast"),
     "measure_with_ema": (
-        lambda: optax.measure_with_ema(optax.tree.norm, 0.9), "be like the parameters"),
-    "monitor": (lambda: optax.monitor({"norm": optax.tree.norm}), "be like the state"),
+        lambda: optax.measure_with_ema(optax.tree.norm, 0.9), "have the structure of the par"),
+    "monitor": (
+        lambda: optax.monitor({"norm": optax.tree.norm}), "have the structure of the state"),
     "polyak_sgd": (optax.polyak_sgd, "value"),
     "scale_by_backtracking_linesearch": (
         lambda: optax.scale_by_backtracking_linesearch(5), "value"),
@@ -180,7 +180,7 @@ def test_taken(name):
 def test_refused_with_where_parameters_meet(name):
     make, where = MIXED[name]
     with pytest.raises(
-        ValueError, match=rf"^`tx` does not .* parameter on its own: {where} .*`clip_norm`"
+        ValueError, match=rf"^`tx` must treat every parameter separately, but {where} .*`clip_norm`"
     ):
         check_per_leaf(make(), LAYER)
 
@@ -221,7 +221,7 @@ FOR_ONE = {"a": jax.ShapeDtypeStruct((3, 2), jnp.float32)}
 )
 def test_layers_of_one_parameter(tx, where):
     """What mixes parameters would treat each layer on its own, unlike a list of layers."""
-    with pytest.raises(ValueError, match=rf"not treat every layer on its own: {where}.* other lay"):
+    with pytest.raises(ValueError, match=rf"treat every layer separately, but {where}.* other lay"):
         check_per_leaf(tx, FOR_ONE)
     own = optax.masked(
         optax.lamb(0.1),
@@ -256,8 +256,8 @@ def test_layers_of_a_slice_are_updated_one_by_one(x64, name):
     """Two steps of all of them, as of each layer alone."""
     tx, (w, grads) = OWN[name](), stacked()
     got = w, jax.vmap(jax.vmap(tx.init))(w)
-    step = jax.jit(functools.partial(update_slice, tx))
-    step_of_one = jax.jit(functools.partial(apply, tx))
+    step = jax.jit(LayerStack(tx).update_slice)
+    step_of_one = jax.jit(functools.partial(apply_optimizer, tx))
     for i in (0, 0, 1, 1):
         got = step(*got, i, at(got[0], i), at(grads, i))
     for i, j in itertools.product(range(2), range(2)):

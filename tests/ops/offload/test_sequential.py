@@ -139,8 +139,11 @@ def test_slices_of_about_the_same_bytes(sizes, num_slices, bounds):
 @pytest.mark.parametrize(
     ("match", "arguments"),
     [
-        (r"`layers` \(of 4\) and `params` \(of 3\)", {"params": to_host(params()[:3])}),
-        ("`layers` must not be empty", {"params": [], "layers": []}),
+        (
+            r"`layers` \(of length 4\) and `params` \(of length 3\)",
+            {"params": to_host(params()[:3])},
+        ),
+        ("the same length, at least 1", {"params": [], "layers": []}),
         (r"`num_slices` \(=5\) must be from 1 to the number of layers \(=4\)", {"num_slices": 5}),
         (r"`num_microbatches` \(=3\) must divide the batch", {"num_microbatches": 3}),
         (r"`params_in` is 'host', but", {"params": params()}),
@@ -181,7 +184,7 @@ def test_integer_parameters_have_no_gradient():
     w = [{"w": to_host(jnp.ones((8, 8), jnp.int8))}]
     run = lambda x: offload_sequential([lambda w, x, key: x @ w["w"]], w, x)  # noqa: E731
     assert run(inputs()).shape == (8, 8)
-    with pytest.raises(TypeError, match=r"`params` must be floating-point .* int8"):
+    with pytest.raises(TypeError, match=r"`params`.*\['w'\] must be floating-point .* int8"):
         jax.grad(lambda x: loss(run(x)))(inputs())
 
 

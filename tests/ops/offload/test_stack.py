@@ -335,9 +335,7 @@ def test_integer_parameters_run_but_have_no_gradient():
 
     run = functools.partial(offload_scan, int_layer, quantized)
     assert jax.jit(run)(inputs()).shape == (BATCH, WIDTH)
-    with pytest.raises(
-        TypeError, match=r"`stacked_params` must be floating-point .* int8.*\['a'\]"
-    ):
+    with pytest.raises(TypeError, match=r"`stacked_params`\['a'\] must be floating-point .* int8"):
         jax.grad(lambda x: loss(run(x)))(inputs())
 
 
@@ -404,13 +402,11 @@ def test_complex_parameters_are_not_cast(params_in):
 def test_what_jax_cannot():
     w, x = to_host(params()), jnp.stack([inputs()] * 2)
     gradient = jax.grad(lambda w, x: loss(offload_scan(layer, w, x)))
-    with pytest.raises(NotImplementedError, match="make the mapped axis part of the batch"):
+    with pytest.raises(NotImplementedError, match="Make the mapped axis part of the batch"):
         jax.vmap(gradient, (None, 0))(w, x)
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda x: offload_scan(layer, w, x), (x[0],), (x[0],))
-    with pytest.raises(
-        ValueError, match="jax.pmap takes no arrays from the host: use jax.shard_map"
-    ):
+    with pytest.raises(ValueError, match="jax.pmap does not take .*: use jax.shard_map"):
         jax.pmap(lambda w, x: offload_scan(layer, w, x), in_axes=(None, 0))(params(), x)
 
 

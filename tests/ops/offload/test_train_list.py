@@ -366,7 +366,7 @@ def test_parameters_that_differ_from_device_to_device(fuse_update):
 def test_one_array_in_two_places():
     init, _ = offload_train_step(embed, [shifted, shifted], head, ADAMW)
     a = to_host(jnp.zeros(WIDTH))
-    with pytest.raises(ValueError, match=r"`layers\[0\]` and `layers\[1\]` are one array"):
+    with pytest.raises(ValueError, match=r"`layers\[0\]` and `layers\[1\]` are the same array"):
         init([a, a], others())
 
 
@@ -381,25 +381,23 @@ def test_an_empty_batch():
 
 
 def test_arguments_that_do_not_fit():
-    with pytest.raises(TypeError, match=r"`layer\[1\]` must be a function"):
-        offload_train_step(embed, [wide, 3], head, ADAMW)  # pyright: ignore
     for name in ("prefetch", "resident_slices"):
-        with pytest.raises(ValueError, match=f"`{name}` is no option .* for a list of layers"):
+        with pytest.raises(ValueError, match=f"`{name}` is an option of a stack, not of a list"):
             make(**{name: 1})
     init, step = make()
     state = init(to_host(params()), others())
-    with pytest.raises(ValueError, match="`layers` must be the parameters of the 5 layers"):
+    with pytest.raises(ValueError, match="`layers` must have the parameters of the 5 layers"):
         init(to_host(params()[:4]), others())
-    with pytest.raises(TypeError, match="`layers` must be a list or a tuple, not a dict"):
+    with pytest.raises(TypeError, match="`layers` must be a list or a tuple, .* not a dict"):
         init({"a": to_host(params()[0]["a"])}, others())
-    with pytest.raises(ValueError, match="`state.layers_state` must be the states of 5 layers"):
+    with pytest.raises(ValueError, match="`state.layers_state` must have the states of 5 layers"):
         step(state._replace(layers_state=state.layers_state[1:]), TOKENS)
-    with pytest.raises(ValueError, match=r"`state.layers_state\[0\]`.*what init makes"):
+    with pytest.raises(ValueError, match=r"`state.layers_state\[0\]`.* the result of init"):
         moved = [state.layers_state[4], *state.layers_state[1:]]
         step(state._replace(layers_state=moved), TOKENS)
     with pytest.raises(ValueError, match="`num_slices` .* from 1 to the number of layers"):
         make(num_slices=6)[1](state, TOKENS)
-    with pytest.raises(TypeError, match="`layers` must be floating-point to be differentiated"):
+    with pytest.raises(TypeError, match="`layers`.* must be floating-point to be differentiated"):
         offload_train_step(embed, LAYERS, head, ADAMW).init(to_host(params()), others())
     mixed = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
     with pytest.raises(ValueError, match="pass `clip_norm`"):

@@ -176,7 +176,7 @@ def changed(**entries):
 WITH_STATE = {"has_state": True, "head_has_aux": True, "model_state": STATE}
 WRONG = {
     "state without has_state": (
-        ValueError, "`model_state` is for embed .* set has_state=True", {"model_state": STATE},
+        ValueError, "`model_state` needs has_state=True", {"model_state": STATE},
     ),
     "state is not returned": (
         TypeError, r"`embed` must return \(x, model_state\), not a",
@@ -191,31 +191,31 @@ WRONG = {
          "head": lambda *a: head_with_state(*a)[:2]},
     ),
     "aux is not asked for": (
-        TypeError, "`head` must return a scalar loss and nothing else, unless .* a tuple of 2",
+        TypeError, "`head` must return a scalar loss, not a tuple of 2. Set head_has_aux",
         {"head": lambda *a: (head(*a), 1)},
     ),
     "another structure": (
-        ValueError, "`model_state` must be like what `embed` is given",
+        ValueError, "`model_state` must have the structure of the argument of `embed`",
         {**WITH_STATE, "embed": changed(more=jnp.ones(())), "head": head_with_state},
     ),
     "another shape": (
-        ValueError, r"`model_state`\['mean'\] must be of the shape",
+        ValueError, r"`model_state`\['mean'\] must have the shape",
         {**WITH_STATE, "embed": changed(mean=jnp.ones(3)), "head": head_with_state},
     ),
     "another dtype": (
-        ValueError, r"`model_state`\['batches'\] must keep its dtype, but `embed` made float32",
+        ValueError, r"`model_state`\['batches'\] must keep its dtype, but `embed` changed",
         {**WITH_STATE, "embed": changed(batches=jnp.ones(())), "head": head_with_state},
     ),
     "a batch that is not divided": (
-        ValueError, r"`num_microbatches` \(=3\) must divide .* arrays of batch, but batch is of",
+        ValueError, r"`num_microbatches` \(=3\) must divide .* arrays of batch, but batch has",
         {"num_microbatches": 3},
     ),
     "an array of another length": (
-        ValueError, r"but batch\['b'\] is of shape \(4,\), and batch\['a'\] of \(8,\)",
+        ValueError, r"but batch\['b'\] has the shape \(4,\), and batch\['a'\] the shape \(8,\)",
         {"num_microbatches": 2, "batch": {"a": TOKENS, "b": TOKENS[:4]}},
     ),
     "a number in the batch": (
-        ValueError, r"batch\['n'\] is of shape \(\)",
+        ValueError, r"batch\['n'\] has the shape \(\)",
         {"num_microbatches": 2, "batch": {"a": TOKENS, "n": jnp.int32(1)}},
     ),
     "a scalar for the layers": (

@@ -242,15 +242,13 @@ def test_other_parameters_that_are_integers():
 @pytest.mark.parametrize(
     ("match", "w", "options"),
     [
-        ("`trainable` leaves no parameter of the layers .* offload_scan", params(),
+        ("`trainable` must select at least one parameter .* offload_scan", params(),
          {"trainable": lambda path, leaf: False}),
-        (r"`layers` must be floating-point .* int8 .*\['kernel'\]", quantised(), {}),
-        (r"`trainable\['a'\]` must be True or False, not 1", params(),
-         {"trainable": lambda path, leaf: 1}),
-        ("`trainable` must be a function .* or bools in a pytree", params(),
+        (r"`layers`\['kernel'\] must be floating-point .* int8", quantised(), {}),
+        ("`trainable` must be a function .* or a pytree of bools", params(),
          {"trainable": {"a": True}}),
     ],
-    ids=["none", "integers", "no bool", "another tree"],
+    ids=["none", "integers", "another tree"],
 )  # fmt: skip
 def test_what_does_not_fit(match, w, options):
     init, _ = offload_train_step(embed, layer, head, TX, **options)
@@ -259,7 +257,7 @@ def test_what_does_not_fit(match, w, options):
 
 
 def test_integers_are_differentiated_if_they_are_not_frozen():
-    with pytest.raises(TypeError, match=r"`stacked_params` must be floating-point .*\['kernel'\]"):
+    with pytest.raises(TypeError, match=r"`stacked_params`\['kernel'\] must be floating-point"):
         w = to_host(quantised())
         jax.grad(lambda low: loss(offload_scan(low_rank_layer, merged(low, w), inputs())))(w["low"])
 

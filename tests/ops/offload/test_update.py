@@ -109,7 +109,7 @@ def test_optimizers_that_mix_parameters_are_refused(tx, where):
     w = to_host(params())
     with pytest.raises(ValueError, match=rf"{where} depends on .*\['b'\].*clip_norm"):
         stream_update(tx).init(w)
-    with pytest.raises(ValueError, match="does not treat every parameter on its own"):
+    with pytest.raises(ValueError, match="must treat every parameter separately"):
         offload_train_step(embed, layer, head, tx).init(w, others())
 
 
@@ -193,14 +193,9 @@ def test_aux_of_a_step():
 @pytest.mark.parametrize(
     ("match", "options"),
     [
-        (r"`clip_norm` \(=1.0\) needs .* pass fuse_update=False", {"clip_norm": 1.0}),
+        (r"`clip_norm` \(=1.0\) needs fuse_update=False", {"clip_norm": 1.0}),
         (r"`params_in` \(='gpu'\) must be", {"params_in": "gpu"}),
-        (
-            r"`grads` is no option of offload_train_step; .*activations, compute_dtype",
-            {"grads": "device"},
-        ),
         (r"`clip_norm` \(=0\) must be above 0", {"clip_norm": 0, "fuse_update": False}),
-        ("`num_slice` is no option", {"num_slice": 2}),
     ],
 )
 def test_options_that_do_not_fit(match, options):
@@ -218,7 +213,7 @@ def test_arguments_of_a_step_that_do_not_fit():
     with pytest.raises(ValueError, match="`head` must return a scalar loss"):
         jax.eval_shape(step, init_state(to_host(params()), others()), TOKENS)
     init_state, step = make(lambda others, x, batch, key: (x.sum(), x))
-    with pytest.raises(TypeError, match="`head` must return a scalar loss .* not a tuple of 2"):
+    with pytest.raises(TypeError, match="`head` must return a scalar loss, not a tuple of 2"):
         jax.eval_shape(step, init_state(to_host(params()), others()), TOKENS)
 
 
@@ -227,11 +222,11 @@ def test_integers_among_the_parameters_of_a_step():
     state = init_state(to_host(params()), others())
     number = jnp.zeros(LAYERS, jnp.int32)
     layers = {**state.layers, "n": to_host(number)}
-    with pytest.raises(TypeError, match=r"`layers` must be floating-point .* int32 .*\['n'\]"):
+    with pytest.raises(TypeError, match=r"`layers`\['n'\] must be floating-point .* int32"):
         init_state(layers, others())
-    with pytest.raises(TypeError, match=r"`others` must be floating-point .* int32 .*\['n'\]"):
+    with pytest.raises(TypeError, match=r"`others`\['n'\] must be floating-point .* int32"):
         init_state(to_host(params()), {**others(), "n": number})
-    with pytest.raises(TypeError, match=r"`state.layers` must be floating-point .* int32"):
+    with pytest.raises(TypeError, match=r"`state.layers`\['n'\] must be floating-point .* int32"):
         step(state._replace(layers=layers), TOKENS)
 
 
@@ -247,8 +242,10 @@ def test_a_step_leaves_the_callers_other_parameters():
 def test_a_state_of_another_optimizer():
     w = to_host(params())
     state = offload_train_step(embed, layer, head, optax.sgd(0.1)).init(w, others())
-    with pytest.raises(ValueError, match="`state.layers_state` must be like what init makes"):
+    with pytest.raises(
+        ValueError, match="`state.layers_state` must have the structure of the result of init"
+    ):
         offload_train_step(embed, layer, head, optax.adam(0.1)).step(state, TOKENS)
     grads = to_host(jax.tree.map(lambda a: a[:1], params()))
-    with pytest.raises(ValueError, match=r"`grads`\['a'\] must be of the shape \(4, 8, 16\)"):
+    with pytest.raises(ValueError, match=r"`grads`\['a'\] must have the shape \(4, 8, 16\)"):
         stream_update(optax.sgd(0.1)).update(grads, state.layers_state, w)

@@ -143,16 +143,16 @@ def test_arguments_that_do_not_fit():
         stream_update(mixed, stacked=False).init(params)
     stream = stream_update(optax.adam(0.1), stacked=False)
     state = stream.init(params)
-    with pytest.raises(TypeError, match="`params` must be a list or a tuple, not a dict"):
+    with pytest.raises(TypeError, match="`params` must be a list or a tuple, .* not a dict"):
         stream.init({"a": params[0]})
-    with pytest.raises(ValueError, match="`state` must be the states of 4 layers.* not of 3"):
+    with pytest.raises(ValueError, match="`state` must have the states of 4 layers, not of 3"):
         stream.update(params, state[:3], params)
-    with pytest.raises(ValueError, match=r"`state\[2\]` must be like what init makes"):
+    with pytest.raises(
+        ValueError, match=r"`state\[2\]` must have the structure of the result of init"
+    ):
         stream.update(params, [*state[:2], state[0], state[3]], params)
-    with pytest.raises(ValueError, match="`grads` must be like `params`"):
+    with pytest.raises(ValueError, match="`grads` must have the structure of `params`"):
         stream.update(params[:3], state, params)
-    with pytest.raises(TypeError, match="`stacked` must be True or False"):
-        stream_update(optax.adam(0.1), stacked=None)  # pyright: ignore
 
 
 @needs_gpu_compiler

@@ -1,0 +1,189 @@
+"""The parts of a training step before and after the layers, one microbatch at a time."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._common.arguments import describe
+from .._common.sharding import cast_to_varying, sum_cotangent, varying_axes, zeros
+from .trees import (
+    Partition,
+    Tree,
+    check_same_shapes,
+    float_cotangents,
+    float_leaves,
+    fold_key,
+    make_cotangent,
+    merge_leading_axes,
+    split_microbatches,
+)
+
+
+class EmbedHead(NamedTuple):
+    """The user's functions, always with a model state and a second result."""
+
+    embed: Callable  # (others, model_state, batch, key) -> (x, model_state)
+    head: Callable  # (others, model_state, x, batch, key) -> (loss, (model_state, aux))
+    num_microbatches: int
+
+
+class HeadResult(NamedTuple):
+    """The end of the forward pass and the start of the backward pass."""
+
+    loss: jax.Array  # the mean over the microbatches
+    model_state: Tree
+    aux: Tree  # [num_microbatches, ...]
+    grads: Tree  # of the other parameters
+    dy: list  # gradients of the floating-point leaves of y
+
+
+def make_embed_head(
+    embed: Callable, head: Callable, num_microbatches: int, has_state: bool, head_has_aux: bool
+) -> EmbedHead:
+    """Wrap the functions of `offload_train_step`, with checks of their results."""
+    names = ["loss"]
+    if has_state:
+        names.append("model_state")
+    if head_has_aux:
+        names.append("aux")
+
+    def checked_embed(others, model_state, batch, key):
+        if not has_state:
+            return embed(others, batch, key), model_state
+        result = embed(others, model_state, batch, key)
+        x, new = _check_results("embed", result, ["x", "model_state"])
+        return x, _check_model_state("embed", model_state, new)
+
+    def checked_head(others, model_state, x, batch, key):
+        state_args = (others, model_state) if has_state else (others,)
+        loss, *rest = _check_results("head", head(*state_args, x, batch, key), names)
+        _check_loss(loss, head_has_aux)
+        new = _check_model_state("head", model_state, rest[0]) if has_state else model_state
+        return loss, (new, rest[-1] if head_has_aux else ())
+
+    return EmbedHead(checked_embed, checked_head, num_microbatches)
+
+
+def run_embed(
+    functions: EmbedHead, others: Partition, model_state: Tree, batch: Any, key: Any, number: int
+) -> tuple[Tree, Tree, Callable]:
+    """Run embed: (x, model_state, vjp), where ``vjp(dx)`` are the gradients of the parameters.
+
+    Microbatch m gets the key ``fold_in(fold_in(key, number), m)``.
+    """
+    count = functions.num_microbatches
+
+    def run(trained):
+        params = Partition(_cast_to_batch(trained, batch, key), others.frozen).merge()
+
+        def run_microbatch(model_state, microbatch):
+            rows, m = microbatch
+            x, new = functions.embed(params, model_state, rows, fold_key(key, number, m))
+            return jax.tree.map(lax.stop_gradient, new), x
+
+        if count == 1:
+            new, x = run_microbatch(model_state, (batch, 0))
+            return x, new
+        microbatches = split_microbatches(batch, count), jnp.arange(count)
+        new, x = lax.scan(run_microbatch, model_state, microbatches)
+        _check_rows(x)
+        return merge_leading_axes(x), new
+
+    x, vjp, model_state = jax.vjp(run, others.trained, has_aux=True)
+
+    def pull_back(dx):
+        dx = [sum_cotangent(d, a) for d, a in zip(dx, float_leaves(x), strict=True)]
+        return vjp(make_cotangent(x, dx))[0]
+
+    return x, model_state, pull_back
+
+
+def run_head(
+    functions: EmbedHead, others: Partition, model_state: Tree, y: Tree, batch: Any, key: Any,
+    number: int, scale: jax.Array | None,
+) -> HeadResult:  # fmt: skip
+    """Run head forward and backward, so that one microbatch of its intermediates exists.
+
+    Gradients are those of the mean loss times `scale`. Keys are as in `run_embed`.
+    """
+    count = functions.num_microbatches
+    params = _cast_to_batch(others.trained, (y, batch), key)
+
+    def run_microbatch(model_state, microbatch):
+        (y, rows), m = microbatch
+
+        def run(trained, y):
+            all_params = Partition(trained, others.frozen).merge()
+            return functions.head(all_params, model_state, y, rows, fold_key(key, number, m))
+
+        loss, vjp, (new, aux) = jax.vjp(run, params, y, has_aux=True)
+        dloss = jnp.ones_like(loss) / count
+        if scale is not None:
+            dloss = (dloss * scale).astype(loss.dtype)
+        grads, dy = vjp(dloss)
+        return new, grads, (loss, aux, float_cotangents(dy))
+
+    def add_microbatch(carry, microbatch):
+        model_state, sums = carry
+        model_state, grads, results = run_microbatch(model_state, microbatch)
+        return (model_state, jax.tree.map(jnp.add, sums, grads)), results
+
+    if count == 1:
+        model_state, grads, (loss, aux, dy) = run_microbatch(model_state, ((y, batch), 0))
+        aux = jax.tree.map(lambda a: jnp.asarray(a)[None], aux)
+    else:
+        start = model_state, jax.tree.map(lambda a: zeros(a.shape, a.dtype, a), params)
+        microbatches = split_microbatches((y, batch), count), jnp.arange(count)
+        (model_state, grads), (losses, aux, dy) = lax.scan(add_microbatch, start, microbatches)
+        loss, dy = jnp.mean(losses), merge_leading_axes(dy)
+    grads = jax.tree.map(sum_cotangent, grads, others.trained)
+    return HeadResult(loss, model_state, aux, grads, dy)
+
+
+def _cast_to_batch(trained: Tree, batch: Any, key: Any) -> Tree:
+    # Parameters vary over the mesh axes of the batch, so that their gradients are summed over
+    # devices once for all microbatches.
+    axes = varying_axes((batch, key))
+    return jax.tree.map(lambda a: cast_to_varying(a, axes), trained)
+
+
+def _check_rows(x: Tree) -> None:
+    # x is [num_microbatches, ...] here.
+    for path, a in jax.tree_util.tree_leaves_with_path(x):
+        if a.ndim == 1:
+            raise ValueError(
+                "`embed` must return arrays [rows, ...] with num_microbatches, but "
+                f"x{jax.tree_util.keystr(path)} is a scalar."
+            )
+
+
+def _check_results(function: str, result: Any, names: list[str]) -> tuple:
+    if len(names) == 1:
+        return (result,)
+    if not isinstance(result, tuple) or len(result) != len(names):
+        raise TypeError(f"`{function}` must return ({', '.join(names)}), not {describe(result)}.")
+    return result
+
+
+def _check_model_state(function: str, before: Tree, after: Tree) -> Tree:
+    after = jax.tree.map(jnp.asarray, after)
+    check_same_shapes("model_state", after, f"the argument of `{function}`", before)
+    leaves = jax.tree_util.tree_leaves_with_path(after)
+    for (path, a), b in zip(leaves, jax.tree.leaves(before), strict=True):
+        if a.dtype != b.dtype:
+            raise ValueError(
+                f"`model_state`{jax.tree_util.keystr(path)} must keep its dtype, but `{function}` "
+                f"changed {b.dtype} to {a.dtype}. Cast it."
+            )
+    return after
+
+
+def _check_loss(loss: Any, head_has_aux: bool) -> None:
+    if not isinstance(loss, jax.Array):
+        remedy = "" if head_has_aux else " Set head_has_aux or has_state for more results."
+        raise TypeError(f"`head` must return a scalar loss, not {describe(loss)}.{remedy}")
+    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(f"`head` must return a scalar loss, not {jax.typeof(loss)}.")
