@@ -1,9 +1,8 @@
-"""What the linen and the nnx `BatchNorm` have in common, as functions of arrays.
+"""Batch norm of the linen and nnx modules, as functions of arrays.
 
-The adapters own the variables; everything they compute is here, so that both compute the same bits.
+The modules own the variables. All computation is here, so both compute the same bits.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -12,14 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..ops._common.arguments import (
-    as_array,
-    as_callable,
-    as_dtype,
-    as_flag,
-    as_number,
-    check_choice,
-)
+from ..ops._common.arguments import as_array, as_number, check_choice
 from ..ops._common.sharding import as_axis_names
 from ..ops.batch_norm.complex import complex_batch_norm, complex_inference
 from ..ops.batch_norm.statistics import as_axes, as_index_groups
@@ -30,87 +22,50 @@ Activation = Literal["relu"]
 Stats = Literal["auto", "gather", "two_psum"]
 
 
-MOST_AXES = 64  # of an array, in NumPy
-
-
-def check_options(
-    *,
-    use_running_average: Any,
-    axis: Any,
-    momentum: Any,
-    epsilon: Any,
-    dtype: Any,
-    param_dtype: Any,
-    bias_init: Any,
-    scale_init: Any,
-    axis_name: Any,
-    axis_index_groups: Any,
-    activation: Any,
-    stats: Any,
-    **flags: Any,
-) -> None:
-    """Checks what a constructor was given: what would fail at the first call, or not at all."""
-    if use_running_average is not None:
-        as_flag("use_running_average", use_running_average)
-    as_axes("axis", axis, MOST_AXES)
-    check_momentum(momentum)
-    as_number("epsilon", epsilon, lambda e: 0 <= e < math.inf, "at least 0")
-    if dtype is not None:
-        as_dtype("dtype", dtype, jnp.inexact)
-    as_dtype("param_dtype", param_dtype, jnp.inexact)
-    as_callable("bias_init", bias_init)
-    as_callable("scale_init", scale_init)
-    as_axis_names(axis_name)
-    as_index_groups(axis_index_groups)
-    check_choice("activation", activation, None, "relu", hint="; apply others to the result")
-    check_choice("stats", stats, "auto", "gather", "two_psum")
-    for name, value in flags.items():
-        as_flag(name, value)
-
-
 def check_momentum(momentum: Any) -> None:
+    """Raise an error unless momentum is None or in [0, 1]."""
     if momentum is not None:
-        wanted = (
-            "in [0, 1], or None for the mean over all batches; it is the share of the old value: "
+        expected = (
+            "in [0, 1], or None for the mean over all batches. It is the weight of the old value: "
             "PyTorch's 0.1 is 0.9 here"
         )
-        as_number("momentum", momentum, lambda m: 0 <= m <= 1, wanted)
+        as_number("momentum", momentum, lambda m: 0 <= m <= 1, expected)
 
 
-def converted_settings(
+def conversion_settings(
     axis_name: Any, axis_index_groups: Any, unbiased_running_var: Any, stats: Any
 ) -> dict[str, Any]:
-    """What `convert_batch_norm` changes in every layer, checked; by default nothing."""
+    """Return the attributes that `convert_batch_norm` changes in every layer."""
     settings: dict[str, Any] = {}
     if axis_name is not ...:
         settings["axis_name"] = hashable_axes(axis_name)
     if axis_name is None and axis_index_groups is ...:
-        axis_index_groups = None  # without an axis there are no groups of it
+        axis_index_groups = None  # groups divide an axis
     if axis_index_groups is not ...:
         settings["axis_index_groups"] = as_index_groups(axis_index_groups)
     if unbiased_running_var is not None:
-        settings["unbiased_running_var"] = as_flag("unbiased_running_var", unbiased_running_var)
+        settings["unbiased_running_var"] = bool(unbiased_running_var)
     if check_choice("stats", stats, None, "auto", "gather", "two_psum") is not None:
         settings["stats"] = stats
     return settings
 
 
 def hashable_axes(axis_name: Any) -> Any:
-    """`axis_name` as it is, but for a list: nnx hashes the attributes of a module."""
+    """Return `axis_name` with a list as a tuple, because nnx hashes the attributes of a module."""
     as_axis_names(axis_name)
     return tuple(axis_name) if isinstance(axis_name, list) else axis_name
 
 
 def feature_axes(ndim: int, axis: Axes) -> tuple[int, ...]:
-    """The feature axes of an array of rank `ndim`: positive, without duplicates, ascending."""
+    """Return the feature axes of an array of rank `ndim`, nonnegative, unique and ascending."""
     return tuple(sorted(set(as_axes("axis", axis, ndim))))
 
 
 def output_dtype(x: jax.Array, dtype: DTypeLike | None, *params: jax.Array | None) -> jnp.dtype:
-    """`dtype` where it is given; else x's dtype for float16 and bfloat16, or the promoted dtype.
+    """Return `dtype`, or by default the dtype of half-precision x and else the promoted dtype.
 
-    Flax promotes half inputs with float32 parameters to float32, which doubles the memory of
-    everything after the layer; the statistics are float32 here in any case.
+    Flax promotes half-precision inputs with float32 parameters to float32, which doubles the memory
+    of everything after the layer. Here the statistics are float32 in any case.
     """
     if dtype is not None:
         dtype = jnp.dtype(dtype)
@@ -123,7 +78,7 @@ def output_dtype(x: jax.Array, dtype: DTypeLike | None, *params: jax.Array | Non
     if not jnp.issubdtype(dtype, jnp.inexact):
         raise ValueError(f"`dtype` (={dtype}) must be a floating-point or complex dtype.")
     if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
-        raise TypeError(f"`dtype` (={dtype}) must be complex, or None, for complex x ({x.dtype}).")
+        raise TypeError(f"`dtype` (={dtype}) must be complex or None for complex `x` ({x.dtype}).")
     return dtype
 
 
@@ -142,10 +97,10 @@ def normalize_batch(
     axis_index_groups: Any,
     stats: Stats,
 ) -> tuple[jax.Array, BatchStats]:
-    """Training form: `x` normalized with its own statistics, and these statistics."""
+    """Normalize x with its own statistics; return the result and the statistics."""
     out = output_dtype(x, dtype, scale, bias)
     axes = feature_axes(x.ndim, axis)
-    x = x.astype(jnp.promote_types(x.dtype, out))  # statistics at x's own precision or better
+    x = x.astype(jnp.promote_types(x.dtype, out))  # keeps the precision of x for the statistics
     scale, bias = (_features(p, x, axes) for p in (scale, bias))
     kwargs: dict[str, Any] = dict(
         axis_name=axis_name, axis_index_groups=axis_index_groups, mask=mask, epsilon=epsilon,
@@ -158,7 +113,7 @@ def normalize_batch(
     return y.astype(out), batch
 
 
-def normalize_with(
+def normalize_inference(
     x: jax.Array,
     mean: jax.Array,
     var: jax.Array,
@@ -171,8 +126,8 @@ def normalize_with(
     activation: Activation | None,
     residual: ArrayLike | None,
 ) -> jax.Array:
-    """Inference form: `x` normalized with the given (running) statistics."""
-    # A complex mean, which a complex batch has left, makes a real input complex.
+    """Normalize x with given (running) statistics."""
+    # A complex running mean, from complex batches, makes a real input complex.
     out = output_dtype(x, dtype, scale, bias, mean if jnp.iscomplexobj(mean) else None)
     axes = feature_axes(x.ndim, axis)
     x = x.astype(jnp.promote_types(x.dtype, out))
@@ -185,7 +140,7 @@ def normalize_with(
     return y.astype(out)
 
 
-def updated_running_stats(
+def update_running_stats(
     mean: jax.Array,
     var: jax.Array,
     num_batches: jax.Array | None,
@@ -194,21 +149,21 @@ def updated_running_stats(
     momentum: float | None,
     unbiased: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Running statistics after one batch; channels with a count of 0 keep theirs.
+    """Return the running statistics after one batch.
 
-    `r ← momentum·r + (1 − momentum)·batch`, or with `momentum=None` the mean over all batches so
-    far, `r ← r + (batch − r)/k` with k the number of batches that had a value of this channel. With
-    `unbiased` the variance is first multiplied by n/(n − 1) (by 1 where n is 1).
-    Nothing here is differentiated: `stop_gradient` stands before the results.
+    ``r = momentum * r + (1 - momentum) * batch``, or with ``momentum=None`` the mean over all
+    batches, ``r + (batch - r) / k``, where k is the number of batches that had a value of the
+    channel. Channels with a count of 0 keep their statistics. With `unbiased`, the variance is
+    first multiplied by n / (n - 1), or by 1 for n = 1. No gradient flows through the result.
     """
     batch_mean, batch_var, count = batch
     count = count.astype(batch_var.dtype)
     if unbiased:
         batch_var = batch_var * (count / jnp.maximum(count - 1, 1))
-    seen = _flat(count > 0, mean)
+    has_values = _flat(count > 0, mean)
     if momentum is None:
         assert num_batches is not None
-        num_batches = num_batches + seen.astype(num_batches.dtype)
+        num_batches = num_batches + has_values.astype(num_batches.dtype)
         keep = 1 - 1 / jnp.maximum(num_batches, 1)
     else:
         keep = momentum
@@ -216,13 +171,13 @@ def updated_running_stats(
     def merge(old: jax.Array, new: jax.Array) -> jax.Array:
         new = keep * old + (1 - keep) * _flat(new, old)
         dtype = jnp.promote_types(old.dtype, jnp.complex64) if jnp.iscomplexobj(new) else old.dtype
-        return lax.stop_gradient(jnp.where(seen, new, old).astype(dtype))
+        return lax.stop_gradient(jnp.where(has_values, new, old).astype(dtype))
 
     return merge(mean, batch_mean), merge(var, batch_var), num_batches
 
 
 def _features(p: Any, x: jax.Array, axes: tuple[int, ...]) -> Any:
-    """A parameter in the shape of the feature axes (nnx keeps several feature axes flat)."""
+    # nnx stores the parameters of several feature axes as one flat axis.
     return None if p is None else jnp.reshape(p, tuple(x.shape[a] for a in axes))
 
 
@@ -231,10 +186,11 @@ def _flat(v: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _as_residual(v: ArrayLike | None, x: jax.Array) -> jax.Array | None:
-    """In x's dtype, which takes nothing away but precision."""
     if v is None:
         return None
     v = as_array("residual", v, jnp.number)
     if jnp.iscomplexobj(v) and not jnp.iscomplexobj(x):
-        raise TypeError(f"`residual` is {v.dtype}, but `x` is {x.dtype}; pass its real part.")
+        raise TypeError(
+            f"`residual` ({v.dtype}) must be real for real `x` ({x.dtype}); pass its real part."
+        )
     return v.astype(x.dtype)

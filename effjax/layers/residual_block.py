@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..ops.batch_norm.sync import STATISTICS, BatchStats
 from ..ops.deform_conv import deform_conv2d
-from .batch_norm import normalize_batch, normalize_with
+from .batch_norm import normalize_batch, normalize_inference
 from .deform_conv import split_predicted
 from .images import conv, max_pool
 from .resnet import BlockPlan, ConvPlan, ResNetOptions
@@ -126,5 +126,5 @@ def _normalize(
     if norm.frozen:
         arrays = NormArrays(*map(lax.stop_gradient, arrays))
     if norm.running:
-        return normalize_with(x, *arrays, **common), None
+        return normalize_inference(x, *arrays, **common), None
     return normalize_batch(x, *arrays[2:], mask=mask, **common, **dict(norm.batch))

@@ -1,6 +1,5 @@
-"""Batch normalization over devices for Flax linen."""
+"""Synchronized batch norm for Flax linen."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,53 +11,52 @@ from jax.typing import ArrayLike
 from ..layers.batch_norm import (
     Activation,
     Stats,
-    check_options,
+    check_momentum,
     feature_axes,
     normalize_batch,
-    normalize_with,
-    updated_running_stats,
+    normalize_inference,
+    update_running_stats,
 )
-from ..ops._common.arguments import as_array, as_flag
+from ..ops._common.arguments import as_array
 from ..ops.batch_norm.sync import BatchStats
 
 
 class BatchNorm(nn.BatchNorm):
-    """`flax.linen.BatchNorm` with the statistics, the backward pass and the memory of effjax.
+    """`flax.linen.BatchNorm` with synchronized statistics and a memory-efficient backward pass.
 
     `y = activation((x − μ)/sqrt(σ² + ε)·scale + bias + residual)`, with μ and σ² of the batch
-    (`use_running_average=False`) or the running ones. Statistics are those of `axis_name`, with one
-    all-reduce each way, weighted by the counts of an optional mask. See `effjax.sync_batch_norm`.
+    (`use_running_average=False`) or the running ones. Statistics are taken over all devices of
+    `axis_name`, with one all-reduce per pass, and optionally under a mask. See
+    `effjax.sync_batch_norm`.
 
-    A drop-in replacement: all of Flax's fields, in order and with their defaults, and the same
-    variables (`params`: scale, bias; `batch_stats`: mean, var), so that checkpoints load both ways.
-    Different from Flax:
+    This is a drop-in replacement: it has all of Flax's fields, in order and with their defaults,
+    and the same variables (`params`: scale, bias; `batch_stats`: mean, var), so checkpoints load
+    both ways. Differences from Flax:
 
-    - `use_fast_variance` is accepted and ignored: the variance is always the numerically stable
-      one.
+    - `use_fast_variance` is ignored; the variance is always the numerically stable one.
     - `force_float32_reductions=False` only gives the running statistics the dtype `param_dtype`, as
-      in Flax; the computation is float32 or wider in any case.
-    - `dtype=None` keeps float16 and bfloat16 inputs in their dtype (Flax promotes them to float32).
-    - No gradient flows through the running statistics: there is a `stop_gradient` before each
-      update.
+      in Flax. Computation is always in float32 or wider.
+    - With `dtype=None`, float16 and bfloat16 inputs keep their dtype; Flax promotes them to
+      float32.
+    - A batch or channel without a single counted value leaves the running statistics unchanged.
+    - No gradient flows through the running statistics.
     - `epsilon` must be positive in training.
     - A single example without a batch axis needs `axis_name` in training.
-    - A batch (or a channel) without a single value leaves the running statistics as they are.
     - `residual` and `activation` are fused into the normalization.
 
-    Further fields:
-        momentum: may be None: the running statistics are then the mean over all batches so far.
-            This adds `batch_stats/num_batches` (one float32 a channel); no other value of
-            `momentum` does.
-        unbiased_running_var: the running variance is that of PyTorch, σ²·n/(n − 1).
-        track_running_stats: if False, there are no running statistics and the batch's own are used
-            in evaluation too; `use_running_average` has no effect.
+    Attributes:
+        momentum: weight of the old running statistics. None means the mean over all batches, which
+            adds `batch_stats/num_batches` (one float32 per channel).
+        unbiased_running_var: if True, the running variance is σ²·n/(n − 1), as in PyTorch.
+        track_running_stats: if False, there are no running statistics, and evaluation uses those of
+            the batch; `use_running_average` has no effect.
         activation: None or "relu".
-        stats: how the statistics are merged over devices, see `effjax.sync_batch_norm`.
+        stats: how statistics are merged over devices, see `effjax.sync_batch_norm`.
 
     Complex inputs work as in Flax, without `activation` (TypeError).
 
-    Kept for the backward pass: the input, in its own dtype or in `dtype` where that is wider, and
-    statistics of the size of a channel (with `residual` and `activation` the result as well).
+    Kept for the backward pass: the input, in its own dtype or `dtype` if that is wider, and
+    statistics of the size of a channel. With `residual` and `activation`, the result is kept too.
     Training is for reverse mode only.
     """
 
@@ -70,9 +68,7 @@ class BatchNorm(nn.BatchNorm):
     stats: Stats = "auto"
 
     def __post_init__(self):
-        # Of this class, and not of one derived from it.
-        names = {field.name for field in dataclasses.fields(BatchNorm)} - {"parent", "name"}
-        check_options(**{name: getattr(self, name) for name in names})
+        check_momentum(self.momentum)
         super().__post_init__()
 
     @nn.compact
@@ -84,26 +80,27 @@ class BatchNorm(nn.BatchNorm):
         mask: ArrayLike | None = None,
         residual: ArrayLike | None = None,
     ) -> jax.Array:
-        """Normalizes `x`.
+        """Normalize x.
+
+        During initialization the running statistics do not change, and `axis_name` need not be
+        mapped.
 
         Args:
-            x: the input, floating point or complex (integers are promoted); features at `axis`.
-            use_running_average: whether to use the running statistics; here or in the field.
-            mask: bool, broadcastable to `x`; where it is False, x does not count in the statistics.
-            residual: the shape of `x`; added before the activation.
+            x: floating point or complex; integers are promoted. Features are at `axis`.
+            use_running_average: if True, use the running statistics. Pass it here or in the field.
+            mask: boolean, broadcastable to x: the values to include in the statistics.
+            residual: of the shape of x; added before the activation.
 
         Returns:
-            The normalized input, of x's shape and of dtype `dtype` (see the class).
+            The normalized input, of the shape of x and of dtype `dtype` (see the class).
 
         Raises:
-            TypeError, ValueError: for an argument that does not fit, or an `axis_name` that is not
-                mapped where statistics are taken.
-
-        During initialization the running statistics do not change and `axis_name` need not exist.
+            ValueError: for mismatched shapes, or an `axis_name` that is not mapped where statistics
+                are taken.
+            TypeError: for an `x`, `mask` or `residual` that is not an array or has an unsupported
+                dtype.
         """
         x = as_array("x", x, jnp.number)
-        if use_running_average is not None:
-            as_flag("use_running_average", use_running_average)
         if self.track_running_stats:
             use_running_average = nn.merge_param(
                 "use_running_average", self.use_running_average, use_running_average
@@ -114,10 +111,11 @@ class BatchNorm(nn.BatchNorm):
         scale, bias = self._create(shape)
         initializing = self.is_initializing()
         mean, var = (self.get_variable("batch_stats", name) for name in ("mean", "var"))
-        if initializing and len(shape) == x.ndim:  # a single example has no statistics of its own
+        # The variance of a single example is undefined; its axis need not be mapped yet.
+        if initializing and len(shape) == x.ndim:
             use_running_average, mean, var = True, jnp.zeros(shape), jnp.ones(shape)
         if use_running_average:
-            return normalize_with(
+            return normalize_inference(
                 x, mean, var, scale, bias, dtype=self.dtype, axis=self.axis,
                 epsilon=self.epsilon, activation=self.activation, residual=residual,
             )  # fmt: skip
@@ -130,11 +128,11 @@ class BatchNorm(nn.BatchNorm):
         self.update_running_stats(batch)
         return y
 
-    # What is not wrapped by Flax is no row of `tabulate`.
+    # nn.nowrap keeps these methods out of the rows of `tabulate`.
 
     @nn.nowrap
     def _create(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
-        """Creates all variables; returns scale and bias, None where unused."""
+        """Create all variables; return scale and bias, or None where unused."""
         if self.track_running_stats:
             dtype = jnp.float32 if self.force_float32_reductions else self.param_dtype
             self.variable("batch_stats", "mean", jnp.zeros, shape, dtype)
@@ -150,21 +148,21 @@ class BatchNorm(nn.BatchNorm):
 
     @nn.nowrap
     def parameters(self) -> tuple[Any, Any]:
-        """Scale and bias after initialization, None where unused."""
+        """Return scale and bias after initialization, or None where unused."""
         scale, bias = (self.get_variable("params", name) for name in ("scale", "bias"))
         return nn.meta.unbox((scale, bias))
 
     @nn.nowrap
     def update_running_stats(self, batch: BatchStats) -> None:
-        """Moves the running statistics towards these of a batch; nothing during initialization."""
+        """Update the running statistics, except during initialization."""
         if not self.track_running_stats or self.is_initializing():
             return
         names = ("mean", "var", "num_batches")
         mean, var, num_batches = (self.get_variable("batch_stats", name) for name in names)
-        if mean is None:  # `apply` was given none: they begin here, as in Flax
+        if mean is None:  # `apply` was called without batch_stats: create them, as Flax does
             mean, var = jnp.zeros_like(batch.mean), jnp.ones_like(batch.var)
             num_batches = jnp.zeros_like(batch.mean) if self.momentum is None else None
-        new = updated_running_stats(
+        new = update_running_stats(
             mean, var, num_batches, batch,
             momentum=self.momentum, unbiased=self.unbiased_running_var,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Running a model with synchronized BatchNorm layers in the place of Flax's."""
+"""Conversion of the batch norms of a model to synchronized ones."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 from flax import linen as nn
 
-from ..layers.batch_norm import Stats, converted_settings
+from ..layers.batch_norm import Stats, conversion_settings
 from ..ops._common.arguments import describe
 from .batch_norm import BatchNorm
 
@@ -19,48 +19,52 @@ def convert_batch_norm(
     unbiased_running_var: bool | None = None,
     stats: Stats | None = None,
 ) -> "ConvertedBatchNorm":
-    """A model that computes every `flax.linen.BatchNorm` of another as `effjax.linen.BatchNorm`.
+    """Return a model that runs every `flax.linen.BatchNorm` as `effjax.linen.BatchNorm`.
 
-    It is called with the same arguments and has the same variables, so that `init`, `apply` and
-    checkpoints fit. The model itself is unchanged, and is `.model` of the result.
+    The result takes the same arguments and has the same variables, so `init`, `apply` and
+    checkpoints work as before. The model itself is unchanged, and is `.model` of the result.
+
+    Only layers of exactly `flax.linen.BatchNorm`, and effjax's BatchNorm with its subclasses, are
+    replaced, including those created during the call. Other subclasses are left unchanged.
 
     Args:
-        model: a linen module, not bound.
-        axis_name, axis_index_groups, unbiased_running_var, stats: as in
-            `effjax.nnx.convert_batch_norm`.
+        model: an unbound linen module.
+        axis_name: as in `effjax.nnx.convert_batch_norm`.
+        axis_index_groups: as in `effjax.nnx.convert_batch_norm`.
+        unbiased_running_var: as in `effjax.nnx.convert_batch_norm`.
+        stats: as in `effjax.nnx.convert_batch_norm`.
 
     Returns:
-        A linen module with a `__call__` alone.
-
-    The layers are those of effjax and of Flax, but no other subclass of Flax's, that are called
-    while the model is, whoever made them; a class of one's own is left as it is.
+        A linen module with only a `__call__` method.
 
     Raises:
-        TypeError, ValueError: if `model` is not a linen module, or has an `axis_name` of its own,
-            as effjax's DenseNet has, or another argument is not what it must be.
+        TypeError: if `model` is not a linen module.
+        ValueError: if `model` has an `axis_name` itself, as effjax's DenseNet does, or for another
+            invalid argument.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a flax.linen.Module, not {describe(model)}.")
     if hasattr(model, "axis_name") and not isinstance(model, nn.BatchNorm):
         raise ValueError(
-            f"`model` ({type(model).__name__}) has an `axis_name` of its own; make it with that, "
-            "or say model.clone(axis_name=…)."
+            f"`model` ({type(model).__name__}) must not have an `axis_name` itself. Pass the axis "
+            "to its constructor, or use model.clone(axis_name=…)."
         )
-    settings = converted_settings(axis_name, axis_index_groups, unbiased_running_var, stats)
+    settings = conversion_settings(axis_name, axis_index_groups, unbiased_running_var, stats)
     return ConvertedBatchNorm(model, tuple(settings.items()))
 
 
 class ConvertedBatchNorm(nn.Module):
-    """Calls `model` with these settings of its BatchNorm layers; see `convert_batch_norm`."""
+    """Module that calls `model` with these settings for its batch norms."""
 
     model: nn.Module
     settings: tuple[tuple[str, Any], ...]
 
     def setup(self) -> None:
+        """Share the scope of the model, so that the variables have the same paths."""
         nn.share_scope(self, self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `model`."""
+        """Call the model."""
         with nn.intercept_methods(self._converted):
             return self.model(*args, **kwargs)
 
@@ -71,12 +75,12 @@ class ConvertedBatchNorm(nn.Module):
             return call(*args, **kwargs)
         if type(layer) is nn.BatchNorm:
             names = {field.name for field in dataclasses.fields(layer)} - {"parent", "name"}
-            kept = {name: getattr(layer, name) for name in names}
-            twin = BatchNorm(**kept | settings, parent=layer.scope)  # type: ignore[arg-type]
+            options = {name: getattr(layer, name) for name in names}
+            twin = BatchNorm(**options | settings, parent=layer.scope)  # type: ignore[arg-type]
         elif isinstance(layer, BatchNorm) and any(
             getattr(layer, name) != value for name, value in settings.items()
         ):
             twin = layer.clone(**settings, parent=layer.scope)
         else:
             return call(*args, **kwargs)
-        return twin(*args, **kwargs)  # in the scope of the layer: its variables
+        return twin(*args, **kwargs)  # `parent` gives it the variables of the layer

@@ -1,4 +1,4 @@
-"""Turning the BatchNorm layers of a model into synchronized ones, and back."""
+"""Conversion of the batch norms of a model to synchronized ones, and back."""
 
 import warnings
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
-from ..layers.batch_norm import Stats, converted_settings
+from ..layers.batch_norm import Stats, conversion_settings
 from ..ops._common.arguments import describe
 from .batch_norm import BatchNorm
 
@@ -21,51 +21,48 @@ def convert_batch_norm(
     unbiased_running_var: bool | None = None,
     stats: Stats | None = None,
 ) -> M:
-    """Makes every `flax.nnx.BatchNorm` of a model an `effjax.nnx.BatchNorm`, synchronized.
+    """Convert every `flax.nnx.BatchNorm` of a model to `effjax.nnx.BatchNorm`, in place.
 
-    What apex calls `convert_syncbn_model`.
+    This is apex's `convert_syncbn_model`.
 
-    The layers are converted in place, wherever they are (attributes, lists, tuples, dicts,
-    Sequential, or the model itself). A layer that is used in two places stays one layer in two
-    places, its Variables stay the same objects with their metadata, and momentum, dtypes and
-    train/eval flags stay as they are.
+    Layers are converted wherever they are: attributes, lists, tuples, dicts, Sequential, or the
+    model itself. Shared layers stay shared, Variables stay the same objects with their metadata,
+    and momentum, dtypes and train/eval flags do not change.
+
+    Only layers whose class is exactly `flax.nnx.BatchNorm`, and effjax's BatchNorm with its
+    subclasses, are converted. Other subclasses of `flax.nnx.BatchNorm` may compute something else,
+    so they are skipped with a warning.
+
+    In training, call the layers where `axis_name` is mapped: inside pmap, shard_map or vmap.
+    Evaluation needs no axis.
 
     Args:
-        model: an nnx Module; it is changed.
-        axis_name: the mapped axis, or axes, over which statistics are taken; None for no axis. By
-            default each layer's own.
-        axis_index_groups: groups of devices along `axis_name`, or the size of a group; None for no
-            groups. By default each layer's own.
-        unbiased_running_var, stats: as in `effjax.nnx.BatchNorm`. None: each layer's own.
+        model: an nnx Module; it is modified.
+        axis_name: the mapped axis or axes over which statistics are taken. None means no axis. By
+            default each layer keeps its own.
+        axis_index_groups: groups of devices along `axis_name`, or the size of a group. None means
+            no groups. By default each layer keeps its own.
+        unbiased_running_var: as in `effjax.nnx.BatchNorm`. If None, each layer keeps its own.
+        stats: as in `effjax.nnx.BatchNorm`. If None, each layer keeps its own.
 
     Returns:
         `model`.
 
-    Only layers whose class is exactly `flax.nnx.BatchNorm`, or effjax's BatchNorm and its
-    subclasses, are touched. Another subclass of `flax.nnx.BatchNorm` may compute anything (an
-    activation, say), so it is left as it is, with a warning that names it. Other normalizations
-    (InstanceNorm, GroupNorm, LayerNorm, …) are never touched.
-
     Raises:
-        TypeError, ValueError: if `model` is not an nnx Module, or another argument is not what it
-            must be; the model is unchanged then.
-
-    In training the layers must then be called where `axis_name` is mapped: inside pmap, shard_map
-    or vmap. Evaluation needs no axis.
+        TypeError: if `model` is not an nnx Module.
+        ValueError: for another invalid argument. The model is unchanged after an error.
     """
-    layers = _batch_norms(
-        model, "A linen model is converted by effjax.linen.convert_batch_norm: its variables fit."
-    )
-    settings = converted_settings(axis_name, axis_index_groups, unbiased_running_var, stats)
+    layers = _batch_norms(model, "Convert a linen model with effjax.linen.convert_batch_norm.")
+    settings = conversion_settings(axis_name, axis_index_groups, unbiased_running_var, stats)
     for path, layer in layers:
         if type(layer) is nnx.BatchNorm:
-            # The attributes of Flax's class are a subset of ours and the rest have defaults in the
-            # class, so the object itself changes its class: all references to it stay valid.
+            # Changing the class of the object keeps all references to it valid. The attributes that
+            # Flax's class lacks have defaults in ours.
             object.__setattr__(layer, "__class__", BatchNorm)
         elif not isinstance(layer, BatchNorm):
             warnings.warn(
-                f"convert_batch_norm leaves {path} as it is: {type(layer).__name__} is a subclass "
-                "of flax.nnx.BatchNorm. Derive it from effjax.nnx.BatchNorm to have it converted.",
+                f"convert_batch_norm skips {path}: {type(layer).__name__} is a subclass of "
+                "flax.nnx.BatchNorm. Derive it from effjax.nnx.BatchNorm to convert it.",
                 stacklevel=2,
             )
             continue
@@ -74,46 +71,48 @@ def convert_batch_norm(
     return model
 
 
-# What Flax's class has not, and the values with which it does the same.
-_OF_EFFJAX = dict(unbiased_running_var=False, track_running_stats=True, activation=None)
+# Attributes that flax.nnx.BatchNorm lacks, with the values that match its behavior.
+_EXTRA_OPTIONS = dict(unbiased_running_var=False, track_running_stats=True, activation=None)
 
 
 def revert_batch_norm(model: M) -> M:
-    """Makes every `effjax.nnx.BatchNorm` of a model a `flax.nnx.BatchNorm`, in place.
+    """Convert every `effjax.nnx.BatchNorm` of a model back to `flax.nnx.BatchNorm`, in place.
 
-    The reverse of `convert_batch_norm`, but for `axis_name` and its groups, which stay;
-    ``convert_batch_norm(model, axis_name=None)`` takes these away.
+    `axis_name` and its groups stay; ``convert_batch_norm(model, axis_name=None)`` removes them.
 
     Args:
-        model: an nnx Module; it is changed.
+        model: an nnx Module; it is modified.
 
     Returns:
         `model`.
 
     Raises:
         TypeError: if `model` is not an nnx Module.
-        ValueError: for a layer with an option that Flax's has not, by name: an activation, several
-            axes, groups by a size, `momentum=None`, `unbiased_running_var=True` or
-            `track_running_stats=False`. The model is unchanged then.
+        ValueError: for a layer with an option that Flax does not support: an activation, several
+            axes, groups by size, `momentum=None`, `unbiased_running_var=True` or
+            `track_running_stats=False`. The model is unchanged after an error.
     """
     layers = [
         (path, layer)
-        for path, layer in _batch_norms(model, "A linen model has the converted one as `.model`.")
+        for path, layer in _batch_norms(
+            model, "For linen, use the `.model` of the converted model."
+        )
         if type(layer) is BatchNorm
     ]
     for path, layer in layers:
-        options = {name: getattr(layer, name) for name in _OF_EFFJAX}
-        odd = [name for name, value in options.items() if value != _OF_EFFJAX[name]]
-        odd += ["momentum"] if layer.momentum is None else []
-        odd += [] if isinstance(layer.axis, int) else ["axis"]
-        odd += ["axis_index_groups"] if isinstance(layer.axis_index_groups, int) else []
-        if odd:
+        options = {name: getattr(layer, name) for name in _EXTRA_OPTIONS}
+        unsupported = [name for name, value in options.items() if value != _EXTRA_OPTIONS[name]]
+        unsupported += ["momentum"] if layer.momentum is None else []
+        unsupported += [] if isinstance(layer.axis, int) else ["axis"]
+        unsupported += ["axis_index_groups"] if isinstance(layer.axis_index_groups, int) else []
+        if unsupported:
+            name = unsupported[0]
             raise ValueError(
-                f"`model` has {path} with `{odd[0]}` (={getattr(layer, odd[0])!r:.80}), which "
-                "flax.nnx.BatchNorm has not."
+                f"`{name}` (={getattr(layer, name)!r:.80}) of {path} is not supported by "
+                "flax.nnx.BatchNorm."
             )
     for _, layer in layers:
-        for name in (*_OF_EFFJAX, "stats", "num_batches"):
+        for name in (*_EXTRA_OPTIONS, "stats", "num_batches"):
             if name in vars(layer):
                 delattr(layer, name)
         object.__setattr__(layer, "__class__", nnx.BatchNorm)
@@ -121,7 +120,7 @@ def revert_batch_norm(model: M) -> M:
 
 
 def _batch_norms(model: Any, hint: str) -> list[tuple[str, nnx.BatchNorm]]:
-    """The layers and where they are."""
+    """Return the batch norms of a model with their paths."""
     if not isinstance(model, nnx.Module):
         raise TypeError(f"`model` must be a flax.nnx.Module, not {describe(model)}. {hint}")
     return [

@@ -1,4 +1,4 @@
-"""BatchNorm of linen and of NNX keep the same statistics: one battery for both."""
+"""Tests that linen's and NNX's BatchNorm share."""
 
 from typing import Any
 
@@ -79,12 +79,12 @@ FLAX = {Linen: linen, Nnx: nnx}
 
 
 @pytest.fixture(params=[Linen, Nnx])
-def flavour(request):
+def flavor(request):
     return request.param
 
 
-def test_momentum_none_is_the_mean_over_batches(flavour):
-    norm = flavour(momentum=None)
+def test_cumulative_average(flavor):
+    norm = flavor(momentum=None)
     batches = np.split(X, 3)
     for batch in batches:
         norm.train(batch)
@@ -93,52 +93,52 @@ def test_momentum_none_is_the_mean_over_batches(flavour):
         want = np.mean([getattr(b, name)((0, 1)) for b in batches], 0)
         np.testing.assert_allclose(norm.stats[name], want, rtol=1e-5)
     np.testing.assert_array_equal(norm.stats["num_batches"], 3)
-    assert set(flavour().stats) == {"mean", "var"}  # no counter otherwise
+    assert set(flavor().stats) == {"mean", "var"}
 
 
-def test_without_running_stats_evaluation_uses_the_batch(flavour):
-    """apex #1071."""
-    norm = flavour(track_running_stats=False)
+def test_evaluation_without_running_stats(flavor):
+    # apex #1071
+    norm = flavor(track_running_stats=False)
     assert not norm.stats
     y = norm.evaluate(X)
     np.testing.assert_allclose(y.mean((0, 1)), 0, atol=1e-5)
 
 
-def test_single_examples_as_in_flax(flavour):
-    """A network over single examples under vmap; linen is initialized without the axis."""
+def test_single_examples_match_flax(flavor):
+    """Single examples under vmap; linen initializes without the axis."""
     x, options = X[:, 0], dict(axis_name="batch", momentum=0.5)
-    ours, flaxs = (flavour(x[0], **options, **of) for of in ({}, {"of": FLAX[flavour]}))
-    got, want = (norm.train_by_example(x) for norm in (ours, flaxs))
+    ours, flax_norm = (flavor(x[0], **options, **of) for of in ({}, {"of": FLAX[flavor]}))
+    got, want = (norm.train_by_example(x) for norm in (ours, flax_norm))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
-    np.testing.assert_allclose(ours.evaluate(x[0]), flaxs.evaluate(x[0]), atol=1e-5)
+    np.testing.assert_allclose(ours.evaluate(x[0]), flax_norm.evaluate(x[0]), atol=1e-5)
     with pytest.raises(ValueError, match="rank 2 or more, or rank 1 where `axis_name`"):
-        flavour(x[0]).train(x[0])
+        flavor(x[0]).train(x[0])
 
 
-def test_a_mask_along_one_of_two_feature_axes(flavour):
+def test_mask_along_one_of_two_feature_axes(flavor):
     mask = np.random.default_rng(1).random((6, 4, 1)) < 0.7
-    norm = flavour(axis=(1, 2), momentum=0.0)
+    norm = flavor(axis=(1, 2), momentum=0.0)
     y = norm.train(X, mask=mask)
     want = np.stack([X[mask[:, i, 0], i].mean(0) for i in range(4)])
     np.testing.assert_allclose(norm.stats["mean"].reshape(4, 5), want, rtol=1e-5)
     assert y.shape == X.shape
 
 
-def test_complex_evaluation(flavour):
-    """With the statistics that training has left, on a real input too."""
+def test_complex_evaluation(flavor):
+    """Complex running statistics, applied to complex and real inputs."""
     x = (X + 1j * np.roll(X, 1, 0)).astype(np.complex64)
-    norm = flavour(momentum=0.0)
+    norm = flavor(momentum=0.0)
     y = norm.train(x)
     np.testing.assert_allclose(norm.evaluate(x), y, atol=1e-5)
     assert norm.evaluate(X).dtype == np.complex64
 
 
 @pytest.mark.parametrize("average", [True, False])
-def test_frozen_norms_need_no_epsilon(flavour, average):
+def test_zero_epsilon_in_evaluation_only(flavor, average):
     options: Any = dict(epsilon=0.0, use_running_average=average)
 
     def normalize():
-        if flavour is Nnx:
+        if flavor is Nnx:
             return effjax.nnx.BatchNorm(5, **options, rngs=nnx.Rngs(0))(X)
         return effjax.linen.BatchNorm(**options).init_with_output(jax.random.key(0), X)[0]
 

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 from typing import Any
 
 import chex
@@ -10,6 +11,7 @@ from flax import linen as nn
 from flax import serialization
 
 from effjax.linen import BatchNorm
+from tests.tiers import exhaustive
 
 X = np.random.default_rng(0).normal(3, 2, (6, 4, 5)).astype(np.float32)
 MASK = np.random.default_rng(1).random((6, 4, 1)) < 0.6
@@ -28,7 +30,7 @@ def init(module, x, **kwargs) -> Any:
     return module.init(jax.random.key(0), x, use_running_average=False, **kwargs)
 
 
-def test_fields_begin_with_those_of_flax():
+def test_fields_extend_those_of_flax():
     def fields(cls):
         skip = ("parent", "name")
         return [(f.name, f.default) for f in dataclasses.fields(cls) if f.name not in skip]
@@ -40,21 +42,26 @@ def test_fields_begin_with_those_of_flax():
     "options, axis",
     [
         ({}, -1),
-        (dict(momentum=0.9, epsilon=1e-3), 1),
-        (dict(use_scale=False), -1),
-        (dict(use_bias=False, use_scale=False), 0),
         (dict(force_float32_reductions=False, param_dtype=jnp.float16), (1, -1)),
         (dict(bias_init=nn.initializers.normal(), scale_init=nn.initializers.normal()), (-1, 0)),
-        (dict(use_fast_variance=False, dtype=jnp.float32), (-2, 0)),
+        *itertools.starmap(
+            exhaustive,
+            [
+                (dict(momentum=0.9, epsilon=1e-3), 1),
+                (dict(use_scale=False), -1),
+                (dict(use_bias=False, use_scale=False), 0),
+                (dict(use_fast_variance=False, dtype=jnp.float32), (-2, 0)),
+            ],
+        ),
     ],
 )
-def test_stands_in_for_flax(options, axis):
-    """Same variables, outputs and running statistics; variables of either load into the other."""
-    ours, flaxs = BatchNorm(axis=axis, **options), nn.BatchNorm(axis=axis, **options)
-    variables = init(flaxs, X)
+def test_matches_flax(options, axis):
+    """Variables, outputs and running statistics match; variables load both ways."""
+    ours, flax_norm = BatchNorm(axis=axis, **options), nn.BatchNorm(axis=axis, **options)
+    variables = init(flax_norm, X)
     chex.assert_trees_all_equal(init(ours, X), variables, strict=True)
     y, new = train(ours, variables, X)
-    want_y, want = train(flaxs, variables, X)
+    want_y, want = train(flax_norm, variables, X)
     tolerance: Any = dict(atol=2e-3, rtol=2e-3) if "param_dtype" in options else SAME
     np.testing.assert_allclose(y, want_y, **tolerance)
     assert y.dtype == want_y.dtype
@@ -64,12 +71,12 @@ def test_stands_in_for_flax(options, axis):
     for name in ("mean", "var"):
         np.testing.assert_allclose(new["batch_stats"][name], want["batch_stats"][name], **tolerance)
     np.testing.assert_allclose(
-        evaluate(ours, restored, X), evaluate(flaxs, restored, X), **tolerance
+        evaluate(ours, restored, X), evaluate(flax_norm, restored, X), **tolerance
     )
 
 
-def test_mask_counts_only_what_it_names():
-    x = np.where(MASK, X, np.nan)  # what is masked must not matter, not even as NaN
+def test_mask():
+    x = np.where(MASK, X, np.nan)  # masked values must not matter, even NaN
     ours = BatchNorm(momentum=0.9)
     y, new = train(ours, init(ours, X), x, mask=MASK)
     counted = X[MASK[..., 0]]
@@ -79,14 +86,14 @@ def test_mask_counts_only_what_it_names():
     np.testing.assert_allclose(new["batch_stats"]["var"], 0.9 + 0.1 * counted.var(0), rtol=1e-5)
 
 
-def test_initializing_leaves_running_stats_and_needs_no_axis():
+def test_initialization_needs_no_axis():
     module = BatchNorm(axis_name="absent", axis_index_groups=[[0, 1], [2, 3]])
     variables = init(module, X)
     np.testing.assert_array_equal(variables["batch_stats"]["mean"], 0)
     np.testing.assert_array_equal(variables["batch_stats"]["var"], 1)
 
 
-def test_used_twice_in_one_parent():
+def test_shared_layer():
     class Twice(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -99,14 +106,14 @@ def test_used_twice_in_one_parent():
     np.testing.assert_allclose(first, second, atol=1e-4)
 
 
-def test_use_running_average_must_be_said_once():
+def test_use_running_average_must_be_given_once():
     with pytest.raises(Exception, match="use_running_average"):
         BatchNorm().init(jax.random.key(0), X)
     with pytest.raises(Exception, match="use_running_average"):
         BatchNorm(use_running_average=True).init(jax.random.key(0), X, use_running_average=False)
 
 
-def test_half_precision_keeps_its_dtype_and_float32_statistics():
+def test_dtypes():
     x = jnp.asarray(X, jnp.bfloat16)
     module = BatchNorm(momentum=0.0)
     y, new = train(module, init(module, x), x)
@@ -122,7 +129,7 @@ def test_half_precision_keeps_its_dtype_and_float32_statistics():
         init(BatchNorm(dtype=jnp.int32), x)
 
 
-def test_narrower_dtype_keeps_statistics_of_the_input():
+def test_statistics_have_the_precision_of_the_input():
     x = jnp.asarray(X + 300)  # float16 would lose most of the deviations
     module = BatchNorm(momentum=0.0, dtype=jnp.float16)
     y, new = train(module, init(module, x), x)
@@ -130,8 +137,8 @@ def test_narrower_dtype_keeps_statistics_of_the_input():
     np.testing.assert_allclose(new["batch_stats"]["var"], np.asarray(x).var((0, 1)), rtol=1e-4)
 
 
-def test_variance_is_stable_where_flax_is_not():
-    """Flax's default variance is off by a quarter here; `use_fast_variance` changes nothing."""
+def test_variance_is_stable():
+    """The error of Flax's default variance is 25 % here; `use_fast_variance` has no effect."""
     x = np.random.default_rng(2).normal(1e3, 1, (512, 3)).astype(np.float32)
     module = BatchNorm(momentum=0.0, use_fast_variance=True)
     _, new = train(module, init(module, x), x)
@@ -139,19 +146,21 @@ def test_variance_is_stable_where_flax_is_not():
 
 
 def test_complex_input():
-    """As Flax: complex mean, variance E|x - mean|^2, under a mask too, with right gradients."""
+    """Complex mean and variance E|x - mean|², as in Flax, with a mask and gradients."""
     x = (X + 1j * np.roll(X, 1, 0)).astype(np.complex64)
-    module, flaxs = (cls(momentum=0.9, dtype=jnp.complex64) for cls in (BatchNorm, nn.BatchNorm))
+    module, flax_norm = (
+        cls(momentum=0.9, dtype=jnp.complex64) for cls in (BatchNorm, nn.BatchNorm)
+    )
     variables = init(module, x)
     y, new = train(module, variables, x, mask=MASK)
-    want_y, want = train(flaxs, variables, x, mask=MASK)
+    want_y, want = train(flax_norm, variables, x, mask=MASK)
     assert y.dtype == new["batch_stats"]["mean"].dtype == jnp.complex64
     np.testing.assert_allclose(y, want_y, atol=1e-5)
     for name in ("mean", "var"):
         np.testing.assert_allclose(new["batch_stats"][name], want["batch_stats"][name], rtol=1e-5)
     grads = [
         jax.grad(lambda x, m=m: jnp.real(train(m, variables, x)[0] * x[::-1]).sum())(jnp.asarray(x))
-        for m in (module, flaxs)
+        for m in (module, flax_norm)
     ]
     np.testing.assert_allclose(*grads, atol=2e-4)
     with pytest.raises(TypeError, match="complex64"):
@@ -159,7 +168,7 @@ def test_complex_input():
 
 
 def test_unbiased_running_var():
-    """torch #22192: the running variance is n/(n - 1) times the batch's, which the output uses."""
+    """The running variance is n/(n - 1) times that of the output (torch #22192)."""
     biased, unbiased = BatchNorm(momentum=0.0), BatchNorm(momentum=0.0, unbiased_running_var=True)
     variables = init(biased, X)
     y, new = train(unbiased, variables, X, mask=MASK)
@@ -168,8 +177,8 @@ def test_unbiased_running_var():
 
 
 @pytest.mark.parametrize("n", [0, 1])
-def test_batches_of_no_value_and_of_one(n):
-    """apex #262, torch #36530: no value changes no statistics, one has variance 0; no NaN."""
+def test_empty_and_single_value_batches(n):
+    """An empty batch changes no statistics; one value has variance 0 (apex #262, torch #36530)."""
     module = BatchNorm(momentum=0.5, unbiased_running_var=True)
     variables = init(module, X)
     y, new = train(module, variables, X[:n, 0])
@@ -180,7 +189,7 @@ def test_batches_of_no_value_and_of_one(n):
 
 
 @pytest.mark.parametrize("momentum", [0.5, None])
-def test_masked_channels_keep_their_running_stats(momentum):
+def test_masked_channels_preserve_their_running_stats(momentum):
     module = BatchNorm(momentum=momentum)
     mask = np.array([True, False, True, True, False])
     y, new = train(module, init(module, X), X, mask=mask)
@@ -216,13 +225,13 @@ def test_no_gradient_through_running_stats():
     assert all((g == 0).all() for g in grads)
 
 
-def test_axis_is_checked():
+def test_rejects_axis_out_of_range():
     with pytest.raises(ValueError, match="rank 3"):
         init(BatchNorm(axis=3), X)
 
 
-def test_under_vmap_remat_and_scan_of_linen():
-    """Lifted transformations: an ensemble, recomputation, and layers in a scan."""
+def test_lifted_transformations():
+    """Lifted vmap, remat and scan."""
 
     class Layer(nn.Module):
         @nn.compact
@@ -254,8 +263,8 @@ def test_under_vmap_remat_and_scan_of_linen():
 
 
 @pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map unchecked", "jit"])
-def test_statistics_of_the_whole_batch(how, mesh8):
-    """Unequal counts on eight devices (one of them empty) are weighted, as apex #387 asks."""
+def test_statistics_over_devices(how, mesh8):
+    """Unequal counts on eight devices, one of them 0, are weighted (apex #387)."""
     x = np.random.default_rng(4).normal(2, 3, (16, 5)).astype(np.float32)
     mask = np.random.default_rng(5).random((16, 1)) < 0.7
     mask[2:4] = False  # nothing on the second device
@@ -287,8 +296,8 @@ def test_statistics_of_the_whole_batch(how, mesh8):
 
 
 @pytest.mark.parametrize("options", [{}, dict(compute_flops=True, compute_vjp_flops=True)])
-def test_tabulate_shows_what_it_shows_of_flax(options):
-    """The same rows; with the operations of each the numbers differ."""
+def test_tabulate_matches_flax(options):
+    """The rows match; the numbers of operations differ."""
 
     class Net(nn.Module):
         norm: Any
@@ -307,7 +316,7 @@ def test_tabulate_shows_what_it_shows_of_flax(options):
     assert tables[0] == tables[1]
 
 
-def test_apply_without_running_stats_begins_them():
+def test_apply_without_running_stats_creates_them():
     module = BatchNorm(momentum=0.5)
     variables = init(module, X)
     _, want = train(module, variables, X)

@@ -1,4 +1,5 @@
 import inspect
+import itertools
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from flax.nnx.nn import dtypes
 
 from effjax import linen as effjax_linen
 from effjax.nnx import BatchNorm
+from tests.tiers import exhaustive
 
 X = np.random.default_rng(0).normal(3, 2, (6, 4, 5)).astype(np.float32)
 MASK = np.random.default_rng(1).random((6, 4, 1)) < 0.6
@@ -20,7 +22,7 @@ def make(cls: Any = BatchNorm, features=5, **options):
     return cls(features, rngs=nnx.Rngs(0), **options)
 
 
-def test_arguments_begin_with_those_of_flax():
+def test_signature_extends_that_of_flax():
     def arguments(cls):
         skip = ("scale_init", "bias_init")  # equal functions, but other objects
         params = inspect.signature(cls.__init__).parameters.values()
@@ -39,29 +41,31 @@ def test_arguments_begin_with_those_of_flax():
         dict(scale_init=nnx.initializers.normal(), scale_metadata=dict(note="kept")),
     ],
 )
-def test_stands_in_for_flax(options):
-    """Same variables, outputs and running statistics; states of either load into the other."""
-    ours, flaxs = make(**options), make(nnx.BatchNorm, **options)
+def test_matches_flax(options):
+    """Variables, outputs and running statistics match; states load both ways."""
+    ours, flax_norm = make(**options), make(nnx.BatchNorm, **options)
     pure = nnx.to_pure_dict(nnx.state(ours))
-    want = nnx.to_pure_dict(nnx.state(flaxs))
+    want = nnx.to_pure_dict(nnx.state(flax_norm))
     jax.tree.map(np.testing.assert_array_equal, pure, want)
     y = ours(X)
-    np.testing.assert_allclose(y, flaxs(X), **SAME)
-    np.testing.assert_allclose(ours.mean[...], flaxs.mean[...], **SAME)
-    np.testing.assert_allclose(ours.var[...], flaxs.var[...], **SAME)
-    nnx.update(flaxs, nnx.state(ours))
-    nnx.update(ours, nnx.state(flaxs))
+    np.testing.assert_allclose(y, flax_norm(X), **SAME)
+    np.testing.assert_allclose(ours.mean[...], flax_norm.mean[...], **SAME)
+    np.testing.assert_allclose(ours.var[...], flax_norm.var[...], **SAME)
+    nnx.update(flax_norm, nnx.state(ours))
+    nnx.update(ours, nnx.state(flax_norm))
     ours.eval()
-    flaxs.eval()
-    np.testing.assert_allclose(ours(X), flaxs(X), **SAME)
-    for a, b in zip(nnx.state(ours).values(), nnx.state(flaxs).values(), strict=True):
+    flax_norm.eval()
+    np.testing.assert_allclose(ours(X), flax_norm(X), **SAME)
+    for a, b in zip(nnx.state(ours).values(), nnx.state(flax_norm).values(), strict=True):
         assert type(a) is type(b) and a.get_metadata() == b.get_metadata()
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-@pytest.mark.parametrize("mask", [None, np.array([True, False, True, True, False])])
-def test_linen_and_nnx_compute_the_same_bits(dtype, mask, optimized):
+@pytest.mark.parametrize(
+    ("dtype", "masked"),
+    [("float16", True), *itertools.starmap(exhaustive, [("float16", False), ("float32", True)])],
+)
+def test_linen_and_nnx_compute_the_same_bits(dtype, masked, optimized):
+    mask = np.array([True, False, True, True, False]) if masked else None
     module = effjax_linen.BatchNorm(use_running_average=False, dtype=dtype, param_dtype=jnp.float16)
     variables = module.init(jax.random.key(0), X)
     y, new = module.apply(variables, X, mask=mask, mutable=["batch_stats"])
@@ -71,7 +75,7 @@ def test_linen_and_nnx_compute_the_same_bits(dtype, mask, optimized):
     np.testing.assert_array_equal(norm.var[...], new["batch_stats"]["var"])
 
 
-def test_several_feature_axes_are_kept_flat():
+def test_several_feature_axes():
     norm = make(features=20, axis=[-1, 1], momentum=0.5)
     module = effjax_linen.BatchNorm(use_running_average=False, axis=(1, 2), momentum=0.5)
     y, variables = module.init_with_output(jax.random.key(0), X)
@@ -81,7 +85,7 @@ def test_several_feature_axes_are_kept_flat():
 
 
 def test_modes():
-    """train(), eval(), set_attributes, view and the argument of the call, as in Flax."""
+    """train(), eval(), set_attributes, view and the call's argument, as in Flax."""
     norm = make()
     start = norm.mean[...]
     norm.eval()
@@ -93,15 +97,15 @@ def test_modes():
     assert norm.use_running_average is False
     view = nnx.view(norm, use_running_average=True)
     assert view.use_running_average is True and view.mean is norm.mean
-    norm.set_attributes(nnx.BatchNorm, use_running_average=True)  # found by Flax's class too
+    norm.set_attributes(nnx.BatchNorm, use_running_average=True)
     assert norm.use_running_average is True
     norm.use_running_average = None
     with pytest.raises(ValueError, match="use_running_average"):
         norm(X)
 
 
-def test_evaluation_on_one_value():
-    """apex #913: evaluation of a single image, without a scale and bias too (apex #158)."""
+def test_evaluation_of_one_value():
+    """A single image, without scale and bias (apex #913, #158)."""
     norm = make(use_scale=False, use_bias=False, axis_name="absent")
     norm.eval()
     np.testing.assert_allclose(norm(X[:1, 0]), X[:1, 0] / np.sqrt(1 + 1e-5), rtol=1e-6)
@@ -128,7 +132,7 @@ def test_unbiased_running_var_residual_and_activation():
     np.testing.assert_allclose(norm.var[...], X.reshape(-1, 5).var(0, ddof=1), rtol=1e-5)
 
 
-def test_empty_batch_keeps_running_stats():
+def test_empty_batch_preserves_running_stats():
     norm = make()
     y = norm(X, mask=np.zeros_like(MASK))
     assert np.isfinite(y).all()
@@ -136,8 +140,8 @@ def test_empty_batch_keeps_running_stats():
     np.testing.assert_array_equal(norm.var[...], 1)
 
 
-def test_wrong_number_of_features():
-    with pytest.raises(ValueError, match=r"num_features.*=4.*\(6, 4, 5\)"):
+def test_rejects_wrong_number_of_features():
+    with pytest.raises(ValueError, match=r"\(6, 4, 5\) must have `num_features` \(=4\)"):
         make(features=4, use_scale=False, use_bias=False)(X)
 
 
@@ -155,7 +159,7 @@ def loss(model, x):
 
 
 def test_under_jit_grad_split_merge_and_remat():
-    """The running statistics leave every transformation; the gradient is of Params alone."""
+    """Running statistics are updated in every transformation; only Params have gradients."""
 
     @nnx.jit
     def step(model, x):
@@ -186,7 +190,7 @@ def test_under_jit_grad_split_merge_and_remat():
 
 
 def test_under_vmap_and_scan():
-    """An ensemble of layers, and layers one after the other."""
+    """An ensemble of layers, and a stack of layers."""
 
     @nnx.vmap(in_axes=0, out_axes=0)
     def create(rngs):
@@ -206,7 +210,7 @@ def test_under_vmap_and_scan():
 
 @pytest.mark.parametrize("kind", ["ref", "hijax"])
 def test_mutable_variables(kind):
-    """Variables that JAX itself mutates."""
+    """Variables backed by mutable arrays."""
     with nnx.var_defaults(**{kind: True}):
         norm = make()
     norm(X)
@@ -215,7 +219,7 @@ def test_mutable_variables(kind):
 
 @pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map unchecked", "jit"])
 def test_gradients_over_devices(how, mesh8):
-    """Data parallel training is one device with the whole batch: loss, gradients, statistics."""
+    """Loss, gradients and statistics match those of one device with the whole batch."""
     x = np.random.default_rng(4).normal(2, 3, (16, 5)).astype(np.float32)
     reference = Net(nnx.Rngs(0))
     want_loss, want = nnx.value_and_grad(loss)(reference, x)
@@ -256,7 +260,7 @@ def test_gradients_over_devices(how, mesh8):
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_tabulate_shows_what_it_shows_of_flax(train):
+def test_tabulate_matches_flax(train):
     class Net(nnx.Module):
         def __init__(self, norm, rngs):
             self.linear = nnx.Linear(5, 5, rngs=rngs)
@@ -265,10 +269,10 @@ def test_tabulate_shows_what_it_shows_of_flax(train):
         def __call__(self, x):
             return self.norm(self.linear(x))
 
-    ours, flaxs = (nnx.tabulate(Net(cls, nnx.Rngs(0)), X) for cls in (BatchNorm, nnx.BatchNorm))
-    assert ours == flaxs
+    ours, flax = (nnx.tabulate(Net(cls, nnx.Rngs(0)), X) for cls in (BatchNorm, nnx.BatchNorm))
+    assert ours == flax
 
 
-def test_axes_in_lists_can_be_hashed():
+def test_lists_of_axes_are_hashable():
     norm = make(axis_name=["i", "j"], axis=[-1], axis_index_groups=None)
     hash(nnx.graphdef(norm))

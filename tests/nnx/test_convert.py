@@ -12,7 +12,7 @@ X = np.random.default_rng(0).normal(3, 2, (6, 4)).astype(np.float32)
 
 
 class BatchNormAct(nnx.BatchNorm):
-    """As timm has them: a subclass that does more than normalize."""
+    """A subclass with an activation, as in timm."""
 
     def __call__(self, x, **kwargs):
         return nnx.relu(super().__call__(x, **kwargs))
@@ -24,7 +24,7 @@ class SyncBatchNormAct(BatchNorm):
 
 
 class Model(nnx.Module):
-    """A BatchNorm in every place that can hold one; `first` and `again` are the same one."""
+    """A model with a BatchNorm in every kind of container; `first` and `again` are shared."""
 
     def __init__(self, rngs):
         def norm(**options):
@@ -54,7 +54,7 @@ def classes(model):
     return {path: type(module) for path, module in nnx.iter_modules(model)}
 
 
-def test_every_batch_norm_and_nothing_else():
+def test_converts_exactly_the_batch_norms():
     model = Model(nnx.Rngs(0))
     before = classes(model)
     assert convert_batch_norm(model, axis_name="data", axis_index_groups=[[0, 1], [2, 3]]) is model
@@ -67,7 +67,7 @@ def test_every_batch_norm_and_nothing_else():
     hash(nnx.graphdef(model))
 
 
-def test_keeps_references_values_metadata_and_modes():
+def test_preserves_references_values_metadata_and_modes():
     model = Model(nnx.Rngs(0))
     graph = list(nnx.iter_graph(model))
     before = [(path, id(value)) for path, value in graph if isinstance(value, nnx.Variable)]
@@ -95,7 +95,7 @@ def test_keeps_references_values_metadata_and_modes():
     assert (model.first.scale[...] != old).any() and model.first is model.again
 
 
-def test_computes_what_it_computed():
+def test_output_is_unchanged():
     model, converted = Model(nnx.Rngs(0)), convert_batch_norm(Model(nnx.Rngs(0)))
     np.testing.assert_allclose(converted(X), model(X), atol=1e-5)
     np.testing.assert_allclose(converted.first.mean[...], model.first.mean[...], rtol=1e-5)
@@ -104,7 +104,7 @@ def test_computes_what_it_computed():
     np.testing.assert_allclose(converted(X), model(X), atol=1e-5)
 
 
-def test_the_model_may_be_a_batch_norm():
+def test_converts_a_bare_batch_norm():
     norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
     assert convert_batch_norm(norm, "data", unbiased_running_var=True, stats="gather") is norm
     assert type(norm) is BatchNorm and norm.axis_name == "data"
@@ -113,15 +113,15 @@ def test_the_model_may_be_a_batch_norm():
     assert type(nnx.merge(graphdef, state)) is BatchNorm
 
 
-def test_keeps_activation_and_subclasses():
-    """timm #1254: a subclass with an activation must not lose it. It is left alone, and named."""
+def test_skips_subclasses_with_a_warning():
+    """A subclass with an activation must not lose it (timm #1254)."""
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(
         BatchNormAct(4, rngs=rngs),
         SyncBatchNormAct(4, rngs=rngs),
         BatchNorm(4, activation="relu", track_running_stats=False, rngs=rngs),
     )
-    with pytest.warns(UserWarning, match=r"layers\.0 as it is: BatchNormAct"):
+    with pytest.warns(UserWarning, match=r"skips layers\.0: BatchNormAct"):
         convert_batch_norm(model, "data")
     kept, own, fused = model.layers
     assert type(kept) is BatchNormAct and kept.axis_name is None
@@ -130,12 +130,7 @@ def test_keeps_activation_and_subclasses():
     assert not fused.track_running_stats
 
 
-def test_only_nnx_modules():
-    with pytest.raises(TypeError, match="dict"):
-        convert_batch_norm({})  # type: ignore[type-var]
-
-
-def test_outside_of_its_axis_the_error_says_what_to_do():
+def test_error_for_unmapped_axis():
     model = convert_batch_norm(Model(nnx.Rngs(0)), "data")
     with pytest.raises(ValueError, match=r"`axis_name` \(='data'\) is not mapped.*model.eval"):
         model(X)
@@ -143,7 +138,7 @@ def test_outside_of_its_axis_the_error_says_what_to_do():
     model(X)
 
 
-def test_what_is_refused_changes_nothing():
+def test_error_leaves_model_unchanged():
     model = Model(nnx.Rngs(0))
     before = classes(model)
     with pytest.raises(ValueError, match="`stats`"):
@@ -151,7 +146,7 @@ def test_what_is_refused_changes_nothing():
     assert classes(model) == before
 
 
-def test_no_axis_is_an_axis_to_ask_for():
+def test_axis_is_kept_or_removed():
     model = convert_batch_norm(Model(nnx.Rngs(0)), "data", 4)
     convert_batch_norm(model)
     assert model.first.axis_name == "data" and model.first.axis_index_groups == 4
@@ -163,8 +158,7 @@ def test_no_axis_is_an_axis_to_ask_for():
     model(X)
 
 
-def test_reverted():
-    """The class, its attributes and its structure are those of Flax's own layer."""
+def test_revert():
     model = revert_batch_norm(convert_batch_norm(Model(nnx.Rngs(0)), "data", stats="gather"))
     assert classes(model) == classes(Model(nnx.Rngs(0)))
     assert model.first.axis_name == "data"
@@ -172,8 +166,8 @@ def test_reverted():
         if isinstance(layer, nnx.BatchNorm):
             layer.axis_name = None
     assert nnx.graphdef(model) == nnx.graphdef(Model(nnx.Rngs(0)))
-    made = revert_batch_norm(BatchNorm(4, rngs=nnx.Rngs(0)))
-    np.testing.assert_allclose(made(X), nnx.BatchNorm(4, rngs=nnx.Rngs(0))(X), rtol=1e-6)
+    reverted = revert_batch_norm(BatchNorm(4, rngs=nnx.Rngs(0)))
+    np.testing.assert_allclose(reverted(X), nnx.BatchNorm(4, rngs=nnx.Rngs(0))(X), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -188,11 +182,15 @@ def test_reverted():
     ],
     ids=lambda options: list(options)[-1],
 )
-def test_not_reverted(options):
+def test_revert_rejects_options_that_flax_lacks(options):
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(BatchNorm(4, rngs=rngs), BatchNorm(4, **options, rngs=rngs))
-    with pytest.raises(ValueError, match=r"layers.1 with `\w+` .* flax.nnx.BatchNorm has not"):
+    with pytest.raises(ValueError, match=r"of layers.1 is not supported by flax.nnx"):
         revert_batch_norm(model)
     assert type(model.layers[0]) is BatchNorm
-    with pytest.raises(TypeError, match="flax.nnx.Module, not a dict"):
-        revert_batch_norm({})  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("convert", [convert_batch_norm, revert_batch_norm])
+def test_rejects_what_is_not_a_module(convert):
+    with pytest.raises(TypeError, match="must be a flax.nnx.Module, not a dict"):
+        convert({})
