@@ -13,7 +13,6 @@ import effjax
 import effjax.linen
 import effjax.nnx
 from effjax import compat, convert
-from effjax.models import DeformResNet
 
 
 def zeros(*shape):
@@ -53,10 +52,6 @@ def in_linen(name, inputs, **given):
     options = {k: v for k, v in given.items() if k not in inputs}
     layer = getattr(effjax.linen, name)(**options)
     return layer.init(jax.random.key(0), *(given[k] for k in inputs))
-
-
-def resnet(x, **given):
-    return DeformResNet(**{"rngs": nnx.Rngs(0)} | given)(x)
 
 
 def converted(**given):
@@ -137,16 +132,6 @@ FUNCTIONS = [
         NCHW | dict(padding=1, groups=2, deformable_groups=2),
         GEOMETRY | GROUPS | arrays_of(NCHW, "input", "offset", "weight")
         | optional(arrays_of(NCHW, "bias", "mask")),
-    ),
-    (
-        "DeformResNet", resnet,
-        dict(x=zeros(1, 4, 4, 3), stage_sizes=(1,), widths=(2,), deformable=()),
-        dict(
-            x=[*ARRAY, np.zeros((1, 4, 4, 3), complex)],
-            stage_sizes=INTEGERS, widths=INTEGERS, deformable=INTEGERS, modulated=FLAG,
-            offset_groups=INTEGER, num_classes=INTEGER, in_channels=INTEGER, momentum=NUMBER,
-            epsilon=[None, *NUMBER],
-        ),
     ),
     (
         "convert_deform_conv", converted, dict(weights=WEIGHTS, offset="moves"),

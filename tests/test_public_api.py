@@ -81,9 +81,6 @@ REVERSE_MODE_ONLY = {
     "effjax.nnx.OffloadModel": lambda x: nnx.OffloadModel([jnp.sin])(x),
     "effjax.models.DenseNet": lambda x: models.DenseNet(**SMALL, in_channels=4, rngs=Rngs(0))(x),
     "effjax.models.ResNet": lambda x: models.ResNet(**RESNET, in_channels=4, rngs=Rngs(0))(x),
-    "effjax.models.DeformResNet": lambda x: models.DeformResNet(
-        stage_sizes=(1,), widths=(4,), deformable=(0,), in_channels=4, rngs=Rngs(0)
-    )(x),
     "effjax.linen.BatchNorm": lambda x: apply_linen(
         linen.BatchNorm(use_running_average=False), x, mutable="batch_stats"
     )[0],

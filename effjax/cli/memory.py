@@ -395,7 +395,7 @@ def _model_steps(model: str, options: dict[str, Any], batch_size: int, num_devic
 
 
 def _image_steps(model: str, options: dict[str, Any], batch_size: int, num_devices: int) -> Steps:
-    from ..models import DENSENETS
+    from ..models.densenet import DENSENET_OPTIONS
     from ..train.images.forms import training_steps
 
     options = dict(options)
@@ -406,7 +406,7 @@ def _image_steps(model: str, options: dict[str, Any], batch_size: int, num_devic
     else:
         name = "densenet-bc" if model == "densenet" else model
         config = DenseNetConfig(model=name, batch_size=batch_size, **options)
-    small = config.network in ("densenet-bc", "resnet8") or "small_inputs" in DENSENETS.get(
+    small = config.network in ("densenet-bc", "resnet8") or "small_inputs" in DENSENET_OPTIONS.get(
         config.network, ()
     )
     default_size, default_classes = CIFAR if small else IMAGENET

@@ -9,8 +9,9 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from ..models import DENSENETS, RESNETS
+from ..models.densenet import DENSENET_OPTIONS
 from ..models.linen import DenseNet, ResNet
+from ..models.resnet import RESNET_OPTIONS
 from .files import ending_of, replacing, write
 from .tables import DENSENET, RESNET, Table, nnx_path
 from .weights import from_torch, path_of
@@ -18,7 +19,10 @@ from .weights import from_torch, path_of
 # What makes the linen module of the published name, of further options, and how it is called there.
 NETWORKS: dict[str, tuple[Callable[..., Any], Table]] = {
     name: (functools.partial(module, **options), table)
-    for module, known, table in ((DenseNet, DENSENETS, DENSENET), (ResNet, RESNETS, RESNET))
+    for module, known, table in (
+        (DenseNet, DENSENET_OPTIONS, DENSENET),
+        (ResNet, RESNET_OPTIONS, RESNET),
+    )
     for name, options in known.items()
 }
 IMAGES = (1, 64, 64, 3)
@@ -42,7 +46,8 @@ def as_nnx(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_checkpoint(path: Path, variables: Mapping[str, Any]) -> None:
     """A folder of Orbax, or a `.safetensors` file with dots between the keys, put in place when it
-    is whole."""
+    is whole.
+    """
     if ending_of(path) == ".safetensors":
         return write(path, flatten_dict(variables, sep="."))
     import orbax.checkpoint as ocp

@@ -1,26 +1,20 @@
-"""What the linen and the nnx DenseNet share: options, their validation, widths."""
+"""Options of a DenseNet and the code shared by the linen and nnx modules."""
 
 import dataclasses
-import math
 import operator
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
-from ..ops._common.arguments import as_dtype, as_flag, as_integer, as_number, check_choice, describe
-from ..ops.batch_norm.statistics import as_index_groups
-from .batch_norm import check_momentum, hashable_axes
-from .images import as_image_mask, as_images, compute_dtype
-
-Save = Literal["conv", "features"]
+from ..ops._common.arguments import as_integer, as_number, describe
+from .images import ImageNetworkConfig, as_images, cast_batch
 
 
-@dataclasses.dataclass(frozen=True)
-class DenseNetOptions:
-    """The options of a DenseNet, checked; `effjax.models.DenseNet` documents them."""
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class DenseNetConfig(ImageNetworkConfig):
+    """Options of a DenseNet; `effjax.models.DenseNet` documents them."""
 
     growth_rate: int = 32
     block_config: Sequence[int] = (6, 12, 24, 16)
@@ -29,114 +23,74 @@ class DenseNetOptions:
     bn_size: int = 4
     drop_rate: float = 0.0
     num_classes: int = 1000
-    small_inputs: bool = False
-    efficient: bool = True
-    save: Save = "conv"
     num_chunks: int | None = None
-    axis_name: Any = None
-    axis_index_groups: int | Sequence[Sequence[int]] | None = None
-    momentum: float | None = 0.9
-    epsilon: float = 1e-5
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.float32
-    unbiased_running_var: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("growth_rate", "num_init_features", "bn_size", "num_classes"):
             as_integer(name, getattr(self, name), 1)
-        _freeze(self, "block_config", _layers(self.block_config))
-        _freeze(self, "axis_index_groups", as_index_groups(self.axis_index_groups))
-        _freeze(self, "axis_name", hashable_axes(self.axis_name))
         if self.num_chunks is not None:
             as_integer("num_chunks", self.num_chunks, 1)
-        wanted = "in (0, 1]; 1 keeps all channels"
-        as_number("compression", self.compression, lambda c: 0 < c <= 1, wanted)
-        as_number("drop_rate", self.drop_rate, lambda r: 0 <= r < 1, "in [0, 1); 0 is no dropout")
-        check_momentum(self.momentum)
-        as_number("epsilon", self.epsilon, lambda e: 0 <= e < math.inf, "at least 0")
-        check_choice("save", self.save, "conv", "features")
-        for name in ("small_inputs", "efficient", "unbiased_running_var"):
-            as_flag(name, getattr(self, name))
-        if self.dtype is not None:
-            as_dtype("dtype", self.dtype)
-        as_dtype("param_dtype", self.param_dtype)
-        if min(after for _, after in self.widths()) < 1:
+        self.block_config = _as_block_config(self.block_config)
+        as_number("compression", self.compression, lambda c: 0 < c <= 1, "in (0, 1]")
+        as_number("drop_rate", self.drop_rate, lambda r: 0 <= r < 1, "in [0, 1)")
+        widths = block_widths(self)
+        if min(after for _, after in widths) < 1:
             raise ValueError(
-                f"`compression` (={self.compression}) leaves no channels: the widths before and "
-                f"after each transition would be {self.widths()}."
+                f"`compression` (={self.compression}) must leave at least one channel after each "
+                f"transition; the channels before and after each block would be {widths}."
             )
-
-    def widths(self) -> list[tuple[int, int]]:
-        """For each block, its input channels, and those after the block and its transition."""
-        widths, channels = [], self.num_init_features
-        for i, layers in enumerate(self.block_config):
-            before, channels = channels, channels + layers * self.growth_rate
-            if i < len(self.block_config) - 1:
-                channels = int(channels * self.compression)
-            widths.append((before, channels))
-        return widths
 
     @property
     def feature_channels(self) -> tuple[int, ...]:
-        """Channels of each block's output, before its transition."""
+        """Channels of each of the `features`."""
         return tuple(
-            before + layers * self.growth_rate
-            for layers, (before, _) in zip(self.block_config, self.widths(), strict=True)
+            before + num_layers * self.growth_rate
+            for num_layers, (before, _) in zip(self.block_config, block_widths(self), strict=True)
         )
 
-    def norm(self) -> dict[str, Any]:
-        """The arguments of every BatchNorm."""
-        return dict(
-            momentum=self.momentum, epsilon=self.epsilon, dtype=self.dtype,
-            param_dtype=self.param_dtype, axis_name=self.axis_name,
-            axis_index_groups=self.axis_index_groups, activation="relu",
-            unbiased_running_var=self.unbiased_running_var,
-        )  # fmt: skip
 
-    def prepare(
-        self, x: ArrayLike, in_channels: int | None, mask: ArrayLike | None
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Checks a batch; returns it in the computation's dtype, and the mask as [N, 1, 1, 1]."""
-        x = as_images(x, in_channels)
-        halvings = len(self.block_config) - 1
-        smallest = 2**halvings if self.small_inputs else 2 ** (halvings + 2) - 3
-        if min(x.shape[1:3]) < smallest:
-            raise ValueError(
-                f"`x` of shape {x.shape} is too small for {len(self.block_config)} blocks with "
-                f"small_inputs={self.small_inputs}: height and width must be at least {smallest}. "
-                "Use fewer blocks, small_inputs=True or larger images."
-            )
-        dtype = compute_dtype(x.dtype, self.dtype, self.param_dtype)
-        return x.astype(dtype), as_image_mask(mask, x)
+def block_widths(config: DenseNetConfig) -> list[tuple[int, int]]:
+    """Return each block's input channels, and the channels after the block and its transition."""
+    widths, channels = [], config.num_init_features
+    for i, num_layers in enumerate(config.block_config):
+        before, channels = channels, channels + num_layers * config.growth_rate
+        if i < len(config.block_config) - 1:
+            channels = int(channels * config.compression)
+        widths.append((before, channels))
+    return widths
+
+
+def prepare_batch(
+    config: DenseNetConfig, x: ArrayLike, in_channels: int | None, mask: ArrayLike | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Check a batch of images; return it in the dtype of the computation, and its mask."""
+    x = as_images(x, in_channels)
+    num_blocks = len(config.block_config)
+    # Each transition halves the image; the stem of large images does so twice, with padding.
+    smallest = 2 ** (num_blocks - 1) if config.small_inputs else 2 ** (num_blocks + 1) - 3
+    if min(x.shape[1:3]) < smallest:
+        raise ValueError(
+            f"`x` of shape {x.shape} is too small for {num_blocks} blocks with "
+            f"small_inputs={config.small_inputs}: height and width must be at least {smallest}. "
+            "Use fewer blocks, small_inputs=True or larger images."
+        )
+    return cast_batch(config, x, mask)
 
 
 def block_key(key: jax.Array | None, block: int) -> jax.Array | None:
-    """The dropout key of a block."""
+    """Return the dropout key of a block."""
     return None if key is None else jax.random.fold_in(key, block)
 
 
-def common(values: Sequence[Any]) -> Any:
-    """The value that all have, or None if they differ."""
-    return values[0] if all(v == values[0] for v in values) else None
-
-
-def _layers(block_config: Any) -> tuple[int, ...]:
-    """The number of layers of each block."""
+def _as_block_config(block_config: Any) -> tuple[int, ...]:
     try:
-        layers = tuple(map(operator.index, block_config))
+        num_layers = tuple(map(operator.index, block_config))
     except TypeError:
         raise TypeError(
             "`block_config` must be the number of layers of each block, like (6, 12), not "
             f"{describe(block_config)}."
         ) from None
-    if not layers:
-        raise ValueError(
-            "`block_config` is empty: give the number of layers of each block, like (6, 12)."
-        )
-    if min(layers) < 1:
-        raise ValueError(f"`block_config` (={layers}) must be at least 1 in every block.")
-    return layers
-
-
-def _freeze(options: DenseNetOptions, name: str, value: Any) -> None:
-    object.__setattr__(options, name, value)
+    if not num_layers or min(num_layers) < 1:
+        raise ValueError(f"`block_config` (={num_layers}) must have at least 1 layer per block.")
+    return num_layers

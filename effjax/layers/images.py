@@ -1,8 +1,10 @@
-"""What networks on images have in common: convolution, pooling, initial values, checks."""
+"""Code shared by the image networks: options, input checks, initializers, convolution, pooling."""
 
+import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,64 +13,133 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from ..ops._common.arguments import as_array, as_real_array
+from ..ops._common.arguments import as_array, as_dtype, as_number, as_real_array, check_choice
+from ..ops.batch_norm.statistics import as_index_groups
+from .batch_norm import check_momentum, hashable_axes
+
+Save = Literal["conv", "features"]
+Config = TypeVar("Config")
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class ImageNetworkConfig:
+    """Options that DenseNet and ResNet have in common.
+
+    The nnx and the linen networks inherit from their configuration, so each option is defined once.
+    """
+
+    small_inputs: bool = False
+    efficient: bool = True
+    save: Save = "conv"
+    axis_name: Any = None
+    axis_index_groups: int | Sequence[Sequence[int]] | None = None
+    momentum: float | None = 0.9
+    epsilon: float = 1e-5
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    unbiased_running_var: bool = False
+
+    def __post_init__(self) -> None:
+        self.axis_index_groups = as_index_groups(self.axis_index_groups)
+        self.axis_name = hashable_axes(self.axis_name)
+        check_momentum(self.momentum)
+        as_number("epsilon", self.epsilon, lambda e: 0 <= e < math.inf, "at least 0")
+        check_choice("save", self.save, "conv", "features")
+        check_dtypes(self.dtype, self.param_dtype)
+
+
+def copy_config(network: Any, config_type: type[Config]) -> Config:
+    """Return the options of a network without the network."""
+    fields: Any = dataclasses.fields(config_type)  # pyright: ignore[reportArgumentType]
+    return config_type(**{field.name: getattr(network, field.name) for field in fields})
+
+
+def norm_options(config: ImageNetworkConfig, activation: str | None = "relu") -> dict[str, Any]:
+    """Return the arguments of a BatchNorm."""
+    return dict(
+        momentum=config.momentum,
+        epsilon=config.epsilon,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        axis_name=config.axis_name,
+        axis_index_groups=config.axis_index_groups,
+        activation=activation,
+        unbiased_running_var=config.unbiased_running_var,
+    )
+
+
+def cast_batch(
+    config: ImageNetworkConfig, x: jax.Array, mask: ArrayLike | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the images in the dtype of the computation, and the mask as [N, 1, 1, 1]."""
+    dtype = compute_dtype(x.dtype, config.dtype, config.param_dtype)
+    return x.astype(dtype), as_image_mask(mask, x)
+
+
+def check_dtypes(dtype: Any, param_dtype: Any) -> None:
+    """Raise an error unless both are floating-point dtypes; `dtype` may be None."""
+    as_dtype("param_dtype", param_dtype)
+    if dtype is not None:
+        as_dtype("dtype", dtype)
 
 
 def as_images(x: ArrayLike, in_channels: int | None) -> jax.Array:
-    """Images `[N, H, W, C]`, with so many channels unless that is None."""
+    """Return `x` as an array `[N, H, W, C]`, with `in_channels` channels if given."""
     x = as_real_array("x", x)
     if x.ndim != 4:
         raise ValueError(f"`x` must be of shape [batch, height, width, channels], not {x.shape}.")
     if in_channels is not None and x.shape[-1] != in_channels:
         raise ValueError(
-            f"`x` of shape {x.shape} has {x.shape[-1]} channels in its last axis, but the "
-            f"model was made with in_channels={in_channels}; channels come last (NHWC)."
+            f"`x` of shape {x.shape} must have in_channels={in_channels} channels in its last axis "
+            "(NHWC)."
         )
     return x
 
 
 def as_image_mask(mask: Any, x: jax.Array) -> jax.Array | None:
-    """Which images count, as [N, 1, 1, 1]."""
+    """Return the mask of the images that count, as [N, 1, 1, 1]."""
     if mask is None:
         return None
     mask = as_array("mask", mask, jnp.bool_)
     if mask.shape not in ((x.shape[0],), (x.shape[0], 1, 1, 1)):
         raise ValueError(
-            f"`mask` of shape {mask.shape} must say which images count: of shape "
+            f"`mask` of shape {mask.shape} must have one value per image: shape "
             f"({x.shape[0]},) or ({x.shape[0]}, 1, 1, 1)."
         )
     return mask.reshape(-1, 1, 1, 1)
 
 
 def compute_dtype(x: DTypeLike, dtype: DTypeLike | None, param_dtype: DTypeLike) -> jnp.dtype:
-    """`dtype` where it is given; else half precision of x, or what x and the parameters make."""
+    """Return `dtype`; if None, x's half precision, or the promoted dtype of x and parameters."""
     if dtype is not None:
         return jnp.dtype(dtype)
     if jnp.issubdtype(x, jnp.floating) and jnp.dtype(x).itemsize < 4:
         return jnp.dtype(x)
-    return promoted(x, param_dtype)
+    return promote_dtypes(x, param_dtype)
 
 
-def promoted(*dtypes: DTypeLike) -> jnp.dtype:
-    """The dtype that holds all of these, whatever JAX is set to do by itself."""
+def promote_dtypes(*dtypes: DTypeLike) -> jnp.dtype:
+    """Return the promoted dtype, independently of JAX's `jax_numpy_dtype_promotion`."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.dtype(jnp.result_type(*dtypes))
 
 
 def he_normal(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """A kernel HWIO from N(0, 2/(kh·kw·out)): He et al. 2015, as in the DenseNet paper's code."""
-    return _drawn(key, shape, dtype, 2 / (shape[0] * shape[1] * shape[3]))
+    """Draw a kernel HWIO from N(0, 2/(kh·kw·out)) (He et al. 2015), as the original DenseNet."""
+    return _draw_normal(key, shape, dtype, 2 / (shape[0] * shape[1] * shape[3]))
 
 
 def lecun_normal(
     key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
-    """A matrix [in, out] from N(0, 1/in)."""
-    return _drawn(key, shape, dtype, 1 / shape[0])
+    """Draw a matrix [in, out] from N(0, 1/in)."""
+    return _draw_normal(key, shape, dtype, 1 / shape[0])
 
 
-def _drawn(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike, variance: float) -> jax.Array:
-    # Drawn in lengths that are powers of two: every layer of a DenseNet has a shape of its own, and
+def _draw_normal(
+    key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike, variance: float
+) -> jax.Array:
+    # Draw in lengths that are powers of two. Every layer of a DenseNet has another shape, and
     # compiling a generator for each of them would take longer than a first epoch.
     size = math.prod(shape)
     values = _normal(key, 1 << (size - 1).bit_length(), jnp.dtype(dtype), math.sqrt(variance))
@@ -83,7 +154,7 @@ def _normal(key: jax.Array, size: int, dtype: jnp.dtype, std: float) -> jax.Arra
 
 
 def conv(x: jax.Array, kernel: jax.Array, strides: int = 1, padding: int = 0) -> jax.Array:
-    """Convolution of NHWC with HWIO in x's dtype."""
+    """Convolve x (NHWC) with a kernel (HWIO) in x's dtype."""
     return lax.conv_general_dilated(
         x, kernel.astype(x.dtype), (strides, strides), [(padding, padding)] * 2,
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
@@ -91,7 +162,7 @@ def conv(x: jax.Array, kernel: jax.Array, strides: int = 1, padding: int = 0) ->
 
 
 def max_pool(x: jax.Array) -> jax.Array:
-    """3x3 with stride 2 and a border of 1."""
+    """Return the 3x3 max pool with stride 2 and padding 1."""
     return lax.reduce_window(
         x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), [(0, 0), (1, 1), (1, 1), (0, 0)]
     )

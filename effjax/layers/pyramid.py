@@ -1,6 +1,7 @@
-"""What the linen and the nnx FeaturePyramid share: options and the path from the top down."""
+"""Options of a feature pyramid and its top-down path, shared by the linen and nnx modules."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -8,24 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ..ops._common.arguments import (
-    as_dtype,
-    as_flag,
-    as_integer,
-    as_real_array,
-    check_choice,
-    describe,
-)
-from .images import compute_dtype, conv, promoted
-from .resnet import ConvPlan
+from ..ops._common.arguments import as_integer, as_real_array, check_choice, describe
+from .images import check_dtypes, compute_dtype, conv, promote_dtypes
+from .resnet import ConvSpec
 
 Extra = Literal["pool", "conv"]
 Source = Literal["input", "output"]
 
 
-@dataclasses.dataclass(frozen=True)
-class PyramidOptions:
-    """The options of a pyramid, checked; `effjax.models.FeaturePyramid` documents them."""
+@dataclasses.dataclass(unsafe_hash=True)
+class FeaturePyramidConfig:
+    """Options of a feature pyramid; `effjax.models.FeaturePyramid` documents them."""
 
     out_channels: int = 256
     extra_levels: int = 0
@@ -35,91 +29,97 @@ class PyramidOptions:
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         as_integer("out_channels", self.out_channels, 1)
         as_integer("extra_levels", self.extra_levels, 0)
         check_choice("extra", self.extra, "pool", "conv")
         check_choice("extra_from", self.extra_from, "input", "output")
-        as_flag("extra_relu", self.extra_relu)
-        if self.dtype is not None:
-            as_dtype("dtype", self.dtype)
-        as_dtype("param_dtype", self.param_dtype)
-
-    def convs(self, channels: Sequence[int]) -> tuple[list[ConvPlan], list[ConvPlan]]:
-        """The lateral convolutions, and those that make what comes out."""
-        out = self.out_channels
-        laterals = [ConvPlan(c, out, 1, 1) for c in channels]
-        outputs = [ConvPlan(out, out, 3, 1) for _ in channels]
-        if self.extra == "conv":
-            first = channels[-1] if self.extra_from == "input" else out
-            extras = [first, *[out] * self.extra_levels][: self.extra_levels]
-            outputs += [ConvPlan(c, out, 3, 2) for c in extras]
-        return laterals, outputs
-
-    def prepare(
-        self, features: Any, channels: tuple[int, ...] | None = None
-    ) -> tuple[jax.Array, ...]:
-        """The levels, checked, in the dtype of the computation."""
-        if not isinstance(features, Sequence) or not features:
-            raise TypeError(
-                "`features` must be a tuple of feature maps, the finest first, not "
-                f"{describe(features)}."
-            )
-        levels = tuple(as_real_array(f"features[{i}]", level) for i, level in enumerate(features))
-        if channels is not None and len(levels) != len(channels):
-            raise ValueError(
-                f"`features` has {len(levels)} levels, but `in_channels` (={channels}) is of "
-                f"{len(channels)}."
-            )
-        for i, level in enumerate(levels):
-            wanted = "C" if channels is None else channels[i]
-            if level.ndim != 4 or wanted not in ("C", level.shape[-1]):
-                raise ValueError(
-                    f"`features[{i}]` of shape {level.shape} must be [N, H, W, {wanted}]."
-                )
-            if level.shape[0] != levels[0].shape[0] or 0 in level.shape[1:]:
-                raise ValueError(
-                    f"`features[{i}]` of shape {level.shape} must have pixels of the "
-                    f"{levels[0].shape[0]} images of features[0]."
-                )
-        for i, (fine, coarse) in enumerate(zip(levels, levels[1:], strict=False)):
-            halves = tuple(-(-side // 2) for side in fine.shape[1:3])
-            if coarse.shape[1:3] not in (halves, fine.shape[1:3]):
-                raise ValueError(
-                    f"`features[{i + 1}]` of shape {coarse.shape} must have half the height and "
-                    f"width of the level before, {fine.shape}, rounded up, or the same."
-                )
-        dtype = compute_dtype(promoted(*(x.dtype for x in levels)), self.dtype, self.param_dtype)
-        return tuple(level.astype(dtype) for level in levels)
+        check_dtypes(self.dtype, self.param_dtype)
 
 
-def pyramid(
-    options: PyramidOptions, levels: Sequence[jax.Array], laterals: Sequence[Any], outputs: Any
+def pyramid_convs(
+    config: FeaturePyramidConfig, in_channels: Sequence[int]
+) -> tuple[list[ConvSpec], list[ConvSpec]]:
+    """Return the lateral and the output convolutions."""
+    out = config.out_channels
+    laterals = [ConvSpec(c, out, 1, 1) for c in in_channels]
+    outputs = [ConvSpec(out, out, 3, 1) for _ in in_channels]
+    if config.extra == "conv":
+        first = in_channels[-1] if config.extra_from == "input" else out
+        extras = [first, *[out] * config.extra_levels][: config.extra_levels]
+        outputs += [ConvSpec(c, out, 3, 2) for c in extras]
+    return laterals, outputs
+
+
+def prepare_features(
+    config: FeaturePyramidConfig, features: Any, in_channels: tuple[int, ...] | None = None
 ) -> tuple[jax.Array, ...]:
-    """The levels that come out, of those that came in and of (kernel, bias) of each convolution."""
+    """Check the feature maps of a backbone; return them in the dtype of the computation."""
+    if not isinstance(features, Sequence) or not features:
+        raise TypeError(
+            "`features` must be a tuple of feature maps, the finest first, not "
+            f"{describe(features)}."
+        )
+    levels = tuple(as_real_array(f"features[{i}]", level) for i, level in enumerate(features))
+    if in_channels is not None and len(levels) != len(in_channels):
+        raise ValueError(
+            f"`features` must have one level for each of `in_channels` (={in_channels}), not "
+            f"{len(levels)}."
+        )
+    batch_size = levels[0].shape[0]
+    for i, level in enumerate(levels):
+        channels = "C" if in_channels is None else in_channels[i]
+        if (
+            level.ndim != 4
+            or channels not in ("C", level.shape[-1])
+            or level.shape[0] != batch_size
+            or 0 in level.shape[1:]
+        ):
+            raise ValueError(
+                f"`features[{i}]` of shape {level.shape} must be [{batch_size}, H, W, {channels}] "
+                "with at least one pixel."
+            )
+    for i, (fine, coarse) in enumerate(itertools.pairwise(levels)):
+        halves = tuple(-(-side // 2) for side in fine.shape[1:3])
+        if coarse.shape[1:3] not in (halves, fine.shape[1:3]):
+            raise ValueError(
+                f"`features[{i + 1}]` of shape {coarse.shape} must have the height and width of "
+                f"the level before, {fine.shape}, or half of them, rounded up."
+            )
+    dtype = promote_dtypes(*(x.dtype for x in levels))
+    dtype = compute_dtype(dtype, config.dtype, config.param_dtype)
+    return tuple(level.astype(dtype) for level in levels)
+
+
+def apply_pyramid(
+    config: FeaturePyramidConfig, levels: Sequence[jax.Array], laterals: Sequence[Any], outputs: Any
+) -> tuple[jax.Array, ...]:
+    """Return the levels of the pyramid; `laterals` and `outputs` are pairs (kernel, bias)."""
     merged: list[jax.Array] = []
     for level, lateral in zip(reversed(levels), reversed(laterals), strict=True):
-        level = _convolve(level, lateral)
-        merged.insert(0, level + _enlarged(merged[0], level.shape[1:3]) if merged else level)
-    found = [_convolve(level, own) for level, own in zip(merged, outputs, strict=False)]
-    if options.extra == "pool":
-        for _ in range(options.extra_levels):
-            found.append(found[-1][:, ::2, ::2])  # a max pool of size 1 and stride 2
-    x = levels[-1] if options.extra_from == "input" else found[-1]
-    for i, of_extra in enumerate(outputs[len(levels) :]):
-        x = _convolve(jax.nn.relu(x) if i and options.extra_relu else x, of_extra, strides=2)
-        found.append(x)
-    return tuple(found)
+        level = _apply_conv(level, lateral)
+        merged.insert(0, level + _upsample(merged[0], level.shape[1:3]) if merged else level)
+    pyramid = [_apply_conv(level, output) for level, output in zip(merged, outputs, strict=False)]
+    if config.extra == "pool":
+        for _ in range(config.extra_levels):
+            pyramid.append(pyramid[-1][:, ::2, ::2])  # a max pool of size 1 and stride 2
+    x = levels[-1] if config.extra_from == "input" else pyramid[-1]
+    for i, output in enumerate(outputs[len(levels) :]):
+        x = _apply_conv(jax.nn.relu(x) if i and config.extra_relu else x, output, strides=2)
+        pyramid.append(x)
+    return tuple(pyramid)
 
 
-def _convolve(x: jax.Array, parameters: tuple[jax.Array, jax.Array], strides: int = 1) -> jax.Array:
+def _apply_conv(
+    x: jax.Array, parameters: tuple[jax.Array, jax.Array], strides: int = 1
+) -> jax.Array:
     kernel, bias = parameters
     y = conv(x, kernel, strides, kernel.shape[0] // 2)
     return y + bias.astype(x.dtype).reshape(1, 1, 1, -1)
 
 
-def _enlarged(x: jax.Array, sides: tuple[int, ...]) -> jax.Array:
-    """Nearest neighbors; of an odd number of pixels the last has no second copy."""
+def _upsample(x: jax.Array, sides: tuple[int, ...]) -> jax.Array:
+    """Double the size by nearest neighbors; crop the last row or column of an odd size."""
     if x.shape[1:3] == sides:
         return x
     height, width = sides
@@ -129,7 +129,7 @@ def _enlarged(x: jax.Array, sides: tuple[int, ...]) -> jax.Array:
 
 
 def as_channels(in_channels: Any) -> tuple[int, ...]:
-    """Channels of each level."""
+    """Return the channels of each level as a tuple."""
     try:
         channels = tuple(as_integer("in_channels", c, 1) for c in in_channels)
     except TypeError:
@@ -138,5 +138,5 @@ def as_channels(in_channels: Any) -> tuple[int, ...]:
             f"{describe(in_channels)}."
         ) from None
     if not channels:
-        raise ValueError("`in_channels` is empty: give the channels of each level.")
+        raise ValueError("`in_channels` (=()) must have at least one level.")
     return channels

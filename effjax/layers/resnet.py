@@ -1,50 +1,33 @@
-"""What the linen and the nnx ResNet share: options, their validation, the plan of the network."""
+"""Options of a ResNet and its stem and blocks as functions of arrays, shared by linen and nnx.
+
+With `efficient=True` stem and blocks run under `jax.checkpoint`. A block then keeps the outputs of
+its inner convolutions (`save="conv"`) or nothing (`save="features"`), and in both cases the
+statistics of its norms, so that the backward pass repeats no all-reduce.
+"""
 
 import dataclasses
-import math
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike, DTypeLike
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
 
-from ..ops._common.arguments import as_dtype, as_flag, as_integer, as_number, check_choice, describe
-from ..ops.batch_norm.statistics import as_index_groups
-from .batch_norm import check_momentum, hashable_axes
-from .images import as_image_mask, as_images, compute_dtype
+from ..ops._common.arguments import as_integer, describe
+from ..ops.batch_norm.sync import STATISTICS, BatchStats
+from ..ops.deform_conv import deform_conv2d
+from .batch_norm import normalize_batch, normalize_inference
+from .deform_conv import split_predicted
+from .images import ImageNetworkConfig, as_images, cast_batch, conv, max_pool
 
-Save = Literal["conv", "features"]
-EXPANSION = 4  # of a bottleneck: its output's channels by those of its 3x3 convolution
-
-
-class ConvPlan(NamedTuple):
-    """A convolution of a block; its padding is half of its size on every side."""
-
-    channels: int
-    features: int
-    size: int
-    strides: int
-    deformable: bool = False
-
-    @property
-    def padding(self) -> int:
-        return self.size // 2
+EXPANSION = 4  # ratio of a bottleneck's output channels to its inner channels
+CONV_OUTPUT = "effjax.resnet.conv"  # checkpoint name of all convolutions but a block's last
 
 
-class BlockPlan(NamedTuple):
-    """The convolutions of a block, and that of its shortcut, if there is one; whether its norms are
-    constants."""
-
-    convs: tuple[ConvPlan, ...]
-    shortcut: ConvPlan | None
-    frozen: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class ResNetOptions:
-    """The options of a ResNet, checked; `effjax.models.ResNet` documents them."""
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class ResNetConfig(ImageNetworkConfig):
+    """Options of a ResNet; `effjax.models.ResNet` documents them."""
 
     stage_sizes: Sequence[int] = (3, 4, 6, 3)
     bottleneck: bool = True
@@ -54,44 +37,27 @@ class ResNetOptions:
     modulated: bool = True
     offset_groups: int = 1
     num_classes: int | None = 1000
-    small_inputs: bool = False
-    efficient: bool = True
-    save: Save = "conv"
     frozen_stages: int = -1
     frozen_norm: bool = False
-    axis_name: Any = None
-    axis_index_groups: int | Sequence[Sequence[int]] | None = None
-    momentum: float | None = 0.9
-    epsilon: float = 1e-5
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.float32
-    unbiased_running_var: bool = False
 
-    def __post_init__(self):
-        _freeze(self, "stage_sizes", _stage_sizes(self.stage_sizes))
-        _freeze(self, "stage_with_dcn", _deformed(self.stage_with_dcn, len(self.stage_sizes)))
-        _freeze(self, "axis_index_groups", as_index_groups(self.axis_index_groups))
-        _freeze(self, "axis_name", hashable_axes(self.axis_name))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.stage_sizes = _as_stage_sizes(self.stage_sizes)
+        self.stage_with_dcn = tuple(map(bool, self.stage_with_dcn))
+        if len(self.stage_with_dcn) not in (0, len(self.stage_sizes)):
+            raise ValueError(
+                f"`stage_with_dcn` (={self.stage_with_dcn}) must be () or have one value for each "
+                f"of the {len(self.stage_sizes)} stages."
+            )
         for name in ("width", "offset_groups"):
             as_integer(name, getattr(self, name), 1)
         if self.num_classes is not None:
             as_integer("num_classes", self.num_classes, 1)
         if as_integer("frozen_stages", self.frozen_stages, -1) > len(self.stage_sizes):
             raise ValueError(
-                f"`frozen_stages` (={self.frozen_stages}) is more than the "
-                f"{len(self.stage_sizes)} stages; -1 freezes nothing, 0 the stem."
+                f"`frozen_stages` (={self.frozen_stages}) must be at most the number of stages "
+                f"(={len(self.stage_sizes)}); -1 freezes nothing, 0 the stem."
             )
-        check_momentum(self.momentum)
-        as_number("epsilon", self.epsilon, lambda e: 0 <= e < math.inf, "at least 0")
-        for name in (
-            "bottleneck", "stride_in_1x1", "modulated", "small_inputs", "efficient",
-            "frozen_norm", "unbiased_running_var",
-        ):  # fmt: skip
-            as_flag(name, getattr(self, name))
-        check_choice("save", self.save, "conv", "features")
-        if self.dtype is not None:
-            as_dtype("dtype", self.dtype)
-        as_dtype("param_dtype", self.param_dtype)
         if any(self.stage_with_dcn) and self.width % self.offset_groups:
             raise ValueError(
                 f"`offset_groups` (={self.offset_groups}) must divide `width` (={self.width}), "
@@ -100,107 +66,221 @@ class ResNetOptions:
 
     @property
     def feature_channels(self) -> tuple[int, ...]:
-        """Channels of the output of each stage."""
-        wide = self.width * (EXPANSION if self.bottleneck else 1)
-        return tuple(wide << stage for stage in range(len(self.stage_sizes)))
-
-    def freezes_norm(self, part: int) -> bool:
-        """Whether the norms of the stem (0) or of a stage (1, …) are constant."""
-        return self.frozen_norm or part <= self.frozen_stages
-
-    def cut(self, h: jax.Array, part: int) -> jax.Array:
-        """The output of the stem (0) or of a stage (1, …), without a gradient if it is frozen."""
-        return lax.stop_gradient(h) if part <= self.frozen_stages else h
-
-    def stem(self, in_channels: int) -> ConvPlan:
-        """The first convolution."""
-        return ConvPlan(
-            in_channels, self.width, *((3, 1) if self.small_inputs else (7, 2))
-        )  # fmt: skip
-
-    def stages(self) -> list[list[BlockPlan]]:
-        """The blocks of each stage."""
-        found, channels = [], self.width
-        for stage, (size, features) in enumerate(
-            zip(self.stage_sizes, self.feature_channels, strict=True)
-        ):
-            blocks = []
-            for i in range(size):
-                blocks.append(self._block(stage, channels, 2 if stage and not i else 1))
-                channels = features
-            found.append(blocks)
-        return found
-
-    def _block(self, stage: int, channels: int, strides: int) -> BlockPlan:
-        inner, features = self.width << stage, self.feature_channels[stage]
-        deformable = bool(self.stage_with_dcn) and self.stage_with_dcn[stage]
-        if self.bottleneck:
-            first, second = (strides, 1) if self.stride_in_1x1 else (1, strides)
-            convs = (
-                ConvPlan(channels, inner, 1, first),
-                ConvPlan(inner, inner, 3, second, deformable),
-                ConvPlan(inner, features, 1, 1),
-            )
-        else:
-            convs = (
-                ConvPlan(channels, inner, 3, strides),
-                ConvPlan(inner, features, 3, 1, deformable),
-            )
-        shortcut = None
-        if strides > 1 or channels != features:
-            shortcut = ConvPlan(channels, features, 1, strides)
-        return BlockPlan(convs, shortcut, self.freezes_norm(stage + 1))
-
-    def norm(self, activation: str | None = "relu") -> dict[str, Any]:
-        """The arguments of a BatchNorm."""
-        return dict(
-            momentum=self.momentum, epsilon=self.epsilon, dtype=self.dtype,
-            param_dtype=self.param_dtype, axis_name=self.axis_name,
-            axis_index_groups=self.axis_index_groups, activation=activation,
-            unbiased_running_var=self.unbiased_running_var,
-        )  # fmt: skip
-
-    def prepare(
-        self, x: ArrayLike, in_channels: int | None, mask: ArrayLike | None
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Checks a batch; returns it in the computation's dtype, and the mask as [N, 1, 1, 1]."""
-        x = as_images(x, in_channels)
-        if min(x.shape[1:3]) < 1:
-            raise ValueError(f"`x` of shape {x.shape} has no pixels.")
-        dtype = compute_dtype(x.dtype, self.dtype, self.param_dtype)
-        return x.astype(dtype), as_image_mask(mask, x)
+        """Channels of each of the `features`."""
+        channels = self.width * (EXPANSION if self.bottleneck else 1)
+        return tuple(channels << stage for stage in range(len(self.stage_sizes)))
 
 
-def _stage_sizes(sizes: Any) -> tuple[int, ...]:
-    try:
-        sizes = tuple(as_integer("stage_sizes", size, 1) for size in sizes)
-    except TypeError:
-        raise TypeError(
-            "`stage_sizes` must be the number of blocks of each stage, like (3, 4, 6, 3), not "
-            f"{describe(sizes)}."
-        ) from None
-    if not sizes:
-        raise ValueError(
-            "`stage_sizes` is empty: give the number of blocks of each stage, like (3, 4, 6, 3)."
-        )
-    return sizes
+class ConvSpec(NamedTuple):
+    """Sizes of a convolution whose padding is half of the kernel size on every side."""
+
+    channels: int
+    features: int
+    size: int
+    strides: int
+    deformable: bool = False
+
+    @property
+    def padding(self) -> int:
+        """Padding on every side."""
+        return self.size // 2
 
 
-def _deformed(stages: Any, count: int) -> tuple[bool, ...]:
-    try:
-        stages = tuple(as_flag("stage_with_dcn", stage) for stage in stages)
-    except TypeError:
-        raise TypeError(
-            "`stage_with_dcn` must say of each stage whether it is deformable, like (False, True, "
-            f"True, True), not be {describe(stages)}."
-        ) from None
-    if stages and len(stages) != count:
-        raise ValueError(
-            f"`stage_with_dcn` (={stages}) must have a value for each of the {count} stages, or "
-            "be ()."
-        )
+class BlockSpec(NamedTuple):
+    """Convolutions of a block and of its shortcut; `frozen` if its norms are constant."""
+
+    convs: tuple[ConvSpec, ...]
+    shortcut: ConvSpec | None
+    frozen: bool
+
+
+def stem_spec(config: ResNetConfig, in_channels: int) -> ConvSpec:
+    """Return the sizes of the first convolution."""
+    size, strides = (3, 1) if config.small_inputs else (7, 2)
+    return ConvSpec(in_channels, config.width, size, strides)
+
+
+def stage_specs(config: ResNetConfig) -> list[list[BlockSpec]]:
+    """Return the blocks of each stage."""
+    stages, channels = [], config.width
+    for stage, num_blocks in enumerate(config.stage_sizes):
+        blocks = []
+        for i in range(num_blocks):
+            strides = 2 if stage > 0 and i == 0 else 1
+            blocks.append(_block_spec(config, stage, channels, strides))
+            channels = config.feature_channels[stage]
+        stages.append(blocks)
     return stages
 
 
-def _freeze(options: ResNetOptions, name: str, value: Any) -> None:
-    object.__setattr__(options, name, value)
+def _block_spec(config: ResNetConfig, stage: int, channels: int, strides: int) -> BlockSpec:
+    inner, features = config.width << stage, config.feature_channels[stage]
+    deformable = bool(config.stage_with_dcn) and config.stage_with_dcn[stage]
+    if config.bottleneck:
+        first, second = (strides, 1) if config.stride_in_1x1 else (1, strides)
+        convs = (
+            ConvSpec(channels, inner, 1, first),
+            ConvSpec(inner, inner, 3, second, deformable),
+            ConvSpec(inner, features, 1, 1),
+        )
+    else:
+        convs = (
+            ConvSpec(channels, inner, 3, strides),
+            ConvSpec(inner, features, 3, 1, deformable),
+        )
+    shortcut = None
+    if strides > 1 or channels != features:
+        shortcut = ConvSpec(channels, features, 1, strides)
+    return BlockSpec(convs, shortcut, has_frozen_norm(config, stage + 1))
+
+
+def has_frozen_norm(config: ResNetConfig, part: int) -> bool:
+    """Return True if the norms of the stem (part 0) or of a stage (1, …) are constant."""
+    return config.frozen_norm or part <= config.frozen_stages
+
+
+def stop_frozen_gradient(config: ResNetConfig, h: jax.Array, part: int) -> jax.Array:
+    """Stop the gradient of the output of the stem (part 0) or of a stage (1, …) if frozen."""
+    return lax.stop_gradient(h) if part <= config.frozen_stages else h
+
+
+def prepare_batch(
+    config: ResNetConfig, x: ArrayLike, in_channels: int | None, mask: ArrayLike | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Check a batch of images; return it in the dtype of the computation, and its mask."""
+    x = as_images(x, in_channels)
+    if min(x.shape[1:3]) < 1:
+        raise ValueError(f"`x` of shape {x.shape} must have at least one pixel per image.")
+    return cast_batch(config, x, mask)
+
+
+class NormSpec(NamedTuple):
+    """Static arguments of one BatchNorm call."""
+
+    use_running_stats: bool
+    frozen: bool  # running statistics, scale and bias are constants
+    options: tuple[tuple[str, Any], ...]  # of `normalize_batch` and `normalize_inference`
+    batch_options: tuple[tuple[str, Any], ...]  # of `normalize_batch` only
+
+
+class NormArrays(NamedTuple):
+    """Running statistics and parameters of one BatchNorm."""
+
+    mean: Any
+    var: Any
+    scale: Any
+    bias: Any
+
+
+class BlockArrays(NamedTuple):
+    """Arrays of a stem or a block; those of the shortcut come last.
+
+    A convolution is its kernel; a deformable one is a dict
+    `{"kernel", "offset_conv": {"kernel", "bias"}}`.
+    """
+
+    convs: tuple[Any, ...]
+    norms: tuple[NormArrays, ...]
+
+
+Output = tuple[jax.Array, tuple[BatchStats | None, ...]]
+
+
+def norm_spec(norm: Any, use_running_stats: bool, frozen: bool) -> NormSpec:
+    """Return the static arguments of a BatchNorm module of either flavor."""
+    options = dict(
+        dtype=norm.dtype, axis=-1, epsilon=norm.epsilon, activation=norm.activation
+    )  # fmt: skip
+    batch_options = {
+        name: getattr(norm, name) for name in ("axis_name", "axis_index_groups", "stats")
+    }
+    return NormSpec(
+        use_running_stats or frozen, frozen, tuple(options.items()), tuple(batch_options.items())
+    )
+
+
+def apply_stem(
+    config: ResNetConfig, norm: NormSpec, x: jax.Array, arrays: BlockArrays, mask: jax.Array | None
+) -> Output:
+    """Return the output of the stem and the batch statistics of its norm."""
+
+    def run(x: jax.Array, arrays: BlockArrays, mask: jax.Array | None) -> Output:
+        h = _apply_conv(config, x, arrays.convs[0], stem_spec(config, x.shape[-1]))
+        h = checkpoint_name(h, CONV_OUTPUT)
+        h, stats = _apply_norm(norm, h, arrays.norms[0], mask)
+        return h if config.small_inputs else max_pool(h), (stats,)
+
+    return _recompute(config, run)(x, arrays, mask)
+
+
+def apply_block(
+    config: ResNetConfig, spec: BlockSpec, norms: tuple[NormSpec, ...], x: jax.Array,
+    arrays: BlockArrays, mask: jax.Array | None,
+) -> Output:  # fmt: skip
+    """Return the output of a block and the batch statistics of its norms, the shortcut's last."""
+
+    def run(x: jax.Array, arrays: BlockArrays, mask: jax.Array | None) -> Output:
+        shortcut, shortcut_stats = x, []
+        if spec.shortcut is not None:
+            shortcut = _apply_conv(config, x, arrays.convs[-1], spec.shortcut)
+            shortcut, stats = _apply_norm(norms[-1], shortcut, arrays.norms[-1], mask)
+            shortcut_stats = [stats]
+        h, all_stats = x, []
+        for k, conv_spec in enumerate(spec.convs):
+            is_last = k == len(spec.convs) - 1
+            h = _apply_conv(config, h, arrays.convs[k], conv_spec)
+            if not is_last:
+                h = checkpoint_name(h, CONV_OUTPUT)
+            # The last norm adds the shortcut before its ReLU.
+            residual = shortcut if is_last else None
+            h, stats = _apply_norm(norms[k], h, arrays.norms[k], mask, residual)
+            all_stats.append(stats)
+        return h, (*all_stats, *shortcut_stats)
+
+    return _recompute(config, run)(x, arrays, mask)
+
+
+def _recompute(config: ResNetConfig, run: Callable[..., Output]) -> Callable[..., Output]:
+    if not config.efficient:
+        return run
+    names = (STATISTICS, CONV_OUTPUT) if config.save == "conv" else (STATISTICS,)
+    return jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(*names))
+
+
+def _apply_conv(config: ResNetConfig, x: jax.Array, arrays: Any, spec: ConvSpec) -> jax.Array:
+    if not spec.deformable:
+        return conv(x, arrays, spec.strides, spec.padding)
+    offset_conv = arrays["offset_conv"]
+    predicted = conv(x, offset_conv["kernel"], spec.strides, spec.padding)
+    predicted += offset_conv["bias"].astype(x.dtype).reshape(1, 1, 1, -1)
+    offset, mask = split_predicted(predicted, config.modulated)
+    return deform_conv2d(
+        x, offset, arrays["kernel"].astype(x.dtype), mask, strides=spec.strides,
+        padding=spec.padding, offset_groups=config.offset_groups,
+    )  # fmt: skip
+
+
+def _apply_norm(
+    norm: NormSpec, x: jax.Array, arrays: NormArrays, mask: jax.Array | None,
+    residual: jax.Array | None = None,
+) -> tuple[jax.Array, BatchStats | None]:  # fmt: skip
+    options: dict[str, Any] = dict(norm.options, residual=residual)
+    if norm.frozen:
+        arrays = NormArrays(*map(lax.stop_gradient, arrays))
+    if norm.use_running_stats:
+        return normalize_inference(x, *arrays, **options), None
+    batch_options = dict(norm.batch_options)
+    return normalize_batch(x, arrays.scale, arrays.bias, mask=mask, **options, **batch_options)
+
+
+def _as_stage_sizes(stage_sizes: Any) -> tuple[int, ...]:
+    try:
+        stage_sizes = tuple(as_integer("stage_sizes", size, 1) for size in stage_sizes)
+    except TypeError:
+        raise TypeError(
+            "`stage_sizes` must be the number of blocks of each stage, like (3, 4, 6, 3), not "
+            f"{describe(stage_sizes)}."
+        ) from None
+    if not stage_sizes:
+        raise ValueError("`stage_sizes` (=()) must have at least one stage.")
+    return stage_sizes

@@ -9,8 +9,10 @@ from flax import nnx
 torch = pytest.importorskip("torch", reason="PyTorch is compared with where it is")
 
 from effjax import convert, models  # noqa: E402
+from effjax.models.densenet import DENSENET_OPTIONS  # noqa: E402
 from effjax.models.linen import DenseNet as LinenDenseNet  # noqa: E402
 from effjax.models.linen import ResNet  # noqa: E402
+from effjax.models.resnet import RESNET_OPTIONS  # noqa: E402
 from tests.convert import cases, record, torch_networks  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -77,14 +79,14 @@ IMAGES = jax.ShapeDtypeStruct((1, 64, 64, 3), jnp.float32)
 @pytest.mark.parametrize("name", torch_networks.DENSENETS)
 def test_names_of_densenets(name):
     weights = zeros(torch_networks.DenseNet, **torch_networks.DENSENETS[name])
-    model = LinenDenseNet(**models.DENSENETS[name])
+    model = LinenDenseNet(**DENSENET_OPTIONS[name])
     check_names(weights, model, convert.DENSENET)
 
 
-@pytest.mark.parametrize("name", models.RESNETS)
+@pytest.mark.parametrize("name", RESNET_OPTIONS)
 def test_names_of_resnets(name):
     weights = zeros(torch_networks.ResNet, *torch_networks.RESNETS[name])
-    check_names(weights, ResNet(**models.RESNETS[name]), convert.RESNET)
+    check_names(weights, ResNet(**RESNET_OPTIONS[name]), convert.RESNET)
 
 
 def check_names(weights, model, table):

@@ -1,4 +1,4 @@
-"""A network of either flavor as a function of {name: array}, with nnx's names for both."""
+"""Networks of either flavor as functions of {name: array}, with nnx's names for both."""
 
 import functools
 
@@ -11,8 +11,8 @@ from effjax.convert.tables import nnx_path
 
 
 class Nnx:
-    def __init__(self, cls, **options):
-        make = functools.partial(cls, **options, param_dtype=jnp.float64)
+    def __init__(self, network, **options):
+        make = functools.partial(network, **options, param_dtype=jnp.float64)
         self.model = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
         self.graphdef, params, stats = nnx.split(self.model, nnx.Param, nnx.BatchStat)
         self.paths = [dict(nnx.to_flat_state(state)) for state in (params, stats)]
@@ -20,41 +20,46 @@ class Nnx:
     def names(self, x):
         return [{_dotted(p): v for p, v in paths.items()} for paths in self.paths]
 
-    def __call__(self, params, stats, x, train=True, method="__call__", **given):
+    def __call__(self, params, stats, x, train=True, method="__call__", key=None, **options):
         states = [
             nnx.from_flat_state({p: v.replace(values[_dotted(p)]) for p, v in paths.items()})
             for paths, values in zip(self.paths, (params, stats), strict=True)
         ]
         model = nnx.merge(self.graphdef, *states)
         model.train() if train else model.eval()
-        y = getattr(model, method)(x, **given)
-        new = nnx.to_flat_state(nnx.state(model, nnx.BatchStat))
-        return y, {_dotted(p): v[...] for p, v in new}
+        if key is not None:
+            options["rngs"] = key
+        y = getattr(model, method)(x, **options)
+        new_stats = nnx.to_flat_state(nnx.state(model, nnx.BatchStat))
+        return y, {_dotted(p): v[...] for p, v in new_stats}
 
 
 class Linen:
-    def __init__(self, cls, **options):
-        self.model = cls(**options, param_dtype=jnp.float64)
+    def __init__(self, network, **options):
+        self.model = network(**options, param_dtype=jnp.float64)
         self.linen_names = {}
 
     def names(self, x):
         variables = jax.eval_shape(self.model.init, jax.random.key(0), x)
-        found = []
+        names = []
         for kind in ("params", "batch_stats"):
             flat = traverse_util.flatten_dict(variables.get(kind, {}), sep=".")
             self.linen_names |= {(kind, nnx_path(name)): name for name in flat}
-            found.append({nnx_path(name): v for name, v in flat.items()})
-        return found
+            names.append({nnx_path(name): v for name, v in flat.items()})
+        return names
 
-    def __call__(self, params, stats, x, train=True, method="__call__", **given):
+    def __call__(self, params, stats, x, train=True, method="__call__", key=None, **options):
         unflatten = functools.partial(traverse_util.unflatten_dict, sep=".")
         variables = {
             kind: unflatten({self.linen_names[kind, n]: v for n, v in values.items()})
             for kind, values in (("params", params), ("batch_stats", stats))
         }
-        options = dict(mutable=["batch_stats"], method=method, **given)
-        trains = {} if method == "__call__" and not stats else {"train": train}
-        y, new = self.model.apply(variables, x, **trains, **options)
+        if stats:  # a pyramid has no norms and no `train`
+            options["train"] = train
+        rngs = {} if key is None else {"dropout": key}
+        y, new = self.model.apply(
+            variables, x, mutable=["batch_stats"], method=method, rngs=rngs, **options
+        )
         flat = traverse_util.flatten_dict(new.get("batch_stats", {}), sep=".")
         return y, {nnx_path(name): v for name, v in flat.items()}
 
@@ -64,7 +69,7 @@ def _dotted(path):
 
 
 def draw(variables):
-    """Values for {name: array}, positive ones for scales and variances; no compilation."""
+    """Draw values for {name: array}, positive for scales and variances, without compilation."""
     rng = np.random.default_rng(0)
     positive = {"scale", "var"}
     return {
@@ -75,12 +80,12 @@ def draw(variables):
     }
 
 
-def train_step(form, values, x, weigh, **given):
-    """Outputs, running statistics and all gradients; `weigh` makes a loss of the outputs."""
+def train_step(form, values, x, loss_of, **options):
+    """Return outputs, running statistics and all gradients of the loss `loss_of(outputs)`."""
 
     def loss(params, x):
-        y, stats = form(params, values[1], x, **given)
-        return weigh(y), (y, stats)
+        y, stats = form(params, values[1], x, **options)
+        return loss_of(y), (y, stats)
 
     run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
     (_, (y, stats)), (dparams, dx) = run(values[0], x)

@@ -1,226 +1,385 @@
-"""Both flavours and all forms of DenseNet are one function: one battery for all, in float64."""
+"""DenseNet in both flavors; all forms of it compute the same function, in float64."""
 
 import functools
 import math
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx, traverse_util
+from flax import errors, nnx
 
 from effjax import models
+from effjax.memory import residual_bytes
 from effjax.models import linen as linen_models
+from effjax.nnx import convert_batch_norm
 from tests.contexts import assert_trees_close
+from tests.models.flavors import Linen, Nnx, draw, train_step
 from tests.tiers import exhaustive
 
 OPTIONS: dict[str, Any] = dict(
     growth_rate=4, block_config=(2, 2), num_init_features=8, num_classes=3, drop_rate=0.2,
     unbiased_running_var=True,
 )  # fmt: skip
+FLAVORS: dict[str, Any] = {
+    "nnx": functools.partial(Nnx, models.DenseNet, **OPTIONS),
+    "linen": functools.partial(Linen, linen_models.DenseNet, **OPTIONS),
+}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": dict(efficient=False),
     "conv": dict(efficient=True, save="conv"),
     "features": dict(efficient=True, save="features", num_chunks=3),
 }
-COUNTS = {
-    "densenet121": 7_978_856,
-    "densenet161": 28_681_000,
-    "densenet169": 14_149_480,
-    "densenet201": 20_013_928,
-    "densenet40_12": 176_122,
-    "densenet100_12": 769_162,
-}
+MASK = np.array([True, True, False, True])
+KEY = jax.random.key(7)
 
 
-def nnx_name(path):
-    """blocks[0].layers[1].norm1.scale of nnx is blocks_0/layers_1/norm1/scale of linen."""
-    return "/".join(map(str, path)).replace("blocks/", "blocks_").replace(
-        "layers/", "layers_"
-    ).replace("transitions/", "transitions_")  # fmt: skip
-
-
-def draw(variables):
-    """Values for {name: array}, positive ones for scales and variances; no compilation."""
-    rng = np.random.default_rng(0)
-    positive = {"scale", "var"}
-    return {
-        name: rng.normal(0, 0.3, v.shape) ** 2 + 1
-        if name.split("/")[-1] in positive
-        else rng.normal(0, 0.3, v.shape)
-        for name, v in sorted(variables.items())
-    }
-
-
-class NnxForm:
-    def __init__(self, **options):
-        make = functools.partial(models.DenseNet, **OPTIONS, **options, param_dtype=jnp.float64)
-        self.model = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
-        self.graphdef, params, stats = nnx.split(self.model, nnx.Param, nnx.BatchStat)
-        self.paths = [dict(nnx.to_flat_state(state)) for state in (params, stats)]
-
-    def names(self):
-        return [{nnx_name(p): v for p, v in paths.items()} for paths in self.paths]
-
-    def __call__(self, params, stats, x, key, mask, train=True):
-        states = [
-            nnx.from_flat_state({p: v.replace(values[nnx_name(p)]) for p, v in paths.items()})
-            for paths, values in zip(self.paths, (params, stats), strict=True)
-        ]
-        model = nnx.merge(self.graphdef, *states)
-        model.train() if train else model.eval()
-        logits = model(x, rngs=key, mask=mask)
-        new = nnx.to_flat_state(nnx.state(model, nnx.BatchStat))
-        return logits, {nnx_name(p): v[...] for p, v in new}
-
-
-class LinenForm:
-    def __init__(self, **options):
-        self.model = linen_models.DenseNet(**OPTIONS, **options, param_dtype=jnp.float64)
-
-    def names(self):
-        size = 8 if self.model.small_inputs else 16
-        variables = jax.eval_shape(
-            self.model.init, jax.random.key(0), jnp.zeros((1, size, size, 3))
-        )
-        flatten = functools.partial(traverse_util.flatten_dict, sep="/")
-        return [flatten(variables[kind]) for kind in ("params", "batch_stats")]
-
-    def __call__(self, params, stats, x, key, mask, train=True):
-        unflatten = functools.partial(traverse_util.unflatten_dict, sep="/")
-        variables = dict(params=unflatten(params), batch_stats=unflatten(stats))
-        rngs = {} if key is None else {"dropout": key}
-        logits, new = self.model.apply(
-            variables, x, train, mask, mutable=["batch_stats"], rngs=rngs
-        )
-        return logits, traverse_util.flatten_dict(new["batch_stats"], sep="/")
-
-
-def same_dropout(key):
-    """What linen's make_rng makes of a key at the top of a model."""
-    return linen_models.DenseNet(**OPTIONS).bind({}, rngs={"dropout": key}).make_rng("dropout")
-
-
-def train_step(form, values, x, key, mask, weights):
-    def loss(params, x):
-        logits, stats = form(params, values[1], x, key, mask)
-        return (logits * weights).sum(), (logits, stats)
-
-    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-    (_, (logits, stats)), (dparams, dx) = run(values[0], x)
-    return dict(logits=logits, stats=stats, dparams=dparams, dx=dx)
+def loss_of(logits):
+    return (logits * np.random.default_rng(2).normal(size=logits.shape)).sum()
 
 
 @functools.cache
 def reference(small):
-    """Values, a batch, linen's dropout key for it, and what plain nnx computes of them."""
-    rng = np.random.default_rng(1)
-    x = rng.normal(size=(4, 8, 8, 3) if small else (3, 16, 16, 3))
-    mask = np.array([True, True, True, False]) if small else None
-    key, weights = jax.random.key(7), rng.normal(size=(len(x), 3))
-    plain = NnxForm(**FORMS["plain"], small_inputs=small)
-    values = [draw(names) for names in plain.names()]
-    batch = (x, same_dropout(key), mask, weights)
-    return values, batch, key, train_step(plain, values, *batch)
+    """Return values, images, linen's dropout key, and what the plain nnx network computes."""
+    side = 8 if small else 16
+    x = np.random.default_rng(1).normal(size=(4, side, side, 3))
+    key = linen_models.DenseNet(**OPTIONS).bind({}, rngs={"dropout": KEY}).make_rng("dropout")
+    plain = FLAVORS["nnx"](**FORMS["plain"], small_inputs=small)
+    values = [draw(names) for names in plain.names(x)]
+    return values, x, key, train_step(plain, values, x, loss_of, key=key, mask=MASK)
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.mark.covering
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    "flavour, form, small",
+    ("flavor", "form", "small"),
     [
-        (NnxForm, "conv", True),
-        (NnxForm, "features", True),
-        (LinenForm, "plain", True),
-        (LinenForm, "conv", True),
-        (LinenForm, "features", True),
-        (NnxForm, "conv", False),
-        (LinenForm, "conv", False),
+        ("nnx", "conv", False),
+        ("linen", "features", False),
+        exhaustive("nnx", "conv", True),
+        exhaustive("nnx", "features", True),
+        exhaustive("linen", "plain", True),
+        exhaustive("linen", "conv", True),
+        exhaustive("linen", "features", True),
+        exhaustive("linen", "conv", False),
     ],
 )
-def test_all_forms_are_one_function(flavour, form, small):
-    """Outputs, all gradients and running statistics, with dropout and a mask."""
-    values, batch, linen_key, want = reference(small)
-    model = flavour(**FORMS[form], small_inputs=small)
-    assert [{n: v.shape for n, v in d.items()} for d in model.names()] == [
+def test_forms_match_plain_nnx(flavor, form, small):
+    """Compare outputs, all gradients and running statistics, with dropout and a mask."""
+    values, x, key, want = reference(small)
+    model = FLAVORS[flavor](**FORMS[form], small_inputs=small)
+    assert [{n: v.shape for n, v in d.items()} for d in model.names(x)] == [
         {n: v.shape for n, v in d.items()} for d in values
     ]  # interchangeable parameters
-    if flavour is LinenForm:
-        batch = (batch[0], linen_key, *batch[2:])
-    assert_trees_close(train_step(model, values, *batch), want, 1e-12)
+    key = KEY if flavor == "linen" else key
+    assert_trees_close(train_step(model, values, x, loss_of, key=key, mask=MASK), want, 1e-12)
 
 
-@pytest.mark.parametrize("small", [True, False])
-def test_evaluation_uses_running_stats(small):
-    """Each image by itself, without dropout, without a change; the same in both flavours."""
-    values, (x, _, _, _), _, _ = reference(small)
+@pytest.mark.usefixtures("x64")
+def test_evaluation_uses_running_stats():
+    """Images are independent, nothing changes, and both flavors agree, also in `features`."""
+    values, x, _, _ = reference(False)
     runs = []
-    for flavour in (NnxForm, LinenForm):
-        model = flavour(small_inputs=small)
-        run = jax.jit(functools.partial(model, key=None, mask=None, train=False))
-        logits, stats = run(values[0], values[1], x)
+    for flavor, make in FLAVORS.items():
+        model = make(small_inputs=False)
+        model.names(x)
+        run = functools.partial(model, train=False)
+
+        @jax.jit
+        def evaluate(params, stats, x, run=run):
+            return run(params, stats, x), run(params, stats, x, method="features")[0]
+
+        (logits, stats), features = evaluate(*values, x)
         jax.tree.map(np.testing.assert_array_equal, stats, values[1])
-        if flavour is NnxForm:
-            alone = run(values[0], values[1], np.concatenate([x[:1], 5 * x[1:]]))[0]
-            np.testing.assert_allclose(alone[0], logits[0], rtol=1e-12)
-        runs.append(logits)
+        if flavor == "nnx":
+            scaled = np.concatenate([x[:1], 5 * x[1:]])
+            np.testing.assert_allclose(evaluate(*values, scaled)[0][0][0], logits[0], rtol=1e-12)
+        assert model.model.feature_channels == (16, 16)
+        runs.append((logits, features))
     assert_trees_close(runs[0], runs[1], 1e-12)
+    logits, features = runs[0]
+    assert [f.shape for f in features] == [(4, 4, 4, 16), (4, 2, 2, 16)]
+    assert features[-1].min() == 0  # after ReLU
+    head = values[0]["classifier.kernel"], values[0]["classifier.bias"]
+    assert_trees_close(features[-1].mean((1, 2)) @ head[0] + head[1], logits, 1e-12)
 
 
-def test_features():
-    """Before the transitions, the last ones as the head reads them; the same in both flavors."""
-    values, (x, _, _, _), _, _ = reference(small=False)
-    form = NnxForm(small_inputs=False)
-    states = [
-        nnx.from_flat_state({p: v.replace(named[nnx_name(p)]) for p, v in paths.items()})
-        for paths, named in zip(form.paths, values, strict=True)
-    ]
-    model = nnx.merge(form.graphdef, *states)
-    model.eval()
-    found = jax.jit(lambda x: model.features(x))(x)
-    assert [f.shape for f in found] == [(3, 4, 4, 16), (3, 2, 2, 16)]
-    assert model.feature_channels == (16, 16) and found[-1].min() == 0
-    assert_trees_close(model.classifier(found[-1].mean((1, 2))), model(x), 1e-12)
-    network = LinenForm(small_inputs=False).model
-    unflatten = functools.partial(traverse_util.unflatten_dict, sep="/")
-    variables = dict(params=unflatten(values[0]), batch_stats=unflatten(values[1]))
-    of_linen = jax.jit(functools.partial(network.apply, method="features"))(variables, x)
-    assert_trees_close(of_linen, found, 1e-12)
-    assert network.feature_channels == model.feature_channels
-
-
-PLAIN = "densenet121", "densenet40_12"
-
-
-@pytest.mark.parametrize("name", [name if name in PLAIN else exhaustive(name) for name in COUNTS])
-def test_published_parameter_counts(name):
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("densenet40_12", 176_122),
+        exhaustive("densenet100_12", 769_162),
+        exhaustive("densenet121", 7_978_856),
+        exhaustive("densenet161", 28_681_000),
+        exhaustive("densenet169", 14_149_480),
+        exhaustive("densenet201", 20_013_928),
+    ],
+)
+def test_published_parameter_counts(name, count):
     model = nnx.eval_shape(lambda: getattr(models, name)(rngs=nnx.Rngs(0)))
-    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
-    assert sum(math.prod(v.shape) for v in leaves) == COUNTS[name]
+    linen = getattr(models, name)(linen_models.DenseNet)
+    variables = jax.eval_shape(linen.init, jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
+    for params in (nnx.state(model, nnx.Param), variables["params"]):
+        assert sum(math.prod(v.shape) for v in jax.tree.leaves(params)) == count
 
 
-@pytest.mark.parametrize("name", ["densenet121", "densenet40_12"])
-def test_linen_by_name(name):
-    model = getattr(models, name)(linen_models.DenseNet)
-    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
-    leaves = jax.tree.leaves(variables["params"])
-    assert sum(math.prod(v.shape) for v in leaves) == COUNTS[name]
-
-
-def test_options_of_a_name_can_be_overridden():
+def test_options_override_those_of_a_published_network():
     model = models.densenet121(linen_models.DenseNet, num_classes=7, efficient=False)
     assert model.num_classes == 7 and model.growth_rate == 32 and not model.efficient
     small = models.densenet_cifar(22, 8, linen_models.DenseNet, num_classes=100)
     assert small.block_config == (3, 3, 3) and small.num_init_features == 16
 
 
-@pytest.mark.parametrize("depth", [4, 39, 41])
-def test_depth_of_a_cifar_densenet(depth):
-    with pytest.raises(ValueError, match=rf"`depth` \(={depth}\).*6n \+ 4"):
-        models.densenet_cifar(depth)
+SMALL: dict[str, Any] = dict(
+    growth_rate=2, block_config=(2, 1), num_init_features=4, num_classes=3, small_inputs=True
+)
+X = np.random.default_rng(0).normal(size=(16, 4, 4, 3)).astype(np.float32)
+
+
+def make(**options):
+    return models.DenseNet(**SMALL | options, rngs=nnx.Rngs(0))
+
+
+def run(model, x, **options):
+    """Return the logits and the new running statistics of one training call."""
+    graphdef, state = nnx.split(model)
+
+    def call(state, x):
+        copy = nnx.merge(graphdef, state, copy=True)
+        return copy(x, **options), nnx.state(copy, nnx.BatchStat)
+
+    return jax.jit(call)(state, x)
+
+
+def test_models_compare_by_identity():
+    model, other = nnx.eval_shape(make), nnx.eval_shape(make)
+    assert model == model and model != other and len({model, other}) == 2
+    assert nnx.graphdef(model) == nnx.graphdef(other)
+    assert nnx.graphdef(model) != nnx.graphdef(nnx.eval_shape(lambda: make(epsilon=1e-3)))
+
+
+def test_initial_values():
+    model = make(growth_rate=32, block_config=(1,))
+    kernel = model.blocks[0].layers[0].conv2.kernel[...]  # [3, 3, 128, 32]
+    np.testing.assert_allclose(kernel.std(), np.sqrt(2 / (9 * 32)), rtol=0.02)
+    np.testing.assert_allclose(kernel.mean(), 0, atol=1e-3)
+    np.testing.assert_array_equal(model.classifier.bias[...], 0)
+    np.testing.assert_array_equal(model.final_norm.scale[...], 1)
+    jitted = nnx.jit(lambda: make(growth_rate=32).blocks[0].layers[0].conv2.kernel[...])
+    np.testing.assert_allclose(jitted(), kernel, rtol=1e-6)
+
+
+def test_bfloat16_keeps_float32_state():
+    model, reference = make(dtype=jnp.bfloat16), make()
+    logits, stats = run(model, X)
+    want, want_stats = run(reference, X)
+    assert logits.dtype == jnp.float32
+    assert all(v.dtype == jnp.float32 for v in jax.tree.leaves((stats, nnx.state(model))))
+    np.testing.assert_allclose(logits, want, atol=0.1)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.02), stats, want_stats)
+    graphdef, state = nnx.split(model)
+    jaxpr = jax.make_jaxpr(lambda s, x: nnx.merge(graphdef, s, copy=True)(x))(state, X)
+    assert "bf16[16,4,4,8]" in str(jaxpr)  # the features of the first block
+    # `momentum` is applied once per step; efficient_densenet_pytorch applies it twice.
+    x = reference.stem_conv(jnp.asarray(X))
+    norm1 = want_stats["blocks"][0]["layers"][0]["norm1"]
+    np.testing.assert_allclose(norm1["mean"][...], 0.1 * x.mean((0, 1, 2)), rtol=1e-5)
+    np.testing.assert_allclose(norm1["var"][...], 0.9 + 0.1 * x.var((0, 1, 2)), rtol=1e-6)
+
+
+def test_dropout_requires_a_key_in_training():
+    model = nnx.eval_shape(lambda: make(drop_rate=0.5))
+    with pytest.raises(ValueError, match="rngs=nnx.Rngs"):
+        model(X)
+    with pytest.raises(ValueError, match="stream `dropout`"):
+        model(X, rngs=nnx.Rngs(params=0))
+    model.eval()
+    assert nnx.eval_shape(lambda m, x: m(x), model, X).shape == (16, 3)
+
+
+@pytest.mark.parametrize("efficient", [exhaustive(True), False])
+def test_dropout_keys(efficient):
+    """A key is used as it is; an Rngs and its stream draw one from `dropout`."""
+    graphdef, state = nnx.split(make(drop_rate=0.5, efficient=efficient, block_config=(1,)))
+
+    @jax.jit
+    def call(key):
+        def logits(rngs):
+            return nnx.merge(graphdef, state, copy=True)(X, rngs=rngs)
+
+        rngs = [nnx.Rngs(dropout=key) for _ in range(3)]
+        return logits(key), logits(rngs[0].dropout()), logits(rngs[1]), logits(rngs[2].dropout)
+
+    raw, drawn, of_rngs, of_stream = call(jax.random.key(3))
+    np.testing.assert_array_equal(of_rngs, drawn)
+    np.testing.assert_array_equal(of_stream, drawn)
+    assert np.abs(raw - drawn).max() > 1e-3
+
+
+def test_frozen_norms_stay_frozen():
+    """A block with a norm in evaluation mode falls back to the plain layers."""
+    networks = [make(efficient=efficient) for efficient in (True, False)]
+    for model in networks:
+        model.blocks[0].layers[0].norm1.use_running_average = True
+        model.transitions[0].norm.use_running_average = True
+    (logits, stats), (want, want_stats) = (run(model, X) for model in networks)
+    chex.assert_trees_all_close((logits, stats), (want, want_stats), rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(stats["blocks"][0]["layers"][0]["norm1"]["mean"][...], 0)
+    assert (stats["blocks"][0]["layers"][0]["norm2"]["mean"][...] != 0).all()
+
+
+@pytest.mark.exhaustive
+def test_converted_model_synchronizes(mesh8, x64):
+    """After `convert_batch_norm`, eight devices compute what one device computes."""
+    model = make(efficient=True, param_dtype=jnp.float64)
+    x = X.astype(np.float64)
+    labels = jnp.arange(16) % 3
+    graphdef, params, stats = nnx.split(model, nnx.Param, ...)
+    sync = nnx.graphdef(convert_batch_norm(model, "data"))
+
+    def step(graphdef, reduce, params, stats, x, labels):
+        def loss(params):
+            copy = nnx.merge(graphdef, params, stats, copy=True)
+            picked = jax.nn.log_softmax(copy(x))[jnp.arange(len(x)), labels]
+            return reduce(-picked.mean()), nnx.state(copy, nnx.BatchStat)
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    want = jax.jit(functools.partial(step, graphdef, lambda v: v))(params, stats, x, labels)
+    mapped = jax.shard_map(
+        functools.partial(step, sync, lambda v: jax.lax.pmean(v, "data")), mesh=mesh8,
+        in_specs=(jax.P(), jax.P(), jax.P("data"), jax.P("data")), out_specs=jax.P(),
+    )  # fmt: skip
+    got = jax.jit(mapped)(params, stats, x, labels)
+    chex.assert_trees_all_close(got, want, rtol=0, atol=1e-10)
+
+
+@pytest.mark.exhaustive
+def test_memory_is_linear_in_depth():
+    """Twice the layers keep about twice the bytes, and far fewer than plain autodiff's square."""
+
+    def kept_bytes(layers, **form):
+        options = dict(block_config=(layers,), growth_rate=4, num_init_features=8)
+        model = nnx.eval_shape(lambda: make(**options, **form))
+        graphdef, params, stats = nnx.split(model, nnx.Param, ...)
+
+        def call(params, stats, x):
+            return nnx.merge(graphdef, params, stats, copy=True)(x)
+
+        report = residual_bytes(
+            call, params, stats, jax.ShapeDtypeStruct((8, 16, 16, 3), "float32")
+        )
+        return report.bytes - report.argument_bytes
+
+    plain = kept_bytes(16, efficient=False) / kept_bytes(8, efficient=False)
+    assert plain > 2.5
+    for save, share in (("conv", 0.25), ("features", 0.1)):
+        small, large = (kept_bytes(layers, save=save) for layers in (8, 16))
+        assert large / small < 2.1
+        assert large < share * kept_bytes(16, efficient=False)
+
+
+@pytest.mark.parametrize("training", [True, exhaustive(False)])
+def test_nnx_tabulate(training):
+    model = make(block_config=(1, 1))
+    model.train() if training else model.eval()
+    table = nnx.tabulate(model, X[:2], console_kwargs=dict(width=200))
+    rows = ("transitions/0", "blocks/1", *(() if training else ("blocks/1/layers/0/norm2",)))
+    assert all(f" {row} " in table for row in rows)
+
+
+def linen_shapes(**options):
+    return jax.eval_shape(
+        linen_models.DenseNet(**SMALL | options).init, jax.random.key(0), X
+    )  # fmt: skip
+
+
+def test_linen_variables_are_the_same_in_every_form():
+    want = linen_shapes(efficient=False)
+    assert linen_shapes() == want
+    model = linen_models.DenseNet(**SMALL, axis_name="absent")  # initialization needs no axis
+    train_init = functools.partial(model.init, train=True)
+    assert jax.eval_shape(train_init, jax.random.key(0), X) == want
+    assert set(want["params"]) == {
+        "stem_conv", "blocks_0", "transitions_0", "blocks_1", "final_norm", "classifier"
+    }  # fmt: skip
+
+
+def test_linen_initialization_does_not_update_running_stats():
+    model = linen_models.DenseNet(**SMALL | dict(block_config=(1,)))
+    variables = jax.jit(functools.partial(model.init, train=True))(jax.random.key(0), X)
+    for path, value in jax.tree_util.tree_leaves_with_path(variables["batch_stats"]):
+        np.testing.assert_array_equal(value, float(path[-1].key == "var"))
+
+
+def test_linen_apply():
+    variables = linen_shapes()
+    model = linen_models.DenseNet(**SMALL, dtype=jnp.bfloat16)
+    apply = functools.partial(model.apply, train=True, mutable=["batch_stats"])
+    logits, new = jax.eval_shape(apply, {"params": variables["params"]}, X)
+    assert logits.dtype == jnp.float32 and new == {"batch_stats": variables["batch_stats"]}
+    for efficient in (True, False):
+        model = linen_models.DenseNet(**SMALL, efficient=efficient)
+        with pytest.raises(errors.ModifyScopeVariableError, match="batch_stats"):
+            jax.eval_shape(functools.partial(model.apply, train=True), variables, X)
+    apply = linen_models.DenseNet(**SMALL, drop_rate=0.5).apply
+    with pytest.raises(errors.InvalidRngError, match="dropout"):
+        jax.eval_shape(functools.partial(apply, train=True, mutable="batch_stats"), variables, X)
+
+
+@pytest.mark.exhaustive
+def test_linen_tabulate():
+    table = linen_models.DenseNet(**SMALL).tabulate(
+        jax.random.key(0), X, train=True, show_repeated=True, compute_flops=True,
+        console_kwargs=dict(width=200),
+    )  # fmt: skip
+    paths = [line.split("│")[1].strip() for line in table.splitlines() if line.count("│") > 1]
+    paths = [path for path in paths if path[:1].isalpha()]
+    assert len(paths) == len(set(paths)) == 23 and "blocks_1/layers_0/norm2" in paths
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (dict(block_config=(2, 0)), r"`block_config` \(=\(2, 0\)\)"),
+        (dict(compression=0.1), r"`compression` \(=0.1\) must leave at least one channel"),
+        (dict(drop_rate=1.0), r"`drop_rate` \(=1.0\)"),
+        (dict(save="all"), r"`save` \(='all'\)"),
+    ],
+)
+def test_rejects_bad_options(options, match):
+    for network in (make, functools.partial(linen_models.DenseNet, **SMALL)):
+        with pytest.raises(ValueError, match=match):
+            network(**options)
+
+
+def test_rejects_bad_depth():
+    with pytest.raises(ValueError, match=r"`depth` \(=39\).*6n \+ 4"):
+        models.densenet_cifar(39)
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "match"),
+    [
+        ({}, (2, 4, 4, 1), "in_channels=3"),
+        ({}, (2, 1, 4, 3), r"\(2, 1, 4, 3\) is too small.*at least 2"),
+        (dict(small_inputs=False), (2, 4, 5, 3), r"too small.*at least 5"),
+    ],
+)
+def test_rejects_bad_images(options, shape, match):
+    model = nnx.eval_shape(lambda: make(**options))
+    with pytest.raises(ValueError, match=match):
+        model(jnp.zeros(shape))
+
+
+def test_smallest_images():
+    for options, size in ((dict(), 2), (dict(small_inputs=False), 5)):
+        logits = nnx.eval_shape(lambda o=options, s=size: make(**o)(jnp.zeros((2, s, s, 3))))
+        assert logits.shape == (2, 3)
+
+
+def test_rejects_a_mask_of_pixels():
+    model = nnx.eval_shape(make)
+    with pytest.raises(ValueError, match=r"`mask` of shape \(16, 4\)"):
+        model(X, mask=np.ones((16, 4), bool))

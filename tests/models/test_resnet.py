@@ -1,4 +1,4 @@
-"""Both flavors and all forms of ResNet are one function: one battery for all, in float64."""
+"""ResNet in both flavors; all forms of it compute the same function, in float64."""
 
 import functools
 import math
@@ -17,13 +17,13 @@ from effjax.memory import residual_bytes
 from effjax.models import linen as linen_models
 from tests.contexts import CONTEXTS, assert_trees_close, single_device
 from tests.models.flavors import Linen, Nnx, draw, train_step
-from tests.tiers import plainly
+from tests.tiers import exhaustive, plainly
 
 OPTIONS: dict[str, Any] = dict(
     stage_sizes=(1, 2), width=4, num_classes=3, unbiased_running_var=True
 )  # fmt: skip
 BASIC = "deformable basic v1"
-KINDS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "bottleneck": {},
     "stride in 1x1": dict(stride_in_1x1=True, small_inputs=True),
     "deformable": dict(stage_with_dcn=(False, True), offset_groups=2),
@@ -49,36 +49,42 @@ def float64():
         yield
 
 
-def weigh(y):
-    """A loss of one output, or of several."""
+def loss_of(y):
     rng = np.random.default_rng(2)
     return sum((leaf * rng.normal(size=leaf.shape)).sum() for leaf in jax.tree.leaves(y))
 
 
 @functools.cache
-def reference(kind):
-    """Values, and what plain nnx computes of them."""
-    plain = FLAVORS["nnx"](**OPTIONS | KINDS[kind], efficient=False)
+def reference(variant):
+    """Return values, and what the plain nnx network computes with them."""
+    plain = FLAVORS["nnx"](**OPTIONS | VARIANTS[variant], efficient=False)
     values = [draw(names) for names in plain.names(X)]
-    return values, train_step(plain, values, X, weigh, mask=MASK)
+    return values, train_step(plain, values, X, loss_of, mask=MASK)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("form", ["nnx conv", "nnx features", "linen plain", "linen conv"])
+FORMS = "nnx conv", "nnx features", "linen plain", "linen conv"
+PLAIN_CASES = ("bottleneck", "linen conv"), ("deformable", "nnx features")
+
+
 @pytest.mark.parametrize(
-    "kind", plainly("bottleneck", "deformable", "frozen norm", "frozen stage", of=KINDS)
+    ("variant", "form"),
+    [
+        (variant, form) if (variant, form) in PLAIN_CASES else exhaustive(variant, form)
+        for variant in VARIANTS
+        for form in FORMS
+    ],
 )
-def test_all_forms_are_one_function(kind, form):
-    """Outputs, all gradients and running statistics, with a mask, on images of odd sizes."""
-    values, want = reference(kind)
-    flavor, way = form.split()
-    how = {} if way == "plain" else {"save": way}
-    model = FLAVORS[flavor](**OPTIONS | KINDS[kind], **how, efficient=way != "plain")
+def test_forms_match_plain_nnx(variant, form):
+    """Compare outputs, all gradients and running statistics, with a mask and odd image sizes."""
+    values, want = reference(variant)
+    flavor, save = form.split()
+    options = dict(efficient=False) if save == "plain" else dict(save=save)
+    model = FLAVORS[flavor](**OPTIONS | VARIANTS[variant] | options)
     names = model.names(X)
     assert [{n: v.shape for n, v in d.items()} for d in names] == [
         {n: v.shape for n, v in d.items()} for d in values
     ]  # interchangeable parameters
-    assert_trees_close(train_step(model, values, X, weigh, mask=MASK), want, 1e-11)
+    assert_trees_close(train_step(model, values, X, loss_of, mask=MASK), want, 1e-11)
 
 
 def test_every_parameter_learns():
@@ -89,12 +95,11 @@ def test_every_parameter_learns():
 
 
 def test_frozen_norms_are_constants():
-    """They compute as in evaluation, and have no gradients; all else has."""
     values, got = reference("frozen norm")
     for name, array in got["dparams"].items():
         assert bool(np.any(array)) is not ("norm" in name), name
     jax.tree.map(np.testing.assert_array_equal, got["stats"], values[1])
-    model = FLAVORS["nnx"](**OPTIONS | KINDS["frozen norm"])
+    model = FLAVORS["nnx"](**OPTIONS | VARIANTS["frozen norm"])
     evaluated = jax.jit(functools.partial(model, train=False))(*values, X)[0]
     assert_trees_close(got["y"], evaluated, 1e-12)
 
@@ -109,7 +114,7 @@ def test_frozen_stages_are_constants():
 
 
 def test_evaluation_uses_running_stats():
-    """Each image by itself, without a change; the same in both flavors."""
+    """The statistics stay the same, and both flavors agree."""
     values, _ = reference("bottleneck")
     runs = []
     for flavor in FLAVORS.values():
@@ -124,10 +129,9 @@ def test_evaluation_uses_running_stats():
 
 @pytest.mark.parametrize("context", plainly("shard_map_of_grad", of=CONTEXTS))
 def test_statistics_over_devices(context):
-    """What one device computes of the whole batch, recomputing, with a deformable stage."""
+    """Eight devices compute what one computes on the whole batch, with a deformable stage."""
     options = OPTIONS | dict(stage_sizes=(1, 1), stage_with_dcn=(False, True), small_inputs=True)
-    # JAX does not know vmap's axis in custom rules inside of jax.checkpoint, if jit is between
-    # grad and vmap.
+    # Custom rules inside jax.checkpoint do not see vmap's axis if jit is between grad and vmap.
     options["efficient"] = context != "grad_of_jit_of_vmap"
     rng = np.random.default_rng(3)
     batch = {"x": rng.normal(size=(16, 5, 4, 3)), "w": rng.normal(size=(16, 3))}
@@ -145,7 +149,6 @@ def test_statistics_over_devices(context):
 
 @pytest.mark.parametrize("flavor", FLAVORS)
 def test_features(flavor):
-    """Those of all stages, and the logits are made of the last."""
     options = OPTIONS | dict(stage_sizes=(1, 1, 1, 1), efficient=False)
     headless = FLAVORS[flavor](**options | dict(num_classes=None), dtype=jnp.float64)
     x = np.ones((1, 65, 90, 3))
@@ -161,7 +164,7 @@ def test_features(flavor):
     assert pooled.shape == (1, 128)
 
 
-def test_the_pooled_features_are_what_the_head_reads():
+def test_logits_are_the_head_of_the_pooled_features():
     values, _ = reference("bottleneck")
     model = FLAVORS["nnx"](**OPTIONS)
     run = functools.partial(model, train=False)
@@ -172,7 +175,7 @@ def test_the_pooled_features_are_what_the_head_reads():
 
 @pytest.mark.exhaustive
 def test_deformable_stages_start_as_plain_ones():
-    """Of DCN v1 with zero offsets: the same convolutions."""
+    """DCN v1 with zero offsets is the plain convolution."""
     values, _ = reference("bottleneck")
     model = FLAVORS["nnx"](**OPTIONS, stage_with_dcn=(False, True), modulated=False)
     params = {n: np.zeros(v.shape) for n, v in model.names(X)[0].items()} | values[0]
@@ -191,19 +194,19 @@ def test_published_parameter_counts(name):
     assert sum(math.prod(v.shape) for v in jax.tree.leaves(variables["params"])) == COUNTS[name]
 
 
-def parts(**options):
-    """A network as a function, with the shapes of its parameters and statistics."""
+def split_network(**options):
+    """Return a network as a function, and the shapes of its parameters and statistics."""
     model = nnx.eval_shape(lambda: models.ResNet(**OPTIONS, **options, rngs=nnx.Rngs(0)))
     graphdef, params, stats = nnx.split(model, nnx.Param, ...)
     return lambda p, s, x: nnx.merge(graphdef, p, s, copy=True)(x), params, stats
 
 
-@pytest.mark.parametrize(("save", "more"), [("conv", 3 + 2), ("features", 1 + 3 * 3 + 2)])
-def test_what_is_computed_again(save, more, mesh8):
-    """The last convolutions of blocks and of shortcuts, or all, and no all-reduce."""
+@pytest.mark.parametrize(("save", "more"), [("conv", 3 + 2), exhaustive("features", 1 + 3 * 3 + 2)])
+def test_recomputed_operations(save, more, mesh8):
+    """The last convolutions of blocks and shortcuts, or all convolutions, but no all-reduce."""
 
     def counts(**options):
-        run, params, stats = parts(axis_name="data", **options)
+        run, params, stats = split_network(axis_name="data", **options)
         loss = lambda *args: jax.lax.pmean(run(*args).sum(), "data")  # noqa: E731
         specs = dict(in_specs=(P(), P(), P("data")), out_specs=P())
         grad = jax.shard_map(jax.grad(loss), mesh=mesh8, **specs)
@@ -215,88 +218,84 @@ def test_what_is_computed_again(save, more, mesh8):
     assert counts(save=save) == (plain[0], plain[1] + more)
 
 
-def test_what_is_kept():
-    """Less than half of what is computed, and then half of that."""
-
-    def kept(**options):
-        run, *shapes = parts(**options)
+def test_kept_bytes():
+    def kept_bytes(**options):
+        run, *shapes = split_network(**options)
         params, stats = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes)
         x = np.zeros((8, 33, 32, 3), np.float32)
         return residual_bytes(lambda p: run(p, stats, x).sum(), params).bytes - x.nbytes
 
-    plain, conv, features = kept(efficient=False), kept(), kept(save="features")
+    plain, conv, features = kept_bytes(efficient=False), kept_bytes(), kept_bytes(save="features")
     assert conv < 0.45 * plain and features < 0.6 * conv
 
 
-def test_linen_begins_running_statistics_and_makes_tables():
+def test_linen_apply():
     model = linen_models.ResNet(**OPTIONS)
     x = jnp.ones((2, 8, 8, 3), jnp.float32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), x)
-    trained = functools.partial(model.init, train=True)
-    assert jax.eval_shape(trained, jax.random.key(0), x) == shapes
+    train_init = functools.partial(model.init, train=True)
+    assert jax.eval_shape(train_init, jax.random.key(0), x) == shapes
     apply = functools.partial(model.apply, train=True, mutable=["batch_stats"])
     _, new = jax.eval_shape(apply, {"params": shapes["params"]}, x)
     assert new == {"batch_stats": shapes["batch_stats"]}
     with pytest.raises(errors.ModifyScopeVariableError, match="batch_stats"):
         jax.eval_shape(functools.partial(model.apply, train=True), shapes, x)
-    assert "stages_1_0/norm1" in model.tabulate(
-        jax.random.key(0), x, console_kwargs=dict(width=200)
-    )
 
 
 def test_half_precision():
-    """Features in it, deformable or not; logits in float32."""
-    options = OPTIONS | KINDS["deformable"]
+    """Features are computed in half precision, deformable or not; logits are float32."""
     x = jnp.zeros((1, 8, 8, 3), jnp.bfloat16)
     for dtype, images in ((jnp.bfloat16, x.astype(jnp.float32)), (None, x)):
-        model = nnx.eval_shape(
-            lambda dtype=dtype: models.ResNet(**options, dtype=dtype, rngs=nnx.Rngs(0))
-        )
+        options = dict(stage_sizes=(1, 1), stage_with_dcn=(False, True), width=2, dtype=dtype)
+        model = nnx.eval_shape(lambda o=options: models.ResNet(**o, rngs=nnx.Rngs(0)))
         features = nnx.eval_shape(lambda m, x: m.features(x), model, images)
         assert {f.dtype for f in features} == {jnp.dtype(jnp.bfloat16)}
         assert nnx.eval_shape(lambda m, x: m(x), model, images).dtype == jnp.float32
 
 
-def test_tables():
+@pytest.mark.exhaustive
+def test_tabulate():
     model = models.ResNet(**OPTIONS, rngs=nnx.Rngs(0))
+    x = jnp.ones((1, 8, 8, 3), jnp.float32)
     console = {"width": 300, "force_terminal": False}
-    table = nnx.tabulate(model, jnp.ones((1, 8, 8, 3), jnp.float32), console_kwargs=console)
+    table = nnx.tabulate(model, x, console_kwargs=console)
     assert "stages/1/0 " in table and "float32[1,3]" in table
+    linen = linen_models.ResNet(**OPTIONS)
+    assert "stages_1_0/norm1" in linen.tabulate(jax.random.key(0), x, console_kwargs=console)
 
 
-BAD = [
-    (TypeError, "`stage_sizes` must be the number of blocks", dict(stage_sizes=3)),
-    (ValueError, "`stage_sizes` is empty", dict(stage_sizes=())),
-    (ValueError, r"`stage_with_dcn` \(=\(True,\)\)", dict(stage_with_dcn=(True,))),
-    (TypeError, "`stage_with_dcn` must say of each stage", dict(stage_with_dcn=(0, 1))),
-    (ValueError, r"`offset_groups` \(=3\) must divide `width`",
-     dict(stage_with_dcn=(False, True), offset_groups=3)),
-    (ValueError, r"`frozen_stages` \(=3\) is more than the 2 stages", dict(frozen_stages=3)),
-    (ValueError, r"`frozen_stages` \(=-2\)", dict(frozen_stages=-2)),
-    (TypeError, "`frozen_norm` must be True or False", dict(frozen_norm=1)),
-    (ValueError, r"`num_classes` \(=0\)", dict(num_classes=0)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("error", "match", "options"), BAD, ids=[row[1][:24] for row in BAD])
-def test_bad_options(error, match, options):
-    with pytest.raises(error, match=match):
-        models.ResNet(**OPTIONS | options, rngs=nnx.Rngs(0))
-    with pytest.raises(error, match=match):
-        linen_models.ResNet(**OPTIONS | options)
-
-
-def test_bad_images():
-    model = nnx.eval_shape(lambda: models.ResNet(**OPTIONS, rngs=nnx.Rngs(0)))
-    for x, match in ((X[0], r"not \(17, 14, 3\)"), (X[..., :2], "in_channels=3"),
-                     (X[:, :0], "no pixels")):  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (dict(stage_sizes=()), "`stage_sizes`"),
+        (dict(stage_with_dcn=(True,)), r"`stage_with_dcn` \(=\(True,\)\)"),
+        (
+            dict(stage_with_dcn=(False, True), offset_groups=3),
+            r"`offset_groups` \(=3\) must divide `width`",
+        ),
+        (dict(frozen_stages=3), r"`frozen_stages` \(=3\) must be at most"),
+    ],
+)
+def test_rejects_bad_options(options, match):
+    for network in (functools.partial(models.ResNet, rngs=nnx.Rngs(0)), linen_models.ResNet):
         with pytest.raises(ValueError, match=match):
-            nnx.eval_shape(lambda m, x=x: m(x), model)
+            network(**OPTIONS | options)
+
+
+def test_rejects_bad_images():
+    model = nnx.eval_shape(lambda: models.ResNet(**OPTIONS, rngs=nnx.Rngs(0)))
+    for x, match in (
+        (X[0], r"not \(17, 14, 3\)"),
+        (X[..., :2], "in_channels=3"),
+        (X[:, :0], "at least one pixel"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            model(x)
     with pytest.raises(ValueError, match="`mask` of shape"):
-        nnx.eval_shape(lambda m: m(X, mask=np.ones(4, bool)), model)
+        model(X, mask=np.ones(4, bool))
 
 
-def test_norms_cannot_have_no_epsilon_in_training():
+def test_rejects_zero_epsilon_in_training():
     model = nnx.eval_shape(lambda: models.ResNet(**OPTIONS, epsilon=0.0, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"`epsilon` \(=0.0\) must be positive"):
         nnx.eval_shape(lambda m: m(X), model)

@@ -1,4 +1,4 @@
-"""Whole networks for Flax linen."""
+"""Networks for Flax linen."""
 
 from .densenet import DenseNet as DenseNet
 from .pyramid import FeaturePyramid as FeaturePyramid

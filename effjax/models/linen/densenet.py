@@ -1,107 +1,73 @@
-"""DenseNet-BC for Flax linen, plain or in memory linear in its depth."""
-
-import dataclasses
-from collections.abc import Sequence
-from typing import Any
+"""DenseNet-BC for Flax linen."""
 
 import chex
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.typing import Dtype
 from jax.typing import ArrayLike
 
-from ...layers.densenet import (
-    DenseNetOptions,
-    Save,
-    block_key,
-)
-from ...layers.images import conv, he_normal, lecun_normal, max_pool
+from ...layers.densenet import DenseNetConfig, block_key, block_widths, prepare_batch
+from ...layers.images import conv, copy_config, he_normal, lecun_normal, max_pool, norm_options
 from ...linen.batch_norm import BatchNorm
-from ...ops._common.arguments import as_flag
 from ...ops._common.dtypes import accumulation_dtype
 from ...ops.dense_block.block import DenseLayerParams, dense_block
 from ...ops.dense_block.bn_relu_conv import bn_relu_conv
 from ...ops.dropout import dropout
 
 
-class DenseNet(nn.Module):
+class DenseNet(nn.Module, DenseNetConfig):
     """DenseNet-BC on images `[N, H, W, C]`: stem, dense blocks with transitions, linear head.
 
-    The options, their defaults and the network are those of `effjax.models.DenseNet`, whose
-    documentation holds here too; the variables have the same names (`blocks_0/layers_1/norm1/scale`
-    is nnx's `blocks[0].layers[1].norm1.scale`). With `efficient=True` training keeps memory linear
-    in the depth, with outputs, gradients, running statistics and variables of `efficient=False`;
-    reverse mode only.
+    The options, their defaults and the network are those of `effjax.models.DenseNet`. The variables
+    have the same names (`blocks_0/layers_1/norm1/scale` is nnx's
+    `blocks[0].layers[1].norm1.scale`). With `efficient=True` the memory of training is linear in
+    the depth. Outputs, gradients, running statistics and variables are those of `efficient=False`.
+    Reverse mode only.
 
     Raises:
-        TypeError, ValueError: for an option that is not what it must be, or outside its range.
+        TypeError, ValueError: if an option has the wrong type or is out of range.
 
     References:
         Huang et al. 2017 (arXiv:1608.06993); Pleiss et al. 2017 (arXiv:1707.06990).
     """
 
-    growth_rate: int = 32
-    block_config: Sequence[int] = (6, 12, 24, 16)
-    compression: float = 0.5
-    num_init_features: int = 64
-    bn_size: int = 4
-    drop_rate: float = 0.0
-    num_classes: int = 1000
-    small_inputs: bool = False
-    efficient: bool = True
-    save: Save = "conv"
-    num_chunks: int | None = None
-    axis_name: Any = None
-    axis_index_groups: Any = None
-    momentum: float | None = 0.9
-    epsilon: float = 1e-5
-    dtype: Dtype | None = None
-    param_dtype: Dtype = jnp.float32
-    unbiased_running_var: bool = False
-
     def __post_init__(self):
-        _options(self)  # checks them
+        DenseNetConfig.__post_init__(self)
         super().__post_init__()
 
     def setup(self):
-        options = self.options
-        self.stem_conv = Kernel(
-            options.num_init_features, 3 if options.small_inputs else 7, options
-        )
-        if not options.small_inputs:
-            self.stem_norm = BatchNorm(**options.norm())
-        self.blocks = [DenseBlock(layers, options) for layers in options.block_config]
-        self.transitions = [Transition(after, options) for _, after in options.widths()[:-1]]
-        self.final_norm = BatchNorm(**options.norm())
+        """Create the submodules."""
+        config = copy_config(self, DenseNetConfig)
+        norm = norm_options(config)
+        self.stem_conv = Kernel(config.num_init_features, 3 if config.small_inputs else 7, config)
+        if not config.small_inputs:
+            self.stem_norm = BatchNorm(**norm)
+        self.blocks = [DenseBlock(num_layers, config) for num_layers in config.block_config]
+        self.transitions = [Transition(after, config) for _, after in block_widths(config)[:-1]]
+        self.final_norm = BatchNorm(**norm)
         self.classifier = nn.Dense(
-            options.num_classes, kernel_init=lecun_normal, dtype=options.dtype,
-            param_dtype=options.param_dtype,
+            config.num_classes, kernel_init=lecun_normal, dtype=config.dtype,
+            param_dtype=config.param_dtype,
         )  # fmt: skip
-
-    @property
-    def options(self) -> DenseNetOptions:
-        """The fields, checked."""
-        return _options(self)
 
     def __call__(
         self, x: ArrayLike, train: bool = False, mask: ArrayLike | None = None
     ) -> jax.Array:
-        """Logits of images.
+        """Return the logits of images.
 
         Args:
             x: `[N, H, W, C]`.
-            train: whether to use (and collect) batch statistics, and dropout. Needs
+            train: use (and collect) batch statistics, and apply dropout. Requires
                 `mutable=["batch_stats"]`, and `rngs={"dropout": key}` if `drop_rate` is positive.
-            mask: bool `[N]` or `[N, 1, 1, 1]`: which images count in the batch statistics.
+            mask: bool `[N]` or `[N, 1, 1, 1]`; False excludes an image from the batch statistics.
 
         Returns:
-            `[N, num_classes]`, computed in `dtype`, returned as float32 (float64 where computed
-            so).
+            `[N, num_classes]`, computed in `dtype` and returned as float32 (float64 if computed in
+            float64).
 
         Raises:
-            TypeError, ValueError: if `x`, `train` or `mask` does not fit, or `axis_name` is not
-                mapped in training.
+            TypeError, ValueError: if the dtype or shape of `x` or `mask` is wrong, or `axis_name`
+                is not mapped in training.
         """
         h = self._features(x, train, mask)[-1].mean((1, 2))
         logits = self.classifier(h)
@@ -111,131 +77,130 @@ class DenseNet(nn.Module):
     def features(
         self, x: ArrayLike, train: bool = False, mask: ArrayLike | None = None
     ) -> tuple[jax.Array, ...]:
-        """The outputs of all blocks, as nnx's: `model.apply(variables, x, method="features")`."""
+        """Return the outputs of all blocks: `model.apply(variables, x, method="features")`."""
         return self._features(x, train, mask)
-
-    @property
-    def feature_channels(self) -> tuple[int, ...]:
-        """Channels of each of the `features`."""
-        return self.options.feature_channels
 
     @nn.nowrap
     def _features(self, x: ArrayLike, train: bool, mask: ArrayLike | None) -> tuple[jax.Array, ...]:
-        options = self.options
-        as_flag("train", train)
-        h, valid = options.prepare(x, None, mask)
-        key = self.make_rng("dropout") if train and options.drop_rate else None
-        if options.small_inputs:
+        h, image_mask = prepare_batch(self, x, None, mask)
+        key = self.make_rng("dropout") if train and self.drop_rate else None
+        if self.small_inputs:
             h = conv(h, self.stem_conv(h.shape[-1]), padding=1)
         else:
             h = conv(h, self.stem_conv(h.shape[-1]), strides=2, padding=3)
-            h = max_pool(self.stem_norm(h, use_running_average=not train, mask=valid))
-        found = []
-        for i, (block, (before, _)) in enumerate(zip(self.blocks, options.widths(), strict=True)):
+            h = max_pool(self.stem_norm(h, use_running_average=not train, mask=image_mask))
+        outputs = []
+        for i, (block, (channels, _)) in enumerate(
+            zip(self.blocks, block_widths(self), strict=True)
+        ):
             if i:
-                h = self.transitions[i - 1](h, train, valid)
-            chex.assert_axis_dimension(h, 3, before)
-            h = block(h, train, valid, block_key(key, i))
-            found.append(h)
-        return *found[:-1], self.final_norm(h, use_running_average=not train, mask=valid)
-
-
-def _options(module: DenseNet) -> DenseNetOptions:
-    names = [field.name for field in dataclasses.fields(DenseNetOptions)]
-    return DenseNetOptions(**{name: getattr(module, name) for name in names})
+                h = self.transitions[i - 1](h, train, image_mask)
+            chex.assert_axis_dimension(h, 3, channels)
+            h = block(h, train, image_mask, block_key(key, i))
+            outputs.append(h)
+        return *outputs[:-1], self.final_norm(h, use_running_average=not train, mask=image_mask)
 
 
 class DenseBlock(nn.Module):
-    """The layers between two transitions; the result is the input and all their new channels."""
+    """Layers between two transitions; returns the input and all new channels."""
 
     num_layers: int
-    options: DenseNetOptions
+    config: DenseNetConfig
 
     def setup(self):
-        self.layers = [DenseLayer(self.options) for _ in range(self.num_layers)]
+        """Create the submodules."""
+        self.layers = [DenseLayer(self.config) for _ in range(self.num_layers)]
 
     def __call__(
         self, x: jax.Array, train: bool, mask: jax.Array | None, key: jax.Array | None
     ) -> jax.Array:
-        options = self.options
-        if not (train and options.efficient) or self.is_initializing():
+        """Return all features of the block."""
+        config = self.config
+        if not (train and config.efficient) or self.is_initializing():
             for i, layer in enumerate(self.layers):
                 new = layer(x, train, mask)
                 if key is not None:
-                    new = dropout(new, options.drop_rate, jax.random.fold_in(key, i))
+                    new = dropout(new, config.drop_rate, jax.random.fold_in(key, i))
                 x = jnp.concatenate([x, new], -1)
             return x
-        widths = [x.shape[-1] + i * options.growth_rate for i in range(self.num_layers)]
+        widths = [x.shape[-1] + i * config.growth_rate for i in range(self.num_layers)]
         params = [layer.parameters(c) for layer, c in zip(self.layers, widths, strict=True)]
         features, stats = dense_block(
-            x, params, save=options.save, axis_name=options.axis_name, mask=mask,
-            axis_index_groups=options.axis_index_groups, epsilon=options.epsilon,
-            dropout_rate=options.drop_rate, key=key, num_chunks=options.num_chunks,
+            x, params, save=config.save, axis_name=config.axis_name, mask=mask,
+            axis_index_groups=config.axis_index_groups, epsilon=config.epsilon,
+            dropout_rate=config.drop_rate, key=key, num_chunks=config.num_chunks,
         )  # fmt: skip
-        for layer, batches in zip(self.layers, stats, strict=True):
-            layer.norm1.update_running_stats(batches[0])
-            layer.norm2.update_running_stats(batches[1])
+        for layer, (stats1, stats2) in zip(self.layers, stats, strict=True):
+            layer.norm1.update_running_stats(stats1)
+            layer.norm2.update_running_stats(stats2)
         return features
 
 
 class DenseLayer(nn.Module):
-    """BN-ReLU-conv1x1-BN-ReLU-conv3x3: the new channels of one layer."""
+    """BN-ReLU-conv1x1-BN-ReLU-conv3x3; returns the new channels of one layer."""
 
-    options: DenseNetOptions
+    config: DenseNetConfig
 
     def setup(self):
-        options = self.options
-        self.norm1 = BatchNorm(**options.norm())
-        self.conv1 = Kernel(options.bn_size * options.growth_rate, 1, options)
-        self.norm2 = BatchNorm(**options.norm())
-        self.conv2 = Kernel(options.growth_rate, 3, options)
+        """Create the submodules."""
+        config, norm = self.config, norm_options(self.config)
+        self.norm1 = BatchNorm(**norm)
+        self.conv1 = Kernel(config.bn_size * config.growth_rate, 1, config)
+        self.norm2 = BatchNorm(**norm)
+        self.conv2 = Kernel(config.growth_rate, 3, config)
 
     def __call__(self, x: jax.Array, train: bool, mask: jax.Array | None) -> jax.Array:
+        """Return the new channels."""
         x = self.norm1(x, use_running_average=not train, mask=mask)
         x = conv(x, self.conv1(x.shape[-1]))
         x = self.norm2(x, use_running_average=not train, mask=mask)
         return conv(x, self.conv2(x.shape[-1]), padding=1)
 
     def parameters(self, channels: int) -> DenseLayerParams:
-        """The parameters for an input of so many channels, as `effjax.dense_block` takes them."""
-        width = self.options.bn_size * self.options.growth_rate
-        first = (*self.norm1.parameters(), self.conv1(channels))
-        return DenseLayerParams(*first, *self.norm2.parameters(), self.conv2(width))
+        """Return the parameters of `effjax.dense_block` for an input of `channels` channels."""
+        width = self.config.bn_size * self.config.growth_rate
+        return DenseLayerParams(
+            *self.norm1.parameters(), self.conv1(channels),
+            *self.norm2.parameters(), self.conv2(width),
+        )  # fmt: skip
 
 
 class Transition(nn.Module):
     """BN-ReLU-conv1x1 and a 2x2 average pool."""
 
     features: int
-    options: DenseNetOptions
+    config: DenseNetConfig
 
     def setup(self):
-        self.norm = BatchNorm(**self.options.norm())
-        self.conv = Kernel(self.features, 1, self.options)
+        """Create the submodules."""
+        self.norm = BatchNorm(**norm_options(self.config))
+        self.conv = Kernel(self.features, 1, self.config)
 
     def __call__(self, x: jax.Array, train: bool, mask: jax.Array | None) -> jax.Array:
-        options, channels = self.options, x.shape[-1]
-        if not (train and options.efficient) or self.is_initializing():
+        """Return features with fewer channels and half the height and width."""
+        config, channels = self.config, x.shape[-1]
+        if not (train and config.efficient) or self.is_initializing():
             x = self.norm(x, use_running_average=not train, mask=mask)
             x = conv(x, self.conv(channels))
         else:
-            x, batch = bn_relu_conv(
+            x, batch_stats = bn_relu_conv(
                 x, *self.norm.parameters(), self.conv(channels), mask=mask,
-                axis_name=options.axis_name, axis_index_groups=options.axis_index_groups,
-                epsilon=options.epsilon, num_chunks=options.num_chunks,
+                axis_name=config.axis_name, axis_index_groups=config.axis_index_groups,
+                epsilon=config.epsilon, num_chunks=config.num_chunks,
             )  # fmt: skip
-            self.norm.update_running_stats(batch)
+            self.norm.update_running_stats(batch_stats)
         return nn.avg_pool(x, (2, 2), (2, 2))
 
 
 class Kernel(nn.Module):
-    """Holds a kernel; the convolution is `layers.images.conv` or part of an operator."""
+    """Kernel that `layers.images.conv` or a fused operator applies."""
 
     features: int
     size: int
-    options: DenseNetOptions
+    config: DenseNetConfig
 
     @nn.compact
     def __call__(self, channels: int) -> jax.Array:
+        """Return the kernel HWIO for `channels` input channels."""
         shape = (self.size, self.size, channels, self.features)
-        return self.param("kernel", he_normal, shape, self.options.param_dtype)
+        return self.param("kernel", he_normal, shape, self.config.param_dtype)

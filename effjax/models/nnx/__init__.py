@@ -1,6 +1,5 @@
-"""Whole networks for Flax NNX."""
+"""Networks for Flax NNX."""
 
-from .deform_resnet import DeformResNet as DeformResNet
 from .densenet import DenseNet as DenseNet
 from .pyramid import FeaturePyramid as FeaturePyramid
 from .resnet import ResNet as ResNet

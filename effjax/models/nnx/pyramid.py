@@ -1,4 +1,4 @@
-"""A feature pyramid for Flax NNX."""
+"""Feature pyramid for Flax NNX."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,39 +8,48 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 
-from ...layers.pyramid import Extra, PyramidOptions, Source, as_channels, pyramid
-from ...layers.resnet import ConvPlan
+from ...layers.pyramid import (
+    Extra,
+    FeaturePyramidConfig,
+    Source,
+    apply_pyramid,
+    as_channels,
+    prepare_features,
+    pyramid_convs,
+)
+from ...layers.resnet import ConvSpec
 
 glorot_uniform = nnx.initializers.glorot_uniform()
 
 
 class FeaturePyramid(nnx.Module):
-    """Features of all levels, each with what the coarser ones have seen.
+    """Feature pyramid network: combines the levels of a backbone from coarse to fine.
 
-    `M_i = lateral_i(C_i) + up(M_{i+1})`, `P_i = output_i(M_i)`: 1x1 convolutions, nearest neighbors
-    from level to level, 3x3 convolutions with padding 1, all with a bias. A level has half the
-    height and width of the one before, rounded up.
+    `M_i = lateral_i(C_i) + upsample(M_{i+1})`, `P_i = output_i(M_i)`. The lateral convolutions are
+    1x1, the output convolutions 3x3 with padding 1, all with a bias; upsampling takes the nearest
+    neighbor. Each level has half the height and width of the one before, rounded up.
 
     Args:
         in_channels: of each level, the finest first: a backbone's `feature_channels`.
-        out_channels: of all levels that come out.
-        extra_levels: further ones, each of half the size of the one before.
-        extra: "pool" takes every second pixel of the level before (P6 of Faster R-CNN); "conv"
-            convolves with stride 2, 3x3 and padding 1, with entries of `outputs` of their own (P6
-            and P7 of RetinaNet).
-        extra_from: what the first of these convolutions reads: the last level that came in, or the
-            last that comes out. Further ones read the one before.
-        extra_relu: further ones read it rectified, as maskrcnn-benchmark's and torchvision's do.
-        dtype: of the computation. None: that of the features, promoted with `param_dtype` unless
+        out_channels: of all levels of the pyramid.
+        extra_levels: the number of additional levels, each half the size of the one before.
+        extra: "pool" takes every second pixel of the level before (P6 of Faster R-CNN). "conv" is a
+            3x3 convolution with stride 2 and padding 1, with its own entry in `outputs` (P6 and P7
+            of RetinaNet).
+        extra_from: input of the first of these convolutions: the last input level ("input") or the
+            last output level ("output"). Each further one reads the level before.
+        extra_relu: apply ReLU before each further convolution, as maskrcnn-benchmark and
+            torchvision do.
+        dtype: of the computation. If None, that of the features, promoted with `param_dtype` unless
             they are half precision.
         param_dtype: of the parameters.
         rngs: for the parameters (stream `params`).
 
-    Parameters: `laterals` and `outputs`, a list of convolutions each. Kernels are initialized by
+    Parameters: `laterals` and `outputs`, each a list of convolutions. Kernels are initialized with
     Glorot's uniform rule, biases with 0.
 
     Raises:
-        TypeError, ValueError: for an option that is not what it must be, or outside its range.
+        TypeError, ValueError: if an option has the wrong type or is out of range.
 
     References:
         Lin et al. 2017 (arXiv:1612.03144; RetinaNet: arXiv:1708.02002).
@@ -59,33 +68,33 @@ class FeaturePyramid(nnx.Module):
         param_dtype: Dtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.options = options = PyramidOptions(
+        self.config = config = FeaturePyramidConfig(
             out_channels, extra_levels, extra, extra_from, extra_relu, dtype, param_dtype
         )
         self.in_channels = as_channels(in_channels)
 
-        def conv(plan: ConvPlan) -> Any:
+        def conv(spec: ConvSpec) -> Any:
             return nnx.Conv(
-                plan.channels, plan.features, (plan.size,) * 2, kernel_init=glorot_uniform,
+                spec.channels, spec.features, (spec.size,) * 2, kernel_init=glorot_uniform,
                 param_dtype=param_dtype, rngs=rngs,
             )  # fmt: skip
 
-        laterals, outputs = options.convs(self.in_channels)
+        laterals, outputs = pyramid_convs(config, self.in_channels)
         self.laterals = nnx.List(map(conv, laterals))
         self.outputs = nnx.List(map(conv, outputs))
 
     def __call__(self, features: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """The levels of the pyramid, `[N, H, W, out_channels]` each.
+        """Return the levels of the pyramid, `[N, H, W, out_channels]` each.
 
         Args:
             features: `[N, H, W, in_channels[i]]`, the finest first.
 
         Raises:
-            TypeError, ValueError: if they do not fit, or each other.
+            TypeError, ValueError: if their number, shapes or dtypes are wrong.
         """
-        levels = self.options.prepare(features, self.in_channels)
+        levels = prepare_features(self.config, features, self.in_channels)
         laterals, outputs = (
             [(conv.kernel[...], conv.bias[...]) for conv in convs]
             for convs in (self.laterals, self.outputs)
         )
-        return pyramid(self.options, levels, laterals, outputs)
+        return apply_pyramid(self.config, levels, laterals, outputs)

@@ -1,18 +1,29 @@
-"""Residual networks in torchvision's layout for Flax NNX, as classifiers or for their features."""
+"""Residual networks in torchvision's layout for Flax NNX, as classifiers or backbones."""
 
-from collections.abc import Sequence
+import dataclasses
 from typing import Any
 
 import chex
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from flax.typing import Dtype
 from jax.typing import ArrayLike
 
-from ...layers.images import he_normal, lecun_normal
-from ...layers.residual_block import NormArrays, Part, block, norm_of, stem
-from ...layers.resnet import BlockPlan, ConvPlan, ResNetOptions, Save
+from ...layers.images import copy_config, he_normal, lecun_normal, norm_options
+from ...layers.resnet import (
+    BlockArrays,
+    BlockSpec,
+    ConvSpec,
+    NormArrays,
+    ResNetConfig,
+    apply_block,
+    apply_stem,
+    has_frozen_norm,
+    norm_spec,
+    prepare_batch,
+    stage_specs,
+    stem_spec,
+    stop_frozen_gradient,
+)
 from ...nnx.batch_norm import BatchNorm
 from ...nnx.deform_conv import DeformConv
 from ...ops._common.arguments import as_integer
@@ -20,231 +31,206 @@ from ...ops._common.dtypes import accumulation_dtype
 from ...ops.batch_norm.sync import BatchStats
 
 
-class ResNet(nnx.Module):
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
+class ResNet(nnx.Module, ResNetConfig):
     """ResNet of torchvision's layout on images `[N, H, W, C]`: stem, stages, linear head.
 
     The stem is a 7x7 convolution with stride 2, BN, ReLU and a 3x3 max pool with stride 2. A block
-    is conv1x1-BN-ReLU-conv3x3-BN-ReLU-conv1x1-BN (or conv3x3-BN-ReLU-conv3x3-BN), plus its
-    shortcut, ReLU; the first block of every stage but the first has stride 2. Padding is half of
-    the kernel on every side, as in PyTorch, and unlike "SAME". The head is the mean over the image
-    and a linear layer.
+    is conv1x1-BN-ReLU-conv3x3-BN-ReLU-conv1x1-BN (or conv3x3-BN-ReLU-conv3x3-BN), plus the
+    shortcut, then ReLU. The first block of every stage except the first has stride 2. Padding is
+    half of the kernel size on every side, as in PyTorch and unlike "SAME". The head is the mean
+    over the image and a linear layer.
 
-    ReLU and the shortcut's addition are fused into the norms. With `efficient=True` a block keeps
-    for its backward pass its input, the statistics of its norms, and the outputs of its inner
-    convolutions; the rest is computed again: norms, and the convolutions that end the block and its
-    shortcut, which are 1x1 in a bottleneck. No statistics are taken twice, and there is no second
-    all-reduce. Outputs, gradients, running statistics and state trees are those of
-    `efficient=False`; only memory and time differ. Reverse mode only.
+    ReLU and the addition of the shortcut are fused into the norms. With `efficient=True` a block
+    keeps for its backward pass its input, the statistics of its norms and the outputs of its inner
+    convolutions. It recomputes the norms and the last convolutions of the block and its shortcut
+    (1x1 in a bottleneck). Batch statistics are kept, so that the all-reduce runs once. Outputs,
+    gradients, running statistics and the state tree are those of `efficient=False`. Reverse mode
+    only.
 
     Args:
         stage_sizes: the number of blocks of each stage.
-        bottleneck: blocks of three convolutions (ResNet-50, …) rather than two (-18, -34).
-        width: channels of the stem, and of the first stage's 3x3 convolutions; each later stage has
-            twice as many. Bottlenecks end with four times as many.
-        stride_in_1x1: a bottleneck's stride is in its first convolution, as in Caffe's models and
-            maskrcnn-benchmark's, rather than in its 3x3 convolution.
-        stage_with_dcn: for each stage, whether `conv2` of its blocks, the 3x3 of a bottleneck, is
-            deformable, with its stride; () for none.
-        modulated: DCN v2 (offsets and masks) rather than v1 (offsets).
-        offset_groups: groups of channels with offsets of their own.
+        bottleneck: blocks of three convolutions (ResNet-50, …) instead of two (-18, -34).
+        width: channels of the stem and of the first stage's 3x3 convolutions; doubled in each later
+            stage. A bottleneck has four times as many output channels.
+        stride_in_1x1: apply a bottleneck's stride in its first convolution, as Caffe's models and
+            maskrcnn-benchmark do, instead of in its 3x3 convolution.
+        stage_with_dcn: for each stage, True to make `conv2` of its blocks deformable (the 3x3
+            convolution of a bottleneck), with its stride; () for no deformable stage.
+        modulated: DCN v2 (offsets and masks) instead of v1 (offsets).
+        offset_groups: groups of channels that share their offsets.
         num_classes: size of the logits; None for no linear layer.
-        small_inputs: the stem is one 3x3 convolution, BN and ReLU, for small images.
-        efficient: recompute in the backward pass instead of keeping all that a block computes.
-        save: "conv" keeps the outputs of a block's convolutions but the last, "features" only the
-            block's input and its statistics, and computes all convolutions again.
-        frozen_stages: -1 for none, 0 for the stem, k for the stem and the first k stages: their
-            norms are frozen, and no gradient goes into them or through them. An optimizer's weight
-            decay would still move them: leave them out there.
-        frozen_norm: all norms compute with their running statistics, in training too, and have no
-            gradients for scale and bias, as maskrcnn-benchmark's FrozenBatchNorm2d (with
-            `epsilon=0`).
-        axis_name, axis_index_groups: the mapped axes over which all batch statistics are taken. If
-            vmap maps them, `grad` of `jit` of it needs `efficient=False`; `jit` of `grad` does not.
-        momentum, epsilon: of the BatchNorms; 0.9 is PyTorch's 0.1.
-        dtype: of the computation. None: x's, promoted with `param_dtype` unless x is half
-            precision. Parameters stay `param_dtype` and statistics float32 or wider.
+        small_inputs: use one 3x3 convolution, BN and ReLU as the stem, for small images.
+        efficient: recompute in the backward pass instead of keeping all intermediate arrays.
+        save: "conv" keeps the outputs of a block's convolutions except the last. "features" keeps
+            only the block's input and its statistics, and recomputes all convolutions.
+        frozen_stages: -1 for none, 0 for the stem, k for the stem and the first k stages. Their
+            norms are frozen, and no gradient flows into or through them. Exclude their parameters
+            from the optimizer, whose weight decay would still change them.
+        frozen_norm: use the running statistics of all norms in training too, with no gradients for
+            scale and bias, as maskrcnn-benchmark's FrozenBatchNorm2d (with `epsilon=0`).
+        axis_name, axis_index_groups: the mapped axes over which batch statistics are reduced. If
+            vmap maps them, `grad` of `jit` of the model requires `efficient=False`; `jit` of `grad`
+            does not.
+        momentum, epsilon: of the BatchNorms; PyTorch's momentum 0.1 is 0.9 here.
+        dtype: of the computation. If None, x's dtype, promoted with `param_dtype` unless x is half
+            precision. Parameters stay `param_dtype`, and statistics are float32 or wider.
         param_dtype: of the parameters.
-        unbiased_running_var: the running variances are those of PyTorch, σ²·n/(n − 1).
+        unbiased_running_var: use PyTorch's running variance σ²·n/(n − 1).
         in_channels: channels of the images.
         rngs: for the parameters (stream `params`).
 
     Convolutions are initialized from N(0, 2/(kh·kw·out)), those that predict offsets with 0, norms
-    with 1 and 0, the head from N(0, 1/in) and 0.
+    with scale 1 and bias 0, the head from N(0, 1/in) with bias 0.
 
     Raises:
-        TypeError, ValueError: for an option that is not what it must be, or outside its range.
+        TypeError, ValueError: if an option has the wrong type or is out of range.
 
     References:
         He et al. 2016 (arXiv:1512.03385); Dai et al. 2017 (arXiv:1703.06211); Zhu et al. 2018
         (arXiv:1811.11168).
     """
 
-    def __init__(
-        self,
-        *,
-        stage_sizes: Sequence[int] = (3, 4, 6, 3),
-        bottleneck: bool = True,
-        width: int = 64,
-        stride_in_1x1: bool = False,
-        stage_with_dcn: Sequence[bool] = (),
-        modulated: bool = True,
-        offset_groups: int = 1,
-        num_classes: int | None = 1000,
-        small_inputs: bool = False,
-        efficient: bool = True,
-        save: Save = "conv",
-        frozen_stages: int = -1,
-        frozen_norm: bool = False,
-        axis_name: Any = None,
-        axis_index_groups: int | Sequence[Sequence[int]] | None = None,
-        momentum: float | None = 0.9,
-        epsilon: float = 1e-5,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        unbiased_running_var: bool = False,
-        in_channels: int = 3,
-        rngs: nnx.Rngs,
-    ):
-        options = ResNetOptions(
-            stage_sizes=stage_sizes, bottleneck=bottleneck, width=width,
-            stride_in_1x1=stride_in_1x1, stage_with_dcn=stage_with_dcn, modulated=modulated,
-            offset_groups=offset_groups, num_classes=num_classes, small_inputs=small_inputs,
-            efficient=efficient, save=save, frozen_stages=frozen_stages, frozen_norm=frozen_norm,
-            axis_name=axis_name, axis_index_groups=axis_index_groups, momentum=momentum,
-            epsilon=epsilon, dtype=dtype, param_dtype=param_dtype,
-            unbiased_running_var=unbiased_running_var,
-        )  # fmt: skip
-        self.options = options
-        self.in_channels = as_integer("in_channels", in_channels, 1)
-        self.stem_conv = _conv(options.stem(in_channels), options, rngs)
-        self.stem_norm = BatchNorm(width, **options.norm(), rngs=rngs)
+    in_channels: int = 3
+    rngs: dataclasses.InitVar[nnx.Rngs]
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        # The options are compared by value, modules by identity.
+        return self is other
+
+    def __post_init__(self, rngs: nnx.Rngs) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().__post_init__()
+        as_integer("in_channels", self.in_channels, 1)
+        config = copy_config(self, ResNetConfig)
+        self.stem_conv = _conv(stem_spec(config, self.in_channels), config, rngs)
+        self.stem_norm = BatchNorm(self.width, **norm_options(config), rngs=rngs)
         self.stages = nnx.List(
-            nnx.List(ResNetBlock(plan, options, rngs=rngs) for plan in plans)
-            for plans in options.stages()
+            nnx.List(ResNetBlock(spec, config, rngs=rngs) for spec in specs)
+            for specs in stage_specs(config)
         )
         self.classifier: Any = nnx.data(None)
-        if num_classes is not None:
+        if self.num_classes is not None:
             self.classifier = nnx.Linear(
-                options.feature_channels[-1], num_classes, kernel_init=lecun_normal, dtype=dtype,
-                param_dtype=param_dtype, rngs=rngs,
+                self.feature_channels[-1], self.num_classes, kernel_init=lecun_normal,
+                dtype=self.dtype, param_dtype=self.param_dtype, rngs=rngs,
             )  # fmt: skip
 
     def __call__(
         self, x: ArrayLike, *, rngs: Any = None, mask: ArrayLike | None = None
     ) -> jax.Array:
-        """Logits of images.
+        """Return the logits of images.
 
         Args:
             x: `[N, H, W, in_channels]`.
-            rngs: is taken and not needed, as by all models here.
-            mask: bool `[N]` or `[N, 1, 1, 1]`: which images count in the batch statistics.
+            rngs: ignored; accepted because all models here take it.
+            mask: bool `[N]` or `[N, 1, 1, 1]`; False excludes an image from the batch statistics.
 
         Returns:
             `[N, num_classes]`, or with `num_classes=None` the mean over the image of the last
-            stage; computed in `dtype`, returned as float32 (float64 where computed so).
+            stage, computed in `dtype` and returned as float32 (float64 if computed in float64).
 
         Raises:
-            TypeError, ValueError: if `x` or `mask` does not fit, or `axis_name` is not mapped in
-                training.
+            TypeError, ValueError: if the dtype or shape of `x` or `mask` is wrong, or `axis_name`
+                is not mapped in training.
         """
         h = self._features(x, mask)[-1].mean((1, 2))
         if self.classifier is not None:
             h = self.classifier(h)
-            chex.assert_shape(h, (None, self.options.num_classes))
+            chex.assert_shape(h, (None, self.num_classes))
         return h.astype(accumulation_dtype(h))
 
     def features(self, x: ArrayLike, *, mask: ArrayLike | None = None) -> tuple[jax.Array, ...]:
-        """The outputs of all stages, in `dtype`: C2 to C5, at 1/4 to 1/32 of the images' size.
+        """Return the outputs of all stages in `dtype`: C2 to C5.
 
-        Arguments and errors as in a call; sizes are rounded up. With `small_inputs` they are from
-        1/1 on. `feature_channels` says how many channels each has.
+        They have 1/4 to 1/32 of the images' size, rounded up (from 1/1 with `small_inputs`), and
+        `feature_channels` channels. Arguments and errors are those of a call.
         """
         return self._features(x, mask)
 
-    @property
-    def feature_channels(self) -> tuple[int, ...]:
-        """Channels of each of the `features`."""
-        return self.options.feature_channels
-
-    # Not the public method, which `nnx.tabulate` would show in place of the model.
+    # `nnx.tabulate` would show the public method instead of the model, so a call does not use it.
     def _features(self, x: ArrayLike, mask: ArrayLike | None) -> tuple[jax.Array, ...]:
-        options = self.options
-        h, valid = options.prepare(x, self.in_channels, mask)
-        norm = norm_of(
-            self.stem_norm, self.stem_norm._uses_running_average(), options.freezes_norm(0)
+        h, image_mask = prepare_batch(self, x, self.in_channels, mask)
+        norm = norm_spec(
+            self.stem_norm, self.stem_norm._uses_running_average(), has_frozen_norm(self, 0)
         )
-        part = Part((self.stem_conv.kernel[...],), (_arrays(self.stem_norm),))
-        h, (batch,) = stem(options, norm, h, part, valid)
-        _update(self.stem_norm, batch)
-        h, found = options.cut(h, 0), []
-        for blocks, channels in zip(self.stages, options.feature_channels, strict=True):
-            for each in blocks:
-                h = each(h, mask=valid)
+        arrays = BlockArrays((self.stem_conv.kernel[...],), (_norm_arrays(self.stem_norm),))
+        h, (batch_stats,) = apply_stem(self, norm, h, arrays, image_mask)
+        _update(self.stem_norm, batch_stats)
+        h, outputs = stop_frozen_gradient(self, h, 0), []
+        for blocks, channels in zip(self.stages, self.feature_channels, strict=True):
+            for block in blocks:
+                h = block(h, mask=image_mask)
             chex.assert_axis_dimension(h, 3, channels)
-            h = options.cut(h, len(found) + 1)
-            found.append(h)
-        return tuple(found)
+            h = stop_frozen_gradient(self, h, len(outputs) + 1)
+            outputs.append(h)
+        return tuple(outputs)
 
 
 class ResNetBlock(nnx.Module):
-    """The convolutions of a block with their norms, plus the shortcut, ReLU."""
+    """Convolutions of a block with their norms, plus the shortcut, then ReLU."""
 
-    def __init__(self, plan: BlockPlan, options: ResNetOptions, *, rngs: nnx.Rngs):
-        self.plan, self.options = plan, options
-        for k, of_conv in enumerate(plan.convs, 1):
-            setattr(self, f"conv{k}", _conv(of_conv, options, rngs))
-            setattr(self, f"norm{k}", BatchNorm(of_conv.features, **options.norm(), rngs=rngs))
+    def __init__(self, spec: BlockSpec, config: ResNetConfig, *, rngs: nnx.Rngs):
+        self.spec, self.config = spec, config
+        for k, conv_spec in enumerate(spec.convs, 1):
+            # The order of construction determines the initial values.
+            setattr(self, f"conv{k}", _conv(conv_spec, config, rngs))
+            norm = BatchNorm(conv_spec.features, **norm_options(config), rngs=rngs)
+            setattr(self, f"norm{k}", norm)
         self.shortcut: Any = nnx.data(None)
         self.shortcut_norm: Any = nnx.data(None)
-        if plan.shortcut is not None:
-            self.shortcut = _conv(plan.shortcut, options, rngs)
+        if spec.shortcut is not None:
+            self.shortcut = _conv(spec.shortcut, config, rngs)
             self.shortcut_norm = BatchNorm(
-                plan.shortcut.features, **options.norm(activation=None), rngs=rngs
+                spec.shortcut.features, **norm_options(config, activation=None), rngs=rngs
             )
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None) -> jax.Array:
-        numbers = range(1, len(self.plan.convs) + 1)
+        """Return the output of the block."""
+        numbers = range(1, len(self.spec.convs) + 1)
         convs = [getattr(self, f"conv{k}") for k in numbers]
         norms: list[BatchNorm] = [getattr(self, f"norm{k}") for k in numbers]
         if self.shortcut is not None:
             convs.append(self.shortcut)
             norms.append(self.shortcut_norm)
-        part = Part(tuple(map(_parameters, convs)), tuple(map(_arrays, norms)))
-        how = (norm_of(norm, norm._uses_running_average(), self.plan.frozen) for norm in norms)
-        y, batches = block(self.options, self.plan, tuple(how), x, part, mask)
-        for norm, batch in zip(norms, batches, strict=True):
-            _update(norm, batch)
+        arrays = BlockArrays(tuple(map(_conv_arrays, convs)), tuple(map(_norm_arrays, norms)))
+        norm_specs = tuple(
+            norm_spec(norm, norm._uses_running_average(), self.spec.frozen) for norm in norms
+        )
+        y, stats = apply_block(self.config, self.spec, norm_specs, x, arrays, mask)
+        for norm, batch_stats in zip(norms, stats, strict=True):
+            _update(norm, batch_stats)
         return y
 
 
-def _conv(plan: ConvPlan, options: ResNetOptions, rngs: nnx.Rngs) -> Any:
-    """What `layers.residual_block` computes with these parameters, called by itself."""
-    kinds: dict[str, Any] = dict(
-        padding=plan.padding, use_bias=False, kernel_init=he_normal, dtype=options.dtype,
-        param_dtype=options.param_dtype, rngs=rngs,
+def _conv(spec: ConvSpec, config: ResNetConfig, rngs: nnx.Rngs) -> Any:
+    # Holds the parameters; called alone it computes what `layers.resnet` computes with them.
+    options: dict[str, Any] = dict(
+        padding=spec.padding, use_bias=False, kernel_init=he_normal, dtype=config.dtype,
+        param_dtype=config.param_dtype, rngs=rngs,
     )  # fmt: skip
-    if not plan.deformable:
-        return nnx.Conv(plan.channels, plan.features, (plan.size,) * 2, plan.strides, **kinds)
+    if not spec.deformable:
+        return nnx.Conv(spec.channels, spec.features, (spec.size,) * 2, spec.strides, **options)
     return DeformConv(
-        plan.channels, plan.features, plan.size, plan.strides,
-        offset_groups=options.offset_groups, modulated=options.modulated, predict_offset=True,
-        **kinds,
+        spec.channels, spec.features, spec.size, spec.strides,
+        offset_groups=config.offset_groups, modulated=config.modulated, predict_offset=True,
+        **options,
     )  # fmt: skip
 
 
-def _parameters(conv: Any) -> Any:
+def _conv_arrays(conv: Any) -> Any:
     if not hasattr(conv, "offset_conv"):
         return conv.kernel[...]
-    moves = conv.offset_conv
-    of_offsets = {"kernel": moves.kernel[...], "bias": moves.bias[...]}
-    return {"kernel": conv.kernel[...], "offset_conv": of_offsets}
+    offset_conv = {"kernel": conv.offset_conv.kernel[...], "bias": conv.offset_conv.bias[...]}
+    return {"kernel": conv.kernel[...], "offset_conv": offset_conv}
 
 
-def _arrays(norm: BatchNorm) -> NormArrays:
-    names = NormArrays._fields
-    return NormArrays(*(None if (v := getattr(norm, n)) is None else v[...] for n in names))
+def _norm_arrays(norm: BatchNorm) -> NormArrays:
+    variables = (getattr(norm, name) for name in NormArrays._fields)
+    return NormArrays(*(None if v is None else v[...] for v in variables))
 
 
-def _update(norm: BatchNorm, batch: BatchStats | None) -> None:
-    if batch is not None:
-        norm._update_running_stats(batch)
+def _update(norm: BatchNorm, batch_stats: BatchStats | None) -> None:
+    if batch_stats is not None:
+        norm._update_running_stats(batch_stats)

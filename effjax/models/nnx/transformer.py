@@ -1,4 +1,4 @@
-"""A transformer language model for Flax NNX, whose like layers are one stack of parameters."""
+"""Transformer language model for Flax NNX with stacked layer parameters."""
 
 import functools
 import math
@@ -13,19 +13,10 @@ from flax.typing import Dtype
 from jax import lax
 from jax.typing import ArrayLike
 
-from ...ops._common.arguments import (
-    as_array,
-    as_callable,
-    as_dtype,
-    as_flag,
-    as_integer,
-    as_key,
-    as_number,
-)
+from ...ops._common.arguments import as_array, as_dtype, as_integer, as_key, as_number
 from ...ops._common.dtypes import accumulation_dtype
 from ...ops.cross_entropy import linear_cross_entropy
 from ...ops.dropout import dropout
-from ...ops.offload.trees import as_array_tree, count_layers
 
 Params = dict[str, Any]
 Layer = Callable[[Params, jax.Array, jax.Array | None], jax.Array]
@@ -37,66 +28,62 @@ ROTARY_BASE = 10000.0
 def scan_layers(
     layer: Layer, params: Params, x: jax.Array, key: jax.Array | None, *, remat: bool = False
 ) -> jax.Array:
-    """Applies a stack of like layers: ``x = layer(params[i], x, key_i)`` for all i, as one loop.
+    """Apply a stack of identical layers in one loop: ``x = layer(params[i], x, key_i)``.
 
     The key of layer i is ``fold_in(fold_in(key, i), 0)``, as in `effjax.offload_scan`, where the
-    second number is that of the microbatch.
+    second number is the microbatch.
 
     Args:
-        layer: ``layer(params, x, key) -> x``, of one layer.
+        layer: ``layer(params, x, key) -> x`` of one layer.
         params: a pytree of arrays `[L, ...]`.
-        x: what goes in.
-        key: a PRNG key, or None: then layers get None.
-        remat: keep the input of each layer for the backward pass, and compute the rest again.
+        x: input of the first layer.
+        key: a PRNG key, or None to pass None to the layers.
+        remat: keep only the input of each layer for the backward pass and recompute the rest.
 
     Returns:
-        What the last layer returns.
+        The output of the last layer.
 
     Raises:
-        ValueError, TypeError: for arguments that do not fit.
+        ValueError, TypeError: if `key` is not a key, or the leaves of `params` differ in L.
     """
-    as_callable("layer", layer)
-    params, x = as_array_tree("params", params), as_array_tree("x", x)
     key = None if key is None else as_key("key", key)
-    num_layers = count_layers(params, "params")
-    as_flag("remat", remat)
-    # Inside of a loop there is nothing that could undo the recomputation.
-    one = jax.checkpoint(layer, prevent_cse=False) if remat else layer
+    num_layers = len(jax.tree.leaves(params)[0])
+    # prevent_cse=False: the loop already keeps XLA from undoing the recomputation.
+    apply_layer = jax.checkpoint(layer, prevent_cse=False) if remat else layer
 
-    def body(x: jax.Array, at: tuple) -> tuple[jax.Array, None]:
-        layer_params, i = at
+    def body(x: jax.Array, layer_input: tuple) -> tuple[jax.Array, None]:
+        layer_params, i = layer_input
         k = None if key is None else jax.random.fold_in(jax.random.fold_in(key, i), 0)
-        return one(layer_params, x, k), None
+        return apply_layer(layer_params, x, k), None
 
-    return lax.scan(body, x, (params, jnp.arange(num_layers)))[0]
+    return lax.scan(body, jnp.asarray(x), (params, jnp.arange(num_layers)))[0]
 
 
 class TransformerLM(nnx.Module):
-    """A decoder of tokens `[N, T]`: embedding, like pre-norm blocks, norm, linear head.
+    """Decoder of tokens `[N, T]`: embedding, identical pre-norm blocks, norm, linear head.
 
-    `blocks` is one `TransformerBlock` whose parameters have a leading axis: the layers. What
-    applies them is a function, so the same model runs as a loop (`scan_layers`), recomputed
+    `blocks` is one `TransformerBlock` whose parameters have a leading axis of layers. A function
+    applies the layers, so the same model runs as a loop (`scan_layers`), with recomputation
     (``functools.partial(scan_layers, remat=True)``) or offloaded.
 
     Args:
         vocab_size: number of tokens; 256 for bytes.
-        num_layers, width, num_heads: of the stack; the heads share the width.
-        mlp_width: None is four times `width`.
-        use_bias: linear layers with biases and LayerNorm; otherwise none, and RMSNorm.
-        dropout_rate: of what each half of a block adds, in [0, 1).
-        lora_rank: of the low-rank matrices beside the kernels of the blocks, to be trained alone:
-            ``x @ kernel + x @ lora_a @ lora_b``, see ``nnx.LoRALinear``; None: there are none.
-        dtype: of the computation; None is `param_dtype`.
+        num_layers, width, num_heads: of the stack; each head has `width / num_heads` channels.
+        mlp_width: hidden channels of the MLP. If None, four times `width`.
+        use_bias: use biases in linear layers, and LayerNorm instead of RMSNorm.
+        dropout_rate: of the outputs of attention and MLP, in [0, 1).
+        lora_rank: rank of the LoRA matrices of the blocks' kernels, ``x @ kernel + x @ lora_a @
+            lora_b`` (see ``nnx.LoRALinear``). If None, LoRA is disabled.
+        dtype: of the computation. If None, `param_dtype`.
         param_dtype: of the parameters.
-        rngs: for the parameters (stream `params`). Its first key is that of the layers, which
-            `layer_keys` and `init_layer` make of it.
+        rngs: for the parameters (stream `params`). `layer_keys` and `init_layer` derive the layers
+            from its first key.
 
-    Kernels are initialized from N(0, 1/in), those that end a half of a block 1/√(2·num_layers)
-    times as large, the embedding from N(0, 1) and the head from N(0, 0.02²).
+    Kernels are initialized from N(0, 1/in), the last kernels of attention and MLP scaled by
+    1/√(2·num_layers), the embedding from N(0, 1) and the head from N(0, 0.02²).
 
     Raises:
-        ValueError: for an option outside its range.
-        TypeError: for one that is of another kind.
+        TypeError, ValueError: if an option has the wrong type or is out of range.
 
     References:
         Vaswani et al. 2017 (arXiv:1706.03762); Xiong et al. 2020 (arXiv:2002.04745); Su et al. 2021
@@ -129,10 +116,10 @@ class TransformerLM(nnx.Module):
             lora_rank=lora_rank, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(param_dtype),
         )  # fmt: skip
         self.block_options = tuple(options.items())
-        one = nnx.eval_shape(lambda: TransformerBlock(**options, rngs=nnx.Rngs(0)))
+        block = nnx.eval_shape(lambda: TransformerBlock(**options, rngs=nnx.Rngs(0)))
         self.num_layers = num_layers
         params = jax.vmap(self.init_layer)(self.layer_keys(rngs.params()))
-        self.blocks = nnx.merge(nnx.graphdef(one), params)
+        self.blocks = nnx.merge(nnx.graphdef(block), params)
         dtypes: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         normal = nnx.initializers.normal
         self.embed = nnx.Embed(vocab_size, width, embedding_init=normal(1.0), **dtypes)
@@ -149,19 +136,19 @@ class TransformerLM(nnx.Module):
         key: jax.Array | None = None,
         apply_layers: ApplyLayers = scan_layers,
     ) -> jax.Array:
-        """Logits of the next token at each place.
+        """Return the logits of the next token at each position.
 
         Args:
             tokens: integers `[N, T]` in `[0, vocab_size)`.
-            key: the key of dropout; None leaves it out.
+            key: the dropout key. If None, dropout is disabled.
             apply_layers: ``apply_layers(layer, params, x, key) -> x``, by default `scan_layers`.
 
         Returns:
-            `[N, T, vocab_size]`, float32 (float64 where computed so).
+            `[N, T, vocab_size]`, float32 (float64 if computed in float64).
 
         Raises:
             ValueError: if `tokens` are not integers `[N, T]`.
-            TypeError: for what is no array, key or function.
+            TypeError: if `tokens` is not an array or `key` is not a key.
         """
         logits = self.logits(self.features(tokens, key=key, apply_layers=apply_layers))
         chex.assert_shape(logits, (*jnp.shape(tokens), self.head.out_features))
@@ -174,18 +161,15 @@ class TransformerLM(nnx.Module):
         key: jax.Array | None = None,
         apply_layers: ApplyLayers = scan_layers,
     ) -> jax.Array:
-        """What the last layer returns, `[N, T, width]`; arguments and errors as of a call."""
-        tokens, key = (
-            as_array("tokens", tokens, jnp.generic),
-            None if key is None else as_key("key", key),
-        )
-        as_callable("apply_layers", apply_layers)
+        """Return the output of the last layer, `[N, T, width]`; arguments as in a call."""
+        tokens = as_array("tokens", tokens, jnp.generic)
+        key = None if key is None else as_key("key", key)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(
                 f"`tokens` must be integers [batch, time], not {tokens.dtype} {tokens.shape}."
             )
         if not tokens.size:
-            raise ValueError(f"`tokens` of shape {tokens.shape} must be at least one of each axis.")
+            raise ValueError(f"`tokens` of shape {tokens.shape} must have at least one token.")
         params: Params = nnx.to_pure_dict(nnx.state(self.blocks, nnx.Param))
         x = self.embed(tokens)
         chex.assert_shape(x, (*tokens.shape, self.head.in_features))
@@ -193,56 +177,58 @@ class TransformerLM(nnx.Module):
 
     @property
     def layer(self) -> Layer:
-        """The pure function of one layer, ``layer(params, x, key) -> x``; no dropout without key.
+        """Pure function of one layer, ``layer(params, x, key) -> x``; no dropout without a key.
 
-        params are one layer's of `blocks`, as a dict; x is `[N, T, width]` in the model's `dtype`.
+        `params` is the dict of one layer's parameters in `blocks`; x is `[N, T, width]` in the
+        model's `dtype`.
         """
         return functools.partial(_apply, nnx.graphdef(self.blocks))
 
     def layer_keys(self, key: jax.Array) -> jax.Array:
-        """The keys `[num_layers]` of `init_layer`: ``fold_in(key, i)``."""
+        """Return the keys `[num_layers]` of `init_layer`: ``fold_in(key, i)``."""
         key = as_key("key", key)
         return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(self.num_layers))
 
     def init_layer(self, key: jax.Array) -> Params:
-        """New parameters of one layer; for an abstract model too."""
+        """Return new parameters of one layer; works on an abstract model too."""
         rngs = nnx.Rngs(params=as_key("key", key))
         block = TransformerBlock(**dict(self.block_options), rngs=rngs)
         return nnx.to_pure_dict(nnx.state(block, nnx.Param))
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """`[N, T, vocab_size]` of what the last layer returns, `[N, T, width]`."""
-        x = _checked(x, self.head.in_features)
+        """Return the logits `[N, T, vocab_size]` of the last layer's output `[N, T, width]`."""
+        x = _as_input(x, self.head.in_features)
         logits = self.head(self.norm(x))
         return logits.astype(accumulation_dtype(logits))
 
     def losses(self, x: jax.Array, labels: jax.Array, **options: Any) -> jax.Array:
-        """The cross entropy `[N, T]` of labels by ``logits(x)``, which are not made all at once.
+        """Return the cross entropy `[N, T]` without computing all logits at the same time.
 
         Args:
-            x: `[N, T, width]`, what the last layer returns: see `features`.
+            x: `[N, T, width]`, the output of the last layer: see `features`.
             labels: integers `[N, T]`, the next tokens.
-            **options: `where`, `z_loss` and `chunk_size`, as of `effjax.linear_cross_entropy`.
+            **options: `where`, `z_loss` and `chunk_size` of `effjax.linear_cross_entropy`.
         """
-        x, head = self.norm(_checked(x, self.head.in_features)), self.head
+        x, head = self.norm(_as_input(x, self.head.in_features)), self.head
         bias = None if head.bias is None else head.bias[...]
         return linear_cross_entropy(x, head.kernel[...], labels, bias=bias, **options)
 
 
 class TransformerBlock(nnx.Module):
-    """``x += attention(norm(x))``, then ``x += mlp(norm(x))``, on `[N, T, width]`.
+    """Pre-norm block: ``x += attention(norm(x))``, then ``x += mlp(norm(x))``, on `[N, T, width]`.
 
-    The attention is causal, with rotary position embedding of queries and keys; the MLP is linear,
+    The attention is causal, with rotary position embedding of queries and keys. The MLP is linear,
     GELU, linear.
 
     Args:
-        width, num_heads, mlp_width, use_bias, dropout_rate, lora_rank, dtype, param_dtype: as of
-            `TransformerLM`; `dtype` None is x's, promoted with `param_dtype`.
-        residual_scale: factor of the initial kernels that end the two halves.
+        width, num_heads, mlp_width, use_bias, dropout_rate, lora_rank, param_dtype: as in
+            `TransformerLM`.
+        dtype: of the computation. If None, x's dtype, promoted with `param_dtype`.
+        residual_scale: factor of the initial values of the last kernels of attention and MLP.
         rngs: for the parameters (stream `params`).
 
     Raises:
-        ValueError: for an option outside its range.
+        TypeError, ValueError: if an option has the wrong type or is out of range.
     """
 
     def __init__(
@@ -261,11 +247,10 @@ class TransformerBlock(nnx.Module):
     ):
         width, num_heads = as_integer("width", width, 1), as_integer("num_heads", num_heads, 1)
         mlp_width = 4 * width if mlp_width is None else as_integer("mlp_width", mlp_width, 1)
-        as_flag("use_bias", use_bias)
         if width % (2 * num_heads):
             raise ValueError(
-                f"`width` (={width}) must be divisible by 2 · `num_heads` (={num_heads}): the "
-                "rotary embedding turns pairs of a head's channels."
+                f"2 · `num_heads` (={num_heads}) must divide `width` (={width}): the rotary "
+                "embedding rotates pairs of a head's channels."
             )
         as_number("dropout_rate", dropout_rate, lambda rate: 0 <= rate < 1, "in [0, 1)")
         as_number("residual_scale", residual_scale, math.isfinite, "finite")
@@ -293,8 +278,9 @@ class TransformerBlock(nnx.Module):
         self.down = linear(mlp_width, width, residual_scale)
 
     def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """`[N, T, width]` of the same; `key` is that of dropout, None leaves it out."""
-        x, key = _checked(x, self.qkv.in_features), None if key is None else as_key("key", key)
+        """Return `[N, T, width]` for x of the same shape; dropout requires `key`."""
+        x = _as_input(x, self.qkv.in_features)
+        key = None if key is None else as_key("key", key)
         x = x + self._drop(self.out(self._attend(self.qkv(self.norm1(x)))), key, 0)
         return x + self._drop(self.down(nnx.gelu(self.up(self.norm2(x)))), key, 1)
 
@@ -306,17 +292,17 @@ class TransformerBlock(nnx.Module):
         chex.assert_equal_shape((q, k, attended))
         return attended.reshape(*qkv.shape[:2], -1)
 
-    def _drop(self, x: jax.Array, key: jax.Array | None, half: int) -> jax.Array:
+    def _drop(self, x: jax.Array, key: jax.Array | None, branch: int) -> jax.Array:
         if key is None or not self.dropout_rate:
             return x
-        return dropout(x, self.dropout_rate, jax.random.fold_in(key, half))
+        return dropout(x, self.dropout_rate, jax.random.fold_in(key, branch))
 
 
-# Channels j and D/2 + j of a head are the two parts of a vector, which at position t is turned by
-# the angle t · base^(-2j/D). Turning q and k by the same angle does not change their product, so
-# that attention depends on the distance only.
+# Channels j and D/2 + j of a head form a 2-vector, rotated at position t by the angle
+# t · base^(-2j/D). Rotating q and k by the same angle keeps their product, so attention depends on
+# the difference of positions only.
 def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Rotary position embedding of x `[N, T, H, D]` at `positions` `[T]`."""
+    """Apply the rotary position embedding to x `[N, T, H, D]` at `positions` `[T]`."""
     chex.assert_rank(x, 4)
     chex.assert_shape(positions, x.shape[1:2])
     wide = accumulation_dtype(x)
@@ -325,8 +311,8 @@ def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
     angles = jnp.outer(positions.astype(wide), speeds)[:, None]  # [T, 1, D/2]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     a, b = x[..., :half].astype(wide), x[..., half:].astype(wide)
-    turned = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
+    return rotated.astype(x.dtype)
 
 
 def _apply(
@@ -336,7 +322,7 @@ def _apply(
     return block(x, key)
 
 
-def _checked(x: jax.Array, width: int) -> jax.Array:
+def _as_input(x: jax.Array, width: int) -> jax.Array:
     x = as_array("x", x)
     if x.ndim != 3 or x.shape[-1] != width:
         raise ValueError(f"`x` must be of shape [batch, time, {width}], not {x.shape}.")

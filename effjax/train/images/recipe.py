@@ -10,7 +10,9 @@ import numpy as np
 import optax
 from flax import nnx
 
-from ...models import DENSENETS, RESNETS, DenseNet, ResNet, densenet_cifar
+from ...models import DenseNet, ResNet, densenet_cifar
+from ...models.densenet import DENSENET_OPTIONS
+from ...models.resnet import RESNET_OPTIONS
 from ..errors import TrainError
 from ..finite import OnNan
 from ..mesh import AXIS
@@ -49,7 +51,7 @@ def model_builder(
 
 
 def _resnet_builder(config: ResNetConfig, options: dict[str, Any]) -> Callable[..., nnx.Module]:
-    network = RESNET8 if config.depth == 8 else RESNETS[config.network]
+    network = RESNET8 if config.depth == 8 else RESNET_OPTIONS[config.network]
     if config.dcn != "none":
         num_later = len(network["stage_sizes"]) - 1
         options["modulated"] = config.dcn == "v2"
@@ -65,14 +67,14 @@ def _densenet_builder(config: DenseNetConfig, options: dict[str, Any]) -> Callab
     if config.model == "densenet-bc":
         depth = DEFAULT_DEPTH if config.depth is None else config.depth
         return lambda **overrides: densenet_cifar(depth, **options | overrides)
-    if config.model not in DENSENETS:
-        known = ", ".join(["densenet-bc", *DENSENETS])
+    if config.model not in DENSENET_OPTIONS:
+        known = ", ".join(["densenet-bc", *DENSENET_OPTIONS])
         raise TrainError(f"model (={config.model!r}) must be one of {known}")
     if config.depth is not None:
         raise TrainError(
             f"depth (={config.depth}) is for --model densenet-bc. {config.model} has a fixed depth."
         )
-    network = DENSENETS[config.model]
+    network = DENSENET_OPTIONS[config.model]
     return lambda **overrides: DenseNet(**network | options | overrides)
 
 

@@ -12,7 +12,7 @@ from effjax.models import TransformerBlock, TransformerLM, scan_layers
 from effjax.models.nnx.transformer import rotary
 from tests.tiers import exhaustive
 
-SIZES: dict[str, Any] = dict(vocab_size=11, num_layers=3, width=8, num_heads=2)
+SIZES: dict[str, Any] = dict(vocab_size=11, num_layers=2, width=8, num_heads=2)
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, 6))
 KEY = jax.random.key(7)
 remat_layers = functools.partial(scan_layers, remat=True)
@@ -23,26 +23,32 @@ def make(**options) -> TransformerLM:
 
 
 @functools.cache
-def made(**options):
-    """The graphdef of a model, and its parameters."""
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(**options)))
-    return graphdef, jax.jit(lambda: taken_apart(make(**options))[1])()
+def network(**options):
+    """Return the graphdef of a model and random parameters, without compilation."""
+    graphdef, shapes = split(nnx.eval_shape(lambda: make(**options)))
+    rng = np.random.default_rng(0)
+
+    def draw(path, a):
+        scale = {"head": 0.02, "embed": 1.0}.get(path[0].key, 0.3)
+        values = scale * rng.normal(size=a.shape).astype(a.dtype)
+        return values + (path[-1].key == "scale")
+
+    return graphdef, jax.tree_util.tree_map_with_path(draw, shapes)
 
 
-def logits_of(**options):
-    """The model as a function of tokens and a key."""
-    graphdef, params = made(**options)
+def apply(**options):
+    """Return the model as a compiled function of tokens and a key."""
+    graphdef, params = network(**options)
     run = jax.jit(lambda params, tokens, key: nnx.merge(graphdef, params)(tokens, key=key))
     return lambda tokens, key=None: run(params, tokens, key)
 
 
-def taken_apart(model):
+def split(model):
     return nnx.graphdef(model), nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
-def run(apply_layers=scan_layers, key=None, **options):
-    """The loss and the gradients of a model."""
-    graphdef, params = made(**options)
+def loss_and_gradients(apply_layers=scan_layers, key=None, **options):
+    graphdef, params = network(**options)
 
     def loss(params):
         logits = nnx.merge(graphdef, params)(TOKENS, key=key, apply_layers=apply_layers)
@@ -55,9 +61,9 @@ def assert_close(got, want, tolerance=1e-6):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance), got, want)
 
 
-@pytest.mark.parametrize("use_bias", [False, True])
-def test_a_later_token_does_not_change_earlier_logits(use_bias):
-    model = logits_of(use_bias=use_bias)
+@pytest.mark.parametrize("use_bias", [False, exhaustive(True)])
+def test_later_tokens_do_not_change_earlier_logits(use_bias):
+    model = apply(use_bias=use_bias)
     logits = model(TOKENS)
     for place in (0, 3, 5):
         changed = TOKENS.copy()
@@ -68,7 +74,7 @@ def test_a_later_token_does_not_change_earlier_logits(use_bias):
         assert np.all(np.any(other[:, -1] != logits[:, -1], axis=-1))
 
 
-def test_rotary_products_depend_on_the_distance_only():
+def test_rotary_products_depend_on_the_distance():
     q, k = np.random.default_rng(0).normal(size=(2, 1, 5, 2, 6)).astype(np.float32)
     near, far = jnp.arange(5), jnp.arange(5) + 100
 
@@ -83,7 +89,7 @@ def test_rotary_products_depend_on_the_distance_only():
 
 
 def block_in_numpy(p, x, num_heads):
-    """The same block, written anew, in float64 and one head and one place at a time."""
+    """Compute the block in float64, one head and one position at a time."""
     n, t, width = x.shape
     d = width // num_heads
 
@@ -115,11 +121,11 @@ def block_in_numpy(p, x, num_heads):
     return x + linear(h, p["down"])
 
 
-@pytest.mark.parametrize("use_bias", [False, True])
-def test_a_block_is_that_of_numpy(use_bias):
+@pytest.mark.parametrize("use_bias", [exhaustive(False), True])
+def test_block_matches_numpy(use_bias):
     block = TransformerBlock(12, 3, mlp_width=20, use_bias=use_bias, rngs=nnx.Rngs(0))
-    graphdef, params = taken_apart(block)
-    rng = np.random.default_rng(1)  # also of biases and scales, which begin with 0 and 1
+    graphdef, params = split(block)
+    rng = np.random.default_rng(1)
     params = jax.tree.map(lambda p: p + 0.3 * rng.normal(size=p.shape).astype("f4"), params)
     assert ("bias" in params["qkv"]) is use_bias
     x = rng.normal(size=(2, 5, 12))
@@ -137,10 +143,10 @@ def python_loop(layer, params, x, key):
 
 
 @pytest.mark.parametrize("key", [exhaustive(None), KEY])
-def test_scan_and_remat_are_a_loop_over_layers(key):
-    want = run(python_loop, key, dropout_rate=0.3)
+def test_scan_and_remat_match_a_loop_over_layers(key):
+    want = loss_and_gradients(python_loop, key, dropout_rate=0.3)
     for apply_layers in (scan_layers, remat_layers) if key is not None else (scan_layers,):
-        assert_close(run(apply_layers, key, dropout_rate=0.3), want)
+        assert_close(loss_and_gradients(apply_layers, key, dropout_rate=0.3), want)
     for leaf in jax.tree.leaves(want[1]["blocks"]):
         assert np.all(np.abs(leaf).max(tuple(range(1, leaf.ndim))) > 0)  # every layer learns
 
@@ -148,7 +154,7 @@ def test_scan_and_remat_are_a_loop_over_layers(key):
 def test_remat_keeps_less():
     from effjax.memory import residual_bytes
 
-    graphdef, params = made(num_layers=8)
+    graphdef, params = network(num_layers=8)
 
     def kept(apply_layers):
         run = lambda p: nnx.merge(graphdef, p)(TOKENS, apply_layers=apply_layers).sum()  # noqa: E731
@@ -158,16 +164,16 @@ def test_remat_keeps_less():
 
 
 def test_dropout_is_a_function_of_the_key():
-    model = logits_of(dropout_rate=0.3)
+    model = apply(dropout_rate=0.3)
     dropped = model(TOKENS, KEY)
     np.testing.assert_array_equal(dropped, model(TOKENS, KEY))
     assert np.any(dropped != model(TOKENS, jax.random.key(8)))
-    without = logits_of()
+    without = apply()
     np.testing.assert_array_equal(model(TOKENS), without(TOKENS))
     np.testing.assert_array_equal(without(TOKENS, KEY), without(TOKENS))
 
 
-def test_dropout_leaves_the_expected_share():
+def test_dropout_keeps_the_expected_share():
     x = jax.random.normal(KEY, (4, 16, 64))
 
     def added(key):
@@ -183,56 +189,59 @@ def test_dropout_leaves_the_expected_share():
 
 @pytest.mark.parametrize("use_bias", [False, True])
 def test_parameters(use_bias):
-    """Layers are stacked on the first axis of all parameters of `blocks`, and all are float32."""
-    params = made(use_bias=use_bias, dtype=jnp.bfloat16)[1]
+    """The parameters of `blocks` are stacked on the first axis, and all are float32."""
+    params = network(use_bias=use_bias, dtype=jnp.bfloat16)[1]
     assert set(params) == {"embed", "blocks", "norm", "head"}
-    assert {leaf.shape[0] for leaf in jax.tree.leaves(params["blocks"])} == {3}
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(params["blocks"])} == {2}
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(params)} == {"float32"}
-    w, v, layers = 8, 11, 3
+    w, v, layers = 8, 11, 2
     count = 2 * v * w + w + layers * (12 * w * w + 2 * w)
     if use_bias:
         count += v + w + layers * (3 * w + w + 4 * w + w + 2 * w)
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == count
 
 
-def test_initialization():
-    params = made(width=128, num_layers=4, vocab_size=99)[1]
+def test_initial_values():
+    model = make(width=64, num_layers=4, vocab_size=99)
+    params = split(model)[1]
     blocks = params["blocks"]
-    for name, fan_in, scale in (("qkv", 128, 1), ("up", 128, 1), ("down", 512, 8**-0.5)):
+    for name, fan_in, scale in (("qkv", 64, 1), ("up", 64, 1), ("down", 256, 8**-0.5)):
         std = blocks[name]["kernel"].std((1, 2))
-        np.testing.assert_allclose(std, scale * fan_in**-0.5, rtol=0.03)
+        np.testing.assert_allclose(std, scale * fan_in**-0.5, rtol=0.05)
     kernel = blocks["qkv"]["kernel"]
     assert np.all(kernel[0] != kernel[1])
-    np.testing.assert_allclose(params["embed"]["embedding"].std(), 1, rtol=0.03)
-    np.testing.assert_allclose(params["head"]["kernel"].std(), 0.02, rtol=0.03)
+    np.testing.assert_allclose(params["embed"]["embedding"].std(), 1, rtol=0.05)
+    np.testing.assert_allclose(params["head"]["kernel"].std(), 0.02, rtol=0.05)
+    abstract = nnx.eval_shape(lambda: make(width=64, num_layers=4, vocab_size=99))
+    key = abstract.layer_keys(nnx.Rngs(0).params())[1]
+    layer = jax.tree.map(lambda p: p[1], blocks)
+    assert_close(jax.jit(abstract.init_layer)(key), layer)
 
 
-def test_layers_begin_the_same_in_a_deeper_model():
-    shallow, deep = (made(num_layers=n)[1] for n in (2, 3))
+@pytest.mark.exhaustive
+def test_initial_values_do_not_depend_on_the_depth():
+    shallow, deep = (split(make(num_layers=n))[1] for n in (2, 3))
     same = {name: p for name, p in shallow["blocks"].items() if name not in ("out", "down")}
     assert_close(same, {name: jax.tree.map(lambda p: p[:2], deep["blocks"][name]) for name in same})
     assert_close(shallow["embed"], deep["embed"])
-    abstract = nnx.eval_shape(make)
-    key = abstract.layer_keys(nnx.Rngs(0).params())[1]
-    one = jax.tree.map(lambda p: p[1], deep["blocks"])
-    assert_close(jax.jit(abstract.init_layer)(key), one)
 
 
-def test_bfloat16_computes_in_half_and_gives_float32_logits():
-    graphdef, params = made(dtype=jnp.bfloat16)
-    logits = logits_of(dtype=jnp.bfloat16)(TOKENS)
+def test_bfloat16_returns_float32_logits_and_gradients():
+    graphdef, params = network(dtype=jnp.bfloat16)
+    logits = apply(dtype=jnp.bfloat16)(TOKENS)
     assert logits.dtype == jnp.float32
-    np.testing.assert_allclose(logits, logits_of()(TOKENS), atol=0.02)
+    np.testing.assert_allclose(logits, apply()(TOKENS), atol=0.02)
     jaxpr = str(jax.make_jaxpr(lambda p: nnx.merge(graphdef, p)(TOKENS))(params))
     assert "bf16[2,6,32]" in jaxpr  # inside the MLP
-    grads = run(dtype=jnp.bfloat16)[1]
+    loss = lambda p: nnx.merge(graphdef, p)(TOKENS).sum()  # noqa: E731
+    grads = jax.eval_shape(jax.grad(loss), params)
     assert {str(g.dtype) for g in jax.tree.leaves(grads)} == {"float32"}
 
 
 @pytest.mark.parametrize("use_bias", [exhaustive(False), True])
 @pytest.mark.parametrize("dtype", [jnp.float32, exhaustive(jnp.bfloat16)])
-def test_losses_are_those_of_the_logits(use_bias, dtype):
-    graphdef, params = made(use_bias=use_bias, dtype=dtype)
+def test_losses_match_the_logits(use_bias, dtype):
+    graphdef, params = network(use_bias=use_bias, dtype=dtype)
     labels = (TOKENS + 1) % 11
 
     def whole(model):
@@ -252,134 +261,69 @@ def test_losses_are_those_of_the_logits(use_bias, dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, exhaustive(jnp.bfloat16)])
 def test_low_rank_matrices(dtype):
-    """They are beside all kernels of the layers, and add their product to each."""
-    params = made(lora_rank=2, use_bias=True, dtype=dtype)[1]
+    """The product of the LoRA matrices adds to every kernel of the layers."""
+    params = network(lora_rank=2, use_bias=True, dtype=dtype)[1]
     blocks, merged = {}, {}
-    for name, half in params["blocks"].items():
-        low = half.pop("lora", None)
+    for name, module in params["blocks"].items():
+        half = {kind: array for kind, array in module.items() if kind != "lora"}
+        low = module.get("lora")
         if low is None:
             blocks[name] = merged[name] = half
             continue
-        assert name in ("qkv", "out", "up", "down") and not np.any(low["lora_b"])
-        a, b = low["lora_a"], 0.1 * jax.random.normal(KEY, low["lora_b"].shape)
-        assert a.shape[2] == b.shape[1] == 2 and np.all(a.std((1, 2)) > 0.1)
+        assert name in ("qkv", "out", "up", "down")
+        a, b = low["lora_a"], 0.1 * low["lora_b"]
+        assert a.shape[2] == b.shape[1] == 2
         blocks[name] = half | {"lora": {"lora_a": a, "lora_b": b}}
         merged[name] = half | {"kernel": half["kernel"] + a @ b}
     assert sum("lora" in half for half in blocks.values()) == 4
-    got = nnx.merge(made(lora_rank=2, use_bias=True, dtype=dtype)[0], params | {"blocks": blocks})
-    want = nnx.merge(made(use_bias=True, dtype=dtype)[0], params | {"blocks": merged})
+    got = nnx.merge(
+        network(lora_rank=2, use_bias=True, dtype=dtype)[0], params | {"blocks": blocks}
+    )
+    want = nnx.merge(network(use_bias=True, dtype=dtype)[0], params | {"blocks": merged})
     logits = jax.jit(lambda model: model(TOKENS))
     assert_close(logits(got), logits(want), 1e-5 if dtype == jnp.float32 else 0.02)
 
 
-def test_a_block_keeps_the_dtype_of_x():
+def test_dtype_of_a_block():
     x = jnp.ones((1, 3, 8), jnp.bfloat16)
     for dtype, after in ((jnp.bfloat16, jnp.bfloat16), (None, jnp.float32)):
         y = jax.eval_shape(lambda d=dtype: TransformerBlock(8, 2, dtype=d, rngs=nnx.Rngs(0))(x))
         assert y.dtype == after
 
 
+def test_tabulate():
+    table = nnx.tabulate(make(), TOKENS, console_kwargs={"width": 200, "force_terminal": False})
+    assert "blocks/qkv" in table and "float32[2,8,24]" in table
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        (dict(num_heads=3), r"`width` \(=8\) must be divisible by 2 · `num_heads` \(=3\)"),
-        (dict(num_heads=8), r"`num_heads` \(=8\): the rotary embedding turns pairs"),
-        (dict(num_heads=0), r"`num_heads` \(=0\) must be an integer of at least 1"),
-        (dict(width=0), r"`width` \(=0\)"),
-        (dict(mlp_width=0), r"`mlp_width` \(=0\)"),
+        (dict(num_heads=3), r"2 · `num_heads` \(=3\) must divide `width` \(=8\)"),
         (dict(num_layers=0), r"`num_layers` \(=0\)"),
-        (dict(vocab_size=0), r"`vocab_size` \(=0\)"),
         (dict(dropout_rate=1.0), r"`dropout_rate` \(=1.0\) must be in \[0, 1\)"),
-        (dict(dropout_rate=-0.1), r"`dropout_rate` \(=-0.1\)"),
     ],
 )
-def test_options_are_checked(options, match):
+def test_rejects_bad_options(options, match):
     with pytest.raises(ValueError, match=match):
         make(**options)
 
 
-def test_tabulate():
-    table = nnx.tabulate(make(), TOKENS, console_kwargs={"width": 200, "force_terminal": False})
-    assert "blocks/qkv" in table and "float32[3,8,24]" in table
-
-
-NO_FUNCTION = [None, 3, "scan"]
-NO_SIZE = [0, 8.0, True, "8"]
-NO_DTYPE = [int, "int8", jnp.complex64, "floot", 3, [float]]
-NO_RATE = [1.0, -0.1, "a", [0.1], float("nan")]
-NO_KEY = [3, "key", [0, 1], jnp.ones(2), jax.random.split(KEY, 2)]
-NO_ARRAY = [None, 3, "x", [1.0]]
-X = jnp.ones((1, 3, 8))
-PARAMS = {"a": jnp.ones((3, 8))}
-
-
-def block(**options):
-    return TransformerBlock(**{"width": 8, "num_heads": 2, "rngs": nnx.Rngs(0)} | options)
-
-
-BLOCK = {
-    "width": [None, *NO_SIZE], "num_heads": [None, *NO_SIZE], "mlp_width": NO_SIZE,
-    "use_bias": [None, 1, "yes"], "dropout_rate": [None, *NO_RATE], "dtype": NO_DTYPE,
-    "lora_rank": NO_SIZE, "param_dtype": [None, *NO_DTYPE],
-}  # fmt: skip
-CALLS: dict[Any, tuple[dict, dict]] = {
-    TransformerLM: (
-        SIZES | {"rngs": nnx.Rngs(0)},
-        BLOCK | {"vocab_size": [None, *NO_SIZE], "num_layers": [None, *NO_SIZE]},
-    ),
-    block: ({}, BLOCK | {"residual_scale": [None, "a", float("nan")]}),
-    scan_layers: (
-        {"layer": lambda w, x, key: x, "params": PARAMS, "x": X, "key": None},
-        {"layer": NO_FUNCTION, "params": [*NO_ARRAY, {}, jnp.ones(())], "x": NO_ARRAY,
-         "key": NO_KEY, "remat": [None, 1]},
-    ),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    ("function", "name"), [(f, name) for f, (_, bad) in CALLS.items() for name in bad]
+    "tokens",
+    [np.zeros((2, 3)), np.zeros(3, np.int32), np.zeros((0, 3), np.int32)],
+    ids=["dtype", "rank", "empty"],
 )
-def test_an_error_names_the_argument(function, name):
-    right, bad = CALLS[function]
-    for value in bad[name]:
-        with pytest.raises((TypeError, ValueError), match=f"^`{name}"):
-            function(**right | {name: value})
-
-
-@pytest.mark.parametrize(
-    ("method", "name", "values"),
-    [
-        ("__call__", "tokens", [*NO_ARRAY, jnp.ones((2, 3))]),
-        ("__call__", "key", NO_KEY),
-        ("__call__", "apply_layers", NO_FUNCTION),
-        ("logits", "x", [*NO_ARRAY, jnp.ones((2, 3)), jnp.ones((2, 3, 7))]),
-        ("losses", "x", [*NO_ARRAY, jnp.ones((2, 3)), jnp.ones((2, 3, 7))]),
-        ("losses", "labels", [*NO_ARRAY, jnp.ones((1, 3)), jnp.ones((1, 2), int)]),
-        ("layer_keys", "key", [None, *NO_KEY]),
-        ("init_layer", "key", [None, *NO_KEY]),
-    ],
-)
-def test_an_error_of_a_method_names_the_argument(method, name, values):
-    model = nnx.merge(*made())
-    right = {"__call__": {"tokens": TOKENS}, "losses": {"x": X, "labels": TOKENS[:1, :3]}}
-    for value in values:
-        with pytest.raises((TypeError, ValueError), match=f"^`{name}"):
-            getattr(model, method)(**right.get(method, {}) | {name: value})
-
-
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
-def test_tokens_that_are_none(shape):
-    with pytest.raises(ValueError, match=r"`tokens` of shape \(.*\) must be at least one of each"):
-        nnx.eval_shape(make)(np.zeros(shape, np.int32))
-
-
-@pytest.mark.parametrize("tokens", [np.zeros((2, 3)), np.zeros(3, np.int32), TOKENS[..., None]])
-def test_tokens_are_checked(tokens):
-    with pytest.raises(ValueError, match=r"`tokens` must be integers \[batch, time\], not"):
+def test_rejects_bad_tokens(tokens):
+    with pytest.raises(ValueError, match="`tokens`"):
         nnx.eval_shape(make)(tokens)
 
 
-def test_inputs_of_a_block_are_checked():
-    block = nnx.eval_shape(lambda: TransformerBlock(8, 2, rngs=nnx.Rngs(0)))
+def test_rejects_bad_inputs():
+    model = nnx.eval_shape(make)
     with pytest.raises(ValueError, match=r"\[batch, time, 8\], not \(2, 3, 7\)"):
-        block(jnp.zeros((2, 3, 7)))
+        model.logits(jnp.zeros((2, 3, 7)))
+    with pytest.raises(TypeError, match="^`key`"):
+        model(TOKENS, key=jax.random.split(KEY, 2))
+    with pytest.raises(TypeError, match="^`key`"):
+        model.init_layer(3)
