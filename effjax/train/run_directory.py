@@ -156,7 +156,7 @@ class RunDirectory:
         try:
             config = _parse_object(file.read_text())
             options = config.get("options", {})
-            expected = config.get("fingerprint")  # older runs have none
+            expected = config.get("fingerprint")
             edited = expected is not None and expected != fingerprint(options)
         except (OSError, ValueError) as error:
             raise TrainError(f"{file}: cannot be read ({error}); start a new run") from error

@@ -93,8 +93,7 @@ class Task(Protocol[Result]):
         ...
 
     def make_step(self) -> TrainStep:
-        """Compile a training step, `(state, batch, key) -> (state, metrics)`, that donates the
-        state.
+        """Compile `(state, batch, key) -> (state, metrics)`, which donates the state.
 
         The step treats a loss that is not finite as `finite.skip_nonfinite` does.
         """

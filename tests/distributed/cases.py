@@ -1,4 +1,4 @@
-"""Training over four devices, of one process or of several: what all of them must find alike.
+"""Training steps over four devices of one or several processes.
 
 A case is named "operator way"; the way is how the step is run over the devices.
 """
@@ -24,7 +24,7 @@ WAYS = "jit", "shard_map", "pmap"
 
 
 class Case(NamedTuple):
-    """``step(state, own_rows(batch)) -> (state, loss)`` for each of the batches."""
+    """A step, `step(state, own_rows(batch)) -> (state, loss)`, its state and its batches."""
 
     step: Callable
     state: Any
@@ -37,23 +37,23 @@ def data_mesh() -> Mesh:
 
 
 def results(cases: Sequence[str]) -> dict[str, np.ndarray]:
-    """Losses and final state of each case, by name."""
-    mesh, found = data_mesh(), {}
+    """Return the losses and the final state of each case, by name."""
+    mesh, arrays = data_mesh(), {}
     for name, way in map(str.split, cases):
         step, state, batches = CASES[name](way, mesh)
         losses = []
         for batch in batches:
             state, loss = step(state, own_rows(batch, way, mesh))
             losses.append(np.asarray(loss.addressable_data(0)))
-        found[f"{name} {way} losses"] = np.array(losses)
+        arrays[f"{name} {way} losses"] = np.array(losses)
         for path, a in jax.tree_util.tree_leaves_with_path(whole(state, mesh)):
-            # Of arrays over several processes, what this one has is all.
-            found[f"{name} {way} {jax.tree_util.keystr(path)}"] = np.asarray(a.addressable_data(0))
-    return found
+            # The arrays are replicated, so this process has all of them.
+            arrays[f"{name} {way} {jax.tree_util.keystr(path)}"] = np.asarray(a.addressable_data(0))
+    return arrays
 
 
 def whole(tree: Any, mesh: Mesh) -> Any:
-    """The same arrays, on each device."""
+    """Replicate arrays over the mesh."""
     kinds = {(a.is_fully_replicated, a.sharding.memory_kind) for a in jax.tree.leaves(tree)}
     if kinds == {(True, "device")}:
         return tree
@@ -61,7 +61,7 @@ def whole(tree: Any, mesh: Mesh) -> Any:
 
 
 def own_rows(batch: Any, way: str, mesh: Mesh) -> Any:
-    """Of a batch that every process has whole, what each gives to the step."""
+    """Return the rows of a batch that this process passes to the step."""
     count, index = jax.process_count(), jax.process_index()
     own = jax.tree.map(lambda a: np.split(a, count)[index], batch)
     if way == "pmap":
@@ -123,7 +123,7 @@ def deform(params, x, axis_name):
 
 
 def gradient_descent(op: Callable, way: str, mesh: Mesh) -> Callable:
-    """``step(params, batch) -> (params, loss)``"""
+    """Return `step(params, batch) -> (params, loss)`."""
     axis_name = None if way == "jit" else "data"
     mean = (lambda a: a) if way == "jit" else lambda a: lax.pmean(a, "data")
 
@@ -133,7 +133,7 @@ def gradient_descent(op: Callable, way: str, mesh: Mesh) -> Callable:
             return value if way == "pmap" else mean(value)
 
         value, grads = jax.value_and_grad(loss)(params)
-        if way == "pmap":  # gradients are those of the device's own loss
+        if way == "pmap":  # gradients are those of the loss of one device
             value, grads = mean(value), mean(grads)
         return jax.tree.map(lambda p, g: p - 0.3 * g, params, grads), value
 
@@ -141,7 +141,7 @@ def gradient_descent(op: Callable, way: str, mesh: Mesh) -> Callable:
 
 
 def over_devices(step: Callable, way: str, mesh: Mesh, jit: Callable = jax.jit) -> Callable:
-    """``step(state, batch) -> (state, loss)`` over all devices; the state is the same on each."""
+    """Run `step(state, batch) -> (state, loss)` over all devices, with a replicated state."""
     if way == "jit":
         return jit(step)
     if way == "shard_map":
@@ -159,11 +159,11 @@ def offload_step(way: str, axis_name: str | None, mesh: Mesh) -> Any:
     whole = NamedSharding(mesh, P())
 
     def gathered(w, x, key):
-        # Else XLA would leave a layer split, and exchange activations.
+        # Without the constraint XLA would leave the layer split and exchange activations.
         return layer(lax.with_sharding_constraint(w, whole) if way == "jit" else w, x, key)
 
     mean = (lambda a: a) if axis_name is None else lambda a: lax.pmean(a, axis_name)
-    # In pmap gradients are those of the device's own loss.
+    # In pmap, gradients are those of the loss of one device.
     own = axis_name is not None and way == "pmap"
     average = optax.stateless(lambda grads, params: mean(grads)) if own else optax.identity()
     return effjax.offload_train_step(
@@ -176,7 +176,7 @@ def offload_step(way: str, axis_name: str | None, mesh: Mesh) -> Any:
 
 
 def offloaded(way: str, mesh: Mesh) -> Case:
-    """Under jit each device's host memory has its share of the stack, in shard_map all of it."""
+    """Return a case whose stack is in host memory, split under jit and replicated otherwise."""
     on = functools.partial(NamedSharding, mesh)
     keys = jax.random.split(jax.random.key(0), LAYERS)
     shapes = {"in": (CHANNELS, WIDTH), "out": (WIDTH, CHANNELS)}
@@ -187,7 +187,7 @@ def offloaded(way: str, mesh: Mesh) -> Case:
     else:
         spec = P(None, "data") if way == "jit" else P()
         layers = effjax.host_init(init, keys, shardings=on(spec, memory_kind="pinned_host"))
-    # Outside of the step there is no axis.
+    # There is no axis outside of the step.
     state = offload_step(way, None, mesh).init(layers, others)
     step = offload_step(way, None if way == "jit" else "data", mesh).step
     return Case(over_devices(step, way, mesh, effjax.offload_jit), state, batches())
@@ -201,10 +201,10 @@ def digits() -> list[dict[str, np.ndarray]]:
 
 
 def all_four(way: str, mesh: Mesh) -> Case:
-    """The network of the notebook, made smaller.
+    """Return a small version of the network of the notebook.
 
-    Not with Adam: the gradients of biases before a norm are rounding, which it would make as large
-    as the others.
+    The optimizer is not Adam: the gradients of biases before a norm are rounding errors, which Adam
+    would scale up to the size of the others.
     """
     own = network()
     sizes = own.Sizes(stem=4, growth=2, dense=(2, 1), width=8, heads=2, layers=2)

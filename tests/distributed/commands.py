@@ -1,4 +1,4 @@
-"""`effjax train` as several processes of this machine, of four devices in all."""
+"""`effjax train` in several processes on this machine, with four devices together."""
 
 import subprocess
 import sys
@@ -10,10 +10,13 @@ PATIENCE = 300  # seconds
 
 
 def start(number: int, *argv: object, before: str = "", heartbeat_timeout: int = 60) -> list:
-    """So many processes of `effjax train ARGV`, each with its share of the devices.
+    """Start processes of `effjax train ARGV`, each with its share of the devices.
 
     Args:
-        before: Python that each runs first; `process` is its number.
+        number: How many.
+        argv: The arguments.
+        before: Python code that each runs first; `process` is its number.
+        heartbeat_timeout: Seconds after which a silent process counts as dead.
     """
     port, started = free_port(), []
     code = f"{before}\nimport sys\nfrom effjax.cli import main\nsys.exit(main(sys.argv[1:]))"
@@ -37,7 +40,7 @@ def start(number: int, *argv: object, before: str = "", heartbeat_timeout: int =
 
 
 def ended(started: list) -> list[tuple[int, str, str]]:
-    """Their exit codes, and what they said; none is left."""
+    """Wait for processes, and return their exit codes and outputs."""
     try:
         said = [process.communicate(timeout=PATIENCE) for process in started]
     finally:
@@ -47,7 +50,7 @@ def ended(started: list) -> list[tuple[int, str, str]]:
 
 
 def train(number: int, *argv: object, **options) -> list[str]:
-    """What they print, which all succeed."""
+    """Return what the processes print; all must succeed."""
     found = ended(start(number, *argv, **options))
     assert [code for code, _, _ in found] == [0] * number, found
     return [out for _, out, _ in found]

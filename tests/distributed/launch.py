@@ -1,4 +1,4 @@
-"""Real processes on this machine: each with CPU devices of its own, joined by JAX's runtime."""
+"""Processes on this machine, each with its own CPU devices, on JAX's distributed runtime."""
 
 import os
 import pathlib
@@ -16,7 +16,7 @@ TIMEOUT = 540  # seconds
 
 
 def in_processes(count: int, devices: int, cases: list[str]) -> dict[str, np.ndarray]:
-    """The results of `worker.py`, run by `count` processes of `devices` devices each."""
+    """Return the results of `worker.py` in `count` processes of `devices` devices each."""
     with tempfile.TemporaryDirectory() as folder:
         path, port = pathlib.Path(folder), free_port()
         command = [sys.executable, "-W", "error", "-m", "tests.distributed.worker"]
@@ -39,7 +39,7 @@ def in_processes(count: int, devices: int, cases: list[str]) -> dict[str, np.nda
 
 
 def wait_for(processes: list[subprocess.Popen]) -> None:
-    """Until all have ended; one that fails, or takes too long, ends all."""
+    """Wait until all have ended; one that fails or takes too long ends all."""
     end = time.monotonic() + TIMEOUT
     try:
         while any(process.poll() is None for process in processes) and time.monotonic() < end:
@@ -60,7 +60,7 @@ def free_port() -> int:
 
 
 def environment() -> dict[str, str]:
-    """As these tests are compiled, but with as many devices as the process is told."""
+    """Return the environment of these tests without a number of devices."""
     import jax
 
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])

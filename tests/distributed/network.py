@@ -1,4 +1,4 @@
-"""The network of the quickstart notebook, as its cells define it."""
+"""The network of the quickstart notebook."""
 
 import functools
 import json
@@ -11,7 +11,7 @@ NOTEBOOK = ROOT / "notebooks" / "quickstart.ipynb"
 
 @functools.cache
 def network() -> types.SimpleNamespace:
-    """The names of the cells tagged `network`."""
+    """Return the names that the cells tagged `network` define."""
     names: dict = {"__name__": "network"}
     for cell in json.loads(NOTEBOOK.read_text())["cells"]:
         if "network" in cell["metadata"].get("tags", ()):

@@ -1,4 +1,4 @@
-"""The program and the shell script of the page on several machines."""
+"""The program and the shell script in docs/distributed.md."""
 
 import os
 import pathlib

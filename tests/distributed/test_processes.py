@@ -1,4 +1,4 @@
-"""Four devices of one process, of two and of four: the same losses, the same parameters."""
+"""Four devices of one, two and four processes give the same losses and parameters."""
 
 import functools
 
@@ -8,8 +8,8 @@ import pytest
 from tests.distributed.cases import OPERATORS, WAYS, results
 from tests.distributed.launch import in_processes
 
-# Of the largest value of each array. Sums over devices are taken in another order, and in the
-# network each step makes more of that, gradients (momenta) most.
+# Relative to the largest value of each array. Sums over devices are taken in another order; the
+# steps of the network amplify that, most in gradients (momenta).
 TOLERANCE = {name: 2e-6 for name in OPERATORS} | {"network": 3e-4}
 
 
@@ -28,11 +28,11 @@ def cases_of(names: tuple[str, ...]) -> list[str]:
 
 
 def check(names: tuple[str, ...], count: int) -> None:
-    """As one process finds it, and in each way of running a step."""
+    """Assert that results agree with those of one process, and with those of jit."""
     got, want = found(names, count), alone(names)
     assert got.keys() == want.keys()
     for case, a in got.items():
-        name, way, which = case.split(" ", 2)
+        name, _, which = case.split(" ", 2)
         for of, b in (("1 process", want[case]), ("jit", got[f"{name} jit {which}"])):
             scale = max(np.abs(b).max(), 0.02)  # some are zero but for rounding
             np.testing.assert_allclose(
@@ -42,13 +42,12 @@ def check(names: tuple[str, ...], count: int) -> None:
 
 
 def test_operators_in_two_processes():
-    """The others are compared with four processes, below."""
     check(("batch_norm",), 2)
 
 
 @pytest.mark.exhaustive
 def test_operators_in_four_processes():
-    """Each device is a rank, in whatever process it is: sums are taken as in two, in one order."""
+    """Sums over devices are taken in the same order as in two processes."""
     names = tuple(OPERATORS)
     check(names, 4)
     for case, a in found(names, 2).items():

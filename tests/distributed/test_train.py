@@ -1,4 +1,4 @@
-"""`effjax train` in several real processes: the same run as in one, whatever happens to it."""
+"""`effjax train` in several processes: the same run as in one, and what ends it."""
 
 import json
 import signal
@@ -38,7 +38,7 @@ def losses(path):
 
 
 def task_of(path):
-    """That of a run, on as many devices of this process."""
+    """Return the task of a run, on as many devices of this process."""
     run = RunDirectory.open(path)
     options, devices = run.config["options"], jax.devices()[:DEVICES]
     if run.config["command"] == "lm":
@@ -47,14 +47,16 @@ def task_of(path):
 
 
 def parameters(path, task):
-    """Of the last checkpoint, whatever devices wrote it."""
+    """Return the state in the last checkpoint, whatever devices wrote it."""
     with Checkpoints(RunDirectory.open(path).checkpoints, read_only=True) as saved:
         return jax.device_get(saved.restore(task.shapes(), saved.steps[-1]))
 
 
 def check_run(path, rounding=1.0):
-    """Raises AssertionError unless its losses and its last state are those of a run in this process
-    alone, to the rounding of sums in another order, times what the steps make of it."""
+    """Assert that the losses and the last state are those of a run in this process alone.
+
+    They agree up to the rounding of sums in another order, times what the steps make of it.
+    """
     task = task_of(path)
     alone = RunDirectory.create(path.with_name("alone"), task.describe(), overwrite=False)
     fit(task, alone)
@@ -73,31 +75,47 @@ if process == 1:
     from effjax.train.lm.task import LMTask
     read, asked = LMTask.read, []
     def read_then_ask(self, metrics):
-        if not asked:  # once, and until JAX has noticed it
+        if not asked:  # the first time; then wait until JAX has noticed it
             asked.append(os.kill(os.getpid(), signal.SIGTERM))
             time.sleep(3)
         return read(self, metrics)
     LMTask.read = read_then_ask"""
 
 
-def test_stopped_in_two_processes_and_resumed_in_one(tmp_path, text):
-    """Parameters split and on the host; one process is told to end, and both are saved."""
+def test_sigterm_saves_both_processes(tmp_path, text):
+    """The checkpoint can be restored in one process."""
     run = tmp_path / "run"
-    found = ended(start(2, *text, *SPLIT, "--out", run, before=STOPS))
-    assert [code for code, _, _ in found] == [PREEMPTED] * 2, found
-    assert "stopped and saved at step" in found[0][2]
-    assert ["compiling" in said for _, said, _ in found] == [True, False]
+    small = "--layers", "1", "--report-every", "9", "--mesh", "data=2,fsdp=2"
+    results = ended(start(2, *text, *small, "--out", run, before=STOPS))
+    assert [code for code, _, _ in results] == [PREEMPTED] * 2, results
+    assert "stopped and saved at step" in results[0][2]
+    assert ["compiling" in out for _, out, _ in results] == [True, False]
     assert lines(run)[-1] == {"kind": "interrupted"}
+    state, task = parameters(run, task_of(run)), task_of(run)
+    steps = {int(path.name) for path in (run / "checkpoints").iterdir()}
+    assert steps == {0, int(state.step)} and 0 < int(state.step) < task.eval_steps[-1]
+    first = jax.device_get(task.initial_state())
+    for new, old in zip(*map(jax.tree.leaves, (state.params, first.params)), strict=True):
+        assert np.isfinite(new).all() and (new != old).any()
+        np.testing.assert_allclose(new, old, atol=0.1)
+
+
+@pytest.mark.exhaustive
+def test_stopped_in_two_processes_and_resumed_in_one(tmp_path, text):
+    """Parameters split and on the host."""
+    run = tmp_path / "run"
+    results = ended(start(2, *text, *SPLIT, "--out", run, before=STOPS))
+    assert [code for code, _, _ in results] == [PREEMPTED] * 2, results
     train(1, "lm", "--resume", run, "--mesh", "data=4")
     check_run(run)
     assert [line["kind"] for line in lines(run)] == ["step", "step", "final"]
 
 
 @pytest.mark.exhaustive
-def test_resumed_by_as_many_processes_ends_with_the_same_bits(tmp_path, text):
+def test_resumes_exactly_in_as_many_processes(tmp_path, text):
     runs = tmp_path / "stopped", tmp_path / "whole"
-    found = ended(start(2, *text, *SPLIT, "--out", runs[0], before=STOPS))
-    assert [code for code, _, _ in found] == [PREEMPTED] * 2, found
+    results = ended(start(2, *text, *SPLIT, "--out", runs[0], before=STOPS))
+    assert [code for code, _, _ in results] == [PREEMPTED] * 2, results
     train(2, "lm", "--resume", runs[0])
     train(2, *text, *SPLIT, "--out", runs[1])
     assert losses(runs[0]) == losses(runs[1])
@@ -118,8 +136,8 @@ if process == 1:
 
 
 @pytest.mark.exhaustive
-def test_checkpoints_that_one_process_is_slow_to_end(tmp_path, text):
-    """Of the two kinds, one begins while another process still writes the other."""
+def test_checkpoints_that_one_process_is_slow_to_finish(tmp_path, text):
+    """No process starts the next one before."""
     train(2, *text, *SPLIT, "--checkpoint-every", 1, "--out", tmp_path / "run", before=SLOW)
     check_run(tmp_path / "run")
 
@@ -140,7 +158,7 @@ RUNS = {  # with the number of processes
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", RUNS)
-def test_processes_take_the_steps_of_one(tmp_path, text, name):
+def test_same_steps_as_in_one_process(tmp_path, text, name):
     number, argv = RUNS[name][0], RUNS[name][1].split()
     argv += text[-2:] if argv[0] == "lm" else []
     said = train(number, *argv, "--out", tmp_path / "run")
@@ -150,7 +168,7 @@ def test_processes_take_the_steps_of_one(tmp_path, text, name):
 
 
 def dies(how):
-    """Process 1 does, after its second step."""
+    """Return code that ends process 1 after its second step."""
     return f"""
 if process == 1:
     import os, signal
@@ -166,8 +184,8 @@ if process == 1:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
-def test_a_process_that_is_gone_ends_all(tmp_path, text, how):
-    """Soon, with its number, and the run goes on from its last checkpoint."""
+def test_a_killed_process_ends_all(tmp_path, text, how):
+    """JAX names it, and the run resumes from its last checkpoint."""
     argv = [*text, *SPLIT, "--out", tmp_path / "run"]
     before = dies(f"os.kill(os.getpid(), signal.{how})")
     started = start(2, *argv, before=before, heartbeat_timeout=10)
@@ -192,18 +210,18 @@ def test_an_error_of_one_process_ends_all(tmp_path, text):
 
 
 @pytest.mark.exhaustive
-def test_other_options_are_refused(tmp_path, text):
+def test_rejects_options_that_differ(tmp_path, text):
     before = "if process == 1: import sys; sys.argv += ['--seed', '7']"
-    found = ended(start(2, *text, "--out", tmp_path / "run", before=before))
-    assert found[1][0] == 2 and "option seed (=7) is 0 in process 0; give all" in found[1][2]
-    assert found[0][0] != 0 and not (tmp_path / "run").exists()
+    results = ended(start(2, *text, "--out", tmp_path / "run", before=before))
+    assert results[1][0] == 2 and "option seed (=7) is 0 in process 0; give all" in results[1][2]
+    assert results[0][0] != 0 and not (tmp_path / "run").exists()
 
 
 @pytest.mark.exhaustive
-def test_an_error_of_all_is_said_by_all(tmp_path, text):
-    """The directory is the first one's to check."""
+def test_an_error_in_all_processes(tmp_path, text):
+    """The first process checks the directory, and all print the error."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.txt").touch()
-    found = ended(start(2, *text, "--out", tmp_path / "run"))
-    assert [code for code, _, _ in found] == [2, 2], found
-    assert all("not empty and not a run; give another --out" in said for _, _, said in found)
+    results = ended(start(2, *text, "--out", tmp_path / "run"))
+    assert [code for code, _, _ in results] == [2, 2], results
+    assert all("not empty and not a run; give another --out" in said for _, _, said in results)

@@ -1,6 +1,6 @@
-"""One of several processes: ``python -m tests.distributed.worker PORT COUNT I DEVICES FILE CASE…``
+"""One of several processes: `python -m tests.distributed.worker PORT COUNT I DEVICES FILE CASE…`.
 
-All run the cases over all devices; the first one writes what they give.
+All run the cases over all devices; the first one writes the results.
 """
 
 import sys

@@ -137,12 +137,12 @@ class InterruptAt(Progress):
 
 
 def new_run(path, task):
-    """An empty run directory for a task."""
+    """Create the run directory of a task."""
     return RunDirectory.create(path, task.describe(), overwrite=False)
 
 
 def lines_without_times(run):
-    """The lines of metrics.jsonl that two equal runs share."""
+    """Return the lines of metrics.jsonl without what differs between equal runs."""
     times = {"seconds", "images_per_second", "tokens_per_second"}
     return [{k: v for k, v in line.items() if k not in times} for line in run.metrics]
 

@@ -159,9 +159,12 @@ def test_renames_nothing_if_no_checkpoint_is_intact(tmp_path):
     save(tmp_path, {1: 0.1, 2: 0.2})
     for step in "12":
         flip_bit(tmp_path / step)
-    with Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(DamagedCheckpointError, match=r"no checkpoint is intact \(2: .*, 1: "):
-            checkpoints.restore_first_intact(state(0), checkpoints.steps[::-1], print)
+    message = r"no checkpoint is intact \(2: .*, 1: "
+    with (
+        Checkpoints(tmp_path) as checkpoints,
+        pytest.raises(DamagedCheckpointError, match=message),
+    ):
+        checkpoints.restore_first_intact(state(0), checkpoints.steps[::-1], print)
     assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
 
 

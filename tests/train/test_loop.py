@@ -40,7 +40,7 @@ def task(request):
 
 @pytest.fixture(scope="module")
 def whole(task, tmp_path_factory):
-    """A run that was not interrupted, and its result."""
+    """Train a run without interruption; return it and its result."""
     run = new_run(tmp_path_factory.mktemp("whole") / "run", task)
     return run, fit(task, run)
 
@@ -67,7 +67,7 @@ class FirstIsBest(CachedTask):
 
 @pytest.fixture(scope="module")
 def first_is_best(task, tmp_path_factory):
-    """A task and its finished run with two checkpoints, the first and the last one."""
+    """Train a run that keeps two checkpoints, the first and the last one."""
     first: Any = FirstIsBest(task)
     run = new_run(tmp_path_factory.mktemp("first") / "run", first)
     return first, run, fit(first, run)
@@ -273,7 +273,7 @@ def test_a_locked_run(tmp_path, task):
 
 
 def of_length(task, length, **options):
-    """A task like it of another length."""
+    """Return a similar task of another length."""
     make = MAKE["images" if task.kind == "epoch" else "lm"]
     return make(**{f"{task.kind}s": length}, **options)
 
@@ -345,7 +345,7 @@ class Delete(Progress):
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-# What Orbax was writing in the background fails a second time, where nobody can catch it.
+# The background save of Orbax fails a second time, where no code can catch it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_run_that_is_deleted_during_training(tmp_path, task, monkeypatch):
     run = new_run(tmp_path / "run", task)

@@ -1,4 +1,4 @@
-"""What a run shows on a terminal, and elsewhere."""
+"""The progress display on a terminal and elsewhere."""
 
 import io
 from pathlib import Path
@@ -36,7 +36,7 @@ BARS = {
 
 
 def shown(name, terminal, validation=VALIDATION):
-    """What is written in a run's first steps."""
+    """Return what is written in the first steps of a run."""
     report, make = TASKS[name]
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=150)
@@ -50,20 +50,20 @@ def shown(name, terminal, validation=VALIDATION):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_lines_and_no_bar_in_a_file(name):
+def test_prints_lines_to_a_file(name):
     assert shown(name, terminal=False) == "compiling\n" + LINES[name]
     bare = shown(name, terminal=False, validation={})
     assert bare == "compiling\n" + WITHOUT_VALIDATION[name]
 
 
-def test_a_long_epoch_has_lines_of_its_own_in_a_file(monkeypatch):
+def test_prints_steps_of_a_long_epoch_to_a_file(monkeypatch):
     monkeypatch.setattr("effjax.train.report.PATIENCE", -1)
     step = f"step 1/12  {BARS['images']}\n"
     assert shown("images", terminal=False) == "compiling\n" + step + LINES["images"]
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_bar_below_the_lines_on_a_terminal(name):
+def test_shows_a_bar_on_a_terminal(name):
     text = shown(name, terminal=True)
     assert LINES[name].rstrip() in text and BARS[name] in text
     assert "compiling" in text.partition(BARS[name])[0] and "loss 0.000" not in text
@@ -76,7 +76,7 @@ def announced(task):
     return file.getvalue()
 
 
-def test_what_is_trained_on_is_said():
+def test_announces_data_and_model():
     text = announced(image_task(batch_size=64))
     assert "small: 65 train, 5 validation and 37 test images of 8×8×1 in 5 classes\n" in text
     assert "an epoch is 1 step and leaves out 1 image that would not fill a batch, others" in text

@@ -152,7 +152,7 @@ def test_cuts_metrics_back_to_a_step(tmp_path):
 
 
 def torn(path):
-    """A run that ended while its second line was written."""
+    """Return a run that ended while its second line was written."""
     run = create(path)
     for step in (1, 2):
         run.append({"kind": "step", "step": step})
@@ -226,7 +226,7 @@ def test_rejects_edited_options(tmp_path):
     file = tmp_path / "config.json"
     for content, message in (
         (file.read_text().replace("3", "4", 1), "its options were changed, .*start a new run"),
-        ('{"options": 3, "fingerprint": "a"}', "cannot be read .options: not an object"),
+        ('{"options": 3, "fingerprint": "a"}', "cannot be read .options must be an object"),
     ):
         file.write_text(content)
         with pytest.raises(TrainError, match=message):
