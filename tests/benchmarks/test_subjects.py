@@ -40,7 +40,7 @@ from benchmarks.offload_forms import (
     step_of,
 )
 from effjax.models import TransformerLM
-from effjax.native import available
+from effjax.native import is_available
 from tests.programs import needs_gpu_compiler
 from tests.tiers import exhaustive
 
@@ -152,7 +152,7 @@ def test_deform_conv(backward):
     case = deform_conv.Case(2, 4, 5, 6, 2)
     rows = by_name(deform_conv.measure_case(case, backward, rounds=1))
     assert rows.pop("matrix products alone")["difference"] is None
-    native = {"effjax native"} if available("cpu") else set()
+    native = {"effjax native"} if is_available("cpu") else set()
     assert rows.keys() >= {"plain XLA", "effjax xla"} | native
     assert all(row["difference"] < 1e-5 for row in rows.values())
 
@@ -162,7 +162,7 @@ def test_deform_conv(backward):
 def test_deform_attention(backward):
     case = deform_attention.Case(5, shapes=((4, 5), (2, 3)), heads=2, channels=3, points=2, batch=2)
     rows = by_name(deform_attention.measure_case(case, backward, rounds=1))
-    native = {"effjax native"} if available("cpu") else set()
+    native = {"effjax native"} if is_available("cpu") else set()
     assert rows.keys() == {"packed gather", "effjax xla"} | native
     assert all(row["difference"] < 1e-5 for row in rows.values())
 
