@@ -5,20 +5,21 @@ support reverse mode only; use `effjax.deform_conv2d` and `effjax.roi_align` for
 """
 
 import functools
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.nnx
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from . import nnx
-from .ops._common.arguments import as_float_array, as_integer, as_pair, conv_output_size
-from .ops.deform_conv import deform_conv2d as _nhwc_deform_conv2d
-from .ops.roi.nchw import deform_roi_pool as deform_roi_pool
-from .ops.roi.nchw import deform_roi_pooling as deform_roi_pooling
-from .ops.roi.nchw import roi_align as roi_align
+from .ops import roi
+from .ops._common.arguments import as_float_array, as_integer, as_pair
+from .ops._common.sharding import auto_shard, match_varying, zeros
+from .ops.deform_conv import deform_conv2d as _deform_conv2d
 
 __all__ = [
     "DFConv2d",
@@ -47,31 +48,28 @@ def deform_conv2d(
     dilation: Pair = (1, 1),
     mask: ArrayLike | None = None,
 ) -> jax.Array:
-    """Deformable convolution with the arguments of torchvision's `deform_conv2d`.
+    """Convolve `input` with the signature of torchvision's `deform_conv2d`.
 
-    As there, the shapes say the groups: those of the convolution are `C / weight.shape[1]`, those
-    of the offsets `offset.shape[1] / (2·K)`, for K = kh·kw taps. Reverse mode only.
+    As there, groups are inferred from shapes: `C / weight.shape[1]` for the convolution and
+    `offset.shape[1] / (2 * K)` for the offsets, with K = kh * kw taps. Reverse mode only.
 
     Args:
         input: `[N, C, H, W]`.
-        offset: `[N, offset_groups·K·2, Ho, Wo]`, y before x for each tap.
+        offset: `[N, offset_groups * K * 2, Ho, Wo]`, y before x for each tap.
         weight: `[O, C/groups, kh, kw]`.
         bias: `[O]`, or None.
-        stride, padding, dilation: one number, or one for each of the two axes.
-        mask: `[N, offset_groups·K, Ho, Wo]`, or None for the first version of the paper.
+        stride: one integer, or one for each spatial axis.
+        padding: one integer, or one for each spatial axis.
+        dilation: one integer, or one for each spatial axis.
+        mask: `[N, offset_groups * K, Ho, Wo]`, or None for the first version of the paper.
 
     Returns:
         `[N, O, Ho, Wo]`.
 
     Raises:
-        TypeError, ValueError: inputs that do not fit, with their values.
+        TypeError, ValueError: for arguments of a wrong type, dtype or shape.
     """
-    arrays = _as_arrays(input, offset, weight, mask, bias)
-    channels, of_offsets = arrays[0].shape[1], arrays[1].shape[1]
-    _, per_group, *size = arrays[2].shape
-    groups = max(1, channels // max(1, per_group))
-    offset_groups = max(1, of_offsets // max(1, 2 * math.prod(size)))
-    return _convolve(arrays, stride, padding, dilation, groups, offset_groups)
+    return _convolve(input, offset, weight, mask, bias, stride, padding, dilation, None, None)
 
 
 def deform_conv(
@@ -87,16 +85,20 @@ def deform_conv(
     *,
     deform_groups: int | None = None,
 ) -> jax.Array:
-    """Deformable convolution v1 with the arguments of maskrcnn-benchmark's `deform_conv`.
+    """Convolve `input` with the signature of maskrcnn-benchmark's `deform_conv` (version 1).
 
     Reverse mode only.
 
     Args:
         input: `[N, C, H, W]`.
-        offset: `[N, deformable_groups·K·2, Ho, Wo]`, y before x for each tap.
+        offset: `[N, deformable_groups * K * 2, Ho, Wo]`, y before x for each tap.
         weight: `[O, C/groups, kh, kw]`.
-        stride, padding, dilation, groups, deformable_groups: of the convolution.
-        im2col_step: accepted and ignored: memory is bounded by rows, not by images, see
+        stride: one integer, or one for each spatial axis.
+        padding: one integer, or one for each spatial axis.
+        dilation: one integer, or one for each spatial axis.
+        groups: of the convolution.
+        deformable_groups: groups of channels, each with its own offsets.
+        im2col_step: ignored. Memory is bounded by rows and not by images, see
             `effjax.deform_conv2d`.
         deform_groups: mmcv's name of `deformable_groups`.
 
@@ -104,13 +106,12 @@ def deform_conv(
         `[N, O, Ho, Wo]`.
 
     Raises:
-        TypeError, ValueError: inputs that do not fit, with their values.
+        TypeError, ValueError: for arguments of a wrong type, dtype or shape.
     """
-    if im2col_step is not None:
-        as_integer("im2col_step", im2col_step, 1)
-    arrays = _as_arrays(input, offset, weight, None, None)
-    offset_groups = _one_spelling(deformable_groups, deform_groups)
-    return _convolve(arrays, stride, padding, dilation, groups, offset_groups)
+    return _convolve(
+        input, offset, weight, None, None, stride, padding, dilation, groups,
+        _merge_names(deformable_groups, deform_groups),
+    )  # fmt: skip
 
 
 def modulated_deform_conv(
@@ -127,14 +128,254 @@ def modulated_deform_conv(
     *,
     deform_groups: int | None = None,
 ) -> jax.Array:
-    """Deformable convolution v2 with the arguments of maskrcnn-benchmark's
-    `modulated_deform_conv`: as `deform_conv`, and `mask` `[N, deformable_groups·K, Ho, Wo]`.
+    """Convolve `input` with the signature of maskrcnn-benchmark's `modulated_deform_conv`.
+
+    The arguments are those of `deform_conv`, with `mask` `[N, deformable_groups * K, Ho, Wo]` and
+    `bias` `[O]`, both of which may be None. Reverse mode only.
+    """
+    return _convolve(
+        input, offset, weight, mask, bias, stride, padding, dilation, groups,
+        _merge_names(deformable_groups, deform_groups),
+    )  # fmt: skip
+
+
+def _convolve(
+    input, offset, weight, mask, bias, stride, padding, dilation, groups, offset_groups
+) -> jax.Array:
+    x, offset = _as_nhwc("input", input), _as_nhwc("offset", offset)
+    kernel = as_float_array("weight", weight)
+    if kernel.ndim != 4:
+        raise ValueError(f"`weight` of shape {kernel.shape} must be [O, C / groups, kh, kw].")
+    mask = None if mask is None else _as_nhwc("mask", mask)
+    if groups is None:  # inferred from the shapes
+        groups = max(1, x.shape[-1] // max(1, kernel.shape[1]))
+    options: dict[str, Any] = dict(
+        strides=as_pair("stride", stride, 1),
+        padding=tuple((pad, pad) for pad in as_pair("padding", padding, 0)),
+        kernel_dilation=as_pair("dilation", dilation, 1),
+        feature_group_count=groups,
+        offset_groups=offset_groups,
+    )
+    kernel = kernel.transpose(2, 3, 1, 0)
+    try:
+        y = _deform_conv2d(x, offset, kernel, mask, bias, **options)  # type: ignore[arg-type]
+    except ValueError as error:
+        error.add_note(
+            "effjax.compat transposed the arguments: `x` is `input` in NHWC, `kernel` is `weight` "
+            "in HWIO, and shapes of `offset` and `mask` are NHWC."
+        )
+        raise
+    return y.transpose(0, 3, 1, 2)
+
+
+def _merge_names(deformable_groups: int, deform_groups: int | None) -> int:
+    if deform_groups is None:
+        return deformable_groups
+    if deformable_groups not in (1, deform_groups):
+        raise ValueError(
+            f"`deformable_groups` (={deformable_groups}) and `deform_groups` (={deform_groups}) "
+            "are two names of one number; pass one of them."
+        )
+    return deform_groups
+
+
+def roi_align(
+    input: ArrayLike,
+    boxes: ArrayLike | Sequence[ArrayLike],
+    output_size: Pair,
+    spatial_scale: float = 1.0,
+    sampling_ratio: int = -1,
+    aligned: bool = False,
+) -> jax.Array:
+    """Average features of boxes with the signature of torchvision's `roi_align`.
 
     Reverse mode only.
+
+    Args:
+        input: `[N, C, H, W]`.
+        boxes: `[K, 5]`, each box preceded by the index of its image; or a list of `[L, 4]`, one
+            array per image.
+        output_size: as in `effjax.roi_align`.
+        spatial_scale: as in `effjax.roi_align`.
+        sampling_ratio: as in `effjax.roi_align`.
+        aligned: as in `effjax.roi_align`, where the default is True.
+
+    Returns:
+        `[K, C, rows, columns]`; zeros for boxes whose image does not exist.
+
+    Raises:
+        TypeError, ValueError: for arguments of a wrong type, dtype or shape.
     """
-    arrays = _as_arrays(input, offset, weight, mask, bias)
-    offset_groups = _one_spelling(deformable_groups, deform_groups)
-    return _convolve(arrays, stride, padding, dilation, groups, offset_groups)
+    x = _as_nhwc("input", input)
+    run = functools.partial(
+        roi.roi_align, output_size=output_size, spatial_scale=spatial_scale,
+        sampling_ratio=sampling_ratio, aligned=aligned,
+    )  # fmt: skip
+    if isinstance(boxes, (list, tuple)):
+        return _pool_lists(run, x, boxes)
+    return _pool_indexed(run, x, _as_indexed_boxes("boxes", boxes), ())
+
+
+def deform_roi_pool(
+    input: ArrayLike,
+    rois: ArrayLike,
+    offset: ArrayLike | None,
+    output_size: Pair,
+    spatial_scale: float = 1.0,
+    sampling_ratio: int = 0,
+    gamma: float = 0.1,
+) -> jax.Array:
+    """Average features of boxes with moving bins and the signature of mmcv's `deform_roi_pool`.
+
+    Reverse mode only.
+
+    Args:
+        input: `[N, C, H, W]`.
+        rois: `[K, 5]`, each box preceded by the index of its image.
+        offset: `[K, 2, rows, columns]`, x before y; None, or an empty array, for none.
+        output_size: as in `effjax.deform_roi_pool`.
+        spatial_scale: as in `effjax.deform_roi_pool`.
+        sampling_ratio: as in `effjax.deform_roi_pool`.
+        gamma: as in `effjax.deform_roi_pool`.
+
+    Returns:
+        `[K, C, rows, columns]`.
+
+    Raises:
+        TypeError, ValueError: for arguments of a wrong type, dtype or shape.
+    """
+    run = functools.partial(
+        roi.deform_roi_pool, output_size=output_size, spatial_scale=spatial_scale,
+        sampling_ratio=sampling_ratio, gamma=gamma,
+    )  # fmt: skip
+    boxes = _as_indexed_boxes("rois", rois)
+    return _pool_indexed(run, _as_nhwc("input", input), boxes, _as_offsets(offset, boxes))
+
+
+def deform_roi_pooling(
+    data: ArrayLike,
+    rois: ArrayLike,
+    offset: ArrayLike | None,
+    spatial_scale: float,
+    out_size: int,
+    out_channels: int,
+    no_trans: bool,
+    group_size: int = 1,
+    part_size: int | None = None,
+    sample_per_part: int = 4,
+    trans_std: float = 0.0,
+) -> jax.Array:
+    """Average position-sensitive features of boxes.
+
+    This has the signature of maskrcnn-benchmark's `deform_roi_pooling`. Reverse mode only.
+
+    Args:
+        data: `[N, out_channels * group_size**2, H, W]`.
+        rois: `[K, 5]`, each box preceded by the index of its image.
+        offset: `[K, 2 * G, part_size, part_size]`, x before y; ignored with `no_trans`.
+        spatial_scale: as in `effjax.deform_psroi_pool`.
+        out_size: rows and columns of bins.
+        out_channels: channels of the result.
+        no_trans: do not move bins.
+        group_size: as in `effjax.deform_psroi_pool`.
+        part_size: as in `effjax.deform_psroi_pool`.
+        sample_per_part: as in `effjax.deform_psroi_pool`.
+        trans_std: as in `effjax.deform_psroi_pool`.
+
+    Returns:
+        `[K, out_channels, out_size, out_size]`.
+
+    Raises:
+        TypeError, ValueError: for arguments of a wrong type, dtype or shape.
+    """
+    x, blocks = _as_nhwc("data", data), as_integer("group_size", group_size, 1) ** 2
+    if x.shape[-1] != out_channels * blocks:
+        raise ValueError(
+            f"`out_channels` (={out_channels}) times the square of `group_size` (={group_size}) "
+            f"must be the {x.shape[-1]} channels of `data`."
+        )
+    # The original has (channel, row, column) of a block, effjax has blocks of channels.
+    x = jnp.moveaxis(x.reshape(*x.shape[:3], out_channels, blocks), 3, 4).reshape(x.shape)
+    run = functools.partial(
+        roi.deform_psroi_pool, output_size=as_integer("out_size", out_size, 1),
+        spatial_scale=spatial_scale, group_size=group_size, part_size=part_size,
+        sample_per_part=sample_per_part, trans_std=trans_std,
+    )  # fmt: skip
+    boxes = _as_indexed_boxes("rois", rois)
+    return _pool_indexed(run, x, boxes, _as_offsets(None if no_trans else offset, boxes))
+
+
+def _as_nhwc(name: str, value: Any) -> jax.Array:
+    x = as_float_array(name, value)
+    if x.ndim != 4:
+        raise ValueError(f"`{name}` of shape {x.shape} must have four axes, NCHW.")
+    return x.transpose(0, 2, 3, 1)
+
+
+def _as_indexed_boxes(name: str, value: Any) -> jax.Array:
+    boxes = as_float_array(name, value)
+    if boxes.ndim != 2 or boxes.shape[1] != 5:
+        raise ValueError(
+            f"`{name}` of shape {boxes.shape} must be [K, 5]: index of the image, x1, y1, x2, y2."
+        )
+    return lax.stop_gradient(boxes)
+
+
+def _as_offsets(value: Any, boxes: jax.Array) -> tuple:
+    # [K, 2 * G, rows, columns] as () or ([1, K, rows, columns, 2 * G],)
+    if value is None or getattr(value, "size", 1) == 0:
+        return ()
+    offset = as_float_array("offset", value)
+    if offset.ndim != 4 or offset.shape[0] != boxes.shape[0]:
+        raise ValueError(
+            f"`offset` of shape {offset.shape} must be [K, 2 * G, rows, columns], for the "
+            f"{boxes.shape[0]} boxes of `rois`."
+        )
+    return (offset.transpose(0, 2, 3, 1)[None],)
+
+
+def _pool_indexed(run: Callable, x: jax.Array, boxes: jax.Array, offset: tuple) -> jax.Array:
+    """Pool boxes with the indices of their images, on every device."""
+    pool_images = functools.partial(_pool_image_by_image, run)
+    return auto_shard(pool_images, x, PartitionSpec())(x, boxes, *offset)
+
+
+def _pool_image_by_image(
+    run: Callable, x: jax.Array, boxes: jax.Array, *offset: jax.Array
+) -> jax.Array:
+    # For each image, the boxes of other images are NaN, have no samples and add zero.
+    x, boxes, offset = match_varying((x, boxes, offset))
+    indices, boxes = boxes[:, 0], boxes[None, :, 1:]
+
+    def step(y, image):
+        n, x = image
+        is_own = (indices == n.astype(indices.dtype))[None, :, None]
+        own_boxes = jnp.where(is_own, boxes, jnp.full_like(boxes, jnp.nan))
+        return y + run(x[None], own_boxes, *offset)[0], None
+
+    shape = jax.eval_shape(run, jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), boxes, *offset)
+    images = jnp.arange(x.shape[0], dtype=jnp.int32), x
+    y, _ = lax.scan(step, zeros(shape.shape[1:], x.dtype, x), images)
+    return y.transpose(0, 3, 1, 2)
+
+
+def _pool_lists(run: Callable, x: jax.Array, boxes: Sequence[Any]) -> jax.Array:
+    """Pool an array of boxes for each image, padded with NaN to the same number."""
+    if len(boxes) != x.shape[0]:
+        raise ValueError(f"`boxes` has {len(boxes)} arrays for the {x.shape[0]} images of `input`.")
+    arrays = [as_float_array(f"boxes[{i}]", b) for i, b in enumerate(boxes)]
+    for i, b in enumerate(arrays):
+        if b.ndim != 2 or b.shape[1] != 4:
+            raise ValueError(f"`boxes[{i}]` of shape {b.shape} must be [L, 4]: x1, y1, x2, y2.")
+    is_float64 = "float64" in (x.dtype, *(b.dtype for b in arrays))
+    arrays = [b.astype(jnp.float64 if is_float64 else jnp.float32) for b in arrays]
+    longest = max((b.shape[0] for b in arrays), default=0)
+    nowhere = jnp.full((longest, 4), jnp.nan, jnp.float32)
+    padded = [jnp.concatenate([b, nowhere[b.shape[0] :].astype(b.dtype)]) for b in arrays]
+    y = run(x, jnp.stack(padded) if padded else nowhere[None][:0])
+    none = jnp.zeros((0, *y.shape[2:]), y.dtype)
+    y = jnp.concatenate([none, *(own[: b.shape[0]] for own, b in zip(y, arrays, strict=True))])
+    return y.transpose(0, 3, 1, 2)
 
 
 # The layers of maskrcnn-benchmark and mmcv. Unlike the functions above, they have the arguments of
@@ -179,73 +420,3 @@ class DFConv2d(flax.nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Convolve `x` `[N, H, W, in_features]`."""
         return self.conv(x)
-
-
-def _as_arrays(input, offset, weight, mask, bias) -> tuple[Any, ...]:
-    arrays = dict(input=input, offset=offset, weight=weight, mask=mask, bias=bias)
-    for name, value in arrays.items():
-        if value is None and name in ("mask", "bias"):
-            continue
-        arrays[name] = value = as_float_array(name, value)
-        if value.ndim != 4 and name != "bias":
-            raise ValueError(f"`{name}` must have four axes, not shape {value.shape}.")
-    return tuple(arrays.values())
-
-
-def _one_spelling(deformable_groups: Any, deform_groups: Any) -> int:
-    groups = as_integer("deformable_groups", deformable_groups, 1)
-    if deform_groups is None:
-        return groups
-    if groups not in (1, as_integer("deform_groups", deform_groups, 1)):
-        raise ValueError(
-            f"`deformable_groups` (={groups}) and `deform_groups` (={deform_groups}) are two names "
-            "of one number; give one of them."
-        )
-    return deform_groups
-
-
-def _convolve(
-    arrays: Sequence[Any], stride: Any, padding: Any, dilation: Any, groups: Any, offset_groups: int
-) -> jax.Array:
-    """Of what `_as_arrays` returns."""
-    input, offset, weight, mask, bias = arrays
-    strides, pads = as_pair("stride", stride, 1), as_pair("padding", padding, 0)
-    dilations, groups = as_pair("dilation", dilation, 1), as_integer("groups", groups, 1)
-    both_sides = tuple((pad, pad) for pad in pads)
-    size = conv_output_size(input.shape[2:], weight.shape[2:], strides, both_sides, dilations)
-    _check_shapes(arrays, size, groups, offset_groups)
-    nhwc = lambda a: a.transpose(0, 2, 3, 1)  # noqa: E731
-    y = _nhwc_deform_conv2d(
-        nhwc(input), nhwc(offset), weight.transpose(2, 3, 1, 0),
-        None if mask is None else nhwc(mask), bias, strides=strides, padding=both_sides,
-        kernel_dilation=dilations, feature_group_count=groups, offset_groups=offset_groups,
-    )  # fmt: skip
-    return y.transpose(0, 3, 1, 2)
-
-
-def _check_shapes(arrays: Sequence[Any], size: Any, groups: int, offset_groups: int) -> None:
-    """By PyTorch's names and in its order of axes."""
-    input, offset, weight, mask, bias = arrays
-    (images, channels), (outputs, per_group, *taps) = input.shape[:2], weight.shape
-    if 0 in input.shape[1:] or 0 in weight.shape:
-        raise ValueError(f"`input` {input.shape} or `weight` {weight.shape} is empty.")
-    if per_group * groups != channels or outputs % groups:
-        raise ValueError(
-            f"`weight` of shape {weight.shape} must be [O, C / groups, kh, kw], O a multiple of "
-            f"groups, for the {channels} channels of `input` {input.shape} and groups={groups}."
-        )
-    if channels % offset_groups:
-        raise ValueError(
-            f"The {channels} channels of `input` must be divisible by the groups of `offset` "
-            f"(={offset_groups})."
-        )
-    if min(size) < 1:
-        raise ValueError(
-            f"The output would be empty, {size}: `input` of shape {input.shape} is smaller than "
-            f"`weight` of shape {weight.shape}, with this padding and dilation."
-        )
-    each = offset_groups * math.prod(taps)
-    want = dict(offset=(images, 2 * each, *size), mask=(images, each, *size), bias=(outputs,))
-    for (name, shape), value in zip(want.items(), (offset, mask, bias), strict=True):
-        if value is not None and value.shape != shape:
-            raise ValueError(f"`{name}` of shape {value.shape} must be {shape}; images are NCHW.")

@@ -73,7 +73,7 @@ def test_operators_in_pytorch_argument_order():
     y = compat.deform_conv(x, offset, weight, *geometry, GROUPS, OFFSET_GROUPS, 64)
     want = torch_conv(x, weight, None, *geometry, GROUPS, offset)
     np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="`offset` must have four axes"):
+    with pytest.raises(ValueError, match="`offset` .* must have four axes"):
         compat.deform_conv(x, offset[0], weight)
 
 
@@ -164,17 +164,15 @@ def test_mmcvs_name_of_the_groups():
 @pytest.mark.parametrize(
     ("match", "change"),
     [
-        (r"`input` \(2, 4, 0, 6\) or .* is empty", {"input": normal(N, C, 0, W)}),
-        ("`weight` .* for the 4 channels of `input`", {"weight": normal(OUT, 3, KH, KW)}),
-        ("divisible by the groups of `offset` .=3.", {"offset": normal(N, 3 * K * 2, HO, WO)}),
-        (r"`offset` .* must be \(2, 12, 3, 4\); images are NCHW",
-         {"offset": normal(N, HO, WO, 24)}),
-        (r"`mask` .* must be \(2, 12, 3, 4\)", {"mask": normal(N, K, HO, WO)}),
+        ("`kernel` .* for the 4 channels of `x`", {"weight": normal(OUT, 3, KH, KW)}),
+        ("`offset_groups` .=3. must divide", {"offset": normal(N, 3 * K * 2, HO, WO)}),
+        ("`kernel` is `weight` in HWIO", {"offset": normal(N, HO, WO, 24)}),
+        (r"`mask` .* must be \(2, 3, 4, 12\)", {"mask": normal(N, K, HO, WO)}),
         (r"`bias` .* must be \(6,\)", {"bias": normal(N, K, HO, WO)}),
         ("output would be empty", {"dilation": 9}),
     ],
-)  # fmt: skip
-def test_bad_shapes(match, change):
+)
+def test_rejects_bad_shapes(match, change):
     names = inspect.signature(compat.deform_conv2d).parameters
     given = dict(zip(names, torch_arguments(), strict=True))
     with pytest.raises(ValueError, match=match):

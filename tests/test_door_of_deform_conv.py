@@ -75,7 +75,6 @@ OPTIONS: dict[str, list[Any]] = dict(
     precision=PRECISION, implementation=NAME,
 )  # fmt: skip
 GEOMETRY = dict(stride=PAIR, padding=PAIR, dilation=PAIR)
-GROUPS = dict(groups=INTEGER, deformable_groups=INTEGER, deform_groups=INTEGER[1:])
 
 
 def arrays_of(good, *names):
@@ -124,13 +123,13 @@ FUNCTIONS = [
         "compat.deform_conv", functools.partial(in_pytorch, "deform_conv"),
         {k: NCHW[k] for k in ("input", "offset", "weight")}
         | dict(padding=1, groups=2, deformable_groups=2),
-        GEOMETRY | GROUPS | arrays_of(NCHW, "input", "offset", "weight")
-        | dict(im2col_step=INTEGER[1:]),
+        GEOMETRY | arrays_of(NCHW, "input", "offset", "weight")
+        ,
     ),
     (
         "compat.modulated_deform_conv", functools.partial(in_pytorch, "modulated_deform_conv"),
         NCHW | dict(padding=1, groups=2, deformable_groups=2),
-        GEOMETRY | GROUPS | arrays_of(NCHW, "input", "offset", "weight")
+        GEOMETRY | arrays_of(NCHW, "input", "offset", "weight")
         | optional(arrays_of(NCHW, "bias", "mask")),
     ),
     (

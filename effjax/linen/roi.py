@@ -8,19 +8,18 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.typing import Dtype
 
-from ..layers.roi import as_offset, masked, of_boxes, pool_options
-from ..ops._common.arguments import as_integer
+from ..layers.roi import apply_mask, as_offset, flatten_bins
+from ..ops._common.arguments import as_pair
 from ..ops.roi import deform_roi_pool
 
 
 class DeformRoIPool(nn.Module):
-    """The features of boxes of `[N, H, W, C]`, with bins that given offsets move.
+    """Features of boxes of `[N, H, W, C]`, with bins that are moved by offsets.
 
-    Its fields and defaults are the arguments of `effjax.nnx.DeformRoIPool`, whose documentation
-    holds here too.
+    The fields are the arguments of `effjax.nnx.DeformRoIPool`.
 
     Raises:
-        TypeError, ValueError: as nnx's, when the layer is called.
+        TypeError, ValueError: for arguments of a wrong type or shape, when the layer is called.
 
     References:
         Dai et al., Deformable Convolutional Networks, 2017 (arXiv:1703.06211).
@@ -36,20 +35,22 @@ class DeformRoIPool(nn.Module):
     def __call__(
         self, x: jax.Array, boxes: jax.Array, offset: jax.Array | None = None
     ) -> jax.Array:
-        """Pools `boxes` `[N, R, 4]`, moved by `offset` `[N, R, rows, columns, 2]`."""
+        """Pool `boxes` `[N, R, 4]`, with bins moved by `offset` `[N, R, rows, columns, 2]`."""
         return deform_roi_pool(x, boxes, offset, **self._options())
 
     @nn.nowrap
     def _options(self) -> dict[str, Any]:
-        return pool_options(
-            self.output_size, self.spatial_scale, self.sampling_ratio, self.gamma,
-            self.implementation,
+        return dict(
+            output_size=as_pair("output_size", self.output_size, 1),
+            spatial_scale=self.spatial_scale, sampling_ratio=self.sampling_ratio,
+            gamma=self.gamma, implementation=self.implementation,
         )  # fmt: skip
 
 
 class DeformRoIPoolPack(DeformRoIPool):
-    """Pooling of boxes that predicts its offsets, as `effjax.nnx.DeformRoIPoolPack`; the channels
-    are those of x.
+    """Pooling of boxes that predicts its offsets, as `effjax.nnx.DeformRoIPoolPack`.
+
+    The number of channels is that of x.
     """
 
     deform_fc_channels: int = 1024
@@ -60,9 +61,9 @@ class DeformRoIPoolPack(DeformRoIPool):
 
     @nn.compact
     def __call__(self, x: jax.Array, boxes: jax.Array) -> jax.Array:  # type: ignore[override]
-        """Pools `boxes` `[N, R, 4]` where the layers say."""
+        """Pool `boxes` `[N, R, 4]` with the predicted offsets."""
         options = self._options()
-        width = as_integer("deform_fc_channels", self.deform_fc_channels, 1)
+        width = self.deform_fc_channels
         (rows, columns), zeros = options["output_size"], nn.initializers.zeros
 
         def layer(name: str, size: int, **inits: Any) -> nn.Dense:
@@ -70,7 +71,7 @@ class DeformRoIPoolPack(DeformRoIPool):
             return nn.Dense(size, name=name, **dtypes, **inits)  # type: ignore[arg-type]
 
         last = dict(kernel_init=zeros, bias_init=zeros)
-        features = of_boxes(deform_roi_pool(x, boxes, **options))
+        features = flatten_bins(deform_roi_pool(x, boxes, **options))
         hidden = nn.relu(layer("offset_fc1", width)(features))
         hidden = nn.relu(layer("offset_fc2", width)(hidden))
         predicted = layer("offset_fc3", rows * columns * 2, **last)(hidden)
@@ -78,12 +79,13 @@ class DeformRoIPoolPack(DeformRoIPool):
         if not self.modulated:
             return y
         hidden = nn.relu(layer("mask_fc1", width)(features))
-        return masked(y, layer("mask_fc2", rows * columns, **last)(hidden))
+        return apply_mask(y, layer("mask_fc2", rows * columns, **last)(hidden))
 
 
 class ModulatedDeformRoIPoolPack(DeformRoIPoolPack):
-    """Pooling of boxes that predicts its offsets and a mask of its bins, as
-    `effjax.nnx.ModulatedDeformRoIPoolPack`.
+    """Pooling of boxes that predicts its offsets and a mask of its bins.
+
+    See `effjax.nnx.ModulatedDeformRoIPoolPack`.
     """
 
     modulated: ClassVar[bool] = True

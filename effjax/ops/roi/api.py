@@ -1,15 +1,18 @@
-"""Features of boxes: roi_align, and its variants whose bins are moved by offsets."""
+"""Features of boxes: roi_align, its variants with moving bins, and feature pyramids."""
 
 import functools
+import itertools
+import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from .._common.arguments import as_flag, as_integer
-from . import arguments, bins
-from .bins import Bins
+from .._common.arguments import as_float_array, as_integer, as_number, as_pair
+from . import bins
+from .bins import MAX_SAMPLES, Bins
 from .pooling import pool
 from .reference import Pooling
 
@@ -26,38 +29,38 @@ def roi_align(
     aligned: bool = True,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Takes the features of boxes from an image: means over a grid of bins in each box.
+    """Average the features of each box over a grid of bins.
 
     ``y[n, r, i, j] = mean over the samples s of bin (i, j) of box r of x[n, s]``
 
     Between pixels x is interpolated bilinearly. A sample is zero unless -1 <= y <= H and
-    -1 <= x <= W; within, it is moved to the outermost pixels where it is beyond them. The samples
-    are those of torchvision's `roi_align`.
+    -1 <= x <= W; between the outermost pixels and these bounds it has the value of the nearest
+    pixel. The samples are those of torchvision's `roi_align`.
 
     Args:
         x: [N, H, W, C]; float32, float64, bfloat16 or float16.
-        boxes: [N, R, 4], (x1, y1, x2, y2) in pixels of the image that x was made from, R for each
-            image. A box with a NaN or an infinity has no samples: it gives zeros and costs next to
-            nothing, so boxes can be filled up with NaN to one number an image. Positions are
-            computed in float32, or float64 where x or boxes is. There is no gradient of boxes.
-        output_size: (rows, columns) of bins, or one number for both.
-        spatial_scale: pixels of x for each pixel of the boxes: 1 / 16 at stride 16.
-        sampling_ratio: samples along each axis of a bin; 0 (or -1) for one a pixel of x, as many
-            as the bin's size rounded up, where a box whose corners are in the wrong order has none.
-        aligned: moves boxes by half a pixel, since the middle of the first pixel is at 0.5. False
-            for the older convention, in which boxes are at least one pixel of x large.
-        implementation: "native" for the custom call (CPU, CUDA), "xla" for plain XLA (everywhere),
-            None for native on a CPU where there is any, else XLA: the CUDA kernels must be asked
-            for until they have run on a GPU. Forward mode and second derivatives need "xla" and a
-            `sampling_ratio`; the others have the gradient.
+        boxes: [N, R, 4], (x1, y1, x2, y2) in pixels of the image from which x was computed, R boxes
+            per image. A box with NaN or infinity has no samples: its result is zero, at almost no
+            cost. Pad with NaN to the same number of boxes per image. Positions are computed in
+            float32, or in float64 if x or boxes is float64. Boxes get no gradient.
+        output_size: (rows, columns) of bins, or one integer for both.
+        spatial_scale: pixels of x per pixel of the boxes: 1 / 16 at stride 16.
+        sampling_ratio: samples along each axis of a bin. 0 (or -1) for one per pixel of x, the size
+            of the bin rounded up, which is none for a box with swapped corners.
+        aligned: shift boxes by half a pixel, since the center of the first pixel is at 0.5. False
+            is the older convention, with boxes of at least one pixel of x.
+        implementation: "native" for the custom call (CPU, CUDA), "xla" for plain XLA (all
+            platforms), None for native on a CPU if available and XLA otherwise: the CUDA kernels
+            are opt-in until validated on a GPU. Forward-mode and second derivatives need "xla" and
+            a positive `sampling_ratio`.
 
     Returns:
         y [N, R, rows, columns, C] of x's dtype.
 
     Raises:
-        TypeError, ValueError: inputs that do not fit, with their values.
-        RuntimeError: "native" where there is none, with the reason.
-        NotImplementedError: forward mode or second derivatives, but for "xla" with a
+        TypeError, ValueError: for arguments of a wrong type, dtype or shape.
+        RuntimeError: "native" is not available; the message has the reason.
+        NotImplementedError: forward-mode or second derivatives, except with "xla" and a positive
             `sampling_ratio`.
 
     Kept for the backward pass: x and the boxes. No array has an axis of samples.
@@ -65,31 +68,99 @@ def roi_align(
     References:
         He et al., Mask R-CNN, 2017 (arXiv:1703.06870).
     """
-    y = bins_of_boxes(
-        x, boxes, output_size=output_size, spatial_scale=spatial_scale,
+    size = as_pair("output_size", output_size, 1)
+    y = _pool_aligned(
+        _as_images("x", x), boxes, size=size, spatial_scale=spatial_scale,
         sampling_ratio=sampling_ratio, aligned=aligned, implementation=implementation,
     )  # fmt: skip
-    return y.reshape(*y.shape[:2], *arguments.bins_of(output_size), y.shape[-1])
+    return _split_bins(y, size)
 
 
-def bins_of_boxes(
-    x: jax.Array,
+def multiscale_roi_align(
+    features: Sequence[jax.Array],
     boxes: jax.Array,
-    so_far: jax.Array | None = None,
     *,
     output_size: int | Sequence[int],
+    spatial_scales: Sequence[float],
+    sampling_ratio: int = 2,
+    aligned: bool = False,
+    canonical_scale: float = 224.0,
+    canonical_level: int = 4,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Apply `roi_align` to each box at the level of a feature pyramid that fits its size.
+
+    ``level = floor(canonical_level + log2(sqrt(area of the box) / canonical_scale))``
+
+    Level k has spatial scale 2**-k. Boxes below the first or above the last level use that level.
+    The defaults are those of torchvision's detectors (`MultiScaleRoIAlign`).
+
+    Args:
+        features: [N, H_l, W_l, C] for each level, all of one dtype.
+        boxes: [N, R, 4], as in `roi_align`; areas are in pixels of the image.
+        output_size: as in `roi_align`.
+        spatial_scales: of each level: (1 / 4, 1 / 8, 1 / 16, 1 / 32) for strides of 4 to 32.
+        sampling_ratio: as in `roi_align`.
+        aligned: as in `roi_align`.
+        canonical_scale: side of a square box at level `canonical_level`, in pixels of the image.
+        canonical_level: level of boxes of size `canonical_scale`.
+        implementation: as in `roi_align`. Native code computes each box at its own level; "xla"
+            goes through all boxes at every level.
+
+    Returns:
+        y [N, R, rows, columns, C] of the features' dtype.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, NotImplementedError: as `roi_align`.
+
+    Kept for the backward pass: the features and the boxes.
+
+    References:
+        Lin et al., Feature Pyramid Networks, 2017 (arXiv:1612.03144).
+    """
+    levels, scales = _as_levels(features, spatial_scales)
+    size = as_pair("output_size", output_size, 1)
+    canonical_scale = _as_scale("canonical_scale", canonical_scale)
+    canonical_level = as_integer("canonical_level", canonical_level, -100)
+    boxes = lax.stop_gradient(_as_boxes(boxes, levels[0].shape[0]))
+    (boxes,) = _promote(levels[0], boxes)
+    extent = boxes[..., 2:] - boxes[..., :2]
+    side = jnp.sqrt(jnp.maximum(extent[..., 0] * extent[..., 1], 0.0))
+    # The small constant is torchvision's: boxes at the boundary belong to the higher level.
+    level_of_box = jnp.floor(canonical_level + jnp.log2(side / canonical_scale) + 1e-6)
+    numbers = [-math.log2(scale) for scale in scales]
+    level_of_box = jnp.clip(level_of_box, numbers[0], numbers[-1])[..., None]
+    # At each level, the boxes of other levels are NaN and add zero. The native kernels add to the
+    # result of the other levels in place.
+    nowhere, y = jnp.full_like(boxes, jnp.nan), None
+    for level, scale, number in zip(levels, scales, numbers, strict=True):
+        y = _pool_aligned(
+            level, jnp.where(level_of_box == number, boxes, nowhere), y, size=size,
+            spatial_scale=scale, sampling_ratio=sampling_ratio, aligned=aligned,
+            implementation=implementation,
+        )  # fmt: skip
+    assert y is not None  # there is at least one level
+    return _split_bins(y, size)
+
+
+def _pool_aligned(
+    x: jax.Array,
+    boxes: Any,
+    so_far: jax.Array | None = None,
+    *,
+    size: tuple[int, int],
     spatial_scale: float,
     sampling_ratio: int,
     aligned: bool,
     implementation: Implementation,
 ) -> jax.Array:
-    """`roi_align` with the bins on one axis, [N, R, P, C], added to `so_far` if that is given."""
-    arguments.check_implementation(implementation)
-    x, boxes, of_boxes = _with_boxes(x, boxes, output_size, spatial_scale, sampling_ratio)
-    (boxes,) = arguments.in_one_dtype(x, boxes)
-    make = _aligned(*of_boxes, as_flag("aligned", aligned))
-    pooling = Pooling(of_boxes[0], 1, 1.0, False, of_boxes[2], False)
-    return pool(x, make, (boxes,), pooling, implementation, so_far)
+    """Return roi_align with the bins on one axis, [N, R, P, C], added to `so_far`."""
+    boxes = lax.stop_gradient(_as_boxes(boxes, x.shape[0]))
+    (boxes,) = _promote(x, boxes)
+    scale, ratio = _as_scale("spatial_scale", spatial_scale), _as_ratio(sampling_ratio)
+    make_bins = _make_aligned_bins(size, scale, ratio, bool(aligned))
+    pooling = Pooling(size, 1, 1.0, False, ratio, False)
+    return pool(x, make_bins, (boxes,), pooling, implementation, so_far)
 
 
 def deform_roi_pool(
@@ -103,18 +174,23 @@ def deform_roi_pool(
     gamma: float = 0.1,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Takes the features of boxes as `roi_align` does, with every bin moved by an offset.
+    """Average the features of each box over bins that are moved by offsets.
 
     ``y[n, r, i, j] = mean over the samples s of bin (i, j) of box r of
     x[n, s + gamma * offset[n, r, i, j] * (width of r, height of r)]``
 
-    This is mmcv's `deform_roi_pool`: boxes are aligned, and offsets are parts of the box.
+    This is mmcv's `deform_roi_pool`: boxes are aligned, and offsets are fractions of the box.
 
     Args:
-        x, boxes, output_size, spatial_scale, sampling_ratio, implementation: as in `roi_align`.
-        offset: [N, R, rows, columns, 2], (x, y) of each bin; None for none. A bin whose offset is
-            not finite is zero.
-        gamma: a factor for all offsets.
+        x: as in `roi_align`.
+        boxes: as in `roi_align`.
+        offset: [N, R, rows, columns, 2], (x, y) of each bin; None for zeros. A bin with an infinite
+            or NaN offset is zero.
+        output_size: as in `roi_align`.
+        spatial_scale: as in `roi_align`.
+        sampling_ratio: as in `roi_align`.
+        gamma: factor of all offsets.
+        implementation: as in `roi_align`.
 
     Returns:
         y [N, R, rows, columns, C] of x's dtype.
@@ -122,26 +198,25 @@ def deform_roi_pool(
     Raises:
         TypeError, ValueError, RuntimeError, NotImplementedError: as `roi_align`.
 
-    There are gradients of x and offset. Where a sample is moved to the outermost pixels its
-    position has none (mmcv gives a value there), and at a whole pixel it has that to the right, or
-    below.
+    x and offset get gradients. A sample that is clamped to the outermost pixels has no gradient
+    with respect to its position (mmcv's is nonzero). At integer positions the derivative is the
+    right-sided one.
 
     Kept for the backward pass: x, the boxes and offset.
 
     References:
         Dai et al., Deformable Convolutional Networks, 2017 (arXiv:1703.06211).
     """
-    arguments.check_implementation(implementation)
-    gamma = arguments.factor_of("gamma", gamma)
-    x, boxes, of_boxes = _with_boxes(x, boxes, output_size, spatial_scale, sampling_ratio)
-    arrays, size = (boxes,), of_boxes[0]
+    x, size = _as_images("x", x), as_pair("output_size", output_size, 1)
+    scale, ratio = _as_scale("spatial_scale", spatial_scale), _as_ratio(sampling_ratio)
+    gamma = _as_factor("gamma", gamma)
+    arrays = (lax.stop_gradient(_as_boxes(boxes, x.shape[0])),)
     if offset is not None:
-        wanted = (*boxes.shape[:2], *size, 2)
-        arrays += (arguments.as_offset(offset, wanted, "[N, R, rows, columns, 2]"),)
-    make = _deformed(*of_boxes, gamma)
-    pooling = Pooling(size, 1, 1.0, False, of_boxes[2], offset is not None)
-    y = pool(x, make, arguments.in_one_dtype(x, *arrays), pooling, implementation)
-    return y.reshape(*y.shape[:2], *size, y.shape[-1])
+        expected = (*arrays[0].shape[:2], *size, 2)
+        arrays += (_as_offset(offset, expected, "[N, R, rows, columns, 2]"),)
+    make_bins = _make_deformed_bins(size, scale, ratio, gamma)
+    pooling = Pooling(size, 1, 1.0, False, ratio, offset is not None)
+    return _split_bins(pool(x, make_bins, _promote(x, *arrays), pooling, implementation), size)
 
 
 def deform_psroi_pool(
@@ -157,34 +232,37 @@ def deform_psroi_pool(
     trans_std: float = 0.0,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Pools boxes by position: each bin has channels of its own, and may be moved by an offset.
+    """Average position-sensitive features of each box over bins that may be moved by offsets.
 
     ``y[n, r, i, j, c] = mean over the samples s of bin (i, j) of box r of
     x[n, s + trans_std * offset[n, r, part of (i, j)] * (width of r, height of r), block, c]``
 
     This is maskrcnn-benchmark's deformable position-sensitive pooling: boxes are rounded to whole
-    pixels, and the mean is of those samples that are at most half a pixel outside of x.
+    pixels, and the mean is over the samples at most half a pixel outside of x.
 
     Args:
-        x: [N, H, W, group_size**2 * C]: a block of C channels for each of group_size by group_size
+        x: [N, H, W, group_size**2 * C], a block of C channels for each of group_size by group_size
             parts of a box, row by row; bin (i, j) reads block ``(i * group_size // rows) *
             group_size + j * group_size // columns``.
-        boxes, output_size, spatial_scale, implementation: as in `roi_align`.
+        boxes: as in `roi_align`.
         offset: [N, R, part_size, part_size, 2 * G], (x, y) for each of G groups of the C channels;
-            None for none.
-        group_size: 1 for no blocks.
-        part_size: how finely offsets divide a box; by default one for each row of bins.
+            None for zeros.
+        output_size: as in `roi_align`.
+        spatial_scale: as in `roi_align`.
+        group_size: 1 for a single block.
+        part_size: parts of a box per axis with their own offsets; by default the rows of bins.
         sample_per_part: samples along each axis of a bin.
-        trans_std: a factor for all offsets.
+        trans_std: factor of all offsets.
+        implementation: as in `roi_align`.
 
     Returns:
         y [N, R, rows, columns, C] of x's dtype.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `roi_align`.
-        NotImplementedError: forward mode or second derivatives without "xla".
+        NotImplementedError: forward-mode or second derivatives without "xla".
 
-    There are gradients of x and offset, at the borders as in `deform_roi_pool`.
+    x and offset get gradients, as in `deform_roi_pool`.
 
     Kept for the backward pass: x, the boxes and offset.
 
@@ -192,74 +270,147 @@ def deform_psroi_pool(
         Dai et al., R-FCN, 2016 (arXiv:1605.06409); Dai et al., Deformable Convolutional Networks,
         2017 (arXiv:1703.06211).
     """
-    arguments.check_implementation(implementation)
-    samples = arguments.samples_of("sample_per_part", sample_per_part, 1)
+    x, size = _as_images("x", x), as_pair("output_size", output_size, 1)
+    scale, trans_std = _as_scale("spatial_scale", spatial_scale), _as_factor("trans_std", trans_std)
+    samples = _as_samples("sample_per_part", sample_per_part, 1)
     group_size = as_integer("group_size", group_size, 1)
-    trans_std = arguments.factor_of("trans_std", trans_std)
-    x, boxes, (size, scale, _) = _with_boxes(x, boxes, output_size, spatial_scale, 0)
     part_size = size[0] if part_size is None else as_integer("part_size", part_size, 1)
     if x.shape[-1] % group_size**2:
         raise ValueError(
-            f"`group_size` (={group_size}): its square (={group_size**2}) must divide the "
-            f"{x.shape[-1]} channels of `x`."
+            f"The square of `group_size` (={group_size}) must divide the {x.shape[-1]} channels of "
+            "`x`."
         )
-    channels, arrays = x.shape[-1] // group_size**2, (boxes,)
+    arrays = (lax.stop_gradient(_as_boxes(boxes, x.shape[0])),)
     if offset is not None:
-        wanted = (*boxes.shape[:2], part_size, part_size, -1)
-        offset = arguments.as_offset(offset, wanted, "[N, R, part_size, part_size, 2 * G]")
-        if channels % (offset.shape[-1] // 2):
+        expected = (*arrays[0].shape[:2], part_size, part_size, -1)
+        offset = _as_offset(offset, expected, "[N, R, part_size, part_size, 2 * G]")
+        channels, groups = x.shape[-1] // group_size**2, offset.shape[-1] // 2
+        if channels % groups:
             raise ValueError(
-                f"The {channels} channels of a block of `x` must be divisible by the "
-                f"{offset.shape[-1] // 2} groups of `offset` of shape {offset.shape}."
+                f"`offset` of shape {offset.shape} has {groups} groups, which must divide the "
+                f"{channels} channels of a block of `x`."
             )
         arrays += (offset,)
-    make = _by_position(size, scale, samples, part_size, trans_std)
+    make_bins = _make_psroi_bins(size, scale, samples, part_size, trans_std)
     pooling = Pooling(size, group_size, 0.5, True, samples, offset is not None)
-    y = pool(x, make, arguments.in_one_dtype(x, *arrays), pooling, implementation)
-    return y.reshape(*y.shape[:2], *size, y.shape[-1])
+    return _split_bins(pool(x, make_bins, _promote(x, *arrays), pooling, implementation), size)
 
 
-def _with_boxes(x, boxes, output_size, spatial_scale, sampling_ratio) -> tuple:
-    """x, the boxes, and (output_size, spatial_scale, sampling_ratio)."""
-    x = arguments.as_images("x", x)
-    boxes = lax.stop_gradient(arguments.as_boxes(boxes, x.shape[0]))
-    of_boxes = (
-        arguments.bins_of(output_size),
-        arguments.scale_of(spatial_scale),
-        arguments.ratio_of(sampling_ratio),
-    )
-    return x, boxes, of_boxes
-
-
-# Functions that make bins; one object for equal options, because jit compares them.
+# These functions make bins from boxes and offsets. They are cached because jit compares the
+# functions that it gets as static arguments by identity.
 
 
 @functools.cache
-def _aligned(size: tuple[int, int], scale: float, ratio: int, aligned: bool):
-    return lambda boxes: bins.of_roi_align(boxes, size, scale, ratio, aligned)
+def _make_aligned_bins(size: tuple[int, int], scale: float, ratio: int, aligned: bool):
+    return lambda boxes: bins.roi_align_bins(boxes, size, scale, ratio, aligned)
 
 
 @functools.cache
-def _deformed(size: tuple[int, int], scale: float, ratio: int, gamma: float):
+def _make_deformed_bins(size: tuple[int, int], scale: float, ratio: int, gamma: float):
     def make(boxes: jax.Array, offset: jax.Array | None = None) -> Bins:
-        found = bins.of_roi_align(boxes, size, scale, ratio, True)
+        of_boxes = bins.roi_align_bins(boxes, size, scale, ratio, True)
         if offset is None:
-            return found
-        offset = offset.reshape(*found.first.shape)
-        return found._replace(first=bins.moved(found, offset, gamma))
+            return of_boxes
+        return bins.move_bins(of_boxes, offset.reshape(*of_boxes.first.shape), gamma)
 
     return make
 
 
 @functools.cache
-def _by_position(
+def _make_psroi_bins(
     size: tuple[int, int], scale: float, samples: int, part_size: int, trans_std: float
 ):
     def make(boxes: jax.Array, offset: jax.Array | None = None) -> Bins:
-        found = bins.of_deform_psroi_pool(boxes, size, scale, samples)
+        of_boxes = bins.psroi_bins(boxes, size, scale, samples)
         if offset is None:
-            return found
-        of_bins = bins.parts(offset, size, part_size)
-        return found._replace(first=bins.moved(found, of_bins, trans_std))
+            return of_boxes
+        return bins.move_bins(of_boxes, bins.offsets_of_bins(offset, size, part_size), trans_std)
 
     return make
+
+
+def _split_bins(y: jax.Array, size: tuple[int, int]) -> jax.Array:
+    # [N, R, P, C] -> [N, R, rows, columns, C]
+    return y.reshape(*y.shape[:2], *size, y.shape[-1])
+
+
+def _promote(x: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the others in float32, or in float64 if any array is float64."""
+    dtypes = {str(a.dtype) for a in (x, *others)}
+    dtype = jnp.dtype("float64" if "float64" in dtypes else "float32")
+    return tuple(a.astype(dtype) for a in others)
+
+
+def _as_images(name: str, value: Any) -> jax.Array:
+    x = as_float_array(name, value)
+    if x.ndim != 4 or 0 in x.shape[1:]:
+        raise ValueError(f"`{name}` of shape {x.shape} must be [N, H, W, C] with pixels.")
+    if math.prod(x.shape[1:]) >= 2**31:  # the kernels index an image in 32 bits
+        raise ValueError(
+            f"`{name}` of shape {x.shape} must have fewer than 2**31 values per image."
+        )
+    return x
+
+
+def _as_boxes(value: Any, images: int) -> jax.Array:
+    boxes = as_float_array("boxes", value)
+    if boxes.ndim != 3 or boxes.shape[0] != images or boxes.shape[2] != 4:
+        raise ValueError(
+            f"`boxes` of shape {boxes.shape} must be [N, R, 4], (x1, y1, x2, y2), for the {images} "
+            "images of `x`. For boxes with the indices of their images see effjax.compat."
+        )
+    return boxes
+
+
+def _as_offset(value: Any, expected: tuple[int, ...], axes: str) -> jax.Array:
+    # An expected size of -1 is any positive even number.
+    offset = as_float_array("offset", value)
+    fits = offset.ndim == len(expected) and all(
+        size == want or (want == -1 and size > 0 and size % 2 == 0)
+        for size, want in zip(offset.shape, expected, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"`offset` of shape {offset.shape} must be {expected}, {axes}.")
+    return offset
+
+
+def _as_levels(features: Any, spatial_scales: Any) -> tuple[list[jax.Array], list[float]]:
+    levels = [_as_images(f"features[{i}]", x) for i, x in enumerate(features)]
+    scales = [_as_scale("spatial_scales", scale) for scale in spatial_scales]
+    if not levels or len(levels) != len(scales):
+        raise ValueError(
+            f"`spatial_scales` must have a number for each of the {len(levels)} levels of "
+            f"`features`, not {len(scales)}."
+        )
+    for i, x in enumerate(levels):
+        if (x.shape[::3], x.dtype) != (levels[0].shape[::3], levels[0].dtype):
+            raise ValueError(
+                f"`features[{i}]` ({x.dtype}{list(x.shape)}) must have the images, channels and "
+                f"dtype of `features[0]` ({levels[0].dtype}{list(levels[0].shape)})."
+            )
+    is_halved = all(b == a / 2 for a, b in itertools.pairwise(scales))
+    if not is_halved or not math.log2(scales[0]).is_integer():
+        raise ValueError(
+            f"`spatial_scales` (={spatial_scales!r:.80}) must be powers of two, each half of the "
+            "one before, such as (1 / 4, 1 / 8)."
+        )
+    return levels, scales
+
+
+def _as_scale(name: str, value: Any) -> float:
+    return as_number(name, value, lambda s: 0 < s < 1e30, "positive and below 1e30")
+
+
+def _as_factor(name: str, value: Any) -> float:
+    return as_number(name, value, lambda s: abs(s) < 1e30, "between -1e30 and 1e30")
+
+
+def _as_samples(name: str, value: Any, minimum: int) -> int:
+    count = as_integer(name, value, minimum)
+    if count > MAX_SAMPLES:
+        raise ValueError(f"`{name}` (={value}) must be at most {MAX_SAMPLES}.")
+    return count
+
+
+def _as_ratio(sampling_ratio: Any) -> int:
+    return max(_as_samples("sampling_ratio", sampling_ratio, -1), 0)

@@ -1,26 +1,30 @@
-"""The means of bins as an operator: with its gradient, under jit, vmap and over devices."""
+"""Averages over bins as an operator, with its gradient, under jit, vmap and over devices."""
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .._common.derivatives import reverse_mode_only
-from .._common.dispatch import available_platforms, select_by_platform, unavailable_message
+from .._common.dispatch import native_platforms, select_kernel
 from .._common.partitioning import add_example_axis, merge_example_axis, partition_over_images
-from .._common.platform import traced_platform
 from .._common.sharding import match_varying, run_per_device, zeros
 from . import custom_call, reference
 from .bins import Bins
 from .reference import Pooling
 
-# CUDA joins when its kernels have run on a GPU: so far they have been compiled, and emulated.
-_PLATFORMS = {None: ("cpu",), "native": ("cpu", "cuda"), "xla": ()}
+_OPERATOR = "pooling of boxes"  # its name in errors about native code
 
-# Axes of examples (d) and images (n) by operand; the others are worked through whole.
-_X, _BINS, _Y = "d n h w c", "d n r p g s, d n r t, d n r u", "d n r p o"
+
+class Static(NamedTuple):
+    """Static configuration of a pooling (everything that is not an array)."""
+
+    pooling: Pooling
+    adds: bool  # to the result of an earlier call
+    implementation: str | None
+    platforms: tuple[str, ...]  # with native kernels
 
 
 def pool(
@@ -31,90 +35,114 @@ def pool(
     implementation: str | None,
     so_far: jax.Array | None = None,
 ) -> jax.Array:
-    """Y [N, R, P, C] of x [N, H, W, parts**2 * C] and of ``make_bins(*arrays)``, where arrays
-    [N, ...] are of float32 or float64: a pure function that gives `Bins` and is always the same
-    object for the same options. y is added to `so_far`: in place, and for other boxes at no cost.
+    """Average x [N, H, W, parts**2 * C] over the bins that are made from arrays.
+
+    Args:
+        x: images.
+        make_bins: ``make_bins(*arrays) -> Bins``, a pure function; the same object for the same
+            options.
+        arrays: boxes, and offsets if bins move: [N, ...], float32 or float64.
+        pooling: static configuration.
+        implementation: None, "native" or "xla".
+        so_far: [N, R, P, C], to which the result is added: in place, and at no cost for boxes
+            without samples.
+
+    Returns:
+        y [N, R, P, C].
     """
-    if implementation == "native" and not available_platforms():
-        raise RuntimeError(unavailable_message(custom_call.OPERATOR, traced_platform()))
-    # Open to every derivative, but for loops whose length the boxes say.
-    open_ = implementation == "xla" and pooling.samples > 0
-    platforms = tuple(p for p in _PLATFORMS[implementation] if p in available_platforms())
-    static = make_bins, pooling, open_, (implementation == "native", platforms)
-    return _pool(static, x, arrays, so_far)
+    platforms = native_platforms(implementation, _OPERATOR)
+    static = Static(pooling, so_far is not None, implementation, platforms)
+    return _pool(static, make_bins, x, arrays, so_far)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _pool(static: tuple, x: jax.Array, arrays: tuple, so_far: jax.Array | None) -> jax.Array:
-    run = functools.partial(_of_images, static)
+@functools.partial(jax.jit, static_argnums=(0, 1))  # without jit, each call compiles its loops
+def _pool(static: Static, make_bins: Callable, x: jax.Array, arrays: tuple, so_far: Any):
+    run = functools.partial(_pool_on_device, static, make_bins)
     return run_per_device(lambda images, _: run(*images), x)((x, arrays, so_far), ())
 
 
-def _of_images(static: tuple, x: jax.Array, arrays: tuple, so_far: jax.Array | None) -> jax.Array:
-    make_bins, pooling, open_, chosen = static
+def _pool_on_device(
+    static: Static, make_bins: Callable, x: jax.Array, arrays: tuple, so_far: Any
+) -> jax.Array:
+    # All derivatives exist if the loops over samples have a static length.
+    differentiable = static.implementation == "xla" and static.pooling.samples > 0
     dtype = arrays[0].dtype
-    # Open to derivatives: nothing is rounded to x's dtype in between, as its gradient would be.
-    wide = x.astype(dtype) if open_ or dtype == jnp.float64 else x
+    # Widened here, so that the gradient of x is summed over the samples in the wide dtype.
+    wide_x = x.astype(dtype) if differentiable or dtype == jnp.float64 else x
     bins: Bins = make_bins(*arrays)
-    adds = so_far is not None
-    more = so_far.astype(wide.dtype) if adds else zeros((*bins.first.shape[:3], 0), wide.dtype, x)
-    args = match_varying((wide, bins.first, bins.step, bins.count, more))
-    if open_:
-        y = reference.pool(*args, pooling=pooling)
+    if static.adds:
+        so_far = so_far.astype(wide_x.dtype)
     else:
-        y: Any = _core((pooling, adds, chosen), *reverse_mode_only(_name(pooling), *args))
+        so_far = zeros((*bins.first.shape[:3], 0), wide_x.dtype, x)
+    args = match_varying((wide_x, bins.first, bins.step, bins.count, so_far))
+    if differentiable:
+        y: Any = reference.pool(*args, pooling=static.pooling)
+    else:
+        y = _average(static, *reverse_mode_only(_operator_name(static), *args))
     return y.astype(x.dtype)
 
 
+# For one bin at position p, y = mean_s x(p + s), where x(q) = sum_r w_r(q) x[r] is interpolated
+# between the four pixels r around q. Its gradients are
+#
+#   dx[r] = sum_s w_r(p + s) dy / count         dp = sum_s <dy, grad x(p + s)> / count
+#
+# Samples are computed one after the other and never stored.
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _core(static: tuple, x, first, step, count, so_far) -> jax.Array:
-    return _forward_of(static)(*add_example_axis(x, first, step, count, so_far))[0][0]
+def _average(static: Static, x, first, step, count, so_far) -> jax.Array:
+    return _partitioned_forward(static)(*add_example_axis(x, first, step, count, so_far))[0][0]
 
 
-def _forward(static: tuple, *args):
-    return _core(static, *args), args[:4]
+def _average_forward(static: Static, *args):
+    return _partitioned_forward(static)(*add_example_axis(*args))[0][0], args[:4]
 
 
-def _backward(static: tuple, kept, dy):
-    x, first, step, count = kept
-    pooling, adds, _ = static
-    dx, dfirst = (d[0] for d in _backward_of(static)(*add_example_axis(*kept, dy)))
-    dfirst = dfirst if pooling.moves else jnp.zeros_like(first)
-    more = dy if adds else zeros((*dy.shape[:3], 0), dy.dtype, dy)
-    return dx.astype(x.dtype), dfirst, jnp.zeros_like(step), jnp.zeros_like(count), more
+def _average_backward(static: Static, residuals, dy):
+    x, first, step, count = residuals
+    gradients = _partitioned_backward(static)(*add_example_axis(*residuals, dy))
+    dx, dfirst = (d[0] for d in gradients)
+    dfirst = dfirst if static.pooling.moves else jnp.zeros_like(first)
+    dso_far = dy if static.adds else zeros((*dy.shape[:3], 0), dy.dtype, dy)
+    return dx.astype(x.dtype), dfirst, jnp.zeros_like(step), jnp.zeros_like(count), dso_far
 
 
-_core.defvjp(_forward, _backward)
+_average.defvjp(_average_forward, _average_backward)
+
+# Axes of the operands; examples (d) and images (n) may be sharded.
+_X, _BINS, _Y = "d n h w c", "d n r p g s, d n r t, d n r u", "d n r p o"
+
+
+@functools.cache  # jit compares functions by identity
+def _partitioned_forward(static: Static) -> Callable:
+    kernel = select_kernel(
+        custom_call.pool, reference.pool, static.implementation, static.platforms, _OPERATOR
+    )
+
+    def run(*args):
+        y = kernel(*map(merge_example_axis, args), pooling=static.pooling)
+        return (y.reshape(*args[1].shape[:2], *y.shape[1:]),)
+
+    rule = f"{_X}, {_BINS}, {_Y if static.adds else 'd n r p q'} -> {_Y}"
+    return partition_over_images(run, lambda *_: rule, _operator_name(static))
 
 
 @functools.cache
-def _forward_of(static: tuple) -> Callable:
-    pooling, adds, (native, platforms) = static
-    rule = f"{_X}, {_BINS}, {_Y if adds else 'd n r p q'} -> {_Y}"
-    elsewhere = custom_call.nowhere[0] if native else reference.pool
-    run = select_by_platform(dict.fromkeys(platforms, custom_call.pool), elsewhere)
+def _partitioned_backward(static: Static) -> Callable:
+    kernel = select_kernel(
+        custom_call.pool_backward, reference.pool_backward, static.implementation,
+        static.platforms, _OPERATOR,
+    )  # fmt: skip
 
-    def merged(x, first, *rest):
-        y = run(*map(merge_example_axis, (x, first, *rest)), pooling=pooling)
-        return (y.reshape(*first.shape[:2], *y.shape[1:]),)
-
-    return partition_over_images(merged, lambda *_: rule, _name(pooling))
-
-
-@functools.cache
-def _backward_of(static: tuple) -> Callable:
-    pooling, _, (native, platforms) = static
-    elsewhere = custom_call.nowhere[1] if native else reference.pool_backward
-    run = select_by_platform(dict.fromkeys(platforms, custom_call.pool_backward), elsewhere)
-
-    def merged(x, first, *rest):
-        dx, dfirst = run(*map(merge_example_axis, (x, first, *rest)), pooling=pooling)
-        return tuple(a.reshape(*first.shape[:2], *a.shape[1:]) for a in (dx, dfirst))
+    def run(*args):
+        gradients = kernel(*map(merge_example_axis, args), pooling=static.pooling)
+        return tuple(d.reshape(*args[1].shape[:2], *d.shape[1:]) for d in gradients)
 
     rule = f"{_X}, {_BINS}, {_Y} -> {_X}, d n r p g m"
-    return partition_over_images(merged, lambda *_: rule, _name(pooling))
+    return partition_over_images(run, lambda *_: rule, _operator_name(static))
 
 
-def _name(pooling: Pooling) -> str:
-    """Of the operator that speaks of itself in errors."""
-    return "deform_psroi_pool" if pooling.of_inside else "roi_align"
+def _operator_name(static: Static) -> str:
+    # In errors about derivatives.
+    return "deform_psroi_pool" if static.pooling.of_inside else "roi_align"

@@ -1,8 +1,8 @@
-"""Means of samples over the bins of boxes, and their gradients, in plain XLA.
+"""Averages of samples over the bins of boxes, and their gradients, in plain XLA.
 
-The custom calls in `custom_call.py` compute the same two functions; here is what they mean. They
-know nothing of boxes: each bin has the position of its first sample, and those of a box share the
-step from one sample to the next, and how many there are along each axis (`bins.py`).
+This is the definition of the two functions that the custom calls in `custom_call.py` compute. They
+get bins instead of boxes: each bin has the position of its first sample, and all bins of a box
+share the step between samples and the number of samples along each axis (`bins.py`).
 """
 
 import math
@@ -18,14 +18,14 @@ from .._common.sharding import match_varying, zeros
 
 
 class Pooling(NamedTuple):
-    """What the arrays do not say."""
+    """Static configuration of a pooling."""
 
     output_size: tuple[int, int]
-    parts: int  # the channels of x are parts**2 blocks, of which each bin reads one
-    margin: float  # how far outside of the outermost pixels a sample still counts
-    of_inside: bool  # the mean is of the samples that count, not of all
-    samples: int  # along each axis; 0: as many as the boxes say
-    moves: bool  # whether the position of a bin has a gradient
+    parts: int  # the channels of x are parts**2 blocks; each bin reads one of them
+    margin: float  # samples up to this distance outside of the outermost pixels count
+    of_inside: bool  # average the samples that count, instead of all
+    samples: int  # along each axis; 0: given by `count`
+    moves: bool  # the positions of bins have gradients
 
 
 def pool(
@@ -36,15 +36,16 @@ def pool(
     so_far: jax.Array,
     pooling: Pooling,
 ) -> jax.Array:
-    """The mean of the samples of each bin, each interpolated between four pixels.
+    """Average the samples of each bin, interpolated bilinearly.
 
     Args:
         x: [N, H, W, parts**2 * C].
         first: [N, R, P, G, 2], (y, x) of the first sample, for P bins and G groups of channels; at
-            least float32. A bin whose position is not finite is zero.
+            least float32. A bin is zero if its position is not finite.
         step: [N, R, 2], of the same dtype: sample i is at ``first + i * step``.
-        count: [N, R, 2], how many samples there are, a whole number of the same dtype.
-        so_far: [N, R, P, C] of x's dtype, what the means are added to; or [N, R, P, 0].
+        count: [N, R, 2], number of samples, an integer of the same dtype.
+        so_far: [N, R, P, C] of x's dtype, to which the averages are added; or [N, R, P, 0].
+        pooling: static configuration.
 
     Returns:
         [N, R, P, C] of x's dtype.
@@ -55,7 +56,7 @@ def pool(
     def body(corners, value):
         for index, weight, _, touched in corners:
             pixel = _gather(pixels, _places(index, pooling), value.dtype)
-            # Chosen, not multiplied by zero: a pixel that is not touched may be infinite.
+            # `where` and not a product with zero: an untouched pixel may be infinite.
             unseen = ~touched | ((weight == 0) & ~jnp.isfinite(pixel).all(-1))
             value += weight[..., None] * jnp.where(unseen[..., None], 0, pixel)
         return value
@@ -77,10 +78,10 @@ def pool_backward(
     dy: jax.Array,
     pooling: Pooling,
 ) -> tuple[jax.Array, jax.Array]:
-    """Dx like x and dfirst like first (without numbers if nothing moves), of first's dtype.
+    """Return dx like x, and dfirst like first (of size 0 if no bin moves), of first's dtype.
 
-    At a whole pixel the derivative by a position is the one to the right, or below; it is zero
-    where a sample is outside, or moved to the outermost pixels.
+    The derivative with respect to a position is zero for samples outside and for samples that are
+    clamped to the outermost pixels. At integer positions it is the right-sided one.
     """
     size, pixels = x.shape[1:3], _pixels(x, first.shape[3], pooling)
     dvalue = dy.astype(first.dtype).reshape(*first.shape[:4], pixels.shape[-1])
@@ -108,9 +109,9 @@ def pool_backward(
 def _over_samples(
     body: Callable, carry: Any, size: tuple[int, ...], first, step, count, pooling: Pooling
 ) -> Any:
-    """``carry = body(corners of sample (i, j) of all bins, carry)``, for all samples.
+    """Run ``carry = body(corners of sample (i, j) of all bins, carry)`` for all samples.
 
-    One sample of every bin at a time, and recomputed for derivatives: none are kept.
+    Each iteration computes one sample of every bin. `checkpoint` recomputes them for derivatives.
     """
     start, turns = _range(first, step, count, size, pooling)
 
@@ -132,9 +133,9 @@ def _over_samples(
 
 
 def _range(first, step, count, size, pooling: Pooling) -> tuple[list, list]:
-    """The sample of each bin at which to begin, and how many are to be looked at, by axis.
+    """Return each bin's first sample that may count, and the number of iterations, by axis.
 
-    Only the box knows how many samples it has, but few of a large one are within the image.
+    Only a few samples of a large box are inside the image.
     """
     if pooling.samples:
         return [jnp.zeros((), first.dtype)] * 2, [pooling.samples] * 2
@@ -142,7 +143,7 @@ def _range(first, step, count, size, pooling: Pooling) -> tuple[list, list]:
     for a in range(2):
         at, by, most = first[..., a], _of_bins(step[..., a]), _of_bins(count[..., a])
         by = jnp.where(by > 0, by, 1)
-        # One more on either side: sums are rounded.
+        # One more on either side, because sums are rounded.
         start = jnp.ceil((-pooling.margin - at) / by) - 1
         stop = jnp.floor((size[a] - 1 + pooling.margin - at) / by) + 2
         valid = jnp.isfinite(at) & (most > 0)
@@ -154,8 +155,11 @@ def _range(first, step, count, size, pooling: Pooling) -> tuple[list, list]:
 
 
 def _axis(first, step, count, i, size: int, pooling: Pooling) -> tuple:
-    """Along one axis: the two pixels of a sample, how far it is from the first, where that changes
-    with its position, and whether the sample counts.
+    """Return the position of a sample along one axis.
+
+    Returns:
+        Its two pixels, its distance from the first one, whether that distance changes with the
+        position, and whether the sample counts.
     """
     at = first + i * _of_bins(step)
     counts = _counts(at, i, count, size, pooling)
@@ -167,14 +171,15 @@ def _axis(first, step, count, i, size: int, pooling: Pooling) -> tuple:
 
 
 def _counts(at, i, count, size: int, pooling: Pooling) -> jax.Array:
-    """Whether sample i of a bin counts, which is at `at`: no for NaN."""
+    """Return True where sample i of a bin, at position `at`, counts; False for NaN."""
     inside = (at >= -pooling.margin) & (at <= size - 1 + pooling.margin)
     return inside & (i < _of_bins(count))
 
 
 def _corners(y: tuple, x: tuple, width: int):
-    """For each of four pixels: its index in the image, its weight, the derivative of that by y and
-    x, and whether there is a sample; all of [N, R, P, G].
+    """Yield the index, weight, slopes and validity of each of four pixels, all [N, R, P, G].
+
+    The slopes are the derivatives of the weight with respect to y and x.
     """
     touched = y[4] & x[4]
     for lower, right in np.ndindex(2, 2):
@@ -188,7 +193,7 @@ def _corners(y: tuple, x: tuple, width: int):
 
 
 def _divisor(first, step, count, size, pooling: Pooling) -> jax.Array:
-    """How many samples the mean is of, at least one; [N, R, P, G] or [N, R, 1, 1]."""
+    """Return the number of averaged samples, at least one: [N, R, P, G] or [N, R, 1, 1]."""
     if not pooling.of_inside:
         return jnp.maximum(_of_bins(count[..., 0]) * _of_bins(count[..., 1]), 1)
     counted = jnp.ones((), first.dtype)
@@ -196,46 +201,45 @@ def _divisor(first, step, count, size, pooling: Pooling) -> jax.Array:
         inside = jnp.zeros(first.shape[:4], first.dtype)
         for i in range(pooling.samples):
             at = first[..., a] + i * _of_bins(step[..., a])
-            found = _counts(at, i, count[..., a], size[a], pooling)
-            inside += found.astype(first.dtype)
+            inside += _counts(at, i, count[..., a], size[a], pooling).astype(first.dtype)
         counted *= inside
     return jnp.maximum(counted, 1)
 
 
 def _of_bins(a: jax.Array) -> jax.Array:
-    """[N, R] -> [N, R, 1, 1]"""
+    # [N, R] -> [N, R, 1, 1]
     return a[..., None, None]
 
 
 def _pixels(x: jax.Array, groups: int, pooling: Pooling) -> jax.Array:
-    """X as [N, H * W * blocks * G, C / G], of C channels in a block."""
+    """Return x as [N, H * W * blocks * G, C / G], for C channels in a block."""
     n, h, w, channels = x.shape
     parts = pooling.parts**2 * groups
     return x.reshape(n, h * w * parts, channels // parts)
 
 
 def _places(index: jax.Array, pooling: Pooling) -> jax.Array:
-    """Where the channels of each bin and group are in `_pixels`, for `index` [N, R, P, G]."""
+    """Return the index into `_pixels` of each bin and group, for `index` [N, R, P, G]."""
     bins, groups = index.shape[2:]
     (rows, columns), parts = pooling.output_size, pooling.parts
-    # Not as constants of NumPy, which a partitioned function cannot have.
+    # Not NumPy constants, because jax.experimental.custom_partitioning does not support them.
     p, g = (jnp.arange(size, dtype=jnp.int32) for size in (bins, groups))
     block = p // columns * parts // rows * parts + p % columns * parts // columns
     return (index * parts**2 + block[None, None, :, None]) * groups + g[None, None, None]
 
 
 def _gather(pixels: jax.Array, places: jax.Array, dtype: Any) -> jax.Array:
-    """[N, R, P, G, C / G]"""
+    # [N, R, P, G, C / G]
     flat = places.reshape(places.shape[0], math.prod(places.shape[1:]), 1)
-    found = jnp.take_along_axis(pixels, flat, axis=1, mode="promise_in_bounds")
-    return found.reshape(*places.shape, pixels.shape[-1]).astype(dtype)
+    values = jnp.take_along_axis(pixels, flat, axis=1, mode="promise_in_bounds")
+    return values.reshape(*places.shape, pixels.shape[-1]).astype(dtype)
 
 
-def _add_at(pixels: jax.Array, places: jax.Array, more: jax.Array) -> jax.Array:
+def _add_at(pixels: jax.Array, places: jax.Array, updates: jax.Array) -> jax.Array:
     count = math.prod(places.shape[1:])
 
-    def add(pixels, places, more):
-        return pixels.at[places].add(more, mode="promise_in_bounds")
+    def add(pixels, places, updates):
+        return pixels.at[places].add(updates, mode="promise_in_bounds")
 
     places = places.reshape(places.shape[0], count)
-    return jax.vmap(add)(pixels, places, more.reshape(*places.shape, pixels.shape[-1]))
+    return jax.vmap(add)(pixels, places, updates.reshape(*places.shape, pixels.shape[-1]))
