@@ -1,4 +1,4 @@
-"""Every way of running one operator over eight devices, each returning the same global gradients.
+"""Contexts: ways of running one operator over eight devices with the same global gradients.
 
 An operator under test is ``op(params, batch, axis_name) -> (y, aux)``: `batch` is a dict of arrays
 with a leading batch axis that holds at least ``x`` and ``w`` (weights of the loss, of y's shape),
@@ -50,13 +50,13 @@ def jit_global(kind, op, params, batch):
 
 
 def _per_device(op, params, batch):
-    """Gradients of the local loss, then their mean: how pmap and vmap are used."""
+    """Return the mean of the gradients of the local losses, as under pmap and vmap."""
     loss, aux, dparams, dx = value_and_grads(op, params, batch, "i")
     return lax.pmean(loss, "i"), aux, lax.pmean(dparams, "i"), dx / DEVICES
 
 
 def _split(batch):
-    # JAX's arrays: a custom_vjp takes no NumPy array from a vmap inside jit.
+    # JAX arrays, because custom_vjp fails on NumPy arrays from a vmap inside jit.
     return jax.tree.map(lambda a: jnp.asarray(a).reshape(DEVICES, -1, *a.shape[1:]), batch)
 
 
@@ -77,7 +77,7 @@ def vmap_of_grad(op, params, batch):
 
 
 def grad_of_vmap(between, op, params, batch):
-    """The gradient outside; JAX runs custom rules without vmap's axis if jit is between the two."""
+    """Differentiate outside vmap; with `between`=jit, JAX runs custom rules without vmap's axis."""
 
     def loss(params, x):
         def one(x, batch):
@@ -94,14 +94,14 @@ def grad_of_vmap(between, op, params, batch):
 
 
 def in_scan(f):
-    """The same function, in a loop of one step."""
+    """Return the function in a scan of length 1."""
     return lambda *args: jax.tree.map(
         lambda a: a[0], lax.scan(lambda c, _: (c, f(*args)), None, None, length=1)[1]
     )
 
 
 def grad_of_shard_map(check_vma, names, op, params, batch):
-    """The gradient outside: ``jax.grad`` of a loss that shard_map reduces."""
+    """Differentiate a loss that shard_map reduces."""
     mesh = mesh_of((4, 2) if len(names) == 2 else (DEVICES,), names)
 
     def local(params, batch):
@@ -131,19 +131,19 @@ def _shard_map(inner, op, params, batch, check_vma=True):
 
 
 def shard_map_of_grad(op, params, batch):
-    """check_vma=True: the gradient of a replicated parameter comes back reduced."""
+    """Differentiate inside shard_map; gradients of replicated parameters are reduced."""
     return _shard_map(
         lambda *a: value_and_grads(*a, "i", lambda loss: lax.pmean(loss, "i")), op, params, batch
     )
 
 
 def shard_map_of_grad_unchecked(op, params, batch):
-    """check_vma=False: as in pmap, the caller reduces the gradients of the local loss."""
+    """Differentiate inside shard_map with check_vma=False; the caller reduces the gradients."""
     return _shard_map(_per_device, op, params, batch, check_vma=False)
 
 
 def shard_map_varying_params(op, params, batch):
-    """check_vma=True with parameters cast to vary: the caller reduces their gradients."""
+    """Differentiate with parameters cast to varying; the caller reduces their gradients."""
 
     def inner(op, params, batch):
         params = jax.tree.map(lambda p: lax.pcast(p, "i", to="varying"), params)
@@ -169,7 +169,7 @@ CONTEXTS = {
 
 
 def gradients_with_parameters_of_each_device(op, params, batch, how):
-    """Every device has parameters of its own: the gradients of the sum of all losses."""
+    """Differentiate the sum of all losses, where each device has different parameters."""
     factors = 1 + np.arange(DEVICES) / DEVICES
     params = jax.tree.map(lambda p: np.multiply.outer(factors, p), params)
 
@@ -190,7 +190,7 @@ def gradients_with_parameters_of_each_device(op, params, batch, how):
 
 
 def assert_trees_close(got, want, tolerance):
-    """Every leaf within `tolerance` of the largest value of its reference."""
+    """Assert that leaves differ by at most `tolerance` times the largest reference value."""
     got_leaves, want_leaves = jax.tree.leaves(got), jax.tree.leaves(want)
     assert len(got_leaves) == len(want_leaves)
     for a, b in zip(got_leaves, want_leaves, strict=True):

@@ -1,4 +1,4 @@
-"""A batch, parameters, and groups of devices, for all tests of batch norm."""
+"""Inputs of the batch norm tests."""
 
 import numpy as np
 

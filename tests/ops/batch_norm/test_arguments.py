@@ -1,4 +1,6 @@
-"""Dtypes and shapes that are taken, and what is refused."""
+"""Dtypes, shapes and argument errors."""
+
+import functools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -14,11 +16,12 @@ from tests.contexts import (
     assert_trees_close,
 )
 from tests.ops.batch_norm.cases import PARAMS, C, make_batch
+from tests.tiers import exhaustive
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *map(exhaustive, ("float16", "float32", "float64"))])
 def test_dtypes(dtype):
     batch = make_batch()
     x = jnp.asarray(batch["x"], dtype)
@@ -28,16 +31,19 @@ def test_dtypes(dtype):
         y, statistics = sync_batch_norm(x, **params, activation="relu")
         return jnp.sum(y.astype(jnp.float64) * batch["w"]), (y, statistics)
 
-    (dx, dparams), (y, statistics) = jax.grad(loss, argnums=(0, 1), has_aux=True)(x, params)
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+    (dx, dparams), (y, statistics) = gradient(x, params)
     assert y.dtype == dx.dtype == x.dtype
     assert {v.dtype for v in dparams.values()} == {jnp.dtype(jnp.float32)}
     assert {v.dtype for v in statistics} == {jnp.promote_types(dtype, jnp.float32)}
     exact = x.astype(jnp.float64)
     wide = jax.tree.map(lambda v: v.astype(jnp.float64), params)
-    want = jax.grad(
-        lambda x, p: jnp.sum(oracles.batch_norm(x, **p, relu=True)[0] * batch["w"]), argnums=(0, 1)
-    )(exact, wide)
-    y_want = oracles.batch_norm(exact, **wide, relu=True)[0]
+
+    def oracle(x, params):
+        y = oracles.batch_norm(x, **params, relu=True)[0]
+        return jnp.sum(y * batch["w"]), y
+
+    want, y_want = jax.jit(jax.grad(oracle, argnums=(0, 1), has_aux=True))(exact, wide)
     assert_trees_close((y, dx, dparams), (y_want, *want), 4 * float(jnp.finfo(dtype).eps) + 1e-6)
 
 
@@ -53,13 +59,16 @@ def test_any_rank_and_feature_axes(data):
     features = tuple(n for a, n in enumerate(shape) if a in chosen)
     scale, bias = rng.normal(size=(2, *features))
     reduced = tuple(a for a in range(len(shape)) if a not in chosen)
-    y, statistics = sync_batch_norm(x, scale, bias, feature_axis=axis if len(axis) > 1 else axis[0])
-    want, (mean, var, count) = oracles.batch_norm(x, scale, bias, axes=reduced)
+    norm = functools.partial(sync_batch_norm, feature_axis=axis if len(axis) > 1 else axis[0])
+    y, statistics = jax.jit(norm)(x, scale, bias)
+    oracle = functools.partial(oracles.batch_norm, axes=reduced)
+    want, (mean, _, count) = jax.jit(oracle)(x, scale, bias)
     assert statistics.mean.shape == statistics.var.shape == features
     assert statistics.count == count
     np.testing.assert_allclose(y, want, atol=1e-9)
     np.testing.assert_allclose(statistics.mean.ravel(), mean, atol=1e-12)
-    given = batch_norm_inference(x, statistics.mean, statistics.var, scale, bias, feature_axis=axis)
+    inference = jax.jit(functools.partial(batch_norm_inference, feature_axis=axis))
+    given = inference(x, statistics.mean, statistics.var, scale, bias)
     np.testing.assert_allclose(given, y, atol=1e-12)
 
 
@@ -69,32 +78,27 @@ X = np.ones((4, 3, C), np.float32)
 @pytest.mark.parametrize(
     ("error", "match", "args"),
     [
-        (TypeError, "its dtype is int32", {"x": np.ones((4, C), np.int32)}),
         (ValueError, "rank 2 or more", {"x": np.ones(C, np.float32)}),
         (ValueError, r"`scale` of shape \(4,\) must have.*\(5,\)", {"scale": np.ones(4)}),
-        (ValueError, r"`bias` of shape \(1, 5\)", {"bias": np.ones((1, C))}),
         (ValueError, r"`epsilon` \(=0\) must be positive", {"epsilon": 0}),
-        (ValueError, "`activation` \\(='gelu'\\)", {"activation": "gelu"}),
-        (ValueError, "`stats` \\(='fast'\\)", {"stats": "fast"}),
+        (ValueError, r"`activation` \(='gelu'\)", {"activation": "gelu"}),
         (ValueError, "`residual` of shape", {"residual": np.ones((4, C), np.float32)}),
         (TypeError, "cast one of them", {"residual": X.astype(np.float64)}),
-        (TypeError, r"pass mask.astype\(bool\)", {"mask": np.ones((4, 1, 1))}),
-        (ValueError, "`mask` of shape .* must broadcast", {"mask": np.ones((5, 1, 1), bool)}),
-        (ValueError, "must broadcast", {"mask": np.ones((1, 4, 3, 1), bool)}),
         (ValueError, r"`feature_axis` \(=3\) is out of range", {"feature_axis": 3}),
-        (ValueError, "each once, but not all", {"feature_axis": (0, 1, 2)}),
         (ValueError, "each once, but not all", {"feature_axis": (2, -1)}),
         (ValueError, "must name each axis once", {"axis_name": ("i", "i")}),
+        (ValueError, r"`axis_name` \(='i'\) is not mapped", {"axis_name": "i"}),
+        (TypeError, "tuple of names, not 0", {"axis_name": ("i", 0)}),
         (ValueError, "must name exactly one axis", {"axis_index_groups": [[0], [1]]}),
     ],
 )
-def test_bad_input(error, match, args):
+def test_rejects_bad_arguments(error, match, args):
     with pytest.raises(error, match=match):
         effjax.sync_batch_norm(**{"x": X, **args})
 
 
-def test_given_statistics_need_no_epsilon():
-    """Frozen norms of detection code have none; what is taken of a batch needs one."""
+def test_inference_accepts_zero_epsilon():
+    # Frozen norms of detection code use 0.
     x, var = np.linspace(-1, 1, C), np.linspace(1, 2, C)
     np.testing.assert_allclose(
         batch_norm_inference(x, np.zeros(C), var, epsilon=0), x / np.sqrt(var)
@@ -103,5 +107,5 @@ def test_given_statistics_need_no_epsilon():
         batch_norm_inference(x, np.zeros(C), var, epsilon=-1)
 
 
-def test_batch_stats_is_a_tuple_of_its_three_fields():
+def test_batch_stats_fields():
     assert BatchStats._fields == ("mean", "var", "count")

@@ -1,4 +1,4 @@
-"""Equal to automatic differentiation on one device, wherever and however it runs."""
+"""Every transformation and context matches automatic differentiation on one device."""
 
 import functools
 
@@ -23,9 +23,11 @@ from tests.contexts import (
     single_device,
 )
 from tests.ops.batch_norm.cases import PARAMS, C, make_batch
+from tests.tiers import exhaustive, product_cases
 
 pytestmark = pytest.mark.usefixtures("x64")
 
+STATS = ["gather", "two_psum"]
 VARIANTS = {
     "bare": {"params": {}},
     "affine": {},
@@ -69,27 +71,42 @@ def expected(variant):
         return single_device(oracle_of(**options), options.get("params", PARAMS), make_batch())
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("stats", ["gather", "two_psum"])
-def test_equals_autodiff_on_one_device(stats, variant, context):
+PLAIN_CASES = [
+    ("gather", "mask_residual_relu", "shard_map_of_grad"),
+    ("two_psum", "mask_residual_relu", "grad_of_shard_map_two_axes"),
+    ("gather", "mask_residual_relu", "grad_of_jit_of_vmap"),
+    ("two_psum", "bare", "pmap"),
+    ("gather", "bare", "jit_explicit"),
+    ("gather", "bare", "shard_map_varying_params"),
+]
+
+
+@pytest.mark.parametrize(
+    ("stats", "variant", "context"),
+    product_cases(STATS, VARIANTS, CONTEXTS, plain=PLAIN_CASES),
+)
+def test_matches_autodiff(stats, variant, context):
     options = VARIANTS[variant]
     got = CONTEXTS[context](ours(stats, **options), options.get("params", PARAMS), make_batch())
     assert_trees_close(got, expected(variant), 1e-12)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("between", [jax.jit, jax.checkpoint, in_scan])
-@pytest.mark.parametrize("variant", ["mask", "mask_residual_relu"])
-@pytest.mark.parametrize("stats", ["gather", "two_psum"])
-def test_rules_that_run_when_the_axis_is_gone(stats, variant, between):
+@pytest.mark.parametrize(
+    ("stats", "variant", "between"),
+    product_cases(
+        STATS,
+        ["mask", "mask_residual_relu"],
+        [jax.jit, jax.checkpoint, in_scan],
+        plain=[("two_psum", "mask_residual_relu", jax.checkpoint)],
+    ),
+)
+def test_custom_rules_outside_the_axis(stats, variant, between):
     got = grad_of_vmap(between, ours(stats, **VARIANTS[variant]), PARAMS, make_batch())
     assert_trees_close(got, expected(variant), 1e-12)
 
 
-def test_rules_that_run_when_both_axes_are_gone():
-    """Two axes, and parameters and a mask that are constants there."""
+def test_custom_rules_outside_two_axes():
+    # Parameters and mask are constants.
     x, mask = make_batch()["x"], make_batch()["mask"][8:9]
 
     def total(norm, x):
@@ -100,13 +117,12 @@ def test_rules_that_run_when_both_axes_are_gone():
         return jax.vmap(inner, axis_name="i")(x.reshape(4, 2, 4, *x.shape[1:])).sum()
 
     norm = functools.partial(oracles.batch_norm, mask=jnp.broadcast_to(mask, (32, 3, 1, 1)))
-    want = jax.grad(lambda x: jnp.sum(jnp.sin(norm(x, **PARAMS)[0])))(x)
-    assert_trees_close(jax.grad(jax.jit(loss))(x), want, 1e-12)
+    want = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(norm(x, **PARAMS)[0]))))(x)
+    assert_trees_close(jax.jit(jax.grad(jax.jit(loss)))(x), want, 1e-12)
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_an_axis_of_vmap_within_one_of_a_mesh(check_vma):
+def test_vmap_axis_inside_mesh_axis(check_vma):
     mesh = jax.make_mesh((2,), ("i",), (AxisType.Auto,), devices=jax.devices()[:2])
     x = jnp.arange(48.0).reshape(3, 4, 4) ** 2
     norm = jax.vmap(lambda x: sync_batch_norm(x, axis_name=("j", "i"))[0], axis_name="j")
@@ -120,9 +136,11 @@ def test_an_axis_of_vmap_within_one_of_a_mesh(check_vma):
     np.testing.assert_allclose(run(x), want, atol=1e-12)
 
 
-@pytest.mark.parametrize("how", ["vmap", "shard_map"])
-@pytest.mark.parametrize("residual", [False, True])
-def test_parameters_may_differ_by_device(residual, how):
+@pytest.mark.parametrize(
+    ("residual", "how"),
+    product_cases([False, True], ["vmap", "shard_map"], plain=[(True, "shard_map")]),
+)
+def test_different_parameters_per_device(residual, how):
     def op(norm, params, batch, axis_name):
         extra = {"residual": batch["residual"]} if residual else {}
         return norm(batch["x"], **params, **extra, axis_name=axis_name)[0]
@@ -133,42 +151,40 @@ def test_parameters_may_differ_by_device(residual, how):
     assert_trees_close(got, want, 1e-12)
 
 
-def test_only_some_axes_of_a_mesh_vary():
-    """x varies over one of the two axes that share statistics."""
+def test_x_varies_over_one_of_two_axes():
     mesh, x = mesh_of((4, 2), ("i", "j")), make_batch()["x"]
 
     def local(x):
         return lax.pmean(jnp.mean(sync_batch_norm(x, axis_name=("i", "j"))[0] ** 3), ("i",))
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P("i"), out_specs=P())
-    want = jax.grad(lambda x: jnp.mean(oracles.batch_norm(x)[0] ** 3))(x)
+    want = jax.jit(jax.grad(lambda x: jnp.mean(oracles.batch_norm(x)[0] ** 3)))(x)
     assert_trees_close(jax.jit(jax.grad(mapped))(x), want, 1e-12)
 
 
-@pytest.mark.parametrize("spec", [P("i"), P("i", None, None, "j")])
-def test_explicit_mesh_of_the_arguments(spec):
-    """No `jax.set_mesh`: the mesh is known from the types alone; channels may be sharded."""
+@pytest.mark.parametrize("spec", [exhaustive(P("i")), P("i", None, None, "j")])
+def test_explicit_mesh_without_set_mesh(spec):
     mesh = mesh_of((4, 2), ("i", "j"), AxisType.Explicit)
     x = np.random.default_rng(0).normal(size=(8, 3, 3, 6))
     scale, bias = np.linspace(1, 2, 6), np.linspace(0, 1, 6)
     loss = lambda norm, *args: jnp.sum(norm(*args)[0] ** 3)  # noqa: E731
     gradient = functools.partial(jax.grad, argnums=(0, 1, 2))
-    want = gradient(functools.partial(loss, oracles.batch_norm))(x, scale, bias)
+    want = jax.jit(gradient(functools.partial(loss, oracles.batch_norm)))(x, scale, bias)
     sharded = jax.device_put(x, jax.NamedSharding(mesh, spec))
     replicated = jax.device_put((scale, bias), jax.NamedSharding(mesh, P()))
     got = jax.jit(gradient(functools.partial(loss, sync_batch_norm)))(sharded, *replicated)
     assert_trees_close(got, want, 1e-12)
 
 
-def test_under_scan_remat_and_vmap():
+def test_scan_remat_and_vmap():
     x = make_batch()["x"]
     op = lambda x: jnp.sum(jnp.sin(sync_batch_norm(x, activation="relu")[0]))  # noqa: E731
-    want = jax.grad(op)(x)
+    want = jax.jit(jax.grad(op))(x)
     np.testing.assert_allclose(jax.jit(jax.grad(jax.checkpoint(op)))(x), want, atol=1e-12)
     stacked = jnp.stack([x, 2 * x])
-    np.testing.assert_allclose(jax.vmap(jax.grad(op))(stacked)[0], want, atol=1e-12)
+    np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(op)))(stacked)[0], want, atol=1e-12)
     summed = lambda xs: lax.scan(lambda c, x: (c + op(x), None), 0.0, xs)[0]  # noqa: E731
-    np.testing.assert_allclose(jax.grad(summed)(stacked)[0], want, atol=1e-12)
+    np.testing.assert_allclose(jax.jit(jax.grad(summed))(stacked)[0], want, atol=1e-12)
 
 
 def test_second_order():
@@ -178,12 +194,12 @@ def test_second_order():
         inner = jax.grad(lambda x: jnp.sum(jnp.sin(norm(x)[0]) * w))
         return jnp.sum(jnp.square(inner(x)))
 
-    want = jax.grad(functools.partial(curvature, oracles.batch_norm))(x)
-    got = jax.grad(functools.partial(curvature, sync_batch_norm))(x)
+    want = jax.jit(jax.grad(functools.partial(curvature, oracles.batch_norm)))(x)
+    got = jax.jit(jax.grad(functools.partial(curvature, sync_batch_norm)))(x)
     np.testing.assert_allclose(got, want, atol=1e-10)
 
 
-def test_inference_differentiates_in_every_argument():
+def test_inference_gradients():
     rng = np.random.default_rng(0)
     args = (
         rng.normal(size=(4, C)),
@@ -192,7 +208,15 @@ def test_inference_differentiates_in_every_argument():
         *rng.normal(size=(2, C)),
     )
     op = functools.partial(batch_norm_inference, activation="relu", residual=args[0])
-    check_grads(op, args, order=1, modes=["fwd", "rev"], eps=1e-6)
+    check_grads(jax.jit(op), args, order=1, modes=["fwd", "rev"], eps=1e-6)
     assert op(
         *(jnp.asarray(a, jnp.bfloat16) for a in args[:1]), *args[1:], residual=None
     ).dtype == (jnp.bfloat16)
+
+
+def test_numpy_mask_mapped_by_vmap_inside_jit():
+    x = jax.random.normal(jax.random.key(0), (2, 2, 4, 4, 3))
+    mask = np.arange(16).reshape(2, 2, 4, 1, 1) % 3 > 0
+    mapped = jax.vmap(lambda *args: sync_batch_norm(args[0], mask=args[1])[0])
+    got = jax.jit(lambda x: mapped(x, mask))(x)
+    np.testing.assert_allclose(got, jax.jit(mapped)(x, mask), atol=1e-5)

@@ -1,4 +1,4 @@
-"""What is sent between devices, and what is kept for the backward pass."""
+"""Collectives and residuals."""
 
 import re
 
@@ -15,13 +15,14 @@ from tests.contexts import (
 )
 from tests.ops.batch_norm.cases import PARAMS, C, make_batch
 from tests.programs import collective_sizes
+from tests.tiers import exhaustive, product_cases
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", exhaustive("float32")])
 @pytest.mark.parametrize(("relu", "residual"), [(0, 0), (1, 0), (0, 1), (1, 1)])
-def test_keeps_x_and_nothing_of_its_size_besides(relu, residual, dtype):
+def test_residuals(relu, residual, dtype):
     x = jnp.ones((64, 32), dtype)
     params = jnp.ones(32), jnp.zeros(32)
     activation = "relu" if relu else None
@@ -36,12 +37,17 @@ def test_keeps_x_and_nothing_of_its_size_besides(relu, residual, dtype):
     assert sum(v.size for v in leaves if v.size < x.size) <= 4 * 32 + 2
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("stats", ["gather", "two_psum"])
+@pytest.mark.parametrize(
+    ("stats", "check_vma", "mask"),
+    product_cases(
+        ["gather", "two_psum"],
+        [False, True],
+        [False, True],
+        plain=[("gather", True, False), ("two_psum", True, True)],
+    ),
+)
 def test_all_reduces(stats, check_vma, mask):
-    """One (or two small) forward, one of 2C backward, and none more for replicated parameters."""
+    """One or two forward, one of 2C numbers backward, none for replicated parameters."""
     mesh = mesh_of((DEVICES,), ("i",))
     batch = {k: make_batch()[k] for k in ("x", "mask")}
 
@@ -66,7 +72,7 @@ def test_all_reduces(stats, check_vma, mask):
     assert got == sorted(("all-reduce", n) for n in [*want, 2 * C])
 
 
-def test_auto_takes_two_small_all_reduces_for_many_features():
+def test_auto_uses_two_all_reduces_for_many_features():
     def message(features):
         mesh = mesh_of((DEVICES,), ("i",))
         fn = lambda x: sync_batch_norm(x, axis_name="i")[0]  # noqa: E731
@@ -78,7 +84,7 @@ def test_auto_takes_two_small_all_reduces_for_many_features():
     assert message(4097) == 2
 
 
-def test_jit_over_a_sharded_batch_gathers_nothing(mesh8):
+def test_jit_of_sharded_batch_does_not_gather(mesh8):
     x = jax.ShapeDtypeStruct(
         (32, 8, 8, 64), jnp.float32, sharding=jax.NamedSharding(mesh8, P("data"))
     )

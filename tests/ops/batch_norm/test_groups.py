@@ -17,6 +17,7 @@ from tests.contexts import (
     mesh_of,
 )
 from tests.ops.batch_norm.cases import C, make_batch
+from tests.tiers import exhaustive, product_cases
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -31,7 +32,7 @@ def per_group(x, w):
         parts = zip(jnp.split(x, 2), jnp.split(halves[1], 2), strict=True)
         return jnp.mean(jnp.stack([jnp.mean(oracles.batch_norm(a)[0] ** 2 * b) for a, b in parts]))
 
-    value, dx = jax.value_and_grad(loss)(halves[0])
+    value, dx = jax.jit(jax.value_and_grad(loss))(halves[0])
     order = np.argsort([i for g in GROUPS for i in g])
     return value, np.concatenate([np.split(dx, DEVICES)[i] for i in order])
 
@@ -42,9 +43,14 @@ def grouped(x, w, **options):
     return lax.pmean(value, "i")[None], dx / DEVICES
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("stats", ["gather", "two_psum"])
-@pytest.mark.parametrize("how", ["pmap", "shard_map"])
+@pytest.mark.parametrize(
+    ("how", "stats"),
+    product_cases(
+        ["pmap", "shard_map"],
+        ["gather", "two_psum"],
+        plain=[("pmap", "two_psum"), ("shard_map", "gather")],
+    ),
+)
 def test_groups_of_devices(how, stats):
     batch = make_batch()
     run = functools.partial(grouped, axis_index_groups=GROUPS, stats=stats)
@@ -61,22 +67,22 @@ def test_groups_of_devices(how, stats):
     assert_trees_close((value.ravel()[0], dx), want, 1e-12)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_groups_by_their_size(size):
-    """Neighbors, as apex's."""
+@pytest.mark.parametrize("size", [2, *map(exhaustive, (1, 4, 8))])
+def test_groups_by_size(size):
+    # Neighboring devices form a group, as in apex.
     x = make_batch()["x"].reshape(DEVICES, -1, C)
     run = lambda x: sync_batch_norm(x, axis_name="i", axis_index_groups=size)[1].mean  # noqa: E731
     want = np.repeat(x.reshape(DEVICES // size, -1, C).mean(1), size, 0)
     np.testing.assert_allclose(jax.pmap(run, "i")(x), want, atol=1e-12)
 
 
-def test_groups_of_a_size_that_does_not_divide():
+def test_rejects_group_size_that_does_not_divide():
     run = lambda x: sync_batch_norm(x, axis_name="i", axis_index_groups=3)[0]  # noqa: E731
     with pytest.raises(ValueError, match=r"`axis_index_groups` \(=3\) must divide the 8 devices"):
         jax.pmap(run, "i")(np.ones((DEVICES, 4, C)))
 
 
-def test_one_axis_of_a_mesh_is_a_group():
+def test_groups_by_mesh_axis():
     batch = make_batch()
     mesh = mesh_of((2, 4), ("group", "i"))
     order = [i for g in GROUPS for i in g]
@@ -95,8 +101,8 @@ def test_one_axis_of_a_mesh_is_a_group():
     assert_trees_close((value, dx), per_group(batch["x"], batch["w"]), 1e-12)
 
 
-@pytest.mark.parametrize("stats", ["gather", "two_psum"])
-def test_groups_where_jax_has_none_name_the_remedy(stats):
+@pytest.mark.parametrize("stats", ["gather", exhaustive("two_psum")])
+def test_error_for_groups_that_jax_does_not_support(stats):
     run = functools.partial(sync_batch_norm, axis_name="i", axis_index_groups=GROUPS, stats=stats)
     x = np.ones((DEVICES, 4, C))
     mesh = mesh_of((DEVICES,), ("i",))

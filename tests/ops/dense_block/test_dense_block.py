@@ -1,3 +1,5 @@
+"""Dense block: numerics, transformations, residuals, collectives and memory."""
+
 import functools
 
 import hypothesis
@@ -25,9 +27,10 @@ from tests.contexts import (
     single_device,
 )
 from tests.programs import collective_sizes, needs_gpu_compiler
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, product_cases
 
 KEY = jax.random.key(0)
+SAVE = ["conv", "features"]
 
 
 def make_params(layers=2, growth=2, channels=3, bottleneck=4, seed=0, dtype=np.float64):
@@ -76,10 +79,21 @@ def expected(mask, dropout_rate=0.0):
         return single_device(op, make_params(), make_batch())
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("context", ["single_device", *CONTEXTS])
-@pytest.mark.parametrize("save", ["conv", "features"])
-def test_equals_plain_autodiff(save, context, x64):
+@pytest.mark.parametrize(
+    ("save", "context"),
+    product_cases(
+        SAVE,
+        ["single_device", *CONTEXTS],
+        plain=[
+            ("conv", "single_device"),
+            ("features", "single_device"),
+            ("conv", "jit_explicit"),
+            ("conv", "grad_of_jit_of_vmap"),
+            ("features", "grad_of_shard_map_two_axes"),
+        ],
+    ),
+)
+def test_matches_autodiff(save, context, x64):
     run = CONTEXTS.get(context, single_device)
     got = run(ours(save=save, num_chunks=2), make_params(), make_batch())
     assert_trees_close(got, expected(False), 1e-12)
@@ -88,24 +102,32 @@ def test_equals_plain_autodiff(save, context, x64):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("between", [jax.checkpoint, in_scan])
 @pytest.mark.parametrize("save", ["conv", "features"])
-def test_rules_that_run_when_the_axis_is_gone(save, between, x64):
+def test_custom_rules_outside_the_axis(save, between, x64):
     got = grad_of_vmap(between, ours(save=save, num_chunks=2), make_params(), make_batch())
     assert_trees_close(got, expected(False), 1e-12)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("stats", ["gather", "two_psum"])
-@pytest.mark.parametrize("context", ["pmap", "shard_map_of_grad"])
+@pytest.mark.parametrize(
+    ("context", "stats"),
+    product_cases(
+        ["pmap", "shard_map_of_grad"],
+        ["gather", "two_psum"],
+        plain=[("shard_map_of_grad", "two_psum")],
+    ),
+)
 def test_mask(context, stats, x64):
     op = ours(mask=True, num_chunks=2, stats=stats)
     got = CONTEXTS[context](op, make_params(), make_batch())
     assert_trees_close(got, expected(True), 1e-12)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("save", ["conv", "features"])
-@pytest.mark.parametrize("context", ["single_device", "jit_auto", "jit_explicit"])
-def test_dropout_has_the_keys_of_the_plain_network(context, save, x64):
+@pytest.mark.parametrize(
+    ("context", "save"),
+    product_cases(
+        ["single_device", "jit_auto", "jit_explicit"], SAVE, plain=[("jit_auto", "features")]
+    ),
+)
+def test_dropout(context, save, x64):
     run = CONTEXTS.get(context, single_device)
     op = ours(save=save, num_chunks=2, dropout_rate=0.3, key=KEY)
     got = run(op, make_params(), make_batch())
@@ -113,8 +135,8 @@ def test_dropout_has_the_keys_of_the_plain_network(context, save, x64):
 
 
 @pytest.mark.exhaustive
-def test_dropout_with_a_key_of_each_device(x64):
-    """Under pmap: the plain network over `sync_batch_norm` with the same keys."""
+def test_dropout_with_one_key_per_device(x64):
+    """Matches the plain network over `sync_batch_norm` with the same keys."""
     import effjax
 
     def plain(params, batch, axis_name):
@@ -137,8 +159,8 @@ def test_dropout_with_a_key_of_each_device(x64):
         assert_trees_close(context(efficient, make_params(), make_batch()), want, 1e-12)
 
 
-@pytest.mark.parametrize("how", ["vmap", "shard_map"])
-def test_parameters_may_differ_by_device(how, x64):
+@pytest.mark.parametrize("how", [exhaustive("vmap"), "shard_map"])
+def test_different_parameters_per_device(how, x64):
     def run(block, how):
         op = lambda params, batch, axis_name: block(batch["x"], params, axis_name=axis_name)[0]  # noqa: E731
         return gradients_with_parameters_of_each_device(op, make_params(), make_batch(), how)
@@ -146,21 +168,21 @@ def test_parameters_may_differ_by_device(how, x64):
     assert_trees_close(run(dense_block, how), run(oracles.dense_block, "vmap"), 1e-12)
 
 
-def test_explicit_mesh_of_the_arguments(x64):
-    """No `jax.set_mesh`: the mesh is known from the types alone."""
+@pytest.mark.exhaustive  # test_matches_autodiff covers explicit meshes in the plain tier
+def test_explicit_mesh_without_set_mesh(x64):
     mesh = mesh_of((DEVICES,), ("i",), AxisType.Explicit)
     params, x = make_params(), make_batch()["x"]
     loss = lambda block, p, x: jnp.sum(jnp.sin(block(x, p)[0]))  # noqa: E731
     gradient = functools.partial(jax.grad, argnums=(0, 1))
-    want = gradient(functools.partial(loss, oracles.dense_block))(params, x)
+    want = jax.jit(gradient(functools.partial(loss, oracles.dense_block)))(params, x)
     sharded = jax.device_put(x, jax.NamedSharding(mesh, P("i")))
     replicated = jax.device_put(params, jax.NamedSharding(mesh, P()))
     got = jax.jit(gradient(functools.partial(loss, dense_block)))(replicated, sharded)
     assert_trees_close(got, want, 1e-12)
 
 
-@pytest.mark.parametrize("num_chunks", [1, 4, *map(exhaustive, (3, 5, 9))])
-def test_rows_need_not_divide(num_chunks, x64):
+@pytest.mark.parametrize("num_chunks", [4, *map(exhaustive, (1, 3, 5, 9))])
+def test_chunks_need_not_divide_the_rows(num_chunks, x64):
     op = ours(save="features", num_chunks=num_chunks)
     got = single_device(op, make_params(), make_batch())
     assert_trees_close(got, expected(False), 1e-12)
@@ -168,13 +190,14 @@ def test_rows_need_not_divide(num_chunks, x64):
 
 @hypothesis.settings(max_examples=100)
 @hypothesis.given(height=st.integers(1, 200), num_chunks=st.integers(1, 250))
-def test_slices_cover_every_row_with_no_slice_to_spare(height, num_chunks):
+def test_slices_cover_every_row_once(height, num_chunks):
     size, count = _slices(height, num_chunks)
     assert count * size >= height > (count - 1) * size
     assert size <= height and count <= num_chunks
 
 
-def test_layers_of_different_sizes(x64):
+@pytest.mark.parametrize("save", ["features", exhaustive("conv")])
+def test_layers_of_different_sizes(save, x64):
     rng = np.random.default_rng(0)
     params, channels = [], 3
     for growth, bottleneck, k in [(2, 5, 3), (1, 4, 1), (4, 3, 5)]:
@@ -184,27 +207,32 @@ def test_layers_of_different_sizes(x64):
         channels += growth
     batch = make_batch((4, 7, 3, 3), channels)
     want = single_device(oracle_of(), params, batch)
-    for save in ("conv", "features"):
-        assert_trees_close(single_device(ours(save=save), params, batch), want, 1e-12)
+    assert_trees_close(single_device(ours(save=save), params, batch), want, 1e-12)
 
 
-def test_no_layers_and_no_batch(x64):
+def test_no_layers(x64):
     x = make_batch()["x"]
     features, statistics = dense_block(x, [])
     np.testing.assert_array_equal(features, x)
     assert statistics == []
     np.testing.assert_array_equal(jax.grad(lambda x: dense_block(x, [])[0].sum())(x), 1)
-    loss = lambda p, x: dense_block(x, p)[0].sum()  # noqa: E731
+
+
+def test_empty_batch(x64):
+    x = make_batch()["x"]
+    gradient = jax.jit(jax.grad(lambda p, x: dense_block(x, p)[0].sum(), argnums=(0, 1)))
     for empty in (x[:0], x[:, :0]):
-        dparams, dx = jax.grad(loss, argnums=(0, 1))(make_params(), empty)
+        dparams, dx = gradient(make_params(), empty)
         assert dx.shape == empty.shape
         assert all(np.all(np.asarray(d) == 0) for d in jax.tree.leaves(dparams))
 
 
-def test_under_scan_remat_and_vmap(x64):
-    params, batch = make_params(), make_batch((2, 4, 3, 3))
+def test_scan_remat_and_vmap(x64):
+    params, batch = make_params(1), make_batch((2, 4, 3, 3))
     op = lambda x: jnp.sum(jnp.sin(dense_block(x, params, num_chunks=2)[0]))  # noqa: E731
-    want = jax.grad(lambda x: jnp.sum(jnp.sin(oracles.dense_block(x, params)[0])))(batch["x"])
+    want = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(oracles.dense_block(x, params)[0]))))(
+        batch["x"]
+    )
     stacked = jnp.stack([batch["x"], 2 * batch["x"]])
     close = functools.partial(np.testing.assert_allclose, desired=want, atol=1e-11)
     close(jax.jit(jax.grad(jax.checkpoint(op)))(batch["x"]))
@@ -214,7 +242,7 @@ def test_under_scan_remat_and_vmap(x64):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *map(exhaustive, ("float16", "float32"))])
-def test_half_precision_has_float32_statistics_and_no_more_error_than_plain(dtype):
+def test_half_precision_error(dtype):
     params = make_params(growth=4, channels=8, dtype=np.float32)
     batch = make_batch((8, 6, 6, 8), 16)
     x, w = jnp.asarray(batch["x"], dtype), jnp.asarray(batch["w"], dtype)
@@ -232,7 +260,7 @@ def test_half_precision_has_float32_statistics_and_no_more_error_than_plain(dtyp
         return jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)
 
     exact = grads(plain, x.astype(jnp.float32), w.astype(jnp.float32))
-    features, statistics = dense_block(x, params)
+    features, statistics = jax.eval_shape(dense_block, x, params)
     assert features.dtype == x.dtype
     assert {v.dtype for v in jax.tree.leaves(statistics)} == {jnp.dtype(jnp.float32)}
 
@@ -247,8 +275,7 @@ def test_half_precision_has_float32_statistics_and_no_more_error_than_plain(dtyp
     assert np.mean(mine) <= 1.5 * np.mean(theirs) + 1e-4
 
 
-def test_keeps_only_what_it_says():
-    """Features, and with save="conv" the bottlenecks; the rest is parameters and vectors."""
+def test_residuals():
     params, x = make_params(4, dtype=np.float32), jnp.zeros((2, 8, 8, 3))
 
     def kept(save):
@@ -265,11 +292,9 @@ def test_keeps_only_what_it_says():
     assert kept("conv") == [(2, 8, 8, 8)] * 4 + [(2, 8, 8, 11)]
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("layers", [2, 4])
-@pytest.mark.parametrize("save", ["conv", "features"])
-def test_all_reduces_do_not_grow_with_the_depth(save, layers):
-    """At most 2 a layer each way, each as large as one layer's own features: O(L) bytes."""
+@pytest.mark.parametrize(("save", "layers"), product_cases(SAVE, [2, 4], plain=[("features", 2)]))
+def test_all_reduces(save, layers):
+    """At most 2 per layer and pass, each of the size of one layer's features: O(L) bytes."""
     params = make_params(layers, dtype=np.float32)
     batch = make_batch((DEVICES, 4, 4, 3), 3 + 2 * layers)
     x, w = batch["x"].astype(np.float32), batch["w"].astype(np.float32)
@@ -298,7 +323,7 @@ def test_all_reduces_do_not_grow_with_the_depth(save, layers):
     assert len(forward) <= 2 * layers + 2 and len(backward) <= 2 * layers + 2
 
 
-def test_jit_over_a_sharded_batch_gathers_nothing(mesh8):
+def test_jit_of_sharded_batch_does_not_gather(mesh8):
     params = make_params(2, dtype=np.float32)
     sharded = jax.NamedSharding(mesh8, P("data"))
     x = jax.ShapeDtypeStruct((16, 8, 8, 3), jnp.float32, sharding=sharded)
@@ -309,7 +334,7 @@ def test_jit_over_a_sharded_batch_gathers_nothing(mesh8):
 
 @functools.cache
 def h200_temp(layers, save, dtype=np.float32):
-    """MB of temporaries of a training step at batch 64, 32x32, growth 12, 24 channels in."""
+    """Return MB of temporaries of a step at batch 64, 32x32 pixels, growth 12."""
     shape = lambda *s: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
     params = []
     for i in range(layers):
@@ -330,20 +355,20 @@ def h200_temp(layers, save, dtype=np.float32):
 
 @pytest.mark.exhaustive
 @needs_gpu_compiler
-def test_temporaries_on_an_h200_are_linear_in_the_depth():
+def test_h200_temporaries_are_linear_in_the_depth():
     assert h200_temp(24, "features") / h200_temp(12, "features") <= 2
 
 
 @pytest.mark.exhaustive
 @needs_gpu_compiler
 @pytest.mark.parametrize(("save", "megabytes"), [("conv", 560), ("features", 240)])
-def test_temporaries_of_24_layers_on_an_h200(save, megabytes):
+def test_h200_temporaries_of_24_layers(save, megabytes):
     assert h200_temp(24, save) <= megabytes
 
 
 @pytest.mark.exhaustive
 @needs_gpu_compiler
-def test_temporaries_of_half_precision_features_on_an_h200():
+def test_h200_temporaries_in_half_precision():
     assert h200_temp(12, "features", jnp.bfloat16) <= 100
 
 
@@ -355,18 +380,17 @@ X = np.zeros((2, 4, 4, 3), np.float32)
     ("error", "match", "args"),
     [
         (ValueError, r"must be \[N, H, W, C\]", {"x": X[0]}),
-        (TypeError, "its dtype is int32", {"x": X.astype(np.int32)}),
         (ValueError, r"`params\[0\].scale1` of shape \(3,\) must be \(2,\)", {"x": X[..., :2]}),
         (ValueError, r"`params\[1\].*layer 1 reads 5 channels", {"params": [GOOD[0], GOOD[0]]}),
         (ValueError, "`save` \\(='nothing'\\)", {"save": "nothing"}),
         (ValueError, r"`dropout_rate` \(=1.0\) must be", {"dropout_rate": 1.0}),
         (ValueError, "`key` is required", {"dropout_rate": 0.1}),
-        (ValueError, r"`num_chunks` \(=0\)", {"num_chunks": 0}),
-        (ValueError, r"`epsilon` \(=-1\)", {"epsilon": -1}),
         (ValueError, "one value per pixel", {"mask": np.ones((2, 4, 4, 3), bool)}),
-        (ValueError, "`stats`", {"stats": "fast"}),
+        (TypeError, "`params` must be a list of DenseLayerParams", {"params": GOOD[0]}),
+        (TypeError, r"`params\[0\]` must be", {"params": [GOOD[0][:5]]}),
+        (TypeError, "must be a single PRNG key", {"dropout_rate": 0.1, "key": np.zeros(3)}),
     ],
 )
-def test_bad_input(error, match, args):
+def test_rejects_bad_arguments(error, match, args):
     with pytest.raises(error, match=match):
         dense_block(**{"x": X, "params": GOOD, **args})
