@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import effjax.linen
 import effjax.nnx
-from effjax import compat, convert
+from effjax import compat
 
 RNG = np.random.default_rng(0)
 N, C, OUT, H, W, KH, KW, GROUPS, OFFSET_GROUPS = 2, 4, 6, 5, 6, 3, 2, 2, 2
@@ -177,105 +176,3 @@ def test_rejects_bad_shapes(match, change):
     given = dict(zip(names, torch_arguments(), strict=True))
     with pytest.raises(ValueError, match=match):
         jax.eval_shape(lambda: compat.deform_conv2d(**given | change))
-
-
-def pack_weights(offset_name, modulated, prefix="", bias=True):
-    predicted = OFFSET_GROUPS * K * (3 if modulated else 2)
-    weights = {
-        f"{prefix}weight": normal(OUT, C // GROUPS, KH, KW),
-        f"{offset_name}.weight": normal(predicted, C, KH, KW, scale=0.1),
-        f"{offset_name}.bias": normal(predicted),
-    }
-    return weights | ({f"{prefix}bias": normal(OUT)} if bias else {})
-
-
-def pack_output(x, weights, offset_name, modulated, prefix=""):
-    """What the PyTorch layer computes."""
-    kernel, bias = weights[f"{offset_name}.weight"], weights[f"{offset_name}.bias"]
-    predicted = torch_conv(x, kernel, bias, STRIDE, PADDING, DILATION)
-    split = OFFSET_GROUPS * K * 2
-    return torch_conv(
-        x, weights[f"{prefix}weight"], weights.get(f"{prefix}bias"), STRIDE, PADDING, DILATION,
-        GROUPS, predicted[:, :split], sigmoid(predicted[:, split:]) if modulated else None,
-    )  # fmt: skip
-
-
-OPTIONS = dict(
-    padding=tuple((p, p) for p in PADDING), kernel_dilation=DILATION,
-    feature_group_count=GROUPS, offset_groups=OFFSET_GROUPS,
-)  # fmt: skip
-
-
-def nnx_output(x, params, modulated):
-    cls = compat.ModulatedDeformConvPack if modulated else compat.DeformConvPack
-    bias = "bias" in params
-    layer = cls(C, OUT, (KH, KW), STRIDE, use_bias=bias, **OPTIONS, rngs=nnx.Rngs(0))
-    nnx.update(layer, params)
-    return layer(x)
-
-
-def linen_output(x, params, modulated):
-    layer = effjax.linen.DeformConv(
-        OUT, (KH, KW), STRIDE, modulated=modulated, predict_offset=True,
-        use_bias="bias" in params, **OPTIONS,
-    )  # fmt: skip
-    return layer.apply({"params": params}, x)
-
-
-@pytest.mark.parametrize("output", [nnx_output, linen_output])
-@pytest.mark.parametrize(
-    ("offset_name", "modulated", "prefix"),
-    [
-        ("conv_offset", False, ""),  # mmcv and maskrcnn-benchmark, v1
-        ("conv_offset", True, ""),  # mmcv, v2
-        ("conv_offset_mask", True, ""),  # maskrcnn-benchmark, v2
-        ("offset", True, "conv."),  # maskrcnn-benchmark's DFConv2d
-    ],
-)
-def test_layers_of_pytorch(output, offset_name, modulated, prefix):
-    x = normal(N, C, H, W)
-    weights = pack_weights(offset_name, modulated, prefix)
-    params = convert.convert_deform_conv(weights)
-    got = output(jnp.asarray(x.transpose(0, 2, 3, 1)), params, modulated)
-    want = pack_output(x, weights, offset_name, modulated, prefix)
-    np.testing.assert_allclose(np.transpose(got, (0, 3, 1, 2)), want, rtol=1e-3, atol=1e-3)
-
-
-def test_layers_with_names_of_ones_own():
-    """Torchvision's layer holds no offset convolution; its users write one or two."""
-    x = normal(N, C, H, W)
-    weights = pack_weights("where", True, "")
-    split = OFFSET_GROUPS * K * 2
-    apart = {name: value for name, value in weights.items() if not name.startswith("where")}
-    for part, rows in (("moves", slice(None, split)), ("gates", slice(split, None))):
-        apart |= {f"{part}.{name}": weights[f"where.{name}"][rows] for name in ("weight", "bias")}
-    params = convert.convert_deform_conv(apart, offset="moves", mask="gates")
-    together = convert.convert_deform_conv(weights, offset="where")
-    jax.tree.map(np.testing.assert_array_equal, params, together)
-    got = nnx_output(jnp.asarray(x.transpose(0, 2, 3, 1)), params, True)
-    want = pack_output(x, weights, "where", True)
-    np.testing.assert_allclose(np.transpose(got, (0, 3, 1, 2)), want, rtol=1e-3, atol=1e-3)
-
-
-def test_layers_without_offsets_of_their_own():
-    weights = {"weight": normal(OUT, C, 3, 3)}
-    params = convert.convert_deform_conv(weights)
-    assert list(params) == ["kernel"] and params["kernel"].shape == (3, 3, C, OUT)
-
-
-@pytest.mark.parametrize(
-    ("match", "weights", "names"),
-    [
-        ("has no `weight`", {"kernel": normal(1, 1, 3, 3)}, {}),
-        ("must be OIHW", {"weight": normal(3, 3)}, {}),
-        (r"has no `moves.weight`", {"weight": normal(1, 1, 3, 3)}, {"offset": "moves"}),
-        (
-            r"belong to no known layer: \['bn.weight'\]",
-            {"weight": normal(1, 1, 3, 3), "bn.weight": normal(1)},
-            {},
-        ),
-    ],
-)
-def test_weights_that_are_not_understood(match, weights, names):
-    with pytest.raises(ValueError, match=match):
-        convert.convert_deform_conv(weights, **names)

@@ -12,7 +12,7 @@ from flax import nnx
 import effjax
 import effjax.linen
 import effjax.nnx
-from effjax import compat, convert
+from effjax import compat
 
 
 def zeros(*shape):
@@ -52,10 +52,6 @@ def in_linen(name, inputs, **given):
     options = {k: v for k, v in given.items() if k not in inputs}
     layer = getattr(effjax.linen, name)(**options)
     return layer.init(jax.random.key(0), *(given[k] for k in inputs))
-
-
-def converted(**given):
-    return convert.convert_deform_conv(**given)
 
 
 # What each kind of argument cannot be. An array's own values of the wrong dtype come on top.
@@ -131,17 +127,6 @@ FUNCTIONS = [
         NCHW | dict(padding=1, groups=2, deformable_groups=2),
         GEOMETRY | arrays_of(NCHW, "input", "offset", "weight")
         | optional(arrays_of(NCHW, "bias", "mask")),
-    ),
-    (
-        "convert_deform_conv", converted, dict(weights=WEIGHTS, offset="moves"),
-        dict(
-            weights=[
-                None, [1], 1.0, "a", {}, {"weight": None}, {"weight": [1.0]}, {"weight": "a"},
-                {"weight": np.zeros((6, 2, 3, 3), int)}, {"weight": 1j * zeros(6, 2, 3, 3)},
-                {1: zeros(6, 2, 3, 3)}, {"weight": np.array("a")},
-            ],
-            offset=[1, 1.5, ["moves"], zeros(2)], mask=[1, 1.5, ["gates"], zeros(2)],
-        ),
     ),
     *layers(),
 ]  # fmt: skip

@@ -40,8 +40,8 @@ def convert(
     from rich.console import Console
     from rich.progress import Progress
 
-    from ..convert import read
-    from ..convert.files import OF_TORCH, ending_of
+    from ..convert import load_weights
+    from ..convert.files import TORCH_SUFFIXES, suffix_of
     from ..convert.networks import NETWORKS, as_nnx, network_variables, write_checkpoint
     from ..train.report import line, result_table
 
@@ -51,7 +51,7 @@ def convert(
         raise TrainError(f"num_classes (={num_classes}) must be at least 1")
     if to.exists():
         raise TrainError(f"{to}: is there already; give another --to")
-    if ending_of(to) in (".npz", *OF_TORCH):
+    if suffix_of(to) in (".npz", *TORCH_SUFFIXES):
         raise TrainError(f"{to}: a folder or a .safetensors file is made; give another --to")
     if not to.absolute().parent.is_dir():
         raise TrainError(f"{to}: there is no folder {to.parent}; give another --to")
@@ -60,7 +60,7 @@ def convert(
     try:
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             step = bar.add_task("read", total=3)
-            weights = read(source)
+            weights = load_weights(source)
             bar.update(step, description="fit", advance=1)
             variables = network_variables(model, weights, prefix, options)
             bar.update(step, description="write", advance=1)

@@ -1,4 +1,4 @@
-"""Files of named arrays: `.safetensors`, `.npz`, and PyTorch's own."""
+"""Reading and writing of weight files: `.safetensors`, `.npz` and PyTorch's own."""
 
 import io
 import os
@@ -13,72 +13,72 @@ import numpy as np
 
 from .torch_file import read_torch
 
-# Where training scripts put the weights among the rest of a checkpoint.
+# Keys under which training scripts save the weights of a checkpoint.
 NESTED = ("state_dict", "model", "module")
-OF_TORCH = (".pth", ".pt", ".bin", ".ckpt", ".tar")
+TORCH_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".tar")
 SHOWN = 5  # names in a message
 
 
-def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """The named arrays of a file, such as a `state_dict`.
+def load_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Load the named arrays of a weight file, such as a `state_dict`.
 
-    `.safetensors` needs that package. What `torch.save` wrote (`.pth`, `.pt`, `.bin`, `.ckpt`,
-    `.tar`), in either of its formats, is read without PyTorch, and by an unpickler that makes
-    tensors only: a pickle that asks for anything else is refused, and nothing of it runs. Of a
-    checkpoint that holds more, the part named `state_dict`, `model` or `module` is taken. An `.npz`
-    may be compressed, and then a small file can fill the memory: its sender is trusted in that.
+    `.safetensors` requires that package. Files of `torch.save` (`.pth`, `.pt`, `.bin`, `.ckpt`,
+    `.tar`), in both of its formats, are read without PyTorch by an unpickler that creates tensors
+    only. It refuses a pickle that names anything else and runs no code of the file. Of a larger
+    checkpoint, the entry `state_dict`, `model` or `module` is loaded. An `.npz` may be compressed,
+    so a small file from an untrusted sender can fill the memory.
 
     Args:
-        path: of the file; its ending says what it is.
+        path: of the file; its suffix determines the format.
 
     Returns:
         NumPy arrays by name, bfloat16 as that of ml_dtypes.
 
     Raises:
-        TypeError: if `path` is no path.
-        ValueError: for another ending, and for a file that is damaged, refused, holds no named
-            arrays, or tensors of `expand`.
-        OSError: if it cannot be read.
+        TypeError: if `path` is not a path.
+        ValueError: if the suffix is unknown, or the file is damaged, refused, without named arrays,
+            or contains expanded tensors.
+        OSError: if the file cannot be read.
         ModuleNotFoundError: if safetensors is missing.
     """
     path = as_path(path)
-    ending = ending_of(path)
+    suffix = suffix_of(path)
     if path.exists() and not (path.is_file() or path.is_dir()):
-        raise ValueError(f"{path}: is no regular file, and may never end; copy it into one.")
-    if ending in OF_TORCH:
+        raise ValueError(f"{path}: must be a regular file; copy it into one.")
+    if suffix in TORCH_SUFFIXES:
         return _state_dict(path, read_torch(path))
-    if ending == ".safetensors":
+    if suffix == ".safetensors":
         return _read_safetensors(path)
-    if ending == ".npz":
+    if suffix == ".npz":
         return _read_npz(path)
     raise ValueError(
-        f"{path}: `path` must end in .safetensors, .npz or {', '.join(OF_TORCH)}, which say what "
-        "the file is."
+        f"{path}: `path` must end in .safetensors, .npz or {', '.join(TORCH_SUFFIXES)}."
     )
 
 
-def write(path: str | os.PathLike[str], weights: Mapping[str, Any]) -> None:
-    """Writes named arrays as `.safetensors`, or as `.npz`, which has no bfloat16.
+def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Any]) -> None:
+    """Save named arrays as `.safetensors`, or as `.npz`, which does not support bfloat16.
 
-    The file is put in place when it is whole.
+    The file is replaced atomically.
 
     Args:
-        path: of the file; its ending says what it shall be.
+        path: of the file; its suffix determines the format.
         weights: arrays by name.
 
     Raises:
-        TypeError, ValueError: for another ending, and for what is no array or does not fit.
-        OSError: if it cannot be written.
+        TypeError, ValueError: if the suffix is unknown or a value is not an array that the format
+            supports.
+        OSError: if the file cannot be written.
         ModuleNotFoundError: if safetensors is missing.
     """
     path = as_path(path)
-    arrays = {name: np.asarray(a, order="C") for name, a in as_arrays(weights).items()}
-    if ending_of(path) == ".safetensors":
+    arrays = {name: np.asarray(a, order="C") for name, a in as_named_arrays(weights).items()}
+    if suffix_of(path) == ".safetensors":
         from safetensors.numpy import save
 
         with replacing(path) as partial:
             partial.write_bytes(save(arrays))
-    elif ending_of(path) == ".npz":
+    elif suffix_of(path) == ".npz":
         if coarse := [name for name, array in arrays.items() if array.dtype.kind == "V"]:
             raise ValueError(f"{path}: .npz cannot hold {arrays[coarse[0]].dtype} ({coarse[0]}).")
         with replacing(path) as partial, zipfile.ZipFile(partial, "w") as archive:
@@ -91,7 +91,7 @@ def write(path: str | os.PathLike[str], weights: Mapping[str, Any]) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name beside `path` for what then takes its place, unless an error comes first."""
+    """Yield a temporary path that replaces `path` if no error occurs."""
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         partial = Path(folder) / path.name
         yield partial
@@ -99,18 +99,20 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def as_path(path: Any) -> Path:
+    """Return `path` as a Path."""
     try:
         return Path(path)
     except TypeError:
         raise TypeError(f"`path` must be a path, not a {type(path).__name__}.") from None
 
 
-def ending_of(path: Path) -> str:
+def suffix_of(path: Path) -> str:
+    """Return the suffix in lower case."""
     return path.suffix.lower()
 
 
-def as_arrays(weights: Any) -> dict[str, np.ndarray]:
-    """Named arrays, PyTorch's tensors among them, as NumPy's; complex numbers are none."""
+def as_named_arrays(weights: Any) -> dict[str, np.ndarray]:
+    """Return named arrays or PyTorch tensors as NumPy arrays of real numbers."""
     if not isinstance(weights, Mapping):
         raise TypeError(f"`weights` must map names to arrays, not be a {type(weights).__name__}.")
     return {_as_name(name): _as_array(name, value) for name, value in weights.items()}
@@ -119,14 +121,14 @@ def as_arrays(weights: Any) -> dict[str, np.ndarray]:
 def _as_name(name: Any) -> str:
     if not isinstance(name, str):
         kind = type(name).__name__
-        raise TypeError(f"`weights` must have strings for names, not one of type {kind}.")
+        raise TypeError(f"`weights` must have strings as names, not {kind}.")
     return name
 
 
 def _as_array(name: str, value: Any) -> np.ndarray:
     kind = type(value).__name__
     if not hasattr(value, "__array__"):
-        raise TypeError(f"`weights[{name!r}]` must be an array, not of type {kind}.")
+        raise TypeError(f"`weights[{name!r}]` must be an array, not {kind}.")
     try:
         array = np.asarray(value)
     except (TypeError, RuntimeError) as error:  # tensors on a GPU, with gradients, of bfloat16
@@ -139,36 +141,36 @@ def _as_array(name: str, value: Any) -> np.ndarray:
 
 
 def check_real(name: str, array: np.ndarray, integers: bool = False) -> None:
-    """Counters are integers, and what a file holds may be; weights are not."""
+    """Raise TypeError unless the array is floating point, or integer if `integers` is true."""
     if array.dtype.kind not in ("fiub" if integers else "f") and array.dtype.name != "bfloat16":
         kind = "of real numbers" if integers else "floating point"
         raise TypeError(f"`weights[{name!r}]` must be {kind}, but its dtype is {array.dtype}.")
 
 
-def shown(names: Any) -> str:
-    """The first of some names, and how many there are more."""
+def list_names(names: Any) -> str:
+    """Return the first names, and the number of further ones."""
     names = sorted(names)
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(f"{name:.120}" for name in names[:SHOWN]) + more
 
 
 def _state_dict(path: Path, value: Any) -> dict[str, np.ndarray]:
-    """The weights in a checkpoint."""
+    """Return the weights of a checkpoint."""
     for name in NESTED:
         if isinstance(value, dict) and isinstance(value.get(name), dict):
             value = value[name]
             break
     if not isinstance(value, dict) or not value:
-        raise ValueError(f"{path}: holds no named tensors; save model.state_dict().")
+        raise ValueError(f"{path}: must contain named tensors; save model.state_dict().")
     if not all(type(name) is str for name in value):
-        raise ValueError(f"{path}: has names that are no strings; save model.state_dict().")
+        raise ValueError(f"{path}: must have strings as names; save model.state_dict().")
     others = [name for name, array in value.items() if not isinstance(array, np.ndarray)]
     if others:
         raise ValueError(
-            f"{path}: holds what is no tensor: {shown(others)}; save model.state_dict() alone, or "
-            f"under the name {NESTED[0]!r}."
+            f"{path}: must contain tensors only, not {list_names(others)}; save "
+            f"model.state_dict() alone, or under the name {NESTED[0]!r}."
         )
-    return as_arrays(value)
+    return as_named_arrays(value)
 
 
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
@@ -176,10 +178,10 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
     from safetensors.numpy import load_file
 
     try:
-        with path.open("rb"):  # its own errors do not say which file
-            return as_arrays(load_file(path))
+        with path.open("rb"):  # safetensors' errors do not name the file
+            return as_named_arrays(load_file(path))
     except (SafetensorError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not a whole .safetensors file ({error!s:.200})") from error
+        raise ValueError(f"{path}: not a complete .safetensors file ({error!s:.200})") from error
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
@@ -187,16 +189,16 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
     try:
         with zipfile.ZipFile(data) as archive:
             members = {name: _member(archive, name) for name in archive.namelist()}
-        return as_arrays({name.removesuffix(".npy"): a for name, a in members.items()})
+        return as_named_arrays({name.removesuffix(".npy"): a for name, a in members.items()})
     except MemoryError:
         raise
-    except Exception as error:  # of zipfile, of what decompresses, and of NumPy
-        raise ValueError(f"{path}: not a whole .npz file of numbers ({error!s:.200})") from error
+    except Exception as error:  # zipfile, the decompressors and NumPy raise many types
+        raise ValueError(f"{path}: not a complete .npz file of numbers ({error!s:.200})") from error
 
 
 def _member(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     with archive.open(name) as member:
         array = np.lib.format.read_array(member, allow_pickle=False)
         if member.read(1):
-            raise ValueError(f"{name:.120} goes on after its array")
+            raise ValueError(f"{name:.120} has data after its array")
         return array

@@ -1,4 +1,4 @@
-"""The networks that `effjax convert` knows by name, and the checkpoints that it writes."""
+"""Networks and checkpoint formats of the command `effjax convert`."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -12,11 +12,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from ..models.densenet import DENSENET_OPTIONS
 from ..models.linen import DenseNet, ResNet
 from ..models.resnet import RESNET_OPTIONS
-from .files import ending_of, replacing, write
+from .files import replacing, save_weights, suffix_of
 from .tables import DENSENET, RESNET, Table, nnx_path
 from .weights import from_torch, path_of
 
-# What makes the linen module of the published name, of further options, and how it is called there.
+# Constructor and table of each published network.
 NETWORKS: dict[str, tuple[Callable[..., Any], Table]] = {
     name: (functools.partial(module, **options), table)
     for module, known, table in (
@@ -31,7 +31,7 @@ IMAGES = (1, 64, 64, 3)
 def network_variables(
     name: str, weights: Mapping[str, Any], prefix: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The variables of a linen network with these weights; errors as of `from_torch`."""
+    """Return the variables of a linen network with these weights; errors as in `from_torch`."""
     make, table = NETWORKS[name]
     images = jax.ShapeDtypeStruct(IMAGES, np.float32)
     shapes = jax.eval_shape(make(**options).init, jax.random.key(0), images)
@@ -39,17 +39,15 @@ def network_variables(
 
 
 def as_nnx(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Linen's variables as the pure dict of the nnx network, with strings for all keys."""
+    """Return linen's variables as the pure dict of the nnx network, with string keys."""
     flat = jax.tree_util.tree_leaves_with_path(variables)
     return unflatten_dict({nnx_path(path_of(keys)): leaf for keys, leaf in flat}, sep=".")
 
 
 def write_checkpoint(path: Path, variables: Mapping[str, Any]) -> None:
-    """A folder of Orbax, or a `.safetensors` file with dots between the keys, put in place when it
-    is whole.
-    """
-    if ending_of(path) == ".safetensors":
-        return write(path, flatten_dict(variables, sep="."))
+    """Write an Orbax directory, or a `.safetensors` file with dotted names, atomically."""
+    if suffix_of(path) == ".safetensors":
+        return save_weights(path, flatten_dict(variables, sep="."))
     import orbax.checkpoint as ocp
 
     with replacing(path) as partial, ocp.StandardCheckpointer() as checkpointer:

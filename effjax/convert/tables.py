@@ -1,4 +1,4 @@
-"""The names of PyTorch's modules beside those of effjax's."""
+"""Tables of PyTorch's module names and the corresponding names of effjax."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -8,19 +8,19 @@ import numpy as np
 
 
 class Table(NamedTuple):
-    """How a network's modules are called in PyTorch, and how here.
+    """Names of a network's modules in PyTorch and in effjax.
 
-    A row holds for a module and all that is in it, and the first that fits counts: what is below
-    it, and a module without a row, has the same name in both. Letters in braces are numbers, and
-    `{i+2}` is two more than `{i}`. Modules here are named as in nnx, `blocks.0.layers.1`; linen's
-    `blocks_0/layers_1` is the same.
+    A row applies to a module and everything in it; the first matching row counts. Names below the
+    module, and modules without a row, are the same in both. Letters in braces are numbers, and
+    `{i+2}` is `{i}` plus two. Modules of effjax are named as in nnx, `blocks.0.layers.1`, which
+    also stands for linen's `blocks_0/layers_1`.
 
     Attributes:
-        rows: PyTorch's name to effjax's.
-        older: (regular expression, replacement): names that older versions wrote, made new.
-        below: where PyTorch's arrays of a convolution lie that has an `offset_conv` here: in a
-            module of this name in the layer, or with "" in the layer itself.
-        counters: whether running statistics have a `num_batches_tracked` with them.
+        rows: maps PyTorch's names to effjax's.
+        older: pairs (regular expression, replacement) that update names of older versions.
+        below: the submodule in which PyTorch keeps the arrays of a convolution that predicts its
+            offsets; "" for the layer itself.
+        counters: True if running statistics come with a `num_batches_tracked`.
     """
 
     rows: Mapping[str, str] = {}
@@ -31,8 +31,8 @@ class Table(NamedTuple):
 
 SAME_NAMES = Table()
 
-# How arrays are called here and there. Kernels have their two axes of features last here and
-# first there, the other way around.
+# Array names of Flax and PyTorch. Kernels have the axes [..., in, out] in Flax and [out, in, ...]
+# in PyTorch.
 ARRAYS = {
     "kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias",
     "mean": "running_mean", "var": "running_var", "num_batches": "num_batches_tracked",
@@ -68,8 +68,8 @@ RESNET = Table(
     older=((r"(conv\d+)_offset\.", r"\1.conv_offset."), (r"conv_offset_mask\.", "conv_offset.")),
 )
 
-# Of maskrcnn-benchmark: what lies below `backbone.body`.
-BENCHMARK_RESNET = Table(
+# maskrcnn-benchmark, prefix `backbone.body`.
+MASKRCNN_RESNET = Table(
     {
         "stem.conv1": "stem_conv",
         "stem.bn1": "stem_norm",
@@ -83,11 +83,11 @@ BENCHMARK_RESNET = Table(
     counters=False,
 )
 
-# Feature pyramids: of mmdetection (below `neck`), of maskrcnn-benchmark and torchvision (below
-# `backbone.fpn`). Those of RetinaNet have three levels, from C3 on, and P6 and P7 by convolutions.
+# Feature pyramids of mmdetection (prefix `neck`), maskrcnn-benchmark and torchvision (prefix
+# `backbone.fpn`). RetinaNet's have three levels, from C3, and P6 and P7 by convolutions.
 PYRAMID = Table({"lateral_convs.{i}.conv": "laterals.{i}", "fpn_convs.{i}.conv": "outputs.{i}"})
-BENCHMARK_PYRAMID = Table({"fpn_inner{i+1}": "laterals.{i}", "fpn_layer{i+1}": "outputs.{i}"})
-BENCHMARK_RETINANET = Table(
+MASKRCNN_PYRAMID = Table({"fpn_inner{i+1}": "laterals.{i}", "fpn_layer{i+1}": "outputs.{i}"})
+MASKRCNN_RETINANET = Table(
     {
         "top_blocks.p6": "outputs.3",
         "top_blocks.p7": "outputs.4",
@@ -114,7 +114,7 @@ DEFORM_CONV = Table(
     older=((r"conv_offset_mask\.", "conv_offset."), (r"(conv\d+)_offset\.", r"\1.conv_offset.")),
 )
 
-# Of mmcv and maskrcnn-benchmark: ReLUs are counted too.
+# mmcv and maskrcnn-benchmark; their numbers include the ReLUs.
 DEFORM_ROI_POOL = Table(
     {
         "offset_fc.0": "offset_fc1", "offset_fc.2": "offset_fc2", "offset_fc.4": "offset_fc3",
@@ -125,26 +125,25 @@ DEFORM_ROI_POOL = Table(
 DCNV3 = Table({"dw_conv.0": "dw_conv", "dw_conv.1.1": "dw_norm"})
 
 
-def joined(parts: Mapping[str, tuple[str, Table]]) -> Table:
-    """The table of a network of several parts, each with a table of its own.
+def join_tables(parts: Mapping[str, tuple[str, Table]]) -> Table:
+    """Return the table of a network whose modules have different tables.
 
     Args:
-        parts: by the name of the module here, its name in PyTorch and its table:
-            `{"body": ("backbone.body", BENCHMARK_RESNET), "fpn": ("backbone.fpn", …)}`.
+        parts: maps the name of a module to its name in PyTorch and its table:
+            `{"body": ("backbone.body", MASKRCNN_RESNET), "fpn": ("backbone.fpn", …)}`.
 
     Returns:
-        A `Table`, with the `below` of those that have one, and counters if all have them.
+        A `Table`. `below` is the first non-empty one; `counters` is True if all are.
 
     Raises:
-        TypeError: for what is no such mapping.
+        TypeError: if `parts` is not such a mapping.
     """
     rows: dict[str, str] = {}
     tables: list[Table] = []
     for ours, given in parts.items() if isinstance(parts, Mapping) else [("", parts)]:
         if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Table)):
             raise TypeError(
-                "`parts` must map names of modules to (PyTorch's name, Table), not be or have "
-                f"{given!r:.80}."
+                f"`parts` must map names of modules to (PyTorch's name, Table), not {given!r:.80}."
             )
         theirs, table = given
         rows |= {f"{theirs}.{a}": f"{ours}.{b}" for a, b in table.rows.items()} | {theirs: ours}
@@ -155,12 +154,12 @@ def joined(parts: Mapping[str, tuple[str, Table]]) -> Table:
 
 
 def nnx_path(path: str) -> str:
-    """Where linen's `blocks_0.layers_1.conv1.kernel` is in nnx."""
+    """Return the nnx path of linen's `blocks_0.layers_1.conv1.kernel`."""
     return re.sub(r"(_\d+)+(?=\.)", lambda numbers: numbers[0].replace("_", "."), path)
 
 
 def torch_names(paths: Iterable[str], table: Table) -> dict[str, str]:
-    """PyTorch's names of the arrays at these paths of one network, in nnx or in linen."""
+    """Return PyTorch's name of each array path of one network, in nnx or linen."""
     of_nnx = {path: nnx_path(path) for path in paths}
     moved = {
         path.removesuffix(OFFSETS) for path in of_nnx.values() if path.endswith(OFFSETS)
@@ -183,31 +182,31 @@ def _torch_name(path: str, table: Table, inside: str) -> str:
 
 
 def _numbered(name: str, found: re.Match) -> str:
-    """Fills in the numbers of a name."""
+    """Fill in the numbers of a name."""
     return re.sub(
         r"{(\w)(\+\d)?}", lambda number: str(int(found[number[1]]) + int(number[2] or 0)), name
     )
 
 
-def renewed(name: str, table: Table) -> str:
-    """A name of PyTorch's, as new versions write it."""
+def update_name(name: str, table: Table) -> str:
+    """Return the current form of a name of PyTorch."""
     for pattern, replacement in table.older:
         name = re.sub(pattern, replacement, name)
     return name
 
 
 def from_torch_layout(path: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """An array of PyTorch's as it is here, where it has this shape if it fits."""
+    """Return an array of PyTorch in the layout of Flax."""
     kind = path.rpartition(".")[2]
     if kind == "kernel" and array.ndim > 1:
         return array.transpose(*range(2, array.ndim), 1, 0)
-    if kind == "num_batches" and not array.ndim:  # one number a channel here, one in all there
+    if kind == "num_batches" and not array.ndim:  # effjax counts per channel, PyTorch per layer
         return np.broadcast_to(array, shape)
     return array
 
 
 def to_torch_layout(path: str, array: np.ndarray) -> np.ndarray:
-    """The same, back."""
+    """Return an array of Flax in the layout of PyTorch."""
     kind = path.rpartition(".")[2]
     if kind == "kernel" and array.ndim > 1:
         return array.transpose(-1, -2, *range(array.ndim - 2))

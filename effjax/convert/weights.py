@@ -1,4 +1,4 @@
-"""Weights of a whole network, or of one layer, from PyTorch's names and layouts and back."""
+"""Conversion of the weights of a network or layer from PyTorch to Flax and back."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,46 +7,47 @@ import jax
 import numpy as np
 from flax import nnx
 
-from .files import as_arrays, check_real, shown
+from .files import as_named_arrays, check_real, list_names
 from .tables import (
     COUNTER,
     SAME_NAMES,
     Table,
     from_torch_layout,
-    renewed,
     to_torch_layout,
     torch_names,
+    update_name,
 )
 
-OF_LINEN = ("params", "batch_stats")
+LINEN_COLLECTIONS = ("params", "batch_stats")
 
 
 def from_torch(
     weights: Mapping[str, Any], into: Any, table: Table = SAME_NAMES, *, prefix: str = ""
 ) -> Any:
-    """Puts PyTorch's weights into a network of Flax.
+    """Load PyTorch's weights into a network or a single layer of Flax.
 
-    Every parameter and running statistic of the network must be among the weights, and every weight
-    of the network's part must have its place; only `num_batches_tracked` may be left over. Kernels
-    go from OIHW to HWIO, and linear layers from [out, in] to [in, out]; transposed convolutions are
-    not known. Arrays are cast to the dtypes and put where those of the network are.
+    The names must match: every parameter and running statistic of the network must be among the
+    weights, and every weight below `prefix` must be used, except `num_batches_tracked`. Kernels are
+    transposed from OIHW to HWIO, and linear layers from [out, in] to [in, out]. Transposed
+    convolutions are not supported. Arrays take the dtypes and shardings of the network.
 
     Args:
-        weights: a `state_dict()` as arrays or tensors by name, such as `read` returns.
+        weights: a `state_dict()` as arrays or tensors by name, such as the result of
+            `load_weights`.
         into: an nnx Module, or a linen module's variables, `{"params", "batch_stats"}`; may be
-            abstract (of `nnx.eval_shape`, `jax.eval_shape`).
-        table: the network's names; `DENSENET`, `RESNET`, `PYRAMID`, … or one of your own. By
-            default modules have the same names in both: a single layer's parameters, say.
-        prefix: only weights whose names begin with `prefix` and a dot are looked at, without these.
+            abstract (from `nnx.eval_shape` or `jax.eval_shape`).
+        table: the network's names: `DENSENET`, `RESNET`, `PYRAMID`, …, or your own. A single
+            deformable convolution uses `DEFORM_CONV`, or `Table({"name": "offset_conv"})` if its
+            offset convolution has another name. By default the names are the same in both.
+        prefix: use only weights whose names begin with `prefix` and a dot, without this prefix.
 
     Returns:
-        The Module, which is changed, or new variables, of the structure of `into`.
+        The updated Module, or new variables of the structure of `into`.
 
     Raises:
-        TypeError: for an argument of another kind, and weights that are no arrays of real
-            floating-point numbers.
-        ValueError: for weights that are missing, left over or of another shape, by name. Nothing is
-            changed then.
+        TypeError: if an argument has the wrong type, or weights are not real floating-point arrays.
+        ValueError: if weights are missing, left over or of another shape. The message names them,
+            and nothing is changed.
     """
     check_table(table)
     given = named(weights, table, prefix)
@@ -68,8 +69,8 @@ def from_torch(
             if array.shape != leaves[path].shape
         ],
     }
-    if said := [f"{what}: {shown(which)}" for what, which in problems.items() if which]:
-        raise ValueError(f"`weights` do not fit the network. {'; '.join(said)}.")
+    if said := [f"{what}: {list_names(which)}" for what, which in problems.items() if which]:
+        raise ValueError(f"`weights` must match the network. {'; '.join(said)}.")
     for path, array in found.items():
         if names[path] not in counters:
             check_real(names[path], array)
@@ -79,22 +80,22 @@ def from_torch(
 def to_torch(
     variables: Any, table: Table = SAME_NAMES, *, prefix: str = ""
 ) -> dict[str, np.ndarray]:
-    """The reverse of `from_torch`: a network's arrays by PyTorch's names, in its layouts.
+    """Return a network's arrays with PyTorch's names and layouts, the inverse of `from_torch`.
 
     Args:
-        variables: an nnx Module or State, or a linen module's variables; gradients, which have
-            the same names, too.
+        variables: an nnx Module or State, or a linen module's variables. Gradients have the same
+            names and are accepted too.
         table: as in `from_torch`.
-        prefix: what all names begin with, and a dot.
+        prefix: prepended to all names, followed by a dot.
 
     Returns:
-        NumPy arrays for `load_state_dict`, in PyTorch through `torch.from_numpy`, or for `write`.
-        Running statistics have a `num_batches_tracked` with them, 0 where nobody counts, unless the
-        table says that there are none.
+        NumPy arrays for `save_weights`, or for `load_state_dict` after `torch.from_numpy`. If the
+        table has counters, running statistics come with a `num_batches_tracked`, which is 0 if the
+        layer does not count.
 
     Raises:
-        TypeError: for an argument of another kind.
-        ValueError: if two arrays have the same name in PyTorch, or some have no values.
+        TypeError: if an argument has the wrong type.
+        ValueError: if two arrays get the same name in PyTorch, or `variables` is abstract.
     """
     check_table(table)
     start = _start(prefix)
@@ -116,20 +117,22 @@ def to_torch(
 
 
 def named(weights: Any, table: Table, prefix: str) -> dict[str, np.ndarray]:
-    """The weights below the prefix by their names of today."""
+    """Return the weights below the prefix with their current names."""
     start = _start(prefix)
-    arrays = {renewed(name, table): array for name, array in as_arrays(weights).items()}
+    arrays = {update_name(name, table): array for name, array in as_named_arrays(weights).items()}
     found = {
         name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)
     }
     if not found:
         raise ValueError(
-            f"`weights` has no name that begins with {start!r}: it has {shown(arrays) or 'none'}."
+            f"`weights` must have names that begin with {start!r}, not "
+            f"{list_names(arrays) or 'none'}."
         )
     return found
 
 
 def check_table(table: Any) -> None:
+    """Raise TypeError unless `table` is a Table."""
     if not isinstance(table, Table):
         raise TypeError(f"`table` must be a Table, not a {type(table).__name__}.")
 
@@ -141,7 +144,7 @@ def _start(prefix: Any) -> str:
 
 
 def _leaves(argument: str, tree: Any) -> tuple[dict[str, Any], Any]:
-    """The arrays of a tree by their paths, and what makes the tree of others."""
+    """Return the arrays of a tree by path, and a function that rebuilds the tree."""
     module = tree if isinstance(tree, nnx.Module) else None
     if module is not None:
         tree = nnx.state(module, nnx.Any(nnx.Param, nnx.BatchStat))
@@ -157,7 +160,9 @@ def _leaves(argument: str, tree: Any) -> tuple[dict[str, Any], Any]:
     leaves = {path_of(keys): leaf for keys, leaf in flat}
     for path, leaf in leaves.items():
         if not hasattr(leaf, "shape"):
-            raise TypeError(f"`{argument}` has no array at {path}, but a {type(leaf).__name__}.")
+            raise TypeError(
+                f"`{argument}` must have an array at {path}, not a {type(leaf).__name__}."
+            )
 
     def build(arrays: dict[str, Any]) -> Any:
         new = jax.tree_util.tree_unflatten(structure, [arrays[path] for path in leaves])
@@ -170,9 +175,11 @@ def _leaves(argument: str, tree: Any) -> tuple[dict[str, Any], Any]:
 
 
 def path_of(keys: tuple) -> str:
-    """`blocks.0.layers.1.norm1.scale`, or linen's own, without its collection."""
-    names = [str(key.key) for key in keys if hasattr(key, "key")]  # others are Flax's boxes
-    return ".".join(names[names[0] in OF_LINEN :])
+    """Return the path of a leaf, like `blocks.0.layers.1.norm1.scale`, without the collection."""
+    names = [
+        str(key.key) for key in keys if hasattr(key, "key")
+    ]  # other keys belong to Flax's boxes
+    return ".".join(names[names[0] in LINEN_COLLECTIONS :])
 
 
 def _torch_shape(path: str, leaf: Any) -> tuple[int, ...]:

@@ -23,7 +23,9 @@ def run_convert(run, monkeypatch):
     make = lambda **options: LinenDenseNet(**SMALL | options)  # noqa: E731
     monkeypatch.setitem(networks.NETWORKS, "tiny", (make, convert.DENSENET))
     weights = cases.part(cases.load("densenet"), "weights")
-    convert.write("weights.npz", {f"module.{name}": array for name, array in weights.items()})
+    convert.save_weights(
+        "weights.npz", {f"module.{name}": array for name, array in weights.items()}
+    )
     options = ("--model", "tiny", "--num-classes", "3", "--prefix", "module")
     return lambda *argv: run("convert", *argv, *options[: None if "--model" not in argv else 0])
 
@@ -46,7 +48,7 @@ def test_linen_and_nnx_and_back(run_convert, kind):
         assert (code, err) == (0, "") and f"written to {to}" in out
         assert "tiny" in out and "arrays" in out and " of " in out
         if ending:
-            flat = convert.read(to)
+            flat = convert.load_weights(to)
             trees[flavor] = unflatten_dict(flat, sep=".")
         else:
             trees[flavor] = restored(to)
@@ -69,7 +71,7 @@ def test_linen_and_nnx_and_back(run_convert, kind):
     [
         (["no.pth", "--to", "new"], "no.pth: No such file or directory"),
         (["bad.pth", "--to", "new"], "bad.pth: not a whole file of torch.save"),
-        (["bad.npz", "--to", "new"], "bad.npz: not a whole .npz file"),
+        (["bad.npz", "--to", "new"], "bad.npz: not a complete .npz file"),
         (
             ["weights.npz", "--to", "weights.npz"],
             "weights.npz: is there already; give another --to",

@@ -46,14 +46,14 @@ def read(tmp_path):
 
     def read(data, name="weights.pth"):
         (tmp_path / name).write_bytes(data)
-        return convert.read(tmp_path / name)
+        return convert.load_weights(tmp_path / name)
 
     return read
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_torch_wrote(name):
-    found = convert.read(RECORDED / f"{name}.pth")
+    found = convert.load_weights(RECORDED / f"{name}.pth")
     assert found.keys() == WANTED.keys()
     for key, want in WANTED.items():
         np.testing.assert_array_equal(found[key], want)
@@ -72,12 +72,12 @@ def test_checkpoints(read, form):
     ):
         np.testing.assert_array_equal(read(form(nested))["w"], SIX.reshape(2, 3))
     for value, match in (
-        ({"epoch": 3, "w": ONE}, "holds what is no tensor: epoch; save model.state_dict"),
-        ({"model": {}, "w": ONE}, "no named tensors"),
-        ((3, ONE), "no named tensors"),
-        (ONE, "no named tensors"),
-        ({3: ONE}, "names that are no strings"),
-        ({("a", 3): ONE}, "names that are no strings"),
+        ({"epoch": 3, "w": ONE}, "must contain tensors only, not epoch; save model.state_dict"),
+        ({"model": {}, "w": ONE}, "must contain named tensors"),
+        ((3, ONE), "must contain named tensors"),
+        (ONE, "must contain named tensors"),
+        ({3: ONE}, "must have strings as names"),
+        ({("a", 3): ONE}, "must have strings as names"),
     ):
         with pytest.raises((ValueError, TypeError), match=match):
             read(form(value))
@@ -209,7 +209,7 @@ def test_dicts_of_python_2(read):
     items = b"](" + b"".join(b"](X\x04\x00\x00\x00%04dNe" % i for i in range(9999)) + b"eq\x010"
     again = b"ccollections\nOrderedDict\nq\x02" + b"h\x02h\x01\x85R0" * 9999 + b"}."
     start = time.process_time()
-    with pytest.raises(ValueError, match="no named tensors"):
+    with pytest.raises(ValueError, match="must contain named tensors"):
         read(zipped({}, **{"data.pkl": b"\x80\x02" + items + again}))
     assert time.process_time() - start < 2  # for 10⁸ items, it would be 10
 
@@ -245,7 +245,7 @@ def test_a_compressed_archive(read, tmp_path):
             for name in source.namelist():
                 archive.writestr(name, source.read(name))
     with pytest.raises(ValueError, match=r"\(compressed"):
-        convert.read(tmp_path / "small.pth")
+        convert.load_weights(tmp_path / "small.pth")
 
 
 def test_entries_that_overlap(read):
@@ -282,7 +282,7 @@ def test_damaged_files(tmp_path_factory, name, data):
     path = tmp_path_factory.mktemp("damaged") / name
     path.write_bytes(whole[:at] if new is None else whole[:at] + new + whole[at + len(new) :])
     try:
-        found = convert.read(path)
+        found = convert.load_weights(path)
     except ValueError:
         return
     assert new is not None or name == "legacy.pth"
@@ -292,17 +292,17 @@ def test_damaged_files(tmp_path_factory, name, data):
 def test_npz(tmp_path):
     path, arrays = tmp_path / "a.npz", {"a.b": A.T, "n": np.array(3)}
     arrays |= {name: A[0] for name in ("file", "allow_pickle", "args", "a.b.npy", "")}
-    convert.write(path, arrays)
+    convert.save_weights(path, arrays)
     with np.load(path) as archive:
         assert set(archive.files) == arrays.keys()
-    found = convert.read(path)
+    found = convert.load_weights(path)
     assert found.keys() == arrays.keys() and os.listdir(tmp_path) == ["a.npz"]
     for name, want in arrays.items():
         np.testing.assert_array_equal(found[name], want)
         assert (found[name].shape, found[name].dtype) == (want.shape, want.dtype)
     with pytest.raises(ValueError, match=r"cannot hold bfloat16 \(b\)"):
-        convert.write(path, {"a": A, "b": A.astype(jnp.bfloat16)})
-    np.testing.assert_array_equal(convert.read(path)["a.b"], A.T)  # the old one
+        convert.save_weights(path, {"a": A, "b": A.astype(jnp.bfloat16)})
+    np.testing.assert_array_equal(convert.load_weights(path)["a.b"], A.T)  # the old one
     whole, packed = npz(), npz(np.savez_compressed)
     entry, noise = whole.index(b"PK\x01\x02"), packed.index(b"a.npy") + 40
     np.savez(path, a=np.array([{}]))
@@ -315,15 +315,15 @@ def test_npz(tmp_path):
         whole.replace(b"(4, 6)", b"(9, 6)"),
     ):  # fmt: skip
         path.write_bytes(damage)
-        with pytest.raises(ValueError, match="a.npz: not a whole .npz file of numbers"):
-            convert.read(path)
+        with pytest.raises(ValueError, match="a.npz: not a complete .npz file of numbers"):
+            convert.load_weights(path)
 
 
 def test_safetensors(tmp_path):
     pytest.importorskip("safetensors")
     path, arrays = tmp_path / "a.safetensors", {"t": A.T, **KINDS}
-    convert.write(path, arrays)
-    found = convert.read(path)
+    convert.save_weights(path, arrays)
+    found = convert.load_weights(path)
     assert os.listdir(tmp_path) == ["a.safetensors"]
     for name, want in arrays.items():
         np.testing.assert_array_equal(found[name], want)
@@ -331,20 +331,20 @@ def test_safetensors(tmp_path):
     whole = path.read_bytes()
     for damage in (whole[:-1], whole[:20], b"", b"\xff" * 100):
         path.write_bytes(damage)
-        with pytest.raises(ValueError, match="a.safetensors: not a whole .safetensors file"):
-            convert.read(path)
+        with pytest.raises(ValueError, match="a.safetensors: not a complete .safetensors file"):
+            convert.load_weights(path)
 
 
 @pytest.mark.parametrize("name", ["a.SAFETENSORS", "a.Npz"])
 def test_endings_in_capitals(tmp_path, name):
     if "SAFE" in name:
         pytest.importorskip("safetensors")
-    convert.write(tmp_path / name, {"a": A})
-    np.testing.assert_array_equal(convert.read(tmp_path / name)["a"], A)
+    convert.save_weights(tmp_path / name, {"a": A})
+    np.testing.assert_array_equal(convert.load_weights(tmp_path / name)["a"], A)
 
 
 @pytest.mark.parametrize(
-    "read", [convert.read, lambda path: convert.read(path.with_suffix(".npz"))]
+    "read", [convert.load_weights, lambda path: convert.load_weights(path.with_suffix(".npz"))]
 )
 def test_no_memory_is_no_damage(tmp_path, monkeypatch, read):
     """Of the machine, not of the file."""
@@ -364,22 +364,28 @@ def test_no_such_file(tmp_path, name):
     if "safe" in name:
         pytest.importorskip("safetensors")
     with pytest.raises(FileNotFoundError, match=name):
-        convert.read(tmp_path / name)
+        convert.load_weights(tmp_path / name)
     if name != "a.pth":
         with pytest.raises(FileNotFoundError):
-            convert.write(tmp_path / "no" / name, {"a": A})
+            convert.save_weights(tmp_path / "no" / name, {"a": A})
 
 
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda: convert.read(3), "`path` must be a path, not a int"),
-        (lambda: convert.read("a.h5"), "a.h5: `path` must end in .safetensors, .npz or .pth"),
-        (lambda: convert.write(None, {}), "`path` must be a path"),
-        (lambda: convert.write("a.pth", {}), "must end in .safetensors or .npz"),
-        (lambda: convert.write("a.npz", []), "`weights` must map names"),
-        (lambda: convert.write("a.npz", {"a": "b"}), r"`weights\['a'\]` must be an array"),
-        (lambda: convert.write("a.npz", {"a": 1j * A}), r"`weights\['a'\]` must be of real num"),
+        (lambda: convert.load_weights(3), "`path` must be a path, not a int"),
+        (
+            lambda: convert.load_weights("a.h5"),
+            "a.h5: `path` must end in .safetensors, .npz or .pth",
+        ),
+        (lambda: convert.save_weights(None, {}), "`path` must be a path"),
+        (lambda: convert.save_weights("a.pth", {}), "must end in .safetensors or .npz"),
+        (lambda: convert.save_weights("a.npz", []), "`weights` must map names"),
+        (lambda: convert.save_weights("a.npz", {"a": "b"}), r"`weights\['a'\]` must be an array"),
+        (
+            lambda: convert.save_weights("a.npz", {"a": 1j * A}),
+            r"`weights\['a'\]` must be of real num",
+        ),
     ],
 )
 def test_bad_arguments(call, match):

@@ -29,7 +29,7 @@ PACK = dict(
 RESNET = dict(stage_sizes=(1, 1), width=2, unbiased_running_var=True, param_dtype="float64")
 DEFORMED = RESNET | dict(stage_with_dcn=(False, True), offset_groups=2, num_classes=None)
 EXTRAS = dict(extra_levels=2, extra="conv", param_dtype="float64")
-DETECTOR = convert.joined(
+DETECTOR = convert.join_tables(
     {"backbone": ("backbone", convert.RESNET), "neck": ("neck", convert.PYRAMID)}
 )
 TABLES = {
@@ -229,6 +229,16 @@ def test_a_layer_inside_of_a_network(below):
     )
 
 
+def test_layer_with_another_name_of_the_offset_conv():
+    """The layer of torchvision has none; users name it themselves."""
+    weights = cases.part(cases.load("modulated_pack"), "weights")
+    renamed = {name.replace("conv_offset", "where"): array for name, array in weights.items()}
+    table = convert.Table({"where": "offset_conv"})
+    layer = convert.from_torch(renamed, of_nnx("modulated_pack"), table)
+    back = convert.to_torch(layer, convert.DEFORM_CONV)
+    jax.tree.map(np.testing.assert_array_equal, back, weights)
+
+
 def names_of_maskrcnn_benchmark():
     """Those of R-50-FPN-DCN's `backbone`, as its modules make them."""
     conv, norm = ["weight"], ["weight", "bias", "running_mean", "running_var"]
@@ -257,8 +267,8 @@ def test_names_of_maskrcnn_benchmark():
     pyramid = linen_models.FeaturePyramid()
     levels = [jax.ShapeDtypeStruct((1, 8 >> i, 8 >> i, 256 << i), "float32") for i in range(4)]
     parts = {
-        "body": (variables, convert.BENCHMARK_RESNET),
-        "fpn": (jax.eval_shape(pyramid.init, jax.random.key(0), levels), convert.BENCHMARK_PYRAMID),
+        "body": (variables, convert.MASKRCNN_RESNET),
+        "fpn": (jax.eval_shape(pyramid.init, jax.random.key(0), levels), convert.MASKRCNN_PYRAMID),
     }
     found = {}
     for name, (shapes, table) in parts.items():
@@ -275,14 +285,14 @@ def test_a_deformable_backbone_of_maskrcnn_benchmark():
     weights = cases.part(cases.load("detector"), "weights")
     backbone = of_nnx("detector").backbone
     convert.from_torch(weights, backbone, convert.RESNET, prefix="backbone")
-    theirs = convert.to_torch(backbone, convert.BENCHMARK_RESNET)
+    theirs = convert.to_torch(backbone, convert.MASKRCNN_RESNET)
     assert "layer2.0.conv2.conv.weight" in theirs and "layer1.0.conv2.weight" in theirs
     assert not any("num_batches" in name for name in theirs)
-    other = convert.from_torch(theirs, of_nnx("detector").backbone, convert.BENCHMARK_RESNET)
+    other = convert.from_torch(theirs, of_nnx("detector").backbone, convert.MASKRCNN_RESNET)
     mine, same = (nnx.to_pure_dict(nnx.state(m)) for m in (backbone, other))
     jax.tree.map(np.testing.assert_array_equal, mine, same)
     with pytest.raises(
         ValueError, match=r"missing: layer2.0.conv2.conv.weight.* left over: layer2.0"
     ):
         lost = {n.replace("conv2.conv.", "conv2."): a for n, a in theirs.items()}
-        convert.from_torch(lost, backbone, convert.BENCHMARK_RESNET)
+        convert.from_torch(lost, backbone, convert.MASKRCNN_RESNET)

@@ -49,9 +49,9 @@ def linear(**options):
         (convert.RESNET, "stages.3.0.shortcut_norm.bias", "layer4.0.downsample.1.bias"),
         (convert.RESNET, "classifier.kernel", "fc.weight"),
         (convert.PYRAMID, "outputs.4.bias", "fpn_convs.4.conv.bias"),
-        (convert.BENCHMARK_RETINANET, "outputs.4.kernel", "top_blocks.p7.weight"),
-        (convert.BENCHMARK_RETINANET, "outputs.2.kernel", "fpn_layer4.weight"),
-        (convert.BENCHMARK_RETINANET, "laterals_0.bias", "fpn_inner2.bias"),
+        (convert.MASKRCNN_RETINANET, "outputs.4.kernel", "top_blocks.p7.weight"),
+        (convert.MASKRCNN_RETINANET, "outputs.2.kernel", "fpn_layer4.weight"),
+        (convert.MASKRCNN_RETINANET, "laterals_0.bias", "fpn_inner2.bias"),
         (convert.TORCHVISION_RETINANET, "outputs.3.kernel", "extra_blocks.p6.weight"),
         (convert.TORCHVISION_PYRAMID, "outputs.3.kernel", "layer_blocks.3.0.weight"),
         (convert.TORCHVISION_PYRAMID, "laterals.1.bias", "inner_blocks.1.0.bias"),
@@ -70,8 +70,8 @@ def test_names(table, path, name):
 def test_names_of_a_network_of_parts():
     """A deformable convolution's kernel lies deeper in maskrcnn-benchmark, and no other."""
     parts = {
-        "body": ("backbone.body", convert.BENCHMARK_RESNET),
-        "fpn": ("backbone.fpn", convert.BENCHMARK_PYRAMID),
+        "body": ("backbone.body", convert.MASKRCNN_RESNET),
+        "fpn": ("backbone.fpn", convert.MASKRCNN_PYRAMID),
     }
     names = {
         "body.stages_0_0.conv2.kernel": "backbone.body.layer1.0.conv2.weight",
@@ -83,10 +83,10 @@ def test_names_of_a_network_of_parts():
         "fpn.outputs_3.bias": "backbone.fpn.fpn_layer4.bias",
         "roi.fc.bias": "roi.fc.bias",
     }
-    table = convert.joined(parts)
+    table = convert.join_tables(parts)
     assert torch_names(names, table) == names and not table.counters
     with pytest.raises(TypeError, match="`parts` must map names of modules"):
-        convert.joined({"body": convert.RESNET})  # type: ignore[arg-type]
+        convert.join_tables({"body": convert.RESNET})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -183,7 +183,7 @@ def test_what_does_not_fit(match, change):
         (TypeError, "`weights` must map names to arrays, not be a list", {"weights": []}),
         (
             TypeError,
-            "`weights` must have strings for names, not one of type int",
+            "`weights` must have strings as names, not int",
             {"weights": {3: W["bias"]}},
         ),
         (TypeError, r"`weights\['bias'\]` must be an array", {"weights": W | {"bias": "b"}}),
@@ -194,12 +194,12 @@ def test_what_does_not_fit(match, change):
             {"weights": W | {"bias": np.ones(3, np.int64)}},
         ),
         (TypeError, r"`weights\['bias'\]`.*object", {"weights": W | {"bias": np.array([{}])}}),
-        (ValueError, "`weights` has no name .* it has none", {"weights": {}}),
-        (ValueError, "begins with 'a.': it has bias, weight", {"prefix": "a"}),
+        (ValueError, "`weights` must have names .* none", {"weights": {}}),
+        (ValueError, "begin with 'a.', not bias, weight", {"prefix": "a"}),
         (TypeError, "`prefix` must be a string", {"prefix": 1}),
         (TypeError, "`table` must be a Table, not a dict", {"table": {}}),
         (TypeError, "`into` must be .* not a Dense; .* `init`", {"into": nn.Dense(3)}),
-        (TypeError, "`into` has no array at a, but a int", {"into": {"a": 1}}),
+        (TypeError, "`into` must have an array at a, not a int", {"into": {"a": 1}}),
     ],
 )
 def test_bad_arguments(error, match, arguments):

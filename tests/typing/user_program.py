@@ -146,10 +146,10 @@ def planned(params: Params, x: jax.Array) -> str:
 
 
 def converted(path: Path) -> None:
-    weights = convert.read(path)
+    weights = convert.load_weights(path)
     model = convert.from_torch(weights, densenet121(rngs=nnx.Rngs(0)), convert.DENSENET)
     back = convert.to_torch(model, convert.DENSENET)
-    convert.write(path.with_suffix(".safetensors"), back)
+    convert.save_weights(path.with_suffix(".safetensors"), back)
 
 
 def compatible(x: jax.Array, offset: jax.Array, weight: jax.Array) -> jax.Array:
