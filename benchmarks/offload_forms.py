@@ -24,7 +24,7 @@ from effjax import (
 )
 from effjax.memory import MemoryPlan
 from effjax.models import TransformerLM, scan_layers
-from effjax.train.lm.steps import lm_parts
+from effjax.train.lm.steps import split_loss
 
 Place = Literal["device", "host"]
 
@@ -172,12 +172,12 @@ FORMS = PEERS | OURS
 
 def gradients_of(setting: Setting, form: Form) -> Callable:
     """Return `(layers, others, tokens, key) -> (loss, gradients of layers and others)`."""
-    parts = lm_parts(setting.abstract_model)
+    functions = split_loss(setting.abstract_model)
 
     def loss(layers, others, tokens, key):
         assert form.apply is not None
-        x = form.apply(parts.layer, layers, parts.embed(others, tokens, key), key)
-        return parts.head(others, x, tokens, key)
+        x = form.apply(functions.layer, layers, functions.embed(others, tokens, key), key)
+        return functions.head(others, x, tokens, key)
 
     return jax.value_and_grad(loss, argnums=(0, 1))
 
@@ -187,7 +187,7 @@ def step_of(setting: Setting, form: Form) -> tuple[Callable, Callable]:
     if form.moments is None:
         options: dict[str, Any] = dict(params_in=form.layers, fuse_update=form.fuse_update)
         init, step = offload_train_step(
-            *lm_parts(setting.abstract_model), setting.tx, **options | dict(form.options)
+            *split_loss(setting.abstract_model), setting.tx, **options | dict(form.options)
         )
         return init, step
     gradients = gradients_of(setting, form)

@@ -22,7 +22,7 @@ def run_lm(run, tmp_path):
 
 
 ROWS = "train loss", "test loss", "bits/byte", "parameters", "tokens/s", "without context"
-PLANNED = "device memory on an H200", "host memory beside it"
+PLANNED = "device memory on an H200", "host memory"
 
 
 def test_a_run_of_lm(run_lm, monkeypatch, tmp_path):
@@ -125,12 +125,12 @@ def test_a_run_to_begin_with_is_not_overwritten(run_lm, base, tmp_path):
 
 def test_lm_goes_on_without_the_run_that_it_began_with(run_lm, base, tmp_path):
     code, out, _ = run_lm(*LM, "--init-from", "base", "--lora", "2", "--out", "here")
-    assert code == 130 and "begins with base at step 2\n" in out
+    assert code == 130 and "initialized from base at step 2\n" in out
     options = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
     assert options["init_from"] == str(base.resolve())
     shutil.rmtree(base)
     code, out, _ = run_lm("--resume", "here")
-    assert code == 130 and "begins with" not in out
+    assert code == 130 and "initialized from" not in out
 
 
 @pytest.mark.exhaustive
@@ -140,10 +140,10 @@ def test_lm_beside_the_weights_of_a_run(run_lm, tmp_path):
     code, out, err = run_lm(*LM, *begin, "--offload", "all", "--fuse-update", "--out", "here")
     assert (code, err) == (0, "")
     assert "5144 parameters (256 of them trained), float32" in out
-    assert re.search("^begins with base at step [123]$", out, re.M)
+    assert re.search("^initialized from base at step [123]$", out, re.M)
     shutil.rmtree(tmp_path / "base")
     code, out, err = run_lm("--resume", "here", "--steps", "4")
-    assert (code, err) == (0, "") and "step 4/4" in out and "begins with" not in out
+    assert (code, err) == (0, "") and "step 4/4" in out and "initialized from" not in out
 
 
 @pytest.mark.exhaustive
@@ -179,7 +179,7 @@ def test_lm_with_ctrl_c_and_resume(run_lm, monkeypatch, tmp_path):
         (["--validation", "357"], "validation (=357) must be less than"),
         (["--data", "text:" + "x" * 300], "cannot be read (File name too long); check its path"),
         (["--lora", "9", "--init-from", "run"], "lora (=9) must be at most the width (=8)"),
-        (["--lora", "4"], "lora (=4) trains beside the weights of a run; give it with init_from"),
+        (["--lora", "4"], "lora (=4) needs --init-from"),
         (["--init-from", "run"], "run: not a run (no config.json); give the directory of a run"),
         (["--fuse-update", "--remat"], "remat cannot be combined with offload"),
         (["--out", "."], ".: not empty and not a run"),

@@ -15,7 +15,6 @@ from effjax.train.images import task as images
 from effjax.train.images.config import DenseNetConfig
 from effjax.train.lm import task as lm
 from effjax.train.lm.config import LMConfig
-from effjax.train.lm.recipe import train_step
 from effjax.train.mesh import (
     FSDP,
     by_batch,
@@ -155,7 +154,7 @@ def test_a_step_on_text_gathers_a_layer_at_a_time(times, options):
     task = lm.prepare(config, jax.devices()[:4], small.TEXT)
     shapes = task.shapes()
     where = jax.tree.map(lambda a: a.sharding, shapes)
-    step = jax.jit(train_step(task.learner), donate_argnums=0, out_shardings=(where, None))
+    step = jax.jit(task.learner.train_step(), donate_argnums=0, out_shardings=(where, None))
     found = collective_bytes(step, shapes, next(task.batches(0)), jax.random.key(0))
     layers = shapes.params["blocks"]
     others = {name: a for name, a in shapes.params.items() if name != "blocks"}

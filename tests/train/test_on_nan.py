@@ -10,7 +10,7 @@ import pytest
 from effjax.train.checkpoint import Checkpoints
 from effjax.train.errors import PreemptionError, TrainError
 from effjax.train.images.steps import Batch, Learner
-from effjax.train.lm import offloaded, steps
+from effjax.train.lm import recipe, steps
 from effjax.train.lm.config import LMConfig
 from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
@@ -46,22 +46,22 @@ class Poisoned(Learner):
 
 @pytest.fixture(scope="module", autouse=True)
 def poisoned_text():
-    loss, parts = steps.lm_loss, offloaded.lm_parts
+    loss, split = steps.lm_loss, recipe.split_loss
 
     def lm_loss(graphdef, params, tokens, *rest):
         return loss(graphdef, params, tokens, *rest) + poison(tokens, params)
 
-    def lm_parts(*args):
-        found = parts(*args)
+    def split_loss(*args):
+        functions = split(*args)
 
         def head(others, x, tokens, key):
-            return found.head(others, x, tokens, key) + poison(tokens, (others, x))
+            return functions.head(others, x, tokens, key) + poison(tokens, (others, x))
 
-        return found._replace(head=head)
+        return functions._replace(head=head)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(steps, "lm_loss", lm_loss)
-        patch.setattr(offloaded, "lm_parts", lm_parts)
+        patch.setattr(recipe, "split_loss", split_loss)
         yield
 
 

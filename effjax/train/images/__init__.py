@@ -1,1 +1,1 @@
-"""Training on images: DenseNets, and residual networks with deformable convolutions."""
+"""Training of DenseNets and ResNets on images."""

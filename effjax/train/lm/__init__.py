@@ -1,1 +1,1 @@
-"""Training a language model on text, in device memory or with its layers on the host."""
+"""Training of a language model, with its layers in device or host memory."""

@@ -1,4 +1,4 @@
-"""The run whose weights another one begins with."""
+"""Weights of another run, for `--init-from`."""
 
 import os
 from pathlib import Path
@@ -12,76 +12,71 @@ from ..errors import DamagedCheckpointError, TrainError, unreadable
 from ..mesh import with_shardings
 from ..run_directory import RunDirectory
 from .config import LMConfig
-from .offloaded import OffloadedState, shardings_of
-from .recipe import initial_state, make_learner
-from .steps import LMState
+from .recipe import make_learner
+from .steps import LMState, OffloadedState
 
-SHAPES = "layers", "width", "heads", "bias"  # options of which the weights are
+SHAPES = "layers", "width", "heads", "bias"  # the options that the shapes of the weights depend on
 
 
 class Base(NamedTuple):
-    """A run, and the step whose weights are taken."""
+    """A run, and the step that its weights are read from."""
 
     run: RunDirectory
     config: LMConfig
     step: int
 
     def check_apart(self, out: Path) -> None:
-        """Raises `TrainError` if a new run in `out` could overwrite this one."""
-        begun = Path(os.path.realpath(out))
+        """Raise TrainError if a new run in `out` could overwrite this one."""
+        new = Path(os.path.realpath(out))
         for path in (self.run.path, self.run.checkpoints):
-            kept = Path(os.path.realpath(path))
-            if begun.is_relative_to(kept) or kept.is_relative_to(begun):
+            base = Path(os.path.realpath(path))
+            if new.is_relative_to(base) or base.is_relative_to(new):
                 raise TrainError(
                     f"--out {out} and --init-from {self.run.path} are the same, or one lies in the "
-                    "other; give another --out"
+                    "other. Give another --out."
                 )
 
 
 def find_base(config: LMConfig) -> Base | None:
-    """The best step of the run `init_from`, if there is one.
+    """Find the best step of the run `config.init_from`, if that is given.
 
     Raises:
-        TrainError: that is no run, one of another model, or one without a checkpoint; adapters
-            without such a run.
+        TrainError: It is not a run, or one of another model or without a checkpoint; or `lora` is
+            given without it.
     """
     if config.init_from is None:
         if config.lora is not None:
-            raise TrainError(
-                f"lora (={config.lora}) trains beside the weights of a run; give it with init_from"
-            )
+            raise TrainError(f"lora (={config.lora}) needs --init-from, the weights to adapt")
         return None
     run = RunDirectory.find(Path(config.init_from))
-    options = run.config.get("options")
     try:
-        base = LMConfig.from_json(options)
+        base = LMConfig.from_json(run.config.get("options"))
     except TrainError as error:
         raise TrainError(f"{run.path}: {error}") from error
     if base.lora is not None:
         raise TrainError(
-            f"{run.path}: has adapters of its own; give the run that it began with, "
-            f"{base.init_from}"
+            f"{run.path} has adapters. Give the run that it started from, {base.init_from}."
         )
     if any(getattr(base, name) != getattr(config, name) for name in SHAPES):
         bias = "--bias" if base.bias else "--no-bias"
         raise TrainError(
-            f"{run.path}: is of another model; give --layers {base.layers} --width {base.width} "
-            f"--heads {base.heads} {bias}"
+            f"{run.path} is of another model. Give --layers {base.layers} --width {base.width} "
+            f"--heads {base.heads} {bias}."
         )
     try:
         with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
-            evaluated = checkpoints.evaluated_steps
+            best_first = checkpoints.evaluated_steps
     except OSError as error:
         raise unreadable(run.checkpoints, error) from error
-    if not evaluated:
-        raise TrainError(f"{run.path}: has no checkpoint of a step yet; train it first")
-    return Base(run, base, evaluated[0])
+    if not best_first:
+        raise TrainError(f"{run.path} has no checkpoint of a step yet. Train it first.")
+    return Base(run, base, best_first[0])
 
 
-def with_weights(
+def restore_weights(
     state: LMState | OffloadedState, base: Base, mesh: Mesh
 ) -> LMState | OffloadedState:
-    """The state with the weights of another run in the place of its own, each array where it is."""
+    """Return the state with the weights of another run, each array with the same sharding."""
 
     def put(param: Any, weights: Any) -> Any:
         if isinstance(param, jax.Array):
@@ -89,14 +84,14 @@ def with_weights(
         return {name: put(p, weights[name]) if name in weights else p for name, p in param.items()}
 
     learner = make_learner(base.config, mesh)
-    shapes = jax.eval_shape(lambda: initial_state(learner, mesh))
-    # To the host: what the optimizer keeps is not wanted, and need not fit on a device.
-    where = shardings_of(base.config, shapes, mesh)
-    where = jax.tree.map(lambda to: to.with_memory_kind("pinned_host"), where)
-    shapes = with_shardings(shapes, where)
+    shapes = jax.eval_shape(lambda: learner.initial_state(mesh))
+    # To the host: the state of the optimizer is not needed, and may not fit on the device.
+    shardings = jax.tree.map(
+        lambda sharding: sharding.with_memory_kind("pinned_host"), learner.shardings(shapes, mesh)
+    )
     with Checkpoints(base.run.checkpoints, read_only=True) as checkpoints:
         try:
-            weights = checkpoints.restore(shapes, base.step).params
+            weights = checkpoints.restore(with_shardings(shapes, shardings), base.step).params
         except DamagedCheckpointError as error:
             raise TrainError(f"{error}; give another run") from error
     return state.with_params(put(state.params, weights))

@@ -1,5 +1,4 @@
-"""The model, the schedule, the optimizer and the step that the options of a run describe; no text
-is read."""
+"""The model, the optimizer and the training step of a run on text. No text is read."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,75 +9,41 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from ... import host_init, offload_scan, offload_train_step
 from ...models import TransformerLM, scan_layers
-from ...models.nnx.transformer import ApplyLayers, Layer
+from ...models.nnx.transformer import ApplyLayers, Layer, Params
 from ...ops.offload.trees import partition
-from ..mesh import FSDP, AnyMesh
+from ..mesh import FSDP, AnyMesh, sharding_of
+from ..mesh import shardings_of as param_shardings
 from .config import LMConfig
-from .lora import ADAPTERS, trainable
-from .offloaded import (
+from .steps import (
+    LMState,
     OffloadedState,
-    apply_offloaded,
-    in_slices,
-    initial_offloaded_state,
+    gather_layer,
+    lm_step,
     offloaded_step,
-    shardings_of,
+    split_loss,
+    without_blocks,
 )
-from .steps import LMState, gathering, lm_step
 
-WARMUP, LOWEST = 0.1, 0.1  # shares of the steps, of the rate
-B2 = 0.95  # Adam's: a byte of a text is a noisy example
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LMLearner:
-    """What learns: a model, how its layers are applied, and an optimizer."""
-
-    config: LMConfig
-    model: TransformerLM  # abstract: shapes, no arrays
-    optimizer: optax.GradientTransformation
-    learning_rate: Callable[[int], Any]
-    apply_layers: ApplyLayers
-    apply_layers_in_test: ApplyLayers
-    mesh: AnyMesh | None  # over which parameters are split, if they are
-
-    @property
-    def graphdef(self) -> nnx.GraphDef:
-        return nnx.graphdef(self.model)
-
-    @property
-    def num_params(self) -> int:
-        return _size(nnx.state(self.model, nnx.Param))
-
-    @property
-    def num_trained(self) -> int:
-        params = nnx.to_pure_dict(nnx.state(self.model, nnx.Param))
-        return _size(partition("trainable", trainable(self.config), params).trained)
+WARMUP = 0.1  # share of the steps
+LOWEST = 0.1  # share of the learning rate, at the start and at the end
+B2 = 0.95  # of Adam, for the noisy gradients of single bytes
+ADAPTERS = "lora_a", "lora_b"  # names of the parameters that `lora` trains
+POLICIES: dict[str, Any] = {
+    "recompute": None,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+}
 
 
-def make_learner(config: LMConfig, mesh: AnyMesh | None = None) -> LMLearner:
-    """As the options have it; nothing is computed."""
-    mesh = mesh if mesh is not None and FSDP in mesh.shape else None
-    schedule = make_lm_schedule(config.learning_rate, config.steps)
-    optimizer = make_lm_optimizer(schedule, config.weight_decay)
-    model = nnx.eval_shape(lambda: build(config))
-    if config.offload == "none":
-        apply = in_test = _scan(config.remat, mesh)
-    else:
-        apply = apply_offloaded(config, config.num_microbatches, mesh)
-        in_test = apply_offloaded(config, mesh=mesh)
-    return LMLearner(config, model, optimizer, schedule, apply, in_test, mesh)
-
-
-def _scan(remat: bool, mesh: AnyMesh | None) -> ApplyLayers:
-    def apply(layer: Layer, *args: Any) -> jax.Array:
-        return scan_layers(gathering(layer, mesh), *args, remat=remat)
-
-    return apply
+def is_adapter(path: Any, leaf: Any) -> bool:
+    """Return True if the path of a parameter is that of an adapter."""
+    return path[-1].key in ADAPTERS
 
 
 def build(config: LMConfig) -> TransformerLM:
-    """The model of bytes, with the parameters that the seed draws."""
+    """Create a model of bytes, with parameters drawn from the seed."""
     return TransformerLM(
         vocab_size=256, num_layers=config.layers, width=config.width, num_heads=config.heads,
         use_bias=config.bias, dropout_rate=config.dropout, lora_rank=config.lora,
@@ -86,35 +51,11 @@ def build(config: LMConfig) -> TransformerLM:
     )  # fmt: skip
 
 
-def initial_state(learner: LMLearner, mesh: AnyMesh) -> LMState | OffloadedState:
-    """Parameters drawn from the seed, and the optimizer's first state."""
-    config, optimizer = learner.config, learner.optimizer
-
-    def params() -> Any:
-        return nnx.to_pure_dict(nnx.state(build(config), nnx.Param))
-
-    if in_slices(config):
-        return initial_offloaded_state(config, learner.model, optimizer, params, mesh)
-
-    def init() -> LMState:
-        made = params()
-        trained = partition("trainable", trainable(config), made).trained
-        return LMState(jnp.int32(0), made, optimizer.init(trained))
-
-    where = shardings_of(config, jax.eval_shape(init), mesh)
-    return jax.jit(init, out_shardings=where)()
-
-
-def train_step(learner: LMLearner) -> Callable:
-    """`(state, tokens, key) -> (state, loss)`, to be compiled."""
-    if in_slices(learner.config):
-        return offloaded_step(learner.config, learner.model, learner.optimizer, learner.mesh)
-    how = learner.apply_layers, trainable(learner.config), learner.mesh, learner.config.on_nan
-    return lm_step(learner.graphdef, learner.optimizer, *how)
-
-
 def make_lm_schedule(learning_rate: float, steps: int) -> optax.Schedule:
-    """From a tenth of the rate up to it over the first tenth of the steps, then cosine back."""
+    """Return a schedule with linear warmup over a tenth of the steps, and cosine decay.
+
+    It starts and ends at a tenth of `learning_rate`.
+    """
     warmup = max(round(WARMUP * steps), 1)
     return optax.warmup_cosine_decay_schedule(
         LOWEST * learning_rate, learning_rate, warmup, max(steps, warmup + 1),
@@ -125,10 +66,10 @@ def make_lm_schedule(learning_rate: float, steps: int) -> optax.Schedule:
 def make_lm_optimizer(
     schedule: optax.Schedule, weight_decay: float
 ) -> optax.GradientTransformation:
-    """AdamW; weight decay pulls on kernels and adapters only, not on norms, biases and the
-    embedding.
+    """Return AdamW with weight decay on kernels and adapters only.
 
-    It works leaf by leaf.
+    Norms, biases and the embedding are not decayed. The updates of one parameter depend on no
+    other, so layers can be updated one at a time.
     """
     decayed = "kernel", *ADAPTERS
 
@@ -138,5 +79,157 @@ def make_lm_optimizer(
     return optax.adamw(schedule, b2=B2, weight_decay=weight_decay, mask=is_decayed)
 
 
-def _size(params: Any) -> int:
+@dataclasses.dataclass(frozen=True, eq=False)
+class LMLearner:
+    """A model and its optimizer, and the training step that the configuration asks for.
+
+    Attributes:
+        config: The options of the run.
+        model: Abstract: shapes and no arrays.
+        optimizer: The optimizer.
+        learning_rate: Its schedule.
+        mesh: The mesh that the parameters are sharded over, or None if they are replicated.
+    """
+
+    config: LMConfig
+    model: TransformerLM
+    optimizer: optax.GradientTransformation
+    learning_rate: Callable[[int], Any]
+    mesh: AnyMesh | None
+
+    @property
+    def graphdef(self) -> nnx.GraphDef:
+        """The structure of the model."""
+        return nnx.graphdef(self.model)
+
+    @property
+    def num_params(self) -> int:
+        """The number of parameters."""
+        return _count(nnx.state(self.model, nnx.Param))
+
+    @property
+    def num_trained(self) -> int:
+        """The number of trainable parameters."""
+        params = nnx.to_pure_dict(nnx.state(self.model, nnx.Param))
+        return _count(partition("trainable", self.trainable, params).trained)
+
+    @property
+    def trainable(self) -> Any:
+        """Which parameters are trained, as an argument of `offload_train_step`."""
+        return True if self.config.lora is None else is_adapter
+
+    @property
+    def params_on_host(self) -> bool:
+        """True if the parameters of the layers live in host memory."""
+        return self.config.offload in ("params", "all")
+
+    @property
+    def is_sliced(self) -> bool:
+        """True if the layers are updated in slices, with the state `OffloadedState`."""
+        return self.config.fuse_update or self.params_on_host
+
+    def apply_layers(self, num_microbatches: int) -> ApplyLayers:
+        """Return a function that applies the layers, where the configuration puts them."""
+        config, mesh = self.config, self.mesh
+
+        def scan(layer: Layer, *args: Any) -> jax.Array:
+            return scan_layers(gather_layer(layer, mesh), *args, remat=config.remat)
+
+        def scan_offloaded(
+            layer: Layer, params: Params, x: jax.Array, key: jax.Array | None
+        ) -> jax.Array:
+            return offload_scan(
+                gather_layer(layer, mesh), params, x, key=key, num_microbatches=num_microbatches,
+                policy=POLICIES[config.policy], trainable=self.trainable, **self._places(),
+            )  # fmt: skip
+
+        return scan if config.offload == "none" else scan_offloaded
+
+    def train_step(self) -> Callable:
+        """Return the training step, ``(state, tokens, key) -> (state, loss)``, not compiled."""
+        if self.is_sliced:
+            return offloaded_step(self._sliced_functions()[1])
+        apply_layers = self.apply_layers(self.config.num_microbatches)
+        return lm_step(
+            self.graphdef, self.optimizer, apply_layers, self.trainable, self.mesh,
+            self.config.on_nan,
+        )  # fmt: skip
+
+    def initial_state(self, mesh: AnyMesh) -> LMState | OffloadedState:
+        """Return the state before the first step, with parameters drawn from the seed."""
+        if self.is_sliced:
+            return self._initial_offloaded_state(mesh)
+
+        def init() -> LMState:
+            params = self._params()
+            trained = partition("trainable", self.trainable, params).trained
+            return LMState(jnp.int32(0), params, self.optimizer.init(trained))
+
+        shardings = self.shardings(jax.eval_shape(init), mesh)
+        return jax.jit(init, out_shardings=shardings)()
+
+    def shardings(self, state: LMState | OffloadedState, mesh: AnyMesh) -> Any:
+        """Return the sharding and the memory of each array of the state, or of its shapes."""
+
+        def leaf_sharding(path: Any, leaf: Any) -> Any:
+            names = {getattr(key, "name", getattr(key, "key", None)) for key in path}
+            is_layer = bool(names & {"blocks", "layers", "layers_state"})
+            sharding = sharding_of(leaf.shape, mesh, is_layer)
+            # Counts of the optimizer stay on the device.
+            offloads = "layers" in names or ("layers_state" in names and leaf.ndim > 1)
+            if self.params_on_host and offloads and isinstance(state, OffloadedState):
+                return sharding.with_memory_kind("pinned_host")
+            return sharding
+
+        return jax.tree.map_with_path(leaf_sharding, state)
+
+    def _params(self) -> Params:
+        return nnx.to_pure_dict(nnx.state(build(self.config), nnx.Param))
+
+    def _places(self) -> dict[str, Any]:
+        activations_on_host = self.config.offload in ("activations", "all")
+        return {
+            "params_in": "host" if self.params_on_host else "device",
+            "activations": "host" if activations_on_host else "device",
+        }
+
+    def _sliced_functions(self) -> Any:
+        functions, config = split_loss(self.model, self.mesh), self.config
+        return offload_train_step(
+            functions.embed, functions.layer, functions.head, self.optimizer,
+            fuse_update=config.fuse_update, num_microbatches=config.num_microbatches,
+            skip_nonfinite=config.on_nan == "skip", policy=POLICIES[config.policy],
+            trainable=self.trainable, trainable_others=self.trainable, **self._places(),
+        )  # fmt: skip
+
+    def _initial_offloaded_state(self, mesh: AnyMesh) -> OffloadedState:
+        def blocks() -> Any:
+            return self._params()["blocks"]
+
+        def others() -> Any:
+            return without_blocks(self._params())
+
+        shardings = param_shardings(jax.eval_shape(blocks), mesh, True)
+        if self.params_on_host:  # one layer at a time
+            keys = self.model.layer_keys(nnx.Rngs(self.config.seed).params())
+            layers = host_init(self.model.init_layer, keys, shardings=shardings)
+        else:
+            layers = jax.jit(blocks, out_shardings=shardings)()
+        other_shardings = param_shardings(jax.eval_shape(others), mesh, False)
+        init, _ = self._sliced_functions()
+        return OffloadedState(
+            jnp.int32(0), init(layers, jax.jit(others, out_shardings=other_shardings)())
+        )
+
+
+def make_learner(config: LMConfig, mesh: AnyMesh | None = None) -> LMLearner:
+    """Create the learner of a configuration. Nothing is computed."""
+    schedule = make_lm_schedule(config.learning_rate, config.steps)
+    optimizer = make_lm_optimizer(schedule, config.weight_decay)
+    model = nnx.eval_shape(lambda: build(config))
+    sharded_over = mesh if mesh is not None and FSDP in mesh.shape else None
+    return LMLearner(config, model, optimizer, schedule, sharded_over)
+
+
+def _count(params: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))

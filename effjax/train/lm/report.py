@@ -1,4 +1,4 @@
-"""What the command shows of a run on text: lines, a progress bar, and a table at the end."""
+"""The output of a run on text: a description, a progress bar, and a final table."""
 
 import math
 
@@ -16,7 +16,7 @@ from .task import LMResult, LMTask
 
 
 def announce(console: Console, task: LMTask, run: RunDirectory) -> None:
-    """What the run trains on, what it trains, and where it is written."""
+    """Print the data, the model and the run directory."""
     config, text = task.config, task.text
     sizes = report.parts(len(text.train), len(text.validation), len(text.test))
     line(console, f"{text.name}: {sizes} bytes")
@@ -28,12 +28,12 @@ def announce(console: Console, task: LMTask, run: RunDirectory) -> None:
         f"{counted(config.steps, 'step')}, {devices_of(task.mesh)}",
     )
     if task.base is not None:
-        line(console, f"begins with {task.base.run.path} at step {task.base.step}")
+        line(console, f"initialized from {task.base.run.path} at step {task.base.step}")
     line(console, f"run directory: {run.path}")
 
 
 def make_progress(console: Console, task: LMTask) -> Progress:
-    """A bar on a terminal; elsewhere one line a validation."""
+    """Return a progress bar on a terminal, and one line per validation otherwise."""
     steps = task.config.steps
 
     def line_text(record: Record) -> str:
@@ -58,7 +58,7 @@ def make_progress(console: Console, task: LMTask) -> Progress:
 def show_result(
     console: Console, run: RunDirectory, result: LMResult, plan: MemoryPlan | None
 ) -> None:
-    """The final table."""
+    """Print the final table."""
     table = report.result_table()
     best = f"best step, {result.best_step}"
     if result.validation_loss is None:
@@ -76,6 +76,6 @@ def show_result(
     table.add_row("time", f"{result.seconds:.0f} s")
     if plan is not None:
         table.add_row("device memory on an H200", format_bytes(plan.peak_device_bytes))
-        table.add_row("host memory beside it", format_bytes(plan.host.total))
+        table.add_row("host memory", format_bytes(plan.host.total))
     console.print(table)
     line(console, f"written: {run.path}")

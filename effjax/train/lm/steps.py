@@ -1,7 +1,7 @@
-"""The loss of a language model, and one training step around it.
+"""The loss of a language model, and training steps with its layers on the device or the host.
 
-The model is taken apart (`nnx.split`) into a graphdef and `params`, nested dicts of arrays; those
-of the layers are stacked in ``params["blocks"]``. What applies the layers is an argument.
+A model is split by `nnx.split` into a graphdef and `params`, nested dicts of arrays. The parameters
+of the layers are stacked in ``params["blocks"]``; the others are all other entries.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from ... import offload_jit
+from ... import OffloadState, offload_jit
 from ...models import TransformerLM, scan_layers
 from ...models.nnx.transformer import ApplyLayers, Layer, Params
 from ...ops.offload.trees import Partition, partition
@@ -22,29 +22,60 @@ from ..mesh import AnyMesh, Array, by_batch, gathered
 
 
 class LMState(NamedTuple):
+    """State of a model in device memory."""
+
     step: Array  # int32 []
     params: Params
-    opt_state: optax.OptState  # of what is trained
+    opt_state: optax.OptState  # of the trainable parameters
 
     def with_params(self, params: Params) -> "LMState":
+        """Return the state with other parameters."""
         return self._replace(params=params)
 
 
-def lm_loss(
-    graphdef: nnx.GraphDef,
-    params: Params,
-    tokens: Array,
-    key: jax.Array | None,
-    apply_layers: ApplyLayers = scan_layers,
-) -> jax.Array:
-    """Mean cross entropy in nats of `tokens[:, 1:]`, each given those before it.
+class OffloadedState(NamedTuple):
+    """State of a model whose layers are updated in slices, on the host or the device."""
 
-    Args:
-        tokens: integers [N, T + 1].
-        key: of dropout; None: without.
-        apply_layers: as of `TransformerLM`.
+    step: Array  # int32 []
+    model: OffloadState
+
+    @property
+    def params(self) -> Params:
+        """The parameters, in the form of `LMState`."""
+        return {**self.model.others, "blocks": self.model.layers}
+
+    def with_params(self, params: Params) -> "OffloadedState":
+        """Return the state with other parameters."""
+        model = self.model._replace(layers=params["blocks"], others=without_blocks(params))
+        return self._replace(model=model)
+
+
+class LMFunctions(NamedTuple):
+    """The loss as ``head(others, layers(embed(others, tokens, key)), tokens, key)``.
+
+    `layers` applies `layer` with each slice of ``params["blocks"]`` in turn.
     """
-    return jnp.mean(window_losses(graphdef, params, tokens, key, apply_layers))
+
+    embed: Callable  # (others, tokens, key) -> x
+    layer: Layer  # (params, x, key) -> x
+    head: Callable  # (others, x, tokens, key) -> loss
+
+
+def without_blocks(params: Params) -> Params:
+    """Return the parameters apart from those of the layers."""
+    return {name: value for name, value in params.items() if name != "blocks"}
+
+
+def gather_others(params: Params, mesh: AnyMesh | None) -> Params:
+    """Gather all parameters but those of the layers, which are gathered one layer at a time."""
+    if mesh is None:
+        return params
+    return {**gathered(without_blocks(params), mesh), "blocks": params["blocks"]}
+
+
+def gather_layer(layer: Layer, mesh: AnyMesh | None) -> Layer:
+    """Return the layer as a function of sharded parameters."""
+    return layer if mesh is None else lambda params, *rest: layer(gathered(params, mesh), *rest)
 
 
 def window_losses(
@@ -54,68 +85,52 @@ def window_losses(
     key: jax.Array | None,
     apply_layers: ApplyLayers = scan_layers,
 ) -> jax.Array:
-    """`lm_loss` of each window by itself: [N]."""
+    """Return the mean cross entropy of each window of tokens.
+
+    Args:
+        graphdef: From `nnx.split` of a `TransformerLM`.
+        params: Its parameters.
+        tokens: Integers [N, T + 1]. Each of the last T is predicted from those before it.
+        key: Of dropout; None turns it off.
+        apply_layers: An argument of `TransformerLM`.
+
+    Returns:
+        [N], in nats.
+    """
     model: Any = nnx.merge(graphdef, params)
     x = model.features(tokens[:, :-1], key=key, apply_layers=apply_layers)
     return jnp.mean(model.losses(x, tokens[:, 1:]), axis=-1)
 
 
-class LMParts(NamedTuple):
-    """The loss in three parts, ``head(others, layers(embed(others, tokens, key)), tokens, key)``.
-
-    `layers` is `layer` applied to ``params["blocks"]``, and `others` are all other params.
-    """
-
-    embed: Callable  # (others, tokens, key) -> x
-    layer: Layer  # (params, x, key) -> x
-    head: Callable  # (others, x, tokens, key) -> loss
-
-
-def gathered_others(params: Params, mesh: AnyMesh | None) -> Params:
-    """All but the layers whole on each device, to compute with."""
-    if mesh is None:
-        return params
-    others = {name: value for name, value in params.items() if name != "blocks"}
-    return {**gathered(others, mesh), "blocks": params["blocks"]}
-
-
-def gathering(layer: Layer, mesh: AnyMesh | None) -> Layer:
-    """The layer, of parameters that are split over devices."""
-    return layer if mesh is None else lambda params, *rest: layer(gathered(params, mesh), *rest)
-
-
-def lm_parts(model: TransformerLM, mesh: AnyMesh | None = None) -> LMParts:
-    """`lm_loss` of a model, which may be abstract, for steps that apply the layers themselves."""
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: model))
-    no_blocks = {"blocks": nnx.to_pure_dict(params)["blocks"]}  # their shapes only
-
-    def rest(others: Params) -> Any:
-        return nnx.merge(graphdef, gathered_others(others | no_blocks, mesh))
-
-    return LMParts(
-        lambda others, tokens, key: rest(others).embed(tokens[:, :-1]),
-        gathering(model.layer, mesh),
-        lambda others, x, tokens, key: jnp.mean(rest(others).losses(x, tokens[:, 1:])),
-    )
-
-
-def make_lm_step(
+def lm_loss(
     graphdef: nnx.GraphDef,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
+    params: Params,
+    tokens: Array,
+    key: jax.Array | None,
     apply_layers: ApplyLayers = scan_layers,
-) -> Callable[[LMState, Array, jax.Array], tuple[LMState, jax.Array]]:
-    """Compiles `(state, tokens, key) -> (state, loss)`, the tokens sharded over the mesh.
+) -> jax.Array:
+    """Return the mean of `window_losses`."""
+    return jnp.mean(window_losses(graphdef, params, tokens, key, apply_layers))
 
-    `state` stays where it is, and is donated. Dropout differs from step to step.
+
+def split_loss(model: TransformerLM, mesh: AnyMesh | None = None) -> LMFunctions:
+    """Split `lm_loss` into functions, for steps that apply the layers themselves.
+
+    Args:
+        model: Concrete or abstract.
+        mesh: The mesh that the parameters are sharded over, if they are.
     """
-    return compile_lm_step(lm_step(graphdef, optimizer, apply_layers, mesh=mesh), mesh)
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: model))
+    abstract_blocks = {"blocks": nnx.to_pure_dict(params)["blocks"]}
 
+    def merge(others: Params) -> Any:
+        return nnx.merge(graphdef, gather_others(others | abstract_blocks, mesh))
 
-def compile_lm_step(step: Callable, mesh: Mesh) -> Callable:
-    """For any `(state, tokens, key) -> (state, loss)`; the state stays where it is."""
-    compiled, rows = offload_jit(step), by_batch(mesh)
-    return lambda state, tokens, key: compiled(state, jax.device_put(tokens, rows), key)
+    return LMFunctions(
+        lambda others, tokens, key: merge(others).embed(tokens[:, :-1]),
+        gather_layer(model.layer, mesh),
+        lambda others, x, tokens, key: jnp.mean(merge(others).losses(x, tokens[:, 1:])),
+    )
 
 
 def lm_step(
@@ -126,15 +141,23 @@ def lm_step(
     mesh: AnyMesh | None = None,
     on_nan: OnNan = "stop",
 ) -> Callable:
-    """`make_lm_step` before it is compiled; `trainable` is as of `offload_train_step`, and `on_nan`
-    as of `finite.skip_nonfinite`."""
+    """Return a training step for `LMState`, ``(state, tokens, key) -> (state, loss)``.
+
+    Args:
+        graphdef: From `nnx.split` of a `TransformerLM`.
+        optimizer: Updates the trainable parameters.
+        apply_layers: An argument of `TransformerLM`.
+        trainable: An argument of `offload_train_step`, for all parameters.
+        mesh: The mesh that the parameters are sharded over, if they are.
+        on_nan: An argument of `finite.skip_nonfinite`.
+    """
 
     def step(state: LMState, tokens: Array, key: jax.Array) -> tuple[LMState, jax.Array]:
         key = jax.random.fold_in(key, state.step)
         trained, frozen = partition("trainable", trainable, state.params)
 
         def loss_of(trained: Params) -> jax.Array:
-            params = gathered_others(Partition(trained, frozen).merge(), mesh)
+            params = gather_others(Partition(trained, frozen).merge(), mesh)
             return lm_loss(graphdef, params, tokens, key, apply_layers)
 
         loss, grads = jax.value_and_grad(loss_of)(trained)
@@ -146,14 +169,39 @@ def lm_step(
     return step
 
 
+def offloaded_step(train_step: Callable) -> Callable:
+    """Return a training step for `OffloadedState`, ``(state, tokens, key) -> (state, loss)``.
+
+    Args:
+        train_step: From `offload_train_step`.
+    """
+
+    def step(
+        state: OffloadedState, tokens: Array, key: jax.Array
+    ) -> tuple[OffloadedState, jax.Array]:
+        model, loss = train_step(state.model, tokens, jax.random.fold_in(key, state.step))
+        return OffloadedState(state.step + 1, model), loss
+
+    return step
+
+
+def compile_lm_step(step: Callable, mesh: Mesh) -> Callable:
+    """Compile ``(state, tokens, key) -> (state, loss)``, with the tokens sharded over the mesh.
+
+    Each array of the state keeps its sharding and its memory. The state is donated.
+    """
+    compiled, rows = offload_jit(step), by_batch(mesh)
+    return lambda state, tokens, key: compiled(state, jax.device_put(tokens, rows), key)
+
+
 def make_lm_eval_step(
     graphdef: nnx.GraphDef, mesh: Mesh, apply_layers: ApplyLayers = scan_layers
 ) -> Callable[[Params, Array, Array], jax.Array]:
-    """Compiles `(params, tokens, weights) -> sum` of the losses of the windows, times `weights`."""
+    """Compile ``(params, tokens, weights) -> sum``, the weighted sum of the window losses."""
     rows = by_batch(mesh)
 
     def step(params: Params, tokens: Array, weights: Array) -> jax.Array:
-        params = gathered_others(params, mesh)
+        params = gather_others(params, mesh)
         return jnp.sum(window_losses(graphdef, params, tokens, None, apply_layers) * weights)
 
     compiled = offload_jit(step, donate=False)

@@ -1,4 +1,4 @@
-"""A text to predict byte by byte, as a task for `effjax.train.loop`: counted in steps."""
+"""Prediction of the bytes of a text, as a task of the training loop."""
 
 import dataclasses
 import math
@@ -31,24 +31,29 @@ from ..mesh import (
     with_shardings,
 )
 from ..task import Metrics, Part, Record, TrainStep
-from .base import Base, find_base, with_weights
+from .base import Base, find_base, restore_weights
 from .config import LMConfig
-from .offloaded import OffloadedState, shardings_of
-from .recipe import LMLearner, initial_state, make_learner, train_step
-from .steps import LMState, compile_lm_step, make_lm_eval_step
+from .recipe import LMLearner, make_learner
+from .steps import LMState, OffloadedState, compile_lm_step, make_lm_eval_step
+
+State = LMState | OffloadedState
 
 
 @dataclasses.dataclass(frozen=True)
 class LMResult:
-    """What a run came to; losses are means over bytes, in nats.
+    """Result of a run. Losses are means over bytes, in nats.
 
-    train_loss: of the last steps, as many as between two reports.
-    test_loss: of the parameters after `best_step`.
-    validation_loss: that by which this step is the best one; None without a validation text, where
-        it is the last one.
-    tokens_per_second: of training, the median of the reports; the first step after a start, which
-        can include compilation, is not counted unless it is the only one.
-    unigram_bits: bits per test byte without any context, to compare with.
+    Attributes:
+        train_loss: Mean over the steps between the last two reports.
+        test_loss: Of the parameters after `best_step`.
+        test_bits_per_byte: The same in bits.
+        best_step: The step with the lowest validation loss, or the last one without validation.
+        validation_loss: Of `best_step`; None without validation.
+        tokens_per_second: Median over the reports. The first step after a start, which may include
+            compilation, counts only if there is no other.
+        unigram_bits: Bits per test byte of a model without context, for comparison.
+        num_params: The number of parameters.
+        seconds: The duration of the run.
     """
 
     train_loss: float
@@ -68,20 +73,20 @@ def prepare(
     text: Text | None = None,
     resume: bool = False,
 ) -> "LMTask":
-    """Reads the text and checks what can be checked; writes nothing.
+    """Read the text and check the options. Nothing is written.
 
     Args:
-        config: the options.
-        devices: those to train on; default: those of all processes.
-        text: default: the one that `config.data` names.
-        resume: the task is of a run that goes on; the one that it began with need not be there.
+        config: The options.
+        devices: Where to train. The default is all devices of all processes.
+        text: The default is that of `config.data`.
+        resume: The task is that of a run that continues, which does not need `config.init_from`.
 
     Raises:
-        DataError: the text cannot be read, or is too short.
-        TrainError: the batch does not fit the devices, or the run to begin with not the model.
+        DataError: The text cannot be read, or is too short.
+        TrainError: The batch does not fit the devices, or `config.init_from` not the model.
     """
     base = None if resume else find_base(config)
-    if base is not None:  # the run can go on from another folder
+    if base is not None:  # an absolute path: the run may be resumed in another folder
         config = dataclasses.replace(config, init_from=os.path.realpath(base.run.path))
     text = hold_out(load_text(config.data) if text is None else text, config.validation)
     check_length(text, config.context)
@@ -89,75 +94,77 @@ def prepare(
     check_batch_size(config.batch_size, mesh)
     if config.num_microbatches > 1 < mesh.size:
         raise TrainError(
-            f"num_microbatches (={config.num_microbatches}) is for one device, but there are "
-            f"{mesh.size}"
+            f"num_microbatches (={config.num_microbatches}) needs a single device, not {mesh.size}"
         )
     return LMTask(config, text, make_learner(config, mesh), mesh, base)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LMTask:
-    """A `Task`; made by `prepare`. Nothing has been written yet."""
+    """The `Task` of a run on text, from `prepare`."""
 
     config: LMConfig
     text: Text
     learner: LMLearner
     mesh: Mesh
-    base: Base | None = None  # that a new run begins with
+    base: Base | None = None  # whose weights a new run starts with
 
     @property
     def kind(self) -> str:
+        """The unit of the run's length."""
         return "step"
 
     @property
     def eval_steps(self) -> Sequence[int]:
-        """After which steps the model is tested: every so many, and the last one."""
+        """The steps after which the model is validated and saved."""
         steps, every = self.config.steps, self.config.report_every
         return [*range(every, steps, every), steps]
 
     @property
     def examples_per_step(self) -> int:
+        """The number of examples in a batch."""
         return self.config.batch_size * self.config.context
 
     @property
     def fields(self) -> Sequence[str]:
-        held_out = ("validation_loss",) if len(self.text.validation) else ()
-        return "train_loss", "tokens_per_second", *held_out
+        """The names of the numbers that each record has."""
+        validation = ("validation_loss",) if len(self.text.validation) else ()
+        return "train_loss", "tokens_per_second", *validation
 
     def describe(self) -> dict[str, Any]:
-        held_out = {"validation_bytes": len(self.text.validation)}
-        return self.config.describe(
-            __version__,
-            {
-                "train_bytes": len(self.text.train),
-                **(held_out if len(self.text.validation) else {}),
-                "test_bytes": len(self.text.test),
-                "sha256": self.text.digest,
-            },
-        )
+        """Return the content of config.json."""
+        data = {"train_bytes": len(self.text.train)}
+        if len(self.text.validation):
+            data["validation_bytes"] = len(self.text.validation)
+        data |= {"test_bytes": len(self.text.test), "sha256": self.text.digest}
+        return self.config.describe(__version__, data)
 
-    def initial_state(self) -> LMState | OffloadedState:
-        base = self.base or find_base(self.config)  # a run may go on before its first checkpoint
-        state = self._drawn()
-        state = place(state, shardings_of(self.config, state, self.mesh))
-        return state if base is None else with_weights(state, base, self.mesh)
+    def initial_state(self) -> State:
+        """Return the state before the first step."""
+        # A resumed run may have stopped before its first checkpoint.
+        base = self.base or find_base(self.config)
+        state = self.learner.initial_state(self.mesh)
+        state = place(state, self.learner.shardings(state, self.mesh))
+        return state if base is None else restore_weights(state, base, self.mesh)
 
-    def shapes(self) -> LMState | OffloadedState:
-        shapes = jax.eval_shape(self._drawn)
-        return with_shardings(shapes, shardings_of(self.config, shapes, self.mesh))
-
-    def _drawn(self) -> LMState | OffloadedState:
-        return initial_state(self.learner, self.mesh)
+    def shapes(self) -> State:
+        """Return the shapes, dtypes and shardings of the state."""
+        shapes = jax.eval_shape(lambda: self.learner.initial_state(self.mesh))
+        return with_shardings(shapes, self.learner.shardings(shapes, self.mesh))
 
     def make_step(self) -> TrainStep:
-        return compile_lm_step(train_step(self.learner), self.mesh)
+        """Compile a training step."""
+        return compile_lm_step(self.learner.train_step(), self.mesh)
 
-    def make_test(self) -> Callable[[LMState | OffloadedState, Part], Metrics]:
+    def make_test(self) -> Callable[[State, Part], Metrics]:
+        """Compile an evaluation."""
         learner = self.learner
-        eval_step = make_lm_eval_step(learner.graphdef, self.mesh, learner.apply_layers_in_test)
-        return lambda state, part: evaluate(self, eval_step, state, part)
+        apply_layers = learner.apply_layers(num_microbatches=1)
+        eval_step = make_lm_eval_step(learner.graphdef, self.mesh, apply_layers)
+        return lambda state, part: self._evaluate(eval_step, state, part)
 
     def batches(self, done: int) -> Iterator[jax.Array]:
+        """Yield the batches after `done` steps, without end."""
         config, size = self.config, self.config.batch_size
         rows = rows_here(size, self.mesh)
         data = self.text.train
@@ -165,12 +172,15 @@ class LMTask:
             yield global_batch(windows, size, self.mesh)
 
     def read(self, metrics: jax.Array) -> Metrics:
+        """Wait for a step and return its metrics."""
         return {"loss": float(metrics)}
 
     def where(self, step: int) -> str:
+        """Return the position of a step for a message."""
         return f"at step {step}"
 
     def record(self, step: int, train: Metrics, validation: Metrics, rate: float) -> Record:
+        """Return the record of an evaluation."""
         return {
             "kind": "step", "step": step, "train_loss": train["loss"],
             "learning_rate": float(self.learner.learning_rate(step - 1)),
@@ -179,10 +189,11 @@ class LMTask:
         }  # fmt: skip
 
     def score(self, record: Record) -> tuple[float, ...]:
+        """Return the score of a record; higher is better."""
         return -record.get("validation_loss", 0), record["step"]
 
     def draw(self, axes: Any, records: Sequence[Record]) -> None:
-        """The loss on the train and on the validation part, by step."""
+        """Plot the records."""
         x = [record["step"] for record in records]
         axes.set(xlabel="step", ylabel="loss (nats per byte)")
         for number, name in enumerate(("train", "validation")):
@@ -193,6 +204,7 @@ class LMTask:
     def result(
         self, records: Sequence[Record], best: Record, tested: Metrics, began: float
     ) -> LMResult:
+        """Return the result of the run."""
         return LMResult(
             train_loss=records[-1]["train_loss"],
             test_loss=tested["loss"],
@@ -205,18 +217,16 @@ class LMTask:
             seconds=time.perf_counter() - began,
         )
 
-
-def evaluate(task: LMTask, eval_step: Any, state: LMState | OffloadedState, part: Part) -> Metrics:
-    """Mean loss over the windows of a part of the text; nothing of one without bytes."""
-    data = getattr(task.text, part)
-    if not len(data):
-        return {}
-    total, count = 0.0, 0.0
-    config, size = task.config, task.config.batch_size
-    rows = rows_here(size, task.mesh)
-    for tokens, weights in test_batches(data, config.context, size):
-        here = global_batch((tokens[rows], weights[rows]), size, task.mesh)
-        total += float(eval_step(state.params, *here))
-        count += float(weights.sum())
-    loss = total / count
-    return {"loss": loss, "bits_per_byte": loss / math.log(2)}
+    def _evaluate(self, eval_step: Callable, state: State, part: Part) -> Metrics:
+        """Return the mean loss over the windows of a part of the text; empty if the part is."""
+        data = getattr(self.text, part)
+        if not len(data):
+            return {}
+        total, count, size = 0.0, 0.0, self.config.batch_size
+        rows = rows_here(size, self.mesh)
+        for tokens, weights in test_batches(data, self.config.context, size):
+            batch = global_batch((tokens[rows], weights[rows]), size, self.mesh)
+            total += float(eval_step(state.params, *batch))
+            count += float(weights.sum())
+        loss = total / count
+        return {"loss": loss, "bits_per_byte": loss / math.log(2)}

@@ -9,7 +9,7 @@ import pytest
 
 from effjax.train.checkpoint import Checkpoints
 from effjax.train.errors import TrainError
-from effjax.train.lm.offloaded import OffloadedState
+from effjax.train.lm.steps import OffloadedState
 from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
 from effjax.train.task import Progress
@@ -119,5 +119,5 @@ def test_microbatches(mode, tmp_path, without_dropout):
 
 @pytest.mark.parametrize("mode", ["activations", "fused"])
 def test_microbatches_are_for_one_device(mode):
-    with pytest.raises(TrainError, match=r"num_microbatches \(=2\) is for one device, but .* 2"):
+    with pytest.raises(TrainError, match=r"num_microbatches \(=2\) needs a single device"):
         lm_task(2, num_microbatches=2, dropout=0.0, **MODES[mode])
