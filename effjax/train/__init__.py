@@ -1,9 +1,10 @@
-"""Training on images and on text: one loop, and what it trains.
+"""Training on images and on text: one loop, and the tasks that it trains.
 
-- `loop`: trains a task, tests it, and goes on after an interruption with the same bits
-- `run_directory`, `checkpoint`, `report`, `mesh`, `errors`: what the loop and the tasks share
-- `data`: images and text, in memory
-- `images`, `lm`: a task each
+- `loop`: trains, validates and tests a task, and resumes an interrupted run exactly.
+- `run_directory`, `checkpoint`, `report`, `mesh`, `processes`, `errors`: shared by the loop and the
+  tasks.
+- `data`: images and text.
+- `images`, `lm`: the two tasks.
 
-Imports nothing by itself, so that a command's help does not wait for JAX.
+This module imports nothing, so that the help of a command does not wait for JAX.
 """

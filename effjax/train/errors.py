@@ -11,10 +11,6 @@ class PreemptionError(Exception):
     """A run that was told to stop, and was saved."""
 
 
-class OutOfDeviceMemoryError(Exception):
-    """A run that does not fit in device memory; the message is the command that plans it."""
-
-
 class DamagedCheckpointError(TrainError):
     """A checkpoint whose files are not as they were written."""
 
