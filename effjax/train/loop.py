@@ -37,10 +37,9 @@ def fit(
         task: From `images.task.prepare` or `lm.task.prepare`.
         run: Where to write.
         progress: Callbacks.
-        resume: Continue after the last intact checkpoint of `run`, or start if it has none. The
-            task must have the
-            options and data of the run. Its length may differ: all further steps then follow the
-            schedule of that length.
+        resume: Continue after the newest intact checkpoint of `run`, or start if there is no
+            checkpoint. The task must have the options and data of the run. Its length may differ:
+            all further steps then follow the schedule of that length.
         stop: Called after each step with its number. If it returns True, the run is saved and ends.
 
     Returns:
@@ -149,7 +148,7 @@ class _Interval:
         task: What is trained.
         progress: Receives the metrics of each step.
         done: The number of steps taken.
-        metrics: Those of the last of these steps, in an interval that is resumed.
+        metrics: The metrics of the last of these steps, if a run resumes within an interval.
     """
 
     def __init__(
@@ -212,9 +211,10 @@ def _restore(
         The state, the number of steps taken, the metrics of the steps since the last evaluation,
         and the records.
     """
-    newest_first = checkpoints.steps[::-1]
-    _check_length(task, run, newest_first[0], newest_first[0] in checkpoints.evaluated_steps)
-    done, state = checkpoints.restore_first_intact(task.shapes(), newest_first, progress.log)
+    done, state = checkpoints.restore_first_intact(
+        task.shapes(), checkpoints.steps[::-1], progress.log
+    )
+    _check_length(task, run, done, done in checkpoints.evaluated_steps)
     # A run that was made longer was evaluated at its former end too.
     evaluated = {*task.eval_steps, *checkpoints.evaluated_steps}
     wanted = sorted(step for step in evaluated if step <= done)

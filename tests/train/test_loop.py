@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from effjax.train.checkpoint import Checkpoints
+from effjax.train.checkpoint import MANIFEST, Checkpoints
 from effjax.train.errors import PreemptionError, TrainError
 from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
@@ -220,14 +220,19 @@ def test_ctrl_c_before_the_first_checkpoint(tmp_path, task, whole, monkeypatch):
     assert lines_without_times(run) == lines_without_times(whole[0])
 
 
-def test_a_damaged_last_checkpoint(tmp_path, task, whole, first_is_best):
+def remove_manifest(checkpoint):
+    (checkpoint / MANIFEST).unlink()
+
+
+@pytest.mark.parametrize("damage", [flip_bit, remove_manifest])
+def test_a_damaged_last_checkpoint(tmp_path, task, whole, first_is_best, damage):
     first, finished, _ = first_is_best
     run, steps = copy_of(finished, tmp_path / "run"), task.eval_steps
-    flip_bit(run.checkpoints / str(steps[-1]))
+    damage(run.checkpoints / str(steps[-1]))
     progress = RecordedProgress()
     fit(first, run, progress, resume=True)
     (message,) = progress.texts
-    assert f"checkpoints/{steps[-1]} is damaged (default/" in message
+    assert f"checkpoints/{steps[-1]} is damaged (" in message
     assert message.endswith(f"using {run.checkpoints}/{steps[0]}")
     assert progress.steps[0] == steps[0] + 1
     assert lines_without_times(run) == lines_without_times(finished)
