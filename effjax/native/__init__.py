@@ -1,6 +1,6 @@
-"""Loads the native kernels and registers them with XLA, at first use.
+"""Loader of the native kernels, which registers them with XLA at first use.
 
-There are none in a package that was built without a compiler; operators then run as plain XLA.
+A package that was built without a compiler has no kernels; operators then run as plain XLA.
 """
 
 import ctypes
@@ -32,26 +32,27 @@ _DRIVERS = {12: 525, 13: 580}  # NVIDIA's first driver for a major version of CU
 
 
 def status() -> dict[str, str]:
-    """For each platform, "loaded" or why there is no native code."""
+    """Return "loaded" for each platform, or the reason why its kernels are unavailable."""
     return {platform: _load(platform) for platform in _PLATFORMS}
 
 
 def is_available(platform: str) -> bool:
-    """Whether there are native kernels for "cpu" or "cuda"."""
+    """Return True if the native kernels of `platform` ("cpu" or "cuda") are loaded."""
     return platform in _PLATFORMS and _load(platform) == LOADED
 
 
 class Gpus(NamedTuple):
-    """What a library of CUDA kernels finds: versions of CUDA are 1000 * major + 10 * minor."""
+    """Versions and devices found by the CUDA library; versions are 1000 * major + 10 * minor."""
 
-    built: int  # the CUDA that the library was built with
-    driver: int  # the newest that the driver runs; 0 where there is none
+    built: int  # version of CUDA that the library was built with
+    driver: int  # newest version that the driver supports; 0 without a driver
     count: int
     newest: int  # compute capability of the newest GPU, 10 * major + minor
 
-    def trouble(self) -> str | None:
-        """Why the kernels cannot run on the GPUs that are here. None where there are none either:
-        programs for a GPU can then be compiled, and planned.
+    def find_problem(self) -> str | None:
+        """Return the reason why the kernels cannot run on these GPUs, or None.
+
+        Without GPUs the result is None, because programs can still be compiled and planned.
         """
         major, minor = self.built // 1000, self.driver % 1000 // 10
         if self.driver and self.driver // 1000 < major:
@@ -70,7 +71,7 @@ class Gpus(NamedTuple):
 
 
 def gpus() -> Gpus | None:
-    """What the CUDA kernels could run on; None where they are not built, or cannot be loaded."""
+    """Return the GPUs for the CUDA kernels; None if the library is missing or cannot be loaded."""
     try:
         with resources.as_file(_file("cuda")) as path:
             return _gpus_of(ctypes.CDLL(str(path)))
@@ -91,11 +92,11 @@ def _file(platform: str):
 
 @functools.cache
 def _load(platform: str) -> str:
-    """Registers the custom calls of one library, once. Starts no backend."""
+    """Register the custom calls of one library once, without starting a backend."""
     with resources.as_file(_file(platform)) as path:
         if not path.is_file():
-            return "not built: install effjax where there is a compiler (pip install -v says more)"
-        if not _is_whole(path):  # the process would end where a part that lacks is read
+            return "not built: install effjax with a compiler (pip install -v shows details)"
+        if not _is_complete(path):  # reading a missing part would kill the process
             return "cut short: install effjax again"
         try:
             library = ctypes.CDLL(str(path))
@@ -113,16 +114,16 @@ def _load(platform: str) -> str:
     symbols = _SYMBOLS | (_CUDA_SYMBOLS if platform == "cuda" else {})
     if not all(hasattr(library, symbol) for symbol in [*symbols.values(), *_PLAIN[platform]]):
         return "built from another version of effjax: install effjax again"
-    if platform == "cuda" and (trouble := _gpus_of(library).trouble()):
-        return trouble
+    if platform == "cuda" and (problem := _gpus_of(library).find_problem()):
+        return problem
     for target, symbol in symbols.items():
         handler = jax.ffi.pycapsule(getattr(library, symbol))
         jax.ffi.register_ffi_target(target, handler, platform=_PLATFORMS[platform])
     return LOADED
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether an ELF file has its last part, the table of its sections; of others nothing is known.
+def _is_complete(path: Path) -> bool:
+    """Return True unless an ELF file lacks its last part, the section headers.
 
     References:
         System V ABI, "ELF Header": e_shoff, e_shentsize and e_shnum of a 64-bit file.
@@ -146,7 +147,7 @@ def _version_of(library: ctypes.CDLL) -> tuple[int, int]:
 
 @functools.cache
 def jaxlib_version() -> tuple[int, int]:
-    """The version of XLA's FFI that the installed jaxlib has, as its headers say."""
+    """Return the version of XLA's FFI in the headers of the installed jaxlib."""
     header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
-    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header.read_text()))
-    return int(found["MAJOR"]), int(found["MINOR"])
+    version = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header.read_text()))
+    return int(version["MAJOR"]), int(version["MINOR"])

@@ -1,6 +1,6 @@
-// What the kernels of all operators share on a GPU: packs of channels, and how threads take them.
+// Shared code of the CUDA kernels: packs of channels, and their distribution over threads.
 //
-// Images are NHWC, so the channels of a pixel are next to each other: neighbouring threads take
+// Images are NHWC, so the channels of a pixel are contiguous: neighbouring threads take
 // neighbouring channels, 16 bytes each where the number of channels allows it. Addresses are 64-bit.
 #ifndef EFFJAX_CUDA_H_
 #define EFFJAX_CUDA_H_
@@ -38,7 +38,7 @@ __device__ __forceinline__ Vector<T, V> load(const T* p) {
   return *reinterpret_cast<const Vector<T, V>*>(p);
 }
 
-// *from, or zeros: whole registers of them, where single numbers of 16 bits would be set one by one.
+// *from, or zeros, in whole registers: single 16-bit numbers would be set one by one.
 template <typename T, int V>
 __device__ __forceinline__ Vector<T, V> load_if(bool there, const Vector<T, V>* from) {
   constexpr int kSize = sizeof(Vector<T, V>);
@@ -126,7 +126,7 @@ __device__ __forceinline__ void add(A* dx, const A (&value)[V]) {
   }
 }
 
-// How many threads share a sample: as many as there are packs, a power of two up to a warp.
+// Number of threads that share a sample: the number of packs, a power of two up to a warp.
 inline int lanes_for(int64_t packs) {
   int lanes = 1;
   while (lanes < packs && lanes < 32) lanes *= 2;

@@ -1,4 +1,4 @@
-// What the CPU and the CUDA handlers of deformable attention compute.
+// Geometry of deformable attention, compiled into the CPU and the CUDA handlers.
 #ifndef EFFJAX_DEFORM_ATTENTION_H_
 #define EFFJAX_DEFORM_ATTENTION_H_
 

@@ -1,7 +1,7 @@
 // Deformable attention on a CPU: the loops, for any storage type T computed in A.
 //
-// Nothing depends on how many threads there are: a task writes what no other task writes, and sums
-// in an order of its own.
+// Results do not depend on the number of threads: each task writes disjoint memory, and sums in a
+// fixed order.
 #ifndef EFFJAX_DEFORM_ATTENTION_CPU_H_
 #define EFFJAX_DEFORM_ATTENTION_CPU_H_
 
@@ -16,7 +16,7 @@ namespace effjax {
 constexpr int kPoints = 16;   // samples whose places are computed together
 constexpr int64_t kQueries = 16;  // of a task of the forward pass
 
-// What the points of a head share with those of all others: their levels, point after point, so
+// Data of the points that is the same for all heads: their levels, point after point, so
 // that a loop over points reads vectors.
 template <typename A>
 struct PointLevels {

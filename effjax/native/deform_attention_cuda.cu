@@ -7,7 +7,7 @@
 namespace effjax {
 namespace {
 
-// What the kernels count in 32 bits.
+// Limits of the kernels' 32-bit indices.
 ffi::Error check_sizes(const Attention& g) {
   if (g.levels.size() > kMostLevels) {
     return invalid("at most " + std::to_string(kMostLevels) + " levels on a GPU");

@@ -1,6 +1,5 @@
-// The custom calls of deformable attention: what they are given, the checks of it, and the calls
-// themselves but for the device they run on. Python has checked before; the checks are for whoever
-// calls them directly.
+// The custom calls of deformable attention: their inputs, the checks, and the device-independent
+// part of the calls. Python checks arguments too; the checks here protect direct calls.
 #ifndef EFFJAX_DEFORM_ATTENTION_FFI_H_
 #define EFFJAX_DEFORM_ATTENTION_FFI_H_
 
@@ -14,7 +13,7 @@ inline constexpr char kSizes[] = "sizes", kNormalized[] = "normalized";
 using SizesAttribute = ffi::Attr<ffi::Span<const int64_t>, kSizes>;
 using NormalizedAttribute = ffi::Attr<int64_t, kNormalized>;
 
-// What both calls read.
+// The inputs of both calls.
 struct AttentionInputs {
   AnyBuffer value, locations, weights;
 };

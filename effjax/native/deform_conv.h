@@ -1,4 +1,4 @@
-// What a deformable convolution samples, compiled into the CPU and the CUDA handlers.
+// Sample positions of a deformable convolution, compiled into the CPU and the CUDA handlers.
 #ifndef EFFJAX_DEFORM_CONV_H_
 #define EFFJAX_DEFORM_CONV_H_
 
@@ -15,7 +15,7 @@ struct Geometry {
   bool has_mask;
 };
 
-// Where tap (i, j) of output pixel (row, column) reads, before its offset.
+// Position of tap (i, j) of output pixel (row, column), before its offset.
 template <typename A>
 EFFJAX_INLINE A base_y(const Geometry& g, int64_t row, int64_t i) {
   return A(row * g.stride_h - g.padding_top + i * g.dilation_h);
@@ -25,8 +25,8 @@ EFFJAX_INLINE A base_x(const Geometry& g, int64_t column, int64_t j) {
   return A(column * g.stride_w - g.padding_left + j * g.dilation_w);
 }
 
-// Which of the positions and masks [N, Ho, Wo, G, K] is the first of pixel (row, column). Rows that
-// are not there, which only a wrong first_row has, are moved to the last.
+// Index of the first of the positions and masks [N, Ho, Wo, G, K] of pixel
+// (row, column). Rows out of range, from a wrong first_row, are clamped to the last.
 template <typename I>
 EFFJAX_INLINE I first_tap(const Geometry& g, I n, int64_t row, I column) {
   const int64_t last = g.Ho - 1, within = row < 0 ? 0 : row < last ? row : last;

@@ -1,7 +1,7 @@
 // Deformable sampling on a CPU: the loops, for any storage type T computed in A.
 //
-// Nothing depends on how many threads there are: a task writes what no other task writes, and sums
-// in an order of its own.
+// Results do not depend on the number of threads: each task writes disjoint memory, and sums in a
+// fixed order.
 #ifndef EFFJAX_DEFORM_CONV_CPU_H_
 #define EFFJAX_DEFORM_CONV_CPU_H_
 
@@ -33,7 +33,7 @@ struct Operands {
     return make_sample<A>(base_y<A>(g, first_row + r, k / width) + moved[0],
                           base_x<A>(g, column, k % width) + moved[1], g.H, g.W, s);
   }
-  // Whether a sample may touch the rows [begin, end) of the image: quicker to know than the sample.
+  // True if a sample may touch the rows [begin, end) of the image: quicker to know than the sample.
   EFFJAX_INLINE bool reaches(int64_t n, int64_t r, int64_t column, int64_t tap, int32_t k,
                              int64_t begin, int64_t end) const {
     const A moved = offset[2 * (first_tap_of(n, r, column) + tap)];
@@ -73,7 +73,7 @@ EFFJAX_INLINE void columns_of_row(const Operands<T, A>& in, const T* zeros, int6
   }
 }
 
-// What one task of the backward pass writes: of the image n, the rows of dx, and of the channels the
+// Output of one task of the backward pass: of the image n, the rows of dx, and of the channels the
 // blocks [first, last) of all groups'.
 struct Rows {
   int64_t begin, end;
@@ -92,7 +92,7 @@ Rows reach_of_row(const Operands<T, A>& in, int64_t n, int64_t r) {
   for (int64_t column = 0; column < g.Wo * g.G; ++column) {
     for (int64_t k = 0; k < g.K; ++k, moved += 2) {
       const double y = base_y<A>(g, in.first_row + r, int32_t(k) / int32_t(g.kernel_w)) + moved[0];
-      const bool touches = (y > -1) & (y < double(g.H));  // no for NaN
+      const bool touches = (y > -1) & (y < double(g.H));  // false for NaN
       least = touches && y < least ? y : least;
       most = touches && y > most ? y : most;
     }

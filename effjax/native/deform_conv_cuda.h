@@ -10,7 +10,7 @@
 
 namespace effjax {
 
-// How many threads share a sample at most, backward: 128 bytes of dx lie next to each other.
+// Maximum number of threads that share a sample, backward: 128 contiguous bytes of dx.
 constexpr int kMostLanes = 8;
 
 // The operands, and how they are indexed: in I, 32 bits where that is enough. A "pack" is V channels,
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, 5)  // enough registers for four loa
   }
 }
 
-// What one pack gives to dx, and to the products of the gradient with the corners of its sample.
+// Contribution of one pack to dx, and to the products of the gradient with its sample's corners.
 template <typename T, typename A, int V, typename I>
 __device__ __forceinline__ void gradients_of_pack(const Vector<T, V>* x, const Vector<A, 4>& weight,
                                                   const Vector<I, 4>& begin, I pack, Vector<A, V> d,
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// Whether 32 bits count the samples, and the packs of x.
+// True if 32 bits count the samples, and the packs of x.
 inline bool fits_32_bits(const Geometry& g, int packed) {
   constexpr double kMost = 2147483648.0;  // products of sizes may be more than 64 bits hold
   const double points = double(g.N) * double(std::max(g.R, g.Ho)) * double(g.Wo);
@@ -250,7 +250,7 @@ Operands<T, A, V, I> make_operands(const Geometry& g, const void* x, const void*
           by(packs), by(g.G), by(g.K), by(g.Wo), by(g.R), by(g.kernel_w)};
 }
 
-// How many samples a block takes: enough work for what it costs to take them, at least `least`.
+// Number of samples of a block: enough work to amortize their setup, at least `least`.
 inline int samples_of_block(int64_t packs, int least) {
   constexpr int64_t kPacks = 2048;
   return static_cast<int>(std::clamp<int64_t>(kPacks / std::max<int64_t>(packs, 1), least, kThreads));

@@ -1,6 +1,5 @@
-// The custom calls of deformable convolution: what they are given, the checks of it, and the calls
-// themselves but for the device they run on. Python has checked before; the checks are for whoever
-// calls them directly.
+// The custom calls of deformable convolution: their inputs, the checks, and the device-independent
+// part of the calls. Python checks arguments too; the checks here protect direct calls.
 #ifndef EFFJAX_DEFORM_CONV_FFI_H_
 #define EFFJAX_DEFORM_CONV_FFI_H_
 
@@ -34,7 +33,7 @@ inline constexpr char kGeometry[] = "geometry", kSkipDx[] = "skip_dx";
 using WindowAttribute = ffi::Attr<Window, kGeometry>;
 using SkipDxAttribute = ffi::Attr<int64_t, kSkipDx>;
 
-// What all calls read; `g` is known once it is checked.
+// The inputs of all calls; `g` is set by the check.
 struct Inputs {
   AnyBuffer x, offset, mask;
   Integers row;

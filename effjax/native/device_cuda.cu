@@ -1,4 +1,4 @@
-// What there is to run the kernels on, for the loader. No context is made, and nothing is kept.
+// The available driver and GPUs, for the loader. It creates no context and keeps no state.
 
 #include <cuda_runtime.h>
 

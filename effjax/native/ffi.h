@@ -1,4 +1,4 @@
-// What the custom calls of all operators share: checks of what they are given, and their symbols.
+// Shared code of all custom calls: checks of their inputs, and their symbols.
 #ifndef EFFJAX_FFI_H_
 #define EFFJAX_FFI_H_
 
@@ -45,8 +45,8 @@ inline int64_t product_of(std::initializer_list<int64_t> sizes) {
   return product;
 }
 
-// Whether all sizes that follow from those of an array, and they themselves where others are zero,
-// are far from what 64 bits hold: then no sum or product of them overflows.
+// True if all sizes derived from those of an array, and they themselves if others are zero, are far
+// below the limit of 64 bits: then no sum or product of them overflows.
 inline bool is_countable(AnyBuffer buffer) {
   int64_t product = 1;
   for (int64_t size : buffer.dimensions()) product = product_of({product, std::max<int64_t>(size, 1)});

@@ -13,7 +13,7 @@ namespace effjax {
 // are [N, R, P, G, 2] for G groups of C / G channels.
 struct Pooling {
   int64_t N, H, W, C, R, P, G, rows, columns, parts;
-  double margin;   // how far outside of the outermost pixels a sample still counts
+  double margin;   // samples up to this distance outside of the outermost pixels count
   bool of_inside;  // the mean is of the samples that count, not of all
 
   EFFJAX_INLINE int64_t pixel_size() const { return parts * parts * C; }

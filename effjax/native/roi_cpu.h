@@ -1,7 +1,7 @@
 // Pooling of boxes on a CPU: the loops, for any storage type T computed in A.
 //
-// Nothing depends on how many threads there are: a task writes what no other task writes, and sums
-// in an order of its own.
+// Results do not depend on the number of threads: each task writes disjoint memory, and sums in a
+// fixed order.
 #ifndef EFFJAX_ROI_CPU_H_
 #define EFFJAX_ROI_CPU_H_
 
@@ -23,7 +23,7 @@ struct Boxes {
   bool adds;       // y is added to, and is there already
 };
 
-// The pixels that the samples of a bin touch along one axis, each once.
+// The distinct pixels that the samples of a bin touch along one axis.
 template <typename A>
 struct Line {
   std::vector<int64_t> at;       // of the pixel, in numbers of x
@@ -316,7 +316,7 @@ void roi_pool(const Boxes<T, A>& in, T* y, const Parallel& parallel,
   });
 }
 
-// What the boxes of an image add to channels [begin, end) of each block of dx.
+// Contribution of the boxes of an image to channels [begin, end) of each block of dx.
 template <typename T, typename A>
 void spread_boxes(const Boxes<T, A>& in, const T* dy, int64_t n, int64_t begin, int64_t end, A* dx,
                   const PoolingLoops<T, A>& loops) {

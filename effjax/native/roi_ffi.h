@@ -1,6 +1,5 @@
-// The custom calls that pool boxes: what they are given, the checks of it, and the calls themselves
-// but for the device they run on. Python has checked before; the checks are for whoever calls them
-// directly.
+// The custom calls that pool boxes: their inputs, the checks, and the device-independent part of the
+// calls. Python checks arguments too; the checks here protect direct calls.
 #ifndef EFFJAX_ROI_FFI_H_
 #define EFFJAX_ROI_FFI_H_
 
@@ -27,7 +26,7 @@ namespace effjax {
 inline constexpr char kPooling[] = "pooling";
 using PoolingAttribute = ffi::Attr<PoolingAttributes, kPooling>;
 
-// What both calls read; `g` is known once it is checked.
+// The inputs of both calls; `g` is set by the check.
 struct PoolingInputs {
   AnyBuffer x, first, step, count;
   Pooling g{};

@@ -1,4 +1,4 @@
-// A point between four pixels, and its gradients: what all operators that sample images share,
+// A point between four pixels, and its gradients: shared by all operators that sample images,
 // compiled into the CPU and the CUDA handlers.
 #ifndef EFFJAX_SAMPLING_H_
 #define EFFJAX_SAMPLING_H_

@@ -14,7 +14,7 @@
 
 namespace effjax {
 
-// What the threads of one loop share; it lives until the last of them has seen that it is over.
+// State shared by the threads of one loop, alive until the last thread has left it.
 struct Loop {
   std::function<void(int64_t)> task;
   int64_t count;
@@ -56,7 +56,7 @@ struct Parallel {
     const int64_t helpers = std::min(threads(), count) - 1;
     try {
       for (int64_t i = 0; i < helpers; ++i) pool.Schedule([loop] { loop->work(); });
-    } catch (const std::bad_alloc&) {  // those who are there do it
+    } catch (const std::bad_alloc&) {  // the existing threads do the work
     }
     loop->work();
     std::unique_lock<std::mutex> lock(loop->mutex);

@@ -97,8 +97,8 @@ def test_a_library_for_a_newer_jaxlib(fresh, monkeypatch):
     ],
 )
 def test_gpus_that_cannot_run_the_kernels(gpus, match):
-    trouble = gpus.trouble()
-    assert trouble is None if match is None else re.search(match, str(trouble))
+    problem = gpus.find_problem()
+    assert problem is None if match is None else re.search(match, str(problem))
 
 
 @pytest.mark.skipif(not native.is_available("cuda"), reason="built without CUDA kernels")
