@@ -148,20 +148,6 @@ def check_choice(name: str, value: Any, *choices: str | None, hint: str = "") ->
     return value
 
 
-def as_callable(name: str, value: Any) -> Callable:
-    """Return `value` if it can be called."""
-    if not callable(value):
-        raise TypeError(f"`{name}` must be a function, not {describe(value)}.")
-    return value
-
-
-def as_flag(name: str, value: Any) -> bool:
-    """Return `value` as a Python bool; only Python's and NumPy's bools are accepted."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"`{name}` must be True or False, not {describe(value)}.")
-    return bool(value)
-
-
 def as_dtype(name: str, value: Any, kind: Any = jnp.floating) -> jnp.dtype:
     """Return `value` as a dtype that is a subtype of `kind`."""
     dtype = None
