@@ -183,6 +183,7 @@ class Command(typer.core.TyperCommand):
     """
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
         from rich.console import Console
         from rich.panel import Panel
         from rich.table import Column, Table

@@ -92,6 +92,7 @@ def read_config(path: Path, config_type: type[Config]) -> Config:
 
 
 def resume_command(command: str, path: Path) -> str:
+    """Return the command line that resumes a run."""
     return f"effjax train {command} --resume {shlex.quote(str(path))}"
 
 

@@ -1,4 +1,4 @@
-"""What the tests of all commands share besides fixtures."""
+"""Helpers of the tests of the commands."""
 
 import shlex
 import signal
@@ -7,17 +7,17 @@ TINY = ["train", "densenet", "--depth", "10", "--growth-rate", "4"]
 
 
 def one_line(err: str) -> bool:
-    """Whether it is what `effjax` says of an error of the user's."""
+    """Return True for the one line of an error of the user."""
     return err.startswith("effjax: ") and err.endswith("\n") and err.count("\n") == 1
 
 
 def interrupt_at(number):
-    """For a progress: Ctrl-C after a step."""
+    """Return a progress callback that presses Ctrl-C after a step."""
     return signal_at(signal.SIGINT, number)
 
 
 def signal_at(which, number):
-    """For a progress: a signal after a step."""
+    """Return a progress callback that raises a signal after a step."""
 
     def step(self, step, measured, rate):
         if step == number:
@@ -27,7 +27,7 @@ def signal_at(which, number):
 
 
 def planned(monkeypatch, run, command):
-    """Runs a command of `effjax memory` up to where it plans; returns what it would."""
+    """Run `effjax memory` up to the plan; return the batch size and the number of devices."""
     made = []
 
     def plan(steps, *, batch_size, num_devices, **_):

@@ -5,7 +5,7 @@ from effjax import cli
 
 @pytest.fixture
 def run(capsys, monkeypatch, tmp_path):
-    """Runs a command in an empty directory; returns its exit code, stdout and stderr."""
+    """Run a command in an empty directory; return its exit code, stdout and stderr."""
     for name in ("typer", "rich", "matplotlib", "sklearn", "PIL"):
         pytest.importorskip(name)
     monkeypatch.chdir(tmp_path)
@@ -19,7 +19,7 @@ def run(capsys, monkeypatch, tmp_path):
 
 @pytest.fixture
 def small_model(monkeypatch):
-    """A model that compiles in a second, on small images with the name `digits`."""
+    """Replace the network and the digits by small ones."""
     from tests.train import small
 
     monkeypatch.setattr("effjax.train.images.task.model_builder", small.builder)

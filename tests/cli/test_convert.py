@@ -19,7 +19,7 @@ SMALL = dict(growth_rate=2, block_config=(2, 1), num_init_features=4, bn_size=2)
 
 @pytest.fixture
 def run_convert(run, monkeypatch):
-    """Runs `effjax convert` where there is a small network `tiny` and a file of its weights."""
+    """Run `effjax convert` with a small network `tiny` and a file of its weights."""
     make = lambda **options: LinenDenseNet(**SMALL | options)  # noqa: E731
     monkeypatch.setitem(networks.NETWORKS, "tiny", (make, convert.DENSENET))
     weights = cases.part(cases.load("densenet"), "weights")

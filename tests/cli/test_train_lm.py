@@ -16,7 +16,7 @@ LM += ["--steps", "3", "--report-every", "2", "--data", "text:text.txt"]
 
 @pytest.fixture
 def run_lm(run, tmp_path):
-    """Runs `effjax train lm` where there is a small text."""
+    """Run `effjax train lm` with a small text."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 9)
     return lambda *argv: run("train", "lm", *argv)
 
@@ -40,7 +40,7 @@ def test_a_run_of_lm(run_lm, monkeypatch, tmp_path):
     assert final["kind"] == "final" and final["test_bits_per_byte"] < 9
 
 
-def test_lm_is_planned_where_it_is_asked_for(run_lm, monkeypatch):
+def test_plan_option(run_lm, monkeypatch):
     from effjax.train.lm.task import LMResult
 
     numbers = {field.name: 1 for field in dataclasses.fields(LMResult)}
@@ -62,7 +62,7 @@ def test_lm_is_planned_where_it_is_asked_for(run_lm, monkeypatch):
     assert "not planned: [Errno 28] No space left on device" in out
 
 
-def test_another_end_with_resume(run_lm, monkeypatch):
+def test_resume_with_other_steps(run_lm, monkeypatch):
     begun = []
 
     def fit(task, run, progress, resume, *_):
@@ -86,7 +86,7 @@ def test_lm_with_ctrl_c(run_lm, monkeypatch):
 
 @pytest.fixture
 def base(run_lm, monkeypatch, tmp_path):
-    """A run to begin with; none is trained."""
+    """Create a run with a checkpoint, without training."""
 
     def fit(*_):
         raise KeyboardInterrupt
@@ -100,7 +100,7 @@ def base(run_lm, monkeypatch, tmp_path):
     return path
 
 
-def test_a_run_to_begin_with_is_not_overwritten(run_lm, base, tmp_path):
+def test_init_from_is_not_overwritten(run_lm, base, tmp_path):
     def files():
         return {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
 
@@ -123,7 +123,7 @@ def test_a_run_to_begin_with_is_not_overwritten(run_lm, base, tmp_path):
             assert files() == before
 
 
-def test_lm_goes_on_without_the_run_that_it_began_with(run_lm, base, tmp_path):
+def test_resume_does_not_need_init_from(run_lm, base, tmp_path):
     code, out, _ = run_lm(*LM, "--init-from", "base", "--lora", "2", "--out", "here")
     assert code == 130 and "initialized from base at step 2\n" in out
     options = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
@@ -134,7 +134,7 @@ def test_lm_goes_on_without_the_run_that_it_began_with(run_lm, base, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_lm_beside_the_weights_of_a_run(run_lm, tmp_path):
+def test_lora_of_another_run(run_lm, tmp_path):
     assert run_lm(*LM, "--out", "base")[0] == 0
     begin = "--init-from", "base", "--lora", "2"
     code, out, err = run_lm(*LM, *begin, "--offload", "all", "--fuse-update", "--out", "here")
@@ -187,7 +187,7 @@ def test_lm_with_ctrl_c_and_resume(run_lm, monkeypatch, tmp_path):
         (["--resume", ".", "--context", "3"], "--context cannot be combined with --resume"),
     ],
 )
-def test_lm_says_what_is_wrong(run_lm, tmp_path, argv, message):
+def test_bad_input_is_one_line(run_lm, tmp_path, argv, message):
     code, out, err = run_lm(*([] if "--resume" in argv else LM), *argv)
     assert (code, out) == (2, "") and one_line(err) and message in err, err
     assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]

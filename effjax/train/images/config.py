@@ -61,6 +61,7 @@ class DenseNetConfig(ImageConfig):
 
     @property
     def network(self) -> str:
+        """The name of the network in messages."""
         return self.model
 
 
@@ -82,4 +83,5 @@ class ResNetConfig(ImageConfig):
 
     @property
     def network(self) -> str:
+        """The name of the network in messages."""
         return f"resnet{self.depth}"

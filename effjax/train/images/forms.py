@@ -1,5 +1,4 @@
-"""The forms that one can choose a model in, side by side: their training steps for the planner, and
-what each keeps for the backward pass. All from shapes; no data are read."""
+"""Training steps of a model in all forms, for the planner. No data are read."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,23 +29,22 @@ DENSENET_FORMS = ("plain", "jax.checkpoint", "effjax conv", "effjax features")
 def training_steps(
     config: ImageConfig, image_shape: tuple[int, int, int], num_classes: int, num_devices: int = 1
 ) -> Callable[[int], dict[str, tuple[Any, ...]]]:
-    """For a batch size, the training step of each form with its arguments: `(fun, *args)` by name.
+    """Return a function from a batch size to the training step of each form, `(fun, *args)`.
 
-    The step is that of `effjax train`: SGD with momentum, the state donated, the batch sharded over
-    the devices. Of a DenseNet, "plain" has Flax's BatchNorm and automatic differentiation;
-    "jax.checkpoint" is the same with each dense layer under `jax.checkpoint`; the others are
-    `efficient=True` with `save="conv"` and `save="features"`. A ResNet has these two, and "plain"
-    is its `efficient=False`.
+    The step is that of `effjax train`: SGD with momentum, a donated state, a batch sharded over the
+    devices. The forms "effjax conv" and "effjax features" are `efficient=True` with that `save`.
+    "plain" is a ResNet with `efficient=False`, or a DenseNet with Flax's BatchNorm and automatic
+    differentiation. "jax.checkpoint" is the latter with `jax.checkpoint` around each dense layer.
     """
     build = model_builder(config, image_shape, num_classes)
     optimizer = make_optimizer(config, make_schedule(config, steps_per_epoch=1))
     mesh = abstract_mesh(config.mesh, num_devices) if config.mesh else make_data_mesh(num_devices)
 
-    others: dict[str, Any] = RESNET_FORMS if isinstance(config, ResNetConfig) else {}
+    resnet_forms: dict[str, Any] = RESNET_FORMS if isinstance(config, ResNetConfig) else {}
 
     def make(form: str) -> nnx.Module:
-        if others:
-            return build(**others[form], rngs=nnx.Rngs(0))
+        if resnet_forms:
+            return build(**resnet_forms[form], rngs=nnx.Rngs(0))
         if form.startswith("effjax"):
             return build(efficient=True, save=form.removeprefix("effjax "), rngs=nnx.Rngs(0))
         model: Any = build(efficient=False, rngs=nnx.Rngs(0))
@@ -54,15 +52,15 @@ def training_steps(
 
     def steps(batch_size: int) -> dict[str, tuple[Any, ...]]:
         batch, key = _abstract_batch((batch_size, *image_shape))
-        found = {}
-        for form in others or DENSENET_FORMS:
+        result = {}
+        for form in resnet_forms or DENSENET_FORMS:
             learner, params, stats = _abstract_learner(
                 lambda form=form: make(form), optimizer, image_shape[-1]
             )
             state = jax.eval_shape(lambda p, s: first_state(p, s, optimizer), params, stats)
             shardings = state_shardings(state, mesh)
-            found[form] = (jit_step(learner, mesh, shardings), state, batch, key)
-        return found
+            result[form] = (jit_step(learner, mesh, shardings), state, batch, key)
+        return result
 
     return steps
 
@@ -70,11 +68,12 @@ def training_steps(
 def backward_bytes(
     build: Callable[..., nnx.Module], batch_shape: tuple[int, int, int, int], **form: Any
 ) -> ResidualReport:
-    """What one batch keeps for the backward pass of a model, in one of its `forms`.
+    """Return the bytes that a batch keeps for the backward pass of a model.
 
     Args:
-        build: from `model_builder`.
+        build: From `model_builder`.
         batch_shape: [N, H, W, C].
+        **form: Options of the model.
     """
     learner, params, stats = _abstract_learner(
         lambda: build(**form, axis_name=None, rngs=nnx.Rngs(0)), optax.identity(), batch_shape[-1]
@@ -88,7 +87,6 @@ def backward_bytes(
 def _abstract_learner(
     make: Callable[[], nnx.Module], optimizer: optax.GradientTransformation, channels: int
 ) -> tuple[Learner, Any, Any]:
-    """What learns, and the shapes of its parameters and of its statistics."""
     model: Any = nnx.eval_shape(make)
     model.train()
     graphdef, params, stats = nnx.split(model, nnx.Param, ...)
@@ -100,7 +98,6 @@ def _abstract_learner(
 
 
 def _abstract_batch(shape: tuple[int, ...]) -> tuple[Batch, Any]:
-    """Shapes of a batch and of a key."""
     return jax.eval_shape(
         lambda: (
             Batch(jnp.zeros(shape, jnp.uint8), jnp.zeros(shape[0], jnp.int32)),
@@ -110,7 +107,7 @@ def _abstract_batch(shape: tuple[int, ...]) -> tuple[Batch, Any]:
 
 
 def with_flax_layers(model: DenseNet, checkpoint: bool) -> DenseNet:
-    """The same network with Flax's BatchNorm, and each dense layer under `jax.checkpoint`."""
+    """Replace the norms by those of Flax, and optionally wrap layers in `jax.checkpoint`."""
     norms: list[Any] = [model, *model.transitions]
     for holder in norms:
         for name in ("stem_norm", "final_norm", "norm"):
@@ -125,7 +122,7 @@ def with_flax_layers(model: DenseNet, checkpoint: bool) -> DenseNet:
 
 
 class _FlaxNorm(nnx.Module):
-    """Flax's BatchNorm and a ReLU, with the options of effjax's."""
+    """Flax's BatchNorm and a ReLU, with the options of a norm of effjax."""
 
     def __init__(self, norm: Any):
         self.norm = nnx.BatchNorm(

@@ -1,5 +1,4 @@
-"""The model, the schedule and the optimizer that the options of a run describe, for images of a
-shape; no data are read."""
+"""The model, the schedule and the optimizer of a run on images. No data are read."""
 
 from collections.abc import Callable
 from typing import Any
@@ -79,7 +78,7 @@ def _densenet_builder(config: DenseNetConfig, options: dict[str, Any]) -> Callab
 
 
 def make_schedule(config: ImageConfig, steps_per_epoch: int) -> optax.Schedule:
-    """Cosine to zero, or a tenth after half and again after three quarters of the steps."""
+    """Return cosine decay to zero, or division by ten after 1/2 and after 3/4 of the steps."""
     steps = config.epochs * steps_per_epoch
     if config.schedule == "cosine":
         return optax.cosine_decay_schedule(config.learning_rate, steps)
@@ -89,10 +88,10 @@ def make_schedule(config: ImageConfig, steps_per_epoch: int) -> optax.Schedule:
 
 
 def make_optimizer(config: ImageConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """SGD with Nesterov momentum; weight decay pulls on kernels only.
+    """Return SGD with Nesterov momentum, and weight decay of kernels only.
 
-    The scales and biases of batch norm, and the bias of the classifier, are not decayed: they are
-    the parameters of rank one.
+    Parameters of rank one are not decayed: scales and biases of batch norm, and the classifier's
+    bias.
     """
 
     def is_kernel(params: Any) -> Any:
@@ -112,16 +111,18 @@ def make_learner(
     std: np.ndarray,
     on_nan: OnNan = "stop",
 ) -> Learner:
-    """What learns: the model's structure in training and in evaluation, after a trial with one
-    image, and the optimizer.
+    """Trace a model with one image and return what a training step needs of it.
 
     Args:
-        build: from `model_builder`.
-        mean, std: of the pixels, [C].
-        on_nan: as for `finite.skip_nonfinite`.
+        build: From `model_builder`.
+        image_shape: [H, W, C].
+        optimizer: The optimizer.
+        mean: Mean of the pixels, [C].
+        std: Standard deviation of the pixels, [C].
+        on_nan: An argument of `finite.skip_nonfinite`.
 
     Raises:
-        TrainError: the model refuses its options, or images of that shape.
+        TrainError: The model refuses its options, or images of that shape.
     """
     try:
         model: Any = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))

@@ -1,4 +1,4 @@
-"""What the command shows of a run on images: lines, a progress bar, and a table at the end."""
+"""The output of a run on images: a description, a progress bar, and a final table."""
 
 from rich.console import Console
 
@@ -13,7 +13,7 @@ from .task import ImageResult, ImageTask
 
 
 def announce(console: Console, task: ImageTask, run: RunDirectory) -> None:
-    """What the run trains on, what it trains, and where it is written."""
+    """Print the data, the model and the run directory."""
     config, data = task.config, task.dataset
     height, width, channels = data.image_shape
     train, validation = len(data.train_images), len(data.validation_images)
@@ -39,7 +39,7 @@ def announce(console: Console, task: ImageTask, run: RunDirectory) -> None:
 
 
 def make_progress(console: Console, task: ImageTask) -> Progress:
-    """A bar on a terminal; elsewhere one line an epoch."""
+    """Return a progress bar on a terminal, and one line per epoch otherwise."""
     epochs = task.config.epochs
 
     def line_text(record: Record) -> str:
@@ -65,7 +65,7 @@ def make_progress(console: Console, task: ImageTask) -> Progress:
 
 
 def show_result(console: Console, task: ImageTask, run: RunDirectory, result: ImageResult) -> None:
-    """The final table."""
+    """Print the final table."""
     table = report.result_table()
     table.add_row("test accuracy", f"{result.test_accuracy:.2%}")
     if result.validation_accuracy is None:

@@ -1,10 +1,10 @@
-"""One training step on all devices, three ways, with batch norm over the whole batch.
+"""A training step on all devices in three ways, with batch norm over the whole batch.
 
-Each takes the same state and the same batch to the same loss and the same new state. They differ in
-what the function you write sees, and so in who reduces over the devices:
+All three compute the same loss and the same new state. They differ in what the traced function
+sees, and so in where reductions over the devices happen:
 
                  jit                    shard_map                     pmap
-  it sees        the whole batch        its device's images, and      its device's images
+  sees           the whole batch        its device's images, and      its device's images
                                         types that say what varies
   axis_name of   None: a mean over      "data"                        "data"
   the model      the batch is global
@@ -12,13 +12,13 @@ what the function you write sees, and so in who reduces over the devices:
   gradient       complete               complete: the transpose of    pmean after grad
                                         the pmean is the reduction
 
-Two mistakes that raise no error: a `pmean` of the loss inside of `grad` under `pmap` (gradients
+Two mistakes raise no error: a `pmean` of the loss inside of `grad` under `pmap` (gradients
 are not reduced over devices), and a `pmean` of the gradients of a local loss under
 `shard_map(check_vma=True)` (they are already summed, hence N times too large).
 
-Parameters, running statistics and the optimizer's state are replicated, and donated: a step writes
-the new state over the old one. With `jit` alone, parameters and the optimizer's state can be split
-over the axis `fsdp` of the mesh: parameters are gathered once a step.
+Parameters, running statistics and optimizer state are replicated, and donated: a step overwrites
+the old state. With `jit`, parameters and optimizer state can be sharded over the axis `fsdp` of the
+mesh; parameters are then gathered once per step.
 """
 
 import functools
@@ -41,47 +41,55 @@ from .config import Parallel
 
 
 class Batch(NamedTuple):
+    """A batch of labeled images."""
+
     images: Array  # uint8 [N, H, W, C]
     labels: Array  # int32 [N]
 
 
 class TrainState(NamedTuple):
+    """State of a training run."""
+
     step: Array  # int32 []
     params: nnx.State
-    stats: nnx.State  # what is not trained: batch norm's running statistics
+    stats: nnx.State  # running statistics of batch norm
     opt_state: optax.OptState
 
 
 class StepMetrics(NamedTuple):
+    """Metrics of a training step."""
+
     loss: jax.Array  # [], mean over the whole batch
-    correct: jax.Array  # [], images of the whole batch classified right
+    correct: jax.Array  # [], correctly classified images of the whole batch
 
 
 class EvalSums(NamedTuple):
-    loss: jax.Array  # [], sum over the images that count
+    """Weighted sums of an evaluation step."""
+
+    loss: jax.Array  # [], sum over the images
     correct: jax.Array  # []
 
 
 @dataclass(frozen=True, eq=False)
 class Learner:
-    """What learns: a model taken apart (`nnx.split`), an optimizer, the pixels' statistics."""
+    """A model split by `nnx.split`, its optimizer, and the statistics of the pixels."""
 
     graphdef: nnx.GraphDef  # of the model in training mode
     eval_graphdef: nnx.GraphDef
     optimizer: optax.GradientTransformation
     mean: np.ndarray  # [C]
     std: np.ndarray  # [C]
-    on_nan: OnNan = "stop"  # as for `skip_nonfinite`
+    on_nan: OnNan = "stop"  # argument of `skip_nonfinite`
 
     def inputs(self, images: Array) -> jax.Array:
-        """uint8 pixels to normalized float32."""
+        """Normalize uint8 pixels to float32."""
         scaled = jnp.asarray(images, jnp.float32) / 255
         return (scaled - self.mean.reshape(1, 1, 1, -1)) / self.std.reshape(1, 1, 1, -1)
 
     def loss(
         self, params: nnx.State, stats: nnx.State, batch: Batch, key: jax.Array
     ) -> tuple[jax.Array, tuple[nnx.State, jax.Array]]:
-        """Mean cross entropy of `batch`, the new running statistics, and the right answers."""
+        """Return the mean cross entropy, the new running statistics and the correct answers."""
         model = nnx.merge(self.graphdef, params, stats, copy=True)
         logits = model(self.inputs(batch.images), rngs=nnx.Rngs(dropout=key))
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
@@ -92,7 +100,7 @@ class Learner:
     def update(
         self, state: TrainState, grads: nnx.State, stats: nnx.State, loss: jax.Array
     ) -> tuple[TrainState, jax.Array]:
-        """The optimizer's step, and the loss."""
+        """Apply the optimizer; return the new state and the loss."""
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
         new = TrainState(state.step + 1, params, stats, opt_state)
@@ -102,7 +110,7 @@ class Learner:
 def first_state(
     params: nnx.State, stats: nnx.State, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """Before the first step."""
+    """Return the state before the first step."""
     return TrainState(jnp.int32(0), params, stats, optimizer.init(params))
 
 
@@ -110,8 +118,10 @@ def initial_state(
     build: Callable[..., nnx.Module], optimizer: optax.GradientTransformation, seed: int,
     mesh: AnyMesh | None = None,
 ) -> TrainState:  # fmt: skip
-    """Parameters drawn from the seed, and the optimizer's first state; on a mesh, each array is
-    made where it lies."""
+    """Draw parameters from the seed and initialize the optimizer.
+
+    With a mesh, each array is created with its sharding.
+    """
 
     def init() -> TrainState:
         _, params, stats = nnx.split(build(rngs=nnx.Rngs(seed)), nnx.Param, ...)
@@ -126,7 +136,7 @@ TrainStep = Callable[[TrainState, Batch, jax.Array], tuple[TrainState, StepMetri
 
 
 def state_shardings(state: TrainState, mesh: AnyMesh) -> TrainState:
-    """Where the state lies, or one of its shapes."""
+    """Return the shardings of the state, or of its shapes."""
     split = shardings_of(state, mesh)
     return split._replace(step=whole(mesh), stats=jax.tree.map(lambda _: whole(mesh), state.stats))
 
@@ -134,13 +144,17 @@ def state_shardings(state: TrainState, mesh: AnyMesh) -> TrainState:
 def make_train_step(
     parallel: Parallel, learner: Learner, mesh: Mesh, shardings: Any = None
 ) -> TrainStep:
-    """Compiles `(state, batch, key) -> (state, metrics)` for the devices of `mesh`.
+    """Compile `(state, batch, key) -> (state, metrics)` for the devices of `mesh`.
 
-    `shardings` are those of the state, from `state_shardings`; default: it is whole on each device.
+    The state is donated. Dropout masks differ from step to step. With `shard_map` and `pmap` they
+    also differ from device to device, so only with dropout do the three ways give different
+    results.
 
-    The batch is the whole one, of a size that the number of devices divides. `state` is donated.
-    Dropout differs from step to step, and from device to device; so with dropout, and only then,
-    the three ways draw different masks.
+    Args:
+        parallel: `"jit"`, `"shard_map"` or `"pmap"`.
+        learner: The model and its optimizer.
+        mesh: Its size must divide the batch size.
+        shardings: From `state_shardings`; by default the state is replicated. For `jit` only.
     """
     makers = {
         "jit": functools.partial(jit_step, shardings=shardings),
@@ -153,7 +167,7 @@ def make_train_step(
 
 
 def jit_step(learner: Learner, mesh: AnyMesh, shardings: Any = None) -> Any:
-    """The code of one device; the shardings of its arguments make it the code of many."""
+    """Compile a function of the whole batch. Shardings of its arguments distribute it."""
 
     def loss(params: nnx.State, *rest: Any) -> Any:
         return learner.loss(gathered(params, mesh), *rest)
@@ -176,7 +190,7 @@ def jit_step(learner: Learner, mesh: AnyMesh, shardings: Any = None) -> Any:
 
 
 def _shard_map_step(learner: Learner, mesh: Mesh) -> TrainStep:
-    """The code of one of many devices, with types that catch a forgotten reduction."""
+    # `check_vma` gives values types that catch a forgotten reduction.
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(jax.random.fold_in(key, state.step), lax.axis_index(AXIS))
@@ -196,7 +210,7 @@ def _shard_map_step(learner: Learner, mesh: Mesh) -> TrainStep:
 
 
 def _pmap_step(learner: Learner, mesh: Mesh) -> TrainStep:
-    """The code of one of many devices, without those types: every reduction is yours."""
+    # Nothing catches a forgotten reduction.
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(jax.random.fold_in(key, state.step), lax.axis_index(AXIS))
@@ -212,15 +226,15 @@ def _pmap_step(learner: Learner, mesh: Mesh) -> TrainStep:
         step, AXIS, in_axes=(None, 0, None), out_axes=None, devices=devices, donate_argnums=0
     )
 
-    here = sum(device.process_index == jax.process_index() for device in devices)
+    num_local = sum(device.process_index == jax.process_index() for device in devices)
 
     def over_devices(state: TrainState, batch: Batch, key: jax.Array) -> Any:
-        """A batch is what this process has of it."""
-        parts = [a.reshape(here, -1, *a.shape[1:]) for a in batch]
-        return jax.tree.map(over_processes, mapped(state, Batch(*parts), key))
+        # `batch` holds the rows of this process.
+        rows = [a.reshape(num_local, -1, *a.shape[1:]) for a in batch]
+        return jax.tree.map(over_processes, mapped(state, Batch(*rows), key))
 
     def over_processes(a: jax.Array) -> jax.Array:
-        """The same array as one of all processes; `pmap` gives each its own."""
+        # `pmap` returns an array of this process. Make it one of all processes.
         copies = [shard.data for shard in a.addressable_shards]
         return jax.make_array_from_single_device_arrays(a.shape, whole(mesh), copies)
 
@@ -230,11 +244,10 @@ def _pmap_step(learner: Learner, mesh: Mesh) -> TrainStep:
 def make_eval_step(
     learner: Learner, mesh: Mesh, shardings: Any = None
 ) -> Callable[[TrainState, Batch, Array], EvalSums]:
-    """Compiles `(state, batch, weights) -> sums` over the batch, sharded over `mesh`.
+    """Compile `(state, batch, weights) -> sums`, with the batch sharded over `mesh`.
 
-    Evaluation normalizes by the running statistics, so devices have nothing to exchange but the
-    sums, and `jit` serves all three ways to train. `weights` [N] is 1 for an image and 0 for the
-    padding of a last batch.
+    Evaluation uses the running statistics, so devices exchange only the sums, and `jit` serves all
+    three ways to train. `weights` [N] is 1 for an image and 0 for the padding of the last batch.
     """
 
     def step(state: TrainState, batch: Batch, weights: jax.Array) -> EvalSums:

@@ -1,4 +1,4 @@
-"""Images to classify, as a task for `effjax.train.loop`: counted in epochs."""
+"""Classification of images, as a task of the training loop."""
 
 import dataclasses
 import itertools
@@ -48,14 +48,18 @@ from .steps import (
 
 @dataclasses.dataclass(frozen=True)
 class ImageResult:
-    """What a run came to.
+    """Result of a run.
 
-    test_accuracy, test_loss: of the parameters of `best_epoch`.
-    validation_accuracy, validation_loss: those by which that epoch is the best one; None without a
-        validation set, where it is the last one.
-    images_per_second: of training, the median epoch; an epoch's first step, which can include
-        compilation, is not counted unless it is the only one.
-    kept_bytes: for the backward pass of one batch, by each form of the model.
+    Attributes:
+        test_accuracy: Of the parameters of `best_epoch`.
+        test_loss: Of the same parameters.
+        best_epoch: The epoch with the best validation accuracy, or the last one without validation.
+        validation_accuracy: Of `best_epoch`; None without validation.
+        validation_loss: Of `best_epoch`; None without validation.
+        images_per_second: Median over the epochs. The first step of an epoch, which may include
+            compilation, counts only if there is no other.
+        kept_bytes: Bytes that one batch keeps for the backward pass, by form of the model.
+        seconds: The duration of the run.
     """
 
     test_accuracy: float
@@ -71,24 +75,24 @@ class ImageResult:
 def prepare(
     config: ImageConfig, devices: Devices | None = None, dataset: Dataset | None = None
 ) -> "ImageTask":
-    """Reads the data and checks what can be checked; writes nothing.
+    """Read the data and check the options. Nothing is written.
 
     Args:
-        config: the options.
-        devices: those to train on; default: those of all processes.
-        dataset: the images; default: those that `config.data` names.
+        config: The options.
+        devices: Where to train. The default is all devices of all processes.
+        dataset: The default is that of `config.data`.
 
     Raises:
-        DataError: the data cannot be read, or are not sound.
-        TrainError: the options do not fit each other, the data or the devices.
+        DataError: The data cannot be read, or are invalid.
+        TrainError: The options do not fit each other, the data or the devices.
     """
     devices = all_devices() if devices is None else devices
     if dataset is None:
-        # Of several processes each reads its own images.
+        # Each of several processes reads its own images.
         dataset = load_dataset(config.data, config.image_size, 0 if several() else IN_MEMORY)
     dataset = hold_out(dataset, config.validation)
     for images in (dataset.validation_images, dataset.test_images):
-        if isinstance(images, ImageFiles):  # one that cannot be read is found now
+        if isinstance(images, ImageFiles):  # report an unreadable file before training
             summed(partial(channel_counts, images))
     mesh = run_mesh(config.mesh, devices)
     if FSDP in mesh.shape and config.parallel != "jit":
@@ -117,36 +121,41 @@ def prepare(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageTask:
-    """A `Task`; made by `prepare`. Nothing has been written yet."""
+    """The `Task` of a run on images, from `prepare`."""
 
     config: ImageConfig
     dataset: Dataset
     build: Callable[..., nnx.Module]
     learner: Learner
     mesh: Mesh
-    steps_each: int  # of an epoch
+    steps_each: int  # steps per epoch
     learning_rate: Callable[[int], Any]
     augmentation: Augmentation | None
 
     @property
     def kind(self) -> str:
+        """The unit of the run's length."""
         return "epoch"
 
     @property
     def eval_steps(self) -> Sequence[int]:
+        """The steps after which the model is validated and saved."""
         return range(self.steps_each, self.config.epochs * self.steps_each + 1, self.steps_each)
 
     @property
     def examples_per_step(self) -> int:
+        """The number of examples in a batch."""
         return self.config.batch_size
 
     @property
     def fields(self) -> Sequence[str]:
+        """The names of the numbers that each record has."""
         held_out = ("loss", "accuracy") if len(self.dataset.validation_images) else ()
         train = "train_loss", "train_accuracy", "images_per_second"
         return *train, *(f"validation_{name}" for name in held_out)
 
     def describe(self) -> dict[str, Any]:
+        """Return the content of config.json."""
         data = self.dataset
         held_out = {"validation_images": len(data.validation_images)}
         return self.config.describe(
@@ -163,24 +172,29 @@ class ImageTask:
         )
 
     def initial_state(self) -> TrainState:
+        """Return the state before the first step."""
         return initial_state(self.build, self.learner.optimizer, self.config.seed, self.mesh)
 
     def shapes(self) -> TrainState:
+        """Return the shapes, dtypes and shardings of the state."""
         shapes = jax.eval_shape(
             lambda: initial_state(self.build, self.learner.optimizer, self.config.seed)
         )
         return with_shardings(shapes, state_shardings(shapes, self.mesh))
 
     def make_step(self) -> TrainStep:
+        """Compile a training step."""
         shardings = state_shardings(self.shapes(), self.mesh)
         return make_train_step(self.config.parallel, self.learner, self.mesh, shardings)
 
     def make_test(self) -> Callable[[TrainState, Part], Metrics]:
+        """Compile an evaluation."""
         shardings = state_shardings(self.shapes(), self.mesh)
         eval_step = make_eval_step(self.learner, self.mesh, shardings)
         return lambda state, part: evaluate(self, eval_step, state, part)
 
     def batches(self, done: int) -> Iterator[Batch]:
+        """Yield the batches after `done` steps, without end."""
         epochs, skip = divmod(done, self.steps_each)
         by_process = self.config.parallel == "pmap"
         for epoch in itertools.count(epochs + 1):
@@ -189,17 +203,20 @@ class ImageTask:
             skip = 0
 
     def over_devices(self, rows: Any) -> Any:
-        """A batch, of the rows that each process has of it."""
+        """Return the global batch of the rows that each process has."""
         return global_batch(rows, self.config.batch_size, self.mesh)
 
     def read(self, metrics: StepMetrics) -> Metrics:
+        """Wait for a step and return its metrics."""
         accuracy = int(metrics.correct) / self.config.batch_size
         return {"loss": float(metrics.loss), "accuracy": accuracy}
 
     def where(self, step: int) -> str:
+        """Return the position of a step for a message."""
         return f"in epoch {-(-step // self.steps_each)}"
 
     def record(self, step: int, train: Metrics, validation: Metrics, rate: float) -> Record:
+        """Return the record of an evaluation."""
         return {
             "kind": "epoch", "epoch": step // self.steps_each, "step": step,
             "train_loss": train["loss"], "train_accuracy": train["accuracy"],
@@ -209,11 +226,12 @@ class ImageTask:
         }  # fmt: skip
 
     def score(self, record: Record) -> tuple[float, ...]:
+        """Return the score of a record; higher is better."""
         accuracy, loss = record.get("validation_accuracy", 0), record.get("validation_loss", 0)
         return accuracy, -loss, record["epoch"]
 
     def draw(self, axes: Any, records: Sequence[Record]) -> None:
-        """The losses of both sets, and the accuracy on the validation set, by epoch."""
+        """Plot the records."""
         x = [record["epoch"] for record in records]
         axes.set(xlabel="epoch", ylabel="loss")
         axes.plot(x, [r["train_loss"] for r in records], "C0.-", label="train loss")
@@ -228,6 +246,7 @@ class ImageTask:
     def result(
         self, records: Sequence[Record], best: Record, tested: Metrics, began: float
     ) -> ImageResult:
+        """Return the result of the run."""
         batch = self.config.batch_size, *self.dataset.image_shape
         return ImageResult(
             test_accuracy=tested["accuracy"],
@@ -245,8 +264,11 @@ class ImageTask:
 
 
 def train_batches(task: ImageTask, epoch: int, skip: int = 0) -> Iterator[Batch]:
-    """The shuffled and augmented batches of an epoch, less what does not fill a batch and the first
-    `skip`; the same for the same seed and epoch. Of each, the rows of this process."""
+    """Yield the shuffled and augmented batches of an epoch, without the first `skip`.
+
+    They depend on the seed and the epoch only. Images that do not fill a batch are left out. Each
+    batch holds the rows of this process.
+    """
     seed, rows = task.config.seed, rows_here(task.config.batch_size, task.mesh)
     images, labels = task.dataset.train_images, task.dataset.train_labels
     size = task.config.batch_size
@@ -262,8 +284,10 @@ def train_batches(task: ImageTask, epoch: int, skip: int = 0) -> Iterator[Batch]
 
 
 def evaluate(task: ImageTask, eval_step: Any, state: TrainState, part: Part) -> Metrics:
-    """Loss and accuracy on a part of the data, nothing of one without images; the last batch is
-    filled up with images of weight 0."""
+    """Return loss and accuracy on a part of the data; empty if the part is.
+
+    The last batch is padded with images of weight 0.
+    """
     images = getattr(task.dataset, f"{part}_images")
     labels = getattr(task.dataset, f"{part}_labels")
     if not len(images):
