@@ -43,7 +43,7 @@ def convert(
     from ..convert import load_weights
     from ..convert.files import TORCH_SUFFIXES, suffix_of
     from ..convert.networks import NETWORKS, as_nnx, network_variables, write_checkpoint
-    from ..train.report import line, result_table
+    from ..train.report import print_line, result_table
 
     if model not in NETWORKS:
         raise TrainError(f"model (={model}) must be one of {', '.join(NETWORKS)}")
@@ -87,4 +87,4 @@ def convert(
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)
-    line(console, f"written to {to}")
+    print_line(console, f"written to {to}")

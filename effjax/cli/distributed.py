@@ -49,9 +49,9 @@ def end_all_on_error() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        from ..train.processes import is_first, joined
+        from ..train.processes import current_cluster, is_first
 
-        if not (cluster := joined()):
+        if not (cluster := current_cluster()):
             raise
         if type(error).__name__ == "JaxRuntimeError":
             _wait_for_jax(cluster.heartbeat_timeout)

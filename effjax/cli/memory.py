@@ -195,9 +195,9 @@ def memory(
 
 
 def _count_devices(mesh: str, num_devices: int | None) -> int:
-    from ..train.mesh import abstract_mesh, axes_of
+    from ..train.mesh import abstract_mesh, parse_axes
 
-    count = math.prod(axes_of(mesh).values())
+    count = math.prod(parse_axes(mesh).values())
     return abstract_mesh(mesh, num_devices or count).size
 
 

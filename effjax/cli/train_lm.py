@@ -147,11 +147,11 @@ def _train(request: RunRequest[LMConfig], plan: bool) -> None:
 def _plan(config: LMConfig, num_devices: int, console: "Console") -> "MemoryPlan | None":
     from ..memory import PlanError, plan
     from ..train.lm.forms import lm_training_step
-    from ..train.report import line
+    from ..train.report import print_line
 
-    line(console, "planning a step for an H200")
+    print_line(console, "planning a step for an H200")
     try:
         return plan(*lm_training_step(config, num_devices if config.mesh else 1))
     except (PlanError, OSError) as error:  # OSError: the temporary folder is full
-        line(console, f"not planned: {error}")
+        print_line(console, f"not planned: {error}")
         return None

@@ -79,7 +79,7 @@ def train_resnet(
 
 
 def _train_and_compare(request: RunRequest[ResNetConfig]) -> None:
-    from ..train.processes import from_first
+    from ..train.processes import run_on_first
 
     deformable = train_images(request)
     path = request.path.with_name(f"{request.path.name}-plain")
@@ -88,7 +88,7 @@ def _train_and_compare(request: RunRequest[ResNetConfig]) -> None:
             request,
             config=dataclasses.replace(request.config, dcn="none"),
             path=path,
-            resume=request.resume and from_first((path / "config.json").exists),
+            resume=request.resume and run_on_first((path / "config.json").exists),
         )
     )
     make_console().print(

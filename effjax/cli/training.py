@@ -54,7 +54,7 @@ def request_run(
     """
     arguments = ctx.params
     distributed.join(arguments)
-    from ..train.processes import from_first
+    from ..train.processes import run_on_first
     from ..train.run_directory import unused
 
     fields = {field.name for field in dataclasses.fields(config_type)}
@@ -63,7 +63,7 @@ def request_run(
         config = config_type(**{name: arguments[name] for name in fields})
         path = arguments["out"]
         if path is None:
-            path = Path(from_first(lambda: str(unused(config.COMMAND))))
+            path = Path(run_on_first(lambda: str(unused(config.COMMAND))))
         return RunRequest(config, path, arguments["overwrite"])
 
     given = [
@@ -132,7 +132,13 @@ def train(
         The run directory and the result of the task.
     """
     from ..train.loop import fit
-    from ..train.processes import check_alike, from_first, is_first, joined, preempted
+    from ..train.processes import (
+        check_same_everywhere,
+        current_cluster,
+        is_first,
+        preemption_signal,
+        run_on_first,
+    )
     from ..train.run_directory import RunDirectory
 
     description = task.describe()
@@ -143,16 +149,17 @@ def train(
         else:
             RunDirectory.create(request.path, description, request.overwrite)
 
-    check_alike("option", description["options"] | {"data": None})  # may be a path of the machine
-    check_alike("data:", description["data"])
-    from_first(open_directory)
+    # The data may be at another path on each machine.
+    check_same_everywhere("option", description["options"] | {"data": None})
+    check_same_everywhere("data:", description["data"])
+    run_on_first(open_directory)
     run = RunDirectory.find(request.path)
     run.writes = is_first()
     report.announce(console, task, run)
     progress = report.make_progress(console, task) if is_first() else None
     try:
         with (
-            preempted() if joined() else stop_signals() as stop_requested,
+            preemption_signal() if current_cluster() else stop_signals() as stop_requested,
             interrupts() as raise_interrupt,
         ):
 

@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
 from .errors import DamagedCheckpointError, PreemptionError, TrainError
-from .processes import from_first, several
+from .processes import is_multiprocess, run_on_first
 from .task import Metrics
 
 MANIFEST = "manifest.json"
@@ -42,7 +42,7 @@ Score = tuple[float, ...]
 class _Manager(ocp.CheckpointManager):
     def reached_preemption(self, step: int) -> bool:
         # Orbax would ask JAX by step number. JAX compares that with its own count of questions, and
-        # the training loop asks already (see `processes.preempted`).
+        # the training loop asks already (see `processes.preemption_signal`).
         return False
 
 
@@ -89,14 +89,14 @@ class Checkpoints:
         )
         self._manager = _Manager(directory.absolute(), options=options)
         self._scores.update(
-            (step, tuple(score)) for step, score in from_first(lambda: [*self._read_scores()])
+            (step, tuple(score)) for step, score in run_on_first(lambda: [*self._read_scores()])
         )
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and several() and not issubclass(kind, PreemptionError):
+        if kind is not None and is_multiprocess() and not issubclass(kind, PreemptionError):
             return  # other processes may be gone, or may wait for this one
         with contextlib.suppress(*() if kind is None else (OSError,)):
             try:
@@ -108,7 +108,7 @@ class Checkpoints:
     @property
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, in ascending order."""
-        return from_first(lambda: sorted(self._manager.all_steps()))
+        return run_on_first(lambda: sorted(self._manager.all_steps()))
 
     @property
     def evaluated_steps(self) -> list[int]:
@@ -147,11 +147,11 @@ class Checkpoints:
 
     def find_damage(self, step: int) -> str | None:
         """Describe how the files of a checkpoint differ from its manifest; None if they do not."""
-        return from_first(lambda: _find_damage(self.directory / str(step), step))
+        return run_on_first(lambda: _find_damage(self.directory / str(step), step))
 
     def read_metrics(self, step: int) -> list[dict[str, float]]:
         """Return the metrics that were saved with a checkpoint."""
-        return from_first(lambda: _read_manifest(self.directory / str(step))["metrics"])
+        return run_on_first(lambda: _read_manifest(self.directory / str(step))["metrics"])
 
     def restore(self, like: Any, step: int) -> Any:
         """Return the state of a checkpoint.
@@ -199,7 +199,7 @@ class Checkpoints:
                 "start a new run."
             )
         for bad, damage in damaged.items():
-            from_first(lambda bad=bad: self._set_aside(bad))
+            run_on_first(lambda bad=bad: self._set_aside(bad))
             self._scores.pop(bad, None)
             log(
                 f"{self.directory / str(bad)} is damaged ({damage}) and was renamed to "

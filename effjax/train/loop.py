@@ -13,7 +13,7 @@ import jax
 from .checkpoint import Checkpoints
 from .config import WITHOUT_EFFECT
 from .errors import PreemptionError, TrainError
-from .processes import from_first
+from .processes import run_on_first
 from .run_directory import RunDirectory
 from .task import Metrics, Progress, Record, Result, Stop, Task
 
@@ -53,7 +53,7 @@ def fit(
     """
     try:
         with contextlib.ExitStack() as stack:
-            from_first(lambda: stack.enter_context(run.locked()))
+            run_on_first(lambda: stack.enter_context(run.locked()))
             return _fit(task, run, progress or Progress(), resume, stop)
     except (KeyboardInterrupt, PreemptionError):
         with contextlib.suppress(OSError, TrainError):  # the interruption is what the user reads

@@ -1,4 +1,7 @@
-"""The processes of a run, by JAX's own runtime: all take the same steps, the first writes files."""
+"""The processes of a run, on JAX's distributed runtime.
+
+All processes take the same steps. The first one writes the files and shows the progress.
+"""
 
 import contextlib
 import itertools
@@ -14,11 +17,15 @@ from .errors import TrainError
 
 
 class Cluster(NamedTuple):
-    """Where the processes meet; what is None, JAX finds out from the cluster (SLURM, Open MPI,
-    Kubernetes, Cloud TPU).
+    """The processes of a run.
 
-    coordinator: HOST:PORT of the first process.
-    heartbeat_timeout: seconds after which a process that does not answer counts as dead.
+    JAX asks the cluster (SLURM, Open MPI, Kubernetes, Cloud TPU) for what is None.
+
+    Attributes:
+        coordinator: HOST:PORT of the first process.
+        num_processes: The number of processes.
+        process_id: The number of this process, from 0.
+        heartbeat_timeout: Seconds of silence after which a process counts as dead.
     """
 
     coordinator: str | None = None
@@ -27,50 +34,52 @@ class Cluster(NamedTuple):
     heartbeat_timeout: int = 100
 
 
-_joined: list[Cluster] = []
-_asked = itertools.count(1)
+_clusters: list[Cluster] = []  # the one that this process has joined
+_questions = itertools.count(1)
 
 
-def joined() -> Cluster | None:
-    """Where this process has met others, if it has."""
-    return _joined[0] if _joined else None
+def current_cluster() -> Cluster | None:
+    """Return the cluster that this process has joined."""
+    return _clusters[0] if _clusters else None
 
 
 def join(cluster: Cluster) -> None:
-    """Makes this one of the processes of a run; before anything is computed.
+    """Join the other processes of a run, before anything is computed.
 
     Raises:
-        TrainError: there is no such cluster, or its coordinator does not answer.
+        TrainError: There is no such cluster, or its coordinator does not answer.
     """
     jax.config.update("jax_enable_preemption_service", True)
     try:
         jax.distributed.initialize(
-            cluster.coordinator, cluster.num_processes, cluster.process_id,
+            cluster.coordinator,
+            cluster.num_processes,
+            cluster.process_id,
             heartbeat_timeout_seconds=cluster.heartbeat_timeout,
-        )  # fmt: skip
+        )
     except (ValueError, RuntimeError) as error:
         raise TrainError(
-            f"the processes cannot meet ({str(error).splitlines()[0]}); give --coordinator "
+            f"the processes cannot connect ({str(error).splitlines()[0]}); give --coordinator "
             "HOST:PORT, --num-processes and --process-id, the same address to all"
         ) from error
-    _joined.append(cluster)
+    _clusters.append(cluster)
 
 
-def several() -> bool:
-    """Whether there are other processes; asks no device where there are none."""
+def is_multiprocess() -> bool:
+    """Return True if the run has several processes. Initializes no backend if it has one."""
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def is_first() -> bool:
-    """Whether this process writes the files and says how it goes."""
-    return not several() or jax.process_index() == 0
+    """Return True in the process that writes the files and shows the progress."""
+    return not is_multiprocess() or jax.process_index() == 0
 
 
-def check_alike(name: str, mine: dict[str, Any]) -> None:
-    """Raises `TrainError` where this is not as in the first process."""
-    if not several():
+def check_same_everywhere(name: str, mine: dict[str, Any]) -> None:
+    """Raise TrainError if a value differs from that in the first process."""
+    if not is_multiprocess():
         return
-    first, mine = from_first(lambda: mine), json.loads(json.dumps(mine))
+    first, mine = run_on_first(lambda: mine), json.loads(json.dumps(mine))
     for key in sorted(first.keys() | mine.keys()):
         if first.get(key) != mine.get(key):
             raise TrainError(
@@ -79,13 +88,13 @@ def check_alike(name: str, mine: dict[str, Any]) -> None:
             )
 
 
-def from_first(action: Callable[[], Any]) -> Any:
-    """What `action` returns in the first process, of JSON's types; the others wait for it.
+def run_on_first(action: Callable[[], Any]) -> Any:
+    """Call `action` in the first process and return its result, of JSON types, in all of them.
 
     Raises:
-        TrainError: it does there; all processes raise it.
+        TrainError: `action` raised TrainError or OSError; all processes raise it.
     """
-    if not several():
+    if not is_multiprocess():
         return action()
     answer: dict[str, Any] = {}
     if is_first():
@@ -101,14 +110,14 @@ def from_first(action: Callable[[], Any]) -> Any:
     return answer["value"]
 
 
-def summed(share: Callable[[int, int], np.ndarray]) -> np.ndarray:
-    """The sum over all processes of `share(number, of)`, int64."""
-    if not several():
+def sum_over_processes(share: Callable[[int, int], np.ndarray]) -> np.ndarray:
+    """Return the sum over all processes of `share(process, number of processes)`, int64."""
+    if not is_multiprocess():
         return share(0, 1)
     mine = share(jax.process_index(), jax.process_count())
     from jax.experimental.multihost_utils import process_allgather
 
-    words = process_allgather(mine.view(np.uint32))  # JAX would cut 64 bits
+    words = process_allgather(mine.view(np.uint32))  # JAX would truncate 64 bits
     return np.ascontiguousarray(words).view(np.int64).sum(0)
 
 
@@ -116,36 +125,36 @@ def _broadcast(answer: dict[str, Any]) -> dict[str, Any]:
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
     text = np.frombuffer(json.dumps(answer).encode(), np.uint8)
-    length = int(broadcast_one_to_all(np.int32(len(text))))
-    room = np.zeros(length, np.uint8)
+    buffer = np.zeros(int(broadcast_one_to_all(np.int32(len(text)))), np.uint8)
     if is_first():
-        room[:] = text
-    return json.loads(np.asarray(broadcast_one_to_all(room)).tobytes())
+        buffer[:] = text
+    return json.loads(np.asarray(broadcast_one_to_all(buffer)).tobytes())
 
 
 @contextlib.contextmanager
-def preempted() -> Iterator[Callable[[int], bool]]:
-    """Whether one of the processes was told to end by SIGTERM or SIGHUP: all hear it after the same
-    step.
+def preemption_signal() -> Iterator[Callable[[int], bool]]:
+    """Yield a function of the step that returns True once a process has received SIGTERM or SIGHUP.
 
-    From that step on a second one ends its process as it always does.
+    It returns True after the same step in all processes. After that, a second signal ends its
+    process as it does by default.
     """
     from jax.experimental.multihost_utils import reached_preemption_sync_point
 
-    found: list[int] = []
+    reached = False
 
-    def asked(step: int) -> bool:
-        # JAX compares its counter with the next number that it expects: with a number of calls.
-        if not found and reached_preemption_sync_point(next(_asked)):
-            found.append(step)
+    def is_preempted(step: int) -> bool:
+        nonlocal reached
+        # JAX compares its counter with the next number that it expects, so number the calls.
+        if not reached and reached_preemption_sync_point(next(_questions)):
+            reached = True
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        return bool(found)
+        return reached
 
-    before = signal.getsignal(signal.SIGHUP)
-    if before != signal.SIG_IGN:  # as under nohup
+    handler = signal.getsignal(signal.SIGHUP)
+    if handler != signal.SIG_IGN:  # nohup ignores it
         # JAX listens to SIGTERM.
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     try:
-        yield asked
+        yield is_preempted
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, handler)

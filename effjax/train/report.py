@@ -1,4 +1,4 @@
-"""What the reports of all tasks share: plain lines, and a progress bar on a terminal."""
+"""Progress display shared by all tasks: lines, and a bar on a terminal."""
 
 import time
 from collections.abc import Callable
@@ -11,67 +11,68 @@ from rich.table import Table
 from .task import Metrics, Progress, Record
 
 LineText = Callable[[Record], str]
-BarText = Callable[[int, Metrics, float], str]  # step, what was measured, examples a second
+BarText = Callable[[int, Metrics, float], str]  # (step, metrics, examples per second)
 
 PATIENCE = 60.0  # seconds without a line
 
 
 def result_table() -> Table:
-    """Names and values, to be filled."""
+    """Return an empty table of names and values."""
     table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
     return table
 
 
-def parts(train: int, validation: int, test: int) -> str:
-    """How large the parts of the data are; one that is empty is not named."""
-    return (
-        f"{train} train, {validation} validation and {test} test"
-        if validation
-        else f"{train} train and {test} test"
-    )
+def format_sizes(train: int, validation: int, test: int) -> str:
+    """Return the sizes of the parts of the data, without an empty validation part."""
+    if validation:
+        return f"{train} train, {validation} validation and {test} test"
+    return f"{train} train and {test} test"
 
 
-def line(console: Console, text: str) -> None:
-    """Plain text, not wrapped."""
+def print_line(console: Console, text: str) -> None:
+    """Print plain text without wrapping it."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def make_progress(console: Console, line_text: LineText, bar_text: BarText) -> Progress:
-    """A line a validation, and on a terminal a bar over all steps below them; elsewhere a line now
-    and then."""
+    """Return a progress bar with lines above it on a terminal, and lines elsewhere."""
     if console.is_terminal:
         return BarProgress(console, line_text, bar_text)
     return LineProgress(console, line_text, bar_text)
 
 
 class LineProgress(Progress):
-    """A line a validation, and one of a step where there was none for a minute."""
+    """A line per evaluation, and one for a step after a minute without a line."""
 
     def __init__(self, console: Console, line_text: LineText, bar_text: BarText):
         self.console, self.line_text, self.bar_text = console, line_text, bar_text
-        self.steps, self.said = 0, 0.0
+        self.steps, self.last_line = 0, 0.0
 
     def start(self, steps: int, done: int) -> None:
+        """Print that the first step is compiled."""
         self.steps = steps
         if done < steps:
             self.log("compiling")
 
-    def step(self, step: int, measured: Metrics, rate: float) -> None:
-        if time.monotonic() - self.said > PATIENCE:
-            self.log(f"step {step}/{self.steps}  {self.bar_text(step, measured, rate)}")
+    def step(self, step: int, metrics: Metrics, rate: float) -> None:
+        """Print the metrics if nothing was printed for a minute."""
+        if time.monotonic() - self.last_line > PATIENCE:
+            self.log(f"step {step}/{self.steps}  {self.bar_text(step, metrics, rate)}")
 
     def report(self, record: Record) -> None:
+        """Print a record."""
         self.log(self.line_text(record))
 
     def log(self, text: str) -> None:
-        line(self.console, text)
-        self.said = time.monotonic()
+        """Print a message."""
+        print_line(self.console, text)
+        self.last_line = time.monotonic()
 
 
 class BarProgress(LineProgress):
-    """A bar over all steps, with the lines of the validations above it."""
+    """A bar over all steps, with a line per evaluation above it."""
 
     def __init__(self, console: Console, line_text: LineText, bar_text: BarText):
         super().__init__(console, line_text, bar_text)
@@ -86,14 +87,17 @@ class BarProgress(LineProgress):
         self.row: TaskID | None = None
 
     def start(self, steps: int, done: int) -> None:
+        """Show the bar."""
         text = "compiling" if done < steps else ""
         self.row = self.bar.add_task(text, total=steps, completed=done)
         self.bar.start()
 
-    def step(self, step: int, measured: Metrics, rate: float) -> None:
+    def step(self, step: int, metrics: Metrics, rate: float) -> None:
+        """Advance the bar."""
         assert self.row is not None  # start() comes first
-        text = self.bar_text(step, measured, rate)
+        text = self.bar_text(step, metrics, rate)
         self.bar.update(self.row, completed=step, description=text)
 
     def stop(self) -> None:
+        """Remove the bar."""
         self.bar.stop()

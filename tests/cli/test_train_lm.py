@@ -174,7 +174,10 @@ def test_lm_with_ctrl_c_and_resume(run_lm, monkeypatch, tmp_path):
         (["--data", "text:nowhere"], "nowhere: no such file or directory"),
         (["--context", "39"], "396 bytes are too few for context (=39)"),
         (["--heads", "3"], "width (=8) must be divisible by 2 · heads (=3). Use 6"),
-        (["--batch-size", "12"], "batch_size (=12) is not divisible by the number of devices (=8)"),
+        (
+            ["--batch-size", "12"],
+            "batch_size (=12) must be divisible by the number of devices (=8)",
+        ),
         (["--validation", "8"], "8 for validation are too few for context (=8)"),
         (["--validation", "357"], "validation (=357) must be less than"),
         (["--data", "text:" + "x" * 300], "cannot be read (File name too long); check its path"),

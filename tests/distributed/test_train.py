@@ -9,7 +9,7 @@ import pytest
 
 from effjax.train.checkpoint import Checkpoints
 from effjax.train.images import task as images
-from effjax.train.images.config import DenseNetConfig
+from effjax.train.images.config import DenseNetConfig, ResNetConfig
 from effjax.train.lm import task as lm
 from effjax.train.lm.config import LMConfig
 from effjax.train.loop import fit
@@ -43,7 +43,8 @@ def task_of(path):
     options, devices = run.config["options"], jax.devices()[:DEVICES]
     if run.config["command"] == "lm":
         return lm.prepare(LMConfig(**options), devices, resume=True)
-    return images.prepare(DenseNetConfig(**options), devices)
+    config = {"densenet": DenseNetConfig, "resnet": ResNetConfig}[run.config["command"]]
+    return images.prepare(config(**options), devices)
 
 
 def parameters(path, task):

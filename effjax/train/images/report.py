@@ -5,8 +5,8 @@ from rich.console import Console
 from ...memory.render import format_bytes
 from .. import report
 from ..errors import counted
-from ..mesh import devices_of
-from ..report import line
+from ..mesh import describe_devices
+from ..report import print_line
 from ..run_directory import RunDirectory
 from ..task import Metrics, Progress, Record
 from .task import ImageResult, ImageTask
@@ -17,25 +17,25 @@ def announce(console: Console, task: ImageTask, run: RunDirectory) -> None:
     config, data = task.config, task.dataset
     height, width, channels = data.image_shape
     train, validation = len(data.train_images), len(data.validation_images)
-    line(
+    print_line(
         console,
-        f"{data.name}: {report.parts(train, validation, len(data.test_images))} images of "
+        f"{data.name}: {report.format_sizes(train, validation, len(data.test_images))} images of "
         f"{height}×{width}×{channels} in {len(data.class_names)} classes",
     )
     left_out = train % config.batch_size
     if left_out:
-        line(
+        print_line(
             console,
             f"an epoch is {counted(task.steps_each, 'step')} and leaves out "
             f"{counted(left_out, 'image')} that would not fill a batch, others each time",
         )
-    line(
+    print_line(
         console,
         f"{config.network}, {config.dtype}, batch {config.batch_size}, "
         f"{counted(config.epochs, 'epoch')}, {config.parallel} over "
-        f"{devices_of(task.mesh)}",
+        f"{describe_devices(task.mesh)}",
     )
-    line(console, f"run directory: {run.path}")
+    print_line(console, f"run directory: {run.path}")
 
 
 def make_progress(console: Console, task: ImageTask) -> Progress:
@@ -81,4 +81,4 @@ def show_result(console: Console, task: ImageTask, run: RunDirectory, result: Im
         table.add_row(f"kept for backward, {batch} ({form}{ran})", format_bytes(size))
     table.add_row("time", f"{result.seconds:.0f} s")
     console.print(table)
-    line(console, f"written: {run.path}")
+    print_line(console, f"written: {run.path}")

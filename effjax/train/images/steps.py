@@ -36,7 +36,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ..finite import OnNan, skip_nonfinite
-from ..mesh import AXIS, AnyMesh, Array, by_batch, gathered, shardings_of, whole
+from ..mesh import AXIS, AnyMesh, Array, batch_sharding, gather_params, param_shardings, replicated
 from .config import Parallel
 
 
@@ -137,8 +137,10 @@ TrainStep = Callable[[TrainState, Batch, jax.Array], tuple[TrainState, StepMetri
 
 def state_shardings(state: TrainState, mesh: AnyMesh) -> TrainState:
     """Return the shardings of the state, or of its shapes."""
-    split = shardings_of(state, mesh)
-    return split._replace(step=whole(mesh), stats=jax.tree.map(lambda _: whole(mesh), state.stats))
+    split = param_shardings(state, mesh)
+    return split._replace(
+        step=replicated(mesh), stats=jax.tree.map(lambda _: replicated(mesh), state.stats)
+    )
 
 
 def make_train_step(
@@ -170,7 +172,7 @@ def jit_step(learner: Learner, mesh: AnyMesh, shardings: Any = None) -> Any:
     """Compile a function of the whole batch. Shardings of its arguments distribute it."""
 
     def loss(params: nnx.State, *rest: Any) -> Any:
-        return learner.loss(gathered(params, mesh), *rest)
+        return learner.loss(gather_params(params, mesh), *rest)
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(key, state.step)
@@ -180,11 +182,11 @@ def jit_step(learner: Learner, mesh: AnyMesh, shardings: Any = None) -> Any:
         new, value = learner.update(state, grads, stats, value)
         return new, StepMetrics(value, correct)
 
-    state = whole(mesh) if shardings is None else shardings
+    state = replicated(mesh) if shardings is None else shardings
     return jax.jit(
         step,
-        in_shardings=(state, by_batch(mesh), whole(mesh)),
-        out_shardings=(state, whole(mesh)),
+        in_shardings=(state, batch_sharding(mesh), replicated(mesh)),
+        out_shardings=(state, replicated(mesh)),
         donate_argnums=0,
     )
 
@@ -236,7 +238,7 @@ def _pmap_step(learner: Learner, mesh: Mesh) -> TrainStep:
     def over_processes(a: jax.Array) -> jax.Array:
         # `pmap` returns an array of this process. Make it one of all processes.
         copies = [shard.data for shard in a.addressable_shards]
-        return jax.make_array_from_single_device_arrays(a.shape, whole(mesh), copies)
+        return jax.make_array_from_single_device_arrays(a.shape, replicated(mesh), copies)
 
     return over_devices
 
@@ -251,11 +253,11 @@ def make_eval_step(
     """
 
     def step(state: TrainState, batch: Batch, weights: jax.Array) -> EvalSums:
-        model = nnx.merge(learner.eval_graphdef, gathered(state.params, mesh), state.stats)
+        model = nnx.merge(learner.eval_graphdef, gather_params(state.params, mesh), state.stats)
         logits = model(learner.inputs(batch.images))
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
         right = jnp.argmax(logits, axis=-1) == batch.labels
         return EvalSums(jnp.sum(losses * weights), jnp.sum(right * weights))
 
-    state, rows = whole(mesh) if shardings is None else shardings, by_batch(mesh)
-    return jax.jit(step, in_shardings=(state, rows, rows), out_shardings=whole(mesh))
+    state, rows = replicated(mesh) if shardings is None else shardings, batch_sharding(mesh)
+    return jax.jit(step, in_shardings=(state, rows, rows), out_shardings=replicated(mesh))

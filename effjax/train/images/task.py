@@ -25,11 +25,11 @@ from ..mesh import (
     all_devices,
     check_batch_size,
     global_batch,
-    rows_here,
-    run_mesh,
+    local_rows,
+    make_mesh,
     with_shardings,
 )
-from ..processes import several, summed
+from ..processes import is_multiprocess, sum_over_processes
 from ..task import Metrics, Part, Record, TrainStep
 from .config import ImageConfig
 from .forms import backward_bytes
@@ -89,12 +89,14 @@ def prepare(
     devices = all_devices() if devices is None else devices
     if dataset is None:
         # Each of several processes reads its own images.
-        dataset = load_dataset(config.data, config.image_size, 0 if several() else IN_MEMORY)
+        dataset = load_dataset(
+            config.data, config.image_size, 0 if is_multiprocess() else IN_MEMORY
+        )
     dataset = hold_out(dataset, config.validation)
     for images in (dataset.validation_images, dataset.test_images):
         if isinstance(images, ImageFiles):  # report an unreadable file before training
-            summed(partial(channel_counts, images))
-    mesh = run_mesh(config.mesh, devices)
+            sum_over_processes(partial(channel_counts, images))
+    mesh = make_mesh(config.mesh, devices)
     if FSDP in mesh.shape and config.parallel != "jit":
         raise TrainError(
             f"mesh (={config.mesh}) with {FSDP} is for --parallel jit, not {config.parallel}"
@@ -109,9 +111,10 @@ def prepare(
     steps_each = images // config.batch_size
     schedule = make_schedule(config, steps_each)
     build = model_builder(config, dataset.image_shape, len(dataset.class_names))
+    pixel_counts = sum_over_processes(partial(channel_counts, dataset.train_images))
     learner = make_learner(
         build, dataset.image_shape, make_optimizer(config, schedule),
-        *channel_statistics(summed(partial(channel_counts, dataset.train_images))), config.on_nan,
+        *channel_statistics(pixel_counts), config.on_nan,
     )  # fmt: skip
     flip = dataset.flip if config.flip is None else config.flip
     wanted = config.augment is None or config.augment
@@ -269,7 +272,7 @@ def train_batches(task: ImageTask, epoch: int, skip: int = 0) -> Iterator[Batch]
     They depend on the seed and the epoch only. Images that do not fill a batch are left out. Each
     batch holds the rows of this process.
     """
-    seed, rows = task.config.seed, rows_here(task.config.batch_size, task.mesh)
+    seed, rows = task.config.seed, local_rows(task.config.batch_size, task.mesh)
     images, labels = task.dataset.train_images, task.dataset.train_labels
     size = task.config.batch_size
     order = np.random.default_rng([seed, epoch]).permutation(len(images))[: task.steps_each * size]
@@ -293,7 +296,7 @@ def evaluate(task: ImageTask, eval_step: Any, state: TrainState, part: Part) -> 
     if not len(images):
         return {}
     size = task.config.batch_size
-    rows = np.arange(size)[rows_here(size, task.mesh)]
+    rows = np.arange(size)[local_rows(size, task.mesh)]
     loss, correct = 0.0, 0.0
     for start in range(0, len(images), size):
         numbers = start + rows

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ... import offload_jit
 from ...memory._lower import make_data_mesh
-from ..mesh import abstract_mesh, by_batch, data_mesh, with_shardings
+from ..mesh import abstract_mesh, batch_sharding, data_mesh, with_shardings
 from .config import LMConfig
 from .recipe import make_learner
 
@@ -50,6 +50,6 @@ def lm_training_step(config: LMConfig, num_devices: int = 1) -> tuple[Any, ...]:
     learner, one_device = make_learner(config, mesh), data_mesh(jax.devices()[:1])
     state, key = jax.eval_shape(lambda: (learner.initial_state(one_device), jax.random.key(0)))
     shape = config.batch_size, config.context + 1
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=by_batch(mesh))
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
     state = with_shardings(state, learner.shardings(state, mesh))
     return offload_jit(learner.train_step()), state, tokens, key

@@ -13,8 +13,8 @@ from ... import host_init, offload_scan, offload_train_step
 from ...models import TransformerLM, scan_layers
 from ...models.nnx.transformer import ApplyLayers, Layer, Params
 from ...ops.offload.trees import partition
-from ..mesh import FSDP, AnyMesh, sharding_of
-from ..mesh import shardings_of as param_shardings
+from ..mesh import FSDP, AnyMesh, param_sharding
+from ..mesh import param_shardings as param_shardings
 from .config import LMConfig
 from .steps import (
     LMState,
@@ -174,7 +174,7 @@ class LMLearner:
         def leaf_sharding(path: Any, leaf: Any) -> Any:
             names = {getattr(key, "name", getattr(key, "key", None)) for key in path}
             is_layer = bool(names & {"blocks", "layers", "layers_state"})
-            sharding = sharding_of(leaf.shape, mesh, is_layer)
+            sharding = param_sharding(leaf.shape, mesh, is_layer)
             # Counts of the optimizer stay on the device.
             offloads = "layers" in names or ("layers_state" in names and leaf.ndim > 1)
             if self.params_on_host and offloads and isinstance(state, OffloadedState):

@@ -8,8 +8,8 @@ from ...memory import MemoryPlan
 from ...memory.render import format_bytes
 from .. import report
 from ..errors import counted
-from ..mesh import devices_of
-from ..report import line
+from ..mesh import describe_devices
+from ..report import print_line
 from ..run_directory import RunDirectory
 from ..task import Metrics, Progress, Record
 from .task import LMResult, LMTask
@@ -18,18 +18,18 @@ from .task import LMResult, LMTask
 def announce(console: Console, task: LMTask, run: RunDirectory) -> None:
     """Print the data, the model and the run directory."""
     config, text = task.config, task.text
-    sizes = report.parts(len(text.train), len(text.validation), len(text.test))
-    line(console, f"{text.name}: {sizes} bytes")
+    sizes = report.format_sizes(len(text.train), len(text.validation), len(text.test))
+    print_line(console, f"{text.name}: {sizes} bytes")
     trained = "" if config.lora is None else f" ({task.learner.num_trained} of them trained)"
-    line(
+    print_line(
         console,
         f"{counted(config.layers, 'layer')} of width {config.width}, {task.learner.num_params} "
         f"parameters{trained}, {config.dtype}, batch {config.batch_size} × {config.context}, "
-        f"{counted(config.steps, 'step')}, {devices_of(task.mesh)}",
+        f"{counted(config.steps, 'step')}, {describe_devices(task.mesh)}",
     )
     if task.base is not None:
-        line(console, f"initialized from {task.base.run.path} at step {task.base.step}")
-    line(console, f"run directory: {run.path}")
+        print_line(console, f"initialized from {task.base.run.path} at step {task.base.step}")
+    print_line(console, f"run directory: {run.path}")
 
 
 def make_progress(console: Console, task: LMTask) -> Progress:
@@ -78,4 +78,4 @@ def show_result(
         table.add_row("device memory on an H200", format_bytes(plan.peak_device_bytes))
         table.add_row("host memory", format_bytes(plan.host.total))
     console.print(table)
-    line(console, f"written: {run.path}")
+    print_line(console, f"written: {run.path}")

@@ -18,7 +18,7 @@ from ...models import TransformerLM, scan_layers
 from ...models.nnx.transformer import ApplyLayers, Layer, Params
 from ...ops.offload.trees import Partition, partition
 from ..finite import OnNan, skip_nonfinite
-from ..mesh import AnyMesh, Array, by_batch, gathered
+from ..mesh import AnyMesh, Array, batch_sharding, gather_params
 
 
 class LMState(NamedTuple):
@@ -70,12 +70,14 @@ def gather_others(params: Params, mesh: AnyMesh | None) -> Params:
     """Gather all parameters but those of the layers, which are gathered one layer at a time."""
     if mesh is None:
         return params
-    return {**gathered(without_blocks(params), mesh), "blocks": params["blocks"]}
+    return {**gather_params(without_blocks(params), mesh), "blocks": params["blocks"]}
 
 
 def gather_layer(layer: Layer, mesh: AnyMesh | None) -> Layer:
     """Return the layer as a function of sharded parameters."""
-    return layer if mesh is None else lambda params, *rest: layer(gathered(params, mesh), *rest)
+    return (
+        layer if mesh is None else lambda params, *rest: layer(gather_params(params, mesh), *rest)
+    )
 
 
 def window_losses(
@@ -190,7 +192,7 @@ def compile_lm_step(step: Callable, mesh: Mesh) -> Callable:
 
     Each array of the state keeps its sharding and its memory. The state is donated.
     """
-    compiled, rows = offload_jit(step), by_batch(mesh)
+    compiled, rows = offload_jit(step), batch_sharding(mesh)
     return lambda state, tokens, key: compiled(state, jax.device_put(tokens, rows), key)
 
 
@@ -198,7 +200,7 @@ def make_lm_eval_step(
     graphdef: nnx.GraphDef, mesh: Mesh, apply_layers: ApplyLayers = scan_layers
 ) -> Callable[[Params, Array, Array], jax.Array]:
     """Compile ``(params, tokens, weights) -> sum``, the weighted sum of the window losses."""
-    rows = by_batch(mesh)
+    rows = batch_sharding(mesh)
 
     def step(params: Params, tokens: Array, weights: Array) -> jax.Array:
         params = gather_others(params, mesh)

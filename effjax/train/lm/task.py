@@ -25,9 +25,9 @@ from ..mesh import (
     Devices,
     check_batch_size,
     global_batch,
-    place,
-    rows_here,
-    run_mesh,
+    local_rows,
+    make_mesh,
+    put,
     with_shardings,
 )
 from ..task import Metrics, Part, Record, TrainStep
@@ -90,7 +90,7 @@ def prepare(
         config = dataclasses.replace(config, init_from=os.path.realpath(base.run.path))
     text = hold_out(load_text(config.data) if text is None else text, config.validation)
     check_length(text, config.context)
-    mesh = run_mesh(config.mesh, devices)
+    mesh = make_mesh(config.mesh, devices)
     check_batch_size(config.batch_size, mesh)
     if config.num_microbatches > 1 < mesh.size:
         raise TrainError(
@@ -144,7 +144,7 @@ class LMTask:
         # A resumed run may have stopped before its first checkpoint.
         base = self.base or find_base(self.config)
         state = self.learner.initial_state(self.mesh)
-        state = place(state, self.learner.shardings(state, self.mesh))
+        state = put(state, self.learner.shardings(state, self.mesh))
         return state if base is None else restore_weights(state, base, self.mesh)
 
     def shapes(self) -> State:
@@ -166,7 +166,7 @@ class LMTask:
     def batches(self, done: int) -> Iterator[jax.Array]:
         """Yield the batches after `done` steps, without end."""
         config, size = self.config, self.config.batch_size
-        rows = rows_here(size, self.mesh)
+        rows = local_rows(size, self.mesh)
         data = self.text.train
         for windows in train_batches(data, config.context, size, config.seed, done, rows):
             yield global_batch(windows, size, self.mesh)
@@ -223,7 +223,7 @@ class LMTask:
         if not len(data):
             return {}
         total, count, size = 0.0, 0.0, self.config.batch_size
-        rows = rows_here(size, self.mesh)
+        rows = local_rows(size, self.mesh)
         for tokens, weights in test_batches(data, self.config.context, size):
             batch = global_batch((tokens[rows], weights[rows]), size, self.mesh)
             total += float(eval_step(state.params, *batch))

@@ -16,7 +16,7 @@ from effjax.train.images.steps import (
     make_train_step,
 )
 from effjax.train.images.task import prepare, train_batches
-from effjax.train.mesh import data_mesh, whole
+from effjax.train.mesh import data_mesh, replicated
 from tests.train import small
 
 WAYS = ["jit", "shard_map", "pmap"]
@@ -51,7 +51,7 @@ def runs(request, mesh8):
         step = make_train_step(parallel, task.learner, mesh)
         nonlocal first
         first = first or jax.device_get(task.initial_state())
-        state = jax.device_put(first, whole(mesh))
+        state = jax.device_put(first, replicated(mesh))
         losses = []
         for batch in train_batches(task, epoch=1):
             before = jax.tree.leaves(state.params)[0]
@@ -95,7 +95,7 @@ def test_dropout_differs_by_step_and_by_device(way, mesh8):
     step = make_train_step(way, learner, mesh)
     batch = Batch(np.zeros((8, 2, 2, 1), np.uint8), np.zeros((8,), np.int32))
     key = jax.random.key(3)
-    state = jax.device_put(state, whole(mesh))
+    state = jax.device_put(state, replicated(mesh))
     for number in range(2):
         state, metrics = step(state, batch, key)
         expected = []

@@ -7,7 +7,7 @@ from flax import nnx
 
 from effjax.models import scan_layers
 from effjax.train.lm.steps import compile_lm_step, lm_loss, lm_step, split_loss
-from effjax.train.mesh import data_mesh, whole
+from effjax.train.mesh import data_mesh, replicated
 from tests.train.small import CachedTask, lm_task
 
 
@@ -51,7 +51,7 @@ def test_step_with_other_layers_and_devices(one):
         learner, mesh = one.learner, data_mesh(jax.devices()[:devices])
         step = lm_step(learner.graphdef, learner.optimizer, apply_layers, mesh=mesh)
         run = compile_lm_step(step, mesh)
-        state, loss = run(jax.device_put(one.initial_state(), whole(mesh)), tokens, key)
+        state, loss = run(jax.device_put(one.initial_state(), replicated(mesh)), tokens, key)
         assert int(state.step) == 1
         return jax.tree.map(np.asarray, (state.params, loss))
 
