@@ -1,4 +1,4 @@
-"""PyTorch's layouts, against loops over PyTorch's layouts."""
+"""Deformable convolution with PyTorch's signatures, against loops over PyTorch's layouts."""
 
 import inspect
 import math
@@ -24,7 +24,7 @@ def normal(*shape, scale=1.0):
 
 
 def torch_conv(x, weight, bias, stride, padding, dilation, groups=1, offset=None, mask=None):
-    """Convolution in PyTorch's layouts by loops; deformable if there are offsets."""
+    """Return a convolution in PyTorch's layouts, deformable if offset is passed."""
     n, c, h, w = x.shape
     o, cg, kh, kw = weight.shape
     ho = (h + 2 * padding[0] - dilation[0] * (kh - 1) - 1) // stride[0] + 1
@@ -77,13 +77,13 @@ def test_operators_in_pytorch_argument_order():
 
 
 def torch_arguments():
-    """Those of torchvision's deform_conv2d, in its order: two groups of both kinds."""
+    """Return arguments of torchvision's deform_conv2d, in its order."""
     x, weight, bias = normal(N, C, H, W), normal(OUT, C // GROUPS, KH, KW), normal(OUT)
     offset, mask = normal(N, OFFSET_GROUPS * K * 2, HO, WO), normal(N, OFFSET_GROUPS * K, HO, WO)
     return x, offset, weight, bias, STRIDE, PADDING, DILATION, mask
 
 
-def test_torchvisions_signature():
+def test_signature_of_torchvision():
     parameters = inspect.signature(compat.deform_conv2d).parameters
     assert {name: p.default for name, p in parameters.items() if p.default is not p.empty} == dict(
         bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1), mask=None
@@ -93,8 +93,7 @@ def test_torchvisions_signature():
     ]  # fmt: skip
 
 
-def test_torchvisions_deform_conv2d():
-    """Groups and offset groups are what the shapes say."""
+def test_deform_conv2d():
     x, offset, weight, bias, *geometry, mask = torch_arguments()
     y = compat.deform_conv2d(x, offset, weight, bias, *geometry, mask)
     want = torch_conv(x, weight, bias, *geometry, GROUPS, offset, mask)
@@ -105,8 +104,7 @@ def test_torchvisions_deform_conv2d():
     np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
 
 
-def test_gradients_of_torchvisions_deform_conv2d():
-    """Those of the operator between transposes."""
+def test_gradients_of_deform_conv2d():
     x, offset, weight, bias, stride, padding, dilation, mask = torch_arguments()
     dy = normal(N, OUT, HO, WO)
 
@@ -132,8 +130,7 @@ def test_gradients_of_torchvisions_deform_conv2d():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_the_guards_of_the_operator_hold():
-    """Forward mode is refused; a batch may be empty; bad positions give zero."""
+def test_forward_mode_empty_batch_and_non_finite_offsets():
     x, offset, weight, *_ = torch_arguments()
     run = lambda x, offset: compat.deform_conv2d(  # noqa: E731
         x, offset, weight, None, STRIDE, PADDING, DILATION
@@ -147,7 +144,7 @@ def test_the_guards_of_the_operator_hold():
     assert run(x[:0], offset[:0]).shape == (0, OUT, HO, WO)
 
 
-def test_mmcvs_name_of_the_groups():
+def test_deform_groups_of_mmcv():
     x, offset, weight, bias, *geometry, mask = torch_arguments()
     groups = dict(zip(("stride", "padding", "dilation"), geometry, strict=True), groups=GROUPS)
     for run, arrays in (

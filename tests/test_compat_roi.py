@@ -1,4 +1,4 @@
-"""Boxes in PyTorch's layouts, against loops in float64; and what torchvision itself gave."""
+"""Box pooling with PyTorch's signatures, against loops in float64 and results of torchvision."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ import pytest
 
 from effjax import compat
 from tests.ops.roi import oracle
+from tests.tiers import exhaustive
 
 RNG = np.random.default_rng(0)
 INPUT = RNG.normal(size=(2, 4, 8, 9)).astype(np.float32)
@@ -18,15 +19,15 @@ ROIS = np.array([
 
 
 def by_image(rois, **offset):
-    """The definition's arguments for each box on its own: x, boxes and offset [1, 1, ...]."""
+    """Yield the oracle's arguments (x, boxes, offset) of each box."""
     for i, (n, *box) in enumerate(rois):
         more = {k: v[i][None, None] for k, v in offset.items()}
         yield {"x": NHWC[int(n)][None], "boxes": np.array(box)[None, None]} | more
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("ratio", [-1, 2])
+@pytest.mark.parametrize(
+    ("aligned", "ratio"), [(True, -1), exhaustive(True, 2), exhaustive(False, -1), (False, 2)]
+)
 def test_roi_align(aligned, ratio):
     given = dict(spatial_scale=0.5, sampling_ratio=ratio, aligned=aligned)
     got = compat.roi_align(INPUT, ROIS, (2, 3), **given)
@@ -42,7 +43,7 @@ def test_roi_align(aligned, ratio):
     )  # fmt: skip
 
 
-def test_gradients_of_both_forms_are_the_same():
+def test_gradients_with_boxes_as_list_and_array():
     ordered = ROIS[np.argsort(ROIS[:, 0], kind="stable")]
     listed = [ordered[ordered[:, 0] == n, 1:] for n in range(2)]
     weights = RNG.normal(size=(5, 4, 2, 2)).astype(np.float32)
@@ -67,7 +68,7 @@ def test_deform_roi_pool():
 
 
 def test_deform_roi_pooling():
-    """Channels are (channel, row, column) there, and blocks of channels here."""
+    """PyTorch orders channels as (channel, row, column), effjax as blocks of channels."""
     offset = RNG.normal(size=(5, 2, 2, 2)).astype(np.float32)
     got = compat.deform_roi_pooling(INPUT, ROIS, offset, 0.5, 2, 1, False, 2, None, 3, 0.1)
     options = dict(output_size=(2, 2), spatial_scale=0.5, group_size=2, sample_per_part=3)
@@ -82,7 +83,7 @@ def test_deform_roi_pooling():
     np.testing.assert_allclose(plain.transpose(0, 2, 3, 1), want, atol=1e-5)
 
 
-# What torchvision 0.28 gave on a CPU in float64 for (aligned, sampling_ratio): the features of four
+# Results of torchvision 0.28 on a CPU in float64 by (aligned, sampling_ratio): the features of four
 # boxes, and the sum of the squares of the gradient of the image.
 RECORDED = {
     (True, -1): ([
@@ -114,8 +115,8 @@ RECORDED = {
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("aligned", "ratio"), RECORDED)
-def test_what_torchvision_gave(aligned, ratio):
-    """Inside, far outside, corners in the wrong order, and less than a pixel."""
+def test_matches_torchvision(aligned, ratio):
+    """Boxes: inside, far outside, corners in the wrong order, and less than a pixel."""
     rows, columns = np.mgrid[:6, :5]
     image = np.sin(3.0 * rows + 5 * columns)[None, None]
     boxes = np.array([
@@ -129,8 +130,7 @@ def test_what_torchvision_gave(aligned, ratio):
     np.testing.assert_allclose(jnp.sum(dx**2), squares, rtol=1e-9)
 
 
-def test_over_devices():
-    """Images on devices of their own; boxes say which image is theirs."""
+def test_sharded_images():
     x = np.concatenate([INPUT] * 4)
     rois = np.concatenate([ROIS + np.eye(5, dtype=np.float32)[0] * 2 * i for i in range(4)])
     pool = jax.jit(lambda x, rois: compat.roi_align(x, rois, 2, 0.5, 2))
@@ -147,7 +147,7 @@ def test_over_devices():
     np.testing.assert_allclose(jax.jit(mapped)(x, own), np.concatenate(halves), atol=1e-6)
 
 
-def test_no_images():
+def test_empty_batch():
     assert compat.roi_align(INPUT[:0], [], 2).shape == (0, 4, 2, 2)
     assert compat.roi_align(INPUT[:0], ROIS[:0], 2).shape == (0, 4, 2, 2)
     assert compat.roi_align(INPUT, [ROIS[:0, 1:]] * 2, 2).shape == (0, 4, 2, 2)

@@ -1,4 +1,4 @@
-"""The deformable layers of both flavours: one battery, and what only one of them has."""
+"""Deformable convolution layers of linen and nnx."""
 
 import functools
 import operator
@@ -15,6 +15,7 @@ import effjax
 import effjax.linen
 import effjax.nnx
 from effjax import compat
+from tests.tiers import exhaustive, plainly, product_cases
 
 X = jax.random.normal(jax.random.key(0), (2, 6, 7, 4))
 OFFSET = jax.random.normal(jax.random.key(1), (2, 6, 7, 18))
@@ -32,7 +33,6 @@ PACKS = ["DeformConvPack", "ModulatedDeformConvPack"]
 
 
 def nnx_layer(name, *args, kernel_size: Any = 3, **options):
-    """`params`, and `apply(params, *args)`, of a layer of 4 features that makes 6."""
     layer = getattr(compat, name)(4, 6, kernel_size, **options, rngs=nnx.Rngs(1))
     graph, state = nnx.split(layer, nnx.Param)
 
@@ -57,12 +57,20 @@ def linen_layer(name, *args, kernel_size: Any = 3, **options):
 both = pytest.mark.parametrize("make", [nnx_layer, linen_layer])
 
 
-@pytest.mark.covering
-@both
-@pytest.mark.parametrize("name", PACKS)
-@pytest.mark.parametrize("padding", ["SAME", "VALID", 2, ((1, 0), (2, 3))])
+@pytest.mark.parametrize(
+    ("make", "name", "padding"),
+    product_cases(
+        [nnx_layer, linen_layer],
+        PACKS,
+        ["SAME", "VALID", 2, ((1, 0), (2, 3))],
+        plain=[
+            (nnx_layer, "DeformConvPack", ((1, 0), (2, 3))),
+            (linen_layer, "ModulatedDeformConvPack", "SAME"),
+        ],
+    ),
+)
 def test_starts_as_a_convolution(make, name, padding):
-    """Offsets are zero and masks one half, whatever the geometry."""
+    """Initial offsets are zero and masks one half."""
     layer = make(name, X, kernel_size=(3, 2), **OPTIONS, padding=padding)
     plain = nnx.Conv(
         4, 6, (3, 2), (2, 1), kernel_dilation=(1, 2), feature_group_count=2,
@@ -75,11 +83,15 @@ def test_starts_as_a_convolution(make, name, padding):
     )
 
 
-@both
-@pytest.mark.parametrize("name", PACKS)
-def test_offsets_learn(make, name):
+@pytest.mark.parametrize(
+    ("make", "name"),
+    product_cases(
+        [nnx_layer, linen_layer], PACKS, plain=[(linen_layer, "ModulatedDeformConvPack")]
+    ),
+)
+def test_every_parameter_has_a_gradient(make, name):
     layer = make(name, X, kernel_size=(3, 2), **OPTIONS)
-    grads = jax.grad(lambda p: jnp.sum(jnp.sin(layer.apply(p, X))))(layer.params)
+    grads = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(layer.apply(p, X)))))(layer.params)
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads))
     predicted = 2 * 6 * (3 if "Modulated" in name else 2)
     assert layer.params["offset_conv"]["kernel"].shape == (3, 2, 4, predicted)
@@ -108,7 +120,7 @@ def test_half_precision(make):
 def test_half_precision_keeps_float32_offsets():
     options = OPTIONS | {"dtype": jnp.bfloat16}
     layer = compat.ModulatedDeformConvPack(4, 6, (3, 2), **options, rngs=nnx.Rngs(1))
-    offset, mask = layer.offset_and_mask(X)
+    offset, mask = jax.eval_shape(layer.offset_and_mask, X)
     assert offset.dtype == mask.dtype == jnp.float32
 
 
@@ -133,9 +145,9 @@ def tables(name, inputs):
     yield layer.tabulate(jax.random.key(0), *inputs, show_repeated=True, **more)
 
 
-@pytest.mark.parametrize("name", ["ModulatedDeformConv", "ModulatedDeformConvPack"])
+@pytest.mark.parametrize("name", [exhaustive("ModulatedDeformConv"), "ModulatedDeformConvPack"])
 def test_tables(name):
-    """Each layer has one row."""
+    """`tabulate` shows one row per layer."""
     inputs = (X,) if name in PACKS else (X, OFFSET, MASK)
     for table in tables(name, inputs):
         rows = [row for row in table.splitlines() if "float32[2,6,7,4]" in row]
@@ -143,7 +155,7 @@ def test_tables(name):
         assert "float32[2,6,7,6]" in rows[0]
 
 
-@pytest.mark.parametrize("modulated", [False, True])
+@pytest.mark.parametrize("modulated", [exhaustive(False), True])
 def test_dfconv2d(modulated):
     make = nnx_layer
     layer = make("DFConv2d", X, modulated=modulated, kernel_dilation=2, offset_groups=2)
@@ -155,8 +167,8 @@ def test_dfconv2d(modulated):
     assert jax.eval_shape(strided.apply, strided.params, X).shape == (2, 3, 4, 6)
 
 
-@pytest.mark.parametrize("name", PACKS)
-def test_flavours_are_the_same(name):
+@pytest.mark.parametrize("name", plainly("ModulatedDeformConvPack", of=PACKS))
+def test_linen_equals_nnx(name):
     layer, other = (
         make(name, X, kernel_size=(3, 2), **OPTIONS) for make in (nnx_layer, linen_layer)
     )

@@ -1,12 +1,9 @@
-"""The CUDA kernels, where there is no GPU: emulated on a CPU thread by thread, and compiled."""
+"""CUDA kernels of deformable convolution without a GPU: emulated on a CPU, and compiled."""
 
 import ctypes
 import functools
 import importlib.resources
-import pathlib
 import re
-import shutil
-import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -18,34 +15,23 @@ from effjax import native
 from effjax.memory import plan
 from effjax.ops.deform_conv import custom_call, xla
 from effjax.ops.deform_conv.reference import Geometry
+from tests.native.emulation import assert_close, compile_emulated, pointers
 from tests.native.read_fatbin import architectures
 from tests.programs import needs_gpu_compiler
 from tests.tiers import exhaustive
 
-HERE = pathlib.Path(__file__).parent
-SOURCES = HERE.parent.parent / "effjax" / "native"
 NAMES = ("x", "offset", "mask", "row", "dcolumns", "destination", "source")
 RESULTS = ("columns", "dx", "doffset", "dmask")
 
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    """The kernels as a library for a CPU."""
-    compiler = shutil.which("g++")
-    if compiler is None or not SOURCES.is_dir():
-        pytest.skip("nothing to compile: no g++, or a package without its C++ sources")
-    path = tmp_path_factory.mktemp("emulated") / "emulated.so"
-    command = [
-        compiler, "-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-DEMULATED_ARCH=900",
-        f"-I{HERE / 'emulated'}", f"-I{SOURCES}", str(HERE / "emulate.cc"), "-o", str(path),
-    ]  # fmt: skip
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(path))
+    return compile_emulated("emulate.cc", tmp_path_factory.mktemp("emulated"))
 
 
 @pytest.fixture(scope="module")
 def emulate(emulated):
-    """Runs one of the kernels on NumPy arrays; the results that are asked for say which."""
+    """Return a function that runs the kernel of the requested results on NumPy arrays."""
 
     def run(geometry, arrays, wide=False, **results):
         x = arrays["x"]
@@ -58,11 +44,10 @@ def emulate(emulated):
             arrays["mask"].size > 0,
         )  # fmt: skip
         given = [arrays.get(name) for name in NAMES] + [results.get(name) for name in RESULTS]
-        pointers = [None if a is None else a.ctypes.data for a in given]
         emulated.emulate(
             x.dtype.name.encode(),
             (ctypes.c_int64 * 17)(*sizes),
-            (ctypes.c_void_p * len(given))(*pointers),
+            pointers(given),
             ctypes.c_bool(wide),
         )
         return results
@@ -92,35 +77,30 @@ def make(dtype, channels, masked):
     }
 
 
-def close(got, want, dtype):
-    tolerance = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 1e-2, "float16": 2e-3}[dtype.name]
-    got, want = (np.asarray(a, np.float64) for a in (got, want))
-    np.testing.assert_allclose(
-        got, want, rtol=tolerance, atol=tolerance * np.abs(want).max(initial=0)
-    )
-
-
-# Channels of a group: one pack of 16 bytes, several, more than a warp takes at once, an odd number.
+# Channels of a group: one pack of 16 bytes, several, more than one read of a warp, an odd number.
+# The last column: 64-bit indices, as for large arrays.
 CASES = [
-    (np.float32, 48, False), exhaustive(np.float32, 8, True), exhaustive(np.float32, 264, True),
-    (np.float32, 10, True), exhaustive(np.float64, 12, True), (jnp.bfloat16, 32, True),
-    exhaustive(jnp.bfloat16, 6, False), (np.float16, 16, True), exhaustive(jnp.bfloat16, 8, True),
-    exhaustive(np.float32, 1040, False),
-]  # fmt: skip
+    (np.float32, 48, False, False),
+    (jnp.bfloat16, 6, False, True),
+    exhaustive(np.float32, 8, True, False),
+    exhaustive(np.float32, 264, True, True),
+    exhaustive(np.float32, 10, True, False),
+    exhaustive(np.float64, 12, True, True),
+    exhaustive(jnp.bfloat16, 32, True, False),
+    exhaustive(np.float16, 16, True, True),
+    exhaustive(np.float32, 1040, False, False),
+]
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize(("dtype", "channels", "masked"), CASES)
+@pytest.mark.parametrize(("dtype", "channels", "masked", "wide"), CASES)
 def test_kernels_emulated(emulate, dtype, channels, masked, wide, x64):
-    """With indices of 32 bits, and with those of 64 that larger arrays have."""
     emulate = functools.partial(emulate, wide=wide)
     arrays = make(dtype, channels, masked)
     x, offset, mask, row = (jnp.asarray(arrays[name]) for name in ("x", "offset", "mask", "row"))
     want = xla.columns(x, offset, mask, row, GEOMETRY, rows=arrays["dcolumns"].shape[1])
     columns = np.full_like(arrays["dcolumns"], np.nan, dtype)
     got = emulate(GEOMETRY, {k: arrays[k] for k in NAMES[:4]}, columns=columns)
-    close(got["columns"], want, x.dtype)
+    assert_close(got["columns"], want, x.dtype)
 
     wide = arrays["offset"].dtype
     before = [np.ones(x.shape, wide), *(np.full_like(a, 7) for a in (offset, mask))]
@@ -130,9 +110,9 @@ def test_kernels_emulated(emulate, dtype, channels, masked, wide, x64):
     dx, unset = before[0], dict(zip(RESULTS[2:], before[1:], strict=True))
     got = emulate(GEOMETRY, arrays, dx=dx.copy(), **{k: a.copy() for k, a in unset.items()})
     for name, value in zip(("dx", "doffset", "dmask"), want, strict=True):
-        close(got[name], value, np.dtype(wide))
+        assert_close(got[name], value, np.dtype(wide))
 
-    # The deterministic way: positions without dx, then dx in the order of the pixels.
+    # The deterministic mode computes positions without dx, then dx in the order of the pixels.
     again = {name: value.copy() for name, value in unset.items()}
     emulate(GEOMETRY, arrays, **again)
     np.testing.assert_array_equal(again["doffset"], got["doffset"])
@@ -144,10 +124,10 @@ def test_kernels_emulated(emulate, dtype, channels, masked, wide, x64):
         "source": source,
     }
     in_order = emulate(GEOMETRY, arrays | ordered, dx=dx.copy())["dx"]
-    close(in_order, want[0], np.dtype(wide))
+    assert_close(in_order, want[0], np.dtype(wide))
 
 
-def test_sizes_choose_the_indices(emulated):
+def test_index_width(emulated):
     """The number of samples, and that of packs of x, must be below 2**31."""
     fits = lambda *sizes, packed=4: emulated.fits_32_bits((ctypes.c_int64 * 9)(*sizes), packed)  # noqa: E731
     assert fits(2, 100, 100, 128, 100, 100, 9, 4)
@@ -171,7 +151,7 @@ def test_division_by_multiplication(emulated):
 
 
 def test_addresses_are_64_bit(emulate):
-    """The last pixel of an image of more than 2**31 numbers; its memory is never touched."""
+    """The image has more than 2**31 elements; most of its memory is never touched."""
     size, channels = 32768, 3
     geometry = Geometry((1, 1), (1, size - 1), ((0, 0), (0, 0)), (1, 1), 1)
     x, dx = (np.zeros((1, size, size, channels), dtype) for dtype in (np.float16, np.float32))
@@ -196,15 +176,15 @@ needs_library = pytest.mark.skipif(
 
 
 @needs_library
-def test_the_library_is_for_both_generations():
+def test_architectures_of_the_library():
     library = importlib.resources.files(native) / "libeffjax_cuda.so"
     assert architectures(library.read_bytes()) == {"sm_80", "sm_90", "compute_90"}
 
 
 @needs_library
 @needs_gpu_compiler
-def test_the_sort_is_part_of_the_workspace():
-    """Few channels a group, in half precision: four sorted corners weigh more than the samples."""
+def test_workspace_includes_the_sort():
+    """With few channels per group in half precision, four sorted corners outweigh the samples."""
     mib, image = 2**20, (1, 64, 64)
     shapes = (*image, 8), (*image, 8 * 18), (3, 3, 8, 8)
     args = [
@@ -219,7 +199,7 @@ def test_the_sort_is_part_of_the_workspace():
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
     temporaries = plan(jax.grad(loss, argnums=(0, 1, 2)), *args).device.temporaries
-    # Beside the workspace: the gradients of x and y, in float32.
+    # In addition to the workspace: the gradients of x and y, in float32.
     assert mib < temporaries <= 4 * mib + 2 * 4 * args[0].size
 
 
@@ -227,7 +207,6 @@ def test_the_sort_is_part_of_the_workspace():
 @needs_gpu_compiler
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_programs_compile_for_a_gpu(deterministic):
-    """With the custom calls in them, which the planner's compiler has to know."""
 
     def loss(x, offset, weights, mask):
         y = effjax.deform_conv2d(
@@ -237,20 +216,20 @@ def test_programs_compile_for_a_gpu(deterministic):
         return jnp.sum(jnp.sin(y))
 
     shapes = (2, 16, 16, 8), (2, 16, 16, 18), (3, 3, 8, 4), (2, 16, 16, 9)
-    found = plan(
+    planned = plan(
         jax.grad(loss, (0, 1, 2, 3)), *(jax.ShapeDtypeStruct(s, "float32") for s in shapes)
     )
-    calls = re.findall(r'custom_call_target="effjax_(\w+)"', found.hlo)
+    calls = re.findall(r'custom_call_target="effjax_(\w+)"', planned.hlo)
     expected = {"deform_columns", "deform_columns_backward"}
     assert set(calls) == expected | ({"deform_scatter_sorted"} if deterministic else set())
-    sorted_arrays = [operands.count("%") for operands in re.findall(r" sort\((.*?)\)", found.hlo)]
+    sorted_arrays = [operands.count("%") for operands in re.findall(r" sort\((.*?)\)", planned.hlo)]
     assert set(sorted_arrays) == ({2} if deterministic else set())
 
 
 @needs_library
 @needs_gpu_compiler
-def test_a_pass_moves_no_copies():
-    """Neither slices of positions and masks, nor columns with rows that a matrix product adds."""
+def test_no_copies_on_a_gpu():
+    """No slices of positions and masks, and no padded columns."""
 
     def step(x, offset, weights, mask, dy):
         def conv(*args):

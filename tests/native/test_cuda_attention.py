@@ -1,10 +1,7 @@
-"""The CUDA kernels of deformable attention, where there is no GPU: emulated, and compiled."""
+"""CUDA kernels of deformable attention without a GPU: emulated on a CPU, and compiled."""
 
 import ctypes
-import pathlib
 import re
-import shutil
-import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -15,62 +12,46 @@ import effjax
 from effjax import native
 from effjax.memory import plan
 from effjax.ops.deform_attention import reference
+from tests.native.emulation import assert_close, compile_emulated, pointers
 from tests.programs import needs_gpu_compiler
-from tests.tiers import exhaustive
 
-HERE = pathlib.Path(__file__).parent
-SOURCES = HERE.parent.parent / "effjax" / "native"
 NAMES = "value", "locations", "weights", "dy", "y", "dvalue", "dlocations", "dweights"
 
 
 @pytest.fixture(scope="module")
 def emulate(tmp_path_factory):
-    """Runs one of the kernels on NumPy arrays; the results that are asked for say which."""
-    compiler = shutil.which("g++")
-    if compiler is None or not SOURCES.is_dir():
-        pytest.skip("nothing to compile: no g++, or a package without its C++ sources")
-    path = tmp_path_factory.mktemp("emulated") / "emulated.so"
-    command = [
-        compiler, "-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-DEMULATED_ARCH=900",
-        f"-I{HERE / 'emulated'}", f"-I{SOURCES}", str(HERE / "emulate_attention.cc"), "-o",
-        str(path),
-    ]  # fmt: skip
-    subprocess.run(command, check=True)
-    function = ctypes.CDLL(str(path)).emulate
+    """Return a function that runs the kernel of the requested results on NumPy arrays."""
+    directory = tmp_path_factory.mktemp("emulated")
+    function = compile_emulated("emulate_attention.cc", directory).emulate
 
     def run(levels, **arrays):
         value, locations = arrays["value"], arrays["locations"]
         sizes = [*value.shape, locations.shape[1], locations.shape[4], levels.normalized]
         sizes += [size for shape in levels.shapes for size in shape]
-        pointers = [arrays[n].ctypes.data if n in arrays else None for n in NAMES]
         function(
             value.dtype.name.encode(),
             (ctypes.c_int64 * len(sizes))(*sizes),
             ctypes.c_int64(len(levels.shapes)),
-            (ctypes.c_void_p * len(pointers))(*pointers),
+            pointers([arrays.get(name) for name in NAMES]),
         )
 
     return run
 
 
-def close(got, want, dtype):
-    tolerance = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 1e-2, "float16": 2e-3}[dtype.name]
-    got, want = (np.asarray(a, np.float64) for a in (got, want))
-    np.testing.assert_allclose(
-        got, want, rtol=tolerance, atol=tolerance * np.abs(want).max(initial=0)
-    )
-
-
-# Channels of a head: several packs of 16 bytes, one, more than a warp takes at once, odd numbers.
-CASES = [
-    exhaustive(np.float32, 16, 2, True), exhaustive(np.float32, 32, 4, False),
-    exhaustive(np.float32, 3, 5, False), exhaustive(np.float32, 136, 2, True),
-    exhaustive(np.float64, 6, 4, True), (jnp.bfloat16, 16, 3, False),
-    exhaustive(jnp.bfloat16, 5, 1, True), exhaustive(np.float16, 32, 4, True),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("dtype", "depth", "points", "normalized"), CASES)
+# Channels of a head: several packs of 16 bytes, one, more than one read of a warp, odd numbers.
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("dtype", "depth", "points", "normalized"),
+    [
+        (np.float32, 32, 4, False),
+        (np.float32, 3, 5, False),
+        (np.float32, 136, 2, True),
+        (np.float64, 6, 4, True),
+        (jnp.bfloat16, 16, 3, False),
+        (jnp.bfloat16, 5, 1, True),
+        (np.float16, 32, 4, True),
+    ],
+)
 def test_kernels_emulated(emulate, dtype, depth, points, normalized, x64):
     rng, wide = np.random.default_rng(0), np.float64 if dtype == np.float64 else np.float32
     shapes = ((3, 4), (2, 2), (1, 1))
@@ -92,20 +73,20 @@ def test_kernels_emulated(emulate, dtype, depth, points, normalized, x64):
 
     y = np.full(dy.shape, np.nan).astype(dtype)
     emulate(levels, **arrays, y=y)
-    close(y, reference.attend(*given, **options), dy.dtype)
+    assert_close(y, reference.attend(*given, **options), dy.dtype)
 
     results = {f"d{name}": np.full(a.shape, np.nan, wide) for name, a in arrays.items()}
     results["dvalue"][:] = 0
     emulate(levels, **arrays, dy=dy, **results)
     want = reference.attend_backward(*given, jnp.asarray(dy), **options)
     for got, expected in zip(results.values(), want, strict=True):
-        close(got, expected, np.dtype(wide))
+        assert_close(got, expected, np.dtype(wide))
 
 
 @pytest.mark.skipif(not native.is_available("cuda"), reason="built without CUDA kernels")
 @needs_gpu_compiler
 def test_programs_compile_for_a_gpu():
-    """With the custom calls in them, and without an array of samples."""
+    """The programs contain no array of samples."""
     shapes = ((8, 8), (4, 4))
 
     def loss(value, locations, weights, x, offset, mask):
@@ -116,7 +97,7 @@ def test_programs_compile_for_a_gpu():
     at = 2, 500, 2, 2, 4
     sizes = (2, 80, 2, 32), (*at, 2), at, (2, 8, 8, 32), (2, 8, 8, 36), (2, 8, 8, 18)
     args = [jax.ShapeDtypeStruct(s, "float32") for s in sizes]
-    found = plan(jax.grad(loss, range(6)), *args)
-    calls = re.findall(r'custom_call_target="effjax_(\w+)"', found.hlo)
+    planned = plan(jax.grad(loss, range(6)), *args)
+    calls = re.findall(r'custom_call_target="effjax_(\w+)"', planned.hlo)
     assert sorted(calls) == ["ms_deform_attn"] * 2 + ["ms_deform_attn_backward"] * 2
-    assert found.device.temporaries < 4 * 2 * 500 * 2 * 8 * 32 / 4
+    assert planned.device.temporaries < 4 * 2 * 500 * 2 * 8 * 32 / 4

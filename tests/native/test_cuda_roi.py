@@ -1,10 +1,7 @@
-"""The CUDA kernels that pool boxes, where there is no GPU: emulated on a CPU, and compiled."""
+"""CUDA kernels of box pooling without a GPU: emulated on a CPU, and compiled."""
 
 import ctypes
-import pathlib
 import re
-import shutil
-import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -16,27 +13,17 @@ from effjax import native
 from effjax.memory import plan
 from effjax.ops.roi import reference
 from effjax.ops.roi.reference import Pooling
+from tests.native.emulation import compile_emulated, pointers
 from tests.programs import needs_gpu_compiler
-from tests.tiers import exhaustive
 
-HERE = pathlib.Path(__file__).parent
-SOURCES = HERE.parent.parent / "effjax" / "native"
 NAMES = "x", "first", "step", "count", "dy", "y", "dx", "dfirst"
 
 
 @pytest.fixture(scope="module")
 def emulate(tmp_path_factory):
-    """Runs one of the kernels on NumPy arrays; the results that are asked for say which."""
-    compiler = shutil.which("g++")
-    if compiler is None or not SOURCES.is_dir():
-        pytest.skip("nothing to compile: no g++, or a package without its C++ sources")
-    path = tmp_path_factory.mktemp("emulated") / "emulated.so"
-    command = [
-        compiler, "-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-DEMULATED_ARCH=900",
-        f"-I{HERE / 'emulated'}", f"-I{SOURCES}", str(HERE / "emulate_roi.cc"), "-o", str(path),
-    ]  # fmt: skip
-    subprocess.run(command, check=True)
-    function = ctypes.CDLL(str(path)).emulate
+    """Return a function that runs the kernel of the requested results on NumPy arrays."""
+    directory = tmp_path_factory.mktemp("emulated")
+    function = compile_emulated("emulate_roi.cc", directory).emulate
 
     def run(pooling, arrays, adds=False, **results):
         (n, h, w, c), (_, boxes, bins, groups, _) = arrays["x"].shape, arrays["first"].shape
@@ -44,14 +31,13 @@ def emulate(tmp_path_factory):
             n, h, w, c // pooling.parts**2, boxes, bins, groups, *pooling.output_size,
             pooling.parts,
         )  # fmt: skip
-        given = [(arrays | results).get(name) for name in NAMES]
         function(
             arrays["x"].dtype.name.encode(),
             (ctypes.c_int64 * len(sizes))(*sizes),
             ctypes.c_double(pooling.margin),
             ctypes.c_bool(pooling.of_inside),
             ctypes.c_bool(adds),
-            (ctypes.c_void_p * len(given))(*(None if a is None else a.ctypes.data for a in given)),
+            pointers([(arrays | results).get(name) for name in NAMES]),
         )
         return results
 
@@ -80,15 +66,22 @@ def make(dtype, channels, pooling, groups):
 
 BOXES = Pooling((2, 2), 1, 1.0, False, 0, True)
 PARTS = Pooling((2, 3), 2, 0.5, True, 2, True)
-# Channels of a group: packs of 16 bytes, more than a warp takes at once, an odd number.
-CASES = [
-    (np.float32, 48, BOXES, 1), exhaustive(np.float32, 264, BOXES, 1), (np.float32, 10, PARTS, 2),
-    exhaustive(np.float64, 12, BOXES, 1), (jnp.bfloat16, 32, PARTS, 2),
-    (np.float16, 6, BOXES._replace(moves=False), 1),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize(("dtype", "channels", "pooling", "groups"), CASES, ids=lambda _: "")
+# Channels of a group: packs of 16 bytes, more than one read of a warp, an odd number.
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("dtype", "channels", "pooling", "groups"),
+    [
+        (np.float32, 48, BOXES, 1),
+        (np.float32, 264, BOXES, 1),
+        (np.float32, 10, PARTS, 2),
+        (np.float64, 12, BOXES, 1),
+        (jnp.bfloat16, 32, PARTS, 2),
+        (np.float16, 6, BOXES._replace(moves=False), 1),
+    ],
+    ids=str,
+)
 def test_kernels_emulated(emulate, dtype, channels, pooling, groups, x64):
     arrays = make(dtype, channels, pooling, groups)
     on_device = [jnp.asarray(arrays[name]) for name in NAMES[:5]]
@@ -120,7 +113,6 @@ needs_library = pytest.mark.skipif(
 @needs_library
 @needs_gpu_compiler
 def test_programs_compile_for_a_gpu():
-    """With the custom calls in them, which the planner's compiler has to know."""
 
     def loss(x, boxes, offset):
         y = effjax.deform_roi_pool(x, boxes, offset, output_size=2, implementation="native")

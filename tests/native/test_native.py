@@ -1,4 +1,4 @@
-"""The native library: loading it, what it refuses, and its loops under sanitizers."""
+"""The native library: loading, argument checks of its handlers, and its loops under sanitizers."""
 
 import _ctypes
 import os
@@ -13,10 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import effjax
 from effjax import native
 from effjax.ops._common import dispatch
-from tests.tiers import exhaustive
 
 SOURCES = pathlib.Path(native.__file__).parent
 needs_cpu = pytest.mark.skipif(
@@ -26,7 +24,7 @@ needs_cpu = pytest.mark.skipif(
 
 @pytest.fixture
 def fresh():
-    """A loader that has not loaded anything."""
+    """Clear the cache of loaded libraries."""
     native._load.cache_clear()
     native.jaxlib_version.cache_clear()
     yield
@@ -34,7 +32,7 @@ def fresh():
     native.jaxlib_version.cache_clear()
 
 
-def test_strict_builds_have_the_kernels():
+def test_strict_builds_have_kernels():
     if os.environ.get("EFFJAX_STRICT") != "1":
         pytest.skip("kernels may be missing unless EFFJAX_STRICT=1, which CI sets")
     assert native.status()["cpu"] == native.LOADED
@@ -45,13 +43,13 @@ def test_status():
     assert not native.is_available("tpu")
 
 
-def test_a_library_that_is_not_there(fresh, monkeypatch, tmp_path):
+def test_missing_library(fresh, monkeypatch, tmp_path):
     monkeypatch.setattr(native.resources, "files", lambda _: tmp_path)
     assert native.status()["cpu"].startswith("not built")
     assert not native.is_available("cpu")
 
 
-def test_a_library_that_cannot_be_loaded(fresh, monkeypatch, tmp_path):
+def test_unloadable_library(fresh, monkeypatch, tmp_path):
     (tmp_path / "libeffjax_cpu.so").write_text("no library")
     (tmp_path / "libeffjax_cpu.dylib").write_text("no library")
     monkeypatch.setattr(native.resources, "files", lambda _: tmp_path)
@@ -59,9 +57,9 @@ def test_a_library_that_cannot_be_loaded(fresh, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("share", [0, 0.001, 0.5, 0.99])
-@pytest.mark.skipif(sys.platform != "linux", reason="of ELF files")
-def test_a_library_that_is_cut_short(fresh, monkeypatch, tmp_path, share):
-    """To open it could end the process."""
+@pytest.mark.skipif(sys.platform != "linux", reason="ELF files")
+def test_truncated_library(fresh, monkeypatch, tmp_path, share):
+    """Opening a truncated library could end the process."""
     content = pathlib.Path(_ctypes.__file__).read_bytes()
     (tmp_path / "libeffjax_cpu.so").write_bytes(content[: int(len(content) * share)])
     monkeypatch.setattr(native.resources, "files", lambda _: tmp_path)
@@ -69,19 +67,19 @@ def test_a_library_that_is_cut_short(fresh, monkeypatch, tmp_path, share):
     assert native.status()["cpu"] == "cut short: install effjax again"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="of ELF files")
-def test_a_library_of_something_else(fresh, monkeypatch, tmp_path):
+@pytest.mark.skipif(sys.platform != "linux", reason="ELF files")
+def test_foreign_library(fresh, monkeypatch, tmp_path):
     shutil.copy(_ctypes.__file__, tmp_path / "libeffjax_cpu.so")
     monkeypatch.setattr(native.resources, "files", lambda _: tmp_path)
     assert native.status()["cpu"] == "built from another version of effjax: install effjax again"
 
 
 @needs_cpu
-def test_a_library_for_a_newer_jaxlib(fresh, monkeypatch):
+def test_library_for_a_newer_jaxlib(fresh, monkeypatch):
     monkeypatch.setattr(native, "jaxlib_version", lambda: (0, 2))
     assert "built for XLA's FFI 0.3, but jaxlib" in native.status()["cpu"]
     monkeypatch.setattr(native, "jaxlib_version", lambda: (1, 9))
-    assert not native._load.__wrapped__("cpu") == native.LOADED
+    assert native._load.__wrapped__("cpu") != native.LOADED
 
 
 @pytest.mark.parametrize(
@@ -96,14 +94,13 @@ def test_a_library_for_a_newer_jaxlib(fresh, monkeypatch):
         (native.Gpus(13000, 13000, 1, 75), r"compute capability 8\.0 or more; .* has 7\.5"),
     ],
 )
-def test_gpus_that_cannot_run_the_kernels(gpus, match):
+def test_unsupported_gpus_and_drivers(gpus, match):
     problem = gpus.find_problem()
     assert problem is None if match is None else re.search(match, str(problem))
 
 
 @pytest.mark.skipif(not native.is_available("cuda"), reason="built without CUDA kernels")
-def test_a_gpu_that_is_too_old(fresh, monkeypatch):
-    """Nothing is registered, and the operator says why."""
+def test_unsupported_driver_registers_nothing(fresh, monkeypatch):
     monkeypatch.setattr(native, "_gpus_of", lambda _: native.Gpus(13000, 12080, 1, 90))
     registered = set()
     monkeypatch.setattr(
@@ -114,7 +111,7 @@ def test_a_gpu_that_is_too_old(fresh, monkeypatch):
     assert "CUDA" not in registered
 
 
-def test_versions_of_jaxlib():
+def test_jaxlib_version():
     major, minor = native.jaxlib_version()
     assert (major, minor) >= (0, 3)
 
@@ -156,29 +153,11 @@ def call(columns=COLUMNS, dtypes=(), attributes=(), **shapes):
         ("expected 9 attributes but got 10", {"attributes": {"of_another_version": 1}}),
     ],
 )
-def test_the_handler_checks_again(match, options):
+def test_handler_rejects_bad_buffers(match, options):
     assert native.is_available("cpu")
     np.testing.assert_array_equal(call(), np.zeros(COLUMNS))
     with pytest.raises(jax.errors.JaxRuntimeError, match=match):
         call(**options)
-
-
-@needs_cpu
-def test_twenty_runs_are_equal_to_the_bit(optimized):
-    rng = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
-    x, offset, kernel = normal(3, 9, 8, 70), normal(3, 9, 8, 18), normal(3, 3, 70, 5)
-
-    @jax.jit
-    def step(x, offset, kernel):
-        conv = lambda *a: effjax.deform_conv2d(*a, padding=1, implementation="native")  # noqa: E731
-        y, vjp = jax.vjp(conv, x, offset, kernel)
-        return y, *vjp(jnp.cos(y))
-
-    first = step(x, offset, kernel)
-    for _ in range(19):
-        for a, b in zip(step(x, offset, kernel), first, strict=True):
-            np.testing.assert_array_equal(a, b)
 
 
 SANITIZERS = "-O1", "-g", "-fno-sanitize-recover=all"
@@ -186,39 +165,28 @@ SANITIZERS += ("-fsanitize=address,undefined,float-cast-overflow",)
 
 
 @pytest.mark.parametrize(
-    "name", ["fuzz", "fuzz_checks", exhaustive("fuzz_attention"), exhaustive("fuzz_roi")]
-)
-@pytest.mark.parametrize(
-    "flags",
-    [("-O0",), pytest.param(SANITIZERS, marks=pytest.mark.exhaustive)],
-    ids=["plain", "sanitizers"],
+    ("name", "flags"),
+    [
+        pytest.param("fuzz", ["-O0"], id="fuzz"),
+        *(
+            pytest.param(name, SANITIZERS, marks=pytest.mark.exhaustive, id=f"{name}-sanitizers")
+            for name in ("fuzz", "fuzz_checks", "fuzz_attention", "fuzz_roi")
+        ),
+    ],
 )
 def test_loops(tmp_path, flags, name):
-    """Bit-equal for every number of threads; sanitizers see no undefined behaviour and no access
-    out of range.
-    """
+    """Results are bit-equal for every number of threads; sanitizers report nothing."""
     compiler = shutil.which("g++")
     sources = pathlib.Path(__file__).parent.parent.parent / "effjax" / "native"
     if compiler is None or not sources.is_dir():
-        pytest.skip("nothing to compile: no g++, or a package without its C++ sources")
+        pytest.skip("no g++, or a package without its C++ sources")
     program = tmp_path / "fuzz"
     source = pathlib.Path(__file__).parent / f"{name}.cc"
-    built = subprocess.run(
-        [
-            compiler,
-            "-std=c++17",
-            "-pthread",
-            *flags,
-            f"-I{sources}",
-            "-isystem",
-            jax.ffi.include_dir(),
-            source,
-            "-o",
-            program,
-        ],  # fmt: skip
-        capture_output=True,
-        text=True,
-    )
+    command = [
+        compiler, "-std=c++17", "-pthread", *flags, f"-I{sources}", "-isystem",
+        jax.ffi.include_dir(), source, "-o", program,
+    ]  # fmt: skip
+    built = subprocess.run(command, capture_output=True, text=True)
     if "cannot find" in built.stderr:
         pytest.skip("g++ is installed without its sanitizers' libraries")
     assert built.returncode == 0, built.stderr

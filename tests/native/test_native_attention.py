@@ -1,4 +1,4 @@
-"""What the custom calls of deformable attention refuse."""
+"""Argument checks of the handlers of deformable attention."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def call(y=RESULT, dtypes=(), sizes=(2, 3, 1, 1), attributes=(), **shapes):
         ("expected 2 but got 3", {"attributes": {"of_another_version": np.int64(1)}}),
     ],
 )
-def test_the_handler_checks_again(match, options):
+def test_handler_rejects_bad_buffers(match, options):
     np.testing.assert_array_equal(call(), np.zeros(RESULT))
     with pytest.raises(jax.errors.JaxRuntimeError, match=match):
         call(**options)

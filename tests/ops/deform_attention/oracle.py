@@ -1,4 +1,4 @@
-"""Deformable attention and its gradients by the definition: loops, float64, sample by sample."""
+"""Deformable attention and its gradients in float64, as loops over samples."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def attention(value, shapes, locations, weights, dy=None, *, normalized=True):
-    """Y [N, Q, M * D], and with dy the gradients of value, locations and weights as well."""
+    """Return y [N, Q, M * D]; with dy also the gradients of value, locations and weights."""
     value, locations, weights = (np.asarray(a, np.float64) for a in (value, locations, weights))
     n, _, heads, depth = value.shape
     queries = locations.shape[1]
@@ -47,7 +47,7 @@ def dcn(
     x, offset, mask, dy=None, *, kernel=(3, 3), strides=(1, 1), padding=((0, 0), (0, 0)),
     dilation=(1, 1), scale=1.0, remove_center=False,
 ):  # fmt: skip
-    """DCNv3's aggregation and with dy its gradients, point by point: columns of taps first."""
+    """Return DCNv3's aggregation; with dy also its gradients. Taps are ordered by columns."""
     n, ho, wo, _ = offset.shape
     h, w, c = x.shape[1:]
     kh, kw = kernel
@@ -55,14 +55,14 @@ def dcn(
     if remove_center:
         taps.remove((kh // 2, kw // 2))
     groups = mask.shape[-1] // len(taps)
-    moved = np.asarray(offset, np.float64).reshape(n, ho, wo, groups, len(taps), 2)
+    offsets = np.asarray(offset, np.float64).reshape(n, ho, wo, groups, len(taps), 2)
     locations = np.zeros((n, ho, wo, groups, 1, len(taps), 2))
     middle = [d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True)]
     for p, q, (k, (i, j)) in itertools.product(range(ho), range(wo), enumerate(taps)):
         center_y = p * strides[0] - padding[0][0] + middle[0]
         center_x = q * strides[1] - padding[1][0] + middle[1]
-        ty = i * dilation[0] - middle[0] + moved[:, p, q, :, k, 1]
-        tx = j * dilation[1] - middle[1] + moved[:, p, q, :, k, 0]
+        ty = i * dilation[0] - middle[0] + offsets[:, p, q, :, k, 1]
+        tx = j * dilation[1] - middle[1] + offsets[:, p, q, :, k, 0]
         locations[:, p, q, :, 0, k, 0] = center_x + scale * tx
         locations[:, p, q, :, 0, k, 1] = center_y + scale * ty
     args = (
@@ -70,10 +70,10 @@ def dcn(
         locations.reshape(n, ho * wo, *locations.shape[3:]),
         np.asarray(mask).reshape(n, ho * wo, groups, 1, len(taps)),
     )  # fmt: skip
-    found = attention(*args, dy, normalized=False)
+    result = attention(*args, dy, normalized=False)
     if dy is None:
-        return found.reshape(n, ho, wo, c)
-    y, (dvalue, dlocations, dweights) = found
+        return result.reshape(n, ho, wo, c)
+    y, (dvalue, dlocations, dweights) = result
     gradients = dvalue, scale * dlocations, dweights
     shapes = x.shape, offset.shape, mask.shape
     return y.reshape(n, ho, wo, c), tuple(

@@ -20,20 +20,13 @@ VALUE, AT, WEIGHTS = (GOOD[n] for n in ("value", "sampling_locations", "attentio
 @pytest.mark.parametrize(
     ("error", "match", "args"),
     [
-        (ValueError, "`value` .* must be .N, S, M, D.", {"value": VALUE.reshape(2, 7, 12)}),
         (ValueError, "`value` .* must have 7 pixels", {"value": VALUE[:, 1:]}),
         (TypeError, "`value` must be one of .* int32", {"value": VALUE.astype(np.int32)}),
         (ValueError, "`sampling_locations` .*2, Q, 3, 2, P", {"sampling_locations": AT[..., 0]}),
-        (ValueError, "`sampling_locations` .*2, Q, 3, 2, P", {"sampling_locations": AT[:1]}),
-        (ValueError, "P positive", {"sampling_locations": AT[..., :0, :]}),
         (ValueError, "`attention_weights` .* must be", {"attention_weights": WEIGHTS[..., :2]}),
-        (TypeError, "`spatial_shapes` .* sequence of", {"spatial_shapes": ((2, 3, 1),)}),
         (ValueError, "`spatial_shapes` .=0.", {"spatial_shapes": ((0, 3), (1, 7))}),
-        (TypeError, "`spatial_shapes` must be an integer", {"spatial_shapes": ((2.0, 3), (1, 1))}),
         (ValueError, "`implementation` .='cuda'.", {"implementation": "cuda"}),
-        (ValueError, "`workspace_bytes` .=0.", {"workspace_bytes": 0}),
     ],
-    ids=range(12),
 )
 def test_ms_deform_attn_rejects_bad_arguments(error, match, args):
     with pytest.raises(error, match=match):
@@ -63,9 +56,7 @@ WINDOW = {
     ("match", "args"),
     [
         (r"`x` of shape \(5, 4, 6\)", {"x": X[0]}),
-        ("`x` .* must have pixels", {"x": X[:, :0]}),
         ("`mask` .* for K = 9 points", {"mask": WINDOW["mask"][..., :16]}),
-        ("`mask` .*27", {"offset_groups": 3}),
         (r"`offset` .* must be \(2, 3, 2, 36\)", {"offset": WINDOW["mask"]}),
         (
             "`offset_groups` .=4. must divide",
@@ -74,9 +65,7 @@ WINDOW = {
         ("output would be empty", {"kernel_dilation": 2}),
         ("`remove_center` needs", {"kernel_size": (2, 3), "remove_center": True}),
         ("`offset_scale` .=inf.", {"offset_scale": np.inf}),
-        ("`padding` .='FULL'.", {"padding": "FULL"}),
     ],
-    ids=range(10),
 )
 def test_dcn_aggregate_rejects_bad_arguments(match, args):
     with pytest.raises(ValueError, match=match):
@@ -114,7 +103,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_has_a_gradient_only_says_so(name):
+def test_rejects_forward_mode_and_second_order(name):
     loss, x = LOSSES[name], {"ms_deform_attn": VALUE, "dcn_aggregate": X}[name]
     derivatives = {
         "second": jax.grad(lambda x: jnp.sum(jax.grad(loss)(x))),

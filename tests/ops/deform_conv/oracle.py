@@ -1,4 +1,4 @@
-"""Deformable convolution and its gradients by the definition: loops, float64, one tap at a time."""
+"""Deformable convolution and its gradients in float64, as loops over taps."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ def deform_conv(
     x, offset, kernel, mask=None, bias=None, dy=None, *, strides=(1, 1), padding=((0, 0), (0, 0)),
     dilation=(1, 1), groups=1, offset_groups=1,
 ):  # fmt: skip
-    """y, and with dy the gradients of x, offset, kernel, mask and bias as well."""
+    """Return y; with dy also the gradients of x, offset, kernel, mask and bias."""
     x, offset, kernel = (np.asarray(a, np.float64) for a in (x, offset, kernel))
     n, ho, wo, _ = offset.shape
     h, w, c = x.shape[1:]

@@ -1,4 +1,4 @@
-"""Pooling of boxes and its gradients by the definition: loops, float64, one sample at a time."""
+"""Pooling of boxes and its gradients in float64, as loops over samples."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ def roi_align(
     x, boxes, offset=None, dy=None, *, output_size, spatial_scale=1.0, sampling_ratio=0,
     aligned=True, gamma=0.1,
 ):  # fmt: skip
-    """y, and with dy the gradients of x and offset as well; boxes are [N, R, 4]."""
+    """Return y; with dy also the gradients of x and offset. Boxes are [N, R, 4]."""
     pool = _Pool(x, boxes, output_size, 1, dy)
     for n, r in np.ndindex(boxes.shape[:2]):
         x1, y1, x2, y2 = np.asarray(boxes[n, r], np.float64) * spatial_scale - 0.5 * aligned
@@ -83,8 +83,9 @@ class _Pool:
         self.moves = np.zeros((*boxes.shape[:2], *output_size, 2))
 
     def mean(self, at, places, of, to, margin, count, slope):
-        """Of the samples at `places` (y, x), of the channels `of` to those `to`; or, without a
-        count, of those inside.
+        """Add the mean of the samples at `places` (y, x) of the channels `of` to the channels `to`.
+
+        Without `count`, divide by the number of samples inside.
         """
         h, w = self.x.shape[1:3]
         inside = [
@@ -109,7 +110,7 @@ class _Pool:
 
 
 def _two(at, size):
-    """The pixels of a sample along one axis: each with its weight, and the derivative of that."""
+    """Return (pixel, weight, derivative of the weight) of the pixels of a sample on one axis."""
     if at < 0:
         return [(0, 1.0, 0.0)]
     if at >= size - 1:

@@ -1,0 +1,102 @@
+"""Description of a sampling operator and its test cases; used by every test of these operators."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from effjax import native
+from tests.tiers import plainly
+
+# "default" is implementation=None without native kernels: XLA behind the operator's own
+# differentiation and partitioning rules.
+IMPLEMENTATIONS = ["native", "xla", "default"]
+NO_NATIVE = not native.is_available("cpu")
+# Tests of these rules need one implementation that has them.
+OWN_RULES = "default" if NO_NATIVE else "native"
+
+
+def run_with(*plain: str) -> pytest.MarkDecorator:
+    """Parametrize by implementation; only `plain` run without --exhaustive."""
+    cases = plainly(*plain, of=IMPLEMENTATIONS)
+    return pytest.mark.parametrize("implementation", cases, indirect=True)
+
+
+all_implementations = run_with(*IMPLEMENTATIONS)
+own_rules = run_with(OWN_RULES)
+
+
+@dataclasses.dataclass
+class Case:
+    """Arguments of one case.
+
+    Attributes:
+        bind: ``bind(implementation, **options)`` returns the operator as a function of `args`.
+        oracle: ``oracle(*args, dy)`` returns y and the gradients of the differentiable arguments.
+        args: All array arguments; None is an absent one.
+        dy: Cotangent of the result.
+        differentiable: Number of leading arguments that have a gradient.
+        shared: Indices of the arguments without a batch axis.
+    """
+
+    bind: Callable[..., Callable]
+    oracle: Callable[..., tuple[np.ndarray, tuple]]
+    args: list
+    dy: np.ndarray
+    differentiable: int
+    shared: tuple[int, ...] = ()
+
+    def want(self) -> list:
+        y, gradients = self.oracle(*self.args, self.dy)
+        return [y, *gradients]
+
+    def got(self, implementation: str | None, **options: Any) -> list:
+        return self.compile(implementation, **options)(self.args, self.dy)
+
+    def compile(self, implementation: str | None, **options: Any) -> Callable[..., list]:
+        """Return the compiled ``run(args, dy)``: the result and the gradients."""
+        f, n = self.bind(implementation, **options), self.differentiable
+
+        def run(args, dy):
+            y, backward = jax.vjp(lambda *a: f(*a, *args[n:]), *args[:n])
+            return [y, *(g for g in backward(jnp.asarray(dy, y.dtype)) if g is not None)]
+
+        return jax.jit(run)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operator:
+    """Description of an operator.
+
+    Attributes:
+        make: ``make(name, batch=..., dtype=...)`` returns a case.
+        cases: Names of the cases.
+        plain_case: The case whose every implementation runs in the plain tier.
+        context_case: Case of the tests under transformations and over devices.
+        xla_context_case: The same for implementation="xla".
+        context_options: Keyword arguments of `make` for these cases.
+        sizes: Keyword arguments of `make`: odd, large and empty sizes.
+        mapped: Axes of vmap of the arguments of `context_case`.
+        derivatives: Returns a case between the kinks of the interpolation, for differences.
+        options: Options that split the work into slices.
+    """
+
+    make: Callable[..., Case]
+    cases: tuple[str, ...]
+    plain_case: str
+    context_case: str
+    xla_context_case: str
+    context_options: Mapping[str, Any]
+    sizes: tuple[tuple[str, Mapping[str, Any]], ...]
+    mapped: Mapping[str, tuple[int | None, ...]]
+    derivatives: Callable[..., Case]
+    options: Mapping[str, Any]
+
+    def make_context(self, implementation: str | None, **options: Any) -> Case:
+        """Return a small case for tests under transformations and over devices."""
+        name = self.xla_context_case if implementation == "xla" else self.context_case
+        return self.make(name, **{**self.context_options, **options})

@@ -1,0 +1,129 @@
+"""Cases of ms_deform_attn and dcn_aggregate."""
+
+import functools
+
+import numpy as np
+
+from effjax import dcn_aggregate, ms_deform_attn
+from effjax.ops._common.arguments import conv_output_size
+from tests.ops.battery import Case, Operator
+from tests.ops.deform_attention import oracle
+
+CASES = {
+    "levels": dict(shapes=((4, 5), (3, 2), (1, 1)), heads=2, depth=3, points=2),
+    "one": dict(shapes=((3, 4),), heads=1, depth=1, points=1),
+    # Channels in vectors and a rest, more points than are computed together.
+    "wide": dict(shapes=((5, 3), (2, 2), (1, 3), (2, 1)), heads=2, depth=53, points=5),
+}
+
+
+def make_random(
+    shapes, heads, depth, points, batch=2, queries=5, seed=0, spread=0.4, dtype=np.float64
+):
+    rng = np.random.default_rng(seed)
+    at = batch, queries, heads, len(shapes), points
+    args = (
+        rng.normal(size=(batch, sum(h * w for h, w in shapes), heads, depth)),
+        0.5 + spread * rng.normal(size=(*at, 2)),
+        rng.normal(size=at),
+    )
+
+    def definition(value, locations, weights, dy):
+        return oracle.attention(value, shapes, locations, weights, dy)
+
+    def bind(implementation, **options):
+        options["implementation"] = implementation
+        return lambda value, *others: ms_deform_attn(value, shapes, *others, **options)
+
+    dy = rng.normal(size=(batch, queries, heads * depth)).astype(dtype)
+    return Case(bind, definition, [a.astype(dtype) for a in args], dy, differentiable=3)
+
+
+def make(name, **options):
+    return make_random(**CASES[name], **options)
+
+
+def between_pixels(name="levels"):
+    """Return a case without samples near a kink of the interpolation."""
+    c = make(name, batch=1, queries=3)
+    rng = np.random.default_rng(1)
+    for level, (h, w) in enumerate(CASES[name]["shapes"]):
+        at = c.args[1][:, :, :, level]
+        size = np.array([w, h])
+        at[:] = (np.floor(at * size - 0.5) + rng.uniform(0.1, 0.9, at.shape) + 0.5) / size
+    return c
+
+
+ATTENTION = Operator(
+    make=make,
+    cases=tuple(CASES),
+    plain_case="levels",
+    context_case="levels",
+    xla_context_case="levels",
+    context_options={},
+    sizes=(
+        ("levels", dict(batch=0, queries=3)),
+        ("levels", dict(batch=3, queries=0)),
+        ("levels", dict(batch=3, queries=33)),
+        ("levels", dict(batch=2, queries=64)),
+    ),
+    mapped={"all": (0, 0, 0), "value": (0, None, None), "queries": (None, 0, 0)},
+    derivatives=between_pixels,
+    options={"workspace_bytes": 3000},  # less than all queries
+)
+
+
+WINDOWS = {
+    "plain": dict(padding=((1, 1), (1, 1))),
+    "all": dict(
+        kernel=(3, 5), strides=(2, 1), dilation=(1, 2), padding=((0, 1), (4, 2)), scale=1.5,
+        remove_center=True,
+    ),
+    "even": dict(kernel=(2, 4), padding=((1, 1), (2, 2)), dilation=(2, 1), scale=0.5),
+}  # fmt: skip
+NAMES = dict(kernel="kernel_size", dilation="kernel_dilation", scale="offset_scale")
+
+
+def make_random_window(
+    window, batch=2, size=(5, 6), groups=3, depth=2, seed=0, dtype=np.float64
+):  # fmt: skip
+    kernel = window.get("kernel", (3, 3))
+    out = conv_output_size(
+        size, kernel, window.get("strides", (1, 1)), window["padding"],
+        window.get("dilation", (1, 1)),
+    )  # fmt: skip
+    points = groups * (kernel[0] * kernel[1] - window.get("remove_center", False))
+    rng = np.random.default_rng(seed)
+    shapes = (*size, groups * depth), (*out, points * 2), (*out, points), (*out, groups * depth)
+    *args, dy = (rng.normal(size=(batch, *s)).astype(dtype) for s in shapes)
+    renamed = {NAMES.get(k, k): v for k, v in window.items()}
+
+    def bind(implementation, **options):
+        return functools.partial(dcn_aggregate, **renamed, implementation=implementation, **options)
+
+    return Case(bind, functools.partial(oracle.dcn, **window), args, dy, differentiable=3)
+
+
+def make_window(name, **options):
+    return make_random_window(WINDOWS[name], **options)
+
+
+def window_between_pixels():
+    c = make_window("all", batch=1, groups=1, size=(4, 4))
+    # The scale is 1.5: 1.5 times a whole step is a half, and 0.15 more stays between pixels.
+    c.args[1] = np.round(c.args[1]) + np.random.default_rng(1).uniform(-0.1, 0.1, c.args[1].shape)
+    return c
+
+
+DCN = Operator(
+    make=make_window,
+    cases=tuple(WINDOWS),
+    plain_case="all",
+    context_case="plain",
+    xla_context_case="plain",
+    context_options={},
+    sizes=(("even", dict(batch=0)), ("plain", dict(batch=3, size=(1, 9), depth=17))),
+    mapped={"all": (0, 0, 0), "x": (0, None, None)},
+    derivatives=window_between_pixels,
+    options={"workspace_bytes": 3000},
+)

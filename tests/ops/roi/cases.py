@@ -1,0 +1,107 @@
+"""Cases of the operators that pool boxes."""
+
+import numpy as np
+
+import effjax
+from tests.ops.battery import Case, Operator
+from tests.ops.roi import oracle
+
+NAN, INF = np.nan, np.inf
+# (x1, y1, x2, y2) in an image of 22 by 18 pixels; the feature map has half the resolution.
+BOXES = np.array([
+    [2, 3, 15, 12.5],
+    [-9, -7, 9, 8],          # partly outside
+    [11, 7, 60, 70],
+    [-90, -80, -30, -20],    # wholly outside
+    [9, 8, 5, 3],            # corners in the wrong order
+    [5, 4, 5, 9],            # a line
+    [6.5, 6.5, 6.6, 6.7],    # less than a pixel
+    [0, 0, 22, 18],
+    [-300, -200, 500, 400],  # far larger than the image
+    [NAN, 1, 5, 5],
+    [1, 1, INF, 5],
+    [1, -INF, 8, 5],
+])  # fmt: skip
+
+CASES = {
+    "ratio": ("roi_align", dict(output_size=(3, 2), sampling_ratio=2)),
+    "adaptive": ("roi_align", dict(output_size=(2, 3))),
+    "unaligned": ("roi_align", dict(output_size=(2, 2), aligned=False)),
+    "one_sample": ("roi_align", dict(output_size=(1, 4), sampling_ratio=1, aligned=False)),
+    "offset": ("deform_roi_pool", dict(output_size=(2, 3), sampling_ratio=2, gamma=0.3)),
+    "offset_adaptive": ("deform_roi_pool", dict(output_size=(2, 2), gamma=0.2)),
+    "by_position": (
+        "deform_psroi_pool",
+        dict(output_size=(3, 3), group_size=2, part_size=2, sample_per_part=3, trans_std=0.2),
+    ),
+    "by_position_no_offset": ("deform_psroi_pool", dict(output_size=(2, 2), group_size=2)),
+}
+
+
+def make(name, batch=2, boxes=12, channels=6, seed=0, dtype=np.float64):
+    """Return a case whose arguments are x, offset (if the operator has one) and boxes."""
+    function, options = CASES[name]
+    options = options | {"spatial_scale": 0.5}
+    rng = np.random.default_rng(seed)
+    blocks = options.get("group_size", 1) ** 2
+    x = rng.normal(size=(batch, 9, 11, blocks * channels)).astype(dtype)
+    shifted = BOXES + rng.uniform(0, 0.4, size=(batch, len(BOXES), 1))
+    all_boxes = np.resize(shifted, (batch, boxes, 4)) if boxes else shifted[:, :0]
+    size = options["output_size"]
+    offset = None
+    if "gamma" in options:
+        offset = rng.normal(size=(batch, boxes, *size, 2))
+    elif "trans_std" in options:
+        part = options["part_size"]
+        offset = rng.normal(size=(batch, boxes, part, part, 2 * 3))
+    if offset is not None and batch and boxes > 7:
+        offset[0, 0, 0, 0, :2] = [NAN, 0]
+        offset[0, 1, 0, 0, :2] = [0, -INF]
+        offset[0, 2, -1, -1, :2] = [1e30, 0]
+    dy = rng.normal(size=(batch, boxes, *size, channels))
+    return make_from(function, x, offset, all_boxes, dy, options)
+
+
+def make_from(function, x, offset, boxes, dy, options):
+    has_offset = offset is not None
+
+    def bind(implementation, **more):
+        run = getattr(effjax, function)
+        more |= options | {"implementation": implementation}
+        return lambda x, *args: run(x, args[-1], *args[:-1], **more)
+
+    def definition(x, *args):
+        *offsets, boxes, dy = args
+        run = oracle.deform_psroi_pool if "psroi" in function else oracle.roi_align
+        return run(x, boxes, *offsets, dy=dy, **options)
+
+    args = [x, offset, boxes] if has_offset else [x, boxes]
+    return Case(bind, definition, args, dy, differentiable=1 + has_offset)
+
+
+def between_pixels(name="offset_adaptive"):
+    """Return a case without samples near a kink of the interpolation."""
+    c = make(name, batch=1, boxes=3, channels=3 if name == "by_position" else 2)
+    c.args[-1] = np.array([[[2.3, 3.1, 15.2, 12.6], [-5.3, -4.2, 9.1, 8.4], [6.5, 6.4, 9.3, 8.2]]])
+    if c.differentiable == 2:
+        c.args[1] = np.random.default_rng(5).uniform(-0.4, 0.4, size=c.args[1].shape)
+    return c
+
+
+OPERATOR = Operator(
+    make=make,
+    cases=tuple(CASES),
+    plain_case="offset_adaptive",
+    # A loop whose length depends on the boxes, and offsets.
+    context_case="offset_adaptive",
+    xla_context_case="offset",  # JAX differentiates this one
+    context_options=dict(boxes=4, channels=3),
+    sizes=tuple(
+        (name, dict(batch=batch, boxes=boxes, channels=channels))
+        for name in ("adaptive", "offset", "by_position_no_offset")
+        for batch, boxes, channels in [(0, 3, 2), (1, 0, 2), (3, 1, 2), (1, 5, 97)]
+    ),
+    mapped={"images": (0, None, None), "boxes": (None, None, 0), "all": (0, 0, 0)},
+    derivatives=between_pixels,
+    options={},
+)

@@ -1,0 +1,184 @@
+"""Values, gradients and residuals of every sampling operator."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.test_util import check_grads
+
+from tests.contexts import assert_trees_close
+from tests.ops.battery import IMPLEMENTATIONS, NO_NATIVE, OWN_RULES, run_with
+from tests.ops.deform_attention.cases import ATTENTION, DCN
+from tests.ops.deform_conv.cases import OPERATOR as CONV
+from tests.ops.roi.cases import OPERATOR as ROI
+from tests.tiers import exhaustive
+
+OPERATORS = {"conv": CONV, "attention": ATTENTION, "dcn": DCN, "roi": ROI}
+all_operators = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+double = pytest.mark.usefixtures("x64")
+
+
+def oracle_cases():
+    """Plain: native code on every case, the other implementations on one."""
+    for name, operator in OPERATORS.items():
+        for case in operator.cases:
+            for implementation in IMPLEMENTATIONS:
+                plain = implementation == OWN_RULES or case == operator.plain_case
+                values = operator, case, implementation
+                marks = () if plain else pytest.mark.exhaustive
+                yield pytest.param(*values, marks=marks, id=f"{name}-{case}-{implementation}")
+
+
+@double
+@pytest.mark.parametrize(
+    ("operator", "case", "implementation"), list(oracle_cases()), indirect=["implementation"]
+)
+def test_matches_float64_oracle(operator, case, implementation):
+    c = operator.make(case)
+    assert_trees_close(c.got(implementation), c.want(), 1e-13)
+
+
+@all_operators
+def test_oracle_gradients_match_differences(operator):
+    c, rng = operator.derivatives(), np.random.default_rng(3)
+    gradients, step = c.want()[1:], 1e-6
+    for i, gradient in enumerate(gradients):
+        direction = rng.normal(size=gradient.shape)
+
+        def loss(sign, i=i, direction=direction):
+            args = list(c.args)
+            args[i] = args[i] + sign * step * direction
+            return np.sum(c.dy * c.oracle(*args, c.dy)[0])
+
+        difference = (loss(1) - loss(-1)) / (2 * step)
+        np.testing.assert_allclose(np.sum(gradient * direction), difference, rtol=1e-6)
+
+
+def size_cases():
+    for name, operator in OPERATORS.items():
+        for i, (case, options) in enumerate(operator.sizes):
+            for implementation in IMPLEMENTATIONS:
+                plain = implementation == OWN_RULES and i < 3
+                values = operator, case, options, implementation
+                marks = () if plain else pytest.mark.exhaustive
+                label = "-".join([name, case, *(f"{k}={v}" for k, v in options.items())])
+                yield pytest.param(*values, marks=marks, id=f"{label}-{implementation}")
+
+
+@double
+@pytest.mark.parametrize(
+    ("operator", "case", "options", "implementation"),
+    list(size_cases()),
+    indirect=["implementation"],
+)
+def test_empty_and_odd_sizes(operator, case, options, implementation):
+    c = operator.make(case, **options)
+    assert_trees_close(c.got(implementation), c.want(), 1e-12)
+
+
+def slice_cases():
+    """Slices of one element, of all, and slices whose last one is smaller."""
+    for kilobytes in (1, 4, 10, 24, 36, 150):
+        for name in ("conv", "attention", "dcn"):
+            for implementation in IMPLEMENTATIONS:
+                plain = (kilobytes == 4 and implementation == "xla") or kilobytes == 36
+                plain = plain and implementation != "default" and name != "dcn"
+                values = OPERATORS[name], 1000 * kilobytes, implementation
+                marks = () if plain else pytest.mark.exhaustive
+                yield pytest.param(*values, marks=marks, id=f"{name}-{kilobytes}-{implementation}")
+
+
+@double
+@pytest.mark.parametrize(
+    ("operator", "workspace_bytes", "implementation"),
+    list(slice_cases()),
+    indirect=["implementation"],
+)
+def test_slices(operator, workspace_bytes, implementation):
+    case = {CONV: "one_sided", ATTENTION: "levels", DCN: "plain"}[operator]
+    c = operator.make(case, batch=3)
+    got = c.got(implementation, workspace_bytes=workspace_bytes)
+    assert_trees_close(got, c.want(), 1e-13)
+
+
+def float32_cases():
+    for name, operator in OPERATORS.items():
+        for case in operator.cases:
+            marks = () if case == operator.plain_case else pytest.mark.exhaustive
+            yield pytest.param(operator, case, marks=marks, id=f"{name}-{case}")
+
+
+@pytest.mark.skipif(NO_NATIVE, reason="the native library is not built")
+@pytest.mark.parametrize(("operator", "case"), list(float32_cases()))
+def test_native_matches_xla_in_float32(operator, case):
+    more = {ROI: {"channels": 72}, DCN: {"depth": 72}}.get(operator, {})
+    c = operator.make(case, batch=3, dtype=np.float32, **more)
+    options = {"precision": "highest"} if operator is CONV else {}
+    c.args = [a if a is None else a.astype(np.float32) for a in c.args]
+    got, want = (c.got(i, **options) for i in ("native", "xla"))
+    assert_trees_close(got, want, 1e-4 if operator is ROI else 1e-5)
+
+
+@double
+@pytest.mark.parametrize(
+    ("name", "mode", "order"),
+    [
+        ("conv", "fwd", 1),
+        ("attention", "fwd", 1),
+        exhaustive("dcn", "fwd", 1),
+        exhaustive("roi", "fwd", 1),
+        exhaustive("conv", "rev", 2),
+        exhaustive("attention", "rev", 2),
+        exhaustive("roi", "rev", 2),
+    ],
+)
+def test_forward_mode_and_second_order_of_xla(name, mode, order):
+    operator = OPERATORS[name]
+    # JAX differentiates pooling only with a fixed number of samples.
+    case = {"conv": ["one_sided"], "roi": ["offset"]}.get(name, [])
+    c = operator.derivatives(*case)
+    options = {} if operator is ROI else {"workspace_bytes": 1}
+    f, n = c.bind("xla", **options), c.differentiable
+    run = jax.jit(lambda *args: f(*args, *c.args[n:]))
+    check_grads(run, c.args[:n], order=order, modes=[mode], atol=1e-5, rtol=1e-5, eps=1e-5)
+
+
+@all_operators
+@run_with(OWN_RULES)
+def test_residuals_are_the_inputs(operator, implementation):
+    """The backward pass keeps no copies, and a scan none of its stacked inputs."""
+    c = operator.make_context(implementation, dtype=np.float32)
+    x, *layer = (jnp.asarray(a, jnp.float32) for a in c.args if a is not None)
+    layers = [jnp.stack([a] * 3) for a in layer]
+    f = c.bind(implementation)
+
+    def network(x, *layers):
+        def body(total, layer):
+            return total + jnp.mean(f(x + total, *layer)), None
+
+        return lax.scan(body, 0.0, layers)[0]
+
+    one, run = jax.jit(f), jax.jit(network)
+    kept = jax.tree.leaves(jax.vjp(one, x, *layer)[1])
+    pointers = {a.unsafe_buffer_pointer() for a in kept}
+    # A bias is not needed for the gradients.
+    needed = [x, *layer][: 4 if operator is CONV else None]
+    assert pointers >= {a.unsafe_buffer_pointer() for a in needed}
+    assert sum(a.size for a in kept) <= sum(a.size for a in (x, *layer))
+    pointers = {a.unsafe_buffer_pointer() for a in jax.tree.leaves(jax.vjp(run, x, *layers)[1])}
+    needed = layers[: 3 if operator is CONV else None]
+    assert pointers >= {a.unsafe_buffer_pointer() for a in needed}
+
+
+@all_operators
+@run_with(OWN_RULES)
+def test_runs_are_equal_to_the_bit(operator, implementation, optimized):
+    c = operator.make(operator.plain_case, batch=4, dtype=np.float32)
+    c.args = [a if a is None else a.astype(np.float32) for a in c.args]
+    options = {"deterministic": True} if operator is CONV else {}
+    run = c.compile(implementation, **options, **operator.options)
+    first, *others = (run(c.args, c.dy) for _ in range(20))
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            np.testing.assert_array_equal(a, b)
