@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from effjax import native
-from tests.tiers import plainly
+from tests.tiers import exhaustive, plainly
 
 # "default" is implementation=None without native kernels: XLA behind the operator's own
 # differentiation and partitioning rules.
@@ -27,7 +27,7 @@ def run_with(*plain: str) -> pytest.MarkDecorator:
 
 
 all_implementations = run_with(*IMPLEMENTATIONS)
-own_rules = run_with(OWN_RULES)
+own_rules = pytest.mark.parametrize("implementation", [OWN_RULES, exhaustive("xla")], indirect=True)
 
 
 @dataclasses.dataclass
@@ -68,7 +68,7 @@ class Case:
         return jax.jit(run)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Operator:
     """Description of an operator.
 

@@ -56,9 +56,10 @@ def test_oracle_gradients_match_differences(operator):
 
 
 def size_cases():
+    """Exhaustive: all sizes with native code, the first three with the others."""
     for name, operator in OPERATORS.items():
         for i, (case, options) in enumerate(operator.sizes):
-            for implementation in IMPLEMENTATIONS:
+            for implementation in IMPLEMENTATIONS if i < 3 else [OWN_RULES]:
                 plain = implementation == OWN_RULES and i < 3
                 values = operator, case, options, implementation
                 marks = () if plain else pytest.mark.exhaustive
@@ -79,14 +80,14 @@ def test_empty_and_odd_sizes(operator, case, options, implementation):
 
 def slice_cases():
     """Slices of one element, of all, and slices whose last one is smaller."""
-    for kilobytes in (1, 4, 10, 24, 36, 150):
-        for name in ("conv", "attention", "dcn"):
-            for implementation in IMPLEMENTATIONS:
-                plain = (kilobytes == 4 and implementation == "xla") or kilobytes == 36
-                plain = plain and implementation != "default" and name != "dcn"
-                values = OPERATORS[name], 1000 * kilobytes, implementation
-                marks = () if plain else pytest.mark.exhaustive
-                yield pytest.param(*values, marks=marks, id=f"{name}-{kilobytes}-{implementation}")
+    sizes = [("conv", k) for k in (4, 24, 36, 150)] + [("attention", k) for k in (1, 4, 10)]
+    sizes += [("dcn", 4)]
+    plain = {("conv", 36, "xla"), ("conv", 36, OWN_RULES), ("attention", 4, "xla")}
+    for name, kilobytes in sizes:
+        for implementation in IMPLEMENTATIONS:
+            values = OPERATORS[name], 1000 * kilobytes, implementation
+            marks = () if (name, kilobytes, implementation) in plain else pytest.mark.exhaustive
+            yield pytest.param(*values, marks=marks, id=f"{name}-{kilobytes}-{implementation}")
 
 
 @double
@@ -144,7 +145,7 @@ def test_forward_mode_and_second_order_of_xla(name, mode, order):
     check_grads(run, c.args[:n], order=order, modes=[mode], atol=1e-5, rtol=1e-5, eps=1e-5)
 
 
-@all_operators
+@pytest.mark.parametrize("operator", [CONV, ATTENTION], ids=["conv", "attention"])
 @run_with(OWN_RULES)
 def test_residuals_are_the_inputs(operator, implementation):
     """The backward pass keeps no copies, and a scan none of its stacked inputs."""

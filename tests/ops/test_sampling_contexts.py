@@ -17,7 +17,7 @@ from tests.contexts import (
     gradients_with_parameters_of_each_device,
     mesh_of,
 )
-from tests.ops.battery import OWN_RULES, own_rules, run_with
+from tests.ops.battery import IMPLEMENTATIONS, OWN_RULES, own_rules, run_with
 from tests.ops.deform_attention.cases import ATTENTION, DCN
 from tests.ops.deform_conv.cases import OPERATOR as CONV
 from tests.ops.roi.cases import OPERATOR as ROI
@@ -74,21 +74,25 @@ def expected(name, xla):
     return loss, (), dparams, gradients[0]
 
 
+# "default" has the rules of "native", and the rules of "xla" are JAX's own.
+OTHER_CONTEXTS = ("jit_auto", "jit_explicit", "pmap", "vmap_of_grad", "shard_map_of_grad")
+
+
 def context_cases():
-    """Plain: all contexts for convolution, and for each other operator and implementation one."""
-    others = {
+    """Plain: all contexts for convolution, and a few for each operator and implementation."""
+    plain = {
         ("attention", OWN_RULES): ("jit_explicit", "shard_map_of_grad", "vmap_of_grad"),
         ("roi", OWN_RULES): ("jit_auto", "shard_map_of_grad_unchecked", "vmap_of_grad"),
         ("conv", "xla"): ("jit_auto", "shard_map_of_grad"),
         ("conv", "default"): ("jit_explicit",),
     }
+    plain["conv", OWN_RULES] = tuple(CONTEXTS)
     for name in OPERATORS:
-        for implementation in ("native", "xla", "default"):
-            plain = others.get((name, implementation), ())
-            plain = CONTEXTS if (name, implementation) == ("conv", OWN_RULES) else plain
-            for context in CONTEXTS:
+        for implementation in IMPLEMENTATIONS:
+            for context in CONTEXTS if implementation == OWN_RULES else OTHER_CONTEXTS:
                 values = name, implementation, context
-                yield values if context in plain else exhaustive(*values)
+                is_plain = context in plain.get((name, implementation), ())
+                yield values if is_plain else exhaustive(*values)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +136,10 @@ def collective_cases():
         ("attention", OWN_RULES, "auto_4x2"), ("roi", OWN_RULES, "auto"),
     }  # fmt: skip
     for name in OPERATORS:
-        for implementation in ("native", "xla", "default"):
+        for implementation in IMPLEMENTATIONS:
             for kind in ("auto", "explicit", "auto_4x2", "explicit_4x2"):
+                if implementation != OWN_RULES and "4x2" in kind:
+                    continue
                 values = name, implementation, kind
                 yield values if values in plain else exhaustive(*values)
 
@@ -248,7 +254,7 @@ def vmap_cases():
     plain = {("conv", "images"), ("conv", "kernel"), ("attention", "queries"), ("roi", "boxes")}
     for name, operator in {**OPERATORS, "dcn": DCN}.items():
         for mapped in operator.mapped:
-            for implementation in ("native", "xla", "default"):
+            for implementation in (OWN_RULES, "xla"):
                 is_plain = implementation == OWN_RULES and (name, mapped) in plain
                 is_plain |= (name, mapped, implementation) == ("conv", "all", "xla")
                 values = name, mapped, implementation

@@ -170,7 +170,8 @@ def multiply_backward_kernel(
     columns, dy = _split_columns(columns, kernel), _split_outputs(dy, kernel)
     examples = dy.shape[0]
     splits = _num_splits(columns, math.prod(kernel.shape[1:]) * dtype.itemsize)
-    columns, dy = (a.reshape(examples * splits, -1, *a.shape[2:]) for a in (columns, dy))
+    split_shape = examples * splits, columns.shape[1] // splits
+    columns, dy = (a.reshape(*split_shape, *a.shape[2:]) for a in (columns, dy))
     dkernel = _einsum("dpgo,dpkgc->dgokc", dy, columns, dtype, static)
     dkernel = dkernel.reshape(examples, splits, *dy.shape[2:], columns.shape[2], columns.shape[4])
     return jnp.sum(dkernel, 1) if splits > 1 else dkernel[:, 0]
@@ -185,7 +186,7 @@ def _num_splits(columns: jax.Array, result_bytes: int) -> int:
     pixels = columns.shape[1]
     if traced_platform() != "cuda" or pixels % 128 == 0:
         return 1
-    columns_bytes = columns[0].size * columns.dtype.itemsize
+    columns_bytes = math.prod(columns.shape[1:]) * columns.dtype.itemsize
     most = min(32, pixels // 128, columns_bytes // (2 * result_bytes))
     return max((s for s in range(4, most + 1) if pixels % (8 * s) == 0), default=1)
 
