@@ -196,8 +196,10 @@ class DenseBlock(nnx.Module):
         """Return all features of the block."""
         config = self.config
         rate = 0.0 if key is None else config.drop_rate
-        norms = [norm for layer in self.layers for norm in (layer.norm1, layer.norm2)]
-        options = shared_batch_options(norms) if config.efficient else None
+        options, norms = None, []
+        if config.efficient:
+            norms = [norm for layer in self.layers for norm in (layer.norm1, layer.norm2)]
+            options = shared_batch_options(norms)
         if options is None:
             for i, layer in enumerate(self.layers):
                 new = layer(x, mask=mask)

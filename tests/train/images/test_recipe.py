@@ -48,10 +48,10 @@ def test_resnet_options():
         depth=50, dcn="v1", efficient=False, save="features", parallel="pmap", data="folder:x"
     )
     build: Any = model_builder(config, (224, 224, 3), 5)
-    options = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))).options
-    assert options.stage_with_dcn == (False, True, True, True) and not options.modulated
-    assert not options.efficient and options.save == "features" and not options.small_inputs
-    assert options.axis_name == "data" and options.num_classes == 5
+    model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+    assert model.stage_with_dcn == (False, True, True, True) and not model.modulated
+    assert not model.efficient and model.save == "features" and not model.small_inputs
+    assert model.axis_name == "data" and model.num_classes == 5
 
 
 def test_rejects_unknown_network():
