@@ -52,6 +52,8 @@ class OffloadModel(nn.Module):
       name is the one that Flax gives to submodules there: ``Block_0``, or that of
       ``Block(name="blocks")``.
 
+    Reverse mode only.
+
     The device holds the parameters of one slice (of two, in a stack), and the intermediates of one
     slice and one microbatch. The backward pass recomputes each slice from its input, except for the
     values that `policy` keeps.

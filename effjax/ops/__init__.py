@@ -1,1 +1,45 @@
-"""Operators: pure functions of arrays. They import only jax and hold no state."""
+"""Operators: pure functions of arrays with hand-written backward passes."""
+
+from .batch_norm import BatchStats, batch_norm_inference, sync_batch_norm
+from .cross_entropy import linear_cross_entropy
+from .deform_attention import dcn_aggregate, ms_deform_attn
+from .deform_conv import deform_conv2d
+from .dense_block import DenseLayerParams, bn_relu_conv, dense_block
+from .offload import (
+    OffloadState,
+    host_init,
+    offload_jit,
+    offload_scan,
+    offload_sequential,
+    offload_train_step,
+    stream_update,
+    to_device,
+    to_host,
+)
+from .roi import deform_psroi_pool, deform_roi_pool, multiscale_roi_align, roi_align
+
+__all__ = [
+    "BatchStats",
+    "DenseLayerParams",
+    "OffloadState",
+    "batch_norm_inference",
+    "bn_relu_conv",
+    "dcn_aggregate",
+    "deform_conv2d",
+    "deform_psroi_pool",
+    "deform_roi_pool",
+    "dense_block",
+    "host_init",
+    "linear_cross_entropy",
+    "ms_deform_attn",
+    "multiscale_roi_align",
+    "offload_jit",
+    "offload_scan",
+    "offload_sequential",
+    "offload_train_step",
+    "roi_align",
+    "stream_update",
+    "sync_batch_norm",
+    "to_device",
+    "to_host",
+]
