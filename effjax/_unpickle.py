@@ -1,7 +1,7 @@
-"""An unpickler that runs nothing: it answers the names that it knows, and refuses all others.
+"""Restricted unpickler that maps an allow list of names to stand-ins and rejects all others.
 
-`pickle.load` runs whatever a file asks for. Here the names that plain data needs are answered by
-stand-ins, which only collect what they are given.
+`pickle.load` runs whatever code a file names. This unpickler runs none: a stand-in only stores the
+arguments that the pickle passes to it.
 """
 
 import io
@@ -9,87 +9,87 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
-_PLAIN = (str, bytes, int, float, bool, type(None))
+_KEY_TYPES = (str, bytes, int, float, bool, type(None))
 
 
-class Refused(Exception):
-    """The name that a pickle asked for."""
+class RefusedError(Exception):
+    """Error for a pickle that names an object outside the allow list. The message is the name."""
 
 
 class StandIn:
-    """Takes a state only where a subclass says how: no attribute of it can be set."""
+    """Base class of stand-ins. Rejects a pickled state unless a subclass accepts it."""
 
     __slots__ = ()
 
     def __setstate__(self, state: Any) -> None:
-        raise Refused(f"a state for {type(self).__name__}")
+        raise RefusedError(f"a state for {type(self).__name__}")
 
 
-def fill(into: Any, items: Iterable[tuple[Any, Any]]) -> None:
-    """Puts items into a dict. Keys must be flat: a few bytes hold a tuple of tuples that share so
-    many others that its hash, or its text, would never be done."""
-    if not isinstance(into, dict):
-        raise ValueError("items for what is no dict")
+def set_items(target: Any, items: Iterable[tuple[Any, Any]]) -> None:
+    """Add items to a dict, and raise RefusedError for a key that is not a plain value."""
+    if not isinstance(target, dict):
+        raise ValueError("dict items for another object")
     for key, value in items:
-        parts = key if type(key) is tuple else (key,)
-        if not all(type(part) in _PLAIN for part in parts):
-            raise Refused("a key that is not plain")
-        into[key] = value
+        # A few bytes can encode a tuple that contains its predecessor twice, 60 levels deep.
+        # Hashing or printing it would take 2⁶⁰ steps, so a key must be flat.
+        elements = key if type(key) is tuple else (key,)
+        if not all(type(element) in _KEY_TYPES for element in elements):
+            raise RefusedError("a dict key that is not a plain value")
+        target[key] = value
 
 
-def _dict(machine: Any) -> None:
+def _load_dict(machine: Any) -> None:
     items, new = machine.pop_mark(), {}
-    fill(new, zip(items[::2], items[1::2], strict=True))
+    set_items(new, zip(items[::2], items[1::2], strict=True))
     machine.append(new)
 
 
-def _item(machine: Any) -> None:
+def _load_setitem(machine: Any) -> None:
     value, key = machine.stack.pop(), machine.stack.pop()
-    fill(machine.stack[-1], [(key, value)])
+    set_items(machine.stack[-1], [(key, value)])
 
 
-def _items(machine: Any) -> None:
+def _load_setitems(machine: Any) -> None:
     items = machine.pop_mark()
-    fill(machine.stack[-1], zip(items[::2], items[1::2], strict=True))
+    set_items(machine.stack[-1], zip(items[::2], items[1::2], strict=True))
 
 
-def _set(_machine: Any) -> None:
-    raise Refused("a set")
+def _refuse_set(_machine: Any) -> None:
+    raise RefusedError("a set")
 
 
-def _call(machine: Any) -> None:
+def _load_reduce(machine: Any) -> None:
     arguments, kind = machine.stack.pop(), machine.stack.pop()
     if not isinstance(kind, type) or type(arguments) is not tuple:
-        raise ValueError("a call of what is no stand-in")
+        raise ValueError("a call of an object that is not a stand-in")
     machine.append(kind(*arguments))
 
 
-def _bytearray(machine: Any) -> None:
+def _load_bytearray(machine: Any) -> None:
     size = int.from_bytes(machine.read(8), "little")
     machine.append(bytearray(machine.read(size)))
 
 
 class Unpickler(pickle._Unpickler):
-    """Of the pickle that begins where the stream is, and that is taken out of the stream.
-
-    It is `pickle`'s own in Python, as keys of dicts can be looked at before they are hashed; that
-    in C allocates what an index or a length in a few bytes asks for, too.
+    """Unpickler for one pickle at the current position of a stream.
 
     Args:
-        stream: of bytes in memory.
-        allowed: what stands for the names (module, name) that a pickle may ask for.
-        persistent_load: makes an object of a persistent id; None refuses them.
-        encoding: of the strings of Python 2.
+        stream: The bytes, in memory.
+        allowed: The stand-in of each (module, name) that a pickle may name.
+        persistent_load: Returns the object of a persistent id. None refuses persistent ids.
+        encoding: The encoding of Python 2's strings.
     """
 
+    # The base class is pickle's Python implementation: dict keys must be checked before they are
+    # hashed, and the C implementation allocates any index or length that a few bytes ask for.
     dispatch: ClassVar[Any] = pickle._Unpickler.dispatch | {
-        pickle.DICT[0]: _dict,
-        pickle.SETITEM[0]: _item,
-        pickle.SETITEMS[0]: _items,
-        pickle.EMPTY_SET[0]: _set,
-        pickle.FROZENSET[0]: _set,
-        pickle.REDUCE[0]: _call,
-        pickle.BYTEARRAY8[0]: _bytearray,
+        pickle.DICT[0]: _load_dict,
+        pickle.SETITEM[0]: _load_setitem,
+        pickle.SETITEMS[0]: _load_setitems,
+        pickle.EMPTY_SET[0]: _refuse_set,
+        pickle.FROZENSET[0]: _refuse_set,
+        pickle.REDUCE[0]: _load_reduce,
+        pickle.BYTEARRAY8[0]: _load_bytearray,
     }
 
     def __init__(
@@ -99,16 +99,16 @@ class Unpickler(pickle._Unpickler):
         persistent_load: Callable[[Any], Any] | None = None,
         encoding: str = "bytes",
     ):
-        self._allowed, self._of_id = allowed, persistent_load
+        self._allowed, self._load_persistent = allowed, persistent_load
         super().__init__(stream, encoding=encoding)
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         try:
             return self._allowed[module_name, global_name]
         except KeyError:
-            raise Refused(f"{module_name}.{global_name}") from None
+            raise RefusedError(f"{module_name}.{global_name}") from None
 
     def persistent_load(self, pid: Any) -> Any:
-        if self._of_id is None:
-            raise Refused("a persistent object")
-        return self._of_id(pid)
+        if self._load_persistent is None:
+            raise RefusedError("a persistent object")
+        return self._load_persistent(pid)

@@ -1,7 +1,8 @@
-"""Reads what `torch.save` wrote, without PyTorch and without running anything of the file's choice.
+"""Safe reader for files of `torch.save`, without PyTorch.
 
-Both formats hold a pickle in which a tensor is a storage, an offset, a shape and strides. The names
-that it needs for this are answered by the stand-ins below; every other name is refused.
+Both formats contain a pickle in which a tensor is a storage, an offset, a shape and strides. The
+stand-ins below rebuild these. Every other name in the pickle is refused, so no code of the file
+runs.
 """
 
 import io
@@ -13,11 +14,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._unpickle import Refused, StandIn, Unpickler, fill
+from .._unpickle import RefusedError, StandIn, Unpickler, set_items
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _ZIP_MAGIC = b"PK\x03\x04"
-_MAX_RANK = 64  # of NumPy
+_MAX_RANK = 64  # NumPy's limit
 
 _STORAGES: dict[str, Any] = {
     "DoubleStorage": np.float64, "FloatStorage": np.float32, "HalfStorage": np.float16,
@@ -28,50 +29,50 @@ _STORAGES: dict[str, Any] = {
 
 
 def read_torch(path: Path) -> Any:
-    """The value of a `.pth` file: tensors as read-only NumPy arrays, in plain containers.
+    """Load a `.pth` file: plain containers with tensors as read-only NumPy arrays.
 
-    Tensors that share a storage share it here too.
+    Tensors with a common storage become arrays with common memory.
 
     Raises:
-        ValueError: the pickle names anything but tensors and plain containers, a tensor is
+        ValueError: If the pickle names anything but tensors and plain containers, a tensor is
             expanded, or the file is damaged, compressed, or was written on a big-endian machine.
-        OSError: it cannot be read.
+        OSError: If the file cannot be read.
     """
     data = path.read_bytes()
     try:
         return (_read_zip if data.startswith(_ZIP_MAGIC) else _read_legacy)(data)
-    except Refused as error:
+    except RefusedError as error:
         raise ValueError(
-            f"{path}: refused, its pickle asks for {error!s:.200}; it must hold tensors and plain "
-            "containers only: save model.state_dict() alone"
+            f"{path}: refused, its pickle asks for {error!s:.200}; it must contain only tensors "
+            "and plain containers. Save model.state_dict() alone."
         ) from error
-    except _Expanded as error:
-        raise ValueError(f"{path}: holds {error}; save tensor.contiguous() in its place") from error
+    except _ExpandedTensorError as error:
+        raise ValueError(f"{path}: contains {error}. Save tensor.contiguous() instead.") from error
     except MemoryError:
         raise
-    # A broken pickle can raise nearly anything: the unpickler is a stack machine fed with noise.
+    # A damaged pickle can raise almost any exception: the unpickler is a stack machine fed noise.
     except Exception as error:
-        said = str(error) if type(error) is ValueError else type(error).__name__
-        raise ValueError(f"{path}: not a whole file of torch.save ({said:.200})") from error
+        reason = str(error) if type(error) is ValueError else type(error).__name__
+        raise ValueError(f"{path}: not a complete file of torch.save ({reason:.200})") from error
 
 
-class _Expanded(Exception):
-    """The tensor that has more numbers than its storage."""
+class _ExpandedTensorError(Exception):
+    """Error for a tensor with more elements than its storage."""
 
 
 class _Dict(StandIn, dict):
-    """Stands for OrderedDict; PyTorch gives it an attribute of versions, which is dropped."""
+    """Stand-in for OrderedDict. Drops its state, in which PyTorch keeps version numbers."""
 
     __slots__ = ()
 
     def __new__(cls, items: Any = ()) -> "_Dict":
-        """Python 2 gives it a list of lists of two. They are taken out of it: a pickle can name the
-        same list again and again, and would have as many copies."""
         self = super().__new__(cls)
+        # Python 2 passes a list of [key, value] lists. It is emptied, because a pickle can pass the
+        # same list many times, and each dict would be a copy of it.
         if items:
             if type(items) is not list or any(type(i) is not list or len(i) != 2 for i in items):
-                raise ValueError("an OrderedDict of something else")
-            fill(self, items)
+                raise ValueError("an OrderedDict of other items")
+            set_items(self, items)
             items.clear()
         return self
 
@@ -83,7 +84,10 @@ class _Dict(StandIn, dict):
 
 
 class _Storage(StandIn):
-    """What a tensor is a view of; nothing else is, as a view's strides are its own."""
+    """Memory of tensors.
+
+    A tensor must be a view of a storage, never of another tensor, whose array may have strides.
+    """
 
     __slots__ = ("array",)
 
@@ -91,8 +95,7 @@ class _Storage(StandIn):
         self.array = array
 
 
-def _sizes(value: Any) -> bool:
-    """Whether it can be a shape, or strides."""
+def _is_shape(value: Any) -> bool:
     return (
         type(value) is tuple and len(value) <= _MAX_RANK and all(_is_size(size) for size in value)
     )
@@ -103,7 +106,10 @@ def _is_size(value: Any) -> bool:
 
 
 class _Tensor(StandIn):
-    """Makes a view of a storage. A class, as a pickle could set the attributes of a function."""
+    """View of a storage.
+
+    It is a class because a pickle could set the attributes of a function.
+    """
 
     __slots__ = ()
 
@@ -112,11 +118,11 @@ class _Tensor(StandIn):
         _hooks: Any = None, metadata: Any = None,
     ) -> Any:  # fmt: skip
         if type(storage) is not _Storage or metadata:
-            raise Refused("a tensor of another kind")
+            raise RefusedError("an unsupported tensor")
         array = storage.array
-        # Nothing of a pickle is shown or hashed before its type is known: see `fill`.
-        if not (_is_size(offset) and _sizes(shape) and _sizes(strides)):
-            raise ValueError("a tensor whose shape, strides or offset are not whole numbers")
+        # Check types before a value is printed or hashed: see `set_items`.
+        if not (_is_size(offset) and _is_shape(shape) and _is_shape(strides)):
+            raise ValueError("a tensor whose shape, strides or offset are not integers")
         if len(shape) != len(strides):
             raise ValueError(f"a tensor of shape {shape} and strides {strides}")
         last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
@@ -124,13 +130,15 @@ class _Tensor(StandIn):
             if last >= array.size:
                 raise ValueError(f"a tensor of shape {shape} in a storage of {array.size}")
             if math.prod(shape) > array.size:
-                raise _Expanded(f"a tensor that is expanded to {shape} from {array.size} numbers")
+                raise _ExpandedTensorError(
+                    f"a tensor expanded to {shape} from {array.size} elements"
+                )
         steps = tuple(step * array.itemsize for step in strides)
         return np.lib.stride_tricks.as_strided(array[offset:], shape, steps, writeable=False)
 
 
 class _Parameter(StandIn):
-    """Its tensor."""
+    """Stand-in for a parameter: its tensor."""
 
     __slots__ = ()
 
@@ -138,8 +146,8 @@ class _Parameter(StandIn):
         return tensor
 
 
-class _Nothing(StandIn):
-    """Stands for a tensor whose storage has not been read yet."""
+class _Unread(StandIn):
+    """Stand-in for a tensor whose storage has not been read yet."""
 
     __slots__ = ()
 
@@ -162,18 +170,18 @@ def _load(stream: io.BytesIO, storage_of: Any = None, tensor: type = _Tensor) ->
 
 
 def _storage_id(pid: Any) -> tuple[str, np.dtype, int]:
-    """The key, the dtype and the length of a storage; where it lay does not matter."""
+    """Return the key, dtype and length of a storage. Its device is ignored."""
     if type(pid) is not tuple or len(pid) not in (5, 6) or any(type(s) is not str for s in pid[:3]):
-        raise Refused("a storage of another kind")
+        raise RefusedError("an unsupported storage")
     kind, name, key, _device, length, *view = pid
     if kind != "storage" or name not in _STORAGES or (view and view[0] is not None):
-        raise Refused("a storage of another kind")
+        raise RefusedError("an unsupported storage")
     if not _is_size(length):
-        raise ValueError(f"a storage {key:.40} whose length is no whole number")
+        raise ValueError(f"a storage {key:.40} whose length is not an integer")
     return key, np.dtype(_STORAGES[name]), length
 
 
-def _filled(raw: Any, dtype: np.dtype, length: int) -> _Storage:
+def _make_storage(raw: Any, dtype: np.dtype, length: int) -> _Storage:
     if len(raw) != dtype.itemsize * length:
         raise ValueError(f"a storage of {len(raw)} bytes for {length} × {dtype}")
     array = np.frombuffer(raw, dtype)
@@ -184,7 +192,7 @@ def _filled(raw: Any, dtype: np.dtype, length: int) -> _Storage:
 def _read_zip(data: bytes) -> Any:
     archive = zipfile.ZipFile(io.BytesIO(data))
     if sum(info.file_size for info in archive.infolist()) > len(data):
-        raise ValueError("compressed, or entries that overlap")
+        raise ValueError("compressed or overlapping entries")
     pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise ValueError(f"{len(pickles)} pickles in the archive")
@@ -193,7 +201,7 @@ def _read_zip(data: bytes) -> Any:
     def entry(name: str) -> bytes:
         info = archive.getinfo(root + name)
         if info.compress_type != zipfile.ZIP_STORED:
-            raise ValueError("compressed, as torch.save never writes it")
+            raise ValueError("compressed, unlike files of torch.save")
         return archive.read(info)
 
     if f"{root}byteorder" in archive.namelist() and entry("byteorder") != b"little":
@@ -202,18 +210,19 @@ def _read_zip(data: bytes) -> Any:
     def storage_of(pid: Any) -> _Storage:
         key, dtype, length = _storage_id(pid)
         if (key, dtype) not in storages:
-            storages[key, dtype] = _filled(entry(f"data/{key}"), dtype, length)
+            storages[key, dtype] = _make_storage(entry(f"data/{key}"), dtype, length)
         return storages[key, dtype]
 
     return _load(io.BytesIO(entry("data.pkl")), storage_of)
 
 
 def _read_legacy(data: bytes) -> Any:
-    """Three pickles (magic number, version, machine), the value, the keys; then the storages in the
-    order of the keys, each its length and its bytes. The value is thus read twice."""
+    # The file is a sequence of pickles: magic number, version, machine, value, storage keys. Then
+    # come the storages in the order of the keys, each as its length and its bytes. The value is
+    # read twice: first to learn the dtypes of the storages, then to build the tensors.
     stream = io.BytesIO(data)
     if _load(stream) != LEGACY_MAGIC:
-        raise ValueError("no file of torch.save")
+        raise ValueError("the magic number is missing")
     _load(stream)
     if _load(stream)["little_endian"] is not True:
         raise ValueError("big-endian")
@@ -223,14 +232,14 @@ def _read_legacy(data: bytes) -> Any:
         key, dtype, length = _storage_id(pid)
         kinds[key] = dtype, length
 
-    _load(stream, note, _Nothing)
+    _load(stream, note, _Unread)
     storages = {}
     for key in _load(stream):
         if type(key) is not str:
-            raise ValueError("a key of a storage that is no string")
+            raise ValueError("a storage key that is not a string")
         dtype, length = kinds[key]
         if int.from_bytes(stream.read(8), "little") != length:
-            raise ValueError(f"a storage that is not {length} long")
-        storages[key] = _filled(stream.read(dtype.itemsize * length), dtype, length)
+            raise ValueError(f"a storage whose length is not {length}")
+        storages[key] = _make_storage(stream.read(dtype.itemsize * length), dtype, length)
     stream.seek(start)
     return _load(stream, lambda pid: storages[_storage_id(pid)[0]])

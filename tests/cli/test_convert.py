@@ -70,17 +70,17 @@ def test_linen_and_nnx_and_back(run_convert, kind):
     ("argv", "said"),
     [
         (["no.pth", "--to", "new"], "no.pth: No such file or directory"),
-        (["bad.pth", "--to", "new"], "bad.pth: not a whole file of torch.save"),
+        (["bad.pth", "--to", "new"], "bad.pth: not a complete file of torch.save"),
         (["bad.npz", "--to", "new"], "bad.npz: not a complete .npz file"),
         (
             ["weights.npz", "--to", "weights.npz"],
-            "weights.npz: is there already; give another --to",
+            "weights.npz already exists; choose another --to",
         ),
         *(
-            (["weights.npz", "--to", to], f"{to}: a folder or a .safetensors file is made; give")
+            (["weights.npz", "--to", to], f"{to}: --to must be a new folder or a .safetensors file")
             for to in ("new.npz", "new.pth", "new.NPZ")
         ),
-        (["weights.npz", "--to", "no/new"], "no/new: there is no folder no; give another --to"),
+        (["weights.npz", "--to", "no/new"], "no/new: the folder no does not exist"),
         (["weights.h5", "--to", "new"], "`path` must end in"),
         (
             ["weights.npz", "--model", "vgg", "--to", "new"],

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._unpickle import Refused, StandIn, Unpickler
+from ..._unpickle import RefusedError, StandIn, Unpickler
 from ..errors import DataError
 
 
@@ -27,7 +27,7 @@ def loads(data: bytes, source: str) -> Any:
     """
     try:
         return _finish(Unpickler(io.BytesIO(data), _ALLOWED).load(), {})
-    except Refused as error:
+    except RefusedError as error:
         raise DataError(
             f"{source}: refused, the pickle asks for {error}; it must hold only arrays and plain "
             "containers. Download the file from its publisher"
@@ -87,7 +87,7 @@ class _Encode(StandIn):
 
     def __new__(cls, text: Any, encoding: Any = "latin1") -> Any:
         if (encoding := _text(encoding)) != "latin1":
-            raise Refused(f"encoding {encoding!r:.40}")
+            raise RefusedError(f"encoding {encoding!r:.40}")
         return _text(text).encode("latin1")
 
 
@@ -114,18 +114,18 @@ _ALLOWED: dict[tuple[str, str], type] = {
 
 def _text(value: Any) -> str:
     if type(value) not in (str, bytes):
-        raise Refused(f"text that is {type(value).__name__}")
+        raise RefusedError(f"text that is {type(value).__name__}")
     return value if type(value) is str else value.decode("latin1")
 
 
 def _from_bytes(raw: Any, dtype: Any, shape: Any, order: str) -> np.ndarray:
     if not isinstance(raw, bytes | bytearray) or not isinstance(dtype, _Dtype):
-        raise Refused("an array of objects")
+        raise RefusedError("an array of objects")
     if type(shape) is not tuple or not all(type(size) is int for size in shape):
         raise ValueError("an array's shape must hold integers")
     numeric = np.dtype(dtype.code)
     if numeric.kind not in "buif":
-        raise Refused(f"an array of dtype {numeric}")
+        raise RefusedError(f"an array of dtype {numeric}")
     if math.prod(shape) * numeric.itemsize != len(raw):
         raise ValueError("the number of bytes does not match the array's shape")
     return np.frombuffer(raw, numeric).reshape(shape, order="F" if order == "F" else "C")
@@ -143,6 +143,6 @@ def _finish(value: Any, done: dict[int, Any]) -> Any:
         elif value is None or isinstance(value, bool | int | float | str | bytes):
             finished = value
         else:
-            raise Refused(f"a bare {type(value).__name__.lstrip('_')}")
+            raise RefusedError(f"a bare {type(value).__name__.lstrip('_')}")
         done[id(value)] = finished
     return done[id(value)]
