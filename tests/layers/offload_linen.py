@@ -1,4 +1,4 @@
-"""OffloadModel of linen: models, and how tests/layers/test_offload.py runs them."""
+"""Models and helpers for the tests of OffloadModel in linen."""
 
 import functools
 from typing import Any
@@ -15,7 +15,7 @@ from effjax.linen import OffloadModel
 X = np.random.default_rng(0).normal(size=(12, 6)).astype(np.float32)
 IMAGES = np.random.default_rng(1).normal(size=(8, 6, 6, 2)).astype(np.float32)
 KEY = jax.random.key(5)
-# Compiled so, the layers have the same bits in OffloadModel and outside.
+# With these options, XLA computes the same bits in OffloadModel and outside.
 FAST: Any = {"xla_backend_optimization_level": 0}
 if jax.__version_info__ < (0, 11):
     FAST["xla_cpu_use_fusion_emitters"] = True
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Normed(nn.Module):
-    """Dropout and batch norm, as a layer of a stack."""
+    """A layer of a stack with dropout and batch norm."""
 
     @nn.compact
     def __call__(self, x, train=True):
@@ -46,7 +46,7 @@ def mlp(dtype=jnp.float32):
 
 
 def twice():
-    """One layer in two places."""
+    """Return layers with one layer in two places."""
     dense = nn.Dense(6)
     return [dense, nn.tanh, Block(), dense]
 
@@ -71,7 +71,7 @@ def cnn(norm=nn.BatchNorm, momentum: Any = 0.9):
 
 @functools.cache
 def variables_of(make):
-    """Those of the unwrapped model."""
+    """Return the variables of the unwrapped model."""
     module = nn.Sequential(make())
     x = X if make in (mlp, bfloat16, twice) else IMAGES
     return jax.jit(module.init, compiler_options=FAST)({"params": KEY, "dropout": KEY}, x)
@@ -90,7 +90,7 @@ def on_host(variables):
 
 
 def train(module, variables, x, options=FAST, **kwargs):
-    """Output, gradients of the parameters and of x, new running statistics."""
+    """Return the output, gradients of the parameters and of x, and new running statistics."""
 
     @functools.partial(jax.jit, compiler_options=options)
     @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
@@ -116,7 +116,7 @@ def kinds(tree):
     return {a.sharding.memory_kind for a in jax.tree.leaves(tree)}
 
 
-# What the battery runs; the same functions are in offload_nnx.
+# The interface of the shared tests; offload_nnx has the same functions.
 
 
 def offloaded(make, **options):
@@ -134,7 +134,7 @@ def run(model, x, options=FAST):
 
 @functools.cache
 def unwrapped(make):
-    """What the layers compute in device memory."""
+    """Return the results of the layers in device memory."""
     return run(plain(make), X if make is mlp else IMAGES)
 
 
@@ -144,24 +144,24 @@ def call(make, x, options, flags):
 
 
 def check_trained(model, results):
-    """The parameters stay on the host, and running statistics on the device."""
+    """Check that parameters are in host memory and running statistics in device memory."""
     assert kinds(model[1]["params"]) == {"pinned_host"}
     assert kinds(results[3]) <= {"device"}
 
 
 def stats(results, layer):
-    """The running statistics of a layer after `run`."""
+    """Return the running statistics of a layer after `run`."""
     return results[3]["batch_stats"][f"layers_{layer}"]
 
 
 def first_layer(make):
-    """What the first layer makes of the images."""
+    """Return the output of the first layer for the images."""
     params = variables_of(make)["params"]["layers_0"]
     return nn.Conv(5, (3, 3)).apply({"params": params}, IMAGES)
 
 
 def microbatched(num_microbatches):
-    """(y, (grads, dx)) of `mlp` on parts of X: microbatch m has the key fold_in(key, m)."""
+    """Return (y, grads, dx) of `mlp`; microbatch m has the key fold_in(key, m)."""
 
     @functools.partial(jax.jit, compiler_options=FAST)
     @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)

@@ -1,4 +1,4 @@
-"""OffloadModel of nnx: models, and how tests/layers/test_offload.py runs them."""
+"""Models and helpers for the tests of OffloadModel in nnx."""
 
 import functools
 from typing import Any
@@ -31,7 +31,7 @@ class Block(nnx.Module):
 
 
 class Normed(nnx.Module):
-    """Dropout and batch norm, as a layer of a stack."""
+    """A layer of a stack with dropout and batch norm."""
 
     def __init__(self, rngs):
         self.linear = nnx.Linear(6, 6, rngs=rngs)
@@ -43,35 +43,35 @@ class Normed(nnx.Module):
 
 
 class Noise(nnx.Module):
-    """Takes the call's randomness and a flag."""
+    """A layer with the arguments `rngs` and `scale`."""
 
     def __call__(self, x, rngs=None, scale=1.0):
         return x if rngs is None else x + scale * jax.random.normal(rngs.noise(), x.shape)
 
 
-def made_once(make):
-    """New modules in each call, with the same Variables."""
+def cached_modules(make):
+    """Create new modules in each call, with the same values."""
 
     @functools.cache
-    def made(*args):
+    def split(*args):
         graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(*args)))
         state = jax.jit(lambda: nnx.to_pure_dict(nnx.state(make(*args))), compiler_options=FAST)
         return graphdef, state()
 
     def modules(*args):
-        found = nnx.merge(*made(*args))
-        return list(found) if isinstance(found, nnx.List) else found
+        module = nnx.merge(*split(*args))
+        return list(module) if isinstance(module, nnx.List) else module
 
     return modules
 
 
-@made_once
+@cached_modules
 def mlp(dtype=jnp.float32):
     rngs = nnx.Rngs(0)
     return nnx.List([Block(rngs, dtype=dtype) for _ in range(3)])
 
 
-@made_once
+@cached_modules
 def cnn(norm=nnx.BatchNorm, momentum: Any = 0.9):
     rngs = nnx.Rngs(0)
     options: dict[str, Any] = {"momentum": momentum, "rngs": rngs}
@@ -87,19 +87,19 @@ def cnn(norm=nnx.BatchNorm, momentum: Any = 0.9):
     return nnx.List(layers)
 
 
-@made_once
+@cached_modules
 def twice():
-    """One layer in two places."""
+    """Return layers with one layer in two places."""
     dense = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
     return nnx.List([dense, nnx.tanh, Block(nnx.Rngs(1)), dense])
 
 
-@made_once
+@cached_modules
 def normed():
     return nnx.List([Normed(nnx.Rngs(i)) for i in range(4)])
 
 
-@made_once
+@cached_modules
 def transformer():
     return TransformerLM(num_layers=4, width=8, num_heads=2, dropout_rate=0.2, rngs=nnx.Rngs(0))
 
@@ -110,7 +110,7 @@ def loss_of(model, x):
 
 
 def compiled(loss, options=FAST):
-    """``run(model, x) -> (output, gradients of Params and of x, what else the model then is)``"""
+    """Return ``run(model, x) -> (output, gradients of Params, gradient of x, other state)``."""
 
     @functools.partial(jax.jit, static_argnums=0, compiler_options=options)
     def step(graphdef, state, x):
@@ -146,7 +146,7 @@ def kinds(tree):
     return {a.sharding.memory_kind for a in jax.tree.leaves(tree)}
 
 
-# What the battery runs; the same functions are in offload_linen.
+# The interface of the shared tests; offload_linen has the same functions.
 
 
 def bfloat16():
@@ -171,7 +171,7 @@ def run(model, x, options=FAST):
 
 @functools.cache
 def unwrapped(make):
-    """What the layers compute in device memory."""
+    """Return the results of the layers in device memory."""
     return run(plain(make), X if make is mlp else IMAGES)
 
 
@@ -180,7 +180,7 @@ def call(make, x, options, flags):
 
 
 def check_trained(model, results):
-    """The parameters stay on the host, and the streams of dropout have advanced once."""
+    """Check that parameters are in host memory and dropout streams have advanced once."""
     assert kinds(nnx.state(model, nnx.Param)) == {"pinned_host"}
     nodes: Any = [node for _, node in nnx.iter_graph(model, graph=True)]
     drops = [node for node in nodes if isinstance(node, nnx.Dropout)]
@@ -189,17 +189,17 @@ def check_trained(model, results):
 
 
 def stats(results, layer):
-    """The running statistics of a layer after `run`."""
+    """Return the running statistics of a layer after `run`."""
     return results[3]["layers"][layer]
 
 
 def first_layer(make):
-    """What the first layer makes of the images."""
+    """Return the output of the first layer for the images."""
     return make()[0](IMAGES)
 
 
 def microbatched(num_microbatches):
-    """(y, grads, dx) of `mlp` on parts of X: in microbatch m streams have keys fold_in(key, m)."""
+    """Return (y, grads, dx) of `mlp`; in microbatch m, streams have the keys fold_in(key, m)."""
 
     @functools.partial(jax.jit, compiler_options=FAST)
     @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)

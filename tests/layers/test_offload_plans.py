@@ -1,4 +1,4 @@
-"""What `effjax.memory.plan` counts on the host for OffloadModel, and for the operator below it."""
+"""Host memory of OffloadModel and of its operator, as planned by `effjax.memory.plan`."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ def of_operator(x):
 
 @functools.cache
 def planned(flavour, overwrites, num_devices=1):
-    """A gradient, or a step that overwrites the parameters."""
+    """Plan a gradient, or a step that overwrites the parameters."""
     mesh = AbstractMesh((num_devices,), ("data",), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, P("data"))
     host = NamedSharding(mesh, P(), memory_kind="pinned_host")
@@ -65,35 +65,36 @@ def planned(flavour, overwrites, num_devices=1):
     return plan(effjax.offload_jit(program, donate=overwrites), params, x)
 
 
-@pytest.mark.parametrize(
-    "flavour", [of_operator, exhaustive(of_linen), exhaustive(of_nnx)], ids=lambda f: f.__name__
-)
-def test_gradients(flavour):
-    """Parameters, as many gradients, and inputs of the layers, for which XLA may take the place of
-    gradients that are not there yet."""
-    found = planned(flavour, overwrites=False)
-    assert found.host.arguments == found.host.outputs == PARAMS and found.host.aliased == 0
-    assert found.host.temporaries <= INPUTS <= found.host.outputs + found.host.temporaries
-    assert found.peak_host_bytes == 2 * PARAMS + found.host.temporaries
-    assert found.device.arguments == 4 * BATCH * WIDTH and found.device.outputs < 2**10
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("flavour", [of_operator, of_linen, of_nnx], ids=lambda f: f.__name__)
+def test_host_memory_of_gradients(flavour):
+    """The host holds parameters, gradients, and inputs of the layers.
+
+    XLA may place the inputs in the memory of gradients that are not computed yet.
+    """
+    memory = planned(flavour, overwrites=False)
+    assert memory.host.arguments == memory.host.outputs == PARAMS and memory.host.aliased == 0
+    assert memory.host.temporaries <= INPUTS <= memory.host.outputs + memory.host.temporaries
+    assert memory.peak_host_bytes == 2 * PARAMS + memory.host.temporaries
+    assert memory.device.arguments == 4 * BATCH * WIDTH and memory.device.outputs < 2**10
     for limit in (-1, 0):
-        limited = dataclasses.replace(found, host_memory_bytes=found.peak_host_bytes + limit)
+        limited = dataclasses.replace(memory, host_memory_bytes=memory.peak_host_bytes + limit)
         assert limited.fits == (limit == 0)
 
 
 @pytest.mark.parametrize(
     "flavour", [of_nnx, exhaustive(of_linen), exhaustive(of_operator)], ids=lambda f: f.__name__
 )
-def test_a_step_that_overwrites(flavour):
-    found = planned(flavour, overwrites=True)
-    assert found.host.arguments == found.host.outputs == found.host.aliased == PARAMS
-    assert found.peak_host_bytes == PARAMS + found.host.temporaries
-    assert found.host.temporaries <= PARAMS + INPUTS
+def test_host_memory_of_step_that_overwrites_parameters(flavour):
+    memory = planned(flavour, overwrites=True)
+    assert memory.host.arguments == memory.host.outputs == memory.host.aliased == PARAMS
+    assert memory.peak_host_bytes == PARAMS + memory.host.temporaries
+    assert memory.host.temporaries <= PARAMS + INPUTS
 
 
 @pytest.mark.exhaustive
-def test_on_several_devices():
-    """Each has parameters of its own."""
-    found = planned(of_linen, overwrites=False, num_devices=2)
-    assert found.host.arguments == found.host.outputs == PARAMS
-    assert found.peak_host_bytes == 2 * found.host.total >= 4 * PARAMS
+def test_host_memory_of_replicated_parameters():
+    """Each device has its own copy of the parameters."""
+    memory = planned(of_linen, overwrites=False, num_devices=2)
+    assert memory.host.arguments == memory.host.outputs == PARAMS
+    assert memory.peak_host_bytes == 2 * memory.host.total >= 4 * PARAMS

@@ -1,4 +1,4 @@
-"""OffloadModel of nnx: what only nnx has; what both have is in tests/layers."""
+"""OffloadModel features specific to nnx; tests/layers has the shared ones."""
 
 import functools
 from typing import Any
@@ -32,7 +32,7 @@ from tests.layers.offload_nnx import (
     transformer,
     unwrapped,
 )
-from tests.ops.offload.stacks import policies
+from tests.ops.offload.stacks import POLICIES
 from tests.tiers import exhaustive
 
 
@@ -41,7 +41,7 @@ def test_train_and_eval():
     model.eval()
     plain.eval()
     before = others_of(model)
-    run = jax.jit(lambda x: model(x))  # changes nothing, so that the model may be closed over
+    run = jax.jit(lambda x: model(x))  # no Variable changes, so the model may be closed over
     want = run(IMAGES)
     np.testing.assert_array_equal(jax.jit(lambda x: plain(x))(IMAGES), want)
     np.testing.assert_allclose(model(IMAGES), want, atol=1e-6)  # without jit
@@ -56,7 +56,7 @@ def test_train_and_eval():
     assert_same(others_of(model), before)
 
 
-def test_checkpoints_load_both_ways():
+def test_checkpoints_are_interchangeable():
     plain, model = nnx.Sequential(*mlp()), OffloadModel(mlp())
     nnx.update(model, jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param)))
     state = nnx.state(plain)
@@ -74,11 +74,13 @@ def test_checkpoints_load_both_ways():
     assert jax.tree.structure(nnx.state(wrapped)) == jax.tree.structure(state)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("num_microbatches", [exhaustive(1), 2])
-@policies
-def test_stack_of_blocks_with_keys(num_microbatches, policy):
-    """`TransformerLM.blocks`: equal to a loop with fold_in(fold_in(key, layer), microbatch)."""
+@pytest.mark.parametrize(
+    ("num_microbatches", "policy"),
+    [(2, "everything"), exhaustive(1, "recomputed"), exhaustive(2, "dots")],
+)
+def test_stack_matches_loop(num_microbatches, policy):
+    """Dropout keys of `TransformerLM.blocks` are fold_in(fold_in(key, layer), microbatch)."""
+    policy = POLICIES[policy]
     lm = transformer()
     x = jax.random.normal(KEY, (4, 5, 8))
     layer, params = lm.layer, nnx.to_pure_dict(nnx.state(lm.blocks, nnx.Param))
@@ -114,8 +116,8 @@ def test_stack_of_blocks_with_keys(num_microbatches, policy):
 
 
 @pytest.mark.parametrize("num_microbatches", [exhaustive(1), 2])
-def test_stack_with_batch_norm_and_streams(num_microbatches):
-    """What a list of the same layers does: the stack has each one's Variables."""
+def test_stack_matches_list_of_layers(num_microbatches):
+    """Each layer has its own parameters, batch statistics and dropout stream."""
     layers = normed()
     graphdef = nnx.graphdef(layers[0])
     states = [nnx.state(layer) for layer in layers]
@@ -140,8 +142,10 @@ def test_stack_with_batch_norm_and_streams(num_microbatches):
     assert np.all(np.any(np.asarray(others["layers"]["norm"]["mean"]) != 0, axis=-1))
 
 
-@pytest.mark.parametrize("rngs", [nnx.Rngs(dropout=KEY), nnx.Rngs(dropout=KEY).dropout, KEY])
-def test_randomness_of_the_call(rngs):
+@pytest.mark.parametrize(
+    "rngs", [nnx.Rngs(dropout=KEY), exhaustive(nnx.Rngs(dropout=KEY).dropout), KEY]
+)
+def test_rngs_of_call(rngs):
     model = OffloadModel([Noise(), lambda x: 2 * x, Noise()], num_microbatches=2)
     k = KEY if rngs is KEY else jax.random.fold_in(KEY, 0)
     y = model(X, rngs=rngs, scale=0.5)
@@ -177,7 +181,7 @@ def test_tuples_dicts_and_shared_params():
 
 
 class Part(nnx.Module):
-    """Has a layer that another one has too."""
+    """A module with a shared layer."""
 
     def __init__(self, inner, seed):
         self.inner, self.own = inner, nnx.Linear(6, 6, rngs=nnx.Rngs(seed))
@@ -194,27 +198,32 @@ class Attend(nnx.Module):
         return self.embed.attend(x)
 
 
-def parts():
+def shared_layer():
     linear = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
     return [linear, Part(linear, 1), Part(linear, 2)], X
 
 
-def a_kernel():
+def shared_kernel():
     layers = [nnx.Linear(6, 6, rngs=nnx.Rngs(i)) for i in range(2)]
     layers[1].kernel = layers[0].kernel
     return [layers[0], jnp.tanh, layers[1]], X
 
 
-def an_embedding():
+def shared_embedding():
     embed = nnx.Embed(10, 6, rngs=nnx.Rngs(0))
     return [embed, Part(nnx.Linear(6, 6, rngs=nnx.Rngs(1)), 2), Attend(embed)], np.arange(10)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("make", [parts, a_kernel, an_embedding])
-@pytest.mark.parametrize("options", [{}, {"num_slices": 2, "num_microbatches": 2}], ids=str)
-def test_layers_that_share_params(make, options):
-    """Also after split and merge, where one Variable is in several places."""
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (shared_embedding, {"num_slices": 2, "num_microbatches": 2}),
+        exhaustive(shared_layer, {}),
+        exhaustive(shared_kernel, {"num_slices": 2, "num_microbatches": 2}),
+    ],
+)
+def test_layers_that_share_parameters(make, options):
+    """Sharing survives split and merge."""
     layers, x = make()
     (graphdef, params, rest), want = [
         nnx.split(model, nnx.Param, ...)
@@ -231,8 +240,7 @@ def test_layers_that_share_params(make, options):
     chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_stack_whose_layers_share_within():
-    """And outside of jit."""
+def test_stack_with_sharing_within_a_layer_outside_jit():
     layers: Any = [Part(nnx.Linear(6, 6, rngs=nnx.Rngs(i)), i + 3) for i in range(3)]
     for layer in layers:
         layer.own = layer.inner
@@ -245,8 +253,7 @@ def test_a_stack_whose_layers_share_within():
     chex.assert_trees_all_close(effjax.to_device(got), want, rtol=1e-5, atol=1e-6)
 
 
-def test_functional_use_and_a_mesh(mesh8):
-    """jax.jit and jax.grad of the state, over eight devices."""
+def test_functional_api_over_mesh(mesh8):
     model = OffloadModel(mlp())
     model.eval()
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
@@ -272,8 +279,9 @@ def test_functional_use_and_a_mesh(mesh8):
     assert {a.sharding for a in jax.tree.leaves(nnx.state(model, nnx.Param))} == {sharding}
 
 
-def test_an_optimizer_of_nnx():
-    """As the docstring says: made before to_host, and applied on the device."""
+@pytest.mark.exhaustive
+def test_nnx_optimizer_on_the_device():
+    """The optimizer is created before to_host and applied on the device, as documented."""
 
     def trained(wrap):
         model: Any = wrap([nnx.Linear(6, 6, rngs=nnx.Rngs(i)) for i in range(2)])
@@ -302,8 +310,7 @@ def test_an_optimizer_of_nnx():
     assert want[2] < want[1] < want[0]
 
 
-def test_an_optimizer_of_what_is_on_the_host():
-    """The error of which the docstring and the page warn."""
+def test_nnx_optimizer_rejects_host_parameters():
     model = OffloadModel([nnx.Linear(6, 6, rngs=nnx.Rngs(0))])
     with pytest.raises(ValueError, match="Memory kind mismatch"):
         nnx.Optimizer(model.to_host(), optax.adam(1e-2), wrt=nnx.Param)
@@ -311,7 +318,7 @@ def test_an_optimizer_of_what_is_on_the_host():
 
 @pytest.mark.parametrize("num_microbatches", [exhaustive(1), 2])
 def test_tabulate(num_microbatches):
-    """Before to_host too: after an error of nnx.tabulate all classes of Flax would be broken."""
+    # Also before to_host: an error inside nnx.tabulate would leave the classes of Flax broken.
     layers = [nnx.Linear(6, 6, rngs=nnx.Rngs(0)), nnx.relu, nnx.BatchNorm(6, rngs=nnx.Rngs(0))]
     model = OffloadModel(layers, num_microbatches=num_microbatches)
     options: dict[str, Any] = dict(console_kwargs={"width": 200, "force_terminal": False})
@@ -342,7 +349,7 @@ class Scaled(nnx.Module):
         return x
 
 
-def test_parameters_that_are_not_on_the_host():
+def test_rejects_device_parameters():
     model = OffloadModel(mlp())
     with pytest.raises(ValueError, match=r"layers\[0\].*and 15 more are not. Call its to_host\(\)"):
         model(X)
@@ -356,8 +363,6 @@ def test_parameters_that_are_not_on_the_host():
     ("error", "match", "run"),
     [
         (ValueError, "at least one layer", lambda: OffloadModel([])),
-        (ValueError, r"`num_microbatches` \(=0\)",
-         lambda: OffloadModel(mlp(), num_microbatches=0)),
         (TypeError, "`scale` must be a static flag",
          lambda: OffloadModel([Noise()])(X, scale=jnp.ones(()))),
         (TypeError, "`rngs` must be a single PRNG key", lambda: OffloadModel([Noise()])(X, rngs=3)),
@@ -370,6 +375,6 @@ def test_parameters_that_are_not_on_the_host():
          lambda: OffloadModel([nnx.Dropout(0.5, rngs=nnx.Rngs(0))] * 2)(X)),
     ],
 )  # fmt: skip
-def test_errors(error, match, run):
+def test_rejects_invalid_arguments(error, match, run):
     with pytest.raises(error, match=match):
         run()

@@ -1,9 +1,8 @@
-"""A stack of layers with dropout, in memory as JAX would run it: what offloading must equal."""
+"""A stack of layers with dropout and its reference implementation in device memory."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
 
 LAYERS, WIDTH, BATCH = 4, 8, 8
@@ -14,15 +13,6 @@ POLICIES = {
     "dots": jax.checkpoint_policies.dots_saveable,
     "everything": jax.checkpoint_policies.everything_saveable,
 }
-policies = pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(POLICIES["recomputed"], id="recomputed"),
-        pytest.param(POLICIES["everything"], id="everything"),
-        pytest.param(POLICIES["dots"], id="dots", marks=pytest.mark.exhaustive),
-        pytest.param(POLICIES["nothing"], id="nothing", marks=pytest.mark.exhaustive),
-    ],
-)
 
 
 def layer(w, x, key):
@@ -54,7 +44,7 @@ def key_of(key, i, m):
 
 
 def in_memory(layer, params, x, key, num_microbatches=1):
-    """The stack as a scan over the layers, and in each over the microbatches."""
+    """Scan over the layers and, within each layer, over the microbatches."""
     m = num_microbatches
 
     def body(x, at):
@@ -79,7 +69,7 @@ def loss(y):
 
 
 def value_and_grads(apply, *args, **compiler_options):
-    """Of the loss of ``apply(*args)``, with respect to all of them."""
+    """Return the loss of ``apply(*args)`` and its gradients with respect to all arguments."""
     run = jax.value_and_grad(lambda *a: loss(apply(*a)), tuple(range(len(args))))
     return jax.jit(run, compiler_options=compiler_options)(*args)
 
@@ -91,5 +81,5 @@ def assert_equal_bits(got, want):
 
 
 def kinds(tree):
-    """The memory kinds of the arrays of a tree."""
+    """Return the memory kinds of the arrays of a tree."""
     return {a.sharding.memory_kind for a in jax.tree.leaves(tree)}

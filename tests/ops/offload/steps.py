@@ -1,4 +1,4 @@
-"""Training steps in memory, as optax takes them: what those of offload must equal."""
+"""Reference training steps in device memory, with optax."""
 
 import functools
 
@@ -52,13 +52,13 @@ def close(got, want, tolerance=2e-6):
 
 
 def parts_of(tree, m):
-    """A pytree [B, ...] in m parts."""
+    """Split a pytree [B, ...] into m parts."""
     rows = lambda a, j: a[j * (a.shape[0] // m) : (j + 1) * (a.shape[0] // m)]  # noqa: E731
     return [jax.tree.map(lambda a, j=j: rows(a, j), tree) for j in range(m)]
 
 
 def as_ends(embed, head):
-    """With a state that they leave, and a second result of head."""
+    """Add an unchanged state, and an empty auxiliary result of head."""
 
     def run_embed(others, model_state, batch, key):
         return embed(others, batch, key), model_state
@@ -70,7 +70,7 @@ def as_ends(embed, head):
 
 
 def loss_in_memory(model, model_state, batch, key, m=1, ends=None, layer=layer):
-    """(the mean of the losses of m microbatches, (model_state, aux of head [m, ...]))"""
+    """Return (mean loss of m microbatches, (model_state, aux of head [m, ...]))."""
     embed_, head_ = ends or as_ends(embed, head)
     parts, x, losses, aux = list(enumerate(parts_of(batch, m))), [], [], []
     for j, part in parts:
@@ -89,7 +89,7 @@ def loss_in_memory(model, model_state, batch, key, m=1, ends=None, layer=layer):
 
 
 def train_in_memory(tx, model_state=(), batch=TOKENS, key=KEY, m=1, steps=3, **options):
-    """(losses, layers, others, model_state, aux) of steps; optax sees the layers one by one."""
+    """Return (losses, layers, others, model_state, aux); optax updates one layer at a time."""
     gradients = jax.value_and_grad(loss_in_memory, has_aux=True)
 
     @jax.jit
@@ -109,5 +109,5 @@ def train_in_memory(tx, model_state=(), batch=TOKENS, key=KEY, m=1, steps=3, **o
 
 @functools.cache
 def trained_in_memory(tx=ADAMW, num_microbatches=1):
-    """(losses, layers, others) of three steps with dropout."""
+    """Return (losses, layers, others) of three steps with dropout."""
     return train_in_memory(tx, m=num_microbatches)[:3]

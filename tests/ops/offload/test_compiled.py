@@ -1,12 +1,18 @@
-"""offload_jit, and the guard against compilers that read the wrong slice."""
+"""offload_jit, its guard against a bug of XLA, and its warning about pinned memory."""
+
+import types
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from effjax import offload_jit, offload_scan, offload_sequential, to_device, to_host
+from effjax import host_init, offload_jit, offload_scan, offload_sequential, to_device, to_host
 from effjax.ops.offload import compiled
+from effjax.ops.offload.compiled import HOST_MEMORY_VARIABLE as VARIABLE
 from tests.ops.offload.stacks import inputs, kinds, layer, params
 
 
@@ -14,7 +20,7 @@ def add_one(state, by=1.0):
     return jax.tree.map(lambda a: to_host(to_device(a) + by), state)
 
 
-def test_writes_the_state_over_the_old_one():
+def test_offload_jit_donates_state():
     state = {"w": to_host(inputs()), "n": to_host(jnp.zeros(3))}
     step = offload_jit(add_one)
     new = step(state)
@@ -23,13 +29,13 @@ def test_writes_the_state_over_the_old_one():
     np.testing.assert_array_equal(step(new, 2.0)["n"], 3 * np.ones(3))
 
 
-def test_results_beside_the_state():
+def test_offload_jit_returns_other_results():
     step = offload_jit(lambda state, x: (state * 2, x.sum(), {"y": x}))
     state, total, rest = step(jnp.ones(2), jnp.arange(3.0))
     assert float(total) == 3 and state.tolist() == [2, 2] and rest["y"].shape == (3,)
 
 
-def test_without_donation_any_function():
+def test_offload_jit_without_donation():
     w = to_host(params())
     gradient = offload_jit(jax.grad(lambda w: offload_scan(layer, w, inputs()).sum()), donate=False)
     assert kinds(gradient(w)) == {"pinned_host"} and not w["a"].is_deleted()
@@ -40,14 +46,12 @@ def test_without_donation_any_function():
     [
         (r"The state\['w'\] must .* it was float32<host>\[8,8\] and became float32\[8,8\]",
          lambda s: jax.tree.map(to_device, s)),
-        (r"became float32<host>\[8\]",
-         lambda s: jax.tree.map(lambda a: to_host(to_device(a)[0]), s)),
         (r"must keep its structure, .* as the only or the first result",
          lambda s: (list(s.values()), 1.0)),
     ],
 )  # fmt: skip
-def test_a_state_that_cannot_be_overwritten(match, step):
-    """Donating an array of the host for a result on the device would end the process."""
+def test_rejects_state_that_cannot_be_donated(match, step):
+    """Donating a host array for a result on the device would abort the process."""
     with pytest.raises(ValueError, match=match):
         offload_jit(step)({"w": to_host(inputs())})
     with pytest.raises(ValueError, match="must consist of arrays with shardings, not 1"):
@@ -62,14 +66,14 @@ def run(w):
     return offload_scan(layer, w, inputs())
 
 
-def test_a_compiler_that_reads_the_wrong_slice_is_refused(monkeypatch):
+def test_rejects_compiler_with_wrong_host_slices(monkeypatch):
     w = to_host(params())
     monkeypatch.setattr(compiled, "host_slices_are_wrong", lambda: True)
     jax.jit(run).lower(w)  # on a CPU nothing is wrong
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"openxla/xla#46231.*effjax.offload_jit instead"):
             lower(lambda w: run(w), w)
-    # Neither does it help that offload_jit has lowered the same function.
+    # Lowering the same function with offload_jit does not disable the guard.
     with compiled.allow_guard():
         offload_jit(run, donate=False).trace(w).lower(lowering_platforms=("cuda",))
     with pytest.raises(RuntimeError, match="effjax.offload_jit"):
@@ -83,10 +87,10 @@ def needed(fun, *args):
     return compiled.needed_options(jax.jit(fun).trace(*args).jaxpr)
 
 
-def test_or_worked_around(monkeypatch):
+def test_offload_jit_works_around_wrong_host_slices(monkeypatch):
     w = to_host(params())
     for fun in (run, jax.jit(run), jax.grad(lambda w: jax.checkpoint(run)(w).sum())):
-        for _ in range(2):  # whatever JAX has kept
+        for _ in range(2):  # with JAX's caches empty and full
             monkeypatch.setattr(compiled, "host_slices_are_wrong", lambda: True)
             assert "dynamic-slice-annotator" in needed(fun, w)["xla_disable_hlo_passes"]
             monkeypatch.setattr(compiled, "host_slices_are_wrong", lambda: False)
@@ -95,15 +99,15 @@ def test_or_worked_around(monkeypatch):
     assert needed(jnp.sin, jnp.ones(3)) == {}
 
 
-def test_slices_in_a_row_ask_for_their_order():
+def test_sequential_disables_latency_hiding_scheduler():
     w = to_host(params())
     layers = [jax.tree.map(lambda a, i=i: to_host(to_device(a)[i]), w) for i in range(4)]
     options = needed(jax.grad(lambda w: offload_sequential([layer] * 4, w, inputs()).sum()), layers)
     assert options == {"xla_gpu_enable_latency_hiding_scheduler": False}
 
 
-def test_options_that_xla_does_not_know_are_left_out(monkeypatch):
-    """Those that make it faster; not those that make it right."""
+def test_unknown_performance_options_are_omitted(monkeypatch):
+    """Options needed for correctness are kept."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(compiled, "host_slices_are_wrong", lambda: True)
 
@@ -127,8 +131,8 @@ def test_options_that_xla_does_not_know_are_left_out(monkeypatch):
     assert used == [compiled._WORKAROUND]
 
 
-def test_inside_of_other_transformations():
-    """Under jit or grad it is the function itself; and the configuration of JAX counts."""
+def test_offload_jit_inside_transformations():
+    """Under jit or grad, offload_jit is the function itself and follows JAX's configuration."""
     double = offload_jit(lambda x: x * 2.0, donate=False)
     assert float(jax.jit(double)(3.0)) == 6 and float(jax.grad(double)(3.0)) == 2
     assert double(np.float64(3)).dtype == jnp.float32
@@ -136,6 +140,72 @@ def test_inside_of_other_transformations():
         assert double(np.float64(3)).dtype == jnp.float64
 
 
-def test_versions():
-    """The first JAX whose XLA has openxla/xla#46308."""
+def test_first_jax_version_with_correct_host_slices():
+    """JAX 0.11.2 is the first version with openxla/xla#46308."""
     assert compiled.host_slices_are_wrong() == (jax.__version_info__ < (0, 11, 2))
+
+
+GIB = 2**30
+
+
+def needs(monkeypatch, **sizes):
+    """Pretend that all programs are compiled for a GPU and need these bytes on each device."""
+    names = "argument", "output", "temp", "alias"
+    sizes = {f"host_{name}_size_in_bytes": sizes.get(name, 0) for name in names}
+    stats = types.SimpleNamespace(**sizes)
+    monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda self: stats)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "bytes_"),
+    [
+        ({"argument": 65 * GIB, "output": 65 * GIB, "alias": 65 * GIB}, None, 65 * GIB),
+        ({"argument": GIB, "temp": 1}, 1, GIB + 1),
+        ({"argument": 64 * GIB, "output": 64 * GIB, "alias": 64 * GIB}, None, None),
+        ({"argument": 65 * GIB}, 512, None),
+    ],
+    ids=["state", "activations", "fits", "raised"],
+)
+def test_warns_about_pinned_memory_once_per_program(monkeypatch, sizes, limit, bytes_):
+    needs(monkeypatch, **sizes)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if limit is not None:
+        monkeypatch.setenv(VARIABLE, str(limit))
+    double = offload_jit(lambda x: 2 * x)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        double(double(jnp.ones(3)))
+    text = rf"needs {bytes_} bytes .* at most {limit or 64} GiB .* set {VARIABLE} "
+    assert len(caught) == (bytes_ is not None)
+    if caught:
+        with pytest.warns(RuntimeWarning, match=text):
+            double(jnp.ones(4))  # another program
+
+
+def test_pinned_memory_is_summed_over_devices(monkeypatch, mesh8):
+    """The GPUs of a process share one pool."""
+    monkeypatch.setenv(VARIABLE, "7")
+    needs(monkeypatch, output=GIB)
+    x = jax.device_put(jnp.ones(8), NamedSharding(mesh8, P("data")))
+    with pytest.warns(RuntimeWarning, match=rf"needs {8 * GIB} bytes \(8.0 GiB\)"):
+        offload_jit(lambda x: 2 * x)(x)
+    host = NamedSharding(mesh8, P(), memory_kind="pinned_host")
+    with pytest.warns(RuntimeWarning, match=rf"needs {8 * GIB} bytes"):
+        host_init(jax.random.normal, jax.random.split(jax.random.key(0), 2), shardings=host)
+
+
+def test_memory_analysis_has_host_sizes():
+    """The names are the same in every version of JAX; on a CPU, the sizes are zero."""
+    program = jax.jit(jnp.sin).lower(to_host(jnp.ones(3))).compile()
+    stats = program.memory_analysis()
+    for kind in ("argument", "output", "temp", "alias"):
+        assert isinstance(getattr(stats, f"host_{kind}_size_in_bytes"), int)
+    assert compiled.pinned_bytes(program) == 0
+
+
+def test_no_pinned_memory_warning_on_cpu(monkeypatch):
+    needs(monkeypatch, argument=65 * GIB)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    with warnings.catch_warnings(action="error"):
+        offload_jit(lambda x: 2 * x)(jnp.ones(3))

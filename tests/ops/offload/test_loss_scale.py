@@ -1,4 +1,4 @@
-"""Steps in float16 beside ``flax.training.dynamic_scale.DynamicScale`` and optax in memory."""
+"""Steps in float16 compared with ``flax.training.dynamic_scale.DynamicScale`` and optax."""
 
 import functools
 
@@ -54,7 +54,7 @@ ENDS = (
 
 
 def in_memory(tx, steps, kind=jnp.float32):
-    """For each step (the scale after it, the loss, layers, others)."""
+    """Return (scale after the step, loss, layers, others) of each step."""
 
     @jax.jit
     def step(scaling, model, state, key):
@@ -69,12 +69,12 @@ def in_memory(tx, steps, kind=jnp.float32):
 
     as_kind = functools.partial(jax.tree.map, lambda a: a.astype(kind))
     model = as_kind({"layers": layers_of(params()), "others": others()})
-    state, scaling, found = tx.init(model), DynamicScale(scale=FIRST, minimum_scale=1.0), []
+    state, scaling, results = tx.init(model), DynamicScale(scale=FIRST, minimum_scale=1.0), []
     for i in range(steps):
         key = jax.random.fold_in(KEY, i)
         scaling, model, state, value = step(scaling, model, state, key)
-        found.append((scaling.scale, value, stack(model["layers"]), model["others"]))
-    return found
+        results.append((scaling.scale, value, stack(model["layers"]), model["others"]))
+    return results
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def in_memory(tx, steps, kind=jnp.float32):
     ],
     ids=["compute_dtype", "clipped", "float16 parameters"],
 )
-def test_equals_dynamic_scale(kind, options):
+def test_train_step_matches_dynamic_scale(kind, options):
     clip_norm = options.get("clip_norm")
     tx = ADAM if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), ADAM)
     want = in_memory(tx, 12, kind)
@@ -110,21 +110,31 @@ def test_equals_dynamic_scale(kind, options):
     assert 2 <= skipped <= 10
 
 
-@pytest.mark.parametrize("finite", [True, False])
-@pytest.mark.parametrize("steps", [0, GROWTH_INTERVAL - 1, GROWTH_INTERVAL])
-@pytest.mark.parametrize("scale", [1.0, 1.5, 2.0**16, 2.0**127])
-def test_the_scale_is_that_of_flax(scale, steps, finite):
+@pytest.mark.parametrize(
+    ("scale", "steps", "finite"),
+    [
+        (2.0**16, 0, True),
+        (2.0**16, GROWTH_INTERVAL - 1, True),
+        (2.0**16, GROWTH_INTERVAL, False),
+        (1.5, GROWTH_INTERVAL, True),
+        (1.5, 0, False),
+        (1.0, 0, False),
+        (2.0**127, GROWTH_INTERVAL, True),
+        (2.0**127, GROWTH_INTERVAL - 1, False),
+    ],
+)
+def test_next_loss_scale_matches_flax(scale, steps, finite):
     p = jnp.float32(1 if finite else np.inf)
     flax = DynamicScale(scale=scale, fin_steps=steps, minimum_scale=1.0)
-    want, found_finite, *_ = flax.value_and_grad(lambda p: 1e-38 * p * p)(p)
+    want, is_finite, *_ = flax.value_and_grad(lambda p: 1e-38 * p * p)(p)
     got = next_loss_scale(LossScale(jnp.float32(scale), jnp.int32(steps)), jnp.bool_(finite))
-    assert bool(found_finite) == finite
+    assert bool(is_finite) == finite
     assert got.scale == want.scale and got.finite_steps == want.fin_steps
     assert got.scale.dtype == jnp.float32 and got.finite_steps.dtype == jnp.int32
 
 
 def make(mean=lambda x: x, **options):
-    """Gradients are infinite where a row of the batch is."""
+    """Make a step whose gradients overflow if a row of the batch does."""
 
     def run_embed(others, model_state, batch, key):
         return batch @ others, {"sum": model_state["sum"] + mean(jnp.abs(batch).mean())}
@@ -138,8 +148,8 @@ def make(mean=lambda x: x, **options):
     )  # fmt: skip
 
 
-def test_one_row_that_overflows():
-    """Its microbatch alone: no part of the step is taken, but what embed has counted."""
+def test_overflow_in_one_microbatch_skips_the_step():
+    """The model state is updated all the same, as for batch statistics."""
     init, step = make(clip_norm=1.0)
     batch = jnp.ones((4, WIDTH)).at[3, 0].set(3e38)
     state = init(to_host(params()), jnp.eye(WIDTH), {"sum": jnp.float32(0)})
@@ -150,8 +160,7 @@ def test_one_row_that_overflows():
     assert float(state.model_state["sum"]) > 1
 
 
-def test_a_step_that_is_skipped():
-    """Of one whose loss or gradients are not finite nothing is left, and the loss is NaN."""
+def test_skip_nonfinite_keeps_the_whole_state():
     init, step = make(loss_scale=None, skip_nonfinite=True)
     state = init(to_host(params()), jnp.eye(WIDTH), {"sum": jnp.float32(0)})
     run, batch = offload_jit(step), jnp.ones((4, WIDTH))
@@ -165,8 +174,7 @@ def test_a_step_that_is_skipped():
     assert np.any(np.asarray(state.layers["a"]) != before.layers["a"])
 
 
-def test_one_device_that_overflows():
-    """No device takes the step."""
+def test_overflow_on_one_device_skips_the_step_on_all():
     mesh = mesh_of((8,), ("i",))
     init, step = make(lambda x: lax.pmean(x, "i"))
     on_host, here = NamedSharding(mesh, P(), memory_kind="pinned_host"), NamedSharding(mesh, P())
@@ -188,14 +196,14 @@ def test_one_device_that_overflows():
     assert (float(state.loss_scale.scale), int(state.loss_scale.finite_steps)) == (2, 1)
 
 
-def test_a_scale_needs_all_gradients_before_the_update():
+def test_rejects_loss_scale_with_fused_update():
     with pytest.raises(ValueError, match=r"`loss_scale` \(=4.0\) needs fuse_update=False"):
         offload_train_step(embed, layer, head, ADAM, loss_scale=4.0)
     with pytest.raises(ValueError, match=r"`skip_nonfinite` \(=True\) needs fuse_update=False"):
         offload_train_step(embed, layer, head, ADAM, skip_nonfinite=True)
 
 
-def test_a_state_of_a_step_without_scale():
+def test_rejects_state_without_loss_scale():
     init, _ = offload_train_step(embed, layer, head, ADAM)
     _, step = offload_train_step(embed, layer, head, ADAM, loss_scale=4.0, fuse_update=False)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Optimizers that draw noise: every layer its own, and what cannot be told apart is refused."""
+"""Optimizers that draw noise: each layer has its own key; shared keys are rejected."""
 
 import functools
 
@@ -10,7 +10,7 @@ import pytest
 
 from effjax import offload_jit, offload_train_step, stream_update, to_device, to_host
 from tests.ops.offload.stacks import LAYERS, kinds
-from tests.tiers import plainly
+from tests.tiers import exhaustive, plainly
 
 KEY = jax.random.key(3)
 SHAPES = {"a": (3, 2), "b": (3,)}
@@ -22,12 +22,12 @@ def params():
 
 
 def own_key(key, i):
-    """That of layer i, as the docs have it."""
+    """Return the key of layer i, as documented."""
     return jax.random.fold_in(key, np.uint32(2**32 - 1 - i))
 
 
 def old_style(key):
-    """Noise from a uint32 key in the state, as optimizers of one's own may have it."""
+    """Draw noise from a uint32 key in the optimizer state."""
 
     def update(updates, state, params=None):
         count, key = state
@@ -50,8 +50,8 @@ OPTIMIZERS = {
 
 
 def of_each_layer(make, key, grads, steps):
-    """What an optimizer of its own, with a key of its own, makes of every layer."""
-    found = []
+    """Update each layer with its own optimizer and its own key."""
+    results = []
     for i in range(LAYERS):
         tx = make(own_key(key, i))
         w = jax.tree.map(lambda a, i=i: a[i], params())
@@ -59,8 +59,8 @@ def of_each_layer(make, key, grads, steps):
         for _ in range(steps):
             updates, state = tx.update(g, state, w)
             w = optax.apply_updates(w, updates)
-        found.append((w, state))
-    return jax.tree.map(lambda *a: jnp.stack(a), *found)
+        results.append((w, state))
+    return jax.tree.map(lambda *a: jnp.stack(a), *results)
 
 
 def assert_close(got, want):
@@ -73,7 +73,7 @@ def assert_close(got, want):
 
 
 @pytest.mark.parametrize("name", plainly("noisy_sgd", "uint32 key", of=OPTIMIZERS))
-def test_every_layer_has_noise_of_its_own(name):
+def test_layers_draw_independent_noise(name):
     make, key = OPTIMIZERS[name]
     init, update = stream_update(make(key))
     w, grads = to_host(params()), params()
@@ -87,10 +87,15 @@ def test_every_layer_has_noise_of_its_own(name):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"num_slices": 2, "num_microbatches": 2}, {"fuse_update": False}], ids=str
+    "options",
+    [
+        {"num_slices": 2, "num_microbatches": 2},
+        exhaustive({}),
+        exhaustive({"fuse_update": False}),
+    ],
+    ids=str,
 )
-def test_in_a_training_step(options):
-    """The same however it is cut; and the other parameters draw what no layer draws."""
+def test_noise_of_train_step_does_not_depend_on_slices(options):
     tx = noisy_sgd(key=KEY)
     init, step = offload_train_step(
         lambda others, batch, key: batch + 0 * others["a"].sum(),
@@ -114,8 +119,8 @@ def test_in_a_training_step(options):
     assert_close(state.others, others)
 
 
-def test_no_layer_draws_what_the_other_parameters_draw():
-    """Their keys are chains of split: fold_in(key, i) would be among them."""
+def test_noise_keys_of_layers_and_other_parameters_differ():
+    """The keys of the other parameters are chains of split, which contain fold_in(key, i)."""
     keys, drawn = [KEY], []
     for _ in range(3):
         rest, sample = jax.random.split(keys[-1])
@@ -146,7 +151,7 @@ def at_first(params):
 
 
 def renewed(grads, state, params=None):
-    """A key in the state that after a step is the same in every layer."""
+    """Replace the key in the state by one that is the same in every layer."""
     count, key = state
     noise = jax.tree.map(lambda g: jax.random.normal(key, g.shape), grads)
     return jax.tree.map(jnp.add, grads, noise), (count + 1, jax.random.fold_in(KEY, count))
@@ -162,7 +167,7 @@ def renewed(grads, state, params=None):
     ],
     ids=["count", "loop", "renewed", "init"],
 )
-def test_noise_that_would_be_the_same_in_every_layer_is_refused(match, init, update):
+def test_rejects_noise_shared_by_layers(match, init, update):
     tx, w = optax.GradientTransformation(init, update), to_host(params())
     with pytest.raises(ValueError, match=f"`tx` draws random numbers {match}.*optax.add_noise"):
         stream_update(tx).init(w)

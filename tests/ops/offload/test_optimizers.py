@@ -1,4 +1,4 @@
-"""Optimizers and transformations of optax: those that are leaf by leaf are taken, no others."""
+"""The check that an optimizer treats each parameter separately, on all of optax."""
 
 import functools
 import inspect
@@ -14,7 +14,7 @@ import pytest
 
 from effjax.ops.offload.per_leaf import check_per_leaf
 from effjax.ops.offload.update import LayerStack, apply_optimizer
-from tests.tiers import exhaustive
+from tests.tiers import plainly
 
 SHAPES = {"a": (3, 2), "b": (3,), "c": (4, 4)}
 LAYER = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
@@ -23,7 +23,7 @@ sgd = functools.partial(optax.sgd, 0.1)
 
 
 def deprecated(make):
-    """An optimizer that warns when it is made."""
+    """Suppress the deprecation warning of an optimizer."""
 
     def quietly():
         with warnings.catch_warnings(action="ignore"):
@@ -36,43 +36,36 @@ def mask(params):
     return jax.tree.map(lambda a: a.ndim > 1, params)
 
 
-# Those that treat every parameter on its own.
+LEARNING_RATE_FIRST = """
+adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb lars
+lion nadam nadamw novograd optimistic_gradient_descent optimistic_adam_v2 radam rmsprop rprop
+sgd sign_sgd signum sm3 yogi adaptive_grad_clip add_decayed_weights apply_every clip
+clip_by_block_rms ema scale scale_by_learning_rate trace
+"""
+NO_ARGUMENTS = """
+centralize identity keep_params_nonnegative scale_by_adadelta scale_by_adam scale_by_adamax
+scale_by_adan scale_by_amsgrad scale_by_belief scale_by_distance_over_gradients
+scale_by_factored_rms scale_by_lion scale_by_novograd scale_by_optimistic_gradient
+scale_by_param_block_norm scale_by_param_block_rms scale_by_radam scale_by_rms scale_by_rss
+scale_by_sign scale_by_sm3 scale_by_stddev scale_by_trust_ratio scale_by_yogi set_to_zero zero_nans
+"""
+CONTRIB_LEARNING_RATE_FIRST = """
+acprop ademamix adopt cocob galore madgrad muon schedule_free_adamw schedule_free_sgd
+simplified_ademamix
+"""
+CONTRIB_NO_ARGUMENTS = """
+scale_by_acprop scale_by_ademamix scale_by_adopt scale_by_cocob scale_by_galore
+scale_by_simplified_ademamix
+"""
+# Optimizers that treat every parameter separately.
 OWN: dict[str, Any] = {
+    **{n: functools.partial(getattr(optax, n), 0.1) for n in LEARNING_RATE_FIRST.split()},
+    **{n: getattr(optax, n) for n in NO_ARGUMENTS.split()},
     **{
-        name: functools.partial(getattr(optax, name), 0.1)
-        for name in (
-            "adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage "
-            "lamb lars lion nadam nadamw novograd optimistic_gradient_descent optimistic_adam_v2 "
-            "radam rmsprop rprop sgd sign_sgd signum sm3 yogi "
-            "adaptive_grad_clip add_decayed_weights apply_every clip clip_by_block_rms ema scale "
-            "scale_by_learning_rate trace"
-        ).split()
+        f"contrib.{n}": functools.partial(getattr(optax.contrib, n), 0.1)
+        for n in CONTRIB_LEARNING_RATE_FIRST.split()
     },
-    **{
-        name: getattr(optax, name)
-        for name in (
-            "centralize identity keep_params_nonnegative scale_by_adadelta scale_by_adam "
-            "scale_by_adamax scale_by_adan scale_by_amsgrad scale_by_belief "
-            "scale_by_distance_over_gradients scale_by_factored_rms scale_by_lion "
-            "scale_by_novograd scale_by_optimistic_gradient scale_by_param_block_norm "
-            "scale_by_param_block_rms scale_by_radam scale_by_rms scale_by_rss scale_by_sign "
-            "scale_by_sm3 scale_by_stddev scale_by_trust_ratio scale_by_yogi set_to_zero zero_nans"
-        ).split()
-    },
-    **{
-        f"contrib.{name}": functools.partial(getattr(optax.contrib, name), 0.1)
-        for name in (
-            "acprop ademamix adopt cocob galore madgrad muon schedule_free_adamw "
-            "schedule_free_sgd simplified_ademamix"
-        ).split()
-    },
-    **{
-        f"contrib.{name}": getattr(optax.contrib, name)
-        for name in (
-            "scale_by_acprop scale_by_ademamix scale_by_adopt scale_by_cocob scale_by_galore "
-            "scale_by_simplified_ademamix"
-        ).split()
-    },
+    **{f"contrib.{n}": getattr(optax.contrib, n) for n in CONTRIB_NO_ARGUMENTS.split()},
     "add_noise": lambda: optax.add_noise(0.1, 0.5, KEY),
     "chain": lambda: optax.chain(optax.scale_by_adam(), optax.scale(0.1)),
     "conditionally_mask": lambda: optax.conditionally_mask(sgd(), lambda step: step < 3),
@@ -118,7 +111,7 @@ OWN: dict[str, Any] = {
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.1), 2),
 }
 NOISY = "add_noise", "noisy_sgd"
-# Those that are refused, and what the error says of them.
+# Optimizers that mix parameters, and the mixed value that the error names.
 MIXED: dict[str, tuple[Any, str]] = {
     "apply_if_finite": (lambda: optax.apply_if_finite(sgd(), 3), r"state.notfinite_count"),
     "clip_by_global_norm": (lambda: optax.clip_by_global_norm(1.0), "the update of"),
@@ -144,7 +137,7 @@ MIXED: dict[str, tuple[Any, str]] = {
         "state.mini_step",
     ),
 }
-# Those that want another argument, or other parameters.
+# Optimizers that need another argument or other parameters.
 UNFIT: dict[str, tuple[Any, str]] = {
     "contrib.differentially_private_aggregate": (
         lambda: optax.contrib.differentially_private_aggregate(1.0, 0.1, KEY),
@@ -171,13 +164,18 @@ UNFIT: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_taken(name):
+PLAIN = "adam", "adafactor", "lamb", "masked", "multi_transform", "noisy_sgd", "MultiSteps"
+
+
+@pytest.mark.parametrize("name", plainly(*PLAIN, of=OWN))
+def test_accepts_per_leaf_optimizer(name):
     assert len(check_per_leaf(OWN[name](), LAYER)) == (name in NOISY)
 
 
-@pytest.mark.parametrize("name", MIXED)
-def test_refused_with_where_parameters_meet(name):
+@pytest.mark.parametrize(
+    "name", plainly("clip_by_global_norm", "contrib.prodigy", "flatten", of=MIXED)
+)
+def test_rejects_optimizer_that_mixes_parameters(name):
     make, where = MIXED[name]
     with pytest.raises(
         ValueError, match=rf"^`tx` must treat every parameter separately, but {where} .*`clip_norm`"
@@ -185,22 +183,22 @@ def test_refused_with_where_parameters_meet(name):
         check_per_leaf(make(), LAYER)
 
 
-@pytest.mark.parametrize("name", UNFIT)
-def test_refused_with_what_is_missing(name):
+@pytest.mark.parametrize("name", plainly("lbfgs", "monitor", of=UNFIT))
+def test_rejects_optimizer_with_unmet_requirement(name):
     make, missing = UNFIT[name]
     with pytest.raises(ValueError, match=rf"^`tx.* (failed for|must) .*{missing}"):
         check_per_leaf(make(), LAYER)
 
 
-@pytest.mark.skipif(optax.__version__ != "0.2.8", reason="another optax has others")
-def test_all_of_them_are_here():
-    found = set()
+@pytest.mark.skipif(optax.__version__ != "0.2.8", reason="the lists are of optax 0.2.8")
+def test_lists_cover_optax():
+    names = set()
     for prefix, module in ("", optax), ("", optax.transforms), ("contrib.", optax.contrib):
         for name, function in vars(module).items():
             if inspect.isfunction(function) and not name.startswith("_"):
                 returned = str(inspect.signature(function).return_annotation)
-                found |= {prefix + name} if "GradientTransformation" in returned else set()
-    assert found <= {*OWN, *MIXED, *UNFIT}
+                names |= {prefix + name} if "GradientTransformation" in returned else set()
+    assert names <= {*OWN, *MIXED, *UNFIT}
 
 
 FOR_ONE = {"a": jax.ShapeDtypeStruct((3, 2), jnp.float32)}
@@ -219,8 +217,8 @@ FOR_ONE = {"a": jax.ShapeDtypeStruct((3, 2), jnp.float32)}
     ],
     ids=["clip", "prodigy", "masked", "mask"],
 )
-def test_layers_of_one_parameter(tx, where):
-    """What mixes parameters would treat each layer on its own, unlike a list of layers."""
+def test_rejects_mixing_optimizer_for_single_parameter_layers(tx, where):
+    """In a list, such an optimizer would mix the parameters of different layers."""
     with pytest.raises(ValueError, match=rf"treat every layer separately, but {where}.* other lay"):
         check_per_leaf(tx, FOR_ONE)
     own = optax.masked(
@@ -232,7 +230,7 @@ def test_layers_of_one_parameter(tx, where):
 
 @functools.cache
 def stacked():
-    """Parameters and gradients of two slices of two layers."""
+    """Return parameters and gradients of two slices of two layers."""
     keys = iter(jax.random.split(KEY, 2 * len(SHAPES)))
     return [
         {name: jax.random.normal(next(keys), (2, 2, *shape)) for name, shape in SHAPES.items()}
@@ -244,16 +242,12 @@ def at(tree, *index):
     return jax.tree.map(lambda a: a[index], tree)
 
 
-# Those that reduce a parameter or its gradient, or look at its rank.
-REDUCING = "lamb", "lars", "adafactor", "novograd", "sm3", "adaptive_grad_clip", "contrib.muon"
+# These reduce over a parameter or its gradient, or depend on its rank.
+REDUCING = "lamb", "adafactor", "sm3", "contrib.muon"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in REDUCING else exhaustive(name) for name in OWN if name not in NOISY],
-)
-def test_layers_of_a_slice_are_updated_one_by_one(x64, name):
-    """Two steps of all of them, as of each layer alone."""
+@pytest.mark.parametrize("name", plainly(*REDUCING, of=[name for name in OWN if name not in NOISY]))
+def test_update_slice_matches_update_of_each_layer(x64, name):
     tx, (w, grads) = OWN[name](), stacked()
     got = w, jax.vmap(jax.vmap(tx.init))(w)
     step = jax.jit(LayerStack(tx).update_slice)

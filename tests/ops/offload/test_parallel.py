@@ -1,4 +1,4 @@
-"""Offloading over eight devices: values, memory kinds, and what the programs exchange."""
+"""Offloading over eight devices: values, memory kinds and collectives."""
 
 import functools
 
@@ -33,7 +33,6 @@ from tests.ops.offload.stacks import (
     layer,
     loss,
     params,
-    policies,
     value_and_grads,
 )
 from tests.tiers import exhaustive
@@ -60,23 +59,30 @@ def on(mesh, spec, host=True):
 
 
 def gathered(program):
-    """Bytes of the all-gathers, the others' count."""
-    found = collectives(program.as_text())
-    gathers = [c for c in found if c.kind == "all-gather"]
-    return gathers, [(c.bytes, c.count) for c in found if c.kind == "all-reduce"]
+    """Return the all-gathers, and bytes and count of the all-reduces."""
+    operations = collectives(program.as_text())
+    gathers = [c for c in operations if c.kind == "all-gather"]
+    return gathers, [(c.bytes, c.count) for c in operations if c.kind == "all-reduce"]
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("spec", [P(), P(None, "i")], ids=["replicated", "sharded"])
-@policies
-def test_jit_over_a_mesh(kind, spec, policy):
+@pytest.mark.parametrize(
+    ("kind", "spec", "policy"),
+    [
+        (AxisType.Auto, P(None, "i"), "everything"),
+        exhaustive(AxisType.Auto, P(), "recomputed"),
+        exhaustive(AxisType.Explicit, P(), "everything"),
+        exhaustive(AxisType.Explicit, P(None, "i"), "recomputed"),
+    ],
+    ids=str,
+)
+def test_jit_over_mesh(kind, spec, policy):
+    """Gathers and sums move one layer at a time, never a stack."""
     mesh = mesh_of((8,), ("i",), kind)
     with jax.set_mesh(mesh):
         w = {k: on(mesh, P() if k == "c" else spec) for k in params()}
         w = jax.device_put(params(), w)
         x = jax.device_put(inputs(), on(mesh, P("i"), host=False))
-        total = lambda w, x: loss(offload_scan(layer, w, x, policy=policy))  # noqa: E731
+        total = lambda w, x: loss(offload_scan(layer, w, x, policy=POLICIES[policy]))  # noqa: E731
         run = jax.jit(jax.value_and_grad(total, (0, 1)))
         program = run.lower(w, x).compile()
         got = program(w, x)
@@ -85,21 +91,23 @@ def test_jit_over_a_mesh(kind, spec, policy):
     gathers, reduced = gathered(program)
     if spec == P():
         assert not gathers
-    # A layer at a time: never a stack.
-    assert all(c.bytes <= LAYER_BYTES for c in gathers) and all(
-        b <= LAYER_BYTES for b, _ in reduced
-    )
+    assert all(c.bytes <= LAYER_BYTES for c in gathers)
+    assert all(size <= LAYER_BYTES for size, _ in reduced)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize("sequential", [False, True])
-@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "dropout"])
-@policies
-def test_shard_map(num_microbatches, sequential, key, policy):
-    """One all-reduce for a parameter and slice, on the device; no gathers."""
-    mesh = mesh_of((8,), ("i",))
-    options = {"key": key, "num_microbatches": num_microbatches, "policy": policy}
+@pytest.mark.parametrize(
+    ("num_microbatches", "sequential", "dropout", "policy"),
+    [
+        (2, False, True, "everything"),
+        exhaustive(1, False, False, "recomputed"),
+        exhaustive(1, True, True, "dots"),
+        exhaustive(2, True, False, "everything"),
+    ],
+)
+def test_shard_map(num_microbatches, sequential, dropout, policy):
+    """Each gradient is reduced once, on the device, and nothing is gathered."""
+    mesh, key = mesh_of((8,), ("i",)), KEY if dropout else None
+    options = {"key": key, "num_microbatches": num_microbatches, "policy": POLICIES[policy]}
 
     def offloaded(w, x):
         if not sequential:
@@ -131,14 +139,17 @@ def test_shard_map(num_microbatches, sequential, key, policy):
     assert sum(b * n for b, n in reduced) == sum(a.nbytes for a in jax.tree.leaves(params())) + 4
 
 
-@policies
-def test_shard_map_without_types(policy):
-    """Gradients are those of a device's own loss, for the caller to average on the device."""
+@pytest.mark.parametrize("policy", ["recomputed", exhaustive("everything")])
+def test_shard_map_without_check_vma(policy):
+    """Each device returns the gradient of its own loss; the caller averages on the device."""
     mesh = mesh_of((8,), ("i",))
 
     def local(w, x):
         value, (dw, dx) = jax.value_and_grad(
-            lambda w, x: loss(offload_scan(layer, w, x, num_microbatches=2, policy=policy)), (0, 1)
+            lambda w, x: loss(
+                offload_scan(layer, w, x, num_microbatches=2, policy=POLICIES[policy])
+            ),
+            (0, 1),
         )(w, x)
         dw = to_host(lax.pmean(to_device(dw), "i"))
         return lax.pmean(value, "i"), (dw, dx / 8)
@@ -148,9 +159,11 @@ def test_shard_map_without_types(policy):
     close(run(jax.device_put(params(), on(mesh, P())), inputs()), want())
 
 
-@pytest.mark.parametrize("way", ["jit", "explicit", "types", exhaustive("no types")])
-def test_an_array_in_several_places(way):
-    """Its gradients are added where they are: on each device."""
+@pytest.mark.parametrize(
+    "way", ["types", exhaustive("jit"), exhaustive("explicit"), exhaustive("no types")]
+)
+def test_shared_array(way):
+    """The gradients of an array used by two layers are added on each device."""
     mesh = mesh_of((8,), ("i",), AxisType.Explicit if way == "explicit" else AxisType.Auto)
     one = jax.tree.map(lambda a: a[0], params())
     mean = lambda a: a if way in ("jit", "explicit") else lax.pmean(a, "i")  # noqa: E731
@@ -158,7 +171,7 @@ def test_an_array_in_several_places(way):
     def grads(w, x):
         run = lambda w: offload_sequential([layer] * 2, [w, w], x)  # noqa: E731
         dw = jax.grad(lambda w: mean(loss(run(w))))(w)
-        # Without types the gradient is a device's own.
+        # Without check_vma each device returns the gradient of its own loss.
         return to_host(lax.pmean(to_device(dw), "i")) if way == "no types" else dw
 
     if way in ("types", "no types"):
@@ -173,11 +186,14 @@ def test_an_array_in_several_places(way):
     assert kinds(got) == {"pinned_host"}
 
 
-@policies
-def test_pmap_with_activations_on_the_host(policy):
+@pytest.mark.parametrize("policy", ["everything", exhaustive("recomputed")])
+def test_pmap_with_device_parameters(policy):
     def local(w, x):
         value, (dw, dx) = jax.value_and_grad(
-            lambda w, x: loss(offload_scan(layer, w, x, params_in="device", policy=policy)), (0, 1)
+            lambda w, x: loss(
+                offload_scan(layer, w, x, params_in="device", policy=POLICIES[policy])
+            ),
+            (0, 1),
         )(w, x)
         return lax.pmean(value, "i"), (lax.pmean(dw, "i"), dx / 8)
 
@@ -189,10 +205,10 @@ def test_pmap_with_activations_on_the_host(policy):
 
 @pytest.mark.parametrize(
     ("fuse_update", "policy"),
-    [(True, "dots"), exhaustive(True, "recomputed"), exhaustive(False, "everything")],
+    [(True, "dots"), exhaustive(False, "everything")],
 )
-def test_a_training_step_over_devices(fuse_update, policy):
-    """In shard_map, and under jit with sharded parameters: as on one device."""
+def test_train_step_over_mesh(fuse_update, policy):
+    """shard_map and jit with sharded parameters match one device."""
     mesh = mesh_of((8,), ("i",))
 
     def make(mean):
@@ -230,7 +246,7 @@ def test_a_training_step_over_devices(fuse_update, policy):
     }
 
 
-def test_microbatches_under_jit_with_explicit_axes_are_refused():
+def test_rejects_microbatches_under_jit_with_explicit_axes():
     mesh = mesh_of((8,), ("i",), AxisType.Explicit)
     with jax.set_mesh(mesh):
         x = jax.device_put(inputs(), on(mesh, P("i"), host=False))
@@ -239,7 +255,7 @@ def test_microbatches_under_jit_with_explicit_axes_are_refused():
             jax.jit(lambda w, x: offload_scan(layer, w, x, num_microbatches=2))(w, x)
 
 
-def test_parameters_made_on_a_mesh():
+def test_host_init_over_mesh():
     mesh = mesh_of((8,), ("i",))
     keys = jax.random.split(jax.random.key(0), LAYERS)
     w = host_init(init, keys, shardings=on(mesh, P(None, "i"), host=False))
@@ -253,8 +269,8 @@ def test_parameters_made_on_a_mesh():
     }  # fmt: skip
 
 
-def test_keys_are_those_of_one_device():
-    """Dropout does not depend on the mesh under jit."""
+@pytest.mark.exhaustive
+def test_dropout_does_not_depend_on_mesh():
     mesh = mesh_of((8,), ("i",))
     run = jax.jit(lambda w, x: offload_scan(layer, w, x, key=KEY))
     w = jax.device_put(params(), on(mesh, P()))

@@ -1,4 +1,4 @@
-"""What the compiled programs need on a GPU that is not there: the claims of offloading."""
+"""Memory and schedule of offloaded programs, compiled for a GPU without one."""
 
 import functools
 import re
@@ -64,27 +64,27 @@ def gradients(num_layers, policy="recomputed"):
 def test_device_memory_does_not_grow_with_depth():
     shallow, deep = gradients(16), gradients(64)
     close(shallow.device.temporaries, deep.device.temporaries)
-    # Two layers, the gradient of one, and what one layer computes.
+    # Two layers, the gradient of one, and the intermediate values of one layer.
     assert deep.device.temporaries <= 3 * LAYER_BYTES + 16 * BOUNDARY_BYTES
-    for found, number in ((shallow, 16), (deep, 64)):
-        assert found.device.outputs <= BOUNDARY_BYTES + SMALL  # the gradient of x
-        close(found.host.outputs, number * LAYER_BYTES)
-        close(found.host.temporaries, number * BOUNDARY_BYTES)
-        assert "host_compute" not in found.hlo and '_xla_compute_type="host"' not in found.hlo
+    for planned, number in ((shallow, 16), (deep, 64)):
+        assert planned.device.outputs <= BOUNDARY_BYTES + SMALL  # the gradient of x
+        close(planned.host.outputs, number * LAYER_BYTES)
+        close(planned.host.temporaries, number * BOUNDARY_BYTES)
+        assert "host_compute" not in planned.hlo and '_xla_compute_type="host"' not in planned.hlo
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("policy", "least", "most"),
-    [("nothing", 1, 1), ("dots", 3, 3), ("everything", 5.5, 7.5)],  # tanh has one or two more
+    [("dots", 3, 3), ("everything", 5.5, 7.5)],  # tanh has one or two more
 )
-def test_what_a_policy_keeps_is_on_the_host(policy, least, most):
-    """As a multiple of a layer's input; its parameters would be 8 more."""
+def test_residuals_are_in_host_memory(policy, least, most):
+    """Bounds are multiples of a layer's input; a copy of its parameters would add 8."""
     shallow, deep = (gradients(number, policy) for number in (8, 24))
     close(shallow.device.temporaries, deep.device.temporaries)
-    for found, number in ((shallow, 8), (deep, 24)):
-        kept = found.host.temporaries / (number * BOUNDARY_BYTES)
-        assert least - 0.01 <= kept <= most + 0.01
+    for planned, number in ((shallow, 8), (deep, 24)):
+        saved = planned.host.temporaries / (number * BOUNDARY_BYTES)
+        assert least - 0.01 <= saved <= most + 0.01
 
 
 @functools.cache
@@ -109,36 +109,35 @@ def training_step(num_layers, fuse_update):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("fuse_update", [True, False])
-def test_the_state_is_written_where_it_was(fuse_update):
-    """Parameters and both moments are aliased; on the host only the slices' inputs are added."""
+def test_train_step_updates_state_in_place(fuse_update):
+    """Parameters and both moments are aliased; the host also holds the inputs of the slices."""
     shallow, deep = training_step(8, fuse_update), training_step(24, fuse_update)
     close(shallow.device.temporaries, deep.device.temporaries)
-    for found, number in ((shallow, 8), (deep, 24)):
-        close(found.host.aliased, 3 * number * LAYER_BYTES)
-        assert found.host.aliased == found.host.arguments == found.host.outputs
-        more = 0 if fuse_update else number * LAYER_BYTES  # the gradients
-        close(found.host.temporaries, number * BOUNDARY_BYTES + more)
-        assert found.device.outputs <= 3 * 4 * 8 * WIDTH + SMALL
-        assert "host_compute" not in found.hlo
+    for planned, number in ((shallow, 8), (deep, 24)):
+        close(planned.host.aliased, 3 * number * LAYER_BYTES)
+        assert planned.host.aliased == planned.host.arguments == planned.host.outputs
+        gradients = 0 if fuse_update else number * LAYER_BYTES
+        close(planned.host.temporaries, number * BOUNDARY_BYTES + gradients)
+        assert planned.device.outputs <= 3 * 4 * 8 * WIDTH + SMALL
+        assert "host_compute" not in planned.hlo
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_unlike_layers(num_microbatches):
+def test_device_memory_of_sequential_does_not_grow_with_depth(num_microbatches):
     def run(w, x):
         options = {"key": jax.random.key(0), "num_microbatches": num_microbatches}
         return loss(offload_sequential([layer] * len(w), w, x, **options))
 
-    found = []
+    plans = []
     for number in (4, 12):
         one = {k: shape(*a.shape[1:], host=True) for k, a in stacked(1).items()}
-        found.append(plan(jax.grad(run, (0, 1)), [one] * number, shape(BATCH, WIDTH)))
-    close(found[0].device.temporaries, found[1].device.temporaries)
-    assert found[1].device.temporaries <= 5 * LAYER_BYTES + 16 * BOUNDARY_BYTES
+        plans.append(plan(jax.grad(run, (0, 1)), [one] * number, shape(BATCH, WIDTH)))
+    close(plans[0].device.temporaries, plans[1].device.temporaries)
+    assert plans[1].device.temporaries <= 5 * LAYER_BYTES + 16 * BOUNDARY_BYTES
 
 
-def test_gradients_of_unlike_layers_leave_the_device():
-    """Each before the slice after the next is loaded, however early XLA could load that."""
+def test_gradients_of_sequential_leave_the_device_before_the_next_slices():
 
     def run(w, x):
         return jnp.sum(offload_sequential([lambda w, x, key: jnp.tanh(x @ w)] * len(w), w, x))
@@ -151,8 +150,9 @@ def test_gradients_of_unlike_layers_leave_the_device():
     assert many.peak_device_bytes <= 4 * 4 * WIDTH * WIDTH + 6 * BOUNDARY_BYTES
 
 
-def test_an_array_in_several_places():
-    """Its gradients are added on the device: XLA would do that on the host's processor."""
+@pytest.mark.exhaustive
+def test_gradients_of_shared_array_are_added_on_the_device():
+    """XLA would add them on the host's processor."""
     w, v = ({k: shape(*a.shape[1:], host=True) for k, a in stacked(1).items()} for _ in range(2))
 
     def run(w, v, x):
@@ -166,16 +166,16 @@ def test_an_array_in_several_places():
 
 
 @pytest.mark.exhaustive
-def test_update_and_initialization():
-    """The device holds a layer at a time."""
+def test_update_and_host_init_hold_one_layer_on_the_device():
     keys = jax.ShapeDtypeStruct((16,), jax.random.key(0).dtype, sharding=shardings()[1])
 
     def make(key):
         return {"a": jax.random.normal(key, (WIDTH, 2 * WIDTH))}
 
-    made = plan(functools.partial(host_init, make), keys)
-    assert made.device.temporaries <= 3 * 4 * WIDTH * 2 * WIDTH and made.device.outputs <= SMALL
-    close(made.host.outputs, 16 * 4 * WIDTH * 2 * WIDTH)
+    initialized = plan(functools.partial(host_init, make), keys)
+    assert initialized.device.temporaries <= 3 * 4 * WIDTH * 2 * WIDTH
+    assert initialized.device.outputs <= SMALL
+    close(initialized.host.outputs, 16 * 4 * WIDTH * 2 * WIDTH)
     stream = stream_update(optax.sgd(0.1))
     w = {"a": shape(16, WIDTH, 2 * WIDTH, host=True)}
     updated = plan(offload_jit(lambda w, grads: stream.update(grads, stream.init(w), w)[0]), w, w)
@@ -184,9 +184,9 @@ def test_update_and_initialization():
 
 
 def loops(hlo):
-    """Of each loop that does both: "start" and "done" of loading a kernel, "gemm", in order."""
+    """Return the ordered events ("start", "done", "gemm") of loops that load kernels."""
     kernel = rf"\[(1,)+({WIDTH},{2 * WIDTH}|{2 * WIDTH},{WIDTH})\]"
-    found = []
+    result = []
     for body in re.findall(r"^%[\w.\-]+ \(.*?\{\n(.*?)^\}", hlo, re.S | re.M):
         events = []
         for name, kind in re.findall(r"^ *(?:ROOT )?%([\w.\-]+) = (.*)", body, re.M):
@@ -195,13 +195,12 @@ def loops(hlo):
             elif re.match(r"dynamic-slice-(start|done)", name) and re.search(kernel, kind):
                 events.append("start" if "start" in name else "done")
         if {"start", "gemm"} <= set(events):
-            found.append(events)
-    return found
+            result.append(events)
+    return result
 
 
 @pytest.mark.exhaustive
-def test_the_next_slice_is_loaded_meanwhile():
-    """From before the first matrix product until after the last, or until before the last."""
+def test_next_slice_is_loaded_during_matrix_products():
     forward, backward = loops(gradients(16).hlo)
     products = forward.count("gemm")
     assert products >= 2
@@ -211,21 +210,21 @@ def test_the_next_slice_is_loaded_meanwhile():
         for i, event in enumerate(backward)
         if event == "gemm"
     ]
-    if not compiled.host_slices_are_wrong():  # an XLA as old starts them after the products
+    if not compiled.host_slices_are_wrong():  # older versions of XLA load after the products
         assert sum(running) >= len(running) - 1
 
 
 @pytest.mark.exhaustive
-def test_slices_in_reverse_are_where_they_should_be():
-    """XLA before openxla/xla#46308 counts upwards: annotated copies must not be that."""
+def test_reversed_slices_have_correct_offsets():
+    """Before openxla/xla#46308, XLA annotates reversed copies with ascending offsets."""
     text = gradients(16).hlo
     pattern = r'"byte_offset":"(\d+)","byte_stride":"(-?\d+)"'
-    found = {(int(offset), int(stride)) for offset, stride in re.findall(pattern, text)}
+    copies = {(int(offset), int(stride)) for offset, stride in re.findall(pattern, text)}
     slices = 4 * WIDTH * 2 * WIDTH
     if compiled.host_slices_are_wrong():
-        assert not found  # worked around: the index is computed
+        assert not copies  # the workaround computes the index
     else:
-        assert (0, slices) not in found and (15 * slices, -slices) in found
+        assert (0, slices) not in copies and (15 * slices, -slices) in copies
     without = {"xla_disable_hlo_passes": ""}
     raw = plan(
         jax.grad(lambda w: loss(offload_scan(layer, w, jnp.ones((BATCH, WIDTH))))),
@@ -239,8 +238,8 @@ def test_slices_in_reverse_are_where_they_should_be():
 
 
 @pytest.mark.exhaustive
-def test_gradients_are_summed_on_the_devices():
-    """Eight of them: a layer at a time, before it leaves for the host."""
+def test_gradients_are_reduced_on_the_devices():
+    """Eight devices reduce one layer at a time, before its copy to the host."""
     mesh = jax.make_mesh((8,), ("i",), (AxisType.Auto,))
 
     def local(w, x):
@@ -256,13 +255,12 @@ def test_gradients_are_summed_on_the_devices():
     close(sum(c.bytes * c.count for c in sums), 16 * LAYER_BYTES)
     assert {c.kind for c in found.collectives} == {"all-reduce"}
     assert "host_compute" not in found.hlo and '_xla_compute_type="host"' not in found.hlo
-    # Nothing more for the sums than the gradient of one layer, as one array.
+    # The reduction needs one more gradient of a layer, as one array.
     assert found.device.temporaries < gradients(16).device.temporaries + LAYER_BYTES
 
 
 @pytest.mark.exhaustive
-def test_in_memory_needs_more():
-    """The same model on the device, for the difference."""
+def test_offloading_saves_device_memory():
 
     def run(w, x):
         def body(x, at):

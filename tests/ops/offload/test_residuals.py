@@ -1,4 +1,4 @@
-"""What a policy keeps of the slices for the backward pass, and what it need not keep."""
+"""Residuals that a checkpoint policy saves for the backward pass."""
 
 import functools
 from collections import Counter
@@ -20,9 +20,9 @@ from tests.ops.offload.stacks import (
     kinds,
     layer,
     params,
-    policies,
     value_and_grads,
 )
+from tests.tiers import exhaustive
 
 ROWS = 6  # unlike any axis of the parameters
 NAMES = jax.checkpoint_policies.save_only_these_names("h")
@@ -37,7 +37,7 @@ def inputs():
 
 
 def casting(w, x, key):
-    """What follows from the parameters, or from nothing, is large."""
+    """Compute large values from the parameters alone and from constants."""
     half = jax.tree.map(lambda a: (2 * a).astype(jnp.bfloat16), w)
     h = jnp.tanh(x.astype(jnp.bfloat16) @ half["a"] + half["c"])
     table = jnp.cos(jnp.arange(2 * WIDTH * WIDTH).reshape(WIDTH, -1)).astype(jnp.bfloat16)
@@ -57,7 +57,7 @@ doubled.defvjp(lambda x: (2 * x, None), lambda _, dy: (2 * dy,))
 
 
 def composed(w, x, key):
-    """Rules of its own, loops, branches, and a constant."""
+    """Combine a custom derivative, a loop, a branch and a constant."""
     h = jax.jit(jnp.sin)(doubled(x) @ w["a"]) * np.linspace(0.5, 1, 2 * WIDTH, dtype="float32")
     h, sums = lax.scan(lambda h, c: (jnp.tanh(h + c), h.sum(1)), h, jnp.stack([w["c"]] * 2))
     y = lax.cond(sums[0, 0] > 0, jnp.sin, jnp.cos, h @ w["b"])
@@ -77,9 +77,9 @@ def offloaded(layer, sequential=False, **options):
 
 
 def kept(apply, x):
-    """The shapes of what the backward pass is given, but for the parameters and the key."""
-    found = jax.eval_shape(lambda w, x: jax.vjp(apply, w, x)[1], to_host(params()), x)
-    shapes = Counter(a.shape for a in jax.tree.leaves(found) if a.shape)
+    """Count the shapes of the residuals other than the parameters and the key."""
+    pull = jax.eval_shape(lambda w, x: jax.vjp(apply, w, x)[1], to_host(params()), x)
+    shapes = Counter(a.shape for a in jax.tree.leaves(pull) if a.shape)
     shapes.subtract(a.shape for a in jax.tree.leaves(params()))
     return shapes
 
@@ -98,19 +98,23 @@ def close(got, want):
         (named, OFFLOADED, [WIDTH, 2 * WIDTH]),
     ],
 )
-def test_what_is_kept(layer, policy, features):
-    """The input of each layer, and what the policy says."""
+def test_residuals_follow_policy(layer, policy, features):
+    """The residuals are the input of each layer and the values that the policy saves."""
     shapes = [(LAYERS, 1, ROWS, n) for n in features]
     assert +kept(offloaded(layer, policy=policy), inputs()) == Counter(shapes)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("layer", [layer, casting])
-@pytest.mark.parametrize("num_slices", [None, 2])
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize("compute_dtype", [None, "bfloat16"])
-def test_parameters_are_kept_once(layer, num_slices, num_microbatches, compute_dtype):
-    """And no copy of them in another dtype, when everything is saveable."""
+@pytest.mark.parametrize(
+    ("layer", "num_slices", "num_microbatches", "compute_dtype"),
+    [
+        (casting, 2, 2, None),
+        (layer, None, 1, "bfloat16"),
+        exhaustive(casting, None, 2, "bfloat16"),
+        exhaustive(layer, 2, 1, None),
+    ],
+)
+def test_residuals_hold_parameters_once(layer, num_slices, num_microbatches, compute_dtype):
+    """Saving everything saves no copy of the parameters in another dtype."""
     options = {"num_slices": num_slices, "num_microbatches": num_microbatches}
     options |= {"compute_dtype": compute_dtype, "policy": POLICIES["everything"]}
     shapes = kept(offloaded(layer, **options), inputs())
@@ -118,14 +122,22 @@ def test_parameters_are_kept_once(layer, num_slices, num_microbatches, compute_d
     assert {shape[-2] for shape in +shapes} == {ROWS // num_microbatches}
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("layer", [casting, named, composed])
-@pytest.mark.parametrize("sequential", [False, True])
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-@policies
-def test_values_of(layer, sequential, num_microbatches, policy):
-    options = {"num_microbatches": num_microbatches, "num_slices": 2, "policy": policy}
-    # Else XLA may leave out a rounding to bfloat16, in one program and not in the other.
+@pytest.mark.parametrize(
+    ("layer", "sequential", "num_microbatches", "policy"),
+    [
+        (casting, False, 2, "everything"),
+        (composed, True, 1, "everything"),
+        exhaustive(casting, True, 1, "nothing"),
+        exhaustive(casting, False, 1, "recomputed"),
+        exhaustive(named, True, 2, "dots"),
+        exhaustive(named, False, 1, "everything"),
+        exhaustive(composed, False, 2, "recomputed"),
+        exhaustive(composed, False, 1, "everything"),
+    ],
+)
+def test_gradients_match_in_memory(layer, sequential, num_microbatches, policy):
+    options = {"num_microbatches": num_microbatches, "num_slices": 2, "policy": POLICIES[policy]}
+    # XLA may omit a rounding to bfloat16 in one program and not in the other.
     run = functools.partial(value_and_grads, xla_allow_excess_precision=False)
     got = run(offloaded(layer, sequential, **options), to_host(params()), inputs())
     plain = functools.partial(in_memory, layer)
@@ -137,18 +149,23 @@ def test_values_of(layer, sequential, num_microbatches, policy):
     )  # fmt: skip
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("activations", ["host", "device"])
-@pytest.mark.parametrize("policy", [NAMES, OFFLOADED], ids=["named", "offloaded"])
-@pytest.mark.parametrize("options", [{}, {"num_slices": 2, "num_microbatches": 2}], ids=str)
-def test_where_it_is_kept(activations, policy, options):
-    """`activations` says so, whatever the policy says."""
+@pytest.mark.parametrize(
+    ("activations", "policy", "options"),
+    [
+        ("host", NAMES, {"num_slices": 2, "num_microbatches": 2}),
+        exhaustive("host", OFFLOADED, {}),
+        exhaustive("device", NAMES, {}),
+        exhaustive("device", OFFLOADED, {"num_slices": 2, "num_microbatches": 2}),
+    ],
+)
+def test_activations_sets_memory_of_residuals(activations, policy, options):
+    """The option takes precedence over the policy."""
     apply = offloaded(named, policy=policy, activations=activations, **options)
     _, pull = jax.vjp(apply, params_on_host := to_host(params()), inputs())
     given = {id(a) for a in jax.tree.leaves(params_on_host)}
-    found = [a for a in jax.tree.leaves(pull) if id(a) not in given and a.ndim > 1]
+    residuals = [a for a in jax.tree.leaves(pull) if id(a) not in given and a.ndim > 1]
     shapes = {a.shape for a in jax.tree.leaves(params_on_host)}
-    assert kinds([a for a in found if a.shape not in shapes]) == {
+    assert kinds([a for a in residuals if a.shape not in shapes]) == {
         "pinned_host" if activations == "host" else "device"
     }
     got = pull(jnp.ones((ROWS, WIDTH)))
@@ -157,11 +174,15 @@ def test_where_it_is_kept(activations, policy, options):
     close(got, plain(jnp.ones((ROWS, WIDTH))))
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("sequential", [False, True])
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize("policy", ["recomputed", "everything"])
-def test_a_layer_that_offloads_by_itself(sequential, num_microbatches, policy):
+@pytest.mark.parametrize(
+    ("sequential", "num_microbatches", "policy"),
+    [
+        (False, 1, "everything"),
+        exhaustive(False, 2, "recomputed"),
+        exhaustive(True, 2, "everything"),
+    ],
+)
+def test_layer_with_its_own_offload_policy(sequential, num_microbatches, policy):
     own = jax.checkpoint(named, policy=OFFLOADED, prevent_cse=False)
     apply = offloaded(own, sequential, num_microbatches=num_microbatches, policy=POLICIES[policy])
     got = value_and_grads(apply, to_host(params()), inputs())
@@ -169,9 +190,10 @@ def test_a_layer_that_offloads_by_itself(sequential, num_microbatches, policy):
     close(got, value_and_grads(plain, params(), inputs()))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("rows", [ROWS, 0])
-def test_short_floats_and_empty_batches(dtype, rows):
+@pytest.mark.parametrize(
+    ("dtype", "rows"), [("bfloat16", ROWS), exhaustive("float16", ROWS), exhaustive("float16", 0)]
+)
+def test_half_precision_and_empty_batches(dtype, rows):
     w, x = jax.tree.map(lambda a: a.astype(dtype), (params(), inputs()[:rows]))
     total = lambda apply: jax.jit(  # noqa: E731
         jax.value_and_grad(lambda w, x: apply(w, x).astype(jnp.float32).sum(), (0, 1))
@@ -185,9 +207,8 @@ def test_short_floats_and_empty_batches(dtype, rows):
         )
 
 
-@pytest.mark.parametrize("sequential", [False, True])
-def test_nothing_is_kept_without_a_gradient(sequential):
-    """The layers are not linearized then."""
+@pytest.mark.parametrize("sequential", [False, exhaustive(True)])
+def test_forward_pass_alone_does_not_linearize(sequential):
     asked = []
 
     def policy(prim, *_, **__):

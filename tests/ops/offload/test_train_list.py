@@ -1,4 +1,4 @@
-"""Training steps of a list of unlike layers, beside the same in memory."""
+"""Training steps of a list of different layers, compared with optax in memory."""
 
 import functools
 
@@ -16,10 +16,9 @@ from effjax.memory import plan
 from tests.contexts import mesh_of
 from tests.ops.offload.stacks import KEY, WIDTH, key_of, kinds
 from tests.ops.offload.steps import ADAMW, TOKENS, embed, head, others, parts_of
-from tests.ops.offload.test_noise import own_key
 from tests.ops.offload.test_train_step_parallel import on
 from tests.programs import needs_gpu_compiler
-from tests.tiers import plainly
+from tests.tiers import exhaustive, plainly
 
 
 def wide(w, x, key):
@@ -35,13 +34,13 @@ def shifted(w, x, key):
     return x + w
 
 
-def quantised(w, x, key):
+def quantized(w, x, key):
     kernel = w["kernel"].astype(x.dtype) * w["scale"] + w["low"][0] @ w["low"][1]
     return jnp.tanh(x @ kernel)
 
 
-# One without parameters, and one of which they are an array.
-LAYERS = [wide, squashed, shifted, quantised, wide]
+# One layer has no parameters; the parameters of another are a single array.
+LAYERS = [wide, squashed, shifted, quantized, wide]
 
 
 def params():
@@ -64,7 +63,7 @@ def is_trained(path, leaf):
 
 
 def split(w):
-    """(what is trained, a function that makes all of it)"""
+    """Return the trained parameters and a function that restores the whole list."""
     frozen = {name: w[3][name] for name in ("kernel", "scale")}
     trained = [*w[:3], {"low": w[3]["low"]}, *w[4:]]
     return trained, lambda t: [*t[:3], frozen | t[3], *t[4:]]
@@ -82,7 +81,7 @@ def loss_in_memory(model, batch, key, m):
 
 @functools.cache
 def trained_in_memory(tx=ADAMW, m=1, key=KEY, steps=2, clip=None):
-    """(losses, layers, others); optax sees the layers one by one."""
+    """Return (losses, layers, others); optax updates one layer at a time."""
     trained, whole = split(params())
     model = {"layers": trained, "others": others()}
 
@@ -133,18 +132,16 @@ OPTIONS = {
     "fused": {},
     "slices": {"num_slices": 2, "num_microbatches": 2},
     "one_slice": {"num_slices": 1},
-    "apart": {"fuse_update": False},
     "clipped": {"fuse_update": False, "clip_norm": 0.1, "num_microbatches": 2, "num_slices": 3},
     "scaled": {"fuse_update": False, "loss_scale": 64.0},
-    "everything": {"policy": jax.checkpoint_policies.everything_saveable},
     "dots": {"policy": jax.checkpoint_policies.dots_saveable, "num_microbatches": 2},
     "on_device": {"params_in": "device"},
-    "kept_here": {"activations": "device"},
+    "activations_on_device": {"activations": "device"},
 }
 
 
 @pytest.mark.parametrize("name", plainly("fused", "clipped", of=OPTIONS))
-def test_equals_optax_on_every_layer(name):
+def test_matches_optax_on_each_layer(name):
     options = OPTIONS[name]
     here = options.get("params_in") == "device"
     w = params() if here else to_host(params())
@@ -159,8 +156,7 @@ def test_equals_optax_on_every_layer(name):
     assert len(moments) == 2 * len([a for a in jax.tree.leaves(trained) if a.ndim])
 
 
-def test_layers_that_are_frozen_whole():
-    """Also one whose parameters are an array, and tx has no state for them."""
+def test_frozen_layers_have_no_optimizer_state():
     w = params()
     frozen = [True, True, False, False, True]
     init, step = offload_train_step(embed, LAYERS, head, ADAMW, trainable=frozen)
@@ -172,7 +168,7 @@ def test_layers_that_are_frozen_whole():
         assert (np.asarray(state.layers[i]["a"]) != np.asarray(w[i]["a"])).any()
 
 
-def test_a_tuple_stays_one_and_second_results_are_of_every_layer():
+def test_tuple_of_layers_and_aux_of_each_layer():
     def with_aux(layer):
         def run(w, x, key):
             y = layer(w, x, key)
@@ -189,7 +185,7 @@ def test_a_tuple_stays_one_and_second_results_are_of_every_layer():
 
 
 @pytest.mark.exhaustive
-def test_what_layers_close_over_has_no_gradient_and_no_update():
+def test_closed_over_array_is_constant():
     scale = jnp.float32(0.5)
 
     def closing(scale):
@@ -203,35 +199,7 @@ def test_what_layers_close_over_has_no_gradient_and_no_update():
     close(jax.jit(run)(scale), run(0.5))
 
 
-def test_noise_of_every_layer_is_its_own():
-    """Of layers whose gradients are zeros."""
-    noise = lambda key: optax.noisy_sgd(1.0, eta=0.1, key=key)  # noqa: E731
-    key, w = jax.random.key(3), [jnp.zeros(WIDTH)] * 2
-
-    def end(others, x, batch, key):
-        return 0 * jnp.sum(x)
-
-    init, step = offload_train_step(embed, [shifted, shifted], end, noise(key))
-    state, _ = jax.jit(step)(init(to_host([jnp.copy(a) for a in w]), others()), TOKENS)
-    for i in range(2):
-        tx = noise(own_key(key, i))
-        updates, _ = tx.update(w[i], tx.init(w[i]), w[i])
-        np.testing.assert_allclose(state.layers[i], updates, rtol=1e-6)
-
-
-def test_gradients_added_up_over_calls():
-    tx = optax.MultiSteps(optax.adam(1e-2), 2)
-    step_init, step = make(tx)
-    run, state = offload_jit(step), step_init(to_host(params()), others())
-    first = jax.tree.map(np.asarray, state.layers)
-    state, _ = run(state, TOKENS)
-    jax.tree.map(np.testing.assert_array_equal, state.layers, first)
-    state, _ = run(state, TOKENS)
-    want = trained_in_memory(optax.adam(1e-2), key=None, steps=1)
-    close((state.layers, state.others), want[1:])
-
-
-def test_a_step_that_overflows_changes_nothing():
+def test_overflow_skips_the_step():
     def end(*args):
         return 1e4 * head(*args)
 
@@ -244,8 +212,9 @@ def test_a_step_that_overflows_changes_nothing():
     assert state.loss_scale.scale == 2.0**126
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_layers_computed_in_half_precision(dtype):
+def test_compute_dtype(dtype):
     def whole(others, batch, key):
         return embed(others, batch, key).astype(dtype)
 
@@ -263,7 +232,7 @@ def replicated(mesh, tree, host=False):
 
 
 def over_devices(mesh, options, wrap, mean, tx=ADAMW, tx_outside=None):
-    """(losses, layers, others) of two steps with the tokens over the devices."""
+    """Return (losses, layers, others) of two steps with the tokens sharded."""
 
     def run_embed(others, batch, key):
         return jax.nn.one_hot(batch, 11) @ others["e"]
@@ -300,8 +269,7 @@ MAPPED = {
     "fused": {},
     "microbatches": {"num_microbatches": 2, "num_slices": 2},
     "clipped": {"num_microbatches": 2, "fuse_update": False, "clip_norm": 1e3},
-    "dots": {"policy": jax.checkpoint_policies.dots_saveable},
-    "on_device": {"params_in": "device"},
+    "dots on device": {"params_in": "device", "policy": jax.checkpoint_policies.dots_saveable},
 }
 
 
@@ -309,12 +277,13 @@ MAPPED = {
 def test_shard_map(name):
     mesh = mesh_of((8,), ("i",))
     wrap = functools.partial(jax.shard_map, mesh=mesh, **SPECS)
-    found = over_devices(mesh, MAPPED[name], wrap, lambda x: lax.pmean(x, "i"))
-    close(found, on_one_device(), 2e-5)
+    got = over_devices(mesh, MAPPED[name], wrap, lambda x: lax.pmean(x, "i"))
+    close(got, on_one_device(), 2e-5)
 
 
-def test_shard_map_without_types():
-    """Gradients are those of each device's own loss; the optimizer averages them first."""
+@pytest.mark.exhaustive
+def test_shard_map_without_check_vma():
+    """Each device has the gradient of its own loss; the optimizer averages them first."""
     mesh, mean = mesh_of((8,), ("i",)), lambda x: lax.pmean(x, "i")
     wrap = functools.partial(jax.shard_map, mesh=mesh, check_vma=False, **SPECS)
     average = optax.stateless(lambda grads, params: mean(grads))
@@ -322,19 +291,19 @@ def test_shard_map_without_types():
     close(over_devices(mesh, {}, wrap, mean, *chains), on_one_device(), 2e-5)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("params_in", ["host", "device"])
-def test_jit_over_a_mesh(kind, params_in):
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("kind", "params_in"), [(AxisType.Auto, "host"), (AxisType.Explicit, "device")]
+)
+def test_jit_over_mesh(kind, params_in):
     mesh = mesh_of((8,), ("i",), kind)
     with jax.set_mesh(mesh):
-        found = over_devices(mesh, {"params_in": params_in}, lambda step: step, lambda x: x)
-    close(found, on_one_device(), 2e-5)
+        got = over_devices(mesh, {"params_in": params_in}, lambda step: step, lambda x: x)
+    close(got, on_one_device(), 2e-5)
 
 
-@pytest.mark.parametrize("fuse_update", [True, False])
-def test_parameters_that_differ_from_device_to_device(fuse_update):
-    """Beside one that is the same on all, which stays that."""
+@pytest.mark.parametrize("fuse_update", [True, exhaustive(False)])
+def test_shard_map_with_sharded_and_replicated_layers(fuse_update):
     mesh, tx = mesh_of((8,), ("i",)), optax.sgd(0.5)
     w = [jnp.ones(WIDTH), jnp.arange(8.0 * WIDTH).reshape(8, WIDTH)]
     x = jnp.sin(jnp.arange(16.0 * WIDTH)).reshape(16, WIDTH)
@@ -363,14 +332,14 @@ def test_parameters_that_differ_from_device_to_device(fuse_update):
     close(jax.tree.map(np.asarray, state.layers), want)
 
 
-def test_one_array_in_two_places():
+def test_rejects_shared_array():
     init, _ = offload_train_step(embed, [shifted, shifted], head, ADAMW)
     a = to_host(jnp.zeros(WIDTH))
     with pytest.raises(ValueError, match=r"`layers\[0\]` and `layers\[1\]` are the same array"):
         init([a, a], others())
 
 
-def test_an_empty_batch():
+def test_empty_batch():
     def end(others, x, batch, key):
         return jnp.sum(x)
 
@@ -380,10 +349,9 @@ def test_an_empty_batch():
     jax.tree.map(np.testing.assert_array_equal, state.layers, params())
 
 
-def test_arguments_that_do_not_fit():
-    for name in ("prefetch", "resident_slices"):
-        with pytest.raises(ValueError, match=f"`{name}` is an option of a stack, not of a list"):
-            make(**{name: 1})
+def test_rejects_invalid_arguments():
+    with pytest.raises(ValueError, match="`prefetch` is an option of a stack, not of a list"):
+        make(prefetch=1)
     init, step = make()
     state = init(to_host(params()), others())
     with pytest.raises(ValueError, match="`layers` must have the parameters of the 5 layers"):
@@ -395,18 +363,15 @@ def test_arguments_that_do_not_fit():
     with pytest.raises(ValueError, match=r"`state.layers_state\[0\]`.* the result of init"):
         moved = [state.layers_state[4], *state.layers_state[1:]]
         step(state._replace(layers_state=moved), TOKENS)
-    with pytest.raises(ValueError, match="`num_slices` .* from 1 to the number of layers"):
-        make(num_slices=6)[1](state, TOKENS)
-    with pytest.raises(TypeError, match="`layers`.* must be floating-point to be differentiated"):
-        offload_train_step(embed, LAYERS, head, ADAMW).init(to_host(params()), others())
     mixed = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
     with pytest.raises(ValueError, match="pass `clip_norm`"):
         make(mixed).init(to_host(params()), others())
 
 
 @needs_gpu_compiler
-def test_device_memory_is_that_of_a_few_layers():
-    """Of 1024 x 1024 with Adam: parameters, gradient and two moments are 16 MiB a layer."""
+@pytest.mark.exhaustive
+def test_device_memory_does_not_grow_with_depth():
+    # Parameters, gradient and two moments of 1024 x 1024 take 16 MiB per layer.
     mesh = jax.make_mesh((1,), ("i",), (AxisType.Auto,))
     device = NamedSharding(mesh, P())
 
@@ -432,5 +397,5 @@ def test_device_memory_is_that_of_a_few_layers():
     few, many = planned(4), planned(8)
     assert many.peak_device_bytes <= 1.01 * few.peak_device_bytes
     assert many.peak_device_bytes <= 3 * 16 * 2**20
-    # What is kept of every layer, and a copy of the parameters of the last.
+    # The residuals of each layer, and a copy of the parameters of the last.
     assert many.host.temporaries <= 1.01 * (8 * 32 * 4096 + 4 * 1024 * 1024 + 2**14)

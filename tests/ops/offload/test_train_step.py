@@ -1,4 +1,4 @@
-"""Training steps with second results, states and microbatches, beside the same in memory."""
+"""Training steps with auxiliary outputs, model states and microbatches."""
 
 import functools
 
@@ -36,7 +36,7 @@ STATE = {
 
 
 def embed_with_state(others, state, batch, key):
-    """It uses its state, through which there is no gradient."""
+    """Use the state, through which no gradient flows."""
     x = embed(others, batch, key) - 0.1 * state["mean"]
     mean = 0.9 * state["mean"] + 0.1 * x.mean(0)
     return x, {**state, "mean": mean, "batches": state["batches"] + 1}
@@ -58,7 +58,7 @@ OPTIONS = {
 
 
 def train(step, state, batch=TOKENS, key=KEY, steps=3):
-    """(losses, state, what the last step returns besides)"""
+    """Return the losses, the state and the other results of the last step."""
     run, losses = offload_jit(step), []
     for i in range(steps):
         state, loss, *rest = run(state, batch, None if key is None else jax.random.fold_in(key, i))
@@ -71,9 +71,9 @@ def with_state_in_memory(m):
     return train_in_memory(ADAMW, STATE, m=m, ends=ENDS)
 
 
-@pytest.mark.parametrize("name", plainly("apart", "on_device", of=OPTIONS))
-def test_state_and_second_results(name):
-    """Each microbatch gets what the one before has made of the state, and its own key."""
+@pytest.mark.parametrize("name", plainly("apart", of=OPTIONS))
+def test_model_state_and_aux_match_in_memory(name):
+    """Each microbatch updates the model state in turn and has its own key."""
     options = OPTIONS[name]
     m = options.get("num_microbatches", 1)
 
@@ -86,15 +86,15 @@ def test_state_and_second_results(name):
     )  # fmt: skip
     w = params() if options.get("params_in") == "device" else to_host(params())
     losses, state, (aux, head_aux) = train(step, init(w, others(), STATE))
-    found = losses, state.layers, state.others, state.model_state, head_aux
-    close(found, with_state_in_memory(m), 5e-6)
+    got = losses, state.layers, state.others, state.model_state, head_aux
+    close(got, with_state_in_memory(m), 5e-6)
     assert aux.shape == (LAYERS, m)
     assert head_aux["largest"].shape == (m, BATCH // m)
     np.testing.assert_array_equal(head_aux["batches"], [3 * m] * m)
     assert kinds(state.model_state) == {"device"}
 
 
-def test_the_callers_state_stays():
+def test_initial_model_state_is_not_donated():
     init, step = offload_train_step(
         embed_with_state, layer, lambda o, s, x, b, k: head_with_state(o, s, x, b, k)[:2], ADAMW,
         has_state=True,
@@ -105,7 +105,7 @@ def test_the_callers_state_stays():
     assert int(state.model_state["batches"]) == 1
 
 
-def test_second_results_without_a_state():
+def test_head_aux_without_model_state():
     def run(others, x, batch, key):
         return head(others, x, batch, key), {"n": jnp.int32(7), "x": x}
 
@@ -115,8 +115,8 @@ def test_second_results_without_a_state():
     assert aux["n"].shape == (1,) and aux["x"].shape == (1, BATCH, WIDTH)
 
 
-@pytest.mark.parametrize("m", [1, 2])
-def test_several_inputs_of_layers_with_integers_among_them(m):
+@pytest.mark.parametrize("m", [exhaustive(1), 2])
+def test_layer_inputs_are_a_pytree_with_integers(m):
     def ends(embed, head):
         def run_embed(others, model_state, batch, key):
             h = embed(others, batch["tokens"], key)
@@ -146,18 +146,21 @@ def test_several_inputs_of_layers_with_integers_among_them(m):
 @pytest.mark.parametrize(
     "options", [exhaustive({"num_slices": 2}), {"fuse_update": False}], ids=str
 )
-def test_gradients_accumulated_over_calls(options):
-    """Each layer has its own counter and its own sum, where its parameters are."""
+def test_multi_steps_accumulates_gradients(options):
+    """Each layer has a counter, and a sum in the memory of its parameters."""
     tx = optax.MultiSteps(ADAMW, 2)
     init, step = offload_train_step(embed, layer, head, tx, **options)
     first = init(to_host(params()), others())
     moments = [a for a in jax.tree.leaves(first.layers_state) if a.ndim > 1]
     assert kinds(moments) == {"pinned_host"}
     assert sum(a.shape == (LAYERS, WIDTH, 2 * WIDTH) for a in moments) == 3  # two, and the sum
-    losses, state, _ = train(step, first, steps=1)
-    assert_equal_bits(state.layers, params())
-    np.testing.assert_array_equal(state.layers_state.mini_step, [1] * LAYERS)
-    losses, state, _ = train(step, init(to_host(params()), others()), steps=4)
+    run, state, losses = offload_jit(step), first, []
+    for i in range(4):
+        state, loss = run(state, TOKENS, jax.random.fold_in(KEY, i))
+        losses.append(loss)
+        if i == 0:
+            assert_equal_bits(state.layers, params())
+            np.testing.assert_array_equal(state.layers_state.mini_step, [1] * LAYERS)
     close((losses, state.layers, state.others), train_in_memory(tx, steps=4)[:3], 5e-6)
     np.testing.assert_array_equal(state.layers_state.gradient_step, [2] * LAYERS)
 
@@ -169,7 +172,7 @@ def run_step(embed=embed, head=head, batch=TOKENS, model_state=(), **options):
 
 
 def changed(**entries):
-    """embed and head, one of which makes something else of the state."""
+    """Return an embed that replaces entries of the state."""
     return lambda others, state, batch, key: (embed(others, batch, key), {**state, **entries})
 
 
@@ -190,14 +193,6 @@ WRONG = {
         {**WITH_STATE, "embed": embed_with_state,
          "head": lambda *a: head_with_state(*a)[:2]},
     ),
-    "aux is not asked for": (
-        TypeError, "`head` must return a scalar loss, not a tuple of 2. Set head_has_aux",
-        {"head": lambda *a: (head(*a), 1)},
-    ),
-    "another structure": (
-        ValueError, "`model_state` must have the structure of the argument of `embed`",
-        {**WITH_STATE, "embed": changed(more=jnp.ones(())), "head": head_with_state},
-    ),
     "another shape": (
         ValueError, r"`model_state`\['mean'\] must have the shape",
         {**WITH_STATE, "embed": changed(mean=jnp.ones(3)), "head": head_with_state},
@@ -206,17 +201,9 @@ WRONG = {
         ValueError, r"`model_state`\['batches'\] must keep its dtype, but `embed` changed",
         {**WITH_STATE, "embed": changed(batches=jnp.ones(())), "head": head_with_state},
     ),
-    "a batch that is not divided": (
-        ValueError, r"`num_microbatches` \(=3\) must divide .* arrays of batch, but batch has",
-        {"num_microbatches": 3},
-    ),
     "an array of another length": (
         ValueError, r"but batch\['b'\] has the shape \(4,\), and batch\['a'\] the shape \(8,\)",
         {"num_microbatches": 2, "batch": {"a": TOKENS, "b": TOKENS[:4]}},
-    ),
-    "a number in the batch": (
-        ValueError, r"batch\['n'\] has the shape \(\)",
-        {"num_microbatches": 2, "batch": {"a": TOKENS, "n": jnp.int32(1)}},
     ),
     "a scalar for the layers": (
         ValueError, r"`embed` must return arrays \[rows, \.\.\.\] .* x\['n'\] is a scalar",
@@ -227,7 +214,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit(name):
+def test_rejects_invalid_results_and_batches(name):
     kind, match, options = WRONG[name]
     with pytest.raises(kind, match=match):
         run_step(**options)

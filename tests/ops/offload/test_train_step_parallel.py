@@ -1,4 +1,4 @@
-"""Training steps with states and microbatches over eight devices: as on one."""
+"""Training steps with states and microbatches over eight devices, compared with one device."""
 
 import functools
 
@@ -16,7 +16,7 @@ from effjax.memory import collectives
 from tests.contexts import mesh_of
 from tests.ops.offload.stacks import WIDTH, kinds, layer, params
 from tests.ops.offload.steps import others, train_in_memory
-from tests.tiers import plainly
+from tests.tiers import exhaustive, plainly
 
 TOKENS = jnp.arange(32) * 7 % 11
 STATE = {"sum": jnp.zeros(WIDTH), "batches": jnp.int32(0)}
@@ -32,7 +32,7 @@ def head(others, x, batch, key):
 
 
 def ends(mean=lambda x: x):
-    """Sums of means over the batch, for which `mean` is that over devices."""
+    """Return embed and head with a state; `mean` averages over the devices."""
 
     def run_embed(others, state, batch, key):
         x = embed(others, batch, key)
@@ -47,7 +47,7 @@ def ends(mean=lambda x: x):
 
 @functools.cache
 def want():
-    """(losses, layers, others, model_state, aux) of two steps."""
+    """Return (losses, layers, others, model_state, aux) of two steps."""
     return train_in_memory(ADAM, STATE, TOKENS, None, steps=2, ends=ends())
 
 
@@ -77,8 +77,8 @@ def train(init, step, mesh, host):
     return losses, state, aux
 
 
-def close(found, m=1):
-    losses, state, aux = found
+def close(results, m=1):
+    losses, state, aux = results
     sums, batches = (state.model_state[name] for name in ("sum", "batches"))
     got = losses, state.layers, state.others, {"sum": sums / m, "batches": batches // m}
     jax.tree.map(
@@ -99,18 +99,18 @@ MAPPED = {
 }
 
 
-@pytest.mark.parametrize("name", plainly("clipped", "on_device", of=MAPPED))
+@pytest.mark.parametrize("name", plainly("clipped", of=MAPPED))
 def test_shard_map(name):
     options, mesh = MAPPED[name], mesh_of((8,), ("i",))
     m, host = options.get("num_microbatches", 1), options.get("params_in") != "device"
     init, step = make(lambda x: lax.pmean(x, "i"), **options)
-    found = train(init, jax.shard_map(step, mesh=mesh, **SPECS), mesh, host)
-    close(found, m)
-    assert found[2]["rows"].shape == (m, TOKENS.size // m)
+    results = train(init, jax.shard_map(step, mesh=mesh, **SPECS), mesh, host)
+    close(results, m)
+    assert results[2]["rows"].shape == (m, TOKENS.size // m)
 
 
-def test_gradients_of_other_parameters_are_summed_once():
-    """Not once a microbatch: and no rows are exchanged."""
+def test_gradients_of_other_parameters_are_reduced_once():
+    """Not once per microbatch, and no rows are exchanged."""
     mesh = mesh_of((8,), ("i",))
     init, step = make(lambda x: lax.pmean(x, "i"), num_microbatches=2)
     specs = {"in_specs": (P(), P("i")), "out_specs": P()}
@@ -119,17 +119,17 @@ def test_gradients_of_other_parameters_are_summed_once():
     state = init(*(jax.device_put(tree, on(mesh, P(), host)) for tree, host in arguments))
     batch = jax.device_put(TOKENS, on(mesh, P("i")))
     program = jax.jit(run).lower(state, batch).compile()
-    found = collectives(program.as_text())
-    assert {c.kind for c in found} == {"all-reduce"}
+    operations = collectives(program.as_text())
+    assert {c.kind for c in operations} == {"all-reduce"}
     of_others = sum(a.nbytes for a in jax.tree.leaves(others()))
     of_layers = sum(a.nbytes for a in jax.tree.leaves(params()))
     of_states = 2 * 4 * WIDTH + 2 * 4  # the means and the losses of two microbatches
-    assert sum(c.bytes * c.count for c in found) <= 2 * of_others + of_layers + of_states
+    assert sum(c.bytes * c.count for c in operations) <= 2 * of_others + of_layers + of_states
 
 
-@pytest.mark.parametrize("m", [1, 2])
-def test_shard_map_without_types(m):
-    """Gradients are those of each device's own loss; the optimizer averages them first."""
+@pytest.mark.parametrize("m", [exhaustive(1), 2])
+def test_shard_map_without_check_vma(m):
+    """Each device has the gradient of its own loss; the optimizer averages them first."""
     mesh, mean = mesh_of((8,), ("i",)), lambda x: lax.pmean(x, "i")
     average = optax.stateless(lambda grads, params: mean(grads))
     _, step = make(mean, optax.chain(average, ADAM), num_microbatches=m)
@@ -138,17 +138,18 @@ def test_shard_map_without_types(m):
     close(train(init, run, mesh, host=True), m)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("params_in", ["host", "device"])
-def test_jit_over_a_mesh(kind, params_in):
+@pytest.mark.parametrize(
+    ("kind", "params_in"), [(AxisType.Explicit, "host"), exhaustive(AxisType.Auto, "device")]
+)
+def test_jit_over_mesh(kind, params_in):
     mesh = mesh_of((8,), ("i",), kind)
     with jax.set_mesh(mesh):
         close(train(*make(params_in=params_in), mesh, params_in == "host"))
 
 
-def test_inputs_of_layers_that_are_the_same_on_all_devices():
-    """Learned queries: their gradient is summed over the devices."""
+@pytest.mark.exhaustive
+def test_replicated_layer_inputs():
+    """The gradient of learned queries is summed over the devices."""
     mesh = mesh_of((8,), ("i",))
 
     def trained(mean, wrap):
@@ -168,9 +169,9 @@ def test_inputs_of_layers_that_are_the_same_on_all_devices():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), got, expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mapped", [False, True])
-def test_frozen_parameters(mapped):
-    """And the loss scaled: neither changes what is trained, on one device or eight."""
+def test_frozen_parameters_and_loss_scale(mapped):
     mesh = mesh_of((8,), ("i",))
 
     def trained(mean, wrap, place, **options):

@@ -1,4 +1,4 @@
-"""Optimizers on the host beside optax on a list of layers."""
+"""stream_update, host_init and training steps of a stack, compared with optax."""
 
 import functools
 
@@ -30,6 +30,7 @@ from tests.ops.offload.steps import (
     stack,
     trained_in_memory,
 )
+from tests.tiers import plainly
 
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-2, mask=decayed),
@@ -45,18 +46,12 @@ OPTIMIZERS = {
 }
 
 
-# Those that differ in what their state is; the others with --exhaustive.
-PLAIN = {"adamw", "schedule", "by_name", "every_second"}
+# Optimizers with different kinds of state.
+PLAIN = "adamw", "by_name", "every_second"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in PLAIN else pytest.mark.exhaustive)
-        for name in OPTIMIZERS
-    ],
-)
-def test_equals_optax_on_every_layer(name):
+@pytest.mark.parametrize("name", plainly(*PLAIN, of=OPTIMIZERS))
+def test_update_matches_optax_on_each_layer(name):
     tx = OPTIMIZERS[name]
     stream = stream_update(tx)
     w = to_host(params())
@@ -78,7 +73,7 @@ def test_equals_optax_on_every_layer(name):
     assert kinds(w) == {"pinned_host"}
 
 
-def test_clipped_by_the_norm_of_all_layers():
+def test_clip_norm_is_over_all_layers():
     tx, w = optax.sgd(1.0), to_host(params())
     stream = stream_update(tx)
     for factor in (0.01, 100.0):
@@ -90,24 +85,16 @@ def test_clipped_by_the_norm_of_all_layers():
         close(got, jax.tree.map(jnp.subtract, params(), clipped))
 
 
-def test_norms_of_complex_numbers():
+def test_clip_norm_of_complex_gradients():
     w = {"a": to_host(jnp.full((LAYERS, 2), 3 - 4j))}
     got, _ = stream_update(optax.sgd(1.0)).update(w, stream_update(optax.sgd(1.0)).init(w), w, 1.0)
     clipped, _ = optax.clip_by_global_norm(1.0).update(to_device(w), optax.EmptyState())
     close(got, jax.tree.map(jnp.subtract, to_device(w), clipped))
 
 
-@pytest.mark.parametrize(
-    ("tx", "where"),
-    [
-        (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), r"the update of .*\['a'\]"),
-        (optax.apply_if_finite(optax.adam(1e-3), 3), "state.notfinite_count"),
-    ],
-    ids=["clip_by_global_norm", "apply_if_finite"],
-)
-def test_optimizers_that_mix_parameters_are_refused(tx, where):
-    w = to_host(params())
-    with pytest.raises(ValueError, match=rf"{where} depends on .*\['b'\].*clip_norm"):
+def test_rejects_optimizer_that_mixes_parameters():
+    tx, w = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), to_host(params())
+    with pytest.raises(ValueError, match=r"update of .*\['a'\] depends on .*\['b'\].*clip_norm"):
         stream_update(tx).init(w)
     with pytest.raises(ValueError, match="must treat every parameter separately"):
         offload_train_step(embed, layer, head, tx).init(w, others())
@@ -132,22 +119,16 @@ STEPS = {
     "fused": {},
     "fused_slices": {"num_slices": 2, "resident_slices": 1, "num_microbatches": 2},
     "fused_no_prefetch": {"prefetch": 0},
-    "fused_policy": {"policy": POLICIES["dots"]},
     "fused_slices_policy": {
         "num_slices": 2, "resident_slices": 1, "num_microbatches": 2,
         "policy": POLICIES["everything"],
     },
-    "apart": {"fuse_update": False},
     "clipped": {"fuse_update": False, "clip_norm": 0.1, "num_microbatches": 2},
     "clipped_policy": {"fuse_update": False, "clip_norm": 0.1, "policy": POLICIES["everything"]},
     "on_device": {"params_in": "device"},
     "on_device_slices": {"params_in": "device", "activations": "host", "num_slices": 2},
     "on_device_clipped": {"params_in": "device", "fuse_update": False, "clip_norm": 0.1},
 }  # fmt: skip
-
-
-# prefetch=0 and an update apart without clipping: the stack's tests and the others have these.
-ALIKE = {"fused_no_prefetch", "apart", "on_device_clipped", "fused_slices_policy", "clipped_policy"}
 WHERE = {"host": "pinned_host", "device": "device"}
 
 
@@ -156,11 +137,9 @@ def clipped(clip_norm):
     return ADAMW if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), ADAMW)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.exhaustive if name in ALIKE else []) for name in STEPS],
-)
-def test_training_equals_training_in_memory(name):
+@pytest.mark.parametrize("name", plainly("fused_slices_policy", "clipped", "on_device", of=STEPS))
+def test_training_matches_in_memory(name):
+    """Fused and separate updates donate the state and keep its memory kinds."""
     options = STEPS[name]
     where = options.get("params_in", "host")
     init_state, step = offload_train_step(embed, layer, head, ADAMW, **options)
@@ -179,31 +158,19 @@ def test_training_equals_training_in_memory(name):
     assert kinds(state.others) == {"device"}
 
 
-def test_aux_of_a_step():
-    def aux_layer(w, x, key):
-        return layer(w, x, key), x.mean()
-
-    init_state, step = offload_train_step(
-        embed, aux_layer, head, optax.sgd(0.1), has_aux=True, num_microbatches=2
-    )
-    state, loss, aux = offload_jit(step)(init_state(to_host(params()), others()), TOKENS)
-    assert aux.shape == (LAYERS, 2) and loss.shape == ()
-
-
 @pytest.mark.parametrize(
     ("match", "options"),
     [
         (r"`clip_norm` \(=1.0\) needs fuse_update=False", {"clip_norm": 1.0}),
         (r"`params_in` \(='gpu'\) must be", {"params_in": "gpu"}),
-        (r"`clip_norm` \(=0\) must be above 0", {"clip_norm": 0, "fuse_update": False}),
     ],
 )
-def test_options_that_do_not_fit(match, options):
+def test_rejects_invalid_option(match, options):
     with pytest.raises(ValueError, match=match):
         offload_train_step(embed, layer, head, optax.sgd(0.1), **options)
 
 
-def test_arguments_of_a_step_that_do_not_fit():
+def test_rejects_invalid_parameters_and_loss():
     make = functools.partial(offload_train_step, embed, layer, tx=optax.sgd(0.1))
     with pytest.raises(ValueError, match="None of them are"):
         make(head).init(params(), others())
@@ -217,7 +184,7 @@ def test_arguments_of_a_step_that_do_not_fit():
         jax.eval_shape(step, init_state(to_host(params()), others()), TOKENS)
 
 
-def test_integers_among_the_parameters_of_a_step():
+def test_rejects_integer_parameters():
     init_state, step = offload_train_step(embed, layer, head, optax.sgd(0.1))
     state = init_state(to_host(params()), others())
     number = jnp.zeros(LAYERS, jnp.int32)
@@ -230,8 +197,7 @@ def test_integers_among_the_parameters_of_a_step():
         step(state._replace(layers=layers), TOKENS)
 
 
-def test_a_step_leaves_the_callers_other_parameters():
-    """And overwrites the layers, which are too large to be there twice."""
+def test_init_copies_other_parameters_but_not_layers():
     init_state, step = offload_train_step(embed, layer, head, optax.sgd(0.1))
     w, kept = to_host(params()), others()
     offload_jit(step)(init_state(w, kept), TOKENS)
@@ -239,7 +205,7 @@ def test_a_step_leaves_the_callers_other_parameters():
     assert all(a.is_deleted() for a in jax.tree.leaves(w))
 
 
-def test_a_state_of_another_optimizer():
+def test_rejects_state_of_another_optimizer():
     w = to_host(params())
     state = offload_train_step(embed, layer, head, optax.sgd(0.1)).init(w, others())
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Optimizers of unlike layers on the host beside optax on the same list."""
+"""stream_update of a list of different layers, compared with optax."""
 
 import functools
 
@@ -14,12 +14,13 @@ from effjax import offload_jit, stream_update, to_device, to_host
 from effjax.memory import plan
 from tests.ops.offload.stacks import kinds
 from tests.ops.offload.test_noise import own_key
-from tests.ops.offload.test_update import OPTIMIZERS, PLAIN, close
+from tests.ops.offload.test_update import OPTIMIZERS, close
 from tests.programs import needs_gpu_compiler
+from tests.tiers import exhaustive, plainly
 
 
 def layers():
-    """Unlike ones, one without parameters, one with a scalar."""
+    """Return different layers, one without parameters, one with a scalar."""
     a, b, c = jax.random.split(jax.random.key(0), 3)
     return [
         {"a": jax.random.normal(a, (3, 5)), "c": jnp.ones(5)},
@@ -34,7 +35,7 @@ def gradients(step):
 
 
 def in_memory(tx, steps, clip=lambda grads: grads):
-    """Parameters and states; optax sees the layers one by one."""
+    """Return parameters and states; optax updates one layer at a time."""
     params = layers()
     states = [tx.init(w) for w in params]
     for step in range(steps):
@@ -44,15 +45,9 @@ def in_memory(tx, steps, clip=lambda grads: grads):
     return params, states
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in PLAIN else pytest.mark.exhaustive)
-        for name in OPTIMIZERS
-        if name != "by_name"  # its names are those of one layer
-    ],
-)
-def test_equals_optax_on_every_layer(name):
+# "by_name" labels the parameters of a single layer.
+@pytest.mark.parametrize("name", plainly("adamw", of=[n for n in OPTIMIZERS if n != "by_name"]))
+def test_update_matches_optax_on_each_layer(name):
     stream = stream_update(OPTIMIZERS[name], stacked=False)
     params = to_host(layers())
     state = stream.init(params)
@@ -66,7 +61,7 @@ def test_equals_optax_on_every_layer(name):
     assert isinstance(params, list)
 
 
-def test_clipped_by_the_norm_of_all_layers():
+def test_clip_norm_is_over_all_layers():
     tx = optax.adam(0.1)
     stream = stream_update(tx, stacked=False)
     for norm in (0.5, 100.0):
@@ -76,7 +71,7 @@ def test_clipped_by_the_norm_of_all_layers():
         close(update(to_host(gradients(0)), stream.init(params), params), in_memory(tx, 1, clip))
 
 
-def test_a_tuple_of_layers_stays_one_and_inside_jit_too():
+def test_tuple_of_layers_inside_jit():
     stream = stream_update(optax.adam(0.1), stacked=False)
 
     @jax.jit
@@ -88,22 +83,22 @@ def test_a_tuple_of_layers_stays_one_and_inside_jit_too():
     close((list(params), state), in_memory(optax.adam(0.1), 1))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, exhaustive(jnp.float16)])
 def test_half_precision(dtype):
     cast = functools.partial(jax.tree.map, lambda a: a.astype(dtype))
     stream, tx = stream_update(optax.adam(0.1), stacked=False), optax.adam(0.1)
     params, grads = cast(layers()), cast(gradients(0))
-    got, state = jax.jit(stream.update)(
+    got, _state = jax.jit(stream.update)(
         to_host(grads), stream.init(to_host(params)), to_host(params)
     )
     assert {a.dtype for a in jax.tree.leaves(got)} == {jnp.dtype(dtype)}
-    for w, g, found in zip(params, grads, got, strict=True):
+    for w, g, new in zip(params, grads, got, strict=True):
         want = optax.apply_updates(w, jax.jit(tx.update)(g, tx.init(w), w)[0])
         compare = functools.partial(np.testing.assert_allclose, rtol=1e-2, atol=1e-2)
-        jax.tree.map(lambda a, b, c=compare: c(np.float32(a), np.float32(b)), found, want)
+        jax.tree.map(lambda a, b, c=compare: c(np.float32(a), np.float32(b)), new, want)
 
 
-def test_every_layer_has_noise_of_its_own():
+def test_layers_draw_independent_noise():
     make = lambda key: optax.noisy_sgd(1.0, eta=0.1, key=key)  # noqa: E731
     key = jax.random.key(3)
     stream, params = stream_update(make(key), stacked=False), layers()
@@ -115,8 +110,7 @@ def test_every_layer_has_noise_of_its_own():
         close(got[i], optax.apply_updates(w, tx.update(g, tx.init(w), w)[0]))
 
 
-def test_over_a_mesh(mesh8):
-    """Parameters and moments stay sharded as they are."""
+def test_update_keeps_shardings(mesh8):
     tx = optax.adam(0.1)
     by_row = NamedSharding(mesh8, P("data"), memory_kind="pinned_host")
     whole = NamedSharding(mesh8, P(), memory_kind="pinned_host")
@@ -136,11 +130,8 @@ def test_over_a_mesh(mesh8):
     close(to_device(new), want)
 
 
-def test_arguments_that_do_not_fit():
-    mixed = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+def test_rejects_invalid_arguments():
     params = to_host(layers())
-    with pytest.raises(ValueError, match=r"update of params\['a'\] depends on .*clip_norm"):
-        stream_update(mixed, stacked=False).init(params)
     stream = stream_update(optax.adam(0.1), stacked=False)
     state = stream.init(params)
     with pytest.raises(TypeError, match="`params` must be a list or a tuple, .* not a dict"):
@@ -156,8 +147,9 @@ def test_arguments_that_do_not_fit():
 
 
 @needs_gpu_compiler
-def test_device_memory_is_that_of_a_few_layers():
-    """Of 1024 x 1024 with Adam: parameters, gradient and two moments are 16 MiB a layer."""
+@pytest.mark.exhaustive
+def test_device_memory_does_not_grow_with_depth():
+    # Parameters, gradient and two moments of 1024 x 1024 take 16 MiB per layer.
     mesh = jax.make_mesh((1,), ("i",), (jax.sharding.AxisType.Auto,))
     host = NamedSharding(mesh, P(), memory_kind="pinned_host")
     stream = stream_update(optax.adam(1e-3), stacked=False)
