@@ -80,6 +80,10 @@ def assert_equal_bits(got, want):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+def assert_close(got, want, rtol, atol):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), got, want)
+
+
 def kinds(tree):
     """Return the memory kinds of the arrays of a tree."""
     return {a.sharding.memory_kind for a in jax.tree.leaves(tree)}

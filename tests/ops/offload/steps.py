@@ -4,11 +4,20 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from effjax import to_device
-from tests.ops.offload.stacks import BATCH, KEY, LAYERS, WIDTH, in_memory, key_of, layer, params
+from tests.ops.offload.stacks import (
+    BATCH,
+    KEY,
+    LAYERS,
+    WIDTH,
+    assert_close,
+    in_memory,
+    key_of,
+    layer,
+    params,
+)
 
 TOKENS = jnp.arange(BATCH) % 11
 
@@ -46,9 +55,7 @@ def stack(layers):
 
 
 def close(got, want, tolerance=2e-6):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, want
-    )
+    assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 def parts_of(tree, m):

@@ -27,6 +27,7 @@ from tests.ops.offload.stacks import (
     LAYERS,
     POLICIES,
     WIDTH,
+    assert_close,
     in_memory,
     init,
     kinds,
@@ -51,7 +52,7 @@ def want():
 
 
 def close(got, expected):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
+    assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def on(mesh, spec, host=True):
@@ -236,9 +237,7 @@ def test_train_step_over_mesh(fuse_update, policy):
     )
     sharded = jax.device_put(params(), on(mesh, P(None, "i"))), eye()
     for got in (trained(mapped, *replicated), trained(make(lambda x: x), *sharded)):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), got, expected
-        )
+        assert_close(got, expected, rtol=1e-4, atol=2e-5)
         assert kinds(got[1].layers) == {"pinned_host"}
     moments = [a for a in jax.tree.leaves(got[1].layers_state) if a.ndim > 1]
     assert {a.sharding.spec for a in moments} == {P(None, "i")} and kinds(moments) == {

@@ -16,6 +16,7 @@ from tests.ops.offload.stacks import (
     LAYERS,
     POLICIES,
     WIDTH,
+    assert_close,
     in_memory,
     kinds,
     layer,
@@ -85,7 +86,7 @@ def kept(apply, x):
 
 
 def close(got, want):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), got, want)
+    assert_close(got, want, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -143,10 +144,7 @@ def test_gradients_match_in_memory(layer, sequential, num_microbatches, policy):
     plain = functools.partial(in_memory, layer)
     want = run(lambda w, x: plain(w, x, KEY, num_microbatches), params(), inputs())
     tolerance = 2e-2 if layer is casting else 2e-5
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance / 10),
-        got, want,
-    )  # fmt: skip
+    assert_close(got, want, rtol=tolerance, atol=tolerance / 10)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from effjax.ops.offload.sequential import split_by_bytes
 from tests.ops.offload.stacks import (
     KEY,
     POLICIES,
+    assert_close,
     inputs,
     key_of,
     kinds,
@@ -67,7 +68,7 @@ def offloaded(params, h, **options):
 
 def close(got, expected):
     # Fusions across layers change the last bits.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, expected)
+    assert_close(got, expected, rtol=1e-5, atol=1e-7)
 
 
 @functools.cache
@@ -128,7 +129,7 @@ def test_aux_and_closed_over_array(policy):
 
     got = value_and_grads(run, to_host(params()), inputs())
     expected = value_and_grads(plain, params(), inputs())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), got, expected)
+    assert_close(got, expected, rtol=2e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from tests.ops.offload.stacks import (
     LAYERS,
     POLICIES,
     WIDTH,
+    assert_close,
     assert_equal_bits,
     in_memory,
     inputs,
@@ -85,10 +86,11 @@ def test_float64(num_microbatches, num_slices, policy):
         num_microbatches=num_microbatches, num_slices=num_slices, policy=POLICIES[policy],
     )  # fmt: skip
     plain = lambda w, x: in_memory(layer, w, x, KEY, num_microbatches)  # noqa: E731
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14),
+    assert_close(
         value_and_grads(run, to_host(params()), inputs()),
         value_and_grads(plain, params(), inputs()),
+        rtol=1e-12,
+        atol=1e-14,
     )
 
 
@@ -115,9 +117,7 @@ def test_without_key_outside_jit(policy):
     got = jax.value_and_grad(lambda w: loss(run(w, inputs())))(to_host(params()))
     expected = value_and_grads(lambda w: in_memory(layer, w, inputs(), None), params())
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-6)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got[1], expected[1][0]
-    )
+    assert_close(got[1], expected[1][0], rtol=1e-5, atol=1e-7)
     assert kinds(got[1]) == {"pinned_host"}
 
 
@@ -172,7 +172,7 @@ def test_inside_transformation(transform, policy):
         w = params() if transform == "scan" else to_host(params())
         got = value_and_grads(transformed(stack), w, x)
         expected = value_and_grads(transformed(plain), params(), x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, expected)
+    assert_close(got, expected, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -225,12 +225,9 @@ def test_closed_over_integers_and_keys(sequential, policy):
     want = jax.grad(lambda w, *a: run(plain, w, *a), (0, 1, 4))(w, *args)
     ours = functools.partial(run, offloaded)
     w = w if sequential else to_host(w)
-    for f in (ours, jax.jit(ours), jax.checkpoint(ours)):
-        for grad in (jax.grad(f, (0, 1, 4)), jax.jit(jax.grad(f, (0, 1, 4)))):
-            got = grad(w, *args)
-            jax.tree.map(
-                lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, want
-            )
+    grad = functools.partial(jax.grad, argnums=(0, 1, 4))
+    for run_grad in (grad(ours), grad(jax.jit(ours)), jax.jit(grad(jax.checkpoint(ours)))):
+        assert_close(run_grad(w, *args), want, rtol=2e-5, atol=1e-6)
 
     def in_loop(x):
         return lax.scan(
@@ -283,7 +280,7 @@ def test_inputs_with_integers_and_keys(num_microbatches, policy):
     plain = functools.partial(run, lambda f, w, x: in_memory(f, w, x, KEY, num_microbatches))
     got = value_and_grads(offloaded, to_host(params()), inputs())
     expected = value_and_grads(plain, params(), inputs())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, expected)
+    assert_close(got, expected, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +323,7 @@ def test_aux(options, num_microbatches, policy):
 
     got = value_and_grads(apply, to_host(params()), inputs())
     expected = value_and_grads(plain, params(), inputs())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
+    assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["everything", exhaustive("recomputed")])

@@ -14,7 +14,13 @@ from jax.sharding import PartitionSpec as P
 from effjax import OffloadState, offload_jit, offload_train_step, to_host
 from effjax.memory import plan
 from tests.contexts import mesh_of
-from tests.ops.offload.stacks import KEY, WIDTH, key_of, kinds
+from tests.ops.offload.stacks import (
+    KEY,
+    WIDTH,
+    assert_close,
+    key_of,
+    kinds,
+)
 from tests.ops.offload.steps import ADAMW, TOKENS, embed, head, others, parts_of
 from tests.ops.offload.test_train_step_parallel import on
 from tests.programs import needs_gpu_compiler
@@ -110,9 +116,7 @@ def trained_in_memory(tx=ADAMW, m=1, key=KEY, steps=2, clip=None):
 
 
 def close(got, want, tolerance=5e-6):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, want
-    )
+    assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 def make(tx=ADAMW, layers=LAYERS, embed=embed, head=head, **options):

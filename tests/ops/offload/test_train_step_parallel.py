@@ -14,7 +14,13 @@ from jax.sharding import PartitionSpec as P
 from effjax import offload_jit, offload_train_step
 from effjax.memory import collectives
 from tests.contexts import mesh_of
-from tests.ops.offload.stacks import WIDTH, kinds, layer, params
+from tests.ops.offload.stacks import (
+    WIDTH,
+    assert_close,
+    kinds,
+    layer,
+    params,
+)
 from tests.ops.offload.steps import others, train_in_memory
 from tests.tiers import exhaustive, plainly
 
@@ -81,9 +87,7 @@ def close(results, m=1):
     losses, state, aux = results
     sums, batches = (state.model_state[name] for name in ("sum", "batches"))
     got = losses, state.layers, state.others, {"sum": sums / m, "batches": batches // m}
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), got, want()[:4]
-    )
+    assert_close(got, want()[:4], rtol=1e-4, atol=2e-5)
     np.testing.assert_allclose(np.mean(aux["loss"]), losses[-1], rtol=1e-5)
 
 
@@ -166,7 +170,7 @@ def test_replicated_layer_inputs():
     specs = {"in_specs": (P(), P("i")), "out_specs": P()}
     wrap = functools.partial(jax.shard_map, mesh=mesh, **specs)
     got, expected = trained(lambda x: lax.pmean(x, "i"), wrap), trained(lambda x: x, lambda f: f)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), got, expected)
+    assert_close(got, expected, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.exhaustive
@@ -198,4 +202,4 @@ def test_frozen_parameters_and_loss_scale(mapped):
         fuse_update=False,
         loss_scale=8.0,
     )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), got, expected)
+    assert_close(got, expected, rtol=1e-4, atol=2e-5)

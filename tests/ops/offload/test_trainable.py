@@ -17,6 +17,7 @@ from tests.ops.offload.stacks import (
     KEY,
     LAYERS,
     WIDTH,
+    assert_close,
     assert_equal_bits,
     in_memory,
     inputs,
@@ -87,10 +88,7 @@ def test_gradients_of_low_rank_parameters_match_in_memory(options):
         low_rank_layer, merged(low, w), x, key=KEY, trainable=is_low, **options
     )
     got = value_and_grads(run, w["low"], inputs())
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
-        got, want(options.get("num_microbatches", 1)),
-    )  # fmt: skip
+    assert_close(got, want(options.get("num_microbatches", 1)), rtol=1e-5, atol=1e-7)
     assert kinds(got[1][0]) == kinds(w["low"])
 
 
@@ -112,10 +110,7 @@ def test_gradients_of_frozen_parameters_are_zeros(name, params_in):
     want_value, (want_dw, want_dx) = value_and_grads(apply, w, inputs())
     assert kinds(dw) == kinds(w)
     want_dw = {**to_device(want_dw), "b": jnp.zeros_like(params()["b"])}
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
-        (value, dw, dx), (want_value, want_dw, want_dx),
-    )  # fmt: skip
+    assert_close((value, dw, dx), (want_value, want_dw, want_dx), rtol=1e-5, atol=1e-7)
 
 
 def test_gradient_passes_through_frozen_layers():
@@ -144,7 +139,7 @@ def test_shard_map():
     expected = jax.value_and_grad(
         lambda low: loss(in_memory(low_rank_layer, merged(low), inputs(), None))
     )(w["low"])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, expected)
+    assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.exhaustive
@@ -161,10 +156,7 @@ def test_jit_over_mesh(kind):
         lambda w, x: in_memory(layer, w, x, None), params(), inputs()
     )
     want_dw["b"] = jnp.zeros_like(want_dw["b"])
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-        (value, dw, dx), (want_value, want_dw, want_dx),
-    )  # fmt: skip
+    assert_close((value, dw, dx), (want_value, want_dw, want_dx), rtol=1e-4, atol=1e-6)
     assert kinds(dw) == {"pinned_host"}
 
 
@@ -222,10 +214,9 @@ def test_train_step_with_low_rank_parameters(name):
     for i in range(2):
         state, _ = step(state, TOKENS, jax.random.fold_in(KEY, i))
     model = trained(options.get("num_microbatches", 1), options.get("clip_norm"))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-        (state.layers["low"], state.others["e"]), (model["low"], model["e"]),
-    )  # fmt: skip
+    assert_close(
+        (state.layers["low"], state.others["e"]), (model["low"], model["e"]), rtol=1e-4, atol=1e-5
+    )
     assert_equal_bits({**state.layers, "low": ()}, frozen)
     np.testing.assert_array_equal(state.others["u"], other["u"])
     assert kinds(state.layers) == {"device" if where == "device" else "pinned_host"}
