@@ -22,7 +22,7 @@ def run_convert(run, monkeypatch):
     """Run `effjax convert` with a small network `tiny` and a file of its weights."""
     make = lambda **options: LinenDenseNet(**SMALL | options)  # noqa: E731
     monkeypatch.setitem(networks.NETWORKS, "tiny", (make, convert.DENSENET))
-    weights = cases.part(cases.load("densenet"), "weights")
+    weights = cases.select(cases.load("densenet"), "weights")
     convert.save_weights(
         "weights.npz", {f"module.{name}": array for name, array in weights.items()}
     )
@@ -37,10 +37,10 @@ def restored(path):
         return checkpointer.restore(os.path.abspath(path))
 
 
-@pytest.mark.parametrize("kind", ["folder", "safetensors", "SAFETENSORS"])
-def test_linen_and_nnx_and_back(run_convert, kind):
+@pytest.mark.parametrize("kind", ["folder", "safetensors"])
+def test_round_trip_of_nnx_and_linen(run_convert, kind):
     ending = "" if kind == "folder" else pytest.importorskip("safetensors") and f".{kind}"
-    weights = cases.part(cases.load("densenet"), "weights")
+    weights = cases.select(cases.load("densenet"), "weights")
     trees = {}
     for flavor in ("nnx", "linen"):
         to = f"{flavor}{ending}"
@@ -67,7 +67,7 @@ def test_linen_and_nnx_and_back(run_convert, kind):
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["no.pth", "--to", "new"], "no.pth: No such file or directory"),
         (["bad.pth", "--to", "new"], "bad.pth: not a complete file of torch.save"),
@@ -76,9 +76,9 @@ def test_linen_and_nnx_and_back(run_convert, kind):
             ["weights.npz", "--to", "weights.npz"],
             "weights.npz already exists; choose another --to",
         ),
-        *(
-            (["weights.npz", "--to", to], f"{to}: --to must be a new folder or a .safetensors file")
-            for to in ("new.npz", "new.pth", "new.NPZ")
+        (
+            ["weights.npz", "--to", "new.npz"],
+            "new.npz: --to must be a new folder or a .safetensors file",
         ),
         (["weights.npz", "--to", "no/new"], "no/new: the folder no does not exist"),
         (["weights.h5", "--to", "new"], "`path` must end in"),
@@ -95,7 +95,7 @@ def test_linen_and_nnx_and_back(run_convert, kind):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_errors_are_one_line_and_leave_nothing(run_convert, tmp_path, argv, said):
+def test_errors_are_one_line_and_write_nothing(run_convert, tmp_path, argv, message):
     (tmp_path / "bad.pth").write_bytes(b"no")
     whole = (tmp_path / "weights.npz").read_bytes()
     entry = whole.index(b"PK\x01\x02")
@@ -103,11 +103,11 @@ def test_errors_are_one_line_and_leave_nothing(run_convert, tmp_path, argv, said
     (tmp_path / "bad.npz").write_bytes(encrypted)
     before = sorted(os.listdir())
     code, out, err = run_convert(*argv)
-    assert (code, out) == (2, "") and one_line(err) and said in err
+    assert (code, out) == (2, "") and one_line(err) and message in err
     assert sorted(os.listdir()) == before
 
 
-def test_what_cannot_be_written_leaves_nothing(run_convert, monkeypatch):
+def test_full_disk_leaves_no_files(run_convert, monkeypatch):
     def fail(self, path, *_args, **_kwargs):
         path.mkdir()
         raise OSError(28, "No space left on device", str(path))
@@ -118,7 +118,7 @@ def test_what_cannot_be_written_leaves_nothing(run_convert, monkeypatch):
     assert os.listdir() == ["weights.npz"]
 
 
-def test_a_package_that_is_missing(run_convert, monkeypatch):
+def test_missing_package(run_convert, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     code, _, err = run_convert("weights.npz", "--to", "new.safetensors")

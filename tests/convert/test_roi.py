@@ -1,4 +1,4 @@
-"""The layers that predict offsets of bins, with the weights of mmcv's."""
+"""Conversion of the weights of mmcv's deformable RoI pooling layers."""
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ X = np.random.default_rng(0).normal(size=(1, 8, 9, 2)).astype(np.float32)
 BOXES = np.array([[[1, 1, 7, 6], [0, 2, 5, 8]]], np.float32)
 
 
-def test_weights_of_mmcv():
-    """mmcv flattens [C, rows, columns], and its offsets are [2, rows, columns]."""
+def test_mmcv_weights():
+    # mmcv flattens [C, rows, columns], and its offsets are [2, rows, columns].
     rng = np.random.default_rng(1)
     shapes = {"offset_fc.0": (5, 12), "offset_fc.2": (5, 5), "offset_fc.4": (12, 5)}
     shapes |= {"mask_fc.0": (5, 12), "mask_fc.2": (6, 5)}

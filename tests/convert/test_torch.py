@@ -1,4 +1,4 @@
-"""Beside PyTorch itself, where it is."""
+"""Comparison with PyTorch: recorded cases, networks, names and tensors."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-torch = pytest.importorskip("torch", reason="PyTorch is compared with where it is")
+torch = pytest.importorskip("torch", reason="requires PyTorch")
 
 from effjax import convert, models  # noqa: E402
 from effjax.models.densenet import DENSENET_OPTIONS  # noqa: E402
@@ -24,32 +24,32 @@ def allclose(got, want, err_msg=""):
 
 
 @pytest.mark.parametrize("name", record.CASES)
-def test_what_is_recorded(name):
+def test_recorded_cases_match_torch(name):
     recorded, computed = cases.load(name), record.CASES[name]()
     assert recorded.keys() == computed.keys()
     for key, array in computed.items():
         allclose(recorded[key], array, err_msg=key)
 
 
-def test_recorded_checkpoints(tmp_path):
+def test_recorded_checkpoints_match_torch(tmp_path):
     record.save_checkpoints(tmp_path)
     for file in tmp_path.iterdir():
-        found, recorded = (
+        loaded, recorded = (
             convert.load_weights(file),
             convert.load_weights(cases.RECORDED / file.name),
         )
-        jax.tree.map(np.testing.assert_array_equal, found, recorded)
+        jax.tree.map(np.testing.assert_array_equal, loaded, recorded)
 
 
 def test_densenet121():
-    """Logits, all gradients and running statistics of a step of training, recomputing."""
+    """Compare logits, gradients and running statistics of a training step with recomputation."""
     theirs = torch_networks.DenseNet(num_classes=10)
     case = record.run(theirs, (16, 32, 32, 3))
     options = dict(num_classes=10, unbiased_running_var=True, param_dtype=jnp.float64)
     model = models.densenet121(LinenDenseNet, **options)
     shapes = jax.eval_shape(model.init, jax.random.key(0), case["x"])
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float64), shapes)
-    variables = convert.from_torch(cases.part(case, "weights"), shapes, convert.DENSENET)
+    variables = convert.from_torch(cases.select(case, "weights"), shapes, convert.DENSENET)
 
     @jax.jit
     def step(params, stats, x):
@@ -65,12 +65,12 @@ def test_densenet121():
     allclose(dx, case["dx"])
     for tree, kind in ((grads, "gradients"), (new, "after")):
         got = convert.to_torch(tree, convert.DENSENET)
-        for key, array in cases.part(case, kind).items():
+        for key, array in cases.select(case, kind).items():
             allclose(got[key], array, err_msg=key)
 
 
 def zeros(network, *args, **options):
-    """The names of a network with zeros that take no memory."""
+    """Return a network's weights as zeros that take no memory."""
     with torch.device("meta"):
         state = network(*args, **options).state_dict()
     return {name: np.broadcast_to(np.zeros((), np.float32), a.shape) for name, a in state.items()}
@@ -100,13 +100,13 @@ def check_names(weights, model, table):
 
 @pytest.mark.parametrize("bottleneck", [False, True])
 def test_resnet(bottleneck):
-    """Of tensors as they are, and back into PyTorch."""
+    """Convert tensors directly, and load the result back into PyTorch."""
     theirs = torch_networks.ResNet(bottleneck, (1, 2, 1, 1), num_classes=5).double().eval()
     for name, value in theirs.state_dict().items():
         if "running" in name or "bn" in name:
-            value.copy_(torch.as_tensor(cases.drawn(f"{name}.running_var", value.shape)))
+            value.copy_(torch.as_tensor(cases.random_array(f"{name}.running_var", value.shape)))
     model = ResNet(bottleneck=bottleneck, stage_sizes=(1, 2, 1, 1), num_classes=5)
-    x = cases.drawn("x", (2, 32, 32, 3))
+    x = cases.random_array("x", (2, 32, 32, 3))
     shapes = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float64),
         jax.eval_shape(model.init, jax.random.key(0), x),
@@ -122,7 +122,7 @@ def test_resnet(bottleneck):
         np.testing.assert_array_equal(theirs(torch.from_numpy(record.first(x))).numpy(), want)
 
 
-def test_tensors_that_numpy_cannot_have():
+def test_rejects_tensors_without_numpy_equivalent():
     layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     weights = torch.nn.Linear(2, 3)
     for odd in (dict(weights.named_parameters()), weights.bfloat16().state_dict()):

@@ -1,4 +1,4 @@
-"""Deformable attention and DCNv3 beside PyTorch's `grid_sample`, with its modules' weights."""
+"""Comparison of deformable attention and DCNv3 with PyTorch's `grid_sample`."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-torch = pytest.importorskip("torch", reason="PyTorch is compared with where it is")
+torch = pytest.importorskip("torch", reason="requires PyTorch")
 
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
@@ -22,7 +22,7 @@ IMPLEMENTATIONS = ["xla", *(["native"] if native.is_available("cpu") else [])]
 
 
 def sampled(value, shapes, locations, weights):
-    """[N, Q, M * D]: every level by grid_sample, heads as images."""
+    """Return [N, Q, M * D], each level by grid_sample with heads as images."""
     n, _, heads, depth = value.shape
     total = 0
     for level, part in enumerate(value.split([h * w for h, w in shapes], 1)):
@@ -36,7 +36,7 @@ def sampled(value, shapes, locations, weights):
 
 
 class Attention(nn.Module):
-    """With the names and the arithmetic of Deformable DETR's module."""
+    """Copy of Deformable DETR's module."""
 
     def __init__(self, width, levels, heads, points):
         super().__init__()
@@ -64,7 +64,7 @@ class Attention(nn.Module):
 
 
 class DCNv3(nn.Module):
-    """With the names and the arithmetic of InternImage's module; convolutions keep the size."""
+    """Copy of InternImage's module, for convolutions that keep the size."""
 
     def __init__(self, width, groups, dilation=1, scale=1.0, remove_center=False):
         super().__init__()
@@ -104,8 +104,8 @@ class DCNv3(nn.Module):
         return self.output_proj(y * (1 - gate) + projected * gate)
 
 
-def beside(theirs, args, ours, table=SAME_NAMES):
-    """Results and gradients of all parameters and of the first argument, with equal weights."""
+def check_against(theirs, args, ours, table=SAME_NAMES):
+    """Compare results and gradients of the parameters and the first argument."""
     torch.manual_seed(0)
     theirs = theirs.double()
     with torch.no_grad():
@@ -135,8 +135,7 @@ def beside(theirs, args, ours, table=SAME_NAMES):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_the_operator(implementation):
-    """The formula of the original's own test, in float64."""
+def test_operator(implementation):
     rng = np.random.default_rng(0)
     pixels, at = sum(h * w for h, w in SHAPES), (2, 7, 3, 3, 2)
     arrays = [
@@ -165,7 +164,7 @@ def test_attention(boxes):
     reference = torch.rand(2, 5, 3, 4 if boxes else 2)
     args = torch.randn(2, 5, 12), reference, torch.randn(2, pixels, 12), torch.rand(2, pixels) < 0.3
     ours = effjax.nnx.MSDeformAttn(12, 3, 3, 2, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
-    beside(Attention(12, 3, 3, 2), args, ours)
+    check_against(Attention(12, 3, 3, 2), args, ours)
 
 
 @pytest.mark.parametrize(
@@ -179,4 +178,4 @@ def test_dcnv3(options):
         8, offset_groups=2, center_feature_scale=True, param_dtype=jnp.float64, rngs=nnx.Rngs(0),
         **{names.get(k, k): v for k, v in options.items()},
     )  # fmt: skip
-    beside(theirs, (torch.randn(2, 5, 6, 8),), ours, convert.DCNV3)
+    check_against(theirs, (torch.randn(2, 5, 6, 8),), ours, convert.DCNV3)

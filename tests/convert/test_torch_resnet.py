@@ -1,11 +1,11 @@
-"""ResNets beside PyTorch itself, where it is: logits, all gradients and running statistics."""
+"""Comparison of ResNets with PyTorch: logits, gradients and running statistics."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="PyTorch is compared with where it is")
+torch = pytest.importorskip("torch", reason="requires PyTorch")
 
 from effjax import convert, models  # noqa: E402
 from effjax.models.linen import ResNet  # noqa: E402
@@ -16,9 +16,9 @@ from tests.convert.torch_detection import ResNet as TorchResNet  # noqa: E402
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-def of_torch(module, x, dy):
+def run_torch(module, x, dy):
     module = module.double().train()
-    weights = {n: cases.drawn(n, a.shape) for n, a in module.state_dict().items()}
+    weights = {n: cases.random_array(n, a.shape) for n, a in module.state_dict().items()}
     module.load_state_dict({name: torch.as_tensor(a) for name, a in weights.items()})
     images = torch.from_numpy(np.ascontiguousarray(np.moveaxis(x, -1, 1))).requires_grad_()
     y = module(images)
@@ -36,9 +36,9 @@ def allclose(got, want, err_msg=""):
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_training_step(name):
-    """Recomputing; the images are of an odd size."""
-    x, dy = cases.drawn("x", (8, 65, 64, 3)), cases.drawn("dy", (8, 5))
-    weights, (y, dx, grads, after) = of_torch(TorchResNet(*DEPTHS[name], 5), x, dy)
+    # The images have an odd size.
+    x, dy = cases.random_array("x", (8, 65, 64, 3)), cases.random_array("dy", (8, 5))
+    weights, (y, dx, grads, after) = run_torch(TorchResNet(*DEPTHS[name], 5), x, dy)
     options = dict(num_classes=5, unbiased_running_var=True, param_dtype=jnp.float64)
     model = getattr(models, name)(ResNet, **options)
     shapes = jax.tree.map(

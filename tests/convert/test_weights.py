@@ -1,4 +1,4 @@
-"""What `from_torch`, `to_torch` and tables say and refuse."""
+"""Names, layouts, dtypes and errors of `from_torch` and `to_torch`."""
 
 import jax
 import jax.numpy as jnp
@@ -67,8 +67,8 @@ def test_names(table, path, name):
     assert torch_names([path], table) == {path: name}
 
 
-def test_names_of_a_network_of_parts():
-    """A deformable convolution's kernel lies deeper in maskrcnn-benchmark, and no other."""
+def test_join_tables():
+    # Only the kernel of a deformable convolution is one level deeper in maskrcnn-benchmark.
     parts = {
         "body": ("backbone.body", convert.MASKRCNN_RESNET),
         "fpn": ("backbone.fpn", convert.MASKRCNN_PYRAMID),
@@ -90,7 +90,7 @@ def test_names_of_a_network_of_parts():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_convolutions_of_any_rank(size):
+def test_convolution_ranks(size):
     layer = nnx.Conv(4, 6, (3,) * size, feature_group_count=2, rngs=nnx.Rngs(0))
     weights = {"weight": np.random.randn(6, 2, *(3,) * size), "bias": np.zeros(6)}
     assert convert.from_torch(weights, layer) is layer
@@ -99,7 +99,7 @@ def test_convolutions_of_any_rank(size):
     np.testing.assert_array_equal(back["weight"], weights["weight"].astype(np.float32))
 
 
-def test_of_linens_variables():
+def test_linen_variables():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -120,7 +120,7 @@ def test_of_linens_variables():
     assert all(array.flags.owndata or array.base is not None for array in back.values())
 
 
-def test_dtypes_and_places_are_those_of_the_network(mesh8):
+def test_keeps_dtypes_and_shardings_of_the_network(mesh8):
     sharding = NamedSharding(mesh8, P(None, None))
     layer = linear(param_dtype=jnp.bfloat16)
     layer.kernel.set_value(jax.device_put(layer.kernel[...], sharding))
@@ -129,31 +129,28 @@ def test_dtypes_and_places_are_those_of_the_network(mesh8):
     assert convert.to_torch(layer)["weight"].dtype == jnp.bfloat16
 
 
-def test_an_abstract_module_becomes_a_real_one():
+def test_abstract_module():
     layer = nnx.eval_shape(linear)
     with pytest.raises(ValueError, match="no value at bias: it is abstract"):
         convert.to_torch(layer)
     np.testing.assert_array_equal(convert.from_torch(W, layer)(jnp.ones((1, 2))), [[1, 6, 11]])
 
 
-def test_gradients_have_names_too():
+def test_gradient_names():
     grads = nnx.grad(lambda layer: layer(jnp.ones((1, 2))).sum())(linear())
     assert convert.to_torch(grads, prefix="head").keys() == {"head.weight", "head.bias"}
 
 
-def test_another_head():
-    """A part of one's own completes what a file has not."""
+def test_pretrained_body_with_a_new_head():
     model = nnx.Sequential(linear(), nnx.Linear(3, 5, rngs=nnx.Rngs(1)))
-    own, table = (
-        model.layers[1].kernel[...],
-        convert.Table({"body": "layers.0", "head": "layers.1"}),
-    )
+    head = model.layers[1].kernel[...]
+    table = convert.Table({"body": "layers.0", "head": "layers.1"})
     weights = {f"body.{name}": array for name, array in W.items()}
     with pytest.raises(ValueError, match="missing: head.bias, head.weight.$"):
         convert.from_torch(weights, model, table)
     convert.from_torch(convert.to_torch(model, table) | weights, model, table)
     np.testing.assert_array_equal(model.layers[0].bias[...], W["bias"])
-    np.testing.assert_array_equal(model.layers[1].kernel[...], own)
+    np.testing.assert_array_equal(model.layers[1].kernel[...], head)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +164,7 @@ def test_another_head():
         (r"left over: y+\.$", {"y" * 1000: np.ones(1)}),
     ],
 )
-def test_what_does_not_fit(match, change):
+def test_rejects_weights_that_do_not_match(match, change):
     layer, weights = linear(), {n: a for n, a in (W | change).items() if a is not ...}
     before = layer.kernel[...], layer.bias[...]
     weights = {n: np.asarray(a) for n, a in weights.items()}
@@ -181,45 +178,31 @@ def test_what_does_not_fit(match, change):
     ("error", "match", "arguments"),
     [
         (TypeError, "`weights` must map names to arrays, not be a list", {"weights": []}),
-        (
-            TypeError,
-            "`weights` must have strings as names, not int",
-            {"weights": {3: W["bias"]}},
-        ),
-        (TypeError, r"`weights\['bias'\]` must be an array", {"weights": W | {"bias": "b"}}),
         (TypeError, r"`weights\['bias'\]`.*complex", {"weights": W | {"bias": 1j * W["bias"]}}),
         (
             TypeError,
             r"`weights\['bias'\]` must be floating point, but its dtype is int64",
             {"weights": W | {"bias": np.ones(3, np.int64)}},
         ),
-        (TypeError, r"`weights\['bias'\]`.*object", {"weights": W | {"bias": np.array([{}])}}),
-        (ValueError, "`weights` must have names .* none", {"weights": {}}),
         (ValueError, "begin with 'a.', not bias, weight", {"prefix": "a"}),
-        (TypeError, "`prefix` must be a string", {"prefix": 1}),
         (TypeError, "`table` must be a Table, not a dict", {"table": {}}),
         (TypeError, "`into` must be .* not a Dense; .* `init`", {"into": nn.Dense(3)}),
-        (TypeError, "`into` must have an array at a, not a int", {"into": {"a": 1}}),
     ],
 )
-def test_bad_arguments(error, match, arguments):
+def test_rejects_wrong_arguments(error, match, arguments):
     with pytest.raises(error, match=match):
         convert.from_torch(**dict(weights=W, into=linear()) | arguments)
 
 
-def test_bad_arguments_of_the_way_back():
+def test_to_torch_rejects_wrong_arguments():
     with pytest.raises(TypeError, match="`variables` must be .* not a Dense"):
         convert.to_torch(nn.Dense(3))
-    with pytest.raises(TypeError, match="`table` must be a Table"):
-        convert.to_torch(linear(), {})  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="`prefix` must be a string"):
-        convert.to_torch(linear(), prefix=None)  # type: ignore[arg-type]
     twice = nnx.Sequential(linear(), linear())
     with pytest.raises(ValueError, match="gives two arrays the name a.bias, that of layers.1.bias"):
         convert.to_torch(twice, convert.Table({"a": "layers.{i}"}))
 
 
-def test_tensors_that_numpy_cannot_have():
+def test_rejects_tensors_on_a_gpu():
     class OnAGpu:
         def __array__(self, *_args, **_kwargs):
             raise TypeError("can't convert cuda:0 device type tensor to numpy")

@@ -1,4 +1,4 @@
-"""A detector's backbone and pyramid in PyTorch alone, named as torchvision and mmdetection do."""
+"""Copies of a detector's backbone and pyramid, with the names of torchvision and mmdetection."""
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ def conv(channels, features, size, stride=1, bias=False):
 
 
 class Pack(nn.Module):
-    """mmcv's `ModulatedDeformConv2dPack` of 3x3, by the definition: one tap after the other."""
+    """Copy of mmcv's 3x3 `ModulatedDeformConv2dPack`, computed tap by tap."""
 
     def __init__(self, channels, features, stride, groups):
         super().__init__()
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """The logits of images, or the outputs of all stages where there are no classes."""
+    """ResNet that returns logits, or the outputs of all stages if `num_classes` is None."""
 
     def __init__(self, bottleneck, sizes, num_classes=None, width=64, dcn=(), dcn_groups=1):
         super().__init__()
@@ -113,7 +113,7 @@ class ConvModule(nn.Module):
 
 
 class Pyramid(nn.Module):
-    """mmdetection's FPN, with two levels more by convolutions."""
+    """Copy of mmdetection's FPN with two extra levels from convolutions."""
 
     def __init__(self, channels, features):
         super().__init__()
@@ -138,7 +138,7 @@ class Pyramid(nn.Module):
 
 
 class Detector(nn.Module):
-    """All levels of a ResNet-DCN's pyramid, as one vector an image, channels last."""
+    """Pyramid of a ResNet-DCN that returns all levels as one vector per image, channels last."""
 
     def __init__(self):
         super().__init__()

@@ -1,8 +1,4 @@
-"""Networks of PyTorch alone with the names and the arithmetic of torchvision's.
-
-torchvision has no build for every machine that has PyTorch. What it computes is what these compute,
-so the comparison needs no more than PyTorch.
-"""
+"""Copies of torchvision's networks, for machines that have PyTorch without torchvision."""
 
 import torch
 from torch import nn
@@ -136,7 +132,7 @@ RESNETS = {
 
 
 def deform_conv2d(x, offset, weight, bias=None, stride=1, padding=0, dilation=1, mask=None):
-    """As torchvision.ops has it, for square windows and one group of weights a channel count."""
+    """Compute torchvision's `deform_conv2d` for square windows."""
     n, c, height, width = x.shape
     out, per_group, size, _ = weight.shape
     taps, (rows, columns) = size * size, offset.shape[2:]
