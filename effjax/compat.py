@@ -393,8 +393,9 @@ class DFConv2d(flax.nnx.Module):
     every side, so that odd kernels keep the size of the image, and without a bias by default.
 
     Args:
-        in_features, out_features, kernel_size, strides, modulated, kernel_dilation, use_bias,
-            **options: as in `effjax.nnx.DeformConv`.
+        in_features, out_features, kernel_size, strides, modulated, kernel_dilation, use_bias: as in
+            `effjax.nnx.DeformConv`.
+        options: further arguments of `effjax.nnx.DeformConv`.
     """
 
     def __init__(

@@ -13,8 +13,6 @@ if "xla_force_host_platform_device_count" not in (flags := os.environ.get("XLA_F
 # Some tests send SIGINT, which shells make background jobs ignore.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from collections import defaultdict
-
 import hypothesis
 import jax
 import pytest
@@ -56,34 +54,12 @@ def _is_exhaustive(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --exhaustive: no test marked `exhaustive`, and of those marked `covering` only as
-    many cases as show every value of every parameter once."""
+    """Deselect the tests marked `exhaustive` unless --exhaustive is given."""
     if _is_exhaustive(config):
         return
-    left = {item for item in items if item.get_closest_marker("exhaustive")}
-    products = defaultdict(list)
-    for item in items:
-        skipped = any(mark.args and mark.args[0] is True for mark in item.iter_markers("skipif"))
-        if item.get_closest_marker("covering") and item not in left and not skipped:
-            products[item.nodeid.partition("[")[0]].append(item)
-    left |= {item for cases in products.values() for item in _more_than_cover(cases)}
-    config.hook.pytest_deselected(items=[item for item in items if item in left])
-    items[:] = [item for item in items if item not in left]
-
-
-def _more_than_cover(cases: list) -> list:
-    """Those cases of one test that show no value of a parameter that others do not show."""
-    # Not by `callspec.indices`: beside an indirect parameter they number the cases.
-    values = {
-        case: {(name, id(value)) for name, value in case.callspec.params.items()} for case in cases
-    }
-    unseen = set().union(*values.values())
-    left = list(cases)
-    while unseen:
-        best = max(left, key=lambda case: len(unseen & values[case]))
-        unseen -= values[best]
-        left.remove(best)
-    return left
+    deselected = [item for item in items if item.get_closest_marker("exhaustive")]
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
 
 
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:

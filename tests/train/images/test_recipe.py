@@ -31,7 +31,7 @@ def test_weight_decay_is_of_kernels_only():
 
 
 def stem(size, **options):
-    """The shape of the first kernel, for images of that size."""
+    """Return the shape of the first kernel for images of a size."""
     build: Any = model_builder(DenseNetConfig(**options), (size, size, 1), 5)
     model: Any = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
     return model.stem_conv.kernel.shape

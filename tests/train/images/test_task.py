@@ -89,6 +89,6 @@ def test_the_curve_has_the_losses_of_both_sets():
 
 
 def drawn(task, records, figure):
-    """The labels of the lines, by axes."""
+    """Return the labels of the lines of each axes."""
     task.draw(figure.subplots(), records)
     return [[str(line.get_label()) for line in axes.lines] for axes in figure.axes]

@@ -55,7 +55,7 @@ def weights(step, bias=False):
 
 
 def base_run(path, *losses, best=1, bias=False):
-    """What training leaves."""
+    """Return the final state of a run."""
     run = new_run(path, lm_task(1, bias=bias))
     with Checkpoints(run.checkpoints) as checkpoints:
         for step, loss in enumerate(losses, 1):
@@ -67,7 +67,7 @@ def base_run(path, *losses, best=1, bias=False):
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """Runs with and without biases, by whether they have them; the first step is the best one."""
+    """Return runs with and without biases, in which the first step is the best one."""
     folder = tmp_path_factory.mktemp("bases")
     validated = {"validation_loss": 1.0}, {"validation_loss": 2.0}
     return functools.cache(lambda bias: base_run(folder / f"{bias}", *validated, bias=bias))
