@@ -1,1 +1,1 @@
-"""Benchmarks of effjax and its peers: `python -m benchmarks --list`."""
+"""Benchmarks of effjax and other libraries: `python -m benchmarks --list`."""

@@ -1,7 +1,7 @@
 """Deformable convolution: effjax's implementations, plain XLA and torchvision.
 
-The matrix products that all of them contain are timed alone, too. torchvision runs if it is
-installed, with as many threads.
+The matrix products that all of them contain are also timed alone. torchvision runs if it is
+installed, with as many threads as XLA.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,10 @@ from .timing import measure, num_threads
 
 
 class Case(NamedTuple):
-    """A 3x3 convolution with masks, stride 1 and padding 1, with equal channels in and out."""
+    """Shapes of a 3x3 convolution with masks, stride 1 and padding 1.
+
+    The input and the output are [batch, height, width, channels].
+    """
 
     batch: int
     channels: int
@@ -39,11 +42,12 @@ CASES: dict[Size, tuple[Case, ...]] = {
         Case(2, 128, 50, 84),
         Case(2, 128, 50, 84, offset_groups=4),
         Case(8, 64, 56, 56),
-        # Batches that no large power of two divides.
+        # A large batch that is a power of two, and one that is prime.
         Case(32, 64, 28, 28),
         Case(37, 64, 28, 28),
     ),
 }
+TAPS = 9
 ROUNDS: dict[Size, int] = {"small": 5, "published": 15}
 
 
@@ -53,9 +57,9 @@ def make_arrays(case: Case) -> dict[str, np.ndarray]:
     n, c, h, w, groups = case
     values = {
         "x": rng.normal(size=(n, h, w, c)),
-        "offset": 2 * rng.normal(size=(n, h, w, groups * 18)),
+        "offset": 2 * rng.normal(size=(n, h, w, groups * TAPS * 2)),  # (y, x) of each tap
         "kernel": 0.05 * rng.normal(size=(3, 3, c, c)),
-        "mask": rng.uniform(size=(n, h, w, groups * 9)),
+        "mask": rng.uniform(size=(n, h, w, groups * TAPS)),
         "dy": rng.normal(size=(n, h, w, c)),
     }
     return {name: value.astype(np.float32) for name, value in values.items()}
@@ -73,7 +77,7 @@ def make_step(conv: Callable, backward: bool) -> Callable:
     return step
 
 
-def effjax_conv(implementation: Any) -> Callable:
+def make_effjax_conv(implementation: Any) -> Callable:
     def conv(x, offset, kernel, mask):
         return effjax.deform_conv2d(
             x, offset, kernel, mask, padding=1, implementation=implementation
@@ -82,26 +86,39 @@ def effjax_conv(implementation: Any) -> Callable:
     return conv
 
 
-def plain_conv(case: Case) -> Callable:
+def make_plain_conv(case: Case) -> Callable:
     """Return the usual program: all samples at once, gradients by automatic differentiation."""
-    geometry = Geometry((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), case.offset_groups)
+    geometry = Geometry(
+        kernel_size=(3, 3),
+        strides=(1, 1),
+        padding=((1, 1), (1, 1)),
+        kernel_dilation=(1, 1),
+        offset_groups=case.offset_groups,
+    )
 
     def conv(x, offset, kernel, mask):
-        samples = columns(x, offset, mask, jnp.zeros(1, jnp.int32), geometry)
+        first_row = jnp.zeros(1, jnp.int32)
+        samples = columns(x, offset, mask, first_row, geometry)  # [N, H, W, 9 * C]
         return samples @ kernel.reshape(-1, case.channels)
 
     return conv
 
 
-def matrix_products(case: Case, backward: bool, kernel: Any, dy: Any) -> Callable[[], Any]:
-    """Return the matrix products alone, in slices as large as those of native code."""
+def make_matrix_products(case: Case, backward: bool, kernel: Any, dy: Any) -> Callable[[], Any]:
+    """Return the matrix products alone, in slices of rows about as large as those of native code.
+
+    All slices multiply the same samples, which are zeros: only the time is of interest.
+    """
     n, channels, height, width, _ = case
-    taps = 9 * channels
-    max_rows = 24 * 2**20 // (12 if backward else 4) // (n * width * taps)
+    columns_size = TAPS * channels
+    # As in deform_conv2d on a CPU: a slice has 24 MiB, and each sampled float32 takes 4 bytes in
+    # the forward pass and 12 in the backward pass. The number of rows is rounded down to a divisor
+    # of the height.
+    max_rows = 24 * 2**20 // (12 if backward else 4) // (n * width * columns_size)
     num_slices = height // max((r for r in range(1, max_rows + 1) if height % r == 0), default=1)
 
     def step(samples, kernel, dy):
-        matrix, dy = kernel.reshape(taps, channels), dy.reshape(num_slices, -1, channels)
+        matrix, dy = kernel.reshape(columns_size, channels), dy.reshape(num_slices, -1, channels)
 
         def body(i, carry):
             y, dkernel, dsamples = carry
@@ -113,16 +130,21 @@ def matrix_products(case: Case, backward: bool, kernel: Any, dy: Any) -> Callabl
                 dsamples = jnp.einsum("po,co->pc", dy[i], matrix)
             return y, dkernel, dsamples
 
-        gradients = (jnp.zeros((channels, taps)), jnp.zeros_like(samples)) if backward else ((), ())
+        gradients = (
+            (jnp.zeros((channels, columns_size)), jnp.zeros_like(samples)) if backward else ((), ())
+        )
         return lax.fori_loop(0, num_slices, body, (jnp.zeros_like(dy), *gradients))
 
-    samples = jnp.zeros((dy.size // channels // num_slices, taps))
+    samples = jnp.zeros((dy.size // channels // num_slices, columns_size))
     compiled = jax.jit(step).lower(samples, kernel, dy).compile()
     return lambda: compiled(samples, kernel, dy)
 
 
-def torch_step(arrays: dict[str, np.ndarray], backward: bool) -> Callable[[], Any]:
-    """Return the same with torchvision, in its own layout, with results in ours."""
+def make_torch_step(arrays: dict[str, np.ndarray], backward: bool) -> Callable[[], Any]:
+    """Return the same step with torchvision.
+
+    Its arguments are in PyTorch's layout from the start. Its results are in effjax's layout.
+    """
     import torch  # pyright: ignore[reportMissingImports]
     from torchvision.ops import deform_conv2d  # pyright: ignore[reportMissingImports]
 
@@ -135,7 +157,7 @@ def torch_step(arrays: dict[str, np.ndarray], backward: bool) -> Callable[[], An
             with torch.no_grad():
                 return pytorch.to_nhwc(deform_conv2d(x, offset, kernel, padding=1, mask=mask))
         for operand in operands:
-            operand.requires_grad_(True).grad = None
+            operand.requires_grad_(True).grad = None  # PyTorch adds to an earlier gradient
         y = deform_conv2d(x, offset, kernel, padding=1, mask=mask)
         y.backward(dy)
         dkernel = kernel.grad.permute(2, 3, 1, 0).numpy()
@@ -146,15 +168,17 @@ def torch_step(arrays: dict[str, np.ndarray], backward: bool) -> Callable[[], An
 
 
 def measure_case(case: Case, backward: bool, rounds: int) -> Result:
+    """Time all implementations, relative to torchvision or, without it, to plain XLA."""
     arrays = make_arrays(case)
-    convs = {"plain XLA": plain_conv(case), "effjax xla": effjax_conv("xla")}
+    convs = {"plain XLA": make_plain_conv(case), "effjax xla": make_effjax_conv("xla")}
+    # JAX names the platform of an NVIDIA GPU "gpu", the native kernels name it "cuda".
     if is_available(jax.default_backend().replace("gpu", "cuda")):
-        convs["effjax native"] = effjax_conv("native")
+        convs["effjax native"] = make_effjax_conv("native")
     steps = {name: make_step(conv, backward) for name, conv in convs.items()}
     missing = pytorch.missing("torchvision")
-    peers = {} if missing else {"torchvision": torch_step(arrays, backward)}
+    peers = {} if missing else {"torchvision": make_torch_step(arrays, backward)}
     args = tuple(jnp.asarray(arrays[name]) for name in ("x", "offset", "kernel", "mask", "dy"))
-    products = matrix_products(case, backward, args[2], args[4])
+    products = make_matrix_products(case, backward, args[2], args[4])
     reference = next(iter(peers or steps))
     rows = measure(
         steps,

@@ -1,8 +1,9 @@
 """Batch norm over devices: Flax's classes with an `axis_name` and effjax's drop-in replacements.
 
-Counts all-reduces of the compiled program and the bytes kept for the backward pass, and shows the
-error of the variance for large means. The devices are simulated on one CPU and share its cores, so
-the times show the work and not the network.
+The first table has the time of a gradient, the number of all-reduces of the compiled program and
+the bytes kept for the backward pass. The second one has the error of the variance for large means.
+The devices are simulated on one CPU and share its cores, so the times show the work and not the
+network.
 """
 
 import concurrent.futures
@@ -27,17 +28,19 @@ from .results import Bars, Result, Size
 from .timing import compile_program, relative_difference, time_in_turn
 
 DEVICES = (1, 2, 4, 8)
-MEANS = (0.0, 1e2, 1e4)
+MEANS = (0.0, 1e2, 1e4)  # of inputs with standard deviation 1
+# [N, H, W, C] of the whole batch; N is divided over the devices.
 SHAPES: dict[Size, tuple[int, ...]] = {"small": (64, 14, 14, 32), "published": (64, 28, 28, 64)}
 ROUNDS = 5
 AXIS = "data"
 REFERENCE = "Flax linen.BatchNorm"
-# (x, scale, bias) -> (y, variance), on one device of the axis.
+# (x, scale, bias) -> (y, variance of the whole batch), mapped over the axis AXIS.
 Norm = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def linen_norm(cls: type[linen.BatchNorm], **options: Any) -> Norm:
+def make_linen_norm(cls: type[linen.BatchNorm], **options: Any) -> Norm:
     def norm(x, scale, bias):
+        # With momentum 0, the updated running variance is the variance of the batch.
         module = cls(use_running_average=False, momentum=0.0, axis_name=AXIS, **options)
         stats = {"mean": jnp.zeros(x.shape[-1]), "var": jnp.ones(x.shape[-1])}
         variables = {"params": {"scale": scale, "bias": bias}, "batch_stats": stats}
@@ -48,7 +51,7 @@ def linen_norm(cls: type[linen.BatchNorm], **options: Any) -> Norm:
     return norm
 
 
-def nnx_norm(cls: type[nnx.BatchNorm]) -> Norm:
+def make_nnx_norm(cls: type[nnx.BatchNorm]) -> Norm:
     def norm(x, scale, bias):
         options: dict[str, Any] = dict(momentum=0.0, axis_name=AXIS, rngs=nnx.Rngs(0))
         module = cls(x.shape[-1], use_running_average=False, **options)
@@ -59,16 +62,19 @@ def nnx_norm(cls: type[nnx.BatchNorm]) -> Norm:
 
 
 NORMS: dict[str, Norm] = {
-    REFERENCE: linen_norm(linen.BatchNorm),
-    "Flax nnx.BatchNorm": nnx_norm(nnx.BatchNorm),
-    "effjax.linen.BatchNorm": linen_norm(effjax.linen.BatchNorm),
-    "effjax.nnx.BatchNorm": nnx_norm(effjax.nnx.BatchNorm),
+    REFERENCE: make_linen_norm(linen.BatchNorm),
+    "Flax nnx.BatchNorm": make_nnx_norm(nnx.BatchNorm),
+    "effjax.linen.BatchNorm": make_linen_norm(effjax.linen.BatchNorm),
+    "effjax.nnx.BatchNorm": make_nnx_norm(effjax.nnx.BatchNorm),
 }
-STABLE = {"Flax, use_fast_variance=False": linen_norm(linen.BatchNorm, use_fast_variance=False)}
+# A further row of the second table: Flax's variance in two passes.
+STABLE_NORMS = {
+    "Flax, use_fast_variance=False": make_linen_norm(linen.BatchNorm, use_fast_variance=False)
+}
 
 
 def shard_batch(mesh: Mesh, fn: Callable, out_specs: Any) -> Callable:
-    """Map `fn(x, scale, bias, *others)` over the batch of `x` and of `others`."""
+    """Map `fn(x, scale, bias, *others)` over the batch of `x` and `others`; replicate the rest."""
 
     def mapped(x, scale, bias, *others):
         in_specs = (P(AXIS), P(), P(), *(P(AXIS) for _ in others))
@@ -78,7 +84,9 @@ def shard_batch(mesh: Mesh, fn: Callable, out_specs: Any) -> Callable:
     return mapped
 
 
-def train_step(norm: Norm) -> Callable:
+def make_gradient(norm: Norm) -> Callable:
+    """Return the gradients (dx, dscale, dbias) of a weighted sum of the norm's outputs."""
+
     def loss(x, scale, bias, weights):
         return jnp.sum(norm(x, scale, bias)[0] * weights)
 
@@ -86,12 +94,15 @@ def train_step(norm: Norm) -> Callable:
 
 
 def measure_gradients(mesh: Mesh, shape: tuple[int, ...], rounds: int) -> list[dict]:
-    """Return a row per class: gradients of a batch sharded over the mesh."""
+    """Time the gradients of a batch that is sharded over the mesh; return a row per class.
+
+    "kept" is the size of the residuals as a multiple of x.
+    """
     x, weights = (jax.random.normal(jax.random.key(i), shape) for i in (0, 1))
     args = x, jnp.ones(shape[-1]), jnp.zeros(shape[-1]), weights
     compiled, compiler = {}, {}
     for name, norm in NORMS.items():
-        step = shard_batch(mesh, train_step(norm), (P(AXIS), P(), P()))
+        step = shard_batch(mesh, make_gradient(norm), (P(AXIS), P(), P()))
         compiled[name], compiler[name] = compile_program(step, *args)
     runs = {name: functools.partial(program, *args) for name, program in compiled.items()}
     times = time_in_turn(runs, reference=REFERENCE, rounds=rounds)
@@ -121,7 +132,7 @@ def measure_variance_errors(
     ones = jnp.ones(shape[-1])
     compiled = {
         name: jax.jit(shard_batch(mesh, lambda *a, norm=norm: norm(*a)[1], P()))
-        for name, norm in (NORMS | STABLE).items()
+        for name, norm in (NORMS | STABLE_NORMS).items()
     }
     rows = []
     for mean in means:
@@ -146,7 +157,8 @@ def measure_all(shape: tuple[int, ...], rounds: int) -> tuple[list[dict], list[d
 
 
 def simulate_devices() -> None:
-    """Give a new process eight simulated CPU devices."""
+    """Give this process as many simulated CPU devices as DEVICES needs."""
+    # The flag sets the same number. Without it, the two settings cannot contradict each other.
     flags = os.environ.get("XLA_FLAGS", "").split()
     flags = [flag for flag in flags if "xla_force_host_platform_device_count" not in flag]
     os.environ["XLA_FLAGS"] = " ".join(flags)
@@ -156,7 +168,8 @@ def simulate_devices() -> None:
 
 def run(size: Size) -> Iterator[Result]:
     shape = SHAPES[size]
-    # The number of devices belongs to a process, and would take threads from other benchmarks.
+    # JAX fixes the number of devices when it initializes a backend, and simulated devices would
+    # take threads from other benchmarks. So this one runs in a new process.
     with concurrent.futures.ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn"), initializer=simulate_devices
     ) as pool:

@@ -13,7 +13,7 @@ _KEY_TYPES = (str, bytes, int, float, bool, type(None))
 
 
 class RefusedError(Exception):
-    """Error for a pickle that names an object outside the allow list. The message is the name."""
+    """Error for a pickle that needs more than the allow list. The message names it."""
 
 
 class StandIn:
@@ -38,6 +38,10 @@ def set_items(target: Any, items: Iterable[tuple[Any, Any]]) -> None:
         target[key] = value
 
 
+# Replacements for opcodes of `pickle._Unpickler`, which passes itself as `machine`. `machine.stack`
+# has the values since the last mark. `pop_mark` returns them and restores the stack below the mark.
+
+
 def _load_dict(machine: Any) -> None:
     items, new = machine.pop_mark(), {}
     set_items(new, zip(items[::2], items[1::2], strict=True))
@@ -60,12 +64,14 @@ def _refuse_set(_machine: Any) -> None:
 
 def _load_reduce(machine: Any) -> None:
     arguments, kind = machine.stack.pop(), machine.stack.pop()
+    # The stand-ins are the only classes that can be on the stack. pickle would call any callable.
     if not isinstance(kind, type) or type(arguments) is not tuple:
         raise ValueError("a call of an object that is not a stand-in")
     machine.append(kind(*arguments))
 
 
 def _load_bytearray(machine: Any) -> None:
+    # pickle would allocate the size that the file claims before it reads the bytes.
     size = int.from_bytes(machine.read(8), "little")
     machine.append(bytearray(machine.read(size)))
 

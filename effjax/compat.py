@@ -1,7 +1,8 @@
-"""Operators with PyTorch's signatures, and the original's names of layers.
+"""Operators with PyTorch's signatures, and layers under maskrcnn-benchmark's names.
 
-Images are NCHW and kernels OIHW, as in maskrcnn-benchmark, torchvision and mmcv. The operators
-support reverse mode only; use `effjax.deform_conv2d` and `effjax.roi_align` for other derivatives.
+The operators take images as NCHW and kernels as OIHW, as in maskrcnn-benchmark, torchvision and
+mmcv. They support reverse mode only; use `effjax.deform_conv2d` and `effjax.roi_align` for other
+derivatives. The layers at the end of the file take NHWC.
 """
 
 import functools
@@ -61,7 +62,8 @@ def deform_conv2d(
         stride: one integer, or one for each spatial axis.
         padding: one integer, or one for each spatial axis.
         dilation: one integer, or one for each spatial axis.
-        mask: `[N, offset_groups * K, Ho, Wo]`, or None for the first version of the paper.
+        mask: `[N, offset_groups * K, Ho, Wo]`, a factor for each sample, or None for deformable
+            convolution v1.
 
     Returns:
         `[N, O, Ho, Wo]`.
@@ -69,7 +71,10 @@ def deform_conv2d(
     Raises:
         TypeError, ValueError: for arguments of a wrong type, dtype or shape.
     """
-    return _convolve(input, offset, weight, mask, bias, stride, padding, dilation, None, None)
+    return _convolve(
+        input, offset, weight, mask, bias, stride, padding, dilation, groups=None,
+        offset_groups=None,
+    )  # fmt: skip
 
 
 def deform_conv(
@@ -96,10 +101,10 @@ def deform_conv(
         stride: one integer, or one for each spatial axis.
         padding: one integer, or one for each spatial axis.
         dilation: one integer, or one for each spatial axis.
-        groups: of the convolution.
+        groups: groups of the convolution.
         deformable_groups: groups of channels, each with its own offsets.
-        im2col_step: ignored. Memory is bounded by rows and not by images, see
-            `effjax.deform_conv2d`.
+        im2col_step: ignored. The original computes this many images at a time; effjax computes
+            slices of rows, see `workspace_bytes` in `effjax.deform_conv2d`.
         deform_groups: mmcv's name of `deformable_groups`.
 
     Returns:
@@ -110,7 +115,7 @@ def deform_conv(
     """
     return _convolve(
         input, offset, weight, None, None, stride, padding, dilation, groups,
-        _merge_names(deformable_groups, deform_groups),
+        _merge_deform_groups(deformable_groups, deform_groups),
     )  # fmt: skip
 
 
@@ -131,23 +136,26 @@ def modulated_deform_conv(
     """Convolve `input` with the signature of maskrcnn-benchmark's `modulated_deform_conv`.
 
     The arguments are those of `deform_conv`, with `mask` `[N, deformable_groups * K, Ho, Wo]` and
-    `bias` `[O]`, both of which may be None. Reverse mode only.
+    `bias` `[O]`, both of which may be None. The result and the errors are the same too. Reverse
+    mode only.
     """
     return _convolve(
         input, offset, weight, mask, bias, stride, padding, dilation, groups,
-        _merge_names(deformable_groups, deform_groups),
+        _merge_deform_groups(deformable_groups, deform_groups),
     )  # fmt: skip
 
 
 def _convolve(
     input, offset, weight, mask, bias, stride, padding, dilation, groups, offset_groups
 ) -> jax.Array:
+    """Transpose to NHWC and HWIO, convolve, and transpose back; None infers a number of groups."""
     x, offset = _as_nhwc("input", input), _as_nhwc("offset", offset)
     kernel = as_float_array("weight", weight)
     if kernel.ndim != 4:
         raise ValueError(f"`weight` of shape {kernel.shape} must be [O, C / groups, kh, kw].")
     mask = None if mask is None else _as_nhwc("mask", mask)
-    if groups is None:  # inferred from the shapes
+    if groups is None:
+        # Clamped to 1, so that the operator reports a wrong shape.
         groups = max(1, x.shape[-1] // max(1, kernel.shape[1]))
     options: dict[str, Any] = dict(
         strides=as_pair("stride", stride, 1),
@@ -168,7 +176,7 @@ def _convolve(
     return y.transpose(0, 3, 1, 2)
 
 
-def _merge_names(deformable_groups: int, deform_groups: int | None) -> int:
+def _merge_deform_groups(deformable_groups: int, deform_groups: int | None) -> int:
     if deform_groups is None:
         return deformable_groups
     if deformable_groups not in (1, deform_groups):
@@ -207,13 +215,13 @@ def roi_align(
         TypeError, ValueError: for arguments of a wrong type, dtype or shape.
     """
     x = _as_nhwc("input", input)
-    run = functools.partial(
+    pool = functools.partial(
         roi.roi_align, output_size=output_size, spatial_scale=spatial_scale,
         sampling_ratio=sampling_ratio, aligned=aligned,
     )  # fmt: skip
     if isinstance(boxes, (list, tuple)):
-        return _pool_lists(run, x, boxes)
-    return _pool_indexed(run, x, _as_indexed_boxes("boxes", boxes), ())
+        return _pool_lists(pool, x, boxes)
+    return _pool_indexed(pool, x, _as_indexed_boxes("boxes", boxes), ())
 
 
 def deform_roi_pool(
@@ -225,9 +233,9 @@ def deform_roi_pool(
     sampling_ratio: int = 0,
     gamma: float = 0.1,
 ) -> jax.Array:
-    """Average features of boxes with moving bins and the signature of mmcv's `deform_roi_pool`.
+    """Average features of boxes over bins moved by offsets, as mmcv's `deform_roi_pool`.
 
-    Reverse mode only.
+    The signature is that of mmcv. Reverse mode only.
 
     Args:
         input: `[N, C, H, W]`.
@@ -244,12 +252,12 @@ def deform_roi_pool(
     Raises:
         TypeError, ValueError: for arguments of a wrong type, dtype or shape.
     """
-    run = functools.partial(
+    pool = functools.partial(
         roi.deform_roi_pool, output_size=output_size, spatial_scale=spatial_scale,
         sampling_ratio=sampling_ratio, gamma=gamma,
     )  # fmt: skip
     boxes = _as_indexed_boxes("rois", rois)
-    return _pool_indexed(run, _as_nhwc("input", input), boxes, _as_offsets(offset, boxes))
+    return _pool_indexed(pool, _as_nhwc("input", input), boxes, _as_offset_args(offset, boxes))
 
 
 def deform_roi_pooling(
@@ -272,11 +280,12 @@ def deform_roi_pooling(
     Args:
         data: `[N, out_channels * group_size**2, H, W]`.
         rois: `[K, 5]`, each box preceded by the index of its image.
-        offset: `[K, 2 * G, part_size, part_size]`, x before y; ignored with `no_trans`.
+        offset: `[K, 2 * G, part_size, part_size]`, x before y for each of G groups of the
+            out_channels; ignored with `no_trans`.
         spatial_scale: as in `effjax.deform_psroi_pool`.
         out_size: rows and columns of bins.
         out_channels: channels of the result.
-        no_trans: do not move bins.
+        no_trans: if True, do not move bins.
         group_size: as in `effjax.deform_psroi_pool`.
         part_size: as in `effjax.deform_psroi_pool`.
         sample_per_part: as in `effjax.deform_psroi_pool`.
@@ -288,21 +297,22 @@ def deform_roi_pooling(
     Raises:
         TypeError, ValueError: for arguments of a wrong type, dtype or shape.
     """
-    x, blocks = _as_nhwc("data", data), as_integer("group_size", group_size, 1) ** 2
-    if x.shape[-1] != out_channels * blocks:
+    # A box is divided into group_size**2 parts, and each part reads its own block of channels.
+    x, num_blocks = _as_nhwc("data", data), as_integer("group_size", group_size, 1) ** 2
+    if x.shape[-1] != out_channels * num_blocks:
         raise ValueError(
             f"`out_channels` (={out_channels}) times the square of `group_size` (={group_size}) "
             f"must be the {x.shape[-1]} channels of `data`."
         )
-    # The original has (channel, row, column) of a block, effjax has blocks of channels.
-    x = jnp.moveaxis(x.reshape(*x.shape[:3], out_channels, blocks), 3, 4).reshape(x.shape)
-    run = functools.partial(
+    # The original orders channels as (out_channels, blocks), effjax as (blocks, out_channels).
+    x = jnp.moveaxis(x.reshape(*x.shape[:3], out_channels, num_blocks), 3, 4).reshape(x.shape)
+    pool = functools.partial(
         roi.deform_psroi_pool, output_size=as_integer("out_size", out_size, 1),
         spatial_scale=spatial_scale, group_size=group_size, part_size=part_size,
         sample_per_part=sample_per_part, trans_std=trans_std,
     )  # fmt: skip
     boxes = _as_indexed_boxes("rois", rois)
-    return _pool_indexed(run, x, boxes, _as_offsets(None if no_trans else offset, boxes))
+    return _pool_indexed(pool, x, boxes, _as_offset_args(None if no_trans else offset, boxes))
 
 
 def _as_nhwc(name: str, value: Any) -> jax.Array:
@@ -318,11 +328,14 @@ def _as_indexed_boxes(name: str, value: Any) -> jax.Array:
         raise ValueError(
             f"`{name}` of shape {boxes.shape} must be [K, 5]: index of the image, x1, y1, x2, y2."
         )
-    return lax.stop_gradient(boxes)
+    return lax.stop_gradient(boxes)  # boxes get no gradient, as in the originals
 
 
-def _as_offsets(value: Any, boxes: jax.Array) -> tuple:
-    # [K, 2 * G, rows, columns] as () or ([1, K, rows, columns, 2 * G],)
+def _as_offset_args(value: Any, boxes: jax.Array) -> tuple:
+    """Return offsets as further arguments of an operator.
+
+    These are () for no offsets, or ([1, K, rows, columns, 2 * G],) for [K, 2 * G, rows, columns].
+    """
     if value is None or getattr(value, "size", 1) == 0:
         return ()
     offset = as_float_array("offset", value)
@@ -334,16 +347,20 @@ def _as_offsets(value: Any, boxes: jax.Array) -> tuple:
     return (offset.transpose(0, 2, 3, 1)[None],)
 
 
-def _pool_indexed(run: Callable, x: jax.Array, boxes: jax.Array, offset: tuple) -> jax.Array:
-    """Pool boxes with the indices of their images, on every device."""
-    pool_images = functools.partial(_pool_image_by_image, run)
+def _pool_indexed(pool: Callable, x: jax.Array, boxes: jax.Array, offset: tuple) -> jax.Array:
+    """Pool boxes [K, 5] of images x [N, H, W, C]; return [K, C, rows, columns]."""
+    pool_images = functools.partial(_pool_image_by_image, pool)
+    # On a mesh with Explicit axes the result is replicated: the boxes of one device's images may be
+    # anywhere among the K boxes.
     return auto_shard(pool_images, x, PartitionSpec())(x, boxes, *offset)
 
 
 def _pool_image_by_image(
-    run: Callable, x: jax.Array, boxes: jax.Array, *offset: jax.Array
+    pool: Callable, x: jax.Array, boxes: jax.Array, *offset: jax.Array
 ) -> jax.Array:
-    # For each image, the boxes of other images are NaN, have no samples and add zero.
+    # The operators pool the same number of boxes from each image. So this loop passes all K boxes
+    # with each image and replaces those of other images by NaN: such boxes have no samples, cost
+    # almost nothing, and add zero to the sum over the images.
     x, boxes, offset = match_varying((x, boxes, offset))
     indices, boxes = boxes[:, 0], boxes[None, :, 1:]
 
@@ -351,16 +368,19 @@ def _pool_image_by_image(
         n, x = image
         is_own = (indices == n.astype(indices.dtype))[None, :, None]
         own_boxes = jnp.where(is_own, boxes, jnp.full_like(boxes, jnp.nan))
-        return y + run(x[None], own_boxes, *offset)[0], None
+        return y + pool(x[None], own_boxes, *offset)[0], None
 
-    shape = jax.eval_shape(run, jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), boxes, *offset)
+    shape = jax.eval_shape(pool, jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), boxes, *offset)
     images = jnp.arange(x.shape[0], dtype=jnp.int32), x
     y, _ = lax.scan(step, zeros(shape.shape[1:], x.dtype, x), images)
     return y.transpose(0, 3, 1, 2)
 
 
-def _pool_lists(run: Callable, x: jax.Array, boxes: Sequence[Any]) -> jax.Array:
-    """Pool an array of boxes for each image, padded with NaN to the same number."""
+def _pool_lists(pool: Callable, x: jax.Array, boxes: Sequence[Any]) -> jax.Array:
+    """Pool a list of boxes [L, 4], one array for each image; return [sum of L, C, rows, columns].
+
+    The arrays are padded with NaN to the same number of boxes, and the results are cut again.
+    """
     if len(boxes) != x.shape[0]:
         raise ValueError(f"`boxes` has {len(boxes)} arrays for the {x.shape[0]} images of `input`.")
     arrays = [as_float_array(f"boxes[{i}]", b) for i, b in enumerate(boxes)]
@@ -370,16 +390,17 @@ def _pool_lists(run: Callable, x: jax.Array, boxes: Sequence[Any]) -> jax.Array:
     is_float64 = "float64" in (x.dtype, *(b.dtype for b in arrays))
     arrays = [b.astype(jnp.float64 if is_float64 else jnp.float32) for b in arrays]
     longest = max((b.shape[0] for b in arrays), default=0)
-    nowhere = jnp.full((longest, 4), jnp.nan, jnp.float32)
-    padded = [jnp.concatenate([b, nowhere[b.shape[0] :].astype(b.dtype)]) for b in arrays]
-    y = run(x, jnp.stack(padded) if padded else nowhere[None][:0])
-    none = jnp.zeros((0, *y.shape[2:]), y.dtype)
-    y = jnp.concatenate([none, *(own[: b.shape[0]] for own, b in zip(y, arrays, strict=True))])
+    padding = jnp.full((longest, 4), jnp.nan, jnp.float32)
+    padded = [jnp.concatenate([b, padding[b.shape[0] :].astype(b.dtype)]) for b in arrays]
+    y = pool(x, jnp.stack(padded) if padded else padding[None][:0])
+    empty = jnp.zeros((0, *y.shape[2:]), y.dtype)  # the result of an empty list
+    y = jnp.concatenate([empty, *(own[: b.shape[0]] for own, b in zip(y, arrays, strict=True))])
     return y.transpose(0, 3, 1, 2)
 
 
-# The layers of maskrcnn-benchmark and mmcv. Unlike the functions above, they have the arguments of
-# `effjax.nnx.DeformConv`, and images are NHWC.
+# Layers under the names of maskrcnn-benchmark and mmcv. Unlike the functions above, they take the
+# arguments of `effjax.nnx.DeformConv`, and images as NHWC. The "Pack" layers predict their offsets;
+# the others are called with them.
 DeformConv = functools.partial(nnx.DeformConv, modulated=False, predict_offset=False)
 ModulatedDeformConv = functools.partial(nnx.DeformConv, modulated=True, predict_offset=False)
 DeformConvPack = functools.partial(nnx.DeformConv, modulated=False, predict_offset=True)
@@ -387,15 +408,16 @@ ModulatedDeformConvPack = functools.partial(nnx.DeformConv, modulated=True, pred
 
 
 class DFConv2d(flax.nnx.Module):
-    """Deformable layer of maskrcnn-benchmark's detectors, which predicts its offsets.
+    """Deformable convolution of maskrcnn-benchmark's detectors, which predicts its offsets.
 
-    `conv` is an `effjax.nnx.DeformConv` with padding ``kernel_dilation * (kernel_size - 1) / 2`` on
-    every side, so that odd kernels keep the size of the image, and without a bias by default.
+    Its attribute `conv` is an `effjax.nnx.DeformConv` with padding
+    ``kernel_dilation * (kernel_size - 1) / 2`` on every side, so that odd kernels keep the size of
+    the image at stride 1. It has no bias by default.
 
     Args:
         in_features, out_features, kernel_size, strides, modulated, kernel_dilation, use_bias: as in
             `effjax.nnx.DeformConv`.
-        options: further arguments of `effjax.nnx.DeformConv`.
+        options: further arguments of `effjax.nnx.DeformConv`, among them `rngs`.
     """
 
     def __init__(
@@ -419,5 +441,5 @@ class DFConv2d(flax.nnx.Module):
         )  # fmt: skip
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Convolve `x` `[N, H, W, in_features]`."""
+        """Convolve `x` `[N, H, W, in_features]`; return `[N, Ho, Wo, out_features]`."""
         return self.conv(x)

@@ -1,6 +1,6 @@
-"""The commands of `effjax`.
+"""The command line `effjax`: its commands and its entry point.
 
-Each command imports what it needs when it runs, so that `--help` does not wait for JAX.
+Commands import JAX and the training code when they run, so that `--help` does not wait for them.
 """
 
 from collections.abc import Sequence
@@ -28,11 +28,23 @@ train_app = typer.Typer(help="Train a model on images or on text.", no_args_is_h
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit code."""
+    """Run the command line.
+
+    Args:
+        argv: Arguments, without the name of the program.
+
+    Returns:
+        The exit code: 0 on success, otherwise the code of the error (see `errors`).
+
+    Raises:
+        BaseException: Errors that are not the user's, which are bugs in effjax.
+    """
     command: Any = typer.main.get_command(app)
     try:
+        # In this mode, typer returns the exit code and raises errors instead of printing them.
         code = command.main(args=[*argv], prog_name="effjax", standalone_mode=False) or 0
-        if code == errors.INTERRUPTED:  # typer has caught KeyboardInterrupt
+        if code == errors.INTERRUPTED:
+            # Typer has replaced KeyboardInterrupt by an exit code. Raise it again for the report.
             raise KeyboardInterrupt
         return code
     except BaseException as error:
@@ -54,7 +66,7 @@ def main(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Define the options of `effjax` itself."""
+    """Declare the options before the name of a command; their callbacks do the work."""
 
 
 @app.command()
@@ -67,6 +79,7 @@ def doctor(
     show(as_json)
 
 
+# `Command` lays out the help of commands with many options.
 app.command("convert", cls=Command)(convert)
 app.command("memory", cls=Command)(memory)
 app.add_typer(train_app, name="train")

@@ -77,7 +77,7 @@ class _Dict(StandIn, dict):
         return self
 
     def __init__(self, items: Any = ()) -> None:
-        pass
+        pass  # `__new__` has added the items
 
     def __setstate__(self, state: Any) -> None:
         pass
@@ -96,6 +96,7 @@ class _Storage(StandIn):
 
 
 def _is_shape(value: Any) -> bool:
+    # The same test serves for strides, which PyTorch does not allow to be negative.
     return (
         type(value) is tuple and len(value) <= _MAX_RANK and all(_is_size(size) for size in value)
     )
@@ -106,17 +107,19 @@ def _is_size(value: Any) -> bool:
 
 
 class _Tensor(StandIn):
-    """View of a storage.
+    """Stand-in for the functions that rebuild a tensor. A call returns a NumPy view of a storage.
 
-    It is a class because a pickle could set the attributes of a function.
+    It is a class with empty `__slots__` because a pickle could set the attributes of a function.
     """
 
     __slots__ = ()
 
     def __new__(
-        cls, storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any = None,
+        cls, storage: Any, offset: Any, shape: Any, strides: Any, _requires_grad: Any = None,
         _hooks: Any = None, metadata: Any = None,
     ) -> Any:  # fmt: skip
+        # The offset and the strides count elements. `metadata` has flags such as conjugation, which
+        # change the values.
         if type(storage) is not _Storage or metadata:
             raise RefusedError("an unsupported tensor")
         array = storage.array
@@ -125,16 +128,18 @@ class _Tensor(StandIn):
             raise ValueError("a tensor whose shape, strides or offset are not integers")
         if len(shape) != len(strides):
             raise ValueError(f"a tensor of shape {shape} and strides {strides}")
+        # as_strided checks no bounds, so a wrong shape would read other memory of this process.
         last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
         if 0 not in shape:
             if last >= array.size:
                 raise ValueError(f"a tensor of shape {shape} in a storage of {array.size}")
+            # With a stride of 0, a few bytes could ask for an array of any size.
             if math.prod(shape) > array.size:
                 raise _ExpandedTensorError(
                     f"a tensor expanded to {shape} from {array.size} elements"
                 )
-        steps = tuple(step * array.itemsize for step in strides)
-        return np.lib.stride_tricks.as_strided(array[offset:], shape, steps, writeable=False)
+        byte_strides = tuple(step * array.itemsize for step in strides)
+        return np.lib.stride_tricks.as_strided(array[offset:], shape, byte_strides, writeable=False)
 
 
 class _Parameter(StandIn):
@@ -142,7 +147,7 @@ class _Parameter(StandIn):
 
     __slots__ = ()
 
-    def __new__(cls, tensor: Any, _grad: Any = None, _hooks: Any = None) -> Any:
+    def __new__(cls, tensor: Any, _requires_grad: Any = None, _hooks: Any = None) -> Any:
         return tensor
 
 
@@ -160,17 +165,27 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): _Dict,
     **dict.fromkeys(_TENSORS, _Tensor),
     ("torch._utils", "_rebuild_parameter"): _Parameter,
+    # The class of a storage stands for its dtype. `_storage_id` looks the name up in `_STORAGES`.
     **{("torch", name): name for name in _STORAGES},
 }
 
 
 def _load(stream: io.BytesIO, storage_of: Any = None, tensor: type = _Tensor) -> Any:
+    """Load the next pickle of the stream.
+
+    Args:
+        stream: The file, at the beginning of a pickle.
+        storage_of: Returns the storage of a persistent id. None refuses storages.
+        tensor: The stand-in for tensors.
+    """
     allowed = _ALLOWED | dict.fromkeys(_TENSORS, tensor)
     return Unpickler(stream, allowed, storage_of, encoding="utf-8").load()
 
 
 def _storage_id(pid: Any) -> tuple[str, np.dtype, int]:
-    """Return the key, dtype and length of a storage. Its device is ignored."""
+    """Return the key, dtype and length of a storage from its persistent id. Ignore its device."""
+    # The id is ("storage", name of its class, key, device, length). Legacy files append the
+    # metadata of a view, or None.
     if type(pid) is not tuple or len(pid) not in (5, 6) or any(type(s) is not str for s in pid[:3]):
         raise RefusedError("an unsupported storage")
     kind, name, key, _device, length, *view = pid
@@ -191,29 +206,31 @@ def _make_storage(raw: Any, dtype: np.dtype, length: int) -> _Storage:
 
 def _read_zip(data: bytes) -> Any:
     archive = zipfile.ZipFile(io.BytesIO(data))
+    # Entries that decompress to more bytes than the file has could fill the memory.
     if sum(info.file_size for info in archive.infolist()) > len(data):
         raise ValueError("compressed or overlapping entries")
     pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise ValueError(f"{len(pickles)} pickles in the archive")
+    # All entries are in one folder, whose name is that of the file when it was saved.
     root, storages = pickles[0].removesuffix("data.pkl"), {}
 
-    def entry(name: str) -> bytes:
+    def read_entry(name: str) -> bytes:
         info = archive.getinfo(root + name)
         if info.compress_type != zipfile.ZIP_STORED:
             raise ValueError("compressed, unlike files of torch.save")
         return archive.read(info)
 
-    if f"{root}byteorder" in archive.namelist() and entry("byteorder") != b"little":
+    if f"{root}byteorder" in archive.namelist() and read_entry("byteorder") != b"little":
         raise ValueError("big-endian")
 
     def storage_of(pid: Any) -> _Storage:
         key, dtype, length = _storage_id(pid)
         if (key, dtype) not in storages:
-            storages[key, dtype] = _make_storage(entry(f"data/{key}"), dtype, length)
+            storages[key, dtype] = _make_storage(read_entry(f"data/{key}"), dtype, length)
         return storages[key, dtype]
 
-    return _load(io.BytesIO(entry("data.pkl")), storage_of)
+    return _load(io.BytesIO(read_entry("data.pkl")), storage_of)
 
 
 def _read_legacy(data: bytes) -> Any:
@@ -226,13 +243,13 @@ def _read_legacy(data: bytes) -> Any:
     _load(stream)
     if _load(stream)["little_endian"] is not True:
         raise ValueError("big-endian")
-    start, kinds = stream.tell(), {}
+    start_of_value, kinds = stream.tell(), {}
 
-    def note(pid: Any) -> None:
+    def record_kind(pid: Any) -> None:
         key, dtype, length = _storage_id(pid)
         kinds[key] = dtype, length
 
-    _load(stream, note, _Unread)
+    _load(stream, record_kind, _Unread)
     storages = {}
     for key in _load(stream):
         if type(key) is not str:
@@ -241,5 +258,5 @@ def _read_legacy(data: bytes) -> Any:
         if int.from_bytes(stream.read(8), "little") != length:
             raise ValueError(f"a storage whose length is not {length}")
         storages[key] = _make_storage(stream.read(dtype.itemsize * length), dtype, length)
-    stream.seek(start)
+    stream.seek(start_of_value)
     return _load(stream, lambda pid: storages[_storage_id(pid)[0]])

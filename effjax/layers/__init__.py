@@ -1,1 +1,1 @@
-"""What the linen and the nnx modules share: options, shapes, initial values, statistics."""
+"""Framework-independent layer code shared by the linen and nnx modules."""

@@ -10,7 +10,7 @@ from ..ops._common.dtypes import at_least_float32
 
 
 def check_inputs(predict_offset: bool, modulated: bool, offset: Any, mask: Any) -> None:
-    """Raise an error if offset and mask do not agree with the options of the layer."""
+    """Raise ValueError unless offset and mask are passed exactly if the layer needs them."""
     if predict_offset and not (offset is None and mask is None):
         raise ValueError("`offset` and `mask` must be None with predict_offset=True.")
     if not predict_offset and offset is None:
@@ -19,16 +19,25 @@ def check_inputs(predict_offset: bool, modulated: bool, offset: Any, mask: Any) 
         raise ValueError(f"`mask` must be passed with modulated=True only, not {modulated}.")
 
 
-def predicted_features(kernel_size: Sequence[int], offset_groups: int, modulated: bool) -> int:
-    """Return the features of the convolution that predicts two offsets, and a mask, per tap."""
+def count_predicted_channels(
+    kernel_size: Sequence[int], offset_groups: int, modulated: bool
+) -> int:
+    """Return the number of channels that predict (y, x), and a mask if `modulated`, per tap."""
     height, width = kernel_size
     return offset_groups * height * width * (3 if modulated else 2)
 
 
 def split_predicted(predicted: jax.Array, modulated: bool) -> tuple[jax.Array, jax.Array | None]:
-    """Split predicted features into offsets and a mask in (0, 1), at least float32.
+    """Split predicted channels into offsets and a mask.
 
-    The first two thirds are offsets, the last third are logits of the mask.
+    Args:
+        predicted: [N, Ho, Wo, G * K * 3] for G offset groups and K taps, offsets before the logits
+            of the mask; [N, Ho, Wo, G * K * 2], the offsets, if not `modulated`.
+        modulated: Whether there is a mask.
+
+    Returns:
+        offset [N, Ho, Wo, G * K * 2], in pixels, and mask [N, Ho, Wo, G * K] in (0, 1), or None.
+        Both are at least float32.
     """
     predicted = at_least_float32(predicted)
     if not modulated:

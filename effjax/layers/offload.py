@@ -1,4 +1,8 @@
-"""Framework-independent parts of the linen and nnx `OffloadModel`."""
+"""OffloadModel: code shared by the linen and nnx modules.
+
+The modules turn each layer into a function of its parameters and its input. This file adds the
+numbers of the layer and of the microbatch, and calls the operators.
+"""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,13 +23,16 @@ def make_options(
     num_slices: int | None, checkpoint_activation: bool, num_microbatches: int, compute_dtype: Any,
     policy: Any,
 ) -> OffloadOptions:  # fmt: skip
-    """Return the options of the operators from those of the modules."""
+    """Convert the fields of the modules to the options of the operators.
+
+    `checkpoint_activation` is fairscale's name. Here it selects the memory of the residuals.
+    """
     return OffloadOptions(
         num_slices,
         num_microbatches,
         activations="host" if checkpoint_activation else "device",
         compute_dtype=compute_dtype,
-        has_aux=True,
+        has_aux=True,  # the variables that a layer changes, such as running statistics
         policy=policy,
     )
 
@@ -33,22 +40,31 @@ def make_options(
 def apply_list(
     calls: Sequence[Callable], params: Sequence[Tree], x: Tree, key: Any, options: OffloadOptions
 ) -> tuple[Tree, list]:
-    """Apply different layers ``call(params, x, None, microbatch, key) -> (x, aux)``.
+    """Apply a sequence of different layers.
 
-    The microbatch is None if there is only one. Returns x and aux [num_microbatches, ...] of each
-    layer.
+    Args:
+        calls: Functions ``(params, x, i, microbatch, key) -> (x, aux)``, one for each layer. i is
+            always None here. microbatch is an int32 scalar, or None if there is only one.
+        params: The parameters of each layer.
+        x: The input, a pytree of arrays.
+        key: A PRNG key, or None.
+        options: Options of the operator.
+
+    Returns:
+        x after the last layer, and the aux of each layer, with arrays [num_microbatches, ...].
     """
     if options.num_microbatches == 1:
         layers = [lambda w, x, key, call=call: call(w, x, None, None, key) for call in calls]
         return apply_sequence(layers, params, x, key, options)
 
-    # The number of the microbatch travels with x, once for each row. A layer may change the number
-    # of rows.
+    # The operator splits x along the rows and calls a layer with one microbatch, without its
+    # number. So each row of x carries the number of its microbatch, and the layer reads the first.
+    # The numbers are written anew after each layer, because it may change the number of rows.
     def with_number(call: Callable) -> Callable:
         def layer(w, x_and_number, key):
             x, m = x_and_number[0], x_and_number[1][0]
             x, aux = call(w, x, None, m, key)
-            return (x, jnp.full(_num_rows(x), m)), aux
+            return (x, jnp.full(_leading_shape(x), m)), aux
 
         return layer
 
@@ -61,13 +77,23 @@ def apply_list(
 def apply_identical_layers(
     call: Callable, params: Tree, x: Tree, key: Any, options: OffloadOptions
 ) -> tuple[Tree, Tree]:
-    """Apply a stack of layers ``call(params, x, i, microbatch, key) -> (x, aux)``.
+    """Apply a stack of identical layers.
 
-    The microbatch is None if there is only one. Returns x and aux [L, num_microbatches, ...].
+    Args:
+        call: Function ``(params, x, i, microbatch, key) -> (x, aux)``. i, the number of the layer,
+            is an int32 scalar, and so is microbatch, which is None if there is only one.
+        params: The stacked parameters, with a leading axis of length L.
+        x: The input, a pytree of arrays.
+        key: A PRNG key, or None.
+        options: Options of the operator.
+
+    Returns:
+        x after the last layer, and aux with arrays [L, num_microbatches, ...].
     """
     count = options.num_microbatches
 
-    # The number i * num_microbatches + microbatch travels with x.
+    # One body runs for all layers and microbatches. It learns both numbers from its input: each row
+    # of x carries i * num_microbatches + microbatch, to which every layer adds num_microbatches.
     def layer(w, x_and_number, key):
         x, number = x_and_number
         i, m = number.reshape(-1)[0], None
@@ -82,16 +108,18 @@ def apply_identical_layers(
 
 
 def _add_microbatch_numbers(x: Tree, num_microbatches: int) -> tuple[Tree, jax.Array]:
+    """Return x and the number of the microbatch of each row, int32 [N]; a scalar 0 if only one."""
     x = jax.tree.map(jnp.asarray, x)
     if num_microbatches == 1:
         return x, jnp.int32(0)
     check_microbatches(x, num_microbatches)
-    (rows,) = _num_rows(x)
+    (rows,) = _leading_shape(x)
     numbers = jnp.arange(num_microbatches, dtype=jnp.int32)
     return x, jnp.repeat(numbers, rows // num_microbatches)
 
 
-def _num_rows(x: Tree) -> tuple[int, ...]:
+def _leading_shape(x: Tree) -> tuple[int, ...]:
+    """Return (N,) for arrays [N, ...] and () for scalars."""
     return jax.tree.leaves(x)[0].shape[:1]
 
 
@@ -99,19 +127,20 @@ def combine_statistics(new: Tree, axis: int = 0) -> Tree:
     """Combine the running statistics after each microbatch, stacked along `axis`, into one update.
 
     An update is affine, ``new[m] = momentum·old + (1 − momentum)·batch[m]``, so the mean of the
-    updates is the update with the mean of the batches' statistics. Counts are equal in all of them.
+    updates is the update with the mean of the batches' statistics.
     """
 
     def combine(a: jax.Array) -> jax.Array:
         if a.shape[axis] > 1 and is_float(a):
             return jnp.mean(a, axis)
+        # Integers are counters, which are equal after all microbatches.
         return jax.lax.index_in_dim(a, 0, axis, keepdims=False)
 
     return jax.tree.map(combine, new)
 
 
 def call_layer(layer: Callable, x: Tree, keywords: Mapping[str, Any]) -> Tree:
-    """Call a layer as Flax's Sequential does: a tuple is arguments, a dict keyword arguments."""
+    """Call a layer as Flax's Sequential does: unpack a tuple or a dict as its arguments."""
     if isinstance(x, tuple):
         return layer(*x, **keywords)
     if isinstance(x, dict):
@@ -120,7 +149,7 @@ def call_layer(layer: Callable, x: Tree, keywords: Mapping[str, Any]) -> Tree:
 
 
 def get_input(args: tuple) -> Tree:
-    """Return x from the arguments of a call."""
+    """Return the input as a pytree of arrays: the only argument, or a tuple of several."""
     if not args:
         raise TypeError("OffloadModel needs an input.")
     return as_array_tree("x", args[0] if len(args) == 1 else args, allow_scalars=True)
@@ -135,7 +164,7 @@ def check_layers(layers: Any) -> list[Callable]:
 
 
 def select_keywords(call: Callable, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords that are in the signature of `call`."""
+    """Return the keywords that `call` names in its signature; ``**kwargs`` accepts none."""
     if not keywords:
         return {}
     try:
@@ -159,7 +188,7 @@ def check_flags(calls: Iterable[Callable], flags: Mapping[str, Any]) -> None:
 
 
 def check_on_host(params: Tree, remedy: str) -> None:
-    """Raise ValueError, with a remedy, if a parameter is not in host memory."""
+    """Raise ValueError if a parameter is not in host memory. The message ends with `remedy`."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     elsewhere = [
         f"layers{jax.tree_util.keystr(path)}" for path, a in leaves if space_of(a) != Space.Host

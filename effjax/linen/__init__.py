@@ -1,6 +1,6 @@
 """Flax linen modules over the operators of effjax.
 
-The modules of `effjax.nnx`, by the same names.
+Each module has the name of its counterpart in `effjax.nnx`.
 """
 
 from .batch_norm import BatchNorm as BatchNorm

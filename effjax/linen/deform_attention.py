@@ -17,10 +17,11 @@ _zeros, _xavier = nn.initializers.zeros, nn.initializers.xavier_uniform()
 class MSDeformAttn(nn.Module):
     """Attention of queries to a few points of feature maps at several scales.
 
-    The fields and parameters are those of `effjax.nnx.MSDeformAttn`.
+    The fields and the parameters, their names and initial values are those of
+    `effjax.nnx.MSDeformAttn`, which documents them.
 
     Raises:
-        TypeError, ValueError: for arguments of a wrong type or shape, when the layer is called.
+        TypeError, ValueError: when the layer is called with arguments of a wrong type or shape.
 
     References:
         Zhu et al., Deformable DETR, 2020 (arXiv:2010.04159).
@@ -44,19 +45,33 @@ class MSDeformAttn(nn.Module):
         spatial_shapes: Sequence[tuple[int, int]],
         padding_mask: jax.Array | None = None,
     ) -> jax.Array:
-        """Attend from each query to points around its reference points, as the nnx layer does."""
+        """Attend from each query to points around its reference points.
+
+        Args:
+            query: `[N, Q, features]`.
+            reference_points: `[N, Q, L, 2]`, (x, y) in [0, 1] of each level, or boxes
+                `[N, Q, L, 4]`, (x, y, width, height), whose size scales the offsets.
+            value: `[N, S, features]`, the pixels of all levels, level by level.
+            spatial_shapes: (H, W) of each level.
+            padding_mask: `[N, S]`, True for padding pixels of value, which are replaced by zero.
+
+        Returns:
+            `[N, Q, features]`.
+        """
         shapes = shared.check_inputs(query, value, spatial_shapes, self.features, self.num_levels)
-        samples = self.num_heads * self.num_levels * self.num_points
+        num_samples = self.num_heads * self.num_levels * self.num_points  # of a query
+        # Initially the offsets do not depend on the query: kernel zero, bias with a direction for
+        # each head.
         bias_init = shared.offset_bias_init(self.num_heads, self.num_levels, self.num_points)
         y = shared.attend(
             self._linear("value_proj", self.features, _xavier)(value),
-            self._linear("sampling_offsets", samples * 2, _zeros, bias_init)(query),
-            self._linear("attention_weights", samples, _zeros)(query),
+            self._linear("sampling_offsets", num_samples * 2, _zeros, bias_init)(query),
+            self._linear("attention_weights", num_samples, _zeros)(query),
             reference_points, padding_mask, shapes, self.num_heads, self.implementation,
         )  # fmt: skip
         return self._linear("output_proj", self.features, _xavier)(y)
 
-    @nn.nowrap
+    @nn.nowrap  # no state handling or named_call for this helper
     def _linear(self, name: str, out: int, kernel_init: Any, bias_init: Any = _zeros) -> nn.Dense:
         return nn.Dense(
             out, dtype=self.dtype, param_dtype=self.param_dtype, precision=self.precision,
@@ -67,10 +82,11 @@ class MSDeformAttn(nn.Module):
 class DCNv3(nn.Module):
     """Layer of InternImage: `effjax.dcn_aggregate` with predicted offsets and weights.
 
-    The fields and parameters are those of `effjax.nnx.DCNv3`.
+    The fields and the parameters, their names and initial values are those of `effjax.nnx.DCNv3`,
+    which documents them.
 
     Raises:
-        TypeError, ValueError: for arguments of a wrong type or shape, when the layer is called.
+        TypeError, ValueError: when the layer is called with arguments of a wrong type or shape.
 
     References:
         Wang et al., InternImage, 2022 (arXiv:2211.05778).
@@ -91,24 +107,28 @@ class DCNv3(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Apply the layer to images `[N, H, W, features]`."""
+        """Apply the layer to images `[N, H, W, features]`; return an array of the same shape."""
         options: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-        size = self.kernel_size if self.dw_kernel_size is None else self.dw_kernel_size
+        # Offsets and masks are predicted from z, the samples are taken from a projection of x.
+        dw_size = self.kernel_size if self.dw_kernel_size is None else self.dw_kernel_size
         z = nn.Conv(
-            self.features, (size, size), padding=(size - 1) // 2, precision=self.precision,
-            feature_group_count=self.features, name="dw_conv", **options,
+            self.features, (dw_size, dw_size), padding=(dw_size - 1) // 2,
+            precision=self.precision, feature_group_count=self.features, name="dw_conv", **options,
         )(x)  # fmt: skip
         z = nn.LayerNorm(epsilon=1e-6, name="dw_norm", **options)(z)
         z = jax.nn.gelu(z, approximate=False)
-        points = self.offset_groups * (self.kernel_size**2 - self.remove_center)
+        num_samples = self.offset_groups * (self.kernel_size**2 - self.remove_center)  # of a pixel
 
         def linear(name: str, out: int, kernel_init: Any) -> nn.Dense:
-            options["precision"] = self.precision
-            return nn.Dense(out, kernel_init=kernel_init, name=name, **options)
+            return nn.Dense(
+                out, precision=self.precision, kernel_init=kernel_init, name=name, **options
+            )
 
         projected = linear("input_proj", self.features, _xavier)(x)
         y = shared.aggregate(
-            projected, linear("offset", points * 2, _zeros)(z), linear("mask", points, _zeros)(z),
+            projected,
+            linear("offset", num_samples * 2, _zeros)(z),
+            linear("mask", num_samples, _zeros)(z),
             kernel_size=self.kernel_size,
             padding=self.kernel_dilation * (self.kernel_size - 1) // 2,
             kernel_dilation=self.kernel_dilation, offset_groups=self.offset_groups,
@@ -121,6 +141,8 @@ class DCNv3(nn.Module):
 
     @nn.nowrap
     def _blend_center(self, y: jax.Array, projected: jax.Array, z: jax.Array) -> jax.Array:
+        # Two bare parameters instead of a Dense layer: the original stores them under these names,
+        # with the weight as [groups, features].
         name, shape = "center_feature_scale_proj", (self.offset_groups, self.features)
         weight = self.param(f"{name}_weight", _zeros, shape, self.param_dtype)
         bias = self.param(f"{name}_bias", _zeros, shape[:1], self.param_dtype)

@@ -9,7 +9,7 @@ from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from ..layers.deform_conv import check_inputs, predicted_features, split_predicted
+from ..layers.deform_conv import check_inputs, count_predicted_channels, split_predicted
 from ..ops._common.arguments import as_padding, as_pair
 from ..ops.deform_conv import deform_conv2d
 
@@ -63,8 +63,8 @@ class DeformConv(nn.Module):
         )
         if self.predict_offset:
             predicted = nn.Conv(
-                predicted_features(size, self.offset_groups, self.modulated), size, **geometry,
-                dtype=self.dtype, param_dtype=self.param_dtype, kernel_init=_zeros,
+                count_predicted_channels(size, self.offset_groups, self.modulated), size,
+                **geometry, dtype=self.dtype, param_dtype=self.param_dtype, kernel_init=_zeros,
                 bias_init=_zeros, name="offset_conv",
             )(x)  # fmt: skip
             offset, mask = split_predicted(predicted, self.modulated)

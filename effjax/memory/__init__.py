@@ -1,4 +1,4 @@
-"""Memory planner: bytes of a compiled program on a GPU, and residuals of a function."""
+"""Memory planner: memory use of a compiled program on a GPU, and residuals of a function."""
 
 from ..ops.offload.compiled import host_memory_limit as host_memory_limit
 from ._hlo import Collective as Collective

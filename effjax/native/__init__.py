@@ -1,6 +1,6 @@
 """Loader of the native kernels, which registers them with XLA at first use.
 
-A package that was built without a compiler has no kernels; operators then run as plain XLA.
+Without a compiler, the package is built without kernels, and the operators run as plain XLA.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """Flax NNX modules over the operators of effjax.
 
-Those of `effjax.linen` have the same names. `revert_batch_norm` is here alone: linen's
-`convert_batch_norm` leaves the model as it is.
+Each module has the name of its counterpart in `effjax.linen`. Only this package needs
+`revert_batch_norm`: linen's `convert_batch_norm` does not change the model that it converts.
 """
 
 from .batch_norm import BatchNorm as BatchNorm

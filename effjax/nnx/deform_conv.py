@@ -9,7 +9,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from ..layers.deform_conv import check_inputs, predicted_features, split_predicted
+from ..layers.deform_conv import check_inputs, count_predicted_channels, split_predicted
 from ..ops._common.arguments import as_padding, as_pair
 from ..ops.deform_conv import deform_conv2d
 
@@ -93,7 +93,7 @@ class DeformConv(nnx.Module):
         self.bias: Any = nnx.data(None if bias is None else nnx.Param(bias))
         if predict_offset:
             self.offset_conv = nnx.Conv(
-                in_features, predicted_features(size, offset_groups, modulated), size,
+                in_features, count_predicted_channels(size, offset_groups, modulated), size,
                 **geometry, dtype=dtype, param_dtype=param_dtype, kernel_init=_zeros,
                 bias_init=_zeros, rngs=rngs,
             )  # fmt: skip

@@ -1,11 +1,12 @@
-"""Checkpoints of a run, numbered by step, and verified when they are read.
+"""Checkpoints of a run, numbered by step and verified before they are restored.
 
-One Orbax manager writes all of them: those at an evaluation, which have a score, and those between
-two evaluations. Orbax writes in the background, into
-a temporary directory, and renames it when it is complete. Just
-before the rename the first process adds a manifest with the step, the score and the SHA-256 digest
-of each file. A checkpoint that does not match its manifest, or that has none, is damaged: a flipped
-bit in an array would otherwise be read as another number.
+There are two kinds. A checkpoint saved at an evaluation has a score. A checkpoint saved between two
+evaluations has no score; it only bounds the work that an interrupted run loses.
+
+Orbax writes a checkpoint in the background into a temporary directory, and renames the directory
+when it is complete. Just before the rename, the first process adds a manifest with the step, the
+score and the SHA-256 digest of each file. A checkpoint is damaged if it does not match its manifest
+or has none. Without the digests, a flipped bit in an array would go unnoticed.
 
 Each process writes and reads the parts of the arrays that its devices hold. Arrays in host memory
 are written from there. A checkpoint can be restored on other devices, and by another number of
@@ -30,30 +31,33 @@ from .processes import is_multiprocess, run_on_first
 from .task import Metrics
 
 MANIFEST = "manifest.json"
-# Orbax writes these after the manifest. They hold times and a completion marker; restoring does not
-# need them.
+# Orbax writes these files after the manifest, so it cannot contain their digests. They hold times
+# and a completion marker, which restoring does not need.
 WRITTEN_AFTER_MANIFEST = ("_CHECKPOINT_METADATA", "commit_success.txt")
-# Processes wait for each other, and for the digests of all files, at most this long.
+# Limit for one save, during which processes wait for each other and for the digests of all files.
 TIMEOUT_SECONDS = 2 * 60 * 60
 
+# Higher is better. Tuples are compared lexicographically.
 Score = tuple[float, ...]
 
 
 class _Manager(ocp.CheckpointManager):
     def reached_preemption(self, step: int) -> bool:
-        # Orbax would ask JAX by step number. JAX compares that with its own count of questions, and
-        # the training loop asks already (see `processes.preemption_signal`).
+        # The training loop already polls JAX for a preemption, with its own counter (see
+        # `processes.preemption_signal`). JAX expects consecutive numbers, and Orbax would poll it
+        # with step numbers.
         return False
 
 
 class _PreservationPolicy:
     """Keep the newest checkpoint, the last `keep` evaluated ones, and the best one.
 
-    Until there is an evaluated one, the first checkpoint is kept, so that the newest one is never
-    the only one.
+    Until the first evaluation, the oldest checkpoint is kept in place of the best one. A run can
+    then fall back to it if the newest checkpoint is damaged.
     """
 
     def __init__(self, keep: int, scores: dict[int, Score]):
+        # `Checkpoints` adds scores to this dict later, so it must not be copied.
         self.keep, self.scores = keep, scores
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
@@ -67,19 +71,21 @@ class _PreservationPolicy:
 class Checkpoints:
     """The checkpoints of a run. Use it as a context manager: leaving it waits for the last save.
 
-    Of several processes, each one makes the same calls in the same order.
+    With several processes, all must make the same calls in the same order.
 
     Args:
-        directory: Where the checkpoints are; created unless `read_only`.
-        keep: How many of the last evaluated checkpoints are kept, in addition to the best and the
-            newest one.
-        read_only: Write nothing. A missing directory has no checkpoints.
+        directory: The directory of the checkpoints; created unless `read_only`.
+        keep: Number of evaluated checkpoints to keep, the last ones, in addition to the best and
+            the newest checkpoint.
+        read_only: If True, do not create the directory. A missing one has no checkpoints.
     """
 
     def __init__(self, directory: Path, keep: int = 1, read_only: bool = False):
         self.directory = directory
         self._scores: dict[int, Score] = {}
-        self._saving: dict[str, Any] = {}  # the manifest of the checkpoint that is being written
+        # Manifest of the checkpoint being written, without digests. The background thread of Orbax
+        # reads it, so it must not change before the save has finished.
+        self._saving: dict[str, Any] = {}
         options = ocp.CheckpointManagerOptions(
             create=not read_only,
             preservation_policy=_PreservationPolicy(keep, self._scores),
@@ -88,6 +94,7 @@ class Checkpoints:
             ),
         )
         self._manager = _Manager(directory.absolute(), options=options)
+        # `run_on_first` returns JSON types: tuples arrive as lists.
         self._scores.update(
             (step, tuple(score)) for step, score in run_on_first(lambda: [*self._read_scores()])
         )
@@ -97,7 +104,9 @@ class Checkpoints:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and is_multiprocess() and not issubclass(kind, PreemptionError):
-            return  # other processes may be gone, or may wait for this one
+            # Another process may have failed, or may wait for this one. Waiting could deadlock.
+            return
+        # If the block raised, a failed save must not hide its exception.
         with contextlib.suppress(*() if kind is None else (OSError,)):
             try:
                 self.wait()
@@ -108,6 +117,7 @@ class Checkpoints:
     @property
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, in ascending order."""
+        # Processes may see different states of a network file system. The first one decides.
         return run_on_first(lambda: sorted(self._manager.all_steps()))
 
     @property
@@ -121,27 +131,33 @@ class Checkpoints:
     ) -> None:
         """Start to write a checkpoint, after the previous save has finished.
 
-        The state may be donated as soon as this returns. When the checkpoint is complete, those
-        that need not be kept are deleted.
+        The state may be donated as soon as this returns. Checkpoints that need not be kept are
+        deleted when the new one is complete.
 
         Args:
             step: The number of steps taken.
             state: A pytree of arrays.
-            score: At an evaluation, its score; higher is better.
-            metrics: Between two evaluations, the metrics of the steps since the last one.
+            score: The score of the evaluation at this step; higher is better. None between two
+                evaluations.
+            metrics: The metrics of each step since the last evaluation. Empty at an evaluation.
 
         Raises:
-            OSError: This checkpoint or the previous one cannot be written.
+            OSError: If this checkpoint or the previous one cannot be written.
         """
-        self.wait()
+        self.wait()  # the previous save reads `_saving`
         self._saving = {"step": step, "score": score, "metrics": [*metrics]}
         if score is not None:
-            self._scores[step] = tuple(score)
+            self._scores[step] = tuple(score)  # before the save, which asks the preservation policy
         with self._translate_errors():
+            # `force`: the training loop decides when to save, and not Orbax's save policy.
             self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
 
     def wait(self) -> None:
-        """Wait until the last save has finished. Raises OSError if it failed."""
+        """Wait until the last save has finished.
+
+        Raises:
+            OSError: If it failed.
+        """
         with self._translate_errors():
             self._manager.wait_until_finished()
 
@@ -150,21 +166,21 @@ class Checkpoints:
         return run_on_first(lambda: _find_damage(self.directory / str(step), step))
 
     def read_metrics(self, step: int) -> list[dict[str, float]]:
-        """Return the metrics that were saved with a checkpoint."""
+        """Return the metrics that were saved with a checkpoint, which must be intact."""
         return run_on_first(lambda: _read_manifest(self.directory / str(step))["metrics"])
 
     def restore(self, like: Any, step: int) -> Any:
         """Return the state of a checkpoint.
 
         Args:
-            like: Arrays or `jax.ShapeDtypeStruct`s of the same structure, shapes and dtypes. Each
-                array gets the sharding of its counterpart. Without one, it is placed on the first
-                device of this process.
+            like: A pytree of arrays or `jax.ShapeDtypeStruct`s with the structure, shapes and
+                dtypes of the state. Each restored array gets the sharding of its counterpart, or
+                is placed on the first device of this process if that has none.
             step: One of `steps`.
 
         Raises:
-            DamagedCheckpointError: The files are not as they were written.
-            TrainError: They are, but the checkpoint belongs to another model, or cannot be read at
+            DamagedCheckpointError: If the files do not match the manifest.
+            TrainError: If the files are intact, but belong to another model or cannot be read at
                 the moment.
         """
         if damage := self.find_damage(step):
@@ -176,14 +192,19 @@ class Checkpoints:
     ) -> tuple[int, Any]:
         """Restore the first of the given checkpoints that is intact.
 
-        The damaged ones before it are renamed to `damaged-STEP`, and reported by `log`.
+        The damaged ones before it are renamed to `damaged-STEP`.
+
+        Args:
+            like: As in `restore`.
+            steps: Steps to try, in order of preference.
+            log: Function that is called with one line for each damaged checkpoint.
 
         Returns:
             The step and the state.
 
         Raises:
-            DamagedCheckpointError: None of them is intact. Nothing has been renamed.
-            TrainError: As for `restore`.
+            DamagedCheckpointError: If no checkpoint is intact. Nothing has been renamed.
+            TrainError: As in `restore`.
         """
         damaged: dict[int, str] = {}
         for step in steps:
@@ -198,29 +219,30 @@ class Checkpoints:
                 f"{self.directory}: no checkpoint is intact ({listed}). Restore the files, or "
                 "start a new run."
             )
+        # Rename only now: a failed restore leaves all files in place.
         for bad, damage in damaged.items():
-            run_on_first(lambda bad=bad: self._set_aside(bad))
+            run_on_first(lambda bad=bad: self._rename_damaged(bad))
             self._scores.pop(bad, None)
             log(
                 f"{self.directory / str(bad)} is damaged ({damage}) and was renamed to "
                 f"damaged-{bad}; using {self.directory / str(step)}"
             )
         if damaged:
-            self._manager.reload()
+            self._manager.reload()  # Orbax caches the list of steps
         return step, state
 
     def _restore_intact(self, like: Any, step: int) -> Any:
         like = jax.tree.map(_shape_with_sharding, like)
         try:
             return self._manager.restore(step, args=ocp.args.StandardRestore(like))
-        except jax.errors.JaxRuntimeError:  # raised by the device
+        except jax.errors.JaxRuntimeError:  # a device error such as out of memory
             raise
         except OSError as error:
             raise TrainError(
                 f"{self.directory / str(step)} cannot be read ({error.strerror or error}). "
                 "Try again."
             ) from error
-        # Orbax raises many types for a state of another structure.
+        # Orbax raises many exception types if the structure, a shape or a dtype differs.
         except Exception as error:
             raise TrainError(
                 f"{self.directory / str(step)} is intact, but does not match the model in "
@@ -228,8 +250,8 @@ class Checkpoints:
                 "start a new run."
             ) from error
 
-    def _set_aside(self, step: int) -> None:
-        target = self.directory / f"damaged-{step}"
+    def _rename_damaged(self, step: int) -> None:
+        target = self.directory / f"damaged-{step}"  # replaces one of an earlier resume
         shutil.rmtree(target, ignore_errors=True)
         (self.directory / str(step)).rename(target)
 
@@ -238,28 +260,30 @@ class Checkpoints:
         # before it renames the temporary directory.
         (folder,) = self.directory.glob(f"{self._saving['step']}.orbax-checkpoint-tmp*")
         manifest = {**self._saving, "files": _digest_files(folder)}
-        manifest["sha256"] = _digest_json(manifest)
+        manifest["sha256"] = _digest_json(manifest)  # of all other entries
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
     def _read_scores(self) -> Iterator[tuple[int, list[float]]]:
         for step in self._manager.all_steps():
-            with contextlib.suppress(OSError, ValueError):  # a damaged checkpoint
+            # A damaged checkpoint has no score. `find_damage` reports it later.
+            with contextlib.suppress(OSError, ValueError):
                 score = _read_manifest(self.directory / str(step))["score"]
                 if score is not None:
                     yield step, score
 
     @contextlib.contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Raise OSError for whatever Orbax raises when the system refuses to write."""
+        """Convert exceptions of a failed write to OSError."""
         try:
             yield
-        except (OSError, jax.errors.JaxRuntimeError):  # the latter is raised by the device
+        except (OSError, jax.errors.JaxRuntimeError):  # JaxRuntimeError: a device error
             raise
-        except Exception as error:  # of Zarr, of TensorStore
-            full = "RESOURCE_EXHAUSTED" in str(error) or "No space left" in str(error)
-            reason = "No space left on device" if full else f"{type(error).__name__} in Orbax"
+        # Zarr and TensorStore raise their own exceptions, with the system's error in the message.
+        except Exception as error:
+            is_full = "RESOURCE_EXHAUSTED" in str(error) or "No space left" in str(error)
+            reason = "No space left on device" if is_full else f"{type(error).__name__} in Orbax"
             path = self.directory / str(self._saving.get("step", ""))
-            raise OSError(errno.ENOSPC if full else errno.EIO, reason, str(path)) from error
+            raise OSError(errno.ENOSPC if is_full else errno.EIO, reason, str(path)) from error
 
 
 def _shape_with_sharding(x: Any) -> jax.ShapeDtypeStruct:
@@ -268,10 +292,10 @@ def _shape_with_sharding(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest; raise OSError or ValueError if there is none that is intact."""
+    """Return the manifest; raise OSError if it cannot be read, ValueError if it is damaged."""
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest_json(manifest):
-        raise ValueError("not as it was written")
+        raise ValueError("the manifest does not match its SHA-256 digest")
     return manifest
 
 

@@ -1,3 +1,6 @@
-"""Deformable convolution: samples from a custom call or XLA, matrix products from XLA."""
+"""Deformable convolution.
+
+The samples are computed by a custom call or by XLA, the matrix products by XLA.
+"""
 
 from .api import deform_conv2d as deform_conv2d

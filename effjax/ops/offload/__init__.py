@@ -1,7 +1,8 @@
 """Offload: models in host memory whose layers stream through the device.
 
 - `train_step`: a whole training step, with `train_state` and `embed_head`.
-- `update`: optimizers layer by layer; `per_leaf` detects those that mix parameters.
+- `update`: optimizer updates, one layer at a time. `per_leaf` detects optimizers that combine
+  several parameters, which such updates do not support.
 - `stack`, `sequential`: stacks of identical layers and sequences of different layers.
 - `slices`: forward and backward pass of one slice.
 - `host_init`: initialization in host memory.

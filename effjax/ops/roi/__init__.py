@@ -1,4 +1,4 @@
-"""Features of boxes: averages of samples, from a custom call or XLA."""
+"""RoI pooling: averages of bilinear samples in boxes, computed by a custom call or by XLA."""
 
 from .api import deform_psroi_pool as deform_psroi_pool
 from .api import deform_roi_pool as deform_roi_pool
