@@ -1,4 +1,4 @@
-"""What `import effjax` adds to `import jax`, each timed in a fresh interpreter, in turn."""
+"""Time that `import effjax` adds to `import jax`, in fresh interpreters."""
 
 import json
 import statistics

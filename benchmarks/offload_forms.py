@@ -80,7 +80,7 @@ class Setting:
 
 
 class Form(NamedTuple):
-    """How the layers are applied and updated.
+    """Methods that apply and update the layers.
 
     layers:      where their parameters are.
     apply:       applies the layers, as the argument `apply_layers` of `TransformerLM.features`.

@@ -68,7 +68,7 @@ def train_lm(
     offload: Annotated[
         Literal["none", "activations", "params", "all"],
         Option(
-            help="What lives in host memory: the inputs of the layers, their parameters, or both.",
+            help="Arrays in host memory: the inputs of the layers, their parameters, or both.",
             rich_help_panel=MODEL,
         ),
     ] = "none",
@@ -79,8 +79,7 @@ def train_lm(
     policy: Annotated[
         Literal["recompute", "dots", "everything"],
         Option(
-            help="What layers with --offload or --fuse-update keep for the backward pass, besides "
-            "their input.",
+            help="Residuals of layers with --offload or --fuse-update, in addition to their input.",
             rich_help_panel=MODEL,
         ),
     ] = "recompute",

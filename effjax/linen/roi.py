@@ -14,7 +14,7 @@ from ..ops.roi import deform_roi_pool
 
 
 class DeformRoIPool(nn.Module):
-    """Features of boxes of `[N, H, W, C]`, with bins that are moved by offsets.
+    """RoI pooling of x `[N, H, W, C]` with bins that are shifted by offsets.
 
     The fields are the arguments of `effjax.nnx.DeformRoIPool`.
 
@@ -35,7 +35,7 @@ class DeformRoIPool(nn.Module):
     def __call__(
         self, x: jax.Array, boxes: jax.Array, offset: jax.Array | None = None
     ) -> jax.Array:
-        """Pool `boxes` `[N, R, 4]`, with bins moved by `offset` `[N, R, rows, columns, 2]`."""
+        """Pool `boxes` `[N, R, 4]`, with bins shifted by `offset` `[N, R, rows, columns, 2]`."""
         return deform_roi_pool(x, boxes, offset, **self._options())
 
     @nn.nowrap

@@ -14,7 +14,7 @@ from ..ops.roi import deform_roi_pool
 
 
 class DeformRoIPool(nnx.Module):
-    """Features of boxes of `[N, H, W, C]`, with bins that are moved by offsets.
+    """RoI pooling of x `[N, H, W, C]` with bins that are shifted by offsets.
 
     See `effjax.deform_roi_pool`. The layer has no parameters.
 
@@ -47,7 +47,7 @@ class DeformRoIPool(nnx.Module):
     def __call__(
         self, x: jax.Array, boxes: jax.Array, offset: jax.Array | None = None
     ) -> jax.Array:
-        """Pool `boxes` `[N, R, 4]`, with bins moved by `offset` `[N, R, rows, columns, 2]`."""
+        """Pool `boxes` `[N, R, 4]`, with bins shifted by `offset` `[N, R, rows, columns, 2]`."""
         return deform_roi_pool(x, boxes, offset, **self.options)
 
 

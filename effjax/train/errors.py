@@ -12,7 +12,7 @@ class PreemptionError(Exception):
 
 
 class DamagedCheckpointError(TrainError):
-    """A checkpoint whose files are not as they were written."""
+    """A checkpoint with files that changed after they were written."""
 
 
 class DataError(TrainError):

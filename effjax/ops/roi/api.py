@@ -1,4 +1,4 @@
-"""Features of boxes: roi_align, its variants with moving bins, and feature pyramids."""
+"""RoI pooling: roi_align, deformable RoI pooling, and RoIAlign over feature pyramids."""
 
 import functools
 import itertools
@@ -174,7 +174,7 @@ def deform_roi_pool(
     gamma: float = 0.1,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Average the features of each box over bins that are moved by offsets.
+    """Average the features of each box over bins that are shifted by offsets.
 
     ``y[n, r, i, j] = mean over the samples s of bin (i, j) of box r of
     x[n, s + gamma * offset[n, r, i, j] * (width of r, height of r)]``
@@ -232,7 +232,7 @@ def deform_psroi_pool(
     trans_std: float = 0.0,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Average position-sensitive features of each box over bins that may be moved by offsets.
+    """Average position-sensitive features of each box over bins that offsets may shift.
 
     ``y[n, r, i, j, c] = mean over the samples s of bin (i, j) of box r of
     x[n, s + trans_std * offset[n, r, part of (i, j)] * (width of r, height of r), block, c]``
