@@ -327,7 +327,7 @@ def test_rejects_pipes_and_devices(tmp_path, name):
         load_text(f"text:{tmp_path / name}")
     folder = archives.write_images(tmp_path / "images", {"a": 1, "b": 2})
     os.symlink(tmp_path / name, folder / "a" / "1.png")
-    with pytest.raises(DataError, match=r"1\.png: is no regular file"):
+    with pytest.raises(DataError, match=r"1\.png must be a regular file"):
         load_dataset(f"folder:{folder}")
 
 
