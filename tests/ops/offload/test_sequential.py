@@ -21,6 +21,9 @@ from tests.ops.offload.stacks import (
 )
 from tests.tiers import exhaustive
 
+# Close comparisons need the compiler settings of users' programs.
+pytestmark = pytest.mark.usefixtures("optimized")
+
 WIDTHS = 8, 16, 12, 12, 4
 
 
