@@ -208,7 +208,7 @@ def all_four(way: str, mesh: Mesh) -> Case:
     """
     own = network()
     sizes = own.Sizes(stem=4, growth=2, dense=(2, 1), width=8, heads=2, layers=2)
-    state, step = own.training(sizes, optax.sgd(0.01, momentum=0.9), way, mesh)
+    state, step = own.make_training(sizes, optax.sgd(0.01, momentum=0.9), way, mesh)
     return Case(step, state, digits())
 
 
