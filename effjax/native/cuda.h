@@ -1,7 +1,9 @@
-// Shared code of the CUDA kernels: packs of channels, and their distribution over threads.
+// Helpers shared by the CUDA kernels: type conversion, vector loads, fast division, atomic adds.
 //
-// Images are NHWC, so the channels of a pixel are contiguous: neighbouring threads take
-// neighbouring channels, 16 bytes each where the number of channels allows it. Addresses are 64-bit.
+// Arrays are channels-last, so the channels of a pixel are contiguous. Each thread handles one
+// "pack" of V channels, and neighboring threads handle neighboring packs, which makes accesses
+// coalesced. A pack is 16 bytes if the number of channels allows it, and otherwise one channel.
+// Pointer offsets are computed in 64 bits.
 #ifndef EFFJAX_CUDA_H_
 #define EFFJAX_CUDA_H_
 
@@ -19,6 +21,7 @@ namespace effjax {
 constexpr int kThreads = 256;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
+// Conversion between the storage type and the type of the computation (float or double).
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ double widen(double x) { return x; }
 __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -28,6 +31,7 @@ __device__ __forceinline__ void narrow(double x, double& y) { y = x; }
 __device__ __forceinline__ void narrow(float x, __nv_bfloat16& y) { y = __float2bfloat16_rn(x); }
 __device__ __forceinline__ void narrow(float x, __half& y) { y = __float2half_rn(x); }
 
+// V consecutive numbers, aligned so that one instruction loads up to 16 bytes.
 template <typename T, int V>
 struct alignas(sizeof(T) * V < 16 ? sizeof(T) * V : 16) Vector {
   T at[V];
@@ -38,7 +42,10 @@ __device__ __forceinline__ Vector<T, V> load(const T* p) {
   return *reinterpret_cast<const Vector<T, V>*>(p);
 }
 
-// *from, or zeros, in whole registers: single 16-bit numbers would be set one by one.
+// Returns *from if `there` is true, and zeros otherwise.
+//
+// The zeros are written as 32-bit words. Zeroing 16-bit members one by one takes an instruction
+// each.
 template <typename T, int V>
 __device__ __forceinline__ Vector<T, V> load_if(bool there, const Vector<T, V>* from) {
   constexpr int kSize = sizeof(Vector<T, V>);
@@ -56,13 +63,14 @@ __device__ __forceinline__ Vector<T, V> load_if(bool there, const Vector<T, V>* 
   }
 }
 
-// A pack in the type of the sums.
+// Converts a pack to the type of the computation.
 template <typename T, int V, typename A>
 __device__ __forceinline__ void widen(const Vector<T, V>& from, A (&to)[V]) {
 #pragma unroll
   for (int v = 0; v < V; ++v) to[v] = widen(from.at[v]);
 }
-// A bfloat16 is the upper half of a float: of two in a register, each is one instruction.
+// Converts a pack of bfloat16. A bfloat16 is the upper half of a float, so a 32-bit register with
+// two of them takes one shift and one mask.
 template <int V>
 __device__ __forceinline__ void widen(const Vector<__nv_bfloat16, V>& from, float (&to)[V]) {
   if constexpr (V % 2 == 0) {
@@ -79,7 +87,7 @@ __device__ __forceinline__ void widen(const Vector<__nv_bfloat16, V>& from, floa
   }
 }
 
-// Division by a number that is the same for all threads. In 64 bits it takes a hundred instructions.
+// Division by a divisor that is the same for all threads. The 64-bit version divides in hardware.
 template <typename I>
 struct Divisor {
   I d;
@@ -87,8 +95,10 @@ struct Divisor {
   __device__ __forceinline__ I quotient(I n) const { return n / d; }
 };
 
-// In 32 bits it is a product: d's reciprocal, rounded up to a fraction of 32 bits and the next power
-// of two, gives the quotient of every 0 <= n < 2^31 exactly (Granlund and Montgomery, 1994).
+// The 32-bit version multiplies by the reciprocal of the divisor, rounded up to a multiple of
+// 2^-(32 + shift), where 2^shift is the next power of two. The quotient is exact for every
+// 0 <= n < 2^31 (Granlund and Montgomery, "Division by Invariant Integers using Multiplication",
+// 1994). This avoids an integer division, which takes tens of instructions.
 template <>
 struct Divisor<int32_t> {
   int32_t d;
@@ -104,7 +114,8 @@ struct Divisor<int32_t> {
   }
 };
 
-// dx[0..V) += value, from many threads. Four floats at a time where the GPU can.
+// Adds V values to dx[0..V) atomically. From compute capability 9.0 on, one instruction adds four
+// floats.
 template <typename A, int V>
 __device__ __forceinline__ void add(A* dx, const A (&value)[V]) {
 #if __CUDA_ARCH__ >= 900
@@ -126,7 +137,8 @@ __device__ __forceinline__ void add(A* dx, const A (&value)[V]) {
   }
 }
 
-// Number of threads that share a sample: the number of packs, a power of two up to a warp.
+// Returns the number of threads that share a sample: the number of packs, rounded up to a power of
+// two, at most one warp.
 inline int lanes_for(int64_t packs) {
   int lanes = 1;
   while (lanes < packs && lanes < 32) lanes *= 2;

@@ -1,4 +1,4 @@
-// The custom calls of deformable attention on a CPU.
+// XLA custom calls of deformable attention on CPUs.
 
 #include "deform_attention_cpu.h"
 #include "deform_attention_ffi.h"
@@ -15,7 +15,7 @@ AttentionOperands<T, A> operands(const AttentionInputs& in, const Attention& g,
           static_cast<const A*>(in.weights.untyped_data())};
 }
 
-// The calls' device, see deform_attention_ffi.h.
+// The CPU implementation behind the handlers in deform_attention_ffi.h.
 struct Cpu {
   using Context = ffi::ThreadPool;
 

@@ -1,7 +1,9 @@
-// Deformable attention on a CPU: the loops, for any storage type T computed in A.
+// Deformable attention on CPUs, for values stored as T and computed in A.
 //
-// Results do not depend on the number of threads: each task writes disjoint memory, and sums in a
-// fixed order.
+// The forward pass runs one task per kQueries queries of an image. The backward pass runs one task
+// per image and head, or several per head, each for some of the levels, if there are fewer heads
+// than threads. Tasks write disjoint memory and add up in a fixed order, so results do not depend
+// on the number of threads.
 #ifndef EFFJAX_DEFORM_ATTENTION_CPU_H_
 #define EFFJAX_DEFORM_ATTENTION_CPU_H_
 
@@ -13,14 +15,14 @@
 
 namespace effjax {
 
-constexpr int kPoints = 16;   // samples whose places are computed together
-constexpr int64_t kQueries = 16;  // of a task of the forward pass
+constexpr int kPoints = 16;   // samples whose positions are computed together
+constexpr int64_t kQueries = 16;  // queries per task of the forward pass
 
-// Data of the points that is the same for all heads: their levels, point after point, so
-// that a loop over points reads vectors.
+// The level of each point, expanded to one entry per point. All heads share it. With it, the loop
+// over points in make_samples reads consecutive numbers and can be vectorized.
 template <typename A>
 struct PointLevels {
-  std::vector<A> height, width, scale_x, scale_y;  // a pixel is location * scale - shift
+  std::vector<A> height, width, scale_x, scale_y;  // position in pixels = location * scale - shift
   A shift;
   std::vector<int32_t> rows, columns, start;
 
@@ -50,16 +52,20 @@ struct AttentionOperands {
   const A* weights;    // [N, Q, M, L * P]
 };
 
-// Samples side by side. pixel[q][i] is -1 where corner q of sample i is outside, and weight[q][i],
-// which has no attention in it, is then 0.
+// Up to kPoints samples, stored as one array per field. Corner q is 0: upper left, 1: upper right,
+// 2: lower left, 3: lower right. pixel[q][i] is -1, and weight[q][i] is 0, if corner q of sample i
+// lies outside of the level. The weights are the bilinear ones, without the attention weight.
 template <typename A>
 struct Samples {
   int32_t pixel[4][kPoints];
   A weight[4][kPoints], down[kPoints], right[kPoints];
 };
 
-// `count` samples of a head, from its point `first` on. The comparisons are written so that NaN is
-// outside too, and nothing infinite is turned into an integer. There are no branches.
+// Computes the samples of points [first, first + count) of a head.
+//
+// The loop has no branches, so that it can be vectorized. `touches` is false for NaN, and
+// out-of-range coordinates are replaced by 0 before the conversion to integers, which would be
+// undefined for them.
 template <typename T, typename A>
 EFFJAX_INLINE void make_samples(const AttentionOperands<T, A>& in, const A* locations, int first,
                                 int count, Samples<A>& s) {
@@ -80,7 +86,7 @@ EFFJAX_INLINE void make_samples(const AttentionOperands<T, A>& in, const A* loca
     const bool touches = (y_at > A(-1)) & (x_at > A(-1)) & (y_at < heights[i]) & (x_at < widths[i]);
     const A x = touches ? x_at : A(0), y = touches ? y_at : A(0);
     int32_t row = static_cast<int32_t>(y), column = static_cast<int32_t>(x);
-    row -= A(row) > y;  // down, not towards zero
+    row -= A(row) > y;  // the conversion rounds towards zero; correct it to floor
     column -= A(column) > x;
     const A down = y - A(row), right = x - A(column), up = A(1) - down, left = A(1) - right;
     const A weights[4] = {up * left, up * right, down * left, down * right};
@@ -98,12 +104,13 @@ EFFJAX_INLINE void make_samples(const AttentionOperands<T, A>& in, const A* loca
   }
 }
 
-// sum[0..16 * kBlocks) += the channels from `value` and `zeros` on of all these samples.
+// Adds the weighted sum of `count` samples to sum[0..kLanes * kBlocks), for the block of channels
+// at `value`. Corners outside of the level read `zeros`, which avoids a branch.
 template <int kBytes, int kBlocks, typename T, typename A>
 EFFJAX_INLINE void add_samples(const Samples<A>& s, const A* attention, int count, const T* value,
                                int64_t stride, const T* zeros, A* sum) {
   using Lanes = Lanes<kBytes, A>;
-  Lanes sums[2][kBlocks];  // of the upper and of the lower corners: chains half as long
+  Lanes sums[2][kBlocks];  // separate sums of upper and lower corners shorten the dependency chains
   for (int i = 0; i < count; ++i) {
     for (int q = 0; q < 4; ++q) {
       const int64_t pixel = s.pixel[q][i];
@@ -131,7 +138,7 @@ EFFJAX_INLINE void add_samples(const Samples<A>& s, const A* attention, int coun
   }
 }
 
-// One channel of the samples.
+// Returns the weighted sum of the samples for one channel.
 template <typename T, typename A>
 EFFJAX_INLINE A sum_of_channel(const Samples<A>& s, const A* attention, int count, const T* value,
                                int64_t stride) {
@@ -145,7 +152,7 @@ EFFJAX_INLINE A sum_of_channel(const Samples<A>& s, const A* attention, int coun
   return sum;
 }
 
-// y [Q, M, D] of the queries [begin, end) of image n; `sum` has room for D.
+// Computes y [N, Q, M, D] of the queries [begin, end) of image n. `sum` is a buffer of D numbers.
 template <int kBytes, typename T, typename A>
 EFFJAX_INLINE void attend_queries(const AttentionOperands<T, A>& in, const T* zeros, int64_t n,
                                   int64_t begin, int64_t end, A* sum, T* y) {
@@ -173,8 +180,8 @@ EFFJAX_INLINE void attend_queries(const AttentionOperands<T, A>& in, const T* ze
   }
 }
 
-// The gradients of the samples of points [begin, end) of head m of image n. dvalue [N, S, M, D] is
-// added to; `wide` has room for D.
+// Computes the gradients of the points [begin, end) of all queries, for head m of image n. Adds to
+// dvalue [N, S, M, D]; writes dlocations and dweights. `wide` is a buffer of D numbers.
 template <int kBytes, typename T, typename A>
 EFFJAX_INLINE void gradients_of_head(const AttentionOperands<T, A>& in, const T* dy, int64_t n,
                                      int64_t m, int64_t begin, int64_t end, A* wide, A* dvalue,
@@ -224,7 +231,7 @@ EFFJAX_INLINE void gradients_of_head(const AttentionOperands<T, A>& in, const T*
   }
 }
 
-// The loops for one set of instructions.
+// The loops, compiled for one instruction set.
 template <typename T, typename A>
 struct AttentionLoops {
   void (*attend)(const AttentionOperands<T, A>&, const T* zeros, int64_t n, int64_t begin,
@@ -256,6 +263,7 @@ AttentionLoops<T, A> attention_loops_for_any_cpu() {
   return {attend_any<T, A>, attention_gradients_any<T, A>};
 }
 
+// Returns the AVX2 loops if this CPU supports them.
 template <typename T, typename A>
 AttentionLoops<T, A> attention_loops_for_this_cpu() {
 #ifdef __x86_64__
@@ -266,7 +274,8 @@ AttentionLoops<T, A> attention_loops_for_this_cpu() {
   return attention_loops_for_any_cpu<T, A>();
 }
 
-// parallel(count, task) runs task(0), …, task(count - 1) on parallel.threads() threads.
+// Forward pass. parallel(count, task) runs task(0), …, task(count - 1) on parallel.threads()
+// threads.
 template <typename T, typename A, typename Parallel>
 void attend_all(const AttentionOperands<T, A>& in, T* y, const Parallel& parallel,
             const AttentionLoops<T, A>& loops = attention_loops_for_this_cpu<T, A>()) {
@@ -280,6 +289,7 @@ void attend_all(const AttentionOperands<T, A>& in, T* y, const Parallel& paralle
   });
 }
 
+// Backward pass. Overwrites all results.
 template <typename T, typename A, typename Parallel>
 void attend_all_backward(const AttentionOperands<T, A>& in, const T* dy, A* dvalue, A* dlocations,
                          A* dweights, const Parallel& parallel,
@@ -289,8 +299,8 @@ void attend_all_backward(const AttentionOperands<T, A>& in, const T* dy, A* dval
   parallel(parts, [&](int64_t i) {
     std::fill(dvalue + values * i / parts, dvalue + values * (i + 1) / parts, A(0));
   });
-  // The levels of a head, which have no pixel in common, are divided only where threads would be
-  // idle: it takes longer in all.
+  // Levels have no pixels in common, so the levels of a head can be separate tasks. This repeats
+  // the conversion of dy per task and is done only if there are fewer heads than threads.
   const int64_t heads = g.N * g.M, levels = static_cast<int64_t>(g.levels.size());
   const int64_t idle = (parallel.threads() + heads - 1) / std::max<int64_t>(heads, 1);
   const int64_t runs = std::min(std::max<int64_t>(idle, 1), levels);

@@ -1,4 +1,4 @@
-// The custom calls of deformable attention on a GPU.
+// XLA custom calls of deformable attention on CUDA GPUs.
 
 #include "deform_attention_cuda.h"
 #include "deform_attention_ffi.h"
@@ -7,7 +7,7 @@
 namespace effjax {
 namespace {
 
-// Limits of the kernels' 32-bit indices.
+// Rejects sizes that do not fit the 32-bit indices of the kernels.
 ffi::Error check_sizes(const Attention& g) {
   if (g.levels.size() > kMostLevels) {
     return invalid("at most " + std::to_string(kMostLevels) + " levels on a GPU");
@@ -19,7 +19,7 @@ ffi::Error check_sizes(const Attention& g) {
   return ffi::Error::Success();
 }
 
-// The calls' device, see deform_attention_ffi.h.
+// The CUDA implementation behind the handlers in deform_attention_ffi.h.
 struct Cuda {
   using Context = cudaStream_t;
 

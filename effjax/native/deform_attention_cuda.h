@@ -1,7 +1,9 @@
-// The kernels of deformable attention on a GPU.
+// CUDA kernels of deformable attention.
 //
-// A head of a query is the part of `lanes` threads of one warp, which share its samples: each
-// thread finds the place of one, and takes a pack of the channels of all.
+// A group of `lanes` threads of one warp computes one head of one query. In each turn, every thread
+// of the group computes the position of one of the next `lanes` samples and shares it with the
+// group in shared memory. The group then visits these samples one by one, with one pack of channels
+// per thread.
 #ifndef EFFJAX_DEFORM_ATTENTION_CUDA_H_
 #define EFFJAX_DEFORM_ATTENTION_CUDA_H_
 
@@ -12,23 +14,24 @@ namespace effjax {
 
 constexpr int kMostLevels = 32;
 
-// The operands, and how they are indexed. Indices within an image are 32-bit.
+// Arguments of the kernels. Indices within an image are 32-bit, offsets of images 64-bit.
 template <typename T, typename A, int V>
 struct AttentionArrays {
   const T* value;      // [N, S, M, D]
   const A* locations;  // [N, Q, M, L, P, 2]
   const A* weights;    // [N, Q, M, L, P]
-  int64_t image;       // numbers of an image of value: S * M * D
+  int64_t image;       // elements of one image of value: S * M * D
   int32_t heads;       // N * Q * M
   int32_t heads_of_image, M, P, points;
-  int32_t packs;   // of a head's channels: D / V
-  int32_t shift;   // lanes = 1 << shift
+  int32_t packs;   // packs per head: D / V
+  int32_t shift;   // log2 of the number of threads per head
   bool normalized;
   int32_t height[kMostLevels], width[kMostLevels], start[kMostLevels];
 
   __device__ int32_t stride() const { return M * packs * V; }
 
-  // Sample `point` of a head; its pixels are counted from the start of its level.
+  // Computes sample `point` of a head, with pixels counted from the start of its level. Returns its
+  // attention weight.
   __device__ A sample(int64_t head, int32_t point, int32_t level, Sample<A>& s) const {
     const int64_t at = head * points + point;
     A x = locations[2 * at], y = locations[2 * at + 1];
@@ -41,11 +44,11 @@ struct AttentionArrays {
   }
 };
 
-// A sample as all threads of its head read it: pixels of value, -1 where there is none.
+// A sample in shared memory. Pixels are counted from the start of the image; -1 means outside.
 template <typename A>
 struct alignas(16) SharedSample {
   int32_t pixel[4];
-  A weight[4];  // with the attention in it
+  A weight[4];  // bilinear weight times attention weight
 };
 
 template <typename T, typename A, int V>
@@ -58,9 +61,13 @@ __device__ __forceinline__ void share(const AttentionArrays<T, A, V>& in, const 
   }
 }
 
-// y [N, Q, M, D]. Every thread of a warp goes through every turn: they wait for each other.
+// Forward pass: computes y [N, Q, M, D].
+//
+// Thread layout: 1 << shift consecutive threads per head, packs of channels strided by that number.
+// All threads of a warp run the same number of turns and reach every __syncwarp, also those past
+// the last head or the last pack.
 template <typename T, typename A, int V>
-__global__ void __launch_bounds__(kThreads, 2)  // two blocks at a time leave enough registers
+__global__ void __launch_bounds__(kThreads, 2)  // two blocks per SM leave enough registers
     attend_kernel(AttentionArrays<T, A, V> in, T* y) {
   __shared__ SharedSample<A> shared[kThreads];
   const int32_t lanes = 1 << in.shift, lane = threadIdx.x & (lanes - 1);
@@ -104,8 +111,8 @@ __global__ void __launch_bounds__(kThreads, 2)  // two blocks at a time leave en
   }
 }
 
-// Adds to dvalue what one sample gives it, and returns the products of the gradient with its
-// pixels, over the channels of this thread.
+// Adds the gradient of one sample to dvalue, and the products of dy with the sample's four pixels
+// to `product`, both for the channels of this thread.
 template <typename T, typename A, int V>
 __device__ __forceinline__ void scatter_sample(const AttentionArrays<T, A, V>& in,
                                                const SharedSample<A>& s, const T* dy,
@@ -129,7 +136,11 @@ __device__ __forceinline__ void scatter_sample(const AttentionArrays<T, A, V>& i
   }
 }
 
-// dvalue, which is added to, dlocations and dweights. Threads meet in shuffles: none leaves early.
+// Backward pass: adds to dvalue atomically; writes dlocations and dweights.
+//
+// Thread layout as in attend_kernel. A shuffle reduction over the group adds up the products of a
+// sample over its channels; the thread that computed the sample's position then turns them into
+// gradients. No thread may return early, because all threads of a warp take part in the shuffles.
 template <typename T, typename A, int V>
 __global__ void __launch_bounds__(kThreads, 2)
     attend_backward_kernel(AttentionArrays<T, A, V> in, const T* dy, A* dvalue, A* dlocations,
@@ -183,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// The arrays of a call; log2 of how many threads share a head.
+// Returns the arguments of the kernels.
 template <typename T, typename A, int V>
 AttentionArrays<T, A, V> attention_arrays(const Attention& g, const void* value,
                                           const void* locations, const void* weights) {

@@ -1,5 +1,7 @@
-// The custom calls of deformable attention: their inputs, the checks, and the device-independent
-// part of the calls. Python checks arguments too; the checks here protect direct calls.
+// XLA FFI handlers of deformable attention: argument checks and the code common to CPU and CUDA.
+//
+// Python checks the arguments as well; these checks protect the memory accesses against direct
+// calls.
 #ifndef EFFJAX_DEFORM_ATTENTION_FFI_H_
 #define EFFJAX_DEFORM_ATTENTION_FFI_H_
 
@@ -9,16 +11,16 @@
 namespace effjax {
 
 inline constexpr char kSizes[] = "sizes", kNormalized[] = "normalized";
-// (H, W) of each level, and what locations are.
+// Attributes: height and width of each level, and 1 if locations are relative to them.
 using SizesAttribute = ffi::Attr<ffi::Span<const int64_t>, kSizes>;
 using NormalizedAttribute = ffi::Attr<int64_t, kNormalized>;
 
-// The inputs of both calls.
+// Inputs of both handlers.
 struct AttentionInputs {
   AnyBuffer value, locations, weights;
 };
 
-// Checks ranks, shapes and dtypes; fills in the sizes. `y` is the result or its gradient.
+// Checks ranks, shapes and dtypes, and sets the sizes. `y` is the result or its gradient.
 inline ffi::Error check_attention(const AttentionInputs& in, AnyBuffer y,
                                   ffi::Span<const int64_t> sizes, bool normalized, Attention& g) {
   const auto value = in.value.dimensions(), places = in.locations.dimensions();
@@ -33,7 +35,7 @@ inline ffi::Error check_attention(const AttentionInputs& in, AnyBuffer y,
   g = Attention{value[0], value[1], value[2], value[3], places[1], places[4], {}, normalized};
   int64_t pixels = 0;
   for (size_t l = 0; l + 1 < sizes.size(); l += 2) {
-    for (int64_t size : {sizes[l], sizes[l + 1]}) {  // products of two fit, and so do sums of them
+    for (int64_t size : {sizes[l], sizes[l + 1]}) {  // products and their sums fit 64 bits
       if (size < 1 || size >= (int64_t{1} << 30)) {
         return invalid("sizes of levels must be positive, and below 2**30");
       }
@@ -63,8 +65,8 @@ inline ffi::Error check_attention(const AttentionInputs& in, AnyBuffer y,
   return ffi::Error::Success();
 }
 
-// The calls. Their parameters are what XLA binds to them; a Device has the Context that it passes,
-// and `attend` and `gradients`, which find everything checked.
+// Forward handler. Device::attend runs after all checks; Context is the device's thread pool or
+// stream.
 template <typename Device>
 ffi::Error MsDeformAttn(typename Device::Context context, AnyBuffer value, AnyBuffer locations,
                         AnyBuffer weights, Result y, SizesAttribute sizes,
@@ -77,6 +79,7 @@ ffi::Error MsDeformAttn(typename Device::Context context, AnyBuffer value, AnyBu
   return Device::attend(context, in, g, *y);
 }
 
+// Backward handler.
 template <typename Device>
 ffi::Error MsDeformAttnBackward(typename Device::Context context, AnyBuffer value,
                                 AnyBuffer locations, AnyBuffer weights, AnyBuffer dy, Result dvalue,

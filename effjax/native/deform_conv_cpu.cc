@@ -1,4 +1,4 @@
-// The custom calls of deformable convolution on a CPU.
+// XLA custom calls of deformable convolution on CPUs.
 
 #include "deform_conv_cpu.h"
 #include "deform_conv_ffi.h"
@@ -14,7 +14,7 @@ Operands<T, A> operands(const Inputs& in) {
           static_cast<const A*>(in.mask.untyped_data())};
 }
 
-// The calls' device, see deform_conv_ffi.h.
+// The CPU implementation behind the handlers in deform_conv_ffi.h.
 struct Cpu {
   using Context = ffi::ThreadPool;
 

@@ -1,7 +1,9 @@
-// Deformable sampling on a CPU: the loops, for any storage type T computed in A.
+// Deformable sampling ("columns") and its gradients on CPUs, for images stored as T and computed
+// in A.
 //
-// Results do not depend on the number of threads: each task writes disjoint memory, and sums in a
-// fixed order.
+// The forward pass runs one task per row of output pixels. The backward pass divides dx into
+// disjoint parts, one per task. Tasks add up in a fixed order, so results do not depend on the
+// number of threads.
 #ifndef EFFJAX_DEFORM_CONV_CPU_H_
 #define EFFJAX_DEFORM_CONV_CPU_H_
 
@@ -14,13 +16,14 @@
 
 namespace effjax {
 
+// Arrays of one call.
 template <typename T, typename A>
 struct Operands {
   Geometry g;
   int64_t first_row;
   const T* x;       // [N, H, W, C]
   const A* offset;  // [N, Ho, Wo, G * K * 2]
-  const A* mask;    // [N, Ho, Wo, G * K], or nothing
+  const A* mask;    // [N, Ho, Wo, G * K], or null
 
   EFFJAX_INLINE int64_t first_tap_of(int64_t n, int64_t r, int64_t column) const {
     return first_tap<int64_t>(g, n, first_row + r, column);
@@ -28,12 +31,13 @@ struct Operands {
 
   EFFJAX_INLINE bool sample(int64_t n, int64_t r, int64_t column, int64_t tap, int32_t k,
                             Sample<A>& s) const {
-    const int32_t width = int32_t(g.kernel_w);  // 64-bit divisions are slow
+    const int32_t width = int32_t(g.kernel_w);  // 64-bit division is slow
     const A* moved = offset + 2 * (first_tap_of(n, r, column) + tap);
     return make_sample<A>(base_y<A>(g, first_row + r, k / width) + moved[0],
                           base_x<A>(g, column, k % width) + moved[1], g.H, g.W, s);
   }
-  // True if a sample may touch the rows [begin, end) of the image: quicker to know than the sample.
+  // Returns true if a sample may touch the rows [begin, end) of the image. This is cheaper than
+  // computing the sample.
   EFFJAX_INLINE bool reaches(int64_t n, int64_t r, int64_t column, int64_t tap, int32_t k,
                              int64_t begin, int64_t end) const {
     const A moved = offset[2 * (first_tap_of(n, r, column) + tap)];
@@ -45,8 +49,8 @@ struct Operands {
   }
 };
 
-// The columns of one row of output pixels: columns [N, R, Wo, K * C]. Pixels outside are read from
-// zeros [C / G], so that there is one way through for all samples.
+// Computes columns [N, R, Wo, K * C] for one row of output pixels. Corners outside of the image
+// read `zeros` [C / G], so that all samples take the same path.
 template <typename T, typename A>
 EFFJAX_INLINE void columns_of_row(const Operands<T, A>& in, const T* zeros, int64_t n, int64_t r,
                                   T* columns) {
@@ -73,8 +77,8 @@ EFFJAX_INLINE void columns_of_row(const Operands<T, A>& in, const T* zeros, int6
   }
 }
 
-// Output of one task of the backward pass: of the image n, the rows of dx, and of the channels the
-// blocks [first, last) of all groups'.
+// The part of dx that one task of the backward pass computes: the rows `rows` of image n, in the
+// blocks [first, last) of channels, counted over all groups.
 struct Rows {
   int64_t begin, end;
 };
@@ -83,7 +87,7 @@ struct Share {
   Rows rows;
 };
 
-// The rows of the image that the samples of a row of output pixels may touch.
+// Returns the rows of the image that the samples of one row of output pixels may touch.
 template <typename T, typename A>
 Rows reach_of_row(const Operands<T, A>& in, int64_t n, int64_t r) {
   const Geometry& g = in.g;
@@ -102,8 +106,9 @@ Rows reach_of_row(const Operands<T, A>& in, int64_t n, int64_t r) {
   return {std::max<int64_t>(first, 0), std::min(last + 1, g.H)};
 }
 
-// The gradients of one sample, by blocks [begin, end) of the channels of its group: dx += them, and
-// the products of each block with those pixels that are the share's, products [blocks, 4].
+// Backward pass of one sample, for the blocks [begin, end) of channels of its group: adds to dx,
+// and writes the dot products of each block of dcolumns with those corners that lie in the share,
+// as products [blocks, 4].
 template <int kBytes, typename T, typename A>
 EFFJAX_INLINE void gradients_of_sample(const Operands<T, A>& in, const A* dcolumns,
                                        const Share& share, int64_t r, int64_t column, int64_t k,
@@ -146,7 +151,8 @@ EFFJAX_INLINE void gradients_of_sample(const Operands<T, A>& in, const A* dcolum
   }
 }
 
-// The same for all samples of an image; reach [R] or null, and products [R, Wo, K, blocks, 4], zero before.
+// Backward pass of all samples of an image for one share. `reach` [R] holds the rows touched by
+// each output row, or is null. products [R, Wo, K, blocks, 4] must be zero on entry.
 template <int kBytes, typename T, typename A>
 EFFJAX_INLINE void gradients_of_share(const Operands<T, A>& in, const A* dcolumns,
                                       const Share& share, const Rows* reach, A* dx, A* products) {
@@ -171,7 +177,8 @@ EFFJAX_INLINE void gradients_of_share(const Operands<T, A>& in, const A* dcolumn
   }
 }
 
-// doffset and dmask of a row of output pixels, from its products [Wo, K, blocks, 4].
+// Computes doffset and dmask for one row of output pixels from products [Wo, K, blocks, 4]. The
+// products are added up in the order of the blocks, whatever tasks computed them.
 template <typename T, typename A>
 EFFJAX_INLINE void positions_of_row(const Operands<T, A>& in, int64_t n, int64_t r,
                                     const A* products, A* doffset, A* dmask) {
@@ -199,7 +206,7 @@ EFFJAX_INLINE void positions_of_row(const Operands<T, A>& in, int64_t n, int64_t
   }
 }
 
-// The loops for one set of instructions.
+// The loops, compiled for one instruction set.
 template <typename T, typename A>
 struct Loops {
   void (*columns)(const Operands<T, A>&, const T* zeros, int64_t n, int64_t r, T* columns);
@@ -236,6 +243,7 @@ Loops<T, A> loops_for_any_cpu() {
   return {columns_any<T, A>, gradients_any<T, A>, positions_any<T, A>};
 }
 
+// Returns the AVX2 loops if this CPU supports them.
 template <typename T, typename A>
 Loops<T, A> loops_for_this_cpu() {
 #ifdef __x86_64__
@@ -246,7 +254,8 @@ Loops<T, A> loops_for_this_cpu() {
   return loops_for_any_cpu<T, A>();
 }
 
-// parallel(count, task) runs task(0), …, task(count - 1) on parallel.threads() threads.
+// Forward pass. parallel(count, task) runs task(0), …, task(count - 1) on parallel.threads()
+// threads.
 template <typename T, typename A, typename Parallel>
 void deform_columns(const Operands<T, A>& in, T* columns, const Parallel& parallel,
                     const Loops<T, A>& loops = loops_for_this_cpu<T, A>()) {
@@ -257,6 +266,7 @@ void deform_columns(const Operands<T, A>& in, T* columns, const Parallel& parall
   });
 }
 
+// Backward pass. Adds to dx; writes doffset and dmask.
 template <typename T, typename A, typename Parallel>
 void deform_columns_backward(const Operands<T, A>& in, const A* dcolumns, A* dx, A* doffset,
                              A* dmask, const Parallel& parallel,
@@ -264,8 +274,9 @@ void deform_columns_backward(const Operands<T, A>& in, const A* dcolumns, A* dx,
   const Geometry& g = in.g;
   const int64_t blocks = g.G * blocks_of(g.C / g.G), row = g.Wo * g.K * blocks * 4;
   std::vector<A> products(static_cast<size_t>(g.N * g.R * row));
-  // An image is divided only where threads would be idle, which takes longer in all: its channels
-  // first, and then its rows, for which all samples are looked at again.
+  // Dividing an image into several tasks costs extra work, so it is done only if there are fewer
+  // images than threads. Blocks of channels are divided first. Bands of rows come second, because
+  // each band has to look at all samples again.
   const int64_t images = std::max<int64_t>(g.N, 1);
   const int64_t wanted = (parallel.threads() + images - 1) / images;
   const int64_t runs = std::min(wanted, blocks);
@@ -279,7 +290,7 @@ void deform_columns_backward(const Operands<T, A>& in, const A* dcolumns, A* dx,
   parallel(g.N * runs * bands, [&](int64_t i) {
     const int64_t n = i / (runs * bands), run = i / bands % runs, band = i % bands;
     const Rows* const here = bands > 1 ? reach.data() + n * g.R : nullptr;
-    Rows all{here ? g.H : 0, here ? 0 : g.H};  // that are touched at all
+    Rows all{here ? g.H : 0, here ? 0 : g.H};  // the rows that are touched at all
     for (int64_t r = 0; here && r < g.R; ++r) {
       all = {std::min(all.begin, here[r].begin), std::max(all.end, here[r].end)};
     }

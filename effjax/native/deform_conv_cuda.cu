@@ -1,4 +1,4 @@
-// The custom calls of deformable convolution on a GPU.
+// XLA custom calls of deformable convolution on CUDA GPUs.
 
 #include "deform_conv_cuda.h"
 #include "deform_conv_ffi.h"
@@ -13,7 +13,7 @@ Operands<T, A, V, I> operands(const Inputs& in, const void* x) {
                                    in.row.typed_data());
 }
 
-// Runs launch(blocks, samples of each).
+// Calls launch(number of blocks, samples per block).
 template <typename I, typename Launch>
 ffi::Error launch_samples(I samples, int64_t packs, int least, const Launch& launch) {
   const int block = samples_of_block(packs, least);
@@ -21,7 +21,7 @@ ffi::Error launch_samples(I samples, int64_t packs, int least, const Launch& lau
   return launch_blocks(blocks, [&](unsigned blocks) { launch(blocks, block); });
 }
 
-// The calls' device, see deform_conv_ffi.h.
+// The CUDA implementation behind the handlers in deform_conv_ffi.h.
 struct Cuda {
   using Context = cudaStream_t;
 
@@ -70,11 +70,12 @@ struct Cuda {
   }
 };
 
-// Only here: a CPU adds in one order anyway.
+// Handler of the deterministic gradient of x, for CUDA only: the CPU implementation is
+// deterministic. Adds the contributions of all corners, sorted by pixel, to dx.
 ffi::Error ScatterSorted(cudaStream_t stream, AnyBuffer offset, AnyBuffer mask, Integers row,
                          AnyBuffer dcolumns, Integers destination, Integers source,
                          AnyBuffer dx_so_far, Result dx, WindowAttribute window) {
-  Inputs inputs{*dx, offset, mask, row};  // dx has the shape of x, but not its dtype
+  Inputs inputs{*dx, offset, mask, row};  // dx has the shape of x, which is not passed
   if (auto error = check_shapes(*window, dcolumns, inputs); error.failure()) return error;
   const Geometry& g = inputs.g;
   const int64_t corners = g.R * g.Wo * g.K * 4;

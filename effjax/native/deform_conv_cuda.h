@@ -1,7 +1,8 @@
-// The kernels of deformable convolution on a GPU.
+// CUDA kernels of deformable convolution.
 //
-// Samples are numbered as the columns have them, [N, R, Wo, K, G]. A block of threads takes some of
-// them once, into shared memory, and then goes through the packs of channels of all.
+// Samples are numbered like the columns, [N, R, Wo, K, G]. A block of threads handles a range of
+// consecutive samples. First, each thread computes the position of one sample and stores it in
+// shared memory. Then the threads visit the packs of channels of all these samples.
 #ifndef EFFJAX_DEFORM_CONV_CUDA_H_
 #define EFFJAX_DEFORM_CONV_CUDA_H_
 
@@ -10,11 +11,11 @@
 
 namespace effjax {
 
-// Maximum number of threads that share a sample, backward: 128 contiguous bytes of dx.
+// Maximum number of threads that share a sample in the backward pass: 128 contiguous bytes of dx.
 constexpr int kMostLanes = 8;
 
-// The operands, and how they are indexed: in I, 32 bits where that is enough. A "pack" is V channels,
-// the part of one thread.
+// Arguments of the kernels. I is the type of indices: 32-bit if all of them fit. A pack is the V
+// channels that one thread handles at a time.
 template <typename T, typename A, int V, typename I>
 struct Operands {
   Geometry g;
@@ -22,11 +23,12 @@ struct Operands {
   const A* offset;
   const A* mask;
   const int32_t* first_row;
-  I samples;  // in all
-  I packs;    // of a group's channels: C / G / V
+  I samples;  // number of samples
+  I packs;    // packs per group: C / G / V
   Divisor<I> by_packs, by_G, by_K, by_Wo, by_R, by_kernel_w;
 
-  // Sample i; which of the offsets is its own, and where the packs of its channels begin.
+  // Computes sample i. Sets `tap` to its index in offset and mask, and `begin` to the pack of x at
+  // which the channels of its group begin in pixel 0 of its image.
   __device__ bool sample(I i, Sample<A, I>& s, A& factor, I& tap, I& begin) const {
     const I of_point = by_G.quotient(i), group = i - of_point * by_G.d;
     const I point = by_K.quotient(of_point), k = of_point - point * by_K.d;
@@ -44,11 +46,11 @@ struct Operands {
   }
 };
 
-// Samples of a block as all of its threads read them.
+// The samples of a block in shared memory.
 template <typename A, typename I>
 struct SharedSamples {
-  Vector<I, 4> begin[kThreads];   // pack of x at which each corner's channels begin; -1: outside
-  Vector<A, 4> weight[kThreads];  // with the mask in it
+  Vector<I, 4> begin[kThreads];   // first pack of each corner's channels in x, or -1 outside
+  Vector<A, 4> weight[kThreads];  // bilinear weight times mask
 
   __device__ __forceinline__ void put(int at, const Sample<A, I>& s, A factor, I first,
                                       I packs_of_pixel) {
@@ -60,7 +62,8 @@ struct SharedSamples {
   }
 };
 
-// A pack of the four pixels of a sample, zero outside: all are on their way before one is used.
+// Loads one pack of each of the four corners, zeros outside of the image. All four loads are issued
+// before the first result is used, to hide their latency.
 template <typename T, typename A, int V, typename I>
 __device__ __forceinline__ void load_corners(const Vector<T, V>* x, const Vector<I, 4>& begin,
                                              I pack, A (&corner)[4][V]) {
@@ -71,9 +74,12 @@ __device__ __forceinline__ void load_corners(const Vector<T, V>* x, const Vector
   for (int q = 0; q < 4; ++q) widen(stored[q], corner[q]);
 }
 
-// columns [N, R, Wo, K, C], `block` samples to a block of threads.
+// Forward pass: computes columns [N, R, Wo, K, C], with `block` samples per block of threads.
+//
+// In the second phase, consecutive threads write consecutive packs of `columns`, and the packs of
+// one sample are contiguous in x, so reads and writes are coalesced.
 template <typename T, typename A, int V, typename I>
-__global__ void __launch_bounds__(kThreads, 5)  // enough registers for four loads at a time
+__global__ void __launch_bounds__(kThreads, 5)  // leaves enough registers for four loads in flight
     columns_kernel(Operands<T, A, V, I> in, T* columns, int block) {
   __shared__ SharedSamples<A, I> shared;
   const I first = I(blockIdx.x) * block, count = min(I(block), in.samples - first);
@@ -105,7 +111,8 @@ __global__ void __launch_bounds__(kThreads, 5)  // enough registers for four loa
   }
 }
 
-// Contribution of one pack to dx, and to the products of the gradient with its sample's corners.
+// Adds the gradient of one pack to dx (unless dx is null), and the products of dcolumns with the
+// four corners to `product`.
 template <typename T, typename A, int V, typename I>
 __device__ __forceinline__ void gradients_of_pack(const Vector<T, V>* x, const Vector<A, 4>& weight,
                                                   const Vector<I, 4>& begin, I pack, Vector<A, V> d,
@@ -127,10 +134,14 @@ __device__ __forceinline__ void gradients_of_pack(const Vector<T, V>* x, const V
   }
 }
 
-// dx, which is added to unless it is null, doffset and dmask; 1 << shift threads share a sample. V
-// channels are 16 bytes of dx, so that neighbouring threads add to neighbouring addresses.
+// Backward pass: adds to dx atomically, unless dx is null; writes doffset and dmask.
+//
+// 1 << shift consecutive threads share a sample and stride over its packs. V channels are 16 bytes
+// of dx, so that neighboring threads add to neighboring addresses. A shuffle reduction adds up the
+// products of a sample over its channels; then the thread that computed the sample's position turns
+// them into gradients of offset and mask.
 template <typename T, typename A, int V, typename I>
-__global__ void __launch_bounds__(kThreads, 2)  // two blocks at a time leave enough registers
+__global__ void __launch_bounds__(kThreads, 2)  // two blocks per SM leave enough registers
     gradients_kernel(Operands<T, A, V, I> in, const A* dcolumns, A* dx, A* doffset, A* dmask,
                      int block, int shift) {
   __shared__ SharedSamples<A, I> shared;
@@ -149,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, 2)  // two blocks at a time leave en
   const auto* const x = reinterpret_cast<const Vector<T, V>*>(in.x);
   const int lanes = 1 << shift, lane = threadIdx.x & (lanes - 1);
   for (int turn = 0; turn < count; turn += kThreads >> shift) {
-    const int i = turn + (threadIdx.x >> shift);  // all threads of a warp take part in its shuffles
+    const int i = turn + (threadIdx.x >> shift);  // all threads stay for the shuffles
     A product[4] = {};
     if (i < count) {
       const auto* const d = reinterpret_cast<const Vector<A, V>*>(dcolumns) +
@@ -178,13 +189,17 @@ __global__ void __launch_bounds__(kThreads, 2)  // two blocks at a time leave en
   A dfactor;
   sample_gradients<A, I>(s, products[threadIdx.x].at, factor, moved.at[0], moved.at[1], dfactor);
   const bool touches = s.inside[0] | s.inside[1] | s.inside[2] | s.inside[3];
-  if (!touches) moved.at[0] = moved.at[1] = dfactor = A(0);  // the mask may be no number
+  if (!touches) moved.at[0] = moved.at[1] = dfactor = A(0);  // the mask may be NaN or infinite
   reinterpret_cast<Vector<A, 2>*>(doffset)[tap] = moved;
   if (in.g.has_mask) dmask[tap] = dfactor;
 }
 
-// `lanes` threads for each corner of each sample, in the order of the pixels that the corners are:
-// the first corner of a pixel adds all of them, one after the other.
+// Deterministic gradient of x: adds to dx in a fixed order, without atomics.
+//
+// destination [N, G, corners] holds the pixel of each corner of each sample, sorted, and `source`
+// the position of that corner before sorting. `lanes` threads are assigned to each entry. Those at
+// the first entry of a pixel add up all entries of that pixel; all other threads return. Entries
+// for corners outside of the image have destination >= H * W.
 template <typename A, int V>
 __global__ void __launch_bounds__(kThreads, 2)
     scatter_kernel(Operands<A, A, V, int64_t> in, const A* dcolumns, const int32_t* destination,
@@ -209,7 +224,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       int64_t tap, begin;
       if (!in.sample(sample, s, factor, tap, begin)) continue;
       const auto d = load<A, V>(dcolumns + (sample * in.packs + pack) * V);
-      // Without an index that only the run knows: that would put the sample into memory.
+      // Selects without a dynamic index, which would move the sample from registers to local
+      // memory.
       const A left = q < 2 ? s.weight[0] : s.weight[2], right = q < 2 ? s.weight[1] : s.weight[3];
       const A weight = factor * (q % 2 ? right : left);
 #pragma unroll
@@ -221,15 +237,15 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// True if 32 bits count the samples, and the packs of x.
+// Returns true if 32-bit indices suffice for the samples and for the packs of x.
 inline bool fits_32_bits(const Geometry& g, int packed) {
-  constexpr double kMost = 2147483648.0;  // products of sizes may be more than 64 bits hold
+  constexpr double kMost = 2147483648.0;  // in double, because the products may overflow 64 bits
   const double points = double(g.N) * double(std::max(g.R, g.Ho)) * double(g.Wo);
   const double pixels = double(g.N) * double(g.H) * double(g.W);
   return points * double(g.K) * double(g.G) < kMost && pixels * double(g.C) / packed < kMost;
 }
 
-// Calls run(I()) with the type of indices that suffices.
+// Calls run(I()) with the smallest sufficient index type.
 template <typename Run>
 auto with_index(const Geometry& g, int packed, const Run& run) {
   return fits_32_bits(g, packed) ? run(int32_t()) : run(int64_t());
@@ -250,13 +266,14 @@ Operands<T, A, V, I> make_operands(const Geometry& g, const void* x, const void*
           by(packs), by(g.G), by(g.K), by(g.Wo), by(g.R), by(g.kernel_w)};
 }
 
-// Number of samples of a block: enough work to amortize their setup, at least `least`.
+// Returns the number of samples per block: enough packs to amortize the computation of the
+// positions, and at least `least`.
 inline int samples_of_block(int64_t packs, int least) {
   constexpr int64_t kPacks = 2048;
   return static_cast<int>(std::clamp<int64_t>(kPacks / std::max<int64_t>(packs, 1), least, kThreads));
 }
 
-// log2 of how many threads share a sample, backward.
+// Returns log2 of the number of threads that share a sample in the backward pass.
 inline int shift_for(int64_t packs) {
   int shift = 0;
   while ((1 << shift) < kMostLanes && (1 << shift) < packs) ++shift;

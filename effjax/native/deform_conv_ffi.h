@@ -1,5 +1,7 @@
-// The custom calls of deformable convolution: their inputs, the checks, and the device-independent
-// part of the calls. Python checks arguments too; the checks here protect direct calls.
+// XLA FFI handlers of deformable convolution: argument checks and the code common to CPU and CUDA.
+//
+// Python checks the arguments as well; these checks protect the memory accesses against direct
+// calls.
 #ifndef EFFJAX_DEFORM_CONV_FFI_H_
 #define EFFJAX_DEFORM_CONV_FFI_H_
 
@@ -12,7 +14,7 @@
 
 namespace effjax {
 
-// The attribute `geometry`: what the arrays do not say.
+// The attribute `geometry`: the settings that the shapes of the arrays do not determine.
 struct Window {
   int64_t kernel_h, kernel_w, stride_h, stride_w, padding_top, padding_left, dilation_h, dilation_w,
       offset_groups;
@@ -33,14 +35,14 @@ inline constexpr char kGeometry[] = "geometry", kSkipDx[] = "skip_dx";
 using WindowAttribute = ffi::Attr<Window, kGeometry>;
 using SkipDxAttribute = ffi::Attr<int64_t, kSkipDx>;
 
-// The inputs of all calls; `g` is set by the check.
+// Inputs of all handlers. check_shapes sets `g`.
 struct Inputs {
   AnyBuffer x, offset, mask;
   Integers row;
   Geometry g{};
 };
 
-// Checks ranks and shapes; fills in the geometry. The rows are those of the columns.
+// Checks ranks and shapes, and sets the geometry. The number of rows is that of `columns`.
 inline ffi::Error check_shapes(const Window& w, AnyBuffer columns, Inputs& in) {
   if (std::min({w.kernel_h, w.kernel_w, w.stride_h, w.stride_w, w.dilation_h, w.dilation_w,
                 w.offset_groups}) < 1) {
@@ -86,7 +88,7 @@ inline ffi::Error check_shapes(const Window& w, AnyBuffer columns, Inputs& in) {
   return ffi::Error::Success();
 }
 
-// Checks dtypes too.
+// Checks shapes and dtypes.
 inline ffi::Error check(const Window& window, AnyBuffer columns, ffi::DataType columns_dtype,
                         Inputs& in) {
   if (auto error = check_shapes(window, columns, in); error.failure()) return error;
@@ -100,7 +102,8 @@ inline ffi::Error check(const Window& window, AnyBuffer columns, ffi::DataType c
   return ffi::Error::Success();
 }
 
-// A gradient so far, and with that of these rows: added for x, written for offset and mask.
+// A gradient before and after this call. XLA may give both the same buffer. The gradient of x is
+// added to; those of offset and mask are overwritten in the rows of this call.
 struct Gradient {
   AnyBuffer so_far, result;
 };
@@ -125,8 +128,8 @@ inline ffi::Error check_gradients(const Inputs& in, const Gradients& all) {
   return ffi::Error::Success();
 }
 
-// The calls. Their parameters are what XLA binds to them; a Device has the Context that it passes,
-// and `columns`, `gradients` and `copy`, which find everything checked.
+// Forward handler. Device::columns runs after all checks; Context is the device's thread pool or
+// stream.
 template <typename Device>
 ffi::Error Columns(typename Device::Context context, AnyBuffer x, AnyBuffer offset, AnyBuffer mask,
                    Integers row, Result columns, WindowAttribute window) {
@@ -135,6 +138,7 @@ ffi::Error Columns(typename Device::Context context, AnyBuffer x, AnyBuffer offs
   return Device::columns(context, in, *columns);
 }
 
+// Backward handler. With skip_dx, dx is returned unchanged.
 template <typename Device>
 ffi::Error ColumnsBackward(typename Device::Context context, AnyBuffer x, AnyBuffer offset,
                            AnyBuffer mask, Integers row, AnyBuffer dcolumns, AnyBuffer dx_so_far,

@@ -1,12 +1,13 @@
-// The available driver and GPUs, for the loader. It creates no context and keeps no state.
+// Query of the CUDA driver and GPUs for the Python loader. Creates no CUDA context.
 
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <cstdint>
 
-// CUDA's versions as 1000 * major + 10 * minor: the library's own, and what the driver can run, 0
-// where there is none. The GPUs, and the newest's compute capability as 10 * major + minor.
+// Writes the CUDA version this library was built with and the newest version that the driver
+// supports, both as 1000 * major + 10 * minor; the driver's is 0 without a driver. Writes the
+// number of GPUs and the highest compute capability among them as 10 * major + minor.
 extern "C" void effjax_cuda_devices(int32_t* built, int32_t* driver, int32_t* count,
                                     int32_t* newest) {
   *built = CUDART_VERSION;
@@ -19,5 +20,5 @@ extern "C" void effjax_cuda_devices(int32_t* built, int32_t* driver, int32_t* co
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
     *newest = std::max<int32_t>(*newest, 10 * major + minor);
   }
-  cudaGetLastError();  // what failed here is not the failure of a kernel
+  cudaGetLastError();  // clear the error state, which the next kernel launch would report
 }

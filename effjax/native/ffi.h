@@ -1,4 +1,4 @@
-// Shared code of all custom calls: checks of their inputs, and their symbols.
+// Code shared by all XLA FFI handlers: shape checks, dtype dispatch and exported symbols.
 #ifndef EFFJAX_FFI_H_
 #define EFFJAX_FFI_H_
 
@@ -22,6 +22,7 @@ inline ffi::Error invalid(const std::string& what) {
   return ffi::Error::InvalidArgument("effjax's kernels: " + what);
 }
 
+// Returns the shape as text, for error messages.
 inline std::string shape_text(AnyBuffer buffer) {
   std::string text = "[";
   for (int64_t size : buffer.dimensions()) {
@@ -36,7 +37,7 @@ inline bool has_shape(const Buffer& buffer, std::initializer_list<int64_t> shape
   return sizes.size() == shape.size() && std::equal(shape.begin(), shape.end(), sizes.begin());
 }
 
-// The product of sizes, or -1, which is the size of nothing, where 64 bits do not hold it.
+// Returns the product of sizes, or -1 if it overflows. No array has size -1, so checks then fail.
 inline int64_t product_of(std::initializer_list<int64_t> sizes) {
   int64_t product = 1;
   for (int64_t size : sizes) {
@@ -45,23 +46,23 @@ inline int64_t product_of(std::initializer_list<int64_t> sizes) {
   return product;
 }
 
-// True if all sizes derived from those of an array, and they themselves if others are zero, are far
-// below the limit of 64 bits: then no sum or product of them overflows.
+// Returns true if the number of elements, with zero sizes counted as one, is far below the limit of
+// 64 bits. Sums and products of a few sizes derived from such an array do not overflow.
 inline bool is_countable(AnyBuffer buffer) {
   int64_t product = 1;
   for (int64_t size : buffer.dimensions()) product = product_of({product, std::max<int64_t>(size, 1)});
   return product >= 0 && product < (int64_t{1} << 56);
 }
 
-// The same for numbers that come as attributes.
+// Upper limit of sizes passed as attributes, for the same reason.
 constexpr int64_t kMostOfAttributes = int64_t{1} << 30;
 
-// The dtype that coordinates and sums have: float64 for float64, else float32.
+// Returns the dtype of coordinates and sums: float64 for float64, else float32.
 inline ffi::DataType accumulator_of(ffi::DataType storage) {
   return storage == ffi::F64 ? ffi::F64 : ffi::F32;
 }
 
-// Calls run(T(), A()) with the types that x is stored in and computed in.
+// Calls run(T(), A()) with the storage type and the type of the computation.
 template <typename BFloat16, typename Float16, typename Run>
 ffi::Error with_types(ffi::DataType dtype, const Run& run) {
   switch (dtype) {
@@ -78,14 +79,14 @@ inline bool same_shape(AnyBuffer a, AnyBuffer b) {
   return left.size() == right.size() && std::equal(left.begin(), left.end(), right.begin());
 }
 
-// Lets `to` begin as `from` where XLA could not reuse the buffer.
+// Copies `from` to `to`, unless XLA gave both the same buffer.
 template <typename Device>
 ffi::Error copy_if_apart(typename Device::Context context, AnyBuffer from, AnyBuffer to) {
   if (to.untyped_data() == from.untyped_data() || to.size_bytes() == 0) return ffi::Error::Success();
   return Device::copy(context, from.untyped_data(), to.untyped_data(), to.size_bytes());
 }
 
-// Runs call(). Exceptions become errors: none may pass through XLA's C interface.
+// Runs call() and converts exceptions to errors, because none may pass through XLA's C interface.
 template <typename Call>
 XLA_FFI_Error* without_exceptions(const XLA_FFI_Api* api, const Call& call) {
   XLA_FFI_Error_Create_Args error{};
@@ -108,7 +109,7 @@ XLA_FFI_Error* without_exceptions(const XLA_FFI_Api* api, const Call& call) {
 
 }  // namespace effjax
 
-// A call as a symbol of the library; further arguments are its traits.
+// Exports a handler under the name `symbol`. Further arguments are the handler's traits.
 #define EFFJAX_EXPORT(symbol, call, ...)                                             \
   extern "C" XLA_FFI_Error* symbol(XLA_FFI_CallFrame* frame) {                       \
     return effjax::without_exceptions(frame->api, [frame] {                          \

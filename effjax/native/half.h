@@ -1,4 +1,4 @@
-// Half precision on a CPU: stored in 16 bits, computed in float32.
+// bfloat16 and float16 on CPUs: stored in 16 bits, computed in float32.
 #ifndef EFFJAX_HALF_H_
 #define EFFJAX_HALF_H_
 
@@ -30,13 +30,14 @@ inline double widen(double x) { return x; }
 inline float widen(BFloat16 x) { return bits_to_float(uint32_t{x.bits} << 16); }
 inline float widen(Float16 x) {
   const uint32_t sign = uint32_t{x.bits & 0x8000u} << 16, magnitude = x.bits & 0x7fffu;
-  // Shifted into place the exponent is 112 too small: a product mends it, subnormals included.
+  // Moving the bits into place leaves an exponent that is 112 too small. The product corrects it,
+  // also for subnormal numbers.
   const float scaled = bits_to_float(magnitude << 13) * bits_to_float(0x77800000u);  // 2^112
-  const uint32_t special = magnitude >= 0x7c00u ? 0x7f800000u : 0u;  // infinite or NaN
+  const uint32_t special = magnitude >= 0x7c00u ? 0x7f800000u : 0u;  // infinity or NaN
   return bits_to_float(sign | special | float_to_bits(scaled));
 }
 
-// Rounded to the nearest, ties to even.
+// Rounds to the nearest representable number, ties to even.
 inline void narrow(float x, float& y) { y = x; }
 inline void narrow(double x, double& y) { y = x; }
 inline void narrow(float x, BFloat16& y) {
@@ -51,9 +52,10 @@ inline void narrow(float x, Float16& y) {
   if (magnitude > 0x7f800000u) {
     result = 0x7e00u;  // NaN
   } else if (magnitude >= 0x477ff000u) {
-    result = 0x7c00u;  // 65520 and more round to infinity
+    result = 0x7c00u;  // numbers from 65520 on round to infinity
   } else if (magnitude < 0x38800000u) {
-    // Below 2^-14: adding 1/2 lets the addition round to the 2^-24 of subnormals.
+    // Below 2^-14 the result is subnormal, a multiple of 2^-24. The spacing of float32 near 1/2 is
+    // also 2^-24, so adding 1/2 rounds correctly.
     result = float_to_bits(bits_to_float(magnitude) + 0.5f) - 0x3f000000u;
   } else {
     result = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;

@@ -1,4 +1,4 @@
-// Custom calls on a GPU: kernels launched for any storage type and number of channels.
+// Launching CUDA kernels from XLA FFI handlers, for any dtype and number of channels.
 #ifndef EFFJAX_LAUNCH_H_
 #define EFFJAX_LAUNCH_H_
 
@@ -15,7 +15,7 @@ inline ffi::Error result_of(cudaError_t error) {
   return ffi::Error::Internal(std::string("effjax's kernels: ") + cudaGetErrorString(error));
 }
 
-// Runs launch(blocks), and says what went wrong.
+// Calls launch(blocks), and returns the error of the launch, if any.
 template <typename Launch>
 ffi::Error launch_blocks(int64_t blocks, const Launch& launch) {
   if (blocks == 0) return ffi::Error::Success();
@@ -26,7 +26,7 @@ ffi::Error launch_blocks(int64_t blocks, const Launch& launch) {
   return result_of(cudaGetLastError());
 }
 
-// The same for so many threads.
+// Calls launch(blocks) with enough blocks for the given number of threads.
 template <typename Launch>
 ffi::Error launch_threads(int64_t threads, const Launch& launch) {
   return launch_blocks(threads / kThreads + (threads % kThreads > 0), launch);
@@ -35,8 +35,9 @@ ffi::Error launch_threads(int64_t threads, const Launch& launch) {
 template <int V>
 struct Width {};
 
-// Calls run(T(), A(), Width<V>()): how x is stored, computed in, and how many of the channels, which
-// lie next to each other, a thread takes.
+// Calls run(T(), A(), Width<V>()) with the storage type, the type of the computation, and the
+// number of channels per pack: 16 bytes in T if that divides the number of contiguous channels,
+// else 1.
 template <typename Run>
 ffi::Error dispatch(ffi::DataType dtype, int64_t channels, const Run& run) {
   return with_types<__nv_bfloat16, __half>(dtype, [&](auto storage, auto accumulator) {
@@ -46,7 +47,7 @@ ffi::Error dispatch(ffi::DataType dtype, int64_t channels, const Run& run) {
   });
 }
 
-// The same with 16 bytes of the sums, where x is stored in half of that.
+// Like dispatch, with packs of 16 bytes in A. Used by kernels that add to arrays of type A.
 template <typename Run>
 ffi::Error dispatch_sums(ffi::DataType dtype, int64_t channels, const Run& run) {
   return with_types<__nv_bfloat16, __half>(dtype, [&](auto storage, auto accumulator) {
@@ -63,7 +64,7 @@ struct xla::ffi::CtxBinding<cudaStream_t> {
   using Ctx = xla::ffi::PlatformStream<cudaStream_t>;
 };
 
-// They may be part of a CUDA graph.
+// Exports a handler that may be captured in a CUDA graph.
 #define EFFJAX_EXPORT_GRAPHABLE(symbol, call) \
   EFFJAX_EXPORT(symbol, call, xla::ffi::Traits::kCmdBufferCompatible)
 

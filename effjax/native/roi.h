@@ -1,7 +1,7 @@
-// The mathematics of pooling boxes, compiled into the CPU and the CUDA handlers.
+// Sample positions of RoI pooling, shared by the CPU and the CUDA implementation.
 //
-// A bin is a grid of samples. Its weights are products of one number for the row of a pixel and one
-// for its column, so that along each axis the samples are first added up by pixel.
+// The result for a bin is the mean over a grid of bilinear samples. The weight of a pixel is the
+// product of a weight along y and a weight along x, so the two axes are handled separately.
 #ifndef EFFJAX_ROI_H_
 #define EFFJAX_ROI_H_
 
@@ -9,32 +9,34 @@
 
 namespace effjax {
 
-// x is [N, H, W, parts * parts * C], y [N, R, P, C] for R boxes of P = rows * columns bins; positions
-// are [N, R, P, G, 2] for G groups of C / G channels.
+// Sizes of one call. x is [N, H, W, parts * parts * C] and y [N, R, P, C], for R boxes of
+// P = rows * columns bins. `first`, the position of each bin's first sample, is [N, R, P, G, 2],
+// for G groups of C / G channels.
 struct Pooling {
   int64_t N, H, W, C, R, P, G, rows, columns, parts;
   double margin;   // samples up to this distance outside of the outermost pixels count
-  bool of_inside;  // the mean is of the samples that count, not of all
+  bool of_inside;  // take the mean of the samples that count, instead of all
 
   EFFJAX_INLINE int64_t pixel_size() const { return parts * parts * C; }
-  // The channel of x at which those of a bin begin.
+  // Returns the first channel of x for a bin (position-sensitive if parts > 1).
   EFFJAX_INLINE int64_t channel_of(int64_t bin) const {
     return (bin / columns * parts / rows * parts + bin % columns * parts / columns) * C;
   }
 };
 
-// The samples of a bin along one axis: sample i is at first + i * step.
+// The samples of a bin along one axis. Sample i is at first + i * step.
 template <typename A>
 struct Axis {
   A first, step;
-  int64_t size;        // of the image
-  int64_t begin, end;  // the samples that count
+  int64_t size;        // number of pixels of the image along this axis
+  int64_t begin, end;  // range of the samples that count
 
   EFFJAX_INLINE A at(int64_t i) const { return first + A(i) * step; }
 };
 
-// Those that count are at -margin <= at <= size - 1 + margin. There are none where first or step is
-// no number, and nothing infinite is turned into an integer.
+// Finds the samples with -margin <= position <= size - 1 + margin. The range is empty if first or
+// step is NaN or infinite, and no out-of-range number is converted to an integer, which would be
+// undefined.
 template <typename A>
 EFFJAX_INLINE Axis<A> make_axis(A first, A step, A count, int64_t size, A margin) {
   Axis<A> axis{first, step, size, 0, 0};
@@ -42,7 +44,7 @@ EFFJAX_INLINE Axis<A> make_axis(A first, A step, A count, int64_t size, A margin
   if (!(first - first == A(0)) || !(step - step == A(0)) || !(count >= A(1))) return axis;
   axis.end = static_cast<int64_t>(count < A(1 << 20) ? count : A(1 << 20));
   const auto counts = [&](int64_t i) { return axis.at(i) >= -margin && axis.at(i) <= most; };
-  if (step > A(0)) {  // one more on either side, since sums are rounded
+  if (step > A(0)) {  // skip most of the others; one more on either side allows for rounding
     const A from = (-margin - first) / step - A(1), to = (most - first) / step + A(2);
     if (!(from < A(axis.end)) || !(to > A(0))) {
       axis.end = 0;
@@ -56,8 +58,9 @@ EFFJAX_INLINE Axis<A> make_axis(A first, A step, A count, int64_t size, A margin
   return axis;
 }
 
-// The two pixels of a sample along one axis, with weights 1 - fraction and fraction. Beyond the
-// outermost pixels it is moved there, and then its position has no gradient: it is not `within`.
+// The two pixels of a sample along one axis, with weights 1 - fraction and fraction. A position
+// beyond the outermost pixels is clamped to them; `within` is then false and the position has no
+// gradient.
 template <typename A>
 struct Tap {
   int64_t low, high;

@@ -1,4 +1,4 @@
-// The custom calls that pool boxes on a CPU.
+// XLA custom calls of RoI pooling on CPUs.
 
 #include "roi_cpu.h"
 #include "roi_ffi.h"
@@ -15,7 +15,7 @@ Boxes<T, A> boxes(const PoolingInputs& in, bool adds) {
           static_cast<const A*>(in.count.untyped_data()), adds};
 }
 
-// The calls' device, see roi_ffi.h.
+// The CPU implementation behind the handlers in roi_ffi.h.
 struct PoolingOnCpu {
   using Context = ffi::ThreadPool;
 

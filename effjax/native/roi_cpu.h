@@ -1,7 +1,8 @@
-// Pooling of boxes on a CPU: the loops, for any storage type T computed in A.
+// RoI pooling on CPUs, for images stored as T and computed in A.
 //
-// Results do not depend on the number of threads: each task writes disjoint memory, and sums in a
-// fixed order.
+// The forward pass runs one task per box. The backward pass divides dx by images and blocks of
+// channels. Tasks write disjoint memory and add up in a fixed order, so results do not depend on
+// the number of threads.
 #ifndef EFFJAX_ROI_CPU_H_
 #define EFFJAX_ROI_CPU_H_
 
@@ -13,6 +14,7 @@
 
 namespace effjax {
 
+// Arrays of one call.
 template <typename T, typename A>
 struct Boxes {
   Pooling g;
@@ -20,19 +22,21 @@ struct Boxes {
   const A* first;  // [N, R, P, G, 2], (y, x)
   const A* step;   // [N, R, 2]
   const A* count;  // [N, R, 2]
-  bool adds;       // y is added to, and is there already
+  bool adds;       // add to y instead of overwriting it
 };
 
-// The distinct pixels that the samples of a bin touch along one axis.
+// The distinct pixels that the samples of a bin touch along one axis, with the weights of all
+// samples added up. The pixels of a bin are the product of its two lines.
 template <typename A>
 struct Line {
-  std::vector<int64_t> at;       // of the pixel, in numbers of x
-  std::vector<A> weight, slope;  // the sum of its samples' weights, and of their derivatives
-  int64_t inside = 0;            // how many samples count
+  std::vector<int64_t> at;       // offset of each pixel in elements of x
+  std::vector<A> weight, slope;  // summed over samples; slope: by the position
+  int64_t inside = 0;            // number of samples that count
   A first = std::numeric_limits<A>::quiet_NaN();
   std::vector<A> sums;
 
-  // Neighboring bins have the same line, if nothing moves them.
+  // Neighboring bins of a box without offsets share a position, so the line is kept if it is
+  // unchanged.
   void build(A position, A step, A count, int64_t size, A margin, int64_t stride) {
     if (position == first) return;
     first = position;
@@ -58,7 +62,7 @@ struct Line {
   }
 };
 
-// A bin: its pixels are those of rows times those of columns.
+// The two lines of a bin, and the number of samples to divide by.
 template <typename A>
 struct Bin {
   const Line<A>*rows, *columns;
@@ -68,7 +72,7 @@ struct Bin {
   bool empty() const { return rows->at.empty() || columns->at.empty(); }
 };
 
-// The lines of the bins of one box.
+// Computes the bins of one box, and reuses their lines.
 template <typename T, typename A>
 struct Lines {
   const Boxes<T, A>& in;
@@ -90,13 +94,13 @@ struct Lines {
   }
 };
 
-// kCount * kLanes channels, as sums in vectors.
+// Vector sums of kCount * kLanes channels.
 template <int kBytes, int kCount, typename A>
 struct Sums {
   using OfLanes = Lanes<kBytes, A>;
   OfLanes of[kCount];
 
-  // += weight * channels
+  // sums += weight * channels
   template <typename T>
   EFFJAX_INLINE void add(A weight, const T* channels) {
     for (int k = 0; k < kCount; ++k) {
@@ -109,7 +113,7 @@ struct Sums {
       }
     }
   }
-  // to += weight * these
+  // to += weight * sums
   EFFJAX_INLINE void add_to(A weight, A* to) const {
     for (int k = 0; k < kCount; ++k) {
       for (int i = 0; i < OfLanes::kVectors; ++i) {
@@ -129,7 +133,7 @@ struct Sums {
   EFFJAX_INLINE void store(A* to) const { std::memcpy(to, of, sizeof of); }
 };
 
-// y[c] = the mean of the samples, or += it, for a run of channels that begin at x.
+// Computes y for the kCount * kLanes channels at x.
 template <int kBytes, int kCount, typename T, typename A>
 EFFJAX_INLINE void mean_of_run(const Bin<A>& bin, const T* x, T* y) {
   Sums<kBytes, kCount, A> sums;
@@ -150,7 +154,7 @@ EFFJAX_INLINE void mean_of_run(const Bin<A>& bin, const T* x, T* y) {
   }
 }
 
-// dx += the weights of its pixels * dy
+// dx += weight of each pixel * dy, for kCount * kLanes channels.
 template <int kBytes, int kCount, typename T, typename A>
 EFFJAX_INLINE void spread_run(const Bin<A>& bin, const T* dy, A* dx) {
   Sums<kBytes, kCount, A> d;
@@ -167,7 +171,8 @@ EFFJAX_INLINE void spread_run(const Bin<A>& bin, const T* dy, A* dx) {
   }
 }
 
-// dfirst += the products of dy with the derivatives of the mean by the position, times the divisor.
+// dfirst += dot products of dy with the derivatives of the sum of samples by the position. The
+// caller divides by the number of samples.
 template <int kBytes, int kCount, typename T, typename A>
 EFFJAX_INLINE void slopes_of_run(const Bin<A>& bin, const T* x, const T* dy, A* dfirst) {
   Sums<kBytes, kCount, A> down, right;
@@ -189,6 +194,8 @@ EFFJAX_INLINE void slopes_of_run(const Bin<A>& bin, const T* x, const T* dy, A* 
 
 constexpr int kRuns = kBlock / kLanes;
 
+// The following three functions handle all channels of a bin: in blocks of kBlock or kLanes, and
+// the rest one by one.
 template <int kBytes, typename T, typename A>
 EFFJAX_INLINE void mean_of_bin(const Bin<A>& bin, const T* x, int64_t channels, T* y) {
   int64_t c = 0;
@@ -245,7 +252,7 @@ EFFJAX_INLINE void slopes_of_bin(const Bin<A>& bin, const T* x, const T* dy, int
   dfirst[0] /= bin.divisor, dfirst[1] /= bin.divisor;
 }
 
-// The loops for one set of instructions.
+// The loops, compiled for one instruction set.
 template <typename T, typename A>
 struct PoolingLoops {
   void (*mean)(const Bin<A>&, const T* x, int64_t channels, T* y);
@@ -278,6 +285,7 @@ PoolingLoops<T, A> pooling_loops_for_any_cpu() {
   return {mean_any<T, A>, spread_any<T, A>, slopes_any<T, A>};
 }
 
+// Returns the AVX2 loops if this CPU supports them.
 template <typename T, typename A>
 PoolingLoops<T, A> pooling_loops_for_this_cpu() {
 #ifdef __x86_64__
@@ -288,7 +296,8 @@ PoolingLoops<T, A> pooling_loops_for_this_cpu() {
   return pooling_loops_for_any_cpu<T, A>();
 }
 
-// parallel(count, task) runs task(0), …, task(count - 1) on parallel.threads() threads.
+// Forward pass. parallel(count, task) runs task(0), …, task(count - 1) on parallel.threads()
+// threads.
 template <typename T, typename A, typename Parallel>
 void roi_pool(const Boxes<T, A>& in, T* y, const Parallel& parallel,
               const PoolingLoops<T, A>& loops = pooling_loops_for_this_cpu<T, A>()) {
@@ -316,7 +325,7 @@ void roi_pool(const Boxes<T, A>& in, T* y, const Parallel& parallel,
   });
 }
 
-// Contribution of the boxes of an image to channels [begin, end) of each block of dx.
+// Adds the gradients of all boxes of image n to the channels [begin, end) of each part of dx.
 template <typename T, typename A>
 void spread_boxes(const Boxes<T, A>& in, const T* dy, int64_t n, int64_t begin, int64_t end, A* dx,
                   const PoolingLoops<T, A>& loops) {
@@ -340,7 +349,7 @@ void spread_boxes(const Boxes<T, A>& in, const T* dy, int64_t n, int64_t begin, 
   }
 }
 
-// Without dfirst: nothing moves.
+// Backward pass. Overwrites dx, and dfirst unless it is null.
 template <typename T, typename A, typename Parallel>
 void roi_pool_backward(const Boxes<T, A>& in, const T* dy, A* dx, A* dfirst,
                        const Parallel& parallel,
@@ -348,7 +357,8 @@ void roi_pool_backward(const Boxes<T, A>& in, const T* dy, A* dx, A* dfirst,
   const Pooling& g = in.g;
   const int64_t width = g.C / g.G, row = g.W * g.pixel_size();
   parallel(g.N * g.H, [&](int64_t i) { std::memset(dx + i * row, 0, row * sizeof(A)); });
-  // The channels of an image are divided only where threads would be idle: it takes longer in all.
+  // Dividing an image by channels repeats the computation of its bins, so it is done only if there
+  // are fewer images than threads.
   const int64_t images = std::max<int64_t>(g.N, 1), blocks = blocks_of(g.C);
   const int64_t runs = std::min((parallel.threads() + images - 1) / images, blocks);
   parallel(g.N * runs, [&](int64_t i) {

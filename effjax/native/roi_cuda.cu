@@ -1,4 +1,4 @@
-// The custom calls that pool boxes on a GPU.
+// XLA custom calls of RoI pooling on CUDA GPUs.
 
 #include "launch.h"
 #include "roi_cuda.h"
@@ -15,7 +15,7 @@ Boxes<T, A> boxes(const PoolingInputs& in) {
           static_cast<const A*>(in.count.untyped_data())};
 }
 
-// The calls' device, see roi_ffi.h.
+// The CUDA implementation behind the handlers in roi_ffi.h.
 struct PoolingOnCuda {
   using Context = cudaStream_t;
 

@@ -1,4 +1,7 @@
-// The kernels that pool boxes on a GPU.
+// CUDA kernels of RoI pooling.
+//
+// The forward kernel uses one thread per pack of V channels of a bin. The backward kernel uses a
+// group of threads per bin, which share the reduction over channels.
 #ifndef EFFJAX_ROI_CUDA_H_
 #define EFFJAX_ROI_CUDA_H_
 
@@ -7,7 +10,7 @@
 
 namespace effjax {
 
-// The operands, and how they are indexed. A "pack" is V channels, the part of one thread.
+// Arguments of the kernels. A pack is the V channels that one thread handles at a time.
 template <typename T, typename A>
 struct Boxes {
   Pooling g;
@@ -16,8 +19,8 @@ struct Boxes {
   const A* step;   // [N, R, 2]
   const A* count;  // [N, R, 2]
 
-  // The samples of a bin along both axes, of group bin % G of bin / G of [N, R, P]; and of how many
-  // the mean is, 0 for none.
+  // Computes the samples of a bin along both axes. `bin` counts over [N, R, P, G]. Returns the
+  // number of samples to divide by, or 0 if none counts.
   __device__ A bin(int64_t bin, Axis<A>& y, Axis<A>& x) const {
     const int64_t box = bin / (g.P * g.G);
     const A margin = A(g.margin);
@@ -27,14 +30,15 @@ struct Boxes {
     const A inside = A(y.end - y.begin) * A(x.end - x.begin);
     return inside > A(0) && !g.of_inside ? most[0] * most[1] : inside;
   }
-  // Where the channels of a bin begin in its image.
+  // Returns the offset of the first channel of a bin in x.
   __device__ int64_t channels(int64_t bin) const {
     const int64_t group = bin % g.G, p = bin / g.G % g.P, n = bin / (g.G * g.P * g.R);
     return n * g.H * g.W * g.pixel_size() + g.channel_of(p) + group * (g.C / g.G);
   }
 };
 
-// A pixel of a sample: its weight along one axis, and the derivative of that by the position.
+// Returns one of the two pixels of a sample along one axis (far = 1: the higher one), its weight,
+// and the derivative of the weight by the position.
 template <typename A>
 __device__ __forceinline__ void pixel_of(const Tap<A>& tap, int far, int64_t& at, A& weight,
                                          A& slope) {
@@ -43,7 +47,8 @@ __device__ __forceinline__ void pixel_of(const Tap<A>& tap, int far, int64_t& at
   slope = tap.within ? A(2 * far - 1) : A(0);
 }
 
-// One thread a pack of y, in their order: writes are contiguous. y is added to, if it is there.
+// Forward pass: one thread per pack of y, in memory order, so writes and the reads of each pixel
+// are coalesced. With `adds`, the result is added to y.
 template <typename T, typename A, int V>
 __global__ void __launch_bounds__(kThreads) roi_pool_kernel(Boxes<T, A> in, T* y, bool adds,
                                                             int64_t packs, int64_t count) {
@@ -85,16 +90,16 @@ __global__ void __launch_bounds__(kThreads) roi_pool_kernel(Boxes<T, A> in, T* y
   *to = out;
 }
 
-// `lanes` threads, a power of two, for each bin: they share the sums over channels that the gradient
-// of its position is. Without dfirst nothing moves, and x is not read.
+// Backward pass: `lanes` consecutive threads, a power of two, per bin. Adds to dx atomically.
+// Writes dfirst after a shuffle reduction over channels, unless it is null; x is then not read.
 template <typename T, typename A, int V>
-__global__ void __launch_bounds__(kThreads, 2)  // two blocks at a time leave enough registers
+__global__ void __launch_bounds__(kThreads, 2)  // two blocks per SM leave enough registers
     roi_gradients_kernel(Boxes<T, A> in, const T* dy, A* dx, A* dfirst, int64_t packs,
                          int64_t count, int lanes) {
   const Pooling& g = in.g;
   const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t bin = thread / lanes, lane = thread % lanes, pixel = g.pixel_size();
-  const bool active = bin < count;  // all threads of a warp take part in its shuffles
+  const bool active = bin < count;  // inactive threads stay for the shuffles
   Axis<A> down{}, across{};
   const A divisor = active ? in.bin(bin, down, across) : A(0);
   A by_y = 0, by_x = 0;

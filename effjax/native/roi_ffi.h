@@ -1,5 +1,7 @@
-// The custom calls that pool boxes: their inputs, the checks, and the device-independent part of the
-// calls. Python checks arguments too; the checks here protect direct calls.
+// XLA FFI handlers of RoI pooling: argument checks and the code common to CPU and CUDA.
+//
+// Python checks the arguments as well; these checks protect the memory accesses against direct
+// calls.
 #ifndef EFFJAX_ROI_FFI_H_
 #define EFFJAX_ROI_FFI_H_
 
@@ -8,7 +10,7 @@
 
 namespace effjax {
 
-// The attribute `pooling`: what the arrays do not say.
+// The attribute `pooling`: the settings that the shapes of the arrays do not determine.
 struct PoolingAttributes {
   int64_t rows, columns, parts, of_inside;
   double margin;
@@ -26,13 +28,13 @@ namespace effjax {
 inline constexpr char kPooling[] = "pooling";
 using PoolingAttribute = ffi::Attr<PoolingAttributes, kPooling>;
 
-// The inputs of both calls; `g` is set by the check.
+// Inputs of both handlers. check sets `g`.
 struct PoolingInputs {
   AnyBuffer x, first, step, count;
   Pooling g{};
 };
 
-// Checks shapes and dtypes, y or its gradient included; fills in the sizes.
+// Checks shapes and dtypes, and sets the sizes. `y` is the result or its gradient.
 inline ffi::Error check(const PoolingAttributes& a, AnyBuffer y, PoolingInputs& in) {
   const auto image = in.x.dimensions(), bins = in.first.dimensions();
   if (std::min({a.rows, a.columns, a.parts}) < 1 || !(a.margin >= 0) || !(a.margin <= 1) ||
@@ -72,9 +74,8 @@ inline ffi::Error check(const PoolingAttributes& a, AnyBuffer y, PoolingInputs& 
   return ffi::Error::Success();
 }
 
-// The calls. Their parameters are what XLA binds to them; a Device has the Context that it passes,
-// and `pool`, `gradients` and `copy`, which find everything checked. y is added to so_far, unless
-// that has no numbers.
+// Forward handler: y = so_far + the pooled features. so_far of shape [N, R, P, 0] stands for zeros.
+// Device::pool runs after all checks; Context is the device's thread pool or stream.
 template <typename Device>
 ffi::Error RoiPool(typename Device::Context context, AnyBuffer x, AnyBuffer first, AnyBuffer step,
                    AnyBuffer count, AnyBuffer so_far, Result y, PoolingAttribute pooling) {
@@ -89,7 +90,7 @@ ffi::Error RoiPool(typename Device::Context context, AnyBuffer x, AnyBuffer firs
   return Device::pool(context, in, *y, true);
 }
 
-// dfirst is like first, or has no numbers.
+// Backward handler. dfirst of shape [N, R, P, G, 0] means that it is not needed.
 template <typename Device>
 ffi::Error RoiPoolBackward(typename Device::Context context, AnyBuffer x, AnyBuffer first,
                            AnyBuffer step, AnyBuffer count, AnyBuffer dy, Result dx,

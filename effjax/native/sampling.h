@@ -1,5 +1,5 @@
-// A point between four pixels, and its gradients: shared by all operators that sample images,
-// compiled into the CPU and the CUDA handlers.
+// Bilinear sampling of a point and its gradients, for all operators that sample images. Compiled
+// for CPUs and for CUDA.
 #ifndef EFFJAX_SAMPLING_H_
 #define EFFJAX_SAMPLING_H_
 
@@ -18,20 +18,24 @@
 
 namespace effjax {
 
-// A point of the image between four pixels. weight[q] is zero where pixel q is outside; pixel[q]
-// is then 0, so that it can be read. q = 2 * (lower) + (right). Pixels are counted in I.
+// A point between four pixels. Pixel q is 0: upper left, 1: upper right, 2: lower left, 3: lower
+// right, so q = 2 * lower + right. For pixels outside of the image, weight[q] is 0 and pixel[q] is
+// 0, a valid index. I is the integer type of pixel indices.
 template <typename A, typename I = int64_t>
 struct Sample {
   using Index = I;
   Index pixel[4];  // row * W + column
   A weight[4];
-  A down, right;     // how far the point is below and right of pixel 0, in [0, 1)
+  A down, right;     // distance from pixel 0, in [0, 1)
   bool inside[4];
 };
 
-// False where the sample is zero, all its pixels outside: not within -1 < y < H, -1 < x < W. The
-// comparison is written so that NaN is outside too, and nothing infinite is turned into an integer.
-// There are no branches: points at random are inside or outside, which no CPU can predict.
+// Computes the sample at (y, x). Returns false if all four pixels lie outside of the image, that is
+// unless -1 < y < height and -1 < x < width; the sample is then zero.
+//
+// `touches` is false for NaN, and out-of-range coordinates are replaced by 0 before the conversion
+// to integers, which would be undefined for them. There are no branches, because CPUs cannot
+// predict whether random points lie inside.
 template <typename A, typename I = int64_t>
 EFFJAX_INLINE bool make_sample(A y, A x, typename Sample<A, I>::Index height,
                                typename Sample<A, I>::Index width, Sample<A, I>& s) {
@@ -58,8 +62,8 @@ EFFJAX_INLINE bool make_sample(A y, A x, typename Sample<A, I>::Index height,
   return touches;
 }
 
-// Gradients of a sample with respect to y, x and the mask, from the products of the incoming
-// gradient with the four pixels (zero for those outside).
+// Gradients with respect to y, x and the mask. product[q] is the sum over channels of the incoming
+// gradient times pixel q, and 0 for pixels outside.
 template <typename A, typename I>
 EFFJAX_INLINE void sample_gradients(const Sample<A, I>& s, const A product[4], A mask, A& dy,
                                     A& dx, A& dmask) {

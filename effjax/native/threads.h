@@ -1,4 +1,4 @@
-// Loops on the threads that XLA has on a CPU.
+// Parallel loops on XLA's CPU thread pool.
 #ifndef EFFJAX_THREADS_H_
 #define EFFJAX_THREADS_H_
 
@@ -14,14 +14,14 @@
 
 namespace effjax {
 
-// State shared by the threads of one loop, alive until the last thread has left it.
+// State of one loop. The threads share its ownership, so that it lives until the last one is done.
 struct Loop {
   std::function<void(int64_t)> task;
   int64_t count;
   std::atomic<int64_t> next{0}, done{0};
   std::mutex mutex;
   std::condition_variable over;
-  std::exception_ptr failure;  // the first one
+  std::exception_ptr failure;  // first exception thrown by a task
 
   void work() noexcept {
     for (int64_t i = next++; i < count; i = next++) {
@@ -39,13 +39,14 @@ struct Loop {
   }
 };
 
-// Runs tasks on XLA's own threads, and on the caller's: it never waits for a thread to be free. What
-// a task throws is thrown here, once no thread is at work.
+// Runs task(0), …, task(count - 1) on the pool's threads and on the calling thread. The caller
+// takes tasks itself, so that a loop finishes even if no other thread becomes free. An exception of
+// a task is rethrown after all tasks have finished.
 template <typename Pool>
 struct Parallel {
   Pool& pool;
 
-  // The pool says 0 where it cannot tell.
+  // num_threads() is 0 if the pool does not know.
   int64_t threads() const { return std::max<int64_t>(pool.num_threads(), 1); }
 
   void operator()(int64_t count, std::function<void(int64_t)> task) const {
@@ -56,7 +57,7 @@ struct Parallel {
     const int64_t helpers = std::min(threads(), count) - 1;
     try {
       for (int64_t i = 0; i < helpers; ++i) pool.Schedule([loop] { loop->work(); });
-    } catch (const std::bad_alloc&) {  // the existing threads do the work
+    } catch (const std::bad_alloc&) {  // continue with the threads scheduled so far
     }
     loop->work();
     std::unique_lock<std::mutex> lock(loop->mutex);

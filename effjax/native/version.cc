@@ -1,4 +1,4 @@
-// The version of XLA's FFI that a library speaks, for the loader to compare.
+// Reports the version of XLA's FFI this library was built for. The Python loader checks it.
 
 #include <cstdint>
 

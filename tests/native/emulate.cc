@@ -1,4 +1,4 @@
-// The CUDA kernels on a CPU, as a library that test_cuda.py calls.
+// The CUDA kernels of deformable convolution compiled for a CPU, as a library for test_cuda.py.
 
 #include "cuda_runtime.h"
 
@@ -16,7 +16,7 @@ struct Arrays {
   void *columns, *dx, *doffset, *dmask;
 };
 
-// In 32 or 64 bits: what the sizes ask for, or 64 where `wide` says so.
+// Uses 64-bit indices if the sizes or `wide` require them, and otherwise 32-bit indices.
 template <typename Run>
 void with_index(const Geometry& g, int packed, bool wide, const Run& run) {
   if (wide) {
@@ -74,7 +74,7 @@ void run(const Geometry& g, const Arrays& a, bool wide) {
 
 }  // namespace
 
-// Whether 32 bits suffice for packs of so many channels.
+// Returns true if 32-bit indices suffice for packs of `packed` channels.
 extern "C" bool fits_32_bits(const int64_t* sizes, int packed) {
   Geometry g{};
   g.N = sizes[0], g.H = sizes[1], g.W = sizes[2], g.C = sizes[3], g.R = sizes[4], g.Wo = sizes[5];
@@ -82,7 +82,7 @@ extern "C" bool fits_32_bits(const int64_t* sizes, int packed) {
   return effjax::fits_32_bits(g, packed);
 }
 
-// How many of the numbers n are not divided by d as they should be.
+// Returns how many of the numbers n are divided by d incorrectly.
 extern "C" int64_t wrong_quotients(int32_t d, const int32_t* n, int64_t count) {
   const effjax::Divisor<int32_t> by(d);
   int64_t wrong = 0;
@@ -90,7 +90,7 @@ extern "C" int64_t wrong_quotients(int32_t d, const int32_t* n, int64_t count) {
   return wrong;
 }
 
-// The geometry's fields in their order, the arrays in theirs; those that are null say which kernel.
+// Runs the kernel whose result arrays are not null. `sizes` are the fields of Geometry in order.
 extern "C" void emulate(const char* dtype, const int64_t* sizes, const Arrays* arrays, bool wide) {
   const Geometry g{sizes[0],  sizes[1],  sizes[2],  sizes[3],  sizes[4],  sizes[5],
                    sizes[6],  sizes[7],  sizes[8],  sizes[9],  sizes[10], sizes[11],

@@ -1,4 +1,4 @@
-// The CUDA kernels of deformable attention on a CPU, a library for test_cuda_attention.py.
+// The CUDA kernels of deformable attention compiled for a CPU, for test_cuda_attention.py.
 
 #include "cuda_runtime.h"
 
@@ -37,7 +37,7 @@ void with_width(const Attention& g, const Arrays& a) {
 
 }  // namespace
 
-// sizes are N, S, M, D, Q, P, whether locations are shares, and (H, W) of each level.
+// sizes are N, S, M, D, Q, P, `normalized`, and (H, W) of each level.
 extern "C" void emulate(const char* dtype, const int64_t* sizes, int64_t levels,
                         const Arrays* arrays) {
   Attention g{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], {}, sizes[6] != 0};

@@ -1,4 +1,4 @@
-// The CUDA kernels that pool boxes on a CPU, as a library that test_cuda_roi.py calls.
+// The CUDA kernels of RoI pooling compiled for a CPU, as a library for test_cuda_roi.py.
 
 #include "cuda_runtime.h"
 
@@ -42,7 +42,7 @@ void with_width(const Pooling& g, const Arrays& a, bool adds) {
 
 }  // namespace
 
-// The sizes in the order of Pooling's fields, the arrays in theirs; without y, the gradients.
+// `sizes` are the fields of Pooling in order. Computes the gradients if y is null.
 extern "C" void emulate(const char* dtype, const int64_t* sizes, double margin, bool of_inside,
                         bool adds, const Arrays* arrays) {
   const Pooling g{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],  sizes[5],

@@ -1,7 +1,7 @@
-// The loops of the CPU kernels on arrays of exactly their size, for AddressSanitizer and UBSan:
-// random geometries, offsets that are huge, infinite, NaN or exactly on a border, empty arrays.
-// With one task after the other or on many threads, results must be equal to the last bit; those of
-// other instructions, nearly. Where no sample touches the image, NaN and infinity leave no trace.
+// Tests of deformable convolution's CPU loops, for AddressSanitizer and UBSan: random geometries, empty
+// arrays, and offsets that are huge, infinite, NaN or exactly on a border. Results must have the same
+// bits for any number of threads, and be close for both instruction sets. NaN and infinity must have
+// no effect if no sample touches the image.
 
 #include <sys/mman.h>
 
@@ -50,7 +50,7 @@ bool run() {
   const Results one = compute(Serial{}, here), many = compute(Threads{}, here);
   int64_t tasks = 1000;
   const Results more = compute(Tasks{&tasks}, here);
-  const Results old = compute(Threads{}, anywhere);  // rounds otherwise: it has no FMA
+  const Results old = compute(Threads{}, anywhere);  // rounds differently without FMA
   const double accurate = sizeof(A) == 8 ? 1e-13 : 1e-5, stored = sizeof(T) == 2 ? 1e-2 : accurate;
   bool finite = true;
   for (int64_t i = 0; i < one.doffset.count; ++i) finite &= std::isfinite(one.doffset.data[i]);
@@ -62,7 +62,7 @@ bool run() {
          near(one.doffset, old.doffset, accurate) && near(one.dmask, old.dmask, accurate);
 }
 
-// Samples outside, with masks and an image that are no numbers.
+// All samples lie outside, and masks and image are NaN or infinite.
 template <typename T, typename A>
 bool run_outside() {
   effjax::Geometry g{};
@@ -86,7 +86,7 @@ bool run_outside() {
   return right;
 }
 
-// Every thread has something to do: an image of few channels is divided by its rows.
+// An image with few channels is divided by rows, so that no thread is idle.
 bool run_tasks() {
   effjax::Geometry g{};
   g.N = g.G = g.K = g.kernel_w = g.stride_h = g.stride_w = g.dilation_h = g.dilation_w = 1;
@@ -101,7 +101,7 @@ bool run_tasks() {
   return least >= 37;
 }
 
-// The last pixel of an image of 2^31 numbers and more, in memory that is not there until touched.
+// The last pixel of an image with more than 2^31 elements. Most of its memory is never touched.
 bool run_large() {
   effjax::Geometry g{};
   g.N = g.G = g.R = g.Ho = g.K = g.kernel_w = g.stride_h = g.dilation_h = g.dilation_w = 1;
@@ -132,7 +132,7 @@ bool run_large() {
 
 int main() {
   if (!run_large()) {
-    std::printf("the last pixel of a large image is not where it should be\n");
+    std::printf("wrong result at the last pixel of a large image\n");
     return 1;
   }
   if (!run_outside<float, float>() || !run_outside<double, double>() ||
@@ -151,7 +151,7 @@ int main() {
       return 1;
     }
   }
-  // Every float16 survives being widened and narrowed; every bfloat16 too.
+  // Converting every float16 and bfloat16 to float and back returns the same bits.
   for (uint32_t bits = 0; bits < 0x10000; ++bits) {
     const effjax::Float16 half{static_cast<uint16_t>(bits)};
     const effjax::BFloat16 brain{static_cast<uint16_t>(bits)};
@@ -162,7 +162,7 @@ int main() {
     effjax::narrow(wide_brain, brain_again);
     if ((wide_half == wide_half && half_again.bits != half.bits) ||
         (wide_brain == wide_brain && brain_again.bits != brain.bits)) {
-      std::printf("16 bits %x do not survive\n", bits);
+      std::printf("bits %x change in a round trip\n", bits);
       return 1;
     }
   }

@@ -1,5 +1,5 @@
-// What the programs that test the CPU loops share: arrays of exactly their size, random numbers, and
-// two ways to run tasks.
+// Shared by the programs that test the CPU loops: arrays without padding, random numbers, and several
+// ways to run tasks.
 #ifndef TESTS_FUZZ_H_
 #define TESTS_FUZZ_H_
 
@@ -61,7 +61,7 @@ struct Threads {
   }
 };
 
-// As on a machine of many threads, and how many tasks there are at least.
+// Pretends to have 37 threads, and records the smallest number of tasks.
 struct Tasks {
   int64_t* least;
   int64_t threads() const { return 37; }
@@ -77,7 +77,7 @@ bool equal(const Array<T>& a, const Array<T>& b) {
   return a.count == 0 || !std::memcmp(a.data.get(), b.data.get(), a.count * sizeof(T));
 }
 
-// And finite.
+// Returns true if a is finite and close to b.
 template <typename T>
 bool near(const Array<T>& a, const Array<T>& b, double tolerance) {
   double worst = 0, most = 1;

@@ -1,4 +1,4 @@
-// The loops of deformable attention on a CPU, as fuzz.cc tests those of deformable convolution.
+// Tests of deformable attention's CPU loops, like those of deformable convolution in fuzz.cc.
 
 #include "deform_attention_cpu.h"
 #include "fuzz.h"
@@ -60,7 +60,7 @@ bool run() {
   }
   const auto here = effjax::attention_loops_for_this_cpu<T, A>();
   const auto one = p.compute(Serial{}, here), many = p.compute(Threads{}, here);
-  // Rounds otherwise: it has no FMA.
+  // Rounds differently without FMA.
   const auto old = p.compute(Threads{}, effjax::attention_loops_for_any_cpu<T, A>());
   const double accurate = sizeof(A) == 8 ? 1e-12 : 1e-4, stored = sizeof(T) == 2 ? 1e-2 : accurate;
   return equal(one.y, many.y) && equal(one.dvalue, many.dvalue) &&
@@ -69,7 +69,7 @@ bool run() {
          near(one.dweights, old.dweights, accurate);
 }
 
-// Samples outside, with weights, values and gradients that are no numbers.
+// All samples lie outside, and weights, values and gradients are NaN or infinite.
 template <typename T, typename A>
 bool run_outside() {
   Attention g{1, 4, 1, 37, 1, 3, {{2, 2}}, true};

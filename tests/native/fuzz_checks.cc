@@ -1,5 +1,5 @@
-// The checks of what custom calls are given, for UBSan: shapes and attributes that are zero, huge or
-// negative overflow nothing. And exceptions, which become errors of XLA's, on whatever thread.
+// Tests of the handlers' argument checks, for UBSan: shapes and attributes that are zero, huge or
+// negative cause no overflow. Also tests that exceptions on any thread become XLA errors.
 
 #include <stdexcept>
 
@@ -22,7 +22,7 @@ int64_t pick_attribute() {
   return pick(0, 5) ? size : pick(0, 1) ? -size : std::numeric_limits<int64_t>::min();
 }
 
-// An array that is nowhere: its shape and dtype.
+// A buffer with a shape and a dtype, but no data.
 struct Shape {
   explicit Shape(int rank) : sizes(rank) {
     for (int64_t& size : sizes) size = pick_size();
@@ -44,7 +44,7 @@ bool check_deform_conv() {
   }
   Shape x(4), offset(4), mask(4), row(1), columns(4);
   row.sizes[0] = 1, row.buffer.dtype = XLA_FFI_DataType_S32;
-  if (pick(0, 3)) {  // shapes that nearly fit
+  if (pick(0, 3)) {  // shapes that almost match
     const int64_t taps = effjax::product_of({w.kernel_h, w.kernel_w, w.offset_groups});
     offset.sizes[0] = mask.sizes[0] = columns.sizes[0] = x.sizes[0];
     for (int i : {1, 2}) mask.sizes[i] = columns.sizes[i] = offset.sizes[i];
@@ -56,7 +56,7 @@ bool check_deform_conv() {
   }
   effjax::Inputs in{x.any(), offset.any(), mask.any(), effjax::Integers(&row.buffer)};
   if (effjax::check(w, columns.any(), effjax::ffi::F32, in).failure()) return false;
-  const effjax::Geometry& g = in.g;  // where samples and tasks would be
+  const effjax::Geometry& g = in.g;  // the largest indices must not overflow
   const int64_t last = std::numeric_limits<int32_t>::max() + std::max<int64_t>(g.R, 1) - 1;
   return std::isfinite(effjax::base_y<float>(g, last, g.K - 1)) &&
          g.N * g.R * g.Wo * g.K * g.G * 2 >= 0 && g.N * g.H * g.W * g.C >= 0;
@@ -106,7 +106,7 @@ bool check_attention() {
   return g.N * g.S * g.M * g.D >= 0 && g.N * g.Q * g.M * g.points() * 2 >= 0;
 }
 
-// What XLA was told.
+// The last error reported to XLA.
 XLA_FFI_Error_Code said;
 
 XLA_FFI_Error* remember(XLA_FFI_Error_Create_Args* args) {
@@ -114,7 +114,7 @@ XLA_FFI_Error* remember(XLA_FFI_Error_Create_Args* args) {
   return nullptr;
 }
 
-// Threads of its own, the first of which comes late.
+// A pool that starts two threads and then runs out of memory.
 struct Pool {
   int64_t num_threads() const { return 4; }
   template <typename Task>
@@ -157,7 +157,7 @@ int main() {
     return 1;
   }
   if (!run_exceptions()) {
-    std::printf("an exception is no error\n");
+    std::printf("an exception does not become an error\n");
     return 1;
   }
   std::printf("all equal\n");

@@ -1,7 +1,7 @@
-// The loops that pool boxes on a CPU, on arrays of exactly their size, for AddressSanitizer and
-// UBSan: random sizes, positions, steps and counts that are huge, infinite, NaN, negative or exactly
-// on a border, empty arrays. With one task after the other or on many threads, results must be equal
-// to the last bit; those of other instructions, nearly. All of them are finite.
+// Tests of RoI pooling's CPU loops, for AddressSanitizer and UBSan: random sizes, empty arrays, and
+// positions, steps and counts that are huge, infinite, NaN, negative or exactly on a border. Results
+// must be finite, have the same bits for any number of threads, and be close for both instruction
+// sets.
 
 #include "fuzz.h"
 #include "roi_cpu.h"

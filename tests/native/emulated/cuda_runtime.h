@@ -1,5 +1,5 @@
-// As much of CUDA as the kernels of effjax need, on a CPU: a block's threads are threads of the CPU,
-// which meet in shuffles and barriers; blocks run one after the other.
+// The part of CUDA that the kernels of effjax use, emulated on a CPU. The threads of a block are CPU
+// threads, synchronized in shuffles and barriers. Blocks run one after the other.
 #pragma once
 
 #include <algorithm>
@@ -78,7 +78,7 @@ inline float __uint_as_float(uint32_t bits) {
   return value;
 }
 
-// kernel() in so many blocks of so many threads.
+// Runs a kernel with the given numbers of blocks and of threads per block.
 template <typename Kernel>
 void launch(int64_t blocks, int threads, const Kernel& kernel) {
   for (int64_t index = 0; index < blocks; ++index) {
