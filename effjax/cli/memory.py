@@ -195,10 +195,9 @@ def memory(
 
 
 def _count_devices(mesh: str, num_devices: int | None) -> int:
-    from ..train.mesh import abstract_mesh, parse_axes
+    from ..train.mesh import parse_axes
 
-    count = math.prod(parse_axes(mesh).values())
-    return abstract_mesh(mesh, num_devices or count).size
+    return math.prod(parse_axes(mesh, num_devices).values())
 
 
 def _check_options(model: str, arguments: dict[str, Any]) -> None:

@@ -25,57 +25,48 @@ AXIS, FSDP = "data", "fsdp"
 SMALL = 1024  # a parameter of fewer elements is replicated
 
 
-def all_devices() -> Devices:
-    """Return the devices of all processes, ordered by process.
-
-    Raises:
-        TrainError: There is none.
-    """
-    try:
-        return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-    except RuntimeError as error:
-        raise TrainError(f"JAX finds no device ({error}); run effjax doctor") from error
-
-
-def data_mesh(devices: Devices | None = None) -> Mesh:
-    """Return a mesh of `devices`, by default all, along `"data"`."""
-    return make_mesh(None, devices)
-
-
 def make_mesh(axes: str | None, devices: Devices | None = None) -> Mesh:
     """Return the mesh that an option such as `data=2,fsdp=4` describes.
 
     Args:
         axes: The sizes of the axes. If None, all devices are along `data`.
-        devices: By default, those of all processes.
+        devices: By default, those of all processes, ordered by process.
 
     Raises:
-        TrainError: The text has another form, or another number of devices.
+        TrainError: The text has another form, or another number of devices, or there is no device.
     """
-    devices = all_devices() if devices is None else devices
-    sizes = {AXIS: len(devices)} if axes is None else parse_axes(axes)
-    _check_number_of_devices(axes, sizes, len(devices))
+    if devices is None:
+        try:
+            devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+        except RuntimeError as error:
+            raise TrainError(f"JAX finds no device ({error}); run effjax doctor") from error
+    sizes = parse_axes(axes, len(devices))
     grid = np.array(devices).reshape(tuple(sizes.values()))
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def abstract_mesh(axes: str, num_devices: int) -> AbstractMesh:
-    """Return the mesh that `make_mesh` would make of so many devices."""
-    sizes = parse_axes(axes)
-    _check_number_of_devices(axes, sizes, num_devices)
+def planning_mesh(axes: str | None, num_devices: int) -> AnyMesh:
+    """Return the mesh of a step that is planned and not run.
+
+    It consists of this process's devices if there are enough. Otherwise it is abstract, which
+    operators with a partitioning rule do not support.
+    """
+    if jax.device_count() >= num_devices:
+        return make_mesh(axes, jax.devices()[:num_devices])
+    sizes = parse_axes(axes, num_devices)
     types = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
 
 
-def _check_number_of_devices(axes: str | None, sizes: dict[str, int], num_devices: int) -> None:
-    if math.prod(sizes.values()) != num_devices:
-        raise TrainError(
-            f"the sizes in mesh (={axes}) must multiply to the number of devices (={num_devices})"
-        )
+def parse_axes(text: str | None, num_devices: int | None = None) -> dict[str, int]:
+    """Return the sizes of the axes in a text such as `data=2,fsdp=4`.
 
-
-def parse_axes(text: str) -> dict[str, int]:
-    """Return the sizes of the axes in a text such as `data=2,fsdp=4`."""
+    Args:
+        text: If None, all devices are along `data`.
+        num_devices: The number that the sizes must multiply to; by default any.
+    """
+    if text is None:
+        return {AXIS: num_devices or 1}
     sizes = {}
     for item in text.split(","):
         name, _, size = (word.strip() for word in item.partition("="))
@@ -84,6 +75,10 @@ def parse_axes(text: str) -> dict[str, int]:
                 f"mesh (={text!r}) must be like {AXIS}=2,{FSDP}=4: each axis once, with its size"
             )
         sizes[name] = int(size)
+    if num_devices is not None and math.prod(sizes.values()) != num_devices:
+        raise TrainError(
+            f"the sizes in mesh (={text}) must multiply to the number of devices (={num_devices})"
+        )
     return sizes
 
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
@@ -36,30 +36,42 @@ def print_line(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def make_progress(console: Console, line_text: LineText, bar_text: BarText) -> Progress:
-    """Return a progress bar with lines above it on a terminal, and lines elsewhere."""
-    if console.is_terminal:
-        return BarProgress(console, line_text, bar_text)
-    return LineProgress(console, line_text, bar_text)
+class ConsoleProgress(Progress):
+    """A line per evaluation, below them a bar over all steps on a terminal.
 
-
-class LineProgress(Progress):
-    """A line per evaluation, and one for a step after a minute without a line."""
+    Elsewhere, a step is printed after a minute without a line.
+    """
 
     def __init__(self, console: Console, line_text: LineText, bar_text: BarText):
         self.console, self.line_text, self.bar_text = console, line_text, bar_text
         self.steps, self.last_line = 0, 0.0
+        self.bar: Bar | None = None
+        if console.is_terminal:
+            self.bar = Bar(
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+                console=console,
+                transient=True,
+            )
 
     def start(self, steps: int, done: int) -> None:
-        """Print that the first step is compiled."""
+        """Show the bar, and say that the first step is compiled."""
         self.steps = steps
-        if done < steps:
+        if self.bar:
+            self.bar.add_task("compiling" if done < steps else "", total=steps, completed=done)
+            self.bar.start()
+        elif done < steps:
             self.log("compiling")
 
     def step(self, step: int, metrics: Metrics, rate: float) -> None:
-        """Print the metrics if nothing was printed for a minute."""
-        if time.monotonic() - self.last_line > PATIENCE:
-            self.log(f"step {step}/{self.steps}  {self.bar_text(step, metrics, rate)}")
+        """Advance the bar, or print the metrics if nothing was printed for a minute."""
+        text = self.bar_text(step, metrics, rate)
+        if self.bar:
+            self.bar.update(self.bar.task_ids[0], completed=step, description=text)
+        elif time.monotonic() - self.last_line > PATIENCE:
+            self.log(f"step {step}/{self.steps}  {text}")
 
     def report(self, record: Record) -> None:
         """Print a record."""
@@ -70,34 +82,7 @@ class LineProgress(Progress):
         print_line(self.console, text)
         self.last_line = time.monotonic()
 
-
-class BarProgress(LineProgress):
-    """A bar over all steps, with a line per evaluation above it."""
-
-    def __init__(self, console: Console, line_text: LineText, bar_text: BarText):
-        super().__init__(console, line_text, bar_text)
-        self.bar = Bar(
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
-        self.row: TaskID | None = None
-
-    def start(self, steps: int, done: int) -> None:
-        """Show the bar."""
-        text = "compiling" if done < steps else ""
-        self.row = self.bar.add_task(text, total=steps, completed=done)
-        self.bar.start()
-
-    def step(self, step: int, metrics: Metrics, rate: float) -> None:
-        """Advance the bar."""
-        assert self.row is not None  # start() comes first
-        text = self.bar_text(step, metrics, rate)
-        self.bar.update(self.row, completed=step, description=text)
-
     def stop(self) -> None:
         """Remove the bar."""
-        self.bar.stop()
+        if self.bar:
+            self.bar.stop()

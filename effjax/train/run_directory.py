@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import fingerprint
-from .errors import TrainError, unreadable
+from .errors import TrainError
 
 DEFAULT = Path("runs")
 KEY = "effjax"  # in config.json: the version that made the run
@@ -52,21 +52,15 @@ class RunDirectory:
         if importlib.util.find_spec("matplotlib") is None:  # draws the curve at the end
             raise TrainError('matplotlib is missing; run pip install "effjax[train]"')
         run = cls(path)
-        try:
+        with _explain(path, "cannot be written to", "give another --out"):
             existing = {file.name for file in path.iterdir()} if path.exists() else set()
             if existing - {f"{cls.CONFIG}.partial"}:  # left by a call that was interrupted
                 if not run._is_run():
                     raise TrainError(f"{path}: not empty and not a run; give another --out")
                 if not overwrite:
                     raise TrainError(f"{path}: holds a run; give another --out, or --overwrite")
-            is_new = not path.exists()
             path.mkdir(parents=True, exist_ok=True)
-            try:
-                _check_writable(path)
-            except OSError:
-                if is_new:
-                    path.rmdir()
-                raise
+            _check_writable(path)
             with run.locked():
                 # config.json comes last: until then this is still the earlier run.
                 if run.checkpoints.exists():
@@ -74,31 +68,22 @@ class RunDirectory:
                 for name in (cls.METRICS, cls.CURVE):
                     (path / name).unlink(missing_ok=True)
                 run.config = config
-        except OSError as error:
-            raise _unusable(path, error) from error
         return run
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
         """Open a run to resume it. Raises TrainError if there is none or it is read-only."""
         run = cls.find(path)
-        try:
+        with _explain(path, "cannot be resumed", "check its path and its permissions"):
             _check_writable(path)
-        except OSError as error:
-            raise TrainError(
-                f"{path}: cannot be resumed ({error.strerror or error}); check its path and its "
-                "permissions"
-            ) from error
         return run
 
     @classmethod
     def find(cls, path: Path) -> "RunDirectory":
         """Open a run to read it. Raises TrainError if there is none."""
-        try:
+        with _explain(path, "cannot be read", "check its path and its permissions"):
             if (path / cls.CONFIG).is_file():
                 return cls(path)
-        except OSError as error:
-            raise unreadable(path, error) from error
         raise TrainError(f"{path}: not a run (no {cls.CONFIG}); give the directory of a run")
 
     def _is_run(self) -> bool:
@@ -153,13 +138,10 @@ class RunDirectory:
     def config(self) -> dict[str, Any]:
         """The content of config.json. Raises TrainError if the options in it were edited."""
         file = self.path / self.CONFIG
-        try:
+        with _explain(file, "cannot be read", "start a new run"):
             config = _parse_object(file.read_text())
-            options = config.get("options", {})
             expected = config.get("fingerprint")
-            edited = expected is not None and expected != fingerprint(options)
-        except (OSError, ValueError) as error:
-            raise TrainError(f"{file}: cannot be read ({error}); start a new run") from error
+            edited = expected is not None and expected != fingerprint(config.get("options", {}))
         if edited:
             raise TrainError(
                 f"{file}: its options were changed, and the run was trained with others; put them "
@@ -177,12 +159,9 @@ class RunDirectory:
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, without an incomplete last one."""
         file = self.path / self.METRICS
-        try:
-            if not file.exists():
-                return []
-            return [_parse_object(line) for line in file.read_text().split("\n")[:-1]]
-        except (OSError, ValueError) as error:
-            raise TrainError(f"{file}: cannot be read ({error}); start a new run") from error
+        with _explain(file, "cannot be read", "start a new run"):
+            lines = file.read_text().split("\n")[:-1] if file.exists() else []
+            return [_parse_object(line) for line in lines]
 
     def append(self, record: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl, in place of an incomplete last one."""
@@ -261,13 +240,20 @@ def unused(command: str) -> Path:
     """Return `runs/COMMAND-DATE-TIME`, with `-2`, `-3`, … appended if it exists."""
     name = time.strftime(f"{command}-%Y%m%d-%H%M%S")
     path, number = DEFAULT / name, 1
-    try:
-        while path.exists():
-            number += 1
-            path = DEFAULT / f"{name}-{number}"
-    except OSError as error:
-        raise _unusable(path, error) from error
+    while os.path.exists(path):
+        number += 1
+        path = DEFAULT / f"{name}-{number}"
     return path
+
+
+@contextlib.contextmanager
+def _explain(path: Path, problem: str, remedy: str) -> Iterator[None]:
+    """Convert the error of a file that the system refuses or that has another content."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise TrainError(f"{path}: {problem} ({reason}); {remedy}") from error
 
 
 def _check_writable(path: Path) -> None:
@@ -290,9 +276,3 @@ def _replace(file: Path, text: str) -> None:
     partial = file.with_name(f"{file.name}.partial")
     partial.write_text(text)
     os.replace(partial, file)
-
-
-def _unusable(path: Path, error: OSError) -> TrainError:
-    return TrainError(
-        f"{path}: cannot be written to ({error.strerror or error}); give another --out"
-    )

@@ -5,7 +5,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import jax
 
-from .finite import OnNan
+from .config import RunConfig
 
 # The metrics of one step, "loss" among them; empty if the step was skipped.
 Metrics = Mapping[str, float]
@@ -16,35 +16,6 @@ TrainStep = Callable[[Any, Any, jax.Array], tuple[Any, Any]]  # (state, batch, k
 Result = TypeVar("Result", covariant=True)
 
 
-class Options(Protocol):
-    """The options of a task that the training loop reads."""
-
-    @property
-    def seed(self) -> int:
-        """The seed of all randomness."""
-        ...
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate, which errors about infinite losses name."""
-        ...
-
-    @property
-    def checkpoint_every(self) -> int | None:
-        """The number of steps between checkpoints; None for those at evaluations only."""
-        ...
-
-    @property
-    def keep(self) -> int:
-        """The number of latest evaluated checkpoints to keep."""
-        ...
-
-    @property
-    def on_nan(self) -> OnNan:
-        """The reaction to a loss or gradients that are not finite."""
-        ...
-
-
 class Task(Protocol[Result]):
     """A model, its data and its devices, as `loop.fit` trains them.
 
@@ -52,7 +23,7 @@ class Task(Protocol[Result]):
     """
 
     @property
-    def config(self) -> Options:
+    def config(self) -> RunConfig:
         """The options of the run."""
         ...
 

@@ -55,7 +55,7 @@ class SmallModel(nnx.Module):
 
 
 def builder(config, *_, **more):
-    """Replace `effjax.train.images.recipe.model_builder`."""
+    """Replace `effjax.train.images.steps.model_builder`."""
     axis_name = None if config.parallel == "jit" else "data"
     defaults: dict[str, Any] = {"axis_name": axis_name} | more
     return lambda **options: SmallModel(**defaults | options)

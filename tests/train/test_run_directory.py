@@ -128,7 +128,7 @@ def test_rejects_a_read_only_directory(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.TemporaryFile", denied)
     with pytest.raises(TrainError, match="cannot be written to .Permission denied"):
         create(tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_open_rejects_a_directory_without_a_run(tmp_path):
@@ -207,14 +207,13 @@ def test_requires_matplotlib(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("asked", ["open", "unused"])
-def test_rejects_an_unreadable_directory(tmp_path, monkeypatch, asked):
+def test_rejects_an_unreadable_directory(tmp_path, monkeypatch):
     def refuse(self, **_):
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr("pathlib.Path.stat", refuse)
-    with pytest.raises(TrainError, match=r"cannot be .*\(Permission denied\); (check|give)"):
-        RunDirectory.open(tmp_path / "run") if asked == "open" else unused("densenet")
+    with pytest.raises(TrainError, match=r"cannot be read \(Permission denied\); check"):
+        RunDirectory.open(tmp_path / "run")
 
 
 def test_rejects_edited_options(tmp_path):

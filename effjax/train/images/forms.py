@@ -10,15 +10,22 @@ import optax
 from flax import nnx
 
 from ...memory import ResidualReport, residual_bytes
-from ...memory._lower import make_data_mesh
 from ...models import DenseNet
 from ...models.nnx.densenet import DenseLayer
-from ..mesh import abstract_mesh
+from ..mesh import planning_mesh
 from .config import ImageConfig, ResNetConfig
-from .recipe import make_optimizer, make_schedule, model_builder
-from .steps import Batch, Learner, first_state, jit_step, state_shardings
+from .steps import (
+    Batch,
+    Learner,
+    TrainState,
+    jit_step,
+    make_optimizer,
+    make_schedule,
+    model_builder,
+    state_shardings,
+)
 
-RESNET_FORMS = {
+RESNET_FORMS: dict[str, Any] = {
     "plain": {"efficient": False},
     "effjax conv": {"efficient": True, "save": "conv"},
     "effjax features": {"efficient": True, "save": "features"},
@@ -37,29 +44,32 @@ def training_steps(
     differentiation. "jax.checkpoint" is the latter with `jax.checkpoint` around each dense layer.
     """
     build = model_builder(config, image_shape, num_classes)
-    optimizer = make_optimizer(config, make_schedule(config, steps_per_epoch=1))
-    mesh = abstract_mesh(config.mesh, num_devices) if config.mesh else make_data_mesh(num_devices)
-
-    resnet_forms: dict[str, Any] = RESNET_FORMS if isinstance(config, ResNetConfig) else {}
+    schedule = make_schedule(config.schedule, config.learning_rate, config.epochs)
+    optimizer = make_optimizer(schedule, config.momentum, config.weight_decay)
+    mesh = planning_mesh(config.mesh, num_devices)
 
     def make(form: str) -> nnx.Module:
-        if resnet_forms:
-            return build(**resnet_forms[form], rngs=nnx.Rngs(0))
+        if isinstance(config, ResNetConfig):
+            return build(**RESNET_FORMS[form], rngs=nnx.Rngs(0))
         if form.startswith("effjax"):
             return build(efficient=True, save=form.removeprefix("effjax "), rngs=nnx.Rngs(0))
         model: Any = build(efficient=False, rngs=nnx.Rngs(0))
         return with_flax_layers(model, checkpoint=form == "jax.checkpoint")
 
     def steps(batch_size: int) -> dict[str, tuple[Any, ...]]:
-        batch, key = _abstract_batch((batch_size, *image_shape))
+        images: Any = jax.ShapeDtypeStruct((batch_size, *image_shape), jnp.uint8)
+        labels: Any = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
+        key = jax.eval_shape(lambda: jax.random.key(0))
         result = {}
-        for form in resnet_forms or DENSENET_FORMS:
+        for form in RESNET_FORMS if isinstance(config, ResNetConfig) else DENSENET_FORMS:
             learner, params, stats = _abstract_learner(
                 lambda form=form: make(form), optimizer, image_shape[-1]
             )
-            state = jax.eval_shape(lambda p, s: first_state(p, s, optimizer), params, stats)
-            shardings = state_shardings(state, mesh)
-            result[form] = (jit_step(learner, mesh, shardings), state, batch, key)
+            state = jax.eval_shape(
+                lambda p, s: TrainState(jnp.int32(0), p, s, optimizer.init(p)), params, stats
+            )
+            step = jit_step(learner, mesh, state_shardings(state, mesh))
+            result[form] = step, state, Batch(images, labels), key
         return result
 
     return steps
@@ -90,20 +100,8 @@ def _abstract_learner(
     model: Any = nnx.eval_shape(make)
     model.train()
     graphdef, params, stats = nnx.split(model, nnx.Param, ...)
-    return (
-        Learner(graphdef, graphdef, optimizer, np.zeros(channels), np.ones(channels)),
-        params,
-        stats,
-    )
-
-
-def _abstract_batch(shape: tuple[int, ...]) -> tuple[Batch, Any]:
-    return jax.eval_shape(
-        lambda: (
-            Batch(jnp.zeros(shape, jnp.uint8), jnp.zeros(shape[0], jnp.int32)),
-            jax.random.key(0),
-        )
-    )
+    learner = Learner(graphdef, graphdef, optimizer, np.zeros(channels), np.ones(channels))
+    return learner, params, stats
 
 
 def with_flax_layers(model: DenseNet, checkpoint: bool) -> DenseNet:

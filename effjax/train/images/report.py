@@ -61,7 +61,7 @@ def make_progress(console: Console, task: ImageTask) -> Progress:
             f"accuracy {measured['accuracy']:.1%}  {rate:.0f} images/s"
         )
 
-    return report.make_progress(console, line_text, bar_text)
+    return report.ConsoleProgress(console, line_text, bar_text)
 
 
 def show_result(console: Console, task: ImageTask, run: RunDirectory, result: ImageResult) -> None:

@@ -1,7 +1,8 @@
-"""A training step on all devices in three ways, with batch norm over the whole batch.
+"""The model, the optimizer and the training step of a run on images. No data are read.
 
-All three compute the same loss and the same new state. They differ in what the traced function
-sees, and so in where reductions over the devices happen:
+A step runs on all devices in one of three ways, with batch norm over the whole batch. All three
+compute the same loss and the same new state. They differ in what the traced function sees, and so
+in where reductions over the devices happen:
 
                  jit                    shard_map                     pmap
   sees           the whole batch        its device's images, and      its device's images
@@ -21,7 +22,6 @@ the old state. With `jit`, parameters and optimizer state can be sharded over th
 mesh; parameters are then gathered once per step.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,9 +35,97 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from ...models import DenseNet, ResNet, densenet_cifar
+from ...models.densenet import DENSENET_OPTIONS
+from ...models.resnet import RESNET_OPTIONS
+from ..errors import TrainError
 from ..finite import OnNan, skip_nonfinite
 from ..mesh import AXIS, AnyMesh, Array, batch_sharding, gather_params, param_shardings, replicated
-from .config import Parallel
+from ..task import TrainStep
+from .config import DenseNetConfig, ImageConfig, Parallel, ResNetConfig
+
+DEFAULT_DEPTH = 22  # of densenet-bc
+SMALL_IMAGE = 64  # the largest side that gets a stem without pooling
+RESNET8: dict[str, Any] = dict(stage_sizes=(1, 1, 1), bottleneck=False, width=16)
+
+
+def model_builder(
+    config: ImageConfig, image_shape: tuple[int, int, int], num_classes: int
+) -> Callable[..., nnx.Module]:
+    """Return a function that creates the model of `config` for images of shape [H, W, C].
+
+    Its keyword arguments override the options of `config`. `rngs` is required.
+    """
+    height, width, channels = image_shape
+    small_inputs = config.small_inputs
+    if small_inputs is None:
+        small_inputs = max(height, width) <= SMALL_IMAGE
+    options = dict(
+        num_classes=num_classes,
+        in_channels=channels,
+        efficient=config.efficient,
+        save=config.save,
+        dtype=jnp.dtype(config.dtype),
+        axis_name=None if config.parallel == "jit" else AXIS,
+        small_inputs=small_inputs,
+    )
+    if isinstance(config, ResNetConfig):
+        return _resnet_builder(config, options)
+    assert isinstance(config, DenseNetConfig)
+    return _densenet_builder(config, options)
+
+
+def _resnet_builder(config: ResNetConfig, options: dict[str, Any]) -> Callable[..., nnx.Module]:
+    network = RESNET8 if config.depth == 8 else RESNET_OPTIONS[config.network]
+    if config.dcn != "none":
+        num_later = len(network["stage_sizes"]) - 1
+        options["modulated"] = config.dcn == "v2"
+        options["stage_with_dcn"] = (False, *[True] * num_later)
+    return lambda **overrides: ResNet(**network | options | overrides)
+
+
+def _densenet_builder(config: DenseNetConfig, options: dict[str, Any]) -> Callable[..., nnx.Module]:
+    options["drop_rate"] = config.drop_rate
+    for name in ("growth_rate", "compression", "bn_size"):
+        if (value := getattr(config, name)) is not None:
+            options[name] = value
+    if config.model == "densenet-bc":
+        depth = DEFAULT_DEPTH if config.depth is None else config.depth
+        return lambda **overrides: densenet_cifar(depth, **options | overrides)
+    if config.model not in DENSENET_OPTIONS:
+        known = ", ".join(["densenet-bc", *DENSENET_OPTIONS])
+        raise TrainError(f"model (={config.model!r}) must be one of {known}")
+    if config.depth is not None:
+        raise TrainError(
+            f"depth (={config.depth}) is for --model densenet-bc. {config.model} has a fixed depth."
+        )
+    network = DENSENET_OPTIONS[config.model]
+    return lambda **overrides: DenseNet(**network | options | overrides)
+
+
+def make_schedule(schedule: str, learning_rate: float, steps: int) -> optax.Schedule:
+    """Return cosine decay to zero, or division by ten after 1/2 and after 3/4 of the steps."""
+    if schedule == "cosine":
+        return optax.cosine_decay_schedule(learning_rate, steps)
+    return optax.piecewise_constant_schedule(learning_rate, {steps // 2: 0.1, steps * 3 // 4: 0.1})
+
+
+def make_optimizer(
+    schedule: optax.Schedule, momentum: float, weight_decay: float
+) -> optax.GradientTransformation:
+    """Return SGD with Nesterov momentum, and weight decay of kernels only.
+
+    Parameters of rank one are not decayed: scales and biases of batch norm, and the classifier's
+    bias.
+    """
+
+    def is_kernel(params: Any) -> Any:
+        return jax.tree.map(lambda p: p.ndim > 1, params)
+
+    return optax.chain(
+        optax.add_decayed_weights(weight_decay, mask=is_kernel),
+        optax.sgd(schedule, momentum=momentum, nesterov=True),
+    )
 
 
 class Batch(NamedTuple):
@@ -107,32 +195,44 @@ class Learner:
         return skip_nonfinite(self.on_nan, new, state, loss, grads)
 
 
-def first_state(
-    params: nnx.State, stats: nnx.State, optimizer: optax.GradientTransformation
-) -> TrainState:
-    """Return the state before the first step."""
-    return TrainState(jnp.int32(0), params, stats, optimizer.init(params))
+def make_learner(
+    build: Callable[..., nnx.Module],
+    image_shape: tuple[int, int, int],
+    optimizer: optax.GradientTransformation,
+    mean: np.ndarray,
+    std: np.ndarray,
+    on_nan: OnNan = "stop",
+) -> Learner:
+    """Trace a model with one image and return what a training step needs of it.
+
+    Args:
+        build: From `model_builder`.
+        image_shape: [H, W, C].
+        optimizer: The optimizer.
+        mean: Mean of the pixels, [C].
+        std: Standard deviation of the pixels, [C].
+        on_nan: An argument of `finite.skip_nonfinite`.
+
+    Raises:
+        TrainError: The model refuses its options, or images of that shape.
+    """
+    try:
+        model: Any = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+        model.eval()
+        nnx.eval_shape(lambda m, x: m(x), model, jnp.zeros((1, *image_shape)))
+        eval_graphdef = nnx.graphdef(model)
+        model.train()
+        return Learner(nnx.graphdef(model), eval_graphdef, optimizer, mean, std, on_nan)
+    except ValueError as error:
+        raise TrainError(str(error)) from error
 
 
 def initial_state(
-    build: Callable[..., nnx.Module], optimizer: optax.GradientTransformation, seed: int,
-    mesh: AnyMesh | None = None,
-) -> TrainState:  # fmt: skip
-    """Draw parameters from the seed and initialize the optimizer.
-
-    With a mesh, each array is created with its sharding.
-    """
-
-    def init() -> TrainState:
-        _, params, stats = nnx.split(build(rngs=nnx.Rngs(seed)), nnx.Param, ...)
-        return first_state(params, stats, optimizer)
-
-    if mesh is None:
-        return jax.jit(init)()
-    return jax.jit(init, out_shardings=state_shardings(jax.eval_shape(init), mesh))()
-
-
-TrainStep = Callable[[TrainState, Batch, jax.Array], tuple[TrainState, StepMetrics]]
+    build: Callable[..., nnx.Module], optimizer: optax.GradientTransformation, seed: int
+) -> TrainState:
+    """Draw parameters from the seed and initialize the optimizer."""
+    _, params, stats = nnx.split(build(rngs=nnx.Rngs(seed)), nnx.Param, ...)
+    return TrainState(jnp.int32(0), params, stats, optimizer.init(params))
 
 
 def state_shardings(state: TrainState, mesh: AnyMesh) -> TrainState:
@@ -143,9 +243,7 @@ def state_shardings(state: TrainState, mesh: AnyMesh) -> TrainState:
     )
 
 
-def make_train_step(
-    parallel: Parallel, learner: Learner, mesh: Mesh, shardings: Any = None
-) -> TrainStep:
+def make_train_step(parallel: Parallel, learner: Learner, mesh: Mesh, shardings: Any) -> TrainStep:
     """Compile `(state, batch, key) -> (state, metrics)` for the devices of `mesh`.
 
     The state is donated. Dropout masks differ from step to step. With `shard_map` and `pmap` they
@@ -156,19 +254,14 @@ def make_train_step(
         parallel: `"jit"`, `"shard_map"` or `"pmap"`.
         learner: The model and its optimizer.
         mesh: Its size must divide the batch size.
-        shardings: From `state_shardings`; by default the state is replicated. For `jit` only.
+        shardings: From `state_shardings`. With `shard_map` and `pmap` the state is replicated.
     """
-    makers = {
-        "jit": functools.partial(jit_step, shardings=shardings),
-        "shard_map": _shard_map_step,
-        "pmap": _pmap_step,
-    }
-    if parallel not in makers:
-        raise ValueError(f"parallel (={parallel!r}) must be one of {', '.join(makers)}.")
-    return makers[parallel](learner, mesh)
+    if parallel == "jit":
+        return jit_step(learner, mesh, shardings)
+    return {"shard_map": _shard_map_step, "pmap": _pmap_step}[parallel](learner, mesh)
 
 
-def jit_step(learner: Learner, mesh: AnyMesh, shardings: Any = None) -> Any:
+def jit_step(learner: Learner, mesh: AnyMesh, shardings: Any) -> Any:
     """Compile a function of the whole batch. Shardings of its arguments distribute it."""
 
     def loss(params: nnx.State, *rest: Any) -> Any:
@@ -182,11 +275,10 @@ def jit_step(learner: Learner, mesh: AnyMesh, shardings: Any = None) -> Any:
         new, value = learner.update(state, grads, stats, value)
         return new, StepMetrics(value, correct)
 
-    state = replicated(mesh) if shardings is None else shardings
     return jax.jit(
         step,
-        in_shardings=(state, batch_sharding(mesh), replicated(mesh)),
-        out_shardings=(state, replicated(mesh)),
+        in_shardings=(shardings, batch_sharding(mesh), replicated(mesh)),
+        out_shardings=(shardings, replicated(mesh)),
         donate_argnums=0,
     )
 
@@ -244,7 +336,7 @@ def _pmap_step(learner: Learner, mesh: Mesh) -> TrainStep:
 
 
 def make_eval_step(
-    learner: Learner, mesh: Mesh, shardings: Any = None
+    learner: Learner, mesh: Mesh, shardings: Any
 ) -> Callable[[TrainState, Batch, Array], EvalSums]:
     """Compile `(state, batch, weights) -> sums`, with the batch sharded over `mesh`.
 
@@ -259,5 +351,5 @@ def make_eval_step(
         right = jnp.argmax(logits, axis=-1) == batch.labels
         return EvalSums(jnp.sum(losses * weights), jnp.sum(right * weights))
 
-    state, rows = replicated(mesh) if shardings is None else shardings, batch_sharding(mesh)
-    return jax.jit(step, in_shardings=(state, rows, rows), out_shardings=replicated(mesh))
+    rows = batch_sharding(mesh)
+    return jax.jit(step, in_shardings=(shardings, rows, rows), out_shardings=replicated(mesh))

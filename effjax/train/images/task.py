@@ -1,11 +1,11 @@
 """Classification of images, as a task of the training loop."""
 
 import dataclasses
+import functools
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +22,6 @@ from ..errors import TrainError, counted
 from ..mesh import (
     FSDP,
     Devices,
-    all_devices,
     check_batch_size,
     global_batch,
     local_rows,
@@ -33,7 +32,6 @@ from ..processes import is_multiprocess, sum_over_processes
 from ..task import Metrics, Part, Record, TrainStep
 from .config import ImageConfig
 from .forms import backward_bytes
-from .recipe import make_learner, make_optimizer, make_schedule, model_builder
 from .steps import (
     Batch,
     Learner,
@@ -41,7 +39,11 @@ from .steps import (
     TrainState,
     initial_state,
     make_eval_step,
+    make_learner,
+    make_optimizer,
+    make_schedule,
     make_train_step,
+    model_builder,
     state_shardings,
 )
 
@@ -86,7 +88,12 @@ def prepare(
         DataError: The data cannot be read, or are invalid.
         TrainError: The options do not fit each other, the data or the devices.
     """
-    devices = all_devices() if devices is None else devices
+    mesh = make_mesh(config.mesh, devices)
+    if FSDP in mesh.shape and config.parallel != "jit":
+        raise TrainError(
+            f"mesh (={config.mesh}) with {FSDP} is for --parallel jit, not {config.parallel}"
+        )
+    check_batch_size(config.batch_size, mesh)
     if dataset is None:
         # Each of several processes reads its own images.
         dataset = load_dataset(
@@ -95,13 +102,7 @@ def prepare(
     dataset = hold_out(dataset, config.validation)
     for images in (dataset.validation_images, dataset.test_images):
         if isinstance(images, ImageFiles):  # report an unreadable file before training
-            sum_over_processes(partial(channel_counts, images))
-    mesh = make_mesh(config.mesh, devices)
-    if FSDP in mesh.shape and config.parallel != "jit":
-        raise TrainError(
-            f"mesh (={config.mesh}) with {FSDP} is for --parallel jit, not {config.parallel}"
-        )
-    check_batch_size(config.batch_size, mesh)
+            sum_over_processes(functools.partial(channel_counts, images))
     images = len(dataset.train_images)
     if config.batch_size > images:
         raise TrainError(
@@ -109,13 +110,13 @@ def prepare(
             f"(={counted(images, 'image')}); use a smaller one"
         )
     steps_each = images // config.batch_size
-    schedule = make_schedule(config, steps_each)
+    schedule = make_schedule(config.schedule, config.learning_rate, config.epochs * steps_each)
+    optimizer = make_optimizer(schedule, config.momentum, config.weight_decay)
     build = model_builder(config, dataset.image_shape, len(dataset.class_names))
-    pixel_counts = sum_over_processes(partial(channel_counts, dataset.train_images))
+    pixel_counts = sum_over_processes(functools.partial(channel_counts, dataset.train_images))
     learner = make_learner(
-        build, dataset.image_shape, make_optimizer(config, schedule),
-        *channel_statistics(pixel_counts), config.on_nan,
-    )  # fmt: skip
+        build, dataset.image_shape, optimizer, *channel_statistics(pixel_counts), config.on_nan
+    )
     flip = dataset.flip if config.flip is None else config.flip
     wanted = config.augment is None or config.augment
     augmentation = Augmentation(default_padding(dataset.image_shape), flip) if wanted else None
@@ -176,38 +177,56 @@ class ImageTask:
 
     def initial_state(self) -> TrainState:
         """Return the state before the first step."""
-        return initial_state(self.build, self.learner.optimizer, self.config.seed, self.mesh)
+        return jax.jit(self._init, out_shardings=self._shardings)()
 
     def shapes(self) -> TrainState:
         """Return the shapes, dtypes and shardings of the state."""
-        shapes = jax.eval_shape(
-            lambda: initial_state(self.build, self.learner.optimizer, self.config.seed)
-        )
-        return with_shardings(shapes, state_shardings(shapes, self.mesh))
+        return with_shardings(jax.eval_shape(self._init), self._shardings)
+
+    def _init(self) -> TrainState:
+        return initial_state(self.build, self.learner.optimizer, self.config.seed)
+
+    @functools.cached_property
+    def _shardings(self) -> TrainState:
+        return state_shardings(jax.eval_shape(self._init), self.mesh)
 
     def make_step(self) -> TrainStep:
         """Compile a training step."""
-        shardings = state_shardings(self.shapes(), self.mesh)
-        return make_train_step(self.config.parallel, self.learner, self.mesh, shardings)
+        return make_train_step(self.config.parallel, self.learner, self.mesh, self._shardings)
 
     def make_test(self) -> Callable[[TrainState, Part], Metrics]:
         """Compile an evaluation."""
-        shardings = state_shardings(self.shapes(), self.mesh)
-        eval_step = make_eval_step(self.learner, self.mesh, shardings)
-        return lambda state, part: evaluate(self, eval_step, state, part)
+        eval_step = make_eval_step(self.learner, self.mesh, self._shardings)
+        return lambda state, part: self._evaluate(eval_step, state, part)
 
     def batches(self, done: int) -> Iterator[Batch]:
         """Yield the batches after `done` steps, without end."""
         epochs, skip = divmod(done, self.steps_each)
-        by_process = self.config.parallel == "pmap"
         for epoch in itertools.count(epochs + 1):
-            for batch in train_batches(self, epoch, skip):
-                yield batch if by_process else self.over_devices(batch)
+            for batch in self.local_batches(epoch, skip):
+                if self.config.parallel == "pmap":  # which distributes the batch itself
+                    yield batch
+                else:
+                    yield global_batch(batch, self.config.batch_size, self.mesh)
             skip = 0
 
-    def over_devices(self, rows: Any) -> Any:
-        """Return the global batch of the rows that each process has."""
-        return global_batch(rows, self.config.batch_size, self.mesh)
+    def local_batches(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
+        """Yield this process's rows of the batches of an epoch, without the first `skip` batches.
+
+        The order and the augmentation depend on the seed and the epoch only. Images that do not
+        fill a batch are left out.
+        """
+        seed, size = self.config.seed, self.config.batch_size
+        images, labels = self.dataset.train_images, self.dataset.train_labels
+        rows = local_rows(size, self.mesh)
+        order = np.random.default_rng([seed, epoch]).permutation(len(images))
+        for number in range(skip, self.steps_each):
+            chosen = order[number * size : (number + 1) * size][rows]
+            batch = images[chosen]
+            if self.augmentation is not None:
+                rng = np.random.default_rng([seed, epoch, number])
+                batch = augment(batch, self.augmentation, rng, size, rows)
+            yield Batch(batch, labels[chosen])
 
     def read(self, metrics: StepMetrics) -> Metrics:
         """Wait for a step and return its metrics."""
@@ -265,45 +284,24 @@ class ImageTask:
             seconds=time.perf_counter() - began,
         )
 
+    def _evaluate(self, eval_step: Any, state: TrainState, part: Part) -> Metrics:
+        """Return loss and accuracy on a part of the data; empty if the part is.
 
-def train_batches(task: ImageTask, epoch: int, skip: int = 0) -> Iterator[Batch]:
-    """Yield the shuffled and augmented batches of an epoch, without the first `skip`.
-
-    They depend on the seed and the epoch only. Images that do not fill a batch are left out. Each
-    batch holds the rows of this process.
-    """
-    seed, rows = task.config.seed, local_rows(task.config.batch_size, task.mesh)
-    images, labels = task.dataset.train_images, task.dataset.train_labels
-    size = task.config.batch_size
-    order = np.random.default_rng([seed, epoch]).permutation(len(images))[: task.steps_each * size]
-    for number, chosen in enumerate(order.reshape(-1, size)):
-        if number < skip:
-            continue
-        batch = images[chosen[rows]]
-        if task.augmentation is not None:
-            rng = np.random.default_rng([seed, epoch, number])
-            batch = augment(batch, task.augmentation, rng, size, rows)
-        yield Batch(batch, labels[chosen[rows]])
-
-
-def evaluate(task: ImageTask, eval_step: Any, state: TrainState, part: Part) -> Metrics:
-    """Return loss and accuracy on a part of the data; empty if the part is.
-
-    The last batch is padded with images of weight 0.
-    """
-    images = getattr(task.dataset, f"{part}_images")
-    labels = getattr(task.dataset, f"{part}_labels")
-    if not len(images):
-        return {}
-    size = task.config.batch_size
-    rows = np.arange(size)[local_rows(size, task.mesh)]
-    loss, correct = 0.0, 0.0
-    for start in range(0, len(images), size):
-        numbers = start + rows
-        there = numbers < len(images)
-        chosen = np.where(there, numbers, 0)
-        batch = Batch(images[chosen], labels[chosen])
-        sums = eval_step(state, *task.over_devices((batch, there.astype(np.float32))))
-        loss += float(sums.loss)
-        correct += float(sums.correct)
-    return {"loss": loss / len(images), "accuracy": correct / len(images)}
+        The last batch is padded with images of weight 0.
+        """
+        images = getattr(self.dataset, f"{part}_images")
+        labels = getattr(self.dataset, f"{part}_labels")
+        if not len(images):
+            return {}
+        size = self.config.batch_size
+        rows = np.arange(size)[local_rows(size, self.mesh)]
+        loss, correct = 0.0, 0.0
+        for start in range(0, len(images), size):
+            numbers = start + rows
+            there = numbers < len(images)
+            chosen = np.where(there, numbers, 0)
+            batch = Batch(images[chosen], labels[chosen]), there.astype(np.float32)
+            sums = eval_step(state, *global_batch(batch, size, self.mesh))
+            loss += float(sums.loss)
+            correct += float(sums.correct)
+        return {"loss": loss / len(images), "accuracy": correct / len(images)}

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ... import offload_jit
-from ...memory._lower import make_data_mesh
-from ..mesh import abstract_mesh, batch_sharding, data_mesh, with_shardings
+from ..mesh import batch_sharding, make_mesh, planning_mesh, with_shardings
 from .config import LMConfig
 from .recipe import make_learner
 
@@ -44,10 +43,8 @@ def lm_steps(config: LMConfig, num_devices: int = 1) -> Callable[[int], dict[str
 
 def lm_training_step(config: LMConfig, num_devices: int = 1) -> tuple[Any, ...]:
     """Return the training step of a run and the shapes of its arguments, `(fun, *args)`."""
-    mesh: Any = (
-        abstract_mesh(config.mesh, num_devices) if config.mesh else make_data_mesh(num_devices)
-    )
-    learner, one_device = make_learner(config, mesh), data_mesh(jax.devices()[:1])
+    mesh = planning_mesh(config.mesh, num_devices)
+    learner, one_device = make_learner(config, mesh), make_mesh(None, jax.devices()[:1])
     state, key = jax.eval_shape(lambda: (learner.initial_state(one_device), jax.random.key(0)))
     shape = config.batch_size, config.context + 1
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))

@@ -52,7 +52,7 @@ def make_progress(console: Console, task: LMTask) -> Progress:
     def bar_text(step: int, measured: Metrics, rate: float) -> str:
         return f"loss {measured['loss']:.3f}  {rate:.0f} tokens/s"
 
-    return report.make_progress(console, line_text, bar_text)
+    return report.ConsoleProgress(console, line_text, bar_text)
 
 
 def show_result(

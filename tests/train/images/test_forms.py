@@ -14,8 +14,7 @@ from effjax.train.images.forms import (
     training_steps,
     with_flax_layers,
 )
-from effjax.train.images.recipe import model_builder
-from effjax.train.images.steps import initial_state
+from effjax.train.images.steps import initial_state, model_builder
 from tests.tiers import exhaustive
 
 TINY = DenseNetConfig(depth=10, growth_rate=4)

@@ -1,4 +1,5 @@
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -7,16 +8,18 @@ import optax
 import pytest
 from flax import nnx
 
-from effjax.train.images.config import DenseNetConfig
-from effjax.train.images.recipe import model_builder
+from effjax.train.images.config import DenseNetConfig, ResNetConfig
 from effjax.train.images.steps import (
     Batch,
     Learner,
     TrainState,
+    make_optimizer,
+    make_schedule,
     make_train_step,
+    model_builder,
 )
-from effjax.train.images.task import prepare, train_batches
-from effjax.train.mesh import data_mesh, replicated
+from effjax.train.images.task import prepare
+from effjax.train.mesh import make_mesh, replicated
 from tests.train import small
 
 WAYS = ["jit", "shard_map", "pmap"]
@@ -47,13 +50,12 @@ def runs(request, mesh8):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("effjax.train.images.task.model_builder", BUILDERS[request.param])
             task = prepare(config, devices, small.dataset(train=100))
-        mesh = data_mesh(devices)
-        step = make_train_step(parallel, task.learner, mesh)
+        step, mesh = task.make_step(), task.mesh
         nonlocal first
         first = first or jax.device_get(task.initial_state())
         state = jax.device_put(first, replicated(mesh))
         losses = []
-        for batch in train_batches(task, epoch=1):
+        for batch in task.local_batches(epoch=1):
             before = jax.tree.leaves(state.params)[0]
             state, metrics = step(state, batch, jax.random.key(0))
             assert before.is_deleted()  # donated
@@ -91,8 +93,8 @@ def test_dropout_differs_by_step_and_by_device(way, mesh8):
     optimizer = optax.sgd(0.0)
     learner = Learner(graphdef, graphdef, optimizer, np.zeros(1), np.ones(1))
     state = TrainState(np.array(0, np.int32), params, stats, optimizer.init(params))
-    mesh = data_mesh(list(mesh8.devices.flat))
-    step = make_train_step(way, learner, mesh)
+    mesh = make_mesh(None, list(mesh8.devices.flat))
+    step = make_train_step(way, learner, mesh, None)
     batch = Batch(np.zeros((8, 2, 2, 1), np.uint8), np.zeros((8,), np.int32))
     key = jax.random.key(3)
     state = jax.device_put(state, replicated(mesh))
@@ -106,8 +108,53 @@ def test_dropout_differs_by_step_and_by_device(way, mesh8):
         np.testing.assert_allclose(metrics.loss, np.mean(expected), rtol=1e-6)
 
 
-def test_unknown_way():
-    with pytest.raises(
-        ValueError, match=r"parallel \(='pjit'\) must be one of jit, shard_map, pmap"
-    ):
-        make_train_step("pjit", None, data_mesh())  # pyright: ignore[reportArgumentType]
+def test_schedules():
+    cosine: Any = make_schedule("cosine", 0.1, 100)
+    rates = [float(cosine(s)) for s in (0, 50, 100)]
+    np.testing.assert_allclose(rates, [0.1, 0.05, 0], atol=1e-7)
+    step: Any = make_schedule("step", 0.1, 100)
+    rates = [float(step(s)) for s in (0, 49, 51, 76)]
+    np.testing.assert_allclose(rates, [0.1, 0.1, 0.01, 0.001], rtol=1e-5)
+
+
+def test_weight_decay_is_of_kernels_only():
+    optimizer = make_optimizer(lambda _: 1.0, momentum=0.0, weight_decay=0.5)
+    params = {"kernel": np.ones((2, 2), np.float32), "scale": np.ones(2, np.float32)}
+    zeros = jax.tree.map(np.zeros_like, params)
+    updates: Any
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    np.testing.assert_array_equal(updates["kernel"], -0.5)
+    np.testing.assert_array_equal(updates["scale"], 0)
+
+
+def stem(size, **options):
+    """Return the shape of the first kernel for images of a size."""
+    build: Any = model_builder(DenseNetConfig(**options), (size, size, 1), 5)
+    model: Any = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+    return model.stem_conv.kernel.shape
+
+
+def test_small_inputs_by_image_size():
+    assert stem(8, depth=10) == (3, 3, 1, 24)
+    assert stem(96, depth=10) == (7, 7, 1, 24)
+    assert stem(96, depth=10, small_inputs=True) == (3, 3, 1, 24)
+
+
+def test_resnet_options():
+    config = ResNetConfig(
+        depth=50, dcn="v1", efficient=False, save="features", parallel="pmap", data="folder:x"
+    )
+    build: Any = model_builder(config, (224, 224, 3), 5)
+    model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+    assert model.stage_with_dcn == (False, True, True, True) and not model.modulated
+    assert not model.efficient and model.save == "features" and not model.small_inputs
+    assert model.axis_name == "data" and model.num_classes == 5
+
+
+@pytest.mark.exhaustive
+def test_small_inputs_of_whole_networks():
+    assert stem(8) == (3, 3, 1, 24)
+    assert stem(96) == (7, 7, 1, 24)
+    assert stem(96, small_inputs=True) == (3, 3, 1, 24)
+    assert stem(32, model="densenet100_12") == (3, 3, 1, 24)
+    assert stem(224, model="densenet121") == (7, 7, 1, 64)

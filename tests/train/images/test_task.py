@@ -7,7 +7,7 @@ from flax import nnx
 
 from effjax.train.errors import TrainError
 from effjax.train.images.config import DenseNetConfig
-from effjax.train.images.task import prepare, train_batches
+from effjax.train.images.task import prepare
 from tests.train import small
 
 
@@ -22,12 +22,12 @@ def test_no_device(monkeypatch):
 
 def test_batches_depend_on_seed_and_epoch_only():
     task = small.image_task()
-    first = list(train_batches(task, 1))
+    first = list(task.local_batches(1))
     assert len(first) == 4 and first[0].images.shape == (16, 8, 8, 1)
-    for a, b in zip(first, train_batches(task, 1), strict=True):
+    for a, b in zip(first, task.local_batches(1), strict=True):
         np.testing.assert_array_equal(a.images, b.images)
         np.testing.assert_array_equal(a.labels, b.labels)
-    assert not np.array_equal(first[0].labels, next(train_batches(task, 2)).labels)
+    assert not np.array_equal(first[0].labels, next(task.local_batches(2)).labels)
 
 
 @pytest.mark.parametrize(
