@@ -18,7 +18,7 @@ def compile_emulated(source: str, directory: pathlib.Path) -> ctypes.CDLL:
         pytest.skip("no g++, or a package without its C++ sources")
     path = directory / "emulated.so"
     command = [
-        compiler, "-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-DEMULATED_ARCH=900",
+        compiler, "-std=c++20", "-O0", "-fPIC", "-shared", "-pthread", "-DEMULATED_ARCH=900",
         f"-I{HERE / 'emulated'}", f"-I{SOURCES}", str(HERE / source), "-o", str(path),
     ]  # fmt: skip
     subprocess.run(command, check=True)

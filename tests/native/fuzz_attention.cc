@@ -61,7 +61,7 @@ bool run() {
   const auto here = effjax::attention_loops_for_this_cpu<T, A>();
   const auto one = p.compute(Serial{}, here), many = p.compute(Threads{}, here);
   // Rounds differently without FMA.
-  const auto old = p.compute(Threads{}, effjax::attention_loops_for_any_cpu<T, A>());
+  const auto old = p.compute(Serial{}, effjax::attention_loops_for_any_cpu<T, A>());
   const double accurate = sizeof(A) == 8 ? 1e-12 : 1e-4, stored = sizeof(T) == 2 ? 1e-2 : accurate;
   return equal(one.y, many.y) && equal(one.dvalue, many.dvalue) &&
          equal(one.dlocations, many.dlocations) && equal(one.dweights, many.dweights) &&
@@ -98,7 +98,7 @@ int main() {
     std::printf("a sample outside is not zero\n");
     return 1;
   }
-  for (int i = 0; i < 150; ++i) {
+  for (int i = 0; i < 60; ++i) {
     if (!run<float, float>() || !run<double, double>() || !run<effjax::BFloat16, float>() ||
         !run<effjax::Float16, float>()) {
       std::printf("case %d differs between numbers of threads or instructions\n", i);

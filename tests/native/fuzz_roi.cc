@@ -45,7 +45,7 @@ bool run() {
   };
   const Results one = compute(Serial{}, effjax::pooling_loops_for_this_cpu<T, A>());
   const Results many = compute(Threads{}, effjax::pooling_loops_for_this_cpu<T, A>());
-  const Results old = compute(Threads{}, effjax::pooling_loops_for_any_cpu<T, A>());
+  const Results old = compute(Serial{}, effjax::pooling_loops_for_any_cpu<T, A>());
   const double accurate = sizeof(A) == 8 ? 1e-12 : 1e-4, stored = sizeof(T) == 2 ? 1e-2 : accurate;
   return equal(one.y, many.y) && equal(one.dx, many.dx) && equal(one.dfirst, many.dfirst) &&
          near(one.y, old.y, stored) && near(one.dx, old.dx, accurate) &&
@@ -55,7 +55,7 @@ bool run() {
 }  // namespace
 
 int main() {
-  for (int i = 0; i < 100; ++i) {
+  for (int i = 0; i < 60; ++i) {
     if (!run<float, float>() || !run<double, double>() || !run<effjax::BFloat16, float>() ||
         !run<effjax::Float16, float>()) {
       std::printf("case %d differs between numbers of threads or instructions, or is not finite\n", i);

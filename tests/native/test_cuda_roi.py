@@ -73,7 +73,6 @@ PARTS = Pooling((2, 3), 2, 0.5, True, 2, True)
 @pytest.mark.parametrize(
     ("dtype", "channels", "pooling", "groups"),
     [
-        (np.float32, 48, BOXES, 1),
         (np.float32, 264, BOXES, 1),
         (np.float32, 10, PARTS, 2),
         (np.float64, 12, BOXES, 1),
