@@ -22,7 +22,7 @@ from jax.sharding import (
 from ..ops._common.arguments import as_integer, describe
 from ..ops._common.platform import trace_for_platform
 from ..ops.offload.compiled import allow_guard, needed_options
-from ._source import record_library_lines
+from ._source_info_shim import record_library_lines
 
 SPLITS_ITSELF = (
     "an operator with a partitioning rule, such as effjax.deform_conv2d, cannot be planned under "
@@ -65,8 +65,6 @@ def lower(
     static_argnums: int | Sequence[int],
 ) -> LoweredProgram:
     """Trace `fun` and lower it for CUDA, in this process."""
-    if num_devices is not None:
-        as_integer("num_devices", num_devices, 1)
     jit_options = _jit_options(in_shardings, num_devices or 1, donate_argnums, static_argnums)
     if isinstance(fun, functools.partial) and not fun.keywords and hasattr(fun.func, "trace"):
         fun, args = fun.func, (*fun.args, *args)  # a method under nnx.jit

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ..ops._common.arguments import as_integer
 from ..ops.offload.compiled import HOST_MEMORY_VARIABLE
 from ._buffers import Kind
 from ._hlo import Collective, Transfer
@@ -164,15 +163,10 @@ class MemoryPlan(Printable):
         Returns:
             The axes.
         """
-        groups = _group_buffers(self.peak_buffers)[: as_integer("most", most, 1)]
-        bars = [
-            Bar(
-                f"{g.count}× {g.shape}  {short_path(g.source) or _short_operation(g.operation)}",
-                g.bytes,
-                g.kind,
-            )
-            for g in groups
-        ]
+        bars = []
+        for count, buffer in _group_buffers(self.peak_buffers)[:most]:
+            place = short_path(buffer.source) or _short_operation(buffer.operation)
+            bars.append(Bar(f"{count}× {buffer.shape}  {place}", buffer.bytes, buffer.kind))
         ax = bar_chart(bars, ax, "GB in device memory at the peak")
         ax.set_title(summarize(self).replace("; ", "\n"), fontsize="medium")
         return ax
@@ -300,7 +294,7 @@ class ResidualReport(Printable):
         """
         bars = [
             Bar(f"{count}× {_array_name(shape, dtype)}", size, "temporary")
-            for shape, dtype, count, size in self.largest[: as_integer("most", most, 1)]
+            for shape, dtype, count, size in self.largest[:most]
         ]
         return bar_chart(bars, ax, "GB kept for the backward pass", legend=False)
 
@@ -362,14 +356,14 @@ def _plan_tables(plan: MemoryPlan, max_rows: int) -> list[Table]:
     groups = _group_buffers(plan.peak_buffers)
     peak = [
         [
-            format_bytes(g.bytes), f"{g.count}×", g.kind, g.shape, _short_operation(g.operation),
-            *_source_lines(g),
+            format_bytes(b.bytes), f"{count}×", b.kind, b.shape, _short_operation(b.operation),
+            *_source_lines(b),
         ]
-        for g in groups[:max_rows]
+        for count, b in groups[:max_rows]
     ]  # fmt: skip
     if rest := groups[max_rows:]:
-        size, count = sum(g.bytes for g in rest), sum(g.count for g in rest)
-        peak.append([format_bytes(size), f"{count}×", "", "smaller ones", "", "", ""])
+        size, number = sum(b.bytes for _, b in rest), sum(count for count, _ in rest)
+        peak.append([format_bytes(size), f"{number}×", "", "smaller ones", "", "", ""])
     if lost := _lost_in_packing(plan):
         peak.append([format_bytes(lost), "", "", "lost in packing", "", "", ""])
 
@@ -402,21 +396,13 @@ def _table_with_sources(columns: list[str], rows: list[list[str]], title: str) -
     return Table(header[:-1], [row[:-1] for row in rows], title)
 
 
-@dataclasses.dataclass(frozen=True)
-class _BufferGroup:
-    """Buffers at the peak that one operation on one line made."""
+def _group_buffers(buffers: Sequence[Buffer]) -> list[tuple[int, Buffer]]:
+    """Merge the buffers that an operation on one line made; most bytes first.
 
-    kind: Kind
-    operation: str
-    source: str
-    caller: str
-    shape: str  # of the largest one
-    count: int
-    bytes: int  # total
-
-
-def _group_buffers(buffers: Sequence[Buffer]) -> list[_BufferGroup]:
-    """Group buffers by the line that made them, most bytes first."""
+    Returns:
+        The number of buffers of each group, and one buffer of their total size, with the shape of
+        the first one, and an ellipsis if there are other shapes.
+    """
     groups: dict[tuple[str, ...], list[Buffer]] = {}
     for buffer in buffers:
         if buffer.source and buffer.kind != "argument":
@@ -428,20 +414,13 @@ def _group_buffers(buffers: Sequence[Buffer]) -> list[_BufferGroup]:
         groups.setdefault(key, []).append(buffer)
     result = []
     for (_, operation, *_), members in groups.items():
-        first = members[0]
-        has_other_shapes = any(buffer.shape != first.shape for buffer in members)
-        result.append(
-            _BufferGroup(
-                kind=first.kind,
-                operation=operation,
-                source=first.source,
-                caller=first.caller,
-                shape=first.shape + (" …" if has_other_shapes else ""),
-                count=len(members),
-                bytes=sum(buffer.bytes for buffer in members),
-            )
-        )
-    return sorted(result, key=lambda group: group.bytes, reverse=True)
+        shape = members[0].shape
+        if any(buffer.shape != shape for buffer in members):
+            shape += " …"
+        size = sum(buffer.bytes for buffer in members)
+        merged = dataclasses.replace(members[0], shape=shape, bytes=size, operation=operation)
+        result.append((len(members), merged))
+    return sorted(result, key=lambda item: item[1].bytes, reverse=True)
 
 
 def _lost_in_packing(plan: MemoryPlan) -> int:

@@ -53,18 +53,10 @@ def fake_plans(matmul_plan, monkeypatch):
 
 @pytest.mark.exhaustive
 def test_compiled_programs():
-    options = dict(target="l4", memory_fraction=fraction(1000.5))
-    result = max_batch_size(linear, **options)
+    result = max_batch_size(linear, start=999, target="l4", memory_fraction=fraction(1000.5))
     assert result.batch_size == 1000
     assert result.plan.fits and result.plan.peak_device_bytes == 1000 * 8192
     assert result.tried[1001] == 1001 * 8192 and len(result.tried) <= 5
-
-
-@pytest.mark.exhaustive
-def test_compiled_programs_of_several_devices():
-    step = split_over_devices(linear, 8)
-    result = max_batch_size(step, start=80, target="l4", memory_fraction=fraction(10.5))
-    assert result.batch_size == 80 and all(batch % 8 == 0 for batch in result.tried)
 
 
 @pytest.mark.parametrize(

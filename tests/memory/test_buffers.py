@@ -58,7 +58,3 @@ def test_overlapping_values_count_one_time():
     ranges = RANGES.replace("c{}:7-8", "c{}:3-6").replace("b{0}:4-5", "b{0}:8-9")
     names = [value.instruction for value in live_at_peak(ASSIGNMENT, ranges)]
     assert "a" in names and "c" not in names and "b" not in names
-
-
-def test_no_temporaries():
-    assert live_at_peak("BufferAssignment:\n", "HloLiveRange (max 1):\n") == []

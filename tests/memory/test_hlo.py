@@ -3,7 +3,7 @@
 import pytest
 
 from effjax.memory import Collective, Transfer, collectives
-from effjax.memory._hlo import arrays, elements, parse, transfers
+from effjax.memory._hlo import arrays, parse, transfers
 
 LOOP = """\
 HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8,4]{1,0})->f32[8,4]{1,0}}
@@ -144,11 +144,3 @@ def test_shapes():
     host, device = arrays("(f32[8]{0:T(128)S(5)}, f32[8]{0:T(128)})")
     assert host.on_host and not device.on_host
     assert arrays("token[]")[0].bytes == 0
-
-
-def test_elements_of_tuples():
-    assert elements("f32[2,3]{1,0}") == ["f32[2,3]{1,0}"]
-    assert elements("(f32[2,3]{1,0}, (s32[], u8[4]{0:S(5)}), ())") == [
-        "f32[2,3]{1,0}", "(s32[], u8[4]{0:S(5)})", "()",
-    ]  # fmt: skip
-    assert elements("()") == []

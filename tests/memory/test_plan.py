@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import effjax
-from effjax.memory import Collective, PlanError, Transfer, _compile, list_targets, plan
+from effjax.memory import Collective, PlanError, Transfer, _compile, plan
 from effjax.memory.targets import find_target
 from tests.memory.conftest import matmuls
 from tests.programs import needs_gpu_compiler
@@ -110,12 +110,6 @@ def test_donation_unused_arguments_and_compiler_options():
     assert p.device.arguments == MATRIX // 4 + 4 * 2**20
     assert "donate" not in str(p)
     assert "wrapped_add" in p.hlo and "wrapped_tanh" in p.hlo
-
-
-@pytest.mark.exhaustive
-def test_jitted_function():
-    p = plan(jax.jit(lambda x: x + 1, donate_argnums=0), f32(1024, 256))
-    assert p.device.aliased == p.device.total == MATRIX // 4
 
 
 def test_constants_static_arguments_and_float64():
@@ -228,19 +222,10 @@ def test_in_shardings():
 
 
 @pytest.mark.exhaustive
-def test_abstract_mesh():
-    x = f32(4096, 128, sharding=NamedSharding(abstract_mesh(8, "rows"), P("rows")))
-    p = plan(lambda x: x.sum(0), x)
-    assert p.num_devices == 8 and counts(p) == {"all-reduce": (512, 1)}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("check_vma", [False, True])
-def test_shard_map(mesh8, check_vma):
+def test_shard_map(mesh8):
     f = jax.shard_map(
-        lambda x: jax.lax.psum(x.sum(0), "data"),
-        mesh=mesh8, in_specs=P("data"), out_specs=P(), check_vma=check_vma,
-    )  # fmt: skip
+        lambda x: jax.lax.psum(x.sum(0), "data"), mesh=mesh8, in_specs=P("data"), out_specs=P()
+    )
     p = plan(f, f32(4096, 128), num_devices=8)
     assert p.device.arguments == 4 * 4096 * 128 // 8 and counts(p) == {"all-reduce": (512, 1)}
 
@@ -263,7 +248,7 @@ def test_collectives_in_a_loop(mesh8):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("target", list_targets())
+@pytest.mark.parametrize("target", ["h100", "b200", "a100-40", "l4"])
 def test_target(target):
     p = plan(lambda x: jnp.tanh(x @ x), f32(256, 256), target=target)
     assert p.target.name == target and p.device.arguments == 4 * 256 * 256
@@ -352,8 +337,7 @@ def test_rejects_operators_with_a_partitioning_rule(mesh8, devices):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("devices", [8, 16])
-def test_operators_with_a_partitioning_rule_in_shard_map(mesh8, devices):
-    conv, arguments, mesh = deform_conv(devices, mesh8)
+def test_operators_with_a_partitioning_rule_in_shard_map(mesh8):
+    conv, arguments, mesh = deform_conv(16, mesh8)
     mapped = jax.shard_map(conv, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    assert plan(mapped, *arguments).num_devices == devices
+    assert plan(mapped, *arguments).num_devices == 16
