@@ -28,7 +28,7 @@ SUBJECTS = {
     "sync-batch-norm": "batch norm over 1 to 8 simulated devices and Flax's: all-reduces, error",
     "dense-block": "time of a dense block, autodiff, Flax, jax.checkpoint and PyTorch",
     "depth": "memory of a dense block by its depth, kept and planned",
-    "densenet": "a training step of a DenseNet: time and planned memory",
+    "densenet": "planned memory of a training step of a DenseNet",
     "deform-conv": "deformable convolution, torchvision and plain XLA: time",
     "deform-attention": "deformable attention and a packed gather: time and planned memory",
     "roi": "roi_align over a feature pyramid and torchvision's: time",
@@ -36,7 +36,7 @@ SUBJECTS = {
     "offload-peers": "planned memory of offloading, JAX's policies and MaxText's way",
     "planner": "seconds of a plan by the depth of the model",
     "cross-entropy": "planned memory of the gradients of a large vocabulary",
-    "import-time": "what importing effjax adds to importing jax",
+    "import-time": "what importing effjax and its operators adds to importing jax",
     "resnet": "planned memory of a training step of a ResNet and of Flax's layers",
 }
 INTERRUPTED = 130

@@ -9,8 +9,8 @@ from flax import linen, nnx
 import effjax
 from effjax.memory import residual_bytes
 
+from .measure import time_steps
 from .results import Result, Size
-from .timing import measure, num_threads
 
 REFERENCE = "Flax BatchNorm"
 Norm = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # of x, scale and bias
@@ -58,18 +58,20 @@ def measure_norms(shape: tuple[int, ...], dtype: str, rounds: int) -> Result:
     weights = jax.random.normal(jax.random.key(1), shape, jnp.dtype(dtype))
     scale, bias = jnp.ones(shape[-1]), jnp.zeros(shape[-1])
     steps = {name: train_step(norm) for name, norm in NORMS.items()}
-    rows = measure(steps, (x, scale, bias, weights), reference=REFERENCE, rounds=rounds)
-    for row in rows:
-        kept = residual_bytes(NORMS[row["name"]], x, scale, bias).bytes
-        row["kept"] = round(kept / x.nbytes, 2)
-    config = {"shape": shape, "dtype": dtype, "relu": True, "rounds": rounds}
-    return Result(
+    result = time_steps(
         f"batch_norm_{dtype}",
         f"batch norm + ReLU, {shape}, {dtype}",
-        config | {"threads": num_threads(), "reference": REFERENCE},
-        rows,
+        {"shape": shape, "dtype": dtype, "relu": True},
+        steps,
+        (x, scale, bias, weights),
+        reference=REFERENCE,
+        rounds=rounds,
         notes=["kept: for the backward pass, in multiples of the input's bytes."],
     )
+    for row in result.rows:
+        kept = residual_bytes(NORMS[row["name"]], x, scale, bias).bytes
+        row["kept"] = round(kept / x.nbytes, 2)
+    return result
 
 
 def run(size: Size) -> Iterator[Result]:

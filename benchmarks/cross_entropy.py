@@ -16,7 +16,7 @@ from flax import nnx
 
 from effjax.models import TransformerLM, scan_layers
 
-from .planning import TARGET, need_compiler, plan_steps
+from .measure import TARGET, need_compiler, plan_steps
 from .results import Bars, Result, Size
 
 NUM_SLICES = 16  # of the time axis

@@ -14,9 +14,15 @@ import numpy as np
 import effjax
 from effjax.native import is_available
 
-from .planning import TARGET, need_compiler, plan_steps
+from .measure import (
+    TARGET,
+    add_gradients,
+    has_native_kernels,
+    need_compiler,
+    plan_steps,
+    time_steps,
+)
 from .results import Bars, Result, Size
-from .timing import measure, num_threads
 
 REFERENCE = "packed gather"
 ROUNDS = 7
@@ -111,38 +117,28 @@ def effjax_attention(case: Case, implementation: Any) -> Callable:
     )
 
 
-def implementations(case: Case, platform: str) -> dict[str, Callable]:
+def implementations(case: Case, native: bool) -> dict[str, Callable]:
     """Return functions of a value, locations and weights by name."""
     attentions: dict[str, Callable] = {
         REFERENCE: functools.partial(packed_gather, shapes=case.shapes),
         "effjax xla": effjax_attention(case, "xla"),
     }
-    if is_available(platform):
+    if native:
         attentions["effjax native"] = effjax_attention(case, "native")
     return attentions
 
 
-def make_step(attention: Callable, backward: bool) -> Callable:
-    def step(value, locations, weights, dy):
-        if not backward:
-            return attention(value, locations, weights)
-        y, vjp = jax.vjp(attention, value, locations, weights)
-        return y, *vjp(dy)
-
-    return step
-
-
 def measure_case(case: Case, backward: bool, rounds: int) -> Result:
-    attentions = implementations(case, jax.default_backend().replace("gpu", "cuda"))
-    steps = {name: make_step(attention, backward) for name, attention in attentions.items()}
-    args = tuple(map(jnp.asarray, make_arrays(case).values()))
     passes = "forward+backward" if backward else "forward"
-    config = {"threads": num_threads(), "rounds": rounds, "passes": passes, "reference": REFERENCE}
-    return Result(
+    attentions = implementations(case, has_native_kernels())
+    return time_steps(
         f"deform_attention_{case.queries}_{passes.replace('+', '_')}",
         f"ms_deform_attn, {case.queries} queries, {passes}",
-        case._asdict() | config,
-        measure(steps, args, reference=REFERENCE, rounds=rounds),
+        case._asdict() | {"passes": passes},
+        {name: add_gradients(attention, backward) for name, attention in attentions.items()},
+        tuple(map(jnp.asarray, make_arrays(case).values())),
+        reference=REFERENCE,
+        rounds=rounds,
     )
 
 
@@ -150,8 +146,8 @@ def plan_case(case: Case, target: str = TARGET) -> Result:
     """Plan forward and backward pass for a GPU."""
     args = [jax.ShapeDtypeStruct(a.shape, "float32") for a in make_arrays(case).values()]
     steps = {
-        name: (make_step(attention, True), *args)
-        for name, attention in implementations(case, "cuda").items()
+        name: (add_gradients(attention, True), *args)
+        for name, attention in implementations(case, is_available("cuda")).items()
     }
     rows = [
         {"name": name, "temp_bytes": plan.device.temporaries, "peak_bytes": plan.peak_device_bytes}

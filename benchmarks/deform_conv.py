@@ -13,12 +13,12 @@ import numpy as np
 from jax import lax
 
 import effjax
-from effjax.native import is_available
+from effjax.ops.deform_conv.api import CPU_SLICE_BYTES
 from effjax.ops.deform_conv.reference import Geometry, columns
 
 from . import pytorch
+from .measure import add_gradients, has_native_kernels, time_steps
 from .results import Result, Size
-from .timing import measure, num_threads
 
 
 class Case(NamedTuple):
@@ -65,18 +65,6 @@ def make_arrays(case: Case) -> dict[str, np.ndarray]:
     return {name: value.astype(np.float32) for name, value in values.items()}
 
 
-def make_step(conv: Callable, backward: bool) -> Callable:
-    """Return the convolution, or the convolution and the gradients of its four operands."""
-
-    def step(x, offset, kernel, mask, dy):
-        if not backward:
-            return conv(x, offset, kernel, mask)
-        y, vjp = jax.vjp(conv, x, offset, kernel, mask)
-        return y, *vjp(dy)
-
-    return step
-
-
 def make_effjax_conv(implementation: Any) -> Callable:
     def conv(x, offset, kernel, mask):
         return effjax.deform_conv2d(
@@ -111,10 +99,11 @@ def make_matrix_products(case: Case, backward: bool, kernel: Any, dy: Any) -> Ca
     """
     n, channels, height, width, _ = case
     columns_size = TAPS * channels
-    # As in deform_conv2d on a CPU: a slice has 24 MiB, and each sampled float32 takes 4 bytes in
-    # the forward pass and 12 in the backward pass. The number of rows is rounded down to a divisor
-    # of the height.
-    max_rows = 24 * 2**20 // (12 if backward else 4) // (n * width * columns_size)
+    # As in deform_conv2d on a CPU: each sampled float32 takes 4 bytes of a slice in the forward
+    # pass and 12 in the backward pass. The number of rows is rounded down to a divisor of the
+    # height.
+    sample_bytes = 12 if backward else 4
+    max_rows = CPU_SLICE_BYTES["native"] // sample_bytes // (n * width * columns_size)
     num_slices = height // max((r for r in range(1, max_rows + 1) if height % r == 0), default=1)
 
     def step(samples, kernel, dy):
@@ -171,32 +160,24 @@ def measure_case(case: Case, backward: bool, rounds: int) -> Result:
     """Time all implementations, relative to torchvision or, without it, to plain XLA."""
     arrays = make_arrays(case)
     convs = {"plain XLA": make_plain_conv(case), "effjax xla": make_effjax_conv("xla")}
-    # JAX names the platform of an NVIDIA GPU "gpu", the native kernels name it "cuda".
-    if is_available(jax.default_backend().replace("gpu", "cuda")):
+    if has_native_kernels():
         convs["effjax native"] = make_effjax_conv("native")
-    steps = {name: make_step(conv, backward) for name, conv in convs.items()}
     missing = pytorch.missing("torchvision")
     peers = {} if missing else {"torchvision": make_torch_step(arrays, backward)}
     args = tuple(jnp.asarray(arrays[name]) for name in ("x", "offset", "kernel", "mask", "dy"))
-    products = make_matrix_products(case, backward, args[2], args[4])
-    reference = next(iter(peers or steps))
-    rows = measure(
-        steps,
-        args,
-        reference=reference,
-        rounds=rounds,
-        peers=peers,
-        fragments={"matrix products alone": products},
-    )
     passes = "forward+backward" if backward else "forward"
     n, c, h, w, groups = case
-    config = {"passes": passes, "threads": num_threads(), "rounds": rounds, "reference": reference}
-    return Result(
+    return time_steps(
         f"deform_conv_{n}x{h}x{w}x{c}_{groups}_{passes.replace('+', '_')}",
         f"deform_conv2d, {n}x{h}x{w}x{c}, offset groups {groups}, {passes}",
-        case._asdict() | config,
-        rows,
-        notes=[missing] if missing else [],
+        case._asdict() | {"passes": passes},
+        {name: add_gradients(conv, backward) for name, conv in convs.items()},
+        args,
+        reference=next(iter(peers or convs)),
+        rounds=rounds,
+        peers=peers,
+        fragments={"matrix products alone": make_matrix_products(case, backward, args[2], args[4])},
+        notes=[missing],
     )
 
 

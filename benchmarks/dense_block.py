@@ -5,7 +5,7 @@ checkpointed, if it is installed.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,8 @@ import effjax
 from effjax import DenseLayerParams
 
 from . import pytorch
+from .measure import time_steps
 from .results import Result, Size
-from .timing import measure, num_threads
 
 REFERENCE = "plain autodiff"
 GROWTH_RATE, CHANNELS = 12, 24
@@ -177,9 +177,7 @@ def measure_block(
     args = make_arrays(layers, batch_size, image_size, growth_rate, channels)
     steps = {name: train_step(block) for name, block in BLOCKS.items()}
     missing = pytorch.missing("torch")
-    peers: dict[str, Any] = {} if missing else pytorch.block_steps(*args)
-    notes = ["XLA's CPU backend shows no savings of recomputation; `depth` plans for a GPU."]
-    return Result(
+    return time_steps(
         f"dense_block_{layers}_float32",
         f"dense block, {layers} layers, batch {batch_size}, {image_size}x{image_size}, float32",
         {
@@ -189,12 +187,16 @@ def measure_block(
             "growth_rate": growth_rate,
             "channels": channels,
             "dtype": "float32",
-            "rounds": rounds,
-            "threads": num_threads(),
-            "reference": REFERENCE,
         },
-        measure(steps, args, reference=REFERENCE, rounds=rounds, peers=peers),
-        notes=[missing, *notes] if missing else notes,
+        steps,
+        args,
+        reference=REFERENCE,
+        rounds=rounds,
+        peers={} if missing else pytorch.block_steps(*args),
+        notes=[
+            missing,
+            "XLA's CPU backend shows no savings of recomputation; `depth` plans for a GPU.",
+        ],
     )
 
 

@@ -11,9 +11,8 @@ from effjax.memory import residual_bytes
 
 from . import pytorch
 from .dense_block import BLOCKS, CHANNELS, GROWTH_RATE, step_shapes, train_step
-from .planning import TARGET, need_compiler, plan_rows
-from .results import Bars, Curves, Result, Size
-from .timing import fit_exponent
+from .measure import TARGET, fit_exponent, need_compiler, plan_training
+from .results import Curves, Result, Size
 
 BATCH_SIZE = 64
 CONFIG = {
@@ -64,27 +63,27 @@ def plan_depths(
     depths: Sequence[int], batch_size: int = BATCH_SIZE, target: str = TARGET
 ) -> Iterator[Result]:
     """Plan the peak of a training step: a table per depth, and one of all depths."""
-    config = CONFIG | {"batch_size": batch_size, "target": target}
+    config = CONFIG | {"batch_size": batch_size}
     all_rows = []
     for layers in depths:
         args = step_shapes(layers, batch_size)
-        rows = plan_rows({n: (train_step(block), *args) for n, block in BLOCKS.items()}, target)
-        all_rows += [
-            {k: v for k, v in row.items() if k != "ratio"} | {"layers": layers} for row in rows
-        ]
-        yield Result(
-            f"memory_block_{layers}_{target}",
-            f"step of a dense block of {layers} layers, batch {batch_size}, planned for {target}",
+        result = plan_training(
+            f"memory_block_{layers}",
+            f"step of a dense block of {layers} layers, batch {batch_size}",
             config | {"layers": layers},
-            rows,
-            Bars("peak_bytes", "peak of a training step [bytes]"),
+            {name: (train_step(block), *args) for name, block in BLOCKS.items()},
+            target,
         )
+        all_rows += [row | {"layers": layers} for row in result.rows]
+        yield result
+    for row in all_rows:
+        del row["ratio"]  # to the first program of the same depth
     all_rows.sort(key=lambda row: list(BLOCKS).index(row["name"]))
     add_exponents(all_rows, "peak_bytes")
     yield Result(
         f"depth_planned_{target}",
         f"peak of a step of a dense block, batch {batch_size} of 32x32, planned for {target}",
-        config,
+        config | {"target": target},
         all_rows,
         Curves("layers", "peak_bytes", "peak of a training step [MB]", 1e6),
     )

@@ -15,6 +15,7 @@ import numpy as np
 
 from effjax import offload_jit, to_device
 
+from .measure import TARGET, need_compiler, plan_steps, relative_difference, time_in_turn
 from .offload_forms import (
     FORMS,
     FUSED,
@@ -31,9 +32,7 @@ from .offload_forms import (
     planned_bytes,
     step_of,
 )
-from .planning import TARGET, need_compiler, plan_steps
-from .results import Curves, Result, Size
-from .timing import num_threads, relative_difference, time_in_turn
+from .results import Curves, Result, Size, num_threads
 
 ROUNDS = 5
 CHECKED_STEPS = 3
@@ -48,49 +47,40 @@ BASIC = (IN_MEMORY, REMAT, FUSED_IN_MEMORY, "activations offloaded", OFFLOADED, 
 def measure_steps(setting: Setting, names: Sequence[str], rounds: int = ROUNDS) -> Result:
     """Time whole training steps.
 
-    "device_peak_bytes" is the most memory the process has held on a GPU, read after the form's
-    first steps. Forms that need least run first, so that it is usually their own peak.
     "compile_seconds" is the time the first step takes beyond the second one.
     """
     tokens, key = setting.make_batch(), jax.random.key(2)
-    init, compiled = {}, {}
+    runs: dict[str, Callable] = {}
+    losses: dict[str, list[float]] = {}
+    compile_seconds: dict[str, float] = {}
     for name in names:
-        init_fn, step = step_of(setting, FORMS[name])
-        init[name] = functools.partial(_init_state, init_fn, setting, FORMS[name].layers)
-        compiled[name] = offload_jit(step)
-    losses: dict[str, list[float]] = {name: [] for name in names}
-    peaks, compile_seconds = {}, {}
-    for name in reversed(names):
-        state, seconds = init[name](), []
+        init, step = step_of(setting, FORMS[name])
+        run = _make_run(offload_jit(step), init(*make_params(setting, FORMS[name].layers)), tokens)
+        losses[name], seconds = [], []
         for i in range(CHECKED_STEPS):
             start = time.perf_counter()
-            state, loss = compiled[name](state, tokens, jax.random.fold_in(key, i))
+            _, loss = run(jax.random.fold_in(key, i))
             losses[name].append(float(loss))
             seconds.append(time.perf_counter() - start)
+        runs[name] = functools.partial(run, key)
         compile_seconds[name] = round(seconds[0] - seconds[1], 2)
-        peaks[name] = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-        del state
-
-    # Forms whose states have the same structure share one, to hold fewer of them.
-    states: dict[Any, Any] = {}
-
-    def run(name: str) -> Any:
-        kind = FORMS[name].layers, FORMS[name].moments
-        if kind not in states:
-            states[kind] = init[name]()
-        states[kind], loss = compiled[name](states[kind], tokens, key)
-        return states[kind], loss
-
-    rows = time_forms(setting, {name: functools.partial(run, name) for name in names}, rounds)
+    rows = time_forms(setting, runs, rounds)
     for row in rows:
         name = row["name"]
         row |= {"losses": losses[name], **compare_results(name, losses)}
-        row |= {"device_peak_bytes": peaks[name], "compile_seconds": compile_seconds[name]}
+        row["compile_seconds"] = compile_seconds[name]
     return make_result("step", setting, rows, rounds)
 
 
-def _init_state(init: Callable, setting: Setting, where: Any) -> Any:
-    return init(*make_params(setting, where))
+def _make_run(step: Callable, state: Any, tokens: jax.Array) -> Callable:
+    """Return a function of the key that takes one step after the other."""
+
+    def run(key: jax.Array) -> tuple[Any, jax.Array]:
+        nonlocal state
+        state, loss = step(state, tokens, key)
+        return state, loss
+
+    return run
 
 
 def measure_gradients(setting: Setting, names: Sequence[str], rounds: int = ROUNDS) -> Result:

@@ -87,7 +87,6 @@ class Form(NamedTuple):
                  None if only the whole step exists.
     moments:     where the state of one optimizer for all parameters is. None if
                  `offload_train_step` updates each layer with its own state.
-    remat:       whether `apply` recomputes the layers with `jax.checkpoint`.
     fuse_update: argument of `offload_train_step`.
     options:     further arguments of `offload_train_step`.
     """
@@ -95,7 +94,6 @@ class Form(NamedTuple):
     layers: Place
     apply: Callable | None
     moments: Place | None = None
-    remat: bool = False
     fuse_update: bool = False
     options: Mapping[str, Any] = {}
 
@@ -141,7 +139,7 @@ OFFLOADED = "all offloaded"
 FUSED = "all offloaded, fused update"
 STATE_MOVED = "optimizer's state moved whole"
 
-_remat = Form("device", functools.partial(scan_layers, remat=True), "device", remat=True)
+_remat = Form("device", functools.partial(scan_layers, remat=True), "device")
 _fused_in_memory = Form("device", None, fuse_update=True)
 _fused = Form("host", apply_offloaded("host"), fuse_update=True)
 
@@ -153,7 +151,7 @@ PEERS: dict[str, Form] = {
     "in memory, remat, inputs offloaded": _remat._replace(apply=checkpointed(OFFLOAD_INPUTS)),
     "in memory, remat, products offloaded": _remat._replace(apply=checkpointed(OFFLOAD_PRODUCTS)),
     STATE_MOVED: _remat._replace(moments="host"),
-    f"parameters and {STATE_MOVED}": Form("host", apply_from_host, "host", remat=True),
+    f"parameters and {STATE_MOVED}": Form("host", apply_from_host, "host"),
 }
 OURS: dict[str, Form] = {
     FUSED_IN_MEMORY: _fused_in_memory,

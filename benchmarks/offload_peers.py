@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from effjax.memory import max_batch_size
 
+from .measure import need_compiler, plan_steps
 from .offload_forms import (
     FORMS,
     FUSED,
@@ -27,7 +28,6 @@ from .offload_forms import (
     planned_bytes,
     split_params,
 )
-from .planning import need_compiler, plan_steps
 from .results import Bars, Result, Size
 
 PEER_MODEL = Setting(

@@ -11,10 +11,9 @@ import jax
 from effjax.memory import plan
 
 from .dense_block import BLOCKS, step_shapes, train_step
+from .measure import TARGET, need_compiler
 from .offload_forms import FORMS, REMAT, Setting, abstract_step
-from .planning import TARGET, need_compiler
-from .results import Curves, Result, Size
-from .timing import num_threads
+from .results import Curves, Result, Size, num_threads
 
 BLOCK = 'effjax save="features"'
 # Depths of the block and of the language model.

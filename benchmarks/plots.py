@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .measure import fit_exponent
 from .results import Bars, Curves, Result, is_ours
-from .timing import fit_exponent
 
 # Grays that are readable on white and on black.
 TEXT, GRID = "#808890", "#80889040"

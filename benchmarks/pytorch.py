@@ -1,4 +1,4 @@
-"""PyTorch as a peer: whether it can be imported, and a dense block and a DenseNet in it.
+"""PyTorch as a peer: whether it can be imported, and a dense block in it.
 
 The checkpointed block is that of the original: concatenation, batch norm, ReLU and 1x1 convolution
 of each layer run under ``torch.utils.checkpoint``, so that the wide arrays are recomputed in the
@@ -8,14 +8,13 @@ backward pass.
 import functools
 import importlib
 import importlib.util
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from .timing import num_threads
+from .results import num_threads
 
 PLAIN, EFFICIENT = "PyTorch", "PyTorch, checkpointed bottlenecks"
 
@@ -136,63 +135,3 @@ KEPT_BYTES: dict[str, Callable[[Any, Any], int]] = {
     PLAIN: lambda params, x: block_kept_bytes(params, x, False),
     EFFICIENT: lambda params, x: block_kept_bytes(params, x, True),
 }
-
-
-def densenet_steps(
-    depth: int, batch_size: int, image_size: int, growth_rate: int
-) -> dict[str, Callable[[], float]]:
-    """Return training steps of a DenseNet-BC for ten classes; each call returns the loss.
-
-    PyTorch draws the weights, so that only the time can be compared.
-    """
-    torch: Any = importlib.import_module("torch")
-    ops, parameters = torch.nn.functional, []
-    torch.manual_seed(0)
-
-    def parameter(tensor: Any) -> Any:
-        parameters.append(tensor.requires_grad_())
-        return tensor
-
-    def kernel(out: int, channels: int, size: int) -> Any:
-        scale = (2 / (channels * size * size)) ** 0.5
-        return parameter(scale * torch.randn(out, channels, size, size))
-
-    def affine(channels: int) -> tuple[Any, Any]:
-        return parameter(torch.ones(channels)), parameter(torch.zeros(channels))
-
-    def norm(x: Any, scale: Any, bias: Any) -> Any:
-        return ops.batch_norm(x, None, None, scale, bias, training=True, eps=1e-5).relu()
-
-    channels, blocks, transitions = 2 * growth_rate, [], []
-    stem = kernel(channels, 3, 3)
-    for stage in range(3):
-        layers = []
-        for _ in range((depth - 4) // 6):
-            p = {"kernel1": kernel(4 * growth_rate, channels, 1)}
-            p["kernel2"] = kernel(growth_rate, 4 * growth_rate, 3)
-            p["scale1"], p["bias1"] = affine(channels)
-            p["scale2"], p["bias2"] = affine(4 * growth_rate)
-            layers.append(p)
-            channels += growth_rate
-        blocks.append(layers)
-        if stage < 2:
-            transitions.append((affine(channels), kernel(channels // 2, channels, 1)))
-            channels //= 2
-    last, classifier = affine(channels), parameter(0.01 * torch.randn(channels, 10))
-    images = torch.randn(batch_size, 3, image_size, image_size)
-    labels = torch.randint(0, 10, (batch_size,))
-    optimizer = torch.optim.SGD(parameters, 0.1, momentum=0.9, nesterov=True)
-
-    def step(efficient: bool) -> float:
-        x = ops.conv2d(images, stem, padding=1)
-        for layers, transition in itertools.zip_longest(blocks, transitions):
-            x, _ = _dense_block(x, layers, efficient)
-            if transition is not None:
-                x = ops.avg_pool2d(ops.conv2d(norm(x, *transition[0]), transition[1]), 2)
-        loss = ops.cross_entropy(norm(x, *last).mean((2, 3)) @ classifier, labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    return {PLAIN: lambda: step(False), EFFICIENT: lambda: step(True)}

@@ -11,8 +11,8 @@ from flax import linen as nn
 
 from effjax.models.linen import ResNet
 
-from .planning import TARGET, need_compiler, plan_rows
-from .results import Bars, Result, Size
+from .measure import TARGET, need_compiler, plan_training
+from .results import Result, Size
 
 NETWORKS: dict[str, dict[str, Any]] = {
     "resnet18": dict(bottleneck=False, stage_sizes=(2, 2, 2, 2)),
@@ -125,13 +125,12 @@ def plan_networks(
 ) -> Result:
     networks = make_networks(name, num_classes, jnp.dtype(dtype))
     steps = {form: training_step(net, batch_size, image_size) for form, net in networks.items()}
-    config = {"batch_size": batch_size, "image_size": image_size, "dtype": dtype}
-    return Result(
-        f"{name}_{batch_size}_{target}",
-        f"{name}, batch {batch_size} of {image_size}x{image_size}, planned for {target}",
-        {"target": target} | config,
-        plan_rows(steps, target),
-        Bars("peak_bytes", "peak of a training step [bytes]"),
+    return plan_training(
+        f"{name}_{batch_size}",
+        f"{name}, batch {batch_size} of {image_size}x{image_size}",
+        {"batch_size": batch_size, "image_size": image_size, "dtype": dtype},
+        steps,
+        target,
     )
 
 

@@ -16,8 +16,6 @@ from rich.text import Text
 
 import effjax
 
-from .timing import num_threads
-
 Size = Literal["small", "published"]
 PACKAGES = ("effjax", "jax", "jaxlib", "flax", "numpy", "torch", "torchvision")
 
@@ -92,7 +90,6 @@ COLUMNS = (
     ("kept [MB]", "kept_bytes", ".2f", 1e6),
     ("kept [x]", "kept", ".2f", 1),
     ("exponent", "exponent", ".2f", 1),
-    ("peak [GB]", "device_peak_bytes", ".3f", 1e9),
     ("planned [GB]", "planned_device_bytes", ".3f", 1e9),
     ("on host [GB]", "planned_host_bytes", ".3f", 1e9),
     ("trace [s]", "trace_seconds", ".2f", 1),
@@ -193,6 +190,13 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "device": f"{device.platform}: {device.device_kind}",
     }
+
+
+def num_threads() -> int:
+    """Return the number of cores this process may use, which is XLA's number of threads."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def machine() -> dict[str, Any]:

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import effjax
-from effjax.native import is_available
 
 from . import pytorch
-from .results import Result, Size
-from .timing import measure, num_threads
+from .measure import has_native_kernels, time_steps
+from .results import Result, Size, num_threads
 
 STRIDES = (4, 8, 16, 32)
 BINS = 7
@@ -108,21 +107,22 @@ def torch_step(case: Case, arrays: Arrays, backward: bool) -> Callable[[], Any]:
 def measure_case(case: Case, backward: bool, rounds: int) -> Result:
     arrays = make_arrays(case)
     steps = {"effjax xla": jax_step(case, "xla", backward)}
-    if is_available(jax.default_backend().replace("gpu", "cuda")):
+    if has_native_kernels():
         steps["effjax native"] = jax_step(case, "native", backward)
     missing = pytorch.missing("torchvision")
     peers = {} if missing else {"torchvision": torch_step(case, arrays, backward)}
-    args = jax.tree.map(jnp.asarray, arrays)
-    reference = next(iter(peers or steps))
     passes = "forward+backward" if backward else "forward"
-    config = {"passes": passes, "threads": num_threads(), "rounds": rounds, "reference": reference}
-    return Result(
+    return time_steps(
         f"roi_align_{case.sampling_ratio}_{num_threads()}_{passes.replace('+', '_')}",
         f"roi_align, {case.boxes} boxes, {case.channels} channels, sampling ratio "
         f"{case.sampling_ratio}, {passes}",
-        case._asdict() | config,
-        measure(steps, args, reference=reference, rounds=rounds, peers=peers),
-        notes=[missing] if missing else [],
+        case._asdict() | {"passes": passes},
+        steps,
+        jax.tree.map(jnp.asarray, arrays),
+        reference=next(iter(peers or steps)),
+        rounds=rounds,
+        peers=peers,
+        notes=[missing],
     )
 
 

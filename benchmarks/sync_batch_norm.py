@@ -24,8 +24,8 @@ import effjax.linen
 import effjax.nnx
 from effjax.memory import collectives, residual_bytes
 
+from .measure import compile_program, relative_difference, time_in_turn
 from .results import Bars, Result, Size
-from .timing import compile_program, relative_difference, time_in_turn
 
 DEVICES = (1, 2, 4, 8)
 MEANS = (0.0, 1e2, 1e4)  # of inputs with standard deviation 1

@@ -31,6 +31,7 @@ OPTIONS = [
 ]
 TIMING = {"seconds", "tokens_per_second"}
 START_TIMEOUT = 600.0  # seconds
+KILLS = 4  # of each run
 
 
 class Kill(NamedTuple):
@@ -140,18 +141,16 @@ def main(argv: list[str] | None = None) -> int:
     """Run the trials; return 1 if one ends differently."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--trials", type=int, default=5, help="Number of runs.")
-    parser.add_argument("--kills", type=int, default=4, help="Number of kills of each run.")
-    parser.add_argument("--seed", type=int, default=0, help="Seed of the moments.")
     parser.add_argument("--json", type=Path, help="File for the results.")
     options = parser.parse_args(argv)
-    rng, trials = random.Random(options.seed), []
+    rng, trials = random.Random(0), []
     with tempfile.TemporaryDirectory(prefix="effjax-kill-") as name:
         folder = Path(name)
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "programs"))
         finish(folder / "whole", OPTIONS)
         expected = read_end(folder / "whole")
         for i in range(options.trials):
-            moments = [rng.choice(["save", "save", "step", "start"]) for _ in range(options.kills)]
+            moments = rng.choices(["save", "save", "step", "start"], k=KILLS)
             trial = run_trial(folder / str(i), expected, OPTIONS, moments, rng)
             trials.append(trial)
             words = {True: "equal", False: "DIFFER"}

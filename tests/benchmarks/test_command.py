@@ -5,7 +5,8 @@ import json
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import planning, plots, pytorch
+from benchmarks import measure, plots, pytorch
+from benchmarks.measure import fit_exponent, quartiles, time_in_turn
 from benchmarks.results import (
     Bars,
     Curves,
@@ -14,9 +15,9 @@ from benchmarks.results import (
     as_markdown,
     cpu_name,
     headline,
+    num_threads,
     print_table,
 )
-from benchmarks.timing import fit_exponent, num_threads, quartiles, time_in_turn
 from effjax.memory import PlanError
 
 ROWS = [{"name": "theirs", "ratio": 1.0}, {"name": "effjax", "ratio": 0.5}]
@@ -141,7 +142,7 @@ def test_a_missing_gpu_compiler_is_reported(monkeypatch):
     def plan(*args, **options):
         raise PlanError("the GPU compiler is not installed: pip install x")
 
-    monkeypatch.setattr(planning, "plan", plan)
+    monkeypatch.setattr(measure, "plan", plan)
     for name in ("planner", "cross-entropy", "resnet"):
         with pytest.raises(UnavailableError, match="GPU compiler is not installed"):
             next(command.results_of(name, "small"))

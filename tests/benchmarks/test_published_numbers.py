@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from benchmarks.timing import fit_exponent
+from benchmarks.measure import fit_exponent
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 README = ROOT / "README.md"

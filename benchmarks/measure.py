@@ -1,6 +1,9 @@
-"""Timing of several programs in turn, so that a drift of the machine's speed cancels in ratios."""
+"""Time of several programs, and their planned memory.
 
-import os
+Programs are timed in turn, so that a drift of the machine's speed cancels in their ratios. Memory
+is planned for a GPU that need not be present.
+"""
+
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +14,34 @@ import jax.numpy as jnp
 import numpy as np
 from rich.progress import track
 
+from effjax.memory import MemoryPlan, PlanError, compare, plan
+from effjax.native import is_available
 
-def num_threads() -> int:
-    """Return the number of cores this process may use, which is XLA's number of threads."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+from .results import Bars, Result, UnavailableError, num_threads
+
+TARGET = "h200"
+
+
+def has_native_kernels() -> bool:
+    """Return True if effjax's kernels are available for JAX's default backend."""
+    # JAX calls the platform of an NVIDIA GPU "gpu"; the kernels call it "cuda".
+    return is_available(jax.default_backend().replace("gpu", "cuda"))
+
+
+def add_gradients(fn: Callable, backward: bool) -> Callable:
+    """Return a function of the operands of `fn` and the cotangent of its result.
+
+    It returns the result, and with `backward` also the gradients of all operands.
+    """
+
+    def step(*args: Any) -> Any:
+        *operands, dy = args
+        if not backward:
+            return fn(*operands)
+        y, vjp = jax.vjp(fn, *operands)
+        return y, *vjp(dy)
+
+    return step
 
 
 def compile_program(fn: Callable, *args: Any) -> tuple[Callable, dict[str, Any]]:
@@ -29,7 +54,10 @@ def compile_program(fn: Callable, *args: Any) -> tuple[Callable, dict[str, Any]]
     return compiled, {"temp_bytes": temp_bytes, "compile_seconds": round(seconds, 2)}
 
 
-def measure(
+def time_steps(
+    name: str,
+    title: str,
+    config: Mapping[str, Any],
     steps: Mapping[str, Callable],
     args: tuple,
     *,
@@ -37,10 +65,14 @@ def measure(
     rounds: int,
     peers: Mapping[str, Callable[[], Any]] | None = None,
     fragments: Mapping[str, Callable[[], Any]] | None = None,
-) -> list[dict]:
+    notes: Sequence[str] = (),
+) -> Result:
     """Compile all steps and time them in turn.
 
     Args:
+        name: Stem of the result's files.
+        title: Title of the table.
+        config: Settings for the JSON.
         steps: JAX functions of `args`.
         args: Arguments of every step.
         reference: Name of the step or peer that ratios and differences refer to.
@@ -49,29 +81,32 @@ def measure(
             layout of the steps' results.
         fragments: Functions without arguments that compute only a part of a step. Their results
             are not compared.
+        notes: Sentences below the table. Empty ones are dropped.
 
     Returns:
-        A row per program: times and ratios of `time_in_turn`, XLA's temporary bytes, the compile
-        time, and the largest difference from the reference's results, relative to their maximum.
+        A result with a row per program: times and ratios of `time_in_turn`, XLA's temporary bytes,
+        the compile time, and the largest difference from the reference's results, relative to
+        their maximum.
     """
     peers, fragments = peers or {}, fragments or {}
     runs: dict[str, Callable[[], Any]] = {}
     compiler: dict[str, dict] = {}
-    for name, fn in track(steps.items(), "compiling", transient=True):
-        compiled, compiler[name] = compile_program(fn, *args)
-        runs[name] = lambda compiled=compiled: compiled(*args)
+    for program, fn in track(steps.items(), "compiling", transient=True):
+        compiled, compiler[program] = compile_program(fn, *args)
+        runs[program] = lambda compiled=compiled: compiled(*args)
     runs |= {**peers, **fragments}
-    results = {name: jax.block_until_ready(run()) for name, run in runs.items()}
+    results = {program: jax.block_until_ready(run()) for program, run in runs.items()}
     times = time_in_turn(runs, reference=reference, rounds=rounds)
     rows = []
-    for name in runs:
-        row = {"name": name, **times[name]}
-        row |= compiler.get(name, {"temp_bytes": None, "compile_seconds": 0.0})
+    for program in runs:
+        row = {"name": program, **times[program]}
+        row |= compiler.get(program, {"temp_bytes": None, "compile_seconds": 0.0})
         row["difference"] = None
-        if name not in fragments:
-            row["difference"] = relative_difference(results[name], results[reference])
+        if program not in fragments:
+            row["difference"] = relative_difference(results[program], results[reference])
         rows.append(row)
-    return rows
+    settings = {"threads": num_threads(), "rounds": rounds, "reference": reference}
+    return Result(name, title, {**config, **settings}, rows, notes=list(filter(None, notes)))
 
 
 def time_in_turn(
@@ -122,3 +157,43 @@ def relative_difference(tree: Any, reference: Any) -> float:
         # np.maximum passes NaN on, where Python's max would drop it.
         worst = np.maximum(worst, np.abs(a - b).max() / max(np.abs(b).max(), 1e-30))
     return float(f"{worst:.1e}")
+
+
+def need_compiler() -> None:
+    """Raise `UnavailableError` if no GPU compiler is installed."""
+    try:
+        plan(lambda x: x + 1, jax.ShapeDtypeStruct((8,), "float32"), target=TARGET)
+    except PlanError as error:
+        raise UnavailableError(str(error)) from error
+
+
+def plan_steps(steps: Mapping[str, tuple], target: str = TARGET) -> dict[str, MemoryPlan]:
+    """Plan steps given as `(fn, *args)` by name."""
+    return dict(compare(steps, target=target, progress=True))
+
+
+def plan_training(
+    name: str, title: str, config: Mapping[str, Any], steps: Mapping[str, tuple], target: str
+) -> Result:
+    """Plan training steps; "ratio" is relative to the peak of the first one.
+
+    The target is appended to the name, the title and the settings.
+    """
+    plans = plan_steps(steps, target)
+    first = next(iter(plans.values())).peak_device_bytes
+    rows = [
+        {
+            "name": step,
+            "peak_bytes": plan.peak_device_bytes,
+            "temp_bytes": plan.device.temporaries,
+            "ratio": round(plan.peak_device_bytes / first, 4),
+        }
+        for step, plan in plans.items()
+    ]
+    return Result(
+        f"{name}_{target}",
+        f"{title}, planned for {target}",
+        {**config, "target": target},
+        rows,
+        Bars("peak_bytes", "peak of a training step [bytes]"),
+    )
