@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
+from numpy.lib.array_utils import normalize_axis_tuple
 
 from ..ops._common.arguments import as_array, as_number, check_choice
 from ..ops._common.sharding import as_axis_names
 from ..ops.batch_norm.complex import complex_batch_norm, complex_inference
-from ..ops.batch_norm.statistics import as_axes, as_index_groups
+from ..ops.batch_norm.statistics import as_index_groups
 from ..ops.batch_norm.sync import BatchStats, batch_norm_inference, sync_batch_norm
 
 Axes = int | Sequence[int]
@@ -58,7 +59,7 @@ def hashable_axes(axis_name: Any) -> Any:
 
 def feature_axes(ndim: int, axis: Axes) -> tuple[int, ...]:
     """Return the feature axes of an array of rank `ndim`, nonnegative, unique and ascending."""
-    return tuple(sorted(set(as_axes("axis", axis, ndim))))
+    return tuple(sorted(set(normalize_axis_tuple(axis, ndim, "axis", allow_duplicate=True))))
 
 
 def output_dtype(x: jax.Array, dtype: DTypeLike | None, *params: jax.Array | None) -> jnp.dtype:

@@ -72,7 +72,7 @@ def linear_cross_entropy(
     static = _Static(
         min(as_integer("chunk_size", chunk_size, 1), vocab_size),
         as_number("z_loss", z_loss, lambda z: 0 <= z < math.inf, "at least 0 and finite"),
-        as_precision(precision, x.dtype),
+        as_precision(precision),
     )
 
     def run(*arrays):

@@ -20,6 +20,10 @@ from effjax.ops._common.arguments import (
     as_precision,
     as_real_array,
     check_choice,
+    check_divides,
+    check_shape,
+    check_size,
+    conv_output_size,
     describe,
     resolve_padding,
 )
@@ -108,9 +112,8 @@ def test_dtypes(value):
 
 
 def test_precision():
-    for value in (None, "highest", jax.lax.Precision.HIGH, ("high", "default")):
-        assert as_precision(value, jnp.float32) == value
-    hash(as_precision(["highest", "highest"], jnp.float32))
+    assert as_precision("highest") == "highest"
+    assert as_precision(["high", "default"]) == ("high", "default")
 
 
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
@@ -138,27 +141,21 @@ def test_choices():
             TypeError, "`x` must be an array, not a list of 1; see jnp.asarray.",
         ),
         (
-            lambda: as_array("x", np.array(["a"])),
-            TypeError, "`x` must be numeric, but its dtype is <U1.",
-        ),
-        (
             lambda: as_array("x", np.arange(3, dtype=np.int32)),
             TypeError, "`x` must be floating point, but its dtype is int32; cast it.",
         ),
         (
             lambda: as_real_array("x", np.ones(3, np.complex64)),
-            TypeError, "`x` must be real, but its dtype is complex64; pass its real part.",
+            TypeError, "`x` must be integer or floating point, but its dtype is complex64",
         ),
         (
             lambda: as_float_array("x", np.arange(3, dtype=np.int32)),
-            TypeError,
-            "`x` must be one of float32, float64, bfloat16, float16, but its dtype is int32; cast "
-            "it first.",
+            TypeError, "`x` must be float32 or float64 or bfloat16 or float16, but its dtype",
         ),
         (
             lambda: as_mask("mask", X, "x", (2, 3)),
             TypeError,
-            "`mask` must be boolean, but its dtype is float32; pass mask.astype(bool).",
+            "`mask` must be boolean, but its dtype is float32; cast it.",
         ),
         (
             lambda: as_mask("mask", X[:, :2] > 0, "x", (2, 3)),
@@ -178,7 +175,6 @@ def test_choices():
             "`key` must be a single PRNG key such as jax.random.key(0), not an array key<fry>[2].",
         ),
         (lambda: as_integer("n", 1.0, 1), TypeError, "`n` must be an integer, not 1.0."),
-        (lambda: as_integer("n", True, 1), TypeError, "`n` must be an integer, not True."),
         (
             lambda: jax.jit(lambda n: as_integer("n", n, 1))(3),
             TypeError, "`n` must be an integer, not a traced array int32[].",
@@ -187,7 +183,6 @@ def test_choices():
             lambda: as_integer("n", 0, 1),
             ValueError, "`n` (=0) must be an integer of at least 1.",
         ),
-        (lambda: positive("rate", "1"), TypeError, "`rate` must be a number, not '1'."),
         (
             lambda: positive("rate", X),
             TypeError, "`rate` must be a number, not an array float32[2, 3].",
@@ -197,33 +192,45 @@ def test_choices():
             lambda: check_choice("activation", "gelu", None, "relu", hint="; apply others later"),
             ValueError, "`activation` (='gelu') must be None or \"relu\"; apply others later.",
         ),
-        (lambda: as_dtype("dtype", None), TypeError, "`dtype` must be a dtype, not None."),
-        (lambda: as_dtype("dtype", "?!"), TypeError, "`dtype` must be a dtype, not '?!'."),
-        (lambda: as_dtype("dtype", int), ValueError, "`dtype` (=int64) must be floating point."),
         (
-            lambda: as_precision("best", jnp.float32),
-            ValueError,
-            "`precision` (='best') must be None or a precision of jax.lax, such as \"highest\".",
+            lambda: as_dtype("dtype", None),
+            ValueError, "`dtype` (=None) must be a floating-point dtype.",
         ),
         (
-            lambda: as_pair("strides", (1, 2, 3), 1),
-            ValueError, "`strides` (=(1, 2, 3)) must be one or two integers of at least 1.",
+            lambda: as_dtype("dtype", "int8"),
+            ValueError, "`dtype` (='int8') must be a floating-point dtype.",
         ),
         (
-            lambda: as_pair("strides", 0, 1),
-            ValueError, "`strides` (=0) must be one or two integers of at least 1.",
+            lambda: as_pair("strides", (1, 2, 3), 1), ValueError,
+            "`strides` (=(1, 2, 3)) must be one or two integers of at least 1 and below 2**31.",
         ),
         (
-            lambda: as_pair("strides", 2**31, 1),
-            ValueError, "`strides` (=2147483648) must be below 2**31.",
+            lambda: as_pair("strides", 0, 1), ValueError,
+            "`strides` (=0) must be one or two integers of at least 1 and below 2**31.",
         ),
         (
-            lambda: as_padding("full"),
-            ValueError, "`padding` (='full') must be \"SAME\", \"VALID\" or numbers.",
+            lambda: as_padding("full"), ValueError,
+            '`padding` (=\'FULL\') must be "SAME" or "SAME_LOWER" or "VALID" or numbers.',
         ),
         (
-            lambda: as_padding((1, 2, 3)),
-            ValueError, "`padding` (=(1, 2, 3)) must have two entries, height and width.",
+            lambda: conv_output_size((5, 4), (3, 3), (1, 1), ((0, 0), (0, 0)), (2, 2)), ValueError,
+            "The output would be empty, (1, 0): `x` of size (5, 4)",
+        ),
+        (
+            lambda: check_shape("x", X, ("N", 4), "[N, C]"),
+            ValueError, "`x` of shape (2, 3) must be (N, 4), [N, C].",
+        ),
+        (
+            lambda: check_shape("x", X, "NHWC"),
+            ValueError, "`x` of shape (2, 3) must be (N, H, W, C).",
+        ),
+        (
+            lambda: check_size("x", 2**31, "pixels per image"),
+            ValueError, "`x` must have 1 to 2**31 - 1 pixels per image, not 2147483648.",
+        ),
+        (
+            lambda: check_divides("offset_groups", 4, 6, "channels of `x`"),
+            ValueError, "`offset_groups` (=4) must divide the 6 channels of `x`.",
         ),
     ],
 )  # fmt: skip

@@ -5,8 +5,6 @@ raises an error that names the argument. Arrays may be JAX's or NumPy's. As in j
 not arrays. Python and NumPy scalars are interchangeable.
 """
 
-import contextlib
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,10 +15,9 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-_FLOAT_DTYPES = ("float32", "float64", "bfloat16", "float16")
 _KINDS = {
     jnp.floating: "floating point",
-    jnp.inexact: "floating point or complex",
+    jnp.integer: "integer",
     jnp.number: "numeric",
     jnp.bool_: "boolean",
 }
@@ -39,48 +36,39 @@ def describe(value: Any) -> str:
     return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
 
 
-def as_array(name: str, value: Any, kind: Any = jnp.floating) -> jax.Array:
-    """Return `value` as a JAX array; its dtype must be a subtype of `kind`."""
-    is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
-    if not is_array and not hasattr(value, "__jax_array__"):
+def as_array(name: str, value: Any, *kinds: Any) -> jax.Array:
+    """Return `value` as a JAX array.
+
+    Args:
+        name: the argument's name.
+        value: the argument.
+        kinds: its dtype must be a subtype of one of them; by default floating point.
+    """
+    arrays = jax.Array, np.ndarray, np.generic
+    if not isinstance(value, arrays) and hasattr(value, "__jax_array__"):
+        value = value.__jax_array__()
+    if not isinstance(value, arrays):
         raise TypeError(f"`{name}` must be an array, not {describe(value)}; see jnp.asarray.")
-    try:
-        value = jnp.asarray(value)
-    except (TypeError, ValueError):  # NumPy arrays of strings, objects or dates
-        dtype = getattr(value, "dtype", None)
-        raise TypeError(f"`{name}` must be numeric, but its dtype is {dtype}.") from None
-    if not jnp.issubdtype(value.dtype, kind):
-        expected = _KINDS.get(kind, kind.__name__)
+    kinds = kinds or (jnp.floating,)
+    if not any(jnp.issubdtype(value.dtype, kind) for kind in kinds):
+        expected = " or ".join(str(_KINDS.get(kind, kind.__name__)) for kind in kinds)
         raise TypeError(f"`{name}` must be {expected}, but its dtype is {value.dtype}; cast it.")
-    return value
+    return jnp.asarray(value)
 
 
 def as_real_array(name: str, value: Any) -> jax.Array:
     """Return `value` as a JAX array of real numbers; layers promote integers, as Flax's do."""
-    x = as_array(name, value, jnp.number)
-    if jnp.iscomplexobj(x):  # a cast to a real dtype would drop the imaginary part
-        raise TypeError(f"`{name}` must be real, but its dtype is {x.dtype}; pass its real part.")
-    return x
+    return as_array(name, value, jnp.integer, jnp.floating)
 
 
 def as_float_array(name: str, value: Any) -> jax.Array:
     """Return `value` as a JAX array whose dtype the native kernels support."""
-    x = as_array(name, value, jnp.number)
-    if str(x.dtype) not in _FLOAT_DTYPES:
-        raise TypeError(
-            f"`{name}` must be one of {', '.join(_FLOAT_DTYPES)}, but its dtype is {x.dtype}; cast "
-            "it first."
-        )
-    return x
+    return as_array(name, value, jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16)
 
 
 def as_mask(name: str, value: Any, other: str, shape: tuple[int, ...]) -> jax.Array:
     """Return a boolean array of rank `len(shape)` that broadcasts to the argument `other`."""
-    mask = as_array(name, value, jnp.generic)
-    if mask.dtype != jnp.bool_:
-        raise TypeError(
-            f"`{name}` must be boolean, but its dtype is {mask.dtype}; pass {name}.astype(bool)."
-        )
+    mask = as_array(name, value, jnp.bool_)
     try:
         fits = jnp.broadcast_shapes(mask.shape, shape) == shape
     except ValueError:
@@ -108,10 +96,8 @@ def as_key(name: str, value: Any) -> jax.Array:
 
 
 def as_integer(name: str, value: Any, minimum: int) -> int:
-    """Return a Python integer of at least `minimum`. Booleans and traced arrays are errors."""
+    """Return a Python integer of at least `minimum`. Traced arrays are errors."""
     try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"`{name}` must be an integer, not {describe(value)}.") from None
@@ -130,8 +116,6 @@ def as_number(name: str, value: Any, accepts: Callable[[float], bool], expected:
         expected: the requirement in words, such as "positive".
     """
     try:
-        if isinstance(value, (str, bytes)):  # float() would parse it
-            raise TypeError
         number = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"`{name}` must be a number, not {describe(value)}.") from None
@@ -148,34 +132,19 @@ def check_choice(name: str, value: Any, *choices: str | None, hint: str = "") ->
     return value
 
 
-def as_dtype(name: str, value: Any, kind: Any = jnp.floating) -> jnp.dtype:
-    """Return `value` as a dtype that is a subtype of `kind`."""
-    dtype = None
+def as_dtype(name: str, value: Any) -> jnp.dtype:
+    """Return `value` as a floating-point dtype."""
     # jnp.dtype takes None for float64, and an array for its dtype.
-    if value is not None and not isinstance(value, (jax.Array, np.ndarray)):
-        with contextlib.suppress(TypeError, ValueError):
-            dtype = jnp.dtype(value)
-    if dtype is None:
-        raise TypeError(f"`{name}` must be a dtype, not {describe(value)}.")
-    if not jnp.issubdtype(dtype, kind):
-        raise ValueError(f"`{name}` (={dtype}) must be {_KINDS.get(kind, kind.__name__)}.")
+    is_array = isinstance(value, (jax.Array, np.ndarray))
+    dtype = None if value is None or is_array else jnp.dtype(value)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"`{name}` (={value!r:.80}) must be a floating-point dtype.")
     return dtype
 
 
-def as_precision(precision: Any, dtype: Any) -> Any:
-    """Return a hashable `precision` that jax.lax accepts for arrays of this dtype."""
-    precision = tuple(precision) if isinstance(precision, list) else precision
-    if precision is None:
-        return None
-    matrix = jax.ShapeDtypeStruct((1, 1), dtype)
-    try:
-        jax.eval_shape(functools.partial(lax.dot, precision=precision), matrix, matrix)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"`precision` (={precision!r:.80}) must be None or a precision of jax.lax, such as "
-            '"highest".'
-        ) from None
-    return precision
+def as_precision(precision: Any) -> Any:
+    """Return `precision` in a hashable form."""
+    return tuple(precision) if isinstance(precision, list) else precision
 
 
 def as_pair(name: str, value: Any, minimum: int) -> tuple[int, int]:
@@ -184,25 +153,22 @@ def as_pair(name: str, value: Any, minimum: int) -> tuple[int, int]:
         both = tuple(as_integer(name, v, minimum) for v in _for_both_axes(value))
     except (TypeError, ValueError):
         both = ()
-    if len(both) != 2:
+    if len(both) != 2 or max(both) >= 2**31:  # the native kernels have 32-bit attributes
         raise ValueError(
-            f"`{name}` (={value!r:.80}) must be one or two integers of at least {minimum}."
+            f"`{name}` (={value!r:.80}) must be one or two integers of at least {minimum} and "
+            "below 2**31."
         )
-    if max(both) >= 2**31:  # the native kernels use 32-bit attributes
-        raise ValueError(f"`{name}` (={value!r:.80}) must be below 2**31.")
     return both
 
 
 def as_padding(padding: Any) -> Any:
     """Return `padding` as "SAME", "SAME_LOWER", "VALID" or ((top, bottom), (left, right))."""
     if isinstance(padding, str):
-        if padding.upper() not in ("SAME", "SAME_LOWER", "VALID"):
-            raise ValueError(f'`padding` (={padding!r:.80}) must be "SAME", "VALID" or numbers.')
-        return padding.upper()
-    sides = _for_both_axes(padding)
-    if len(sides) != 2:
-        raise ValueError(f"`padding` (={padding!r:.80}) must have two entries, height and width.")
-    return tuple(as_pair("padding", side, 0) for side in sides)
+        return check_choice(
+            "padding", padding.upper(), "SAME", "SAME_LOWER", "VALID", hint=" or numbers"
+        )
+    height, width = _for_both_axes(padding)
+    return as_pair("padding", height, 0), as_pair("padding", width, 0)
 
 
 def _for_both_axes(value: Any) -> Any:
@@ -225,8 +191,42 @@ def conv_output_size(
     padding: Sequence[tuple[int, int]],
     dilation: Sequence[int],
 ) -> tuple[int, ...]:
-    """Return the spatial size of a convolution's output; below 1 if the output is empty."""
-    return tuple(
+    """Return the spatial size of a convolution's output, which must not be empty."""
+    result = tuple(
         (n + sum(pads) - (k - 1) * d - 1) // s + 1
         for n, k, s, pads, d in zip(size, kernel_size, strides, padding, dilation, strict=True)
     )
+    if min(*kernel_size, *result) < 1:
+        raise ValueError(
+            f"The output would be empty, {result}: `x` of size {tuple(size)} with "
+            f"padding={padding} is smaller than a kernel of size {tuple(kernel_size)} with "
+            f"kernel_dilation={dilation}."
+        )
+    return result
+
+
+def check_shape(name: str, value: Any, shape: Sequence[int | str], meaning: str = "") -> None:
+    """Check the shape of an array.
+
+    Args:
+        name: the argument's name.
+        value: the array.
+        shape: the size of each axis, or the name of an axis of any size: ("N", 4).
+        meaning: explanation of the shape for the error, without a full stop.
+    """
+    sizes = zip(value.shape, shape, strict=False)
+    if value.ndim != len(shape) or any(not isinstance(n, str) and n != have for have, n in sizes):
+        expected = str(tuple(shape)).replace("'", "") + (f", {meaning}" if meaning else "")
+        raise ValueError(f"`{name}` of shape {value.shape} must be {expected}.")
+
+
+def check_size(name: str, size: int, what: str) -> None:
+    """Check that an image is not empty, and that 32 bits can count its pixels or values."""
+    if not 0 < size < 2**31:
+        raise ValueError(f"`{name}` must have 1 to 2**31 - 1 {what}, not {size}.")
+
+
+def check_divides(name: str, divisor: int, size: int, what: str) -> None:
+    """Check that the argument `name` divides a number of channels."""
+    if size % divisor:
+        raise ValueError(f"`{name}` (={divisor}) must divide the {size} {what}.")

@@ -16,8 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .arguments import describe
-
 AxisNames = tuple[Hashable, ...]
 
 
@@ -80,14 +78,10 @@ def as_axis_names(axis_name: Hashable | Sequence[Hashable] | None) -> AxisNames:
     if axis_name is None:
         return ()
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    for name in names:
-        # JAX would take a number for the position of an array axis.
-        if name is None or isinstance(name, (int, float, complex)) or not _is_hashable(name):
-            raise TypeError(
-                f"`axis_name` must be a name or a tuple of names, not {describe(name)}."
-            )
-    if len(set(names)) != len(names):
-        raise ValueError(f"`axis_name` (={axis_name!r}) must name each axis once.")
+    # JAX would take a number for the position of an array axis.
+    is_name = [not (n is None or isinstance(n, (int, float, complex))) for n in names]
+    if not all(is_name) or len(set(names)) != len(names):
+        raise ValueError(f"`axis_name` (={axis_name!r}) must be a name or several different names.")
     return names
 
 
@@ -108,14 +102,6 @@ def get_axis_sizes(names: AxisNames) -> tuple[int, ...]:
             "the whole batch already. A BatchNorm needs its axis in training only; for evaluation "
             "call model.eval() or pass use_running_average=True."
         ) from None
-
-
-def _is_hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 def auto_shard_batch(fun: Callable, x: jax.Array) -> Callable:

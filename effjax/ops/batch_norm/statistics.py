@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
+from numpy.lib.array_utils import normalize_axis_tuple
 
-from .._common.arguments import as_integer, as_mask, as_number, check_choice, describe
+from .._common.arguments import as_integer, as_mask, as_number, check_choice
 from .._common.dtypes import accumulation_dtype
 from .._common.sharding import (
     AxisNames,
@@ -144,14 +145,12 @@ def psum(v: jax.Array, reduction: Reduction) -> jax.Array:
         return v * reduction.size
     # With check_vma=True, the type of v must vary over every axis that is summed over.
     if varying_axes(v):
-        mesh_axes = manual_axes().intersection(reduction.axis_names)
-        _check_no_vmap_axes(reduction.axis_names, mesh_axes)
-        v = cast_to_varying(v, mesh_axes)
+        v = cast_to_varying(v, manual_axes().intersection(reduction.axis_names))
+    if reduction.groups is None:
+        return lax.psum(v, reduction.axis_names)
     try:
         return lax.psum(v, reduction.axis_names, axis_index_groups=reduction.groups)
     except NotImplementedError as error:  # JAX supports groups only under pmap and check_vma=False
-        if reduction.groups is None:
-            raise
         axis = reduction.axis_names[0]
         raise ValueError(
             "`axis_index_groups` does not work under vmap or shard_map(check_vma=True). Make a "
@@ -159,16 +158,6 @@ def psum(v: jax.Array, reduction: Reduction) -> jax.Array:
             f"('group', {axis!r}) instead, and pass only axis_name={axis!r}: statistics are then "
             "computed inside each group."
         ) from error
-
-
-def _check_no_vmap_axes(names: tuple[Hashable, ...], mesh_axes: frozenset) -> None:
-    vmap_axes = [name for name in names if name not in mesh_axes]
-    if vmap_axes:
-        raise ValueError(
-            f"`axis_name` contains {vmap_axes[0]!r}, an axis of vmap and not of the mesh. Inside "
-            "shard_map(check_vma=True) JAX cannot sum over it. Make the mapped axis part of the "
-            "batch, or pass check_vma=False to shard_map."
-        )
 
 
 def _all_gather(v: jax.Array, size: int, reduction: Reduction) -> jax.Array:
@@ -243,28 +232,19 @@ def make_reduction(
     """Validate the arguments that all synchronized operators share."""
     names = as_axis_names(axis_name)
     check_choice("stats", stats, "auto", "gather", "two_psum")
-    groups = as_index_groups(axis_index_groups)
+    sizes, groups = get_axis_sizes(names), as_index_groups(axis_index_groups)
     if groups is None:
-        return Reduction(names, get_axis_sizes(names), None, stats)
-    if len(names) != 1:
-        raise ValueError(
-            f"`axis_name` (={axis_name!r}) must name exactly one axis for `axis_index_groups`. For "
-            "more axes, use a mesh with one axis for the groups and one inside them."
-        )
-    sizes = get_axis_sizes(names)
+        return Reduction(names, sizes, None, stats)
+    devices = math.prod(sizes)
     if isinstance(groups, int):
-        if sizes[0] % groups:
-            raise ValueError(
-                f"`axis_index_groups` (={groups}) must divide the {sizes[0]} devices of the axis "
-                f"{names[0]!r}, or be lists of device indices."
-            )
-        groups = tuple(tuple(range(i, i + groups)) for i in range(0, sizes[0], groups))
-    elif sorted(i for group in groups for i in group) != list(range(sizes[0])) or (
-        len({len(group) for group in groups}) != 1
-    ):
+        groups = tuple(tuple(range(i, i + groups)) for i in range(0, devices, groups))
+    members = sorted(i for group in groups for i in group)
+    is_equal = len({len(group) for group in groups}) == 1
+    if len(names) != 1 or members != list(range(devices)) or not is_equal:
         raise ValueError(
-            f"`axis_index_groups` (={groups}) must contain each of the {sizes[0]} devices of the "
-            f"axis {names[0]!r} once, in groups of equal size."
+            f"`axis_index_groups` (={axis_index_groups!r:.80}) must contain each of the {devices} "
+            f"devices of one axis (`axis_name`={axis_name!r}) once, in groups of equal size. For "
+            "more axes, use a mesh with one axis for the groups and one inside them."
         )
     return Reduction(names, sizes, groups, stats)
 
@@ -275,13 +255,7 @@ def as_index_groups(groups: Any) -> int | tuple[tuple[int, ...], ...] | None:
         return None
     if hasattr(groups, "__index__") and not getattr(groups, "ndim", 0):
         return as_integer("axis_index_groups", groups, 1)
-    try:
-        return tuple(tuple(operator.index(i) for i in group) for group in groups)
-    except TypeError:
-        raise TypeError(
-            "`axis_index_groups` must be lists of device indices, like [[0, 1], [2, 3]], or the "
-            f"size of a group, not {describe(groups)}."
-        ) from None
+    return tuple(tuple(operator.index(i) for i in group) for group in groups)
 
 
 def check_mask(mask: Any, x: jax.Array) -> jax.Array:
@@ -294,29 +268,13 @@ def check_epsilon(epsilon: Any) -> float:
     return as_number("epsilon", epsilon, lambda e: 0 < e < math.inf, "positive")
 
 
-def as_axes(name: str, value: Any, rank: int) -> tuple[int, ...]:
-    """Return one axis or several as nonnegative positions in an array of this rank."""
-    is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
-    axes = tuple(as_integer(name, a, -rank) for a in (value if is_sequence else (value,)))
-    if any(a >= rank for a in axes):
-        raise ValueError(
-            f"`{name}` (={value}) is out of range for an input of rank {rank}: every entry must "
-            f"lie in [{-rank}, {rank - 1}]."
-        )
-    return tuple(a % rank for a in axes)
-
-
 def reduced_axes(x: jax.Array, feature_axis: Any, needs_batch: bool) -> tuple[int, ...]:
     """Return the axes of x that are not feature axes. A single example may have none."""
-    if x.ndim < 1 + needs_batch:
+    features = normalize_axis_tuple(feature_axis, x.ndim, "feature_axis")
+    axes = tuple(a for a in range(x.ndim) if a not in features)
+    if not features or (needs_batch and not axes):
         raise ValueError(
             f"`x` of shape {x.shape} must have a batch and a feature axis: rank 2 or more, or rank "
-            "1 where `axis_name` names the axis of the batch."
-        )
-    features = as_axes("feature_axis", feature_axis, x.ndim)
-    axes = tuple(a for a in range(x.ndim) if a not in features)
-    if len(set(features)) != len(features) or not features or (needs_batch and not axes):
-        raise ValueError(
-            f"`feature_axis` (={feature_axis}) must name some axes of `x`, each once, but not all."
+            f"1 where `axis_name` names the axis of the batch. `feature_axis` is {feature_axis}."
         )
     return axes

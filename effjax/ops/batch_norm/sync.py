@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from .._common.arguments import as_array, as_number, check_choice
+from .._common.arguments import as_array, as_number, check_choice, check_shape
 from .._common.dtypes import accumulation_dtype
 from .._common.sharding import (
     cast_to_varying,
@@ -261,10 +261,7 @@ def _check(x, scale, bias, residual, activation, feature_axis, needs_batch) -> t
     check_choice("activation", activation, None, "relu", hint="; apply others to the result")
     if residual is not None:
         residual = as_array("residual", residual)
-        if residual.shape != x.shape:
-            raise ValueError(
-                f"`residual` of shape {residual.shape} must have the shape of `x`, {x.shape}."
-            )
+        check_shape("residual", residual, x.shape, "the shape of `x`")
         if residual.dtype != x.dtype:
             raise TypeError(
                 f"`residual` must have the dtype of `x`, {x.dtype}, but has {residual.dtype}; cast "
@@ -275,8 +272,5 @@ def _check(x, scale, bias, residual, activation, feature_axis, needs_batch) -> t
 
 def _as_feature_array(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
     value = as_array(name, value)
-    if value.shape != shape:
-        raise ValueError(
-            f"`{name}` of shape {value.shape} must have the shape of the feature axes, {shape}."
-        )
+    check_shape(name, value, shape, "the shape of the feature axes")
     return value

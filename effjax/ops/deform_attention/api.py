@@ -6,16 +6,16 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.core import Tracer
 
-from .._common.arguments import as_float_array, as_integer
+from .._common.arguments import as_float_array, as_integer, check_shape, check_size
 from .._common.derivatives import reverse_mode_only
-from .._common.dispatch import native_platforms, select_kernel
+from .._common.dispatch import native_platforms, result_type, select_kernel
 from .._common.partitioning import add_example_axis, merge_example_axis, partition_over_images
 from .._common.platform import traced_platform
 from .._common.sharding import match_varying, run_per_device
-from . import custom_call, reference
+from . import reference
 from .reference import Levels
 
 CPU_SLICE_BYTES = 4 * 2**20  # larger slices do not fit into a CPU's caches; a GPU is unaffected
@@ -156,7 +156,7 @@ _INPUTS, _OUT = "d n s m c, d n q m l p x, d n q m l p", "d n q m c"
 @functools.cache  # jit compares functions by identity
 def _partitioned_forward(static: Static) -> Callable:
     kernel = select_kernel(
-        custom_call.attend, reference.attend, static.implementation, static.platforms,
+        _native_attend, reference.attend, static.implementation, static.platforms,
         static.operator,
     )  # fmt: skip
 
@@ -170,7 +170,7 @@ def _partitioned_forward(static: Static) -> Callable:
 @functools.cache
 def _partitioned_backward(static: Static) -> Callable:
     kernel = select_kernel(
-        custom_call.attend_backward, reference.attend_backward, static.implementation,
+        _native_attend_backward, reference.attend_backward, static.implementation,
         static.platforms, static.operator,
     )  # fmt: skip
 
@@ -186,47 +186,44 @@ def _options(static: Static) -> dict[str, Any]:
     return dict(levels=static.levels, workspace_bytes=static.workspace_bytes)
 
 
+# The native versions of the functions in `reference.py`, without a workspace.
+
+
+def _native_attend(value, locations, weights, *, levels: Levels, workspace_bytes: int) -> jax.Array:
+    args = match_varying((value, locations, weights))
+    value, locations, _ = args
+    shape = (*locations.shape[:2], *value.shape[2:])
+    call = jax.ffi.ffi_call("effjax_ms_deform_attn", result_type(value, shape))
+    return call(*args, **_attributes(levels))
+
+
+def _native_attend_backward(*args, levels: Levels, workspace_bytes: int) -> tuple:
+    args = match_varying(args)
+    value, locations, weights, _ = args
+    results = result_type(value, dtype=weights.dtype), result_type(locations), result_type(weights)
+    call = jax.ffi.ffi_call("effjax_ms_deform_attn_backward", results)
+    return tuple(call(*args, **_attributes(levels)))
+
+
+def _attributes(levels: Levels) -> dict[str, Any]:
+    sizes = np.asarray(levels.shapes, np.int64).ravel()
+    return dict(sizes=sizes, normalized=np.int64(levels.normalized))
+
+
 def as_spatial_shapes(spatial_shapes: Any) -> tuple[tuple[int, int], ...]:
     """Return (H, W) of each level as Python integers."""
-    if isinstance(spatial_shapes, Tracer):
-        raise TypeError(
-            "`spatial_shapes` must be Python integers, not a traced array: the sizes of the levels "
-            "are needed when the program is compiled."
-        )
-    try:
-        pairs = [(h, w) for h, w in spatial_shapes]
-    except (TypeError, ValueError):
-        pairs = []
-    if not pairs:
-        raise TypeError(
-            f"`spatial_shapes` (={spatial_shapes!r:.80}) must be a sequence of (height, width), "
-            "one for each level."
-        )
     return tuple(
-        (as_integer("spatial_shapes", h, 1), as_integer("spatial_shapes", w, 1)) for h, w in pairs
+        (as_integer("spatial_shapes", h, 1), as_integer("spatial_shapes", w, 1))
+        for h, w in spatial_shapes
     )
 
 
 def _check_shapes(value, shapes, locations, weights) -> None:
-    if value.ndim != 4 or 0 in value.shape[2:]:
-        raise ValueError(f"`value` of shape {value.shape} must be [N, S, M, D], M and D positive.")
-    n, pixels, heads, _ = value.shape
-    if pixels != sum(h * w for h, w in shapes):
-        raise ValueError(
-            f"`value` of shape {value.shape} must have {sum(h * w for h, w in shapes)} pixels (S), "
-            f"as the levels of `spatial_shapes` {shapes}."
-        )
-    if pixels >= 2**30:  # the kernels count pixels in 32 bits
-        raise ValueError(f"`value` must have fewer than 2**30 pixels, not {pixels}.")
-    sizes = dict(zip("NQMLPX", locations.shape, strict=False))
-    expected = dict(N=n, M=heads, L=len(shapes), X=2)
-    if locations.ndim != 6 or not sizes["P"] or sizes | expected != sizes:
-        raise ValueError(
-            f"`sampling_locations` of shape {locations.shape} must be [N, Q, M, L, P, 2], "
-            f"({n}, Q, {heads}, {len(shapes)}, P, 2) with P positive."
-        )
-    if weights.shape != locations.shape[:5]:
-        raise ValueError(
-            f"`attention_weights` of shape {weights.shape} must be {locations.shape[:5]}, "
-            "[N, Q, M, L, P]."
-        )
+    pixels = sum(h * w for h, w in shapes)
+    check_shape("value", value, ("N", pixels, "M", "D"), f"S pixels of the levels {shapes}")
+    check_size("value", pixels, "pixels")
+    n, _, heads, _ = value.shape
+    check_shape(
+        "sampling_locations", locations, (n, "Q", heads, len(shapes), "P", 2), "[N, Q, M, L, P, 2]"
+    )
+    check_shape("attention_weights", weights, locations.shape[:5], "[N, Q, M, L, P]")

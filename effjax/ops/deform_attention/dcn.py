@@ -15,6 +15,9 @@ from .._common.arguments import (
     as_number,
     as_padding,
     as_pair,
+    check_divides,
+    check_shape,
+    check_size,
     conv_output_size,
     resolve_padding,
 )
@@ -82,14 +85,8 @@ def dcn_aggregate(
     x, offset, mask = (
         as_float_array(name, a) for name, a in (("x", x), ("offset", offset), ("mask", mask))
     )
-    for name, a in (("x", x), ("offset", offset), ("mask", mask)):
-        if a.ndim != 4:
-            raise ValueError(f"`{name}` of shape {a.shape} must be [N, H, W, channels].")
-    if 0 in x.shape[1:] or x.shape[1] * x.shape[2] >= 2**30:
-        raise ValueError(
-            f"`x` of shape {x.shape} must have pixels and channels, and fewer than 2**30 pixels "
-            "per image."
-        )
+    check_shape("x", x, "NHWC")
+    check_size("x", x.shape[1] * x.shape[2], "pixels per image")
     size = as_pair("kernel_size", kernel_size, 1)
     strides, dilation = (
         as_pair("strides", strides, 1),
@@ -102,7 +99,7 @@ def dcn_aggregate(
             f"`remove_center` needs an odd kernel_size with more than one point, not {size}."
         )
     window = Window(size, strides, pads, dilation, scale, bool(remove_center))
-    groups = _check_channels(x, offset, mask, window, offset_groups)
+    groups = _check_shapes(x, offset, mask, window, offset_groups)
     levels = Levels(((x.shape[1], x.shape[2]),), normalized=False)
     static = make_static("dcn_aggregate", levels, implementation, workspace_bytes)
     return _dcn_aggregate(static, window, groups, x, offset, mask)
@@ -169,32 +166,17 @@ def _taps(window: Window) -> tuple[np.ndarray, np.ndarray]:
     return y, x
 
 
-def _check_channels(x: Any, offset: Any, mask: Any, window: Window, offset_groups: Any) -> int:
+def _check_shapes(x: Any, offset: Any, mask: Any, window: Window, offset_groups: Any) -> int:
     """Check the shapes of offset and mask, and return the number of groups."""
-    size = conv_output_size(x.shape[1:3], *window[:4])
-    if min(size) < 1:
-        raise ValueError(
-            f"The output would be empty, {size}: `x` of shape {x.shape} with padding="
-            f"{window.padding} is smaller than kernel_size={window.kernel_size} with "
-            f"kernel_dilation={window.kernel_dilation}."
-        )
     if offset_groups is None:
         groups = max(mask.shape[-1] // window.points, 1)
     else:
         groups = as_integer("offset_groups", offset_groups, 1)
-    channels = groups * window.points
-    if mask.shape != (x.shape[0], *size, channels):
-        raise ValueError(
-            f"`mask` of shape {mask.shape} must be {(x.shape[0], *size, channels)}, "
-            f"[N, Ho, Wo, G * K], for K = {window.points} points and G = {groups} groups."
-        )
-    if offset.shape != (*mask.shape[:3], 2 * channels):
-        raise ValueError(
-            f"`offset` of shape {offset.shape} must be {(*mask.shape[:3], 2 * channels)}, "
-            f"[N, Ho, Wo, G * K * 2], for `mask` of shape {mask.shape}."
-        )
-    if x.shape[-1] % groups:
-        raise ValueError(
-            f"`offset_groups` (={groups}) must divide the {x.shape[-1]} channels of `x`."
-        )
+    check_divides("offset_groups", groups, x.shape[-1], "channels of `x`")
+    pixels, points = (x.shape[0], *conv_output_size(x.shape[1:3], *window[:4])), window.points
+    numbers = f"for K = {points} points and G = {groups} groups"
+    check_shape("mask", mask, (*pixels, groups * points), f"[N, Ho, Wo, G * K] {numbers}")
+    check_shape(
+        "offset", offset, (*pixels, groups * points * 2), f"[N, Ho, Wo, G * K * 2] {numbers}"
+    )
     return groups

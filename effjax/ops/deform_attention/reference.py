@@ -1,6 +1,6 @@
 """Deformable attention in plain XLA, in slices of queries and with all derivatives.
 
-This is the definition of the two functions that the custom calls in `custom_call.py` compute.
+This is the definition of the two functions that the custom calls in `api.py` compute.
 """
 
 import functools

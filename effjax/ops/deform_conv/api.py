@@ -15,6 +15,9 @@ from .._common.arguments import (
     as_padding,
     as_pair,
     as_precision,
+    check_divides,
+    check_shape,
+    check_size,
     conv_output_size,
     resolve_padding,
 )
@@ -107,12 +110,12 @@ def deform_conv2d(
     mask = None if mask is None else as_float_array("mask", mask)
     bias = None if bias is None else as_float_array("bias", bias)
     feature_groups = as_integer("feature_group_count", feature_group_count, 1)
-    geometry = _as_geometry(
-        x, offset, kernel, strides, padding, kernel_dilation, feature_groups, offset_groups
-    )
-    _check_shapes(x, offset, kernel, mask, bias, geometry)
+    geometry = _check(
+        x, offset, kernel, mask, bias, strides, padding, kernel_dilation, feature_groups,
+        offset_groups,
+    )  # fmt: skip
     workspace_bytes = as_integer("workspace_bytes", workspace_bytes, 1)
-    precision = as_precision(precision, x.dtype)
+    precision = as_precision(precision)
     if precision is None:
         # Resolved here: XLA partitions programs in threads that do not see a `with` statement.
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore
@@ -229,66 +232,37 @@ def _select_sampler(
     )
 
 
-def _as_geometry(
-    x, offset, kernel, strides, padding, dilation, feature_groups: int, offset_groups
+def _check(
+    x, offset, kernel, mask, bias, strides, padding, dilation, feature_groups: int, offset_groups
 ) -> Geometry:
-    layouts = "Images and offsets are NHWC, kernels HWIO; effjax.compat takes PyTorch's layouts."
-    for name, a, axes in (
-        ("x", x, "[N, H, W, C]"),
-        ("offset", offset, "[N, Ho, Wo, G * K * 2]"),
-        ("kernel", kernel, "[kh, kw, C / feature_group_count, O]"),
-    ):
-        if a.ndim != 4:
-            raise ValueError(f"`{name}` of shape {a.shape} must be {axes}.")
-    if 0 in x.shape[1:] or 0 in kernel.shape:
-        raise ValueError(f"`x` of shape {x.shape} or `kernel` of shape {kernel.shape} is empty.")
+    """Check the shapes of all arguments, and return the geometry."""
+    check_shape("x", x, "NHWC")
+    check_size("x", x.shape[1] * x.shape[2], "pixels per image")
+    channels, layouts = x.shape[-1], "x is NHWC, kernel HWIO; effjax.compat takes PyTorch's layouts"
+    check_shape(
+        "kernel", kernel, ("kh", "kw", channels // feature_groups, "O"),
+        f"[kh, kw, C / feature_group_count, O] for the {channels} channels of `x` and "
+        f"feature_group_count={feature_groups}; {layouts}",
+    )  # fmt: skip
+    check_divides("feature_group_count", feature_groups, channels, "channels of `x`")
+    check_divides("feature_group_count", feature_groups, kernel.shape[3], "outputs of `kernel`")
     kernel_size, strides = kernel.shape[:2], as_pair("strides", strides, 1)
     dilation = as_pair("kernel_dilation", dilation, 1)
     pads = resolve_padding(as_padding(padding), x.shape[1:3], kernel_size, strides, dilation)
-    channels, taps = offset.shape[-1], math.prod(kernel_size)
+    size = conv_output_size(x.shape[1:3], kernel_size, strides, pads, dilation)
+    taps = math.prod(kernel_size)
     if offset_groups is None:
-        groups = max(channels // (2 * taps), 1)
+        groups = max(offset.shape[-1] // (2 * taps), 1)
     else:
         groups = as_integer("offset_groups", offset_groups, 1)
-    if channels != groups * 2 * taps:
-        raise ValueError(
-            f"`offset` of shape {offset.shape} must have G * K * 2 channels, for the K = {taps} "
-            f"taps of `kernel` and offset_groups={offset_groups}. {layouts}"
-        )
-    if kernel.shape[2] * feature_groups != x.shape[-1] or kernel.shape[3] % feature_groups:
-        raise ValueError(
-            f"`kernel` of shape {kernel.shape} must be [kh, kw, C / feature_group_count, O], O a "
-            f"multiple of feature_group_count, for the {x.shape[-1]} channels of `x` "
-            f"{x.shape} and feature_group_count={feature_groups}. {layouts}"
-        )
-    if x.shape[-1] % groups:
-        raise ValueError(
-            f"`offset_groups` (={groups}) must divide the {x.shape[-1]} channels of `x`."
-        )
+    check_divides("offset_groups", groups, channels, "channels of `x`")
+    pixels, numbers = (x.shape[0], *size), f"for K = {taps} taps and G = {groups} offset groups"
+    check_shape(
+        "offset", offset, (*pixels, groups * taps * 2),
+        f"[N, Ho, Wo, G * K * 2] {numbers}; {layouts}",
+    )  # fmt: skip
+    if mask is not None:
+        check_shape("mask", mask, (*pixels, groups * taps), f"[N, Ho, Wo, G * K] {numbers}")
+    if bias is not None:
+        check_shape("bias", bias, kernel.shape[3:], "the outputs of `kernel`")
     return Geometry(kernel_size, strides, pads, dilation, groups)
-
-
-def _check_shapes(x, offset, kernel, mask, bias, geometry: Geometry) -> None:
-    size = conv_output_size(x.shape[1:3], *geometry[:4])
-    if x.shape[1] * x.shape[2] >= 2**31:  # the kernels count pixels in 32 bits
-        raise ValueError(f"`x` of shape {x.shape} must have fewer than 2**31 pixels per image.")
-    if min(size) < 1:
-        raise ValueError(
-            f"The output would be empty, {size}: `x` of shape {x.shape} with "
-            f"padding={geometry.padding} is smaller than `kernel` of shape {kernel.shape} with "
-            f"kernel_dilation={geometry.kernel_dilation}."
-        )
-    pixels, taps = (x.shape[0], *size), geometry.offset_groups * geometry.taps
-    if offset.shape[:3] != pixels:
-        raise ValueError(
-            f"`offset` of shape {offset.shape} must be {(*pixels, taps * 2)}, "
-            "[N, Ho, Wo, G * K * 2]."
-        )
-    if mask is not None and mask.shape != (*pixels, taps):
-        raise ValueError(
-            f"`mask` of shape {mask.shape} must be {(*pixels, taps)}, [N, Ho, Wo, G * K]."
-        )
-    if bias is not None and bias.shape != kernel.shape[3:]:
-        raise ValueError(
-            f"`bias` of shape {bias.shape} must be {kernel.shape[3:]}, the outputs of `kernel`."
-        )

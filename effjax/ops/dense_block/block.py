@@ -14,7 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._common.arguments import as_array, as_key, as_number, as_precision, check_choice, describe
+from .._common.arguments import (
+    as_array,
+    as_key,
+    as_number,
+    as_precision,
+    check_choice,
+    check_shape,
+    describe,
+)
 from .._common.sharding import auto_shard_batch, match_varying
 from ..batch_norm.statistics import (
     AXES,
@@ -100,9 +108,9 @@ def dense_block(
         of its two norms (of c and of b features), through which no gradient flows.
 
     Raises:
-        TypeError: for arguments that are not arrays or numbers, or not floating point.
-        ValueError: for mismatched shapes, dropout without a key, or an `axis_name` that is not
-            mapped.
+        TypeError: for arguments that are not arrays or numbers, or not floating point, and dropout
+            without a key.
+        ValueError: for mismatched shapes, or an `axis_name` that is not mapped.
 
     Kept for the backward pass: the features (the result itself), their statistics, the parameters,
     per layer the statistics of bn2, and with ``save="conv"`` the output of conv1 (b channels). The
@@ -122,7 +130,7 @@ def dense_block(
         save == "conv",
         _check_dropout(dropout_rate, key),
         check_chunks(num_chunks, (*x.shape[:3], channels)),
-        as_precision(precision, x.dtype),
+        as_precision(precision),
     )
 
     def run(x, params, mask, key):
@@ -267,36 +275,25 @@ def _second_half_backward(
 def _check_dropout(rate: Any, key: Any) -> float:
     rate = as_number("dropout_rate", rate, lambda r: 0 <= r < 1, "at least 0 and below 1")
     if rate:
-        if key is None:
-            raise ValueError(f"`key` is required for `dropout_rate` (={rate}).")
         as_key("key", key)
     return rate
 
 
 def _check_params(x: jax.Array, params: Any) -> tuple[tuple[DenseLayerParams, ...], int]:
     """Validate all layers; return them and the number of channels of the result."""
-    if not isinstance(params, (tuple, list)) or isinstance(params, DenseLayerParams):
-        raise TypeError(
-            f"`params` must be a list of DenseLayerParams, one per layer, not {describe(params)}."
-        )
     layers, channels = [], x.shape[-1]
     for i, values in enumerate(params):
-        if not isinstance(values, (tuple, list)) or len(values) != len(DenseLayerParams._fields):
+        if not isinstance(values, (tuple, list)):
             raise TypeError(f"`params[{i}]` must be DenseLayerParams, not {describe(values)}.")
         names = [f"params[{i}].{name}" for name in DenseLayerParams._fields]
-        p = DenseLayerParams(*map(as_array, names, values))
-        for name, kernel in ((names[2], p.kernel1), (names[5], p.kernel2)):
-            if kernel.ndim != 4:
-                raise ValueError(f"`{name}` of shape {kernel.shape} must be [kh, kw, in, out].")
-        b, k = p.kernel1.shape[-1], p.kernel2.shape[-1]
-        kernels = (1, 1, channels, b), (*p.kernel2.shape[:2], b, k)
-        expected = (channels,), (channels,), kernels[0], (b,), (b,), kernels[1]
-        for name, value, shape in zip(names, p, expected, strict=True):
-            if value.shape != shape:
-                raise ValueError(
-                    f"`{name}` of shape {value.shape} must be {shape}: "
-                    f"layer {i} reads {channels} channels."
-                )
+        p = DenseLayerParams(*map(as_array, names, DenseLayerParams(*values)))
+        b, k = p.kernel1.shape[-1:], p.kernel2.shape[-1:]
+        shapes = (
+            (channels,), (channels,), (1, 1, channels, *b),
+            b, b, ("kh", "kw", *b, *k),
+        )  # fmt: skip
+        for name, value, shape in zip(names, p, shapes, strict=True):
+            check_shape(name, value, shape, f"because layer {i} reads {channels} channels")
         layers.append(p)
-        channels += k
+        channels += k[0]
     return tuple(layers), channels

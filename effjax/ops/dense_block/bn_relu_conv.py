@@ -8,14 +8,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._common.arguments import as_array, as_integer, as_padding, as_pair, as_precision
+from .._common.arguments import (
+    as_array,
+    as_integer,
+    as_mask,
+    as_padding,
+    as_pair,
+    as_precision,
+    check_shape,
+)
 from .._common.sharding import auto_shard_batch, match_varying, zeros
 from ..batch_norm.statistics import (
     AXES,
     BatchStats,
     Reduction,
     check_epsilon,
-    check_mask,
     feature_sums,
     make_reduction,
     moments,
@@ -93,7 +100,7 @@ def bn_relu_conv(
         as_padding(padding),
         as_pair("kernel_dilation", kernel_dilation, 1),
         groups,
-        as_precision(precision, features[0].dtype),
+        as_precision(precision),
     )
     # Only a convolution that multiplies each pixel by one matrix can be sliced.
     chunks: int | None = check_chunks(num_chunks, (*features[0].shape[:3], parameters[0].shape[0]))
@@ -209,47 +216,26 @@ def as_batch_stats(mean: jax.Array, var: jax.Array, count: jax.Array) -> BatchSt
 
 def check_pixel_mask(mask: Any, x: jax.Array) -> jax.Array:
     """Return a mask that broadcasts to [N, H, W, 1]."""
-    mask = check_mask(mask, x)
-    if mask.shape[-1] != 1:
-        raise ValueError(
-            f"`mask` of shape {mask.shape} must have one value per pixel: its last axis must be 1."
-        )
-    return mask
+    return as_mask("mask", mask, "x[..., :1]", (*x.shape[:3], 1))
 
 
 def as_features(x: Any) -> jax.Array:
     """Return a floating-point array [N, H, W, C]."""
     x = as_array("x", x)
-    if x.ndim != 4:
-        raise ValueError(f"`x` of shape {x.shape} must be [N, H, W, C].")
+    check_shape("x", x, "NHWC")
     return x
 
 
 def _check(x, scale, bias, kernel, groups: int) -> tuple[tuple[jax.Array, ...], tuple]:
     features = tuple(map(as_features, x if isinstance(x, (tuple, list)) else (x,)))
-    if not features:
-        raise ValueError("`x` must contain at least one array.")
-    for f in features:
-        if f.shape[:3] != features[0].shape[:3] or f.dtype != features[0].dtype:
-            raise ValueError(
-                "The arrays of `x` must agree in [N, H, W] and dtype, but are "
-                f"{[f'{f.dtype}{f.shape}' for f in features]}."
-            )
-    channels = sum(f.shape[-1] for f in features)
-    scale, bias, kernel = (
-        as_array(name, value)
-        for name, value in (("scale", scale), ("bias", bias), ("kernel", kernel))
-    )
-    for name, value in (("scale", scale), ("bias", bias)):
-        if value.shape != (channels,):
-            raise ValueError(
-                f"`{name}` of shape {value.shape} must be ({channels},), the channels of `x`."
-            )
-    if kernel.ndim != 4 or kernel.shape[2] * groups != channels or kernel.shape[3] % groups:
+    if len({(f.shape[:3], f.dtype) for f in features}) != 1:
         raise ValueError(
-            f"`kernel` of shape {kernel.shape} must be [kh, kw, C / feature_group_count, O] for "
-            f"the {channels} channels of `x` and feature_group_count={groups}."
+            "The arrays of `x` must agree in [N, H, W] and dtype, but are "
+            f"{[f'{f.dtype}{f.shape}' for f in features]}."
         )
-    if 0 in kernel.shape[:2]:
-        raise ValueError(f"`kernel` of shape {kernel.shape} must have at least one tap.")
-    return features, (scale, bias, kernel)
+    channels = sum(f.shape[-1] for f in features)
+    parameters = as_array("scale", scale), as_array("bias", bias), as_array("kernel", kernel)
+    shapes = (channels,), (channels,), ("kh", "kw", channels // groups, "O")
+    for name, p, shape in zip(("scale", "bias", "kernel"), parameters, shapes, strict=True):
+        check_shape(name, p, shape, f"for the {channels} channels of `x`")
+    return features, parameters

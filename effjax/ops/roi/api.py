@@ -10,9 +10,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._common.arguments import as_float_array, as_integer, as_number, as_pair
+from .._common.arguments import (
+    as_float_array,
+    as_integer,
+    as_number,
+    as_pair,
+    check_divides,
+    check_shape,
+    check_size,
+)
 from . import bins
-from .bins import MAX_SAMPLES, Bins
+from .bins import Bins
 from .pooling import pool
 from .reference import Pooling
 
@@ -210,10 +218,12 @@ def deform_roi_pool(
     x, size = _as_images("x", x), as_pair("output_size", output_size, 1)
     scale, ratio = _as_scale("spatial_scale", spatial_scale), _as_ratio(sampling_ratio)
     gamma = _as_factor("gamma", gamma)
-    arrays = (lax.stop_gradient(_as_boxes(boxes, x.shape[0])),)
+    boxes = lax.stop_gradient(_as_boxes(boxes, x.shape[0]))
+    arrays = (boxes,)
     if offset is not None:
-        expected = (*arrays[0].shape[:2], *size, 2)
-        arrays += (_as_offset(offset, expected, "[N, R, rows, columns, 2]"),)
+        offset = as_float_array("offset", offset)
+        check_shape("offset", offset, (*boxes.shape[:2], *size, 2), "[N, R, rows, columns, 2]")
+        arrays += (offset,)
     make_bins = _make_deformed_bins(size, scale, ratio, gamma)
     pooling = Pooling(size, 1, 1.0, False, ratio, offset is not None)
     return _split_bins(pool(x, make_bins, _promote(x, *arrays), pooling, implementation), size)
@@ -272,24 +282,21 @@ def deform_psroi_pool(
     """
     x, size = _as_images("x", x), as_pair("output_size", output_size, 1)
     scale, trans_std = _as_scale("spatial_scale", spatial_scale), _as_factor("trans_std", trans_std)
-    samples = _as_samples("sample_per_part", sample_per_part, 1)
+    samples = as_integer("sample_per_part", sample_per_part, 1)
     group_size = as_integer("group_size", group_size, 1)
     part_size = size[0] if part_size is None else as_integer("part_size", part_size, 1)
-    if x.shape[-1] % group_size**2:
-        raise ValueError(
-            f"The square of `group_size` (={group_size}) must divide the {x.shape[-1]} channels of "
-            "`x`."
-        )
-    arrays = (lax.stop_gradient(_as_boxes(boxes, x.shape[0])),)
+    check_divides("group_size ** 2", group_size**2, x.shape[-1], "channels of `x`")
+    boxes = lax.stop_gradient(_as_boxes(boxes, x.shape[0]))
+    arrays = (boxes,)
     if offset is not None:
-        expected = (*arrays[0].shape[:2], part_size, part_size, -1)
-        offset = _as_offset(offset, expected, "[N, R, part_size, part_size, 2 * G]")
-        channels, groups = x.shape[-1] // group_size**2, offset.shape[-1] // 2
-        if channels % groups:
-            raise ValueError(
-                f"`offset` of shape {offset.shape} has {groups} groups, which must divide the "
-                f"{channels} channels of a block of `x`."
-            )
+        offset = as_float_array("offset", offset)
+        groups = max(offset.shape[-1] // 2, 1)
+        check_shape(
+            "offset", offset, (*boxes.shape[:2], part_size, part_size, 2 * groups),
+            "[N, R, part_size, part_size, 2 * G]",
+        )  # fmt: skip
+        channels = x.shape[-1] // group_size**2
+        check_divides("offset.shape[-1] // 2", groups, channels, "channels of a block of `x`")
         arrays += (offset,)
     make_bins = _make_psroi_bins(size, scale, samples, part_size, trans_std)
     pooling = Pooling(size, group_size, 0.5, True, samples, offset is not None)
@@ -343,51 +350,29 @@ def _promote(x: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
 
 def _as_images(name: str, value: Any) -> jax.Array:
     x = as_float_array(name, value)
-    if x.ndim != 4 or 0 in x.shape[1:]:
-        raise ValueError(f"`{name}` of shape {x.shape} must be [N, H, W, C] with pixels.")
-    if math.prod(x.shape[1:]) >= 2**31:  # the kernels index an image in 32 bits
-        raise ValueError(
-            f"`{name}` of shape {x.shape} must have fewer than 2**31 values per image."
-        )
+    check_shape(name, x, "NHWC")
+    check_size(name, math.prod(x.shape[1:]), "values per image")
     return x
 
 
 def _as_boxes(value: Any, images: int) -> jax.Array:
     boxes = as_float_array("boxes", value)
-    if boxes.ndim != 3 or boxes.shape[0] != images or boxes.shape[2] != 4:
-        raise ValueError(
-            f"`boxes` of shape {boxes.shape} must be [N, R, 4], (x1, y1, x2, y2), for the {images} "
-            "images of `x`. For boxes with the indices of their images see effjax.compat."
-        )
+    check_shape(
+        "boxes", boxes, (images, "R", 4), "(x1, y1, x2, y2) of R boxes per image of `x`. For boxes "
+        "with the indices of their images see effjax.compat",
+    )  # fmt: skip
     return boxes
-
-
-def _as_offset(value: Any, expected: tuple[int, ...], axes: str) -> jax.Array:
-    # An expected size of -1 is any positive even number.
-    offset = as_float_array("offset", value)
-    fits = offset.ndim == len(expected) and all(
-        size == want or (want == -1 and size > 0 and size % 2 == 0)
-        for size, want in zip(offset.shape, expected, strict=True)
-    )
-    if not fits:
-        raise ValueError(f"`offset` of shape {offset.shape} must be {expected}, {axes}.")
-    return offset
 
 
 def _as_levels(features: Any, spatial_scales: Any) -> tuple[list[jax.Array], list[float]]:
     levels = [_as_images(f"features[{i}]", x) for i, x in enumerate(features)]
     scales = [_as_scale("spatial_scales", scale) for scale in spatial_scales]
-    if not levels or len(levels) != len(scales):
+    if len({(x.shape[::3], x.dtype) for x in levels}) != 1 or len(levels) != len(scales):
         raise ValueError(
-            f"`spatial_scales` must have a number for each of the {len(levels)} levels of "
-            f"`features`, not {len(scales)}."
+            "The arrays of `features` must agree in images, channels and dtype, and have one of "
+            f"`spatial_scales` each, but are {[f'{x.dtype}{x.shape}' for x in levels]} with "
+            f"spatial_scales={spatial_scales!r:.80}."
         )
-    for i, x in enumerate(levels):
-        if (x.shape[::3], x.dtype) != (levels[0].shape[::3], levels[0].dtype):
-            raise ValueError(
-                f"`features[{i}]` ({x.dtype}{list(x.shape)}) must have the images, channels and "
-                f"dtype of `features[0]` ({levels[0].dtype}{list(levels[0].shape)})."
-            )
     is_halved = all(b == a / 2 for a, b in itertools.pairwise(scales))
     if not is_halved or not math.log2(scales[0]).is_integer():
         raise ValueError(
@@ -405,12 +390,5 @@ def _as_factor(name: str, value: Any) -> float:
     return as_number(name, value, lambda s: abs(s) < 1e30, "between -1e30 and 1e30")
 
 
-def _as_samples(name: str, value: Any, minimum: int) -> int:
-    count = as_integer(name, value, minimum)
-    if count > MAX_SAMPLES:
-        raise ValueError(f"`{name}` (={value}) must be at most {MAX_SAMPLES}.")
-    return count
-
-
 def _as_ratio(sampling_ratio: Any) -> int:
-    return max(_as_samples("sampling_ratio", sampling_ratio, -1), 0)
+    return max(as_integer("sampling_ratio", sampling_ratio, -1), 0)

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._common.derivatives import reverse_mode_only
-from .._common.dispatch import native_platforms, select_kernel
+from .._common.dispatch import native_platforms, result_type, select_kernel
 from .._common.partitioning import add_example_axis, merge_example_axis, partition_over_images
 from .._common.sharding import match_varying, run_per_device, zeros
-from . import custom_call, reference
+from . import reference
 from .bins import Bins
 from .reference import Pooling
 
@@ -117,7 +118,7 @@ _X, _BINS, _Y = "d n h w c", "d n r p g s, d n r t, d n r u", "d n r p o"
 @functools.cache  # jit compares functions by identity
 def _partitioned_forward(static: Static) -> Callable:
     kernel = select_kernel(
-        custom_call.pool, reference.pool, static.implementation, static.platforms, _OPERATOR
+        _native_pool, reference.pool, static.implementation, static.platforms, _OPERATOR
     )
 
     def run(*args):
@@ -131,7 +132,7 @@ def _partitioned_forward(static: Static) -> Callable:
 @functools.cache
 def _partitioned_backward(static: Static) -> Callable:
     kernel = select_kernel(
-        custom_call.pool_backward, reference.pool_backward, static.implementation,
+        _native_pool_backward, reference.pool_backward, static.implementation,
         static.platforms, _OPERATOR,
     )  # fmt: skip
 
@@ -146,3 +147,32 @@ def _partitioned_backward(static: Static) -> Callable:
 def _operator_name(static: Static) -> str:
     # In errors about derivatives.
     return "deform_psroi_pool" if static.pooling.of_inside else "roi_align"
+
+
+# The native versions of the functions in `reference.py`.
+
+
+def _native_pool(*args, pooling: Pooling) -> jax.Array:
+    x, first, *_, so_far = args = match_varying(args)
+    shape = (*first.shape[:3], x.shape[-1] // pooling.parts**2)
+    aliases = {4: 0} if so_far.shape == shape else {}  # added to in place
+    call = jax.ffi.ffi_call("effjax_roi_pool", result_type(x, shape), input_output_aliases=aliases)
+    return call(*args, pooling=_as_attribute(pooling))
+
+
+def _native_pool_backward(*args, pooling: Pooling) -> tuple[jax.Array, jax.Array]:
+    x, first, *_ = args = match_varying(args)
+    shape = (*first.shape[:4], 2 if pooling.moves else 0)
+    results = result_type(x, dtype=first.dtype), result_type(first, shape)
+    call = jax.ffi.ffi_call("effjax_roi_pool_backward", results)
+    dx, dfirst = call(*args, pooling=_as_attribute(pooling))
+    return dx, dfirst
+
+
+def _as_attribute(pooling: Pooling) -> dict[str, Any]:
+    """Return the struct `Attributes` of native/roi_ffi.h."""
+    rows, columns = pooling.output_size
+    sizes = dict(rows=rows, columns=columns, parts=pooling.parts, of_inside=pooling.of_inside)
+    return {name: np.int64(size) for name, size in sizes.items()} | {
+        "margin": np.float64(pooling.margin)
+    }

@@ -1,6 +1,6 @@
 """Averages of samples over the bins of boxes, and their gradients, in plain XLA.
 
-This is the definition of the two functions that the custom calls in `custom_call.py` compute. They
+This is the definition of the two functions that the custom calls in `pooling.py` compute. They
 get bins instead of boxes: each bin has the position of its first sample, and all bins of a box
 share the step between samples and the number of samples along each axis (`bins.py`).
 """

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import effjax
-from effjax import BatchStats, batch_norm_inference, sync_batch_norm
+from effjax import batch_norm_inference, sync_batch_norm
 from tests import oracles
 from tests.contexts import (
     assert_trees_close,
@@ -21,7 +21,7 @@ from tests.tiers import exhaustive
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", *map(exhaustive, ("float16", "float32", "float64"))])
+@pytest.mark.parametrize("dtype", ["bfloat16", exhaustive("float16"), exhaustive("float64")])
 def test_dtypes(dtype):
     batch = make_batch()
     x = jnp.asarray(batch["x"], dtype)
@@ -59,17 +59,22 @@ def test_any_rank_and_feature_axes(data):
     features = tuple(n for a, n in enumerate(shape) if a in chosen)
     scale, bias = rng.normal(size=(2, *features))
     reduced = tuple(a for a in range(len(shape)) if a not in chosen)
-    norm = functools.partial(sync_batch_norm, feature_axis=axis if len(axis) > 1 else axis[0])
-    y, statistics = jax.jit(norm)(x, scale, bias)
-    oracle = functools.partial(oracles.batch_norm, axes=reduced)
-    want, (mean, _, count) = jax.jit(oracle)(x, scale, bias)
+
+    @jax.jit
+    def run(x, scale, bias):
+        norm = functools.partial(sync_batch_norm, feature_axis=axis if len(axis) > 1 else axis[0])
+        y, statistics = norm(x, scale, bias)
+        given = statistics.mean, statistics.var, scale, bias
+        return y, statistics, batch_norm_inference(x, *given, feature_axis=axis)
+
+    y, statistics, inferred = run(x, scale, bias)
+    mean, var = x.mean(reduced, keepdims=True), x.var(reduced, keepdims=True)
+    want = (x - mean) / np.sqrt(var + 1e-5) * scale.reshape(mean.shape) + bias.reshape(mean.shape)
     assert statistics.mean.shape == statistics.var.shape == features
-    assert statistics.count == count
+    assert statistics.count == x.size // mean.size
     np.testing.assert_allclose(y, want, atol=1e-9)
-    np.testing.assert_allclose(statistics.mean.ravel(), mean, atol=1e-12)
-    inference = jax.jit(functools.partial(batch_norm_inference, feature_axis=axis))
-    given = inference(x, statistics.mean, statistics.var, scale, bias)
-    np.testing.assert_allclose(given, y, atol=1e-12)
+    np.testing.assert_allclose(statistics.mean.ravel(), mean.ravel(), atol=1e-12)
+    np.testing.assert_allclose(inferred, y, atol=1e-12)
 
 
 X = np.ones((4, 3, C), np.float32)
@@ -79,17 +84,16 @@ X = np.ones((4, 3, C), np.float32)
     ("error", "match", "args"),
     [
         (ValueError, "rank 2 or more", {"x": np.ones(C, np.float32)}),
-        (ValueError, r"`scale` of shape \(4,\) must have.*\(5,\)", {"scale": np.ones(4)}),
+        (ValueError, r"`scale` of shape \(4,\) must be \(5,\)", {"scale": np.ones(4)}),
         (ValueError, r"`epsilon` \(=0\) must be positive", {"epsilon": 0}),
         (ValueError, r"`activation` \(='gelu'\)", {"activation": "gelu"}),
         (ValueError, "`residual` of shape", {"residual": np.ones((4, C), np.float32)}),
         (TypeError, "cast one of them", {"residual": X.astype(np.float64)}),
-        (ValueError, r"`feature_axis` \(=3\) is out of range", {"feature_axis": 3}),
-        (ValueError, "each once, but not all", {"feature_axis": (2, -1)}),
-        (ValueError, "must name each axis once", {"axis_name": ("i", "i")}),
+        (ValueError, "feature_axis: axis 3 is out of bounds", {"feature_axis": 3}),
+        (ValueError, "a batch and a feature axis", {"feature_axis": (0, 1, 2)}),
         (ValueError, r"`axis_name` \(='i'\) is not mapped", {"axis_name": "i"}),
-        (TypeError, "tuple of names, not 0", {"axis_name": ("i", 0)}),
-        (ValueError, "must name exactly one axis", {"axis_index_groups": [[0], [1]]}),
+        (ValueError, "several different names", {"axis_name": ("i", 0)}),
+        (ValueError, "devices of one axis", {"axis_index_groups": [[0], [1]]}),
     ],
 )
 def test_rejects_bad_arguments(error, match, args):
@@ -105,7 +109,3 @@ def test_inference_accepts_zero_epsilon():
     )
     with pytest.raises(ValueError, match=r"`epsilon` \(=-1\) must be at least 0"):
         batch_norm_inference(x, np.zeros(C), var, epsilon=-1)
-
-
-def test_batch_stats_fields():
-    assert BatchStats._fields == ("mean", "var", "count")

@@ -20,8 +20,8 @@ VALUE, AT, WEIGHTS = (GOOD[n] for n in ("value", "sampling_locations", "attentio
 @pytest.mark.parametrize(
     ("error", "match", "args"),
     [
-        (ValueError, "`value` .* must have 7 pixels", {"value": VALUE[:, 1:]}),
-        (TypeError, "`value` must be one of .* int32", {"value": VALUE.astype(np.int32)}),
+        (ValueError, r"`value` .* must be \(N, 7, M, D\)", {"value": VALUE[:, 1:]}),
+        (TypeError, "`value` must be float32 or .* int32", {"value": VALUE.astype(np.int32)}),
         (ValueError, "`sampling_locations` .*2, Q, 3, 2, P", {"sampling_locations": AT[..., 0]}),
         (ValueError, "`attention_weights` .* must be", {"attention_weights": WEIGHTS[..., :2]}),
         (ValueError, "`spatial_shapes` .=0.", {"spatial_shapes": ((0, 3), (1, 7))}),
@@ -34,7 +34,7 @@ def test_ms_deform_attn_rejects_bad_arguments(error, match, args):
 
 
 def test_rejects_traced_spatial_shapes():
-    with pytest.raises(TypeError, match="`spatial_shapes` must be Python integers"):
+    with pytest.raises(TypeError, match="`spatial_shapes` must be an integer, not a traced array"):
         jax.jit(ms_deform_attn)(VALUE, np.array(GOOD["spatial_shapes"]), AT, WEIGHTS)
 
 
@@ -62,7 +62,6 @@ WINDOW = {
             "`offset_groups` .=4. must divide",
             {"mask": np.zeros((2, 3, 2, 36)), "offset": np.zeros((2, 3, 2, 72))},
         ),
-        ("output would be empty", {"kernel_dilation": 2}),
         ("`remove_center` needs", {"kernel_size": (2, 3), "remove_center": True}),
         ("`offset_scale` .=inf.", {"offset_scale": np.inf}),
     ],

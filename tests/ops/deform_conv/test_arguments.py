@@ -21,15 +21,14 @@ GOOD = {
 @pytest.mark.parametrize(
     ("error", "match", "args"),
     [
-        (ValueError, r"`x` of shape \(5, 4, 6\) must be \[N, H, W, C\]", {"x": X[0]}),
-        (TypeError, "`x` must be one of float32.* its dtype is int32", {"x": X.astype(np.int32)}),
-        (ValueError, r"`x` of shape \(2, 0, 4, 6\) .* is empty", {"x": X[:, :0]}),
+        (ValueError, r"`x` of shape \(5, 4, 6\) must be \(N, H, W, C\)", {"x": X[0]}),
+        (TypeError, "`x` must be float32 or.* its dtype is int32", {"x": X.astype(np.int32)}),
+        (ValueError, "`x` must have 1 to .* pixels per image, not 0", {"x": X[:, :0]}),
         (ValueError, "`kernel` .* for the 6 channels", {"kernel": np.zeros((3, 3, 5, 4))}),
         (ValueError, r"`offset` .* must be \(2, 3, 2, 18\)", {"offset": np.zeros((2, 5, 4, 18))}),
         (ValueError, r"`offset_groups` \(=4\) must", {"offset": np.zeros((2, 3, 2, 72))}),
         (ValueError, r"`mask` .* must be \(2, 3, 2, 9\)", {"mask": np.zeros((2, 3, 2, 18))}),
         (ValueError, r"`bias` of shape \(5,\) must be \(4,\)", {"bias": np.zeros(5)}),
-        (ValueError, r"output would be empty, \(1, 0\)", {"kernel_dilation": 2}),
         (ValueError, r"`implementation` \(='cuda'\)", {"implementation": "cuda"}),
     ],
 )
@@ -44,12 +43,6 @@ def test_rejects_bad_arguments(error, match, args):
 def test_pytorch_layouts_point_to_compat(args):
     with pytest.raises(ValueError, match="NHWC.*HWIO.*effjax.compat"):
         jax.eval_shape(lambda: deform_conv2d(**{**GOOD, **args}))
-
-
-def test_rejects_too_many_pixels():
-    shapes = (1, 2**16, 2**15, 1), (1, 2**16, 2**15, 2), (1, 1, 1, 1)
-    with pytest.raises(ValueError, match="fewer than 2\\*\\*31 pixels"):
-        jax.eval_shape(deform_conv2d, *(jax.ShapeDtypeStruct(s, "float32") for s in shapes))
 
 
 def test_eval_shape():
