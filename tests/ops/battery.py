@@ -26,7 +26,7 @@ def run_with(*plain: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("implementation", cases, indirect=True)
 
 
-all_implementations = run_with(*IMPLEMENTATIONS)
+only_own_rules = pytest.mark.parametrize("implementation", [OWN_RULES], indirect=True)
 own_rules = pytest.mark.parametrize("implementation", [OWN_RULES, exhaustive("xla")], indirect=True)
 
 

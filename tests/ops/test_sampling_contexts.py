@@ -17,7 +17,7 @@ from tests.contexts import (
     gradients_with_parameters_of_each_device,
     mesh_of,
 )
-from tests.ops.battery import IMPLEMENTATIONS, OWN_RULES, own_rules, run_with
+from tests.ops.battery import IMPLEMENTATIONS, OWN_RULES, only_own_rules, own_rules
 from tests.ops.deform_attention.cases import ATTENTION, DCN
 from tests.ops.deform_conv.cases import OPERATOR as CONV
 from tests.ops.roi.cases import OPERATOR as ROI
@@ -26,7 +26,6 @@ from tests.tiers import exhaustive
 pytestmark = pytest.mark.usefixtures("x64_everywhere")
 
 OPERATORS = {"conv": CONV, "attention": ATTENTION, "roi": ROI}
-all_operators = pytest.mark.parametrize("name", OPERATORS)
 # Rules of all operators share their code: one operator in the plain tier.
 conv_plainly = pytest.mark.parametrize("name", ["conv", exhaustive("attention"), exhaustive("roi")])
 GAIN = 0.5 + np.arange(6) / 6
@@ -74,8 +73,15 @@ def expected(name, xla):
     return loss, (), dparams, gradients[0]
 
 
-# "default" has the rules of "native", and the rules of "xla" are JAX's own.
+# Operators share their rules; "default" has those of "native", and those of "xla" are JAX's own.
 OTHER_CONTEXTS = ("jit_auto", "jit_explicit", "pmap", "vmap_of_grad", "shard_map_of_grad")
+OWN_CONTEXTS = (*OTHER_CONTEXTS, "grad_of_shard_map", "shard_map_of_grad_unchecked")
+
+
+def contexts_of(name, implementation):
+    if implementation == OWN_RULES:
+        return CONTEXTS if name == "conv" else OWN_CONTEXTS
+    return OTHER_CONTEXTS if implementation == "xla" else ("jit_explicit", "shard_map_of_grad")
 
 
 def context_cases():
@@ -83,13 +89,13 @@ def context_cases():
     plain = {
         ("attention", OWN_RULES): ("jit_explicit", "shard_map_of_grad", "vmap_of_grad"),
         ("roi", OWN_RULES): ("jit_auto", "shard_map_of_grad_unchecked", "vmap_of_grad"),
-        ("conv", "xla"): ("jit_auto", "shard_map_of_grad"),
+        ("conv", "xla"): ("shard_map_of_grad",),
         ("conv", "default"): ("jit_explicit",),
     }
     plain["conv", OWN_RULES] = tuple(CONTEXTS)
     for name in OPERATORS:
         for implementation in IMPLEMENTATIONS:
-            for context in CONTEXTS if implementation == OWN_RULES else OTHER_CONTEXTS:
+            for context in contexts_of(name, implementation):
                 values = name, implementation, context
                 is_plain = context in plain.get((name, implementation), ())
                 yield values if is_plain else exhaustive(*values)
@@ -104,18 +110,15 @@ def test_matches_float64_oracle(name, implementation, context):
     assert_trees_close(CONTEXTS[context](op, params, batch), want, 1e-12)
 
 
-@own_rules
+@only_own_rules
 @conv_plainly
-@pytest.mark.parametrize("how", [exhaustive("vmap"), "shard_map"])
-def test_different_parameters_per_device(name, implementation, how):
-    run = functools.partial(gradients_with_parameters_of_each_device, how=how)
+def test_different_parameters_per_device(name, implementation):
     op, params, batch = setup(name, implementation)
-    if name == "roi":
-        xla = op  # implementation="xla" has another case; compare with vmap
-    else:
-        xla, _, _ = setup(name, "xla")
-    got = run(lambda *a: op(*a)[0], params, batch)
-    assert_trees_close(got, run(lambda *a: xla(*a)[0], params, batch, how="vmap"), 1e-12)
+    got, want = (
+        gradients_with_parameters_of_each_device(lambda *a: op(*a)[0], params, batch, how)
+        for how in ("shard_map", "vmap")
+    )
+    assert_trees_close(got, want, 1e-12)
 
 
 def gradients(op):
@@ -135,11 +138,13 @@ def collective_cases():
         ("conv", OWN_RULES, "auto"), ("conv", OWN_RULES, "explicit_4x2"), ("conv", "xla", "auto"),
         ("attention", OWN_RULES, "auto_4x2"), ("roi", OWN_RULES, "auto"),
     }  # fmt: skip
+    kinds = {
+        OWN_RULES: ("auto", "explicit", "auto_4x2", "explicit_4x2"),
+        "xla": ("auto", "explicit"),
+    }
     for name in OPERATORS:
-        for implementation in IMPLEMENTATIONS:
-            for kind in ("auto", "explicit", "auto_4x2", "explicit_4x2"):
-                if implementation != OWN_RULES and "4x2" in kind:
-                    continue
+        for implementation in kinds:
+            for kind in kinds[implementation]:
                 values = name, implementation, kind
                 yield values if values in plain else exhaustive(*values)
 
@@ -167,8 +172,8 @@ def test_collectives(name, implementation, kind):
     assert collectives_of(gradients(unit), params, batch) == want
 
 
-@own_rules
-@all_operators
+@only_own_rules
+@conv_plainly
 def test_batch_that_does_not_divide(name, implementation):
     """XLA pads the last shard with values that must not be visible."""
     op, params, batch = setup(name, implementation)
@@ -187,9 +192,8 @@ def test_batch_that_does_not_divide(name, implementation):
 
 
 @own_rules
-@conv_plainly
-def test_arrays_on_a_mesh_beside_others(name, implementation):
-    op, params, batch = setup(name, implementation)
+def test_arrays_on_a_mesh_beside_others(implementation):
+    op, params, batch = setup("conv", implementation)
     mesh = mesh_of((8,), ("i",), AxisType.Explicit)
     mixed = batch | {"x": jax.device_put(batch["x"], NamedSharding(mesh, P("i")))}
     with jax.set_mesh(mesh):
@@ -197,7 +201,7 @@ def test_arrays_on_a_mesh_beside_others(name, implementation):
     assert_trees_close(got, op(params, batch, None)[0], 1e-12)
 
 
-@own_rules
+@only_own_rules
 @conv_plainly
 def test_x64_context_over_devices(name, implementation):
     """XLA partitions in threads that do not see `jax.enable_x64`."""
@@ -223,8 +227,8 @@ def unsharded_gradients():
     return run
 
 
-@own_rules
-@all_operators
+@only_own_rules
+@conv_plainly
 def test_shard_map_over_one_of_two_axes(name, implementation, unsharded_gradients):
     op, params, batch = setup(name, implementation)
     mesh = mesh_of((4, 2), ("i", "j"))
@@ -235,7 +239,7 @@ def test_shard_map_over_one_of_two_axes(name, implementation, unsharded_gradient
 
 
 @own_rules
-@all_operators
+@conv_plainly
 def test_explicit_mesh_of_the_arguments(name, implementation, unsharded_gradients):
     """Without `jax.set_mesh`, the mesh is known from the types alone."""
     op, params, batch = setup(name, implementation)
@@ -251,12 +255,11 @@ def test_explicit_mesh_of_the_arguments(name, implementation, unsharded_gradient
 
 
 def vmap_cases():
-    plain = {("conv", "images"), ("conv", "kernel"), ("attention", "queries"), ("roi", "boxes")}
+    plain = {("conv", "kernel"), ("attention", "queries"), ("roi", "boxes")}
     for name, operator in {**OPERATORS, "dcn": DCN}.items():
         for mapped in operator.mapped:
-            for implementation in (OWN_RULES, "xla"):
+            for implementation in (OWN_RULES, "xla") if mapped == "all" else (OWN_RULES,):
                 is_plain = implementation == OWN_RULES and (name, mapped) in plain
-                is_plain |= (name, mapped, implementation) == ("conv", "all", "xla")
                 values = name, mapped, implementation
                 yield values if is_plain else exhaustive(*values)
 
@@ -285,8 +288,8 @@ def test_vmap(name, mapped, implementation):
         assert_trees_close([g[i] for g in got], alone(example, c.dy), 1e-12)
 
 
-@own_rules
-@all_operators
+@only_own_rules
+@conv_plainly
 def test_nested_vmap_and_no_examples(name, implementation):
     op, params, batch = setup(name, implementation)
     batch = jax.tree.map(lambda a: a[:4], batch)
@@ -299,7 +302,7 @@ def test_nested_vmap_and_no_examples(name, implementation):
     assert jax.vmap(inner, (None, 0))(params, none).shape == (2, 0, 1, *batch["x"].shape[1:])
 
 
-@own_rules
+@only_own_rules
 @conv_plainly
 def test_vmap_of_operands_sharded_differently(name, implementation):
     """The examples of one operand and the images of another are sharded over one mesh axis."""
@@ -312,7 +315,7 @@ def test_vmap_of_operands_sharded_differently(name, implementation):
     assert_trees_close(run(sharded), run(batch), 1e-12)
 
 
-@own_rules
+@only_own_rules
 @conv_plainly
 @pytest.mark.parametrize(
     ("shape", "spec"), [((16, 1), P("i")), ((2, 8), P(None, "i"))], ids=["examples", "images"]
@@ -327,8 +330,8 @@ def test_per_example_gradients_gather_nothing(name, implementation, shape, spec)
     assert {kind for kind, _, _ in collectives_of(per_example, params, split)} <= {"all-reduce"}
 
 
-@run_with(OWN_RULES)
-@all_operators
+@own_rules
+@conv_plainly
 def test_scan_and_remat(name, implementation):
     """A stack of layers, each recomputed in the backward pass."""
     c = OPERATORS[name].make_context(implementation)

@@ -2,9 +2,7 @@
 
 import numpy as np
 
-from tests.contexts import (
-    DEVICES,
-)
+from tests.contexts import DEVICES
 
 C = 5
 

@@ -9,29 +9,28 @@ from jax.sharding import PartitionSpec as P
 
 from effjax import sync_batch_norm
 from effjax.memory import collectives
-from tests.contexts import (
-    DEVICES,
-    mesh_of,
-)
+from tests.contexts import DEVICES, mesh_of
 from tests.ops.batch_norm.cases import PARAMS, C, make_batch
 from tests.programs import collective_sizes
-from tests.tiers import exhaustive, product_cases
+from tests.tiers import product_cases
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", exhaustive("float32")])
 @pytest.mark.parametrize(("relu", "residual"), [(0, 0), (1, 0), (0, 1), (1, 1)])
-def test_residuals(relu, residual, dtype):
-    x = jnp.ones((64, 32), dtype)
+def test_residuals(relu, residual):
+    x = jnp.ones((64, 32), jnp.bfloat16)
     params = jnp.ones(32), jnp.zeros(32)
     activation = "relu" if relu else None
 
     def op(x, scale, bias, residual):
         return sync_batch_norm(x, scale, bias, activation=activation, residual=residual)[0]
 
-    _, backward = jax.vjp(op, x, *params, x + 1 if residual else None)
-    leaves = {id(v): v for v in jax.tree.leaves(backward)}.values()
+    def residuals(*args):
+        leaves = jax.tree.leaves(jax.vjp(op, *args)[1])
+        return list({id(v): v for v in leaves}.values())
+
+    leaves = jax.eval_shape(residuals, x, *params, x + 1 if residual else None)
     large = [v for v in leaves if v.size >= x.size]
     assert [v.dtype for v in large] == [x.dtype] * (2 if relu and residual else 1)
     assert sum(v.size for v in leaves if v.size < x.size) <= 4 * 32 + 2

@@ -11,11 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from effjax import sync_batch_norm
 from tests import oracles
-from tests.contexts import (
-    DEVICES,
-    assert_trees_close,
-    mesh_of,
-)
+from tests.contexts import DEVICES, assert_trees_close, mesh_of
 from tests.ops.batch_norm.cases import C, make_batch
 from tests.tiers import exhaustive, product_cases
 
@@ -67,7 +63,7 @@ def test_groups_of_devices(how, stats):
     assert_trees_close((value.ravel()[0], dx), want, 1e-12)
 
 
-@pytest.mark.parametrize("size", [2, *map(exhaustive, (1, 4, 8))])
+@pytest.mark.parametrize("size", [2, *map(exhaustive, (1, 8))])
 def test_groups_by_size(size):
     # Neighboring devices form a group, as in apex.
     x = make_batch()["x"].reshape(DEVICES, -1, C)
@@ -78,7 +74,7 @@ def test_groups_by_size(size):
 
 def test_rejects_group_size_that_does_not_divide():
     run = lambda x: sync_batch_norm(x, axis_name="i", axis_index_groups=3)[0]  # noqa: E731
-    with pytest.raises(ValueError, match=r"`axis_index_groups` \(=3\) must divide the 8 devices"):
+    with pytest.raises(ValueError, match=r"`axis_index_groups` \(=3\) must contain each of the 8"):
         jax.pmap(run, "i")(np.ones((DEVICES, 4, C)))
 
 
@@ -101,12 +97,9 @@ def test_groups_by_mesh_axis():
     assert_trees_close((value, dx), per_group(batch["x"], batch["w"]), 1e-12)
 
 
-@pytest.mark.parametrize("stats", ["gather", exhaustive("two_psum")])
-def test_error_for_groups_that_jax_does_not_support(stats):
-    run = functools.partial(sync_batch_norm, axis_name="i", axis_index_groups=GROUPS, stats=stats)
-    x = np.ones((DEVICES, 4, C))
-    mesh = mesh_of((DEVICES,), ("i",))
-    with pytest.raises(ValueError, match=r"mesh of shape \(2, 4\) with axes \('group', 'i'\)"):
-        jax.shard_map(lambda x: run(x)[0], mesh=mesh, in_specs=P("i"), out_specs=P("i"))(x)
-    with pytest.raises(ValueError, match=r"mesh of shape \(2, 4\)"):
-        jax.vmap(lambda x: run(x)[0], axis_name="i")(x)
+def test_error_for_groups_that_jax_does_not_support():
+    norm = lambda x: sync_batch_norm(x, axis_name="i", axis_index_groups=GROUPS)[0]  # noqa: E731
+    specs = {"mesh": mesh_of((DEVICES,), ("i",)), "in_specs": P("i"), "out_specs": P("i")}
+    for run in (jax.shard_map(norm, **specs), jax.vmap(norm, axis_name="i")):
+        with pytest.raises(ValueError, match=r"mesh of shape \(2, 4\) with axes \('group', 'i'\)"):
+            jax.eval_shape(run, np.ones((DEVICES, 4, C)))

@@ -65,7 +65,6 @@ ATTENTION = Operator(
         ("levels", dict(batch=0, queries=3)),
         ("levels", dict(batch=3, queries=0)),
         ("levels", dict(batch=3, queries=33)),
-        ("levels", dict(batch=2, queries=64)),
     ),
     mapped={"all": (0, 0, 0), "value": (0, None, None), "queries": (None, 0, 0)},
     derivatives=between_pixels,

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from effjax import dcn_aggregate, deform_conv2d
 from effjax.memory import collectives
 from tests.contexts import assert_trees_close, mesh_of
-from tests.ops.battery import OWN_RULES, all_implementations, run_with
+from tests.ops.battery import OWN_RULES, own_rules, run_with
 from tests.ops.deform_attention.cases import make_random_window, make_window
 from tests.tiers import exhaustive
 
@@ -20,7 +20,7 @@ double = pytest.mark.usefixtures("x64")
 
 
 @double
-@pytest.mark.parametrize("padding", [exhaustive(1), exhaustive("SAME"), ((0, 2), (1, 0))])
+@pytest.mark.parametrize("padding", [exhaustive("SAME"), ((0, 2), (1, 0))])
 def test_sums_the_samples_of_deform_conv2d(padding):
     """A window of one group has the same samples in another order."""
     c = make_window("plain", groups=1, depth=1)
@@ -61,7 +61,8 @@ def test_non_finite_offsets_give_zero(implementation):
     ("implementation", "dtype"),
     [
         (OWN_RULES, "mixed"),
-        *(exhaustive(i, d) for i in ("native", "xla") for d in ("bfloat16", "float16", "mixed")),
+        exhaustive(OWN_RULES, "float16"),
+        exhaustive("xla", "bfloat16"),
     ],
     indirect=["implementation"],
 )
@@ -83,8 +84,6 @@ def test_half_precision(implementation, dtype):
     ("implementation", "kind"),
     [
         (OWN_RULES, AxisType.Auto),
-        exhaustive(OWN_RULES, AxisType.Explicit),
-        exhaustive("xla", AxisType.Auto),
         exhaustive("xla", AxisType.Explicit),
     ],
     indirect=["implementation"],
@@ -101,9 +100,9 @@ def test_sharded_batch_has_no_collectives(implementation, kind):
 
 @pytest.mark.exhaustive
 @double
-@all_implementations
+@own_rules
 @hypothesis.settings(
-    max_examples=6, deadline=None, derandomize=True, database=None,
+    max_examples=4, deadline=None, derandomize=True, database=None,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @hypothesis.given(data=st.data())

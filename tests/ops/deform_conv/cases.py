@@ -75,12 +75,9 @@ OPERATOR = Operator(
     context_options={},
     sizes=(
         ("all", dict(batch=0)),
-        ("all", dict(batch=0, optional=False)),
-        ("all", dict(batch=33, optional=False)),
-        ("all", dict(batch=37)),
-        ("all", dict(batch=65, optional=False)),
-        ("all", dict(batch=128)),
         ("one_sided", dict(batch=3, optional=False)),
+        ("all", dict(batch=33, optional=False)),
+        ("all", dict(batch=65)),
     ),
     mapped={
         "images": (0, 0, None, 0, None),

@@ -16,7 +16,7 @@ from effjax.memory import plan
 from effjax.ops._common.platform import trace_for_platform
 from effjax.ops.deform_conv import chunks
 from tests.contexts import assert_trees_close
-from tests.ops.battery import OWN_RULES, Case, all_implementations, own_rules, run_with
+from tests.ops.battery import OWN_RULES, Case, only_own_rules, own_rules, run_with
 from tests.ops.deform_conv import oracle
 from tests.ops.deform_conv.cases import make, make_random
 from tests.programs import needs_gpu_compiler
@@ -25,16 +25,9 @@ from tests.tiers import exhaustive
 double = pytest.mark.usefixtures("x64")
 
 
-@run_with(OWN_RULES)
+@only_own_rules
 @pytest.mark.parametrize(
-    ("padding", "pads"),
-    [
-        exhaustive("SAME", "SAME"),
-        exhaustive("valid", "VALID"),
-        exhaustive(2, ((2, 2), (2, 2))),
-        ((0, 1), ((0, 0), (1, 1))),
-        exhaustive(((1, 0), (2, 1)), ((1, 0), (2, 1))),
-    ],
+    ("padding", "pads"), [exhaustive("SAME", "SAME"), ((0, 1), ((0, 0), (1, 1)))]
 )
 def test_zero_offset_is_a_convolution(implementation, padding, pads):
     rng = np.random.default_rng(0)
@@ -67,7 +60,7 @@ EDGES = [-1e30, 1e30, -np.inf, np.inf, np.nan, -2.0, -1.0, -1 + 1e-6, 0.0, 4.0, 
 
 
 @double
-@all_implementations
+@run_with(OWN_RULES, "xla")
 def test_positions_at_and_beyond_the_border(implementation):
     """One output pixel per position: zero with zero gradients unless -1 < position < size."""
     rng = np.random.default_rng(0)
@@ -89,7 +82,7 @@ def test_positions_at_and_beyond_the_border(implementation):
     assert np.all(np.abs(np.asarray(got[4])[~outside]).sum((1, 2, 3)) > 0)
 
 
-@all_implementations
+@run_with(OWN_RULES, "xla")
 def test_non_finite_pixel_stays_local(implementation):
     """Corners and samples out of range neither read nor scale other pixels."""
     rng = np.random.default_rng(0)
@@ -119,9 +112,6 @@ def test_non_finite_pixel_stays_local(implementation):
         (OWN_RULES, "bfloat16"),
         ("xla", "float16"),
         exhaustive(OWN_RULES, "float16"),
-        exhaustive("xla", "bfloat16"),
-        exhaustive("default", "bfloat16"),
-        exhaustive("default", "float16"),
     ],
     indirect=["implementation"],
 )
@@ -211,11 +201,7 @@ def _gradients(implementation, workspace_bytes):
     [
         (OWN_RULES, "float32", 47),  # the last slice is smaller
         ("xla", "bfloat16", 23),
-        exhaustive(OWN_RULES, "float32", 24),
-        exhaustive(OWN_RULES, "bfloat16", 23),
-        exhaustive("xla", "float32", 47),
         exhaustive("default", "float32", 47),
-        exhaustive("default", "bfloat16", 23),
     ],
     indirect=["implementation"],
 )
@@ -249,17 +235,17 @@ def test_plan_uses_the_slices_of_a_gpu():
 
 
 @needs_gpu_compiler
-def test_plan_after_running_on_a_cpu():
+def test_plan_after_tracing_for_a_cpu():
     run = jax.jit(functools.partial(deform_conv2d, padding=1, implementation="xla"))
-    args = [jnp.ones(s) for s in ((1, 64, 64, 64), (1, 64, 64, 18), (3, 3, 64, 64))]
-    run(*args)
+    shapes = (1, 64, 64, 64), (1, 64, 64, 18), (3, 3, 64, 64)
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    run.trace(*args)
     assert " while(" not in plan(run, *args).hlo
 
 
-@pytest.mark.parametrize("examples", [1, 3])
-def test_split_kernel_gradient_matches_whole_sum(examples):
+def test_split_kernel_gradient_matches_whole_sum():
     """Programs for a GPU split the sum over pixels."""
-    rng = np.random.default_rng(0)
+    rng, examples = np.random.default_rng(0), 3
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     columns, dy = normal(examples, 2, 22, 30, 8), normal(examples, 2, 22, 30, 3)
     kernel = chunks.kernel_blocks(normal(1, 2, 2, 2, 3), "float32", 1)
@@ -275,9 +261,9 @@ def test_split_kernel_gradient_matches_whole_sum(examples):
 
 @pytest.mark.exhaustive
 @double
-@all_implementations
+@own_rules
 @hypothesis.settings(
-    max_examples=6, deadline=None, derandomize=True, database=None,
+    max_examples=4, deadline=None, derandomize=True, database=None,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @hypothesis.given(data=st.data())

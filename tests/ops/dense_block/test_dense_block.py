@@ -81,17 +81,17 @@ def expected(mask, dropout_rate=0.0):
 
 @pytest.mark.parametrize(
     ("save", "context"),
-    product_cases(
-        SAVE,
-        ["single_device", *CONTEXTS],
-        plain=[
-            ("conv", "single_device"),
-            ("features", "single_device"),
-            ("conv", "jit_explicit"),
-            ("conv", "grad_of_jit_of_vmap"),
-            ("features", "grad_of_shard_map_two_axes"),
-        ],
-    ),
+    [
+        ("features", "single_device"),
+        ("features", "grad_of_shard_map_two_axes"),
+        exhaustive("features", "jit_auto"),
+        exhaustive("features", "vmap_of_grad"),
+        *product_cases(
+            ["conv"],
+            ["single_device", *CONTEXTS],
+            plain=[("conv", "jit_explicit"), ("conv", "grad_of_jit_of_vmap")],
+        ),
+    ],
 )
 def test_matches_autodiff(save, context, x64):
     run = CONTEXTS.get(context, single_device)
@@ -101,9 +101,8 @@ def test_matches_autodiff(save, context, x64):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("between", [jax.checkpoint, in_scan])
-@pytest.mark.parametrize("save", ["conv", "features"])
-def test_custom_rules_outside_the_axis(save, between, x64):
-    got = grad_of_vmap(between, ours(save=save, num_chunks=2), make_params(), make_batch())
+def test_custom_rules_outside_the_axis(between, x64):
+    got = grad_of_vmap(between, ours(num_chunks=2), make_params(), make_batch())
     assert_trees_close(got, expected(False), 1e-12)
 
 
@@ -123,9 +122,7 @@ def test_mask(context, stats, x64):
 
 @pytest.mark.parametrize(
     ("context", "save"),
-    product_cases(
-        ["single_device", "jit_auto", "jit_explicit"], SAVE, plain=[("jit_auto", "features")]
-    ),
+    product_cases(["jit_auto", "jit_explicit"], SAVE, plain=[("jit_auto", "features")]),
 )
 def test_dropout(context, save, x64):
     run = CONTEXTS.get(context, single_device)
@@ -154,18 +151,19 @@ def test_dropout_with_one_key_per_device(x64):
         f, _ = dense_block(batch["x"], params, axis_name=axis_name, dropout_rate=0.3, key=key)
         return f, ()
 
-    for context in (CONTEXTS["pmap"], CONTEXTS["shard_map_of_grad"]):
-        want = context(plain, make_params(), make_batch())
-        assert_trees_close(context(efficient, make_params(), make_batch()), want, 1e-12)
+    context = CONTEXTS["shard_map_of_grad"]
+    want = context(plain, make_params(), make_batch())
+    assert_trees_close(context(efficient, make_params(), make_batch()), want, 1e-12)
 
 
-@pytest.mark.parametrize("how", [exhaustive("vmap"), "shard_map"])
-def test_different_parameters_per_device(how, x64):
+def test_different_parameters_per_device(x64):
     def run(block, how):
         op = lambda params, batch, axis_name: block(batch["x"], params, axis_name=axis_name)[0]  # noqa: E731
-        return gradients_with_parameters_of_each_device(op, make_params(), make_batch(), how)
+        return gradients_with_parameters_of_each_device(
+            op, make_params(1), make_batch(width=5), how
+        )
 
-    assert_trees_close(run(dense_block, how), run(oracles.dense_block, "vmap"), 1e-12)
+    assert_trees_close(run(dense_block, "shard_map"), run(oracles.dense_block, "vmap"), 1e-12)
 
 
 @pytest.mark.exhaustive  # test_matches_autodiff covers explicit meshes in the plain tier
@@ -181,7 +179,7 @@ def test_explicit_mesh_without_set_mesh(x64):
     assert_trees_close(got, want, 1e-12)
 
 
-@pytest.mark.parametrize("num_chunks", [4, *map(exhaustive, (1, 3, 5, 9))])
+@pytest.mark.parametrize("num_chunks", [4, exhaustive(1), exhaustive(9)])
 def test_chunks_need_not_divide_the_rows(num_chunks, x64):
     op = ours(save="features", num_chunks=num_chunks)
     got = single_device(op, make_params(), make_batch())
@@ -200,7 +198,7 @@ def test_slices_cover_every_row_once(height, num_chunks):
 def test_layers_of_different_sizes(save, x64):
     rng = np.random.default_rng(0)
     params, channels = [], 3
-    for growth, bottleneck, k in [(2, 5, 3), (1, 4, 1), (4, 3, 5)]:
+    for growth, bottleneck, k in [(2, 5, 3), (4, 3, 1)]:
         shapes = (channels,), (channels,), (1, 1, channels, bottleneck), (bottleneck,)
         shapes = (*shapes, (bottleneck,), (k, k, bottleneck, growth))
         params.append(DenseLayerParams(*(rng.normal(size=s) for s in shapes)))
@@ -212,17 +210,20 @@ def test_layers_of_different_sizes(save, x64):
 
 def test_no_layers(x64):
     x = make_batch()["x"]
-    features, statistics = dense_block(x, [])
+    run = jax.jit(
+        jax.grad(lambda x: (dense_block(x, [])[0].sum(), dense_block(x, [])), has_aux=True)
+    )
+    dx, (features, statistics) = run(x)
+    np.testing.assert_array_equal(dx, 1)
     np.testing.assert_array_equal(features, x)
     assert statistics == []
-    np.testing.assert_array_equal(jax.grad(lambda x: dense_block(x, [])[0].sum())(x), 1)
 
 
 def test_empty_batch(x64):
     x = make_batch()["x"]
     gradient = jax.jit(jax.grad(lambda p, x: dense_block(x, p)[0].sum(), argnums=(0, 1)))
     for empty in (x[:0], x[:, :0]):
-        dparams, dx = gradient(make_params(), empty)
+        dparams, dx = gradient(make_params(1), empty)
         assert dx.shape == empty.shape
         assert all(np.all(np.asarray(d) == 0) for d in jax.tree.leaves(dparams))
 
@@ -235,16 +236,15 @@ def test_scan_remat_and_vmap(x64):
     )
     stacked = jnp.stack([batch["x"], 2 * batch["x"]])
     close = functools.partial(np.testing.assert_allclose, desired=want, atol=1e-11)
-    close(jax.jit(jax.grad(jax.checkpoint(op)))(batch["x"]))
     close(jax.jit(jax.vmap(jax.grad(op)))(stacked)[0])
-    summed = lambda xs: lax.scan(lambda c, x: (c + op(x), None), 0.0, xs)[0]  # noqa: E731
-    close(jax.jit(jax.grad(summed))(stacked)[0])
+    body = jax.checkpoint(lambda c, x: (c + op(x), None))
+    close(jax.jit(jax.grad(lambda xs: lax.scan(body, 0.0, xs)[0]))(stacked)[0])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", *map(exhaustive, ("float16", "float32"))])
+@pytest.mark.parametrize("dtype", ["bfloat16", exhaustive("float16")])
 def test_half_precision_error(dtype):
-    params = make_params(growth=4, channels=8, dtype=np.float32)
-    batch = make_batch((8, 6, 6, 8), 16)
+    params = make_params(1, growth=4, channels=8, dtype=np.float32)
+    batch = make_batch((8, 6, 6, 8), 12)
     x, w = jnp.asarray(batch["x"], dtype), jnp.asarray(batch["w"], dtype)
 
     def plain(params, x):
@@ -292,7 +292,7 @@ def test_residuals():
     assert kept("conv") == [(2, 8, 8, 8)] * 4 + [(2, 8, 8, 11)]
 
 
-@pytest.mark.parametrize(("save", "layers"), product_cases(SAVE, [2, 4], plain=[("features", 2)]))
+@pytest.mark.parametrize(("save", "layers"), [("features", 2), exhaustive("conv", 3)])
 def test_all_reduces(save, layers):
     """At most 2 per layer and pass, each of the size of one layer's features: O(L) bytes."""
     params = make_params(layers, dtype=np.float32)
@@ -333,7 +333,7 @@ def test_jit_of_sharded_batch_does_not_gather(mesh8):
 
 
 @functools.cache
-def h200_temp(layers, save, dtype=np.float32):
+def h200_temp(layers, save, dtype="float32"):
     """Return MB of temporaries of a step at batch 64, 32x32 pixels, growth 12."""
     shape = lambda *s: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
     params = []
@@ -356,20 +356,18 @@ def h200_temp(layers, save, dtype=np.float32):
 @pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_h200_temporaries_are_linear_in_the_depth():
-    assert h200_temp(24, "features") / h200_temp(12, "features") <= 2
+    two, three, four = (h200_temp(layers, "features") for layers in (2, 3, 4))
+    assert four - three <= 1.05 * (three - two)
 
 
 @pytest.mark.exhaustive
 @needs_gpu_compiler
-@pytest.mark.parametrize(("save", "megabytes"), [("conv", 560), ("features", 240)])
-def test_h200_temporaries_of_24_layers(save, megabytes):
-    assert h200_temp(24, save) <= megabytes
-
-
-@pytest.mark.exhaustive
-@needs_gpu_compiler
-def test_h200_temporaries_in_half_precision():
-    assert h200_temp(12, "features", jnp.bfloat16) <= 100
+@pytest.mark.parametrize(
+    ("save", "dtype", "megabytes"),
+    [("conv", "float32", 145), ("features", "float32", 110), ("features", "bfloat16", 55)],
+)
+def test_h200_temporaries_of_4_layers(save, dtype, megabytes):
+    assert h200_temp(4, save, dtype) <= megabytes
 
 
 GOOD = make_params(2, dtype=np.float32)
@@ -379,16 +377,13 @@ X = np.zeros((2, 4, 4, 3), np.float32)
 @pytest.mark.parametrize(
     ("error", "match", "args"),
     [
-        (ValueError, r"must be \[N, H, W, C\]", {"x": X[0]}),
+        (ValueError, r"`x` .* must be \(N, H, W, C\)", {"x": X[0]}),
         (ValueError, r"`params\[0\].scale1` of shape \(3,\) must be \(2,\)", {"x": X[..., :2]}),
-        (ValueError, r"`params\[1\].*layer 1 reads 5 channels", {"params": [GOOD[0], GOOD[0]]}),
         (ValueError, "`save` \\(='nothing'\\)", {"save": "nothing"}),
         (ValueError, r"`dropout_rate` \(=1.0\) must be", {"dropout_rate": 1.0}),
-        (ValueError, "`key` is required", {"dropout_rate": 0.1}),
-        (ValueError, "one value per pixel", {"mask": np.ones((2, 4, 4, 3), bool)}),
-        (TypeError, "`params` must be a list of DenseLayerParams", {"params": GOOD[0]}),
-        (TypeError, r"`params\[0\]` must be", {"params": [GOOD[0][:5]]}),
-        (TypeError, "must be a single PRNG key", {"dropout_rate": 0.1, "key": np.zeros(3)}),
+        (TypeError, "`key` must be a single PRNG key", {"dropout_rate": 0.1}),
+        (ValueError, r"`mask` .* must broadcast to `x\[..., :1\]`", {"mask": X > 0}),
+        (TypeError, r"`params\[0\]` must be DenseLayerParams", {"params": GOOD[0]}),
     ],
 )
 def test_rejects_bad_arguments(error, match, args):

@@ -96,10 +96,13 @@ OPERATOR = Operator(
     context_case="offset_adaptive",
     xla_context_case="offset",  # JAX differentiates this one
     context_options=dict(boxes=4, channels=3),
-    sizes=tuple(
-        (name, dict(batch=batch, boxes=boxes, channels=channels))
-        for name in ("adaptive", "offset", "by_position_no_offset")
-        for batch, boxes, channels in [(0, 3, 2), (1, 0, 2), (3, 1, 2), (1, 5, 97)]
+    sizes=(
+        ("adaptive", dict(batch=0, boxes=3, channels=2)),
+        ("adaptive", dict(batch=1, boxes=0, channels=2)),
+        ("adaptive", dict(batch=3, boxes=1, channels=2)),
+        ("offset", dict(batch=1, boxes=5, channels=97)),
+        ("by_position_no_offset", dict(batch=0, boxes=3, channels=2)),
+        ("by_position_no_offset", dict(batch=1, boxes=5, channels=97)),
     ),
     mapped={"images": (0, None, None), "boxes": (None, None, 0), "all": (0, 0, 0)},
     derivatives=between_pixels,

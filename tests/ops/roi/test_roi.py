@@ -13,7 +13,7 @@ import effjax
 from effjax import multiscale_roi_align, roi_align
 from effjax.ops._common import dispatch
 from tests.contexts import assert_trees_close
-from tests.ops.battery import NO_NATIVE, OWN_RULES, all_implementations, own_rules, run_with
+from tests.ops.battery import NO_NATIVE, OWN_RULES, own_rules, run_with
 from tests.ops.roi import oracle
 from tests.ops.roi.cases import make, make_from
 from tests.tiers import exhaustive
@@ -35,15 +35,13 @@ GOOD = dict(x=X, boxes=np.zeros((2, 3, 4), np.float32), output_size=2)
         ("deform_psroi_pool", "offset", np.zeros((2, 3, 2, 2, 6))),
         ("deform_psroi_pool", "group_size", 3),
         ("multiscale_roi_align", "features", [X, X[..., :7]]),
-        ("multiscale_roi_align", "spatial_scales", (0.5, 0.25)),
+        ("multiscale_roi_align", "spatial_scales", (0.5, 0.3)),
     ],
 )
 def test_rejects_bad_arguments(function, argument, value):
     good = dict(GOOD)
     if function == "multiscale_roi_align":
         good |= {"features": [good.pop("x")] * 2, "spatial_scales": (1.0, 0.5)}
-        if argument == "spatial_scales":
-            good["features"] = good["features"][:1]
     elif function == "deform_psroi_pool":
         good["group_size"] = 2
     with pytest.raises(ValueError, match=rf"`{argument}\b"):
@@ -82,10 +80,9 @@ def test_bins_of_whole_pixels(implementation):
 
 
 @run_with(OWN_RULES, "xla")
-@pytest.mark.parametrize("bins", [exhaustive(3), 7])
-def test_adaptive_count_of_samples_is_exact(implementation, bins):
+def test_adaptive_count_of_samples_is_exact(implementation):
     """2 * 7 / 7 rounds up to 2, however a division by seven is compiled."""
-    rng = np.random.default_rng(0)
+    rng, bins = np.random.default_rng(0), 7
     x = rng.normal(size=(1, 40, 40, 2)).astype(np.float32)
     boxes = np.array([[[4.25, 3.5, 4.25 + k * bins, 3.5 + k * bins] for k in (1, 2, 3, 5)]])
     run = jax.jit(functools.partial(roi_align, output_size=bins, implementation=implementation))
@@ -98,7 +95,7 @@ EDGES = [-1.5, -1.0, -0.5, 0.0, 1.25, 4.0, 4.5, 5.0, 5.5]
 
 
 @double
-@all_implementations
+@run_with(OWN_RULES, "xla")
 def test_samples_at_and_beyond_the_border(implementation):
     """Samples are zero unless -1 <= position <= size, and clamped to the outermost pixels."""
     x = np.random.default_rng(0).normal(size=(1, 5, 5, 3))
@@ -120,10 +117,8 @@ def test_samples_at_and_beyond_the_border(implementation):
     [
         (OWN_RULES, "offset_adaptive"),
         ("xla", "by_position"),
-        exhaustive(OWN_RULES, "adaptive"),
         exhaustive(OWN_RULES, "by_position"),
         exhaustive("xla", "offset_adaptive"),
-        exhaustive("default", "by_position"),
     ],
     indirect=["implementation"],
 )
@@ -162,13 +157,8 @@ def test_huge_boxes_terminate(implementation, ratio):
     [
         (OWN_RULES, "bfloat16", "offset"),
         ("xla", "float16", "offset"),
-        *(
-            exhaustive(OWN_RULES, dtype, case)
-            for dtype in ("bfloat16", "float16", "float32")
-            for case in ("by_position", "adaptive")
-        ),
-        exhaustive("xla", "bfloat16", "by_position"),
-        exhaustive("default", "bfloat16", "adaptive"),
+        exhaustive(OWN_RULES, "bfloat16", "by_position"),
+        exhaustive(OWN_RULES, "float16", "adaptive"),
     ],
     indirect=["implementation"],
 )
@@ -183,7 +173,7 @@ def test_half_precision_rounds_once(implementation, dtype, case):
     c.args = [x, *others]
     got = c.got(implementation)
     assert [a.dtype for a in got[:2]] == [dtype] * 2
-    tolerance = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 1e-5}[dtype]
+    tolerance = {"bfloat16": 4e-3, "float16": 5e-4}[dtype]
     assert_trees_close(got, want, tolerance)
 
 
@@ -269,9 +259,9 @@ def test_levels_are_written_in_place():
 
 @pytest.mark.exhaustive
 @double
-@all_implementations
+@own_rules
 @hypothesis.settings(
-    max_examples=10, deadline=None, derandomize=True, database=None,
+    max_examples=4, deadline=None, derandomize=True, database=None,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @hypothesis.given(data=st.data())
