@@ -13,9 +13,8 @@ from . import errors
 from .convert import convert
 from .memory import memory
 from .options import Command
-from .train_densenet import train_densenet
+from .train_images import train_densenet, train_resnet
 from .train_lm import train_lm
-from .train_resnet import train_resnet
 
 app = typer.Typer(
     help="Train networks that do not fit in device memory, in JAX.",

@@ -25,7 +25,7 @@ def convert(
     ],
     flavor: Annotated[Literal["nnx", "linen"], Option(help="The Flax API.")] = "nnx",
     num_classes: Annotated[
-        int | None, Option(help="Number of logits. (default: the model's)")
+        int | None, Option(help="Number of logits. (default: the model's)", min=1)
     ] = None,
     prefix: Annotated[
         str, Option(help="Use only names that begin with this and a dot, such as module.")
@@ -46,15 +46,11 @@ def convert(
     from ..train.report import print_line, result_table
 
     if model not in NETWORKS:
-        raise TrainError(f"model (={model}) must be one of {', '.join(NETWORKS)}")
-    if num_classes is not None and num_classes < 1:
-        raise TrainError(f"num_classes (={num_classes}) must be at least 1")
+        raise TrainError(f"model (={model}) must be one of {', '.join(NETWORKS)}.")
     if to.exists():
-        raise TrainError(f"{to} already exists; choose another --to")
+        raise TrainError(f"{to} already exists. Give another --to.")
     if suffix_of(to) in (".npz", *TORCH_SUFFIXES):
-        raise TrainError(f"{to}: --to must be a new folder or a .safetensors file")
-    if not to.absolute().parent.is_dir():
-        raise TrainError(f"{to}: the folder {to.parent} does not exist")
+        raise TrainError(f"--to {to} must be a new folder or a .safetensors file.")
     console = Console()
     options = {} if num_classes is None else {"num_classes": num_classes}
     try:
@@ -66,14 +62,12 @@ def convert(
             bar.update(task, description="write", advance=1)
             write_checkpoint(to, as_nnx(variables) if flavor == "nnx" else variables)
             bar.advance(task)
-    except ModuleNotFoundError as error:
-        raise TrainError(f'{error.name} is missing; run pip install "effjax[train]"') from error
     except OSError as error:
         reason = error.strerror or error
-        raise TrainError(f"{error.filename or source}: {reason}; check the paths") from error
+        raise TrainError(f"{error.filename or source}: {reason}. Check the paths.") from error
     except (ValueError, TypeError) as error:
         raise TrainError(str(error)) from error
-    leaves, table = jax.tree.leaves(variables), result_table()
+    leaves = jax.tree.leaves(variables)
     params = jax.tree.leaves(variables["params"])
     statistics = jax.tree.leaves(variables.get("batch_stats", {}))
     without_prefix = ", names without the prefix" if prefix else ""
@@ -85,6 +79,7 @@ def convert(
         "left out": f"batch counters{without_prefix}",
         "size": f"{sum(a.nbytes for a in leaves) / 1e6:.1f} MB",
     }
+    table = result_table()
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)

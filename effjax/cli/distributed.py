@@ -20,11 +20,9 @@ def join(arguments: Mapping[str, Any]) -> None:
     Args:
         arguments: The arguments of the command, with those named in `OPTIONS`.
     """
-    coordinator, number = arguments["coordinator"], arguments["num_processes"]
-    process_id = arguments["process_id"]
-    address = coordinator, number, process_id
-    if not arguments["distributed"]:
-        if address == (None, None, None):
+    requested, *address, timeout = [arguments[name] for name in OPTIONS]
+    if not requested:
+        if address == [None, None, None]:
             return
         if None in address:
             raise TrainError(
@@ -33,10 +31,7 @@ def join(arguments: Mapping[str, Any]) -> None:
             )
     from ..train import processes
 
-    if process_id is not None and number is not None and process_id >= number:
-        raise TrainError(f"--process-id (={process_id}) must be below --num-processes (={number})")
-    timeout = arguments["heartbeat_timeout"]
-    processes.join(processes.Cluster(coordinator, number, process_id, timeout))
+    processes.join(processes.Cluster(*address, heartbeat_timeout=timeout))
 
 
 @contextlib.contextmanager

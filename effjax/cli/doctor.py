@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ def examine() -> dict[str, Any]:
     """Return the report as JSON-serializable data. Initializes the JAX backend."""
     devices, backend_error = _describe_devices()
     plugins = {name: v for name in PLUGINS if (v := _version(name))}
-    extras = missing_by_extra(_requirements())
+    extras = missing_by_extra()
     on_gpu = any(device["platform"] == "gpu" for device in devices)
     advice = [] if on_gpu else _advise_on_gpus(list(plugins), extras)
     advice += [
@@ -74,50 +73,30 @@ def show(as_json: bool = False) -> None:
     print(json.dumps(report, indent=2) if as_json else "\n".join(format_lines(report)))
 
 
-def missing_by_extra(requirements: Sequence[str]) -> dict[str, list[str]]:
-    """Return the packages of each extra that are not installed.
-
-    Args:
-        requirements: In the form of `importlib.metadata.requires`: `rich>=13; extra == "train"`.
-    """
-    required: dict[str, list[str]] = {}
-    for requirement in requirements:
-        extra = re.search(r"""extra\s*==\s*['"]([^'"]+)""", requirement)
-        if extra:
-            required.setdefault(extra[1], []).append(requirement)
-
-    def missing(extra: str) -> list[str]:
-        names: list[str] = []
-        for requirement in required.get(extra, []):
-            package = _package_name(requirement)
-            options = requirement.removeprefix(f"{package}[").partition("]")[0]
-            if package == "effjax":  # an extra that includes others
-                for other in options.split(","):
-                    names += missing(other.strip())
-            elif package == "jax" and (cuda := re.match(r"(cuda\d+)(-local)?$", options)):
-                names += _missing_of_cuda(f"jax-{cuda[1]}-plugin", libraries=not cuda[2])
-            else:
-                names += [] if _version(package) else [package]
-        return list(dict.fromkeys(names))
-
-    return {extra: missing(extra) for extra in required}
+def missing_by_extra() -> dict[str, list[str]]:
+    """Return the packages of each extra of effjax that are not installed."""
+    extras: list[str] = []
+    if _version("effjax"):
+        extras = importlib.metadata.metadata("effjax").get_all("Provides-Extra") or []
+    return {extra: list(dict.fromkeys(missing_packages("effjax", extra))) for extra in extras}
 
 
-def _missing_of_cuda(plugin: str, libraries: bool) -> list[str]:
-    # The planner needs the plugin of JAX without the libraries of NVIDIA.
-    if not _version(plugin):
-        return [plugin]
-    requirements = importlib.metadata.requires(plugin) or [] if libraries else []
-    names = [
-        _package_name(requirement)
-        for requirement in requirements
-        if re.search(r"extra\s*==\s*['\"]with-cuda", requirement)
-    ]
-    return [name for name in names if not _version(name)]
-
-
-def _package_name(requirement: str) -> str:
-    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+def missing_packages(package: str, extra: str) -> list[str]:
+    """Return the packages of an extra, and of the extras that it includes, not installed."""
+    missing = []
+    for requirement in importlib.metadata.requires(package) or []:
+        if not re.search(rf"""extra\s*==\s*['"]{extra}['"]""", requirement):
+            continue
+        # For example: jax-cuda13-plugin[with-cuda]>=0.10.2; extra == "cuda13"
+        match = re.match(r"([\w.-]+)(?:\[([^]]*)\])?", requirement)
+        assert match is not None
+        name, included = match[1], match[2] or ""
+        if not _version(name):
+            missing.append(name)
+            continue
+        for other in filter(None, included.split(",")):
+            missing += missing_packages(name, other.strip())
+    return missing
 
 
 def _advise_on_gpus(plugins: list[str], missing: dict[str, list[str]]) -> list[str]:
@@ -188,13 +167,6 @@ def _describe_devices() -> tuple[list[dict[str, Any]], str | None]:
         }
         for device in devices
     ], None
-
-
-def _requirements() -> list[str]:
-    try:
-        return importlib.metadata.requires("effjax") or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
 
 
 def _version(name: str) -> str | None:

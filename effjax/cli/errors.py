@@ -31,18 +31,15 @@ def report(error: BaseException) -> int | None:
         code = 1
     elif isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in message:  # of JAX
         message, code = "out of device memory. Try a smaller --batch-size.", 1
-    elif _is_usage_error(error):
+    elif isinstance(error, ModuleNotFoundError):
+        message = f'{error.name} is missing. Run pip install "effjax[train]".'
+    elif hasattr(error, "format_message"):  # of typer, whose error classes are private
         message = _usage_message(error)
     elif not isinstance(error, TrainError):
         return None
     if message:
         print(f"effjax: {' '.join(message.split())}", file=sys.stderr)
     return code
-
-
-def _is_usage_error(error: Any) -> bool:
-    # The class is in a private module of typer.
-    return hasattr(error, "format_message") and hasattr(error, "exit_code")
 
 
 def _usage_message(error: Any) -> str:

@@ -3,12 +3,11 @@
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from typer import Option
 
 from ..train.lm.config import LMConfig
 from . import options
 from .distributed import end_all_on_error
-from .options import DATA, MODEL, OPTIMIZATION, RUN
+from .options import data_option, model_option, optimization_option, run_option
 from .training import RunRequest, make_console, request_run, train
 
 if TYPE_CHECKING:
@@ -20,105 +19,77 @@ if TYPE_CHECKING:
 def train_lm(
     ctx: typer.Context,
     data: Annotated[
-        str,
-        Option(
-            help="pydoc (the help of Python), or text:PATH of a file or a folder.",
-            rich_help_panel=DATA,
-        ),
-    ] = "pydoc",
-    validation: options.Validation = 0.1,
+        str, data_option(help="pydoc (the help of Python), or text:PATH of a file or a folder.")
+    ] = LMConfig.data,
+    validation: options.Validation = LMConfig.validation,
     context: Annotated[
-        int,
-        Option(help="Bytes that a prediction depends on.", min=1, rich_help_panel=DATA),
-    ] = 128,
+        int, data_option(help="Bytes that a prediction depends on.", min=1)
+    ] = LMConfig.context,
     init_from: Annotated[
         str | None,
-        Option(
-            help="Start with the best weights of this run. (default: random weights)",
-            rich_help_panel=MODEL,
-        ),
-    ] = None,
+        model_option(help="Start with the best weights of this run. (default: random weights)"),
+    ] = LMConfig.init_from,
     lora: Annotated[
         int | None,
-        Option(
+        model_option(
             help="Train only low-rank matrices of this rank, added to the kernels of the layers. "
             "(default: train all)",
             min=1,
-            rich_help_panel=MODEL,
         ),
-    ] = None,
+    ] = LMConfig.lora,
     layers: Annotated[
-        int, Option(help="Blocks of attention and MLP.", min=1, rich_help_panel=MODEL)
-    ] = 4,
-    width: Annotated[
-        int, Option(help="Channels of each layer.", min=1, rich_help_panel=MODEL)
-    ] = 128,
-    heads: Annotated[int, Option(help="Attention heads.", min=1, rich_help_panel=MODEL)] = 4,
+        int, model_option(help="Blocks of attention and MLP.", min=1)
+    ] = LMConfig.layers,
+    width: Annotated[int, model_option(help="Channels of each layer.", min=1)] = LMConfig.width,
+    heads: Annotated[int, model_option(help="Attention heads.", min=1)] = LMConfig.heads,
     bias: Annotated[
-        bool,
-        Option(help="Use biases, and LayerNorm instead of RMSNorm.", rich_help_panel=MODEL),
-    ] = False,
+        bool, model_option(help="Use biases, and LayerNorm instead of RMSNorm.")
+    ] = LMConfig.bias,
     dropout: Annotated[
-        float,
-        Option(help="Dropout rate after attention and MLP.", rich_help_panel=MODEL),
-    ] = 0.0,
+        float, model_option(help="Dropout rate after attention and MLP.")
+    ] = LMConfig.dropout,
     remat: Annotated[
-        bool, Option(help="Recompute each layer in the backward pass.", rich_help_panel=MODEL)
-    ] = False,
+        bool, model_option(help="Recompute each layer in the backward pass.")
+    ] = LMConfig.remat,
     offload: Annotated[
         Literal["none", "activations", "params", "all"],
-        Option(
-            help="Arrays in host memory: the inputs of the layers, their parameters, or both.",
-            rich_help_panel=MODEL,
+        model_option(
+            help="Arrays in host memory: the inputs of the layers, their parameters, or both."
         ),
-    ] = "none",
+    ] = LMConfig.offload,
     fuse_update: Annotated[
-        bool,
-        Option(help="Update each layer during the backward pass.", rich_help_panel=MODEL),
-    ] = False,
+        bool, model_option(help="Update each layer during the backward pass.")
+    ] = LMConfig.fuse_update,
     policy: Annotated[
         Literal["recompute", "dots", "everything"],
-        Option(
-            help="Residuals of layers with --offload or --fuse-update, in addition to their input.",
-            rich_help_panel=MODEL,
+        model_option(
+            help="Residuals of layers with --offload or --fuse-update, in addition to their input."
         ),
-    ] = "recompute",
+    ] = LMConfig.policy,
     num_microbatches: Annotated[
         int,
-        Option(
-            help="Parts of the batch that go through a layer while it is loaded.",
-            min=1,
-            rich_help_panel=MODEL,
-        ),
-    ] = 1,
-    steps: Annotated[
-        int, Option(help="Steps to train.", min=1, rich_help_panel=OPTIMIZATION)
-    ] = 300,
+        model_option(help="Parts of the batch that go through a layer while it is loaded.", min=1),
+    ] = LMConfig.num_microbatches,
+    steps: Annotated[int, optimization_option(help="Steps to train.", min=1)] = LMConfig.steps,
     report_every: Annotated[
         int,
-        Option(
-            help="Steps between validations, each with a checkpoint.",
-            min=1,
-            rich_help_panel=OPTIMIZATION,
-        ),
-    ] = 100,
-    batch_size: options.BatchSize = 8,
-    learning_rate: options.LearningRate = 3e-3,
-    weight_decay: options.WeightDecay = 0.1,
-    dtype: options.DType = "float32",
-    seed: options.Seed = 0,
+        optimization_option(help="Steps between validations, each with a checkpoint.", min=1),
+    ] = LMConfig.report_every,
+    batch_size: options.BatchSize = LMConfig.batch_size,
+    learning_rate: options.LearningRate = LMConfig.learning_rate,
+    weight_decay: options.WeightDecay = LMConfig.weight_decay,
+    dtype: options.DType = LMConfig.dtype,
+    seed: options.Seed = LMConfig.seed,
     out: options.Out = None,
     overwrite: options.Overwrite = False,
     resume: options.Resume = None,
-    checkpoint_every: options.CheckpointEvery = None,
-    keep: options.Keep = 1,
-    on_nan: options.OnNan = "stop",
-    mesh: options.Mesh = None,
+    checkpoint_every: options.CheckpointEvery = LMConfig.checkpoint_every,
+    keep: options.Keep = LMConfig.keep,
+    on_nan: options.OnNan = LMConfig.on_nan,
+    mesh: options.Mesh = LMConfig.mesh,
     plan: Annotated[
         bool,
-        Option(
-            "--plan", help="Plan the memory of the step on an H200 at the end.", rich_help_panel=RUN
-        ),
+        run_option("--plan", help="Plan the memory of the step on an H200 at the end."),
     ] = False,
     distributed: options.Distributed = False,
     coordinator: options.Coordinator = None,
@@ -131,14 +102,14 @@ def train_lm(
         _train(request_run(ctx, LMConfig, changeable=["steps", "plan"]), plan)
 
 
-def _train(request: RunRequest[LMConfig], plan: bool) -> None:
+def _train(request: RunRequest, plan: bool) -> None:
     from ..train.lm import report
     from ..train.lm.task import prepare
 
     task, console = prepare(request.config, resume=request.resume), make_console()
     if task.base is not None:
         task.base.check_apart(request.path)
-    run, result = train(request, task, report, console, saver="--remat, or --offload all")
+    run, result = train(request, task, report, console, memory_options="--remat, or --offload all")
     memory = _plan(request.config, task.mesh.size, console) if plan and run.writes else None
     report.show_result(console, run, result, memory)
 

@@ -6,11 +6,11 @@ import shlex
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..train.config import RunConfig
+from ..train.config import CHANGEABLE, RunConfig
 from ..train.errors import PreemptionError, TrainError
 from . import distributed
 from .errors import INTERRUPTED, PREEMPTED, CommandError
@@ -19,31 +19,22 @@ from .memory import memory_command
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..train.images.config import ImageConfig
-    from ..train.images.task import ImageResult
     from ..train.run_directory import RunDirectory
-
-Config = TypeVar("Config", bound=RunConfig, covariant=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class RunRequest(Generic[Config]):
+class RunRequest:
     """A run to start or to resume, as the command line describes it."""
 
-    config: Config
+    config: Any  # a RunConfig
     path: Path
-    overwrite: bool = False
-    resume: bool = False
-
-    @property
-    def resume_command(self) -> str:
-        """The command that resumes the run."""
-        return resume_command(self.config.COMMAND, self.path)
+    overwrite: bool
+    resume: bool
 
 
 def request_run(
-    ctx: typer.Context, config_type: type[Config], changeable: Sequence[str]
-) -> RunRequest[Config]:
+    ctx: typer.Context, config_type: type[RunConfig], changeable: Sequence[str]
+) -> RunRequest:
     """Join the other processes, if any, and return the run that the command line describes.
 
     Args:
@@ -52,59 +43,42 @@ def request_run(
         changeable: Options that can be given with `--resume`, besides those that all commands
             have.
     """
-    arguments = ctx.params
-    distributed.join(arguments)
+    distributed.join(ctx.params)
     from ..train.processes import run_on_first
-    from ..train.run_directory import unused
+    from ..train.run_directory import RunDirectory, unused
 
+    resume, path = ctx.params["resume"], ctx.params["out"]
     fields = {field.name for field in dataclasses.fields(config_type)}
-    resume = arguments["resume"]
     if resume is None:
-        config = config_type(**{name: arguments[name] for name in fields})
-        path = arguments["out"]
+        config = config_type(**{name: ctx.params[name] for name in fields})
         if path is None:
             path = Path(run_on_first(lambda: str(unused(config.COMMAND))))
-        return RunRequest(config, path, arguments["overwrite"])
+        return RunRequest(config, path, ctx.params["overwrite"], resume=False)
 
-    given = [
-        name for name in arguments if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")
-    ]
-    allowed = *changeable, "resume", "checkpoint_every", "keep", "on_nan", "mesh"
+    given = {
+        name: value
+        for name, value in ctx.params.items()
+        if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")
+    }
     for name in given:
-        if name not in (*allowed, *distributed.OPTIONS):
+        if name not in ("resume", *changeable, *CHANGEABLE, *distributed.OPTIONS):
             raise TrainError(
                 f"--{name.replace('_', '-')} cannot be combined with --resume. The run has its own."
             )
-    changes = {name: arguments[name] for name in given if name in fields}
-    config = dataclasses.replace(read_config(resume, config_type), **changes)
-    return RunRequest(config, resume, resume=True)
-
-
-def read_config(path: Path, config_type: type[Config]) -> Config:
-    """Read the configuration of a run, which must be one of this command."""
-    from ..train.run_directory import RunDirectory
-
-    stored = RunDirectory.find(path).config
+    stored = RunDirectory.find(resume).config
     command = str(stored.get("command"))
     if command != config_type.COMMAND:
-        raise TrainError(f"{path} is a run of another command. Use {resume_command(command, path)}")
-    return config_type.from_json(stored.get("options"))
+        raise TrainError(
+            f"{resume} is a run of another command. Use {resume_command(command, resume)}"
+        )
+    changes = {name: value for name, value in given.items() if name in fields}
+    config = dataclasses.replace(config_type.from_json(stored.get("options")), **changes)
+    return RunRequest(config, resume, overwrite=False, resume=True)
 
 
 def resume_command(command: str, path: Path) -> str:
     """Return the command line that resumes a run."""
     return f"effjax train {command} --resume {shlex.quote(str(path))}"
-
-
-def train_images(request: "RunRequest[ImageConfig]") -> "ImageResult":
-    """Train a network on images. Nothing is written before all options and data are checked."""
-    from ..train.images import report
-    from ..train.images.task import prepare
-
-    task, console = prepare(request.config), make_console()
-    run, result = train(request, task, report, console, saver="--save features")
-    report.show_result(console, task, run, result)
-    return result
 
 
 def make_console() -> "Console":
@@ -117,7 +91,7 @@ def make_console() -> "Console":
 
 
 def train(
-    request: RunRequest[Any], task: Any, report: Any, console: "Console", saver: str
+    request: RunRequest, task: Any, report: Any, console: "Console", memory_options: str
 ) -> tuple["RunDirectory", Any]:
     """Train a task and show its progress.
 
@@ -126,7 +100,7 @@ def train(
         task: From `prepare`.
         report: The module that describes the task.
         console: Where to print.
-        saver: The options that save memory, for the message if it does not suffice.
+        memory_options: The options that save memory, for the error if it does not suffice.
 
     Returns:
         The run directory and the result of the task.
@@ -157,6 +131,7 @@ def train(
     run.writes = is_first()
     report.announce(console, task, run)
     progress = report.make_progress(console, task) if is_first() else None
+    resume = f"Resume with {resume_command(task.config.COMMAND, request.path)}"
     try:
         with (
             preemption_signal() if current_cluster() else stop_signals() as stop_requested,
@@ -172,15 +147,13 @@ def train(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise CommandError(
-            f"out of device memory. Try a smaller --batch-size, or {saver}. See where it goes with "
-            f"{memory_command(task)}"
+            f"out of device memory. Try a smaller --batch-size, or {memory_options}. See where it "
+            f"goes with {memory_command(task)}"
         ) from error
     except KeyboardInterrupt as error:
-        message = f"interrupted. Resume with {request.resume_command}"
-        raise CommandError(message, INTERRUPTED) from error
+        raise CommandError(f"interrupted. {resume}", INTERRUPTED) from error
     except PreemptionError as error:
-        message = f"stopped and saved {error}. Resume with {request.resume_command}"
-        raise CommandError(message, PREEMPTED) from error
+        raise CommandError(f"stopped and saved {error}. {resume}", PREEMPTED) from error
 
 
 @contextlib.contextmanager

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal, Self
 from .errors import TrainError
 
 # Options that do not change the numbers of a run, apart from rounding, so a resumed run may have
-# other ones. The data are compared by their content.
-WITHOUT_EFFECT = ("data", "checkpoint_every", "keep", "on_nan", "mesh")
+# other ones.
+CHANGEABLE = "checkpoint_every", "keep", "on_nan", "mesh"
+WITHOUT_EFFECT = ("data", *CHANGEABLE)  # the data are compared by their content
 
 
 def fingerprint(options: Any) -> str:

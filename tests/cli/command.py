@@ -30,7 +30,7 @@ def planned(monkeypatch, run, command):
     """Run `effjax memory` up to the plan; return the batch size and the number of devices."""
     made = []
 
-    def plan(steps, *, batch_size, num_devices, **_):
+    def plan(steps, only, batch_size, max_batch, multiple_of, num_devices, **_):
         made.append((batch_size, num_devices))
         return {}
 

@@ -37,45 +37,36 @@ def test_kernels_with_and_without_a_gpu(monkeypatch, gpus, state):
     assert doctor.describe_kernels() == {"cpu": "loaded", "cuda": state}
 
 
-def test_missing_packages_of_each_extra():
-    missing = doctor.missing_by_extra(
-        [
+def test_missing_packages_of_an_extra(monkeypatch):
+    """The planner needs the plugin of JAX without the libraries of CUDA."""
+    required = {
+        "effjax": [
             "jax>=0.10.2",
-            'numpy>=2; extra == "train"',
-            "no-such-package>=1 ; extra == 'train'",
-            'no-such-package[all]; python_version > "3" and extra == "plan"',
-            'effjax[train,plan]; extra == "test"',
-            'pytest>=8; extra == "test"',
-            'jax[cuda99-local]; extra == "cuda99"',
-        ]
-    )
-    package, plugin = ["no-such-package"], ["jax-cuda99-plugin"]
-    assert missing == {"train": package, "plan": package, "test": package, "cuda99": plugin}
-
-
-def test_the_planner_needs_no_cuda_libraries(monkeypatch):
-    libraries = [
-        "jax-cuda13-pjrt==1",
-        "nvidia-cublas>=13; sys_platform == 'linux' and extra == 'with-cuda'",
-        'nvidia-nvvm; extra == "with-cuda"',
-    ]
-    installed = {"jax-cuda13-plugin", "nvidia-nvvm"}
-    monkeypatch.setattr(doctor, "_version", lambda name: "1" if name in installed else None)
-    monkeypatch.setattr(importlib.metadata, "requires", lambda name: libraries)
-    missing = doctor.missing_by_extra(
-        ['jax[cuda13]; extra == "cuda13"', 'jax[cuda13-local]; extra == "plan"']
-    )
-    assert missing == {"cuda13": ["nvidia-cublas"], "plan": []}
+            'jax[cuda13]; extra == "cuda13"',
+            "jax[cuda13-local] ; sys_platform == 'linux' and extra == 'plan'",
+            'effjax[plan,train]; extra == "test"',
+            'no-such-package>=1; extra == "train"',
+        ],
+        "jax": [
+            'jax-cuda13-plugin[with-cuda]<=0.10.2,>=0.10.2; extra == "cuda13"',
+            'jax-cuda13-plugin<=0.10.2,>=0.10.2; extra == "cuda13-local"',
+        ],
+        "jax-cuda13-plugin": ['nvidia-cublas>=13; extra == "with-cuda"'],
+    }
+    monkeypatch.setattr(doctor, "_version", lambda name: "1" if name in required else None)
+    monkeypatch.setattr(importlib.metadata, "requires", required.get)
+    for extra, missing in {
+        "cuda13": ["nvidia-cublas"], "plan": [], "test": ["no-such-package"],
+    }.items():  # fmt: skip
+        assert doctor.missing_packages("effjax", extra) == missing
 
 
 @pytest.mark.parametrize(
     ("gpu", "plugins", "missing", "platforms", "advice"),
     [
-        (False, [], [], "", []),
         (False, ["jax-cuda13-plugin"], ["nvidia-cublas"], "", ["is for the planner only"]),
         (False, ["jax-cuda13-plugin"], ["nvidia-cublas"], "cpu", []),
         (True, [], [], "", ["without JAX's plugin: pip"]),
-        (True, [], [], "cpu", []),
         (True, ["jax-cuda13-plugin"], ["nvidia-cublas"], "", ["without its libraries: pip"]),
         (True, ["jax-cuda12-plugin"], [], "cuda,cpu", ["check NVIDIA's driver"]),
     ],

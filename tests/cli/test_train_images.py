@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,63 +11,31 @@ from effjax import cli
 from effjax.train.images.config import DenseNetConfig, ResNetConfig
 from tests.cli.command import TINY, interrupt_at, one_line, planned, signal_at
 
-LONG = "x" * 300
-
-
-@pytest.fixture
-def locked(monkeypatch):
-    """Below a folder `locked` nothing can be looked up; root could."""
-    stat = Path.stat
-
-    def refuse(self, **options):
-        if "locked" in self.parts:
-            raise PermissionError(13, "Permission denied", str(self))
-        return stat(self, **options)
-
-    monkeypatch.setattr(Path, "stat", refuse)
-
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--data", "mnist"], "unknown data 'mnist'"),
-        (["--data", "cifar10:nowhere"], "nowhere: no such file"),
         (["--data", "folder:broken"], "dog/0.png: not a readable image"),
-        (["--data", "cifar10:locked"], "locked: cannot be read (Permission denied)"),
         (["--batch-size", "12"], "batch_size (=12)"),
-        (["--depth", "23"], "must be 6n + 4"),
         (["--model", "vgg"], "model (='vgg')"),
-        (["--validation", "1438"], "validation (=1438) must be less than"),
-        (["--out", "file/run"], "file/run"),
         (["--out", "broken"], "broken"),
         (["--resume", "broken"], "broken"),
         (["--resume", "broken", "--depth", "22"], "--depth cannot be combined with --resume"),
-        (["--resume", LONG], "File name too long"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(run, tmp_path, locked, argv, message):
-    (tmp_path / "broken.tar.gz").write_bytes(b"\x1f\x8b hello")
-    (tmp_path / "file").write_text("")
+def test_bad_input_is_one_line_and_leaves_nothing(run, tmp_path, argv, message):
+    from PIL import Image
+
     for name in ("cat", "dog"):
         (tmp_path / "broken" / name).mkdir(parents=True)
-        (tmp_path / "broken" / name / "0.png").write_text("hello")
-    (tmp_path / "broken" / "cat" / "0.png").write_bytes(png())
+    Image.new("RGB", (8, 8)).save(tmp_path / "broken" / "cat" / "0.png")
+    (tmp_path / "broken" / "dog" / "0.png").write_text("hello")
     before = sorted(tmp_path.rglob("*"))
     options = argv if "--resume" in argv else [*TINY[2:], *argv]
     code, out, err = run("train", "densenet", *options)
     assert (code, out) == (2, "")
     assert one_line(err) and message in err
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def png():
-    import io
-
-    from PIL import Image
-
-    stream = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(stream, "png")
-    return stream.getvalue()
 
 
 @pytest.mark.exhaustive
@@ -83,10 +50,6 @@ def test_one_epoch_of_densenet_on_digits(run, tmp_path):
     final = json.loads((tmp_path / "here" / "metrics.jsonl").read_text().splitlines()[-1])
     assert final["kind"] == "final"
     assert 0 < final["kept_bytes"]["efficient"] < final["kept_bytes"]["plain"]
-
-    code, out, err = run(*TINY, "--epochs", "1", "--out", "here")
-    assert (code, out) == (2, "") and one_line(err)
-    assert "here: holds a run; give another --out, or --overwrite" in err
 
 
 def test_resnet_and_its_comparison(run, small_model, tmp_path):
@@ -103,25 +66,6 @@ def test_resnet_and_its_comparison(run, small_model, tmp_path):
     shutil.rmtree(tmp_path / "here-plain")
     code, out, err = run("train", "resnet", "--resume", "here", "--compare-plain")
     assert (code, err) == (0, "") and out.splitlines()[-1] == last
-
-
-@pytest.mark.exhaustive
-def test_resnet_learns_from_a_folder(run, tmp_path):
-    """A real network, of images of two colors."""
-    from PIL import Image
-
-    for part, count in (("train", 16), ("test", 8)):
-        for name, color in (("blue", (0, 0, 200)), ("red", (200, 0, 0))):
-            folder = tmp_path / "images" / part / name
-            folder.mkdir(parents=True)
-            for i in range(count):
-                shade = tuple(min(c + 5 * i, 255) for c in color)
-                Image.new("RGB", (12, 12), shade).save(folder / f"{i}.png")
-    options = ["--data", "folder:images", "--validation", "0", "--batch-size", "16", "--dcn", "v1"]
-    code, out, err = run("train", "resnet", *options, "--epochs", "1", "--out", "here")
-    assert (code, err) == (0, "") and "images of 12×12×3 in 2 classes" in out
-    final = json.loads((tmp_path / "here" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert 0 < final["kept_bytes"]["efficient"] < final["kept_bytes"]["plain"]
 
 
 def test_ctrl_c_that_a_callback_swallows(run, small_model, monkeypatch):
@@ -161,24 +105,12 @@ def create_run(path, config):
     (path / "config.json").write_text(json.dumps(config.describe("0", {})))
 
 
-@pytest.mark.parametrize(
-    ("command", "config", "right"),
-    [("densenet", ResNetConfig(), "resnet"), ("lm", DenseNetConfig(), "densenet")],
-)
-def test_a_run_of_another_command(run, tmp_path, command, config, right):
-    create_run(tmp_path / "here", config)
-    code, out, err = run("train", command, "--resume", "here")
-    assert (code, out) == (2, "") and one_line(err)
-    assert f"of another command. Use effjax train {right} --resume here" in err
-    assert [p.name for p in (tmp_path / "here").iterdir()] == ["config.json"]
-
-
-def test_edited_options(run, tmp_path):
-    create_run(tmp_path / "here", DenseNetConfig())
-    file = tmp_path / "here" / "config.json"
-    file.write_text(file.read_text().replace('"seed": 0', '"seed": 1'))
+def test_a_run_of_another_command(run, tmp_path):
+    create_run(tmp_path / "here", ResNetConfig())
     code, out, err = run("train", "densenet", "--resume", "here")
-    assert (code, out) == (2, "") and one_line(err) and "config.json" in err
+    assert (code, out) == (2, "") and one_line(err)
+    assert "of another command. Use effjax train resnet --resume here" in err
+    assert [p.name for p in (tmp_path / "here").iterdir()] == ["config.json"]
 
 
 def test_options_that_can_change(run, small_model, monkeypatch, tmp_path):
@@ -215,15 +147,6 @@ def test_a_second_ctrl_c(run, small_model, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["effjax", *options])
     assert cli.main() == 130 and ignored == [(signal.SIGINT, signal.SIG_IGN)]
     assert capsys.readouterr().err == 2 * "effjax: interrupted\n"
-
-
-def test_ctrl_c_before_training(run, monkeypatch, tmp_path):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("effjax.train.images.task.load_dataset", interrupt)
-    assert run(*TINY) == (130, "", "effjax: interrupted\n")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_out_of_memory(run, small_model, monkeypatch):

@@ -1,0 +1,195 @@
+"""`effjax train densenet` and `effjax train resnet`."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ..train.errors import TrainError
+from ..train.images.config import DenseNetConfig, ResNetConfig
+from . import options
+from .distributed import end_all_on_error
+from .options import data_option, model_option, optimization_option
+from .training import RunRequest, make_console, request_run, train
+
+if TYPE_CHECKING:
+    from ..train.images.task import ImageResult
+
+Data = Annotated[
+    str, data_option(help="digits, rotated-digits, cifar10:PATH, cifar100:PATH or folder:PATH.")
+]
+ImageSize = Annotated[
+    int | None, data_option(help="Resize the images of a folder to this side.", min=1)
+]
+Augment = Annotated[
+    bool | None, data_option(help="Crop at random, and flip if --flip. (default: on)")
+]
+Flip = Annotated[
+    bool | None,
+    data_option(help="Flip at random when augmenting. (default: on, except for digits)"),
+]
+SmallInputs = Annotated[
+    bool | None, model_option(help="Use a stem without pooling. (default: up to 64×64 pixels)")
+]
+Efficient = Annotated[
+    bool, model_option(help="Save memory: recompute activations in the backward pass.")
+]
+Save = Annotated[
+    Literal["conv", "features"],
+    model_option(
+        help="With --efficient, conv keeps outputs of convolutions for the backward pass, and "
+        "features recomputes them: slower, less memory."
+    ),
+]
+Epochs = Annotated[int, optimization_option(help="Passes over the train set.", min=1)]
+Schedule = Annotated[
+    Literal["cosine", "step"],
+    optimization_option(
+        help="Learning rate: cosine to 0, or a tenth after 1/2 and again after 3/4 of the run."
+    ),
+]
+Momentum = Annotated[float, optimization_option(help="Nesterov momentum of SGD.")]
+Parallel = Annotated[
+    Literal["jit", "shard_map", "pmap"],
+    optimization_option(help="How the step is distributed over the devices."),
+]
+
+
+def train_densenet(
+    ctx: typer.Context,
+    data: Data = DenseNetConfig.data,
+    validation: options.Validation = DenseNetConfig.validation,
+    image_size: ImageSize = DenseNetConfig.image_size,
+    augment: Augment = DenseNetConfig.augment,
+    flip: Flip = DenseNetConfig.flip,
+    model: Annotated[
+        str, model_option(help="densenet-bc, or a network such as densenet121.")
+    ] = DenseNetConfig.model,
+    depth: Annotated[
+        int | None, model_option(help="Depth of densenet-bc, 6n + 4. (default: 22)")
+    ] = DenseNetConfig.depth,
+    growth_rate: Annotated[
+        int | None,
+        model_option(
+            help="Channels that each layer adds. (default: 12, or that of --model)", min=1
+        ),
+    ] = DenseNetConfig.growth_rate,
+    compression: Annotated[
+        float | None,
+        model_option(help="Share of the channels that a transition keeps. (default: 0.5)"),
+    ] = DenseNetConfig.compression,
+    bn_size: Annotated[
+        int | None,
+        model_option(help="Width of the bottleneck, in growth rates. (default: 4)", min=1),
+    ] = DenseNetConfig.bn_size,
+    drop_rate: Annotated[
+        float, model_option(help="Dropout rate of each layer's output.")
+    ] = DenseNetConfig.drop_rate,
+    small_inputs: SmallInputs = DenseNetConfig.small_inputs,
+    efficient: Efficient = DenseNetConfig.efficient,
+    save: Save = DenseNetConfig.save,
+    epochs: Epochs = DenseNetConfig.epochs,
+    batch_size: options.BatchSize = DenseNetConfig.batch_size,
+    learning_rate: options.LearningRate = DenseNetConfig.learning_rate,
+    schedule: Schedule = DenseNetConfig.schedule,
+    momentum: Momentum = DenseNetConfig.momentum,
+    weight_decay: options.WeightDecay = DenseNetConfig.weight_decay,
+    dtype: options.DType = DenseNetConfig.dtype,
+    parallel: Parallel = DenseNetConfig.parallel,
+    seed: options.Seed = DenseNetConfig.seed,
+    out: options.Out = None,
+    overwrite: options.Overwrite = False,
+    resume: options.Resume = None,
+    checkpoint_every: options.CheckpointEvery = DenseNetConfig.checkpoint_every,
+    keep: options.Keep = DenseNetConfig.keep,
+    on_nan: options.OnNan = DenseNetConfig.on_nan,
+    mesh: options.Mesh = DenseNetConfig.mesh,
+    distributed: options.Distributed = False,
+    coordinator: options.Coordinator = None,
+    num_processes: options.NumProcesses = None,
+    process_id: options.ProcessId = None,
+    heartbeat_timeout: options.HeartbeatTimeout = 100,
+) -> None:
+    """Train a DenseNet-BC with batch norm over all devices, and report its memory."""
+    with end_all_on_error():
+        _train(request_run(ctx, DenseNetConfig, changeable=["epochs"]))
+
+
+def train_resnet(
+    ctx: typer.Context,
+    data: Data = ResNetConfig.data,
+    validation: options.Validation = ResNetConfig.validation,
+    image_size: ImageSize = ResNetConfig.image_size,
+    augment: Augment = ResNetConfig.augment,
+    flip: Flip = ResNetConfig.flip,
+    depth: Annotated[
+        int, model_option(help="Depth of the network: 18, 34, 50, 101, or 8 for small images.")
+    ] = ResNetConfig.depth,
+    dcn: Annotated[
+        Literal["none", "v1", "v2"],
+        model_option(help="Deformable 3×3 convolutions in all stages but the first."),
+    ] = ResNetConfig.dcn,
+    compare_plain: Annotated[
+        bool,
+        model_option("--compare-plain", help="Also train the network without --dcn, in OUT-plain."),
+    ] = False,
+    small_inputs: SmallInputs = ResNetConfig.small_inputs,
+    efficient: Efficient = ResNetConfig.efficient,
+    save: Save = ResNetConfig.save,
+    epochs: Epochs = ResNetConfig.epochs,
+    batch_size: options.BatchSize = ResNetConfig.batch_size,
+    learning_rate: options.LearningRate = ResNetConfig.learning_rate,
+    schedule: Schedule = ResNetConfig.schedule,
+    momentum: Momentum = ResNetConfig.momentum,
+    weight_decay: options.WeightDecay = ResNetConfig.weight_decay,
+    dtype: options.DType = ResNetConfig.dtype,
+    parallel: Parallel = ResNetConfig.parallel,
+    seed: options.Seed = ResNetConfig.seed,
+    out: options.Out = None,
+    overwrite: options.Overwrite = False,
+    resume: options.Resume = None,
+    checkpoint_every: options.CheckpointEvery = ResNetConfig.checkpoint_every,
+    keep: options.Keep = ResNetConfig.keep,
+    on_nan: options.OnNan = ResNetConfig.on_nan,
+    mesh: options.Mesh = ResNetConfig.mesh,
+    distributed: options.Distributed = False,
+    coordinator: options.Coordinator = None,
+    num_processes: options.NumProcesses = None,
+    process_id: options.ProcessId = None,
+    heartbeat_timeout: options.HeartbeatTimeout = 100,
+) -> None:
+    """Train a ResNet with batch norm over all devices, and report its memory."""
+    with end_all_on_error():
+        request = request_run(ctx, ResNetConfig, changeable=["epochs", "compare_plain"])
+        if compare_plain:
+            _train_and_compare(request)
+        else:
+            _train(request)
+
+
+def _train(request: RunRequest) -> "ImageResult":
+    from ..train.images import report
+    from ..train.images.task import prepare
+
+    # This checks all options and data. Nothing is written before.
+    task, console = prepare(request.config), make_console()
+    run, result = train(request, task, report, console, memory_options="--save features")
+    report.show_result(console, task, run, result)
+    return result
+
+
+def _train_and_compare(request: RunRequest) -> None:
+    from ..train.processes import run_on_first
+
+    dcn = request.config.dcn
+    if dcn == "none":
+        raise TrainError("--compare-plain needs --dcn v1 or v2.")
+    deformable = _train(request)
+    path = request.path.with_name(f"{request.path.name}-plain")
+    config = dataclasses.replace(request.config, dcn="none")
+    resume = request.resume and run_on_first((path / "config.json").exists)
+    plain = _train(RunRequest(config, path, request.overwrite, resume))
+    make_console().print(
+        f"test accuracy: dcn {dcn} {deformable.test_accuracy:.2%}, plain {plain.test_accuracy:.2%}",
+        highlight=False,
+    )
