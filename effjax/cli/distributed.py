@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from ..train.errors import TrainError
 from . import errors
@@ -58,13 +58,9 @@ def end_all_on_error() -> Iterator[None]:
             code = 1
         if is_first():
             time.sleep(1)  # the coordinator: the others must be able to print their errors
-        _exit(code)
-
-
-def _exit(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _wait_for_jax(seconds: int) -> None:

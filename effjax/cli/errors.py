@@ -34,16 +34,13 @@ def report(error: BaseException) -> int | None:
     elif isinstance(error, ModuleNotFoundError):
         message = f'{error.name} is missing. Run pip install "effjax[train]".'
     elif hasattr(error, "format_message"):  # of typer, whose error classes are private
-        message = _usage_message(error)
+        usage_error: Any = error
+        message = usage_error.format_message().rstrip(".")
+        context = getattr(error, "ctx", None)
+        if message and context:  # without a message, the help has been printed
+            message = f"{message}. See {context.command_path} --help."
     elif not isinstance(error, TrainError):
         return None
     if message:
         print(f"effjax: {' '.join(message.split())}", file=sys.stderr)
     return code
-
-
-def _usage_message(error: Any) -> str:
-    message = error.format_message().rstrip(".")
-    context = getattr(error, "ctx", None)
-    # Without a message, the help has been printed.
-    return f"{message}. See {context.command_path} --help." if message and context else message

@@ -225,7 +225,7 @@ class Checkpoints:
             self._scores.pop(bad, None)
             log(
                 f"{self.directory / str(bad)} is damaged ({damage}) and was renamed to "
-                f"damaged-{bad}; using {self.directory / str(step)}"
+                f"damaged-{bad}. Using {self.directory / str(step)}"
             )
         if damaged:
             self._manager.reload()  # Orbax caches the list of steps

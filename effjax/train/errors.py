@@ -28,8 +28,8 @@ def check_regular(path: Path) -> None:
 def unreadable(path: object, error: OSError) -> DataError:
     """Return the error for a file or directory that the system refuses to read."""
     return DataError(
-        f"{error.filename or path}: cannot be read ({error.strerror or error}); check its path and "
-        "its permissions"
+        f"{error.filename or path}: cannot be read ({error.strerror or error}). Check its path and "
+        "its permissions."
     )
 
 

@@ -39,7 +39,7 @@ def make_mesh(axes: str | None, devices: Devices | None = None) -> Mesh:
         try:
             devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
         except RuntimeError as error:
-            raise TrainError(f"JAX finds no device ({error}); run effjax doctor") from error
+            raise TrainError(f"JAX finds no device ({error}). Run effjax doctor.") from error
     sizes = parse_axes(axes, len(devices))
     grid = np.array(devices).reshape(tuple(sizes.values()))
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
@@ -96,7 +96,7 @@ def check_batch_size(batch_size: int, mesh: Mesh) -> None:
     if batch_size % mesh.size:
         raise TrainError(
             f"batch_size (={batch_size}) must be divisible by the number of devices "
-            f"(={mesh.size}); use {batch_size // mesh.size * mesh.size or mesh.size}"
+            f"(={mesh.size}). Use {batch_size // mesh.size * mesh.size or mesh.size}."
         )
 
 

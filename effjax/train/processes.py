@@ -59,8 +59,8 @@ def join(cluster: Cluster) -> None:
         )
     except (ValueError, RuntimeError) as error:
         raise TrainError(
-            f"the processes cannot connect ({str(error).splitlines()[0]}); give --coordinator "
-            "HOST:PORT, --num-processes and --process-id, the same address to all"
+            f"the processes cannot connect ({str(error).splitlines()[0]}). Give --coordinator "
+            "HOST:PORT, --num-processes and --process-id, the same address to all."
         ) from error
     _clusters.append(cluster)
 
@@ -83,8 +83,8 @@ def check_same_everywhere(name: str, mine: dict[str, Any]) -> None:
     for key in sorted(first.keys() | mine.keys()):
         if first.get(key) != mine.get(key):
             raise TrainError(
-                f"{name} {key} (={mine.get(key)!r}) is {first.get(key)!r} in process 0; give all "
-                "processes the same"
+                f"{name} {key} (={mine.get(key)!r}) is {first.get(key)!r} in process 0. Give all "
+                "processes the same."
             )
 
 

@@ -50,15 +50,15 @@ class RunDirectory:
                 has changed.
         """
         if importlib.util.find_spec("matplotlib") is None:  # draws the curve at the end
-            raise TrainError('matplotlib is missing; run pip install "effjax[train]"')
+            raise TrainError('matplotlib is missing. Run pip install "effjax[train]".')
         run = cls(path)
-        with _explain(path, "cannot be written to", "give another --out"):
+        with _explain(path, "cannot be written to", "Give another --out."):
             existing = {file.name for file in path.iterdir()} if path.exists() else set()
             if existing - {f"{cls.CONFIG}.partial"}:  # left by a call that was interrupted
                 if not run._is_run():
-                    raise TrainError(f"{path}: not empty and not a run; give another --out")
+                    raise TrainError(f"{path}: not empty and not a run. Give another --out.")
                 if not overwrite:
-                    raise TrainError(f"{path}: holds a run; give another --out, or --overwrite")
+                    raise TrainError(f"{path}: holds a run. Give another --out, or --overwrite.")
             path.mkdir(parents=True, exist_ok=True)
             _check_writable(path)
             with run.locked():
@@ -74,17 +74,17 @@ class RunDirectory:
     def open(cls, path: Path) -> "RunDirectory":
         """Open a run to resume it. Raises TrainError if there is none or it is read-only."""
         run = cls.find(path)
-        with _explain(path, "cannot be resumed", "check its path and its permissions"):
+        with _explain(path, "cannot be resumed", "Check its path and its permissions."):
             _check_writable(path)
         return run
 
     @classmethod
     def find(cls, path: Path) -> "RunDirectory":
         """Open a run to read it. Raises TrainError if there is none."""
-        with _explain(path, "cannot be read", "check its path and its permissions"):
+        with _explain(path, "cannot be read", "Check its path and its permissions."):
             if (path / cls.CONFIG).is_file():
                 return cls(path)
-        raise TrainError(f"{path}: not a run (no {cls.CONFIG}); give the directory of a run")
+        raise TrainError(f"{path}: not a run (no {cls.CONFIG}). Give the directory of a run.")
 
     def _is_run(self) -> bool:
         # Other programs have a config.json too.
@@ -111,8 +111,8 @@ class RunDirectory:
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise TrainError(
-                    f"{self.path}: another process is training in it; wait for its end, or give "
-                    "another --out"
+                    f"{self.path}: another process is training in it. Wait for its end, or give "
+                    "another --out."
                 ) from None
             except OSError as error:  # some file systems have no locks
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EBADF, errno.EINVAL):
@@ -138,15 +138,15 @@ class RunDirectory:
     def config(self) -> dict[str, Any]:
         """The content of config.json. Raises TrainError if the options in it were edited."""
         file = self.path / self.CONFIG
-        with _explain(file, "cannot be read", "start a new run"):
+        with _explain(file, "cannot be read", "Start a new run."):
             config = _parse_object(file.read_text())
             expected = config.get("fingerprint")
             edited = expected is not None and expected != fingerprint(config.get("options", {}))
         if edited:
             raise TrainError(
-                f"{file}: its options were changed, and the run was trained with others; put them "
-                "back, or start a new run (to make one longer, use --resume with --epochs or "
-                "--steps)"
+                f"{file}: its options were changed, and the run was trained with others. Put them "
+                "back, or start a new run. To make one longer, use --resume with --epochs or "
+                "--steps."
             )
         return config
 
@@ -159,7 +159,7 @@ class RunDirectory:
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, without an incomplete last one."""
         file = self.path / self.METRICS
-        with _explain(file, "cannot be read", "start a new run"):
+        with _explain(file, "cannot be read", "Start a new run."):
             lines = file.read_text().split("\n")[:-1] if file.exists() else []
             return [_parse_object(line) for line in lines]
 
@@ -253,7 +253,7 @@ def _explain(path: Path, problem: str, remedy: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise TrainError(f"{path}: {problem} ({reason}); {remedy}") from error
+        raise TrainError(f"{path}: {problem} ({reason}). {remedy}") from error
 
 
 def _check_writable(path: Path) -> None:

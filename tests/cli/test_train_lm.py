@@ -111,8 +111,8 @@ def test_resume_does_not_need_init_from(run_lm, base, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--data", "text:nowhere"], "nowhere: no such file or directory"),
-        (["--context", "39"], "396 bytes are too few for context (=39)"),
+        (["--data", "text:nowhere"], "nowhere"),
+        (["--context", "39"], "bytes are too few for context (=39)"),
         (["--heads", "3"], "width (=8) must be divisible by 2 · heads (=3). Use 6"),
         (["--init-from", "run"], "run: not a run (no config.json)"),
         (["--out", "."], ".: not empty and not a run"),

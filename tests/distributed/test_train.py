@@ -214,7 +214,7 @@ def test_an_error_of_one_process_ends_all(tmp_path, text):
 def test_rejects_options_that_differ(tmp_path, text):
     before = "if process == 1: import sys; sys.argv += ['--seed', '7']"
     results = ended(start(2, *text, "--out", tmp_path / "run", before=before))
-    assert results[1][0] == 2 and "option seed (=7) is 0 in process 0; give all" in results[1][2]
+    assert results[1][0] == 2 and "option seed (=7) is 0 in process 0. Give all" in results[1][2]
     assert results[0][0] != 0 and not (tmp_path / "run").exists()
 
 
@@ -225,4 +225,4 @@ def test_an_error_in_all_processes(tmp_path, text):
     (tmp_path / "run" / "mine.txt").touch()
     results = ended(start(2, *text, "--out", tmp_path / "run"))
     assert [code for code, _, _ in results] == [2, 2], results
-    assert all("not empty and not a run; give another --out" in said for _, _, said in results)
+    assert all("not empty and not a run. Give another --out" in said for _, _, said in results)

@@ -148,9 +148,9 @@ def test_falls_back_to_the_newest_intact_checkpoint(tmp_path):
         checkpoints.save(4, state(4), score=(0.4,))  # the number is free again
     assert messages == [
         f"{tmp_path}/4 is damaged ({messages[0].split('(')[1].split(')')[0]}) and was renamed to "
-        f"damaged-4; using {tmp_path}/2",
+        f"damaged-4. Using {tmp_path}/2",
         f"{tmp_path}/3 is damaged (no intact manifest.json: FileNotFoundError) and was renamed to "
-        f"damaged-3; using {tmp_path}/2",
+        f"damaged-3. Using {tmp_path}/2",
     ]
     assert {path.name for path in tmp_path.iterdir()} == {"1", "2", "4", "damaged-3", "damaged-4"}
 

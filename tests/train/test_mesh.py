@@ -71,7 +71,7 @@ def test_a_batch_is_split_over_all_devices():
     assert placed["x"].sharding.shard_shape((8, 3)) == (2, 3)
     assert placed["x"].sharding.is_equivalent_to(batch_sharding(mesh), 2)
     assert local_rows(8, mesh) == slice(0, 8)
-    with pytest.raises(TrainError, match=r"batch_size \(=6\) must be divisible .* \(=4\); use 4"):
+    with pytest.raises(TrainError, match=r"batch_size \(=6\) must be divisible .* \(=4\)\. Use 4"):
         check_batch_size(6, mesh)
 
 

@@ -36,7 +36,7 @@ def test_overwrites_a_run_only_if_asked(tmp_path):
     run.append({"kind": "epoch"})
     run.checkpoints.mkdir()
     (run.path / "notes.txt").write_text("mine")
-    with pytest.raises(TrainError, match="holds a run; give another --out, or --overwrite"):
+    with pytest.raises(TrainError, match="holds a run. Give another --out, or --overwrite"):
         create(run.path)
     assert run.metrics == [{"kind": "epoch"}]
     create(run.path, overwrite=True)
@@ -54,7 +54,7 @@ def test_lock_excludes_other_processes(tmp_path):
     ) as other:
         assert other.stdout is not None and other.stdout.readline()
         for refused in (run.locked().__enter__, lambda: create(run.path, overwrite=True)):
-            with pytest.raises(TrainError, match="run: another process is training in it; wait"):
+            with pytest.raises(TrainError, match="run: another process is training in it. Wait"):
                 refused()
         assert run.metrics == [{"kind": "epoch"}]
         other.kill()
@@ -87,7 +87,7 @@ def test_rejects_a_config_of_another_program(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     (tmp_path / "checkpoints" / "important").mkdir(parents=True)
     for overwrite in (False, True):
-        with pytest.raises(TrainError, match="not empty and not a run; give another --out"):
+        with pytest.raises(TrainError, match="not empty and not a run. Give another --out"):
             create(tmp_path, overwrite)
     assert (tmp_path / "config.json").read_text() == content
     assert (tmp_path / "checkpoints" / "important").is_dir()
@@ -117,7 +117,7 @@ def test_uses_an_empty_directory(tmp_path):
 def test_rejects_a_path_below_a_file(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(TrainError, match="cannot be written to .*; give another --out"):
+        with pytest.raises(TrainError, match=r"cannot be written to .*\. Give another --out"):
             create(path)
 
 
@@ -187,7 +187,7 @@ def test_appends_after_an_incomplete_line(tmp_path):
 def test_rejects_metrics_that_do_not_fit_the_checkpoint(tmp_path, content, message):
     run = create(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(content)
-    with pytest.raises(TrainError, match=rf"metrics\.jsonl{message}.*start a new run"):
+    with pytest.raises(TrainError, match=rf"metrics\.jsonl{message}.*[Ss]tart a new run"):
         run.keep("step", [1], ["loss"])
     assert (tmp_path / "metrics.jsonl").read_text() == content
 
@@ -201,7 +201,7 @@ def test_append_rejects_nan(tmp_path):
 def test_requires_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(
-        TrainError, match=r'matplotlib is missing; run pip install "effjax\[train\]"'
+        TrainError, match=r'matplotlib is missing. Run pip install "effjax\[train\]"'
     ):
         create(tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -212,7 +212,7 @@ def test_rejects_an_unreadable_directory(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr("pathlib.Path.stat", refuse)
-    with pytest.raises(TrainError, match=r"cannot be read \(Permission denied\); check"):
+    with pytest.raises(TrainError, match=r"cannot be read \(Permission denied\)\. Check"):
         RunDirectory.open(tmp_path / "run")
 
 
@@ -224,7 +224,7 @@ def test_rejects_edited_options(tmp_path):
     assert run.config["options"] == options
     file = tmp_path / "config.json"
     for content, message in (
-        (file.read_text().replace("3", "4", 1), "its options were changed, .*start a new run"),
+        (file.read_text().replace("3", "4", 1), "its options were changed, .* start a new run"),
         ('{"options": 3, "fingerprint": "a"}', "cannot be read .options must be an object"),
     ):
         file.write_text(content)

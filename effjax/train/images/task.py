@@ -107,7 +107,7 @@ def prepare(
     if config.batch_size > images:
         raise TrainError(
             f"batch_size (={config.batch_size}) is larger than the train set "
-            f"(={counted(images, 'image')}); use a smaller one"
+            f"(={counted(images, 'image')}). Use a smaller one."
         )
     steps_each = images // config.batch_size
     schedule = make_schedule(config.schedule, config.learning_rate, config.epochs * steps_each)

@@ -130,7 +130,7 @@ def test_unreadable_image(tmp_path, monkeypatch):
 
     archives.write_images(tmp_path, {"cat": 2, "dog": 2})
     monkeypatch.setattr(pil, "open", refuse)
-    with pytest.raises(DataError, match=r"cat/0\.png: cannot be read \(Permission denied\); check"):
+    with pytest.raises(DataError, match=r"cat/0\.png: cannot be read \(Permission denied\)\. "):
         load_dataset(f"folder:{tmp_path}")
 
 

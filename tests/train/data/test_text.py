@@ -89,7 +89,7 @@ def test_unreadable_file(tmp_path, monkeypatch):
 
     (tmp_path / "a.txt").write_text("hello")
     monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
-    with pytest.raises(DataError, match=r"a\.txt: cannot be read \(Permission denied\); check its"):
+    with pytest.raises(DataError, match=r"a\.txt: cannot be read \(Permission denied\)\. Check"):
         load_text(f"text:{tmp_path / 'a.txt'}")
 
 
@@ -103,7 +103,7 @@ def test_unreadable_folder_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("hello")
     scan = os.scandir
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(DataError, match=r"locked: cannot be read \(Permission denied\); check its"):
+    with pytest.raises(DataError, match=r"locked: cannot be read \(Permission denied\)\. Check"):
         load_text(f"text:{tmp_path}")
 
 

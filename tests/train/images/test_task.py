@@ -16,7 +16,7 @@ def test_no_device(monkeypatch):
         raise RuntimeError("no backend")
 
     monkeypatch.setattr("jax.devices", fail)
-    with pytest.raises(TrainError, match=r"JAX finds no device \(no backend\); run effjax doctor"):
+    with pytest.raises(TrainError, match=r"JAX finds no device \(no backend\)\. Run effjax doctor"):
         prepare(DenseNetConfig(), dataset=small.dataset())
 
 
@@ -35,7 +35,7 @@ def test_batches_depend_on_seed_and_epoch_only():
     [
         (
             {"batch_size": 7},
-            r"batch_size \(=7\) must be divisible by the number of devices \(=2\); use 6",
+            r"batch_size \(=7\) must be divisible by the number of devices \(=2\)\. Use 6",
         ),
         ({"batch_size": 1}, "use 2"),
         ({"batch_size": 128}, r"larger than the train set \(=65 images\)"),
