@@ -75,7 +75,7 @@ def test_ctrl_c_that_a_callback_swallows(run, small_model, monkeypatch):
         with contextlib.suppress(KeyboardInterrupt):
             interrupt_at(3)(self, step, measured, rate)
 
-    monkeypatch.setattr("effjax.train.report.LineProgress.step", step)
+    monkeypatch.setattr("effjax.train.report.ConsoleProgress.step", step)
     options = ["--epochs", "2", "--batch-size", "16", "--out", "here"]
     code, _, err = run("train", "densenet", *options)
     assert code == 130 and err.startswith("effjax: interrupted. Resume with effjax train densenet")
@@ -84,7 +84,7 @@ def test_ctrl_c_that_a_callback_swallows(run, small_model, monkeypatch):
 
 def test_ctrl_c_then_resume(run, small_model, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
-        patch.setattr("effjax.train.report.LineProgress.step", interrupt_at(5))  # of 8
+        patch.setattr("effjax.train.report.ConsoleProgress.step", interrupt_at(5))  # of 8
         options = ["--epochs", "2", "--batch-size", "16", "--out", "here"]
         code, out, err = run("train", "densenet", *options)
     assert code == 130 and "epoch 1/2" in out
@@ -137,7 +137,7 @@ def test_a_second_ctrl_c(run, small_model, monkeypatch, tmp_path, capsys):
 
     ignored = []
     monkeypatch.setattr("effjax.train.run_directory.RunDirectory.draw", interrupt)
-    monkeypatch.setattr("effjax.train.report.LineProgress.start", interrupt)
+    monkeypatch.setattr("effjax.train.report.ConsoleProgress.start", interrupt)
     options = ["train", "densenet", "--batch-size", "16", "--out", "here"]
     code, _, err = run(*options)
     assert code == 130 and one_line(err) and "--resume here" in err
@@ -181,7 +181,9 @@ def test_overwrite_and_progress_bar(run, small_model, monkeypatch, tmp_path):
 def test_sigterm_then_resume(run, small_model, monkeypatch, tmp_path):
     """In the middle of an epoch; the step that is under way is finished and saved."""
     with monkeypatch.context() as patch:
-        patch.setattr("effjax.train.report.LineProgress.step", signal_at(signal.SIGTERM, 6))  # of 8
+        patch.setattr(
+            "effjax.train.report.ConsoleProgress.step", signal_at(signal.SIGTERM, 6)
+        )  # of 8
         options = ["--epochs", "2", "--batch-size", "16", "--out", "here"]
         code, _, err = run("train", "densenet", *options)
     assert code == 75

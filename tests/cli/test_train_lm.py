@@ -132,7 +132,7 @@ def test_lm_out_of_memory(run, run_lm, base, monkeypatch):
     monkeypatch.setattr("effjax.train.loop.fit", exhausted)
     code, _, err = run_lm(*LM, "--dtype", "bfloat16", "--lora", "4", "--init-from", base)
     command = (
-        "effjax memory lm --layers 1 --width 8 --context 8 --lora 4 --batch-size 8 --dtype bfloat16"
+        "effjax memory lm --layers 1 --width 8 --context 8 --lora 4 --dtype bfloat16 --batch-size 8"
         " --num-devices 8"
     )
     assert code == 1 and one_line(err) and "smaller --batch-size, or --remat" in err
