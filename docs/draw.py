@@ -149,7 +149,7 @@ def batch_norm(devices=4):
 # Name in the JSON: label, color, line width.
 BLOCKS = {
     "plain autodiff": ("plain", RED, 1.8),
-    "jax.checkpoint a layer": ("jax.checkpoint a layer", ORANGE, 1.8),
+    "jax.checkpoint a layer": ("jax.checkpoint per layer", ORANGE, 1.8),
     "jax.checkpoint pass-through": ("jax.checkpoint, pass-through", "#c69026", 1.8),
     'effjax save="conv"': ('effjax, save="conv"', BLUE, 2.6),
     "jax.checkpoint pass-through, recompute conv1": (

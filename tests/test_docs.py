@@ -33,7 +33,7 @@ README = ROOT / "README.md"
 GUIDES = sorted(ROOT.glob("docs/guides/*.md"))
 PAGES = [README, *sorted(ROOT.glob("docs/*.md")), *GUIDES]
 # Pages whose blocks run only with --exhaustive.
-SLOW = {page.stem for page in PAGES} - {"README", "batch_norm", "deform_conv", "offload", "planner"}
+SLOW = {page.stem for page in PAGES} - {"README", "batch_norm", "deform_conv", "offload"}
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 MEASURED = ROOT / "docs" / "measured"
 OPTIONAL_PACKAGES = {"equinox": r"\beqx\b", "grain": r"\bgrain\b"}  # and their names in code

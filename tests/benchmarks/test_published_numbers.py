@@ -20,9 +20,13 @@ FEATURES = 'effjax save="features"'
 
 
 def table_rows(page):
-    """Return the rows of a page's tables as lists of cells without emphasis."""
+    """Return the rows of a page's tables as lists of cells without emphasis.
+
+    Pages say "per layer" where the names in the JSON files say "a layer".
+    """
     lines = [line for line in page.read_text().splitlines() if line.startswith("| ")]
-    return [[re.sub(r"\*\*|`", "", cell).strip() for cell in row.split("|")[1:-1]] for row in lines]
+    lines = [re.sub(r"\*\*|`", "", line).replace(" per ", " a ") for line in lines]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
 
 def measured(file):
