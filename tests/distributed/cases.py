@@ -207,7 +207,7 @@ def all_four(way: str, mesh: Mesh) -> Case:
     would scale up to the size of the others.
     """
     own = network()
-    sizes = own.Sizes(stem=4, growth=2, dense=(2, 1), width=8, heads=2, layers=2)
+    sizes = own.Sizes(stem=4, growth=2, dense=(2, 1), patch=1, width=8, heads=2, layers=2)
     state, step = own.make_training(sizes, optax.sgd(0.01, momentum=0.9), way, mesh)
     return Case(step, state, digits())
 
