@@ -10,7 +10,7 @@ import pytest
 from effjax.train.checkpoint import Checkpoints
 from effjax.train.errors import PreemptionError, TrainError
 from effjax.train.images.steps import Batch, Learner
-from effjax.train.lm import recipe, steps
+from effjax.train.lm import steps
 from effjax.train.lm.config import LMConfig
 from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
@@ -46,7 +46,7 @@ class Poisoned(Learner):
 
 @pytest.fixture(scope="module", autouse=True)
 def poisoned_text():
-    loss, split = steps.lm_loss, recipe.split_loss
+    loss, split = steps.lm_loss, steps.split_loss
 
     def lm_loss(graphdef, params, tokens, *rest):
         return loss(graphdef, params, tokens, *rest) + poison(tokens, params)
@@ -61,7 +61,7 @@ def poisoned_text():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(steps, "lm_loss", lm_loss)
-        patch.setattr(recipe, "split_loss", split_loss)
+        patch.setattr(steps, "split_loss", split_loss)
         yield
 
 

@@ -8,12 +8,11 @@ import jax
 from jax.sharding import Mesh
 
 from ..checkpoint import Checkpoints
-from ..errors import DamagedCheckpointError, TrainError, unreadable
+from ..errors import TrainError, unreadable
 from ..mesh import with_shardings
 from ..run_directory import RunDirectory
 from .config import LMConfig
-from .recipe import make_learner
-from .steps import LMState, OffloadedState
+from .steps import LMState, OffloadedState, make_learner
 
 SHAPES = "layers", "width", "heads", "bias"  # the options that the shapes of the weights depend on
 
@@ -90,8 +89,5 @@ def restore_weights(
         lambda sharding: sharding.with_memory_kind("pinned_host"), learner.shardings(shapes, mesh)
     )
     with Checkpoints(base.run.checkpoints, read_only=True) as checkpoints:
-        try:
-            weights = checkpoints.restore(with_shardings(shapes, shardings), base.step).params
-        except DamagedCheckpointError as error:
-            raise TrainError(f"{error}; give another run") from error
+        weights = checkpoints.restore(with_shardings(shapes, shardings), base.step).params
     return state.with_params(put(state.params, weights))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ... import offload_jit
 from ..mesh import batch_sharding, make_mesh, planning_mesh, with_shardings
 from .config import LMConfig
-from .recipe import make_learner
+from .steps import make_learner
 
 LM_FORMS: dict[str, dict[str, Any]] = {
     "in memory": {},

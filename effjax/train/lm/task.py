@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ... import __version__
+from ... import __version__, offload_jit
 from ..data.text import (
     Text,
     check_length,
@@ -33,8 +33,7 @@ from ..mesh import (
 from ..task import Metrics, Part, Record, TrainStep
 from .base import Base, find_base, restore_weights
 from .config import LMConfig
-from .recipe import LMLearner, make_learner
-from .steps import LMState, OffloadedState, compile_lm_step, make_lm_eval_step
+from .steps import LMLearner, LMState, OffloadedState, make_learner
 
 State = LMState | OffloadedState
 
@@ -153,21 +152,33 @@ class LMTask:
         return with_shardings(shapes, self.learner.shardings(shapes, self.mesh))
 
     def make_step(self) -> TrainStep:
-        """Compile a training step."""
-        return compile_lm_step(self.learner.train_step(), self.mesh)
+        """Compile a training step, in which each array keeps its sharding and its memory."""
+        return offload_jit(self.learner.train_step())
 
     def make_test(self) -> Callable[[State, Part], Metrics]:
         """Compile an evaluation."""
-        learner = self.learner
-        apply_layers = learner.apply_layers(num_microbatches=1)
-        eval_step = make_lm_eval_step(learner.graphdef, self.mesh, apply_layers)
-        return lambda state, part: self._evaluate(eval_step, state, part)
+        eval_step = offload_jit(self.learner.eval_step(), donate=False)
+        context, size = self.config.context, self.config.batch_size
+        rows = local_rows(size, self.mesh)
+
+        def test(state: State, part: Part) -> Metrics:
+            total, count = 0.0, 0.0
+            data = getattr(self.text, part)
+            if not len(data):
+                return {}
+            for tokens, weights in test_batches(data, context, size):
+                batch = global_batch((tokens[rows], weights[rows]), size, self.mesh)
+                total += float(eval_step(state.params, *batch))
+                count += float(weights.sum())
+            loss = total / count
+            return {"loss": loss, "bits_per_byte": loss / math.log(2)}
+
+        return test
 
     def batches(self, done: int) -> Iterator[jax.Array]:
         """Yield the batches after `done` steps, without end."""
         config, size = self.config, self.config.batch_size
-        rows = local_rows(size, self.mesh)
-        data = self.text.train
+        rows, data = local_rows(size, self.mesh), self.text.train
         for windows in train_batches(data, config.context, size, config.seed, done, rows):
             yield global_batch(windows, size, self.mesh)
 
@@ -216,17 +227,3 @@ class LMTask:
             num_params=self.learner.num_params,
             seconds=time.perf_counter() - began,
         )
-
-    def _evaluate(self, eval_step: Callable, state: State, part: Part) -> Metrics:
-        """Return the mean loss over the windows of a part of the text; empty if the part is."""
-        data = getattr(self.text, part)
-        if not len(data):
-            return {}
-        total, count, size = 0.0, 0.0, self.config.batch_size
-        rows = local_rows(size, self.mesh)
-        for tokens, weights in test_batches(data, self.config.context, size):
-            batch = global_batch((tokens[rows], weights[rows]), size, self.mesh)
-            total += float(eval_step(state.params, *batch))
-            count += float(weights.sum())
-        loss = total / count
-        return {"loss": loss, "bits_per_byte": loss / math.log(2)}

@@ -16,16 +16,22 @@ from effjax.train.checkpoint import Checkpoints
 from effjax.train.errors import TrainError
 from effjax.train.lm.config import LMConfig
 from effjax.train.lm.forms import lm_training_step
-from effjax.train.lm.recipe import make_lm_optimizer
-from effjax.train.lm.steps import lm_loss
+from effjax.train.lm.steps import lm_loss, make_lm_optimizer
 from effjax.train.lm.task import prepare
 from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
 from effjax.train.task import Progress
 from tests.programs import needs_gpu_compiler
 from tests.tiers import plainly
-from tests.train.lm.test_offloaded import Interrupt, lines, new_run
-from tests.train.small import TEXT, CachedTask, lm_task
+from tests.train import small
+from tests.train.small import (
+    TEXT,
+    CachedTask,
+    InterruptAt,
+    assert_same_parameters,
+    lines_without_times,
+    new_run,
+)
 
 pytest.importorskip("matplotlib")
 
@@ -33,44 +39,39 @@ RANK, KEY = 2, jax.random.key(0)
 BATCHES = TEXT.train[np.arange(8).reshape(2, 4, 1) * 5 + np.arange(13)].astype(np.int32)
 FORMS: dict[str, dict[str, Any]] = {
     "plain": dict(),
-    "remat": dict(remat=True),
     "activations": dict(offload="activations"),
-    "params": dict(offload="params"),
     "all": dict(offload="all", policy="dots"),
     "fused": dict(offload="all", fuse_update=True),
-    "fused in memory": dict(fuse_update=True),
-    "fused, activations": dict(offload="activations", fuse_update=True),
-    "bias": dict(offload="all", fuse_update=True, bias=True),
 }
+lm_task = functools.partial(small.lm_task, 1, bias=True)
 
 
 @functools.cache
-def first_state(bias):
-    return jax.device_get(lm_task(1, bias=bias).initial_state())
+def first_state():
+    return jax.device_get(lm_task().initial_state())
 
 
-def weights(step, bias=False):
-    """Those of the runs to begin with, after a step."""
-    return jax.tree.map(lambda a: a + np.float32(0.01 * step), first_state(bias).params)
+def weights(step):
+    """Return the weights of the other run after a step."""
+    return jax.tree.map(lambda a: a + np.float32(0.01 * step), first_state().params)
 
 
-def base_run(path, *losses, best=1, bias=False):
-    """Return the final state of a run."""
-    run = new_run(path, lm_task(1, bias=bias))
+def base_run(path, *losses, best=1):
+    """Write a run with a checkpoint for each loss, and return its path."""
+    run = new_run(path, lm_task())
     with Checkpoints(run.checkpoints) as checkpoints:
         for step, loss in enumerate(losses, 1):
             run.append({"kind": "step", "step": step} | loss)
-            state = first_state(bias).with_params(weights(step, bias))
+            state = first_state().with_params(weights(step))
             checkpoints.save(step, state, score=(float(step == best),))
     return str(path)
 
 
 @pytest.fixture(scope="module")
-def bases(tmp_path_factory):
-    """Return runs with and without biases, in which the first step is the best one."""
-    folder = tmp_path_factory.mktemp("bases")
-    validated = {"validation_loss": 1.0}, {"validation_loss": 2.0}
-    return functools.cache(lambda bias: base_run(folder / f"{bias}", *validated, bias=bias))
+def base(tmp_path_factory):
+    """Return a run in which the first step is the best one."""
+    folder = tmp_path_factory.mktemp("base")
+    return base_run(folder / "run", {"validation_loss": 1.0}, {"validation_loss": 2.0})
 
 
 def adapters_of(params):
@@ -83,14 +84,13 @@ def without_adapters(params):
     return {**params, "blocks": kept}
 
 
-@functools.cache
-def by_hand(path, bias):
-    """(adapters, losses) of steps on kernels to which the products are added."""
-    config = lm_task(1, bias=bias).config
-    learner, params = lm_task(1, bias=bias).learner, weights(1, bias)
-    adapters = adapters_of(lm_task(1, bias=bias, lora=RANK, init_from=path).initial_state().params)
-    schedule: Any = learner.learning_rate
-    tx = make_lm_optimizer(schedule, config.weight_decay)
+@pytest.fixture(scope="module")
+def by_hand(base):
+    """Return adapters and losses after steps on kernels to which the products are added."""
+    task, params = lm_task(), weights(1)
+    adapters = adapters_of(lm_task(lora=RANK, init_from=base).initial_state().params)
+    learner, schedule = task.learner, task.learner.learning_rate
+    tx = make_lm_optimizer(schedule, task.config.weight_decay)  # type: ignore[arg-type]
 
     @jax.jit
     @jax.value_and_grad
@@ -112,11 +112,8 @@ def by_hand(path, bias):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FORMS)
-def test_steps_on_frozen_weights(name, bases):
-    options = FORMS[name]
-    bias, offload = options.get("bias", False), options.get("offload")
-    path = bases(bias)
-    task = lm_task(1, lora=RANK, init_from=path, **options)
+def test_steps_on_frozen_weights(name, base, by_hand):
+    task = lm_task(lora=RANK, init_from=base, **FORMS[name])
     state: Any = task.initial_state()
     np.testing.assert_array_equal(adapters_of(state.params)["up"]["lora_b"], 0)
     states = state.opt_state if hasattr(state, "opt_state") else state.model[2:4]
@@ -128,112 +125,106 @@ def test_steps_on_frozen_weights(name, bases):
     for tokens in BATCHES:
         state, loss = step(state, tokens, KEY)
         losses.append(float(loss))
-    adapters, want = by_hand(path, bias)
+    adapters, want = by_hand
     np.testing.assert_allclose(losses, want, rtol=1e-5)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5)
     jax.tree.map(close, adapters_of(state.params), adapters)
     assert np.any(adapters_of(state.params)["out"]["lora_b"])
-    frozen = without_adapters(state.params)
-    jax.tree.map(np.testing.assert_array_equal, frozen, weights(1, bias))
+    jax.tree.map(np.testing.assert_array_equal, without_adapters(state.params), weights(1))
     kinds = {a.sharding.memory_kind for a in jax.tree.leaves(state.params["blocks"])}
-    assert kinds == {"pinned_host" if offload in ("params", "all") else "device"}
+    assert kinds == {"pinned_host" if task.config.offload == "all" else "device"}
 
 
 @pytest.mark.parametrize("name", plainly("plain", of=["plain", "fused"]))
-def test_all_weights_of_another_run(name, bases):
-    task = lm_task(1, init_from=bases(False), **FORMS[name])
+def test_all_weights_of_another_run(name, base):
+    task = lm_task(init_from=base, **FORMS[name])
     state: Any = task.initial_state()
     jax.tree.map(np.testing.assert_array_equal, state.params, weights(1))
     assert task.learner.num_trained == task.learner.num_params
 
 
 def test_without_validation_the_last_step_is_the_best(tmp_path):
-    path = base_run(tmp_path / "run", {}, {}, best=2)
-    base: Any = lm_task(1, init_from=path).base
-    assert base.step == 2
+    task: Any = lm_task(init_from=base_run(tmp_path / "run", {}, {}, best=2))
+    assert task.base.step == 2
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["plain", "fused"])
-def test_resuming_ends_with_the_same_bits(name, bases, tmp_path):
-    one: Any = CachedTask(lm_task(2, lora=RANK, init_from=bases(False), **FORMS[name]))
-    runs = [new_run(tmp_path / part, one) for part in ("whole", "parts")]
-    fit(one, runs[0])
+def test_resumes_exactly(base, tmp_path):
+    task: Any = CachedTask(lm_task(lora=RANK, init_from=base))
+    whole, parts = (new_run(tmp_path / name, task) for name in ("whole", "parts"))
+    fit(task, whole)
     with pytest.raises(KeyboardInterrupt):
-        fit(one, runs[1], Interrupt(at=3))
-    config = LMConfig.from_json(runs[1].config["options"])
-    assert config == one.config
-    fit(one, RunDirectory.open(runs[1].path), Progress(), resume=True)
-    assert lines(runs[1])[-3:] == lines(runs[0])[-3:]
-    for run in runs:
-        with Checkpoints(run.checkpoints) as checkpoints:
-            params = checkpoints.restore(one.initial_state(), 5).params
-        jax.tree.map(np.testing.assert_array_equal, without_adapters(params), weights(1))
+        fit(task, parts, InterruptAt(3))
+    assert LMConfig.from_json(parts.config["options"]) == task.config
+    fit(task, RunDirectory.open(parts.path), Progress(), resume=True)
+    assert lines_without_times(parts)[-3:] == lines_without_times(whole)[-3:]
+    assert_same_parameters(task, whole, parts)
+    with Checkpoints(whole.checkpoints) as checkpoints:
+        params = checkpoints.restore(task.shapes(), 5).params
+    jax.tree.map(np.testing.assert_array_equal, without_adapters(params), weights(1))
 
 
 BAD = {
     "no run to begin with": (dict(init_from=None), r"lora \(=2\) needs --init-from"),
     "nowhere": (dict(init_from="nowhere"), r"nowhere: not a run \(no config.json\)"),
-    "another model": (dict(width=32), "model. Give --layers 2 --width 16 --heads 2 --no-bias"),
-    "biases": (dict(bias=True), "is of another model. Give .* --no-bias"),
-}  # fmt: skip
+    "another model": (dict(width=32), "model. Give --layers 2 --width 16 --heads 2 --bias"),
+}
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_runs_that_do_not_fit(name, bases):
+def test_runs_that_do_not_fit(name, base):
     options, message = BAD[name]
     with pytest.raises(TrainError, match=message):
-        lm_task(1, **dict(lora=RANK, init_from=bases(False)) | options)
+        lm_task(**dict(lora=RANK, init_from=base) | options)
 
 
-def test_runs_without_weights_to_begin_with(bases, tmp_path):
+def test_runs_without_weights_to_begin_with(base, tmp_path):
     path = base_run(tmp_path / "run")
     with pytest.raises(TrainError, match="run has no checkpoint of a step yet"):
-        lm_task(1, init_from=path)
-    task = lm_task(1, lora=RANK, init_from=bases(False))
+        lm_task(init_from=path)
+    task = lm_task(lora=RANK, init_from=base)
     run = new_run(tmp_path / "adapters", task)
-    with pytest.raises(TrainError, match="has adapters. Give the run .*False"):
-        lm_task(1, init_from=str(run.path))
+    with pytest.raises(TrainError, match=f"has adapters. Give the run .*{base}"):
+        lm_task(init_from=str(run.path))
 
 
 def test_a_run_of_another_command_is_named(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(json.dumps({"options": {"depth": 22}}))
     with pytest.raises(TrainError, match="/run: config.json is not that of effjax train lm"):
-        lm_task(1, init_from=str(tmp_path / "run"))
+        lm_task(init_from=str(tmp_path / "run"))
 
 
-def test_a_damaged_checkpoint_to_begin_with_is_named(bases, tmp_path):
-    run = RunDirectory(shutil.copytree(bases(False), tmp_path / "run"))
-    task = lm_task(1, init_from=str(run.path))
+def test_a_damaged_checkpoint_to_begin_with_is_named(base, tmp_path):
+    run = RunDirectory(shutil.copytree(base, tmp_path / "run"))
+    task = lm_task(init_from=str(run.path))
     file = run.checkpoints / "1" / "default" / "_METADATA"
     file.write_bytes(file.read_bytes()[:100])
-    message = r"/run/checkpoints/1 is damaged \(.*\); give another run$"
-    with pytest.raises(TrainError, match=message):
+    with pytest.raises(TrainError, match=r"/run/checkpoints/1 is damaged \(.*\)$"):
         task.initial_state()
 
 
-def test_checkpoints_to_begin_with_that_cannot_be_read(bases, monkeypatch):
+def test_checkpoints_to_begin_with_that_cannot_be_read(base, monkeypatch):
     def refused(*_, **__):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("orbax.checkpoint.CheckpointManager.__init__", refused)
     with pytest.raises(TrainError, match=r"/checkpoints: cannot be read \(Permission denied\)"):
-        lm_task(1, init_from=bases(False))
+        lm_task(init_from=base)
 
 
-def test_a_run_to_begin_with_is_only_read(bases, tmp_path):
+def test_a_run_to_begin_with_is_only_read(base, tmp_path):
     def files(path):
         return {file: file.stat().st_mtime_ns for file in [path, *path.rglob("*")]}
 
-    path = shutil.copytree(bases(False), tmp_path / "run")
+    path = shutil.copytree(base, tmp_path / "run")
     before = files(path)
-    lm_task(1, init_from=str(path)).initial_state()
+    lm_task(init_from=str(path)).initial_state()
     assert files(path) == before
     shutil.rmtree(path / "checkpoints")
     before = files(path)
     with pytest.raises(TrainError, match="run has no checkpoint of a step yet"):
-        lm_task(1, init_from=str(path))
+        lm_task(init_from=str(path))
     assert files(path) == before
 
 
@@ -244,11 +235,11 @@ class StopAtStart(Progress):
         raise KeyboardInterrupt
 
 
-def test_resuming_needs_the_other_run_for_step_0_only(bases, tmp_path, monkeypatch):
-    shutil.copytree(bases(False), tmp_path / "base")
+def test_resuming_needs_the_other_run_for_step_0_only(base, tmp_path, monkeypatch):
+    shutil.copytree(base, tmp_path / "base")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    run = new_run(tmp_path / "run", lm_task(1, lora=RANK, init_from="base"))
+    run = new_run(tmp_path / "run", lm_task(lora=RANK, init_from="base"))
     monkeypatch.chdir("elsewhere")
     config = LMConfig.from_json(run.config["options"])
     for step_0_is_there in (False, True):
@@ -271,7 +262,7 @@ def test_resuming_needs_the_other_run_for_step_0_only(bases, tmp_path, monkeypat
 @pytest.mark.parametrize("name", ["all", "fused"])
 def test_plans_of_frozen_weights(name):
     """On the host, read and never written; only what is trained has moments."""
-    layers, width, rank = 6, 64, 8
+    layers, width, rank = 3, 64, 8
     config = LMConfig(layers=layers, width=width, context=16, lora=rank, **FORMS[name])
     found = plan(*lm_training_step(config))
     kernels = layers * (12 * width**2 + 2 * width)

@@ -1,19 +1,21 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 from effjax.models import scan_layers
-from effjax.train.lm.steps import compile_lm_step, lm_loss, lm_step, split_loss
-from effjax.train.mesh import data_mesh, replicated
+from effjax.train.lm.config import LMConfig
+from effjax.train.lm.steps import build, lm_loss, make_lm_optimizer, make_lm_schedule, split_loss
 from tests.train.small import CachedTask, lm_task
 
 
 @pytest.fixture(scope="module")
 def one():
-    return CachedTask(lm_task())
+    return CachedTask(lm_task(1))
 
 
 def test_loss_matches_float64(one):
@@ -38,23 +40,46 @@ def test_split_loss(abstract, one):
     np.testing.assert_allclose(functions.head(others, x, tokens, key), want, rtol=1e-6)
 
 
-def test_step_with_other_layers_and_devices(one):
-    """Recomputed layers on two devices take the same step as scanned layers on one."""
-    tokens, key = np.arange(52).reshape(4, 13) % 256, jax.random.key(3)
-    seen = []
+def test_step_with_remat_and_two_devices(one):
+    """Recomputed layers on two devices take the same step as stored ones on one device."""
+    two, key = lm_task(2, remat=True), jax.random.key(3)
 
-    def mine(layer, params, x, key):
-        seen.append(x.shape)
-        return lm_task(remat=True).learner.apply_layers(1)(layer, params, x, key)
-
-    def step(devices, apply_layers):
-        learner, mesh = one.learner, data_mesh(jax.devices()[:devices])
-        step = lm_step(learner.graphdef, learner.optimizer, apply_layers, mesh=mesh)
-        run = compile_lm_step(step, mesh)
-        state, loss = run(jax.device_put(one.initial_state(), replicated(mesh)), tokens, key)
+    def step(task):
+        state, loss = task.make_step()(task.initial_state(), next(task.batches(0)), key)
         assert int(state.step) == 1
         return jax.tree.map(np.asarray, (state.params, loss))
 
-    got, want = step(2, mine), step(1, scan_layers)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
-    assert seen == [(4, 12, 16)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), step(two), step(one))
+
+
+def test_weight_decay_is_of_kernels_only():
+    params = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: build(LMConfig(bias=True)))))
+    ones = jax.tree.map(lambda p: jnp.ones(p.shape[:1]), params)
+    optimizer = make_lm_optimizer(lambda _: 1.0, 0.5)
+    zeros = jax.tree.map(jnp.zeros_like, ones)
+    updates, _ = optimizer.update(zeros, optimizer.init(ones), ones)
+    leaves = jax.tree.leaves_with_path(updates)
+    moved = {jax.tree_util.keystr(path): float(update[0]) for path, update in leaves}
+    assert {v for k, v in moved.items() if "kernel" in k} == {-0.5}
+    assert {v for k, v in moved.items() if "kernel" not in k} == {0.0}
+
+
+def test_the_optimizer_works_leaf_by_leaf():
+    """The update of a parameter does not depend on the others."""
+    optimizer = make_lm_optimizer(optax.constant_schedule(0.1), 0.1)
+    params = {"a": {"kernel": jnp.ones(3)}, "b": {"scale": jnp.ones(2)}}
+
+    def first(params, grads):
+        return optimizer.update(grads, optimizer.init(params), params)[0]
+
+    whole: Any = first(params, params)
+    part: Any = first({"a": params["a"]}, {"a": params["a"]})
+    np.testing.assert_array_equal(whole["a"]["kernel"], part["a"]["kernel"])
+
+
+def test_schedule():
+    schedule: Any = make_lm_schedule(1.0, 100)
+    rates = [float(schedule(s)) for s in (0, 10, 100)]
+    np.testing.assert_allclose(rates, [0.1, 1, 0.1], atol=1e-6)
+    one_step: Any = make_lm_schedule(1.0, 1)
+    assert np.isfinite(float(one_step(0)))
