@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import DataError, check_regular
 from .arrays_pickle import loads
-from .dataset import Dataset, check_labels
+from .dataset import Dataset
 
 MAX_FILE_BYTES = 1 << 28  # the largest CIFAR file, the pickled train set of CIFAR-100, has 155 MB
 MAX_NAME_BYTES = 1 << 20
@@ -33,10 +33,8 @@ class Layout:
     train: tuple[str, ...]
     test: tuple[str, ...]
     names: str
-    pickled: bool
-    label_key: str  # key of the labels in the pickled dictionary
-    names_key: str
-    label_bytes: int  # bytes before the pixels of a binary record; the last one is the class
+    keys: tuple[str, str] | None = None  # of the labels and the class names in pickled dictionaries
+    label_bytes: int = 0  # bytes before the pixels of a binary record; the last one is the class
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -44,24 +42,17 @@ class Layout:
         return (*self.train, *self.test, self.names)
 
 
-BATCHES = [f"data_batch_{i}" for i in range(1, 6)]
+BATCHES = tuple(f"data_batch_{i}" for i in range(1, 6))
+BINARY_BATCHES = tuple(f"{name}.bin" for name in BATCHES)
 
 LAYOUTS = {
     10: (
-        Layout(tuple(BATCHES), ("test_batch",), "batches.meta", True, "labels", "label_names", 0),
-        Layout(
-            tuple(f"{name}.bin" for name in BATCHES),
-            ("test_batch.bin",),
-            "batches.meta.txt",
-            False,
-            "",
-            "",
-            1,
-        ),
+        Layout(BATCHES, ("test_batch",), "batches.meta", keys=("labels", "label_names")),
+        Layout(BINARY_BATCHES, ("test_batch.bin",), "batches.meta.txt", label_bytes=1),
     ),
     100: (
-        Layout(("train",), ("test",), "meta", True, "fine_labels", "fine_label_names", 0),
-        Layout(("train.bin",), ("test.bin",), "fine_label_names.txt", False, "", "", 2),
+        Layout(("train",), ("test",), "meta", keys=("fine_labels", "fine_label_names")),
+        Layout(("train.bin",), ("test.bin",), "fine_label_names.txt", label_bytes=2),
     ),
 }
 
@@ -81,10 +72,7 @@ def load_cifar(path: Path, num_classes: int) -> Dataset:
     files = _read_directory(path, wanted) if path.is_dir() else _read_archive(path, wanted)
     layout = max(layouts, key=lambda layout: len(files.keys() & set(layout.files)))
     for name in layout.files:
-        if name not in files:
-            raise DataError(
-                f"{path}: {name} is missing; download the CIFAR-{num_classes} archive again"
-            )
+        _check(name in files, path, f"{name} of CIFAR-{num_classes} is missing")
 
     class_names = _class_names(layout, files[layout.names], f"{path}/{layout.names}", num_classes)
     parts = {}
@@ -93,11 +81,9 @@ def load_cifar(path: Path, num_classes: int) -> Dataset:
         parts[part] = [np.concatenate(columns) for columns in zip(*batches, strict=True)]
     (train_images, train_labels), (test_images, test_labels) = parts["train"], parts["test"]
     # A binary file that is truncated between two records looks complete.
-    if len(train_images) != 5 * len(test_images):
-        raise DataError(
-            f"{path}: {len(train_images)} train and {len(test_images)} test images, not "
-            "five to one. A file is truncated: download it again"
-        )
+    counts = len(train_images), len(test_images)
+    text = f"has {counts[0]} train and {counts[1]} test images, not five to one"
+    _check(counts[0] == 5 * counts[1], path, text)
     return Dataset(
         name=f"cifar{num_classes}:{path}",
         train_images=train_images,
@@ -134,21 +120,17 @@ def _read_archive(path: Path, wanted: set[str]) -> dict[str, bytes]:
                 name = PurePosixPath(member.name).name
                 if name not in wanted or not member.isreg():
                     continue
-                if name in files:
-                    raise DataError(f"{path}: contains {name} twice; download the archive again")
+                _check(name not in files, path, f"contains {name} twice")
                 stream = archive.extractfile(member)
                 files[name] = b"" if stream is None else stream.read()
-                if len(files[name]) != member.size:
-                    raise DataError(f"{path}: truncated in {name}; download the archive again")
+                _check(len(files[name]) == member.size, path, f"truncated in {name}")
             # gzip verifies its checksum at the end of the file.
             while archive.fileobj is not None and archive.fileobj.read(1 << 20):
                 pass
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # an error of the system: permissions, a failing disk
-        raise DataError(
-            f"{path}: not a complete .tar.gz archive ({error}); download it again"
-        ) from error
+        raise _damaged(path, f"not a complete .tar.gz archive ({error})") from error
     return files
 
 
@@ -164,78 +146,69 @@ class _Member(tarfile.TarInfo):
 
 
 def _check_size(source: object, size: int) -> None:
-    if size > MAX_FILE_BYTES:
-        raise DataError(
-            f"{source}: {size} bytes; no CIFAR file is above {MAX_FILE_BYTES}. Download it again"
-        )
+    _check(size <= MAX_FILE_BYTES, source, f"{size} bytes, but CIFAR has at most {MAX_FILE_BYTES}")
+
+
+def _check(condition: bool, source: object, problem: str) -> None:
+    if not condition:
+        raise _damaged(source, problem)
+
+
+def _damaged(source: object, problem: str) -> DataError:
+    return DataError(f"{source}: {problem}. Check that this is CIFAR, or download it again")
 
 
 def _read_batch(
     layout: Layout, data: bytes, source: str, num_classes: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return images [N, 32, 32, 3] and labels [N] of one file."""
-    if layout.pickled:
+    if layout.keys is not None:
         content = _dictionary(data, source)
         pixels = _entry(content, "data", np.ndarray, source)
-        if pixels.dtype != np.uint8 or pixels.ndim != 2 or pixels.shape[1] != PIXELS:
-            raise DataError(
-                f"{source}: data is {pixels.dtype}{list(pixels.shape)}, not uint8[N, {PIXELS}]; "
-                "download the archive again"
-            )
-        labels = _integers(_entry(content, layout.label_key, list, source), source)
+        is_images = pixels.dtype == np.uint8 and pixels.ndim == 2 and pixels.shape[1] == PIXELS
+        kind = f"{pixels.dtype}{list(pixels.shape)}"
+        _check(is_images, source, f"data is {kind}, not uint8[N, {PIXELS}]")
+        labels = _entry(content, layout.keys[0], list, source)
     else:
         record = layout.label_bytes + PIXELS
-        if len(data) % record:
-            raise DataError(
-                f"{source}: {len(data)} bytes is not a multiple of the {record}-byte record. The "
-                "file is truncated or of another data set: download the archive again"
-            )
+        text = f"{len(data)} bytes is not a multiple of the {record}-byte record"
+        _check(len(data) % record == 0, source, text)
         records = np.frombuffer(data, np.uint8).reshape(-1, record)
         pixels = records[:, layout.label_bytes :]
-        labels = records[:, layout.label_bytes - 1].astype(np.int32)
-    check_labels(source, pixels, labels, num_classes)
+        labels = records[:, layout.label_bytes - 1].tolist()
+    _check(len(pixels) > 0, source, "contains no images")
+    text = f"{len(pixels)} images but {len(labels)} labels"
+    _check(len(pixels) == len(labels), source, text)
+    in_range = all(type(label) is int and 0 <= label < num_classes for label in labels)
+    _check(in_range, source, f"labels must be integers from 0 to {num_classes - 1}")
     images = pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)  # channels are stored first
-    return images, labels
+    return images, np.array(labels, np.int32)
 
 
 def _class_names(layout: Layout, data: bytes, source: str, num_classes: int) -> tuple[str, ...]:
-    if layout.pickled:
-        names = _entry(_dictionary(data, source), layout.names_key, list, source)
+    if layout.keys is not None:
+        names = _entry(_dictionary(data, source), layout.keys[1], list, source)
     else:
-        names = data.decode("ascii", "replace").split()
-    if len(names) != num_classes:
-        raise DataError(
-            f"{source}: {len(names)} class names, not {num_classes}; download the archive again"
-        )
-    if not all(type(name) in (str, bytes) for name in names):
-        raise DataError(f"{source}: class names are not text; download the archive again")
+        names = data.split()
+    is_text = all(type(name) in (str, bytes) for name in names)
+    text = f"must contain {num_classes} class names, not {len(names)} entries"
+    _check(is_text and len(names) == num_classes, source, text)
     return tuple(_text(name) for name in names)
 
 
 def _dictionary(data: bytes, source: str) -> dict[str, Any]:
     content = loads(data, source)
-    if not isinstance(content, dict):
-        raise DataError(
-            f"{source}: contains a {type(content).__name__}, not a dictionary; download it again"
-        )
+    kind = type(content).__name__
+    _check(isinstance(content, dict), source, f"contains a {kind}, not a dictionary")
     # Pickles of Python 2 have bytes where Python 3 has str.
     return {_text(key): value for key, value in content.items()}
 
 
 def _entry(content: dict[str, Any], key: str, kind: type, source: str) -> Any:
     value = content.get(key)
-    if not isinstance(value, kind):
-        raise DataError(
-            f"{source}: no {kind.__name__} named {key!r}; check that this is the data set you named"
-        )
+    _check(isinstance(value, kind), source, f"contains no {kind.__name__} named {key!r}")
     return value
 
 
 def _text(value: Any) -> str:
     return value.decode("ascii", "replace") if isinstance(value, bytes) else str(value)
-
-
-def _integers(labels: list, source: str) -> np.ndarray:
-    if not all(type(label) is int and abs(label) < 2**31 for label in labels):
-        raise DataError(f"{source}: labels are not integers; download the archive again")
-    return np.array(labels, np.int32)

@@ -35,7 +35,7 @@ class Images(Protocol):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Validated images and labels: labels are in range, and every class has a training image.
+    """Images and labels, in train, validation and test sets.
 
     Attributes:
         name: Specification that the data set was loaded from.
@@ -62,38 +62,10 @@ class Dataset:
     validation_images: Images = field(default_factory=lambda: np.zeros(0, np.uint8))
     validation_labels: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
-    def __post_init__(self) -> None:
-        for part in ("train", "test"):
-            images, labels = getattr(self, f"{part}_images"), getattr(self, f"{part}_labels")
-            check_labels(f"{self.name} ({part} set)", images, labels, len(self.class_names))
-        counts = np.bincount(self.train_labels, minlength=len(self.class_names))
-        if (counts == 0).any():
-            empty = self.class_names[int(np.argmin(counts))]
-            raise DataError(
-                f"{self.name}: class {empty!r} must have a training image; add one or remove "
-                "the class"
-            )
-
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """Shape (H, W, C) of an image."""
         return self.train_images.shape[1:]
-
-
-def check_labels(source: str, images: Images, labels: np.ndarray, num_classes: int) -> None:
-    """Raise `DataError` unless each image has a label in `[0, num_classes)`."""
-    if len(images) == 0:
-        raise DataError(f"{source}: no images; add at least one per class")
-    if len(images) != len(labels):
-        raise DataError(
-            f"{source}: {len(images)} images but {len(labels)} labels; download the data again"
-        )
-    if labels.min() < 0 or labels.max() >= num_classes:
-        bad = labels[(labels < 0) | (labels >= num_classes)][0]
-        raise DataError(
-            f"{source}: label {bad} is not in 0..{num_classes - 1}; correct the labels, or check "
-            "the format that you named"
-        )
 
 
 def stratified_split(

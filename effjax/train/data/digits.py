@@ -4,18 +4,13 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError
 from .dataset import Dataset, stratified_split
 
 
 def load_digits() -> Dataset:
     """Load scikit-learn's handwritten digits: 1797 images of 8×8 gray pixels in 10 classes."""
-    try:
-        from sklearn import datasets
-    except ImportError as error:
-        raise DataError(
-            'data "digits" needs scikit-learn; run pip install "effjax[train]"'
-        ) from error
+    from sklearn import datasets
+
     bunch: Any = datasets.load_digits()
     images = np.round(bunch.images * (255 / 16)).astype(np.uint8)[..., None]  # 0..16 → 0..255
     labels = bunch.target.astype(np.int32)

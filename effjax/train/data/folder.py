@@ -14,7 +14,6 @@ EXTENSIONS = frozenset(
     {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 )
 
-
 IN_MEMORY = 2**31  # bytes of pixels; a larger folder is decoded batch by batch
 
 
@@ -35,52 +34,42 @@ def load_folder(path: Path, image_size: int | None = None, in_memory: int = IN_M
     Raises:
         DataError: If the folder has fewer than two classes, or an image cannot be read.
     """
-    if image_size is not None and image_size < 1:
-        raise DataError(f"image_size (={image_size}) must be at least 1")
-    if not path.is_dir():
-        raise DataError(f"{path}: not a directory; folder:PATH needs one folder per class")
     held_out = next((name for name in ("test", "val") if (path / name).is_dir()), None)
-    has_split = held_out is not None and (path / "train").is_dir()
-    if held_out is not None and has_split:
-        files = {"train": class_files(path / "train"), "test": class_files(path / held_out)}
-        odd = sorted(files["train"].keys() ^ files["test"].keys())
-        if odd:
+    if held_out is not None and (path / "train").is_dir():
+        classes, test_classes = class_files(path / "train"), class_files(path / held_out)
+        if odd := sorted(classes.keys() ^ test_classes.keys()):
             raise DataError(
                 f"{path}: class {odd[0]!r} must be in both train/ and {held_out}/, or in neither"
             )
+        train_files, train_labels = _files_and_labels(classes)
+        test_files, test_labels = _files_and_labels(test_classes)
     else:
-        files = {"all": class_files(path)}
-
-    read = Reader(image_size)
-    lazily = read.total_bytes(files) > in_memory
-    parts = {part: read.images_and_labels(classes, lazily) for part, classes in files.items()}
-    names = tuple(next(iter(files.values())))
-    if has_split:
-        (train_images, train_labels), (test_images, test_labels) = parts["train"], parts["test"]
-    else:
-        images, labels = parts["all"]
-        for name, members in files["all"].items():
-            if len(members) < 2:
-                raise DataError(
-                    f"{path / name}: one image, but a class needs one to train and one to "
-                    "test. Add images, or make train/ and test/ folders"
-                )
+        classes = class_files(path, minimum=2)  # one to train and one to test
+        files, labels = _files_and_labels(classes)
         train, test = stratified_split(labels)
-        train_images, train_labels = images.take(train, 0), labels[train]
-        test_images, test_labels = images.take(test, 0), labels[test]
+        train_files, train_labels = [files[i] for i in train], labels[train]
+        test_files, test_labels = [files[i] for i in test], labels[test]
+
+    decode = Decoder(image_size)
+    train_images: Images = ImageFiles(train_files, decode)
+    test_images: Images = ImageFiles(test_files, decode)
+    num_images = len(train_files) + len(test_files)
+    if num_images * decode(next(iter(classes.values()))[0]).nbytes <= in_memory:
+        train_images = train_images[np.arange(len(train_files))]
+        test_images = test_images[np.arange(len(test_files))]
     return Dataset(
         name=f"folder:{path}",
         train_images=train_images,
         train_labels=train_labels,
         test_images=test_images,
         test_labels=test_labels,
-        class_names=names,
+        class_names=tuple(classes),
         flip=True,
     )
 
 
-def class_files(path: Path) -> dict[str, list[Path]]:
-    """List the image files of each class, sorted by name."""
+def class_files(path: Path, minimum: int = 1) -> dict[str, list[Path]]:
+    """List the image files of each class, at least `minimum` of them, sorted by name."""
     folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
     if len(folders) < 2:
         raise DataError(
@@ -96,46 +85,39 @@ def class_files(path: Path) -> dict[str, list[Path]]:
         for folder in folders
     }
     for name, files in classes.items():
-        if not files:
-            raise DataError(f"{path / name}: no images; add some or remove the folder")
+        if len(files) < minimum:
+            raise DataError(
+                f"{path / name}: {counted(len(files), 'image')}, but a class needs at least "
+                f"{minimum}. Add images or remove the folder"
+            )
     return classes
 
 
-class Reader:
+def _files_and_labels(classes: dict[str, list[Path]]) -> tuple[list[Path], np.ndarray]:
+    """Return all files, and the class index of each."""
+    counts = [len(files) for files in classes.values()]
+    labels = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    return [file for files in classes.values() for file in files], labels
+
+
+class Decoder:
     """Image decoder that resizes to `image_size`, or requires the size of the first image."""
 
     def __init__(self, image_size: int | None):
         self.image_size = image_size
         self.first: tuple[Path, tuple[int, int]] | None = None
 
-    def images_and_labels(
-        self, classes: dict[str, list[Path]], lazily: bool
-    ) -> tuple[Images, np.ndarray]:
-        """Return images [N, H, W, 3] and the class index of each."""
-        all_files = [file for files in classes.values() for file in files]
-        counts = [len(files) for files in classes.values()]
-        images = ImageFiles(all_files, self)
-        labels = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        return images if lazily else images[np.arange(len(images))], labels
-
-    def total_bytes(self, files: dict[str, dict[str, list[Path]]]) -> int:
-        """Return the number of bytes of all decoded images."""
-        members = [each for classes in files.values() for each in classes.values()]
-        one = self.image(members[0][0])
-        return one.nbytes * sum(len(each) for each in members)
-
-    def image(self, file: Path) -> np.ndarray:
+    def __call__(self, file: Path) -> np.ndarray:
         """Decode one image: uint8 [H, W, 3]."""
-        try:
-            from PIL import Image, ImageOps
-        except ImportError as error:
-            raise DataError(
-                'data "folder:PATH" needs Pillow; run pip install "effjax[train]"'
-            ) from error
+        from PIL import Image, ImageOps
+
         check_regular(file)
         try:
             with Image.open(file) as opened:
-                _check_depth(file, opened.mode)
+                # Pillow would clip the values of these modes to 255 instead of scaling them.
+                if opened.mode.startswith(("I", "F")):
+                    kind = "floating-point" if opened.mode.startswith("F") else "16-bit"
+                    raise DataError(f"{file}: is a {kind} image; convert it to 8 bits per channel")
                 image = ImageOps.exif_transpose(opened).convert("RGB")
         except DataError:
             raise
@@ -162,8 +144,8 @@ class Reader:
 class ImageFiles:
     """Image files as `Images`, decoded by threads when they are indexed."""
 
-    def __init__(self, files: Sequence[Path], read: Reader):
-        self.files, self.read = files, read
+    def __init__(self, files: Sequence[Path], decode: Decoder):
+        self.files, self.decode = files, decode
 
     def __len__(self) -> int:
         return len(self.files)
@@ -171,21 +153,14 @@ class ImageFiles:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape (N, H, W, 3)."""
-        return len(self.files), *self.read.image(self.files[0]).shape
+        return len(self.files), *self.decode(self.files[0]).shape
 
     def __getitem__(self, chosen: Any) -> np.ndarray:
         files = [self.files[number] for number in np.asarray(chosen)]
         with ThreadPoolExecutor() as threads:
-            return np.stack(list(threads.map(self.read.image, files)))
+            return np.stack(list(threads.map(self.decode, files)))
 
     def take(self, chosen: Any, axis: int = 0) -> "ImageFiles":
         """Select images by an array of indices, without decoding them."""
         assert axis == 0
-        return ImageFiles([self.files[number] for number in np.asarray(chosen)], self.read)
-
-
-def _check_depth(file: Path, mode: str) -> None:
-    """Reject images whose values Pillow would clip to 255 instead of scaling them."""
-    if mode.startswith(("I", "F")):
-        kind = "floating-point" if mode.startswith("F") else "16-bit"
-        raise DataError(f"{file}: is a {kind} image; convert it to 8 bits per channel")
+        return ImageFiles([self.files[number] for number in np.asarray(chosen)], self.decode)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 from ..errors import DataError, unreadable
 from .cifar import load_cifar
@@ -30,26 +29,21 @@ def load_dataset(spec: str, image_size: int | None = None, in_memory: int = IN_M
         DataError: If the data cannot be read or is invalid. The message names the file and a
             remedy.
     """
-    kind, separator, path = spec.partition(":")
+    kind, _, path = spec.partition(":")
     readers: dict[str, Callable[[], Dataset]] = {
         "cifar10": lambda: load_cifar(Path(path), 10),
         "cifar100": lambda: load_cifar(Path(path), 100),
         "folder": lambda: load_folder(Path(path), image_size, in_memory),
     }
     bundled = {"digits": load_digits, "rotated-digits": load_rotated_digits}
-    if kind in bundled and not separator:
-        return bundled[kind]() if image_size is None else _fixed_size(spec)
-    if kind not in readers or not path:
+    known = readers if path else bundled
+    if kind not in known:
         raise DataError(f"unknown data {spec!r}; use one of {FORMATS}")
     if image_size is not None and kind != "folder":
-        _fixed_size(spec)
+        raise DataError(f"data {spec!r} has a fixed image size; image_size is for folder:PATH only")
     try:
-        if not Path(path).exists():
-            raise DataError(f"{path}: no such file or directory; check the path in {spec!r}")
-        return readers[kind]()
+        return known[kind]()
     except OSError as error:
         raise unreadable(path, error) from error
-
-
-def _fixed_size(spec: str) -> NoReturn:
-    raise DataError(f"data {spec!r} has a fixed image size; image_size is for folder:PATH only")
+    except ModuleNotFoundError as error:  # of scikit-learn or Pillow
+        raise DataError(f'{error.name} is missing; run pip install "effjax[train]"') from error

@@ -52,21 +52,17 @@ def load_text(spec: str) -> Text:
             are concatenated in the order of their paths.
 
     Raises:
-        DataError: If the text is empty or cannot be read.
+        DataError: If the text cannot be read.
     """
-    kind, separator, path = spec.partition(":")
-    if kind == "pydoc" and not separator:
+    if spec == "pydoc":
         return split_text(spec, _pydoc_topics())
+    kind, _, path = spec.partition(":")
     if kind != "text" or not path:
         raise DataError(f"unknown data {spec!r}; use one of {FORMATS}")
     try:
-        if not Path(path).exists():
-            raise DataError(f"{path}: no such file or directory; check the path in {spec!r}")
         content = b"\n".join(file.read_bytes() for file in _files(Path(path)))
     except OSError as error:
         raise unreadable(path, error) from error
-    if not content.strip():
-        raise DataError(f"{path}: contains no text")
     return split_text(spec, content)
 
 
@@ -99,17 +95,14 @@ def hold_out(text: Text, validation: float) -> Text:
 
 def check_length(text: Text, context: int) -> None:
     """Raise `DataError` if a part of the text is shorter than one window."""
-    if len(text.test) <= context:
-        needed = TEST_SHARE * (context + 1)
-        raise DataError(
-            f"{text.name}: {len(text)} bytes are too few for context (={context}), which needs "
-            f"{needed}: a tenth is for testing. Use a smaller context or a longer text"
-        )
-    if len(text.train) <= context or 0 < len(text.validation) <= context:
-        raise DataError(
-            f"{text.name}: {len(text.train)} bytes to train on and {len(text.validation)} for "
-            f"validation are too few for context (={context}); change validation, or set it to 0"
-        )
+    lengths = {part: len(getattr(text, part)) for part in ("train", "validation", "test")}
+    for part, length in lengths.items():
+        if length <= context and (length or part != "validation"):
+            raise DataError(
+                f"{text.name}: {length} bytes are too few for context (={context}), in the {part} "
+                "part of the text. Use a longer text, a smaller context or another validation; the "
+                "last tenth of the text is for testing"
+            )
 
 
 def train_batches(

@@ -14,19 +14,6 @@ from effjax.train.errors import DataError, TrainError
 from tests.train.data import archives
 
 
-def dataset(train_labels, test_labels=(0, 1), classes=2, images=None):
-    count = len(train_labels) if images is None else images
-    return Dataset(
-        name="made",
-        train_images=np.zeros((count, 2, 2, 1), np.uint8),
-        train_labels=np.array(train_labels, np.int32),
-        test_images=np.zeros((len(test_labels), 2, 2, 1), np.uint8),
-        test_labels=np.array(test_labels, np.int32),
-        class_names=tuple("abcdefg"[:classes]),
-        flip=True,
-    )
-
-
 def test_digits():
     pytest.importorskip("sklearn")
     data = load_dataset("digits")
@@ -41,29 +28,14 @@ def test_digits():
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: dataset([0, 1, 2]), r"made \(train set\): label 2 is not in 0..1"),
-        (lambda: dataset([0, 1], [-1, 0]), r"made \(test set\): label -1"),
-        (lambda: dataset([0, 1], images=3), "3 images but 2 labels"),
-        (lambda: dataset([0, 0]), "class 'b' must have a training image"),
-        (lambda: dataset([0, 1], []), r"made \(test set\): no images"),
-    ],
-)
-def test_rejects_invalid_data(make, message):
-    with pytest.raises(DataError, match=message):
-        make()
-
-
-@pytest.mark.parametrize(
     ("spec", "message"),
     [
         ("mnist", "unknown data 'mnist'; use one of digits, rotated-digits, cifar10:PATH"),
         ("digits:here", "unknown data"),
         ("cifar10", "unknown data"),
         ("cifar10:", "unknown data"),
-        ("cifar100:nowhere", "nowhere: no such file"),
-        ("folder:nowhere", "nowhere: no such file"),
+        ("cifar100:nowhere", "nowhere: cannot be read \\(No such file"),
+        ("folder:nowhere", "nowhere: cannot be read \\(No such file"),
     ],
 )
 def test_unknown_data(spec, message):
@@ -247,8 +219,8 @@ def split_without_a_class(path):
         (no_image, r"dog/1\.png: not a readable image"),
         (deep_image, r"dog/1\.png: is a 16-bit image; convert it to 8 bits per channel"),
         (float_image, r"dog/2\.tif: is a floating-point image; convert it to 8 bits"),
-        (empty_class, "snake: no images; add some or remove the folder"),
-        (one_image, "snake: one image, but"),
+        (empty_class, "snake: 0 images, but a class needs at least 2"),
+        (one_image, "snake: 1 image, but a class needs at least 2"),
         (no_classes, "0 class folders; give each of at least two classes"),
         (split_without_a_class, "class 'cow' must be in both train/ and test/, or in neither"),
     ],
@@ -263,7 +235,7 @@ def test_rejects_invalid_folders(tmp_path, change, message):
 
 def test_folder_that_is_a_file(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="file: not a directory"):
+    with pytest.raises(DataError, match=r"file: cannot be read \(Not a directory\)"):
         load_dataset(f"folder:{tmp_path / 'file'}")
 
 

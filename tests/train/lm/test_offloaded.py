@@ -1,32 +1,23 @@
 """Training with the layers on the host, or updated during the backward pass."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 
 from effjax.train.errors import TrainError
 from effjax.train.lm.steps import OffloadedState
-from effjax.train.loop import fit
-from effjax.train.run_directory import RunDirectory
 from tests.tiers import plainly
-from tests.train.small import (
-    CachedTask,
-    InterruptAt,
-    assert_same_parameters,
-    lines_without_times,
-    lm_task,
-    new_run,
-)
-
-pytest.importorskip("matplotlib")
+from tests.train.small import lm_task
 
 MODES = {
     "activations": dict(offload="activations"),
     "params": dict(offload="params"),
     "dots": dict(offload="all", policy="dots"),
-    "fused": dict(offload="all", fuse_update=True),
     "fused in memory": dict(fuse_update=True, policy="everything"),
     "fused, activations": dict(offload="activations", fuse_update=True),
+    "microbatches": dict(offload="all", fuse_update=True, num_microbatches=2, dropout=0.0),
 }
 
 
@@ -46,16 +37,17 @@ def losses_of(task):
     return [*losses, task.make_test()(state, "test")["loss"]], state
 
 
-@pytest.fixture(scope="module")
-def losses_in_memory():
-    return losses_of(lm_task(1))[0]
+@functools.cache
+def losses_in_memory(dropout):
+    return losses_of(lm_task(1, dropout=dropout))[0]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", MODES)
-def test_losses_are_those_of_layers_in_memory(mode, losses_in_memory):
-    losses, state = losses_of(lm_task(1, **MODES[mode]))
-    np.testing.assert_allclose(losses, losses_in_memory, rtol=1e-5)
+def test_losses_are_those_of_layers_in_memory(mode):
+    task = lm_task(1, **MODES[mode])
+    losses, state = losses_of(task)
+    np.testing.assert_allclose(losses, losses_in_memory(task.config.dropout), rtol=1e-5)
     assert_place_of_layers(state, mode)
 
 
@@ -64,27 +56,6 @@ def test_place_of_the_first_layers(mode):
     assert_place_of_layers(lm_task(1, **MODES[mode]).initial_state(), mode)
 
 
-@pytest.mark.exhaustive
-def test_resumes_exactly_on_two_devices(tmp_path):
-    task = CachedTask(lm_task(2, **MODES["fused"]))
-    whole, parts = (new_run(tmp_path / name, task) for name in ("whole", "parts"))
-    fit(task, whole)
-    with pytest.raises(KeyboardInterrupt):
-        fit(task, parts, InterruptAt(3))
-    fit(task, RunDirectory.open(parts.path), resume=True)
-    assert lines_without_times(parts)[-3:] == lines_without_times(whole)[-3:]
-    assert_same_parameters(task, whole, parts)
-
-
-@pytest.mark.exhaustive
-def test_microbatches():
-    one, two = (
-        losses_of(lm_task(1, dropout=0.0, num_microbatches=number, **MODES["fused"]))[0]
-        for number in (1, 2)
-    )
-    np.testing.assert_allclose(two, one, rtol=1e-5)
-
-
 def test_microbatches_are_for_one_device():
     with pytest.raises(TrainError, match=r"num_microbatches \(=2\) needs a single device"):
-        lm_task(2, num_microbatches=2, **MODES["fused"])
+        lm_task(2, **MODES["microbatches"])
