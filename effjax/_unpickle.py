@@ -4,9 +4,10 @@
 arguments that the pickle passes to it.
 """
 
+import contextlib
 import io
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 _KEY_TYPES = (str, bytes, int, float, bool, type(None))
@@ -14,6 +15,37 @@ _KEY_TYPES = (str, bytes, int, float, bool, type(None))
 
 class RefusedError(Exception):
     """Error for a pickle that needs more than the allow list. The message names it."""
+
+
+@contextlib.contextmanager
+def reading(source: object, kind: str, error_type: type[Exception], remedy: str) -> Iterator[None]:
+    """Convert the errors of a pickle that is damaged or asks for more than the allow list.
+
+    Args:
+        source: The name of the file.
+        kind: What the file must be, such as "pickle".
+        error_type: The type of the new error.
+        remedy: A sentence for a pickle that asks for more.
+    """
+    try:
+        yield
+    except RefusedError as error:
+        raise error_type(
+            f"{source}: refused, its pickle asks for {error!s:.200}; it must contain only arrays "
+            f"and plain containers. {remedy}"
+        ) from error
+    except MemoryError:
+        raise
+    # A damaged pickle can raise almost any exception: the unpickler is a stack machine fed noise.
+    except Exception as error:
+        reason = str(error) if type(error) is ValueError else type(error).__name__
+        raise error_type(f"{source}: not a complete {kind} ({reason:.200})") from error
+
+
+def check(condition: bool, problem: str) -> None:
+    """Raise ValueError, for a damaged pickle, unless the condition holds."""
+    if not condition:
+        raise ValueError(problem)
 
 
 class StandIn:
@@ -27,8 +59,7 @@ class StandIn:
 
 def set_items(target: Any, items: Iterable[tuple[Any, Any]]) -> None:
     """Add items to a dict, and raise RefusedError for a key that is not a plain value."""
-    if not isinstance(target, dict):
-        raise ValueError("dict items for another object")
+    check(isinstance(target, dict), "dict items for another object")
     for key, value in items:
         # A few bytes can encode a tuple that contains its predecessor twice, 60 levels deep.
         # Hashing or printing it would take 2⁶⁰ steps, so a key must be flat.
@@ -65,8 +96,8 @@ def _refuse_set(_machine: Any) -> None:
 def _load_reduce(machine: Any) -> None:
     arguments, kind = machine.stack.pop(), machine.stack.pop()
     # The stand-ins are the only classes that can be on the stack. pickle would call any callable.
-    if not isinstance(kind, type) or type(arguments) is not tuple:
-        raise ValueError("a call of an object that is not a stand-in")
+    is_call = isinstance(kind, type) and type(arguments) is tuple
+    check(is_call, "a call of an object that is not a stand-in")
     machine.append(kind(*arguments))
 
 

@@ -35,13 +35,12 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         NumPy arrays by name, bfloat16 as that of ml_dtypes.
 
     Raises:
-        TypeError: if `path` is not a path.
         ValueError: if the suffix is unknown, or the file is damaged, refused, without named arrays,
             or contains expanded tensors.
         OSError: if the file cannot be read.
         ModuleNotFoundError: if safetensors is missing.
     """
-    path = as_path(path)
+    path = Path(path)
     suffix = suffix_of(path)
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError(f"{path}: must be a regular file; copy it into one.")
@@ -71,7 +70,7 @@ def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Any]) -> No
         OSError: if the file cannot be written.
         ModuleNotFoundError: if safetensors is missing.
     """
-    path = as_path(path)
+    path = Path(path)
     arrays = {name: np.asarray(a, order="C") for name, a in as_named_arrays(weights).items()}
     if suffix_of(path) == ".safetensors":
         from safetensors.numpy import save
@@ -98,46 +97,24 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(partial, path)
 
 
-def as_path(path: Any) -> Path:
-    """Return `path` as a Path."""
-    try:
-        return Path(path)
-    except TypeError:
-        raise TypeError(f"`path` must be a path, not a {type(path).__name__}.") from None
-
-
 def suffix_of(path: Path) -> str:
     """Return the suffix in lower case."""
     return path.suffix.lower()
 
 
-def as_named_arrays(weights: Any) -> dict[str, np.ndarray]:
+def as_named_arrays(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Return named arrays or PyTorch tensors as NumPy arrays of real numbers."""
-    if not isinstance(weights, Mapping):
-        raise TypeError(f"`weights` must map names to arrays, not be a {type(weights).__name__}.")
-    return {_as_name(name): _as_array(name, value) for name, value in weights.items()}
-
-
-def _as_name(name: Any) -> str:
-    if not isinstance(name, str):
-        kind = type(name).__name__
-        raise TypeError(f"`weights` must have strings as names, not {kind}.")
-    return name
-
-
-def _as_array(name: str, value: Any) -> np.ndarray:
-    kind = type(value).__name__
-    if not hasattr(value, "__array__"):
-        raise TypeError(f"`weights[{name!r}]` must be an array, not {kind}.")
-    try:
-        array = np.asarray(value)
-    except (TypeError, RuntimeError) as error:  # tensors on a GPU, with gradients, of bfloat16
-        raise TypeError(
-            f"`weights[{name!r}]`: this {kind} cannot become a NumPy array ({error!s:.120}); pass "
-            "tensor.detach().cpu(), bfloat16 as .float()."
-        ) from None
-    check_real(name, array, integers=True)
-    return array
+    arrays = {}
+    for name, value in weights.items():
+        try:
+            arrays[name] = np.asarray(value)
+        except (TypeError, RuntimeError) as error:  # tensors on a GPU, with gradients, of bfloat16
+            raise TypeError(
+                f"`weights[{name!r}]`: this {type(value).__name__} cannot become a NumPy array "
+                f"({error!s:.120}); pass tensor.detach().cpu(), bfloat16 as .float()."
+            ) from None
+        check_real(name, arrays[name], integers=True)
+    return arrays
 
 
 def check_real(name: str, array: np.ndarray, integers: bool = False) -> None:
@@ -160,10 +137,8 @@ def _state_dict(path: Path, value: Any) -> dict[str, np.ndarray]:
         if isinstance(value, dict) and isinstance(value.get(name), dict):
             value = value[name]
             break
-    if not isinstance(value, dict) or not value:
+    if not isinstance(value, dict) or not value or any(type(name) is not str for name in value):
         raise ValueError(f"{path}: must contain named tensors; save model.state_dict().")
-    if not all(type(name) is str for name in value):
-        raise ValueError(f"{path}: must have strings as names; save model.state_dict().")
     others = [name for name, array in value.items() if not isinstance(array, np.ndarray)]
     if others:
         raise ValueError(

@@ -134,20 +134,11 @@ def join_tables(parts: Mapping[str, tuple[str, Table]]) -> Table:
 
     Returns:
         A `Table`. `below` is the first non-empty one; `counters` is True if all are.
-
-    Raises:
-        TypeError: if `parts` is not such a mapping.
     """
     rows: dict[str, str] = {}
-    tables: list[Table] = []
-    for ours, given in parts.items() if isinstance(parts, Mapping) else [("", parts)]:
-        if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Table)):
-            raise TypeError(
-                f"`parts` must map names of modules to (PyTorch's name, Table), not {given!r:.80}."
-            )
-        theirs, table = given
+    tables = [table for _, table in parts.values()]
+    for ours, (theirs, table) in parts.items():
         rows |= {f"{theirs}.{a}": f"{ours}.{b}" for a, b in table.rows.items()} | {theirs: ours}
-        tables.append(table)
     older = dict.fromkeys(rule for table in tables for rule in table.older)
     below = next((table.below for table in tables if table.below), "")
     return Table(rows, tuple(older), below, all(table.counters for table in tables))
@@ -161,9 +152,7 @@ def nnx_path(path: str) -> str:
 def torch_names(paths: Iterable[str], table: Table) -> dict[str, str]:
     """Return PyTorch's name of each array path of one network, in nnx or linen."""
     of_nnx = {path: nnx_path(path) for path in paths}
-    moved = {
-        path.removesuffix(OFFSETS) for path in of_nnx.values() if path.endswith(OFFSETS)
-    }  # fmt: skip
+    moved = {path.removesuffix(OFFSETS) for path in of_nnx.values() if path.endswith(OFFSETS)}
     found = {}
     for path, name in of_nnx.items():
         below = table.below if name.rpartition(".")[0] in moved else ""

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._unpickle import RefusedError, StandIn, Unpickler, set_items
+from .._unpickle import RefusedError, StandIn, Unpickler, check, reading, set_items
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _ZIP_MAGIC = b"PK\x03\x04"
@@ -39,25 +39,8 @@ def read_torch(path: Path) -> Any:
         OSError: If the file cannot be read.
     """
     data = path.read_bytes()
-    try:
+    with reading(path, "file of torch.save", ValueError, "Save model.state_dict() alone."):
         return (_read_zip if data.startswith(_ZIP_MAGIC) else _read_legacy)(data)
-    except RefusedError as error:
-        raise ValueError(
-            f"{path}: refused, its pickle asks for {error!s:.200}; it must contain only tensors "
-            "and plain containers. Save model.state_dict() alone."
-        ) from error
-    except _ExpandedTensorError as error:
-        raise ValueError(f"{path}: contains {error}. Save tensor.contiguous() instead.") from error
-    except MemoryError:
-        raise
-    # A damaged pickle can raise almost any exception: the unpickler is a stack machine fed noise.
-    except Exception as error:
-        reason = str(error) if type(error) is ValueError else type(error).__name__
-        raise ValueError(f"{path}: not a complete file of torch.save ({reason:.200})") from error
-
-
-class _ExpandedTensorError(Exception):
-    """Error for a tensor with more elements than its storage."""
 
 
 class _Dict(StandIn, dict):
@@ -70,8 +53,8 @@ class _Dict(StandIn, dict):
         # Python 2 passes a list of [key, value] lists. It is emptied, because a pickle can pass the
         # same list many times, and each dict would be a copy of it.
         if items:
-            if type(items) is not list or any(type(i) is not list or len(i) != 2 for i in items):
-                raise ValueError("an OrderedDict of other items")
+            is_pairs = type(items) is list and all(type(i) is list and len(i) == 2 for i in items)
+            check(is_pairs, "an OrderedDict of other items")
             set_items(self, items)
             items.clear()
         return self
@@ -124,20 +107,15 @@ class _Tensor(StandIn):
             raise RefusedError("an unsupported tensor")
         array = storage.array
         # Check types before a value is printed or hashed: see `set_items`.
-        if not (_is_size(offset) and _is_shape(shape) and _is_shape(strides)):
-            raise ValueError("a tensor whose shape, strides or offset are not integers")
-        if len(shape) != len(strides):
-            raise ValueError(f"a tensor of shape {shape} and strides {strides}")
+        is_view = _is_size(offset) and _is_shape(shape) and _is_shape(strides)
+        check(is_view, "a tensor whose shape, strides or offset are not integers")
         # as_strided checks no bounds, so a wrong shape would read other memory of this process.
         last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
         if 0 not in shape:
-            if last >= array.size:
-                raise ValueError(f"a tensor of shape {shape} in a storage of {array.size}")
+            check(last < array.size, f"a tensor of shape {shape} in a storage of {array.size}")
             # With a stride of 0, a few bytes could ask for an array of any size.
-            if math.prod(shape) > array.size:
-                raise _ExpandedTensorError(
-                    f"a tensor expanded to {shape} from {array.size} elements"
-                )
+            is_expanded = math.prod(shape) > array.size
+            check(not is_expanded, f"a tensor expanded to {shape}; save tensor.contiguous()")
         byte_strides = tuple(step * array.itemsize for step in strides)
         return np.lib.stride_tricks.as_strided(array[offset:], shape, byte_strides, writeable=False)
 
@@ -191,14 +169,13 @@ def _storage_id(pid: Any) -> tuple[str, np.dtype, int]:
     kind, name, key, _device, length, *view = pid
     if kind != "storage" or name not in _STORAGES or (view and view[0] is not None):
         raise RefusedError("an unsupported storage")
-    if not _is_size(length):
-        raise ValueError(f"a storage {key:.40} whose length is not an integer")
+    check(_is_size(length), f"a storage {key:.40} whose length is not an integer")
     return key, np.dtype(_STORAGES[name]), length
 
 
 def _make_storage(raw: Any, dtype: np.dtype, length: int) -> _Storage:
-    if len(raw) != dtype.itemsize * length:
-        raise ValueError(f"a storage of {len(raw)} bytes for {length} × {dtype}")
+    is_whole = len(raw) == dtype.itemsize * length
+    check(is_whole, f"a storage of {len(raw)} bytes for {length} × {dtype}")
     array = np.frombuffer(raw, dtype)
     array.flags.writeable = False
     return _Storage(array)
@@ -207,22 +184,21 @@ def _make_storage(raw: Any, dtype: np.dtype, length: int) -> _Storage:
 def _read_zip(data: bytes) -> Any:
     archive = zipfile.ZipFile(io.BytesIO(data))
     # Entries that decompress to more bytes than the file has could fill the memory.
-    if sum(info.file_size for info in archive.infolist()) > len(data):
-        raise ValueError("compressed or overlapping entries")
+    total = sum(info.file_size for info in archive.infolist())
+    check(total <= len(data), "compressed or overlapping entries")
     pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-    if len(pickles) != 1:
-        raise ValueError(f"{len(pickles)} pickles in the archive")
+    check(len(pickles) == 1, f"{len(pickles)} pickles in the archive")
     # All entries are in one folder, whose name is that of the file when it was saved.
     root, storages = pickles[0].removesuffix("data.pkl"), {}
 
     def read_entry(name: str) -> bytes:
         info = archive.getinfo(root + name)
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise ValueError("compressed, unlike files of torch.save")
+        is_stored = info.compress_type == zipfile.ZIP_STORED
+        check(is_stored, "compressed, unlike files of torch.save")
         return archive.read(info)
 
-    if f"{root}byteorder" in archive.namelist() and read_entry("byteorder") != b"little":
-        raise ValueError("big-endian")
+    if f"{root}byteorder" in archive.namelist():
+        check(read_entry("byteorder") == b"little", "big-endian")
 
     def storage_of(pid: Any) -> _Storage:
         key, dtype, length = _storage_id(pid)
@@ -238,11 +214,9 @@ def _read_legacy(data: bytes) -> Any:
     # come the storages in the order of the keys, each as its length and its bytes. The value is
     # read twice: first to learn the dtypes of the storages, then to build the tensors.
     stream = io.BytesIO(data)
-    if _load(stream) != LEGACY_MAGIC:
-        raise ValueError("the magic number is missing")
+    check(_load(stream) == LEGACY_MAGIC, "the magic number is missing")
     _load(stream)
-    if _load(stream)["little_endian"] is not True:
-        raise ValueError("big-endian")
+    check(_load(stream)["little_endian"] is True, "big-endian")
     start_of_value, kinds = stream.tell(), {}
 
     def record_kind(pid: Any) -> None:
@@ -252,11 +226,10 @@ def _read_legacy(data: bytes) -> Any:
     _load(stream, record_kind, _Unread)
     storages = {}
     for key in _load(stream):
-        if type(key) is not str:
-            raise ValueError("a storage key that is not a string")
+        check(type(key) is str, "a storage key that is not a string")
         dtype, length = kinds[key]
-        if int.from_bytes(stream.read(8), "little") != length:
-            raise ValueError(f"a storage whose length is not {length}")
+        is_length = int.from_bytes(stream.read(8), "little") == length
+        check(is_length, f"a storage whose length is not {length}")
         storages[key] = _make_storage(stream.read(dtype.itemsize * length), dtype, length)
     stream.seek(start_of_value)
     return _load(stream, lambda pid: storages[_storage_id(pid)[0]])

@@ -45,11 +45,10 @@ def from_torch(
         The updated Module, or new variables of the structure of `into`.
 
     Raises:
-        TypeError: if an argument has the wrong type, or weights are not real floating-point arrays.
+        TypeError: if `into` has the wrong type, or weights are not real floating-point arrays.
         ValueError: if weights are missing, left over or of another shape. The message names them,
             and nothing is changed.
     """
-    check_table(table)
     given = named(weights, table, prefix)
     leaves, build = _leaves("into", into)
     names = torch_names(leaves, table)
@@ -94,10 +93,9 @@ def to_torch(
         layer does not count.
 
     Raises:
-        TypeError: if an argument has the wrong type.
+        TypeError: if `variables` has the wrong type.
         ValueError: if two arrays get the same name in PyTorch, or `variables` is abstract.
     """
-    check_table(table)
     start = _start(prefix)
     found: dict[str, np.ndarray] = {}
     leaves = _leaves("variables", variables)[0]
@@ -131,15 +129,7 @@ def named(weights: Any, table: Table, prefix: str) -> dict[str, np.ndarray]:
     return found
 
 
-def check_table(table: Any) -> None:
-    """Raise TypeError unless `table` is a Table."""
-    if not isinstance(table, Table):
-        raise TypeError(f"`table` must be a Table, not a {type(table).__name__}.")
-
-
-def _start(prefix: Any) -> str:
-    if not isinstance(prefix, str):
-        raise TypeError(f"`prefix` must be a string, not a {type(prefix).__name__}.")
+def _start(prefix: str) -> str:
     return f"{prefix.removesuffix('.')}." if prefix else ""
 
 
@@ -158,11 +148,6 @@ def _leaves(argument: str, tree: Any) -> tuple[dict[str, Any], Any]:
         )
     flat, structure = jax.tree_util.tree_flatten_with_path(tree)
     leaves = {path_of(keys): leaf for keys, leaf in flat}
-    for path, leaf in leaves.items():
-        if not hasattr(leaf, "shape"):
-            raise TypeError(
-                f"`{argument}` must have an array at {path}, not a {type(leaf).__name__}."
-            )
 
     def build(arrays: dict[str, Any]) -> Any:
         new = jax.tree_util.tree_unflatten(structure, [arrays[path] for path in leaves])
@@ -176,9 +161,7 @@ def _leaves(argument: str, tree: Any) -> tuple[dict[str, Any], Any]:
 
 def path_of(keys: tuple) -> str:
     """Return the path of a leaf, like `blocks.0.layers.1.norm1.scale`, without the collection."""
-    names = [
-        str(key.key) for key in keys if hasattr(key, "key")
-    ]  # other keys belong to Flax's boxes
+    names = [str(key.key) for key in keys if hasattr(key, "key")]  # the others: Flax's boxes
     return ".".join(names[names[0] in LINEN_COLLECTIONS :])
 
 

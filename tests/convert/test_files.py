@@ -78,7 +78,7 @@ def test_nested_checkpoints(read, form):
     [
         ({"epoch": 3, "w": ONE}, "must contain tensors only, not epoch; save model.state_dict"),
         (ONE, "must contain named tensors"),
-        ({3: ONE}, "must have strings as names"),
+        ({3: ONE}, "must contain named tensors"),
     ],
 )
 def test_rejects_checkpoints_without_named_tensors(read, value, match):
@@ -159,7 +159,7 @@ def test_rejects_invalid_tensors(read, name, form):
 @pytest.mark.parametrize("form", FORMATS.values())
 def test_rejects_expanded_tensors(read, form):
     for strides in ((0, 0), (1, 0)):
-        with pytest.raises(ValueError, match=r"weights.pth: contains .*expanded.*contiguous\(\)"):
+        with pytest.raises(ValueError, match=r"weights.pth: .*expanded.*contiguous\(\)"):
             read(form({"a": tensor(storage(6), (3, 2**40), strides)}))
     small = read(form({"a": tensor(storage(6), (2, 3), (0, 1))}))  # fits in its storage
     np.testing.assert_array_equal(small["a"], [SIX[:3], SIX[:3]])
@@ -219,40 +219,26 @@ def test_repeated_items_of_an_ordered_dict_are_copied_once(read):
     assert time.process_time() - start < 2  # 10⁸ copied items would take 10
 
 
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (zipped({"a": ONE}, byteorder=b"big"), "big-endian"),
-        (legacy({"a": ONE}, little_endian=False), "big-endian"),
-        (legacy({"a": ONE}, magic=3), "magic number is missing"),
-        (legacy({"a": ONE}, keys=()), "KeyError"),
-        (legacy({"a": ONE}, keys=("0", "1")), "KeyError"),
-        (legacy({"a": ONE}, sizes=(2**60,)), "length is not 6"),
-        (zipped({"a": ONE}, {"0": SIX[:5]}), "20 bytes for 6 × float32"),
-        (zipped({"a": ONE}, **{"other/data.pkl": b""}), "2 pickles"),
-        (b"\x80\x02Nr\xff\xff\xff\xff.", "magic number is missing"),
-        (b"\x80\x05\x96" + b"\xff" * 5 + bytes(3) + b".", "EOFError"),
-        (b"", "EOFError"),
-        (b"PK\x03\x04", "BadZipFile"),
-        (b"<html>", "Error"),
-    ],
-    ids=[
-        "big-endian",
-        "big-endian legacy",
-        "wrong magic",
-        "missing key",
-        "extra key",
-        "wrong legacy length",
-        "wrong length",
-        "two pickles",
-        "huge memo index",
-        "huge bytearray",
-        "empty",
-        "truncated zip",
-        "html",
-    ],
-)
-def test_rejects_damaged_torch_files(read, data, reason):
+DAMAGED = {
+    "big-endian": (zipped({"a": ONE}, byteorder=b"big"), "big-endian"),
+    "big-endian legacy": (legacy({"a": ONE}, little_endian=False), "big-endian"),
+    "wrong magic": (legacy({"a": ONE}, magic=3), "magic number is missing"),
+    "missing key": (legacy({"a": ONE}, keys=()), "KeyError"),
+    "extra key": (legacy({"a": ONE}, keys=("0", "1")), "KeyError"),
+    "wrong legacy length": (legacy({"a": ONE}, sizes=(2**60,)), "length is not 6"),
+    "wrong length": (zipped({"a": ONE}, {"0": SIX[:5]}), "20 bytes for 6 × float32"),
+    "two pickles": (zipped({"a": ONE}, **{"other/data.pkl": b""}), "2 pickles"),
+    "huge memo index": (b"\x80\x02Nr\xff\xff\xff\xff.", "magic number is missing"),
+    "huge bytearray": (b"\x80\x05\x96" + b"\xff" * 5 + bytes(3) + b".", "EOFError"),
+    "empty": (b"", "EOFError"),
+    "truncated zip": (b"PK\x03\x04", "BadZipFile"),
+    "html": (b"<html>", "Error"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_rejects_damaged_torch_files(read, name):
+    data, reason = DAMAGED[name]
     with pytest.raises(ValueError, match=f"weights.pth: not a complete file.*{reason}"):
         read(data)
 
@@ -360,26 +346,19 @@ def test_safetensors(tmp_path):
             convert.load_weights(path)
 
 
-@pytest.mark.parametrize("name", ["a.SAFETENSORS", "a.Npz"])
-def test_suffix_in_capitals(tmp_path, name):
-    if "SAFE" in name:
-        pytest.importorskip("safetensors")
-    convert.save_weights(tmp_path / name, {"a": A})
-    np.testing.assert_array_equal(convert.load_weights(tmp_path / name)["a"], A)
+def test_suffix_in_capitals(tmp_path):
+    convert.save_weights(tmp_path / "a.Npz", {"a": A})
+    np.testing.assert_array_equal(convert.load_weights(tmp_path / "a.Npz")["a"], A)
 
 
-@pytest.mark.parametrize(
-    "read", [convert.load_weights, lambda path: convert.load_weights(path.with_suffix(".npz"))]
-)
-def test_memory_error_is_not_reported_as_damage(tmp_path, monkeypatch, read):
+@pytest.mark.parametrize("name", ["zip.pth", "stored.npz"])
+def test_memory_error_is_not_reported_as_damage(read, monkeypatch, name):
     def fail(*_args, **_options):
         raise MemoryError
 
-    for name, whole in (("a.pth", WHOLE["zip.pth"]), ("a.npz", WHOLE["stored.npz"])):
-        (tmp_path / name).write_bytes(whole)
     monkeypatch.setattr(zipfile, "ZipFile", fail)
     with pytest.raises(MemoryError):
-        read(tmp_path / "a.pth")
+        read(WHOLE[name], name)
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.npz", "a.pth"])
@@ -388,26 +367,17 @@ def test_missing_file(tmp_path, name):
         pytest.importorskip("safetensors")
     with pytest.raises(FileNotFoundError, match=name):
         convert.load_weights(tmp_path / name)
-    if name != "a.pth":
-        with pytest.raises(FileNotFoundError):
-            convert.save_weights(tmp_path / "no" / name, {"a": A})
 
 
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        (
-            lambda: convert.load_weights("a.h5"),
-            "a.h5: `path` must end in .safetensors, .npz or .pth",
-        ),
-        (lambda: convert.save_weights("a.pth", {}), "must end in .safetensors or .npz"),
-        (lambda: convert.save_weights("a.npz", []), "`weights` must map names"),
-        (
-            lambda: convert.save_weights("a.npz", {"a": 1j * A}),
-            r"`weights\['a'\]` must be of real num",
-        ),
-    ],
-)
-def test_rejects_wrong_arguments(call, match):
-    with pytest.raises((TypeError, ValueError), match=match):
-        call()
+def test_missing_folder(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        convert.save_weights(tmp_path / "no" / "a.npz", {"a": A})
+
+
+def test_rejects_wrong_arguments():
+    with pytest.raises(ValueError, match="a.h5: `path` must end in .safetensors, .npz or .pth"):
+        convert.load_weights("a.h5")
+    with pytest.raises(ValueError, match="must end in .safetensors or .npz"):
+        convert.save_weights("a.pth", {})
+    with pytest.raises(TypeError, match=r"`weights\['a'\]` must be of real numbers"):
+        convert.save_weights("a.npz", {"a": 1j * A})

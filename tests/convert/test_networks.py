@@ -15,6 +15,7 @@ from effjax import compat, convert, models
 from effjax.convert.tables import SAME_NAMES
 from effjax.models import linen as linen_models
 from tests.convert import cases
+from tests.tiers import exhaustive
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -168,22 +169,16 @@ def check_round_trip(variables, name, case):
     assert {k: (v.dtype, v.shape) for k, v in back.items()} == kinds
 
 
-# Both APIs share their operators: each case runs with one of them in the plain tier.
-PLAIN = [
-    (run_nnx, "resnet"), (run_linen, "densenet"), (run_nnx, "cumulative_batch_norm"),
-    (run_linen, "batch_norm"), (run_nnx, "pack"), (run_linen, "dfconv"),
-    (run_nnx, "benchmark_pack"), (run_linen, "detector"),
+# Both APIs share their operators and their names, so most cases run with one of them.
+CASES = [
+    (run_nnx, "resnet"), exhaustive(run_linen, "resnet"),
+    exhaustive(run_nnx, "densenet"), (run_linen, "densenet"),
+    (run_linen, "detector"), (run_nnx, "cumulative_batch_norm"), (run_linen, "batch_norm"),
+    (run_nnx, "pack"), (run_nnx, "benchmark_pack"), (run_linen, "dfconv"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("run", "name"),
-    [
-        pytest.param(run, name, marks=() if (run, name) in PLAIN else pytest.mark.exhaustive)
-        for run in (run_nnx, run_linen)
-        for name in TABLES
-    ],
-)
+@pytest.mark.parametrize(("run", "name"), CASES)
 def test_values_gradients_and_statistics(name, run):
     case = cases.load(name)
     y, (grads, dx), after, evaluated = run(name, case)
