@@ -308,7 +308,7 @@ class LMFunctions(NamedTuple):
 
 
 def without_blocks(params: Params) -> Params:
-    """Return the parameters apart from those of the layers."""
+    """Return the parameters that belong to no layer."""
     return {name: value for name, value in params.items() if name != "blocks"}
 
 

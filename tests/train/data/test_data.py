@@ -69,7 +69,7 @@ def numbered(counts, copies=1, **options):
     ("validation", "held_out"), [(0.1, [5, 1, 0]), (0.5, [25, 5, 0]), (12, [10, 2, 0]), (0, [])]
 )
 def test_hold_out(validation, held_out):
-    """Of each class the same share, and never all of it; the same images in every run."""
+    """Each class gives the same share, never all of it, and the same images in every run."""
     whole = numbered([50, 10, 1])
     data = hold_out(whole, validation)
     assert np.bincount(data.validation_labels, minlength=len(held_out)).tolist() == held_out
@@ -248,7 +248,7 @@ def test_rotated_digits():
     assert data.train_images.dtype == np.uint8 and not data.flip and data.copies == 3
     np.testing.assert_array_equal(data.test_labels, np.tile(digits.test_labels, 3))
     np.testing.assert_array_equal(data.test_images, load_dataset("rotated-digits").test_images)
-    # A turn about the middle keeps the ink about where it was.
+    # A rotation about the center keeps the mean brightness.
     assert abs(data.train_images.mean() / digits.train_images.mean() - 0.9) < 0.2
     with pytest.raises(DataError, match="fixed image size"):
         load_dataset("rotated-digits", image_size=8)

@@ -1,4 +1,4 @@
-"""Low-rank matrices trained beside the weights of another run."""
+"""Low-rank adapters, trained on top of the frozen weights of another run."""
 
 import functools
 import json
