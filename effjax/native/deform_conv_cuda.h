@@ -19,10 +19,10 @@ constexpr int kMostLanes = 8;
 template <typename T, typename A, int V, typename I>
 struct Operands {
   Geometry g;
-  const T* x;
-  const A* offset;
-  const A* mask;
-  const int32_t* first_row;
+  const T* x;                // [N, H, W, C]
+  const A* offset;           // [N, Ho, Wo, G, K, 2], (y, x)
+  const A* mask;             // [N, Ho, Wo, G, K]; not read without g.has_mask
+  const int32_t* first_row;  // one number: the first output row of this call
   I samples;  // number of samples
   I packs;    // packs per group: C / G / V
   Divisor<I> by_packs, by_G, by_K, by_Wo, by_R, by_kernel_w;

@@ -18,7 +18,7 @@ namespace effjax {
 template <typename T, typename A>
 struct Boxes {
   Pooling g;
-  const T* x;
+  const T* x;      // [N, H, W, parts * parts * C]
   const A* first;  // [N, R, P, G, 2], (y, x)
   const A* step;   // [N, R, 2]
   const A* count;  // [N, R, 2]
@@ -26,11 +26,11 @@ struct Boxes {
 };
 
 // The distinct pixels that the samples of a bin touch along one axis, with the weights of all
-// samples added up. The pixels of a bin are the product of its two lines.
+// samples added up. The pixels of a bin are the Cartesian product of its two lines.
 template <typename A>
 struct Line {
   std::vector<int64_t> at;       // offset of each pixel in elements of x
-  std::vector<A> weight, slope;  // summed over samples; slope: by the position
+  std::vector<A> weight, slope;  // sums over samples; slope is the derivative of weight
   int64_t inside = 0;            // number of samples that count
   A first = std::numeric_limits<A>::quiet_NaN();
   std::vector<A> sums;

@@ -14,7 +14,7 @@ namespace effjax {
 template <typename T, typename A>
 struct Boxes {
   Pooling g;
-  const T* x;
+  const T* x;      // [N, H, W, parts * parts * C]
   const A* first;  // [N, R, P, G, 2], (y, x)
   const A* step;   // [N, R, 2]
   const A* count;  // [N, R, 2]

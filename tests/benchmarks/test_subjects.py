@@ -30,7 +30,6 @@ from benchmarks import (
 from benchmarks.offload_forms import (
     FORMS,
     FUSED,
-    FUSED_IN_MEMORY,
     IN_MEMORY,
     OFFLOADED,
     PEERS,
@@ -45,7 +44,6 @@ from effjax.models import TransformerLM
 from effjax.native import is_available
 from effjax.train.images.forms import training_steps
 from tests.programs import needs_gpu_compiler
-from tests.tiers import exhaustive
 
 TINY = Setting(
     layers=2,
@@ -118,15 +116,15 @@ def test_planned_depths(monkeypatch):
 @pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_planned_densenet(monkeypatch):
-    names = "plain", "effjax features"
+    name = "effjax features"
 
-    def two_steps(*args, **options):
+    def one_step(*args, **options):
         steps = training_steps(*args, **options)
-        return lambda batch_size: {name: steps(batch_size)[name] for name in names}
+        return lambda batch_size: {name: steps(batch_size)[name]}
 
-    monkeypatch.setattr(densenet, "training_steps", two_steps)
-    rows = by_name(densenet.plan_network(10, 2, "l4"))
-    assert tuple(rows) == names and rows["plain"]["ratio"] == 1
+    monkeypatch.setattr(densenet, "training_steps", one_step)
+    (row,) = densenet.plan_network(10, 2, "l4").rows
+    assert row["name"] == name and row["peak_bytes"] > row["temp_bytes"] > 0
 
 
 @pytest.mark.exhaustive
@@ -142,10 +140,9 @@ def test_pytorch_computes_the_same_block():
     assert efficient < plain
 
 
-@pytest.mark.parametrize("backward", [exhaustive(False), True])
-def test_deform_conv(backward):
+def test_deform_conv():
     case = deform_conv.Case(2, 4, 5, 6, 2)
-    rows = by_name(deform_conv.measure_case(case, backward, rounds=1))
+    rows = by_name(deform_conv.measure_case(case, backward=True, rounds=1))
     assert rows.pop("matrix products alone")["difference"] is None
     native = {"effjax native"} if is_available("cpu") else set()
     assert rows.keys() >= {"plain XLA", "effjax xla"} | native
@@ -153,10 +150,9 @@ def test_deform_conv(backward):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("backward", [False, True])
-def test_deform_attention(backward):
+def test_deform_attention():
     case = deform_attention.Case(5, shapes=((4, 5), (2, 3)), heads=2, channels=3, points=2, batch=2)
-    rows = by_name(deform_attention.measure_case(case, backward, rounds=1))
+    rows = by_name(deform_attention.measure_case(case, backward=True, rounds=1))
     native = {"effjax native"} if is_available("cpu") else set()
     assert rows.keys() == {"packed gather", "effjax xla"} | native
     assert all(row["difference"] < 1e-5 for row in rows.values())
@@ -173,10 +169,9 @@ def test_planned_deform_attention():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("backward", [False, True])
-def test_roi(backward):
+def test_roi():
     case = roi.Case(2, boxes=4, channels=2, height=64, width=96)
-    rows = by_name(roi.measure_case(case, backward, rounds=1))
+    rows = by_name(roi.measure_case(case, backward=True, rounds=1))
     assert "effjax xla" in rows
     assert all(row["difference"] < 1e-4 for row in rows.values())
 
@@ -258,14 +253,14 @@ def test_flax_resnet_computes_the_same_logits(monkeypatch, bottleneck):
 @pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_planner():
-    result = planner.measure_plans((2,), (1,), "l4")
-    assert [row["layers"] for row in result.rows] == [2, 1]
+    result = planner.measure_plans((1,), (2,), "l4")
+    assert [row["layers"] for row in result.rows] == [1, 2]
     assert all(row["plan_seconds"] > row["trace_seconds"] > 0 for row in result.rows)
 
 
 @pytest.mark.exhaustive
-def test_offload_steps(optimized):
-    names = [IN_MEMORY, "in memory, remat, inputs offloaded", FUSED_IN_MEMORY, FUSED]
+def test_offload_steps():
+    names = [IN_MEMORY, "in memory, remat, inputs offloaded", FUSED]
     result = offload.measure_steps(TINY, names, rounds=1)
     assert result.name == "offload_step_2x8_float32" and result.config["ours"] == names[2:]
     rows = by_name(result)
