@@ -125,11 +125,9 @@ def test_rejects_invalid_call(flavour, error, match, options, flags):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("layers", []),
         ("num_slices", 0),
         ("num_microbatches", 2.0),
         ("compute_dtype", "int8"),
-        ("policy", jax.checkpoint_policies.save_only_these_names),
     ],
 )
 def test_constructor_rejects_option(flavour, name, value):

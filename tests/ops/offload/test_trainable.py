@@ -235,10 +235,10 @@ def test_train_step_with_frozen_integer_others():
 @pytest.mark.parametrize(
     ("match", "w", "options"),
     [
-        ("`trainable` must select at least one parameter .* offload_scan", params(),
+        ("`trained layers` must be arrays .* their first axes are none", params(),
          {"trainable": lambda path, leaf: False}),
         (r"`layers`\['kernel'\] must be floating-point .* int8", quantized(), {}),
-        ("`trainable` must be a function .* or a pytree of bools", params(),
+        ("different numbers of pytree children", params(),
          {"trainable": {"a": True}}),
     ],
     ids=["none", "integers", "another tree"],

@@ -177,7 +177,7 @@ def test_rejects_invalid_parameters_and_loss():
     with pytest.raises(ValueError, match="`others` is 'device', but"):
         make(head).init(to_host(params()), to_host(others()))
     init_state, step = make(lambda others, x, batch, key: x.sum(0))
-    with pytest.raises(ValueError, match="`head` must return a scalar loss"):
+    with pytest.raises(TypeError, match="`head` must return a scalar loss, not a traced array"):
         jax.eval_shape(step, init_state(to_host(params()), others()), TOKENS)
     init_state, step = make(lambda others, x, batch, key: (x.sum(), x))
     with pytest.raises(TypeError, match="`head` must return a scalar loss, not a tuple of 2"):
