@@ -92,14 +92,11 @@ def offload_jit(fun: Callable[_P, _R], *, donate: bool = True) -> Callable[_P, _
 
 def _run_checked(fun: Callable[..., Any], state: Any, *args) -> tuple[Any, Any]:
     """Return (new state, other results or None), after checking that the state keeps its types."""
-    result = fun(state, *args)
-    before = jax.tree.structure(state)
-    if jax.tree.structure(result) == before:
-        new, rest = result, None
-    elif isinstance(result, tuple) and result and jax.tree.structure(result[0]) == before:
-        new, rest = result[0], tuple(result[1:])
-    else:
-        new, rest = result, None
+    new, rest = fun(state, *args), None
+    is_state = jax.tree.structure(new) == jax.tree.structure(state)
+    if isinstance(new, tuple) and new and not is_state:
+        new, *rest = new
+        rest = tuple(rest)
     # Donating a host array for a result of another type would abort the process.
     overwritten = "the first argument, which it overwrites unless donate=False"
     check_same_shapes("state", new, overwritten, state, same_types=True)
