@@ -330,7 +330,7 @@ def test_per_example_gradients_gather_nothing(name, implementation, shape, spec)
     assert {kind for kind, _, _ in collectives_of(per_example, params, split)} <= {"all-reduce"}
 
 
-@own_rules
+@only_own_rules
 @conv_plainly
 def test_scan_and_remat(name, implementation):
     """A stack of layers, each recomputed in the backward pass."""

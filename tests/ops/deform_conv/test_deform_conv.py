@@ -234,6 +234,7 @@ def test_plan_uses_the_slices_of_a_gpu():
             assert ("while" in text) == (platform == "cpu")
 
 
+@pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_plan_after_tracing_for_a_cpu():
     run = jax.jit(functools.partial(deform_conv2d, padding=1, implementation="xla"))

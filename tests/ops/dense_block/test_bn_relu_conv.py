@@ -59,7 +59,8 @@ def setup(conv, masked=False):
         return oracles.conv(z, params[2], **oracle_options(options)), statistics
 
     def op(params, batch, axis_name):
-        parts = jnp.split(batch["x"], (1, 4), -1)
+        x = batch["x"]
+        parts = x if conv == "grouped" else jnp.split(x, (1, 4), -1)
         return bn_relu_conv(parts, *params, axis_name=axis_name, mask=batch.get("mask"), **options)
 
     y = jax.eval_shape(lambda: oracle(params, {"x": x}, None)[0])
@@ -141,13 +142,6 @@ def test_convolution_options(conv, masked):
     oracle, op, params, batch = setup(conv, masked)
     want = single_device(oracle, params, batch)
     assert_trees_close(single_device(op, params, batch), want, 1e-12)
-
-
-def test_single_array():
-    _, op, params, batch = setup("pointwise", masked=True)
-    whole = lambda p, b, _: bn_relu_conv(b["x"], *p, mask=b["mask"], **CONVS["pointwise"][1])  # noqa: E731
-    got, want = (single_device(f, params, batch) for f in (whole, op))
-    assert_trees_close(got, want, 1e-12)
 
 
 @pytest.mark.parametrize("conv", ["pointwise", "strided"])
