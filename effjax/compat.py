@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from . import nnx
 from .ops import roi
-from .ops._common.arguments import as_float_array, as_integer, as_pair
+from .ops._common.arguments import as_float_array, as_pair, check_shape
 from .ops._common.sharding import auto_shard, match_varying, zeros
 from .ops.deform_conv import deform_conv2d as _deform_conv2d
 
@@ -150,13 +150,11 @@ def _convolve(
 ) -> jax.Array:
     """Transpose to NHWC and HWIO, convolve, and transpose back; None infers a number of groups."""
     x, offset = _as_nhwc("input", input), _as_nhwc("offset", offset)
-    kernel = as_float_array("weight", weight)
-    if kernel.ndim != 4:
-        raise ValueError(f"`weight` of shape {kernel.shape} must be [O, C / groups, kh, kw].")
+    kernel = _transpose("weight", weight, 2, 3, 1, 0)
     mask = None if mask is None else _as_nhwc("mask", mask)
     if groups is None:
         # Clamped to 1, so that the operator reports a wrong shape.
-        groups = max(1, x.shape[-1] // max(1, kernel.shape[1]))
+        groups = max(1, x.shape[-1] // max(1, kernel.shape[2]))
     options: dict[str, Any] = dict(
         strides=as_pair("stride", stride, 1),
         padding=tuple((pad, pad) for pad in as_pair("padding", padding, 0)),
@@ -164,7 +162,6 @@ def _convolve(
         feature_group_count=groups,
         offset_groups=offset_groups,
     )
-    kernel = kernel.transpose(2, 3, 1, 0)
     try:
         y = _deform_conv2d(x, offset, kernel, mask, bias, **options)  # type: ignore[arg-type]
     except ValueError as error:
@@ -256,8 +253,9 @@ def deform_roi_pool(
         roi.deform_roi_pool, output_size=output_size, spatial_scale=spatial_scale,
         sampling_ratio=sampling_ratio, gamma=gamma,
     )  # fmt: skip
-    boxes = _as_indexed_boxes("rois", rois)
-    return _pool_indexed(pool, _as_nhwc("input", input), boxes, _as_offset_args(offset, boxes))
+    return _pool_indexed(
+        pool, _as_nhwc("input", input), _as_indexed_boxes("rois", rois), _as_offset_args(offset)
+    )
 
 
 def deform_roi_pooling(
@@ -298,53 +296,44 @@ def deform_roi_pooling(
         TypeError, ValueError: for arguments of a wrong type, dtype or shape.
     """
     # A box is divided into group_size**2 parts, and each part reads its own block of channels.
-    x, num_blocks = _as_nhwc("data", data), as_integer("group_size", group_size, 1) ** 2
-    if x.shape[-1] != out_channels * num_blocks:
-        raise ValueError(
-            f"`out_channels` (={out_channels}) times the square of `group_size` (={group_size}) "
-            f"must be the {x.shape[-1]} channels of `data`."
-        )
     # The original orders channels as (out_channels, blocks), effjax as (blocks, out_channels).
-    x = jnp.moveaxis(x.reshape(*x.shape[:3], out_channels, num_blocks), 3, 4).reshape(x.shape)
+    x = _as_nhwc("data", data)
+    blocks = x.reshape(*x.shape[:3], out_channels, group_size**2)
+    x = jnp.moveaxis(blocks, 3, 4).reshape(x.shape)
     pool = functools.partial(
-        roi.deform_psroi_pool, output_size=as_integer("out_size", out_size, 1),
+        roi.deform_psroi_pool, output_size=out_size,
         spatial_scale=spatial_scale, group_size=group_size, part_size=part_size,
         sample_per_part=sample_per_part, trans_std=trans_std,
     )  # fmt: skip
-    boxes = _as_indexed_boxes("rois", rois)
-    return _pool_indexed(pool, x, boxes, _as_offset_args(None if no_trans else offset, boxes))
+    offset = None if no_trans else offset
+    return _pool_indexed(pool, x, _as_indexed_boxes("rois", rois), _as_offset_args(offset))
 
 
 def _as_nhwc(name: str, value: Any) -> jax.Array:
+    return _transpose(name, value, 0, 2, 3, 1)
+
+
+def _transpose(name: str, value: Any, *axes: int) -> jax.Array:
     x = as_float_array(name, value)
     if x.ndim != 4:
-        raise ValueError(f"`{name}` of shape {x.shape} must have four axes, NCHW.")
-    return x.transpose(0, 2, 3, 1)
+        raise ValueError(f"`{name}` of shape {x.shape} must have four axes.")
+    return x.transpose(axes)
 
 
 def _as_indexed_boxes(name: str, value: Any) -> jax.Array:
     boxes = as_float_array(name, value)
-    if boxes.ndim != 2 or boxes.shape[1] != 5:
-        raise ValueError(
-            f"`{name}` of shape {boxes.shape} must be [K, 5]: index of the image, x1, y1, x2, y2."
-        )
+    check_shape(name, boxes, ("K", 5), "index of the image, x1, y1, x2, y2")
     return lax.stop_gradient(boxes)  # boxes get no gradient, as in the originals
 
 
-def _as_offset_args(value: Any, boxes: jax.Array) -> tuple:
+def _as_offset_args(value: Any) -> tuple:
     """Return offsets as further arguments of an operator.
 
     These are () for no offsets, or ([1, K, rows, columns, 2 * G],) for [K, 2 * G, rows, columns].
     """
     if value is None or getattr(value, "size", 1) == 0:
         return ()
-    offset = as_float_array("offset", value)
-    if offset.ndim != 4 or offset.shape[0] != boxes.shape[0]:
-        raise ValueError(
-            f"`offset` of shape {offset.shape} must be [K, 2 * G, rows, columns], for the "
-            f"{boxes.shape[0]} boxes of `rois`."
-        )
-    return (offset.transpose(0, 2, 3, 1)[None],)
+    return (_as_nhwc("offset", value)[None],)
 
 
 def _pool_indexed(pool: Callable, x: jax.Array, boxes: jax.Array, offset: tuple) -> jax.Array:
@@ -381,12 +370,7 @@ def _pool_lists(pool: Callable, x: jax.Array, boxes: Sequence[Any]) -> jax.Array
 
     The arrays are padded with NaN to the same number of boxes, and the results are cut again.
     """
-    if len(boxes) != x.shape[0]:
-        raise ValueError(f"`boxes` has {len(boxes)} arrays for the {x.shape[0]} images of `input`.")
     arrays = [as_float_array(f"boxes[{i}]", b) for i, b in enumerate(boxes)]
-    for i, b in enumerate(arrays):
-        if b.ndim != 2 or b.shape[1] != 4:
-            raise ValueError(f"`boxes[{i}]` of shape {b.shape} must be [L, 4]: x1, y1, x2, y2.")
     is_float64 = "float64" in (x.dtype, *(b.dtype for b in arrays))
     arrays = [b.astype(jnp.float64 if is_float64 else jnp.float32) for b in arrays]
     longest = max((b.shape[0] for b in arrays), default=0)

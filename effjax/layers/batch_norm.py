@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from ..ops._common.arguments import as_array, as_number, check_choice
+from ..ops._common.arguments import as_array, as_number, as_real_array, check_choice
 from ..ops._common.sharding import as_axis_names
 from ..ops.batch_norm.complex import complex_batch_norm, complex_inference
 from ..ops.batch_norm.statistics import as_index_groups
@@ -69,17 +69,17 @@ def output_dtype(x: jax.Array, dtype: DTypeLike | None, *params: jax.Array | Non
     of everything after the layer. Here the statistics are float32 in any case.
     """
     if dtype is not None:
-        dtype = jnp.dtype(dtype)
-    elif jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
-        dtype = x.dtype
-    else:
-        dtype = jnp.result_type(x, *(p for p in params if p is not None))
-        if not jnp.issubdtype(dtype, jnp.inexact):
-            dtype = jnp.promote_types(dtype, jnp.float32)
+        dtype, is_complex = jnp.dtype(dtype), jnp.iscomplexobj(x)
+        # A cast of complex x to a real dtype would drop the imaginary part.
+        if not jnp.issubdtype(dtype, jnp.complexfloating if is_complex else jnp.inexact):
+            expected = "complex for complex `x`" if is_complex else "floating point or complex"
+            raise ValueError(f"`dtype` (={dtype}) must be {expected}.")
+        return dtype
+    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
+        return x.dtype
+    dtype = jnp.result_type(x, *(p for p in params if p is not None))
     if not jnp.issubdtype(dtype, jnp.inexact):
-        raise ValueError(f"`dtype` (={dtype}) must be a floating-point or complex dtype.")
-    if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
-        raise TypeError(f"`dtype` (={dtype}) must be complex or None for complex `x` ({x.dtype}).")
+        dtype = jnp.promote_types(dtype, jnp.float32)
     return dtype
 
 
@@ -189,9 +189,6 @@ def _flat(v: jax.Array, like: jax.Array) -> jax.Array:
 def _as_residual(v: ArrayLike | None, x: jax.Array) -> jax.Array | None:
     if v is None:
         return None
-    v = as_array("residual", v, jnp.number)
-    if jnp.iscomplexobj(v) and not jnp.iscomplexobj(x):
-        raise TypeError(
-            f"`residual` ({v.dtype}) must be real for real `x` ({x.dtype}); pass its real part."
-        )
-    return v.astype(x.dtype)
+    if jnp.iscomplexobj(x):
+        return as_array("residual", v, jnp.number).astype(x.dtype)
+    return as_real_array("residual", v).astype(x.dtype)

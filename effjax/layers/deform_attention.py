@@ -30,16 +30,8 @@ def offset_bias_init(num_heads: int, num_levels: int, num_points: int):
     return init
 
 
-def check_inputs(
-    query: Any, value: Any, spatial_shapes: Any, features: int, num_levels: int
-) -> tuple[tuple[int, int], ...]:
-    """Check the inputs of MSDeformAttn and return (H, W) of each level."""
-    for name, a in (("query", query), ("value", value)):
-        if a.ndim != 3 or a.shape[-1] != features or a.shape[0] != query.shape[0]:
-            raise ValueError(
-                f"`{name}` of shape {a.shape} must be [N, length, {features}], with the same N as "
-                f"`query` of shape {query.shape}."
-            )
+def check_shapes(spatial_shapes: Any, num_levels: int) -> tuple[tuple[int, int], ...]:
+    """Return (H, W) of each level."""
     shapes = as_spatial_shapes(spatial_shapes)
     if len(shapes) != num_levels:  # the offsets would be split differently
         raise ValueError(

@@ -11,12 +11,15 @@ from ..ops._common.dtypes import at_least_float32
 
 def check_inputs(predict_offset: bool, modulated: bool, offset: Any, mask: Any) -> None:
     """Raise ValueError unless offset and mask are passed exactly if the layer needs them."""
-    if predict_offset and not (offset is None and mask is None):
-        raise ValueError("`offset` and `mask` must be None with predict_offset=True.")
-    if not predict_offset and offset is None:
-        raise ValueError("`offset` must be passed. predict_offset=True predicts it from `x`.")
-    if not predict_offset and (mask is not None) != modulated:
-        raise ValueError(f"`mask` must be passed with modulated=True only, not {modulated}.")
+    given = (offset is not None, mask is not None)
+    if given != (not predict_offset, modulated and not predict_offset):
+        names = "neither `offset` nor `mask`"
+        if not predict_offset:
+            names = "`offset` and `mask`" if modulated else "`offset` and no `mask`"
+        raise ValueError(
+            f"Pass {names} to a layer with predict_offset={predict_offset} and "
+            f"modulated={modulated}."
+        )
 
 
 def count_predicted_channels(

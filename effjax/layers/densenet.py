@@ -1,15 +1,13 @@
 """Options of a DenseNet and the code shared by the linen and nnx modules."""
 
 import dataclasses
-import operator
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.typing import ArrayLike
 
-from ..ops._common.arguments import as_integer, as_number, describe
-from .images import ImageNetworkConfig, as_images, cast_batch
+from ..ops._common.arguments import as_integer, as_number
+from .images import ImageNetworkConfig, as_sizes, cast_batch
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -31,7 +29,7 @@ class DenseNetConfig(ImageNetworkConfig):
             as_integer(name, getattr(self, name), 1)
         if self.num_chunks is not None:
             as_integer("num_chunks", self.num_chunks, 1)
-        self.block_config = _as_block_config(self.block_config)
+        self.block_config = as_sizes("block_config", self.block_config)
         as_number("compression", self.compression, lambda c: 0 < c <= 1, "in (0, 1]")
         as_number("drop_rate", self.drop_rate, lambda r: 0 <= r < 1, "in [0, 1)")
         widths = block_widths(self)
@@ -65,32 +63,12 @@ def prepare_batch(
     config: DenseNetConfig, x: ArrayLike, in_channels: int | None, mask: ArrayLike | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Check a batch of images; return it in the dtype of the computation, and its mask."""
-    x = as_images(x, in_channels)
-    num_blocks = len(config.block_config)
     # Each transition halves the image; the stem of large images does so twice, with padding.
+    num_blocks = len(config.block_config)
     smallest = 2 ** (num_blocks - 1) if config.small_inputs else 2 ** (num_blocks + 1) - 3
-    if min(x.shape[1:3]) < smallest:
-        raise ValueError(
-            f"`x` of shape {x.shape} is too small for {num_blocks} blocks with "
-            f"small_inputs={config.small_inputs}: height and width must be at least {smallest}. "
-            "Use fewer blocks, small_inputs=True or larger images."
-        )
-    return cast_batch(config, x, mask)
+    return cast_batch(config, x, mask, in_channels, smallest)
 
 
 def block_key(key: jax.Array | None, block: int) -> jax.Array | None:
     """Return the dropout key of a block."""
     return None if key is None else jax.random.fold_in(key, block)
-
-
-def _as_block_config(block_config: Any) -> tuple[int, ...]:
-    try:
-        num_layers = tuple(map(operator.index, block_config))
-    except TypeError:
-        raise TypeError(
-            "`block_config` must be the number of layers of each block, like (6, 12), not "
-            f"{describe(block_config)}."
-        ) from None
-    if not num_layers or min(num_layers) < 1:
-        raise ValueError(f"`block_config` (={num_layers}) must have at least 1 layer per block.")
-    return num_layers

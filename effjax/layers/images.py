@@ -13,7 +13,14 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from ..ops._common.arguments import as_array, as_dtype, as_number, as_real_array, check_choice
+from ..ops._common.arguments import (
+    as_array,
+    as_dtype,
+    as_integer,
+    as_number,
+    as_real_array,
+    check_choice,
+)
 from ..ops.batch_norm.statistics import as_index_groups
 from .batch_norm import check_momentum, hashable_axes
 
@@ -69,11 +76,34 @@ def norm_options(config: ImageNetworkConfig, activation: str | None = "relu") ->
 
 
 def cast_batch(
-    config: ImageNetworkConfig, x: jax.Array, mask: ArrayLike | None
+    config: ImageNetworkConfig,
+    x: ArrayLike,
+    mask: ArrayLike | None,
+    in_channels: int | None,
+    smallest: int,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the images in the dtype of the computation, and the mask as [N, 1, 1, 1]."""
+    """Check a batch of images and cast it to the dtype of the computation.
+
+    Args:
+        config: options of the network.
+        x: [N, H, W, in_channels], H and W at least `smallest`.
+        mask: [N] or [N, 1, 1, 1], or None.
+        in_channels: If None, any number of channels.
+        smallest: the smallest height and width.
+
+    Returns:
+        x, and the mask as [N, 1, 1, 1].
+    """
+    x = as_real_array("x", x)
+    if x.ndim != 4 or in_channels not in (None, x.shape[-1]) or min(x.shape[1:3]) < smallest:
+        raise ValueError(
+            f"`x` of shape {x.shape} must be [N, H, W, {in_channels or 'C'}], with height and "
+            f"width of at least {smallest}."
+        )
+    if mask is not None:
+        mask = as_array("mask", mask, jnp.bool_).reshape(x.shape[0], 1, 1, 1)
     dtype = compute_dtype(x.dtype, config.dtype, config.param_dtype)
-    return x.astype(dtype), as_image_mask(mask, x)
+    return x.astype(dtype), mask
 
 
 def check_dtypes(dtype: Any, param_dtype: Any) -> None:
@@ -83,30 +113,12 @@ def check_dtypes(dtype: Any, param_dtype: Any) -> None:
         as_dtype("dtype", dtype)
 
 
-def as_images(x: ArrayLike, in_channels: int | None) -> jax.Array:
-    """Return `x` as an array `[N, H, W, C]`, with `in_channels` channels if given."""
-    x = as_real_array("x", x)
-    if x.ndim != 4:
-        raise ValueError(f"`x` must be of shape [batch, height, width, channels], not {x.shape}.")
-    if in_channels is not None and x.shape[-1] != in_channels:
-        raise ValueError(
-            f"`x` of shape {x.shape} must have in_channels={in_channels} channels in its last axis "
-            "(NHWC)."
-        )
-    return x
-
-
-def as_image_mask(mask: Any, x: jax.Array) -> jax.Array | None:
-    """Return the mask of the images that count, as [N, 1, 1, 1]."""
-    if mask is None:
-        return None
-    mask = as_array("mask", mask, jnp.bool_)
-    if mask.shape not in ((x.shape[0],), (x.shape[0], 1, 1, 1)):
-        raise ValueError(
-            f"`mask` of shape {mask.shape} must have one value per image: shape "
-            f"({x.shape[0]},) or ({x.shape[0]}, 1, 1, 1)."
-        )
-    return mask.reshape(-1, 1, 1, 1)
+def as_sizes(name: str, values: Any) -> tuple[int, ...]:
+    """Return positive integers as a tuple with at least one entry."""
+    sizes = tuple(as_integer(name, value, 1) for value in values)
+    if not sizes:
+        raise ValueError(f"`{name}` (=()) must have at least one entry.")
+    return sizes
 
 
 def compute_dtype(x: DTypeLike, dtype: DTypeLike | None, param_dtype: DTypeLike) -> jnp.dtype:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ..ops._common.arguments import as_integer, as_real_array, check_choice, describe
+from ..ops._common.arguments import as_integer, as_real_array, check_choice
 from .images import check_dtypes, compute_dtype, conv, promote_dtypes
 from .resnet import ConvSpec
 
@@ -55,36 +55,22 @@ def prepare_features(
     config: FeaturePyramidConfig, features: Any, in_channels: tuple[int, ...] | None = None
 ) -> tuple[jax.Array, ...]:
     """Check the feature maps of a backbone; return them in the dtype of the computation."""
-    if not isinstance(features, Sequence) or not features:
-        raise TypeError(
-            "`features` must be a tuple of feature maps, the finest first, not "
-            f"{describe(features)}."
-        )
     levels = tuple(as_real_array(f"features[{i}]", level) for i, level in enumerate(features))
-    if in_channels is not None and len(levels) != len(in_channels):
+    shapes = [level.shape for level in levels]
+    expected = in_channels or tuple(shape[-1] for shape in shapes)
+    if tuple(shape[-1] for shape in shapes) != expected or any(
+        len(shape) != 4 or shape[0] != shapes[0][0] or 0 in shape[1:] for shape in shapes
+    ):
         raise ValueError(
-            f"`features` must have one level for each of `in_channels` (={in_channels}), not "
-            f"{len(levels)}."
+            f"`features` of shapes {shapes} must be [N, H, W, C] for C in {expected}, with the "
+            "same N and at least one pixel."
         )
-    batch_size = levels[0].shape[0]
-    for i, level in enumerate(levels):
-        channels = "C" if in_channels is None else in_channels[i]
-        if (
-            level.ndim != 4
-            or channels not in ("C", level.shape[-1])
-            or level.shape[0] != batch_size
-            or 0 in level.shape[1:]
-        ):
+    for fine, coarse in itertools.pairwise(shapes):
+        halves = tuple(-(-side // 2) for side in fine[1:3])
+        if coarse[1:3] not in (halves, fine[1:3]):
             raise ValueError(
-                f"`features[{i}]` of shape {level.shape} must be [{batch_size}, H, W, {channels}] "
-                "with at least one pixel."
-            )
-    for i, (fine, coarse) in enumerate(itertools.pairwise(levels)):
-        halves = tuple(-(-side // 2) for side in fine.shape[1:3])
-        if coarse.shape[1:3] not in (halves, fine.shape[1:3]):
-            raise ValueError(
-                f"`features[{i + 1}]` of shape {coarse.shape} must have the height and width of "
-                f"the level before, {fine.shape}, or half of them, rounded up."
+                f"`features` of shapes {shapes} must each have the height and width of the level "
+                "before, or half of them, rounded up."
             )
     dtype = promote_dtypes(*(x.dtype for x in levels))
     dtype = compute_dtype(dtype, config.dtype, config.param_dtype)
@@ -126,17 +112,3 @@ def _upsample(x: jax.Array, sides: tuple[int, ...]) -> jax.Array:
     n, h, w, c = x.shape
     doubled = jnp.broadcast_to(x[:, :, None, :, None, :], (n, h, 2, w, 2, c))
     return doubled.reshape(n, 2 * h, 2 * w, c)[:, :height, :width]
-
-
-def as_channels(in_channels: Any) -> tuple[int, ...]:
-    """Return the channels of each level as a tuple."""
-    try:
-        channels = tuple(as_integer("in_channels", c, 1) for c in in_channels)
-    except TypeError:
-        raise TypeError(
-            "`in_channels` must be the channels of each level, like (256, 512, 1024, 2048), not "
-            f"{describe(in_channels)}."
-        ) from None
-    if not channels:
-        raise ValueError("`in_channels` (=()) must have at least one level.")
-    return channels

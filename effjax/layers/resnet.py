@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import ArrayLike
 
-from ..ops._common.arguments import as_integer, describe
+from ..ops._common.arguments import as_integer
 from ..ops.batch_norm.sync import STATISTICS, BatchStats
 from ..ops.deform_conv import deform_conv2d
 from .batch_norm import normalize_batch, normalize_inference
 from .deform_conv import split_predicted
-from .images import ImageNetworkConfig, as_images, cast_batch, conv, max_pool
+from .images import ImageNetworkConfig, as_sizes, conv, max_pool
 
 EXPANSION = 4  # ratio of a bottleneck's output channels to its inner channels
 CONV_OUTPUT = "effjax.resnet.conv"  # checkpoint name of all convolutions but a block's last
@@ -42,7 +41,7 @@ class ResNetConfig(ImageNetworkConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.stage_sizes = _as_stage_sizes(self.stage_sizes)
+        self.stage_sizes = as_sizes("stage_sizes", self.stage_sizes)
         self.stage_with_dcn = tuple(map(bool, self.stage_with_dcn))
         if len(self.stage_with_dcn) not in (0, len(self.stage_sizes)):
             raise ValueError(
@@ -53,16 +52,6 @@ class ResNetConfig(ImageNetworkConfig):
             as_integer(name, getattr(self, name), 1)
         if self.num_classes is not None:
             as_integer("num_classes", self.num_classes, 1)
-        if as_integer("frozen_stages", self.frozen_stages, -1) > len(self.stage_sizes):
-            raise ValueError(
-                f"`frozen_stages` (={self.frozen_stages}) must be at most the number of stages "
-                f"(={len(self.stage_sizes)}); -1 freezes nothing, 0 the stem."
-            )
-        if any(self.stage_with_dcn) and self.width % self.offset_groups:
-            raise ValueError(
-                f"`offset_groups` (={self.offset_groups}) must divide `width` (={self.width}), "
-                "the channels of the deformable convolutions."
-            )
 
     @property
     def feature_channels(self) -> tuple[int, ...]:
@@ -144,23 +133,13 @@ def stop_frozen_gradient(config: ResNetConfig, h: jax.Array, part: int) -> jax.A
     return lax.stop_gradient(h) if part <= config.frozen_stages else h
 
 
-def prepare_batch(
-    config: ResNetConfig, x: ArrayLike, in_channels: int | None, mask: ArrayLike | None
-) -> tuple[jax.Array, jax.Array | None]:
-    """Check a batch of images; return it in the dtype of the computation, and its mask."""
-    x = as_images(x, in_channels)
-    if min(x.shape[1:3]) < 1:
-        raise ValueError(f"`x` of shape {x.shape} must have at least one pixel per image.")
-    return cast_batch(config, x, mask)
-
-
 class NormSpec(NamedTuple):
     """Static arguments of one BatchNorm call."""
 
     use_running_stats: bool
     frozen: bool  # running statistics, scale and bias are constants
-    options: tuple[tuple[str, Any], ...]  # of `normalize_batch` and `normalize_inference`
-    batch_options: tuple[tuple[str, Any], ...]  # of `normalize_batch` only
+    options: dict[str, Any]  # of `normalize_batch` and `normalize_inference`
+    batch_options: dict[str, Any]  # of `normalize_batch` only
 
 
 class NormArrays(NamedTuple):
@@ -191,12 +170,10 @@ def norm_spec(norm: Any, use_running_stats: bool, frozen: bool) -> NormSpec:
     options = dict(
         dtype=norm.dtype, axis=-1, epsilon=norm.epsilon, activation=norm.activation
     )  # fmt: skip
-    batch_options = {
-        name: getattr(norm, name) for name in ("axis_name", "axis_index_groups", "stats")
-    }
-    return NormSpec(
-        use_running_stats or frozen, frozen, tuple(options.items()), tuple(batch_options.items())
+    batch_options = dict(
+        axis_name=norm.axis_name, axis_index_groups=norm.axis_index_groups, stats=norm.stats
     )
+    return NormSpec(use_running_stats or frozen, frozen, options, batch_options)
 
 
 def apply_stem(
@@ -264,23 +241,11 @@ def _apply_norm(
     norm: NormSpec, x: jax.Array, arrays: NormArrays, mask: jax.Array | None,
     residual: jax.Array | None = None,
 ) -> tuple[jax.Array, BatchStats | None]:  # fmt: skip
-    options: dict[str, Any] = dict(norm.options, residual=residual)
     if norm.frozen:
         arrays = NormArrays(*map(lax.stop_gradient, arrays))
     if norm.use_running_stats:
-        return normalize_inference(x, *arrays, **options), None
-    batch_options = dict(norm.batch_options)
-    return normalize_batch(x, arrays.scale, arrays.bias, mask=mask, **options, **batch_options)
-
-
-def _as_stage_sizes(stage_sizes: Any) -> tuple[int, ...]:
-    try:
-        stage_sizes = tuple(as_integer("stage_sizes", size, 1) for size in stage_sizes)
-    except TypeError:
-        raise TypeError(
-            "`stage_sizes` must be the number of blocks of each stage, like (3, 4, 6, 3), not "
-            f"{describe(stage_sizes)}."
-        ) from None
-    if not stage_sizes:
-        raise ValueError("`stage_sizes` (=()) must have at least one stage.")
-    return stage_sizes
+        return normalize_inference(x, *arrays, residual=residual, **norm.options), None
+    return normalize_batch(
+        x, arrays.scale, arrays.bias, mask=mask, residual=residual,
+        **norm.options, **norm.batch_options,
+    )  # fmt: skip

@@ -7,7 +7,6 @@ from typing import Any
 from flax import linen as nn
 
 from ..layers.batch_norm import Stats, conversion_settings
-from ..ops._common.arguments import describe
 from .batch_norm import BatchNorm
 
 
@@ -38,12 +37,9 @@ def convert_batch_norm(
         A linen module with only a `__call__` method.
 
     Raises:
-        TypeError: if `model` is not a linen module.
         ValueError: if `model` has an `axis_name` itself, as effjax's DenseNet does, or for another
             invalid argument.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` must be a flax.linen.Module, not {describe(model)}.")
     if hasattr(model, "axis_name") and not isinstance(model, nn.BatchNorm):
         raise ValueError(
             f"`model` ({type(model).__name__}) must not have an `axis_name` itself. Pass the axis "

@@ -58,7 +58,7 @@ class MSDeformAttn(nn.Module):
         Returns:
             `[N, Q, features]`.
         """
-        shapes = shared.check_inputs(query, value, spatial_shapes, self.features, self.num_levels)
+        shapes = shared.check_shapes(spatial_shapes, self.num_levels)
         num_samples = self.num_heads * self.num_levels * self.num_points  # of a query
         # Initially the offsets do not depend on the query: kernel zero, bias with a direction for
         # each head.

@@ -1,6 +1,5 @@
 """Synchronized batch norm for Flax NNX."""
 
-import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +16,6 @@ from ..layers.batch_norm import (
     Activation,
     Stats,
     check_momentum,
-    feature_axes,
     hashable_axes,
     normalize_batch,
     normalize_inference,
@@ -147,13 +145,12 @@ class BatchNorm(nnx.BatchNorm):
             The normalized input, of the shape of x and of dtype `dtype` (see the class).
 
         Raises:
-            ValueError: if x does not have `num_features` features, `use_running_average` is None
-                here and in the module, or `axis_name` is not mapped where statistics are taken.
+            ValueError: if `use_running_average` is None here and in the module, or `axis_name` is
+                not mapped where statistics are taken.
             TypeError: for an `x`, `mask` or `residual` that is not an array or has an unsupported
-                dtype.
+                dtype, or x without `num_features` features.
         """
         x = as_array("x", x, jnp.number)
-        self._check_features(x)
         use_running_average = self._uses_running_average(use_running_average)
         mean, var, scale, bias = (
             None if v is None else v[...] for v in (self.mean, self.var, self.scale, self.bias)
@@ -203,11 +200,3 @@ class BatchNorm(nnx.BatchNorm):
         for variable, value in zip(variables, new, strict=True):
             if variable is not None:
                 variable.set_value(value)
-
-    def _check_features(self, x: jax.Array) -> None:
-        shape = tuple(x.shape[a] for a in feature_axes(x.ndim, self.axis))
-        if math.prod(shape) != self.num_features:
-            raise ValueError(
-                f"`x` of shape {x.shape} must have `num_features` (={self.num_features}) features "
-                f"along `axis` (={self.axis})."
-            )

@@ -54,9 +54,7 @@ class MSDeformAttn(nnx.Module):
         implementation: Implementation = None,
         rngs: nnx.Rngs,
     ):
-        if features % num_heads:
-            raise ValueError(f"`num_heads` (={num_heads}) must divide `features` (={features}).")
-        self.features, self.num_levels, self.num_heads = features, num_levels, num_heads
+        self.num_levels, self.num_heads = num_levels, num_heads
         self.implementation = implementation
         samples = num_heads * num_levels * num_points
         options: dict[str, Any] = dict(
@@ -95,7 +93,7 @@ class MSDeformAttn(nnx.Module):
         Returns:
             `[N, Q, features]`.
         """
-        shapes = shared.check_inputs(query, value, spatial_shapes, self.features, self.num_levels)
+        shapes = shared.check_shapes(spatial_shapes, self.num_levels)
         y = shared.attend(
             self.value_proj(value), self.sampling_offsets(query), self.attention_weights(query),
             reference_points, padding_mask, shapes, self.num_heads, self.implementation,

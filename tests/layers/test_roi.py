@@ -1,8 +1,6 @@
 """Box pooling layers of linen and nnx."""
 
 import functools
-import operator
-import types
 
 import jax
 import jax.numpy as jnp
@@ -13,45 +11,31 @@ from flax import nnx
 import effjax
 import effjax.linen
 import effjax.nnx
-from tests.tiers import product_cases
+from tests.layers.functional import from_linen, from_nnx
+from tests.tiers import exhaustive
 
 X = jax.random.normal(jax.random.key(0), (2, 6, 7, 4))
 BOXES = jnp.array([[[1, 2, 9, 8], [0, 0, 13, 11.0]], [[3, 2, 8, 9], [np.nan] * 4]])
 OPTIONS = dict(spatial_scale=0.5, sampling_ratio=2, gamma=0.2)
-PACKS = ["DeformRoIPoolPack", "ModulatedDeformRoIPoolPack"]
 
 
 def nnx_layer(name, **options):
     given = () if name == "DeformRoIPool" else (4, 16)
     rngs = {} if name == "DeformRoIPool" else {"rngs": nnx.Rngs(1)}
     layer = getattr(effjax.nnx, name)((2, 3), *given, **options, **rngs)
-    graph, state = nnx.split(layer, nnx.Param)
-
-    def apply(params, *args):
-        flat = {
-            path: variable.replace(functools.reduce(operator.getitem, path, params))
-            for path, variable in nnx.to_flat_state(state)
-        }
-        return nnx.merge(graph, nnx.from_flat_state(flat))(*args)
-
-    return types.SimpleNamespace(params=nnx.to_pure_dict(state), apply=apply)
+    return from_nnx(layer)
 
 
 def linen_layer(name, **options):
     width = {} if name == "DeformRoIPool" else {"deform_fc_channels": 16}
     layer = getattr(effjax.linen, name)((2, 3), **options, **width)
-    params = layer.init(jax.random.key(0), X, BOXES).get("params", {})
-    return types.SimpleNamespace(
-        params=params, apply=lambda params, *args: layer.apply({"params": params}, *args)
-    )
+    return from_linen(layer, X, BOXES)
 
 
 both = pytest.mark.parametrize("make", [nnx_layer, linen_layer])
 packs = pytest.mark.parametrize(
     ("make", "name"),
-    product_cases(
-        [nnx_layer, linen_layer], PACKS, plain=[(linen_layer, "ModulatedDeformRoIPoolPack")]
-    ),
+    [(linen_layer, "ModulatedDeformRoIPoolPack"), exhaustive(nnx_layer, "DeformRoIPoolPack")],
 )
 
 

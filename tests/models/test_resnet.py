@@ -1,7 +1,6 @@
 """ResNet in both flavors; all forms of it compute the same function, in float64."""
 
 import functools
-import math
 import re
 from typing import Any
 
@@ -13,32 +12,28 @@ from flax import errors, nnx
 from jax.sharding import PartitionSpec as P
 
 from effjax import models
+from effjax.layers.resnet import ResNetConfig, stage_specs, stem_spec
 from effjax.memory import residual_bytes
 from effjax.models import linen as linen_models
 from tests.contexts import CONTEXTS, assert_trees_close, single_device
 from tests.models.flavors import Linen, Nnx, draw, train_step
-from tests.tiers import exhaustive, plainly
+from tests.tiers import exhaustive
 
 OPTIONS: dict[str, Any] = dict(
-    stage_sizes=(1, 2), width=4, num_classes=3, unbiased_running_var=True
+    stage_sizes=(1, 1), width=4, num_classes=3, unbiased_running_var=True
 )  # fmt: skip
 BASIC = "deformable basic v1"
 VARIANTS: dict[str, dict[str, Any]] = {
-    "bottleneck": {},
+    "bottleneck": dict(stage_sizes=(1, 2)),  # the last block has no convolution in its shortcut
     "stride in 1x1": dict(stride_in_1x1=True, small_inputs=True),
     "deformable": dict(stage_with_dcn=(False, True), offset_groups=2),
     BASIC: dict(bottleneck=False, stage_with_dcn=(False, True), modulated=False, num_classes=None),
     "frozen norm": dict(frozen_norm=True, epsilon=0.0),
     "frozen stage": dict(bottleneck=False, frozen_stages=1),
 }
+BOTTLENECK = OPTIONS | VARIANTS["bottleneck"]
 FLAVORS = {"nnx": functools.partial(Nnx, models.ResNet)}
 FLAVORS["linen"] = functools.partial(Linen, linen_models.ResNet)
-COUNTS = {
-    "resnet18": 11_689_512,
-    "resnet34": 21_797_672,
-    "resnet50": 25_557_032,
-    "resnet101": 44_549_160,
-}
 X = np.random.default_rng(1).normal(size=(3, 17, 14, 3))
 MASK = np.array([True, True, False])
 
@@ -62,16 +57,17 @@ def reference(variant):
     return values, train_step(plain, values, X, loss_of, mask=MASK)
 
 
-FORMS = "nnx conv", "nnx features", "linen plain", "linen conv"
-PLAIN_CASES = ("bottleneck", "linen conv"), ("deformable", "nnx features")
-
-
 @pytest.mark.parametrize(
     ("variant", "form"),
     [
-        (variant, form) if (variant, form) in PLAIN_CASES else exhaustive(variant, form)
-        for variant in VARIANTS
-        for form in FORMS
+        ("bottleneck", "linen conv"),
+        ("deformable", "nnx features"),
+        exhaustive("bottleneck", "nnx features"),
+        exhaustive("stride in 1x1", "linen plain"),
+        exhaustive("deformable", "linen conv"),
+        exhaustive(BASIC, "nnx conv"),
+        exhaustive("frozen norm", "linen conv"),
+        exhaustive("frozen stage", "nnx features"),
     ],
 )
 def test_forms_match_plain_nnx(variant, form):
@@ -91,7 +87,7 @@ def test_every_parameter_learns():
     _, want = reference("deformable")
     assert all(np.abs(g).max() > 0 for g in want["dparams"].values())
     offsets = {name for name in want["dparams"] if "offset_conv" in name}
-    assert {name.split(".conv2")[0] for name in offsets} == {"stages.1.0", "stages.1.1"}
+    assert {name.split(".conv2")[0] for name in offsets} == {"stages.1.0"}
 
 
 def test_frozen_norms_are_constants():
@@ -114,23 +110,35 @@ def test_frozen_stages_are_constants():
 
 
 def test_evaluation_uses_running_stats():
-    """The statistics stay the same, and both flavors agree."""
+    """The statistics stay the same, both flavors agree, and logits are the head of the features."""
     values, _ = reference("bottleneck")
     runs = []
     for flavor in FLAVORS.values():
-        model = flavor(**OPTIONS)
+        model = flavor(**BOTTLENECK)
         model.names(X)
-        run = jax.jit(functools.partial(model, train=False))
-        y, stats = run(*values, X)
+        run = functools.partial(model, train=False)
+        evaluate = jax.jit(lambda *v, run=run: (run(*v), run(*v, method="features")[0]))
+        (logits, stats), features = evaluate(*values, X)
         jax.tree.map(np.testing.assert_array_equal, stats, values[1])
-        runs.append(y)
+        runs.append(logits)
+        head = values[0]["classifier.kernel"], values[0]["classifier.bias"]
+        assert_trees_close(features[-1].mean((1, 2)) @ head[0] + head[1], logits, 1e-12)
     assert_trees_close(runs[0], runs[1], 1e-12)
 
 
-@pytest.mark.parametrize("context", plainly("shard_map_of_grad", of=CONTEXTS))
+DEVICE_CONTEXTS = [
+    "shard_map_of_grad",
+    exhaustive("vmap_of_grad"),
+    exhaustive("grad_of_jit_of_vmap"),
+    exhaustive("jit_explicit"),
+    exhaustive("grad_of_shard_map_two_axes"),
+]
+
+
+@pytest.mark.parametrize("context", DEVICE_CONTEXTS)
 def test_statistics_over_devices(context):
     """Eight devices compute what one computes on the whole batch, with a deformable stage."""
-    options = OPTIONS | dict(stage_sizes=(1, 1), stage_with_dcn=(False, True), small_inputs=True)
+    options = OPTIONS | dict(stage_sizes=(1,), stage_with_dcn=(True,), small_inputs=True)
     # Custom rules inside jax.checkpoint do not see vmap's axis if jit is between grad and vmap.
     options["efficient"] = context != "grad_of_jit_of_vmap"
     rng = np.random.default_rng(3)
@@ -164,34 +172,38 @@ def test_features(flavor):
     assert pooled.shape == (1, 128)
 
 
-def test_logits_are_the_head_of_the_pooled_features():
-    values, _ = reference("bottleneck")
-    model = FLAVORS["nnx"](**OPTIONS)
-    run = functools.partial(model, train=False)
-    logits, features = jax.jit(lambda *v: (run(*v)[0], run(*v, method="features")[0]))(*values, X)
-    head = values[0]["classifier.kernel"], values[0]["classifier.bias"]
-    assert_trees_close(features[-1].mean((1, 2)) @ head[0] + head[1], logits, 1e-12)
-
-
 @pytest.mark.exhaustive
 def test_deformable_stages_start_as_plain_ones():
     """DCN v1 with zero offsets is the plain convolution."""
     values, _ = reference("bottleneck")
-    model = FLAVORS["nnx"](**OPTIONS, stage_with_dcn=(False, True), modulated=False)
+    model = FLAVORS["nnx"](**BOTTLENECK, stage_with_dcn=(False, True), modulated=False)
     params = {n: np.zeros(v.shape) for n, v in model.names(X)[0].items()} | values[0]
     run = lambda model, *values: jax.jit(functools.partial(model, train=False))(*values, X)[0]  # noqa: E731
-    want = run(FLAVORS["nnx"](**OPTIONS), *values)
+    want = run(FLAVORS["nnx"](**BOTTLENECK), *values)
     assert_trees_close(run(model, params, values[1]), want, 1e-11)
 
 
-@pytest.mark.parametrize("name", plainly("resnet18", of=COUNTS))
-def test_published_parameter_counts(name):
-    model = nnx.eval_shape(lambda: getattr(models, name)(rngs=nnx.Rngs(0)))
-    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
-    assert sum(math.prod(v.shape) for v in leaves) == COUNTS[name]
-    linen = getattr(models, name)(linen_models.ResNet)
-    variables = jax.eval_shape(linen.init, jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
-    assert sum(math.prod(v.shape) for v in jax.tree.leaves(variables["params"])) == COUNTS[name]
+def count_parameters(**options):
+    """Count the parameters of a ResNet for images of three channels."""
+    config = ResNetConfig(**options)
+    convs = [stem_spec(config, 3)]
+    for block in (block for blocks in stage_specs(config) for block in blocks):
+        convs += [*block.convs, *([block.shortcut] if block.shortcut else [])]
+    features, classes = config.feature_channels[-1], config.num_classes
+    count = sum(c.size**2 * c.channels * c.features + 2 * c.features for c in convs)
+    return count + (features + 1) * classes
+
+
+def test_published_parameter_counts():
+    for name, count in {
+        "resnet18": 11_689_512,
+        "resnet34": 21_797_672,
+        "resnet50": 25_557_032,
+        "resnet101": 44_549_160,
+    }.items():
+        assert count_parameters(**getattr(models, name)(dict)) == count, name
+    params = reference("bottleneck")[0][0]
+    assert count_parameters(**BOTTLENECK) == sum(v.size for v in params.values())
 
 
 def split_network(**options):
@@ -201,7 +213,7 @@ def split_network(**options):
     return lambda p, s, x: nnx.merge(graphdef, p, s, copy=True)(x), params, stats
 
 
-@pytest.mark.parametrize(("save", "more"), [("conv", 3 + 2), exhaustive("features", 1 + 3 * 3 + 2)])
+@pytest.mark.parametrize(("save", "more"), [("conv", 2 + 2), exhaustive("features", 1 + 2 * 3 + 2)])
 def test_recomputed_operations(save, more, mesh8):
     """The last convolutions of blocks and shortcuts, or all convolutions, but no all-reduce."""
 
@@ -248,9 +260,9 @@ def test_half_precision():
     for dtype, images in ((jnp.bfloat16, x.astype(jnp.float32)), (None, x)):
         options = dict(stage_sizes=(1, 1), stage_with_dcn=(False, True), width=2, dtype=dtype)
         model = nnx.eval_shape(lambda o=options: models.ResNet(**o, rngs=nnx.Rngs(0)))
-        features = nnx.eval_shape(lambda m, x: m.features(x), model, images)
+        features, y = nnx.eval_shape(lambda m, x: (m.features(x), m(x)), model, images)
         assert {f.dtype for f in features} == {jnp.dtype(jnp.bfloat16)}
-        assert nnx.eval_shape(lambda m, x: m(x), model, images).dtype == jnp.float32
+        assert y.dtype == jnp.float32
 
 
 @pytest.mark.exhaustive
@@ -264,38 +276,13 @@ def test_tabulate():
     assert "stages_1_0/norm1" in linen.tabulate(jax.random.key(0), x, console_kwargs=console)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        (dict(stage_sizes=()), "`stage_sizes`"),
-        (dict(stage_with_dcn=(True,)), r"`stage_with_dcn` \(=\(True,\)\)"),
-        (
-            dict(stage_with_dcn=(False, True), offset_groups=3),
-            r"`offset_groups` \(=3\) must divide `width`",
-        ),
-        (dict(frozen_stages=3), r"`frozen_stages` \(=3\) must be at most"),
-    ],
-)
-def test_rejects_bad_options(options, match):
+def test_rejects_bad_options():
     for network in (functools.partial(models.ResNet, rngs=nnx.Rngs(0)), linen_models.ResNet):
-        with pytest.raises(ValueError, match=match):
-            network(**OPTIONS | options)
+        with pytest.raises(ValueError, match=r"`stage_with_dcn` \(=\(True,\)\)"):
+            network(**OPTIONS, stage_with_dcn=(True,))
 
 
-def test_rejects_bad_images():
+def test_rejects_empty_images():
     model = nnx.eval_shape(lambda: models.ResNet(**OPTIONS, rngs=nnx.Rngs(0)))
-    for x, match in (
-        (X[0], r"not \(17, 14, 3\)"),
-        (X[..., :2], "in_channels=3"),
-        (X[:, :0], "at least one pixel"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            model(x)
-    with pytest.raises(ValueError, match="`mask` of shape"):
-        model(X, mask=np.ones(4, bool))
-
-
-def test_rejects_zero_epsilon_in_training():
-    model = nnx.eval_shape(lambda: models.ResNet(**OPTIONS, epsilon=0.0, rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match=r"`epsilon` \(=0.0\) must be positive"):
-        nnx.eval_shape(lambda m: m(X), model)
+    with pytest.raises(ValueError, match=r"must be \[N, H, W, 3\].* at least 1"):
+        model(X[:, :0])

@@ -7,12 +7,13 @@ from flax import linen as nn
 from jax.typing import ArrayLike
 
 from ...layers.densenet import DenseNetConfig, block_key, block_widths, prepare_batch
-from ...layers.images import conv, copy_config, he_normal, lecun_normal, max_pool, norm_options
+from ...layers.images import conv, copy_config, lecun_normal, max_pool, norm_options
 from ...linen.batch_norm import BatchNorm
 from ...ops._common.dtypes import accumulation_dtype
 from ...ops.dense_block.block import DenseLayerParams, dense_block
 from ...ops.dense_block.bn_relu_conv import bn_relu_conv
 from ...ops.dropout import dropout
+from .kernel import Kernel
 
 
 class DenseNet(nn.Module, DenseNetConfig):
@@ -38,8 +39,8 @@ class DenseNet(nn.Module, DenseNetConfig):
     def setup(self):
         """Create the submodules."""
         config = copy_config(self, DenseNetConfig)
-        norm = norm_options(config)
-        self.stem_conv = Kernel(config.num_init_features, 3 if config.small_inputs else 7, config)
+        norm, dtype = norm_options(config), config.param_dtype
+        self.stem_conv = Kernel(config.num_init_features, 3 if config.small_inputs else 7, dtype)
         if not config.small_inputs:
             self.stem_norm = BatchNorm(**norm)
         self.blocks = [DenseBlock(num_layers, config) for num_layers in config.block_config]
@@ -144,10 +145,11 @@ class DenseLayer(nn.Module):
     def setup(self):
         """Create the submodules."""
         config, norm = self.config, norm_options(self.config)
+        dtype = config.param_dtype
         self.norm1 = BatchNorm(**norm)
-        self.conv1 = Kernel(config.bn_size * config.growth_rate, 1, config)
+        self.conv1 = Kernel(config.bn_size * config.growth_rate, 1, dtype)
         self.norm2 = BatchNorm(**norm)
-        self.conv2 = Kernel(config.growth_rate, 3, config)
+        self.conv2 = Kernel(config.growth_rate, 3, dtype)
 
     def __call__(self, x: jax.Array, train: bool, mask: jax.Array | None) -> jax.Array:
         """Return the new channels."""
@@ -174,7 +176,7 @@ class Transition(nn.Module):
     def setup(self):
         """Create the submodules."""
         self.norm = BatchNorm(**norm_options(self.config))
-        self.conv = Kernel(self.features, 1, self.config)
+        self.conv = Kernel(self.features, 1, self.config.param_dtype)
 
     def __call__(self, x: jax.Array, train: bool, mask: jax.Array | None) -> jax.Array:
         """Return features with fewer channels and half the height and width."""
@@ -190,17 +192,3 @@ class Transition(nn.Module):
             )  # fmt: skip
             self.norm.update_running_stats(batch_stats)
         return nn.avg_pool(x, (2, 2), (2, 2))
-
-
-class Kernel(nn.Module):
-    """Kernel that `layers.images.conv` or a fused operator applies."""
-
-    features: int
-    size: int
-    config: DenseNetConfig
-
-    @nn.compact
-    def __call__(self, channels: int) -> jax.Array:
-        """Return the kernel HWIO for `channels` input channels."""
-        shape = (self.size, self.size, channels, self.features)
-        return self.param("kernel", he_normal, shape, self.config.param_dtype)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import ArrayLike
 
-from ...layers.images import copy_config, he_normal, lecun_normal, norm_options
+from ...layers.images import cast_batch, copy_config, he_normal, lecun_normal, norm_options
 from ...layers.resnet import (
     BlockArrays,
     BlockSpec,
@@ -19,7 +19,6 @@ from ...layers.resnet import (
     apply_stem,
     has_frozen_norm,
     norm_spec,
-    prepare_batch,
     stage_specs,
     stem_spec,
     stop_frozen_gradient,
@@ -28,6 +27,7 @@ from ...linen.batch_norm import BatchNorm
 from ...linen.deform_conv import DeformConv
 from ...ops._common.dtypes import accumulation_dtype
 from ...ops.batch_norm.sync import BatchStats
+from .kernel import Kernel
 
 
 class ResNet(nn.Module, ResNetConfig):
@@ -52,7 +52,7 @@ class ResNet(nn.Module, ResNetConfig):
     def setup(self):
         """Create the submodules."""
         config = copy_config(self, ResNetConfig)
-        self.stem_conv = Kernel(stem_spec(config, 0), config)
+        self.stem_conv = _conv(stem_spec(config, 0), config)
         self.stem_norm = BatchNorm(**norm_options(config))
         self.stages = [
             [ResNetBlock(spec, config) for spec in specs] for specs in stage_specs(config)
@@ -95,7 +95,7 @@ class ResNet(nn.Module, ResNetConfig):
 
     @nn.nowrap
     def _features(self, x: ArrayLike, train: bool, mask: ArrayLike | None) -> tuple[jax.Array, ...]:
-        h, image_mask = prepare_batch(self, x, None, mask)
+        h, image_mask = cast_batch(self, x, mask, None, smallest=1)
         use_running_stats = not train or self.is_initializing()
         norm = norm_spec(self.stem_norm, use_running_stats, has_frozen_norm(self, 0))
         kernel, norm_arrays = self.stem_conv(h.shape[-1]), _norm_arrays(self.stem_norm, self.width)
@@ -125,7 +125,7 @@ class ResNetBlock(nn.Module):
             setattr(self, f"conv{k}", _conv(conv_spec, config))
             setattr(self, f"norm{k}", BatchNorm(**norm_options(config)))
         if self.spec.shortcut is not None:
-            self.shortcut = Kernel(self.spec.shortcut, config)
+            self.shortcut = _conv(self.spec.shortcut, config)
             self.shortcut_norm = BatchNorm(**norm_options(config, activation=None))
 
     def __call__(self, x: jax.Array, train: bool, mask: jax.Array | None) -> jax.Array:
@@ -149,22 +149,9 @@ class ResNetBlock(nn.Module):
         return y
 
 
-class Kernel(nn.Module):
-    """Kernel of a convolution that `layers.resnet` applies."""
-
-    spec: ConvSpec
-    config: ResNetConfig
-
-    @nn.compact
-    def __call__(self, channels: int) -> jax.Array:
-        """Return the kernel HWIO for `channels` input channels."""
-        shape = (self.spec.size, self.spec.size, channels, self.spec.features)
-        return self.param("kernel", he_normal, shape, self.config.param_dtype)
-
-
 def _conv(spec: ConvSpec, config: ResNetConfig) -> Any:
     if not spec.deformable:
-        return Kernel(spec, config)
+        return Kernel(spec.features, spec.size, config.param_dtype)
     return DeformConv(
         spec.features, spec.size, spec.strides, spec.padding, use_bias=False,
         offset_groups=config.offset_groups, modulated=config.modulated, predict_offset=True,
@@ -184,8 +171,6 @@ def _norm_arrays(norm: BatchNorm, features: int) -> NormArrays:
     if norm.is_initializing():  # the first call creates the variables
         norm(jnp.zeros((1, features), norm.dtype), use_running_average=True)
     mean, var = (norm.get_variable("batch_stats", name) for name in ("mean", "var"))
-    if mean is None and not norm.is_mutable_collection("batch_stats"):
-        raise ValueError("The variables must include `batch_stats`: pass all that `init` returns.")
     return NormArrays(mean, var, *norm.parameters())
 
 

@@ -170,18 +170,9 @@ class DenseNet(nnx.Module, DenseNetConfig):
     def _dropout_key(self, rngs: Any) -> jax.Array | None:
         if not self.drop_rate or self.deterministic:
             return None
-        if rngs is None:
-            raise ValueError(
-                f"`drop_rate` (={self.drop_rate}) needs a key in training. Call the model with "
-                "rngs=nnx.Rngs(dropout=key), or call model.eval() first."
-            )
         if isinstance(rngs, nnx.Rngs):
-            if not ({"dropout", "default"} & set(rngs)):
-                raise ValueError("`rngs` must have the stream `dropout`: nnx.Rngs(dropout=key).")
             return rngs.dropout()
-        key = rngs() if isinstance(rngs, nnx.RngStream) else rngs
-        as_key("rngs", key)
-        return key
+        return as_key("rngs", rngs() if isinstance(rngs, nnx.RngStream) else rngs)
 
 
 class DenseBlock(nnx.Module):

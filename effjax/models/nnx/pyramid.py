@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 
+from ...layers.images import as_sizes
 from ...layers.pyramid import (
     Extra,
     FeaturePyramidConfig,
     Source,
     apply_pyramid,
-    as_channels,
     prepare_features,
     pyramid_convs,
 )
@@ -71,7 +71,7 @@ class FeaturePyramid(nnx.Module):
         self.config = config = FeaturePyramidConfig(
             out_channels, extra_levels, extra, extra_from, extra_relu, dtype, param_dtype
         )
-        self.in_channels = as_channels(in_channels)
+        self.in_channels = as_sizes("in_channels", in_channels)
 
         def conv(spec: ConvSpec) -> Any:
             return nnx.Conv(

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax.typing import ArrayLike
 
-from ...layers.images import copy_config, he_normal, lecun_normal, norm_options
+from ...layers.images import cast_batch, copy_config, he_normal, lecun_normal, norm_options
 from ...layers.resnet import (
     BlockArrays,
     BlockSpec,
@@ -19,7 +19,6 @@ from ...layers.resnet import (
     apply_stem,
     has_frozen_norm,
     norm_spec,
-    prepare_batch,
     stage_specs,
     stem_spec,
     stop_frozen_gradient,
@@ -151,7 +150,7 @@ class ResNet(nnx.Module, ResNetConfig):
 
     # `nnx.tabulate` would show the public method instead of the model, so a call does not use it.
     def _features(self, x: ArrayLike, mask: ArrayLike | None) -> tuple[jax.Array, ...]:
-        h, image_mask = prepare_batch(self, x, self.in_channels, mask)
+        h, image_mask = cast_batch(self, x, mask, self.in_channels, smallest=1)
         norm = norm_spec(
             self.stem_norm, self.stem_norm._uses_running_average(), has_frozen_norm(self, 0)
         )

@@ -106,10 +106,8 @@ class TransformerLM(nnx.Module):
         param_dtype: Dtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        vocab_size = as_integer("vocab_size", vocab_size, 1)
-        num_layers = as_integer("num_layers", num_layers, 1)
-        as_dtype("param_dtype", param_dtype)
-        dtype = param_dtype if dtype is None else as_dtype("dtype", dtype)
+        self.num_layers = num_layers = as_integer("num_layers", num_layers, 1)
+        dtype = param_dtype if dtype is None else dtype
         options: dict[str, Any] = dict(
             width=width, num_heads=num_heads, mlp_width=mlp_width, use_bias=use_bias,
             dropout_rate=dropout_rate, residual_scale=(2 * num_layers) ** -0.5,
@@ -117,7 +115,6 @@ class TransformerLM(nnx.Module):
         )  # fmt: skip
         self.block_options = tuple(options.items())
         block = nnx.eval_shape(lambda: TransformerBlock(**options, rngs=nnx.Rngs(0)))
-        self.num_layers = num_layers
         params = jax.vmap(self.init_layer)(self.layer_keys(rngs.params()))
         self.blocks = nnx.merge(nnx.graphdef(block), params)
         dtypes: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -147,8 +144,8 @@ class TransformerLM(nnx.Module):
             `[N, T, vocab_size]`, float32 (float64 if computed in float64).
 
         Raises:
-            ValueError: if `tokens` are not integers `[N, T]`.
-            TypeError: if `tokens` is not an array or `key` is not a key.
+            ValueError, TypeError, AssertionError: if `tokens` are not integers `[N, T]`, or `key`
+                is not a key.
         """
         logits = self.logits(self.features(tokens, key=key, apply_layers=apply_layers))
         chex.assert_shape(logits, (*jnp.shape(tokens), self.head.out_features))
@@ -162,14 +159,9 @@ class TransformerLM(nnx.Module):
         apply_layers: ApplyLayers = scan_layers,
     ) -> jax.Array:
         """Return the output of the last layer, `[N, T, width]`; arguments as in a call."""
-        tokens = as_array("tokens", tokens, jnp.generic)
+        tokens = as_array("tokens", tokens, jnp.integer)
+        chex.assert_rank(tokens, 2)
         key = None if key is None else as_key("key", key)
-        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise ValueError(
-                f"`tokens` must be integers [batch, time], not {tokens.dtype} {tokens.shape}."
-            )
-        if not tokens.size:
-            raise ValueError(f"`tokens` of shape {tokens.shape} must have at least one token.")
         params: Params = nnx.to_pure_dict(nnx.state(self.blocks, nnx.Param))
         x = self.embed(tokens)
         chex.assert_shape(x, (*tokens.shape, self.head.in_features))
@@ -197,7 +189,6 @@ class TransformerLM(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Return the logits `[N, T, vocab_size]` of the last layer's output `[N, T, width]`."""
-        x = _as_input(x, self.head.in_features)
         logits = self.head(self.norm(x))
         return logits.astype(accumulation_dtype(logits))
 
@@ -209,7 +200,7 @@ class TransformerLM(nnx.Module):
             labels: integers `[N, T]`, the next tokens.
             **options: `where`, `z_loss` and `chunk_size` of `effjax.linear_cross_entropy`.
         """
-        x, head = self.norm(_as_input(x, self.head.in_features)), self.head
+        x, head = self.norm(x), self.head
         bias = None if head.bias is None else head.bias[...]
         return linear_cross_entropy(x, head.kernel[...], labels, bias=bias, **options)
 
@@ -279,7 +270,7 @@ class TransformerBlock(nnx.Module):
 
     def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """Return `[N, T, width]` for x of the same shape; dropout requires `key`."""
-        x = _as_input(x, self.qkv.in_features)
+        chex.assert_shape(x, (None, None, self.qkv.in_features))
         key = None if key is None else as_key("key", key)
         x = x + self._drop(self.out(self._attend(self.qkv(self.norm1(x)))), key, 0)
         return x + self._drop(self.down(nnx.gelu(self.up(self.norm2(x)))), key, 1)
@@ -320,13 +311,6 @@ def _apply(
 ) -> jax.Array:
     block: Any = nnx.merge(graphdef, params)
     return block(x, key)
-
-
-def _as_input(x: jax.Array, width: int) -> jax.Array:
-    x = as_array("x", x)
-    if x.ndim != 3 or x.shape[-1] != width:
-        raise ValueError(f"`x` must be of shape [batch, time, {width}], not {x.shape}.")
-    return x
 
 
 def _norm(width: int, use_bias: bool, dtypes: dict[str, Any]) -> Any:
