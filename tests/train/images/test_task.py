@@ -37,7 +37,7 @@ def test_batches_depend_on_seed_and_epoch_only():
             {"batch_size": 7},
             r"batch_size \(=7\) must be divisible by the number of devices \(=2\)\. Use 6",
         ),
-        ({"batch_size": 1}, "Use 2"),
+        ({"batch_size": 1}, "use 2"),
         ({"batch_size": 128}, r"larger than the train set \(=65 images\)"),
         ({"depth": 11}, "must be 6n . 4"),
         ({"model": "resnet"}, r"model \(='resnet'\) must be one of densenet-bc, densenet121"),
