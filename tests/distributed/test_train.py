@@ -1,7 +1,7 @@
-"""`effjax train` in several processes: the same run as in one, and what ends it."""
+"""`effjax train` in several processes: the same run as in one, faults, and what ends it."""
 
 import json
-import signal
+import shutil
 
 import jax
 import numpy as np
@@ -14,10 +14,12 @@ from effjax.train.lm import task as lm
 from effjax.train.lm.config import LMConfig
 from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
-from tests.distributed.commands import DEVICES, PATIENCE, ended, start, train
+from tests.distributed.commands import DEVICES, Group
+from tests.train.test_checkpoint import flip_bit
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
-LM = "lm --layers 2 --width 64 --heads 2 --context 16 --batch-size 8 --steps 6 --report-every 3"
+LM = "lm --layers 2 --width 32 --heads 2 --context 16 --batch-size 8 --steps 18 --report-every 9"
+SPLIT = "--mesh", "data=2,fsdp=2", "--offload", "all", "--fuse-update"
 LOSSES = "train_loss", "validation_loss"
 PREEMPTED = 75
 
@@ -29,6 +31,13 @@ def text(tmp_path_factory):
     return [*LM.split(), "--data", f"text:{path}"]
 
 
+@pytest.fixture(scope="module")
+def group():
+    """Two processes for all commands that end well."""
+    with Group() as group:
+        yield group
+
+
 def lines(path):
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
@@ -37,10 +46,10 @@ def losses(path):
     return [[line[name] for name in LOSSES] for line in lines(path) if LOSSES[0] in line]
 
 
-def task_of(path):
+def task_of(path, **changes):
     """Return the task of a run, on as many devices of this process."""
     run = RunDirectory.open(path)
-    options, devices = run.config["options"], jax.devices()[:DEVICES]
+    options, devices = run.config["options"] | changes, jax.devices()[:DEVICES]
     if run.config["command"] == "lm":
         return lm.prepare(LMConfig(**options), devices, resume=True)
     config = {"densenet": DenseNetConfig, "resnet": ResNetConfig}[run.config["command"]]
@@ -53,76 +62,62 @@ def parameters(path, task):
         return jax.device_get(saved.restore(task.shapes(), saved.steps[-1]))
 
 
-def check_run(path, rounding=1.0):
-    """Assert that the losses and the last state are those of a run in this process alone.
+def train_alone(path):
+    """Train with the options of another run in this process; return the run."""
+    task, alone = task_of(path), path.with_name(f"{path.name}-alone")
+    fit(task, RunDirectory.create(alone, task.describe(), overwrite=False))
+    return alone
+
+
+def assert_same_run(path, alone, rounding=1.0):
+    """Assert that the losses and the last state of two runs agree.
 
     They agree up to the rounding of sums in another order, times what the steps make of it.
     """
+    np.testing.assert_allclose(losses(path), losses(alone), rtol=1e-5 * rounding)
+    task = task_of(alone)
+    states = parameters(path, task), parameters(alone, task)
+    for a, b in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * rounding)
+
+
+def assert_same_bits(path, other):
+    assert losses(path) == losses(other)
     task = task_of(path)
-    alone = RunDirectory.create(path.with_name("alone"), task.describe(), overwrite=False)
-    fit(task, alone)
-    np.testing.assert_allclose(losses(path), losses(alone.path), rtol=1e-5 * rounding)
-    states = parameters(path, task), parameters(alone.path, task)
-    for got, wanted in zip(*map(jax.tree.leaves, states), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4 * rounding)
+    jax.tree.map(np.testing.assert_array_equal, parameters(path, task), parameters(other, task))
 
 
-SPLIT = "--mesh", "data=2,fsdp=2", "--offload", "all", "--fuse-update"
-
-
+# Process 1 gets SIGTERM in the first step. JAX notices it after about a second.
 STOPS = """
 if process == 1:
     import os, signal, time
     from effjax.train.lm.task import LMTask
     read, asked = LMTask.read, []
-    def read_then_ask(self, metrics):
-        if not asked:  # the first time; then wait until JAX has noticed it
+    def ask_and_read(self, metrics):
+        if not asked:
             asked.append(os.kill(os.getpid(), signal.SIGTERM))
-            time.sleep(3)
+        time.sleep(0.3)
         return read(self, metrics)
-    LMTask.read = read_then_ask"""
+    patch.setattr(LMTask, "read", ask_and_read)"""
 
 
-def test_sigterm_saves_both_processes(tmp_path, text):
-    """The checkpoint can be restored in one process."""
-    run = tmp_path / "run"
-    small = "--layers", "1", "--report-every", "9", "--mesh", "data=2,fsdp=2"
-    results = ended(start(2, *text, *small, "--out", run, before=STOPS))
-    assert [code for code, _, _ in results] == [PREEMPTED] * 2, results
-    assert "stopped and saved at step" in results[0][2]
-    assert ["compiling" in out for _, out, _ in results] == [True, False]
+@pytest.fixture(scope="module")
+def stopped(group, text, tmp_path_factory):
+    """Train until SIGTERM; return the run and how its processes ended."""
+    run = tmp_path_factory.mktemp("stopped") / "run"
+    return run, group.run(*text, *SPLIT, "--out", run, before=STOPS)
+
+
+def test_sigterm_saves_both_processes(stopped):
+    run, ended = stopped
+    assert [one.code for one in ended] == [PREEMPTED] * 2, ended
+    assert "stopped and saved at step" in ended[0].err
+    assert ["compiling" in one.out for one in ended] == [True, False]
     assert lines(run)[-1] == {"kind": "interrupted"}
-    state, task = parameters(run, task_of(run)), task_of(run)
-    steps = {int(path.name) for path in (run / "checkpoints").iterdir()}
-    assert steps == {0, int(state.step)} and 0 < int(state.step) < task.eval_steps[-1]
-    first = jax.device_get(task.initial_state())
-    for new, old in zip(*map(jax.tree.leaves, (state.params, first.params)), strict=True):
-        assert np.isfinite(new).all() and (new != old).any()
-        np.testing.assert_allclose(new, old, atol=0.1)
-
-
-@pytest.mark.exhaustive
-def test_stopped_in_two_processes_and_resumed_in_one(tmp_path, text):
-    """Parameters split and on the host."""
-    run = tmp_path / "run"
-    results = ended(start(2, *text, *SPLIT, "--out", run, before=STOPS))
-    assert [code for code, _, _ in results] == [PREEMPTED] * 2, results
-    train(1, "lm", "--resume", run, "--mesh", "data=4")
-    check_run(run)
-    assert [line["kind"] for line in lines(run)] == ["step", "step", "final"]
-
-
-@pytest.mark.exhaustive
-def test_resumes_exactly_in_as_many_processes(tmp_path, text):
-    runs = tmp_path / "stopped", tmp_path / "whole"
-    results = ended(start(2, *text, *SPLIT, "--out", runs[0], before=STOPS))
-    assert [code for code, _, _ in results] == [PREEMPTED] * 2, results
-    train(2, "lm", "--resume", runs[0])
-    train(2, *text, *SPLIT, "--out", runs[1])
-    assert losses(runs[0]) == losses(runs[1])
-    states = [parameters(run, task_of(runs[0])) for run in runs]
-    for a, b in zip(*map(jax.tree.leaves, states), strict=True):
-        np.testing.assert_array_equal(a, b)
+    with Checkpoints(run / "checkpoints", read_only=True) as saved:
+        last = saved.steps[-1]
+        assert last > 0 and f"at step {last}." in ended[0].err
+        assert saved.find_damage(last) is None
 
 
 SLOW = """
@@ -131,41 +126,104 @@ if process == 1:
     from orbax.checkpoint import CheckpointManager
     finalize = CheckpointManager._finalize
     def finalize_late(*args):
-        time.sleep(3)
+        time.sleep(0.5)
         finalize(*args)
-    CheckpointManager._finalize = finalize_late"""
+    patch.setattr(CheckpointManager, "_finalize", finalize_late)"""
+
+
+@pytest.fixture(scope="module")
+def whole(group, text, tmp_path_factory):
+    """Train to the end, with a checkpoint after each step.
+
+    No process starts a checkpoint before the other one, which is slow, has finished the last one.
+    """
+    run = tmp_path_factory.mktemp("whole") / "run"
+    often = "--checkpoint-every", 1, "--keep", 9
+    said = group.train(*text, *SPLIT, *often, "--out", run, before=SLOW)
+    assert ["written" in out for out in said] == [True, False]
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(whole):
+    return train_alone(whole)
 
 
 @pytest.mark.exhaustive
-def test_checkpoints_that_one_process_is_slow_to_finish(tmp_path, text):
-    """No process starts the next one before."""
-    train(2, *text, *SPLIT, "--checkpoint-every", 1, "--out", tmp_path / "run", before=SLOW)
-    check_run(tmp_path / "run")
+def test_offloaded_run_with_slow_checkpoints(whole, alone):
+    assert_same_run(whole, alone)
 
 
-DENSENET = "densenet --depth 10 --growth-rate 12 --epochs 2 --batch-size 256"
-RESNET = (
-    "resnet --depth 8 --dcn v2 --data rotated-digits --no-augment --epochs 1 --batch-size 512 "
-    "--learning-rate 0.05 --weight-decay 5e-4"
-)
-RUNS = {  # with the number of processes
-    "densenet in shard_map": (2, f"{DENSENET} --parallel shard_map"),
-    "densenet in pmap": (2, f"{DENSENET} --parallel pmap"),
-    "densenet split": (2, f"{DENSENET} --mesh data=2,fsdp=2"),
-    "deformable resnet split": (2, f"{RESNET} --mesh fsdp=4"),
-    "lm offloaded, split": (4, f"{LM} --mesh fsdp=4 --offload all --checkpoint-every 2"),
+@pytest.mark.exhaustive
+def test_resumes_exactly_in_as_many_processes(group, stopped, whole, tmp_path):
+    run = shutil.copytree(stopped[0], tmp_path / "run")
+    group.train("lm", "--resume", run)
+    assert_same_bits(run, whole)
+
+
+@pytest.mark.exhaustive
+def test_stopped_in_two_processes_and_resumed_in_one(stopped, alone, tmp_path):
+    run = shutil.copytree(stopped[0], tmp_path / "run")
+    fit(task_of(run, mesh="data=4"), RunDirectory.open(run), resume=True)
+    assert_same_run(run, alone)
+    assert [line["kind"] for line in lines(run)] == ["step", "step", "final"]
+
+
+@pytest.mark.exhaustive
+def test_falls_back_from_a_damaged_checkpoint(group, whole, tmp_path):
+    run = shutil.copytree(whole, tmp_path / "run")
+    last = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    flip_bit(last)
+    first, second = group.train("lm", "--resume", run)
+    message = f"checkpoints/{last.name} is damaged"
+    assert message in first and "using" in first and message not in second
+    assert (run / "checkpoints" / f"damaged-{last.name}").is_dir()
+    assert_same_bits(run, whole)
+
+
+NAN_AT_STEP_4 = """
+import jax.numpy as jnp
+from effjax.train.lm import steps, task
+batches, loss = task.train_batches, steps.lm_loss
+def spoiled(data, context, size, seed, done, rows):
+    for step, batch in enumerate(batches(data, context, size, seed, done, rows), done + 1):
+        yield batch * 0 if step == 4 else batch
+def lm_loss(graphdef, params, tokens, *rest):
+    bad = jnp.where(jnp.all(tokens == 0), jnp.nan, 0.0)
+    return loss(graphdef, params, tokens, *rest) + bad
+patch.setattr(task, "train_batches", spoiled)
+patch.setattr(steps, "lm_loss", lm_loss)"""
+
+
+@pytest.mark.exhaustive
+def test_skips_a_step_that_is_not_finite(group, text, tmp_path, monkeypatch):
+    options = "--mesh", "data=2,fsdp=2", "--on-nan", "skip", "--steps", 6, "--report-every", 3
+    run = tmp_path / "run"
+    first, second = group.train(*text, *options, "--out", run, before=NAN_AT_STEP_4)
+    message = "step 4: its loss or its gradients are not finite"
+    assert message in first and message not in second
+    assert [line.get("skipped") for line in lines(run) if line["kind"] == "step"] == [None, [4]]
+    exec(NAN_AT_STEP_4, {"patch": monkeypatch})
+    assert_same_run(run, train_alone(run))
+
+
+DENSENET = "densenet --depth 10 --growth-rate 8 --epochs 1 --batch-size 256"
+RUNS = {
+    "densenet in shard_map": f"{DENSENET} --parallel shard_map",
+    "densenet in pmap": f"{DENSENET} --parallel pmap",
+    "deformable resnet split": "resnet --depth 8 --dcn v2 --data rotated-digits --no-augment "
+    "--epochs 1 --batch-size 512 --learning-rate 0.05 --weight-decay 5e-4 --mesh fsdp=4",
 }
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", RUNS)
-def test_same_steps_as_in_one_process(tmp_path, text, name):
-    number, argv = RUNS[name][0], RUNS[name][1].split()
-    argv += text[-2:] if argv[0] == "lm" else []
-    said = train(number, *argv, "--out", tmp_path / "run")
-    assert ["written" in one for one in said] == [True] + [False] * (number - 1)
+def test_same_steps_as_in_one_process(group, tmp_path, name):
+    run = tmp_path / "run"
+    said = group.train(*RUNS[name].split(), "--out", run)
+    assert ["written" in out for out in said] == [True, False]
     # Samples begin on pixels, where their gradient depends on the side that rounding puts them to.
-    check_run(tmp_path / "run", rounding=100 if argv[0] == "resnet" else 1)
+    assert_same_run(run, train_alone(run), rounding=100 if "resnet" in name else 1)
 
 
 def dies(how):
@@ -180,42 +238,41 @@ if process == 1:
         if len(steps) == 2:
             {how}
         return read(self, metrics)
-    LMTask.read = read_then_die"""
+    patch.setattr(LMTask, "read", read_then_die)"""
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
-def test_a_killed_process_ends_all(tmp_path, text, how):
+def test_a_killed_process_ends_all(tmp_path, text, alone, how):
     """JAX names it, and the run resumes from its last checkpoint."""
-    argv = [*text, *SPLIT, "--out", tmp_path / "run"]
-    before = dies(f"os.kill(os.getpid(), signal.{how})")
-    started = start(2, *argv, before=before, heartbeat_timeout=10)
-    try:
-        _, said = started[0].communicate(timeout=PATIENCE)
-    finally:
-        started[1].send_signal(signal.SIGKILL)
-        started[1].communicate()
-    assert started[0].returncode not in (0, PREEMPTED)
-    assert "unhealthy" in said and "\n1\n" in said  # process 1, as JAX says it
-    train(1, "lm", "--resume", tmp_path / "run")
-    check_run(tmp_path / "run")
+    run = tmp_path / "run"
+    with Group(heartbeat_timeout=10) as two:
+        before = dies(f"os.kill(os.getpid(), signal.{how})")
+        first, _ = two.run(*text, *SPLIT, "--out", run, before=before, wait_for=[0])
+    assert first.code not in (None, 0, PREEMPTED)
+    assert "unhealthy" in first.err and "\n1\n" in first.err  # process 1, as JAX says it
+    if how == "SIGKILL":
+        fit(task_of(run), RunDirectory.open(run), resume=True)
+        assert_same_bits(run, alone)
 
 
 @pytest.mark.exhaustive
 def test_an_error_of_one_process_ends_all(tmp_path, text):
-    argv = [*text, "--out", tmp_path / "run"]
     before = dies("from effjax.train.errors import TrainError; raise TrainError('no such luck')")
-    (first, _, _), (second, _, said) = ended(start(2, *argv, before=before, heartbeat_timeout=5))
-    assert first not in (0, PREEMPTED) and second == 2
-    assert "effjax: no such luck\n" in said
+    with Group(heartbeat_timeout=5) as two:
+        first, second = two.run(*text, "--out", tmp_path / "run", before=before)
+    assert first.code not in (None, 0, PREEMPTED) and second.code == 2
+    assert "effjax: no such luck\n" in second.err
 
 
 @pytest.mark.exhaustive
 def test_rejects_options_that_differ(tmp_path, text):
-    before = "if process == 1: import sys; sys.argv += ['--seed', '7']"
-    results = ended(start(2, *text, "--out", tmp_path / "run", before=before))
-    assert results[1][0] == 2 and "option seed (=7) is 0 in process 0. Give all" in results[1][2]
-    assert results[0][0] != 0 and not (tmp_path / "run").exists()
+    before = "if process == 1: argv += ['--seed', '7']"
+    with Group(heartbeat_timeout=5) as two:
+        first, second = two.run(*text, "--out", tmp_path / "run", before=before)
+    message = "option seed (=7) is 0 in process 0; give all"
+    assert second.code == 2 and message in second.err
+    assert first.code not in (None, 0) and not (tmp_path / "run").exists()
 
 
 @pytest.mark.exhaustive
@@ -223,6 +280,7 @@ def test_an_error_in_all_processes(tmp_path, text):
     """The first process checks the directory, and all print the error."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.txt").touch()
-    results = ended(start(2, *text, "--out", tmp_path / "run"))
-    assert [code for code, _, _ in results] == [2, 2], results
-    assert all("not empty and not a run. Give another --out" in said for _, _, said in results)
+    with Group(heartbeat_timeout=5) as two:
+        ended = two.run(*text, "--out", tmp_path / "run")
+    assert [one.code for one in ended] == [2, 2], ended
+    assert all("not empty and not a run; give another --out" in one.err for one in ended)
