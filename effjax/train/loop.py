@@ -174,9 +174,9 @@ class _Interval:
             return
         metrics, self._unread = self.task.read(self._unread), None
         self.step += 1
+        if self.task.config.on_nan == "stop":
+            _check_finite(self.task, "train loss", metrics["loss"], self.step)
         if not math.isfinite(metrics["loss"]):
-            if self.task.config.on_nan == "stop":
-                _check_finite(self.task, "train loss", metrics["loss"], self.step)
             self.progress.log(f"skipped step {self.step}: its loss or its gradients are not finite")
             metrics = {}
             self.skipped.append(self.step)
@@ -218,7 +218,7 @@ def _restore(
     # A run that was made longer was evaluated at its former end too.
     evaluated = {*task.eval_steps, *checkpoints.evaluated_steps}
     wanted = sorted(step for step in evaluated if step <= done)
-    records = run.keep(task.kind, wanted, task.fields)
+    records = run.keep(task.kind, wanted)
     return state, done, checkpoints.read_metrics(done), records
 
 

@@ -173,47 +173,32 @@ class RunDirectory:
             file.truncate(file.read().rfind(b"\n") + 1)
             file.write(line.encode())
 
-    def keep(
-        self, kind: str, wanted: Sequence[int], fields: Sequence[str] = ()
-    ) -> list[dict[str, Any]]:
+    def keep(self, kind: str, wanted: Sequence[int]) -> list[dict[str, Any]]:
         """Cut metrics.jsonl back to a checkpoint.
 
         Args:
             kind: The kind of the lines to keep, `"epoch"` or `"step"`.
             wanted: The steps that need a line. Lines after the last one are dropped.
-            fields: The names of the numbers that a line needs.
 
         Returns:
             The lines that were kept.
 
         Raises:
-            TrainError: A line is missing, is there twice, or lacks a number. Nothing was dropped.
+            TrainError: A line is missing or is there twice. Nothing was dropped.
         """
         file, last = self.path / self.METRICS, max(wanted, default=0)
-        records = [
-            record
-            for record in self.metrics
-            if record.get("kind") == kind
-            and isinstance(record.get("step"), int)
-            and 0 < record["step"] <= last
-        ]
-        steps = [record["step"] for record in records]
-        problems = [f"has no line for step {step}" for step in wanted if step not in steps]
-        problems += [f"has two lines for step {step}" for step in steps if steps.count(step) > 1]
-        problems += [
-            f"has no {field} for step {record['step']}"
-            for record in records
-            for field in fields
-            if not _is_number(record.get(field))
-        ]
-        if problems:
-            raise TrainError(
-                f"{file} {problems[0]}, but there is a checkpoint of step {last}. Put the file "
-                "back, or start a new run."
-            )
+        lines = [line for line in self.metrics if line.get("kind") == kind]
+        lines = [line for line in lines if 0 < line.get("step", 0) <= last]
+        steps = [line["step"] for line in lines]
+        for step in sorted({*steps, *wanted}):
+            if steps.count(step) != 1:
+                raise TrainError(
+                    f"{file} must have one line for step {step}, not {steps.count(step)}, because "
+                    f"there is a checkpoint of step {last}. Put the file back, or start a new run."
+                )
         if self.writes:
-            _replace(file, "".join(json.dumps(record) + "\n" for record in records))
-        return records
+            _replace(file, "".join(json.dumps(line) + "\n" for line in lines))
+        return lines
 
     def draw(self, plot: Callable[[Any], None]) -> None:
         """Write curve.png: what `plot` draws on the axes that it is given."""
@@ -259,10 +244,6 @@ def _explain(path: Path, problem: str, remedy: str) -> Iterator[None]:
 def _check_writable(path: Path) -> None:
     with tempfile.TemporaryFile(dir=path):
         pass
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _parse_object(text: str) -> dict[str, Any]:

@@ -42,11 +42,6 @@ class Task(Protocol[Result]):
         """The number of examples in a batch."""
         ...
 
-    @property
-    def fields(self) -> Sequence[str]:
-        """The names of the numbers that each record has."""
-        ...
-
     def describe(self) -> dict[str, Any]:
         """Return the content of config.json.
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from effjax.train.checkpoint import MANIFEST, Checkpoints
+from effjax.train.checkpoint import Checkpoints
 from effjax.train.errors import PreemptionError, TrainError
 from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
@@ -31,9 +31,10 @@ pytest.importorskip("matplotlib")
 
 MAKE = {"images": image_task, "lm": lm_task}
 both_kinds = pytest.mark.parametrize("task", MAKE, indirect=True)
+text_exhaustively = pytest.mark.parametrize("task", plainly("images", of=MAKE), indirect=True)
 
 
-@pytest.fixture(scope="module", params=plainly("images", of=MAKE))
+@pytest.fixture(scope="module", params=["images"])
 def task(request):
     return CachedTask(MAKE[request.param]())
 
@@ -103,9 +104,7 @@ def test_files_of_a_run(task, whole):
     assert names == {"config.json", "metrics.jsonl", "curve.png", "checkpoints"}
 
 
-def test_result_of_images(task, whole):
-    if task.kind != "epoch":
-        pytest.skip("of images")
+def test_result_of_images(whole):
     run, result = whole
     records = run.metrics[:3]
     assert [record["epoch"] for record in records] == [1, 2, 3]
@@ -139,6 +138,7 @@ def test_tests_the_best_parameters_once(task, whole, first_is_best):
     assert result.test_loss > whole[1].test_loss  # the small models learn to the end
 
 
+@text_exhaustively
 def test_resumes_exactly_after_ctrl_c(tmp_path, task, whole):
     run, progress = new_run(tmp_path / "run", task), InterruptAt(task.eval_steps[0] + 1)
     with pytest.raises(KeyboardInterrupt):
@@ -153,9 +153,13 @@ def test_resumes_exactly_after_ctrl_c(tmp_path, task, whole):
     assert_same_parameters(task, whole[0], run)
 
 
-def assert_resumes_exactly(path, task, whole, at):
-    """Stop a run after a step and resume it; the result must be that of an uninterrupted run."""
-    run = new_run(path, task)
+@pytest.mark.parametrize(
+    ("task", "at"),
+    [("images", 2), ("images", 4), ("lm", 1), exhaustive("lm", 2), exhaustive("lm", 4)],
+    indirect=["task"],
+)
+def test_resumes_exactly_after_a_stop(tmp_path, task, whole, at):
+    run = new_run(tmp_path / "run", task)
     with pytest.raises(PreemptionError, match=r"(in epoch|at step) \d"):
         fit(task, run, stop=lambda step: step >= at)
     assert kinds(run)[-1] == "interrupted" and "final" not in kinds(run)
@@ -163,16 +167,6 @@ def assert_resumes_exactly(path, task, whole, at):
     fit(task, RunDirectory.open(run.path), resume=True)
     assert lines_without_times(run) == lines_without_times(whole[0])
     assert_same_parameters(task, whole[0], run)
-
-
-@pytest.mark.parametrize("at", [2, 4, exhaustive(1)])
-def test_resumes_exactly_after_a_stop(tmp_path, task, whole, at):
-    assert_resumes_exactly(tmp_path / "run", task, whole, at)
-
-
-@pytest.mark.parametrize("task", ["lm"], indirect=True)
-def test_resumes_exactly_after_a_stop_on_text(tmp_path, task, whole):
-    assert_resumes_exactly(tmp_path / "run", task, whole, 1)
 
 
 class Start(Progress):
@@ -220,15 +214,10 @@ def test_ctrl_c_before_the_first_checkpoint(tmp_path, task, whole, monkeypatch):
     assert lines_without_times(run) == lines_without_times(whole[0])
 
 
-def remove_manifest(checkpoint):
-    (checkpoint / MANIFEST).unlink()
-
-
-@pytest.mark.parametrize("damage", [flip_bit, remove_manifest])
-def test_a_damaged_last_checkpoint(tmp_path, task, whole, first_is_best, damage):
+def test_a_damaged_last_checkpoint(tmp_path, task, first_is_best):
     first, finished, _ = first_is_best
     run, steps = copy_of(finished, tmp_path / "run"), task.eval_steps
-    damage(run.checkpoints / str(steps[-1]))
+    flip_bit(run.checkpoints / str(steps[-1]))
     progress = RecordedProgress()
     fit(first, run, progress, resume=True)
     (message,) = progress.texts
@@ -251,23 +240,12 @@ def test_a_damaged_best_checkpoint(tmp_path, first_is_best, whole):
     assert checkpoints(run) == {f"damaged-{steps[0]}", str(steps[-1])}
 
 
-def test_no_intact_checkpoint(tmp_path, first_is_best):
-    first, finished, _ = first_is_best
-    run = copy_of(finished, tmp_path / "run")
-    for step in (first.eval_steps[0], first.eval_steps[-1]):
-        flip_bit(run.checkpoints / str(step))
-    with pytest.raises(TrainError, match=r"no checkpoint is intact .* or start a new run"):
-        fit(first, run, resume=True)
-    assert checkpoints(run) == checkpoints(finished)
-    assert run.metrics == finished.metrics
-
-
 def test_checkpoints_without_metrics(tmp_path, task):
     run = new_run(tmp_path / "run", task)
     last = task.eval_steps[1]
     with Checkpoints(run.checkpoints) as saved:
         saved.save(last, task.initial_state(), score=(1.0,))
-    message = rf"metrics\.jsonl has no line for step {task.eval_steps[0]}, .*of step {last}\. .*new"
+    message = rf"one line for step {task.eval_steps[0]}, not 0, .*of step {last}\. .* a new run"
     with pytest.raises(TrainError, match=message):
         fit(task, run, resume=True)
     assert not (run.path / "metrics.jsonl").exists()
@@ -290,6 +268,7 @@ def length_of(task):
     return task.describe()["options"][f"{task.kind}s"]
 
 
+@text_exhaustively
 def test_a_longer_run(tmp_path, task, whole):
     """All further steps follow the schedule of the longer run; the earlier lines stay."""
     run, length = copy_of(whole[0], tmp_path / "run"), length_of(task) + 1
@@ -355,14 +334,10 @@ class Delete(Progress):
 
 # The background save of Orbax fails a second time, where no code can catch it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_run_that_is_deleted_during_training(tmp_path, task, monkeypatch):
+def test_a_run_that_is_deleted_during_training(tmp_path, task):
     run = new_run(tmp_path / "run", task)
     with pytest.raises(TrainError, match=r"run was deleted during training\. Start a new run"):
         fit(task, run, Delete(run.path))
-    run = new_run(tmp_path / "another", task)
-    monkeypatch.setattr(task, "initial_state", lambda: shutil.rmtree(run.path), raising=False)
-    with pytest.raises(TrainError, match=r"another was deleted during training"):
-        fit(task, run)
 
 
 class NanState(CachedTask):
@@ -415,7 +390,6 @@ def failure_in_orbax(*_, **__):
     ("where", "failure", "message"),
     [
         ("effjax.train.run_directory.RunDirectory.append", full_disk, "No space .* Make room"),
-        ("effjax.train.checkpoint.Checkpoints.save", full_disk, "No space .* Make room"),
         ("orbax.checkpoint.CheckpointManager.save", full_disk_in_tensorstore, "No space .* Make"),
         ("orbax.checkpoint.CheckpointManager.save", failure_in_orbax, "ValueError in Orbax.* Corr"),
     ],

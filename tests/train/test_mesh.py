@@ -49,18 +49,15 @@ def test_axes_by_name(axes):
     assert describe_devices(mesh).startswith("4 devices (") and "fsdp=2" in describe_devices(mesh)
 
 
-@pytest.mark.parametrize(
-    ("axes", "message"),
-    [
-        ("data=3", r"mesh \(=data=3\) must multiply to the number of devices"),
-        *((axes, "must be like data=2,fsdp=4: each axis once, with its size") for axes in (
-            "", "data=0", "data=4,", "data=2,data=2", "model=4",
-        )),
-    ],
-)  # fmt: skip
-def test_rejects_axes(axes, message):
-    with pytest.raises(TrainError, match=message):
+@pytest.mark.parametrize("axes", ["data=0", "data=4,", "data=2,data=2", "model=4"])
+def test_rejects_axes(axes):
+    with pytest.raises(TrainError, match="must be like data=2,fsdp=4: each axis once, with"):
         make_mesh(axes, jax.devices()[:4])
+
+
+def test_axes_must_multiply_to_the_number_of_devices():
+    with pytest.raises(TrainError, match=r"mesh \(=data=3\) must multiply to the number of dev"):
+        make_mesh("data=3", jax.devices()[:4])
 
 
 def test_a_batch_is_split_over_all_devices():
@@ -144,7 +141,6 @@ def test_a_step_on_images_gathers_parameters_and_nothing_else():
     ("times", "options"),
     [
         pytest.param(1, {}, id="in memory"),
-        pytest.param(2, {"remat": True}, id="remat", marks=pytest.mark.exhaustive),
         pytest.param(2, {"fuse_update": True}, id="fused", marks=pytest.mark.exhaustive),
     ],
 )
@@ -162,18 +158,17 @@ def test_a_step_on_text_gathers_a_layer_at_a_time(times, options):
     assert found["all-gather"] == times * split_bytes(layers) + split_bytes(others)
 
 
-@pytest.mark.parametrize("way", ["shard_map", "pmap"])
-def test_rejects_fsdp_without_jit(way):
-    config = DenseNetConfig(batch_size=32, mesh=BOTH, parallel=way)
+def test_rejects_fsdp_without_jit():
+    config = DenseNetConfig(batch_size=32, mesh=BOTH, parallel="pmap")
     with pytest.raises(TrainError, match=rf"mesh \(={BOTH}\) with fsdp is for --parallel jit, not"):
         images.prepare(config, jax.devices()[:4], small.dataset())
 
 
 STEPS = {
     "images": functools.partial(small.image_task, devices=4, augment=False),
-    "lm": functools.partial(small.lm_task, devices=4, width=64),
+    "lm": functools.partial(small.lm_task, devices=4, width=32),
     "offloaded": functools.partial(
-        small.lm_task, devices=4, width=64, offload="all", fuse_update=True
+        small.lm_task, devices=4, width=32, offload="all", fuse_update=True
     ),
 }
 

@@ -158,14 +158,11 @@ def test_fused_layers_are_not_skipped():
 
 
 FORMS = {
-    "images, jit": (image_task, {}),
     "images, shard_map": (image_task, {"parallel": "shard_map"}),
     "images, pmap": (image_task, {"parallel": "pmap"}),
     "images, fsdp": (image_task, {"mesh": "data=1,fsdp=2"}),
     "text, fsdp": (lm_task, {"mesh": "data=1,fsdp=2"}),
-    "text, remat": (lm_task, {"remat": True}),
     "text, activations": (lm_task, {"offload": "activations"}),
-    "text, parameters": (lm_task, {"offload": "params"}),
     "text, all": (lm_task, {"offload": "all", "devices": 1, "num_microbatches": 2}),
 }
 
@@ -174,19 +171,13 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_skipped_step_in_all_forms(form):
     make, options = FORMS[form]
-    task, plain = (Bad(make(on_nan=how, **options), {}) for how in ("skip", "stop"))
-    states, key = [], jax.random.key(0)
-    for one in (task, plain):
-        state, metrics = one.make_step()(one.initial_state(), next(one.batches(0)), key)
-        assert np.isfinite(one.read(metrics)["loss"])
-        states.append(jax.tree.map(np.asarray, state))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *states)
+    task = Bad(make(on_nan="skip", **options), {})
+    step, shapes, key = task.task.make_step(), task.shapes(), jax.random.key(0)
+    state, metrics = step(task.task.initial_state(), next(task.batches(0)), key)
+    assert np.isfinite(task.read(metrics)["loss"])
+    before = jax.tree.map(np.asarray, state)
     for kind in (GRADIENTS, LOSS):
-        state, metrics = task.make_step()(state_of(task, states[0]), task.first(kind), key)
+        state = jax.tree.map(lambda a, like: jax.device_put(a, like.sharding), before, shapes)
+        state, metrics = step(state, task.first(kind), key)
         assert np.isnan(task.read(metrics)["loss"])
-        assert_same_bits(state, states[0]._replace(step=np.int32(2)))
-
-
-def state_of(task, arrays):
-    """Place arrays as the state of a task."""
-    return jax.tree.map(lambda a, like: jax.device_put(a, like.sharding), arrays, task.shapes())
+        assert_same_bits(state, before._replace(step=np.int32(2)))

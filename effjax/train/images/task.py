@@ -151,13 +151,6 @@ class ImageTask:
         """The number of examples in a batch."""
         return self.config.batch_size
 
-    @property
-    def fields(self) -> Sequence[str]:
-        """The names of the numbers that each record has."""
-        held_out = ("loss", "accuracy") if len(self.dataset.validation_images) else ()
-        train = "train_loss", "train_accuracy", "images_per_second"
-        return *train, *(f"validation_{name}" for name in held_out)
-
     def describe(self) -> dict[str, Any]:
         """Return the content of config.json."""
         data = self.dataset

@@ -124,12 +124,6 @@ class LMTask:
         """The number of examples in a batch."""
         return self.config.batch_size * self.config.context
 
-    @property
-    def fields(self) -> Sequence[str]:
-        """The names of the numbers that each record has."""
-        validation = ("validation_loss",) if len(self.text.validation) else ()
-        return "train_loss", "tokens_per_second", *validation
-
     def describe(self) -> dict[str, Any]:
         """Return the content of config.json."""
         data = {"train_bytes": len(self.text.train)}

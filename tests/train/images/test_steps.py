@@ -149,12 +149,3 @@ def test_resnet_options():
     assert model.stage_with_dcn == (False, True, True, True) and not model.modulated
     assert not model.efficient and model.save == "features" and not model.small_inputs
     assert model.axis_name == "data" and model.num_classes == 5
-
-
-@pytest.mark.exhaustive
-def test_small_inputs_of_whole_networks():
-    assert stem(8) == (3, 3, 1, 24)
-    assert stem(96) == (7, 7, 1, 24)
-    assert stem(96, small_inputs=True) == (3, 3, 1, 24)
-    assert stem(32, model="densenet100_12") == (3, 3, 1, 24)
-    assert stem(224, model="densenet121") == (7, 7, 1, 64)
