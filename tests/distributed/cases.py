@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 import effjax
 from tests.distributed.network import network
+from tests.distributed.processes import DEVICES
 from tests.ops.offload.stacks import LAYERS, WIDTH, init, layer
 
-DEVICES, BATCH, SIZE, CHANNELS, STEPS = 4, 8, 5, 6, 3
+BATCH, SIZE, CHANNELS, STEPS = 8, 5, 6, 3
 WAYS = "jit", "shard_map", "pmap"
 
 

@@ -4,7 +4,7 @@ import functools
 import json
 import types
 
-from tests.distributed.launch import ROOT
+from tests.distributed.processes import ROOT
 
 NOTEBOOK = ROOT / "notebooks" / "quickstart.ipynb"
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.distributed.launch import ROOT, environment
+from tests.distributed.processes import ROOT, environment
 
 PAGE = ROOT / "docs" / "distributed.md"
 

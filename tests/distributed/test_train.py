@@ -14,7 +14,7 @@ from effjax.train.lm import task as lm
 from effjax.train.lm.config import LMConfig
 from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
-from tests.distributed.commands import DEVICES, Group
+from tests.distributed.processes import DEVICES, Group
 from tests.train.test_checkpoint import flip_bit
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
