@@ -176,7 +176,7 @@ def test_falls_back_from_a_damaged_checkpoint(group, whole, tmp_path):
     flip_bit(last)
     first, second = group.train("lm", "--resume", run)
     message = f"checkpoints/{last.name} is damaged"
-    assert message in first and "using" in first and message not in second
+    assert message in first and "Using" in first and message not in second
     assert (run / "checkpoints" / f"damaged-{last.name}").is_dir()
     assert_same_bits(run, whole)
 

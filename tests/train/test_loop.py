@@ -222,7 +222,7 @@ def test_a_damaged_last_checkpoint(tmp_path, task, first_is_best):
     fit(first, run, progress, resume=True)
     (message,) = progress.texts
     assert f"checkpoints/{steps[-1]} is damaged (" in message
-    assert message.endswith(f"using {run.checkpoints}/{steps[0]}")
+    assert message.endswith(f"Using {run.checkpoints}/{steps[0]}")
     assert progress.steps[0] == steps[0] + 1
     assert lines_without_times(run) == lines_without_times(finished)
     assert_same_parameters(task, run, finished)

@@ -41,7 +41,7 @@ def test_batches_depend_on_seed_and_epoch_only():
         ({"depth": 11}, "must be 6n . 4"),
         ({"model": "resnet"}, r"model \(='resnet'\) must be one of densenet-bc, densenet121"),
         ({"model": "densenet121", "depth": 22}, "depth .* has a fixed depth"),
-        ({"depth": 10, "small_inputs": False}, "too small"),
+        ({"depth": 10, "small_inputs": False}, "height and width of at least 13"),
         ({"drop_rate": 1.0}, "drop_rate"),
     ],
 )  # fmt: skip
