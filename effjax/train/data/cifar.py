@@ -155,7 +155,7 @@ def _check(condition: bool, source: object, problem: str) -> None:
 
 
 def _damaged(source: object, problem: str) -> DataError:
-    return DataError(f"{source}: {problem}. Check that this is CIFAR, or download it again")
+    return DataError(f"{source}: {problem}. Check that this is CIFAR, or download it again.")
 
 
 def _read_batch(

@@ -39,7 +39,7 @@ def load_folder(path: Path, image_size: int | None = None, in_memory: int = IN_M
         classes, test_classes = class_files(path / "train"), class_files(path / held_out)
         if odd := sorted(classes.keys() ^ test_classes.keys()):
             raise DataError(
-                f"{path}: class {odd[0]!r} must be in both train/ and {held_out}/, or in neither"
+                f"{path}: class {odd[0]!r} must be in both train/ and {held_out}/, or in neither."
             )
         train_files, train_labels = _files_and_labels(classes)
         test_files, test_labels = _files_and_labels(test_classes)
@@ -73,8 +73,8 @@ def class_files(path: Path, minimum: int = 1) -> dict[str, list[Path]]:
     folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
     if len(folders) < 2:
         raise DataError(
-            f"{path}: {counted(len(folders), 'class folder')}; give each of at least "
-            "two classes its own folder of images"
+            f"{path}: {counted(len(folders), 'class folder')}. Give each of at least "
+            "two classes its own folder of images."
         )
     classes = {
         folder.name: sorted(
@@ -88,7 +88,7 @@ def class_files(path: Path, minimum: int = 1) -> dict[str, list[Path]]:
         if len(files) < minimum:
             raise DataError(
                 f"{path / name}: {counted(len(files), 'image')}, but a class needs at least "
-                f"{minimum}. Add images or remove the folder"
+                f"{minimum}. Add images or remove the folder."
             )
     return classes
 
@@ -117,7 +117,7 @@ class Decoder:
                 # Pillow would clip the values of these modes to 255 instead of scaling them.
                 if opened.mode.startswith(("I", "F")):
                     kind = "floating-point" if opened.mode.startswith("F") else "16-bit"
-                    raise DataError(f"{file}: is a {kind} image; convert it to 8 bits per channel")
+                    raise DataError(f"{file}: is a {kind} image. Convert it to 8 bits per channel.")
                 image = ImageOps.exif_transpose(opened).convert("RGB")
         except DataError:
             raise
@@ -126,7 +126,7 @@ class Decoder:
             if isinstance(error, OSError) and error.errno is not None:
                 raise unreadable(file, error) from error  # permissions, a failing disk
             raise DataError(
-                f"{file}: not a readable image ({type(error).__name__}); replace or remove the file"
+                f"{file}: not a readable image ({type(error).__name__}). Replace or remove it."
             ) from error
         if self.image_size is not None:
             size = (self.image_size, self.image_size)
@@ -135,8 +135,8 @@ class Decoder:
         if image.size != self.first[1]:
             raise DataError(
                 f"{file}: {image.width}×{image.height} pixels, but {self.first[0].name} has "
-                f"{self.first[1][0]}×{self.first[1][1]}; set image_size (--image-size) to resize "
-                "all"
+                f"{self.first[1][0]}×{self.first[1][1]}. Set image_size (--image-size) to resize "
+                "all."
             )
         return np.asarray(image)
 

@@ -38,12 +38,12 @@ def load_dataset(spec: str, image_size: int | None = None, in_memory: int = IN_M
     bundled = {"digits": load_digits, "rotated-digits": load_rotated_digits}
     known = readers if path else bundled
     if kind not in known:
-        raise DataError(f"unknown data {spec!r}; use one of {FORMATS}")
+        raise DataError(f"unknown data {spec!r}. Use one of {FORMATS}.")
     if image_size is not None and kind != "folder":
-        raise DataError(f"data {spec!r} has a fixed image size; image_size is for folder:PATH only")
+        raise DataError(f"data {spec!r} has a fixed image size. Use image_size with folder:PATH.")
     try:
         return known[kind]()
     except OSError as error:
         raise unreadable(path, error) from error
     except ModuleNotFoundError as error:  # of scikit-learn or Pillow
-        raise DataError(f'{error.name} is missing; run pip install "effjax[train]"') from error
+        raise DataError(f'{error.name} is missing. Run pip install "effjax[train]".') from error

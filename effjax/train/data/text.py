@@ -58,7 +58,7 @@ def load_text(spec: str) -> Text:
         return split_text(spec, _pydoc_topics())
     kind, _, path = spec.partition(":")
     if kind != "text" or not path:
-        raise DataError(f"unknown data {spec!r}; use one of {FORMATS}")
+        raise DataError(f"unknown data {spec!r}. Use one of {FORMATS}.")
     try:
         content = b"\n".join(file.read_bytes() for file in _files(Path(path)))
     except OSError as error:
@@ -100,8 +100,8 @@ def check_length(text: Text, context: int) -> None:
         if length <= context and (length or part != "validation"):
             raise DataError(
                 f"{text.name}: {length} bytes are too few for context (={context}), in the {part} "
-                "part of the text. Use a longer text, a smaller context or another validation; the "
-                "last tenth of the text is for testing"
+                "part of the text. Use a longer text, a smaller context or another validation. The "
+                "last tenth of the text is for testing."
             )
 
 
@@ -179,6 +179,6 @@ def _pydoc_topics() -> bytes:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise DataError(
-            'data "pydoc" needs pydoc_data, which this Python lacks; use text:PATH'
+            'data "pydoc" needs pydoc_data, which this Python lacks. Use text:PATH.'
         ) from error
     return "\n\n".join(topics[name] for name in sorted(topics)).encode()

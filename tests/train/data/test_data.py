@@ -30,7 +30,7 @@ def test_digits():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("mnist", "unknown data 'mnist'; use one of digits, rotated-digits, cifar10:PATH"),
+        ("mnist", "unknown data 'mnist'. Use one of digits, rotated-digits, cifar10:PATH"),
         ("digits:here", "unknown data"),
         ("cifar10", "unknown data"),
         ("cifar10:", "unknown data"),
@@ -170,7 +170,7 @@ def test_folder_resizes(tmp_path):
     data = load_dataset(f"folder:{tmp_path / 'all'}", 8)
     assert data.train_images.shape == (2, 8, 8, 3)
     with pytest.raises(
-        DataError, match=r"dog/[01]\.png: 12×16 pixels, but 0\.png has 20×10; .*resize"
+        DataError, match=r"dog/[01]\.png: 12×16 pixels, but 0\.png has 20×10. Set .* resize"
     ):
         load_dataset(f"folder:{tmp_path / 'all'}")
 
@@ -217,11 +217,11 @@ def split_without_a_class(path):
     [
         (corrupt, r"dog/1\.png: not a readable image"),
         (no_image, r"dog/1\.png: not a readable image"),
-        (deep_image, r"dog/1\.png: is a 16-bit image; convert it to 8 bits per channel"),
-        (float_image, r"dog/2\.tif: is a floating-point image; convert it to 8 bits"),
+        (deep_image, r"dog/1\.png: is a 16-bit image. Convert it to 8 bits per channel"),
+        (float_image, r"dog/2\.tif: is a floating-point image. Convert it to 8 bits"),
         (empty_class, "snake: 0 images, but a class needs at least 2"),
         (one_image, "snake: 1 image, but a class needs at least 2"),
-        (no_classes, "0 class folders; give each of at least two classes"),
+        (no_classes, "0 class folders. Give each of at least two classes"),
         (split_without_a_class, "class 'cow' must be in both train/ and test/, or in neither"),
     ],
 )

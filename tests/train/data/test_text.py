@@ -63,7 +63,7 @@ def test_unigram_bits():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("digits", "unknown data 'digits'; use one of pydoc, text:PATH"),
+        ("digits", "unknown data 'digits'. Use one of pydoc, text:PATH"),
         ("pydoc:here", "unknown data"),
         ("text", "unknown data"),
         ("text:", "unknown data"),
