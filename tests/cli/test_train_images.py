@@ -28,7 +28,8 @@ def test_bad_input_is_one_line_and_leaves_nothing(run, tmp_path, argv, message):
 
     for name in ("cat", "dog"):
         (tmp_path / "broken" / name).mkdir(parents=True)
-    Image.new("RGB", (8, 8)).save(tmp_path / "broken" / "cat" / "0.png")
+        for file in ("0.png", "1.png"):
+            Image.new("RGB", (8, 8)).save(tmp_path / "broken" / name / file)
     (tmp_path / "broken" / "dog" / "0.png").write_text("hello")
     before = sorted(tmp_path.rglob("*"))
     options = argv if "--resume" in argv else [*TINY[2:], *argv]
