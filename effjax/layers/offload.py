@@ -5,7 +5,7 @@ numbers of the layer and of the microbatch, and calls the operators.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -150,17 +150,7 @@ def call_layer(layer: Callable, x: Tree, keywords: Mapping[str, Any]) -> Tree:
 
 def get_input(args: tuple) -> Tree:
     """Return the input as a pytree of arrays: the only argument, or a tuple of several."""
-    if not args:
-        raise TypeError("OffloadModel needs an input.")
     return as_array_tree("x", args[0] if len(args) == 1 else args, allow_scalars=True)
-
-
-def check_layers(layers: Any) -> list[Callable]:
-    """Return a sequence of layers as a list; raise ValueError if it is empty."""
-    layers = list(layers)
-    if not layers:
-        raise ValueError("`layers` must have at least one layer.")
-    return layers
 
 
 def select_keywords(call: Callable, keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,15 +164,9 @@ def select_keywords(call: Callable, keywords: Mapping[str, Any]) -> dict[str, An
     return {name: value for name, value in keywords.items() if name in names}
 
 
-def check_flags(calls: Iterable[Callable], flags: Mapping[str, Any]) -> None:
-    """Raise TypeError unless each flag is static and some layer accepts it."""
-    calls = list(calls)
+def check_flags(calls: Sequence[Callable], flags: Mapping[str, Any]) -> None:
+    """Raise TypeError unless some layer accepts each flag."""
     for name, value in flags.items():
-        if isinstance(value, jax.Array):
-            raise TypeError(
-                f"`{name}` must be a static flag such as True, not an array. Pass arrays with the "
-                "input."
-            )
         if not any(select_keywords(call, {name: value}) for call in calls):
             raise TypeError(f"No layer of OffloadModel accepts `{name}` (={value!r:.80}).")
 

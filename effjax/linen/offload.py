@@ -16,7 +16,6 @@ from ..layers.offload import (
     apply_list,
     call_layer,
     check_flags,
-    check_layers,
     check_on_host,
     combine_statistics,
     get_input,
@@ -88,8 +87,7 @@ class OffloadModel(nn.Module):
         num_layers: the number of layers of a stack.
 
     Raises:
-        ValueError: if `layers` is empty, if `num_layers` does not fit `layers`, or if an option
-            does not fit.
+        ValueError: if `num_layers` does not fit `layers`, or if an option does not fit.
 
     References:
         fairscale `OffloadModel`, whose defaults are 3 slices and activations on the device.
@@ -124,7 +122,7 @@ class OffloadModel(nn.Module):
 
         Raises:
             ValueError: if the parameters are not in host memory.
-            TypeError: if no layer accepts a flag, or without an input.
+            TypeError: if no layer accepts a flag.
         """
         options, layers = _make_options(self), _list_layers(self)
         check_flags(layers, flags)
@@ -173,7 +171,7 @@ def _list_layers(model: OffloadModel) -> list[Callable[..., Any]]:
     if isinstance(model.layers, nn.Module):
         as_integer("num_layers", model.num_layers, 1)
         return [model.layers]
-    return check_layers(model.layers)
+    return list(model.layers)
 
 
 def _initialize(

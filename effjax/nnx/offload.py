@@ -2,10 +2,9 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 from jax import lax
@@ -15,7 +14,6 @@ from ..layers.offload import (
     apply_list,
     call_layer,
     check_flags,
-    check_layers,
     check_on_host,
     combine_statistics,
     get_input,
@@ -24,6 +22,7 @@ from ..layers.offload import (
 )
 from ..ops._common.arguments import as_key
 from ..ops.offload.placement import Space, move
+from ..ops.offload.trees import count_layers
 
 _MUTABLE = (nnx.BatchStat, nnx.RngCount)  # Variables that a layer may change in its call
 
@@ -83,7 +82,7 @@ class OffloadModel(nnx.Module):
             `effjax.offload_scan`. everything_saveable is fairscale's checkpoint_activation=False.
 
     Raises:
-        ValueError: if `layers` is empty, or an option does not fit.
+        ValueError: if an option does not fit.
 
     References:
         fairscale `OffloadModel`, whose defaults are 3 slices and activations on the device.
@@ -102,7 +101,7 @@ class OffloadModel(nnx.Module):
         if isinstance(layers, nnx.Sequential):
             layers = layers.layers
         self.stacked = isinstance(layers, nnx.Module) and not isinstance(layers, nnx.List)
-        self.layers: Any = layers if self.stacked else nnx.List(check_layers(layers))
+        self.layers: Any = layers if self.stacked else nnx.List(cast(Sequence, layers))
         self.options = make_options(
             num_slices, checkpoint_activation, num_microbatches, compute_dtype, policy
         )
@@ -125,8 +124,7 @@ class OffloadModel(nnx.Module):
         Raises:
             ValueError: if the parameters are not in host memory, or a layer changes a Variable that
                 it may not change.
-            TypeError: if no layer accepts a flag, without an input, or if `rngs` has another
-                type.
+            TypeError: if no layer accepts a flag, or if `rngs` has another type.
         """
         layers = [self.layers] if self.stacked else list(self.layers)
         check_flags(layers, flags)
@@ -142,7 +140,7 @@ class OffloadModel(nnx.Module):
         check_on_host(params[0] if self.stacked else params, "Call its to_host() first.")
         x, key = get_input(args), _get_key(rngs)
         if self.stacked:
-            _check_stacked(split[0][1:])
+            count_layers({"params": params[0], "others": split[0][2]}, "layers")
             x, changed = apply_identical_layers(calls[0], params[0], x, key, self.options)
             changed = [combine_statistics(changed, axis=1)]
         else:
@@ -231,18 +229,6 @@ def _check_unchanged(layer: Any, before: Any, after: Any) -> None:
         raise ValueError(
             f"A {type(layer).__name__} changes {names} in its call. In OffloadModel layers may "
             "change BatchStats and RngCounts only."
-        )
-
-
-def _check_stacked(tree: Any) -> None:
-    shapes = {
-        jax.tree_util.keystr(path): jnp.shape(a)
-        for path, a in jax.tree_util.tree_leaves_with_path(tree)
-    }
-    if len({shape[:1] for shape in shapes.values()} | {()}) != 2:
-        raise ValueError(
-            "The Variables of a stack must have the same leading axis, the layers, but their "
-            f"shapes are {shapes or 'none'}. Pass a list for a single module."
         )
 
 

@@ -13,6 +13,7 @@ import effjax.nnx
 from effjax.models import TransformerLM
 from effjax.nnx import OffloadModel
 from tests.layers.offload_linen import FAST
+from tests.ops.offload.stacks import kinds
 
 X = np.random.default_rng(0).normal(size=(12, 6)).astype(np.float32)
 IMAGES = np.random.default_rng(1).normal(size=(8, 6, 6, 2)).astype(np.float32)
@@ -68,7 +69,7 @@ def cached_modules(make):
 @cached_modules
 def mlp(dtype=jnp.float32):
     rngs = nnx.Rngs(0)
-    return nnx.List([Block(rngs, dtype=dtype) for _ in range(3)])
+    return nnx.List([Block(rngs, dtype=dtype) for _ in range(2)])
 
 
 @cached_modules
@@ -131,19 +132,6 @@ train = compiled(loss_of)
 
 def others_of(model):
     return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
-
-
-def assert_same(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert a.dtype == b.dtype
-        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
-def kinds(tree):
-    return {a.sharding.memory_kind for a in jax.tree.leaves(tree)}
 
 
 # The interface of the shared tests; offload_linen has the same functions.

@@ -9,11 +9,21 @@ import numpy as np
 import pytest
 
 from tests.layers import offload_linen, offload_nnx
-from tests.layers.offload_linen import FAST, IMAGES, X, kinds
-from tests.layers.offload_nnx import assert_same
-from tests.tiers import exhaustive
+from tests.layers.offload_linen import FAST, IMAGES, X, assert_same
+from tests.ops.offload.stacks import kinds
+from tests.tiers import exhaustive, plainly
 
-pytestmark = pytest.mark.parametrize("flavour", [offload_linen, offload_nnx], ids=["linen", "nnx"])
+FLAVOURS = {"linen": offload_linen, "nnx": offload_nnx}
+
+
+@pytest.fixture(params=FLAVOURS)
+def flavour(request):
+    return FLAVOURS[request.param]
+
+
+def only_plain(name):
+    """Parametrize a test by the flavour; only `name` runs without --exhaustive."""
+    return pytest.mark.parametrize("flavour", plainly(name, of=FLAVOURS), indirect=True)
 
 
 @pytest.mark.parametrize(
@@ -54,18 +64,16 @@ def test_effjax_batch_norm_matches_unwrapped(flavour):
     np.testing.assert_array_equal(flavour.stats(results, 1)["num_batches"], 1)
 
 
-@pytest.mark.parametrize("num_slices", [exhaustive(None), exhaustive(1), 2])
-def test_gradients_of_repeated_layer_are_summed(flavour, num_slices):
-    got = flavour.run(flavour.offloaded(flavour.twice, num_slices=num_slices), X)
+@only_plain("nnx")
+def test_gradients_of_repeated_layer_are_summed(flavour):
+    got = flavour.run(flavour.offloaded(flavour.twice, num_slices=2), X)
     want = flavour.run(flavour.plain(flavour.twice), X)
     chex.assert_trees_all_close(got[:3], want[:3], rtol=1e-5, atol=1e-6)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     assert kinds(got[1]) == {"pinned_host"}
 
 
-@pytest.mark.parametrize(
-    ("num_microbatches", "num_slices"), [(2, None), exhaustive(3, 1), exhaustive(3, 2)]
-)
+@pytest.mark.parametrize(("num_microbatches", "num_slices"), [(2, None), exhaustive(3, 2)])
 def test_microbatches_have_their_own_dropout_keys(flavour, num_microbatches, num_slices):
     model = flavour.offloaded(flavour.mlp, num_slices=num_slices, num_microbatches=num_microbatches)
     got = flavour.run(model, X)
@@ -73,6 +81,7 @@ def test_microbatches_have_their_own_dropout_keys(flavour, num_microbatches, num
     assert_same(got[3], flavour.unwrapped(flavour.mlp)[3])  # each stream advances once
 
 
+@only_plain("linen")
 @pytest.mark.parametrize("norm", [exhaustive("cnn"), "effjax_norm"])
 def test_running_statistics_average_microbatches(flavour, norm):
     make = getattr(flavour, norm)
@@ -89,17 +98,17 @@ def test_running_statistics_average_microbatches(flavour, norm):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("num_slices", [None, 2])
-def test_bfloat16(flavour, num_slices):
+def test_bfloat16(flavour):
     x = jnp.asarray(X, jnp.bfloat16)
     # x is rounded to bfloat16 between slices; inside a fusion, XLA may omit the rounding.
     options = FAST | {"xla_allow_excess_precision": False}
     exact = functools.partial(flavour.run, x=x, options=options)
-    got = exact(flavour.offloaded(flavour.bfloat16, num_slices=num_slices))
+    got = exact(flavour.offloaded(flavour.bfloat16, num_slices=2))
     assert_same(got[:3], exact(flavour.plain(flavour.bfloat16))[:3])
     assert {a.dtype for a in jax.tree.leaves(got[1])} == {jnp.dtype("bfloat16")}
 
 
+@only_plain("nnx")
 def test_compute_dtype(flavour):
     x = jnp.asarray(X, jnp.bfloat16)
     model = flavour.offloaded(flavour.mlp, compute_dtype=jnp.bfloat16)
@@ -125,11 +134,9 @@ def test_rejects_invalid_call(flavour, error, match, options, flags):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("layers", []),
         ("num_slices", 0),
         ("num_microbatches", 2.0),
         ("compute_dtype", "int8"),
-        ("policy", jax.checkpoint_policies.save_only_these_names),
     ],
 )
 def test_constructor_rejects_option(flavour, name, value):

@@ -17,9 +17,10 @@ import effjax
 from effjax.linen import OffloadTrainState
 from effjax.memory import plan
 from effjax.nnx import OffloadModel, OffloadOptimizer, offload_jit
-from tests.layers.offload_linen import X, kinds
+from tests.layers.offload_linen import X
 from tests.layers.offload_nnx import Block
-from tests.ops.offload.test_update import close
+from tests.ops.offload.stacks import kinds
+from tests.ops.offload.steps import close
 from tests.programs import needs_gpu_compiler
 from tests.tiers import exhaustive
 
@@ -106,7 +107,7 @@ def in_memory(make, tx=adam):
     return trained(model, nnx.Optimizer(model, tx(), wrt=nnx.Param), nnx.jit(train_step))
 
 
-@pytest.mark.parametrize("make", [sequence, Wrapped, stack])
+@pytest.mark.parametrize("make", [exhaustive(sequence), Wrapped, stack])
 def test_training_matches_in_memory(make):
     model = offloaded(make)
     where = jax.tree.map(lambda a: a.sharding, nnx.state(model))
@@ -130,7 +131,7 @@ def test_clip_norm_is_over_all_layers():
     close(got, in_memory(Wrapped, clipped), 1e-5)
 
 
-@pytest.mark.parametrize("make", [exhaustive(Wrapped), stack])
+@pytest.mark.parametrize("make", [Wrapped, exhaustive(stack)])
 def test_update_outside_jit(make):
     """The update keeps shardings and donates the parameters."""
     model = offloaded(make)
@@ -333,7 +334,7 @@ def test_device_memory_does_not_grow_with_depth():
         return plan(offload_jit(train_step), model, optimizer, x, x)
 
     x = jnp.ones((64, 1024))
-    few, many = planned(4), planned(8)
+    few, many = planned(3), planned(6)
     assert many.peak_device_bytes <= 1.02 * few.peak_device_bytes
     assert many.peak_device_bytes <= 12 * 4 * 2**20
-    assert many.host.arguments >= 3 * 8 * 4 * 2**20
+    assert many.host.arguments >= 3 * 6 * 4 * 2**20

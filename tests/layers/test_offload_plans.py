@@ -17,7 +17,7 @@ from tests.programs import needs_gpu_compiler
 from tests.tiers import exhaustive
 
 pytestmark = needs_gpu_compiler
-LAYERS, WIDTH, BATCH = 4, 1024, 512
+LAYERS, WIDTH, BATCH = 3, 1024, 512
 PARAMS = LAYERS * 4 * (WIDTH * WIDTH + WIDTH)
 INPUTS = LAYERS * 4 * BATCH * WIDTH
 

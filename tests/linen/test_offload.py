@@ -22,14 +22,13 @@ from tests.layers.offload_linen import (
     X,
     assert_same,
     cnn,
-    kinds,
     mlp,
     on_host,
     train,
     unwrapped,
     variables_of,
 )
-from tests.ops.offload.stacks import POLICIES
+from tests.ops.offload.stacks import POLICIES, kinds
 from tests.tiers import exhaustive
 
 
@@ -94,7 +93,7 @@ class Scanned(nn.Module):
 
 @pytest.mark.parametrize(
     ("num_microbatches", "policy"),
-    [(2, "everything"), exhaustive(1, "recomputed"), exhaustive(2, "dots")],
+    [(2, "everything"), exhaustive(1, "recomputed")],
 )
 def test_stack_matches_loop(num_microbatches, policy):
     """Variables match nn.scan; dropout keys are fold_in(fold_in(key, layer), microbatch)."""
@@ -243,9 +242,7 @@ def test_tuples_and_dicts():
 @pytest.mark.parametrize(
     ("error", "match", "run"),
     [
-        (ValueError, "at least one", lambda: OffloadModel([]).init(KEY, X)),
         (ValueError, r"`num_layers` \(=None\)", lambda: OffloadModel(Block()).init(KEY, X)),
-        (TypeError, "needs an input", lambda: OffloadModel(mlp()).init(KEY)),
     ],
 )  # fmt: skip
 def test_rejects_invalid_arguments(error, match, run):

@@ -14,16 +14,15 @@ from flax import nnx
 import effjax
 from effjax.models import scan_layers
 from effjax.nnx import OffloadModel
+from tests.layers.offload_linen import assert_same
 from tests.layers.offload_nnx import (
     FAST,
     IMAGES,
     KEY,
     Noise,
     X,
-    assert_same,
     cnn,
     compiled,
-    kinds,
     loss_of,
     mlp,
     normed,
@@ -32,7 +31,7 @@ from tests.layers.offload_nnx import (
     transformer,
     unwrapped,
 )
-from tests.ops.offload.stacks import POLICIES
+from tests.ops.offload.stacks import POLICIES, kinds
 from tests.tiers import exhaustive
 
 
@@ -76,7 +75,7 @@ def test_checkpoints_are_interchangeable():
 
 @pytest.mark.parametrize(
     ("num_microbatches", "policy"),
-    [(2, "everything"), exhaustive(1, "recomputed"), exhaustive(2, "dots")],
+    [(1, "recomputed"), exhaustive(2, "everything")],
 )
 def test_stack_matches_loop(num_microbatches, policy):
     """Dropout keys of `TransformerLM.blocks` are fold_in(fold_in(key, layer), microbatch)."""
@@ -143,7 +142,7 @@ def test_stack_matches_list_of_layers(num_microbatches):
 
 
 @pytest.mark.parametrize(
-    "rngs", [nnx.Rngs(dropout=KEY), exhaustive(nnx.Rngs(dropout=KEY).dropout), KEY]
+    "rngs", [nnx.Rngs(dropout=KEY), exhaustive(nnx.Rngs(dropout=KEY).dropout), exhaustive(KEY)]
 )
 def test_rngs_of_call(rngs):
     model = OffloadModel([Noise(), lambda x: 2 * x, Noise()], num_microbatches=2)
@@ -316,11 +315,10 @@ def test_nnx_optimizer_rejects_host_parameters():
         nnx.Optimizer(model.to_host(), optax.adam(1e-2), wrt=nnx.Param)
 
 
-@pytest.mark.parametrize("num_microbatches", [exhaustive(1), 2])
-def test_tabulate(num_microbatches):
+def test_tabulate():
     # Also before to_host: an error inside nnx.tabulate would leave the classes of Flax broken.
     layers = [nnx.Linear(6, 6, rngs=nnx.Rngs(0)), nnx.relu, nnx.BatchNorm(6, rngs=nnx.Rngs(0))]
-    model = OffloadModel(layers, num_microbatches=num_microbatches)
+    model = OffloadModel(layers, num_microbatches=2)
     options: dict[str, Any] = dict(console_kwargs={"width": 200, "force_terminal": False})
     for at in (model, nnx.clone(model).to_host()):
         table = nnx.tabulate(at, X, **options)
@@ -351,7 +349,7 @@ class Scaled(nnx.Module):
 
 def test_rejects_device_parameters():
     model = OffloadModel(mlp())
-    with pytest.raises(ValueError, match=r"layers\[0\].*and 15 more are not. Call its to_host\(\)"):
+    with pytest.raises(ValueError, match=r"layers\[0\].*and 9 more are not. Call its to_host\(\)"):
         model(X)
     with pytest.raises(ValueError, match="to_host"):
         nnx.jit(loss_of)(model, X)
@@ -362,13 +360,10 @@ def test_rejects_device_parameters():
 @pytest.mark.parametrize(
     ("error", "match", "run"),
     [
-        (ValueError, "at least one layer", lambda: OffloadModel([])),
-        (TypeError, "`scale` must be a static flag",
-         lambda: OffloadModel([Noise()])(X, scale=jnp.ones(()))),
+        (ValueError, r"`layers` \(of length 0\)", lambda: OffloadModel([])(X)),
         (TypeError, "`rngs` must be a single PRNG key", lambda: OffloadModel([Noise()])(X, rngs=3)),
-        (TypeError, "needs an input", lambda: OffloadModel([Noise()])()),
         (ValueError, "A Counting changes calls", lambda: OffloadModel([Counting()])(X)),
-        (ValueError, "same leading axis", lambda: OffloadModel(Scaled()).to_host()(X)),
+        (ValueError, "same number of layers", lambda: OffloadModel(Scaled()).to_host()(X)),
         (ValueError, "share the BatchStat",
          lambda: OffloadModel([nnx.BatchNorm(6, rngs=nnx.Rngs(0))] * 2).to_host()(X)),
         (ValueError, "share the RngCount",

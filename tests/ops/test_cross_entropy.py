@@ -28,7 +28,6 @@ from tests.tiers import exhaustive, product_cases
 TOKENS, D, V = (16, 3), 5, 11
 OPTIONS: dict[str, dict[str, Any]] = {
     "bare": {},
-    "bias": {"bias": True},
     "where_z_loss": {"bias": True, "where": True, "z_loss": 0.1},
 }
 
@@ -177,10 +176,9 @@ def test_reverse_mode_only():
     ("tokens", "width", "vocab_size", "chunk_size"),
     [
         ((), 5, 11, 4),
-        ((7,), 5, 11, 1),
-        ((2, 3, 2), 1, 11, 11),
-        ((2, 3), 5, 12, 4),
-        ((0, 3), 5, 11, 4),
+        ((7,), 1, 11, 1),
+        ((2, 3, 2), 5, 12, 4),
+        exhaustive((0, 3), 5, 11, 4),
         exhaustive((2, 3), 5, 11, 99),
         exhaustive((2, 3), 5, 11, None),
         exhaustive((2, 3), 5, 1, None),
@@ -194,7 +192,8 @@ def test_shapes(tokens, width, vocab_size, chunk_size, x64):
     got, want = (single_device(f, params, batch) for f in (ours, oracle))
     if 0 not in tokens:
         assert_trees_close(got, want, 1e-12)
-    assert ours(params, batch)[0].shape == tokens
+    losses = jax.eval_shape(ours, params, batch)[0]
+    assert losses.shape == tokens and losses.dtype == "float64"
     assert [d.shape for d in jax.tree.leaves(got)] == [d.shape for d in jax.tree.leaves(want)]
 
 
@@ -227,10 +226,6 @@ def test_dtypes(dtype, params_dtype):
         want, wants = oracle(params, batch)[0], gradients(oracle, params, batch)
     assert_trees_close(losses, want, 1e-6)
     assert_trees_close((dparams, dx), wants, {"bfloat16": 8e-3, "float16": 1e-3}.get(dtype, 1e-5))
-
-
-def test_float64_losses(x64):
-    assert op(*make())[0].dtype == "float64"
 
 
 def test_accuracy_of_many_slices():
@@ -272,7 +267,7 @@ def test_invalid_labels_give_nan(x64):
     assert not np.any(dx[:5])
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int32"])
+@pytest.mark.parametrize("dtype", ["int8", "uint32"])
 def test_label_dtypes(dtype):
     """Of which some do not hold the size of the vocabulary."""
     params, batch = make(vocab_size=300, dtype="f4")
@@ -283,7 +278,7 @@ def test_label_dtypes(dtype):
     assert_trees_close(ours(params, batch | {"labels": labels}), want, 1e-5)
 
 
-@pytest.mark.parametrize("where", [(3,), (16, 1), ()])
+@pytest.mark.parametrize("where", [(3,), ()])
 def test_where_broadcasts(where):
     params, batch = make(dtype="f4")
     batch["where"] = np.random.default_rng(1).random(where) < 0.5
@@ -304,7 +299,7 @@ def test_logits_never_exist_at_full_size():
 
 @pytest.mark.parametrize(
     ("tokens", "columns"),
-    [(16 * 1024, 1024), (10000, 1664), (64 * 1024, 512), (10, 2048), (0, 2048)],
+    [(10000, 1664), (64 * 1024, 512), (0, 2048)],
 )
 def test_default_chunk_size(tokens, columns):
     """64 MiB of logits in multiples of 128 columns, or D columns if that is more."""
@@ -320,9 +315,6 @@ def test_default_chunk_size(tokens, columns):
     [
         ((16, 8), P("i"), AxisType.Auto),
         ((16, 8), P(None, "i"), AxisType.Explicit),
-        exhaustive((16, 8), P("i"), AxisType.Explicit),
-        exhaustive((16, 8), P(None, "i"), AxisType.Auto),
-        exhaustive((128,), P("i"), AxisType.Auto),
         exhaustive((128,), P("i"), AxisType.Explicit),
     ],
 )

@@ -15,9 +15,8 @@ from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .._common.arguments import describe
 from .placement import Space, space_of
-from .trees import raise_second_derivative
+from .trees import check_same_shapes, raise_second_derivative
 
 # XLA for GPUs before this version of JAX silently reads the wrong slice of a host array if the
 # index is computed from the loop counter, as in i + 1 or a reversed loop (openxla/xla#46231).
@@ -55,8 +54,7 @@ def offload_jit(fun: Callable[_P, _R], *, donate: bool = True) -> Callable[_P, _
         `effjax.memory.plan` accepts it.
 
     Raises:
-        TypeError: when it is called, if an argument is not an array, or without a state to
-            overwrite.
+        TypeError: when it is called, if an argument is not an array.
         ValueError: when it is called, if the state cannot be overwritten, naming the first array
             that differs.
     """
@@ -65,13 +63,8 @@ def offload_jit(fun: Callable[_P, _R], *, donate: bool = True) -> Callable[_P, _
 
     def jit(*args) -> Any:
         # A new function each time: JAX caches lowered programs by function, with or without guard.
-        if not donate:
+        if not (donate and args):
             return jax.jit(lambda *args: run(*args))
-        if not args:
-            raise TypeError(
-                "A function compiled by offload_jit overwrites its first argument, but it was "
-                "called without arguments. Pass donate=False if it has no state."
-            )
         shardings = jax.tree.map(_get_sharding, args[0])
         checked = functools.partial(_run_checked, run)
         return jax.jit(checked, donate_argnums=0, out_shardings=(shardings, None))
@@ -81,12 +74,12 @@ def offload_jit(fun: Callable[_P, _R], *, donate: bool = True) -> Callable[_P, _
         if any(isinstance(a, Tracer) for a in leaves):
             return run(*args)
         config = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # pyright: ignore
-        types = tuple((_get_type(a, args), getattr(a, "sharding", None)) for a in leaves)
+        types = tuple((jax.typeof(a), getattr(a, "sharding", None)) for a in leaves)
         cache_key = structure, types, config
         if cache_key not in programs:
             programs[cache_key] = compile_offloaded(jit(*args), *args)
         results = programs[cache_key](*args)
-        if not donate:
+        if not (donate and args):
             return results
         state, rest = results
         return state if rest is None else (state, *rest)
@@ -99,46 +92,21 @@ def offload_jit(fun: Callable[_P, _R], *, donate: bool = True) -> Callable[_P, _
 
 def _run_checked(fun: Callable[..., Any], state: Any, *args) -> tuple[Any, Any]:
     """Return (new state, other results or None), after checking that the state keeps its types."""
-    result = fun(state, *args)
-    before = jax.tree.structure(state)
-    if jax.tree.structure(result) == before:
-        new, rest = result, None
-    elif isinstance(result, tuple) and result and jax.tree.structure(result[0]) == before:
-        new, rest = result[0], tuple(result[1:])
-    else:
-        raise ValueError(
-            f"The state must keep its structure, {before}, as the only or the first result, but "
-            f"the result is {jax.tree.structure(result)}. Pass donate=False if there is no state."
-        )
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    for (path, a), b in zip(leaves, jax.tree.leaves(new), strict=True):
-        a, b = jax.typeof(a), jax.typeof(b)
-        if (a.shape, a.dtype, a.memory_space) != (b.shape, b.dtype, b.memory_space):
-            raise ValueError(
-                f"The state{jax.tree_util.keystr(path)} must keep its shape, dtype and memory, but "
-                f"it was {a} and became {b}. Pass donate=False if there is no state."
-            )
+    new, rest = fun(state, *args), None
+    is_state = jax.tree.structure(new) == jax.tree.structure(state)
+    if isinstance(new, tuple) and new and not is_state:
+        new, *rest = new
+        rest = tuple(rest)
+    # Donating a host array for a result of another type would abort the process.
+    overwritten = "the first argument, which it overwrites unless donate=False"
+    check_same_shapes("state", new, overwritten, state, same_types=True)
     return new, rest
 
 
-def _get_type(a: Any, args: tuple) -> Any:
-    try:
-        return jax.typeof(a)
-    except TypeError:
-        leaves = jax.tree_util.tree_leaves_with_path(args)
-        name = next(jax.tree_util.keystr(path) for path, b in leaves if b is a)
-        raise TypeError(
-            f"`args{name}` of a function compiled by offload_jit must be an array, not "
-            f"{describe(a)}. Close over other values."
-        ) from None
-
-
 def _get_sharding(a: Any) -> Any:
-    if not isinstance(a, (jax.Array, jax.ShapeDtypeStruct)) or a.sharding is None:
-        raise ValueError(f"The state must consist of arrays with shardings, not {a!r}.")
     # An uncommitted array on the device follows the other arrays.
     is_free = isinstance(a, jax.Array) and not a.committed and space_of(a) == Space.Device
-    return None if is_free else a.sharding
+    return None if is_free else getattr(a, "sharding", None)
 
 
 def compile_offloaded(jitted: Any, *args) -> jax.stages.Compiled:

@@ -22,14 +22,6 @@ from .trees import (
 )
 
 
-class EmbedHead(NamedTuple):
-    """The user's functions, always with a model state and a second result."""
-
-    embed: Callable  # (others, model_state, batch, key) -> (x, model_state)
-    head: Callable  # (others, model_state, x, batch, key) -> (loss, (model_state, aux))
-    num_microbatches: int
-
-
 class HeadResult(NamedTuple):
     """The end of the forward pass and the start of the backward pass."""
 
@@ -41,9 +33,13 @@ class HeadResult(NamedTuple):
 
 
 def make_embed_head(
-    embed: Callable, head: Callable, num_microbatches: int, has_state: bool, head_has_aux: bool
-) -> EmbedHead:
-    """Wrap the functions of `offload_train_step`, with checks of their results."""
+    embed: Callable, head: Callable, has_state: bool, head_has_aux: bool
+) -> tuple[Callable, Callable]:
+    """Return embed and head, always with a model state and a second result.
+
+    ``embed(others, model_state, batch, key) -> (x, model_state)`` and
+    ``head(others, model_state, x, batch, key) -> (loss, (model_state, aux))``.
+    """
     names = ["loss"]
     if has_state:
         names.append("model_state")
@@ -60,28 +56,31 @@ def make_embed_head(
     def checked_head(others, model_state, x, batch, key):
         state_args = (others, model_state) if has_state else (others,)
         loss, *rest = _check_results("head", head(*state_args, x, batch, key), names)
-        _check_loss(loss, head_has_aux)
+        is_scalar = isinstance(loss, jax.Array) and loss.shape == ()
+        if not is_scalar or not jnp.issubdtype(loss.dtype, jnp.floating):
+            remedy = "" if head_has_aux else " Set head_has_aux or has_state for more results."
+            raise TypeError(f"`head` must return a scalar loss, not {describe(loss)}.{remedy}")
         new = _check_model_state("head", model_state, rest[0]) if has_state else model_state
         return loss, (new, rest[-1] if head_has_aux else ())
 
-    return EmbedHead(checked_embed, checked_head, num_microbatches)
+    return checked_embed, checked_head
 
 
 def run_embed(
-    functions: EmbedHead, others: Partition, model_state: Tree, batch: Any, key: Any, number: int
-) -> tuple[Tree, Tree, Callable]:
+    embed: Callable, count: int, others: Partition, model_state: Tree, batch: Any, key: Any,
+    number: int,
+) -> tuple[Tree, Tree, Callable]:  # fmt: skip
     """Run embed: (x, model_state, vjp), where ``vjp(dx)`` are the gradients of the parameters.
 
-    Microbatch m gets the key ``fold_in(fold_in(key, number), m)``.
+    Microbatch m of `count` gets the key ``fold_in(fold_in(key, number), m)``.
     """
-    count = functions.num_microbatches
 
     def run(trained):
         params = Partition(_cast_to_batch(trained, batch, key), others.frozen).merge()
 
         def run_microbatch(model_state, microbatch):
             rows, m = microbatch
-            x, new = functions.embed(params, model_state, rows, fold_key(key, number, m))
+            x, new = embed(params, model_state, rows, fold_key(key, number, m))
             return jax.tree.map(lax.stop_gradient, new), x
 
         if count == 1:
@@ -89,7 +88,6 @@ def run_embed(
             return x, new
         microbatches = split_microbatches(batch, count), jnp.arange(count)
         new, x = lax.scan(run_microbatch, model_state, microbatches)
-        _check_rows(x)
         return merge_leading_axes(x), new
 
     x, vjp, model_state = jax.vjp(run, others.trained, has_aux=True)
@@ -102,14 +100,13 @@ def run_embed(
 
 
 def run_head(
-    functions: EmbedHead, others: Partition, model_state: Tree, y: Tree, batch: Any, key: Any,
-    number: int, scale: jax.Array | None,
+    head: Callable, count: int, others: Partition, model_state: Tree, y: Tree, batch: Any,
+    key: Any, number: int, scale: jax.Array | None,
 ) -> HeadResult:  # fmt: skip
     """Run head forward and backward, so that one microbatch of its intermediates exists.
 
     Gradients are those of the mean loss times `scale`. Keys are as in `run_embed`.
     """
-    count = functions.num_microbatches
     params = _cast_to_batch(others.trained, (y, batch), key)
 
     def run_microbatch(model_state, microbatch):
@@ -117,7 +114,7 @@ def run_head(
 
         def run(trained, y):
             all_params = Partition(trained, others.frozen).merge()
-            return functions.head(all_params, model_state, y, rows, fold_key(key, number, m))
+            return head(all_params, model_state, y, rows, fold_key(key, number, m))
 
         loss, vjp, (new, aux) = jax.vjp(run, params, y, has_aux=True)
         dloss = jnp.ones_like(loss) / count
@@ -150,16 +147,6 @@ def _cast_to_batch(trained: Tree, batch: Any, key: Any) -> Tree:
     return jax.tree.map(lambda a: cast_to_varying(a, axes), trained)
 
 
-def _check_rows(x: Tree) -> None:
-    # x is [num_microbatches, ...] here.
-    for path, a in jax.tree_util.tree_leaves_with_path(x):
-        if a.ndim == 1:
-            raise ValueError(
-                "`embed` must return arrays [rows, ...] with num_microbatches, but "
-                f"x{jax.tree_util.keystr(path)} is a scalar."
-            )
-
-
 def _check_results(function: str, result: Any, names: list[str]) -> tuple:
     if len(names) == 1:
         return (result,)
@@ -170,20 +157,7 @@ def _check_results(function: str, result: Any, names: list[str]) -> tuple:
 
 def _check_model_state(function: str, before: Tree, after: Tree) -> Tree:
     after = jax.tree.map(jnp.asarray, after)
-    check_same_shapes("model_state", after, f"the argument of `{function}`", before)
-    leaves = jax.tree_util.tree_leaves_with_path(after)
-    for (path, a), b in zip(leaves, jax.tree.leaves(before), strict=True):
-        if a.dtype != b.dtype:
-            raise ValueError(
-                f"`model_state`{jax.tree_util.keystr(path)} must keep its dtype, but `{function}` "
-                f"changed {b.dtype} to {a.dtype}. Cast it."
-            )
+    check_same_shapes(
+        "model_state", after, f"the argument of `{function}`", before, same_types=True
+    )
     return after
-
-
-def _check_loss(loss: Any, head_has_aux: bool) -> None:
-    if not isinstance(loss, jax.Array):
-        remedy = "" if head_has_aux else " Set head_has_aux or has_state for more results."
-        raise TypeError(f"`head` must return a scalar loss, not {describe(loss)}.{remedy}")
-    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise ValueError(f"`head` must return a scalar loss, not {jax.typeof(loss)}.")

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -13,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from .._common.arguments import describe
 from .compiled import compile_offloaded, guard_host_slices
 from .placement import Space, load, put
-from .trees import Tree, count_layers, is_key
+from .trees import Tree, as_array_tree, count_layers
 
 
 def host_init(init_fn: Callable[..., Any], keys: jax.Array, *, shardings: Any = None) -> Tree:
@@ -32,26 +31,13 @@ def host_init(init_fn: Callable[..., Any], keys: jax.Array, *, shardings: Any = 
 
     Raises:
         ValueError: if `keys` is not one key per layer, or a parameter has no sharding.
-        TypeError: if `keys` is not an array of keys, or `shardings` has other leaves.
+        TypeError: if `keys` is not an array.
     """
+    keys = as_array_tree("keys", keys)
+    count_layers(keys, "keys")
     return init_by_layer(
-        lambda key, i: init_fn(key), _check_keys(keys), _make_sharding_fn(shardings), Space.Host
+        lambda key, i: init_fn(key), keys, _make_sharding_fn(shardings), Space.Host
     )
-
-
-def _check_keys(keys: Any) -> jax.Array:
-    is_array = isinstance(keys, (jax.Array, np.ndarray))
-    if not is_array or not (is_key(keys) or keys.dtype == jnp.uint32):
-        raise TypeError(
-            "`keys` must be an array [L] of keys, such as jax.random.split(key, L), not "
-            f"{describe(keys)}."
-        )
-    if keys.ndim != (1 if is_key(keys) else 2) or not len(keys):
-        raise ValueError(
-            "`keys` must be one key per layer, [L], such as jax.random.split(key, L), but its "
-            f"shape is {keys.shape}."
-        )
-    return jnp.asarray(keys)
 
 
 def _make_sharding_fn(shardings: Any) -> Callable[..., Any]:
@@ -59,20 +45,15 @@ def _make_sharding_fn(shardings: Any) -> Callable[..., Any]:
     if isinstance(shardings, jax.sharding.Sharding) or shardings is None:
         return lambda path, shape: shardings
     by_path = dict(jax.tree_util.tree_leaves_with_path(shardings))
-    for leaf in by_path.values():
-        if not isinstance(leaf, jax.sharding.Sharding):
-            raise TypeError(
-                "`shardings` must be a jax.sharding.Sharding, a pytree of them, or None, not "
-                f"{describe(leaf)}."
-            )
 
     def sharding(path, shape):
-        if path not in by_path:
+        found = by_path.get(path)
+        if not isinstance(found, jax.sharding.Sharding):
             raise ValueError(
-                "`shardings` must have the structure of the parameters, but has none for "
-                f"params{jax.tree_util.keystr(path)}."
+                "`shardings` must be a Sharding or have one for each parameter, but for params"
+                f"{jax.tree_util.keystr(path)} it has {describe(found)}."
             )
-        return by_path[path]
+        return found
 
     return sharding
 

@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from .._common.arguments import as_dtype, as_integer, check_choice
 from .placement import SPACES, Space, Where
 
@@ -36,7 +34,6 @@ class OffloadOptions:
         check_choice("grads", self.grads, *SPACES, None)
         if self.compute_dtype is not None:
             as_dtype("compute_dtype", self.compute_dtype)
-        _check_policy(self.policy)
 
     @property
     def activations_space(self) -> Space:
@@ -48,13 +45,13 @@ class OffloadOptions:
         """The memory in which gradients are collected."""
         return SPACES[self.grads or self.params_in]
 
-    def count_slices(self, num_layers: int) -> int:
-        """Return the number of slices of a stack; raise ValueError if they are not equal."""
+    def count_slices(self, num_layers: int, equal: bool) -> int:
+        """Return the number of slices; with `equal` they must have the same number of layers."""
         count = num_layers if self.num_slices is None else self.num_slices
-        if count > num_layers or num_layers % count:
+        if count > num_layers or (equal and num_layers % count):
+            requirement = "divide" if equal else "be at most"
             raise ValueError(
-                f"`num_slices` (={self.num_slices}) must divide the number of layers "
-                f"(={num_layers})."
+                f"`num_slices` (={count}) must {requirement} the number of layers (={num_layers})."
             )
         if self.resident_slices > count:
             raise ValueError(
@@ -62,13 +59,3 @@ class OffloadOptions:
                 f"(={count})."
             )
         return count
-
-
-def _check_policy(policy: Any) -> None:
-    # These functions return policies. As a policy itself, one would keep everything.
-    for name, function in vars(jax.checkpoint_policies).items():
-        if function is policy and name.startswith(("save_", "offload_")):
-            raise TypeError(
-                f"`policy` must be the result of jax.checkpoint_policies.{name}, not that "
-                "function. Call it."
-            )

@@ -16,16 +16,6 @@ from .trees import check_same_shapes, is_key
 # gradient, ("state", j) for entry j of the state.
 Dependencies = set
 
-_MIXES = (
-    "`tx` must treat every {unit} separately, but {reason}. Layers are updated one at a time. "
-    "Remove this transformation, or use an optimizer with separate state for each parameter, such "
-    "as optax.adamw. To clip by the global norm pass `clip_norm`."
-)
-_SAME_NOISE = (
-    "`tx` draws random numbers {where}, which would be the same in every layer. Keep the key in "
-    "the state, as optax.add_noise does: the layer's number is folded into it."
-)
-
 
 class _FailedError(ValueError):
     """An optimizer that cannot be traced for some parameters."""
@@ -68,16 +58,26 @@ def _raise_mixed(unit: str, name: str, others: list[str], place: str) -> None:
         reason = f"{place} depends on {name} and on {listed}, and the update of {name} on it"
     else:
         reason = f"the update of {name} depends on {listed}"
-    raise ValueError(_MIXES.format(unit=unit, reason=reason))
+    raise ValueError(
+        f"`tx` must treat every {unit} separately, but {reason}. Layers are updated one at a time. "
+        "Remove this transformation, or use an optimizer with separate state for each parameter, "
+        "such as optax.adamw. To clip by the global norm pass `clip_norm`."
+    )
 
 
 def _check_noise(program: "_OptimizerProgram") -> None:
     keys, of_state = program.find_keys(), program.state_dependencies()
+    draws = [*program.random.draws, *(of_state[j] for j in keys)]
+    where = ""
+    if any(not keys & set(_state_entries(_expand(deps, of_state))) for deps in draws):
+        where = "from a key that is not in its state"
     if program.random_at_init.draws:
-        raise ValueError(_SAME_NOISE.format(where="when it is initialized"))
-    for deps in [*program.random.draws, *(of_state[j] for j in keys)]:
-        if not keys & set(_state_entries(_expand(deps, of_state))):
-            raise ValueError(_SAME_NOISE.format(where="from a key that is not in its state"))
+        where = "when it is initialized"
+    if where:
+        raise ValueError(
+            f"`tx` draws random numbers {where}, which would be the same in every layer. Keep the "
+            "key in the state, as optax.add_noise does: the layer's number is folded into it."
+        )
 
 
 class _Random(NamedTuple):
@@ -160,15 +160,18 @@ def _expand(deps: Dependencies, of_state: list[Dependencies]) -> Dependencies:
 
 
 def _trace(tx: Any, params: Any) -> _OptimizerProgram:
-    init, state = _make_jaxpr("init(params)", tx.init, params)
-    update, result = _make_jaxpr("update(grads, state, params)", tx.update, params, state, params)
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise _FailedError(f"`tx`.update must return (updates, state), not {result!s:.300}.")
     try:
-        check_same_shapes("tx.update(...)[0]", result[0], "the parameters", params)
-        check_same_shapes("tx.update(...)[1]", result[1], "the state", state)
-    except ValueError as error:
-        raise _FailedError(str(error)) from None
+        init, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
+        update, (updates, new_state) = jax.make_jaxpr(tx.update, return_shape=True)(
+            params, state, params
+        )
+        check_same_shapes("updates", updates, "the parameters", params)
+        check_same_shapes("state", new_state, "the state", state)
+    except Exception as error:  # optimizers raise errors of any type
+        raise _FailedError(
+            "`tx` failed for the parameters of one layer. An optimizer that needs other arguments "
+            f"cannot be offloaded. {type(error).__name__}: {error!s:.500}"
+        ) from error
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     entries = jax.tree_util.tree_leaves_with_path(state)
     of_params: list[Dependencies] = [{i} for i in range(len(paths))]
@@ -180,16 +183,6 @@ def _trace(tx: Any, params: Any) -> _OptimizerProgram:
     return _OptimizerProgram(
         paths, entries, state_at_init, updates, state_after, random_at_init, random
     )
-
-
-def _make_jaxpr(call: str, method: Any, *args: Any) -> tuple[Any, Any]:
-    try:
-        return jax.make_jaxpr(method, return_shape=True)(*args)
-    except Exception as error:  # optimizers raise errors of any type
-        raise _FailedError(
-            f"`tx`.{call} failed for the parameters of one layer. An optimizer that needs other "
-            f"arguments cannot be offloaded. {type(error).__name__}: {error!s:.500}"
-        ) from error
 
 
 def _find_dependencies(

@@ -113,7 +113,7 @@ def apply_sequence(
     """Compute `offload_sequential` with an options object."""
     params = copy_shared([jax.tree.map(jnp.asarray, p) for p in params])
     config, slice_params, shared, x = build_sequence(
-        layers, partition("trainable", True, params), x, key, options
+        layers, partition(True, params), x, key, options
     )
     results: Any = _sequence(config, slice_params, shared, x, key)
     return results if options.has_aux else results[0]
@@ -146,7 +146,7 @@ def build_sequence(
             "be sequences of the same length, at least 1."
         )
     check_space("params_in", all_params, options.params_in)
-    bounds = split_by_bytes(all_params, options.num_slices)
+    bounds = split_by_bytes(all_params, options.count_slices(len(layers), equal=False))
     x = move(jax.tree.map(strip_weak_type, x), Space.Device)
     axes = varying_axes((all_params, x, key))
     x = jax.tree.map(lambda a: cast_to_varying(a, axes), x)
@@ -191,15 +191,8 @@ def group_by_slice(bounds: list[int], per_layer: Sequence) -> list[list]:
     return [list(per_layer[first:last]) for first, last in itertools.pairwise(bounds)]
 
 
-def split_by_bytes(params: Sequence[Tree], num_slices: int | None) -> list[int]:
+def split_by_bytes(params: Sequence[Tree], num_slices: int) -> list[int]:
     """Return the num_slices + 1 bounds of slices with about the same bytes of parameters."""
-    if num_slices is None:
-        return list(range(len(params) + 1))
-    if num_slices > len(params):
-        raise ValueError(
-            f"`num_slices` (={num_slices!r}) must be from 1 to the number of layers "
-            f"(={len(params)})."
-        )
     sizes = [sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(p)) for p in params]
     ends = list(itertools.accumulate(sizes))
     bounds = [0]

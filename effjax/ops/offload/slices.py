@@ -14,6 +14,7 @@ from .placement import Space, space_of, write
 from .trees import (
     Partition,
     Tree,
+    check_same_shapes,
     float_leaves,
     is_key,
     merge_leading_axes,
@@ -260,23 +261,10 @@ def check_layer(layer: Callable, has_aux: bool, keeps_shapes: bool = True) -> Ca
             raise ValueError(f"`layer` must return (x, aux) with has_aux=True, not {result!r}.")
         y, aux = jax.tree.map(strip_weak_type, result)
         if keeps_shapes:
-            _check_unchanged(x, y)
+            check_same_shapes("layer(params, x, key)", y, "x", x, same_types=True)
         return y, aux
 
     return checked
-
-
-def _check_unchanged(x: Tree, y: Tree) -> None:
-    before, after = jax.tree.structure(x), jax.tree.structure(y)
-    if before != after:
-        raise ValueError(f"`layer` must keep the structure of x: {before} became {after}.")
-    leaves = jax.tree_util.tree_leaves_with_path(x)
-    for (path, a), b in zip(leaves, jax.tree.leaves(y), strict=True):
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            raise ValueError(
-                f"`layer` must keep the shapes and dtypes of x, but x{jax.tree_util.keystr(path)} "
-                f"of {a.dtype}{list(a.shape)} became {b.dtype}{list(b.shape)}."
-            )
 
 
 def hoist_closure(layer: Callable, w: Tree, x: Tree, key: Any) -> tuple[Callable, list]:

@@ -142,7 +142,7 @@ def apply_stack(
     trainable: Any = True,
 ) -> Any:  # fmt: skip
     """Compute `offload_scan` with an options object."""
-    params = partition("trainable", trainable, stacked_params)
+    params = partition(trainable, stacked_params)
     config, params, shared, x = build_stack(layer, params, x, key, options)
     results: Any = _stack(config, params, shared, x, key)
     return results if options.has_aux else results[0]
@@ -202,7 +202,7 @@ def build_stack(
     stacked_params = params.merge()
     check_space("params_in", stacked_params, options.params_in)
     num_layers = count_layers(stacked_params)
-    num_slices = options.count_slices(num_layers)
+    num_slices = options.count_slices(num_layers, equal=True)
     x = move(jax.tree.map(strip_weak_type, x), Space.Device)
     check_microbatches(x, options.num_microbatches)
     axes = varying_axes((stacked_params, x, key))

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._common.arguments import describe
 from .host_init import state_sharding
 from .placement import Where, check_space
 from .trees import (
@@ -17,7 +16,7 @@ from .trees import (
     check_same_shapes,
     partition,
 )
-from .update import LayerList, LayerStack, check_state_shapes
+from .update import LayerList, LayerStack
 
 GROWTH_INTERVAL = 2000  # finite steps until the loss scale is doubled
 
@@ -55,32 +54,14 @@ class StateSpec(NamedTuple):
     """Static description of the train state."""
 
     layers: LayerStack | LayerList
-    num_layers: int | None  # of a list
     trainable: Any  # of the layers
     trainable_others: Any
     params_in: Where
-    has_state: bool
     loss_scale: float | None
 
     def partition(self, layers: Tree, others: Tree) -> tuple[Partition, Partition]:
         """Split the parameters of the layers, and the others, into trained and frozen ones."""
-        layer_params = partition("trainable", self.trainable, layers)
-        if not jax.tree.leaves(layer_params.trained):
-            raise ValueError(
-                "`trainable` must select at least one parameter of the layers. To train only the "
-                "others, differentiate offload_scan with trainable=False."
-            )
-        return layer_params, partition("trainable_others", self.trainable_others, others)
-
-    def count_layers(self, name: str, layers: Tree) -> int:
-        """Return the number of layers."""
-        count = self.layers.count(name, layers)
-        if self.num_layers not in (None, count):
-            raise ValueError(
-                f"`{name}` must have the parameters of the {self.num_layers} layers in `layer`, "
-                f"not of {count}."
-            )
-        return count
+        return partition(self.trainable, layers), partition(self.trainable_others, others)
 
 
 def init_state(spec: StateSpec, layers: Tree, others: Tree, model_state: Tree) -> OffloadState:
@@ -90,10 +71,9 @@ def init_state(spec: StateSpec, layers: Tree, others: Tree, model_state: Tree) -
     check_space("params_in", layers, spec.params_in)
     check_space("others", others, "device")
     check_space("model_state", model_state, "device")
-    spec.count_layers("layers", layers)
-    _check_model_state("model_state", spec, model_state)
     _check_no_shared(layers)
     layer_params, other_params = spec.partition(layers, others)
+    spec.layers.count("trained layers", layer_params.trained)
     check_differentiable("layers", layer_params.trained)
     check_differentiable("others", other_params.trained)
 
@@ -122,16 +102,13 @@ def _shard(a: jax.Array, sharding: Any) -> jax.Array:
 
 def check_state(spec: StateSpec, state: OffloadState) -> tuple[int, Partition, Partition]:
     """Check a state; return (number of layers, layers, others)."""
-    if not isinstance(state, OffloadState):
-        raise TypeError(f"`state` must be an OffloadState from init, not {describe(state)}.")
-    as_array_tree("state", state)
-    num_layers = spec.count_layers("state.layers", state.layers)
+    num_layers = spec.layers.count("state.layers", state.layers)
     layers, others = spec.partition(state.layers, state.others)
     check_differentiable("state.layers", layers.trained)
     check_differentiable("state.others", others.trained)
     spec.layers.check_state("state.layers_state", state.layers_state, layers.trained)
-    check_state_shapes("state.others_state", spec.layers.tx, state.others_state, others.trained)
-    _check_model_state("state.model_state", spec, state.model_state)
+    others_state = jax.eval_shape(spec.layers.tx.init, others.trained)
+    check_same_shapes("state.others_state", state.others_state, "the result of init", others_state)
     expected = () if spec.loss_scale is None else LossScale(jnp.zeros(()), jnp.zeros(()))
     check_same_shapes("state.loss_scale", state.loss_scale, "the result of init", expected)
     return num_layers, layers, others
@@ -147,8 +124,3 @@ def _check_no_shared(layers: Tree) -> None:
                 f"`{other}` and `{name}` are the same array, which a step would update twice. Copy "
                 "it, or differentiate offload_sequential, which adds the gradients."
             )
-
-
-def _check_model_state(name: str, spec: StateSpec, model_state: Tree) -> None:
-    if not spec.has_state and jax.tree.leaves(model_state):
-        raise ValueError(f"`{name}` needs has_state=True, so that embed and head update it.")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._common.arguments import as_key, as_number
 from . import sequential, stack
-from .embed_head import EmbedHead, HeadResult, make_embed_head, run_embed, run_head
+from .embed_head import HeadResult, make_embed_head, run_embed, run_head
 from .options import OffloadOptions
 from .placement import Where, write
 from .slices import check_microbatches
@@ -112,8 +112,9 @@ def offload_train_step(
         num_microbatches: as in `offload_scan`.
         params_in: the memory of the layers and their optimizer state, "host" or "device".
         activations: the memory of the residuals; by default `params_in`.
-        prefetch: as in `offload_scan`, for a stack; by default 1, or 0 if nothing is offloaded.
-        resident_slices: as in `offload_scan`, for a stack.
+        prefetch: as in `offload_scan`, for a stack; by default 1, or 0 if nothing is offloaded. A
+            list of layers ignores it.
+        resident_slices: as in `offload_scan`, for a stack. A list of layers ignores it.
         compute_dtype: as in `offload_scan`.
         policy: as in `offload_scan`.
 
@@ -126,17 +127,14 @@ def offload_train_step(
         the microbatch.
 
     Raises:
-        ValueError: for `fuse_update` with `clip_norm`, `loss_scale` or `skip_nonfinite`; for
-            `prefetch` or `resident_slices` with a list of layers; if `stream_update` rejects tx; if
-            `num_microbatches` does not divide the batch; and as `offload_scan`.
+        ValueError: for `fuse_update` with `clip_norm`, `loss_scale` or `skip_nonfinite`; if
+            `stream_update` rejects tx; if `num_microbatches` does not divide the batch; and as
+            `offload_scan`.
         TypeError: if an argument is not an array, a key or a state, if a trained parameter is an
             integer, or if embed or head return other results than the options describe.
     """
     _check_update(fuse_update, clip_norm, loss_scale, skip_nonfinite)
     is_list = isinstance(layer, Sequence)
-    if is_list and (prefetch is not None or resident_slices):
-        name = "resident_slices" if resident_slices else "prefetch"
-        raise ValueError(f"`{name}` is an option of a stack, not of a list of layers.")
     activations = params_in if activations is None else activations
     if prefetch is None:
         prefetch = 0 if params_in == activations == "device" else 1
@@ -153,15 +151,13 @@ def offload_train_step(
     )
     spec = StateSpec(
         LayerList(tx) if is_list else LayerStack(tx),
-        len(layer) if is_list else None,
         trainable,
         trainable_others,
         params_in,
-        has_state,
         loss_scale,
     )
     config = StepConfig(
-        make_embed_head(embed, head, options.num_microbatches, has_state, head_has_aux),
+        *make_embed_head(embed, head, has_state, head_has_aux),
         layer,
         _run_list if is_list else _run_stack,
         spec,
@@ -212,7 +208,8 @@ def _check_update(
 class StepConfig(NamedTuple):
     """Static configuration of a training step."""
 
-    embed_head: EmbedHead
+    embed: Callable  # (others, model_state, batch, key) -> (x, model_state)
+    head: Callable  # (others, model_state, x, batch, key) -> (loss, (model_state, aux))
     layer: Callable[..., Any] | Sequence[Callable[..., Any]]
     run_layers: Callable  # (layer, params, x, key, options) -> LayersResult
     spec: StateSpec
@@ -226,17 +223,19 @@ def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> tupl
     """Return (state, loss, aux of the layers, aux of the head)."""
     spec = config.spec
     num_layers, layers, others = check_state(spec, state)
-    check_microbatches(batch, config.options.num_microbatches, "batch")
+    num_microbatches = config.options.num_microbatches
+    check_microbatches(batch, num_microbatches, "batch")
     scale = jnp.float32(1) if config.skip_nonfinite else None
     scale = scale if spec.loss_scale is None else state.loss_scale.scale
 
     x, model_state, embed_vjp = run_embed(
-        config.embed_head, others, state.model_state, batch, key, num_layers
+        config.embed, num_microbatches, others, state.model_state, batch, key, num_layers
     )
     result = config.run_layers(config.layer, layers, x, key, config.options)
     head = run_head(
-        config.embed_head, others, model_state, result.y, batch, key, num_layers + 1, scale
-    )
+        config.head, num_microbatches, others, model_state, result.y, batch, key, num_layers + 1,
+        scale,
+    )  # fmt: skip
     tx = spec.layers.tx
     if config.fuse_update:
         trained, layers_state, dx = result.backward_and_update(

@@ -1,6 +1,7 @@
 """Pytrees of arrays: validation, trained and frozen leaves, cotangents, layers, microbatches."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,8 +20,6 @@ def as_array_tree(name: str, tree: Tree, allow_scalars: bool = False) -> Tree:
 
     Python scalars are accepted only with `allow_scalars`.
     """
-    if tree is None:
-        raise TypeError(f"`{name}` must be an array or a pytree of arrays, not None.")
     accepted = (jax.Array, np.ndarray, np.generic)
     if allow_scalars:
         accepted += (bool, int, float, complex)
@@ -39,8 +38,13 @@ def as_array_tree(name: str, tree: Tree, allow_scalars: bool = False) -> Tree:
     return jax.tree_util.tree_map_with_path(as_array, tree)
 
 
-def check_same_shapes(name: str, tree: Tree, other_name: str, other: Tree) -> None:
-    """Raise ValueError unless two pytrees have the same structure and the same shapes."""
+def check_same_shapes(
+    name: str, tree: Tree, other_name: str, other: Tree, same_types: bool = False
+) -> None:
+    """Raise ValueError unless two pytrees have the same structure and the same shapes.
+
+    With `same_types`, dtypes and memory spaces must be the same too.
+    """
     a, b = jax.tree.structure(tree), jax.tree.structure(other)
     if a != b:
         raise ValueError(
@@ -48,11 +52,20 @@ def check_same_shapes(name: str, tree: Tree, other_name: str, other: Tree) -> No
         )
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     for (path, x), y in zip(leaves, jax.tree.leaves(other), strict=True):
-        if np.shape(x) != y.shape:
+        what, got, expected = "shape", np.shape(x), y.shape
+        if same_types:
+            what, got, expected = "type", jax.typeof(x), jax.typeof(y)
+            if _type_key(got) == _type_key(expected):
+                continue
+        if got != expected:
             raise ValueError(
-                f"`{name}`{jax.tree_util.keystr(path)} must have the shape {y.shape}, as in "
-                f"{other_name}, not {np.shape(x)}."
+                f"`{name}`{jax.tree_util.keystr(path)} must have the {what} {expected}, as in "
+                f"{other_name}, not {got}."
             )
+
+
+def _type_key(a: Any) -> tuple:
+    return a.shape, a.dtype, a.memory_space
 
 
 # Trained and frozen parameters.
@@ -69,35 +82,22 @@ class Partition(NamedTuple):
         return jax.tree.map(lambda a, b: b if a is None else a, *self, is_leaf=lambda a: a is None)
 
 
-def partition(name: str, trainable: Any, tree: Tree) -> Partition:
+def partition(trainable: Any, tree: Tree) -> Partition:
     """Split parameters into trained and frozen ones.
 
     Args:
-        name: the name of the argument that `trainable` was passed as.
         trainable: ``(path, leaf) -> bool``, or a pytree of bools that is a prefix of `tree`.
         tree: the parameters.
     """
     leaves, structure = jax.tree.flatten(tree)
-    flags = _trainable_flags(name, trainable, tree)
+    if isinstance(trainable, Callable):
+        flags = jax.tree_util.tree_map_with_path(trainable, tree)
+    else:
+        flags = jax.tree.broadcast(trainable, tree)
+    flags = jax.tree.leaves(flags)
     trained = [a if flag else None for a, flag in zip(leaves, flags, strict=True)]
     frozen = [None if flag else a for a, flag in zip(leaves, flags, strict=True)]
     return Partition(structure.unflatten(trained), structure.unflatten(frozen))
-
-
-def _trainable_flags(name: str, trainable: Any, tree: Tree) -> list[bool]:
-    if isinstance(trainable, Callable):
-        return jax.tree.leaves(jax.tree_util.tree_map_with_path(trainable, tree))
-    try:
-        flags = jax.tree.map(
-            lambda flag, subtree: jax.tree.map(lambda _: flag, subtree), trainable, tree
-        )
-    except ValueError:
-        raise ValueError(
-            f"`{name}` must be a function of a path and a leaf, or a pytree of bools that is a "
-            f"prefix of the parameters, {jax.tree.structure(tree)!s:.300}, not "
-            f"{jax.tree.structure(trainable)!s:.300}."
-        ) from None
-    return jax.tree.leaves(flags)
 
 
 # Floating-point leaves and their cotangents. Integer leaves have float0 cotangents, which the
@@ -200,7 +200,7 @@ def split_microbatches(tree: Tree, m: int) -> Tree:
 
 def merge_leading_axes(tree: Tree) -> Tree:
     """Reshape [m, n, ...] to [m * n, ...]."""
-    return jax.tree.map(lambda a: a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]), tree)
+    return jax.tree.map(lambda a: a.reshape(math.prod(a.shape[:2]), *a.shape[2:]), tree)
 
 
 def fold_key(key: jax.Array | None, layer: Any, microbatch: Any) -> jax.Array | None:

@@ -68,11 +68,14 @@ def stream_update(tx: Any, *, stacked: bool = True) -> StreamUpdate:
     layers = LayerStack(tx) if stacked else LayerList(tx)
 
     def init(params: Tree) -> Tree:
-        return layers.init(layers.check_params("params", params))
+        params = as_array_tree("params", params)
+        layers.count("params", params)
+        return layers.init(params)
 
     def update(grads: Tree, state: Tree, params: Tree, clip_norm: float | None = None):
         check_clip_norm(clip_norm)
-        params, grads = layers.check_params("params", params), as_array_tree("grads", grads)
+        params, grads = as_array_tree("params", params), as_array_tree("grads", grads)
+        layers.count("params", params)
         check_same_shapes("grads", grads, "`params`", params)
         layers.check_state("state", state, params)
         scale = None
@@ -88,12 +91,6 @@ class LayerStack:
     """Updates of a stack of identical layers, whose parameters and state are arrays [L, ...]."""
 
     tx: Any
-
-    def check_params(self, name: str, params: Any) -> Tree:
-        """Return the parameters as arrays [L, ...]."""
-        params = as_array_tree(name, params)
-        count_layers(params, name)
-        return params
 
     def count(self, name: str, params: Tree) -> int:
         """Return the number of layers."""
@@ -112,8 +109,13 @@ class LayerStack:
 
     def check_state(self, name: str, state: Tree, params: Tree) -> None:
         """Raise ValueError unless `tx` is per-leaf and this is its state."""
-        check_per_leaf(self.tx, layer_shapes(params))
-        check_state_shapes(name, self.tx, state, params, count_layers(params))
+        layer, num_layers = layer_shapes(params), count_layers(params)
+        check_per_leaf(self.tx, layer)
+        expected = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((num_layers, *a.shape), a.dtype),
+            jax.eval_shape(self.tx.init, layer),
+        )
+        check_same_shapes(name, state, "the result of init", expected)
 
     def update(self, grads: Tree, state: Tree, params: Tree, scale: Any = None) -> tuple:
         """Update one layer while the next one is loaded; gradients are multiplied by `scale`."""
@@ -163,11 +165,6 @@ class LayerList:
 
     tx: Any
 
-    def check_params(self, name: str, params: Any) -> Sequence[Tree]:
-        """Return the parameters as a sequence of pytrees of arrays."""
-        self.count(name, params)
-        return as_array_tree(name, params)
-
     def count(self, name: str, params: Any) -> int:
         """Return the number of layers."""
         if not isinstance(params, Sequence):
@@ -203,13 +200,10 @@ class LayerList:
 
     def check_state(self, name: str, state: Any, params: Sequence[Tree]) -> None:
         """Raise ValueError unless `tx` is per-leaf and this is its state."""
-        if self.count(name, state) != len(params):
-            raise ValueError(
-                f"`{name}` must have the states of {len(params)} layers, not of {len(state)}."
-            )
-        for i, (s, w) in enumerate(zip(state, params, strict=True)):
+        for w in params:
             check_per_leaf(self.tx, shapes_of(w))
-            check_state_shapes(f"{name}[{i}]", self.tx, s, shapes_of(w))
+        expected = [jax.eval_shape(self.tx.init, shapes_of(w)) for w in params]
+        check_same_shapes(name, state, "the result of init", expected)
 
     def update(self, grads: Any, state: Any, params: Sequence[Tree], scale: Any = None) -> tuple:
         """Update the layers one at a time; gradients are multiplied by `scale`."""
@@ -275,20 +269,6 @@ def fold_state_keys(state: Tree, keys: set[int], i: jax.Array) -> Tree:
     leaves, structure = jax.tree.flatten(state)
     leaves = [fold(a) if j in keys else a for j, a in enumerate(leaves)]
     return jax.tree.unflatten(structure, leaves)
-
-
-def check_state_shapes(
-    name: str, tx: Any, state: Tree, params: Tree, num_layers: int | None = None
-) -> None:
-    """Raise ValueError unless this is the state of `tx` for params, or for a stack of layers."""
-    if num_layers is None:
-        expected = jax.eval_shape(tx.init, params)
-    else:
-        expected = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct((num_layers, *a.shape), a.dtype),
-            jax.eval_shape(tx.init, layer_shapes(params)),
-        )
-    check_same_shapes(name, state, "the result of init", expected)
 
 
 def check_clip_norm(clip_norm: float | None) -> None:

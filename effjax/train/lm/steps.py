@@ -135,7 +135,7 @@ class LMLearner:
     def num_trained(self) -> int:
         """The number of trainable parameters."""
         params = nnx.to_pure_dict(nnx.state(self.model, nnx.Param))
-        return _count(partition("trainable", self.trainable, params).trained)
+        return _count(partition(self.trainable, params).trained)
 
     @property
     def trainable(self) -> Any:
@@ -190,7 +190,7 @@ class LMLearner:
 
         def init() -> LMState:
             params = self._params()
-            trained = partition("trainable", self.trainable, params).trained
+            trained = partition(self.trainable, params).trained
             return LMState(jnp.int32(0), params, self.optimizer.init(trained))
 
         shardings = self.shardings(jax.eval_shape(init), mesh)
@@ -228,7 +228,7 @@ class LMLearner:
 
         def step(state: LMState, tokens: Array, key: jax.Array) -> tuple[LMState, jax.Array]:
             key = jax.random.fold_in(key, state.step)
-            trained, frozen = partition("trainable", self.trainable, state.params)
+            trained, frozen = partition(self.trainable, state.params)
 
             def loss_of(trained: Params) -> jax.Array:
                 params = gather_others(Partition(trained, frozen).merge(), mesh)

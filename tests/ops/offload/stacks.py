@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 
 LAYERS, WIDTH, BATCH = 4, 8, 8
 KEY = jax.random.key(7)
@@ -82,6 +83,11 @@ def assert_equal_bits(got, want):
 
 def assert_close(got, want, rtol, atol):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), got, want)
+
+
+def on(mesh, spec, host=False):
+    """Return a sharding in host or device memory."""
+    return NamedSharding(mesh, spec, memory_kind="pinned_host" if host else "device")
 
 
 def kinds(tree):

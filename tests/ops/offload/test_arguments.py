@@ -63,19 +63,13 @@ KEYS = jax.random.split(KEY, 2)
         (scan, "activations", {"activations": "gpu"}),
         (scan, "grads", {"grads": "gpu"}),
         (scan, "compute_dtype", {"compute_dtype": "int8"}),
-        (scan, "policy", {"policy": jax.checkpoint_policies.save_only_these_names}),
-        (scan, "trainable", {"trainable": {"z": True}}),
         (sequential, "params", {"params": ["x"]}),
         (sequential, "x", {"x": [1.0]}),
         (sequential, "key", {"key": 3}),
         (step_init, "layers", {"layers": {"a": "x"}}),
         (step_init, "others", {"others": [1.0]}),
-        (step_init, "model_state", {"model_state": jnp.ones(2)}),
-        (step_init, "trainable", {"trainable": {"z": True}}),
-        (step_init, "trainable_others", {"trainable_others": {"z": True}}),
         (step_init, "clip_norm", {"clip_norm": -1.0}),
         (step_init, "loss_scale", {"loss_scale": 0.5}),
-        (step, "state", {"state": (W, {}, (), ())}),
         (step, "key", {"key": KEYS}),
         (update, "grads", {"grads": {"a": W["a"]}}),
         (update, "state", {"state": {"a": W["a"]}}),
@@ -86,22 +80,6 @@ KEYS = jax.random.split(KEY, 2)
 def test_error_names_the_argument(function, name, arguments):
     with pytest.raises((TypeError, ValueError), match=f"^`{name}"):
         function(**arguments)
-
-
-def test_offload_jit_rejects_other_than_arrays():
-    compiled = effjax.offload_jit(lambda *args: args[0])
-    with pytest.raises(
-        TypeError, match=r"`args\[0\]\['w'\]` of a function compiled by offload_jit"
-    ):
-        compiled({"w": "x"})
-    with pytest.raises(TypeError, match=r"`args\[1\]` .* must be an array, not 'x'"):
-        compiled(inputs(), "x")
-
-
-def test_offload_jit_without_arguments():
-    with pytest.raises(TypeError, match="without arguments. Pass donate=False"):
-        effjax.offload_jit(lambda: 1.0)()
-    assert effjax.offload_jit(lambda: jnp.ones(()), donate=False)() == 1
 
 
 def in_sequence(w, x):

@@ -44,9 +44,9 @@ def test_offload_jit_without_donation():
 @pytest.mark.parametrize(
     ("match", "step"),
     [
-        (r"The state\['w'\] must .* it was float32<host>\[8,8\] and became float32\[8,8\]",
+        (r"`state`\['w'\] must have the type float32<host>\[8,8\], .* not float32\[8,8\]",
          lambda s: jax.tree.map(to_device, s)),
-        (r"must keep its structure, .* as the only or the first result",
+        (r"`state` must have the structure of the first argument, which it overwrites unless",
          lambda s: (list(s.values()), 1.0)),
     ],
 )  # fmt: skip
@@ -54,8 +54,6 @@ def test_rejects_state_that_cannot_be_donated(match, step):
     """Donating a host array for a result on the device would abort the process."""
     with pytest.raises(ValueError, match=match):
         offload_jit(step)({"w": to_host(inputs())})
-    with pytest.raises(ValueError, match="must consist of arrays with shardings, not 1"):
-        offload_jit(step)({"w": 1})
 
 
 def lower(fun, *args):

@@ -10,7 +10,7 @@ import pytest
 
 from effjax import offload_jit, offload_train_step, stream_update, to_device, to_host
 from tests.ops.offload.stacks import LAYERS, kinds
-from tests.tiers import exhaustive, plainly
+from tests.tiers import plainly
 
 KEY = jax.random.key(3)
 SHAPES = {"a": (3, 2), "b": (3,)}
@@ -86,14 +86,9 @@ def test_layers_draw_independent_noise(name):
         assert len(np.unique(np.asarray(a))) == a.size
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"num_slices": 2, "num_microbatches": 2},
-        exhaustive({}),
-        exhaustive({"fuse_update": False}),
-    ],
-    ids=str,
+    "options", [{"num_slices": 2, "num_microbatches": 2}, {"fuse_update": False}], ids=str
 )
 def test_noise_of_train_step_does_not_depend_on_slices(options):
     tx = noisy_sgd(key=KEY)

@@ -129,11 +129,9 @@ def test_residuals_hold_parameters_once(layer, num_slices, num_microbatches, com
         (casting, False, 2, "everything"),
         (composed, True, 1, "everything"),
         exhaustive(casting, True, 1, "nothing"),
-        exhaustive(casting, False, 1, "recomputed"),
         exhaustive(named, True, 2, "dots"),
         exhaustive(named, False, 1, "everything"),
         exhaustive(composed, False, 2, "recomputed"),
-        exhaustive(composed, False, 1, "everything"),
     ],
 )
 def test_gradients_match_in_memory(layer, sequential, num_microbatches, policy):
@@ -151,8 +149,6 @@ def test_gradients_match_in_memory(layer, sequential, num_microbatches, policy):
     ("activations", "policy", "options"),
     [
         ("host", NAMES, {"num_slices": 2, "num_microbatches": 2}),
-        exhaustive("host", OFFLOADED, {}),
-        exhaustive("device", NAMES, {}),
         exhaustive("device", OFFLOADED, {"num_slices": 2, "num_microbatches": 2}),
     ],
 )
@@ -176,7 +172,6 @@ def test_activations_sets_memory_of_residuals(activations, policy, options):
     ("sequential", "num_microbatches", "policy"),
     [
         (False, 1, "everything"),
-        exhaustive(False, 2, "recomputed"),
         exhaustive(True, 2, "everything"),
     ],
 )
@@ -188,9 +183,7 @@ def test_layer_with_its_own_offload_policy(sequential, num_microbatches, policy)
     close(got, value_and_grads(plain, params(), inputs()))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rows"), [("bfloat16", ROWS), exhaustive("float16", ROWS), exhaustive("float16", 0)]
-)
+@pytest.mark.parametrize(("dtype", "rows"), [("bfloat16", ROWS), exhaustive("float16", 0)])
 def test_half_precision_and_empty_batches(dtype, rows):
     w, x = jax.tree.map(lambda a: a.astype(dtype), (params(), inputs()[:rows]))
     total = lambda apply: jax.jit(  # noqa: E731

@@ -24,7 +24,7 @@ from tests.tiers import exhaustive
 # Close comparisons need the compiler settings of users' programs.
 pytestmark = pytest.mark.usefixtures("optimized")
 
-WIDTHS = 8, 16, 12, 12, 4
+WIDTHS = 8, 16, 16, 4
 
 
 def params():
@@ -49,7 +49,7 @@ def join(w, x, key):
     return {**y, "h": y["h"] * x["skip"][0][:, None]}
 
 
-LAYERS = [dense, fork, join, dense]
+LAYERS = [fork, join, dense]
 
 
 def in_memory(params, h, num_microbatches):
@@ -84,12 +84,10 @@ def want(num_microbatches):
     ("options", "num_microbatches", "policy"),
     [
         ({}, 1, "recomputed"),
-        ({"num_slices": 3}, 2, "everything"),
+        ({"num_slices": 2}, 2, "everything"),
         exhaustive({}, 2, "dots"),
-        exhaustive({"num_slices": 1}, 1, "everything"),
         exhaustive({"num_slices": 1}, 2, "recomputed"),
         exhaustive({"activations": "device"}, 1, "everything"),
-        exhaustive({"activations": "device"}, 2, "recomputed"),
     ],
     ids=str,
 )
@@ -118,7 +116,7 @@ def test_aux_and_closed_over_array(policy):
 
     def run(w, x):
         x, aux = offload_sequential(
-            [layer] * 4, w, x, has_aux=True, num_microbatches=2, policy=POLICIES[policy]
+            [layer] * 3, w, x, has_aux=True, num_microbatches=2, policy=POLICIES[policy]
         )
         assert [a.shape for a in aux] == [(2, n) for n in WIDTHS[1:]]
         return sum(jnp.sum(a**2) for a in aux) + x
@@ -142,7 +140,6 @@ def test_aux_and_closed_over_array(policy):
         ([1, 1, 1, 9], 2, [0, 3, 4]),
         ([9, 1, 1, 1], 3, [0, 1, 2, 4]),
         ([0, 0, 0], 3, [0, 1, 2, 3]),
-        ([5, 5], None, [0, 1, 2]),
         ([4], 1, [0, 1]),
     ],
 )
@@ -154,10 +151,10 @@ def test_split_by_bytes_balances_slices(sizes, num_slices, bounds):
     ("match", "arguments"),
     [
         (
-            r"`layers` \(of length 4\) and `params` \(of length 3\)",
-            {"params": to_host(params()[:3])},
+            r"`layers` \(of length 3\) and `params` \(of length 2\)",
+            {"params": to_host(params()[:2])},
         ),
-        (r"`num_slices` \(=5\) must be from 1 to the number of layers \(=4\)", {"num_slices": 5}),
+        (r"`num_slices` \(=5\) must be at most the number of layers \(=3\)", {"num_slices": 5}),
         (r"`params_in` is 'host', but", {"params": params()}),
         (r"must return \(x, aux\)", {"has_aux": True}),
     ],

@@ -41,19 +41,13 @@ def want(num_microbatches):
     [
         ({}, 1, "recomputed"),
         ({"num_slices": 2, "resident_slices": 1}, 4, "everything"),
-        ({"params_in": "device", "grads": "host"}, 1, "everything"),
+        exhaustive({"params_in": "device", "grads": "host"}, 1, "everything"),
         exhaustive({}, 4, "recomputed"),
-        exhaustive({}, 1, "everything"),
         exhaustive({}, 4, "dots"),
-        exhaustive({}, 1, "nothing"),
         exhaustive({"prefetch": 0}, 4, "recomputed"),
         exhaustive({"prefetch": 3}, 1, "everything"),
-        exhaustive({"prefetch": 9}, 1, "dots"),
         exhaustive({"num_slices": 1}, 4, "everything"),
-        exhaustive({"num_slices": 2}, 1, "recomputed"),
-        exhaustive({"resident_slices": 1}, 1, "everything"),
         exhaustive({"num_slices": 2, "resident_slices": 2}, 4, "nothing"),
-        exhaustive({"activations": "device"}, 1, "recomputed"),
         exhaustive({"activations": "device"}, 4, "everything"),
         exhaustive({"grads": "device"}, 1, "everything"),
         exhaustive({"params_in": "device"}, 4, "recomputed"),
@@ -76,14 +70,11 @@ def test_loss_and_gradients_match_in_memory_bitwise(options, num_microbatches, p
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    ("num_microbatches", "num_slices", "policy"),
-    [(1, None, "recomputed"), (2, 2, "everything"), (2, None, "dots")],
-)
-def test_float64(num_microbatches, num_slices, policy):
+@pytest.mark.parametrize(("num_microbatches", "policy"), [(1, "recomputed"), (2, "everything")])
+def test_float64(num_microbatches, policy):
     run = functools.partial(
-        offload_scan, layer, key=KEY,
-        num_microbatches=num_microbatches, num_slices=num_slices, policy=POLICIES[policy],
+        offload_scan, layer, key=KEY, num_slices=2, num_microbatches=num_microbatches,
+        policy=POLICIES[policy],
     )  # fmt: skip
     plain = lambda w, x: in_memory(layer, w, x, KEY, num_microbatches)  # noqa: E731
     assert_close(
@@ -136,11 +127,9 @@ def test_single_layer_with_uint32_key():
         ("remat", "everything"),
         ("twice", "recomputed"),
         ("scan", "recomputed"),
-        ("vmap", "recomputed"),
-        exhaustive("remat", "recomputed"),
+        ("vmap", "everything"),
         exhaustive("twice", "dots"),
         exhaustive("scan", "everything"),
-        exhaustive("vmap", "everything"),
     ],
 )
 def test_inside_transformation(transform, policy):
@@ -175,10 +164,8 @@ def test_inside_transformation(transform, policy):
     assert_close(got, expected, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("num_microbatches", "policy"), [(2, "everything"), exhaustive(1, "recomputed")]
-)
-def test_gradient_of_closed_over_array(num_microbatches, policy):
+@pytest.mark.parametrize("policy", ["everything", exhaustive("recomputed")])
+def test_gradient_of_closed_over_array(policy):
     scale = jnp.linspace(0.5, 1.5, WIDTH)
 
     def run(apply, w, x, scale):
@@ -186,11 +173,9 @@ def test_gradient_of_closed_over_array(num_microbatches, policy):
 
     offloaded = functools.partial(
         run,
-        functools.partial(
-            offload_scan, key=KEY, num_microbatches=num_microbatches, policy=POLICIES[policy]
-        ),
+        functools.partial(offload_scan, key=KEY, num_microbatches=2, policy=POLICIES[policy]),
     )
-    plain = functools.partial(run, lambda f, w, x: in_memory(f, w, x, KEY, num_microbatches))
+    plain = functools.partial(run, lambda f, w, x: in_memory(f, w, x, KEY, 2))
     got = value_and_grads(offloaded, to_host(params()), inputs(), scale)
     assert_equal_bits(got, value_and_grads(plain, params(), inputs(), scale))
 
@@ -200,7 +185,7 @@ def test_gradient_of_closed_over_array(num_microbatches, policy):
     [(False, "everything"), exhaustive(False, "recomputed"), exhaustive(True, "everything")],
 )
 def test_closed_over_integers_and_keys(sequential, policy):
-    """In both orders of jit and grad, in remat and in a loop."""
+    """In remat and in a loop."""
     policy = POLICIES[policy]
     ids, key = jnp.arange(BATCH) % 3, jax.random.key(5)
 
@@ -222,12 +207,11 @@ def test_closed_over_integers_and_keys(sequential, policy):
 
     w = jax.tree.map(lambda a: a[0], params()) if sequential else params()
     args = inputs(), ids, key, jnp.float32(1.5)
-    want = jax.grad(lambda w, *a: run(plain, w, *a), (0, 1, 4))(w, *args)
+    want = jax.jit(jax.grad(lambda w, *a: run(plain, w, *a), (0, 1, 4)))(w, *args)
     ours = functools.partial(run, offloaded)
     w = w if sequential else to_host(w)
-    grad = functools.partial(jax.grad, argnums=(0, 1, 4))
-    for run_grad in (grad(ours), grad(jax.jit(ours)), jax.jit(grad(jax.checkpoint(ours)))):
-        assert_close(run_grad(w, *args), want, rtol=2e-5, atol=1e-6)
+    got = jax.jit(jax.grad(jax.checkpoint(ours), (0, 1, 4)))(w, *args)
+    assert_close(got, want, rtol=2e-5, atol=1e-6)
 
     def in_loop(x):
         return lax.scan(
@@ -288,7 +272,6 @@ def test_inputs_with_integers_and_keys(num_microbatches, policy):
     [
         ({"num_slices": 2, "resident_slices": 1}, 2, "recomputed"),
         exhaustive({}, 1, "everything"),
-        exhaustive({"num_slices": 2}, 2, "dots"),
     ],
     ids=str,
 )
@@ -370,12 +353,11 @@ HOST = {"stacked_params": to_host(params())}
          {"resident_slices": 5}),
         (r"`params_in` is 'host', but .* None of them are.*jax.shard_map",
          {"stacked_params": params()}),
-        (r"`params_in` is 'device', but", {"params_in": "device"}),
         (r"All but \['c'\]", {"stacked_params": HOST["stacked_params"] | {"c": params()["c"]}}),
         (r"same number of layers L, but .*\['c'\].: \(3,\)",
          {"stacked_params": HOST["stacked_params"] | {"c": to_host(params()["c"][:3])}}),
-        (r"must keep the structure of x", {"layer": lambda w, x, key: (x, x)}),
-        (r"must keep the shapes and dtypes of x, but x of float32\[8, 8\] became float32\[8, 16\]",
+        (r"must have the structure of x", {"layer": lambda w, x, key: (x, x)}),
+        (r"must have the type float32\[8,8\], as in x, not float32\[8,16\]",
          {"layer": lambda w, x, key: x @ w["a"]}),
         (r"must return \(x, aux\)", {"has_aux": True}),
     ],

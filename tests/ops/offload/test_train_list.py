@@ -20,9 +20,9 @@ from tests.ops.offload.stacks import (
     assert_close,
     key_of,
     kinds,
+    on,
 )
 from tests.ops.offload.steps import ADAMW, TOKENS, embed, head, others, parts_of
-from tests.ops.offload.test_train_step_parallel import on
 from tests.programs import needs_gpu_compiler
 from tests.tiers import exhaustive, plainly
 
@@ -46,21 +46,20 @@ def quantized(w, x, key):
 
 
 # One layer has no parameters; the parameters of another are a single array.
-LAYERS = [wide, squashed, shifted, quantized, wide]
+LAYERS = [wide, squashed, shifted, quantized]
 
 
 def params():
-    a, b, c, d, e = jax.random.split(jax.random.key(0), 5)
+    a, b, c, d = jax.random.split(jax.random.key(0), 4)
     return [
         {"a": 0.3 * jax.random.normal(a, (WIDTH, 12)), "c": jnp.zeros(12)},
         {},
         0.1 * jax.random.normal(b, (12,)),
         {
-            "kernel": jax.random.randint(c, (12, 16), -127, 127, jnp.int8),
+            "kernel": jax.random.randint(c, (12, WIDTH), -127, 127, jnp.int8),
             "scale": jnp.float32(0.004),
-            "low": [0.3 * jax.random.normal(d, (12, 2)), 0.3 * jax.random.normal(d, (2, 16))],
+            "low": [0.3 * jax.random.normal(d, (12, 2)), 0.3 * jax.random.normal(d, (2, WIDTH))],
         },
-        {"a": 0.3 * jax.random.normal(e, (16, WIDTH)), "c": jnp.ones(WIDTH)},
     ]
 
 
@@ -71,8 +70,8 @@ def is_trained(path, leaf):
 def split(w):
     """Return the trained parameters and a function that restores the whole list."""
     frozen = {name: w[3][name] for name in ("kernel", "scale")}
-    trained = [*w[:3], {"low": w[3]["low"]}, *w[4:]]
-    return trained, lambda t: [*t[:3], frozen | t[3], *t[4:]]
+    trained = [*w[:3], {"low": w[3]["low"]}]
+    return trained, lambda t: [*t[:3], frozen | t[3]]
 
 
 def loss_in_memory(model, batch, key, m):
@@ -135,12 +134,10 @@ def train(init, step, layers, key=KEY, steps=2):
 OPTIONS = {
     "fused": {},
     "slices": {"num_slices": 2, "num_microbatches": 2},
-    "one_slice": {"num_slices": 1},
     "clipped": {"fuse_update": False, "clip_norm": 0.1, "num_microbatches": 2, "num_slices": 3},
     "scaled": {"fuse_update": False, "loss_scale": 64.0},
     "dots": {"policy": jax.checkpoint_policies.dots_saveable, "num_microbatches": 2},
     "on_device": {"params_in": "device"},
-    "activations_on_device": {"activations": "device"},
 }
 
 
@@ -162,14 +159,13 @@ def test_matches_optax_on_each_layer(name):
 
 def test_frozen_layers_have_no_optimizer_state():
     w = params()
-    frozen = [True, True, False, False, True]
+    frozen = [True, True, False, False]
     init, step = offload_train_step(embed, LAYERS, head, ADAMW, trainable=frozen)
     _, state = train(init, step, to_host(w))
     for i in (2, 3):
         jax.tree.map(np.testing.assert_array_equal, state.layers[i], w[i])
         assert all(a.ndim == 0 for a in jax.tree.leaves(state.layers_state[i]))
-    for i in (0, 4):
-        assert (np.asarray(state.layers[i]["a"]) != np.asarray(w[i]["a"])).any()
+    assert (np.asarray(state.layers[0]["a"]) != np.asarray(w[0]["a"])).any()
 
 
 def test_tuple_of_layers_and_aux_of_each_layer():
@@ -184,7 +180,7 @@ def test_tuple_of_layers_and_aux_of_each_layer():
     init, step = make(layers=layers, has_aux=True, num_microbatches=2, num_slices=2)
     state, loss, aux = offload_jit(step)(init(to_host(tuple(params())), others()), TOKENS)
     assert isinstance(state.layers, tuple) and loss.shape == ()
-    assert [a["n"].tolist() for a in aux] == [[n, n] for n in (12, 12, 12, 16, WIDTH)]
+    assert [a["n"].tolist() for a in aux] == [[n, n] for n in (12, 12, 12, WIDTH)]
     assert [a["largest"].shape for a in aux] == [(2,)] * len(LAYERS)
 
 
@@ -217,8 +213,9 @@ def test_overflow_skips_the_step():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_compute_dtype(dtype):
+def test_compute_dtype():
+    dtype = jnp.bfloat16
+
     def whole(others, batch, key):
         return embed(others, batch, key).astype(dtype)
 
@@ -229,81 +226,6 @@ def test_compute_dtype(dtype):
     want = trained_in_memory()
     close(losses, want[0], 5e-2)
     assert all(a.dtype in (jnp.float32, jnp.int8) for a in jax.tree.leaves(state.layers))
-
-
-def replicated(mesh, tree, host=False):
-    return jax.device_put(tree, on(mesh, P(), host))
-
-
-def over_devices(mesh, options, wrap, mean, tx=ADAMW, tx_outside=None):
-    """Return (losses, layers, others) of two steps with the tokens sharded."""
-
-    def run_embed(others, batch, key):
-        return jax.nn.one_hot(batch, 11) @ others["e"]
-
-    def run_head(others, x, batch, key):
-        of = jax.nn.one_hot(batch, 11)
-        return mean(optax.softmax_cross_entropy(x @ others["u"], of).mean())
-
-    init, step = make(tx, embed=run_embed, head=run_head, **options)
-    if tx_outside is not None:
-        init, _ = make(tx_outside, embed=run_embed, head=run_head, **options)
-    host = options.get("params_in") != "device"
-    state = init(replicated(mesh, params(), host), replicated(mesh, others()))
-    batch = jax.device_put(BATCH, on(mesh, P("i")))
-    run, losses = offload_jit(wrap(step)), []
-    for _ in range(2):
-        state, loss = run(state, batch)
-        losses.append(loss)
-    assert kinds(state.layers) == {"pinned_host" if host else "device"}
-    return jax.tree.map(np.asarray, (losses, state.layers, state.others))
-
-
-BATCH = jnp.arange(32) * 7 % 11
-SPECS = {"in_specs": (P(), P("i")), "out_specs": (P(), P())}
-
-
-@functools.cache
-def on_one_device():
-    mesh = mesh_of((1,), ("i",))
-    return over_devices(mesh, {"params_in": "device"}, lambda step: step, lambda x: x)
-
-
-MAPPED = {
-    "fused": {},
-    "microbatches": {"num_microbatches": 2, "num_slices": 2},
-    "clipped": {"num_microbatches": 2, "fuse_update": False, "clip_norm": 1e3},
-    "dots on device": {"params_in": "device", "policy": jax.checkpoint_policies.dots_saveable},
-}
-
-
-@pytest.mark.parametrize("name", plainly("fused", of=MAPPED))
-def test_shard_map(name):
-    mesh = mesh_of((8,), ("i",))
-    wrap = functools.partial(jax.shard_map, mesh=mesh, **SPECS)
-    got = over_devices(mesh, MAPPED[name], wrap, lambda x: lax.pmean(x, "i"))
-    close(got, on_one_device(), 2e-5)
-
-
-@pytest.mark.exhaustive
-def test_shard_map_without_check_vma():
-    """Each device has the gradient of its own loss; the optimizer averages them first."""
-    mesh, mean = mesh_of((8,), ("i",)), lambda x: lax.pmean(x, "i")
-    wrap = functools.partial(jax.shard_map, mesh=mesh, check_vma=False, **SPECS)
-    average = optax.stateless(lambda grads, params: mean(grads))
-    chains = optax.chain(average, ADAMW), optax.chain(optax.identity(), ADAMW)
-    close(over_devices(mesh, {}, wrap, mean, *chains), on_one_device(), 2e-5)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("kind", "params_in"), [(AxisType.Auto, "host"), (AxisType.Explicit, "device")]
-)
-def test_jit_over_mesh(kind, params_in):
-    mesh = mesh_of((8,), ("i",), kind)
-    with jax.set_mesh(mesh):
-        got = over_devices(mesh, {"params_in": params_in}, lambda step: step, lambda x: x)
-    close(got, on_one_device(), 2e-5)
 
 
 @pytest.mark.parametrize("fuse_update", [True, exhaustive(False)])
@@ -324,7 +246,7 @@ def test_shard_map_with_sharded_and_replicated_layers(fuse_update):
     state = init([
         jax.device_put(a, on(mesh, spec, host=True))
         for a, spec in zip(w, specs, strict=True)
-    ], replicated(mesh, jnp.zeros(WIDTH)))  # fmt: skip
+    ], jax.device_put(jnp.zeros(WIDTH), on(mesh, P())))  # fmt: skip
     of_state = jax.tree.map(lambda _: P(), state)._replace(layers=specs)
     run = jax.shard_map(step, mesh=mesh, in_specs=(of_state, P("i")), out_specs=(of_state, P()))
     state, _ = offload_jit(run)(state, jax.device_put(x, on(mesh, P("i"))))
@@ -354,18 +276,16 @@ def test_empty_batch():
 
 
 def test_rejects_invalid_arguments():
-    with pytest.raises(ValueError, match="`prefetch` is an option of a stack, not of a list"):
-        make(prefetch=1)
     init, step = make()
     state = init(to_host(params()), others())
-    with pytest.raises(ValueError, match="`layers` must have the parameters of the 5 layers"):
-        init(to_host(params()[:4]), others())
-    with pytest.raises(TypeError, match="`layers` must be a list or a tuple, .* not a dict"):
+    with pytest.raises(ValueError, match=r"`layers` \(of length 4\) and `params` \(of length 3\)"):
+        step(init(to_host(params()[:3]), others()), TOKENS)
+    with pytest.raises(TypeError, match="`trained layers` must be a list or a tuple, .* a dict"):
         init({"a": to_host(params()[0]["a"])}, others())
-    with pytest.raises(ValueError, match="`state.layers_state` must have the states of 5 layers"):
+    with pytest.raises(ValueError, match="`state.layers_state` must have the structure of"):
         step(state._replace(layers_state=state.layers_state[1:]), TOKENS)
-    with pytest.raises(ValueError, match=r"`state.layers_state\[0\]`.* the result of init"):
-        moved = [state.layers_state[4], *state.layers_state[1:]]
+    with pytest.raises(ValueError, match="`state.layers_state`.* the result of init"):
+        moved = [state.layers_state[2], *state.layers_state[1:]]
         step(state._replace(layers_state=moved), TOKENS)
     mixed = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
     with pytest.raises(ValueError, match="pass `clip_norm`"):
@@ -398,8 +318,8 @@ def test_device_memory_does_not_grow_with_depth():
         batch = shape(jax.ShapeDtypeStruct((32, 1024), jnp.float32), False)
         return plan(offload_jit(step), state, batch)
 
-    few, many = planned(4), planned(8)
+    few, many = planned(3), planned(6)
     assert many.peak_device_bytes <= 1.01 * few.peak_device_bytes
     assert many.peak_device_bytes <= 3 * 16 * 2**20
     # The residuals of each layer, and a copy of the parameters of the last.
-    assert many.host.temporaries <= 1.01 * (8 * 32 * 4096 + 4 * 1024 * 1024 + 2**14)
+    assert many.host.temporaries <= 1.01 * (6 * 32 * 4096 + 4 * 1024 * 1024 + 2**14)

@@ -1,4 +1,4 @@
-"""Training steps with states and microbatches over eight devices, compared with one device."""
+"""Training steps of a stack and of a list of layers over eight devices."""
 
 import functools
 
@@ -8,21 +8,15 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from effjax import offload_jit, offload_train_step
 from effjax.memory import collectives
 from tests.contexts import mesh_of
-from tests.ops.offload.stacks import (
-    WIDTH,
-    assert_close,
-    kinds,
-    layer,
-    params,
-)
-from tests.ops.offload.steps import others, train_in_memory
-from tests.tiers import exhaustive, plainly
+from tests.ops.offload.stacks import LAYERS, WIDTH, assert_close, kinds, layer, on, params
+from tests.ops.offload.steps import layers_of, others, stack, train_in_memory
+from tests.tiers import exhaustive, product_cases
 
 TOKENS = jnp.arange(32) * 7 % 11
 STATE = {"sum": jnp.zeros(WIDTH), "batches": jnp.int32(0)}
@@ -57,20 +51,19 @@ def want():
     return train_in_memory(ADAM, STATE, TOKENS, None, steps=2, ends=ends())
 
 
-def make(mean=lambda x: x, tx=ADAM, **options):
+def make(form, mean=lambda x: x, tx=ADAM, **options):
+    """Make a step of a stack, or of the same layers as a list."""
     run_embed, run_head = ends(mean)
+    layers = layer if form == "stack" else [layer] * LAYERS
     return offload_train_step(
-        run_embed, layer, run_head, tx, has_state=True, head_has_aux=True, **options
+        run_embed, layers, run_head, tx, has_state=True, head_has_aux=True, **options
     )
 
 
-def on(mesh, spec, host=False):
-    return NamedSharding(mesh, spec, memory_kind="pinned_host" if host else "device")
-
-
-def train(init, step, mesh, host):
+def train(form, init, step, mesh, host=True, spec=P()):  # noqa: B008
+    w = params() if form == "stack" else layers_of(params())
     state = init(
-        jax.device_put(params(), on(mesh, P(), host)),
+        jax.device_put(w, on(mesh, spec, host)),
         jax.device_put(others(), on(mesh, P())),
         jax.device_put(STATE, on(mesh, P())),
     )
@@ -85,6 +78,8 @@ def train(init, step, mesh, host):
 
 def close(results, m=1):
     losses, state, aux = results
+    if isinstance(state.layers, list):
+        state = state._replace(layers=stack(jax.tree.map(np.asarray, state.layers)))
     sums, batches = (state.model_state[name] for name in ("sum", "batches"))
     got = losses, state.layers, state.others, {"sum": sums / m, "batches": batches // m}
     assert_close(got, want()[:4], rtol=1e-4, atol=2e-5)
@@ -96,27 +91,31 @@ SPECS = {
     "out_specs": (P(), P(), {"rows": P(None, "i"), "loss": P()}),
 }
 MAPPED = {
-    "fused": {},
     "microbatches": {"num_microbatches": 2},
     "clipped": {"num_microbatches": 2, "fuse_update": False, "clip_norm": 1e3},
     "on_device": {"num_microbatches": 2, "params_in": "device"},
 }
 
 
-@pytest.mark.parametrize("name", plainly("clipped", of=MAPPED))
-def test_shard_map(name):
+@pytest.mark.parametrize(
+    ("form", "name"),
+    product_cases(
+        ["stack", "list"], MAPPED, plain=[("stack", "clipped"), ("list", "microbatches")]
+    ),
+)
+def test_shard_map(form, name):
     options, mesh = MAPPED[name], mesh_of((8,), ("i",))
-    m, host = options.get("num_microbatches", 1), options.get("params_in") != "device"
-    init, step = make(lambda x: lax.pmean(x, "i"), **options)
-    results = train(init, jax.shard_map(step, mesh=mesh, **SPECS), mesh, host)
-    close(results, m)
-    assert results[2]["rows"].shape == (m, TOKENS.size // m)
+    init, step = make(form, lambda x: lax.pmean(x, "i"), **options)
+    run = jax.shard_map(step, mesh=mesh, **SPECS)
+    results = train(form, init, run, mesh, options.get("params_in") != "device")
+    close(results, 2)
+    assert results[2]["rows"].shape == (2, TOKENS.size // 2)
 
 
 def test_gradients_of_other_parameters_are_reduced_once():
     """Not once per microbatch, and no rows are exchanged."""
     mesh = mesh_of((8,), ("i",))
-    init, step = make(lambda x: lax.pmean(x, "i"), num_microbatches=2)
+    init, step = make("stack", lambda x: lax.pmean(x, "i"), num_microbatches=2)
     specs = {"in_specs": (P(), P("i")), "out_specs": P()}
     run = jax.shard_map(lambda *a: step(*a)[0], mesh=mesh, **specs)
     arguments = (params(), True), (others(), False), (STATE, False)
@@ -131,24 +130,38 @@ def test_gradients_of_other_parameters_are_reduced_once():
     assert sum(c.bytes * c.count for c in operations) <= 2 * of_others + of_layers + of_states
 
 
-@pytest.mark.parametrize("m", [exhaustive(1), 2])
-def test_shard_map_without_check_vma(m):
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("form", ["stack", "list"])
+def test_shard_map_without_check_vma(form):
     """Each device has the gradient of its own loss; the optimizer averages them first."""
     mesh, mean = mesh_of((8,), ("i",)), lambda x: lax.pmean(x, "i")
     average = optax.stateless(lambda grads, params: mean(grads))
-    _, step = make(mean, optax.chain(average, ADAM), num_microbatches=m)
-    init, _ = make(tx=optax.chain(optax.identity(), ADAM))  # outside there is no axis
+    _, step = make(form, mean, optax.chain(average, ADAM), num_microbatches=2)
+    init, _ = make(form, tx=optax.chain(optax.identity(), ADAM))  # outside there is no axis
     run = jax.shard_map(step, mesh=mesh, check_vma=False, **SPECS)
-    close(train(init, run, mesh, host=True), m)
+    close(train(form, init, run, mesh), 2)
 
 
 @pytest.mark.parametrize(
-    ("kind", "params_in"), [(AxisType.Explicit, "host"), exhaustive(AxisType.Auto, "device")]
+    ("form", "kind", "spec", "options"),
+    [
+        ("stack", AxisType.Auto, P(None, "i"), {}),
+        exhaustive("stack", AxisType.Explicit, P(), {}),
+        exhaustive("stack", AxisType.Auto, P(None, "i"), {"fuse_update": False, "clip_norm": 1e3}),
+        exhaustive("list", AxisType.Auto, P(), {}),
+        exhaustive("list", AxisType.Explicit, P(), {"params_in": "device"}),
+    ],
+    ids=str,
 )
-def test_jit_over_mesh(kind, params_in):
+def test_jit_over_mesh(form, kind, spec, options):
+    """Moments have the sharding of their parameters."""
     mesh = mesh_of((8,), ("i",), kind)
     with jax.set_mesh(mesh):
-        close(train(*make(params_in=params_in), mesh, params_in == "host"))
+        results = train(form, *make(form, **options), mesh, "params_in" not in options, spec)
+        close(results)
+    where = on(mesh, spec, "params_in" not in options)
+    moments = [a for a in jax.tree.leaves(results[1].layers_state) if a.ndim > 1]
+    assert all(a.sharding.is_equivalent_to(where, a.ndim) for a in moments)
 
 
 @pytest.mark.exhaustive

@@ -1,17 +1,19 @@
-"""stream_update, host_init and training steps of a stack, compared with optax."""
+"""stream_update of stacks and lists of layers, and host_init, compared with optax."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from effjax import host_init, offload_jit, offload_train_step, stream_update, to_device, to_host
+from effjax.memory import plan
 from tests.ops.offload.stacks import (
-    KEY,
     LAYERS,
-    POLICIES,
     assert_equal_bits,
     init,
     kinds,
@@ -19,8 +21,6 @@ from tests.ops.offload.stacks import (
     params,
 )
 from tests.ops.offload.steps import (
-    ADAMW,
-    TOKENS,
     close,
     decayed,
     embed,
@@ -28,9 +28,10 @@ from tests.ops.offload.steps import (
     layers_of,
     others,
     stack,
-    trained_in_memory,
 )
-from tests.tiers import plainly
+from tests.ops.offload.test_noise import own_key
+from tests.programs import needs_gpu_compiler
+from tests.tiers import exhaustive
 
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-2, mask=decayed),
@@ -46,43 +47,79 @@ OPTIMIZERS = {
 }
 
 
-# Optimizers with different kinds of state.
-PLAIN = "adamw", "by_name", "every_second"
+def different_layers():
+    """Return different layers, one without parameters, one with a scalar."""
+    a, b, c = jax.random.split(jax.random.key(0), 3)
+    return [
+        {"a": jax.random.normal(a, (3, 5)), "c": jnp.ones(5)},
+        {},
+        {"b": jax.random.normal(b, (5, 2, 2)), "s": jnp.float32(0.5)},
+        {"a": jax.random.normal(c, (4,))},
+    ]
 
 
-@pytest.mark.parametrize("name", plainly(*PLAIN, of=OPTIMIZERS))
-def test_update_matches_optax_on_each_layer(name):
-    tx = OPTIMIZERS[name]
-    stream = stream_update(tx)
-    w = to_host(params())
+def of_form(form):
+    """Return the layers, and a function of a list of them that returns the form of parameters."""
+    if form == "list":
+        return different_layers(), lambda layers: layers
+    return layers_of(params()), stack
+
+
+def gradients(layers, step):
+    return jax.tree.map(lambda a: jnp.sin(a * (3 + step)), layers)
+
+
+def updated_in_memory(tx, layers, steps, clip=lambda grads: grads):
+    """Return parameters and states; optax updates one layer at a time."""
+    new, states = list(layers), [tx.init(w) for w in layers]
+    for step in range(steps):
+        for i, g in enumerate(clip(gradients(layers, step))):
+            updates, states[i] = tx.update(g, states[i], new[i])
+            new[i] = optax.apply_updates(new[i], updates)
+    return new, states
+
+
+# "by_name" labels the parameters of a single layer.
+CASES = [("list", name) for name in OPTIMIZERS if name != "by_name"]
+CASES += [("stack", name) for name in OPTIMIZERS]
+PLAIN = ("stack", "adamw"), ("stack", "by_name"), ("list", "adamw")
+
+
+@pytest.mark.parametrize(
+    ("form", "name"), [case if case in PLAIN else exhaustive(*case) for case in CASES]
+)
+def test_update_matches_optax_on_each_layer(form, name):
+    layers, join = of_form(form)
+    stream = stream_update(OPTIMIZERS[name], stacked=form == "stack")
+    w = to_host(join(layers))
     state = stream.init(w)
     for a in jax.tree.leaves(state):
-        assert a.shape[0] == LAYERS
-        assert a.sharding.memory_kind == ("device" if a.ndim == 1 else "pinned_host")
-    listed = layers_of(w)
-    states = [tx.init(p) for p in listed]
-    update = jax.jit(stream.update)
-    for step in range(2):
-        grads = jax.tree.map(lambda a, s=step: jnp.sin(a * (3 + s)), params())
-        w, state = update(to_host(grads), state, w)
-        for i, g in enumerate(layers_of(grads)):
-            updates, states[i] = tx.update(g, states[i], listed[i])
-            listed[i] = optax.apply_updates(listed[i], updates)
-    close(w, stack(listed))
-    close(state, jax.tree.map(lambda *a: jnp.stack(a), *states))
+        is_scalar = a.ndim == (form == "stack")  # of one layer
+        assert a.sharding.memory_kind == ("device" if is_scalar else "pinned_host")
+    step = offload_jit(lambda both, grads: stream.update(grads, *reversed(both)))
+    for i in range(2):
+        w, state = step((w, state), to_host(join(gradients(layers, i))))
+    want, want_state = updated_in_memory(OPTIMIZERS[name], layers, 2)
+    close((w, state), (join(want), join(want_state)))
     assert kinds(w) == {"pinned_host"}
 
 
-def test_clip_norm_is_over_all_layers():
-    tx, w = optax.sgd(1.0), to_host(params())
-    stream = stream_update(tx)
-    for factor in (0.01, 100.0):
-        grads = jax.tree.map(lambda a, f=factor: a * f, params())
-        got, _ = jax.jit(functools.partial(stream.update, clip_norm=1.0))(
-            to_host(grads), stream.init(w), w
-        )
-        clipped, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
-        close(got, jax.tree.map(jnp.subtract, params(), clipped))
+@pytest.mark.parametrize("form", ["stack", "list"])
+def test_clip_norm_is_over_all_layers(form):
+    tx, (layers, join) = optax.adam(0.1), of_form(form)
+    stream = stream_update(tx, stacked=form == "stack")
+    clip = lambda g: optax.clip_by_global_norm(0.5).update(g, None)[0]  # noqa: E731
+    w = to_host(join(layers))
+    update = jax.jit(functools.partial(stream.update, clip_norm=0.5))
+    got = update(to_host(join(gradients(layers, 0))), stream.init(w), w)
+    want, want_state = updated_in_memory(tx, layers, 1, clip)
+    close(got, (join(want), join(want_state)))
+
+
+def test_gradients_below_clip_norm_are_not_scaled():
+    w, tx = to_host(params()), optax.sgd(1.0)
+    got, _ = stream_update(tx).update(w, stream_update(tx).init(w), w, 1e3)
+    close(got, jax.tree.map(jnp.zeros_like, params()))
 
 
 def test_clip_norm_of_complex_gradients():
@@ -109,109 +146,108 @@ def test_host_init():
     close(host_init(init, keys[:1]), one, 1e-7)
     inside = jax.jit(functools.partial(host_init, init))(keys)
     assert_equal_bits(inside, w)
-    with pytest.raises(ValueError, match=r"`shardings` .* has none for params\['b'\]"):
+    with pytest.raises(ValueError, match=r"`shardings` .* for params\['b'\]"):
         host_init(init, keys, shardings={"a": w["a"].sharding})
     scalars = host_init(lambda key: {"s": jax.random.normal(key)}, keys)
     assert scalars["s"].shape == (LAYERS,) and kinds(scalars) == {"pinned_host"}
 
 
-STEPS = {
-    "fused": {},
-    "fused_slices": {"num_slices": 2, "resident_slices": 1, "num_microbatches": 2},
-    "fused_no_prefetch": {"prefetch": 0},
-    "fused_slices_policy": {
-        "num_slices": 2, "resident_slices": 1, "num_microbatches": 2,
-        "policy": POLICIES["everything"],
-    },
-    "clipped": {"fuse_update": False, "clip_norm": 0.1, "num_microbatches": 2},
-    "clipped_policy": {"fuse_update": False, "clip_norm": 0.1, "policy": POLICIES["everything"]},
-    "on_device": {"params_in": "device"},
-    "on_device_slices": {"params_in": "device", "activations": "host", "num_slices": 2},
-    "on_device_clipped": {"params_in": "device", "fuse_update": False, "clip_norm": 0.1},
-}  # fmt: skip
-WHERE = {"host": "pinned_host", "device": "device"}
+def test_tuple_of_layers_inside_jit():
+    stream = stream_update(optax.adam(0.1), stacked=False)
+
+    @jax.jit
+    def run(params, grads):
+        return stream.update(grads, stream.init(params), params)
+
+    params, state = run(
+        to_host(tuple(different_layers())), to_host(tuple(gradients(different_layers(), 0)))
+    )
+    assert isinstance(params, tuple)
+    close((list(params), state), updated_in_memory(optax.adam(0.1), different_layers(), 1))
 
 
-@functools.cache
-def clipped(clip_norm):
-    return ADAMW if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), ADAMW)
+@pytest.mark.exhaustive
+def test_half_precision():
+    dtype = jnp.bfloat16
+    cast = functools.partial(jax.tree.map, lambda a: a.astype(dtype))
+    stream, tx = stream_update(optax.adam(0.1), stacked=False), optax.adam(0.1)
+    params, grads = cast(different_layers()), cast(gradients(different_layers(), 0))
+    got, _state = jax.jit(stream.update)(
+        to_host(grads), stream.init(to_host(params)), to_host(params)
+    )
+    assert {a.dtype for a in jax.tree.leaves(got)} == {jnp.dtype(dtype)}
+    for w, g, new in zip(params, grads, got, strict=True):
+        want = optax.apply_updates(w, jax.jit(tx.update)(g, tx.init(w), w)[0])
+        compare = functools.partial(np.testing.assert_allclose, rtol=1e-2, atol=1e-2)
+        jax.tree.map(lambda a, b, c=compare: c(np.float32(a), np.float32(b)), new, want)
 
 
-@pytest.mark.parametrize("name", plainly("fused_slices_policy", "clipped", "on_device", of=STEPS))
-def test_training_matches_in_memory(name):
-    """Fused and separate updates donate the state and keep its memory kinds."""
-    options = STEPS[name]
-    where = options.get("params_in", "host")
-    init_state, step = offload_train_step(embed, layer, head, ADAMW, **options)
-    state = init_state(to_host(params()) if where == "host" else params(), others())
-    step, losses = offload_jit(step), []
-    for i in range(3):
-        before = state
-        state, value = step(state, TOKENS, jax.random.fold_in(KEY, i))
-        losses.append(value)
-        assert all(a.is_deleted() for a in jax.tree.leaves(before))
-    want = trained_in_memory(clipped(options.get("clip_norm")), options.get("num_microbatches", 1))
-    assert float(losses[0]) == float(want[0][0])
-    close((losses, state.layers, state.others), want, 5e-6)
-    moments = [a for a in jax.tree.leaves(state.layers_state) if a.ndim > 1]
-    assert kinds(state.layers) == kinds(moments) == {WHERE[where]}
-    assert kinds(state.others) == {"device"}
+def test_layers_draw_independent_noise():
+    make = lambda key: optax.noisy_sgd(1.0, eta=0.1, key=key)  # noqa: E731
+    key = jax.random.key(3)
+    stream, params = stream_update(make(key), stacked=False), different_layers()
+    got, _ = jax.jit(stream.update)(
+        to_host(gradients(different_layers(), 0)), stream.init(to_host(params)), to_host(params)
+    )
+    for i, (w, g) in enumerate(zip(params, gradients(different_layers(), 0), strict=True)):
+        tx = make(own_key(key, i))
+        close(got[i], optax.apply_updates(w, tx.update(g, tx.init(w), w)[0]))
 
 
-@pytest.mark.parametrize(
-    ("match", "options"),
-    [
-        (r"`clip_norm` \(=1.0\) needs fuse_update=False", {"clip_norm": 1.0}),
-        (r"`params_in` \(='gpu'\) must be", {"params_in": "gpu"}),
-    ],
-)
-def test_rejects_invalid_option(match, options):
-    with pytest.raises(ValueError, match=match):
-        offload_train_step(embed, layer, head, optax.sgd(0.1), **options)
+def test_update_keeps_shardings(mesh8):
+    tx = optax.adam(0.1)
+    by_row = NamedSharding(mesh8, P("data"), memory_kind="pinned_host")
+    whole = NamedSharding(mesh8, P(), memory_kind="pinned_host")
+    weights = [{"a": jnp.arange(16.0).reshape(8, 2)}, {"b": jnp.ones(3)}]
+    params = [
+        jax.device_put(w, sharding) for w, sharding in zip(weights, (by_row, whole), strict=True)
+    ]
+    stream = stream_update(tx, stacked=False)
+    state = stream.init(params)
+    assert state[0][0].mu["a"].sharding == by_row and state[1][0].nu["b"].sharding == whole
+    grads = jax.tree.map(lambda a: jax.device_put(jnp.ones(a.shape), a.sharding), params)
+    step = offload_jit(lambda both, grads: stream.update(grads, *reversed(both)))
+    new, state = step((params, state), grads)
+    assert new[0]["a"].sharding == by_row and state[0][0].mu["a"].sharding == by_row
+    want = [optax.apply_updates(w, tx.update(jax.tree.map(jnp.ones_like, w), tx.init(w))[0])
+            for w in weights]  # fmt: skip
+    close(to_device(new), want)
 
 
-def test_rejects_invalid_parameters_and_loss():
-    make = functools.partial(offload_train_step, embed, layer, tx=optax.sgd(0.1))
-    with pytest.raises(ValueError, match="None of them are"):
-        make(head).init(params(), others())
-    with pytest.raises(ValueError, match="`others` is 'device', but"):
-        make(head).init(to_host(params()), to_host(others()))
-    init_state, step = make(lambda others, x, batch, key: x.sum(0))
-    with pytest.raises(ValueError, match="`head` must return a scalar loss"):
-        jax.eval_shape(step, init_state(to_host(params()), others()), TOKENS)
-    init_state, step = make(lambda others, x, batch, key: (x.sum(), x))
-    with pytest.raises(TypeError, match="`head` must return a scalar loss, not a tuple of 2"):
-        jax.eval_shape(step, init_state(to_host(params()), others()), TOKENS)
+def test_rejects_invalid_arguments():
+    params = to_host(different_layers())
+    stream = stream_update(optax.adam(0.1), stacked=False)
+    state = stream.init(params)
+    with pytest.raises(TypeError, match="`params` must be a list or a tuple, .* not a dict"):
+        stream.init({"a": params[0]})
+    with pytest.raises(ValueError, match="`state` must have the structure of the result of init"):
+        stream.update(params, state[:3], params)
+    with pytest.raises(ValueError, match="`grads` must have the structure of `params`"):
+        stream.update(params[:3], state, params)
+    grads = [{**params[0], "c": params[0]["c"][:1]}, *params[1:]]
+    with pytest.raises(ValueError, match=r"`grads`\[0\]\['c'\] must have the shape \(5,\)"):
+        stream.update(grads, state, params)
 
 
-def test_rejects_integer_parameters():
-    init_state, step = offload_train_step(embed, layer, head, optax.sgd(0.1))
-    state = init_state(to_host(params()), others())
-    number = jnp.zeros(LAYERS, jnp.int32)
-    layers = {**state.layers, "n": to_host(number)}
-    with pytest.raises(TypeError, match=r"`layers`\['n'\] must be floating-point .* int32"):
-        init_state(layers, others())
-    with pytest.raises(TypeError, match=r"`others`\['n'\] must be floating-point .* int32"):
-        init_state(to_host(params()), {**others(), "n": number})
-    with pytest.raises(TypeError, match=r"`state.layers`\['n'\] must be floating-point .* int32"):
-        step(state._replace(layers=layers), TOKENS)
+@needs_gpu_compiler
+@pytest.mark.exhaustive
+def test_device_memory_does_not_grow_with_depth():
+    # Parameters, gradient and two moments of 1024 x 1024 take 16 MiB per layer.
+    mesh = jax.make_mesh((1,), ("i",), (jax.sharding.AxisType.Auto,))
+    host = NamedSharding(mesh, P(), memory_kind="pinned_host")
+    stream = stream_update(optax.adam(1e-3), stacked=False)
 
+    def planned(count):
+        w = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=host)] * count
+        one = jax.eval_shape(optax.adam(1e-3).init, w[0])
+        here = lambda a: jax.ShapeDtypeStruct(  # noqa: E731
+            a.shape, a.dtype, sharding=host if a.ndim else NamedSharding(mesh, P())
+        )
+        state = [jax.tree.map(here, one)] * count
+        step = offload_jit(lambda both, grads: stream.update(grads, *reversed(both)))
+        return plan(step, (w, state), w)
 
-def test_init_copies_other_parameters_but_not_layers():
-    init_state, step = offload_train_step(embed, layer, head, optax.sgd(0.1))
-    w, kept = to_host(params()), others()
-    offload_jit(step)(init_state(w, kept), TOKENS)
-    assert not any(a.is_deleted() for a in jax.tree.leaves(kept))
-    assert all(a.is_deleted() for a in jax.tree.leaves(w))
-
-
-def test_rejects_state_of_another_optimizer():
-    w = to_host(params())
-    state = offload_train_step(embed, layer, head, optax.sgd(0.1)).init(w, others())
-    with pytest.raises(
-        ValueError, match="`state.layers_state` must have the structure of the result of init"
-    ):
-        offload_train_step(embed, layer, head, optax.adam(0.1)).step(state, TOKENS)
-    grads = to_host(jax.tree.map(lambda a: a[:1], params()))
-    with pytest.raises(ValueError, match=r"`grads`\['a'\] must have the shape \(4, 8, 16\)"):
-        stream_update(optax.sgd(0.1)).update(grads, state.layers_state, w)
+    few, many = planned(3), planned(6)
+    assert many.peak_device_bytes <= 1.01 * few.peak_device_bytes
+    assert many.peak_device_bytes <= 2.6 * 16 * 2**20
+    assert many.host.temporaries <= 2**14
