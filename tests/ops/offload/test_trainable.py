@@ -87,7 +87,7 @@ def test_gradients_of_low_rank_parameters_match_in_memory(options):
         low_rank_layer, merged(low, w), x, key=KEY, trainable=is_low, **options
     )
     got = value_and_grads(run, w["low"], inputs())
-    assert_close(got, want(options.get("num_microbatches", 1)), rtol=1e-5, atol=1e-7)
+    assert_close(got, want(options.get("num_microbatches", 1)), rtol=1e-5, atol=1e-6)
     assert kinds(got[1][0]) == kinds(w["low"])
 
 
@@ -105,7 +105,7 @@ def test_gradients_of_frozen_parameters_are_zeros(name, params_in):
     want_value, (want_dw, want_dx) = value_and_grads(apply, w, inputs())
     assert kinds(dw) == kinds(w)
     want_dw = {**to_device(want_dw), "b": jnp.zeros_like(params()["b"])}
-    assert_close((value, dw, dx), (want_value, want_dw, want_dx), rtol=1e-5, atol=1e-7)
+    assert_close((value, dw, dx), (want_value, want_dw, want_dx), rtol=1e-5, atol=1e-6)
 
 
 def test_gradient_passes_through_frozen_layers():
