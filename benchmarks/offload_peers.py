@@ -1,4 +1,4 @@
-"""Planned memory of offloaded training steps and of others' ways, and the largest models.
+"""Planned memory of offloaded training steps and of alternatives, and the largest models.
 
 The peers are `jax.checkpoint`, JAX's offload policies, and the optimizer's state moved as a whole,
 as MaxText does. The tables for a GH200 show how much memory models of 10.6 and 11.3 billion

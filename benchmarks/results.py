@@ -147,17 +147,18 @@ def as_markdown(result: Result) -> str:
 
 def headline(result: Result) -> str:
     """Return one line: effjax's ratios to the reference, or the exponents of growth."""
-    if result.plot == RATIOS:
-        ratios = []
-        for row in result.rows:
-            if is_ours(result, row["name"]):
-                low, high = row.get("ratio_quartiles") or (row["ratio"], row["ratio"])
-                ratios.append(f"{row['name']} {row['ratio']:.2f} ({low:.2f}–{high:.2f})")
-        reference = result.config.get("reference", "the first")
-        text = f"{', '.join(ratios)} of the time of {reference}"
-    else:
-        rows = [row for row in result.rows if "exponent" in row]
-        text = ", ".join(f"{row['name']} ∝ depth^{row['exponent']:.2f}" for row in rows)
+    growth = [row for row in result.rows if "exponent" in row]
+    ratios = []
+    for row in result.rows:
+        if not growth and "ratio" in row and is_ours(result, row["name"]):
+            quartiles = row.get("ratio_quartiles")
+            spread = f" ({quartiles[0]:.2f}–{quartiles[1]:.2f})" if quartiles else ""
+            ratios.append(f"{row['name']} {row['ratio']:.2f}{spread}")
+    text = ", ".join(f"{row['name']} ∝ depth^{row['exponent']:.2f}" for row in growth)
+    if ratios:
+        quantity = "time" if result.plot == RATIOS else "memory"
+        reference = result.config.get("reference", result.rows[0]["name"])
+        text = f"{', '.join(ratios)} of the {quantity} of {reference}"
     return ": ".join(filter(None, [result.title, text]))
 
 

@@ -161,7 +161,7 @@ def test_notebooks_install_and_have_outputs(notebook):
     file = f"{source.removeprefix('https://github.com/')}/blob/main/notebooks/{notebook.name}"
     assert f"(https://colab.research.google.com/github/{file})" in first
     extras, url = re.findall(r'%pip install -q "effjax\[(.*)\] @ git\+(.*)"', install)[0]
-    assert url == source and f'pip install "effjax[{extras}]"' in first
+    assert url == source and f'pip install ".[{extras}]"' in first
     assert set(extras.split(",")) <= set(project["optional-dependencies"])
     assert "find_spec" in install and not any("%pip" in text for text in rest)
     outputs = [output for cell in found for output in cell.get("outputs", ())]

@@ -148,9 +148,9 @@ def count_instructions(kernel: Kernel, code: list[Instruction]) -> dict[str, int
     packs_per_sample = CHANNELS / kernel.channels
     share = (per_block + len(per_turn) * LANES) / packs_per_sample
     return {
-        "in_the_loop": round(len(body) / packs, 1),
-        "of_samples": round(share, 1),
-        "a_pack": round(len(body) / packs + share, 1),
+        "loop_instructions": round(len(body) / packs, 1),
+        "sample_instructions": round(share, 1),
+        "per_pack": round(len(body) / packs + share, 1),
         "loads_in_flight": count_loads_in_flight(body),
     }
 
@@ -195,8 +195,8 @@ def find_faults(rows: list[dict]) -> list[str]:
     """Return a message for each exceeded budget."""
     faults = []
     for row in rows:
-        if row["a_pack"] > row["budget"]:
-            count, budget = row["a_pack"], row["budget"]
+        if row["per_pack"] > row["budget"]:
+            count, budget = row["per_pack"], row["budget"]
             faults.append(f"{row['name']}: {count} instructions per pack, more than {budget}")
         if row["loads_in_flight"] < MIN_LOADS_IN_FLIGHT:
             faults.append(f"{row['name']}: only {row['loads_in_flight']} loads in flight")

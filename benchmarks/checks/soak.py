@@ -123,7 +123,7 @@ def soak(steps: int, sample_every: int = SAMPLE_EVERY) -> dict[str, Any]:
     x, y = (np.array([sample[name] for sample in warm]) for name in ("step", "resident_bytes"))
     first, last = warm[0], warm[-1]
     return {
-        "bytes_a_step": round(float(np.polyfit(x, y, 1)[0]), 1),
+        "bytes_per_step": round(float(np.polyfit(x, y, 1)[0]), 1),
         "compilations": last["compiled"] - first["compiled"],
         "descriptors": last["descriptors"] - first["descriptors"],
         "seconds": round(time.perf_counter() - start, 1),
@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     growth = soak(options.steps, min(SAMPLE_EVERY, max(options.steps // 20, 1)))
     samples = growth.pop("samples")
-    mebibytes = growth["bytes_a_step"] * 1000 / 2**20
+    mebibytes = growth["bytes_per_step"] * 1000 / 2**20
     print(f"{options.steps} steps in {growth['seconds']:.0f} s, growth after the warm-up:")
     print(f"resident memory in 1,000 steps: {mebibytes:.3f} MiB")
     print(f"compilations: {growth['compilations']}, file descriptors: {growth['descriptors']}")

@@ -39,7 +39,7 @@ def live_at_peak(assignment: str, live_ranges: str) -> list[Value]:
     """Return the contents of device memory at the peak, largest first.
 
     Arguments, results and constants are live during the whole program, temporaries while they are
-    in use. Values that share their place count one time. The temporaries may add up to less than
+    in use. Values that share their place count once. The temporaries may add up to less than
     XLA's temporary bytes because of fragmentation.
 
     Args:

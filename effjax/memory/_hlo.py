@@ -105,10 +105,10 @@ class HloModule:
         wrapped = self.computations.get(f"{name}_computation{dot}{number}", ())
         return self.instructions.get(value) or next(reversed(wrapped), None)
 
-    def executed(self, fusions: bool = False) -> Iterator[tuple[Instruction, int]]:
+    def iter_executed(self, fusions: bool = False) -> Iterator[tuple[Instruction, int]]:
         """Yield each instruction with its number of executions per call.
 
-        A loop with an unknown trip count counts one time, and so does each branch of a conditional.
+        A loop with an unknown trip count counts once, and so does each branch of a conditional.
 
         Args:
             fusions: whether to include instructions inside fusions.
@@ -183,7 +183,7 @@ def collectives(hlo: str | HloModule) -> tuple[Collective, ...]:
     """
     module = parse(hlo) if isinstance(hlo, str) else hlo
     counts: Counter[tuple[str, int, tuple[str, str]]] = Counter()
-    for instruction, times in module.executed(fusions=True):  # XLA fuses small all-reduces
+    for instruction, times in module.iter_executed(fusions=True):  # XLA fuses small all-reduces
         kind = instruction.opcode.removesuffix("-start")
         if kind in _COLLECTIVES:
             results = elements(instruction.shape)
@@ -205,7 +205,7 @@ def transfers(hlo: str | HloModule) -> tuple[Transfer, ...]:
     """Return the copies between device and host, most bytes first, with equal ones merged."""
     module = parse(hlo) if isinstance(hlo, str) else hlo
     counts: Counter[tuple[Direction, Array, tuple[str, str]]] = Counter()
-    for instruction, times in module.executed():
+    for instruction, times in module.iter_executed():
         if instruction.opcode in _NO_MOVEMENT or instruction.opcode.endswith("-done"):
             continue
         for direction, array in _copied_arrays(module, instruction):

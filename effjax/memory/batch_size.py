@@ -42,8 +42,8 @@ def max_batch_size(
         **options: options of `plan`, such as `target`, `memory_fraction` or `num_devices`.
 
     Returns:
-        A `MaxBatch`. Unless no batch size fits, the next larger multiple was compiled and does not
-        fit. It can be printed.
+        A `MaxBatch`. Its batch size is exact: the next larger multiple was compiled and does not
+        fit. It is 0 if no batch size fits. The result can be printed.
 
     Raises:
         ValueError: if `multiple_of` or `start` is less than 1, or if memory does not grow with the
@@ -80,6 +80,7 @@ def max_batch_size(
                     "`step_for_batch` must return steps whose memory grows with the batch size, "
                     f"but a batch size of {batch} fits."
                 )
+            # Bisect next if the last guess did not halve the interval.
             has_halved = high is None or (high - low) <= width / 2
             guess = _next_guess(plans, low, high, unit, extrapolate=has_halved)
     best = plans[low * unit] if low else plans[min(plans)]

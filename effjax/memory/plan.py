@@ -35,7 +35,7 @@ def plan(
 
     The GPU need not exist on this machine, and nothing is computed: `args` may be shapes. The
     compiler runs in a separate process and leaves the caller's backend unchanged. It takes seconds
-    for a small step and about a minute for a deep network::
+    for a small step and about a minute for a deep network. The peak, and whether it fits, are::
 
         peak = arguments + outputs − aliased + temporaries + code + constants
         fits = peak ≤ memory_fraction · GPU memory, and host bytes ≤ host_memory_bytes

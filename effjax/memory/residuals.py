@@ -17,7 +17,7 @@ def residual_bytes(fun: Callable[..., Any], *args: Any, has_aux: bool = False) -
     Nothing is computed: `fun` is traced by `jax.eval_shape`, so `args` may be shapes
     (`jax.ShapeDtypeStruct`).
 
-    Every array held by the vjp function is counted one time, including arguments that the backward
+    Every array held by the vjp function is counted once, including arguments that the backward
     pass needs (a convolution keeps its kernel). `report.bytes - report.argument_bytes` is the size
     of the arrays that the forward pass computes and keeps. Arrays that `fun` closes over are
     counted, but not as arguments.
@@ -61,5 +61,5 @@ def residual_bytes(fun: Callable[..., Any], *args: Any, has_aux: bool = False) -
     return ResidualReport(
         bytes=sum(row[-1] for row in rows),
         argument_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in arguments),
-        largest=tuple(rows),
+        arrays=tuple(rows),
     )

@@ -47,7 +47,7 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        """The sum, with aliased bytes counted one time."""
+        """The sum, with aliased bytes counted once."""
         return self.arguments + self.outputs - self.aliased + self.temporaries + self.generated_code
 
 
@@ -257,23 +257,23 @@ class ResidualReport(Printable):
     """Arrays kept for the backward pass. Returned by `residual_bytes`.
 
     Attributes:
-        bytes: total size, with each array counted one time.
+        bytes: total size, with each array counted once.
         argument_bytes: the part of `bytes` that belongs to arguments of the function, such as
             parameters, which stay alive anyway.
-        largest: `(shape, dtype, count, total bytes)` of the arrays, largest first.
+        arrays: `(shape, dtype, count, total bytes)` of the arrays, largest first.
     """
 
     bytes: int
     argument_bytes: int
-    largest: tuple[tuple[tuple[int, ...], str, int, int], ...]
+    arrays: tuple[tuple[tuple[int, ...], str, int, int], ...]
 
     def report(self) -> Report:
         """Return the report to print: the total and the largest arrays."""
         rows = [
             [format_bytes(size), f"{count}×", _array_name(shape, dtype)]
-            for shape, dtype, count, size in self.largest[:MAX_ROWS]
+            for shape, dtype, count, size in self.arrays[:MAX_ROWS]
         ]
-        if rest := self.largest[MAX_ROWS:]:
+        if rest := self.arrays[MAX_ROWS:]:
             size, count = sum(row[-1] for row in rest), sum(row[2] for row in rest)
             rows.append([format_bytes(size), f"{count}×", "smaller ones"])
         return Report(
@@ -294,7 +294,7 @@ class ResidualReport(Printable):
         """
         bars = [
             Bar(f"{count}× {_array_name(shape, dtype)}", size, "temporary")
-            for shape, dtype, count, size in self.largest[:most]
+            for shape, dtype, count, size in self.arrays[:most]
         ]
         return bar_chart(bars, ax, "GB kept for the backward pass", legend=False)
 

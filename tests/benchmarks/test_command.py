@@ -251,3 +251,6 @@ def test_headlines():
     rows = [{"name": "a", "exponent": 1.5}, {"name": "b"}]
     line = headline(Result("name", "title", {}, rows, Curves("x", "y", "label")))
     assert line == "title: a ∝ depth^1.50"
+    rows = [{"name": "plain", "ratio": 1.0}, {"name": "effjax", "ratio": 0.25}]
+    line = headline(Result("name", "title", {}, rows, Bars("peak_bytes", "peak")))
+    assert line == "title: effjax 0.25 of the memory of plain"

@@ -104,7 +104,12 @@ def deform_conv_rows():
 def sass_rows():
     for name, row in measured("planned/deform_conv_sass.json").items():
         if "float16" not in name.split():
-            counts = f"{row['a_pack']:.0f}", row["budget"], row["loads_in_flight"], row["registers"]
+            counts = (
+                f"{row['per_pack']:.0f}",
+                row["budget"],
+                row["loads_in_flight"],
+                row["registers"],
+            )
             yield [name, *map(str, counts)]
 
 

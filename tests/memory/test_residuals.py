@@ -14,7 +14,7 @@ def test_counts_arrays_and_arguments():
     report = residual_bytes(lambda x, w: jnp.sin(x) * w, struct(4, 8), struct(4, 8))
     assert report.bytes == 3 * 4 * 8 * 4
     assert report.argument_bytes == 4 * 8 * 4
-    assert report.largest == (((4, 8), "float32", 3, 3 * 128),)
+    assert report.arrays == (((4, 8), "float32", 3, 3 * 128),)
 
     squared = residual_bytes(lambda x: jnp.sin(x) * jnp.sin(x), struct(16))
     assert squared.argument_bytes == 0
@@ -46,7 +46,7 @@ def test_custom_vjp():
     report = residual_bytes(lambda x: jnp.sum(cube(jnp.tanh(x))), struct(10))
     plain = residual_bytes(lambda x: jnp.sum(jnp.tanh(x) ** 3), struct(10))
     assert report.bytes <= plain.bytes
-    assert ((10,), "float32") in [row[:2] for row in report.largest]
+    assert ((10,), "float32") in [row[:2] for row in report.arrays]
 
 
 def test_report(capsys):
@@ -58,9 +58,9 @@ def test_report(capsys):
     report = residual_bytes(fn, struct(1, 16), struct(16, 64), struct(64, 32))
     first, _, header, *rows = str(report).splitlines()
     assert first.startswith(f"{report.bytes / 1e3:.1f} kB kept for the backward pass, of them ")
-    assert header.split() == ["bytes", "count", "shape"] and len(rows) == len(report.largest)
+    assert header.split() == ["bytes", "count", "shape"] and len(rows) == len(report.arrays)
     assert rows[0].split() == ["8.2", "kB", "1×", "float32[64,32]"]  # the largest first
-    assert sum(row[-1] for row in report.largest) == report.bytes
+    assert sum(row[-1] for row in report.arrays) == report.bytes
 
     matplotlib, rich = pytest.importorskip("matplotlib"), pytest.importorskip("rich")
     matplotlib.use("agg")
