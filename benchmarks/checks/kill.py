@@ -114,10 +114,10 @@ def finish(out: Path, options: Sequence[str]) -> None:
 def read_end(out: Path) -> tuple[list[np.ndarray], list[dict[str, Any]]]:
     """Return the arrays of the last checkpoint, and the lines of metrics.jsonl without times."""
     run = RunDirectory.find(out)
-    task = prepare(LMConfig.from_json(run.config["options"]), resume=True)
+    task = prepare(LMConfig.from_json(run.read_config()["options"]), resume=True)
     with Checkpoints(run.checkpoints, read_only=True) as saved:
         state = saved.restore(task.shapes(), saved.steps[-1])
-    metrics = [{k: v for k, v in line.items() if k not in TIMING} for line in run.metrics]
+    metrics = [{k: v for k, v in line.items() if k not in TIMING} for line in run.read_metrics()]
     return [np.asarray(a) for a in jax.tree.leaves(state)], metrics
 
 

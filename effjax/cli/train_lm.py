@@ -107,8 +107,8 @@ def _train(request: RunRequest, plan: bool) -> None:
     from ..train.lm.task import prepare
 
     task, console = prepare(request.config, resume=request.resume), make_console()
-    if task.base is not None:
-        task.base.check_apart(request.path)
+    if task.source is not None:
+        task.source.check_apart(request.path)
     run, result = train(request, task, report, console, memory_options="--remat, or --offload all")
     memory = _plan(request.config, task.mesh.size, console) if plan and run.writes else None
     report.show_result(console, run, result, memory)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..train.config import CHANGEABLE, RunConfig
+from ..train.config import RESUMABLE_OPTIONS, RunConfig
 from ..train.errors import PreemptionError, TrainError
 from . import distributed
 from .errors import INTERRUPTED, PREEMPTED, CommandError
@@ -45,14 +45,14 @@ def request_run(
     """
     distributed.join(ctx.params)
     from ..train.processes import run_on_first
-    from ..train.run_directory import RunDirectory, unused
+    from ..train.run_directory import RunDirectory, default_path
 
     resume, path = ctx.params["resume"], ctx.params["out"]
     fields = {field.name for field in dataclasses.fields(config_type)}
     if resume is None:
         config = config_type(**{name: ctx.params[name] for name in fields})
         if path is None:
-            path = Path(run_on_first(lambda: str(unused(config.COMMAND))))
+            path = Path(run_on_first(lambda: str(default_path(config.COMMAND))))
         return RunRequest(config, path, ctx.params["overwrite"], resume=False)
 
     given = {
@@ -61,11 +61,11 @@ def request_run(
         if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")
     }
     for name in given:
-        if name not in ("resume", *changeable, *CHANGEABLE, *distributed.OPTIONS):
+        if name not in ("resume", *changeable, *RESUMABLE_OPTIONS, *distributed.OPTIONS):
             raise TrainError(
                 f"--{name.replace('_', '-')} cannot be combined with --resume. The run has its own."
             )
-    stored = RunDirectory.find(resume).config
+    stored = RunDirectory.find(resume).read_config()
     command = str(stored.get("command"))
     if command != config_type.COMMAND:
         raise TrainError(

@@ -8,21 +8,20 @@ from typing import Any, ClassVar, Literal, Self
 
 from .errors import TrainError
 
-# Options that do not change the numbers of a run, apart from rounding, so a resumed run may have
-# other ones.
-CHANGEABLE = "checkpoint_every", "keep", "on_nan", "mesh"
-WITHOUT_EFFECT = ("data", *CHANGEABLE)  # the data are compared by their content
+# Options that may change on `--resume`. They do not affect the result of a step with finite loss
+# and gradients, apart from rounding. The data may move: they are compared by their content.
+RESUMABLE_OPTIONS = "data", "checkpoint_every", "keep", "on_nan", "mesh"
 
 
 def fingerprint(options: Any) -> str:
-    """Return a digest of the options of a run, leaving out those `WITHOUT_EFFECT`.
+    """Return a digest of the options of a run, without the `RESUMABLE_OPTIONS`.
 
     Raises:
         ValueError: `options` is not a dict.
     """
     if not isinstance(options, dict):
         raise ValueError("options must be an object")
-    relevant = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT}
+    relevant = {name: value for name, value in options.items() if name not in RESUMABLE_OPTIONS}
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
 
 

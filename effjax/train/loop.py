@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from .checkpoint import Checkpoints
-from .config import WITHOUT_EFFECT
+from .config import RESUMABLE_OPTIONS
 from .errors import PreemptionError, TrainError
 from .processes import run_on_first
 from .run_directory import RunDirectory
@@ -40,7 +40,8 @@ def fit(
         resume: Continue after the newest intact checkpoint of `run`, or start if there is no
             checkpoint. The task must have the options and data of the run. Its length may differ:
             all further steps then follow the schedule of that length.
-        stop: Called after each step with its number. If it returns True, the run is saved and ends.
+        stop: Called with the number of each step except the last, after the step. If it returns
+            True, the run is saved and ends.
 
     Returns:
         The result of the task.
@@ -49,17 +50,20 @@ def fit(
         PreemptionError: `stop` returned True.
         TrainError: The loss is not finite, `run` cannot be resumed or written to, or another
             process trains in it.
-        KeyboardInterrupt: The files are up to date.
+        KeyboardInterrupt: Ctrl-C was pressed. No checkpoint is added; a record of kind
+            `interrupted` is appended.
     """
     try:
         with contextlib.ExitStack() as stack:
             run_on_first(lambda: stack.enter_context(run.locked()))
-            return _fit(task, run, progress or Progress(), resume, stop)
-    except (KeyboardInterrupt, PreemptionError):
-        with contextlib.suppress(OSError, TrainError):  # the interruption is what the user reads
-            run.append({"kind": "interrupted"})
-            _draw(task, run)
-        raise
+            try:
+                return _fit(task, run, progress or Progress(), resume, stop)
+            except (KeyboardInterrupt, PreemptionError):
+                # The interruption is what the user reads.
+                with contextlib.suppress(OSError, TrainError):
+                    run.append({"kind": "interrupted"})
+                    _draw(task, run)
+                raise
     except (OSError, TrainError) as error:
         if run.is_gone:
             raise TrainError(f"{run.path} was deleted during training. Start a new run.") from error
@@ -75,23 +79,24 @@ def fit(
 def _fit(
     task: Task[Result], run: RunDirectory, progress: Progress, resume: bool, stop: Stop
 ) -> Result:
-    began = time.perf_counter()
+    began, config = time.perf_counter(), task.describe()
     with contextlib.ExitStack() as stack:
         stack.callback(progress.stop)
         checkpoints = stack.enter_context(Checkpoints(run.checkpoints, keep=task.config.keep))
         if resume:
-            _check_same(task, run)
+            _check_same(task, run, config)
         if resume and checkpoints.steps:
             state, done, partial, records = _restore(task, run, checkpoints, progress)
         else:  # a new run, or one that was interrupted before its first checkpoint
-            state, done, partial, records = task.initial_state(), 0, [], run.keep(task.kind, [])
+            state, done, partial = task.initial_state(), 0, []
+            records = run.truncate_metrics(task.unit, [])
             checkpoints.save(0, state)
-        if resume and run.config != task.describe():
-            run.config = task.describe()
+        if resume and run.read_config() != config:
+            run.write_config(config)
 
         key, every = jax.random.key(task.config.seed), task.config.checkpoint_every
         eval_steps, end = set(task.eval_steps), task.eval_steps[-1]
-        train_step, evaluate, batches = task.make_step(), task.make_test(), task.batches(done)
+        train_step, evaluate, batches = task.make_step(), task.make_eval(), task.batches(done)
         interval = _Interval(task, progress, done, partial)
         progress.start(end, done)
 
@@ -145,7 +150,7 @@ class _Interval:
     the host.
 
     Args:
-        task: What is trained.
+        task: The task to train.
         progress: Receives the metrics of each step.
         done: The number of steps taken.
         metrics: The metrics of the last of these steps, if a run resumes within an interval.
@@ -158,7 +163,7 @@ class _Interval:
         self.metrics: list[Metrics] = list(metrics)
         self.skipped = [done - len(metrics) + i for i, one in enumerate(metrics, 1) if not one]
         self.step = done
-        self.rate = 0.0  # examples per second
+        self.rate = 0.0  # images or tokens per second
         self.began = self._clock = time.perf_counter()
         self._timed = 0  # steps since `_clock`
         self._unread: Any = None
@@ -182,7 +187,7 @@ class _Interval:
             self.skipped.append(self.step)
         self.metrics.append(metrics)
         now = time.perf_counter()
-        self.rate = max(self._timed, 1) * self.task.examples_per_step / (now - self._clock)
+        self.rate = max(self._timed, 1) * self.task.items_per_step / (now - self._clock)
         if self._timed == 0:
             self._clock = now  # the first step includes compilation
         self._timed += 1
@@ -218,30 +223,31 @@ def _restore(
     # A run that was made longer was evaluated at its former end too.
     evaluated = {*task.eval_steps, *checkpoints.evaluated_steps}
     wanted = sorted(step for step in evaluated if step <= done)
-    records = run.keep(task.kind, wanted)
+    records = run.truncate_metrics(task.unit, wanted)
     return state, done, checkpoints.read_metrics(done), records
 
 
-def _check_same(task: Task[Any], run: RunDirectory) -> None:
+def _check_same(task: Task[Any], run: RunDirectory, now: dict[str, Any]) -> None:
     """Raise TrainError unless the run has the task's options and data, apart from its length."""
-    before, now = run.config, task.describe()
+    before = run.read_config()
     if before.get("data") != now["data"]:
         raise TrainError(f"{run.path} was trained on other data. Start a new run.")
+    changeable = (*RESUMABLE_OPTIONS, f"{task.unit}s")
     for name, value in before.get("options", {}).items():
-        if name not in (*WITHOUT_EFFECT, f"{task.kind}s") and now["options"].get(name) != value:
+        if name not in changeable and now["options"].get(name) != value:
             raise TrainError(
-                f"{run.path} was trained with {name} (={value!r}), not with "
+                f"{run.path} was trained with `{name}` (={value!r}), not with "
                 f"{now['options'].get(name)!r}. Resume with the former, or start a new run."
             )
 
 
 def _check_length(task: Task[Any], run: RunDirectory, done: int, evaluated: bool) -> None:
-    end, length = task.eval_steps[-1], task.describe()["options"][f"{task.kind}s"]
+    end, length = task.eval_steps[-1], getattr(task.config, f"{task.unit}s")
     if done < end or (done == end and evaluated):
         return
-    least = math.ceil((done if evaluated else done + 1) / (end // length))
+    least = math.ceil((done if evaluated else done + 1) / task.steps_per_unit)
     raise TrainError(
-        f"`{task.kind}s` (={length}) must be at least {least}: {run.path} has taken {done} steps."
+        f"`{task.unit}s` (={length}) must be at least {least}: {run.path} has taken {done} steps."
     )
 
 
@@ -255,5 +261,5 @@ def _check_finite(task: Task[Any], name: str, loss: float, step: int) -> None:
 
 def _draw(task: Task[Any], run: RunDirectory) -> None:
     if run.writes:
-        records = [record for record in run.metrics if record.get("kind") == task.kind]
+        records = [record for record in run.read_metrics() if record.get("kind") == task.unit]
         run.draw(lambda axes: task.draw(axes, records))

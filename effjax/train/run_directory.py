@@ -17,30 +17,33 @@ from .config import fingerprint
 from .errors import TrainError
 
 DEFAULT = Path("runs")
-KEY = "effjax"  # in config.json: the version that made the run
+VERSION_KEY = "effjax"  # in config.json: the version that made the run
 
 
 class RunDirectory:
-    """The directory of a run. Every file in it is complete at any moment.
+    """The directory of a run.
 
-    A file is replaced, or grows by a line.
+    Files are replaced atomically, except metrics.jsonl, which grows by lines. An incomplete last
+    line is ignored and overwritten.
 
     Args:
         path: The directory.
-        writes: Whether this process writes; of several processes, the first one does.
+
+    Attributes:
+        writes: True if this process writes. Of several processes, only the first one does.
     """
 
     CONFIG, METRICS, CURVE, CHECKPOINTS = "config.json", "metrics.jsonl", "curve.png", "checkpoints"
 
-    def __init__(self, path: Path, writes: bool = True):
-        self.path, self.writes = path, writes
+    def __init__(self, path: Path):
+        self.path, self.writes = path, True
 
     @classmethod
     def create(cls, path: Path, config: dict[str, Any], overwrite: bool) -> "RunDirectory":
         """Create the directory of a new run.
 
         Args:
-            path: The directory, such as `unused` names one.
+            path: The directory, such as `default_path` returns.
             config: The content of config.json.
             overwrite: Whether to delete the files of an earlier run. Other files are never deleted.
                 An interrupted call leaves either the earlier run or the new one.
@@ -67,7 +70,7 @@ class RunDirectory:
                     shutil.rmtree(run.checkpoints)
                 for name in (cls.METRICS, cls.CURVE):
                     (path / name).unlink(missing_ok=True)
-                run.config = config
+                run.write_config(config)
         return run
 
     @classmethod
@@ -89,7 +92,7 @@ class RunDirectory:
     def _is_run(self) -> bool:
         # Other programs have a config.json too.
         try:
-            return KEY in _parse_object((self.path / self.CONFIG).read_text())
+            return VERSION_KEY in _parse_object((self.path / self.CONFIG).read_text())
         except (OSError, ValueError):
             return False
 
@@ -134,9 +137,8 @@ class RunDirectory:
         except OSError:
             return False
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """The content of config.json. Raises TrainError if the options in it were edited."""
+    def read_config(self) -> dict[str, Any]:
+        """Return the content of config.json. Raises TrainError if its options were edited."""
         file = self.path / self.CONFIG
         with _explain(file, "cannot be read", "Start a new run."):
             config = _parse_object(file.read_text())
@@ -150,14 +152,13 @@ class RunDirectory:
             )
         return config
 
-    @config.setter
-    def config(self, config: dict[str, Any]) -> None:
+    def write_config(self, config: dict[str, Any]) -> None:
+        """Replace the content of config.json."""
         if self.writes:
             _replace(self.path / self.CONFIG, json.dumps(config, indent=2) + "\n")
 
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, without an incomplete last one."""
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl, without an incomplete last one."""
         file = self.path / self.METRICS
         with _explain(file, "cannot be read", "Start a new run."):
             lines = file.read_text().split("\n")[:-1] if file.exists() else []
@@ -173,7 +174,7 @@ class RunDirectory:
             file.truncate(file.read().rfind(b"\n") + 1)
             file.write(line.encode())
 
-    def keep(self, kind: str, wanted: Sequence[int]) -> list[dict[str, Any]]:
+    def truncate_metrics(self, kind: str, wanted: Sequence[int]) -> list[dict[str, Any]]:
         """Cut metrics.jsonl back to a checkpoint.
 
         Args:
@@ -187,7 +188,7 @@ class RunDirectory:
             TrainError: A line is missing or is there twice. Nothing was dropped.
         """
         file, last = self.path / self.METRICS, max(wanted, default=0)
-        lines = [line for line in self.metrics if line.get("kind") == kind]
+        lines = [line for line in self.read_metrics() if line.get("kind") == kind]
         lines = [line for line in lines if 0 < line.get("step", 0) <= last]
         steps = [line["step"] for line in lines]
         for step in sorted({*steps, *wanted}):
@@ -221,7 +222,7 @@ class RunDirectory:
         os.replace(partial, self.path / self.CURVE)
 
 
-def unused(command: str) -> Path:
+def default_path(command: str) -> Path:
     """Return `runs/COMMAND-DATE-TIME`, with `-2`, `-3`, … appended if it exists."""
     name = time.strftime(f"{command}-%Y%m%d-%H%M%S")
     path, number = DEFAULT / name, 1
@@ -233,7 +234,7 @@ def unused(command: str) -> Path:
 
 @contextlib.contextmanager
 def _explain(path: Path, problem: str, remedy: str) -> Iterator[None]:
-    """Convert the error of a file that the system refuses or that has another content."""
+    """Convert OSError and ValueError to TrainError."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -1,9 +1,12 @@
 """Interfaces between the training loop, the tasks it trains, and the progress display."""
 
+import abc
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import jax
+from jax.sharding import Mesh
 
 from .config import RunConfig
 
@@ -16,70 +19,86 @@ TrainStep = Callable[[Any, Any, jax.Array], tuple[Any, Any]]  # (state, batch, k
 Result = TypeVar("Result", covariant=True)
 
 
-class Task(Protocol[Result]):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Task(abc.ABC, Generic[Result]):
     """A model, its data and its devices, as `loop.fit` trains them.
 
     A state is a NamedTuple of arrays with a field `step`.
+
+    Attributes:
+        unit: The unit of the run's length and the kind of its records. The option of the
+            configuration is its plural.
+        items: What the reported rate counts.
+        config: The options of the run.
+        mesh: The devices.
+        schedule: The learning rate, a function of the number of steps taken.
     """
 
-    @property
-    def config(self) -> RunConfig:
-        """The options of the run."""
-        ...
+    unit: ClassVar[Literal["epoch", "step"]]
+    items: ClassVar[Literal["images", "tokens"]]
+
+    config: RunConfig
+    mesh: Mesh
+    schedule: Callable[[int], Any]
 
     @property
-    def kind(self) -> str:
-        """The unit of the run's length and the kind of its records: `"epoch"` or `"step"`."""
-        ...
+    @abc.abstractmethod
+    def steps_per_unit(self) -> int:
+        """The number of steps in an epoch; 1 if the unit is a step."""
 
     @property
+    @abc.abstractmethod
     def eval_steps(self) -> Sequence[int]:
         """The steps after which the model is validated and saved; the last one ends the run."""
-        ...
 
     @property
-    def examples_per_step(self) -> int:
-        """The number of examples in a batch."""
-        ...
+    @abc.abstractmethod
+    def items_per_step(self) -> int:
+        """Images or tokens per training step; the unit of the reported rate."""
 
+    @abc.abstractmethod
     def describe(self) -> dict[str, Any]:
         """Return the content of config.json.
 
-        `options` holds the options, among them the run's length, named by the plural of `kind`.
-        `data` holds what distinguishes the data of the run from other data.
+        `options` holds the options. `data` holds what distinguishes the data of the run from other
+        data.
         """
-        ...
 
+    @abc.abstractmethod
     def initial_state(self) -> Any:
         """Return the state before the first step."""
-        ...
 
+    @abc.abstractmethod
     def shapes(self) -> Any:
         """Return the shapes, dtypes and shardings of the state, as `jax.ShapeDtypeStruct`s."""
-        ...
 
+    @abc.abstractmethod
     def make_step(self) -> TrainStep:
         """Compile `(state, batch, key) -> (state, metrics)`, which donates the state.
 
-        The step treats a loss that is not finite as `finite.skip_nonfinite` does.
+        With `on_nan="skip"`, a step with a non-finite loss or gradient changes only `step`, and its
+        loss is NaN.
         """
-        ...
 
-    def make_test(self) -> Callable[[Any, Part], Metrics]:
+    @abc.abstractmethod
+    def make_eval(self) -> Callable[[Any, Part], Metrics]:
         """Compile an evaluation, `(state, part) -> metrics`; an empty part has no metrics."""
-        ...
 
+    @abc.abstractmethod
     def batches(self, done: int) -> Iterator[Any]:
-        """Yield batches without end, from that of step `done + 1` on, as the seed says."""
-        ...
+        """Yield an infinite stream of batches that starts with step `done + 1`.
 
+        The seed determines it.
+        """
+
+    @abc.abstractmethod
     def read(self, metrics: Any) -> Metrics:
         """Wait for a step and return its metrics as numbers."""
-        ...
 
     def where(self, step: int) -> str:
         """Return the position of a step for a message, such as `"in epoch 3"`."""
-        ...
+        number = -(-step // self.steps_per_unit)
+        return f"{'in' if self.unit == 'epoch' else 'at'} {self.unit} {number}"
 
     def record(self, step: int, train: Metrics, validation: Metrics, rate: float) -> Record:
         """Return the record of an evaluation, with a `kind` and a `step`.
@@ -88,18 +107,28 @@ class Task(Protocol[Result]):
             step: The number of steps taken.
             train: Means over the steps since the previous evaluation.
             validation: Metrics of the validation part.
-            rate: Training speed in examples per second.
+            rate: Training speed in images or tokens per second.
         """
-        ...
+        return {
+            "kind": self.unit,
+            self.unit: step // self.steps_per_unit,
+            "step": step,
+            **{f"train_{name}": value for name, value in train.items()},
+            # That of the first step of the epoch, or of the last step.
+            "learning_rate": float(self.schedule(step - self.steps_per_unit)),
+            f"{self.items}_per_second": rate,
+            **{f"validation_{name}": value for name, value in validation.items()},
+        }
 
+    @abc.abstractmethod
     def score(self, record: Record) -> tuple[float, ...]:
         """Return a score for choosing the best parameters; higher is better."""
-        ...
 
+    @abc.abstractmethod
     def draw(self, axes: Any, records: Sequence[Record]) -> None:
         """Plot the records on Matplotlib axes."""
-        ...
 
+    @abc.abstractmethod
     def result(
         self, records: Sequence[Record], best: Record, tested: Metrics, began: float
     ) -> Result:
@@ -111,7 +140,6 @@ class Task(Protocol[Result]):
             tested: Test metrics of the parameters at `best`.
             began: When the run started, by `time.perf_counter`.
         """
-        ...
 
 
 class Progress:
@@ -124,7 +152,7 @@ class Progress:
         """
 
     def step(self, step: int, metrics: Metrics, rate: float) -> None:
-        """Handle the metrics of a step; `rate` is in examples per second."""
+        """Handle the metrics of a step; `rate` is in images or tokens per second."""
 
     def report(self, record: Record) -> None:
         """Handle the record of an evaluation."""

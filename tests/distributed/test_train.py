@@ -49,10 +49,10 @@ def losses(path):
 def task_of(path, **changes):
     """Return the task of a run, on as many devices of this process."""
     run = RunDirectory.open(path)
-    options, devices = run.config["options"] | changes, jax.devices()[:DEVICES]
-    if run.config["command"] == "lm":
+    options, devices = run.read_config()["options"] | changes, jax.devices()[:DEVICES]
+    if run.read_config()["command"] == "lm":
         return lm.prepare(LMConfig(**options), devices, resume=True)
-    config = {"densenet": DenseNetConfig, "resnet": ResNetConfig}[run.config["command"]]
+    config = {"densenet": DenseNetConfig, "resnet": ResNetConfig}[run.read_config()["command"]]
     return images.prepare(config(**options), devices)
 
 

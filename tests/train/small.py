@@ -92,7 +92,7 @@ class CachedTask:
 
     @functools.cached_property
     def _programs(self):
-        return self.task.make_step(), self.task.make_test()
+        return self.task.make_step(), self.task.make_eval()
 
     @functools.cached_property
     def _initial_state(self):
@@ -105,7 +105,7 @@ class CachedTask:
     def make_step(self):
         return self._programs[0]
 
-    def make_test(self):
+    def make_eval(self):
         return self._programs[1]
 
 
@@ -144,7 +144,7 @@ def new_run(path, task):
 def lines_without_times(run):
     """Return the lines of metrics.jsonl without what differs between equal runs."""
     times = {"seconds", "images_per_second", "tokens_per_second"}
-    return [{k: v for k, v in line.items() if k not in times} for line in run.metrics]
+    return [{k: v for k, v in line.items() if k not in times} for line in run.read_metrics()]
 
 
 def assert_same_parameters(task, *runs, step=None):

@@ -56,8 +56,8 @@ class FirstIsBest(CachedTask):
     def score(self, record):
         return (-record["step"],)
 
-    def make_test(self):
-        evaluate = self.task.make_test()
+    def make_eval(self):
+        evaluate = self.task.make_eval()
 
         def evaluate_and_record(state, part):
             self.evaluated.append((part, int(state.step)))
@@ -79,7 +79,7 @@ def copy_of(run, path):
 
 
 def kinds(run):
-    return [line["kind"] for line in run.metrics]
+    return [line["kind"] for line in run.read_metrics()]
 
 
 def checkpoints(run):
@@ -89,8 +89,8 @@ def checkpoints(run):
 @both_kinds
 def test_files_of_a_run(task, whole):
     run, result = whole
-    lines = run.metrics
-    assert kinds(run) == [task.kind] * 3 + ["final"]
+    lines = run.read_metrics()
+    assert kinds(run) == [task.unit] * 3 + ["final"]
     assert lines[-1] == {"kind": "final"} | vars(result)
     records = lines[:3]
     assert [record["step"] for record in records] == list(task.eval_steps)
@@ -106,12 +106,12 @@ def test_files_of_a_run(task, whole):
 
 def test_result_of_images(whole):
     run, result = whole
-    records = run.metrics[:3]
+    records = run.read_metrics()[:3]
     assert [record["epoch"] for record in records] == [1, 2, 3]
     best = max(record["validation_accuracy"] for record in records)
     assert result.validation_accuracy == best
     assert records[result.best_epoch - 1]["validation_accuracy"] == best
-    config = run.config
+    config = run.read_config()
     assert config["options"]["batch_size"] == 16
     assert config["data"]["class_names"] == list("abcde")
     assert (config["data"]["train_images"], config["data"]["validation_images"]) == (65, 5)
@@ -120,7 +120,7 @@ def test_result_of_images(whole):
 @pytest.mark.parametrize("task", ["lm"], indirect=True)
 def test_result_of_text(task, whole):
     run, result = whole
-    records = run.metrics[:3]
+    records = run.read_metrics()[:3]
     assert records[0]["train_loss"] < math.log(256) + 0.1
     np.testing.assert_allclose(result.test_bits_per_byte, result.test_loss / math.log(2))
     assert result.validation_loss == min(record["validation_loss"] for record in records)
@@ -132,9 +132,9 @@ def test_tests_the_best_parameters_once(task, whole, first_is_best):
     first, run, result = first_is_best
     steps = list(task.eval_steps)
     assert first.evaluated[:4] == [*(("validation", s) for s in steps), ("test", steps[0])]
-    assert run.metrics[-1][f"best_{task.kind}"] == run.metrics[0][task.kind]
+    assert run.read_metrics()[-1][f"best_{task.unit}"] == run.read_metrics()[0][task.unit]
     assert checkpoints(run) == {str(steps[0]), str(steps[-1])}
-    assert not any(name.startswith("test") for line in run.metrics[:3] for name in line)
+    assert not any(name.startswith("test") for line in run.read_metrics()[:3] for name in line)
     assert result.test_loss > whole[1].test_loss  # the small models learn to the end
 
 
@@ -144,7 +144,7 @@ def test_resumes_exactly_after_ctrl_c(tmp_path, task, whole):
     with pytest.raises(KeyboardInterrupt):
         fit(task, run, progress)
     assert progress.stopped
-    assert kinds(run) == [task.kind, "interrupted"]
+    assert kinds(run) == [task.unit, "interrupted"]
     assert (run.path / "curve.png").exists()
     assert checkpoints(run) == {str(task.eval_steps[0])}
 
@@ -214,6 +214,23 @@ def test_ctrl_c_before_the_first_checkpoint(tmp_path, task, whole, monkeypatch):
     assert lines_without_times(run) == lines_without_times(whole[0])
 
 
+def test_an_interruption_is_recorded_under_the_lock(tmp_path, task, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def append(self, record):
+        records.append(record)
+        with pytest.raises(TrainError, match="another process is training"), run.locked():
+            pass
+
+    run, records = new_run(tmp_path / "run", task), []
+    monkeypatch.setattr(CachedTask, "initial_state", interrupt)
+    monkeypatch.setattr(RunDirectory, "append", append)
+    with pytest.raises(KeyboardInterrupt):
+        fit(task, run)
+    assert records == [{"kind": "interrupted"}]
+
+
 def test_a_damaged_last_checkpoint(tmp_path, task, first_is_best):
     first, finished, _ = first_is_best
     run, steps = copy_of(finished, tmp_path / "run"), task.eval_steps
@@ -255,38 +272,38 @@ def test_a_locked_run(tmp_path, task):
     run = new_run(tmp_path / "run", task)
     with run.locked(), pytest.raises(TrainError, match="run: another process is training in it"):
         fit(task, RunDirectory.open(run.path), resume=True)
-    assert run.metrics == []
+    assert run.read_metrics() == []
 
 
 def of_length(task, length, **options):
     """Return a similar task of another length."""
-    make = MAKE["images" if task.kind == "epoch" else "lm"]
-    return make(**{f"{task.kind}s": length}, **options)
+    make = MAKE["images" if task.unit == "epoch" else "lm"]
+    return make(**{f"{task.unit}s": length}, **options)
 
 
 def length_of(task):
-    return task.describe()["options"][f"{task.kind}s"]
+    return task.describe()["options"][f"{task.unit}s"]
 
 
 @text_exhaustively
 def test_a_longer_run(tmp_path, task, whole):
     """All further steps follow the schedule of the longer run; the earlier lines stay."""
     run, length = copy_of(whole[0], tmp_path / "run"), length_of(task) + 1
-    longer = of_length(task, length)
+    longer = of_length(task, length, data="elsewhere")  # the same data
     fit(longer, run, resume=True)
-    lines = run.metrics
-    assert lines[:3] == whole[0].metrics[:3]
+    lines = run.read_metrics()
+    assert lines[:3] == whole[0].read_metrics()[:3]
     end = longer.eval_steps[-1]
     assert [line["step"] for line in lines[:-1]] == [*task.eval_steps, end]
     assert lines[-1]["kind"] == "final"
     before = task.task.record(end, {"loss": 0, "accuracy": 0}, {}, 0.0)["learning_rate"]
     assert lines[3]["learning_rate"] > before
-    assert run.config == longer.describe()
+    assert run.read_config() == longer.describe()
 
-    message = rf"`{task.kind}s` \(=1\) must be at least {length}: .*run has taken {end} steps"
+    message = rf"`{task.unit}s` \(=1\) must be at least {length}: .*run has taken {end} steps"
     with pytest.raises(TrainError, match=message):
         fit(of_length(task, 1), run, resume=True)
-    assert run.metrics == lines and run.config == longer.describe()
+    assert run.read_metrics() == lines and run.read_config() == longer.describe()
 
 
 @pytest.mark.parametrize("change", ["data", "seed", "edited seed", "edited length"])
@@ -300,12 +317,12 @@ def test_a_run_of_other_options_or_data(tmp_path, task, whole, change):
         resumed = of_length(task, length_of(task), seed=1)
         message = r"run was trained with seed \(=0\), not with 1\. Resume"
     else:
-        config["options"]["seed" if change == "edited seed" else f"{task.kind}s"] += 8
+        config["options"]["seed" if change == "edited seed" else f"{task.unit}s"] += 8
         file.write_text(json.dumps(config))
         message = r"config\.json: its options were changed.*start a new run"
     with pytest.raises(TrainError, match=message):
         fit(resumed, run, resume=True)
-    assert run.metrics == whole[0].metrics
+    assert run.read_metrics() == whole[0].read_metrics()
     assert checkpoints(run) == checkpoints(whole[0])
 
 
@@ -317,7 +334,7 @@ def test_without_validation_the_last_step_is_the_best(tmp_path, kind):
     with pytest.raises(KeyboardInterrupt):
         fit(one, run, InterruptAt(one.eval_steps[0] + 1))
     result = fit(one, RunDirectory.open(run.path), resume=True)
-    assert vars(result)[f"best_{one.kind}"] == length_of(one)
+    assert vars(result)[f"best_{one.unit}"] == length_of(one)
     assert result.validation_loss is None
     assert checkpoints(run) == {str(one.eval_steps[-1])}
 
@@ -363,12 +380,12 @@ def test_stops_at_a_train_loss_that_is_nan(tmp_path, task):
 
 @pytest.mark.parametrize("part", ["validation", "test"])
 def test_stops_at_an_evaluation_that_is_not_finite(tmp_path, task, part, monkeypatch):
-    evaluate = task.make_test()
+    evaluate = task.make_eval()
 
     def diverge(state, of):
         return dict(evaluate(state, of)) | ({"loss": math.inf} if of == part else {})
 
-    monkeypatch.setattr(task, "make_test", lambda: diverge, raising=False)
+    monkeypatch.setattr(task, "make_eval", lambda: diverge, raising=False)
     message = rf"the {part} loss is inf (in epoch|at step) \d. Use a learning_rate below"
     with pytest.raises(TrainError, match=message):
         fit(task, new_run(tmp_path / "run", task))

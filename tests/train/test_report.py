@@ -71,7 +71,7 @@ def test_shows_a_bar_on_a_terminal(name):
 
 def announced(task):
     file = io.StringIO()
-    report = images if task.kind == "epoch" else lm
+    report = images if task.unit == "epoch" else lm
     report.announce(Console(file=file, width=80), task, RunDirectory(Path("here")))
     return file.getvalue()
 

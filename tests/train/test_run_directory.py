@@ -9,7 +9,7 @@ import pytest
 
 from effjax.train.config import fingerprint
 from effjax.train.errors import TrainError
-from effjax.train.run_directory import RunDirectory, unused
+from effjax.train.run_directory import RunDirectory, default_path
 
 pytest.importorskip("matplotlib")
 
@@ -24,7 +24,7 @@ def create(path, overwrite=False):
 def test_unused_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda _: "densenet-now")
-    paths = [create(unused("densenet")).path for _ in range(3)]
+    paths = [create(default_path("densenet")).path for _ in range(3)]
     assert [p.as_posix() for p in paths] == [
         "runs/densenet-now", "runs/densenet-now-2", "runs/densenet-now-3",
     ]  # fmt: skip
@@ -37,9 +37,9 @@ def test_overwrites_a_run_only_if_asked(tmp_path):
     (run.path / "notes.txt").write_text("mine")
     with pytest.raises(TrainError, match="holds a run. Give another --out, or --overwrite"):
         create(run.path)
-    assert run.metrics == [{"kind": "epoch"}]
+    assert run.read_metrics() == [{"kind": "epoch"}]
     create(run.path, overwrite=True)
-    assert run.metrics == []
+    assert run.read_metrics() == []
     assert {p.name for p in run.path.iterdir()} == {"config.json", "notes.txt"}
 
 
@@ -55,11 +55,11 @@ def test_lock_excludes_other_processes(tmp_path):
         for refused in (run.locked().__enter__, lambda: create(run.path, overwrite=True)):
             with pytest.raises(TrainError, match="run: another process is training in it. Wait"):
                 refused()
-        assert run.metrics == [{"kind": "epoch"}]
+        assert run.read_metrics() == [{"kind": "epoch"}]
         other.kill()
     with run.locked():
-        assert run.config == CONFIG
-    assert create(run.path, overwrite=True).metrics == []
+        assert run.read_config() == CONFIG
+    assert create(run.path, overwrite=True).read_metrics() == []
 
 
 def test_file_system_without_locks(tmp_path, monkeypatch):
@@ -69,7 +69,7 @@ def test_file_system_without_locks(tmp_path, monkeypatch):
     run = create(tmp_path / "run")
     monkeypatch.setattr("fcntl.flock", unsupported)
     with run.locked():
-        assert run.config == CONFIG
+        assert run.read_config() == CONFIG
 
 
 def test_rejects_a_directory_of_other_files(tmp_path):
@@ -105,7 +105,7 @@ def test_interrupted_creation_can_be_repeated(tmp_path, monkeypatch):
                 with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
                     patch.setattr(where, end)
                     create(run, overwrite=existing)
-                assert create(run, overwrite=existing).config == CONFIG
+                assert create(run, overwrite=existing).read_config() == CONFIG
                 (run / "checkpoints").mkdir()
 
 
@@ -133,7 +133,7 @@ def test_open_rejects_a_directory_without_a_run(tmp_path):
     for content in ("{", "[1]"):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(TrainError, match="config.json: cannot be read"):
-            _ = RunDirectory.open(tmp_path).config
+            RunDirectory.open(tmp_path).read_config()
 
 
 def test_cuts_metrics_back_to_a_step(tmp_path):
@@ -142,8 +142,8 @@ def test_cuts_metrics_back_to_a_step(tmp_path):
     for step in (2, 4, 5, 6, 8):
         run.append({"kind": "step", "step": step})
     run.append({"kind": "interrupted"})
-    assert [r["step"] for r in run.keep("step", [2, 4, 6])] == [2, 4, 5, 6]
-    assert [r["step"] for r in run.metrics] == [2, 4, 5, 6]
+    assert [r["step"] for r in run.truncate_metrics("step", [2, 4, 6])] == [2, 4, 5, 6]
+    assert [r["step"] for r in run.read_metrics()] == [2, 4, 5, 6]
 
 
 def torn(path):
@@ -158,15 +158,15 @@ def torn(path):
 
 def test_drops_an_incomplete_last_line(tmp_path):
     run = torn(tmp_path)
-    assert [r["step"] for r in run.metrics] == [1]
-    assert [r["step"] for r in run.keep("step", [1])] == [1]
+    assert [r["step"] for r in run.read_metrics()] == [1]
+    assert [r["step"] for r in run.truncate_metrics("step", [1])] == [1]
     assert (tmp_path / "metrics.jsonl").read_text() == '{"kind": "step", "step": 1}\n'
 
 
 def test_appends_after_an_incomplete_line(tmp_path):
     run = torn(tmp_path)
     run.append({"kind": "interrupted"})
-    assert run.metrics == [{"kind": "step", "step": 1}, {"kind": "interrupted"}]
+    assert run.read_metrics() == [{"kind": "step", "step": 1}, {"kind": "interrupted"}]
 
 
 @pytest.mark.parametrize(
@@ -182,14 +182,14 @@ def test_rejects_metrics_that_do_not_fit_the_checkpoint(tmp_path, content, messa
     run = create(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(content)
     with pytest.raises(TrainError, match=rf"metrics\.jsonl{message}.*[Ss]tart a new run"):
-        run.keep("step", [1])
+        run.truncate_metrics("step", [1])
     assert (tmp_path / "metrics.jsonl").read_text() == content
 
 
 def test_append_rejects_nan(tmp_path):
     with pytest.raises(ValueError, match="JSON compliant"):
         create(tmp_path).append({"loss": float("nan")})
-    assert RunDirectory(tmp_path).metrics == []
+    assert RunDirectory(tmp_path).read_metrics() == []
 
 
 def test_requires_matplotlib(tmp_path, monkeypatch):
@@ -215,7 +215,7 @@ def test_rejects_edited_options(tmp_path):
     run = RunDirectory.create(
         tmp_path, {"options": options, "fingerprint": fingerprint(options)}, overwrite=False
     )
-    assert run.config["options"] == options
+    assert run.read_config()["options"] == options
     file = tmp_path / "config.json"
     for content, message in (
         (file.read_text().replace("3", "4", 1), "its options were changed, .* start a new run"),
@@ -223,4 +223,4 @@ def test_rejects_edited_options(tmp_path):
     ):
         file.write_text(content)
         with pytest.raises(TrainError, match=message):
-            _ = run.config
+            run.read_config()

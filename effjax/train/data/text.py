@@ -1,6 +1,7 @@
 """Text as bytes in memory, and windows of it for training and testing."""
 
 import dataclasses
+import functools
 import itertools
 import os
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ class Text:
     def __len__(self) -> int:
         return len(self.train) + len(self.validation) + len(self.test)
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of the whole text."""
         parts = self.train, self.validation, self.test

@@ -26,7 +26,7 @@ def announce(console: Console, task: ImageTask, run: RunDirectory) -> None:
     if left_out:
         print_line(
             console,
-            f"an epoch is {counted(task.steps_each, 'step')} and leaves out "
+            f"an epoch is {counted(task.steps_per_unit, 'step')} and leaves out "
             f"{counted(left_out, 'image')} that would not fill a batch, others each time",
         )
     print_line(

@@ -1,4 +1,5 @@
 """Classification of images, as a task of the training loop."""
+# ruff: noqa: D102 (`Task` documents the methods)
 
 import dataclasses
 import functools
@@ -11,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 
 from ... import __version__
 from ..data.augment import Augmentation, augment, default_padding
@@ -29,7 +29,7 @@ from ..mesh import (
     with_shardings,
 )
 from ..processes import is_multiprocess, sum_over_processes
-from ..task import Metrics, Part, Record, TrainStep
+from ..task import Metrics, Part, Record, Task, TrainStep
 from .config import ImageConfig
 from .forms import backward_bytes
 from .steps import (
@@ -109,8 +109,8 @@ def prepare(
             f"batch_size (={config.batch_size}) is larger than the train set "
             f"(={counted(images, 'image')}). Use a smaller one."
         )
-    steps_each = images // config.batch_size
-    schedule = make_schedule(config.schedule, config.learning_rate, config.epochs * steps_each)
+    steps = config.epochs * (images // config.batch_size)
+    schedule = make_schedule(config.schedule, config.learning_rate, steps)
     optimizer = make_optimizer(schedule, config.momentum, config.weight_decay)
     build = model_builder(config, dataset.image_shape, len(dataset.class_names))
     pixel_counts = sum_over_processes(functools.partial(channel_counts, dataset.train_images))
@@ -120,39 +120,36 @@ def prepare(
     flip = dataset.flip if config.flip is None else config.flip
     wanted = config.augment is None or config.augment
     augmentation = Augmentation(default_padding(dataset.image_shape), flip) if wanted else None
-    return ImageTask(config, dataset, build, learner, mesh, steps_each, schedule, augmentation)
+    return ImageTask(config, mesh, schedule, dataset, build, learner, augmentation)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ImageTask:
-    """The `Task` of a run on images, from `prepare`."""
+class ImageTask(Task[ImageResult]):
+    """A run on images, from `prepare`."""
+
+    unit = "epoch"
+    items = "images"
 
     config: ImageConfig
     dataset: Dataset
     build: Callable[..., nnx.Module]
     learner: Learner
-    mesh: Mesh
-    steps_each: int  # steps per epoch
-    learning_rate: Callable[[int], Any]
     augmentation: Augmentation | None
 
     @property
-    def kind(self) -> str:
-        """The unit of the run's length."""
-        return "epoch"
+    def steps_per_unit(self) -> int:
+        return len(self.dataset.train_images) // self.config.batch_size
 
     @property
     def eval_steps(self) -> Sequence[int]:
-        """The steps after which the model is validated and saved."""
-        return range(self.steps_each, self.config.epochs * self.steps_each + 1, self.steps_each)
+        each = self.steps_per_unit
+        return range(each, self.config.epochs * each + 1, each)
 
     @property
-    def examples_per_step(self) -> int:
-        """The number of examples in a batch."""
+    def items_per_step(self) -> int:
         return self.config.batch_size
 
     def describe(self) -> dict[str, Any]:
-        """Return the content of config.json."""
         data = self.dataset
         held_out = {"validation_images": len(data.validation_images)}
         return self.config.describe(
@@ -169,11 +166,9 @@ class ImageTask:
         )
 
     def initial_state(self) -> TrainState:
-        """Return the state before the first step."""
         return jax.jit(self._init, out_shardings=self._shardings)()
 
     def shapes(self) -> TrainState:
-        """Return the shapes, dtypes and shardings of the state."""
         return with_shardings(jax.eval_shape(self._init), self._shardings)
 
     def _init(self) -> TrainState:
@@ -184,17 +179,14 @@ class ImageTask:
         return state_shardings(jax.eval_shape(self._init), self.mesh)
 
     def make_step(self) -> TrainStep:
-        """Compile a training step."""
         return make_train_step(self.config.parallel, self.learner, self.mesh, self._shardings)
 
-    def make_test(self) -> Callable[[TrainState, Part], Metrics]:
-        """Compile an evaluation."""
+    def make_eval(self) -> Callable[[TrainState, Part], Metrics]:
         eval_step = make_eval_step(self.learner, self.mesh, self._shardings)
         return lambda state, part: self._evaluate(eval_step, state, part)
 
     def batches(self, done: int) -> Iterator[Batch]:
-        """Yield the batches after `done` steps, without end."""
-        epochs, skip = divmod(done, self.steps_each)
+        epochs, skip = divmod(done, self.steps_per_unit)
         for epoch in itertools.count(epochs + 1):
             for batch in self.local_batches(epoch, skip):
                 if self.config.parallel == "pmap":  # which distributes the batch itself
@@ -213,7 +205,7 @@ class ImageTask:
         images, labels = self.dataset.train_images, self.dataset.train_labels
         rows = local_rows(size, self.mesh)
         order = np.random.default_rng([seed, epoch]).permutation(len(images))
-        for number in range(skip, self.steps_each):
+        for number in range(skip, self.steps_per_unit):
             chosen = order[number * size : (number + 1) * size][rows]
             batch = images[chosen]
             if self.augmentation is not None:
@@ -222,31 +214,14 @@ class ImageTask:
             yield Batch(batch, labels[chosen])
 
     def read(self, metrics: StepMetrics) -> Metrics:
-        """Wait for a step and return its metrics."""
         accuracy = int(metrics.correct) / self.config.batch_size
         return {"loss": float(metrics.loss), "accuracy": accuracy}
 
-    def where(self, step: int) -> str:
-        """Return the position of a step for a message."""
-        return f"in epoch {-(-step // self.steps_each)}"
-
-    def record(self, step: int, train: Metrics, validation: Metrics, rate: float) -> Record:
-        """Return the record of an evaluation."""
-        return {
-            "kind": "epoch", "epoch": step // self.steps_each, "step": step,
-            "train_loss": train["loss"], "train_accuracy": train["accuracy"],
-            "learning_rate": float(self.learning_rate(step - self.steps_each)),
-            "images_per_second": rate,
-            **{f"validation_{name}": value for name, value in validation.items()},
-        }  # fmt: skip
-
     def score(self, record: Record) -> tuple[float, ...]:
-        """Return the score of a record; higher is better."""
         accuracy, loss = record.get("validation_accuracy", 0), record.get("validation_loss", 0)
         return accuracy, -loss, record["epoch"]
 
     def draw(self, axes: Any, records: Sequence[Record]) -> None:
-        """Plot the records."""
         x = [record["epoch"] for record in records]
         axes.set(xlabel="epoch", ylabel="loss")
         axes.plot(x, [r["train_loss"] for r in records], "C0.-", label="train loss")
@@ -261,7 +236,6 @@ class ImageTask:
     def result(
         self, records: Sequence[Record], best: Record, tested: Metrics, began: float
     ) -> ImageResult:
-        """Return the result of the run."""
         batch = self.config.batch_size, *self.dataset.image_shape
         return ImageResult(
             test_accuracy=tested["accuracy"],

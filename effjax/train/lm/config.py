@@ -46,12 +46,11 @@ class LMConfig(RunConfig):
             )
         if self.lora is not None and self.lora > self.width:
             raise TrainError(f"lora (={self.lora}) must be at most the width (={self.width})")
-        # The layers are offloaded, or updated during the backward pass.
-        sliced = self.offload != "none" or self.fuse_update
+        uses_offload_ops = self.offload != "none" or self.fuse_update
         for name, default in (("num_microbatches", 1), ("policy", "recompute")):
-            if (value := getattr(self, name)) != default and not sliced:
+            if (value := getattr(self, name)) != default and not uses_offload_ops:
                 raise TrainError(f"{name} (={value}) needs --offload or --fuse-update")
-        if self.remat and sliced:
+        if self.remat and uses_offload_ops:
             raise TrainError(
                 "remat cannot be combined with offload or fuse_update, which recompute anyway"
             )

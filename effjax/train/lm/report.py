@@ -27,8 +27,8 @@ def announce(console: Console, task: LMTask, run: RunDirectory) -> None:
         f"parameters{trained}, {config.dtype}, batch {config.batch_size} × {config.context}, "
         f"{counted(config.steps, 'step')}, {describe_devices(task.mesh)}",
     )
-    if task.base is not None:
-        print_line(console, f"initialized from {task.base.run.path} at step {task.base.step}")
+    if task.source is not None:
+        print_line(console, f"initialized from {task.source.run.path} at step {task.source.step}")
     print_line(console, f"run directory: {run.path}")
 
 

@@ -1,7 +1,7 @@
 """The model, the optimizer and the training steps of a run on text. No text is read.
 
 A model is split by `nnx.split` into a graphdef and `params`, nested dicts of arrays. The parameters
-of the layers are stacked in ``params["blocks"]``; the others are all other entries.
+of the layers are stacked in ``params["blocks"]``. All other entries are called `others`.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class LMState(NamedTuple):
 
 
 class OffloadedState(NamedTuple):
-    """State of a model whose layers are updated in slices, on the host or the device."""
+    """State of a model whose layers are updated one at a time, on the host or the device."""
 
     step: Array  # int32 []
     model: OffloadState
@@ -111,14 +111,12 @@ class LMLearner:
         config: The options of the run.
         model: Abstract: shapes and no arrays.
         optimizer: The optimizer.
-        learning_rate: Its schedule.
         mesh: The mesh that the parameters are sharded over, or None if they are replicated.
     """
 
     config: LMConfig
     model: TransformerLM
     optimizer: optax.GradientTransformation
-    learning_rate: Callable[[int], Any]
     mesh: AnyMesh | None
 
     @property
@@ -148,8 +146,8 @@ class LMLearner:
         return self.config.offload in ("params", "all")
 
     @property
-    def is_sliced(self) -> bool:
-        """True if the layers are updated in slices, with the state `OffloadedState`."""
+    def updates_by_layer(self) -> bool:
+        """True if the layers are updated one at a time, with the state `OffloadedState`."""
         return self.config.fuse_update or self.params_on_host
 
     def apply_layers(self, num_microbatches: int) -> ApplyLayers:
@@ -171,7 +169,7 @@ class LMLearner:
 
     def train_step(self) -> Callable:
         """Return the training step, ``(state, tokens, key) -> (state, loss)``, not compiled."""
-        return self._sliced_step() if self.is_sliced else self._whole_step()
+        return self._step_by_layer() if self.updates_by_layer else self._step_at_once()
 
     def eval_step(self) -> Callable:
         """Return ``(params, tokens, weights) -> sum``, the weighted sum of the window losses."""
@@ -185,7 +183,7 @@ class LMLearner:
 
     def initial_state(self, mesh: AnyMesh) -> LMState | OffloadedState:
         """Return the state before the first step, with parameters drawn from the seed."""
-        if self.is_sliced:
+        if self.updates_by_layer:
             return self._initial_offloaded_state(mesh)
 
         def init() -> LMState:
@@ -205,7 +203,7 @@ class LMLearner:
             sharding = param_sharding(leaf.shape, mesh, is_layer)
             # Counts of the optimizer stay on the device.
             offloads = "layers" in names or ("layers_state" in names and leaf.ndim > 1)
-            if self.params_on_host and offloads and isinstance(state, OffloadedState):
+            if self.params_on_host and offloads:
                 return sharding.with_memory_kind("pinned_host")
             return sharding
 
@@ -221,7 +219,7 @@ class LMLearner:
             "activations": "host" if activations_on_host else "device",
         }
 
-    def _whole_step(self) -> Callable:
+    def _step_at_once(self) -> Callable:
         """Return the training step for `LMState`."""
         graphdef, mesh = self.graphdef, self.mesh
         apply_layers = self.apply_layers(self.config.num_microbatches)
@@ -242,9 +240,9 @@ class LMLearner:
 
         return step
 
-    def _sliced_step(self) -> Callable:
+    def _step_by_layer(self) -> Callable:
         """Return the training step for `OffloadedState`."""
-        _, train_step = self._sliced_functions()
+        _, train_step = self._offload_functions()
 
         def step(
             state: OffloadedState, tokens: Array, key: jax.Array
@@ -254,7 +252,7 @@ class LMLearner:
 
         return step
 
-    def _sliced_functions(self) -> tuple[Callable, Callable]:
+    def _offload_functions(self) -> tuple[Callable, Callable]:
         """Return `(init, step)` of `offload_train_step`."""
         functions, config = split_loss(self.model, self.mesh), self.config
         return offload_train_step(
@@ -278,7 +276,7 @@ class LMLearner:
         else:
             layers = jax.jit(blocks, out_shardings=shardings)()
         shardings = param_shardings(jax.eval_shape(others), mesh)
-        init, _ = self._sliced_functions()
+        init, _ = self._offload_functions()
         return OffloadedState(
             jnp.int32(0), init(layers, jax.jit(others, out_shardings=shardings)())
         )
@@ -289,7 +287,7 @@ def make_learner(config: LMConfig, mesh: AnyMesh) -> LMLearner:
     schedule = make_lm_schedule(config.learning_rate, config.steps)
     optimizer = make_lm_optimizer(schedule, config.weight_decay)
     model = nnx.eval_shape(lambda: build(config))
-    return LMLearner(config, model, optimizer, schedule, mesh if FSDP in mesh.shape else None)
+    return LMLearner(config, model, optimizer, mesh if FSDP in mesh.shape else None)
 
 
 def _count(params: Any) -> int:
@@ -308,7 +306,7 @@ class LMFunctions(NamedTuple):
 
 
 def without_blocks(params: Params) -> Params:
-    """Return the parameters that belong to no layer."""
+    """Return the parameters without `blocks`."""
     return {name: value for name, value in params.items() if name != "blocks"}
 
 
@@ -339,7 +337,7 @@ def window_losses(
         graphdef: From `nnx.split` of a `TransformerLM`.
         params: Its parameters.
         tokens: Integers [N, T + 1]. Each of the last T is predicted from those before it.
-        key: Of dropout; None turns it off.
+        key: Dropout key. If None, dropout is disabled.
         apply_layers: An argument of `TransformerLM`.
 
     Returns:

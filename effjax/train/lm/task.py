@@ -1,4 +1,5 @@
 """Prediction of the bytes of a text, as a task of the training loop."""
+# ruff: noqa: D102 (`Task` documents the methods)
 
 import dataclasses
 import math
@@ -9,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from ... import __version__, offload_jit
 from ..data.text import (
@@ -30,10 +30,10 @@ from ..mesh import (
     put,
     with_shardings,
 )
-from ..task import Metrics, Part, Record, TrainStep
-from .base import Base, find_base, restore_weights
+from ..task import Metrics, Part, Record, Task, TrainStep
 from .config import LMConfig
-from .steps import LMLearner, LMState, OffloadedState, make_learner
+from .source_run import SourceRun, find_source, restore_weights
+from .steps import LMLearner, LMState, OffloadedState, make_learner, make_lm_schedule
 
 State = LMState | OffloadedState
 
@@ -48,8 +48,8 @@ class LMResult:
         test_bits_per_byte: The same in bits.
         best_step: The step with the lowest validation loss, or the last one without validation.
         validation_loss: Of `best_step`; None without validation.
-        tokens_per_second: Median over the reports. The first step after a start, which may include
-            compilation, counts only if there is no other.
+        tokens_per_second: Median over the reports. The first step of each interval, which may
+            include compilation, counts only if there is no other.
         unigram_bits: Bits per test byte of a model without context, for comparison.
         num_params: The number of parameters.
         seconds: The duration of the run.
@@ -84,9 +84,9 @@ def prepare(
         DataError: The text cannot be read, or is too short.
         TrainError: The batch does not fit the devices, or `config.init_from` not the model.
     """
-    base = None if resume else find_base(config)
-    if base is not None:  # an absolute path: the run may be resumed in another folder
-        config = dataclasses.replace(config, init_from=os.path.realpath(base.run.path))
+    source = None if resume else find_source(config)
+    if source is not None:  # an absolute path: the run may be resumed in another folder
+        config = dataclasses.replace(config, init_from=os.path.realpath(source.run.path))
     text = hold_out(load_text(config.data) if text is None else text, config.validation)
     check_length(text, config.context)
     mesh = make_mesh(config.mesh, devices)
@@ -95,37 +95,36 @@ def prepare(
         raise TrainError(
             f"num_microbatches (={config.num_microbatches}) needs a single device, not {mesh.size}"
         )
-    return LMTask(config, text, make_learner(config, mesh), mesh, base)
+    schedule = make_lm_schedule(config.learning_rate, config.steps)
+    return LMTask(config, mesh, schedule, text, make_learner(config, mesh), source)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LMTask:
-    """The `Task` of a run on text, from `prepare`."""
+class LMTask(Task[LMResult]):
+    """A run on text, from `prepare`."""
+
+    unit = "step"
+    items = "tokens"
 
     config: LMConfig
     text: Text
     learner: LMLearner
-    mesh: Mesh
-    base: Base | None = None  # whose weights a new run starts with
+    source: SourceRun | None = None  # whose weights a new run starts with
 
     @property
-    def kind(self) -> str:
-        """The unit of the run's length."""
-        return "step"
+    def steps_per_unit(self) -> int:
+        return 1
 
     @property
     def eval_steps(self) -> Sequence[int]:
-        """The steps after which the model is validated and saved."""
         steps, every = self.config.steps, self.config.report_every
         return [*range(every, steps, every), steps]
 
     @property
-    def examples_per_step(self) -> int:
-        """The number of examples in a batch."""
+    def items_per_step(self) -> int:
         return self.config.batch_size * self.config.context
 
     def describe(self) -> dict[str, Any]:
-        """Return the content of config.json."""
         data = {"train_bytes": len(self.text.train)}
         if len(self.text.validation):
             data["validation_bytes"] = len(self.text.validation)
@@ -133,24 +132,23 @@ class LMTask:
         return self.config.describe(__version__, data)
 
     def initial_state(self) -> State:
-        """Return the state before the first step."""
         # A resumed run may have stopped before its first checkpoint.
-        base = self.base or find_base(self.config)
+        source = self.source or find_source(self.config)
         state = self.learner.initial_state(self.mesh)
+        # The parameters are sharded already. The step and the counts of the optimizer in
+        # `OffloadedState` are not.
         state = put(state, self.learner.shardings(state, self.mesh))
-        return state if base is None else restore_weights(state, base, self.mesh)
+        return state if source is None else restore_weights(state, source, self.mesh)
 
     def shapes(self) -> State:
-        """Return the shapes, dtypes and shardings of the state."""
         shapes = jax.eval_shape(lambda: self.learner.initial_state(self.mesh))
         return with_shardings(shapes, self.learner.shardings(shapes, self.mesh))
 
     def make_step(self) -> TrainStep:
-        """Compile a training step, in which each array keeps its sharding and its memory."""
+        # Each array keeps its sharding and its memory.
         return offload_jit(self.learner.train_step())
 
-    def make_test(self) -> Callable[[State, Part], Metrics]:
-        """Compile an evaluation."""
+    def make_eval(self) -> Callable[[State, Part], Metrics]:
         eval_step = offload_jit(self.learner.eval_step(), donate=False)
         context, size = self.config.context, self.config.batch_size
         rows = local_rows(size, self.mesh)
@@ -170,35 +168,18 @@ class LMTask:
         return test
 
     def batches(self, done: int) -> Iterator[jax.Array]:
-        """Yield the batches after `done` steps, without end."""
         config, size = self.config, self.config.batch_size
         rows, data = local_rows(size, self.mesh), self.text.train
         for windows in train_batches(data, config.context, size, config.seed, done, rows):
             yield global_batch(windows, size, self.mesh)
 
     def read(self, metrics: jax.Array) -> Metrics:
-        """Wait for a step and return its metrics."""
         return {"loss": float(metrics)}
 
-    def where(self, step: int) -> str:
-        """Return the position of a step for a message."""
-        return f"at step {step}"
-
-    def record(self, step: int, train: Metrics, validation: Metrics, rate: float) -> Record:
-        """Return the record of an evaluation."""
-        return {
-            "kind": "step", "step": step, "train_loss": train["loss"],
-            "learning_rate": float(self.learner.learning_rate(step - 1)),
-            "tokens_per_second": rate,
-            **{f"validation_{name}": value for name, value in validation.items()},
-        }  # fmt: skip
-
     def score(self, record: Record) -> tuple[float, ...]:
-        """Return the score of a record; higher is better."""
         return -record.get("validation_loss", 0), record["step"]
 
     def draw(self, axes: Any, records: Sequence[Record]) -> None:
-        """Plot the records."""
         x = [record["step"] for record in records]
         axes.set(xlabel="step", ylabel="loss (nats per byte)")
         for number, name in enumerate(("train", "validation")):
@@ -209,7 +190,6 @@ class LMTask:
     def result(
         self, records: Sequence[Record], best: Record, tested: Metrics, began: float
     ) -> LMResult:
-        """Return the result of the run."""
         return LMResult(
             train_loss=records[-1]["train_loss"],
             test_loss=tested["loss"],

@@ -60,7 +60,7 @@ def test_inputs_are_normalised():
 def test_padding_of_the_last_batch_does_not_count():
     task = small.image_task(devices=8)
     state = task.initial_state()
-    tested = task.make_test()(state, "test")
+    tested = task.make_eval()(state, "test")
 
     model = nnx.merge(task.learner.eval_graphdef, state.params, state.stats)
     logits = model(task.learner.inputs(task.dataset.test_images))

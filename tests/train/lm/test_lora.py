@@ -145,7 +145,7 @@ def test_all_weights_of_another_run(name, base):
 
 def test_without_validation_the_last_step_is_the_best(tmp_path):
     task: Any = lm_task(init_from=base_run(tmp_path / "run", {}, {}, best=2))
-    assert task.base.step == 2
+    assert task.source.step == 2
 
 
 @pytest.mark.exhaustive
@@ -242,7 +242,7 @@ def test_resuming_needs_the_other_run_for_step_0_only(base, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     run = new_run(tmp_path / "run", lm_task(lora=RANK, init_from="base"))
     monkeypatch.chdir("elsewhere")
-    config = LMConfig.from_json(run.config["options"])
+    config = LMConfig.from_json(run.read_config()["options"])
     for step_0_is_there in (False, True):
         if step_0_is_there:
             shutil.rmtree(tmp_path / "base")

@@ -34,7 +34,7 @@ def losses_of(task):
     for _, batch in zip(range(2), task.batches(0), strict=False):
         state, loss = step(state, batch, jax.random.key(0))
         losses.append(float(loss))
-    return [*losses, task.make_test()(state, "test")["loss"]], state
+    return [*losses, task.make_eval()(state, "test")["loss"]], state
 
 
 @functools.cache

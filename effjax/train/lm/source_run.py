@@ -14,10 +14,11 @@ from ..run_directory import RunDirectory
 from .config import LMConfig
 from .steps import LMState, OffloadedState, make_learner
 
-SHAPES = "layers", "width", "heads", "bias"  # the options that the shapes of the weights depend on
+# The options that the shapes of the weights depend on.
+MODEL_OPTIONS = "layers", "width", "heads", "bias"
 
 
-class Base(NamedTuple):
+class SourceRun(NamedTuple):
     """A run, and the step that its weights are read from."""
 
     run: RunDirectory
@@ -28,20 +29,20 @@ class Base(NamedTuple):
         """Raise TrainError if a new run in `out` could overwrite this one."""
         new = Path(os.path.realpath(out))
         for path in (self.run.path, self.run.checkpoints):
-            base = Path(os.path.realpath(path))
-            if new.is_relative_to(base) or base.is_relative_to(new):
+            source = Path(os.path.realpath(path))
+            if new.is_relative_to(source) or source.is_relative_to(new):
                 raise TrainError(
                     f"--out {out} and --init-from {self.run.path} are the same, or one lies in the "
                     "other. Give another --out."
                 )
 
 
-def find_base(config: LMConfig) -> Base | None:
+def find_source(config: LMConfig) -> SourceRun | None:
     """Find the best step of the run `config.init_from`, if that is given.
 
     Raises:
-        TrainError: It is not a run, or one of another model or without a checkpoint; or `lora` is
-            given without it.
+        TrainError: It is not a run, was trained with other model options, has adapters or has no
+            evaluated checkpoint; or `lora` is given without it.
     """
     if config.init_from is None:
         if config.lora is not None:
@@ -49,18 +50,18 @@ def find_base(config: LMConfig) -> Base | None:
         return None
     run = RunDirectory.find(Path(config.init_from))
     try:
-        base = LMConfig.from_json(run.config.get("options"))
+        source = LMConfig.from_json(run.read_config().get("options"))
     except TrainError as error:
         raise TrainError(f"{run.path}: {error}") from error
-    if base.lora is not None:
+    if source.lora is not None:
         raise TrainError(
-            f"{run.path} has adapters. Give the run that it started from, {base.init_from}."
+            f"{run.path} has adapters. Give the run that it started from, {source.init_from}."
         )
-    if any(getattr(base, name) != getattr(config, name) for name in SHAPES):
-        bias = "--bias" if base.bias else "--no-bias"
+    if any(getattr(source, name) != getattr(config, name) for name in MODEL_OPTIONS):
+        bias = "--bias" if source.bias else "--no-bias"
         raise TrainError(
-            f"{run.path} is of another model. Give --layers {base.layers} --width {base.width} "
-            f"--heads {base.heads} {bias}."
+            f"{run.path} was trained with other model options. Use --layers {source.layers} "
+            f"--width {source.width} --heads {source.heads} {bias}."
         )
     try:
         with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
@@ -68,12 +69,12 @@ def find_base(config: LMConfig) -> Base | None:
     except OSError as error:
         raise unreadable(run.checkpoints, error) from error
     if not best_first:
-        raise TrainError(f"{run.path} has no checkpoint of a step yet. Train it first.")
-    return Base(run, base, best_first[0])
+        raise TrainError(f"{run.path} has no evaluated checkpoint yet. Train it first.")
+    return SourceRun(run, source, best_first[0])
 
 
 def restore_weights(
-    state: LMState | OffloadedState, base: Base, mesh: Mesh
+    state: LMState | OffloadedState, source: SourceRun, mesh: Mesh
 ) -> LMState | OffloadedState:
     """Return the state with the weights of another run, each array with the same sharding."""
 
@@ -82,12 +83,12 @@ def restore_weights(
             return jax.device_put(weights, param.sharding)
         return {name: put(p, weights[name]) if name in weights else p for name, p in param.items()}
 
-    learner = make_learner(base.config, mesh)
+    learner = make_learner(source.config, mesh)
     shapes = jax.eval_shape(lambda: learner.initial_state(mesh))
     # To the host: the state of the optimizer is not needed, and may not fit on the device.
     shardings = jax.tree.map(
         lambda sharding: sharding.with_memory_kind("pinned_host"), learner.shardings(shapes, mesh)
     )
-    with Checkpoints(base.run.checkpoints, read_only=True) as checkpoints:
-        weights = checkpoints.restore(with_shardings(shapes, shardings), base.step).params
+    with Checkpoints(source.run.checkpoints, read_only=True) as checkpoints:
+        weights = checkpoints.restore(with_shardings(shapes, shardings), source.step).params
     return state.with_params(put(state.params, weights))
