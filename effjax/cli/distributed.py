@@ -11,7 +11,8 @@ from typing import Any
 from ..train.errors import TrainError
 from . import errors
 
-OPTIONS = "distributed", "coordinator", "num_processes", "process_id", "heartbeat_timeout"
+ADDRESS = "coordinator", "num_processes", "process_id"
+OPTIONS = "distributed", *ADDRESS, "heartbeat_timeout"
 
 
 def join(arguments: Mapping[str, Any]) -> None:
@@ -20,36 +21,39 @@ def join(arguments: Mapping[str, Any]) -> None:
     Args:
         arguments: The arguments of the command, with those named in `OPTIONS`.
     """
-    requested, *address, timeout = [arguments[name] for name in OPTIONS]
-    if not requested:
-        if address == [None, None, None]:
+    given = [arguments[name] is not None for name in ADDRESS]
+    if not arguments["distributed"]:
+        if not any(given):
             return
-        if None in address:
+        if not all(given):
             raise TrainError(
                 "--coordinator, --num-processes and --process-id must be given together. "
                 "--distributed alone asks the cluster."
             )
     from ..train import processes
 
-    processes.join(processes.Cluster(*address, heartbeat_timeout=timeout))
+    processes.join(**{name: arguments[name] for name in OPTIONS[1:]})
 
 
 @contextlib.contextmanager
-def end_all_on_error() -> Iterator[None]:
-    """End this process at once on an error, if it is one of several.
+def end_all_on_error(heartbeat_timeout: int) -> Iterator[None]:
+    """Report an error of a multi-process run and exit at once.
 
     The other processes wait for this one, and would keep it waiting. JAX ends them when its
     heartbeat stops.
+
+    Args:
+        heartbeat_timeout: The option of the command, in seconds.
     """
     try:
         yield
     except BaseException as error:
-        from ..train.processes import current_cluster, is_first
+        from ..train.processes import has_joined, is_first
 
-        if not (cluster := current_cluster()):
+        if not has_joined():
             raise
         if type(error).__name__ == "JaxRuntimeError":
-            _wait_for_jax(cluster.heartbeat_timeout)
+            _wait_for_jax(heartbeat_timeout)
         if isinstance(error, errors.CommandError) and error.exit_code == errors.PREEMPTED:
             raise  # all processes end
         code = errors.report(error)

@@ -111,7 +111,7 @@ def train_densenet(
     heartbeat_timeout: options.HeartbeatTimeout = 100,
 ) -> None:
     """Train a DenseNet-BC with batch norm over all devices, and report its memory."""
-    with end_all_on_error():
+    with end_all_on_error(heartbeat_timeout):
         _train(request_run(ctx, DenseNetConfig, changeable=["epochs"]))
 
 
@@ -159,7 +159,7 @@ def train_resnet(
     heartbeat_timeout: options.HeartbeatTimeout = 100,
 ) -> None:
     """Train a ResNet with batch norm over all devices, and report its memory."""
-    with end_all_on_error():
+    with end_all_on_error(heartbeat_timeout):
         request = request_run(ctx, ResNetConfig, changeable=["epochs", "compare_plain"])
         if compare_plain:
             _train_and_compare(request)

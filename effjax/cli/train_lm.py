@@ -98,7 +98,7 @@ def train_lm(
     heartbeat_timeout: options.HeartbeatTimeout = 100,
 ) -> None:
     """Train a transformer on the bytes of a text, and test it on the last tenth of the text."""
-    with end_all_on_error():
+    with end_all_on_error(heartbeat_timeout):
         _train(request_run(ctx, LMConfig, changeable=["steps", "plan"]), plan)
 
 

@@ -108,7 +108,7 @@ def train(
     from ..train.loop import fit
     from ..train.processes import (
         check_same_everywhere,
-        current_cluster,
+        has_joined,
         is_first,
         preemption_signal,
         run_on_first,
@@ -125,7 +125,7 @@ def train(
 
     # The data may be at another path on each machine.
     check_same_everywhere("option", description["options"] | {"data": None})
-    check_same_everywhere("data:", description["data"])
+    check_same_everywhere("data", description["data"])
     run_on_first(open_directory)
     run = RunDirectory.find(request.path)
     run.writes = is_first()
@@ -134,13 +134,13 @@ def train(
     resume = f"Resume with {resume_command(task.config.COMMAND, request.path)}"
     try:
         with (
-            preemption_signal() if current_cluster() else stop_signals() as stop_requested,
+            preemption_signal() if has_joined() else stop_signals() as stop_requested,
             interrupts() as raise_interrupt,
         ):
 
             def stop(step: int) -> bool:
                 raise_interrupt()
-                return stop_requested(step)
+                return stop_requested()
 
             return run, fit(task, run, progress, request.resume, stop)
     except RuntimeError as error:
@@ -157,7 +157,7 @@ def train(
 
 
 @contextlib.contextmanager
-def stop_signals() -> Iterator[Callable[[int], bool]]:
+def stop_signals() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True after SIGTERM or SIGHUP.
 
     A second signal ends the process, as it does by default.
@@ -177,7 +177,7 @@ def stop_signals() -> Iterator[Callable[[int], bool]]:
         if handler != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, receive)
     try:
-        yield lambda step: bool(received)
+        yield lambda: bool(received)
     finally:
         restore()
 

@@ -8,65 +8,66 @@ import itertools
 import json
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from .errors import TrainError
 
+_has_joined = False
+_poll_numbers = itertools.count(1)
 
-class Cluster(NamedTuple):
-    """The processes of a run.
+
+def has_joined() -> bool:
+    """Return True if this process has joined a cluster, even one of a single process.
+
+    JAX's preemption service then handles SIGTERM, also where `is_multiprocess` is False.
+    """
+    return _has_joined
+
+
+def join(
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    heartbeat_timeout: int,
+) -> None:
+    """Join the other processes of a run, before anything is computed.
 
     JAX asks the cluster (SLURM, Open MPI, Kubernetes, Cloud TPU) for what is None.
 
-    Attributes:
+    Args:
         coordinator: HOST:PORT of the first process.
         num_processes: The number of processes.
         process_id: The number of this process, from 0.
         heartbeat_timeout: Seconds of silence after which a process counts as dead.
-    """
-
-    coordinator: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
-    heartbeat_timeout: int = 100
-
-
-_clusters: list[Cluster] = []  # the one that this process has joined
-_questions = itertools.count(1)
-
-
-def current_cluster() -> Cluster | None:
-    """Return the cluster that this process has joined."""
-    return _clusters[0] if _clusters else None
-
-
-def join(cluster: Cluster) -> None:
-    """Join the other processes of a run, before anything is computed.
 
     Raises:
         TrainError: There is no such cluster, or its coordinator does not answer.
     """
+    global _has_joined
     jax.config.update("jax_enable_preemption_service", True)
     try:
         jax.distributed.initialize(
-            cluster.coordinator,
-            cluster.num_processes,
-            cluster.process_id,
-            heartbeat_timeout_seconds=cluster.heartbeat_timeout,
+            coordinator,
+            num_processes,
+            process_id,
+            heartbeat_timeout_seconds=heartbeat_timeout,
         )
     except (ValueError, RuntimeError) as error:
         raise TrainError(
             f"the processes cannot connect ({str(error).splitlines()[0]}). Give --coordinator "
             "HOST:PORT, --num-processes and --process-id, the same address to all."
         ) from error
-    _clusters.append(cluster)
+    _has_joined = True
 
 
 def is_multiprocess() -> bool:
-    """Return True if the run has several processes. Initializes no backend if it has one."""
+    """Return True if the run has several processes.
+
+    Does not initialize a backend in a single-process run.
+    """
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
@@ -132,20 +133,21 @@ def _broadcast(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def preemption_signal() -> Iterator[Callable[[int], bool]]:
-    """Yield a function of the step that returns True once a process has received SIGTERM or SIGHUP.
+def preemption_signal() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns True once a process has received SIGTERM or SIGHUP.
 
-    It returns True after the same step in all processes. After that, a second signal ends its
+    All processes must call it after each step. It returns True after the same step in all of them.
+    After that, a second signal ends its
     process as it does by default.
     """
     from jax.experimental.multihost_utils import reached_preemption_sync_point
 
     reached = False
 
-    def is_preempted(step: int) -> bool:
+    def is_preempted() -> bool:
         nonlocal reached
         # JAX compares its counter with the next number that it expects, so number the calls.
-        if not reached and reached_preemption_sync_point(next(_questions)):
+        if not reached and reached_preemption_sync_point(next(_poll_numbers)):
             reached = True
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         return reached
