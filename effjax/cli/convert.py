@@ -43,7 +43,7 @@ def convert(
     from ..convert import load_weights
     from ..convert.files import TORCH_SUFFIXES, suffix_of
     from ..convert.networks import NETWORKS, as_nnx, network_variables, write_checkpoint
-    from ..train.report import print_line, result_table
+    from ..train.report import print_line, print_table
 
     if model not in NETWORKS:
         raise TrainError(f"model (={model}) must be one of {', '.join(NETWORKS)}.")
@@ -79,8 +79,5 @@ def convert(
         "left out": f"batch counters{without_prefix}",
         "size": f"{sum(a.nbytes for a in leaves) / 1e6:.1f} MB",
     }
-    table = result_table()
-    for name, value in rows.items():
-        table.add_row(name, value)
-    console.print(table)
+    print_table(console, rows.items())
     print_line(console, f"written to {to}")

@@ -5,7 +5,6 @@ import functools
 import json
 import math
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -367,25 +366,3 @@ def _draw(plans: "Comparison", path: Path) -> None:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:  # ValueError: an unknown file format
         raise TrainError(f"--plot {path}: {error}") from error
-
-
-def memory_command(task: Any) -> str:
-    """Return the command that plans the model, batch and devices of a task, in all forms."""
-    config = task.config
-    names = [name for name, kinds in OPTIONS.items() if config.COMMAND in kinds]
-    options = {name: getattr(config, name, None) for name in names}
-    if isinstance(config, LMConfig):
-        model = "lm"
-    else:
-        model = "densenet" if config.network == "densenet-bc" else config.network
-        options["image_size"], _, _ = task.dataset.image_shape
-        options["num_classes"] = len(task.dataset.class_names)
-    defaults = {name: getattr(config.__class__, name, None) for name in names}
-    options = {name: value for name, value in options.items() if value != defaults[name]}
-    options["batch_size"] = config.batch_size
-    if config.mesh is None and task.mesh.size > 1:
-        options["num_devices"] = task.mesh.size
-    words = ["effjax", "memory", model]
-    for name, value in options.items():
-        words += [f"--{name.replace('_', '-')}", str(value)]
-    return shlex.join(words)

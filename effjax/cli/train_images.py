@@ -168,13 +168,15 @@ def train_resnet(
 
 
 def _train(request: RunRequest) -> "ImageResult":
-    from ..train.images import report
+    from ..train.images.report import describe, result_rows
     from ..train.images.task import prepare
+    from ..train.report import print_line, print_table
 
     # This checks all options and data. Nothing is written before.
     task, console = prepare(request.config), make_console()
-    run, result = train(request, task, report, console, memory_options="--save features")
-    report.show_result(console, task, run, result)
+    run, result = train(request, task, describe(task), console, memory_options="--save features")
+    print_table(console, result_rows(task, result))
+    print_line(console, f"written: {run.path}")
     return result
 
 

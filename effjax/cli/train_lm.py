@@ -103,15 +103,18 @@ def train_lm(
 
 
 def _train(request: RunRequest, plan: bool) -> None:
-    from ..train.lm import report
+    from ..train.lm.report import describe, result_rows
     from ..train.lm.task import prepare
+    from ..train.report import print_line, print_table
 
     task, console = prepare(request.config, resume=request.resume), make_console()
     if task.source is not None:
         task.source.check_apart(request.path)
-    run, result = train(request, task, report, console, memory_options="--remat, or --offload all")
+    memory_options = "--remat, or --offload all"
+    run, result = train(request, task, describe(task), console, memory_options)
     memory = _plan(request.config, task.mesh.size, console) if plan and run.writes else None
-    report.show_result(console, run, result, memory)
+    print_table(console, result_rows(result, memory))
+    print_line(console, f"written: {run.path}")
 
 
 def _plan(config: LMConfig, num_devices: int, console: "Console") -> "MemoryPlan | None":

@@ -14,7 +14,6 @@ from ..train.config import RESUMABLE_OPTIONS, RunConfig
 from ..train.errors import PreemptionError, TrainError
 from . import distributed
 from .errors import INTERRUPTED, PREEMPTED, CommandError
-from .memory import memory_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,14 +90,18 @@ def make_console() -> "Console":
 
 
 def train(
-    request: RunRequest, task: Any, report: Any, console: "Console", memory_options: str
+    request: RunRequest,
+    task: Any,
+    description: Sequence[str],
+    console: "Console",
+    memory_options: str,
 ) -> tuple["RunDirectory", Any]:
     """Train a task and show its progress.
 
     Args:
         request: The run.
         task: From `prepare`.
-        report: The module that describes the task.
+        description: Lines that describe the task.
         console: Where to print.
         memory_options: The options that save memory, for the error if it does not suffice.
 
@@ -113,24 +116,26 @@ def train(
         preemption_signal,
         run_on_first,
     )
+    from ..train.report import ConsoleProgress, print_line
     from ..train.run_directory import RunDirectory
 
-    description = task.describe()
+    content = task.describe()
 
     def open_directory() -> None:
         if request.resume:
             RunDirectory.open(request.path)
         else:
-            RunDirectory.create(request.path, description, request.overwrite)
+            RunDirectory.create(request.path, content, request.overwrite)
 
     # The data may be at another path on each machine.
-    check_same_everywhere("option", description["options"] | {"data": None})
-    check_same_everywhere("data", description["data"])
+    check_same_everywhere("option", content["options"] | {"data": None})
+    check_same_everywhere("data", content["data"])
     run_on_first(open_directory)
     run = RunDirectory.find(request.path)
     run.writes = is_first()
-    report.announce(console, task, run)
-    progress = report.make_progress(console, task) if is_first() else None
+    for line in (*description, f"run directory: {run.path}"):
+        print_line(console, line)
+    progress = ConsoleProgress(console, task) if is_first() else None
     resume = f"Resume with {resume_command(task.config.COMMAND, request.path)}"
     try:
         with (
@@ -147,8 +152,8 @@ def train(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise CommandError(
-            f"out of device memory. Try a smaller --batch-size, or {memory_options}. See where it "
-            f"goes with {memory_command(task)}"
+            f"out of device memory. Try a smaller --batch-size, or {memory_options}. To see what "
+            "uses the memory, plan the model with effjax memory."
         ) from error
     except KeyboardInterrupt as error:
         raise CommandError(f"interrupted. {resume}", INTERRUPTED) from error

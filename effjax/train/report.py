@@ -1,27 +1,32 @@
-"""Progress display shared by all tasks: lines, and a bar on a terminal."""
+"""The output of a run, the same for all tasks: lines, a bar on a terminal, a final table."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from .task import Metrics, Progress, Record
+from .task import Metrics, Progress, Record, Task
 
-LineText = Callable[[Record], str]
-BarText = Callable[[int, Metrics, float], str]  # (step, metrics, examples per second)
-
+# The format of each metric in a line and, with fewer digits, in the bar.
+FORMATS = {
+    "loss": (".4f", ".3f"),
+    "accuracy": (".2%", ".1%"),
+    "bits_per_byte": (".3f", ".2f"),
+}
 PATIENCE = 60.0  # seconds without a line
 
 
-def result_table() -> Table:
-    """Return an empty table of names and values."""
+def print_table(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+    """Print a table of names and values."""
     table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
-    return table
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def format_sizes(train: int, validation: int, test: int) -> str:
@@ -37,13 +42,13 @@ def print_line(console: Console, text: str) -> None:
 
 
 class ConsoleProgress(Progress):
-    """A line per evaluation, below them a bar over all steps on a terminal.
+    """Print a line per evaluation, and show a progress bar on a terminal.
 
     Elsewhere, a step is printed after a minute without a line.
     """
 
-    def __init__(self, console: Console, line_text: LineText, bar_text: BarText):
-        self.console, self.line_text, self.bar_text = console, line_text, bar_text
+    def __init__(self, console: Console, task: Task):
+        self.console, self.task = console, task
         self.steps, self.last_line = 0, 0.0
         self.bar: Bar | None = None
         if console.is_terminal:
@@ -67,7 +72,10 @@ class ConsoleProgress(Progress):
 
     def step(self, step: int, metrics: Metrics, rate: float) -> None:
         """Advance the bar, or print the metrics if nothing was printed for a minute."""
-        text = self.bar_text(step, metrics, rate)
+        words = [f"{name} {value:{FORMATS[name][1]}}" for name, value in metrics.items()]
+        if self.task.unit == "epoch":  # the bar shows the step
+            words.insert(0, self.task.where(step).removeprefix("in "))
+        text = "  ".join([*words, f"{rate:.0f} {self.task.items}/s"])
         if self.bar:
             self.bar.update(self.bar.task_ids[0], completed=step, description=text)
         elif time.monotonic() - self.last_line > PATIENCE:
@@ -75,7 +83,15 @@ class ConsoleProgress(Progress):
 
     def report(self, record: Record) -> None:
         """Print a record."""
-        self.log(self.line_text(record))
+        unit = self.task.unit
+        length = getattr(self.task.config, f"{unit}s")
+        words = [f"{unit} {record[unit]:>{len(str(length))}}/{length}"]
+        for part, prefix in (("train_", ""), ("validation_", "validation ")):
+            for name, (form, _) in FORMATS.items():
+                if (value := record.get(part + name)) is not None:
+                    words.append(f"{prefix}{name.replace('_per_', '/')} {value:{form}}")
+        words.append(f"{record[f'{self.task.items}_per_second']:.0f} {self.task.items}/s")
+        self.log("  ".join(words))
 
     def log(self, text: str) -> None:
         """Print a message."""

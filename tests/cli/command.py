@@ -1,6 +1,5 @@
 """Helpers of the tests of the commands."""
 
-import shlex
 import signal
 
 TINY = ["train", "densenet", "--depth", "10", "--growth-rate", "4"]
@@ -24,17 +23,3 @@ def signal_at(which, number):
             signal.raise_signal(which)
 
     return step
-
-
-def planned(monkeypatch, run, command):
-    """Run `effjax memory` up to the plan; return the batch size and the number of devices."""
-    made = []
-
-    def plan(steps, only, batch_size, max_batch, multiple_of, num_devices, **_):
-        made.append((batch_size, num_devices))
-        return {}
-
-    monkeypatch.setattr("effjax.cli.memory.plan_steps", plan)
-    code, _, err = run(*shlex.split(command)[1:])
-    assert (code, err) == (0, "")
-    return made[0]

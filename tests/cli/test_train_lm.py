@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from effjax.train.checkpoint import Checkpoints
-from tests.cli.command import one_line, planned
+from tests.cli.command import one_line
 from tests.programs import has_gpu_compiler
 from tests.tiers import exhaustive
 
@@ -123,18 +123,3 @@ def test_bad_input_is_one_line(run_lm, tmp_path, argv, message):
     code, out, err = run_lm(*([] if "--resume" in argv else LM), *argv)
     assert (code, out) == (2, "") and one_line(err) and message in err, err
     assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
-
-
-def test_lm_out_of_memory(run, run_lm, base, monkeypatch):
-    def exhausted(*_, **__):
-        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-
-    monkeypatch.setattr("effjax.train.loop.fit", exhausted)
-    code, _, err = run_lm(*LM, "--dtype", "bfloat16", "--lora", "4", "--init-from", base)
-    command = (
-        "effjax memory lm --layers 1 --width 8 --context 8 --lora 4 --dtype bfloat16 --batch-size 8"
-        " --num-devices 8"
-    )
-    assert code == 1 and one_line(err) and "smaller --batch-size, or --remat" in err
-    assert err.endswith(f". See where it goes with {command}\n")
-    assert planned(monkeypatch, run, command) == (8, 8)

@@ -1,7 +1,6 @@
 """The progress display on a terminal and elsewhere."""
 
 import io
-from pathlib import Path
 
 import pytest
 
@@ -11,14 +10,15 @@ from rich.console import Console
 
 from effjax.train.images import report as images
 from effjax.train.lm import report as lm
-from effjax.train.run_directory import RunDirectory
+from effjax.train.report import ConsoleProgress
 from tests.train.small import image_task, lm_task
 
-TASKS = {"images": (images, image_task), "lm": (lm, lm_task)}
-TRAIN, VALIDATION = (
-    {"loss": 1.5, "accuracy": 0.25},
-    {"loss": 1.75, "accuracy": 0.5, "bits_per_byte": 2.525},
-)
+TASKS = {"images": image_task, "lm": lm_task}
+TRAIN = {"images": {"loss": 1.5, "accuracy": 0.25}, "lm": {"loss": 1.5}}
+VALIDATION = {
+    "images": {"loss": 1.75, "accuracy": 0.5},
+    "lm": {"loss": 1.75, "bits_per_byte": 2.525},
+}
 LINES = {
     "images": "epoch 1/3  loss 1.5000  accuracy 25.00%  validation loss 1.7500  "
     "validation accuracy 50.00%  90 images/s\n",
@@ -37,14 +37,14 @@ BARS = {
 
 def shown(name, terminal, validation=VALIDATION):
     """Return what is written in the first steps of a run."""
-    report, make = TASKS[name]
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=150)
-    task = make()
-    progress = report.make_progress(console, task)
+    task = TASKS[name]()
+    progress = ConsoleProgress(console, task)
     progress.start(task.eval_steps[-1], 0)
-    progress.step(1, TRAIN, 90.0)
-    progress.report(task.record(task.eval_steps[0], TRAIN, validation, 90.0))
+    progress.step(1, TRAIN[name], 90.0)
+    record = task.record(task.eval_steps[0], TRAIN[name], validation.get(name, {}), 90.0)
+    progress.report(record)
     progress.stop()
     return file.getvalue()
 
@@ -69,21 +69,15 @@ def test_shows_a_bar_on_a_terminal(name):
     assert "compiling" in text.partition(BARS[name])[0] and "loss 0.000" not in text
 
 
-def announced(task):
-    file = io.StringIO()
-    report = images if task.unit == "epoch" else lm
-    report.announce(Console(file=file, width=80), task, RunDirectory(Path("here")))
-    return file.getvalue()
-
-
-def test_announces_data_and_model():
-    text = announced(image_task(batch_size=64))
-    assert "small: 65 train, 5 validation and 37 test images of 8×8×1 in 5 classes\n" in text
-    assert "an epoch is 1 step and leaves out 1 image that would not fill a batch, others" in text
-    assert "batch 64, 3 epochs, jit over 2 devices" in text
-    text = announced(image_task(devices=1, batch_size=14, validation=0, epochs=1))
-    assert "small: 70 train and 37 test images" in text and "leaves out" not in text
-    assert "batch 14, 1 epoch, jit over 1 device:" in text
-    text = announced(lm_task(devices=1, steps=1, layers=1))
-    assert "fox: 1440 train, 180 validation and 180 test bytes\n" in text
-    assert "1 layer of width 16" in text and "batch 4 × 12, 1 step, 1 device:" in text
+def test_describes_data_and_model():
+    data, left_out, model = images.describe(image_task(batch_size=64))
+    assert data == "small: 65 train, 5 validation and 37 test images of 8×8×1 in 5 classes"
+    assert "is 1 step and leaves out 1 image that would not fill a batch, others" in left_out
+    assert "batch 64, 3 epochs, jit over 2 devices" in model
+    task = image_task(devices=1, batch_size=14, validation=0, epochs=1)
+    data, model = images.describe(task)
+    assert data.startswith("small: 70 train and 37 test images")
+    assert "batch 14, 1 epoch, jit over 1 device:" in model
+    data, model = lm.describe(lm_task(devices=1, steps=1, layers=1))
+    assert data == "fox: 1440 train, 180 validation and 180 test bytes"
+    assert "1 layer of width 16" in model and "batch 4 × 12, 1 step, 1 device:" in model
