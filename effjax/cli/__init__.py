@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-INTERRUPTED = 130  # the exit code after Ctrl-C
+from .errors import INTERRUPTED
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -65,7 +65,7 @@ def main(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Declare the options before the name of a command; their callbacks do the work."""
+    """Declare the global options; their callbacks do the work."""
 
 
 @app.command()

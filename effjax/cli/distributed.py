@@ -37,7 +37,7 @@ def join(arguments: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def end_all_on_error(heartbeat_timeout: int) -> Iterator[None]:
-    """Report an error of a multi-process run and exit at once.
+    """In a multi-process run, report an error and exit at once.
 
     The other processes wait for this one, and would keep it waiting. JAX ends them when its
     heartbeat stops.

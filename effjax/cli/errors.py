@@ -5,7 +5,7 @@ from typing import Any
 
 from ..train.errors import TrainError
 
-USAGE, INTERRUPTED, PREEMPTED = 2, 130, 75
+USAGE, INTERRUPTED, PREEMPTED = 2, 130, 75  # exit codes: a wrong option, Ctrl-C, SIGTERM
 
 
 class CommandError(Exception):
@@ -17,9 +17,9 @@ class CommandError(Exception):
 
 
 def report(error: BaseException) -> int | None:
-    """Print an error of the user on one line of stderr, and return the exit code.
+    """Print a user error on one line of stderr and return its exit code.
 
-    Any other error is a bug: nothing is printed, and the result is None.
+    Return None for any other error, which is a bug.
     """
     message, code = str(error), USAGE
     if isinstance(error, CommandError):

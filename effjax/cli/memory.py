@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from ..memory import Comparison, MaxBatch
     from ..memory.render import Report
 
-# From a batch size to `(fun, *args)` by name.
+# Maps a batch size to the steps `(fun, *args)` by name.
 Steps = Callable[[int], Mapping[str, tuple[Any, ...]]]
 
-USERS = "MODULE:FUNCTION"  # the kind of models that are not effjax's
+USER_FUNCTION = "MODULE:FUNCTION"  # the kind of models that are not effjax's
 # The options of models, and the kinds of models that have them.
 OPTIONS = {
     "depth": ("densenet",),
@@ -156,8 +156,8 @@ def memory(
         num_devices = math.prod(parse_axes(mesh, num_devices).values())
     with _errors_in_one_line():
         gpu = find_target(target)
-    with _errors_in_one_line(in_users_code=kind == USERS):
-        if kind == USERS:
+    with _errors_in_one_line(in_users_code=kind == USER_FUNCTION):
+        if kind == USER_FUNCTION:
             steps = load_steps(model)
         elif kind == "lm":
             steps = _text_steps(options, batch_size, num_devices or 1)
@@ -192,12 +192,13 @@ def _errors_in_one_line(in_users_code: bool = False) -> Iterator[None]:
 def _kind(model: str) -> str:
     """Return the kind of a model."""
     if ":" in model:
-        return USERS
-    for kind in ("densenet", "resnet", "lm"):
-        if re.fullmatch(f"{kind}[0-9_]*", model):
+        return USER_FUNCTION
+    for kind, pattern in (("densenet", "densenet[0-9_]*"), ("resnet", r"resnet\d+"), ("lm", "lm")):
+        if re.fullmatch(pattern, model):
             return kind
     raise TrainError(
-        f"{model!r} is not a model. Use {USERS} for a function, such as my_module:my_step."
+        f"model {model!r} must be densenet, densenet121, …, resnet50, …, lm, or {USER_FUNCTION}, "
+        "such as my_module:my_step."
     )
 
 
@@ -206,7 +207,7 @@ def _model_options(params: Mapping[str, Any], model: str, kind: str) -> dict[str
     options = {name: params[name] for name in OPTIONS if params[name] is not None}
     for name in options:
         if kind not in OPTIONS[name]:
-            owner = kind if kind == USERS else model
+            owner = kind if kind == USER_FUNCTION else model
             raise TrainError(f"--{name.replace('_', '-')} is not an option of {owner}.")
     return options
 
@@ -217,9 +218,9 @@ def _image_steps(model: str, options: dict[str, Any], batch_size: int, num_devic
 
     options = dict(options)
     size, classes = options.pop("image_size", None), options.pop("num_classes", None)
-    depth = model.removeprefix("resnet")
-    if depth.isdigit():
-        config = ResNetConfig(depth=int(depth), batch_size=batch_size, **options)
+    if model.startswith("resnet"):
+        depth = int(model.removeprefix("resnet"))
+        config = ResNetConfig(depth=depth, batch_size=batch_size, **options)
     else:
         name = "densenet-bc" if model == "densenet" else model
         config = DenseNetConfig(model=name, batch_size=batch_size, **options)
@@ -344,7 +345,7 @@ def _largest_batches(results: "Mapping[str, MaxBatch]") -> "Report":
 
 
 def _print_reports(reports: "Sequence[Report]") -> None:
-    """Print tables on a terminal, and text, which is not cut to a width, elsewhere."""
+    """Print rich tables on a terminal, and unwrapped plain text otherwise."""
     from rich.console import Console
 
     console = Console()

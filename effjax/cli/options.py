@@ -14,14 +14,6 @@ optimization_option = functools.partial(Option, rich_help_panel="Optimization")
 run_option = functools.partial(Option, rich_help_panel="Run")
 process_option = functools.partial(Option, rich_help_panel="Several processes")
 
-Validation = Annotated[
-    float,
-    data_option(
-        help="Part of the train set that selects the best parameters: a share, or a number of "
-        "examples."
-    ),
-]
-
 BatchSize = Annotated[int, optimization_option(help="Examples per step, over all devices.", min=1)]
 LearningRate = Annotated[float, optimization_option(help="Largest learning rate.")]
 WeightDecay = Annotated[
@@ -43,15 +35,18 @@ Overwrite = Annotated[bool, run_option("--overwrite", help="Replace the run in -
 Resume = Annotated[
     Path | None,
     run_option(
-        help="Continue this run after its last intact checkpoint. Only its length, "
-        "--checkpoint-every, --keep, --on-nan and --mesh can change."
+        help="Continue this run after its last intact checkpoint. Only its length, the place of "
+        "its --data, --checkpoint-every, --keep, --on-nan and --mesh can change."
     ),
 ]
 CheckpointEvery = Annotated[
     int | None, run_option(help="Also write a checkpoint every so many steps.", min=1)
 ]
 Keep = Annotated[
-    int, run_option(help="Number of last checkpoints to keep, in addition to the best one.", min=1)
+    int,
+    run_option(
+        help="Number of most recent evaluated checkpoints to keep, besides the best one.", min=1
+    ),
 ]
 OnNan = Annotated[
     Literal["stop", "skip"],
@@ -61,7 +56,7 @@ Mesh = Annotated[
     str | None,
     run_option(
         help="Devices by axis, such as data=2,fsdp=4; fsdp shards the parameters. (default: all "
-        "on data)"
+        "devices on the data axis)"
     ),
 ]
 

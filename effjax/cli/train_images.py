@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 Data = Annotated[
     str, data_option(help="digits, rotated-digits, cifar10:PATH, cifar100:PATH or folder:PATH.")
 ]
+Validation = Annotated[
+    float,
+    data_option(
+        help="Images held out to select the best parameters: a share of the train set, or a number."
+    ),
+]
 ImageSize = Annotated[
     int | None, data_option(help="Resize the images of a folder to this side.", min=1)
 ]
@@ -58,7 +64,7 @@ Parallel = Annotated[
 def train_densenet(
     ctx: typer.Context,
     data: Data = DenseNetConfig.data,
-    validation: options.Validation = DenseNetConfig.validation,
+    validation: Validation = DenseNetConfig.validation,
     image_size: ImageSize = DenseNetConfig.image_size,
     augment: Augment = DenseNetConfig.augment,
     flip: Flip = DenseNetConfig.flip,
@@ -118,7 +124,7 @@ def train_densenet(
 def train_resnet(
     ctx: typer.Context,
     data: Data = ResNetConfig.data,
-    validation: options.Validation = ResNetConfig.validation,
+    validation: Validation = ResNetConfig.validation,
     image_size: ImageSize = ResNetConfig.image_size,
     augment: Augment = ResNetConfig.augment,
     flip: Flip = ResNetConfig.flip,

@@ -21,10 +21,14 @@ def train_lm(
     data: Annotated[
         str, data_option(help="pydoc (the help of Python), or text:PATH of a file or a folder.")
     ] = LMConfig.data,
-    validation: options.Validation = LMConfig.validation,
-    context: Annotated[
-        int, data_option(help="Bytes that a prediction depends on.", min=1)
-    ] = LMConfig.context,
+    validation: Annotated[
+        float,
+        data_option(
+            help="Bytes held out to select the best parameters: a share of the whole text, or a "
+            "number."
+        ),
+    ] = LMConfig.validation,
+    context: Annotated[int, data_option(help="Context length in bytes.", min=1)] = LMConfig.context,
     init_from: Annotated[
         str | None,
         model_option(help="Start with the best weights of this run. (default: random weights)"),
@@ -38,7 +42,7 @@ def train_lm(
         ),
     ] = LMConfig.lora,
     layers: Annotated[
-        int, model_option(help="Blocks of attention and MLP.", min=1)
+        int, model_option(help="Number of transformer blocks.", min=1)
     ] = LMConfig.layers,
     width: Annotated[int, model_option(help="Channels of each layer.", min=1)] = LMConfig.width,
     heads: Annotated[int, model_option(help="Attention heads.", min=1)] = LMConfig.heads,
@@ -54,7 +58,8 @@ def train_lm(
     offload: Annotated[
         Literal["none", "activations", "params", "all"],
         model_option(
-            help="Arrays in host memory: the inputs of the layers, their parameters, or both."
+            help="What to keep in host memory: the residuals of the layers, their parameters and "
+            "optimizer state, or both."
         ),
     ] = LMConfig.offload,
     fuse_update: Annotated[
@@ -63,7 +68,8 @@ def train_lm(
     policy: Annotated[
         Literal["recompute", "dots", "everything"],
         model_option(
-            help="Residuals of layers with --offload or --fuse-update, in addition to their input."
+            help="What layers with --offload or --fuse-update keep besides their input: nothing, "
+            "matrix products, or all residuals."
         ),
     ] = LMConfig.policy,
     num_microbatches: Annotated[

@@ -57,6 +57,7 @@ def request_run(
     given = {
         name: value
         for name, value in ctx.params.items()
+        # By name: newer versions of typer contain a copy of click, with its own enum.
         if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")
     }
     for name in given:
@@ -65,11 +66,10 @@ def request_run(
                 f"--{name.replace('_', '-')} cannot be combined with --resume. The run has its own."
             )
     stored = RunDirectory.find(resume).read_config()
-    command = str(stored.get("command"))
+    command = stored.get("command")
     if command != config_type.COMMAND:
-        raise TrainError(
-            f"{resume} is a run of another command. Use {resume_command(command, resume)}"
-        )
+        remedy = f"Use {resume_command(command, resume)}" if command else "Start a new run."
+        raise TrainError(f"{resume} is not a run of effjax train {config_type.COMMAND}. {remedy}")
     changes = {name: value for name, value in given.items() if name in fields}
     config = dataclasses.replace(config_type.from_json(stored.get("options")), **changes)
     return RunRequest(config, resume, overwrite=False, resume=True)

@@ -36,7 +36,7 @@ class RunConfig:
     COMMAND: ClassVar[str]  # the command of `effjax train` that starts and resumes the run
 
     data: str
-    validation: float = 0.1  # a share of the train set, or a number of examples
+    validation: float = 0.1  # held out: a share of the train set (of the text), or a number
     batch_size: int
     learning_rate: float
     weight_decay: float

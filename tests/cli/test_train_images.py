@@ -110,7 +110,10 @@ def test_a_run_of_another_command(run, tmp_path):
     create_run(tmp_path / "here", ResNetConfig())
     code, out, err = run("train", "densenet", "--resume", "here")
     assert (code, out) == (2, "") and one_line(err)
-    assert "of another command. Use effjax train resnet --resume here" in err
+    assert "not a run of effjax train densenet. Use effjax train resnet --resume here" in err
+    (tmp_path / "here" / "config.json").write_text('{"effjax": "0"}')
+    code, out, err = run("train", "densenet", "--resume", "here")
+    assert (code, out) == (2, "") and err.endswith("effjax train densenet. Start a new run.\n")
     assert [p.name for p in (tmp_path / "here").iterdir()] == ["config.json"]
 
 
@@ -125,8 +128,9 @@ def test_options_that_can_change(run, small_model, monkeypatch, tmp_path):
     config = DenseNetConfig(batch_size=16, epochs=5)
     create_run(tmp_path / "here", config)
     resume = "train", "densenet", "--resume", "here"
-    assert run(*resume, "--epochs", "8", "--on-nan", "skip")[0] == run(*resume)[0] == 130
-    changed = dataclasses.replace(config, epochs=8, on_nan="skip")
+    options = "--epochs", "8", "--on-nan", "skip", "--data", "cifar10:moved"
+    assert run(*resume, *options)[0] == run(*resume)[0] == 130
+    changed = dataclasses.replace(config, epochs=8, on_nan="skip", data="cifar10:moved")
     assert calls == [(changed, True), (config, True)]
 
 

@@ -101,7 +101,7 @@ def hold_out(dataset: Dataset, validation: float) -> Dataset:
             within each class. 0 keeps the data set unchanged.
 
     Raises:
-        DataError: If no training image would be left.
+        DataError: No training image would be left, or no image would be held out.
     """
     if validation == 0:
         return dataset
@@ -109,13 +109,18 @@ def hold_out(dataset: Dataset, validation: float) -> Dataset:
     share = validation if validation < 1 else validation / len(labels)
     if share >= 1:
         raise DataError(
-            f"validation (={validation:g}) must be less than the {len(labels)} train images of "
+            f"`validation` (={validation:g}) must be less than the {len(labels)} train images of "
             f"{dataset.name}"
         )
     size = len(labels) // dataset.copies
     first_of_copy = size * np.arange(dataset.copies)[:, None]
     parts = stratified_split(labels[:size], share, minimum=0)
     train, held_out = ((first_of_copy + part).ravel() for part in parts)
+    if not len(held_out):
+        raise DataError(
+            f"`validation` (={validation:g}) must hold out an image, but rounds to none in each "
+            f"class of {dataset.name}. Use a larger number, or 0 for no validation."
+        )
     return dataclasses.replace(
         dataset,
         train_images=dataset.train_images.take(train, 0),

@@ -82,14 +82,19 @@ def hold_out(text: Text, validation: float) -> Text:
         validation: Share of the whole text if below 1, else a number of bytes. 0 for none.
 
     Raises:
-        DataError: If no training bytes would be left.
+        DataError: No training byte would be left, or no byte would be held out.
     """
     count = round(validation * len(text)) if validation < 1 else int(validation)
     left = len(text.train) - count
     if left < 1:
         raise DataError(
-            f"validation (={validation:g}) must be less than the {len(text.train)} train bytes of "
-            f"{text.name}"
+            f"`validation` (={validation:g}) must be less than the {len(text.train)} train bytes "
+            f"of {text.name}"
+        )
+    if validation and not count:
+        raise DataError(
+            f"`validation` (={validation:g}) must hold out a byte of {text.name}. Use a larger "
+            "number, or 0 for no validation."
         )
     return dataclasses.replace(text, train=text.train[:left], validation=text.train[left:])
 

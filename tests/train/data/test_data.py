@@ -87,11 +87,12 @@ def test_hold_out_keeps_copies_together():
     assert len(originals[1]) == 4 and not originals[0] & originals[1]
 
 
-def test_hold_out_leaves_a_train_set():
-    with pytest.raises(
-        DataError, match=r"validation \(=61\) must be less than the 61 train images"
-    ):
+def test_hold_out_leaves_a_train_and_a_validation_set():
+    message = r"`validation` \(=61\) must be less than the 61 train images"
+    with pytest.raises(DataError, match=message):
         hold_out(numbered([50, 10, 1]), 61)
+    with pytest.raises(DataError, match=r"`validation` \(=3\) must hold out an image"):
+        hold_out(numbered([10] * 10), 3)
 
 
 def test_unreadable_image(tmp_path, monkeypatch):

@@ -115,8 +115,11 @@ def test_hold_out(validation, size):
 
 def test_hold_out_rejects_bad_lengths():
     whole = split_text("t", bytes(100))
-    with pytest.raises(DataError, match=r"validation \(=90\) must be less than the 90 train bytes"):
+    message = r"`validation` \(=90\) must be less than the 90 train bytes"
+    with pytest.raises(DataError, match=message):
         hold_out(whole, 90)
+    with pytest.raises(DataError, match=r"`validation` \(=0\.001\) must hold out a byte"):
+        hold_out(whole, 0.001)
 
 
 @pytest.mark.parametrize(
