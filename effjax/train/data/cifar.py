@@ -65,7 +65,7 @@ def load_cifar(path: Path, num_classes: int) -> Dataset:
         num_classes: 10 or 100.
 
     Raises:
-        DataError: If a file is missing, truncated or in another format, or labels are out of range.
+        DataError: A file is missing, truncated or in another format, or labels are out of range.
     """
     layouts = LAYOUTS[num_classes]
     wanted = {name for layout in layouts for name in layout.files}

@@ -6,8 +6,11 @@ copied to the device, and is normalized there.
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,19 +21,34 @@ SPLIT_SEED = 0
 CHUNK = 2**26  # bytes of pixels per histogram update
 
 
-class Images(Protocol):
-    """Images uint8 [N, H, W, C]: an array, or files that are decoded on access."""
+class ImageFiles:
+    """Image files, decoded by threads when they are indexed with an array of indices."""
+
+    def __init__(self, files: Sequence[Path], decode: Callable[[Path], np.ndarray]):
+        self.files, self.decode = files, decode
+
+    def __len__(self) -> int:
+        return len(self.files)
 
     @property
     def shape(self) -> Any:
         """Shape (N, H, W, C)."""
-        ...
+        return len(self.files), *self.decode(self.files[0]).shape
 
-    def __len__(self) -> int: ...
-    def __getitem__(self, chosen: Any, /) -> np.ndarray: ...
-    def take(self, chosen: Any, axis: Any = ..., /) -> Any:
-        """Select images by an array of indices; `axis` is 0, as for `numpy.ndarray.take`."""
-        ...
+    def __getitem__(self, indices: Any) -> np.ndarray:
+        files = [self.files[i] for i in indices]
+        with ThreadPoolExecutor() as threads:
+            return np.stack(list(threads.map(self.decode, files)))
+
+
+Images = np.ndarray | ImageFiles  # uint8 [N, H, W, C]
+
+
+def select(images: Images, indices: np.ndarray) -> Images:
+    """Select images by an array of indices. Files are not decoded."""
+    if isinstance(images, ImageFiles):
+        return ImageFiles([images.files[i] for i in indices], images.decode)
+    return images[indices]
 
 
 @dataclass(frozen=True)
@@ -123,23 +141,23 @@ def hold_out(dataset: Dataset, validation: float) -> Dataset:
         )
     return dataclasses.replace(
         dataset,
-        train_images=dataset.train_images.take(train, 0),
+        train_images=select(dataset.train_images, train),
         train_labels=labels[train],
-        validation_images=dataset.train_images.take(held_out, 0),
+        validation_images=select(dataset.train_images, held_out),
         validation_labels=labels[held_out],
     )
 
 
-def channel_counts(images: Images, first: int = 0, of: int = 1) -> np.ndarray:
+def channel_counts(images: Images, process_index: int = 0, num_processes: int = 1) -> np.ndarray:
     """Return a histogram int64 [C, 256] of pixel values per channel.
 
     Args:
         images: uint8 [N, H, W, C].
-        first: Index of this process.
-        of: Number of processes. A process counts every `of`-th image from `first` on.
+        process_index: Index of this process, which counts every `num_processes`-th image.
+        num_processes: Number of processes.
     """
     counts = np.zeros((images.shape[-1], 256), np.int64)
-    numbers = np.arange(first, len(images), of)
+    numbers = np.arange(process_index, len(images), num_processes)
     size = max(CHUNK // max(math.prod(images.shape[1:]), 1), 1)
     for start in range(0, len(numbers), size):
         chunk = images[numbers[start : start + size]]

@@ -1,14 +1,11 @@
 """Reader for a folder of images with one subfolder per class."""
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ..errors import DataError, check_regular, counted, unreadable
-from .dataset import Dataset, Images, stratified_split
+from .dataset import Dataset, ImageFiles, Images, stratified_split
 
 EXTENSIONS = frozenset(
     {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
@@ -32,7 +29,7 @@ def load_folder(path: Path, image_size: int | None = None, in_memory: int = IN_M
             when a batch is read.
 
     Raises:
-        DataError: If the folder has fewer than two classes, or an image cannot be read.
+        DataError: The folder has fewer than two classes, or an image cannot be read.
     """
     held_out = next((name for name in ("test", "val") if (path / name).is_dir()), None)
     if held_out is not None and (path / "train").is_dir():
@@ -135,32 +132,7 @@ class Decoder:
         if image.size != self.first[1]:
             raise DataError(
                 f"{file}: {image.width}×{image.height} pixels, but {self.first[0].name} has "
-                f"{self.first[1][0]}×{self.first[1][1]}. Set image_size (--image-size) to resize "
+                f"{self.first[1][0]}×{self.first[1][1]}. Set `image_size` to resize "
                 "all."
             )
         return np.asarray(image)
-
-
-class ImageFiles:
-    """Image files as `Images`, decoded by threads when they are indexed."""
-
-    def __init__(self, files: Sequence[Path], decode: Decoder):
-        self.files, self.decode = files, decode
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape (N, H, W, 3)."""
-        return len(self.files), *self.decode(self.files[0]).shape
-
-    def __getitem__(self, chosen: Any) -> np.ndarray:
-        files = [self.files[number] for number in np.asarray(chosen)]
-        with ThreadPoolExecutor() as threads:
-            return np.stack(list(threads.map(self.decode, files)))
-
-    def take(self, chosen: Any, axis: int = 0) -> "ImageFiles":
-        """Select images by an array of indices, without decoding them."""
-        assert axis == 0
-        return ImageFiles([self.files[number] for number in np.asarray(chosen)], self.decode)

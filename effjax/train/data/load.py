@@ -26,8 +26,7 @@ def load_dataset(spec: str, image_size: int | None = None, in_memory: int = IN_M
             are decoded batch by batch.
 
     Raises:
-        DataError: If the data cannot be read or is invalid. The message names the file and a
-            remedy.
+        DataError: The data cannot be read or are invalid. The message names the file and a remedy.
     """
     kind, _, path = spec.partition(":")
     readers: dict[str, Callable[[], Dataset]] = {
@@ -40,7 +39,7 @@ def load_dataset(spec: str, image_size: int | None = None, in_memory: int = IN_M
     if kind not in known:
         raise DataError(f"unknown data {spec!r}. Use one of {FORMATS}.")
     if image_size is not None and kind != "folder":
-        raise DataError(f"data {spec!r} has a fixed image size. Use image_size with folder:PATH.")
+        raise DataError(f"data {spec!r} has a fixed image size. Use `image_size` with folder:PATH.")
     try:
         return known[kind]()
     except OSError as error:

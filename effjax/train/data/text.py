@@ -53,7 +53,7 @@ def load_text(spec: str) -> Text:
             are concatenated in the order of their paths.
 
     Raises:
-        DataError: If the text cannot be read.
+        DataError: The text cannot be read.
     """
     if spec == "pydoc":
         return split_text(spec, _pydoc_topics())
@@ -105,9 +105,9 @@ def check_length(text: Text, context: int) -> None:
     for part, length in lengths.items():
         if length <= context and (length or part != "validation"):
             raise DataError(
-                f"{text.name}: {length} bytes are too few for context (={context}), in the {part} "
-                "part of the text. Use a longer text, a smaller context or another validation. The "
-                "last tenth of the text is for testing."
+                f"{text.name}: {length} bytes are too few for `context` (={context}), in the "
+                f"{part} part of the text. Use a longer text, a smaller `context` or another "
+                "`validation`. The last tenth of the text is for testing."
             )
 
 

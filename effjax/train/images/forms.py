@@ -25,12 +25,14 @@ from .steps import (
     state_shardings,
 )
 
-RESNET_FORMS: dict[str, Any] = {
+# The options of the model in each form.
+DENSENET_FORMS: dict[str, dict[str, Any]] = {
     "plain": {"efficient": False},
+    "jax.checkpoint": {"efficient": False},
     "effjax conv": {"efficient": True, "save": "conv"},
     "effjax features": {"efficient": True, "save": "features"},
 }
-DENSENET_FORMS = ("plain", "jax.checkpoint", "effjax conv", "effjax features")
+RESNET_FORMS = {name: form for name, form in DENSENET_FORMS.items() if name != "jax.checkpoint"}
 
 
 def training_steps(
@@ -42,19 +44,19 @@ def training_steps(
     devices. The forms "effjax conv" and "effjax features" are `efficient=True` with that `save`.
     "plain" is a ResNet with `efficient=False`, or a DenseNet with Flax's BatchNorm and automatic
     differentiation. "jax.checkpoint" is the latter with `jax.checkpoint` around each dense layer.
+    In the result of a run, "plain" is `efficient=False` of both networks.
     """
     build = model_builder(config, image_shape, num_classes)
+    # Only the shapes of the optimizer's state matter here, not the length of the schedule.
     schedule = make_schedule(config.schedule, config.learning_rate, config.epochs)
     optimizer = make_optimizer(schedule, config.momentum, config.weight_decay)
     mesh = planning_mesh(config.mesh, num_devices)
 
     def make(form: str) -> nnx.Module:
-        if isinstance(config, ResNetConfig):
-            return build(**RESNET_FORMS[form], rngs=nnx.Rngs(0))
-        if form.startswith("effjax"):
-            return build(efficient=True, save=form.removeprefix("effjax "), rngs=nnx.Rngs(0))
-        model: Any = build(efficient=False, rngs=nnx.Rngs(0))
-        return with_flax_layers(model, checkpoint=form == "jax.checkpoint")
+        model = build(**DENSENET_FORMS[form], rngs=nnx.Rngs(0))
+        if isinstance(model, DenseNet) and form in ("plain", "jax.checkpoint"):
+            return with_flax_layers(model, checkpoint=form == "jax.checkpoint")
+        return model
 
     def steps(batch_size: int) -> dict[str, tuple[Any, ...]]:
         images: Any = jax.ShapeDtypeStruct((batch_size, *image_shape), jnp.uint8)
@@ -78,7 +80,7 @@ def training_steps(
 def backward_bytes(
     build: Callable[..., nnx.Module], batch_shape: tuple[int, int, int, int], **form: Any
 ) -> ResidualReport:
-    """Return the bytes that a batch keeps for the backward pass of a model.
+    """Return the bytes that a batch keeps for the backward pass of a model, for a run's result.
 
     Args:
         build: From `model_builder`.

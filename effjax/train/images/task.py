@@ -15,8 +15,8 @@ from flax import nnx
 
 from ... import __version__
 from ..data.augment import Augmentation, augment, default_padding
-from ..data.dataset import Dataset, channel_counts, channel_statistics, hold_out
-from ..data.folder import IN_MEMORY, ImageFiles
+from ..data.dataset import Dataset, ImageFiles, channel_counts, channel_statistics, hold_out
+from ..data.folder import IN_MEMORY
 from ..data.load import load_dataset
 from ..errors import TrainError, counted
 from ..mesh import (
@@ -91,7 +91,7 @@ def prepare(
     mesh = make_mesh(config.mesh, devices)
     if FSDP in mesh.shape and config.parallel != "jit":
         raise TrainError(
-            f"mesh (={config.mesh}) with {FSDP} is for --parallel jit, not {config.parallel}"
+            f"`mesh` (={config.mesh}) with {FSDP} needs `parallel` (={config.parallel}) to be jit"
         )
     check_batch_size(config.batch_size, mesh)
     if dataset is None:
@@ -101,12 +101,13 @@ def prepare(
         )
     dataset = hold_out(dataset, config.validation)
     for images in (dataset.validation_images, dataset.test_images):
-        if isinstance(images, ImageFiles):  # report an unreadable file before training
+        if isinstance(images, ImageFiles):
+            # Read all files, to report an unreadable one before training. The counts do not matter.
             sum_over_processes(functools.partial(channel_counts, images))
     images = len(dataset.train_images)
     if config.batch_size > images:
         raise TrainError(
-            f"batch_size (={config.batch_size}) is larger than the train set "
+            f"`batch_size` (={config.batch_size}) is larger than the train set "
             f"(={counted(images, 'image')}). Use a smaller one."
         )
     steps = config.epochs * (images // config.batch_size)

@@ -3,12 +3,12 @@ import pytest
 
 from effjax.train.data.dataset import (
     Dataset,
+    ImageFiles,
     channel_counts,
     channel_statistics,
     hold_out,
     stratified_split,
 )
-from effjax.train.data.folder import ImageFiles
 from effjax.train.data.load import load_dataset
 from effjax.train.errors import DataError, TrainError
 from tests.train.data import archives
@@ -110,7 +110,7 @@ def test_unreadable_image(tmp_path, monkeypatch):
 def test_channel_statistics():
     images = np.random.default_rng(0).integers(0, 256, (20, 5, 4, 3), np.uint8)
     images[..., 2] = 7
-    counts = sum(channel_counts(images, share, of=3) for share in range(3))
+    counts = sum(channel_counts(images, process, 3) for process in range(3))
     np.testing.assert_array_equal(counts, channel_counts(images))
     mean, std = channel_statistics(channel_counts(images))
     np.testing.assert_allclose(mean, (images / 255).mean((0, 1, 2)), rtol=1e-6)

@@ -128,7 +128,7 @@ def test_hold_out_rejects_bad_lengths():
 def test_rejects_short_parts(size, validation, part):
     check_length(split_text("t", bytes(90)), 8)
     text = hold_out(split_text("t", bytes(size)), validation)
-    with pytest.raises(DataError, match=rf"bytes are too few for context \(=8\), in the {part}"):
+    with pytest.raises(DataError, match=rf"bytes are too few for `context` \(=8\), in the {part}"):
         check_length(text, 8)
 
 
