@@ -46,7 +46,7 @@ def convert(
     from ..train.report import print_line, print_table
 
     if model not in NETWORKS:
-        raise TrainError(f"model (={model}) must be one of {', '.join(NETWORKS)}.")
+        raise TrainError(f"--model {model} must be one of {', '.join(NETWORKS)}.")
     if to.exists():
         raise TrainError(f"{to} already exists. Give another --to.")
     if suffix_of(to) in (".npz", *TORCH_SUFFIXES):

@@ -26,7 +26,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
-from .errors import DamagedCheckpointError, PreemptionError, TrainError
+from .errors import PreemptionError, TrainError
 from .processes import is_multiprocess, run_on_first
 from .task import Metrics
 
@@ -107,7 +107,8 @@ class Checkpoints:
             # Another process may have failed, or may wait for this one. Waiting could deadlock.
             return
         # If the block raised, a failed save must not hide its exception.
-        with contextlib.suppress(*() if kind is None else (OSError,)):
+        suppressed = () if kind is None else (OSError,)
+        with contextlib.suppress(*suppressed):
             try:
                 self.wait()
             finally:
@@ -142,7 +143,7 @@ class Checkpoints:
             metrics: The metrics of each step since the last evaluation. Empty at an evaluation.
 
         Raises:
-            OSError: If this checkpoint or the previous one cannot be written.
+            OSError: This checkpoint or the previous one cannot be written.
         """
         self.wait()  # the previous save reads `_saving`
         self._saving = {"step": step, "score": score, "metrics": [*metrics]}
@@ -156,7 +157,7 @@ class Checkpoints:
         """Wait until the last save has finished.
 
         Raises:
-            OSError: If it failed.
+            OSError: It failed.
         """
         with self._translate_errors():
             self._manager.wait_until_finished()
@@ -179,12 +180,11 @@ class Checkpoints:
             step: One of `steps`.
 
         Raises:
-            DamagedCheckpointError: If the files do not match the manifest.
-            TrainError: If the files are intact, but belong to another model or cannot be read at
-                the moment.
+            TrainError: The files do not match the manifest, belong to another model, or cannot be
+                read at the moment.
         """
         if damage := self.find_damage(step):
-            raise DamagedCheckpointError(f"{self.directory / str(step)} is damaged ({damage})")
+            raise TrainError(f"{self.directory / str(step)} is damaged ({damage})")
         return self._restore_intact(like, step)
 
     def restore_first_intact(
@@ -203,8 +203,7 @@ class Checkpoints:
             The step and the state.
 
         Raises:
-            DamagedCheckpointError: If no checkpoint is intact. Nothing has been renamed.
-            TrainError: As in `restore`.
+            TrainError: As in `restore`, or no checkpoint is intact. Nothing has been renamed.
         """
         damaged: dict[int, str] = {}
         for step in steps:
@@ -215,7 +214,7 @@ class Checkpoints:
             damaged[step] = damage
         else:
             listed = ", ".join(f"{step}: {damage}" for step, damage in damaged.items())
-            raise DamagedCheckpointError(
+            raise TrainError(
                 f"{self.directory}: no checkpoint is intact ({listed}). Restore the files, or "
                 "start a new run."
             )

@@ -49,19 +49,19 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.learning_rate < math.inf:
-            raise TrainError(f"learning_rate (={self.learning_rate}) must be above 0 and finite")
+            raise TrainError(f"`learning_rate` (={self.learning_rate}) must be above 0 and finite")
         if not 0 <= self.weight_decay < math.inf:
-            raise TrainError(f"weight_decay (={self.weight_decay}) must be at least 0 and finite")
+            raise TrainError(f"`weight_decay` (={self.weight_decay}) must be at least 0 and finite")
         if not (0 <= self.validation < 1 or self.validation % 1 == 0 < self.validation):
             raise TrainError(
-                f"validation (={self.validation}) must be a share in [0, 1) or a whole number"
+                f"`validation` (={self.validation}) must be a share in [0, 1) or a whole number"
             )
 
     def check_share(self, *names: str) -> None:
         """Raise TrainError unless these options lie in [0, 1)."""
         for name in names:
             if not 0 <= getattr(self, name) < 1:
-                raise TrainError(f"{name} (={getattr(self, name)}) must lie in [0, 1)")
+                raise TrainError(f"`{name}` (={getattr(self, name)}) must lie in [0, 1)")
 
     def describe(self, version: str, data: dict[str, Any]) -> dict[str, Any]:
         """Return the content of config.json.

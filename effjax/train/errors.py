@@ -8,11 +8,7 @@ class TrainError(Exception):
 
 
 class PreemptionError(Exception):
-    """A run that was told to stop, and was saved."""
-
-
-class DamagedCheckpointError(TrainError):
-    """A checkpoint with files that changed after they were written."""
+    """Raised when a run stops on request, after its checkpoint has been written."""
 
 
 class DataError(TrainError):

@@ -201,7 +201,7 @@ class _Interval:
         if not finite:
             raise TrainError(
                 f"the last {len(self.metrics)} steps have no finite loss "
-                f"{self.task.where(self.step)}. Use a learning_rate below "
+                f"{self.task.where(self.step)}. Use a `learning_rate` below "
                 f"{self.task.config.learning_rate}."
             )
         return {name: statistics.fmean(one[name] for one in finite) for name in finite[0]}
@@ -254,7 +254,7 @@ def _check_length(task: Task[Any], run: RunDirectory, done: int, evaluated: bool
 def _check_finite(task: Task[Any], name: str, loss: float, step: int) -> None:
     if not math.isfinite(loss):
         raise TrainError(
-            f"the {name} is {loss} {task.where(step)}. Use a learning_rate below "
+            f"the {name} is {loss} {task.where(step)}. Use a `learning_rate` below "
             f"{task.config.learning_rate}."
         )
 

@@ -72,12 +72,12 @@ def parse_axes(text: str | None, num_devices: int | None = None) -> dict[str, in
         name, _, size = (word.strip() for word in item.partition("="))
         if name not in (AXIS, FSDP) or name in sizes or not size.isdecimal() or not int(size):
             raise TrainError(
-                f"mesh (={text!r}) must be like {AXIS}=2,{FSDP}=4: each axis once, with its size"
+                f"`mesh` (={text!r}) must be like {AXIS}=2,{FSDP}=4: each axis once, with its size"
             )
         sizes[name] = int(size)
     if num_devices is not None and math.prod(sizes.values()) != num_devices:
         raise TrainError(
-            f"the sizes in mesh (={text}) must multiply to the number of devices (={num_devices})"
+            f"the sizes in `mesh` (={text}) must multiply to the number of devices (={num_devices})"
         )
     return sizes
 
@@ -95,13 +95,13 @@ def check_batch_size(batch_size: int, mesh: Mesh) -> None:
     """Raise TrainError unless the batch can be split over the devices."""
     if batch_size % mesh.size:
         raise TrainError(
-            f"batch_size (={batch_size}) must be divisible by the number of devices "
+            f"`batch_size` (={batch_size}) must be divisible by the number of devices "
             f"(={mesh.size}). Use {batch_size // mesh.size * mesh.size or mesh.size}."
         )
 
 
 def replicated(mesh: AnyMesh) -> NamedSharding:
-    """Return the sharding of an array that each device has whole."""
+    """Return a fully replicated sharding."""
     return NamedSharding(mesh, P())
 
 
@@ -113,8 +113,9 @@ def batch_sharding(mesh: AnyMesh) -> NamedSharding:
 def param_sharding(shape: Sequence[int], mesh: AnyMesh, stacked: bool = False) -> NamedSharding:
     """Return the sharding of a parameter, or of an optimizer moment of it.
 
-    Its largest axis that `fsdp` divides is split, the last one of equals. Without such an axis, and
-    if the parameter is small, it is replicated.
+    Shard the largest axis that the size of `fsdp` divides; of equal axes, the last. Replicate if
+    there is none, or if the parameter (one layer of it, if `stacked`) has fewer than `SMALL`
+    elements.
 
     Args:
         shape: The shape of the parameter.
@@ -186,7 +187,7 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
 
 
 def put(state: Any, shardings: Any) -> Any:
-    """Place arrays that each process has whole."""
+    """Place a pytree with the given shardings. Every process passes full arrays."""
 
     def put_one(a: Any, to: Any) -> jax.Array:
         if isinstance(a, jax.Array) and a.sharding == to:

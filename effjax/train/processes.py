@@ -84,7 +84,7 @@ def check_same_everywhere(name: str, mine: dict[str, Any]) -> None:
     for key in sorted(first.keys() | mine.keys()):
         if first.get(key) != mine.get(key):
             raise TrainError(
-                f"{name} {key} (={mine.get(key)!r}) is {first.get(key)!r} in process 0. Give all "
+                f"{name} `{key}` (={mine.get(key)!r}) is {first.get(key)!r} in process 0. Give all "
                 "processes the same."
             )
 

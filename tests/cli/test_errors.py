@@ -16,9 +16,9 @@ def test_no_command_shows_the_help(run, argv):
     [
         (["trian"], "No such command 'trian'"),
         (["doctor", "--nope"], "--nope. See effjax doctor --help."),
-        (["convert", "nowhere.pth", "--model", "alexnet", "--to", "new"], "model (=alexnet)"),
+        (["convert", "nowhere.pth", "--model", "alexnet", "--to", "new"], "--model alexnet must"),
         (["memory", "lm", "--batch-size", "many"], "'--batch-size'"),
-        (["train", "densenet", "--validation", "1.5"], "validation (=1.5) must be a share"),
+        (["train", "densenet", "--validation", "1.5"], "`validation` (=1.5) must be a share"),
         (["train", "densenet", "--coordinator", "host:1"], "must be given together"),
         (["train", "resnet", "--compare-plain"], "--compare-plain needs --dcn"),
         (["train", "lm", "--offload", "some"], "'--offload'"),

@@ -165,7 +165,7 @@ def test_language_model(run_memory):
         (["own_step:one", "--plot", "no/where.png"], "there is no folder no"),
         (["own_step:one", "--depth", "22"], "--depth is not an option of MODULE:FUNCTION"),
         (["densenet", "--layers", "2"], "--layers is not an option of densenet"),
-        (["resnet77"], "depth (=77) must be one of"),
+        (["resnet77"], "`depth` (=77) must be one of"),
         (["own_step.one"], "or MODULE:FUNCTION"),
         (["resnet"], "model 'resnet' must be densenet, densenet121, …, resnet50"),
         (["lm12"], "model 'lm12' must be densenet"),

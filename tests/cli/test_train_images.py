@@ -16,8 +16,8 @@ from tests.cli.command import TINY, interrupt_at, one_line, signal_at
     ("argv", "message"),
     [
         (["--data", "folder:broken"], "dog/0.png: not a readable image"),
-        (["--batch-size", "12"], "batch_size (=12)"),
-        (["--model", "vgg"], "model (='vgg')"),
+        (["--batch-size", "12"], "`batch_size` (=12)"),
+        (["--model", "vgg"], "`model` (='vgg')"),
         (["--out", "broken"], "broken"),
         (["--resume", "broken"], "broken"),
         (["--resume", "broken", "--depth", "22"], "--depth cannot be combined with --resume"),

@@ -112,8 +112,8 @@ def test_resume_does_not_need_init_from(run_lm, base, tmp_path):
     ("argv", "message"),
     [
         (["--data", "text:nowhere"], "nowhere"),
-        (["--context", "39"], "bytes are too few for context (=39)"),
-        (["--heads", "3"], "width (=8) must be divisible by 2 · heads (=3). Use 6"),
+        (["--context", "39"], "bytes are too few for `context` (=39)"),
+        (["--heads", "3"], "`width` (=8) must be divisible by 2 · `heads` (=3). Use 6"),
         (["--init-from", "run"], "run: not a run (no config.json)"),
         (["--out", "."], ".: not empty and not a run"),
         (["--resume", ".", "--context", "3"], "--context cannot be combined with --resume"),

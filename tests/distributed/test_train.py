@@ -272,7 +272,7 @@ def test_rejects_options_that_differ(tmp_path, text):
     before = "if process == 1: argv += ['--seed', '7']"
     with Group(heartbeat_timeout=5) as two:
         first, second = two.run(*text, "--out", tmp_path / "run", before=before)
-    message = "option seed (=7) is 0 in process 0. Give all"
+    message = "option `seed` (=7) is 0 in process 0. Give all"
     assert second.code == 2 and message in second.err
     assert first.code not in (None, 0) and not (tmp_path / "run").exists()
 

@@ -26,7 +26,7 @@ from effjax.train.lm.config import LMConfig
 )
 def test_rejects_values_out_of_range(config, option):
     (name,) = option
-    with pytest.raises(TrainError, match=rf"^{name} \(="):
+    with pytest.raises(TrainError, match=rf"^`{name}` \(="):
         config(**option)
 
 
@@ -38,12 +38,12 @@ def test_validation_is_a_share_or_a_number(validation):
 @pytest.mark.parametrize(
     ("message", "options"),
     [
-        (r"num_microbatches \(=2\) needs --offload", {"num_microbatches": 2}),
-        (r"policy \(=dots\) needs --offload", {"policy": "dots"}),
-        (r"num_microbatches \(=3\) must divide", {"num_microbatches": 3, "offload": "all"}),
-        ("remat cannot be combined", {"remat": True, "fuse_update": True}),
-        (r"on_nan \(=skip\) cannot be combined", {"on_nan": "skip", "fuse_update": True}),
-        (r"width \(=30\) must be .* heads \(=4\)\. Use 24", {"width": 30}),
+        (r"`num_microbatches` \(=2\) needs `offload`", {"num_microbatches": 2}),
+        (r"`policy` \(=dots\) needs `offload`", {"policy": "dots"}),
+        (r"`num_microbatches` \(=3\) must divide", {"num_microbatches": 3, "offload": "all"}),
+        ("`remat` cannot be combined", {"remat": True, "fuse_update": True}),
+        (r"`on_nan` \(=skip\) cannot be combined", {"on_nan": "skip", "fuse_update": True}),
+        (r"`width` \(=30\) must be .* `heads` \(=4\)\. Use 24", {"width": 30}),
     ],
 )
 def test_rejects_options_that_exclude_each_other(message, options):

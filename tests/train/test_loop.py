@@ -315,7 +315,7 @@ def test_a_run_of_other_options_or_data(tmp_path, task, whole, change):
         message = "was trained on other data"
     elif change == "seed":
         resumed = of_length(task, length_of(task), seed=1)
-        message = r"run was trained with seed \(=0\), not with 1\. Resume"
+        message = r"run was trained with `seed` \(=0\), not with 1\. Resume"
     else:
         config["options"]["seed" if change == "edited seed" else f"{task.unit}s"] += 8
         file.write_text(json.dumps(config))
@@ -372,7 +372,7 @@ class NanState(CachedTask):
 
 def test_stops_at_a_train_loss_that_is_nan(tmp_path, task):
     nan: Any = NanState(task)
-    message = "the train loss is nan (in epoch|at step) 1. Use a learning_rate below 0.0"
+    message = "the train loss is nan (in epoch|at step) 1. Use a `learning_rate` below 0.0"
     with pytest.raises(TrainError, match=message):
         fit(nan, new_run(tmp_path / "run", task))
     assert checkpoints(RunDirectory(tmp_path / "run")) == {"0"}
@@ -386,7 +386,7 @@ def test_stops_at_an_evaluation_that_is_not_finite(tmp_path, task, part, monkeyp
         return dict(evaluate(state, of)) | ({"loss": math.inf} if of == part else {})
 
     monkeypatch.setattr(task, "make_eval", lambda: diverge, raising=False)
-    message = rf"the {part} loss is inf (in epoch|at step) \d. Use a learning_rate below"
+    message = rf"the {part} loss is inf (in epoch|at step) \d. Use a `learning_rate` below"
     with pytest.raises(TrainError, match=message):
         fit(task, new_run(tmp_path / "run", task))
 

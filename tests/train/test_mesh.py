@@ -56,7 +56,7 @@ def test_rejects_axes(axes):
 
 
 def test_axes_must_multiply_to_the_number_of_devices():
-    with pytest.raises(TrainError, match=r"mesh \(=data=3\) must multiply to the number of dev"):
+    with pytest.raises(TrainError, match=r"`mesh` \(=data=3\) must multiply to the number of dev"):
         make_mesh("data=3", jax.devices()[:4])
 
 
@@ -68,7 +68,7 @@ def test_a_batch_is_split_over_all_devices():
     assert placed["x"].sharding.shard_shape((8, 3)) == (2, 3)
     assert placed["x"].sharding.is_equivalent_to(batch_sharding(mesh), 2)
     assert local_rows(8, mesh) == slice(0, 8)
-    with pytest.raises(TrainError, match=r"batch_size \(=6\) must be divisible .* \(=4\)\. Use 4"):
+    with pytest.raises(TrainError, match=r"`batch_size` \(=6\) must be divisible by .*Use 4"):
         check_batch_size(6, mesh)
 
 
@@ -160,7 +160,7 @@ def test_a_step_on_text_gathers_a_layer_at_a_time(times, options):
 
 def test_rejects_fsdp_without_jit():
     config = DenseNetConfig(batch_size=32, mesh=BOTH, parallel="pmap")
-    with pytest.raises(TrainError, match=rf"mesh \(={BOTH}\) with fsdp is for --parallel jit, not"):
+    with pytest.raises(TrainError, match=rf"`mesh` \(={BOTH}\) with fsdp needs `parallel`"):
         images.prepare(config, jax.devices()[:4], small.dataset())
 
 

@@ -147,13 +147,13 @@ def test_resumes_exactly(task, whole, tmp_path, at):
 
 def test_stops_if_no_step_of_an_interval_is_finite(task, tmp_path, monkeypatch):
     monkeypatch.setattr(task, "bad", dict.fromkeys(range(1, 100), LOSS))
-    message = rf"the last {task.eval_steps[0]} steps have no finite loss .* Use a learning_rate"
+    message = rf"the last {task.eval_steps[0]} steps have no finite loss .* Use a `learning_rate`"
     with pytest.raises(TrainError, match=message):
         fit(task, new_run(tmp_path / "run", task))
 
 
 def test_fused_layers_are_not_skipped():
-    with pytest.raises(TrainError, match=r"on_nan .=skip. cannot be combined with fuse_update"):
+    with pytest.raises(TrainError, match=r"`on_nan` .=skip. cannot be combined with `fuse_"):
         LMConfig(fuse_update=True, on_nan="skip")
 
 

@@ -78,7 +78,7 @@ class ResNetConfig(ImageConfig):
         super().__post_init__()
         if self.depth not in RESNET_DEPTHS:
             raise TrainError(
-                f"depth (={self.depth}) must be one of {', '.join(map(str, RESNET_DEPTHS))}"
+                f"`depth` (={self.depth}) must be one of {', '.join(map(str, RESNET_DEPTHS))}"
             )
 
     @property

@@ -5,10 +5,12 @@ compute the same loss and the same new state. They differ in what the traced fun
 in where reductions over the devices happen:
 
                  jit                    shard_map                     pmap
-  sees           the whole batch        its device's images, and      its device's images
-                                        types that say what varies
-  axis_name of   None: a mean over      "data"                        "data"
-  the model      the batch is global
+  sees           the whole batch        the device's shard; types     the device's shard
+                                        record the axes a value
+                                        varies over
+  axis_name of   None; reductions over  "data"                        "data"
+  the model      the batch are already
+                 global
   loss           mean over the batch    pmean inside of grad          mean of its images
   gradient       complete               complete: the transpose of    pmean after grad
                                         the pmean is the reduction
@@ -94,10 +96,11 @@ def _densenet_builder(config: DenseNetConfig, options: dict[str, Any]) -> Callab
         return lambda **overrides: densenet_cifar(depth, **options | overrides)
     if config.model not in DENSENET_OPTIONS:
         known = ", ".join(["densenet-bc", *DENSENET_OPTIONS])
-        raise TrainError(f"model (={config.model!r}) must be one of {known}")
+        raise TrainError(f"`model` (={config.model!r}) must be one of {known}")
     if config.depth is not None:
         raise TrainError(
-            f"depth (={config.depth}) is for --model densenet-bc. {config.model} has a fixed depth."
+            f"`depth` (={config.depth}) needs `model` (={config.model}) to be densenet-bc. Others "
+            "have a fixed depth."
         )
     network = DENSENET_OPTIONS[config.model]
     return lambda **overrides: DenseNet(**network | options | overrides)
@@ -169,7 +172,7 @@ class Learner:
     std: np.ndarray  # [C]
     on_nan: OnNan = "stop"  # argument of `skip_nonfinite`
 
-    def inputs(self, images: Array) -> jax.Array:
+    def normalize(self, images: Array) -> jax.Array:
         """Normalize uint8 pixels to float32."""
         scaled = jnp.asarray(images, jnp.float32) / 255
         return (scaled - self.mean.reshape(1, 1, 1, -1)) / self.std.reshape(1, 1, 1, -1)
@@ -179,7 +182,7 @@ class Learner:
     ) -> tuple[jax.Array, tuple[nnx.State, jax.Array]]:
         """Return the mean cross entropy, the new running statistics and the correct answers."""
         model = nnx.merge(self.graphdef, params, stats, copy=True)
-        logits = model(self.inputs(batch.images), rngs=nnx.Rngs(dropout=key))
+        logits = model(self.normalize(batch.images), rngs=nnx.Rngs(dropout=key))
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
         correct = jnp.sum(jnp.argmax(logits, axis=-1) == batch.labels)
         _, _, stats = nnx.split(model, nnx.Param, ...)
@@ -346,7 +349,7 @@ def make_eval_step(
 
     def step(state: TrainState, batch: Batch, weights: jax.Array) -> EvalSums:
         model = nnx.merge(learner.eval_graphdef, gather_params(state.params, mesh), state.stats)
-        logits = model(learner.inputs(batch.images))
+        logits = model(learner.normalize(batch.images))
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
         right = jnp.argmax(logits, axis=-1) == batch.labels
         return EvalSums(jnp.sum(losses * weights), jnp.sum(right * weights))

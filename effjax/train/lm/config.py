@@ -41,26 +41,26 @@ class LMConfig(RunConfig):
         if self.width % (2 * self.heads):
             nearest = max(self.width // (2 * self.heads), 1) * 2 * self.heads
             raise TrainError(
-                f"width (={self.width}) must be divisible by 2 · heads (={self.heads}). Use "
+                f"`width` (={self.width}) must be divisible by 2 · `heads` (={self.heads}). Use "
                 f"{nearest}."
             )
         if self.lora is not None and self.lora > self.width:
-            raise TrainError(f"lora (={self.lora}) must be at most the width (={self.width})")
+            raise TrainError(f"`lora` (={self.lora}) must be at most `width` (={self.width})")
         uses_offload_ops = self.offload != "none" or self.fuse_update
         for name, default in (("num_microbatches", 1), ("policy", "recompute")):
             if (value := getattr(self, name)) != default and not uses_offload_ops:
-                raise TrainError(f"{name} (={value}) needs --offload or --fuse-update")
+                raise TrainError(f"`{name}` (={value}) needs `offload` or `fuse_update`")
         if self.remat and uses_offload_ops:
             raise TrainError(
-                "remat cannot be combined with offload or fuse_update, which recompute anyway"
+                "`remat` cannot be combined with `offload` or `fuse_update`, which recompute anyway"
             )
         if self.fuse_update and self.on_nan == "skip":
             raise TrainError(
-                "on_nan (=skip) cannot be combined with fuse_update, which updates the last layers "
-                "before the gradients of the first ones exist"
+                "`on_nan` (=skip) cannot be combined with `fuse_update`, which updates the last "
+                "layers before the gradients of the first ones exist"
             )
         if self.batch_size % self.num_microbatches:
             raise TrainError(
-                f"num_microbatches (={self.num_microbatches}) must divide batch_size "
+                f"`num_microbatches` (={self.num_microbatches}) must divide `batch_size` "
                 f"(={self.batch_size})"
             )

@@ -46,7 +46,7 @@ def find_source(config: LMConfig) -> SourceRun | None:
     """
     if config.init_from is None:
         if config.lora is not None:
-            raise TrainError(f"lora (={config.lora}) needs --init-from, the weights to adapt")
+            raise TrainError(f"`lora` (={config.lora}) needs `init_from`, the weights to adapt")
         return None
     run = RunDirectory.find(Path(config.init_from))
     try:

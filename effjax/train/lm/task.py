@@ -93,7 +93,8 @@ def prepare(
     check_batch_size(config.batch_size, mesh)
     if config.num_microbatches > 1 < mesh.size:
         raise TrainError(
-            f"num_microbatches (={config.num_microbatches}) needs a single device, not {mesh.size}"
+            f"`num_microbatches` (={config.num_microbatches}) needs a single device, not "
+            f"{mesh.size}"
         )
     schedule = make_lm_schedule(config.learning_rate, config.steps)
     return LMTask(config, mesh, schedule, text, make_learner(config, mesh), source)

@@ -35,12 +35,12 @@ def test_batches_depend_on_seed_and_epoch_only():
     [
         (
             {"batch_size": 7},
-            r"batch_size \(=7\) must be divisible by the number of devices \(=2\)\. Use 6",
+            r"`batch_size` \(=7\) must be divisible by the number of devices \(=2\)\. Use 6",
         ),
         ({"batch_size": 128}, r"larger than the train set \(=65 images\)"),
         ({"depth": 11}, "must be 6n . 4"),
-        ({"model": "resnet"}, r"model \(='resnet'\) must be one of densenet-bc, densenet121"),
-        ({"model": "densenet121", "depth": 22}, "depth .* has a fixed depth"),
+        ({"model": "resnet"}, r"`model` \(='resnet'\) must be one of densenet-bc, densenet121"),
+        ({"model": "densenet121", "depth": 22}, "depth.* have a fixed depth"),
         ({"depth": 10, "small_inputs": False}, "height and width of at least 13"),
         ({"drop_rate": 1.0}, "drop_rate"),
     ],
@@ -52,7 +52,7 @@ def test_options_that_do_not_fit(options, message):
 
 def test_inputs_are_normalised():
     task = small.image_task(devices=1)
-    x = task.learner.inputs(task.dataset.train_images)
+    x = task.learner.normalize(task.dataset.train_images)
     assert x.dtype == jnp.float32
     np.testing.assert_allclose([x.mean(), x.std()], [0, 1], atol=1e-5)
 
@@ -63,7 +63,7 @@ def test_padding_of_the_last_batch_does_not_count():
     tested = task.make_eval()(state, "test")
 
     model = nnx.merge(task.learner.eval_graphdef, state.params, state.stats)
-    logits = model(task.learner.inputs(task.dataset.test_images))
+    logits = model(task.learner.normalize(task.dataset.test_images))
     labels = task.dataset.test_labels
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     np.testing.assert_allclose(tested["loss"], losses.mean(), rtol=1e-6)

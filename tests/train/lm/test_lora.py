@@ -166,9 +166,9 @@ def test_resumes_exactly_on_two_devices(base, tmp_path):
 
 
 BAD = {
-    "no run to begin with": (dict(init_from=None), r"lora \(=2\) needs --init-from"),
+    "no run to begin with": (dict(init_from=None), r"`lora` \(=2\) needs `init_from`"),
     "nowhere": (dict(init_from="nowhere"), r"nowhere: not a run \(no config.json\)"),
-    "another model": (dict(width=32), "model. Give --layers 2 --width 16 --heads 2 --bias"),
+    "another model": (dict(width=32), "model options. Use --layers 2 --width 16 --heads 2 --bias"),
 }
 
 
@@ -181,7 +181,7 @@ def test_runs_that_do_not_fit(name, base):
 
 def test_runs_without_weights_to_begin_with(base, tmp_path):
     path = base_run(tmp_path / "run")
-    with pytest.raises(TrainError, match="run has no checkpoint of a step yet"):
+    with pytest.raises(TrainError, match="run has no evaluated checkpoint yet"):
         lm_task(init_from=path)
     task = lm_task(lora=RANK, init_from=base)
     run = new_run(tmp_path / "adapters", task)
@@ -224,7 +224,7 @@ def test_a_run_to_begin_with_is_only_read(base, tmp_path):
     assert files(path) == before
     shutil.rmtree(path / "checkpoints")
     before = files(path)
-    with pytest.raises(TrainError, match="run has no checkpoint of a step yet"):
+    with pytest.raises(TrainError, match="run has no evaluated checkpoint yet"):
         lm_task(init_from=str(path))
     assert files(path) == before
 

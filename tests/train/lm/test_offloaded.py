@@ -57,5 +57,5 @@ def test_place_of_the_first_layers(mode):
 
 
 def test_microbatches_are_for_one_device():
-    with pytest.raises(TrainError, match=r"num_microbatches \(=2\) needs a single device"):
+    with pytest.raises(TrainError, match=r"`num_microbatches` \(=2\) needs a single device"):
         lm_task(2, **MODES["microbatches"])

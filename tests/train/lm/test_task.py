@@ -22,7 +22,7 @@ def test_reports_come_at_the_end_too():
 
 
 def test_a_batch_that_does_not_fit_the_devices():
-    with pytest.raises(TrainError, match=r"batch_size \(=5\) must be divisible .* \(=2\)\. Use 4"):
+    with pytest.raises(TrainError, match=r"`batch_size` \(=5\) must be divisible by .*Use 4"):
         lm_task(batch_size=5)
-    with pytest.raises(TrainError, match=r"bytes are too few for context \(=200\)"):
+    with pytest.raises(TrainError, match=r"bytes are too few for `context` \(=200\)"):
         lm_task(context=200)
