@@ -26,8 +26,9 @@ def complex_batch_norm(
 
     ``y = scale * (x - mean) / sqrt(var + epsilon) + bias + residual``
 
-    Arguments and results are those of `effjax.sync_batch_norm`. The forward pass does two
-    all-reduces, or three with a mask.
+    Arguments and results are those of `effjax.sync_batch_norm` except that there is no `stats`, and
+    `count` has one entry per feature. XLA compiles the forward pass to two all-reduces, or three
+    with a mask.
 
     Raises:
         TypeError: with an activation, which is undefined for complex values.
@@ -35,20 +36,24 @@ def complex_batch_norm(
     reduction = make_reduction(axis_name, axis_index_groups, "two_psum")
     axes = reduced_axes(x, feature_axis, needs_batch=not reduction.axis_names)
     counted = jnp.broadcast_to(True if mask is None else check_mask(mask, x), x.shape)
+    # A masked value may be NaN. Its gradient is zero, but autodiff would multiply zero by NaN.
+    is_kept = None if mask is None else counted | jnp.isfinite(x)
+    finite_x = x if is_kept is None else jnp.where(is_kept, x, 0)
 
     def total(v: jax.Array) -> jax.Array:
         return psum(jnp.where(counted, v, 0).sum(axes), reduction)
 
     count = total(jnp.ones(x.shape, x.real.dtype))
     n = jnp.maximum(count, 1)
-    mean = total(x) / n
-    centered = x - jnp.expand_dims(mean, axes)
+    mean = total(finite_x) / n
+    centered = finite_x - jnp.expand_dims(mean, axes)
     var = total(jnp.square(centered.real) + jnp.square(centered.imag)) / n
     var = jnp.where(count > 0, var, 1)
     y = complex_inference(
-        x, mean, var, scale, bias, epsilon=check_epsilon(epsilon), activation=activation,
+        finite_x, mean, var, scale, bias, epsilon=check_epsilon(epsilon), activation=activation,
         residual=residual, feature_axis=feature_axis,
     )  # fmt: skip
+    y = y if is_kept is None else jnp.where(is_kept, y, x)
     return y, BatchStats(*map(lax.stop_gradient, (mean, var, count)))
 
 

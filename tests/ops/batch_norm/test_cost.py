@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from effjax import sync_batch_norm
 from effjax.memory import collectives
+from effjax.ops.batch_norm.complex import complex_batch_norm
 from tests.contexts import DEVICES, mesh_of
 from tests.ops.batch_norm.cases import PARAMS, C, make_batch
 from tests.programs import collective_sizes
@@ -69,6 +70,18 @@ def test_all_reduces(stats, check_vma, mask):
     assert got == sorted(("all-reduce", n) for n in want)
     got = counted(backward, (P("i"), P() if check_vma else P("i")))
     assert got == sorted(("all-reduce", n) for n in [*want, 2 * C])
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_all_reduces_of_complex_input(mask):
+    batch, mesh = make_batch(), mesh_of((DEVICES,), ("i",))
+
+    def run(x, counted):
+        return complex_batch_norm(x, axis_name="i", mask=counted if mask else None)[0]
+
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    program = jax.jit(mapped).lower(batch["x"] + 1j, batch["mask"]).compile()
+    assert len(collective_sizes(program, jnp.dtype(float))) == 2 + mask
 
 
 def test_auto_uses_two_all_reduces_for_many_features():

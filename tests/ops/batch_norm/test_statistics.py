@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from effjax import batch_norm_inference, sync_batch_norm
+from effjax.ops.batch_norm.complex import complex_batch_norm
 from tests import oracles
 from tests.contexts import DEVICES, assert_trees_close
 from tests.ops.batch_norm.cases import PARAMS, C, make_batch
@@ -178,6 +179,20 @@ def test_gradient_ignores_masked_nan():
     want = gradient(x, PARAMS["scale"])
     got = gradient(padded, PARAMS["scale"])
     assert_trees_close(got, want, 1e-12)
+
+
+def test_gradient_of_complex_input_ignores_masked_nan():
+    x, mask = make_batch()["x"] * (1 + 2j), make_batch()["mask"]
+
+    def loss(x, scale):
+        y = complex_batch_norm(x, scale, mask=mask)[0]
+        return jnp.sum(jnp.where(mask, y, 0).real ** 2)
+
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    want = gradient(x, PARAMS["scale"])
+    got = gradient(np.where(mask, x, np.nan), PARAMS["scale"])
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-12)
 
 
 def test_no_gradient_flows_through_the_statistics():
