@@ -187,6 +187,7 @@ def test_choices():
             lambda: positive("rate", X),
             TypeError, "`rate` must be a number, not an array float32[2, 3].",
         ),
+        (lambda: positive("rate", "0.5"), TypeError, "`rate` must be a number, not '0.5'."),
         (lambda: positive("rate", -1), ValueError, "`rate` (=-1) must be positive."),
         (
             lambda: check_choice("activation", "gelu", None, "relu", hint="; apply others later"),
@@ -211,6 +212,10 @@ def test_choices():
         (
             lambda: as_padding("full"), ValueError,
             '`padding` (=\'FULL\') must be "SAME" or "SAME_LOWER" or "VALID" or numbers.',
+        ),
+        (
+            lambda: as_padding((1, 2, 3)), ValueError,
+            "`padding` (=(1, 2, 3)) must be one number, or an entry for each of the two spatial",
         ),
         (
             lambda: conv_output_size((5, 4), (3, 3), (1, 1), ((0, 0), (0, 0)), (2, 2)), ValueError,

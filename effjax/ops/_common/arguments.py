@@ -2,7 +2,7 @@
 
 Each function takes the name and the value of an argument and returns the value in one form, or
 raises an error that names the argument. Arrays may be JAX's or NumPy's. As in jax.numpy, lists are
-not arrays. Python and NumPy scalars are interchangeable.
+not arrays. For integers and numbers, Python, NumPy and JAX scalars are interchangeable.
 """
 
 import operator
@@ -77,8 +77,8 @@ def as_mask(name: str, value: Any, other: str, shape: tuple[int, ...]) -> jax.Ar
         raise ValueError(
             f"`{name}` of shape {mask.shape} must broadcast to `{other}` of shape {shape}."
         )
-    # vmap inside jit passes NumPy arrays through, and the rules of custom_vjp fail on them. A copy
-    # is a JAX array.
+    # Under vmap inside jit a tracer may hold a NumPy array, on which custom_vjp rules fail. Copying
+    # makes it a JAX array.
     if isinstance(mask, Tracer):
         mask = jnp.array(mask, copy=True)
     return mask.reshape((1,) * (len(shape) - mask.ndim) + mask.shape)
@@ -116,6 +116,8 @@ def as_number(name: str, value: Any, accepts: Callable[[float], bool], expected:
         expected: the requirement in words, such as "positive".
     """
     try:
+        if isinstance(value, (str, bytes)):  # float() would parse them
+            raise TypeError
         number = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"`{name}` must be a number, not {describe(value)}.") from None
@@ -167,7 +169,13 @@ def as_padding(padding: Any) -> Any:
         return check_choice(
             "padding", padding.upper(), "SAME", "SAME_LOWER", "VALID", hint=" or numbers"
         )
-    height, width = _for_both_axes(padding)
+    both = _for_both_axes(padding)
+    if len(both) != 2:
+        raise ValueError(
+            f"`padding` (={padding!r:.80}) must be one number, or an entry for each of the two "
+            "spatial axes."
+        )
+    height, width = both
     return as_pair("padding", height, 0), as_pair("padding", width, 0)
 
 
