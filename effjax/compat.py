@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from . import nnx
 from .ops import roi
 from .ops._common.arguments import as_float_array, as_pair, check_shape
-from .ops._common.sharding import auto_shard, match_varying, zeros
+from .ops._common.sharding import match_varying, with_auto_axes, zeros
 from .ops.deform_conv import deform_conv2d as _deform_conv2d
 
 __all__ = [
@@ -341,7 +341,7 @@ def _pool_indexed(pool: Callable, x: jax.Array, boxes: jax.Array, offset: tuple)
     pool_images = functools.partial(_pool_image_by_image, pool)
     # On a mesh with Explicit axes the result is replicated: the boxes of one device's images may be
     # anywhere among the K boxes.
-    return auto_shard(pool_images, x, PartitionSpec())(x, boxes, *offset)
+    return with_auto_axes(pool_images, x, PartitionSpec())(x, boxes, *offset)
 
 
 def _pool_image_by_image(

@@ -15,14 +15,14 @@ from effjax.models import linen as linen_models
 from effjax.ops.batch_norm.statistics import GATHER_BYTES
 from effjax.ops.deform_attention.api import CPU_SLICE_BYTES as ATTENTION_SLICE_BYTES
 from effjax.ops.deform_conv.api import CPU_SLICE_BYTES
-from effjax.ops.dense_block.bottleneck import SLICE_BYTES
+from effjax.ops.dense_block.bottleneck import CHUNK_BYTES
 
 
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        (effjax.bn_relu_conv, f"slice takes about {SLICE_BYTES >> 20} MiB in float32"),
-        (effjax.dense_block, f"slice takes about {SLICE_BYTES >> 20} MiB in float32"),
+        (effjax.bn_relu_conv, f"chunk takes about {CHUNK_BYTES >> 20} MiB in float32"),
+        (effjax.dense_block, f"chunk takes about {CHUNK_BYTES >> 20} MiB in float32"),
         (effjax.ms_deform_attn, f"slices are at most {ATTENTION_SLICE_BYTES >> 20} MiB"),
         (effjax.sync_batch_norm, f"up to {GATHER_BYTES >> 10} KiB"),
         (

@@ -11,7 +11,7 @@ from jax import lax
 
 from ._common.arguments import as_array, as_integer, as_mask, as_number, as_precision
 from ._common.dtypes import accumulation_dtype
-from ._common.sharding import auto_shard_batch, match_varying, zeros
+from ._common.sharding import match_varying, with_auto_axes_over_batch, zeros
 
 SLICE_BYTES = 64 * 2**20
 TILE = 128  # slices are multiples of this number of columns, which suits matrix units
@@ -80,7 +80,7 @@ def linear_cross_entropy(
         losses: Any = _linear_cross_entropy(static, *arrays, labels)
         return losses if mask is None else jnp.where(mask, losses, 0), ()
 
-    return auto_shard_batch(run, x)(x, kernel, bias, labels, mask)[0]
+    return with_auto_axes_over_batch(run, x)(x, kernel, bias, labels, mask)[0]
 
 
 class _Static(NamedTuple):

@@ -35,7 +35,7 @@ def emulate(tmp_path_factory):
             arrays["x"].dtype.name.encode(),
             (ctypes.c_int64 * len(sizes))(*sizes),
             ctypes.c_double(pooling.margin),
-            ctypes.c_bool(pooling.of_inside),
+            ctypes.c_bool(pooling.average_inside_only),
             ctypes.c_bool(adds),
             pointers([(arrays | results).get(name) for name in NAMES]),
         )
@@ -64,8 +64,12 @@ def make(dtype, channels, pooling, groups):
     }
 
 
-BOXES = Pooling((2, 2), 1, 1.0, False, 0, True)
-PARTS = Pooling((2, 3), 2, 0.5, True, 2, True)
+BOXES = Pooling(
+    (2, 2), parts=1, margin=1.0, average_inside_only=False, samples=0, has_position_gradients=True
+)
+PARTS = Pooling(
+    (2, 3), parts=2, margin=0.5, average_inside_only=True, samples=2, has_position_gradients=True
+)
 
 
 # Channels of a group: packs of 16 bytes, more than one read of a warp, an odd number.
@@ -77,7 +81,7 @@ PARTS = Pooling((2, 3), 2, 0.5, True, 2, True)
         (np.float32, 10, PARTS, 2),
         (np.float64, 12, BOXES, 1),
         (jnp.bfloat16, 32, PARTS, 2),
-        (np.float16, 6, BOXES._replace(moves=False), 1),
+        (np.float16, 6, BOXES._replace(has_position_gradients=False), 1),
     ],
     ids=str,
 )
@@ -94,7 +98,7 @@ def test_kernels_emulated(emulate, dtype, channels, pooling, groups, x64):
     np.testing.assert_allclose(more, want + 1, rtol=0, atol=8 * tolerance[dy.dtype.name])
 
     results = {"dx": np.zeros(arrays["x"].shape, wide)}
-    if pooling.moves:
+    if pooling.has_position_gradients:
         results["dfirst"] = np.full_like(arrays["first"], np.nan)
     got = emulate(pooling, arrays | {"dy": dy}, **results)
     want = reference.pool_backward(*on_device, pooling)

@@ -32,9 +32,13 @@ def manual_axes() -> frozenset:
 
 
 def cast_to_varying(x: jax.Array, axes: frozenset = frozenset()) -> jax.Array:
-    """Cast x to vary over `axes` too; the transpose sums over the added axes."""
+    """Cast x to vary over `axes`, and over the axes over which its type is reduced.
+
+    The transpose of the first cast sums over the added axes.
+    """
     kind = jax.typeof(x).manual_axis_type
-    if kind.reduced:  # the caller wants an unreduced gradient; the transpose of this cast gives it
+    # A reduced type asks for an unreduced gradient, which the transpose of this cast returns.
+    if kind.reduced:
         x = lax.pcast(x, tuple(kind.reduced), to="varying")
     missing = tuple(sorted(axes - varying_axes(x), key=str))
     return lax.pcast(x, missing, to="varying") if missing else x
@@ -85,26 +89,7 @@ def as_axis_names(axis_name: Hashable | Sequence[Hashable] | None) -> AxisNames:
     return names
 
 
-def get_axis_sizes(names: AxisNames) -> tuple[int, ...]:
-    """Return the number of devices along each axis.
-
-    Call this outside of a custom_vjp. While JAX differentiates jit, checkpoint or scan of vmap, it
-    runs the rules in a context where vmap's axes are known only to `psum` and `axis_index` of a
-    single name.
-    """
-    try:
-        return tuple(int(lax.axis_size(name)) for name in names)
-    except NameError:
-        shown = names[0] if len(names) == 1 else names
-        raise ValueError(
-            f"`axis_name` (={shown!r}) is not mapped here. Call this inside pmap, shard_map or "
-            "vmap over an axis of that name, or pass None: under plain jit the statistics are of "
-            "the whole batch already. A BatchNorm needs its axis in training only; for evaluation "
-            "call model.eval() or pass use_running_average=True."
-        ) from None
-
-
-def auto_shard_batch(fun: Callable, x: jax.Array) -> Callable:
+def with_auto_axes_over_batch(fun: Callable, x: jax.Array) -> Callable:
     """On a mesh with Explicit axes, leave the sharding inside ``fun(x, ...)`` to XLA.
 
     The first result has the sharding of x except for its last axis; the second is replicated.
@@ -112,10 +97,10 @@ def auto_shard_batch(fun: Callable, x: jax.Array) -> Callable:
     if not explicit_axes(x):
         return fun
     batch = PartitionSpec(*jax.typeof(x).sharding.spec[:-1])
-    return auto_shard(fun, x, (batch, PartitionSpec()))
+    return with_auto_axes(fun, x, (batch, PartitionSpec()))
 
 
-def auto_shard(fun: Callable, x: jax.Array, out_sharding: Any) -> Callable:
+def with_auto_axes(fun: Callable, x: jax.Array, out_sharding: Any) -> Callable:
     """On the Explicit axes of the mesh of x, leave the sharding inside `fun` to XLA.
 
     The loops and slices inside an operator have no single correct sharding type. XLA's partitioner

@@ -21,7 +21,6 @@ from .._common.sharding import (
     AxisNames,
     as_axis_names,
     cast_to_varying,
-    get_axis_sizes,
     manual_axes,
     varying_axes,
 )
@@ -110,7 +109,8 @@ def _merge(mean, m2, count, equal_counts: bool, reduction: Reduction) -> tuple:
     message = jnp.concatenate([v.ravel() for v in arrays])
     small = size * message.size * message.dtype.itemsize <= GATHER_BYTES
     if reduction.stats == "gather" or (reduction.stats == "auto" and small):
-        rows = _all_gather(message, size, reduction)  # [devices, 2C or 3C]
+        # [devices, 2C], plus 1 to C counts with a mask
+        rows = _all_gather(message, size, reduction)
         means = rows[:, : mean.size].reshape(size, *mean.shape)
         m2s = rows[:, mean.size : 2 * mean.size].reshape(size, *mean.shape)
         if equal_counts:
@@ -190,20 +190,31 @@ def feature_sums(g, x, mean, inv, mask, axes) -> jax.Array:
     """Return this device's ``[sum(g), sum(g * xhat)]`` of every feature, [2, 1, .., C, .., 1]."""
     g = g.astype(inv.dtype)
     xhat = (x.astype(inv.dtype) - mean) * inv
-    if mask is not None:  # masked padding may be NaN; without a gradient it must not reach the sum
+    # A masked value may be NaN. If it has no gradient, it must not make the sum NaN.
+    if mask is not None:
         xhat = jnp.where(mask | (g != 0), xhat, 0)
     return jnp.stack([jnp.sum(v, axes, keepdims=True) for v in (g, g * xhat)])
 
 
-def project(g, total, x, mean, inv, mask, count) -> jax.Array:
-    """Return the gradient of x from g, its gradient with the batch statistics held fixed.
+def project(dx, total, x, mean, inv, mask, count) -> jax.Array:
+    """Subtract the part through the batch statistics from the gradient of x.
 
-    ``g - [counted] * (sum(g) + xhat * sum(g * xhat)) / count`` in the dtype of the statistics,
-    where `total` contains the two sums over all devices.
+    Args:
+        dx: the gradient of x with the batch statistics held fixed, ``inv * scale * dy``.
+        total: ``[sum(dx), sum(dx * xhat)]`` over all devices, without the part of dx that did not
+            pass through the normalization.
+        x: the input.
+        mean: its mean.
+        inv: its inverse standard deviation.
+        mask: the values that were counted, or None.
+        count: their number.
+
+    Returns:
+        ``dx - [counted] * (total[0] + xhat * total[1]) / count`` in the dtype of the statistics.
     """
     xhat = (x.astype(inv.dtype) - mean) * inv
     share = (total[0] + xhat * total[1]) / jnp.maximum(count, 1)
-    return g.astype(inv.dtype) - (share if mask is None else jnp.where(mask, share, 0))
+    return dx.astype(inv.dtype) - (share if mask is None else jnp.where(mask, share, 0))
 
 
 def normalize_backward(
@@ -224,6 +235,25 @@ def normalize_backward(
 
 
 # Arguments
+
+
+def get_axis_sizes(names: AxisNames) -> tuple[int, ...]:
+    """Return the number of devices along each axis.
+
+    Call this outside of a custom_vjp. When JAX differentiates jit, checkpoint or scan of a vmap,
+    the rules run where vmap's axes are out of scope: only `psum` and `axis_index` with a single
+    name still work.
+    """
+    try:
+        return tuple(int(lax.axis_size(name)) for name in names)
+    except NameError:
+        shown = names[0] if len(names) == 1 else names
+        raise ValueError(
+            f"`axis_name` (={shown!r}) is not mapped here. Call this inside pmap, shard_map or "
+            "vmap over an axis of that name, or pass None: under plain jit the statistics are of "
+            "the whole batch already. A BatchNorm needs its axis in training only; for evaluation "
+            "call model.eval() or pass use_running_average=True."
+        ) from None
 
 
 def make_reduction(

@@ -75,8 +75,9 @@ def sync_batch_norm(
         activation: ``"relu"`` or None.
         residual: added before the activation; of the shape and dtype of x.
         feature_axis: the axis or axes that are not reduced.
-        stats: how statistics are merged. ``"gather"`` is one all-reduce of (2C+1)·devices numbers,
-            ``"two_psum"`` two of C numbers. ``"auto"`` chooses the former up to 256 KiB.
+        stats: how statistics are merged. ``"gather"`` is one all-reduce of 2C·devices numbers,
+            ``"two_psum"`` two of C numbers; with a mask the counts are added to the first one.
+            ``"auto"`` chooses the former up to 256 KiB.
 
     Returns:
         y of the shape and dtype of x, and `BatchStats` (with the biased variance), through which no

@@ -34,25 +34,29 @@ def _columns(x, offset, mask, row, geometry: Geometry, rows: int) -> jax.Array:
     return call(*args, geometry=_as_attribute(geometry))
 
 
-def _columns_backward(*args, geometry: Geometry, skip_dx: bool = False) -> tuple:
-    args = match_varying(args)
+def _columns_backward(
+    x, offset, mask, row, dcolumns, dx, doffset, dmask, geometry: Geometry, skip_dx: bool = False
+) -> tuple:
+    args = match_varying((x, offset, mask, row, dcolumns, dx, doffset, dmask))
     call = jax.ffi.ffi_call(
         "effjax_deform_columns_backward",
         tuple(map(result_type, args[5:])),
-        input_output_aliases={5: 0, 6: 1, 7: 2},
+        input_output_aliases={5: 0, 6: 1, 7: 2},  # dx, doffset and dmask are updated in place
     )
     attributes = dict(geometry=_as_attribute(geometry), skip_dx=np.int64(skip_dx))
     dx, doffset, dmask = call(*args, **attributes)
     return dx, doffset, dmask
 
 
-def _deterministic_columns_backward(*args, geometry: Geometry) -> tuple:
-    """Compute dx on a GPU without atomic additions, whose order varies.
+def _deterministic_columns_backward(
+    x, offset, mask, row, dcolumns, dx, doffset, dmask, geometry: Geometry
+) -> tuple:
+    """Compute all gradients; dx without atomic additions, whose order varies on a GPU.
 
     The corners of all samples are sorted by their pixel, and the corners of each pixel are summed
     in that order.
     """
-    args = match_varying(args)
+    args = match_varying((x, offset, mask, row, dcolumns, dx, doffset, dmask))
     _, offset, mask, row, dcolumns, *_ = args
     dx, doffset, dmask = _columns_backward(*args, geometry=geometry, skip_dx=True)
     rows = lax.dynamic_slice_in_dim(offset, row[0], dcolumns.shape[1], 1)
@@ -60,7 +64,8 @@ def _deterministic_columns_backward(*args, geometry: Geometry) -> tuple:
     source = jnp.arange(destination.shape[-1], dtype=jnp.int32)
     source = jnp.broadcast_to(source, destination.shape)
     destination, source = match_varying((destination, source))
-    # Two keys are never equal. A stable sort by one key would carry a third array, of positions.
+    # The pairs (destination, source) are all different, so an unstable sort is deterministic. A
+    # stable sort by destination alone would carry a third array.
     destination, source = lax.sort((destination, source), num_keys=2, is_stable=False)
     call = jax.ffi.ffi_call(
         "effjax_deform_scatter_sorted", result_type(dx), input_output_aliases={6: 0}
@@ -84,8 +89,10 @@ def destinations(
 
 
 def _sample_bytes(dtype: Any) -> tuple[int, int]:
+    # Backward: the columns, their transpose (made by XLA on a CPU), and dcolumns in float32 or
+    # wider.
     size = dtype.itemsize
-    return size, 2 * size + max(4, size)  # XLA on a CPU transposes one of them
+    return size, 2 * size + max(4, size)
 
 
 # For each of a tap's four corners: its pixel, and two numbers before and after the sort.

@@ -1,4 +1,4 @@
-"""A DenseNet-BC block that keeps its features and recomputes everything else.
+"""A DenseNet-BC block whose memory is linear in its depth.
 
 The batch statistics of a channel do not depend on the layer that reads it, so they are computed
 once, when the channel is created. The backward pass first sums the gradients of all readers of a
@@ -23,7 +23,7 @@ from .._common.arguments import (
     check_shape,
     describe,
 )
-from .._common.sharding import auto_shard_batch, match_varying
+from .._common.sharding import match_varying, with_auto_axes_over_batch
 from ..batch_norm.statistics import (
     AXES,
     BatchStats,
@@ -33,12 +33,17 @@ from ..batch_norm.statistics import (
     make_reduction,
     moments,
     normalize,
-    normalize_backward,
     project,
     psum,
 )
 from ..dropout import dropout
-from .bn_relu_conv import as_batch_stats, as_features, check_pixel_mask
+from .bn_relu_conv import (
+    Conv,
+    as_batch_stats,
+    as_features,
+    bn_relu_conv_backward,
+    check_pixel_mask,
+)
 from .bottleneck import Bottleneck, bottleneck_backward, bottleneck_forward, check_chunks
 
 
@@ -82,8 +87,9 @@ def dense_block(
     ``f_0 = x``, ``f_l = dropout(conv2(relu(bn2(conv1(relu(bn1([f_0 … f_(l-1)])))))))``; the result
     is ``[f_0 … f_L]``.
 
-    Function and gradients are exactly those of the plain network. The batch statistics of every
-    channel are computed only once, so the block also does less work.
+    Function and gradients are mathematically equal to those of the plain network: nothing is
+    approximated, only rounding differs. The batch statistics of every channel are computed only
+    once, so the block also does less work.
 
     Args:
         x: [N, H, W, C0], floating point.
@@ -99,8 +105,8 @@ def dense_block(
         dropout_rate: probability of dropping a new feature, in [0, 1).
         key: PRNG key for dropout; layer l uses ``fold_in(key, l)``. Under pmap or shard_map pass
             each device a different key.
-        num_chunks: number of row slices in which full-width arrays are processed. By default a
-            slice takes about 8 MiB in float32.
+        num_chunks: number of chunks of rows in which full-width arrays are processed. By default a
+            chunk takes about 8 MiB in float32.
         precision: of the convolutions, as in ``jax.lax``.
 
     Returns:
@@ -124,7 +130,7 @@ def dense_block(
     layers, channels = _check_params(x, params)
     check_choice("save", save, "conv", "features")
     mask = None if mask is None else check_pixel_mask(mask, x)
-    static = _Static(
+    config = _BlockConfig(
         make_reduction(axis_name, axis_index_groups, stats),
         check_epsilon(epsilon),
         save == "conv",
@@ -134,11 +140,11 @@ def dense_block(
     )
 
     def run(x, params, mask, key):
-        result: Any = _dense_block(static, *match_varying((x, params, mask)), key)
+        result: Any = _dense_block(config, *match_varying((x, params, mask)), key)
         return result[0], lax.stop_gradient(result[1])
 
-    features, (mean, var, count, inner) = auto_shard_batch(run, x)(
-        x, layers, mask, key if static.dropout_rate else None
+    features, (mean, var, count, inner) = with_auto_axes_over_batch(run, x)(
+        x, layers, mask, key if config.dropout_rate else None
     )
     result = []
     for p, (mean2, var2) in zip(layers, inner, strict=True):
@@ -148,7 +154,7 @@ def dense_block(
     return features, result
 
 
-class _Static(NamedTuple):
+class _BlockConfig(NamedTuple):
     reduction: Reduction
     epsilon: float
     save_conv: bool
@@ -156,15 +162,9 @@ class _Static(NamedTuple):
     num_chunks: int
     precision: Any
 
-    def conv2(self, z: jax.Array, kernel: jax.Array) -> jax.Array:
-        return lax.conv_general_dilated(
-            z,
-            kernel.astype(z.dtype),
-            (1, 1),
-            "SAME",
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            precision=self.precision,
-        )
+    @property
+    def conv2(self) -> Conv:
+        return Conv(precision=self.precision)
 
     def drop(self, y: jax.Array, key: jax.Array | None, layer: int) -> jax.Array:
         if key is None:
@@ -184,38 +184,38 @@ class _Static(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dense_block(static: _Static, x, params, mask, key) -> Any:
-    return _forward(static, x, params, mask, key)[0]
+def _dense_block(config: _BlockConfig, x, params, mask, key) -> Any:
+    return _forward(config, x, params, mask, key)[0]
 
 
-def _forward(static: _Static, x, params, mask, key):
+def _forward(config: _BlockConfig, x, params, mask, key):
     new = sum(p.kernel2.shape[-1] for p in params)
     buffer = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, new)))
-    mean, var, count = moments(x, mask, AXES, static.reduction)
+    mean, var, count = moments(x, mask, AXES, config.reduction)
     inner, kept = [], []
     for i, p in enumerate(params):
         c = p.scale1.shape[0]
-        inv = lax.rsqrt(var + static.epsilon)
+        inv = lax.rsqrt(var + config.epsilon)
         h = bottleneck_forward(
             Bottleneck(buffer, mean, inv, p.scale1, p.bias1, p.kernel1),
-            static.num_chunks,
-            static.precision,
+            config.num_chunks,
+            config.precision,
         )
-        mean2, var2, _ = moments(h, mask, AXES, static.reduction)
-        inv2 = lax.rsqrt(var2 + static.epsilon)
+        mean2, var2, _ = moments(h, mask, AXES, config.reduction)
+        inv2 = lax.rsqrt(var2 + config.epsilon)
         z = jax.nn.relu(normalize(h, mean2, inv2, p.scale2, p.bias2)).astype(h.dtype)
-        y = static.drop(static.conv2(z, p.kernel2), key, i)
+        y = config.drop(config.conv2(z, p.kernel2), key, i)
         if i + 1 < len(params):  # no layer of the block reads the last features
-            new_mean, new_var, _ = moments(y, mask, AXES, static.reduction)
+            new_mean, new_var, _ = moments(y, mask, AXES, config.reduction)
             mean, var = jnp.concatenate([mean, new_mean], -1), jnp.concatenate([var, new_var], -1)
         buffer = lax.optimization_barrier(lax.dynamic_update_slice(buffer, y, (0, 0, 0, c)))
         inner.append((mean2, var2))
-        kept.append((h if static.save_conv else None, mean2, inv2))
-    inv = lax.rsqrt(var + static.epsilon)
+        kept.append((h if config.save_conv else None, mean2, inv2))
+    inv = lax.rsqrt(var + config.epsilon)
     return (buffer, (mean, var, count, inner)), (buffer, params, mask, key, mean, inv, count, kept)
 
 
-def _backward(static: _Static, residuals, cotangents):
+def _backward(config: _BlockConfig, residuals, cotangents):
     buffer, params, mask, key, mean, inv, count, kept = residuals
     grad = cotangents[0]
     read = mean.shape[-1]  # the channels that some layer reads: all but those of the last layer
@@ -225,7 +225,7 @@ def _backward(static: _Static, residuals, cotangents):
     def project_channels(dy, channels: slice):
         statistics = buffer[..., channels], mean[..., channels], inv[..., channels], mask
         sums = feature_sums(dy, *statistics, AXES) - outside[..., channels]
-        return project(dy, psum(sums, static.reduction), *statistics, count).astype(dy.dtype)
+        return project(dy, psum(sums, config.reduction), *statistics, count).astype(dy.dtype)
 
     for i in reversed(range(len(params))):
         p, (h, mean2, inv2) = params[i], kept[i]
@@ -233,17 +233,20 @@ def _backward(static: _Static, residuals, cotangents):
         dy = grad[..., c : c + k]
         if i + 1 < len(params):
             dy = project_channels(dy, slice(c, c + k))
-        dy = static.drop(dy, key, i)
+        dy = config.drop(dy, key, i)
         # The barriers order the layers: the recomputation of a layer starts after the gradient of
         # the next one is done, and its parameters' gradients are done before the previous one
         # starts. Otherwise XLA keeps the activations of all layers alive.
         h, dy, grad = lax.optimization_barrier((h, dy, grad))
-        source, dy = (buffer, dy) if static.save_conv else lax.optimization_barrier((buffer, dy))
+        source, dy = (buffer, dy) if config.save_conv else lax.optimization_barrier((buffer, dy))
         op = Bottleneck(source, mean[..., :c], inv[..., :c], p.scale1, p.bias1, p.kernel1)
         if h is None:
-            h = bottleneck_forward(op, static.num_chunks, static.precision)
-        dh, second = _second_half_backward(static, h, mean2, inv2, p, mask, count, dy)
-        grad, first = bottleneck_backward(op, dh, grad, static.num_chunks, static.precision)
+            h = bottleneck_forward(op, config.num_chunks, config.precision)
+        parameters2 = p.scale2, p.bias2, p.kernel2
+        dh, second = bn_relu_conv_backward(
+            config.conv2, dy, h, mean2, inv2, parameters2, mask, count, config.reduction
+        )
+        grad, first = bottleneck_backward(op, dh, grad, config.num_chunks, config.precision)
         dp = jax.tree.map(
             lambda d, v: d.reshape(v.shape).astype(v.dtype), DenseLayerParams(*first, *second), p
         )
@@ -256,20 +259,6 @@ def _backward(static: _Static, residuals, cotangents):
 
 
 _dense_block.defvjp(_forward, _backward)
-
-
-def _second_half_backward(
-    static: _Static, h, mean2, inv2, p: DenseLayerParams, mask, count, dy
-) -> tuple:
-    """Return the gradients of h and of ``(scale2, bias2, kernel2)`` through bn2, ReLU and conv2."""
-    y = normalize(h, mean2, inv2, p.scale2, p.bias2)
-    _, conv_backward = jax.vjp(static.conv2, jax.nn.relu(y).astype(h.dtype), p.kernel2)
-    dz, dkernel = conv_backward(dy)
-    g = jnp.where(y > 0, dz.astype(inv2.dtype), 0)
-    dh, (dbias, dscale), _ = normalize_backward(
-        g, h, mean2, inv2, p.scale2, mask, count, AXES, static.reduction
-    )
-    return dh.astype(h.dtype), (dscale, dbias, dkernel)
 
 
 def _check_dropout(rate: Any, key: Any) -> float:

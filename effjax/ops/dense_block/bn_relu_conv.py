@@ -17,7 +17,7 @@ from .._common.arguments import (
     as_precision,
     check_shape,
 )
-from .._common.sharding import auto_shard_batch, match_varying, zeros
+from .._common.sharding import match_varying, with_auto_axes_over_batch, zeros
 from ..batch_norm.statistics import (
     AXES,
     BatchStats,
@@ -56,9 +56,9 @@ def bn_relu_conv(
 
     ``y = conv(relu(batch_norm(concatenate(x))), kernel)``
 
-    This is the bottleneck of a DenseNet. Neither the concatenation nor the normalized features are
-    kept for the backward pass. A 1x1 convolution processes a few image rows at a time, so that the
-    normalized features and their gradient never exist at full size.
+    This is the first half of a DenseNet layer, or a transition. Neither the concatenation nor the
+    normalized features are kept for the backward pass. A 1x1 convolution processes a few image rows
+    at a time, so that the normalized features and their gradient never exist at full size.
 
     Args:
         x: [N, H, W, C], or a list of such arrays to be concatenated along C; floating point, of one
@@ -75,8 +75,8 @@ def bn_relu_conv(
         padding: likewise.
         kernel_dilation: likewise.
         feature_group_count: likewise.
-        num_chunks: number of row slices of a 1x1 convolution. By default a slice takes about 8 MiB
-            in float32.
+        num_chunks: number of chunks of rows of a 1x1 convolution. By default a chunk takes about
+            8 MiB in float32.
         precision: as in ``jax.lax.conv_general_dilated``.
 
     Returns:
@@ -95,38 +95,41 @@ def bn_relu_conv(
     """
     groups = as_integer("feature_group_count", feature_group_count, 1)
     features, parameters = _check(x, scale, bias, kernel, groups)
-    conv = _Conv(
+    conv = Conv(
         as_pair("strides", strides, 1),
         as_padding(padding),
         as_pair("kernel_dilation", kernel_dilation, 1),
         groups,
         as_precision(precision),
     )
-    # Only a convolution that multiplies each pixel by one matrix can be sliced.
+    # Only a convolution that multiplies each pixel by one matrix can process chunks of rows.
     chunks: int | None = check_chunks(num_chunks, (*features[0].shape[:3], parameters[0].shape[0]))
     if parameters[2].shape[:2] != (1, 1) or not conv.is_pointwise():
         chunks = None
-    static = _Static(
+    config = _LayerConfig(
         make_reduction(axis_name, axis_index_groups, stats), check_epsilon(epsilon), conv, chunks
     )
     mask = None if mask is None else check_pixel_mask(mask, features[0])
 
     def run(features, parameters, mask):
-        result: Any = _bn_relu_conv(static, *match_varying((features, parameters, mask)))
+        result: Any = _bn_relu_conv(config, *match_varying((features, parameters, mask)))
         return result[0], lax.stop_gradient(result[1])
 
-    y, statistics = auto_shard_batch(run, features[0])(features, parameters, mask)
+    y, statistics = with_auto_axes_over_batch(run, features[0])(features, parameters, mask)
     return y, as_batch_stats(*statistics)
 
 
-class _Conv(NamedTuple):
-    strides: tuple[int, int]
-    padding: Any
-    dilation: tuple[int, int]
-    groups: int
-    precision: Any
+class Conv(NamedTuple):
+    """A convolution of [N, H, W, C] with a kernel [kh, kw, C / groups, O]."""
+
+    strides: tuple[int, int] = (1, 1)
+    padding: Any = "SAME"
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+    precision: Any = None
 
     def __call__(self, z: jax.Array, kernel: jax.Array) -> jax.Array:
+        """Return the convolution of z, in the dtype of z."""
         return lax.conv_general_dilated(
             z,
             kernel.astype(z.dtype),
@@ -144,58 +147,55 @@ class _Conv(NamedTuple):
         return unpadded and self.strides == (1, 1) and self.groups == 1
 
 
-class _Static(NamedTuple):
+class _LayerConfig(NamedTuple):
     reduction: Reduction
     epsilon: float
-    conv: _Conv
+    conv: Conv
     num_chunks: int | None  # None if the convolution is not pointwise
 
 
 # With y the normalized features, z = relu(y) and dz the gradient of z by the convolution:
 #   g = dz where y > 0    dbias = sum(g)    dscale = sum(g * xhat)
 # and dx follows from g as in batch norm. For a pointwise convolution, `bottleneck_backward` returns
-# inv * scale * g and both sums, and `project` completes dx.
+# inv * scale * g, rounded to the dtype of x, and both sums. `project` completes dx.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _bn_relu_conv(static: _Static, features, parameters, mask) -> Any:
-    return _forward(static, features, parameters, mask)[0]
+def _bn_relu_conv(config: _LayerConfig, features, parameters, mask) -> Any:
+    return _forward(config, features, parameters, mask)[0]
 
 
-def _forward(static: _Static, features, parameters, mask):
+def _forward(config: _LayerConfig, features, parameters, mask):
     scale, bias, kernel = parameters
     x = jnp.concatenate(features, -1)
-    mean, var, count = moments(x, mask, AXES, static.reduction)
-    inv = lax.rsqrt(var + static.epsilon)
-    if static.num_chunks:
+    mean, var, count = moments(x, mask, AXES, config.reduction)
+    inv = lax.rsqrt(var + config.epsilon)
+    if config.num_chunks:
         y = bottleneck_forward(
-            Bottleneck(x, mean, inv, *parameters), static.num_chunks, static.conv.precision
+            Bottleneck(x, mean, inv, *parameters), config.num_chunks, config.conv.precision
         )
     else:
-        y = static.conv(jax.nn.relu(normalize(x, mean, inv, scale, bias)).astype(x.dtype), kernel)
+        y = config.conv(jax.nn.relu(normalize(x, mean, inv, scale, bias)).astype(x.dtype), kernel)
     return (y, (mean, var, count)), (features, parameters, mask, mean, inv, count)
 
 
-def _backward(static: _Static, residuals, cotangents):
+def _backward(config: _LayerConfig, residuals, cotangents):
     features, (scale, bias, kernel), mask, mean, inv, count = residuals
     # Without the barrier, XLA merges the recomputation with the forward pass and keeps the results.
     features, dy = lax.optimization_barrier((features, cotangents[0]))
     x = jnp.concatenate(features, -1)
-    if static.num_chunks:
+    if config.num_chunks:
         op = Bottleneck(x, mean, inv, scale, bias, kernel)
         dx = zeros(x.shape, x.dtype, x)
         dx, (dscale, dbias, dkernel) = bottleneck_backward(
-            op, dy, dx, static.num_chunks, static.conv.precision
+            op, dy, dx, config.num_chunks, config.conv.precision
         )
-        sums = psum(feature_sums(dx, x, mean, inv, mask, AXES), static.reduction)
+        # New sums, because those for dx must match its rounded values.
+        sums = psum(feature_sums(dx, x, mean, inv, mask, AXES), config.reduction)
         dx = project(dx, sums, x, mean, inv, mask, count)
     else:
-        y = normalize(x, mean, inv, scale, bias)
-        _, conv_backward = jax.vjp(static.conv, jax.nn.relu(y).astype(x.dtype), kernel)
-        dz, dkernel = conv_backward(dy)
-        g = jnp.where(y > 0, dz.astype(inv.dtype), 0)
-        dx, (dbias, dscale), _ = normalize_backward(
-            g, x, mean, inv, scale, mask, count, AXES, static.reduction
+        dx, (dscale, dbias, dkernel) = bn_relu_conv_backward(
+            config.conv, dy, x, mean, inv, (scale, bias, kernel), mask, count, config.reduction
         )
     ends = [sum(f.shape[-1] for f in features[: i + 1]) for i in range(len(features) - 1)]
     dfeatures = tuple(jnp.split(dx.astype(x.dtype), ends, -1))
@@ -207,6 +207,24 @@ def _backward(static: _Static, residuals, cotangents):
 
 
 _bn_relu_conv.defvjp(_forward, _backward)
+
+
+def bn_relu_conv_backward(
+    conv: Conv, dy, x, mean, inv, parameters: tuple, mask, count, reduction: Reduction
+) -> tuple:
+    """Return dx, and the gradients of ``parameters = (scale, bias, kernel)`` on this device.
+
+    The activations are recomputed from x and its statistics, for all pixels at once.
+    """
+    scale, bias, kernel = parameters
+    y = normalize(x, mean, inv, scale, bias)
+    _, conv_backward = jax.vjp(conv, jax.nn.relu(y).astype(x.dtype), kernel)
+    dz, dkernel = conv_backward(dy)
+    g = jnp.where(y > 0, dz.astype(inv.dtype), 0)
+    dx, (dbias, dscale), _ = normalize_backward(
+        g, x, mean, inv, scale, mask, count, AXES, reduction
+    )
+    return dx.astype(x.dtype), (dscale, dbias, dkernel)
 
 
 def as_batch_stats(mean: jax.Array, var: jax.Array, count: jax.Array) -> BatchStats:

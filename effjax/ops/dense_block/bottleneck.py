@@ -1,7 +1,7 @@
 """BN → ReLU → 1x1 convolution with known statistics, a few image rows at a time.
 
 With known statistics all pixels are independent, so the normalized features and their gradient
-never exist at full size. Slices are of rows, because jit shards the batch and slices of a sharded
+never exist at full size. Chunks are of rows, because jit shards the batch and slices of a sharded
 axis would be gathered. The loops also protect the recomputation: XLA cannot merge it with the
 forward pass.
 """
@@ -18,7 +18,7 @@ from .._common.sharding import zeros
 from ..batch_norm.statistics import normalize
 
 # The same on every backend, so that a plan made on one machine describes the program of another.
-SLICE_BYTES = 8 * 2**20
+CHUNK_BYTES = 8 * 2**20
 
 
 class Bottleneck(NamedTuple):
@@ -33,16 +33,16 @@ class Bottleneck(NamedTuple):
 
 
 def check_chunks(num_chunks: int | None, shape: tuple[int, ...]) -> int:
-    """Return the number of slices for a buffer of shape [N, H, W, C]."""
+    """Return the number of chunks for a buffer of shape [N, H, W, C]."""
     if num_chunks is not None:
         return as_integer("num_chunks", num_chunks, 1)
-    return max(1, min(shape[1], round(4 * math.prod(shape) / SLICE_BYTES)))
+    return max(1, min(shape[1], round(4 * math.prod(shape) / CHUNK_BYTES)))
 
 
 def bottleneck_forward(op: Bottleneck, num_chunks: int, precision: Any) -> jax.Array:
     """Return the convolution's output, [N, H, W, b]."""
     buffer, kernel = op.buffer, op.kernel[0, 0].astype(op.buffer.dtype)
-    size, count = _slices(buffer.shape[1], num_chunks)
+    size, count = _split_rows(buffer.shape[1], num_chunks)
 
     def body(j, out):
         start = _start(j, size, buffer)
@@ -72,7 +72,7 @@ def bottleneck_backward(
     buffer, dtype = op.buffer, op.inv.dtype
     kernel = op.kernel[0, 0].astype(buffer.dtype)
     slope = op.inv * op.scale.astype(dtype)
-    size, count = _slices(buffer.shape[1], num_chunks)
+    size, count = _split_rows(buffer.shape[1], num_chunks)
     overlap = count * size != buffer.shape[1]
 
     def body(j, carry):
@@ -80,7 +80,7 @@ def bottleneck_backward(
         start = _start(j, size, buffer)
         x, y, z = _activations(op, buffer, start, size)
         dh = lax.dynamic_slice_in_dim(dout, start, size, 1)
-        if overlap:  # the last slice is moved up to fit; rows of the previous slice count as zeros
+        if overlap:  # the last chunk is moved up to fit; rows of the previous one count as zeros
             is_new = start + jnp.arange(size) >= j * size
             dh = jnp.where(is_new[:, None, None], dh, 0)
         dkernel += lax.dot_general(
@@ -109,15 +109,15 @@ def bottleneck_backward(
 
 
 def _activations(op: Bottleneck, buffer: jax.Array, start, size: int) -> tuple:
-    """Return the raw features of one slice, their normalized values, and the rectified ones."""
+    """Return the raw features of one chunk, their normalized values, and the rectified ones."""
     n, _, w, _ = buffer.shape
     x = lax.dynamic_slice(buffer, (0, start, 0, 0), (n, size, w, op.mean.shape[-1]))
     y = normalize(x, op.mean, op.inv, op.scale, op.bias)
     return x, y, jax.nn.relu(y).astype(x.dtype)
 
 
-def _slices(height: int, num_chunks: int) -> tuple[int, int]:
-    """Return the number of rows per slice and the number of slices."""
+def _split_rows(height: int, num_chunks: int) -> tuple[int, int]:
+    """Return the number of rows per chunk and the number of chunks."""
     size = -(-height // num_chunks)
     return size, -(-height // max(size, 1))
 

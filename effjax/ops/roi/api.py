@@ -154,7 +154,7 @@ def multiscale_roi_align(
 def _pool_aligned(
     x: jax.Array,
     boxes: Any,
-    so_far: jax.Array | None = None,
+    initial: jax.Array | None = None,
     *,
     size: tuple[int, int],
     spatial_scale: float,
@@ -162,13 +162,16 @@ def _pool_aligned(
     aligned: bool,
     implementation: Implementation,
 ) -> jax.Array:
-    """Return roi_align with the bins on one axis, [N, R, P, C], added to `so_far`."""
+    """Return roi_align with the bins on one axis, [N, R, P, C], added to `initial`."""
     boxes = lax.stop_gradient(_as_boxes(boxes, x.shape[0]))
     (boxes,) = _promote(x, boxes)
     scale, ratio = _as_scale("spatial_scale", spatial_scale), _as_ratio(sampling_ratio)
     make_bins = _make_aligned_bins(size, scale, ratio, bool(aligned))
-    pooling = Pooling(size, 1, 1.0, False, ratio, False)
-    return pool(x, make_bins, (boxes,), pooling, implementation, so_far)
+    pooling = Pooling(
+        size, parts=1, margin=1.0, average_inside_only=False, samples=ratio,
+        has_position_gradients=False,
+    )  # fmt: skip
+    return pool(x, make_bins, (boxes,), pooling, implementation, initial)
 
 
 def deform_roi_pool(
@@ -225,7 +228,10 @@ def deform_roi_pool(
         check_shape("offset", offset, (*boxes.shape[:2], *size, 2), "[N, R, rows, columns, 2]")
         arrays += (offset,)
     make_bins = _make_deformed_bins(size, scale, ratio, gamma)
-    pooling = Pooling(size, 1, 1.0, False, ratio, offset is not None)
+    pooling = Pooling(
+        size, parts=1, margin=1.0, average_inside_only=False, samples=ratio,
+        has_position_gradients=offset is not None,
+    )  # fmt: skip
     return _split_bins(pool(x, make_bins, _promote(x, *arrays), pooling, implementation), size)
 
 
@@ -299,7 +305,10 @@ def deform_psroi_pool(
         check_divides("offset.shape[-1] // 2", groups, channels, "channels of a block of `x`")
         arrays += (offset,)
     make_bins = _make_psroi_bins(size, scale, samples, part_size, trans_std)
-    pooling = Pooling(size, group_size, 0.5, True, samples, offset is not None)
+    pooling = Pooling(
+        size, parts=group_size, margin=0.5, average_inside_only=True, samples=samples,
+        has_position_gradients=offset is not None,
+    )  # fmt: skip
     return _split_bins(pool(x, make_bins, _promote(x, *arrays), pooling, implementation), size)
 
 
@@ -315,10 +324,10 @@ def _make_aligned_bins(size: tuple[int, int], scale: float, ratio: int, aligned:
 @functools.cache
 def _make_deformed_bins(size: tuple[int, int], scale: float, ratio: int, gamma: float):
     def make(boxes: jax.Array, offset: jax.Array | None = None) -> Bins:
-        of_boxes = bins.roi_align_bins(boxes, size, scale, ratio, True)
+        box_bins = bins.roi_align_bins(boxes, size, scale, ratio, True)
         if offset is None:
-            return of_boxes
-        return bins.move_bins(of_boxes, offset.reshape(*of_boxes.first.shape), gamma)
+            return box_bins
+        return bins.move_bins(box_bins, offset.reshape(*box_bins.first.shape), gamma)
 
     return make
 
@@ -328,10 +337,10 @@ def _make_psroi_bins(
     size: tuple[int, int], scale: float, samples: int, part_size: int, trans_std: float
 ):
     def make(boxes: jax.Array, offset: jax.Array | None = None) -> Bins:
-        of_boxes = bins.psroi_bins(boxes, size, scale, samples)
+        box_bins = bins.psroi_bins(boxes, size, scale, samples)
         if offset is None:
-            return of_boxes
-        return bins.move_bins(of_boxes, bins.offsets_of_bins(offset, size, part_size), trans_std)
+            return box_bins
+        return bins.move_bins(box_bins, bins.bin_offsets(offset, size, part_size), trans_std)
 
     return make
 

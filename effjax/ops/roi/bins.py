@@ -98,8 +98,8 @@ def _round_half_away(a: jax.Array) -> jax.Array:
     return jnp.where(jnp.abs(a - whole) >= 0.5, whole + jnp.sign(a), whole)
 
 
-def offsets_of_bins(offset: jax.Array, output_size: tuple[int, int], part_size: int) -> jax.Array:
+def bin_offsets(offset: jax.Array, output_size: tuple[int, int], part_size: int) -> jax.Array:
     """Return the offsets of bins [N, R, P, G, 2], given [N, R, part_size, part_size, 2 * G]."""
     rows, columns = (np.arange(count) * part_size // count for count in output_size)
-    of_bins = offset[:, :, rows[:, None], columns[None]]
-    return of_bins.reshape(*offset.shape[:2], rows.size * columns.size, offset.shape[-1] // 2, 2)
+    offset = offset[:, :, rows[:, None], columns[None]]
+    return offset.reshape(*offset.shape[:2], rows.size * columns.size, offset.shape[-1] // 2, 2)

@@ -34,7 +34,7 @@ def pool(
     arrays: tuple,
     pooling: Pooling,
     implementation: str | None,
-    so_far: jax.Array | None = None,
+    initial: jax.Array | None = None,
 ) -> jax.Array:
     """Average x [N, H, W, parts**2 * C] over the bins that are made from arrays.
 
@@ -42,28 +42,28 @@ def pool(
         x: images.
         make_bins: ``make_bins(*arrays) -> Bins``, a pure function; the same object for the same
             options.
-        arrays: boxes, and offsets if bins move: [N, ...], float32 or float64.
+        arrays: boxes, and offsets if any: [N, ...], float32 or float64.
         pooling: static configuration.
         implementation: None, "native" or "xla".
-        so_far: [N, R, P, C], to which the result is added: in place, and at no cost for boxes
+        initial: [N, R, P, C], to which the result is added: in place, and at no cost for boxes
             without samples.
 
     Returns:
         y [N, R, P, C].
     """
     platforms = native_platforms(implementation, _OPERATOR)
-    static = Static(pooling, so_far is not None, implementation, platforms)
-    return _pool(static, make_bins, x, arrays, so_far)
+    static = Static(pooling, initial is not None, implementation, platforms)
+    return _pool(static, make_bins, x, arrays, initial)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # without jit, each call compiles its loops
-def _pool(static: Static, make_bins: Callable, x: jax.Array, arrays: tuple, so_far: Any):
+def _pool(static: Static, make_bins: Callable, x: jax.Array, arrays: tuple, initial: Any):
     run = functools.partial(_pool_on_device, static, make_bins)
-    return run_per_device(lambda images, _: run(*images), x)((x, arrays, so_far), ())
+    return run_per_device(lambda images, _: run(*images), x)((x, arrays, initial), ())
 
 
 def _pool_on_device(
-    static: Static, make_bins: Callable, x: jax.Array, arrays: tuple, so_far: Any
+    static: Static, make_bins: Callable, x: jax.Array, arrays: tuple, initial: Any
 ) -> jax.Array:
     # All derivatives exist if the loops over samples have a static length.
     differentiable = static.implementation == "xla" and static.pooling.samples > 0
@@ -72,10 +72,10 @@ def _pool_on_device(
     wide_x = x.astype(dtype) if differentiable or dtype == jnp.float64 else x
     bins: Bins = make_bins(*arrays)
     if static.adds:
-        so_far = so_far.astype(wide_x.dtype)
+        initial = initial.astype(wide_x.dtype)
     else:
-        so_far = zeros((*bins.first.shape[:3], 0), wide_x.dtype, x)
-    args = match_varying((wide_x, bins.first, bins.step, bins.count, so_far))
+        initial = zeros((*bins.first.shape[:3], 0), wide_x.dtype, x)
+    args = match_varying((wide_x, bins.first, bins.step, bins.count, initial))
     if differentiable:
         y: Any = reference.pool(*args, pooling=static.pooling)
     else:
@@ -92,8 +92,8 @@ def _pool_on_device(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _average(static: Static, x, first, step, count, so_far) -> jax.Array:
-    return _partitioned_forward(static)(*add_example_axis(x, first, step, count, so_far))[0][0]
+def _average(static: Static, x, first, step, count, initial) -> jax.Array:
+    return _partitioned_forward(static)(*add_example_axis(x, first, step, count, initial))[0][0]
 
 
 def _average_forward(static: Static, *args):
@@ -104,9 +104,9 @@ def _average_backward(static: Static, residuals, dy):
     x, first, step, count = residuals
     gradients = _partitioned_backward(static)(*add_example_axis(*residuals, dy))
     dx, dfirst = (d[0] for d in gradients)
-    dfirst = dfirst if static.pooling.moves else jnp.zeros_like(first)
-    dso_far = dy if static.adds else zeros((*dy.shape[:3], 0), dy.dtype, dy)
-    return dx.astype(x.dtype), dfirst, jnp.zeros_like(step), jnp.zeros_like(count), dso_far
+    dfirst = dfirst if static.pooling.has_position_gradients else jnp.zeros_like(first)
+    dinitial = dy if static.adds else zeros((*dy.shape[:3], 0), dy.dtype, dy)
+    return dx.astype(x.dtype), dfirst, jnp.zeros_like(step), jnp.zeros_like(count), dinitial
 
 
 _average.defvjp(_average_forward, _average_backward)
@@ -146,23 +146,23 @@ def _partitioned_backward(static: Static) -> Callable:
 
 def _operator_name(static: Static) -> str:
     # In errors about derivatives.
-    return "deform_psroi_pool" if static.pooling.of_inside else "roi_align"
+    return "deform_psroi_pool" if static.pooling.average_inside_only else "roi_align"
 
 
 # The native versions of the functions in `reference.py`.
 
 
 def _native_pool(*args, pooling: Pooling) -> jax.Array:
-    x, first, *_, so_far = args = match_varying(args)
+    x, first, *_, initial = args = match_varying(args)
     shape = (*first.shape[:3], x.shape[-1] // pooling.parts**2)
-    aliases = {4: 0} if so_far.shape == shape else {}  # added to in place
+    aliases = {4: 0} if initial.shape == shape else {}  # added to in place
     call = jax.ffi.ffi_call("effjax_roi_pool", result_type(x, shape), input_output_aliases=aliases)
     return call(*args, pooling=_as_attribute(pooling))
 
 
 def _native_pool_backward(*args, pooling: Pooling) -> tuple[jax.Array, jax.Array]:
     x, first, *_ = args = match_varying(args)
-    shape = (*first.shape[:4], 2 if pooling.moves else 0)
+    shape = (*first.shape[:4], 2 if pooling.has_position_gradients else 0)
     results = result_type(x, dtype=first.dtype), result_type(first, shape)
     call = jax.ffi.ffi_call("effjax_roi_pool_backward", results)
     dx, dfirst = call(*args, pooling=_as_attribute(pooling))
@@ -172,7 +172,8 @@ def _native_pool_backward(*args, pooling: Pooling) -> tuple[jax.Array, jax.Array
 def _as_attribute(pooling: Pooling) -> dict[str, Any]:
     """Return the struct `Attributes` of native/roi_ffi.h."""
     rows, columns = pooling.output_size
-    sizes = dict(rows=rows, columns=columns, parts=pooling.parts, of_inside=pooling.of_inside)
+    sizes = dict(rows=rows, columns=columns, parts=pooling.parts)
+    sizes["of_inside"] = pooling.average_inside_only
     return {name: np.int64(size) for name, size in sizes.items()} | {
         "margin": np.float64(pooling.margin)
     }

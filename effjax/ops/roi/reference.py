@@ -21,11 +21,11 @@ class Pooling(NamedTuple):
     """Static configuration of a pooling."""
 
     output_size: tuple[int, int]
-    parts: int  # the channels of x are parts**2 blocks; each bin reads one of them
+    parts: int  # channels are parts**2 blocks; a bin reads the block that belongs to its position
     margin: float  # samples up to this distance outside of the outermost pixels count
-    of_inside: bool  # average the samples that count, instead of all
+    average_inside_only: bool  # divide by the samples that count, not by all; needs samples > 0
     samples: int  # along each axis; 0: given by `count`
-    moves: bool  # the positions of bins have gradients
+    has_position_gradients: bool  # of the positions of bins
 
 
 def pool(
@@ -33,7 +33,7 @@ def pool(
     first: jax.Array,
     step: jax.Array,
     count: jax.Array,
-    so_far: jax.Array,
+    initial: jax.Array,
     pooling: Pooling,
 ) -> jax.Array:
     """Average the samples of each bin, interpolated bilinearly.
@@ -41,10 +41,10 @@ def pool(
     Args:
         x: [N, H, W, parts**2 * C].
         first: [N, R, P, G, 2], (y, x) of the first sample, for P bins and G groups of channels; at
-            least float32. A bin is zero if its position is not finite.
+            least float32. The average of a bin is zero if its position is not finite.
         step: [N, R, 2], of the same dtype: sample i is at ``first + i * step``.
-        count: [N, R, 2], number of samples, an integer of the same dtype.
-        so_far: [N, R, P, C] of x's dtype, to which the averages are added; or [N, R, P, 0].
+        count: [N, R, 2], numbers of samples; integral values of first's dtype.
+        initial: [N, R, P, C] of x's dtype, to which the averages are added; or [N, R, P, 0].
         pooling: static configuration.
 
     Returns:
@@ -55,18 +55,19 @@ def pool(
 
     def body(corners, value):
         for index, weight, _, touched in corners:
-            pixel = _gather(pixels, _places(index, pooling), value.dtype)
-            # `where` and not a product with zero: an untouched pixel may be infinite.
-            unseen = ~touched | ((weight == 0) & ~jnp.isfinite(pixel).all(-1))
-            value += weight[..., None] * jnp.where(unseen[..., None], 0, pixel)
+            pixel = _gather(pixels, _pixel_indices(index, pooling), value.dtype)
+            # Excluded pixels may be infinite, and 0 * inf is NaN. A finite pixel with weight 0 is
+            # included, because autodiff needs it for the derivative of the weight.
+            is_excluded = ~touched | ((weight == 0) & ~jnp.isfinite(pixel).all(-1))
+            value += weight[..., None] * jnp.where(is_excluded[..., None], 0, pixel)
         return value
 
     value = zeros((n, boxes, bins, groups, pixels.shape[-1]), first.dtype, first)
-    x, first, so_far, value = match_varying((x, first, so_far, value))
+    x, first, initial, value = match_varying((x, first, initial, value))
     value = _over_samples(body, value, size, first, step, count, pooling)
     value /= _divisor(first, step, count, size, pooling)[..., None]
     value = value.reshape(n, boxes, bins, groups * pixels.shape[-1])
-    value = value + so_far.astype(value.dtype) if so_far.shape == value.shape else value
+    value = value + initial.astype(value.dtype) if initial.shape == value.shape else value
     return value.astype(x.dtype)
 
 
@@ -78,8 +79,9 @@ def pool_backward(
     dy: jax.Array,
     pooling: Pooling,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return dx like x, and dfirst like first (of size 0 if no bin moves), of first's dtype.
+    """Return dx like x and dfirst like first, both of first's dtype.
 
+    Without `has_position_gradients`, dfirst has size 0.
     The derivative with respect to a position is zero for samples outside and for samples that are
     clamped to the outermost pixels. At integer positions it is the right-sided one.
     """
@@ -90,17 +92,18 @@ def pool_backward(
     def body(corners, carry):
         dpixels, dfirst = carry
         for index, weight, slopes, touched in corners:
-            places = _places(index, pooling)
+            indices = _pixel_indices(index, pooling)
             dpixel = jnp.where((touched & (weight != 0))[..., None], weight[..., None] * dvalue, 0)
-            dpixels = _add_at(dpixels, places, dpixel)
-            if pooling.moves:
-                pixel = _gather(pixels, places, dvalue.dtype)
+            dpixels = _add_at(dpixels, indices, dpixel)
+            if pooling.has_position_gradients:
+                pixel = _gather(pixels, indices, dvalue.dtype)
                 dot = jnp.sum(dvalue * jnp.where(touched[..., None], pixel, 0), -1)
                 dfirst += jnp.where(slopes != 0, slopes * dot[..., None], 0)
         return dpixels, dfirst
 
     wide = zeros(pixels.shape, first.dtype, first)
-    dfirst = zeros((*first.shape[:4], 2 if pooling.moves else 0), first.dtype, first)
+    coordinates = 2 if pooling.has_position_gradients else 0
+    dfirst = zeros((*first.shape[:4], coordinates), first.dtype, first)
     *_, wide, dfirst = match_varying((x, first, dy, wide, dfirst))
     wide, dfirst = _over_samples(body, (wide, dfirst), size, first, step, count, pooling)
     return wide.reshape(x.shape), dfirst
@@ -109,14 +112,14 @@ def pool_backward(
 def _over_samples(
     body: Callable, carry: Any, size: tuple[int, ...], first, step, count, pooling: Pooling
 ) -> Any:
-    """Run ``carry = body(corners of sample (i, j) of all bins, carry)`` for all samples.
+    """Run ``carry = body(corners, carry)`` for all samples that may be inside the image.
 
-    Each iteration computes one sample of every bin. `checkpoint` recomputes them for derivatives.
+    `corners` are those of one sample of every bin. `checkpoint` recomputes them for derivatives.
     """
-    start, turns = _range(first, step, count, size, pooling)
+    start, num_iterations = _range(first, step, count, size, pooling)
 
     @jax.checkpoint
-    def turn(i, j, carry):
+    def run_sample(i, j, carry):
         y, x = (
             _axis(
                 first[..., a], step[..., a], count[..., a],
@@ -127,9 +130,9 @@ def _over_samples(
         return body(list(_corners(y, x, size[1])), carry)
 
     def row(i, carry):
-        return lax.fori_loop(0, turns[1], lambda j, carry: turn(i, j, carry), carry)
+        return lax.fori_loop(0, num_iterations[1], lambda j, carry: run_sample(i, j, carry), carry)
 
-    return lax.fori_loop(0, turns[0], row, carry)
+    return lax.fori_loop(0, num_iterations[0], row, carry)
 
 
 def _range(first, step, count, size, pooling: Pooling) -> tuple[list, list]:
@@ -139,19 +142,20 @@ def _range(first, step, count, size, pooling: Pooling) -> tuple[list, list]:
     """
     if pooling.samples:
         return [jnp.zeros((), first.dtype)] * 2, [pooling.samples] * 2
-    starts, turns = [], []
+    starts, num_iterations = [], []
     for a in range(2):
-        at, by, most = first[..., a], _of_bins(step[..., a]), _of_bins(count[..., a])
-        by = jnp.where(by > 0, by, 1)
+        position, distance = first[..., a], _broadcast_to_bins(step[..., a])
+        n = _broadcast_to_bins(count[..., a])
+        distance = jnp.where(distance > 0, distance, 1)
         # One more on either side, because sums are rounded.
-        start = jnp.ceil((-pooling.margin - at) / by) - 1
-        stop = jnp.floor((size[a] - 1 + pooling.margin - at) / by) + 2
-        valid = jnp.isfinite(at) & (most > 0)
-        start = jnp.where(valid, jnp.clip(start, 0, most), 0)
-        stop = jnp.where(valid, jnp.clip(stop, start, most), 0)
+        start = jnp.ceil((-pooling.margin - position) / distance) - 1
+        stop = jnp.floor((size[a] - 1 + pooling.margin - position) / distance) + 2
+        valid = jnp.isfinite(position) & (n > 0)
+        start = jnp.where(valid, jnp.clip(start, 0, n), 0)
+        stop = jnp.where(valid, jnp.clip(stop, start, n), 0)
         starts.append(start)
-        turns.append(jnp.max(stop - start, initial=0).astype(jnp.int32))
-    return starts, turns
+        num_iterations.append(jnp.max(stop - start, initial=0).astype(jnp.int32))
+    return starts, num_iterations
 
 
 def _axis(first, step, count, i, size: int, pooling: Pooling) -> tuple:
@@ -161,19 +165,20 @@ def _axis(first, step, count, i, size: int, pooling: Pooling) -> tuple:
         Its two pixels, its distance from the first one, whether that distance changes with the
         position, and whether the sample counts.
     """
-    at = first + i * _of_bins(step)
-    counts = _counts(at, i, count, size, pooling)
-    within = counts & (at >= 0) & (at < size - 1)
-    at = jnp.where(within, at, jnp.where(counts & (at > 0), float(size - 1), 0.0).astype(at.dtype))
-    low = jnp.floor(at)
+    position = first + i * _broadcast_to_bins(step)
+    counts = _counts(position, i, count, size, pooling)
+    within = counts & (position >= 0) & (position < size - 1)
+    border = jnp.where(counts & (position > 0), float(size - 1), 0.0).astype(position.dtype)
+    position = jnp.where(within, position, border)
+    low = jnp.floor(position)
     pixel = low.astype(jnp.int32)
-    return pixel, jnp.minimum(pixel + 1, size - 1), at - low, within, counts
+    return pixel, jnp.minimum(pixel + 1, size - 1), position - low, within, counts
 
 
-def _counts(at, i, count, size: int, pooling: Pooling) -> jax.Array:
-    """Return True where sample i of a bin, at position `at`, counts; False for NaN."""
-    inside = (at >= -pooling.margin) & (at <= size - 1 + pooling.margin)
-    return inside & (i < _of_bins(count))
+def _counts(position, i, count, size: int, pooling: Pooling) -> jax.Array:
+    """Return True where sample i of a bin counts, given its position; False for NaN."""
+    inside = (position >= -pooling.margin) & (position <= size - 1 + pooling.margin)
+    return inside & (i < _broadcast_to_bins(count))
 
 
 def _corners(y: tuple, x: tuple, width: int):
@@ -194,19 +199,20 @@ def _corners(y: tuple, x: tuple, width: int):
 
 def _divisor(first, step, count, size, pooling: Pooling) -> jax.Array:
     """Return the number of averaged samples, at least one: [N, R, P, G] or [N, R, 1, 1]."""
-    if not pooling.of_inside:
-        return jnp.maximum(_of_bins(count[..., 0]) * _of_bins(count[..., 1]), 1)
+    if not pooling.average_inside_only:
+        rows, columns = (_broadcast_to_bins(count[..., a]) for a in range(2))
+        return jnp.maximum(rows * columns, 1)
     counted = jnp.ones((), first.dtype)
     for a in range(2):
         inside = jnp.zeros(first.shape[:4], first.dtype)
         for i in range(pooling.samples):
-            at = first[..., a] + i * _of_bins(step[..., a])
-            inside += _counts(at, i, count[..., a], size[a], pooling).astype(first.dtype)
+            position = first[..., a] + i * _broadcast_to_bins(step[..., a])
+            inside += _counts(position, i, count[..., a], size[a], pooling).astype(first.dtype)
         counted *= inside
     return jnp.maximum(counted, 1)
 
 
-def _of_bins(a: jax.Array) -> jax.Array:
+def _broadcast_to_bins(a: jax.Array) -> jax.Array:
     # [N, R] -> [N, R, 1, 1]
     return a[..., None, None]
 
@@ -218,7 +224,7 @@ def _pixels(x: jax.Array, groups: int, pooling: Pooling) -> jax.Array:
     return x.reshape(n, h * w * parts, channels // parts)
 
 
-def _places(index: jax.Array, pooling: Pooling) -> jax.Array:
+def _pixel_indices(index: jax.Array, pooling: Pooling) -> jax.Array:
     """Return the index into `_pixels` of each bin and group, for `index` [N, R, P, G]."""
     bins, groups = index.shape[2:]
     (rows, columns), parts = pooling.output_size, pooling.parts
@@ -228,18 +234,18 @@ def _places(index: jax.Array, pooling: Pooling) -> jax.Array:
     return (index * parts**2 + block[None, None, :, None]) * groups + g[None, None, None]
 
 
-def _gather(pixels: jax.Array, places: jax.Array, dtype: Any) -> jax.Array:
+def _gather(pixels: jax.Array, indices: jax.Array, dtype: Any) -> jax.Array:
     # [N, R, P, G, C / G]
-    flat = places.reshape(places.shape[0], math.prod(places.shape[1:]), 1)
+    flat = indices.reshape(indices.shape[0], math.prod(indices.shape[1:]), 1)
     values = jnp.take_along_axis(pixels, flat, axis=1, mode="promise_in_bounds")
-    return values.reshape(*places.shape, pixels.shape[-1]).astype(dtype)
+    return values.reshape(*indices.shape, pixels.shape[-1]).astype(dtype)
 
 
-def _add_at(pixels: jax.Array, places: jax.Array, updates: jax.Array) -> jax.Array:
-    count = math.prod(places.shape[1:])
+def _add_at(pixels: jax.Array, indices: jax.Array, updates: jax.Array) -> jax.Array:
+    count = math.prod(indices.shape[1:])
 
-    def add(pixels, places, updates):
-        return pixels.at[places].add(updates, mode="promise_in_bounds")
+    def add(pixels, indices, updates):
+        return pixels.at[indices].add(updates, mode="promise_in_bounds")
 
-    places = places.reshape(places.shape[0], count)
-    return jax.vmap(add)(pixels, places, updates.reshape(*places.shape, pixels.shape[-1]))
+    indices = indices.reshape(indices.shape[0], count)
+    return jax.vmap(add)(pixels, indices, updates.reshape(*indices.shape, pixels.shape[-1]))

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from effjax import DenseLayerParams, dense_block
 from effjax.memory import collectives, plan
-from effjax.ops.dense_block.bottleneck import _slices
+from effjax.ops.dense_block.bottleneck import _split_rows
 from tests import oracles
 from tests.contexts import (
     CONTEXTS,
@@ -188,8 +188,8 @@ def test_chunks_need_not_divide_the_rows(num_chunks, x64):
 
 @hypothesis.settings(max_examples=100)
 @hypothesis.given(height=st.integers(1, 200), num_chunks=st.integers(1, 250))
-def test_slices_cover_every_row_once(height, num_chunks):
-    size, count = _slices(height, num_chunks)
+def test_chunks_cover_every_row_once(height, num_chunks):
+    size, count = _split_rows(height, num_chunks)
     assert count * size >= height > (count - 1) * size
     assert size <= height and count <= num_chunks
 
