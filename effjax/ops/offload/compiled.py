@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from .placement import Space, space_of
-from .trees import check_same_shapes, raise_second_derivative
+from .trees import check_same_shapes
 
 # XLA for GPUs before this version of JAX silently reads the wrong slice of a host array if the
 # index is computed from the loop counter, as in i + 1 or a reversed loop (openxla/xla#46231).
@@ -246,7 +246,6 @@ _barrier_p = Primitive("effjax_barrier")
 _barrier_p.multiple_results = True
 _barrier_p.def_impl(lambda *arrays: list(arrays))
 _barrier_p.def_abstract_eval(lambda *arrays: arrays)
-ad.primitive_jvps[_barrier_p] = lambda *_: raise_second_derivative("offload_sequential")
 mlir.register_lowering(_barrier_p, mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays)))
 batching.primitive_batchers[_barrier_p] = lambda arrays, axes: (_barrier_p.bind(*arrays), axes)
 
@@ -259,6 +258,16 @@ def host_memory_limit() -> int:
 
     All GPUs of a process share the pool. Its size is 64 GiB unless the environment variable
     XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB is set.
+
+def _bind_nonzero(tangents):
+    is_zero = [isinstance(t, ad.Zero) for t in tangents]
+    nonzero = iter(_barrier_p.bind(*(t for t, z in zip(tangents, is_zero, strict=True) if not z)))
+    return [t if z else next(nonzero) for t, z in zip(tangents, is_zero, strict=True)]
+
+
+ad.primitive_jvps[_barrier_p] = lambda x, dx: (_barrier_p.bind(*x), _bind_nonzero(dx))
+ad.primitive_transposes[_barrier_p] = lambda dy, *_: _bind_nonzero(dy)
+
 
     Raises:
         ValueError: if the variable is not an integer of at least 1.

@@ -30,6 +30,7 @@ from .trees import (
     check_differentiable,
     float_cotangents,
     fold_key,
+    forbid_second_derivative,
     is_float,
     make_cotangent,
     partition,
@@ -237,6 +238,7 @@ def _sequence_forward(config: SequenceConfig, params, shared, x, key):
 def _sequence_backward(config: SequenceConfig, saved, cotangents):
     params, shared, residuals, key = saved
     dy, daux = float_cotangents(cotangents[0]), [float_cotangents(a) for a in cotangents[1]]
+    params, dy, daux = forbid_second_derivative((params, dy, daux), "offload_sequential")
 
     def consume(carry, w, dw, extra):
         return carry, (dw, extra)

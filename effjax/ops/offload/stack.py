@@ -12,7 +12,7 @@ from jax.custom_batching import custom_vmap
 from .._common.arguments import as_key
 from .._common.sharding import cast_to_varying, varying_axes
 from . import slices
-from .compiled import guard_host_slices
+from .compiled import barrier, guard_host_slices
 from .options import OffloadOptions
 from .placement import SPACES, Space, Where, check_space, load, move, put, space_of, write
 from .slices import (
@@ -325,14 +325,14 @@ def run_backward(
             i, trained, carry, dx, dshared, queue = state
             (w, saved), *queue = [*queue, fetch(trained, jnp.maximum(i - prefetch, first))]
             if not queue:
-                trained, w_trained = lax.optimization_barrier((trained, w.trained))
+                trained, w_trained = barrier((trained, w.trained))
                 w = Partition(w_trained, w.frozen)
             dw, dshared_here, dx = slices.backward(
                 config.slice, w, shared, saved, (key, i), dx, daux
             )
             dshared = jax.tree.map(jnp.add, dshared, dshared_here)
             ahead = [w.trained for w, _ in queue]
-            trained, ahead = lax.optimization_barrier((trained, ahead))
+            trained, ahead = barrier((trained, ahead))
             queue = [
                 (Partition(a, w.frozen), saved) for a, (w, saved) in zip(ahead, queue, strict=True)
             ]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._common.arguments import as_key, as_number
+from .._common.sharding import cast_to_varying, varying_axes
 from . import sequential, stack
 from .embed_head import HeadResult, make_embed_head, run_embed, run_head
 from .options import OffloadOptions
@@ -310,7 +311,10 @@ def _run_stack(
             return trained, (write(grads, dw, i), stats.add(dw, scale))
 
         grads = stack.allocate_slices(config, params.trained, options.grads_space)
-        _, (grads, stats), dx = run(dy, consume, (grads, GradientStats.zero()))
+        # In shard_map, the carry of a loop must have the types of its results.
+        axes = varying_axes(params.trained)
+        stats = jax.tree.map(lambda a: cast_to_varying(a, axes), GradientStats.zero())
+        _, (grads, stats), dx = run(dy, consume, (grads, stats))
         return merge_leading_axes(grads), stats, dx
 
     return LayersResult(y, aux, backward_and_update, backward)

@@ -159,11 +159,6 @@ def forbid_second_derivative(x: Tree, operator: str) -> Tree:
 
 @forbid_second_derivative.defjvp
 def _(operator: str, *_: Any) -> NoReturn:
-    raise_second_derivative(operator)
-
-
-def raise_second_derivative(operator: str) -> NoReturn:
-    """Raise the error for unsupported derivatives."""
     raise NotImplementedError(
         f"{operator} supports first derivatives in reverse mode only. For higher derivatives, "
         "apply the layers without offload."

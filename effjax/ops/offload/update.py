@@ -128,7 +128,7 @@ class LayerStack:
         def body(loop_state, _):
             i, carry, (w, s, g) = loop_state
             # The next layer is read before this one is written, or XLA would copy all of it.
-            carry, ahead = lax.optimization_barrier((carry, fetch(carry, i + 1)))
+            carry, ahead = barrier((carry, fetch(carry, i + 1)))
             g = _scale_gradients(g, scale)
             return (i + 1, write(carry, apply_optimizer(self.tx, w, s, g), i), ahead), None
 

@@ -112,6 +112,34 @@ def test_shard_map(form, name):
     assert results[2]["rows"].shape == (2, TOKENS.size // 2)
 
 
+@pytest.mark.parametrize(("fuse_update", "prefetch"), [(False, 1), exhaustive(True, 0)])
+def test_shard_map_with_sharded_and_replicated_parameters(fuse_update, prefetch):
+    mesh, tx = mesh_of((8,), ("i",)), optax.sgd(lambda count: 0.5)
+    w = {"a": jnp.ones((2, WIDTH)), "b": jnp.arange(16.0 * WIDTH).reshape(2, 8, WIDTH)}
+    x = jnp.sin(jnp.arange(16.0 * WIDTH)).reshape(16, WIDTH)
+    init, step = offload_train_step(
+        lambda others, batch, key: batch + others,
+        lambda w, x, key: x * w["b"][0] + w["a"],
+        lambda others, x, batch, key: lax.pmean(jnp.mean(jnp.sin(x)), "i"),
+        tx, fuse_update=fuse_update, prefetch=prefetch, num_microbatches=2,
+    )  # fmt: skip
+    specs = {"a": P(), "b": P(None, "i")}
+    place = lambda a, spec: jax.device_put(a, on(mesh, spec, host=True))  # noqa: E731
+    state = init(jax.tree.map(place, w, specs), jax.device_put(jnp.zeros(WIDTH), on(mesh, P())))
+    specs = jax.tree.map(lambda _: P(), state)._replace(layers=specs)
+    run = jax.shard_map(step, mesh=mesh, in_specs=(specs, P("i")), out_specs=(specs, P()))
+    state, _ = offload_jit(run)(state, jax.device_put(x, on(mesh, P("i"))))
+
+    def loss(w):
+        y = x
+        for i in range(2):
+            y = y * jnp.repeat(w["b"][i], 2, 0) + w["a"][i]
+        return jnp.mean(jnp.sin(y))
+
+    want = jax.tree.map(lambda a, d: a - 0.5 * d, w, jax.grad(loss)(w))
+    assert_close(jax.tree.map(np.asarray, state.layers), want, rtol=1e-4, atol=2e-5)
+
+
 def test_gradients_of_other_parameters_are_reduced_once():
     """Not once per microbatch, and no rows are exchanged."""
     mesh = mesh_of((8,), ("i",))

@@ -194,6 +194,21 @@ def test_layers_draw_independent_noise():
         close(got[i], optax.apply_updates(w, tx.update(g, tx.init(w), w)[0]))
 
 
+@pytest.mark.parametrize("stacked", [True, False])
+def test_update_is_differentiable_on_the_device(stacked):
+    layers = jnp.arange(1.0, 7).reshape(3, 2)
+    w = layers if stacked else list(layers)
+    stream = stream_update(optax.sgd(0.1), stacked=stacked)
+
+    def loss(w, grads):
+        new, _ = stream.update(grads, stream.init(w), w)
+        return sum(jnp.sum(a**2) for a in new)
+
+    got = jax.grad(loss, argnums=(0, 1))(w, w)
+    want = 1.8 * layers, -0.18 * layers
+    close([jnp.stack(list(d)) for d in got], list(want))
+
+
 def test_update_keeps_shardings(mesh8):
     tx = optax.adam(0.1)
     by_row = NamedSharding(mesh8, P("data"), memory_kind="pinned_host")
