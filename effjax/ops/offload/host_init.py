@@ -47,13 +47,13 @@ def _make_sharding_fn(shardings: Any) -> Callable[..., Any]:
     by_path = dict(jax.tree_util.tree_leaves_with_path(shardings))
 
     def sharding(path, shape):
-        found = by_path.get(path)
-        if not isinstance(found, jax.sharding.Sharding):
+        entry = by_path.get(path)
+        if not isinstance(entry, jax.sharding.Sharding):
             raise ValueError(
                 "`shardings` must be a Sharding or have one for each parameter, but for params"
-                f"{jax.tree_util.keystr(path)} it has {describe(found)}."
+                f"{jax.tree_util.keystr(path)} it has {describe(entry)}."
             )
-        return found
+        return entry
 
     return sharding
 
@@ -117,14 +117,16 @@ def init_in_place(
 def state_sharding(params: Tree, path: tuple, shape: tuple[int, ...]) -> Any:
     """Return the sharding of an entry of the optimizer's state.
 
-    A moment has the sharding of its parameter, whose path is the end of `path`. Other entries are
-    replicated.
+    A moment has the shape and the sharding of its parameter, whose path is the end of `path`. Other
+    entries are replicated.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not leaves or any(isinstance(p, Tracer) for _, p in leaves):
         return None
-    for name, p in leaves:
-        if path[len(path) - len(name) :] == name and shape == p.shape:
-            return p.sharding
+    # The state mu["mlp"]["kernel"] belongs to params["mlp"]["kernel"], not to params["kernel"].
+    matching = [(len(end), p) for end, p in leaves if path[len(path) - len(end) :] == end]
+    _, p = max(matching, key=lambda match: match[0], default=(0, None))
+    if p is not None and p.shape == shape:
+        return p.sharding
     mesh = getattr(leaves[0][1].sharding, "mesh", None)
     return None if mesh is None else NamedSharding(mesh, PartitionSpec())

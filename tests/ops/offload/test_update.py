@@ -194,6 +194,18 @@ def test_layers_draw_independent_noise():
         close(got[i], optax.apply_updates(w, tx.update(g, tx.init(w), w)[0]))
 
 
+def test_moments_have_the_sharding_of_the_parameter_with_the_longest_path(mesh8):
+    by_row, whole = (NamedSharding(mesh8, spec) for spec in (P(None, "data"), P()))
+    kernel = jnp.ones((2, 8, 8))
+    params = {
+        "kernel": jax.device_put(kernel, whole),
+        "mlp": {"kernel": jax.device_put(kernel, by_row)},
+    }
+    moments = stream_update(optax.adam(0.1)).init(params)[0].mu
+    assert moments["kernel"].sharding.is_equivalent_to(whole, 3)
+    assert moments["mlp"]["kernel"].sharding.is_equivalent_to(by_row, 3)
+
+
 @pytest.mark.parametrize("stacked", [True, False])
 def test_update_is_differentiable_on_the_device(stacked):
     layers = jnp.arange(1.0, 7).reshape(3, 2)
