@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+import jax
 from flax import nnx
 
 from ..ops._common.arguments import describe
@@ -16,14 +17,14 @@ _R = TypeVar("_R")
 def offload_jit(fun: Callable[_P, _R], *, donate: bool = True) -> Callable[_P, _R]:
     """Compile a function of nnx modules in host memory; a replacement for ``nnx.jit``.
 
-    ``fun(model, optimizer, *arrays)`` is compiled with the XLA options that offloading needs on the
-    current backend. Its changes to the modules and optimizers take effect, and each array keeps its
-    memory and its sharding. With `donate` new arrays overwrite the old ones: do not use other
-    references to them.
+    ``fun(model, optimizer, *args, **kwargs)`` is compiled with the XLA options that offloading
+    needs on the current backend. Its changes to the modules and optimizers take effect, and each
+    array keeps its memory and its sharding. With `donate` new arrays overwrite the old ones: do not
+    use other references to them.
 
     Args:
-        fun: the function to compile. Its first arguments, at least one, are nnx modules, optimizers
-            or streams, the others pytrees of arrays. It creates no Variables.
+        fun: the function to compile. Its first positional arguments, at least one, are nnx modules,
+            optimizers or streams. The others are pytrees of arrays. It creates no Variables.
         donate: whether to overwrite the arrays of the modules. With False, `fun` must not change
             them.
 
@@ -32,21 +33,27 @@ def offload_jit(fun: Callable[_P, _R], *, donate: bool = True) -> Callable[_P, _
         `effjax.memory.plan` accepts it.
 
     Raises:
-        TypeError: when it is called, if the first argument is not a module, or another argument is
-            not an array.
+        TypeError: when it is called, if the first argument is not a module, if a module follows an
+            array or is passed by keyword, or if another argument is not an array.
         ValueError: when it is called, if a Variable changes its shape, dtype or memory.
     """
     programs: dict = {}
 
-    def split_arguments(args: tuple) -> tuple[Callable[..., Any], tuple, tuple]:
+    def split_arguments(args: tuple, kwargs: dict) -> tuple[Callable[..., Any], tuple, tuple]:
         """Return (compiled function of arrays, modules, the arguments of that function)."""
-        is_array = (i for i, a in enumerate(args) if not isinstance(a, nnx.Pytree))
+        is_array = (i for i, a in enumerate(args) if not _is_module(a))
         count = next(is_array, len(args))
         if not count:
             called_with = describe(args[0]) if args else "no arguments"
             raise TypeError(
                 "A function compiled by effjax.nnx.offload_jit takes nnx modules first, but was "
                 f"called with {called_with}. Use effjax.offload_jit for functions of arrays."
+            )
+        rest = args[count:], kwargs
+        if any(map(_is_module, jax.tree.leaves(rest, is_leaf=_is_module))):
+            raise TypeError(
+                "A function compiled by effjax.nnx.offload_jit takes nnx modules as its first "
+                "positional arguments. It would lose the updates of other modules."
             )
         graphdef, state = nnx.split(args[:count])
         if graphdef not in programs:
@@ -55,17 +62,17 @@ def offload_jit(fun: Callable[_P, _R], *, donate: bool = True) -> Callable[_P, _
             )
         return programs[graphdef], args[:count], (state, *args[count:])
 
-    def call(*args: Any) -> Any:
-        compiled, modules, arrays = split_arguments(args)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        compiled, modules, arrays = split_arguments(args, kwargs)
         if not donate:
-            return compiled(*arrays)
-        state, result = compiled(*arrays)
+            return compiled(*arrays, **kwargs)
+        state, result = compiled(*arrays, **kwargs)
         nnx.update(modules, state)
         return result
 
-    def trace(*args: Any) -> Any:
-        compiled, _, arrays = split_arguments(args)
-        return compiled.trace(*arrays)  # pyright: ignore[reportFunctionMemberAccess]
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        compiled, _, arrays = split_arguments(args, kwargs)
+        return compiled.trace(*arrays, **kwargs)  # pyright: ignore[reportFunctionMemberAccess]
 
     wrapped: Any = functools.wraps(fun)(call)
     wrapped.trace = trace
@@ -73,9 +80,13 @@ def offload_jit(fun: Callable[_P, _R], *, donate: bool = True) -> Callable[_P, _
     return wrapped
 
 
+def _is_module(a: Any) -> bool:
+    return isinstance(a, nnx.Pytree)
+
+
 def _call_on_arrays(
-    fun: Callable[..., Any], graphdef: Any, donate: bool, state: Any, *args: Any
+    fun: Callable[..., Any], graphdef: Any, donate: bool, state: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
     modules = nnx.merge(graphdef, state)
-    result = fun(*modules, *args)
+    result = fun(*modules, *args, **kwargs)
     return (nnx.state(modules), result) if donate else result

@@ -204,7 +204,7 @@ def test_offload_jit_without_updates():
     model = offloaded(Wrapped)
     got = offload_jit(lambda model, x: model(x), donate=False)(model, X)
     close(got, nnx.jit(lambda model, x: model(x))(Wrapped(plain), X), 1e-5)
-    close(offload_jit(lambda model, x: model(x))(model, X), got)
+    close(offload_jit(lambda model, x: model(x))(model, x=X), got)
 
 
 def test_state_restores_model_and_optimizer():
@@ -240,6 +240,8 @@ def test_rejects_invalid_arguments():
         optimizer.update(model, grads)
     with pytest.raises(TypeError, match="takes nnx modules first, but was called with 3"):
         offload_jit(lambda x, model: None)(3, model)
+    with pytest.raises(TypeError, match="would lose the updates of other modules"):
+        offload_jit(lambda model, x, optimizer: None)(model, X, optimizer=optimizer)
 
 
 class LinenModel(nn.Module):

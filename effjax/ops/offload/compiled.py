@@ -27,7 +27,7 @@ _WORKAROUND = {"xla_disable_hlo_passes": "fusion-dynamic-memcpy-rewriter,dynamic
 _OVERLAP = {"xla_gpu_experimental_parallel_async_compute_limit": 32}
 _SELECTIVE_OVERLAP = {"xla_gpu_experimental_enable_selective_memcpy_overlap": True}
 # The latency-hiding scheduler would load all slices of an unrolled model at the start.
-_IN_ORDER = {"xla_gpu_enable_latency_hiding_scheduler": False}
+_NO_LATENCY_HIDING = {"xla_gpu_enable_latency_hiding_scheduler": False}
 
 HOST_MEMORY_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _DEFAULT_HOST_MEMORY = 64  # GiB, in XLA
@@ -39,15 +39,15 @@ _R = TypeVar("_R")
 def offload_jit(fun: Callable[_P, _R], *, donate: bool = True) -> Callable[_P, _R]:
     """Compile a function of arrays in host memory; a replacement for ``jax.jit``.
 
-    ``step(state, *args) -> (state, *results)`` is compiled with the XLA options that offloading
-    needs on the current backend. With `donate` the new state overwrites the old one: each array
-    keeps its memory and its sharding. A RuntimeWarning is raised if a GPU program needs more
+    ``step(state, *args, **kwargs) -> (state, *results)`` is compiled with the XLA options that
+    offloading needs on the current backend. With `donate` the new state overwrites the old one:
+    each array keeps its memory and its sharding. Warns (RuntimeWarning) if a GPU program needs more
     pinned host memory than XLA allocates, see `effjax.memory.host_memory_limit`.
 
     Args:
-        fun: the function to compile. With `donate` its first argument and its first (or only)
-            result are pytrees of arrays with the same structure, shapes and dtypes.
-        donate: whether to overwrite the first argument.
+        fun: the function to compile. With `donate` its first positional argument and its first (or
+            only) result are pytrees of arrays with the same structure, shapes and dtypes.
+        donate: whether to overwrite the first positional argument.
 
     Returns:
         The compiled function. It has a ``trace`` method, as the result of ``jax.jit`` has, and
@@ -61,38 +61,39 @@ def offload_jit(fun: Callable[_P, _R], *, donate: bool = True) -> Callable[_P, _
     run: Callable[..., Any] = fun
     programs: dict = {}
 
-    def jit(*args) -> Any:
-        # A new function each time: JAX caches lowered programs by function, with or without guard.
+    def jit(*args, **kwargs) -> Any:
+        # Make a new function each time: JAX caches lowered programs by function, and a program
+        # lowered inside `allow_guard` must not be reused outside of it.
         if not (donate and args):
-            return jax.jit(lambda *args: run(*args))
+            return jax.jit(lambda *args, **kwargs: run(*args, **kwargs))
         shardings = jax.tree.map(_get_sharding, args[0])
         checked = functools.partial(_run_checked, run)
         return jax.jit(checked, donate_argnums=0, out_shardings=(shardings, None))
 
-    def call(*args) -> Any:
-        leaves, structure = jax.tree.flatten(args)
+    def call(*args, **kwargs) -> Any:
+        leaves, structure = jax.tree.flatten((args, kwargs))
         if any(isinstance(a, Tracer) for a in leaves):
-            return run(*args)
+            return run(*args, **kwargs)
         config = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # pyright: ignore
         types = tuple((jax.typeof(a), getattr(a, "sharding", None)) for a in leaves)
         cache_key = structure, types, config
         if cache_key not in programs:
-            programs[cache_key] = compile_offloaded(jit(*args), *args)
-        results = programs[cache_key](*args)
+            programs[cache_key] = compile_offloaded(jit(*args, **kwargs), *args, **kwargs)
+        results = programs[cache_key](*args, **kwargs)
         if not (donate and args):
             return results
         state, rest = results
         return state if rest is None else (state, *rest)
 
     wrapped: Any = functools.wraps(fun)(call)
-    wrapped.trace = lambda *args: jit(*args).trace(*args)
+    wrapped.trace = lambda *args, **kwargs: jit(*args, **kwargs).trace(*args, **kwargs)
     wrapped.is_offload_jit = True
     return wrapped
 
 
-def _run_checked(fun: Callable[..., Any], state: Any, *args) -> tuple[Any, Any]:
+def _run_checked(fun: Callable[..., Any], state: Any, /, *args, **kwargs) -> tuple[Any, Any]:
     """Return (new state, other results or None), after checking that the state keeps its types."""
-    new, rest = fun(state, *args), None
+    new, rest = fun(state, *args, **kwargs), None
     is_state = jax.tree.structure(new) == jax.tree.structure(state)
     if isinstance(new, tuple) and new and not is_state:
         new, *rest = new
@@ -109,9 +110,9 @@ def _get_sharding(a: Any) -> Any:
     return None if is_free else getattr(a, "sharding", None)
 
 
-def compile_offloaded(jitted: Any, *args) -> jax.stages.Compiled:
+def compile_offloaded(jitted: Any, /, *args, **kwargs) -> jax.stages.Compiled:
     """Compile for these arguments, with the options that offloading needs on this backend."""
-    traced, on_gpu = jitted.trace(*args), jax.default_backend() == "gpu"
+    traced, on_gpu = jitted.trace(*args, **kwargs), jax.default_backend() == "gpu"
     options = needed_options(traced.jaxpr) if on_gpu else {}
     with allow_guard():
         lowered = traced.lower()
@@ -142,13 +143,16 @@ _guard_p.def_abstract_eval(lambda x, **_: x)
 _guard_allowed: contextvars.ContextVar[bool] = contextvars.ContextVar("allowed", default=False)
 
 
-def guard_host_slices() -> jax.Array:
-    """Return zero; mark a loop over slices of host arrays."""
+def mark_host_slices() -> jax.Array:
+    """Return zero, to be used as the first index of a loop over slices of host arrays.
+
+    An unused guard would be removed from the program.
+    """
     return _bind_guard(in_order=False)
 
 
-def guard_in_order() -> jax.Array:
-    """Return zero; mark unrolled slices, which must be loaded in order."""
+def mark_in_order() -> jax.Array:
+    """Return zero, to be passed through the barriers between unrolled slices, loaded in order."""
     return _bind_guard(in_order=True)
 
 
@@ -174,8 +178,13 @@ def allow_guard() -> Iterator[None]:
 def needed_options(jaxpr: Any) -> dict[str, Any]:
     """Return the compiler options that a program needs on a GPU; none if it does not offload."""
     guards = set(_find_guards(jaxpr))
-    in_loop = _WORKAROUND if host_slices_are_wrong() else _SELECTIVE_OVERLAP
-    return (_OVERLAP | in_loop if False in guards else {}) | (_IN_ORDER if True in guards else {})
+    options = {}
+    if False in guards:
+        options |= _OVERLAP
+        options |= _WORKAROUND if host_slices_are_wrong() else _SELECTIVE_OVERLAP
+    if True in guards:
+        options |= _NO_LATENCY_HIDING
+    return options
 
 
 def _find_guards(jaxpr: Any) -> Iterator[bool]:
@@ -250,15 +259,6 @@ mlir.register_lowering(_barrier_p, mlir.lower_fun(lambda *arrays: lax.optimizati
 batching.primitive_batchers[_barrier_p] = lambda arrays, axes: (_barrier_p.bind(*arrays), axes)
 
 
-# XLA allocates pinned host memory from one pool for all GPUs of a process.
-
-
-def host_memory_limit() -> int:
-    """Return the size of XLA's pool of pinned host memory, in bytes.
-
-    All GPUs of a process share the pool. Its size is 64 GiB unless the environment variable
-    XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB is set.
-
 def _bind_nonzero(tangents):
     is_zero = [isinstance(t, ad.Zero) for t in tangents]
     nonzero = iter(_barrier_p.bind(*(t for t, z in zip(tangents, is_zero, strict=True) if not z)))
@@ -268,6 +268,15 @@ def _bind_nonzero(tangents):
 ad.primitive_jvps[_barrier_p] = lambda x, dx: (_barrier_p.bind(*x), _bind_nonzero(dx))
 ad.primitive_transposes[_barrier_p] = lambda dy, *_: _bind_nonzero(dy)
 
+
+# XLA allocates pinned host memory from one pool for all GPUs of a process.
+
+
+def host_memory_limit() -> int:
+    """Return the size of XLA's pool of pinned host memory, in bytes.
+
+    All GPUs of a process share the pool. Its size is 64 GiB unless the environment variable
+    XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB is set.
 
     Raises:
         ValueError: if the variable is not an integer of at least 1.
@@ -300,5 +309,5 @@ def _warn_beyond_limit(program: jax.stages.Compiled) -> None:
             f"XLA allocates at most {limit / 2**30:g} GiB per process. If the machine has more, "
             f"set {HOST_MEMORY_VARIABLE} (in GiB) before JAX starts.",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=4,  # the caller of the function that `offload_jit` returned
         )

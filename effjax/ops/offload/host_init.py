@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .._common.arguments import describe
-from .compiled import compile_offloaded, guard_host_slices
+from .compiled import compile_offloaded, mark_host_slices
 from .placement import Space, load, put
 from .trees import Tree, as_array_tree, count_layers
 
@@ -82,7 +82,7 @@ def init_by_layer(
                 lambda a: put(jnp.asarray(a), space) if put_scalars or jnp.ndim(a) else a, entry
             )
 
-        return lax.scan(body, guard_host_slices(), None, length=count_layers(stacked))[1]
+        return lax.scan(body, mark_host_slices(), None, length=count_layers(stacked))[1]
 
     def is_on_host(path, shape):
         return space == Space.Host and (put_scalars or len(shape) > 1)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .._common.arguments import as_key
 from .._common.sharding import cast_to_varying, varying_axes
 from . import slices
-from .compiled import barrier, guard_in_order
+from .compiled import barrier, mark_in_order
 from .options import OffloadOptions
 from .placement import Space, Where, check_space, copy_shared, move, put, space_of
 from .slices import (
@@ -263,7 +263,7 @@ def run_forward(
     save_residuals: bool,
 ):
     """Run the forward pass: (x, aux by layer, residuals by slice for `run_backward`)."""
-    aux, residuals, last, order = [], [], [], guard_in_order()
+    aux, residuals, last, order = [], [], [], mark_in_order()
     for (this, indices), w in zip(config.slices, params, strict=True):
         x_in = x
         # Without the barrier XLA would load all slices at the start. A slice is loaded when those
@@ -296,7 +296,7 @@ def run_backward(
         old = params[j].trained, extra[j]
         return jax.tree.map(lambda a, b: put(b, space_of(a)), old, result)
 
-    results, stored, result, order, dx = [], [], (), guard_in_order(), dy
+    results, stored, result, order, dx = [], [], (), mark_in_order(), dy
     dshared = [jnp.zeros_like(a) if is_float(a) else None for a in shared]
     for j in reversed(range(len(params))):
         # A slice is loaded when the result of the slice before has been computed, and the one

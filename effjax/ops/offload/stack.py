@@ -12,7 +12,7 @@ from jax.custom_batching import custom_vmap
 from .._common.arguments import as_key
 from .._common.sharding import cast_to_varying, varying_axes
 from . import slices
-from .compiled import barrier, guard_host_slices
+from .compiled import barrier, mark_host_slices
 from .options import OffloadOptions
 from .placement import SPACES, Space, Where, check_space, load, move, put, space_of, write
 from .slices import (
@@ -268,7 +268,7 @@ def run_forward(
 ):
     """Run the forward pass: (x, aux, residuals for `run_backward`)."""
     params = split_slices(params, config)
-    start, prefetch = guard_host_slices(), config.options.prefetch
+    start, prefetch = mark_host_slices(), config.options.prefetch
 
     # XLA turns reads at a loop-carried index into asynchronous copies from the host, which overlap
     # with the layers. An index from a scanned jnp.arange would not do.
@@ -316,7 +316,7 @@ def run_backward(
     `trained` [num_slices, slice_size, ...].
     """
     daux = [jnp.swapaxes(a, 1, 2) for a in split_slices(daux, config)]
-    start = guard_host_slices()
+    start = mark_host_slices()
 
     def run(state, first, count, fetch, prefetch):
         # A host array must be read before it is written in an iteration, or XLA would copy all of
@@ -400,7 +400,7 @@ def _zero_gradients(config: StackConfig, params: Tree) -> list:
     grads = allocate_slices(config, float_leaves(params), SPACES[config.options.params_in])
     if not grads:
         return []
-    (_, grads), _ = lax.scan(body, (guard_host_slices(), grads), None, length=config.num_slices)
+    (_, grads), _ = lax.scan(body, (mark_host_slices(), grads), None, length=config.num_slices)
     return merge_leading_axes(grads)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._common.arguments import as_number, describe
-from .compiled import barrier, guard_host_slices, guard_in_order
+from .compiled import barrier, mark_host_slices, mark_in_order
 from .host_init import init_by_layer, init_in_place, state_sharding
 from .per_leaf import check_per_leaf
 from .placement import Space, load, put, space_of, write
@@ -132,7 +132,7 @@ class LayerStack:
             g = _scale_gradients(g, scale)
             return (i + 1, write(carry, apply_optimizer(self.tx, w, s, g), i), ahead), None
 
-        start = guard_host_slices()
+        start = mark_host_slices()
         carry = params, state
         loop_state = start, carry, fetch(carry, start)
         (_, carry, _), _ = lax.scan(body, loop_state, None, length=num_layers)
@@ -154,7 +154,7 @@ class LayerStack:
             i, total = carry
             return (i + 1, total + sum_of_squares(load(grads, i))), None
 
-        start = guard_host_slices(), jnp.float32(0)
+        start = mark_host_slices(), jnp.float32(0)
         (_, total), _ = lax.scan(body, start, None, length=count_layers(grads))
         return total
 
@@ -235,7 +235,7 @@ class LayerList:
 
 def _run_in_turn(run: Callable, layers: Sequence[Tree], store: Callable) -> list[Tree]:
     """Compute ``store(i, run(i, layers[i]))`` for all i, with one layer on the device."""
-    stored, last = [], guard_in_order()
+    stored, last = [], mark_in_order()
     for i, layer in enumerate(layers):
         # A layer is loaded after the one before is done, or XLA would load all at the start. The
         # result passes the barrier and is used after it, or XLA would remove the dependency.

@@ -26,7 +26,7 @@ def test_offload_jit_donates_state():
     new = step(state)
     assert all(a.is_deleted() for a in jax.tree.leaves(state))
     assert kinds(new) == {"pinned_host"}
-    np.testing.assert_array_equal(step(new, 2.0)["n"], 3 * np.ones(3))
+    np.testing.assert_array_equal(step(new, by=2.0)["n"], 3 * np.ones(3))
 
 
 def test_offload_jit_returns_other_results():
@@ -177,6 +177,7 @@ def test_warns_about_pinned_memory_once_per_program(monkeypatch, sizes, limit, b
     text = rf"needs {bytes_} bytes .* at most {limit or 64} GiB .* set {VARIABLE} "
     assert len(caught) == (bytes_ is not None)
     if caught:
+        assert caught[0].filename == __file__
         with pytest.warns(RuntimeWarning, match=text):
             double(jnp.ones(4))  # another program
 
