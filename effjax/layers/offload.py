@@ -16,7 +16,7 @@ from ..ops.offload.placement import Space, space_of
 from ..ops.offload.sequential import apply_sequence
 from ..ops.offload.slices import check_microbatches
 from ..ops.offload.stack import apply_stack
-from ..ops.offload.trees import Tree, as_array_tree, is_float
+from ..ops.offload.trees import Tree, as_array_tree, is_inexact
 
 
 def make_options(
@@ -131,7 +131,7 @@ def combine_statistics(new: Tree, axis: int = 0) -> Tree:
     """
 
     def combine(a: jax.Array) -> jax.Array:
-        if a.shape[axis] > 1 and is_float(a):
+        if a.shape[axis] > 1 and is_inexact(a):
             return jnp.mean(a, axis)
         # Integers are counters, which are equal after all microbatches.
         return jax.lax.index_in_dim(a, 0, axis, keepdims=False)

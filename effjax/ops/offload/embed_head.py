@@ -35,7 +35,7 @@ class HeadResult(NamedTuple):
 def make_embed_head(
     embed: Callable, head: Callable, has_state: bool, head_has_aux: bool
 ) -> tuple[Callable, Callable]:
-    """Return embed and head, always with a model state and a second result.
+    """Wrap embed and head so that both take and return a model state, and head always returns aux.
 
     ``embed(others, model_state, batch, key) -> (x, model_state)`` and
     ``head(others, model_state, x, batch, key) -> (loss, (model_state, aux))``.
@@ -68,11 +68,12 @@ def make_embed_head(
 
 def run_embed(
     embed: Callable, count: int, others: Partition, model_state: Tree, batch: Any, key: Any,
-    number: int,
+    key_index: int,
 ) -> tuple[Tree, Tree, Callable]:  # fmt: skip
-    """Run embed: (x, model_state, vjp), where ``vjp(dx)`` are the gradients of the parameters.
+    """Run embed; return (x, model_state, vjp), where ``vjp(dx)`` are the parameters' gradients.
 
-    Microbatch m of `count` gets the key ``fold_in(fold_in(key, number), m)``.
+    Microbatch m of `count` gets the key ``fold_in(fold_in(key, key_index), m)``. After L layers
+    with the indices 0 to L - 1, that of embed is L.
     """
 
     def run(trained):
@@ -80,7 +81,7 @@ def run_embed(
 
         def run_microbatch(model_state, microbatch):
             rows, m = microbatch
-            x, new = embed(params, model_state, rows, fold_key(key, number, m))
+            x, new = embed(params, model_state, rows, fold_key(key, key_index, m))
             return jax.tree.map(lax.stop_gradient, new), x
 
         if count == 1:
@@ -101,11 +102,12 @@ def run_embed(
 
 def run_head(
     head: Callable, count: int, others: Partition, model_state: Tree, y: Tree, batch: Any,
-    key: Any, number: int, scale: jax.Array | None,
+    key: Any, key_index: int, scale: jax.Array | None,
 ) -> HeadResult:  # fmt: skip
-    """Run head forward and backward, so that one microbatch of its intermediates exists.
+    """Run head forward and backward with the intermediates of one microbatch at a time.
 
-    Gradients are those of the mean loss times `scale`. Keys are as in `run_embed`.
+    Gradients are those of the mean loss times `scale`. Keys are as in `run_embed`, with `key_index`
+    L + 1.
     """
     params = _cast_to_batch(others.trained, (y, batch), key)
 
@@ -114,7 +116,7 @@ def run_head(
 
         def run(trained, y):
             all_params = Partition(trained, others.frozen).merge()
-            return head(all_params, model_state, y, rows, fold_key(key, number, m))
+            return head(all_params, model_state, y, rows, fold_key(key, key_index, m))
 
         loss, vjp, (new, aux) = jax.vjp(run, params, y, has_aux=True)
         dloss = jnp.ones_like(loss) / count

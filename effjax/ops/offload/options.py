@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .._common.arguments import as_dtype, as_integer, check_choice
-from .placement import SPACES, Space, Where
+from .placement import SPACES, MemoryName, Space
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,9 +14,9 @@ class OffloadOptions:
 
     num_slices: int | None = None
     num_microbatches: int = 1
-    params_in: Where = "host"
-    activations: Where = "host"
-    grads: Where | None = None
+    params_in: MemoryName = "host"
+    activations: MemoryName = "host"
+    grads: MemoryName | None = None
     prefetch: int = 1
     resident_slices: int = 0
     compute_dtype: Any = None

@@ -17,7 +17,7 @@ from .trees import check_same_shapes, is_key
 Dependencies = set
 
 
-class _FailedError(ValueError):
+class _TraceError(ValueError):
     """An optimizer that cannot be traced for some parameters."""
 
 
@@ -43,8 +43,9 @@ def check_per_leaf(tx: Any, params: Any) -> set[int]:
     if mixed := program.find_mixed():
         i, others, place = mixed
         _raise_mixed("parameter", names[i], [names[j] for j in others], place)
-    # Check two layers too, unless the optimizer selects parameters by the paths of one.
-    with contextlib.suppress(_FailedError):
+    # Trace two layers too, with two arrays per parameter. This fails for optimizers that select
+    # parameters by path; then skip the check.
+    with contextlib.suppress(_TraceError):
         if mixed := _trace(tx, jax.tree.map(lambda a: [a, a], params)).find_mixed():
             i, _, place = mixed
             _raise_mixed("layer", names[i // 2], ["other layers"], place)
@@ -168,7 +169,7 @@ def _trace(tx: Any, params: Any) -> _OptimizerProgram:
         check_same_shapes("updates", updates, "the parameters", params)
         check_same_shapes("state", new_state, "the state", state)
     except Exception as error:  # optimizers raise errors of any type
-        raise _FailedError(
+        raise _TraceError(
             "`tx` failed for the parameters of one layer. An optimizer that needs other arguments "
             f"cannot be offloaded. {type(error).__name__}: {error!s:.500}"
         ) from error

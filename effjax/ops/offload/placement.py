@@ -10,15 +10,15 @@ from jax import lax
 from .trees import as_array_tree
 
 Space = jax.memory.Space
-Where = Literal["host", "device"]
+MemoryName = Literal["host", "device"]
 SPACES: dict[str, Space] = {"host": Space.Host, "device": Space.Device}
 
 
 def to_host(tree: Any) -> Any:
     """Move the arrays of a pytree to pinned host memory.
 
-    Works inside jit, where the gradient of an array arrives in the memory of the array. Reverse
-    mode only. Sum over devices (``psum``) before this call, since XLA cannot sum on the host.
+    May be called inside jit. A gradient is in the memory of its array. Reverse mode only. Sum over
+    devices (``psum``) before this call, since XLA cannot sum on the host.
 
     Args:
         tree: an array or a pytree of arrays.
@@ -38,7 +38,10 @@ def to_device(tree: Any) -> Any:
 
 
 def move(tree: Any, space: Space) -> Any:
-    """Move arrays and Python scalars to a memory space; differentiable in reverse mode."""
+    """Move arrays and Python scalars to a memory space; differentiable in reverse mode.
+
+    `to_host` and `to_device` also validate their argument. `put` is without this derivative.
+    """
     return jax.tree.map(functools.partial(_move_array, space=space), tree)
 
 
@@ -74,7 +77,10 @@ _device_put.defvjp(_device_put_forward, _device_put_backward)
 
 
 def put(tree: Any, space: Space) -> Any:
-    """Move arrays without a derivative; for use inside forward and backward rules."""
+    """Move arrays by plain device_put, whose transpose fails inside jit.
+
+    For forward and backward rules, which JAX does not differentiate.
+    """
     return jax.tree.map(lambda x: x if space_of(x) == space else jax.device_put(x, space), tree)
 
 
@@ -131,21 +137,23 @@ def _copies_backward(count: int, space: Space, _, dy: list[jax.Array]):
 _copies.defvjp(_copies_forward, _copies_backward)
 
 
-def check_space(name: str, tree: Any, where: Where) -> None:
+def check_space(name: str, tree: Any, where: MemoryName) -> None:
     """Raise ValueError unless all arrays of a tree are in the given memory."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    elsewhere = [jax.tree_util.keystr(path) for path, x in leaves if space_of(x) != SPACES[where]]
+    elsewhere = [
+        f"{name}{jax.tree_util.keystr(path)}" for path, x in leaves if space_of(x) != SPACES[where]
+    ]
     if not elsewhere:
         return
-    which = "None" if len(elsewhere) == len(leaves) else f"All but {', '.join(elsewhere[:4])}"
+    listed = ", ".join(elsewhere[:4]) + (f" and {len(elsewhere) - 4} more" if elsewhere[4:] else "")
     remedy = (
         "Move them with effjax.to_host, with a NamedSharding of memory_kind='pinned_host', or "
         "create them with effjax.host_init; shapes for jit need a NamedSharding. jax.pmap does not "
-        "take arrays in host memory: use jax.shard_map."
+        "take arrays in host memory: use jax.shard_map. Parameters can stay on the device with "
+        "params_in='device'."
         if where == "host"
         else "Move them with effjax.to_device."
     )
     raise ValueError(
-        f"`{name}` is {where!r}, but not all parameters are in {where} memory. {which} of them "
-        f"are. {remedy}"
+        f"`{name}` must be in {where} memory, but these arrays are not: {listed}. {remedy}"
     )

@@ -13,7 +13,7 @@ from .._common.sharding import cast_to_varying, varying_axes
 from . import slices
 from .compiled import barrier, mark_in_order
 from .options import OffloadOptions
-from .placement import Space, Where, check_space, copy_shared, move, put, space_of
+from .placement import MemoryName, Space, check_space, copy_shared, move, put, space_of
 from .slices import (
     Slice,
     apply_with_policy,
@@ -31,7 +31,7 @@ from .trees import (
     float_cotangents,
     fold_key,
     forbid_second_derivative,
-    is_float,
+    is_inexact,
     make_cotangent,
     partition,
     strip_weak_type,
@@ -46,8 +46,8 @@ def offload_sequential(
     key: jax.Array | None = None,
     num_slices: int | None = None,
     num_microbatches: int = 1,
-    params_in: Where = "host",
-    activations: Where = "host",
+    params_in: MemoryName = "host",
+    activations: MemoryName = "host",
     compute_dtype: Any = None,
     has_aux: bool = False,
     policy: Callable[..., Any] | None = None,
@@ -113,10 +113,10 @@ def apply_sequence(
 ) -> Any:
     """Compute `offload_sequential` with an options object."""
     params = copy_shared([jax.tree.map(jnp.asarray, p) for p in params])
-    config, slice_params, shared, x = build_sequence(
+    config, slice_params, closure, x = build_sequence(
         layers, partition(True, params), x, key, options
     )
-    results: Any = _sequence(config, slice_params, shared, x, key)
+    results: Any = _sequence(config, slice_params, closure, x, key)
     return results if options.has_aux else results[0]
 
 
@@ -126,7 +126,7 @@ class SequenceConfig(NamedTuple):
     Slice j is layers ``bounds[j], ..., bounds[j + 1] - 1``.
     """
 
-    slices: list[tuple[Slice, tuple[int, ...]]]  # and the indices of its closure in `shared`
+    slices: list[tuple[Slice, tuple[int, ...]]]  # and the indices of its arrays in `closure`
     bounds: list[int]
     activations: Space
     make_dx: Callable[..., Any]  # the cotangent of x from the gradients of its floats
@@ -139,14 +139,14 @@ def build_sequence(
     key: Any,
     options: OffloadOptions,
 ) -> tuple[SequenceConfig, list[Partition], list, Tree]:
-    """Check the arguments of `offload_sequential`; return (config, params by slice, shared, x)."""
+    """Check the arguments of `offload_sequential`; return (config, params by slice, closure, x)."""
     all_params = params.merge()
     if len(layers) != len(all_params) or not layers:
         raise ValueError(
             f"`layers` (of length {len(layers)}) and `params` (of length {len(all_params)}) must "
             "be sequences of the same length, at least 1."
         )
-    check_space("params_in", all_params, options.params_in)
+    check_space("params", all_params, options.params_in)
     bounds = split_by_bytes(all_params, options.count_slices(len(layers), equal=False))
     x = move(jax.tree.map(strip_weak_type, x), Space.Device)
     axes = varying_axes((all_params, x, key))
@@ -154,7 +154,7 @@ def build_sequence(
     slice_params = [
         Partition(*p) for p in zip(*(group_by_slice(bounds, p) for p in params), strict=True)
     ]
-    built, shared, x_shape = [], [], x
+    built, closure, x_shape = [], [], x
     for first, some_layers, w in zip(
         bounds[:-1], group_by_slice(bounds, layers), slice_params, strict=True
     ):
@@ -168,23 +168,23 @@ def build_sequence(
         types = jax.tree.map(
             functools.partial(_varying_type, axes), (w, microbatch, (key, jnp.int32(0)))
         )
-        hoisted, closure = hoist_closure(run, *types)
+        hoisted, slice_closure = hoist_closure(run, *types)
         apply, policy = functools.partial(_apply_hoisted, hoisted, axes), options.policy
         with_residuals = policy and functools.partial(apply_with_policy, apply, policy)
-        this = Slice(apply, options.num_microbatches, with_residuals)
+        slice_fn = Slice(apply, options.num_microbatches, with_residuals)
         # An array that several slices close over is passed once.
-        for a in closure:
-            if not any(a is other for other in shared):
-                shared.append(a)
-        indices = tuple(next(j for j, b in enumerate(shared) if a is b) for a in closure)
-        built.append((this, indices))
+        for a in slice_closure:
+            if not any(a is other for other in closure):
+                closure.append(a)
+        indices = tuple(next(j for j, b in enumerate(closure) if a is b) for a in slice_closure)
+        built.append((slice_fn, indices))
         x_shape, *_ = jax.eval_shape(
-            functools.partial(slices.forward, this), w, closure, x_shape, key
+            functools.partial(slices.forward, slice_fn), w, slice_closure, x_shape, key
         )
     make_dx = functools.partial(make_cotangent, jax.eval_shape(lambda x: x, x))
-    shared = [cast_to_varying(a, axes) for a in shared]
+    closure = [cast_to_varying(a, axes) for a in closure]
     config = SequenceConfig(built, bounds, options.activations_space, make_dx)
-    return config, slice_params, shared, x
+    return config, slice_params, closure, x
 
 
 def group_by_slice(bounds: list[int], per_layer: Sequence) -> list[list]:
@@ -214,10 +214,10 @@ def _apply_layers(layers, first, options, w, x, key):
     return x, aux
 
 
-def _apply_hoisted(hoisted: Callable[..., Any], axes: frozenset, w, shared, x, key, m):
+def _apply_hoisted(hoisted: Callable[..., Any], axes: frozenset, w, closure, x, key, m):
     # The key and the microbatch vary over the mesh axes with which the layers were traced.
     key = jax.tree.map(lambda a: cast_to_varying(a, axes), (key, jnp.asarray(m, jnp.int32)))
-    return hoisted(w, shared, x, key)
+    return hoisted(w, closure, x, key)
 
 
 def _varying_type(axes: frozenset, a: Any) -> jax.ShapeDtypeStruct:
@@ -225,18 +225,18 @@ def _varying_type(axes: frozenset, a: Any) -> jax.ShapeDtypeStruct:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sequence(config: SequenceConfig, params, shared, x, key):
-    return run_forward(config, params, shared, x, key, save_residuals=False)[:2]
+def _sequence(config: SequenceConfig, params, closure, x, key):
+    return run_forward(config, params, closure, x, key, save_residuals=False)[:2]
 
 
-def _sequence_forward(config: SequenceConfig, params, shared, x, key):
+def _sequence_forward(config: SequenceConfig, params, closure, x, key):
     check_differentiable("params", [w for slice_params in params for w in slice_params.trained])
-    x, aux, residuals = run_forward(config, params, shared, x, key, save_residuals=True)
-    return (x, aux), (params, shared, residuals, key)
+    x, aux, residuals = run_forward(config, params, closure, x, key, save_residuals=True)
+    return (x, aux), (params, closure, residuals, key)
 
 
 def _sequence_backward(config: SequenceConfig, saved, cotangents):
-    params, shared, residuals, key = saved
+    params, closure, residuals, key = saved
     dy, daux = float_cotangents(cotangents[0]), [float_cotangents(a) for a in cotangents[1]]
     params, dy, daux = forbid_second_derivative((params, dy, daux), "offload_sequential")
 
@@ -244,11 +244,12 @@ def _sequence_backward(config: SequenceConfig, saved, cotangents):
         return carry, (dw, extra)
 
     no_extra = [()] * len(params)
-    grads, _, dx, dshared = run_backward(
-        config, params, shared, key, residuals, dy, daux, consume, (), no_extra
+    grads, _, dx, dclosure = run_backward(
+        config, params, closure, key, residuals, dy, daux, consume, (), no_extra
     )
+    # All parameters are trained: `frozen` has no arrays.
     dparams = [Partition(dw, w.frozen) for (dw, _), w in zip(grads, params, strict=True)]
-    return dparams, make_cotangent(shared, dshared), config.make_dx(dx), None
+    return dparams, make_cotangent(closure, dclosure), config.make_dx(dx), None
 
 
 _sequence.defvjp(_sequence_forward, _sequence_backward)
@@ -257,36 +258,36 @@ _sequence.defvjp(_sequence_forward, _sequence_backward)
 def run_forward(
     config: SequenceConfig,
     params: list[Partition],
-    shared: list,
+    closure: list,
     x: Tree,
     key,
     save_residuals: bool,
 ):
-    """Run the forward pass: (x, aux by layer, residuals by slice for `run_backward`)."""
+    """Run the forward pass; return (x, aux by layer, residuals by slice for `run_backward`)."""
     aux, residuals, last, order = [], [], [], mark_in_order()
-    for (this, indices), w in zip(config.slices, params, strict=True):
+    for (slice_fn, indices), w in zip(config.slices, params, strict=True):
         x_in = x
         # Without the barrier XLA would load all slices at the start. A slice is loaded when those
         # before it are done and their residuals have left the device.
         w, x, last, order = barrier((w, x, last, order))
         residuals += last
-        closure = [shared[j] for j in indices]
+        slice_closure = [closure[j] for j in indices]
         x, slice_aux, saved = slices.forward(
-            this, put(w, Space.Device), closure, x, key, save_residuals
+            slice_fn, put(w, Space.Device), slice_closure, x, key, save_residuals
         )
         last = []
         if save_residuals:
-            saved = x_in if this.apply_with_residuals is None else saved
+            saved = x_in if slice_fn.apply_with_residuals is None else saved
             last = [put(saved, config.activations)]
         aux += slice_aux
     return x, aux, residuals + last
 
 
 def run_backward(
-    config: SequenceConfig, params: list[Partition], shared: list, key, residuals: list, dy: list,
+    config: SequenceConfig, params: list[Partition], closure: list, key, residuals: list, dy: list,
     daux: list[list], consume: Callable[..., Any], carry: Any, extra: list,
 ) -> tuple[list, Any, list, list]:  # fmt: skip
-    """Run the slices in reverse order: (results, carry, dx, dshared).
+    """Run the slices in reverse order; return (results, carry, dx, dclosure).
 
     ``carry, result = consume(carry, w, dw, extra[j])`` receives the trained parameters w of slice j
     and their gradients dw. The result has the structure of (w, extra[j]) and moves to their memory.
@@ -297,11 +298,11 @@ def run_backward(
         return jax.tree.map(lambda a, b: put(b, space_of(a)), old, result)
 
     results, stored, result, order, dx = [], [], (), mark_in_order(), dy
-    dshared = [jnp.zeros_like(a) if is_float(a) else None for a in shared]
+    dclosure = [jnp.zeros_like(a) if is_inexact(a) else None for a in closure]
     for j in reversed(range(len(params))):
-        # A slice is loaded when the result of the slice before has been computed, and the one
-        # before that has left the device. The key passes the barrier so that XLA does not keep the
-        # random numbers of the forward pass.
+        # Slice j is loaded once the result of slice j + 1 has been computed and that of slice j + 2
+        # has left the device. The key passes the barrier so that XLA does not keep the random
+        # numbers of the forward pass.
         inputs = params[j], residuals[j], extra[j]
         inputs, result, stored, dx, order, slice_key = barrier(
             (inputs, result, stored, dx, order, key)
@@ -309,14 +310,17 @@ def run_backward(
         results += stored
         stored = [store(j + 1, result)] if j + 1 < len(params) else []
         w, saved, slice_extra = put(inputs, Space.Device)
-        this, indices = config.slices[j]
+        slice_fn, indices = config.slices[j]
         first, last = config.bounds[j : j + 2]
-        closure, slice_daux = [shared[k] for k in indices], [d for a in daux[first:last] for d in a]
-        dw, dclosure, dx = slices.backward(this, w, closure, saved, slice_key, dx, slice_daux)
+        slice_closure = [closure[k] for k in indices]
+        slice_daux = [d for a in daux[first:last] for d in a]
+        dw, slice_dclosure, dx = slices.backward(
+            slice_fn, w, slice_closure, saved, slice_key, dx, slice_daux
+        )
         carry, result = consume(carry, w.trained, dw, slice_extra)
-        rest = iter(dclosure)
+        rest = iter(slice_dclosure)
         for k in indices:
-            if is_float(shared[k]):
-                dshared[k] += next(rest)
+            if is_inexact(closure[k]):
+                dclosure[k] += next(rest)
     results += [*stored, store(0, result)]
-    return results[::-1], carry, dx, [d for d in dshared if d is not None]
+    return results[::-1], carry, dx, [d for d in dclosure if d is not None]

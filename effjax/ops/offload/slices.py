@@ -9,6 +9,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+from .._common.arguments import describe
 from .._common.sharding import cast_to_varying, explicit_axes, sum_cotangent, varying_axes
 from .placement import Space, space_of, write
 from .trees import (
@@ -27,9 +28,9 @@ from .trees import (
 class Slice(NamedTuple):
     """A slice as functions of its parameters; both take w as a Partition.
 
-    ``apply(w, shared, x, key, microbatch) -> (x, aux)``. Without `apply_with_residuals` the
+    ``apply(w, closure, x, key, microbatch) -> (x, aux)``. Without `apply_with_residuals` the
     backward pass recomputes the slice from its input, else it uses the residuals of
-    ``apply_with_residuals(w, shared, (key, microbatch), x) -> ((x, aux), Residuals)``.
+    ``apply_with_residuals(w, closure, (key, microbatch), x) -> ((x, aux), Residuals)``.
     """
 
     apply: Callable
@@ -40,87 +41,92 @@ class Slice(NamedTuple):
 class Residuals(NamedTuple):
     """Arrays kept for the backward pass, and the function that computes gradients from them.
 
-    ``vjp(arrays, w, shared, rest, cotangents) -> [dw, dshared, dx]``
+    ``vjp(arrays, w, closure, rest, cotangents) -> [dw, dclosure, dx]``
     """
 
     arrays: list
     vjp: Callable  # a pytree without leaves
 
 
-def forward(this: Slice, w: Partition, shared: Tree, x: Tree, key, save_residuals: bool = False):
-    """Run all microbatches: (y, aux [num_microbatches, ...], residuals for `backward`)."""
+def forward(
+    slice_fn: Slice, w: Partition, closure: Tree, x: Tree, key, save_residuals: bool = False
+):
+    """Run all microbatches; return y, aux [num_microbatches, ...] and residuals for `backward`."""
     axes = varying_axes(x)
     w = jax.tree.map(lambda a: cast_to_varying(a, axes), w)
 
     def run(x, m):
-        if save_residuals and this.apply_with_residuals is not None:
-            return this.apply_with_residuals(w, shared, (key, m), x)
-        return this.apply(w, shared, x, key, m), ()
+        if save_residuals and slice_fn.apply_with_residuals is not None:
+            return slice_fn.apply_with_residuals(w, closure, (key, m), x)
+        return slice_fn.apply(w, closure, x, key, m), ()
 
-    if this.num_microbatches == 1:
+    if slice_fn.num_microbatches == 1:
         (y, aux), residuals = run(x, 0)
         aux = jax.tree.map(lambda a: a[None], aux)
     else:
-        xs = split_microbatches(x, this.num_microbatches), jnp.arange(this.num_microbatches)
-        _, ((y, aux), residuals) = _scan_in_order(lambda _, xm: ((), run(*xm)), (), xs)
+        xs = split_microbatches(x, slice_fn.num_microbatches), jnp.arange(slice_fn.num_microbatches)
+        _, ((y, aux), residuals) = _scan_with_late_buffers(lambda _, xm: ((), run(*xm)), (), xs)
         y = merge_leading_axes(y)
-    return y, aux, x if this.apply_with_residuals is None else residuals
+    return y, aux, x if slice_fn.apply_with_residuals is None else residuals
 
 
-def backward(this: Slice, w: Partition, shared: Tree, residuals: Tree, key, dy: list, daux: list):
-    """Compute the gradients (dw, dshared, dx) of `forward` from its residuals.
+def backward(
+    slice_fn: Slice, w: Partition, closure: Tree, residuals: Tree, key, dy: list, daux: list
+):
+    """Compute the gradients (dw, dclosure, dx) of `forward` from its residuals.
 
-    dy, daux, dshared and dx are the gradients of floating-point leaves. Microbatches are added from
-    the last to the first, in the order in which JAX differentiates a scan.
+    dy, daux, dclosure and dx are the gradients of floating-point leaves. Microbatches are added
+    from the last to the first, in the order in which JAX differentiates a scan.
     """
     # With w varying over the batch's mesh axes, there is one sum over devices for all microbatches,
     # before the gradient leaves the device.
     axes = varying_axes((residuals, dy))
-    wide = jax.tree.map(lambda a: cast_to_varying(a, axes), w)
+    varying_w = jax.tree.map(lambda a: cast_to_varying(a, axes), w)
 
     def gradients(residuals, m, dy, daux):
-        if this.apply_with_residuals is not None:
-            return residuals.vjp(residuals.arrays, wide, shared, (key, m), [*dy, *daux])
+        if slice_fn.apply_with_residuals is not None:
+            return residuals.vjp(residuals.arrays, varying_w, closure, (key, m), [*dy, *daux])
 
-        def run(trained, shared_floats, x_floats):
+        def run(trained, closure_floats, x_floats):
             args = (
-                wide._replace(trained=trained),
-                replace_float_leaves(shared, shared_floats),
+                varying_w._replace(trained=trained),
+                replace_float_leaves(closure, closure_floats),
                 replace_float_leaves(residuals, x_floats),
             )
-            return float_leaves(this.apply(*args, key, m))
+            return float_leaves(slice_fn.apply(*args, key, m))
 
-        _, vjp = jax.vjp(run, wide.trained, float_leaves(shared), float_leaves(residuals))
+        _, vjp = jax.vjp(run, varying_w.trained, float_leaves(closure), float_leaves(residuals))
         return vjp([*dy, *daux])
 
-    if this.num_microbatches == 1:
-        dw, dshared, dx = gradients(residuals, 0, dy, [a[0] for a in daux])
+    if slice_fn.num_microbatches == 1:
+        dw, dclosure, dx = gradients(residuals, 0, dy, [a[0] for a in daux])
     else:
 
         def add_microbatch(sums, microbatch):
             *grads, dx = gradients(*microbatch)
             return jax.tree.map(jnp.add, sums, tuple(grads)), dx
 
-        sums = wide.trained, float_leaves(shared)
+        sums = varying_w.trained, float_leaves(closure)
         zeros = jax.tree.map(lambda a: cast_to_varying(jnp.zeros_like(a), axes), sums)
         # The sums are not allocated before dy exists.
         zeros, dy = lax.optimization_barrier((zeros, dy))
-        if this.apply_with_residuals is None:
-            residuals = split_microbatches(residuals, this.num_microbatches)
-        dy = split_microbatches(dy, this.num_microbatches)
-        xs = residuals, jnp.arange(this.num_microbatches), dy, daux
-        (dw, dshared), dx = _scan_in_order(add_microbatch, zeros, xs, reverse=True)
+        if slice_fn.apply_with_residuals is None:
+            residuals = split_microbatches(residuals, slice_fn.num_microbatches)
+        dy = split_microbatches(dy, slice_fn.num_microbatches)
+        xs = residuals, jnp.arange(slice_fn.num_microbatches), dy, daux
+        (dw, dclosure), dx = _scan_with_late_buffers(add_microbatch, zeros, xs, reverse=True)
         dx = merge_leading_axes(dx)
-    return jax.tree.map(sum_cotangent, dw, w.trained), dshared, dx
+    return jax.tree.map(sum_cotangent, dw, w.trained), dclosure, dx
 
 
-def _scan_in_order(
+def _scan_with_late_buffers(
     body: Callable, carry: Tree, xs: Tree, reverse: bool = False
 ) -> tuple[Tree, Tree]:
     """Run ``lax.scan`` with result buffers that are not allocated before xs exist.
 
     The buffers of lax.scan depend on nothing. Where slices are unrolled, XLA would allocate those
-    of all slices at the start.
+    of all slices at the start. PRNG keys remain outputs of lax.scan, because zero cannot be cast to
+    their dtype; they are small.
     """
     first, count = jax.tree.map(lambda a: a[0], xs), jax.tree.leaves(xs)[0].shape[0]
     zero, xs = lax.optimization_barrier((jnp.int32(0), xs))
@@ -150,12 +156,12 @@ def _scan_in_order(
 
 
 def apply_with_policy(
-    fun: Callable, policy: Callable, w: Partition, shared: Tree, rest: tuple, x: Tree
+    fun: Callable, policy: Callable, w: Partition, closure: Tree, rest: tuple, x: Tree
 ) -> tuple[Tree, Residuals]:
-    """Return ``fun(w, shared, x, *rest)`` and the residuals that the policy keeps.
+    """Return ``fun(w, closure, x, *rest)`` and the residuals that the policy keeps.
 
-    The backward pass has w, `shared` and `rest`. They are not kept, nor values that depend on w and
-    `shared` only, such as casts.
+    The backward pass has w, `closure` and `rest`. They are not kept, nor values that depend on w
+    and `closure` only, such as casts.
     """
 
     def saves(*args, **params):
@@ -163,24 +169,24 @@ def apply_with_policy(
         # Offloading policies return an object with a destination; `activations` decides that here.
         return True if hasattr(decision, "dst") else decision
 
-    def linearize(w, shared, rest, x):
-        def run(trained, shared_floats, x_floats):
+    def linearize(w, closure, rest, x):
+        def run(trained, closure_floats, x_floats):
             args = (
                 w._replace(trained=trained),
-                replace_float_leaves(shared, shared_floats),
+                replace_float_leaves(closure, closure_floats),
                 replace_float_leaves(x, x_floats),
             )
             result = jax.checkpoint(fun, policy=saves, prevent_cse=False)(*args, *rest)
             return float_leaves(result), result
 
-        primals = w.trained, float_leaves(shared), float_leaves(x)
+        primals = w.trained, float_leaves(closure), float_leaves(x)
         _, vjp, result = jax.vjp(run, *primals, has_aux=True)
         return result, vjp
 
     # The leaves of the vjp function are all residuals. Split the program that computes them: into
     # the forward pass, which returns the residuals to be kept, and the equations that the backward
-    # pass repeats because they depend on w and `shared` only.
-    args = w, shared, rest, x
+    # pass repeats because they depend on w and `closure` only.
+    args = w, closure, rest, x
     closed, (result, vjp) = jax.make_jaxpr(linearize, return_shape=True)(*args)
     jaxpr, num_results = closed.jaxpr, len(jax.tree.leaves(result))
     outputs, residuals = jaxpr.outvars[:num_results], jaxpr.outvars[num_results:]
@@ -196,8 +202,8 @@ def apply_with_policy(
     forward_jaxpr = jaxpr.replace(outvars=[*outputs, *kept])
     early_jaxpr = jaxpr.replace(invars=available, outvars=recomputed, eqns=early_eqns)
 
-    def pull_back(arrays, w, shared, rest, cotangents):
-        early = _run_jaxpr(early_jaxpr, closed.consts, (w, shared, rest))
+    def pull_back(arrays, w, closure, rest, cotangents):
+        early = _run_jaxpr(early_jaxpr, closed.consts, (w, closure, rest))
         values = dict(zip(map(id, [*kept, *recomputed]), [*arrays, *early], strict=True))
         leaves = [values[id(v)] for v in residuals]
         return jax.tree.unflatten(jax.tree.structure(vjp), leaves)(cotangents)
@@ -208,33 +214,35 @@ def apply_with_policy(
 
 
 def scan_with_policy(
-    layer: Callable, policy: Callable, w: Partition, shared: Tree, rest: tuple, x: Tree
+    layer: Callable, policy: Callable, w: Partition, closure: Tree, rest: tuple, x: Tree
 ) -> tuple[Tree, Residuals]:
-    """Apply a stack of layers as `apply_with_policy` does one; w, aux and residuals are [L, ...].
+    """Apply all layers of a slice as `apply_with_policy` does one.
 
-    ``layer(w, shared, x, *rest, i) -> (x, aux)``
+    w, aux and residuals are [slice_size, ...].
+
+    ``layer(w, closure, x, *rest, i) -> (x, aux)``
     """
     count, num_floats = jax.tree.leaves(w)[0].shape[0], len(float_leaves(x))
 
     def forward_layer(x, wi):
         w, i = wi
-        (x, aux), residuals = apply_with_policy(layer, policy, w, shared, (*rest, i), x)
+        (x, aux), residuals = apply_with_policy(layer, policy, w, closure, (*rest, i), x)
         return x, (aux, residuals)
 
     x, (aux, (arrays, vjp)) = lax.scan(forward_layer, x, (w, jnp.arange(count)))
 
-    def pull_back(arrays, w, shared, rest, cotangents):
+    def pull_back(arrays, w, closure, rest, cotangents):
         def backward_layer(state, xs):
-            dx, dshared = state
+            dx, dclosure = state
             arrays, w, i, daux = xs
-            dw, dshared_here, dx = vjp(arrays, w, shared, (*rest, i), [*dx, *daux])
-            return (dx, jax.tree.map(jnp.add, dshared, dshared_here)), dw
+            dw, dclosure_here, dx = vjp(arrays, w, closure, (*rest, i), [*dx, *daux])
+            return (dx, jax.tree.map(jnp.add, dclosure, dclosure_here)), dw
 
         dx, daux = cotangents[:num_floats], cotangents[num_floats:]
-        state = dx, [jnp.zeros_like(a) for a in float_leaves(shared)]
+        state = dx, [jnp.zeros_like(a) for a in float_leaves(closure)]
         xs = arrays, w, jnp.arange(count), daux
-        (dx, dshared), dw = lax.scan(backward_layer, state, xs, reverse=True)
-        return dw, dshared, dx
+        (dx, dclosure), dw = lax.scan(backward_layer, state, xs, reverse=True)
+        return dw, dclosure, dx
 
     return (x, aux), Residuals(arrays, jax.tree_util.Partial(pull_back))
 
@@ -258,7 +266,9 @@ def check_layer(layer: Callable, has_aux: bool, keeps_shapes: bool = True) -> Ca
         if not has_aux:
             result = result, ()
         elif not isinstance(result, tuple) or len(result) != 2:
-            raise ValueError(f"`layer` must return (x, aux) with has_aux=True, not {result!r}.")
+            raise TypeError(
+                f"`layer` must return (x, aux) with has_aux=True, not {describe(result)}."
+            )
         y, aux = jax.tree.map(strip_weak_type, result)
         if keeps_shapes:
             check_same_shapes("layer(params, x, key)", y, "x", x, same_types=True)
@@ -277,11 +287,11 @@ def hoist_closure(layer: Callable, w: Tree, x: Tree, key: Any) -> tuple[Callable
         key: as of `layer`.
 
     Returns:
-        ``hoisted(params, shared, x, key)``, and `shared`, the traced arrays of the closure.
+        ``hoisted(params, closure, x, key)``, and `closure`, the traced arrays of the closure.
     """
     closed, result = jax.make_jaxpr(layer, return_shape=True)(w, x, key)
     is_hoisted = [isinstance(c, Tracer) for c in closed.consts]
-    shared = [c for c, hoist in zip(closed.consts, is_hoisted, strict=True) if hoist]
+    closure = [c for c, hoist in zip(closed.consts, is_hoisted, strict=True) if hoist]
     if any(space_of(c) == Space.Host for c in closed.consts):
         raise ValueError(
             "`layer` closes over an array in host memory. Pass it in the parameters, or close over "
@@ -289,14 +299,14 @@ def hoist_closure(layer: Callable, w: Tree, x: Tree, key: Any) -> tuple[Callable
         )
     axes = varying_axes(x)
 
-    def hoisted(params, shared, x, key):
-        rest = iter(shared)
+    def hoisted(params, closure, x, key):
+        rest = iter(closure)
         pairs = zip(closed.consts, is_hoisted, strict=True)
         consts = [next(rest) if hoist else c for c, hoist in pairs]
         values = _run_jaxpr(closed.jaxpr, consts, (params, x, key))
         return jax.tree.unflatten(jax.tree.structure(result), values)
 
-    return hoisted, [cast_to_varying(a, axes) for a in shared]
+    return hoisted, [cast_to_varying(a, axes) for a in closure]
 
 
 def first_microbatch(x: Tree, num_microbatches: int) -> Tree:

@@ -14,7 +14,7 @@ from .._common.sharding import cast_to_varying, varying_axes
 from . import slices
 from .compiled import barrier, mark_host_slices
 from .options import OffloadOptions
-from .placement import SPACES, Space, Where, check_space, load, move, put, space_of, write
+from .placement import SPACES, MemoryName, Space, check_space, load, move, put, space_of, write
 from .slices import (
     check_layer,
     check_microbatches,
@@ -48,9 +48,9 @@ def offload_scan(
     key: jax.Array | None = None,
     num_slices: int | None = None,
     num_microbatches: int = 1,
-    params_in: Where = "host",
-    activations: Where = "host",
-    grads: Where | None = None,
+    params_in: MemoryName = "host",
+    activations: MemoryName = "host",
+    grads: MemoryName | None = None,
     prefetch: int = 1,
     resident_slices: int = 0,
     compute_dtype: Any = None,
@@ -143,8 +143,8 @@ def apply_stack(
 ) -> Any:  # fmt: skip
     """Compute `offload_scan` with an options object."""
     params = partition(trainable, stacked_params)
-    config, params, shared, x = build_stack(layer, params, x, key, options)
-    results: Any = _stack(config, params, shared, x, key)
+    config, params, closure, x = build_stack(layer, params, x, key, options)
+    results: Any = _stack(config, params, closure, x, key)
     return results if options.has_aux else results[0]
 
 
@@ -154,7 +154,7 @@ class StackConfig(NamedTuple):
     Slice i is layers ``i * slice_size, ..., (i + 1) * slice_size - 1``.
     """
 
-    layer: Callable[..., Any]  # (params, shared, x, key) -> (x, aux)
+    layer: Callable[..., Any]  # (params, closure, x, key) -> (x, aux)
     num_slices: int
     slice_size: int
     options: OffloadOptions
@@ -169,20 +169,20 @@ class StackConfig(NamedTuple):
         """The layers of slice i; its key is (key, i), its aux [slice_size, ...]."""
         dtype, policy = self.options.compute_dtype, self.options.policy
 
-        def apply_layer(w, shared, x, slice_key, m, j):
+        def apply_layer(w, closure, x, slice_key, m, j):
             key, i = slice_key
-            return self.layer(w, shared, x, fold_key(key, i * self.slice_size + j, m))
+            return self.layer(w, closure, x, fold_key(key, i * self.slice_size + j, m))
 
-        def apply(w, shared, x, slice_key, m):
+        def apply(w, closure, x, slice_key, m):
             w = cast_floats(w.merge(), dtype)
             if self.slice_size > 1:
                 return lax.scan(
-                    lambda x, wj: apply_layer(wj[0], shared, x, slice_key, m, wj[1]),
+                    lambda x, wj: apply_layer(wj[0], closure, x, slice_key, m, wj[1]),
                     x,
                     (w, jnp.arange(self.slice_size)),
                 )
             w = jax.tree.map(lambda a: a[0], w)
-            x, aux = apply_layer(w, shared, x, slice_key, m, 0)
+            x, aux = apply_layer(w, closure, x, slice_key, m, 0)
             return x, jax.tree.map(lambda a: a[None], aux)
 
         def apply_one(w, *args):
@@ -197,10 +197,10 @@ class StackConfig(NamedTuple):
 def build_stack(
     layer: Callable[..., Any], params: Partition, x: Tree, key: Any, options: OffloadOptions
 ) -> tuple[StackConfig, Partition, Tree, Tree]:
-    """Check the arguments of `offload_scan`; return (config, params, shared, x)."""
+    """Check the arguments of `offload_scan`; return (config, params, closure, x)."""
     params = jax.tree.map(jnp.asarray, params)
     stacked_params = params.merge()
-    check_space("params_in", stacked_params, options.params_in)
+    check_space("stacked_params", stacked_params, options.params_in)
     num_layers = count_layers(stacked_params)
     num_slices = options.count_slices(num_layers, equal=True)
     x = move(jax.tree.map(strip_weak_type, x), Space.Device)
@@ -210,28 +210,28 @@ def build_stack(
     first = jax.tree.map(
         lambda a: cast_to_varying(put(a[:1], Space.Device)[0], axes), stacked_params
     )
-    layer, shared = hoist_closure(
+    layer, closure = hoist_closure(
         check_layer(layer, options.has_aux),
         cast_floats(first, options.compute_dtype),
         first_microbatch(x, options.num_microbatches),
         key,
     )
-    return StackConfig(layer, num_slices, num_layers // num_slices, options), params, shared, x
+    return StackConfig(layer, num_slices, num_layers // num_slices, options), params, closure, x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _stack(config: StackConfig, params: Partition, shared: Tree, x: Tree, key):
-    return run_forward(config, params, shared, x, key, save_residuals=False)[:2]
+def _stack(config: StackConfig, params: Partition, closure: Tree, x: Tree, key):
+    return run_forward(config, params, closure, x, key, save_residuals=False)[:2]
 
 
-def _stack_forward(config: StackConfig, params, shared, x, key):
+def _stack_forward(config: StackConfig, params, closure, x, key):
     check_differentiable("stacked_params", params.trained)
-    x, aux, residuals = run_forward(config, params, shared, x, key, save_residuals=True)
-    return (x, aux), (params, shared, key, residuals)
+    x, aux, residuals = run_forward(config, params, closure, x, key, save_residuals=True)
+    return (x, aux), (params, closure, key, residuals)
 
 
 def _stack_backward(config: StackConfig, saved, cotangents):
-    params, shared, key, residuals = saved
+    params, closure, key, residuals = saved
     trained, grads = forbid_second_derivative(
         (params.trained, tuple(map(float_cotangents, cotangents))), "offload_scan"
     )
@@ -240,8 +240,8 @@ def _stack_backward(config: StackConfig, saved, cotangents):
     def consume(params, grads, i, w, dw):
         return params, write(grads, dw, i)
 
-    _, grads, dx, dshared = run_backward(
-        config, params, shared, key, residuals, dy, daux, consume,
+    _, grads, dx, dclosure = run_backward(
+        config, params, closure, key, residuals, dy, daux, consume,
         allocate_slices(config, params.trained, config.options.grads_space),
     )  # fmt: skip
     dtrained = jax.tree.map(
@@ -249,7 +249,7 @@ def _stack_backward(config: StackConfig, saved, cotangents):
     )
     dfrozen = make_cotangent(params.frozen, _zero_gradients(config, params.frozen))
     dx = make_cotangent(cotangents[0], dx)  # x has the dtypes of y
-    return Partition(dtrained, dfrozen), make_cotangent(shared, dshared), dx, None
+    return Partition(dtrained, dfrozen), make_cotangent(closure, dclosure), dx, None
 
 
 _stack.defvjp(_stack_forward, _stack_backward)
@@ -264,9 +264,9 @@ class StackResiduals(NamedTuple):
 
 
 def run_forward(
-    config: StackConfig, params: Partition, shared: Tree, x: Tree, key, save_residuals: bool
+    config: StackConfig, params: Partition, closure: Tree, x: Tree, key, save_residuals: bool
 ):
-    """Run the forward pass: (x, aux, residuals for `run_backward`)."""
+    """Run the forward pass; return (x, aux, residuals for `run_backward`)."""
     params = split_slices(params, config)
     start, prefetch = mark_host_slices(), config.options.prefetch
 
@@ -276,7 +276,9 @@ def run_forward(
         def body(carry, _):
             i, x, queue = carry
             w, *queue = [*queue, load(params, jnp.minimum(i + prefetch, first + count - 1))]
-            y, aux, residuals = slices.forward(config.slice, w, shared, x, (key, i), save_residuals)
+            y, aux, residuals = slices.forward(
+                config.slice, w, closure, x, (key, i), save_residuals
+            )
             return (i + 1, y, queue), (aux, save(w, residuals) if save_residuals else ())
 
         ahead = range(first, first + prefetch)
@@ -306,10 +308,10 @@ def run_forward(
 
 
 def run_backward(
-    config: StackConfig, params: Partition, shared: Tree, key, residuals: StackResiduals,
+    config: StackConfig, params: Partition, closure: Tree, key, residuals: StackResiduals,
     dy: list, daux: list, consume: Callable[..., Any], carry: Any,
 ):  # fmt: skip
-    """Stream the slices in reverse order: (trained, carry, dx, dshared).
+    """Stream the slices in reverse order; return (trained, carry, dx, dclosure).
 
     ``trained, carry = consume(trained, carry, i, w, dw)`` receives the trained parameters w
     [slice_size, ...] of slice i, on the device, and their gradients dw. It may write slice i of
@@ -320,24 +322,26 @@ def run_backward(
 
     def run(state, first, count, fetch, prefetch):
         # A host array must be read before it is written in an iteration, or XLA would copy all of
-        # it. The barriers order the reads of `trained` before the writes of `consume`.
+        # it. The barriers order the reads of `trained` before the writes of `consume`: the second
+        # one the reads ahead, the first one that of w, which with prefetch=0 was read in this
+        # iteration.
         def body(state, daux):
-            i, trained, carry, dx, dshared, queue = state
+            i, trained, carry, dx, dclosure, queue = state
             (w, saved), *queue = [*queue, fetch(trained, jnp.maximum(i - prefetch, first))]
             if not queue:
                 trained, w_trained = barrier((trained, w.trained))
                 w = Partition(w_trained, w.frozen)
-            dw, dshared_here, dx = slices.backward(
-                config.slice, w, shared, saved, (key, i), dx, daux
+            dw, dclosure_here, dx = slices.backward(
+                config.slice, w, closure, saved, (key, i), dx, daux
             )
-            dshared = jax.tree.map(jnp.add, dshared, dshared_here)
+            dclosure = jax.tree.map(jnp.add, dclosure, dclosure_here)
             ahead = [w.trained for w, _ in queue]
             trained, ahead = barrier((trained, ahead))
             queue = [
                 (Partition(a, w.frozen), saved) for a, (w, saved) in zip(ahead, queue, strict=True)
             ]
             trained, carry = consume(trained, carry, i, w.trained, dw)
-            return (i - 1, trained, carry, dx, dshared, queue), None
+            return (i - 1, trained, carry, dx, dclosure, queue), None
 
         last = first + count - 1
         queue = [fetch(state[0], start + max(last - j, first)) for j in range(prefetch)]
@@ -345,9 +349,9 @@ def run_backward(
         state = start + last, *state, queue
         return lax.scan(body, state, daux_here, length=count, reverse=True)[0][1:-1]
 
-    dshared = [jnp.zeros_like(a) for a in float_leaves(shared)]
+    dclosure = [jnp.zeros_like(a) for a in float_leaves(closure)]
     trained, frozen = split_slices(params, config)
-    state = trained, carry, dy, dshared
+    state = trained, carry, dy, dclosure
     if config.options.resident_slices:
         resident = residuals.weights, residuals.resident
         state = run(
@@ -373,7 +377,7 @@ def split_slices(params: Tree, config: StackConfig) -> Tree:
 def allocate_slices(config: StackConfig, params: Tree, space: Space) -> Tree:
     """Allocate arrays [num_slices, slice_size, ...] like the parameters, for a loop to write.
 
-    XLA does not initialize them on the host.
+    In host memory XLA allocates them uninitialized, so the loop must write every slice.
     """
 
     def allocate(a):

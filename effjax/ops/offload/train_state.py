@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .host_init import state_sharding
-from .placement import Where, check_space
+from .placement import MemoryName, check_space
 from .trees import (
     Partition,
     Tree,
@@ -56,7 +56,7 @@ class StateSpec(NamedTuple):
     layers: LayerStack | LayerList
     trainable: Any  # of the layers
     trainable_others: Any
-    params_in: Where
+    params_in: MemoryName
     loss_scale: float | None
 
     def partition(self, layers: Tree, others: Tree) -> tuple[Partition, Partition]:
@@ -68,7 +68,7 @@ def init_state(spec: StateSpec, layers: Tree, others: Tree, model_state: Tree) -
     """Return the state before the first step."""
     layers, others = as_array_tree("layers", layers), as_array_tree("others", others)
     model_state = as_array_tree("model_state", model_state)
-    check_space("params_in", layers, spec.params_in)
+    check_space("layers", layers, spec.params_in)
     check_space("others", others, "device")
     check_space("model_state", model_state, "device")
     _check_no_shared(layers)

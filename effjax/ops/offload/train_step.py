@@ -13,7 +13,7 @@ from .._common.sharding import cast_to_varying, varying_axes
 from . import sequential, stack
 from .embed_head import HeadResult, make_embed_head, run_embed, run_head
 from .options import OffloadOptions
-from .placement import Where, write
+from .placement import MemoryName, write
 from .slices import check_microbatches
 from .train_state import OffloadState, StateSpec, check_state, init_state, next_loss_scale
 from .trees import Partition, Tree, float_leaves, merge_leading_axes
@@ -28,7 +28,7 @@ from .update import (
 
 
 class TrainStep(NamedTuple):
-    """``init(layers, others, model_state) -> OffloadState``, and ``step(state, batch, key)``."""
+    """The init and step functions of an offloaded training step."""
 
     init: Callable[..., Any]
     step: Callable[..., Any]
@@ -51,8 +51,8 @@ def offload_train_step(
     trainable_others: Any = True,
     num_slices: int | None = None,
     num_microbatches: int = 1,
-    params_in: Where = "host",
-    activations: Where | None = None,
+    params_in: MemoryName = "host",
+    activations: MemoryName | None = None,
     prefetch: int | None = None,
     resident_slices: int = 0,
     compute_dtype: Any = None,
@@ -75,9 +75,9 @@ def offload_train_step(
     are overwritten by the first step; init copies everything else.
 
     In ``jax.shard_map`` the loss must be the mean over the devices (``jax.lax.pmean``). With
-    ``check_vma=False`` gradients are those of each device, which ``tx`` must average first;
-    `clip_norm` and `loss_scale` are not supported there, nor for parameters that differ between
-    devices.
+    ``check_vma=False`` gradients are those of each device, which ``tx`` must average first.
+    `clip_norm`, `loss_scale` and `skip_nonfinite` need gradients that are equal on all devices:
+    they are not supported with ``check_vma=False``, nor for parameters sharded inside shard_map.
 
     Args:
         embed: ``embed(others, batch, key) -> x``. Its residuals stay on the device during the step;
@@ -115,7 +115,7 @@ def offload_train_step(
         activations: the memory of the residuals; by default `params_in`.
         prefetch: as in `offload_scan`, for a stack; by default 1, or 0 if nothing is offloaded. A
             list of layers ignores it.
-        resident_slices: as in `offload_scan`, for a stack. A list of layers ignores it.
+        resident_slices: as in `offload_scan`, for a stack. A list of layers only checks it.
         compute_dtype: as in `offload_scan`.
         policy: as in `offload_scan`.
 
@@ -226,6 +226,7 @@ def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> tupl
     num_layers, layers, others = check_state(spec, state)
     num_microbatches = config.options.num_microbatches
     check_microbatches(batch, num_microbatches, "batch")
+    # Only with a scale does the step check gradients. Dividing them by 1 is exact.
     scale = jnp.float32(1) if config.skip_nonfinite else None
     scale = scale if spec.loss_scale is None else state.loss_scale.scale
 
@@ -290,19 +291,19 @@ class LayersResult(NamedTuple):
 def _run_stack(
     layer: Callable, params: Partition, x: Tree, key: Any, options: OffloadOptions
 ) -> LayersResult:
-    config, params, shared, x = stack.build_stack(layer, params, x, key, options)
-    y, aux, residuals = stack.run_forward(config, params, shared, x, key, save_residuals=True)
+    config, params, closure, x = stack.build_stack(layer, params, x, key, options)
+    y, aux, residuals = stack.run_forward(config, params, closure, x, key, save_residuals=True)
     daux = [jnp.zeros_like(a) for a in float_leaves(aux)]
 
     def run(dy, consume, carry):
         trained, carry, dx, _ = stack.run_backward(
-            config, params, shared, key, residuals, dy, daux, consume, carry
+            config, params, closure, key, residuals, dy, daux, consume, carry
         )
         return trained, carry, dx
 
-    def backward_and_update(layers: LayerStack, state, dy):
+    def backward_and_update(updates: LayerStack, state, dy):
         state = stack.split_slices(state, config)
-        trained, state, dx = run(dy, layers.update_slice, state)
+        trained, state, dx = run(dy, updates.update_slice, state)
         return trained, merge_leading_axes(state), dx
 
     def backward(scale, dy):
@@ -323,16 +324,16 @@ def _run_stack(
 def _run_list(
     layers: Sequence[Callable], params: Partition, x: Tree, key: Any, options: OffloadOptions
 ) -> LayersResult:
-    config, slice_params, shared, x = sequential.build_sequence(layers, params, x, key, options)
+    config, slice_params, closure, x = sequential.build_sequence(layers, params, x, key, options)
     y, aux, residuals = sequential.run_forward(
-        config, slice_params, shared, x, key, save_residuals=True
+        config, slice_params, closure, x, key, save_residuals=True
     )
     daux = [[jnp.zeros_like(a) for a in float_leaves(layer_aux)] for layer_aux in aux]
 
     def run(dy, consume, carry, extra):
         extra = sequential.group_by_slice(config.bounds, extra)
         results, carry, dx, _ = sequential.run_backward(
-            config, slice_params, shared, key, residuals, dy, daux, consume, carry, extra
+            config, slice_params, closure, key, residuals, dy, daux, consume, carry, extra
         )
         of_params, of_extra = zip(*results, strict=True)
         return of_params, of_extra, carry, dx
@@ -340,9 +341,9 @@ def _run_list(
     def ungroup(like, by_slice):
         return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(by_slice))
 
-    def backward_and_update(layers: LayerList, state, dy):
+    def backward_and_update(updates: LayerList, state, dy):
         def consume(carry, w, dw, state):
-            return carry, layers.update_slice(w, state, dw)
+            return carry, updates.update_slice(w, state, dw)
 
         trained, new_state, _, dx = run(dy, consume, (), state)
         return ungroup(params.trained, trained), ungroup(state, new_state), dx

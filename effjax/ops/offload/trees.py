@@ -104,7 +104,7 @@ def partition(trainable: Any, tree: Tree) -> Partition:
 # rules of the operators leave out.
 
 
-def is_float(a: Any) -> bool:
+def is_inexact(a: Any) -> bool:
     """Return True if an array is real or complex floating-point."""
     return jnp.issubdtype(a.dtype, jnp.inexact)
 
@@ -116,13 +116,13 @@ def is_key(a: Any) -> bool:
 
 def float_leaves(tree: Tree) -> list:
     """Return the floating-point leaves."""
-    return [a for a in jax.tree.leaves(tree) if is_float(a)]
+    return [a for a in jax.tree.leaves(tree) if is_inexact(a)]
 
 
 def replace_float_leaves(tree: Tree, floats: list) -> Tree:
     """Return `tree` with other values for ``float_leaves(tree)``."""
     rest = iter(floats)
-    return jax.tree.map(lambda a: next(rest) if is_float(a) else a, tree)
+    return jax.tree.map(lambda a: next(rest) if is_inexact(a) else a, tree)
 
 
 def float_cotangents(cotangent: Tree) -> list:
@@ -135,7 +135,7 @@ def make_cotangent(x: Tree, dx: list) -> Tree:
     rest = iter(dx)
 
     def cotangent(a: jax.Array) -> Any:
-        return next(rest) if is_float(a) else np.zeros(a.shape, jax.dtypes.float0)
+        return next(rest) if is_inexact(a) else np.zeros(a.shape, jax.dtypes.float0)
 
     return jax.tree.map(cotangent, x)
 
@@ -143,11 +143,11 @@ def make_cotangent(x: Tree, dx: list) -> Tree:
 def check_differentiable(name: str, params: Tree) -> None:
     """Raise TypeError unless all parameters are floating-point."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not is_float(leaf):
+        if not is_inexact(leaf):
             raise TypeError(
                 f"`{name}`{jax.tree_util.keystr(path)} must be floating-point to be "
-                f"differentiated, but its dtype is {leaf.dtype}. Mark it as not `trainable`, close "
-                "over it, or pass it in `x`."
+                f"differentiated, but its dtype is {leaf.dtype}. Close over it, pass it in `x`, or "
+                "exclude it with `trainable`, where this is an option."
             )
 
 
@@ -169,7 +169,7 @@ def _(operator: str, *_: Any) -> NoReturn:
 
 
 def strip_weak_type(x: Any) -> jax.Array:
-    """Return x as an array whose dtype takes part in type promotion."""
+    """Return x as an array without a weak type."""
     x = jnp.asarray(x)
     return lax.convert_element_type(x, x.dtype)
 

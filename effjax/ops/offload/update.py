@@ -26,7 +26,7 @@ from .trees import (
 
 
 class StreamUpdate(NamedTuple):
-    """``init(params)`` and ``update(grads, state, params, clip_norm=None)``."""
+    """The init and update functions of a streamed optimizer."""
 
     init: Callable[..., Any]
     update: Callable[..., Any]
@@ -88,7 +88,10 @@ def stream_update(tx: Any, *, stacked: bool = True) -> StreamUpdate:
 
 @dataclasses.dataclass(frozen=True)
 class LayerStack:
-    """Updates of a stack of identical layers, whose parameters and state are arrays [L, ...]."""
+    """Optimizer for a stack of identical layers. It contains no layers, only updates them.
+
+    Parameters and state are arrays [L, ...].
+    """
 
     tx: Any
 
@@ -161,7 +164,10 @@ class LayerStack:
 
 @dataclasses.dataclass(frozen=True)
 class LayerList:
-    """Updates of a list of different layers, whose state is a list of states."""
+    """Optimizer for a list of different layers. It contains no layers, only updates them.
+
+    The state is a list with one state per layer.
+    """
 
     tx: Any
 
@@ -247,7 +253,7 @@ def _run_in_turn(run: Callable, layers: Sequence[Tree], store: Callable) -> list
 
 
 def apply_optimizer(tx: Any, w: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
-    """Return the parameters and the state after a step of `tx`, with their dtypes."""
+    """Return the parameters and the state after a step of `tx`, cast to their previous dtypes."""
     if w is None:  # one frozen array; None has another meaning in optax
         return w, state
     updates, new = tx.update(grads, state, w)
@@ -285,8 +291,8 @@ def clip_scale(squares: jax.Array, clip_norm: float) -> jax.Array:
 
 def sum_of_squares(tree: Tree) -> jax.Array:
     """Return the sum of the squares of all numbers, in float32."""
-    sizes = (jnp.abs(a).astype(jnp.float32) for a in jax.tree.leaves(tree))
-    return sum((jnp.sum(jnp.square(a)) for a in sizes), jnp.float32(0))
+    magnitudes = (jnp.abs(a).astype(jnp.float32) for a in jax.tree.leaves(tree))
+    return sum((jnp.sum(jnp.square(a)) for a in magnitudes), jnp.float32(0))
 
 
 def _scale_gradients(grads: Tree, scale: Any) -> Tree:

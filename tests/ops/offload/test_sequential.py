@@ -155,7 +155,7 @@ def test_split_by_bytes_balances_slices(sizes, num_slices, bounds):
             {"params": to_host(params()[:2])},
         ),
         (r"`num_slices` \(=5\) must be at most the number of layers \(=3\)", {"num_slices": 5}),
-        (r"`params_in` is 'host', but", {"params": params()}),
+        (r"`params` must be in host memory, but", {"params": params()}),
         (r"must return \(x, aux\)", {"has_aux": True}),
     ],
 )

@@ -351,21 +351,26 @@ HOST = {"stacked_params": to_host(params())}
         (r"`num_microbatches` \(=3\) must divide the batch", {"num_microbatches": 3}),
         (r"`resident_slices` \(=5\) must be at most the number of slices \(=4\)",
          {"resident_slices": 5}),
-        (r"`params_in` is 'host', but .* None of them are.*jax.shard_map",
+        (r"must be in host memory, but these arrays are not: stacked_params\['a'\], .*shard_map",
          {"stacked_params": params()}),
-        (r"All but \['c'\]", {"stacked_params": HOST["stacked_params"] | {"c": params()["c"]}}),
+        (r"not: stacked_params\['c'\]\. Move",
+         {"stacked_params": HOST["stacked_params"] | {"c": params()["c"]}}),
         (r"same number of layers L, but .*\['c'\].: \(3,\)",
          {"stacked_params": HOST["stacked_params"] | {"c": to_host(params()["c"][:3])}}),
         (r"must have the structure of x", {"layer": lambda w, x, key: (x, x)}),
         (r"must have the type float32\[8,8\], as in x, not float32\[8,16\]",
          {"layer": lambda w, x, key: x @ w["a"]}),
-        (r"must return \(x, aux\)", {"has_aux": True}),
     ],
 )  # fmt: skip
 def test_rejects_invalid_input(match, arguments):
     call = {"layer": layer, "x": inputs(), **HOST, **arguments}
     with pytest.raises(ValueError, match=match):
         offload_scan(call.pop("layer"), call.pop("stacked_params"), call.pop("x"), **call)
+
+
+def test_rejects_layer_without_aux():
+    with pytest.raises(TypeError, match=r"must return \(x, aux\) .*, not a traced array float32"):
+        offload_scan(layer, HOST["stacked_params"], inputs(), has_aux=True)
 
 
 def test_rejects_list_of_layers_without_listing_all_shapes():
