@@ -19,13 +19,13 @@ from .weights import from_torch, path_of
 # Constructor and table of each published network.
 NETWORKS: dict[str, tuple[Callable[..., Any], Table]] = {
     name: (functools.partial(module, **options), table)
-    for module, known, table in (
+    for module, options_by_name, table in (
         (DenseNet, DENSENET_OPTIONS, DENSENET),
         (ResNet, RESNET_OPTIONS, RESNET),
     )
-    for name, options in known.items()
+    for name, options in options_by_name.items()
 }
-IMAGES = (1, 64, 64, 3)
+IMAGE_SHAPE = (1, 64, 64, 3)
 
 
 def network_variables(
@@ -33,7 +33,7 @@ def network_variables(
 ) -> dict[str, Any]:
     """Return the variables of a linen network with these weights; errors as in `from_torch`."""
     make, table = NETWORKS[name]
-    images = jax.ShapeDtypeStruct(IMAGES, np.float32)
+    images = jax.ShapeDtypeStruct(IMAGE_SHAPE, np.float32)
     shapes = jax.eval_shape(make(**options).init, jax.random.key(0), images)
     return from_torch(weights, shapes, table, prefix=prefix)
 

@@ -26,16 +26,16 @@ class BatchNorm(nn.BatchNorm):
 
     `y = activation((x − μ)/sqrt(σ² + ε)·scale + bias + residual)`, with μ and σ² of the batch
     (`use_running_average=False`) or the running ones. Statistics are taken over all devices of
-    `axis_name`, with one all-reduce per pass, and optionally under a mask. See
-    `effjax.sync_batch_norm`.
+    `axis_name`, and optionally under a mask, with one all-reduce per pass, or two small ones in the
+    forward pass of large layers. See `effjax.sync_batch_norm`.
 
     This is a drop-in replacement: it has all of Flax's fields, in order and with their defaults,
     and the same variables (`params`: scale, bias; `batch_stats`: mean, var), so checkpoints load
     both ways. Differences from Flax:
 
     - `use_fast_variance` is ignored; the variance is always the numerically stable one.
-    - `force_float32_reductions=False` only gives the running statistics the dtype `param_dtype`, as
-      in Flax. Computation is always in float32 or wider.
+    - `force_float32_reductions=False` only changes the dtype of the running statistics to
+      `param_dtype`, as in Flax. Computation is always in float32 or wider.
     - With `dtype=None`, float16 and bfloat16 inputs keep their dtype; Flax promotes them to
       float32.
     - A batch or channel without a single counted value leaves the running statistics unchanged.
@@ -56,7 +56,7 @@ class BatchNorm(nn.BatchNorm):
     Complex inputs work as in Flax, without `activation` (TypeError).
 
     Kept for the backward pass: the input, in its own dtype or `dtype` if that is wider, and
-    statistics of the size of a channel. With `residual` and `activation`, the result is kept too.
+    a few numbers per channel. With `residual` and `activation`, the result is kept too.
     Training is for reverse mode only.
     """
 

@@ -55,7 +55,7 @@ class DeformConv(nn.Module):
         """Convolve `x`, as `effjax.nnx.DeformConv` does."""
         check_inputs(self.predict_offset, self.modulated, offset, mask)
         size = as_pair("kernel_size", self.kernel_size, 1)
-        geometry: dict[str, Any] = dict(
+        conv_options: dict[str, Any] = dict(
             strides=as_pair("strides", self.strides, 1),
             padding=as_padding(self.padding),
             kernel_dilation=as_pair("kernel_dilation", self.kernel_dilation, 1),
@@ -64,7 +64,7 @@ class DeformConv(nn.Module):
         if self.predict_offset:
             predicted = nn.Conv(
                 count_predicted_channels(size, self.offset_groups, self.modulated), size,
-                **geometry, dtype=self.dtype, param_dtype=self.param_dtype, kernel_init=_zeros,
+                **conv_options, dtype=self.dtype, param_dtype=self.param_dtype, kernel_init=_zeros,
                 bias_init=_zeros, name="offset_conv",
             )(x)  # fmt: skip
             offset, mask = split_predicted(predicted, self.modulated)
@@ -78,5 +78,5 @@ class DeformConv(nn.Module):
         return deform_conv2d(
             *arrays, feature_group_count=self.feature_group_count,
             offset_groups=self.offset_groups, implementation=self.implementation,
-            deterministic=self.deterministic, **geometry,
+            deterministic=self.deterministic, **conv_options,
         )  # fmt: skip

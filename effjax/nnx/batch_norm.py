@@ -31,8 +31,8 @@ class BatchNorm(nnx.BatchNorm):
 
     `y = activation((x − μ)/sqrt(σ² + ε)·scale + bias + residual)`, with μ and σ² of the batch
     (`use_running_average=False`) or the running ones. Statistics are taken over all devices of
-    `axis_name`, with one all-reduce per pass, and optionally under a mask. See
-    `effjax.sync_batch_norm`.
+    `axis_name`, and optionally under a mask, with one all-reduce per pass, or two small ones in the
+    forward pass of large layers. See `effjax.sync_batch_norm`.
 
     This is a drop-in replacement: it has all of Flax's arguments with their defaults and the same
     variables (Params scale and bias, BatchStats mean and var), so checkpoints load both ways.
@@ -61,7 +61,7 @@ class BatchNorm(nnx.BatchNorm):
     Complex inputs work as in linen, without `activation` (TypeError).
 
     Kept for the backward pass: the input, in its own dtype or `dtype` if that is wider, and
-    statistics of the size of a channel. With `residual` and `activation`, the result is kept too.
+    a few numbers per channel. With `residual` and `activation`, the result is kept too.
     Training is for reverse mode only.
     """
 

@@ -74,13 +74,13 @@ class DeformConv(nnx.Module):
         rngs: nnx.Rngs,
     ):
         size = as_pair("kernel_size", kernel_size, 1)
-        geometry: dict[str, Any] = dict(
+        conv_options: dict[str, Any] = dict(
             strides=as_pair("strides", strides, 1),
             padding=as_padding(padding),
             kernel_dilation=as_pair("kernel_dilation", kernel_dilation, 1),
             precision=precision,
         )
-        self.options = geometry | dict(
+        self.options = conv_options | dict(
             feature_group_count=feature_group_count,
             offset_groups=offset_groups,
             implementation=implementation,
@@ -94,7 +94,7 @@ class DeformConv(nnx.Module):
         if predict_offset:
             self.offset_conv = nnx.Conv(
                 in_features, count_predicted_channels(size, offset_groups, modulated), size,
-                **geometry, dtype=dtype, param_dtype=param_dtype, kernel_init=_zeros,
+                **conv_options, dtype=dtype, param_dtype=param_dtype, kernel_init=_zeros,
                 bias_init=_zeros, rngs=rngs,
             )  # fmt: skip
 

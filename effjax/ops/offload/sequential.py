@@ -86,8 +86,8 @@ def offload_sequential(
         ValueError: if `layers` and `params` do not have the same length, if `num_slices` or
             `num_microbatches` do not fit, if parameters are not in the memory `params_in`,
             or if a layer closes over a host array.
-        TypeError: if an argument is not an array, a key or a dtype, or a parameter that is
-            differentiated is an integer.
+        TypeError: if an argument is not an array, a key or a dtype, if a parameter that is
+            differentiated is an integer, or if a layer does not return (x, aux) with `has_aux`.
         NotImplementedError: for second derivatives, or with ``jax_scan3``.
 
     Kept for the backward pass: the parameters in their memory, and for each slice its input or the

@@ -115,8 +115,8 @@ def offload_scan(
         ValueError: if `num_slices`, `resident_slices` or `num_microbatches` do not fit the model,
             if parameters are not in the memory `params_in`, if `layer` changes the shapes
             of x, or if it closes over a host array.
-        TypeError: if an argument is not an array, a key or a dtype, or a trained parameter is an
-            integer.
+        TypeError: if an argument is not an array, a key or a dtype, if a trained parameter is an
+            integer, or if `layer` does not return (x, aux) with `has_aux`.
         NotImplementedError: under vmap of a gradient, for second derivatives, or with
             ``jax_scan3``.
         RuntimeError: if it is compiled for a GPU without `offload_jit` by a version of JAX that

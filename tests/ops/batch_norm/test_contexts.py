@@ -98,12 +98,12 @@ def test_matches_autodiff(stats, variant, context):
         plain=[("two_psum", "mask_residual_relu", jax.checkpoint)],
     ),
 )
-def test_custom_rules_outside_the_axis(stats, variant, between):
+def test_rules_run_where_the_vmap_axis_is_out_of_scope(stats, variant, between):
     got = grad_of_vmap(between, ours(stats, **VARIANTS[variant]), PARAMS, make_batch())
     assert_trees_close(got, expected(variant), 1e-12)
 
 
-def test_custom_rules_outside_two_axes():
+def test_rules_run_where_two_vmap_axes_are_out_of_scope():
     # Parameters and mask are constants.
     x, mask = make_batch()["x"], make_batch()["mask"][8:9]
 

@@ -91,7 +91,7 @@ def test_matches_autodiff(conv, context):
     ("conv", "between"),
     [("pointwise", jax.checkpoint), exhaustive("strided", in_scan)],
 )
-def test_custom_rules_outside_the_axis(conv, between):
+def test_rules_run_where_the_vmap_axis_is_out_of_scope(conv, between):
     oracle, op, params, batch = setup(conv)
     got = grad_of_vmap(between, op, params, batch)
     assert_trees_close(got, single_device(oracle, params, batch), 1e-12)

@@ -51,7 +51,7 @@ def make_params(layers=2, growth=2, channels=3, bottleneck=4, seed=0, dtype=np.f
 def make_batch(shape=(16, 5, 4, 3), width=7, seed=1):
     rng = np.random.default_rng(seed)
     mask = rng.random((shape[0], shape[1], 1, 1)) < 0.6
-    mask[: shape[0] // DEVICES] = False
+    mask[: shape[0] // DEVICES] = False  # the first device has no counted pixel
     x, w = rng.normal(1, 2, shape), rng.normal(size=(*shape[:3], width))
     return {"x": x, "w": w, "mask": mask}
 
@@ -101,7 +101,7 @@ def test_matches_autodiff(save, context, x64):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("between", [jax.checkpoint, in_scan])
-def test_custom_rules_outside_the_axis(between, x64):
+def test_rules_run_where_the_vmap_axis_is_out_of_scope(between, x64):
     got = grad_of_vmap(between, ours(num_chunks=2), make_params(), make_batch())
     assert_trees_close(got, expected(False), 1e-12)
 
@@ -271,7 +271,8 @@ def test_half_precision_error(dtype):
 
     mine = error(grads(lambda p, x: dense_block(x, p, num_chunks=2)[0], x, w))
     theirs = error(grads(plain, x, w))
-    # XLA's CPU backend keeps float32 between operations of the plain network, where it can.
+    # The plain network is more accurate on a CPU, where XLA keeps float32 between operations; hence
+    # the factor.
     assert np.mean(mine) <= 1.5 * np.mean(theirs) + 1e-4
 
 
@@ -328,8 +329,8 @@ def h200_temp(layers, save, dtype="float32"):
     params = []
     for i in range(layers):
         c = 24 + 12 * i
-        halves = (c,), (c,), (1, 1, c, 48), (48,), (48,), (3, 3, 48, 12)
-        params.append(DenseLayerParams(*(shape(*s) for s in halves)))
+        shapes = (c,), (c,), (1, 1, c, 48), (48,), (48,), (3, 3, 48, 12)
+        params.append(DenseLayerParams(*(shape(*s) for s in shapes)))
 
     def step(params, x, w):
         def loss(params, x):

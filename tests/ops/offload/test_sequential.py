@@ -156,7 +156,6 @@ def test_split_by_bytes_balances_slices(sizes, num_slices, bounds):
         ),
         (r"`num_slices` \(=5\) must be at most the number of layers \(=3\)", {"num_slices": 5}),
         (r"`params` must be in host memory, but", {"params": params()}),
-        (r"must return \(x, aux\)", {"has_aux": True}),
     ],
 )
 def test_rejects_invalid_input(match, arguments):

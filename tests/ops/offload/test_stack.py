@@ -30,7 +30,7 @@ from tests.tiers import exhaustive
 
 
 @functools.cache
-def want(num_microbatches):
+def expected_in_memory(num_microbatches):
     run = lambda w, x: in_memory(layer, w, x, KEY, num_microbatches)  # noqa: E731
     return value_and_grads(run, params(), inputs())
 
@@ -63,7 +63,7 @@ def test_loss_and_gradients_match_in_memory_bitwise(options, num_microbatches, p
         policy=POLICIES[policy], **options,
     )  # fmt: skip
     got = value_and_grads(run, w, inputs())
-    assert_equal_bits(got, want(num_microbatches))
+    assert_equal_bits(got, expected_in_memory(num_microbatches))
     assert kinds(got[1][0]) == ({"device"} if where == "device" else {"pinned_host"})
     assert kinds(got[1][1]) == {"device"}
 
@@ -88,7 +88,10 @@ def test_float64(num_microbatches, policy):
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("num_microbatches", [exhaustive(1), 2])
 def test_recomputation_matches_checkpointed_scan_bitwise(num_microbatches):
-    """XLA may round a recomputed gelu differently from a saved one."""
+    """The reference recomputes too.
+
+    XLA may round a recomputed gelu differently from a saved one.
+    """
 
     def gelu(w, x, key):
         h = jax.nn.gelu(x @ w["a"] + w["c"])
@@ -185,7 +188,7 @@ def test_gradient_of_closed_over_array(policy):
     [(False, "everything"), exhaustive(False, "recomputed"), exhaustive(True, "everything")],
 )
 def test_closed_over_integers_and_keys(sequential, policy):
-    """In remat and in a loop."""
+    """They get no gradients under jax.checkpoint and inside lax.scan."""
     policy = POLICIES[policy]
     ids, key = jnp.arange(BATCH) % 3, jax.random.key(5)
 
@@ -207,18 +210,23 @@ def test_closed_over_integers_and_keys(sequential, policy):
 
     w = jax.tree.map(lambda a: a[0], params()) if sequential else params()
     args = inputs(), ids, key, jnp.float32(1.5)
-    want = jax.jit(jax.grad(lambda w, *a: run(plain, w, *a), (0, 1, 4)))(w, *args)
-    ours = functools.partial(run, offloaded)
-    w = w if sequential else to_host(w)
-    got = jax.jit(jax.grad(jax.checkpoint(ours), (0, 1, 4)))(w, *args)
-    assert_close(got, want, rtol=2e-5, atol=1e-6)
+    ours, theirs = (functools.partial(run, apply) for apply in (offloaded, plain))
+    host_w = w if sequential else to_host(w)
+    expected = jax.jit(jax.grad(theirs, (0, 1, 4)))(w, *args)
+    got = jax.jit(jax.grad(jax.checkpoint(ours), (0, 1, 4)))(host_w, *args)
+    assert_close(got, expected, rtol=2e-5, atol=1e-6)
 
-    def in_loop(x):
-        return lax.scan(
-            lambda x, i: (x + jax.grad(ours, 1)(w, x, ids + i, *args[2:]), None), x, ids
-        )
+    def in_loop(apply, w, x):
+        def step(x, i):
+            return x + 0.1 * jax.grad(apply, 1)(w, x, ids + i, *args[2:]), None
 
-    assert np.isfinite(jax.jit(in_loop)(args[0])[0]).all()
+        return lax.scan(step, x, jnp.arange(3))[0]
+
+    got, expected = (
+        jax.jit(functools.partial(in_loop, apply))(w, args[0])
+        for apply, w in ((ours, host_w), (theirs, w))
+    )
+    assert_close(got, expected, rtol=2e-5, atol=1e-5)
 
 
 def test_rejects_closed_over_host_array():
@@ -341,36 +349,35 @@ def test_rejects_gradient_of_integer_parameters():
         jax.grad(lambda x: loss(run(x)))(inputs())
 
 
-HOST = {"stacked_params": to_host(params())}
-
-
 @pytest.mark.parametrize(
     ("match", "arguments"),
     [
-        (r"`num_slices` \(=3\) must divide the number of layers \(=4\)", {"num_slices": 3}),
-        (r"`num_microbatches` \(=3\) must divide the batch", {"num_microbatches": 3}),
+        (r"`num_slices` \(=3\) must divide the number of layers \(=4\)",
+         lambda w: {"num_slices": 3}),
+        (r"`num_microbatches` \(=3\) must divide the batch", lambda w: {"num_microbatches": 3}),
         (r"`resident_slices` \(=5\) must be at most the number of slices \(=4\)",
-         {"resident_slices": 5}),
+         lambda w: {"resident_slices": 5}),
         (r"must be in host memory, but these arrays are not: stacked_params\['a'\], .*shard_map",
-         {"stacked_params": params()}),
+         lambda w: {"stacked_params": to_device(w)}),
         (r"not: stacked_params\['c'\]\. Move",
-         {"stacked_params": HOST["stacked_params"] | {"c": params()["c"]}}),
+         lambda w: {"stacked_params": w | {"c": to_device(w["c"])}}),
         (r"same number of layers L, but .*\['c'\].: \(3,\)",
-         {"stacked_params": HOST["stacked_params"] | {"c": to_host(params()["c"][:3])}}),
-        (r"must have the structure of x", {"layer": lambda w, x, key: (x, x)}),
+         lambda w: {"stacked_params": w | {"c": to_host(to_device(w["c"])[:3])}}),
+        (r"must have the structure of x", lambda w: {"layer": lambda w, x, key: (x, x)}),
         (r"must have the type float32\[8,8\], as in x, not float32\[8,16\]",
-         {"layer": lambda w, x, key: x @ w["a"]}),
+         lambda w: {"layer": lambda w, x, key: x @ w["a"]}),
     ],
 )  # fmt: skip
 def test_rejects_invalid_input(match, arguments):
-    call = {"layer": layer, "x": inputs(), **HOST, **arguments}
+    w = to_host(params())
+    call = {"layer": layer, "stacked_params": w, "x": inputs(), **arguments(w)}
     with pytest.raises(ValueError, match=match):
         offload_scan(call.pop("layer"), call.pop("stacked_params"), call.pop("x"), **call)
 
 
 def test_rejects_layer_without_aux():
     with pytest.raises(TypeError, match=r"must return \(x, aux\) .*, not a traced array float32"):
-        offload_scan(layer, HOST["stacked_params"], inputs(), has_aux=True)
+        offload_scan(layer, to_host(params()), inputs(), has_aux=True)
 
 
 def test_rejects_list_of_layers_without_listing_all_shapes():
