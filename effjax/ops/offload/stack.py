@@ -271,7 +271,9 @@ def run_forward(
     start, prefetch = mark_host_slices(), config.options.prefetch
 
     # XLA turns reads at a loop-carried index into asynchronous copies from the host, which overlap
-    # with the layers. An index from a scanned jnp.arange would not do.
+    # with the layers. It does not do so for an index from a scanned jnp.arange. A clamped index is
+    # not linear in the loop counter: unlike writes at i, these copies have no static offset and
+    # stride in compiled programs, so XLA makes them with a kernel and not with the copy engine.
     def run(x, first, count, save) -> tuple[Tree, Any]:
         def body(carry, _):
             i, x, queue = carry
