@@ -231,7 +231,9 @@ def _check_same(task: Task[Any], run: RunDirectory, now: dict[str, Any]) -> None
     """Raise TrainError unless the run has the task's options and data, apart from its length."""
     before = run.read_config()
     if before.get("data") != now["data"]:
-        raise TrainError(f"{run.path} was trained on other data. Start a new run.")
+        raise TrainError(
+            f"{run.path} was trained on other data. Give those with --data, or start a new run."
+        )
     changeable = (*RESUMABLE_OPTIONS, f"{task.unit}s")
     for name, value in before.get("options", {}).items():
         if name not in changeable and now["options"].get(name) != value:

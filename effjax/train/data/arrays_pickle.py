@@ -22,7 +22,7 @@ def loads(data: bytes, source: str) -> Any:
         source: The file's name, for error messages.
 
     Raises:
-        DataError: If the pickle names any other object, or is damaged.
+        DataError: The pickle names any other object, or is damaged.
     """
     with reading(source, "pickle", DataError, "Download the file from its publisher."):
         return _finish(Unpickler(io.BytesIO(data), _ALLOWED).load(), {})
