@@ -89,7 +89,7 @@ def by_hand(base):
     """Return adapters and losses after steps on kernels to which the products are added."""
     task, params = lm_task(), weights(1)
     adapters = adapters_of(lm_task(lora=RANK, init_from=base).initial_state().params)
-    learner, schedule = task.learner, task.learner.learning_rate
+    learner, schedule = task.learner, task.schedule
     tx = make_lm_optimizer(schedule, task.config.weight_decay)  # type: ignore[arg-type]
 
     @jax.jit
@@ -156,7 +156,7 @@ def test_resumes_exactly_on_two_devices(base, tmp_path):
     fit(task, whole)
     with pytest.raises(KeyboardInterrupt):
         fit(task, parts, InterruptAt(3))
-    assert LMConfig.from_json(parts.config["options"]) == task.config
+    assert LMConfig.from_json(parts.read_config()["options"]) == task.config
     fit(task, RunDirectory.open(parts.path), Progress(), resume=True)
     assert lines_without_times(parts)[-3:] == lines_without_times(whole)[-3:]
     assert_same_parameters(task, whole, parts)
