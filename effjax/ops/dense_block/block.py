@@ -208,6 +208,8 @@ def _forward(config: _BlockConfig, x, params, mask, key):
         if i + 1 < len(params):  # no layer of the block reads the last features
             new_mean, new_var, _ = moments(y, mask, AXES, config.reduction)
             mean, var = jnp.concatenate([mean, new_mean], -1), jnp.concatenate([var, new_var], -1)
+        # The barrier saves memory where there is one chunk, because XLA removes loops of one
+        # iteration: 170 instead of 176 MB for 6 layers, batch 64, 32x32 pixels, growth 12.
         buffer = lax.optimization_barrier(lax.dynamic_update_slice(buffer, y, (0, 0, 0, c)))
         inner.append((mean2, var2))
         kept.append((h if config.save_conv else None, mean2, inv2))
@@ -238,6 +240,8 @@ def _backward(config: _BlockConfig, residuals, cotangents):
         # the next one is done, and its parameters' gradients are done before the previous one
         # starts. Otherwise XLA keeps the activations of all layers alive.
         h, dy, grad = lax.optimization_barrier((h, dy, grad))
+        # If h is recomputed and there is one chunk, XLA would merge this with the forward pass and
+        # keep h (139 instead of 118 MB for the same layers). Loops are never merged.
         source, dy = (buffer, dy) if config.save_conv else lax.optimization_barrier((buffer, dy))
         op = Bottleneck(source, mean[..., :c], inv[..., :c], p.scale1, p.bias1, p.kernel1)
         if h is None:

@@ -3,7 +3,7 @@
 With known statistics all pixels are independent, so the normalized features and their gradient
 never exist at full size. Chunks are of rows, because jit shards the batch and slices of a sharded
 axis would be gathered. The loops also protect the recomputation: XLA cannot merge it with the
-forward pass.
+forward pass. It removes a loop of one iteration, however.
 """
 
 import math
