@@ -269,9 +269,6 @@ ad.primitive_jvps[_barrier_p] = lambda x, dx: (_barrier_p.bind(*x), _bind_nonzer
 ad.primitive_transposes[_barrier_p] = lambda dy, *_: _bind_nonzero(dy)
 
 
-# XLA allocates pinned host memory from one pool for all GPUs of a process.
-
-
 def host_memory_limit() -> int:
     """Return the size of XLA's pool of pinned host memory, in bytes.
 
