@@ -232,8 +232,8 @@ def test_readme():
     flax = [measured(f"cpu/batch_norm_{dtype}.json")["Flax BatchNorm"] for dtype in DTYPES]
     picture = measured("planned/memory_block_48_h200.json")
     numbers = [
-        *(f"{densenet[n]['peak_bytes'] / 1e6:.0f} MB" for n in densenet if n != "effjax conv"),
-        *(f"{row['kept']} ({dtype})" for row, dtype in zip(flax, DTYPES, strict=True)),
+        *(f"{row['peak_bytes'] / 1e6:.0f} MB" for row in densenet.values()),
+        *(f"{row['kept']} ×" for row in flax),
         *(f"{block[n]['seconds']:.2f} s" for n in ("plain autodiff", 'effjax save="conv"')),
         *(f"{1e3 * conv[n]['seconds']:.0f} ms" for n in CONVOLUTIONS),
         faster_than_torchvision(convolution),
@@ -241,7 +241,7 @@ def test_readme():
         *(f"{fused[f'planned_{where}_bytes'] / 1e9:.2f} GB" for where in ("device", "host")),
         f"plain {picture['plain autodiff']['peak_bytes'] / 1e9:.1f} GB",
         f"layer {picture['jax.checkpoint a layer']['peak_bytes'] / 1e9:.1f} GB",
-        f"effjax {picture[FEATURES]['peak_bytes'] / 1e9:.2f} GB",
+        f"features {picture[FEATURES]['peak_bytes'] / 1e9:.2f} GB",
     ]  # fmt: skip
     text = README.read_text().replace("**", "")
     assert not [number for number in numbers if number not in text]
