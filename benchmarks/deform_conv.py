@@ -93,7 +93,7 @@ def make_plain_conv(case: Case) -> Callable:
 
 
 def make_matrix_products(case: Case, backward: bool, kernel: Any, dy: Any) -> Callable[[], Any]:
-    """Return the matrix products alone, in slices of rows about as large as those of native code.
+    """Return the matrix products alone, in slices of about as many rows as in native code.
 
     All slices multiply the same samples, which are zeros: only the time is of interest.
     """

@@ -2,8 +2,8 @@
 
 `python -m benchmarks.checks.sass LIBRARY` needs cuobjdump and nvdisasm, and no GPU.
 
-A pack is 16 bytes of columns or of dx: the part of a thread in one turn of the innermost loop. Its
-cost is the instructions of that loop, and its share of what a block does once for each sample.
+A pack is 16 bytes of columns or of dx, which a thread handles in one turn of the innermost loop.
+Its cost is the instructions of that loop, and a share of the work per sample of the whole block.
 """
 
 import argparse

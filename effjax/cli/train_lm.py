@@ -58,8 +58,8 @@ def train_lm(
     offload: Annotated[
         Literal["none", "activations", "params", "all"],
         model_option(
-            help="What to keep in host memory: the residuals of the layers, their parameters and "
-            "optimizer state, or both."
+            help="Keep in host memory: the residuals of the layers, their parameters and optimizer "
+            "state, or both."
         ),
     ] = LMConfig.offload,
     fuse_update: Annotated[
@@ -68,8 +68,8 @@ def train_lm(
     policy: Annotated[
         Literal["recompute", "dots", "everything"],
         model_option(
-            help="What layers with --offload or --fuse-update keep besides their input: nothing, "
-            "matrix products, or all residuals."
+            help="With --offload or --fuse-update, keep for the backward pass of a layer: its "
+            "input, also its matrix products, or all residuals."
         ),
     ] = LMConfig.policy,
     num_microbatches: Annotated[

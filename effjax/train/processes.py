@@ -35,7 +35,7 @@ def join(
 ) -> None:
     """Join the other processes of a run, before anything is computed.
 
-    JAX asks the cluster (SLURM, Open MPI, Kubernetes, Cloud TPU) for what is None.
+    The cluster (SLURM, Open MPI, Kubernetes, Cloud TPU) provides the arguments that are None.
 
     Args:
         coordinator: HOST:PORT of the first process.

@@ -50,8 +50,8 @@ def _make_sharding_fn(shardings: Any) -> Callable[..., Any]:
         entry = by_path.get(path)
         if not isinstance(entry, jax.sharding.Sharding):
             raise ValueError(
-                "`shardings` must be a Sharding or have one for each parameter, but for params"
-                f"{jax.tree_util.keystr(path)} it has {describe(entry)}."
+                "`shardings` must be a Sharding, or a pytree with one for each parameter. At "
+                f"params{jax.tree_util.keystr(path)} it has {describe(entry)}."
             )
         return entry
 

@@ -273,7 +273,7 @@ def run_forward(
     # XLA turns reads at a loop-carried index into asynchronous copies from the host, which overlap
     # with the layers. It does not do so for an index from a scanned jnp.arange. A clamped index is
     # not linear in the loop counter: unlike writes at i, these copies have no static offset and
-    # stride in compiled programs, so XLA makes them with a kernel and not with the copy engine.
+    # stride in compiled programs, so XLA may make them with a kernel instead of the copy engine.
     def run(x, first, count, save) -> tuple[Tree, Any]:
         def body(carry, _):
             i, x, queue = carry

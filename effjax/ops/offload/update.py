@@ -40,9 +40,9 @@ def stream_update(tx: Any, *, stacked: bool = True) -> StreamUpdate:
     number of layers. Under `offload_jit` the parameters and the state are updated in place.
 
     Random numbers (``optax.add_noise``, ``optax.noisy_sgd``) differ from layer to layer. The PRNG
-    keys in the state of layer i, counted from 0, are ``fold_in(key, 2**32 - 1 - i)`` of those of
-    ``tx.init``, where optax would split one key among all parameters of a list. They are part of
-    the state, so that a resumed run draws the same numbers.
+    keys in the state of layer i, counted from 0, are ``fold_in(key, 2**32 - 1 - i)`` for each key
+    of ``tx.init``. (optax would split one key among all parameters of a list.) They are part of the
+    state, so that a resumed run draws the same numbers.
 
     Args:
         tx: an ``optax.GradientTransformation`` that treats every parameter separately: adamw, lion,

@@ -146,7 +146,7 @@ def test_host_init():
     close(host_init(init, keys[:1]), one, 1e-7)
     inside = jax.jit(functools.partial(host_init, init))(keys)
     assert_equal_bits(inside, w)
-    with pytest.raises(ValueError, match=r"`shardings` .* for params\['b'\]"):
+    with pytest.raises(ValueError, match=r"`shardings` .* At params\['b'\]"):
         host_init(init, keys, shardings={"a": w["a"].sharding})
     scalars = host_init(lambda key: {"s": jax.random.normal(key)}, keys)
     assert scalars["s"].shape == (LAYERS,) and kinds(scalars) == {"pinned_host"}
