@@ -83,6 +83,7 @@ def test_ctrl_c_that_a_callback_swallows(run, small_model, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_then_resume(run, small_model, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr("effjax.train.report.ConsoleProgress.step", interrupt_at(5))  # of 8

@@ -44,6 +44,7 @@ def test_blocks_with_dropout_match_unwrapped(flavour, options):
     flavour.check_trained(model, results)
 
 
+@only_plain("linen")
 @pytest.mark.parametrize(
     ("num_slices", "policy"),
     [exhaustive(None, None), (3, jax.checkpoint_policies.dots_saveable)],
@@ -73,6 +74,7 @@ def test_gradients_of_repeated_layer_are_summed(flavour):
     assert kinds(got[1]) == {"pinned_host"}
 
 
+@only_plain("nnx")
 @pytest.mark.parametrize(("num_microbatches", "num_slices"), [(2, None), exhaustive(3, 2)])
 def test_microbatches_have_their_own_dropout_keys(flavour, num_microbatches, num_slices):
     model = flavour.offloaded(flavour.mlp, num_slices=num_slices, num_microbatches=num_microbatches)

@@ -181,6 +181,7 @@ def test_architectures_of_the_library():
     assert architectures(library.read_bytes()) == {"sm_80", "sm_90", "compute_90"}
 
 
+@pytest.mark.exhaustive
 @needs_library
 @needs_gpu_compiler
 def test_workspace_includes_the_sort():

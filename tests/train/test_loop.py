@@ -155,7 +155,7 @@ def test_resumes_exactly_after_ctrl_c(tmp_path, task, whole):
 
 @pytest.mark.parametrize(
     ("task", "at"),
-    [("images", 2), ("images", 4), ("lm", 1), exhaustive("lm", 2), exhaustive("lm", 4)],
+    [("images", 2), exhaustive("images", 4), ("lm", 1), exhaustive("lm", 2), exhaustive("lm", 4)],
     indirect=["task"],
 )
 def test_resumes_exactly_after_a_stop(tmp_path, task, whole, at):

@@ -83,7 +83,7 @@ def want(num_microbatches):
 @pytest.mark.parametrize(
     ("options", "num_microbatches", "policy"),
     [
-        ({}, 1, "recomputed"),
+        exhaustive({}, 1, "recomputed"),
         ({"num_slices": 2}, 2, "everything"),
         exhaustive({}, 2, "dots"),
         exhaustive({"num_slices": 1}, 2, "recomputed"),

@@ -39,7 +39,7 @@ def expected_in_memory(num_microbatches):
 @pytest.mark.parametrize(
     ("options", "num_microbatches", "policy"),
     [
-        ({}, 1, "recomputed"),
+        exhaustive({}, 1, "recomputed"),
         ({"num_slices": 2, "resident_slices": 1}, 4, "everything"),
         exhaustive({"params_in": "device", "grads": "host"}, 1, "everything"),
         exhaustive({}, 4, "recomputed"),

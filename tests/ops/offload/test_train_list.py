@@ -141,7 +141,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", plainly("fused", "clipped", of=OPTIONS))
+@pytest.mark.parametrize("name", plainly("fused", of=OPTIONS))
 def test_matches_optax_on_each_layer(name):
     options = OPTIONS[name]
     here = options.get("params_in") == "device"
