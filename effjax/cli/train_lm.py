@@ -58,8 +58,8 @@ def train_lm(
     offload: Annotated[
         Literal["none", "activations", "params", "all"],
         model_option(
-            help="Keep in host memory: the residuals of the layers, their parameters and optimizer "
-            "state, or both."
+            help="Arrays in host memory: the residuals of the layers, their parameters and "
+            "optimizer state, or both."
         ),
     ] = LMConfig.offload,
     fuse_update: Annotated[
@@ -68,8 +68,8 @@ def train_lm(
     policy: Annotated[
         Literal["recompute", "dots", "everything"],
         model_option(
-            help="With --offload or --fuse-update, keep for the backward pass of a layer: its "
-            "input, also its matrix products, or all residuals."
+            help="Residuals of a layer with --offload or --fuse-update: its input only, also the "
+            "matrix products, or everything."
         ),
     ] = LMConfig.policy,
     num_microbatches: Annotated[

@@ -3,6 +3,7 @@
 Nothing here depends on the results themselves. Each result describes itself as a `Report`.
 """
 
+import abc
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,12 +88,12 @@ class Report:
         return Group(*(summary if self.headline else []), *self.tables)
 
 
-class Printable:
+class Printable(abc.ABC):
     """Base class of results that print their report as text or, with rich, as tables."""
 
+    @abc.abstractmethod
     def report(self) -> Report:
         """Return the report to print."""
-        raise NotImplementedError
 
     def __str__(self) -> str:
         return str(self.report())

@@ -136,8 +136,8 @@ def hold_out(dataset: Dataset, validation: float) -> Dataset:
     train, held_out = ((first_of_copy + part).ravel() for part in parts)
     if not len(held_out):
         raise DataError(
-            f"`validation` (={validation:g}) must hold out an image, but rounds to none in each "
-            f"class of {dataset.name}. Use a larger number, or 0 for no validation."
+            f"`validation` (={validation:g}) must hold out at least one image, but rounds to 0 in "
+            f"each class of {dataset.name}. Use a larger number, or 0 for no validation."
         )
     return dataclasses.replace(
         dataset,

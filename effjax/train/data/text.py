@@ -93,8 +93,8 @@ def hold_out(text: Text, validation: float) -> Text:
         )
     if validation and not count:
         raise DataError(
-            f"`validation` (={validation:g}) must hold out a byte of {text.name}. Use a larger "
-            "number, or 0 for no validation."
+            f"`validation` (={validation:g}) must hold out at least one byte of {text.name}. Use "
+            "a larger number, or 0 for no validation."
         )
     return dataclasses.replace(text, train=text.train[:left], validation=text.train[left:])
 

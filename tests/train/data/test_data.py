@@ -91,7 +91,7 @@ def test_hold_out_leaves_a_train_and_a_validation_set():
     message = r"`validation` \(=61\) must be less than the 61 train images"
     with pytest.raises(DataError, match=message):
         hold_out(numbered([50, 10, 1]), 61)
-    with pytest.raises(DataError, match=r"`validation` \(=3\) must hold out an image"):
+    with pytest.raises(DataError, match=r"`validation` \(=3\) must hold out at least one image"):
         hold_out(numbered([10] * 10), 3)
 
 

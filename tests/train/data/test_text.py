@@ -118,7 +118,9 @@ def test_hold_out_rejects_bad_lengths():
     message = r"`validation` \(=90\) must be less than the 90 train bytes"
     with pytest.raises(DataError, match=message):
         hold_out(whole, 90)
-    with pytest.raises(DataError, match=r"`validation` \(=0\.001\) must hold out a byte"):
+    with pytest.raises(
+        DataError, match=r"`validation` \(=0\.001\) must hold out at least one byte"
+    ):
         hold_out(whole, 0.001)
 
 
