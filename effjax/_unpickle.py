@@ -48,6 +48,14 @@ def check(condition: bool, problem: str) -> None:
         raise ValueError(problem)
 
 
+def check_distinct(names: Iterable[str]) -> None:
+    """Raise ValueError, for a damaged file, if a name occurs twice."""
+    seen: set[str] = set()
+    for name in names:
+        check(name not in seen, f"two entries named {name!r:.120}")
+        seen.add(name)
+
+
 class StandIn:
     """Base class of stand-ins. Rejects a pickled state unless a subclass accepts it."""
 
@@ -58,15 +66,37 @@ class StandIn:
 
 
 def set_items(target: Any, items: Iterable[tuple[Any, Any]]) -> None:
-    """Add items to a dict, and raise RefusedError for a key that is not a plain value."""
+    """Add items to a dict. A number or None as a key becomes its `repr` as bytes.
+
+    Raises:
+        RefusedError: A key is not a plain value.
+        ValueError: A key occurs twice.
+    """
     check(isinstance(target, dict), "dict items for another object")
     for key, value in items:
         # A few bytes can encode a tuple that contains its predecessor twice, 60 levels deep.
-        # Hashing or printing it would take 2⁶⁰ steps, so a key must be flat.
-        elements = key if type(key) is tuple else (key,)
-        if not all(type(element) in _KEY_TYPES for element in elements):
+        # Hashing or printing it would take 2⁶⁰ steps.
+        if type(key) not in _KEY_TYPES:
             raise RefusedError("a dict key that is not a plain value")
-        target[key] = value
+        text = key if isinstance(key, str | bytes) else _salted(key)
+        check(text not in target, f"a dict with two keys {key!r:.120}")
+        target[text] = value
+
+
+def _salted(key: object) -> bytes:
+    # The hash of an integer is known, so a file can choose integers for which the search in a dict
+    # of n keys takes n steps. The hash of bytes has a random salt.
+    return repr(key).encode()
+
+
+class _Memo(dict):
+    """Memo of an unpickler, whose indices the file chooses."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(_salted(index))
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        super().__setitem__(_salted(index), value)
 
 
 # Replacements for opcodes of `pickle._Unpickler`, which passes itself as `machine`. `machine.stack`
@@ -138,6 +168,7 @@ class Unpickler(pickle._Unpickler):
     ):
         self._allowed, self._load_persistent = allowed, persistent_load
         super().__init__(stream, encoding=encoding)
+        self.memo = _Memo()
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         try:

@@ -1,6 +1,7 @@
 """Reading and writing of weight files: `.safetensors`, `.npz` and PyTorch's own."""
 
 import io
+import json
 import os
 import tempfile
 import zipfile
@@ -11,12 +12,19 @@ from typing import Any
 
 import numpy as np
 
+from .._unpickle import check_distinct
 from .torch_file import read_torch
 
 # Keys under which training scripts save the weights of a checkpoint.
 NESTED = ("state_dict", "model", "module")
 TORCH_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".tar")
 SHOWN = 5  # names in a message
+METADATA = "__metadata__"  # the entry of a .safetensors header that is not an array
+# Dtypes of .safetensors with the values of NumPy's real dtypes or bfloat16. Smaller ones, such as
+# F8_E4M3, need scales, which are arrays of their own.
+REAL = frozenset(
+    {"BOOL", "BF16", "F16", "F32", "F64", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64"}
+)
 
 
 def load_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
@@ -36,7 +44,8 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
     Raises:
         ValueError: if the suffix is unknown, or the file is damaged, refused, without named arrays,
-            or contains expanded tensors.
+            or contains two arrays of the same name, expanded tensors, or tensors of float8 or
+            float4.
         OSError: if the file cannot be read.
         ModuleNotFoundError: if safetensors is missing.
     """
@@ -149,31 +158,45 @@ def _state_dict(path: Path, value: Any) -> dict[str, np.ndarray]:
 
 
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
     from safetensors.numpy import load_file
 
     try:
-        with path.open("rb"):  # safetensors' errors do not name the file
-            return as_named_arrays(load_file(path))
-    except (SafetensorError, KeyError, TypeError) as error:
+        with path.open("rb") as file:  # safetensors' errors do not name the file
+            with safe_open(path, "numpy"):  # checks the header
+                size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size), object_pairs_hook=list)
+        check_distinct(name for name, _ in header)
+        dtypes = {name: dict(info).get("dtype") for name, info in header if name != METADATA}
+        others = [name for name, dtype in dtypes.items() if dtype not in REAL]
+        arrays = {} if others else as_named_arrays(load_file(path))
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not a complete .safetensors file ({error!s:.200})") from error
+    if others:
+        raise ValueError(
+            f"{path}: {others[0]:.120} must have a real dtype of NumPy or bfloat16, not "
+            f"{dtypes[others[0]]}. Save the weights as F32 or BF16, with their scales applied."
+        )
+    return arrays
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
     data = io.BytesIO(path.read_bytes())
     try:
         with zipfile.ZipFile(data) as archive:
-            members = {name: _member(archive, name) for name in archive.namelist()}
-        return as_named_arrays({name.removesuffix(".npy"): a for name, a in members.items()})
+            names = [name.removesuffix(".npy") for name in archive.namelist()]
+            check_distinct(names)
+            arrays = [_member(archive, info) for info in archive.infolist()]
+        return as_named_arrays(dict(zip(names, arrays, strict=True)))
     except MemoryError:
         raise
     except Exception as error:  # zipfile, the decompressors and NumPy raise many types
         raise ValueError(f"{path}: not a complete .npz file of numbers ({error!s:.200})") from error
 
 
-def _member(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    with archive.open(name) as member:
+def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
+    with archive.open(info) as member:
         array = np.lib.format.read_array(member, allow_pickle=False)
         if member.read(1):
-            raise ValueError(f"{name:.120} has data after its array")
+            raise ValueError(f"{info.filename:.120} has data after its array")
         return array

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._unpickle import RefusedError, StandIn, Unpickler, check, reading, set_items
+from .._unpickle import RefusedError, StandIn, Unpickler, check, check_distinct, reading, set_items
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _ZIP_MAGIC = b"PK\x03\x04"
@@ -187,6 +187,7 @@ def _read_zip(data: bytes) -> Any:
     total = sum(info.file_size for info in archive.infolist())
     check(total <= len(data), "compressed or overlapping entries")
     pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+    check_distinct(archive.namelist())
     check(len(pickles) == 1, f"{len(pickles)} pickles in the archive")
     # All entries are in one folder, whose name is that of the file when it was saved.
     root, storages = pickles[0].removesuffix("data.pkl"), {}
@@ -227,6 +228,7 @@ def _read_legacy(data: bytes) -> Any:
     storages = {}
     for key in _load(stream):
         check(type(key) is str, "a storage key that is not a string")
+        check(key not in storages, f"two storages named {key!r:.120}")
         dtype, length = kinds[key]
         is_length = int.from_bytes(stream.read(8), "little") == length
         check(is_length, f"a storage whose length is not {length}")

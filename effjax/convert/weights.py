@@ -1,5 +1,6 @@
 """Conversion of the weights of a network or layer from PyTorch to Flax and back."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,8 @@ def from_torch(
     The names must match: every parameter and running statistic of the network must be among the
     weights, and every weight below `prefix` must be used, except `num_batches_tracked`. Kernels are
     transposed from OIHW to HWIO, and linear layers from [out, in] to [in, out]. Transposed
-    convolutions are not supported. Arrays take the dtypes and shardings of the network.
+    convolutions are not supported. Arrays take the dtypes and shardings of the network. Rounded
+    values, such as float64 weights in a float32 network, cause a warning.
 
     Args:
         weights: a `state_dict()` as arrays or tensors by name, such as the result of
@@ -46,8 +48,11 @@ def from_torch(
 
     Raises:
         TypeError: if `into` has the wrong type, or weights are not real floating-point arrays.
-        ValueError: if weights are missing, left over or of another shape. The message names them,
-            and nothing is changed.
+        ValueError: if weights are missing, left over, of another shape, or too large for the dtype
+            of the network. The message names them, and nothing is changed.
+
+    Warns:
+        UserWarning: if weights are rounded to the dtype of the network.
     """
     given = named(weights, table, prefix)
     leaves, build = _leaves("into", into)
@@ -73,7 +78,7 @@ def from_torch(
     for path, array in found.items():
         if names[path] not in counters:
             check_real(names[path], array)
-    return build({path: _placed(array, leaves[path]) for path, array in found.items()})
+    return build(_cast(found, leaves, names))
 
 
 def to_torch(
@@ -117,7 +122,15 @@ def to_torch(
 def named(weights: Any, table: Table, prefix: str) -> dict[str, np.ndarray]:
     """Return the weights below the prefix with their current names."""
     start = _start(prefix)
-    arrays = {update_name(name, table): array for name, array in as_named_arrays(weights).items()}
+    arrays, old_names = {}, {}
+    for name, array in as_named_arrays(weights).items():
+        new = update_name(name, table)
+        if new in arrays and new.startswith(start):
+            raise ValueError(
+                f"`weights` must have one array for {new:.120}, not both {old_names[new]:.120} and "
+                f"{name:.120}. Remove one."
+            )
+        arrays[new], old_names[new] = array, name
     found = {
         name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)
     }
@@ -169,5 +182,30 @@ def _torch_shape(path: str, leaf: Any) -> tuple[int, ...]:
     return to_torch_layout(path, np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)).shape
 
 
-def _placed(array: np.ndarray, like: Any) -> jax.Array:
-    return jax.device_put(array.astype(like.dtype), getattr(like, "sharding", None))
+def _cast(
+    arrays: Mapping[str, np.ndarray], leaves: Mapping[str, Any], names: Mapping[str, str]
+) -> dict[str, jax.Array]:
+    """Return the arrays with the dtypes and shardings of the leaves."""
+    cast, rounded = {}, []
+    for path, array in arrays.items():
+        like = leaves[path]
+        dtype = jax.dtypes.canonicalize_dtype(like.dtype)
+        with np.errstate(over="ignore"):
+            new = array.astype(dtype)
+        is_counter = array.dtype.kind in "iub"
+        if not (is_counter or np.array_equal(new.astype(array.dtype), array, equal_nan=True)):
+            change = f"{names[path]:.120} from {array.dtype} to {dtype}"
+            if np.any(np.isinf(new) & np.isfinite(array)):
+                raise ValueError(
+                    f"`weights` must be in the range of the network's dtype: {change}."
+                )
+            rounded.append(change)
+        cast[path] = jax.device_put(new, getattr(like, "sharding", None))
+    if rounded:
+        warnings.warn(
+            f"`weights`: {len(rounded)} of {len(arrays)} arrays are rounded, such as {rounded[0]}. "
+            "To keep all digits, build the network with a wider param_dtype (float64 needs "
+            "jax_enable_x64).",
+            stacklevel=3,
+        )
+    return cast

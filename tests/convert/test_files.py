@@ -1,7 +1,9 @@
 """Reading and writing of weight files, and the safety of the reader."""
 
 import io
+import json
 import os
+import pickle
 import time
 import zipfile
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from effjax import convert
+from effjax._unpickle import Unpickler
 from tests.convert.cases import RECORDED
 from tests.convert.pickles import (
     ONE,
@@ -21,6 +24,7 @@ from tests.convert.pickles import (
     Global,
     Persistent,
     legacy,
+    pickled,
     storage,
     tensor,
     zipped,
@@ -219,6 +223,32 @@ def test_repeated_items_of_an_ordered_dict_are_copied_once(read):
     assert time.process_time() - start < 2  # 10⁸ copied items would take 10
 
 
+MERSENNE = 2**61 - 1  # hash(n) is n modulo this prime, for non-negative integers
+NUMBERS = [*range(99), *(n * MERSENNE for n in range(1, 99)), 2.0**61, 2.0**122, None, False]
+
+
+def test_hashes_of_dict_keys_and_memo_are_salted():
+    # Keys of known hashes could be chosen so that a dict of n keys takes n² steps.
+    data = b"(" + b"".join(pickle.dumps(n, 2)[2:-1] + b"N" for n in NUMBERS) + b"d."
+    loaded = Unpickler(io.BytesIO(data), {}).load()
+    puts = b"N" + b"".join(b"p%d\n" % n for n in NUMBERS[:-4])
+    memo = Unpickler(io.BytesIO(puts + b"0g%d\n." % (98 * MERSENNE)), {})
+    assert memo.load() is None
+    for keys, numbers in ((loaded, NUMBERS[:-1]), (memo.memo, NUMBERS[:-4])):
+        hashes = {hash(key) for key in keys}
+        assert len(hashes) >= len(numbers) and hashes.isdisjoint(map(hash, numbers))
+
+
+def entries(*items):
+    """Return the pickle of a dict with these items, also with the same key twice."""
+    return b"\x80\x02}(" + b"".join(pickled(part)[2:-1] for item in items for part in item) + b"u."
+
+
+def test_rejects_a_key_twice(read):
+    with pytest.raises(ValueError, match=r"weights\.pth: not .* \(a dict with two keys 'a'\)"):
+        read(zipped({}, **{"data.pkl": entries(("a", ONE), ("b", ONE), ("a", ONE))}))
+
+
 DAMAGED = {
     "big-endian": (zipped({"a": ONE}, byteorder=b"big"), "big-endian"),
     "big-endian legacy": (legacy({"a": ONE}, little_endian=False), "big-endian"),
@@ -228,6 +258,7 @@ DAMAGED = {
     "wrong legacy length": (legacy({"a": ONE}, sizes=(2**60,)), "length is not 6"),
     "wrong length": (zipped({"a": ONE}, {"0": SIX[:5]}), "20 bytes for 6 × float32"),
     "two pickles": (zipped({"a": ONE}, **{"other/data.pkl": b""}), "2 pickles"),
+    "storage twice": (legacy({"a": ONE}, keys=("0", "0"), sizes=(6, 6)), "two storages named '0'"),
     "huge memo index": (b"\x80\x02Nr\xff\xff\xff\xff.", "magic number is missing"),
     "huge bytearray": (b"\x80\x05\x96" + b"\xff" * 5 + bytes(3) + b".", "EOFError"),
     "empty": (b"", "EOFError"),
@@ -268,6 +299,27 @@ def test_rejects_overlapping_entries(read):
     tail[12:16] = size.to_bytes(4, "little")
     with pytest.raises(ValueError, match=r"\(compressed or overlapping entries\)"):
         read(whole[:end] + again + bytes(tail))
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_rejects_an_entry_twice(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.pth", "w") as archive:
+        archive.writestr("archive/data.pkl", pickled({"a": ONE}))
+        for array in (SIX, SIX + 1):
+            archive.writestr("archive/data/0", array.tobytes())
+    with pytest.raises(ValueError, match=r"a\.pth: not .* \(two entries named 'archive/data/0'\)"):
+        convert.load_weights(tmp_path / "a.pth")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("second", ["a", "a.npy"])
+def test_rejects_a_name_twice_in_npz(tmp_path, second):
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        for i, name in enumerate(("a.npy", second)):
+            np.save(member := io.BytesIO(), np.full(2, i))
+            archive.writestr(name, member.getvalue())
+    with pytest.raises(ValueError, match=r"a\.npz: not .* \(two entries named 'a'\)"):
+        convert.load_weights(tmp_path / "a.npz")
 
 
 def npz(save=np.savez):
@@ -344,6 +396,28 @@ def test_safetensors(tmp_path):
         path.write_bytes(damage)
         with pytest.raises(ValueError, match="a.safetensors: not a complete .safetensors file"):
             convert.load_weights(path)
+
+
+def safetensors(header, data):
+    return len(header).to_bytes(8, "little") + header + data
+
+
+def test_rejects_a_name_twice_in_safetensors(read):
+    pytest.importorskip("safetensors")
+    infos = ({"dtype": kind, "shape": [1], "data_offsets": [0, 4]} for kind in ("F32", "I32"))
+    header = ", ".join(f'"a": {json.dumps(info)}' for info in infos).join("{}")
+    with pytest.raises(ValueError, match=r"a\.safetensors: not .* \(two entries named 'a'\)"):
+        read(safetensors(header.encode(), bytes(4)), "a.safetensors")
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "C64"])
+def test_rejects_other_dtypes(read, dtype):
+    pytest.importorskip("safetensors")
+    size = {"F4": 1, "C64": 16}.get(dtype, 2)
+    info = {"dtype": dtype, "shape": [2], "data_offsets": [0, size]}
+    header = json.dumps({"__metadata__": {"dtype": "F8"}, "x.weight": info}).encode()
+    with pytest.raises(ValueError, match=rf"a\.safetensors: x\.weight must have .* not {dtype}\. "):
+        read(safetensors(header, bytes(size)), "a.safetensors")
 
 
 def test_suffix_in_capitals(tmp_path):

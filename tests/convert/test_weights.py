@@ -1,5 +1,7 @@
 """Names, layouts, dtypes and errors of `from_torch` and `to_torch`."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,11 +77,11 @@ def test_join_tables():
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_convolution_ranks(size):
     layer = nnx.Conv(4, 6, (3,) * size, feature_group_count=2, rngs=nnx.Rngs(0))
-    weights = {"weight": np.random.randn(6, 2, *(3,) * size), "bias": np.zeros(6)}
+    weight = np.random.randn(6, 2, *(3,) * size).astype(np.float32)
+    weights = {"weight": weight, "bias": np.zeros(6)}
     assert convert.from_torch(weights, layer) is layer
-    np.testing.assert_allclose(layer.kernel[..., 1, 4], weights["weight"][4, 1], rtol=1e-6)
-    back = convert.to_torch(layer)
-    np.testing.assert_array_equal(back["weight"], weights["weight"].astype(np.float32))
+    np.testing.assert_array_equal(layer.kernel[..., 1, 4], weight[4, 1])
+    np.testing.assert_array_equal(convert.to_torch(layer)["weight"], weight)
 
 
 def test_linen_variables():
@@ -110,6 +112,59 @@ def test_keeps_dtypes_and_shardings_of_the_network(mesh8):
     convert.from_torch(W, layer)
     assert layer.kernel[...].dtype == jnp.bfloat16 and layer.kernel[...].sharding == sharding
     assert convert.to_torch(layer)["weight"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "param_dtype"),
+    [
+        ("float64", "float32"),
+        ("float32", "float16"),
+        ("float32", "bfloat16"),
+        ("float64", "float64"),
+    ],
+)
+def test_warns_if_values_are_rounded(dtype, param_dtype):
+    # Without jax_enable_x64, a float64 network has float32 parameters.
+    into = jax.eval_shape(nn.Dense(3).init, jax.random.key(0), np.ones((1, 2)))
+    into = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, param_dtype), into)
+    weights = {name: array.astype(dtype) for name, array in W.items()}
+    with warnings.catch_warnings(action="error"):
+        convert.from_torch(weights, into)  # these integers fit in all dtypes
+    weights["bias"] += 0.1
+    to = "float32" if param_dtype == "float64" else param_dtype
+    with pytest.warns(
+        UserWarning, match=f"1 of 2 .* such as bias from {dtype} to {to}\\. "
+    ) as found:
+        variables = convert.from_torch(weights, into)
+    assert found[0].filename == __file__
+    np.testing.assert_array_equal(variables["params"]["bias"], weights["bias"].astype(to))
+
+
+def test_does_not_warn_of_wider_dtypes_and_counters():
+    layer = nnx.Sequential(effjax.nnx.BatchNorm(2, momentum=None, rngs=nnx.Rngs(0)))
+    weights = convert.to_torch(layer)
+    count = next(name for name in weights if name.endswith("num_batches_tracked"))
+    weights = {name: array.astype(np.float16) for name, array in weights.items()}
+    with warnings.catch_warnings(action="error"):
+        convert.from_torch(weights | {count: np.array(2**24 + 1)}, layer)
+
+
+def test_rejects_values_that_become_infinite():
+    layer = linear(param_dtype=jnp.float16)
+    before = layer.kernel[...]
+    with pytest.raises(ValueError, match=r"range of the network's dtype: bias from float32 to flo"):
+        convert.from_torch({"weight": W["weight"], "bias": np.full(3, 1e30, np.float32)}, layer)
+    np.testing.assert_array_equal(layer.kernel[...], before)
+    convert.from_torch({"weight": W["weight"], "bias": np.full(3, -np.inf)}, layer)
+    assert np.isneginf(layer.bias[...]).all()
+
+
+def test_rejects_an_old_and_a_new_name_of_an_array():
+    table, both = convert.Table(older=((r"^old\.", ""),)), W | {"old.bias": W["bias"]}
+    with pytest.raises(ValueError, match="one array for bias, not both bias and old.bias"):
+        convert.from_torch(both, linear(), table)
+    given = {f"head.{name}": array for name, array in both.items() if name != "old.bias"}
+    convert.from_torch(both | given, linear(), table, prefix="head")  # not of the head
 
 
 def test_abstract_module():

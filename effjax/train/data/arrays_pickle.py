@@ -18,7 +18,8 @@ def loads(data: bytes, source: str) -> Any:
     """Load a pickle of arrays, dicts, lists, tuples, strings, bytes, numbers and None.
 
     Args:
-        data: The pickle, of any protocol. Strings of Python 2 become bytes.
+        data: The pickle, of any protocol. Strings of Python 2 become bytes, and so do keys that
+            are numbers.
         source: The file's name, for error messages.
 
     Raises:

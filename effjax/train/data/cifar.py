@@ -201,7 +201,9 @@ def _dictionary(data: bytes, source: str) -> dict[str, Any]:
     kind = type(content).__name__
     _check(isinstance(content, dict), source, f"contains a {kind}, not a dictionary")
     # Pickles of Python 2 have bytes where Python 3 has str.
-    return {_text(key): value for key, value in content.items()}
+    named = {_text(key): value for key, value in content.items()}
+    _check(len(named) == len(content), source, "contains two entries of the same name")
+    return named
 
 
 def _entry(content: dict[str, Any], key: str, kind: type, source: str) -> Any:

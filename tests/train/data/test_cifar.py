@@ -219,6 +219,10 @@ def edit(**entries):
     return change
 
 
+def data_twice(files, name):
+    files[name] = pickle.dumps(pickle.loads(files[name]) | {b"data": EMPTY}, 2)
+
+
 def wrong_label(files, name):
     files[name] = b"\x63" + files[name][1:]
 
@@ -232,6 +236,7 @@ LABELS = "{name}: labels must be integers from 0 to 9"
         ("cifar10-python", cut, "{name}: not a complete pickle"),
         ("cifar10-python", remove, "{name} of CIFAR-10 is missing"),
         ("cifar10-python", other, "{name}: contains a list, not a dictionary"),
+        ("cifar10-python", data_twice, "{name}: contains two entries of the same name"),
         ("cifar10-python", edit(labels=[10] * 10), LABELS),
         ("cifar10-python", edit(labels=[-1] * 10), LABELS),
         ("cifar10-python", edit(labels=["a"] * 10), LABELS),
