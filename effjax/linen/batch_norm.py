@@ -41,7 +41,6 @@ class BatchNorm(nn.BatchNorm):
     - A batch or channel without a single counted value leaves the running statistics unchanged.
     - No gradient flows through the running statistics.
     - `epsilon` must be positive in training.
-    - A single example without a batch axis needs `axis_name` in training.
     - `residual` and `activation` are fused into the normalization.
 
     Attributes:
@@ -110,11 +109,8 @@ class BatchNorm(nn.BatchNorm):
         shape = tuple(x.shape[a] for a in feature_axes(x.ndim, self.axis))
         scale, bias = self._create(shape)
         initializing = self.is_initializing()
-        mean, var = (self.get_variable("batch_stats", name) for name in ("mean", "var"))
-        # The variance of a single example is undefined; its axis need not be mapped yet.
-        if initializing and len(shape) == x.ndim:
-            use_running_average, mean, var = True, jnp.zeros(shape), jnp.ones(shape)
         if use_running_average:
+            mean, var = (self.get_variable("batch_stats", name) for name in ("mean", "var"))
             return normalize_inference(
                 x, mean, var, scale, bias, dtype=self.dtype, axis=self.axis,
                 epsilon=self.epsilon, activation=self.activation, residual=residual,

@@ -45,7 +45,6 @@ class BatchNorm(nnx.BatchNorm):
     - A batch or channel without a single counted value leaves the running statistics unchanged.
     - No gradient flows through the running statistics.
     - `epsilon` must be positive in training.
-    - A single example without a batch axis needs `axis_name` in training.
     - `residual` and `activation` are fused into the normalization.
     - `axis` may be a tuple; `num_features` is then the product of the sizes of these axes.
 

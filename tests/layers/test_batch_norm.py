@@ -256,8 +256,28 @@ def test_single_examples_match_flax(flavor):
 
     ours, flax_norm = (flavor(x[0], **options, **of) for of in ({}, {"of": FLAX[flavor]}))
     assert_same(train(ours), train(flax_norm), atol=1e-5)
-    with pytest.raises(ValueError, match="rank 2 or more, or rank 1 where `axis_name`"):
-        flavor(x[0]).train(x[0])
+
+
+def test_an_example_of_rank_one_matches_flax(flavor):
+    """Without a batch it is its own mean, in initialization too."""
+    x, options = X[0, 0], dict(momentum=0.5, bias_init=jax.nn.initializers.ones)
+    ours, flax_norm = (flavor(x, **options, **of) for of in ({}, {"of": FLAX[flavor]}))
+
+    def train(norm):
+        apply, params, stats = norm.split()
+
+        def loss(params, x):
+            y, new = apply(params, stats, x)
+            return (x * y).sum(), (y, new)
+
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
+
+    (_, (y, _)) = got = train(ours)
+    assert_same(got, train(flax_norm), **SAME)
+    np.testing.assert_array_equal(y, np.ones_like(x))
+    if flavor is Linen:
+        y, _ = ours.module.init_with_output(jax.random.key(0), x, use_running_average=False)
+        np.testing.assert_array_equal(y, np.ones_like(x))
 
 
 def test_evaluation_needs_no_axis(flavor):

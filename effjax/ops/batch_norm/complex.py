@@ -34,7 +34,7 @@ def complex_batch_norm(
         TypeError: with an activation, which is undefined for complex values.
     """
     reduction = make_reduction(axis_name, axis_index_groups, "two_psum")
-    axes = reduced_axes(x, feature_axis, needs_batch=not reduction.axis_names)
+    axes = reduced_axes(x, feature_axis)
     counted = jnp.broadcast_to(True if mask is None else check_mask(mask, x), x.shape)
     # A masked value may be NaN. Its gradient is zero, but autodiff would multiply zero by NaN.
     is_kept = None if mask is None else counted | jnp.isfinite(x)
@@ -72,7 +72,7 @@ def complex_inference(
     """Normalize complex x with given statistics, as `effjax.batch_norm_inference` does real x."""
     if activation is not None:
         raise TypeError(f"`activation` (={activation!r}) is not defined for complex x ({x.dtype}).")
-    axes = reduced_axes(x, feature_axis, needs_batch=False)
+    axes = reduced_axes(x, feature_axis)
     mean, inv = (jnp.expand_dims(v, axes) for v in (mean, lax.rsqrt(var + epsilon)))
     y = (x - mean) * inv
     y = y if scale is None else y * jnp.expand_dims(scale, axes)

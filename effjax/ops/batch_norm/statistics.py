@@ -298,13 +298,9 @@ def check_epsilon(epsilon: Any) -> float:
     return as_number("epsilon", epsilon, lambda e: 0 < e < math.inf, "positive")
 
 
-def reduced_axes(x: jax.Array, feature_axis: Any, needs_batch: bool) -> tuple[int, ...]:
-    """Return the axes of x that are not feature axes. A single example may have none."""
+def reduced_axes(x: jax.Array, feature_axis: Any) -> tuple[int, ...]:
+    """Return the axes of x that are not feature axes. A single example has none."""
     features = normalize_axis_tuple(feature_axis, x.ndim, "feature_axis")
-    axes = tuple(a for a in range(x.ndim) if a not in features)
-    if not features or (needs_batch and not axes):
-        raise ValueError(
-            f"`x` of shape {x.shape} must have a batch and a feature axis: rank 2 or more, or rank "
-            f"1 where `axis_name` names the axis of the batch. `feature_axis` is {feature_axis}."
-        )
-    return axes
+    if not features:
+        raise ValueError(f"`feature_axis` (={feature_axis}) must name at least one axis.")
+    return tuple(a for a in range(x.ndim) if a not in features)

@@ -59,8 +59,9 @@ def sync_batch_norm(
     threshold), the backward pass one of two numbers per feature.
 
     Args:
-        x: floating point, rank 2 or more; sizes may be 0. With `axis_name`, x may be a single
-            example without a batch axis.
+        x: floating point; sizes may be 0. With `axis_name`, x may be a single example without a
+            batch axis. Without it, such an example is its own mean, and y is ``act(bias +
+            residual)``.
         scale: gamma, of the shape of the feature axes. None means 1.
         bias: beta, of the shape of the feature axes. None means 0.
         axis_name: name or names of the mapped axes (pmap, shard_map, vmap) that share statistics.
@@ -102,9 +103,7 @@ def sync_batch_norm(
     """
     epsilon = check_epsilon(epsilon)
     reduction = make_reduction(axis_name, axis_index_groups, stats)
-    x, scale, bias, residual, axes = _check(
-        x, scale, bias, residual, activation, feature_axis, needs_batch=not reduction.axis_names
-    )
+    x, scale, bias, residual, axes = _check(x, scale, bias, residual, activation, feature_axis)
     static = _Static(reduction, axes, epsilon, activation == "relu", residual is not None)
     mask = None if mask is None else check_mask(mask, x)
     x, residual, mask = match_varying((x, residual, mask))
@@ -159,9 +158,7 @@ def batch_norm_inference(
         TypeError: as in `sync_batch_norm`.
         ValueError: as in `sync_batch_norm`.
     """
-    x, scale, bias, residual, axes = _check(
-        x, scale, bias, residual, activation, feature_axis, needs_batch=False
-    )
+    x, scale, bias, residual, axes = _check(x, scale, bias, residual, activation, feature_axis)
     epsilon = as_number("epsilon", epsilon, lambda e: 0 <= e < math.inf, "at least 0")
     features = feature_shape(x, axes)
     dtype = accumulation_dtype(x)
@@ -250,10 +247,10 @@ def _keepdims(shape, *parameters):
     return (None if p is None else p.reshape(shape) for p in parameters)
 
 
-def _check(x, scale, bias, residual, activation, feature_axis, needs_batch) -> tuple:
+def _check(x, scale, bias, residual, activation, feature_axis) -> tuple:
     """Validate the shared arguments; return the arrays and the reduced axes."""
     x = as_array("x", x)
-    axes = reduced_axes(x, feature_axis, needs_batch)
+    axes = reduced_axes(x, feature_axis)
     features = feature_shape(x, axes)
     scale, bias = (
         None if p is None else _as_feature_array(name, p, features)
