@@ -24,6 +24,7 @@ from .update import (
     check_clip_norm,
     clip_scale,
     sum_of_squares,
+    zero_squares,
 )
 
 
@@ -314,7 +315,8 @@ def _run_stack(
         grads = stack.allocate_slices(config, params.trained, options.grads_space)
         # In shard_map, the carry of a loop must have the types of its results.
         axes = varying_axes(params.trained)
-        stats = jax.tree.map(lambda a: cast_to_varying(a, axes), GradientStats.zero())
+        zero = GradientStats.zero(params.trained)
+        stats = jax.tree.map(lambda a: cast_to_varying(a, axes), zero)
         _, (grads, stats), dx = run(dy, consume, (grads, stats))
         return merge_leading_axes(grads), stats, dx
 
@@ -353,7 +355,7 @@ def _run_list(
             return stats.add(dw, scale), (dw, no_extra)
 
         no_extra = [()] * len(layers)
-        grads, _, stats, dx = run(dy, consume, GradientStats.zero(), no_extra)
+        grads, _, stats, dx = run(dy, consume, GradientStats.zero(params.trained), no_extra)
         return ungroup(params.trained, grads), stats, dx
 
     return LayersResult(y, aux, backward_and_update, backward)
@@ -365,13 +367,13 @@ def _run_list(
 class GradientStats(NamedTuple):
     """Statistics of gradients, accumulated during the backward pass."""
 
-    squares: jax.Array  # float32 [], the sum of squares
+    squares: jax.Array  # [], the sum of squares, float32 or wider
     finite: jax.Array  # bool []
 
     @classmethod
-    def zero(cls) -> "GradientStats":
-        """Return the statistics of no gradients."""
-        return cls(jnp.float32(0), jnp.bool_(True))
+    def zero(cls, params: Tree) -> "GradientStats":
+        """Return the statistics before any gradients of these parameters."""
+        return cls(zero_squares(params), jnp.bool_(True))
 
     def add(self, grads: Tree, scale: jax.Array | None) -> "GradientStats":
         """Add gradients, which were computed from the loss times `scale`."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._common.arguments import as_number, describe
+from .._common.dtypes import at_least_float32
 from .compiled import barrier, mark_host_slices, mark_in_order
 from .host_init import init_by_layer, init_in_place, state_sharding
 from .per_leaf import check_per_leaf
@@ -157,7 +158,7 @@ class LayerStack:
             i, total = carry
             return (i + 1, total + sum_of_squares(load(grads, i))), None
 
-        start = mark_host_slices(), jnp.float32(0)
+        start = mark_host_slices(), zero_squares(grads)
         (_, total), _ = lax.scan(body, start, None, length=count_layers(grads))
         return total
 
@@ -290,9 +291,14 @@ def clip_scale(squares: jax.Array, clip_norm: float) -> jax.Array:
 
 
 def sum_of_squares(tree: Tree) -> jax.Array:
-    """Return the sum of the squares of all numbers, in float32."""
-    magnitudes = (jnp.abs(a).astype(jnp.float32) for a in jax.tree.leaves(tree))
+    """Return the sum of the squares of all numbers, in float32 or the widest dtype of the tree."""
+    magnitudes = (at_least_float32(jnp.abs(a)) for a in jax.tree.leaves(tree))
     return sum((jnp.sum(jnp.square(a)) for a in magnitudes), jnp.float32(0))
+
+
+def zero_squares(tree: Tree) -> jax.Array:
+    """Return a zero of the dtype of `sum_of_squares`."""
+    return jnp.zeros((), jax.eval_shape(sum_of_squares, tree).dtype)
 
 
 def _scale_gradients(grads: Tree, scale: Any) -> Tree:

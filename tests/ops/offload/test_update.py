@@ -278,3 +278,39 @@ def test_device_memory_does_not_grow_with_depth():
     assert many.peak_device_bytes <= 1.01 * few.peak_device_bytes
     assert many.peak_device_bytes <= 2.6 * 16 * 2**20
     assert many.host.temporaries <= 2**14
+
+
+def quadratic_step(tx, **options):
+    """Return a step of a stack of two layers, whose loss is a sum of squares."""
+    return offload_train_step(
+        lambda others, batch, key: others["in"],
+        lambda w, x, key: x + jnp.sin(w["w"]),
+        lambda others, x, batch, key: jnp.sum(jnp.square(x)),
+        tx, fuse_update=False, params_in="device", **options,
+    )  # fmt: skip
+
+
+def test_clip_norm_has_the_precision_of_the_gradients():
+    """With float64 gradients the norm is float64, as in optax."""
+    with jax.enable_x64(True):
+        layers = [{"w": jnp.linspace(0.1, 0.7, 5) * i} for i in (1, 2)]
+        grads, stacked_layers = jax.tree.map(jnp.cos, layers), stack(layers)
+        assert grads[0]["w"].dtype == jnp.float64
+        clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))
+        updates, _ = clipped.update(grads, clipped.init(layers))
+        want = optax.apply_updates(layers, updates)
+        for streamed, form in ((True, stack), (False, list)):
+            tx = stream_update(optax.sgd(1.0), stacked=streamed)
+            got, _ = tx.update(form(grads), tx.init(form(layers)), form(layers), clip_norm=0.1)
+            close(got, form(want), 1e-14)
+
+        others, batch = {"in": jnp.ones(5)}, jnp.zeros(5)
+        results = []
+        for tx, options in ((optax.sgd(1.0), {"clip_norm": 0.1}), (optax.sgd(1.0), {})):
+            init_state, step = quadratic_step(tx, **options)
+            state, _ = step(init_state(stacked_layers, others), batch)
+            results.append((state.layers, state.others))
+        before = (stacked_layers, others)
+        clipped_update, update = (jax.tree.map(jnp.subtract, before, new) for new in results)
+        expected, _ = optax.clip_by_global_norm(0.1).update(update, None)
+        close(clipped_update, expected, 1e-14)
