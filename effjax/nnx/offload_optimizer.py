@@ -48,7 +48,7 @@ class OffloadOptimizer(nnx.Pytree):
 
     Raises:
         ValueError: if tx mixes parameters, if the parameters of an OffloadModel are not in host
-            memory, or if `clip_norm` is not positive.
+            memory, if `wrt` selects no Variable, or if `clip_norm` is not positive.
 
     References:
         ZeRO-Offload: Ren et al., 2021 (arXiv:2101.06840).
@@ -66,6 +66,8 @@ class OffloadOptimizer(nnx.Pytree):
         self.step = nnx.OptState(jnp.uint32(0))
         self.tx, self.wrt, self.clip_norm = tx, wrt, clip_norm
         params = _flatten(model, wrt)
+        if not params:
+            raise ValueError(f"`wrt` (={wrt!r}) must select at least one Variable of `model`.")
         groups = _group(model, params, params)
         check_on_host([groups.layers, groups.stacks], "Call to_host() of each OffloadModel first.")
         state = init_state(tx, groups)

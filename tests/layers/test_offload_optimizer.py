@@ -232,6 +232,8 @@ def test_rejects_invalid_arguments():
         OffloadOptimizer(model, clipped())
     with pytest.raises(ValueError, match=r"must be in host memory.*Call to_host\(\)"):
         OffloadOptimizer(Wrapped(OffloadModel), adam())
+    with pytest.raises(ValueError, match=r"`wrt` \(='no such'\) must select at least one"):
+        OffloadOptimizer(model, adam(), wrt="no such")
     optimizer = OffloadOptimizer(model, adam())
     grads = nnx.state(model, nnx.PathContains("bias"))
     with pytest.raises(
