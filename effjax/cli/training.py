@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import logging
 import shlex
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,6 +143,7 @@ def train(
         with (
             preemption_signal() if has_joined() else stop_signals() as stop_requested,
             interrupts() as raise_interrupt,
+            quiet_background_errors(),
         ):
 
             def stop(step: int) -> bool:
@@ -159,6 +162,26 @@ def train(
         raise CommandError(f"interrupted. {resume}", INTERRUPTED) from error
     except PreemptionError as error:
         raise CommandError(f"stopped and saved {error}. {resume}", PREEMPTED) from error
+
+
+@contextlib.contextmanager
+def quiet_background_errors() -> Iterator[None]:
+    """Hide the tracebacks of a save that fails in background threads; `fit` raises its error."""
+
+    def report_unraisable(unraisable: Any) -> None:
+        # TensorStore's other writes end after Orbax has closed the event loop that waits for them.
+        if "Event loop is closed" not in str(unraisable.exc_value):
+            hook(unraisable)
+
+    # To the end of the process: asyncio reports exceptions that nobody has read at its exit.
+    for name in ("absl", "asyncio"):  # "absl" is the logger of Orbax
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    hook = sys.unraisablehook
+    sys.unraisablehook = report_unraisable
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
 
 
 @contextlib.contextmanager

@@ -5,8 +5,9 @@ evaluations has no score; it only bounds the work that an interrupted run loses.
 
 Orbax writes a checkpoint in the background into a temporary directory, and renames the directory
 when it is complete. Just before the rename, the first process adds a manifest with the step, the
-score and the SHA-256 digest of each file. A checkpoint is damaged if it does not match its manifest
-or has none. Without the digests, a flipped bit in an array would go unnoticed.
+score, the SHA-256 digest of each file, and that of the records of the run. A checkpoint is damaged
+if it does not match its manifest or has none. Without the digests, a flipped bit in an array would
+go unnoticed.
 
 Each process writes and reads the parts of the arrays that its devices hold. Arrays in host memory
 are written from there. A checkpoint can be restored on other devices, and by another number of
@@ -26,13 +27,16 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
+from .. import __version__
 from .errors import PreemptionError, TrainError
 from .processes import is_multiprocess, run_on_first
-from .task import Metrics
+from .run_directory import digest_json, parse_object, read_regular
+from .task import Metrics, Record
 
 MANIFEST = "manifest.json"
+FORMAT = 1  # of the manifest and the arrays
 # Orbax writes these files after the manifest, so it cannot contain their digests. They hold times
-# and a completion marker, which restoring does not need.
+# and a completion marker. Nothing reads them: see `lightweight_initialize` below.
 WRITTEN_AFTER_MANIFEST = ("_CHECKPOINT_METADATA", "commit_success.txt")
 # Limit for one save, during which processes wait for each other and for the digests of all files.
 TIMEOUT_SECONDS = 2 * 60 * 60
@@ -86,18 +90,20 @@ class Checkpoints:
         # Manifest of the checkpoint being written, without digests. The background thread of Orbax
         # reads it, so it must not change before the save has finished.
         self._saving: dict[str, Any] = {}
+        # `run_on_first` returns JSON types: tuples arrive as lists.
+        self._scores.update(
+            (step, tuple(score)) for step, score in run_on_first(lambda: [*self._read_scores()])
+        )
         options = ocp.CheckpointManagerOptions(
             create=not read_only,
+            lightweight_initialize=True,  # do not read _CHECKPOINT_METADATA, which has no digest
             preservation_policy=_PreservationPolicy(keep, self._scores),
             async_options=ocp.AsyncOptions(
                 timeout_secs=TIMEOUT_SECONDS, post_finalization_callback=self._write_manifest
             ),
         )
-        self._manager = _Manager(directory.absolute(), options=options)
-        # `run_on_first` returns JSON types: tuples arrive as lists.
-        self._scores.update(
-            (step, tuple(score)) for step, score in run_on_first(lambda: [*self._read_scores()])
-        )
+        with self._translate_errors():
+            self._manager = _Manager(directory.absolute(), options=options)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -128,7 +134,12 @@ class Checkpoints:
         return sorted(evaluated, key=self._scores.__getitem__, reverse=True)
 
     def save(
-        self, step: int, state: Any, score: Score | None = None, metrics: Sequence[Metrics] = ()
+        self,
+        step: int,
+        state: Any,
+        score: Score | None = None,
+        metrics: Sequence[Metrics] = (),
+        records: Sequence[Record] = (),
     ) -> None:
         """Start to write a checkpoint, after the previous save has finished.
 
@@ -141,12 +152,20 @@ class Checkpoints:
             score: The score of the evaluation at this step; higher is better. None between two
                 evaluations.
             metrics: The metrics of each step since the last evaluation. Empty at an evaluation.
+            records: The records of all evaluations. Only their digest is saved.
 
         Raises:
             OSError: This checkpoint or the previous one cannot be written.
         """
         self.wait()  # the previous save reads `_saving`
-        self._saving = {"step": step, "score": score, "metrics": [*metrics]}
+        self._saving = {
+            "format": FORMAT,
+            "effjax": __version__,
+            "step": step,
+            "score": score,
+            "metrics": [*metrics],
+            "records": digest_json([*records]),
+        }
         if score is not None:
             self._scores[step] = tuple(score)  # before the save, which asks the preservation policy
         with self._translate_errors():
@@ -166,9 +185,10 @@ class Checkpoints:
         """Describe how the files of a checkpoint differ from its manifest; None if they do not."""
         return run_on_first(lambda: _find_damage(self.directory / str(step), step))
 
-    def read_metrics(self, step: int) -> list[dict[str, float]]:
-        """Return the metrics that were saved with a checkpoint, which must be intact."""
-        return run_on_first(lambda: _read_manifest(self.directory / str(step))["metrics"])
+    def read_metrics(self, step: int) -> tuple[list[dict[str, float]], str]:
+        """Return the metrics and the digest of the records; the checkpoint must be intact."""
+        manifest = run_on_first(lambda: _read_manifest(self.directory / str(step)))
+        return manifest["metrics"], manifest["records"]
 
     def restore(self, like: Any, step: int) -> Any:
         """Return the state of a checkpoint.
@@ -180,8 +200,8 @@ class Checkpoints:
             step: One of `steps`.
 
         Raises:
-            TrainError: The files do not match the manifest, belong to another model, or cannot be
-                read at the moment.
+            TrainError: The files do not match the manifest, belong to another model or another
+                version of effjax, or cannot be read at the moment.
         """
         if damage := self.find_damage(step):
             raise TrainError(f"{self.directory / str(step)} is damaged ({damage})")
@@ -259,16 +279,16 @@ class Checkpoints:
         # before it renames the temporary directory.
         (folder,) = self.directory.glob(f"{self._saving['step']}.orbax-checkpoint-tmp*")
         manifest = {**self._saving, "files": _digest_files(folder)}
-        manifest["sha256"] = _digest_json(manifest)  # of all other entries
+        manifest["sha256"] = digest_json(manifest)  # of all other entries
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
     def _read_scores(self) -> Iterator[tuple[int, list[float]]]:
-        for step in self._manager.all_steps():
+        for file in self.directory.glob(f"*/{MANIFEST}"):
             # A damaged checkpoint has no score. `find_damage` reports it later.
             with contextlib.suppress(OSError, ValueError):
-                score = _read_manifest(self.directory / str(step))["score"]
-                if score is not None:
-                    yield step, score
+                manifest = _read_manifest(file.parent)
+                if manifest["score"] is not None and file.parent.name == str(manifest["step"]):
+                    yield manifest["step"], manifest["score"]
 
     @contextlib.contextmanager
     def _translate_errors(self) -> Iterator[None]:
@@ -291,16 +311,30 @@ def _shape_with_sharding(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest; raise OSError if it cannot be read, ValueError if it is damaged."""
-    manifest = json.loads((checkpoint / MANIFEST).read_text())
-    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest_json(manifest):
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        TrainError: It is intact, but of another format.
+        OSError: It cannot be read.
+        ValueError: It is damaged.
+    """
+    manifest = parse_object(read_regular(checkpoint / MANIFEST))
+    if manifest.pop("sha256", None) != digest_json(manifest):
         raise ValueError("the manifest does not match its SHA-256 digest")
+    if manifest.get("format") != FORMAT:
+        raise TrainError(
+            f"{checkpoint} was written by effjax {manifest.get('effjax', 'before 0.1.0')}, in "
+            f"another format than that of effjax {__version__}. Use that version, or start a new "
+            "run."
+        )
     return manifest
 
 
 def _find_damage(checkpoint: Path, step: int) -> str | None:
     try:
         manifest = _read_manifest(checkpoint)
+    except FileNotFoundError:
+        return f"no {MANIFEST}; versions of effjax before 0.1.0 wrote none"
     except (OSError, ValueError) as error:
         return f"no intact {MANIFEST}: {type(error).__name__}"
     expected = manifest["files"]
@@ -318,10 +352,6 @@ def _find_damage(checkpoint: Path, step: int) -> str | None:
         if actual[name] != expected[name]:
             return f"{name} has changed"
     return None
-
-
-def _digest_json(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _digest_files(checkpoint: Path) -> dict[str, str]:

@@ -89,7 +89,7 @@ def _fit(
             state, done, partial, records = _restore(task, run, checkpoints, progress)
         else:  # a new run, or one that was interrupted before its first checkpoint
             state, done, partial = task.initial_state(), 0, []
-            records = run.truncate_metrics(task.unit, [])
+            records = run_on_first(lambda: run.truncate_metrics(task.unit))
             checkpoints.save(0, state)
         if resume and run.read_config() != config:
             run.write_config(config)
@@ -114,14 +114,14 @@ def _fit(
                 record["seconds"] = time.perf_counter() - interval.began
                 records.append(record)
                 run.append(record)
-                checkpoints.save(step, state, score=task.score(record))
+                checkpoints.save(step, state, score=task.score(record), records=records)
                 progress.report(record)
                 interval = _Interval(task, progress, step)
 
             stopped = step < end and stop(step)
             if step not in eval_steps and (stopped or (every and step % every == 0)):
                 interval.flush()
-                checkpoints.save(step, state, metrics=interval.metrics)
+                checkpoints.save(step, state, metrics=interval.metrics, records=records)
             if stopped:
                 checkpoints.wait()
                 raise PreemptionError(task.where(step))
@@ -220,11 +220,9 @@ def _restore(
         task.shapes(), checkpoints.steps[::-1], progress.log
     )
     _check_length(task, run, done, done in checkpoints.evaluated_steps)
-    # A run that was made longer was evaluated at its former end too.
-    evaluated = {*task.eval_steps, *checkpoints.evaluated_steps}
-    wanted = sorted(step for step in evaluated if step <= done)
-    records = run.truncate_metrics(task.unit, wanted)
-    return state, done, checkpoints.read_metrics(done), records
+    metrics, digest = checkpoints.read_metrics(done)
+    records = run_on_first(lambda: run.truncate_metrics(task.unit, done, digest))
+    return state, done, metrics, records
 
 
 def _check_same(task: Task[Any], run: RunDirectory, now: dict[str, Any]) -> None:

@@ -3,13 +3,14 @@
 import contextlib
 import errno
 import fcntl
+import hashlib
 import importlib.util
 import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ class RunDirectory:
     def _is_run(self) -> bool:
         # Other programs have a config.json too.
         try:
-            return VERSION_KEY in _parse_object((self.path / self.CONFIG).read_text())
+            return VERSION_KEY in parse_object(read_regular(self.path / self.CONFIG))
         except (OSError, ValueError):
             return False
 
@@ -141,7 +142,7 @@ class RunDirectory:
         """Return the content of config.json. Raises TrainError if its options were edited."""
         file = self.path / self.CONFIG
         with _explain(file, "cannot be read", "Start a new run."):
-            config = _parse_object(file.read_text())
+            config = parse_object(read_regular(file))
             expected = config.get("fingerprint")
             edited = expected is not None and expected != fingerprint(config.get("options", {}))
         if edited:
@@ -161,42 +162,52 @@ class RunDirectory:
         """Return the lines of metrics.jsonl, without an incomplete last one."""
         file = self.path / self.METRICS
         with _explain(file, "cannot be read", "Start a new run."):
-            lines = file.read_text().split("\n")[:-1] if file.exists() else []
-            return [_parse_object(line) for line in lines]
+            lines = read_regular(file).split("\n")[:-1] if file.exists() else []
+            return [parse_object(line) for line in lines]
 
     def append(self, record: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl, in place of an incomplete last one."""
+        """Append a line to metrics.jsonl, in place of an incomplete last one.
+
+        Raises:
+            OSError: The file cannot be written to, or the run has been deleted.
+        """
         if not self.writes:
             return
+        if self.is_gone:  # Orbax may have made the directory again
+            raise FileNotFoundError(errno.ENOENT, "the run was deleted", str(self.path))
         line = json.dumps(record, allow_nan=False) + "\n"
         with (self.path / self.METRICS).open("a+b") as file:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
             file.write(line.encode())
 
-    def truncate_metrics(self, kind: str, wanted: Sequence[int]) -> list[dict[str, Any]]:
+    def truncate_metrics(
+        self, kind: str, step: int = 0, digest: str | None = None
+    ) -> list[dict[str, Any]]:
         """Cut metrics.jsonl back to a checkpoint.
 
         Args:
             kind: The kind of the lines to keep, `"epoch"` or `"step"`.
-            wanted: The steps that need a line. Lines after the last one are dropped.
+            step: The step of the checkpoint. Later lines are dropped.
+            digest: The expected `digest_json` of the lines to keep. None does not check them.
 
         Returns:
             The lines that were kept.
 
         Raises:
-            TrainError: A line is missing or is there twice. Nothing was dropped.
+            TrainError: The lines have another digest. Nothing was dropped.
         """
-        file, last = self.path / self.METRICS, max(wanted, default=0)
-        lines = [line for line in self.read_metrics() if line.get("kind") == kind]
-        lines = [line for line in lines if 0 < line.get("step", 0) <= last]
-        steps = [line["step"] for line in lines]
-        for step in sorted({*steps, *wanted}):
-            if steps.count(step) != 1:
-                raise TrainError(
-                    f"{file} must have one line for step {step}, not {steps.count(step)}, because "
-                    f"there is a checkpoint of step {last}. Put the file back, or start a new run."
-                )
+        file = self.path / self.METRICS
+        lines = [
+            line
+            for line in self.read_metrics()
+            if line.get("kind") == kind and line.get("step") in range(1, step + 1)
+        ]
+        if digest not in (None, digest_json(lines)):
+            raise TrainError(
+                f"{file} was changed after the checkpoint of step {step} was saved. Put the file "
+                "back, or start a new run."
+            )
         if self.writes:
             _replace(file, "".join(json.dumps(line) + "\n" for line in lines))
         return lines
@@ -232,6 +243,29 @@ def default_path(command: str) -> Path:
     return path
 
 
+def read_regular(file: Path) -> str:
+    """Return the content of a text file; raise OSError if it is a pipe, which could block."""
+    if file.exists() and not file.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(file))
+    return file.read_text()
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """Return a JSON object; raise ValueError if the text is not one."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{type(value).__name__}, not an object")
+    return value
+
+
+def digest_json(value: Any) -> str:
+    """Return the SHA-256 digest of a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 @contextlib.contextmanager
 def _explain(path: Path, problem: str, remedy: str) -> Iterator[None]:
     """Convert OSError and ValueError to TrainError."""
@@ -245,13 +279,6 @@ def _explain(path: Path, problem: str, remedy: str) -> Iterator[None]:
 def _check_writable(path: Path) -> None:
     with tempfile.TemporaryFile(dir=path):
         pass
-
-
-def _parse_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError(f"{type(value).__name__}, not an object")
-    return value
 
 
 def _replace(file: Path, text: str) -> None:

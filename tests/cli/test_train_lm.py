@@ -1,5 +1,7 @@
 import dataclasses
+import gc
 import json
+import resource
 import shutil
 
 import numpy as np
@@ -66,6 +68,25 @@ def test_ctrl_c_then_resume_with_other_steps(run_lm, monkeypatch):
     assert err == "effjax: interrupted. Resume with effjax train lm --resume here\n"
     assert run_lm("--resume", "here", "--steps", "5")[0] == 130
     assert calls == [(3, False), (5, True)]
+
+
+def test_a_full_disk(run_lm, monkeypatch, caplog):
+    """Only the error of the run is printed, and not the many that Orbax logs."""
+
+    def save(checkpoints, *arguments, **options):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        try:
+            write(checkpoints, *arguments, **options)
+            checkpoints.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    limits, write = resource.getrlimit(resource.RLIMIT_FSIZE), Checkpoints.save
+    monkeypatch.setattr(Checkpoints, "save", save)
+    code, _, err = run_lm(*LM, "--out", "here")
+    assert code == 2 and one_line(err) and "cannot be written to (" in err
+    gc.collect()  # asyncio logs what nobody has read
+    assert caplog.records == []
 
 
 @pytest.fixture

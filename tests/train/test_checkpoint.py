@@ -1,6 +1,7 @@
 """Checkpoints without a training loop: content, placement, retention and damage."""
 
 import json
+import os
 import shutil
 
 import jax
@@ -13,6 +14,7 @@ from effjax import to_device, to_host
 from effjax.train import checkpoint
 from effjax.train.checkpoint import MANIFEST, WRITTEN_AFTER_MANIFEST, Checkpoints
 from effjax.train.errors import TrainError
+from effjax.train.run_directory import digest_json
 
 SHAPE = 512, 256
 
@@ -99,9 +101,9 @@ def test_keeps_the_newest_one_and_one_before_it(tmp_path):
 def test_metrics_are_saved_exactly(tmp_path):
     metrics = [{"loss": 0.1 + 0.2}, {}, {"loss": 1 / 3, "accuracy": 0.5}]
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(3, state(3), metrics=metrics)
+        checkpoints.save(3, state(3), metrics=metrics, records=[{"loss": 1 / 3}])
         checkpoints.wait()
-        assert checkpoints.read_metrics(3) == metrics
+        assert checkpoints.read_metrics(3) == (metrics, digest_json([{"loss": 1 / 3}]))
 
 
 def test_detects_changed_missing_and_additional_files(tmp_path):
@@ -121,7 +123,7 @@ def test_detects_changed_missing_and_additional_files(tmp_path):
             file.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
             assert_damaged("no intact manifest" if is_manifest else "has changed")
             file.unlink()
-            assert_damaged("no intact manifest" if is_manifest else "is missing")
+            assert_damaged("no manifest.json; versions .* wrote" if is_manifest else "is missing")
             file.write_bytes(content)
         (folder / "default" / "more").touch()
         assert_damaged("default/more is not in its manifest")
@@ -149,8 +151,8 @@ def test_falls_back_to_the_newest_intact_checkpoint(tmp_path):
     assert messages == [
         f"{tmp_path}/4 is damaged ({messages[0].split('(')[1].split(')')[0]}) and was renamed to "
         f"damaged-4. Using {tmp_path}/2",
-        f"{tmp_path}/3 is damaged (no intact manifest.json: FileNotFoundError) and was renamed to "
-        f"damaged-3. Using {tmp_path}/2",
+        f"{tmp_path}/3 is damaged (no manifest.json; versions of effjax before 0.1.0 wrote none) "
+        f"and was renamed to damaged-3. Using {tmp_path}/2",
     ]
     assert {path.name for path in tmp_path.iterdir()} == {"1", "2", "4", "damaged-3", "damaged-4"}
 
@@ -187,10 +189,74 @@ def test_an_intact_checkpoint_is_not_renamed(tmp_path, monkeypatch, error, match
         assert checkpoints.steps == [1, 2]
 
 
-def test_a_manifest_that_cannot_be_written(tmp_path, monkeypatch):
-    """The earlier checkpoints stay."""
+@pytest.mark.parametrize(
+    ("change", "version"),
+    [({"format": 2, "effjax": "9.0"}, "9.0"), ({"format": None, "effjax": None}, "before 0.1.0")],
+)
+def test_a_checkpoint_of_another_version(tmp_path, change, version):
+    """It is intact, so no older one is used in its place."""
+    file = save(tmp_path, {1: 0.1, 2: 0.2}) / "2" / MANIFEST
+    manifest = {k: v for k, v in (json.loads(file.read_text()) | change).items() if v is not None}
+    manifest["sha256"] = digest_json({k: v for k, v in manifest.items() if k != "sha256"})
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(TrainError, match=f"2 was written by effjax {version}, in another format"):
+        Checkpoints(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
 
-    def full_disk(_):
+
+def test_odd_names_beside_the_checkpoints(tmp_path):
+    save(tmp_path, {1: 0.1, 2: 0.2})
+    (tmp_path / "7").write_text("a file")
+    for name in ("007", "-1", "8", "8.orbax-checkpoint-tmp", "metadata"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "9").symlink_to("2")
+    (tmp_path / "10").symlink_to("10")
+    messages = []
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.evaluated_steps == [2, 1]
+        step, _ = checkpoints.restore_first_intact(
+            state(0), checkpoints.steps[::-1], messages.append
+        )
+        assert step == 2 and checkpoints.steps == [1, 2]
+        assert "9 is damaged (its files are those of step 2)" in messages[0]
+        assert "8 is damaged (no manifest.json; versions of" in messages[1]
+        checkpoints.save(8, state(8), score=(0.3,))
+    assert (tmp_path / "8" / MANIFEST).exists()
+
+
+def test_nothing_reads_the_files_without_a_digest(tmp_path):
+    save(tmp_path, {1: 0.1, 2: 0.2})
+    for folder in (tmp_path / "1", tmp_path / "2"):
+        for name, content in zip(WRITTEN_AFTER_MANIFEST, ("[1]", ""), strict=True):
+            (folder / name).unlink()
+            (folder / name).write_text(content)
+    (tmp_path / "1" / "_CHECKPOINT_METADATA").write_text("[" * 100_000)
+    with Checkpoints(tmp_path) as checkpoints:
+        jax.tree.map(np.testing.assert_array_equal, checkpoints.restore(state(2), 2), state(2))
+        checkpoints.save(3, state(3), score=(0.3,))
+    (tmp_path / "3" / "_CHECKPOINT_METADATA").unlink()
+    os.mkfifo(tmp_path / "3" / "_CHECKPOINT_METADATA")
+    with Checkpoints(tmp_path) as checkpoints:
+        jax.tree.map(np.testing.assert_array_equal, checkpoints.restore(state(3), 3), state(3))
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory", "deep"])
+def test_a_manifest_that_is_no_manifest(tmp_path, kind):
+    file = save(tmp_path, {1: 0.1, 2: 0.2}) / "2" / MANIFEST
+    file.unlink()
+    if kind == "deep":
+        file.write_text("[" * 100_000)
+    else:
+        os.mkfifo(file) if kind == "fifo" else file.mkdir()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert (checkpoints.find_damage(2) or "").startswith("no intact manifest.json: ")
+
+
+def test_a_manifest_that_cannot_be_written(tmp_path, monkeypatch):
+    """The earlier checkpoints stay, and the new one does not get its name without a manifest."""
+
+    def full_disk(folder):
+        assert folder.name.startswith("3.orbax-checkpoint-tmp") and not (tmp_path / "3").exists()
         raise OSError(28, "No space left on device")
 
     save(tmp_path, {1: 0.1, 2: 0.2})

@@ -261,11 +261,37 @@ def test_checkpoints_without_metrics(tmp_path, task):
     run = new_run(tmp_path / "run", task)
     last = task.eval_steps[1]
     with Checkpoints(run.checkpoints) as saved:
-        saved.save(last, task.initial_state(), score=(1.0,))
-    message = rf"one line for step {task.eval_steps[0]}, not 0, .*of step {last}\. .* a new run"
+        saved.save(last, task.initial_state(), score=(1.0,), records=[{"step": last}])
+    message = rf"jsonl was changed after the checkpoint of step {last} was saved\. .* a new run"
     with pytest.raises(TrainError, match=message):
         fit(task, run, resume=True)
     assert not (run.path / "metrics.jsonl").exists()
+
+
+def test_a_changed_digit_of_metrics(tmp_path, first_is_best):
+    first, finished, _ = first_is_best
+    run = copy_of(finished, tmp_path / "run")
+    file = run.path / "metrics.jsonl"
+    text = file.read_text()
+    loss = repr(run.read_metrics()[0]["validation_loss"])
+    file.write_text(text.replace(loss, loss[:5] + str(9 - int(loss[5])) + loss[6:], 1))
+    with pytest.raises(TrainError, match=r"metrics\.jsonl was changed after the checkpoint of"):
+        fit(first, run, resume=True)
+    file.write_text(text)
+    fit(first, run, resume=True)
+    assert lines_without_times(run) == lines_without_times(finished)
+
+
+def test_a_copy_in_place_of_the_last_checkpoint(tmp_path, first_is_best):
+    first, finished, _ = first_is_best
+    run, steps = copy_of(finished, tmp_path / "run"), first.eval_steps
+    shutil.rmtree(run.checkpoints / str(steps[-1]))
+    shutil.copytree(run.checkpoints / str(steps[0]), run.checkpoints / str(steps[-1]))
+    progress = RecordedProgress()
+    fit(first, run, progress, resume=True)
+    assert f"is damaged (its files are those of step {steps[0]})" in progress.texts[0]
+    assert lines_without_times(run) == lines_without_times(finished)
+    assert_same_parameters(first, run, finished)
 
 
 def test_a_locked_run(tmp_path, task):
@@ -355,6 +381,19 @@ def test_a_run_that_is_deleted_during_training(tmp_path, task):
     run = new_run(tmp_path / "run", task)
     with pytest.raises(TrainError, match=r"run was deleted during training\. Start a new run"):
         fit(task, run, Delete(run.path))
+
+
+def test_a_run_that_is_deleted_at_its_start(tmp_path, task, monkeypatch):
+    """Orbax makes the directory again."""
+
+    def delete(*_):
+        shutil.rmtree(run.path)
+        return state()
+
+    run, state = new_run(tmp_path / "run", task), task.initial_state
+    monkeypatch.setattr(task, "initial_state", delete, raising=False)
+    with pytest.raises(TrainError, match=r"run was deleted during training\. Start a new run"):
+        fit(task, run)
 
 
 class NanState(CachedTask):

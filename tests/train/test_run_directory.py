@@ -9,7 +9,7 @@ import pytest
 
 from effjax.train.config import fingerprint
 from effjax.train.errors import TrainError
-from effjax.train.run_directory import RunDirectory, default_path
+from effjax.train.run_directory import RunDirectory, default_path, digest_json
 
 pytest.importorskip("matplotlib")
 
@@ -130,19 +130,18 @@ def test_open_rejects_a_directory_without_a_run(tmp_path):
     with pytest.raises(TrainError, match="not a run"):
         RunDirectory.open(tmp_path)
     create(tmp_path)
-    for content in ("{", "[1]"):
+    for content in ("{", "[1]", "[" * 100_000):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(TrainError, match="config.json: cannot be read"):
             RunDirectory.open(tmp_path).read_config()
 
 
 def test_cuts_metrics_back_to_a_step(tmp_path):
-    """A line at a step that needs none stays: it is of an earlier, shorter run."""
     run = create(tmp_path)
     for step in (2, 4, 5, 6, 8):
         run.append({"kind": "step", "step": step})
     run.append({"kind": "interrupted"})
-    assert [r["step"] for r in run.truncate_metrics("step", [2, 4, 6])] == [2, 4, 5, 6]
+    assert [r["step"] for r in run.truncate_metrics("step", 6)] == [2, 4, 5, 6]
     assert [r["step"] for r in run.read_metrics()] == [2, 4, 5, 6]
 
 
@@ -159,7 +158,7 @@ def torn(path):
 def test_drops_an_incomplete_last_line(tmp_path):
     run = torn(tmp_path)
     assert [r["step"] for r in run.read_metrics()] == [1]
-    assert [r["step"] for r in run.truncate_metrics("step", [1])] == [1]
+    assert [r["step"] for r in run.truncate_metrics("step", 1)] == [1]
     assert (tmp_path / "metrics.jsonl").read_text() == '{"kind": "step", "step": 1}\n'
 
 
@@ -174,16 +173,42 @@ def test_appends_after_an_incomplete_line(tmp_path):
     [
         ('{"kind": \n', ": cannot be read"),
         ("1\n", ": cannot be read .int, not an object"),
-        ('{"kind": "step", "step": 2}\n', " must have one line for step 1, not 0"),
-        ('{"kind": "step", "step": 1}\n' * 2, " must have one line for step 1, not 2"),
+        ("[" * 100_000 + "\n", ": cannot be read .nested too deeply"),
+        ("", " was changed after the checkpoint of step 1 was saved. Put the file back, or"),
+        ('{"kind": "step", "step": 2}\n', " was changed"),
+        ('{"kind": "step", "step": "1"}\n', " was changed"),
+        ('{"kind": "step", "step": 1}\n' * 2, " was changed"),
+        ('{"kind": "step", "step": 1, "loss": 5.4867}\n', " was changed"),
     ],
 )
 def test_rejects_metrics_that_do_not_fit_the_checkpoint(tmp_path, content, message):
     run = create(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(content)
     with pytest.raises(TrainError, match=rf"metrics\.jsonl{message}.*[Ss]tart a new run"):
-        run.truncate_metrics("step", [1])
+        run.truncate_metrics("step", 1, digest_json([{"kind": "step", "step": 1, "loss": 5.4863}]))
     assert (tmp_path / "metrics.jsonl").read_text() == content
+
+
+def test_rejects_pipes(tmp_path):
+    """Reading one would wait for ever."""
+    run = create(tmp_path)
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(TrainError, match=r"metrics\.jsonl: cannot be read \(not a regular file"):
+        run.read_metrics()
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(TrainError, match=r"config\.json: cannot be read \(not a regular file"):
+        run.read_config()
+    with pytest.raises(TrainError, match="not empty and not a run"):
+        create(tmp_path, overwrite=True)
+
+
+def test_does_not_append_to_a_deleted_run(tmp_path):
+    run = create(tmp_path / "run")
+    (run.path / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="the run was deleted"):
+        run.append({"kind": "step"})
+    assert not (run.path / "metrics.jsonl").exists()
 
 
 def test_append_rejects_nan(tmp_path):
