@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ._common.arguments import as_array, as_integer, as_mask, as_number, as_precision
+from ._common.derivatives import reverse_mode_only
 from ._common.dtypes import accumulation_dtype
 from ._common.sharding import match_varying, with_auto_axes_over_batch, zeros
 
@@ -24,13 +25,15 @@ def linear_cross_entropy(
     *,
     bias: jax.Array | None = None,
     where: jax.Array | None = None,
+    label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     chunk_size: int | None = None,
     precision: Any = None,
 ) -> jax.Array:
     """Compute the softmax cross entropy of every token with ``logits = x @ kernel + bias``.
 
-    ``loss = logsumexp(logits) - logits[labels] + z_loss * logsumexp(logits)**2``
+    ``loss = logsumexp(logits) - sum(targets * logits) + z_loss * logsumexp(logits)**2``, with
+    ``targets = (1 - label_smoothing) * one_hot(labels) + label_smoothing / V``
 
     Both passes process the vocabulary in slices: only the logits of one slice exist at a time, and
     the backward pass recomputes them. Tokens are not sliced, so that jit may shard any of their
@@ -44,6 +47,8 @@ def linear_cross_entropy(
         bias: [V], floating point. None means 0.
         where: boolean, broadcastable to labels: the tokens to include. The others have loss 0 and
             no gradient, whatever their labels.
+        label_smoothing: the share in [0, 1] of the target that is spread over the vocabulary, as in
+            `optax.smooth_labels`.
         z_loss: weight of the square of logsumexp, which keeps it near 0.
         chunk_size: number of columns per slice. By default the logits of a slice take 64 MiB in
             float32, or a slice has D columns if that is more.
@@ -57,12 +62,12 @@ def linear_cross_entropy(
         ValueError: for mismatched shapes, and options outside their ranges.
 
     Kept for the backward pass: x, kernel, bias, labels, and logsumexp(logits) [...]. The gradient
-    of x accumulates in float32. Reverse mode only.
+    of x accumulates in float32. Reverse mode only (NotImplementedError in forward mode).
 
     References:
         Wijmans et al., 2024 (arXiv:2411.09009); Hsu et al., 2024 (arXiv:2410.10989), Liger Kernel;
         Milakov & Gimelshein, 2018 (arXiv:1805.02867); z_loss: Chowdhery et al., 2022
-        (arXiv:2204.02311).
+        (arXiv:2204.02311); label smoothing: Szegedy et al., 2016 (arXiv:1512.00567).
     """
     x, kernel, labels, bias = _check(x, kernel, labels, bias)
     mask = None if where is None else as_mask("where", where, "labels", labels.shape)
@@ -71,20 +76,30 @@ def linear_cross_entropy(
         chunk_size = _default_chunk(labels.size, width)
     static = _Static(
         min(as_integer("chunk_size", chunk_size, 1), vocab_size),
+        as_number("label_smoothing", label_smoothing, lambda a: 0 <= a <= 1, "in [0, 1]"),
         as_number("z_loss", z_loss, lambda z: 0 <= z < math.inf, "at least 0 and finite"),
         as_precision(precision),
     )
 
-    def run(*arrays):
-        *arrays, labels, mask = match_varying(arrays)
+    def run(x, kernel, bias, labels, mask):
+        *arrays, labels, mask = match_varying((x, kernel, bias, labels, mask))
+        leaves, structure = jax.tree.flatten(arrays)  # without a bias of None
+        arrays = structure.unflatten(reverse_mode_only(_FORWARD_MODE_ERROR, *leaves))
         losses: Any = _linear_cross_entropy(static, *arrays, labels)
         return losses if mask is None else jnp.where(mask, losses, 0), ()
 
     return with_auto_axes_over_batch(run, x)(x, kernel, bias, labels, mask)[0]
 
 
+_FORWARD_MODE_ERROR = (
+    "linear_cross_entropy does not support forward-mode differentiation (jvp). Use reverse mode, as "
+    "in jax.grad or jax.vjp."
+)
+
+
 class _Static(NamedTuple):
     chunk_size: int
+    label_smoothing: float
     z_loss: float
     precision: Any
 
@@ -114,9 +129,17 @@ class _Static(NamedTuple):
         indices = (start + jnp.arange(size)).astype(labels.dtype)
         return columns, logits, labels[..., None] == indices
 
+    def weigh_by_target(self, values: jax.Array, is_label: jax.Array, vocab_size: int) -> jax.Array:
+        """Multiply values by the targets of the columns of a slice."""
+        smoothing = self.label_smoothing
+        if smoothing == 0:
+            return jnp.where(is_label, values, 0)
+        every = smoothing / vocab_size
+        return values * jnp.where(is_label, 1 - smoothing + every, every)
+
 
 # With p = softmax(logits), g the gradient of a token's loss, and z = logsumexp(logits):
-#   dlogits = p * g * (1 + 2 * z_loss * z) - [column is the label] * g
+#   dlogits = p * g * (1 + 2 * z_loss * z) - targets * g
 #   dx = dlogits @ kernel.T    dkernel = x.T @ dlogits    dbias = sum(dlogits)
 # dx is a sum over slices. dkernel and dbias of a slice are complete, and are written once.
 
@@ -128,14 +151,14 @@ def _linear_cross_entropy(static: _Static, x, kernel, bias, labels) -> Any:
 
 def _forward(static: _Static, x, kernel, bias, labels):
     def body(carry, start, size):
-        z, label_logit = carry
+        z, target_logit = carry  # sum(targets * logits)
         _, logits, is_label = static.slice_logits(x, kernel, bias, labels, start, size)
-        label_logit += jnp.sum(jnp.where(is_label, logits, 0), -1)
-        return jnp.logaddexp(z, jax.nn.logsumexp(logits, -1)), label_logit
+        target_logit += jnp.sum(static.weigh_by_target(logits, is_label, kernel.shape[1]), -1)
+        return jnp.logaddexp(z, jax.nn.logsumexp(logits, -1)), target_logit
 
     zero = zeros(labels.shape, accumulation_dtype(x), x)
-    z, label_logit = static.scan_slices(body, (zero - jnp.inf, zero), kernel.shape[1])
-    losses = z - label_logit + static.z_loss * jnp.square(z)
+    z, target_logit = static.scan_slices(body, (zero - jnp.inf, zero), kernel.shape[1])
+    losses = z - target_logit + static.z_loss * jnp.square(z)
     losses = jnp.where((labels >= 0) & (labels < kernel.shape[1]), losses, jnp.nan)
     return losses, (x, kernel, bias, labels, z)
 
@@ -149,7 +172,7 @@ def _backward(static: _Static, residuals, g):
         dx, dkernel, dbias = carry
         columns, logits, is_label = static.slice_logits(x, kernel, bias, labels, start, size)
         dlogits = jnp.exp(logits - z[..., None]) * dz[..., None]
-        dlogits -= jnp.where(is_label, g[..., None], 0)
+        dlogits -= static.weigh_by_target(g[..., None], is_label, kernel.shape[1])
         if dbias is not None:
             dbias = _write_columns(dbias, jnp.sum(dlogits, tokens), start)
         dlogits = dlogits.astype(x.dtype)

@@ -28,13 +28,12 @@ from tests.tiers import exhaustive, product_cases
 TOKENS, D, V = (16, 3), 5, 11
 OPTIONS: dict[str, dict[str, Any]] = {
     "bare": {},
-    "where_z_loss": {"bias": True, "where": True, "z_loss": 0.1},
+    "all": {"bias": True, "where": True, "z_loss": 0.1, "label_smoothing": 0.2},
 }
 
 
-def make(tokens=TOKENS, width=D, vocab_size=V, bias=True, where=False, z_loss=0.0, dtype="f8"):
-    """Parameters and a batch; `z_loss` is not of these."""
-    del z_loss
+def make(tokens=TOKENS, width=D, vocab_size=V, bias=True, where=False, dtype="f8"):
+    """Return parameters and a batch."""
     rng = np.random.default_rng(0)
     params = {"kernel": rng.normal(size=(width, vocab_size)).astype(dtype)}
     if bias:
@@ -49,9 +48,12 @@ def make(tokens=TOKENS, width=D, vocab_size=V, bias=True, where=False, z_loss=0.
     return params, batch
 
 
-def oracle(params, batch, axis_name=None, z_loss=0.0):
+def oracle(params, batch, axis_name=None, z_loss=0.0, label_smoothing=0.0):
     logits = batch["x"] @ params["kernel"] + params.get("bias", 0)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+    targets = optax.smooth_labels(
+        jax.nn.one_hot(batch["labels"], logits.shape[-1]), label_smoothing
+    )
+    losses = optax.softmax_cross_entropy(logits, targets)
     losses += z_loss * jax.nn.logsumexp(logits, -1) ** 2
     return jnp.where(batch.get("where", True), losses, 0), ()
 
@@ -64,9 +66,9 @@ def op(params, batch, axis_name=None, chunk_size: int | None = 4, **options):
 
 def both(name):
     """Return the oracle, the operator, parameters and batch for these options."""
-    z_loss = {"z_loss": OPTIONS[name].get("z_loss", 0.0)}
-    arrays = make(**{"bias": False} | OPTIONS[name])
-    return functools.partial(oracle, **z_loss), functools.partial(op, **z_loss), *arrays
+    arrays = {key: OPTIONS[name].get(key, False) for key in ("bias", "where")}
+    options = {key: value for key, value in OPTIONS[name].items() if key not in arrays}
+    return functools.partial(oracle, **options), functools.partial(op, **options), *make(**arrays)
 
 
 @pytest.mark.parametrize(
@@ -75,9 +77,9 @@ def both(name):
         OPTIONS,
         CONTEXTS,
         plain=[
-            ("where_z_loss", "jit_explicit"),
-            ("where_z_loss", "grad_of_jit_of_vmap"),
-            ("where_z_loss", "grad_of_shard_map_two_axes"),
+            ("all", "jit_explicit"),
+            ("all", "grad_of_jit_of_vmap"),
+            ("all", "grad_of_shard_map_two_axes"),
             ("bare", "shard_map_of_grad"),
             ("bare", "pmap"),
         ],
@@ -91,9 +93,7 @@ def test_matches_optax(options, context, x64):
 
 @pytest.mark.parametrize(
     ("options", "how"),
-    product_cases(
-        ["bare", "where_z_loss"], ["vmap", "shard_map"], plain=[("where_z_loss", "shard_map")]
-    ),
+    product_cases(["bare", "all"], ["vmap", "shard_map"], plain=[("all", "shard_map")]),
 )
 def test_different_parameters_per_device(options, how, x64):
     plain, ours, params, batch = both(options)
@@ -130,14 +130,14 @@ def gradients(op, params, batch):
 
 @pytest.mark.parametrize("around", [jax.checkpoint, in_scan])
 def test_checkpoint_and_scan(around, x64):
-    plain, ours, params, batch = both("where_z_loss")
+    plain, ours, params, batch = both("all")
     run = around(lambda params, batch: ours(params, batch)[0])
     got = gradients(lambda params, batch: (run(params, batch), ()), params, batch)
     assert_trees_close(got, gradients(plain, params, batch), 1e-12)
 
 
 def test_scan_and_vmap_over_batches(x64):
-    plain, ours, params, batch = both("where_z_loss")
+    plain, ours, params, batch = both("all")
     batches = jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), batch)
 
     def scanned(op):
@@ -152,7 +152,7 @@ def test_scan_and_vmap_over_batches(x64):
 
 
 def test_second_order(x64):
-    plain, ours, params, batch = both("where_z_loss")
+    plain, ours, params, batch = both("all")
 
     def curvature(f):
         def squares(x):
@@ -168,8 +168,10 @@ def test_second_order(x64):
 
 def test_reverse_mode_only():
     _, ours, params, batch = both("bare")
-    with pytest.raises(TypeError, match="forward-mode"):
+    with pytest.raises(NotImplementedError, match="linear_cross_entropy .* forward-mode"):
         jax.jvp(lambda x: loss(ours, params, x, batch), (batch["x"],), (batch["x"],))
+    # Forward mode over reverse mode is supported.
+    jax.hessian(lambda x: loss(ours, params, x, batch))(batch["x"])
 
 
 @pytest.mark.parametrize(
@@ -228,11 +230,14 @@ def test_dtypes(dtype, params_dtype):
     assert_trees_close((dparams, dx), wants, {"bfloat16": 8e-3, "float16": 1e-3}.get(dtype, 1e-5))
 
 
-def test_accuracy_of_many_slices():
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
+def test_accuracy_of_many_slices(label_smoothing):
     params, batch = make((4, 8), width=16, vocab_size=512, dtype="f4")
-    got = single_device(functools.partial(op, chunk_size=2), params, batch)
+    smoothing = {"label_smoothing": label_smoothing}
+    got = single_device(functools.partial(op, chunk_size=2, **smoothing), params, batch)
     with jax.enable_x64(True):
-        want = single_device(oracle, *make((4, 8), width=16, vocab_size=512))
+        arrays = make((4, 8), width=16, vocab_size=512)
+        want = single_device(functools.partial(oracle, **smoothing), *arrays)
     assert_trees_close(got, want, 2e-5)
 
 
@@ -384,6 +389,7 @@ GOOD: dict[str, Any] = {"x": X, "kernel": np.ones((3, 5), np.float32), "labels":
         (ValueError, r"`bias` of shape \(4,\)", {"bias": np.ones(4)}),
         (ValueError, "`where` of shape .* must broadcast", {"where": np.ones(3, bool)}),
         (ValueError, r"`z_loss` \(=-1.0\)", {"z_loss": -1.0}),
+        (ValueError, r"`label_smoothing` \(=1.1\) must be in", {"label_smoothing": 1.1}),
         (ValueError, r"`chunk_size` \(=0\)", {"chunk_size": 0}),
     ],
 )
