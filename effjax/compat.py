@@ -21,6 +21,7 @@ from .ops import roi
 from .ops._common.arguments import as_float_array, as_pair, check_shape
 from .ops._common.sharding import match_varying, with_auto_axes, zeros
 from .ops.deform_conv import deform_conv2d as _deform_conv2d
+from .ops.roi.api import as_box_array
 
 __all__ = [
     "DFConv2d",
@@ -321,7 +322,7 @@ def _transpose(name: str, value: Any, *axes: int) -> jax.Array:
 
 
 def _as_indexed_boxes(name: str, value: Any) -> jax.Array:
-    boxes = as_float_array(name, value)
+    boxes = as_box_array(name, value)
     check_shape(name, boxes, ("K", 5), "index of the image, x1, y1, x2, y2")
     return lax.stop_gradient(boxes)  # boxes get no gradient, as in the originals
 
@@ -370,7 +371,7 @@ def _pool_lists(pool: Callable, x: jax.Array, boxes: Sequence[Any]) -> jax.Array
 
     The arrays are padded with NaN to the same number of boxes, and the results are cut again.
     """
-    arrays = [as_float_array(f"boxes[{i}]", b) for i, b in enumerate(boxes)]
+    arrays = [as_box_array(f"boxes[{i}]", b) for i, b in enumerate(boxes)]
     is_float64 = "float64" in (x.dtype, *(b.dtype for b in arrays))
     arrays = [b.astype(jnp.float64 if is_float64 else jnp.float32) for b in arrays]
     longest = max((b.shape[0] for b in arrays), default=0)

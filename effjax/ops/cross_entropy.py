@@ -92,8 +92,8 @@ def linear_cross_entropy(
 
 
 _FORWARD_MODE_ERROR = (
-    "linear_cross_entropy does not support forward-mode differentiation (jvp). Use reverse mode, as "
-    "in jax.grad or jax.vjp."
+    "linear_cross_entropy does not support forward-mode differentiation (jvp). Use reverse mode, "
+    "as in jax.grad or jax.vjp."
 )
 
 

@@ -8,32 +8,39 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-# The operators' additional requirements for these derivatives.
-_REQUIREMENTS = {"roi_align": " and a `sampling_ratio` above 0"}
+
+def needs_xla(operator: str, *requirements: str) -> str:
+    """Return the error for other derivatives than first ones in reverse mode.
+
+    Args:
+        operator: the name of the public function.
+        requirements: what these derivatives need besides XLA.
+    """
+    needed = " and ".join(['`implementation="xla"`', *requirements])
+    return (
+        f"{operator} supports only first derivatives in reverse mode with these options. Forward "
+        f"mode and second derivatives need {needed}."
+    )
 
 
-def forbid_higher_order(op: Callable, operator: str) -> Callable:
-    """Return `op` such that differentiating it raises an error that names the operator.
+def forbid_higher_order(op: Callable, error: str) -> Callable:
+    """Return `op` such that differentiating it raises NotImplementedError.
 
     The forward and backward passes of a custom_vjp are wrapped in this: JAX differentiates them
     only for a second derivative.
     """
     guarded = jax.custom_jvp(op)
-    guarded.defjvp(functools.partial(_raise_error, operator=operator))
+    guarded.defjvp(functools.partial(_raise_error, error=error))
     return guarded
 
 
-def reverse_mode_only(operator: str, *arrays: jax.Array) -> list[jax.Array]:
-    """Return the arrays such that computing their tangents raises an error."""
-    return _reverse_only_p.bind(*arrays, operator=operator)
+def reverse_mode_only(error: str, *arrays: jax.Array) -> list[jax.Array]:
+    """Return the arrays such that computing their tangents raises NotImplementedError."""
+    return _reverse_only_p.bind(*arrays, error=error)
 
 
-def _raise_error(*_, operator: str) -> NoReturn:
-    raise NotImplementedError(
-        f"The native kernels of {operator} support first derivatives in reverse mode. Forward mode "
-        'and second derivatives need `implementation="xla"`'
-        f"{_REQUIREMENTS.get(operator, '')}."
-    )
+def _raise_error(*_, error: str) -> NoReturn:
+    raise NotImplementedError(error)
 
 
 # Forward mode on a custom_vjp fails deep inside JAX, but reverse mode also starts with jvp. So the
@@ -42,32 +49,32 @@ def _raise_error(*_, operator: str) -> NoReturn:
 # or a second derivative, and raises the error.
 
 
-def _jvp(primals, tangents, *, operator: str):
+def _jvp(primals, tangents, *, error: str):
     # The primals are returned unchanged, so residuals are no copies. The nonzero tangents share one
     # primitive; zeros stay symbolic, and no gradient is computed for them.
     nonzero = (t for t in tangents if type(t) is not ad.Zero)
-    results = iter(_tangents_p.bind(*nonzero, operator=operator))
+    results = iter(_tangents_p.bind(*nonzero, error=error))
     return list(primals), [t if type(t) is ad.Zero else next(results) for t in tangents]
 
 
 _reverse_only_p = Primitive("effjax_reverse_only")
 _reverse_only_p.multiple_results = True
-_reverse_only_p.def_abstract_eval(lambda *arrays, operator: list(arrays))
-_reverse_only_p.def_impl(lambda *arrays, operator: list(arrays))
-mlir.register_lowering(_reverse_only_p, lambda _, *arrays, operator: list(arrays))
-batching.primitive_batchers[_reverse_only_p] = lambda arrays, axes, *, operator: (
-    reverse_mode_only(operator, *arrays),
+_reverse_only_p.def_abstract_eval(lambda *arrays, error: list(arrays))
+_reverse_only_p.def_impl(lambda *arrays, error: list(arrays))
+mlir.register_lowering(_reverse_only_p, lambda _, *arrays, error: list(arrays))
+batching.primitive_batchers[_reverse_only_p] = lambda arrays, axes, *, error: (
+    reverse_mode_only(error, *arrays),
     axes,
 )
 ad.primitive_jvps[_reverse_only_p] = _jvp
 
 _tangents_p = Primitive("effjax_reverse_only_tangents")
 _tangents_p.multiple_results = True
-_tangents_p.def_abstract_eval(lambda *tangents, operator: list(tangents))
+_tangents_p.def_abstract_eval(lambda *tangents, error: list(tangents))
 _tangents_p.def_impl(_raise_error)
 mlir.register_lowering(_tangents_p, _raise_error)
 batching.primitive_batchers[_tangents_p] = _raise_error
 ad.primitive_jvps[_tangents_p] = _raise_error
-ad.primitive_transposes[_tangents_p] = lambda cotangents, *tangents, operator: [
+ad.primitive_transposes[_tangents_p] = lambda cotangents, *tangents, error: [
     ct if ad.is_undefined_primal(t) else None for ct, t in zip(cotangents, tangents, strict=True)
 ]

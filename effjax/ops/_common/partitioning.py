@@ -22,7 +22,7 @@ from .sharding import manual_axes
 
 
 def partition_over_images(
-    run: Callable, rule: Callable[..., str], operator: str, shared: Collection[int] = ()
+    run: Callable, rule: Callable[..., str], derivatives_error: str, shared: Collection[int] = ()
 ) -> Callable:
     """Return `run` such that each device processes its own images.
 
@@ -32,7 +32,7 @@ def partition_over_images(
         rule: ``rule(*arrays)`` names the axes of operands and results, such as
             "d n h w, d n r -> d n r, d i o". d and n are sharded as in the operands. Results
             without n are summed over the images.
-        operator: the operator's name, for errors.
+        derivatives_error: the error for second derivatives.
         shared: positions of the operands without images, such as a kernel. vmap does not repeat
             them if they are the same for all examples (D = 1).
     """
@@ -43,7 +43,7 @@ def partition_over_images(
     def dispatch(*args):
         return (partitioned if _can_partition(args[0]) else run)(*args)
 
-    return forbid_higher_order(_merge_vmap_axis(dispatch, shared), operator)
+    return forbid_higher_order(_merge_vmap_axis(dispatch, shared), derivatives_error)
 
 
 def add_example_axis(*arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from .._common.arguments import as_float_array, as_integer, check_shape, check_size
-from .._common.derivatives import reverse_mode_only
+from .._common.derivatives import needs_xla, reverse_mode_only
 from .._common.dispatch import native_platforms, result_type, select_kernel
 from .._common.partitioning import add_example_axis, merge_example_axis, partition_over_images
 from .._common.platform import traced_platform
@@ -48,7 +48,7 @@ def ms_deform_attn(
             the original. (`effjax.deform_conv2d` takes offsets as (y, x), the order of
             torchvision.) Positions are computed in float32, or in float64 if any of the three
             arrays is float64.
-        attention_weights: [N, Q, M, L, P]; they need not sum to 1.
+        attention_weights: [N, Q, M, L, P], finite; they need not sum to 1.
         implementation: "native" for the custom call (CPU, CUDA), "xla" for plain XLA (all
             platforms), None for native on a CPU if available and XLA otherwise: the CUDA kernels
             are opt-in until validated on a GPU. Forward-mode and second derivatives need "xla".
@@ -119,7 +119,7 @@ def attend(static: Static, value: jax.Array, locations: jax.Array, weights: jax.
     if static.implementation == "xla":
         y = reference.attend(*args, **_options(static))
     else:
-        y: Any = _attend(static, *reverse_mode_only(static.operator, *args))
+        y: Any = _attend(static, *reverse_mode_only(needs_xla(static.operator), *args))
     return y.astype(value.dtype)
 
 
@@ -164,7 +164,7 @@ def _partitioned_forward(static: Static) -> Callable:
         y = kernel(*map(merge_example_axis, args), **_options(static))
         return (y.reshape(*args[0].shape[:2], *y.shape[1:]),)
 
-    return partition_over_images(run, lambda *_: f"{_INPUTS} -> {_OUT}", static.operator)
+    return partition_over_images(run, lambda *_: f"{_INPUTS} -> {_OUT}", needs_xla(static.operator))
 
 
 @functools.cache
@@ -179,7 +179,7 @@ def _partitioned_backward(static: Static) -> Callable:
         return tuple(d.reshape(*args[0].shape[:2], *d.shape[1:]) for d in gradients)
 
     rule = f"{_INPUTS}, {_OUT} -> {_INPUTS}"
-    return partition_over_images(run, lambda *_: rule, static.operator)
+    return partition_over_images(run, lambda *_: rule, needs_xla(static.operator))
 
 
 def _options(static: Static) -> dict[str, Any]:

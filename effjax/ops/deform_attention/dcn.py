@@ -56,7 +56,7 @@ def dcn_aggregate(
             column by column from the left, as in the original. (`effjax.deform_conv2d` takes
             (y, x), row by row, the order of torchvision.) Positions are computed in float32, or in
             float64 if any of the three arrays is float64.
-        mask: [N, Ho, Wo, G * K], a factor for each sample. DCNv3 passes a softmax over the K
+        mask: [N, Ho, Wo, G * K], a finite factor for each sample. DCNv3 passes a softmax over the K
             points, DCNv4 any numbers.
         kernel_size: size of the window, one integer or one for each spatial axis.
         strides: one integer, or one for each spatial axis.

@@ -21,7 +21,7 @@ from .._common.arguments import (
     conv_output_size,
     resolve_padding,
 )
-from .._common.derivatives import reverse_mode_only
+from .._common.derivatives import needs_xla, reverse_mode_only
 from .._common.dispatch import native_platforms, select_by_platform
 from .._common.partitioning import add_example_axis, partition_over_images
 from .._common.platform import traced_platform
@@ -70,8 +70,9 @@ def deform_conv2d(
             of their originals.) Positions are computed in float32, or in float64 if x or offset
             is float64.
         kernel: [kh, kw, C / feature_group_count, O]; computed in x's dtype.
-        mask: [N, Ho, Wo, G * K], a factor for each sample, or None for the first version of the
-            paper, without factors.
+        mask: [N, Ho, Wo, G * K], a finite factor for each sample, or None for the first version of
+            the paper, without factors. With an infinite or NaN factor, which results and gradients
+            are NaN depends on the implementation.
         bias: [O], or None.
         strides: one integer, or one for each spatial axis.
         kernel_dilation: one integer, or one for each spatial axis.
@@ -160,7 +161,7 @@ def _deform_conv2d_of_device(convolve: Callable, static: Static, images, paramet
 
 
 def _convolve_reverse_mode(static: Static, x, offset, mask, kernel) -> jax.Array:
-    args: Any = reverse_mode_only("deform_conv2d", x, offset, mask, kernel)
+    args: Any = reverse_mode_only(_DERIVATIVES_ERROR, x, offset, mask, kernel)
     return _convolve(static, *args)
 
 
@@ -185,6 +186,7 @@ _convolve.defvjp(_convolve_forward, _convolve_backward)
 # Axes of the operands; examples (d) and images (n) may be sharded.
 _X, _OFFSET, _MASK, _OUT = "d n h w c", "d n p q s", "d n p q m", "d n p q o"
 _KERNEL = 3  # its position among the operands
+_DERIVATIVES_ERROR = needs_xla("deform_conv2d")
 
 
 @functools.cache  # jit compares functions by identity
@@ -195,7 +197,7 @@ def _partitioned_forward(static: Static) -> Callable:
     def rule(*args):
         return f"{_X}, {_OFFSET}, {_MASK}, {_kernel_rule(*args)} -> {_OUT}"
 
-    return partition_over_images(run, rule, "deform_conv2d", {_KERNEL})
+    return partition_over_images(run, rule, _DERIVATIVES_ERROR, {_KERNEL})
 
 
 @functools.cache
@@ -206,7 +208,7 @@ def _partitioned_backward(static: Static) -> Callable:
         inputs = f"{_X}, {_OFFSET}, {_MASK}, {_kernel_rule(*args)}, {_OUT}"
         return f"{inputs} -> {_X}, {_OFFSET}, {_MASK}, d i j f o"
 
-    return partition_over_images(run, rule, "deform_conv2d", {_KERNEL})
+    return partition_over_images(run, rule, _DERIVATIVES_ERROR, {_KERNEL})
 
 
 def _kernel_rule(*args) -> str:

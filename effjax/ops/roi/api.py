@@ -15,6 +15,7 @@ from .._common.arguments import (
     as_integer,
     as_number,
     as_pair,
+    as_real_array,
     check_divides,
     check_shape,
     check_size,
@@ -48,9 +49,10 @@ def roi_align(
     Args:
         x: [N, H, W, C]; float32, float64, bfloat16 or float16.
         boxes: [N, R, 4], (x1, y1, x2, y2) in pixels of the image from which x was computed, R boxes
-            per image. A box with NaN or infinity has no samples: its result is zero, at almost no
-            cost. Pad with NaN to the same number of boxes per image. Positions are computed in
-            float32, or in float64 if x or boxes is float64. Boxes get no gradient.
+            per image, floating point or integer. A box with NaN or infinity has no samples: its
+            result is zero, at almost no cost. Pad with NaN to the same number of boxes per image.
+            Positions are computed in float32, or in float64 if x or boxes is float64. Boxes get no
+            gradient.
         output_size: (rows, columns) of bins, or one integer for both.
         spatial_scale: pixels of x per pixel of the boxes: 1 / 16 at stride 16.
         sampling_ratio: samples along each axis of a bin. 0 (or -1) for one per pixel of x, the size
@@ -78,7 +80,7 @@ def roi_align(
     """
     size = as_pair("output_size", output_size, 1)
     y = _pool_aligned(
-        _as_images("x", x), boxes, size=size, spatial_scale=spatial_scale,
+        "roi_align", _as_images("x", x), boxes, size=size, spatial_scale=spatial_scale,
         sampling_ratio=sampling_ratio, aligned=aligned, implementation=implementation,
     )  # fmt: skip
     return _split_bins(y, size)
@@ -143,8 +145,8 @@ def multiscale_roi_align(
     nowhere, y = jnp.full_like(boxes, jnp.nan), None
     for level, scale, number in zip(levels, scales, numbers, strict=True):
         y = _pool_aligned(
-            level, jnp.where(level_of_box == number, boxes, nowhere), y, size=size,
-            spatial_scale=scale, sampling_ratio=sampling_ratio, aligned=aligned,
+            "multiscale_roi_align", level, jnp.where(level_of_box == number, boxes, nowhere), y,
+            size=size, spatial_scale=scale, sampling_ratio=sampling_ratio, aligned=aligned,
             implementation=implementation,
         )  # fmt: skip
     assert y is not None  # there is at least one level
@@ -152,6 +154,7 @@ def multiscale_roi_align(
 
 
 def _pool_aligned(
+    operator: str,
     x: jax.Array,
     boxes: Any,
     initial: jax.Array | None = None,
@@ -171,7 +174,7 @@ def _pool_aligned(
         size, parts=1, margin=1.0, average_inside_only=False, samples=ratio,
         has_position_gradients=False,
     )  # fmt: skip
-    return pool(x, make_bins, (boxes,), pooling, implementation, initial)
+    return pool(operator, x, make_bins, (boxes,), pooling, implementation, initial)
 
 
 def deform_roi_pool(
@@ -232,7 +235,9 @@ def deform_roi_pool(
         size, parts=1, margin=1.0, average_inside_only=False, samples=ratio,
         has_position_gradients=offset is not None,
     )  # fmt: skip
-    return _split_bins(pool(x, make_bins, _promote(x, *arrays), pooling, implementation), size)
+    arrays = _promote(x, *arrays)
+    y = pool("deform_roi_pool", x, make_bins, arrays, pooling, implementation)
+    return _split_bins(y, size)
 
 
 def deform_psroi_pool(
@@ -309,7 +314,9 @@ def deform_psroi_pool(
         size, parts=group_size, margin=0.5, average_inside_only=True, samples=samples,
         has_position_gradients=offset is not None,
     )  # fmt: skip
-    return _split_bins(pool(x, make_bins, _promote(x, *arrays), pooling, implementation), size)
+    arrays = _promote(x, *arrays)
+    y = pool("deform_psroi_pool", x, make_bins, arrays, pooling, implementation)
+    return _split_bins(y, size)
 
 
 # These functions make bins from boxes and offsets. They are cached because jit compares the
@@ -364,8 +371,16 @@ def _as_images(name: str, value: Any) -> jax.Array:
     return x
 
 
+def as_box_array(name: str, value: Any) -> jax.Array:
+    """Return boxes as a floating-point array. Integers become float32."""
+    boxes = as_real_array(name, value)
+    if jnp.issubdtype(boxes.dtype, jnp.integer):
+        return boxes.astype(jnp.float32)
+    return as_float_array(name, boxes)
+
+
 def _as_boxes(value: Any, images: int) -> jax.Array:
-    boxes = as_float_array("boxes", value)
+    boxes = as_box_array("boxes", value)
     check_shape(
         "boxes", boxes, (images, "R", 4), "(x1, y1, x2, y2) of R boxes per image of `x`. For boxes "
         "with the indices of their images see effjax.compat",

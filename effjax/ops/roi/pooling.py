@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._common.derivatives import reverse_mode_only
+from .._common.derivatives import needs_xla, reverse_mode_only
 from .._common.dispatch import native_platforms, result_type, select_kernel
 from .._common.partitioning import add_example_axis, merge_example_axis, partition_over_images
 from .._common.sharding import match_varying, run_per_device, zeros
@@ -16,19 +16,30 @@ from . import reference
 from .bins import Bins
 from .reference import Pooling
 
-_OPERATOR = "pooling of boxes"  # its name in errors about native code
-
 
 class Static(NamedTuple):
     """Static configuration of a pooling (everything that is not an array)."""
 
+    operator: str  # its name in errors
     pooling: Pooling
     adds: bool  # to the result of an earlier call
     implementation: str | None
     platforms: tuple[str, ...]  # with native kernels
 
+    @property
+    def is_differentiable(self) -> bool:
+        """True if all derivatives exist: in XLA, and with loops of a static length."""
+        return self.implementation == "xla" and self.pooling.samples > 0
+
+    @property
+    def derivatives_error(self) -> str:
+        """The error for unsupported derivatives."""
+        more = () if self.pooling.samples > 0 else ("a positive `sampling_ratio`",)
+        return needs_xla(self.operator, *more)
+
 
 def pool(
+    operator: str,
     x: jax.Array,
     make_bins: Callable,
     arrays: tuple,
@@ -39,6 +50,7 @@ def pool(
     """Average x [N, H, W, parts**2 * C] over the bins that are made from arrays.
 
     Args:
+        operator: the name of the public function, for errors.
         x: images.
         make_bins: ``make_bins(*arrays) -> Bins``, a pure function; the same object for the same
             options.
@@ -51,8 +63,8 @@ def pool(
     Returns:
         y [N, R, P, C].
     """
-    platforms = native_platforms(implementation, _OPERATOR)
-    static = Static(pooling, initial is not None, implementation, platforms)
+    platforms = native_platforms(implementation, operator)
+    static = Static(operator, pooling, initial is not None, implementation, platforms)
     return _pool(static, make_bins, x, arrays, initial)
 
 
@@ -65,21 +77,19 @@ def _pool(static: Static, make_bins: Callable, x: jax.Array, arrays: tuple, init
 def _pool_on_device(
     static: Static, make_bins: Callable, x: jax.Array, arrays: tuple, initial: Any
 ) -> jax.Array:
-    # All derivatives exist if the loops over samples have a static length.
-    differentiable = static.implementation == "xla" and static.pooling.samples > 0
     dtype = arrays[0].dtype
     # Widened here, so that the gradient of x is summed over the samples in the wide dtype.
-    wide_x = x.astype(dtype) if differentiable or dtype == jnp.float64 else x
+    wide_x = x.astype(dtype) if static.is_differentiable or dtype == jnp.float64 else x
     bins: Bins = make_bins(*arrays)
     if static.adds:
         initial = initial.astype(wide_x.dtype)
     else:
         initial = zeros((*bins.first.shape[:3], 0), wide_x.dtype, x)
     args = match_varying((wide_x, bins.first, bins.step, bins.count, initial))
-    if differentiable:
+    if static.is_differentiable:
         y: Any = reference.pool(*args, pooling=static.pooling)
     else:
-        y = _average(static, *reverse_mode_only(_operator_name(static), *args))
+        y = _average(static, *reverse_mode_only(static.derivatives_error, *args))
     return y.astype(x.dtype)
 
 
@@ -118,7 +128,7 @@ _X, _BINS, _Y = "d n h w c", "d n r p g s, d n r t, d n r u", "d n r p o"
 @functools.cache  # jit compares functions by identity
 def _partitioned_forward(static: Static) -> Callable:
     kernel = select_kernel(
-        _native_pool, reference.pool, static.implementation, static.platforms, _OPERATOR
+        _native_pool, reference.pool, static.implementation, static.platforms, static.operator
     )
 
     def run(*args):
@@ -126,14 +136,14 @@ def _partitioned_forward(static: Static) -> Callable:
         return (y.reshape(*args[1].shape[:2], *y.shape[1:]),)
 
     rule = f"{_X}, {_BINS}, {_Y if static.adds else 'd n r p q'} -> {_Y}"
-    return partition_over_images(run, lambda *_: rule, _operator_name(static))
+    return partition_over_images(run, lambda *_: rule, static.derivatives_error)
 
 
 @functools.cache
 def _partitioned_backward(static: Static) -> Callable:
     kernel = select_kernel(
         _native_pool_backward, reference.pool_backward, static.implementation,
-        static.platforms, _OPERATOR,
+        static.platforms, static.operator,
     )  # fmt: skip
 
     def run(*args):
@@ -141,12 +151,7 @@ def _partitioned_backward(static: Static) -> Callable:
         return tuple(d.reshape(*args[1].shape[:2], *d.shape[1:]) for d in gradients)
 
     rule = f"{_X}, {_BINS}, {_Y} -> {_X}, d n r p g m"
-    return partition_over_images(run, lambda *_: rule, _operator_name(static))
-
-
-def _operator_name(static: Static) -> str:
-    # In errors about derivatives.
-    return "deform_psroi_pool" if static.pooling.average_inside_only else "roi_align"
+    return partition_over_images(run, lambda *_: rule, static.derivatives_error)
 
 
 # The native versions of the functions in `reference.py`.

@@ -50,22 +50,58 @@ def test_rejects_bad_arguments(function, argument, value):
 
 def test_native_unavailable(monkeypatch):
     monkeypatch.setattr(dispatch, "available_platforms", lambda: ())
-    with pytest.raises(RuntimeError, match="no native pooling of boxes .*`effjax doctor`"):
+    with pytest.raises(RuntimeError, match="no native roi_align .*`effjax doctor`"):
         roi_align(**GOOD, implementation="native")
     assert roi_align(**GOOD).shape == (2, 3, 2, 2, 8)
 
 
-@pytest.mark.parametrize("options", [{}, {"implementation": "xla"}, {"sampling_ratio": 2}], ids=str)
-def test_rejects_forward_mode_and_second_order(options):
-    def loss(x):
-        return jnp.sum(roi_align(**GOOD | {"x": x}, **options) ** 2)
+OPERATORS = {
+    "roi_align": roi_align,
+    "multiscale_roi_align": lambda x, **options: multiscale_roi_align(
+        [x], spatial_scales=[1.0], **options
+    ),
+    "deform_roi_pool": effjax.deform_roi_pool,
+    "deform_psroi_pool": effjax.deform_psroi_pool,
+}
 
+
+@pytest.mark.parametrize(
+    ("name", "options", "positive_ratio"),
+    [
+        ("roi_align", {}, True),
+        ("roi_align", {"sampling_ratio": 2}, False),
+        ("roi_align", {"implementation": "xla"}, True),
+        ("multiscale_roi_align", {"implementation": "xla", "sampling_ratio": 0}, True),
+        ("deform_roi_pool", {"implementation": "xla"}, True),
+        ("deform_psroi_pool", {}, False),
+    ],
+    ids=str,
+)
+def test_rejects_forward_mode_and_second_order(name, options, positive_ratio):
+    """The error names the operator and the options that these derivatives need."""
+
+    def loss(x):
+        return jnp.sum(OPERATORS[name](**GOOD | {"x": x}, **options) ** 2)
+
+    needed = '`implementation="xla"`' + " and a positive `sampling_ratio`" * positive_ratio
     for derivative in (
         lambda x: jax.jvp(loss, (x,), (x,)),
         jax.grad(lambda x: jnp.sum(jax.grad(loss)(x))),
     ):
-        with pytest.raises(NotImplementedError, match="`sampling_ratio` above 0"):
+        with pytest.raises(NotImplementedError, match=rf"^{name} .*need {needed}\."):
             derivative(X)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_integer_boxes(name):
+    """They are positions, also for images of half precision."""
+    x = np.random.default_rng(0).normal(size=(1, 9, 9, 2)).astype(jnp.bfloat16)
+    boxes = np.array([[[1, 0, 7, 5], [2, 3, 9, 9]]])
+    got, want = (
+        OPERATORS[name](x=x, boxes=boxes.astype(dtype), output_size=2)
+        for dtype in (np.int64, np.float32)
+    )
+    np.testing.assert_array_equal(got, want)
 
 
 @run_with(OWN_RULES)
