@@ -26,12 +26,14 @@ class DenseNetConfig(ImageNetworkConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("growth_rate", "num_init_features", "bn_size", "num_classes"):
-            as_integer(name, getattr(self, name), 1)
+            setattr(self, name, as_integer(name, getattr(self, name), 1))
         if self.num_chunks is not None:
-            as_integer("num_chunks", self.num_chunks, 1)
+            self.num_chunks = as_integer("num_chunks", self.num_chunks, 1)
         self.block_config = as_sizes("block_config", self.block_config)
-        as_number("compression", self.compression, lambda c: 0 < c <= 1, "in (0, 1]")
-        as_number("drop_rate", self.drop_rate, lambda r: 0 <= r < 1, "in [0, 1)")
+        self.compression = as_number(
+            "compression", self.compression, lambda c: 0 < c <= 1, "in (0, 1]"
+        )
+        self.drop_rate = as_number("drop_rate", self.drop_rate, lambda r: 0 <= r < 1, "in [0, 1)")
         widths = block_widths(self)
         if min(after for _, after in widths) < 1:
             raise ValueError(

@@ -50,7 +50,7 @@ class ImageNetworkConfig:
         self.axis_index_groups = as_index_groups(self.axis_index_groups)
         self.axis_name = hashable_axes(self.axis_name)
         check_momentum(self.momentum)
-        as_number("epsilon", self.epsilon, lambda e: 0 <= e < math.inf, "at least 0")
+        self.epsilon = as_number("epsilon", self.epsilon, lambda e: 0 <= e < math.inf, "at least 0")
         check_choice("save", self.save, "conv", "features")
         check_dtypes(self.dtype, self.param_dtype)
 

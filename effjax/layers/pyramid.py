@@ -30,8 +30,8 @@ class FeaturePyramidConfig:
     param_dtype: DTypeLike = jnp.float32
 
     def __post_init__(self) -> None:
-        as_integer("out_channels", self.out_channels, 1)
-        as_integer("extra_levels", self.extra_levels, 0)
+        self.out_channels = as_integer("out_channels", self.out_channels, 1)
+        self.extra_levels = as_integer("extra_levels", self.extra_levels, 0)
         check_choice("extra", self.extra, "pool", "conv")
         check_choice("extra_from", self.extra_from, "input", "output")
         check_dtypes(self.dtype, self.param_dtype)

@@ -49,9 +49,9 @@ class ResNetConfig(ImageNetworkConfig):
                 f"of the {len(self.stage_sizes)} stages."
             )
         for name in ("width", "offset_groups"):
-            as_integer(name, getattr(self, name), 1)
+            setattr(self, name, as_integer(name, getattr(self, name), 1))
         if self.num_classes is not None:
-            as_integer("num_classes", self.num_classes, 1)
+            self.num_classes = as_integer("num_classes", self.num_classes, 1)
 
     @property
     def feature_channels(self) -> tuple[int, ...]:

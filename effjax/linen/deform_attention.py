@@ -10,6 +10,7 @@ from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, PrecisionLike
 
 from ..layers import deform_attention as shared
+from ..ops._common.arguments import as_integer
 
 _zeros, _xavier = nn.initializers.zeros, nn.initializers.xavier_uniform()
 
@@ -111,6 +112,7 @@ class DCNv3(nn.Module):
         options: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         # Offsets and masks are predicted from z, the samples are taken from a projection of x.
         dw_size = self.kernel_size if self.dw_kernel_size is None else self.dw_kernel_size
+        dw_size = as_integer("dw_kernel_size", dw_size, 1)  # Flax takes no NumPy integer
         z = nn.Conv(
             self.features, (dw_size, dw_size), padding=(dw_size - 1) // 2,
             precision=self.precision, feature_group_count=self.features, name="dw_conv", **options,

@@ -50,7 +50,7 @@ def max_batch_size(
             batch size; and as `plan`.
         TypeError, PlanError: as `plan`.
     """
-    as_integer("start", start, 1)
+    start = as_integer("start", start, 1)
     unit = 1 if multiple_of is None else as_integer("multiple_of", multiple_of, 1)
     plans: dict[int, MemoryPlan] = {}
 

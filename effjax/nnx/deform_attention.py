@@ -10,6 +10,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from flax.typing import Dtype, PrecisionLike
 
 from ..layers import deform_attention as shared
+from ..ops._common.arguments import as_integer
 
 Implementation = Literal["native", "xla"] | None
 _zeros, _xavier = nnx.initializers.zeros, nnx.initializers.xavier_uniform()
@@ -144,13 +145,16 @@ class DCNv3(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.features, self.dtype = features, dtype
+        kernel_size = as_integer("kernel_size", kernel_size, 1)
+        if dw_kernel_size is None:
+            dw_kernel_size = kernel_size
+        size = as_integer("dw_kernel_size", dw_kernel_size, 1)
         self.options: dict[str, Any] = dict(
             kernel_size=kernel_size, padding=kernel_dilation * (kernel_size - 1) // 2,
             kernel_dilation=kernel_dilation, offset_groups=offset_groups,
             offset_scale=offset_scale, remove_center=remove_center, implementation=implementation,
         )  # fmt: skip
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        size = kernel_size if dw_kernel_size is None else dw_kernel_size
         self.dw_conv = nnx.Conv(
             features, features, (size, size), padding=(size - 1) // 2, precision=precision,
             feature_group_count=features, **options,

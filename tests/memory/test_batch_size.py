@@ -7,6 +7,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from effjax.memory import MaxBatch, max_batch_size, plan
@@ -79,6 +80,13 @@ def test_search(fake_plans, size, options, largest):
     assert all(batch % unit == 0 for batch in result.tried) and len(result.tried) <= 20
     assert largest + unit in result.tried or largest == 0
     assert result.plan.fits is (largest > 0)
+
+
+def test_start_of_numpy(fake_plans):
+    """The step gets Python integers."""
+    tried = []
+    max_batch_size(lambda batch: tried.append(batch) or (lambda n: (n, 0), batch), start=np.int8(8))
+    assert {type(batch) for batch in tried} == {int} and tried[0] == 8
 
 
 def test_rejects_wrong_searches(fake_plans):

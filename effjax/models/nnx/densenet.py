@@ -78,7 +78,7 @@ class DenseNet(nnx.Module, DenseNetConfig):
 
     def __post_init__(self, rngs: nnx.Rngs) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().__post_init__()
-        as_integer("in_channels", self.in_channels, 1)
+        self.in_channels = as_integer("in_channels", self.in_channels, 1)
         config = copy_config(self, DenseNetConfig)
         norm, features = norm_options(config), self.num_init_features
         self.deterministic = False

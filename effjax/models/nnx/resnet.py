@@ -101,7 +101,7 @@ class ResNet(nnx.Module, ResNetConfig):
 
     def __post_init__(self, rngs: nnx.Rngs) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().__post_init__()
-        as_integer("in_channels", self.in_channels, 1)
+        self.in_channels = as_integer("in_channels", self.in_channels, 1)
         config = copy_config(self, ResNetConfig)
         self.stem_conv = _conv(stem_spec(config, self.in_channels), config, rngs)
         self.stem_norm = BatchNorm(self.width, **norm_options(config), rngs=rngs)

@@ -243,8 +243,10 @@ class TransformerBlock(nnx.Module):
                 f"2 · `num_heads` (={num_heads}) must divide `width` (={width}): the rotary "
                 "embedding rotates pairs of a head's channels."
             )
-        as_number("dropout_rate", dropout_rate, lambda rate: 0 <= rate < 1, "in [0, 1)")
-        as_number("residual_scale", residual_scale, math.isfinite, "finite")
+        dropout_rate = as_number(
+            "dropout_rate", dropout_rate, lambda rate: 0 <= rate < 1, "in [0, 1)"
+        )
+        residual_scale = as_number("residual_scale", residual_scale, math.isfinite, "finite")
         if lora_rank is not None:
             lora_rank = as_integer("lora_rank", lora_rank, 1)
         as_dtype("param_dtype", param_dtype)
