@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -147,6 +147,19 @@ def join_tables(parts: Mapping[str, tuple[str, Table]]) -> Table:
 def nnx_path(path: str) -> str:
     """Return the nnx path of linen's `blocks_0.layers_1.conv1.kernel`."""
     return re.sub(r"(_\d+)+(?=\.)", lambda numbers: numbers[0].replace("_", "."), path)
+
+
+def check_table(table: Any) -> None:
+    """Raise an error for rows that cannot be applied."""
+    if not isinstance(table, Table) or not isinstance(table.rows, Mapping):
+        raise TypeError(
+            f"`table` must be a Table, such as Table({{'fc': 'classifier'}}), not {table!r:.80}."
+        )
+    for theirs, ours in table.rows.items():
+        if not set(re.findall(r"{(\w)", theirs)) <= set(re.findall(r"{(\w)", ours)):
+            raise ValueError(
+                f"`table` maps {theirs!r} to {ours!r}, which must have its letters in braces too."
+            )
 
 
 def torch_names(paths: Iterable[str], table: Table) -> dict[str, str]:

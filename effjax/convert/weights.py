@@ -13,6 +13,7 @@ from .tables import (
     COUNTER,
     SAME_NAMES,
     Table,
+    check_table,
     from_torch_layout,
     to_torch_layout,
     torch_names,
@@ -54,6 +55,7 @@ def from_torch(
     Warns:
         UserWarning: if weights are rounded to the dtype of the network.
     """
+    check_table(table)
     given = named(weights, table, prefix)
     leaves, build = _leaves("into", into)
     names = torch_names(leaves, table)
@@ -101,6 +103,7 @@ def to_torch(
         TypeError: if `variables` has the wrong type.
         ValueError: if two arrays get the same name in PyTorch, or `variables` is abstract.
     """
+    check_table(table)
     start = _start(prefix)
     found: dict[str, np.ndarray] = {}
     leaves = _leaves("variables", variables)[0]

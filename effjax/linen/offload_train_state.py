@@ -76,7 +76,7 @@ class OffloadTrainState(TrainState):
             The state of step 0.
 
         Raises:
-            TypeError: if a parameter is not an array.
+            TypeError: if a parameter is not an array, or `stacks` is a string.
             ValueError: if tx mixes parameters, if `stacks` has other paths or paths on the device,
                 or if `clip_norm` is not positive.
         """
@@ -115,6 +115,8 @@ class OffloadTrainState(TrainState):
 
 def _group(params: Mapping, arrays: Mapping, stacks: Sequence[str]) -> ParamGroups:
     """Group `arrays` (parameters or gradients) by update method, as nested dicts."""
+    if isinstance(stacks, str):
+        raise TypeError(f"`stacks` must be a sequence of paths, such as [{stacks!r}].")
     remaining, flat_params = flatten_dict(arrays), flatten_dict(params)
     stacked = []
     for name in stacks:

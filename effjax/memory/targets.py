@@ -5,6 +5,8 @@ import functools
 import re
 from pathlib import Path
 
+from ..ops._common.arguments import as_number
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -21,6 +23,9 @@ class Target:
     description: str
     memory_bytes: int
     config: str = dataclasses.field(repr=False)
+
+    def __post_init__(self) -> None:
+        as_number("memory_bytes", self.memory_bytes, lambda size: size > 0, "above 0")
 
 
 def list_targets() -> tuple[str, ...]:

@@ -10,8 +10,10 @@ from flax.typing import PathParts
 
 from ..layers.offload import check_on_host
 from ..layers.offload_optimizer import ParamGroups, init_state, update_groups
+from ..ops._common.arguments import describe
 from ..ops.offload import offload_jit
 from ..ops.offload.placement import Space, space_of
+from ..ops.offload.trees import check_same_shapes
 from ..ops.offload.update import check_clip_norm
 from .offload import OffloadModel
 
@@ -47,6 +49,7 @@ class OffloadOptimizer(nnx.Pytree):
         opt_state: its state.
 
     Raises:
+        TypeError: if `model` is not an nnx Module.
         ValueError: if tx mixes parameters, if the parameters of an OffloadModel are not in host
             memory, if `wrt` selects no Variable, or if `clip_norm` is not positive.
 
@@ -63,6 +66,7 @@ class OffloadOptimizer(nnx.Pytree):
         clip_norm: float | None = None,
     ):
         check_clip_norm(clip_norm)
+        _check_module(model)
         self.step = nnx.OptState(jnp.uint32(0))
         self.tx, self.wrt, self.clip_norm = tx, wrt, clip_norm
         params = _flatten(model, wrt)
@@ -85,8 +89,10 @@ class OffloadOptimizer(nnx.Pytree):
             grads: gradients as ``nnx.grad(…, argnums=nnx.DiffState(0, wrt))`` returns them.
 
         Raises:
+            TypeError: if `model` is not an nnx Module.
             ValueError: if the gradients do not match the Variables that `wrt` selects.
         """
+        _check_module(model)
         params = _flatten(model, self.wrt)
         grads = _flatten(grads, self.wrt)
         if params.keys() != grads.keys():
@@ -95,6 +101,7 @@ class OffloadOptimizer(nnx.Pytree):
                 "`grads` must have the Variables of the model that `wrt` selects, but only one of "
                 f"them has {'.'.join(map(str, path))}."
             )
+        check_same_shapes("grads", grads, "the parameters of `model`", params)
         variables = jax.tree.leaves(self.opt_state, is_leaf=_is_variable)
         values = jax.tree.map(lambda v: v.get_value(), self.opt_state, is_leaf=_is_variable)
         params_and_state = _group(model, params, params), values
@@ -107,6 +114,12 @@ class OffloadOptimizer(nnx.Pytree):
 
 
 _Arrays = dict[PathParts, jax.Array]
+
+
+def _check_module(model: Any) -> None:
+    # A State would pass for a model, and its update would be lost.
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"`model` must be a flax.nnx.Module, not {describe(model)}.")
 
 
 def _is_variable(a: Any) -> bool:

@@ -240,6 +240,11 @@ def test_rejects_invalid_arguments():
         ValueError, match="`grads` must have the Variables of the model that `wrt` selects"
     ):
         optimizer.update(model, grads)
+    grads = nnx.state(model, nnx.Param)
+    with pytest.raises(ValueError, match="`grads`.* must have the shape"):
+        optimizer.update(model, jax.tree.map(lambda g: g[:1], grads))
+    with pytest.raises(TypeError, match="`model` must be a flax.nnx.Module, not a State"):
+        optimizer.update(grads, model)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="takes nnx modules first, but was called with 3"):
         offload_jit(lambda x, model: None)(3, model)
     with pytest.raises(TypeError, match="would lose the updates of other modules"):
@@ -319,6 +324,8 @@ def test_train_state_updates_stack_layer_by_layer():
     create = functools.partial(OffloadTrainState.create, apply_fn=model.apply, tx=tx)
     with pytest.raises(ValueError, match="`stacks` .* params have no 'layers'"):
         create(params=on_host(params), stacks=["layers"])
+    with pytest.raises(TypeError, match=r"`stacks` must be a sequence .* \['layers'\]"):
+        create(params=on_host(params), stacks="layers")
     with pytest.raises(ValueError, match="must be in host memory"):
         create(params=params, stacks=["body/layers"])
     with pytest.raises(ValueError, match="`grads` must have the structure of `params`"):

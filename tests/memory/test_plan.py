@@ -263,6 +263,8 @@ def test_target_file(tmp_path):
     path.write_text("platform_name: 'CUDA'")
     with pytest.raises(ValueError, match="device_memory_size"):
         find_target(str(path))
+    with pytest.raises(ValueError, match=r"`memory_bytes` \(=-1\) must be above 0"):
+        dataclasses.replace(target, memory_bytes=-1)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def offload_scan(
             `policy` keeps.
         grads: the memory in which gradients are collected, before they are moved to that of the
             parameters; by default the same.
-        prefetch: the number of slices to load ahead of the current one.
+        prefetch: the number of slices to load ahead of the current one, at most all of them.
         resident_slices: the number of slices at the end that stay on the device between the two
             passes, with their residuals, so that they are loaded once.
         compute_dtype: the floating-point dtype to which real floating-point parameters are cast on
@@ -163,6 +163,11 @@ class StackConfig(NamedTuple):
     def num_streamed(self) -> int:
         """The number of slices that are loaded again for the backward pass."""
         return self.num_slices - self.options.resident_slices
+
+    @property
+    def prefetch(self) -> int:
+        """The number of slices to load ahead."""
+        return min(self.options.prefetch, self.num_slices)
 
     @property
     def slice(self) -> slices.Slice:
@@ -268,7 +273,7 @@ def run_forward(
 ):
     """Run the forward pass; return (x, aux, residuals for `run_backward`)."""
     params = split_slices(params, config)
-    start, prefetch = mark_host_slices(), config.options.prefetch
+    start, prefetch = mark_host_slices(), config.prefetch
 
     # XLA turns reads at a loop-carried index into asynchronous copies from the host, which overlap
     # with the layers. It does not do so for an index from a scanned jnp.arange. A clamped index is
@@ -364,7 +369,7 @@ def run_backward(
         state = run(
             state, 0, config.num_streamed,
             lambda trained, i: load((Partition(trained, frozen), residuals.streamed), i),
-            config.options.prefetch,
+            config.prefetch,
         )  # fmt: skip
     trained, *rest = state
     return merge_leading_axes(trained), *rest

@@ -427,3 +427,11 @@ def test_to_host_and_to_device_are_differentiable():
         assert kinds(run(jax.grad(lambda w: jnp.sum(to_device(w) ** 2)))(host["w"])) == {
             "pinned_host"
         }
+
+
+def test_prefetch_is_at_most_all_slices():
+    def program(prefetch):
+        run = functools.partial(offload_scan, layer, prefetch=prefetch, params_in="device")
+        return str(jax.make_jaxpr(functools.partial(run, key=KEY))(params(), inputs()))
+
+    assert program(2**31) == program(LAYERS)
