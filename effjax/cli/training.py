@@ -139,11 +139,11 @@ def train(
         print_line(console, line)
     progress = ConsoleProgress(console, task) if is_first() else None
     resume = f"Resume with {resume_command(task.config.COMMAND, request.path)}"
+    quiet_background_errors()
     try:
         with (
             preemption_signal() if has_joined() else stop_signals() as stop_requested,
             interrupts() as raise_interrupt,
-            quiet_background_errors(),
         ):
 
             def stop(step: int) -> bool:
@@ -164,24 +164,20 @@ def train(
         raise CommandError(f"stopped and saved {error}. {resume}", PREEMPTED) from error
 
 
-@contextlib.contextmanager
-def quiet_background_errors() -> Iterator[None]:
-    """Hide the tracebacks of a save that fails in background threads; `fit` raises its error."""
+def quiet_background_errors() -> None:
+    """Hide the tracebacks of a save that fails in background threads; `fit` raises its error.
+
+    This lasts to the end of the process: some tracebacks come at its exit.
+    """
 
     def report_unraisable(unraisable: Any) -> None:
         # TensorStore's other writes end after Orbax has closed the event loop that waits for them.
         if "Event loop is closed" not in str(unraisable.exc_value):
             hook(unraisable)
 
-    # To the end of the process: asyncio reports exceptions that nobody has read at its exit.
+    hook, sys.unraisablehook = sys.unraisablehook, report_unraisable
     for name in ("absl", "asyncio"):  # "absl" is the logger of Orbax
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    hook = sys.unraisablehook
-    sys.unraisablehook = report_unraisable
-    try:
-        yield
-    finally:
-        sys.unraisablehook = hook
 
 
 @contextlib.contextmanager
