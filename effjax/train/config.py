@@ -56,6 +56,9 @@ class RunConfig:
             raise TrainError(
                 f"`validation` (={self.validation}) must be a share in [0, 1) or a whole number"
             )
+        # Not in the fingerprint of config.json, and any other value would act as "skip".
+        if self.on_nan not in ("stop", "skip"):
+            raise TrainError(f"`on_nan` (={self.on_nan!r}) must be 'stop' or 'skip'")
 
     def check_share(self, *names: str) -> None:
         """Raise TrainError unless these options lie in [0, 1)."""

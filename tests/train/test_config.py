@@ -18,6 +18,7 @@ from effjax.train.lm.config import LMConfig
         (DenseNetConfig, {"weight_decay": -1.0}),
         (DenseNetConfig, {"validation": 1.5}),
         (DenseNetConfig, {"momentum": 1.0}),
+        (DenseNetConfig, {"on_nan": "stmp"}),
         (ResNetConfig, {"depth": 20}),
         (LMConfig, {"dropout": 1.0}),
         (LMConfig, {"lora": 129}),
