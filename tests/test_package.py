@@ -33,7 +33,7 @@ INTERNAL = {
     "models": {"linen", "nnx", "layers", "ops"},
     "convert": {"models", "_unpickle"},
     "memory": {"ops", "native"},
-    "train": set(),
+    "train": {"effjax"},
     "train.data": {"train", "_unpickle"},
     "train.images": {"effjax", "train", "train.data", "memory", "models"},
     "train.lm": {"effjax", "train", "train.data", "memory", "models", "ops"},
