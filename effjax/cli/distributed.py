@@ -33,6 +33,7 @@ def join(arguments: Mapping[str, Any]) -> None:
     from ..train import processes
 
     processes.join(**{name: arguments[name] for name in OPTIONS[1:]})
+    exit_with_peers()
 
 
 @contextlib.contextmanager
@@ -48,23 +49,56 @@ def end_all_on_error(heartbeat_timeout: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        from ..train.processes import has_joined, is_first
+        from ..train.processes import has_joined, is_first, peers
 
         if not has_joined():
             raise
-        if type(error).__name__ == "JaxRuntimeError":
-            _wait_for_jax(heartbeat_timeout)
         if isinstance(error, errors.CommandError) and error.exit_code == errors.PREEMPTED:
             raise  # all processes end
+        others = peers()
+        if others is None and type(error).__name__ == "JaxRuntimeError":
+            _wait_for_jax(heartbeat_timeout)
+        if others is not None:
+            # Communication with a process that has ended fails in JAX, Gloo or Orbax.
+            if not _is_own(error) and (ended := others.wait_for_end()):
+                error = errors.CommandError(_end_message(ended))
+            others.leave(str(error) or type(error).__name__)
         code = errors.report(error)
         if code is None:
             traceback.print_exception(error)
             code = 1
-        if is_first():
-            time.sleep(1)  # the coordinator: the others must be able to print their errors
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        _exit(code, is_first())
+
+
+def exit_with_peers() -> None:
+    """End this process, with an error, when another one has ended."""
+    from ..train.processes import is_first, peers
+
+    def exit_because(ended: str) -> None:
+        errors.report(errors.CommandError(_end_message(ended)))
+        _exit(1, is_first())
+
+    if (others := peers()) is not None:
+        others.watch(exit_because)
+
+
+def _is_own(error: BaseException) -> bool:
+    """Return True if an error cannot come from another process that has ended."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return isinstance(error, (TrainError, errors.CommandError, KeyboardInterrupt))
+
+
+def _end_message(ended: str) -> str:
+    return f"{ended.rstrip('.')}. Start all processes again with --resume."
+
+
+def _exit(code: int, is_first: bool) -> None:
+    if is_first:
+        time.sleep(1)  # the coordinator: the others must be able to print their errors
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _wait_for_jax(seconds: int) -> None:

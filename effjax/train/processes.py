@@ -3,6 +3,7 @@
 All processes take the same steps. The first one writes the files and shows the progress.
 """
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -14,8 +15,10 @@ import jax
 import numpy as np
 
 from .errors import TrainError
+from .peers import Peers, meet
 
 _has_joined = False
+_peers: Peers | None = None
 _poll_numbers = itertools.count(1)
 
 
@@ -25,6 +28,11 @@ def has_joined() -> bool:
     JAX's preemption service then handles SIGTERM, also where `is_multiprocess` is False.
     """
     return _has_joined
+
+
+def peers() -> Peers | None:
+    """Return the connections to the other processes; None if a cluster has started them."""
+    return _peers
 
 
 def join(
@@ -44,10 +52,14 @@ def join(
         heartbeat_timeout: Seconds of silence after which a process counts as dead.
 
     Raises:
-        TrainError: There is no such cluster, or its coordinator does not answer.
+        TrainError: There is no such cluster, the arguments do not fit to those of the others, the
+            port is in use, or a process does not come within five minutes.
     """
-    global _has_joined
+    global _has_joined, _peers
     jax.config.update("jax_enable_preemption_service", True)
+    if coordinator is not None and num_processes is not None and process_id is not None:
+        _peers = meet(coordinator, num_processes, process_id)
+        atexit.register(_peers.leave)
     try:
         jax.distributed.initialize(
             coordinator,
@@ -77,16 +89,22 @@ def is_first() -> bool:
 
 
 def check_same_everywhere(name: str, mine: dict[str, Any]) -> None:
-    """Raise TrainError if a value differs from that in the first process."""
+    """Raise TrainError in all processes if a value differs from that in the first process."""
     if not is_multiprocess():
         return
     first, mine = run_on_first(lambda: mine), json.loads(json.dumps(mine))
-    for key in sorted(first.keys() | mine.keys()):
-        if first.get(key) != mine.get(key):
-            raise TrainError(
-                f"{name} `{key}` (={mine.get(key)!r}) is {first.get(key)!r} in process 0. Give all "
-                "processes the same."
-            )
+    different = [
+        key for key in sorted(first.keys() | mine.keys()) if first.get(key) != mine.get(key)
+    ]
+    problem = ""
+    if different:
+        key = different[0]
+        problem = (
+            f"{name} `{key}` (={mine.get(key)!r} in process {jax.process_index()}) is "
+            f"{first.get(key)!r} in process 0. Give all processes the same."
+        )
+    if problems := [*filter(None, _gather(problem))]:
+        raise TrainError(problems[0])
 
 
 def run_on_first(action: Callable[[], Any]) -> Any:
@@ -120,6 +138,18 @@ def sum_over_processes(share: Callable[[int, int], np.ndarray]) -> np.ndarray:
 
     words = process_allgather(mine.view(np.uint32))  # JAX would truncate 64 bits
     return np.ascontiguousarray(words).view(np.int64).sum(0)
+
+
+def _gather(text: str) -> list[str]:
+    """Return the texts of all processes."""
+    from jax.experimental.multihost_utils import process_allgather
+
+    mine = np.frombuffer(text.encode(), np.uint8)
+    sizes = process_allgather(np.int32(len(mine)))
+    padded = np.zeros(max(int(np.max(sizes)), 1), np.uint8)
+    padded[: len(mine)] = mine
+    rows = np.asarray(process_allgather(padded))
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def _broadcast(answer: dict[str, Any]) -> dict[str, Any]:

@@ -228,10 +228,10 @@ def test_same_steps_as_in_one_process(group, tmp_path, name):
     assert_same_run(run, train_alone(run), rounding=100 if "resnet" in name else 1)
 
 
-def dies(how):
-    """Return code that ends process 1 after its second step."""
+def dies(how, number=1):
+    """Return code that ends a process after its second step."""
     return f"""
-if process == 1:
+if process == {number}:
     import os, signal
     from effjax.train.lm.task import LMTask
     read, steps = LMTask.read, []
@@ -252,10 +252,39 @@ def test_a_killed_process_ends_all(tmp_path, text, alone, how):
         before = dies(f"os.kill(os.getpid(), signal.{how})")
         first, _ = two.run(*text, *SPLIT, "--out", run, before=before, wait_for=[0])
     assert first.code not in (None, 0, PREEMPTED)
-    assert "unhealthy" in first.err and "\n1\n" in first.err  # process 1, as JAX says it
-    if how == "SIGKILL":
+    if how == "SIGSTOP":
+        assert "unhealthy" in first.err and "\n1\n" in first.err  # process 1, as JAX says it
+    else:
+        assert (
+            first.err == "effjax: process 1 has ended. Start all processes again with --resume.\n"
+        )
         fit(task_of(run), RunDirectory.open(run), resume=True)
         assert_same_bits(run, alone)
+
+
+IN_A_SAVE = """
+if process == 0:
+    import os, signal
+    from effjax.train.checkpoint import Checkpoints
+    write = Checkpoints._write_manifest
+    def write_or_die(self):
+        if self._saving["step"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(self)
+    patch.setattr(Checkpoints, "_write_manifest", write_or_die)"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("where", ["step", "save"])
+def test_the_first_process_is_killed(tmp_path, text, where):
+    """JAX's coordinator ends with it."""
+    before = IN_A_SAVE if where == "save" else dies("os.kill(os.getpid(), signal.SIGKILL)", 0)
+    with Group(heartbeat_timeout=10) as two:
+        _, second = two.run(*text, "--out", tmp_path / "run", before=before, wait_for=[1])
+    assert second.code == 1, second
+    ours = [line for line in second.err.splitlines() if line.startswith("effjax: ")]
+    assert ours == ["effjax: process 0 has ended. Start all processes again with --resume."]
+    assert "Traceback" not in second.err
 
 
 @pytest.mark.exhaustive
@@ -264,7 +293,8 @@ def test_an_error_of_one_process_ends_all(tmp_path, text):
     with Group(heartbeat_timeout=5) as two:
         first, second = two.run(*text, "--out", tmp_path / "run", before=before)
     assert first.code not in (None, 0, PREEMPTED) and second.code == 2
-    assert "effjax: no such luck\n" in second.err
+    assert second.err == "effjax: no such luck\n"
+    assert first.err.startswith("effjax: process 1 has ended: no such luck. Start all processes")
 
 
 @pytest.mark.exhaustive
@@ -272,9 +302,9 @@ def test_rejects_options_that_differ(tmp_path, text):
     before = "if process == 1: argv += ['--seed', '7']"
     with Group(heartbeat_timeout=5) as two:
         first, second = two.run(*text, "--out", tmp_path / "run", before=before)
-    message = "option `seed` (=7) is 0 in process 0. Give all"
-    assert second.code == 2 and message in second.err
-    assert first.code not in (None, 0) and not (tmp_path / "run").exists()
+    message = "effjax: option `seed` (=7 in process 1) is 0 in process 0. Give all processes"
+    assert first.code == second.code == 2 and not (tmp_path / "run").exists()
+    assert first.err.startswith(message) and second.err == first.err
 
 
 @pytest.mark.exhaustive
