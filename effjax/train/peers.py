@@ -66,7 +66,8 @@ class Peers:
     def __init__(self, process_id: int, connections: dict[int, Connection]):
         self.process_id, self._connections = process_id, connections
         self.ended: str | None = None
-        self._changed, self._is_leaving = threading.Event(), False
+        # Acquired by the thread that reports how this process ends.
+        self._changed, self._report = threading.Event(), threading.Lock()
 
     def watch(self, on_end: Callable[[str], None]) -> None:
         """Call `on_end(sentence)`, in a thread, if a process ends and this one does not."""
@@ -80,10 +81,10 @@ class Peers:
 
     def leave(self, error: str | None = None) -> None:
         """Tell the others that this process ends, because of an error if there is one."""
-        if not self._is_leaving:
-            self._is_leaving = True
-            for connection in self._connections.values():
-                connection.send(process=self.process_id, error=error)
+        if not self._report.acquire(blocking=False):
+            time.sleep(10)  # the watching thread ends this process
+        for connection in self._connections.values():
+            connection.send(process=self.process_id, error=error)
 
     def _watch(self, process: int, on_end: Callable[[str], None]) -> None:
         message = self._connections[process].receive(None)
@@ -99,7 +100,7 @@ class Peers:
         self._changed.set()
         if process or message:  # without process 0, JAX soon aborts this process
             time.sleep(GRACE_SECONDS)
-        if not self._is_leaving:
+        if self._report.acquire(blocking=False):
             on_end(self.ended)
 
 
