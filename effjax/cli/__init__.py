@@ -8,12 +8,14 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from ..train.errors import printable
 from .errors import INTERRUPTED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `effjax ARGV` (default: the arguments of the process) and return the exit code."""
     logging.getLogger("jax._src.xla_bridge").addFilter(_shorten_cuda_error)
+    logging.getLogger("absl").addFilter(_escape_names)  # of Orbax
     try:
         code = _run(sys.argv[1:] if argv is None else list(argv))
     except KeyboardInterrupt:  # before a command runs, or a second one while it ends
@@ -40,6 +42,11 @@ def _run(argv: list[str]) -> int:
     from .app import run
 
     return run(argv)
+
+
+def _escape_names(record: logging.LogRecord) -> bool:
+    record.msg, record.args = printable(record.getMessage()), ()
+    return True
 
 
 def _shorten_cuda_error(record: logging.LogRecord) -> bool:

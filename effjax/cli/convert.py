@@ -1,11 +1,14 @@
 """The command `effjax convert`."""
 
+import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Literal
 
 from typer import Argument, Option
 
-from ..train.errors import TrainError
+from ..train.errors import TrainError, check_orbax_path, printable
+from .options import SIZE
 
 
 def convert(
@@ -25,7 +28,7 @@ def convert(
     ],
     flavor: Annotated[Literal["nnx", "linen"], Option(help="The Flax API.")] = "nnx",
     num_classes: Annotated[
-        int | None, Option(help="Number of logits. (default: the model's)", min=1)
+        int | None, Option(help="Number of logits. (default: the model's)", **SIZE)
     ] = None,
     prefix: Annotated[
         str, Option(help="Use only names that begin with this and a dot, such as module.")
@@ -51,6 +54,8 @@ def convert(
         raise TrainError(f"{to} already exists. Give another --to.")
     if suffix_of(to) in (".npz", *TORCH_SUFFIXES):
         raise TrainError(f"--to {to} must be a new folder or a .safetensors file.")
+    if suffix_of(to) != ".safetensors":
+        check_orbax_path(to)
     console = Console()
     options = {} if num_classes is None else {"num_classes": num_classes}
     try:
@@ -58,7 +63,8 @@ def convert(
             task = bar.add_task("load", total=3)
             weights = load_weights(source)
             bar.update(task, description="convert", advance=1)
-            variables = network_variables(model, weights, prefix, options)
+            with warnings.catch_warnings(record=True) as caught:
+                variables = network_variables(model, weights, prefix, options)
             bar.update(task, description="write", advance=1)
             write_checkpoint(to, as_nnx(variables) if flavor == "nnx" else variables)
             bar.advance(task)
@@ -67,6 +73,8 @@ def convert(
         raise TrainError(f"{error.filename or source}: {reason}. Check the paths.") from error
     except (ValueError, TypeError) as error:
         raise TrainError(str(error)) from error
+    for warning in caught:
+        print(printable(f"effjax: {warning.message}"), file=sys.stderr)
     leaves = jax.tree.leaves(variables)
     params = jax.tree.leaves(variables["params"])
     statistics = jax.tree.leaves(variables.get("batch_stats", {}))

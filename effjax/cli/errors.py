@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from ..train.errors import TrainError
+from ..train.errors import TrainError, printable
 
 USAGE, INTERRUPTED, PREEMPTED = 2, 130, 75  # exit codes: a wrong option, Ctrl-C, SIGTERM
 
@@ -42,5 +42,5 @@ def report(error: BaseException) -> int | None:
     elif not isinstance(error, TrainError):
         return None
     if message:
-        print(f"effjax: {' '.join(message.split())}", file=sys.stderr)
+        print(f"effjax: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code

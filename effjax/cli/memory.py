@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from ..train.errors import TrainError
+from ..train.errors import TrainError, printable
 from ..train.images.config import DenseNetConfig, ResNetConfig
 from ..train.lm.config import LMConfig
 from .errors import CommandError
-from .options import model_option
+from .options import COUNT, SIZE, model_option
 from .user_steps import describe_error, load_steps, shorten
 
 if TYPE_CHECKING:
@@ -57,33 +57,41 @@ def memory(
         ),
     ],
     depth: Annotated[
-        int | None, model_option(help="Depth of densenet. (default: 22)", min=1)
+        int | None, model_option(help="Depth of densenet. (default: 22)", **SIZE)
     ] = None,
     growth_rate: Annotated[
         int | None,
         model_option(
-            help="Channels that each layer adds. (default: 12, or that of the model)", min=1
+            help="Channels that each layer adds. (default: 12, or that of the model)",
+            **SIZE,
         ),
     ] = None,
     image_size: Annotated[
         int | None,
-        model_option(help="Side of the images. (default: 32, or 224 for ImageNet's models)", min=1),
+        model_option(
+            help="Side of the images. (default: 32, or 224 for ImageNet's models)",
+            **SIZE,
+        ),
     ] = None,
     num_classes: Annotated[
         int | None,
-        model_option(help="Classes. (default: 10, or 1000 for ImageNet's models)", min=1),
+        model_option(help="Classes. (default: 10, or 1000 for ImageNet's models)", **SIZE),
     ] = None,
-    layers: Annotated[int | None, model_option(help="Layers of lm. (default: 4)", min=1)] = None,
-    width: Annotated[int | None, model_option(help="Channels of lm. (default: 128)", min=1)] = None,
+    layers: Annotated[int | None, model_option(help="Layers of lm. (default: 4)", **SIZE)] = None,
+    width: Annotated[
+        int | None, model_option(help="Channels of lm. (default: 128)", **SIZE)
+    ] = None,
     context: Annotated[
-        int | None, model_option(help="Bytes per example of lm. (default: 128)", min=1)
+        int | None,
+        model_option(help="Bytes per example of lm. (default: 128)", **SIZE),
     ] = None,
     lora: Annotated[
-        int | None, model_option(help="Rank of the adapters of lm. (default: none)", min=1)
+        int | None,
+        model_option(help="Rank of the adapters of lm. (default: none)", **SIZE),
     ] = None,
     num_microbatches: Annotated[
         int | None,
-        model_option(help="Microbatches of the offloaded forms of lm. (default: 1)", min=1),
+        model_option(help="Microbatches of the offloaded forms of lm. (default: 1)", **SIZE),
     ] = None,
     policy: Annotated[
         Literal["recompute", "dots", "everything"] | None,
@@ -93,7 +101,7 @@ def memory(
         Literal["float32", "bfloat16"] | None,
         model_option(help="Dtype of the computation. (default: float32)"),
     ] = None,
-    batch_size: Annotated[int, Option(help="Examples per step, over all devices.", min=1)] = 64,
+    batch_size: Annotated[int, Option(help="Examples per step, over all devices.", **COUNT)] = 64,
     target: Annotated[
         str,
         Option(help="h200, h100, gh200, b200, a100-80, a100-40, l4, or a GpuTargetConfigProto."),
@@ -103,7 +111,7 @@ def memory(
         Option(
             help="GPUs that share the step. The batch of a step without shardings is split "
             "over them. (default: 1, or as many as the step spans)",
-            min=1,
+            **SIZE,
         ),
     ] = None,
     mesh: Annotated[
@@ -118,7 +126,7 @@ def memory(
         Option(
             help="GiB of pinned host memory for all GPUs. (default: "
             "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, or 64)",
-            min=1,
+            **SIZE,
         ),
     ] = None,
     max_batch: Annotated[
@@ -127,7 +135,8 @@ def memory(
     multiple_of: Annotated[
         int | None,
         Option(
-            help="Try multiples of this with --max-batch. (default: the number of devices)", min=1
+            help="Try multiples of this with --max-batch. (default: the number of devices)",
+            **COUNT,
         ),
     ] = None,
     only: Annotated[
@@ -326,7 +335,7 @@ def show(result: "Comparison | dict[str, MaxBatch]", as_json: bool, plot: Path |
     if plot is not None:
         _draw(plans, plot)
         if not as_json:
-            print(f"written: {plot}")
+            print(printable(f"written: {plot}"))
 
 
 def _largest_batches(results: "Mapping[str, MaxBatch]") -> "Report":

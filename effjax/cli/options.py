@@ -1,6 +1,7 @@
 """Options that several commands share, as annotated types, and the layout of their help."""
 
 import functools
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,16 @@ optimization_option = functools.partial(Option, rich_help_panel="Optimization")
 run_option = functools.partial(Option, rich_help_panel="Run")
 process_option = functools.partial(Option, rich_help_panel="Several processes")
 
-BatchSize = Annotated[int, optimization_option(help="Examples per step, over all devices.", min=1)]
+# Bounds of integers, above which JAX raises obscure errors or ends the process. The products of a
+# few sizes, such as the shape of a kernel, must fit in 64 bits.
+MAX_SIZE, MAX_COUNT = 2**20, 2**31 - 1
+SIZE: dict[str, Any] = {"min": 1, "max": MAX_SIZE}  # of an image, a layer or a network
+COUNT: dict[str, Any] = {"min": 1, "max": MAX_COUNT}  # of steps or examples
+
+BatchSize = Annotated[
+    int,
+    optimization_option(help="Examples per step, over all devices.", **COUNT),
+]
 LearningRate = Annotated[float, optimization_option(help="Largest learning rate.")]
 WeightDecay = Annotated[
     float, optimization_option(help="Weight decay of kernels. Norms and biases have none.")
@@ -40,12 +50,14 @@ Resume = Annotated[
     ),
 ]
 CheckpointEvery = Annotated[
-    int | None, run_option(help="Also write a checkpoint every so many steps.", min=1)
+    int | None,
+    run_option(help="Also write a checkpoint every so many steps.", **COUNT),
 ]
 Keep = Annotated[
     int,
     run_option(
-        help="Number of most recent evaluated checkpoints to keep, besides the best one.", min=1
+        help="Number of most recent evaluated checkpoints to keep, besides the best one.",
+        **COUNT,
     ),
 ]
 OnNan = Annotated[
@@ -67,11 +79,13 @@ Distributed = Annotated[
     ),
 ]
 Coordinator = Annotated[str | None, process_option(help="HOST:PORT of process 0.")]
-NumProcesses = Annotated[int | None, process_option(help="Number of processes.", min=1)]
-ProcessId = Annotated[int | None, process_option(help="Number of this process, from 0.", min=0)]
+NumProcesses = Annotated[int | None, process_option(help="Number of processes.", **SIZE)]
+ProcessId = Annotated[
+    int | None, process_option(help="Number of this process, from 0.", min=0, max=MAX_SIZE)
+]
 HeartbeatTimeout = Annotated[
     int,
-    process_option(help="Seconds of silence after which a process counts as dead.", min=1),
+    process_option(help="Seconds of silence after which a process counts as dead.", **COUNT),
 ]
 
 NAME_WIDTH = 30  # of the first column of the help
@@ -97,6 +111,7 @@ class Command(typer.core.TyperCommand):
             if title not in panels:
                 panels[title] = Table.grid(Column(width=NAME_WIDTH), Column(), padding=(0, 2, 0, 0))
             text = text.replace("[default: ", "[default:\N{NO-BREAK SPACE}")
+            text = re.sub(f"1<=x<=({MAX_SIZE}|{MAX_COUNT})", "x>=1", text)
             panels[title].add_row(Text(names.replace(" range>", ">")), Text(text))
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)

@@ -25,7 +25,8 @@ Validation = Annotated[
     ),
 ]
 ImageSize = Annotated[
-    int | None, data_option(help="Resize the images of a folder to this side.", min=1)
+    int | None,
+    data_option(help="Resize the images of a folder to this side.", **options.SIZE),
 ]
 Augment = Annotated[
     bool | None, data_option(help="Crop at random, and flip if --flip. (default: on)")
@@ -47,7 +48,7 @@ Save = Annotated[
         "features recomputes them: slower, less memory."
     ),
 ]
-Epochs = Annotated[int, optimization_option(help="Passes over the train set.", min=1)]
+Epochs = Annotated[int, optimization_option(help="Passes over the train set.", **options.COUNT)]
 Schedule = Annotated[
     Literal["cosine", "step"],
     optimization_option(
@@ -72,12 +73,14 @@ def train_densenet(
         str, model_option(help="densenet-bc, or a network such as densenet121.")
     ] = DenseNetConfig.model,
     depth: Annotated[
-        int | None, model_option(help="Depth of densenet-bc, 6n + 4. (default: 22)")
+        int | None,
+        model_option(help="Depth of densenet-bc, 6n + 4. (default: 22)", **options.SIZE),
     ] = DenseNetConfig.depth,
     growth_rate: Annotated[
         int | None,
         model_option(
-            help="Channels that each layer adds. (default: 12, or that of --model)", min=1
+            help="Channels that each layer adds. (default: 12, or that of --model)",
+            **options.SIZE,
         ),
     ] = DenseNetConfig.growth_rate,
     compression: Annotated[
@@ -86,7 +89,10 @@ def train_densenet(
     ] = DenseNetConfig.compression,
     bn_size: Annotated[
         int | None,
-        model_option(help="Width of the bottleneck, in growth rates. (default: 4)", min=1),
+        model_option(
+            help="Width of the bottleneck, in growth rates. (default: 4)",
+            **options.SIZE,
+        ),
     ] = DenseNetConfig.bn_size,
     drop_rate: Annotated[
         float, model_option(help="Dropout rate of each layer's output.")

@@ -28,7 +28,9 @@ def train_lm(
             "number."
         ),
     ] = LMConfig.validation,
-    context: Annotated[int, data_option(help="Context length in bytes.", min=1)] = LMConfig.context,
+    context: Annotated[
+        int, data_option(help="Context length in bytes.", **options.SIZE)
+    ] = LMConfig.context,
     init_from: Annotated[
         str | None,
         model_option(help="Start with the best weights of this run. (default: random weights)"),
@@ -38,14 +40,16 @@ def train_lm(
         model_option(
             help="Train only low-rank matrices of this rank, added to the kernels of the layers. "
             "(default: train all)",
-            min=1,
+            **options.SIZE,
         ),
     ] = LMConfig.lora,
     layers: Annotated[
-        int, model_option(help="Number of transformer blocks.", min=1)
+        int, model_option(help="Number of transformer blocks.", **options.SIZE)
     ] = LMConfig.layers,
-    width: Annotated[int, model_option(help="Channels of each layer.", min=1)] = LMConfig.width,
-    heads: Annotated[int, model_option(help="Attention heads.", min=1)] = LMConfig.heads,
+    width: Annotated[
+        int, model_option(help="Channels of each layer.", **options.SIZE)
+    ] = LMConfig.width,
+    heads: Annotated[int, model_option(help="Attention heads.", **options.SIZE)] = LMConfig.heads,
     bias: Annotated[
         bool, model_option(help="Use biases, and LayerNorm instead of RMSNorm.")
     ] = LMConfig.bias,
@@ -74,12 +78,19 @@ def train_lm(
     ] = LMConfig.policy,
     num_microbatches: Annotated[
         int,
-        model_option(help="Parts of the batch that go through a layer while it is loaded.", min=1),
+        model_option(
+            help="Parts of the batch that go through a layer while it is loaded.",
+            **options.SIZE,
+        ),
     ] = LMConfig.num_microbatches,
-    steps: Annotated[int, optimization_option(help="Steps to train.", min=1)] = LMConfig.steps,
+    steps: Annotated[
+        int, optimization_option(help="Steps to train.", **options.COUNT)
+    ] = LMConfig.steps,
     report_every: Annotated[
         int,
-        optimization_option(help="Steps between validations, each with a checkpoint.", min=1),
+        optimization_option(
+            help="Steps between validations, each with a checkpoint.", **options.COUNT
+        ),
     ] = LMConfig.report_every,
     batch_size: options.BatchSize = LMConfig.batch_size,
     learning_rate: options.LearningRate = LMConfig.learning_rate,
@@ -127,10 +138,11 @@ def _plan(config: LMConfig, num_devices: int, console: "Console") -> "MemoryPlan
     from ..memory import PlanError, plan
     from ..train.lm.forms import lm_training_step
     from ..train.report import print_line
+    from .user_steps import shorten
 
     print_line(console, "planning a step for an H200")
     try:
         return plan(*lm_training_step(config, num_devices if config.mesh else 1))
     except (PlanError, OSError) as error:  # OSError: the temporary folder is full
-        print_line(console, f"not planned: {error}")
+        print_line(console, f"not planned: {shorten(str(error))}")
         return None

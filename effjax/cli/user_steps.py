@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..train.errors import TrainError
+from ..train.errors import TrainError, printable
 
 _MAX_LENGTH = 1000  # characters of an error, to fit on a screen
 _STDLIB = sysconfig.get_path("stdlib")
@@ -45,7 +45,7 @@ def load_steps(name: str) -> Callable[[int], dict[str, tuple[Any, ...]]]:
                     f"{name!r} must return (fun, *args) or a dictionary of such tuples, not "
                     f"{type(step).__name__}."
                 )
-        return {str(key): tuple(step) for key, step in by_name.items()}
+        return {printable(str(key)): tuple(step) for key, step in by_name.items()}
 
     return steps
 

@@ -57,7 +57,8 @@ class Table:
         import rich.table
         from rich.text import Text
 
-        table = rich.table.Table(title=self.title or None, title_justify="left", title_style="bold")
+        title = Text(self.title, style="bold") if self.title else None
+        table = rich.table.Table(title=title, title_justify="left")
         for name in self.header:
             justify = "right" if name in _NUMERIC_COLUMNS else "left"
             table.add_column(name, justify=justify, no_wrap=name in _UNWRAPPED_COLUMNS)

@@ -21,12 +21,32 @@ def check_regular(path: Path) -> None:
         raise DataError(f"{path} must be a regular file. Copy its content into one.")
 
 
+def check_orbax_path(path: Path) -> None:
+    """Raise TrainError if Orbax cannot write a checkpoint that it can read to the path."""
+    # Orbax finds the parts of a checkpoint by `glob`, where [ begins a set of characters. Without
+    # them it writes an incomplete checkpoint. Its C++ library needs UTF-8.
+    absolute = str(path.absolute())
+    is_utf8 = absolute.encode(errors="ignore").decode() == absolute
+    if "[" in absolute or not is_utf8:
+        raise TrainError(
+            f"{path}: the absolute path of checkpoints must be UTF-8, without a [. Choose another."
+        )
+
+
 def unreadable(path: object, error: OSError) -> DataError:
     """Return the error for a file or directory that the system refuses to read."""
     return DataError(
         f"{error.filename or path}: cannot be read ({error.strerror or error}). Check its path and "
         "its permissions."
     )
+
+
+def printable(text: str) -> str:
+    """Return the text with control and format characters escaped, as `repr` does.
+
+    In the name of a file or array, they could erase what a terminal shows, or reverse a text.
+    """
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def counted(number: int, noun: str) -> str:

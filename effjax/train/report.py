@@ -7,7 +7,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
+from rich.text import Text
 
+from .errors import printable
 from .task import Metrics, Progress, Record, Task
 
 # The format of each metric in a line and, with fewer digits, in the bar.
@@ -25,7 +27,7 @@ def print_table(console: Console, rows: Iterable[tuple[str, str]]) -> None:
     table.add_column(style="bold")
     table.add_column(justify="right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(printable(cell)) for cell in row))
     console.print(table)
 
 
@@ -38,7 +40,8 @@ def format_sizes(train: int, validation: int, test: int) -> str:
 
 def print_line(console: Console, text: str) -> None:
     """Print plain text without wrapping it."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    # Rich interprets markup such as [red], and emoji such as :cat:, in a string.
+    console.print(Text(printable(text)), soft_wrap=True)
 
 
 class ConsoleProgress(Progress):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import fingerprint
-from .errors import TrainError
+from .errors import TrainError, check_orbax_path, printable
 
 DEFAULT = Path("runs")
 VERSION_KEY = "effjax"  # in config.json: the version that made the run
@@ -55,6 +55,7 @@ class RunDirectory:
         """
         if importlib.util.find_spec("matplotlib") is None:  # draws the curve at the end
             raise TrainError('matplotlib is missing. Run pip install "effjax[train]".')
+        check_orbax_path(path)
         run = cls(path)
         with _explain(path, "cannot be written to", "Give another --out."):
             existing = {file.name for file in path.iterdir()} if path.exists() else set()
@@ -78,6 +79,7 @@ class RunDirectory:
     def open(cls, path: Path) -> "RunDirectory":
         """Open a run to resume it. Raises TrainError if there is none or it is read-only."""
         run = cls.find(path)
+        check_orbax_path(path)
         with _explain(path, "cannot be resumed", "Check its path and its permissions."):
             _check_writable(path)
         return run
@@ -225,7 +227,7 @@ class RunDirectory:
         FigureCanvasAgg(figure)
         axes = figure.subplots()
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set(title=self.path.name)
+        axes.set_title(printable(self.path.name), parse_math=False)  # it may contain a $
         plot(axes)
         figure.legend(loc="outside lower center", ncols=2)
         partial = self.path / f"{self.CURVE}.partial"

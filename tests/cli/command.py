@@ -10,6 +10,18 @@ def one_line(err: str) -> bool:
     return err.startswith("effjax: ") and err.endswith("\n") and err.count("\n") == 1
 
 
+def odd_name(ending=""):
+    """Return a name with escape sequences, a bidirectional override, mathtext, markup and emoji."""
+    return f"\x1b2J\x9b1m\u202e\x7f\r$x_^$:cat:{ending}"
+
+
+def is_escaped(text):
+    """Return True if a terminal shows the text as it is."""
+    return (
+        all(char.isprintable() or char == "\n" for char in text) and r"\x1b2J\x9b1m\u202e" in text
+    )
+
+
 def interrupt_at(number):
     """Return a progress callback that presses Ctrl-C after a step."""
     return signal_at(signal.SIGINT, number)

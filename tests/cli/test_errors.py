@@ -1,8 +1,13 @@
 """Wrong command lines: one line on stderr, or the help, no traceback, and the right exit code."""
 
+import json
+
+import numpy as np
 import pytest
 
-from tests.cli.command import one_line
+from effjax import convert
+from tests.cli.command import is_escaped, odd_name, one_line
+from tests.convert.pickles import Global, zipped
 
 
 @pytest.mark.parametrize("argv", [[], ["train"]])
@@ -28,3 +33,54 @@ def test_wrong_options_are_one_line(run, tmp_path, argv, message):
     code, out, err = run(*argv)
     assert (code, out) == (2, "") and one_line(err) and message in err, err
     assert not list(tmp_path.iterdir())
+
+
+def write_odd_files(kind):
+    """Write a file with odd names."""
+    if kind == "npz":
+        convert.save_weights("in.npz", {odd_name(): np.ones(2)})
+    elif kind == "safetensors":
+        info = {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}
+        header = json.dumps({odd_name(): info}).encode()
+        with open("in.safetensors", "wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header + b"1")
+    elif kind == "pth":
+        with open("in.pth", "wb") as file:
+            file.write(zipped({"a": Global(f"os {odd_name().replace(chr(13), '')}")}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "argv"),
+    [
+        ("npz", ["convert", "in.npz", "--model", "resnet18", "--to", "new"]),
+        ("safetensors", ["convert", "in.safetensors", "--model", "resnet18", "--to", "new"]),
+        ("pth", ["convert", "in.pth", "--model", "resnet18", "--to", "new"]),
+        ("npz", ["convert", "in.npz", "--model", odd_name(), "--to", "new"]),
+        (None, ["convert", odd_name(".npz"), "--model", "resnet18", "--to", "new"]),
+        (None, ["train", odd_name()]),
+        (None, ["train", "lm", "--data", f"text:{odd_name()}"]),
+        (None, ["train", "lm", "--data", "text:\x1b2J\x9b1m\u202e\udcff"]),
+        (None, ["train", "lm", "--mesh", odd_name()]),
+        (None, ["train", "lm", "--resume", odd_name()]),
+        (None, ["memory", odd_name()]),
+        (None, ["memory", f"{odd_name()}:steps"]),
+    ],
+)
+def test_names_in_errors_are_escaped(run, kind, argv):
+    if kind == "safetensors":
+        pytest.importorskip("safetensors")
+    write_odd_files(kind)
+    code, out, err = run(*argv)
+    assert (code, out) == (2, "") and one_line(err) and is_escaped(err), err
+
+
+@pytest.mark.parametrize("path", ["run[1]", "run\udcff"])
+def test_rejects_paths_that_orbax_cannot_read(run, tmp_path, path):
+    convert.save_weights("in.npz", {"a": np.ones(2)})
+    for argv in (
+        ["train", "lm", "--layers", "1", "--width", "8", "--out", path],
+        ["convert", "in.npz", "--model", "resnet18", "--to", path],
+    ):
+        code, _, err = run(*argv)
+        assert code == 2 and one_line(err) and "must be UTF-8, without a [" in err
+    assert [file.name for file in tmp_path.iterdir()] == ["in.npz"]

@@ -8,6 +8,7 @@ import pytest
 from effjax.cli.distributed import OPTIONS as DISTRIBUTED
 from effjax.train.images.config import DenseNetConfig, ResNetConfig
 from effjax.train.lm.config import LMConfig
+from tests.cli.command import one_line
 
 CONFIGS = {"densenet": DenseNetConfig, "resnet": ResNetConfig, "lm": LMConfig}
 # Options that are not stored in config.json.
@@ -38,3 +39,25 @@ def test_help_has_two_columns_on_a_narrow_terminal(run, monkeypatch, command):
     for row in rows:
         assert row[32:34] == "  ", row  # between the columns
     assert re.search(r"│ --batch-size <int> +\S", out) and "[default:\N{NO-BREAK SPACE}" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "number"),
+    [
+        (["convert", "in.npz", "--model", "resnet18", "--to", "new"], 1),
+        (["memory", "densenet"], 13),
+        (["train", "densenet"], 12),
+        (["train", "resnet"], 9),
+        (["train", "lm"], 15),
+    ],
+)
+def test_integers_have_bounds(run, monkeypatch, tmp_path, argv, number):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, help_text, _ = run(*argv, "--help")
+    names = re.findall(r"│ (--[\w-]+) <int>", help_text)
+    assert len(names) >= number
+    for name in names:
+        for value in (2**32, 10**30, -1):
+            code, out, err = run(*argv, name, value)
+            assert (code, out) == (2, "") and one_line(err) and name[2:].split("-")[0] in err, err
+    assert not list(tmp_path.iterdir())

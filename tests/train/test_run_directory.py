@@ -249,3 +249,10 @@ def test_rejects_edited_options(tmp_path):
         file.write_text(content)
         with pytest.raises(TrainError, match=message):
             run.read_config()
+
+
+def test_a_curve_of_a_run_with_an_odd_name(tmp_path):
+    """Matplotlib would parse the name as mathematics."""
+    run = create(tmp_path / "$x_^$\x1b")
+    run.draw(lambda axes: axes.plot([1, 2], label="loss"))
+    assert (run.path / "curve.png").read_bytes().startswith(b"\x89PNG")
