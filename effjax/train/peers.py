@@ -46,7 +46,9 @@ class Connection:
         return message if isinstance(message, dict) else None
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, and end a `receive` of another thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
             self._file.close()
             self._socket.close()
@@ -85,6 +87,11 @@ class Peers:
             time.sleep(10)  # the watching thread ends this process
         for connection in self._connections.values():
             connection.send(process=self.process_id, error=error)
+
+    def close(self) -> None:
+        """Close the connections, as the end of this process does."""
+        for connection in self._connections.values():
+            connection.close()
 
     def _watch(self, process: int, on_end: Callable[[str], None]) -> None:
         message = self._connections[process].receive(None)
@@ -139,6 +146,7 @@ def meet(
     except TrainError as error:
         for connection in connections:
             connection.send(error=str(error))
+            connection.close()
         raise
     for connection in found.values():
         connection.send(error=None)
@@ -211,6 +219,7 @@ def _connect(host: str, port: int, hello: dict[str, int], end: float) -> Connect
             time.sleep(0.1)
             continue
         if answer.get("error", "") is not None:
+            connection.close()
             raise TrainError(answer.get("error", f"{host}:{port} belongs to another program."))
         return connection
     raise TrainError(

@@ -12,18 +12,26 @@ from effjax.train.peers import meet
 from tests.distributed.processes import free_port
 
 
-def meet_all(*processes, num_processes=None, seconds=20.0):
-    """Let processes of these numbers meet; return their peers or errors, in this order."""
-    address, number = f"localhost:{free_port()}", num_processes or len(processes)
+@pytest.fixture
+def meet_all():
+    """A function that lets processes meet and returns their peers or errors, in this order."""
+    with contextlib.ExitStack() as stack:
 
-    def run(process):
-        try:
-            return meet(address, number, process, seconds)
-        except TrainError as error:
-            return str(error)
+        def meet_all(*processes, num_processes=None, seconds=20.0):
+            address, number = f"localhost:{free_port()}", num_processes or len(processes)
 
-    with ThreadPoolExecutor() as threads:
-        return list(threads.map(run, processes))
+            def run(process):
+                try:
+                    peers = meet(address, number, process, seconds)
+                except TrainError as error:
+                    return str(error)
+                stack.callback(peers.close)
+                return peers
+
+            with ThreadPoolExecutor() as threads:
+                return list(threads.map(run, processes))
+
+        yield meet_all
 
 
 def watch_all(peers):
@@ -34,19 +42,12 @@ def watch_all(peers):
     return said
 
 
-def end(peers):
-    """Close the connections, as the end of a process does."""
-    for connection in peers._connections.values():
-        with contextlib.suppress(OSError):
-            connection._socket.shutdown(socket.SHUT_RDWR)
-
-
-def test_two_processes_of_the_same_number():
+def test_two_processes_of_the_same_number(meet_all):
     message = "two processes have `--process-id` (=1). Give each process its own."
     assert meet_all(0, 1, 1, num_processes=3) == [message] * 3
 
 
-def test_a_process_that_does_not_come():
+def test_a_process_that_does_not_come(meet_all):
     first, second = meet_all(0, 1, num_processes=3, seconds=1)
     assert first == second and first.startswith("process 2 has not connected to localhost:")
     assert "no process 0 has answered" in meet_all(1, num_processes=2, seconds=0.3)[0]
@@ -92,26 +93,28 @@ def test_another_program_is_ignored():
                 one.sendall(b"GET / HTTP/1.1\n")
                 break
         second = threads.submit(meet, address, 2, 1, 20.0)
-        assert first.result().ended is second.result().ended is None
+        for peers in (first.result(), second.result()):
+            peers.close()
+            assert peers.ended is None
 
 
-def test_a_process_that_is_killed():
+def test_a_process_that_is_killed(meet_all):
     """Process 0 tells the others which one it was."""
     peers = meet_all(0, 1, 2)
     said = watch_all(peers)
-    end(peers[2])
+    peers[2].close()
     for i in (0, 1):
         assert said[i].get(timeout=20) == "process 2 has ended" == peers[i].wait_for_end()
 
 
-def test_process_0_is_killed():
+def test_process_0_is_killed(meet_all):
     peers = meet_all(0, 1)
     said = watch_all(peers)
-    end(peers[0])
+    peers[0].close()
     assert said[1].get(timeout=20) == "process 0 has ended"
 
 
-def test_an_error_of_one_process():
+def test_an_error_of_one_process(meet_all):
     """Processes that report the same error do not report the end of another one."""
     peers = meet_all(0, 1, 2)
     said = watch_all(peers)
@@ -121,9 +124,9 @@ def test_an_error_of_one_process():
     assert peers[2].wait_for_end() is not None and said[2].empty()
 
 
-def test_the_end_of_a_run_is_no_error():
+def test_the_end_of_a_run_is_no_error(meet_all):
     peers = meet_all(0, 1)
     said = watch_all(peers)
     peers[1].leave()
-    end(peers[1])
+    peers[1].close()
     assert peers[0].wait_for_end() is None and said[0].empty()
