@@ -45,10 +45,12 @@ def request_run(
             have.
     """
     distributed.join(ctx.params)
-    from ..train.processes import run_on_first
+    from ..train.processes import check_same_everywhere, run_on_first
     from ..train.run_directory import RunDirectory, default_path
 
     resume, path = ctx.params["resume"], ctx.params["out"]
+    # Both decide what the processes communicate before they compare the configuration.
+    check_same_everywhere("option", {"out": path and str(path), "resume": resume and str(resume)})
     fields = {field.name for field in dataclasses.fields(config_type)}
     if resume is None:
         config = config_type(**{name: ctx.params[name] for name in fields})

@@ -298,11 +298,19 @@ def test_an_error_of_one_process_ends_all(tmp_path, text):
 
 
 @pytest.mark.exhaustive
-def test_rejects_options_that_differ(tmp_path, text):
-    before = "if process == 1: argv += ['--seed', '7']"
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("['--seed', '7']", "option `seed` (=7 in process 1) is 0 in process 0. Give all"),
+        ("['--out', 'elsewhere']", "option `out` (='elsewhere' in process 1) is "),
+        ("['--resume', 'a-run']", "option `resume` (='a-run' in process 1) is None in process 0."),
+    ],
+)
+def test_rejects_options_that_differ(tmp_path, text, option, message):
+    before = f"if process == 1: argv += {option}"
     with Group(heartbeat_timeout=5) as two:
         first, second = two.run(*text, "--out", tmp_path / "run", before=before)
-    message = "effjax: option `seed` (=7 in process 1) is 0 in process 0. Give all processes"
+    message = f"effjax: {message}"
     assert first.code == second.code == 2 and not (tmp_path / "run").exists()
     assert first.err.startswith(message) and second.err == first.err
 

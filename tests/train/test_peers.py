@@ -14,7 +14,7 @@ from tests.distributed.processes import free_port
 
 @pytest.fixture
 def meet_all():
-    """A function that lets processes meet and returns their peers or errors, in this order."""
+    """Yield a function that lets processes meet, and returns their peers or errors in order."""
     with contextlib.ExitStack() as stack:
 
         def meet_all(*processes, num_processes=None, seconds=20.0):
