@@ -48,8 +48,8 @@ def fit(
 
     Raises:
         PreemptionError: `stop` returned True.
-        TrainError: The loss is not finite, `run` cannot be resumed or written to, or another
-            process trains in it.
+        TrainError: The loss is not finite, `run` cannot be resumed or written to, was deleted, or
+            another process trains in it.
         KeyboardInterrupt: Ctrl-C was pressed. No checkpoint is added; a record of kind
             `interrupted` is appended.
     """
@@ -64,10 +64,10 @@ def fit(
                     run.append({"kind": "interrupted"})
                     _draw(task, run)
                 raise
-    except (OSError, TrainError) as error:
-        if run.is_gone:
+    except (OSError, TrainError, PreemptionError, KeyboardInterrupt) as error:
+        if run.is_gone:  # even if it has just been saved, into a directory that Orbax made again
             raise TrainError(f"{run.path} was deleted during training. Start a new run.") from error
-        if isinstance(error, TrainError):
+        if not isinstance(error, OSError):
             raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise TrainError(

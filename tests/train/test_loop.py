@@ -396,6 +396,22 @@ def test_a_run_that_is_deleted_at_its_start(tmp_path, task, monkeypatch):
         fit(task, run)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
+def test_a_run_that_is_deleted_before_it_is_stopped(tmp_path, task, how):
+    """The checkpoint that was just written cannot be resumed."""
+
+    def delete_and_stop(step):
+        shutil.rmtree(run.path, ignore_errors=True)  # Orbax writes into it
+        if how == "Ctrl-C":
+            raise KeyboardInterrupt
+        return True
+
+    run = new_run(tmp_path / "run", task)
+    with pytest.raises(TrainError, match=r"run was deleted during training\. Start a new run"):
+        fit(task, run, stop=delete_and_stop)
+
+
 class NanState(CachedTask):
     """A task whose parameters are NaN."""
 
