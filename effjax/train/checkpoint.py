@@ -35,6 +35,7 @@ from .task import Metrics, Record
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # of the manifest and the arrays
+ENTRIES = {"format", "effjax", "step", "score", "metrics", "records", "files"}  # of the manifest
 # Orbax writes these files after the manifest, so it cannot contain their digests. They hold times
 # and a completion marker. Nothing reads them: see `lightweight_initialize` below.
 WRITTEN_AFTER_MANIFEST = ("_CHECKPOINT_METADATA", "commit_success.txt")
@@ -327,6 +328,8 @@ def _read_manifest(checkpoint: Path) -> dict[str, Any]:
             f"another format than that of effjax {__version__}. Use that version, or start a new "
             "run."
         )
+    if missing := ENTRIES - manifest.keys():
+        raise ValueError(f"the manifest has no {min(missing)}")
     return manifest
 
 

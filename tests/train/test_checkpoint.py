@@ -252,6 +252,18 @@ def test_a_manifest_that_is_no_manifest(tmp_path, kind):
         assert (checkpoints.find_damage(2) or "").startswith("no intact manifest.json: ")
 
 
+@pytest.mark.parametrize("entry", ["step", "score", "files", "records"])
+def test_a_manifest_without_an_entry(tmp_path, entry):
+    """Its digest is right, as another program would write it."""
+    file = save(tmp_path, {1: 0.1, 2: 0.2}) / "2" / MANIFEST
+    manifest = json.loads(file.read_text())
+    del manifest["sha256"], manifest[entry]
+    file.write_text(json.dumps(manifest | {"sha256": digest_json(manifest)}))
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.find_damage(2) == "no intact manifest.json: ValueError"
+        assert checkpoints.evaluated_steps == [1]
+
+
 def test_a_manifest_that_cannot_be_written(tmp_path, monkeypatch):
     """The earlier checkpoints stay, and the new one does not get its name without a manifest."""
 
