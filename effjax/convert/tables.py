@@ -150,11 +150,14 @@ def nnx_path(path: str) -> str:
 
 
 def check_table(table: Any) -> None:
-    """Raise an error for rows that cannot be applied."""
+    """Raise an error for a table that cannot be applied."""
     if not isinstance(table, Table) or not isinstance(table.rows, Mapping):
         raise TypeError(
             f"`table` must be a Table, such as Table({{'fc': 'classifier'}}), not {table!r:.80}."
         )
+    names = [*table.rows, *table.rows.values(), table.below]
+    if others := [name for name in names if not isinstance(name, str)]:
+        raise TypeError(f"`table` must have strings as names, not {others[0]!r:.80}.")
     for theirs, ours in table.rows.items():
         if not set(re.findall(r"{(\w)", theirs)) <= set(re.findall(r"{(\w)", ours)):
             raise ValueError(

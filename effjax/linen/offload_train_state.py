@@ -12,6 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ..layers.offload import check_on_host
 from ..layers.offload_optimizer import ParamGroups, init_state, update_groups
+from ..ops._common.arguments import describe
 from ..ops.offload.placement import Space, space_of
 from ..ops.offload.trees import as_array_tree, check_same_shapes
 from ..ops.offload.update import check_clip_norm
@@ -76,11 +77,16 @@ class OffloadTrainState(TrainState):
             The state of step 0.
 
         Raises:
-            TypeError: if a parameter is not an array, or `stacks` is a string.
+            TypeError: if `params` are not nested dicts of arrays, `apply_fn` is neither a function
+                nor None, or `stacks` is not a sequence of strings.
             ValueError: if tx mixes parameters, if `stacks` has other paths or paths on the device,
                 or if `clip_norm` is not positive.
         """
         check_clip_norm(clip_norm)
+        if not isinstance(params, Mapping):
+            raise TypeError(f"`params` must be nested dicts of arrays, not {describe(params)}.")
+        if not (apply_fn is None or callable(apply_fn)):
+            raise TypeError(f"`apply_fn` must be a function, not {describe(apply_fn)}.")
         params = as_array_tree("params", unfreeze(params))
         groups = _group(params, params, stacks)
         check_on_host(groups.stacks, "Move them with effjax.to_host, or remove them from `stacks`.")
@@ -115,8 +121,10 @@ class OffloadTrainState(TrainState):
 
 def _group(params: Mapping, arrays: Mapping, stacks: Sequence[str]) -> ParamGroups:
     """Group `arrays` (parameters or gradients) by update method, as nested dicts."""
-    if isinstance(stacks, str):
-        raise TypeError(f"`stacks` must be a sequence of paths, such as [{stacks!r}].")
+    is_text = isinstance(stacks, str)
+    if is_text or not all(isinstance(path, str) for path in stacks):
+        example = [stacks if is_text else "decoder/layers"]
+        raise TypeError(f"`stacks` must be a sequence of paths, such as {example}.")
     remaining, flat_params = flatten_dict(arrays), flatten_dict(params)
     stacked = []
     for name in stacks:

@@ -5,7 +5,7 @@ import functools
 import re
 from pathlib import Path
 
-from ..ops._common.arguments import as_number
+from ..ops._common.arguments import as_number, describe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,9 @@ class Target:
     config: str = dataclasses.field(repr=False)
 
     def __post_init__(self) -> None:
+        for name in ("name", "description", "config"):
+            if not isinstance(value := getattr(self, name), str):
+                raise TypeError(f"`{name}` must be a string, not {describe(value)}.")
         as_number("memory_bytes", self.memory_bytes, lambda size: size > 0, "above 0")
 
 

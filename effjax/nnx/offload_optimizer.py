@@ -1,6 +1,7 @@
 """OffloadOptimizer for Flax NNX."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -89,10 +90,12 @@ class OffloadOptimizer(nnx.Pytree):
             grads: gradients as ``nnx.grad(…, argnums=nnx.DiffState(0, wrt))`` returns them.
 
         Raises:
-            TypeError: if `model` is not an nnx Module.
+            TypeError: if `model` is not an nnx Module, or `grads` are not a State of gradients.
             ValueError: if the gradients do not match the Variables that `wrt` selects.
         """
         _check_module(model)
+        if not isinstance(grads, (Mapping, nnx.State, nnx.Module)):
+            raise TypeError(f"`grads` must be a State, as nnx.grad returns, not {describe(grads)}.")
         params = _flatten(model, self.wrt)
         grads = _flatten(grads, self.wrt)
         if params.keys() != grads.keys():

@@ -222,6 +222,8 @@ def test_rejects_weights_that_do_not_match(match, change):
         (ValueError, "begin with 'a.', not bias, weight", {"prefix": "a"}),
         (TypeError, "`into` must be .* not a Dense; .* `init`", {"into": nn.Dense(3)}),
         (TypeError, "`table` must be a Table, such as", {"table": {"a": "b"}}),
+        (TypeError, "`table` must have strings .* not 5", {"table": convert.Table({"a": 5})}),
+        (TypeError, "`table` must have strings .* not 5", {"table": convert.Table(below=5)}),
         (ValueError, "`table` maps 'a{i}' to 'b'", {"table": convert.Table({"a{i}": "b"})}),
     ],
 )

@@ -151,3 +151,16 @@ def test_dcnv3_starts_as_a_mean():
     projected = np.pad(module.input_proj(x), ((0, 0), (1, 1), (1, 1), (0, 0)))
     mean = sum(projected[:, i : i + 5, j : j + 5] for i in range(3) for j in range(3)) / 9
     assert_trees_close(module(x), module.output_proj(mean), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["MSDeformAttn", "DCNv3"])
+def test_rejects_a_wrong_precision(name):
+    """Both flavors name it, nnx where it is passed."""
+    for precision in ("highest", jax.lax.Precision.HIGH, ("high", None), "F32_F32_F32"):
+        getattr(effjax.nnx, name)(features=16, precision=precision, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"`precision` \(='hihg'\) must be None"):
+        getattr(effjax.nnx, name)(features=12, precision="hihg", rngs=nnx.Rngs(0))
+    args = inputs()[:4] if name == "MSDeformAttn" else [jnp.ones((1, 5, 5, 12))]
+    module = getattr(effjax.linen, name)(features=12, precision="hihg")
+    with pytest.raises(ValueError, match=r"`precision` \(='hihg'\) must be None"):
+        module.init(jax.random.key(0), *args)

@@ -243,6 +243,8 @@ def test_rejects_invalid_arguments():
     grads = nnx.state(model, nnx.Param)
     with pytest.raises(ValueError, match="`grads`.* must have the shape"):
         optimizer.update(model, jax.tree.map(lambda g: g[:1], grads))
+    with pytest.raises(TypeError, match="`grads` must be a State, .* not an array"):
+        optimizer.update(model, jnp.ones(3))
     with pytest.raises(TypeError, match="`model` must be a flax.nnx.Module, not a State"):
         optimizer.update(grads, model)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="takes nnx modules first, but was called with 3"):
@@ -326,6 +328,12 @@ def test_train_state_updates_stack_layer_by_layer():
         create(params=on_host(params), stacks=["layers"])
     with pytest.raises(TypeError, match=r"`stacks` must be a sequence .* \['layers'\]"):
         create(params=on_host(params), stacks="layers")
+    with pytest.raises(TypeError, match=r"`stacks` must be a sequence .* \['decoder/layers'\]"):
+        create(params=on_host(params), stacks=[3])
+    with pytest.raises(TypeError, match="`params` must be nested dicts of arrays, not a list of 1"):
+        create(params=[params])
+    with pytest.raises(TypeError, match="`apply_fn` must be a function, not a dict"):
+        create(params=on_host(params), apply_fn=params)
     with pytest.raises(ValueError, match="must be in host memory"):
         create(params=params, stacks=["body/layers"])
     with pytest.raises(ValueError, match="`grads` must have the structure of `params`"):

@@ -265,6 +265,8 @@ def test_target_file(tmp_path):
         find_target(str(path))
     with pytest.raises(ValueError, match=r"`memory_bytes` \(=-1\) must be above 0"):
         dataclasses.replace(target, memory_bytes=-1)
+    with pytest.raises(TypeError, match="`config` must be a string, not a PosixPath"):
+        dataclasses.replace(target, config=path)
 
 
 @pytest.mark.parametrize(

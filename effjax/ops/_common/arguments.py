@@ -145,8 +145,20 @@ def as_dtype(name: str, value: Any) -> jnp.dtype:
 
 
 def as_precision(precision: Any) -> Any:
-    """Return `precision` in a hashable form."""
-    return tuple(precision) if isinstance(precision, list) else precision
+    """Return `precision`, as `jax.lax.dot` takes it, in a hashable form."""
+    precision = tuple(precision) if isinstance(precision, list) else precision
+    for value in precision if isinstance(precision, tuple) else (precision,):
+        is_name = isinstance(value, str) and value in lax.DotAlgorithmPreset.__members__
+        if is_name or isinstance(value, (lax.DotAlgorithm, lax.DotAlgorithmPreset)):
+            continue
+        try:
+            lax.Precision(value)
+        except ValueError:
+            raise ValueError(
+                f"`precision` (={precision!r:.80}) must be None, a jax.lax.Precision or its name, "
+                "or two of these; or an algorithm of jax.lax.dot."
+            ) from None
+    return precision
 
 
 def as_pair(name: str, value: Any, minimum: int) -> tuple[int, int]:
