@@ -304,10 +304,13 @@ def test_an_error_of_one_process_ends_all(tmp_path, text):
         ("['--seed', '7']", "option `seed` (=7 in process 1) is 0 in process 0. Give all"),
         ("['--out', 'elsewhere']", "option `out` (='elsewhere' in process 1) is "),
         ("['--resume', 'a-run']", "option `resume` (='a-run' in process 1) is None in process 0."),
+        ("['--data', OTHER]", "data `sha256` (='"),
     ],
 )
-def test_rejects_options_that_differ(tmp_path, text, option, message):
-    before = f"if process == 1: argv += {option}"
+def test_rejects_options_and_data_that_differ(tmp_path, text, option, message):
+    other = tmp_path / "other.txt"  # as long, with other contents
+    other.write_text(TEXT.replace("fox", "dog"))
+    before = f"OTHER = 'text:{other}'\nif process == 1: argv += {option}"
     with Group(heartbeat_timeout=5) as two:
         first, second = two.run(*text, "--out", tmp_path / "run", before=before)
     message = f"effjax: {message}"
