@@ -11,25 +11,24 @@ from sphinx import addnodes
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # the docstrings are read by importing effjax
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE = "https://github.com/effjax/effjax"
 shutil.copytree(ROOT / "notebooks", ROOT / "docs/notebooks", dirs_exist_ok=True)
 
 project = "effjax"
 author = "The effjax authors"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["README.md"]  # it is a part of index.md
+exclude_patterns = ["README.md"]  # a list of the pages for readers of the repository
+# Pages of the site that stand for files of the repository.
+PAGES = {
+    "README.md": "index.md",
+    "docs/README.md": "index.md",
+    "CHANGELOG.md": "reference/changelog.md",
+}
 linkcheck_anchors = False  # of GitHub, which makes them by scripts
 html_theme = "sphinx_book_theme"
 html_title = project
 html_static_path = ["style"]
 html_css_files = ["site.css"]
-html_theme_options = {
-    "repository_url": SOURCE,
-    "path_to_docs": "docs",
-    "use_source_button": True,
-    "use_repository_button": True,
-    "navbar_persistent": [],  # the sidebar has a search field
-}
+html_theme_options = {"navbar_persistent": []}  # the sidebar has a search field
 
 nb_execution_mode = "off"  # notebooks have their outputs
 myst_enable_extensions = ["dollarmath"]
@@ -59,20 +58,21 @@ def setup(app):
 
 
 def link_files(app, docname, source):
-    """Relative links, which hold in the repository, lead to pages of the site, or else there."""
+    """Point relative links, which hold in the repository, to pages of the site.
+
+    Other files of docs, such as pictures and JSON, become downloads. MyST warns of the rest.
+    """
     folder = (ROOT if docname.startswith("notebooks/") else ROOT / "docs") / Path(docname).parent
 
-    def led(link):
+    def on_site(link):
         file = (folder / link[0]).resolve()
-        if not file.is_relative_to(ROOT) or not file.exists():
-            return link[0]  # an address; or else MyST warns
+        if not file.is_relative_to(ROOT):
+            return link[0]
         name = file.relative_to(ROOT).as_posix()
-        page = name.removeprefix("docs/")
-        if page.rpartition(".")[0] in app.env.found_docs:
-            return f"/{page}"
-        return link[0] if page.endswith(".svg") else f"{SOURCE}/blob/main/{name}"
+        page = PAGES.get(name, name.removeprefix("docs/"))
+        return f"/{page}" if page.rpartition(".")[0] in app.env.found_docs else link[0]
 
-    source[0] = re.sub(r"(?<=\]\()[^)#\s]+", led, source[0])
+    source[0] = re.sub(r"(?<=\]\()[^)#\s]+", on_site, source[0])
 
 
 def link_names(app, doctree):

@@ -16,7 +16,8 @@ MEASURED = ROOT / "docs" / "measured"
 CONVOLUTIONS = "torchvision", "plain XLA", "effjax native"
 IN_MEMORY = "in memory", "in memory, remat"
 DTYPES = "float32", "bfloat16"
-FEATURES = 'effjax save="features"'
+CONV, FEATURES = 'effjax save="conv"', 'effjax save="features"'
+STRONGEST = "jax.checkpoint pass-through, recompute conv1"
 
 
 def table_rows(page):
@@ -158,10 +159,6 @@ def cross_entropy_rows():
         yield [name, *peaks]
 
 
-TABLES = [block_rows, batch_norm_rows, densenet_rows, deform_conv_rows, offload_rows]
-TABLES += [kept_rows, cross_entropy_rows, deform_attention_rows, roi_rows, sass_rows]
-
-
 def fused_update_rows():
     names = {"in memory, remat": "jax.checkpoint a layer, then optax"}
     names["in memory, fused update"] = "updated in the backward pass"
@@ -200,30 +197,50 @@ def resnet_rows():
         yield [name, f"{row['peak_bytes'] / 1e9:.2f}", f"{row['ratio']:.2f}"]
 
 
-OFFLOAD_TABLES = [fused_update_rows, peer_rows, gh200_rows]
+TABLES = {
+    "measured_dense_block": [block_rows, kept_rows, densenet_rows],
+    "measured_sampling": [deform_conv_rows, deform_attention_rows, roi_rows, sass_rows],
+    "measured_offload": [offload_rows, fused_update_rows, peer_rows, gh200_rows],
+    "measured_layers": [batch_norm_rows, cross_entropy_rows],
+    "resnet": [resnet_rows],
+}
 
 
-@pytest.mark.parametrize("rows_of", OFFLOAD_TABLES)
-def test_offload_page(rows_of):
-    shown = table_rows(ROOT / "docs" / "offload.md")
+@pytest.mark.parametrize(
+    ("page", "rows_of"), [(page, rows_of) for page, tables in TABLES.items() for rows_of in tables]
+)
+def test_tables(page, rows_of):
+    shown = table_rows(ROOT / "docs" / f"{page}.md")
     for row in rows_of():
         assert row in shown
 
 
-def test_resnet_page():
-    shown = table_rows(ROOT / "docs" / "resnet.md")
-    assert all(row in shown for row in resnet_rows())
+def test_largest_model_at_equal_precision():
+    """Check the arithmetic for 12 bytes per parameter, and that it explains the planned bytes."""
+    record = json.loads((MEASURED / "planned/offload_largest_gh200.json").read_text())
+    fewer, most = record["rows"][-2:]  # of equal layers
+    layers = most["layers"] - fewer["layers"]
+    parameters = (most["parameters"] - fewer["parameters"]) / layers
+    inputs = record["batch_size"] * record["context"] * most["width"] * 2
+    planned = (most["planned_host_bytes"] - fewer["planned_host_bytes"]) / layers
+    assert planned == pytest.approx(6 * parameters + inputs, rel=1e-3)
 
-
-@pytest.mark.parametrize("rows_of", TABLES)
-def test_measured_page(rows_of):
-    shown = table_rows(ROOT / "docs" / "measured.md")
-    for row in rows_of():
-        assert row in shown
+    layer_bytes = 12 * parameters + inputs
+    layers = int(most["host_bytes"] // layer_bytes)
+    others = most["parameters"] - most["layers"] * parameters
+    numbers = [
+        f"{most['planned_host_bytes'] / most['parameters']:.1f} bytes of host memory per parameter",
+        f"{parameters / 1e6:.1f}\nmillion parameters",
+        f"= {layer_bytes / 1e9:.2f} \\;\\text{{GB}}",
+        f"{layers} layers fit: {layers * parameters / 1e9:.1f} billion parameters",
+        f"{others / 1e9:.1f} billion of the embedding",
+        f"**{(layers * parameters + others) / 1e9:.0f} billion**",
+    ]
+    text = (ROOT / "docs" / "measured_offload.md").read_text()
+    assert not [number for number in numbers if number not in text]
 
 
 def test_readme():
-    densenet = measured("planned/memory_densenet_100_h200.json")
     block = measured("cpu/dense_block_24_float32.json")
     convolution = "cpu/deform_conv_8x56x56x64_1_forward_backward.json"
     conv = measured(convolution)
@@ -231,17 +248,22 @@ def test_readme():
     fused = model["all offloaded, fused update"]
     flax = [measured(f"cpu/batch_norm_{dtype}.json")["Flax BatchNorm"] for dtype in DTYPES]
     picture = measured("planned/memory_block_48_h200.json")
+    counts = json.loads((MEASURED / "growth/depth_kept.json").read_text())["rows"]
+    kept = {row["name"]: row["kept_bytes"] for row in counts if row["layers"] == 48}
     numbers = [
-        *(f"{row['peak_bytes'] / 1e6:.0f} MB" for row in densenet.values()),
         *(f"{row['kept']} ×" for row in flax),
-        *(f"{block[n]['seconds']:.2f} s" for n in ("plain autodiff", 'effjax save="conv"')),
+        f"plain {block['plain autodiff']['seconds']:.2f} s",
+        f"`jax.checkpoint` {block[STRONGEST]['seconds']:.2f} s",
+        f"{block[CONV]['seconds']:.2f} s",
         *(f"{1e3 * conv[n]['seconds']:.0f} ms" for n in CONVOLUTIONS),
         faster_than_torchvision(convolution),
         *(f"{model[n]['planned_device_bytes'] / 1e9:.2f} GB" for n in IN_MEMORY),
         *(f"{fused[f'planned_{where}_bytes'] / 1e9:.2f} GB" for where in ("device", "host")),
         f"plain {picture['plain autodiff']['peak_bytes'] / 1e9:.1f} GB",
         f"layer {picture['jax.checkpoint a layer']['peak_bytes'] / 1e9:.1f} GB",
+        f"strongest jax.checkpoint {picture[STRONGEST]['peak_bytes'] / 1e9:.2f} GB",
         f"features {picture[FEATURES]['peak_bytes'] / 1e9:.2f} GB",
+        f"({kept[STRONGEST] / 1e6:.0f} and {kept[FEATURES] / 1e6:.0f} MB)",
     ]  # fmt: skip
     text = README.read_text().replace("**", "")
     assert not [number for number in numbers if number not in text]
