@@ -43,38 +43,46 @@ def arrow(ax, start, end, color=TEXT):
     ax.annotate("", end, start, arrowprops=style)
 
 
-def offload(layers=4):
-    """Draw the copies and computations of an offloaded step."""
+def offload(layers=3):
+    """Draw the copies and computations of an offloaded step, in the order of XLA's schedule.
+
+    Only parameters, and inputs in the backward pass, load during the computation.
+    """
     figure, ax = panels(7.6, 2.5)
     rows = {"host → device": 2.2, "compute": 1.1, "device → host": 0.0}
+    into, compute, out = rows.values()
+    load, forward, leave = 1.0, 1.1, 0.45  # durations, not to scale
+    backward, load_moments, update, write = 2.3, 0.9, 0.6, 1.3
+
+    def bar(start, y, duration, color, text):
+        box(ax, start, y, duration - 0.05, 0.8, color, text, fontsize=7.5)
+        return start + duration
+
+    loaded = free = bar(0.0, into, load, BLUE, numbered("W", 1))
+    for i in range(1, layers + 1):
+        start = max(free, loaded)
+        if i < layers:
+            loaded = bar(start, into, load, BLUE, numbered("W", i + 1))
+        free = bar(start, compute, forward, GREEN, numbered("f", i))
+        free = bar(free, out, leave, ORANGE, numbered("x", i))
+    middle = free
+    loaded = bar(middle, into, load, BLUE, numbered("Wx", layers))  # it is fetched again
+    for i in range(layers, 0, -1):
+        start = max(free, loaded)
+        if i > 1:
+            loaded = bar(start, into, load, BLUE, numbered("Wx", i - 1))
+        free = bar(start, compute, backward, GREEN, "∇f" + subscript(i))
+        free = bar(free, into, load_moments, BLUE, numbered("m", i))
+        free = bar(free, compute, update, GREEN, numbered("u", i))
+        free = bar(free, out, write, ORANGE, numbered("Wm", i))
     for name, y in rows.items():
         ax.text(-0.2, y + 0.4, name, ha="right", va="center")
-        ax.plot([0, 20.2], [y - 0.14] * 2, color=FAINT, lw=0.6)
-    into, compute, out = rows.values()
-    loaded = computed = begun = written = 0.0
-    passes = (
-        (range(1, layers + 1), 1.0, 1.0, 0.5, "f", "x"),
-        (range(layers, 0, -1), 1.6, 2.6, 1.4, "∇f", "Wm"),
-    )
-    for order, load, work, write, does, leaves in passes:
-        first, loaded = computed, max(loaded, written)  # the last layer is fetched again
-        for i in order:
-            start = max(loaded, begun)  # there is room once the previous layer is computed
-            loaded = start + load
-            begun = max(loaded, computed)
-            computed = begun + work
-            start_write = max(written, computed)
-            written = start_write + write
-            brings = "W" if does == "f" else "Wmx"
-            box(ax, start, into, load - 0.05, 0.8, BLUE, numbered(brings, i), fontsize=7.5)
-            box(ax, begun, compute, work - 0.05, 0.8, GREEN, does + subscript(i))
-            box(ax, start_write, out, write - 0.05, 0.8, ORANGE, numbered(leaves, i), fontsize=7.5)
-        name = {"f": "forward", "∇f": "backward: recompute, differentiate, update"}[does]
-        ax.text((first + computed) / 2, 3.35, name, ha="center")
-        if does == "f":
-            ax.plot([computed] * 2, [-0.2, 3.6], color=TEXT, lw=0.8, ls=":")
-    ax.text(written, -0.5, "time →", ha="right", va="center")
-    ax.set(xlim=(-2.6, written + 0.1), ylim=(-0.7, 3.65))
+        ax.plot([0, free], [y - 0.14] * 2, color=FAINT, lw=0.6)
+    ax.plot([middle] * 2, [-0.2, 3.6], color=TEXT, lw=0.8, ls=":")
+    ax.text(middle / 2, 3.35, "forward", ha="center")
+    ax.text((middle + free) / 2, 3.35, "backward, with updates", ha="center")
+    ax.text(free, -0.5, "time →", ha="right", va="center")
+    ax.set(xlim=(-2.6, free + 0.1), ylim=(-0.7, 3.65))
     return figure
 
 
