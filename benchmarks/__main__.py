@@ -25,6 +25,7 @@ from .results import (
 # Each subject is a file of this folder whose `run(size)` yields a `Result` per table.
 SUBJECTS = {
     "batch-norm": "batch norm with ReLU and Flax's: time, bytes kept",
+    "batch-norm-layers": "planned memory of layers with batch norm, in one program and in a loop",
     "sync-batch-norm": "batch norm over 1 to 8 simulated devices and Flax's: all-reduces, error",
     "dense-block": "time of a dense block, autodiff, Flax, jax.checkpoint and PyTorch",
     "depth": "memory of a dense block by its depth, kept and planned",

@@ -66,6 +66,18 @@ def batch_norm_rows():
         yield [name, *(f"{row['ratio']:.2f}×" for row in both), *(f"{row['kept']}" for row in both)]
 
 
+def batch_norm_layers_rows():
+    rows = measured("planned/batch_norm_layers_float32_h200.json")
+    for form, shown in {
+        "one after the other": "one after the other, in one jit",
+        "in lax.scan": "in lax.scan",
+        "in jax.checkpoint": "in jax.checkpoint",
+    }.items():
+        both = [rows[f"{name}, {form}"] for name in ("Flax BatchNorm", "effjax.sync_batch_norm")]
+        peaks = (f"{row['peak_bytes'] / 1e6:.0f}" for row in both)
+        yield [shown, *peaks, *(f"{row['kept']:.0f}" for row in both)]
+
+
 def densenet_rows():
     names = ["plain, Flax's BatchNorm", "jax.checkpoint a layer"]
     names += ['effjax save="conv"', FEATURES]
@@ -202,6 +214,7 @@ TABLES = {
     "measured_sampling": [deform_conv_rows, deform_attention_rows, roi_rows, sass_rows],
     "measured_offload": [offload_rows, fused_update_rows, peer_rows, gh200_rows],
     "measured_layers": [batch_norm_rows, cross_entropy_rows],
+    "batch_norm": [batch_norm_layers_rows],
     "resnet": [resnet_rows],
 }
 

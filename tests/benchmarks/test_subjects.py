@@ -12,6 +12,7 @@ from flax import nnx
 import effjax
 from benchmarks import (
     batch_norm,
+    batch_norm_layers,
     cross_entropy,
     deform_attention,
     deform_conv,
@@ -65,6 +66,22 @@ def test_batch_norm():
     rows = by_name(batch_norm.measure_norms((2, 4, 4, 4), "float32", rounds=1))
     assert all(row["difference"] < 1e-4 for row in rows.values())
     assert rows["effjax.sync_batch_norm"]["kept"] < 2 < rows["Flax BatchNorm"]["kept"]
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_batch_norm_layers_save_memory_in_a_loop():
+    (result,) = batch_norm_layers.run("small")
+    rows = by_name(result)
+    forms = batch_norm_layers.FORMS
+    peak, kept = (
+        {(n, f): rows[f"{n}, {f}"][key] for n in batch_norm_layers.NORMS for f in forms}
+        for key in ("peak_bytes", "kept")
+    )
+    flax, ours = batch_norm_layers.NORMS
+    assert peak[ours, "in lax.scan"] < peak[flax, "in lax.scan"]
+    assert kept[ours, "one after the other"] < kept[flax, "one after the other"]
+    assert kept[ours, "in jax.checkpoint"] == kept[flax, "in jax.checkpoint"]
 
 
 @pytest.mark.exhaustive
