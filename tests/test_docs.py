@@ -56,7 +56,7 @@ def can_run(code):
     for package, name in OPTIONAL_PACKAGES.items():
         if re.search(name, code) and importlib.util.find_spec(package) is None:
             return False
-    return "import plan" not in code or has_gpu_compiler()
+    return not re.search("import (plan|compare)", code) or has_gpu_compiler()
 
 
 EXAMPLES = pytest.mark.parametrize(
@@ -89,6 +89,16 @@ def test_python_blocks_run(page, capsys):
 def test_readme_blocks_run_separately(line, code, capsys):
     if can_run(code):
         execute(README, line, code, {"__name__": "readme"})
+
+
+def test_readme_shows_what_the_planner_prints(capsys):
+    (_, code), (_, shown) = blocks(README, "python")[0], blocks(README, "text")[0]
+    if can_run(code):
+        execute(README, 0, code, {"__name__": "readme"})
+        for table in (printed := capsys.readouterr().out, shown):
+            assert [line.split()[0] for line in table.splitlines()] == ["peak", "plain", "effjax"]
+        ratios = [float(table.splitlines()[2].split()[3]) for table in (printed, shown)]
+        assert ratios[0] == pytest.approx(ratios[1], rel=0.1)
 
 
 @pytest.mark.exhaustive
