@@ -51,7 +51,7 @@ def offload(layers=3):
     figure, ax = panels(7.6, 2.5)
     rows = {"host → device": 2.2, "compute": 1.1, "device → host": 0.0}
     into, compute, out = rows.values()
-    load, forward, leave = 1.0, 1.1, 0.45  # durations, not to scale
+    load, reload, forward, leave = 1.0, 1.3, 1.2, 0.45  # durations, not to scale
     backward, load_moments, update, write = 2.3, 0.9, 0.6, 1.3
 
     def bar(start, y, duration, color, text):
@@ -66,11 +66,11 @@ def offload(layers=3):
         free = bar(start, compute, forward, GREEN, numbered("f", i))
         free = bar(free, out, leave, ORANGE, numbered("x", i))
     middle = free
-    loaded = bar(middle, into, load, BLUE, numbered("Wx", layers))  # it is fetched again
+    loaded = bar(middle, into, reload, BLUE, numbered("Wx", layers))  # it is fetched again
     for i in range(layers, 0, -1):
         start = max(free, loaded)
         if i > 1:
-            loaded = bar(start, into, load, BLUE, numbered("Wx", i - 1))
+            loaded = bar(start, into, reload, BLUE, numbered("Wx", i - 1))
         free = bar(start, compute, backward, GREEN, "∇f" + subscript(i))
         free = bar(free, into, load_moments, BLUE, numbered("m", i))
         free = bar(free, compute, update, GREEN, numbered("u", i))
