@@ -1,7 +1,8 @@
 """Planned memory of layers with batch norm, where XLA can and cannot recompute their residuals.
 
 Within one program XLA fuses a norm and a ReLU into their readers, so that what autodiff keeps need
-not exist. It cannot do so across the iterations of a loop or between two programs.
+not exist. It cannot do so between the loops of both passes, across the boundary of a checkpoint, or
+between two programs.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,6 +59,9 @@ FORMS: dict[str, Callable[[Callable], Loss]] = {
     "one after the other": unrolled,
     "in lax.scan": scanned,
     "in jax.checkpoint": lambda layer: unrolled(jax.checkpoint(layer)),
+    "in jax.checkpoint, all saved": lambda layer: unrolled(
+        jax.checkpoint(layer, policy=jax.checkpoint_policies.everything_saveable)
+    ),
 }
 
 
