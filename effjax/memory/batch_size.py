@@ -56,14 +56,16 @@ def max_batch_size(
 
     def try_batch(batch: int) -> MemoryPlan:
         began = time.perf_counter()
+        report.run([f"batch {batch}"])
         fun, *args = step_for_batch(batch)
         result = plans[batch] = plan(fun, *args, **options)
         size, seconds = format_bytes(result.peak_device_bytes), time.perf_counter() - began
-        advance(f"batch {batch}: {size}, {'fits' if result.fits else 'too much'}, {seconds:.1f} s")
+        fits = "fits" if result.fits else "too much"
+        report.finish(f"batch {batch}: {size}, {fits}, {seconds:.1f} s")
         return result
 
     low, high = 0, None  # in units: the largest that fits, the smallest that does not
-    with progress_bar("finding the largest batch", None, progress) as advance:
+    with progress_bar("finding the largest batch", None, progress) as report:
         if multiple_of is None:
             unit = try_batch(start).num_devices
         guess, has_halved = -(-start // unit), True

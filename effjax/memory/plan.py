@@ -4,7 +4,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -131,12 +131,19 @@ def compare(
         # The first program is traced before the progress bar starts, so that an error in the shared
         # options appears without it.
         futures = {submit(first): first}
-        with progress_bar("compiling", len(steps), progress) as advance:
-            futures |= {submit(name): name for name in others}
-            for future in as_completed(futures):
-                result, seconds = future.result()
-                size = format_bytes(result.peak_device_bytes)
-                advance(f"{futures[future]}: {size} at the peak, {seconds:.1f} s")
+        with progress_bar("compiling", len(steps), progress) as report:
+            running = lambda: [name for f, name in futures.items() if f.running()]  # noqa: E731
+            for name in others:
+                report.run(running())
+                futures[submit(name)] = name
+            pending = set(futures)
+            while pending:
+                report.run(running())
+                done, pending = wait(pending, timeout=1, return_when=FIRST_COMPLETED)
+                for future in done:
+                    result, seconds = future.result()
+                    size = format_bytes(result.peak_device_bytes)
+                    report.finish(f"{futures[future]}: {size} at the peak, {seconds:.1f} s")
     return Comparison({name: future.result()[0] for future, name in futures.items()})
 
 

@@ -6,11 +6,14 @@ Nothing here depends on the results themselves. Each result describes itself as 
 import abc
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 MAX_ROWS = 12  # of a table
+PATIENCE = 30.0  # seconds without a line of progress
+TYPICAL_TIME = "seconds for a small step, one to a few minutes for a deep network"
 _NUMERIC_COLUMNS = {
     "bytes", "count", "device", "host", "peak", "ratio", "arguments", "outputs", "temporaries",
     "batch",
@@ -180,42 +183,79 @@ def scatter_chart(
     return ax
 
 
+class ProgressReport:
+    """Progress of several programs; the base class reports nothing."""
+
+    def run(self, names: Sequence[str]) -> None:
+        """Report the programs that are being compiled."""
+
+    def finish(self, line: str) -> None:
+        """Report one finished program, given a line about it."""
+
+
 @contextmanager
-def progress_bar(title: str, total: int | None, show: bool) -> Iterator[Callable[[str], None]]:
+def progress_bar(title: str, total: int | None, show: bool) -> Iterator[ProgressReport]:
     """Report progress on stderr: a bar on a terminal, plain lines elsewhere.
 
     Args:
         title: the name of the task.
-        total: the number of steps, or None if unknown.
+        total: the number of programs, or None if unknown.
         show: whether to report anything.
-
-    Yields:
-        A function that reports one finished step, given a line about it.
     """
     if not show:
-        yield lambda line: None
+        yield ProgressReport()
     elif sys.stderr.isatty():
-        with _rich_progress_bar(title, total) as advance:
-            yield advance
+        with _rich_progress_bar(title, total) as report:
+            yield report
     else:
-        print(f"{title}, {total} in all …" if total else f"{title} …", file=sys.stderr, flush=True)
-        yield lambda line: print(line, file=sys.stderr, flush=True)
+        yield _ProgressLines(title, total)
+
+
+class _ProgressLines(ProgressReport):
+    """Plain lines: the title, the finished programs, and the running ones twice a minute."""
+
+    def __init__(self, title: str, total: int | None):
+        self.title, self.total, self.count = title, total, 0
+        self.start = self.last = time.monotonic()
+        self._print(f"{title}{_in_all(total)}: {TYPICAL_TIME}")
+
+    def run(self, names: Sequence[str]) -> None:
+        now = time.monotonic()
+        if names and now - self.last >= PATIENCE:
+            done = f", {self.count} of {self.total} done" if self.total else ""
+            self._print(f"{self.title} {', '.join(names)}, {now - self.start:.0f} s{done}")
+
+    def finish(self, line: str) -> None:
+        self.count += 1
+        self._print(f"{self.count} of {self.total}, {line}" if self.total else line)
+
+    def _print(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+        self.last = time.monotonic()
+
+
+def _in_all(total: int | None) -> str:
+    return f", {total} in all" if total else ""
 
 
 @contextmanager
-def _rich_progress_bar(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
+def _rich_progress_bar(title: str, total: int | None) -> Iterator[ProgressReport]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.text import Text
 
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(
-        *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True
-    ) as bar:
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
+    console = Console(stderr=True)
+    console.print(Text(f"{title}{_in_all(total)}: {TYPICAL_TIME}"))
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
         task = bar.add_task(title, total=total)
 
-        def advance(line: str) -> None:
-            bar.console.print(Text(line))
-            bar.advance(task)
+        class BarReport(ProgressReport):
+            def run(self, names: Sequence[str]) -> None:
+                bar.update(task, description=f"{title} {', '.join(names)}".rstrip())
 
-        yield advance
+            def finish(self, line: str) -> None:
+                bar.console.print(Text(line))
+                bar.advance(task)
+
+        yield BarReport()

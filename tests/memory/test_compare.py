@@ -31,8 +31,9 @@ def test_compare(capsys):
     assert set(json.loads(json.dumps(result.to_dict()))) == {"one", "three"}
 
     first, *lines = capsys.readouterr().err.splitlines()
-    assert first == "compiling, 2 in all …" and len(lines) == 2
-    assert all(re.fullmatch(r"(one|three): \S+ kB at the peak, \d+\.\d s", x) for x in lines)
+    assert first.startswith("compiling, 2 in all: seconds for a small step") and len(lines) == 2
+    pattern = r"(\d) of 2, (one|three): \S+ kB at the peak, \d+\.\d s"
+    assert [re.fullmatch(pattern, line)[1] for line in lines] == ["1", "2"]
 
 
 def test_rendering(matmul_plan, capsys):
