@@ -140,7 +140,7 @@ class Report:
         if isinstance(error, UnavailableError):
             line = f"{name}: skipped, {error}"
         elif missing:
-            line = f"{name}: skipped, {error}; run pip install 'effjax[train]'"
+            line = f"{name}: skipped, {error}; run pip install '.[train]'"
         else:
             self.failed = True
             log = self.folder / f"{name}.log"

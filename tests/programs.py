@@ -18,7 +18,7 @@ def has_gpu_compiler() -> bool:
 
 
 needs_gpu_compiler = pytest.mark.skipif(
-    not has_gpu_compiler(), reason="no GPU compiler: pip install 'effjax[plan]'"
+    not has_gpu_compiler(), reason="no GPU compiler: pip install '.[plan]'"
 )
 
 

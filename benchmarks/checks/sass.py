@@ -69,7 +69,7 @@ def has_tools() -> bool:
 def _cuobjdump(library: Path, option: str) -> str:
     cuobjdump, nvdisasm = find_tool("cuobjdump"), find_tool("nvdisasm")
     if cuobjdump is None or nvdisasm is None:
-        sys.exit("cuobjdump and nvdisasm are missing: pip install 'effjax[test]'")
+        sys.exit("cuobjdump and nvdisasm are missing. Run pip install '.[test]' here.")
     # cuobjdump calls nvdisasm by its name.
     path = os.pathsep.join([str(Path(nvdisasm).parent), os.environ.get("PATH", "")])
     command = [cuobjdump, option, "-arch", ARCHITECTURE, str(library)]

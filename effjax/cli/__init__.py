@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from .._extras import install_command
 from ..train.errors import printable
 from .errors import INTERRUPTED
 
@@ -37,7 +38,8 @@ def _run(argv: list[str]) -> int:
 
             show(as_json="--json" in argv)
             return 0
-        print(f'effjax: {error.name} is missing. Run pip install "effjax[train]".', file=sys.stderr)
+        message = f"{error.name} is missing. Run {install_command('train')}."
+        print(f"effjax: {message}", file=sys.stderr)
         return 2
     from .app import run
 

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from .._extras import install_command
+
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "chex", "orbax-checkpoint", "numpy")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 HOST_MEMORY_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -21,7 +23,7 @@ def examine() -> dict[str, Any]:
     on_gpu = any(device["platform"] == "gpu" for device in devices)
     advice = [] if on_gpu else _advise_on_gpus(list(plugins), extras)
     advice += [
-        f'to install {extra} (missing: {", ".join(missing)}): pip install "effjax[{extra}]"'
+        f"to install {extra} (missing: {', '.join(missing)}): {install_command(extra)}"
         for extra, missing in extras.items()
         if missing and not extra.startswith("cuda")
     ]
@@ -105,7 +107,7 @@ def _advise_on_gpus(plugins: list[str], missing: dict[str, list[str]]) -> list[s
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return []
     extra = "cuda12" if "jax-cuda12-plugin" in plugins else "cuda13"
-    install = f'pip install "effjax[{extra}]"'
+    install = install_command(extra)
     if not has_nvidia_gpu():
         if not plugins:
             return []

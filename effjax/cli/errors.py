@@ -3,6 +3,7 @@
 import sys
 from typing import Any
 
+from .._extras import install_command
 from ..train.errors import TrainError, printable
 
 USAGE, INTERRUPTED, PREEMPTED = 2, 130, 75  # exit codes: a wrong option, Ctrl-C, SIGTERM
@@ -32,7 +33,7 @@ def report(error: BaseException) -> int | None:
     elif isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in message:  # of JAX
         message, code = "out of device memory. Try a smaller --batch-size.", 1
     elif isinstance(error, ModuleNotFoundError):
-        message = f'{error.name} is missing. Run pip install "effjax[train]".'
+        message = f"{error.name} is missing. Run {install_command('train')}."
     elif hasattr(error, "format_message"):  # of typer, whose error classes are private
         usage_error: Any = error
         message = usage_error.format_message().rstrip(".")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .._extras import install_command
 from ._lower import SPLITS_ITSELF, LoweredProgram, PlanError
 from .targets import Target
 
@@ -37,7 +38,9 @@ def check_compiler() -> None:
     if importlib.util.find_spec("jax_plugins") is None or not any(
         map(importlib.util.find_spec, _PLUGINS)
     ):
-        raise PlanError('the GPU compiler is not installed: pip install "effjax[plan]" (on Linux)')
+        raise PlanError(
+            f"the GPU compiler is not installed. Run {install_command('plan')}, on Linux."
+        )
 
 
 def compile_for(

@@ -12,7 +12,7 @@ from effjax import native
 
 needs_tools = pytest.mark.skipif(
     not (native.is_available("cuda") and sass.has_tools()),
-    reason="no CUDA kernels, or no cuobjdump: pip install 'effjax[test]'",
+    reason="no CUDA kernels, or no cuobjdump: pip install '.[test]'",
 )
 
 

@@ -12,7 +12,9 @@ def test_without_the_train_extra(run, monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     code, out, err = run("train", "densenet", "--help")
     assert (code, out) == (2, "")
-    assert err == f'effjax: {missing} is missing. Run pip install "effjax[train]".\n'
+    assert (
+        err == f'effjax: {missing} is missing. Run pip install ".[train]" in a clone of effjax.\n'
+    )
     code, out, _ = run("doctor", "--json")
     assert code == 0 and json.loads(out)["devices"]
 

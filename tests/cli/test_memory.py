@@ -203,4 +203,4 @@ def test_syntax_error(run_memory, tmp_path, monkeypatch):
 def test_missing_compiler(run_memory, monkeypatch):
     monkeypatch.setattr("effjax.memory._compile._PLUGINS", ())
     code, out, err = run_memory("own_step:one")
-    assert (code, out) == (1, "") and one_line(err) and 'pip install "effjax[plan]"' in err
+    assert (code, out) == (1, "") and one_line(err) and 'pip install ".[plan]" in a clone' in err

@@ -14,6 +14,6 @@ def matmuls(a, b):
 def matmul_plan() -> MemoryPlan:
     """Plan a small program. Tests vary the plan instead of compiling another program."""
     if not has_gpu_compiler():
-        pytest.skip("no GPU compiler: pip install 'effjax[plan]'")
+        pytest.skip("no GPU compiler: pip install '.[plan]'")
     matrix = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
     return plan(matmuls, matrix, matrix, host_memory_bytes=64 * 2**30)

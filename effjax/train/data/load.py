@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from ..._extras import install_command
 from ..errors import DataError, unreadable
 from .cifar import load_cifar
 from .dataset import Dataset
@@ -45,4 +46,4 @@ def load_dataset(spec: str, image_size: int | None = None, in_memory: int = IN_M
     except OSError as error:
         raise unreadable(path, error) from error
     except ModuleNotFoundError as error:  # of scikit-learn or Pillow
-        raise DataError(f'{error.name} is missing. Run pip install "effjax[train]".') from error
+        raise DataError(f"{error.name} is missing. Run {install_command('train')}.") from error
