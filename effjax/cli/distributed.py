@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..train.errors import TrainError
+from ..train.errors import PreemptionError, TrainError
 from . import errors
 
 ADDRESS = "coordinator", "num_processes", "process_id"
@@ -53,7 +53,7 @@ def end_all_on_error(heartbeat_timeout: int) -> Iterator[None]:
 
         if not has_joined():
             raise
-        if isinstance(error, errors.CommandError) and error.exit_code == errors.PREEMPTED:
+        if isinstance(error.__cause__, PreemptionError):
             raise  # all processes end
         others = peers()
         if others is None and type(error).__name__ == "JaxRuntimeError":

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import shlex
 import signal
@@ -16,6 +17,7 @@ from ..train.config import RESUMABLE_OPTIONS, RunConfig
 from ..train.errors import PreemptionError, TrainError
 from . import distributed
 from .errors import INTERRUPTED, PREEMPTED, CommandError
+from .interrupts import Interrupts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -142,15 +144,31 @@ def train(
     progress = ConsoleProgress(console, task) if is_first() else None
     resume = f"Resume with {resume_command(task.config.COMMAND, request.path)}"
     quiet_background_errors()
+    end, done = task.eval_steps[-1], 0
+
+    def describe_end() -> str:
+        kept = run.last_step
+        if kept:
+            before = "" if done else " before a step was taken"
+            return f"interrupted{before}. {run.path} keeps step {kept}. {resume}"
+        return f"interrupted before the first {'checkpoint' if done else 'step'}. Nothing is kept."
+
+    # JAX's preemption service handles SIGTERM, and stops all processes after the same step.
+    forward = (lambda: signal.raise_signal(signal.SIGTERM)) if has_joined() else (lambda: None)
+    interrupts = Interrupts(functools.partial(print_line, console), describe_end, forward)
     try:
         with (
             preemption_signal() if has_joined() else stop_signals() as stop_requested,
-            interrupts() as raise_interrupt,
+            interrupts,
         ):
 
             def stop(step: int) -> bool:
-                raise_interrupt()
-                return stop_requested()
+                nonlocal done
+                done, interrupts.state = step, "training" if step < end else "ending"
+                interrupted = interrupts.received > 0 and not has_joined()
+                if interrupted and step == end:
+                    raise KeyboardInterrupt
+                return stop_requested() or interrupted
 
             return run, fit(task, run, progress, request.resume, stop)
     except RuntimeError as error:
@@ -161,9 +179,10 @@ def train(
             "uses the memory, plan the model with effjax memory."
         ) from error
     except KeyboardInterrupt as error:
-        raise CommandError(f"interrupted. {resume}", INTERRUPTED) from error
+        raise CommandError(describe_end(), INTERRUPTED) from error
     except PreemptionError as error:
-        raise CommandError(f"stopped and saved {error}. {resume}", PREEMPTED) from error
+        verb, code = ("interrupted", INTERRUPTED) if interrupts.received else ("stopped", PREEMPTED)
+        raise CommandError(f"{verb} and saved {error}. {resume}", code) from error
 
 
 def quiet_background_errors() -> None:
@@ -206,27 +225,3 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(received)
     finally:
         restore()
-
-
-@contextlib.contextmanager
-def interrupts() -> Iterator[Callable[[], None]]:
-    """Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed.
-
-    JAX calls Python from C++, where an exception is printed and lost.
-    """
-    handler, received = signal.getsignal(signal.SIGINT), []
-
-    def receive(number: int, _: Any) -> None:
-        received.append(number)
-        raise KeyboardInterrupt
-
-    def raise_interrupt() -> None:
-        if received:
-            raise KeyboardInterrupt
-
-    if handler is signal.default_int_handler:
-        signal.signal(signal.SIGINT, receive)
-    try:
-        yield raise_interrupt
-    finally:
-        signal.signal(signal.SIGINT, handler)

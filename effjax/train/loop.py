@@ -40,8 +40,8 @@ def fit(
         resume: Continue after the newest intact checkpoint of `run`, or start if there is no
             checkpoint. The task must have the options and data of the run. Its length may differ:
             all further steps then follow the schedule of that length.
-        stop: Called with the number of each step except the last, after the step. If it returns
-            True, the run is saved and ends.
+        stop: Called with the number of each step, after the step. If it returns True, the run is
+            saved and ends, unless this is the last step, after which the run is tested.
 
     Returns:
         The result of the task.
@@ -50,8 +50,8 @@ def fit(
         PreemptionError: `stop` returned True.
         TrainError: The loss is not finite, `run` cannot be resumed or written to, was deleted, or
             another process trains in it.
-        KeyboardInterrupt: Ctrl-C was pressed. No checkpoint is added; a record of kind
-            `interrupted` is appended.
+        KeyboardInterrupt: It was raised in a step or a callback. No checkpoint is added; a record
+            of kind `interrupted` is appended.
     """
     try:
         with contextlib.ExitStack() as stack:
@@ -118,13 +118,14 @@ def _fit(
                 progress.report(record)
                 interval = _Interval(task, progress, step)
 
-            stopped = step < end and stop(step)
+            stopped = stop(step) and step < end
             if step not in eval_steps and (stopped or (every and step % every == 0)):
                 interval.flush()
                 checkpoints.save(step, state, metrics=interval.metrics, records=records)
             if stopped:
                 checkpoints.wait()
-                raise PreemptionError(task.where(step))
+                within = f", {task.where(step)}" if task.unit == "epoch" else ""
+                raise PreemptionError(f"at step {step}{within}")
 
         checkpoints.wait()
         best = checkpoints.evaluated_steps[0]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from .._extras import install_command
 from .config import fingerprint
 from .errors import TrainError, check_orbax_path, printable
 
@@ -54,7 +55,7 @@ class RunDirectory:
                 has changed.
         """
         if importlib.util.find_spec("matplotlib") is None:  # draws the curve at the end
-            raise TrainError('matplotlib is missing. Run pip install "effjax[train]".')
+            raise TrainError(f"matplotlib is missing. Run {install_command('train')}.")
         check_orbax_path(path)
         run = cls(path)
         with _explain(path, "cannot be written to", "Give another --out."):
@@ -131,6 +132,16 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         """The directory of the checkpoints."""
         return self.path / self.CHECKPOINTS
+
+    @property
+    def last_step(self) -> int | None:
+        """The step of the newest checkpoint; None if there is none."""
+        # Orbax renames the directory of a checkpoint to its number when it is complete.
+        try:
+            names = [path.name for path in self.checkpoints.iterdir()]
+        except OSError:
+            return None
+        return max((int(name) for name in names if name.isdecimal()), default=None)
 
     @property
     def is_gone(self) -> bool:

@@ -1,0 +1,109 @@
+"""Ctrl-C during `effjax train`, by signals to a process of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+NEW_RUN = (
+    "train lm --data text:fox.txt --layers 1 --width 8 --heads 2 --context 8 --batch-size 2 "
+    "--out here"
+)
+# JAX computes or compiles in C++: the main thread runs no Python.
+BUSY = """
+import jax
+def busy(*_, **__):
+    print("busy", flush=True)
+    jax.jit(lambda: jax.lax.while_loop(lambda x: x > 0, lambda x: x | 1, 1))().block_until_ready()
+"""
+IN_A_STEP = """
+from effjax.train.lm.task import LMTask
+read, losses = LMTask.read, []
+def read_two(self, loss):
+    losses.append(loss)
+    return busy() if len(losses) > 2 else read(self, loss)
+LMTask.read = read_two
+"""
+WHILE_COMPILING = """
+from effjax.train.lm.task import LMTask
+LMTask.make_step = busy
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a run in a new process after running some code; return the process."""
+    pytest.importorskip("typer")
+    (tmp_path / "fox.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 40)
+    processes = []
+
+    def start(*options, before=""):
+        path = os.pathsep.join(p for p in sys.path if p)
+        environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        code = f"{before}\nfrom effjax.cli import main\nraise SystemExit(main())"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *options], cwd=tmp_path, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(process, text):
+    """Read stdout up to a line with this text."""
+    for line in process.stdout:
+        if text in line:
+            return
+    pytest.fail(f"no {text!r}: {process.stderr.read()}")
+
+
+def press_ctrl_c(process):
+    process.send_signal(signal.SIGINT)
+
+
+def checkpoints(path):
+    names = [file.name for file in (path / "here" / "checkpoints").iterdir()]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+@pytest.mark.exhaustive
+def test_ctrl_c_saves_the_step(start, tmp_path):
+    process = start(*NEW_RUN.split(), "--report-every", "1", "--steps", "100000")
+    wait_for(process, "step      3/100000")
+    press_ctrl_c(process)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    last = checkpoints(tmp_path)[-1]
+    message = f"interrupted and saved at step {last}. Resume with effjax train lm --resume here"
+    assert last >= 3 and err == f"effjax: {message}\n"
+    assert "stopping after this step; Ctrl-C again ends at once" in out
+
+
+def test_a_second_ctrl_c_ends_at_once(start, tmp_path):
+    """While JAX computes a step that never ends."""
+    process = start(*NEW_RUN.split(), "--checkpoint-every", "1", before=BUSY + IN_A_STEP)
+    wait_for(process, "busy")
+    press_ctrl_c(process)
+    wait_for(process, "Ctrl-C again ends at once")
+    press_ctrl_c(process)
+    _, err = process.communicate(timeout=60)
+    last = checkpoints(tmp_path)[-1]
+    resume = f"here keeps step {last}. Resume with effjax train lm --resume here"
+    assert (process.returncode, err) == (130, f"effjax: interrupted. {resume}\n")
+    assert last > 0
+
+
+def test_ctrl_c_while_compiling(start, tmp_path):
+    process = start(*NEW_RUN.split(), before=BUSY + WHILE_COMPILING)
+    wait_for(process, "busy")
+    press_ctrl_c(process)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "effjax: interrupted before the first step. Nothing is kept.\n"
