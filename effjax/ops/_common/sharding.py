@@ -68,6 +68,20 @@ def explicit_axes(x: jax.Array) -> tuple:
     return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
 
 
+def explicit_spec(x: jax.Array) -> tuple:
+    """Return the mesh axes of each array axis of x; None for an axis that is not sharded."""
+    spec = jax.typeof(x).sharding.spec
+    return *spec, *[None] * (jnp.ndim(x) - len(spec))
+
+
+def reshape(x: jax.Array, shape: Sequence[int], spec: Sequence) -> jax.Array:
+    """Reshape x; on a mesh with Explicit axes, the result has the sharding `spec`."""
+    if not explicit_axes(x):
+        return x.reshape(shape)
+    sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec))
+    return lax.reshape(x, shape, out_sharding=sharding)
+
+
 def shard_like_features(p: jax.Array, x: jax.Array, features: Sequence[int]) -> jax.Array:
     """On a mesh with Explicit axes, shard p as the axes `features` of x."""
     if not explicit_axes(x):

@@ -8,16 +8,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._common.arguments import describe
-from .._common.sharding import cast_to_varying, sum_cotangent, varying_axes, zeros
+from .._common.sharding import cast_to_varying, sum_cotangent, varying_axes
 from .trees import (
     Partition,
     Tree,
     check_same_shapes,
+    count_row_shards,
     float_cotangents,
     float_leaves,
     fold_key,
     make_cotangent,
-    merge_leading_axes,
+    merge_microbatches,
     split_microbatches,
 )
 
@@ -87,9 +88,10 @@ def run_embed(
         if count == 1:
             new, x = run_microbatch(model_state, (batch, 0))
             return x, new
-        microbatches = split_microbatches(batch, count), jnp.arange(count)
+        row_shards = count_row_shards(batch)
+        microbatches = split_microbatches(batch, count, row_shards), jnp.arange(count)
         new, x = lax.scan(run_microbatch, model_state, microbatches)
-        return merge_leading_axes(x), new
+        return merge_microbatches(x, row_shards), new
 
     x, vjp, model_state = jax.vjp(run, others.trained, has_aux=True)
 
@@ -134,10 +136,12 @@ def run_head(
         model_state, grads, (loss, aux, dy) = run_microbatch(model_state, ((y, batch), 0))
         aux = jax.tree.map(lambda a: jnp.asarray(a)[None], aux)
     else:
-        start = model_state, jax.tree.map(lambda a: zeros(a.shape, a.dtype, a), params)
-        microbatches = split_microbatches((y, batch), count), jnp.arange(count)
+        zeros = jax.tree.map(lambda a: cast_to_varying(jnp.zeros_like(a), varying_axes(a)), params)
+        row_shards = count_row_shards((y, batch))
+        microbatches = split_microbatches((y, batch), count, row_shards), jnp.arange(count)
+        start = model_state, zeros
         (model_state, grads), (losses, aux, dy) = lax.scan(add_microbatch, start, microbatches)
-        loss, dy = jnp.mean(losses), merge_leading_axes(dy)
+        loss, dy = jnp.mean(losses), merge_microbatches(dy, row_shards)
     grads = jax.tree.map(sum_cotangent, grads, others.trained)
     return HeadResult(loss, model_state, aux, grads, dy)
 

@@ -28,6 +28,7 @@ from .trees import (
     as_array_tree,
     cast_floats,
     check_differentiable,
+    count_row_shards,
     float_cotangents,
     fold_key,
     forbid_second_derivative,
@@ -171,7 +172,8 @@ def build_sequence(
         hoisted, slice_closure = hoist_closure(run, *types)
         apply, policy = functools.partial(_apply_hoisted, hoisted, axes), options.policy
         with_residuals = policy and functools.partial(apply_with_policy, apply, policy)
-        slice_fn = Slice(apply, options.num_microbatches, with_residuals)
+        row_shards = count_row_shards(x_shape)
+        slice_fn = Slice(apply, options.num_microbatches, with_residuals, row_shards)
         # An array that several slices close over is passed once.
         for a in slice_closure:
             if not any(a is other for other in closure):

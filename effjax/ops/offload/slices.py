@@ -8,17 +8,25 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._common.arguments import describe
-from .._common.sharding import cast_to_varying, explicit_axes, sum_cotangent, varying_axes
+from .._common.sharding import (
+    cast_to_varying,
+    explicit_axes,
+    explicit_spec,
+    sum_cotangent,
+    varying_axes,
+)
 from .placement import Space, space_of, write
 from .trees import (
     Partition,
     Tree,
     check_same_shapes,
+    count_row_shards,
     float_leaves,
     is_key,
-    merge_leading_axes,
+    merge_microbatches,
     replace_float_leaves,
     split_microbatches,
     strip_weak_type,
@@ -31,11 +39,13 @@ class Slice(NamedTuple):
     ``apply(w, closure, x, key, microbatch) -> (x, aux)``. Without `apply_with_residuals` the
     backward pass recomputes the slice from its input, else it uses the residuals of
     ``apply_with_residuals(w, closure, (key, microbatch), x) -> ((x, aux), Residuals)``.
+    `row_shards` is that of `split_microbatches`.
     """
 
     apply: Callable
     num_microbatches: int
     apply_with_residuals: Callable | None = None
+    row_shards: int = 1
 
 
 class Residuals(NamedTuple):
@@ -52,7 +62,7 @@ def forward(
     slice_fn: Slice, w: Partition, closure: Tree, x: Tree, key, save_residuals: bool = False
 ):
     """Run all microbatches; return y, aux [num_microbatches, ...] and residuals for `backward`."""
-    axes = varying_axes(x)
+    axes, split = varying_axes(x), (slice_fn.num_microbatches, slice_fn.row_shards)
     w = jax.tree.map(lambda a: cast_to_varying(a, axes), w)
 
     def run(x, m):
@@ -64,9 +74,9 @@ def forward(
         (y, aux), residuals = run(x, 0)
         aux = jax.tree.map(lambda a: a[None], aux)
     else:
-        xs = split_microbatches(x, slice_fn.num_microbatches), jnp.arange(slice_fn.num_microbatches)
+        xs = split_microbatches(x, *split), jnp.arange(slice_fn.num_microbatches)
         _, ((y, aux), residuals) = _scan_with_late_buffers(lambda _, xm: ((), run(*xm)), (), xs)
-        y = merge_leading_axes(y)
+        y = merge_microbatches(y, slice_fn.row_shards)
     return y, aux, x if slice_fn.apply_with_residuals is None else residuals
 
 
@@ -110,12 +120,13 @@ def backward(
         zeros = jax.tree.map(lambda a: cast_to_varying(jnp.zeros_like(a), axes), sums)
         # The sums are not allocated before dy exists.
         zeros, dy = lax.optimization_barrier((zeros, dy))
+        split = slice_fn.num_microbatches, slice_fn.row_shards
         if slice_fn.apply_with_residuals is None:
-            residuals = split_microbatches(residuals, slice_fn.num_microbatches)
-        dy = split_microbatches(dy, slice_fn.num_microbatches)
+            residuals = split_microbatches(residuals, *split)
+        dy = split_microbatches(dy, *split)
         xs = residuals, jnp.arange(slice_fn.num_microbatches), dy, daux
         (dw, dclosure), dx = _scan_with_late_buffers(add_microbatch, zeros, xs, reverse=True)
-        dx = merge_leading_axes(dx)
+        dx = merge_microbatches(dx, slice_fn.row_shards)
     return jax.tree.map(sum_cotangent, dw, w.trained), dclosure, dx
 
 
@@ -133,7 +144,14 @@ def _scan_with_late_buffers(
     axes = varying_axes(xs)
 
     def allocate(a):
-        return cast_to_varying(lax.broadcast(zero.astype(a.dtype), (count, *a.shape)), axes)
+        sharding = None
+        if explicit_axes(a):
+            spec = PartitionSpec(None, *explicit_spec(a))
+            sharding = NamedSharding(jax.typeof(a).sharding.mesh, spec)
+        shape = count, *a.shape
+        return cast_to_varying(
+            lax.broadcast(zero.astype(a.dtype), shape, out_sharding=sharding), axes
+        )
 
     def step(state, ix):
         carry, buffers = state
@@ -313,18 +331,14 @@ def first_microbatch(x: Tree, num_microbatches: int) -> Tree:
     """Return the first microbatch of x."""
     if num_microbatches == 1:
         return x
-    return jax.tree.map(lambda a: a[: a.shape[0] // num_microbatches], x)
+    parts = split_microbatches(x, num_microbatches, count_row_shards(x))
+    return jax.tree.map(lambda a: a[0], parts)
 
 
 def check_microbatches(x: Tree, num_microbatches: int, name: str = "x") -> None:
     """Raise ValueError unless all arrays of x can be split into microbatches."""
     if num_microbatches == 1:
         return
-    if any(map(explicit_axes, jax.tree.leaves(x))):
-        raise ValueError(
-            f"`num_microbatches` (={num_microbatches}) is not supported over a mesh with Explicit "
-            "axes, where each device must split its own rows: use it inside jax.shard_map."
-        )
     shapes = [
         (f"{name}{jax.tree_util.keystr(path)}", jnp.shape(a))
         for path, a in jax.tree_util.tree_leaves_with_path(x)
@@ -339,4 +353,10 @@ def check_microbatches(x: Tree, num_microbatches: int, name: str = "x") -> None:
         raise ValueError(
             f"`num_microbatches` (={num_microbatches}) must divide the batch, the first axis of "
             f"all arrays of {name}, but {wrong[0] if wrong else 'there are none'}{first}."
+        )
+    row_shards, rows = count_row_shards(x), shapes[0][1][0]
+    if rows % (num_microbatches * row_shards):
+        raise ValueError(
+            f"`num_microbatches` (={num_microbatches}) must divide the rows of each device, but "
+            f"{rows} rows are split over {row_shards} devices of a mesh with Explicit axes."
         )

@@ -29,6 +29,7 @@ from .trees import (
     cast_floats,
     check_differentiable,
     count_layers,
+    count_row_shards,
     float_cotangents,
     float_leaves,
     fold_key,
@@ -71,8 +72,9 @@ def offload_scan(
     With a `policy` the residuals that it keeps stream too.
 
     Under jit over a mesh, parameters are replicated or sharded along any axis except the first.
-    Gradients are summed over devices before they leave the device. Use several microbatches inside
-    ``jax.shard_map``: under jit, splitting the batch would exchange rows between devices.
+    Gradients are summed over devices before they leave the device. Use several microbatches over a
+    mesh with Explicit axes, or inside ``jax.shard_map``: there each device splits its own rows.
+    Over a mesh with Auto axes, splitting the batch would exchange rows between devices.
 
     Limitations: ``jax.pmap`` takes no arrays in host memory, so pass ``params_in="device"`` there.
     Reverse mode only, without vmap of a gradient. JAX cannot differentiate ``lax.cond`` and
@@ -87,7 +89,8 @@ def offload_scan(
         key: a PRNG key. If None, the layers get None.
         num_slices: the number of slices, a divisor of L. By default each layer is a slice.
         num_microbatches: the number M of microbatches that go through a slice before the next one
-            is loaded, a divisor of B. Microbatch m is rows [m B / M, (m + 1) B / M).
+            is loaded, a divisor of B. Microbatch m is rows [m B / M, (m + 1) B / M). If the rows
+            are sharded along Explicit axes, it is those of each device's rows.
         params_in: the memory of `stacked_params`, "host" or "device".
         activations: the memory of the residuals: the input of each slice, or the values that
             `policy` keeps.
@@ -158,6 +161,7 @@ class StackConfig(NamedTuple):
     num_slices: int
     slice_size: int
     options: OffloadOptions
+    row_shards: int  # of `split_microbatches`
 
     @property
     def num_streamed(self) -> int:
@@ -194,9 +198,11 @@ class StackConfig(NamedTuple):
             return apply_layer(cast_floats(w.merge(), dtype), *args)
 
         if policy is None:
-            return slices.Slice(apply, self.options.num_microbatches)
-        with_residuals = functools.partial(scan_with_policy, apply_one, policy)
-        return slices.Slice(apply, self.options.num_microbatches, with_residuals)
+            with_residuals = None
+        else:
+            with_residuals = functools.partial(scan_with_policy, apply_one, policy)
+        count = self.options.num_microbatches
+        return slices.Slice(apply, count, with_residuals, self.row_shards)
 
 
 def build_stack(
@@ -221,7 +227,9 @@ def build_stack(
         first_microbatch(x, options.num_microbatches),
         key,
     )
-    return StackConfig(layer, num_slices, num_layers // num_slices, options), params, closure, x
+    slice_size = num_layers // num_slices
+    config = StackConfig(layer, num_slices, slice_size, options, count_row_shards(x))
+    return config, params, closure, x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -69,8 +69,9 @@ def offload_train_step(
     residuals stay on the device. A fused step still saves the memory of the gradients.
 
     With `num_microbatches` M, embed and head also get one microbatch at a time, rows
-    [m B / M, (m + 1) B / M) of each array of the batch. The loss is the mean of M losses, so each
-    must be a mean over its rows.
+    [m B / M, (m + 1) B / M) of each array of the batch, or of each device's rows if these are
+    sharded along Explicit axes. The loss is the mean of M losses, so each must be a mean over its
+    rows.
 
     Compile the step with `offload_jit`, which overwrites the old state. The `layers` passed to init
     are overwritten by the first step; init copies everything else.

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from .._common.arguments import describe
+from .._common.sharding import explicit_axes, explicit_spec, reshape
 
 Tree = Any
 
@@ -188,9 +189,54 @@ def cast_floats(params: Tree, dtype: Any) -> Tree:
 # Microbatches and layers as axes.
 
 
-def split_microbatches(tree: Tree, m: int) -> Tree:
-    """Reshape [B, ...] to [m, B / m, ...]; microbatch j is rows [j * B / m, (j + 1) * B / m)."""
-    return jax.tree.map(lambda a: a.reshape(m, a.shape[0] // m, *a.shape[1:]), tree)
+def count_row_shards(tree: Tree) -> int:
+    """Return the number of devices over which a mesh with Explicit axes splits the first axis.
+
+    Arrays that are not sharded along it do not count.
+    """
+    counts = {}
+    for path, a in jax.tree_util.tree_leaves_with_path(tree):
+        if explicit_axes(a) and jnp.ndim(a) and (names := explicit_spec(a)[0]) is not None:
+            mesh = jax.typeof(a).sharding.mesh
+            names = names if isinstance(names, tuple) else (names,)
+            counts[math.prod(mesh.shape[name] for name in names)] = jax.tree_util.keystr(path)
+    if len(counts) > 1:
+        first, second, *_ = counts.items()
+        raise ValueError(
+            f"The first axes of all arrays of a batch must be split over the same number of "
+            f"devices, but {first[1]} is split over {first[0]} and {second[1]} over {second[0]}."
+        )
+    return next(iter(counts), 1)
+
+
+def split_microbatches(tree: Tree, m: int, row_shards: int = 1) -> Tree:
+    """Reshape [B, ...] to [m, B / m, ...].
+
+    Microbatch j is rows [j * B / m, (j + 1) * B / m). With `row_shards` from `count_row_shards` it
+    is these rows of each shard, so that devices exchange no rows.
+    """
+
+    def split(a: jax.Array) -> jax.Array:
+        (size, *shape), (rows, *spec) = a.shape, explicit_spec(a)
+        if row_shards > 1:
+            by_shard = row_shards, m, size // (row_shards * m), *shape
+            a = jnp.swapaxes(reshape(a, by_shard, (rows, None, None, *spec)), 0, 1)
+        return reshape(a, (m, size // m, *shape), (None, rows, *spec))
+
+    return jax.tree.map(split, tree)
+
+
+def merge_microbatches(tree: Tree, row_shards: int = 1) -> Tree:
+    """Reshape [m, B / m, ...] to [B, ...], the inverse of `split_microbatches`."""
+
+    def merge(a: jax.Array) -> jax.Array:
+        (m, size, *shape), (_, rows, *spec) = a.shape, explicit_spec(a)
+        if row_shards > 1:
+            by_shard = m, row_shards, size // row_shards, *shape
+            a = jnp.swapaxes(reshape(a, by_shard, (None, rows, None, *spec)), 0, 1)
+        return reshape(a, (m * size, *shape), (rows, *spec))
+
+    return jax.tree.map(merge, tree)
 
 
 def merge_leading_axes(tree: Tree) -> Tree:

@@ -195,13 +195,70 @@ def test_pmap_with_device_parameters(policy):
     close((value[0], (first, dx.reshape(BATCH, WIDTH))), want())
 
 
-def test_rejects_microbatches_under_jit_with_explicit_axes():
+@pytest.mark.parametrize(
+    ("sequential", "policy"),
+    [(False, "everything"), exhaustive(False, "recomputed"), (True, "recomputed"),
+     exhaustive(True, "dots")],
+)  # fmt: skip
+def test_microbatches_over_a_mesh_with_explicit_axes(sequential, policy):
+    """Each device splits its own rows: no rows move, and the order of the rows is kept."""
+    mesh = mesh_of((8,), ("i",), AxisType.Explicit)
+    options = {"num_microbatches": 2, "policy": POLICIES[policy]}
+
+    def apply(w, x):
+        if not sequential:
+            return offload_scan(layer, w, x, **options)
+        w = [jax.tree.map(lambda a, i=i: a[i], w) for i in range(LAYERS)]
+        return offload_sequential([layer] * LAYERS, w, x, params_in="device", **options)
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(inputs(), on(mesh, P("i")))
+        w = jax.device_put(params(), on(mesh, P(), host=not sequential))
+        run = jax.jit(jax.value_and_grad(lambda w, x: loss(apply(w, x)), (0, 1)))
+        program = run.lower(w, x).compile()
+        value, (dw, dx) = program(w, x)
+    assert dx.sharding.spec[0] == "i"
+    close((value, (dw, dx)), want())
+    assert {c.kind for c in collectives(program.as_text())} <= {"all-reduce"}
+
+
+def test_microbatches_on_explicit_axes_are_those_of_shard_map():
+    def apply(w, x):
+        return offload_scan(
+            lambda w, x, key: (layer(w, x, key), x.sum(1)), w, x, num_microbatches=2, has_aux=True
+        )
+
+    results = []
+    for kind in (AxisType.Explicit, AxisType.Auto):
+        mesh, run = mesh_of((8,), ("i",), kind), apply
+        if kind == AxisType.Auto:
+            specs = {"in_specs": (P(), P("i")), "out_specs": (P("i"), P(None, None, "i"))}
+            run = jax.shard_map(apply, mesh=mesh, **specs)
+        with jax.set_mesh(mesh):
+            x = jax.device_put(inputs(), on(mesh, P("i")))
+            w = jax.device_put(params(), on(mesh, P(), host=True))
+            results.append(jax.device_get(jax.jit(run)(w, x)))
+    close(*results)
+    assert results[0][1].shape == (LAYERS, 2, BATCH // 2)
+
+
+def test_rejects_microbatches_that_split_the_rows_of_a_device():
     mesh = mesh_of((8,), ("i",), AxisType.Explicit)
     with jax.set_mesh(mesh):
         x = jax.device_put(inputs(), on(mesh, P("i")))
         w = jax.device_put(params(), on(mesh, P(), host=True))
-        with pytest.raises(ValueError, match="use it inside jax.shard_map"):
-            jax.jit(lambda w, x: offload_scan(layer, w, x, num_microbatches=2))(w, x)
+        with pytest.raises(ValueError, match="32 rows are split over 8 devices"):
+            jax.jit(lambda w, x: offload_scan(layer, w, x, num_microbatches=8))(w, x)
+    mesh = mesh_of((2, 4), ("i", "j"), AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x = {name: jax.device_put(inputs(), on(mesh, P(name))) for name in ("i", "j")}
+        with pytest.raises(ValueError, match=r"\['i'\] is split over 2 and \['j'\] over 4"):
+            jax.jit(
+                lambda x: offload_scan(
+                    lambda w, x, key: x, {"w": np.ones(2)}, x, params_in="device",
+                    num_microbatches=2,
+                )
+            )(x)  # fmt: skip
 
 
 def test_host_init_over_mesh():

@@ -178,6 +178,14 @@ def test_shard_map_without_check_vma(form):
         exhaustive("stack", AxisType.Auto, P(None, "i"), {"fuse_update": False, "clip_norm": 1e3}),
         exhaustive("list", AxisType.Auto, P(), {}),
         exhaustive("list", AxisType.Explicit, P(), {"params_in": "device"}),
+        ("stack", AxisType.Explicit, P(), {"num_microbatches": 2}),
+        ("list", AxisType.Explicit, P(), {"num_microbatches": 2, "params_in": "device"}),
+        exhaustive(
+            "stack",
+            AxisType.Explicit,
+            P(),
+            {"num_microbatches": 2, "fuse_update": False, "clip_norm": 1e3},
+        ),
     ],
     ids=str,
 )
@@ -186,7 +194,7 @@ def test_jit_over_mesh(form, kind, spec, options):
     mesh = mesh_of((8,), ("i",), kind)
     with jax.set_mesh(mesh):
         results = train(form, *make(form, **options), mesh, "params_in" not in options, spec)
-        close(results)
+        close(results, options.get("num_microbatches", 1))
     where = on(mesh, spec, "params_in" not in options)
     moments = [a for a in jax.tree.leaves(results[1].layers_state) if a.ndim > 1]
     assert all(a.sharding.is_equivalent_to(where, a.ndim) for a in moments)
