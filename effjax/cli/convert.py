@@ -1,5 +1,6 @@
 """The command `effjax convert`."""
 
+import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Annotated, Literal
 from typer import Argument, Option
 
 from ..train.errors import TrainError, check_orbax_path, printable
+from ..train.images.config import RESNET_DEPTHS
 from .options import SIZE
 
 
@@ -38,12 +40,15 @@ def convert(
 
     If a name is missing or left over, or a shape does not match, the command fails and writes
     nothing. Names in a .safetensors file are the paths of the network's variables.
+
+    Both outputs are weights for `effjax train resnet` and `effjax train densenet`, with
+    `--init-from`. These also read PyTorch's file itself, if it needs no `--prefix`.
     """
     import jax
     from rich.console import Console
     from rich.progress import Progress
 
-    from ..convert import load_weights
+    from ..convert import DENSENET, load_weights
     from ..convert.files import TORCH_SUFFIXES, suffix_of
     from ..convert.networks import NETWORKS, as_nnx, network_variables, write_checkpoint
     from ..train.report import print_line, print_table
@@ -89,3 +94,11 @@ def convert(
     }
     print_table(console, rows.items())
     print_line(console, f"written to {to}")
+    command = f"--init-from {shlex.quote(str(to))} --data folder:PATH"
+    if NETWORKS[model][1] is DENSENET:
+        command = f"effjax train densenet --model {model} {command}"
+    elif (depth := model.removeprefix("resnet")) in map(str, RESNET_DEPTHS):
+        command = f"effjax train resnet --depth {depth} {command}"
+    else:
+        return
+    print_line(console, f"to train it on your images: {command}")

@@ -28,6 +28,13 @@ ImageSize = Annotated[
     int | None,
     data_option(help="Resize the images of a folder to this side.", **options.SIZE),
 ]
+Normalize = Annotated[
+    Literal["data", "imagenet"] | None,
+    data_option(
+        help="Normalize pixels by the mean and standard deviation of the train set or of ImageNet. "
+        "(default: data, or imagenet with --init-from)"
+    ),
+]
 Augment = Annotated[
     bool | None, data_option(help="Crop at random, and flip if --flip. (default: on)")
 ]
@@ -35,8 +42,27 @@ Flip = Annotated[
     bool | None,
     data_option(help="Flip at random when augmenting. (default: on, except for digits)"),
 ]
+InitFrom = Annotated[
+    str | None,
+    model_option(
+        help="Start with the weights of this file: torchvision's .pth, .safetensors, or the output "
+        "of effjax convert. If the classes differ, the head is new. (default: random weights)"
+    ),
+]
+FreezeStages = Annotated[
+    int | None,
+    model_option(
+        help="With --init-from, do not train the stem and so many stages, and keep the statistics "
+        "of their norms. (default: train all)",
+        min=0,
+        max=options.MAX_SIZE,
+    ),
+]
 SmallInputs = Annotated[
-    bool | None, model_option(help="Use a stem without pooling. (default: up to 64×64 pixels)")
+    bool | None,
+    model_option(
+        help="Use a stem without pooling. (default: up to 64×64 pixels, or that of --init-from)"
+    ),
 ]
 Efficient = Annotated[
     bool, model_option(help="Save memory: recompute activations in the backward pass.")
@@ -67,6 +93,7 @@ def train_densenet(
     data: Data = DenseNetConfig.data,
     validation: Validation = DenseNetConfig.validation,
     image_size: ImageSize = DenseNetConfig.image_size,
+    normalize: Normalize = DenseNetConfig.normalize,
     augment: Augment = DenseNetConfig.augment,
     flip: Flip = DenseNetConfig.flip,
     model: Annotated[
@@ -97,6 +124,8 @@ def train_densenet(
     drop_rate: Annotated[
         float, model_option(help="Dropout rate of each layer's output.")
     ] = DenseNetConfig.drop_rate,
+    init_from: InitFrom = DenseNetConfig.init_from,
+    freeze_stages: FreezeStages = DenseNetConfig.freeze_stages,
     small_inputs: SmallInputs = DenseNetConfig.small_inputs,
     efficient: Efficient = DenseNetConfig.efficient,
     save: Save = DenseNetConfig.save,
@@ -132,6 +161,7 @@ def train_resnet(
     data: Data = ResNetConfig.data,
     validation: Validation = ResNetConfig.validation,
     image_size: ImageSize = ResNetConfig.image_size,
+    normalize: Normalize = ResNetConfig.normalize,
     augment: Augment = ResNetConfig.augment,
     flip: Flip = ResNetConfig.flip,
     depth: Annotated[
@@ -145,6 +175,8 @@ def train_resnet(
         bool,
         model_option("--compare-plain", help="Also train the network without --dcn, in OUT-plain."),
     ] = False,
+    init_from: InitFrom = ResNetConfig.init_from,
+    freeze_stages: FreezeStages = ResNetConfig.freeze_stages,
     small_inputs: SmallInputs = ResNetConfig.small_inputs,
     efficient: Efficient = ResNetConfig.efficient,
     save: Save = ResNetConfig.save,
@@ -185,7 +217,7 @@ def _train(request: RunRequest) -> "ImageResult":
     from ..train.report import print_line, print_table
 
     # This checks all options and data. Nothing is written before.
-    task, console = prepare(request.config), make_console()
+    task, console = prepare(request.config, resume=request.resume), make_console()
     run, result = train(request, task, describe(task), console, memory_options="--save features")
     print_table(console, result_rows(task, result))
     print_line(console, f"written: {run.path}")

@@ -53,3 +53,22 @@ def write_checkpoint(path: Path, variables: Mapping[str, Any]) -> None:
     with replacing(path) as partial, ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(partial.absolute(), jax.device_get(variables))
         checkpointer.wait_until_finished()
+
+
+def read_checkpoint(path: Path) -> dict[str, np.ndarray]:
+    """Read an Orbax directory of `write_checkpoint`, with dotted names.
+
+    Raises:
+        ValueError: It is not one.
+    """
+    import orbax.checkpoint as ocp
+
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            tree = checkpointer.restore(path.absolute())
+    except Exception as error:  # Orbax raises many types
+        raise ValueError(
+            f"{path}: neither a weight file nor a folder that effjax convert wrote "
+            f"({type(error).__name__})."
+        ) from error
+    return {name: np.asarray(a) for name, a in flatten_dict(tree, sep=".").items()}

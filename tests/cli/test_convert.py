@@ -55,6 +55,10 @@ def test_round_trip_of_nnx_and_linen(run_convert, kind):
         code, out, err = run_convert("weights.npz", "--to", to, "--flavor", flavor)
         assert (code, err) == (0, "") and f"written to {to}" in out
         assert "tiny" in out and "arrays" in out and " of " in out
+        assert out.endswith(
+            "to train it on your images: effjax train densenet --model tiny "
+            f"--init-from {to} --data folder:PATH\n"
+        )
         if ending:
             flat = convert.load_weights(to)
             trees[flavor] = unflatten_dict(flat, sep=".")
@@ -112,5 +116,5 @@ def test_missing_package(run_convert, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     code, _, err = run_convert("weights.npz", "--to", "new.safetensors")
-    assert code == 2 and one_line(err) and 'Run pip install "effjax[train]"' in err
+    assert code == 2 and one_line(err) and 'Run pip install ".[train]"' in err
     assert os.listdir() == ["weights.npz"]

@@ -18,6 +18,10 @@ from tests.cli.command import TINY, interrupt_at, one_line, signal_at
         (["--data", "folder:broken"], "dog/0.png: not a readable image"),
         (["--batch-size", "12"], "`batch_size` (=12)"),
         (["--model", "vgg"], "`model` (='vgg')"),
+        (["--model", "resnet50"], "is no DenseNet. Use effjax train resnet --depth 50."),
+        (["--model", "resnet"], "is no DenseNet. Use effjax train resnet."),
+        (["--freeze-stages", "1"], "`freeze_stages` (=1) needs `init_from`"),
+        (["--init-from", "broken/weights.pth"], "broken/weights.pth: cannot be read"),
         (["--out", "broken"], "broken"),
         (["--resume", "broken"], "broken"),
         (["--resume", "broken", "--depth", "22"], "--depth cannot be combined with --resume"),
@@ -70,7 +74,7 @@ def test_resnet_and_its_comparison(run, small_model, tmp_path):
 
 
 def test_ctrl_c_that_a_callback_swallows(run, small_model, monkeypatch):
-    """As those do that JAX calls from C++: the run ends after the step."""
+    """As those do that JAX calls from C++: the run ends after the step, with a checkpoint."""
 
     def step(self, step, measured, rate):
         with contextlib.suppress(KeyboardInterrupt):
@@ -79,7 +83,7 @@ def test_ctrl_c_that_a_callback_swallows(run, small_model, monkeypatch):
     monkeypatch.setattr("effjax.train.report.ConsoleProgress.step", step)
     options = ["--epochs", "2", "--batch-size", "16", "--out", "here"]
     code, _, err = run("train", "densenet", *options)
-    assert code == 130 and err.startswith("effjax: interrupted. Resume with effjax train densenet")
+    assert code == 130 and err.startswith("effjax: interrupted and saved at step 4, in epoch 1. ")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -89,10 +93,14 @@ def test_ctrl_c_then_resume(run, small_model, monkeypatch, tmp_path):
         patch.setattr("effjax.train.report.ConsoleProgress.step", interrupt_at(5))  # of 8
         options = ["--epochs", "2", "--batch-size", "16", "--out", "here"]
         code, out, err = run("train", "densenet", *options)
-    assert code == 130 and "epoch 1/2" in out
-    assert err == "effjax: interrupted. Resume with effjax train densenet --resume here\n"
+    assert code == 130 and "epoch 1/2" in out and "Ctrl-C again ends at once" in out
+    assert err == (
+        "effjax: interrupted and saved at step 6, in epoch 2. Resume with effjax train densenet "
+        "--resume here\n"
+    )
     names = {p.name for p in (tmp_path / "here").iterdir()}
     assert names == {"config.json", "metrics.jsonl", "curve.png", "checkpoints"}
+    assert {path.name for path in (tmp_path / "here" / "checkpoints").iterdir()} == {"4", "6"}
 
     code, out, err = run("train", "densenet", "--resume", "here")
     assert (code, err) == (0, "")
@@ -146,7 +154,8 @@ def test_a_second_ctrl_c(run, small_model, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("effjax.train.report.ConsoleProgress.start", interrupt)
     options = ["train", "densenet", "--batch-size", "16", "--out", "here"]
     code, _, err = run(*options)
-    assert code == 130 and one_line(err) and "--resume here" in err
+    assert code == 130
+    assert err == "effjax: interrupted before the first step. Nothing is kept.\n"
     monkeypatch.setattr("effjax.train.images.task.load_dataset", interrupt)
     monkeypatch.setattr(signal, "signal", lambda *given: ignored.append(given))
     assert cli.main(options) == 130 and ignored == []  # a caller's process goes on
@@ -191,7 +200,8 @@ def test_sigterm_then_resume(run, small_model, monkeypatch, tmp_path):
         code, _, err = run("train", "densenet", *options)
     assert code == 75
     assert err == (
-        "effjax: stopped and saved in epoch 2. Resume with effjax train densenet --resume here\n"
+        "effjax: stopped and saved at step 7, in epoch 2. Resume with effjax train densenet "
+        "--resume here\n"
     )
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     saved = {path.name for path in (tmp_path / "here" / "checkpoints").iterdir()}

@@ -18,9 +18,12 @@ class ImageConfig(RunConfig):
 
     data: str = "digits"
     image_size: int | None = None
+    normalize: Literal["data", "imagenet"] | None = None
     augment: bool | None = None
     flip: bool | None = None
 
+    init_from: str | None = None
+    freeze_stages: int | None = None
     small_inputs: bool | None = None
     efficient: bool = True
     save: Literal["conv", "features"] = "conv"
@@ -36,6 +39,10 @@ class ImageConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_share("momentum")
+        if self.freeze_stages is not None and self.init_from is None:
+            raise TrainError(
+                f"`freeze_stages` (={self.freeze_stages}) needs `init_from`, the weights to freeze"
+            )
 
     @property
     def network(self) -> str:
@@ -58,6 +65,15 @@ class DenseNetConfig(ImageConfig):
     compression: float | None = None
     bn_size: int | None = None
     drop_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model.startswith("resnet"):
+            depth = self.model.removeprefix("resnet")
+            raise TrainError(
+                f"`model` (={self.model!r}) is no DenseNet. Use effjax train resnet"
+                f"{f' --depth {depth}' if depth in map(str, RESNET_DEPTHS) else ''}."
+            )
 
     @property
     def network(self) -> str:

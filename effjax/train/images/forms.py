@@ -22,7 +22,9 @@ from .steps import (
     make_optimizer,
     make_schedule,
     model_builder,
+    set_training,
     state_shardings,
+    trained_params,
 )
 
 # The options of the model in each form.
@@ -78,17 +80,24 @@ def training_steps(
 
 
 def backward_bytes(
-    build: Callable[..., nnx.Module], batch_shape: tuple[int, int, int, int], **form: Any
+    build: Callable[..., nnx.Module],
+    batch_shape: tuple[int, int, int, int],
+    freeze_stages: int | None = None,
+    **form: Any,
 ) -> ResidualReport:
     """Return the bytes that a batch keeps for the backward pass of a model, for a run's result.
 
     Args:
         build: From `model_builder`.
         batch_shape: [N, H, W, C].
+        freeze_stages: As in `trained_params`.
         **form: Options of the model.
     """
     learner, params, stats = _abstract_learner(
-        lambda: build(**form, axis_name=None, rngs=nnx.Rngs(0)), optax.identity(), batch_shape[-1]
+        lambda: build(**form, axis_name=None, rngs=nnx.Rngs(0)),
+        optax.identity(),
+        batch_shape[-1],
+        freeze_stages,
     )
     zeros: Any = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), stats)
     batch = Batch(np.zeros(batch_shape, np.uint8), np.zeros(batch_shape[:1], np.int32))
@@ -97,12 +106,17 @@ def backward_bytes(
 
 
 def _abstract_learner(
-    make: Callable[[], nnx.Module], optimizer: optax.GradientTransformation, channels: int
+    make: Callable[[], nnx.Module],
+    optimizer: optax.GradientTransformation,
+    channels: int,
+    freeze_stages: int | None = None,
 ) -> tuple[Learner, Any, Any]:
     model: Any = nnx.eval_shape(make)
-    model.train()
-    graphdef, params, stats = nnx.split(model, nnx.Param, ...)
-    learner = Learner(graphdef, graphdef, optimizer, np.zeros(channels), np.ones(channels))
+    set_training(model, freeze_stages)
+    trained = trained_params(freeze_stages)
+    graphdef, params, stats = nnx.split(model, trained, ...)
+    mean, std = np.zeros(channels), np.ones(channels)
+    learner = Learner(graphdef, graphdef, optimizer, mean, std, trained=trained)
     return learner, params, stats
 
 

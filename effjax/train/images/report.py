@@ -26,6 +26,25 @@ def describe(task: ImageTask) -> list[str]:
         f"{counted(config.epochs, 'epoch')}, {config.parallel} over "
         f"{describe_devices(task.mesh)}"
     )
+    return lines + _describe_start(task)
+
+
+def _describe_start(task: ImageTask) -> list[str]:
+    """Describe the weights that a run starts with, and what is frozen."""
+    config, source, lines = task.config, task.source, []
+    if config.init_from is None:
+        return lines
+    lines.append(f"weights: those of {config.init_from}")
+    num_classes = len(task.dataset.class_names)
+    if source is not None and source.num_classes != num_classes:
+        theirs = "no head" if source.num_classes is None else f"{source.num_classes} classes"
+        lines.append(f"new head of {num_classes} classes; the file has {theirs}")
+    if config.normalize == "imagenet":
+        lines.append("pixels are normalized by ImageNet's mean and standard deviation")
+    if config.freeze_stages is not None:
+        stages = f" and {counted(config.freeze_stages, 'stage')}" if config.freeze_stages else ""
+        trained, total = task.num_params()
+        lines.append(f"frozen: the stem{stages}; {trained:,} of {total:,} parameters are trained")
     return lines
 
 

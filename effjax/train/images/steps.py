@@ -143,7 +143,7 @@ class TrainState(NamedTuple):
 
     step: Array  # int32 []
     params: nnx.State
-    stats: nnx.State  # running statistics of batch norm
+    stats: nnx.State  # running statistics of batch norm, and frozen parameters
     opt_state: optax.OptState
 
 
@@ -171,6 +171,7 @@ class Learner:
     mean: np.ndarray  # [C]
     std: np.ndarray  # [C]
     on_nan: OnNan = "stop"  # argument of `skip_nonfinite`
+    trained: Any = nnx.Param  # filter of the parameters that the optimizer gets
 
     def normalize(self, images: Array) -> jax.Array:
         """Normalize uint8 pixels to float32."""
@@ -185,7 +186,7 @@ class Learner:
         logits = model(self.normalize(batch.images), rngs=nnx.Rngs(dropout=key))
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
         correct = jnp.sum(jnp.argmax(logits, axis=-1) == batch.labels)
-        _, _, stats = nnx.split(model, nnx.Param, ...)
+        _, _, stats = nnx.split(model, self.trained, ...)
         return jnp.mean(losses), (stats, correct)
 
     def update(
@@ -205,6 +206,7 @@ def make_learner(
     mean: np.ndarray,
     std: np.ndarray,
     on_nan: OnNan = "stop",
+    freeze_stages: int | None = None,
 ) -> Learner:
     """Trace a model with one image and return what a training step needs of it.
 
@@ -215,26 +217,73 @@ def make_learner(
         mean: Mean of the pixels, [C].
         std: Standard deviation of the pixels, [C].
         on_nan: An argument of `finite.skip_nonfinite`.
+        freeze_stages: As in `trained_params`.
 
     Raises:
-        TrainError: The model refuses its options, or images of that shape.
+        TrainError: The model refuses its options, or images of that shape, or has fewer stages.
     """
     try:
         model: Any = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
         model.eval()
         nnx.eval_shape(lambda m, x: m(x), model, jnp.zeros((1, *image_shape)))
         eval_graphdef = nnx.graphdef(model)
-        model.train()
-        return Learner(nnx.graphdef(model), eval_graphdef, optimizer, mean, std, on_nan)
+        set_training(model, freeze_stages)
+        return Learner(
+            nnx.graphdef(model), eval_graphdef, optimizer, mean, std, on_nan,
+            trained_params(freeze_stages),
+        )  # fmt: skip
     except ValueError as error:
         raise TrainError(str(error)) from error
 
 
+def trained_params(freeze_stages: int | None) -> Any:
+    """Return the nnx filter of the parameters that are trained.
+
+    Args:
+        freeze_stages: None trains all parameters. 0 freezes the stem, and N the stem and the first
+            N stages. A stage of a DenseNet is a dense block and the transition after it; the last
+            norm belongs to the head.
+    """
+    if freeze_stages is None:
+        return nnx.Param
+    return nnx.All(nnx.Param, lambda path, _: not _is_frozen(path, freeze_stages))
+
+
+def set_training(model: Any, freeze_stages: int | None) -> None:
+    """Set the training mode; norms of frozen stages use and keep their running statistics.
+
+    Raises:
+        TrainError: The model has fewer stages.
+    """
+    model.train()
+    if freeze_stages is None:
+        return
+    num_stages = len(getattr(model, "stages", getattr(model, "blocks", ())))
+    if freeze_stages > num_stages:
+        raise TrainError(
+            f"`freeze_stages` (={freeze_stages}) must be at most the number of stages of the "
+            f"network (={num_stages})"
+        )
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.BatchNorm) and _is_frozen(path, freeze_stages):
+            module.use_running_average = True
+
+
+def _is_frozen(path: tuple[Any, ...], freeze_stages: int) -> bool:
+    if path[:1] in (("stem_conv",), ("stem_norm",)):
+        return True
+    in_stage = path[:1] in (("stages",), ("blocks",), ("transitions",)) and len(path) > 1
+    return in_stage and path[1] < freeze_stages
+
+
 def initial_state(
-    build: Callable[..., nnx.Module], optimizer: optax.GradientTransformation, seed: int
+    build: Callable[..., nnx.Module],
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    trained: Any = nnx.Param,
 ) -> TrainState:
-    """Draw parameters from the seed and initialize the optimizer."""
-    _, params, stats = nnx.split(build(rngs=nnx.Rngs(seed)), nnx.Param, ...)
+    """Draw parameters from the seed and initialize the optimizer of those that are trained."""
+    _, params, stats = nnx.split(build(rngs=nnx.Rngs(seed)), trained, ...)
     return TrainState(jnp.int32(0), params, stats, optimizer.init(params))
 
 

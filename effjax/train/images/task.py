@@ -4,9 +4,10 @@
 import dataclasses
 import functools
 import itertools
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ from ..processes import is_multiprocess, sum_over_processes
 from ..task import Metrics, Part, Record, Task, TrainStep
 from .config import ImageConfig
 from .forms import backward_bytes
+from .source_weights import SourceWeights, overlay, read_source
 from .steps import (
     Batch,
     Learner,
@@ -74,8 +76,17 @@ class ImageResult:
     seconds: float
 
 
+# Mean and standard deviation of ImageNet's RGB pixels, scaled to [0, 1]. torchvision's weights were
+# trained on images that these had normalized.
+IMAGENET_MEAN = np.array([0.485, 0.456, 0.406], np.float32)
+IMAGENET_STD = np.array([0.229, 0.224, 0.225], np.float32)
+
+
 def prepare(
-    config: ImageConfig, devices: Devices | None = None, dataset: Dataset | None = None
+    config: ImageConfig,
+    devices: Devices | None = None,
+    dataset: Dataset | None = None,
+    resume: bool = False,
 ) -> "ImageTask":
     """Read the data and check the options. Nothing is written.
 
@@ -83,6 +94,7 @@ def prepare(
         config: The options.
         devices: Where to train. The default is all devices of all processes.
         dataset: The default is that of `config.data`.
+        resume: The task is that of a run that continues, which does not need `config.init_from`.
 
     Raises:
         DataError: The data cannot be read, or are invalid.
@@ -113,15 +125,46 @@ def prepare(
     steps = config.epochs * (images // config.batch_size)
     schedule = make_schedule(config.schedule, config.learning_rate, steps)
     optimizer = make_optimizer(schedule, config.momentum, config.weight_decay)
+    source = None if resume else read_source(config)
+    if source is not None:
+        config = _complete(config, source)
     build = model_builder(config, dataset.image_shape, len(dataset.class_names))
-    pixel_counts = sum_over_processes(functools.partial(channel_counts, dataset.train_images))
     learner = make_learner(
-        build, dataset.image_shape, optimizer, *channel_statistics(pixel_counts), config.on_nan
-    )
+        build, dataset.image_shape, optimizer, *_pixel_statistics(config, dataset), config.on_nan,
+        config.freeze_stages,
+    )  # fmt: skip
+    weights = None if source is None else source.load(build)
     flip = dataset.flip if config.flip is None else config.flip
     wanted = config.augment is None or config.augment
     augmentation = Augmentation(default_padding(dataset.image_shape), flip) if wanted else None
-    return ImageTask(config, mesh, schedule, dataset, build, learner, augmentation)
+    return ImageTask(config, mesh, schedule, dataset, build, learner, augmentation, source, weights)
+
+
+def _complete(config: ImageConfig, source: SourceWeights) -> ImageConfig:
+    """Return the options of a run that starts with weights, as its config.json records them."""
+    assert config.init_from is not None
+    return dataclasses.replace(
+        config,
+        init_from=os.path.realpath(config.init_from),  # the run may be resumed in another folder
+        small_inputs=source.small_inputs if config.small_inputs is None else config.small_inputs,
+        normalize=config.normalize or "imagenet",
+    )
+
+
+def _pixel_statistics(config: ImageConfig, dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean and the standard deviation that normalize the pixels, [C]."""
+    if config.normalize != "imagenet" or isinstance(dataset.train_images, ImageFiles):
+        # This reads all files too.
+        counts = sum_over_processes(functools.partial(channel_counts, dataset.train_images))
+        if config.normalize != "imagenet":
+            return channel_statistics(counts)
+    channels = dataset.image_shape[-1]
+    if channels != len(IMAGENET_MEAN):
+        raise TrainError(
+            f"`normalize` (=imagenet) needs RGB images, but those of {dataset.name} have "
+            f"{counted(channels, 'channel')}. Use RGB images, or --normalize data."
+        )
+    return IMAGENET_MEAN, IMAGENET_STD
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -136,6 +179,8 @@ class ImageTask(Task[ImageResult]):
     build: Callable[..., nnx.Module]
     learner: Learner
     augmentation: Augmentation | None
+    source: SourceWeights | None = None  # whose weights a new run starts with
+    weights: Mapping[str, jax.Array] | None = None  # of `source`, by path
 
     @property
     def steps_per_unit(self) -> int:
@@ -167,17 +212,35 @@ class ImageTask(Task[ImageResult]):
         )
 
     def initial_state(self) -> TrainState:
-        return jax.jit(self._init, out_shardings=self._shardings)()
+        weights = self.weights
+        if weights is None and (source := read_source(self.config)):
+            weights = source.load(self.build)  # of a run that stopped before its first checkpoint
+        state = jax.jit(self._init, out_shardings=self._shardings)()
+        if weights is None:
+            return state
+        places = self._shardings
+        return state._replace(
+            params=overlay(state.params, weights, places.params),
+            stats=overlay(state.stats, weights, places.stats),
+        )
 
     def shapes(self) -> TrainState:
         return with_shardings(jax.eval_shape(self._init), self._shardings)
 
     def _init(self) -> TrainState:
-        return initial_state(self.build, self.learner.optimizer, self.config.seed)
+        learner = self.learner
+        return initial_state(self.build, learner.optimizer, self.config.seed, learner.trained)
 
     @functools.cached_property
     def _shardings(self) -> TrainState:
         return state_shardings(jax.eval_shape(self._init), self.mesh)
+
+    def num_params(self) -> tuple[int, int]:
+        """Return the number of trained parameters, and that of all."""
+        shapes = jax.eval_shape(self._init)
+        trained = sum(p.size for p in jax.tree.leaves(shapes.params))
+        frozen = nnx.filter_state(shapes.stats, nnx.Param)
+        return trained, trained + sum(p.size for p in jax.tree.leaves(frozen))
 
     def make_step(self) -> TrainStep:
         return make_train_step(self.config.parallel, self.learner, self.mesh, self._shardings)
@@ -238,6 +301,7 @@ class ImageTask(Task[ImageResult]):
         self, records: Sequence[Record], best: Record, tested: Metrics, began: float
     ) -> ImageResult:
         batch = self.config.batch_size, *self.dataset.image_shape
+        frozen = self.config.freeze_stages
         return ImageResult(
             test_accuracy=tested["accuracy"],
             test_loss=tested["loss"],
@@ -246,8 +310,8 @@ class ImageTask(Task[ImageResult]):
             validation_loss=best.get("validation_loss"),
             images_per_second=statistics.median(r["images_per_second"] for r in records),
             kept_bytes={
-                "plain": backward_bytes(self.build, batch, efficient=False).bytes,
-                "efficient": backward_bytes(self.build, batch, efficient=True).bytes,
+                "plain": backward_bytes(self.build, batch, frozen, efficient=False).bytes,
+                "efficient": backward_bytes(self.build, batch, frozen, efficient=True).bytes,
             },
             seconds=time.perf_counter() - began,
         )
