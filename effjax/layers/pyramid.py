@@ -15,6 +15,8 @@ from .resnet import ConvSpec
 
 Extra = Literal["pool", "conv"]
 Source = Literal["input", "output"]
+# P6 of Faster R-CNN; P6 and P7 of RetinaNet.
+USUAL_LEVELS = {None: 0, "pool": 1, "conv": 2}
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -22,8 +24,8 @@ class FeaturePyramidConfig:
     """Options of a feature pyramid; `effjax.models.FeaturePyramid` documents them."""
 
     out_channels: int = 256
-    extra_levels: int = 0
-    extra: Extra = "pool"
+    extra_levels: int | None = None
+    extra: Extra | None = None
     extra_from: Source = "input"
     extra_relu: bool = False
     dtype: DTypeLike | None = None
@@ -31,10 +33,24 @@ class FeaturePyramidConfig:
 
     def __post_init__(self) -> None:
         self.out_channels = as_integer("out_channels", self.out_channels, 1)
+        check_choice("extra", self.extra, None, "pool", "conv")
+        if self.extra_levels is None:
+            self.extra_levels = USUAL_LEVELS[self.extra]
         self.extra_levels = as_integer("extra_levels", self.extra_levels, 0)
-        check_choice("extra", self.extra, "pool", "conv")
+        if self.extra is None and self.extra_levels:
+            self.extra = "pool"
+        elif self.extra is not None and not self.extra_levels:
+            raise ValueError(
+                f"`extra_levels` (=0) must be at least 1 with extra={self.extra!r}. Leave out "
+                "`extra` for no level."
+            )
         check_choice("extra_from", self.extra_from, "input", "output")
         check_dtypes(self.dtype, self.param_dtype)
+
+    @property
+    def num_extra_levels(self) -> int:
+        """The number of levels above those of the backbone."""
+        return self.extra_levels or 0
 
 
 def pyramid_convs(
@@ -46,7 +62,7 @@ def pyramid_convs(
     outputs = [ConvSpec(out, out, 3, 1) for _ in in_channels]
     if config.extra == "conv":
         first = in_channels[-1] if config.extra_from == "input" else out
-        extras = [first, *[out] * config.extra_levels][: config.extra_levels]
+        extras = [first, *[out] * config.num_extra_levels][: config.num_extra_levels]
         outputs += [ConvSpec(c, out, 3, 2) for c in extras]
     return laterals, outputs
 
@@ -87,7 +103,7 @@ def apply_pyramid(
         merged.insert(0, level + _upsample(merged[0], level.shape[1:3]) if merged else level)
     pyramid = [_apply_conv(level, output) for level, output in zip(merged, outputs, strict=False)]
     if config.extra == "pool":
-        for _ in range(config.extra_levels):
+        for _ in range(config.num_extra_levels):
             pyramid.append(pyramid[-1][:, ::2, ::2])  # a max pool of size 1 and stride 2
     x = levels[-1] if config.extra_from == "input" else pyramid[-1]
     for i, output in enumerate(outputs[len(levels) :]):

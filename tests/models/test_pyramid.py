@@ -22,8 +22,9 @@ FLAVORS = {
 }
 EXTRAS = {
     "none": {},
-    "pool": dict(extra_levels=1),
-    "input": dict(extra_levels=2, extra="conv"),
+    "pool": dict(extra="pool"),
+    "pools": dict(extra_levels=2),
+    "input": dict(extra="conv"),
     "output, relu": dict(extra_levels=2, extra="conv", extra_from="output", extra_relu=True),
 }
 
@@ -39,7 +40,10 @@ def levels(sides=((9, 8), (5, 4), (3, 2))):
     return tuple(rng.normal(size=(2, *s, c)) for s, c in zip(sides, CHANNELS, strict=True))
 
 
-def reference(params, features, extra_levels=0, extra="pool", extra_from="input", **relu):
+def reference(params, features, extra_levels=None, extra=None, extra_from="input", **relu):
+    if extra_levels is None:
+        extra_levels = {None: 0, "pool": 1, "conv": 2}[extra]
+
     def apply_conv(name, x, **options):
         kernel, bias = params[f"{name}.kernel"], params[f"{name}.bias"]
         return conv(x, kernel, padding=[(kernel.shape[0] // 2,) * 2] * 2, **options) + bias
@@ -54,7 +58,7 @@ def reference(params, features, extra_levels=0, extra="pool", extra_from="input"
     outputs = [apply_conv(f"outputs.{i}", x) for i, x in enumerate(merged)]
     last = features[-1] if extra_from == "input" else outputs[-1]
     for i in range(extra_levels):
-        if extra == "pool":
+        if extra != "conv":
             outputs.append(outputs[-1][:, ::2, ::2])
             continue
         last = np.maximum(last, 0) if i and relu else last
@@ -70,7 +74,21 @@ def test_matches_definition(flavor, extra):
     model = FLAVORS[flavor](**options, out_channels=2)
     values = [draw(names) for names in model.names(x)]
     want = reference(values[0], x, **options)
-    assert_trees_close(jax.jit(model)(*values, x)[0], want, 1e-12)
+    got = jax.jit(model)(*values, x)[0]
+    assert len(got) == len(want)
+    assert_trees_close(got, want, 1e-12)
+
+
+@pytest.mark.parametrize(("extra", "count"), [(None, 3), ("pool", 4), ("conv", 5)])
+def test_extra_levels_of_torchvision(extra, count):
+    """`extra` alone adds the levels of torchvision's LastLevelMaxPool and LastLevelP6P7."""
+    model = linen_models.FeaturePyramid(2, extra=extra)
+    assert model.clone() == model
+    features = levels()
+    variables = jax.eval_shape(model.init, jax.random.key(0), features)
+    assert len(jax.eval_shape(model.apply, variables, features)) == count
+    with pytest.raises(ValueError, match=r"`extra_levels` \(=0\) must be at least 1"):
+        linen_models.FeaturePyramid(2, extra=extra or "pool", extra_levels=0)
 
 
 def test_levels_of_the_same_size():
@@ -100,7 +118,9 @@ def test_backbone_in_half_precision():
 
 
 def test_rejects_bad_options():
-    with pytest.raises(ValueError, match=r"`extra` \(='max'\) must be \"pool\" or \"conv\""):
+    with pytest.raises(
+        ValueError, match=r"`extra` \(='max'\) must be None or \"pool\" or \"conv\""
+    ):
         models.FeaturePyramid(CHANNELS, extra="max", rngs=nnx.Rngs(0))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"`extra_levels` \(=-1\)"):
         linen_models.FeaturePyramid(extra_levels=-1)

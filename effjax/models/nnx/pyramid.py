@@ -32,10 +32,11 @@ class FeaturePyramid(nnx.Module):
     Args:
         in_channels: of each level, the finest first: a backbone's `feature_channels`.
         out_channels: of all levels of the pyramid.
-        extra_levels: the number of additional levels, each half the size of the one before.
+        extra_levels: the number of additional levels, each half the size of the one before. If
+            None, 1 for "pool", 2 for "conv", and 0 without `extra`.
         extra: "pool" takes every second pixel of the level before (P6 of Faster R-CNN). "conv" is a
             3x3 convolution with stride 2 and padding 1, with its own entry in `outputs` (P6 and P7
-            of RetinaNet).
+            of RetinaNet). If None, "pool" if `extra_levels` is positive.
         extra_from: input of the first of these convolutions: the last input level ("input") or the
             last output level ("output"). Each further one reads the level before.
         extra_relu: apply ReLU before each further convolution, as maskrcnn-benchmark and
@@ -60,8 +61,8 @@ class FeaturePyramid(nnx.Module):
         in_channels: Sequence[int],
         out_channels: int = 256,
         *,
-        extra_levels: int = 0,
-        extra: Extra = "pool",
+        extra_levels: int | None = None,
+        extra: Extra | None = None,
         extra_from: Source = "input",
         extra_relu: bool = False,
         dtype: Dtype | None = None,
