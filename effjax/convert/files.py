@@ -113,6 +113,7 @@ def suffix_of(path: Path) -> str:
 
 def as_named_arrays(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Return named arrays or PyTorch tensors as NumPy arrays of real numbers."""
+    check_named("weights", weights)
     arrays = {}
     for name, value in weights.items():
         try:
@@ -124,6 +125,19 @@ def as_named_arrays(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
             ) from None
         check_real(name, arrays[name], integers=True)
     return arrays
+
+
+def check_named(argument: str, weights: Any) -> None:
+    """Raise TypeError unless `weights` maps names."""
+    if not isinstance(weights, Mapping):
+        hint = ""
+        if isinstance(weights, (str, os.PathLike)):
+            hint = " Read the file with effjax.convert.load_weights."
+        elif hasattr(weights, "state_dict"):
+            hint = " Pass its .state_dict()."
+        raise TypeError(
+            f"`{argument}` must be arrays by name, not a {type(weights).__name__}.{hint}"
+        )
 
 
 def check_real(name: str, array: np.ndarray, integers: bool = False) -> None:

@@ -21,12 +21,15 @@ class Table(NamedTuple):
         below: the submodule in which PyTorch keeps the arrays of a convolution that predicts its
             offsets; "" for the layer itself.
         counters: True if running statistics come with a `num_batches_tracked`.
+        epsilon: of the source's batch norms, which no weight file contains. `from_torch` warns if
+            an nnx network has another. If None, any.
     """
 
     rows: Mapping[str, str] = {}
     older: tuple[tuple[str, str], ...] = ()
     below: str = ""
     counters: bool = True
+    epsilon: float | None = None
 
 
 SAME_NAMES = Table()
@@ -52,6 +55,7 @@ DENSENET = Table(
         (r"(denselayer\d+\.(?:norm|conv))\.(\d)\.", r"\1\2."),
         (r"features\.norm_final\.", "features.norm5."),
     ),
+    epsilon=1e-5,
 )
 
 RESNET = Table(
@@ -66,6 +70,7 @@ RESNET = Table(
         "fc": "classifier",
     },
     older=((r"(conv\d+)_offset\.", r"\1.conv_offset."), (r"conv_offset_mask\.", "conv_offset.")),
+    epsilon=1e-5,
 )
 
 # maskrcnn-benchmark, prefix `backbone.body`.
@@ -81,6 +86,7 @@ MASKRCNN_RESNET = Table(
     },
     below="conv",
     counters=False,
+    epsilon=0.0,
 )
 
 # Feature pyramids of mmdetection (prefix `neck`), maskrcnn-benchmark and torchvision (prefix
@@ -133,7 +139,8 @@ def join_tables(parts: Mapping[str, tuple[str, Table]]) -> Table:
             `{"body": ("backbone.body", MASKRCNN_RESNET), "fpn": ("backbone.fpn", …)}`.
 
     Returns:
-        A `Table`. `below` is the first non-empty one; `counters` is True if all are.
+        A `Table`. `below` is the first non-empty one; `counters` is True if all are; `epsilon` is
+        that of the tables, and None if they have several.
     """
     rows: dict[str, str] = {}
     tables = [table for _, table in parts.values()]
@@ -141,7 +148,10 @@ def join_tables(parts: Mapping[str, tuple[str, Table]]) -> Table:
         rows |= {f"{theirs}.{a}": f"{ours}.{b}" for a, b in table.rows.items()} | {theirs: ours}
     older = dict.fromkeys(rule for table in tables for rule in table.older)
     below = next((table.below for table in tables if table.below), "")
-    return Table(rows, tuple(older), below, all(table.counters for table in tables))
+    counters = all(table.counters for table in tables)
+    epsilons = {table.epsilon for table in tables} - {None}
+    epsilon = epsilons.pop() if len(epsilons) == 1 else None
+    return Table(rows, tuple(older), below, counters, epsilon)
 
 
 def nnx_path(path: str) -> str:

@@ -1,14 +1,15 @@
 """Conversion of the weights of a network or layer from PyTorch to Flax and back."""
 
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from .files import as_named_arrays, check_real, list_names
+from .files import as_named_arrays, check_named, check_real, list_names
 from .tables import (
     COUNTER,
     SAME_NAMES,
@@ -48,12 +49,15 @@ def from_torch(
         The updated Module, or new variables of the structure of `into`.
 
     Raises:
-        TypeError: if `into` has the wrong type, or weights are not real floating-point arrays.
+        TypeError: if `weights` or `into` has the wrong type, or weights are not real floating-point
+            arrays.
         ValueError: if weights are missing, left over, of another shape, or too large for the dtype
             of the network. The message names them, and nothing is changed.
 
     Warns:
-        UserWarning: if weights are rounded to the dtype of the network.
+        UserWarning: if weights are rounded to the dtype of the network, or if the batch norms of an
+            nnx network have another `epsilon` than those of `table`. Linen's variables do not
+            contain it.
     """
     check_table(table)
     given = named(weights, table, prefix)
@@ -64,35 +68,38 @@ def from_torch(
         for path, name in names.items()
         if name in given
     }
-    wanted = set(names.values())
-    counters = {name for name in given if name.rpartition(".")[2] == COUNTER}
-    problems = {
-        "missing": wanted - given.keys(),
-        "left over": given.keys() - wanted - counters,
-        "of another shape": [
-            f"{names[path]} ({given[names[path]].shape}, not {_torch_shape(path, leaves[path])})"
-            for path, array in found.items()
-            if array.shape != leaves[path].shape
-        ],
-    }
-    if said := [f"{what}: {list_names(which)}" for what, which in problems.items() if which]:
-        raise ValueError(f"`weights` must match the network. {'; '.join(said)}.")
+    other_shapes = [
+        f"{names[path]} ({given[names[path]].shape}, not {_torch_shape(path, leaves[path])})"
+        for path, array in found.items()
+        if array.shape != leaves[path].shape
+    ]
+    _check_names("weights", set(names.values()), given, prefix, other_shapes)
     for path, array in found.items():
-        if names[path] not in counters:
+        if not _is_counter(names[path]):
             check_real(names[path], array)
+    _check_epsilon(into, table)
     return build(_cast(found, leaves, names))
 
 
 def to_torch(
-    variables: Any, table: Table = SAME_NAMES, *, prefix: str = ""
+    variables: Any,
+    table: Table = SAME_NAMES,
+    *,
+    prefix: str = "",
+    like: Mapping[str, Any] | None = None,
 ) -> dict[str, np.ndarray]:
     """Return a network's arrays with PyTorch's names and layouts, the inverse of `from_torch`.
+
+    The names are the current ones of the source. Pass the weights that were loaded as `like` to
+    keep theirs, such as `features.norm_final`, which `DENSENET` accepts for `features.norm5`.
 
     Args:
         variables: an nnx Module or State, or a linen module's variables. Gradients have the same
             names and are accepted too.
         table: as in `from_torch`.
         prefix: prepended to all names, followed by a dot.
+        like: the weights whose names and order to keep, and their counters where the layer does not
+            count. Only its names below `prefix` matter.
 
     Returns:
         NumPy arrays for `save_weights`, or for `load_state_dict` after `torch.from_numpy`. If the
@@ -100,8 +107,9 @@ def to_torch(
         layer does not count.
 
     Raises:
-        TypeError: if `variables` has the wrong type.
-        ValueError: if two arrays get the same name in PyTorch, or `variables` is abstract.
+        TypeError: if `variables` or `like` has the wrong type.
+        ValueError: if two arrays get the same name in PyTorch, `variables` is abstract, or `like`
+            has other names.
     """
     check_table(table)
     start = _start(prefix)
@@ -109,40 +117,103 @@ def to_torch(
     leaves = _leaves("variables", variables)[0]
     names = torch_names(leaves, table)
     for path, leaf in leaves.items():
-        name = start + names[path]
+        name = names[path]
         if name in found:
-            raise ValueError(f"`table` gives two arrays the name {name}, that of {path} too.")
+            raise ValueError(
+                f"`table` gives two arrays the name {start}{name}, that of {path} too."
+            )
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(f"`variables` has no value at {path}: it is abstract.")
         found[name] = to_torch_layout(path, np.asarray(leaf))
+    if like is not None:
+        check_named("like", like)
+        originals = current_names("like", like, table, prefix)
+        _check_names("like", {n for n in found if not _is_counter(n)}, originals, prefix)
+        counters = as_named_arrays(
+            {old: like[old] for new, old in originals.items() if new not in found}
+        )
+        return {
+            old: found[new] if new in found else counters[old] for new, old in originals.items()
+        }
     for name in list(found):
         module, dot, array = name.rpartition(".")
         if array == "running_mean" and table.counters:
             found.setdefault(f"{module}{dot}{COUNTER}", np.zeros((), np.int64))
-    return found
+    return {f"{start}{name}": array for name, array in found.items()}
 
 
 def named(weights: Any, table: Table, prefix: str) -> dict[str, np.ndarray]:
     """Return the weights below the prefix with their current names."""
+    arrays = as_named_arrays(weights)
+    names = current_names("weights", arrays, table, prefix)
+    return {new: arrays[old] for new, old in names.items()}
+
+
+def current_names(argument: str, names: Iterable[str], table: Table, prefix: str) -> dict[str, str]:
+    """Map the current form of the names below the prefix, without it, to the given names."""
     start = _start(prefix)
-    arrays, old_names = {}, {}
-    for name, array in as_named_arrays(weights).items():
+    originals = {}
+    for name in names:
         new = update_name(name, table)
-        if new in arrays and new.startswith(start):
+        if new in originals and new.startswith(start):
             raise ValueError(
-                f"`weights` must have one array for {new:.120}, not both {old_names[new]:.120} and "
-                f"{name:.120}. Remove one."
+                f"`{argument}` must have one array for {new:.120}, not both {originals[new]:.120} "
+                f"and {name:.120}. Remove one."
             )
-        arrays[new], old_names[new] = array, name
+        originals[new] = name
     found = {
-        name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)
+        new.removeprefix(start): old for new, old in originals.items() if new.startswith(start)
     }
     if not found:
         raise ValueError(
-            f"`weights` must have names that begin with {start!r}, not "
-            f"{list_names(arrays) or 'none'}."
+            f"`{argument}` must have names that begin with {start!r}, not "
+            f"{list_names(originals) or 'none'}."
         )
     return found
+
+
+def _check_names(
+    argument: str, wanted: Set[str], given: Mapping[str, Any], prefix: str,
+    other_shapes: Iterable[str] = (),
+) -> None:  # fmt: skip
+    """Raise ValueError unless the names of a network and the given ones match."""
+    missing = wanted - given.keys()
+    left_over = {name for name in given.keys() - wanted if not _is_counter(name)}
+    problems = {"missing": missing, "left over": left_over, "of another shape": other_shapes}
+    said = [f"{what}: {list_names(which)}" for what, which in problems.items() if which]
+    if said:
+        hint = _prefix_hint(missing, given, prefix)
+        raise ValueError(f"`{argument}` must match the network. {'; '.join(said)}.{hint}")
+
+
+def _prefix_hint(missing: Set[str], given: Mapping[str, Any], prefix: str) -> str:
+    """Return a hint if all missing names exist below one further prefix, such as `module`."""
+    for name in given if missing else ():
+        further = name.removesuffix(min(missing))
+        if further.endswith(".") and all(further + other in given for other in missing):
+            return f" Pass prefix={_start(prefix) + further[:-1]!r}."
+    return ""
+
+
+def _is_counter(name: str) -> bool:
+    return name.rpartition(".")[2] == COUNTER
+
+
+def _check_epsilon(into: Any, table: Table) -> None:
+    """Warn if batch norms of an nnx network have another epsilon than the source's."""
+    if table.epsilon is None or not isinstance(into, nnx.Module):
+        return
+    norms = [
+        layer for _, layer in nnx.iter_graph(into, graph=True) if isinstance(layer, nnx.BatchNorm)
+    ]
+    others = {n.epsilon for n in norms if not math.isclose(n.epsilon, table.epsilon, rel_tol=1e-6)}
+    if others:
+        warnings.warn(
+            f"`into` has batch norms with epsilon={min(others)}, and weights of `table` come from "
+            f"ones with epsilon={table.epsilon}: results will differ. Pass epsilon={table.epsilon} "
+            "to the network, or if these weights have another, table._replace(epsilon=…).",
+            stacklevel=3,
+        )
 
 
 def _start(prefix: str) -> str:

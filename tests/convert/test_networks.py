@@ -2,6 +2,7 @@
 
 import functools
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -167,6 +168,15 @@ def check_round_trip(variables, name, case):
     )
     kinds = {k.replace(*rename): (v.dtype, v.shape) for k, v in want.items()}
     assert {k: (v.dtype, v.shape) for k, v in back.items()} == kinds
+    assert_same_bits(convert.to_torch(variables, TABLES[name], like=want), want)
+
+
+def assert_same_bits(got, want):
+    """Assert that names, their order, dtypes and values are the same."""
+    assert list(got) == list(want)
+    for name, array in want.items():
+        assert got[name].dtype == array.dtype, name
+        np.testing.assert_array_equal(got[name], array, err_msg=name)
 
 
 # Both APIs share their operators and their names, so most cases run with one of them.
@@ -217,6 +227,9 @@ def test_older_names(older):
     back = convert.to_torch(model, convert.DENSENET)
     assert back.keys() == weights.keys()
     jax.tree.map(np.testing.assert_array_equal, back, weights)
+    counted = {name: a + 7 if "num_batches" in name else a for name, a in renamed.items()}
+    back = convert.to_torch(model, convert.DENSENET, prefix=prefix, like=counted)
+    assert_same_bits(back, counted)
 
 
 @pytest.mark.parametrize("below", ["conv2.conv_offset", "conv2.conv_offset_mask", "conv2_offset"])
@@ -227,6 +240,7 @@ def test_layer_inside_a_network(below):
     for name, array in weights.items():
         where = name.replace("conv_offset", below) if "conv_offset" in name else f"conv2.{name}"
         network[f"backbone.layer2.0.{where}"] = array
+    own = {name: array for name, array in network.items() if "layer2" in name}
     prefix = "backbone.layer2.0.conv2"
     layer = nnx_module("modulated_pack")
     convert.from_torch(network, layer, convert.DEFORM_CONV, prefix=prefix)
@@ -235,6 +249,48 @@ def test_layer_inside_a_network(below):
     jax.tree.map(
         np.testing.assert_array_equal, back, {f"{prefix}.{n}": w for n, w in weights.items()}
     )
+    back = convert.to_torch(layer, convert.DEFORM_CONV, prefix=prefix, like=network)
+    assert_same_bits(back, own)
+
+
+# A module for each table, with its options, and names of PyTorch's that differ from the current.
+ROUND_TRIPS = {
+    "DENSENET": (lambda: models.DenseNet(**SMALL, rngs=nnx.Rngs(0)), (r"norm5", "norm_final")),
+    "RESNET": (lambda: models.ResNet(**DEFORMED, rngs=nnx.Rngs(0)), (r"\.conv_off", "_off")),
+    "MASKRCNN_RESNET": (lambda: models.ResNet(**DEFORMED, epsilon=0, rngs=nnx.Rngs(0)), ()),
+    "PYRAMID": (lambda: models.FeaturePyramid((8, 16), 3, **EXTRAS, rngs=nnx.Rngs(0)), ()),
+    "MASKRCNN_PYRAMID": (lambda: models.FeaturePyramid((8, 16), 3, rngs=nnx.Rngs(0)), ()),
+    "MASKRCNN_RETINANET": (lambda: retinanet(), ()),
+    "TORCHVISION_PYRAMID": (
+        lambda: models.FeaturePyramid((8, 16), 3, rngs=nnx.Rngs(0)), (r"\.0\.(?=[wb])", ".")
+    ),
+    "TORCHVISION_RETINANET": (lambda: retinanet(), (r"(blocks\.\d)\.0\.", r"\1.")),
+    "DEFORM_CONV": (lambda: nnx_module("modulated_pack"), ("offset", "offset_mask")),
+    "DEFORM_ROI_POOL": (
+        lambda: effjax.nnx.ModulatedDeformRoIPoolPack((2, 3), 2, 5, rngs=nnx.Rngs(0)), ()
+    ),
+    "DCNV3": (lambda: effjax.nnx.DCNv3(8, offset_groups=2, rngs=nnx.Rngs(0)), ()),
+}  # fmt: skip
+
+
+def retinanet():
+    return models.FeaturePyramid((4, 8, 16), 3, **EXTRAS, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+def test_round_trip_of_every_table(name):
+    """Weights, and those with older names, come back with the same names, order and bits."""
+    assert set(ROUND_TRIPS) == {n for n, v in vars(convert).items() if isinstance(v, convert.Table)}
+    (make, older), table = ROUND_TRIPS[name], getattr(convert, name)
+    like = convert.to_torch(make(), table, prefix="net")
+    weights = {n: cases.random_array(n, a.shape).astype(a.dtype) for n, a in like.items()}
+    weights = {n: a + 3 if "num_batches" in n else a for n, a in weights.items()}
+    old = {re.sub(*older, n): a for n, a in weights.items()} if older else weights
+    assert (old.keys() != weights.keys()) is bool(older)
+    for given in (weights, old, dict(reversed(old.items()))):
+        with warnings.catch_warnings(action="error"):
+            module = convert.from_torch(given, make(), table, prefix="net")
+        assert_same_bits(convert.to_torch(module, table, prefix="net", like=given), given)
 
 
 def test_layer_with_another_name_of_the_offset_conv():
@@ -295,7 +351,8 @@ def test_maskrcnn_names_give_the_same_backbone_as_mmdetection_names():
     theirs = convert.to_torch(backbone, convert.MASKRCNN_RESNET)
     assert "layer2.0.conv2.conv.weight" in theirs and "layer1.0.conv2.weight" in theirs
     assert not any("num_batches" in name for name in theirs)
-    other = convert.from_torch(theirs, nnx_module("detector").backbone, convert.MASKRCNN_RESNET)
+    table = convert.MASKRCNN_RESNET._replace(epsilon=None)
+    other = convert.from_torch(theirs, nnx_module("detector").backbone, table)
     mine, same = (nnx.to_pure_dict(nnx.state(m)) for m in (backbone, other))
     jax.tree.map(np.testing.assert_array_equal, mine, same)
     with pytest.raises(

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import effjax.nnx
-from effjax import convert
+from effjax import convert, models
 from effjax.convert.tables import torch_names
 
 W = {"weight": np.arange(6.0).reshape(3, 2), "bias": np.arange(3.0)}
@@ -221,6 +221,8 @@ def test_rejects_weights_that_do_not_match(match, change):
         ),
         (ValueError, "begin with 'a.', not bias, weight", {"prefix": "a"}),
         (TypeError, "`into` must be .* not a Dense; .* `init`", {"into": nn.Dense(3)}),
+        (TypeError, "arrays by name, not a str. Read the file with .*load_w", {"weights": "a.pth"}),
+        (TypeError, "`weights` must be arrays by name, not a list", {"weights": [W["bias"]]}),
         (TypeError, "`table` must be a Table, such as", {"table": {"a": "b"}}),
         (TypeError, "`table` must have strings .* not 5", {"table": convert.Table({"a": 5})}),
         (TypeError, "`table` must have strings .* not 5", {"table": convert.Table(below=5)}),
@@ -230,6 +232,71 @@ def test_rejects_weights_that_do_not_match(match, change):
 def test_rejects_wrong_arguments(error, match, arguments):
     with pytest.raises(error, match=match):
         convert.from_torch(**dict(weights=W, into=linear()) | arguments)
+
+
+def test_names_a_missing_prefix():
+    for prefix in ("module", "module.head"):
+        weights = {f"{prefix}.{name}": array for name, array in W.items()}
+        with pytest.raises(ValueError, match=f"left over: .* Pass prefix='{prefix}'"):
+            convert.from_torch(weights, linear())
+        assert convert.from_torch(weights, linear(), prefix=prefix).bias[0] == 0
+    with pytest.raises(ValueError, match=r"Pass prefix='module.head'\."):
+        convert.from_torch(weights, linear(), prefix="module")
+    with pytest.raises(ValueError, match=r"left over: module.head.weight\.$"):
+        convert.from_torch({"module.head.weight": W["weight"]}, linear())
+
+
+@pytest.mark.parametrize(
+    ("table", "epsilon"),
+    [(convert.RESNET, 1e-5), (convert.MASKRCNN_RESNET, 0.0)],
+    ids=["torchvision", "maskrcnn"],
+)
+def test_warns_of_another_epsilon(table, epsilon):
+    """A weight file does not contain the epsilon of its batch norms, which changes all results."""
+
+    def make(epsilon):
+        options = dict(stage_sizes=(1,), width=2, num_classes=None, epsilon=epsilon)
+        return nnx.eval_shape(lambda: models.ResNet(**options, rngs=nnx.Rngs(0)))
+
+    zeros = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), nnx.state(make(epsilon)))
+    weights = convert.to_torch(zeros, table)
+    with warnings.catch_warnings(action="error"):
+        convert.from_torch(weights, make(epsilon), table)
+        convert.from_torch(weights, make(1e-3), table._replace(epsilon=1e-3))
+        convert.from_torch(weights, make(1e-3), table._replace(epsilon=None))
+    other = 1e-5 - epsilon
+    message = f"epsilon={other}, and weights of `table` come from ones with epsilon={epsilon}"
+    with pytest.warns(UserWarning, match=message) as found:
+        convert.from_torch(weights, make(other), table)
+    assert found[0].filename == __file__
+
+
+def test_epsilon_of_joined_tables():
+    parts = {"body": ("body", convert.RESNET), "fpn": ("fpn", convert.PYRAMID)}
+    assert convert.join_tables(parts).epsilon == 1e-5
+    parts["other"] = "other", convert.MASKRCNN_RESNET
+    assert convert.join_tables(parts).epsilon is None
+
+
+def test_names_of_like():
+    layer = convert.from_torch(W, linear())
+    like = {"bias": W["bias"], "weight": W["weight"]}
+    assert list(convert.to_torch(layer, like=like)) == ["bias", "weight"]
+    others = {"extra.weight": W["weight"]}
+    assert convert.to_torch(
+        layer, prefix="a", like=others | {f"a.{n}": a for n, a in W.items()}
+    ).keys() == {"a.weight", "a.bias"}
+    for match, other in (
+        ("`like` must match .* missing: bias", {"weight": W["weight"]}),
+        ("`like` must match .* left over: extra.weight", like | others),
+        (r"`like` must match .* Pass prefix='a'", {f"a.{n}": a for n, a in W.items()}),
+        ("`like` must have one array for bias", like | {"old.bias": W["bias"]}),
+    ):
+        table = convert.Table(older=((r"^old\.", ""),))
+        with pytest.raises(ValueError, match=match):
+            convert.to_torch(layer, table, like=other)
+    with pytest.raises(TypeError, match="`like` must be arrays by name, not a str"):
+        convert.to_torch(layer, like="weights.pth")  # type: ignore[arg-type]
 
 
 def test_to_torch_rejects_wrong_arguments():
