@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ._names import missing_name as _missing_name
+
 __version__ = "0.1.0"
 
 _MODULES = ("compat", "convert", "linen", "memory", "models", "nnx")
@@ -26,7 +28,7 @@ else:
             ops = importlib.import_module(f"{__name__}.ops")
             if name in ("__all__", *ops.__all__):
                 return getattr(ops, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise _missing_name(__name__, name)
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_MODULES, *__getattr__("__all__")})
+        return sorted(["__version__", *_MODULES, *__getattr__("__all__")])

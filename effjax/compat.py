@@ -37,6 +37,11 @@ __all__ = [
     "roi_align",
 ]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Pair = int | Sequence[int]
 
 

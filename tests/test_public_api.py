@@ -1,6 +1,7 @@
 """Public names: documented sizes, supported derivatives, and parity of the Flax modules."""
 
 import inspect
+import pathlib
 import re
 
 import jax
@@ -10,7 +11,8 @@ import pytest
 from flax.nnx import Rngs
 
 import effjax
-from effjax import compat, linen, models, native, nnx
+from effjax import compat, convert, linen, memory, models, native, nnx
+from effjax._names import FLAX_NAMES
 from effjax.models import linen as linen_models
 from effjax.ops.batch_norm.statistics import GATHER_BYTES
 from effjax.ops.deform_attention.api import CPU_SLICE_BYTES as ATTENTION_SLICE_BYTES
@@ -114,14 +116,85 @@ def test_docstrings_mention_reverse_mode_only():
     assert documented == REVERSE_MODE_ONLY.keys()
 
 
-# Names that only nnx or only linen needs.
-ONE_FLAVOR = {"revert_batch_norm", "OffloadOptimizer", "offload_jit", "OffloadTrainState"}
+def test_nnx_and_linen_have_the_same_names_except_the_documented_ones():
+    page = pathlib.Path(__file__).parent.parent / "docs" / "reference" / "index.md"
+    rows = page.read_text().partition("| `effjax.nnx` | `effjax.linen` | |")[2].splitlines()
+    cells = [row.split("|")[1:3] for row in rows if row.startswith("| `")]
+    of_nnx, of_linen = (
+        {c.strip(" `") for c in column} - {""} for column in zip(*cells, strict=True)
+    )
+    assert of_nnx == set(dir(nnx)) - set(dir(linen)) and "OffloadOptimizer" in of_nnx
+    assert of_linen == set(dir(linen)) - set(dir(nnx)) and of_linen
+    assert all(f"`{name}`" in (nnx.__doc__ or "") for name in of_nnx)
+    assert all(f"`{name}`" in (linen.__doc__ or "") for name in of_linen)
+    assert len(set(dir(nnx)) & set(dir(linen))) >= 7
 
 
-def test_nnx_and_linen_have_the_same_names():
-    def names(module):
-        own = lambda v: getattr(v, "__module__", "").startswith(module.__name__)  # noqa: E731
-        return {name for name, _ in inspect.getmembers(module, own)}
+@pytest.mark.parametrize(
+    "module", [effjax, nnx, linen, models, linen_models, convert, memory, compat],
+    ids=lambda module: module.__name__,
+)  # fmt: skip
+def test_dir_lists_the_documented_names(module):
+    page = pathlib.Path(__file__).parent.parent / "docs" / "reference" / f"{module.__name__}.md"
+    listed = re.findall(r"^(?:\.\. (?:auto\w+|data)::| {9}) (\w+)$", page.read_text(), re.M)
+    modules = {"effjax": ["compat", "convert", "linen", "memory", "models", "nnx", "__version__"]}
+    modules["effjax.models"] = ["linen"]
+    if module is compat:  # the layers are in a table
+        listed += ["DeformConv", "DeformConvPack", "ModulatedDeformConv", "ModulatedDeformConvPack"]
+    assert sorted(dir(module)) == sorted([*listed, *modules.get(module.__name__, [])])
+    assert all(hasattr(module, name) for name in dir(module))
 
-    assert len(names(nnx) & names(linen)) >= 7
-    assert names(nnx) ^ names(linen) == ONE_FLAVOR
+
+@pytest.mark.parametrize("module", [effjax, nnx, linen], ids=lambda module: module.__name__)
+def test_names_of_torch_are_explained(module):
+    for theirs, ours in FLAX_NAMES.items():
+        assert not hasattr(module, theirs) and hasattr(nnx, ours) and hasattr(linen, ours)
+        with pytest.raises(AttributeError, match=f"has no attribute '{theirs}'. It is") as error:
+            getattr(module, theirs)
+        places = ["effjax.nnx", "effjax.linen"] if module is effjax else [module.__name__]
+        assert all(f"{place}.{ours}" in str(error.value) for place in places)
+    with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute 'x'$"):
+        module.x  # noqa: B018
+
+
+CONV = dict(x=IMAGES, offset=IMAGES, kernel=IMAGES)
+TORCH_ARGUMENTS = [
+    (effjax.deform_conv2d, CONV, "weight", "kernel"),
+    (effjax.deform_conv2d, CONV, "stride", "strides"),
+    (effjax.deform_conv2d, CONV, "dilation", "kernel_dilation"),
+    (effjax.deform_conv2d, CONV, "deformable_groups", "offset_groups"),
+    (effjax.sync_batch_norm, dict(x=IMAGES), "weight", "scale"),
+    (effjax.sync_batch_norm, dict(x=IMAGES), "eps", "epsilon"),
+    (effjax.batch_norm_inference, dict(x=IMAGES, mean=IMAGES, var=IMAGES), "eps", "epsilon"),
+    (nnx.BatchNorm, dict(num_features=3, rngs=Rngs(0)), "eps", "epsilon"),
+    (linen.BatchNorm, {}, "eps", "epsilon"),
+    (nnx.DeformConv, dict(in_features=1, out_features=1), "stride", "strides"),
+    (linen.DeformConv, dict(features=1, kernel_size=3), "deformable_groups", "offset_groups"),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "theirs", "ours"), TORCH_ARGUMENTS)
+def test_arguments_of_torch_are_explained(function, arguments, theirs, ours):
+    name = function.__qualname__
+    match = rf"^{name}\(\) has no argument `{theirs}`; it is `{ours}` here\.$"
+    with pytest.raises(TypeError, match=match):
+        function(**arguments, **{theirs: 1})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'no_such'"):
+        function(**arguments, no_such=1)
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [
+        lambda layer: effjax.offload_scan(layer, ones(2, 1), ones(3, 1), params_in="device"),
+        lambda layer: effjax.offload_sequential([layer], [ones(1)], ones(3, 1), params_in="device"),
+    ],
+    ids=["scan", "sequential"],
+)
+def test_layer_without_a_key_is_explained(offload):
+    with pytest.raises(TypeError, match=r"layer\(params, x, key\), not \(w, x\)\. A layer without"):
+        offload(lambda w, x: w * x)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'b'"):
+        offload(lambda w, x, key: (lambda a, b: a)(x))  # an error inside of the layer
+    for layer in (lambda w, x, key: w * x, lambda *args: args[1], lambda w, x, key=None: x):
+        jax.eval_shape(lambda layer=layer: offload(layer))

@@ -1,5 +1,6 @@
 """Conversion of PyTorch weights to Flax and back."""
 
+from .._names import list_public as _list_public
 from .files import load_weights as load_weights
 from .files import save_weights as save_weights
 from .tables import DCNV3 as DCNV3
@@ -17,3 +18,7 @@ from .tables import Table as Table
 from .tables import join_tables as join_tables
 from .weights import from_torch as from_torch
 from .weights import to_torch as to_torch
+
+
+def __dir__() -> list[str]:
+    return _list_public(globals())

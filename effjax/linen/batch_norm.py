@@ -17,10 +17,11 @@ from ..layers.batch_norm import (
     normalize_inference,
     update_running_stats,
 )
-from ..ops._common.arguments import as_array
+from ..ops._common.arguments import as_array, with_torch_hints
 from ..ops.batch_norm.sync import BatchStats
 
 
+@with_torch_hints
 class BatchNorm(nn.BatchNorm):
     """`flax.linen.BatchNorm` with synchronized statistics and a memory-efficient backward pass.
 

@@ -10,12 +10,13 @@ from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from ..layers.deform_conv import check_inputs, count_predicted_channels, split_predicted
-from ..ops._common.arguments import as_padding, as_pair
+from ..ops._common.arguments import as_padding, as_pair, with_torch_hints
 from ..ops.deform_conv import deform_conv2d
 
 _zeros = nn.initializers.zeros
 
 
+@with_torch_hints
 class DeformConv(nn.Module):
     """Deformable convolution of images `[N, H, W, C]`.
 

@@ -1,5 +1,6 @@
 """Memory planner: memory use of a compiled program on a GPU, and residuals of a function."""
 
+from .._names import list_public as _list_public
 from ..ops.offload.compiled import host_memory_limit as host_memory_limit
 from ._hlo import Collective as Collective
 from ._hlo import Transfer as Transfer
@@ -17,3 +18,7 @@ from .results import MemoryPlan as MemoryPlan
 from .results import ResidualReport as ResidualReport
 from .targets import Target as Target
 from .targets import list_targets as list_targets
+
+
+def __dir__() -> list[str]:
+    return _list_public(globals())

@@ -1,5 +1,6 @@
 """Networks for Flax NNX; `effjax.models.linen` has those for linen."""
 
+from .._names import list_public as _list_public
 from .densenet import densenet40_12 as densenet40_12
 from .densenet import densenet100_12 as densenet100_12
 from .densenet import densenet121 as densenet121
@@ -17,3 +18,7 @@ from .resnet import resnet18 as resnet18
 from .resnet import resnet34 as resnet34
 from .resnet import resnet50 as resnet50
 from .resnet import resnet101 as resnet101
+
+
+def __dir__() -> list[str]:
+    return sorted([*_list_public(globals()), *({"linen"} & globals().keys())])

@@ -21,7 +21,7 @@ from ..layers.batch_norm import (
     normalize_inference,
     update_running_stats,
 )
-from ..ops._common.arguments import as_array
+from ..ops._common.arguments import as_array, with_torch_hints
 from ..ops.batch_norm.statistics import as_index_groups
 from ..ops.batch_norm.sync import BatchStats
 
@@ -76,6 +76,7 @@ class BatchNorm(nnx.BatchNorm):
     activation: Activation | None = None
     stats: Stats = "auto"
 
+    @with_torch_hints
     def __init__(
         self,
         num_features: int,

@@ -10,7 +10,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from ..layers.deform_conv import check_inputs, count_predicted_channels, split_predicted
-from ..ops._common.arguments import as_padding, as_pair
+from ..ops._common.arguments import as_padding, as_pair, with_torch_hints
 from ..ops.deform_conv import deform_conv2d
 
 _lecun_normal, _zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros
@@ -50,6 +50,7 @@ class DeformConv(nnx.Module):
         Deformable ConvNets v2, 2018 (arXiv:1811.11168).
     """
 
+    @with_torch_hints
     def __init__(
         self,
         in_features: int,

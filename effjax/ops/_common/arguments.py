@@ -5,9 +5,11 @@ raises an error that names the argument. Arrays may be JAX's or NumPy's. As in j
 not arrays. For integers and numbers, Python, NumPy and JAX scalars are interchangeable.
 """
 
+import functools
+import inspect
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +17,49 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+# Arguments of PyTorch, and what they may be called here.
+_TORCH_ARGUMENTS = {
+    "weight": ("kernel", "scale"), "eps": ("epsilon",), "stride": ("strides",),
+    "dilation": ("kernel_dilation",), "groups": ("feature_group_count",),
+    "deformable_groups": ("offset_groups",), "deform_groups": ("offset_groups",),
+    "process_group": ("axis_name",), "in_channels": ("in_features",),
+    "out_channels": ("out_features", "features"),
+}  # fmt: skip
+_F = TypeVar("_F", bound=Callable[..., Any])
+
 _KINDS = {
     jnp.floating: "floating point",
     jnp.integer: "integer",
     jnp.number: "numeric",
     jnp.bool_: "boolean",
 }
+
+
+def with_torch_hints(function: _F) -> _F:
+    """Let the error for an argument of PyTorch, as in `f(stride=2)`, name the one of `function`.
+
+    Args:
+        function: a function, or a class without an own `__init__`, such as a linen module.
+    """
+    if isinstance(function, type):
+        function.__init__ = with_torch_hints(function.__init__)
+        return function  # type: ignore[return-value]
+    accepted = inspect.signature(function).parameters
+    ours = {
+        theirs: name
+        for theirs, names in _TORCH_ARGUMENTS.items()
+        for name in names
+        if name in accepted and theirs not in accepted
+    }
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for theirs in kwargs.keys() & ours.keys():
+            name = function.__qualname__.removesuffix(".__init__")
+            raise TypeError(f"{name}() has no argument `{theirs}`; it is `{ours[theirs]}` here.")
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def describe(value: Any) -> str:

@@ -10,7 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from .._common.arguments import as_array, as_number, check_choice, check_shape
+from .._common.arguments import (
+    as_array,
+    as_number,
+    check_choice,
+    check_shape,
+    with_torch_hints,
+)
 from .._common.dtypes import accumulation_dtype
 from .._common.sharding import (
     cast_to_varying,
@@ -35,6 +41,7 @@ from .statistics import (
 STATISTICS = "effjax.batch_norm.statistics"
 
 
+@with_torch_hints
 def sync_batch_norm(
     x: jax.Array,
     scale: jax.Array | None = None,
@@ -122,6 +129,7 @@ def sync_batch_norm(
     return y, BatchStats(mean.reshape(shape), var.reshape(shape), count)
 
 
+@with_torch_hints
 def batch_norm_inference(
     x: jax.Array,
     mean: jax.Array,

@@ -20,6 +20,7 @@ from .._common.arguments import (
     check_size,
     conv_output_size,
     resolve_padding,
+    with_torch_hints,
 )
 from .._common.derivatives import needs_xla, reverse_mode_only
 from .._common.dispatch import native_platforms, select_by_platform
@@ -36,6 +37,7 @@ from .reference import Geometry
 CPU_SLICE_BYTES = {None: 24 * 2**20, "native": 24 * 2**20, "xla": 64 * 2**20}
 
 
+@with_torch_hints
 def deform_conv2d(
     x: jax.Array,
     offset: jax.Array,

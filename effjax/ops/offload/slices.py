@@ -1,5 +1,6 @@
 """Forward and backward pass of one slice of a model, one microbatch at a time."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -277,7 +278,16 @@ def _variables(atoms: list) -> list:
 
 
 def check_layer(layer: Callable, has_aux: bool, keeps_shapes: bool = True) -> Callable:
-    """Return ``layer(params, x, key) -> (x, aux)`` with checks of its results."""
+    """Return ``layer(params, x, key) -> (x, aux)`` with checks of its arguments and results."""
+    try:
+        inspect.signature(layer).bind("params", "x", "key")
+    except TypeError:
+        raise TypeError(
+            f"`layer` must take three arguments, layer(params, x, key), not "
+            f"{inspect.signature(layer)}. A layer without randomness ignores `key`."
+        ) from None
+    except ValueError:  # a builtin without a signature
+        pass
 
     def checked(params, x, key):
         result = layer(params, x, key)
