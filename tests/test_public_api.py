@@ -80,11 +80,15 @@ REVERSE_MODE_ONLY = {
     ),
     "effjax.compat.modulated_deform_conv": lambda x: compat.modulated_deform_conv(x, *TAPS),
     "effjax.nnx.BatchNorm": lambda x: nnx.BatchNorm(4, rngs=Rngs(0))(x),
+    "effjax.nnx.DenseBlock": lambda x: nnx.DenseBlock(4, 1, growth_rate=2, rngs=Rngs(0))(x),
     "effjax.nnx.OffloadModel": lambda x: nnx.OffloadModel([jnp.sin])(x),
     "effjax.models.DenseNet": lambda x: models.DenseNet(**SMALL, in_channels=4, rngs=Rngs(0))(x),
     "effjax.models.ResNet": lambda x: models.ResNet(**RESNET, in_channels=4, rngs=Rngs(0))(x),
     "effjax.linen.BatchNorm": lambda x: apply_linen(
         linen.BatchNorm(use_running_average=False), x, mutable="batch_stats"
+    )[0],
+    "effjax.linen.DenseBlock": lambda x: apply_linen(
+        linen.DenseBlock(1, growth_rate=2, use_running_average=False), x, mutable="batch_stats"
     )[0],
     "effjax.linen.OffloadModel": lambda x: linen.OffloadModel([jnp.sin]).apply({}, x),
     "effjax.models.linen.DenseNet": lambda x: apply_linen(
@@ -127,7 +131,7 @@ def test_nnx_and_linen_have_the_same_names_except_the_documented_ones():
     assert of_linen == set(dir(linen)) - set(dir(nnx)) and of_linen
     assert all(f"`{name}`" in (nnx.__doc__ or "") for name in of_nnx)
     assert all(f"`{name}`" in (linen.__doc__ or "") for name in of_linen)
-    assert len(set(dir(nnx)) & set(dir(linen))) >= 7
+    assert len(set(dir(nnx)) & set(dir(linen))) >= 8
 
 
 @pytest.mark.parametrize(
@@ -170,6 +174,8 @@ TORCH_ARGUMENTS = [
     (linen.BatchNorm, {}, "eps", "epsilon"),
     (nnx.DeformConv, dict(in_features=1, out_features=1), "stride", "strides"),
     (linen.DeformConv, dict(features=1, kernel_size=3), "deformable_groups", "offset_groups"),
+    (nnx.DenseBlock, dict(in_features=1, num_layers=1), "eps", "epsilon"),
+    (linen.DenseBlock, dict(num_layers=1), "eps", "epsilon"),
 ]
 
 

@@ -2,38 +2,33 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.typing import ArrayLike
 
 from ..ops._common.arguments import as_integer, as_number
+from .dense_block import DenseLayerConfig
 from .images import ImageNetworkConfig, as_sizes, cast_batch
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class DenseNetConfig(ImageNetworkConfig):
+class DenseNetConfig(ImageNetworkConfig, DenseLayerConfig):
     """Options of a DenseNet; `effjax.models.DenseNet` documents them."""
 
-    growth_rate: int = 32
     block_config: Sequence[int] = (6, 12, 24, 16)
     compression: float = 0.5
     num_init_features: int = 64
-    bn_size: int = 4
-    drop_rate: float = 0.0
     num_classes: int = 1000
-    num_chunks: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("growth_rate", "num_init_features", "bn_size", "num_classes"):
+        for name in ("num_init_features", "num_classes"):
             setattr(self, name, as_integer(name, getattr(self, name), 1))
-        if self.num_chunks is not None:
-            self.num_chunks = as_integer("num_chunks", self.num_chunks, 1)
         self.block_config = as_sizes("block_config", self.block_config)
         self.compression = as_number(
             "compression", self.compression, lambda c: 0 < c <= 1, "in (0, 1]"
         )
-        self.drop_rate = as_number("drop_rate", self.drop_rate, lambda r: 0 <= r < 1, "in [0, 1)")
         widths = block_widths(self)
         if min(after for _, after in widths) < 1:
             raise ValueError(
@@ -59,6 +54,12 @@ def block_widths(config: DenseNetConfig) -> list[tuple[int, int]]:
             channels = int(channels * config.compression)
         widths.append((before, channels))
     return widths
+
+
+def block_options(config: DenseNetConfig) -> dict[str, Any]:
+    """Return the options of a network's dense blocks."""
+    fields = dataclasses.fields(DenseLayerConfig)
+    return {field.name: getattr(config, field.name) for field in fields}
 
 
 def prepare_batch(

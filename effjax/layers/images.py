@@ -29,13 +29,12 @@ Config = TypeVar("Config")
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class ImageNetworkConfig:
-    """Options that DenseNet and ResNet have in common.
+class ImageLayerConfig:
+    """Options of blocks and networks of images with batch norms and recomputation.
 
     The nnx and the linen networks inherit from their configuration, so each option is defined once.
     """
 
-    small_inputs: bool = False
     efficient: bool = True
     save: Save = "conv"
     axis_name: Any = None
@@ -55,13 +54,20 @@ class ImageNetworkConfig:
         check_dtypes(self.dtype, self.param_dtype)
 
 
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class ImageNetworkConfig(ImageLayerConfig):
+    """Options that DenseNet and ResNet have in common."""
+
+    small_inputs: bool = False
+
+
 def copy_config(network: Any, config_type: type[Config]) -> Config:
     """Return the options of a network without the network."""
     fields: Any = dataclasses.fields(config_type)  # pyright: ignore[reportArgumentType]
     return config_type(**{field.name: getattr(network, field.name) for field in fields})
 
 
-def norm_options(config: ImageNetworkConfig, activation: str | None = "relu") -> dict[str, Any]:
+def norm_options(config: ImageLayerConfig, activation: str | None = "relu") -> dict[str, Any]:
     """Return the arguments of a BatchNorm."""
     return dict(
         momentum=config.momentum,
@@ -165,11 +171,13 @@ def _normal(key: jax.Array, size: int, dtype: jnp.dtype, std: float) -> jax.Arra
     return std * jax.random.normal(key, (size,), dtype)
 
 
-def conv(x: jax.Array, kernel: jax.Array, strides: int = 1, padding: int = 0) -> jax.Array:
+def conv(
+    x: jax.Array, kernel: jax.Array, strides: int = 1, padding: int = 0, groups: int = 1
+) -> jax.Array:
     """Convolve x (NHWC) with a kernel (HWIO) in x's dtype."""
     return lax.conv_general_dilated(
         x, kernel.astype(x.dtype), (strides, strides), [(padding, padding)] * 2,
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups,
     )  # fmt: skip
 
 

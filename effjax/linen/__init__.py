@@ -14,6 +14,7 @@ from .convert import convert_batch_norm as convert_batch_norm
 from .deform_attention import DCNv3 as DCNv3
 from .deform_attention import MSDeformAttn as MSDeformAttn
 from .deform_conv import DeformConv as DeformConv
+from .dense_block import DenseBlock as DenseBlock
 from .offload import OffloadModel as OffloadModel
 from .offload_train_state import OffloadTrainState as OffloadTrainState
 from .roi import DeformRoIPool as DeformRoIPool

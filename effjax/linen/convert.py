@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from flax import linen as nn
 
 from ..layers.batch_norm import Stats, conversion_settings
+from ..layers.images import ImageLayerConfig
 from .batch_norm import BatchNorm
 
 
@@ -38,13 +39,11 @@ def convert_batch_norm(
 
     Raises:
         ValueError: if `model` has an `axis_name` itself, as effjax's DenseNet does, or for another
-            invalid argument.
+            invalid argument. When it is called, if it contains such a block or network of effjax
+            with other settings.
     """
     if hasattr(model, "axis_name") and not isinstance(model, nn.BatchNorm):
-        raise ValueError(
-            f"`model` ({type(model).__name__}) must not have an `axis_name` itself. Pass the axis "
-            "to its constructor, or use model.clone(axis_name=…)."
-        )
+        _raise_own_axis(model)
     settings = conversion_settings(axis_name, axis_index_groups, unbiased_running_var, stats)
     return ConvertedBatchNorm(model, tuple(settings.items()))
 
@@ -69,6 +68,10 @@ class ConvertedBatchNorm(nn.Module):
         layer, settings = context.module, dict(self.settings)
         if context.method_name != "__call__":
             return call(*args, **kwargs)
+        if isinstance(layer, ImageLayerConfig) and any(
+            getattr(layer, name, None) != value for name, value in settings.items()
+        ):
+            _raise_own_axis(layer)  # its operators do not call the norms
         if type(layer) is nn.BatchNorm:
             names = {field.name for field in dataclasses.fields(layer)} - {"parent", "name"}
             options = {name: getattr(layer, name) for name in names}
@@ -80,3 +83,10 @@ class ConvertedBatchNorm(nn.Module):
         else:
             return call(*args, **kwargs)
         return twin(*args, **kwargs)  # `parent` gives it the variables of the layer
+
+
+def _raise_own_axis(model: Any) -> NoReturn:
+    raise ValueError(
+        f"`model` ({type(model).__name__}) must not have an `axis_name` itself. Pass the axis "
+        "to its constructor, or use model.clone(axis_name=…)."
+    )

@@ -21,6 +21,7 @@ from .convert import revert_batch_norm as revert_batch_norm
 from .deform_attention import DCNv3 as DCNv3
 from .deform_attention import MSDeformAttn as MSDeformAttn
 from .deform_conv import DeformConv as DeformConv
+from .dense_block import DenseBlock as DenseBlock
 from .offload import OffloadModel as OffloadModel
 from .offload_optimizer import OffloadOptimizer as OffloadOptimizer
 from .roi import DeformRoIPool as DeformRoIPool

@@ -1,6 +1,7 @@
 """Networks of either flavor as functions of {name: array}, with nnx's names for both."""
 
 import functools
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -35,12 +36,16 @@ class Nnx:
 
 
 class Linen:
+    mode = staticmethod(lambda train: {"train": train})  # options of a call
+    init_options = MappingProxyType({})
+
     def __init__(self, network, **options):
         self.model = network(**options, param_dtype=jnp.float64)
         self.linen_names = {}
 
     def names(self, x):
-        variables = jax.eval_shape(self.model.init, jax.random.key(0), x)
+        init = functools.partial(self.model.init, **self.init_options)
+        variables = jax.eval_shape(init, jax.random.key(0), x)
         names = []
         for kind in ("params", "batch_stats"):
             flat = traverse_util.flatten_dict(variables.get(kind, {}), sep=".")
@@ -55,7 +60,7 @@ class Linen:
             for kind, values in (("params", params), ("batch_stats", stats))
         }
         if stats:  # a pyramid has no norms and no `train`
-            options["train"] = train
+            options |= self.mode(train)
         rngs = {} if key is None else {"dropout": key}
         y, new = self.model.apply(
             variables, x, mutable=["batch_stats"], method=method, rngs=rngs, **options

@@ -2,18 +2,22 @@
 
 import chex
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import ArrayLike
 
-from ...layers.densenet import DenseNetConfig, block_key, block_widths, prepare_batch
+from ...layers.densenet import (
+    DenseNetConfig,
+    block_key,
+    block_options,
+    block_widths,
+    prepare_batch,
+)
 from ...layers.images import conv, copy_config, lecun_normal, max_pool, norm_options
 from ...linen.batch_norm import BatchNorm
+from ...linen.dense_block import DenseBlock
+from ...linen.kernel import Kernel
 from ...ops._common.dtypes import accumulation_dtype
-from ...ops.dense_block.block import DenseLayerParams, dense_block
 from ...ops.dense_block.bn_relu_conv import bn_relu_conv
-from ...ops.dropout import dropout
-from .kernel import Kernel
 
 
 class DenseNet(nn.Module, DenseNetConfig):
@@ -43,7 +47,8 @@ class DenseNet(nn.Module, DenseNetConfig):
         self.stem_conv = Kernel(config.num_init_features, 3 if config.small_inputs else 7, dtype)
         if not config.small_inputs:
             self.stem_norm = BatchNorm(**norm)
-        self.blocks = [DenseBlock(num_layers, config) for num_layers in config.block_config]
+        options = block_options(config)
+        self.blocks = [DenseBlock(num_layers, **options) for num_layers in config.block_config]
         self.transitions = [Transition(after, config) for _, after in block_widths(config)[:-1]]
         self.final_norm = BatchNorm(**norm)
         self.classifier = nn.Dense(
@@ -97,74 +102,9 @@ class DenseNet(nn.Module, DenseNetConfig):
             if i:
                 h = self.transitions[i - 1](h, train, image_mask)
             chex.assert_axis_dimension(h, 3, channels)
-            h = block(h, train, image_mask, block_key(key, i))
+            h = block(h, not train, mask=image_mask, rng=block_key(key, i))
             outputs.append(h)
         return *outputs[:-1], self.final_norm(h, use_running_average=not train, mask=image_mask)
-
-
-class DenseBlock(nn.Module):
-    """Layers between two transitions; returns the input and all new channels."""
-
-    num_layers: int
-    config: DenseNetConfig
-
-    def setup(self):
-        """Create the submodules."""
-        self.layers = [DenseLayer(self.config) for _ in range(self.num_layers)]
-
-    def __call__(
-        self, x: jax.Array, train: bool, mask: jax.Array | None, key: jax.Array | None
-    ) -> jax.Array:
-        """Return all features of the block."""
-        config = self.config
-        if not (train and config.efficient) or self.is_initializing():
-            for i, layer in enumerate(self.layers):
-                new = layer(x, train, mask)
-                if key is not None:
-                    new = dropout(new, config.drop_rate, jax.random.fold_in(key, i))
-                x = jnp.concatenate([x, new], -1)
-            return x
-        widths = [x.shape[-1] + i * config.growth_rate for i in range(self.num_layers)]
-        params = [layer.parameters(c) for layer, c in zip(self.layers, widths, strict=True)]
-        features, stats = dense_block(
-            x, params, save=config.save, axis_name=config.axis_name, mask=mask,
-            axis_index_groups=config.axis_index_groups, epsilon=config.epsilon,
-            dropout_rate=config.drop_rate, key=key, num_chunks=config.num_chunks,
-        )  # fmt: skip
-        for layer, (stats1, stats2) in zip(self.layers, stats, strict=True):
-            layer.norm1.update_running_stats(stats1)
-            layer.norm2.update_running_stats(stats2)
-        return features
-
-
-class DenseLayer(nn.Module):
-    """BN-ReLU-conv1x1-BN-ReLU-conv3x3; returns the new channels of one layer."""
-
-    config: DenseNetConfig
-
-    def setup(self):
-        """Create the submodules."""
-        config, norm = self.config, norm_options(self.config)
-        dtype = config.param_dtype
-        self.norm1 = BatchNorm(**norm)
-        self.conv1 = Kernel(config.bn_size * config.growth_rate, 1, dtype)
-        self.norm2 = BatchNorm(**norm)
-        self.conv2 = Kernel(config.growth_rate, 3, dtype)
-
-    def __call__(self, x: jax.Array, train: bool, mask: jax.Array | None) -> jax.Array:
-        """Return the new channels."""
-        x = self.norm1(x, use_running_average=not train, mask=mask)
-        x = conv(x, self.conv1(x.shape[-1]))
-        x = self.norm2(x, use_running_average=not train, mask=mask)
-        return conv(x, self.conv2(x.shape[-1]), padding=1)
-
-    def parameters(self, channels: int) -> DenseLayerParams:
-        """Return the parameters of `effjax.dense_block` for an input of `channels` channels."""
-        width = self.config.bn_size * self.config.growth_rate
-        return DenseLayerParams(
-            *self.norm1.parameters(), self.conv1(channels),
-            *self.norm2.parameters(), self.conv2(width),
-        )  # fmt: skip
 
 
 class Transition(nn.Module):

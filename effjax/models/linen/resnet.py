@@ -25,9 +25,9 @@ from ...layers.resnet import (
 )
 from ...linen.batch_norm import BatchNorm
 from ...linen.deform_conv import DeformConv
+from ...linen.kernel import Kernel
 from ...ops._common.dtypes import accumulation_dtype
 from ...ops.batch_norm.sync import BatchStats
-from .kernel import Kernel
 
 
 class ResNet(nn.Module, ResNetConfig):

@@ -1,23 +1,26 @@
 """DenseNet-BC for Flax NNX."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import chex
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike
 
-from ...layers.densenet import DenseNetConfig, block_key, block_widths, prepare_batch
-from ...layers.images import conv, copy_config, he_normal, lecun_normal, max_pool, norm_options
+from ...layers.densenet import (
+    DenseNetConfig,
+    block_key,
+    block_options,
+    block_widths,
+    prepare_batch,
+)
+from ...layers.images import conv, copy_config, lecun_normal, max_pool, norm_options
 from ...nnx.batch_norm import BatchNorm
-from ...ops._common.arguments import as_integer, as_key
+from ...nnx.dense_block import DenseBlock, as_dropout_key, make_kernel, shared_batch_options
+from ...ops._common.arguments import as_integer
 from ...ops._common.dtypes import accumulation_dtype
-from ...ops.dense_block.block import DenseLayerParams, dense_block
 from ...ops.dense_block.bn_relu_conv import bn_relu_conv
-from ...ops.dropout import dropout
 
 
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
@@ -82,8 +85,8 @@ class DenseNet(nnx.Module, DenseNetConfig):
         config = copy_config(self, DenseNetConfig)
         norm, features = norm_options(config), self.num_init_features
         self.deterministic = False
-        self.stem_conv = _conv(
-            self.in_channels, features, 3 if self.small_inputs else 7, config, rngs
+        self.stem_conv = make_kernel(
+            self.in_channels, features, 3 if self.small_inputs else 7, self.param_dtype, rngs
         )
         self.stem_norm: Any = nnx.data(None)
         if not self.small_inputs:
@@ -91,10 +94,10 @@ class DenseNet(nnx.Module, DenseNetConfig):
         blocks, transitions, channels = [], [], features
         widths = zip(config.block_config, block_widths(config), strict=True)
         for num_layers, (before, channels) in widths:
-            after = before + num_layers * self.growth_rate
-            blocks.append(DenseBlock(before, num_layers, config, rngs=rngs))
+            block = DenseBlock(before, num_layers, **block_options(config), rngs=rngs)
+            blocks.append(block)
             if len(blocks) < len(config.block_config):
-                transitions.append(Transition(after, channels, config, rngs=rngs))
+                transitions.append(Transition(block.out_features, channels, config, rngs=rngs))
         self.blocks = nnx.List(blocks)
         self.transitions = nnx.List(transitions)
         self.final_norm = BatchNorm(channels, **norm, rngs=rngs)
@@ -158,7 +161,8 @@ class DenseNet(nnx.Module, DenseNetConfig):
             if i:
                 h = self.transitions[i - 1](h, mask=image_mask)
             chex.assert_axis_dimension(h, 3, channels)
-            h = block(h, mask=image_mask, key=block_key(key, i))
+            deterministic, key_of_block = key is None, block_key(key, i)
+            h = block(h, mask=image_mask, deterministic=deterministic, rngs=key_of_block)
             outputs.append(h)
         return *outputs[:-1], self.final_norm(h, mask=image_mask)
 
@@ -170,63 +174,7 @@ class DenseNet(nnx.Module, DenseNetConfig):
     def _dropout_key(self, rngs: Any) -> jax.Array | None:
         if not self.drop_rate or self.deterministic:
             return None
-        if isinstance(rngs, nnx.Rngs):
-            return rngs.dropout()
-        return as_key("rngs", rngs() if isinstance(rngs, nnx.RngStream) else rngs)
-
-
-class DenseBlock(nnx.Module):
-    """Layers between two transitions; returns the input and all new channels."""
-
-    def __init__(self, channels: int, num_layers: int, config: DenseNetConfig, *, rngs: nnx.Rngs):
-        widths = [channels + i * config.growth_rate for i in range(num_layers)]
-        self.layers = nnx.List([DenseLayer(width, config, rngs=rngs) for width in widths])
-        self.config = config
-
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None, key: jax.Array | None) -> jax.Array:
-        """Return all features of the block."""
-        config = self.config
-        rate = 0.0 if key is None else config.drop_rate
-        options, norms = None, []
-        if config.efficient:
-            norms = [norm for layer in self.layers for norm in (layer.norm1, layer.norm2)]
-            options = shared_batch_options(norms)
-        if options is None:
-            for i, layer in enumerate(self.layers):
-                new = layer(x, mask=mask)
-                if key is not None:
-                    new = dropout(new, rate, jax.random.fold_in(key, i))
-                x = jnp.concatenate([x, new], -1)
-            return x
-        features, stats = dense_block(
-            x, [layer._parameters() for layer in self.layers], save=config.save, mask=mask,
-            dropout_rate=rate, key=key, num_chunks=config.num_chunks, **options,
-        )  # fmt: skip
-        for norm, batch_stats in zip(norms, (s for pair in stats for s in pair), strict=True):
-            norm._update_running_stats(batch_stats)
-        return features
-
-
-class DenseLayer(nnx.Module):
-    """BN-ReLU-conv1x1-BN-ReLU-conv3x3; returns the new channels of one layer."""
-
-    def __init__(self, channels: int, config: DenseNetConfig, *, rngs: nnx.Rngs):
-        width = config.bn_size * config.growth_rate
-        self.norm1 = BatchNorm(channels, **norm_options(config), rngs=rngs)
-        self.conv1 = _conv(channels, width, 1, config, rngs)
-        self.norm2 = BatchNorm(width, **norm_options(config), rngs=rngs)
-        self.conv2 = _conv(width, config.growth_rate, 3, config, rngs)
-
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None) -> jax.Array:
-        """Return the new channels."""
-        x = conv(self.norm1(x, mask=mask), self.conv1.kernel[...])
-        return conv(self.norm2(x, mask=mask), self.conv2.kernel[...], padding=1)
-
-    def _parameters(self) -> DenseLayerParams:
-        return DenseLayerParams(
-            self.norm1.scale[...], self.norm1.bias[...], self.conv1.kernel[...],
-            self.norm2.scale[...], self.norm2.bias[...], self.conv2.kernel[...],
-        )  # fmt: skip
+        return as_dropout_key(rngs)
 
 
 class Transition(nnx.Module):
@@ -234,7 +182,7 @@ class Transition(nnx.Module):
 
     def __init__(self, channels: int, features: int, config: DenseNetConfig, *, rngs: nnx.Rngs):
         self.norm = BatchNorm(channels, **norm_options(config), rngs=rngs)
-        self.conv = _conv(channels, features, 1, config, rngs)
+        self.conv = make_kernel(channels, features, 1, config.param_dtype, rngs)
         self.config = config
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None) -> jax.Array:
@@ -250,26 +198,3 @@ class Transition(nnx.Module):
             )  # fmt: skip
             norm._update_running_stats(batch_stats)
         return nnx.avg_pool(x, (2, 2), (2, 2))
-
-
-def shared_batch_options(norms: Sequence[BatchNorm]) -> dict[str, Any] | None:
-    """Return the options with which all norms compute batch statistics, or None if they differ.
-
-    Norms differ, or use their running statistics, after a user has changed or frozen some of them.
-    One fused operator cannot replace such norms.
-    """
-    if any(norm._uses_running_average() for norm in norms):
-        return None
-    names = ("axis_name", "axis_index_groups", "epsilon", "stats")
-    options = [{name: getattr(norm, name) for name in names} for norm in norms]
-    return options[0] if all(other == options[0] for other in options) else None
-
-
-def _conv(
-    channels: int, features: int, size: int, config: DenseNetConfig, rngs: nnx.Rngs
-) -> nnx.Conv:
-    # Holds the kernel only; `layers.images.conv` or a fused operator convolves.
-    return nnx.Conv(
-        channels, features, (size, size), use_bias=False, kernel_init=he_normal,
-        param_dtype=config.param_dtype, rngs=rngs,
-    )  # fmt: skip

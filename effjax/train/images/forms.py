@@ -11,7 +11,6 @@ from flax import nnx
 
 from ...memory import ResidualReport, residual_bytes
 from ...models import DenseNet
-from ...models.nnx.densenet import DenseLayer
 from ..mesh import planning_mesh
 from .config import ImageConfig, ResNetConfig
 from .steps import (
@@ -144,13 +143,15 @@ class _FlaxNorm(nnx.Module):
             param_dtype=norm.param_dtype, use_running_average=False, rngs=nnx.Rngs(0),
         )  # fmt: skip
 
-    def __call__(self, x: jax.Array, mask: None = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, use_running_average: None = None, mask: None = None
+    ) -> jax.Array:
         return nnx.relu(self.norm(x).astype(x.dtype))
 
 
 class _Checkpointed(nnx.Module):
-    def __init__(self, layer: DenseLayer):
+    def __init__(self, layer: Any):
         self.layer = layer
 
-    def __call__(self, x: jax.Array, *, mask: None) -> jax.Array:
-        return nnx.remat(lambda layer, x: layer(x, mask=None))(self.layer, x)
+    def __call__(self, x: jax.Array, use_running_average: None, *, mask: None) -> jax.Array:
+        return nnx.remat(lambda layer, x: layer(x, None, mask=None))(self.layer, x)

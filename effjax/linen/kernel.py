@@ -4,7 +4,7 @@ import jax
 from flax import linen as nn
 from flax.typing import Dtype
 
-from ...layers.images import he_normal
+from ..layers.images import he_normal
 
 
 class Kernel(nn.Module):

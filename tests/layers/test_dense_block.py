@@ -1,0 +1,326 @@
+"""DenseBlock in both flavors against the definition, in float64."""
+
+import dataclasses
+import functools
+import inspect
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import errors, linen, nnx
+
+import effjax.linen
+import effjax.nnx
+from effjax import DenseLayerParams
+from effjax.memory import residual_bytes
+from tests import oracles
+from tests.contexts import CONTEXTS, assert_trees_close, single_device
+from tests.models.flavors import Linen, Nnx, draw
+from tests.tiers import exhaustive, product_cases
+
+
+class LinenBlock(Linen):
+    mode = staticmethod(lambda train: {"use_running_average": not train})
+    init_options = MappingProxyType({"use_running_average": True})
+
+
+OPTIONS: dict[str, Any] = dict(
+    num_layers=2, growth_rate=2, bn_size=2, momentum=0.7, unbiased_running_var=True
+)  # fmt: skip
+FLAVORS: dict[str, Any] = {
+    "nnx": functools.partial(Nnx, effjax.nnx.DenseBlock, in_features=3),
+    "linen": functools.partial(LinenBlock, effjax.linen.DenseBlock),
+}
+FORMS = {
+    "plain": dict(efficient=False),
+    "conv": dict(save="conv"),
+    "features": dict(save="features", num_chunks=2),
+}
+KEY = jax.random.key(7)
+LAYER = ("norm1.scale", "norm1.bias", "conv1.kernel", "norm2.scale", "norm2.bias", "conv2.kernel")
+
+
+@functools.cache
+def batch():
+    rng = np.random.default_rng(0)
+    mask = rng.random((16, 5, 4, 1)) < 0.7
+    mask[:2] = False  # nothing on the first of eight devices
+    return {"x": rng.normal(1, 2, (16, 5, 4, 3)), "w": rng.normal(size=(16, 5, 4, 7)), "mask": mask}
+
+
+@functools.cache
+def values():
+    """Return parameters and running statistics by name."""
+    return [draw(names) for names in FLAVORS["nnx"](**OPTIONS).names(batch()["x"])]
+
+
+def block(flavor, rate=0.0, **options):
+    """Return the block as an operator of its parameters, with its new statistics."""
+
+    def op(params, batch, axis_name):
+        model = FLAVORS[flavor](**OPTIONS | options, drop_rate=rate, axis_name=axis_name)
+        model.names(batch["x"])
+        key = {"nnx": "rngs", "linen": "rng"}[flavor]
+        dropout = {key: KEY} if rate else {}
+        return model(params, values()[1], batch["x"], mask=batch["mask"], **dropout)
+
+    return op
+
+
+def oracle(rate=0.0):
+    """Return the definition: every statistic is updated once, by the batch's."""
+
+    def op(params, batch, axis_name):
+        layers = [DenseLayerParams(*(params[f"layers.{i}.{n}"] for n in LAYER)) for i in (0, 1)]
+        y, statistics = oracles.dense_block(
+            batch["x"], layers, batch["mask"], dropout_rate=rate, key=KEY
+        )
+        new = {}
+        for i, pair in enumerate(statistics):
+            for norm, (mean, var, count) in zip(("norm1", "norm2"), pair, strict=True):
+                unbiased = var * count / (count - 1)
+                for name, value in (("mean", mean), ("var", unbiased)):
+                    path = f"layers.{i}.{norm}.{name}"
+                    new[path] = 0.7 * values()[1][path] + 0.3 * value
+        return y, new
+
+    return op
+
+
+@functools.cache
+def expected(rate=0.0):
+    return single_device(oracle(rate), values()[0], batch())
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("flavor", "context"),
+    product_cases(
+        FLAVORS,
+        ["single_device", *CONTEXTS],
+        plain=[
+            ("nnx", "jit_explicit"),
+            ("nnx", "shard_map_of_grad"),
+            ("linen", "vmap_of_grad"),
+            ("linen", "grad_of_shard_map"),
+        ],
+    ),
+)
+def test_matches_definition(flavor, context):
+    """Compare the output, all gradients and the running statistics, under a mask."""
+    run = CONTEXTS.get(context, single_device)
+    assert_trees_close(run(block(flavor), values()[0], batch()), expected(), 1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("flavor", "form"),
+    product_cases(FLAVORS, FORMS, plain=[("nnx", "features"), ("linen", "plain")]),
+)
+def test_forms_and_dropout(flavor, form):
+    op = block(flavor, rate=0.3, **FORMS[form])
+    assert_trees_close(single_device(op, values()[0], batch()), expected(0.3), 1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("flavor", ["linen", exhaustive("nnx")])
+def test_checkpoint_around_the_block(flavor):
+    """The statistics are those of one update, though the forward pass runs twice."""
+    inner = block(flavor)
+
+    def op(params, batch, axis_name):
+        return jax.checkpoint(lambda p, x: inner(p, {**batch, "x": x}, axis_name))(
+            params, batch["x"]
+        )
+
+    assert_trees_close(single_device(op, values()[0], batch()), expected(), 1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_evaluation_uses_running_stats(flavor):
+    """It needs no axis and no dropout key, and changes no statistics."""
+    params, stats = values()
+    x = batch()["x"]
+    model = FLAVORS[flavor](**OPTIONS, drop_rate=0.5, axis_name="absent")
+    model.names(x)
+    y, new = jax.jit(functools.partial(model, train=False))(params, stats, x)
+    jax.tree.map(np.testing.assert_array_equal, new, stats)
+    want = x
+    for i in (0, 1):
+        z = want
+        for k, padding in ((1, 0), (2, 1)):
+            layer = {n: v for n, v in (params | stats).items() if n.startswith(f"layers.{i}.")}
+            scale, bias, mean, var = (
+                layer[f"layers.{i}.norm{k}.{name}"] for name in ("scale", "bias", "mean", "var")
+            )
+            z = np.maximum((z - mean) / np.sqrt(var + 1e-5) * scale + bias, 0)
+            kernel = layer[f"layers.{i}.conv{k}.kernel"]
+            z = oracles.conv(z, kernel, padding=[(padding, padding)] * 2)
+        want = np.concatenate([want, z], -1)
+    assert_trees_close(y, want, 1e-12)
+
+
+def make_nnx(**options):
+    return effjax.nnx.DenseBlock(3, **OPTIONS | options, rngs=nnx.Rngs(0))
+
+
+X = np.random.default_rng(0).normal(size=(2, 4, 4, 3)).astype(np.float32)
+
+
+def test_both_flavors_have_the_same_arguments():
+    parameters = inspect.signature(effjax.nnx.DenseBlock.__init__).parameters
+    of_nnx = {
+        name: None if p.default is p.empty else p.default
+        for name, p in parameters.items()
+        if name not in ("self", "in_features", "rngs")
+    }
+    of_linen = {
+        field.name: None if field.default is dataclasses.MISSING else field.default
+        for field in dataclasses.fields(effjax.linen.DenseBlock)
+        if field.name not in ("parent", "name")
+    }
+    of_nnx["use_running_average"] = None  # False; Flax's BatchNorm has this difference too
+    assert of_nnx == of_linen
+    assert effjax.nnx.BatchNorm(3, rngs=nnx.Rngs(0)).momentum == of_nnx["momentum"]
+
+
+def test_nnx_modes():
+    """`train`, `eval` and the arguments of a call set the mode and dropout."""
+    model = make_nnx(num_layers=1, drop_rate=0.5)
+    assert model.out_features == 5
+    with pytest.raises(TypeError, match="`rngs` must be a single PRNG key"):
+        model(X)
+    before = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+    model(X, deterministic=True)
+    trained = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+    assert (trained["layers"][0]["norm1"]["mean"] != before["layers"][0]["norm1"]["mean"]).all()
+    model.eval()
+    y = model(X)
+    view = nnx.view(model, deterministic=False)
+    dropped = view(X, rngs=nnx.Rngs(dropout=0))
+    assert not np.array_equal(dropped, y)
+    assert model.deterministic and not view.deterministic
+    with pytest.raises(TypeError, match="`rngs` must be a single PRNG key"):
+        model(X, use_running_average=False, deterministic=False)
+
+
+def test_nnx_keys():
+    model = make_nnx(num_layers=1, drop_rate=0.5)
+    key = nnx.Rngs(dropout=3).dropout()
+    want = model(X, rngs=key)
+    np.testing.assert_array_equal(model(X, rngs=nnx.Rngs(dropout=3)), want)
+    np.testing.assert_array_equal(model(X, rngs=nnx.Rngs(dropout=3).dropout), want)
+
+
+def test_linen_modes():
+    model = effjax.linen.DenseBlock(**OPTIONS, drop_rate=0.5, axis_name="absent")
+    variables = jax.eval_shape(
+        functools.partial(model.init, use_running_average=False), jax.random.key(0), X
+    )
+    assert set(variables["params"]) == {"layers_0", "layers_1"}
+    apply = model.clone(axis_name=None).apply
+    with pytest.raises(errors.InvalidRngError, match="dropout"):
+        train = functools.partial(apply, use_running_average=False, mutable="batch_stats")
+        jax.eval_shape(train, variables, X)
+    with pytest.raises(ValueError, match="use_running_average"):
+        jax.eval_shape(apply, variables, X)
+    field = model.clone(use_running_average=True)  # evaluation needs neither a key nor the axis
+    assert jax.eval_shape(field.apply, variables, X).shape == (2, 4, 4, 7)
+    train = functools.partial(apply, use_running_average=False, deterministic=True)
+    with pytest.raises(errors.ModifyScopeVariableError, match="batch_stats"):
+        jax.eval_shape(train, variables, X)
+
+
+def test_linen_initialization_does_not_update_running_stats():
+    model = effjax.linen.DenseBlock(**OPTIONS, use_running_average=False)
+    for path, value in jax.tree_util.tree_leaves_with_path(
+        jax.jit(model.init)(jax.random.key(0), X)["batch_stats"]
+    ):
+        np.testing.assert_array_equal(value, float(path[-1].key == "var"))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_half_precision_and_kept_bytes(flavor):
+    """Outputs have `dtype`, statistics are float32, and the recomputing forms keep less."""
+
+    def kept(**form):
+        model = FLAVORS[flavor](**OPTIONS | dict(num_layers=4), dtype=jnp.bfloat16, **form)
+        shapes = model.names(X)
+        shapes = [
+            {n: jax.ShapeDtypeStruct(v.shape, jnp.float32) for n, v in d.items()} for d in shapes
+        ]
+        y, stats = jax.eval_shape(model, *shapes, X)
+        assert y.dtype == jnp.bfloat16 and y.shape == (2, 4, 4, 11)
+        assert {s.dtype for s in stats.values()} == {jnp.dtype("float32")}
+        report = residual_bytes(
+            lambda p, s, x: model(p, s, x)[0],
+            *shapes,
+            jax.ShapeDtypeStruct((64, *X.shape[1:]), jnp.bfloat16),
+        )
+        return report.bytes - report.argument_bytes
+
+    plain, conv, features = (kept(**form) for form in FORMS.values())
+    assert conv < 0.5 * plain and features < 0.6 * conv
+
+
+def test_nnx_convert_batch_norm_sets_the_axis_of_the_block(mesh8, x64):
+    model = make_nnx(param_dtype=jnp.float64)
+    x = batch()["x"]
+    graphdef, state = nnx.split(model)
+    synced = nnx.graphdef(effjax.nnx.convert_batch_norm(model, "data"))
+
+    def run(graphdef, state, x):
+        return nnx.merge(graphdef, state, copy=True)(x)
+
+    mapped = jax.shard_map(
+        functools.partial(run, synced), mesh=mesh8, in_specs=(jax.P(), jax.P("data")),
+        out_specs=jax.P("data"),
+    )  # fmt: skip
+    want = jax.jit(functools.partial(run, graphdef))(state, x)
+    assert_trees_close(jax.jit(mapped)(state, x), want, 1e-10)
+
+
+def test_linen_convert_batch_norm_refuses_a_network_with_a_block():
+    # The operator of the block does not call its norms, so that they would not be converted.
+    class Network(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = effjax.linen.DenseBlock(**OPTIONS, axis_name="data")(x, True)
+            return linen.BatchNorm(use_running_average=True)(x)
+
+    def init(**settings):
+        converted = effjax.linen.convert_batch_norm(Network(), **settings)
+        return jax.eval_shape(converted.init, jax.random.key(0), X)
+
+    with pytest.raises(ValueError, match=r"`model` \(DenseBlock\) must not have an `axis_name`"):
+        init(axis_name="other")
+    assert init(axis_name="data").keys() == {"params", "batch_stats"}
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_rejects_bad_arguments(flavor):
+    make = make_nnx if flavor == "nnx" else lambda **o: effjax.linen.DenseBlock(**OPTIONS | o)
+    for name, value, match in (
+        ("num_layers", 0, r"`num_layers` \(=0\) must be an integer of at least 1"),
+        ("growth_rate", 0, r"`growth_rate` \(=0\)"),
+        ("drop_rate", 1.0, r"`drop_rate` \(=1.0\)"),
+        ("save", "all", r"`save` \(='all'\)"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            make(**{name: value})
+    with pytest.raises(TypeError, match=r"DenseBlock\(\) has no argument `eps`; it is `epsilon`"):
+        make(eps=1e-3)
+
+
+def test_rejects_bad_inputs():
+    model = make_nnx()
+    with pytest.raises(ValueError, match=r"`x` of shape \(2, 4, 4, 2\) must be \[N, H, W, 3\]"):
+        model(X[..., :2])
+    for efficient in (True, False):
+        with pytest.raises(ValueError, match="`mask` of shape .* must broadcast"):
+            make_nnx(efficient=efficient)(X, mask=np.ones(X.shape, bool))
