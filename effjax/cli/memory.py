@@ -202,7 +202,8 @@ def _kind(model: str) -> str:
     """Return the kind of a model."""
     if ":" in model:
         return USER_FUNCTION
-    for kind, pattern in (("densenet", "densenet[0-9_]*"), ("resnet", r"resnet\d+"), ("lm", "lm")):
+    resnet = r"resnet\d+|wide_resnet\w+|resnext\w+"
+    for kind, pattern in (("densenet", "densenet[0-9_]*"), ("resnet", resnet), ("lm", "lm")):
         if re.fullmatch(pattern, model):
             return kind
     raise TrainError(
@@ -227,9 +228,10 @@ def _image_steps(model: str, options: dict[str, Any], batch_size: int, num_devic
 
     options = dict(options)
     size, classes = options.pop("image_size", None), options.pop("num_classes", None)
-    if model.startswith("resnet"):
-        depth = int(model.removeprefix("resnet"))
-        config = ResNetConfig(depth=depth, batch_size=batch_size, **options)
+    if depth := re.fullmatch(r"resnet(\d+)", model):
+        config = ResNetConfig(depth=int(depth[1]), batch_size=batch_size, **options)
+    elif not model.startswith("densenet"):  # a wide ResNet or a ResNeXt
+        config = ResNetConfig(model=model, batch_size=batch_size, **options)
     else:
         name = "densenet-bc" if model == "densenet" else model
         config = DenseNetConfig(model=name, batch_size=batch_size, **options)

@@ -164,8 +164,12 @@ def train_resnet(
     normalize: Normalize = ResNetConfig.normalize,
     augment: Augment = ResNetConfig.augment,
     flip: Flip = ResNetConfig.flip,
+    model: Annotated[
+        str | None,
+        model_option(help="A network such as resnext50_32x4d. (default: the ResNet of --depth)"),
+    ] = ResNetConfig.model,
     depth: Annotated[
-        int, model_option(help="Depth of the network: 18, 34, 50, 101, or 8 for small images.")
+        int, model_option(help="Depth of the network: 18, 34, 50, 101, 152, or 8 for small images.")
     ] = ResNetConfig.depth,
     dcn: Annotated[
         Literal["none", "v1", "v2"],

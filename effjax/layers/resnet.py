@@ -13,7 +13,7 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ..ops._common.arguments import as_integer
+from ..ops._common.arguments import as_integer, check_divides
 from ..ops.batch_norm.sync import STATISTICS, BatchStats
 from ..ops.deform_conv import deform_conv2d
 from .batch_norm import normalize_batch, normalize_inference
@@ -31,6 +31,8 @@ class ResNetConfig(ImageNetworkConfig):
     stage_sizes: Sequence[int] = (3, 4, 6, 3)
     bottleneck: bool = True
     width: int = 64
+    inner_width: int | None = None
+    feature_group_count: int = 1
     stride_in_1x1: bool = False
     stage_with_dcn: Sequence[bool] = ()
     modulated: bool = True
@@ -48,8 +50,19 @@ class ResNetConfig(ImageNetworkConfig):
                 f"`stage_with_dcn` (={self.stage_with_dcn}) must be () or have one value for each "
                 f"of the {len(self.stage_sizes)} stages."
             )
-        for name in ("width", "offset_groups"):
+        for name in ("width", "feature_group_count", "offset_groups"):
             setattr(self, name, as_integer(name, getattr(self, name), 1))
+        if self.inner_width is not None:
+            self.inner_width = as_integer("inner_width", self.inner_width, 1)
+        if not self.bottleneck and (self.inner_width is not None or self.feature_group_count > 1):
+            raise ValueError(
+                f"`inner_width` (={self.inner_width}) and `feature_group_count` "
+                f"(={self.feature_group_count}) need bottleneck=True."
+            )
+        check_divides(
+            "feature_group_count", self.feature_group_count, self.inner_width or self.width,
+            "channels of the first stage's 3x3 convolutions",
+        )  # fmt: skip
         if self.num_classes is not None:
             self.num_classes = as_integer("num_classes", self.num_classes, 1)
 
@@ -68,6 +81,7 @@ class ConvSpec(NamedTuple):
     size: int
     strides: int
     deformable: bool = False
+    groups: int = 1
 
     @property
     def padding(self) -> int:
@@ -103,13 +117,13 @@ def stage_specs(config: ResNetConfig) -> list[list[BlockSpec]]:
 
 
 def _block_spec(config: ResNetConfig, stage: int, channels: int, strides: int) -> BlockSpec:
-    inner, features = config.width << stage, config.feature_channels[stage]
+    inner, features = (config.inner_width or config.width) << stage, config.feature_channels[stage]
     deformable = bool(config.stage_with_dcn) and config.stage_with_dcn[stage]
     if config.bottleneck:
         first, second = (strides, 1) if config.stride_in_1x1 else (1, strides)
         convs = (
             ConvSpec(channels, inner, 1, first),
-            ConvSpec(inner, inner, 3, second, deformable),
+            ConvSpec(inner, inner, 3, second, deformable, config.feature_group_count),
             ConvSpec(inner, features, 1, 1),
         )
     else:
@@ -226,14 +240,14 @@ def _recompute(config: ResNetConfig, run: Callable[..., Output]) -> Callable[...
 
 def _apply_conv(config: ResNetConfig, x: jax.Array, arrays: Any, spec: ConvSpec) -> jax.Array:
     if not spec.deformable:
-        return conv(x, arrays, spec.strides, spec.padding)
+        return conv(x, arrays, spec.strides, spec.padding, spec.groups)
     offset_conv = arrays["offset_conv"]
     predicted = conv(x, offset_conv["kernel"], spec.strides, spec.padding)
     predicted += offset_conv["bias"].astype(x.dtype).reshape(1, 1, 1, -1)
     offset, mask = split_predicted(predicted, config.modulated)
     return deform_conv2d(
         x, offset, arrays["kernel"].astype(x.dtype), mask, strides=spec.strides,
-        padding=spec.padding, offset_groups=config.offset_groups,
+        padding=spec.padding, feature_group_count=spec.groups, offset_groups=config.offset_groups,
     )  # fmt: skip
 
 

@@ -18,6 +18,12 @@ from .resnet import resnet18 as resnet18
 from .resnet import resnet34 as resnet34
 from .resnet import resnet50 as resnet50
 from .resnet import resnet101 as resnet101
+from .resnet import resnet152 as resnet152
+from .resnet import resnext50_32x4d as resnext50_32x4d
+from .resnet import resnext101_32x8d as resnext101_32x8d
+from .resnet import resnext101_64x4d as resnext101_64x4d
+from .resnet import wide_resnet50_2 as wide_resnet50_2
+from .resnet import wide_resnet101_2 as wide_resnet101_2
 
 
 def __dir__() -> list[str]:

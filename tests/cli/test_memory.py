@@ -166,6 +166,7 @@ def test_language_model(run_memory):
         (["own_step:one", "--depth", "22"], "--depth is not an option of MODULE:FUNCTION"),
         (["densenet", "--layers", "2"], "--layers is not an option of densenet"),
         (["resnet77"], "`depth` (=77) must be one of"),
+        (["resnext50_1x1d"], "`model` (='resnext50_1x1d') must be one of resnet8, resnet18"),
         (["own_step.one"], "or MODULE:FUNCTION"),
         (["resnet"], "model 'resnet' must be densenet, densenet121, …, resnet50"),
         (["lm12"], "model 'lm12' must be densenet"),

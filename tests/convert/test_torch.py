@@ -98,14 +98,25 @@ def check_names(weights, model, table):
     assert {n: a.shape for n, a in back.items()} == {n: a.shape for n, a in weights.items()}
 
 
-@pytest.mark.parametrize("bottleneck", [False, True])
-def test_resnet(bottleneck):
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (dict(bottleneck=False), dict(bottleneck=False)),
+        (dict(bottleneck=True), {}),
+        (
+            dict(bottleneck=True, groups=32, width_per_group=4),
+            dict(inner_width=128, feature_group_count=32),
+        ),
+    ],
+    ids=["basic", "bottleneck", "grouped"],
+)
+def test_resnet(theirs, ours):
     """Convert tensors directly, and load the result back into PyTorch."""
-    theirs = torch_networks.ResNet(bottleneck, (1, 2, 1, 1), num_classes=5).double().eval()
+    theirs = torch_networks.ResNet(**theirs, layers=(1, 2, 1, 1), num_classes=5).double().eval()
     for name, value in theirs.state_dict().items():
         if "running" in name or "bn" in name:
             value.copy_(torch.as_tensor(cases.random_array(f"{name}.running_var", value.shape)))
-    model = ResNet(bottleneck=bottleneck, stage_sizes=(1, 2, 1, 1), num_classes=5)
+    model = ResNet(**ours, stage_sizes=(1, 2, 1, 1), num_classes=5)
     x = cases.random_array("x", (2, 32, 32, 3))
     shapes = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float64),
@@ -128,3 +139,8 @@ def test_rejects_tensors_without_numpy_equivalent():
     for odd in (dict(weights.named_parameters()), weights.bfloat16().state_dict()):
         with pytest.raises(TypeError, match=r"`weights\['weight'\]`: this .* pass tensor.detach"):
             convert.from_torch(odd, layer)
+
+
+def test_a_module_instead_of_its_weights():
+    with pytest.raises(TypeError, match=r"`weights` must be arrays by name, .* \.state_dict\(\)"):
+        convert.from_torch(torch.nn.Linear(2, 3), nnx.Linear(2, 3, rngs=nnx.Rngs(0)))

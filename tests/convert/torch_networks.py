@@ -5,8 +5,8 @@ from torch import nn
 from torch.nn import functional as F
 
 
-def conv(channels, features, size, stride=1):
-    return nn.Conv2d(channels, features, size, stride, size // 2, bias=False)
+def conv(channels, features, size, stride=1, groups=1):
+    return nn.Conv2d(channels, features, size, stride, size // 2, groups=groups, bias=False)
 
 
 class DenseLayer(nn.Module):
@@ -77,16 +77,17 @@ DENSENETS = {
 
 
 class ResidualBlock(nn.Module):
-    def __init__(self, bottleneck, channels, width, stride):
+    def __init__(self, bottleneck, channels, planes, stride, groups, width_per_group):
         super().__init__()
-        features = width * (4 if bottleneck else 1)
-        shapes = [(channels, width, 3), (width, features, 3)]
+        features = planes * (4 if bottleneck else 1)
+        shapes = [(channels, planes, 3, 1), (planes, features, 3, 1)]
         if bottleneck:
-            shapes = [(channels, width, 1), (width, width, 3), (width, features, 1)]
+            width = planes * width_per_group // 64 * groups
+            shapes = [(channels, width, 1, 1), (width, width, 3, groups), (width, features, 1, 1)]
         self.count = len(shapes)
-        for k, (into, out, size) in enumerate(shapes, 1):
+        for k, (into, out, size, groups) in enumerate(shapes, 1):
             strided = k == (2 if bottleneck else 1)
-            setattr(self, f"conv{k}", conv(into, out, size, stride if strided else 1))
+            setattr(self, f"conv{k}", conv(into, out, size, stride if strided else 1, groups))
             setattr(self, f"bn{k}", nn.BatchNorm2d(out))
         self.downsample = None
         if stride > 1 or channels != features:
@@ -103,16 +104,17 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    def __init__(self, bottleneck, layers, num_classes=1000):
+    def __init__(self, bottleneck, layers, groups=1, width_per_group=64, num_classes=1000):
         super().__init__()
         self.conv1, self.bn1 = conv(3, 64, 7, 2), nn.BatchNorm2d(64)
         channels = 64
         for stage, count in enumerate(layers):
-            width, blocks = 64 << stage, []
+            planes, blocks = 64 << stage, []
             for i in range(count):
                 stride = 2 if stage and not i else 1
-                blocks.append(ResidualBlock(bottleneck, channels, width, stride))
-                channels = width * (4 if bottleneck else 1)
+                options = stride, groups, width_per_group
+                blocks.append(ResidualBlock(bottleneck, channels, planes, *options))
+                channels = planes * (4 if bottleneck else 1)
             setattr(self, f"layer{stage + 1}", nn.Sequential(*blocks))
         self.fc = nn.Linear(channels, num_classes)
 
@@ -128,6 +130,12 @@ RESNETS = {
     "resnet34": (False, (3, 4, 6, 3)),
     "resnet50": (True, (3, 4, 6, 3)),
     "resnet101": (True, (3, 4, 23, 3)),
+    "resnet152": (True, (3, 8, 36, 3)),
+    "wide_resnet50_2": (True, (3, 4, 6, 3), 1, 128),
+    "wide_resnet101_2": (True, (3, 4, 23, 3), 1, 128),
+    "resnext50_32x4d": (True, (3, 4, 6, 3), 32, 4),
+    "resnext101_32x8d": (True, (3, 4, 23, 3), 32, 8),
+    "resnext101_64x4d": (True, (3, 4, 23, 3), 64, 4),
 }
 
 

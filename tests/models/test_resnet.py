@@ -28,6 +28,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stride in 1x1": dict(stride_in_1x1=True, small_inputs=True),
     "deformable": dict(stage_with_dcn=(False, True), offset_groups=2),
     BASIC: dict(bottleneck=False, stage_with_dcn=(False, True), modulated=False, num_classes=None),
+    "grouped": dict(
+        inner_width=8, feature_group_count=4, stage_with_dcn=(False, True), modulated=False
+    ),
     "frozen norm": dict(frozen_norm=True, epsilon=0.0),
     "frozen stage": dict(bottleneck=False, frozen_stages=1),
 }
@@ -68,6 +71,8 @@ def reference(variant):
     [
         ("deformable", "linen conv"),
         ("deformable", "nnx features"),
+        ("grouped", "linen features"),
+        exhaustive("grouped", "nnx conv"),
         exhaustive("bottleneck", "nnx features"),
         exhaustive("stride in 1x1", "linen plain"),
         exhaustive("bottleneck", "linen conv"),
@@ -196,7 +201,7 @@ def count_parameters(**options):
     for block in (block for blocks in stage_specs(config) for block in blocks):
         convs += [*block.convs, *([block.shortcut] if block.shortcut else [])]
     features, classes = config.feature_channels[-1], config.num_classes
-    count = sum(c.size**2 * c.channels * c.features + 2 * c.features for c in convs)
+    count = sum(c.size**2 * c.channels * c.features // c.groups + 2 * c.features for c in convs)
     return count + (features + 1) * classes
 
 
@@ -206,6 +211,12 @@ def test_published_parameter_counts():
         "resnet34": 21_797_672,
         "resnet50": 25_557_032,
         "resnet101": 44_549_160,
+        "resnet152": 60_192_808,
+        "wide_resnet50_2": 68_883_240,
+        "wide_resnet101_2": 126_886_696,
+        "resnext50_32x4d": 25_028_904,
+        "resnext101_32x8d": 88_791_336,
+        "resnext101_64x4d": 83_455_272,
     }.items():
         assert count_parameters(**getattr(models, name)(dict)) == count, name
     params = draw_values("bottleneck")[0]
@@ -292,3 +303,11 @@ def test_rejects_empty_images():
     model = nnx.eval_shape(lambda: models.ResNet(**OPTIONS, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"must be \[N, H, W, 3\].* at least 1"):
         model(X[:, :0])
+
+
+def test_rejects_groups_of_basic_blocks():
+    for options in (dict(inner_width=8), dict(feature_group_count=2)):
+        with pytest.raises(ValueError, match="need bottleneck=True"):
+            ResNetConfig(bottleneck=False, **options)
+    with pytest.raises(ValueError, match=r"`feature_group_count` \(=3\) must divide the 64"):
+        ResNetConfig(feature_group_count=3)

@@ -41,7 +41,8 @@ class ResNet(nn.Module, ResNetConfig):
         TypeError, ValueError: if an option has the wrong type or is out of range.
 
     References:
-        He et al. 2016 (arXiv:1512.03385); Dai et al. 2017 (arXiv:1703.06211); Zhu et al. 2018
+        He et al. 2016 (arXiv:1512.03385); Zagoruyko & Komodakis 2016 (arXiv:1605.07146); Xie et al.
+        2017 (arXiv:1611.05431); Dai et al. 2017 (arXiv:1703.06211); Zhu et al. 2018
         (arXiv:1811.11168).
     """
 
@@ -153,15 +154,16 @@ def _conv(spec: ConvSpec, config: ResNetConfig) -> Any:
     if not spec.deformable:
         return Kernel(spec.features, spec.size, config.param_dtype)
     return DeformConv(
-        spec.features, spec.size, spec.strides, spec.padding, use_bias=False,
-        offset_groups=config.offset_groups, modulated=config.modulated, predict_offset=True,
+        spec.features, spec.size, spec.strides, spec.padding,
+        feature_group_count=spec.groups, use_bias=False, offset_groups=config.offset_groups,
+        modulated=config.modulated, predict_offset=True,
         kernel_init=he_normal, dtype=config.dtype, param_dtype=config.param_dtype,
     )  # fmt: skip
 
 
 def _conv_arrays(layer: Any, spec: ConvSpec) -> Any:
     if not spec.deformable:
-        return layer(spec.channels)
+        return layer(spec.channels // spec.groups)
     if layer.is_initializing():  # the first call creates the parameters
         layer(jnp.zeros((1, 1, 1, spec.channels), layer.dtype))
     return nn.meta.unbox(layer.variables["params"])

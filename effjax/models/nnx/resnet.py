@@ -50,8 +50,11 @@ class ResNet(nnx.Module, ResNetConfig):
     Args:
         stage_sizes: the number of blocks of each stage.
         bottleneck: blocks of three convolutions (ResNet-50, …) instead of two (-18, -34).
-        width: channels of the stem and of the first stage's 3x3 convolutions; doubled in each later
-            stage. A bottleneck has four times as many output channels.
+        width: channels of the stem and of the first stage's blocks; doubled in each later stage. A
+            bottleneck has four times as many output channels.
+        inner_width: channels of the 3x3 convolutions of the first stage's bottlenecks; doubled in
+            each later stage. If None, `width`. Wide ResNets and ResNeXts have more.
+        feature_group_count: groups of the 3x3 convolutions of bottlenecks (ResNeXt).
         stride_in_1x1: apply a bottleneck's stride in its first convolution, as Caffe's models and
             maskrcnn-benchmark do, instead of in its 3x3 convolution.
         stage_with_dcn: for each stage, True to make `conv2` of its blocks deformable (the 3x3
@@ -86,7 +89,8 @@ class ResNet(nnx.Module, ResNetConfig):
         TypeError, ValueError: if an option has the wrong type or is out of range.
 
     References:
-        He et al. 2016 (arXiv:1512.03385); Dai et al. 2017 (arXiv:1703.06211); Zhu et al. 2018
+        He et al. 2016 (arXiv:1512.03385); Zagoruyko & Komodakis 2016 (arXiv:1605.07146); Xie et al.
+        2017 (arXiv:1611.05431); Dai et al. 2017 (arXiv:1703.06211); Zhu et al. 2018
         (arXiv:1811.11168).
     """
 
@@ -206,8 +210,8 @@ class ResNetBlock(nnx.Module):
 def _conv(spec: ConvSpec, config: ResNetConfig, rngs: nnx.Rngs) -> Any:
     # Holds the parameters; called alone it computes what `layers.resnet` computes with them.
     options: dict[str, Any] = dict(
-        padding=spec.padding, use_bias=False, kernel_init=he_normal, dtype=config.dtype,
-        param_dtype=config.param_dtype, rngs=rngs,
+        padding=spec.padding, feature_group_count=spec.groups, use_bias=False,
+        kernel_init=he_normal, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs,
     )  # fmt: skip
     if not spec.deformable:
         return nnx.Conv(spec.channels, spec.features, (spec.size,) * 2, spec.strides, **options)

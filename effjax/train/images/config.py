@@ -9,7 +9,7 @@ from ..errors import TrainError
 Parallel = Literal["jit", "shard_map", "pmap"]
 
 # The ResNets by depth. 8 is a narrow network of three stages, for small images.
-RESNET_DEPTHS = (8, 18, 34, 50, 101)
+RESNET_DEPTHS = (8, 18, 34, 50, 101, 152)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,10 +83,11 @@ class DenseNetConfig(ImageConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResNetConfig(ImageConfig):
-    """Options of `effjax train resnet`."""
+    """Options of `effjax train resnet`. `model` replaces `depth`."""
 
     COMMAND: ClassVar[str] = "resnet"
 
+    model: str | None = None
     depth: int = 18
     dcn: Literal["none", "v1", "v2"] = "none"
 
@@ -100,4 +101,4 @@ class ResNetConfig(ImageConfig):
     @property
     def network(self) -> str:
         """The name of the network in messages."""
-        return f"resnet{self.depth}"
+        return self.model or f"resnet{self.depth}"

@@ -78,7 +78,10 @@ def model_builder(
 
 
 def _resnet_builder(config: ResNetConfig, options: dict[str, Any]) -> Callable[..., nnx.Module]:
-    network = RESNET8 if config.depth == 8 else RESNET_OPTIONS[config.network]
+    networks = {"resnet8": RESNET8, **RESNET_OPTIONS}
+    if config.network not in networks:
+        raise TrainError(f"`model` (={config.model!r}) must be one of {', '.join(networks)}")
+    network = networks[config.network]
     if config.dcn != "none":
         num_later = len(network["stage_sizes"]) - 1
         options["modulated"] = config.dcn == "v2"

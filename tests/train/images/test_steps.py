@@ -8,6 +8,7 @@ import optax
 import pytest
 from flax import nnx
 
+from effjax.train.errors import TrainError
 from effjax.train.images.config import DenseNetConfig, ResNetConfig
 from effjax.train.images.steps import (
     Batch,
@@ -149,3 +150,9 @@ def test_resnet_options():
     assert model.stage_with_dcn == (False, True, True, True) and not model.modulated
     assert not model.efficient and model.save == "features" and not model.small_inputs
     assert model.axis_name == "data" and model.num_classes == 5
+    config = ResNetConfig(model="resnext50_32x4d")
+    build = model_builder(config, (224, 224, 3), 5)
+    model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+    assert model.feature_group_count == 32 and config.network == "resnext50_32x4d"
+    with pytest.raises(TrainError, match=r"`model` \(='resnet77'\) must be one of resnet8, "):
+        model_builder(ResNetConfig(model="resnet77"), (224, 224, 3), 5)
