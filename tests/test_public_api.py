@@ -176,6 +176,10 @@ TORCH_ARGUMENTS = [
     (linen.DeformConv, dict(features=1, kernel_size=3), "deformable_groups", "offset_groups"),
     (nnx.DenseBlock, dict(in_features=1, num_layers=1), "eps", "epsilon"),
     (linen.DenseBlock, dict(num_layers=1), "eps", "epsilon"),
+    (models.DenseNet, dict(rngs=Rngs(0)), "eps", "epsilon"),
+    (models.ResNet, dict(rngs=Rngs(0)), "groups", "feature_group_count"),
+    (linen_models.DenseNet, {}, "eps", "epsilon"),
+    (linen_models.ResNet, {}, "groups", "feature_group_count"),
 ]
 
 

@@ -87,7 +87,7 @@ class OffloadTrainState(TrainState):
             raise TypeError(f"`params` must be nested dicts of arrays, not {describe(params)}.")
         if not (apply_fn is None or callable(apply_fn)):
             raise TypeError(f"`apply_fn` must be a function, not {describe(apply_fn)}.")
-        params = as_array_tree("params", unfreeze(params))
+        params = as_array_tree("params", unfreeze(params))  # type: ignore[arg-type]
         groups = _group(params, params, stacks)
         check_on_host(groups.stacks, "Move them with effjax.to_host, or remove them from `stacks`.")
         return cls(

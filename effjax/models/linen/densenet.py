@@ -16,10 +16,12 @@ from ...layers.images import conv, copy_config, lecun_normal, max_pool, norm_opt
 from ...linen.batch_norm import BatchNorm
 from ...linen.dense_block import DenseBlock
 from ...linen.kernel import Kernel
+from ...ops._common.arguments import with_torch_hints
 from ...ops._common.dtypes import accumulation_dtype
 from ...ops.dense_block.bn_relu_conv import bn_relu_conv
 
 
+@with_torch_hints
 class DenseNet(nn.Module, DenseNetConfig):
     """DenseNet-BC on images `[N, H, W, C]`: stem, dense blocks with transitions, linear head.
 

@@ -26,10 +26,12 @@ from ...layers.resnet import (
 from ...linen.batch_norm import BatchNorm
 from ...linen.deform_conv import DeformConv
 from ...linen.kernel import Kernel
+from ...ops._common.arguments import with_torch_hints
 from ...ops._common.dtypes import accumulation_dtype
 from ...ops.batch_norm.sync import BatchStats
 
 
+@with_torch_hints
 class ResNet(nn.Module, ResNetConfig):
     """ResNet of torchvision's layout on images `[N, H, W, C]`: stem, stages, linear head.
 

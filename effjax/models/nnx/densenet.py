@@ -18,11 +18,12 @@ from ...layers.densenet import (
 from ...layers.images import conv, copy_config, lecun_normal, max_pool, norm_options
 from ...nnx.batch_norm import BatchNorm
 from ...nnx.dense_block import DenseBlock, as_dropout_key, make_kernel, shared_batch_options
-from ...ops._common.arguments import as_integer
+from ...ops._common.arguments import as_integer, with_torch_hints
 from ...ops._common.dtypes import accumulation_dtype
 from ...ops.dense_block.bn_relu_conv import bn_relu_conv
 
 
+@with_torch_hints
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class DenseNet(nnx.Module, DenseNetConfig):
     """DenseNet-BC on images `[N, H, W, C]`: stem, dense blocks with transitions, linear head.

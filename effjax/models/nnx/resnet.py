@@ -25,11 +25,12 @@ from ...layers.resnet import (
 )
 from ...nnx.batch_norm import BatchNorm
 from ...nnx.deform_conv import DeformConv
-from ...ops._common.arguments import as_integer
+from ...ops._common.arguments import as_integer, with_torch_hints
 from ...ops._common.dtypes import accumulation_dtype
 from ...ops.batch_norm.sync import BatchStats
 
 
+@with_torch_hints
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class ResNet(nnx.Module, ResNetConfig):
     """ResNet of torchvision's layout on images `[N, H, W, C]`: stem, stages, linear head.
