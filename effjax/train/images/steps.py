@@ -24,7 +24,7 @@ the old state. With `jit`, parameters and optimizer state can be sharded over th
 mesh; parameters are then gathered once per step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -272,10 +272,10 @@ def set_training(model: Any, freeze_stages: int | None) -> None:
             module.use_running_average = True
 
 
-def _is_frozen(path: tuple[Any, ...], freeze_stages: int) -> bool:
-    if path[:1] in (("stem_conv",), ("stem_norm",)):
+def _is_frozen(path: Sequence[Any], freeze_stages: int) -> bool:
+    if path and path[0] in ("stem_conv", "stem_norm"):
         return True
-    in_stage = path[:1] in (("stages",), ("blocks",), ("transitions",)) and len(path) > 1
+    in_stage = len(path) > 1 and path[0] in ("stages", "blocks", "transitions")
     return in_stage and path[1] < freeze_stages
 
 
