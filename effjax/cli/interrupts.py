@@ -19,9 +19,9 @@ class Interrupts:
     Before the first step there is nothing to save, and the first one ends the run. After the last
     step it is an exception, which leaves time to finish the last checkpoint.
 
-    Python runs a signal handler in the main thread, between two of its own instructions. While JAX
-    compiles or waits for a device there are none, and two signals become one. A second thread
-    therefore reads the signals from a socket, and ends the process if the main thread does not.
+    Python runs signal handlers in the main thread only, and not while JAX compiles or waits for a
+    device; two signals then become one. A second thread therefore reads the signals from a socket,
+    and ends the process if the main thread does not.
 
     Args:
         announce: Called with a line for the user after the first Ctrl-C.
@@ -75,7 +75,7 @@ class Interrupts:
             self._pressed += 1
             if self._pressed == 1 and self.state != "starting":
                 what = "stopping after this step" if self.state == "training" else "stopping"
-                self.announce(f"{what}; Ctrl-C again ends at once")
+                self.announce(f"{what}; press Ctrl-C again to end now")
             # JAX calls Python while it compiles, and loses an exception that is raised there.
             elif not self._left.wait(PATIENCE):
                 try:

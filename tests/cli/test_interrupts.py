@@ -1,4 +1,4 @@
-"""Ctrl-C during `effjax train`, by signals to a process of its own."""
+"""Ctrl-C during `effjax train`, by signals to another process."""
 
 import os
 import signal
@@ -83,7 +83,7 @@ def test_ctrl_c_saves_the_step(start, tmp_path):
     last = checkpoints(tmp_path)[-1]
     message = f"interrupted and saved at step {last}. Resume with effjax train lm --resume here"
     assert last >= 3 and err == f"effjax: {message}\n"
-    assert "stopping after this step; Ctrl-C again ends at once" in out
+    assert "stopping after this step; press Ctrl-C again to end now" in out
 
 
 def test_a_second_ctrl_c_ends_at_once(start, tmp_path):
@@ -91,7 +91,7 @@ def test_a_second_ctrl_c_ends_at_once(start, tmp_path):
     process = start(*NEW_RUN.split(), "--checkpoint-every", "1", before=BUSY + IN_A_STEP)
     wait_for(process, "busy")
     press_ctrl_c(process)
-    wait_for(process, "Ctrl-C again ends at once")
+    wait_for(process, "press Ctrl-C again to end now")
     press_ctrl_c(process)
     _, err = process.communicate(timeout=60)
     last = checkpoints(tmp_path)[-1]

@@ -18,8 +18,8 @@ from tests.cli.command import TINY, interrupt_at, one_line, signal_at
         (["--data", "folder:broken"], "dog/0.png: not a readable image"),
         (["--batch-size", "12"], "`batch_size` (=12)"),
         (["--model", "vgg"], "`model` (='vgg')"),
-        (["--model", "resnet50"], "is no DenseNet. Use effjax train resnet --depth 50."),
-        (["--model", "resnet"], "is no DenseNet. Use effjax train resnet."),
+        (["--model", "resnet50"], "is not a DenseNet. Use effjax train resnet --depth 50."),
+        (["--model", "resnet"], "is not a DenseNet. Use effjax train resnet."),
         (["--freeze-stages", "1"], "`freeze_stages` (=1) needs `init_from`"),
         (["--init-from", "broken/weights.pth"], "broken/weights.pth: cannot be read"),
         (["--out", "broken"], "broken"),
@@ -93,7 +93,7 @@ def test_ctrl_c_then_resume(run, small_model, monkeypatch, tmp_path):
         patch.setattr("effjax.train.report.ConsoleProgress.step", interrupt_at(5))  # of 8
         options = ["--epochs", "2", "--batch-size", "16", "--out", "here"]
         code, out, err = run("train", "densenet", *options)
-    assert code == 130 and "epoch 1/2" in out and "Ctrl-C again ends at once" in out
+    assert code == 130 and "epoch 1/2" in out and "press Ctrl-C again to end now" in out
     assert err == (
         "effjax: interrupted and saved at step 6, in epoch 2. Resume with effjax train densenet "
         "--resume here\n"

@@ -71,7 +71,7 @@ class DenseNetConfig(ImageConfig):
         if self.model.startswith("resnet"):
             depth = self.model.removeprefix("resnet")
             raise TrainError(
-                f"`model` (={self.model!r}) is no DenseNet. Use effjax train resnet"
+                f"`model` (={self.model!r}) is not a DenseNet. Use effjax train resnet"
                 f"{f' --depth {depth}' if depth in map(str, RESNET_DEPTHS) else ''}."
             )
 

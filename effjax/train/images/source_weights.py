@@ -41,7 +41,7 @@ class SourceWeights:
 
     @property
     def small_inputs(self) -> bool | None:
-        """Whether the network has a stem for small images; None if it has an unknown stem."""
+        """True if the network has a stem for small images, None if the stem is unknown."""
         (stem,) = (name for name, ours in self.table.rows.items() if ours == "stem_conv")
         kernel = self.weights.get(f"{stem}.weight")
         return None if kernel is None else STEM.get(kernel.shape[-1])
@@ -61,7 +61,8 @@ class SourceWeights:
             for path, shape in _flat(nnx.state(model, nnx.Any(nnx.Param, nnx.BatchStat))).items()
         }
         shapes = to_torch(unflatten_dict(own, sep="."), self.table)
-        # Of the head and the layers that predict offsets, a new array stands in for a missing one.
+        # `from_torch` needs all arrays: pass zeros for those of a new head and for missing layers
+        # that predict offsets. They are dropped below.
         weights, new = dict(self.weights), []
         new_head = self.num_classes != own[f"{HEAD}.bias"].size
         for path in own:
