@@ -4,8 +4,10 @@ import argparse
 import importlib.metadata
 import importlib.resources
 import json
+import os
 import pathlib
 import re
+import subprocess
 import sys
 import tarfile
 import zipfile
@@ -66,6 +68,15 @@ def check_installed() -> None:
     check_native("loaded", None)
 
 
+def check_quiet() -> None:
+    """Check that a program in this environment prints nothing but its devices."""
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    program = [sys.executable, "-c", "import jax; print(jax.devices())"]
+    done = subprocess.run(program, env=environment, check=True, capture_output=True, text=True)
+    assert not done.stderr, f"jax.devices() prints {done.stderr}"
+    print(done.stdout.strip())
+
+
 def check_native(cpu: str, cuda: str | None) -> None:
     """Check which native libraries load, and that an operator works with or without them."""
     import jax.numpy as jnp
@@ -93,6 +104,7 @@ def main() -> None:
     contents.add_argument("wheel", type=pathlib.Path)
     contents.add_argument("sdist", type=pathlib.Path)
     checks.add_parser("installed")
+    checks.add_parser("quiet")
     native = checks.add_parser("native")
     native.add_argument("--cpu", required=True)
     native.add_argument("--cuda")
@@ -103,6 +115,7 @@ def main() -> None:
         "spills": check_spills,
         "contents": check_contents,
         "installed": check_installed,
+        "quiet": check_quiet,
         "native": check_native,
     }[arguments.pop("check")](**arguments)
 

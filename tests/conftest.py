@@ -97,6 +97,24 @@ def mesh4x2() -> Mesh:
     return _mesh((4, 2), ("data", "model"))
 
 
+@pytest.fixture(scope="session")
+def gpu_compiler() -> None:
+    """Install the planner's compiler for GPUs, or skip."""
+    from tests.programs import why_not
+
+    if reason := why_not("cuda"):
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def tpu_compiler() -> None:
+    """Install the planner's compiler for TPUs, or skip."""
+    from tests.programs import why_not
+
+    if reason := why_not("tpu"):
+        pytest.skip(reason)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _free_compiled_programs():
     """Free compiled programs after each file; all of them take gigabytes."""

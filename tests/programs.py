@@ -1,25 +1,35 @@
 """Helpers that inspect compiled programs."""
 
+import functools
+import os
+import sys
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
 from effjax.memory import PlanError, collectives
-from effjax.memory._compile import check_compiler
+from effjax.memory._compilers import Compiler, find_compiler
 
 
-def has_gpu_compiler() -> bool:
+@functools.cache
+def why_not(compiler: Compiler) -> str:
+    """Install a compiler of the planner if it is missing. Return why that fails, or nothing.
+
+    With EFFJAX_STRICT=1 a failure is an error.
+    """
     try:
-        check_compiler()
-    except PlanError:
-        return False
-    return True
+        find_compiler(compiler)
+    except PlanError as error:
+        if os.environ.get("EFFJAX_STRICT") == "1" and sys.platform == "linux":
+            raise
+        return str(error)
+    return ""
 
 
-needs_gpu_compiler = pytest.mark.skipif(
-    not has_gpu_compiler(), reason="no GPU compiler: pip install '.[plan]'"
-)
+# The fixtures, in tests/conftest.py, skip a test if the compiler cannot be installed.
+needs_gpu_compiler = pytest.mark.usefixtures("gpu_compiler")
+needs_tpu_compiler = pytest.mark.usefixtures("tpu_compiler")
 
 
 def collective_sizes(program: Any, dtype: Any) -> list[tuple[str, int]]:

@@ -24,7 +24,7 @@ import typer
 import effjax
 from benchmarks.__main__ import SUBJECTS
 from effjax.cli.app import app
-from tests.programs import has_gpu_compiler
+from tests.programs import why_not
 from tests.tiers import exhaustive
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -56,7 +56,9 @@ def can_run(code):
     for package, name in OPTIONAL_PACKAGES.items():
         if re.search(name, code) and importlib.util.find_spec(package) is None:
             return False
-    return not re.search("import (plan|compare)", code) or has_gpu_compiler()
+    if re.search(r'target="(v\d|tpu)', code) and why_not("tpu"):
+        return False
+    return not re.search("import (plan|compare)", code) or not why_not("cuda")
 
 
 EXAMPLES = pytest.mark.parametrize(

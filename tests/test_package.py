@@ -67,7 +67,7 @@ EXTERNAL = {
     "nnx": FLAX,
     "models": FLAX | {"chex"},
     "convert": FLAX | {"safetensors", "orbax"},
-    "memory": {"jax", "numpy", "rich", "matplotlib"},
+    "memory": {"jax", "numpy", "rich", "matplotlib", "platformdirs"},
     "train": {"jax", "numpy", "orbax", "rich", "matplotlib"},
     "train.data": {"numpy", "sklearn", "PIL"},
     "train.images": FLAX | {"optax", "rich"},

@@ -47,6 +47,16 @@ IMAGENET = (224, 1000)  # side and classes
 CIFAR = (32, 10)
 
 
+def _install_compiler(name: Literal["cuda", "tpu"] | None) -> None:
+    if name is None:
+        return
+    with _errors_in_one_line():
+        from ..memory._compilers import install_compiler
+
+        print(printable(f"installed: {install_compiler(name)}"))
+    raise typer.Exit
+
+
 def memory(
     ctx: typer.Context,
     model: Annotated[
@@ -104,27 +114,36 @@ def memory(
     batch_size: Annotated[int, Option(help="Examples per step, over all devices.", **COUNT)] = 64,
     target: Annotated[
         str,
-        Option(help="h200, h100, gh200, b200, a100-80, a100-40, l4, or a GpuTargetConfigProto."),
+        Option(
+            help="h200, h100, gh200, b200, gb200, a100-80, a100-40, l4, l40s, rtx4090, rtx5090, "
+            "v4, v5e, v5p, v6e, tpu7x, or a file with a GpuTargetConfigProto."
+        ),
     ] = "h200",
     num_devices: Annotated[
         int | None,
         Option(
-            help="GPUs that share the step. The batch of a step without shardings is split "
+            help="Devices that share the step. The batch of a step without shardings is split "
             "over them. (default: 1, or as many as the step spans)",
             **SIZE,
         ),
     ] = None,
     mesh: Annotated[
         str | None,
-        Option(help="GPUs by axis, such as data=2,fsdp=4; fsdp shards the parameters."),
+        Option(help="Devices by axis, such as data=2,fsdp=4; fsdp shards the parameters."),
     ] = None,
     memory_fraction: Annotated[
-        float, Option(help="Share of the GPU memory that JAX allocates.", min=0, max=1)
-    ] = 0.75,
+        float | None,
+        Option(
+            help="Share of the device memory that JAX allocates. (default: 0.75 on a GPU, 1 on a "
+            "TPU)",
+            min=0,
+            max=1,
+        ),
+    ] = None,
     host_memory_gb: Annotated[
         int | None,
         Option(
-            help="GiB of pinned host memory for all GPUs. (default: "
+            help="GiB of pinned host memory for all devices. (default: "
             "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, or 64)",
             **SIZE,
         ),
@@ -144,8 +163,16 @@ def memory(
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print it as JSON.")] = False,
     plot: Annotated[Path | None, Option(help="Plot into this file.", dir_okay=False)] = None,
+    install_compiler: Annotated[
+        Literal["cuda", "tpu"] | None,
+        Option(
+            help="Download the compiler for GPUs or TPUs, as the first plan does, and exit.",
+            callback=_install_compiler,
+            is_eager=True,
+        ),
+    ] = None,
 ) -> None:
-    """Compile a training step for a GPU that need not be present, and show its memory.
+    """Compile a training step for a GPU or TPU that need not be present, and show its memory.
 
     A DenseNet is planned in four forms: plain, jax.checkpoint, effjax conv, effjax features. A
     ResNet is planned in three: plain, effjax conv, effjax features. A language model is planned in

@@ -3,7 +3,7 @@
 import re
 from typing import Literal, NamedTuple
 
-from ._hlo import HOST_MEMORY
+from ._hlo import HOST_MEMORY, arrays
 
 Kind = Literal["argument", "output", "temporary", "constant"]
 
@@ -13,8 +13,9 @@ class Value(NamedTuple):
 
     instruction: str
     shape: str  # f32[8,128]
-    bytes: int
+    bytes: int  # with padding
     kind: Kind
+    padding: int = 0  # bytes; a TPU pads the last axes to multiples of its tiles
 
 
 class _PlacedValue(NamedTuple):
@@ -27,7 +28,10 @@ class _PlacedValue(NamedTuple):
 
 class _Allocation(NamedTuple):
     number: int
+    bytes: int
+    space: int
     kind: Kind
+    is_output: bool  # also of a donated argument
     shape: str  # of the argument or result; empty for temporaries
     values: list[_PlacedValue]
 
@@ -35,7 +39,7 @@ class _Allocation(NamedTuple):
 _LiveRanges = dict[str, tuple[int, int]]  # first and last time by value, inclusive
 
 
-def live_at_peak(assignment: str, live_ranges: str) -> list[Value]:
+def live_at_peak(assignment: str, live_ranges: str, platform: str = "cuda") -> list[Value]:
     """Return the contents of device memory at the peak, largest first.
 
     Arguments, results and constants are live during the whole program, temporaries while they are
@@ -45,8 +49,9 @@ def live_at_peak(assignment: str, live_ranges: str) -> list[Value]:
     Args:
         assignment: XLA's `…-buffer-assignment.txt`.
         live_ranges: XLA's `…-live-range.txt`.
+        platform: "cuda" or "tpu".
     """
-    allocations = _device_allocations(assignment)
+    allocations = [a for a in _allocations(assignment) if _is_in_device_memory(a, platform)]
     ranges = _parse_live_ranges(live_ranges)
     peak = _peak_time(allocations, ranges)
     result = []
@@ -65,21 +70,49 @@ def live_at_peak(assignment: str, live_ranges: str) -> list[Value]:
     return sorted((value for value in result if value.bytes), key=lambda v: v.bytes, reverse=True)
 
 
-_ALLOCATION = re.compile(r"^allocation (\d+): size \d+, (?:color (\d+), )?(.*)$")
+def _is_in_device_memory(allocation: _Allocation, platform: str) -> bool:
+    # The other memory spaces ("colors") of a TPU are on the chip, and one of a GPU is for
+    # collectives.
+    return allocation.space == 0 or (platform == "cuda" and allocation.space != HOST_MEMORY)
+
+
+def allocated_bytes(assignment: str, platform: str, on_host: bool = False) -> dict[str, int]:
+    """Return the bytes of arguments, results, temporaries and aliases in device or host memory."""
+    result: dict[str, int] = dict.fromkeys(
+        ("argument", "output", "temp", "alias", "generated_code"), 0
+    )
+    for allocation in _allocations(assignment):
+        on_device = _is_in_device_memory(allocation, platform)
+        if not (allocation.space == HOST_MEMORY if on_host else on_device):
+            continue
+        kind = "temp" if allocation.kind == "temporary" else allocation.kind
+        if kind != "constant":
+            result[kind] += allocation.bytes
+        if kind == "argument" and allocation.is_output:
+            result["output"] += allocation.bytes
+            result["alias"] += allocation.bytes
+    return result
+
+
+_ALLOCATION = re.compile(r"^allocation (\d+): size (\d+), (?:color (\d+), )?(.*)$")
 _VALUE = re.compile(r"^ value: <\d+ (\S+)( \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
 
 
-def _device_allocations(assignment: str) -> list[_Allocation]:
+def _allocations(assignment: str) -> list[_Allocation]:
     allocations: list[_Allocation] = []
     skip = True
     for line in assignment.splitlines():
         if header := _ALLOCATION.match(line):
-            is_on_host = int(header[2] or 0) == HOST_MEMORY
-            skip = is_on_host or "thread-local" in header[3]
+            number, size, space, flags = header.groups()
+            skip = "thread-local" in flags
             if not skip:
-                shape = re.search(r"shape (?:is )?\|([^|]*)\|", header[3])
-                kind = _allocation_kind(header[3])
-                allocations.append(_Allocation(int(header[1]), kind, shape[1] if shape else "", []))
+                shape = re.search(r"shape (?:is )?\|([^|]*)\|", flags)
+                allocations.append(
+                    _Allocation(
+                        int(number), int(size), int(space or 0), _allocation_kind(flags),
+                        "maybe-live-out" in flags, shape[1] if shape else "", [],
+                    )
+                )  # fmt: skip
         elif not skip and (value := _VALUE.match(line)):
             name = value[1] if value[1].endswith("}") else value[1] + "{}"
             if not value[5].startswith("("):  # a tuple is a few bytes of addresses
@@ -160,4 +193,6 @@ def _latest_value(
 
 
 def _without_place(value: _PlacedValue, kind: Kind) -> Value:
-    return Value(value.name.partition("{")[0], value.shape, value.bytes, kind)
+    needed = sum(array.bytes for array in arrays(value.shape))
+    padding = max(value.bytes - needed, 0)
+    return Value(value.name.partition("{")[0], value.shape, value.bytes, kind, padding)

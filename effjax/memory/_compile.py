@@ -1,7 +1,6 @@
-"""Compilation for a GPU that is not attached, in a separate process."""
+"""Compilation for a GPU or TPU that is not attached, in a separate process."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -9,60 +8,71 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jax
 
-from .._extras import install_command
+from ._compilers import find_compiler
 from ._lower import SPLITS_ITSELF, LoweredProgram, PlanError
 from .targets import Target
 
 # Without a GPU, XLA cannot choose convolution algorithms by timing them.
-_COMPILER_OPTIONS = {"xla_gpu_autotune_level": "0"}
-_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+_COMPILER_OPTIONS = {"cuda": {"xla_gpu_autotune_level": "0"}, "tpu": {}}
+_ENVIRONMENTS = {
+    "cuda": {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "CUDA_VISIBLE_DEVICES": ""},
+    # libtpu asks the metadata server of Google Cloud which TPU it is on, and locks a file for the
+    # only process that may use a TPU.
+    "tpu": {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_STDERR_LOG_LEVEL": "3",
+    },
+}
 
 
 class CompiledProgram(NamedTuple):
     """The compiler's output; bytes are per device, by kind."""
 
     num_devices: int
-    device_bytes: dict[str, int]
+    device_bytes: dict[str, int]  # empty for a program that the compiler refused
     host_bytes: dict[str, int]
     hlo: str
     buffer_assignment: str  # XLA's text
     live_ranges: str  # XLA's text
-
-
-def check_compiler() -> None:
-    """Raise PlanError with the command to run if the GPU compiler is not installed."""
-    if importlib.util.find_spec("jax_plugins") is None or not any(
-        map(importlib.util.find_spec, _PLUGINS)
-    ):
-        raise PlanError(
-            f"the GPU compiler is not installed. Run {install_command('plan')}, on Linux."
-        )
+    refusal: str  # the compiler's error for a program that does not fit, or empty
 
 
 def compile_for(
-    lowered: LoweredProgram, target: Target, compiler_options: Mapping[str, Any] | None
+    lowered: LoweredProgram,
+    target: Target,
+    compiler_options: Mapping[str, Any] | None,
+    pipe: IO[bytes],
 ) -> CompiledProgram:
-    """Compile a program for the target; raise PlanError with the compiler's error message."""
+    """Compile a program for the target in a process that ends when `pipe` closes.
+
+    Raises:
+        PlanError: with the compiler's error message.
+    """
     options = lowered.compiler_options | dict(compiler_options or {})
-    options = _COMPILER_OPTIONS | {k: str(v) for k, v in options.items()}
+    options = _COMPILER_OPTIONS[target.platform] | {k: str(v) for k, v in options.items()}
+    request = {
+        "platform": target.platform,
+        "topology": target.topology(lowered.num_devices),
+        "num_devices": lowered.num_devices,
+        "compiler_options": options,
+    }
     with tempfile.TemporaryDirectory(prefix="effjax-plan-") as name:
         folder = Path(name)
         module: Any = lowered.module.compiler_ir("stablehlo")
         with open(folder / "module.mlirbc", "wb") as file:
             module.operation.write_bytecode(file)
         (folder / "target.txtpb").write_text(target.config)
-        request = {"num_devices": lowered.num_devices, "compiler_options": options}
         (folder / "request.json").write_text(json.dumps(request))
-        with _open_pipe() as pipe:
-            process = subprocess.run(
-                [sys.executable, "-P", "-m", f"{__package__}._gpu_compiler_shim", name],
-                env=_environment(), stdin=pipe, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                text=True, errors="replace", check=False,
-            )  # fmt: skip
+        process = subprocess.run(
+            [sys.executable, "-P", "-m", f"{__package__}._compiler_shim", name],
+            env=_environment(target), stdin=pipe, stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, text=True, errors="replace", check=False,
+        )  # fmt: skip
         result_file = folder / "result.json"
         if process.returncode or not result_file.exists():
             raise PlanError(
@@ -78,32 +88,33 @@ def compile_for(
             )
         return CompiledProgram(
             num_devices=lowered.num_devices,
-            device_bytes=result["device"],
-            host_bytes=result["host"],
+            device_bytes=result.get("device", {}),
+            host_bytes=result.get("host", {}),
             hlo=(folder / "program.hlo").read_text(),
             buffer_assignment=_read_dump(folder, "buffer-assignment"),
             live_ranges=_read_dump(folder, "live-range"),
+            refusal=result.get("refusal", ""),
         )
 
 
 @contextlib.contextmanager
-def _open_pipe() -> Iterator[int]:
-    """Yield the end of a pipe that closes when this process ends, even if it is killed."""
-    ends = os.pipe()
+def open_pipe() -> Iterator[IO[bytes]]:
+    """Yield the end of a pipe that closes after the block or with this process, even if killed."""
+    read_end, write_end = os.pipe()
     try:
-        yield ends[0]
+        with open(read_end, "rb") as file:
+            yield file
     finally:
-        for end in ends:
-            os.close(end)
+        os.close(write_end)
 
 
-def _environment() -> dict[str, str]:
-    return os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(_search_path()),
-    }
+def _environment(target: Target) -> dict[str, str]:
+    search_path = [str(find_compiler(target.platform)), *_search_path()]
+    return (
+        os.environ
+        | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(search_path)}
+        | _ENVIRONMENTS[target.platform]
+    )
 
 
 def _search_path() -> list[str]:
@@ -119,5 +130,5 @@ def _search_path() -> list[str]:
 
 def _read_dump(folder: Path, name: str) -> str:
     """Read an XLA dump; of the largest module, if the compiler split the program."""
-    files = (folder / "dump").glob(f"*gpu_after_optimizations-{name}.txt")
+    files = (folder / "dump").glob(f"*after_optimizations-{name}.txt")
     return max((file.read_text() for file in files), key=len, default="")

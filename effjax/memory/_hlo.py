@@ -120,8 +120,7 @@ class HloModule:
                 yield instruction, times
                 text = instruction.attributes
                 if instruction.opcode == "while":
-                    trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', text)
-                    count = times * (int(trips[1]) if trips else 1)
+                    count = times * self.trip_count(instruction)
                     todo += [(name, count) for name in _called(text, "body", "condition")]
                 elif instruction.opcode == "conditional":
                     branches = re.search(r"branch_computations=\{([^}]*)\}", text)
@@ -132,6 +131,42 @@ class HloModule:
                     todo += [(name, times) for name in _called(text, "to_apply")]
                 elif fusions and instruction.opcode in ("fusion", "fusion-start", "async-start"):
                     todo += [(name, times) for name in _called(text, "calls")]
+
+    def trip_count(self, loop: Instruction) -> int:
+        """Return the number of iterations of a while loop; 1 if it is unknown."""
+        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
+        if trips:
+            return int(trips[1])
+        # The compiler for TPUs does not state it. A scan compares its counter with a constant.
+        compare = self.computations[_called(loop.attributes, "condition")[0]][-1]
+        if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
+            return 1
+        start, end = (self._constant(name, loop) for name in _operand_names(compare))
+        return 1 if start is None or end is None else max(end - start, 1)
+
+    def _constant(self, name: str, loop: Instruction) -> int | None:
+        """Return the integer constant behind a value of a loop's condition, before the loop."""
+        is_inside = True
+        for _ in range(100):
+            instruction = self.instructions.get(name)
+            if instruction is None:
+                return None
+            if instruction.opcode == "constant":
+                value = instruction.operands
+                return int(value) if re.fullmatch(r"-?\d+", value) else None
+            if instruction.opcode == "get-tuple-element":
+                # An element of the loop's state starts as that element of the loop's operand.
+                index = re.search(r"\bindex=(\d+)", instruction.attributes)
+                initial = self.instructions.get(_operand_names(loop)[0])
+                if not (is_inside and index and initial and initial.opcode == "tuple"):
+                    return None
+                is_inside = False
+                name = _operand_names(initial)[int(index[1])]
+            elif instruction.opcode in ("copy", "copy-start", "copy-done", "bitcast"):
+                name = _operand_names(instruction)[0]
+            else:
+                return None
+        return None
 
     def source_and_caller(self, instruction: Instruction) -> tuple[str, str]:
         """Return the line that made an instruction, and the user's line that called it."""
@@ -208,6 +243,8 @@ def transfers(hlo: str | HloModule) -> tuple[Transfer, ...]:
     for instruction, times in module.iter_executed():
         if instruction.opcode in _NO_MOVEMENT or instruction.opcode.endswith("-done"):
             continue
+        if '"AllocateBuffer"' in instruction.attributes:
+            continue
         for direction, array in _copied_arrays(module, instruction):
             counts[direction, array, module.source_and_caller(instruction)] += times
     entries = [
@@ -261,6 +298,10 @@ def elements(shape: str) -> list[str]:
             if depth == 0:
                 break
     return [part for part in parts if part]
+
+
+def _operand_names(instruction: Instruction) -> list[str]:
+    return re.findall(r"%([\w.\-]+)", instruction.operands)
 
 
 def _bits(dtype: str) -> int:

@@ -1,4 +1,4 @@
-"""Tracing and lowering of functions for CUDA, of arrays or of nnx modules."""
+"""Tracing and lowering of functions for GPUs and TPUs, of arrays or of nnx modules."""
 
 import contextlib
 import functools
@@ -23,6 +23,7 @@ from ..ops._common.arguments import as_integer, describe
 from ..ops._common.platform import trace_for_platform
 from ..ops.offload.compiled import allow_guard, needed_options
 from ._source_info_shim import record_library_lines
+from .targets import Target
 
 SPLITS_ITSELF = (
     "an operator with a partitioning rule, such as effjax.deform_conv2d, cannot be planned under "
@@ -63,8 +64,9 @@ def lower(
     in_shardings: Any,
     donate_argnums: int | Sequence[int],
     static_argnums: int | Sequence[int],
+    target: Target,
 ) -> LoweredProgram:
-    """Trace `fun` and lower it for CUDA, in this process."""
+    """Trace `fun` and lower it for the target, in this process."""
     jit_options = _jit_options(in_shardings, num_devices or 1, donate_argnums, static_argnums)
     if isinstance(fun, functools.partial) and not fun.keywords and hasattr(fun.func, "trace"):
         fun, args = fun.func, (*fun.args, *args)  # a method under nnx.jit
@@ -83,14 +85,14 @@ def lower(
             "Give them to its jax.jit, or pass the function without jit."
         )
     arrays, merge = split_modules(args)
-    with trace_for_platform("cuda"), _abstract_gpu():
+    with trace_for_platform(target.platform), _abstract_device(target):
         traced = jitted.trace(*merge(jax.tree.map(_keep_memory_kind, arrays)))
     traced = getattr(traced, "traced", traced)  # nnx wraps JAX's object
-    options = needed_options(traced.jaxpr)
+    options = needed_options(traced.jaxpr) if target.platform == "cuda" else {}
     # A program that jax.jit would refuse to run on a GPU is refused here too.
     is_compiled_with_options = jitted is not fun or getattr(fun, "is_offload_jit", False)
     with allow_guard() if is_compiled_with_options else contextlib.nullcontext():
-        lowered = _lower_for_cuda(traced)
+        lowered = _lower_for(target, traced)
     module: Any = lowered.compiler_ir("stablehlo")
     spanned = int(module.operation.attributes["mhlo.num_partitions"].value)
     if num_devices is not None and num_devices != spanned:
@@ -130,19 +132,23 @@ def make_data_mesh(num_devices: int) -> Mesh | AbstractMesh:
     return AbstractMesh((num_devices,), ("data",), axis_types=auto)
 
 
-def _abstract_gpu() -> contextlib.AbstractContextManager:
-    # Pallas kernels query the GPU's generation when they are traced and lowered. A mesh set by the
-    # caller is kept.
+def _abstract_device(target: Target) -> contextlib.AbstractContextManager:
+    # Pallas kernels query the device's generation when they are traced and lowered. A mesh set by
+    # the caller is kept.
     if not get_abstract_mesh().empty:
         return contextlib.nullcontext()
-    gpu = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu))
+    device = AbstractDevice(
+        device_kind=target.device_kind,
+        num_cores=None if target.platform == "cuda" else 1,
+        platform="gpu" if target.platform == "cuda" else "tpu",
+    )
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
-def _lower_for_cuda(traced: Any) -> jax.stages.Lowered:
+def _lower_for(target: Target, traced: Any) -> jax.stages.Lowered:
     try:
-        with record_library_lines(), _abstract_gpu():
-            return traced.lower(lowering_platforms=("cuda",))
+        with record_library_lines(), _abstract_device(target):
+            return traced.lower(lowering_platforms=(target.platform,))
     except ValueError as error:
         if "AbstractMesh cannot be used" in str(error):
             raise PlanError(SPLITS_ITSELF) from error

@@ -30,7 +30,8 @@ def max_batch_size(
     Memory grows about linearly with the batch size. Each guess is where a line through the two
     nearest plans meets the available memory, on the device or on the host; if the lines do not
     converge, the search falls back to bisection. It usually compiles four to eight programs and
-    runs none.
+    runs none. On a TPU the peak may not grow near the limit, where the compiler saves memory; there
+    the search is for the batch size from which on the compiler refuses the program.
 
     Args:
         step_for_batch: returns the program for a batch size, `(fun, *args)`, with arguments as
@@ -106,7 +107,9 @@ def _next_guess(
     limit = batch + (1 - share) / slope
     guess = int(min(limit, 2 * _LARGEST) // unit)
     if high is None:
-        return max(low + 1, guess)
+        # The compiler for TPUs saves memory near the limit, so the slope there may be almost zero.
+        is_near = any(p.share > 0.5 for p in plans.values())
+        return min(max(low + 1, guess), 2 * low) if is_near and low else max(low + 1, guess)
     return min(max(low + 1, guess), high - 1)
 
 

@@ -1,49 +1,57 @@
-"""Memory plans: compile a program for a GPU that is not attached, and read its memory use."""
+"""Memory plans: compile a program for a device that is not attached, and read its memory use."""
 
+import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..ops._common.arguments import as_integer, as_number
 from ..ops.offload.compiled import host_memory_limit
-from ._buffers import Value, live_at_peak
-from ._compile import CompiledProgram, check_compiler, compile_for
+from ._buffers import Value, allocated_bytes, live_at_peak
+from ._compile import CompiledProgram, compile_for, open_pipe
+from ._compilers import find_compiler
 from ._hlo import HloModule, collectives, parse, transfers
 from ._lower import lower
 from .render import format_bytes, progress_bar
 from .results import Buffer, Bytes, Comparison, MemoryPlan
 from .targets import Target, find_target
 
+DEFAULT_TARGET = "h200"
+
 
 def plan(
     fun: Callable[..., Any],
     *args: Any,
-    target: str | Path | Target = "h200",
+    target: str | Path | Target = DEFAULT_TARGET,
     num_devices: int | None = None,
-    memory_fraction: float = 0.75,
+    memory_fraction: float | None = None,
     host_memory_bytes: int | None = None,
     in_shardings: Any = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     compiler_options: Mapping[str, Any] | None = None,
 ) -> MemoryPlan:
-    """Compile a function for a GPU and return its memory use.
+    """Compile a function for a GPU or TPU and return its memory use.
 
-    The GPU need not exist on this machine, and nothing is computed: `args` may be shapes. The
-    compiler runs in a separate process and leaves the caller's backend unchanged. It takes seconds
-    for a small step and about a minute for a deep network. The peak, and whether it fits, are::
+    The device need not exist on this machine, and nothing is computed: `args` may be shapes. The
+    compiler runs in a separate process and leaves the caller's backend unchanged. The first plan
+    downloads it, see docs/planner.md. A plan takes seconds for a small step and about a minute for
+    a deep network. The peak, and whether it fits, are::
 
         peak = arguments + outputs − aliased + temporaries + code + constants
-        fits = peak ≤ memory_fraction · GPU memory, and host bytes ≤ host_memory_bytes
+        fits = peak ≤ memory_fraction · device memory, and host bytes ≤ host_memory_bytes
 
-    The program is the one that XLA runs on the GPU, with one exception: XLA picks convolution
-    algorithms there by timing them, and a faster algorithm may need additional workspace. The CUDA
-    context and libraries (some hundred megabytes) are not counted. To count other arrays of the
-    process, pass them in `args`.
+    The program is the one that XLA runs on the device, with one exception: on a GPU, XLA picks
+    convolution algorithms by timing them, and a faster algorithm may need additional workspace. The
+    CUDA context and libraries (some hundred megabytes) are not counted. To count other arrays of
+    the process, pass them in `args`.
+
+    The compiler for TPUs refuses a program that does not fit. The plan of such a program has the
+    compiler's message in `refusal`, and shows the buffers that the compiler assigned before.
 
     Args:
         fun: the function, such as a training step. It may be jitted (`jax.jit`, `nnx.jit`,
@@ -55,8 +63,8 @@ def plan(
             kinds: arrays in `pinned_host` count as host bytes.
         target: one of `list_targets()`, or a path to the text of an XLA GpuTargetConfigProto.
         num_devices: number of devices that the program spans. If None, its shardings determine it.
-        memory_fraction: fraction of the GPU's memory that JAX reserves, in (0, 1]; set on the GPU
-            with XLA_PYTHON_CLIENT_MEM_FRACTION. The default is JAX's.
+        memory_fraction: fraction of the device memory that JAX reserves, in (0, 1]; set on a GPU
+            with XLA_PYTHON_CLIENT_MEM_FRACTION. If None, JAX's: 0.75 on a GPU, 1 on a TPU.
         host_memory_bytes: pinned host memory of a process that uses all devices of the program. If
             None, `host_memory_limit()`.
         in_shardings: as in `jax.jit`. A PartitionSpec refers to a mesh of `num_devices` devices
@@ -73,14 +81,16 @@ def plan(
             the modules would be lost.
         ValueError: for an unknown target, a fraction outside (0, 1], a number of devices that the
             program does not span, or options of jit for a function that is jitted already.
-        PlanError: if the compiler is not installed or cannot compile the program.
+        PlanError: if the compiler cannot be installed or cannot compile the program.
     """
-    return _start_plan(
+    finish = _start_plan(
         fun, *args, target=target, num_devices=num_devices, memory_fraction=memory_fraction,
         host_memory_bytes=host_memory_bytes, in_shardings=in_shardings,
         donate_argnums=donate_argnums, static_argnums=static_argnums,
         compiler_options=compiler_options,
-    )()  # fmt: skip
+    )  # fmt: skip
+    with open_pipe() as pipe:
+        return finish(pipe)
 
 
 def compare(
@@ -119,19 +129,21 @@ def compare(
         for name, program in programs.items()
     }
     first, *others = steps
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    # An error or Ctrl-C cancels the waiting programs, and closes the pipe of the running compilers.
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool, open_pipe() as pipe, _cancelling(pool):
 
         def submit(name: str) -> Future[tuple[MemoryPlan, float]]:
             # Trace in this thread: settings such as `jax.set_mesh` are thread-local.
             start = time.perf_counter()
             fun, *fun_args = steps[name]
             finish = _start_plan(fun, *fun_args, **options)
-            return pool.submit(lambda: (finish(), time.perf_counter() - start))
+            return pool.submit(lambda: (finish(pipe), time.perf_counter() - start))
 
         # The first program is traced before the progress bar starts, so that an error in the shared
         # options appears without it.
         futures = {submit(first): first}
-        with progress_bar("compiling", len(steps), progress) as report:
+        title = f"compiling for {find_target(options.get('target', DEFAULT_TARGET)).description}"
+        with progress_bar(title, len(steps), progress) as report:
             running = lambda: [name for f, name in futures.items() if f.running()]  # noqa: E731
             for name in others:
                 report.run(running())
@@ -147,46 +159,77 @@ def compare(
     return Comparison({name: future.result()[0] for future, name in futures.items()})
 
 
+@contextlib.contextmanager
+def _cancelling(pool: ThreadPoolExecutor) -> Iterator[None]:
+    """Cancel the tasks that wait when the block ends."""
+    try:
+        yield
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
 def _start_plan(
     fun: Callable[..., Any],
     *args: Any,
-    target: str | Path | Target = "h200",
+    target: str | Path | Target = DEFAULT_TARGET,
     num_devices: int | None = None,
-    memory_fraction: float = 0.75,
+    memory_fraction: float | None = None,
     host_memory_bytes: int | None = None,
     in_shardings: Any = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     compiler_options: Mapping[str, Any] | None = None,
-) -> Callable[[], MemoryPlan]:
-    """Validate and trace; return a function that compiles, which may run in any thread."""
-    gpu = find_target(target)
+) -> Callable[[IO[bytes]], MemoryPlan]:
+    """Validate and trace; return a function that compiles until a pipe closes, in any thread."""
+    device = find_target(target)
+    if memory_fraction is None:
+        memory_fraction = device.default_memory_fraction
     fraction = as_number("memory_fraction", memory_fraction, lambda f: 0 < f <= 1, "in (0, 1]")
     if host_memory_bytes is None:
-        host_memory_bytes = host_memory_limit()
+        devices = num_devices or 1
+        host_memory_bytes = device.host_bytes_per_device * devices or host_memory_limit()
     on_host = as_integer("host_memory_bytes", host_memory_bytes, 1)
-    check_compiler()
-    lowered = lower(fun, args, num_devices, in_shardings, donate_argnums, static_argnums)
-    return lambda: _read_plan(compile_for(lowered, gpu, compiler_options), gpu, fraction, on_host)
+    if num_devices is not None:
+        device.topology(as_integer("num_devices", num_devices, 1))
+    find_compiler(device.platform)  # before the program is traced, which may take long
+    lowered = lower(fun, args, num_devices, in_shardings, donate_argnums, static_argnums, device)
+
+    def finish(pipe: IO[bytes]) -> MemoryPlan:
+        program = compile_for(lowered, device, compiler_options, pipe)
+        return _read_plan(program, device, fraction, on_host)
+
+    return finish
 
 
 def _read_plan(
     program: CompiledProgram, target: Target, memory_fraction: float, host_memory_bytes: int
 ) -> MemoryPlan:
     module = parse(program.hlo)
-    values = live_at_peak(program.buffer_assignment, program.live_ranges)
+    values = live_at_peak(program.buffer_assignment, program.live_ranges, target.platform)
+    device, host = program.device_bytes, program.host_bytes
+    if not target.is_gpu:
+        allocated = allocated_bytes(program.buffer_assignment, target.platform)
+        if program.refusal:
+            host = allocated_bytes(program.buffer_assignment, target.platform, on_host=True)
+            if not program.buffer_assignment:  # refused early
+                allocated["temp"] = _read_refused_bytes(program.refusal)
+            device = allocated
+        # The totals of a TPU program include memory on the chip. Without it they agree with the
+        # bytes that the compiler states when it refuses a program.
+        device = device | {"temp": allocated["temp"]}
     return MemoryPlan(
         target=target,
         num_devices=program.num_devices,
         memory_fraction=memory_fraction,
         host_memory_bytes=host_memory_bytes,
-        device=_read_bytes(program.device_bytes),
-        host=_read_bytes(program.host_bytes),
+        device=_read_bytes(device),
+        host=_read_bytes(host),
         constant_bytes=sum(value.bytes for value in values if value.kind == "constant"),
         peak_buffers=tuple(_read_buffer(value, module) for value in values),
         collectives=collectives(module),
         transfers=transfers(module),
         hlo=program.hlo,
+        refusal=program.refusal,
     )
 
 
@@ -200,6 +243,12 @@ def _read_bytes(counts: dict[str, int]) -> Bytes:
     )
 
 
+def _read_refused_bytes(message: str) -> int:
+    """Return the bytes that a program needs by the message of the compiler that refused it."""
+    size = re.search(r"\(([\d.]+)([KMGT])\)", message)
+    return int(float(size[1]) * 2 ** (10 * (1 + "KMGT".index(size[2])))) if size else 0
+
+
 def _read_buffer(value: Value, module: HloModule) -> Buffer:
     instruction = module.instruction_of(value.instruction)
     operation, lines = "", ("", "")
@@ -207,4 +256,5 @@ def _read_buffer(value: Value, module: HloModule) -> Buffer:
         name = re.search(r'op_name="([^"]*)"', instruction.attributes)
         operation = name[1] if name else ""
         lines = module.source_and_caller(instruction)
-    return Buffer(value.shape, value.bytes, value.kind, operation or value.instruction, *lines)
+    operation = operation or value.instruction
+    return Buffer(value.shape, value.bytes, value.kind, operation, *lines, padding=value.padding)

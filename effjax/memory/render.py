@@ -24,6 +24,7 @@ _COLORS = {
     "constant": "tab:purple", "lost in packing": "tab:gray",
 }  # fmt: skip
 _VISIBLE = 0.01  # of the largest bar
+_HEARTBEAT = 30  # seconds
 
 
 def format_bytes(count: float) -> str:

@@ -1,6 +1,7 @@
 """Results of the planner: plans, comparisons, batch size searches and residual reports."""
 
 import dataclasses
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -63,6 +64,8 @@ class Buffer:
             functions around it.
         source: the line that computes it, "file.py:12"; empty if unknown.
         caller: the user's line that called it, if `source` is in a library.
+        padding: the part of `bytes` that is unused because a TPU stores the last two axes in tiles
+            of, for example, 8 × 128 elements.
     """
 
     shape: str
@@ -71,6 +74,7 @@ class Buffer:
     operation: str
     source: str
     caller: str = ""
+    padding: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +82,9 @@ class MemoryPlan(Printable):
     """Memory of a compiled program, per device unless stated otherwise. Returned by `plan`.
 
     Attributes:
-        target: the GPU.
+        target: the GPU or TPU.
         num_devices: number of devices that the program spans.
-        memory_fraction: fraction of the GPU's memory that JAX reserves for arrays.
+        memory_fraction: fraction of the device's memory that JAX reserves for arrays.
         host_memory_bytes: pinned host memory of the process, for all of its devices.
         device: bytes in device memory.
         host: bytes in pinned host memory.
@@ -89,6 +93,8 @@ class MemoryPlan(Printable):
         collectives: communication between devices, most bytes first.
         transfers: copies between device and host, most bytes first.
         hlo: the optimized program as text.
+        refusal: the compiler's message if it refused the program because it does not fit, which
+            the compiler for TPUs does; otherwise empty.
     """
 
     target: Target
@@ -102,6 +108,7 @@ class MemoryPlan(Printable):
     collectives: tuple[Collective, ...]
     transfers: tuple[Transfer, ...]
     hlo: str = dataclasses.field(repr=False)
+    refusal: str = ""
 
     @property
     def peak_device_bytes(self) -> int:
@@ -112,6 +119,11 @@ class MemoryPlan(Printable):
     def peak_host_bytes(self) -> int:
         """Pinned host memory of all devices together."""
         return self.host.total * self.num_devices
+
+    @property
+    def padding_bytes(self) -> int:
+        """Padding of the arrays in device memory at the peak."""
+        return sum(buffer.padding for buffer in self.peak_buffers)
 
     @property
     def available_bytes(self) -> int:
@@ -128,7 +140,8 @@ class MemoryPlan(Printable):
     def fits(self) -> bool:
         """True if the program fits in device and host memory that hold nothing else."""
         return (
-            self.peak_device_bytes <= self.available_bytes
+            not self.refusal
+            and self.peak_device_bytes <= self.available_bytes
             and self.peak_host_bytes <= self.host_memory_bytes
         )
 
@@ -136,11 +149,13 @@ class MemoryPlan(Printable):
         """Return the plan without its HLO as JSON-serializable data."""
         record = dataclasses.asdict(self)
         del record["hlo"]
-        del record["target"]["config"]
+        names = ("name", "description", "memory_bytes")
+        record["target"] = {name: record["target"][name] for name in names}
         return record | {
             "peak_device_bytes": self.peak_device_bytes,
             "peak_host_bytes": self.peak_host_bytes,
             "available_bytes": self.available_bytes,
+            "padding_bytes": self.padding_bytes,
             "fits": self.fits,
         }
 
@@ -149,7 +164,7 @@ class MemoryPlan(Printable):
         return Report(
             tables=[table for table in _plan_tables(self, max_rows) if table.rows],
             headline=f"{name}: {summarize(self)}" if name else summarize(self),
-            note=_donation_note(self),
+            note="\n".join(filter(None, [_donation_note(self), _padding_note(self)])),
             is_ok=self.fits,
         )
 
@@ -302,22 +317,23 @@ class ResidualReport(Printable):
 def summarize(plan: MemoryPlan) -> str:
     """Return one line with the peaks of device and host, and whether they fit."""
 
-    def fits(size: int, available: int) -> str:
-        verb = "fits in" if size <= available else "DOES NOT FIT in"
+    def fits(size: int, available: int, refused: bool = False) -> str:
+        verb = "fits in" if size <= available and not refused else "DOES NOT FIT in"
         return f"{verb} {format_bytes(available)}"
 
     each = f", each of {plan.num_devices}" if plan.num_devices > 1 else ""
     peak, on_host = plan.peak_device_bytes, plan.peak_host_bytes
     line = (
-        f"{format_bytes(peak)} at the peak {fits(peak, plan.available_bytes)} "
+        f"{format_bytes(peak)} at the peak {fits(peak, plan.available_bytes, bool(plan.refusal))} "
         f"({plan.memory_fraction:.0%} of {plan.target.description}{each})"
     )
     if on_host:
         line += (
             f"; {format_bytes(on_host)} of pinned host memory "
-            f"{fits(on_host, plan.host_memory_bytes)} "
-            f"({HOST_MEMORY_VARIABLE}={plan.host_memory_bytes / 2**30:g})"
+            f"{fits(on_host, plan.host_memory_bytes)}"
         )
+        if plan.target.is_gpu:  # the variable holds an integer
+            line += f" ({HOST_MEMORY_VARIABLE}={math.ceil(plan.host_memory_bytes / 2**30)})"
     return line
 
 
@@ -340,6 +356,18 @@ def _donation_note(plan: MemoryPlan) -> str:
     return (
         "hint: nothing is donated; where results replace arguments (donate_argnums), "
         f"{' and '.join(where)} would be saved"
+    )
+
+
+def _padding_note(plan: MemoryPlan) -> str:
+    """Return a hint at the bytes that padding takes, if they are many."""
+    if plan.padding_bytes < _WORTH_A_NOTE * plan.peak_device_bytes:
+        return ""
+    most = max(plan.peak_buffers, key=lambda buffer: buffer.padding)
+    return (
+        f"hint: {format_bytes(plan.padding_bytes)} are padding, because {plan.target.description} "
+        f"stores the last axes in tiles; {most.shape} takes "
+        f"{most.bytes / (most.bytes - most.padding):.1f} times its size"
     )
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from effjax.train.checkpoint import Checkpoints
 from tests.cli.command import one_line
-from tests.programs import has_gpu_compiler
 from tests.tiers import exhaustive
 
 LM = ["--layers", "1", "--width", "8", "--heads", "1", "--context", "8", "--batch-size", "8"]
@@ -38,15 +37,15 @@ def test_a_run_of_lm(run_lm, tmp_path):
 
 
 @pytest.mark.parametrize("compiler", ["missing", exhaustive("installed")])
-def test_plan_option(run_lm, monkeypatch, compiler):
+def test_plan_option(run_lm, monkeypatch, request, compiler):
     from effjax.train.lm.task import LMResult
 
     numbers = {field.name: 1 for field in dataclasses.fields(LMResult)}
     monkeypatch.setattr("effjax.train.loop.fit", lambda *_: LMResult(**numbers))
     if compiler == "missing":
-        monkeypatch.setattr("effjax.memory._compile._PLUGINS", ())
-    elif not has_gpu_compiler():
-        pytest.skip("no GPU compiler")
+        monkeypatch.setenv("EFFJAX_COMPILERS", "/dev/null/none")
+    else:
+        request.getfixturevalue("gpu_compiler")
     code, out, err = run_lm(*LM, "--out", "here")
     assert (code, err) == (0, "") and "bits/byte" in out and "planning" not in out
     code, out, err = run_lm("--resume", "here", "--plan")

@@ -3,7 +3,6 @@ import jax.numpy as jnp
 import pytest
 
 from effjax.memory import MemoryPlan, plan
-from tests.programs import has_gpu_compiler
 
 
 def matmuls(a, b):
@@ -11,9 +10,7 @@ def matmuls(a, b):
 
 
 @pytest.fixture(scope="session")
-def matmul_plan() -> MemoryPlan:
+def matmul_plan(gpu_compiler) -> MemoryPlan:
     """Plan a small program. Tests vary the plan instead of compiling another program."""
-    if not has_gpu_compiler():
-        pytest.skip("no GPU compiler: pip install '.[plan]'")
     matrix = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
     return plan(matmuls, matrix, matrix, host_memory_bytes=64 * 2**30)

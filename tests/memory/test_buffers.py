@@ -1,6 +1,6 @@
 """The parser of XLA's buffer assignment."""
 
-from effjax.memory._buffers import Value, live_at_peak
+from effjax.memory._buffers import Value, allocated_bytes, live_at_peak
 
 # a and b are live at the same time; c reuses the place of a; loop.2 is a in a loop.
 ASSIGNMENT = """\
@@ -51,6 +51,32 @@ def test_live_at_peak():
         Value("result", "f32[50]", 200, "output"),
         Value("table", "f32[10]", 40, "constant"),
     ]
+
+
+TPU_ASSIGNMENT = """\
+BufferAssignment:
+allocation 0: size 4194304, page 0, parameter 0, shape |f32[1024,12]| at ShapeIndex {}, \
+maybe-live-out:
+ value: <1 w.1 @0> (size=524288,offset=0): f32[1024,12]{1,0:T(8,128)}
+allocation 1: size 1048576, color 1, page 0, preallocated-temp:
+ value: <2 on_chip @1> (size=1048576,offset=0): f32[256,1024]{1,0:T(8,128)S(1)}
+allocation 2: size 4096, page 0, preallocated-temp:
+ value: <3 a @0> (size=4096,offset=0): f32[8,1,128]{2,1,0:T(1,128)}
+allocation 3: size 2048, color 5, page 0, maybe-live-out:
+ value: <4 host @5> (size=2048,offset=0): f32[512]{0:T(512)S(5)}
+"""
+
+
+def test_tpu():
+    ranges = "    w.1{}:0-9\n    on_chip{}:1-9\n    a{}:4-5\n    host{}:0-9\n"
+    assert live_at_peak(TPU_ASSIGNMENT, ranges, "tpu") == [
+        Value("w.1", "f32[1024,12]", 524288, "argument", padding=524288 - 4 * 1024 * 12),
+        Value("a", "f32[8,1,128]", 4096, "temporary"),
+    ]
+    size = 4194304
+    expected = {"argument": size, "output": size, "temp": 4096, "alias": size, "generated_code": 0}
+    assert allocated_bytes(TPU_ASSIGNMENT, "tpu") == expected
+    assert allocated_bytes(TPU_ASSIGNMENT, "tpu", on_host=True)["output"] == 2048
 
 
 def test_overlapping_values_count_one_time():

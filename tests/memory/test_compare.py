@@ -31,7 +31,8 @@ def test_compare(capsys):
     assert set(json.loads(json.dumps(result.to_dict()))) == {"one", "three"}
 
     first, *lines = capsys.readouterr().err.splitlines()
-    assert first.startswith("compiling, 2 in all: seconds for a small step") and len(lines) == 2
+    title = "compiling for NVIDIA A100-SXM4-40GB, 2 in all: seconds for a small step"
+    assert first.startswith(title) and len(lines) == 2
     pattern = r"(\d) of 2, (one|three): \S+ kB at the peak, \d+\.\d s"
     assert [re.fullmatch(pattern, line)[1] for line in lines] == ["1", "2"]
 

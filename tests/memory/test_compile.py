@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from effjax.memory import _gpu_compiler_shim, _source_info_shim, plan
+from effjax.memory import _compiler_shim, _source_info_shim, plan
 from tests.programs import needs_gpu_compiler
 
 KEEPS_BACKEND = """
@@ -26,7 +26,7 @@ assert jax.device_count() == 1
 WAITS = """
 import os, sys, time
 from pathlib import Path
-from effjax.memory._gpu_compiler_shim import exit_when_closed
+from effjax.memory._compiler_shim import exit_when_closed
 exit_when_closed(0, Path(sys.argv[1]))
 print("ready", flush=True)
 time.sleep(60)
@@ -93,5 +93,30 @@ def wait_until(condition):
 
 
 def test_shim_names_its_jax_versions():
-    for shim in (_gpu_compiler_shim, _source_info_shim):
+    for shim in (_compiler_shim, _source_info_shim):
         assert shim.__doc__ is not None and "Tested with jax 0.10.2" in shim.__doc__
+
+
+COMPARES = """
+import sys, jax, jax.numpy as jnp, effjax.memory
+def many(x):
+    for i in range(300):
+        x = jnp.sin(x @ x) + i
+    return x
+x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+effjax.memory.compare({str(n): many for n in range(4)}, x, progress=True)
+"""
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_ctrl_c_ends_the_compilers(tmp_path):
+    # The signal goes to this process alone, as in a notebook.
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", COMPARES]
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as parent:
+        wait_until(lambda: list(tmp_path.glob("effjax-plan-*/dump/*")))
+        parent.send_signal(signal.SIGINT)
+        _, err = parent.communicate(timeout=20)
+    assert "KeyboardInterrupt" in err and "at the peak" not in err
+    wait_until(lambda: not any(tmp_path.glob("effjax-plan-*")))

@@ -144,3 +144,48 @@ def test_shapes():
     host, device = arrays("(f32[8]{0:T(128)S(5)}, f32[8]{0:T(128)})")
     assert host.on_host and not device.on_host
     assert arrays("token[]")[0].bytes == 0
+
+
+TPU_LOOP = """\
+HloModule jit_layers, is_scheduled=true
+
+%condition (state: (s32[], f32[16,8,128], s32[])) -> pred[] {
+  %END
+  %state = (s32[]{:T(128)}, f32[16,8,128]{2,1,0:T(8,128)S(5)}, s32[]{:T(128)}) parameter(0)
+  %counter = s32[]{:T(128)} get-tuple-element(%state), index=0
+  ROOT %less = pred[]{:T(512)} compare(%counter, %bound), direction=LT
+}
+
+%body (state.1: (s32[], f32[16,8,128], s32[])) -> (s32[], f32[16,8,128], s32[]) {
+  %state.1 = (s32[]{:T(128)}, f32[16,8,128]{2,1,0:T(8,128)S(5)}, s32[]{:T(128)}) parameter(0)
+  %w = f32[16,8,128]{2,1,0:T(8,128)S(5)} get-tuple-element(%state.1), index=1
+  %i = s32[]{:T(128)} get-tuple-element(%state.1), index=0
+  %load = f32[1,8,128]{2,1,0:T(8,128)S(1)} dynamic-slice(%w, %i), dynamic_slice_sizes={1,8,128}
+  %one = s32[]{:T(128)} constant(1)
+  %next = s32[]{:T(128)} add(%i, %one)
+  ROOT %out = (s32[]{:T(128)}, f32[16,8,128]{2,1,0:T(8,128)S(5)}, s32[]{:T(128)}) tuple(%next, %w, %one)
+}
+
+ENTRY %main (w.1: f32[16,8,128]) -> s32[] {
+  %new = f32[16,8,128]{2,1,0:T(8,128)S(5)} custom-call(), custom_call_target="AllocateBuffer"
+  %zero = s32[]{:T(128)} constant(0)
+  %start = s32[]{:T(128)} copy(%zero)
+  %size = s32[]{:T(128)} constant(16)
+  %init = (s32[]{:T(128)}, f32[16,8,128]{2,1,0:T(8,128)S(5)}, s32[]{:T(128)}) tuple(%start, %new, %size)
+  %loop = (s32[]{:T(128)}, f32[16,8,128]{2,1,0:T(8,128)S(5)}, s32[]{:T(128)}) while(%init), condition=%condition, body=%body
+  ROOT %result = s32[]{:T(128)} get-tuple-element(%loop), index=0
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "trips"),
+    [
+        ("bound = s32[]{:T(128)} constant(12)", 12),
+        ("bound = s32[]{:T(128)} get-tuple-element(%state), index=2", 16),
+        ("bound = s32[]{:T(128)} custom-call()", 1),
+    ],
+)
+def test_loops_of_tpus(end, trips):
+    (load,) = transfers(TPU_LOOP.replace("END", end))
+    assert (load.direction, load.shape, load.count) == ("to_device", "f32[1,8,128]", trips)

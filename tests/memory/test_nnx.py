@@ -100,7 +100,7 @@ REFUSED = pytest.raises(TypeError, match=r"`args\[0\]` is a Network, an nnx obje
 
 
 def test_rejects_functions_without_nnx_jit(monkeypatch):
-    monkeypatch.setattr(sys.modules["effjax.memory.plan"], "check_compiler", lambda: None)
+    monkeypatch.setattr(sys.modules["effjax.memory.plan"], "find_compiler", lambda name: None)
     model, optimizer = shapes()
     for fn in (step, jax.jit(step), nnx.jit(step).__wrapped__, nnx.value_and_grad(step)):
         with REFUSED:

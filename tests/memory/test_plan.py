@@ -309,12 +309,6 @@ def test_compiler_that_dies(monkeypatch):
         plan(jnp.sin, f32(8))
 
 
-def test_missing_compiler(monkeypatch):
-    monkeypatch.setattr(_compile, "_PLUGINS", ("jax_plugins.no_such_plugin",))
-    with pytest.raises(PlanError, match=r'pip install "effjax\[plan\]"'):
-        plan(jnp.sin, f32(8))
-
-
 def test_rejects_python_callbacks():
     def step(x):
         jax.debug.print("{}", x)

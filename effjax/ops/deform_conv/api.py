@@ -90,7 +90,8 @@ def deform_conv2d(
             "xla" on a GPU follows XLA's own ``--xla_gpu_deterministic_ops``.
         workspace_bytes: upper limit for the samples, and the sort of `deterministic`, in either
             pass (for each example of a vmap with "xla"). The output is computed in slices of rows
-            that fit, of at least one row. On a CPU slices are at most 24 MiB ("xla": 64), which is
+            that fit, of at least one row. On top come offset, mask, and the gradients of x, offset
+            and mask, in float32. On a CPU slices are at most 24 MiB ("xla": 64), which is
             faster. With "xla", jit over Auto mesh axes counts the whole batch, and reduces the
             gradient of the kernel once per slice.
 

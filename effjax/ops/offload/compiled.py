@@ -276,12 +276,14 @@ def host_memory_limit() -> int:
     XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB is set.
 
     Raises:
-        ValueError: if the variable is not an integer of at least 1.
+        ValueError: if the variable is not an integer of at least 1. XLA would log an error and
+            allocate 64 GiB.
     """
     value = os.environ.get(HOST_MEMORY_VARIABLE, str(_DEFAULT_HOST_MEMORY))
     if not value.strip().isdecimal() or not int(value):
         raise ValueError(
-            f"{HOST_MEMORY_VARIABLE} (={value!r}) must be a whole number of GiB, at least 1."
+            f"{HOST_MEMORY_VARIABLE} (={value!r}) must be a whole number of GiB, at least 1. XLA "
+            f"ignores other values and allocates {_DEFAULT_HOST_MEMORY} GiB."
         )
     return int(value) * 2**30
 

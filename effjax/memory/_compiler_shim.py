@@ -1,0 +1,117 @@
+"""Compiler process: compile a StableHLO module for a GPU or TPU that is not attached.
+
+Usage: `python -m effjax.memory._compiler_shim FOLDER`. The folder holds `module.mlirbc`,
+`target.txtpb` and `request.json`. It receives `result.json` (bytes by kind, the message of a
+compiler that refuses a program that does not fit, or another error), `program.hlo` and XLA's dump
+of the buffer assignment.
+
+A separate process keeps the caller's backends unchanged and survives a compiler that aborts. The
+search path of this process starts with the directory of the compiler. Standard input is a pipe held
+open by the caller; when it closes, the folder is deleted and the process ends. Uses private JAX
+modules. Tested with jax 0.10.2, 0.11.2 and 0.12.0.1.
+"""
+
+import importlib
+import json
+import os
+import shutil
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax._src import compiler, xla_bridge
+from jax._src.interpreters import mlir
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+from jax.experimental import topologies
+
+from ..native import status
+
+KINDS = ("argument", "output", "temp", "alias", "generated_code")
+
+
+def compile_in(folder: Path) -> dict[str, Any]:
+    """Compile the folder's module and return bytes by kind on device and host."""
+    status()  # registers effjax's custom calls, which the compiler looks up
+    request = json.loads((folder / "request.json").read_text())
+    count = request["num_devices"]
+    devices = _describe_devices(request, folder / "target.txtpb")[:count]
+    client: Any = devices[0].client
+    options = compiler.get_compile_options(
+        num_replicas=1,
+        num_partitions=count,
+        device_assignment=np.arange(count).reshape(1, count),
+        env_options_overrides=request["compiler_options"] | {"xla_dump_to": str(folder / "dump")},
+        backend=client,
+    )
+    options.executable_build_options.use_spmd_partitioning = count > 1
+    with mlir.make_ir_context():
+        module = ir.Module.parse((folder / "module.mlirbc").read_bytes())
+        try:
+            # `compiler.backend_compile_and_load` would start a CUDA backend on a machine with a
+            # GPU.
+            executable = client.compile(
+                module, executable_devices=_jax.DeviceList(devices), compile_options=options
+            )
+        except Exception as error:
+            # The compiler for TPUs refuses a program that does not fit. It has assigned the buffers
+            # by then, unless they are far too large.
+            if request["platform"] != "tpu" or "Ran out of memory" not in str(error):
+                raise
+            (folder / "program.hlo").write_text(_read_dumped_program(folder / "dump"))
+            return {"refusal": str(error)}
+    stats = executable.get_compiled_memory_stats()
+    hlo = "\n".join(module.to_string() for module in executable.hlo_modules())
+    (folder / "program.hlo").write_text(hlo)
+    return {
+        place: {kind: getattr(stats, f"{prefix}{kind}_size_in_bytes") for kind in KINDS}
+        for place, prefix in (("device", ""), ("host", "host_"))
+    }
+
+
+def _describe_devices(request: dict[str, Any], config: Path) -> tuple[Any, ...]:
+    """Return compile-only devices of the target."""
+    if request["platform"] == "tpu":
+        options: dict[str, Any] = {"topology_name": request["topology"]}
+        if request["topology"].endswith(":1x1") or request["topology"].endswith(":1x1x1"):
+            # libtpu of jax 0.10 assumes hosts of four chips otherwise.
+            options["chips_per_host_bounds"] = (1, 1, 1)
+    else:
+        options = {"target_config": config.read_text(), "topology": request["topology"]}
+        # Start the plugin of the planner's directory, and none of the user's environment.
+        plugin = importlib.import_module("jax_plugins.xla_cuda13")
+        xla_bridge.discover_pjrt_plugins = plugin.initialize
+    return tuple(topologies.get_topology_desc(platform=request["platform"], **options).devices)
+
+
+def _read_dumped_program(dump: Path) -> str:
+    files = dump.glob("*after_optimizations.txt")
+    return max((file.read_text() for file in files), key=len, default="")
+
+
+def exit_when_closed(descriptor: int, folder: Path) -> None:
+    """End this process and delete `folder` when the other end of a pipe is closed."""
+
+    def wait() -> None:
+        while os.read(descriptor, 1):
+            pass
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def main(folder: Path) -> None:
+    """Compile and write `result.json`."""
+    exit_when_closed(0, folder)
+    try:
+        result = compile_in(folder)
+    except Exception as error:  # reported by the caller
+        result = {"error": f"{error}"}
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

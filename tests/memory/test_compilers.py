@@ -1,0 +1,150 @@
+"""Installation of the compilers into directories of their own."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from effjax.memory import PlanError, _compilers, plan
+from tests.programs import needs_gpu_compiler
+
+X = jax.ShapeDtypeStruct((8,), jnp.float32)
+# Stands in for pip: writes the file that --target names, slowly, and counts its runs.
+INSTALLER = """
+import os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[sys.argv.index("--target") + 1])
+folder.mkdir()
+with open({log!r}, "a") as log:
+    log.write(" ".join(sys.argv[1:]) + "\\n")
+time.sleep(0.2)
+(folder / "plugin.py").touch()
+"""
+
+
+@pytest.fixture
+def base(monkeypatch, tmp_path):
+    """Return an empty directory of compilers, with an installer that downloads nothing."""
+    monkeypatch.setenv(_compilers.DIRECTORY_VARIABLE, str(tmp_path / "compilers"))
+    script = tmp_path / "installer.py"
+    script.write_text(INSTALLER.format(log=str(tmp_path / "log")))
+    monkeypatch.setattr(_compilers, "_installer", lambda: [sys.executable, str(script)])
+    return tmp_path / "compilers"
+
+
+def test_installs_one_time(base, tmp_path, capsys):
+    threads = [threading.Thread(target=_compilers.find_compiler, args=("cuda",)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    folder = _compilers.compiler_directory("cuda")
+    assert (folder / "plugin.py").exists() and _compilers.find_compiler("cuda") == folder
+    (command,) = (tmp_path / "log").read_text().splitlines()
+    for package in ("jax-cuda13-pjrt", "jax-cuda13-plugin"):
+        assert f"{package}=={jax.lib.__version__}" in command
+    assert sorted(path.suffix for path in base.iterdir() if path != folder) == [".lock"]
+    err = capsys.readouterr().err
+    assert err.count("installing the compiler for CUDA") == err.count("installed in") == 1
+
+
+def test_directories_differ(base, monkeypatch):
+    cuda, tpu = map(_compilers.compiler_directory, _compilers.COMPILERS)
+    assert cuda.parent == tpu.parent == base and cuda != tpu
+    assert f"jaxlib{jax.lib.__version__}-cp{sys.version_info.major}" in cuda.name
+    monkeypatch.delenv(_compilers.DIRECTORY_VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(base))
+    assert _compilers.compiler_directory("tpu") == base / "effjax" / "compilers" / tpu.name
+
+
+def test_killed_installation_is_repeated(base):
+    folder = _compilers.compiler_directory("cuda")
+    partial = folder.with_name(f"{folder.name}.partial")
+    partial.mkdir(parents=True)
+    (partial / "half.so").touch()
+    assert [path.name for path in _compilers.find_compiler("cuda").iterdir()] == ["plugin.py"]
+
+
+def test_waits_for_another_process(base, capsys):
+    folder = _compilers.compiler_directory("cuda")
+    base.mkdir()
+    lock = folder.with_name(f"{folder.name}.lock")
+    code = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print(); input()"
+    command = [sys.executable, "-c", code, str(lock)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdin is not None
+        other.stdout.readline()
+        thread = threading.Thread(target=_compilers.find_compiler, args=("cuda",))
+        thread.start()
+        while "waiting for another process" not in capsys.readouterr().err:
+            time.sleep(0.01)
+        assert not folder.exists()
+        folder.mkdir()  # the other process has installed it
+        other.stdin.write(b"\n")
+        other.stdin.close()
+        thread.join()
+    assert list(folder.iterdir()) == []
+
+
+def test_no_network(monkeypatch, base):
+    pip = "import sys; sys.exit('WARNING: retrying\\nERROR: No matching distribution found')"
+    monkeypatch.setattr(_compilers, "_installer", lambda: [sys.executable, "-c", pip])
+    with pytest.raises(PlanError, match="CUDA is not installed and cannot be downloaded") as error:
+        plan(jnp.sin, X)
+    assert "(ERROR: No matching distribution found)" in str(error.value)
+    assert "Run `effjax memory --install-compiler cuda` where there is a" in str(error.value)
+    assert [path.suffix for path in base.iterdir()] == [".lock"]
+
+
+def test_directory_that_cannot_be_written(monkeypatch):
+    monkeypatch.setenv(_compilers.DIRECTORY_VARIABLE, "/dev/null/compilers")
+    with pytest.raises(PlanError, match=r"/dev/null/compilers cannot be written \(Not a directory"):
+        plan(jnp.sin, X)
+
+
+def test_read_only_directory(base, monkeypatch):
+    folder = _compilers.find_compiler("cuda")
+    base.chmod(0o555)
+    monkeypatch.setattr(_compilers, "_installer", lambda: pytest.fail("installs again"))
+    assert _compilers.find_compiler("cuda") == folder
+    base.chmod(0o755)
+
+
+def test_other_systems(base, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(PlanError, match="no compiler for CUDA on darwin"):
+        plan(jnp.sin, X)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(_compilers.platform, "machine", lambda: "aarch64")
+    with pytest.raises(PlanError, match=r"TPU on linux \(aarch64\): it needs Linux on x86_64"):
+        plan(jnp.sin, X, target="v5e")
+
+
+def test_installers(monkeypatch):
+    assert _compilers._installer()[1:4] == ["-m", "pip", "install"]
+    monkeypatch.setattr(_compilers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(_compilers.shutil, "which", lambda name: f"/bin/{name}")
+    assert _compilers._installer()[:3] == ["/bin/uv", "pip", "install"]
+    monkeypatch.setattr(_compilers.shutil, "which", lambda name: None)
+    with pytest.raises(PlanError, match="with pip or uv"):
+        _compilers._installer()
+
+
+def test_tpu_version_is_that_of_jax():
+    (requirement,) = _compilers._requirements("tpu")
+    assert requirement.startswith("libtpu==")
+
+
+@needs_gpu_compiler
+def test_compiler_is_not_importable():
+    folder = _compilers.find_compiler("cuda")
+    assert (folder / "jax_plugins").is_dir()
+    assert not any(Path(path).is_relative_to(folder) for path in sys.path)
+    files = [getattr(module, "__file__", None) or "" for module in sys.modules.values()]
+    assert not any(file.startswith(str(folder)) for file in files)
+    assert str(folder) not in os.environ.get("PYTHONPATH", "")

@@ -1,0 +1,109 @@
+"""Plans of programs for TPUs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from effjax.memory import max_batch_size, plan
+from effjax.memory.targets import find_target
+from tests.memory.test_plan import abstract_mesh, f32, is_line_of, on_host
+from tests.programs import needs_tpu_compiler
+from tests.tiers import exhaustive
+
+GIB = 2**30
+TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+
+
+def network(kernels, x):
+    for kernel in kernels:
+        x = jnp.tanh(x @ kernel)
+    return jnp.mean(x**2)
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize("target", ["v5e", *map(exhaustive, sorted({*TPUS} - {"v5e"}))])
+def test_plan(target):
+    kernels, x = [f32(1024, 1024), f32(1024, 12)], f32(4096, 1024)
+    p = plan(jax.grad(network), kernels, x, target=target)
+    assert p.target.platform == "tpu" and p.memory_fraction == 1.0 and p.fits
+    # Arrays of 12 columns are stored as 12 rows, which take the memory of 16.
+    padded = 4 * 1024 * 16
+    assert p.device.arguments == 4 * 1024 * 1024 + padded + 4 * 4096 * 1024
+    assert 0 <= p.device.outputs - (4 * 1024 * 1024 + padded) <= 1024  # and a table of addresses
+    (last,) = [b for b in p.peak_buffers if b.kind == "argument" and b.shape == "f32[1024,12]"]
+    assert (last.bytes, last.padding) == (padded, padded - 4 * 1024 * 12)
+    assert p.padding_bytes >= 2 * last.padding
+    outputs = [b for b in p.peak_buffers if b.kind == "output"]
+    assert all(is_line_of(__file__, b.source) for b in outputs)
+    live = sum(b.bytes for b in p.peak_buffers)
+    assert 0.99 * live <= p.peak_device_bytes - p.device.generated_code <= 1.05 * live
+
+
+@needs_tpu_compiler
+@pytest.mark.exhaustive
+def test_refused_program():
+    # 20 GiB of arguments and results do not fit in 15.75 GiB.
+    p = plan(lambda x: x + 1, f32(10 * 2**18, 1024), target="v5e")
+    assert not p.fits and p.refusal and "DOES NOT FIT" in str(p)
+    assert (p.device.arguments, p.device.outputs) == (10 * GIB, 10 * GIB)
+    assert p.peak_device_bytes >= 20 * GIB
+    assert [(b.kind, b.bytes) for b in p.peak_buffers[:2]] == [
+        ("argument", 10 * GIB), ("output", 10 * GIB),
+    ]  # fmt: skip
+
+
+@needs_tpu_compiler
+@pytest.mark.exhaustive
+def test_collectives():
+    x = f32(4096, 128, sharding=NamedSharding(abstract_mesh(4), P("x")))
+    p = plan(lambda x: x.sum(0), x, target="v5e")
+    assert p.num_devices == 4 and p.device.arguments == 4 * 4096 * 128 // 4
+    assert [(c.kind, c.bytes, c.count) for c in p.collectives] == [("all-reduce", 512, 1)]
+    assert is_line_of(__file__, p.collectives[0].source)
+
+
+@needs_tpu_compiler
+@pytest.mark.exhaustive
+def test_host_memory():
+    def layers(w, x):
+        def layer(x, w):
+            y = jnp.tanh(x @ jax.device_put(w, jax.memory.Space.Device))
+            return y, jax.device_put(x, jax.memory.Space.Host)
+
+        return jax.lax.scan(layer, x, w)
+
+    matrix = 4 * 1024 * 1024
+    p = plan(layers, on_host(16, 1024, 1024), f32(1024, 1024), target="v5e")
+    assert (p.host.arguments, p.host.outputs) == (16 * matrix, 16 * matrix)
+    assert p.device.arguments == matrix and p.host_memory_bytes == 48 * 10**9
+    moved = {"to_device": 0, "to_host": 0}
+    for t in p.transfers:
+        moved[t.direction] += t.bytes * t.count
+    assert moved == {"to_device": 16 * matrix, "to_host": 16 * matrix}
+    assert "XLA_PJRT_GPU" not in str(p)
+
+
+@needs_tpu_compiler
+@pytest.mark.exhaustive
+def test_max_batch_size():
+    # 8 KiB for each example, in arguments and results
+    largest = max_batch_size(
+        lambda batch: (lambda x: x + 1, f32(batch, 1024)), target="v5e", multiple_of=2**18
+    )
+    assert largest.batch_size == 7 * 2**18 and largest.plan.fits
+    assert largest.batch_size + 2**18 in largest.tried and len(largest.tried) <= 4
+
+
+def test_topologies():
+    v5e, v4, tpu7x = map(find_target, ("v5e", "v4", "tpu7x"))
+    assert [v5e.topology(n) for n in (1, 2, 4, 8, 256)] == [
+        "v5e:1x1", "v5e:2x2", "v5e:2x2", "v5e:2x4", "v5e:16x16",
+    ]  # fmt: skip
+    assert [v4.topology(n) for n in (1, 2, 8, 16)] == [
+        "v4:1x1x1", "v4:1x1x1", "v4:2x2x1", "v4:2x2x2",
+    ]  # fmt: skip
+    assert tpu7x.topology(1024) == "tpu7x:8x8x8"
+    with pytest.raises(ValueError, match=r"`num_devices` \(=512\) must be at most 256 for TPU v5e"):
+        plan(network, [f32(8, 8)], f32(8, 8), target="v5e", num_devices=512)
