@@ -14,7 +14,7 @@ Direction = Literal["to_device", "to_host"]
 
 HOST_MEMORY = 5  # XLA's memory space of pinned host memory; all others are on the device
 
-_COLLECTIVES = (
+COLLECTIVES = (
     "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute",
     "collective-broadcast", "ragged-all-to-all",
 )  # fmt: skip
@@ -31,6 +31,7 @@ class Array(NamedTuple):
     text: str  # f32[8,128]
     bytes: int
     on_host: bool
+    is_in_device_memory: bool = True  # False on the host and in a TPU's on-chip memory
 
 
 class Instruction(NamedTuple):
@@ -120,7 +121,8 @@ class HloModule:
                 yield instruction, times
                 text = instruction.attributes
                 if instruction.opcode == "while":
-                    count = times * self.trip_count(instruction)
+                    trips = self.trip_count(instruction)
+                    count = times * (1 if trips is None else trips)
                     todo += [(name, count) for name in _called(text, "body", "condition")]
                 elif instruction.opcode == "conditional":
                     branches = re.search(r"branch_computations=\{([^}]*)\}", text)
@@ -132,17 +134,17 @@ class HloModule:
                 elif fusions and instruction.opcode in ("fusion", "fusion-start", "async-start"):
                     todo += [(name, times) for name in _called(text, "calls")]
 
-    def trip_count(self, loop: Instruction) -> int:
-        """Return the number of iterations of a while loop; 1 if it is unknown."""
+    def trip_count(self, loop: Instruction) -> int | None:
+        """Return the number of iterations of a while loop, or None if it is unknown."""
         trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if trips:
             return int(trips[1])
         # The compiler for TPUs does not state it. A scan compares its counter with a constant.
         compare = self.computations[_called(loop.attributes, "condition")[0]][-1]
         if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
-            return 1
-        start, end = (self._constant(name, loop) for name in _operand_names(compare))
-        return 1 if start is None or end is None else max(end - start, 1)
+            return None
+        start, end = (self._constant(name, loop) for name in operand_names(compare))
+        return None if start is None or end is None else max(end - start, 0)
 
     def _constant(self, name: str, loop: Instruction) -> int | None:
         """Return the integer constant behind a value of a loop's condition, before the loop."""
@@ -157,13 +159,13 @@ class HloModule:
             if instruction.opcode == "get-tuple-element":
                 # An element of the loop's state starts as that element of the loop's operand.
                 index = re.search(r"\bindex=(\d+)", instruction.attributes)
-                initial = self.instructions.get(_operand_names(loop)[0])
+                initial = self.instructions.get(operand_names(loop)[0])
                 if not (is_inside and index and initial and initial.opcode == "tuple"):
                     return None
                 is_inside = False
-                name = _operand_names(initial)[int(index[1])]
+                name = operand_names(initial)[int(index[1])]
             elif instruction.opcode in ("copy", "copy-start", "copy-done", "bitcast"):
-                name = _operand_names(instruction)[0]
+                name = operand_names(instruction)[0]
             else:
                 return None
         return None
@@ -220,7 +222,7 @@ def collectives(hlo: str | HloModule) -> tuple[Collective, ...]:
     counts: Counter[tuple[str, int, tuple[str, str]]] = Counter()
     for instruction, times in module.iter_executed(fusions=True):  # XLA fuses small all-reduces
         kind = instruction.opcode.removesuffix("-start")
-        if kind in _COLLECTIVES:
+        if kind in COLLECTIVES:
             results = elements(instruction.shape)
             # The shape of an asynchronous start is (operands, results, …), except for all-reduce
             # before jax 0.11: the results alone.
@@ -243,9 +245,7 @@ def transfers(hlo: str | HloModule) -> tuple[Transfer, ...]:
     for instruction, times in module.iter_executed():
         if instruction.opcode in _NO_MOVEMENT or instruction.opcode.endswith("-done"):
             continue
-        if '"AllocateBuffer"' in instruction.attributes:
-            continue
-        for direction, array in _copied_arrays(module, instruction):
+        for direction, array in copied_arrays(module, instruction):
             counts[direction, array, module.source_and_caller(instruction)] += times
     entries = [
         Transfer(direction, array.text, array.bytes, n, *lines)
@@ -254,7 +254,10 @@ def transfers(hlo: str | HloModule) -> tuple[Transfer, ...]:
     return tuple(sorted(entries, key=lambda t: t.bytes * t.count, reverse=True))
 
 
-def _copied_arrays(module: HloModule, instruction: Instruction) -> list[tuple[Direction, Array]]:
+def copied_arrays(module: HloModule, instruction: Instruction) -> list[tuple[Direction, Array]]:
+    """Return the arrays that an instruction copies between device and host."""
+    if instruction.opcode == "custom-call" and "AllocateBuffer" in instruction.attributes:
+        return []
     parts = elements(instruction.shape)
     if instruction.opcode == "copy-start":  # (result, operand, context)
         parts = parts[:1]
@@ -278,7 +281,10 @@ def arrays(shape: str) -> list[Array]:
     for dtype, dims, layout in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?", shape):
         size = math.prod(int(d) for d in re.findall(r"\d+", dims))
         on_host = f"S({HOST_MEMORY})" in layout
-        result.append(Array(f"{dtype}[{dims}]", -(-size * _bits(dtype) // 8), on_host))
+        # Layouts of TPUs have tiles, T(8,128). Memory spaces of GPUs are all in device memory.
+        on_chip = "T(" in layout and "S(" in layout and not on_host
+        text, bits = f"{dtype}[{dims}]", size * _bits(dtype)
+        result.append(Array(text, -(-bits // 8), on_host, not (on_host or on_chip)))
     return result
 
 
@@ -300,7 +306,8 @@ def elements(shape: str) -> list[str]:
     return [part for part in parts if part]
 
 
-def _operand_names(instruction: Instruction) -> list[str]:
+def operand_names(instruction: Instruction) -> list[str]:
+    """Return the names of an instruction's operands."""
     return re.findall(r"%([\w.\-]+)", instruction.operands)
 
 

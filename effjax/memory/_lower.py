@@ -22,6 +22,7 @@ from jax.sharding import (
 from ..ops._common.arguments import as_integer, describe
 from ..ops._common.platform import trace_for_platform
 from ..ops.offload.compiled import allow_guard, needed_options
+from ._device_queries_shim import answer_queries
 from ._source_info_shim import record_library_lines
 from .targets import Target
 
@@ -85,7 +86,7 @@ def lower(
             "Give them to its jax.jit, or pass the function without jit."
         )
     arrays, merge = split_modules(args)
-    with trace_for_platform(target.platform), _abstract_device(target):
+    with trace_for_platform(target.platform), _abstract_device(target), answer_queries(target):
         traced = jitted.trace(*merge(jax.tree.map(_keep_memory_kind, arrays)))
     traced = getattr(traced, "traced", traced)  # nnx wraps JAX's object
     options = needed_options(traced.jaxpr) if target.platform == "cuda" else {}
@@ -147,7 +148,7 @@ def _abstract_device(target: Target) -> contextlib.AbstractContextManager:
 
 def _lower_for(target: Target, traced: Any) -> jax.stages.Lowered:
     try:
-        with record_library_lines(), _abstract_device(target):
+        with record_library_lines(), _abstract_device(target), answer_queries(target):
             return traced.lower(lowering_platforms=(target.platform,))
     except ValueError as error:
         if "AbstractMesh cannot be used" in str(error):

@@ -16,8 +16,10 @@ from ._compile import CompiledProgram, compile_for, open_pipe
 from ._compilers import find_compiler
 from ._hlo import HloModule, collectives, parse, transfers
 from ._lower import lower
+from .rates import Rates, find_rates
 from .render import format_bytes, progress_bar
 from .results import Buffer, Bytes, Comparison, MemoryPlan
+from .step_time import step_time
 from .targets import Target, find_target
 
 DEFAULT_TARGET = "h200"
@@ -34,8 +36,9 @@ def plan(
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     compiler_options: Mapping[str, Any] | None = None,
+    rates: Rates | None = None,
 ) -> MemoryPlan:
-    """Compile a function for a GPU or TPU and return its memory use.
+    """Compile a function for a GPU or TPU and return its memory use and modelled time.
 
     The device need not exist on this machine, and nothing is computed: `args` may be shapes. The
     compiler runs in a separate process and leaves the caller's backend unchanged. The first plan
@@ -72,9 +75,11 @@ def plan(
         donate_argnums: as in `jax.jit`.
         static_argnums: as in `jax.jit`.
         compiler_options: XLA flags for this program, by name without dashes.
+        rates: peak rates for the modelled time. If None, `find_rates(target)`.
 
     Returns:
-        A `MemoryPlan`: bytes, largest buffers, collectives and transfers. It can be printed.
+        A `MemoryPlan`: bytes, largest buffers, collectives, transfers and modelled time. It can be
+        printed.
 
     Raises:
         TypeError: for nnx modules in a function that is not transformed by nnx, whose updates of
@@ -87,7 +92,7 @@ def plan(
         fun, *args, target=target, num_devices=num_devices, memory_fraction=memory_fraction,
         host_memory_bytes=host_memory_bytes, in_shardings=in_shardings,
         donate_argnums=donate_argnums, static_argnums=static_argnums,
-        compiler_options=compiler_options,
+        compiler_options=compiler_options, rates=rates,
     )  # fmt: skip
     with open_pipe() as pipe:
         return finish(pipe)
@@ -179,9 +184,11 @@ def _start_plan(
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     compiler_options: Mapping[str, Any] | None = None,
+    rates: Rates | None = None,
 ) -> Callable[[IO[bytes]], MemoryPlan]:
     """Validate and trace; return a function that compiles until a pipe closes, in any thread."""
     device = find_target(target)
+    peak_rates = find_rates(device) if rates is None else rates
     if memory_fraction is None:
         memory_fraction = device.default_memory_fraction
     fraction = as_number("memory_fraction", memory_fraction, lambda f: 0 < f <= 1, "in (0, 1]")
@@ -196,13 +203,17 @@ def _start_plan(
 
     def finish(pipe: IO[bytes]) -> MemoryPlan:
         program = compile_for(lowered, device, compiler_options, pipe)
-        return _read_plan(program, device, fraction, on_host)
+        return _read_plan(program, device, fraction, on_host, peak_rates)
 
     return finish
 
 
 def _read_plan(
-    program: CompiledProgram, target: Target, memory_fraction: float, host_memory_bytes: int
+    program: CompiledProgram,
+    target: Target,
+    memory_fraction: float,
+    host_memory_bytes: int,
+    rates: Rates,
 ) -> MemoryPlan:
     module = parse(program.hlo)
     values = live_at_peak(program.buffer_assignment, program.live_ranges, target.platform)
@@ -228,6 +239,7 @@ def _read_plan(
         peak_buffers=tuple(_read_buffer(value, module) for value in values),
         collectives=collectives(module),
         transfers=transfers(module),
+        step_time=step_time(module, rates, program.num_devices),
         hlo=program.hlo,
         refusal=program.refusal,
     )

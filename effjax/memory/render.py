@@ -16,7 +16,8 @@ PATIENCE = 30.0  # seconds without a line of progress
 TYPICAL_TIME = "seconds for a small step, one to a few minutes for a deep network"
 _NUMERIC_COLUMNS = {
     "bytes", "count", "device", "host", "peak", "ratio", "arguments", "outputs", "temporaries",
-    "batch",
+    "batch", "amount", "rate", "alone", "adds", "call", "products", "kernels",
+    "from host", "to host", "collectives",
 }  # fmt: skip
 _UNWRAPPED_COLUMNS = _NUMERIC_COLUMNS | {"operation", "kind", "source", "called from"}
 _COLORS = {
@@ -29,11 +30,15 @@ _HEARTBEAT = 30  # seconds
 
 def format_bytes(count: float) -> str:
     """Return a number of bytes with its unit, such as "12.3 MB"."""
-    size, units = float(count), iter(("B", "kB", "MB", "GB", "TB"))
-    unit = next(units)
-    while size >= 1000 and unit != "TB":
-        size, unit = size / 1000, next(units)
-    return f"{count:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+    return format_number(count, ("B", "kB", "MB", "GB", "TB"))
+
+
+def format_number(count: float, units: Sequence[str]) -> str:
+    """Return a number with one of its units, each a thousand of the one before."""
+    size, exponent = float(count), 0
+    while size >= 1000 and exponent < len(units) - 1:
+        size, exponent = size / 1000, exponent + 1
+    return f"{size:.1f} {units[exponent]}" if exponent else f"{count:.0f} {units[0]}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from .render import (
     scatter_chart,
     stacked_bar_chart,
 )
+from .step_time import StepTime, comparison_table, time_table
 from .targets import Target
 
 _WORTH_A_NOTE = 0.01  # of the peak
@@ -92,6 +93,7 @@ class MemoryPlan(Printable):
         peak_buffers: contents of device memory at the peak, largest first.
         collectives: communication between devices, most bytes first.
         transfers: copies between device and host, most bytes first.
+        step_time: modelled time of a call and its parts; not a measurement.
         hlo: the optimized program as text.
         refusal: the compiler's message if it refused the program because it does not fit, which
             the compiler for TPUs does; otherwise empty.
@@ -107,6 +109,7 @@ class MemoryPlan(Printable):
     peak_buffers: tuple[Buffer, ...]
     collectives: tuple[Collective, ...]
     transfers: tuple[Transfer, ...]
+    step_time: StepTime
     hlo: str = dataclasses.field(repr=False)
     refusal: str = ""
 
@@ -137,6 +140,11 @@ class MemoryPlan(Printable):
         return max(self.peak_device_bytes / max(self.available_bytes, 1), host)
 
     @property
+    def step_seconds(self) -> float:
+        """Modelled time of a call in seconds; not a measurement."""
+        return self.step_time.seconds
+
+    @property
     def fits(self) -> bool:
         """True if the program fits in device and host memory that hold nothing else."""
         return (
@@ -155,6 +163,7 @@ class MemoryPlan(Printable):
             "peak_device_bytes": self.peak_device_bytes,
             "peak_host_bytes": self.peak_host_bytes,
             "available_bytes": self.available_bytes,
+            "step_seconds": self.step_seconds,
             "padding_bytes": self.padding_bytes,
             "fits": self.fits,
         }
@@ -211,7 +220,8 @@ class Comparison(Printable, dict[str, MemoryPlan]):
             ]
             for name, plan in self.items()
         ]
-        return Report([Table(header, rows)])
+        times = comparison_table({name: plan.step_time for name, plan in self.items()})
+        return Report([Table(header, rows), times])
 
     def plot(self, ax: Any = None) -> Any:
         """Draw a bar per plan, by kind of memory, with matplotlib; return the axes."""
@@ -409,6 +419,7 @@ def _plan_tables(plan: MemoryPlan, max_rows: int) -> list[Table]:
         _table_with_sources(["kind", "shape", "operation"], peak, "device memory at the peak"),
         _table_with_sources(["kind"], collectives, "collectives of a call"),
         _table_with_sources(["direction", "shape"], transfers, "transfers of a call"),
+        time_table(plan.step_time),
     ]
 
 

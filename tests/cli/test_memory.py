@@ -75,6 +75,7 @@ def test_steps_of_a_module(run_memory, tmp_path):
     assert code == 0 and compiled(err, "sum", "sin")
     assert out.splitlines()[0].split()[:2] == ["peak", "ratio"]
     assert "sin: 8.2 kB at the peak fits in 17.7 GB (75% of NVIDIA L4)" in out
+    assert "modelled time of a call, at published peak rates (not measured)" in out
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 

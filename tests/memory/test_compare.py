@@ -27,7 +27,8 @@ def test_compare(capsys):
     assert result["three"].peak_device_bytes == 8192 * (1 + 3)
     assert all(p.target.name == "a100-40" and p.memory_fraction == 0.5 for p in result.values())
     lines = str(result).splitlines()
-    assert len(lines) == 3 and "1.000" in lines[1] and "4.000" in lines[2]
+    assert len(lines) == 8 and "modelled time" in lines[4]
+    assert "1.000" in lines[1] and "4.000" in lines[2]
     assert set(json.loads(json.dumps(result.to_dict()))) == {"one", "three"}
 
     first, *lines = capsys.readouterr().err.splitlines()

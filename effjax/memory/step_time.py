@@ -1,0 +1,302 @@
+"""Modelled time of a compiled program: a roofline, with the overlap that its schedule has."""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+from ._hlo import HloModule, Instruction, operand_names, parse
+from ._work import Channel, WorkCounter
+from .rates import Rates
+from .render import Table, format_bytes, format_number
+
+_FLOPS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
+_TITLE = "modelled time of a call, at published peak rates (not measured)"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """Modelled time of one call on one device, and the work that it consists of.
+
+    It is a model and not a measurement: each kernel takes its FLOPs at the peak rate or its bytes
+    at the bandwidth of device memory, whichever is longer, and transfers are hidden as far as the
+    schedule has kernels to run meanwhile.
+
+    Attributes:
+        rates: the peak rates.
+        flops: FLOPs of matrix products, convolutions and attention kernels, by dtype as in `Rates`.
+        memory_bytes: bytes that kernels read and write in device memory.
+        to_device_bytes: bytes copied from the host.
+        to_host_bytes: bytes copied to the host.
+        collective_bytes: bytes that the device sends to others.
+        compute_seconds: time of the kernels.
+        to_device_seconds: time that the device waits for copies from the host.
+        to_host_seconds: time that the device waits for copies to the host.
+        collective_seconds: time that the device waits for collectives.
+        unknown_kernels: kernels whose FLOPs are unknown, with their number of executions. Their
+            bytes are counted.
+        unknown_loops: number of loops with an unknown number of iterations, counted as one.
+    """
+
+    rates: Rates
+    flops: Mapping[str, int]
+    memory_bytes: int
+    to_device_bytes: int
+    to_host_bytes: int
+    collective_bytes: int
+    compute_seconds: float
+    to_device_seconds: float
+    to_host_seconds: float
+    collective_seconds: float
+    unknown_kernels: Mapping[str, int]
+    unknown_loops: int
+
+    @property
+    def seconds(self) -> float:
+        """The modelled time: the sum of kernels and waits."""
+        waits = self.to_device_seconds + self.to_host_seconds + self.collective_seconds
+        return self.compute_seconds + waits
+
+    @property
+    def total_flops(self) -> int:
+        """FLOPs of all dtypes."""
+        return sum(self.flops.values())
+
+
+def step_time(hlo: str | HloModule, rates: Rates, num_devices: int = 1) -> StepTime:
+    """Return the modelled time of one call of a program.
+
+    Args:
+        hlo: optimized and scheduled HLO for a GPU or a TPU, such as `MemoryPlan.hlo`.
+        rates: peak rates of the device, such as `find_rates("h100")`.
+        num_devices: number of devices of collectives that do not name theirs.
+    """
+    module = parse(hlo) if isinstance(hlo, str) else hlo
+    total = _Scheduler(module, rates, num_devices).run(module.entry)
+    return StepTime(
+        rates=rates,
+        flops=dict(total.flops),
+        memory_bytes=total.memory_bytes,
+        to_device_bytes=total.sent["to_device"],
+        to_host_bytes=total.sent["to_host"],
+        collective_bytes=total.sent["interconnect"],
+        # A wait for device memory is a part of the kernel that needs the data.
+        compute_seconds=total.compute_seconds + total.waits["memory"],
+        to_device_seconds=total.waits["to_device"],
+        to_host_seconds=total.waits["to_host"],
+        collective_seconds=total.waits["interconnect"],
+        unknown_kernels=dict(total.unknown_kernels),
+        unknown_loops=total.unknown_loops,
+    )
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration with its unit, such as "12.3 ms"."""
+    return format_number(seconds * 1e6, ("us", "ms", "s"))
+
+
+def time_table(time: StepTime) -> Table:
+    """Return the table of a modelled time: each part alone, and what it adds."""
+    rows = []
+    for dtype, count in sorted(time.flops.items(), key=lambda item: -item[1]):
+        rate = time.rates.flops_of(dtype)
+        rows.append([
+            f"products, {dtype}", format_number(count, _FLOPS), format_number(rate, _FLOPS) + "/s",
+            format_seconds(count / rate), "",
+        ])  # fmt: skip
+
+    def of_bytes(name: str, size: int, rate: float, adds: str) -> None:
+        rows.append([
+            name, format_bytes(size), format_bytes(rate) + "/s", format_seconds(size / rate), adds,
+        ])  # fmt: skip
+
+    of_bytes("device memory", time.memory_bytes, time.rates.memory, "")
+    rows.append(["kernels", "", "", "", format_seconds(time.compute_seconds)])
+    for name, size, rate, wait in (
+        ("host to device", time.to_device_bytes, time.rates.to_device, time.to_device_seconds),
+        ("device to host", time.to_host_bytes, time.rates.to_host, time.to_host_seconds),
+        ("collectives", time.collective_bytes, time.rates.interconnect, time.collective_seconds),
+    ):
+        if size:
+            of_bytes(name, size, rate, format_seconds(wait))
+    rows.append(["call", "", "", "", format_seconds(time.seconds)])
+    rows += [
+        [f"unknown FLOPs: {name}", f"{count}×", "", "", ""]
+        for name, count in time.unknown_kernels.items()
+    ]
+    if time.unknown_loops:
+        rows.append(["loops of unknown length", f"{time.unknown_loops}×", "", "", ""])
+    return Table(["part", "amount", "rate", "alone", "adds"], rows, _TITLE)
+
+
+def comparison_table(times: Mapping[str, StepTime]) -> Table:
+    """Return the table of several modelled times, one in each row."""
+    rows = [
+        [
+            name,
+            format_seconds(time.seconds),
+            format_number(time.total_flops, _FLOPS),
+            format_seconds(time.compute_seconds),
+            format_seconds(time.to_device_seconds),
+            format_seconds(time.to_host_seconds),
+            format_seconds(time.collective_seconds),
+        ]
+        for name, time in times.items()
+    ]
+    header = ["", "call", "products", "kernels", "from host", "to host", "collectives"]
+    return Table(header, rows, _TITLE)
+
+
+@dataclasses.dataclass
+class _Totals:
+    """Work and time of one execution of a computation."""
+
+    flops: Counter[str] = dataclasses.field(default_factory=Counter)
+    memory_bytes: int = 0
+    sent: Counter[Channel] = dataclasses.field(default_factory=Counter)  # bytes
+    compute_seconds: float = 0.0
+    waits: dict[Channel, float] = dataclasses.field(
+        default_factory=lambda: dict.fromkeys(
+            ("to_device", "to_host", "interconnect", "memory"), 0.0
+        )
+    )
+    unknown_kernels: Counter[str] = dataclasses.field(default_factory=Counter)
+    unknown_loops: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_seconds + sum(self.waits.values())
+
+    def add(self, other: "_Totals", times: int = 1) -> None:
+        for name in ("flops", "sent", "unknown_kernels"):
+            getattr(self, name).update({k: times * n for k, n in getattr(other, name).items()})
+        for name in ("memory_bytes", "compute_seconds", "unknown_loops"):
+            setattr(self, name, getattr(self, name) + times * getattr(other, name))
+        for channel, seconds in other.waits.items():
+            self.waits[channel] += times * seconds
+
+
+class _Scheduler:
+    """Runs the computations of a scheduled module in model time."""
+
+    def __init__(self, module: HloModule, rates: Rates, num_devices: int):
+        self.module = module
+        self.rates = rates
+        self.counter = WorkCounter(module, num_devices)
+        self.bandwidths: dict[Channel, float] = {
+            "to_device": rates.to_device, "to_host": rates.to_host,
+            "interconnect": rates.interconnect, "memory": rates.memory,
+        }  # fmt: skip
+        self.finished: dict[str, _Totals] = {}
+
+    def run(self, computation: str) -> _Totals:
+        """Return the totals of one execution of a computation."""
+        if computation not in self.finished:
+            timeline = _Timeline(self)
+            for instruction in self.module.computations.get(computation, ()):
+                timeline.advance(instruction)
+            self.finished[computation] = timeline.total
+        return self.finished[computation]
+
+    def run_nested(self, instruction: Instruction) -> _Totals | None:
+        """Return the totals of a loop, a conditional or a call; None for other instructions."""
+        text = instruction.attributes
+        if instruction.opcode == "while":
+            count = self.module.trip_count(instruction)
+            total = _Totals(unknown_loops=int(count is None))
+            for name in re.findall(r"\b(?:body|condition)=%?([\w.\-]+)", text):
+                total.add(self.run(name), 1 if count is None else count)
+            return total
+        if instruction.opcode == "conditional":  # the longest branch
+            branches = re.search(r"branch_computations=\{([^}]*)\}", text)
+            names = re.findall(r"[\w.\-]+", branches[1]) if branches else []
+            names += re.findall(r"\b(?:true|false)_computation=%?([\w.\-]+)", text)
+            return max((self.run(name) for name in names), key=lambda t: t.seconds)
+        if instruction.opcode == "call":
+            total = _Totals()
+            if '_xla_compute_type="host"' in text:
+                total.unknown_kernels["computation on the host"] += 1
+                return total
+            for name in re.findall(r"\bto_apply=%?([\w.\-]+)", text):
+                total.add(self.run(name))
+            return total
+        return None
+
+
+class _Timeline:
+    """One execution of a computation.
+
+    The device executes the instructions in order. A copy or collective that is started uses its
+    channel from then on, one after the other, and the device waits for it at its end ("done") if it
+    is not ready. A copy or collective that is not asynchronous stops the device.
+    """
+
+    def __init__(self, scheduler: _Scheduler):
+        self.scheduler = scheduler
+        self.bandwidths = scheduler.bandwidths
+        self.total = _Totals()
+        self.now = 0.0
+        self.free: dict[Channel, float] = {
+            channel: 0.0 for channel in self.bandwidths
+        }  # when each channel is free
+        self.started: dict[str, dict[Channel, float]] = {}  # when it is ready, by the start's name
+
+    def advance(self, instruction: Instruction) -> None:
+        """Execute an instruction."""
+        opcode = instruction.opcode
+        if opcode.endswith("-done"):
+            self._wait(self.started.pop(operand_names(instruction)[0], {}))
+        elif opcode.endswith("-update"):
+            ready = self.started.pop(operand_names(instruction)[0], {})
+            self.started[instruction.name] = ready
+        elif (nested := self.scheduler.run_nested(instruction)) is not None:
+            self._add(nested)
+        else:
+            self._execute(instruction)
+
+    def _wait(self, ready: Mapping[Channel, float]) -> None:
+        for channel, time in ready.items():
+            self.total.waits[channel] += max(0.0, time - self.now)
+            self.now = max(self.now, time)
+
+    def _add(self, nested: _Totals) -> None:
+        start = self.now
+        self.now += nested.seconds
+        self.total.add(nested)
+        # Copies that are under way share their channel with those inside.
+        for channel, size in nested.sent.items():
+            delay = size / self.bandwidths[channel]
+            self.free[channel] = max(self.free[channel], start) + delay
+            for ready in self.started.values():
+                if channel in ready:
+                    ready[channel] += delay
+
+    def _execute(self, instruction: Instruction) -> None:
+        total, rates = self.total, self.scheduler.rates
+        work = self.scheduler.counter.work(instruction)
+        transfers: list[tuple[Channel, int]] = self.scheduler.counter.transfers(instruction)
+        total.flops.update(work.flops)
+        total.memory_bytes += work.memory_bytes
+        total.unknown_kernels.update([work.unknown] if work.unknown else [])
+        for channel, size in transfers:
+            total.sent[channel] += size
+
+        is_async = instruction.opcode.endswith("-start")
+        is_async &= '"is_sync":true' not in instruction.attributes
+        if is_async and not transfers and not work.flops and not work.unknown:
+            transfers = [("memory", work.memory_bytes)]  # such as a prefetch to on-chip memory
+        if not (is_async and transfers):
+            products = sum(n / rates.flops_of(dtype) for dtype, n in work.flops.items())
+            seconds = max(products, work.memory_bytes / rates.memory)
+            total.compute_seconds += seconds
+        else:
+            seconds = 0.0
+        ready: dict[Channel, float] = {}
+        for channel, size in transfers:
+            start = max(self.now, self.free[channel])
+            ready[channel] = self.free[channel] = start + size / self.bandwidths[channel]
+        self.now += seconds
+        if is_async:
+            self.started[instruction.name] = ready
+        else:
+            self._wait(ready)

@@ -1,0 +1,180 @@
+"""Plans of programs with attention kernels, which ask for the device when they are traced."""
+
+import threading
+
+import jax
+import jax.extend.backend
+import jax.numpy as jnp
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+from effjax.memory import plan
+from effjax.memory._device_queries_shim import answer_queries
+from effjax.memory._lower import _abstract_device
+from effjax.memory.targets import find_target
+from tests.programs import needs_gpu_compiler
+from tests.tiers import exhaustive
+
+BATCH, LENGTH, HEADS, SIZE = 2, 1024, 4, 64
+SCORES = 2 * BATCH * HEADS * LENGTH**2  # bytes in bfloat16
+PAIRS = BATCH * HEADS * LENGTH * (LENGTH + 1) // 2  # of a query and a key, causal
+
+
+def heads(number=HEADS, size=SIZE, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct((BATCH, LENGTH, number, size), dtype)
+
+
+def gradients(attend):
+    """Return a function of the gradients with respect to query, key and value."""
+
+    def loss(q, k, v):
+        return attend(q, k, v).astype(jnp.float32).sum()
+
+    return jax.grad(loss, (0, 1, 2))
+
+
+def cudnn_attention(q, k, v, **options):
+    return jax.nn.dot_product_attention(
+        q, k, v, implementation="cudnn", **{"is_causal": True} | options
+    )
+
+
+@needs_gpu_compiler
+def test_cudnn():
+    """Two products forward and five backward, and no array of all scores."""
+    p = plan(gradients(cudnn_attention), heads(), heads(), heads(), target="h100")
+    assert p.step_time.flops == {"bf16": 2 * PAIRS * SIZE * (2 + 5)}
+    assert not p.step_time.unknown_kernels
+    assert p.device.temporaries < SCORES / 2
+    forward = plan(cudnn_attention, heads(), heads(2), heads(2), target="b200")
+    assert forward.step_time.flops == {"bf16": 2 * PAIRS * SIZE * 2}
+
+
+@needs_gpu_compiler
+@pytest.mark.exhaustive
+def test_cudnn_without_and_with_other_masks():
+    p = plan(
+        lambda q, k, v: cudnn_attention(q, k, v, is_causal=False), heads(), heads(), heads(),
+        target="a100-80",
+    )  # fmt: skip
+    assert p.step_time.flops == {"bf16": 2 * BATCH * HEADS * LENGTH**2 * SIZE * 2}
+    p = plan(
+        lambda q, k, v: cudnn_attention(q, k, v, local_window_size=(127, 0)), heads(), heads(),
+        heads(), target="h100",
+    )  # fmt: skip
+    inside = BATCH * HEADS * (128 * 129 // 2 + (LENGTH - 128) * 128)
+    assert p.step_time.flops == {"bf16": 2 * inside * SIZE * 2}
+
+
+@needs_gpu_compiler
+def test_answers_are_those_of_the_target():
+    """CuDNN takes heads of 256 channels from Hopper on."""
+    large = heads(size=256)
+    with pytest.raises(NotImplementedError, match="head dim must be <= 128"):
+        plan(cudnn_attention, large, large, large, target="a100-80")
+    assert plan(cudnn_attention, large, large, large, target="h100").fits
+
+
+def asked():
+    """Return what the process answers to a question about cuDNN and the device."""
+    try:
+        version = cudnn.check_cudnn_version()
+    except RuntimeError as error:
+        version = str(error)
+    capable = cudnn.check_compute_capability("8.0")
+    return version, capable, jax.extend.backend.get_default_device()
+
+
+def test_other_threads_and_the_process_afterwards_get_the_true_answers():
+    functions = cudnn.check_cudnn_version, jax.extend.backend.get_default_device
+    truth, answers = asked(), {}
+    with answer_queries(find_target("a100-40")):
+        version, capable, device = asked()
+        assert version == 91000 and capable and not cudnn.check_compute_capability("9.0")
+        assert cudnn.is_cuda_compute_capability_equal("8.0")
+        assert (device.platform, device.compute_capability, device.core_count) == (
+            "gpu",
+            "8.0",
+            108,
+        )
+        other = threading.Thread(target=lambda: answers.update(other=asked()))
+        other.start()
+        other.join()
+        with answer_queries(find_target("b200")):
+            assert cudnn.check_compute_capability("10.0")
+        assert asked()[2].compute_capability == "8.0"
+    assert answers["other"] == truth == asked()
+    assert functions == (cudnn.check_cudnn_version, jax.extend.backend.get_default_device)
+
+
+@pytest.mark.parametrize(
+    ("target", "arch"), [("a100-40", (8, 0)), ("h100", (9, 0)), ("b200", (10, 0))]
+)
+def test_mosaic_gpu_compiles_for_the_target(target, arch):
+    """The shim names the function that Mosaic GPU asks in every version of JAX."""
+    gpu = find_target(target)
+    module = pytest.importorskip("jax.experimental.mosaic.gpu.core")
+    if not hasattr(module, "_infer_arch"):  # from jax 0.11 on
+        module = pytest.importorskip("jax.experimental.mosaic.gpu.utils")
+    with _abstract_device(gpu), answer_queries(gpu):
+        assert module._infer_arch() == arch
+
+
+@needs_gpu_compiler
+def test_a_plan_leaves_no_traces():
+    """A function that was planned fails on this machine as before."""
+    fun = jax.jit(cudnn_attention)
+    x = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
+    with pytest.raises(Exception) as before:
+        jax.eval_shape(fun, x, x, x)
+    plan(fun, x, x, x, target="h100")
+    with pytest.raises(type(before.value), match=str(before.value)[:20]):
+        jax.eval_shape(fun, x, x, x)
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("target", ["h100", exhaustive("b200")])
+def test_pallas_mosaic_gpu(target):
+    plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
+
+    def double(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * 2
+
+    x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    p = plan(plgpu.kernel(double, out_type=x), x, target=target)
+    assert list(p.step_time.unknown_kernels.values()) == [1]
+    assert "mosaic_gpu" in next(iter(p.step_time.unknown_kernels))
+    assert p.step_time.memory_bytes == 2 * 4 * 128**2
+
+
+@needs_gpu_compiler
+@pytest.mark.exhaustive
+def test_pallas_mosaic_gpu_attention():
+    mgpu = pytest.importorskip("jax.experimental.pallas.ops.gpu.attention_mgpu")
+    blocks = dict(block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64)
+    config = mgpu.TuningConfig(block_q=64, block_kv=64, max_concurrent_steps=2, **blocks)
+    p = plan(
+        gradients(lambda q, k, v: mgpu.attention(q, k, v, config)),
+        *[heads(dtype="float16")] * 3,
+        target="h100",
+    )  # fmt: skip
+    assert len(p.step_time.unknown_kernels) >= 1
+    assert p.device.temporaries < SCORES
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("implementation", ["triton", "mosaic", "cudnn"])
+@pytest.mark.parametrize("target", ["h100", "b200"])
+def test_tokamax(implementation, target):
+    tokamax = pytest.importorskip("tokamax", reason="pip install tokamax")
+
+    def attend(q, k, v):
+        return tokamax.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+
+    p = plan(gradients(attend), heads(), heads(), heads(), target=target)
+    assert p.device.temporaries < SCORES
+    if implementation == "cudnn":
+        assert p.step_time.flops == {"bf16": 2 * PAIRS * SIZE * (2 + 5)}
+    else:
+        kernels = p.step_time.unknown_kernels
+        assert sum(kernels.values()) >= 2 and all(implementation in name for name in kernels)

@@ -1,0 +1,413 @@
+"""Modelled time: FLOPs against closed formulas and XLA's analysis, and overlap of transfers."""
+
+import dataclasses
+import functools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from effjax import offload_jit, offload_scan
+from effjax.memory import Rates, find_rates, list_targets, plan, step_time
+from effjax.memory._hlo import parse, transfers
+from effjax.memory._work import WorkCounter
+from effjax.memory.targets import find_target
+from effjax.train.lm.config import LMConfig
+from effjax.train.lm.forms import LM_FORMS, lm_training_step
+from tests.programs import needs_gpu_compiler, needs_tpu_compiler
+from tests.tiers import exhaustive
+
+# One FLOP, or one byte, takes a second; links take two.
+UNIT = Rates({"bf16": 1, "f32": 1, "f32_highest": 1}, 1, 0.5, 0.5, 0.5)
+PRODUCT = 2 * 16**3  # seconds of a product of [16, 16] matrices: more than for its bytes
+COPY = 2 * 4 * 16**2  # seconds to copy such a matrix over a link
+
+
+def shape(*size, dtype="float32"):
+    return jax.ShapeDtypeStruct(size, dtype)
+
+
+def program(body, extra=""):
+    """Return a module whose entry computation has `body`; its argument h is on the host."""
+    return f"""HloModule m, is_scheduled=true
+
+{extra}
+ENTRY %main (h: f32[16,16], a: f32[16,16]) -> f32[16,16] {{
+  %h = f32[16,16]{{1,0:S(5)}} parameter(0)
+  %a = f32[16,16]{{1,0}} parameter(1)
+{body}
+}}
+"""
+
+
+START = "%s = (f32[16,16]{1,0}, f32[16,16]{1,0:S(5)}, u32[]) copy-start(%h)"
+DONE = "%d = f32[16,16]{1,0} copy-done(%s)"
+DOT = "f32[16,16]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+
+
+def lines(*texts):
+    return "\n".join(f"  {text}" for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("num_products", "place"), [(0, "between"), (1, "between"), (1, "after"), (2, "between")]
+)
+def test_transfer_is_hidden_by_the_time_of_products_beside_it(num_products, place):
+    # A link half as fast as the others, so that one product does not hide the copy.
+    rates = dataclasses.replace(UNIT, to_device=COPY / 2 / (1.5 * PRODUCT))
+    products = [f"%p{i} = {DOT}" for i in range(num_products)]
+    body = [START, *products, DONE] if place == "between" else [START, DONE, *products]
+    time = step_time(program(lines(*body)), rates)
+    hidden = num_products * PRODUCT if place == "between" else 0
+    assert time.to_device_bytes == 4 * 16**2 and time.to_host_bytes == 0
+    assert time.compute_seconds == num_products * PRODUCT
+    assert time.to_device_seconds == pytest.approx(max(0, 1.5 * PRODUCT - hidden))
+    assert time.seconds == pytest.approx(time.compute_seconds + time.to_device_seconds)
+
+
+def test_copies_of_one_direction_share_their_link():
+    starts = [START.replace("%s", f"%s{i}") for i in range(3)]
+    dones = [DONE.replace("%d", f"%d{i}").replace("%s", f"%s{i}") for i in range(3)]
+    time = step_time(program(lines(*starts, *dones)), UNIT)
+    assert time.to_device_seconds == 3 * COPY
+
+    store = "%t = (f32[16,16]{1,0:S(5)}, f32[16,16]{1,0}, u32[]) copy-start(%a)"
+    stored = "%e = f32[16,16]{1,0:S(5)} copy-done(%t)"
+    time = step_time(program(lines(START, store, DONE, stored)), UNIT)
+    assert (
+        time.to_device_seconds == COPY and time.to_host_seconds == 0
+    )  # the two directions overlap
+    assert time.to_host_bytes == time.to_device_bytes == 4 * 16**2
+
+
+def test_transfer_that_is_not_asynchronous_is_not_hidden():
+    time = step_time(program(lines("%c = f32[16,16]{1,0} copy(%h)", f"%p = {DOT}")), UNIT)
+    assert time.compute_seconds == PRODUCT + 4 * 16**2  # it also writes device memory
+    assert time.to_device_seconds == COPY - 4 * 16**2
+
+
+LOOP = """%body (t: (s32[], f32[16,16])) -> (s32[], f32[16,16]) {
+  %t = (s32[], f32[16,16]{1,0}) parameter(0)
+  %x = f32[16,16]{1,0} get-tuple-element(%t), index=1
+  %y = f32[16,16]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %i = s32[] get-tuple-element(%t), index=0
+  ROOT %r = (s32[], f32[16,16]{1,0}) tuple(%i, %y)
+}
+
+%condition (u: (s32[], f32[16,16])) -> pred[] {
+  %u = (s32[], f32[16,16]{1,0}) parameter(0)
+  %j = s32[] get-tuple-element(%u), index=0
+  %n = s32[]{:T(128)} constant(LIMIT)
+  ROOT %l = pred[]{:T(512)} compare(%j, %n), direction=LT
+}
+"""
+WHILE = """%zero = s32[] constant(0)
+  %t0 = (s32[], f32[16,16]{1,0}) tuple(%zero, %a)
+  %w = (s32[], f32[16,16]{1,0}) while(%t0), condition=%condition, body=%body"""
+COUNT = ', backend_config={"known_trip_count":{"n":"7"}}'
+
+
+def test_loops_count_as_often_as_they_run():
+    time = step_time(program(lines(WHILE + COUNT), LOOP.replace("LIMIT", "9")), UNIT)
+    assert time.flops == {"f32": 7 * PRODUCT} and time.unknown_loops == 0
+    # On a TPU only the limit of the counter is known.
+    time = step_time(program(lines(WHILE), LOOP.replace("LIMIT", "9")), UNIT)
+    assert time.flops == {"f32": 9 * PRODUCT} and time.unknown_loops == 0
+    time = step_time(program(lines(WHILE), LOOP.replace("constant(LIMIT)", "negate(%j)")), UNIT)
+    assert time.flops == {"f32": PRODUCT} and time.unknown_loops == 1
+
+
+def test_loop_hides_a_transfer_around_it():
+    body = lines(START, WHILE, DONE)
+    time = step_time(program(body, LOOP.replace("LIMIT", "7")), UNIT)
+    assert time.to_device_seconds == 0 and time.compute_seconds >= 7 * PRODUCT
+
+
+def test_allocation_on_the_host_is_no_transfer():
+    allocate = '%b = f32[16,16]{1,0:S(5)} custom-call(), custom_call_target="AllocateBuffer"'
+    assert transfers(hlo := program(lines(allocate))) == ()
+    assert step_time(hlo, UNIT).seconds == 0
+
+
+def test_opaque_kernels_are_listed():
+    kernel = (
+        '%k = f32[16,16]{1,0} custom-call(%a), custom_call_target="mosaic_gpu_v2", '
+        'metadata={op_name="jit(f)/flash"}'
+    )
+    time = step_time(program(lines(kernel, kernel.replace("%k", "%k2"))), UNIT)
+    assert time.unknown_kernels == {"mosaic_gpu_v2 (flash)": 2} and time.total_flops == 0
+    assert time.memory_bytes == 4 * 4 * 16**2
+
+
+def test_library_products():
+    """Calls of cuBLAS count by their dimensions and precision, without their workspace."""
+    call = (
+        "%g = (f32[16,16]{1,0}, s8[4194304]{0}) custom-call(%a, %a), "
+        'custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":'
+        '{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],'
+        '"rhs_contracting_dimensions":["0"]},"precision_config":'
+        '{"operand_precision":["HIGHEST","HIGHEST"],"algorithm":"ALG_UNSET"}}}'
+    )
+    time = step_time(program(lines(call)), UNIT)
+    assert time.flops == {"f32_highest": PRODUCT} and not time.unknown_kernels
+    assert time.memory_bytes == 3 * 4 * 16**2
+    default = call.replace("HIGHEST", "DEFAULT")
+    assert step_time(program(lines(default)), UNIT).flops == {"f32": PRODUCT}
+
+
+def test_collectives():
+    reduce = "%r = f32[16,16]{1,0} all-reduce(%a), replica_groups={{0,1,2,3}}, to_apply=%add"
+    time = step_time(program(lines(reduce)), UNIT)
+    assert time.collective_bytes == 2 * 3 / 4 * 4 * 16**2
+    assert time.seconds == time.collective_bytes * 2  # the interconnect
+    gather = "%g = f32[64,16]{1,0} all-gather(%a), replica_groups=[2,4]<=[8], dimensions={0}"
+    assert step_time(program(lines(gather)), UNIT).collective_bytes == 3 * 4 * 16**2
+    everyone = reduce.replace("{{0,1,2,3}}", "{}")
+    time = step_time(program(lines(everyone)), UNIT, num_devices=2)
+    assert time.collective_bytes == 4 * 16**2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(window_strides=(1, 1), padding="SAME"),
+        dict(window_strides=(2, 2), padding="SAME"),
+        dict(window_strides=(2, 1), padding=((3, 0), (0, 2)), rhs_dilation=(2, 1)),
+        dict(window_strides=(1, 1), padding=((1, 2), (0, 1)), lhs_dilation=(2, 3)),
+        dict(window_strides=(1, 1), padding="SAME", feature_group_count=4),
+    ],
+)
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_convolutions_as_xla_counts_them(options, differentiated):
+    """XLA's own analysis counts the products of a program without loops."""
+    groups = options.get("feature_group_count", 1)
+
+    def conv(x, kernel):
+        return lax.conv_general_dilated(
+            x, kernel, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options
+        )
+
+    fun = conv
+    if differentiated:
+        fun = lambda x, kernel: jax.vjp(conv, x, kernel)[1](conv(x, kernel))  # noqa: E731
+    lowered = jax.jit(fun).lower(shape(2, 14, 13, 8), shape(3, 3, 8 // groups, 12))
+    hlo = lowered.compiler_ir("hlo").as_hlo_module().to_string()
+    assert step_time(hlo, UNIT).total_flops == pytest.approx(
+        lowered.cost_analysis()["flops"], rel=0.01
+    )
+
+
+def test_slices_of_stacked_arrays_count_in_part():
+    """A fusion that reads one layer of a stack, and one that writes a layer in place."""
+    fusions = """%read (p: f32[8,16,16], i: s32[]) -> f32[1,16,16] {
+  %p = f32[8,16,16]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %slice = f32[1,16,16]{2,1,0} dynamic-slice(%p, %i, %i, %i), dynamic_slice_sizes={1,16,16}
+}
+
+%write (q: f32[8,16,16], v: f32[1,16,16], k: s32[]) -> f32[8,16,16] {
+  %q = f32[8,16,16]{2,1,0} parameter(0)
+  %v = f32[1,16,16]{2,1,0} parameter(1)
+  %k = s32[] parameter(2)
+  ROOT %update = f32[8,16,16]{2,1,0} dynamic-update-slice(%q, %v, %k, %k, %k)
+}
+"""
+    body = lines(
+        "%stack = f32[8,16,16]{2,1,0} parameter(2)",
+        "%index = s32[] parameter(3)",
+        "%one = f32[1,16,16]{2,1,0} fusion(%stack, %index), kind=kLoop, calls=%read",
+        "%new = f32[8,16,16]{2,1,0} fusion(%stack, %one, %index), kind=kLoop, calls=%write",
+    )
+    layer = 4 * 16**2
+    counter = WorkCounter(module := parse(program(body, fusions)))
+    sizes = {i.name: counter.work(i).memory_bytes for i in module.computations["main"]}
+    assert 2 * layer <= sizes["one"] <= 2 * layer + 16
+    assert 2 * layer <= sizes["new"] <= 2 * layer + 16
+
+
+@pytest.mark.parametrize("name", list_targets())
+def test_every_target_has_rates(name):
+    rates = find_rates(name)
+    assert rates == find_rates(find_target(name))
+    assert rates.flops["bf16"] > rates.flops["f32_highest"] > 1e12
+    assert rates.to_device < rates.memory < 1e13
+    with pytest.raises(ValueError, match="must be one of h100"):
+        find_rates("h300")
+
+
+def test_rates_of_a_described_gpu():
+    """The figures of a data sheet follow from the number of cores and the clock, to a tenth."""
+    for name in ("h100", "a100-80", "l4"):
+        target, published = find_target(name), find_rates(name)
+        rates = find_rates(dataclasses.replace(target, name="mine"))
+        for dtype in ("bf16", "f32", "f32_highest"):
+            assert rates.flops[dtype] == pytest.approx(published.flops[dtype], rel=0.1)
+        assert rates.memory == pytest.approx(published.memory, rel=0.01)
+    lacking = dataclasses.replace(
+        target, name="mine", config=target.config.replace("core_count", "cores")
+    )
+    with pytest.raises(ValueError, match="has no core_count"):
+        find_rates(lacking)
+
+
+def test_rejects_wrong_rates():
+    with pytest.raises(ValueError, match="`flops` must have an entry 'bf16'"):
+        dataclasses.replace(UNIT, flops={"f32_highest": 1})
+    with pytest.raises(ValueError, match="`to_host`"):
+        dataclasses.replace(UNIT, to_host=0)
+
+
+@needs_gpu_compiler
+def test_plan_has_its_time(matmul_plan):
+    time = matmul_plan.step_time
+    assert time.flops == {"f32": 2 * 2 * 1024**3} and not time.unknown_kernels
+    # Two products, each with two operands and a result; tanh may be fused.
+    matrix = 4 * 1024**2
+    assert 6 * matrix <= time.memory_bytes <= 8 * matrix
+    rates = find_rates("h200")
+    least = max(2 * 2 * 1024**3 / rates.flops["f32"], time.memory_bytes / rates.memory)
+    assert least <= matmul_plan.step_seconds <= 2 * least
+    text = str(matmul_plan)
+    assert "modelled time of a call, at published peak rates (not measured)" in text
+    assert "4.3 GFLOP" in text
+    record = json.loads(json.dumps(matmul_plan.to_dict()))
+    assert record["step_seconds"] == matmul_plan.step_seconds
+    assert record["step_time"]["flops"] == {"f32": 2 * 2 * 1024**3}
+    assert record["step_time"]["rates"]["memory"] == rates.memory
+
+
+@needs_gpu_compiler
+def test_rates_can_be_given():
+    def f(a):
+        return jnp.dot(a, a, precision="highest")
+
+    slow = dataclasses.replace(find_rates("h100"), flops={"bf16": 1e12, "f32_highest": 1e9})
+    p = plan(f, shape(512, 512), target="h100", rates=slow)
+    assert p.step_time.flops == {"f32_highest": 2 * 512**3}
+    assert p.step_seconds == pytest.approx(2 * 512**3 / 1e9, rel=0.01)
+
+
+@functools.cache
+def offloaded(num_tokens):
+    sharding = NamedSharding(
+        jax.make_mesh((1,), ("x",)), PartitionSpec(), memory_kind="pinned_host"
+    )
+    weights = jax.ShapeDtypeStruct((16, 2048, 2048), jnp.bfloat16, sharding=sharding)
+
+    def forward(w, x):
+        return offload_scan(lambda w, x, key: jnp.tanh(x @ w), w, x)
+
+    return plan(
+        offload_jit(forward, donate=False),
+        weights,
+        shape(num_tokens, 2048, dtype="bfloat16"),
+        target="h100",
+    )
+
+
+@needs_gpu_compiler
+def test_long_products_hide_the_weights_that_arrive():
+    """Weights take 131 us a layer to arrive; products take 4 us at 512 tokens, 139 at 16384."""
+    few, many = offloaded(512).step_time, offloaded(16384).step_time
+    size = 17 * 2 * 2048**2  # the loop loads the last layer twice
+    for tokens, time in ((512, few), (16384, many)):
+        assert time.flops == {"bf16": 2 * 16 * tokens * 2048**2}
+        assert time.to_device_bytes == size
+    alone = size / find_rates("h100").to_device
+    assert 0.9 * alone <= few.to_device_seconds <= alone
+    assert many.to_device_seconds <= 0.25 * alone
+
+
+# FLOPs of a step of effjax's language model: products of the layers, attention, and head.
+def lm_flops(config, recomputes):
+    width, tokens = config.width, config.batch_size * config.context
+    layer = 12 * width**2  # qkv, out, up, down
+    # The backward pass has two products for each of the forward pass. Recomputation does without
+    # the last product of a layer.
+    products = 3 * layer + (8 * width**2 if recomputes else 0)
+    # All pairs of positions; jax.nn's XLA implementation computes those that the mask removes.
+    attention = (2 + 4 + (2 if recomputes else 0)) * config.context * width
+    head = 4 * 256 * width  # linear_cross_entropy recomputes the logits
+    return 2 * tokens * (config.layers * (products + attention) + head)
+
+
+SMALL = LMConfig(layers=4, width=256, heads=4, context=256, batch_size=8)
+QWEN_8B_LIKE = LMConfig(
+    layers=36, width=4096, heads=32, context=1024, batch_size=4, dtype="bfloat16"
+)
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize(
+    ("config", "form"),
+    [
+        exhaustive(SMALL, "in memory"),
+        exhaustive(SMALL, "offload all, fused"),
+        exhaustive(SMALL, "jax.checkpoint"),
+        exhaustive(SMALL, "offload all"),
+        exhaustive(QWEN_8B_LIKE, "offload all, fused"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"width {value.width}",
+)
+def test_flops_of_a_language_model(config, form):
+    config = dataclasses.replace(config, **LM_FORMS[form])
+    fun, *args = lm_training_step(config)
+    p = plan(fun, *args, target="h100", host_memory_bytes=2**40)
+    assert p.step_time.total_flops == pytest.approx(lm_flops(config, form != "in memory"), rel=0.02)
+    assert not p.step_time.unknown_kernels and not p.step_time.unknown_loops
+    for direction in ("to_device", "to_host"):
+        listed = sum(t.bytes * t.count for t in p.transfers if t.direction == direction)
+        counted = getattr(p.step_time, f"{direction}_bytes")
+        assert counted == pytest.approx(listed, rel=0.001)
+    if form == "offload all, fused":
+        # Parameters and two moments arrive and leave; parameters also arrive for the forward pass.
+        size = 4 * config.layers * 12 * config.width**2
+        boundaries = config.layers * config.batch_size * config.context * config.width
+        boundaries *= jnp.dtype(config.dtype).itemsize
+        assert p.step_time.to_device_bytes == pytest.approx(4 * size + boundaries, rel=0.25)
+        assert p.step_time.to_host_bytes == pytest.approx(3 * size + boundaries, rel=0.25)
+
+
+@needs_tpu_compiler
+@pytest.mark.exhaustive
+def test_flops_and_transfers_on_a_tpu():
+    """Products are convolutions on a TPU, and the compiler does not state the length of loops."""
+    form = "offload all, fused"
+    fun, *args = lm_training_step(dataclasses.replace(SMALL, **LM_FORMS[form]))
+    p = plan(fun, *args, target="v5e")
+    assert p.step_time.total_flops == pytest.approx(lm_flops(SMALL, True), rel=0.02)
+    # The compiler moves a reshape of host arrays to the host.
+    assert all(name.startswith("HostExecute") for name in p.step_time.unknown_kernels)
+    assert not p.step_time.unknown_loops
+    for direction in ("to_device", "to_host"):
+        listed = sum(t.bytes * t.count for t in p.transfers if t.direction == direction)
+        counted = getattr(p.step_time, f"{direction}_bytes")
+        assert counted == pytest.approx(listed, rel=0.001)
+    size = 4 * SMALL.layers * 12 * SMALL.width**2
+    assert 4 * size <= p.step_time.to_device_bytes <= 6 * size
+
+
+@needs_gpu_compiler
+@pytest.mark.exhaustive
+def test_flops_of_convolutions_on_a_gpu():
+    """Calls of cuDNN count as the convolutions that they replace."""
+
+    def loss(kernels, x):
+        for kernel in kernels:
+            x = lax.conv_general_dilated(
+                x, kernel, (2, 2), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+            x = jax.nn.relu(x)
+        return jnp.mean(x**2)
+
+    kernels = [shape(3, 3, 32, 64), shape(3, 3, 64, 64)]
+    fun = jax.jit(jax.grad(loss, (0, 1)))
+    p = plan(fun, kernels, shape(8, 64, 64, 32), target="h100")
+    hlo = fun.lower(kernels, shape(8, 64, 64, 32)).compiler_ir("hlo").as_hlo_module().to_string()
+    counted = step_time(hlo, UNIT)
+    assert p.step_time.total_flops == pytest.approx(counted.total_flops, rel=0.02)
+    assert not p.step_time.unknown_kernels and math.isfinite(p.step_seconds)
