@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 from typer import Argument, Option
 
 from ..train.errors import TrainError, check_orbax_path, printable
-from ..train.images.config import RESNET_DEPTHS
 from .options import SIZE
 
 
@@ -94,11 +93,6 @@ def convert(
     }
     print_table(console, rows.items())
     print_line(console, f"written to {to}")
-    command = f"--init-from {shlex.quote(str(to))} --data folder:PATH"
-    if NETWORKS[model][1] is DENSENET:
-        command = f"effjax train densenet --model {model} {command}"
-    elif (depth := model.removeprefix("resnet")) in map(str, RESNET_DEPTHS):
-        command = f"effjax train resnet --depth {depth} {command}"
-    else:
-        return
-    print_line(console, f"to train it on your images: {command}")
+    kind = "densenet" if NETWORKS[model][1] is DENSENET else "resnet"
+    command = f"effjax train {kind} --model {model} --init-from {shlex.quote(str(to))}"
+    print_line(console, f"to train it on your images: {command} --data folder:PATH")

@@ -68,11 +68,10 @@ class DenseNetConfig(ImageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.model.startswith("resnet"):
-            depth = self.model.removeprefix("resnet")
+        if "resnet" in self.model or "resnext" in self.model:
             raise TrainError(
-                f"`model` (={self.model!r}) is not a DenseNet. Use effjax train resnet"
-                f"{f' --depth {depth}' if depth in map(str, RESNET_DEPTHS) else ''}."
+                f"`model` (={self.model!r}) is not a DenseNet. Use effjax train resnet --model "
+                f"{self.model}."
             )
 
     @property
