@@ -48,6 +48,8 @@ def block_rows():
         ratios = [f"{rows[name]['ratio']:.2f}×" for rows in (fast, slow)]
         temporaries = [f"{rows[name]['temp_bytes'] / 1e6:.0f}" for rows in (planned, slow)]
         yield [name, temporaries[0], *ratios, temporaries[1]]
+    for name in fast.keys() - planned.keys():
+        yield [name, "", *(f"{rows[name]['ratio']:.2f}×" for rows in (fast, slow)), ""]
 
 
 def kept_rows():
@@ -88,14 +90,10 @@ def densenet_rows():
 
 
 def faster_than_torchvision(file):
-    """Return the range of the ratios of all runs."""
-    runs = [
-        measured(file),
-        *map(measured, sorted(MEASURED.glob(f"again/*/{pathlib.Path(file).name}"))),
-    ]
-    assert len(runs) == 5
-    ratios = [run["torchvision"]["seconds"] / run["effjax native"]["seconds"] for run in runs]
-    return f"{min(ratios):.0f}–{max(ratios):.0f}×"
+    """Return the quartiles, over the rounds, of torchvision's time relative to native code's."""
+    low, high = measured(file)["effjax native"]["ratio_quartiles"]
+    low, high = f"{1 / high:.0f}", f"{1 / low:.0f}"
+    return f"{low}×" if low == high else f"{low}–{high}×"
 
 
 def deform_conv_rows():
@@ -268,6 +266,7 @@ def test_readme():
         *(f"{row['kept']} ×" for row in flax),
         f"plain {block['plain autodiff']['seconds']:.2f} s",
         f"`jax.checkpoint` {block[STRONGEST]['seconds']:.2f} s",
+        f"PyTorch {block['PyTorch']['seconds']:.2f} s",
         f"{block[CONV]['seconds']:.2f} s",
         *(f"{1e3 * conv[n]['seconds']:.0f} ms" for n in CONVOLUTIONS),
         faster_than_torchvision(convolution),
