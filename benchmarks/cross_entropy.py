@@ -104,7 +104,7 @@ def plan_losses(
         f"gradients of a language model of {vocabulary} tokens, planned for {target}",
         config | dict(context=context, target=target),
         rows,
-        Bars("peak_bytes", "peak of the gradients [bytes]", groups=("of", "batch_size"), log=True),
+        Bars("peak_bytes", "peak of the gradients [GB]", ("of", "batch_size"), log=True, unit=1e9),
         [f"Sequences of {context} tokens, {config['dtype']}. batch: number of sequences."],
     )
 

@@ -160,7 +160,7 @@ def plan_case(case: Case, target: str = TARGET) -> Result:
         f"ms_deform_attn, {case.queries} queries, forward+backward, planned for {target}",
         case._asdict() | {"target": target},
         rows,
-        Bars("temp_bytes", "temporary memory [bytes]"),
+        Bars("temp_bytes", "temporary memory [MB]", unit=1e6),
     )
 
 

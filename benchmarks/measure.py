@@ -195,5 +195,5 @@ def plan_training(
         f"{title}, planned for {target}",
         {**config, "target": target},
         rows,
-        Bars("peak_bytes", "peak of a training step [bytes]"),
+        Bars("peak_bytes", "peak of a training step [GB]", unit=1e9),
     )

@@ -68,7 +68,7 @@ def make_result(table: str, setting: Setting, rows: list[dict], target: str) -> 
         f"language model, {table}, planned for {target}",
         config | {"target": target, "ours": list(OURS)},
         rows,
-        Bars("planned_device_bytes", "planned device memory of a step [bytes]"),
+        Bars("planned_device_bytes", "planned device memory of a step [GB]", unit=1e9),
     )
 
 

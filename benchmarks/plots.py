@@ -1,6 +1,11 @@
-"""Pictures of tables: bars with quartiles, or growth by depth."""
+"""Pictures of tables: bars with quartiles, or growth by depth.
 
-import itertools
+`PALETTE` is the palette of all pictures: those of the benchmarks, of `docs/draw.py`, and of the
+notebooks, which repeat the colors that they use.
+"""
+
+import collections
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,12 +13,43 @@ from typing import Any
 from .measure import fit_exponent
 from .results import Bars, Curves, Result, is_ours
 
-# Grays that are readable on white and on black.
+# Colors that are readable on white and on black.
 TEXT, GRID = "#808890", "#80889040"
-OURS = ("#2da46e", "#539bf5", "#986ee2", "#39c5cf")
-OTHERS = ("#e5534b", "#e0823d", "#c69026", "#a8842c", "#c96198", "#8d6e63", "#768390")
-QUARTILES = "#c0392b"
-LABEL_GAP = 0.052  # between labels, as a fraction of the axis
+# One color per method, in every picture.
+PALETTE = {
+    "plain": "#e5534b",  # automatic differentiation, everything in device memory
+    "jax.checkpoint": "#e0823d",  # around each layer
+    "jax.checkpoint pass-through": "#c69026",  # around each layer, with the features passed through
+    "jax.checkpoint strongest": "#8d6e63",  # the same, recomputing the 1x1 convolutions
+    "effjax": "#2da46e",  # also save="features", which keeps least
+    "effjax conv": "#539bf5",  # save="conv"
+    "effjax offload": "#986ee2",  # layers streamed from host memory
+    "state on the host": "#1f8a99",  # moved to the device as a whole
+    "Flax": "#c96198",
+    "PyTorch": "#768390",
+}
+# The method of a program, by its name. The first matching pattern counts.
+METHODS = (
+    (r'effjax (save=")?conv', "effjax conv"),
+    (r"efficient=False|^plain|^packed|alone$", "plain"),
+    ("effjax|in memory, fused", "effjax"),
+    ("^(all|activations) offloaded", "effjax offload"),
+    ("moved whole", "state on the host"),
+    ("checkpoint.*recompute", "jax.checkpoint strongest"),
+    ("checkpoint.*pass-through", "jax.checkpoint pass-through"),
+    ("orch", "PyTorch"),
+    ("checkpoint|remat", "jax.checkpoint"),
+    ("in memory", "plain"),
+    ("Flax", "Flax"),
+)
+LINE_STYLES = "-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2))  # variants of one method
+LABEL_GAP = 0.052  # between labels of one line
+
+
+def color_of(name: str) -> str:
+    """Return the color of a program's method, or gray for a method without a color."""
+    found = (PALETTE[method] for pattern, method in METHODS if re.search(pattern, name))
+    return next(found, TEXT)
 
 
 def save(figure: Any, path: Path) -> None:
@@ -40,22 +76,27 @@ def draw_bars(result: Result, plot: Bars) -> Any:
     figure, ax = new_figure(result.title, 1.1 + 0.27 * len(rows))
     limit = 0.0
     for i, row in enumerate(rows):
-        value = row[plot.key]
-        low, high = row.get(f"{plot.key}_quartiles") or (value, value)
+        value, *quartiles = (
+            v / plot.unit for v in (row[plot.key], *(row.get(f"{plot.key}_quartiles") or ()))
+        )
+        low, high = quartiles or (value, value)
         limit = max(limit, value, high)
-        color = OURS[0] if is_ours(result, row["name"]) else TEXT
-        ax.barh(i, value, color=color, alpha=0.85, height=0.7)
+        highlight, color = is_ours(result, row["name"]), color_of(row["name"])
+        # Pale bars, so that lines of the same color show on them.
+        ax.barh(i, value, color=color + "90", edgecolor=color, height=0.7)
         if high > low:
-            ax.plot((low, high), (i, i), "|-", color=QUARTILES, lw=1.4, ms=6)
-        text = f"{value:.1e}" if plot.log else f"{value:.3g}"
-        end = max(value, high), i
+            ax.plot((low, high), (i, i), "|-", color=color, lw=1.6, ms=7)
+        text = f"{value:.1e}" if plot.log and plot.unit == 1 else f"{value:.3g}"
+        weight = "bold" if highlight else "normal"
         style = dict(textcoords="offset points", va="center", color=TEXT, fontsize=8)
-        ax.annotate(text, end, (4, 0), **style)
+        ax.annotate(text, (max(value, high), i), (4, 0), weight=weight, **style)
     ax.set_yticks(range(len(rows)), [_bar_label(row, plot.groups) for row in rows], fontsize=9)
     ax.invert_yaxis()
     ax.grid(axis="x", color=GRID, lw=0.6)
     if plot.log and all(row[plot.key] > 0 for row in rows):
         ax.set_xscale("log")
+        if plot.unit != 1:
+            ax.xaxis.set_major_formatter("{x:g}")
         ax.margins(x=0.15)
     elif limit > 0:
         ax.set_xlim(0, 1.13 * limit)
@@ -85,13 +126,13 @@ def draw_curves(result: Result, plot: Curves) -> Any:
         return None
     figure, ax = new_figure(result.title, 4.2)
     ax.set(xscale="log", yscale="log")
-    ours, others = itertools.cycle(OURS), itertools.cycle(OTHERS)
-    ends = []
+    ends, drawn = [], collections.Counter[str]()
     for name, points in lines.items():
-        highlight = is_ours(result, name)
-        color = next(ours if highlight else others)
+        highlight, color = is_ours(result, name), color_of(name)
+        style = LINE_STYLES[drawn[color] % len(LINE_STYLES)]
+        drawn[color] += 1
         x, y = list(points), list(points.values())
-        ax.plot(x, y, "o-", color=color, lw=2.4 if highlight else 1.6, ms=4)
+        ax.plot(x, y, marker="o", ls=style, color=color, lw=2.4 if highlight else 1.6, ms=4)
         power = f"  ∝ {plot.x}^{fit_exponent(x, y):.2f}" if len(x) > 1 else ""
         last = f"{y[-1]:.0f}" if y[-1] >= 100 else f"{y[-1]:.3g}"
         ends.append(((x[-1], y[-1]), f"{name}  {last}{power}", color, highlight))
@@ -107,20 +148,23 @@ def draw_curves(result: Result, plot: Curves) -> Any:
     return figure
 
 
-def label_ends(ax: Any, ends: Sequence[tuple[tuple[float, float], str, str, bool]]) -> None:
+def label_ends(
+    ax: Any, ends: Sequence[tuple[tuple[float, float], str, str, bool]], gap: float = LABEL_GAP
+) -> None:
     """Write labels right of the axes, pushed apart where lines end close together.
 
     Args:
         ax: The axes, with all lines drawn.
         ends: Last point of each line, its label, its color, and whether the label is bold.
+        gap: Smallest distance of two labels, as a fraction of the axis.
     """
     ax.figure.draw_without_rendering()  # sets the limits of the axes
     to_axes = ax.transData + ax.transAxes.inverted()
     labels = sorted((to_axes.transform(end)[1], *rest) for end, *rest in ends)
     height = -1.0
     for i, (wanted, text, color, bold) in enumerate(labels):
-        highest = 1 - LABEL_GAP * (len(labels) - 1 - i)  # leaves room for the labels above
-        height = max(min(wanted, highest), height + LABEL_GAP)
+        highest = 1 - gap * (len(labels) - 1 - i)  # leaves room for the labels above
+        height = max(min(wanted, highest), height + gap)
         line = dict(clip_on=False, scalex=False, scaley=False)
         xs, ys = (1.005, 1.03), (wanted, height)
         ax.plot(xs, ys, color=color, lw=0.7, transform=ax.transAxes, **line)
@@ -134,7 +178,7 @@ def new_figure(title: str, height: float, width: float = 9) -> tuple[Any, Any]:
 
     figure = Figure(figsize=(width, height), layout="constrained")
     ax = figure.subplots(subplot_kw={"facecolor": "none"})
-    ax.set_title(title, color=TEXT, fontsize=9, loc="left", wrap=True)
+    ax.set_title(title, color=TEXT, fontsize=9, loc="left", wrap=True, pad=12)
     ax.tick_params(colors=TEXT, labelsize=9)
     for side, spine in ax.spines.items():
         spine.set(color=TEXT, visible=side in ("left", "bottom"))

@@ -28,12 +28,14 @@ class Bars(NamedTuple):
     """A plot with a horizontal bar per row, and quartiles where a row has `KEY_quartiles`.
 
     groups: keys of the rows that are shown beside their names.
+    unit: the unit of the label; values are divided by it.
     """
 
     key: str
     label: str
     groups: Sequence[str] = ()
     log: bool = False
+    unit: float = 1.0
 
 
 class Curves(NamedTuple):

@@ -1,21 +1,24 @@
-"""Draw the pictures of the documentation: `python docs/draw.py` writes docs/images.
+"""Draw the pictures of the documentation: `python -m docs.draw` writes docs/images.
 
-kept_by_depth.svg is the picture of the benchmark `depth`.
+Run it in the root of a clone. The plots show recorded numbers (docs/measured).
 """
 
 import json
+import math
 from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
 
+from benchmarks.plots import GRID as FAINT
+from benchmarks.plots import PALETTE, TEXT, color_of, draw, label_ends, new_figure, save
+from benchmarks.results import Curves, Result
+
 IMAGES = Path(__file__).parent / "images"
-PLANNED = Path(__file__).parent / "measured" / "planned"
-# Colors that are readable on white and on black.
-TEXT, FAINT = "#808890", "#80889040"
-BLUE, GREEN, ORANGE, RED = "#539bf5", "#2da46e", "#e0823d", "#e5534b"
-# No dates or random names, so that the same program gives the same file. Text stays text.
-STYLE = {"svg.hashsalt": "effjax", "svg.fonttype": "none", "font.size": 9, "text.color": TEXT}
+MEASURED = Path(__file__).parent / "measured"
+# Colors of the schematics. Methods have those of the palette.
+BLUE, GREEN, ORANGE, RED, PURPLE = "#539bf5", "#2da46e", "#e0823d", "#e5534b", "#986ee2"
+STYLE = {"font.size": 9, "text.color": TEXT}
 
 
 def panels(width, height, *ratios):
@@ -154,26 +157,219 @@ def batch_norm(devices=4):
     return figure
 
 
-# Name in the JSON: label, color, line width.
+def channels(ax, x, y, widths, color, kept=True):
+    """Draw an array as a row of boxes, as wide as their channels; dashed if it is not kept."""
+    style = dict(facecolor=color + "70", edgecolor=color, lw=0.8)
+    if not kept:
+        style = dict(facecolor="none", edgecolor=TEXT, lw=0.7, ls=(0, (2, 1.5)))
+    for width in widths:
+        ax.add_patch(matplotlib.patches.Rectangle((x, y), width, 0.5, **style))
+        x += width
+
+
+def statistics(ax, x, y, count):
+    """Draw a dot per channel."""
+    ax.plot([x + i + 0.5 for i in range(count)], [y + 0.25] * count, "o", color=ORANGE, ms=4)
+
+
+def dense_block(layers=4):
+    """Draw the arrays of each layer of a dense block, and which of them are kept."""
+    figure, plain, ours = panels(7.6, 3.7, 1, 1)
+    wide, gap = layers + 1, 0.8  # channels in units of the growth rate; the input has two
+    columns = [0, wide + gap, 2 * (wide + gap), 2 * (wide + gap) + 4 + gap]
+    end = columns[-1] + 1
+
+    for ax, name, color in ((plain, "plain autodiff", RED), (ours, "effjax.dense_block", GREEN)):
+        efficient = ax is ours
+        ax.text(end / 2, 1.95, name, ha="center", color=color, weight="bold", fontsize=10)
+        headings = "concatenation", "norm, ReLU", "1×1 conv", "3×3\nconv"
+        for x, width, text in zip(columns, (wide, wide, 4, 1), headings, strict=True):
+            ax.text(x + width / 2, 0.9, text, ha="center", va="bottom", fontsize=7.5)
+        channels(ax, columns[3] - 1, 0.25, [2], color)
+        ax.text(columns[3] - 1.2, 0.5, "input", ha="right", va="center", fontsize=7.5)
+        statistics(ax, columns[3] - 1, 0.25, 2 if efficient else 0)
+        for i in range(layers):
+            y, widths = -0.75 * (i + 1), [2] + [1] * i
+            ax.text(-0.4, y + 0.25, f"layer {i + 1}", ha="right", va="center", fontsize=7.5)
+            channels(ax, columns[0], y, widths, color, kept=not efficient)
+            channels(ax, columns[1], y, widths, color, kept=not efficient)
+            channels(ax, columns[2], y, [4], PALETTE["effjax conv"] if efficient else color)
+            channels(ax, columns[3], y, [1], color)
+            if not efficient:
+                statistics(ax, columns[1], y, 2 + i)
+            elif i < layers - 1:  # no layer of the block reads the last one
+                statistics(ax, columns[3], y, 1)
+        ax.set(xlim=(-3.4, end + 0.3), ylim=(-0.75 * layers - 2.5, 2.4))
+
+    for ax, *lines in (
+        (plain, "kept for the backward pass", "", "statistics of a channel: in each layer"),
+        (ours, 'kept; blue only by save="conv"', "recomputed", "statistics of a channel: once"),
+    ):
+        for row, text in enumerate(lines):
+            y = -0.75 * layers - 1.05 - 0.65 * row
+            ax.text(2.2, y + 0.25, text, va="center", fontsize=8)
+            if row == 2:
+                statistics(ax, 0.3, y, 1)
+            elif text:
+                channels(ax, 0, y, [1], RED if ax is plain else GREEN, kept=row == 0)
+                if row == 0 and ax is ours:
+                    channels(ax, 1, y, [0.8], PALETTE["effjax conv"])
+    return figure
+
+
+SHAPES = (  # kind, center and half of the side, in pixels of an image of 128x128
+    ("triangle", (28, 30), 11),
+    ("circle", (92, 30), 23),
+    ("square", (52, 84), 40),
+)
+
+
+def detection():
+    """Draw a backbone, its pyramid, and the level from which each box is pooled."""
+    figure, ax = panels(7.6, 3.2)
+    colors, strides = (GREEN, BLUE, PURPLE), (4, 8, 16)
+    size = 128
+
+    def frame(x, y, side, color=TEXT, cells=0, **options):
+        ax.add_patch(
+            matplotlib.patches.Rectangle(
+                (x, y), side, side, facecolor=color + "18", edgecolor=color, **{"lw": 1} | options
+            )
+        )
+        # All lines of one direction are one path; NaN separates them.
+        across = [at for _ in range(1, cells) for at in (0, side, math.nan)]
+        along = [side * i / cells for i in range(1, cells) for _ in range(3)]
+        for dx, dy in ((across, along), (along, across)):
+            at = [x + a for a in dx], [y + a for a in dy]
+            ax.plot(*at, color=color, lw=0.5, alpha=0.45)
+
+    def box_on(x, y, side, center, half, color, lw=1.6):
+        scale = side / size
+        corner = x + (center[0] - half) * scale, y + side - (center[1] + half) * scale
+        frame(*corner, 2 * half * scale, color, lw=lw)
+
+    image, at_image = 4.2, (0, 2.2)
+    frame(*at_image, image)
+    for kind, (x, y), half in SHAPES:
+        scale = image / size
+        middle, radius = (at_image[0] + x * scale, at_image[1] + image - y * scale), half * scale
+        if kind == "circle":
+            shape = matplotlib.patches.Circle(middle, radius, fc=FAINT, ec=TEXT, lw=0.8)
+        elif kind == "square":
+            shape = matplotlib.patches.Rectangle(
+                (middle[0] - radius, middle[1] - radius), 2 * radius, 2 * radius,
+                fc=FAINT, ec=TEXT, lw=0.8,
+            )  # fmt: skip
+        else:
+            points = [(-radius, -radius), (radius, -radius), (0, radius)]
+            shape = matplotlib.patches.Polygon(
+                [(middle[0] + dx, middle[1] + dy) for dx, dy in points], fc=FAINT, ec=TEXT, lw=0.8
+            )
+        ax.add_patch(shape)
+    ax.text(image / 2, at_image[1] - 0.2, "image and boxes", ha="center", va="top")
+
+    sides, bottoms = (3.3, 2.3, 1.6), (0.0, 3.7, 6.4)
+    backbone, pyramid, pooled = 7.6, 12.6, 17.2
+    for level, (side, y, stride) in enumerate(zip(sides, bottoms, strides, strict=True)):
+        color = colors[level]
+        left = backbone - side / 2
+        frame(left, y, side, cells=size // stride)
+        plane = pyramid - side / 2
+        frame(plane, y, side, color, cells=size // stride)
+        arrow(ax, (left + side + 0.1, y + side / 2), (plane - 0.1, y + side / 2))
+        ax.text(left - 0.15, y + side, f"stride {stride}", ha="right", va="top", fontsize=7.5)
+        if level:  # up the backbone, down the pyramid
+            below = bottoms[level - 1] + sides[level - 1]
+            arrow(ax, (backbone, below + 0.05), (backbone, y - 0.05))
+            arrow(ax, (pyramid, y - 0.05), (pyramid, below + 0.05), color)
+    arrow(ax, (image + 0.1, at_image[1] + 0.5), (backbone - sides[0] / 2 - 0.1, 1.9))
+    ax.text(backbone, 8.65, "ResNet", ha="center", weight="bold")
+    ax.text(backbone, 8.2, "deformable stages", ha="center", fontsize=7.5)
+    ax.text(pyramid, 8.65, "FeaturePyramid", ha="center", weight="bold")
+    ax.text(pyramid, 8.2, "features of all strides", ha="center", fontsize=7.5)
+    ax.text(pooled + 0.7, 8.65, "multiscale_roi_align", ha="center", weight="bold")
+    ax.text(pooled + 0.7, 8.2, "each box from one level", ha="center", fontsize=7.5)
+
+    for kind, center, half in SHAPES:
+        # The rule of effjax.multiscale_roi_align for canonical_scale=32 and canonical_level=3.
+        level = math.floor(3 + math.log2(2 * half / 32)) - 2
+        color, side, y = colors[level], sides[level], bottoms[level]
+        box_on(*at_image, image, center, half, color)
+        box_on(pyramid - side / 2, y, side, center, half, color)
+        middle = y + side / 2
+        frame(pooled, middle - 0.7, 1.4, color, cells=7)
+        arrow(ax, (pyramid + side / 2 + 0.1, middle), (pooled - 0.1, middle), color)
+        arrow(ax, (pooled + 1.5, middle), (pooled + 2.2, middle), color)
+        ax.text(pooled + 2.3, middle, f"{kind},\nrefined box", va="center", color=color)
+    ax.set(xlim=(-0.1, pooled + 4.9), ylim=(-0.1, 9.0), aspect="equal")
+    return figure
+
+
+# The same training step twice; tests/test_docs.py runs both.
+BEFORE = """\
+model = nnx.Sequential(*layers)
+optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+@nnx.jit
+def train_step(model, optimizer, x, labels):
+    def loss_fn(model):
+        return cross_entropy(model(x), labels).mean()
+
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    optimizer.update(model, grads)
+    return loss
+"""
+AFTER = """\
+model = effjax.nnx.OffloadModel(layers).to_host()
+optimizer = effjax.nnx.OffloadOptimizer(model, tx)
+
+
+@effjax.nnx.offload_jit
+def train_step(model, optimizer, x, labels):
+    def loss_fn(model):
+        return cross_entropy(model(x), labels).mean()
+
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    optimizer.update(model, grads)
+    return loss
+"""
+
+
+def before_after():
+    """Draw a training step in device memory and offloaded, with the changed lines marked."""
+    figure, *axes = panels(7.6, 2.75, 1, 1)
+    before, after = BEFORE.splitlines(), AFTER.splitlines()
+    titles = "everything in device memory", "everything in host memory"
+    colors = PALETTE["plain"], PALETTE["effjax offload"]
+    programs = zip(axes, titles, (before, after), colors, strict=True)
+    for ax, title, lines, color in programs:
+        ax.text(0, 1.3, title, color=color, weight="bold", fontsize=10)
+        for i, (line, old, new) in enumerate(zip(lines, before, after, strict=True)):
+            if old != new:
+                style = dict(facecolor=color + "28", edgecolor="none")
+                ax.add_patch(matplotlib.patches.Rectangle((-0.6, -i - 0.5), 58, 1, **style))
+            style = dict(va="center", family="monospace", fontsize=7.4)
+            ax.text(0, -i, line.replace(" ", "\u00a0"), parse_math=False, **style)
+        ax.set(xlim=(-0.6, 57.4), ylim=(-len(lines) + 0.3, 2.1))
+    return figure
+
+
+# Labels of the programs in the JSON; the right panel shows the last four.
 BLOCKS = {
-    "plain autodiff": ("plain", RED, 1.8),
-    "jax.checkpoint a layer": ("jax.checkpoint per layer", ORANGE, 1.8),
-    "jax.checkpoint pass-through": ("jax.checkpoint, pass-through", "#c69026", 1.8),
-    'effjax save="conv"': ('effjax, save="conv"', BLUE, 2.6),
-    "jax.checkpoint pass-through, recompute conv1": (
-        "jax.checkpoint, recomputing most",
-        "#a8842c",
-        1.8,
-    ),
-    'effjax save="features"': ('effjax, save="features"', GREEN, 2.6),
+    "plain autodiff": "plain autodiff",
+    "jax.checkpoint a layer": "jax.checkpoint\nper layer",
+    "jax.checkpoint pass-through": "jax.checkpoint,\nfeatures passed through",
+    'effjax save="conv"': 'effjax save="conv"',
+    "jax.checkpoint pass-through, recompute conv1": "strongest jax.checkpoint",
+    'effjax save="features"': 'effjax save="features"',
 }
-LABEL_GAP = 0.052  # between labels, as a fraction of the axis
 
 
 def read_peaks():
     """Return {name: {layers: GB}} of the recorded plans of a dense block."""
     peaks = {name: {} for name in BLOCKS}
-    for path in PLANNED.glob("memory_block_*_h200.json"):
+    for path in MEASURED.glob("planned/memory_block_*_h200.json"):
         layers = int(path.stem.split("_")[2])
         for row in json.loads(path.read_text())["rows"]:
             if row["name"] in peaks:
@@ -182,46 +378,69 @@ def read_peaks():
 
 
 def memory_by_depth():
-    """Draw the planned peak of a dense block against its depth, each line labeled at its end."""
+    """Draw the planned peak of a dense block against its depth: all programs, and the best."""
     peaks = read_peaks()
-    figure = Figure(figsize=(7.6, 3.9), layout="constrained")
-    ax = figure.subplots(subplot_kw={"facecolor": "none"})
-    layers = sorted({n for by_layers in peaks.values() for n in by_layers})
-    top = 1.05 * max(max(by_layers.values()) for by_layers in peaks.values())
-    height = -1.0
-    for name, by_layers in sorted(peaks.items(), key=lambda item: item[1][layers[-1]]):
-        label, color, width = BLOCKS[name]
-        last = by_layers[layers[-1]]
-        ax.plot([*by_layers], [*by_layers.values()], "o-", color=color, lw=width, ms=4)
-        height = max(last / top, height + LABEL_GAP)
-        ends = (1.005, 1.03), (last / top, height)
-        ax.plot(*ends, color=color, lw=0.7, transform=ax.transAxes, clip_on=False)
-        weight = "bold" if "effjax" in label else "normal"
-        text = dict(color=color, fontsize=9, va="center", weight=weight, transform=ax.transAxes)
-        ax.text(1.04, height, f"{label}  {last:.2f} GB", **text)
-    ax.set(xlim=(0, layers[-1]), ylim=(0, top), xticks=layers)
-    ax.set_xlabel("layers of the block", color=TEXT, fontsize=9)
-    ax.set_ylabel("peak memory of a training step [GB]", color=TEXT, fontsize=9)
-    title = "DenseNet-BC block, growth rate 12, batch 64 of 32×32, planned for H200"
-    ax.set_title(title, color=TEXT, fontsize=9, loc="left")
-    ax.tick_params(colors=TEXT, labelsize=9)
-    ax.grid(color=FAINT, lw=0.6)
-    for side, spine in ax.spines.items():
-        spine.set(color=TEXT, visible=side in ("left", "bottom"))
+    figure, left = new_figure("all", 3.5, 7.6)
+    left.remove()
+    left, right = figure.subplots(
+        1, 2, width_ratios=(1, 1), subplot_kw={"facecolor": "none"}, gridspec_kw={"wspace": 0.1}
+    )
+    layers = [*next(iter(peaks.values()))]
+    best = list(BLOCKS)[2:]
+    for ax, names in ((left, list(BLOCKS)), (right, best)):
+        for name in names:
+            ours = "effjax" in name
+            ax.plot(
+                layers, peaks[name].values(), "o-", color=color_of(name), lw=2.6 if ours else 1.8,
+                ms=4,
+            )  # fmt: skip
+        top = 1.05 * max(peaks[name][layers[-1]] for name in names)
+        ax.set(xlim=(0, layers[-1] + 1), ylim=(0, top), xticks=layers)
+        ax.set_xlabel("layers of the block", color=TEXT, fontsize=9)
+        ax.tick_params(colors=TEXT, labelsize=9)
+        ax.grid(color=FAINT, lw=0.6)
+        for side, spine in ax.spines.items():
+            spine.set(color=TEXT, visible=side in ("left", "bottom"))
+    left.set_ylabel("peak of a training step [GB]", color=TEXT, fontsize=9)
+    left.set_title("all", color=TEXT, fontsize=9, loc="left")
+    right.set_title("the best four, enlarged", color=TEXT, fontsize=9, loc="left")
+    for ax, names in ((left, list(BLOCKS)[:2]), (right, best)):
+        ends = []
+        for name in names:
+            last = peaks[name][layers[-1]]
+            label = f"{BLOCKS[name]}\n{last:.2f} GB"
+            ends.append(((layers[-1], last), label, color_of(name), "effjax" in name))
+        label_ends(ax, ends, gap=0.125)
+    title = "DenseNet-BC block, growth rate 12, batch 64 of 32×32 images, planned for an H200"
+    figure.suptitle(title, color=TEXT, fontsize=9, x=0.01, ha="left")
     return figure
+
+
+def kept_by_depth():
+    """Draw the bytes that a dense block keeps, as the benchmark `depth` does."""
+    record = json.loads((MEASURED / "growth/depth_kept.json").read_text())
+    plot = Curves("layers", "kept_bytes", "kept for the backward pass [MB]", 1e6)
+    return draw(Result("depth_kept", record["title"], {}, record["rows"], plot))
+
+
+PICTURES = {
+    "offload_timeline": offload,
+    "deform_conv_taps": deform_conv,
+    "batch_norm_devices": batch_norm,
+    "dense_block": dense_block,
+    "detection": detection,
+    "before_after": before_after,
+    "memory_by_depth": memory_by_depth,
+    "kept_by_depth": kept_by_depth,
+}
 
 
 def main():
     """Write all pictures."""
     with matplotlib.rc_context(STYLE):
-        for name, draw in {
-            "offload_timeline": offload,
-            "deform_conv_taps": deform_conv,
-            "batch_norm_devices": batch_norm,
-            "memory_by_depth": memory_by_depth,
-        }.items():
+        for name, draw_picture in PICTURES.items():
             path = IMAGES / f"{name}.svg"
-            draw().savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
+            save(draw_picture(), path)
             print(path)
 
 

@@ -18,11 +18,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import typer
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import effjax
+import effjax.nnx
 from benchmarks.__main__ import SUBJECTS
+from benchmarks.plots import PALETTE, TEXT, color_of
 from effjax.cli.app import app
 from tests.programs import why_not
 from tests.tiers import exhaustive
@@ -206,6 +211,35 @@ def test_notebooks_use_public_names(notebook):
             names = {alias.name for alias in node.names}
             exported = {n for n in dir(module) if n[0] != "_"}
             assert names <= exported, module
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.name)
+def test_notebooks_have_the_palette_of_the_benchmarks(notebook):
+    """Check that a notebook, which imports no benchmark, repeats the colors of the methods."""
+    code = cells(notebook, "code")
+    assert "tab:" not in code and set(re.findall("#[0-9a-f]{6}", code)) <= set(PALETTE.values())
+    for name, color in re.findall(r'"([^"]+)": (?:dict\(color=)?"(#\w{6})"', code):
+        assert color_of(name) in (color, TEXT), name
+
+
+def test_before_and_after_compute_the_same():
+    """Run both programs of the picture before_after.svg."""
+    pytest.importorskip("matplotlib")
+    draw = importlib.import_module("docs.draw")
+    losses = []
+    for program in (draw.BEFORE, draw.AFTER):
+        rngs = nnx.Rngs(0)
+        names = dict(
+            effjax=effjax, nnx=nnx, tx=optax.adam(1e-2),
+            layers=[nnx.Linear(4, 8, rngs=rngs), nnx.relu, nnx.Linear(8, 3, rngs=rngs)],
+            cross_entropy=optax.softmax_cross_entropy_with_integer_labels,
+        )  # fmt: skip
+        exec(program, names)
+        x, labels = jax.random.normal(jax.random.key(0), (6, 4)), jnp.arange(6) % 3
+        step = names["train_step"]
+        losses.append([float(step(names["model"], names["optimizer"], x, labels)) for _ in "123"])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert losses[0][2] < losses[0][0]
 
 
 @pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=lambda p: p.name)

@@ -191,7 +191,7 @@ class MemoryPlan(Printable):
         for count, buffer in _group_buffers(self.peak_buffers)[:most]:
             place = short_path(buffer.source) or _short_operation(buffer.operation)
             bars.append(Bar(f"{count}× {buffer.shape}  {place}", buffer.bytes, buffer.kind))
-        ax = bar_chart(bars, ax, "GB in device memory at the peak")
+        ax = bar_chart(bars, ax, "device memory at the peak")
         ax.set_title(summarize(self).replace("; ", "\n"), fontsize="medium")
         return ax
 
@@ -227,7 +227,8 @@ class Comparison(Printable, dict[str, MemoryPlan]):
         """Draw a bar per plan, by kind of memory, with matplotlib; return the axes."""
         first = next(iter(self.values()))
         available = first.available_bytes
-        label = f"GB at the peak, of {available / 1e9:.1f} on {first.target.description}"
+        where = f"{format_bytes(available)} available on {first.target.description}"
+        label = f"device memory at the peak, of {where}"
         sizes = {name: _bytes_by_kind(plan) for name, plan in self.items()}
         return stacked_bar_chart(sizes, ax, label, available)
 
@@ -272,7 +273,7 @@ class MaxBatch(Printable):
             "fits": [point for point in tried if point[0] <= self.batch_size],
             "does not fit": [point for point in tried if point[0] > self.batch_size],
         }
-        ax = scatter_chart(points, ax, "batch", self.plan.available_bytes)
+        ax = scatter_chart(points, ax, "batch size", self.plan.available_bytes)
         ax.set_title(f"largest batch: {self.batch_size or 'none fits'}", fontsize="medium")
         return ax
 
@@ -321,7 +322,7 @@ class ResidualReport(Printable):
             Bar(f"{count}× {_array_name(shape, dtype)}", size, "temporary")
             for shape, dtype, count, size in self.arrays[:most]
         ]
-        return bar_chart(bars, ax, "GB kept for the backward pass", legend=False)
+        return bar_chart(bars, ax, "kept for the backward pass", legend=False)
 
 
 def summarize(plan: MemoryPlan) -> str:

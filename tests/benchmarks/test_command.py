@@ -1,6 +1,7 @@
 """`python -m benchmarks`, its tables, pictures and JSON, with benchmarks that measure nothing."""
 
 import json
+import pathlib
 
 import pytest
 
@@ -20,6 +21,7 @@ from benchmarks.results import (
 )
 from effjax.memory import PlanError
 
+ROOT = pathlib.Path(__file__).parents[2]
 ROWS = [{"name": "theirs", "ratio": 1.0}, {"name": "effjax", "ratio": 0.5}]
 
 
@@ -226,6 +228,9 @@ def test_bars(tmp_path):
     rows = [{"name": "a", "of": "x", "mean": 1e4, "error": e} for e in (0.5, 1e-5)]
     svg = draw_svg(tmp_path, Result("file", "t", {}, rows, plot))
     assert "a, x, mean 10000" in svg and "1.0e-05" in svg
+    plot = Bars("error", "error [1/1000]", log=True, unit=1e-3)  # values in the unit of the label
+    svg = draw_svg(tmp_path, Result("file", "t", {}, rows, plot))
+    assert ">500<" in svg and ">0.01<" in svg
     assert plots.draw(Result("file", "t", {}, [{"name": "a"}])) is None
     assert plots.draw(Result("file", "t", {}, rows, None)) is None
 
@@ -241,6 +246,21 @@ def test_curves(tmp_path):
     assert "plain  0.0276  ∝ layers^2.00" in svg and ">96<" in svg
     assert "effjax  0.00048  ∝ layers^1.00" in svg
     assert plots.draw(Result("file", "t", {}, [{"name": "a", "layers": 2}], plot)) is None
+
+
+def test_a_method_has_one_color():
+    """Check that programs of published results have the color of their method."""
+    results = [json.loads(path.read_text()) for path in ROOT.glob("docs/measured/*/*.json")]
+    names = {row["name"] for result in results for row in result.get("rows", ()) if "name" in row}
+    gray = {name for name in names if plots.color_of(name) == plots.TEXT}
+    assert len(names) > 20 and not {n for n in gray if not n.startswith(("columns", "gradients"))}
+    ours = 'effjax save="conv"', "effjax conv", 'effjax save="features"', "effjax features"
+    conv, same, features, also = map(plots.color_of, ours)
+    assert conv == same != features == also
+    assert len(set(plots.PALETTE.values())) == len(plots.PALETTE)
+    steps = ("plain autodiff", "jax.checkpoint a layer", "jax.checkpoint pass-through",
+             "jax.checkpoint pass-through, recompute conv1", *ours[::2])  # fmt: skip
+    assert len({plots.color_of(step) for step in steps}) == len(steps)
 
 
 def test_headlines():

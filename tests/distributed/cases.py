@@ -32,15 +32,18 @@ class Case(NamedTuple):
     batches: list[dict[str, np.ndarray]]
 
 
-def data_mesh() -> Mesh:
+def data_mesh(name: str) -> Mesh:
+    """Return the mesh of a case: the default one, with Explicit axes, for the network."""
+    axis_type = AxisType.Explicit if name == "network" else AxisType.Auto
     devices = jax.devices()[:DEVICES]
-    return jax.make_mesh((DEVICES,), ("data",), (AxisType.Auto,), devices=devices)
+    return jax.make_mesh((DEVICES,), ("data",), (axis_type,), devices=devices)
 
 
 def results(cases: Sequence[str]) -> dict[str, np.ndarray]:
     """Return the losses and the final state of each case, by name."""
-    mesh, arrays = data_mesh(), {}
+    arrays = {}
     for name, way in map(str.split, cases):
+        mesh = data_mesh(name)
         step, state, batches = CASES[name](way, mesh)
         losses = []
         for batch in batches:
@@ -207,10 +210,22 @@ def all_four(way: str, mesh: Mesh) -> Case:
     The optimizer is not Adam: the gradients of biases before a norm are rounding errors, which Adam
     would scale up to the size of the others.
     """
-    own = network()
+    own, tx = network(), optax.sgd(0.01, momentum=0.9)
     sizes = own.Sizes(stem=4, growth=2, dense=(2, 1), patch=1, width=8, heads=2, layers=2)
-    state, step = own.make_training(sizes, optax.sgd(0.01, momentum=0.9), way, mesh)
-    return Case(step, state, digits())
+    same = optax.chain(optax.identity(), tx)  # its state has the structure of that under pmap
+    if way != "pmap":
+        state, step = own.make_training(sizes, same, way, mesh)
+        return Case(step, state, digits())
+    # The gradients are those of the loss of one device. The stack stays on the devices.
+    mean = optax.stateless(lambda grads, params: lax.pmean(grads, "data"))
+    parts = own.loss_functions(sizes, "data")
+    options: dict[str, Any] = {"has_state": True, "params_in": "device"}
+    step = effjax.offload_train_step(*parts, optax.chain(mean, tx), **options).step
+    init = effjax.offload_train_step(*parts, same, **options).init
+    start, _ = own.make_training(sizes, tx, "shard_map", mesh)
+    blocks = whole(start.layers, mesh)
+    state = init(blocks, start.others, start.model_state)
+    return Case(over_devices(step, way, mesh), state, digits())
 
 
 OPERATORS = {

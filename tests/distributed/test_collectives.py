@@ -24,7 +24,7 @@ NORMALIZED = {"batch_norm": CHANNELS, "dense_block": CHANNELS + 2 + 2 * 4}  # ch
 
 def exchanged(name: str, way: str) -> tuple[tuple[Collective, ...], Any]:
     """Return the collectives of a step, and the state."""
-    mesh = data_mesh()
+    mesh = data_mesh(name)
     step, state, batches = CASES[name](way, mesh)
     args = state, own_rows(batches[0], way, mesh)
     lowered = step.lower(*args) if way == "pmap" else step.trace(*args).lower()

@@ -45,7 +45,8 @@ def test_rendering(matmul_plan, capsys):
     ax = result.plot()
     assert [label.get_text() for label in ax.get_yticklabels()] == ["one", "other"]
     widths = sum(bar.get_width() for bars in ax.containers for bar in bars)
-    assert widths == pytest.approx(2 * matmul_plan.peak_device_bytes / 1e9)
+    assert widths == pytest.approx(2 * matmul_plan.peak_device_bytes / 1e6)
+    assert ax.get_xlabel().endswith("[MB]")
     matplotlib.pyplot.close(ax.figure)
     rich.print(result)
     assert "other" in capsys.readouterr().out

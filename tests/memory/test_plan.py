@@ -75,6 +75,8 @@ def test_plot(matmul_plan):
     ax = matmul_plan.plot(most=3)
     assert len(ax.get_yticklabels()) == 3
     assert [text.get_text() for text in ax.texts] == ["4.2 MB"] * 3
+    assert ax.get_xlabel().endswith("[MB]")  # the unit of the labels
+    assert [round(bar.get_width(), 1) for bar in ax.patches] == [4.2] * 3
     matplotlib.pyplot.close(ax.figure)
     small = dataclasses.replace(matmul_plan.peak_buffers[0], shape="f32[1]", bytes=4)
     ax = dataclasses.replace(matmul_plan, peak_buffers=(*matmul_plan.peak_buffers, small)).plot()

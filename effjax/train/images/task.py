@@ -291,11 +291,11 @@ class ImageTask(Task[ImageResult]):
         axes.plot(x, [r["train_loss"] for r in records], "C0.-", label="train loss")
         if not len(self.dataset.validation_images):
             return
-        axes.plot(x, [r["validation_loss"] for r in records], "C2.-", label="validation loss")
+        axes.plot(x, [r["validation_loss"] for r in records], "C1.-", label="validation loss")
         right = axes.twinx()
         accuracy = [100 * r["validation_accuracy"] for r in records]
-        right.plot(x, accuracy, "C1.-", label="validation accuracy")
-        right.set(ylabel="validation accuracy (%)")
+        right.plot(x, accuracy, "C2.--", label="validation accuracy", clip_on=False)
+        right.set(ylabel="validation accuracy (%)", ylim=(0, 100))
 
     def result(
         self, records: Sequence[Record], best: Record, tested: Metrics, began: float

@@ -75,7 +75,9 @@ def test_the_curve_has_the_losses_of_both_sets():
     task = small.image_task()
     measured = {"loss": 1.0, "accuracy": 0.5}
     records = [task.record(1, measured, measured, 9.0)]
-    losses, accuracy = drawn(task, records, figure.Figure())
+    picture = figure.Figure()
+    losses, accuracy = drawn(task, records, picture)
+    assert picture.axes[1].get_ylim() == (0, 100)  # percent, whatever the values are
     assert losses == ["train loss", "validation loss"] and accuracy == ["validation accuracy"]
     bare = small.image_task(validation=0)
     records = [bare.record(1, measured, {}, 9.0)]
