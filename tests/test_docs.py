@@ -22,7 +22,6 @@ import optax
 import pytest
 import typer
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 import effjax
 import effjax.nnx
