@@ -37,6 +37,7 @@ SUBJECTS = {
     "offload-peers": "planned memory of offloading, JAX's policies and MaxText's way",
     "planner": "seconds of a plan by the depth of the model",
     "cross-entropy": "planned memory of the gradients of a large vocabulary",
+    "fit": "options chosen for several budgets of memory, and one setting for all of them",
     "import-time": "what importing effjax and its operators adds to importing jax",
     "resnet": "planned memory of a training step of a ResNet and of Flax's layers",
 }

@@ -17,11 +17,12 @@ from ..train.errors import TrainError, printable
 from ..train.images.config import DenseNetConfig, ResNetConfig
 from ..train.lm.config import LMConfig
 from .errors import CommandError
+from .fit import image_choices, parse_size, search_options, text_choices
 from .options import COUNT, SIZE, model_option
 from .user_steps import describe_error, load_steps, shorten
 
 if TYPE_CHECKING:
-    from ..memory import Comparison, MaxBatch
+    from ..memory import Comparison, MaxBatch, OptionSearch
     from ..memory.render import Report
 
 # Maps a batch size to the steps `(fun, *args)` by name.
@@ -158,6 +159,14 @@ def memory(
             **COUNT,
         ),
     ] = None,
+    budget: Annotated[
+        str | None,
+        Option(
+            help="Choose the options of effjax train that trade time for memory: the fastest ones "
+            "that fit in this memory, such as 24GB. Of the steps of FUNCTION, the first must be "
+            "the one that needs the most memory, and so on."
+        ),
+    ] = None,
     only: Annotated[
         list[str] | None, Option(help="Only the form of this name. Can be repeated.")
     ] = None,
@@ -186,13 +195,26 @@ def memory(
     options = _model_options(ctx.params, model, kind)
     if multiple_of and not max_batch:
         raise TrainError("--multiple-of needs --max-batch.")
+    if budget is not None and (max_batch or only or plot):
+        other = "max-batch" if max_batch else "only" if only else "plot"
+        raise TrainError(f"--budget cannot be combined with --{other}.")
     if plot is not None and not plot.parent.is_dir():
         raise TrainError(f"--plot {plot}: there is no folder {plot.parent}.")
     if mesh is not None:
         num_devices = math.prod(parse_axes(mesh, num_devices).values())
     with _errors_in_one_line():
         gpu = find_target(target)
+    limits: dict[str, Any] = {
+        "target": gpu,
+        "memory_fraction": memory_fraction,
+        "host_memory_bytes": None if host_memory_gb is None else host_memory_gb * 2**30,
+    }
     with _errors_in_one_line(in_users_code=kind == USER_FUNCTION):
+        if budget is not None:
+            limits |= {"budget": parse_size("--budget", budget), "num_devices": num_devices}
+            found = search_model(model, kind, options, batch_size, limits)
+            print(json.dumps(found.to_dict(), indent=1)) if as_json else _print_reports([found])
+            return
         if kind == USER_FUNCTION:
             steps = load_steps(model)
         elif kind == "lm":
@@ -200,10 +222,8 @@ def memory(
         else:
             steps = _image_steps(model, options, batch_size, num_devices or 1)
         result = plan_steps(
-            steps, only or (), batch_size, max_batch, multiple_of, num_devices,
-            target=gpu, memory_fraction=memory_fraction,
-            host_memory_bytes=None if host_memory_gb is None else host_memory_gb * 2**30,
-        )  # fmt: skip
+            steps, only or (), batch_size, max_batch, multiple_of, num_devices, **limits
+        )
         show(result, as_json, plot)
 
 
@@ -250,8 +270,16 @@ def _model_options(params: Mapping[str, Any], model: str, kind: str) -> dict[str
 
 
 def _image_steps(model: str, options: dict[str, Any], batch_size: int, num_devices: int) -> Steps:
-    from ..models.densenet import DENSENET_OPTIONS
     from ..train.images.forms import training_steps
+
+    return training_steps(*_image_config(model, options, batch_size), num_devices)
+
+
+def _image_config(
+    model: str, options: dict[str, Any], batch_size: int
+) -> tuple[DenseNetConfig | ResNetConfig, tuple[int, int, int], int]:
+    """Return the configuration, the shape of an image and the number of classes."""
+    from ..models.densenet import DENSENET_OPTIONS
 
     options = dict(options)
     size, classes = options.pop("image_size", None), options.pop("num_classes", None)
@@ -267,13 +295,17 @@ def _image_steps(model: str, options: dict[str, Any], batch_size: int, num_devic
     )
     default_size, default_classes = CIFAR if small else IMAGENET
     size, classes = size or default_size, classes or default_classes
-    return training_steps(config, (size, size, 3), classes, num_devices)
+    return config, (size, size, 3), classes
 
 
 def _text_steps(options: dict[str, Any], batch_size: int, num_devices: int) -> Steps:
     from ..train.lm.forms import lm_steps
 
-    config = LMConfig(
+    return lm_steps(_text_config(options, batch_size), num_devices)
+
+
+def _text_config(options: dict[str, Any], batch_size: int) -> LMConfig:
+    return LMConfig(
         batch_size=batch_size,
         # One head per 128 channels, at least four.
         heads=max(options.get("width", LMConfig.width) // 128, LMConfig.heads),
@@ -281,7 +313,36 @@ def _text_steps(options: dict[str, Any], batch_size: int, num_devices: int) -> S
         offload="all" if {"num_microbatches", "policy"} & options.keys() else "none",
         **options,
     )
-    return lm_steps(config, num_devices)
+
+
+def search_model(
+    model: str, kind: str, options: dict[str, Any], batch_size: int, limits: dict[str, Any]
+) -> "OptionSearch":
+    """Search for the fastest options of a model that fit.
+
+    Args:
+        model: The argument of the command.
+        kind: Its kind.
+        options: The options of the model that were given.
+        batch_size: The batch size.
+        limits: Other arguments of `choose_options`.
+    """
+    from ..memory import choose_options
+
+    num_devices = limits["num_devices"] or 1
+    if kind == USER_FUNCTION:
+        steps = load_steps(model)(batch_size)
+        return choose_options(
+            lambda step: steps[step], {"step": list(steps)},
+            not_by_time=["step"], progress=True, **limits,
+        )  # fmt: skip
+    if kind == "lm":
+        config = _text_config(options, batch_size)
+        choices = text_choices(config, options, num_devices)
+        return search_options(config, options, choices, **limits)
+    config, image_shape, classes = _image_config(model, options, batch_size)
+    choices = image_choices(image_shape, classes, num_devices)
+    return search_options(config, (), choices, **limits)
 
 
 def plan_steps(
@@ -382,7 +443,7 @@ def _largest_batches(results: "Mapping[str, MaxBatch]") -> "Report":
     return Report([Table(["", "largest batch", "peak", "batches compiled"], rows)])
 
 
-def _print_reports(reports: "Sequence[Report]") -> None:
+def _print_reports(reports: "Sequence[Report | OptionSearch]") -> None:
     """Print rich tables on a terminal, and unwrapped plain text otherwise."""
     from rich.console import Console
 

@@ -1,6 +1,7 @@
 """`effjax train densenet` and `effjax train resnet`."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -9,8 +10,9 @@ from ..train.errors import TrainError
 from ..train.images.config import DenseNetConfig, ResNetConfig
 from . import options
 from .distributed import end_all_on_error
+from .fit import Fit, fit_config, image_choices
 from .options import data_option, model_option, optimization_option
-from .training import RunRequest, make_console, request_run, train
+from .training import RunRequest, given_options, make_console, request_run, train
 
 if TYPE_CHECKING:
     from ..train.images.task import ImageResult
@@ -145,6 +147,7 @@ def train_densenet(
     keep: options.Keep = DenseNetConfig.keep,
     on_nan: options.OnNan = DenseNetConfig.on_nan,
     mesh: options.Mesh = DenseNetConfig.mesh,
+    fit: Fit = None,
     distributed: options.Distributed = False,
     coordinator: options.Coordinator = None,
     num_processes: options.NumProcesses = None,
@@ -153,7 +156,8 @@ def train_densenet(
 ) -> None:
     """Train a DenseNet-BC with batch norm over all devices, and report its memory."""
     with end_all_on_error(heartbeat_timeout):
-        _train(request_run(ctx, DenseNetConfig, changeable=["epochs"]))
+        request = request_run(ctx, DenseNetConfig, changeable=["epochs"])
+        _train(_fit(request, fit, given_options(ctx)))
 
 
 def train_resnet(
@@ -200,6 +204,7 @@ def train_resnet(
     keep: options.Keep = ResNetConfig.keep,
     on_nan: options.OnNan = ResNetConfig.on_nan,
     mesh: options.Mesh = ResNetConfig.mesh,
+    fit: Fit = None,
     distributed: options.Distributed = False,
     coordinator: options.Coordinator = None,
     num_processes: options.NumProcesses = None,
@@ -209,10 +214,24 @@ def train_resnet(
     """Train a ResNet with batch norm over all devices, and report its memory."""
     with end_all_on_error(heartbeat_timeout):
         request = request_run(ctx, ResNetConfig, changeable=["epochs", "compare_plain"])
+        request = _fit(request, fit, given_options(ctx))
         if compare_plain:
             _train_and_compare(request)
         else:
             _train(request)
+
+
+def _fit(request: RunRequest, fit: str | None, given: Collection[str]) -> RunRequest:
+    """Choose the options that `--fit` asks for. They depend on the shape of the images."""
+    if fit is None:
+        return request
+    from ..train.images.task import prepare
+
+    task = prepare(request.config)
+    dataset, size = task.dataset, task.mesh.size
+    choices = image_choices(dataset.image_shape, len(dataset.class_names), size)
+    config = fit_config(request.config, given, fit, choices, size, make_console())
+    return dataclasses.replace(request, config=config)
 
 
 def _train(request: RunRequest) -> "ImageResult":

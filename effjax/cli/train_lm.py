@@ -1,5 +1,7 @@
 """`effjax train lm`."""
 
+import dataclasses
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -7,8 +9,9 @@ import typer
 from ..train.lm.config import LMConfig
 from . import options
 from .distributed import end_all_on_error
+from .fit import Fit, fit_config, text_choices
 from .options import data_option, model_option, optimization_option, run_option
-from .training import RunRequest, make_console, request_run, train
+from .training import RunRequest, given_options, make_console, request_run, train
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -108,6 +111,7 @@ def train_lm(
         bool,
         run_option("--plan", help="Plan the memory of the step on an H200 at the end."),
     ] = False,
+    fit: Fit = None,
     distributed: options.Distributed = False,
     coordinator: options.Coordinator = None,
     num_processes: options.NumProcesses = None,
@@ -116,7 +120,20 @@ def train_lm(
 ) -> None:
     """Train a transformer on the bytes of a text, and test it on the last tenth of the text."""
     with end_all_on_error(heartbeat_timeout):
-        _train(request_run(ctx, LMConfig, changeable=["steps", "plan"]), plan)
+        request = request_run(ctx, LMConfig, changeable=["steps", "plan"])
+        _train(_fit(request, fit, given_options(ctx)), plan)
+
+
+def _fit(request: RunRequest, fit: str | None, given: Collection[str]) -> RunRequest:
+    """Choose the options that `--fit` asks for."""
+    if fit is None:
+        return request
+    from ..train.mesh import make_mesh
+
+    config, size = request.config, make_mesh(request.config.mesh).size
+    choices = text_choices(config, given, size)
+    config = fit_config(config, given, fit, choices, size, make_console())
+    return dataclasses.replace(request, config=config)
 
 
 def _train(request: RunRequest, plan: bool) -> None:

@@ -60,12 +60,7 @@ def request_run(
             path = Path(run_on_first(lambda: str(default_path(config.COMMAND))))
         return RunRequest(config, path, ctx.params["overwrite"], resume=False)
 
-    given = {
-        name: value
-        for name, value in ctx.params.items()
-        # By name: newer versions of typer contain a copy of click, with its own enum.
-        if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")
-    }
+    given = given_options(ctx)
     for name in given:
         if name not in ("resume", *changeable, *RESUMABLE_OPTIONS, *distributed.OPTIONS):
             raise TrainError(
@@ -79,6 +74,16 @@ def request_run(
     changes = {name: value for name, value in given.items() if name in fields}
     config = dataclasses.replace(config_type.from_json(stored.get("options")), **changes)
     return RunRequest(config, resume, overwrite=False, resume=True)
+
+
+def given_options(ctx: typer.Context) -> dict[str, Any]:
+    """Return the options that the command line gives."""
+    return {
+        name: value
+        for name, value in ctx.params.items()
+        # By name: newer versions of typer contain a copy of click, with its own enum.
+        if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")
+    }
 
 
 def resume_command(command: str, path: Path) -> str:

@@ -7,6 +7,9 @@ from ._hlo import Transfer as Transfer
 from ._hlo import collectives as collectives
 from ._lower import PlanError as PlanError
 from .batch_size import max_batch_size as max_batch_size
+from .budget import OptionSearch as OptionSearch
+from .budget import Trial as Trial
+from .budget import choose_options as choose_options
 from .plan import compare as compare
 from .plan import plan as plan
 from .rates import Rates as Rates

@@ -12,6 +12,7 @@ from typing import IO, Any
 from ..ops._common.arguments import as_integer, as_number
 from ..ops.offload.compiled import host_memory_limit
 from ._buffers import Value, allocated_bytes, live_at_peak
+from ._cache import with_cache
 from ._compile import CompiledProgram, compile_for, open_pipe
 from ._compilers import find_compiler
 from ._hlo import HloModule, collectives, parse, transfers
@@ -88,7 +89,7 @@ def plan(
             program does not span, or options of jit for a function that is jitted already.
         PlanError: if the compiler cannot be installed or cannot compile the program.
     """
-    finish = _start_plan(
+    finish = start_plan(
         fun, *args, target=target, num_devices=num_devices, memory_fraction=memory_fraction,
         host_memory_bytes=host_memory_bytes, in_shardings=in_shardings,
         donate_argnums=donate_argnums, static_argnums=static_argnums,
@@ -141,7 +142,7 @@ def compare(
             # Trace in this thread: settings such as `jax.set_mesh` are thread-local.
             start = time.perf_counter()
             fun, *fun_args = steps[name]
-            finish = _start_plan(fun, *fun_args, **options)
+            finish = start_plan(fun, *fun_args, **options)
             return pool.submit(lambda: (finish(pipe), time.perf_counter() - start))
 
         # The first program is traced before the progress bar starts, so that an error in the shared
@@ -173,7 +174,7 @@ def _cancelling(pool: ThreadPoolExecutor) -> Iterator[None]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _start_plan(
+def start_plan(
     fun: Callable[..., Any],
     *args: Any,
     target: str | Path | Target = DEFAULT_TARGET,
@@ -185,8 +186,12 @@ def _start_plan(
     static_argnums: int | Sequence[int] = (),
     compiler_options: Mapping[str, Any] | None = None,
     rates: Rates | None = None,
+    cache: Path | None = None,
 ) -> Callable[[IO[bytes]], MemoryPlan]:
-    """Validate and trace; return a function that compiles until a pipe closes, in any thread."""
+    """Validate and trace; return a function that compiles until a pipe closes, in any thread.
+
+    `cache` is a folder for compiled programs.
+    """
     device = find_target(target)
     peak_rates = find_rates(device) if rates is None else rates
     if memory_fraction is None:
@@ -201,8 +206,10 @@ def _start_plan(
     find_compiler(device.platform)  # before the program is traced, which may take long
     lowered = lower(fun, args, num_devices, in_shardings, donate_argnums, static_argnums, device)
 
+    compile_program = compile_for if cache is None else with_cache(compile_for, cache)
+
     def finish(pipe: IO[bytes]) -> MemoryPlan:
-        program = compile_for(lowered, device, compiler_options, pipe)
+        program = compile_program(lowered, device, compiler_options, pipe)
         return _read_plan(program, device, fraction, on_host, peak_rates)
 
     return finish

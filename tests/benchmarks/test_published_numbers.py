@@ -208,6 +208,18 @@ def resnet_rows():
         yield [name, f"{row['peak_bytes'] / 1e9:.2f}", f"{row['ratio']:.2f}"]
 
 
+def fit_rows():
+    for file in sorted(MEASURED.glob("planned/fit_*_h200.json")):
+        network = file.stem.removeprefix("fit_").rpartition("_")[0].split("_")[0]
+        for row in json.loads(file.read_text())["rows"]:
+            options = ", ".join(f"{name}={value}" for name, value in row["options"].items())
+            size, seconds = row["planned_device_bytes"], row["step_seconds"]
+            yield [
+                network, row["name"], options, f"{size / 1e9:.2f} GB", f"{1e3 * seconds:.1f} ms",
+                f"{row['ratio']:.2f}", str(row["compiled"]),
+            ]  # fmt: skip
+
+
 TABLES = {
     "measured_dense_block": [block_rows, kept_rows, densenet_rows],
     "measured_sampling": [deform_conv_rows, deform_attention_rows, roi_rows, sass_rows],
@@ -215,6 +227,7 @@ TABLES = {
     "measured_layers": [batch_norm_rows, cross_entropy_rows],
     "batch_norm": [batch_norm_layers_rows],
     "resnet": [resnet_rows],
+    "planner": [fit_rows],
 }
 
 

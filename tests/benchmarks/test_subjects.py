@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from benchmarks import (
     dense_block,
     densenet,
     depth,
+    fit,
     import_time,
     offload,
     offload_peers,
@@ -128,6 +130,35 @@ def test_planned_depths(monkeypatch):
     expected = [(name, layers) for name in names for layers in (1, 2)]
     assert [(row["name"], row["layers"]) for row in growth.rows] == expected
     assert all(row["peak_bytes"] > row["temp_bytes"] > 0 for row in growth.rows)
+
+
+def test_fit(monkeypatch):
+    chosen = {1e9: ("none", 2.0), 2e9: ("all", 1.0)}
+
+    def choose_options(make_step, options, *, budget, **_):
+        keep, seconds = chosen[budget]
+        sizes = dict(peak_device_bytes=int(budget), peak_host_bytes=0, step_seconds=seconds)
+        return types.SimpleNamespace(
+            options={"keep": keep}, plan=types.SimpleNamespace(**sizes), trials=(1, 2, 3),
+            num_compiled=2, is_complete=True,
+        )  # fmt: skip
+
+    monkeypatch.setattr(fit, "choose_options", choose_options)
+    model = fit.Model("net", "net", {"keep": ["all", "none"]}, (), lambda keep: None, (2, 1))
+    result = fit.fit_budgets(model)
+    assert result.name == "fit_net_h200"
+    assert [(row["name"], row["ratio"]) for row in result.rows] == [("1 GB", 1), ("2 GB", 0.5)]
+    assert result.config["setting_for_all_budgets"] == {"keep": "none"}
+    assert result.config["mean_ratio"] == 0.75
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_fit_small_models(tmp_path, monkeypatch):
+    monkeypatch.setattr("effjax.memory.budget.default_folder", lambda: tmp_path)
+    for result in fit.run("small"):
+        assert result.rows[0]["ratio"] == 1 >= result.rows[-1]["ratio"]
+        assert all(row["compiled"] <= 12 for row in result.rows)
 
 
 @pytest.mark.exhaustive

@@ -13,7 +13,7 @@ from tests.cli.command import one_line
 CONFIGS = {"densenet": DenseNetConfig, "resnet": ResNetConfig, "lm": LMConfig}
 # Options that are not stored in config.json.
 OF_THE_COMMAND = {"out", "overwrite", "resume", *DISTRIBUTED}
-OWN = {"densenet": set(), "resnet": {"compare_plain"}, "lm": {"plan"}}
+OWN = {"densenet": {"fit"}, "resnet": {"fit", "compare_plain"}, "lm": {"fit", "plan"}}
 
 
 @pytest.mark.parametrize("name", CONFIGS)

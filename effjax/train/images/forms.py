@@ -1,5 +1,6 @@
 """Training steps of a model in all forms, for the planner. No data are read."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,12 @@ DENSENET_FORMS: dict[str, dict[str, Any]] = {
     "effjax conv": {"efficient": True, "save": "conv"},
     "effjax features": {"efficient": True, "save": "features"},
 }
+# Values of the options that trade time for memory, each in the order of the memory they need; for
+# `effjax.memory.choose_options`.
+IMAGE_MEMORY_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "efficient": (False, True),
+    "save": ("conv", "features"),
+}
 RESNET_FORMS = {name: form for name, form in DENSENET_FORMS.items() if name != "jax.checkpoint"}
 
 
@@ -48,10 +55,6 @@ def training_steps(
     In the result of a run, "plain" is `efficient=False` of both networks.
     """
     build = model_builder(config, image_shape, num_classes)
-    # Only the shapes of the optimizer's state matter here, not the length of the schedule.
-    schedule = make_schedule(config.schedule, config.learning_rate, config.epochs)
-    optimizer = make_optimizer(schedule, config.momentum, config.weight_decay)
-    mesh = planning_mesh(config.mesh, num_devices)
 
     def make(form: str) -> nnx.Module:
         model = build(**DENSENET_FORMS[form], rngs=nnx.Rngs(0))
@@ -60,22 +63,50 @@ def training_steps(
         return model
 
     def steps(batch_size: int) -> dict[str, tuple[Any, ...]]:
-        images: Any = jax.ShapeDtypeStruct((batch_size, *image_shape), jnp.uint8)
-        labels: Any = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        result = {}
-        for form in RESNET_FORMS if isinstance(config, ResNetConfig) else DENSENET_FORMS:
-            learner, params, stats = _abstract_learner(
-                lambda form=form: make(form), optimizer, image_shape[-1]
-            )
-            state = jax.eval_shape(
-                lambda p, s: TrainState(jnp.int32(0), p, s, optimizer.init(p)), params, stats
-            )
-            step = jit_step(learner, mesh, state_shardings(state, mesh))
-            result[form] = step, state, Batch(images, labels), key
-        return result
+        forms = RESNET_FORMS if isinstance(config, ResNetConfig) else DENSENET_FORMS
+        sized = dataclasses.replace(config, batch_size=batch_size)
+        return {
+            form: _abstract_step(sized, lambda form=form: make(form), image_shape, num_devices)
+            for form in forms
+        }
 
     return steps
+
+
+def image_training_step(
+    config: ImageConfig, image_shape: tuple[int, int, int], num_classes: int, num_devices: int = 1
+) -> tuple[Any, ...]:
+    """Return the training step of a run and the shapes of its arguments, `(fun, *args)`."""
+    build = model_builder(config, image_shape, num_classes)
+    return _abstract_step(config, lambda: build(rngs=nnx.Rngs(0)), image_shape, num_devices)
+
+
+def _abstract_step(
+    config: ImageConfig,
+    make: Callable[[], nnx.Module],
+    image_shape: tuple[int, int, int],
+    num_devices: int,
+) -> tuple[Any, ...]:
+    # Only the shapes of the optimizer's state matter here, not the length of the schedule.
+    schedule = make_schedule(config.schedule, config.learning_rate, config.epochs)
+    optimizer = make_optimizer(schedule, config.momentum, config.weight_decay)
+    mesh = planning_mesh(config.mesh, num_devices)
+    images: Any = jax.ShapeDtypeStruct((config.batch_size, *image_shape), jnp.uint8)
+    labels: Any = jax.ShapeDtypeStruct((config.batch_size,), jnp.int32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    learner, params, stats = _abstract_learner(make, optimizer, image_shape[-1])
+    state = jax.eval_shape(
+        lambda p, s: TrainState(jnp.int32(0), p, s, optimizer.init(p)), params, stats
+    )
+    step = jit_step(learner, mesh, state_shardings(state, mesh))
+    return step, state, Batch(images, labels), key
+
+
+def with_memory_options(config: ImageConfig, *, efficient: bool, save: Any) -> ImageConfig | None:
+    """Return the configuration with values of `IMAGE_MEMORY_OPTIONS`, or None for a duplicate."""
+    if not efficient and save != "conv":  # `save` has no effect
+        return None
+    return dataclasses.replace(config, efficient=efficient, save=save)
 
 
 def backward_bytes(

@@ -1,3 +1,5 @@
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +11,13 @@ from effjax.models import DenseNet
 from effjax.train.images.config import DenseNetConfig, ResNetConfig
 from effjax.train.images.forms import (
     DENSENET_FORMS,
+    IMAGE_MEMORY_OPTIONS,
     RESNET_FORMS,
     backward_bytes,
+    image_training_step,
     training_steps,
     with_flax_layers,
+    with_memory_options,
 )
 from effjax.train.images.steps import initial_state, model_builder
 from tests.tiers import exhaustive
@@ -56,6 +61,21 @@ def test_a_step_of_each_form(config, forms):
         new_state, metrics = jax.eval_shape(step, state, batch, key)
         assert jax.tree.structure(new_state) == jax.tree.structure(state)
         assert metrics.loss.shape == ()
+
+
+def test_memory_options():
+    values = itertools.product(*IMAGE_MEMORY_OPTIONS.values())
+    configs = [with_memory_options(TINY, efficient=e, save=s) for e, s in values]
+    chosen = [config for config in configs if config is not None]
+    assert [(config.efficient, config.save) for config in chosen] == [
+        (False, "conv"), (True, "conv"), (True, "features"),
+    ]  # fmt: skip
+    step, state, batch, key = image_training_step(chosen[0], (8, 8, 1), num_classes=5)
+    assert batch.images.shape == (64, 8, 8, 1)
+    assert jax.eval_shape(step, state, batch, key)[1].loss.shape == ()
+    assert jax.tree.structure(image_training_step(chosen[1], (8, 8, 1), 5)[1].params) == (
+        jax.tree.structure(state.params)
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,97 @@
+"""Compiled programs on disk, so that the same program is planned only once."""
+
+import contextlib
+import gzip
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from ._compile import CompiledProgram
+from ._compilers import find_compiler
+from ._lower import LoweredProgram
+from .targets import Target
+
+_FORMAT = 1  # of the files
+_MAX_FILES = 500
+
+# `compile_for`, or a function like it.
+Compile = Callable[[LoweredProgram, Target, Mapping[str, Any] | None, IO[bytes]], CompiledProgram]
+
+
+def default_folder() -> Path:
+    """Return the folder of cached programs of this user."""
+    import platformdirs
+
+    return platformdirs.user_cache_path("effjax") / "plans"
+
+
+def with_cache(compile_program: Compile, folder: Path) -> Compile:
+    """Return `compile_program` that stores its results in a folder.
+
+    A file is named by the digest of the StableHLO text (without source locations), the target, the
+    options and the versions of the compilers. A folder that cannot be written to caches nothing.
+    """
+
+    def compile_or_read(
+        lowered: LoweredProgram,
+        target: Target,
+        options: Mapping[str, Any] | None,
+        pipe: IO[bytes],
+    ) -> CompiledProgram:
+        path = folder / f"{_digest(lowered, target, options)}.json.gz"
+        program = _read(path)
+        if program is None:
+            program = compile_program(lowered, target, options, pipe)
+            _write(path, program)
+        return program
+
+    return compile_or_read
+
+
+def _digest(lowered: LoweredProgram, target: Target, options: Mapping[str, Any] | None) -> str:
+    module: Any = lowered.module.compiler_ir("stablehlo")
+    compiler = find_compiler(target.platform)
+    packages = importlib.metadata.distributions(path=[str(compiler)])
+    settings = lowered.compiler_options | dict(options or {})
+    key = {
+        "format": _FORMAT,
+        "program": module.operation.get_asm(enable_debug_info=False),
+        "num_devices": lowered.num_devices,
+        "target": [target.platform, target.name, target.config],
+        "options": {name: str(value) for name, value in settings.items()},
+        "compiler": [compiler.name, sorted(f"{p.name} {p.version}" for p in packages)],
+    }
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+
+
+def _read(path: Path) -> CompiledProgram | None:
+    """Return a stored program, or None if it is missing or damaged."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            program = CompiledProgram(**json.load(file))
+        path.touch()  # the files used last are kept
+        return program
+    except (OSError, EOFError, ValueError, TypeError):
+        return None
+
+
+def _write(path: Path, program: CompiledProgram) -> None:
+    """Store a program in one atomic step, and delete the files that were not used for longest."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+            try:
+                file.write(gzip.compress(json.dumps(program._asdict()).encode(), compresslevel=3))
+                file.close()
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+        files = sorted(path.parent.glob("*.json.gz"), key=lambda file: file.stat().st_mtime)
+        for old in files[:-_MAX_FILES]:
+            old.unlink()

@@ -1,0 +1,485 @@
+"""The fastest options of a step that fit in a budget of memory."""
+
+import dataclasses
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ..ops._common.arguments import as_integer
+from ..ops.offload.compiled import host_memory_limit
+from ._cache import default_folder
+from ._compile import open_pipe
+from ._compilers import find_compiler
+from ._lower import PlanError, split_modules
+from .plan import DEFAULT_TARGET, start_plan
+from .rates import find_rates
+from .render import (
+    MAX_ROWS,
+    Printable,
+    Report,
+    Table,
+    format_bytes,
+    format_number,
+    progress_bar,
+)
+from .results import MemoryPlan, summarize
+from .targets import Target, find_target
+
+# The index of a combination's value of each option.
+Position = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A combination of options, and why it was chosen or not.
+
+    Attributes:
+        options: a value for each option.
+        result: "chosen", or why another one was, such as "does not fit: 12.3 GB".
+        is_compiled: True if the step was compiled, or read from the cache. If False, bytes and
+            seconds are lower bounds.
+        peak_device_bytes: device memory of the step.
+        peak_host_bytes: pinned host memory of the step.
+        step_seconds: modelled time of the step, divided by its number of examples if `examples` was
+            given; 0 if it was not modelled.
+    """
+
+    options: dict[str, Any]
+    result: str
+    is_compiled: bool
+    peak_device_bytes: int
+    peak_host_bytes: int
+    step_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionSearch(Printable):
+    """The fastest options that fit, and all others. Returned by `choose_options`.
+
+    Attributes:
+        options: the fastest options that fit; None if none were found.
+        plan: the plan of their step; None if none were found.
+        trials: all combinations, those that were compiled first.
+        target: the device.
+        budget: bytes of device memory.
+        host_memory_bytes: bytes of pinned host memory.
+        is_complete: False if `max_compiles` ended the search, so that a combination that was not
+            compiled may be faster.
+    """
+
+    options: dict[str, Any] | None
+    plan: MemoryPlan | None
+    trials: tuple[Trial, ...]
+    target: Target
+    budget: int
+    host_memory_bytes: int
+    is_complete: bool
+
+    @property
+    def num_compiled(self) -> int:
+        """The number of programs that were compiled or read from the cache."""
+        return sum(trial.is_compiled for trial in self.trials)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON-serializable data."""
+        return {
+            "options": None if self.options is None else _printable(self.options),
+            "plan": None if self.plan is None else self.plan.to_dict(),
+            "trials": [
+                dataclasses.asdict(dataclasses.replace(trial, options=_printable(trial.options)))
+                for trial in self.trials
+            ],
+            "target": self.target.name,
+            "budget": self.budget,
+            "host_memory_bytes": self.host_memory_bytes,
+            "is_complete": self.is_complete,
+        }
+
+    def report(self) -> Report:
+        """Return the report to print: the chosen options, and a row per combination."""
+        if self.options is None or self.plan is None:
+            headline = (
+                f"nothing fits in {format_bytes(self.budget)} of {self.target.description} and "
+                f"{format_bytes(self.host_memory_bytes)} of pinned host memory"
+            )
+        else:
+            headline = f"{_label(self.options)}: {summarize(self.plan)}"
+        notes = []
+        shown = self.trials
+        if len(shown) > MAX_ROWS:  # only count those that were not compiled
+            shown = [trial for trial in self.trials if trial.is_compiled]
+            reasons = Counter(trial.result for trial in self.trials if not trial.is_compiled)
+            notes += [f"{count}× {reason}" for reason, count in reasons.most_common(MAX_ROWS)]
+        if not self.is_complete:
+            notes.append(f"hint: {self.num_compiled} programs were compiled, the limit of a search")
+        rows = [
+            [
+                *map(str, _printable(trial.options).values()),
+                format_bytes(trial.peak_device_bytes), format_bytes(trial.peak_host_bytes),
+                _format_seconds(trial.step_seconds), trial.result,
+            ]
+            for trial in shown
+        ]  # fmt: skip
+        header = [*self.trials[0].options, "peak", "host", "step", "result"]
+        return Report(
+            [Table(header, rows)] if rows else [],
+            headline=headline,
+            note="\n".join(notes),
+            is_ok=self.plan is not None,
+        )
+
+
+def choose_options(
+    make_step: Callable[..., Sequence[Any] | None],
+    options: Mapping[str, Sequence[Any]],
+    *,
+    target: str | Path | Target = DEFAULT_TARGET,
+    budget: int | None = None,
+    memory_fraction: float | None = None,
+    host_memory_bytes: int | None = None,
+    examples: str | None = None,
+    not_by_time: Collection[str] = (),
+    min_bytes: Callable[..., tuple[int, int]] | None = None,
+    max_compiles: int = 12,
+    cache: str | Path | None = None,
+    progress: bool = False,
+    **plan_options: Any,
+) -> OptionSearch:
+    """Find the options of the fastest step that fits in a budget of memory.
+
+    Example::
+
+        found = choose_options(
+            lambda policy, batch_size: (step_with(policy), state, batch_of(batch_size)),
+            {"policy": ["everything", "dots", "recompute"], "batch_size": [64, 32, 16]},
+            target="h100", budget=20 * 10**9, examples="batch_size",
+        )
+        print(found)
+        found.options  # such as {"policy": "dots", "batch_size": 32}
+
+    The values of each option are ordered from the fastest, which needs the most device memory, to
+    the slowest. So a step that does not fit rules out all steps with the same or earlier values of
+    every option, and a step that fits rules out those with the same or later values. Each program
+    to compile is one that rules out many others either way. Steps are not compiled if their
+    arguments alone exceed the budget, or if what they keep on the host takes longer to transfer
+    than another step that fits takes.
+
+    The chosen step has been compiled, and fits. Where the order of the values does not hold, a
+    faster step can be missed. Times are `MemoryPlan.step_seconds`, which are modelled.
+
+    Args:
+        make_step: returns the program of a combination of options, ``make_step(**options) -> (fun,
+            *args)`` as for `plan`, or None to leave out a combination. It is called once for each
+            combination before the first is compiled.
+        options: the values of each option, in order.
+        target: as in `plan`.
+        budget: bytes of device memory. If None, the target's memory times `memory_fraction`.
+        memory_fraction: as in `plan`.
+        host_memory_bytes: as in `plan`.
+        examples: the name of the option that is the number of examples of a step, whose values are
+            ordered from the largest. Times are then compared per example.
+        not_by_time: names of options whose later values may be faster, too. They are ordered by
+            memory only. An example are policies of recomputation: where the bandwidth of the memory
+            is the limit, to compute again can be faster than to write and read.
+        min_bytes: returns lower bounds of the temporary memory of a step, ``min_bytes(**options) ->
+            (device_bytes, host_bytes)``, on one device and on the host for all devices. Residuals
+            counted by `residual_bytes` are an example.
+        max_compiles: the largest number of programs to compile. It includes those in the cache, so
+            that the result does not depend on the cache.
+        cache: a folder for compiled programs, by default in the user's cache directory. Cached
+            plans name the source lines of the time when they were compiled.
+        progress: whether to report finished programs on stderr.
+        **plan_options: other options of `plan`. Give `num_devices` if shardings are those of
+            ``jax.jit`` only and not of the arguments.
+
+    Returns:
+        An `OptionSearch` with the options, the plan, and a table of all combinations. It can be
+        printed.
+
+    Raises:
+        ValueError: for a budget larger than the target's memory; if no combination has a step; if
+            `examples` is not an option; and as `plan`.
+        TypeError, PlanError: as `plan`. A PlanError of a single program only excludes it.
+    """
+    gpu = find_target(target)
+    _check_names("examples", [] if examples is None else [examples], options)
+    _check_names("not_by_time", not_by_time, options)
+    if budget is not None:
+        memory_fraction = _fraction(budget, gpu)
+    elif memory_fraction is None:
+        memory_fraction = gpu.default_memory_fraction
+    num_devices = plan_options.get("num_devices") or 1
+    if host_memory_bytes is None:
+        host_memory_bytes = gpu.host_bytes_per_device * num_devices or host_memory_limit()
+    on_host = as_integer("host_memory_bytes", host_memory_bytes, 1)
+    max_compiles = as_integer("max_compiles", max_compiles, 1)
+    plan_options |= {
+        "target": gpu,
+        "memory_fraction": memory_fraction,
+        "host_memory_bytes": on_host,
+        "cache": default_folder() if cache is None else Path(cache),
+    }
+    rates = plan_options.get("rates") or find_rates(gpu)
+
+    candidates: dict[Position, _Candidate] = {}
+    for position, choice in _combinations(options).items():
+        step = make_step(**choice)
+        if step is not None:
+            device, host = _argument_bytes(step[1:], num_devices)
+            more = min_bytes(**choice) if min_bytes else (0, 0)
+            device, host = device + more[0], host + more[1]
+            # All that is on the host is needed on the device.
+            seconds = host / num_devices / rates.to_device
+            size = choice[examples] if examples else 1
+            candidates[position] = _Candidate(choice, step, size, device, host, seconds / size)
+    if not candidates:
+        raise ValueError("`options` must have a combination for which `make_step` returns a step.")
+    find_compiler(gpu.platform)  # here, so that its errors are not those of a single program
+    unordered = [i for i, name in enumerate(options) if name in not_by_time]
+    search = _Search(candidates, int(memory_fraction * gpu.memory_bytes), on_host, unordered)
+    _compile_in_turn(search, max_compiles, plan_options, progress)
+    best = search.best
+    return OptionSearch(
+        options=None if best is None else best.options,
+        plan=None if best is None else best.plan,
+        trials=search.trials(),
+        target=gpu,
+        budget=search.budget,
+        host_memory_bytes=on_host,
+        is_complete=search.is_complete,
+    )
+
+
+@dataclasses.dataclass(eq=False)
+class _Candidate:
+    """A combination of options, and what is known of its step: exactly if `plan` is not None."""
+
+    options: dict[str, Any]
+    step: Sequence[Any]  # (fun, *args)
+    examples: int
+    device_bytes: int  # at least
+    host_bytes: int  # at least
+    seconds: float  # at least, per example
+    plan: MemoryPlan | None = None
+    error: PlanError | None = None
+
+
+class _Search:
+    """The candidates among which the fastest one that fits can still be.
+
+    A candidate precedes another if it has the same or an earlier value of every option. It then
+    needs at least as much device memory. It takes at most as long if, in addition, both have the
+    same values of the options that are not ordered by time.
+    """
+
+    def __init__(
+        self,
+        candidates: Mapping[Position, _Candidate],
+        budget: int,
+        host_bytes: int,
+        unordered: Collection[int] = (),
+    ):
+        self.candidates, self.budget, self.host_bytes = dict(candidates), budget, host_bytes
+        self.unordered = unordered  # indices of the options that are not ordered by time
+        self.best: _Candidate | None = None
+        # A set in the order of the options.
+        self._undecided = {p: None for p, c in candidates.items() if self._may_fit(c)}
+        self._transfer_seconds = {p: c.seconds for p, c in candidates.items()}
+
+    @property
+    def is_complete(self) -> bool:
+        """True if no undecided candidate is left."""
+        return not self._undecided
+
+    def next(self) -> Position | None:
+        """Return the candidate to compile next, or None if the search is complete.
+
+        It is one of those with the least to transfer from the host. Of these, it decides the most
+        others in the worse of its two outcomes: that it fits, or does not. With a single option
+        this is bisection.
+        """
+        least = min((self._transfer_seconds[p] for p in self._undecided), default=0.0)
+        group = [p for p in self._undecided if self._transfer_seconds[p] <= least]
+
+        def num_decided(position: Position) -> tuple[int, int]:
+            before = sum(_precedes(other, position) for other in group)
+            after = sum(self._is_no_slower(position, other) for other in group)
+            return min(before, after), max(before, after)
+
+        return max(group, key=num_decided, default=None)
+
+    def fail(self, position: Position, error: PlanError) -> None:
+        """Exclude a candidate that cannot be compiled."""
+        self.candidates[position].error = error
+        del self._undecided[position]
+
+    def add(self, position: Position, plan: MemoryPlan) -> None:
+        """Store the plan of a candidate, and exclude those that it decides."""
+        candidate = self.candidates[position]
+        candidate.plan = plan
+        candidate.device_bytes, candidate.host_bytes = plan.peak_device_bytes, plan.peak_host_bytes
+        if plan.refusal:  # by the compiler, which plans less memory than the program needs
+            candidate.device_bytes = max(candidate.device_bytes, self.budget + 1)
+        candidate.seconds = plan.step_seconds / candidate.examples
+        del self._undecided[position]
+        if plan.fits and (self.best is None or candidate.seconds < self.best.seconds):
+            self.best = candidate
+        for place in list(self._undecided):
+            other = self.candidates[place]
+            if self._is_no_slower(position, place):
+                other.seconds = max(other.seconds, candidate.seconds)
+            # Host memory is not ordered: a step with less on the device may have more on the host.
+            if _precedes(place, position):
+                other.device_bytes = max(other.device_bytes, candidate.device_bytes)
+            if not self._may_fit(other) or self._is_slower(other):
+                del self._undecided[place]
+
+    def trials(self) -> tuple[Trial, ...]:
+        """Return all candidates: the best one, the compiled ones by time, and the others."""
+        ordered = sorted(
+            self.candidates.values(), key=lambda c: (c.plan is None, c is not self.best, c.seconds)
+        )
+        return tuple(
+            Trial(
+                c.options, self._result(c), c.plan is not None, c.device_bytes, c.host_bytes,
+                c.seconds,
+            )
+            for c in ordered
+        )  # fmt: skip
+
+    def _is_no_slower(self, first: Position, second: Position) -> bool:
+        return _precedes(first, second) and all(first[i] == second[i] for i in self.unordered)
+
+    def _may_fit(self, candidate: _Candidate) -> bool:
+        return candidate.device_bytes <= self.budget and candidate.host_bytes <= self.host_bytes
+
+    def _is_slower(self, candidate: _Candidate) -> bool:
+        return self.best is not None and candidate.seconds >= self.best.seconds
+
+    def _result(self, candidate: _Candidate) -> str:
+        at_least = "" if candidate.plan else "at least "
+        if candidate is self.best:
+            return "chosen"
+        if candidate.error is not None:
+            return f"failed: {candidate.error}"
+        if candidate.device_bytes > self.budget:
+            result = f"does not fit: {at_least}{format_bytes(candidate.device_bytes)}"
+        elif candidate.host_bytes > self.host_bytes:
+            result = f"does not fit: {at_least}{format_bytes(candidate.host_bytes)} on the host"
+        elif self.best is not None and self._is_slower(candidate):
+            ratio = candidate.seconds / max(self.best.seconds, 1e-12)
+            result = f"slower: {at_least}{ratio:.2f}×"
+        else:
+            result = "the limit of compiled programs was reached"
+        return result if candidate.plan else f"not compiled, {result}"
+
+
+def _compile_in_turn(
+    search: _Search, max_compiles: int, plan_options: Mapping[str, Any], progress: bool
+) -> None:
+    """Compile candidates until the search is complete, or `max_compiles` is reached.
+
+    Raises:
+        PlanError: if no program can be compiled.
+    """
+    errors = []
+    with progress_bar("choosing options", None, progress) as report:
+        for _ in range(max_compiles):
+            if (position := search.next()) is None:
+                break
+            candidate, began = search.candidates[position], time.perf_counter()
+            fun, *args = candidate.step
+            report.run([_label(candidate.options)])
+            try:
+                with open_pipe() as pipe:
+                    plan = start_plan(fun, *args, **plan_options)(pipe)
+            except PlanError as error:
+                errors.append(error)
+                search.fail(position, error)
+                report.finish(f"{_label(candidate.options)}: failed")
+                continue
+            search.add(position, plan)
+            report.finish(
+                f"{_label(candidate.options)}: {format_bytes(plan.peak_device_bytes)}, "
+                f"{'fits' if plan.fits else 'too much'}, {_format_seconds(plan.step_seconds)} a "
+                f"step, {time.perf_counter() - began:.1f} s"
+            )
+    if errors and all(candidate.plan is None for candidate in search.candidates.values()):
+        raise errors[0]
+
+
+def _precedes(first: Position, second: Position) -> bool:
+    return all(i <= j for i, j in zip(first, second, strict=True))
+
+
+def _combinations(options: Mapping[str, Sequence[Any]]) -> dict[Position, dict[str, Any]]:
+    positions = itertools.product(*(range(len(values)) for values in options.values()))
+    return {
+        position: {
+            name: values[i]
+            for (name, values), i in zip(options.items(), position, strict=True)
+        }
+        for position in positions
+    }  # fmt: skip
+
+
+def _check_names(argument: str, names: Collection[str], options: Mapping[str, Any]) -> None:
+    for name in names:
+        if name not in options:
+            raise ValueError(
+                f"`{argument}` (={name!r}) must be one of the options, {', '.join(options)}."
+            )
+
+
+def _fraction(budget: int, target: Target) -> float:
+    """Return the fraction of the target's memory that is `budget` when it is rounded down."""
+    budget = as_integer("budget", budget, 1)
+    if budget > target.memory_bytes:
+        raise ValueError(
+            f"`budget` (={budget}) must be at most the memory of {target.description} "
+            f"(={target.memory_bytes})."
+        )
+    return min((budget + 0.5) / target.memory_bytes, 1.0)
+
+
+def _argument_bytes(args: Sequence[Any], num_devices: int) -> tuple[int, int]:
+    """Return the bytes of arguments in the memory of a device, and of all devices on the host."""
+    device, host = 0, 0
+    for leaf in jax.tree.leaves(split_modules(args)[0]):
+        if not hasattr(leaf, "dtype"):  # a Python number
+            continue
+        sharding = getattr(leaf, "sharding", None)
+        shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        size = math.prod(shape) * leaf.dtype.itemsize
+        if sharding is None:  # the function may have one
+            size //= num_devices
+        if getattr(sharding, "memory_kind", None) == "pinned_host":
+            host += size * num_devices
+        else:
+            device += size
+    return device, host
+
+
+def _format_seconds(seconds: float) -> str:
+    # That of an example may be short.
+    return format_number(seconds * 1e12, ("ps", "ns", "us", "ms", "s"))
+
+
+def _printable(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with functions and other objects replaced by their names."""
+    return {
+        name: value
+        if value is None or isinstance(value, (bool, int, float, str))
+        else getattr(value, "__name__", str(value))
+        for name, value in options.items()
+    }
+
+
+def _label(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in _printable(options).items())

@@ -1,0 +1,203 @@
+"""`effjax train --fit` and `effjax memory --budget`."""
+
+import dataclasses
+import json
+import types
+
+import pytest
+
+from effjax.cli.fit import describe_changes, parse_fit, text_choices
+from effjax.train.errors import TrainError
+from effjax.train.lm.config import LMConfig
+from tests.cli.command import TINY, one_line
+from tests.programs import needs_gpu_compiler
+
+GB = 10**9
+LM = ["--layers", "2", "--width", "8", "--heads", "1", "--context", "8", "--batch-size", "8"]
+RUN = ["--steps", "1", "--data", "text:text.txt", "--out", "here"]
+OWN = """
+import jax, jax.numpy as jnp
+
+def slow(x):
+    return jax.lax.fori_loop(0, 100_000, lambda i, row: jnp.sin(row), x[0])
+
+def steps(batch):
+    x = jax.ShapeDtypeStruct((batch, 256), jnp.float32)
+    return {"large": (lambda x: x + 1, x), "small": (slow, x)}
+"""
+
+
+@pytest.fixture
+def search(monkeypatch):
+    """Replace the search by one that chooses the last combination; return its arguments."""
+    calls = []
+
+    class Found(types.SimpleNamespace):
+        def __str__(self):
+            return "a table"
+
+    def choose_options(make_step, options, **arguments):
+        calls.append(arguments)
+        last = {name: values[-1] for name, values in options.items()}
+        fun, *args = make_step(**last)
+        assert callable(fun) and args
+        fits = arguments["budget"] is None or arguments["budget"] >= GB
+        return Found(options=last if fits else None)
+
+    monkeypatch.setattr("effjax.memory.choose_options", choose_options)
+    return calls
+
+
+@pytest.fixture
+def run_lm(run, tmp_path):
+    """Run `effjax train lm` with a small text."""
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 9)
+    return lambda *argv: run("train", "lm", *LM, *RUN, *argv)
+
+
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [
+        ("h100", ("h100", None)),
+        ("24GB", ("h200", 24 * GB)),
+        ("22.5 GiB", ("h200", 22.5 * 2**30)),
+        ("a100-40:500mb", ("a100-40", 500 * 10**6)),
+        ("my/gpu.txtpb:2GB", ("my/gpu.txtpb", 2 * GB)),
+    ],
+)
+def test_parse_fit(text, result):
+    assert parse_fit(text) == result
+
+
+@pytest.mark.parametrize("text", ["24", "0GB", "24TB", "h100:", "h100:x", "1e3GB", "-4GB:5"])
+def test_parse_fit_rejects(text):
+    with pytest.raises(TrainError, match="must be a size, such as 24GB"):
+        parse_fit(text)
+
+
+def test_train_lm(run_lm, search, tmp_path, monkeypatch):
+    from effjax.train.lm.task import LMResult
+
+    monkeypatch.setattr("effjax.train.lm.forms.LM_MEMORY_OPTIONS", {
+        "policy": ("everything", "dots"), "activations": ("device",), "params": ("host",),
+        "num_microbatches": (1,),
+    })  # fmt: skip
+    # No step is taken.
+    numbers = {field.name: 1 for field in dataclasses.fields(LMResult)}
+    monkeypatch.setattr("effjax.train.loop.fit", lambda *_: LMResult(**numbers))
+    code, out, err = run_lm("--fit", "h100:2GB")
+    assert (code, err) == (0, "")
+    assert "a table\noptions: --offload params --fuse-update --policy dots\n" in out
+    (arguments,) = search
+    assert arguments["target"] == "h100" and arguments["budget"] == 2 * GB
+    assert arguments["num_devices"] == 8 and arguments["not_by_time"] == ("policy",)
+    options = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
+    assert (options["offload"], options["policy"]) == ("params", "dots")
+    assert options["fuse_update"] and not options["remat"]
+
+
+def test_nothing_fits(run_lm, search, tmp_path, monkeypatch):
+    monkeypatch.setattr("effjax.train.lm.forms.LM_MEMORY_OPTIONS", {
+        "policy": ("recompute",), "activations": ("host",), "params": ("host",),
+        "num_microbatches": (1,),
+    })  # fmt: skip
+    code, out, err = run_lm("--fit", "1MB")
+    assert code == 1 and "a table" in out
+    assert one_line(err) and "nothing fits. Try a smaller --batch-size" in err
+    assert not (tmp_path / "here").exists()
+
+
+def test_train_densenet(run, search, small_model, tmp_path):
+    code, out, _ = run(*TINY, "--epochs", "1", "--out", "here", "--fit", "l4")
+    assert code == 0 and "options: --save features\n" in out
+    assert search[0]["target"] == "l4" and search[0]["budget"] is None
+    options = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
+    assert options["save"] == "features"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--fit", "24"], "--fit '24' must be a size, such as 24GB"),
+        (["--fit", "h300"], "must be one of h200"),
+        (["--fit", "l4:99GB"], "must be at most the memory of NVIDIA L4"),
+        (
+            ["--fit", "h100", "--offload", "none", "--no-fuse-update", "--policy", "dots"],
+            "`policy`",
+        ),
+    ],
+)
+def test_usage_errors(run_lm, tmp_path, argv, message):
+    code, _, err = run_lm(*argv)
+    assert code == 2 and one_line(err) and message in err
+    assert not (tmp_path / "here").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "number", "changes"),
+    [
+        ({}, 48, "--fuse-update --policy everything"),
+        ({"offload": "none"}, 12, "--fuse-update --policy everything"),
+        ({"offload": "all"}, 12, "--fuse-update --policy everything"),
+        ({"fuse_update": False}, 38, ""),
+        ({"remat": True}, 1, ""),
+        ({"policy": "dots", "fuse_update": True}, 16, ""),
+        ({"on_nan": "skip"}, 38, ""),
+        ({"batch_size": 6}, 24, "--fuse-update --policy everything"),
+    ],
+)
+def test_given_options_stay(given, number, changes):
+    config = LMConfig(**{"batch_size": 64} | given)
+    choices = text_choices(config, given, 1)
+    found = []
+    for policy in choices.options["policy"]:
+        for activations in choices.options["activations"]:
+            for params in choices.options["params"]:
+                for number_of in choices.options["num_microbatches"]:
+                    changed = choices.configure(
+                        config, policy=policy, activations=activations, params=params,
+                        num_microbatches=number_of,
+                    )  # fmt: skip
+                    if changed is not None and all(
+                        getattr(changed, name) == getattr(config, name) for name in given
+                    ):
+                        found.append(changed)
+    assert len(found) == len(set(map(repr, found))) == number
+    assert describe_changes(config, found[0]) == changes
+
+
+@needs_gpu_compiler
+def test_memory_of_a_module(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("effjax.memory.budget.default_folder", lambda: tmp_path / "cache")
+    (tmp_path / "own_fit.py").write_text(OWN)
+    argv = "memory", "own_fit:steps", "--batch-size", "1024", "--target", "l4"
+    code, out, err = run(*argv, "--budget", "1.5MB")
+    assert code == 0 and out.startswith("step=small: 1.1 MB at the peak fits in 1.5 MB")
+    assert "large  " in out and "does not fit: " in out and "step=large: " in err
+    code, out, _ = run(*argv, "--budget", "9MB", "--json")
+    assert code == 0 and json.loads(out)["options"] == {"step": "large"}
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_memory_of_models(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("effjax.memory.budget.default_folder", lambda: tmp_path / "cache")
+    code, out, _ = run("memory", "lm", *LM[:4], *LM[6:], "--policy", "dots", "--budget", "1MB")
+    assert code == 0 and out.startswith("policy=dots, ") and "policy=everything" not in out
+    small = "--depth", "10", "--growth-rate", "1", "--image-size", "4", "--batch-size", "4"
+    code, out, _ = run("memory", "densenet", *small, "--budget", "1GB", "--json")
+    assert code == 0 and len(json.loads(out)["trials"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--budget", "a lot"], "--budget 'a lot' must be a size"),
+        (["--budget", "1GB", "--max-batch"], "--budget cannot be combined with --max-batch"),
+        (["--budget", "1GB", "--only", "plain"], "--budget cannot be combined with --only"),
+    ],
+)
+def test_memory_usage_errors(run, argv, message):
+    code, _, err = run("memory", "densenet", *argv)
+    assert code == 2 and one_line(err) and message in err
