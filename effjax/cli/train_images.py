@@ -230,7 +230,8 @@ def _fit(request: RunRequest, fit: str | None, given: Collection[str]) -> RunReq
     task = prepare(request.config)
     dataset, size = task.dataset, task.mesh.size
     choices = image_choices(dataset.image_shape, len(dataset.class_names), size)
-    config = fit_config(request.config, given, fit, choices, size, make_console())
+    # With --init-from, some options depend on the file.
+    config = fit_config(task.config, given, fit, choices, size, make_console())
     return dataclasses.replace(request, config=config)
 
 

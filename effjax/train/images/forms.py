@@ -94,7 +94,9 @@ def _abstract_step(
     images: Any = jax.ShapeDtypeStruct((config.batch_size, *image_shape), jnp.uint8)
     labels: Any = jax.ShapeDtypeStruct((config.batch_size,), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    learner, params, stats = _abstract_learner(make, optimizer, image_shape[-1])
+    learner, params, stats = _abstract_learner(
+        make, optimizer, image_shape[-1], config.freeze_stages
+    )
     state = jax.eval_shape(
         lambda p, s: TrainState(jnp.int32(0), p, s, optimizer.init(p)), params, stats
     )
