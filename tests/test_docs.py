@@ -101,10 +101,13 @@ def test_readme_shows_what_the_planner_prints(capsys):
     (_, code), (_, shown) = blocks(README, "python")[0], blocks(README, "text")[0]
     if can_run(code):
         execute(README, 0, code, {"__name__": "readme"})
-        for table in (printed := capsys.readouterr().out, shown):
-            assert [line.split()[0] for line in table.splitlines()] == ["peak", "plain", "effjax"]
-        ratios = [float(table.splitlines()[2].split()[3]) for table in (printed, shown)]
-        assert ratios[0] == pytest.approx(ratios[1], rel=0.1)
+        printed = capsys.readouterr().out
+        tables = [[line.split() for line in text.splitlines() if line] for text in (printed, shown)]
+        names = ["peak", "plain", "effjax", "modelled", "call", "plain", "effjax"]
+        assert [[line[0] for line in table] for table in tables] == [names, names]
+        for row, column in (2, 3), (6, 1):  # the ratio of the peaks, the milliseconds
+            ours, readme = (float(table[row][column]) for table in tables)
+            assert ours == pytest.approx(readme, rel=0.1)
 
 
 @pytest.mark.exhaustive
@@ -139,7 +142,7 @@ def test_examples_use_explicit_meshes(page):
 
 
 def test_readme_is_short():
-    assert len(README.read_text().splitlines()) <= 150
+    assert len(README.read_text().splitlines()) <= 160
     for line, block in blocks(README, "python"):
         code = [row for row in block.splitlines() if row.strip() and not row.startswith("#")]
         assert len(code) <= 10, f"README.md, line {line}: an example of {len(code)} lines"

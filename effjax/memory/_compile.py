@@ -109,12 +109,16 @@ def open_pipe() -> Iterator[IO[bytes]]:
 
 
 def _environment(target: Target) -> dict[str, str]:
-    search_path = [str(find_compiler(target.platform)), *_search_path()]
-    return (
-        os.environ
-        | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(search_path)}
-        | _ENVIRONMENTS[target.platform]
-    )
+    compiler = find_compiler(target.platform)
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(compiler), *_search_path()]),
+    }
+    if target.platform == "cuda":
+        # JAX sets this where a kernel is traced, but only if the CUDA plugin is importable there.
+        runtime = compiler / "jax_cuda13_plugin" / "libmosaic_gpu_runtime.so"
+        environment["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(runtime)
+    return environment | _ENVIRONMENTS[target.platform]
 
 
 def _search_path() -> list[str]:

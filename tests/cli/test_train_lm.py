@@ -64,7 +64,7 @@ def test_ctrl_c_then_resume_with_other_steps(run_lm, monkeypatch):
     monkeypatch.setattr("effjax.train.loop.fit", fit)
     code, _, err = run_lm(*LM, "--out", "here")
     assert code == 130
-    assert err == "effjax: interrupted. Resume with effjax train lm --resume here\n"
+    assert err == "effjax: interrupted before the first step. Nothing is kept.\n"
     assert run_lm("--resume", "here", "--steps", "5")[0] == 130
     assert calls == [(3, False), (5, True)]
 

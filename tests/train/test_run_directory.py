@@ -219,9 +219,7 @@ def test_append_rejects_nan(tmp_path):
 
 def test_requires_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(
-        TrainError, match=r'matplotlib is missing. Run pip install "effjax\[train\]"'
-    ):
+    with pytest.raises(TrainError, match=r'matplotlib is missing. Run pip install ".\[train\]"'):
         create(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -230,6 +230,8 @@ def merge_microbatches(tree: Tree, row_shards: int = 1) -> Tree:
     """Reshape [m, B / m, ...] to [B, ...], the inverse of `split_microbatches`."""
 
     def merge(a: jax.Array) -> jax.Array:
+        if a.ndim == 1:  # scalars, which `check_microbatches` rejects
+            return a
         (m, size, *shape), (_, rows, *spec) = a.shape, explicit_spec(a)
         if row_shards > 1:
             by_shard = m, row_shards, size // row_shards, *shape
