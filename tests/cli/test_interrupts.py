@@ -86,6 +86,7 @@ def test_ctrl_c_saves_the_step(start, tmp_path):
     assert "stopping after this step; press Ctrl-C again to end now" in out
 
 
+@pytest.mark.exhaustive
 def test_a_second_ctrl_c_ends_at_once(start, tmp_path):
     """While JAX computes a step that never ends."""
     process = start(*NEW_RUN.split(), "--checkpoint-every", "1", before=BUSY + IN_A_STEP)

@@ -324,6 +324,7 @@ def stack_step(save, layers=8):
 
 
 @needs_gpu_compiler
+@pytest.mark.exhaustive  # docs/planner.md searches in the plain tests
 def test_compiled_programs(tmp_path, monkeypatch):
     sizes = [plan(*stack_step(save), target="l4").peak_device_bytes for save in ("all", "inputs")]
     assert sizes[0] > 1.5 * sizes[1]

@@ -114,7 +114,8 @@ def test_stack_matches_loop(num_microbatches, policy):
     assert kinds(grads) == {"pinned_host"}
 
 
-@pytest.mark.parametrize("num_microbatches", [exhaustive(1), 2])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_stack_matches_list_of_layers(num_microbatches):
     """Each layer has its own parameters, batch statistics and dropout stream."""
     layers = normed()

@@ -19,7 +19,7 @@ from effjax.train.images.steps import RESNET8
 from effjax.train.images.task import IMAGENET_MEAN, IMAGENET_STD, prepare
 from tests.convert.cases import random_array
 from tests.convert.pickles import storage, tensor, zipped
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, plainly
 from tests.train import small
 
 SIDE, CLASSES = 8, 5
@@ -96,6 +96,7 @@ def test_same_classes_keep_the_head_and_the_logits(kind):
     np.testing.assert_allclose(got, run(expected, x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_other_classes_get_a_new_head():
     weights = make_weights()
     convert.save_weights("weights.npz", weights)
@@ -200,7 +201,7 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("kind", FROZEN)
+@pytest.mark.parametrize("kind", plainly("resnet", of=FROZEN))
 def test_frozen_stages_do_not_change(kind):
     """Neither by gradients, weight decay, momentum nor new statistics."""
     convert.save_weights("weights.npz", make_weights(kind))
@@ -244,7 +245,7 @@ def test_frozen_resnet_learns_as_with_frozen_stages_of_the_model():
         np.testing.assert_allclose(after[name], expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", FROZEN)
+@pytest.mark.parametrize("kind", plainly("resnet", of=FROZEN))
 def test_frozen_stages_keep_nothing_for_the_backward_pass(kind):
     convert.save_weights("weights.npz", make_weights(kind))
     task = task_of(kind, freeze_stages=1)
