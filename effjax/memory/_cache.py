@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import tempfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +19,7 @@ from .targets import Target
 
 _FORMAT = 1  # of the files
 _MAX_FILES = 500
+_FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # which the compilers read
 
 # `compile_for`, or a function like it.
 Compile = Callable[[LoweredProgram, Target, Mapping[str, Any] | None, IO[bytes]], CompiledProgram]
@@ -34,7 +36,8 @@ def with_cache(compile_program: Compile, folder: Path) -> Compile:
     """Return `compile_program` that stores its results in a folder.
 
     A file is named by the digest of the StableHLO text (without source locations), the target, the
-    options and the versions of the compilers. A folder that cannot be written to caches nothing.
+    options, the flags in the environment and the versions of the compilers. A folder that cannot be
+    written to caches nothing.
     """
 
     def compile_or_read(
@@ -64,6 +67,7 @@ def _digest(lowered: LoweredProgram, target: Target, options: Mapping[str, Any] 
         "num_devices": lowered.num_devices,
         "target": [target.platform, target.name, target.config],
         "options": {name: str(value) for name, value in settings.items()},
+        "flags": [os.environ.get(name, "") for name in _FLAG_VARIABLES],
         "compiler": [compiler.name, sorted(f"{p.name} {p.version}" for p in packages)],
     }
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
@@ -76,7 +80,7 @@ def _read(path: Path) -> CompiledProgram | None:
             program = CompiledProgram(**json.load(file))
         path.touch()  # the files used last are kept
         return program
-    except (OSError, EOFError, ValueError, TypeError):
+    except (OSError, EOFError, zlib.error, ValueError, TypeError):
         return None
 
 

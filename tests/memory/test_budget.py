@@ -379,3 +379,27 @@ def test_cache_keeps_the_files_used_last(tmp_path, monkeypatch):
                 os.utime(file, (number, number))
     assert counts == {"l4": 1, "h100": 2, "h200": 1}
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_cache_reads_no_damaged_file(tmp_path):
+    """Of a file that lacks its end, has wrong data, or is none of the cache."""
+    program = CompiledProgram(1, {}, {}, "".join(map(str, range(1000))), "", "", "")
+    compile_or_read = with_cache(lambda *_: program, tmp_path)
+    lowered = lower(jnp.sin, [f32(8)], None, None, (), (), find_target("l4"))
+    args = lowered, find_target("l4"), None, io.BytesIO()
+    assert compile_or_read(*args) == program
+    (file,) = tmp_path.iterdir()
+    data = file.read_bytes()
+    for damaged in (data[:-100], data[:20] + 20 * b"\xff" + data[40:], b"", b"{}"):
+        file.write_bytes(damaged)
+        assert compile_or_read(*args) == program
+        assert file.read_bytes()[20:] == data[20:]
+
+
+def test_cache_distinguishes_flags_of_the_environment(tmp_path, monkeypatch):
+    programs = [CompiledProgram(1, {}, {}, name, "", "", "") for name in ("one", "other")]
+    lowered = lower(jnp.sin, [f32(8)], None, None, (), (), find_target("l4"))
+    for program in programs:
+        monkeypatch.setenv("XLA_FLAGS", f"--xla_{program.hlo}=1")
+        compile_or_read = with_cache(lambda *_, program=program: program, tmp_path)
+        assert compile_or_read(lowered, find_target("l4"), None, io.BytesIO()) == program
