@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -46,8 +45,8 @@ class SourceWeights:
         kernel = self.weights.get(f"{stem}.weight")
         return None if kernel is None else STEM.get(kernel.shape[-1])
 
-    def load(self, build: Callable[..., nnx.Module]) -> dict[str, jax.Array]:
-        """Return the arrays by path, without a head of other classes.
+    def load(self, build: Callable[..., nnx.Module]) -> dict[str, np.ndarray]:
+        """Return the arrays by path, in host memory, without a head of other classes.
 
         Args:
             build: From `model_builder`.
@@ -80,7 +79,8 @@ class SourceWeights:
         except (ValueError, TypeError) as error:
             raise TrainError(f"--init-from {self.path}: {error}") from error
         loaded = _flat(nnx.state(model, nnx.Any(nnx.Param, nnx.BatchStat)))
-        return {path: array for path, array in loaded.items() if path not in new}
+        # A task keeps them, so they must not stay on the device.
+        return {path: np.asarray(array) for path, array in loaded.items() if path not in new}
 
 
 def read_source(config: ImageConfig) -> SourceWeights | None:
@@ -105,17 +105,23 @@ def read_source(config: ImageConfig) -> SourceWeights | None:
     except (ValueError, TypeError) as error:
         raise TrainError(f"--init-from {error}") from error
     if any(name.endswith(".kernel") for name in weights):  # written by `effjax convert`
-        weights = to_torch(unflatten_dict(dict(weights), sep="."), table)
+        try:
+            weights = to_torch(unflatten_dict(dict(weights), sep="."), table)
+        except (ValueError, TypeError, IndexError) as error:
+            raise TrainError(
+                f"--init-from {path}: its names are not those of {config.network}. Give weights "
+                "of this network."
+            ) from error
     (head,) = [name for name, ours in table.rows.items() if ours == HEAD] or [HEAD]
     bias = weights.get(f"{head}.bias")
     return SourceWeights(str(path), weights, table, None if bias is None else bias.size)
 
 
-def overlay(state: nnx.State, weights: Mapping[str, jax.Array], shardings: nnx.State) -> nnx.State:
+def overlay(state: nnx.State, weights: Mapping[str, np.ndarray], shardings: nnx.State) -> nnx.State:
     """Return the state with the arrays of these paths, each with the sharding of its place."""
     flat, places = _flat(state), _flat(shardings)
     new = {
-        path: put(np.asarray(weights[path]), places[path]) if path in weights else array
+        path: put(weights[path], places[path]) if path in weights else array
         for path, array in flat.items()
     }
     nnx.replace_by_pure_dict(state, nnx.restore_int_paths(unflatten_dict(new, sep=".")))

@@ -180,7 +180,7 @@ class ImageTask(Task[ImageResult]):
     learner: Learner
     augmentation: Augmentation | None
     source: SourceWeights | None = None  # whose weights a new run starts with
-    weights: Mapping[str, jax.Array] | None = None  # of `source`, by path
+    weights: Mapping[str, np.ndarray] | None = None  # of `source`, by path
 
     @property
     def steps_per_unit(self) -> int:

@@ -275,6 +275,8 @@ def test_all_ways_to_train_agree():
         ("resnet", {"init_from": "text.txt"}, "must end in .safetensors"),
         ("resnet", {"init_from": "run"}, "run is a run of effjax train. Give a weight file"),
         ("resnet", {"init_from": "empty"}, "neither a weight file nor a folder that effjax con"),
+        ("resnet", {"init_from": "other.npz"}, "its names are not those of resnet8. Give"),
+        ("resnet", {"init_from": "twice.npz"}, "its names are not those of resnet8. Give"),
         ("densenet", {}, "missing: classifier|left over"),
         ("resnet", {"freeze_stages": 4}, r"`freeze_stages` \(=4\) must be at most .* \(=3\)"),
         ("resnet", {"small_inputs": False}, "of another shape: conv1.weight"),
@@ -283,6 +285,9 @@ def test_all_ways_to_train_agree():
 )  # fmt: skip
 def test_errors(tmp_path, kind, options, message):
     convert.save_weights("weights.npz", make_weights())
+    conv = np.zeros((3, 3, 3, 8), np.float32)
+    convert.save_weights("other.npz", {"conv": conv[0], "conv.kernel": conv})
+    convert.save_weights("twice.npz", {"conv.scale": conv[0, 0, 0], "conv.kernel": conv})
     (tmp_path / "bad.npz").write_bytes(b"PK")
     (tmp_path / "text.txt").write_text("hello")
     (tmp_path / "empty").mkdir()
