@@ -98,7 +98,8 @@ def _install(name: Compiler, command: list[str], folder: Path) -> None:
     try:
         done = subprocess.run(
             [*command, "--target", str(partial)],
-            env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+            env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            errors="replace", check=False,
         )  # fmt: skip
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if line.strip()]
