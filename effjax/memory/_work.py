@@ -274,8 +274,10 @@ def _custom_call_flops(
     """Return the FLOPs of a library's kernel, or the name of a kernel that is opaque."""
     if _NO_PRODUCTS.search(target) or out is None:
         return Counter(), ""
-    if target.startswith("__cublas"):
-        over = _numbers(re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', text))
+    # Not a triangular solve, which is cuBLAS's too.
+    contracting = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', text)
+    if target.startswith("__cublas") and contracting:
+        over = _numbers(contracting)
         return Counter({_rate_of(shapes[0].dtype, text): _dot_flops(shapes[0], out, over)}), ""
     if target.startswith("__cudnn$conv"):
         # The window describes the forward convolution, input · kernel → output, in all of them.

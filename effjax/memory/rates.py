@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 
 from ..ops._common.arguments import as_number
-from .targets import Target
+from .targets import Target, find_target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +56,12 @@ def find_rates(target: str | Target) -> Rates:
     Raises:
         ValueError: for an unknown target, or a file that lacks these figures.
     """
-    name = target.name if isinstance(target, Target) else target
-    if name in _RATES:
-        return _RATES[name]
     if isinstance(target, Target):
-        return _rates_from_config(target)
+        # A file can have the name of a built-in target.
+        is_built_in = target.name in _RATES and target.config == find_target(target.name).config
+        return _RATES[target.name] if is_built_in else _rates_from_config(target)
+    if target in _RATES:
+        return _RATES[target]
     raise ValueError(f"`target` (={target!r}) must be one of {', '.join(_RATES)}.")
 
 
@@ -154,7 +155,7 @@ def read_figure(target: Target, field: str) -> float | None:
     if field in ("major", "minor"):
         match = re.search(r"cuda_compute_capability\s*{([^}]*)}", block)
         block = match[1] if match else ""
-    match = re.search(rf"\b{field}:\s*([\d.e+]+)", block)
+    match = re.search(rf"\b{field}:\s*([\d.eE+-]+)", block)
     return float(match[1]) if match else None
 
 

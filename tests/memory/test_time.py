@@ -157,6 +157,11 @@ def test_library_products():
     assert time.memory_bytes == 3 * 4 * 16**2
     default = call.replace("HIGHEST", "DEFAULT")
     assert step_time(program(lines(default)), UNIT).flops == {"f32": PRODUCT}
+    solve = (
+        '%s = f32[16,16]{1,0} custom-call(%a, %a), custom_call_target="__cublas$triangularSolve"'
+    )
+    time = step_time(program(lines(solve)), UNIT)
+    assert time.unknown_kernels == {"__cublas$triangularSolve": 1} and not time.flops
 
 
 def test_collectives():
@@ -247,6 +252,12 @@ def test_rates_of_a_described_gpu():
         for dtype in ("bf16", "f32", "f32_highest"):
             assert rates.flops[dtype] == pytest.approx(published.flops[dtype], rel=0.1)
         assert rates.memory == pytest.approx(published.memory, rel=0.01)
+    small = target.config.replace("clock_rate_ghz: 2.04", "clock_rate_ghz: 204e-2")
+    assert find_rates(dataclasses.replace(target, name="mine", config=small)) == rates
+    # A file with the name of a built-in target is not that target.
+    slow = target.config.replace("clock_rate_ghz: 2.04", "clock_rate_ghz: 1.02")
+    rates = find_rates(dataclasses.replace(target, config=slow))
+    assert rates.flops["bf16"] == pytest.approx(published.flops["bf16"] / 2, rel=0.1)
     lacking = dataclasses.replace(
         target, name="mine", config=target.config.replace("core_count", "cores")
     )
