@@ -204,7 +204,7 @@ def choose_options(
 
     Raises:
         ValueError: for a budget larger than the target's memory; if no combination has a step; if
-            `examples` is not an option; and as `plan`.
+            `examples` is not an option, or has a value below 1; and as `plan`.
         TypeError, PlanError: as `plan`. A PlanError of a single program only excludes it.
     """
     gpu = find_target(target)
@@ -236,7 +236,7 @@ def choose_options(
             device, host = device + more[0], host + more[1]
             # All that is on the host is needed on the device.
             seconds = host / num_devices / rates.to_device
-            size = choice[examples] if examples else 1
+            size = as_integer(examples, choice[examples], 1) if examples else 1
             candidates[position] = _Candidate(choice, step, size, device, host, seconds / size)
     if not candidates:
         raise ValueError("`options` must have a combination for which `make_step` returns a step.")

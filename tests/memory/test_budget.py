@@ -301,6 +301,11 @@ def test_rejects(options, message):
         choose_options(lambda n: None, {"n": [1]}, **options)
 
 
+def test_rejects_steps_without_examples():
+    with pytest.raises(ValueError, match="`batch` .*at least 1"):
+        choose_options(lambda batch: (jnp.sin, f32(8)), {"batch": [2, 0]}, examples="batch")
+
+
 def test_a_missing_compiler_is_one_error(monkeypatch):
     monkeypatch.setenv("EFFJAX_COMPILERS", "/dev/null/none")
     calls = []
