@@ -214,23 +214,23 @@ def choose_options(
         memory_fraction = _fraction(budget, gpu)
     elif memory_fraction is None:
         memory_fraction = gpu.default_memory_fraction
-    num_devices = plan_options.get("num_devices") or 1
-    if host_memory_bytes is None:
-        host_memory_bytes = gpu.host_bytes_per_device * num_devices or host_memory_limit()
-    on_host = as_integer("host_memory_bytes", host_memory_bytes, 1)
+    if host_memory_bytes is None and not gpu.host_bytes_per_device:
+        host_memory_bytes = host_memory_limit()
     max_compiles = as_integer("max_compiles", max_compiles, 1)
     plan_options |= {
         "target": gpu,
         "memory_fraction": memory_fraction,
-        "host_memory_bytes": on_host,
         "cache": default_folder() if cache is None else Path(cache),
     }
     rates = plan_options.get("rates") or find_rates(gpu)
 
+    most_devices = 1
     candidates: dict[Position, _Candidate] = {}
     for position, choice in _combinations(options).items():
         step = make_step(**choice)
         if step is not None:
+            num_devices = plan_options.get("num_devices") or _count_devices(step[1:])
+            most_devices = max(most_devices, num_devices)
             device, host = _argument_bytes(step[1:], num_devices)
             more = min_bytes(**choice) if min_bytes else (0, 0)
             device, host = device + more[0], host + more[1]
@@ -240,6 +240,10 @@ def choose_options(
             candidates[position] = _Candidate(choice, step, size, device, host, seconds / size)
     if not candidates:
         raise ValueError("`options` must have a combination for which `make_step` returns a step.")
+    if host_memory_bytes is None:  # of a TPU
+        host_memory_bytes = gpu.host_bytes_per_device * most_devices
+    on_host = as_integer("host_memory_bytes", host_memory_bytes, 1)
+    plan_options["host_memory_bytes"] = on_host
     find_compiler(gpu.platform)  # here, so that its errors are not those of a single program
     unordered = [i for i, name in enumerate(options) if name in not_by_time]
     search = _Search(candidates, int(memory_fraction * gpu.memory_bytes), on_host, unordered)
@@ -446,6 +450,12 @@ def _fraction(budget: int, target: Target) -> float:
             f"(={target.memory_bytes})."
         )
     return min((budget + 0.5) / target.memory_bytes, 1.0)
+
+
+def _count_devices(args: Sequence[Any]) -> int:
+    """Return the number of devices over which the arguments are sharded."""
+    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(split_modules(args)[0])]
+    return max((sharding.num_devices for sharding in shardings if sharding), default=1)
 
 
 def _argument_bytes(args: Sequence[Any], num_devices: int) -> tuple[int, int]:

@@ -70,7 +70,8 @@ def plan(
         memory_fraction: fraction of the device memory that JAX reserves, in (0, 1]; set on a GPU
             with XLA_PYTHON_CLIENT_MEM_FRACTION. If None, JAX's: 0.75 on a GPU, 1 on a TPU.
         host_memory_bytes: pinned host memory of a process that uses all devices of the program. If
-            None, `host_memory_limit()`.
+            None, `host_memory_limit()` for a GPU, and for a TPU the memory of the virtual machines
+            in Google Cloud that have these devices.
         in_shardings: as in `jax.jit`. A PartitionSpec refers to a mesh of `num_devices` devices
             with one axis, `"data"`.
         donate_argnums: as in `jax.jit`.
@@ -197,14 +198,16 @@ def start_plan(
     if memory_fraction is None:
         memory_fraction = device.default_memory_fraction
     fraction = as_number("memory_fraction", memory_fraction, lambda f: 0 < f <= 1, "in (0, 1]")
-    if host_memory_bytes is None:
-        devices = num_devices or 1
-        host_memory_bytes = device.host_bytes_per_device * devices or host_memory_limit()
-    on_host = as_integer("host_memory_bytes", host_memory_bytes, 1)
+    if host_memory_bytes is None and not device.host_bytes_per_device:
+        host_memory_bytes = host_memory_limit()
+    if host_memory_bytes is not None:
+        host_memory_bytes = as_integer("host_memory_bytes", host_memory_bytes, 1)
     if num_devices is not None:
         device.topology(as_integer("num_devices", num_devices, 1))
     find_compiler(device.platform)  # before the program is traced, which may take long
     lowered = lower(fun, args, num_devices, in_shardings, donate_argnums, static_argnums, device)
+    # The number of devices may follow from the shardings.
+    on_host = host_memory_bytes or device.host_bytes_per_device * lowered.num_devices
 
     compile_program = compile_for if cache is None else with_cache(compile_for, cache)
 

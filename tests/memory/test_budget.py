@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from effjax.memory import PlanError, choose_options, find_rates, plan
 from effjax.memory._cache import with_cache
@@ -254,6 +255,17 @@ def test_host_memory_excludes_no_others(fake_plans):
 
 
 @needs_gpu_compiler
+def test_host_memory_of_a_tpu_follows_from_shardings(fake_plans, monkeypatch):
+    monkeypatch.setattr(sys.modules["effjax.memory.budget"], "find_compiler", str)
+    sharding = NamedSharding(AbstractMesh((4,), ("data",)), PartitionSpec("data"))
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
+    for args, num_devices in (((x,), 4), ((f32(8),), 1)):
+        step = (lambda *_: (GB, 100 * GB, 1.0), *args)
+        found = choose_options(lambda n, step=step: step, {"n": [1]}, target="v5e")
+        assert found.host_memory_bytes == num_devices * 48 * 10**9
+        assert (found.plan is not None) == (num_devices == 4)
+
+
 def test_limit_of_compiled_programs(fake_plans):
     def make_step(a, b):
         return (lambda: ((20 - a - b) * GB, 0, 1.0 + a + b),)

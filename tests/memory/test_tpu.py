@@ -60,6 +60,7 @@ def test_collectives():
     x = f32(4096, 128, sharding=NamedSharding(abstract_mesh(4), P("x")))
     p = plan(lambda x: x.sum(0), x, target="v5e")
     assert p.num_devices == 4 and p.device.arguments == 4 * 4096 * 128 // 4
+    assert p.host_memory_bytes == 4 * 48 * 10**9
     assert [(c.kind, c.bytes, c.count) for c in p.collectives] == [("all-reduce", 512, 1)]
     assert is_line_of(__file__, p.collectives[0].source)
 
