@@ -467,7 +467,7 @@ def _argument_bytes(args: Sequence[Any], num_devices: int) -> tuple[int, int]:
         sharding = getattr(leaf, "sharding", None)
         shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
         size = math.prod(shape) * leaf.dtype.itemsize
-        if sharding is None:  # the function may have one
+        if sharding is None or sharding.num_devices == 1:  # the function may shard it
             size //= num_devices
         if getattr(sharding, "memory_kind", None) == "pinned_host":
             host += size * num_devices

@@ -266,6 +266,18 @@ def test_host_memory_of_a_tpu_follows_from_shardings(fake_plans, monkeypatch):
         assert (found.plan is not None) == (num_devices == 4)
 
 
+def test_arrays_that_the_function_may_shard_count_in_part(fake_plans):
+    """An array on one device is no lower bound for a program that spans several."""
+    for x in (f32(4 * GB), np.broadcast_to(np.float32(0), (4 * GB,)), jnp.zeros(16)):
+        step = (lambda *_: (GB, 0, 1.0), x)
+        budget = 4 * GB if x.size > 16 else 16
+        found = choose_options(
+            lambda n, step=step: step, {"n": [1]}, budget=budget, target="h200", num_devices=4
+        )
+        assert len(fake_plans) == 1 and "not compiled" not in found.trials[0].result
+        fake_plans.clear()
+
+
 def test_limit_of_compiled_programs(fake_plans):
     def make_step(a, b):
         return (lambda: ((20 - a - b) * GB, 0, 1.0 + a + b),)
