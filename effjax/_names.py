@@ -20,7 +20,8 @@ def list_public(namespace: Mapping[str, Any]) -> list[str]:
     return sorted(
         name
         for name, value in namespace.items()
-        if not name.startswith("_") and getattr(value, "__module__", "").startswith("effjax.")
+        if not name.startswith("_")
+        and (getattr(value, "__module__", None) or "").startswith("effjax.")
     )
 
 

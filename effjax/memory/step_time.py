@@ -53,7 +53,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The modelled time: the sum of kernels and waits."""
+        """Modelled time, the sum of kernels and waits."""
         waits = self.to_device_seconds + self.to_host_seconds + self.collective_seconds
         return self.compute_seconds + waits
 

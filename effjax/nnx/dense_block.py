@@ -53,7 +53,8 @@ class DenseBlock(nnx.Module):
         rngs: for the parameters (stream `params`).
 
     Attributes:
-        deterministic: if True, no dropout. Set by `train()` and `eval()`.
+        deterministic: if True, no dropout, also with batch statistics. Set by `train()` and
+            `eval()`.
         out_features: `in_features + num_layers * growth_rate`.
 
     Raises:
@@ -112,7 +113,7 @@ class DenseBlock(nnx.Module):
 
         Args:
             x: `[N, H, W, in_features]`.
-            use_running_average: overrides that of the norms.
+            use_running_average: overrides that of the norms. It does not turn dropout off.
             mask: bool, broadcastable to `[N, H, W, 1]`: the pixels to include in the batch
                 statistics.
             deterministic: overrides the attribute of the same name.
