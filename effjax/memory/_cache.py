@@ -78,7 +78,8 @@ def _read(path: Path) -> CompiledProgram | None:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             program = CompiledProgram(**json.load(file))
-        path.touch()  # the files used last are kept
+        with contextlib.suppress(OSError):  # of a read-only folder
+            path.touch()  # the files used last are kept
         return program
     except (OSError, EOFError, zlib.error, ValueError, TypeError):
         return None

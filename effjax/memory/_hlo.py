@@ -23,6 +23,7 @@ _NO_MOVEMENT = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
     "call", "after-all", "opt-barrier", "partition-id", "replica-id",
 }  # fmt: skip
+_COPIES = {"copy", "copy-start", "copy-done", "bitcast"}
 
 
 class Array(NamedTuple):
@@ -143,8 +144,29 @@ class HloModule:
         compare = self.computations[_called(loop.attributes, "condition")[0]][-1]
         if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
             return None
-        start, end = (self._constant(name, loop) for name in operand_names(compare))
-        return None if start is None or end is None else max(end - start, 0)
+        counter, bound = operand_names(compare)
+        start, end = self._constant(counter, loop), self._constant(bound, loop)
+        step = self._increment(counter, loop)
+        if start is None or end is None or not step or step < 0:
+            return None
+        return max(-(-(end - start) // step), 0)
+
+    def _increment(self, counter: str, loop: Instruction) -> int | None:
+        """Return what an iteration adds to the counter of a loop; None if it is not constant."""
+        root = self.computations[_called(loop.attributes, "body")[0]][-1]
+        index = _tuple_index(self._without_copies(counter))
+        if index is None or root.opcode != "tuple":
+            return 1
+        new = self._without_copies(operand_names(root)[index])
+        if new.opcode != "add":
+            return 1  # XLA has fused the sum of a scan's counter
+        others = [n for n in operand_names(new) if _tuple_index(self._without_copies(n)) != index]
+        return self._constant(others[0], loop) if len(others) == 1 else None
+
+    def _without_copies(self, name: str) -> Instruction:
+        while (instruction := self.instructions[name]).opcode in _COPIES:
+            name = operand_names(instruction)[0]
+        return instruction
 
     def _constant(self, name: str, loop: Instruction) -> int | None:
         """Return the integer constant behind a value of a loop's condition, before the loop."""
@@ -158,13 +180,13 @@ class HloModule:
                 return int(value) if re.fullmatch(r"-?\d+", value) else None
             if instruction.opcode == "get-tuple-element":
                 # An element of the loop's state starts as that element of the loop's operand.
-                index = re.search(r"\bindex=(\d+)", instruction.attributes)
+                index = _tuple_index(instruction)
                 initial = self.instructions.get(operand_names(loop)[0])
-                if not (is_inside and index and initial and initial.opcode == "tuple"):
+                if not (is_inside and index is not None and initial and initial.opcode == "tuple"):
                     return None
                 is_inside = False
-                name = operand_names(initial)[int(index[1])]
-            elif instruction.opcode in ("copy", "copy-start", "copy-done", "bitcast"):
+                name = operand_names(initial)[index]
+            elif instruction.opcode in _COPIES:
                 name = operand_names(instruction)[0]
             else:
                 return None
@@ -304,6 +326,12 @@ def elements(shape: str) -> list[str]:
             if depth == 0:
                 break
     return [part for part in parts if part]
+
+
+def _tuple_index(instruction: Instruction) -> int | None:
+    """Return the element that an instruction takes from a tuple; None if it takes none."""
+    index = re.search(r"\bindex=(\d+)", instruction.attributes)
+    return int(index[1]) if index and instruction.opcode == "get-tuple-element" else None
 
 
 def operand_names(instruction: Instruction) -> list[str]:

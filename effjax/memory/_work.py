@@ -1,5 +1,6 @@
 """Work of HLO instructions: FLOPs of products, bytes of device memory, bytes over links."""
 
+import contextlib
 import functools
 import math
 import re
@@ -289,8 +290,10 @@ def _custom_call_flops(
             forward = shapes, out
         return Counter({_rate_of(shapes[0].dtype, text): _conv_flops(*forward, text)}), ""
     if target.startswith("__cudnn$fmha"):
-        flops = _attention_flops(shapes, text, is_backward="Backward" in target)
-        return Counter({_rate_of(shapes[0].dtype, text): flops}), ""
+        # The text is cuDNN's: in a form that is not known, its FLOPs are unknown.
+        with contextlib.suppress(ValueError, IndexError):
+            flops = _attention_flops(shapes, text, is_backward="Backward" in target)
+            return Counter({_rate_of(shapes[0].dtype, text): flops}), ""
     # Pallas kernels for TPUs can state their cost.
     stated = re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', text)
     if stated and int(stated[1]):

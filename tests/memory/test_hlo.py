@@ -189,3 +189,13 @@ ENTRY %main (w.1: f32[16,8,128]) -> s32[] {
 def test_loops_of_tpus(end, trips):
     (load,) = transfers(TPU_LOOP.replace("END", end))
     assert (load.direction, load.shape, load.count) == ("to_device", "f32[1,8,128]", trips)
+
+
+@pytest.mark.parametrize(
+    ("step", "trips"),
+    [("constant(1)", 11), ("constant(2)", 6), ("custom-call()", None), ("constant(-1)", None)],
+)
+def test_steps_of_the_counter_on_tpus(step, trips):
+    text = TPU_LOOP.replace("END", "bound = s32[]{:T(128)} constant(11)")
+    program = parse(text.replace("%one = s32[]{:T(128)} constant(1)", f"%one = s32[] {step}"))
+    assert program.trip_count(program.instructions["loop"]) == trips

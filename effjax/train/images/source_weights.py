@@ -43,7 +43,7 @@ class SourceWeights:
         """True if the network has a stem for small images, None if the stem is unknown."""
         (stem,) = (name for name, ours in self.table.rows.items() if ours == "stem_conv")
         kernel = self.weights.get(f"{stem}.weight")
-        return None if kernel is None else STEM.get(kernel.shape[-1])
+        return None if kernel is None or kernel.ndim == 0 else STEM.get(kernel.shape[-1])
 
     def load(self, build: Callable[..., nnx.Module]) -> dict[str, np.ndarray]:
         """Return the arrays by path, in host memory, without a head of other classes.
