@@ -94,6 +94,17 @@ _ANSWERS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 
 
+class _CudaVersions:
+    """The library of jaxlib's CUDA plugin that states versions, without the plugin."""
+
+    def cuda_runtime_get_version(self) -> int:
+        return 13_000  # that of the planner's compiler
+
+
+# Requires the library to be importable where its kernels are traced.
+_NEEDS_CUDA_VERSIONS = "jax.experimental.pallas.ops.gpu.attention_mgpu"
+
+
 def _replace() -> None:
     """Replace the functions of modules that are imported; a program imports what it uses."""
     global _num_inside
@@ -106,6 +117,10 @@ def _replace() -> None:
                 if original is not None and (module, name) not in _originals:
                     _originals[module, name] = original
                     setattr(module, name, _answering(original, answer))
+        module: Any = sys.modules.get(_NEEDS_CUDA_VERSIONS)
+        if module is not None and module.cuda_versions is None:
+            _originals[module, "cuda_versions"] = None
+            module.cuda_versions = _CudaVersions()
 
 
 def _restore() -> None:

@@ -36,7 +36,9 @@ def test_plan(target):
     assert (last.bytes, last.padding) == (padded, padded - 4 * 1024 * 12)
     assert p.padding_bytes >= 2 * last.padding
     outputs = [b for b in p.peak_buffers if b.kind == "output"]
-    assert all(is_line_of(__file__, b.source) for b in outputs)
+    # Some compilers copy a result into its layout at the end, for no line of the program.
+    assert all(is_line_of(__file__, b.source) or b.operation == "copy" for b in outputs)
+    assert any(is_line_of(__file__, b.source) for b in outputs)
     live = sum(b.bytes for b in p.peak_buffers)
     assert 0.99 * live <= p.peak_device_bytes - p.device.generated_code <= 1.05 * live
 

@@ -74,4 +74,4 @@ def test_kept_bytes_are_a_lower_bound(policy, dtype):
     )
     kept, _ = kept_bytes(config, policy=policy, activations="device")
     planned = plan(*lm_training_step(chosen), target="l4")
-    assert kept <= planned.device.temporaries < 8 * kept
+    assert kept <= planned.device.temporaries < 16 * kept
