@@ -28,7 +28,7 @@ from .targets import Target
 
 SPLITS_ITSELF = (
     "an operator with a partitioning rule, such as effjax.deform_conv2d, cannot be planned under "
-    "jit over several devices, because the compiler process cannot call the rule. Plan the step "
+    "jit over several GPUs, because the compiler process cannot call the rule. Plan the step "
     "inside jax.shard_map over the same mesh."
 )
 _USE_NNX_JIT = "Plan nnx.jit of the function, or a function of arrays (nnx.split and nnx.merge)."

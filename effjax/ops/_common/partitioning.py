@@ -18,6 +18,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .derivatives import forbid_higher_order
+from .platform import traced_platform
 from .sharding import manual_axes
 
 
@@ -59,6 +60,10 @@ def merge_example_axis(a: jax.Array) -> jax.Array:
 def _can_partition(x: jax.Array) -> bool:
     # Inside shard_map the batch is local already.
     if manual_axes():
+        return False
+    # The compiler for TPUs cannot call the rule (jax-ml/jax#38196). It partitions `run` instead.
+    # `lax.platform_dependent` would leave a conditional in the programs for CPUs and GPUs.
+    if traced_platform() == "tpu":
         return False
     if x.dtype != jnp.float64:
         return True

@@ -1,0 +1,143 @@
+"""Programs of the operators for a TPU v5e: memory, and communication between four chips.
+
+The compiler for TPUs runs on any CPU; nothing here runs on a TPU.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import effjax
+from effjax.memory import plan
+from tests.programs import needs_tpu_compiler
+from tests.tiers import plainly
+
+pytestmark = needs_tpu_compiler
+LEVELS = (8, 10), (4, 5)
+
+
+def deform_conv(x, offset, mask, kernel):
+    return effjax.deform_conv2d(x, offset, kernel, mask, padding=1)
+
+
+def deform_attention(value, locations, weights):
+    return effjax.ms_deform_attn(value, LEVELS, locations, weights)
+
+
+def dcn(x, offset, mask):
+    return effjax.dcn_aggregate(x, offset, mask, padding=1)
+
+
+def roi_align(x, boxes, sampling_ratio=2):
+    return effjax.roi_align(x, boxes, output_size=3, sampling_ratio=sampling_ratio)
+
+
+def multiscale_roi_align(x, y, boxes):
+    return effjax.multiscale_roi_align([x, y], boxes, output_size=3, spatial_scales=[1 / 4, 1 / 8])
+
+
+def deform_roi_pool(x, boxes, offset):
+    return effjax.deform_roi_pool(x, boxes, offset, output_size=3, sampling_ratio=2)
+
+
+def psroi_pool(x, boxes, offset):
+    return effjax.deform_psroi_pool(
+        x, boxes, offset, output_size=2, group_size=2, trans_std=0.1, part_size=2
+    )
+
+
+# For each operator: the shapes of its arguments of 8 images, and those without images, which come
+# last; and the number of images' arguments that have a gradient.
+IMAGES = 8
+OPERATORS = {
+    "conv": (deform_conv, [(8, 12, 16), (8, 12, 18), (8, 12, 9)], [(3, 3, 16, 24)], 3),
+    "attention": (deform_attention, [(100, 2, 16), (40, 2, 2, 4, 2), (40, 2, 2, 4)], [], 3),
+    "dcn": (dcn, [(8, 12, 32), (8, 12, 36), (8, 12, 18)], [], 3),
+    "roi": (roi_align, [(8, 12, 16), (5, 4)], [], 1),
+    "roi, adaptive": (functools.partial(roi_align, sampling_ratio=0), [(8, 12, 16), (5, 4)], [], 1),
+    "multiscale": (multiscale_roi_align, [(8, 12, 16), (4, 6, 16), (5, 4)], [], 2),
+    "deform_roi": (deform_roi_pool, [(8, 12, 16), (5, 4), (5, 3, 3, 2)], [], 1),
+    "psroi": (psroi_pool, [(8, 12, 16), (5, 4), (5, 2, 2, 2)], [], 1),
+}
+
+
+def make_step(name, passes, dtype, examples=()):
+    """Return a function of arrays, and the shapes of those with and without images."""
+    op, images, shared, differentiable = OPERATORS[name]
+    run, count = op, len(images)
+    images = [jax.ShapeDtypeStruct((IMAGES, *s), jnp.float32) for s in images]
+    shared = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shared]
+    images[0] = jax.ShapeDtypeStruct(images[0].shape, dtype)
+    if passes == "gradients":
+        argnums = (*range(differentiable), *range(count, count + len(shared)))
+
+        def run(*args):
+            return jax.grad(lambda *a: jnp.sum(jnp.sin(op(*a).astype(jnp.float32))), argnums)(*args)
+
+    return run, images, shared
+
+
+def plan_on_chips(name, passes, dtype="float32", axis_type=AxisType.Auto, vmap=None):
+    """Plan an operator with images sharded over four chips; `vmap` is the sharded axis of two."""
+    run, images, shared = make_step(name, passes, dtype)
+    mesh = AbstractMesh((4,), ("data",), axis_types=(axis_type,))
+    spec = P("data")
+    if vmap is not None:
+        run = jax.vmap(run, (*(0 for _ in images), *(None for _ in shared)))
+        images = [jax.ShapeDtypeStruct((4, *a.shape), a.dtype) for a in images]
+        spec = P("data") if vmap == "examples" else P(None, "data")
+
+    def place(arrays, spec):
+        sharding = NamedSharding(mesh, spec)
+        return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in arrays]
+
+    return plan(run, *place(images, spec), *place(shared, P()), target="v5e")
+
+
+def count_collectives(p):
+    """Count by kind, without the maximum of two numbers of samples (adaptive RoI pooling)."""
+    return [(c.kind, c.count) for c in p.collectives if c.bytes > 8]
+
+
+def check_collectives(p, name, passes):
+    """Each chip samples its own images: nothing is gathered, and no loop communicates."""
+    assert p.num_devices == 4
+    shared = OPERATORS[name][2] if passes == "gradients" else []
+    assert count_collectives(p) == ([("all-reduce", 1)] if shared else [])
+
+
+@pytest.mark.parametrize("name", plainly("conv", of=OPERATORS))
+def test_chips_reduce_gradients_of_parameters_once(name):
+    check_collectives(plan_on_chips(name, "gradients"), name, "gradients")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["conv", "attention"])
+@pytest.mark.parametrize(
+    ("passes", "dtype", "axis_type"),
+    [
+        ("forward", "float32", AxisType.Auto),
+        ("gradients", "bfloat16", AxisType.Auto),
+        ("gradients", "float32", AxisType.Explicit),
+    ],
+)
+def test_chips_keep_images_apart(name, passes, dtype, axis_type):
+    check_collectives(plan_on_chips(name, passes, dtype, axis_type), name, passes)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["conv", "attention", "roi"])
+def test_chips_do_not_communicate_for_sharded_examples_of_vmap(name):
+    assert count_collectives(plan_on_chips(name, "gradients", vmap="examples")) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["conv", "attention"])
+def test_chips_gather_sharded_images_inside_vmap(name):
+    """A known limitation. XLA cannot shard the second axis of a reshape [D, N] -> [D * N]."""
+    kinds = {c.kind for c in plan_on_chips(name, "forward", vmap="images").collectives}
+    assert kinds == {"all-gather"}
