@@ -2,17 +2,19 @@
 
 from typing import Any, NamedTuple
 
-import jax
+import jax.numpy as jnp
 
+from ..ops.offload.clipping import (
+    ClipBy,
+    make_clip,
+    next_grad_norm,
+    sum_of_squares,
+    with_clipping,
+    zero_squares,
+)
 from ..ops.offload.per_leaf import check_per_leaf
 from ..ops.offload.trees import Tree, shapes_of
-from ..ops.offload.update import (
-    LayerList,
-    LayerStack,
-    apply_optimizer,
-    clip_scale,
-    sum_of_squares,
-)
+from ..ops.offload.update import LayerList, LayerStack, apply_optimizer
 
 
 class ParamGroups(NamedTuple):
@@ -30,28 +32,49 @@ def init_state(tx: Any, params: ParamGroups) -> ParamGroups:
     return ParamGroups(LayerList(tx).init(params.layers), stacks, tx.init(params.others))
 
 
+class UpdateState(NamedTuple):
+    """What an update replaces."""
+
+    params: ParamGroups
+    opt_state: ParamGroups
+    grad_norm: Any  # [], of the last step, with clip_by="previous"; else ()
+
+
+def init_grad_norm(clip_by: ClipBy, params: ParamGroups) -> Any:
+    """Return the norm before the first step, 0; () if it is not needed."""
+    return zero_squares(params) if clip_by == "previous" else ()
+
+
 def update_groups(
-    tx: Any,
-    clip_norm: float | None,
-    params_and_state: tuple[ParamGroups, ParamGroups],
-    grads: ParamGroups,
-) -> tuple[ParamGroups, ParamGroups]:
-    """Return (parameters, state) after a step."""
-    params, state = params_and_state
-    stacked, listed = LayerStack(tx), LayerList(tx)
-    scale, other_grads = None, grads.others
+    tx: Any, clip_norm: float | None, clip_by: ClipBy, old: UpdateState, grads: ParamGroups
+) -> UpdateState:
+    """Return the parameters and the state after a step."""
+    params, state, norm = old
     if clip_norm is not None:
-        squares = sum(map(stacked.sum_of_squares, grads.stacks))
-        squares = squares + listed.sum_of_squares(grads.layers) + sum_of_squares(other_grads)
-        scale = clip_scale(squares, clip_norm)
-        other_grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), other_grads)
-    layers, layers_state = listed.update(grads.layers, state.layers, params.layers, scale)
+        if clip_by == "global":
+            squares = sum(map(LayerStack(tx).sum_of_squares, grads.stacks))
+            squares += LayerList(tx).sum_of_squares(grads.layers) + sum_of_squares(grads.others)
+            norm = jnp.sqrt(squares)
+        tx = with_clipping(tx, make_clip(clip_norm, clip_by, norm))
+    squares = [sum_of_squares(grads.others)]
+
+    def update(layers: LayerStack | LayerList, g: Any, s: Any, w: Any) -> tuple[Any, Any]:
+        if clip_by != "previous":
+            return layers.update(g, s, w)
+        new, s, of_layers = layers.measure(lambda layers, s: layers.update(g, s, w), s, w)
+        squares.append(of_layers)
+        return new, s
+
+    layers, layers_state = update(LayerList(tx), grads.layers, state.layers, params.layers)
     stacks = [
-        stacked.update(g, s, w, scale)
+        update(LayerStack(tx), g, s, w)
         for g, s, w in zip(grads.stacks, state.stacks, params.stacks, strict=True)
     ]
-    others, others_state = apply_optimizer(tx, params.others, state.others, other_grads)
-    return (
+    others, others_state = apply_optimizer(tx, params.others, state.others, grads.others)
+    if clip_by == "previous":
+        norm = next_grad_norm(norm, sum(squares, jnp.float32(0)))
+    return UpdateState(
         ParamGroups(list(layers), [w for w, _ in stacks], others),
         ParamGroups(list(layers_state), [s for _, s in stacks], others_state),
+        norm if clip_by == "previous" else (),
     )

@@ -11,11 +11,17 @@ from flax.training.train_state import TrainState
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ..layers.offload import check_on_host
-from ..layers.offload_optimizer import ParamGroups, init_state, update_groups
+from ..layers.offload_optimizer import (
+    ParamGroups,
+    UpdateState,
+    init_grad_norm,
+    init_state,
+    update_groups,
+)
 from ..ops._common.arguments import describe
+from ..ops.offload.clipping import ClipBy, check_clipping
 from ..ops.offload.placement import Space, space_of
 from ..ops.offload.trees import as_array_tree, check_same_shapes
-from ..ops.offload.update import check_clip_norm
 
 
 class OffloadTrainState(TrainState):
@@ -39,7 +45,9 @@ class OffloadTrainState(TrainState):
         step: as in ``flax.training.train_state.TrainState``, like `apply_fn`, `params`, `tx` and
             `opt_state`.
         stacks: the paths of parameters [L, ...] of identical layers, see `create`.
-        clip_norm: the largest global norm of the gradients. If None, they are not clipped.
+        clip_norm: the largest norm of the gradients. If None, they are not clipped.
+        clip_by: the norm that `clip_norm` limits, see `create`.
+        grad_norm: the norm of the last gradients, with ``clip_by="previous"``.
 
     References:
         ZeRO-Offload: Ren et al., 2021 (arXiv:2101.06840).
@@ -47,6 +55,8 @@ class OffloadTrainState(TrainState):
 
     stacks: tuple[str, ...] = struct.field(pytree_node=False, default=())
     clip_norm: float | None = struct.field(pytree_node=False, default=None)
+    clip_by: ClipBy = struct.field(pytree_node=False, default="global")
+    grad_norm: Any = ()
 
     @classmethod
     def create(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -57,6 +67,7 @@ class OffloadTrainState(TrainState):
         tx: Any,
         stacks: Sequence[str] = (),
         clip_norm: float | None = None,
+        clip_by: ClipBy = "global",
         **kwargs: Any,
     ) -> "OffloadTrainState":
         """Create the state before the first step.
@@ -69,8 +80,12 @@ class OffloadTrainState(TrainState):
                 others together, as nested dicts from the model down.
             stacks: the paths of the parameters of an OffloadModel with `num_layers`, or of
                 ``nn.scan``, such as "decoder/layers". They are updated layer by layer.
-            clip_norm: the largest global norm of the gradients, above 0. It replaces
+            clip_norm: the largest norm of the gradients, above 0. It replaces
                 ``optax.clip_by_global_norm``, which mixes parameters.
+            clip_by: the norm that `clip_norm` limits, as in `effjax.offload_train_step`: "global",
+                "previous" (the global norm of the previous step, `grad_norm`), or "layer" (that of
+                each module on the host or layer of `stacks`, and of all parameters on the device).
+                Only "global" reads the gradients twice.
             **kwargs: the fields of a subclass.
 
         Returns:
@@ -80,9 +95,9 @@ class OffloadTrainState(TrainState):
             TypeError: if `params` are not nested dicts of arrays, `apply_fn` is neither a function
                 nor None, or `stacks` is not a sequence of strings.
             ValueError: if tx mixes parameters, if `stacks` has other paths or paths on the device,
-                or if `clip_norm` is not positive.
+                if `clip_norm` is not positive, or for `clip_by` without `clip_norm`.
         """
-        check_clip_norm(clip_norm)
+        check_clipping(clip_norm, clip_by)
         if not isinstance(params, Mapping):
             raise TypeError(f"`params` must be nested dicts of arrays, not {describe(params)}.")
         if not (apply_fn is None or callable(apply_fn)):
@@ -92,7 +107,8 @@ class OffloadTrainState(TrainState):
         check_on_host(groups.stacks, "Move them with effjax.to_host, or remove them from `stacks`.")
         return cls(
             step=jnp.int32(0), apply_fn=apply_fn, params=params, tx=tx,
-            opt_state=init_state(tx, groups), stacks=tuple(stacks), clip_norm=clip_norm, **kwargs,
+            opt_state=init_state(tx, groups), stacks=tuple(stacks), clip_norm=clip_norm,
+            clip_by=clip_by, grad_norm=init_grad_norm(clip_by, groups), **kwargs,
         )  # fmt: skip
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "OffloadTrainState":
@@ -108,15 +124,16 @@ class OffloadTrainState(TrainState):
         """
         check_same_shapes("grads", as_array_tree("grads", grads), "`params`", self.params)
         state: Any = self.opt_state
-        params_and_state = _group(self.params, self.params, self.stacks), state
-        new, opt_state = update_groups(
-            self.tx, self.clip_norm, params_and_state, _group(self.params, grads, self.stacks)
-        )
+        old = UpdateState(_group(self.params, self.params, self.stacks), state, self.grad_norm)
+        grads = _group(self.params, grads, self.stacks)
+        new, opt_state, grad_norm = update_groups(self.tx, self.clip_norm, self.clip_by, old, grads)
         flat = {}
         for group in (*new.layers, *new.stacks, new.others):
             flat |= flatten_dict(group)
         params = unflatten_dict({path: flat[path] for path in flatten_dict(self.params)})
-        return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
+        return self.replace(
+            step=self.step + 1, params=params, opt_state=opt_state, grad_norm=grad_norm, **kwargs
+        )
 
 
 def _group(params: Mapping, arrays: Mapping, stacks: Sequence[str]) -> ParamGroups:

@@ -10,12 +10,18 @@ from flax import nnx
 from flax.typing import PathParts
 
 from ..layers.offload import check_on_host
-from ..layers.offload_optimizer import ParamGroups, init_state, update_groups
+from ..layers.offload_optimizer import (
+    ParamGroups,
+    UpdateState,
+    init_grad_norm,
+    init_state,
+    update_groups,
+)
 from ..ops._common.arguments import describe
 from ..ops.offload import offload_jit
+from ..ops.offload.clipping import ClipBy, check_clipping
 from ..ops.offload.placement import Space, space_of
 from ..ops.offload.trees import check_same_shapes
-from ..ops.offload.update import check_clip_norm
 from .offload import OffloadModel
 
 
@@ -41,18 +47,23 @@ class OffloadOptimizer(nnx.Pytree):
             `effjax.stream_update`. It gets the parameters of one layer of an OffloadModel, or all
             others together, as nested dicts from the model down.
         wrt: a filter for the Variables to update, as in `nnx.Optimizer`. The others have no state.
-        clip_norm: the largest global norm of the gradients, above 0. If None, gradients are not
-            clipped. It replaces ``optax.clip_by_global_norm``, which mixes parameters.
+        clip_norm: the largest norm of the gradients, above 0. If None, gradients are not clipped.
+            It replaces ``optax.clip_by_global_norm``, which mixes parameters.
+        clip_by: the norm that `clip_norm` limits, as in `effjax.offload_train_step`: "global",
+            "previous" (the global norm of the previous step, `grad_norm`), or "layer" (that of each
+            layer, and of all parameters on the device). Only "global" reads the gradients twice.
 
     Attributes:
         step: the number of updates, an `nnx.OptState`.
         tx: the optimizer.
         opt_state: its state.
+        grad_norm: the norm of the last gradients, an `nnx.OptState`, with ``clip_by="previous"``.
 
     Raises:
         TypeError: if `model` is not an nnx Module.
         ValueError: if tx mixes parameters, if the parameters of an OffloadModel are not in host
-            memory, if `wrt` selects no Variable, or if `clip_norm` is not positive.
+            memory, if `wrt` selects no Variable, if `clip_norm` is not positive, or for
+            `clip_by` without `clip_norm`.
 
     References:
         ZeRO-Offload: Ren et al., 2021 (arXiv:2101.06840).
@@ -65,11 +76,12 @@ class OffloadOptimizer(nnx.Pytree):
         *,
         wrt: Any = nnx.Param,
         clip_norm: float | None = None,
+        clip_by: ClipBy = "global",
     ):
-        check_clip_norm(clip_norm)
+        check_clipping(clip_norm, clip_by)
         _check_module(model)
         self.step = nnx.OptState(jnp.uint32(0))
-        self.tx, self.wrt, self.clip_norm = tx, wrt, clip_norm
+        self.tx, self.wrt, self.clip_norm, self.clip_by = tx, wrt, clip_norm, clip_by
         params = _flatten(model, wrt)
         if not params:
             raise ValueError(f"`wrt` (={wrt!r}) must select at least one Variable of `model`.")
@@ -77,7 +89,9 @@ class OffloadOptimizer(nnx.Pytree):
         check_on_host([groups.layers, groups.stacks], "Call to_host() of each OffloadModel first.")
         state = init_state(tx, groups)
         self.opt_state: Any = nnx.data(jax.tree.map(nnx.OptArray, state))
-        self.update_arrays = offload_jit(functools.partial(update_groups, tx, clip_norm))
+        grad_norm = init_grad_norm(clip_by, groups)
+        self.grad_norm: Any = nnx.data(jax.tree.map(nnx.OptState, grad_norm))
+        self.update_arrays = offload_jit(functools.partial(update_groups, tx, clip_norm, clip_by))
 
     def update(self, model: nnx.Module, grads: Any) -> None:
         """Update the parameters of the model and the state, in place.
@@ -105,10 +119,11 @@ class OffloadOptimizer(nnx.Pytree):
                 f"them has {'.'.join(map(str, path))}."
             )
         check_same_shapes("grads", grads, "the parameters of `model`", params)
-        variables = jax.tree.leaves(self.opt_state, is_leaf=_is_variable)
-        values = jax.tree.map(lambda v: v.get_value(), self.opt_state, is_leaf=_is_variable)
-        params_and_state = _group(model, params, params), values
-        new, state = self.update_arrays(params_and_state, _group(model, params, grads))
+        state = self.opt_state, self.grad_norm
+        variables = jax.tree.leaves(state, is_leaf=_is_variable)
+        values = jax.tree.map(lambda v: v.get_value(), state, is_leaf=_is_variable)
+        old = UpdateState(_group(model, params, params), *values)
+        new, *state = self.update_arrays(old, _group(model, params, grads))
         for group in (*new.layers, *new.stacks, new.others):
             nnx.update(model, group)
         for variable, value in zip(variables, jax.tree.leaves(state), strict=True):

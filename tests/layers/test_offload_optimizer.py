@@ -19,6 +19,7 @@ from effjax.memory import plan
 from effjax.nnx import OffloadModel, OffloadOptimizer, offload_jit
 from tests.layers.offload_linen import X
 from tests.layers.offload_nnx import Block
+from tests.ops.offload.clips import by_group, by_previous
 from tests.ops.offload.stacks import kinds
 from tests.ops.offload.steps import close
 from tests.programs import needs_gpu_compiler
@@ -131,6 +132,60 @@ def test_clip_norm_is_over_all_layers():
     close(got, in_memory(Wrapped, clipped), 1e-5)
 
 
+def momentum():
+    return optax.sgd(0.1, momentum=0.9)  # unlike Adam, it depends on the size of the gradients
+
+
+def nnx_group(path):
+    """Return the layer of a parameter of `Wrapped` or `stack`; all others are one group."""
+    names = [getattr(key, "key", getattr(key, "name", None)) for key in path]
+    return tuple(names[:3]) if names[0] == "body" else "others"
+
+
+def previous():
+    return optax.chain(by_previous(0.1), momentum())
+
+
+def by_layer():
+    return optax.chain(by_group(0.1, nnx_group), momentum())
+
+
+@pytest.mark.parametrize(("clip_by", "want"), [("previous", previous), ("layer", by_layer)])
+def test_clip_by_matches_optax(clip_by, want):
+    model = offloaded(Wrapped)
+    optimizer = OffloadOptimizer(model, momentum(), clip_norm=0.1, clip_by=clip_by)
+    got = trained(model, optimizer, offload_jit(train_step))
+    close(got, in_memory(Wrapped, want), 1e-5)
+    if clip_by == "previous":
+        assert optimizer.grad_norm.get_value() > 0.1
+
+
+def test_stack_is_clipped_by_layer():
+    """And by the previous norm of all layers."""
+    for clip_by in ("layer", "previous"):
+        model = offloaded(stack)
+        optimizer = OffloadOptimizer(model, optax.sgd(1.0), clip_norm=0.5, clip_by=clip_by)
+        grads = jax.tree.map(lambda a: jnp.sin(3 * a), nnx.state(model, nnx.Param))
+        before, g = (
+            jax.tree.map(np.asarray, jax.tree.leaves(tree))
+            for tree in (nnx.state(model, nnx.Param), grads)
+        )
+        optimizer.update(model, grads)
+        after = jax.tree.leaves(nnx.state(model, nnx.Param))
+        squares = sum(np.sum(np.square(a.reshape(4, -1)), 1) for a in g)  # of each of four layers
+        if clip_by == "layer":
+            factors = np.minimum(1, 0.5 / np.sqrt(squares))
+            assert max(factors) < 1
+        else:
+            factors = np.ones(4)
+            np.testing.assert_allclose(
+                optimizer.grad_norm.get_value(), np.sqrt(squares.sum()), rtol=1e-5
+            )
+        for a, b, d in zip(before, after, g, strict=True):
+            want = a - d * factors.reshape(4, *[1] * (d.ndim - 1))
+            np.testing.assert_allclose(b, want, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("make", [Wrapped, exhaustive(stack)])
 def test_update_outside_jit(make):
     """The update keeps shardings and donates the parameters."""
@@ -228,6 +283,8 @@ def test_rejects_invalid_arguments():
     model = offloaded(Wrapped)
     with pytest.raises(ValueError, match=r"`clip_norm` \(=0\) must be above 0"):
         OffloadOptimizer(model, adam(), clip_norm=0)
+    with pytest.raises(ValueError, match=r"`clip_by` \(='layer'\) needs `clip_norm`"):
+        OffloadOptimizer(model, adam(), clip_by="layer")
     with pytest.raises(ValueError, match="must treat every parameter separately"):
         OffloadOptimizer(model, clipped())
     with pytest.raises(ValueError, match=r"must be in host memory.*Call to_host\(\)"):
@@ -304,6 +361,30 @@ def test_train_state_matches_flax(clip_norm):
     }
     assert all(a.is_deleted() for a in jax.tree.leaves(before))
     assert len(state.opt_state.layers) == 2  # the two modules that have parameters
+
+
+def linen_group(path):
+    return tuple(key.key for key in path[:2]) if path[0].key == "body" else "others"
+
+
+@pytest.mark.parametrize(
+    ("clip_by", "want"), [("previous", by_previous(0.1)), ("layer", by_group(0.1, linen_group))]
+)
+def test_train_state_clips_by_previous_norm_and_by_layer(clip_by, want):
+    like = LinenModel(nn.Sequential(different_layers()))
+    params = like.init(jax.random.key(0), X)["params"]
+    tx = optax.chain(want, momentum())
+    losses, want = linen_trained(
+        like, TrainState.create(apply_fn=like.apply, params=params, tx=tx), jax.jit
+    )
+    model = LinenModel(effjax.linen.OffloadModel(different_layers()))
+    state = OffloadTrainState.create(
+        apply_fn=model.apply, params={**params, "body": effjax.to_host(params["body"])},
+        tx=momentum(), clip_norm=0.1, clip_by=clip_by,
+    )  # fmt: skip
+    got, state = linen_trained(model, state, effjax.offload_jit)
+    close((got, state.params), (losses, want.params), 1e-5)
+    assert len(jax.tree.leaves(state.grad_norm)) == (clip_by == "previous")
 
 
 def test_train_state_updates_stack_layer_by_layer():

@@ -69,7 +69,9 @@ def offloaded(params: Params, others: Params, batch: Params, keys: jax.Array) ->
     y += effjax.offload_sequential([layer, layer], [params, params], batch["image"])
 
     tx = optax.adam(1e-3)
-    training = effjax.offload_train_step(embed, layer, head, tx, clip_norm=1.0, num_slices=4)
+    training = effjax.offload_train_step(
+        embed, layer, head, tx, clip_norm=1.0, clip_by="layer", num_slices=4
+    )
     state = training.init(layers, others)
     assert isinstance(state, effjax.OffloadState)
     step = effjax.offload_jit(training.step)

@@ -5,9 +5,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._common.arguments import describe
+from .._common.dtypes import at_least_float32
 from .._common.sharding import cast_to_varying, sum_cotangent, varying_axes
 from .trees import (
     Partition,
@@ -26,7 +28,7 @@ from .trees import (
 class HeadResult(NamedTuple):
     """The end of the forward pass and the start of the backward pass."""
 
-    loss: jax.Array  # the mean over the microbatches
+    loss: jax.Array  # the mean over the microbatches, or over the weights
     model_state: Tree
     aux: Tree  # [num_microbatches, ...]
     grads: Tree  # of the other parameters
@@ -34,12 +36,13 @@ class HeadResult(NamedTuple):
 
 
 def make_embed_head(
-    embed: Callable, head: Callable, has_state: bool, head_has_aux: bool
+    embed: Callable, head: Callable, has_state: bool, head_has_aux: bool, weighted_loss: bool
 ) -> tuple[Callable, Callable]:
     """Wrap embed and head so that both take and return a model state, and head always returns aux.
 
     ``embed(others, model_state, batch, key) -> (x, model_state)`` and
-    ``head(others, model_state, x, batch, key) -> (loss, (model_state, aux))``.
+    ``head(others, model_state, x, batch, key) -> (loss, (weight, model_state, aux))``. The weight
+    is 1 without `weighted_loss`.
     """
     names = ["loss"]
     if has_state:
@@ -57,12 +60,16 @@ def make_embed_head(
     def checked_head(others, model_state, x, batch, key):
         state_args = (others, model_state) if has_state else (others,)
         loss, *rest = _check_results("head", head(*state_args, x, batch, key), names)
+        weight = 1
+        if weighted_loss:
+            loss, weight = _check_results("head", loss, ["loss_sum", "weight"], " as its loss")
+            weight = _check_weight(weight, loss)
         is_scalar = isinstance(loss, jax.Array) and loss.shape == ()
         if not is_scalar or not jnp.issubdtype(loss.dtype, jnp.floating):
             remedy = "" if head_has_aux else " Set head_has_aux or has_state for more results."
             raise TypeError(f"`head` must return a scalar loss, not {describe(loss)}.{remedy}")
         new = _check_model_state("head", model_state, rest[0]) if has_state else model_state
-        return loss, (new, rest[-1] if head_has_aux else ())
+        return loss, (weight, new, rest[-1] if head_has_aux else ())
 
     return checked_embed, checked_head
 
@@ -104,46 +111,79 @@ def run_embed(
 
 def run_head(
     head: Callable, count: int, others: Partition, model_state: Tree, y: Tree, batch: Any,
-    key: Any, key_index: int, scale: jax.Array | None,
+    key: Any, key_index: int, scale: jax.Array | None, weighted_loss: bool,
 ) -> HeadResult:  # fmt: skip
     """Run head forward and backward with the intermediates of one microbatch at a time.
 
-    Gradients are those of the mean loss times `scale`. Keys are as in `run_embed`, with `key_index`
+    Gradients are those of the loss times `scale`. Keys are as in `run_embed`, with `key_index`
     L + 1.
     """
     params = _cast_to_batch(others.trained, (y, batch), key)
 
-    def run_microbatch(model_state, microbatch):
+    def apply(trained, model_state, microbatch):
+        (y, rows), m = microbatch
+        all_params = Partition(trained, others.frozen).merge()
+        return head(all_params, model_state, y, rows, fold_key(key, key_index, m))
+
+    def run_microbatch(model_state, microbatch, total=None):
         (y, rows), m = microbatch
 
         def run(trained, y):
-            all_params = Partition(trained, others.frozen).merge()
-            return head(all_params, model_state, y, rows, fold_key(key, key_index, m))
+            return apply(trained, model_state, ((y, rows), m))
 
-        loss, vjp, (new, aux) = jax.vjp(run, params, y, has_aux=True)
-        dloss = jnp.ones_like(loss) / count
+        loss, vjp, (weight, new, aux) = jax.vjp(run, params, y, has_aux=True)
+        total = weight if total is None else total
+        if weighted_loss:
+            dloss = _divide(jnp.ones_like(loss), total)
+        else:
+            dloss = jnp.ones_like(loss) / count
         if scale is not None:
-            dloss = (dloss * scale).astype(loss.dtype)
-        grads, dy = vjp(dloss)
-        return new, grads, (loss, aux, float_cotangents(dy))
-
-    def add_microbatch(carry, microbatch):
-        model_state, sums = carry
-        model_state, grads, results = run_microbatch(model_state, microbatch)
-        return (model_state, jax.tree.map(jnp.add, sums, grads)), results
+            dloss = dloss * scale
+        grads, dy = vjp(dloss.astype(loss.dtype))
+        return new, grads, (loss, aux, float_cotangents(dy)), total
 
     if count == 1:
-        model_state, grads, (loss, aux, dy) = run_microbatch(model_state, ((y, batch), 0))
+        model_state, grads, (loss, aux, dy), total = run_microbatch(model_state, ((y, batch), 0))
         aux = jax.tree.map(lambda a: jnp.asarray(a)[None], aux)
+        if weighted_loss:
+            loss = _divide(loss, total).astype(loss.dtype)
     else:
         zeros = jax.tree.map(lambda a: cast_to_varying(jnp.zeros_like(a), varying_axes(a)), params)
         row_shards = count_row_shards((y, batch))
         microbatches = split_microbatches((y, batch), count, row_shards), jnp.arange(count)
+
+        def weigh_microbatch(model_state, microbatch):
+            _, (weight, new, _) = apply(params, model_state, microbatch)
+            return new, weight
+
+        # The total must be known before the first gradient. XLA removes from this loop whatever
+        # does not contribute to the weights, which usually depend on the batch alone.
+        total = None
+        if weighted_loss:
+            _, weights = lax.scan(weigh_microbatch, model_state, microbatches)
+            total = jnp.sum(weights)
+
+        def add_microbatch(carry, microbatch):
+            model_state, sums = carry
+            model_state, grads, results, _ = run_microbatch(model_state, microbatch, total)
+            return (model_state, jax.tree.map(jnp.add, sums, grads)), results
+
         start = model_state, zeros
         (model_state, grads), (losses, aux, dy) = lax.scan(add_microbatch, start, microbatches)
-        loss, dy = jnp.mean(losses), merge_microbatches(dy, row_shards)
+        if weighted_loss:
+            loss = _divide(jnp.sum(at_least_float32(losses)), total).astype(losses.dtype)
+        else:
+            loss = jnp.mean(losses)
+        dy = merge_microbatches(dy, row_shards)
     grads = jax.tree.map(sum_cotangent, grads, others.trained)
     return HeadResult(loss, model_state, aux, grads, dy)
+
+
+def _divide(a: jax.Array, total: Any) -> jax.Array:
+    """Divide in float32 or a wider dtype of a; return 0 for a total of 0."""
+    a = at_least_float32(a)
+    total = total.astype(a.dtype)
+    return jnp.where(total == 0, 0, a / jnp.where(total == 0, 1, total))
 
 
 def _cast_to_batch(trained: Tree, batch: Any, key: Any) -> Tree:
@@ -153,12 +193,30 @@ def _cast_to_batch(trained: Tree, batch: Any, key: Any) -> Tree:
     return jax.tree.map(lambda a: cast_to_varying(a, axes), trained)
 
 
-def _check_results(function: str, result: Any, names: list[str]) -> tuple:
+def _check_results(function: str, result: Any, names: list[str], place: str = "") -> tuple:
     if len(names) == 1:
         return (result,)
     if not isinstance(result, tuple) or len(result) != len(names):
-        raise TypeError(f"`{function}` must return ({', '.join(names)}), not {describe(result)}.")
+        expected = f"({', '.join(names)}){place}"
+        raise TypeError(f"`{function}` must return {expected}, not {describe(result)}.")
     return result
+
+
+def _check_weight(weight: Any, loss: Any) -> jax.Array:
+    """Return a weight without derivative, as an integer or in at least float32."""
+    if isinstance(weight, (bool, int, float, np.ndarray, np.generic)):
+        weight = jnp.asarray(weight)
+    is_scalar = isinstance(weight, jax.Array) and weight.shape == ()
+    if not is_scalar or not jnp.isrealobj(weight):
+        raise TypeError(f"`head` must return a scalar weight, not {describe(weight)}.")
+    if isinstance(loss, jax.Array) and varying_axes(weight) - varying_axes(loss):
+        raise ValueError(
+            "In shard_map, `head` must sum the weight over the devices if it sums the loss: "
+            "jax.lax.psum((loss_sum, weight), axis_name)."
+        )
+    if not jnp.issubdtype(weight.dtype, jnp.integer):
+        weight = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
+    return lax.stop_gradient(weight)
 
 
 def _check_model_state(function: str, before: Tree, after: Tree) -> Tree:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .clipping import zero_squares
 from .host_init import state_sharding
 from .placement import MemoryName, check_space
 from .trees import (
@@ -48,6 +49,7 @@ class OffloadState(NamedTuple):
     others_state: Tree
     model_state: Tree = ()  # the state of embed and head with has_state, on the device
     loss_scale: Any = ()  # a LossScale with loss_scale
+    grad_norm: Any = ()  # [], of the last step, with clip_by="previous"
 
 
 class StateSpec(NamedTuple):
@@ -58,6 +60,7 @@ class StateSpec(NamedTuple):
     trainable_others: Any
     params_in: MemoryName
     loss_scale: float | None
+    keeps_grad_norm: bool = False
 
     def partition(self, layers: Tree, others: Tree) -> tuple[Partition, Partition]:
         """Split the parameters of the layers, and the others, into trained and frozen ones."""
@@ -88,8 +91,11 @@ def init_state(spec: StateSpec, layers: Tree, others: Tree, model_state: Tree) -
     loss_scale = ()
     if spec.loss_scale is not None:
         loss_scale = LossScale(jnp.float32(spec.loss_scale), jnp.int32(0))
+    grad_norm = ()
+    if spec.keeps_grad_norm:
+        grad_norm = zero_squares((layer_params.trained, other_params.trained))
     return OffloadState(
-        layers, copy(others), layers_state, others_state, copy(model_state), loss_scale
+        layers, copy(others), layers_state, others_state, copy(model_state), loss_scale, grad_norm
     )
 
 
@@ -111,6 +117,8 @@ def check_state(spec: StateSpec, state: OffloadState) -> tuple[int, Partition, P
     check_same_shapes("state.others_state", state.others_state, "the result of init", others_state)
     expected = () if spec.loss_scale is None else LossScale(jnp.zeros(()), jnp.zeros(()))
     check_same_shapes("state.loss_scale", state.loss_scale, "the result of init", expected)
+    expected = jnp.zeros(()) if spec.keeps_grad_norm else ()
+    check_same_shapes("state.grad_norm", state.grad_norm, "the result of init", expected)
     return num_layers, layers, others
 
 

@@ -9,23 +9,25 @@ import jax
 import jax.numpy as jnp
 
 from .._common.arguments import as_key, as_number
-from .._common.sharding import cast_to_varying, varying_axes
 from . import sequential, stack
+from .clipping import (
+    ClipBy,
+    TransformedOptimizer,
+    check_clipping,
+    finite_leaves,
+    make_clip,
+    next_grad_norm,
+    sum_of_squares,
+    with_clipping,
+    zero_squares,
+)
 from .embed_head import HeadResult, make_embed_head, run_embed, run_head
 from .options import OffloadOptions
 from .placement import MemoryName, write
 from .slices import check_microbatches
 from .train_state import OffloadState, StateSpec, check_state, init_state, next_loss_scale
 from .trees import Partition, Tree, float_leaves, merge_leading_axes
-from .update import (
-    LayerList,
-    LayerStack,
-    apply_optimizer,
-    check_clip_norm,
-    clip_scale,
-    sum_of_squares,
-    zero_squares,
-)
+from .update import LayerList, LayerStack, apply_optimizer
 
 
 class TrainStep(NamedTuple):
@@ -43,8 +45,10 @@ def offload_train_step(
     *,
     fuse_update: bool = True,
     clip_norm: float | None = None,
+    clip_by: ClipBy = "global",
     loss_scale: float | None = None,
     skip_nonfinite: bool = False,
+    weighted_loss: bool = False,
     has_aux: bool = False,
     head_has_aux: bool = False,
     has_state: bool = False,
@@ -71,15 +75,16 @@ def offload_train_step(
     With `num_microbatches` M, embed and head also get one microbatch at a time, rows
     [m B / M, (m + 1) B / M) of each array of the batch, or of each device's rows if these are
     sharded along Explicit axes. The loss is the mean of M losses, so each must be a mean over its
-    rows.
+    rows. If rows have different weights, such as numbers of tokens, use `weighted_loss`.
 
     Compile the step with `offload_jit`, which overwrites the old state. The `layers` passed to init
     are overwritten by the first step; init copies everything else.
 
-    In ``jax.shard_map`` the loss must be the mean over the devices (``jax.lax.pmean``). With
-    ``check_vma=False`` gradients are those of each device, which ``tx`` must average first.
-    `clip_norm`, `loss_scale` and `skip_nonfinite` need gradients that are equal on all devices:
-    they are not supported with ``check_vma=False``, nor for parameters sharded inside shard_map.
+    In ``jax.shard_map`` the loss must be the mean over the devices (``jax.lax.pmean``), or with
+    `weighted_loss` both numbers their sum (``jax.lax.psum``). With ``check_vma=False``, and in
+    ``jax.pmap``, gradients are those of each device, which ``tx`` must average first. `clip_norm`,
+    `loss_scale` and `skip_nonfinite` need gradients that are equal on all devices: they are not
+    supported there.
 
     Args:
         embed: ``embed(others, batch, key) -> x``. Its residuals stay on the device during the step;
@@ -88,20 +93,39 @@ def offload_train_step(
             `offload_scan`. A list of functions makes a step of different layers, whose parameters
             are a list of pytrees as in `offload_sequential`, in which no array occurs twice.
         head: ``head(others, x, batch, key) -> loss``, a scalar, or ``-> (loss, aux)`` with
-            `head_has_aux`.
+            `head_has_aux`. With `weighted_loss` the loss is a pair.
         tx: an ``optax.GradientTransformation`` that treats every parameter separately, or
             ``optax.MultiSteps`` of one. Its random numbers differ from layer to layer, see
             `stream_update`.
-        fuse_update: whether to update inside the backward pass. Not with `clip_norm`, `loss_scale`
-            or `skip_nonfinite`, which depend on all gradients.
-        clip_norm: the largest global norm of the gradients, above 0, as in
-            ``optax.clip_by_global_norm``.
+        fuse_update: whether to update inside the backward pass. Not with `loss_scale`,
+            `skip_nonfinite` or ``clip_by="global"``, which depend on all gradients.
+        clip_norm: the largest norm of the gradients, above 0. If None, they are not clipped.
+        clip_by: the norm that `clip_norm` limits. Gradients are multiplied by ``min(1, clip_norm /
+            norm)``.
+
+            * "global": the norm of all gradients, as in ``optax.clip_by_global_norm``.
+            * "previous": the norm of all gradients of the previous step, before clipping. It is
+              `state.grad_norm`, and 0 at first, so that the first step is not clipped; replace it
+              for another first norm. This does not bound the update of the step in which the norm
+              grows, only those after it. A norm that is not finite is not stored: the next step
+              uses the last finite one.
+            * "layer": the norm of the gradients of each layer; all of `others` count as one layer.
+              The norm of all gradients is then at most ``clip_norm * sqrt(L + 1)``.
+
+            As in optax, gradients that are NaN stay NaN. With "global" and "layer" they make all
+            gradients with the same norm NaN; an infinite norm makes finite gradients 0.
         loss_scale: the initial factor of the loss in the backward pass, at least 1, for float16. It
             changes as in ``flax.training.dynamic_scale.DynamicScale`` with a minimum of 1. A step
             with gradients that are not finite changes no parameters and no optimizer state, only
             the state of embed and head.
         skip_nonfinite: whether a step with a loss or gradients that are not finite changes nothing
             except the loss scale. Its loss is NaN.
+        weighted_loss: whether head returns ``(loss_sum, weight)`` in place of the loss: a sum over
+            its rows, and the sum of their weights, such as the number of valid tokens. The loss is
+            the quotient of the sums over all microbatches. The weights are not differentiated. If
+            they add up to 0, the loss and its gradients are 0; the optimizer still runs. With
+            several microbatches, a pass before the heads computes the weights, which costs
+            little unless they depend on x.
         has_aux: whether layers return a second result.
         head_has_aux: whether head returns a second result.
         has_state: whether embed and head have a state that is not differentiated, such as batch
@@ -130,13 +154,16 @@ def offload_train_step(
         the microbatch.
 
     Raises:
-        ValueError: for `fuse_update` with `clip_norm`, `loss_scale` or `skip_nonfinite`; if
-            `stream_update` rejects tx; if `num_microbatches` does not divide the batch; and as
-            `offload_scan`.
+        ValueError: for `fuse_update` with `loss_scale`, `skip_nonfinite` or clipping by the global
+            norm; for `clip_by` without `clip_norm`; if `stream_update` rejects tx; if
+            `num_microbatches` does not divide the batch; and as `offload_scan`.
         TypeError: if an argument is not an array, a key or a state, if a trained parameter is an
             integer, or if embed or head return other results than the options describe.
     """
-    _check_update(fuse_update, clip_norm, loss_scale, skip_nonfinite)
+    check_clipping(clip_norm, clip_by)
+    _check_update(
+        fuse_update, clip_norm if clip_by == "global" else None, loss_scale, skip_nonfinite
+    )
     is_list = isinstance(layer, Sequence)
     activations = params_in if activations is None else activations
     if prefetch is None:
@@ -158,16 +185,19 @@ def offload_train_step(
         trainable_others,
         params_in,
         loss_scale,
+        keeps_grad_norm=clip_by == "previous",
     )
     config = StepConfig(
-        *make_embed_head(embed, head, has_state, head_has_aux),
+        *make_embed_head(embed, head, has_state, head_has_aux, weighted_loss),
         layer,
         _run_list if is_list else _run_stack,
         spec,
         options,
         fuse_update,
         clip_norm,
+        clip_by,
         skip_nonfinite,
+        weighted_loss,
     )
 
     def init(layers: Tree, others: Tree, model_state: Tree = ()) -> OffloadState:
@@ -189,7 +219,6 @@ def offload_train_step(
 def _check_update(
     fuse_update: bool, clip_norm: float | None, loss_scale: float | None, skip_nonfinite: bool
 ) -> None:
-    check_clip_norm(clip_norm)
     if loss_scale is not None:
         as_number("loss_scale", loss_scale, lambda a: 1 <= a < float("inf"), "finite, at least 1")
     if not fuse_update:
@@ -201,10 +230,11 @@ def _check_update(
     }
     for name, value in global_options.items():
         if value is not None:
+            remedy = ' Or use clip_by="previous" or "layer".' if name == "clip_norm" else ""
             raise ValueError(
                 f"`{name}` (={value}) needs fuse_update=False, because it depends on all "
                 "gradients, and a fused step updates the first slices before the last gradients "
-                "exist."
+                f"exist.{remedy}"
             )
 
 
@@ -212,14 +242,16 @@ class StepConfig(NamedTuple):
     """Static configuration of a training step."""
 
     embed: Callable  # (others, model_state, batch, key) -> (x, model_state)
-    head: Callable  # (others, model_state, x, batch, key) -> (loss, (model_state, aux))
+    head: Callable  # (others, model_state, x, batch, key) -> (loss, (weight, model_state, aux))
     layer: Callable[..., Any] | Sequence[Callable[..., Any]]
     run_layers: Callable  # (layer, params, x, key, options) -> LayersResult
     spec: StateSpec
     options: OffloadOptions
     fuse_update: bool
     clip_norm: float | None
+    clip_by: ClipBy
     skip_nonfinite: bool
+    weighted_loss: bool
 
 
 def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> tuple:
@@ -238,14 +270,27 @@ def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> tupl
     result = config.run_layers(config.layer, layers, x, key, config.options)
     head = run_head(
         config.head, num_microbatches, others, model_state, result.y, batch, key, num_layers + 1,
-        scale,
+        scale, config.weighted_loss,
     )  # fmt: skip
-    tx = spec.layers.tx
+    updates, norm = spec.layers, state.grad_norm
     if config.fuse_update:
-        trained, layers_state, dx = result.backward_and_update(
-            spec.layers, state.layers_state, head.dy
-        )
+        if config.clip_norm is not None:
+            clip = make_clip(config.clip_norm, config.clip_by, norm)
+            updates = dataclasses.replace(updates, tx=with_clipping(updates.tx, clip))
+
+        def run(updates, layers_state):
+            new, layers_state, dx = result.backward_and_update(updates, layers_state, head.dy)
+            return (new, dx), layers_state
+
+        if spec.keeps_grad_norm:
+            (trained, dx), layers_state, squares = updates.measure(
+                run, state.layers_state, layers.trained
+            )
+        else:
+            (trained, dx), layers_state = run(updates, state.layers_state)
         grads = jax.tree.map(jnp.add, head.grads, embed_vjp(dx))
+        if spec.keeps_grad_norm:
+            norm = next_grad_norm(norm, squares + sum_of_squares(grads))
     else:
         layer_grads, stats, dx = result.backward(scale, head.dy)
         grads = jax.tree.map(jnp.add, head.grads, embed_vjp(dx))
@@ -253,11 +298,18 @@ def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> tupl
         if config.skip_nonfinite:
             stats = stats._replace(finite=stats.finite & jnp.isfinite(head.loss))
             head = _skip_head(stats.finite, head, state.model_state)
-        tx = _adjust_optimizer(tx, stats, config.clip_norm, scale)
-        trained, layers_state = dataclasses.replace(spec.layers, tx=tx).update(
-            layer_grads, state.layers_state, layers.trained
-        )
-    trained_others, others_state = apply_optimizer(tx, others.trained, state.others_state, grads)
+        clip = None
+        if config.clip_norm is not None:
+            limited = jnp.sqrt(stats.squares) if config.clip_by == "global" else norm
+            clip = make_clip(config.clip_norm, config.clip_by, limited)
+        if spec.keeps_grad_norm:  # a step that is skipped keeps the norm
+            norm = jnp.where(stats.finite, next_grad_norm(norm, stats.squares), norm)
+        tx = _adjust_optimizer(updates.tx, stats.finite, clip, scale)
+        updates = dataclasses.replace(updates, tx=tx)
+        trained, layers_state = updates.update(layer_grads, state.layers_state, layers.trained)
+    trained_others, others_state = apply_optimizer(
+        updates.tx, others.trained, state.others_state, grads
+    )
     state = OffloadState(
         Partition(trained, layers.frozen).merge(),
         Partition(trained_others, others.frozen).merge(),
@@ -265,6 +317,7 @@ def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> tupl
         others_state,
         head.model_state,
         next_loss_scale(state.loss_scale, stats.finite) if state.loss_scale else (),
+        norm,
     )
     return state, head.loss, result.aux, head.aux
 
@@ -314,10 +367,7 @@ def _run_stack(
             return trained, (write(grads, dw, i), stats.add(dw, scale))
 
         grads = stack.allocate_slices(config, params.trained, options.grads_space)
-        # In shard_map, the carry of a loop must have the types of its results.
-        axes = varying_axes(params.trained)
-        zero = GradientStats.zero(params.trained)
-        stats = jax.tree.map(lambda a: cast_to_varying(a, axes), zero)
+        stats = GradientStats.zero(params.trained)
         _, (grads, stats), dx = run(dy, consume, (grads, stats))
         return merge_leading_axes(grads), stats, dx
 
@@ -381,38 +431,32 @@ class GradientStats(NamedTuple):
         if scale is None:
             return self._replace(squares=self.squares + sum_of_squares(grads))
         grads = _unscale(grads, scale)
-        finite = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
-        return GradientStats(
-            self.squares + sum_of_squares(grads), jnp.stack([self.finite, *finite]).all()
-        )
-
-
-class _AdjustedOptimizer(NamedTuple):
-    """An optimizer without `init`."""
-
-    update: Callable
+        finite = jnp.stack([self.finite, *finite_leaves(grads)]).all()
+        return GradientStats(self.squares + sum_of_squares(grads), finite)
 
 
 def _adjust_optimizer(
-    tx: Any, stats: GradientStats, clip_norm: float | None, scale: jax.Array | None
-) -> _AdjustedOptimizer:
+    tx: Any,
+    finite: jax.Array,
+    clip: Callable[[Tree], Tree] | None,
+    scale: jax.Array | None,
+) -> TransformedOptimizer:
     """Return `tx` that divides gradients by `scale`, clips them, and skips nonfinite steps."""
-    clip = None if clip_norm is None else clip_scale(stats.squares, clip_norm)
 
     def update(grads, state, params):
         if scale is not None:
             grads = _unscale(grads, scale)
         if clip is not None:
-            grads = jax.tree.map(lambda g: (g * clip).astype(g.dtype), grads)
+            grads = clip(grads)
         updates, new = tx.update(grads, state, params)
         if scale is not None:
             # p + (-0) is p to the bit; p + 0 is not, where p is -0.
             zeros = jax.tree.map(lambda u: -jnp.zeros_like(u), updates)
-            select = functools.partial(jax.tree.map, functools.partial(jnp.where, stats.finite))
+            select = functools.partial(jax.tree.map, functools.partial(jnp.where, finite))
             updates, new = select((updates, new), (zeros, state))
         return updates, new
 
-    return _AdjustedOptimizer(update)
+    return TransformedOptimizer(update)
 
 
 def _unscale(grads: Tree, scale: jax.Array) -> Tree:

@@ -3,14 +3,21 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._common.arguments import as_number, describe
-from .._common.dtypes import at_least_float32
+from .._common.arguments import describe
+from .clipping import (
+    check_clipping,
+    make_clip,
+    measure_squares,
+    sum_of_squares,
+    with_clipping,
+    zero_squares,
+)
 from .compiled import barrier, mark_host_slices, mark_in_order
 from .host_init import init_by_layer, init_in_place, state_sharding
 from .per_leaf import check_per_leaf
@@ -53,12 +60,13 @@ def stream_update(tx: Any, *, stacked: bool = True) -> StreamUpdate:
             list of pytrees, one for each layer, as in `offload_sequential`.
 
     Returns:
-        ``init(params) -> state`` and ``update(grads, state, params, clip_norm=None) -> (params,
-        state)``. The state is stored with the parameters, and its scalars on the device; for
-        stacked parameters it consists of arrays [L, ...], for a list of a state per layer. Unlike
-        in optax, `update` returns new parameters. With `clip_norm` it scales the gradients as
-        ``optax.clip_by_global_norm`` does, after another pass over them for the norm, which
-        `offload_train_step` avoids.
+        ``init(params) -> state`` and ``update(grads, state, params, clip_norm=None,
+        clip_by="global") -> (params, state)``. The state is stored with the parameters, and its
+        scalars on the device; for stacked parameters it consists of arrays [L, ...], for a list of
+        a state per layer. Unlike in optax, `update` returns new parameters. With `clip_norm` it
+        scales the gradients as ``optax.clip_by_global_norm`` does, after another pass over them for
+        the norm, which `offload_train_step` avoids. With ``clip_by="layer"`` it clips each layer by
+        the norm of its own gradients, without another pass.
 
     Raises:
         ValueError: from both functions, if tx mixes parameters or layers (naming the entry of its
@@ -73,16 +81,23 @@ def stream_update(tx: Any, *, stacked: bool = True) -> StreamUpdate:
         layers.count("params", params)
         return layers.init(params)
 
-    def update(grads: Tree, state: Tree, params: Tree, clip_norm: float | None = None):
-        check_clip_norm(clip_norm)
+    def update(
+        grads: Tree,
+        state: Tree,
+        params: Tree,
+        clip_norm: float | None = None,
+        clip_by: Literal["global", "layer"] = "global",
+    ):
+        check_clipping(clip_norm, clip_by, ("global", "layer"))
         params, grads = as_array_tree("params", params), as_array_tree("grads", grads)
         layers.count("params", params)
         check_same_shapes("grads", grads, "`params`", params)
         layers.check_state("state", state, params)
-        scale = None
-        if clip_norm is not None:
-            scale = clip_scale(layers.sum_of_squares(grads), clip_norm)
-        return layers.update(grads, state, params, scale)
+        if clip_norm is None:
+            return layers.update(grads, state, params)
+        norm = jnp.sqrt(layers.sum_of_squares(grads)) if clip_by == "global" else None
+        clipped = with_clipping(tx, make_clip(clip_norm, clip_by, norm))
+        return dataclasses.replace(layers, tx=clipped).update(grads, state, params)
 
     return StreamUpdate(init, update)
 
@@ -121,8 +136,8 @@ class LayerStack:
         )
         check_same_shapes(name, state, "the result of init", expected)
 
-    def update(self, grads: Tree, state: Tree, params: Tree, scale: Any = None) -> tuple:
-        """Update one layer while the next one is loaded; gradients are multiplied by `scale`."""
+    def update(self, grads: Tree, state: Tree, params: Tree) -> tuple:
+        """Update one layer while the next one is loaded."""
         num_layers = count_layers(params)
 
         def fetch(carry, i):
@@ -133,7 +148,6 @@ class LayerStack:
             i, carry, (w, s, g) = loop_state
             # The next layer is read before this one is written, or XLA would copy all of it.
             carry, ahead = barrier((carry, fetch(carry, i + 1)))
-            g = _scale_gradients(g, scale)
             return (i + 1, write(carry, apply_optimizer(self.tx, w, s, g), i), ahead), None
 
         start = mark_host_slices()
@@ -161,6 +175,16 @@ class LayerStack:
         start = mark_host_slices(), zero_squares(grads)
         (_, total), _ = lax.scan(body, start, None, length=count_layers(grads))
         return total
+
+    def measure(self, run: Callable, state: Tree, params: Tree) -> tuple[Any, Tree, jax.Array]:
+        """Run updates and return (result, state, sum of the squares of all gradients).
+
+        ``run(layers, state) -> (result, state)`` updates every layer once.
+        """
+        squares = jnp.zeros(count_layers(params), zero_squares(params).dtype)
+        layers = dataclasses.replace(self, tx=measure_squares(self.tx))
+        result, (state, squares) = run(layers, (state, squares))
+        return result, state, jnp.sum(squares)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,12 +236,12 @@ class LayerList:
         expected = [jax.eval_shape(self.tx.init, shapes_of(w)) for w in params]
         check_same_shapes(name, state, "the result of init", expected)
 
-    def update(self, grads: Any, state: Any, params: Sequence[Tree], scale: Any = None) -> tuple:
-        """Update the layers one at a time; gradients are multiplied by `scale`."""
+    def update(self, grads: Any, state: Any, params: Sequence[Tree]) -> tuple:
+        """Update the layers one at a time."""
 
         def run(i: int, layer: Tree) -> Tree:
             w, s, g = layer
-            return apply_optimizer(self.tx, w, s, _scale_gradients(g, scale))
+            return apply_optimizer(self.tx, w, s, g)
 
         def store(i: int, new: Tree) -> Tree:
             return jax.tree.map(lambda a, b: put(b, space_of(a)), (params[i], state[i]), new)
@@ -238,6 +262,13 @@ class LayerList:
             g, total = barrier((g, total))
             total += sum_of_squares(put(g, Space.Device))
         return total
+
+    def measure(self, run: Callable, state: list, params: Sequence[Tree]) -> tuple:
+        """Run updates and return (result, state, sum of the squares), as in `LayerStack`."""
+        layers = dataclasses.replace(self, tx=measure_squares(self.tx))
+        zeros = [zero_squares(w) for w in params]
+        result, both = run(layers, list(zip(state, zeros, strict=True)))
+        return result, [s for s, _ in both], sum((q for _, q in both), jnp.float32(0))
 
 
 def _run_in_turn(run: Callable, layers: Sequence[Tree], store: Callable) -> list[Tree]:
@@ -276,32 +307,3 @@ def fold_state_keys(state: Tree, keys: set[int], i: jax.Array) -> Tree:
     leaves, structure = jax.tree.flatten(state)
     leaves = [fold(a) if j in keys else a for j, a in enumerate(leaves)]
     return jax.tree.unflatten(structure, leaves)
-
-
-def check_clip_norm(clip_norm: float | None) -> None:
-    """Raise TypeError or ValueError unless clip_norm is None or a positive number."""
-    if clip_norm is not None:
-        as_number("clip_norm", clip_norm, lambda norm: norm > 0, "above 0")
-
-
-def clip_scale(squares: jax.Array, clip_norm: float) -> jax.Array:
-    """Return the factor of ``optax.clip_by_global_norm`` from the sum of squares."""
-    norm = jnp.sqrt(squares)
-    return jnp.where(norm < clip_norm, 1.0, clip_norm / norm)
-
-
-def sum_of_squares(tree: Tree) -> jax.Array:
-    """Return the sum of the squares of all numbers, in float32 or the widest dtype of the tree."""
-    magnitudes = (at_least_float32(jnp.abs(a)) for a in jax.tree.leaves(tree))
-    return sum((jnp.sum(jnp.square(a)) for a in magnitudes), jnp.float32(0))
-
-
-def zero_squares(tree: Tree) -> jax.Array:
-    """Return a zero of the dtype of `sum_of_squares`."""
-    return jnp.zeros((), jax.eval_shape(sum_of_squares, tree).dtype)
-
-
-def _scale_gradients(grads: Tree, scale: Any) -> Tree:
-    if scale is None:
-        return grads
-    return jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
