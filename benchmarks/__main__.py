@@ -35,6 +35,8 @@ SUBJECTS = {
     "roi": "roi_align over a feature pyramid and torchvision's: time",
     "offload": "a language model in memory, recomputed and offloaded: time and planned memory",
     "offload-peers": "planned memory of offloading, JAX's policies and MaxText's way",
+    "optimizers": "test loss of a small model with low-precision optimizers",
+    "optimizers-memory": "planned memory of the update of a large matrix by optimizer",
     "planner": "seconds of a plan by the depth of the model",
     "cross-entropy": "planned memory of the gradients of a large vocabulary",
     "fit": "options chosen for several budgets of memory, and one setting for all of them",

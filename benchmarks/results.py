@@ -86,6 +86,8 @@ COLUMNS = (
     ("quartiles", "ratio_quartiles", ".2f", 1),
     ("tokens/s", "tokens_per_second", ".0f", 1),
     ("all-reduces", "all_reduces", ".0f", 1),
+    ("loss", "loss", ".3f", 1),
+    ("quartiles of the loss", "loss_quartiles", ".3f", 1),
     ("error of variance", "variance_error", ".1e", 1),
     ("temp [MB]", "temp_bytes", ".1f", 1e6),
     ("peak [MB]", "peak_bytes", ".1f", 1e6),

@@ -7,7 +7,7 @@ from ._names import missing_name as _missing_name
 
 __version__ = "0.1.0"
 
-_MODULES = ("compat", "convert", "linen", "memory", "models", "nnx")
+_MODULES = ("compat", "convert", "linen", "memory", "models", "nnx", "optimizers")
 
 if TYPE_CHECKING:
     from . import compat as compat
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from . import memory as memory
     from . import models as models
     from . import nnx as nnx
+    from . import optimizers as optimizers
     from .ops import *  # noqa: F403
     from .ops import __all__ as __all__
 else:

@@ -35,6 +35,7 @@ INTERNAL = {
     "models": {"linen", "nnx", "layers", "ops", "_names"},
     "convert": {"models", "_names", "_unpickle"},
     "memory": {"ops", "native", "_extras", "_names"},
+    "optimizers": {"_names"},
     "train": {"effjax", "_extras"},
     "train.data": {"train", "_extras", "_unpickle"},
     "train.images": {"effjax", "train", "train.data", "memory", "models", "convert"},
@@ -68,6 +69,7 @@ EXTERNAL = {
     "models": FLAX | {"chex"},
     "convert": FLAX | {"safetensors", "orbax"},
     "memory": {"jax", "numpy", "rich", "matplotlib", "platformdirs"},
+    "optimizers": {"jax", "optax"},
     "train": {"jax", "numpy", "orbax", "rich", "matplotlib"},
     "train.data": {"numpy", "sklearn", "PIL"},
     "train.images": FLAX | {"optax", "rich"},
@@ -157,7 +159,7 @@ heavy = {"flax", "optax", "numpy.testing", "jax.experimental.pallas"} & set(sys.
 assert not heavy, heavy
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has started
-for name in ("compat", "convert", "linen", "memory", "models", "nnx"):
+for name in ("compat", "convert", "linen", "memory", "models", "nnx", "optimizers"):
     assert name in dir(effjax)
     assert getattr(effjax, name).__name__ == f"effjax.{name}"
 """

@@ -11,7 +11,7 @@ import pytest
 from flax.nnx import Rngs
 
 import effjax
-from effjax import compat, convert, linen, memory, models, native, nnx
+from effjax import compat, convert, linen, memory, models, native, nnx, optimizers
 from effjax._names import FLAX_NAMES
 from effjax.models import linen as linen_models
 from effjax.ops.batch_norm.statistics import GATHER_BYTES
@@ -135,13 +135,13 @@ def test_nnx_and_linen_have_the_same_names_except_the_documented_ones():
 
 
 @pytest.mark.parametrize(
-    "module", [effjax, nnx, linen, models, linen_models, convert, memory, compat],
+    "module", [effjax, nnx, linen, models, linen_models, convert, memory, optimizers, compat],
     ids=lambda module: module.__name__,
 )  # fmt: skip
 def test_dir_lists_the_documented_names(module):
     page = pathlib.Path(__file__).parent.parent / "docs" / "reference" / f"{module.__name__}.md"
     listed = re.findall(r"^(?:\.\. (?:auto\w+|data)::| {9}) (\w+)$", page.read_text(), re.M)
-    modules = {"effjax": ["compat", "convert", "linen", "memory", "models", "nnx", "__version__"]}
+    modules = {"effjax": [*effjax._MODULES, "__version__"]}
     modules["effjax.models"] = ["linen"]
     if module is compat:  # the layers are in a table
         listed += ["DeformConv", "DeformConvPack", "ModulatedDeformConv", "ModulatedDeformConvPack"]

@@ -24,6 +24,8 @@ from benchmarks import (
     import_time,
     offload,
     offload_peers,
+    optimizers,
+    optimizers_memory,
     planner,
     pytorch,
     resnet,
@@ -117,6 +119,32 @@ def test_kept_bytes_grow_slower_than_plain_autodiff(monkeypatch):
     assert exponents['effjax save="features"'] < 1 < exponents["plain autodiff"]
     kept = {(row["name"], row["layers"]): row["kept_bytes"] for row in result.rows}
     assert kept['effjax save="features"', 8] < kept["jax.checkpoint a layer", 8]
+
+
+@pytest.mark.exhaustive
+def test_optimizers():
+    setting = optimizers.Setting(width=16, context=8, batch_size=2, steps=3, seeds=2)
+    rows = by_name(optimizers.compare_losses(setting))
+    assert rows.keys() == optimizers.VARIANTS.keys()
+    for row in rows.values():
+        first, second = row["losses"]
+        assert 4 < first < 6 and 4 < second < 6 and first != second
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_update_of_a_matrix():
+    shape = 4096, 512
+    rows = by_name(optimizers_memory.plan_matrix(shape))
+    wide, narrow = (rows[f"effjax {n} moments"] for n in ("float32", "8-bit"))
+    saved = {
+        name: (wide[name] - narrow[name]) / np.prod(shape) for name in ("peak_bytes", "temp_bytes")
+    }
+    # The arrays of the state have 6 bytes per parameter less, but for the scales; the update of
+    # 8-bit moments needs 4 more while it runs.
+    assert 5 < saved["peak_bytes"] - saved["temp_bytes"] < 6.5
+    assert 1.5 < saved["peak_bytes"] < 2.5
+    assert all(row["temp_bytes_per_parameter"] < 8 for row in rows.values())
 
 
 @pytest.mark.exhaustive

@@ -290,7 +290,9 @@ def apply_optimizer(tx: Any, w: Tree, state: Tree, grads: Tree) -> tuple[Tree, T
         return w, state
     updates, new = tx.update(grads, state, w)
     w = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), w, updates)
-    return w, jax.tree.map(lambda a, b: b.astype(a.dtype), state, new)
+    # Typed PRNG keys have no astype outside of jit.
+    cast = lambda a, b: b if a.dtype == b.dtype else b.astype(a.dtype)  # noqa: E731
+    return w, jax.tree.map(cast, state, new)
 
 
 def fold_state_keys(state: Tree, keys: set[int], i: jax.Array) -> Tree:

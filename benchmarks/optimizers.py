@@ -1,0 +1,144 @@
+"""Test loss of a small language model of bytes, trained with low-precision optimizers.
+
+The models differ only in the dtype of their parameters and in the optimizer. They compute in
+float32, read the same batches and start from the same parameters, rounded to the dtype.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from rich.progress import track
+
+from effjax.models import TransformerLM
+from effjax.optimizers import adamw_8bit, in_float32, stochastic_rounding
+from effjax.train.data.text import Text, load_text, test_batches, train_batches
+from effjax.train.lm.steps import make_lm_schedule
+
+from .measure import quartiles
+from .results import Bars, Result, Size
+
+LEARNING_RATE = 3e-3
+STEPS_PER_CALL = 100
+REFERENCE = "plain float32 Adam"
+
+
+class Variant(NamedTuple):
+    """The dtype of the parameters, and the optimizer for a learning rate."""
+
+    param_dtype: str
+    make: Callable[..., Any]
+
+
+def adamw_8bit_small(learning_rate: Any) -> Any:
+    """Quantize all matrices; the smallest has fewer than 4096 numbers in small models."""
+    return adamw_8bit(learning_rate, min_size=1024)
+
+
+VARIANTS = {
+    REFERENCE: Variant("float32", optax.adamw),
+    "effjax 8-bit moments": Variant("float32", adamw_8bit_small),
+    "plain bfloat16 Adam": Variant("bfloat16", optax.adamw),
+    "effjax bfloat16, float32 moments": Variant(
+        "bfloat16", lambda rate: in_float32(optax.adamw(rate))
+    ),
+    "effjax bfloat16, stochastic rounding": Variant(
+        "bfloat16",
+        lambda rate: optax.chain(in_float32(optax.adamw(rate)), stochastic_rounding(0)),
+    ),
+    "effjax bfloat16, 8-bit moments, stochastic rounding": Variant(
+        "bfloat16", lambda rate: optax.chain(adamw_8bit_small(rate), stochastic_rounding(0))
+    ),
+}
+
+
+class Setting(NamedTuple):
+    """A model, its batches and the number of steps."""
+
+    layers: int = 2
+    width: int = 32
+    heads: int = 2
+    context: int = 32
+    batch_size: int = 8
+    steps: int = 2000
+    seeds: int = 3
+
+
+def train(setting: Setting, variant: Variant, text: Text) -> list[float]:
+    """Train a model with each seed, all at once; return mean test losses in nats per byte."""
+    models = [
+        TransformerLM(
+            vocab_size=256,
+            num_layers=setting.layers,
+            width=setting.width,
+            num_heads=setting.heads,
+            dtype=jnp.float32,
+            rngs=nnx.Rngs(seed),
+        )
+        for seed in range(setting.seeds)
+    ]
+    graphdef = nnx.graphdef(models[0])
+    wide = [nnx.state(model, nnx.Param) for model in models]
+    params = jax.tree.map(lambda *a: jnp.stack(a).astype(variant.param_dtype), *wide)
+    tx = variant.make(make_lm_schedule(LEARNING_RATE, setting.steps))
+
+    def losses(params: Any, tokens: jax.Array) -> jax.Array:
+        params = jax.tree.map(lambda a: a.astype(jnp.float32), params)
+        logits = nnx.merge(graphdef, params)(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+
+    def step(state: tuple, tokens: jax.Array) -> tuple[tuple, None]:
+        params, opt_state = state
+        grads = jax.grad(lambda params: jnp.mean(losses(params, tokens)))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), None
+
+    scan = jax.vmap(lambda state, tokens: jax.lax.scan(step, state, tokens)[0])
+    run = jax.jit(scan, donate_argnums=0)
+    batches = [
+        train_batches(text.train, setting.context, setting.batch_size, seed)
+        for seed in range(setting.seeds)
+    ]
+    state = params, jax.vmap(tx.init)(params)
+    for first in range(0, setting.steps, STEPS_PER_CALL):
+        count = min(STEPS_PER_CALL, setting.steps - first)
+        state = run(state, np.stack([[next(of_seed) for _ in range(count)] for of_seed in batches]))
+    test = list(test_batches(text.test, setting.context, 64))
+    test_losses = jax.jit(jax.vmap(losses, (0, None)))
+    sums = [test_losses(state[0], tokens).mean(2) @ w for tokens, w in test]
+    total = np.sum(np.stack(sums), 0) / sum(w.sum() for _, w in test)
+    return [float(loss) for loss in total]
+
+
+def compare_losses(setting: Setting) -> Result:
+    """Train all variants with all seeds."""
+    text = load_text("pydoc")
+    rows = []
+    for name, variant in track(VARIANTS.items(), "training", transient=True):
+        values = train(setting, variant, text)
+        rows.append(
+            {
+                "name": name,
+                "loss": round(statistics.median(values), 4),
+                "loss_quartiles": quartiles(values, 4),
+                "losses": [round(value, 4) for value in values],
+            }
+        )
+    return Result(
+        "optimizers",
+        f"test loss of a model of bytes after {setting.steps} steps",
+        setting._asdict()
+        | dict(learning_rate=LEARNING_RATE, text=text.name, text_sha256=text.digest),
+        rows,
+        Bars("loss", "test loss [nats per byte] (lines: quartiles of the seeds)"),
+        [f"Median over {setting.seeds} seeds, for the parameters and the order of the text."],
+    )
+
+
+def run(size: Size) -> Iterator[Result]:
+    yield compare_losses(Setting() if size == "published" else Setting(steps=300, seeds=1))

@@ -1,0 +1,429 @@
+"""optax transformations for low-precision parameters and optimizer state.
+
+They work alone, in ``optax.chain``, ``masked``, ``inject_hyperparams`` and ``MultiSteps``, and with
+`effjax.offload_train_step` and `effjax.stream_update`, because they treat each parameter
+separately.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from ._names import list_public as _list_public
+
+_MIN_AXIS = 16  # float32 scales of a shorter last axis would take more than they save
+
+_INT8_STEPS, _UINT8_STEPS = 127, 255
+
+
+class ScaleByAdam8bitState(NamedTuple):
+    """State of `scale_by_adam_8bit`. All but `count` have the structure of the parameters.
+
+    Attributes:
+        count: int32, the number of updates.
+        mu: the first moment, int8 codes of the parameter's shape; float32 for small parameters.
+        nu: the second moment, uint8 codes of the parameter's shape; float32 for small parameters.
+        mu_scale: float32 [..., blocks of the last axis]; None for small parameters.
+        nu_scale: as `mu_scale`.
+    """
+
+    count: jax.Array
+    mu: Any
+    nu: Any
+    mu_scale: Any
+    nu_scale: Any
+
+
+class StochasticRoundingState(NamedTuple):
+    """State of `stochastic_rounding`.
+
+    Attributes:
+        count: int32, the number of updates.
+        key: PRNG key; the same in every step.
+    """
+
+    count: jax.Array
+    key: jax.Array
+
+
+def adamw_8bit(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    weight_decay: float = 1e-4,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
+    *,
+    block_size: int = 256,
+    min_size: int = 4096,
+) -> optax.GradientTransformationExtraArgs:
+    """Make AdamW with moments in 8 bits.
+
+    Computes ``optax.adamw`` in float32 from the moments of `scale_by_adam_8bit`. The updates are
+    float32 for every dtype of the parameters. ``optax.apply_updates`` adds them in float32 and
+    rounds the sum once. Under ``jax_numpy_dtype_promotion="strict"`` cast them first.
+
+    Memory: 2 + 8 / block_size bytes per parameter, 2.03 by default, instead of 8.
+
+    In ``optax.inject_hyperparams`` pass ``static_args=("block_size", "min_size")``.
+
+    Args:
+        learning_rate: a number or a schedule.
+        b1: decay rate of the first moment.
+        b2: decay rate of the second moment.
+        eps: added to the square root of the second moment.
+        eps_root: added to the second moment inside of the square root.
+        weight_decay: strength of the decoupled weight decay, multiplied by the learning rate.
+        mask: a pytree of bools, or a function of the parameters that returns one. True applies
+            weight decay. By default all parameters are decayed.
+        block_size: number of values that share a scale.
+        min_size: parameters with fewer values keep float32 moments.
+
+    Returns:
+        The transformation.
+
+    Raises:
+        ValueError: if `block_size` is not an int above 0, or `min_size` is not an int.
+    """
+    return in_float32(
+        optax.chain(
+            scale_by_adam_8bit(b1, b2, eps, eps_root, block_size=block_size, min_size=min_size),
+            optax.add_decayed_weights(weight_decay, mask),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+    )
+
+
+def scale_by_adam_8bit(
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    *,
+    block_size: int = 256,
+    min_size: int = 4096,
+) -> optax.GradientTransformation:
+    """Rescale updates by Adam with moments in 8 bits.
+
+    Each block of the last axis has two float32 scales, ``a = max |m|`` and ``s = max sqrt(v)``. The
+    codes are linear in the square root, so that they are dense near zero::
+
+        m       = a · sign(c) · (c / 127)²     c in -127 … 127, int8
+        sqrt(v) = s · (c / 255)²               c in 0 … 255, uint8
+
+    With n = 127 or 255, the error of a value x is at most ``(2 sqrt(x / scale) + 1 / 2n) / 2n``
+    times the scale. A second moment above zero never becomes zero: it is rounded up to code 1. An
+    update is computed in float32 from the new moments before they are rounded.
+
+    Blocks are parts of the last axis; the last one may be shorter. The codes have the parameter's
+    shape, and can be sharded like it. Under explicit sharding, `block_size` must divide the part of
+    the last axis on each device.
+
+    The moments of parameters with fewer than `min_size` values, or with a last axis shorter than
+    16, are float32 and unrounded, as in ``optax.scale_by_adam``.
+
+    A gradient that is NaN or infinite makes the scale of its block NaN or infinite. All updates of
+    this block are NaN from the next step on, so that the damage shows in the loss; other blocks are
+    unaffected. To skip such steps use ``optax.apply_if_finite`` or the argument `skip_nonfinite` of
+    `offload_train_step`.
+
+    Memory: 2 + 8 / block_size bytes per parameter, if block_size divides the last axis.
+
+    References:
+        T. Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022
+        (arXiv:2110.02861), with another code.
+
+    Args:
+        b1: decay rate of the first moment.
+        b2: decay rate of the second moment.
+        eps: added to the square root of the second moment.
+        eps_root: added to the second moment inside of the square root.
+        block_size: number of values that share a scale.
+        min_size: parameters with fewer values keep float32 moments.
+
+    Returns:
+        The transformation, with a `ScaleByAdam8bitState`. Its updates are float32.
+
+    Raises:
+        ValueError: if `block_size` is not an int above 0, or `min_size` is not an int.
+        TypeError: from `init`, if a parameter is not a real floating-point array.
+    """
+    _check_sizes(block_size, min_size)
+
+    def is_quantized(p: jax.Array) -> bool:
+        return p.ndim > 0 and p.size >= max(min_size, 1) and p.shape[-1] >= _MIN_AXIS
+
+    def init(params: optax.Params) -> ScaleByAdam8bitState:
+        _check_floating(params)
+
+        def codes(p: jax.Array, dtype: Any) -> jax.Array:
+            return jnp.zeros_like(p, dtype=dtype if is_quantized(p) else jnp.float32)
+
+        def scale(p: jax.Array) -> jax.Array | None:
+            if not is_quantized(p):
+                return None
+            # Made from the codes, so that its type has the sharding that `update` returns.
+            return _block_max(codes(p, jnp.int8), block_size).astype(jnp.float32)
+
+        return ScaleByAdam8bitState(
+            count=jnp.zeros([], jnp.int32),
+            mu=jax.tree.map(lambda p: codes(p, jnp.int8), params),
+            nu=jax.tree.map(lambda p: codes(p, jnp.uint8), params),
+            mu_scale=jax.tree.map(scale, params),
+            nu_scale=jax.tree.map(scale, params),
+        )
+
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, ScaleByAdam8bitState]:
+        del params
+        count = jnp.asarray(optax.safe_increment(state.count))
+        t = count.astype(jnp.float32)
+        mu_correction, nu_correction = 1 - b1**t, 1 - b2**t
+
+        def new_moments(g: jax.Array, m: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * jnp.square(g)
+
+        def step(m: jax.Array, v: jax.Array) -> jax.Array:
+            return (m / mu_correction) / (jnp.sqrt(v / nu_correction + eps_root) + eps)
+
+        def update_leaf(g: jax.Array, *moments: Any) -> tuple:
+            g = g.astype(jnp.float32)
+            if moments[-1] is None:
+                m, v = new_moments(g, *moments[:2])
+                return step(m, v), m, v, None, None
+            (m, v), encoded = _update_encoded(new_moments, g, moments, block_size)
+            return step(m, v), *encoded
+
+        leaves, structure = jax.tree.flatten(updates)
+        trees = [structure.flatten_up_to(tree) for tree in state[1:]]
+        results = [update_leaf(*of_leaf) for of_leaf in zip(leaves, *trees, strict=True)]
+        columns = zip(*results, strict=True) if results else [()] * 5
+        new_updates, *new_state = (structure.unflatten(column) for column in columns)
+        return new_updates, ScaleByAdam8bitState(count, *new_state)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _check_sizes(block_size: Any, min_size: Any) -> None:
+    for name, value in ("block_size", block_size), ("min_size", min_size):
+        if not isinstance(value, int):
+            raise ValueError(
+                f"`{name}` must be an int, not {type(value).__name__}. In optax.inject_hyperparams "
+                'pass static_args=("block_size", "min_size").'
+            )
+    if block_size < 1:
+        raise ValueError(f"`block_size` (={block_size}) must be above 0.")
+
+
+def _check_floating(params: Any) -> None:
+    for path, p in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(p.dtype, jnp.floating):
+            name = f"params{jax.tree_util.keystr(path)}"
+            raise TypeError(
+                f"{name} must be a real floating-point array, not {p.dtype}. Exclude it with "
+                "optax.masked."
+            )
+
+
+def _update_encoded(
+    new_moments: Callable, g: jax.Array, encoded: tuple, block_size: int
+) -> tuple[tuple[jax.Array, jax.Array], tuple]:
+    """Return the moments after a step, in float32 and encoded: (mu, nu, mu_scale, nu_scale)."""
+
+    def compute(g, mu, nu, mu_scale, nu_scale):
+        m = _decode_signed(mu, _per_value(mu_scale, mu, block_size))
+        root = _decode_unsigned(nu, _per_value(nu_scale, nu, block_size))
+        return new_moments(g, m, jnp.square(root))
+
+    m, v = compute(g, *encoded)
+    scales = _block_max(jnp.abs(m), block_size), jnp.sqrt(_block_max(v, block_size))
+    # Compute the moments again once the scales are known, instead of storing them in float32
+    # between the two passes. The barrier keeps XLA from merging the two computations.
+    g, encoded, scales = lax.optimization_barrier((g, encoded, scales))
+    m, v = compute(g, *encoded)
+    mu = _encode_signed(m, _per_value(scales[0], m, block_size))
+    nu = _encode_unsigned(jnp.sqrt(v), _per_value(scales[1], v, block_size))
+    return (m, v), (mu, nu, *scales)
+
+
+def _per_value(scale: jax.Array, x: jax.Array, block_size: int) -> jax.Array:
+    """Repeat the scales of the blocks, [..., blocks], to the shape of x, [..., n]."""
+    n = x.shape[-1]
+    width = min(block_size, n)
+    repeated = jnp.broadcast_to(scale[..., None], (*scale.shape, width))
+    repeated = repeated.reshape(*scale.shape[:-1], -1)
+    return repeated if repeated.shape[-1] == n else repeated[..., :n]
+
+
+def _block_max(x: jax.Array, block_size: int) -> jax.Array:
+    """Return the maximum of each block, [..., blocks], of values above or equal to zero, [..., n].
+
+    It is NaN where a value is.
+    """
+    n = x.shape[-1]
+    width = min(block_size, n)
+    blocks = -(-n // width)
+    if padding := blocks * width - n:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
+    return x.reshape(*x.shape[:-1], blocks, width).max(-1)
+
+
+def _relative(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return x / scale, or zero where the scale is zero."""
+    return x / jnp.where(scale == 0, 1.0, scale)
+
+
+def _encode_signed(x: jax.Array, scale: jax.Array) -> jax.Array:
+    root = jnp.sqrt(jnp.abs(_relative(x, scale)))
+    code = jnp.clip(jnp.round(_INT8_STEPS * root), 0, _INT8_STEPS)
+    return jnp.where(x < 0, -code, code).astype(jnp.int8)
+
+
+def _decode_signed(code: jax.Array, scale: jax.Array) -> jax.Array:
+    root = code.astype(jnp.float32) / _INT8_STEPS
+    return scale * (root * jnp.abs(root))
+
+
+def _encode_unsigned(x: jax.Array, scale: jax.Array) -> jax.Array:
+    code = jnp.round(_UINT8_STEPS * jnp.sqrt(_relative(x, scale)))
+    # Zero would make the next step as large as m / eps.
+    smallest = jnp.where(x > 0, 1.0, 0.0)
+    return jnp.clip(code, smallest, _UINT8_STEPS).astype(jnp.uint8)
+
+
+def _decode_unsigned(code: jax.Array, scale: jax.Array) -> jax.Array:
+    return scale * jnp.square(code.astype(jnp.float32) / _UINT8_STEPS)
+
+
+def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Run a transformation on parameters and gradients cast to float32.
+
+    Its state is float32 for bfloat16 and float16 parameters, both moments of Adam included
+    (``optax.adamw(mu_dtype=jnp.float32)`` leaves the second one in bfloat16). Other dtypes are
+    unchanged. The updates are float32: ``optax.apply_updates`` adds them in float32 and rounds the
+    sum once. Under ``jax_numpy_dtype_promotion="strict"`` cast them first.
+
+    Memory: what `inner` takes for float32 parameters; 8 bytes per parameter for Adam.
+
+    Args:
+        inner: any optax transformation.
+
+    Returns:
+        The transformation, with the state of `inner`.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def widen(tree: Any) -> Any:
+        return jax.tree.map(lambda a: a.astype(jnp.float32) if _is_half(a) else a, tree)
+
+    def init(params: optax.Params) -> optax.OptState:
+        return inner.init(widen(params))
+
+    def update(updates, state, params=None, **extra_args):
+        return inner.update(widen(updates), state, widen(params), **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def stochastic_rounding(key: jax.Array | int) -> optax.GradientTransformation:
+    """Round bfloat16 and float16 parameters stochastically when updates are added to them.
+
+    Small updates are lost if p + u is rounded to the nearest number. This transformation rounds
+    the float32 sum to one of its two neighbours, at random so that the mean is the sum::
+
+        P(up) = (p + u - lower) / (upper - lower)
+
+    in steps of 2⁻¹⁶ for bfloat16 and of 2⁻¹³ for float16. It returns the float32 update that
+    leads to the rounded number exactly, with ``optax.apply_updates`` and with offload. Make it the
+    last one of a chain, after `in_float32` or `adamw_8bit`, whose updates are float32::
+
+        optax.chain(in_float32(optax.adamw(1e-3)), stochastic_rounding(0))
+
+    Numbers that need no rounding, infinity and NaN are unchanged. Updates of parameters of
+    other dtypes are unchanged. Under ``jax_numpy_dtype_promotion="strict"`` add the updates in
+    float32 and cast the sum.
+
+    The random numbers differ from leaf to leaf and from step to step, and with offload from layer
+    to layer. They are a function of the key and the count in the state, so that a resumed run draws
+    the same ones. Replicas of a parameter draw the same numbers if their keys are equal. For
+    parameters that are sharded by ``jax.shard_map``, fold ``lax.axis_index`` into the key.
+
+    Memory: a key and a count.
+
+    References:
+        P. Zamirai et al., Revisiting BFloat16 Training, 2020 (arXiv:2010.06192).
+
+    Args:
+        key: a PRNG key, or a seed.
+
+    Returns:
+        The transformation, with a `StochasticRoundingState`.
+
+    Raises:
+        ValueError: from `update`, if `params` is None.
+    """
+
+    def init(params: optax.Params) -> StochasticRoundingState:
+        del params
+        # Copy the key: a step may donate its state.
+        own = jax.random.key(key) if isinstance(key, int) else jnp.copy(key)
+        return StochasticRoundingState(jnp.zeros([], jnp.int32), own)
+
+    def update(updates, state, params=None):
+        if params is None:
+            raise ValueError("`params` must be passed to `update`, to be rounded.")
+        step_key = jax.random.fold_in(state.key, state.count)
+        leaves, structure = jax.tree.flatten(updates)
+        new = [
+            _round_update(p, u, jax.random.fold_in(step_key, i)) if _is_half(p) else u
+            for i, (p, u) in enumerate(zip(structure.flatten_up_to(params), leaves, strict=True))
+        ]
+        count = jnp.asarray(optax.safe_increment(state.count))
+        return structure.unflatten(new), StochasticRoundingState(count, state.key)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _is_half(a: jax.Array) -> bool:
+    return a.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def _round_update(p: jax.Array, u: jax.Array, key: jax.Array) -> jax.Array:
+    """Return the float32 update from p to the stochastically rounded p + u.
+
+    The difference of the rounded sum t and p is exact, unless |t| is much above |p|. Then its error
+    is a fraction of a float32 step of t, and p plus the difference is still rounded to t.
+    """
+    wide = p.astype(jnp.float32)
+    total = wide + u.astype(jnp.float32)
+    return _round_stochastically(total, jax.random.bits(key, p.shape, jnp.uint16), p.dtype) - wide
+
+
+def _round_stochastically(x: jax.Array, noise: jax.Array, dtype: Any) -> jax.Array:
+    """Round float32 numbers to a dtype of 16 bits, with uint16 random numbers."""
+    info = jnp.finfo(dtype)
+    dropped = 23 - info.nmant  # bits
+    noise = noise.astype(jnp.uint32) & jnp.uint32(2**dropped - 1)
+    # Add a random number below the last bit that is kept, and cut the others off.
+    bits = lax.bitcast_convert_type(x, jnp.uint32) + noise
+    bits &= jnp.uint32(2**32 - 2**dropped)
+    rounded = lax.bitcast_convert_type(bits, jnp.float32)
+    if dtype == jnp.float16:
+        # Subnormal numbers of float16 are normal in float32, with more bits than float16 keeps.
+        spacing = float(info.smallest_subnormal)
+        steps = jnp.abs(x) / spacing
+        lower = jnp.floor(steps)
+        is_up = steps - lower > noise.astype(jnp.float32) / 2**dropped
+        subnormal = jnp.sign(x) * (lower + is_up) * spacing
+        rounded = jnp.where(jnp.abs(x) < float(info.tiny), subnormal, rounded)
+    return jnp.where(jnp.isfinite(x), rounded, x)
+
+
+def __dir__() -> list[str]:
+    return _list_public(globals())

@@ -1,0 +1,440 @@
+"""optax transformations for low-precision parameters and optimizer state."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import effjax
+from effjax.ops.offload.per_leaf import check_per_leaf
+from effjax.ops.offload.update import apply_optimizer
+from effjax.optimizers import (
+    adamw_8bit,
+    in_float32,
+    scale_by_adam_8bit,
+    stochastic_rounding,
+)
+from tests.ops.offload.stacks import LAYERS, assert_equal_bits, layer, params
+from tests.ops.offload.steps import TOKENS, embed, head, others
+from tests.tiers import product_cases
+
+KEY = jax.random.key(3)
+BLOCK = 32
+HALF = jnp.bfloat16, jnp.float16
+small_blocks = functools.partial(scale_by_adam_8bit, block_size=BLOCK, min_size=0)
+EIGHT_BIT = adamw_8bit(1e-2, block_size=8, min_size=0)
+ROUNDED = optax.chain(in_float32(optax.adamw(1e-2)), stochastic_rounding(5))
+BOTH = optax.chain(EIGHT_BIT, stochastic_rounding(5))
+
+
+def normal(shape, i=0, dtype=jnp.float32, decades=0):
+    """Return normal numbers; with `decades`, of magnitudes over so many powers of ten."""
+    a, b = jax.random.split(jax.random.fold_in(KEY, i))
+    exponent = jax.random.uniform(b, shape, minval=-decades, maxval=0)
+    return (jax.random.normal(a, shape) * 10**exponent).astype(dtype)
+
+
+def decode(state):
+    """Return the moments of a state for one array, in float64."""
+    mu, nu, a, s = (np.asarray(x, np.float64) for x in state[1:])
+    a, s = (np.repeat(x, BLOCK, -1)[..., : mu.shape[-1]] for x in (a, s))
+    return a * np.sign(mu) * (mu / 127) ** 2, (s * (nu / 255) ** 2) ** 2, a, s
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (2, 3, 70), (20,), (5, 33), (1, 32)])
+@pytest.mark.parametrize("decades", [0, 6])
+def test_quantization_error(shape, decades):
+    """Compare with float64 moments: the documented bounds hold for sizes of every kind."""
+    g = normal(shape, decades=decades)
+    tx = small_blocks(b1=0.9, b2=0.99)
+    _, state = tx.update(g, tx.init(g))
+    m, v, a, s = decode(state)
+    wide = np.asarray(g, np.float64)
+    for got, want, scale, n in (
+        (np.abs(m), 0.1 * np.abs(wide), a, 127),
+        (np.sqrt(v), 0.1 * np.abs(wide), s, 255),
+    ):
+        half = 1 / (2 * n)
+        bound = scale * half * (2 * np.sqrt(want / scale) + half) + 1e-5 * want
+        smallest = scale * (1 / n) ** 2 if n == 255 else 0.0  # rounded up to code 1
+        assert (np.abs(got - want) <= np.maximum(bound, smallest)).all()
+    assert (v > 0).all() and (np.sign(m) * np.sign(wide) >= 0).all()
+    # The largest value of a block is kept.
+    np.testing.assert_allclose(np.abs(m).max(), 0.1 * np.abs(wide).max(), rtol=1e-6)
+
+
+def test_update_follows_float32_adam():
+    """The first update is that of Adam; later ones stay close to it."""
+    shape = (16, 96)
+    tx, reference = small_blocks(), optax.scale_by_adam()
+    state, expected_state = tx.init(normal(shape)), reference.init(normal(shape))
+    step, expected_step = jax.jit(tx.update), jax.jit(reference.update)
+    for i in range(30):
+        g = normal(shape, i) + 0.5 * normal(shape, 100)
+        u, state = step(g, state)
+        expected, expected_state = expected_step(g, expected_state)
+        if i == 0:
+            np.testing.assert_allclose(u, expected, rtol=1e-5)
+    error = np.sqrt(np.mean((u - expected) ** 2) / np.mean(expected**2))
+    assert 1e-6 < error < 0.03
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, *HALF])
+def test_small_parameters_have_unrounded_moments(dtype):
+    p = {
+        "scalar": jnp.ones((), dtype),
+        "empty": jnp.ones((0, 64), dtype),
+        "bias": normal((64,), 1, dtype),
+        "narrow": normal((4096, 3), 2, dtype),
+    }
+    tx, reference = adamw_8bit(1e-2), in_float32(optax.adamw(1e-2))
+    state, expected_state = tx.init(p), reference.init(p)
+    assert state[0].mu_scale == dict.fromkeys(p)
+    for _ in range(3):
+        updates, state = tx.update(p, state, p)
+        expected, expected_state = reference.update(p, expected_state, p)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-5)
+    assert {a.dtype for a in jax.tree.leaves(updates)} == {jnp.dtype("float32")}
+
+
+def test_bytes_per_parameter():
+    p = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16)
+
+    def per_parameter(tx):
+        state = jax.eval_shape(tx.init, p)
+        sizes = [a.size * a.dtype.itemsize for a in jax.tree.leaves(state) if a.ndim]
+        return sum(sizes) / p.size
+
+    assert per_parameter(adamw_8bit(1e-3)) == 2 + 8 / 256
+    assert per_parameter(in_float32(optax.adamw(1e-3))) == 8
+    assert per_parameter(optax.adamw(1e-3, mu_dtype=jnp.float32)) == 6  # nu is bfloat16
+    assert per_parameter(stochastic_rounding(0)) == 0
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+def test_nonfinite_gradient_shows_in_its_block_only(bad):
+    g = normal((2, 64))
+    tx = small_blocks()
+    u, state = tx.update(g.at[0, 40].set(bad), tx.init(g))
+    assert np.isnan(u[0, 40]) and np.isfinite(u).sum() == g.size - 1
+    u, _ = tx.update(g, state)
+    block = np.zeros(g.shape, bool)
+    block[0, 32:] = True
+    np.testing.assert_array_equal(np.isnan(u), block)
+
+
+def test_zero_gradients():
+    g = jnp.zeros((2, 64))
+    tx = small_blocks()
+    u, state = tx.update(g, tx.init(g))
+    assert_equal_bits(u, g)
+    u, _ = tx.update(normal(g.shape), state)
+    assert np.isfinite(u).all() and (u != 0).all()
+
+
+@pytest.mark.parametrize("name", ["block_size", "min_size"])
+def test_sizes_must_be_static(name):
+    with pytest.raises(ValueError, match=rf"`{name}` must be an int.*static_args"):
+        adamw_8bit(1e-3, **{name: jnp.asarray(8)})
+    with pytest.raises(ValueError, match=r"`block_size` \(=0\) must be above 0"):
+        adamw_8bit(1e-3, block_size=0)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "int32"])
+def test_parameters_must_be_real(dtype):
+    with pytest.raises(TypeError, match=rf"params\['a'\] must be a real .* not {dtype}"):
+        adamw_8bit(1e-3).init({"a": jnp.ones((64, 64), dtype)})
+
+
+# Stochastic rounding
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_rounding_reaches_the_neighbours_exactly(dtype):
+    """Check p + u for all pairs of magnitudes; p - u cancels in part."""
+    p = normal((4000,), 1, decades=6).astype(dtype)
+    u = normal((4000,), 2, decades=8)
+    u = jnp.concatenate([u, -p.astype(jnp.float32) * (1 + normal((4000,), 3, decades=8))])
+    p = jnp.concatenate([p, p])
+    tx = stochastic_rounding(0)
+    rounded, _ = tx.update(u, tx.init(p), p)
+    target = p.astype(jnp.float32) + rounded
+    total = p.astype(jnp.float32) + u
+    nearest = total.astype(dtype)
+    neighbours = (
+        nearest,
+        jnp.nextafter(nearest, dtype(jnp.inf)),
+        jnp.nextafter(nearest, -dtype(jnp.inf)),
+    )
+    new = optax.apply_updates(p, rounded)
+    assert new.dtype == dtype
+    is_neighbour = functools.reduce(jnp.logical_or, [new == n for n in neighbours])
+    assert is_neighbour.all()
+    # The rounded number is on the other side of the sum, or equal, and less than a step away.
+    np.testing.assert_array_equal(new, target.astype(dtype))
+    exact = total == nearest.astype(jnp.float32)
+    np.testing.assert_array_equal(new[exact], nearest[exact])
+    by_offload, _ = apply_optimizer(tx, p, tx.init(p), u)
+    assert_equal_bits(by_offload, new)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "p"),
+    [(jnp.bfloat16, 1.0), (jnp.bfloat16, -0.7), (jnp.float16, 1.0), (jnp.float16, 3e-6)],
+)
+@pytest.mark.parametrize("fraction", [0.1, -0.25, 0.5])
+def test_rounding_is_unbiased(dtype, p, fraction):
+    """The mean over many draws is the sum, within five standard errors."""
+    n = 1 << 18
+    p = jnp.full(n, p, dtype)
+    step = jnp.abs(jnp.nextafter(p[0], dtype(jnp.inf)) - p[0]).astype(jnp.float32)
+    u = jnp.full(n, fraction * step)
+    tx = stochastic_rounding(1)
+    new = optax.apply_updates(p, tx.update(u, tx.init(p), p)[0])
+    total = np.float64(p[0]) + np.float64(u[0])
+    values = np.asarray(new, np.float64)
+    assert len(np.unique(values)) == 2
+    assert abs(values.mean() - total) < 5 * values.std() / np.sqrt(n) + float(step) * 2**-13
+
+
+def test_rounding_keeps_infinity_nan_and_other_dtypes():
+    p = jnp.array([1, 1, 1, 3e38], jnp.bfloat16)
+    u = jnp.array([jnp.inf, -jnp.inf, jnp.nan, jnp.inf])
+    tx = stochastic_rounding(0)
+    new = optax.apply_updates(p, tx.update(u, tx.init(p), p)[0])
+    np.testing.assert_array_equal(np.float32(new), [np.inf, -np.inf, np.nan, np.inf])
+    wide = jnp.ones(3) / 3
+    assert_equal_bits(tx.update(wide, tx.init(wide), wide)[0], wide)
+    with pytest.raises(ValueError, match="`params` must be passed"):
+        tx.update(u, tx.init(p))
+
+
+def test_random_numbers_differ_by_leaf_and_step_and_are_reproducible():
+    p = {"a": jnp.ones(64, jnp.bfloat16), "b": jnp.ones(64, jnp.bfloat16)}
+    u = jax.tree.map(lambda a: jnp.full(a.shape, 2.0**-9), p)
+    tx = stochastic_rounding(0)
+    first, state = tx.update(u, tx.init(p), p)
+    second, _ = tx.update(u, state, p)
+    draws = [first["a"], first["b"], second["a"], second["b"]]
+    assert not any((x == y).all() for i, x in enumerate(draws) for y in draws[:i])
+    assert_equal_bits(tx.update(u, tx.init(p), p)[0], first)
+    assert_equal_bits(stochastic_rounding(jax.random.key(0)).update(u, tx.init(p), p)[0], first)
+
+
+# float32 state
+
+
+@pytest.mark.parametrize("make", [optax.adamw, optax.lamb, optax.lion], ids=lambda f: f.__name__)
+def test_in_float32_equals_the_inner_one_on_float32_copies(make):
+    half = {"a": normal((8, 8), 1, jnp.bfloat16), "b": normal((8,), 2)}
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), half)
+    tx, inner = in_float32(make(1e-2)), make(1e-2)
+    state, expected_state = tx.init(half), inner.init(wide)
+    for _ in range(3):
+        updates, state = tx.update(half, state, half)
+        expected, expected_state = inner.update(wide, expected_state, wide)
+    assert_equal_bits((updates, state), (expected, expected_state))
+
+
+def test_in_float32_passes_extra_arguments():
+    tx = in_float32(optax.polyak_sgd())
+    p = jnp.ones(3, jnp.bfloat16)
+    updates, _ = tx.update(p, tx.init(p), p, value=jnp.float32(1))
+    assert updates.dtype == jnp.float32
+
+
+# Composition and transformations
+
+TRANSFORMATIONS = {"8 bits": EIGHT_BIT, "stochastic rounding": ROUNDED, "both": BOTH}
+TREE = {"a": normal((16, 64), 1), "b": normal((3, 70), 2), "c": normal((5,), 3)}
+
+
+def tree(dtype):
+    return jax.tree.map(lambda a: a.astype(dtype), TREE)
+
+
+def train(tx, p, steps=3):
+    """Minimize the sum of squares."""
+    state = tx.init(p)
+    for _ in range(steps):
+        updates, state = tx.update(p, state, p)
+        p = optax.apply_updates(p, updates)
+    return p, state
+
+
+def bits(tree):
+    """Return the arrays with keys as numbers."""
+    return jax.tree.map(
+        lambda a: jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a,
+        tree,
+    )
+
+
+COMPOSED = {
+    "chain": lambda tx: optax.chain(optax.clip(1.0), tx),
+    "masked": lambda tx: optax.masked(tx, {"a": True, "b": False, "c": True}),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "partition": lambda tx: optax.partition(
+        {"ours": tx, "sgd": optax.sgd(0.1)}, {"a": "ours", "b": "ours", "c": "sgd"}
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    product_cases(TRANSFORMATIONS, COMPOSED, plain=[("both", "masked"), ("both", "MultiSteps")]),
+)
+def test_composition(name, how):
+    p = tree(jnp.bfloat16)
+    new, _ = jax.jit(functools.partial(train, COMPOSED[how](TRANSFORMATIONS[name])))(p)
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, p)
+    norms = [optax.tree.norm(jax.tree.map(jnp.float32, t)) for t in (new, p)]
+    assert norms[0] < norms[1] or how == "masked"
+    assert (new["a"] != p["a"]).mean() > 0.3
+
+
+def test_inject_hyperparams():
+    make = optax.inject_hyperparams(adamw_8bit, static_args=("block_size", "min_size"))
+    tx = make(optax.linear_schedule(1e-2, 0, 10), block_size=8, min_size=0)
+    got, state = train(tx, TREE)
+    assert "learning_rate" in state.hyperparams and "block_size" not in state.hyperparams
+    want, _ = train(adamw_8bit(optax.linear_schedule(1e-2, 0, 10), block_size=8, min_size=0), TREE)
+    # Hyperparameters are arrays instead of constants, so that some moments round to other codes.
+    chex.assert_trees_all_close(got, want, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    product_cases(TRANSFORMATIONS, ["float32", "bfloat16"], plain=[("both", "bfloat16")]),
+)
+def test_transformations(name, dtype, optimized):
+    """jit, scan and vmap compute the same as steps one by one."""
+    tx, p = TRANSFORMATIONS[name], tree(dtype)
+    want, want_state = jax.jit(functools.partial(train, tx))(p)
+
+    def body(carry, _):
+        p, state = carry
+        updates, state = tx.update(p, state, p)
+        return (optax.apply_updates(p, updates), state), None
+
+    scanned = jax.jit(lambda p: jax.lax.scan(body, (p, tx.init(p)), None, length=3)[0])(p)
+    many = jax.tree.map(lambda a: jnp.stack([a, a]), p)
+    mapped, _ = jax.jit(jax.vmap(functools.partial(train, tx)))(many)
+    for got in scanned[0], jax.tree.map(lambda a: a[1], mapped):
+        chex.assert_trees_all_close(got, want, rtol=2e-2, atol=1e-5)
+    assert jax.tree.structure(scanned[1]) == jax.tree.structure(want_state)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("x", "y")])
+def test_sharded_parameters(axis_type, spec):
+    """Codes are sharded like the parameters, without communication, and the numbers are equal."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), (axis_type,) * 2, devices=jax.devices()[:8])
+    p = normal((16, 64), 1, jnp.bfloat16)
+    want, _ = jax.jit(functools.partial(train, BOTH))(p)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(p, NamedSharding(mesh, spec))
+        step = jax.jit(functools.partial(train, BOTH)).lower(placed).compile()
+        new, state = step(placed)
+    np.testing.assert_allclose(np.float32(new), np.float32(want), rtol=2e-2)
+    assert new.sharding.is_equivalent_to(placed.sharding, 2)
+    assert state[0][0].mu.sharding.is_equivalent_to(placed.sharding, 2)
+    assert not effjax.memory.collectives(step.as_text())
+
+
+def test_shard_map_and_pmap():
+    mesh = jax.make_mesh((4,), ("x",), (AxisType.Auto,), devices=jax.devices()[:4])
+    p = normal((16, 64), 1)
+    run = functools.partial(train, EIGHT_BIT)
+    want, _ = jax.jit(run)(p)
+    mapped = jax.shard_map(lambda p: run(p)[0], mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    np.testing.assert_allclose(jax.jit(mapped)(p), want, rtol=1e-4, atol=1e-5)
+    got = jax.pmap(lambda p: run(p)[0])(p.reshape(4, 4, 64))
+    np.testing.assert_allclose(got.reshape(p.shape), want, rtol=1e-4, atol=1e-5)
+
+
+def test_checkpoint(tmp_path):
+    """A run that is saved and restored continues with the same numbers."""
+    tx = optax.chain(EIGHT_BIT, stochastic_rounding(jax.random.PRNGKey(5)))
+    p, state = jax.jit(functools.partial(train, tx))(tree(jnp.bfloat16))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", (p, state))
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", (p, state))
+    assert_equal_bits(restored, (p, state))
+    update = jax.jit(tx.update)
+    assert_equal_bits(update(p, restored[1], restored[0]), update(p, state, p))
+
+
+# Offload
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_offload_accepts(name):
+    shapes = jax.eval_shape(lambda: tree(jnp.bfloat16))
+    assert len(check_per_leaf(TRANSFORMATIONS[name], shapes)) == (name != "8 bits")
+
+
+def half(tree):
+    return jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)
+
+
+def embed_half(others, batch, key):
+    return embed(others, batch, key).astype(jnp.bfloat16)
+
+
+def head_half(others, x, batch, key):
+    return head(others, x, batch, key).astype(jnp.float32)
+
+
+@functools.cache
+def offloaded(name, params_in, fuse_update):
+    init, step = effjax.offload_train_step(
+        embed_half,
+        layer,
+        head_half,
+        TRANSFORMATIONS[name],
+        params_in=params_in,
+        fuse_update=fuse_update,
+    )
+    weights = half(params())
+    state = init(effjax.to_host(weights) if params_in == "host" else weights, half(others()))
+    run = effjax.offload_jit(step)
+    for i in range(3):
+        state, *_ = run(state, TOKENS, jax.random.key(i))
+    return effjax.to_device((state.layers, state.layers_state))
+
+
+@pytest.mark.parametrize(
+    ("name", "params_in", "fuse_update"),
+    product_cases(TRANSFORMATIONS, ["device", "host"], [False, True], plain=[]),
+)
+def test_offloaded_step_equals_the_one_in_device_memory(name, params_in, fuse_update, optimized):
+    got, want = offloaded(name, params_in, fuse_update), offloaded(name, "device", False)
+    assert_equal_bits(bits(got), bits(want))
+
+
+@pytest.mark.exhaustive
+def test_layers_do_not_share_blocks_or_random_numbers():
+    stacked = half(params())
+    grads = jax.tree.map(
+        lambda a: a * (1 + jnp.arange(LAYERS)).reshape(-1, *[1] * (a.ndim - 1)), stacked
+    )
+    grads = half(grads)
+    stream = effjax.stream_update(BOTH)
+    new, state = stream.update(grads, stream.init(stacked), stacked)
+    for i in range(LAYERS):
+        w, g = (jax.tree.map(lambda a, i=i: a[i], t) for t in (stacked, grads))
+        own = jax.tree.map(lambda a, i=i: a[i], stream.init(stacked))
+        want, want_state = apply_optimizer(BOTH, w, own, g)
+        got = jax.tree.map(lambda a, i=i: a[i], (new, state))
+        assert_equal_bits(bits(got), bits((want, want_state)))
+    keys = jax.random.key_data(state[1].key)
+    assert len(np.unique(keys, axis=0)) == LAYERS
