@@ -36,7 +36,7 @@ class Variant(NamedTuple):
 
 
 def adamw_8bit_small(learning_rate: Any) -> Any:
-    """Quantize all matrices; the smallest has fewer than 4096 numbers in small models."""
+    """Make AdamW with 8-bit moments for all matrices, also those below 4,096 values."""
     return adamw_8bit(learning_rate, min_size=1024)
 
 

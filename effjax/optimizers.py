@@ -5,6 +5,7 @@ They work alone, in ``optax.chain``, ``masked``, ``inject_hyperparams`` and ``Mu
 separately.
 """
 
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -212,7 +213,7 @@ def scale_by_adam_8bit(
 
 def _check_sizes(block_size: Any, min_size: Any) -> None:
     for name, value in ("block_size", block_size), ("min_size", min_size):
-        if not isinstance(value, int):
+        if not isinstance(value, numbers.Integral):
             raise ValueError(
                 f"`{name}` must be an int, not {type(value).__name__}. In optax.inject_hyperparams "
                 'pass static_args=("block_size", "min_size").'
@@ -372,7 +373,7 @@ def stochastic_rounding(key: jax.Array | int) -> optax.GradientTransformation:
     def init(params: optax.Params) -> StochasticRoundingState:
         del params
         # Copy the key: a step may donate its state.
-        own = jax.random.key(key) if isinstance(key, int) else jnp.copy(key)
+        own = jax.random.key(key) if isinstance(key, numbers.Integral) else jnp.copy(key)
         return StochasticRoundingState(jnp.zeros([], jnp.int32), own)
 
     def update(updates, state, params=None):

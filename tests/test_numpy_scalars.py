@@ -16,6 +16,7 @@ import effjax.linen
 import effjax.models
 import effjax.models.linen
 import effjax.nnx
+import effjax.optimizers
 
 X = jnp.ones((2, 6, 6, 8))
 LEVELS = [X, X[:, ::2, ::2]]
@@ -178,3 +179,13 @@ def test_train_step():
 
     options = dict(fuse_update=False, clip_norm=1.0, loss_scale=8.0, skip_nonfinite=True)
     assert_same_program(run, STREAM | options)
+
+
+def test_optimizers():
+    def run(key, **options):
+        adamw = effjax.optimizers.adamw_8bit(**options)
+        tx = optax.chain(adamw, effjax.optimizers.stochastic_rounding(key))
+        params = {"w": jnp.ones((4, 32), jnp.bfloat16)}
+        return tx.update(params, tx.init(params), params)
+
+    assert_same_program(run, dict(key=3, learning_rate=0.5, b1=0.5, block_size=16, min_size=64))

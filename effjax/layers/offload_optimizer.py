@@ -33,7 +33,7 @@ def init_state(tx: Any, params: ParamGroups) -> ParamGroups:
 
 
 class UpdateState(NamedTuple):
-    """What an update replaces."""
+    """Parameters, optimizer state and gradient norm: everything that an update replaces."""
 
     params: ParamGroups
     opt_state: ParamGroups

@@ -48,7 +48,7 @@ def make_clip(clip_norm: float, clip_by: ClipBy, norm: jax.Array | None) -> Call
     Args:
         clip_norm: The largest norm.
         clip_by: The norm that it limits.
-        norm: The norm of all gradients of this or the previous step. Not used by layer.
+        norm: The norm of all gradients of this or the previous step. Unused with "layer".
     """
     if norm is None or clip_by == "layer":
         return functools.partial(clip_gradients, clip_norm=clip_norm)

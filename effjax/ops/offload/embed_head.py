@@ -66,7 +66,8 @@ def make_embed_head(
             weight = _check_weight(weight, loss)
         is_scalar = isinstance(loss, jax.Array) and loss.shape == ()
         if not is_scalar or not jnp.issubdtype(loss.dtype, jnp.floating):
-            remedy = "" if head_has_aux else " Set head_has_aux or has_state for more results."
+            remedy = " Set head_has_aux or has_state for more results, or weighted_loss."
+            remedy = "" if head_has_aux else remedy
             raise TypeError(f"`head` must return a scalar loss, not {describe(loss)}.{remedy}")
         new = _check_model_state("head", model_state, rest[0]) if has_state else model_state
         return loss, (weight, new, rest[-1] if head_has_aux else ())

@@ -290,8 +290,11 @@ def apply_optimizer(tx: Any, w: Tree, state: Tree, grads: Tree) -> tuple[Tree, T
         return w, state
     updates, new = tx.update(grads, state, w)
     w = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), w, updates)
-    # Typed PRNG keys have no astype outside of jit.
-    cast = lambda a, b: b if a.dtype == b.dtype else b.astype(a.dtype)  # noqa: E731
+
+    def cast(old: jax.Array, new: jax.Array) -> jax.Array:
+        # Typed PRNG keys have no astype outside of jit.
+        return new if old.dtype == new.dtype else new.astype(old.dtype)
+
     return w, jax.tree.map(cast, state, new)
 
 
