@@ -125,9 +125,11 @@ def test_train_step_matches_dynamic_scale(kind, options):
 )
 def test_next_loss_scale_matches_flax(scale, steps, finite):
     p = jnp.float32(1 if finite else np.inf)
+    # An array, as in training: a Python float would overflow when Flax doubles it.
+    scale = jnp.float32(scale)
     flax = DynamicScale(scale=scale, fin_steps=steps, minimum_scale=1.0)
     want, is_finite, *_ = flax.value_and_grad(lambda p: 1e-38 * p * p)(p)
-    got = next_loss_scale(LossScale(jnp.float32(scale), jnp.int32(steps)), jnp.bool_(finite))
+    got = next_loss_scale(LossScale(scale, jnp.int32(steps)), jnp.bool_(finite))
     assert bool(is_finite) == finite
     assert got.scale == want.scale and got.finite_steps == want.fin_steps
     assert got.scale.dtype == jnp.float32 and got.finite_steps.dtype == jnp.int32
