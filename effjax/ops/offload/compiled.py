@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from .placement import Space, space_of
-from .trees import check_same_shapes
+from .._common.platform import traced_platform
+from .._common.sharding import cast_to_varying
+from .placement import Space, put, space_of
+from .trees import Tree, check_same_shapes, is_key
 
 # XLA for GPUs before this version of JAX silently reads the wrong slice of a host array if the
 # index is computed from the loop counter, as in i + 1 or a reversed loop (openxla/xla#46231).
@@ -152,8 +154,9 @@ def mark_host_slices() -> jax.Array:
 
 
 def mark_in_order() -> jax.Array:
-    """Return zero, to be passed through the barriers between unrolled slices, loaded in order."""
-    return _bind_guard(in_order=True)
+    """Return zero, to be passed to the first `run_in_order` of unrolled slices."""
+    zero = _bind_guard(in_order=True)
+    return zero + _zero_unknown_to_compiler() if traced_platform() == "tpu" else zero
 
 
 def _bind_guard(in_order: bool) -> jax.Array:
@@ -267,6 +270,54 @@ def _bind_nonzero(tangents):
 
 ad.primitive_jvps[_barrier_p] = lambda x, dx: (_barrier_p.bind(*x), _bind_nonzero(dx))
 ad.primitive_transposes[_barrier_p] = lambda dy, *_: _bind_nonzero(dy)
+
+
+def run_in_order(
+    run: Callable, inputs: tuple, pending: Tree, order: jax.Array, store: Callable | None = None
+) -> tuple[Any, Tree, jax.Array]:
+    """Compute ``run(*inputs)`` once `pending` and the runs before it are done.
+
+    Without this XLA would load the host arrays of all unrolled slices at the start. On TPUs the
+    results of run pass through `store`, which moves them to the host; elsewhere the caller does
+    that after the next call, so that the move and that call overlap.
+
+    Returns:
+        (results, pending, order), of which the last two are for the next call.
+    """
+    if traced_platform() == "tpu":
+        # The compiler for TPUs removes barriers, but a conditional waits for its operands.
+        results, order = _run_if_zero(order, lambda *a: (store or (lambda r: r))(run(*a)), inputs)
+        return results, pending, order
+    inputs, pending, order = barrier((inputs, pending, order))
+    return run(*inputs), pending, order
+
+
+def _run_if_zero(order: jax.Array, run: Callable, inputs: tuple) -> tuple[Any, jax.Array]:
+    """Return (run(*inputs), order) if `order` is 0, which it always is."""
+    program, results = jax.make_jaxpr(run, return_shape=True)(*inputs)
+
+    def skip(order, *_):
+        return [_zeros(aval) for aval in program.out_avals], order + 1
+
+    def call(order, *leaves):
+        return jaxpr_as_fun(program)(*leaves), order
+
+    leaves, order = lax.cond(order == 0, call, skip, order, *jax.tree.leaves(inputs))
+    return jax.tree.unflatten(jax.tree.structure(results), leaves), order
+
+
+def _zeros(aval: Any) -> jax.Array:
+    """Return zeros of this type in its memory."""
+    if is_key(aval):
+        return lax.full_like(jax.ShapeDtypeStruct(aval.shape, aval.dtype), 0)
+    x = jnp.zeros(aval.shape, aval.dtype, out_sharding=aval.sharding)
+    return put(cast_to_varying(x, aval.manual_axis_type.varying), aval.memory_space)
+
+
+def _zero_unknown_to_compiler() -> jax.Array:
+    bits = lax.rng_bit_generator(jnp.zeros(4, jnp.uint32), (), jnp.uint32)[1]
+    x = lax.bitcast_convert_type(bits, jnp.float32)
+    return (jnp.isnan(x) & jnp.isinf(x)).astype(jnp.int32)
 
 
 def host_memory_limit() -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .._common.arguments import as_key
 from .._common.sharding import cast_to_varying, varying_axes
 from . import slices
-from .compiled import barrier, mark_in_order
+from .compiled import mark_in_order, run_in_order
 from .options import OffloadOptions
 from .placement import MemoryName, Space, check_space, copy_shared, move, put, space_of
 from .slices import (
@@ -61,8 +61,9 @@ def offload_sequential(
     layers, so results can differ from those in memory in the last bit.
 
     The device holds the parameters of one slice, and the intermediates of one slice and one
-    microbatch. Compile with `offload_jit`: by default XLA for GPUs would load all slices early.
-    Reverse mode only.
+    microbatch. Compile with `offload_jit`: by default XLA for GPUs would load all slices early. On
+    TPUs each slice is a conditional that loads, computes and stores in this order, and nothing of
+    it overlaps the next slice. Reverse mode only.
 
     Args:
         layers: ``layer(params, x, key) -> x``, or ``-> (x, aux)`` with `has_aux`.
@@ -268,19 +269,20 @@ def run_forward(
     """Run the forward pass; return (x, aux by layer, residuals by slice for `run_backward`)."""
     aux, residuals, last, order = [], [], [], mark_in_order()
     for (slice_fn, indices), w in zip(config.slices, params, strict=True):
-        x_in = x
-        # Without the barrier XLA would load all slices at the start. A slice is loaded when those
-        # before it are done and their residuals have left the device.
-        w, x, last, order = barrier((w, x, last, order))
-        residuals += last
         slice_closure = [closure[j] for j in indices]
-        x, slice_aux, saved = slices.forward(
-            slice_fn, put(w, Space.Device), slice_closure, x, key, save_residuals
-        )
-        last = []
-        if save_residuals:
-            saved = x_in if slice_fn.apply_with_residuals is None else saved
-            last = [put(saved, config.activations)]
+
+        def run(w, x, slice_fn=slice_fn, slice_closure=slice_closure, x_in=x):
+            x, slice_aux, saved = slices.forward(
+                slice_fn, put(w, Space.Device), slice_closure, x, key, save_residuals
+            )
+            if slice_fn.apply_with_residuals is None:
+                saved = x_in
+            return x, slice_aux, [put(saved, config.activations)] if save_residuals else []
+
+        # A slice is loaded when those before it are done and their residuals have left the device.
+        result, done, order = run_in_order(run, (w, x), last, order)
+        x, slice_aux, last = result
+        residuals += done
         aux += slice_aux
     return x, aux, residuals + last
 
@@ -302,24 +304,36 @@ def run_backward(
     results, stored, result, order, dx = [], [], (), mark_in_order(), dy
     dclosure = [jnp.zeros_like(a) if is_inexact(a) else None for a in closure]
     for j in reversed(range(len(params))):
-        # Slice j is loaded once the result of slice j + 1 has been computed and that of slice j + 2
-        # has left the device. The key passes the barrier so that XLA does not keep the random
-        # numbers of the forward pass.
-        inputs = params[j], residuals[j], extra[j]
-        inputs, result, stored, dx, order, slice_key = barrier(
-            (inputs, result, stored, dx, order, key)
-        )
-        results += stored
-        stored = [store(j + 1, result)] if j + 1 < len(params) else []
-        w, saved, slice_extra = put(inputs, Space.Device)
         slice_fn, indices = config.slices[j]
         first, last = config.bounds[j : j + 2]
         slice_closure = [closure[k] for k in indices]
         slice_daux = [d for a in daux[first:last] for d in a]
-        dw, slice_dclosure, dx = slices.backward(
-            slice_fn, w, slice_closure, saved, slice_key, dx, slice_daux
+
+        def run(
+            inputs, dx, key,
+            slice_fn=slice_fn, slice_closure=slice_closure, slice_daux=slice_daux, carry=carry,
+        ):  # fmt: skip
+            w, saved, slice_extra = put(inputs, Space.Device)
+            dw, slice_dclosure, dx = slices.backward(
+                slice_fn, w, slice_closure, saved, key, dx, slice_daux
+            )
+            carry, result = consume(carry, w.trained, dw, slice_extra)
+            return carry, result, slice_dclosure, dx
+
+        def store_result(results, j=j):
+            carry, result, *rest = results
+            return carry, store(j, result), *rest
+
+        # Slice j is loaded once the result of slice j + 1 has been computed and that of slice j + 2
+        # has left the device. The key is an input so that XLA does not keep the random numbers of
+        # the forward pass.
+        inputs = params[j], residuals[j], extra[j]
+        new, (result, stored), order = run_in_order(
+            run, (inputs, dx, key), (result, stored), order, store_result
         )
-        carry, result = consume(carry, w.trained, dw, slice_extra)
+        results += stored
+        stored = [store(j + 1, result)] if j + 1 < len(params) else []
+        carry, result, slice_dclosure, dx = new
         rest = iter(slice_dclosure)
         for k in indices:
             if is_inexact(closure[k]):

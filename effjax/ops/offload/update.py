@@ -18,7 +18,7 @@ from .clipping import (
     with_clipping,
     zero_squares,
 )
-from .compiled import barrier, mark_host_slices, mark_in_order
+from .compiled import barrier, mark_host_slices, mark_in_order, run_in_order
 from .host_init import init_by_layer, init_in_place, state_sharding
 from .per_leaf import check_per_leaf
 from .placement import Space, load, put, space_of, write
@@ -257,10 +257,10 @@ class LayerList:
 
     def sum_of_squares(self, grads: Sequence[Tree]) -> jax.Array:
         """Return the sum of the squares of all gradients, with one layer on the device."""
-        total = jnp.float32(0)
+        total, order = jnp.float32(0), mark_in_order()
         for g in grads:
-            g, total = barrier((g, total))
-            total += sum_of_squares(put(g, Space.Device))
+            add = lambda g, total: total + sum_of_squares(put(g, Space.Device))  # noqa: E731
+            total, _, order = run_in_order(add, (g, total), (), order)
         return total
 
     def measure(self, run: Callable, state: list, params: Sequence[Tree]) -> tuple:
@@ -273,14 +273,20 @@ class LayerList:
 
 def _run_in_turn(run: Callable, layers: Sequence[Tree], store: Callable) -> list[Tree]:
     """Compute ``store(i, run(i, layers[i]))`` for all i, with one layer on the device."""
-    stored, last = [], mark_in_order()
+    stored, last, order = [], (), mark_in_order()
     for i, layer in enumerate(layers):
-        # A layer is loaded after the one before is done, or XLA would load all at the start. The
-        # result passes the barrier and is used after it, or XLA would remove the dependency.
-        layer, last = barrier((layer, last))
+
+        def load_and_run(layer, i=i):
+            return run(i, put(layer, Space.Device))
+
+        # A layer is loaded after the one before is done. Its result passes run_in_order and is used
+        # after it, or XLA would remove the dependency.
+        result, last, order = run_in_order(
+            load_and_run, (layer,), last, order, functools.partial(store, i)
+        )
         if i:
             stored.append(store(i - 1, last))
-        last = run(i, put(layer, Space.Device))
+        last = result
     return [*stored, store(len(layers) - 1, last)] if layers else []
 
 

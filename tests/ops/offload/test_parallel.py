@@ -17,6 +17,7 @@ from effjax import (
     to_host,
 )
 from effjax.memory import collectives
+from effjax.ops._common.platform import trace_for_platform
 from tests.contexts import mesh_of
 from tests.ops.offload.stacks import (
     KEY,
@@ -89,14 +90,15 @@ def test_jit_over_mesh(kind, spec, policy):
 
 
 @pytest.mark.parametrize(
-    ("num_microbatches", "sequential", "dropout", "policy"),
+    ("num_microbatches", "sequential", "dropout", "policy", "platform"),
     [
-        (2, False, True, "everything"),
-        exhaustive(1, True, True, "dots"),
-        exhaustive(2, True, False, "everything"),
+        (2, False, True, "everything", "cpu"),
+        exhaustive(1, True, True, "dots", "cpu"),
+        exhaustive(2, True, False, "everything", "cpu"),
+        exhaustive(2, True, True, "dots", "tpu"),
     ],
 )
-def test_shard_map(num_microbatches, sequential, dropout, policy):
+def test_shard_map(num_microbatches, sequential, dropout, policy, platform):
     """Each gradient is reduced once, on the device, and nothing is gathered."""
     mesh, key = mesh_of((8,), ("i",)), KEY if dropout else None
     options = {"key": key, "num_microbatches": num_microbatches, "policy": POLICIES[policy]}
@@ -120,7 +122,8 @@ def test_shard_map(num_microbatches, sequential, dropout, policy):
         w = [jax.tree.map(lambda a, i=i: a[i], w) for i in range(LAYERS)]
     w = jax.device_put(w, on(mesh, P(), host=True))
     run = jax.jit(mapped(offloaded), out_shardings=(None, (on(mesh, P(), host=True), None)))
-    program = run.lower(w, inputs()).compile()
+    with trace_for_platform(platform):
+        program = run.lower(w, inputs()).compile()
     value, (dw, dx) = program(w, inputs())
     assert kinds(dw) == {"pinned_host"}
     if sequential:
@@ -196,11 +199,16 @@ def test_pmap_with_device_parameters(policy):
 
 
 @pytest.mark.parametrize(
-    ("sequential", "policy"),
-    [(False, "everything"), exhaustive(False, "recomputed"), (True, "recomputed"),
-     exhaustive(True, "dots")],
-)  # fmt: skip
-def test_microbatches_over_a_mesh_with_explicit_axes(sequential, policy):
+    ("sequential", "policy", "platform"),
+    [
+        (False, "everything", "cpu"),
+        exhaustive(False, "recomputed", "cpu"),
+        (True, "recomputed", "cpu"),
+        exhaustive(True, "dots", "cpu"),
+        exhaustive(True, "recomputed", "tpu"),
+    ],
+)
+def test_microbatches_over_a_mesh_with_explicit_axes(sequential, policy, platform):
     """Each device splits its own rows: no rows move, and the order of the rows is kept."""
     mesh = mesh_of((8,), ("i",), AxisType.Explicit)
     options = {"num_microbatches": 2, "policy": POLICIES[policy]}
@@ -215,7 +223,8 @@ def test_microbatches_over_a_mesh_with_explicit_axes(sequential, policy):
         x = jax.device_put(inputs(), on(mesh, P("i")))
         w = jax.device_put(params(), on(mesh, P(), host=not sequential))
         run = jax.jit(jax.value_and_grad(lambda w, x: loss(apply(w, x)), (0, 1)))
-        program = run.lower(w, x).compile()
+        with trace_for_platform(platform):
+            program = run.lower(w, x).compile()
         value, (dw, dx) = program(w, x)
     assert dx.sharding.spec[0] == "i"
     close((value, (dw, dx)), want())

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from effjax import offload_sequential, to_host
+from effjax.ops._common.platform import trace_for_platform
 from effjax.ops.offload.sequential import split_by_bytes
 from tests.ops.offload.stacks import (
     KEY,
@@ -81,21 +82,25 @@ def want(num_microbatches):
 
 
 @pytest.mark.parametrize(
-    ("options", "num_microbatches", "policy"),
+    ("options", "num_microbatches", "policy", "platform"),
     [
-        exhaustive({}, 1, "recomputed"),
-        ({"num_slices": 2}, 2, "everything"),
-        exhaustive({}, 2, "dots"),
-        exhaustive({"num_slices": 1}, 2, "recomputed"),
-        exhaustive({"activations": "device"}, 1, "everything"),
+        exhaustive({}, 1, "recomputed", "cpu"),
+        ({"num_slices": 2}, 2, "everything", "cpu"),
+        exhaustive({}, 2, "dots", "cpu"),
+        exhaustive({"num_slices": 1}, 2, "recomputed", "cpu"),
+        exhaustive({"activations": "device"}, 1, "everything", "cpu"),
+        ({}, 1, "recomputed", "tpu"),
+        exhaustive({"num_slices": 2}, 2, "everything", "tpu"),
+        exhaustive({"activations": "device"}, 1, "dots", "tpu"),
     ],
     ids=str,
 )
-def test_loss_and_gradients_match_in_memory(options, num_microbatches, policy):
+def test_loss_and_gradients_match_in_memory(options, num_microbatches, policy, platform):
     run = functools.partial(
         offloaded, num_microbatches=num_microbatches, policy=POLICIES[policy], **options
     )
-    got = value_and_grads(run, to_host(params()), inputs())
+    with trace_for_platform(platform):
+        got = value_and_grads(run, to_host(params()), inputs())
     close(got, want(num_microbatches))
     assert kinds(got[1][0]) == {"pinned_host"} and kinds(got[1][1]) == {"device"}
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from effjax import OffloadState, offload_jit, offload_train_step, to_host
 from effjax.memory import plan
+from effjax.ops._common.platform import trace_for_platform
 from tests.contexts import mesh_of
 from tests.ops.offload.stacks import (
     KEY,
@@ -23,7 +24,7 @@ from tests.ops.offload.stacks import (
     on,
 )
 from tests.ops.offload.steps import ADAMW, TOKENS, embed, head, others, parts_of
-from tests.programs import needs_gpu_compiler
+from tests.programs import needs_gpu_compiler, needs_tpu_compiler
 from tests.tiers import exhaustive, plainly
 
 
@@ -141,12 +142,14 @@ OPTIONS = {
 }
 
 
+@pytest.mark.parametrize("platform", ["cpu", exhaustive("tpu")])
 @pytest.mark.parametrize("name", plainly("fused", of=OPTIONS))
-def test_matches_optax_on_each_layer(name):
+def test_matches_optax_on_each_layer(name, platform):
     options = OPTIONS[name]
     here = options.get("params_in") == "device"
     w = params() if here else to_host(params())
-    losses, state = train(*make(**options), w)
+    with trace_for_platform(platform):
+        losses, state = train(*make(**options), w)
     m, clip = options.get("num_microbatches", 1), options.get("clip_norm")
     close((losses, state.layers, state.others), trained_in_memory(m=m, clip=clip))
     np.testing.assert_array_equal(state.layers[3]["kernel"], params()[3]["kernel"])
@@ -228,8 +231,11 @@ def test_compute_dtype():
     assert all(a.dtype in (jnp.float32, jnp.int8) for a in jax.tree.leaves(state.layers))
 
 
-@pytest.mark.parametrize("fuse_update", [True, exhaustive(False)])
-def test_shard_map_with_sharded_and_replicated_layers(fuse_update):
+@pytest.mark.parametrize(
+    ("fuse_update", "platform"),
+    [(True, "cpu"), *map(exhaustive, [False, True, False], ["cpu", "tpu", "tpu"])],
+)
+def test_shard_map_with_sharded_and_replicated_layers(fuse_update, platform):
     mesh, tx = mesh_of((8,), ("i",)), optax.sgd(0.5)
     w = [jnp.ones(WIDTH), jnp.arange(8.0 * WIDTH).reshape(8, WIDTH)]
     x = jnp.sin(jnp.arange(16.0 * WIDTH)).reshape(16, WIDTH)
@@ -249,7 +255,8 @@ def test_shard_map_with_sharded_and_replicated_layers(fuse_update):
     ], jax.device_put(jnp.zeros(WIDTH), on(mesh, P())))  # fmt: skip
     of_state = jax.tree.map(lambda _: P(), state)._replace(layers=specs)
     run = jax.shard_map(step, mesh=mesh, in_specs=(of_state, P("i")), out_specs=(of_state, P()))
-    state, _ = offload_jit(run)(state, jax.device_put(x, on(mesh, P("i"))))
+    with trace_for_platform(platform):
+        state, _ = offload_jit(run)(state, jax.device_put(x, on(mesh, P("i"))))
 
     def loss(w):
         return jnp.mean(jnp.sin((x + w[0]) * jnp.repeat(w[1], 2, 0)))
@@ -293,8 +300,13 @@ def test_rejects_invalid_arguments():
 
 
 @needs_gpu_compiler
+@needs_tpu_compiler
 @pytest.mark.exhaustive
-def test_device_memory_does_not_grow_with_depth():
+@pytest.mark.parametrize(
+    ("target", "fuse_update", "layers_on_device"),
+    [("h100", True, 3), ("v5e", True, 2), ("v5e", False, 2)],
+)
+def test_device_memory_does_not_grow_with_depth(target, fuse_update, layers_on_device):
     # Parameters, gradient and two moments of 1024 x 1024 take 16 MiB per layer.
     mesh = jax.make_mesh((1,), ("i",), (AxisType.Auto,))
     device = NamedSharding(mesh, P())
@@ -309,17 +321,19 @@ def test_device_memory_does_not_grow_with_depth():
         w = [shape(jax.ShapeDtypeStruct((1024, 1024), jnp.float32), True)] * count
         _, step = offload_train_step(
             lambda others, batch, key: batch * others, layers,
-            lambda others, x, batch, key: jnp.sum(x), tx,
+            lambda others, x, batch, key: jnp.sum(x), tx, fuse_update=fuse_update,
         )  # fmt: skip
         scale = shape(jax.ShapeDtypeStruct((), jnp.float32), False)
         states = [jax.tree.map(lambda a: shape(a, a.ndim > 0), jax.eval_shape(tx.init, w[0]))]
         others_state = jax.tree.map(lambda a: shape(a, False), jax.eval_shape(tx.init, scale))
         state = OffloadState(w, scale, states * count, others_state)
         batch = shape(jax.ShapeDtypeStruct((32, 1024), jnp.float32), False)
-        return plan(offload_jit(step), state, batch)
+        return plan(offload_jit(step), state, batch, target=target)
 
     few, many = planned(3), planned(6)
-    assert many.peak_device_bytes <= 1.01 * few.peak_device_bytes
-    assert many.peak_device_bytes <= 3 * 16 * 2**20
-    # The residuals of each layer, and a copy of the parameters of the last.
-    assert many.host.temporaries <= 1.01 * (6 * 32 * 4096 + 4 * 1024 * 1024 + 2**14)
+    added = many.device.temporaries - few.device.temporaries  # by three layers
+    assert added <= 0.05 * 3 * 16 * 2**20
+    assert many.device.temporaries <= layers_on_device * 16 * 2**20
+    if target == "h100":
+        # The residuals of each layer, and a copy of the parameters of the last.
+        assert many.host.temporaries <= 1.01 * (6 * 32 * 4096 + 4 * 1024 * 1024 + 2**14)

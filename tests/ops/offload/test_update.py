@@ -30,7 +30,7 @@ from tests.ops.offload.steps import (
     stack,
 )
 from tests.ops.offload.test_noise import own_key
-from tests.programs import needs_gpu_compiler
+from tests.programs import needs_gpu_compiler, needs_tpu_compiler
 from tests.tiers import exhaustive
 
 OPTIMIZERS = {
@@ -257,8 +257,10 @@ def test_rejects_invalid_arguments():
 
 
 @needs_gpu_compiler
+@needs_tpu_compiler
 @pytest.mark.exhaustive
-def test_device_memory_does_not_grow_with_depth():
+@pytest.mark.parametrize("target", ["h100", "v5e"])
+def test_device_memory_does_not_grow_with_depth(target):
     # Parameters, gradient and two moments of 1024 x 1024 take 16 MiB per layer.
     mesh = jax.make_mesh((1,), ("i",), (jax.sharding.AxisType.Auto,))
     host = NamedSharding(mesh, P(), memory_kind="pinned_host")
@@ -272,11 +274,12 @@ def test_device_memory_does_not_grow_with_depth():
         )
         state = [jax.tree.map(here, one)] * count
         step = offload_jit(lambda both, grads: stream.update(grads, *reversed(both)))
-        return plan(step, (w, state), w)
+        return plan(step, (w, state), w, target=target)
 
     few, many = planned(3), planned(6)
-    assert many.peak_device_bytes <= 1.01 * few.peak_device_bytes
-    assert many.peak_device_bytes <= 2.6 * 16 * 2**20
+    added = many.device.temporaries - few.device.temporaries  # by three layers
+    assert added <= 0.05 * 3 * 16 * 2**20
+    assert many.device.temporaries <= 2.6 * 16 * 2**20
     assert many.host.temporaries <= 2**14
 
 
