@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from ._compile import CompiledProgram
+from ._compile import CompiledProgram, effort_variables
 from ._compilers import find_compiler
 from ._lower import LoweredProgram
 from .targets import Target
@@ -68,6 +68,7 @@ def _digest(lowered: LoweredProgram, target: Target, options: Mapping[str, Any] 
         "target": [target.platform, target.name, target.config],
         "options": {name: str(value) for name, value in settings.items()},
         "flags": [os.environ.get(name, "") for name in _FLAG_VARIABLES],
+        "effort": effort_variables(),
         "compiler": [compiler.name, sorted(f"{p.name} {p.version}" for p in packages)],
     }
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()

@@ -118,7 +118,13 @@ def _environment(target: Target) -> dict[str, str]:
         # JAX sets this where a kernel is traced, but only if the CUDA plugin is importable there.
         runtime = compiler / "jax_cuda13_plugin" / "libmosaic_gpu_runtime.so"
         environment["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(runtime)
-    return environment | _ENVIRONMENTS[target.platform]
+    return environment | effort_variables() | _ENVIRONMENTS[target.platform]
+
+
+def effort_variables() -> dict[str, str]:
+    """Return JAX's options for the effort of the compiler, as environment variables."""
+    names = "optimization_level", "memory_fitting_level"
+    return {f"JAX_{name.upper()}": str(getattr(jax.config, f"jax_{name}")) for name in names}
 
 
 def _search_path() -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 MAX_ROWS = 12  # of a table
 PATIENCE = 30.0  # seconds without a line of progress
-TYPICAL_TIME = "seconds for a small step, one to a few minutes for a deep network"
+TYPICAL_TIME = "seconds for a small step, minutes for a deep network"
 _NUMERIC_COLUMNS = {
     "bytes", "count", "device", "host", "peak", "ratio", "arguments", "outputs", "temporaries",
     "batch", "amount", "rate", "alone", "adds", "call", "products", "kernels",

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -41,6 +42,29 @@ def test_plan(target):
     assert any(is_line_of(__file__, b.source) for b in outputs)
     live = sum(b.bytes for b in p.peak_buffers)
     assert 0.99 * live <= p.peak_device_bytes - p.device.generated_code <= 1.05 * live
+
+
+@needs_tpu_compiler
+@pytest.mark.exhaustive
+def test_optimization_level_of_jax():
+    """The compiler does what it would do for the program in this process, and cached plans too."""
+
+    def loss(x, kernel):
+        for _ in range(3):
+            x = jnp.tanh(lax.conv(x, kernel, (1, 1), "SAME"))
+        return jnp.sum(x)
+
+    def planned():
+        return plan(jax.grad(loss), f32(8, 64, 32, 32), f32(64, 64, 3, 3), target="v5e")
+
+    best = planned()
+    jax.config.update("jax_optimization_level", "O1")
+    try:
+        quick = planned()
+    finally:
+        jax.config.update("jax_optimization_level", "UNKNOWN")
+    assert best.device.temporaries < quick.device.temporaries
+    assert best.device.generated_code > quick.device.generated_code
 
 
 @needs_tpu_compiler
