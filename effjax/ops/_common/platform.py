@@ -1,6 +1,9 @@
 """The platform that operators are traced for; chunk sizes depend on it."""
 
+import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 
@@ -16,3 +19,17 @@ def traced_platform() -> str:
     """Return the platform as `lax.platform_dependent` names it; any GPU is "cuda"."""
     backend = _target.value or jax.default_backend()
     return "cuda" if backend == "gpu" else backend
+
+
+def array_bytes(shape: Sequence[int], dtype: Any) -> int:
+    """Return the bytes of an array on the traced platform, with the padding of a TPU.
+
+    A TPU stores the last two axes in tiles of 128 elements along the last axis, and of 8 rows of
+    32 bits along the axis before. Arrays of one axis are counted without padding.
+    """
+    itemsize = jax.numpy.dtype(dtype).itemsize
+    if traced_platform() == "tpu" and len(shape) > 1:
+        tile = max(1, 32 // itemsize), 128
+        last = (math.ceil(n / k) * k for n, k in zip(shape[-2:], tile, strict=True))
+        shape = *shape[:-2], *last
+    return math.prod(shape) * itemsize

@@ -5,6 +5,7 @@ get bins instead of boxes: each bin has the position of its first sample, and al
 share the step between samples and the number of samples along each axis (`bins.py`).
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._common.platform import array_bytes, traced_platform
 from .._common.sharding import match_varying, zeros
+
+# A TPU stores the pixels of one sample of each bin, several times. These slices, of padded bytes,
+# stay in the memory on the chip (as planned, not measured). Other platforms fuse the samples.
+TPU_SLICE_BYTES = 64 * 2**20
+SAMPLE_COPIES = 6
 
 
 class Pooling(NamedTuple):
@@ -50,6 +57,19 @@ def pool(
     Returns:
         [N, R, P, C] of x's dtype.
     """
+    run = functools.partial(_pool_slice, pooling=pooling)
+    arrays, boxes = (first, step, count, initial), first.shape[1]
+    size = _boxes_per_slice(x, first, pooling)
+    if boxes <= size:
+        return run(x, *arrays)
+    x, *arrays = match_varying((x, *arrays))
+    run = jax.checkpoint(run)
+    slices = [_split(a, size) for a in arrays]
+    _, y = lax.scan(lambda carry, slices: (carry, run(x, *slices)), None, slices)
+    return _join(y)[:, :boxes]
+
+
+def _pool_slice(x, first, step, count, initial, pooling: Pooling) -> jax.Array:
     n, boxes, bins, groups, _ = first.shape
     size, pixels = x.shape[1:3], _pixels(x, groups, pooling)
 
@@ -85,6 +105,23 @@ def pool_backward(
     The derivative with respect to a position is zero for samples outside and for samples that are
     clamped to the outermost pixels. At integer positions it is the right-sided one.
     """
+    arrays, boxes = (first, step, count, dy), first.shape[1]
+    size = _boxes_per_slice(x, first, pooling)
+    if boxes <= size:
+        dpixels, dfirst = _add_slice_gradients(None, x, *arrays, pooling)
+        return dpixels.reshape(x.shape), dfirst
+    x, *arrays = match_varying((x, *arrays))
+    dpixels = zeros(_pixels(x, first.shape[3], pooling).shape, first.dtype, x)
+
+    def run(dpixels, slices):
+        return _add_slice_gradients(dpixels, x, *slices, pooling)
+
+    dpixels, dfirst = lax.scan(run, dpixels, [_split(a, size) for a in arrays])
+    return dpixels.reshape(x.shape), _join(dfirst)[:, :boxes]
+
+
+def _add_slice_gradients(dpixels, x, first, step, count, dy, pooling: Pooling) -> tuple:
+    """Add the gradient of these boxes to dpixels (None: to zeros); return it and dfirst."""
     size, pixels = x.shape[1:3], _pixels(x, first.shape[3], pooling)
     dvalue = dy.astype(first.dtype).reshape(*first.shape[:4], pixels.shape[-1])
     dvalue /= _divisor(first, step, count, size, pooling)[..., None]
@@ -101,12 +138,36 @@ def pool_backward(
                 dfirst += jnp.where(slopes != 0, slopes * dot[..., None], 0)
         return dpixels, dfirst
 
-    wide = zeros(pixels.shape, first.dtype, first)
+    if dpixels is None:
+        dpixels = zeros(pixels.shape, first.dtype, first)
     coordinates = 2 if pooling.has_position_gradients else 0
     dfirst = zeros((*first.shape[:4], coordinates), first.dtype, first)
-    *_, wide, dfirst = match_varying((x, first, dy, wide, dfirst))
-    wide, dfirst = _over_samples(body, (wide, dfirst), size, first, step, count, pooling)
-    return wide.reshape(x.shape), dfirst
+    *_, dpixels, dfirst = match_varying((x, first, dy, dpixels, dfirst))
+    return _over_samples(body, (dpixels, dfirst), size, first, step, count, pooling)
+
+
+def _boxes_per_slice(x: jax.Array, first: jax.Array, pooling: Pooling) -> int:
+    """Return the number of boxes of a slice: all, except on a TPU, which stores the samples."""
+    n, boxes, bins, groups, _ = first.shape
+    if traced_platform() != "tpu":
+        return boxes
+    pixels = n * boxes * bins * groups, x.shape[-1] // (pooling.parts**2 * groups)
+    most = boxes * TPU_SLICE_BYTES // max(SAMPLE_COPIES * array_bytes(pixels, first.dtype), 1)
+    return math.ceil(boxes / math.ceil(boxes / max(1, most))) if boxes else 0
+
+
+def _split(a: jax.Array, size: int) -> jax.Array:
+    # [N, R, ...] -> [count, N, size, ...]; the boxes of the padding have no samples
+    n, boxes = a.shape[:2]
+    count = math.ceil(boxes / size)
+    padding = ((0, 0), (0, count * size - boxes), *((0, 0),) * (a.ndim - 2))
+    return jnp.moveaxis(jnp.pad(a, padding).reshape(n, count, size, *a.shape[2:]), 1, 0)
+
+
+def _join(slices: jax.Array) -> jax.Array:
+    # [count, N, size, ...] -> [N, count * size, ...]
+    count, n, size = slices.shape[:3]
+    return jnp.moveaxis(slices, 0, 1).reshape(n, count * size, *slices.shape[3:])
 
 
 def _over_samples(
