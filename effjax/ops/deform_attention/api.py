@@ -19,6 +19,7 @@ from . import reference
 from .reference import Levels
 
 CPU_SLICE_BYTES = 4 * 2**20  # larger slices do not fit into a CPU's caches; a GPU is unaffected
+TPU_SLICE_BYTES = 32 * 2**20  # larger ones do not fit into the memory on the chip (as planned)
 
 
 def ms_deform_attn(
@@ -104,8 +105,10 @@ def make_static(operator: str, levels: Levels, implementation: Any, workspace_by
     """Validate the options of an operator and return its static configuration."""
     workspace_bytes = as_integer("workspace_bytes", workspace_bytes, 1)
     platforms = native_platforms(implementation, operator)
-    if traced_platform() == "cpu":
-        workspace_bytes = min(workspace_bytes, CPU_SLICE_BYTES)
+    platform = traced_platform()
+    if platform in ("cpu", "tpu"):
+        slice_bytes = CPU_SLICE_BYTES if platform == "cpu" else TPU_SLICE_BYTES
+        workspace_bytes = min(workspace_bytes, slice_bytes)
     return Static(operator, levels, implementation, platforms, workspace_bytes)
 
 
