@@ -35,6 +35,7 @@ from .reference import Geometry
 # but each slice launches five kernels forward and eight backward: the best size there has not been
 # measured.
 CPU_SLICE_BYTES = {None: 24 * 2**20, "native": 24 * 2**20, "xla": 64 * 2**20}
+TPU_SLICE_BYTES = 64 * 2**20  # larger ones do not fit into the memory on the chip (as planned)
 
 
 @with_torch_hints
@@ -126,6 +127,8 @@ def deform_conv2d(
     platforms, platform = native_platforms(implementation, custom_call.OPERATOR), traced_platform()
     if platform == "cpu":
         workspace_bytes = min(workspace_bytes, CPU_SLICE_BYTES[implementation])
+    if platform == "tpu":
+        workspace_bytes = min(workspace_bytes, TPU_SLICE_BYTES)
     sampler = _select_sampler(implementation, platforms, platform, bool(deterministic))
     static = Static(geometry, feature_groups, sampler, precision, workspace_bytes)
     convolve = xla.deform_conv_xla if implementation == "xla" else _convolve_reverse_mode

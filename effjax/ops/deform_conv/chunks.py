@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._common.partitioning import merge_example_axis
-from .._common.platform import traced_platform
+from .._common.platform import array_bytes, traced_platform
 from .._common.sharding import zeros
 from .reference import Geometry
 
@@ -114,9 +114,12 @@ def rows_per_slice(static: Static, x, offset, kernel, sample_bytes: int, tap_byt
     taps, groups, channels = static.geometry.taps, static.geometry.offset_groups, x.shape[-1]
     # The native kernels sum the channels of a group in blocks of 64.
     sums = 4 * taps * groups * math.ceil(channels / groups / 64)
-    pixel = taps * (channels * sample_bytes + groups * tap_bytes)
-    pixel += (kernel.shape[-1] + sums) * offset.dtype.itemsize
-    most = static.workspace_bytes // max(n * width * pixel, 1)
+    pixel = taps * groups * tap_bytes + (kernel.shape[-1] + sums) * offset.dtype.itemsize
+    last = (taps, channels) if groups == 1 else (taps, groups, channels // groups)
+    # The numbers of the columns of a row, with the padding of a TPU.
+    numbers = array_bytes((n, width, *last), offset.dtype) // offset.dtype.itemsize
+    row_bytes = numbers * sample_bytes + n * width * pixel
+    most = static.workspace_bytes // max(row_bytes, 1)
     most = max(1, min(height, most))
     fitting = (rows for rows in range(1, most + 1) if rows + height % rows <= most)
     return min(fitting, key=lambda rows: math.ceil(height / rows) + (height % rows > 0))
