@@ -16,7 +16,8 @@ from effjax._names import FLAX_NAMES
 from effjax.models import linen as linen_models
 from effjax.ops.batch_norm.statistics import GATHER_BYTES
 from effjax.ops.deform_attention.api import CPU_SLICE_BYTES as ATTENTION_SLICE_BYTES
-from effjax.ops.deform_conv.api import CPU_SLICE_BYTES
+from effjax.ops.deform_attention.api import TPU_SLICE_BYTES as TPU_ATTENTION_SLICE_BYTES
+from effjax.ops.deform_conv.api import CPU_SLICE_BYTES, TPU_SLICE_BYTES
 from effjax.ops.dense_block.bottleneck import CHUNK_BYTES
 
 
@@ -27,6 +28,8 @@ from effjax.ops.dense_block.bottleneck import CHUNK_BYTES
         (effjax.dense_block, f"chunk takes about {CHUNK_BYTES >> 20} MiB in float32"),
         (effjax.ms_deform_attn, f"slices are at most {ATTENTION_SLICE_BYTES >> 20} MiB"),
         (effjax.sync_batch_norm, f"up to {GATHER_BYTES >> 10} KiB"),
+        (effjax.ms_deform_attn, f"on a TPU {TPU_ATTENTION_SLICE_BYTES >> 20} MiB"),
+        (effjax.deform_conv2d, f"On a TPU they are at most {TPU_SLICE_BYTES >> 20} MiB"),
         (
             effjax.deform_conv2d,
             f"slices are at most {CPU_SLICE_BYTES[None] >> 20} MiB "

@@ -7,6 +7,8 @@ import pytest
 from jax import lax
 from jax.test_util import check_grads
 
+from effjax.ops._common.platform import trace_for_platform
+from effjax.ops.roi import reference as roi_reference
 from tests.contexts import assert_trees_close
 from tests.ops.battery import IMPLEMENTATIONS, OWN_RULES, only_own_rules, run_with
 from tests.ops.deform_attention.cases import ATTENTION, DCN
@@ -176,3 +178,27 @@ def test_runs_are_equal_to_the_bit(operator, implementation, optimized):
     for other in others:
         for a, b in zip(first, other, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@double
+@pytest.mark.parametrize(
+    ("operator", "case", "options", "implementation"),
+    [
+        (ATTENTION, "levels", {"queries": 300}, "default"),
+        (ATTENTION, "levels", {"queries": 5}, "xla"),
+        exhaustive(ATTENTION, "levels", {"queries": 300}, "xla"),
+        exhaustive(DCN, "even", {}, "default"),
+        exhaustive(CONV, "one_sided", {"batch": 3}, "default"),
+        (ROI, "offset", {}, "default"),
+        exhaustive(ROI, "offset", {}, "xla"),
+    ],
+    indirect=["implementation"],
+)
+def test_slices_of_a_tpu(operator, case, options, implementation, monkeypatch):
+    """Programs that are traced for a TPU; they run on the CPU here."""
+    c = operator.make(case, **options)
+    monkeypatch.setattr(roi_reference, "TPU_SLICE_BYTES", 100_000)
+    options = {} if operator is ROI else {"workspace_bytes": 200_000}
+    with trace_for_platform("tpu"):
+        got = c.got(implementation, **options)
+    assert_trees_close(got, c.want(), 1e-12)

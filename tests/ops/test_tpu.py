@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import effjax
 from effjax.memory import plan
 from tests.programs import needs_tpu_compiler
-from tests.tiers import plainly
+from tests.tiers import plainly, product_cases
 
 pytestmark = needs_tpu_compiler
 LEVELS = (8, 10), (4, 5)
@@ -24,8 +24,8 @@ def deform_conv(x, offset, mask, kernel):
     return effjax.deform_conv2d(x, offset, kernel, mask, padding=1)
 
 
-def deform_attention(value, locations, weights):
-    return effjax.ms_deform_attn(value, LEVELS, locations, weights)
+def deform_attention(value, locations, weights, levels=LEVELS, **options):
+    return effjax.ms_deform_attn(value, levels, locations, weights, **options)
 
 
 def dcn(x, offset, mask):
@@ -141,3 +141,83 @@ def test_chips_gather_sharded_images_inside_vmap(name):
     """A known limitation. XLA cannot shard the second axis of a reshape [D, N] -> [D * N]."""
     kinds = {c.kind for c in plan_on_chips(name, "forward", vmap="images").collectives}
     assert kinds == {"all-gather"}
+
+
+WORKSPACE = 256 * 2**20  # the default of `workspace_bytes`; RoI pooling has no such argument
+DETECTOR_LEVELS = (100, 134), (50, 67), (25, 34), (13, 17)
+
+
+def convolve(x, offset, kernel, mask=None, **options):
+    return effjax.deform_conv2d(x, offset, kernel, mask, padding=1, **options)
+
+
+def pool(x, boxes, **options):
+    options = {"output_size": 7, "sampling_ratio": 2} | options
+    return effjax.roi_align(x, boxes, **options)
+
+
+def deform_pool(x, offset, boxes):
+    return effjax.deform_roi_pool(x, boxes, offset, output_size=7, sampling_ratio=2)
+
+
+def bind(op, **options):
+    return functools.partial(op, **options)
+
+
+# Shapes of detectors, and awkward ones with few channels or many heads. By name: the operator, the
+# shapes of its arguments, and how many of them, the first ones, have a gradient.
+DETECTOR = {
+    "conv": (convolve, [(8, 56, 56, 64), (8, 56, 56, 18), (3, 3, 64, 64), (8, 56, 56, 9)], 4),
+    "conv, first version": (convolve, [(8, 56, 56, 64), (8, 56, 56, 18), (3, 3, 64, 64)], 3),
+    "conv, xla": (
+        bind(convolve, implementation="xla"),
+        [(8, 56, 56, 64), (8, 56, 56, 18), (3, 3, 64, 64)],
+        3,
+    ),
+    "conv, many groups": (
+        convolve,
+        [(2, 40, 80, 16), (2, 40, 80, 144), (3, 3, 16, 16), (2, 40, 80, 72)],
+        4,
+    ),
+    "attention": (
+        bind(deform_attention, levels=DETECTOR_LEVELS),
+        [(1, 17_821, 8, 32), (1, 22_223, 8, 4, 4, 2), (1, 22_223, 8, 4, 4)],
+        3,
+    ),
+    "attention, many heads": (
+        bind(deform_attention, levels=((100, 134),)),
+        [(1, 13_400, 32, 4), (1, 5000, 32, 1, 4, 2), (1, 5000, 32, 1, 4)],
+        3,
+    ),
+    "dcn": (dcn, [(8, 56, 56, 64), (8, 56, 56, 72), (8, 56, 56, 36)], 3),
+    "roi": (pool, [(2, 100, 136, 256), (2, 512, 4)], 1),
+    "roi, adaptive": (bind(pool, sampling_ratio=0), [(2, 100, 136, 256), (2, 512, 4)], 1),
+    "roi, xla": (bind(pool, implementation="xla"), [(2, 100, 136, 256), (2, 512, 4)], 1),
+    "roi, few channels": (pool, [(1, 64, 64, 4), (1, 4000, 4)], 1),
+    "deform_roi": (deform_pool, [(2, 100, 136, 256), (2, 512, 7, 7, 2), (2, 512, 4)], 2),
+}
+
+
+def plan_on_one_chip(case, passes):
+    op, shapes, differentiable = case
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    if passes == "forward":
+        return plan(op, *args, target="v5e")
+    dy = jax.eval_shape(op, *args)
+
+    def run(dy, *args):
+        n = differentiable
+        y, backward = jax.vjp(lambda *a: op(*a, *args[n:]), *args[:n])
+        return y, backward(dy)
+
+    return plan(run, dy, *args, target="v5e")
+
+
+PLAIN = {("conv", "forward"), ("attention", "forward"), ("roi", "forward")}
+
+
+@pytest.mark.parametrize(
+    ("name", "passes"), product_cases(DETECTOR, ["forward", "gradients"], plain=PLAIN)
+)
+def test_workspace(name, passes):
+    assert plan_on_one_chip(DETECTOR[name], passes).device.temporaries <= WORKSPACE

@@ -55,7 +55,8 @@ def ms_deform_attn(
             are opt-in until validated on a GPU. Forward-mode and second derivatives need "xla".
         workspace_bytes: upper limit for the samples where XLA computes them (for each example of a
             vmap with "xla"). Queries are computed in slices that fit, of at least one query. On a
-            CPU slices are at most 4 MiB, which is faster. Native code stores no samples.
+            CPU slices are at most 4 MiB, which is faster, and on a TPU 32 MiB, with padding (see
+            docs/planner.md). Native code stores no samples.
 
     Returns:
         y [N, Q, M * D] of value's dtype.

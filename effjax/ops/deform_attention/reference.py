@@ -75,7 +75,9 @@ def attend_backward(
     n, pixels, heads, depth = rows.shape
     # Pixels and heads are one axis, so that a TPU scatters into the carry without copying it.
     dvalue = zeros((n, pixels * heads, depth), dtype, rows)
-    dvalue, *gradients = _add_gradients(dvalue, rows, *arrays, levels, workspace_bytes)
+    dvalue, *gradients = _add_gradients(
+        dvalue, rows, *arrays, levels=levels, workspace_bytes=workspace_bytes
+    )
     return dvalue.reshape(value.shape), *gradients
 
 
@@ -111,7 +113,9 @@ def _add_gradients(
 
     def run(dvalue, slices):
         slices = (a.reshape(shape) for a, shape in zip(slices, shapes, strict=True))
-        dvalue, *gradients = _add_gradients(dvalue, rows, *slices, levels, workspace_bytes)
+        dvalue, *gradients = _add_gradients(
+            dvalue, rows, *slices, levels=levels, workspace_bytes=workspace_bytes
+        )
         return dvalue, [_flatten(d) for d in gradients]
 
     dvalue, gradients = lax.scan(run, dvalue, [_split(_flatten(a), size) for a in arrays])

@@ -93,8 +93,9 @@ def deform_conv2d(
             pass (for each example of a vmap with "xla"). The output is computed in slices of rows
             that fit, of at least one row. On top come offset, mask, and the gradients of x, offset
             and mask, in float32. On a CPU slices are at most 24 MiB ("xla": 64), which is
-            faster. With "xla", jit over Auto mesh axes counts the whole batch, and reduces the
-            gradient of the kernel once per slice.
+            faster. On a TPU they are at most 64 MiB, with padding (see docs/planner.md). With
+            "xla", jit over Auto mesh axes counts the whole batch, and reduces the gradient of the
+            kernel once per slice.
 
     Returns:
         y [N, Ho, Wo, O] of x's dtype.

@@ -108,13 +108,13 @@ def pool_backward(
     arrays, boxes = (first, step, count, dy), first.shape[1]
     size = _boxes_per_slice(x, first, pooling)
     if boxes <= size:
-        dpixels, dfirst = _add_slice_gradients(None, x, *arrays, pooling)
+        dpixels, dfirst = _add_slice_gradients(None, x, *arrays, pooling=pooling)
         return dpixels.reshape(x.shape), dfirst
     x, *arrays = match_varying((x, *arrays))
     dpixels = zeros(_pixels(x, first.shape[3], pooling).shape, first.dtype, x)
 
     def run(dpixels, slices):
-        return _add_slice_gradients(dpixels, x, *slices, pooling)
+        return _add_slice_gradients(dpixels, x, *slices, pooling=pooling)
 
     dpixels, dfirst = lax.scan(run, dpixels, [_split(a, size) for a in arrays])
     return dpixels.reshape(x.shape), _join(dfirst)[:, :boxes]
