@@ -56,6 +56,12 @@ IMAGES = 8
 OPERATORS = {
     "conv": (deform_conv, [(8, 12, 16), (8, 12, 18), (8, 12, 9)], [(3, 3, 16, 24)], 3),
     "attention": (deform_attention, [(100, 2, 16), (40, 2, 2, 4, 2), (40, 2, 2, 4)], [], 3),
+    "attention, slices": (
+        functools.partial(deform_attention, workspace_bytes=1_000_000),
+        [(100, 2, 16), (300, 2, 2, 4, 2), (300, 2, 2, 4)],
+        [],
+        3,
+    ),
     "dcn": (dcn, [(8, 12, 32), (8, 12, 36), (8, 12, 18)], [], 3),
     "roi": (roi_align, [(8, 12, 16), (5, 4)], [], 1),
     "roi, adaptive": (functools.partial(roi_align, sampling_ratio=0), [(8, 12, 16), (5, 4)], [], 1),
