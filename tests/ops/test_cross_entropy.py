@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from effjax import linear_cross_entropy
@@ -22,7 +22,7 @@ from tests.contexts import (
     mesh_of,
     single_device,
 )
-from tests.programs import collective_sizes, needs_gpu_compiler
+from tests.programs import collective_sizes, needs_gpu_compiler, needs_tpu_compiler
 from tests.tiers import exhaustive, product_cases
 
 TOKENS, D, V = (16, 3), 5, 11
@@ -347,12 +347,21 @@ def test_shard_map_all_reduces_once(mesh8):
     assert sum(size for _, size in sent) == 16 * 40 + 40
 
 
-def planned(losses, batch_size):
+def planned(losses, batch_size, target="h200", sharding=None):
     """Plan the gradients of a head [512, 32768] for sequences of 1024 tokens."""
     tokens = batch_size, 1024
-    shape = lambda *size, dtype="bfloat16": jax.ShapeDtypeStruct(size, dtype)  # noqa: E731
-    args = shape(*tokens, 512), shape(512, 32768, dtype="float32"), shape(*tokens, dtype="int32")
-    return plan(jax.grad(lambda *args: losses(*args).mean(), (0, 1)), *args)
+    args = (
+        jax.ShapeDtypeStruct((*tokens, 512), "bfloat16", sharding=sharding),
+        jax.ShapeDtypeStruct((512, 32768), "float32"),
+        jax.ShapeDtypeStruct(tokens, "int32", sharding=sharding),
+    )
+    gradients = jax.grad(lambda *args: losses(*args).mean(), (0, 1))
+    return plan(gradients, *args, target=target)
+
+
+def whole_logits(x, kernel, labels):
+    logits = jnp.dot(x, kernel.astype(x.dtype), preferred_element_type="float32")
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 
 @needs_gpu_compiler
@@ -367,12 +376,27 @@ def test_memory_of_one_slice(batch_size, columns):
 @pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_memory_of_full_logits():
-    def whole(x, kernel, labels):
-        logits = jnp.dot(x, kernel.astype(x.dtype), preferred_element_type="float32")
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-
-    ours, plain = (planned(f, 16).peak_device_bytes for f in (linear_cross_entropy, whole))
+    losses = linear_cross_entropy, whole_logits
+    ours, plain = (planned(f, 16).peak_device_bytes for f in losses)
     assert plain > 2 * 4 * 16 * 1024 * 32768 > 14 * ours
+
+
+@pytest.mark.exhaustive
+@needs_tpu_compiler
+@pytest.mark.parametrize("devices", [1, 4])
+def test_memory_on_tpu(devices):
+    """The temporaries of a device stay far below one copy of its logits, in float32."""
+    mesh = AbstractMesh((4,), ("data",), (AxisType.Auto,))
+    split = NamedSharding(mesh, P("data")) if devices > 1 else None
+    p = planned(linear_cross_entropy, 4 * devices, "v5e", split)
+    logits = 4 * 4 * 1024 * 32768
+    assert p.device.temporaries < 0.01 * logits
+    if devices > 1:
+        # The gradient of the kernel, slice by slice.
+        assert {c.kind for c in p.collectives} == {"all-reduce"}
+        assert sum(c.bytes * c.count for c in p.collectives) == 4 * 512 * 32768
+    else:
+        assert planned(whole_logits, 4, "v5e").device.temporaries >= logits
 
 
 X = np.ones((4, 3), np.float32)

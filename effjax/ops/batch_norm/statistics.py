@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import AxisType
 from numpy.lib.array_utils import normalize_axis_tuple
 
 from .._common.arguments import as_integer, as_mask, as_number, check_choice
@@ -21,7 +22,10 @@ from .._common.sharding import (
     AxisNames,
     as_axis_names,
     cast_to_varying,
+    explicit_spec,
     manual_axes,
+    reshape,
+    shard_like_features,
     varying_axes,
 )
 
@@ -71,11 +75,24 @@ def moments(
     They are float32 or wider and keep the reduced axes. Where the count is 0, the mean is 0 and the
     variance is 1.
     """
-    mean, m2, count = _local_moments(x.astype(accumulation_dtype(x)), mask, axes)
+    x = x.astype(accumulation_dtype(x))
+    blocks, axis = find_blocks(x, axes)
+    features = math.prod(n for a, n in enumerate(x.shape) if a not in axes)
+    row_bytes = (2 if mask is None else 3) * features * x.dtype.itemsize
+    if blocks > 1 and _gathers(blocks * row_bytes, reduction):
+        mean, m2, count = _block_moments(x, mask, axes, blocks, axis)
+    else:
+        mean, m2, count = _local_moments(x, mask, axes)
     if reduction.axis_names:
         mean, m2, count = _merge(mean, m2, count, mask is None, reduction)
     var = jnp.where(count > 0, m2 / jnp.maximum(count, 1), 1)
     return mean, var, count
+
+
+def _gathers(message_bytes: int, reduction: Reduction) -> bool:
+    """Return True if one all-reduce of every device's statistics replaces two small ones."""
+    is_small = message_bytes <= GATHER_BYTES
+    return reduction.stats == "gather" or (reduction.stats == "auto" and is_small)
 
 
 def _local_moments(x: jax.Array, mask: jax.Array | None, axes: tuple[int, ...]) -> tuple:
@@ -99,6 +116,32 @@ def _local_moments(x: jax.Array, mask: jax.Array | None, axes: tuple[int, ...]) 
     return mean + error, m2, count
 
 
+def _block_moments(x, mask, axes: tuple[int, ...], blocks: int, axis: int) -> tuple:
+    """Return the result of `_local_moments`, for an x that jit may shard along `axis`.
+
+    Two passes over a sharded x would be two all-reduces, one after the other. Inside the blocks of
+    `find_blocks` both passes stay on the device, and one all-reduce merges the blocks.
+    """
+    inner = tuple(a + (a >= axis) for a in axes)  # without the axis of the blocks
+    counted = None if mask is None else split_blocks(mask, blocks, axis)
+    mean, m2, count = _local_moments(split_blocks(x, blocks, axis), counted, inner)
+    arrays = [mean, m2]
+    if mask is not None:  # a count that is the same for all features is repeated to stack it
+        repeated = jnp.broadcast_to(count, mean.shape)
+        arrays.append(shard_like_features(repeated, mean, range(mean.ndim)))
+    rows = jnp.stack(arrays)  # [2 or 3, .., blocks, ..]
+    # A sum of one-hot rows gathers the blocks. XLA makes it one all-reduce, on every backend.
+    others = [a for a in range(rows.ndim + 1) if a not in (0, axis + 2)]
+    is_own_row = jnp.expand_dims(jnp.eye(blocks, dtype=bool), others)
+    rows = jnp.sum(jnp.where(is_own_row, rows, 0), axis + 2)  # [blocks, 2 or 3, .., 1, ..]
+    if mask is None:
+        return _merge_rows(rows[:, 0], rows[:, 1], jnp.squeeze(count, axis)[None], blocks)
+    merged, m2, total = _merge_rows(rows[:, 0], rows[:, 1], rows[:, 2])
+    shape = count.shape[:axis] + count.shape[axis + 1 :]
+    repeated = tuple(a for a, n in enumerate(shape) if n < total.shape[a])
+    return merged, m2, jnp.max(total, repeated, keepdims=True)
+
+
 def _merge(mean, m2, count, equal_counts: bool, reduction: Reduction) -> tuple:
     """Merge (mean, M2, count) of all devices by Chan's formula, with one or two all-reduces.
 
@@ -107,21 +150,14 @@ def _merge(mean, m2, count, equal_counts: bool, reduction: Reduction) -> tuple:
     size = reduction.size
     arrays = (mean, m2) if equal_counts else (mean, m2, count)
     message = jnp.concatenate([v.ravel() for v in arrays])
-    small = size * message.size * message.dtype.itemsize <= GATHER_BYTES
-    if reduction.stats == "gather" or (reduction.stats == "auto" and small):
+    if _gathers(size * message.size * message.dtype.itemsize, reduction):
         # [devices, 2C], plus 1 to C counts with a mask
         rows = _all_gather(message, size, reduction)
         means = rows[:, : mean.size].reshape(size, *mean.shape)
         m2s = rows[:, mean.size : 2 * mean.size].reshape(size, *mean.shape)
         if equal_counts:
-            counts, total = count[None], count * size
-        else:
-            counts = rows[:, 2 * mean.size :].reshape(size, *count.shape)
-            total = counts.sum(0)
-        n = jnp.maximum(total, 1)
-        merged = (counts * means).sum(0) / n
-        merged += (counts * (means - merged)).sum(0) / n  # corrects the rounding of the first sum
-        return merged, (m2s + counts * jnp.square(means - merged)).sum(0), total
+            return _merge_rows(means, m2s, count[None], size)
+        return _merge_rows(means, m2s, rows[:, 2 * mean.size :].reshape(size, *count.shape))
     if equal_counts:
         total = count * size
         merged = psum(mean, reduction) / size
@@ -130,6 +166,40 @@ def _merge(mean, m2, count, equal_counts: bool, reduction: Reduction) -> tuple:
         total = sums[mean.size :].reshape(count.shape)
         merged = sums[: mean.size].reshape(mean.shape) / jnp.maximum(total, 1)
     return merged, psum(m2 + count * jnp.square(mean - merged), reduction), total
+
+
+def _merge_rows(means, m2s, counts, repeats: int = 1) -> tuple:
+    """Merge the rows of arrays [devices, ...]; one row of counts may stand for `repeats` rows."""
+    total = counts.sum(0) * repeats
+    n = jnp.maximum(total, 1)
+    merged = (counts * means).sum(0) / n
+    merged += (counts * (means - merged)).sum(0) / n  # corrects the rounding of the first sum
+    return merged, (m2s + counts * jnp.square(means - merged)).sum(0), total
+
+
+# Blocks of an array that jit shards
+
+
+def find_blocks(x: jax.Array, axes: tuple[int, ...]) -> tuple[int, int]:
+    """Return a number of blocks along the first reduced axis of x, and that axis.
+
+    The number is a multiple of the number of shards, so that each block is on one device. It is 1
+    where the type of x has no mesh, and inside shard_map and pmap.
+    """
+    if not axes or not x.size:
+        return 1, 0
+    mesh = jax.typeof(x).sharding.mesh
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    free = [mesh.shape[name] for name, kind in kinds if kind != AxisType.Manual]
+    return math.gcd(math.prod(free), x.shape[axes[0]]), axes[0]
+
+
+def split_blocks(v: jax.Array, blocks: int, axis: int) -> jax.Array:
+    """Reshape [.., n, ..] to [.., blocks, n / blocks, ..], and [.., 1, ..] to [.., 1, 1, ..]."""
+    outer = math.gcd(blocks, v.shape[axis])
+    shape = (*v.shape[:axis], outer, v.shape[axis] // outer, *v.shape[axis + 1 :])
+    spec = explicit_spec(v)
+    return reshape(v, shape, (*spec[: axis + 1], None, *spec[axis + 1 :]))
 
 
 # Collectives
@@ -193,7 +263,15 @@ def feature_sums(g, x, mean, inv, mask, axes) -> jax.Array:
     # A masked value may be NaN. If it has no gradient, it must not make the sum NaN.
     if mask is not None:
         xhat = jnp.where(mask | (g != 0), xhat, 0)
-    return jnp.stack([jnp.sum(v, axes, keepdims=True) for v in (g, g * xhat)])
+    values = [g, g * xhat]
+    blocks, axis = find_blocks(x, axes)
+    if blocks == 1:
+        return jnp.stack([jnp.sum(v, axes, keepdims=True) for v in values])
+    # The sums of blocks stay on the device under jit, and XLA partitions the last sum into one
+    # all-reduce. Two sums of a sharded x would be two, which not every backend combines.
+    inner = tuple(a + (a >= axis) for a in axes)
+    sums = [jnp.sum(split_blocks(v, blocks, axis), inner, keepdims=True) for v in values]
+    return jnp.sum(jnp.stack(sums), axis + 1)
 
 
 def project(dx, total, x, mean, inv, mask, count) -> jax.Array:

@@ -63,7 +63,8 @@ def sync_batch_norm(
     The statistics are float32 for half-precision x and of the dtype of x otherwise. Local means and
     squared deviations are merged by their counts, which stays accurate where the mean is much
     larger than the deviation. The forward pass does one all-reduce (two small ones above a traffic
-    threshold), the backward pass one of two numbers per feature.
+    threshold), the backward pass one of two numbers per feature. This holds under ``jit`` too, if
+    the type of x names the mesh, as it does where the arguments of ``jit`` are sharded arrays.
 
     Args:
         x: floating point; sizes may be 0. With `axis_name`, x may be a single example without a
@@ -85,7 +86,8 @@ def sync_batch_norm(
         feature_axis: the axis or axes that are not reduced.
         stats: how statistics are merged. ``"gather"`` is one all-reduce of 2C·devices numbers,
             ``"two_psum"`` two of C numbers; with a mask the counts are added to the first one.
-            ``"auto"`` chooses the former up to 256 KiB.
+            ``"auto"`` chooses the former up to 256 KiB. Under ``jit`` the devices are those of the
+            mesh.
 
     Returns:
         y of the shape and dtype of x, and `BatchStats` (with the biased variance), through which no

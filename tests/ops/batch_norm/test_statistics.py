@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from effjax import batch_norm_inference, sync_batch_norm
 from effjax.ops.batch_norm.complex import complex_batch_norm
@@ -17,12 +19,15 @@ from tests.tiers import exhaustive, product_cases
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-@pytest.mark.parametrize("how", ["local", "gather", "two_psum"])
-def test_variance_for_large_mean(how):
+@pytest.mark.parametrize("how", ["local", "jit of sharded x", "gather", "two_psum"])
+def test_variance_for_large_mean(how, mesh8):
     x = (np.random.default_rng(0).normal(size=(DEVICES, 4096, 8)) + 1e4).astype(np.float32)
     want = x.astype(np.float64).var((0, 1))
     if how == "local":
         var = jax.jit(sync_batch_norm)(x.reshape(-1, 8))[1].var
+    elif how == "jit of sharded x":
+        x = jax.device_put(x, NamedSharding(mesh8, P("data")))
+        var = jax.jit(sync_batch_norm)(x)[1].var
     else:
         run = functools.partial(sync_batch_norm, axis_name="i", stats=how)
         var = jax.jit(jax.vmap(lambda x: run(x)[1].var, axis_name="i"))(x)[0]
@@ -93,6 +98,42 @@ def test_odd_width_and_large_maps():  # apex issue 1768
     y, _ = jax.jit(sync_batch_norm)(x)
     want, _ = oracles.batch_norm(x.astype(np.float64))
     np.testing.assert_allclose(y, want, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("shape", "spec", "mask_shape", "feature_axis"),
+    [
+        ((8, 6, 4), ("data", None, "model"), (8, 6, 4), -1),
+        ((8, 6, 4), ("data", None, "model"), (1, 6, 1), -1),
+        ((4, 8, 3), (None, "data", None), (4, 8, 1), 0),
+        ((6, 4, 5), ("model", "data", None), None, -1),
+        ((8,), ("data",), None, -1),
+        ((8, 0, 4), ("data", None, None), None, -1),
+        exhaustive((8, 6, 4), (("data", "model"), None, None), (8, 1, 1), -1),
+        exhaustive((12, 4), ("data", None), (12, 1), -1),
+        exhaustive((5, 4, 8), (None, None, "data"), None, (0, 2)),
+    ],
+)
+def test_sharded_axes_under_jit(mesh4x2, kind, shape, spec, mask_shape, feature_axis):
+    mesh = Mesh(mesh4x2.devices, mesh4x2.axis_names, axis_types=(kind,) * 2)
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(3, 2, (2, *shape))
+    mask = None if mask_shape is None else rng.random(mask_shape) < 0.6
+
+    def run(x, w, mask):
+        def loss(x):
+            y, statistics = sync_batch_norm(x, mask=mask, feature_axis=feature_axis)
+            return jnp.sum(y * w), (y, statistics)
+
+        return jax.grad(loss, has_aux=True)(x)
+
+    want = jax.jit(run)(x, w, mask)
+    placed = [jax.device_put(v, NamedSharding(mesh, P(*spec))) for v in (x, w)]
+    if mask is not None:
+        mask_spec = (s if n > 1 else None for s, n in zip(spec, mask_shape, strict=True))
+        mask = jax.device_put(mask, NamedSharding(mesh, P(*mask_spec)))
+    assert_trees_close(jax.jit(run)(*placed, mask), want, 1e-12)
 
 
 def test_mask_per_feature():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from effjax import DenseLayerParams, dense_block
@@ -26,7 +26,7 @@ from tests.contexts import (
     mesh_of,
     single_device,
 )
-from tests.programs import collective_sizes, needs_gpu_compiler
+from tests.programs import collective_sizes, needs_gpu_compiler, needs_tpu_compiler
 from tests.tiers import exhaustive, product_cases
 
 KEY = jax.random.key(0)
@@ -322,15 +322,20 @@ def test_jit_of_sharded_batch_does_not_gather(mesh8):
     assert {c.kind for c in collectives(program.as_text())} == {"all-reduce"}
 
 
-@functools.cache
-def h200_temp(layers, save, dtype="float32", num_chunks=None):
-    """Return MB of temporaries of a step at batch 64, 32x32 pixels, growth 12."""
-    shape = lambda *s: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
+def block_shapes(layers, dtype):
+    """Return the shapes of a block's parameters: 24 channels, growth 12."""
     params = []
     for i in range(layers):
         c = 24 + 12 * i
         shapes = (c,), (c,), (1, 1, c, 48), (48,), (48,), (3, 3, 48, 12)
-        params.append(DenseLayerParams(*(shape(*s) for s in shapes)))
+        params.append(DenseLayerParams(*(jax.ShapeDtypeStruct(s, dtype) for s in shapes)))
+    return params
+
+
+@functools.cache
+def h200_temp(layers, save, dtype="float32", num_chunks=None):
+    """Return MB of temporaries of a step at batch 64, 32x32 pixels, growth 12."""
+    shape = lambda *s: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
 
     def step(params, x, w):
         def loss(params, x):
@@ -340,7 +345,7 @@ def h200_temp(layers, save, dtype="float32", num_chunks=None):
         return jax.value_and_grad(loss, argnums=(0, 1))(params, x)
 
     x, w = shape(64, 32, 32, 24), shape(64, 32, 32, 24 + 12 * layers)
-    return plan(step, params, x, w).device.temporaries / 1e6
+    return plan(step, block_shapes(layers, dtype), x, w).device.temporaries / 1e6
 
 
 @pytest.mark.exhaustive
@@ -363,6 +368,23 @@ def test_h200_temporaries_are_linear_in_the_depth():
 )
 def test_h200_temporaries_of_4_layers(save, dtype, num_chunks, megabytes):
     assert h200_temp(4, save, dtype, num_chunks) <= megabytes
+
+
+@pytest.mark.exhaustive
+@needs_tpu_compiler
+def test_jit_over_tpus():
+    """Forward, each layer does two all-reduces, and none is of pixels."""
+    mesh = AbstractMesh((4,), ("data",), (AxisType.Auto,))
+    sharded = jax.NamedSharding(mesh, P("data"))
+    x = jax.ShapeDtypeStruct((64, 16, 16, 24), jnp.bfloat16, sharding=sharded)
+    params = block_shapes(2, jnp.bfloat16)
+    forward = lambda p, x: dense_block(x, p)[0].astype(jnp.float32)  # noqa: E731
+    gradient = jax.grad(lambda p, x: jnp.sum(jnp.sin(forward(p, x))), argnums=(0, 1))
+    for fn, count in ((forward, 4), (gradient, None)):
+        found = plan(fn, params, x, target="v5e").collectives
+        assert {c.kind for c in found} == {"all-reduce"}
+        assert max(c.bytes for c in found) <= 4 * (3 * 3 * 48 * 12 + 4 * 48)
+        assert count in (None, sum(c.count for c in found))
 
 
 GOOD = make_params(2, dtype=np.float32)
