@@ -1,6 +1,7 @@
 """Programs of the operators for a TPU v5e: memory, and communication between four chips.
 
-The compiler for TPUs runs on any CPU; nothing here runs on a TPU.
+The compiler for TPUs runs on any CPU; nothing here runs on a TPU. Those of batch norm, dense blocks
+and cross entropy are in the tests of these operators.
 """
 
 import functools
@@ -116,7 +117,7 @@ def check_collectives(p, name, passes):
     assert count_collectives(p) == ([("all-reduce", 1)] if shared else [])
 
 
-@pytest.mark.parametrize("name", plainly("conv", of=OPERATORS))
+@pytest.mark.parametrize("name", plainly("conv", "attention", "roi", of=OPERATORS))
 def test_chips_reduce_gradients_of_parameters_once(name):
     check_collectives(plan_on_chips(name, "gradients"), name, "gradients")
 
@@ -139,6 +140,22 @@ def test_chips_keep_images_apart(name, passes, dtype, axis_type):
 @pytest.mark.parametrize("name", ["conv", "attention", "roi"])
 def test_chips_do_not_communicate_for_sharded_examples_of_vmap(name):
     assert count_collectives(plan_on_chips(name, "gradients", vmap="examples")) == []
+
+
+def test_stack_is_in_host_memory():
+    mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
+    host = NamedSharding(mesh, P(), memory_kind="pinned_host")
+    params = jax.ShapeDtypeStruct((16, 256, 256), jnp.float32, sharding=host)
+    x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+
+    def loss(params, x):
+        y = effjax.offload_scan(lambda w, x, key: jnp.tanh(x @ w), params, x)
+        return jnp.sum(jnp.sin(y))
+
+    p = plan(effjax.offload_jit(jax.grad(loss)), params, x, target="v5e")
+    stack, layer = 16 * 4 * 256 * 256, 4 * 256 * 256
+    assert p.host.arguments == p.host.outputs == stack
+    assert p.device.temporaries < 8 * layer
 
 
 @pytest.mark.exhaustive
