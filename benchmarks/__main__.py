@@ -42,6 +42,9 @@ SUBJECTS = {
     "fit": "options chosen for several budgets of memory, and one setting for all of them",
     "import-time": "what importing effjax and its operators adds to importing jax",
     "resnet": "planned memory of a training step of a ResNet and of Flax's layers",
+    "tpu": "planned memory and all-reduces on a TPU, and those of plain JAX",
+    "tpu-offload": "planned memory of a training step on a TPU, recomputed and offloaded",
+    "tpu-sampling": "planned memory and memory traffic of the samplers on a TPU",
 }
 INTERRUPTED = 130
 

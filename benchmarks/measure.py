@@ -159,10 +159,10 @@ def relative_difference(tree: Any, reference: Any) -> float:
     return float(f"{worst:.1e}")
 
 
-def need_compiler() -> None:
-    """Raise `UnavailableError` if no GPU compiler is installed."""
+def need_compiler(target: str = TARGET) -> None:
+    """Raise `UnavailableError` if no compiler for the target is installed."""
     try:
-        plan(lambda x: x + 1, jax.ShapeDtypeStruct((8,), "float32"), target=TARGET)
+        plan(lambda x: x + 1, jax.ShapeDtypeStruct((8,), "float32"), target=target)
     except PlanError as error:
         raise UnavailableError(str(error)) from error
 

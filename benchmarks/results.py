@@ -76,6 +76,7 @@ def is_ours(result: Result, name: str) -> bool:
 # Header, key of the row, format, unit.
 COLUMNS = (
     ("part", "of", "", 0),
+    ("passes", "passes", "", 0),
     ("layers", "layers", ".0f", 1),
     ("batch", "batch_size", ".0f", 1),
     ("devices", "devices", ".0f", 1),
@@ -91,6 +92,7 @@ COLUMNS = (
     ("error of variance", "variance_error", ".1e", 1),
     ("temp [MB]", "temp_bytes", ".1f", 1e6),
     ("peak [MB]", "peak_bytes", ".1f", 1e6),
+    ("traffic [MB]", "traffic_bytes", ".0f", 1e6),
     ("kept [MB]", "kept_bytes", ".2f", 1e6),
     ("kept [x]", "kept", ".2f", 1),
     ("exponent", "exponent", ".2f", 1),

@@ -31,6 +31,9 @@ from benchmarks import (
     resnet,
     roi,
     sync_batch_norm,
+    tpu,
+    tpu_offload,
+    tpu_sampling,
 )
 from benchmarks.offload_forms import (
     FORMS,
@@ -48,7 +51,7 @@ from effjax.memory import MaxBatch, plan
 from effjax.models import TransformerLM
 from effjax.native import is_available
 from effjax.train.images.forms import training_steps
-from tests.programs import needs_gpu_compiler
+from tests.programs import needs_gpu_compiler, needs_tpu_compiler
 
 TINY = Setting(
     layers=2,
@@ -324,6 +327,57 @@ def test_flax_resnet_computes_the_same_logits(monkeypatch, bottleneck):
     actual = flax.apply({"params": flax_params}, x, mutable=["batch_stats"])[0]
     expected = ours.apply(variables, x, train=True, mutable=["batch_stats"])[0]
     np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_plain_roi_align():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 6, 7, 3)).astype(np.float32)
+    boxes = rng.uniform(-2, 8, (2, 5, 4)).astype(np.float32)
+    want = effjax.roi_align(x, boxes, output_size=3, sampling_ratio=2)
+    np.testing.assert_allclose(tpu_sampling.plain_roi_align(x, boxes, 3, 2), want, atol=1e-5)
+
+
+def test_bytes_of_sampling_kernels():
+    sampler = tpu_sampling.deform_conv_sampler(deform_conv.Case(2, 8, 4, 5))
+    positions = 2 * 4 * 5
+    x, pixels = 4 * positions * 8, positions * 9 * 4 * (4 * 8)
+    arrays = x + 4 * positions * (18 + 9) + 4 * 9 * 8 * 8  # offsets, masks and the kernel
+    assert sampler.least_bytes(backward=False) == arrays + x
+    assert sampler.least_bytes(backward=True) == 2 * (arrays + x)
+    assert sampler.copied_bytes(backward=False) == arrays + pixels
+    assert sampler.copied_bytes(backward=True) == 2 * (arrays + x) - x + 4 * pixels
+    boxes = tpu_sampling.roi_align_sampler(tpu_sampling.Boxes(1, 4, 5, 8, boxes=3, bins=2))
+    pixels = 3 * 2**2 * 2**2 * 4 * (4 * 8)
+    assert boxes.copied_bytes(backward=False) == 4 * 3 * (4 + 2**2 * 8) + pixels
+
+
+@pytest.mark.exhaustive
+@needs_tpu_compiler
+def test_tpu():
+    collectives, memory = tpu.run("small")
+    ours = {
+        row["passes"]: row["all_reduces"] for row in collectives.rows if row["name"] == "effjax"
+    }
+    assert ours == {"forward": 1, "forward+backward": 2}
+    assert len({row["of"] for row in memory.rows}) == 3
+    assert all(row["fits"] and row["peak_bytes"] > row["temp_bytes"] for row in memory.rows)
+
+
+@pytest.mark.exhaustive
+@needs_tpu_compiler
+def test_tpu_sampling():
+    traffic, memory = tpu_sampling.run("small")
+    least = {(r["of"], r["passes"]): r["traffic_bytes"] for r in traffic.rows[::4]}
+    assert len(least) == 6
+    assert all(least[row["of"], row["passes"]] <= row["traffic_bytes"] for row in traffic.rows)
+    assert len(memory.rows) == 6 and all(row["temp_bytes"] > 0 for row in memory.rows)
+
+
+@pytest.mark.exhaustive
+@needs_tpu_compiler
+def test_tpu_offload():
+    (result,) = tpu_offload.run("small")
+    assert [row["planned_host_bytes"] > 0 for row in result.rows] == [False, False, True]
 
 
 @pytest.mark.exhaustive
