@@ -234,11 +234,46 @@ def fit_rows():
             ]  # fmt: skip
 
 
+def tpu_memory_rows():
+    by_program = {}
+    for name in ("tpu_memory", "tpu_offload", "tpu_sampling"):
+        for row in json.loads((MEASURED / f"planned/{name}_v5e.json").read_text())["rows"]:
+            by_program.setdefault(row["of"], {})[row["name"]] = row
+    for program, rows in by_program.items():
+        cells = []
+        for name in ("plain JAX", "jax.checkpoint", "effjax"):
+            if not (row := rows.get(name)):
+                cells.append("")
+            elif not row["fits"]:
+                cells.append("refused")
+            else:
+                cells.append(f"{row['peak_bytes'] / 1e6:.0f} ({row['temp_bytes'] / 1e6:.0f})")
+        yield [program, *cells, f"{rows['effjax']['planned_host_bytes'] / 1e6:.0f}"]
+
+
+def tpu_traffic_rows():
+    by_name = {}
+    for row in json.loads((MEASURED / "planned/tpu_traffic_v5e.json").read_text())["rows"]:
+        traffic = by_name.setdefault(row["name"], {}).setdefault(row["of"], [])
+        traffic.append(f"{row['traffic_bytes'] / 1e6:.0f}")
+    for name, operators in by_name.items():
+        yield [name, *map(" / ".join, operators.values())]
+
+
+def tpu_all_reduce_rows():
+    by_name = {}
+    for row in json.loads((MEASURED / "planned/tpu_sync_batch_norm_v5e.json").read_text())["rows"]:
+        by_name.setdefault(row["name"], []).append(str(row["all_reduces"]))
+    for name, counts in by_name.items():
+        yield [name, *counts]
+
+
 TABLES = {
     "measured_dense_block": [block_rows, kept_rows, densenet_rows],
     "measured_sampling": [deform_conv_rows, deform_attention_rows, roi_rows, sass_rows],
     "measured_offload": [offload_rows, fused_update_rows, peer_rows, gh200_rows],
     "measured_layers": [batch_norm_rows, cross_entropy_rows],
+    "measured_tpu": [tpu_memory_rows, tpu_traffic_rows, tpu_all_reduce_rows],
     "batch_norm": [batch_norm_layers_rows],
     "resnet": [resnet_rows],
     "planner": [fit_rows],
@@ -278,6 +313,12 @@ def test_largest_model_at_equal_precision():
     ]
     text = (ROOT / "docs" / "measured_offload.md").read_text()
     assert not [number for number in numbers if number not in text]
+
+
+def test_pixels_of_attention():
+    record = json.loads((MEASURED / "planned/tpu_traffic_v5e.json").read_text())
+    shown = f"{record['pixels']['ms_deform_attn'] / 1e6:.1f} million pixels"
+    assert shown in (ROOT / "docs" / "measured_tpu.md").read_text()
 
 
 def test_low_precision_optimizers_train_as_well_as_float32():
