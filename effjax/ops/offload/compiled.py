@@ -24,10 +24,10 @@ from .trees import Tree, check_same_shapes, is_key
 # index is computed from the loop counter, as in i + 1 or a reversed loop (openxla/xla#46231).
 _FIRST_CORRECT_VERSION = (0, 11, 2)
 _WORKAROUND = {"xla_disable_hlo_passes": "fusion-dynamic-memcpy-rewriter,dynamic-slice-annotator"}
-# By default XLA allows two copies next to the matrix products, and starts the copies of a
-# backward pass late.
+# By default XLA allows two copies next to the matrix products. Its selective overlap makes a step
+# wait longer for the copies of the optimizer's state.
 _OVERLAP = {"xla_gpu_experimental_parallel_async_compute_limit": 32}
-_SELECTIVE_OVERLAP = {"xla_gpu_experimental_enable_selective_memcpy_overlap": True}
+_SELECTIVE_OVERLAP = {"xla_gpu_experimental_enable_selective_memcpy_overlap": False}
 # The latency-hiding scheduler would load all slices of an unrolled model at the start.
 _NO_LATENCY_HIDING = {"xla_gpu_enable_latency_hiding_scheduler": False}
 

@@ -10,9 +10,11 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from .._common.arguments import as_key
+from .._common.platform import traced_platform
 from .._common.sharding import cast_to_varying, varying_axes
 from . import slices
 from .compiled import barrier, mark_host_slices
+from .loops import run_as_loop, scan_slices
 from .options import OffloadOptions
 from .placement import SPACES, MemoryName, Space, check_space, load, move, put, space_of, write
 from .slices import (
@@ -250,13 +252,13 @@ def _stack_backward(config: StackConfig, saved, cotangents):
     )
     params, (dy, daux) = params._replace(trained=trained), _forbid_vmap(grads)
 
-    def consume(params, grads, i, w, dw):
-        return params, write(grads, dw, i)
+    def compute(_, w, dw, entry):
+        return (), None, dw
 
-    _, grads, dx, dclosure = run_backward(
-        config, params, closure, key, residuals, dy, daux, consume,
-        allocate_slices(config, params.trained, config.options.grads_space),
-    )  # fmt: skip
+    grads = allocate_slices(config, params.trained, config.options.grads_space)
+    _, grads, _, dx, dclosure = run_backward(
+        config, params, closure, key, residuals, dy, daux, Consumer(compute, grads)
+    )
     dtrained = jax.tree.map(
         lambda d, p: put(d, space_of(p)), merge_leading_axes(grads), params.trained
     )
@@ -298,7 +300,7 @@ def run_forward(
 
         ahead = range(first, first + prefetch)
         queue = [load(params, jnp.int32(min(i, first + count - 1))) for i in ahead]
-        (_, x, _), results = lax.scan(body, (start + first, x, queue), None, length=count)
+        (_, x, _), results = scan_slices(body, (start + first, x, queue), None, count)
         return x, results
 
     aux, residuals = [], StackResiduals((), (), ())
@@ -322,65 +324,165 @@ def run_forward(
     return x, aux, residuals
 
 
+class Consumer(NamedTuple):
+    """What the backward pass does with the gradients of each slice.
+
+    ``accumulated, params, entry = compute(accumulated, w, dw, entry)`` gets the trained parameters
+    w [slice_size, ...] of a slice on the device, their gradients dw, and with `reads_arrays` the
+    slice's entry of `arrays`. It returns what replaces the parameters (ignored unless
+    `writes_params`) and the entry.
+    """
+
+    compute: Callable[..., Any]
+    arrays: Tree  # [num_slices, slice_size, ...], such as the optimizer's state or gradients
+    accumulated: Any = ()  # on the device, such as statistics of the gradients
+    reads_arrays: bool = False
+    writes_params: bool = False
+
+    def write(self, host: tuple, new: tuple, i: jax.Array) -> tuple:
+        """Write the new parameters and the new entry of slice i to (parameters, arrays)."""
+        params, arrays = host
+        if self.writes_params:
+            params = write(params, new[0], i)
+        return params, write(arrays, new[1], i)
+
+
 def run_backward(
     config: StackConfig, params: Partition, closure: Tree, key, residuals: StackResiduals,
-    dy: list, daux: list, consume: Callable[..., Any], carry: Any,
+    dy: list, daux: list, consumer: Consumer,
 ):  # fmt: skip
-    """Stream the slices in reverse order; return (trained, carry, dx, dclosure).
-
-    ``trained, carry = consume(trained, carry, i, w, dw)`` receives the trained parameters w
-    [slice_size, ...] of slice i, on the device, and their gradients dw. It may write slice i of
-    `trained` [num_slices, slice_size, ...].
-    """
+    """Stream the slices in reverse order; return (trained, arrays, accumulated, dx, dclosure)."""
     daux = [jnp.swapaxes(a, 1, 2) for a in split_slices(daux, config)]
     start = mark_host_slices()
 
-    def run(state, first, count, fetch, prefetch):
+    def differentiate(i, w, saved, dx, dclosure, daux):
+        dw, dclosure_here, dx = slices.backward(config.slice, w, closure, saved, (key, i), dx, daux)
+        return dw, dx, jax.tree.map(jnp.add, dclosure, dclosure_here)
+
+    def run_in_turn(state, first, count, fetch, prefetch):
         # A host array must be read before it is written in an iteration, or XLA would copy all of
-        # it. The barriers order the reads of `trained` before the writes of `consume`: the second
-        # one the reads ahead, the first one that of w, which with prefetch=0 was read in this
-        # iteration.
+        # it. The barriers order the reads of `trained` before its writes: the second one the reads
+        # ahead, the first one that of w, which with prefetch=0 was read in this iteration.
         def body(state, daux):
-            i, trained, carry, dx, dclosure, queue = state
+            i, (trained, arrays), accumulated, dx, dclosure, queue = state
             (w, saved), *queue = [*queue, fetch(trained, jnp.maximum(i - prefetch, first))]
             if not queue:
                 trained, w_trained = barrier((trained, w.trained))
                 w = Partition(w_trained, w.frozen)
-            dw, dclosure_here, dx = slices.backward(
-                config.slice, w, closure, saved, (key, i), dx, daux
-            )
-            dclosure = jax.tree.map(jnp.add, dclosure, dclosure_here)
+            dw, dx, dclosure = differentiate(i, w, saved, dx, dclosure, daux)
             ahead = [w.trained for w, _ in queue]
             trained, ahead = barrier((trained, ahead))
             queue = [
                 (Partition(a, w.frozen), saved) for a, (w, saved) in zip(ahead, queue, strict=True)
             ]
-            trained, carry = consume(trained, carry, i, w.trained, dw)
-            return (i - 1, trained, carry, dx, dclosure, queue), None
+            entry = load(arrays, i) if consumer.reads_arrays else ()
+            accumulated, *new = consumer.compute(accumulated, w.trained, dw, entry)
+            host = consumer.write((trained, arrays), new, i)
+            return (i - 1, host, accumulated, dx, dclosure, queue), None
 
         last = first + count - 1
-        queue = [fetch(state[0], start + max(last - j, first)) for j in range(prefetch)]
+        queue = [fetch(state[0][0], start + max(last - j, first)) for j in range(prefetch)]
         daux_here = [a[first : first + count] for a in daux]
         state = start + last, *state, queue
-        return lax.scan(body, state, daux_here, length=count, reverse=True)[0][1:-1]
+        return scan_slices(body, state, daux_here, count, reverse=True)[0][1:-1]
 
     dclosure = [jnp.zeros_like(a) for a in float_leaves(closure)]
     trained, frozen = split_slices(params, config)
-    state = trained, carry, dy, dclosure
+    state = (trained, consumer.arrays), consumer.accumulated, dy, dclosure
     if config.options.resident_slices:
         resident = residuals.weights, residuals.resident
-        state = run(
+        state = run_in_turn(
             state, config.num_streamed, config.options.resident_slices,
             lambda _, i: load(resident, i - config.num_streamed), 0,
         )  # fmt: skip
-    if config.num_streamed:
-        state = run(
+    # XLA for TPUs overlaps all copies of two turns in one iteration, and fewer if they are delayed.
+    if config.num_streamed > 1 and config.prefetch and traced_platform() != "tpu":
+        state = _run_pipeline(
+            start, config.num_streamed, min(config.prefetch, config.num_streamed), state,
+            (frozen, residuals.streamed), [a[: config.num_streamed] for a in daux], differentiate,
+            consumer,
+        )  # fmt: skip
+    elif config.num_streamed:
+        state = run_in_turn(
             state, 0, config.num_streamed,
             lambda trained, i: load((Partition(trained, frozen), residuals.streamed), i),
             config.prefetch,
         )  # fmt: skip
-    trained, *rest = state
-    return merge_leading_axes(trained), *rest
+    (trained, arrays), *rest = state
+    return merge_leading_axes(trained), arrays, *rest
+
+
+def _run_pipeline(
+    start: jax.Array, count: int, prefetch: int, state: tuple, read_only: Tree, daux: list,
+    differentiate: Callable[..., Any], consumer: Consumer,
+) -> tuple:  # fmt: skip
+    """Run the backward pass of several slices while the copies of others are under way.
+
+    While a slice is differentiated, the results of the turn before leave the device. Its entry of
+    `consumer.arrays`, and the parameters of the slice `prefetch` turns ahead, arrive.
+
+    Args:
+        start: the guard of the loop, zero.
+        count: the number of slices, at least 2.
+        prefetch: the number of slices to load ahead, at least 1.
+        state: ((trained, arrays), accumulated, dx, dclosure).
+        read_only: arrays [count or more, ...] that are loaded with the trained parameters: the
+            frozen ones, and the residuals.
+        daux: [count, ...].
+        differentiate: returns (dw, dx, dclosure) of a slice.
+        consumer: what happens with dw.
+
+    Returns:
+        The new `state`.
+    """
+    # The first turn, which has nothing to write, and the last ones, which have nothing to load, are
+    # outside of the main loop. So all indices are linear in its counter: where an index is clamped,
+    # XLA for GPUs copies with a kernel instead of the copy engine.
+    host, accumulated, dx, dclosure = state
+
+    def turn(i, state, daux, writes=True, loads=True):
+        (trained, arrays), accumulated, dx, dclosure, queue, new = state
+        # XLA does not read and write one array at the same time. So parameters are read before they
+        # are written, while the arrays are written, which are then read.
+        (w, (frozen, saved)), *rest = queue
+        queue = [*rest, queue[0]]
+        if loads:
+            trained, ahead = barrier((trained, load(trained, i - prefetch)))
+            queue[-1] = ahead, load(read_only, i - prefetch)
+        if writes:
+            trained, arrays = consumer.write((trained, arrays), new, i + 1)
+        entry = load(arrays, i) if consumer.reads_arrays else ()
+        dw, dx, dclosure = differentiate(i, Partition(w, frozen), saved, dx, dclosure, daux)
+        accumulated, *new = consumer.compute(accumulated, w, dw, entry)
+        if not consumer.writes_params:
+            new[0] = None
+        return (trained, arrays), accumulated, dx, dclosure, queue, tuple(new)
+
+    # The index of each loop starts at a constant, or XLA would not see that it is linear.
+    def repeat(state, first, length, **options):
+        if length == 1:
+            here = [a[first] for a in daux]
+            return run_as_loop(lambda state: turn(start + first, state, here, **options), state)
+
+        def body(state, daux):
+            i, state = state
+            return (i - 1, turn(i, state, daux, **options)), None
+
+        here = [a[first : first + length] for a in daux]
+        state = start + first + length - 1, state
+        return scan_slices(body, state, here, length, reverse=True)[0][1]
+
+    queue = [load((host[0], read_only), start + count - 1 - j) for j in range(prefetch)]
+    # Zeros, which the first turn does not write.
+    new = queue[0][0] if consumer.writes_params else None, load(host[1], start)
+    new = jax.tree.map(lambda a: cast_to_varying(jnp.zeros_like(a), varying_axes(a)), new)
+    state = host, accumulated, dx, dclosure, queue, new
+    state = repeat(state, count - 1, 1, writes=False, loads=prefetch < count)
+    if count - 1 > prefetch:
+        state = repeat(state, prefetch, count - 1 - prefetch)
+    state = repeat(state, 0, min(prefetch, count - 1), loads=False)
+    host, accumulated, dx, dclosure, _, new = state
+    return consumer.write(host, new, start), accumulated, dx, dclosure
 
 
 def split_slices(params: Tree, config: StackConfig) -> Tree:

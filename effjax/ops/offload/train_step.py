@@ -23,7 +23,7 @@ from .clipping import (
 )
 from .embed_head import HeadResult, make_embed_head, run_embed, run_head
 from .options import OffloadOptions
-from .placement import MemoryName, write
+from .placement import MemoryName
 from .slices import check_microbatches
 from .train_state import OffloadState, StateSpec, check_state, init_state, next_loss_scale
 from .trees import Partition, Tree, float_leaves, merge_leading_axes
@@ -350,25 +350,28 @@ def _run_stack(
     y, aux, residuals = stack.run_forward(config, params, closure, x, key, save_residuals=True)
     daux = [jnp.zeros_like(a) for a in float_leaves(aux)]
 
-    def run(dy, consume, carry):
-        trained, carry, dx, _ = stack.run_backward(
-            config, params, closure, key, residuals, dy, daux, consume, carry
+    def run(dy, consumer):
+        *results, _ = stack.run_backward(
+            config, params, closure, key, residuals, dy, daux, consumer
         )
-        return trained, carry, dx
+        return results
 
     def backward_and_update(updates: LayerStack, state, dy):
+        def compute(_, w, dw, state):
+            return (), *updates.update_slice(w, state, dw)
+
         state = stack.split_slices(state, config)
-        trained, state, dx = run(dy, updates.update_slice, state)
+        consumer = stack.Consumer(compute, state, reads_arrays=True, writes_params=True)
+        trained, state, _, dx = run(dy, consumer)
         return trained, merge_leading_axes(state), dx
 
     def backward(scale, dy):
-        def consume(trained, carry, i, w, dw):
-            grads, stats = carry
-            return trained, (write(grads, dw, i), stats.add(dw, scale))
+        def compute(stats, w, dw, entry):
+            return stats.add(dw, scale), None, dw
 
         grads = stack.allocate_slices(config, params.trained, options.grads_space)
         stats = GradientStats.zero(params.trained)
-        _, (grads, stats), dx = run(dy, consume, (grads, stats))
+        _, grads, stats, dx = run(dy, stack.Consumer(compute, grads, stats))
         return merge_leading_axes(grads), stats, dx
 
     return LayersResult(y, aux, backward_and_update, backward)

@@ -20,6 +20,7 @@ from .clipping import (
 )
 from .compiled import barrier, mark_host_slices, mark_in_order, run_in_order
 from .host_init import init_by_layer, init_in_place, state_sharding
+from .loops import scan_slices
 from .per_leaf import check_per_leaf
 from .placement import Space, load, put, space_of, write
 from .trees import (
@@ -140,30 +141,26 @@ class LayerStack:
         """Update one layer while the next one is loaded."""
         num_layers = count_layers(params)
 
-        def fetch(carry, i):
-            i = jnp.minimum(i, num_layers - 1)
-            return [load(tree, i) for tree in (*carry, grads)]
-
         def body(loop_state, _):
             i, carry, (w, s, g) = loop_state
-            # The next layer is read before this one is written, or XLA would copy all of it.
-            carry, ahead = barrier((carry, fetch(carry, i + 1)))
-            return (i + 1, write(carry, apply_optimizer(self.tx, w, s, g), i), ahead), None
+            after = jnp.minimum(i + 1, num_layers - 1)
+            new = apply_optimizer(self.tx, w, s, g)
+            # The next layer is read before this one is written, or XLA would copy all of it. With a
+            # barrier for each array, one is written while the others are still read.
+            leaves, structure = jax.tree.flatten(carry)
+            pairs = [barrier((a, load(a, after))) for a in leaves]
+            carry, ahead = (structure.unflatten(a) for a in zip(*pairs, strict=True))
+            return (i + 1, write(carry, new, i), (*ahead, load(grads, after))), None
 
         start = mark_host_slices()
         carry = params, state
-        loop_state = start, carry, fetch(carry, start)
-        (_, carry, _), _ = lax.scan(body, loop_state, None, length=num_layers)
+        loop_state = start, carry, load((params, state, grads), start)
+        (_, carry, _), _ = scan_slices(body, loop_state, None, num_layers)
         return carry
 
-    def update_slice(self, params: Tree, state: Tree, i, w: Tree, dw: Tree) -> tuple:
-        """Update slice i of params and state [num_slices, slice_size, ...].
-
-        w are the trained parameters of the slice on the device, dw their gradients.
-        """
-        s = load(state, i)
-        new = jax.vmap(functools.partial(apply_optimizer, self.tx))(w, s, dw)
-        return write((params, state), new, i)
+    def update_slice(self, w: Tree, state: Tree, dw: Tree) -> tuple:
+        """Update the parameters and the state of a slice on the device, [slice_size, ...]."""
+        return jax.vmap(functools.partial(apply_optimizer, self.tx))(w, state, dw)
 
     def sum_of_squares(self, grads: Tree) -> jax.Array:
         """Return the sum of the squares of all gradients, with one layer on the device."""

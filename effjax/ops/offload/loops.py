@@ -1,0 +1,73 @@
+"""Loops over slices of host arrays."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._common.platform import traced_platform
+from .._common.sharding import cast_to_varying, explicit_axes, explicit_spec, varying_axes
+from .compiled import barrier
+from .placement import Space, put, read, write
+from .trees import Tree, is_key
+
+
+def scan_slices(
+    body: Callable[..., Any], carry: Tree, xs: Tree, length: int, reverse: bool = False
+) -> tuple[Tree, Tree]:
+    """Compute ``lax.scan(body, carry, xs, length, reverse)``; on TPUs two turns per iteration.
+
+    The carry of a loop has one place in memory. XLA for TPUs loads the slice ahead into the place
+    of the current one, after the last use of that. With two turns per iteration, each of the two
+    slices has its own place, and one arrives while the other is used.
+    """
+    if traced_platform() != "tpu" or length == 1:
+        return lax.scan(body, carry, xs, length=length, reverse=reverse)
+
+    def turn(state: tuple) -> tuple:
+        j, carry, results = state
+        carry, result = body(carry, read(xs, j))
+        results = write(results, jax.tree.leaves(result), j)
+        return (j - 1 if reverse else j + 1), carry, results
+
+    def two_turns(state: tuple, _) -> tuple:
+        j, carry, results = turn(state)
+        # Without the barrier, XLA could fuse the turns, which could change the last bit.
+        leaves, structure = jax.tree.flatten(carry)
+        on_device = [i for i, a in enumerate(leaves) if jax.typeof(a).memory_space == Space.Device]
+        for i, a in zip(on_device, barrier([leaves[i] for i in on_device]), strict=True):
+            leaves[i] = a
+        return turn((j, structure.unflatten(leaves), results)), None
+
+    first = read(xs, jnp.int32(0))
+    closed, (_, shapes) = jax.make_jaxpr(body, return_shape=True)(carry, first)
+    leaves, structure = jax.tree.flatten(shapes)
+    spaces = [a.memory_space for a in closed.out_avals[len(jax.tree.leaves(carry)) :]]
+    results = [_allocate(length, *kind) for kind in zip(leaves, spaces, strict=True)]
+    state = jnp.int32(length - 1 if reverse else 0), carry, results
+    state, _ = lax.scan(two_turns, state, None, length=length // 2)
+    _, carry, results = turn(state) if length % 2 else state
+    return carry, structure.unflatten(results)
+
+
+def run_as_loop(turn: Callable[[Tree], Tree], state: Tree) -> Tree:
+    """Compute ``turn(state)`` as a loop of one iteration.
+
+    XLA fuses a turn outside of a loop with what is before and after it, which can change the last
+    bit. It also inlines loops that are known to have one iteration, so it must not know that.
+    """
+    return lax.fori_loop(0, barrier(jnp.int32(1)), lambda _, state: turn(state), state)
+
+
+def _allocate(length: int, like: jax.ShapeDtypeStruct, space: Space) -> jax.Array:
+    """Return an array [length, ...] for results with the type of `like`."""
+    zero = jax.random.key(0, impl=like.dtype) if is_key(like) else jnp.zeros((), like.dtype)
+    zero = put(cast_to_varying(zero, varying_axes(like)), space)
+    sharding = None
+    if explicit_axes(like):
+        spec = PartitionSpec(None, *explicit_spec(like))
+        sharding = NamedSharding(jax.typeof(like).sharding.mesh, spec)
+    return lax.broadcast(zero, (length, *like.shape), out_sharding=sharding)
