@@ -22,7 +22,7 @@ def scan_slices(
 
     The carry of a loop has one place in memory. XLA for TPUs loads the slice ahead into the place
     of the current one, after the last use of that. With two turns per iteration, each of the two
-    slices has its own place, and one arrives while the other is used.
+    slices has its own place, and one arrives while the other is used. Not differentiable.
     """
     if traced_platform() != "tpu" or length == 1:
         return lax.scan(body, carry, xs, length=length, reverse=reverse)
@@ -33,14 +33,14 @@ def scan_slices(
         results = write(results, jax.tree.leaves(result), j)
         return (j - 1 if reverse else j + 1), carry, results
 
-    def two_turns(state: tuple, _) -> tuple:
+    def two_turns(state: tuple) -> tuple:
         j, carry, results = turn(state)
         # Without the barrier, XLA could fuse the turns, which could change the last bit.
         leaves, structure = jax.tree.flatten(carry)
         on_device = [i for i, a in enumerate(leaves) if jax.typeof(a).memory_space == Space.Device]
         for i, a in zip(on_device, barrier([leaves[i] for i in on_device]), strict=True):
             leaves[i] = a
-        return turn((j, structure.unflatten(leaves), results)), None
+        return turn((j, structure.unflatten(leaves), results))
 
     first = read(xs, jnp.int32(0))
     closed, (_, shapes) = jax.make_jaxpr(body, return_shape=True)(carry, first)
@@ -48,8 +48,11 @@ def scan_slices(
     spaces = [a.memory_space for a in closed.out_avals[len(jax.tree.leaves(carry)) :]]
     results = [_allocate(length, *kind) for kind in zip(leaves, spaces, strict=True)]
     state = jnp.int32(length - 1 if reverse else 0), carry, results
-    state, _ = lax.scan(two_turns, state, None, length=length // 2)
-    _, carry, results = turn(state) if length % 2 else state
+    if length < 4:
+        state = run_as_loop(two_turns, state)
+    else:
+        state, _ = lax.scan(lambda s, _: (two_turns(s), None), state, None, length=length // 2)
+    _, carry, results = run_as_loop(turn, state) if length % 2 else state
     return carry, structure.unflatten(results)
 
 

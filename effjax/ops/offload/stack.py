@@ -288,7 +288,8 @@ def run_forward(
     # XLA turns reads at a loop-carried index into asynchronous copies from the host, which overlap
     # with the layers. It does not do so for an index from a scanned jnp.arange. A clamped index is
     # not linear in the loop counter: unlike writes at i, these copies have no static offset and
-    # stride in compiled programs, so XLA may make them with a kernel instead of the copy engine.
+    # stride in compiled programs, so XLA may make them with a kernel instead of the copy engine. On
+    # a GPU they also wait for the write of the slice's input, which uses the same counter.
     def run(x, first, count, save) -> tuple[Tree, Any]:
         def body(carry, _):
             i, x, queue = carry
@@ -300,7 +301,8 @@ def run_forward(
 
         ahead = range(first, first + prefetch)
         queue = [load(params, jnp.int32(min(i, first + count - 1))) for i in ahead]
-        (_, x, _), results = scan_slices(body, (start + first, x, queue), None, count)
+        scan = scan_slices if prefetch else lax.scan
+        (_, x, _), results = scan(body, (start + first, x, queue), None, count)
         return x, results
 
     aux, residuals = [], StackResiduals((), (), ())
@@ -384,7 +386,8 @@ def run_backward(
         queue = [fetch(state[0][0], start + max(last - j, first)) for j in range(prefetch)]
         daux_here = [a[first : first + count] for a in daux]
         state = start + last, *state, queue
-        return scan_slices(body, state, daux_here, count, reverse=True)[0][1:-1]
+        scan = scan_slices if prefetch else lax.scan
+        return scan(body, state, daux_here, count, reverse=True)[0][1:-1]
 
     dclosure = [jnp.zeros_like(a) for a in float_leaves(closure)]
     trained, frozen = split_slices(params, config)
@@ -395,8 +398,9 @@ def run_backward(
             state, config.num_streamed, config.options.resident_slices,
             lambda _, i: load(resident, i - config.num_streamed), 0,
         )  # fmt: skip
-    # XLA for TPUs overlaps all copies of two turns in one iteration, and fewer if they are delayed.
-    if config.num_streamed > 1 and config.prefetch and traced_platform() != "tpu":
+    # The pipeline compiles a slice three times. XLA for CPUs copies nothing meanwhile, and that for
+    # TPUs overlaps more in two turns per iteration of the loop without it.
+    if config.num_streamed > 1 and config.prefetch and traced_platform() == "cuda":
         state = _run_pipeline(
             start, config.num_streamed, min(config.prefetch, config.num_streamed), state,
             (frozen, residuals.streamed), [a[: config.num_streamed] for a in daux], differentiate,
@@ -470,7 +474,7 @@ def _run_pipeline(
 
         here = [a[first : first + length] for a in daux]
         state = start + first + length - 1, state
-        return scan_slices(body, state, here, length, reverse=True)[0][1]
+        return lax.scan(body, state, here, length, reverse=True)[0][1]
 
     queue = [load((host[0], read_only), start + count - 1 - j) for j in range(prefetch)]
     # Zeros, which the first turn does not write.

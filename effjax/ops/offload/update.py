@@ -155,7 +155,8 @@ class LayerStack:
         start = mark_host_slices()
         carry = params, state
         loop_state = start, carry, load((params, state, grads), start)
-        (_, carry, _), _ = scan_slices(body, loop_state, None, num_layers)
+        scan = scan_slices if space_of(jax.tree.leaves(params)[0]) == Space.Host else lax.scan
+        (_, carry, _), _ = scan(body, loop_state, None, num_layers)
         return carry
 
     def update_slice(self, w: Tree, state: Tree, dw: Tree) -> tuple:

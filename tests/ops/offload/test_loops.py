@@ -1,0 +1,77 @@
+"""Loops over slices: any number of turns, in the form for TPUs too."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from effjax import offload_scan, to_host
+from effjax.ops._common.platform import trace_for_platform
+from effjax.ops.offload.loops import run_as_loop, scan_slices
+from tests.ops.offload.stacks import (
+    KEY,
+    POLICIES,
+    assert_equal_bits,
+    in_memory,
+    inputs,
+    layer,
+    params,
+    value_and_grads,
+)
+from tests.tiers import exhaustive
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_scan_in_pairs_matches_scan(length, reverse):
+    def body(carry, x):
+        host, total = carry
+        total = 2 * total + x
+        return (host, total), (total, jax.device_put(total + 1, jax.memory.Space.Host), key)
+
+    key = jax.random.key(3)
+    args = body, (to_host(jnp.ones(2)), jnp.int32(1)), jnp.arange(length), length, reverse
+    with trace_for_platform("tpu"):
+        run = lambda scan: jax.jit(lambda: scan(*args))()  # noqa: E731
+        got = run(scan_slices)
+        want = run(lambda *a: lax.scan(*a[:3], length=length, reverse=reverse))
+    assert got[1][1].sharding.memory_kind == "pinned_host"
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_array_equal(a, b)
+
+
+def test_xla_keeps_loop_of_one_iteration():
+    run = jax.jit(lambda x: run_as_loop(lambda x: 3 * x + 1, x))
+    assert run(jnp.float32(2)) == 7
+    assert " while(" in run.lower(jnp.ones(100)).compile().as_text()
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize(
+    ("num_layers", "options"),
+    [
+        (3, {}),
+        exhaustive(2, {}),
+        exhaustive(3, {"prefetch": 2}),
+        exhaustive(3, {"resident_slices": 1}),
+        exhaustive(5, {}),
+        exhaustive(5, {"prefetch": 3, "policy": POLICIES["everything"]}),
+        exhaustive(6, {"num_slices": 3}),
+    ],
+)
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_any_number_of_layers_matches_in_memory_bitwise(platform, num_layers, options):
+    run = functools.partial(offload_scan, layer, key=KEY, **options)
+    w, x = params(num_layers), inputs()
+    with trace_for_platform(platform):
+        got = value_and_grads(run, to_host(w), x)
+    want = value_and_grads(lambda w, x: in_memory(layer, w, x, KEY), w, x)
+    if platform == "cuda" or jax.__version_info__ >= (0, 12):
+        assert_equal_bits(got, want)
+    else:  # XLA for CPUs ignored barriers, and fuses the two turns of an iteration
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), got, want)
