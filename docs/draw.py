@@ -49,13 +49,13 @@ def arrow(ax, start, end, color=TEXT):
 def offload(layers=3):
     """Draw the copies and computations of an offloaded step, in the order of XLA's schedule.
 
-    Only parameters, and inputs in the backward pass, load during the computation.
+    In the backward pass, results leave during the turn of the layer before, while its moments load.
     """
     figure, ax = panels(7.6, 2.5)
     rows = {"host → device": 2.2, "compute": 1.1, "device → host": 0.0}
     into, compute, out = rows.values()
-    load, reload, forward, leave = 1.0, 1.3, 1.2, 0.45  # durations, not to scale
-    backward, load_moments, update, write = 2.3, 0.9, 0.6, 1.3
+    load, forward, leave = 1.0, 1.2, 0.45  # durations, not to scale
+    backward, moments, update = 2.6, 1.5, 0.6
 
     def bar(start, y, duration, color, text):
         box(ax, start, y, duration - 0.05, 0.8, color, text, fontsize=7.5)
@@ -63,21 +63,26 @@ def offload(layers=3):
 
     loaded = free = bar(0.0, into, load, BLUE, numbered("W", 1))
     for i in range(1, layers + 1):
-        start = max(free, loaded)
+        free = bar(max(free, loaded), out, leave, ORANGE, numbered("x", i))
         if i < layers:
-            loaded = bar(start, into, load, BLUE, numbered("W", i + 1))
-        free = bar(start, compute, forward, GREEN, numbered("f", i))
-        free = bar(free, out, leave, ORANGE, numbered("x", i))
+            loaded = bar(free, into, load, BLUE, numbered("W", i + 1))
+        free = bar(free, compute, forward, GREEN, numbered("f", i))
     middle = free
-    loaded = bar(middle, into, reload, BLUE, numbered("Wx", layers))  # it is fetched again
+    bar(middle, into, load, BLUE, numbered("W", layers))  # it is fetched again
+    free = middle + load
     for i in range(layers, 0, -1):
-        start = max(free, loaded)
+        start = free
         if i > 1:
-            loaded = bar(start, into, reload, BLUE, numbered("Wx", i - 1))
-        free = bar(start, compute, backward, GREEN, "∇f" + subscript(i))
-        free = bar(free, into, load_moments, BLUE, numbered("m", i))
+            free = bar(start, into, load, BLUE, numbered("W", i - 1))
+        bar(
+            max(free, start + (moments if i < layers else 0)), into, moments, BLUE, numbered("m", i)
+        )
+        if i < layers:
+            left = bar(start, out, moments, ORANGE, numbered("m", i + 1))
+            bar(left, out, load, ORANGE, numbered("W", i + 1))
+        free = bar(free, compute, backward, GREEN, "∇f" + subscript(i))
         free = bar(free, compute, update, GREEN, numbered("u", i))
-        free = bar(free, out, write, ORANGE, numbered("Wm", i))
+    free = bar(free, out, moments + load, ORANGE, numbered("Wm", 1))
     for name, y in rows.items():
         ax.text(-0.2, y + 0.4, name, ha="right", va="center")
         ax.plot([0, free], [y - 0.14] * 2, color=FAINT, lw=0.6)

@@ -266,12 +266,17 @@ def tpu_all_reduce_rows():
         by_name.setdefault(row["name"], []).append(str(row["all_reduces"]))
     for name, counts in by_name.items():
         yield [name, *counts]
+def overlap_rows():
+    for name, row in measured("planned/offload_overlap.json").items():
+        seconds = (f"{1e3 * row[key]:.1f}" for key in ("best_seconds", "step_seconds"))
+        yield [name.removeprefix("effjax, "), *seconds, f"{row['ratio']:.2f}"]
 
 
 TABLES = {
     "measured_dense_block": [block_rows, kept_rows, densenet_rows],
     "measured_sampling": [deform_conv_rows, deform_attention_rows, roi_rows, sass_rows],
     "measured_offload": [offload_rows, fused_update_rows, peer_rows, gh200_rows],
+    "offload_how_it_works": [overlap_rows],
     "measured_layers": [batch_norm_rows, cross_entropy_rows],
     "measured_tpu": [tpu_memory_rows, tpu_traffic_rows, tpu_all_reduce_rows],
     "batch_norm": [batch_norm_layers_rows],

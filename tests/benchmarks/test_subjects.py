@@ -26,6 +26,7 @@ from benchmarks import (
     offload_peers,
     optimizers,
     optimizers_memory,
+    overlap,
     planner,
     pytorch,
     resnet,
@@ -148,6 +149,18 @@ def test_update_of_a_matrix():
     assert 5 < saved["peak_bytes"] - saved["temp_bytes"] < 6.5
     assert 1.5 < saved["peak_bytes"] < 2.5
     assert all(row["temp_bytes_per_parameter"] < 8 for row in rows.values())
+
+
+@needs_gpu_compiler
+def test_copies_of_an_offloaded_layer_overlap():
+    layers = overlap.Layers(512, 2048, 1024)
+    (row,) = overlap.measure_overlap(("h100",), [layers], (4, 6)).rows
+    weights = 2 * layers.width * layers.hidden
+    # Parameters twice, float32 moments, and the input of the layer.
+    assert row["to_device_bytes"] == 2 * 2 * weights + 8 * weights + 2 * 1024 * 512
+    assert row["to_host_bytes"] == 2 * weights + 8 * weights + 2 * 1024 * 512
+    # One direction after the other would be 1.8.
+    assert 1 <= row["ratio"] < 1.3
 
 
 @pytest.mark.exhaustive

@@ -59,13 +59,13 @@ def scan_slices(
 def run_as_loop(turn: Callable[[Tree], Tree], state: Tree) -> Tree:
     """Compute ``turn(state)`` as a loop of one iteration.
 
-    XLA fuses a turn outside of a loop with what is before and after it, which can change the last
-    bit. It also inlines loops that are known to have one iteration, so it must not know that.
+    XLA fuses a turn outside of a loop with the code around it, which can change the last bit. It
+    also inlines loops that are known to have one iteration, so it must not know that.
     """
     return lax.fori_loop(0, barrier(jnp.int32(1)), lambda _, state: turn(state), state)
 
 
-def _allocate(length: int, like: jax.ShapeDtypeStruct, space: Space) -> jax.Array:
+def _allocate(length: int, like: Any, space: Space) -> jax.Array:
     """Return an array [length, ...] for results with the type of `like`."""
     zero = jax.random.key(0, impl=like.dtype) if is_key(like) else jnp.zeros((), like.dtype)
     zero = put(cast_to_varying(zero, varying_axes(like)), space)

@@ -327,7 +327,7 @@ def run_forward(
 
 
 class Consumer(NamedTuple):
-    """What the backward pass does with the gradients of each slice.
+    """A use of the gradients of each slice in the backward pass.
 
     ``accumulated, params, entry = compute(accumulated, w, dw, entry)`` gets the trained parameters
     w [slice_size, ...] of a slice on the device, their gradients dw, and with `reads_arrays` the
@@ -341,7 +341,7 @@ class Consumer(NamedTuple):
     reads_arrays: bool = False
     writes_params: bool = False
 
-    def write(self, host: tuple, new: tuple, i: jax.Array) -> tuple:
+    def write(self, host: tuple, new: Any, i: jax.Array) -> tuple:
         """Write the new parameters and the new entry of slice i to (parameters, arrays)."""
         params, arrays = host
         if self.writes_params:
