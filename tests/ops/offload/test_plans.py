@@ -197,17 +197,13 @@ def loops(hlo):
 
 @pytest.mark.exhaustive
 def test_next_slice_is_loaded_during_matrix_products():
-    forward, backward = loops(gradients(16).hlo)
-    products = forward.count("gemm")
-    assert products >= 2
-    assert forward == ["start"] * 2 + ["gemm"] * products + ["done"] * 2
-    running = [
-        backward[:i].count("start") > backward[:i].count("done")
-        for i, event in enumerate(backward)
-        if event == "gemm"
-    ]
-    if not compiled.host_slices_are_wrong():  # older versions of XLA load after the products
-        assert sum(running) >= len(running) - 1
+    # The forward loop, the first turn of the backward pass, and its other turns but the last, which
+    # loads no parameters.
+    found = loops(gradients(16).hlo)
+    assert len(found) == 3
+    for events in found:
+        assert events[:4] == ["start"] * 2 + ["gemm"] * 2
+        assert events.count("done") == 2
 
 
 @pytest.mark.exhaustive
@@ -251,8 +247,8 @@ def test_gradients_are_reduced_on_the_devices():
     close(sum(c.bytes * c.count for c in sums), 16 * LAYER_BYTES)
     assert {c.kind for c in found.collectives} == {"all-reduce"}
     assert "host_compute" not in found.hlo and '_xla_compute_type="host"' not in found.hlo
-    # The reduction needs one more gradient of a layer, as one array.
-    assert found.device.temporaries < gradients(16).device.temporaries + LAYER_BYTES
+    # The reduction needs one more gradient of a layer, as one array, and a part of another one.
+    assert found.device.temporaries < gradients(16).device.temporaries + 1.25 * LAYER_BYTES
 
 
 @pytest.mark.exhaustive
