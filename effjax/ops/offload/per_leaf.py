@@ -53,6 +53,12 @@ def check_per_leaf(tx: Any, params: Any) -> set[int]:
     return program.find_keys()
 
 
+def find_owners(tx: Any, params: Any) -> list[set[int]]:
+    """Return the parameters on which each leaf of the state depends after any number of steps."""
+    of_state = _trace(tx, params).state_dependencies()
+    return [{d for d in deps if isinstance(d, int)} for deps in of_state]
+
+
 def _raise_mixed(unit: str, name: str, others: list[str], place: str) -> None:
     listed = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if others[3:] else "")
     if place:

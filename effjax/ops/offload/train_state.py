@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from .clipping import zero_squares
 from .host_init import state_sharding
 from .placement import MemoryName, check_space
+from .row_update import init_rows
 from .trees import (
     Partition,
     Tree,
@@ -44,9 +45,9 @@ class OffloadState(NamedTuple):
     """Parameters, optimizer state and other values that a training step updates."""
 
     layers: Tree  # [L, ...] or a list, in the memory params_in
-    others: Tree  # parameters of embed and head, on the device
+    others: Tree  # parameters of embed and head, in the memory others_in
     layers_state: Tree  # the optimizer's state of the layers; counts are on the device
-    others_state: Tree
+    others_state: Tree  # in the memory others_in; scalars are on the device
     model_state: Tree = ()  # the state of embed and head with has_state, on the device
     loss_scale: Any = ()  # a LossScale with loss_scale
     grad_norm: Any = ()  # [], of the last step, with clip_by="previous"
@@ -61,6 +62,7 @@ class StateSpec(NamedTuple):
     params_in: MemoryName
     loss_scale: float | None
     keeps_grad_norm: bool = False
+    others_in: MemoryName = "device"
 
     def partition(self, layers: Tree, others: Tree) -> tuple[Partition, Partition]:
         """Split the parameters of the layers, and the others, into trained and frozen ones."""
@@ -72,21 +74,26 @@ def init_state(spec: StateSpec, layers: Tree, others: Tree, model_state: Tree) -
     layers, others = as_array_tree("layers", layers), as_array_tree("others", others)
     model_state = as_array_tree("model_state", model_state)
     check_space("layers", layers, spec.params_in)
-    check_space("others", others, "device")
+    check_space("others", others, spec.others_in)
     check_space("model_state", model_state, "device")
-    _check_no_shared(layers)
+    _check_no_shared("layers", layers)
     layer_params, other_params = spec.partition(layers, others)
     spec.layers.count("trained layers", layer_params.trained)
     check_differentiable("layers", layer_params.trained)
     check_differentiable("others", other_params.trained)
 
     # The first step overwrites the state. Copy what the caller or tx still owns, such as the key
-    # of tx; the layers are too large for that.
+    # of tx; arrays in host memory are too large for that.
     copy = functools.partial(jax.tree.map, functools.partial(jnp.array, copy=True))
-    others_state = jax.tree_util.tree_map_with_path(
-        lambda path, a: _shard(a, state_sharding(others, path, a.shape)),
-        copy(spec.layers.tx.init(other_params.trained)),
-    )
+    if spec.others_in == "host":
+        _check_no_shared("others", others)
+        others_state = init_rows(spec.layers.tx, other_params.trained)
+    else:
+        others_state = jax.tree_util.tree_map_with_path(
+            lambda path, a: _shard(a, state_sharding(others, path, a.shape)),
+            copy(spec.layers.tx.init(other_params.trained)),
+        )
+        others = copy(others)
     layers_state = spec.layers.init(layer_params.trained)
     loss_scale = ()
     if spec.loss_scale is not None:
@@ -95,7 +102,7 @@ def init_state(spec: StateSpec, layers: Tree, others: Tree, model_state: Tree) -
     if spec.keeps_grad_norm:
         grad_norm = zero_squares((layer_params.trained, other_params.trained))
     return OffloadState(
-        layers, copy(others), layers_state, others_state, copy(model_state), loss_scale, grad_norm
+        layers, others, layers_state, others_state, copy(model_state), loss_scale, grad_norm
     )
 
 
@@ -109,6 +116,7 @@ def _shard(a: jax.Array, sharding: Any) -> jax.Array:
 def check_state(spec: StateSpec, state: OffloadState) -> tuple[int, Partition, Partition]:
     """Check a state; return (number of layers, layers, others)."""
     num_layers = spec.layers.count("state.layers", state.layers)
+    check_space("state.others", state.others, spec.others_in)
     layers, others = spec.partition(state.layers, state.others)
     check_differentiable("state.layers", layers.trained)
     check_differentiable("state.others", others.trained)
@@ -122,13 +130,14 @@ def check_state(spec: StateSpec, state: OffloadState) -> tuple[int, Partition, P
     return num_layers, layers, others
 
 
-def _check_no_shared(layers: Tree) -> None:
+def _check_no_shared(name: str, tree: Tree) -> None:
     # An array in two places would be updated twice, from two gradients.
     names: dict[int, str] = {}
-    for path, a in jax.tree_util.tree_leaves_with_path(layers):
-        name = f"layers{jax.tree_util.keystr(path)}"
-        if (other := names.setdefault(id(a), name)) != name:
+    for path, a in jax.tree_util.tree_leaves_with_path(tree):
+        place = f"{name}{jax.tree_util.keystr(path)}"
+        if (other := names.setdefault(id(a), place)) != place:
+            remedy = ", or differentiate offload_sequential, which adds the gradients"
             raise ValueError(
-                f"`{other}` and `{name}` are the same array, which a step would update twice. Copy "
-                "it, or differentiate offload_sequential, which adds the gradients."
+                f"`{other}` and `{place}` are the same array, which a step would update twice. "
+                f"Copy it{remedy if name == 'layers' else ''}."
             )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._common.arguments import as_key, as_number
+from .._common.arguments import as_key, as_number, check_choice
 from . import sequential, stack
 from .clipping import (
     ClipBy,
@@ -23,7 +23,8 @@ from .clipping import (
 )
 from .embed_head import HeadResult, make_embed_head, run_embed, run_head
 from .options import OffloadOptions
-from .placement import MemoryName
+from .placement import SPACES, MemoryName, Space, put
+from .row_update import plan_rows, update_rows
 from .slices import check_microbatches
 from .train_state import OffloadState, StateSpec, check_state, init_state, next_loss_scale
 from .trees import Partition, Tree, float_leaves, merge_leading_axes
@@ -57,6 +58,7 @@ def offload_train_step(
     num_slices: int | None = None,
     num_microbatches: int = 1,
     params_in: MemoryName = "host",
+    others_in: MemoryName = "device",
     activations: MemoryName | None = None,
     prefetch: int | None = None,
     resident_slices: int = 0,
@@ -77,8 +79,15 @@ def offload_train_step(
     sharded along Explicit axes. The loss is the mean of M losses, so each must be a mean over its
     rows. If rows have different weights, such as numbers of tokens, use `weighted_loss`.
 
-    Compile the step with `offload_jit`, which overwrites the old state. The `layers` passed to init
-    are overwritten by the first step; init copies everything else.
+    With ``others_in="host"`` the parameters of embed and head are on the device until these
+    functions have run. The update streams the rows of large ones, with their optimizer state, in
+    chunks of 64 MiB. It computes the same as with ``others_in="device"``, except for random numbers
+    of the optimizer: each chunk has its own. If the update of a row depends on other rows, as with
+    ``optax.adafactor`` or ``optax.lamb``, a parameter is updated whole.
+
+    Compile the step with `offload_jit`, which overwrites the old state. The `layers` passed to
+    init, and `others` in host memory, are overwritten by the first step; init copies everything
+    else.
 
     In ``jax.shard_map`` the loss must be the mean over the devices (``jax.lax.pmean``), or with
     `weighted_loss` both numbers their sum (``jax.lax.psum``). With ``check_vma=False``, and in
@@ -138,6 +147,7 @@ def offload_train_step(
         num_slices: as in `offload_scan`.
         num_microbatches: as in `offload_scan`.
         params_in: the memory of the layers and their optimizer state, "host" or "device".
+        others_in: the memory of `others` and their optimizer state, "host" or "device".
         activations: the memory of the residuals; by default `params_in`.
         prefetch: as in `offload_scan`, for a stack; by default 1, or 0 if nothing is offloaded. A
             list of layers ignores it.
@@ -147,11 +157,11 @@ def offload_train_step(
 
     Returns:
         ``init(layers, others, model_state=()) -> OffloadState``, for layers in the memory
-        `params_in` (see `host_init`) and everything else on the device, and ``step(state, batch,
-        key=None)``. The step returns (state, loss), then with `has_aux` the aux of the layers [L,
-        num_microbatches, ...] or a list of them, then with `head_has_aux` that of head
-        [num_microbatches, ...]. embed and head get the key folded with L and L + 1, and then with
-        the microbatch.
+        `params_in` (see `host_init`), others in the memory `others_in`, and model_state on the
+        device, and ``step(state, batch, key=None)``. The step returns (state, loss), then with
+        `has_aux` the aux of the layers [L, num_microbatches, ...] or a list of them, then with
+        `head_has_aux` that of head [num_microbatches, ...]. embed and head get the key folded with
+        L and L + 1, and then with the microbatch.
 
     Raises:
         ValueError: for `fuse_update` with `loss_scale`, `skip_nonfinite` or clipping by the global
@@ -161,6 +171,7 @@ def offload_train_step(
             integer, or if embed or head return other results than the options describe.
     """
     check_clipping(clip_norm, clip_by)
+    check_choice("others_in", others_in, *SPACES)
     _check_update(
         fuse_update, clip_norm if clip_by == "global" else None, loss_scale, skip_nonfinite
     )
@@ -186,6 +197,7 @@ def offload_train_step(
         params_in,
         loss_scale,
         keeps_grad_norm=clip_by == "previous",
+        others_in=others_in,
     )
     config = StepConfig(
         *make_embed_head(embed, head, has_state, head_has_aux, weighted_loss),
@@ -264,15 +276,18 @@ def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> tupl
     scale = jnp.float32(1) if config.skip_nonfinite else None
     scale = scale if spec.loss_scale is None else state.loss_scale.scale
 
+    # In host memory, XLA loads each parameter before its first use. A barrier that orders these
+    # loads would stop XLA for TPUs from finding the host arrays.
+    loaded = put(others, Space.Device)
     x, model_state, embed_vjp = run_embed(
-        config.embed, num_microbatches, others, state.model_state, batch, key, num_layers
+        config.embed, num_microbatches, loaded, state.model_state, batch, key, num_layers
     )
     result = config.run_layers(config.layer, layers, x, key, config.options)
     head = run_head(
-        config.head, num_microbatches, others, model_state, result.y, batch, key, num_layers + 1,
+        config.head, num_microbatches, loaded, model_state, result.y, batch, key, num_layers + 1,
         scale, config.weighted_loss,
     )  # fmt: skip
-    updates, norm = spec.layers, state.grad_norm
+    updates, norm, clip, finite = spec.layers, state.grad_norm, None, jnp.bool_(True)
     if config.fuse_update:
         if config.clip_norm is not None:
             clip = make_clip(config.clip_norm, config.clip_by, norm)
@@ -295,28 +310,39 @@ def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> tupl
         layer_grads, stats, dx = result.backward(scale, head.dy)
         grads = jax.tree.map(jnp.add, head.grads, embed_vjp(dx))
         stats = stats.add(grads, scale)
+        finite = stats.finite
         if config.skip_nonfinite:
-            stats = stats._replace(finite=stats.finite & jnp.isfinite(head.loss))
-            head = _skip_head(stats.finite, head, state.model_state)
-        clip = None
+            finite &= jnp.isfinite(head.loss)
+            head = _skip_head(finite, head, state.model_state)
         if config.clip_norm is not None:
             limited = jnp.sqrt(stats.squares) if config.clip_by == "global" else norm
             clip = make_clip(config.clip_norm, config.clip_by, limited)
         if spec.keeps_grad_norm:  # a step that is skipped keeps the norm
-            norm = jnp.where(stats.finite, next_grad_norm(norm, stats.squares), norm)
-        tx = _adjust_optimizer(updates.tx, stats.finite, clip, scale)
+            norm = jnp.where(finite, next_grad_norm(norm, stats.squares), norm)
+        tx = _adjust_optimizer(updates.tx, finite, clip, scale)
         updates = dataclasses.replace(updates, tx=tx)
         trained, layers_state = updates.update(layer_grads, state.layers_state, layers.trained)
-    trained_others, others_state = apply_optimizer(
-        updates.tx, others.trained, state.others_state, grads
-    )
+    if config.clip_norm is not None and config.clip_by == "layer":
+        # The optimizer may get a few rows at a time, but the norm is that of all others.
+        squares = sum_of_squares(grads if scale is None else _unscale(grads, scale))
+        clip = make_clip(config.clip_norm, "global", jnp.sqrt(squares))
+    tx = _adjust_optimizer(spec.layers.tx, finite, clip, scale)
+    if spec.others_in == "host":
+        plan = plan_rows(spec.layers.tx, others.trained)
+        trained_others, others_state = update_rows(
+            tx, plan, others.trained, state.others_state, grads, num_layers
+        )
+    else:
+        trained_others, others_state = apply_optimizer(
+            tx, others.trained, state.others_state, grads
+        )
     state = OffloadState(
         Partition(trained, layers.frozen).merge(),
         Partition(trained_others, others.frozen).merge(),
         layers_state,
         others_state,
         head.model_state,
-        next_loss_scale(state.loss_scale, stats.finite) if state.loss_scale else (),
+        next_loss_scale(state.loss_scale, finite) if state.loss_scale else (),
         norm,
     )
     return state, head.loss, result.aux, head.aux

@@ -1,0 +1,440 @@
+"""Parameters of embed and head in host memory: the same results as on the device, to the bit."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from effjax import OffloadState, linear_cross_entropy, offload_jit, offload_train_step, to_host
+from effjax.memory import plan
+from effjax.ops.offload import compiled, row_update
+from effjax.ops.offload.per_row import find_row_factors
+from effjax.ops.offload.trees import is_key
+from effjax.optimizers import adamw_8bit, in_float32, stochastic_rounding
+from tests.contexts import mesh_of
+from tests.ops.offload import test_plans as plans
+from tests.ops.offload.stacks import (
+    KEY,
+    LAYERS,
+    WIDTH,
+    assert_close,
+    assert_equal_bits,
+    kinds,
+    layer,
+    on,
+    params,
+)
+from tests.ops.offload.steps import ADAMW, TOKENS, embed, head, others
+from tests.programs import needs_gpu_compiler
+from tests.tiers import exhaustive, plainly
+
+# XLA fuses and rewrites the update of whole arrays and that of chunks differently, which changes
+# last bits. Without these passes, equal operations have equal results.
+EXACT = {"xla_disable_hlo_passes": "fusion,algsimp"}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Update the rows of both matrices in several chunks, for one of them with a rest."""
+    monkeypatch.setattr(row_update, "CHUNK_BYTES", 700)
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """Compile without passes that change bits."""
+    monkeypatch.setattr(compiled, "_compile", lambda lowered, options: lowered.compile(EXACT))
+
+
+def numbers(tree):
+    """Return NumPy arrays, also for PRNG keys."""
+    return jax.tree.map(lambda a: np.asarray(jax.random.key_data(a) if is_key(a) else a), tree)
+
+
+def with_scalar():
+    return {**others(), "scale": jnp.ones(WIDTH), "unused": 0.1 * jnp.ones((30, WIDTH))}
+
+
+def scaled_head(others, x, batch, key):
+    return head(others, x * others["scale"], batch, key)
+
+
+def train(
+    where, tx=ADAMW, w=None, embed=embed, head=scaled_head, layers=layer, steps=3, count=LAYERS,
+    **options,
+):  # fmt: skip
+    """Return (losses, layers, others, state of the others, norm of the gradients)."""
+    init, step = offload_train_step(embed, layers, head, tx, others_in=where, **options)
+    w = with_scalar() if w is None else w
+    stack = params(count)
+    if isinstance(layers, list):
+        stack = [jax.tree.map(lambda a, i=i: a[i], stack) for i in range(LAYERS)]
+    if options.get("params_in") != "device":
+        stack = to_host(stack)
+    state = init(stack, to_host(w) if where == "host" else w)
+    step, losses = offload_jit(step), []
+    for i in range(steps):
+        before = state.layers, state.others
+        state, loss = step(state, TOKENS, jax.random.fold_in(KEY, i))
+        losses.append(loss)
+        assert all(a.is_deleted() for a in jax.tree.leaves(before))
+    kind = {"host": "pinned_host", "device": "device"}[where]
+    arrays = [a for a in jax.tree.leaves(state.others_state) if a.ndim]
+    assert kinds(state.others) == {kind} and kinds(arrays) <= {kind}
+    return numbers((losses, state.layers, state.others, state.others_state, state.grad_norm))
+
+
+def count_chunked(tx, w=None):
+    """Return how many parameters are updated in chunks, and how many on their own but whole."""
+    large = row_update.plan_rows(tx, with_scalar() if w is None else w).large.values()
+    return sum(bool(leaf.factors) for leaf in large), sum(not leaf.factors for leaf in large)
+
+
+def tied_head(others, x, batch, key):
+    return head({"u": others["e"].T}, x, batch, key)
+
+
+def deep_embed(others, batch, key):
+    """Apply matrices that the gradients need."""
+    return jnp.tanh(others["e"][batch] @ others["a"]) @ others["b"]
+
+
+def wide():
+    """Return parameters whose last axes are long enough for 8-bit moments."""
+    return {"e": jax.random.normal(KEY, (50, 24)), "u": jax.random.normal(KEY, (WIDTH, 19))}
+
+
+def wide_embed(others, batch, key):
+    return others["e"][batch, :WIDTH].astype(jnp.float32)
+
+
+def deep():
+    return others() | {"a": jnp.eye(WIDTH) * 0.7, "b": jnp.eye(WIDTH) * 0.5, "scale": jnp.ones(8)}
+
+
+def summed_head(others, x, batch, key):
+    """Return the sum of the losses and the number of rows of some tokens."""
+    weight = (batch > 3).sum()
+    return scaled_head(others, x, batch, key) * weight, weight
+
+
+def in_bfloat16():
+    return jax.tree.map(lambda a: a.astype(jnp.bfloat16), with_scalar())
+
+
+SGD = optax.sgd(0.5, momentum=0.9)  # unlike Adam, it depends on the size of the gradients
+ADAM_8BIT = adamw_8bit(1e-2, block_size=3, min_size=1)
+STEPS = {
+    "fused": {},
+    "one layer": {"count": 1},
+    "two layers": {"count": 2},
+    "three layers": {"count": 3, "num_microbatches": 2},
+    "microbatches": {"num_microbatches": 2},
+    "clipped": {"tx": SGD, "fuse_update": False, "clip_norm": 0.1, "num_microbatches": 2},
+    "clipped by previous": {"tx": SGD, "clip_norm": 0.1, "clip_by": "previous"},
+    "clipped by previous, apart": {
+        "tx": SGD, "clip_norm": 0.1, "clip_by": "previous", "fuse_update": False
+    },
+    "clipped by layer": {"tx": SGD, "clip_norm": 0.05, "clip_by": "layer"},
+    "clipped by layer, scaled": {
+        "tx": SGD, "clip_norm": 0.05, "clip_by": "layer", "fuse_update": False, "loss_scale": 8.0
+    },
+    "weighted": {"head": summed_head, "weighted_loss": True, "num_microbatches": 2},
+    "8-bit": {"tx": ADAM_8BIT, "w": wide(), "embed": wide_embed, "head": head},
+    "8-bit, clipped": {
+        "tx": ADAM_8BIT, "w": wide(), "embed": wide_embed, "head": head, "clip_norm": 0.1,
+        "clip_by": "layer", "num_microbatches": 2,
+    },
+    "bfloat16": {"tx": in_float32(ADAMW), "w": in_bfloat16(), "embed": wide_embed},
+    "scaled": {"fuse_update": False, "loss_scale": 8.0, "skip_nonfinite": True},
+    "list": {"layers": [layer] * LAYERS},
+    "list clipped": {"layers": [layer] * LAYERS, "fuse_update": False, "clip_norm": 0.1},
+    "activations on the device": {"activations": "device", "resident_slices": 2},
+    "layers on the device": {"params_in": "device"},
+    "tied": {"w": {"e": others()["e"]}, "head": tied_head},
+    "tied clipped": {
+        "w": {"e": others()["e"]}, "head": tied_head, "fuse_update": False, "clip_norm": 0.1,
+        "num_microbatches": 2,
+    },
+    "deep embed": {"w": deep(), "embed": deep_embed},
+    "deep embed, microbatches": {"w": deep(), "embed": deep_embed, "num_microbatches": 2},
+    "frozen": {"trainable_others": lambda path, leaf: path[-1].key != "e"},
+    "all frozen": {"trainable_others": False},
+    "accumulated": {"tx": optax.MultiSteps(ADAMW, 2)},
+    "lamb": {"tx": optax.lamb(1e-2)},
+    "adafactor": {"tx": optax.adafactor(1e-2, min_dim_size_to_factor=4)},
+    "schedule": {"tx": optax.sgd(optax.linear_schedule(0.5, 0.1, 3), momentum=0.9)},
+    "array": {
+        "w": others()["e"], "embed": lambda others, batch, key: others[batch],
+        "head": lambda others, x, batch, key: jnp.mean(x**2),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", plainly("8-bit, clipped", "tied clipped", of=STEPS))
+def test_training_equals_others_on_the_device(name, exact):
+    assert_equal_bits(train("host", **STEPS[name]), train("device", **STEPS[name]))
+
+
+def test_training_is_close_with_fusion():
+    assert_close(train("host"), train("device"), rtol=2e-5, atol=1e-7)
+
+
+def test_large_parameters_are_updated_in_chunks():
+    assert count_chunked(ADAMW) == (3, 0)
+    assert count_chunked(optax.MultiSteps(ADAMW, 2)) == (3, 0)
+    for tx in (optax.lion(1e-2), SGD, optax.sgd(optax.linear_schedule(0.5, 0.1, 3), momentum=0.9)):
+        assert count_chunked(tx) == (3, 0)
+    rounded = optax.chain(in_float32(ADAMW), stochastic_rounding(0))
+    assert count_chunked(rounded, in_bfloat16()) == (3, 0)
+    adafactor = optax.adafactor(1e-2, min_dim_size_to_factor=4)
+    for tx in (optax.lamb(1e-2), optax.lars(1e-2), optax.contrib.muon(1e-2), adafactor):
+        assert count_chunked(tx) == (0, 3)
+    leaf = row_update.plan_rows(ADAMW, with_scalar()).large[0]
+    assert leaf.num_rows // leaf.size >= 2 and leaf.num_rows % leaf.size
+    assert leaf.factors == [1, 1, 1]
+    assert count_chunked(ADAM_8BIT, wide()) == (2, 0)
+
+
+@pytest.mark.exhaustive
+def test_model_state(exact):
+    def run_embed(others, state, batch, key):
+        return embed(others, batch, key), {**state, "seen": state["seen"] + len(batch)}
+
+    def run_head(others, state, x, batch, key):
+        state = {**state, "mean": 0.9 * state["mean"] + 0.1 * x.mean(0)}
+        return scaled_head(others, x, batch, key), state, {"top": x.max()}
+
+    def run(where):
+        init, step = offload_train_step(
+            run_embed, layer, run_head, ADAMW, others_in=where, has_state=True, head_has_aux=True,
+            num_microbatches=2,
+        )  # fmt: skip
+        w = to_host(with_scalar()) if where == "host" else with_scalar()
+        state = init(to_host(params()), w, {"seen": jnp.int32(0), "mean": jnp.zeros(WIDTH)})
+        step = offload_jit(step)
+        for _ in range(2):
+            state, *results = step(state, TOKENS, KEY)
+        return numbers((state, results))
+
+    assert_equal_bits(run("host"), run("device"))
+
+
+def test_step_with_nonfinite_gradients_changes_nothing():
+    def broken(others, x, batch, key):
+        return scaled_head(others, x, batch, key) * jnp.inf
+
+    got = train("host", head=broken, fuse_update=False, skip_nonfinite=True, steps=1)
+    assert_equal_bits(got[2], numbers(with_scalar()))
+
+
+def test_noise_differs_between_chunks():
+    """Each chunk has its own key, and the key of the state advances as on the device."""
+    tx = optax.chain(optax.identity(), optax.add_noise(1.0, 0.0, 0), optax.sgd(1.0))
+    w = {"e": jnp.zeros((13, WIDTH)), "u": jnp.zeros((WIDTH, 17))}
+    options = {"w": w, "steps": 1, "head": lambda others, x, batch, key: 0.0 * jnp.sum(x)}
+    assert count_chunked(tx, w)[0] == 2
+    got, expected = (train(where, tx, **options) for where in ("host", "device"))
+    assert_equal_bits(got[3], expected[3])
+    assert len(np.unique(got[2]["e"])) == got[2]["e"].size
+    assert_equal_bits(got, train("host", tx, **options))
+
+
+# The rows of an optimizer.
+
+
+def rows_of(update, init=lambda p: (), state=()):
+    """Return the result of `find_row_factors` for a matrix, next to a vector."""
+    tx = optax.GradientTransformation(init, update)
+    shapes = {"a": jax.ShapeDtypeStruct((24, 6), "float32"), "b": jnp.zeros(6)}
+    return find_row_factors(tx, shapes, 0, state, [8, 4])
+
+
+def leafwise(fun):
+    return lambda g, s, p: (jax.tree.map(fun, g), s)
+
+
+SEPARATE = {
+    "elementwise": lambda g: -0.1 * jnp.tanh(g) + 1,
+    "norm of a row": lambda g: g / jnp.linalg.norm(g, axis=-1, keepdims=True),
+    "blocks": lambda g: (g.reshape(*g.shape[:-1], 3, 2) * 2).reshape(g.shape) if g.ndim > 1 else g,
+    "flat blocks": lambda g: (g.reshape(-1, 3) + g.reshape(-1, 3).max(1)[:, None]).reshape(g.shape),
+    "padded": lambda g: jnp.pad(g, [(0, 0)] * (g.ndim - 1) + [(0, 2)])[..., :-2],
+    "branch": lambda g: lax.cond(True, jnp.sin, jnp.cos, g),
+    "columns": lambda g: g * jnp.arange(g.shape[-1]),
+}
+MIXED = {
+    "norm": lambda g: g / jnp.linalg.norm(g),
+    "mean of a column": lambda g: g - g.mean(0),
+    "sorted rows": lambda g: jnp.sort(g, 0),
+    "row numbers": lambda g: g * lax.broadcasted_iota(g.dtype, g.shape, 0),
+    "shifted": lambda g: jnp.roll(g, 1, 0),
+    "transposed": lambda g: (g.T @ g.T.T)[: g.shape[0]].sum() + g if g.ndim > 1 else g,
+    "number of rows": lambda g: g / g.shape[0],
+    "sum of ones": lambda g: g / jnp.ones_like(g).sum(),
+    "sum of ones, transposed": lambda g: g / jnp.ones(g.shape[::-1]).sum(),
+    "padded rows": lambda g: jnp.pad(g, [(1, 0)] + [(0, 0)] * (g.ndim - 1))[:-1],
+    "blocks of two rows": lambda g: g.reshape(-1, 12).max(-1).sum() + g if g.ndim > 1 else g,
+    "until small": lambda g: lax.while_loop(lambda g: g.max() > 1, lambda g: g / 2, g),
+    "scan over rows": lambda g: lax.scan(lambda c, x: (c + x, c), 0 * g[0], g)[1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_update_of_separate_rows(name):
+    assert rows_of(leafwise(SEPARATE[name])) == []
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_update_that_mixes_rows(name):
+    assert rows_of(leafwise(MIXED[name])) is None
+
+
+def test_state_of_rows():
+    """A state of another shape is streamed with the rows; one of all rows is not."""
+
+    def blocks(g):
+        return jnp.abs(g.reshape(-1, 3)).max(-1)
+
+    def update(g, s, p):
+        largest = jnp.maximum(blocks(g["a"]), s["a"])
+        a = (g["a"].reshape(-1, 3) / largest[:, None]).reshape(g["a"].shape)
+        return {**g, "a": a}, {"a": largest, "n": s["n"] + 1}
+
+    def init(p):
+        return {"a": jnp.zeros(p["a"].size // 3), "n": jnp.int32(0)}
+
+    assert rows_of(update, init, [0]) == [2]
+    assert rows_of(lambda g, s, p: (g, s + g["a"].sum(0)), lambda p: jnp.zeros(6), [0]) is None
+    assert rows_of(lambda g, s, p: (g, s + g["a"].sum()), lambda p: jnp.zeros(()), [0]) is None
+
+
+# Errors.
+
+
+def test_rejects_others_in_the_wrong_memory():
+    init, _ = offload_train_step(embed, layer, scaled_head, ADAMW, others_in="host")
+    with pytest.raises(ValueError, match="`others` must be in host memory, but"):
+        init(to_host(params()), with_scalar())
+    with pytest.raises(ValueError, match="`others_in` "):
+        offload_train_step(embed, layer, scaled_head, ADAMW, others_in="disk")
+    w = to_host(others()["e"])
+    with pytest.raises(ValueError, match=r"`others\['e'\]` and `others\['f'\]` are the same array"):
+        init(to_host(params()), {"e": w, "f": w})
+
+
+# Planned memory.
+
+VOCABULARY = 32 * plans.WIDTH
+TABLE_BYTES = 4 * VOCABULARY * plans.WIDTH
+
+
+def lookup(others, batch, key):
+    return others["table"][batch]
+
+
+def large_head(others, x, batch, key):
+    return linear_cross_entropy(x, others["head"], batch).mean()
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("fuse_update", [True, exhaustive(False)])
+def test_device_holds_chunks_of_the_state(fuse_update, monkeypatch):
+    """The device holds two gradients, and no array is twice in host memory."""
+    monkeypatch.undo()  # CHUNK_BYTES
+    others = {
+        "table": plans.shape(VOCABULARY, plans.WIDTH, host=True),
+        "head": plans.shape(plans.WIDTH, VOCABULARY, host=True),
+    }
+    w, tx = plans.stacked(4), optax.adam(1e-3)
+
+    def place(tree, least_ndim):
+        return jax.tree.map(
+            lambda a: plans.shape(*a.shape, host=a.ndim >= least_ndim, dtype=a.dtype), tree
+        )
+
+    layers_state = place(jax.eval_shape(jax.vmap(tx.init), w), 2)
+    state = OffloadState(w, others, layers_state, place(jax.eval_shape(tx.init, others), 1))
+    _, step = offload_train_step(
+        lookup, plans.layer, large_head, tx, others_in="host", fuse_update=fuse_update,
+        num_microbatches=4,
+    )  # fmt: skip
+    tokens = plans.shape(plans.BATCH, dtype="int32")
+    found = plan(offload_jit(step), state, tokens, jax.random.key(0))
+    assert found.peak_device_bytes <= 2 * TABLE_BYTES + 4 * row_update.CHUNK_BYTES
+    state_bytes = 6 * TABLE_BYTES + 12 * plans.LAYER_BYTES
+    gradients = 0 if fuse_update else 4 * plans.LAYER_BYTES
+    assert found.host.total <= state_bytes + gradients + 5 * plans.BOUNDARY_BYTES
+    assert found.host.aliased >= 0.99 * state_bytes
+
+
+@needs_gpu_compiler
+def test_initial_state_is_streamed():
+    others = {"table": plans.shape(VOCABULARY, plans.WIDTH, host=True)}
+    init = functools.partial(row_update.init_rows, optax.adam(1e-3))
+    found = plan(offload_jit(init, donate=False), others)
+    assert found.peak_device_bytes <= 1.01 * TABLE_BYTES
+    assert found.host.temporaries == 0
+
+
+# Several devices.
+
+
+def train_over(mesh, where, specs, wrap=lambda f: f, mean=lambda x: x, **options):
+    init, step = offload_train_step(
+        lambda others, batch, key: jax.nn.one_hot(batch, 16) @ others["e"], layer,
+        lambda others, x, batch, key: mean(
+            optax.softmax_cross_entropy(x @ others["u"], jax.nn.one_hot(batch, 11)).mean()
+        ),
+        optax.adam(1e-2), others_in=where, **options,
+    )  # fmt: skip
+    w = {"e": jax.random.normal(KEY, (16, WIDTH)), "u": others()["u"]}
+    place = lambda a, spec: jax.device_put(a, on(mesh, spec, where == "host"))  # noqa: E731
+    w = {name: place(a, specs[name]) for name, a in w.items()}
+    state = init(jax.device_put(params(), on(mesh, P(), True)), w)
+    batch = jax.device_put(jnp.arange(32) % 11, on(mesh, P("i")))
+    run = offload_jit(wrap(step))
+    for _ in range(2):
+        state, loss = run(state, batch)
+    return state, loss, run
+
+
+WHOLE, ROWS = {"e": P(), "u": P()}, {"e": P("i"), "u": P(None)}
+MESHES = {
+    "auto": (AxisType.Auto, WHOLE, {}),
+    "auto, sharded rows": (AxisType.Auto, ROWS, {}),
+    "explicit": (AxisType.Explicit, WHOLE, {"num_microbatches": 2}),
+    "auto, sharded columns": (AxisType.Auto, {"e": P(None, "i"), "u": P("i")}, {}),
+    "auto, sharded rows, clipped": (AxisType.Auto, ROWS, {"fuse_update": False, "clip_norm": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", plainly("auto, sharded rows", of=MESHES))
+def test_jit_over_mesh(name, exact):
+    kind, specs, options = MESHES[name]
+    mesh = mesh_of((8,), ("i",), kind)
+    with jax.set_mesh(mesh):
+        got = train_over(mesh, "host", specs, **options)
+        expected = train_over(mesh, "device", specs, **options)
+    assert_equal_bits(numbers(got[:2]), numbers(expected[:2]))
+    for a in (got[0].others["e"], got[0].others_state[0].mu["e"]):
+        assert a.sharding.is_equivalent_to(on(mesh, specs["e"], True), a.ndim)
+
+
+CLIPPED = {"fuse_update": False, "clip_norm": 0.1}
+
+
+@pytest.mark.parametrize("options", [{}, exhaustive(CLIPPED)], ids=str)
+def test_shard_map(options, exact):
+    mesh = mesh_of((8,), ("i",))
+    specs = {"in_specs": (P(), P("i")), "out_specs": (P(), P())}
+    wrap = functools.partial(jax.shard_map, mesh=mesh, **specs)
+    mean = lambda x: lax.pmean(x, "i")  # noqa: E731
+    got = train_over(mesh, "host", WHOLE, wrap, mean, num_microbatches=2, **options)
+    expected = train_over(mesh, "device", WHOLE, wrap, mean, num_microbatches=2, **options)
+    assert_equal_bits(numbers(got[:2]), numbers(expected[:2]))
