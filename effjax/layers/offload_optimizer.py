@@ -1,5 +1,6 @@
 """Optimizers of partially offloaded models, shared by the linen and nnx modules."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,7 +13,9 @@ from ..ops.offload.clipping import (
     with_clipping,
     zero_squares,
 )
+from ..ops.offload.compiled import barrier, mark_in_order
 from ..ops.offload.per_leaf import check_per_leaf
+from ..ops.offload.row_update import has_huge_array, plan_rows, update_rows
 from ..ops.offload.trees import Tree, shapes_of
 from ..ops.offload.update import LayerList, LayerStack, apply_optimizer
 
@@ -20,7 +23,7 @@ from ..ops.offload.update import LayerList, LayerStack, apply_optimizer
 class ParamGroups(NamedTuple):
     """Parameters of a model by update method; also their gradients or optimizer state."""
 
-    layers: list[Tree]  # updated one at a time, on the host
+    layers: list[Tree]  # updated one at a time, on the host; huge arrays by rows
     stacks: list[Tree]  # stacks of identical layers, arrays [L, ...] on the host
     others: Tree  # updated together, on the device
 
@@ -50,6 +53,7 @@ def update_groups(
 ) -> UpdateState:
     """Return the parameters and the state after a step."""
     params, state, norm = old
+    plain_tx = tx
     if clip_norm is not None:
         if clip_by == "global":
             squares = sum(map(LayerStack(tx).sum_of_squares, grads.stacks))
@@ -65,7 +69,25 @@ def update_groups(
         squares.append(of_layers)
         return new, s
 
-    layers, layers_state = update(LayerList(tx), grads.layers, state.layers, params.layers)
+    modules = list(zip(params.layers, state.layers, grads.layers, strict=True))
+    huge = [i for i, (w, _, _) in enumerate(modules) if has_huge_array(w)]
+    small = [i for i in range(len(modules)) if i not in huge]
+    w, s, g = ([tree[i] for i in small] for tree in (params.layers, state.layers, grads.layers))
+    updated = dict(zip(small, zip(*update(LayerList(tx), g, s, w), strict=True), strict=True))
+    if huge:
+        if clip_by == "previous":
+            squares.append(LayerList(tx).sum_of_squares([grads.layers[i] for i in huge]))
+
+        def clipped(g: Tree) -> Any:
+            if clip_norm is None or clip_by != "layer":
+                return tx
+            # The optimizer gets a few rows at a time, but the norm is that of the module.
+            module_norm = jnp.sqrt(LayerList(tx).sum_of_squares([g]))
+            return with_clipping(plain_tx, make_clip(clip_norm, "global", module_norm))
+
+        by_rows = _update_by_rows(plain_tx, clipped, [modules[i] for i in huge])
+        updated |= dict(zip(huge, by_rows, strict=True))
+    layers, layers_state = ([updated[i][j] for i in range(len(modules))] for j in (0, 1))
     stacks = [
         update(LayerStack(tx), g, s, w)
         for g, s, w in zip(grads.stacks, state.stacks, params.stacks, strict=True)
@@ -74,7 +96,22 @@ def update_groups(
     if clip_by == "previous":
         norm = next_grad_norm(norm, sum(squares, jnp.float32(0)))
     return UpdateState(
-        ParamGroups(list(layers), [w for w, _ in stacks], others),
-        ParamGroups(list(layers_state), [s for _, s in stacks], others_state),
+        ParamGroups(layers, [w for w, _ in stacks], others),
+        ParamGroups(layers_state, [s for _, s in stacks], others_state),
         norm if clip_by == "previous" else (),
     )
+
+
+def _update_by_rows(tx: Any, clipped: Callable, modules: list[tuple]) -> list[tuple[Tree, Tree]]:
+    """Update modules (params, state, grads) one after the other, and large arrays by rows.
+
+    ``clipped(grads)`` is `tx` with clipping.
+    """
+    updated: list[Any] = []
+    last: Any = mark_in_order()
+    for i, module in enumerate(modules):
+        (w, s, g), last = barrier((module, last))
+        if i:
+            updated.append(last)
+        last = update_rows(clipped(g), plan_rows(tx, w), w, s, g, key_offset=0)
+    return [*updated, last]

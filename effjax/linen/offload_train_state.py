@@ -29,7 +29,7 @@ class OffloadTrainState(TrainState):
 
     The state of the optimizer is in the memory of the parameters. Parameters on the host are
     updated one module at a time on the device, which holds one or two of them with their gradients
-    and state. All others are updated on the device::
+    and state; arrays above 512 MiB in chunks of rows. All others are updated on the device::
 
         variables = model.init(key, x)  # a linen.OffloadModel, or a model that contains one
         state = effjax.linen.OffloadTrainState.create(

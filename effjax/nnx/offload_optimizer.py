@@ -30,7 +30,8 @@ class OffloadOptimizer(nnx.Pytree):
 
     The state of the optimizer is in the memory of the parameters. The layers of an `OffloadModel`
     are updated one at a time on the device, which holds one or two of them with their gradients and
-    state. All other parameters stay on the device and are updated there::
+    state. All other parameters stay on the device and are updated there. If you move them to the
+    host, arrays above 512 MiB are updated in chunks of rows::
 
         model = effjax.nnx.OffloadModel(layers).to_host()
         optimizer = effjax.nnx.OffloadOptimizer(model, optax.adam(1e-3))

@@ -1,6 +1,7 @@
 """OffloadOptimizer and OffloadTrainState compared with Flax's optimizers in memory."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import effjax
 from effjax.linen import OffloadTrainState
 from effjax.memory import plan
 from effjax.nnx import OffloadModel, OffloadOptimizer, offload_jit
+from effjax.ops.offload import row_update
 from tests.layers.offload_linen import X
 from tests.layers.offload_nnx import Block
 from tests.ops.offload.clips import by_group, by_previous
@@ -158,6 +160,48 @@ def test_clip_by_matches_optax(clip_by, want):
     close(got, in_memory(Wrapped, want), 1e-5)
     if clip_by == "previous":
         assert optimizer.grad_norm.get_value() > 0.1
+
+
+class Embedded(nnx.Module):
+    """Matrices before and after layers; the user may move them to the host."""
+
+    def __init__(self, wrap):
+        rngs = nnx.Rngs(0)
+        self.table = nnx.Param(rngs.normal((40, 6)))
+        self.body = wrap([nnx.Linear(6, 6, rngs=rngs)])
+        self.after = nnx.Param(rngs.normal((6, 40)))
+
+    def __call__(self, x):
+        table, after = (effjax.to_device(w.get_value()) for w in (self.table, self.after))
+        return self.body(x @ after @ table)
+
+
+def embedded_group(path):
+    return "body" if path[0].key == "body" else "others"
+
+
+@pytest.mark.parametrize(
+    ("options", "want"),
+    [
+        ({}, optax.identity()),
+        exhaustive({"clip_norm": 0.1}, optax.clip_by_global_norm(0.1)),
+        exhaustive({"clip_norm": 0.1, "clip_by": "previous"}, by_previous(0.1)),
+        ({"clip_norm": 0.1, "clip_by": "layer"}, by_group(0.1, embedded_group)),
+    ],
+)
+def test_huge_arrays_on_the_host_are_updated_by_rows(options, want, monkeypatch):
+    monkeypatch.setattr(row_update, "CHUNK_BYTES", 100)
+    chunks = mock.Mock(wraps=row_update._run_chunks)
+    monkeypatch.setattr(row_update, "_run_chunks", chunks)
+    model = offloaded(Embedded)
+    for name in ("table", "after"):
+        variable = getattr(model, name)
+        variable.set_value(effjax.to_host(variable.get_value()))
+    optimizer = OffloadOptimizer(model, momentum(), **options)
+    got = trained(model, optimizer, offload_jit(train_step))
+    close(got, in_memory(Embedded, lambda: optax.chain(want, momentum())), 1e-5)
+    assert kinds([model.table.get_value(), model.after.get_value()]) == {"pinned_host"}
+    assert chunks.call_count == 2
 
 
 def test_stack_is_clipped_by_layer():
@@ -385,6 +429,23 @@ def test_train_state_clips_by_previous_norm_and_by_layer(clip_by, want):
     got, state = linen_trained(model, state, effjax.offload_jit)
     close((got, state.params), (losses, want.params), 1e-5)
     assert len(jax.tree.leaves(state.grad_norm)) == (clip_by == "previous")
+
+
+def test_train_state_updates_huge_arrays_by_rows(monkeypatch):
+    monkeypatch.setattr(row_update, "CHUNK_BYTES", 100)
+    params = {
+        "embed": {"table": jax.random.normal(jax.random.key(0), (40, 6))},
+        "scale": jnp.ones(6),
+    }
+    grads = jax.tree.map(lambda a: jnp.sin(3 * a), params)
+    on_host = lambda tree: {**tree, "embed": effjax.to_host(tree["embed"])}  # noqa: E731
+    tx = momentum()
+    want = optax.apply_updates(params, tx.update(grads, tx.init(params), params)[0])
+    state = OffloadTrainState.create(apply_fn=None, params=on_host(params), tx=tx)
+    step = effjax.offload_jit(lambda state, grads: state.apply_gradients(grads=grads))
+    new = step(state, on_host(grads))
+    assert kinds(new.params["embed"]) == {"pinned_host"}
+    close(effjax.to_device(new.params), want)
 
 
 def test_train_state_updates_stack_layer_by_layer():
