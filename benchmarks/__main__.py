@@ -36,6 +36,7 @@ SUBJECTS = {
     "offload": "a language model in memory, recomputed and offloaded: time and planned memory",
     "offload-peers": "planned memory of offloading, JAX's policies and MaxText's way",
     "overlap": "modelled time of an offloaded layer and the best that its copies allow",
+    "language-model": "planned memory of Qwen3-8B with embedding and head in host memory",
     "optimizers": "test loss of a small model with low-precision optimizers",
     "optimizers-memory": "planned memory of the update of a large matrix by optimizer",
     "planner": "seconds of a plan by the depth of the model",

@@ -203,6 +203,23 @@ def gh200_rows():
         yield [f"{row['host_bytes'] / 1e9:.0f}", *size, *(f"{gb:.1f}" for gb in gigabytes)]
 
 
+def language_model_rows():
+    keys = "planned_device_bytes", "planned_host_bytes", "to_device_bytes", "to_host_bytes"
+    for name, row in measured("planned/language_model_h100.json").items():
+        yield [name, *(f"{row[key] / 1e9:.1f}" for key in keys)]
+
+
+def host_bytes_rows():
+    for name, row in measured("planned/language_model_h100.json").items():
+        if name.endswith("others on the host"):
+            host, *traffic = (
+                f"{row[key] / 1e9:.1f}"
+                for key in ("planned_host_bytes", "to_device_bytes", "to_host_bytes")
+            )
+            per_parameter = f"{row['planned_host_bytes'] / row['parameters']:.2f}"
+            yield [name.split(",")[0], host, per_parameter, *traffic]
+
+
 def resnet_rows():
     for name, row in measured("planned/resnet50_256_h200.json").items():
         yield [name, f"{row['peak_bytes'] / 1e9:.2f}", f"{row['ratio']:.2f}"]
@@ -275,14 +292,20 @@ def overlap_rows():
 TABLES = {
     "measured_dense_block": [block_rows, kept_rows, densenet_rows],
     "measured_sampling": [deform_conv_rows, deform_attention_rows, roi_rows, sass_rows],
-    "measured_offload": [offload_rows, fused_update_rows, peer_rows, gh200_rows],
+    "measured_offload": [
+        offload_rows,
+        fused_update_rows,
+        peer_rows,
+        gh200_rows,
+        language_model_rows,
+    ],
     "offload_how_it_works": [overlap_rows],
     "measured_layers": [batch_norm_rows, cross_entropy_rows],
     "measured_tpu": [tpu_memory_rows, tpu_traffic_rows, tpu_all_reduce_rows],
     "batch_norm": [batch_norm_layers_rows],
     "resnet": [resnet_rows],
     "planner": [fit_rows],
-    "optimizers": [optimizer_rows, optimizer_matrix_rows],
+    "optimizers": [optimizer_rows, optimizer_matrix_rows, host_bytes_rows],
 }
 
 

@@ -7,6 +7,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -22,6 +23,7 @@ from benchmarks import (
     depth,
     fit,
     import_time,
+    language_model,
     offload,
     offload_peers,
     optimizers,
@@ -51,6 +53,7 @@ from benchmarks.offload_forms import (
 from effjax.memory import MaxBatch, plan
 from effjax.models import TransformerLM
 from effjax.native import is_available
+from effjax.ops.offload import row_update
 from effjax.train.images.forms import training_steps
 from tests.programs import needs_gpu_compiler, needs_tpu_compiler
 
@@ -480,3 +483,44 @@ def test_deepest_model_fills_the_host(monkeypatch):
     assert largest["layers"] == starts[0] - 1
     assert largest["planned_host_bytes"] <= largest["host_bytes"] == 10**6
     assert 10**6 - largest["planned_host_bytes"] < 3 * layer
+
+
+def test_decoder_of_the_language_model_trains(monkeypatch):
+    """Embedding and head have the same losses in both memories."""
+    model = language_model.Decoder(2, 16, 24, 4, 2, 4, vocab_size=48, batch_size=2, context=8)
+    monkeypatch.setattr(row_update, "CHUNK_BYTES", 2048)
+    keys = iter(jax.random.split(jax.random.key(0), 16))
+    layers, others = (
+        {n: 0.3 * jax.random.normal(next(keys), (*leading, *s)) for n, s in shapes.items()}
+        for shapes, leading in ((model.layer_shapes, (2,)), (model.other_shapes, ()))
+    )
+    tokens = jax.random.randint(next(keys), (2, 8), 0, 48)
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    losses = {}
+    for where in language_model.MEMORIES:
+        tx = optax.adamw(1e-3)
+        init, step = language_model.make_step(model, attend, tx, others_in=where)
+        w = effjax.to_host(others) if where == "host" else others
+        state, step = init(effjax.to_host(layers), w), effjax.offload_jit(step)
+        losses[where] = []
+        for _ in range(2):
+            state, loss = step(state, {"tokens": tokens, "labels": tokens})
+            losses[where].append(float(loss))
+    np.testing.assert_allclose(losses["host"], losses["device"], rtol=1e-5)
+    assert losses["host"][1] < losses["host"][0]
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_planned_language_model(monkeypatch):
+    monkeypatch.setattr(row_update, "CHUNK_BYTES", 2**20)
+    model = language_model.Decoder(2, 128, 256, 2, 1, 64, vocab_size=65536, context=256)
+    rows = by_name(language_model.plan_ends(model, "h100"))
+    device, host, small = (
+        rows[f"float32 moments, {form}"]
+        for form in ("others on the device", "others on the host", "a vocabulary of 256")
+    )
+    table = 2 * 65536 * 128  # bytes; with its moments five times as many
+    assert device["planned_device_bytes"] - host["planned_device_bytes"] > 8 * table
+    assert host["planned_host_bytes"] - device["planned_host_bytes"] >= 10 * table
+    assert host["to_host_bytes"] - small["to_host_bytes"] >= 9.9 * table
