@@ -283,6 +283,8 @@ def tpu_all_reduce_rows():
         by_name.setdefault(row["name"], []).append(str(row["all_reduces"]))
     for name, counts in by_name.items():
         yield [name, *counts]
+
+
 def overlap_rows():
     for name, row in measured("planned/offload_overlap.json").items():
         seconds = (f"{1e3 * row[key]:.1f}" for key in ("best_seconds", "step_seconds"))
