@@ -33,7 +33,7 @@ METHODS = (
     (r'effjax (save=")?conv', "effjax conv"),
     (r"efficient=False|^plain|^packed|alone$", "plain"),
     ("effjax|in memory, fused", "effjax"),
-    ("^(all|activations) offloaded", "effjax offload"),
+    ("^(all|activations) offloaded|^(float32|8-bit) moments", "effjax offload"),
     ("moved whole", "state on the host"),
     ("checkpoint.*recompute", "jax.checkpoint strongest"),
     ("checkpoint.*pass-through", "jax.checkpoint pass-through"),

@@ -254,7 +254,7 @@ def _read(rows: jax.Array, index: jax.Array, valid: jax.Array, heads: int) -> ja
 def _add_at(dvalue: jax.Array, index: jax.Array, updates: jax.Array) -> jax.Array:
     """Add updates [N, Q, P, M, D] to dvalue [N, S * M, D] at index [N, Q, P, M]."""
     n, *points, heads = index.shape
-    index = index * heads + jnp.arange(heads, dtype=index.dtype)
+    index = index * heads + lax.broadcasted_iota(index.dtype, index.shape, 3)
     count = math.prod(points) * heads
 
     def add(dvalue, index, updates):
