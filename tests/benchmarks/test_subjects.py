@@ -154,6 +154,7 @@ def test_update_of_a_matrix():
     assert all(row["temp_bytes_per_parameter"] < 8 for row in rows.values())
 
 
+@pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_copies_of_an_offloaded_layer_overlap():
     layers = overlap.Layers(512, 2048, 1024)
@@ -485,6 +486,7 @@ def test_deepest_model_fills_the_host(monkeypatch):
     assert 10**6 - largest["planned_host_bytes"] < 3 * layer
 
 
+@pytest.mark.exhaustive
 def test_decoder_of_the_language_model_trains(monkeypatch):
     """Embedding and head have the same losses in both memories."""
     model = language_model.Decoder(2, 16, 24, 4, 2, 4, vocab_size=48, batch_size=2, context=8)

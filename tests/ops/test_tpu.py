@@ -236,7 +236,7 @@ def plan_on_one_chip(case, passes):
     return plan(run, dy, *args, target="v5e")
 
 
-PLAIN = {("conv", "forward"), ("attention", "forward"), ("roi", "forward")}
+PLAIN = {("conv", "forward"), ("roi", "forward")}
 
 
 @pytest.mark.parametrize(
