@@ -140,11 +140,19 @@ class HloModule:
         trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if trips:
             return int(trips[1])
-        # The compiler for TPUs does not state it. A scan compares its counter with a constant.
-        compare = self.computations[_called(loop.attributes, "condition")[0]][-1]
+        # The compiler for TPUs does not state it, nor that for GPUs if the bound is in the state of
+        # the loop. A scan compares its counter with a constant.
+        root = self.computations[_called(loop.attributes, "condition")[0]][-1]
+        compare, names = root, operand_names(root)
+        if root.opcode == "fusion":
+            compare = self.computations[_called(root.attributes, "calls")[0]][-1]
+            inputs = [self.instructions[name] for name in operand_names(compare)]
+            if any(a.opcode != "parameter" for a in inputs):
+                return None
+            names = [names[int(a.operands)] for a in inputs]
         if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
             return None
-        counter, bound = operand_names(compare)
+        counter, bound = names
         start, end = self._constant(counter, loop), self._constant(bound, loop)
         step = self._increment(counter, loop)
         if start is None or end is None or not step or step < 0:

@@ -191,6 +191,23 @@ def test_loops_of_tpus(end, trips):
     assert (load.direction, load.shape, load.count) == ("to_device", "f32[1,8,128]", trips)
 
 
+def test_loops_with_a_fused_condition():
+    """XLA for GPUs fuses a comparison with an element of the loop's state."""
+    fused = """
+%fused_compare (p0: s32[], p1: s32[]) -> pred[] {
+  %p1 = s32[] parameter(1)
+  %p0 = s32[] parameter(0)
+  ROOT %less = pred[] compare(%p1, %p0), direction=LT
+}
+"""
+    compare = "compare(%counter, %bound), direction=LT"
+    assert compare in TPU_LOOP
+    text = TPU_LOOP.replace(compare, "fusion(%bound, %counter), kind=kLoop, calls=%fused_compare")
+    text = text.replace("END", "bound = s32[]{:T(128)} get-tuple-element(%state), index=2")
+    program = parse(fused + text)
+    assert program.trip_count(program.instructions["loop"]) == 16
+
+
 @pytest.mark.parametrize(
     ("step", "trips"),
     [("constant(1)", 11), ("constant(2)", 6), ("custom-call()", None), ("constant(-1)", None)],
