@@ -399,7 +399,8 @@ def test_flops_and_transfers_on_a_tpu():
         counted = getattr(p.step_time, f"{direction}_bytes")
         assert counted == pytest.approx(listed, rel=0.001)
     size = 4 * SMALL.layers * 12 * SMALL.width**2
-    assert 4 * size <= p.step_time.to_device_bytes <= 6 * size
+    # One layer too many is loaded ahead in each direction, and no stack as a whole.
+    assert 4 * size <= p.step_time.to_device_bytes <= 5.5 * size
 
 
 @needs_gpu_compiler

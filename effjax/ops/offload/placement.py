@@ -6,8 +6,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
-from .trees import as_array_tree
+from .._common.platform import traced_platform
+from .trees import as_array_tree, is_key
 
 Space = jax.memory.Space
 MemoryName = Literal["host", "device"]
@@ -91,14 +93,26 @@ def read(tree: Any, i: jax.Array) -> Any:
 
 def load(tree: Any, i: jax.Array) -> Any:
     """Read entry i of all arrays and move it to the device."""
-    return put(read(tree, i), Space.Device)
+    return jax.tree.map(_fix_layout, put(read(tree, i), Space.Device))
 
 
 def write(tree: Any, entry: Any, i: jax.Array) -> Any:
     """Replace entry i of all arrays, in their memory space."""
     return jax.tree.map(
-        lambda a, b: lax.dynamic_update_index_in_dim(a, put(b, space_of(a)), i, 0), tree, entry
+        lambda a, b: lax.dynamic_update_index_in_dim(a, put(_fix_layout(b), space_of(a)), i, 0),
+        tree,
+        entry,
     )
+
+
+def _fix_layout(a: jax.Array) -> jax.Array:
+    """Store an entry of an array row by row.
+
+    If an entry is transposed, XLA for TPUs transposes the whole array, on the device.
+    """
+    if traced_platform() != "tpu" or not a.ndim or is_key(a):
+        return a
+    return with_layout_constraint(a, Layout(tuple(range(a.ndim))))
 
 
 def copy_shared(tree: Any) -> Any:
