@@ -93,26 +93,29 @@ def read(tree: Any, i: jax.Array) -> Any:
 
 def load(tree: Any, i: jax.Array) -> Any:
     """Read entry i of all arrays and move it to the device."""
-    return jax.tree.map(_fix_layout, put(read(tree, i), Space.Device))
+    return jax.tree.map(
+        lambda a, entry: _fix_layout(put(entry, Space.Device), space_of(a)), tree, read(tree, i)
+    )
 
 
 def write(tree: Any, entry: Any, i: jax.Array) -> Any:
     """Replace entry i of all arrays, in their memory space."""
-    return jax.tree.map(
-        lambda a, b: lax.dynamic_update_index_in_dim(a, put(_fix_layout(b), space_of(a)), i, 0),
-        tree,
-        entry,
-    )
+
+    def write_array(a, entry):
+        entry = put(_fix_layout(entry, space_of(a)), space_of(a))
+        return lax.dynamic_update_index_in_dim(a, entry, i, 0)
+
+    return jax.tree.map(write_array, tree, entry)
 
 
-def _fix_layout(a: jax.Array) -> jax.Array:
-    """Store an entry of an array row by row.
+def _fix_layout(entry: jax.Array, space: Space) -> jax.Array:
+    """Store an entry of an array in this space row by row, if the array is on the host.
 
     If an entry is transposed, XLA for TPUs transposes the whole array, on the device.
     """
-    if traced_platform() != "tpu" or not a.ndim or is_key(a):
-        return a
-    return with_layout_constraint(a, Layout(tuple(range(a.ndim))))
+    if space != Space.Host or traced_platform() != "tpu" or not entry.ndim or is_key(entry):
+        return entry
+    return with_layout_constraint(entry, Layout(tuple(range(entry.ndim))))
 
 
 def copy_shared(tree: Any) -> Any:
