@@ -3,6 +3,7 @@
 - `train_step`: a whole training step, with `train_state` and `embed_head`.
 - `update`: optimizer updates, one layer at a time. `per_leaf` detects optimizers that combine
   several parameters, which such updates do not support.
+- `disk_update`, `disk_files`: the same updates, with the optimizer state on disk.
 - `stack`, `sequential`: stacks of identical layers and sequences of different layers.
 - `slices`: forward and backward pass of one slice.
 - `host_init`: initialization in host memory.
@@ -11,6 +12,7 @@
 """
 
 from .compiled import offload_jit as offload_jit
+from .disk_update import disk_update as disk_update
 from .host_init import host_init as host_init
 from .placement import to_device as to_device
 from .placement import to_host as to_host

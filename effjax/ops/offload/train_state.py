@@ -76,7 +76,7 @@ def init_state(spec: StateSpec, layers: Tree, others: Tree, model_state: Tree) -
     check_space("layers", layers, spec.params_in)
     check_space("others", others, spec.others_in)
     check_space("model_state", model_state, "device")
-    _check_no_shared("layers", layers)
+    check_no_shared("layers", layers)
     layer_params, other_params = spec.partition(layers, others)
     spec.layers.count("trained layers", layer_params.trained)
     check_differentiable("layers", layer_params.trained)
@@ -86,7 +86,7 @@ def init_state(spec: StateSpec, layers: Tree, others: Tree, model_state: Tree) -
     # of tx; arrays in host memory are too large for that.
     copy = functools.partial(jax.tree.map, functools.partial(jnp.array, copy=True))
     if spec.others_in == "host":
-        _check_no_shared("others", others)
+        check_no_shared("others", others)
         others_state = init_rows(spec.layers.tx, other_params.trained)
     else:
         others_state = jax.tree_util.tree_map_with_path(
@@ -130,7 +130,8 @@ def check_state(spec: StateSpec, state: OffloadState) -> tuple[int, Partition, P
     return num_layers, layers, others
 
 
-def _check_no_shared(name: str, tree: Tree) -> None:
+def check_no_shared(name: str, tree: Tree) -> None:
+    """Raise ValueError if an array occurs twice."""
     # An array in two places would be updated twice, from two gradients.
     names: dict[int, str] = {}
     for path, a in jax.tree_util.tree_leaves_with_path(tree):
