@@ -208,7 +208,8 @@ class _DiskOptimizer(NamedTuple):
 
 def _check_params(layers: LayerStack | LayerList, name: str, tree: Tree) -> Tree:
     tree = as_array_tree(name, tree)
-    layers.count(name, tree)
+    if not layers.count(name, tree):
+        raise ValueError(f"`{name}` must have at least one layer.")
     check_no_shared(name, tree)
     if any(isinstance(a, Tracer) for a in jax.tree.leaves(tree)):
         raise TypeError("disk_update reads and writes files. Call its functions outside of jit.")
