@@ -291,6 +291,15 @@ def overlap_rows():
         yield [name.removeprefix("effjax, "), *seconds, f"{row['ratio']:.2f}"]
 
 
+def disk_rows():
+    for name, row in measured("planned/offload_disk_h100.json").items():
+        keys = "planned_device_bytes", "planned_host_bytes", "disk_bytes"
+        yield [
+            name.removeprefix("effjax."),
+            *(f"{row[key] / 1e9:.1f}" if key in row else "" for key in keys),
+        ]
+
+
 TABLES = {
     "measured_dense_block": [block_rows, kept_rows, densenet_rows],
     "measured_sampling": [deform_conv_rows, deform_attention_rows, roi_rows, sass_rows],
@@ -302,6 +311,7 @@ TABLES = {
         language_model_rows,
     ],
     "offload_how_it_works": [overlap_rows],
+    "offload_reference": [disk_rows],
     "measured_layers": [batch_norm_rows, cross_entropy_rows],
     "measured_tpu": [tpu_memory_rows, tpu_traffic_rows, tpu_all_reduce_rows],
     "batch_norm": [batch_norm_layers_rows],
@@ -342,6 +352,17 @@ def test_largest_model_at_equal_precision():
         f"**{(layers * parameters + others) / 1e9:.0f} billion**",
     ]
     text = (ROOT / "docs" / "measured_offload.md").read_text()
+    assert not [number for number in numbers if number not in text]
+
+
+def test_time_of_the_disk():
+    row = measured("planned/offload_disk_h100.json")["effjax.disk_update"]
+    numbers = [
+        f"{row['parameters'] / 1e9:.1f} billion parameters",
+        f"at {2 * row['disk_bytes'] / row['disk_seconds'] / 1e9:.0f} GB/s",
+        f"that takes {row['disk_seconds']:.0f} s",
+    ]
+    text = (ROOT / "docs" / "offload_reference.md").read_text()
     assert not [number for number in numbers if number not in text]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from .clipping import check_clipping, make_clip, with_clipping
+from .clipping import ClipBy, check_clipping, make_clip, with_clipping
 from .compiled import compile_offloaded
 from .disk_files import Block, LayerFile, link_folder, read_step, write_folder
 from .host_init import state_sharding
@@ -98,7 +98,7 @@ def disk_update(tx: Any, directory: str | os.PathLike, *, stacked: bool = True) 
         TypeError: if a leaf is not an array, or the functions are called inside jit.
     """
     layers = LayerStack(tx) if stacked else LayerList(tx)
-    optimizer = _DiskOptimizer(layers, pathlib.Path(directory).resolve(), _Programs(layers, {}))
+    optimizer = _DiskOptimizer(layers, pathlib.Path(directory).resolve(), LayerPrograms(layers, {}))
     return DiskUpdate(optimizer.init, optimizer.update, optimizer.save, optimizer.restore)
 
 
@@ -107,7 +107,7 @@ class _DiskOptimizer(NamedTuple):
 
     layers: LayerStack | LayerList
     directory: pathlib.Path
-    programs: "_Programs"
+    programs: "LayerPrograms"
 
     def init(self, params: Tree) -> DiskState:
         params = _check_params(self.layers, "params", params)
@@ -116,7 +116,7 @@ class _DiskOptimizer(NamedTuple):
                 f"{existing[0]} is the state of another run. Continue it with `restore`, or remove "
                 "it."
             )
-        contents, state = _describe_layers(self.layers, params), self._state(0)
+        contents, state = describe_layers(self.layers, params), self._state(0)
         files = _layer_files(contents, state.step)
 
         def fill(folder: pathlib.Path) -> None:
@@ -141,7 +141,7 @@ class _DiskOptimizer(NamedTuple):
         params = _check_params(self.layers, "params", params)
         grads = _check_params(self.layers, "grads", grads)
         check_same_shapes("grads", grads, "`params`", params)
-        contents = _describe_layers(self.layers, params)
+        contents = describe_layers(self.layers, params)
         old_files = _check_files(state, contents)
         for path in self._steps():  # of an interrupted run
             if path != state.path:
@@ -196,7 +196,7 @@ class _DiskOptimizer(NamedTuple):
         params = _check_params(self.layers, "params", params)
         folder = pathlib.Path(path).resolve()
         state = DiskState(folder, read_step(_own_part(folder)))
-        _check_files(state, _describe_layers(self.layers, params))
+        _check_files(state, describe_layers(self.layers, params))
         return state
 
     def _state(self, step: int) -> DiskState:
@@ -346,7 +346,7 @@ def _as_pairs(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]
     return tuple((int(start), int(end)) for start, end in pairs)
 
 
-def _describe_layers(layers: LayerStack | LayerList, params: Any) -> list[LayerContent]:
+def describe_layers(layers: LayerStack | LayerList, params: Any) -> list[LayerContent]:
     """Return the state of each layer."""
     if isinstance(layers, LayerStack):
         num_layers = layers.count("params", params)
@@ -378,7 +378,7 @@ def _describe_layer(tx: Any, shapes: Tree, params: Tree, sharding: Callable) -> 
 
     state = jax.eval_shape(init, shapes)
     leaves = jax.tree.leaves(params)
-    devices = leaves[0].devices() if leaves else jax.devices()
+    devices = leaves[0].sharding.device_set if leaves else jax.devices()
     one_device = SingleDeviceSharding(min(devices, key=lambda d: d.id))
 
     def place(path: tuple, a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -409,19 +409,17 @@ class Clipping(NamedTuple):
     """The arguments of `make_clip`."""
 
     clip_norm: float | None
-    clip_by: Literal["global", "layer"]
+    clip_by: ClipBy
     norm: jax.Array | None
 
 
-class _Programs(NamedTuple):
+class LayerPrograms(NamedTuple):
     """The programs that initialize and update one layer on the device."""
 
     layers: LayerStack | LayerList
     compiled: dict
 
-    def clipping(
-        self, grads: Any, clip_norm: float | None, clip_by: Literal["global", "layer"]
-    ) -> Clipping:
+    def clipping(self, grads: Any, clip_norm: float | None, clip_by: ClipBy) -> Clipping:
         """Return how to clip gradients, with their norm if it is needed."""
         if clip_norm is None or clip_by == "layer":
             return Clipping(clip_norm, clip_by, None)
@@ -459,31 +457,33 @@ class _Programs(NamedTuple):
 
         return self._call("init", jit, w, np.int32(i))
 
-    def update(
-        self,
-        w: Tree,
-        grads: Tree,
-        content: LayerContent,
-        entries: list[jax.Array],
-        clipping: "Clipping",
-    ) -> tuple[Tree, list[jax.Array]]:
-        """Return the parameters of a layer and the arrays of its state after an update."""
-        tx, (clip_norm, clip_by, norm) = self.layers.tx, clipping
+    def update_function(
+        self, content: LayerContent, clip_norm: float | None, clip_by: ClipBy
+    ) -> Callable[..., Any]:
+        """Return ``update(w, grads, entries, norm) -> (w, entries)`` of a layer."""
 
         def update(w: Tree, grads: Tree, entries: list, norm: Any) -> tuple[Tree, list]:
-            used = tx
+            tx = self.layers.tx
             if clip_norm is not None:
-                used = with_clipping(tx, make_clip(clip_norm, clip_by, norm))
-            w, state = apply_optimizer(used, w, content.unflatten(entries), grads)
+                tx = with_clipping(tx, make_clip(clip_norm, clip_by, norm))
+            w, state = apply_optimizer(tx, w, content.unflatten(entries), grads)
             return w, content.flatten(state)
 
-        def jit() -> Any:
-            check_per_leaf(tx, shapes_of(w))
-            shardings = jax.tree.map(lambda a: a.sharding, w), [a.sharding for a in content.arrays]
-            return jax.jit(update, out_shardings=shardings)
+        return update
 
-        name = "update", clip_norm, clip_by
-        return self._call(name, jit, w, grads, entries, norm)
+    def update(
+        self, w: Tree, grads: Tree, content: LayerContent, entries: list[jax.Array], clip: Clipping
+    ) -> tuple[Tree, list[jax.Array]]:
+        """Return the parameters of a layer and the arrays of its state after an update."""
+        clip_norm, clip_by, norm = clip
+
+        def jit() -> Any:
+            check_per_leaf(self.layers.tx, shapes_of(w))
+            shardings = jax.tree.map(lambda a: a.sharding, w), [a.sharding for a in content.arrays]
+            function = self.update_function(content, clip_norm, clip_by)
+            return jax.jit(function, donate_argnums=(0, 2), out_shardings=shardings)
+
+        return self._call(("update", clip_norm, clip_by), jit, w, grads, entries, norm)
 
     def _call(self, name: Any, jit: Callable[[], Any], *args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)

@@ -66,8 +66,9 @@ def updated_in_memory(tx, layers, steps):
 
     @jax.jit
     def update(w, state, grads):
-        updates, state = tx.update(grads, state, w)
-        return optax.apply_updates(w, updates), state
+        updates, new = tx.update(grads, state, w)
+        new = jax.tree.map(lambda new, old: new.astype(old.dtype), new, state)
+        return optax.apply_updates(w, updates), new
 
     layers, states = list(layers), [tx.init(w) for w in layers]
     for step in range(steps):
