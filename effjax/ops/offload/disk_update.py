@@ -65,7 +65,7 @@ def disk_update(tx: Any, directory: str | os.PathLike, *, stacked: bool = True) 
         tx: an ``optax.GradientTransformation`` that treats every parameter separately, as in
             `stream_update`.
         directory: a folder for the state of one run, on a fast disk. In a program of several
-            processes each one stores the parts of its own devices, on a disk of its own or a
+            processes each one stores the parts of its own devices, on a local disk or a
             shared one.
         stacked: whether the parameters are a pytree of arrays [L, ...], as in `offload_scan`, or a
             list of pytrees, one for each layer, as in `offload_sequential`.

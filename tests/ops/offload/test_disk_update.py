@@ -97,19 +97,18 @@ def _split(stacked):
     return [jax.tree.map(lambda a, i=i: a[i], on_device) for i in range(len(on_device["a"]))]
 
 
-@pytest.mark.parametrize(
-    ("form", "name", "dtype"),
-    product_cases(
-        ("list", "stack"),
-        [name for name in OPTIMIZERS if name != "by_name"],
-        ("float32", "bfloat16"),
-        plain=[
-            ("stack", "adamw_schedule", "bfloat16"),
-            ("list", "adamw", "bfloat16"),
-        ],
-    ),
+BIT_CASES = product_cases(
+    ("list", "stack"),
+    [name for name in OPTIMIZERS if name != "by_name"],
+    ("float32", "bfloat16"),
+    plain=[("stack", "adamw_schedule", "bfloat16"), ("list", "adamw", "bfloat16")],
 )
+
+
+@pytest.mark.parametrize(("form", "name", "dtype"), BIT_CASES)
 def test_equals_optax_in_memory_to_the_bit(form, name, dtype, tmp_path, optimized):
+    if name == "injected":
+        dtype = "float32"  # in bfloat16 its decay rate of 0.999 is 1, and results are NaN
     layers = cast(odd_layers() if form == "stack" else different_layers(), dtype)
     got = updated_on_disk(OPTIMIZERS[name], layers, 3, tmp_path, form)
     assert_equal_bits(got, updated_in_memory(OPTIMIZERS[name], layers, 3))
@@ -442,40 +441,43 @@ def test_runs_killed_from_outside_continue_to_the_bit(step, tmp_path):
 # Memory.
 
 MEMORY = """
-import resource, sys, tempfile
-import jax, jax.numpy as jnp, numpy as np, optax
-from effjax import disk_update, host_init, offload_jit, stream_update
+import re, sys
+import jax, jax.numpy as jnp, optax
+from effjax import disk_update, host_init
 
-tx = optax.sgd(1e-3) if sys.argv[1] == "none" else optax.adam(1e-3)
-zeros = lambda: host_init(lambda key: jnp.zeros(2**21), jax.random.split(jax.random.key(0), 32))
-w = zeros()  # 32 layers of 8 MB: 268 MB, and 537 MB of moments
-if sys.argv[1] == "host":
-    stream = stream_update(tx)
-    state, update = stream.init(w), offload_jit(lambda both, g: stream.update(g, *both[::-1]))
-    for _ in range(2):
-        w, state = update((w, state), zeros())
-else:
-    on_disk = disk_update(tx, sys.argv[2])
-    state = on_disk.init(w)
-    for _ in range(2):
-        w, state = on_disk.update(zeros(), state, w)
-jax.block_until_ready(w)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+def status(name):
+    text = open("/proc/self/status").read()
+    return 1024 * int(re.search(name + r":\\s*(\\d+) kB", text)[1])
+
+def make():
+    return host_init(lambda key: jnp.zeros(2**21), jax.random.split(jax.random.key(0), 32))
+
+w = make()  # 32 layers of 8 MB: 268 MB, and 537 MB of moments
+on_disk = disk_update(optax.adam(1e-3), sys.argv[1])
+before = status("VmRSS")
+state = on_disk.init(w)
+w, state = on_disk.update(make(), state, w)  # compiles
+grads = jax.block_until_ready(make())
+print(status("VmRSS") - before)
+open("/proc/self/clear_refs", "w").write("5")  # resets the peak
+before = status("VmRSS")
+w, state = on_disk.update(grads, state, w)
+print(status("VmHWM") - before, sum(f.stat().st_size for f in state.path.iterdir()))
 """
 
 
 @pytest.mark.exhaustive
 def test_process_memory_is_without_moments(tmp_path):
-    def peak(kind):
-        command = [sys.executable, "-c", MEMORY, kind, tmp_path / kind]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert ended.returncode == 0, ended.stderr
-        return int(ended.stdout)
-
-    without, on_disk, in_memory = map(peak, ("none", "disk", "host"))
-    print(f"peak resident memory: {without=} {on_disk=} {in_memory=}")
-    assert in_memory - without > 500e6
-    assert on_disk - without < 6 * 2 * 2**23  # the moments of a few layers
+    command = [sys.executable, "-c", MEMORY, tmp_path]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    kept, growth, on_disk = map(int, ended.stdout.split())
+    print(f"{kept=} {growth=} {on_disk=}")
+    assert on_disk > 2**29
+    # A few layers with their moments; on a CPU also those on the device. For 8, 32 and 96 layers on
+    # one machine: 75, 126 and 126 MB.
+    assert growth < 10 * 2**24
+    assert kept < 2**28 + 2**28  # gradients, compiled programs, and memory that malloc keeps
 
 
 @needs_gpu_compiler
@@ -488,7 +490,7 @@ def test_planned_memory_of_host_arrays():
     loaded = plan(offload_jit(load, donate=False), w, i, target="h100")
     stored = plan(offload_jit(write), w, one, i, target="h100")
     for result in (loaded, stored):
-        assert result.peak_host_bytes == 24 * 2**21 and result.peak_bytes < 4 * 2**21
+        assert result.peak_host_bytes == 24 * 2**21 and result.peak_device_bytes < 4 * 2**21
 
 
 # Several processes.
