@@ -111,7 +111,8 @@ class _DiskOptimizer(NamedTuple):
 
     def init(self, params: Tree) -> DiskState:
         params = _check_params(self.layers, "params", params)
-        if existing := [path for path in self._steps() if _own_part(path).exists()]:
+        existing = [path for path in self._steps() if _own_part(path).exists()]
+        if existing := [path for path in existing if path.suffix != ".tmp"]:
             raise FileExistsError(
                 f"{existing[0]} is the state of another run. Continue it with `restore`, or remove "
                 "it."
