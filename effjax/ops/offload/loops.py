@@ -43,10 +43,7 @@ def scan_slices(
         return turn((j, structure.unflatten(leaves), results))
 
     first = read(xs, jnp.int32(0))
-    closed, (_, shapes) = jax.make_jaxpr(body, return_shape=True)(carry, first)
-    leaves, structure = jax.tree.flatten(shapes)
-    spaces = [a.memory_space for a in closed.out_avals[len(jax.tree.leaves(carry)) :]]
-    results = [_allocate(length, *kind) for kind in zip(leaves, spaces, strict=True)]
+    results, structure = allocate_results(length, lambda *a: body(*a)[1], carry, first)
     state = jnp.int32(length - 1 if reverse else 0), carry, results
     if length < 4:
         state = run_as_loop(two_turns, state)
@@ -63,6 +60,45 @@ def run_as_loop(turn: Callable[[Tree], Tree], state: Tree) -> Tree:
     also inlines loops that are known to have one iteration, so it must not know that.
     """
     return lax.fori_loop(0, barrier(jnp.int32(1)), lambda _, state: turn(state), state)
+
+
+def repeat_turns(
+    turn: Callable[[jax.Array, Tree], Tree], state: Tree, start: jax.Array, indices: range
+) -> Tree:
+    """Compute ``state = turn(i, state)`` for all indices, which may descend.
+
+    Args:
+        turn: gets i and the state.
+        state: the first state.
+        start: the guard of the loop, zero.
+        indices: the values of i.
+    """
+    if not indices:
+        return state
+    if len(indices) == 1:
+        return run_as_loop(lambda state: turn(start + indices[0], state), state)
+
+    # The index of each loop starts at a constant, or XLA would not see that it is linear. The loop
+    # carries the index of the turn before. Else XLA could store that of the next turn in its place,
+    # and this needs to wait for copies that use it.
+    def body(carry, _):
+        before, state = carry
+        i = before + indices.step
+        return (i, turn(i, state)), None
+
+    carry = start + indices[0] - indices.step, state
+    return lax.scan(body, carry, None, len(indices))[0][1]
+
+
+def allocate_results(length: int, run: Callable[..., Tree], *args: Tree) -> tuple[list, Any]:
+    """Allocate arrays [length, ...] for the results of ``run(*args)``; return (leaves, structure).
+
+    In host memory XLA allocates them uninitialized, so the loop must write every slice.
+    """
+    closed, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
+    leaves, structure = jax.tree.flatten(shapes)
+    spaces = [a.memory_space for a in closed.out_avals]
+    return [_allocate(length, *kind) for kind in zip(leaves, spaces, strict=True)], structure
 
 
 def _allocate(length: int, like: Any, space: Space) -> jax.Array:

@@ -14,9 +14,20 @@ from .._common.platform import traced_platform
 from .._common.sharding import cast_to_varying, varying_axes
 from . import slices
 from .compiled import barrier, mark_host_slices
-from .loops import run_as_loop, scan_slices
+from .loops import allocate_results, repeat_turns, scan_slices
 from .options import OffloadOptions
-from .placement import SPACES, MemoryName, Space, check_space, load, move, put, space_of, write
+from .placement import (
+    SPACES,
+    MemoryName,
+    Space,
+    check_space,
+    load,
+    move,
+    put,
+    read,
+    space_of,
+    write,
+)  # fmt: skip
 from .slices import (
     check_layer,
     check_microbatches,
@@ -36,6 +47,7 @@ from .trees import (
     float_leaves,
     fold_key,
     forbid_second_derivative,
+    is_key,
     make_cotangent,
     merge_leading_axes,
     partition,
@@ -285,19 +297,22 @@ def run_forward(
     params = split_slices(params, config)
     start, prefetch = mark_host_slices(), config.prefetch
 
+    space, policy = config.options.activations_space, config.options.policy
+
+    def apply(i, w, x, streams):
+        x, aux, residuals = slices.forward(config.slice, w, closure, x, (key, i), save_residuals)
+        if not save_residuals:
+            return x, (aux, ())
+        return x, (aux, put(residuals, space) if streams else (residuals, w))
+
     # XLA turns reads at a loop-carried index into asynchronous copies from the host, which overlap
-    # with the layers. It does not do so for an index from a scanned jnp.arange. A clamped index is
-    # not linear in the loop counter: unlike writes at i, these copies have no static offset and
-    # stride in compiled programs, so XLA may make them with a kernel instead of the copy engine. On
-    # a GPU they also wait for the write of the slice's input, which uses the same counter.
-    def run(x, first, count, save) -> tuple[Tree, Any]:
+    # with the layers. It does not do so for an index from a scanned jnp.arange.
+    def run_in_turn(x, first, count, streams) -> tuple[Tree, Any]:
         def body(carry, _):
             i, x, queue = carry
             w, *queue = [*queue, load(params, jnp.minimum(i + prefetch, first + count - 1))]
-            y, aux, residuals = slices.forward(
-                config.slice, w, closure, x, (key, i), save_residuals
-            )
-            return (i + 1, y, queue), (aux, save(w, residuals) if save_residuals else ())
+            x, result = apply(i, w, x, streams)
+            return (i + 1, x, queue), result
 
         ahead = range(first, first + prefetch)
         queue = [load(params, jnp.int32(min(i, first + count - 1))) for i in ahead]
@@ -305,18 +320,46 @@ def run_forward(
         (_, x, _), results = scan(body, (start + first, x, queue), None, count)
         return x, results
 
+    # Where an index is clamped, it is not linear in the counter of the loop, and XLA for GPUs may
+    # copy with a kernel instead of the copy engine. So a second loop has the last turns, which load
+    # nothing.
+    def run_pipeline(x, first, count, streams) -> tuple[Tree, Any]:
+        ahead = min(prefetch, count)
+        copies = save_residuals and streams and policy is None and space == Space.Host
+
+        def turn(loads, i, state):
+            x, queue, results = state
+            w, *queue = [*queue, load(params, i + ahead)] if loads else [*queue, queue[0]]
+            if copies:
+                # Without the barrier, XLA could make the copy when it makes the result.
+                w, leaving = barrier((w, _copy_input(x, i)))
+            x, (aux, saved) = apply(i, w, x, streams)
+            result = aux, put(leaving, space) if copies else saved
+            return x, queue, write(results, jax.tree.leaves(result), i - first)
+
+        queue = [load(params, start + first + j) for j in range(ahead)]
+        results, structure = allocate_results(
+            count, lambda i, w, x: apply(i, w, x, streams)[1], start, queue[0], x
+        )
+        state, end = (x, queue, results), first + count
+        state = repeat_turns(functools.partial(turn, True), state, start, range(first, end - ahead))
+        state = repeat_turns(functools.partial(turn, False), state, start, range(end - ahead, end))
+        x, _, results = state
+        return x, structure.unflatten(results)
+
+    # The pipeline compiles a slice two times. XLA for CPUs copies nothing meanwhile, and that for
+    # TPUs overlaps more in two turns per iteration.
+    def run(x, first, count, streams):
+        pipelined = count > 1 and prefetch and traced_platform() == "cuda"
+        return (run_pipeline if pipelined else run_in_turn)(x, first, count, streams)
+
     aux, residuals = [], StackResiduals((), (), ())
     if config.num_streamed:
-        space = config.options.activations_space
-        x, (aux_here, streamed) = run(
-            x, 0, config.num_streamed, lambda w, residuals: put(residuals, space)
-        )
+        x, (aux_here, streamed) = run(x, 0, config.num_streamed, True)
         aux, residuals = [aux_here], residuals._replace(streamed=streamed)
     if config.options.resident_slices:
-        x, (aux_here, saved) = run(
-            x, config.num_streamed, config.options.resident_slices,
-            lambda w, residuals: (residuals, w),
-        )  # fmt: skip
+        resident = config.options.resident_slices
+        x, (aux_here, saved) = run(x, config.num_streamed, resident, False)
         aux = [*aux, aux_here]
         if save_residuals:
             residuals = residuals._replace(resident=saved[0], weights=saved[1])
@@ -324,6 +367,23 @@ def run_forward(
     # [num_slices, num_microbatches, slice_size, ...] -> [L, num_microbatches, ...]
     aux = merge_leading_axes(jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), aux))
     return x, aux, residuals
+
+
+def _copy_input(x: Tree, i: jax.Array) -> Tree:
+    """Return a copy of the input of slice i, which leaves the device.
+
+    XLA for GPUs writes the result of a slice into the place of its input. So without a copy, the
+    last products of the slice would wait until the input has arrived on the host.
+    """
+
+    def copy(a):
+        if is_key(a):
+            return a
+        # XLA would remove a plain copy. It does not know the sign of the index.
+        zeros = cast_to_varying(lax.full_like(a, 0), varying_axes(a))
+        return lax.select(i >= 0, a, zeros)
+
+    return jax.tree.map(copy, x)
 
 
 class Consumer(NamedTuple):
@@ -444,7 +504,7 @@ def _run_pipeline(
     # XLA for GPUs copies with a kernel instead of the copy engine.
     host, accumulated, dx, dclosure = state
 
-    def turn(i, state, daux, writes=True, loads=True):
+    def turn(i, state, writes=True, loads=True):
         (trained, arrays), accumulated, dx, dclosure, queue, new = state
         # XLA does not read and write one array at the same time. So parameters are read before they
         # are written, while the arrays are written, which are then read.
@@ -456,25 +516,17 @@ def _run_pipeline(
         if writes:
             trained, arrays = consumer.write((trained, arrays), new, i + 1)
         entry = load(arrays, i) if consumer.reads_arrays else ()
-        dw, dx, dclosure = differentiate(i, Partition(w, frozen), saved, dx, dclosure, daux)
+        dw, dx, dclosure = differentiate(
+            i, Partition(w, frozen), saved, dx, dclosure, read(daux, i)
+        )
         accumulated, *new = consumer.compute(accumulated, w, dw, entry)
         if not consumer.writes_params:
             new[0] = None
         return (trained, arrays), accumulated, dx, dclosure, queue, tuple(new)
 
-    # The index of each loop starts at a constant, or XLA would not see that it is linear.
     def repeat(state, first, length, **options):
-        if length == 1:
-            here = [a[first] for a in daux]
-            return run_as_loop(lambda state: turn(start + first, state, here, **options), state)
-
-        def body(state, daux):
-            i, state = state
-            return (i - 1, turn(i, state, daux, **options)), None
-
-        here = [a[first : first + length] for a in daux]
-        state = start + first + length - 1, state
-        return lax.scan(body, state, here, length, reverse=True)[0][1]
+        indices = range(first + length - 1, first - 1, -1)
+        return repeat_turns(functools.partial(turn, **options), state, start, indices)
 
     queue = [load((host[0], read_only), start + count - 1 - j) for j in range(prefetch)]
     # Zeros, which the first turn does not write.

@@ -207,6 +207,25 @@ def test_next_slice_is_loaded_during_matrix_products():
 
 
 @pytest.mark.exhaustive
+def test_input_of_slice_leaves_during_matrix_products():
+    """In the forward loop, neither loads nor products wait for the input to arrive on the host."""
+    body = next(
+        body
+        for body in re.findall(r"^%[\w.\-]+ \(.*?\{\n(.*?)^\}", gradients(16).hlo, re.S | re.M)
+        if "dynamic-slice-start" in body and body.count("dynamic-update-slice-start(") == 0
+        and len(re.findall(r"^ *%dynamic-update-slice-start", body, re.M)) == 1
+    )  # fmt: skip
+    names = re.findall(r"^ *(?:ROOT )?%([\w.\-]+) = ", body, re.M)
+
+    def places(pattern):
+        return [j for j, name in enumerate(names) if re.match(pattern, name)]
+
+    (left,) = places("dynamic-update-slice-done")
+    assert max(places("dynamic-slice-start")) < left
+    assert max(places(".*(gemm|cublas)")) < left
+
+
+@pytest.mark.exhaustive
 def test_reversed_slices_have_correct_offsets():
     """Before openxla/xla#46308, XLA annotates reversed copies with ascending offsets."""
     text = gradients(16).hlo
@@ -217,6 +236,8 @@ def test_reversed_slices_have_correct_offsets():
         assert not copies  # the workaround computes the index
     else:
         assert (0, slices) not in copies and (15 * slices, -slices) in copies
+        # The forward pass loads ahead. Copies at a clamped index would lack offset and stride.
+        assert (slices, slices) in copies
     without = {"xla_disable_hlo_passes": ""}
     raw = plan(
         jax.grad(lambda w: loss(offload_scan(layer, w, jnp.ones((BATCH, WIDTH))))),
