@@ -63,10 +63,11 @@ def offload(layers=3):
 
     loaded = free = bar(0.0, into, load, BLUE, numbered("W", 1))
     for i in range(1, layers + 1):
-        free = bar(max(free, loaded), out, leave, ORANGE, numbered("x", i))
+        start = max(free, loaded)
+        bar(start, out, leave, ORANGE, numbered("x", i))
         if i < layers:
-            loaded = bar(free, into, load, BLUE, numbered("W", i + 1))
-        free = bar(free, compute, forward, GREEN, numbered("f", i))
+            loaded = bar(start, into, load, BLUE, numbered("W", i + 1))
+        free = bar(start, compute, forward, GREEN, numbered("f", i))
     middle = free
     bar(middle, into, load, BLUE, numbered("W", layers))  # it is fetched again
     free = middle + load
