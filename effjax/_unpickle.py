@@ -141,7 +141,7 @@ class Unpickler(pickle._Unpickler):
     """Unpickler for one pickle at the current position of a stream.
 
     Args:
-        stream: The bytes, in memory.
+        stream: The bytes. A read must not allocate more than there are.
         allowed: The stand-in of each (module, name) that a pickle may name.
         persistent_load: Returns the object of a persistent id. None refuses persistent ids.
         encoding: The encoding of Python 2's strings.
@@ -161,7 +161,7 @@ class Unpickler(pickle._Unpickler):
 
     def __init__(
         self,
-        stream: io.BytesIO,
+        stream: io.BytesIO | io.BufferedReader,
         allowed: Mapping[tuple[str, str], Any],
         persistent_load: Callable[[Any], Any] | None = None,
         encoding: str = "bytes",

@@ -1,7 +1,6 @@
 """Reading and writing of weight files: `.safetensors`, `.npz` and PyTorch's own."""
 
 import io
-import json
 import os
 import tempfile
 import zipfile
@@ -13,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from .._unpickle import check_distinct
+from .safetensors_file import read_header, read_index, read_tensor, write_file
 from .torch_file import read_torch
 
 # Keys under which training scripts save the weights of a checkpoint.
 NESTED = ("state_dict", "model", "module")
 TORCH_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".tar")
 SHOWN = 5  # names in a message
-METADATA = "__metadata__"  # the entry of a .safetensors header that is not an array
+INDEX_SUFFIX = ".safetensors.index.json"
 # Dtypes of .safetensors with the values of NumPy's real dtypes or bfloat16. Smaller ones, such as
 # F8_E4M3, need scales, which are arrays of their own.
 REAL = frozenset(
@@ -30,11 +30,11 @@ REAL = frozenset(
 def load_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Load the named arrays of a weight file, such as a `state_dict`.
 
-    `.safetensors` requires that package. Files of `torch.save` (`.pth`, `.pt`, `.bin`, `.ckpt`,
-    `.tar`), in both of its formats, are read without PyTorch by an unpickler that creates tensors
-    only. It refuses a pickle that names anything else and runs no code of the file. Of a larger
-    checkpoint, the entry `state_dict`, `model` or `module` is loaded. An `.npz` may be compressed,
-    so a small file from an untrusted sender can fill the memory.
+    A `.safetensors.index.json` loads all of its shards. Files of `torch.save` (`.pth`, `.pt`,
+    `.bin`, `.ckpt`, `.tar`), in both of its formats, are read without PyTorch by an unpickler that
+    creates tensors only. It refuses a pickle that names anything else and runs no code of the file.
+    Of a larger checkpoint, the entry `state_dict`, `model` or `module` is loaded. An `.npz` may be
+    compressed, so a small file from an untrusted sender can fill the memory.
 
     Args:
         path: of the file; its suffix determines the format.
@@ -47,7 +47,6 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
             or contains two arrays of the same name, expanded tensors, or tensors of float8 or
             float4.
         OSError: if the file cannot be read.
-        ModuleNotFoundError: if safetensors is missing.
     """
     path = Path(path)
     suffix = suffix_of(path)
@@ -55,7 +54,7 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         raise ValueError(f"{path}: must be a regular file; copy it into one.")
     if suffix in TORCH_SUFFIXES:
         return _state_dict(path, read_torch(path))
-    if suffix == ".safetensors":
+    if suffix == ".safetensors" or path.name.endswith(INDEX_SUFFIX):
         return _read_safetensors(path)
     if suffix == ".npz":
         return _read_npz(path)
@@ -77,15 +76,12 @@ def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Any]) -> No
         TypeError, ValueError: if the suffix is unknown or a value is not an array that the format
             supports.
         OSError: if the file cannot be written.
-        ModuleNotFoundError: if safetensors is missing.
     """
     path = Path(path)
     arrays = {name: np.asarray(a, order="C") for name, a in as_named_arrays(weights).items()}
     if suffix_of(path) == ".safetensors":
-        from safetensors.numpy import save
-
         with replacing(path) as partial:
-            partial.write_bytes(save(arrays))
+            write_file(partial, arrays)
     elif suffix_of(path) == ".npz":
         if coarse := [name for name, array in arrays.items() if array.dtype.kind == "V"]:
             raise ValueError(f"{path}: .npz cannot hold {arrays[coarse[0]].dtype} ({coarse[0]}).")
@@ -172,26 +168,21 @@ def _state_dict(path: Path, value: Any) -> dict[str, np.ndarray]:
 
 
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    from safetensors import SafetensorError, safe_open
-    from safetensors.numpy import load_file
-
+    paths = [path]
+    if path.name.endswith(INDEX_SUFFIX):
+        paths = [path.with_name(name) for name in sorted(set(read_index(path).values()))]
+    tensors = [item for shard in paths for item in read_header(shard).items()]
+    for name, tensor in tensors:
+        if tensor.dtype not in REAL:
+            raise ValueError(
+                f"{tensor.path}: {name:.120} must have a real dtype of NumPy or bfloat16, not "
+                f"{tensor.dtype}. Save the weights as F32 or BF16, with their scales applied."
+            )
     try:
-        with path.open("rb") as file:  # safetensors' errors do not name the file
-            with safe_open(path, "numpy"):  # checks the header
-                size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size), object_pairs_hook=list)
-        check_distinct(name for name, _ in header)
-        dtypes = {name: dict(info).get("dtype") for name, info in header if name != METADATA}
-        others = [name for name, dtype in dtypes.items() if dtype not in REAL]
-        arrays = {} if others else as_named_arrays(load_file(path))
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not a complete .safetensors file ({error!s:.200})") from error
-    if others:
-        raise ValueError(
-            f"{path}: {others[0]:.120} must have a real dtype of NumPy or bfloat16, not "
-            f"{dtypes[others[0]]}. Save the weights as F32 or BF16, with their scales applied."
-        )
-    return arrays
+        check_distinct(name for name, _ in tensors)  # those of a file are
+    except ValueError as error:
+        raise ValueError(f"{path}: the shards have {error}") from None
+    return {name: read_tensor(tensor) for name, tensor in tensors}
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:

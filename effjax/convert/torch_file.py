@@ -7,6 +7,7 @@ runs.
 
 import io
 import math
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,26 @@ def read_torch(path: Path) -> Any:
             expanded, or the file is damaged, compressed, or was written on a big-endian machine.
         OSError: If the file cannot be read.
     """
-    data = path.read_bytes()
-    with reading(path, "file of torch.save", ValueError, "Save model.state_dict() alone."):
-        return (_read_zip if data.startswith(_ZIP_MAGIC) else _read_legacy)(data)
+    with (
+        path.open("rb", buffering=0) as raw,
+        _File(raw) as file,
+        reading(path, "file of torch.save", ValueError, "Save model.state_dict() alone."),
+    ):
+        is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
+        file.seek(0)
+        return (_read_zip if is_zip else _read_legacy)(file)
+
+
+class _File(io.BufferedReader):
+    """A file in which a read allocates no more bytes than there are."""
+
+    def __init__(self, raw: io.FileIO):
+        super().__init__(raw)
+        self.num_bytes = os.fstat(raw.fileno()).st_size
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        left = max(self.num_bytes - self.tell(), 0)
+        return super().read(left if size is None or size < 0 else min(size, left))
 
 
 class _Dict(StandIn, dict):
@@ -148,7 +166,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 }
 
 
-def _load(stream: io.BytesIO, storage_of: Any = None, tensor: type = _Tensor) -> Any:
+def _load(stream: io.BytesIO | _File, storage_of: Any = None, tensor: type = _Tensor) -> Any:
     """Load the next pickle of the stream.
 
     Args:
@@ -181,11 +199,11 @@ def _make_storage(raw: Any, dtype: np.dtype, length: int) -> _Storage:
     return _Storage(array)
 
 
-def _read_zip(data: bytes) -> Any:
-    archive = zipfile.ZipFile(io.BytesIO(data))
+def _read_zip(file: _File) -> Any:
+    archive = zipfile.ZipFile(file)
     # Entries that decompress to more bytes than the file has could fill the memory.
     total = sum(info.file_size for info in archive.infolist())
-    check(total <= len(data), "compressed or overlapping entries")
+    check(total <= file.num_bytes, "compressed or overlapping entries")
     pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
     check_distinct(archive.namelist())
     check(len(pickles) == 1, f"{len(pickles)} pickles in the archive")
@@ -210,11 +228,10 @@ def _read_zip(data: bytes) -> Any:
     return _load(io.BytesIO(read_entry("data.pkl")), storage_of)
 
 
-def _read_legacy(data: bytes) -> Any:
+def _read_legacy(stream: _File) -> Any:
     # The file is a sequence of pickles: magic number, version, machine, value, storage keys. Then
     # come the storages in the order of the keys, each as its length and its bytes. The value is
     # read twice: first to learn the dtypes of the storages, then to build the tensors.
-    stream = io.BytesIO(data)
     check(_load(stream) == LEGACY_MAGIC, "the magic number is missing")
     _load(stream)
     check(_load(stream)["little_endian"] is True, "big-endian")

@@ -67,8 +67,6 @@ def write_odd_files(kind):
     ],
 )
 def test_names_in_errors_are_escaped(run, kind, argv):
-    if kind == "safetensors":
-        pytest.importorskip("safetensors")
     write_odd_files(kind)
     code, out, err = run(*argv)
     assert (code, out) == (2, "") and one_line(err) and is_escaped(err), err

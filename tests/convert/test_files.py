@@ -15,6 +15,7 @@ import pytest
 
 from effjax import convert
 from effjax._unpickle import Unpickler
+from effjax.convert import torch_file
 from tests.convert.cases import RECORDED
 from tests.convert.pickles import (
     ONE,
@@ -249,6 +250,19 @@ def test_rejects_a_key_twice(read):
         read(zipped({}, **{"data.pkl": entries(("a", ONE), ("b", ONE), ("a", ONE))}))
 
 
+def test_large_files_are_not_read_beside_their_arrays(tmp_path, monkeypatch):
+    num, reads = 100_000, []
+    (tmp_path / "a.pth").write_bytes(
+        zipped({"a": tensor(storage(num), (num,), (1,))}, {"0": np.ones(num, np.float32)})
+    )
+    read = torch_file._File.read
+    monkeypatch.setattr(
+        torch_file._File, "read", lambda *args: (data := read(*args), reads.append(len(data)))[0]
+    )
+    np.testing.assert_array_equal(convert.load_weights(tmp_path / "a.pth")["a"], np.ones(num))
+    assert max(reads) <= 4 * num and sum(n > 1000 for n in reads) == 1, reads
+
+
 DAMAGED = {
     "big-endian": (zipped({"a": ONE}, byteorder=b"big"), "big-endian"),
     "big-endian legacy": (legacy({"a": ONE}, little_endian=False), "big-endian"),
@@ -383,7 +397,6 @@ def test_rejects_damaged_npz(tmp_path):
 
 
 def test_safetensors(tmp_path):
-    pytest.importorskip("safetensors")
     path, arrays = tmp_path / "a.safetensors", {"t": A.T, **KINDS}
     convert.save_weights(path, arrays)
     loaded = convert.load_weights(path)
@@ -403,7 +416,6 @@ def safetensors(header, data):
 
 
 def test_rejects_a_name_twice_in_safetensors(read):
-    pytest.importorskip("safetensors")
     infos = ({"dtype": kind, "shape": [1], "data_offsets": [0, 4]} for kind in ("F32", "I32"))
     header = ", ".join(f'"a": {json.dumps(info)}' for info in infos).join("{}")
     with pytest.raises(ValueError, match=r"a\.safetensors: not .* \(two entries named 'a'\)"):
@@ -412,7 +424,6 @@ def test_rejects_a_name_twice_in_safetensors(read):
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "C64"])
 def test_rejects_other_dtypes(read, dtype):
-    pytest.importorskip("safetensors")
     size = {"F4": 1, "C64": 16}.get(dtype, 2)
     info = {"dtype": dtype, "shape": [2], "data_offsets": [0, size]}
     header = json.dumps({"__metadata__": {"dtype": "F8"}, "x.weight": info}).encode()
@@ -437,8 +448,6 @@ def test_memory_error_is_not_reported_as_damage(read, monkeypatch, name):
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.npz", "a.pth"])
 def test_missing_file(tmp_path, name):
-    if "safe" in name:
-        pytest.importorskip("safetensors")
     with pytest.raises(FileNotFoundError, match=name):
         convert.load_weights(tmp_path / name)
 

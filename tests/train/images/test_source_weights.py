@@ -133,7 +133,6 @@ def test_reads_files_of_torch_save():
     ],
 )
 def test_reads_what_convert_writes(monkeypatch, flavor, to):
-    pytest.importorskip("safetensors")
     from effjax.models.linen import ResNet as LinenResNet
 
     monkeypatch.setitem(
