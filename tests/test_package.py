@@ -67,7 +67,7 @@ EXTERNAL = {
     "linen": FLAX,
     "nnx": FLAX,
     "models": FLAX | {"chex"},
-    "convert": FLAX | {"safetensors", "orbax"},
+    "convert": FLAX | {"orbax"},
     "memory": {"jax", "numpy", "rich", "matplotlib", "platformdirs"},
     "optimizers": {"jax", "optax"},
     "train": {"jax", "numpy", "orbax", "rich", "matplotlib"},

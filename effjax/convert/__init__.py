@@ -1,6 +1,10 @@
 """Conversion of PyTorch weights to Flax and back."""
 
 from .._names import list_public as _list_public
+from .adapter import load_adapter as load_adapter
+from .adapter import save_adapter as save_adapter
+from .checkpoint import load_checkpoint as load_checkpoint
+from .checkpoint import save_checkpoint as save_checkpoint
 from .files import load_weights as load_weights
 from .files import save_weights as save_weights
 from .tables import DCNV3 as DCNV3

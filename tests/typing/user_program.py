@@ -154,6 +154,16 @@ def converted(path: Path) -> None:
     convert.save_weights(path.with_suffix(".safetensors"), back)
 
 
+def fine_tuned(folder: Path, base: Path, shapes: dict[str, jax.ShapeDtypeStruct]) -> None:
+    done: list[float] = []
+    layers, others = convert.load_checkpoint(
+        base, shapes, {}, progress=lambda n, total: done.append(n / total)
+    )
+    convert.save_checkpoint(folder / "model", layers, others, {"model_type": "llama"})
+    adapter, scale = convert.load_adapter(base, shapes)
+    convert.save_adapter(folder / "adapter", adapter, 2 * scale, base_model=str(base))
+
+
 def compatible(x: jax.Array, offset: jax.Array, weight: jax.Array) -> jax.Array:
     y = effjax.compat.deform_conv(x, offset, weight, 1, 1, 1, 1, 1)
     return y + effjax.compat.deform_conv2d(x, offset, weight, padding=(1, 1))

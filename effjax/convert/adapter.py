@@ -1,0 +1,175 @@
+"""LoRA adapters in the layout of PEFT."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .._unpickle import check
+from .checkpoint import (
+    LAYERS_PREFIX,
+    Arrays,
+    Shapes,
+    find_tensors,
+    load_arrays,
+    make_sources,
+    save_arrays,
+)
+from .safetensors_file import DTYPES
+
+MODEL = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+MAX_CONFIG_BYTES = 10_000_000
+BASE = "base_model.model."  # before the names of the base model
+A, B = ".lora_A.weight", ".lora_B.weight"
+# Options of PEFT that change what an adapter computes, unless they are false or empty.
+UNSUPPORTED = (
+    "alora_invocation_tokens", "alpha_pattern", "arrow_config", "fan_in_fan_out", "kasa_config",
+    "layer_replication", "lora_bias", "modules_to_save", "monteclora_config", "rank_pattern",
+    "target_parameters", "trainable_token_indices", "use_bdlora", "use_dora", "use_qalora",
+    "velora_config",
+)  # fmt: skip
+# Initializations that do not change the base model.
+INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+def load_adapter(
+    folder: str | os.PathLike[str],
+    layers: Shapes | None = None,
+    *,
+    layers_prefix: str = LAYERS_PREFIX,
+) -> tuple[Arrays, float]:
+    """Load a LoRA adapter in PEFT's layout, with its layers stacked.
+
+    The folder contains `adapter_config.json` and `adapter_model.safetensors`.
+
+    Args:
+        folder: The adapter.
+        layers: Shapes of the arrays, as in `load_checkpoint`. If None, all arrays of the file are
+            loaded, on one device.
+        layers_prefix: What stands before the number of a layer in the base model.
+
+    Returns:
+        The arrays and the scale. The array ``"self_attn.q_proj.lora_A.weight"`` has the shape
+        [L, r, in] and ``"self_attn.q_proj.lora_B.weight"`` [L, out, r]. They add
+        ``scale * B @ A`` to ``"self_attn.q_proj.weight"`` of each layer.
+
+    Raises:
+        ValueError: as for `load_checkpoint`, or if the adapter has other parts, such as DoRA's, or
+            several scales or ranks.
+        OSError: if a file cannot be read.
+    """
+    folder = Path(folder)
+    config, prefix = _read_config(folder / CONFIG), f"{BASE}{layers_prefix}"
+    if layers is None:
+        layers = _find_shapes(folder, prefix)
+    sources = make_sources(layers, {}, prefix)
+    arrays, _ = load_arrays(folder, MODEL, sources, prefix, (), None)
+    rank = _check_matrices(arrays)
+    if rank != config["r"]:
+        raise ValueError(
+            f"{folder / CONFIG}: r is {config['r']}, but the matrices have rank {rank}."
+        )
+    divisor = math.sqrt(rank) if config.get("use_rslora") else rank
+    return arrays, config["lora_alpha"] / divisor
+
+
+def save_adapter(
+    folder: str | os.PathLike[str],
+    layers: Mapping[str, Any],
+    scale: float,
+    *,
+    base_model: str | None = None,
+    layers_prefix: str = LAYERS_PREFIX,
+) -> None:
+    """Save a LoRA adapter in PEFT's layout, the inverse of `load_adapter`.
+
+    The folder appears when it is complete; with several processes as in `save_checkpoint`.
+
+    Args:
+        folder: The adapter, which must not exist or be empty.
+        layers: Arrays as `load_adapter` returns them.
+        scale: The factor of ``B @ A``.
+        base_model: The name or folder of the model that is adapted, for PEFT.
+        layers_prefix: What stands before the number of a layer in the base model.
+
+    Raises:
+        ValueError: if the arrays are not pairs of matrices of one rank.
+        TypeError: if an array has a dtype that the format does not support.
+        OSError: if the folder exists and is not empty, or cannot be written.
+    """
+    rank = _check_matrices(layers)
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model,
+        "r": rank, "lora_alpha": _as_whole(scale * rank), "lora_dropout": 0.0, "bias": "none",
+        "target_modules": sorted(name.removesuffix(A) for name in layers if name.endswith(A)),
+        "fan_in_fan_out": False, "inference_mode": True,
+    }  # fmt: skip
+    sources = make_sources(layers, {}, f"{BASE}{layers_prefix}")
+    text = json.dumps(config, indent=2) + "\n"
+    save_arrays(Path(folder), MODEL, sources, {CONFIG: text}, 1 << 62, None)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return the options of an adapter."""
+    try:
+        check(path.is_file() or not path.exists(), "not a regular file")
+        check(path.stat().st_size <= MAX_CONFIG_BYTES, f"{path.stat().st_size} bytes")
+        config = json.loads(path.read_bytes())
+        check(isinstance(config, dict), "not an object")
+        check(config.get("peft_type") == "LORA", f"peft_type is {config.get('peft_type')!r:.40}")
+        check(type(config.get("r")) is int and config["r"] > 0, "r is not a positive integer")
+        check(type(config.get("lora_alpha")) in (int, float), "lora_alpha is not a number")
+        check(math.isfinite(config["lora_alpha"]), "lora_alpha is not finite")
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise ValueError(f"{path}: not the configuration of LoRA ({error!s:.200})") from error
+    options = [f"{name}={config[name]!r:.80}" for name in UNSUPPORTED if config.get(name)]
+    options += [f"bias={config['bias']!r:.80}"] if config.get("bias") not in (None, "none") else []
+    if (init := config.get("init_lora_weights")) not in INITIALIZATIONS:
+        options.append(f"init_lora_weights={init!r:.80}")
+    if options:
+        raise ValueError(f"{path}: adapters with {', '.join(options)} are not supported.")
+    return config
+
+
+def _find_shapes(folder: Path, prefix: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of the stacked tensors of an adapter."""
+    depth, shapes = {}, {}
+    tensors, _, _ = find_tensors(folder, MODEL)
+    for name, tensor in tensors.items():
+        if found := re.fullmatch(rf"{re.escape(prefix)}\.([0-9]{{1,4}})\.(.+)", name):
+            leaf, i = found[2], int(found[1])
+            depth[leaf] = max(depth.get(leaf, 0), i + 1)
+            shapes.setdefault(leaf, (tensor.shape, DTYPES.get(tensor.dtype, tensor.dtype)))
+    return {
+        leaf: jax.ShapeDtypeStruct((depth[leaf], *shape), dtype)
+        for leaf, (shape, dtype) in shapes.items()
+    }
+
+
+def _check_matrices(layers: Mapping[str, Any]) -> int:
+    """Return the rank of the pairs of matrices, or raise ValueError."""
+    ranks, names = set(), set()
+    for name, a in layers.items():
+        module = name.removesuffix(A).removesuffix(B)
+        is_pair = module != name and f"{module}{A}" in layers and f"{module}{B}" in layers
+        if not is_pair or len(a.shape) != 3:
+            names.add(name)
+        else:
+            ranks.add(a.shape[1 if name.endswith(A) else 2])
+    if names or len(ranks) != 1:
+        raise ValueError(
+            f"`layers` must be pairs NAME{A} [L, r, in] and NAME{B} [L, out, r] of one rank. "
+            + (f"Others: {', '.join(sorted(names))}." if names else f"Ranks: {sorted(ranks)}.")
+        )
+    return ranks.pop()
+
+
+def _as_whole(value: float) -> float:
+    """Return a whole number as an int, as PEFT writes it."""
+    return int(value) if float(value).is_integer() else float(value)

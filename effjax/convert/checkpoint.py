@@ -1,0 +1,571 @@
+"""Language models in Hugging Face's layout, and their adapters, from and to stacks of layers."""
+
+import ctypes
+import functools
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import SingleDeviceSharding
+
+from .safetensors_file import (
+    DTYPES,
+    Bounds,
+    Description,
+    Tensor,
+    bounds_of,
+    create_file,
+    describe,
+    dtype_name,
+    make_header,
+    num_bytes,
+    read_header,
+    read_index,
+    read_tensor,
+    row_ranges,
+    sync_files,
+    whole,
+    write_tensor,
+)
+
+MODEL = "model.safetensors"
+LAYERS_PREFIX = "model.layers"
+IGNORED = ("rotary_emb.inv_freq",)  # buffers in old checkpoints of Llama
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # dtypes that are converted to each other
+# Larger arrays are moved layer by layer, or by rows of this size.
+CHUNK_BYTES = 32 << 20
+
+Shapes = Mapping[str, jax.ShapeDtypeStruct]
+Arrays = dict[str, jax.Array]
+Progress = Callable[[int, int], object]
+
+
+class Source(NamedTuple):
+    """An array and the tensors that it consists of.
+
+    Attributes:
+        array: Its shape, dtype and sharding.
+        names: The names of its tensors: of one per entry of the first axis, or of a single one.
+        is_stack: Whether the tensors are stacked along the first axis.
+    """
+
+    array: Any
+    names: list[str]
+    is_stack: bool
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """The shape of each tensor."""
+        return tuple(self.array.shape)[self.is_stack :]
+
+    def ranges(self, bounds: Bounds) -> Iterator[tuple[str, tuple[int, int], Bounds]]:
+        """Yield the name of a tensor, rows of a shard of the array, and their bounds in the tensor.
+
+        Args:
+            bounds: The bounds of the shard.
+        """
+        if not bounds:
+            yield self.names[0], (0, 1), bounds
+        elif self.is_stack:
+            for i in range(*bounds[0]):
+                yield self.names[i], (i - bounds[0][0], i - bounds[0][0] + 1), bounds[1:]
+        else:
+            shape = [last - first for first, last in bounds]
+            for first, last in row_ranges(shape, self.array.dtype.itemsize, CHUNK_BYTES):
+                rows = bounds[0][0] + first, bounds[0][0] + last
+                yield self.names[0], (first, last), (rows, *bounds[1:])
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    layers: Shapes,
+    others: Shapes,
+    *,
+    layers_prefix: str = LAYERS_PREFIX,
+    ignore: Collection[str] = IGNORED,
+    progress: Progress | None = None,
+) -> tuple[Arrays, Arrays]:
+    """Load a language model in Hugging Face's layout, with its layers stacked.
+
+    The folder contains `model.safetensors`, or its shards and `model.safetensors.index.json`. The
+    arrays are created where the shapes say, such as in pinned host memory, and filled layer by
+    layer, so that loading needs little more memory than the arrays. Each process reads only the
+    parts that are on its devices. Nothing in the files is executed.
+
+    Floating-point tensors of 16, 32 and 64 bits are converted to the dtype of the shape, and may be
+    rounded. All others must have this dtype.
+
+    Args:
+        folder: The checkpoint.
+        layers: Shapes [L, ...] of the parameters of the layers. The array
+            ``"self_attn.q_proj.weight"`` is the stack of the tensors
+            ``"model.layers.0.self_attn.q_proj.weight"``, ``"model.layers.1. ..."``. The sharding of
+            a shape says where the array is created; without one, on one device.
+        others: Shapes of all other tensors by their names in the files.
+        layers_prefix: What stands before the number of a layer.
+        ignore: Ends of the names of tensors that may be in the files, and are not read. Files of
+            models with tied embeddings may contain ``"lm_head.weight"``.
+        progress: Called as ``progress(done, total)`` with numbers of bytes, those that this process
+            reads from the files.
+
+    Returns:
+        The arrays of `layers` and those of `others`.
+
+    Raises:
+        ValueError: if files are missing, truncated or damaged, or tensors are missing, left over,
+            of another shape, or of a dtype that is not converted; the message lists all of them. Or
+            if a value is too large for the dtype of its shape.
+        OSError: if a file cannot be read.
+    """
+    sources = make_sources(layers, others, layers_prefix)
+    return load_arrays(Path(folder), MODEL, sources, layers_prefix, ignore, progress)
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    layers: Mapping[str, Any],
+    others: Mapping[str, Any],
+    config: Mapping[str, Any],
+    *,
+    layers_prefix: str = LAYERS_PREFIX,
+    max_shard_bytes: int = 5_000_000_000,
+    progress: Progress | None = None,
+) -> None:
+    """Save a language model in Hugging Face's layout, the inverse of `load_checkpoint`.
+
+    Writes `config.json`, and `model.safetensors` or several shards and their index, which the
+    transformers library loads. The host holds one layer of an array at a time. The folder appears
+    when it is complete. With several processes, all call this function, each writes the parts on
+    its devices, and the folder must be on a file system that they share.
+
+    Args:
+        folder: The checkpoint, which must not exist or be empty.
+        layers: Arrays [L, ...], as in `load_checkpoint`.
+        others: All other arrays.
+        config: The content of `config.json`, such as that of the checkpoint that was loaded.
+        layers_prefix: What stands before the number of a layer.
+        max_shard_bytes: The size of a shard, unless a single tensor is larger.
+        progress: Called as ``progress(done, total)`` with numbers of bytes, those that this process
+            writes.
+
+    Raises:
+        TypeError: if an array has a dtype that the format does not support.
+        OSError: if the folder exists and is not empty, or cannot be written.
+    """
+    sources = make_sources(layers, others, layers_prefix)
+    text = json.dumps(dict(config), indent=2) + "\n"
+    save_arrays(Path(folder), MODEL, sources, {"config.json": text}, max_shard_bytes, progress)
+
+
+def make_sources(
+    layers: Mapping[str, Any], others: Mapping[str, Any], layers_prefix: str
+) -> tuple[dict[str, Source], dict[str, Source]]:
+    """Return the sources of `layers` and of `others`."""
+
+    def stack(leaf: str, a: Any) -> Source:
+        return Source(a, [f"{layers_prefix}.{i}.{leaf}" for i in range(a.shape[0])], True)
+
+    return (
+        {leaf: stack(leaf, a) for leaf, a in layers.items()},
+        {name: Source(a, [name], False) for name, a in others.items()},
+    )
+
+
+# Loading
+
+
+class Problem(NamedTuple):
+    """Something wrong with a tensor or a file."""
+
+    kind: str
+    name: str
+    detail: str = ""
+
+
+def load_arrays(
+    folder: Path,
+    file_name: str,
+    sources: tuple[dict[str, Source], dict[str, Source]],
+    layers_prefix: str,
+    ignore: Collection[str],
+    progress: Progress | None,
+) -> tuple[Arrays, Arrays]:
+    """Load the arrays of both dicts of sources; see `load_checkpoint`."""
+    tensors, unread, problems = find_tensors(folder, file_name)
+    wanted = [source for group in sources for source in group.values()]
+    problems += _compare(tensors, unread, wanted, ignore)
+    if problems:
+        lines = "".join(f"\n- {line}" for line in _describe(problems, layers_prefix))
+        raise ValueError(f"{folder} does not have the expected tensors:{lines}")
+    total = sum(
+        num_bytes(tensors[name], bounds)
+        for source in wanted
+        for shard in _devices_by_shard(source.array)
+        for name, _, bounds in source.ranges(shard)
+    )
+    report = _make_report(total, progress)
+    layers, others = sources
+    # Single tensors are the largest of all, so they come while there is little else.
+    new_others = {name: _load_array(source, tensors, report) for name, source in others.items()}
+    new_layers = {leaf: _load_array(source, tensors, report) for leaf, source in layers.items()}
+    return new_layers, new_others
+
+
+def find_tensors(folder: Path, file_name: str) -> tuple[dict[str, Tensor], set[str], list[Problem]]:
+    """Return the tensors of a file, or of its shards.
+
+    Returns:
+        The tensors by name, the names of those in shards that cannot be read, and the problems.
+
+    Raises:
+        ValueError: The file and the index are missing, or the one that exists is damaged.
+    """
+    path, index = folder / file_name, folder / f"{file_name}.index.json"
+    if path.exists():
+        return read_header(path), set(), []
+    if not index.exists():
+        raise ValueError(f"{folder} must contain {file_name} or {index.name}.")
+    files, unread_files = read_index(index), set()
+    tensors: dict[str, Tensor] = {}
+    problems = []
+    for file in sorted(set(files.values())):
+        try:
+            shard = read_header(folder / file)
+        except (ValueError, FileNotFoundError) as error:
+            unread_files.add(file)
+            is_there = isinstance(error, ValueError)
+            problems.append(Problem("file", str(error)) if is_there else Problem("no file", file))
+        else:
+            problems += [Problem("in two files", name[:200]) for name in shard if name in tensors]
+            tensors |= shard
+    return tensors, {name for name, file in files.items() if file in unread_files}, problems
+
+
+def _compare(
+    tensors: Mapping[str, Tensor],
+    unread: Collection[str],
+    sources: Collection[Source],
+    ignore: Collection[str],
+) -> list[Problem]:
+    """Return the differences between the tensors and the sources."""
+    problems, used = [], set()
+    for source in sources:
+        wanted = jax.dtypes.canonicalize_dtype(source.array.dtype)
+        for name in source.names:
+            used.add(name)
+            if name in unread:
+                continue
+            if name not in tensors:
+                problems.append(Problem("missing", name))
+                continue
+            tensor = tensors[name]
+            if tensor.shape != source.tensor_shape:
+                detail = f"{tensor.shape}, not {source.tensor_shape}"
+                problems.append(Problem("of another shape", name, detail))
+            if not _is_converted(tensor.dtype, wanted):
+                problems.append(Problem("of another dtype", name, f"{tensor.dtype}, not {wanted}"))
+    ends = ignore if isinstance(ignore, str) else tuple(ignore)
+    left_over = [name for name in tensors if name not in used and not name.endswith(ends)]
+    return problems + [Problem("left over", name[:200]) for name in left_over]
+
+
+def _is_converted(name: str, dtype: np.dtype) -> bool:
+    """Return True if tensors of this name of a dtype may become arrays of `dtype`."""
+    return DTYPES.get(name) == dtype or {name, dtype_name(dtype)} <= FLOATS
+
+
+def _describe(problems: Collection[Problem], layers_prefix: str) -> Iterator[str]:
+    """Yield a line for each kind of problem, in which the same tensors of layers are one entry."""
+    in_layer = re.compile(rf"{re.escape(layers_prefix)}\.([0-9]{{1,9}})\.(.+)", re.DOTALL)
+    entries: dict[str, dict[tuple[str, str], list[int]]] = {}
+    for kind, name, detail in problems:
+        found = in_layer.fullmatch(name)
+        form = f"{layers_prefix}.{{}}.{found[2]}" if found else name
+        numbers = entries.setdefault(kind, {}).setdefault((form, detail), [])
+        numbers += [int(found[1])] if found else []
+    for kind, forms in entries.items():
+        listed = []
+        for (form, detail), numbers in forms.items():
+            name = form.replace("{}", _describe_numbers(numbers), 1) if numbers else form
+            listed.append(f"{name} ({detail})" if detail else name)
+        yield f"{kind}: {', '.join(listed)}"
+
+
+def _describe_numbers(numbers: Collection[int]) -> str:
+    """Return numbers like `0-3,5`."""
+    ranges: list[list[int]] = []
+    for n in sorted(numbers):
+        if ranges and n == ranges[-1][1] + 1:
+            ranges[-1][1] = n
+        else:
+            ranges.append([n, n])
+    text = ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in ranges)
+    return text if text.isdecimal() else f"{{{text}}}"
+
+
+def _load_array(
+    source: Source, tensors: Mapping[str, Tensor], report: Callable[[int], None]
+) -> jax.Array:
+    """Read the parts of an array that are on devices of this process."""
+    sharding, arrays = _sharding_of(source.array), []
+    for bounds, devices in _devices_by_shard(source.array).items():
+        kind = sharding.memory_kind
+        places = [SingleDeviceSharding(device, memory_kind=kind) for device in devices]
+        arrays += _create_shard(source, tensors, bounds, places, report)
+    return jax.make_array_from_single_device_arrays(tuple(source.array.shape), sharding, arrays)
+
+
+def _create_shard(
+    source: Source,
+    tensors: Mapping[str, Tensor],
+    bounds: Bounds,
+    places: list[SingleDeviceSharding],
+    report: Callable[[int], None],
+) -> list[jax.Array]:
+    """Create a shard at each of the places, which are a device and its memory."""
+    shape = tuple(last - first for first, last in bounds)
+    dtype = jax.dtypes.canonicalize_dtype(source.array.dtype)
+
+    def read(out: np.ndarray, name: str, part: Bounds) -> None:
+        _read_converted(tensors[name], part, out.reshape([b - a for a, b in part]), name)
+        report(num_bytes(tensors[name], part))
+
+    if math.prod(shape) * dtype.itemsize <= CHUNK_BYTES:
+        array = np.empty(shape or (1,), dtype)
+        for name, (first, last), part in source.ranges(bounds):
+            read(array[first:last], name, part)
+        # Programs may overwrite the new arrays in place, so they must not share memory.
+        return [jax.device_put(array.reshape(shape), place, may_alias=False) for place in places]
+    arrays = [_empty(place)(shape, dtype) for place in places]
+    if _is_cpu(places[0]):
+        views = [_view(jax.block_until_ready(a)) for a in arrays]
+        for name, (first, last), part in source.ranges(bounds):
+            read(views[0][first:last], name, part)
+            for view in views[1:]:
+                view[first:last] = views[0][first:last]
+        return arrays
+    for name, (first, last), part in source.ranges(bounds):
+        read(rows := np.empty((last - first, *shape[1:]), dtype), name, part)
+        arrays = [_write(place)(a, rows, first) for a, place in zip(arrays, places, strict=True)]
+        jax.block_until_ready(arrays)  # so that there is one `rows` at a time
+    return arrays
+
+
+def _is_cpu(place: jax.sharding.Sharding) -> bool:
+    """Return True for arrays in ordinary memory of this process."""
+    return next(iter(place.device_set)).platform == "cpu"
+
+
+def _view(a: jax.Array) -> np.ndarray:
+    """Return a writable view of a new array on the CPU.
+
+    XLA for CPUs would copy it with every `_write`, and change the bits of bfloat16 NaNs.
+    """
+    data: Any = (ctypes.c_uint8 * a.nbytes).from_address(a.unsafe_buffer_pointer())
+    return np.frombuffer(data, a.dtype).reshape(a.shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _empty(place: SingleDeviceSharding) -> Callable[..., jax.Array]:
+    """Return ``empty(shape, dtype)``, which creates an array at a place."""
+
+    def empty(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        # The scalar is in the memory of the result, so the result is created there.
+        return lax.broadcast(_put(jnp.zeros((), dtype), place), shape)
+
+    return jax.jit(empty, static_argnums=(0, 1), out_shardings=place)
+
+
+@functools.lru_cache(maxsize=64)
+def _write(place: SingleDeviceSharding) -> Callable[..., jax.Array]:
+    """Return ``write(a, rows, first)``, which overwrites rows of an array at a place."""
+
+    def write(a: jax.Array, rows: jax.Array, first: jax.Array) -> jax.Array:
+        # Only along the first axis: TPUs copy no other slices to the host.
+        return lax.dynamic_update_slice_in_dim(a, _put(rows, place), first, 0)
+
+    return jax.jit(write, donate_argnums=0, out_shardings=place)
+
+
+def _put(x: Any, place: SingleDeviceSharding) -> jax.Array:
+    return jax.device_put(x, jax.memory.Space.Host) if place.memory_kind == "pinned_host" else x
+
+
+def _read_converted(tensor: Tensor, bounds: Bounds, out: np.ndarray, name: str) -> None:
+    """Read a part of a tensor into an array, which may have another floating-point dtype."""
+    if DTYPES[tensor.dtype] == out.dtype:
+        read_tensor(tensor, bounds, out)
+        return
+    a = read_tensor(tensor, bounds)
+    with np.errstate(over="ignore", invalid="ignore"):
+        out[...] = a
+    if jnp.finfo(out.dtype).max < jnp.finfo(a.dtype).max and np.any(np.isinf(out) & ~np.isinf(a)):
+        raise ValueError(
+            f"{name:.200} in {tensor.path} has values of {a.dtype} that are too large for "
+            f"{out.dtype}."
+        )
+
+
+def _sharding_of(array: Any) -> jax.sharding.Sharding:
+    if (sharding := getattr(array, "sharding", None)) is not None:
+        return sharding
+    return SingleDeviceSharding(jax.local_devices()[0])
+
+
+def _devices_by_shard(array: Any) -> dict[Bounds, list[Any]]:
+    """Return the devices of this process that have each shard of an array."""
+    shape, devices = tuple(array.shape), {}
+    for device, index in _sharding_of(array).addressable_devices_indices_map(shape).items():
+        devices.setdefault(bounds_of(index, shape), []).append(device)
+    return devices
+
+
+def _make_report(total: int, progress: Progress | None) -> Callable[[int], None]:
+    """Return a function that adds to the number of bytes done."""
+    done = 0
+
+    def report(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    return report
+
+
+# Saving
+
+
+def save_arrays(
+    folder: Path,
+    file_name: str,
+    sources: tuple[dict[str, Source], dict[str, Source]],
+    texts: Mapping[str, str],
+    max_shard_bytes: int,
+    progress: Progress | None,
+) -> None:
+    """Save the arrays of both dicts of sources and some text files; see `save_checkpoint`."""
+    folder = Path(os.path.abspath(folder))
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder} exists and is not empty.")
+    layers, others = sources
+    # The tensors of a layer are next to each other, as models read them.
+    depth = max((len(source.names) for source in layers.values()), default=0)
+    by_layer = [(i, source) for i in range(depth) for source in layers.values()]
+    shapes = {
+        source.names[i]: describe(source.names[i], source.array)._replace(shape=source.tensor_shape)
+        for i, source in [*((0, source) for source in others.values()), *by_layer]
+        if i < len(source.names)
+    }
+    partial = folder.with_name(f".{folder.name}.partial")
+    shards = _split(shapes, file_name, max_shard_bytes)
+    headers = {name: make_header(partial / name, shard) for name, shard in shards.items()}
+    tensors = {name: t for _, shard in headers.values() for name, t in shard.items()}
+    if len(shards) > 1:
+        total = sum(num_bytes(t) for t in tensors.values())
+        places = {name: t.path.name for name, t in sorted(tensors.items())}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        texts = {**texts, f"{file_name}.index.json": json.dumps(index, indent=2) + "\n"}
+    is_first = jax.process_index() == 0
+    try:
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+            partial.mkdir(parents=True)
+            for name, (header, shard) in headers.items():
+                create_file(partial / name, header, shard)
+            for name, text in texts.items():
+                (partial / name).write_text(text)
+        _wait_for_all("create")
+        _write_all([*others.values(), *layers.values()], tensors, progress)
+        _wait_for_all("write")
+        if is_first:
+            sync_files([*partial.iterdir()])
+            partial.replace(folder)
+        _wait_for_all("rename")
+    except BaseException:
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _split(
+    shapes: Mapping[str, Description], file_name: str, max_bytes: int
+) -> dict[str, dict[str, Description]]:
+    """Distribute tensors over files, in order; return their descriptions by file."""
+    shards: list[dict[str, Description]] = [{}]
+    size = 0
+    for name, description in shapes.items():
+        tensor_bytes = math.prod(description.shape) * DTYPES[description.dtype].itemsize
+        if shards[-1] and size + tensor_bytes > max_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = description
+        size += tensor_bytes
+    if len(shards) == 1:
+        return {file_name: shards[0]}
+    stem, suffix = os.path.splitext(file_name)
+    return {
+        f"{stem}-{i:05d}-of-{len(shards):05d}{suffix}": shard for i, shard in enumerate(shards, 1)
+    }
+
+
+def _write_all(
+    sources: Collection[Source], tensors: Mapping[str, Tensor], progress: Progress | None
+) -> None:
+    """Write the parts of all arrays that are on devices of this process, each by one of them."""
+    shards = [(source, bounds, a) for source in sources for bounds, a in _own_shards(source.array)]
+    total = sum(
+        num_bytes(tensors[name], part)
+        for source, bounds, _ in shards
+        for name, _, part in source.ranges(bounds)
+    )
+    report = _make_report(total, progress)
+    for source, bounds, a in shards:
+        for name, rows, part in source.ranges(bounds):
+            array = _read_rows(a, *rows).reshape([last - first for first, last in part])
+            write_tensor(tensors[name], array, part)
+            report(array.nbytes)
+
+
+def _own_shards(a: Any) -> Iterator[tuple[Bounds, Any]]:
+    """Yield the bounds and data of the shards of an array that this process writes."""
+    if not isinstance(a, jax.Array):
+        yield whole(a.shape), a
+        return
+    for shard in a.addressable_shards:
+        if shard.replica_id == 0:
+            yield bounds_of(shard.index, a.shape), shard.data
+
+
+def _read_rows(a: Any, first: int, last: int) -> np.ndarray:
+    if not isinstance(a, jax.Array) or a.nbytes <= CHUNK_BYTES or _is_cpu(a.sharding):
+        return np.asarray(a).reshape(a.shape or (1,))[first:last]  # on the CPU: a view
+    return np.asarray(_reader(next(iter(a.devices())))(a, first, last - first))
+
+
+@functools.lru_cache(maxsize=64)
+def _reader(device: Any) -> Callable[..., Any]:
+    """Return a function that copies rows of an array on a device, or of its host memory."""
+
+    def read(a: jax.Array, first: Any, size: int) -> jax.Array:
+        rows = lax.dynamic_slice_in_dim(a, first, size, 0)
+        return jax.device_put(rows, jax.memory.Space.Device)
+
+    return jax.jit(read, static_argnums=2, out_shardings=SingleDeviceSharding(device))
+
+
+def _wait_for_all(name: str) -> None:
+    """Wait until all processes are at this point."""
+    if jax.process_count() > 1:
+        from jax.experimental.multihost_utils import sync_global_devices
+
+        sync_global_devices(f"effjax checkpoint: {name}")

@@ -1,0 +1,123 @@
+"""LoRA adapters in PEFT's layout."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from effjax import convert
+from tests.convert.test_checkpoint import assert_same_bits, random_bits, shapes_of
+
+LAYERS = {
+    "self_attn.q_proj.lora_A.weight": random_bits((3, 2, 8), "bfloat16", 0),
+    "self_attn.q_proj.lora_B.weight": random_bits((3, 16, 2), "bfloat16", 1),
+    "mlp.up_proj.lora_A.weight": random_bits((3, 2, 8), "float32", 2),
+    "mlp.up_proj.lora_B.weight": random_bits((3, 24, 2), "float32", 3),
+}
+
+
+def change_config(folder, **options):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | options))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    convert.save_adapter(tmp_path / "adapter", LAYERS, 1.5, base_model="base")
+    return tmp_path / "adapter"
+
+
+def test_round_trip(saved, mesh8):
+    assert sorted(os.listdir(saved)) == ["adapter_config.json", "adapter_model.safetensors"]
+    loaded, scale = convert.load_adapter(saved)
+    assert_same_bits(loaded, LAYERS)
+    assert scale == 1.5
+    place = NamedSharding(mesh8, P(None, None, None), memory_kind="pinned_host")
+    loaded, _ = convert.load_adapter(saved, shapes_of(LAYERS, place))
+    assert_same_bits(loaded, LAYERS)
+    assert all(a.sharding == place for a in loaded.values())
+
+
+def test_layout(saved):
+    names = convert.load_weights(saved / "adapter_model.safetensors").keys()
+    assert names == {
+        f"base_model.model.model.layers.{i}.{leaf}" for leaf in LAYERS for i in range(3)
+    }
+    config = json.loads((saved / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["mlp.up_proj", "self_attn.q_proj"]
+    assert (config["r"], config["lora_alpha"]) == (2, 3)
+    assert config["base_model_name_or_path"] == "base"
+
+
+def test_scales(saved):
+    for options, want in (({"lora_alpha": 5}, 2.5), ({"use_rslora": True}, 3 / 2**0.5)):
+        change_config(saved, **options | {"lora_alpha": options.get("lora_alpha", 3)})
+        assert convert.load_adapter(saved)[1] == want
+
+
+def test_other_prefix(tmp_path):
+    convert.save_adapter(tmp_path / "a", LAYERS, 1.0, layers_prefix="transformer.h")
+    with pytest.raises(ValueError, match=r"left over: base_model\.model\.transformer\.h\.0\."):
+        convert.load_adapter(tmp_path / "a")
+    assert_same_bits(convert.load_adapter(tmp_path / "a", layers_prefix="transformer.h")[0], LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("match", "options"),
+    [
+        (r"adapters with use_dora=True are not", {"use_dora": True}),
+        (r"alpha_pattern=\{'q': 3\}, b.* are not", {"bias": "all", "alpha_pattern": {"q": 3}}),
+        (r"modules_to_save=\['lm_head'\] are not", {"modules_to_save": ["lm_head"]}),
+        (r"init_lora_weights='pissa' are not", {"init_lora_weights": "pissa"}),
+        (r"r is 4, but the matrices have rank 2", {"r": 4}),
+        (r"\(r is not a positive integer\)", {"r": None}),
+        (r"\(lora_alpha is not a number\)", {"lora_alpha": True}),
+        (r"\(lora_alpha is not finite\)", {"lora_alpha": float("nan")}),
+        (r"\(peft_type is 'IA3'\)", {"peft_type": "IA3"}),
+    ],
+)
+def test_rejects_other_adapters(saved, match, options):
+    change_config(saved, **options)
+    with pytest.raises(ValueError, match=rf"adapter_config\.json: .*{match}"):
+        convert.load_adapter(saved)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, "\xff"])
+def test_rejects_damaged_configurations(saved, text):
+    (saved / "adapter_config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"adapter_config\.json: not the configuration of LoRA"):
+        convert.load_adapter(saved)
+
+
+def test_rejects_missing_layers(saved, tmp_path):
+    path = saved / "adapter_model.safetensors"
+    weights = convert.load_weights(path)
+    name = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
+    del weights[name]
+    convert.save_weights(path, weights | {"base_model.model.lm_head.lora_A.weight": np.ones(2)})
+    with pytest.raises(ValueError) as error:
+        convert.load_adapter(saved)
+    assert f"- missing: {name}" in str(error.value)
+    assert "- left over: base_model.model.lm_head.lora_A.weight" in str(error.value)
+
+
+A, B = np.ones((3, 2, 8)), np.ones((3, 4, 2))
+
+
+@pytest.mark.parametrize(
+    ("match", "layers"),
+    [
+        (r"Others: q.lora_A.weight\.", {"q.lora_A.weight": A}),
+        (r"Others: q.weight\.", {"q.weight": A, "x.lora_A.weight": A, "x.lora_B.weight": B}),
+        (r"Others: q.lora_B.weight\.", {"q.lora_A.weight": A, "q.lora_B.weight": B[0]}),
+        (r"Ranks: \[2, 8\]\.", {"q.lora_A.weight": A, "q.lora_B.weight": A}),
+        (r"Ranks: \[\]\.", {}),
+    ],
+)
+def test_rejects_other_arrays(tmp_path, match, layers):
+    with pytest.raises(ValueError, match=match):
+        convert.save_adapter(tmp_path / "a", layers, 1.0)
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,561 @@
+"""Checkpoints in Hugging Face's layout: values to the bit, shards, places, and malformed files."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from effjax import convert, memory
+from effjax.convert import checkpoint, safetensors_file
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+LAYERS = {
+    "self_attn.q_proj.weight": ((3, 16, 24), "bfloat16"),
+    "self_attn.q_proj.bias": ((3, 16), "float32"),
+    "mlp.up_proj.weight": ((3, 7, 5), "float16"),
+    "quantized": ((3, 8, 8), "int8"),
+    "eight": ((3, 8, 3), "float8_e4m3fn"),
+    "scale": ((3,), "float32"),
+    "empty": ((3, 0, 4), "bfloat16"),
+    "mask": ((3, 5), "bool"),
+}
+OTHERS = {
+    "model.embed_tokens.weight": ((33, 24), "bfloat16"),
+    "model.norm.weight": ((24,), "float32"),
+    "scalar": ((), "float32"),
+    "nothing": ((0,), "int32"),
+    "ids": ((9, 2), "uint8"),
+}
+NUM_BYTES = sum(
+    np.prod(shape, dtype=int) * jnp.dtype(dtype).itemsize
+    for shape, dtype in (LAYERS | OTHERS).values()
+)
+
+
+def random_bits(shape, dtype, seed=0):
+    """Return an array of random bits, NaNs of all kinds among them."""
+    dtype = jnp.dtype(dtype)
+    size = int(np.prod(shape)) * dtype.itemsize
+    bits = np.random.default_rng(seed).integers(0, 2 if dtype.kind == "b" else 256, size, np.uint8)
+    return bits.view(dtype).reshape(shape)
+
+
+def arrays_of(table):
+    return {name: random_bits(*row, seed=i) for i, (name, row) in enumerate(table.items())}
+
+
+def shapes_of(arrays, sharding=None):
+    """Return the shapes of arrays; `sharding` is one, or a function from a shape to one."""
+    place = sharding if callable(sharding) else lambda shape: sharding
+    return {
+        name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place(a.shape))
+        for name, a in arrays.items()
+    }
+
+
+def assert_same_bits(got, want):
+    assert got.keys() == want.keys()
+    for name, a in want.items():
+        assert (got[name].shape, got[name].dtype) == (a.shape, a.dtype), name
+        assert np.asarray(got[name]).tobytes() == np.asarray(a).tobytes(), name
+
+
+def on_one_device(kind):
+    return SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Return a checkpoint in several shards, and its arrays."""
+    layers, others = arrays_of(LAYERS), arrays_of(OTHERS)
+    convert.save_checkpoint(tmp_path / "model", layers, others, {"a": 1}, max_shard_bytes=900)
+    return tmp_path / "model", layers, others
+
+
+@pytest.fixture(params=[1 << 20, 50], ids=["at once", "by rows"])
+def chunk_bytes(request, monkeypatch):
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", request.param)
+
+
+@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+def test_round_trip(saved, tmp_path, chunk_bytes, kind):
+    folder, layers, others = saved
+    place = on_one_device(kind)
+    loaded = convert.load_checkpoint(folder, shapes_of(layers, place), shapes_of(others, place))
+    for got, want in zip(loaded, (layers, others), strict=True):
+        assert_same_bits(got, want)
+        assert all(a.sharding == place for a in got.values())
+    convert.save_checkpoint(tmp_path / "again", *loaded, {"a": 1}, max_shard_bytes=900)
+    assert sorted(os.listdir(tmp_path)) == ["again", "model"]
+    for file in folder.iterdir():
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file
+
+
+def test_layout(saved):
+    from safetensors import safe_open
+
+    folder, layers, others = saved
+    assert json.loads((folder / "config.json").read_text()) == {"a": 1}
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": NUM_BYTES}
+    files = set(index["weight_map"].values())
+    assert files == {p.name for p in folder.glob("*.safetensors")} and len(files) > 2
+    assert "model-00001-of-00007.safetensors" in files
+    want = {f"model.layers.{i}.{leaf}": a[i] for leaf, a in layers.items() for i in range(3)}
+    want |= others
+    assert index["weight_map"].keys() == want.keys()
+    for name, file in index["weight_map"].items():
+        with safe_open(folder / file, "numpy") as shard:
+            assert shard.metadata() == {"format": "pt"}
+            if "float8" not in str(want[name].dtype):
+                assert_same_bits({name: shard.get_tensor(name)}, {name: np.asarray(want[name])})
+        tensor = safetensors_file.read_header(folder / file)[name]
+        assert tensor.start % want[name].dtype.itemsize == 0
+        sizes = sum(want[n].nbytes for n, f in index["weight_map"].items() if f == file)
+        assert sizes <= 900 or list(index["weight_map"].values()).count(file) == 1
+
+
+def test_reads_what_the_safetensors_package_writes(tmp_path):
+    from safetensors.numpy import save_file
+
+    names = ["self_attn.q_proj.weight", "quantized", "scale"]
+    layers = {name: a for name, a in arrays_of(LAYERS).items() if name in names}
+    save_file(
+        {f"gpt.h.{i}.{leaf}": np.asarray(a[i]) for leaf, a in layers.items() for i in range(3)}
+        | {"gpt.h.0.self_attn.rotary_emb.inv_freq": np.ones(3), "lm_head.weight": np.ones(2)},
+        tmp_path / "model.safetensors",
+    )
+    loaded, none = convert.load_checkpoint(
+        tmp_path, shapes_of(layers), {}, layers_prefix="gpt.h",
+        ignore=("rotary_emb.inv_freq", "lm_head.weight"),
+    )  # fmt: skip
+    assert_same_bits(loaded, layers)
+    assert none == {}
+
+
+def spec_over_largest_axis(shape, axis):
+    """Shard the last axis that the number of devices divides."""
+    divisible = [i for i, size in enumerate(shape) if size and size % axis == 0]
+    return P(*[None] * divisible[-1], "data") if divisible else P()
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+def test_shards_of_a_mesh(saved, tmp_path, chunk_bytes, axis_type, kind):
+    folder, layers, others = saved
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (axis_type,) * 2, devices=jax.devices()[:8])
+
+    def sharding(shape):
+        return NamedSharding(mesh, spec_over_largest_axis(shape, 4), memory_kind=kind)
+
+    progress = []
+    loaded = convert.load_checkpoint(
+        folder, shapes_of(layers, sharding), shapes_of(others, sharding),
+        progress=lambda *done: progress.append(done),
+    )  # fmt: skip
+    for got, want in zip(loaded, (layers, others), strict=True):
+        assert_same_bits(got, want)
+        assert all(a.sharding == sharding(a.shape) for a in got.values())
+    # What is on several devices is read one time.
+    assert progress[-1] == (NUM_BYTES, NUM_BYTES) and sorted(progress) == progress
+    progress.clear()
+    convert.save_checkpoint(
+        tmp_path / "again", *loaded, {"a": 1}, max_shard_bytes=900,
+        progress=lambda *done: progress.append(done),
+    )  # fmt: skip
+    assert progress[-1] == (NUM_BYTES, NUM_BYTES) and sorted(progress) == progress
+    for file in folder.iterdir():
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("run", [1, 4096])
+def test_axes_of_shards(tmp_path, monkeypatch, mesh8, axis, run):
+    # Parts are runs of bytes in the file, or slabs of which a part is kept.
+    monkeypatch.setattr(safetensors_file, "MIN_RUN_BYTES", run)
+    monkeypatch.setattr(safetensors_file, "MAX_SLAB_BYTES", 500)
+    a = {"w": random_bits((8, 16, 24), "bfloat16")}
+    convert.save_checkpoint(tmp_path / "a", a, {"whole": a["w"]}, {})
+    place = NamedSharding(mesh8, P(*[None] * axis, "data"))
+    layers, others = convert.load_checkpoint(
+        tmp_path / "a", shapes_of(a, place), {"whole": shapes_of(a, place)["w"]}
+    )
+    assert_same_bits(layers | others, a | {"whole": a["w"]})
+    # A part of two axes, which a sharding over one axis does not have.
+    tensor = safetensors_file.read_header(tmp_path / "a" / "model.safetensors")["whole"]
+    part = safetensors_file.read_tensor(tensor, ((1, 7), (3, 12), (5, 6)))
+    assert part.tobytes() == a["w"][1:7, 3:12, 5:6].tobytes()
+
+
+def test_writes_by_programs(saved, tmp_path, chunk_bytes, monkeypatch):
+    # As on a GPU. XLA for CPUs changes NaNs of bfloat16, so these are left out.
+    monkeypatch.setattr(checkpoint, "_is_cpu", lambda place: False)
+    for kind in ("device", "pinned_host"):
+        place = on_one_device(kind)
+        layers = {"w": random_bits((3, 9, 5), "int32"), "x": random_bits((3, 8, 8), "uint8")}
+        others = {"y": random_bits((40, 3), "int32"), "z": np.float32(3)}
+        convert.save_checkpoint(tmp_path / kind, layers, others, {})
+        loaded = convert.load_checkpoint(
+            tmp_path / kind, shapes_of(layers, place), shapes_of(others, place)
+        )
+        for got, want in zip(loaded, (layers, others), strict=True):
+            assert_same_bits(got, want)
+            assert all(a.sharding == place for a in got.values())
+        convert.save_checkpoint(tmp_path / f"{kind} again", *loaded, {})
+        file = f"{kind} again/model.safetensors"
+        assert (tmp_path / file).read_bytes() == (
+            tmp_path / kind / "model.safetensors"
+        ).read_bytes()
+
+
+def test_new_arrays_have_memory_of_their_own(tmp_path, monkeypatch):
+    # They are donated to a training step, which overwrites them in place.
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 50)
+    arrays = {"w": np.ones((3, 50), np.float32), "x": np.full((3, 50), 5, np.float32)}
+    convert.save_checkpoint(tmp_path / "a", arrays, {}, {})
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
+    loaded, _ = convert.load_checkpoint(
+        tmp_path / "a", shapes_of(arrays, NamedSharding(mesh, P())), {}
+    )
+    assert_same_bits(loaded, arrays)
+    a = loaded["w"]
+    pointers = [shard.data.unsafe_buffer_pointer() for shard in a.addressable_shards]
+    assert len(set(pointers)) == 2
+    b = jax.jit(lambda a: a.at[0].set(2.0), donate_argnums=0)(a)
+    for shard, pointer in zip(b.addressable_shards, pointers, strict=True):
+        assert shard.data.unsafe_buffer_pointer() == pointer
+        np.testing.assert_array_equal(np.asarray(shard.data)[:, 0], [2, 1, 1])
+    assert_same_bits({"x": loaded["x"]}, {"x": arrays["x"]})
+
+
+def test_converts_floating_point(tmp_path, chunk_bytes):
+    values = np.linspace(-3, 3, 120).reshape(3, 8, 5)
+    kinds = ("bfloat16", "float16", "float32", "float64")
+    arrays = {kind: values.astype(jnp.dtype(kind)) for kind in kinds}
+    convert.save_checkpoint(tmp_path / "a", arrays, {}, {})
+    for kind in kinds[:3]:
+        shapes = {name: jax.ShapeDtypeStruct(a.shape, kind) for name, a in arrays.items()}
+        loaded, _ = convert.load_checkpoint(tmp_path / "a", shapes, {})
+        assert_same_bits(loaded, {n: a.astype(jnp.dtype(kind)) for n, a in arrays.items()})
+    # Without x64, float64 is float32.
+    shapes = {name: jax.ShapeDtypeStruct(a.shape, "float64") for name, a in arrays.items()}
+    loaded, _ = convert.load_checkpoint(tmp_path / "a", shapes, {})
+    assert {a.dtype for a in loaded.values()} == {jnp.dtype("float32")}
+
+
+def test_float64(tmp_path, x64):
+    arrays = {"w": random_bits((3, 4), "float64"), "n": random_bits((3, 4), "int64")}
+    convert.save_checkpoint(tmp_path / "a", arrays, {}, {})
+    assert_same_bits(convert.load_checkpoint(tmp_path / "a", shapes_of(arrays), {})[0], arrays)
+
+
+def test_rejects_values_that_become_infinite(tmp_path):
+    others = {"a": np.float32([1e30, np.inf]), "b": np.float32([-np.inf])}
+    convert.save_checkpoint(tmp_path / "a", {}, others, {})
+    wanted = {name: jax.ShapeDtypeStruct(a.shape, "float16") for name, a in others.items()}
+    with pytest.raises(
+        ValueError, match=r"^a in .*values of float32 that are too large for float16"
+    ):
+        convert.load_checkpoint(tmp_path / "a", {}, wanted)
+    convert.save_checkpoint(tmp_path / "b", {}, {"b": others["b"]}, {})
+    _, loaded = convert.load_checkpoint(tmp_path / "b", {}, {"b": wanted["b"]})
+    assert np.isneginf(loaded["b"]).all()
+
+
+def test_lists_all_differences(saved):
+    folder, layers, others = saved
+    layers, others = shapes_of(layers), shapes_of(others)
+    layers["mlp.down_proj.weight"] = layers.pop("mlp.up_proj.weight")
+    layers["self_attn.q_proj.weight"] = jax.ShapeDtypeStruct((4, 16, 24), "bfloat16")
+    layers["scale"] = jax.ShapeDtypeStruct((2,), "float32")
+    layers["quantized"] = jax.ShapeDtypeStruct((3, 8, 8), "bfloat16")
+    others["ids"] = jax.ShapeDtypeStruct((2, 9), "int8")
+    with pytest.raises(ValueError) as error:
+        convert.load_checkpoint(folder, layers, others)
+    lines = str(error.value).splitlines()
+    assert lines[0] == f"{folder} does not have the expected tensors:"
+    assert sorted(lines[1:]) == [
+        "- left over: model.layers.{0-2}.mlp.up_proj.weight, model.layers.2.scale",
+        "- missing: model.layers.3.self_attn.q_proj.weight, "
+        "model.layers.{0-2}.mlp.down_proj.weight",
+        "- of another dtype: model.layers.{0-2}.quantized (I8, not bfloat16), ids (U8, not int8)",
+        "- of another shape: ids ((9, 2), not (2, 9))",
+    ]
+
+
+def test_long_names_are_cut(tmp_path):
+    convert.save_checkpoint(tmp_path / "a", {}, {"y" * 10_000: np.ones(2)}, {})
+    with pytest.raises(ValueError, match="left over: y{200}$"):
+        convert.load_checkpoint(tmp_path / "a", {}, {})
+
+
+def test_names_damaged_shards(saved):
+    folder, layers, _ = saved
+    long = folder.parent / ("x" * 200)
+    folder = folder.rename(long)
+    first, second, third = (folder / f"model-0000{i}-of-00007.safetensors" for i in (1, 2, 3))
+    first.write_bytes(first.read_bytes()[:-1])
+    second.unlink()
+    whole = third.read_bytes()
+    third.write_bytes(whole + b"0")
+    with pytest.raises(ValueError) as error:
+        convert.load_checkpoint(folder, shapes_of(layers) | {"x": shapes_of(layers)["scale"]}, {})
+    message = str(error.value)
+    size = first.stat().st_size
+    assert (
+        f"{first}: not a complete .safetensors file (truncated: {size} of {size + 1} b" in message
+    )
+    assert f"no file: {second.name}\n" in message
+    assert f"{third}: not a complete .safetensors file (1 bytes after the last tensor)" in message
+    # What is in them is not reported as missing.
+    assert "missing: model.layers.{0-2}.x" in message and message.count("missing") == 1
+
+
+def test_names_a_shard_that_is_truncated_while_it_is_read(saved, monkeypatch):
+    folder, layers, others = saved
+    report = checkpoint._make_report
+
+    def truncate(total, progress):
+        for shard in folder.glob("*-00002-*"):
+            os.truncate(shard, 300)
+        return report(total, progress)
+
+    monkeypatch.setattr(checkpoint, "_make_report", truncate)
+    with pytest.raises(ValueError, match=r"model-00002-of-00007.safetensors: truncated while it"):
+        convert.load_checkpoint(folder, shapes_of(layers), shapes_of(others))
+
+
+def info(dtype="F32", shape=(2,), offsets=(0, 8)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def file_of(header, data=bytes(8)):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+DAMAGED = {
+    "empty": (b"", "0 bytes are no header"),
+    "no header": (b"\x01", "1 bytes are no header"),
+    "huge header": (b"\xff" * 30, "a header of 18446744073709551615 bytes"),
+    "header beyond the file": ((99).to_bytes(8, "little") + b"{}", "10 bytes, with a header of 99"),
+    "no JSON": (file_of(b"{"), "Expecting"),
+    "no UTF-8": (file_of(b"\xff\xfe\x00"), "codec"),
+    "deep JSON": (file_of(b"[" * 100_000), "recursion"),
+    "list": (file_of([1]), "the header is not an object"),
+    "number": (file_of(b"3"), "the header is not an object"),
+    "no description": (file_of({"a": 3}), "'a' is not described by an object"),
+    "twice": (file_of(b'{"a": {}, "a": {}}'), "two entries named 'a'"),
+    "no dtype": (file_of({"a": info(None)}), "'a' has no dtype"),
+    "unknown dtype": (file_of({"a": info("F31")}), "'a' has dtype F31"),
+    "negative size": (file_of({"a": info(shape=(-2,))}), "no valid shape"),
+    "text for a size": (file_of({"a": info(shape=("2",))}), "no valid shape"),
+    "true for a size": (file_of({"a": info(shape=(True, 2))}), "no valid shape"),
+    "huge size": (file_of({"a": info(shape=(2**63,))}), "no valid shape"),
+    "many digits": (file_of(b'{"a": ' + b"1" * 5000 + b"}"), "digits"),
+    "many axes": (file_of({"a": info(shape=(1,) * 65)}), "no valid shape"),
+    "three offsets": (file_of({"a": info(offsets=(0, 4, 8))}), "no valid offsets"),
+    "negative offset": (file_of({"a": info(offsets=(-8, 0))}), "no valid offsets"),
+    "reversed offsets": (file_of({"a": info(offsets=(8, 0))}), "'a' has -8 bytes"),
+    "other size": (file_of({"a": info(offsets=(0, 4))}), "'a' has 4 bytes, which are not its"),
+    "overlap": (file_of({"a": info(), "b": info("U8", (4,), (4, 8))}), "'b' overlaps another"),
+    "gap": (file_of({"a": info("U8", (4,), (4, 8))}), "4 unused bytes before 'a'"),
+    "truncated": (file_of({"a": info()}, bytes(7)), "truncated: 76 of 77 bytes"),
+    "offsets beyond the file": (
+        file_of({"a": info("U8", (2**40,), (0, 2**40))}), "truncated: 100 of 1099511627868 bytes",
+    ),
+    "longer": (file_of({"a": info()}, bytes(9)), "1 bytes after the last tensor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_rejects_damaged_files(tmp_path, name):
+    data, match = DAMAGED[name]
+    (tmp_path / "model.safetensors").write_bytes(data)
+    wanted = {"a": jax.ShapeDtypeStruct((2,), "float32")}
+    for read in (
+        lambda: convert.load_checkpoint(tmp_path, {}, wanted),
+        lambda: convert.load_weights(tmp_path / "model.safetensors"),
+    ):
+        with pytest.raises(ValueError, match=r"model\.safetensors: not a complete") as error:
+            read()
+        assert match in str(error.value)
+    (tmp_path / "model.safetensors").write_bytes(file_of({"a": info(), "__metadata__": {"b": "c"}}))
+    assert_same_bits(convert.load_checkpoint(tmp_path, {}, wanted)[1], {"a": np.zeros(2, "f4")})
+
+
+BAD_INDICES = {
+    "no JSON": (b"{", "Expecting"),
+    "no object": (b"[]", "no weight_map"),
+    "no map": (b'{"weight_map": []}', "no weight_map"),
+    "parent": ({"a": "../model.safetensors"}, "is not the name of a .safetensors file"),
+    "absolute": ({"a": "/etc/a.safetensors"}, "is not the name of a .safetensors file"),
+    "folder": ({"a": "b/c.safetensors"}, "is not the name of a .safetensors file"),
+    "backslash": ({"a": "b\\c.safetensors"}, "is not the name of a .safetensors file"),
+    "null": ({"a": "b\0.safetensors"}, "is not the name of a .safetensors file"),
+    "pickle": ({"a": "model.bin"}, "'model.bin' is not the name of a .safetensors file"),
+    "number": ({"a": 3}, "3 is not the name of a .safetensors file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INDICES)
+def test_rejects_bad_indices(tmp_path, name):
+    index, match = BAD_INDICES[name]
+    text = index if isinstance(index, bytes) else json.dumps({"weight_map": index}).encode()
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_bytes(text)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "c.safetensors").write_bytes(file_of({"a": info()}))
+    for read in (
+        lambda: convert.load_checkpoint(tmp_path, {}, {}),
+        lambda: convert.load_weights(path),
+    ):
+        with pytest.raises(ValueError, match=r"index\.json: not an index of") as error:
+            read()
+        assert match in str(error.value)
+
+
+def test_rejects_a_tensor_in_two_shards(tmp_path):
+    for name in ("x", "y"):
+        (tmp_path / f"{name}.safetensors").write_bytes(file_of({"a": info()}))
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}))
+    with pytest.raises(ValueError, match="- in two files: a\n- left over: a$"):
+        convert.load_checkpoint(tmp_path, {}, {})
+    with pytest.raises(ValueError, match=r"index\.json: the shards have two entries named 'a'"):
+        convert.load_weights(index)
+
+
+def test_rejects_folders_without_weights(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"must contain model.safetensors or model.safetensors.in"):
+        convert.load_checkpoint(tmp_path, {}, {})
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="model.safetensors: .*not a regular file"):
+        convert.load_checkpoint(tmp_path, {}, {})
+
+
+def test_rejects_unsupported_dtypes_of_files(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(file_of({"a": info("F4", (16,))}))
+    with pytest.raises(ValueError, match=r"of another dtype: a \(F4, not float32\)"):
+        convert.load_checkpoint(tmp_path, {}, {"a": jax.ShapeDtypeStruct((16,), "float32")})
+
+
+def test_load_weights_of_shards(saved):
+    folder, layers, others = saved
+    supported = {n: a for n, a in layers.items() if n != "eight"}
+    path = folder / "model.safetensors.index.json"
+    with pytest.raises(ValueError, match=r"layers\.0\.eight must have a real dtype .* not F8_E4M3"):
+        convert.load_weights(path)
+    convert.save_checkpoint(folder.parent / "b", supported, others, {}, max_shard_bytes=500)
+    want = {f"model.layers.{i}.{leaf}": a[i] for leaf, a in supported.items() for i in range(3)}
+    assert_same_bits(
+        convert.load_weights(folder.parent / "b" / path.name),
+        {name: np.asarray(a) for name, a in (want | others).items()},
+    )
+
+
+def test_saves_atomically(tmp_path, monkeypatch):
+    layers = {"w": np.ones((3, 2), np.float32)}
+    (tmp_path / ".a.partial").mkdir()  # of a process that was killed
+    (tmp_path / ".a.partial" / "old").write_text("")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk is full"):
+        patch.setattr(checkpoint, "write_tensor", fail)
+        convert.save_checkpoint(tmp_path / "a", layers, {}, {})
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "a").mkdir()
+    convert.save_checkpoint(tmp_path / "a", layers, {}, {})
+    assert sorted(os.listdir(tmp_path / "a")) == ["config.json", "model.safetensors"]
+    with pytest.raises(FileExistsError, match="a exists and is not empty"):
+        convert.save_checkpoint(tmp_path / "a", layers, {}, {})
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def fail(*_):
+    raise OSError("the disk is full")
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "others"),
+    [
+        (TypeError, "^a: .safetensors cannot hold complex64", {"a": np.complex64(1)}),
+        (TypeError, "^a: .safetensors cannot hold int4", {"a": jnp.int4(1)}),
+        (ValueError, "__metadata__ cannot be the name", {"__metadata__": np.ones(2)}),
+    ],
+)
+def test_rejects_arrays_that_cannot_be_saved(tmp_path, error, match, others):
+    with pytest.raises(error, match=match):
+        convert.save_checkpoint(tmp_path / "a", {}, others, {})
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("compiler", "target"), [("gpu_compiler", "h100"), ("tpu_compiler", "v5e")]
+)
+@pytest.mark.parametrize(("shape", "rows"), [((8, 512, 1024), 1), ((6000, 1024), 512)])
+def test_device_holds_one_part(request, compiler, target, shape, rows):
+    # On accelerators, the parts of host arrays pass through the device.
+    request.getfixturevalue(compiler)
+    place = on_one_device("pinned_host")
+    whole = jax.ShapeDtypeStruct(shape, "bfloat16", sharding=place)
+    part = jax.ShapeDtypeStruct((rows, *shape[1:]), "bfloat16")
+    first, part_bytes = jax.ShapeDtypeStruct((), "int32"), part.size * 2
+
+    def read(a, first):
+        return checkpoint._reader(jax.devices()[0])(a, first, rows)
+
+    for fun, args in (
+        (checkpoint._write(place), (whole, part, first)),
+        (jax.jit(read), (whole, first)),
+    ):
+        plan = memory.plan(fun, *args, target=target)
+        assert part_bytes <= plan.peak_device_bytes < 1.2 * part_bytes + 2**20
+        assert plan.peak_host_bytes < 1.01 * whole.size * 2
+
+
+MEMORY = """
+import resource, sys
+import jax, numpy as np
+from effjax import convert, memory
+shape, spare, memory = (8, 4096, 4096), (16384, 2048), sys.argv[2]
+one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+host = one.with_memory_kind("pinned_host")
+layers = {f"w{i}": jax.ShapeDtypeStruct(shape, "bfloat16", sharding=host) for i in range(2)}
+others = {"e": jax.ShapeDtypeStruct(spare, "bfloat16", sharding=one)}
+jax.block_until_ready(jax.jit(lambda: jax.numpy.zeros(3))())
+if memory == "save":
+    layers = {name: np.ones(a.shape, a.dtype) for name, a in layers.items()}
+    others = {name: np.ones(a.shape, a.dtype) for name, a in others.items()}
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+if memory == "save":
+    convert.save_checkpoint(sys.argv[1], layers, others, {}, max_shard_bytes=10**8)
+elif memory == "load":
+    kept = convert.load_checkpoint(sys.argv[1], layers, others)
+else:
+    kept = convert.load_weights(sys.argv[1] + "/model.safetensors.index.json")
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.exhaustive
+def test_memory(tmp_path):
+    """Check that loading takes the memory of the arrays, and saving next to none."""
+    num_bytes = 2 * (2 * 8 * 4096 * 4096 + 16384 * 2048)  # 604 MB
+    added = {}
+    for action in ("save", "load", "load_weights"):
+        done = subprocess.run(
+            [sys.executable, "-c", MEMORY, str(tmp_path / "model"), action],
+            env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        added[action] = int(done.stdout) / num_bytes
+    assert added["save"] < 0.05 and 0.95 < added["load"] < 1.05, added
+    assert 0.95 < added["load_weights"] < 1.05, added
