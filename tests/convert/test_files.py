@@ -341,8 +341,18 @@ def npz(save=np.savez):
     return file.getvalue()
 
 
+def safetensors(header, data):
+    return len(header).to_bytes(8, "little") + header + data
+
+
+HEADER = {
+    "a": {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]},
+    "n": {"dtype": "I64", "shape": [], "data_offsets": [96, 104]},
+    "__metadata__": {"format": "pt"},
+}
 WHOLE = {f"{name}.pth": (RECORDED / f"{name}.pth").read_bytes() for name in FORMATS}
 WHOLE |= {"stored.npz": npz(), "deflated.npz": npz(np.savez_compressed)}
+WHOLE["a.safetensors"] = safetensors(json.dumps(HEADER).encode(), A.tobytes() + bytes(8))
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -409,10 +419,6 @@ def test_safetensors(tmp_path):
         path.write_bytes(damage)
         with pytest.raises(ValueError, match="a.safetensors: not a complete .safetensors file"):
             convert.load_weights(path)
-
-
-def safetensors(header, data):
-    return len(header).to_bytes(8, "little") + header + data
 
 
 def test_rejects_a_name_twice_in_safetensors(read):
