@@ -71,7 +71,7 @@ EXTERNAL = {
     "memory": {"jax", "numpy", "rich", "matplotlib", "platformdirs"},
     "optimizers": {"jax", "optax"},
     "train": {"jax", "numpy", "orbax", "rich", "matplotlib"},
-    "train.data": {"numpy", "sklearn", "PIL"},
+    "train.data": {"numpy", "sklearn", "PIL", "tokenizers", "jinja2"},
     "train.images": FLAX | {"optax", "rich"},
     "train.lm": FLAX | {"optax", "rich"},
     "cli": {"jax", "rich", "typer", "matplotlib"},

@@ -12,7 +12,7 @@ class PreemptionError(Exception):
 
 
 class DataError(TrainError):
-    """Images or labels that cannot be read or cannot be right."""
+    """Data that cannot be read or cannot be right."""
 
 
 def check_regular(path: Path) -> None:

@@ -1,0 +1,326 @@
+"""The tokenizer and the chat template of a checkpoint in Hugging Face's layout."""
+
+import datetime
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from ..._extras import install_command
+from ..errors import DataError, check_regular, counted, printable, unreadable
+
+Spans = tuple[tuple[int, int], ...]  # of characters: first, last + 1
+Message = Mapping[str, Any]
+
+MARK = "\ud800"  # half of a surrogate pair, which no valid text contains
+GENERATION_TAG = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
+REASONING = "reasoning_content", "thinking", "reasoning"  # names of a field in data sets
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer and its chat template, from `load_tokenizer`.
+
+    Attributes:
+        backend: `tokenizers.Tokenizer`. It adds no tokens to a text.
+        beginning: The tokens that begin a text: BOS, or none.
+        end: The tokens that end a text: EOS, or none.
+        template: The chat template, a `jinja2.Template`. None if the checkpoint has none.
+        marks_generation: Whether the template has ``{% generation %}`` tags.
+        variables: What the template reads, such as `bos_token`.
+    """
+
+    backend: Any
+    beginning: tuple[int, ...]
+    end: tuple[int, ...]
+    template: Any
+    marks_generation: bool
+    variables: dict[str, str]
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = False,
+        tools: list[Any] | None = None,
+    ) -> str:
+        """Return a conversation as text, as `apply_chat_template` of transformers does.
+
+        Args:
+            messages: The turns. Each has a `role` and a `content`.
+            add_generation_prompt: Whether to end with the beginning of an assistant turn.
+            tools: JSON schemas of functions.
+
+        Raises:
+            DataError: There is no template, or it does not accept the messages.
+        """
+        return self._render(messages, add_generation_prompt, tools).replace(MARK, "")
+
+    def render_turns(
+        self, messages: Sequence[Message], tools: list[Any] | None = None
+    ) -> list[tuple[str, Spans]]:
+        """Return the texts of a conversation to train on, with the spans of the assistant's turns.
+
+        The spans are those that the template marks with ``{% generation %}``. If it marks none,
+        a turn is what the text up to this turn has after the text that prompts for it, which ends
+        with the beginning of an assistant turn.
+
+        There is one text, the whole conversation, unless the template renders a turn differently
+        once other turns follow, as Qwen 3's removes reasoning. The turns then have texts of their
+        own, each of the conversation up to the turn: what a model reads that generates it.
+
+        Raises:
+            DataError: As for `render`. Or a turn does not begin as the prompt for it ends, so that
+                its beginning is unknown.
+        """
+        if self.marks_generation:
+            pieces = self._render(messages, False, tools).split(MARK)
+            if len(pieces) % 2 == 0:
+                raise DataError("the chat template cuts a generation block")
+            ends = _cumulative_lengths(pieces)
+            return [("".join(pieces), tuple(zip(ends[:-1:2], ends[1::2], strict=True)))]
+
+        texts, spans = [], []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self.render(messages[:i], True, tools)
+            text = self.render(messages[: i + 1], False, tools)
+            if not text.startswith(prompt):
+                raise DataError(
+                    f"the chat template renders message {i + 1}, of the assistant, so that it does "
+                    f"not begin as the prompt for it ends ({prompt[-40:]!r}). Mark the assistant's "
+                    "turns in the template with {% generation %} and {% endgeneration %}."
+                )
+            texts.append(text)
+            spans.append((len(prompt), len(text)))
+        whole = self.render(messages, False, tools)
+        if all(whole.startswith(text) for text in texts):
+            return [(whole, tuple(spans))]
+        return [(text, (span,)) for text, span in zip(texts, spans, strict=True)]
+
+    def _render(
+        self, messages: Sequence[Message], add_generation_prompt: bool, tools: list[Any] | None
+    ) -> str:
+        if self.template is None:
+            raise DataError(
+                "the checkpoint has no chat template, which `messages` need. Use a checkpoint with "
+                "one, add chat_template.jinja to its folder, or use `prompt` and `completion`."
+            )
+        try:
+            return self.template.render(
+                messages=[_normalize(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                documents=None,
+                **self.variables,
+            )
+        # A template is a program, written for messages of another form perhaps: it raises what it
+        # wants to, and whatever Python's operators do.
+        except Exception as error:
+            what = f"the first {counted(len(messages), 'message')}"
+            if not messages:
+                what = "a conversation that begins with a turn of the assistant"
+            raise DataError(
+                f"the chat template does not accept {what} ({printable(str(error))})"
+            ) from error
+
+
+def load_tokenizer(folder: str | Path, today: datetime.date) -> Tokenizer:
+    """Load the tokenizer of a checkpoint, and its chat template.
+
+    Reads tokenizer.json, tokenizer_config.json and, if there is one, chat_template.jinja, which
+    takes precedence over the template in tokenizer_config.json. A template is executed in Jinja's
+    sandbox.
+
+    A text begins with BOS if `add_bos_token` or, without it and `add_eos_token`, tokenizer.json
+    says so. It ends with EOS, so that a model learns where to stop. Text in which a special token
+    is spelled out contains this token, as in transformers.
+
+    Args:
+        folder: The folder of the checkpoint.
+        today: The date that templates may write into a system prompt. A run that continues needs
+            that of its beginning, or its data differ.
+
+    Raises:
+        DataError: A file is missing or invalid, or a package.
+    """
+    try:
+        import jinja2  # noqa: F401
+        import tokenizers
+    except ModuleNotFoundError as error:
+        raise DataError(f"{error.name} is missing. Run {install_command('finetune')}.") from error
+
+    folder = Path(folder)
+    file = folder / "tokenizer.json"
+    content = _read(file)
+    try:
+        backend: Any = tokenizers.Tokenizer.from_str(content)
+    except Exception as error:  # tokenizers raises no other type
+        raise DataError(f"{file}: is not a tokenizer ({error})") from error
+    # What tokenizer.json may ask for, and the rows do not.
+    backend.no_truncation()
+    backend.no_padding()
+
+    file = folder / "tokenizer_config.json"
+    config = _parse_config(file)
+    variables = {
+        name: token["content"] if isinstance(token, dict) else token
+        for name, token in config.items()
+        if name.endswith("_token") and isinstance(token, dict | str)
+    }
+    special = {}
+    for name in ("bos_token", "eos_token"):
+        special[name] = ()
+        if name in variables:
+            number = backend.token_to_id(variables[name])
+            if number is None:
+                raise DataError(
+                    f"{file}: `{name}` (={variables[name]!r}) is not a token of tokenizer.json"
+                )
+            special[name] = (number,)
+
+    if {"add_bos_token", "add_eos_token"} & config.keys():
+        beginning = special["bos_token"] if config.get("add_bos_token") else ()
+        end = special["eos_token"] if config.get("add_eos_token") else ()
+    else:
+        beginning, end = _added_tokens(backend)
+    if not set(special["eos_token"]) <= set(end):
+        end += special["eos_token"]
+    # Byte-level processors would also shorten the offsets of tokens by their spaces.
+    backend.post_processor = tokenizers.processors.Sequence([])
+
+    source = _find_template(folder, config)
+    template = None
+    if source is not None:
+        template = _compile(source, today)
+    marks_generation = source is not None and bool(GENERATION_TAG.search(source))
+    return Tokenizer(backend, beginning, end, template, marks_generation, variables)
+
+
+def _read(file: Path) -> str:
+    check_regular(file)
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise unreadable(file, error) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: is not UTF-8 ({error.reason})") from error
+
+
+def _parse_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(_read(file))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}: is not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise DataError(f"{file}: must contain a JSON object")
+    return config
+
+
+def _added_tokens(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the tokens that a tokenizer adds before and after a text."""
+    encoding = backend.encode("a", add_special_tokens=True)
+    tokens = list(zip(encoding.ids, encoding.special_tokens_mask, strict=True))
+    before = [number for number, _ in takewhile(lambda token: token[1], tokens)]
+    after = [number for number, _ in takewhile(lambda token: token[1], reversed(tokens))]
+    return tuple(before), tuple(reversed(after))
+
+
+def _find_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """Return the source of the chat template."""
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return _read(file)
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several, by name
+        source = {one.get("name"): one.get("template") for one in source}.get("default")
+    return source
+
+
+def _compile(source: str, today: datetime.date) -> Any:
+    """Compile a chat template, in the environment that transformers has for them."""
+    import jinja2
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationTags(Extension):
+        """Put marks around what is between ``{% generation %}`` and ``{% endgeneration %}``."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = self.call_method("mark")
+            return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def mark(self, caller: Any) -> str:
+            return f"{MARK}{caller()}{MARK}"
+
+    class Namespace(jinja2.utils.Namespace):
+        """Like Jinja's, without names that a template could hide the type of an object behind."""
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                raise jinja2.exceptions.SecurityError(f"{name} must not begin with an underscore")
+            super().__setitem__(name, value)
+
+    def namespace(*args: Any, **kwargs: Any) -> Namespace:
+        result = Namespace()
+        for name, value in dict(*args, **kwargs).items():
+            result[name] = value
+        return result
+
+    def make_dict(*args: Any, **kwargs: Any) -> dict:
+        return dict(*args, **kwargs)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def strftime_now(form: str) -> str:
+        return datetime.datetime.combine(today, datetime.time()).strftime(form)
+
+    def tojson(
+        value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:  # fmt: skip
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+            sort_keys=sort_keys,
+        )  # fmt: skip
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTags, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson  # Jinja's own escapes HTML
+    environment.globals |= {
+        "dict": make_dict,  # the methods of the type could change what they are given
+        "namespace": namespace,
+        "raise_exception": raise_exception,
+        "strftime_now": strftime_now,
+    }
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise DataError(f"the chat template is not valid ({printable(str(error))})") from error
+
+
+def _normalize(message: Message) -> dict[str, Any]:
+    """Return a message without fields that are null, and with all names of reasoning."""
+    message = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((message[name] for name in REASONING if name in message), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _cumulative_lengths(pieces: list[str]) -> list[int]:
+    ends, end = [], 0
+    for piece in pieces:
+        end += len(piece)
+        ends.append(end)
+    return ends

@@ -1,0 +1,128 @@
+"""A tiny tokenizer in Hugging Face's layout, trained on text that comes with Python."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+# Templates in the formats of model families, written for the tests.
+CHATML = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+CHATML_GENERATION = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}
+    {%- else %}
+        {{- message.content + '<|im_end|>' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+LLAMA3 = """\
+{{- bos_token }}
+{%- if messages[0].role != 'system' %}
+    {{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: ' + strftime_now('%d %b %Y') }}
+    {{- '<|eot_id|>' }}
+{%- endif %}
+{%- if tools is not none %}
+    {{- '<|start_header_id|>system<|end_header_id|>\\n\\n' + tools | tojson + '<|eot_id|>' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+# Reasoning before the last question is removed, and an answer to it begins with reasoning.
+QWEN3 = """\
+{%- set ns = namespace(last=-1) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' and loop.index0 > ns.last %}
+        {{- '<think>\\n' + (message.reasoning_content or '') | trim('\\n') + '\\n</think>\\n\\n' }}
+    {%- endif %}
+    {{- message.content | default('', true) }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>' + call | tojson + '</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+MISTRAL = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Roles must alternate between user and assistant') }}
+    {%- endif %}
+    {%- if message.role == 'user' %}
+        {{- '[INST] ' + message.content + '[/INST]' }}
+    {%- else %}
+        {{- ' ' + message.content + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+TEMPLATES = {
+    "chatml": CHATML,
+    "generation": CHATML_GENERATION,
+    "llama3": LLAMA3,
+    "qwen3": QWEN3,
+    "mistral": MISTRAL,
+}
+SPECIAL = (
+    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<|eot_id|>", "[INST]", "[/INST]",
+)  # fmt: skip
+
+
+def write_tokenizer(
+    folder: Path, vocab_size: int = 384, template: str | None = CHATML, **config: Any
+) -> Path:
+    """Train a byte-level tokenizer and write tokenizer.json and tokenizer_config.json.
+
+    Args:
+        folder: Where to write; created if necessary.
+        vocab_size: Number of tokens, of which 256 are bytes.
+        template: The chat template, or None.
+        config: Other settings of tokenizer_config.json.
+    """
+    from pydoc_data.topics import topics
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(SPECIAL), show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator([topics["if"], topics["for"], topics["class"]], trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    } | config
+    if template is not None:
+        config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
