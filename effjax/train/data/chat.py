@@ -135,9 +135,10 @@ def load_tokenizer(folder: str | Path, today: datetime.date) -> Tokenizer:
     takes precedence over the template in tokenizer_config.json. A template is executed in Jinja's
     sandbox.
 
-    A text begins with BOS if `add_bos_token` or, without it and `add_eos_token`, tokenizer.json
-    says so. It ends with EOS, so that a model learns where to stop. Text in which a special token
-    is spelled out contains this token, as in transformers.
+    A text begins and ends with the tokens that tokenizer.json adds to it, such as BOS; as in
+    transformers, `add_bos_token` in tokenizer_config.json is ignored. It ends with EOS in any case,
+    so that a model learns where to stop. Text in which a special token is spelled out contains this
+    token, as in transformers.
 
     Args:
         folder: The folder of the checkpoint.
@@ -171,24 +172,14 @@ def load_tokenizer(folder: str | Path, today: datetime.date) -> Tokenizer:
         for name, token in config.items()
         if name.endswith("_token") and isinstance(token, dict | str)
     }
-    special = {}
-    for name in ("bos_token", "eos_token"):
-        special[name] = ()
-        if name in variables:
-            number = backend.token_to_id(variables[name])
-            if number is None:
-                raise DataError(
-                    f"{file}: `{name}` (={variables[name]!r}) is not a token of tokenizer.json"
-                )
-            special[name] = (number,)
-
-    if {"add_bos_token", "add_eos_token"} & config.keys():
-        beginning = special["bos_token"] if config.get("add_bos_token") else ()
-        end = special["eos_token"] if config.get("add_eos_token") else ()
-    else:
-        beginning, end = _added_tokens(backend)
-    if not set(special["eos_token"]) <= set(end):
-        end += special["eos_token"]
+    beginning, end = _added_tokens(backend)
+    if "eos_token" in variables:
+        eos = backend.token_to_id(variables["eos_token"])
+        if eos is None:
+            raise DataError(
+                f"{file}: `eos_token` (={variables['eos_token']!r}) is no token of tokenizer.json"
+            )
+        end = end if eos in end else (*end, eos)
     # Byte-level processors would also shorten the offsets of tokens by their spaces.
     backend.post_processor = tokenizers.processors.Sequence([])
 

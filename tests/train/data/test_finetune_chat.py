@@ -154,24 +154,23 @@ def tokens_around(tokenizer):
 
 def test_beginning_and_end(load, tmp_path):
     assert tokens_around(load()) == ([], ["</s>"])
-    assert tokens_around(load(add_bos_token=True)) == (["<s>"], ["</s>"])
-    assert tokens_around(load(add_eos_token=True)) == ([], ["</s>"])
     assert tokens_around(load(eos_token="<|im_end|>")) == ([], ["<|im_end|>"])
     assert tokens_around(load(eos_token=None)) == ([], [])
+    for processor, end in (("<s> $A", []), ("<s> $A </s>", ["</s>"])):
+        write_tokenizer(tmp_path, processor=processor, eos_token=None)
+        assert tokens_around(load_tokenizer(tmp_path, TODAY)) == (["<s>"], end)
+        write_tokenizer(tmp_path, processor=processor)
+        assert tokens_around(load_tokenizer(tmp_path, TODAY)) == (["<s>"], ["</s>"])
 
-    # As Llama 3's tokenizer.json does, unless tokenizer_config.json says otherwise.
+
+def test_truncation_and_padding_of_the_file(load, tmp_path):
+    load()
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    template = {"single": "<s> $A", "special_tokens": [("<s>", backend.token_to_id("<s>"))]}
-    backend.post_processor = tokenizers.processors.TemplateProcessing(**template)
     backend.enable_truncation(3)
-    backend.enable_padding(length=9)
+    backend.enable_padding(length=99)
     backend.save(str(tmp_path / "tokenizer.json"))
-    loaded = load_tokenizer(tmp_path, TODAY)
-    assert tokens_around(loaded) == (["<s>"], [])
-    assert loaded.backend.decode(loaded.backend.encode("a b c d").ids) == "a b c d"
-    config = {"eos_token": "</s>", "add_bos_token": False}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert tokens_around(load_tokenizer(tmp_path, TODAY)) == ([], ["</s>"])
+    backend = load_tokenizer(tmp_path, TODAY).backend
+    assert backend.decode(backend.encode("a b c d").ids, skip_special_tokens=False) == "a b c d"
 
 
 @pytest.mark.parametrize(
@@ -182,7 +181,11 @@ def test_beginning_and_end(load, tmp_path):
         ("tokenizer_config.json", None, r"tokenizer_config\.json: cannot be read"),
         ("tokenizer_config.json", b"{", r"tokenizer_config\.json: is not JSON"),
         ("tokenizer_config.json", b"[]", r"tokenizer_config\.json: must contain a JSON object"),
-        ("tokenizer_config.json", b'{"eos_token": "<end>"}', r"`eos_token` \(='<end>'\) is not a"),
+        (
+            "tokenizer_config.json",
+            b'{"eos_token": "<end>"}',
+            r"`eos_token` \(='<end>'\) is no token",
+        ),
         ("chat_template.jinja", b"\xff", r"chat_template\.jinja: is not UTF-8"),
     ],
 )

@@ -26,7 +26,7 @@ ANSWER = {"role": "assistant", "content": "Because of <|im_end|> 🎉 and <b>."}
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    folder = write_tokenizer(tmp_path_factory.mktemp("checkpoint"), add_bos_token=True)
+    folder = write_tokenizer(tmp_path_factory.mktemp("checkpoint"), processor="<s> $A")
     return load_tokenizer(folder, TODAY)
 
 
@@ -34,7 +34,9 @@ def tokenizer(tmp_path_factory):
 def tokenizers_of(tmp_path_factory):
     folders = {name: tmp_path_factory.mktemp(name) for name in TEMPLATES}
     return {
-        name: load_tokenizer(write_tokenizer(folder, template=TEMPLATES[name]), TODAY)
+        name: load_tokenizer(
+            write_tokenizer(folder, template=TEMPLATES[name], processor="<s> $A"), TODAY
+        )
         for name, folder in folders.items()
     }
 
@@ -282,7 +284,7 @@ def test_second_file(load, tmp_path, tokenizer):
 
 def test_chunks(load, monkeypatch):
     whole = load(numbered(10) + [{"text": "long " * 99}], validation=0.3)
-    monkeypatch.setattr(rows_module, "CHUNK", 3)
+    monkeypatch.setattr(rows_module, "CHUNK", 20)
     assert load(numbered(10) + [{"text": "long " * 99}], validation=0.3).digest == whole.digest
 
 

@@ -92,14 +92,16 @@ SPECIAL = (
 
 
 def write_tokenizer(
-    folder: Path, vocab_size: int = 384, template: str | None = CHATML, **config: Any
-) -> Path:
+    folder: Path, vocab_size: int = 384, template: str | None = CHATML,
+    processor: str | None = None, **config: Any,
+) -> Path:  # fmt: skip
     """Train a byte-level tokenizer and write tokenizer.json and tokenizer_config.json.
 
     Args:
         folder: Where to write; created if necessary.
         vocab_size: Number of tokens, of which 256 are bytes.
         template: The chat template, or None.
+        processor: What tokenizer.json adds to a text, such as "<s> $A".
         config: Other settings of tokenizer_config.json.
     """
     from pydoc_data.topics import topics
@@ -115,6 +117,12 @@ def write_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     tokenizer.train_from_iterator([topics["if"], topics["for"], topics["class"]], trainer)
+    if processor is not None:
+        special = [(name, SPECIAL.index(name)) for name in ("<s>", "</s>")]
+        template_processor = processors.TemplateProcessing(single=processor, special_tokens=special)
+        tokenizer.post_processor = processors.Sequence(
+            [tokenizer.post_processor, template_processor]
+        )
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
