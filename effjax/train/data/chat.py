@@ -30,7 +30,7 @@ class Tokenizer:
         end: The tokens that end a text: EOS, or none.
         template: The chat template, a `jinja2.Template`. None if the checkpoint has none.
         marks_generation: Whether the template has ``{% generation %}`` tags.
-        variables: What the template reads, such as `bos_token`.
+        variables: Special tokens that the template may read, such as `bos_token`.
     """
 
     backend: Any
@@ -63,17 +63,16 @@ class Tokenizer:
     ) -> list[tuple[str, Spans]]:
         """Return the texts of a conversation to train on, with the spans of the assistant's turns.
 
-        The spans are those that the template marks with ``{% generation %}``. If it marks none,
-        a turn is what the text up to this turn has after the text that prompts for it, which ends
-        with the beginning of an assistant turn.
+        The spans are those that the template marks with ``{% generation %}``. Without such marks,
+        the conversation is rendered up to each turn of the assistant, with the turn and with a
+        prompt for it instead. The turn is what the former adds to the latter.
 
-        There is one text, the whole conversation, unless the template renders a turn differently
-        once other turns follow, as Qwen 3's removes reasoning. The turns then have texts of their
-        own, each of the conversation up to the turn: what a model reads that generates it.
+        There is one text, the whole conversation, unless the template changes a turn when others
+        follow it, as that of Qwen 3, which removes reasoning. The result then has one text for each
+        turn: the conversation that a model has read when it generates the turn.
 
         Raises:
-            DataError: As for `render`. Or a turn does not begin as the prompt for it ends, so that
-                its beginning is unknown.
+            DataError: As for `render`. Or the text with a turn does not begin with its prompt.
         """
         if self.marks_generation:
             pieces = self._render(messages, False, tools).split(MARK)
@@ -90,9 +89,10 @@ class Tokenizer:
             text = self.render(messages[: i + 1], False, tools)
             if not text.startswith(prompt):
                 raise DataError(
-                    f"the chat template renders message {i + 1}, of the assistant, so that it does "
-                    f"not begin as the prompt for it ends ({prompt[-40:]!r}). Mark the assistant's "
-                    "turns in the template with {% generation %} and {% endgeneration %}."
+                    f"the beginning of message {i + 1}, of the assistant, is unknown: the chat "
+                    "template renders the conversation up to it so that it does not begin with the "
+                    f"prompt for it, which ends in {prompt[-40:]!r}. Mark the assistant's turns in "
+                    "the template with {% generation %} and {% endgeneration %}."
                 )
             texts.append(text)
             spans.append((len(prompt), len(text)))
@@ -117,8 +117,7 @@ class Tokenizer:
                 documents=None,
                 **self.variables,
             )
-        # A template is a program, written for messages of another form perhaps: it raises what it
-        # wants to, and whatever Python's operators do.
+        # A template is a program: messages of another form than it expects raise any type of error.
         except Exception as error:
             what = f"the first {counted(len(messages), 'message')}"
             if not messages:
@@ -160,17 +159,18 @@ def load_tokenizer(folder: str | Path, today: datetime.date) -> Tokenizer:
     try:
         backend: Any = tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # tokenizers raises no other type
-        raise DataError(f"{file}: is not a tokenizer ({error})") from error
-    # What tokenizer.json may ask for, and the rows do not.
+        raise DataError(f"{file}: is not a tokenizer ({printable(str(error))})") from error
+    # Sequences are cut and padded by the functions that read rows.
     backend.no_truncation()
     backend.no_padding()
 
     file = folder / "tokenizer_config.json"
     config = _parse_config(file)
     variables = {
-        name: token["content"] if isinstance(token, dict) else token
+        name: text
         for name, token in config.items()
-        if name.endswith("_token") and isinstance(token, dict | str)
+        if name.endswith("_token")
+        and isinstance(text := token.get("content") if isinstance(token, dict) else token, str)
     }
     beginning, end = _added_tokens(backend)
     if "eos_token" in variables:
@@ -184,9 +184,7 @@ def load_tokenizer(folder: str | Path, today: datetime.date) -> Tokenizer:
     backend.post_processor = tokenizers.processors.Sequence([])
 
     source = _find_template(folder, config)
-    template = None
-    if source is not None:
-        template = _compile(source, today)
+    template = None if source is None else _compile(source, today)
     marks_generation = source is not None and bool(GENERATION_TAG.search(source))
     return Tokenizer(backend, beginning, end, template, marks_generation, variables)
 
@@ -227,7 +225,10 @@ def _find_template(folder: Path, config: dict[str, Any]) -> str | None:
         return _read(file)
     source = config.get("chat_template")
     if isinstance(source, list):  # several, by name
-        source = {one.get("name"): one.get("template") for one in source}.get("default")
+        named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
+        source = named.get("default")
+    if not isinstance(source, str | None):
+        raise DataError(f"{folder / 'tokenizer_config.json'}: `chat_template` must be a string")
     return source
 
 

@@ -73,8 +73,9 @@ class FinetuneData:
         validation: Sequences of other rows; may be empty.
         num_rows: Number of rows of the files.
         num_cut: Number of rows of `messages` or `completion` that were longer than the maximum.
-        num_skipped: Number of rows without a token with loss, as it was cut off.
-        num_repeated: Number of train rows that were left out as they are also validation rows.
+        num_skipped: Number of rows that were left out because no token with loss is in the part
+            that was kept.
+        num_repeated: Number of train rows that were left out because they are validation rows too.
     """
 
     name: str
@@ -122,14 +123,14 @@ class _TokenizedRows(NamedTuple):
 
     Attributes:
         sequences: All of them.
-        rows: int64 [number of sequences], the row of each sequence, from 0.
+        row_of: int64 [number of sequences], the row of each sequence, from 0.
         hashes: uint64 [number of rows], of the content.
         num_cut: Number of rows that were cut.
         num_skipped: Number of rows that have no sequence.
     """
 
     sequences: Sequences
-    rows: np.ndarray
+    row_of: np.ndarray
     hashes: np.ndarray
     num_cut: int
     num_skipped: int
@@ -167,30 +168,30 @@ def load_rows(
     """
     if max_length < 2:
         raise DataError(f"`max_length` (={max_length}) must be at least 2")
-    read = _tokenize(Path(path), tokenizer, max_length)
-    num_rows, num_cut, num_skipped = len(read.hashes), read.num_cut, read.num_skipped
+    rows = _tokenize(Path(path), tokenizer, max_length)
+    num_rows, num_cut, num_skipped = len(rows.hashes), rows.num_cut, rows.num_skipped
     num_repeated = 0
     if validation_path is None:
-        held_out = _hold_out(read.hashes, validation, str(path))
-        train = read.sequences.select(~held_out[read.rows])
-        held_out = read.sequences.select(held_out[read.rows])
+        is_held_out = _hold_out(rows.hashes, validation, str(path))[rows.row_of]
+        train, held_out = (rows.sequences.select(mask) for mask in (~is_held_out, is_held_out))
     else:
         second = _tokenize(Path(validation_path), tokenizer, max_length)
-        repeated = np.isin(read.hashes, second.hashes)
-        train = read.sequences.select(~repeated[read.rows])
-        held_out = second.sequences
+        is_repeated = np.isin(rows.hashes, second.hashes)
+        train, held_out = rows.sequences.select(~is_repeated[rows.row_of]), second.sequences
         num_rows += len(second.hashes)
         num_cut += second.num_cut
         num_skipped += second.num_skipped
-        num_repeated = int(repeated.sum())
+        num_repeated = int(is_repeated.sum())
 
-    wanted = validation > 0 or validation_path is not None
-    for name, part in [("train", train), *([("validation", held_out)] if wanted else [])]:
-        if not len(part):
+    for name, part, wanted in (
+        ("train", train, True),
+        ("validation", held_out, validation > 0 or validation_path is not None),
+    ):
+        if wanted and not len(part):
             raise DataError(
-                f"{path}: no {name} row has a token with loss, of {counted(num_rows, 'row')}, "
-                f"{num_cut} of which were cut. Use a larger `max_length` (={max_length}) or other "
-                "rows."
+                f"{path}: no {name} row is left of {counted(num_rows, 'row')}. {num_skipped} have "
+                f"no token with loss within `max_length` (={max_length}), and {num_repeated} are "
+                "also validation rows."
             )
     return FinetuneData(str(path), train, held_out, num_rows, num_cut, num_skipped, num_repeated)
 
@@ -216,7 +217,7 @@ def _hold_out(hashes: np.ndarray, validation: float, name: str) -> np.ndarray:
 
 def _tokenize(path: Path, tokenizer: Tokenizer, max_length: int) -> _TokenizedRows:
     """Read a file and tokenize its rows."""
-    tokens, losses, lengths, rows, hashes = [], [], [], [], []
+    tokens, losses, lengths, row_of, hashes = [], [], [], [], []
     num_cut = num_skipped = 0
     for chunk in _chunk(_read_rows(path, tokenizer)):
         texts = [example.text for row in chunk for example in row]
@@ -228,7 +229,7 @@ def _tokenize(path: Path, tokenizer: Tokenizer, max_length: int) -> _TokenizedRo
                 ids, has_loss = _mask(example, next(encodings), tokenizer)
                 is_cut |= len(ids) > max_length and example.kind != "text"
                 pieces += _split(ids, has_loss, max_length, example.kind == "text")
-            rows += [len(hashes)] * (len(pieces) - before)
+            row_of += [len(hashes)] * (len(pieces) - before)
             num_cut += is_cut
             num_skipped += len(pieces) == before
             digest = blake2b(repr(row).encode(), digest_size=8).digest()
@@ -239,7 +240,7 @@ def _tokenize(path: Path, tokenizer: Tokenizer, max_length: int) -> _TokenizedRo
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     return _TokenizedRows(
         Sequences(_concatenate(tokens, np.int32), _concatenate(losses, bool), offsets),
-        np.array(rows, np.int64),
+        np.array(row_of, np.int64),
         np.array(hashes, np.uint64),
         num_cut,
         num_skipped,
@@ -262,7 +263,7 @@ def _split(
     ids: np.ndarray, has_loss: np.ndarray, max_length: int, keep_all: bool
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the sequences of a text that have a token with loss."""
-    # Each overlaps the one before by a token, which has no loss where it has nothing before it.
+    # Each overlaps the one before by a token, which has no loss as the first of a sequence.
     firsts = range(0, max(len(ids) - 1, 1) if keep_all else 1, max_length - 1)
     pieces = [(ids[i : i + max_length], has_loss[i : i + max_length].copy()) for i in firsts]
     for _, loss in pieces:

@@ -70,9 +70,7 @@ def test_turns_that_change_when_others_follow(load):
 def test_turn_must_begin_as_its_prompt_ends(load):
     thinking = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     template = CHATML[: CHATML.index("{%- if add_generation")] + thinking
-    message = (
-        r"renders message 2, of the assistant, so that .* \('.*assistant\\n<think>\\n'\)\. Mark"
-    )
+    message = r"beginning of message 2, .* is unknown: .* ends in '.*assistant\\n<think>\\n'\."
     with pytest.raises(DataError, match=message):
         load(template).render_turns(CONVERSATION[:2])
 
@@ -143,6 +141,7 @@ def test_conversation_that_begins_with_the_assistant(load):
 def test_sources_of_templates(load, tmp_path):
     named = [{"name": "tool_use", "template": "b"}, {"name": "default", "template": "a"}]
     assert load(named).render(CONVERSATION) == "a"
+    assert load(named[:1]).template is None
     (tmp_path / "chat_template.jinja").write_text("é{{ messages | length }}\n", encoding="utf-8")
     assert load(named).render(CONVERSATION) == "é4"
 
@@ -186,6 +185,7 @@ def test_truncation_and_padding_of_the_file(load, tmp_path):
             b'{"eos_token": "<end>"}',
             r"`eos_token` \(='<end>'\) is no token",
         ),
+        ("tokenizer_config.json", b'{"chat_template": 1}', "`chat_template` must be a string"),
         ("chat_template.jinja", b"\xff", r"chat_template\.jinja: is not UTF-8"),
     ],
 )

@@ -157,7 +157,7 @@ def test_long_rows_are_cut_and_counted(load, tokenizer):
     data = load(rows, max_length=12)
     assert texts(data.train, tokenizer) == ["<s>QXQXQXQX123", "<s>xy</s>"]
     assert (data.num_rows, data.num_cut, data.num_skipped) == (4, 3, 2)
-    message = r"no train row has a token with loss, of 4 rows, 4 of which were cut\. Use a larger"
+    message = r"no train row is left of 4 rows\. 4 have no token with loss within `max_length` \(=2"
     with pytest.raises(DataError, match=message):
         load(rows, max_length=2)
     with pytest.raises(DataError, match=r"`max_length` \(=1\) must be at least 2"):
@@ -277,6 +277,9 @@ def test_second_file(load, tmp_path, tokenizer):
     assert texts(data.validation, tokenizer) == ["<s>row 3</s>", "<s>another</s>"]
     assert texts(data.train, tokenizer) == [f"<s>row {i}</s>" for i in (0, 1, 2, 4)]
     assert (data.num_rows, data.num_repeated) == (7, 1)
+    second.write_text("".join(json.dumps(row) + "\n" for row in numbered(5)))
+    with pytest.raises(DataError, match="no train row is left of 10 rows.* 5 are also validation"):
+        load(numbered(5), validation_path=second)
     second.write_text('{"text": "row 3"}\nrow')
     with pytest.raises(DataError, match=r"second\.jsonl: line 2: is not JSON"):
         load(numbered(5), validation_path=second)
