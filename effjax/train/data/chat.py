@@ -28,7 +28,7 @@ class Tokenizer:
         backend: `tokenizers.Tokenizer`. It adds no tokens to a text.
         beginning: The tokens that begin a text: BOS, or none.
         end: The tokens that end a text: EOS, or none.
-        template: The chat template, a `jinja2.Template`. None if the checkpoint has none.
+        template: The chat template, a `jinja2.Template`. None for a checkpoint without one.
         marks_generation: Whether the template has ``{% generation %}`` tags.
         variables: Special tokens that the template may read, such as `bos_token`.
     """
@@ -54,7 +54,7 @@ class Tokenizer:
             tools: JSON schemas of functions.
 
         Raises:
-            DataError: There is no template, or it does not accept the messages.
+            DataError: The checkpoint lacks a template, or it does not accept the messages.
         """
         return self._render(messages, add_generation_prompt, tools).replace(MARK, "")
 
@@ -106,8 +106,8 @@ class Tokenizer:
     ) -> str:
         if self.template is None:
             raise DataError(
-                "the checkpoint has no chat template, which `messages` need. Use a checkpoint with "
-                "one, add chat_template.jinja to its folder, or use `prompt` and `completion`."
+                "the checkpoint lacks a chat template, which `messages` need. Use another one, "
+                "add chat_template.jinja to its folder, or use `prompt` and `completion`."
             )
         try:
             return self.template.render(
@@ -177,7 +177,7 @@ def load_tokenizer(folder: str | Path, today: datetime.date) -> Tokenizer:
         eos = backend.token_to_id(variables["eos_token"])
         if eos is None:
             raise DataError(
-                f"{file}: `eos_token` (={variables['eos_token']!r}) is no token of tokenizer.json"
+                f"{file}: `eos_token` (={variables['eos_token']!r}) is not in tokenizer.json"
             )
         end = end if eos in end else (*end, eos)
     # Byte-level processors would also shorten the offsets of tokens by their spaces.

@@ -35,7 +35,7 @@ class PackedSequences:
 
     @property
     def efficiency(self) -> float:
-        """Share of tokens that are no padding."""
+        """Share of the tokens that are not padding."""
         return len(self.sequences.tokens) / max(len(self) * self.length, 1)
 
     def batch(self, rows: np.ndarray) -> Batch:
@@ -81,7 +81,7 @@ def pack(sequences: Sequences, length: int, packing: bool = True) -> PackedSeque
     Args:
         sequences: At most `length` tokens each.
         length: Number of tokens in a row.
-        packing: If False, each sequence has a row of its own.
+        packing: If False, each row has one sequence.
     """
     if not packing:
         number = len(sequences)

@@ -126,7 +126,7 @@ class _TokenizedRows(NamedTuple):
         row_of: int64 [number of sequences], the row of each sequence, from 0.
         hashes: uint64 [number of rows], of the content.
         num_cut: Number of rows that were cut.
-        num_skipped: Number of rows that have no sequence.
+        num_skipped: Number of rows without a sequence.
     """
 
     sequences: Sequences
@@ -148,7 +148,7 @@ def load_rows(
     Sequences have at most `max_length` tokens. A longer `text` is split into several sequences.
     Each begins with the last token of the one before, so that each token but the first is predicted
     once. Longer `messages` and a longer `prompt` with its `completion` are cut at the end. A row
-    that then has no token with loss is left out.
+    whose tokens with loss are all cut off is left out.
 
     The split depends on the content of the rows only. No row is in both parts: rows with the same
     content are in the same one.
@@ -189,8 +189,8 @@ def load_rows(
     ):
         if wanted and not len(part):
             raise DataError(
-                f"{path}: no {name} row is left of {counted(num_rows, 'row')}. {num_skipped} have "
-                f"no token with loss within `max_length` (={max_length}), and {num_repeated} are "
+                f"{path}: no {name} row is left of {counted(num_rows, 'row')}. {num_skipped} lack "
+                f"a token with loss within `max_length` (={max_length}), and {num_repeated} are "
                 "also validation rows."
             )
     return FinetuneData(str(path), train, held_out, num_rows, num_cut, num_skipped, num_repeated)
@@ -263,7 +263,7 @@ def _split(
     ids: np.ndarray, has_loss: np.ndarray, max_length: int, keep_all: bool
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the sequences of a text that have a token with loss."""
-    # Each overlaps the one before by a token, which has no loss as the first of a sequence.
+    # Each begins with the last token of the one before. The first of a sequence is not predicted.
     firsts = range(0, max(len(ids) - 1, 1) if keep_all else 1, max_length - 1)
     pieces = [(ids[i : i + max_length], has_loss[i : i + max_length].copy()) for i in firsts]
     for _, loss in pieces:
@@ -326,7 +326,7 @@ def _load(line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise DataError(f"is not UTF-8 ({error.reason})") from error
     except UnicodeEncodeError as error:
-        raise DataError("contains half of a surrogate pair, which is no character") from error
+        raise DataError("contains half of a surrogate pair, which is not a character") from error
     except json.JSONDecodeError as error:
         raise DataError(
             f"is not JSON ({error.msg}, column {error.colno}). Write one JSON object into each "

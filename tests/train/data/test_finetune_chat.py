@@ -123,7 +123,7 @@ def test_names_of_templates(load):
         ("{{ messages[9].content }}", "not accept"),
         ("{% for %}", "the chat template is not valid"),
         ("{% generation %}", "the chat template is not valid"),
-        (None, "has no chat template"),
+        (None, "lacks a chat template"),
     ],
 )
 def test_templates_that_fail(load, template, message):
@@ -183,7 +183,7 @@ def test_truncation_and_padding_of_the_file(load, tmp_path):
         (
             "tokenizer_config.json",
             b'{"eos_token": "<end>"}',
-            r"`eos_token` \(='<end>'\) is no token",
+            r"`eos_token` \(='<end>'\) is not in tok",
         ),
         ("tokenizer_config.json", b'{"chat_template": 1}', "`chat_template` must be a string"),
         ("chat_template.jinja", b"\xff", r"chat_template\.jinja: is not UTF-8"),

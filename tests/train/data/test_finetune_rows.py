@@ -157,7 +157,7 @@ def test_long_rows_are_cut_and_counted(load, tokenizer):
     data = load(rows, max_length=12)
     assert texts(data.train, tokenizer) == ["<s>QXQXQXQX123", "<s>xy</s>"]
     assert (data.num_rows, data.num_cut, data.num_skipped) == (4, 3, 2)
-    message = r"no train row is left of 4 rows\. 4 have no token with loss within `max_length` \(=2"
+    message = r"no train row is left of 4 rows\. 4 lack a token with loss within `max_length` \(=2"
     with pytest.raises(DataError, match=message):
         load(rows, max_length=2)
     with pytest.raises(DataError, match=r"`max_length` \(=1\) must be at least 2"):
