@@ -1,6 +1,13 @@
 """Networks for Flax NNX; `effjax.models.linen` has those for linen."""
 
 from .._names import list_public as _list_public
+from .decoder import DecoderConfig as DecoderConfig
+from .decoder import DecoderFunctions as DecoderFunctions
+from .decoder import Llama3RopeScaling as Llama3RopeScaling
+from .decoder import decoder_functions as decoder_functions
+from .decoder import decoder_logits as decoder_logits
+from .decoder import decoder_shapes as decoder_shapes
+from .decoder import init_decoder as init_decoder
 from .densenet import densenet40_12 as densenet40_12
 from .densenet import densenet100_12 as densenet100_12
 from .densenet import densenet121 as densenet121
@@ -8,6 +15,7 @@ from .densenet import densenet161 as densenet161
 from .densenet import densenet169 as densenet169
 from .densenet import densenet201 as densenet201
 from .densenet import densenet_cifar as densenet_cifar
+from .nnx import Decoder as Decoder
 from .nnx import DenseNet as DenseNet
 from .nnx import FeaturePyramid as FeaturePyramid
 from .nnx import ResNet as ResNet

@@ -6,28 +6,43 @@ names after ``model.layers.N.``, stacked over the layers: ``"self_attn.q_proj.we
 """
 
 import dataclasses
+import functools
 import json
+import math
 import os
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..ops._common.arguments import as_dtype, as_integer, as_key
+from ..ops._common.dtypes import accumulation_dtype, at_least_float32
+from ..ops.attention import dot_product_attention
+from ..ops.cross_entropy import linear_cross_entropy
 
 Params = dict[str, Any]
 
-# Defaults of transformers for keys that a config.json may lack, where families differ.
-_FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"architectures": ["LlamaForCausalLM"]},
-    "mistral": {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 8},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 32},
-    "qwen3": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-    },
+
+class _Family(NamedTuple):
+    """A family of decoders, and its defaults of keys that config.json may lack."""
+
+    architecture: str
+    num_key_value_heads: int | None = None  # None means `num_attention_heads`
+    head_dim: int | None = None  # None means `hidden_size / num_attention_heads`
+    options: tuple[str, ...] = ()  # boolean options that the family has
+
+
+_FAMILIES = {
+    "llama": _Family("LlamaForCausalLM", options=("attention_bias", "mlp_bias")),
+    "mistral": _Family("MistralForCausalLM", num_key_value_heads=8),
+    "qwen2": _Family("Qwen2ForCausalLM", num_key_value_heads=32),
+    "qwen3": _Family("Qwen3ForCausalLM", 32, 128, options=("attention_bias",)),
 }
+MISTRAL_WINDOW = 4096  # if config.json has no `sliding_window`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,21 +115,19 @@ class DecoderConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of a config.json, for transformers and `from_json`."""
-        settings = json.loads(self.other_settings)
+        family = _FAMILIES[self.model_type]
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del fields["other_settings"]
+        settings = json.loads(fields.pop("other_settings"))
+        options = {name: fields.pop(name) for name in ("attention_bias", "mlp_bias")}
+        fields |= {name: value for name, value in options.items() if name in family.options}
+        if self.model_type != "mistral":
+            del fields["sliding_window"]
         if self.rope_scaling is not None:
-            fields["rope_scaling"] = {
-                "rope_type": "llama3",
-                **dataclasses.asdict(self.rope_scaling),
-            }
+            scaling = dataclasses.asdict(self.rope_scaling)
+            fields["rope_scaling"] = {"rope_type": "llama3", **scaling}
         fields["torch_dtype"] = fields.pop("dtype")
-        return {
-            "architectures": _FAMILIES[self.model_type]["architectures"],
-            "hidden_act": "silu",
-            **settings,
-            **fields,
-        }
+        names = {"architectures": [family.architecture], "hidden_act": "silu"}
+        return {**names, **settings, **fields}
 
     @property
     def has_qk_norm(self) -> bool:
@@ -128,37 +141,44 @@ class DecoderConfig:
 
 
 def _parse(settings: dict[str, Any]) -> DecoderConfig:
-    """Return the configuration of the content of a config.json."""
+    """Return the configuration of the content of a config.json; empties `settings` of its keys."""
     model_type = settings.pop("model_type", None)
     if model_type not in _FAMILIES:
         known = ", ".join(f'"{name}"' for name in _FAMILIES)
         raise ValueError(f"`model_type` (={model_type!r}) of config.json must be one of {known}.")
     family = _FAMILIES[model_type]
+    _refuse_unsupported(model_type, settings)
     fields: dict[str, Any] = {"model_type": model_type}
-    required = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"
-    for name in (*required, "num_attention_heads"):
+    for name in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads",
+    ):  # fmt: skip
         if name not in settings:
             raise ValueError(f"config.json has no `{name}`.")
-        fields[name] = settings.pop(name)
+        fields[name] = as_integer(name, settings.pop(name), 1)
     heads = fields["num_attention_heads"]
-    key_value_heads = settings.pop("num_key_value_heads", family.get("num_key_value_heads"))
-    fields["num_key_value_heads"] = heads if key_value_heads is None else key_value_heads
+    kv_heads = settings.pop("num_key_value_heads", family.num_key_value_heads)
+    fields["num_key_value_heads"] = heads if kv_heads is None else kv_heads
     if heads % fields["num_key_value_heads"]:
         raise ValueError(
             f"`num_key_value_heads` (={fields['num_key_value_heads']}) must divide "
             f"`num_attention_heads` (={heads})."
         )
-    head_dim = settings.pop("head_dim", family.get("head_dim"))
+    head_dim = settings.pop("head_dim", family.head_dim)
     fields["head_dim"] = fields["hidden_size"] // heads if head_dim is None else head_dim
-    for name in ("rms_norm_eps", "attention_bias", "mlp_bias", "tie_word_embeddings"):
-        if settings.get(name) is not None:
-            fields[name] = settings.pop(name)
+    if fields["head_dim"] % 2:
+        raise ValueError(
+            f"`head_dim` (={fields['head_dim']}) must be even: rotary embeddings rotate pairs."
+        )
+    for name in ("rms_norm_eps", "tie_word_embeddings", *family.options):
+        value = settings.pop(name, None)
+        if value is not None:
+            fields[name] = value
     dtypes = [settings.pop(name, None) for name in ("dtype", "torch_dtype")]
     fields["dtype"] = dtypes[0] or dtypes[1] or "float32"
     fields |= _parse_rope(settings)
     if model_type == "mistral":
-        fields["sliding_window"] = settings.pop("sliding_window", 4096)
-    _refuse_unsupported(model_type, settings)
+        fields["sliding_window"] = settings.pop("sliding_window", MISTRAL_WINDOW)
     for name in ("architectures", "hidden_act"):  # written by `to_json`
         settings.pop(name, None)
     return DecoderConfig(**fields, other_settings=json.dumps(settings, sort_keys=True))
@@ -166,17 +186,25 @@ def _parse(settings: dict[str, Any]) -> DecoderConfig:
 
 def _parse_rope(settings: dict[str, Any]) -> dict[str, Any]:
     """Return `rope_theta` and `rope_scaling`, from the keys of transformers 4 or 5."""
-    scaling = settings.pop("rope_scaling", None) or {}
-    rope = {**scaling, **(settings.pop("rope_parameters", None) or {})}
-    theta = settings.pop("rope_theta", None) or rope.get("rope_theta")
+    rope = {
+        **(settings.pop("rope_scaling", None) or {}),
+        **(settings.pop("rope_parameters", None) or {}),
+    }
+    theta = settings.pop("rope_theta", None)
+    theta = rope.get("rope_theta", theta)
     fields = {} if theta is None else {"rope_theta": float(theta)}
     kind = rope.get("rope_type") or rope.get("type") or "default"
+    if any(isinstance(value, dict) for value in rope.values()):
+        kind = "one for each type of layer"
+    if rope.get("partial_rotary_factor", 1) != 1:
+        kind = f"{kind} with partial_rotary_factor"
     if kind == "llama3":
+        rope.setdefault("original_max_position_embeddings", settings.get("max_position_embeddings"))
         names = [f.name for f in dataclasses.fields(Llama3RopeScaling)]
-        missing = [name for name in names if name not in rope]
-        if missing:
-            raise ValueError(f"The llama3 scaling of config.json has no `{missing[0]}`.")
-        fields["rope_scaling"] = Llama3RopeScaling(**{name: rope[name] for name in names})
+        for name in names:
+            if rope.get(name) is None:
+                raise ValueError(f"The llama3 scaling of config.json has no `{name}`.")
+        fields["rope_scaling"] = Llama3RopeScaling(*(rope[name] for name in names))
     elif kind != "default":
         raise ValueError(
             f'`rope_type` (={kind!r}) of config.json must be "default" or "llama3"; others are '
@@ -187,20 +215,21 @@ def _parse_rope(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse_unsupported(model_type: str, settings: dict[str, Any]) -> None:
     """Raise ValueError for settings that would change the network."""
-    expected = {
+    supported = {
         "hidden_act": "silu",
-        "use_sliding_window": False,
         "attention_dropout": 0,
         "partial_rotary_factor": 1,
         "quantization_config": None,
     }
-    for name, value in expected.items():
-        if name in settings and settings[name] != value and settings[name] is not None:
+    if model_type.startswith("qwen"):
+        supported["use_sliding_window"] = False
+    for name, value in supported.items():
+        if settings.get(name) not in (None, value):
             raise ValueError(
-                f"`{name}` (={settings[name]!r}) of config.json must be {value!r}; other values "
-                "are not supported."
+                f"`{name}` (={settings[name]!r:.80}) of config.json must be {value!r}; other "
+                "values are not supported."
             )
-    if model_type != "mistral" and "sliding_attention" in (settings.get("layer_types") or ()):
+    if "sliding_attention" in (settings.get("layer_types") or ()):
         raise ValueError('`layer_types` of config.json must all be "full_attention".')
 
 
@@ -241,3 +270,226 @@ def decoder_shapes(config: DecoderConfig) -> tuple[Params, Params]:
         for name, shape in layers.items()
     }
     return stacked, {name: jax.ShapeDtypeStruct(s, dtype) for name, s in others.items()}
+
+
+def init_decoder(config: DecoderConfig, key: jax.Array) -> tuple[Params, Params]:
+    """Return random parameters ``(layers, others)``, of the shapes of `decoder_shapes`.
+
+    Weights are drawn from N(0, 0.02²), or with the standard deviation `initializer_range` of
+    config.json. Those of norms are 1, and biases are 0.
+    """
+    key = as_key("key", key)
+    deviation = json.loads(config.other_settings).get("initializer_range", 0.02)
+
+    def draw(key: jax.Array, name: str, a: jax.ShapeDtypeStruct) -> jax.Array:
+        if "norm" in name:
+            return jnp.ones(a.shape, a.dtype)
+        if name.endswith("bias"):
+            return jnp.zeros(a.shape, a.dtype)
+        return (deviation * jax.random.normal(key, a.shape)).astype(a.dtype)
+
+    layers, others = decoder_shapes(config)
+    shapes = [(n, a) for tree in (layers, others) for n, a in tree.items()]
+    arrays = [draw(jax.random.fold_in(key, i), *entry) for i, entry in enumerate(shapes)]
+    values = dict(zip((name for name, _ in shapes), arrays, strict=True))
+    return {name: values[name] for name in layers}, {name: values[name] for name in others}
+
+
+class DecoderFunctions(NamedTuple):
+    """The functions of a decoder for `effjax.offload_train_step`."""
+
+    embed: Callable[..., Any]
+    layer: Callable[..., Any]
+    head: Callable[..., Any]
+
+
+def decoder_functions(
+    config: DecoderConfig,
+    *,
+    dtype: Any = None,
+    attention: str | None = None,
+    mlp_chunk_size: int | None = None,
+) -> DecoderFunctions:
+    """Return the functions ``(embed, layer, head)`` of a decoder.
+
+    They are the arguments of `effjax.offload_train_step`, with ``weighted_loss=True``::
+
+        init, step = offload_train_step(*decoder_functions(config), tx, weighted_loss=True)
+
+    * ``embed(others, batch, key) -> x`` returns a dict: "hidden" `[N, T, hidden_size]`, and the
+      batch's positions and segment ids.
+    * ``layer(params, x, key) -> x`` takes the parameters of one layer.
+    * ``head(others, x, batch, key) -> (loss_sum, weight)`` returns the sum of the cross entropy of
+      tokens, times their weights, and the sum of the weights.
+
+    A batch is a dict of arrays `[N, T]`:
+
+    * "tokens": integers in [0, vocab_size);
+    * "labels": the next tokens. No layer shifts them;
+    * "weights", optional: the weights of the tokens' losses, numbers or booleans. The labels of
+      tokens with weight 0 are ignored. By default all weights are 1;
+    * "positions", optional: integers, by default ``arange(T)``. Those of packed sequences begin at
+      0 in each document;
+    * "segment_ids", optional: integers, by default all equal. Tokens attend to tokens of the same
+      id only.
+
+    Args:
+        config: the configuration.
+        dtype: of the computation. If None, that of `config`.
+        attention: the implementation of `effjax.dot_product_attention`.
+        mlp_chunk_size: number of positions that the MLP processes at a time; the backward pass
+            recomputes each chunk. None means all of them.
+    """
+    dtype = as_dtype("dtype", config.dtype if dtype is None else dtype)
+    if mlp_chunk_size is not None:
+        mlp_chunk_size = as_integer("mlp_chunk_size", mlp_chunk_size, 1)
+    return DecoderFunctions(
+        functools.partial(_embed, dtype),
+        functools.partial(_apply_layer, config, attention, mlp_chunk_size),
+        functools.partial(_apply_head, config),
+    )
+
+
+def decoder_logits(config: DecoderConfig, others: Params, hidden: jax.Array) -> jax.Array:
+    """Return the logits `[N, T, vocab_size]` of the last layer's output `[N, T, hidden_size]`.
+
+    They are float32, or float64 if computed in float64. A loss that does not need them is that of
+    `decoder_functions`.
+    """
+    x = _rms_norm(hidden, others["model.norm.weight"], config.rms_norm_eps)
+    weight = _head_weight(config, others).astype(x.dtype)
+    return jnp.einsum("ntd,vd->ntv", x, weight, preferred_element_type=accumulation_dtype(x))
+
+
+def _embed(dtype: Any, others: Params, batch: Params, key: Any = None) -> Params:
+    tokens = batch["tokens"]
+    positions = batch.get("positions")
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    x = {"hidden": others["model.embed_tokens.weight"][tokens].astype(dtype)}
+    x["positions"] = positions
+    if batch.get("segment_ids") is not None:
+        x["segment_ids"] = batch["segment_ids"]
+    return x
+
+
+def _apply_layer(
+    config: DecoderConfig,
+    attention: str | None,
+    mlp_chunk_size: int | None,
+    params: Params,
+    x: Params,
+    key: Any = None,
+) -> Params:
+    hidden = x["hidden"]
+    hidden = hidden + _attend(config, attention, params, x)
+
+    def mlp(hidden: jax.Array) -> jax.Array:
+        return hidden + _apply_mlp(config, params, hidden)
+
+    length, size = hidden.shape[1], mlp_chunk_size
+    if size is not None and size < length:
+        hidden = _map_chunks(jax.checkpoint(mlp, prevent_cse=False), hidden, size)
+    else:
+        hidden = mlp(hidden)
+    return {**x, "hidden": hidden}
+
+
+def _attend(config: DecoderConfig, attention: str | None, params: Params, x: Params) -> jax.Array:
+    hidden, epsilon = x["hidden"], config.rms_norm_eps
+    y = _rms_norm(hidden, params["input_layernorm.weight"], epsilon)
+    q, k, v = (
+        _linear(params, f"self_attn.{name}_proj", y).reshape(*y.shape[:2], -1, config.head_dim)
+        for name in "qkv"
+    )  # [N, T, heads, head_dim]
+    if config.has_qk_norm:
+        q = _rms_norm(q, params["self_attn.q_norm.weight"], epsilon)
+        k = _rms_norm(k, params["self_attn.k_norm.weight"], epsilon)
+    rotation = _rotation(config, x["positions"], accumulation_dtype(y))
+    y = dot_product_attention(
+        _rotate(q, *rotation),
+        _rotate(k, *rotation),
+        v,
+        segment_ids=x.get("segment_ids"),
+        window=config.sliding_window,
+        implementation=attention,
+    )
+    return _linear(params, "self_attn.o_proj", y.reshape(*y.shape[:2], -1))
+
+
+def _apply_mlp(config: DecoderConfig, params: Params, hidden: jax.Array) -> jax.Array:
+    y = _rms_norm(hidden, params["post_attention_layernorm.weight"], config.rms_norm_eps)
+    gate, up = (_linear(params, f"mlp.{name}_proj", y) for name in ("gate", "up"))
+    return _linear(params, "mlp.down_proj", jax.nn.silu(gate) * up)
+
+
+def _map_chunks(fun: Callable, x: jax.Array, size: int) -> jax.Array:
+    """Apply a function of tokens to `size` positions of x [N, T, D] at a time."""
+    count = x.shape[1] // size
+    whole, rest = x[:, : count * size], x[:, count * size :]
+    chunks = jnp.swapaxes(whole.reshape(x.shape[0], count, size, x.shape[2]), 0, 1)
+    y = jnp.swapaxes(lax.map(fun, chunks), 0, 1).reshape(whole.shape)
+    return jnp.concatenate([y, fun(rest)], 1) if rest.shape[1] else y
+
+
+def _apply_head(
+    config: DecoderConfig, others: Params, x: Params, batch: Params, key: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    hidden = _rms_norm(x["hidden"], others["model.norm.weight"], config.rms_norm_eps)
+    labels, weights = batch["labels"], batch.get("weights")
+    kernel = _head_weight(config, others).T
+    if weights is None:
+        losses = linear_cross_entropy(hidden, kernel, labels)
+        return losses.sum(), jnp.asarray(labels.size, losses.dtype)
+    losses = linear_cross_entropy(hidden, kernel, labels, where=weights != 0)
+    weights = weights.astype(losses.dtype)
+    return (losses * weights).sum(), weights.sum()
+
+
+def _head_weight(config: DecoderConfig, others: Params) -> jax.Array:  # [vocab_size, hidden_size]
+    tied = config.tie_word_embeddings
+    return others["model.embed_tokens.weight" if tied else "lm_head.weight"]
+
+
+def _linear(params: Params, name: str, x: jax.Array) -> jax.Array:
+    weight = params[f"{name}.weight"].astype(x.dtype)  # [out, in]
+    y = lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+    bias = params.get(f"{name}.bias")
+    return y if bias is None else y + bias.astype(y.dtype)
+
+
+def _rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    wide = at_least_float32(x)
+    wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + epsilon)
+    return weight.astype(x.dtype) * wide.astype(x.dtype)
+
+
+# Channels j and D/2 + j of a head form a 2-vector, rotated at position t by the angle t * f[j],
+# f[j] = rope_theta^(-2j/D). Llama 3.1 divides a frequency by `factor` if it turns less than
+# `low_freq_factor` times in the original length, keeps it if it turns more than `high_freq_factor`
+# times, and interpolates between.
+
+
+def _rotary_frequencies(config: DecoderConfig) -> np.ndarray:
+    """Return the frequencies [D/2] in radians per position, float64."""
+    exponents = np.arange(0, config.head_dim, 2) / config.head_dim
+    frequencies = config.rope_theta**-exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def _rotation(config: DecoderConfig, positions: jax.Array, dtype: Any) -> tuple:
+    """Return the cosine and sine of the angles [N, T, 1, D/2]."""
+    frequencies = jnp.asarray(_rotary_frequencies(config), dtype)
+    angles = positions[:, :, None, None].astype(dtype) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    a, b = jnp.split(x.astype(cos.dtype), 2, -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)

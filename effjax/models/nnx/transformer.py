@@ -36,7 +36,7 @@ def scan_layers(
     Args:
         layer: ``layer(params, x, key) -> x`` of one layer.
         params: a pytree of arrays `[L, ...]`.
-        x: input of the first layer.
+        x: input of the first layer, a pytree of arrays.
         key: a PRNG key, or None to pass None to the layers.
         remat: keep only the input of each layer for the backward pass and recompute the rest.
 
@@ -56,7 +56,8 @@ def scan_layers(
         k = None if key is None else jax.random.fold_in(jax.random.fold_in(key, i), 0)
         return apply_layer(layer_params, x, k), None
 
-    return lax.scan(body, jnp.asarray(x), (params, jnp.arange(num_layers)))[0]
+    x = jax.tree.map(jnp.asarray, x)
+    return lax.scan(body, x, (params, jnp.arange(num_layers)))[0]
 
 
 class TransformerLM(nnx.Module):
