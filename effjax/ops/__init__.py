@@ -1,5 +1,6 @@
 """Operators: pure functions of arrays with hand-written backward passes."""
 
+from .attention import dot_product_attention
 from .batch_norm import BatchStats, batch_norm_inference, sync_batch_norm
 from .cross_entropy import linear_cross_entropy
 from .deform_attention import dcn_aggregate, ms_deform_attn
@@ -31,6 +32,7 @@ __all__ = [
     "deform_roi_pool",
     "dense_block",
     "disk_update",
+    "dot_product_attention",
     "host_init",
     "linear_cross_entropy",
     "ms_deform_attn",

@@ -24,7 +24,7 @@ from ._common.sharding import (
 )
 
 BLOCK_BYTES = 16 * 2**20
-TILE = 128  # blocks have this number of tokens, times a power of two
+TILE = 128  # the default number of tokens of a block is this, times a power of two
 MASKED = -1e30  # a score; finite, so that the difference of two of them is not NaN
 
 
@@ -37,6 +37,7 @@ def dot_product_attention(
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
+    block_size: int | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Compute ``softmax(scale * q @ k.T) @ v`` of each head, without the scores of all pairs.
@@ -53,12 +54,13 @@ def dot_product_attention(
         window: the number of tokens that a token attends to, itself and those just before it. Needs
             `causal`. None means all.
         scale: factor of the scores. By default 1 / sqrt(D).
+        block_size: number of tokens of a block of "xla". By default the scores of a pair of blocks
+            take 16 MiB in float32, or a block has 128 tokens if these take more.
         implementation: one of the following, or None for the best available one.
 
-            * "xla": a loop over pairs of blocks, on every platform. The scores of a pair of blocks
-              take about 16 MiB in float32. Pairs of blocks that `causal` or `window` exclude are
-              left out. The backward pass recomputes the scores; kept for it are q, k, v, the result
-              and logsumexp(scores) [N, T, H].
+            * "xla": a loop over pairs of blocks, on every platform. Pairs that `causal` or `window`
+              exclude are left out. The backward pass recomputes the scores; kept for it are q, k,
+              v, the result and logsumexp(scores) [N, T, H].
             * "cudnn": `jax.nn.dot_product_attention`, on NVIDIA GPUs, for bfloat16 and float16
               without `segment_ids`. None selects it wherever it is supported.
             * "splash": the Pallas kernel of JAX, on TPUs, for T a multiple of 128 and D of 64. None
@@ -88,12 +90,15 @@ def dot_product_attention(
             raise ValueError("`window` needs causal=True.")
         window = None if window >= q.shape[1] else window
     if scale is None:
-        scale = q.shape[-1] ** -0.5
+        scale = max(q.shape[3], 1) ** -0.5
     scale = as_number("scale", scale, math.isfinite, "finite")
     check_choice("implementation", implementation, None, *_IMPLEMENTATIONS)
-    options = _Options(bool(causal), window, scale)
+    if block_size is None:
+        block_size = _default_block(q)
+    block_size = min(as_integer("block_size", block_size, 1), q.shape[1])
     if not q.size:
         return q
+    options = _Options(bool(causal), window, scale, block_size)
     if implementation is None:
         implementation = _select(options, q, k, v, segment_ids)
     elif segment_ids is not None and implementation in ("cudnn", "tokamax"):
@@ -121,6 +126,7 @@ class _Options(NamedTuple):
     causal: bool
     window: int | None
     scale: float
+    block_size: int
 
 
 def _check(q: Any, k: Any, v: Any, segment_ids: Any) -> tuple:
@@ -146,6 +152,14 @@ def _check(q: Any, k: Any, v: Any, segment_ids: Any) -> tuple:
         if segment_ids.shape != q.shape[:2]:
             raise ValueError(f"`segment_ids` of shape {segment_ids.shape} must be {q.shape[:2]}.")
     return q, k, v, segment_ids
+
+
+def _default_block(q: jax.Array) -> int:
+    n, _, h, _ = q.shape
+    size = TILE
+    while 4 * max(n * h, 1) * (2 * size) ** 2 <= BLOCK_BYTES:
+        size *= 2
+    return size
 
 
 def _select(options: _Options, q, k, v, segment_ids) -> str:
@@ -187,13 +201,8 @@ class _Blocks(NamedTuple):
     overlap: int  # number of tokens of the last block that the one before has
 
     @classmethod
-    def of(cls, q: jax.Array, options: _Options) -> "_Blocks":
-        n, t, h, _ = q.shape
-        dtype = accumulation_dtype(q)
-        size = TILE
-        while (2 * size) ** 2 * n * h * dtype.itemsize <= BLOCK_BYTES:
-            size *= 2
-        size = min(size, t)
+    def of(cls, t: int, options: _Options) -> "_Blocks":
+        size = options.block_size
         starts = np.minimum(np.arange(0, t, size), t - size)
         pairs = []
         for i, start in enumerate(starts):
@@ -269,7 +278,7 @@ def _attend_xla(options: _Options, q, k, v, segment_ids) -> Any:
 
 
 def _forward(options: _Options, q, k, v, segment_ids):
-    blocks = _Blocks.of(q, options)
+    blocks = _Blocks.of(q.shape[1], options)
     grouped = _group(q, k)
     n, t, kv, groups, d = grouped.shape
     wide = accumulation_dtype(q)
@@ -312,7 +321,7 @@ def _forward(options: _Options, q, k, v, segment_ids):
 
 def _backward(options: _Options, residuals, g):
     q, k, v, segment_ids, y, z = residuals
-    blocks = _Blocks.of(q, options)
+    blocks = _Blocks.of(q.shape[1], options)
     grouped, g = _group(q, k), _group(g, k)
     wide = accumulation_dtype(q)
     products = g.astype(wide) * _group(y, k).astype(wide)

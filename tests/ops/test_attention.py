@@ -1,0 +1,440 @@
+"""dot_product_attention: numerics against all scores in float64, transformations and memory."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from effjax import dot_product_attention
+from effjax.memory import plan, residual_bytes
+from effjax.ops import attention
+from tests.contexts import (
+    CONTEXTS,
+    assert_trees_close,
+    gradients_with_parameters_of_each_device,
+    in_scan,
+    mesh_of,
+    single_device,
+)
+from tests.programs import collective_sizes, needs_gpu_compiler, needs_tpu_compiler
+from tests.tiers import exhaustive, product_cases
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "all": {"window": 3, "scale": 0.7, "segments": True},
+    "full": {"causal": False, "segments": True},
+}
+
+
+def oracle_attention(q, k, v, *, segment_ids=None, causal=True, window=None, scale=None, **_):
+    """Attention by its definition, with all scores."""
+    k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], 2) for a in (k, v))
+    scores = jnp.einsum("nqhd,nkhd->nhqk", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
+    distance = np.arange(q.shape[1])[:, None] - np.arange(q.shape[1])
+    seen = jnp.asarray(distance >= 0 if causal else distance == distance)
+    if window is not None:
+        seen &= distance < window
+    if segment_ids is not None:
+        seen &= (segment_ids[:, :, None] == segment_ids[:, None])[:, None]
+    p = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1)
+    return jnp.einsum("nhqk,nkhd->nqhd", p, v)
+
+
+def random_segments(n, t, seed=0):
+    """Return segments in order; the last is padding."""
+    return np.sort(np.random.default_rng(seed).integers(0, 3, (n, t)), -1).astype(np.int32)
+
+
+def make(n=16, t=7, heads=4, kv_heads=2, d=6, segments=False, dtype="f8"):
+    """Return parameters and a batch: keys and values are projections of the queries."""
+    rng = np.random.default_rng(0)
+    params = {name: rng.normal(size=(heads, d, kv_heads, d)) / d**0.5 for name in "kv"}
+    params = {name: a.astype(dtype) for name, a in params.items()}
+    batch = {
+        "x": rng.normal(size=(n, t, heads, d)).astype(dtype),
+        "w": rng.normal(size=(n, t, heads, d)).astype(dtype),
+    }
+    if segments:
+        batch["segments"] = random_segments(n, t)
+    return params, batch
+
+
+def apply(attend, params, batch, axis_name=None, **options):
+    k, v = (jnp.einsum("nthd,hdke->ntke", batch["x"], params[name]) for name in "kv")
+    return attend(batch["x"], k, v, segment_ids=batch.get("segments"), **options), ()
+
+
+def both(name, **sizes):
+    """Return the oracle, the operator, parameters and batch for these options."""
+    options = dict(OPTIONS[name])
+    arrays = make(segments=options.pop("segments", False), **sizes)
+    ours = functools.partial(apply, dot_product_attention, block_size=3, **options)
+    return functools.partial(apply, oracle_attention, **options), ours, *arrays
+
+
+@pytest.mark.parametrize(
+    ("options", "context"),
+    product_cases(
+        OPTIONS,
+        CONTEXTS,
+        plain=[
+            ("all", "jit_auto"),
+            ("all", "jit_explicit"),
+            ("all", "grad_of_jit_of_vmap"),
+            ("all", "grad_of_shard_map_two_axes"),
+            ("causal", "grad_of_shard_map_unchecked"),
+            ("causal", "shard_map_of_grad"),
+            ("full", "pmap"),
+        ],
+    ),
+)
+def test_matches_all_scores(options, context, x64):
+    plain, ours, params, batch = both(options)
+    want = single_device(plain, params, batch)
+    assert_trees_close(CONTEXTS[context](ours, params, batch), want, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "how"),
+    product_cases(["causal", "all"], ["vmap", "shard_map"], plain=[("all", "shard_map")]),
+)
+def test_different_parameters_per_device(options, how, x64):
+    plain, ours, params, batch = both(options)
+    run = functools.partial(gradients_with_parameters_of_each_device, params=params, batch=batch)
+    got, want = run(lambda *a: ours(*a)[0], how=how), run(lambda *a: plain(*a)[0], how="vmap")
+    assert_trees_close(got, want, 1e-12)
+
+
+@pytest.mark.parametrize("spec", [P("i", None, "j"), exhaustive(P("i", "j")), exhaustive(P("i"))])
+def test_explicit_mesh_without_set_mesh(spec, x64):
+    """Heads and tokens may be sharded too."""
+    mesh = mesh_of((4, 2), ("i", "j"), AxisType.Explicit)
+    q, k, v = random_heads(4, 8, 4, 2, 6)
+
+    def loss(attend, q, k, v):
+        return jnp.sum(jnp.sin(attend(q, k, v)))
+
+    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a in (q, k, v)]
+    ours = functools.partial(dot_product_attention, block_size=4)
+    got = jax.jit(jax.grad(functools.partial(loss, ours), (0, 1, 2)))(*placed)
+    want = jax.grad(functools.partial(loss, oracle_attention), (0, 1, 2))(q, k, v)
+    assert_trees_close(got, want, 1e-12)
+
+
+def random_heads(n, t, heads, kv_heads, d, dtype="f8"):
+    rng = np.random.default_rng(1)
+    return [jnp.asarray(rng.normal(size=(n, t, h, d)), dtype) for h in (heads, kv_heads, kv_heads)]
+
+
+def results(attend, q, k, v, **options):
+    """Return y and the gradients of a sum of y times random weights."""
+    w = np.random.default_rng(2).normal(size=q.shape)
+    y, backward = jax.vjp(lambda *a: attend(*a, **options), q, k, v)
+    return y, *backward(jnp.asarray(w, y.dtype))
+
+
+def assert_close(got, want, tolerance):
+    """Compare to the largest of all results: gradients of single keys are 0, but for rounding."""
+    size = max(float(jnp.abs(a).max()) for a in want)
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(np.asarray(a, "f8"), b, rtol=0, atol=tolerance * size)
+
+
+@pytest.mark.parametrize("around", [jax.checkpoint, in_scan])
+def test_checkpoint_and_scan(around, x64):
+    plain, ours, params, batch = both("all")
+    run = around(lambda params, batch: ours(params, batch)[0])
+    got = single_device(lambda params, batch, _: (run(params, batch), ()), params, batch)
+    assert_trees_close(got, single_device(plain, params, batch), 1e-12)
+
+
+def test_scan_and_vmap_over_batches(x64):
+    q, k, v = (jnp.stack([a, a[::-1]]) for a in random_heads(3, 7, 4, 2, 6))
+    one = functools.partial(results, functools.partial(dot_product_attention, block_size=3))
+    want = [results(oracle_attention, *(a[i] for a in (q, k, v))) for i in range(2)]
+    want = jax.tree.map(lambda *a: jnp.stack(a), *want)
+    assert_trees_close(jax.jit(jax.vmap(one))(q, k, v), want, 1e-12)
+    assert_trees_close(jax.jit(lambda *a: lax.map(lambda b: one(*b), a))(q, k, v), want, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("t", "heads", "kv_heads", "options"),
+    product_cases(
+        [1, 2, 4, 8, 9, 15, 29],
+        [4, 6],
+        [1, 2],
+        OPTIONS,
+        plain=[(1, 4, 1, "all"), (8, 4, 2, "causal"), (9, 4, 2, "all"), (15, 6, 1, "full")],
+    ),
+)
+def test_sizes(t, heads, kv_heads, options, x64):
+    """Lengths below, at and above multiples of the block, and heads in groups."""
+    named = dict(OPTIONS[options])
+    segments = random_segments(2, t) if named.pop("segments", False) else None
+    named["segment_ids"] = segments
+    arrays = random_heads(2, t, heads, kv_heads, 5)
+    got = jax.jit(functools.partial(results, dot_product_attention, block_size=4, **named))(*arrays)
+    assert_close(got, results(oracle_attention, *arrays, **named), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("window", "t"),
+    product_cases([1, 4, 5, 8, 13, 40], [12, 13], plain=[(1, 13), (5, 13)]),
+)
+def test_windows(window, t, x64):
+    arrays = random_heads(2, t, 2, 1, 4)
+    ours = functools.partial(dot_product_attention, block_size=4, window=window)
+    got = jax.jit(functools.partial(results, ours))(*arrays)
+    assert_close(got, results(oracle_attention, *arrays, window=window), 1e-12)
+
+
+def test_segments_out_of_order(x64):
+    """A segment may be in several pieces; a token always attends to itself."""
+    ids = np.array([[5, 5, -1, 5, 2, -1, 5, 5, 7, 2, 0]])
+    arrays = random_heads(1, 11, 2, 2, 4)
+    named = dict(segment_ids=jnp.asarray(ids))
+    ours = functools.partial(dot_product_attention, block_size=2, **named)
+    got = jax.jit(functools.partial(results, ours))(*arrays)
+    assert_trees_close(got, results(oracle_attention, *arrays, **named), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("bfloat16", 1e-2), exhaustive("float16", 2e-3), ("float32", 2e-6)]
+)
+def test_dtypes(dtype, tolerance):
+    """Sums over blocks and gradients accumulate in float32."""
+    arrays = random_heads(2, 100, 4, 2, 16, dtype)
+    named = dict(segment_ids=jnp.asarray(random_segments(2, 100)))
+    ours = functools.partial(dot_product_attention, block_size=8, **named)
+    got = jax.jit(functools.partial(results, ours))(*arrays)
+    assert {str(a.dtype) for a in got} == {dtype}
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(a, "f8")) for a in arrays]
+        assert_trees_close(got, results(oracle_attention, *wide, **named), tolerance)
+
+
+def test_large_scores():
+    """Scores beyond the range of exp, and a row whose first blocks are all masked."""
+    q, k, v = random_heads(1, 12, 2, 1, 4, "f4")
+    ids = jnp.asarray([[0] * 6 + [1] * 6])
+    got = results(dot_product_attention, 100 * q, 100 * k, v, segment_ids=ids, block_size=2)
+    want = results(oracle_attention, 100 * q, 100 * k, v, segment_ids=ids)
+    assert_close(got, want, 1e-4)
+
+
+def test_second_order(x64):
+    arrays = random_heads(1, 7, 2, 1, 3)
+
+    def curvature(attend):
+        def squares(*arrays):
+            loss = lambda *a: jnp.sum(jnp.sin(attend(*a)))  # noqa: E731
+            return sum(jnp.sum(g**2) for g in jax.grad(loss, (0, 1, 2))(*arrays))
+
+        return jax.jit(jax.grad(squares, (0, 1, 2)))(*arrays)
+
+    ours = functools.partial(dot_product_attention, block_size=3)
+    assert_trees_close(curvature(ours), curvature(oracle_attention), 1e-11)
+
+
+def test_reverse_mode_only():
+    q, k, v = random_heads(1, 4, 2, 1, 4, "f4")
+    with pytest.raises(NotImplementedError, match="dot_product_attention .* forward-mode"):
+        jax.jvp(lambda q: dot_product_attention(q, k, v), (q,), (q,))
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 2, 4), (2, 0, 2, 4), (2, 5, 2, 0)])
+def test_empty(shape):
+    x = jnp.zeros(shape)
+    y, *gradients = jax.jit(functools.partial(results, dot_product_attention))(x, x, x)
+    assert y.shape == shape and [g.shape for g in gradients] == [shape] * 3
+
+
+def test_no_array_of_all_scores():
+    """Only the scores of a pair of blocks exist; kept are the arguments, y and logsumexp."""
+    arrays = random_heads(2, 64, 4, 2, 8, "f4")
+    ours = functools.partial(dot_product_attention, block_size=16)
+    jaxpr = str(jax.make_jaxpr(functools.partial(results, ours))(*arrays))
+    assert "f32[2,2,16,2,16]" in jaxpr and "64,64" not in jaxpr and "64,2,64" not in jaxpr
+    kept = residual_bytes(ours, *arrays)
+    q, k, v = (a.nbytes for a in arrays)
+    assert kept.argument_bytes == q + k + v
+    assert kept.bytes - kept.argument_bytes == q + 4 * 2 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "pairs"),
+    [({}, 36), ({"window": 16}, 15), ({"window": 17}, 15), ({"causal": False}, 64)],
+)
+def test_excluded_blocks_are_left_out(options, pairs):
+    arrays = random_heads(1, 128, 1, 1, 4, "f4")
+    ours = functools.partial(dot_product_attention, block_size=16, **options)
+    jaxpr = str(jax.make_jaxpr(functools.partial(results, ours))(*arrays))
+    assert jaxpr.count(f"length={pairs}") == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [((1, 4096, 32, 128), 256), ((8, 4096, 32, 128), 128), ((1, 4096, 1, 64), 2048)],
+)
+def test_default_block_size(shape, block):
+    n, _, h, _ = shape
+    q = jax.ShapeDtypeStruct(shape, "bfloat16")
+    jaxpr = str(jax.make_jaxpr(dot_product_attention)(q, q, q))
+    assert f"f32[{n},{h},{block},1,{block}] = dot_general" in jaxpr
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("i"), P(None, None, "i")])
+def test_jit_does_not_communicate(spec, kind):
+    """Sequences and heads are independent."""
+    mesh = mesh_of((8,), ("i",), kind)
+    q, k, v = random_heads(8, 16, 16, 8, 4, "f4")
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a in (q, k, v)]
+        run = functools.partial(dot_product_attention, block_size=4)
+        gradient = jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(run(*a))), (0, 1, 2)))
+        assert not collective_sizes(gradient.lower(*placed).compile(), "f4")
+
+
+LENGTH = 4096
+
+
+def abstract_heads(kv_heads=8, length=LENGTH):
+    """Return the queries, keys and values of Qwen3-8B."""
+    shapes = [(1, length, h, 128) for h in (32, kv_heads, kv_heads)]
+    return [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+
+
+def gradients_of(implementation, **options):
+    def loss(q, k, v):
+        y = dot_product_attention(q, k, v, implementation=implementation, **options)
+        return y.astype(jnp.float32).sum()
+
+    return jax.grad(loss, (0, 1, 2))
+
+
+@needs_gpu_compiler
+def test_memory_on_gpu():
+    """All scores take 2.1 GB in float32; the products are those of the pairs below the diagonal."""
+    p = plan(gradients_of("xla"), *abstract_heads(), target="h100")
+    assert p.device.temporaries <= 140e6
+    products = 2 * 32 * LENGTH**2 * 128 * 7 / 2
+    assert products <= p.step_time.flops["bf16"] <= 1.07 * products
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("window", [None, exhaustive(1024)])
+def test_cudnn_on_gpu(window):
+    """None selects it for half precision without segments; it keeps the result and logsumexp."""
+    p = plan(gradients_of(None, window=window), *abstract_heads(), target="h100")
+    assert "cudnn" in p.hlo.lower() and p.device.temporaries <= 80e6
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize(
+    "why", ["segments", *map(exhaustive, ("float32", "odd", "v100"))], ids=lambda why: why
+)
+def test_loop_on_gpu(why):
+    """None selects the loop where cuDNN does not support the arguments."""
+    q, k, v = abstract_heads(length=256)
+    if why == "odd":
+        q, k, v = (jax.ShapeDtypeStruct((*a.shape[:3], 100), a.dtype) for a in (q, k, v))
+    if why == "float32":
+        q, k, v = (jax.ShapeDtypeStruct(a.shape, "float32") for a in (q, k, v))
+    options = {"segment_ids": jnp.zeros((1, 256), int)} if why == "segments" else {}
+    p = plan(gradients_of(None, **options), q, k, v, target="v100" if why == "v100" else "h100")
+    assert "fmha" not in p.hlo.lower()
+
+
+@needs_tpu_compiler
+def test_splash_on_tpu():
+    arrays, segments = abstract_heads(), jnp.zeros((1, LENGTH), int)
+    p = plan(gradients_of("splash", segment_ids=segments), *arrays, target="v5e")
+    assert "splash" in p.hlo and p.device.temporaries <= 300e6
+
+
+@needs_tpu_compiler
+@pytest.mark.exhaustive
+def test_memory_on_tpu():
+    p = plan(gradients_of(None), *abstract_heads(), target="v5e")
+    assert "splash" not in p.hlo and p.device.temporaries <= 300e6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"segments": True}, id="segments"),
+        pytest.param({"window": 100}, id="window", marks=pytest.mark.exhaustive),
+        pytest.param({"causal": False}, id="full", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_splash_matches_all_scores(options):
+    """In Pallas' interpreter."""
+    named = dict(options)
+    if named.pop("segments", False):
+        named["segment_ids"] = jnp.asarray(random_segments(1, 256))
+    arrays = random_heads(1, 256, 2, 1, 64, "f4")
+    ours = functools.partial(dot_product_attention, implementation="splash", **named)
+    got = jax.jit(functools.partial(results, ours))(*arrays)
+    assert_trees_close(got, results(oracle_attention, *arrays, **named), 1e-5)
+
+
+def test_tokamax_is_called_with_our_options(monkeypatch):
+    """The library has no release for all supported versions of JAX."""
+    calls = []
+
+    class Library:
+        @staticmethod
+        def dot_product_attention(q, k, v, **options):
+            calls.append(options)
+            return q
+
+    monkeypatch.setitem(__import__("sys").modules, "tokamax", Library)
+    q, k, v = random_heads(1, 8, 2, 1, 4, "f4")
+    dot_product_attention(q, k, v, window=3, implementation="tokamax")
+    assert calls == [dict(scale=0.5, is_causal=True, local_window_size=(2, 0))]
+
+
+X = np.ones((2, 4, 4, 8), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "args"),
+    [
+        (TypeError, "`q` must be floating point", {"q": X.astype(int)}),
+        (TypeError, "the same dtype, not float32, float16", {"k": X.astype("f2")}),
+        (ValueError, r"`q` of shape \(4, 4, 8\) must be \[N, T, H, D\]", {"q": X[0]}),
+        (ValueError, r"`k` of shape \(2, 3, 4, 8\)", {"k": X[:, :3]}),
+        (ValueError, r"`v` of shape \(2, 4, 2, 8\)", {"v": X[:, :, :2]}),
+        (ValueError, "The 3 heads of `k`", {"k": X[:, :, :3], "v": X[:, :, :3]}),
+        (ValueError, r"`segment_ids` of shape \(4,\)", {"segment_ids": np.zeros(4, int)}),
+        (TypeError, "`segment_ids` must be integer", {"segment_ids": X[..., 0, 0]}),
+        (ValueError, r"`window` \(=0\)", {"window": 0}),
+        (ValueError, "`window` needs causal=True", {"window": 2, "causal": False}),
+        (ValueError, r"`block_size` \(=0\)", {"block_size": 0}),
+        (ValueError, r"`scale` \(=inf\)", {"scale": float("inf")}),
+        (ValueError, r"`implementation` \(='flash'\)", {"implementation": "flash"}),
+        (ValueError, r"T \(=4\) must be a multiple of 128", {"implementation": "splash"}),
+        (
+            ValueError,
+            'implementation="cudnn" does not support `segment_ids`',
+            {"implementation": "cudnn", "segment_ids": np.zeros((2, 4), int)},
+        ),
+    ],
+)
+def test_rejects_bad_arguments(error, match, args):
+    with pytest.raises(error, match=match):
+        dot_product_attention(**{"q": X, "k": X, "v": X} | args)
+
+
+def test_default_block_bytes():
+    assert f"take {attention.BLOCK_BYTES >> 20} MiB" in " ".join(
+        dot_product_attention.__doc__.split()
+    )
