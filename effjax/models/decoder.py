@@ -18,9 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..ops._common.arguments import as_dtype, as_integer, as_key
 from ..ops._common.dtypes import accumulation_dtype, at_least_float32
+from ..ops._common.sharding import explicit_axes, explicit_spec
 from ..ops.attention import dot_product_attention
 from ..ops.cross_entropy import linear_cross_entropy
 
@@ -366,11 +368,20 @@ def _embed(dtype: Any, others: Params, batch: Params, key: Any = None) -> Params
     positions = batch.get("positions")
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    x = {"hidden": others["model.embed_tokens.weight"][tokens].astype(dtype)}
-    x["positions"] = positions
+    weight = others["model.embed_tokens.weight"]
+    x = {"hidden": _take_rows(weight, tokens).astype(dtype), "positions": positions}
     if batch.get("segment_ids") is not None:
         x["segment_ids"] = batch["segment_ids"]
     return x
+
+
+def _take_rows(weight: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Return the rows of a matrix; on a mesh with Explicit axes, sharded as the tokens."""
+    if not explicit_axes(tokens):
+        return weight[tokens]
+    spec = PartitionSpec(*explicit_spec(tokens), None)
+    sharding = NamedSharding(jax.typeof(tokens).sharding.mesh, spec)
+    return weight.at[tokens].get(out_sharding=sharding)
 
 
 def _apply_layer(

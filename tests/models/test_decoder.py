@@ -1,0 +1,299 @@
+"""Decoders: Hugging Face's results, packing, chunks, offload and configurations."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import effjax
+from effjax.models import (
+    Decoder,
+    DecoderConfig,
+    Llama3RopeScaling,
+    decoder_functions,
+    decoder_shapes,
+    init_decoder,
+)
+from tests.contexts import assert_trees_close, mesh_of
+from tests.convert import decoders
+from tests.convert.decoders import CONFIGS, INPUTS, LABELS, make_decoder, mean_loss
+from tests.tiers import exhaustive, product_cases
+
+LENGTHS = 5, 1, 9, 4  # of the documents of a packed sequence; the last is padding
+
+
+def config_of(name, **changes):
+    return dataclasses.replace(DecoderConfig.from_json(CONFIGS[name]), **changes)
+
+
+def packed(weights=True):
+    """Return a batch of two packed sequences."""
+    rng = np.random.default_rng(3)
+    orders = [rng.permutation(LENGTHS[:-1]) for _ in range(2)]
+    lengths = [[*order, LENGTHS[-1]] for order in orders]
+    batch = {
+        "tokens": rng.integers(0, 37, (2, sum(LENGTHS))),
+        "labels": rng.integers(0, 37, (2, sum(LENGTHS))),
+        "positions": np.array([np.concatenate([np.arange(n) for n in row]) for row in lengths]),
+        "segment_ids": np.array([np.repeat(np.arange(4), row) for row in lengths]),
+    }
+    if weights:
+        batch["weights"] = (batch["segment_ids"] < 3) * rng.choice([0, 0.5, 1], (2, sum(LENGTHS)))
+        batch["labels"][batch["weights"] == 0] = -100  # not a token
+    return {name: jnp.asarray(a) for name, a in batch.items()}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_matches_recorded_results_of_transformers(name):
+    decoders.check(config_of(name), decoders.load(name))
+
+
+@pytest.mark.parametrize("name", ["llama3", exhaustive("mistral"), exhaustive("qwen3")])
+def test_packed_documents_are_independent(name, x64):
+    decoder, batch = make_decoder(config_of(name, dtype="float64")), packed(weights=False)
+    run = nnx.jit(lambda decoder, tokens, **named: decoder(tokens, **named))
+    named = {name: batch[name] for name in ("positions", "segment_ids")}
+    together = run(decoder, batch["tokens"], **named)
+    for segment in range(4):
+        (at,) = np.nonzero(batch["segment_ids"][1] == segment)
+        alone = run(decoder, batch["tokens"][1:, at])
+        np.testing.assert_allclose(together[1, at], alone[0], rtol=0, atol=1e-12)
+
+
+def test_loss_is_that_of_the_logits(x64):
+    decoder, batch = make_decoder(config_of("qwen2", dtype="float64")), packed()
+    logits = decoder(
+        batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"]
+    )
+    labels = jnp.maximum(batch["labels"], 0)
+    want = optax.softmax_cross_entropy_with_integer_labels(logits, labels) * batch["weights"]
+    loss, weight = decoder.loss(batch)
+    np.testing.assert_allclose(loss, want.sum(), rtol=1e-12)
+    assert weight == batch["weights"].sum()
+    counted = {**batch, "weights": batch["weights"] > 0}  # booleans count tokens
+    assert decoder.loss(counted)[1] == np.sum(batch["weights"] > 0)
+
+
+@pytest.mark.parametrize("size", [1, 6, exhaustive(19), exhaustive(100)])
+def test_chunks_of_the_mlp(size, x64):
+    """Of sizes that divide the length and others; no hidden channels of all positions exist."""
+    config, batch = config_of("llama_biases", dtype="float64"), packed()
+    gradients = nnx.jit(nnx.value_and_grad(mean_loss))
+    want = gradients(make_decoder(config), batch)
+    chunked = make_decoder(config, mlp_chunk_size=size)
+    got = gradients(chunked, batch)
+    assert_trees_close(got, want, 1e-12)
+    arrays = nnx.split(chunked)
+    program = jax.make_jaxpr(lambda s: nnx.grad(mean_loss)(nnx.merge(arrays[0], s), batch))
+    assert ("f64[2,19,24]" in str(program(arrays[1]))) == (size >= 19)
+
+
+def test_no_large_arrays():
+    """No scores of all positions and no logits exist in a loss."""
+    config = config_of("qwen3", vocab_size=5000)
+    decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(decoder)
+    tokens = jax.ShapeDtypeStruct((2, 2048), "int32")
+
+    def gradients(state, tokens):
+        batch = {"tokens": tokens, "labels": tokens}
+        return nnx.grad(mean_loss)(nnx.merge(graph, state), batch)
+
+    program = str(jax.make_jaxpr(gradients)(state, tokens))
+    assert "2048,2048" not in program and "2048,5000" not in program
+
+
+def test_dtypes():
+    """Parameters and computation have separate dtypes; logits and losses are float32."""
+    config = config_of("llama3")
+    decoder = make_decoder(config, dtype="bfloat16")
+    want, got = make_decoder(config)(INPUTS), decoder(INPUTS)
+    assert got.dtype == decoder.loss({"tokens": INPUTS, "labels": LABELS})[0].dtype == jnp.float32
+    assert_trees_close(got, want, 0.05)
+    program = str(jax.make_jaxpr(lambda tokens: decoder(tokens))(jnp.asarray(INPUTS)))
+    dots = [line for line in program.splitlines() if "dot_general" in line]
+    assert dots and not any("preferred_element_type=float32] f" in line for line in dots)
+    half = Decoder(dataclasses.replace(config, dtype="bfloat16"), rngs=nnx.Rngs(0))
+    assert {str(a.dtype) for a in jax.tree.leaves(nnx.state(half))} == {"bfloat16"}
+
+
+def test_initial_parameters():
+    config = config_of("llama_biases", num_hidden_layers=64)
+    config = dataclasses.replace(config, other_settings='{"initializer_range": 0.1}')
+    layers, others = init_decoder(config, jax.random.key(0))
+    for tree, shapes in zip((layers, others), decoder_shapes(config), strict=True):
+        assert jax.tree.map(jax.typeof, tree) == jax.tree.map(
+            lambda s: jax.typeof(jnp.zeros(s.shape, s.dtype)), shapes
+        )
+    assert (layers["input_layernorm.weight"] == 1).all() and not layers["mlp.up_proj.bias"].any()
+    weight = layers["mlp.up_proj.weight"]
+    np.testing.assert_allclose([weight.mean(), weight.std()], [0, 0.1], atol=2e-3)
+    assert not (weight[0] == weight[1]).any()
+    assert not (layers["mlp.gate_proj.weight"] == weight).any()
+
+
+def sgd_and_momentum():
+    return optax.sgd(0.5, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    product_cases(
+        ["llama3", "qwen2", "mistral"],
+        ["device", "host", "microbatches"],
+        plain=[("qwen2", "host"), ("llama3", "microbatches")],
+    ),
+)
+def test_offload_train_step_is_the_step_of_the_module(name, options, x64):
+    """Two steps with packed documents and weighted tokens."""
+    config = config_of(name, dtype="float64")
+    decoder, batch, tx = make_decoder(config), packed(), sgd_and_momentum()
+    named = {
+        "device": {"params_in": "device"},
+        "host": {},
+        "microbatches": {"num_microbatches": 2},
+    }[options]
+    init, step = effjax.offload_train_step(
+        *decoder_functions(config), tx, weighted_loss=True, **named
+    )
+    params = [{n: p[...] for n, p in d.items()} for d in (decoder.layers, decoder.others)]
+    layers = params[0] if options == "device" else effjax.to_host(params[0])
+    state = init(layers, params[1])
+    step = effjax.offload_jit(step)
+
+    @nnx.jit
+    def plain_step(decoder, optimizer, batch):
+        loss, gradients = nnx.value_and_grad(mean_loss)(decoder, batch)
+        optimizer.update(decoder, gradients)
+        return loss
+
+    optimizer = nnx.Optimizer(decoder, tx, wrt=nnx.Param)
+    for _ in range(2):
+        want = plain_step(decoder, optimizer, batch)
+        state, loss = step(state, batch)
+        np.testing.assert_allclose(loss, want, rtol=1e-12)
+    for ours, theirs in ((state.layers, decoder.layers), (state.others, decoder.others)):
+        assert_trees_close(ours, {n: p[...] for n, p in theirs.items()}, 1e-11)
+
+
+def test_layers_can_be_applied_by_offload_scan(x64):
+    config = config_of("llama3", dtype="float64")
+    decoder = make_decoder(config)
+
+    def offload(layer, params, x, key):
+        options = dict(params_in="device", activations="host")
+        return effjax.offload_scan(layer, params, x, key=key, **options)
+
+    want = nnx.jit(lambda decoder: decoder(INPUTS))(decoder)
+    got = nnx.jit(lambda decoder: decoder(INPUTS, apply_layers=offload))(decoder)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_data_parallel_gradients(kind, x64):
+    """A batch that is sharded over devices has the same loss and gradients."""
+    config = config_of("qwen3", dtype="float64")
+    embed, layer, head = decoder_functions(config, mlp_chunk_size=4)
+    layers, others = decoders.stack(decoders.checkpoint(config), config)
+    batch = jax.tree.map(lambda a: jnp.tile(a, (4, 1)), packed())
+
+    def mean(params, batch):
+        layers, others = params
+        x, _ = lax.scan(lambda x, p: (layer(p, x), None), embed(others, batch), layers)
+        loss, weight = head(others, x, batch)
+        return loss / weight
+
+    params = jax.tree.map(lambda a: jnp.asarray(a, "f8"), (layers, others))
+    want = jax.jit(jax.value_and_grad(mean))(params, batch)
+    mesh = mesh_of((8,), ("data",), kind)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(params, NamedSharding(mesh, P()))
+        batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+        got = jax.jit(jax.value_and_grad(mean))(params, batch)
+    assert_trees_close(got, want, 1e-12)
+
+
+# Configurations.
+
+LLAMA_2 = dict(
+    architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", hidden_size=4096,
+    intermediate_size=11008, num_attention_heads=32, num_hidden_layers=32, rms_norm_eps=1e-5,
+    torch_dtype="float16", vocab_size=32000, bos_token_id=1, pretraining_tp=1, rope_scaling=None,
+)  # fmt: skip
+QWEN_3 = dict(
+    architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_act="silu", head_dim=128,
+    hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_hidden_layers=36,
+    num_key_value_heads=8, rms_norm_eps=1e-6, dtype="bfloat16", vocab_size=151936,
+    rope_parameters={"rope_type": "default", "rope_theta": 1000000}, tie_word_embeddings=False,
+    sliding_window=None, use_sliding_window=False, attention_bias=False, attention_dropout=0.0,
+    layer_types=["full_attention"] * 36,
+)  # fmt: skip
+
+
+def count_parameters(config):
+    return sum(np.prod(a.shape) for tree in decoder_shapes(config) for a in tree.values())
+
+
+def test_published_configurations():
+    llama = DecoderConfig.from_json(LLAMA_2)
+    assert count_parameters(llama) == 6_738_415_616
+    assert (llama.num_key_value_heads, llama.head_dim, llama.rope_theta) == (32, 128, 10000.0)
+    assert llama.dtype == "float16" and json.loads(llama.other_settings)["bos_token_id"] == 1
+    qwen = DecoderConfig.from_json(QWEN_3)
+    assert count_parameters(qwen) == 8_190_735_360
+    assert (qwen.rope_theta, qwen.dtype, qwen.rope_scaling) == (1e6, "bfloat16", None)
+    assert hash(qwen) == hash(DecoderConfig.from_json(QWEN_3))
+
+
+@pytest.mark.parametrize("settings", [LLAMA_2, QWEN_3, *CONFIGS.values()])
+def test_configurations_survive_writing(settings, tmp_path):
+    config = DecoderConfig.from_json(settings)
+    written = config.to_json()
+    for place in (tmp_path, tmp_path / "config.json"):
+        (tmp_path / "config.json").write_text(json.dumps(written))
+        assert DecoderConfig.from_json(place) == config
+    assert written["torch_dtype"] == config.dtype
+    kept = {n: v for n, v in settings.items() if n in written and n != "rope_scaling"}
+    assert all(written[name] == value for name, value in kept.items())
+    assert "layer_types" in written or "layer_types" not in settings
+
+
+def test_llama3_scaling():
+    scaling = Llama3RopeScaling(8.0, 1.0, 4.0, 16)
+    assert config_of("llama3").rope_scaling == scaling
+    in_rope = {"rope_parameters": decoders.LLAMA3_ROPE | {"rope_theta": 500.0}}
+    settings = {n: v for n, v in CONFIGS["llama3"].items() if not n.startswith("rope")}
+    assert DecoderConfig.from_json(settings | in_rope) == config_of("llama3")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "match"),
+    [
+        ("llama2", {"model_type": "gemma"}, r"`model_type` \(='gemma'\) .* \"llama\", \"mistral\""),
+        ("llama2", {"hidden_size": None}, "has no `hidden_size`"),
+        ("llama2", {"hidden_act": "gelu"}, r"`hidden_act` \(='gelu'\) .* must be 'silu'"),
+        ("llama2", {"attention_dropout": 0.1}, "`attention_dropout`"),
+        ("llama2", {"quantization_config": {"bits": 4}}, "`quantization_config`"),
+        ("llama2", {"num_key_value_heads": 3}, r"`num_key_value_heads` \(=3\) must divide"),
+        ("llama2", {"head_dim": 5}, r"`head_dim` \(=5\) must be even"),
+        ("llama2", {"rope_scaling": {"type": "linear", "factor": 2}}, "`rope_type` .='linear'"),
+        ("llama2", {"rope_parameters": {"rope_type": "yarn"}}, "`rope_type` .='yarn'"),
+        ("llama2", {"rope_scaling": {"rope_type": "llama3"}}, "has no `factor`"),
+        ("llama2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("llama2", {"rope_parameters": {"full_attention": {}}}, "one for each type of layer"),
+        ("qwen2", {"use_sliding_window": True}, r"`use_sliding_window` \(=True\)"),
+        ("qwen3", {"layer_types": ["sliding_attention"]}, "`layer_types`"),
+    ],
+)
+def test_unsupported_configurations_are_refused(name, changes, match):
+    settings = {n: v for n, v in (CONFIGS[name] | changes).items() if v is not None}
+    with pytest.raises(ValueError, match=match):
+        DecoderConfig.from_json(settings)
