@@ -448,11 +448,12 @@ def _apply_head(
 ) -> tuple[jax.Array, jax.Array]:
     hidden = _rms_norm(x["hidden"], others["model.norm.weight"], config.rms_norm_eps)
     labels, weights = batch["labels"], batch.get("weights")
-    kernel = _head_weight(config, others).T
+    kernel = _head_weight(config, others)
     if weights is None:
-        losses = linear_cross_entropy(hidden, kernel, labels)
+        losses = linear_cross_entropy(hidden, kernel, labels, transposed=True)
         return losses.sum(), jnp.asarray(labels.size, losses.dtype)
-    losses = linear_cross_entropy(hidden, kernel, labels, where=weights != 0)
+    counted = weights != 0
+    losses = linear_cross_entropy(hidden, kernel, labels, where=counted, transposed=True)
     weights = weights.astype(losses.dtype)
     return (losses * weights).sum(), weights.sum()
 

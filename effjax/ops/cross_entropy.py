@@ -28,6 +28,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     chunk_size: int | None = None,
+    transposed: bool = False,
     precision: Any = None,
 ) -> jax.Array:
     """Compute the softmax cross entropy of every token with ``logits = x @ kernel + bias``.
@@ -52,6 +53,8 @@ def linear_cross_entropy(
         z_loss: weight of the square of logsumexp, which keeps it near 0.
         chunk_size: number of columns per slice. By default the logits of a slice take 64 MiB in
             float32, or a slice has D columns if that is more.
+        transposed: whether the kernel is [V, D], as an embedding is, or the weight of a linear
+            layer of PyTorch. No transposed copy of it or of its gradient exists.
         precision: of the matrix products, as in ``jax.lax``.
 
     Returns:
@@ -69,9 +72,10 @@ def linear_cross_entropy(
         Milakov & Gimelshein, 2018 (arXiv:1805.02867); z_loss: Chowdhery et al., 2022
         (arXiv:2204.02311); label smoothing: Szegedy et al., 2016 (arXiv:1512.00567).
     """
-    x, kernel, labels, bias = _check(x, kernel, labels, bias)
+    x, kernel, labels, bias = _check(x, kernel, labels, bias, transposed)
     mask = None if where is None else as_mask("where", where, "labels", labels.shape)
-    width, vocab_size = kernel.shape
+    vocab_axis = 0 if transposed else 1
+    vocab_size, width = kernel.shape[vocab_axis], x.shape[-1]
     if chunk_size is None:
         chunk_size = _default_chunk(labels.size, width)
     static = _Static(
@@ -79,6 +83,7 @@ def linear_cross_entropy(
         as_number("label_smoothing", label_smoothing, lambda a: 0 <= a <= 1, "in [0, 1]"),
         as_number("z_loss", z_loss, lambda z: 0 <= z < math.inf, "at least 0 and finite"),
         as_precision(precision),
+        vocab_axis,
     )
 
     def run(x, kernel, bias, labels, mask):
@@ -102,6 +107,7 @@ class _Static(NamedTuple):
     label_smoothing: float
     z_loss: float
     precision: Any
+    vocab_axis: int  # of the kernel
 
     def dot(self, a: jax.Array, b: jax.Array, axes: tuple) -> jax.Array:
         """Contract these axes of a and b, accumulating in float32 or wider."""
@@ -122,8 +128,10 @@ class _Static(NamedTuple):
 
     def slice_logits(self, x, kernel, bias, labels, start, size: int) -> tuple:
         """Return the columns of the kernel, their logits, and whether a column is the label."""
-        columns = lax.dynamic_slice_in_dim(kernel, start, size, 1).astype(x.dtype)  # [D, size]
-        logits = self.dot(x, columns, ((x.ndim - 1,), (0,)))  # [..., size]
+        axis = self.vocab_axis
+        columns = lax.dynamic_slice_in_dim(kernel, start, size, axis)  # [D, size] or [size, D]
+        columns = columns.astype(x.dtype)
+        logits = self.dot(x, columns, ((x.ndim - 1,), (1 - axis,)))  # [..., size]
         if bias is not None:
             logits += lax.dynamic_slice_in_dim(bias, start, size).astype(logits.dtype)
         indices = (start + jnp.arange(size)).astype(labels.dtype)
@@ -150,50 +158,57 @@ def _linear_cross_entropy(static: _Static, x, kernel, bias, labels) -> Any:
 
 
 def _forward(static: _Static, x, kernel, bias, labels):
+    vocab_size = kernel.shape[static.vocab_axis]
+
     def body(carry, start, size):
         z, target_logit = carry  # sum(targets * logits)
         _, logits, is_label = static.slice_logits(x, kernel, bias, labels, start, size)
-        target_logit += jnp.sum(static.weigh_by_target(logits, is_label, kernel.shape[1]), -1)
+        target_logit += jnp.sum(static.weigh_by_target(logits, is_label, vocab_size), -1)
         return jnp.logaddexp(z, jax.nn.logsumexp(logits, -1)), target_logit
 
     zero = zeros(labels.shape, accumulation_dtype(x), x)
-    z, target_logit = static.scan_slices(body, (zero - jnp.inf, zero), kernel.shape[1])
+    z, target_logit = static.scan_slices(body, (zero - jnp.inf, zero), vocab_size)
     losses = z - target_logit + static.z_loss * jnp.square(z)
-    losses = jnp.where((labels >= 0) & (labels < kernel.shape[1]), losses, jnp.nan)
+    losses = jnp.where((labels >= 0) & (labels < vocab_size), losses, jnp.nan)
     return losses, (x, kernel, bias, labels, z)
 
 
 def _backward(static: _Static, residuals, g):
     x, kernel, bias, labels, z = residuals
     tokens = tuple(range(labels.ndim))
+    axis, vocab_size = static.vocab_axis, kernel.shape[static.vocab_axis]
     dz = g * (1 + 2 * static.z_loss * z)
 
     def body(carry, start, size):
         dx, dkernel, dbias = carry
         columns, logits, is_label = static.slice_logits(x, kernel, bias, labels, start, size)
         dlogits = jnp.exp(logits - z[..., None]) * dz[..., None]
-        dlogits -= static.weigh_by_target(g[..., None], is_label, kernel.shape[1])
+        dlogits -= static.weigh_by_target(g[..., None], is_label, vocab_size)
         if dbias is not None:
-            dbias = _write_columns(dbias, jnp.sum(dlogits, tokens), start)
+            dbias = _write_slice(dbias, jnp.sum(dlogits, tokens), start, 0)
         dlogits = dlogits.astype(x.dtype)
-        dx += static.dot(dlogits, columns, ((x.ndim - 1,), (1,)))
-        dcolumns = static.dot(x, dlogits, (tokens, tokens))
-        return dx, _write_columns(dkernel, dcolumns, start), dbias
+        dx += static.dot(dlogits, columns, ((x.ndim - 1,), (axis,)))
+        factors = (x, dlogits) if axis == 1 else (dlogits, x)
+        dcolumns = static.dot(*factors, (tokens, tokens))
+        return dx, _write_slice(dkernel, dcolumns, start, axis), dbias
 
+    # XLA would share constant zeros with the gradient of an embedding of the kernel's shape, and
+    # keep them during the backward pass of all layers between.
+    zero = lax.optimization_barrier(zeros((), kernel.dtype, x))
     empty = (
         zeros(x.shape, z.dtype, x),
-        *(None if p is None else zeros(p.shape, p.dtype, x) for p in (kernel, bias)),
+        jnp.broadcast_to(zero, kernel.shape),
+        None if bias is None else zeros(bias.shape, bias.dtype, x),
     )
-    dx, dkernel, dbias = static.scan_slices(body, empty, kernel.shape[1])
+    dx, dkernel, dbias = static.scan_slices(body, empty, vocab_size)
     return dx.astype(x.dtype), dkernel, dbias, None
 
 
 _linear_cross_entropy.defvjp(_forward, _backward)
 
 
-def _write_columns(gradient: jax.Array, columns: jax.Array, start) -> jax.Array:
-    columns = columns.astype(gradient.dtype)
-    return lax.dynamic_update_slice_in_dim(gradient, columns, start, gradient.ndim - 1)
+def _write_slice(gradient: jax.Array, part: jax.Array, start, axis: int) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(gradient, part.astype(gradient.dtype), start, axis)
 
 
 def _default_chunk(num_tokens: int, width: int) -> int:
@@ -201,14 +216,16 @@ def _default_chunk(num_tokens: int, width: int) -> int:
     return max(tiles * TILE, width, 1)
 
 
-def _check(x: Any, kernel: Any, labels: Any, bias: Any) -> tuple:
+def _check(x: Any, kernel: Any, labels: Any, bias: Any, transposed: bool) -> tuple:
     x, kernel = as_array("x", x), as_array("kernel", kernel)
     labels = as_array("labels", labels, jnp.integer)
-    if kernel.ndim != 2 or not kernel.shape[1]:
-        raise ValueError(f"`kernel` of shape {kernel.shape} must be [D, V], with V at least 1.")
-    if x.shape[-1:] != kernel.shape[:1]:
+    axes, vocab_axis = ("[V, D]", 0) if transposed else ("[D, V]", 1)
+    if kernel.ndim != 2 or not kernel.shape[vocab_axis]:
+        raise ValueError(f"`kernel` of shape {kernel.shape} must be {axes}, with V at least 1.")
+    vocab_size, width = kernel.shape[vocab_axis], kernel.shape[1 - vocab_axis]
+    if x.shape[-1:] != (width,):
         raise ValueError(
-            f"`x` of shape {x.shape} must be [..., D] for the `kernel` [D, V] of {kernel.shape}."
+            f"`x` of shape {x.shape} must be [..., D] for the `kernel` {axes} of {kernel.shape}."
         )
     if labels.shape != x.shape[:-1]:
         raise ValueError(
@@ -216,9 +233,9 @@ def _check(x: Any, kernel: Any, labels: Any, bias: Any) -> tuple:
         )
     if bias is not None:
         bias = as_array("bias", bias)
-        if bias.shape != kernel.shape[1:]:
+        if bias.shape != (vocab_size,):
             raise ValueError(
-                f"`bias` of shape {bias.shape} must be {kernel.shape[1:]}, the columns of `kernel`."
+                f"`bias` of shape {bias.shape} must be {(vocab_size,)}, the V of `kernel`."
             )
     # A narrow dtype such as int8 cannot represent all columns.
     return x, kernel, labels.astype("int64" if labels.dtype.itemsize == 8 else "int32"), bias

@@ -29,6 +29,7 @@ TOKENS, D, V = (16, 3), 5, 11
 OPTIONS: dict[str, dict[str, Any]] = {
     "bare": {},
     "all": {"bias": True, "where": True, "z_loss": 0.1, "label_smoothing": 0.2},
+    "transposed": {"bias": True, "transposed": True},
 }
 
 
@@ -48,7 +49,7 @@ def make(tokens=TOKENS, width=D, vocab_size=V, bias=True, where=False, dtype="f8
     return params, batch
 
 
-def oracle(params, batch, axis_name=None, z_loss=0.0, label_smoothing=0.0):
+def oracle(params, batch, axis_name=None, z_loss=0.0, label_smoothing=0.0, transposed=False):
     logits = batch["x"] @ params["kernel"] + params.get("bias", 0)
     targets = optax.smooth_labels(
         jax.nn.one_hot(batch["labels"], logits.shape[-1]), label_smoothing
@@ -61,6 +62,7 @@ def oracle(params, batch, axis_name=None, z_loss=0.0, label_smoothing=0.0):
 def op(params, batch, axis_name=None, chunk_size: int | None = 4, **options):
     names = {"bias": params.get("bias"), "where": batch.get("where")}
     x, kernel, labels = batch["x"], params["kernel"], batch["labels"]
+    kernel = kernel.T if options.get("transposed") else kernel
     return linear_cross_entropy(x, kernel, labels, **names, chunk_size=chunk_size, **options), ()
 
 
@@ -82,6 +84,8 @@ def both(name):
             ("all", "grad_of_shard_map_two_axes"),
             ("bare", "shard_map_of_grad"),
             ("bare", "pmap"),
+            ("transposed", "jit_auto"),
+            ("transposed", "grad_of_shard_map"),
         ],
     ),
 )
@@ -359,6 +363,28 @@ def planned(losses, batch_size, target="h200", sharding=None, vocabulary=32768):
     return plan(gradients, *args, target=target)
 
 
+@needs_gpu_compiler
+def test_no_transposed_copies():
+    """A transposed kernel takes as much memory as any other; so do two gradients of its shape."""
+
+    def gradients(embedding, kernel, tokens, **options):
+        def loss(embedding, kernel):
+            x = embedding[tokens]
+            x = lax.fori_loop(0, 3, lambda _, x: jnp.sin(x @ jnp.ones((512, 512), x.dtype)), x)
+            return linear_cross_entropy(x, kernel, tokens, **options).sum()
+
+        return jax.grad(loss, (0, 1))(embedding, kernel)
+
+    vocabulary, tokens = 32768, jax.ShapeDtypeStruct((1, 256), "int32")
+    rows, columns = (
+        jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((vocabulary, 512), (512, vocabulary))
+    )
+    plain = plan(gradients, rows, columns, tokens, target="h100")
+    transposed = functools.partial(gradients, transposed=True)
+    p = plan(transposed, rows, rows, tokens, target="h100")
+    assert p.peak_device_bytes <= 1.02 * plain.peak_device_bytes
+
+
 def whole_logits(x, kernel, labels):
     logits = jnp.dot(x, kernel.astype(x.dtype), preferred_element_type="float32")
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
@@ -417,6 +443,8 @@ GOOD: dict[str, Any] = {"x": X, "kernel": np.ones((3, 5), np.float32), "labels":
         (ValueError, r"`x` of shape \(4, 2\) must be", {"x": X[:, :2]}),
         (ValueError, r"`kernel` of shape \(3,\) must be \[D, V\]", {"kernel": X[0]}),
         (ValueError, r"`labels` of shape \(3,\)", {"labels": np.zeros(3, int)}),
+        (ValueError, r"must be \[V, D\]", {"kernel": X[0], "transposed": True}),
+        (ValueError, r"for the `kernel` \[V, D\] of \(3, 5\)", {"transposed": True}),
         (ValueError, r"`bias` of shape \(4,\)", {"bias": np.ones(4)}),
         (ValueError, "`where` of shape .* must broadcast", {"where": np.ones(3, bool)}),
         (ValueError, r"`z_loss` \(=-1.0\)", {"z_loss": -1.0}),
