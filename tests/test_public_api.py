@@ -14,6 +14,7 @@ import effjax
 from effjax import compat, convert, linen, memory, models, native, nnx, optimizers
 from effjax._names import FLAX_NAMES
 from effjax.models import linen as linen_models
+from effjax.ops.attention import BLOCK_BYTES
 from effjax.ops.batch_norm.statistics import GATHER_BYTES
 from effjax.ops.deform_attention.api import CPU_SLICE_BYTES as ATTENTION_SLICE_BYTES
 from effjax.ops.deform_attention.api import TPU_SLICE_BYTES as TPU_ATTENTION_SLICE_BYTES
@@ -24,6 +25,7 @@ from effjax.ops.dense_block.bottleneck import CHUNK_BYTES
 @pytest.mark.parametrize(
     ("function", "text"),
     [
+        (effjax.dot_product_attention, f"take {BLOCK_BYTES >> 20} MiB in float32"),
         (effjax.bn_relu_conv, f"chunk takes about {CHUNK_BYTES >> 20} MiB in float32"),
         (effjax.dense_block, f"chunk takes about {CHUNK_BYTES >> 20} MiB in float32"),
         (effjax.ms_deform_attn, f"slices are at most {ATTENTION_SLICE_BYTES >> 20} MiB"),
@@ -67,6 +69,7 @@ REVERSE_MODE_ONLY = {
     "effjax.linear_cross_entropy": lambda x: effjax.linear_cross_entropy(
         x, jnp.ones((x.shape[-1], 3)), jnp.zeros(x.shape[:-1], int)
     ),
+    "effjax.dot_product_attention": lambda x: effjax.dot_product_attention(x, x, x),
     "effjax.offload_scan": lambda x: effjax.offload_scan(
         lambda w, x, key: w * x, ones(2), x, params_in="device"
     ),

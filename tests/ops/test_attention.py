@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from effjax import dot_product_attention
 from effjax.memory import plan, residual_bytes
-from effjax.ops import attention
 from tests.contexts import (
     CONTEXTS,
     assert_trees_close,
@@ -432,9 +431,3 @@ X = np.ones((2, 4, 4, 8), np.float32)
 def test_rejects_bad_arguments(error, match, args):
     with pytest.raises(error, match=match):
         dot_product_attention(**{"q": X, "k": X, "v": X} | args)
-
-
-def test_default_block_bytes():
-    assert f"take {attention.BLOCK_BYTES >> 20} MiB" in " ".join(
-        dot_product_attention.__doc__.split()
-    )
