@@ -44,7 +44,7 @@ _FAMILIES = {
     "qwen2": _Family("Qwen2ForCausalLM", num_key_value_heads=32),
     "qwen3": _Family("Qwen3ForCausalLM", 32, 128, options=("attention_bias",)),
 }
-MISTRAL_WINDOW = 4096  # if config.json has no `sliding_window`
+MISTRAL_WINDOW = 4096  # if config.json lacks `sliding_window`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ class DecoderConfig:
     def to_json(self) -> dict[str, Any]:
         """Return the content of a config.json, for transformers and `from_json`."""
         family = _FAMILIES[self.model_type]
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         settings = json.loads(fields.pop("other_settings"))
         options = {name: fields.pop(name) for name in ("attention_bias", "mlp_bias")}
         fields |= {name: value for name, value in options.items() if name in family.options}
@@ -133,12 +133,12 @@ class DecoderConfig:
 
     @property
     def has_qk_norm(self) -> bool:
-        """Whether queries and keys are normalized per head."""
+        """True if queries and keys are normalized per head."""
         return self.model_type == "qwen3"
 
     @property
     def has_qkv_bias(self) -> bool:
-        """Whether the linear layers of queries, keys and values have biases."""
+        """True if the linear layers of queries, keys and values have biases."""
         return self.attention_bias or self.model_type == "qwen2"
 
 
@@ -156,7 +156,7 @@ def _parse(settings: dict[str, Any]) -> DecoderConfig:
         "num_attention_heads",
     ):  # fmt: skip
         if name not in settings:
-            raise ValueError(f"config.json has no `{name}`.")
+            raise ValueError(f"config.json lacks `{name}`.")
         fields[name] = as_integer(name, settings.pop(name), 1)
     heads = fields["num_attention_heads"]
     kv_heads = settings.pop("num_key_value_heads", family.num_key_value_heads)
@@ -194,7 +194,7 @@ def _parse_rope(settings: dict[str, Any]) -> dict[str, Any]:
     }
     theta = settings.pop("rope_theta", None)
     theta = rope.get("rope_theta", theta)
-    fields = {} if theta is None else {"rope_theta": float(theta)}
+    fields: dict[str, Any] = {} if theta is None else {"rope_theta": float(theta)}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if any(isinstance(value, dict) for value in rope.values()):
         kind = "one for each type of layer"
@@ -205,7 +205,7 @@ def _parse_rope(settings: dict[str, Any]) -> dict[str, Any]:
         names = [f.name for f in dataclasses.fields(Llama3RopeScaling)]
         for name in names:
             if rope.get(name) is None:
-                raise ValueError(f"The llama3 scaling of config.json has no `{name}`.")
+                raise ValueError(f"The llama3 scaling of config.json lacks `{name}`.")
         fields["rope_scaling"] = Llama3RopeScaling(*(rope[name] for name in names))
     elif kind != "default":
         raise ValueError(

@@ -48,8 +48,8 @@ def dot_product_attention(
         q: [N, T, H, D], floating point.
         k: [N, T, K, D], of the dtype of q, where K divides H.
         v: as k.
-        segment_ids: integers [N, T]. Tokens attend to tokens of the same id, such as those of one
-            document of a packed sequence. None means one segment.
+        segment_ids: integers [N, T]. Tokens attend only to tokens with the same id, such as the
+            tokens of one document of a packed sequence. None means one segment.
         causal: whether a token attends only to itself and the tokens before it.
         window: the number of tokens that a token attends to, itself and those just before it. Needs
             `causal`. None means all.
@@ -167,7 +167,10 @@ def _select(options: _Options, q, k, v, segment_ids) -> str:
     if traced_platform() == "cuda" and segment_ids is None and q.dtype.itemsize == 2:
         # cuDNN checks shapes, its version and the GPU when it is traced.
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q, k, v)]
-        loss = lambda *a: _attend_cudnn(options, *a, None).astype(jnp.float32).sum()  # noqa: E731
+
+        def loss(q, k, v):
+            return _attend_cudnn(options, q, k, v, None).astype(jnp.float32).sum()
+
         try:
             jax.eval_shape(jax.grad(loss, (0, 1, 2)), *shapes)
         except (NotImplementedError, RuntimeError, ValueError):
@@ -187,7 +190,7 @@ def _select(options: _Options, q, k, v, segment_ids) -> str:
 # Both passes visit the same pairs of a block of queries and a block of keys. All pairs of one block
 # of queries follow each other, so that its sums are complete when the next block begins.
 #
-# If T is no multiple of the block, the last block begins earlier and overlaps the one before, which
+# If the block does not divide T, the last block begins earlier and overlaps the one before, which
 # needs no padding. Overlapping queries are computed twice. Overlapping keys are masked, and
 # overlapping queries do not contribute to dk and dv.
 
@@ -394,7 +397,7 @@ def _unsupported_by_splash(q: jax.Array) -> str:
 def _attend_splash(options: _Options, q, k, v, segment_ids) -> jax.Array:
     if reason := _unsupported_by_splash(q):
         raise ValueError(f'implementation="splash": {reason}. Use "xla".')
-    # Imported here: it takes as long as the rest of JAX, and registers lowerings for TPUs.
+    # Imported here, because `import effjax` does not import Pallas.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     _, t, h, _ = q.shape
@@ -405,19 +408,22 @@ def _attend_splash(options: _Options, q, k, v, segment_ids) -> jax.Array:
     else:
         mask = splash.FullMask((t, t))
     size = max(s for s in (128, 256, 512) if t % s == 0)
-    names = "q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq"
-    sizes = splash.BlockSizes(**{f"block_{name}": size for name in names})
-    kernel = splash.make_splash_mha_single_device(
+    sizes = splash.BlockSizes(
+        block_q=size, block_kv=size, block_kv_compute=size, block_q_dkv=size, block_kv_dkv=size,
+        block_kv_dkv_compute=size, block_q_dq=size, block_kv_dq=size,
+    )  # fmt: skip
+    kernel: Any = splash.make_splash_mha_single_device(
         splash.MultiHeadMask([mask] * h), block_sizes=sizes, interpret=traced_platform() != "tpu"
     )
 
-    def one(q, k, v, ids):
+    def attend_one(q, k, v, ids):
         ids = None if ids is None else splash.SegmentIds(ids, ids)
         return kernel(q, k, v, segment_ids=ids)
 
     # The kernel does not scale: queries are scaled before it.
-    heads_first = (jnp.swapaxes(a, 1, 2) for a in (q * jnp.asarray(options.scale, q.dtype), k, v))
-    y = jax.vmap(one)(*heads_first, segment_ids)
+    scaled = q * jnp.asarray(options.scale, q.dtype)
+    q, k, v = (jnp.swapaxes(a, 1, 2) for a in (scaled, k, v))  # [N, heads, T, D]
+    y: jax.Array = jax.vmap(attend_one)(q, k, v, segment_ids)
     return jnp.swapaxes(y, 1, 2).astype(q.dtype)
 
 

@@ -84,7 +84,7 @@ def mean_loss(decoder, batch):
 
 
 def check(config, want):
-    """Compare logits and gradients with those of Hugging Face."""
+    """Compare logits and gradients with the results of Hugging Face."""
     decoder = make_decoder(config)
     logits = nnx.jit(lambda decoder, tokens: decoder(tokens))(decoder, INPUTS)
     np.testing.assert_allclose(logits, want["logits"], rtol=0, atol=1e-5)

@@ -84,7 +84,7 @@ def test_loss_is_that_of_the_logits(x64):
 
 @pytest.mark.parametrize("size", [1, 6, exhaustive(19), exhaustive(100)])
 def test_chunks_of_the_mlp(size, x64):
-    """Of sizes that divide the length and others; no hidden channels of all positions exist."""
+    """The hidden channels of all positions never exist; sizes need not divide the length."""
     config, batch = config_of("llama_biases", dtype="float64"), packed()
     gradients = nnx.jit(nnx.value_and_grad(mean_loss))
     want = gradients(make_decoder(config), batch)
@@ -278,7 +278,7 @@ def test_llama3_scaling():
     ("name", "changes", "match"),
     [
         ("llama2", {"model_type": "gemma"}, r"`model_type` \(='gemma'\) .* \"llama\", \"mistral\""),
-        ("llama2", {"hidden_size": None}, "has no `hidden_size`"),
+        ("llama2", {"hidden_size": None}, "lacks `hidden_size`"),
         ("llama2", {"hidden_act": "gelu"}, r"`hidden_act` \(='gelu'\) .* must be 'silu'"),
         ("llama2", {"attention_dropout": 0.1}, "`attention_dropout`"),
         ("llama2", {"quantization_config": {"bits": 4}}, "`quantization_config`"),
@@ -286,7 +286,7 @@ def test_llama3_scaling():
         ("llama2", {"head_dim": 5}, r"`head_dim` \(=5\) must be even"),
         ("llama2", {"rope_scaling": {"type": "linear", "factor": 2}}, "`rope_type` .='linear'"),
         ("llama2", {"rope_parameters": {"rope_type": "yarn"}}, "`rope_type` .='yarn'"),
-        ("llama2", {"rope_scaling": {"rope_type": "llama3"}}, "has no `factor`"),
+        ("llama2", {"rope_scaling": {"rope_type": "llama3"}}, "lacks `factor`"),
         ("llama2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("llama2", {"rope_parameters": {"full_attention": {}}}, "one for each type of layer"),
         ("qwen2", {"use_sliding_window": True}, r"`use_sliding_window` \(=True\)"),

@@ -139,7 +139,7 @@ def results(attend, q, k, v, **options):
 
 
 def assert_close(got, want, tolerance):
-    """Compare to the largest of all results: gradients of single keys are 0, but for rounding."""
+    """Compare to the largest of all results, because the gradients of a single key are 0."""
     size = max(float(jnp.abs(a).max()) for a in want)
     for a, b in zip(got, want, strict=True):
         assert a.shape == b.shape
@@ -256,7 +256,7 @@ def test_empty(shape):
 
 
 def test_no_array_of_all_scores():
-    """Only the scores of a pair of blocks exist; kept are the arguments, y and logsumexp."""
+    """Only the scores of a pair of blocks exist; y and logsumexp are residuals."""
     arrays = random_heads(2, 64, 4, 2, 8, "f4")
     ours = functools.partial(dot_product_attention, block_size=16)
     jaxpr = str(jax.make_jaxpr(functools.partial(results, ours))(*arrays))
@@ -331,7 +331,7 @@ def test_memory_on_gpu():
 @needs_gpu_compiler
 @pytest.mark.parametrize("window", [None, exhaustive(1024)])
 def test_cudnn_on_gpu(window):
-    """None selects it for half precision without segments; it keeps the result and logsumexp."""
+    """It is the default for half precision without segments."""
     p = plan(gradients_of(None, window=window), *abstract_heads(), target="h100")
     assert "cudnn" in p.hlo.lower() and p.device.temporaries <= 80e6
 
@@ -341,7 +341,7 @@ def test_cudnn_on_gpu(window):
     "why", ["segments", *map(exhaustive, ("float32", "odd", "v100"))], ids=lambda why: why
 )
 def test_loop_on_gpu(why):
-    """None selects the loop where cuDNN does not support the arguments."""
+    """It is the default if cuDNN does not support the arguments."""
     q, k, v = abstract_heads(length=256)
     if why == "odd":
         q, k, v = (jax.ShapeDtypeStruct((*a.shape[:3], 100), a.dtype) for a in (q, k, v))
@@ -386,7 +386,7 @@ def test_splash_matches_all_scores(options):
 
 
 def test_tokamax_is_called_with_our_options(monkeypatch):
-    """The library has no release for all supported versions of JAX."""
+    """Without the library, which is not installed for the tests."""
     calls = []
 
     class Library:
@@ -399,6 +399,15 @@ def test_tokamax_is_called_with_our_options(monkeypatch):
     q, k, v = random_heads(1, 8, 2, 1, 4, "f4")
     dot_product_attention(q, k, v, window=3, implementation="tokamax")
     assert calls == [dict(scale=0.5, is_causal=True, local_window_size=(2, 0))]
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_tokamax_matches_all_scores(window):
+    pytest.importorskip("tokamax", reason="pip install tokamax")
+    arrays = random_heads(1, 64, 4, 2, 32, "f4")
+    ours = functools.partial(dot_product_attention, implementation="tokamax", window=window)
+    got = jax.jit(functools.partial(results, ours))(*arrays)
+    assert_trees_close(got, results(oracle_attention, *arrays, window=window), 1e-5)
 
 
 X = np.ones((2, 4, 4, 8), np.float32)
