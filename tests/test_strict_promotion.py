@@ -15,6 +15,7 @@ from effjax import (
     deform_psroi_pool,
     deform_roi_pool,
     dense_block,
+    dot_product_attention,
     linear_cross_entropy,
     ms_deform_attn,
     multiscale_roi_align,
@@ -58,6 +59,12 @@ def _linear_cross_entropy(x, axis_name):
     return linear_cross_entropy(x, jnp.ones((3, 7)), labels, **options)
 
 
+def _dot_product_attention(x, axis_name):
+    q = x.reshape(x.shape[0], 25, 3, 1)
+    options = dict(segment_ids=jnp.zeros(q.shape[:2], jnp.uint8), window=7, block_size=4)
+    return dot_product_attention(q, q, q, **options)
+
+
 def _ms_deform_attn(x, axis_name, implementation=None):
     at = (*x.shape[:2], 1, 2, 3)
     locations, weights = jnp.ones((*at, 2), x.dtype), jnp.ones(at, x.dtype)
@@ -85,7 +92,13 @@ def _roi_pooling(x, axis_name, implementation=None):
 _with_kernels = [_deform_conv2d, _ms_deform_attn, _dcn_aggregate, _roi_pooling]
 _in_xla = [functools.partial(operator, implementation="xla") for operator in _with_kernels]
 _layers = [_bn_relu_conv, _dense_block, *_with_kernels, *_in_xla]
-OPERATORS = [_sync_batch_norm, _batch_norm_inference, _linear_cross_entropy, *_layers]
+OPERATORS = [
+    _sync_batch_norm,
+    _batch_norm_inference,
+    _linear_cross_entropy,
+    _dot_product_attention,
+    *_layers,
+]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from ._common.derivatives import reverse_mode_only
 from ._common.dtypes import accumulation_dtype
 from ._common.platform import traced_platform
 from ._common.sharding import (
-    explicit_axes,
     manual_axes,
     match_varying,
     with_auto_axes_over_batch,
@@ -64,7 +63,8 @@ def dot_product_attention(
             * "cudnn": `jax.nn.dot_product_attention`, on NVIDIA GPUs, for bfloat16 and float16
               without `segment_ids`. None selects it wherever it is supported.
             * "splash": the Pallas kernel of JAX, on TPUs, for T a multiple of 128 and D of 64. None
-              selects it on one TPU and inside ``jax.shard_map``; jit cannot partition it.
+              selects it on one TPU, and inside ``jax.shard_map`` with ``check_vma=False``. jit
+              cannot partition it.
             * "tokamax": `tokamax.dot_product_attention`, without `segment_ids`, if tokamax is
               installed. None never selects it.
 
@@ -164,24 +164,35 @@ def _default_block(q: jax.Array) -> int:
 
 def _select(options: _Options, q, k, v, segment_ids) -> str:
     """Return the best implementation; while tracing, because others cannot be traced everywhere."""
+    args = options, q, k, v, segment_ids
     if traced_platform() == "cuda" and segment_ids is None and q.dtype.itemsize == 2:
-        # cuDNN checks shapes, its version and the GPU when it is traced.
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q, k, v)]
-
-        def loss(q, k, v):
-            return _attend_cudnn(options, q, k, v, None).astype(jnp.float32).sum()
-
-        try:
-            jax.eval_shape(jax.grad(loss, (0, 1, 2)), *shapes)
-        except (NotImplementedError, RuntimeError, ValueError):
-            return "xla"
-        return "cudnn"
+        return "cudnn" if _can_trace(_attend_cudnn, *args) else "xla"
     if traced_platform() == "tpu" and not _unsupported_by_splash(q):
-        # Inside of shard_map, or on one TPU. Elsewhere jit might have to partition the kernel.
+        # On one TPU, or inside shard_map over all axes. Elsewhere jit might have to partition the
+        # kernel, which it cannot.
         one = jax.default_backend() == "tpu" and jax.device_count() == 1
-        if manual_axes() or (one and not explicit_axes(q)):
-            return "splash"
+        axes = frozenset(jax.sharding.get_abstract_mesh().axis_names)
+        if axes == manual_axes() and (axes or one):
+            return "splash" if _can_trace(_attend_splash, *args) else "xla"
     return "xla"
+
+
+def _can_trace(attend: Callable, options: _Options, *arrays) -> bool:
+    """Return True if the gradients of a library's kernel can be traced here.
+
+    cuDNN checks shapes, its version and the GPU. Pallas kernels do not support shard_map with
+    check_vma=True.
+    """
+
+    def loss(q, k, v, segment_ids):
+        return attend(options, q, k, v, segment_ids).astype(jnp.float32).sum()
+
+    shapes = [None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
+    try:
+        jax.eval_shape(jax.grad(loss, (0, 1, 2)), *shapes)
+    except (NotImplementedError, RuntimeError, ValueError):
+        return False
+    return True
 
 
 # The loop. With s = scale * q @ k.T, p = exp(s - logsumexp(s)), y = p @ v, and g the gradient of y:

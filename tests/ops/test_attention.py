@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from effjax import dot_product_attention
 from effjax.memory import plan, residual_bytes
+from effjax.ops._common.platform import trace_for_platform
 from tests.contexts import (
     CONTEXTS,
     assert_trees_close,
@@ -338,7 +339,7 @@ def test_cudnn_on_gpu(window):
 
 @needs_gpu_compiler
 @pytest.mark.parametrize(
-    "why", ["segments", *map(exhaustive, ("float32", "odd", "v100"))], ids=lambda why: why
+    "why", ["segments", *map(exhaustive, ("float32", "odd"))], ids=lambda why: why
 )
 def test_loop_on_gpu(why):
     """It is the default if cuDNN does not support the arguments."""
@@ -348,7 +349,7 @@ def test_loop_on_gpu(why):
     if why == "float32":
         q, k, v = (jax.ShapeDtypeStruct(a.shape, "float32") for a in (q, k, v))
     options = {"segment_ids": jnp.zeros((1, 256), int)} if why == "segments" else {}
-    p = plan(gradients_of(None, **options), q, k, v, target="v100" if why == "v100" else "h100")
+    p = plan(gradients_of(None, **options), q, k, v, target="h100")
     assert "fmha" not in p.hlo.lower()
 
 
@@ -383,6 +384,32 @@ def test_splash_matches_all_scores(options):
     ours = functools.partial(dot_product_attention, implementation="splash", **named)
     got = jax.jit(functools.partial(results, ours))(*arrays)
     assert_trees_close(got, results(oracle_attention, *arrays, **named), 1e-5)
+
+
+@pytest.mark.parametrize("how", ["jit", "shard_map", "shard_map_unchecked"])
+def test_selection_on_tpu(how, mesh8):
+    """Splash attention where it can be traced and need not be partitioned."""
+
+    def gradients(q, k, v):
+        return jax.grad(lambda *a: jnp.sum(dot_product_attention(*a)), (0, 1, 2))(q, k, v)
+
+    if how != "jit":
+        check = how == "shard_map"
+        gradients = jax.shard_map(
+            gradients, mesh=mesh8, in_specs=P("data"), out_specs=P("data"), check_vma=check
+        )
+    q, k, v = (jax.ShapeDtypeStruct((8, 128, h, 64), "bfloat16") for h in (2, 1, 1))
+    with trace_for_platform("tpu"):
+        program = str(jax.make_jaxpr(gradients)(q, k, v))
+    assert ("pallas_call" in program) == (how == "shard_map_unchecked")
+
+
+@pytest.mark.parametrize("platform", ["cuda", "cpu"])
+def test_selection_without_cudnn(platform):
+    q = jax.ShapeDtypeStruct((2, 128, 2, 64), "bfloat16")
+    with trace_for_platform(platform):
+        program = str(jax.make_jaxpr(dot_product_attention)(q, q, q))
+    assert "scan" in program and "cudnn" not in program
 
 
 def test_tokamax_is_called_with_our_options(monkeypatch):
