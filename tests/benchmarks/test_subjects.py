@@ -52,7 +52,7 @@ from benchmarks.offload_forms import (
     step_of,
 )
 from effjax.memory import MaxBatch, plan
-from effjax.models import TransformerLM
+from effjax.models import DecoderConfig, TransformerLM, init_decoder
 from effjax.native import is_available
 from effjax.ops.offload import row_update
 from effjax.train.images.forms import training_steps
@@ -503,19 +503,14 @@ def test_deepest_model_fills_the_host(monkeypatch):
 @pytest.mark.exhaustive
 def test_decoder_of_the_language_model_trains(monkeypatch):
     """Embedding and head have the same losses in both memories."""
-    model = language_model.Decoder(2, 16, 24, 4, 2, 4, vocab_size=48, batch_size=2, context=8)
+    config = DecoderConfig("llama", 48, 16, 24, 2, 4, 2, 4)
     monkeypatch.setattr(row_update, "CHUNK_BYTES", 2048)
-    keys = iter(jax.random.split(jax.random.key(0), 16))
-    layers, others = (
-        {n: 0.3 * jax.random.normal(next(keys), (*leading, *s)) for n, s in shapes.items()}
-        for shapes, leading in ((model.layer_shapes, (2,)), (model.other_shapes, ()))
-    )
-    tokens = jax.random.randint(next(keys), (2, 8), 0, 48)
-    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    layers, others = init_decoder(config, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, 48)
     losses = {}
     for where in language_model.MEMORIES:
         tx = optax.adamw(1e-3)
-        init, step = language_model.make_step(model, attend, tx, others_in=where)
+        init, step = language_model.make_step(config, tx, others_in=where)
         w = effjax.to_host(others) if where == "host" else others
         state, step = init(effjax.to_host(layers), w), effjax.offload_jit(step)
         losses[where] = []
@@ -532,8 +527,8 @@ def test_planned_language_model(monkeypatch):
     monkeypatch.setattr(row_update, "CHUNK_BYTES", 2**20)
     (name, make), *_ = language_model.OPTIMIZERS.items()
     monkeypatch.setattr(language_model, "OPTIMIZERS", {name: make})
-    model = language_model.Decoder(2, 128, 256, 2, 1, 64, vocab_size=65536, context=256)
-    rows = by_name(language_model.plan_ends(model, "h100"))
+    config = DecoderConfig("qwen3", 65536, 128, 256, 2, 2, 1, 64, dtype="bfloat16")
+    rows = by_name(language_model.plan_ends(config, "h100", (1, 256)))
     device, host, small = (
         rows[f"float32 moments, {form}"]
         for form in ("others on the device", "others on the host", "a vocabulary of 256")
