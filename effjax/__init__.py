@@ -7,7 +7,7 @@ from ._names import missing_name as _missing_name
 
 __version__ = "0.1.0"
 
-_MODULES = ("compat", "convert", "linen", "memory", "models", "nnx", "optimizers")
+_MODULES = ("compat", "convert", "linen", "memory", "models", "native", "nnx", "optimizers")
 
 if TYPE_CHECKING:
     from . import compat as compat
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from . import linen as linen
     from . import memory as memory
     from . import models as models
+    from . import native as native
     from . import nnx as nnx
     from . import optimizers as optimizers
     from .ops import *  # noqa: F403

@@ -8,11 +8,18 @@ import functools
 import re
 import struct
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib import metadata, resources
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
+
+Choice = Literal["cuda", "xla", "validated"]
+
+_choice: Choice | None = None  # of `set_default`
+_changes = 0  # number of its calls
 
 LOADED = "loaded"
 
@@ -31,6 +38,10 @@ _PLAIN = {"cpu": [], "cuda": ["effjax_cuda_devices"]}
 _DRIVERS = {12: 525, 13: 580}  # NVIDIA's first driver for a major version of CUDA
 
 
+def __dir__() -> list[str]:
+    return ["is_available", "set_default", "status"]
+
+
 def status() -> dict[str, str]:
     """Return "loaded" for each platform, or the reason why its kernels are unavailable."""
     return {platform: _load(platform) for platform in _PLATFORMS}
@@ -39,6 +50,31 @@ def status() -> dict[str, str]:
 def is_available(platform: str) -> bool:
     """Return True if the native kernels of `platform` ("cpu" or "cuda") are loaded."""
     return platform in _PLATFORMS and _load(platform) == LOADED
+
+
+def set_default(choice: Choice) -> None:
+    """Set what ``implementation=None`` means on GPUs, in place of the variable `EFFJAX_CUDA`.
+
+    Call it before the first operator is traced, in all processes of a job: compiled programs stay
+    as they are.
+
+    Args:
+        choice: "validated", the default, for the kernels that `effjax doctor --gpu` found correct
+            and faster than XLA on this model of GPU, and XLA for all others; "cuda" for all CUDA
+            kernels (`EFFJAX_CUDA=on`); "xla" for none (`EFFJAX_CUDA=off`).
+
+    Raises:
+        ValueError: for another choice.
+    """
+    global _choice, _changes
+    if choice not in get_args(Choice):
+        raise ValueError(f'`choice` (={choice!r}) must be "cuda", "xla" or "validated".')
+    _choice, _changes = choice, _changes + 1
+
+
+def default_choice() -> tuple[Choice | None, int]:
+    """Return the choice of `set_default`, None before its first call, and the number of calls."""
+    return _choice, _changes
 
 
 class Gpus(NamedTuple):
@@ -73,7 +109,7 @@ class Gpus(NamedTuple):
 def gpus() -> Gpus | None:
     """Return the GPUs for the CUDA kernels; None if the library is missing or cannot be loaded."""
     try:
-        with resources.as_file(_file("cuda")) as path:
+        with library_file("cuda") as path:
             return _gpus_of(ctypes.CDLL(str(path)))
     except (OSError, AttributeError):
         return None
@@ -85,6 +121,11 @@ def _gpus_of(library: ctypes.CDLL) -> Gpus:
     return Gpus(*(number.value for number in numbers))
 
 
+def library_file(platform: str) -> AbstractContextManager[Path]:
+    """Return a context with the path of a library, which need not exist."""
+    return resources.as_file(_file(platform))
+
+
 def _file(platform: str):
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
     return resources.files(__name__) / f"libeffjax_{platform}{suffix}"
@@ -93,7 +134,7 @@ def _file(platform: str):
 @functools.cache
 def _load(platform: str) -> str:
     """Register the custom calls of one library once, without starting a backend."""
-    with resources.as_file(_file(platform)) as path:
+    with library_file(platform) as path:
         if not path.is_file():
             return "not built: install effjax with a compiler (pip install -v shows details)"
         if not _is_complete(path):  # reading a missing part would kill the process
@@ -117,9 +158,18 @@ def _load(platform: str) -> str:
     if platform == "cuda" and (problem := _gpus_of(library).find_problem()):
         return problem
     for target, symbol in symbols.items():
-        handler = jax.ffi.pycapsule(getattr(library, symbol))
-        jax.ffi.register_ffi_target(target, handler, platform=_PLATFORMS[platform])
+        register(target, getattr(library, symbol), platform)
     return LOADED
+
+
+def register(target: str, handler: Any, platform: str) -> None:
+    """Register the function of a library as a custom call."""
+    capsule = jax.ffi.pycapsule(_wrap_handler(handler, platform))
+    jax.ffi.register_ffi_target(target, capsule, platform=_PLATFORMS[platform])
+
+
+# What is registered in place of each handler; the validation of kernels replaces it.
+_wrap_handler: Callable[[Any, str], Any] = lambda handler, platform: handler  # noqa: E731
 
 
 def _is_complete(path: Path) -> bool:

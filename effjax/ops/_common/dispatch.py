@@ -1,7 +1,7 @@
 """Dispatch of operators to native code."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -11,11 +11,12 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ... import native
+from ...native.defaults import uses_cuda
 from .arguments import check_choice
 from .platform import traced_platform
 
-# The platforms whose native kernels each implementation uses. The CUDA kernels have been compiled
-# and emulated, but have not run on a GPU: None does not use them.
+# The platforms whose native kernels each implementation uses. None uses the CUDA kernels that were
+# validated on this machine (see native/defaults.py).
 _NATIVE_PLATFORMS = {None: ("cpu",), "native": ("cpu", "cuda"), "xla": ()}
 
 
@@ -24,18 +25,35 @@ def available_platforms() -> tuple[str, ...]:
     return tuple(p for p in ("cpu", "cuda") if native.is_available(p))
 
 
-def native_platforms(implementation: Any, operator: str) -> tuple[str, ...]:
+def native_platforms(
+    implementation: Any, operator: str, kernel: str, dtypes: Iterable[Any]
+) -> tuple[str, ...]:
     """Return the platforms on which `implementation` runs native kernels.
 
+    Args:
+        implementation: None, "native" or "xla".
+        operator: its name in errors.
+        kernel: the name of its kernel in verdicts of the validation.
+        dtypes: of the images, and of the other arrays. The kernel runs in the first one, or in
+            float64 if any of them is.
+
     Raises:
-        ValueError: `implementation` is not None, "native" or "xla".
-        RuntimeError: `implementation` is "native" and there are no native kernels.
+        ValueError: `implementation` is not None, "native" or "xla"; or `EFFJAX_CUDA` is invalid.
+        RuntimeError: `implementation` is "native" and there are no native kernels; or the processes
+            of a job would decide differently.
     """
     check_choice("implementation", implementation, *_NATIVE_PLATFORMS)
     available = available_platforms()
     if implementation == "native" and not available:
         raise RuntimeError(unavailable_message(operator, traced_platform()))
-    return tuple(p for p in _NATIVE_PLATFORMS[implementation] if p in available)
+    platforms = _NATIVE_PLATFORMS[implementation]
+    if implementation is None and traced_platform() == "cuda":
+        first, *others = dtypes
+        dtype = "float64" if "float64" in others else first
+        # Even without the library: all processes of a job take part in the decision.
+        if uses_cuda(kernel, dtype):
+            platforms = (*platforms, "cuda")
+    return tuple(p for p in platforms if p in available)
 
 
 def unavailable_message(operator: str, platform: str) -> str:

@@ -1,7 +1,7 @@
 """Multi-scale deformable attention that keeps only its inputs for the backward pass."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -51,8 +51,9 @@ def ms_deform_attn(
             arrays is float64.
         attention_weights: [N, Q, M, L, P], finite; they need not sum to 1.
         implementation: "native" for the custom call (CPU, CUDA), "xla" for plain XLA (all
-            platforms), None for native on a CPU if available and XLA otherwise: the CUDA kernels
-            are opt-in until validated on a GPU. Forward-mode and second derivatives need "xla".
+            platforms), None for native on a CPU if available, on a GPU if `effjax doctor --gpu`
+            validated it there (see `effjax.native.set_default`), and XLA otherwise. Forward-mode
+            and second derivatives need "xla".
         workspace_bytes: upper limit for the samples where XLA computes them (for each example of a
             vmap with "xla"). Queries are computed in slices that fit, of at least one query. On a
             CPU slices are at most 4 MiB, which is faster, and on a TPU 32 MiB, with padding (see
@@ -79,7 +80,8 @@ def ms_deform_attn(
     shapes = as_spatial_shapes(spatial_shapes)
     _check_shapes(value, shapes, locations, weights)
     levels = Levels(shapes, normalized=True)
-    static = make_static("ms_deform_attn", levels, implementation, workspace_bytes)
+    dtypes = value.dtype, locations.dtype, weights.dtype
+    static = make_static("ms_deform_attn", levels, dtypes, implementation, workspace_bytes)
     return _ms_deform_attn(static, value, locations, weights)
 
 
@@ -102,10 +104,16 @@ class Static(NamedTuple):
     workspace_bytes: int
 
 
-def make_static(operator: str, levels: Levels, implementation: Any, workspace_bytes: Any) -> Static:
+def make_static(
+    operator: str,
+    levels: Levels,
+    dtypes: Iterable[Any],
+    implementation: Any,
+    workspace_bytes: Any,
+) -> Static:
     """Validate the options of an operator and return its static configuration."""
     workspace_bytes = as_integer("workspace_bytes", workspace_bytes, 1)
-    platforms = native_platforms(implementation, operator)
+    platforms = native_platforms(implementation, operator, "ms_deform_attn", dtypes)
     platform = traced_platform()
     if platform in ("cpu", "tpu"):
         slice_bytes = CPU_SLICE_BYTES if platform == "cpu" else TPU_SLICE_BYTES

@@ -101,7 +101,8 @@ def dcn_aggregate(
     window = Window(size, strides, pads, dilation, scale, bool(remove_center))
     groups = _check_shapes(x, offset, mask, window, offset_groups)
     levels = Levels(((x.shape[1], x.shape[2]),), normalized=False)
-    static = make_static("dcn_aggregate", levels, implementation, workspace_bytes)
+    dtypes = x.dtype, offset.dtype, mask.dtype
+    static = make_static("dcn_aggregate", levels, dtypes, implementation, workspace_bytes)
     return _dcn_aggregate(static, window, groups, x, offset, mask)
 
 

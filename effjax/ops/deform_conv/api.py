@@ -84,8 +84,9 @@ def deform_conv2d(
         feature_group_count: as in ``jax.lax.conv_general_dilated``.
         offset_groups: G; by default inferred from the channels of offset.
         implementation: "native" for the custom call (CPU, CUDA), "xla" for plain XLA (all
-            platforms), None for native on a CPU if available and XLA otherwise: the CUDA kernels
-            are opt-in until validated on a GPU. Forward-mode and second derivatives need "xla".
+            platforms), None for native on a CPU if available, on a GPU if `effjax doctor --gpu`
+            validated it there (see `effjax.native.set_default`), and XLA otherwise. Forward-mode
+            and second derivatives need "xla".
         precision: of the matrix products, as in ``jax.lax.dot_general``.
         deterministic: on a GPU, sum the gradient of x in a fixed order. On a CPU it always is;
             "xla" on a GPU follows XLA's own ``--xla_gpu_deterministic_ops``.
@@ -125,7 +126,9 @@ def deform_conv2d(
     if precision is None:
         # Resolved here: XLA partitions programs in threads that do not see a `with` statement.
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore
-    platforms, platform = native_platforms(implementation, custom_call.OPERATOR), traced_platform()
+    name = "deform_conv2d_deterministic" if deterministic else "deform_conv2d"
+    dtypes, platform = (x.dtype, offset.dtype), traced_platform()
+    platforms = native_platforms(implementation, custom_call.OPERATOR, name, dtypes)
     if platform == "cpu":
         workspace_bytes = min(workspace_bytes, CPU_SLICE_BYTES[implementation])
     if platform == "tpu":

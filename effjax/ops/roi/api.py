@@ -60,9 +60,9 @@ def roi_align(
         aligned: shift boxes by half a pixel, since the center of the first pixel is at 0.5. False
             is the older convention, with boxes of at least one pixel of x.
         implementation: "native" for the custom call (CPU, CUDA), "xla" for plain XLA (all
-            platforms), None for native on a CPU if available and XLA otherwise: the CUDA kernels
-            are opt-in until validated on a GPU. Forward-mode and second derivatives need "xla" and
-            a positive `sampling_ratio`.
+            platforms), None for native on a CPU if available, on a GPU if `effjax doctor --gpu`
+            validated it there (see `effjax.native.set_default`), and XLA otherwise. Forward-mode
+            and second derivatives need "xla" and a positive `sampling_ratio`.
 
     Returns:
         y [N, R, rows, columns, C] of x's dtype.

@@ -63,7 +63,8 @@ def pool(
     Returns:
         y [N, R, P, C].
     """
-    platforms = native_platforms(implementation, operator)
+    dtypes = x.dtype, arrays[0].dtype
+    platforms = native_platforms(implementation, operator, "roi_pool", dtypes)
     static = Static(operator, pooling, initial is not None, implementation, platforms)
     return _pool(static, make_bins, x, arrays, initial)
 

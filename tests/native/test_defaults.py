@@ -1,0 +1,250 @@
+"""Which kernels run on GPUs by default: verdicts on disk, `set_default`, and jobs of processes."""
+
+import json
+import logging
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import effjax
+from effjax import native
+from effjax.native import defaults
+from effjax.native.defaults import Key
+from effjax.ops._common.platform import trace_for_platform
+from tests.distributed.processes import Group
+
+KEY = Key("NVIDIA H100 80GB HBM3", "580.95.05", "13.1", "0" * 64)
+FASTER = {"float32": "faster"}
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch, tmp_path):
+    """A machine with a GPU, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(defaults.VARIABLE, raising=False)
+    monkeypatch.setattr(native, "_choice", None)
+    monkeypatch.setattr(native, "_changes", 0)
+    monkeypatch.setattr(defaults, "find_key", lambda _: KEY)
+    defaults._decide.cache_clear()
+    yield
+    defaults._decide.cache_clear()
+
+
+def calls(function, *args) -> set[str]:
+    """Return the kernels in the program for a GPU."""
+    with trace_for_platform("cuda"):
+        lowered = jax.jit(lambda *a: function(*a)).trace(*args).lower(lowering_platforms=("cuda",))
+    return set(re.findall(r"@effjax_(\w+)", lowered.as_text()))
+
+
+def convolve(x, **options):
+    offset, kernel = jnp.zeros((1, 4, 4, 2), jnp.float32), jnp.ones((1, 1, 2, 3), x.dtype)
+    return effjax.deform_conv2d(x, offset, kernel, **options)
+
+
+def align(x):
+    return effjax.roi_align(x, jnp.ones((1, 1, 4)), output_size=2)
+
+
+def attend(x):
+    value = x.reshape(1, 16, 1, 2)
+    return effjax.ms_deform_attn(
+        value, [(4, 4)], jnp.zeros((1, 3, 1, 1, 2, 2)), jnp.zeros((1, 3, 1, 1, 2))
+    )
+
+
+def aggregate(x):
+    offset, mask = jnp.zeros((1, 4, 4, 2), x.dtype), jnp.zeros((1, 4, 4, 1), x.dtype)
+    return effjax.dcn_aggregate(x, offset, mask, kernel_size=1)
+
+
+needs_cuda = pytest.mark.skipif(
+    not native.is_available("cuda"), reason="built without CUDA kernels"
+)
+X = jax.ShapeDtypeStruct((1, 4, 4, 2), "float32")
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    ("kernel", "operator", "target"),
+    [
+        ("deform_conv2d", convolve, "deform_columns"),
+        ("deform_conv2d_deterministic", lambda x: convolve(x, deterministic=True), "deform_columns"),
+        ("roi_pool", align, "roi_pool"),
+        ("ms_deform_attn", attend, "ms_deform_attn"),
+        ("ms_deform_attn", aggregate, "ms_deform_attn"),
+    ],
+)  # fmt: skip
+def test_validated_kernels_run_by_default(kernel, operator, target):
+    assert calls(operator, X) == set()
+    defaults.write_verdict(KEY, {kernel: FASTER | {"bfloat16": "slower", "float16": "wrong"}})
+    assert calls(operator, X) == {target}
+    for dtype in ("bfloat16", "float16"):
+        assert calls(operator, jax.ShapeDtypeStruct(X.shape, dtype)) == set()
+    defaults.write_verdict(KEY, {"another": FASTER})
+    assert calls(operator, X) == set()
+
+
+@needs_cuda
+def test_dtype_of_the_kernel(x64):
+    """float64 positions make the kernel run in float64."""
+    defaults.write_verdict(KEY, {"roi_pool": FASTER})
+    boxes = jax.ShapeDtypeStruct((1, 1, 4), "float64")
+    align = lambda x, boxes: effjax.roi_align(x, boxes, output_size=2)  # noqa: E731
+    assert calls(align, X, boxes) == set()
+    defaults.write_verdict(KEY, {"roi_pool": {"float64": "faster"}})
+    assert calls(align, X, boxes) == {"roi_pool"}
+
+
+@needs_cuda
+def test_choices(monkeypatch):
+    defaults.write_verdict(KEY, {"roi_pool": FASTER})
+    native.set_default("xla")
+    assert calls(align, X) == calls(convolve, X) == set()
+    native.set_default("cuda")
+    assert calls(align, X) and calls(convolve, X)
+    native.set_default("validated")
+    assert calls(align, X) and not calls(convolve, X)
+    monkeypatch.setattr(native, "_choice", None)
+    for value, expected in {"on": (True, True), "off": (False, False), "": (True, False)}.items():
+        monkeypatch.setenv(defaults.VARIABLE, value)
+        defaults._decide.cache_clear()
+        assert (bool(calls(align, X)), bool(calls(convolve, X))) == expected
+    monkeypatch.setenv(defaults.VARIABLE, "maybe")
+    defaults._decide.cache_clear()
+    with pytest.raises(ValueError, match=r"EFFJAX_CUDA \(='maybe'\) must be"):
+        calls(align, X)
+    with pytest.raises(ValueError, match=r"`choice` \(='on'\) must be"):
+        native.set_default("on")  # pyright: ignore
+
+
+def test_other_platforms_decide_nothing(monkeypatch):
+    monkeypatch.setenv(defaults.VARIABLE, "maybe")
+    jax.eval_shape(align, X)
+    with trace_for_platform("cuda"):
+        jax.eval_shape(lambda x: effjax.roi_align(
+            x, jnp.ones((1, 1, 4)), output_size=2, implementation="xla"
+        ), X)  # fmt: skip
+
+
+def test_missing_verdict_is_logged_once(caplog):
+    caplog.set_level(logging.INFO, "effjax.native")
+    assert not any(defaults.uses_cuda("roi_pool", dtype) for dtype in ("float32", "float16"))
+    assert len(caplog.messages) == 1 and "`effjax doctor --gpu`" in caplog.messages[0]
+    defaults.write_verdict(KEY, {})
+    assert not defaults.uses_cuda("roi_pool", "float32") and len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("field", Key._fields)
+def test_verdict_of_another_machine_or_library(field):
+    path = defaults.write_verdict(KEY, {"roi_pool": FASTER})
+    other = KEY._replace(**{field: "1" * 64})
+    assert defaults.read_verdict(KEY) == {"roi_pool": FASTER}
+    assert defaults.read_verdict(other) is None and defaults.verdict_file(other) != path
+    defaults.write_verdict(other, {})
+    assert defaults.read_verdict(KEY) == {"roi_pool": FASTER}
+    defaults.remove_verdict(KEY)
+    defaults.remove_verdict(KEY)
+    assert defaults.read_verdict(KEY) is None and defaults.read_verdict(other) == {}
+
+
+def damage(**changes):
+    return lambda text: json.dumps(json.loads(text) | changes)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text[:40],
+        lambda text: "",
+        lambda text: "[]",
+        damage(format=0),
+        damage(key=KEY._replace(driver="1")._asdict()),
+        damage(key={}),
+        damage(outcomes={"roi_pool": {"float32": "good"}}),
+        damage(outcomes={"roi_pool": "faster"}),
+        damage(outcomes=None),
+    ],
+)
+def test_damaged_verdicts_are_ignored(change, caplog):
+    path = defaults.write_verdict(KEY, {"roi_pool": FASTER})
+    path.write_text(change(path.read_text()))
+    assert not defaults.uses_cuda("roi_pool", "float32")
+    assert caplog.records[0].levelname == "WARNING" and str(path) in caplog.messages[0]
+    path.unlink()
+    path.mkdir()  # unreadable
+    assert defaults.read_verdict(KEY) is None
+
+
+def test_folder_is_that_of_platformdirs(monkeypatch):
+    platformdirs = pytest.importorskip("platformdirs.unix")
+    assert defaults.cache_folder() == platformdirs.Unix("effjax").user_cache_path / "kernels"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert defaults.cache_folder() == platformdirs.Unix("effjax").user_cache_path / "kernels"
+
+
+def test_key_of_a_machine(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    (tmp_path / "library").write_bytes(b"kernels")
+    monkeypatch.setattr(native, "is_available", lambda _: True)
+    monkeypatch.setattr(native, "_file", lambda _: tmp_path / "library")
+    monkeypatch.setattr(native, "gpus", lambda: native.Gpus(13000, 12080, 2, 90))
+    monkeypatch.setattr(defaults, "_driver_version", lambda: "570.1")
+    devices = [types.SimpleNamespace(device_kind=kind) for kind in ("B", "A", "B")]
+    monkeypatch.setattr(jax, "local_devices", lambda backend: devices)
+    key = defaults.find_key("cuda")
+    assert key is not None and key[:3] == ("A + B", "570.1", "12.8")
+    (tmp_path / "library").write_bytes(b"other kernels")
+    other = defaults.find_key("cuda")
+    assert other is not None and other[:3] == key[:3] and other.library != key.library
+    monkeypatch.setattr(native, "gpus", lambda: native.Gpus(13000, 12080, 0, 0))
+    assert defaults.find_key("cuda") is None
+    assert isinstance(defaults._driver_version(), str)
+
+
+JOB = """
+import jax
+from effjax import native
+from effjax.native import defaults
+from effjax.native.defaults import Key
+if {first}:
+    jax.distributed.initialize({address!r}, 2, process, heartbeat_timeout_seconds=30)
+here = {case}
+gpu = here.get("gpu", ["A", "A"])[process]
+patch.setattr(defaults, "find_key", lambda _: Key(gpu, "1", "2", "3") if gpu else None)
+outcomes = here.get("outcomes", [dict(), dict()])[process]
+patch.setattr(defaults, "read_verdict", lambda _: outcomes)
+patch.setattr(defaults, "_PATIENCE", 1.0)
+for choice in here["choices"][process]:
+    native.set_default(choice)
+try:
+    print(defaults.uses_cuda("roi_pool", "float32"))
+except RuntimeError as error:
+    print(error)
+"""
+ROI = {"roi_pool": FASTER}
+
+
+def test_processes_of_a_job_decide_alike():
+    """The verdict of process 0 counts; a process that cannot follow it raises an error."""
+    cases = [
+        (dict(choices=["", ""], outcomes=[ROI, {}]), "True", "True"),
+        (dict(choices=[["validated"]] * 2, outcomes=[None, ROI]), "False", "False"),
+        (dict(choices=[["xla"], ["cuda"]]), "False", "process 1 chooses 'cuda' .* 0 'xla'"),
+        (
+            dict(choices=[["validated"]] * 2, outcomes=[ROI, ROI], gpu=["A", "B"]),
+            "True", "process 0 runs CUDA kernels on A, .* process 1 has B, .* EFFJAX_CUDA=off",
+        ),
+        (dict(choices=[["validated"]] * 2, gpu=["A", "B"]), "False", "False"),
+        (dict(choices=[["cuda"]] * 2, gpu=["A", None]), "True", "process 0 runs .* has no GPU"),
+        (dict(choices=[["cuda"], ["cuda"] * 2]), "True", "waited 1 s for process 0 .* 7 times"),
+    ]  # fmt: skip
+    with Group() as group:
+        for i, (case, *expected) in enumerate(cases):
+            ended = group.execute(JOB.format(first=i == 0, address=group.address, case=case))
+            assert [one.code for one in ended] == [0, 0], ended
+            for one, match in zip(ended, expected, strict=True):
+                assert re.match(match, one.out.strip().split("\n")[-1]), (case, one)
