@@ -1,0 +1,169 @@
+"""Comparison of a kernel with plain XLA in float64, on this process's default device."""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import guards
+from .kernels import Call, Kernel
+
+# Largest difference, relative to each value and to the largest one.
+TOLERANCES = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 1e-2, "float16": 2e-3}
+
+
+class Failure(NamedTuple):
+    """A reason why a kernel must not be used.
+
+    Attributes:
+        kind: "value", "gradient", "repetition" (runs differ), "guard" (a write outside of the
+            results), "error", "crash" or "timeout".
+        text: details.
+    """
+
+    kind: str
+    text: str
+
+
+def check_call(kernel: Kernel, call: Call, dtype: str, repeats: int) -> list[Failure]:
+    """Return the failures of a kernel in one call, in several runs and between guard bands."""
+    reference = functools.partial(call.apply, implementation="xla")
+    want = _run_reference(reference, call)
+    run = make_program(kernel.candidate(call.apply), len(call.names))
+    dy = _cotangent(call, call.args)
+    runs = [_to_host(run(call.args, dy), call) for _ in range(1 if call.tail else repeats)]
+    failures = compare_runs(call.names, runs, want, TOLERANCES[dtype], kernel.is_deterministic)
+    if not call.tail:  # the copies of large arrays would not fit
+        violations: list[str] = []
+        for pattern in (guards.NAN, guards.FINITE):
+            with guards.guards(pattern) as found:
+                guarded = _to_host(run(call.args, dy), call)
+            violations += found
+            if not failures and not violations:
+                errors = compare(call.names, guarded, want, TOLERANCES[dtype])
+                violations += [f"{text}: it depends on other memory" for text in errors.values()]
+        failures += [Failure("guard", text) for text in dict.fromkeys(violations)]
+    return failures
+
+
+def compare_runs(
+    names: tuple[str, ...],
+    runs: list[list[np.ndarray]],
+    want: list[np.ndarray],
+    tolerance: float,
+    is_deterministic: bool,
+) -> list[Failure]:
+    """Return the failures of all runs: the result and the gradients of `names` in each run."""
+    errors = [compare(names, got, want, tolerance) for got in runs]
+    failures = []
+    for i, label in enumerate(_labels(names)):
+        wrong = [e[label] for e in errors if label in e]
+        if wrong and len(wrong) == len(runs):
+            failures.append(Failure("gradient" if i else "value", wrong[0]))
+        elif wrong:
+            failures.append(
+                Failure("repetition", f"{len(wrong)} of {len(runs)} runs: {wrong[0]}")
+            )  # fmt: skip
+        elif i == 0 or is_deterministic:
+            differing = sum(got[i].tobytes() != runs[0][i].tobytes() for got in runs)
+            if differing:
+                text = f"the bits of {label} differ from the first of {len(runs)} runs in"
+                failures.append(Failure("repetition", f"{text} {differing}"))
+    return failures
+
+
+def compare(
+    names: tuple[str, ...], got: list[np.ndarray], want: list[np.ndarray], tolerance: float
+) -> dict[str, str]:
+    """Return descriptions of the wrong arrays by label."""
+    wrong = {}
+    for label, a, b in zip(_labels(names), got, want, strict=True):
+        a, b = (np.asarray(array, np.float64) for array in (a, b))
+        if a.shape != b.shape:
+            wrong[label] = f"{label} has shape {a.shape} instead of {b.shape}"
+            continue
+        difference = np.abs(a - b)
+        scale = np.abs(b).max(initial=0)
+        bad = ~(difference <= tolerance * (scale + np.abs(b)))  # also NaN
+        if bad.any():
+            worst = np.nanmax(np.where(bad, difference, 0), initial=0)
+            wrong[label] = (
+                f"{label} is wrong in {bad.sum()} of {bad.size} elements, by up to {worst:.2g} at "
+                f"a largest value of {scale:.2g}"
+            )
+    return wrong
+
+
+def make_program(function: Callable, num_gradients: int) -> Callable:
+    """Return the compiled function of (args, dy): the result and the gradients."""
+
+    def run(args, dy):
+        rest = args[num_gradients:]
+        y, backward = jax.vjp(lambda *a: function(*a, *rest), *args[:num_gradients])
+        return [y, *backward(dy.astype(y.dtype))]
+
+    return jax.jit(run)
+
+
+def median_seconds(run: Callable, *args: Any, repeats: int = 15) -> float:
+    """Return the median time of a call after two others."""
+    seconds = []
+    for _ in range(repeats + 2):
+        start = time.perf_counter()
+        jax.block_until_ready(run(*args))
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[2:])
+
+
+def time_call(kernel: Kernel, call: Call, dtype: str) -> dict[str, Any]:
+    """Return the seconds of the kernel and of XLA, result and gradients, and failures.
+
+    Here the kernel runs without guards, in programs that XLA may capture. XLA in the same dtype is
+    the reference, so that the tolerance is twice as large.
+    """
+    dy = _cotangent(call, call.args)
+    functions = {
+        "native": kernel.candidate(call.apply),
+        "xla": functools.partial(call.apply, implementation="xla"),
+    }
+    runs = {name: make_program(f, len(call.names)) for name, f in functions.items()}
+    results = {name: _to_host(run(call.args, dy), call) for name, run in runs.items()}
+    wrong = compare(call.names, results["native"], results["xla"], 4 * TOLERANCES[dtype])
+    return {
+        "seconds": {name: median_seconds(run, call.args, dy) for name, run in runs.items()},
+        "failures": [Failure("value", text) for text in wrong.values()],
+    }
+
+
+def _labels(names: tuple[str, ...]) -> list[str]:
+    return ["the result", *(f"the gradient of {name}" for name in names)]
+
+
+def _cotangent(call: Call, args: tuple) -> jax.Array:
+    y = jax.eval_shape(functools.partial(call.apply, implementation="xla"), *args)
+    values = np.random.default_rng(1).normal(size=y.shape[1:] if call.tail else y.shape)
+    dy = jnp.asarray(values, y.dtype)
+    return jnp.broadcast_to(dy, y.shape)
+
+
+def _run_reference(reference: Callable, call: Call) -> list[np.ndarray]:
+    dy = _cotangent(call, call.args)
+    args = call.args
+    if call.tail:
+        images = args[0].shape[0]
+        dy, *args = (a[-1:] if a.shape[0] == images else a for a in (dy, *args))
+    args = tuple(a.astype(jnp.float64) for a in args)
+    results = make_program(reference, len(call.names))(args, dy.astype(jnp.float64))
+    return [np.asarray(a) for a in results]
+
+
+def _to_host(results: list[jax.Array], call: Call) -> list[np.ndarray]:
+    images = call.args[0].shape[0]
+    if call.tail:
+        results = [a[-1:] if a.shape[0] == images else a for a in results]
+    return [np.asarray(a) for a in results]
