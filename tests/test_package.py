@@ -36,6 +36,7 @@ INTERNAL = {
     "convert": {"models", "_names", "_unpickle"},
     "memory": {"ops", "native", "_extras", "_names"},
     "optimizers": {"_names"},
+    "validation": {"memory", "native", "ops"},
     "train": {"effjax", "_extras"},
     "train.data": {"train", "_extras", "_unpickle"},
     "train.images": {"effjax", "train", "train.data", "memory", "models", "convert"},
@@ -50,6 +51,7 @@ INTERNAL = {
         "models",
         "native",
         "convert",
+        "validation",
     },
 }
 FLAX = {"jax", "numpy", "flax"}
@@ -70,6 +72,7 @@ EXTERNAL = {
     "convert": FLAX | {"orbax"},
     "memory": {"jax", "numpy", "rich", "matplotlib", "platformdirs"},
     "optimizers": {"jax", "optax"},
+    "validation": {"jax", "numpy", "optax"},
     "train": {"jax", "numpy", "orbax", "rich", "matplotlib"},
     "train.data": {"numpy", "sklearn", "PIL", "tokenizers", "jinja2"},
     "train.images": FLAX | {"optax", "rich"},
@@ -159,7 +162,7 @@ heavy = {"flax", "optax", "numpy.testing", "jax.experimental.pallas"} & set(sys.
 assert not heavy, heavy
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has started
-for name in ("compat", "convert", "linen", "memory", "models", "nnx", "optimizers"):
+for name in ("compat", "convert", "linen", "memory", "models", "native", "nnx", "optimizers"):
     assert name in dir(effjax)
     assert getattr(effjax, name).__name__ == f"effjax.{name}"
 """

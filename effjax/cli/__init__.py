@@ -34,8 +34,10 @@ def _run(argv: list[str]) -> int:
         import typer  # noqa: F401
     except ModuleNotFoundError as error:
         if argv[:1] == ["doctor"]:
-            from .doctor import show
+            from .doctor import show, validate_kernels
 
+            if "--gpu" in argv:
+                return validate_kernels(as_json="--json" in argv)
             show(as_json="--json" in argv)
             return 0
         message = f"{error.name} is missing. Run {install_command('train')}."

@@ -71,10 +71,20 @@ def main(
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    gpu: Annotated[
+        bool,
+        typer.Option(
+            "--gpu",
+            help="Test the CUDA kernels on this machine's GPUs. Operators use those that are "
+            "correct and faster than XLA from then on. The exit code is 1 if any is wrong.",
+        ),
+    ] = False,
 ) -> None:
     """Show versions, devices, memory kinds, native kernels, and how to install what is missing."""
-    from .doctor import show
+    from .doctor import show, validate_kernels
 
+    if gpu:
+        raise typer.Exit(validate_kernels(as_json))
     show(as_json)
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,66 @@ def show(as_json: bool = False) -> None:
     """Print the report as plain text or JSON. Works without rich."""
     report = examine()
     print(json.dumps(report, indent=2) if as_json else "\n".join(format_lines(report)))
+
+
+def validate_kernels(as_json: bool = False, platform: str = "cuda", **options: Any) -> int:
+    """Validate the kernels on this machine's GPUs, store the verdict, and return the exit code.
+
+    Lines about the progress go to stdout, or to stderr if the report is printed as JSON.
+
+    Args:
+        as_json: print the report as JSON.
+        platform: "cpu" for the CPU kernels in place of CUDA kernels, as tests do.
+        **options: options of `effjax.validation.validate`.
+    """
+    from ..native import defaults, status
+    from ..validation import (
+        NoKernelsError,
+        find_failures,
+        measure_programs,
+        outcomes,
+        validate,
+    )
+
+    def report_line(line: str) -> None:
+        print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+    try:
+        report = validate(platform=platform, report_line=report_line, **options)
+    except NoKernelsError as error:
+        state = status().get(platform, "unsupported")
+        print(f"effjax: {error} ({platform} kernels: {state})", file=sys.stderr)
+        return 1
+    report["outcomes"] = outcomes(report)
+    path = defaults.write_verdict(defaults.Key(**report["key"]), report["outcomes"])
+    if platform == "cuda":
+        measure_programs(report, report_line=report_line)
+    report["failures"] = find_failures(report)
+    for line in ["", *format_outcomes(report), *report["failures"], f"The verdict is in {path}."]:
+        report_line(line)
+    if as_json:
+        print(json.dumps(report, indent=2))
+    return 1 if report["failures"] else 0
+
+
+def format_outcomes(report: dict[str, Any]) -> list[str]:
+    """Return a table of times and outcomes."""
+    key, packages = report["key"], report["packages"]
+    lines = [
+        f"{key['gpu']}, driver {key['driver']}, CUDA {key['cuda']}; "
+        + ", ".join(f"{name} {version}" for name, version in packages.items()),
+        f"{'kernel':<28} {'dtype':<9} {'cases':>5} {'ms':>8} {'XLA ms':>8}  default",
+    ]
+    for row in report["kernels"]:
+        outcome = report["outcomes"][row["kernel"]][row["dtype"]]
+        times = [f"{1e3 * row['seconds'][name]:.3g}" if name in row["seconds"] else "-"
+                 for name in ("native", "xla")]  # fmt: skip
+        chosen = {"faster": "kernel", "slower": "XLA", "wrong": "XLA, the kernel is WRONG"}[outcome]
+        lines.append(
+            f"{row['kernel']:<28} {row['dtype']:<9} {row['passed']:>5} {times[0]:>8} {times[1]:>8}"
+            f"  {chosen}"
+        )
+    return lines
 
 
 def missing_by_extra() -> dict[str, list[str]]:
@@ -148,8 +209,26 @@ def describe_kernels() -> dict[str, str]:
     if states["cuda"] == LOADED and devices:
         version = f"CUDA {devices.built // 1000}.{devices.built % 1000 // 10}"
         usable = f"{devices.count} GPUs" if devices.count else "no GPU: for plans only"
-        states["cuda"] += f" (built with {version}; {usable})"
+        states["cuda"] += f" (built with {version}; {usable}{_describe_verdict()})"
     return states
+
+
+def _describe_verdict() -> str:
+    """Return which CUDA kernels run by default on the GPUs here, if there are any."""
+    from ..native import defaults
+
+    key = defaults.find_key("cuda")
+    if key is None:
+        return ""
+    verdict = defaults.read_verdict(key)
+    if verdict is None:
+        return "; not validated here: run `effjax doctor --gpu`"
+    faster = [
+        f"{kernel} in {', '.join(dtypes)}"
+        for kernel, by_dtype in verdict.items()
+        if (dtypes := [dtype for dtype, outcome in by_dtype.items() if outcome == "faster"])
+    ]
+    return f"; validated, by default: {'; '.join(faster) or 'none'}"
 
 
 def _describe_devices() -> tuple[list[dict[str, Any]], str | None]:

@@ -1,7 +1,7 @@
 """The implementation of operators on GPUs by default: CUDA kernels where they were validated.
 
 `effjax doctor --gpu` compares the CUDA kernels with plain XLA on the GPUs of a machine. Its verdict
-is a file in the user's cache directory. It counts only for the same model of GPU, driver and library.
+is a file in the user's cache directory, for this model of GPU, driver and library only.
 """
 
 import contextlib
@@ -114,8 +114,8 @@ def _agree(own: Decision, store: Store, changes: int) -> Decision:
     first = Decision(choice, None if key is None else Key(*key), outcomes)
     if first.choice != own.choice:
         raise RuntimeError(
-            f"{here} chooses {own.choice!r} for its GPU kernels, process 0 {first.choice!r}. {alike}, "
-            "or call effjax.native.set_default."
+            f"{here} chooses {own.choice!r} for its GPU kernels, process 0 {first.choice!r}. "
+            f"{alike}, or call effjax.native.set_default."
         )
     runs_cuda = first.choice == "cuda" or any(
         outcome == "faster" for by_dtype in outcomes.values() for outcome in by_dtype.values()

@@ -1,4 +1,4 @@
-"""Process that validates kernels for `run.py`: python -m effjax.validation.child TABLE EVENTS GUARDS.
+"""Process of `run.py`: python -m effjax.validation.child TABLE EVENTS GUARDS.
 
 A kernel may crash or hang. It then takes down this process only. Each line of stdin is a task in
 JSON. The file descriptor EVENTS gets a line before and after each part of it.
@@ -58,15 +58,20 @@ def _check(
             call = chosen.cases[name](dtype)
             failures = [] if isinstance(call, str) else check_call(chosen, call, dtype, repeats)
         except Exception as error:
-            call, failures = None, [Failure("error", f"{type(error).__name__}: {error}"[:2000])]
+            call, failures = None, [Failure("error", describe_error(error))]
         skipped = call if isinstance(call, str) else None
         yield {
             "event": "case", "case": name, "skipped": skipped,
             "failures": [failure._asdict() for failure in failures],
         }  # fmt: skip
         if any(failure.kind == "error" for failure in failures):
-            # After an invalid access, a GPU refuses all further work of the process.
-            sys.exit(0)
+            sys.exit()  # after an invalid access, a GPU refuses all further work of the process
+
+
+def describe_error(error: Exception) -> str:
+    """Return the type and the message of an error in one line."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) < 1000 else f"{text[:500]} ... {text[-500:]}"
 
 
 def _time(kernels: Any, kernel: str, dtype: str) -> Iterator[dict[str, Any]]:
@@ -79,10 +84,26 @@ def _time(kernels: Any, kernel: str, dtype: str) -> Iterator[dict[str, Any]]:
     yield {"event": "result", "seconds": timed["seconds"], "failures": failures}
 
 
+def _call_programs(function: str) -> Callable[..., Iterator[dict[str, Any]]]:
+    """Return the task that calls a function of `programs.py`."""
+
+    def call(kernels: Any, **options: Any) -> Iterator[dict[str, Any]]:
+        from . import programs
+
+        try:
+            yield {"event": "result", "value": getattr(programs, function)(**options)}
+        except Exception as error:
+            yield {"event": "result", "error": describe_error(error)}
+
+    return call
+
+
+_PROGRAM_TASKS = ("plan_peak", "measure_peak", "plan_step", "measure_step")
 TASKS: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {
     "describe": _describe,
     "check": _check,
     "time": _time,
+    **{name: _call_programs(name) for name in _PROGRAM_TASKS},
 }
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Guard bands around the operands and results of native kernels.
 
 While guards are on, each call of a kernel gets copies of its arrays that lie between guard bands. A
-write into a band or into an operand is recorded. The bands and the results are filled with a pattern
-before the call, so that values that were read outside or never written appear in the results.
+write into a band or into an operand is recorded. Bands and results are filled with a pattern before
+the call, so that values that were read outside or never written appear in the results.
 
-A handler of XLA's FFI is a C function of a call frame. The handlers are replaced by Python functions
-that change the addresses in the frame, call the original and check the bands. The structures are
-those of xla/ffi/api/c_api.h, which are the same for the versions 0.3 to 0.5 of the API.
+A handler of XLA's FFI is a C function of a call frame. The handlers are replaced by Python
+functions that change the addresses in the frame, call the original and check the bands. The
+structures are those of xla/ffi/api/c_api.h, the same in versions 0.3 to 0.5 of the API.
 """
 
 import contextlib
@@ -91,7 +91,7 @@ class _Frame(ctypes.Structure):
 _Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
 
-class Memory(Protocol):
+class _Memory(Protocol):
     """Memory of a device. Addresses are integers."""
 
     def allocate(self, size: int) -> int: ...
@@ -102,7 +102,7 @@ class Memory(Protocol):
     def synchronize(self) -> None: ...
 
 
-class HostMemory:
+class _HostMemory:
     """Memory of the host."""
 
     def __init__(self):
@@ -130,7 +130,7 @@ class HostMemory:
         pass
 
 
-class CudaMemory:
+class _CudaMemory:
     """Memory of the current GPU, by the CUDA driver's C interface."""
 
     def __init__(self, library: str = "libcuda.so.1"):
@@ -182,11 +182,13 @@ class _Block(NamedTuple):
     is_result: bool
 
 
-_MEMORIES: dict[str, Callable[[], Memory]] = {"cpu": HostMemory, "cuda": CudaMemory}
+_MEMORIES: dict[str, Callable[[], _Memory]] = {"cpu": _HostMemory, "cuda": _CudaMemory}
 _pattern: int | None = None  # None if guards are off
 _violations: list[str] = []
 _kept: list[Any] = []  # C functions must outlive the program
-_lock = threading.Lock()  # one call after the other, so that it is clear whose bands are overwritten
+_lock = (
+    threading.Lock()
+)  # one call after the other, so that it is clear whose bands are overwritten
 
 
 def install() -> None:
@@ -209,7 +211,7 @@ def guards(pattern: int) -> Iterator[list[str]]:
 def wrap(handler: Any, platform: str) -> Any:
     """Return a handler that checks guard bands while guards are on."""
     inner = _Handler(ctypes.cast(handler, ctypes.c_void_p).value or 0)
-    memories: list[Memory] = []  # made at the first call: the driver may be missing
+    memories: list[_Memory] = []  # made at the first call: the driver may be missing
 
     @_Handler
     def guarded(address):
@@ -245,7 +247,7 @@ def _find_metadata(frame: _Frame) -> _Metadata | None:
 
 
 def _call_guarded(
-    inner: Any, address: int, frame: _Frame, memory: Memory, pattern: int
+    inner: Any, address: int, frame: _Frame, memory: _Memory, pattern: int
 ) -> int | None:
     memory.synchronize()
     operands, results = frame.operands.buffers(), frame.results.buffers()
@@ -296,7 +298,7 @@ def _align(address: int) -> int:
     return -(-address // _ALIGNMENT) * _ALIGNMENT
 
 
-def _check(block: _Block, memory: Memory, pattern: int) -> None:
+def _check(block: _Block, memory: _Memory, pattern: int) -> None:
     end = block.start + block.size + 2 * BAND + _ALIGNMENT
     bands = {
         "before the start": (block.start, block.data),
@@ -306,7 +308,8 @@ def _check(block: _Block, memory: Memory, pattern: int) -> None:
         band = memory.read(first, last - first)
         changed = len(band) - band.count(pattern)
         if changed:
-            _violations.append(f"{changed} bytes written {where} of {block.label}")
+            _violations.append(f"{changed} bytes changed {where} of {block.label}")
     if block.is_operand and not block.is_result:
-        if memory.read(block.data, block.size) != memory.read(block.original, block.size):
+        before, after = (memory.read(a, block.size) for a in (block.original, block.data))
+        if before != after:
             _violations.append(f"{block.label} was changed")

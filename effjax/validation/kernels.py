@@ -217,7 +217,9 @@ def shard_images(make: Callable[..., Call], shared: tuple[int, ...] = ()) -> Mak
         mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names)  # Auto axes
         call = make(dtype, batch=2 * len(devices))
         args = tuple(
-            jax.device_put(a, NamedSharding(mesh, PartitionSpec(*() if i in shared else ("images",))))
+            jax.device_put(
+                a, NamedSharding(mesh, PartitionSpec(*() if i in shared else ("images",)))
+            )
             for i, a in enumerate(call.args)
         )
         return call._replace(args=args)

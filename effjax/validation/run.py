@@ -14,11 +14,15 @@ from importlib import metadata
 from typing import Any
 
 from ..native import defaults
+from . import programs
 from .kernels import DTYPES, KERNELS
 
 TABLE = "effjax.validation.kernels:KERNELS"
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy")
 FORMAT = 1  # of the report
+TIME_LIMIT = 180.0  # seconds
+# Largest difference between the planned and the measured peak of a program.
+PEAK_TOLERANCE, PEAK_BYTES = 0.05, 8 * 2**20
 
 
 class NoKernelsError(RuntimeError):
@@ -42,15 +46,25 @@ class Child:
         guards: place guard bands around the arrays of kernels.
         x64: enable float64.
         time_limit: seconds between two signs of life.
+        xla_flags: more flags for XLA.
     """
 
-    def __init__(self, platform: str, table: str, guards: bool, x64: bool, time_limit: float):
+    def __init__(
+        self,
+        platform: str,
+        table: str,
+        guards: bool = False,
+        x64: bool = False,
+        time_limit: float = TIME_LIMIT,
+        xla_flags: str = "",
+    ):
         self._time_limit = time_limit
         reading, writing = os.pipe()
-        self._stderr = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         environment = os.environ | {
             "JAX_PLATFORMS": platform,
             "JAX_ENABLE_X64": str(int(x64)),
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip(),
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # processes share the GPU
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         }
@@ -111,11 +125,34 @@ class Child:
             os.close(self._events)
             self._stderr.close()
 
-    def __enter__(self) -> "Child":
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+class Children:
+    """One process at a time, for all tasks with the same settings; a new one after a crash."""
+
+    def __init__(self, platform: str, table: str, time_limit: float):
+        self._platform, self._table, self._time_limit = platform, table, time_limit
+        self._settings: tuple[bool, bool] | None = None
+        self._child: Child | None = None
+
+    def perform(
+        self, task: str, *, guards: bool = False, x64: bool = False, **options: Any
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the events of a task, performed with these settings of `Child`."""
+        if self._child is None or self._settings != (guards, x64):
+            self.close()
+            self._settings = guards, x64
+            self._child = Child(self._platform, self._table, guards, x64, self._time_limit)
+        try:
+            yield from self._child.perform(task, **options)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._child is not None:
+            self._child.close()
+            self._child = None
 
 
 def validate(
@@ -126,7 +163,7 @@ def validate(
     cases: Sequence[str] | None = None,
     table: str = TABLE,
     repeats: int = 10,
-    time_limit: float = 180.0,
+    time_limit: float = TIME_LIMIT,
     report_line: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Validate the kernels of a platform and return the report as JSON-serializable data.
@@ -144,19 +181,106 @@ def validate(
     Raises:
         NoKernelsError: there are no kernels, or no device for them.
     """
-
-    def start(guards: bool = False, x64: bool = False) -> Child:
-        return Child(platform, table, guards, x64, time_limit)
-
-    report = _describe(platform, start)
-    rows: list[dict[str, Any]] = report["kernels"]
-    for kernel in kernels:
-        rows += _check_kernel(kernel, dtypes, cases, repeats, start, report_line)
-    for row in rows:
-        if not row["failures"]:
-            _time_kernel(row, start)
-            report_line(f"{row['kernel']} {row['dtype']}: {describe_times(row)}")
+    children = Children(platform, table, time_limit)
+    try:
+        report = _describe(platform, children)
+        for kernel in kernels:
+            for dtype in dtypes:
+                row = _check_kernel(kernel, dtype, cases, repeats, children)
+                report["kernels"].append(row)
+                report_line(f"{kernel} {dtype}: {describe_checks(row)}")
+        # float64 last: it needs another process.
+        for row in sorted(report["kernels"], key=lambda row: row["dtype"] == "float64"):
+            if not row["failures"]:
+                _time_kernel(row, children)
+                report_line(f"{row['kernel']} {row['dtype']}: {describe_times(row)}")
+    finally:
+        children.close()
     return report
+
+
+def measure_programs(
+    report: dict[str, Any],
+    *,
+    platform: str = "cuda",
+    time_limit: float = TIME_LIMIT,
+    report_line: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Add planned and measured peaks of programs, and times of an offloaded step, to a report.
+
+    Programs with kernels that are wrong are skipped.
+    """
+    target = programs.find_target_name(report["devices"][0])
+    wrong = {row["kernel"] for row in report["kernels"] if row["failures"]}
+    report["target"], report["programs"] = target, []
+    if target is None:
+        report_line(f"no plans: the planner has no target {report['devices'][0]!r}")
+        return
+
+    def run(task: str, on: str, **options: Any) -> dict[str, Any]:
+        # Without autotuning, whose buffers would be part of the peak.
+        flags = "--xla_gpu_autotune_level=0" if task == "measure_peak" else ""
+        try:
+            with Child(on, TABLE, time_limit=time_limit, xla_flags=flags) as child:
+                (event,) = child.perform(task, **options)
+                return event
+        except ChildError as error:
+            return {"error": f"{error.kind}: {error}"}
+
+    for name in programs.PROGRAMS:
+        if programs.KERNELS_OF_PROGRAMS.get(name) in wrong:
+            continue
+        planned = run("plan_peak", "cpu", name=name, target=target)
+        measured = run("measure_peak", platform, name=name)
+        row = compare_peaks(name, planned, measured)
+        report["programs"].append(row)
+        report_line(f"{name}: {describe_peaks(row)}")
+    planned = run("plan_step", "cpu", target=target)
+    measured = run("measure_step", platform)
+    report["step"] = {"modelled": planned, "measured": measured}
+    texts = (
+        f"{1e3 * t['value']:.3g} ms" if "value" in t else t["error"] for t in (planned, measured)
+    )
+    report_line("offloaded step: {} modelled, {} measured".format(*texts))
+
+
+def compare_peaks(name: str, planned: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a program in a report, given a value or an error of each."""
+    plan, peak = planned.get("value"), measured.get("value")
+    row = {"name": name, "planned_bytes": plan, "measured_bytes": peak, "skipped": None}
+    row["failures"] = []
+    if "error" in measured:
+        row["failures"].append({"case": name, "kind": "error", "text": measured["error"]})
+    elif "error" in planned:
+        row["skipped"] = planned["error"]
+    elif plan is None or peak is None:
+        row["skipped"] = "the device does not count its bytes"
+    elif abs(peak - plan) > PEAK_TOLERANCE * plan + PEAK_BYTES:
+        text = f"{peak} bytes at the peak instead of {plan}"
+        row["failures"].append({"case": name, "kind": "peak", "text": text})
+    return row
+
+
+def describe_peaks(row: dict[str, Any]) -> str:
+    """Return a line about the peaks of a program."""
+    if row["skipped"]:
+        return f"skipped, {row['skipped']}"
+    wrong = "WRONG, " if row["failures"] else ""
+    if row["measured_bytes"] is None:
+        return f"{wrong}{row['failures'][0]['text']}"
+    planned, measured = (row[f"{kind}_bytes"] / 2**20 for kind in ("planned", "measured"))
+    return f"{wrong}{planned:.1f} MiB planned, {measured:.1f} MiB measured"
+
+
+def find_failures(report: dict[str, Any]) -> list[str]:
+    """Return a line about each failure in a report."""
+    rows = [(f"{row['kernel']} {row['dtype']}", row) for row in report["kernels"]]
+    rows += [("memory", row) for row in report.get("programs", [])]
+    return [
+        f"{name}, {f['case']}: {f['kind']}: {f['text']}"
+        for name, row in rows
+        for f in row["failures"]
+    ]
 
 
 def outcomes(report: dict[str, Any]) -> defaults.Outcomes:
@@ -172,10 +296,9 @@ def outcomes(report: dict[str, Any]) -> defaults.Outcomes:
     return result
 
 
-def _describe(platform: str, start: Callable[..., Child]) -> dict[str, Any]:
+def _describe(platform: str, children: Children) -> dict[str, Any]:
     try:
-        with start() as child:
-            (described,) = child.perform("describe", platform=platform)
+        (described,) = children.perform("describe", platform=platform)
     except ChildError as error:
         raise NoKernelsError(f"JAX cannot use the platform {platform!r}: {error}") from error
     if described["key"] is None:
@@ -199,37 +322,22 @@ def _version(name: str) -> str | None:
 
 
 def _check_kernel(
-    kernel: str,
-    dtypes: Sequence[str],
-    cases: Sequence[str] | None,
-    repeats: int,
-    start: Callable[..., Child],
-    report_line: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """Return a row for each dtype. After a crash, the next dtype gets another process."""
-    rows: list[dict[str, Any]] = []
-    child: Child | None = None
-    options = {"kernel": kernel, "cases": None if cases is None else list(cases)}
+    kernel: str, dtype: str, cases: Sequence[str] | None, repeats: int, children: Children
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"kernel": kernel, "dtype": dtype, "passed": 0}
+    row |= {"skipped": {}, "failures": [], "seconds": {}}
+    options = dict(kernel=kernel, dtype=dtype, repeats=repeats)
+    options["cases"] = None if cases is None else list(cases)
+    case = "start"
     try:
-        for dtype in dtypes:
-            row = {"kernel": kernel, "dtype": dtype, "passed": 0, "skipped": {}, "failures": []}
-            rows.append(row)
-            child = child or start(guards=True, x64=True)
-            case = "start"
-            try:
-                for event in child.perform("check", dtype=dtype, repeats=repeats, **options):
-                    case = event["case"]
-                    if event["event"] == "case":
-                        _add_case(row, event)
-            except ChildError as error:
-                if not row["failures"]:  # else the process ended because of them
-                    row["failures"].append({"case": case, "kind": error.kind, "text": str(error)})
-                child = None
-            report_line(f"{kernel} {dtype}: {describe_checks(row)}")
-    finally:
-        if child is not None:
-            child.close()
-    return rows
+        for event in children.perform("check", guards=True, x64=True, **options):
+            case = event["case"]
+            if event["event"] == "case":
+                _add_case(row, event)
+    except ChildError as error:
+        if not any(failure["kind"] == "error" for failure in row["failures"]):
+            row["failures"].append({"case": case, "kind": error.kind, "text": str(error)})
+    return row
 
 
 def _add_case(row: dict[str, Any], event: dict[str, Any]) -> None:
@@ -241,11 +349,11 @@ def _add_case(row: dict[str, Any], event: dict[str, Any]) -> None:
         row["passed"] += 1
 
 
-def _time_kernel(row: dict[str, Any], start: Callable[..., Child]) -> None:
+def _time_kernel(row: dict[str, Any], children: Children) -> None:
     """Add the times of the kernel and of XLA to a row, in a process without guards."""
+    kernel, dtype = row["kernel"], row["dtype"]
     try:
-        with start(x64=row["dtype"] == "float64") as child:
-            *_, timed = child.perform("time", kernel=row["kernel"], dtype=row["dtype"])
+        *_, timed = children.perform("time", x64=dtype == "float64", kernel=kernel, dtype=dtype)
         row["seconds"] = timed["seconds"]
         row["failures"] = [{"case": "time", **failure} for failure in timed["failures"]]
     except ChildError as error:

@@ -1,0 +1,214 @@
+"""Programs whose memory is planned and measured, and an offloaded step whose time is.
+
+A plan is made in a process without a GPU, a measurement in a fresh process, because the peak of a
+process cannot be reset.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ..memory import list_targets, plan
+from ..memory.targets import find_target
+from ..ops.batch_norm.sync import sync_batch_norm
+from ..ops.cross_entropy import linear_cross_entropy
+from ..ops.deform_attention.api import ms_deform_attn
+from ..ops.deform_conv.api import deform_conv2d
+from ..ops.dense_block.block import DenseLayerParams, dense_block
+from ..ops.dense_block.bn_relu_conv import bn_relu_conv
+from ..ops.offload.compiled import offload_jit
+from ..ops.offload.train_step import OffloadState, offload_train_step
+from ..ops.roi.api import roi_align
+from .checks import median_seconds
+
+
+def shape(*sizes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+    """Return the shape of an argument."""
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def gradient(function: Callable, argnums: int | tuple[int, ...] = 0) -> Callable:
+    """Return the gradient of the mean square of a function."""
+    return jax.grad(lambda *args: jnp.mean(jnp.square(function(*args))), argnums)
+
+
+def _matmuls(weights, x):
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def _recomputed_matmuls(weights, x):
+    body = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+    return jax.lax.scan(body, x, weights)[0]
+
+
+def _sums(x):
+    # The softmax and its input live at the same time.
+    return jax.nn.softmax(x, axis=0) * x
+
+
+def _dense_block(x, layers):
+    return dense_block(x, layers)[0]
+
+
+def _dense_layers(inputs: int, growth: int, count: int) -> list[DenseLayerParams]:
+    return [
+        DenseLayerParams(
+            shape(c), shape(c), shape(1, 1, c, 4 * growth), shape(4 * growth), shape(4 * growth),
+            shape(3, 3, 4 * growth, growth),
+        )
+        for c in range(inputs, inputs + count * growth, growth)
+    ]  # fmt: skip
+
+
+def _deform_conv(implementation: str) -> tuple:
+    def convolve(x, offset, kernel):
+        return deform_conv2d(x, offset, kernel, padding=1, implementation=implementation)
+
+    images = shape(8, 64, 64, 128), shape(8, 64, 64, 18), shape(3, 3, 128, 128)
+    return gradient(convolve, (0, 1, 2)), *images
+
+
+def _roi_align() -> tuple:
+    align = functools.partial(roi_align, output_size=7, sampling_ratio=2, implementation="native")
+    return gradient(align), shape(4, 128, 128, 256), shape(4, 512, 4)
+
+
+def _attention() -> tuple:
+    shapes = ((64, 64), (32, 32), (16, 16), (8, 8))
+
+    def attend(value, locations, weights):
+        return ms_deform_attn(value, shapes, locations, weights, implementation="native")
+
+    pixels = sum(h * w for h, w in shapes)
+    points = 4, 5440, 8, len(shapes), 4
+    args = shape(4, pixels, 8, 32), shape(*points, 2), shape(*points)
+    return gradient(attend, (0, 1, 2)), *args
+
+
+def _cross_entropy() -> tuple:
+    def loss(x, kernel, labels):
+        return linear_cross_entropy(x, kernel, labels).mean()
+
+    args = shape(8192, 1024), shape(1024, 32768), shape(8192, dtype="int32")
+    return jax.grad(loss, (0, 1)), *args
+
+
+def _batch_norm() -> tuple:
+    def normalize(x, scale, bias):
+        return sync_batch_norm(x, scale, bias)[0]
+
+    return gradient(normalize, (0, 1, 2)), shape(32, 64, 64, 256), shape(256), shape(256)
+
+
+def _bn_relu_conv() -> tuple:
+    def run(x, scale, bias, kernel):
+        return bn_relu_conv(x, scale, bias, kernel)[0]
+
+    args = shape(32, 64, 64, 128), shape(128), shape(128), shape(3, 3, 128, 64)
+    return gradient(run, (0, 1, 2, 3)), *args
+
+
+# Each returns a function and the shapes of its arguments.
+PROGRAMS: dict[str, Callable[[], tuple]] = {
+    "elementwise": lambda: (_sums, shape(1 << 14, 1 << 12)),
+    "matrix products": lambda: (
+        gradient(_matmuls), [shape(2048, 2048)] * 8, shape(8192, 2048),
+    ),
+    "recomputed matrix products": lambda: (
+        gradient(_recomputed_matmuls), shape(8, 2048, 2048), shape(8192, 2048),
+    ),
+    "sync_batch_norm": _batch_norm,
+    "bn_relu_conv": _bn_relu_conv,
+    "dense_block": lambda: (
+        gradient(_dense_block, (0, 1)), shape(64, 32, 32, 64), _dense_layers(64, 32, 3)
+    ),
+    "linear_cross_entropy": _cross_entropy,
+    "deform_conv2d": lambda: _deform_conv("native"),
+    "roi_align": _roi_align,
+    "ms_deform_attn": _attention,
+}  # fmt: skip
+# The kernels that they need.
+KERNELS_OF_PROGRAMS = {
+    "deform_conv2d": "deform_conv2d",
+    "roi_align": "roi_pool",
+    "ms_deform_attn": "ms_deform_attn",
+}
+
+
+def find_target_name(device_kind: str) -> str | None:
+    """Return the planner's target for this model of GPU, or None."""
+    for name in list_targets():
+        if find_target(name).description == device_kind:
+            return name
+    return None
+
+
+def plan_peak(name: str, target: str) -> int:
+    """Return the planned bytes of a program at its peak."""
+    return plan(*PROGRAMS[name](), target=target).peak_device_bytes
+
+
+def measure_peak(name: str) -> int | None:
+    """Run a program and return the peak of this process, or None if the device counts no bytes."""
+    fun, *shapes = PROGRAMS[name]()
+    device = jax.local_devices()[0]
+    if device.memory_stats() is None:
+        return None
+    args = jax.tree.map(lambda s: jax.device_put(np.ones(s.shape, s.dtype), device), shapes)
+    jax.block_until_ready(jax.jit(fun)(*args))
+    return device.memory_stats()["peak_bytes_in_use"]
+
+
+def make_step(width: int = 1024, count: int = 12, tokens: int = 4096) -> tuple:
+    """Return an offloaded training step and the shapes of its arguments, with their memories."""
+
+    def layer(params, x, key):
+        return x + jax.nn.gelu(x @ params["up"]) @ params["down"]
+
+    step = offload_train_step(
+        lambda others, batch, key: batch["x"],
+        layer,
+        lambda others, x, batch, key: jnp.mean((x - batch["y"]) ** 2),
+        optax.adamw(1e-3),
+    )
+    mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
+
+    def place(a, kind="device"):
+        sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    def on_host(tree):
+        return jax.tree.map(lambda a: place(a, "pinned_host" if a.ndim > 1 else "device"), tree)
+
+    params = {"up": shape(count, width, 4 * width), "down": shape(count, 4 * width, width)}
+    state: OffloadState = jax.tree.map(place, jax.eval_shape(step.init, on_host(params), {}))
+    state = state._replace(layers=on_host(state.layers), layers_state=on_host(state.layers_state))
+    x = place(shape(tokens, width))
+    return offload_jit(step.step), state, {"x": x, "y": x}
+
+
+def plan_step(target: str, **sizes: int) -> float:
+    """Return the modelled seconds of the offloaded step."""
+    return plan(*make_step(**sizes), target=target).step_seconds
+
+
+def measure_step(**sizes: int) -> float:
+    """Return the median seconds of the offloaded step on this device."""
+    step, *shapes = make_step(**sizes)
+    state, batch = jax.tree.map(
+        lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), shapes
+    )
+
+    def run():
+        nonlocal state  # the step takes ownership of it
+        state, loss = step(state, batch)
+        return state, loss
+
+    return median_seconds(run, repeats=5)
