@@ -30,12 +30,12 @@ def main(table: str, events: int, with_guards: bool) -> None:
             file.flush()
 
 
-def _describe(kernels: Any, platform: str) -> Iterator[dict[str, Any]]:
+def _describe(kernels: Any, platform: Any) -> Iterator[dict[str, Any]]:
     import jax
 
     from ..native import defaults
 
-    key = defaults.find_key("cuda" if platform == "cuda" else "cpu")
+    key = defaults.find_key(platform)
     device = jax.local_devices()[0]
     yield {
         "event": "result",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
+from .. import native
 from ..native import defaults
 from . import programs
 from .kernels import DTYPES, KERNELS
@@ -297,12 +298,18 @@ def outcomes(report: dict[str, Any]) -> defaults.Outcomes:
 
 
 def _describe(platform: str, children: Children) -> dict[str, Any]:
+    state = native.status().get(platform, "unknown platform")
+    if state != native.LOADED:
+        raise NoKernelsError(f"no {platform} kernels: {state}")
+    gpus = native.gpus()
+    if platform == "cuda" and (gpus is None or not gpus.count):
+        raise NoKernelsError("no GPU with NVIDIA's driver")
     try:
-        (described,) = children.perform("describe", platform=platform)
+        (described,) = children.perform("describe", guards=True, x64=True, platform=platform)
     except ChildError as error:
-        raise NoKernelsError(f"JAX cannot use the platform {platform!r}: {error}") from error
+        raise NoKernelsError(f"JAX cannot use the devices of {platform!r}: {error}") from error
     if described["key"] is None:
-        raise NoKernelsError(f"no native kernels that run on the platform {platform!r}")
+        raise NoKernelsError(f"JAX has no devices of {platform!r}")
     return {
         "format": FORMAT,
         "python": machine.python_version(),

@@ -29,13 +29,14 @@ FAULTS = (
 )
 
 
-def compile_library(folder: pathlib.Path) -> pathlib.Path:
+def compile_library(folder: pathlib.Path, source: str) -> pathlib.Path:
+    """Compile a file of this folder, or skip the test."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++")
-    path, source = folder / "broken.so", pathlib.Path(__file__).parent / "broken.cc"
+    path = folder / f"{source}.so"
     command = [compiler, "-std=c++17", "-O0", "-fPIC", "-shared", "-isystem", jax.ffi.include_dir()]
-    subprocess.run([*command, str(source), "-o", str(path)], check=True)
+    subprocess.run([*command, str(pathlib.Path(__file__).parent / source), "-o", path], check=True)
     return path
 
 

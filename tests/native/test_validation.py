@@ -1,10 +1,18 @@
 """The validation of kernels, with the CPU kernels in place of CUDA kernels, and broken ones."""
 
+import ctypes
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from effjax import native
-from effjax.validation import run
+from effjax.validation import checks, guards, kernels, run
 from tests.native import broken
+from tests.tiers import exhaustive
 
 pytestmark = pytest.mark.skipif(
     not native.is_available("cpu"), reason="built without native kernels"
@@ -12,22 +20,239 @@ pytestmark = pytest.mark.skipif(
 TABLE = "tests.native.broken:KERNELS"
 
 
+def validate(names, table=TABLE, dtypes=("float32",), repeats=4, **options):
+    return run.validate(
+        platform="cpu", table=table, kernels=names, dtypes=dtypes, repeats=repeats, **options
+    )
+
+
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return broken.compile_library(tmp_path_factory.mktemp("broken"))
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("broken")
 
 
-def validate(names, **options):
-    options = dict(repeats=4, time_limit=20, dtypes=["float32"]) | options
-    return run.validate(platform="cpu", table=TABLE, kernels=names, **options)
+@pytest.fixture(scope="module")
+def library(folder):
+    return broken.compile_library(folder, "broken.cc")
 
 
-def test_all(library, monkeypatch):
+@pytest.fixture(scope="module")
+def guarded_copies(library, folder):
+    """Register the broken copy with guards on host memory, and with those of a fake driver."""
+    driver = broken.compile_library(folder, "fake_driver.cc")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(guards._MEMORIES, "cuda", lambda: guards._CudaMemory(str(driver)))
+        for memory in ("cpu", "cuda"):
+            handler = guards.wrap(ctypes.CDLL(str(library)).BrokenCopy, memory)
+            capsule = jax.ffi.pycapsule(handler)
+            jax.ffi.register_ffi_target(f"copy_{memory}", capsule, platform="cpu")
+        yield ctypes.CDLL(str(driver))
+
+
+MESSAGES = {
+    "none": None,
+    "write after": "4 bytes changed after the end of result 0",
+    "write before": "4 bytes changed before the start of result 0",
+    "add after": r"\d bytes changed after the end of result 0",
+    "change operand": "operand 0 was changed",
+}
+
+
+@pytest.mark.parametrize("memory", ["cpu", "cuda"])
+@pytest.mark.parametrize("fault", broken.FAULTS)
+@pytest.mark.parametrize("size", [1, 5, 64])
+def test_guards(guarded_copies, memory, fault, size):
+    """A write next to an array by one element is found, and a value from outside changes."""
+    x = jnp.arange(1, size + 1, dtype=jnp.float32)
+    call = jax.ffi.ffi_call(f"copy_{memory}", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    copy = jax.jit(lambda x: call(x, fault=np.int64(broken.FAULTS.index(fault))))
+    found, results = [], []
+    for pattern in (guards.NAN, guards.FINITE):
+        with guards.guards(pattern) as violations:
+            results.append(np.asarray(copy(x)))
+        found += violations
+    if fault in ("read after", "skip"):
+        assert not found and np.isnan(results[0][-1])
+        assert (results[1][-1] != x[-1]) == (fault == "skip")
+        return
+    for result in results:
+        np.testing.assert_array_equal(result, np.arange(1, size + 1))
+    expected = MESSAGES[fault]
+    if expected is None:
+        assert not found
+        np.testing.assert_array_equal(copy(x), x)  # without guards
+    else:
+        assert found and all(np.char.find(found, expected.removeprefix(r"\d")) >= 0), found
+    if memory == "cuda":
+        counts = [
+            ctypes.c_int.in_dll(guarded_copies, n).value for n in ("live", "synchronizations")
+        ]
+        assert counts[0] == 0 and counts[1] > 0
+
+
+def test_guards_without_a_driver(library, monkeypatch):
+    monkeypatch.setitem(guards._MEMORIES, "cuda", lambda: guards._CudaMemory("libno-driver.so"))
+    handler = guards.wrap(ctypes.CDLL(str(library)).BrokenCopy, "cuda")
+    jax.ffi.register_ffi_target("copy_nowhere", jax.ffi.pycapsule(handler), platform="cpu")
+    call = jax.ffi.ffi_call("copy_nowhere", jax.ShapeDtypeStruct((1,), jnp.float32))
+    with guards.guards(guards.NAN) as violations:
+        call(jnp.ones(1), fault=np.int64(0)).block_until_ready()
+    assert len(violations) == 1 and "guards failed: libno-driver.so" in violations[0]
+
+
+def runs_of(*values):
+    return [[np.array([1.0, v]), np.array([2.0])] for v in values]
+
+
+@pytest.mark.parametrize(
+    ("runs", "deterministic", "kinds"),
+    [
+        (runs_of(3, 3, 3), True, []),
+        (runs_of(4, 4, 4), True, ["value"]),
+        (runs_of(np.nan, np.nan), True, ["value"]),
+        (runs_of(3, 4, 3), False, ["repetition"]),
+        (runs_of(3, 3 + 1e-9, 3), False, ["repetition"]),
+        ([[np.array([1.0, 3]), np.array([g])] for g in (2, 2 + 1e-9)], False, []),
+        ([[np.array([1.0, 3]), np.array([g])] for g in (2, 2 + 1e-9)], True, ["repetition"]),
+        ([[np.array([1.0, 3]), np.array([2.1])]] * 3, False, ["gradient"]),
+        ([[np.zeros((0, 2)), np.array([2.0])]], False, ["value"]),
+    ],
+)
+def test_kinds_of_failures(runs, deterministic, kinds):
+    want = [np.array([1.0, 3.0]), np.array([2.0])]
+    failures = checks.compare_runs(("x",), runs, want, 1e-6, deterministic)
+    assert [failure.kind for failure in failures] == kinds, failures
+
+
+@pytest.mark.parametrize(
+    ("make", "shared"),
+    [
+        (functools.partial(kernels.make_attention, shapes=((4, 4),), heads=1), ()),
+        exhaustive(functools.partial(kernels.make_deform_conv, size=(8, 8), strides=(4, 4)), (2,)),
+        exhaustive(functools.partial(kernels.make_roi_align, size=(8, 8)), ()),
+    ],
+)
+def test_last_of_many_images(make, shared, x64, monkeypatch):
+    """The case for 64-bit indices, with fewer images."""
+    name, dtype = "large", "float32"
+    kernel = kernels.Kernel(name, {name: kernels.large(make, images=3, shared=shared)}, make)
+    call = kernel.cases[name](dtype)
+    assert not isinstance(call, str) and call.tail and call.args[0].shape[0] == 3
+    assert checks.check_call(kernel, call, dtype, repeats=4) == []
+    halved = kernel._replace(
+        candidate=lambda apply: lambda *args: apply(*args, implementation="native") / 2
+    )
+    kinds = {failure.kind for failure in checks.check_call(halved, call, dtype, repeats=4)}
+    assert kinds == {"value", "gradient"}
+    reason = kernels.large(make, images=2**31, shared=shared)(dtype)
+    assert isinstance(reason, str) and "GB of device memory" in reason
+
+
+def test_a_right_and_a_crashing_kernel():
+    """The command goes on after a crash, which is recorded by name."""
+    lines = []
+    report = validate(["correct", "abort"], report_line=lines.append)
+    first, second = report["kernels"]
+    assert not first["failures"] and first["passed"] == 2
+    assert first["seconds"].keys() == {"native", "xla"}
+    assert second["failures"] == [
+        {"case": "plain", "kind": "crash", "text": "Aborted (signal 6)"}
+    ]  # fmt: skip
+    assert run.outcomes(report)["abort"] == {"float32": "wrong"}
+    assert run.find_failures(report) == ["abort float32, plain: crash: Aborted (signal 6)"]
+    assert lines[1] == "abort float32: WRONG in 1 cases; plain: crash: Aborted (signal 6)"
+    assert report["key"]["gpu"] == "cpu" and len(report["key"]["library"]) == 64
+
+
+@pytest.mark.exhaustive
+def test_broken_kernels_are_caught(library, monkeypatch):
     monkeypatch.setenv(broken.LIBRARY, str(library))
-    report = validate(list(broken.KERNELS), report_line=print)
+    report = validate(list(broken.KERNELS), time_limit=30)
+    rows = {row["kernel"]: row for row in report["kernels"]}
+    kinds = {
+        name: row["failures"][0]["kind"] if row["failures"] else None for name, row in rows.items()
+    }
+    assert kinds == broken.KINDS
+    outcomes = {name: by_dtype["float32"] for name, by_dtype in run.outcomes(report).items()}
+    assert outcomes.pop("slow") == "slower"
+    assert outcomes.pop("correct") in ("faster", "slower")
+    assert outcomes.pop("copy: none") in ("faster", "slower")
+    assert set(outcomes.values()) == {"wrong"}
+    assert "no kernel image is available" in rows["error"]["failures"][0]["text"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kernel", kernels.KERNELS)
+def test_kernels_of_the_cpu(kernel):
+    assert os.environ["XLA_FLAGS"]  # eight devices
+    report = validate([kernel], run.TABLE, kernels.DTYPES, time_limit=300)
     for row in report["kernels"]:
-        print(row)
-    print(run.outcomes(report))
-    assert {
-        r["kernel"]: (r["failures"] or [{"kind": None}])[0]["kind"] for r in report["kernels"]
-    } == broken.KINDS
+        assert row["failures"] == [], row
+        assert row["skipped"].keys() == {"64-bit indices"}
+        assert row["passed"] == len(kernels.KERNELS[kernel].cases) - 1
+    assert len(report["kernels"]) == 4
+
+
+def test_child_that_cannot_start():
+    with pytest.raises(run.NoKernelsError, match="No module named 'no_such_module'"):
+        validate([], "no_such_module:KERNELS")
+    with pytest.raises(run.NoKernelsError, match="unknown platform"):
+        run.validate(platform="abacus")
+
+
+@pytest.mark.parametrize(
+    ("planned", "measured", "kind"),
+    [
+        ({"value": 10**9}, {"value": 10**9 + 10**7}, None),
+        ({"value": 10**9}, {"value": 11 * 10**8}, "peak"),
+        ({"value": 10**9}, {"value": 9 * 10**8}, "peak"),
+        ({"value": 10**9}, {"value": None}, "skipped"),
+        ({"error": "no compiler"}, {"value": 10**9}, "skipped"),
+        ({"value": 10**9}, {"error": "out of memory"}, "error"),
+    ],
+)
+def test_planned_and_measured_peaks(planned, measured, kind):
+    row = run.compare_peaks("deform_conv2d", planned, measured)
+    assert [failure["kind"] for failure in row["failures"]] == [kind] * (kind in ("peak", "error"))
+    assert bool(row["skipped"]) == (kind == "skipped")
+    assert (run.describe_peaks(row)[:5] == "WRONG") == bool(row["failures"])
+
+
+def test_programs(monkeypatch):
+    """The peaks of ten programs and the time of a step, with measurements of a pretended GPU."""
+
+    class Pretended:
+        def __init__(self, platform, table, time_limit, xla_flags):
+            assert table == run.TABLE and platform in ("cpu", "cuda")
+            self.flags = xla_flags
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def perform(self, task, **options):
+            assert bool(self.flags) == (task == "measure_peak")
+            name = options.get("name")
+            if name == "roi_align" and task == "measure_peak":
+                raise run.ChildError("crash", "Aborted")
+            factor = 2 if name == "dense_block" and task == "measure_peak" else 1
+            yield {"event": "result", "value": factor * 2**30 if "peak" in task else 0.02}
+
+    monkeypatch.setattr(run, "Child", Pretended)
+    failed = {"kernel": "ms_deform_attn", "dtype": "float32", "failures": [{
+        "case": "plain", "kind": "value", "text": "wrong"
+    }]}  # fmt: skip
+    report = {"devices": ["NVIDIA L4"], "kernels": [failed]}
+    lines = []
+    run.measure_programs(report, report_line=lines.append)
+    assert report["target"] == "l4" and len(report["programs"]) == 9
+    assert lines[0] == "elementwise: 1024.0 MiB planned, 1024.0 MiB measured"
+    assert lines[-1] == "offloaded step: 20 ms modelled, 20 ms measured"
+    assert [line.split(":")[0] for line in run.find_failures(report)] == [
+        "ms_deform_attn float32, plain", "memory, dense_block", "memory, roi_align",
+    ]  # fmt: skip
+    report = {"devices": ["NVIDIA Abacus"], "kernels": []}
+    run.measure_programs(report, report_line=lines.append)
+    assert report["programs"] == [] and "no target 'NVIDIA Abacus'" in lines[-1]
