@@ -141,7 +141,8 @@ def test_nnx_and_linen_have_the_same_names_except_the_documented_ones():
 
 
 @pytest.mark.parametrize(
-    "module", [effjax, nnx, linen, models, linen_models, convert, memory, optimizers, compat],
+    "module",
+    [effjax, nnx, linen, models, linen_models, convert, memory, native, optimizers, compat],
     ids=lambda module: module.__name__,
 )  # fmt: skip
 def test_dir_lists_the_documented_names(module):

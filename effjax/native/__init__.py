@@ -38,8 +38,11 @@ _PLAIN = {"cpu": [], "cuda": ["effjax_cuda_devices"]}
 _DRIVERS = {12: 525, 13: 580}  # NVIDIA's first driver for a major version of CUDA
 
 
+__all__ = ["is_available", "set_default", "status"]
+
+
 def __dir__() -> list[str]:
-    return ["is_available", "set_default", "status"]
+    return __all__
 
 
 def status() -> dict[str, str]:

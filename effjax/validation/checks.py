@@ -154,18 +154,19 @@ def _cotangent(call: Call, args: tuple) -> jax.Array:
 
 
 def _run_reference(reference: Callable, call: Call) -> list[np.ndarray]:
-    dy = _cotangent(call, call.args)
-    args = call.args
+    args, dy = call.args, _cotangent(call, call.args)
     if call.tail:
-        images = args[0].shape[0]
-        dy, *args = (a[-1:] if a.shape[0] == images else a for a in (dy, *args))
+        args = tuple(a if i in call.shared else a[-1:] for i, a in enumerate(args))
+        dy = dy[-1:]
     args = tuple(a.astype(jnp.float64) for a in args)
     results = make_program(reference, len(call.names))(args, dy.astype(jnp.float64))
     return [np.asarray(a) for a in results]
 
 
 def _to_host(results: list[jax.Array], call: Call) -> list[np.ndarray]:
-    images = call.args[0].shape[0]
+    """Return the result and the gradients of a call, or their last images."""
     if call.tail:
-        results = [a[-1:] if a.shape[0] == images else a for a in results]
+        y, *gradients = results
+        last = (a if i in call.shared else a[-1:] for i, a in enumerate(gradients))
+        results = [y[-1:], *last]
     return [np.asarray(a) for a in results]

@@ -26,12 +26,14 @@ class Call(NamedTuple):
         names: names of the leading arguments, which have gradients.
         tail: if true, only the last image counts: the others are zero, and the reference is
             computed without them.
+        shared: positions of the arguments without images, such as a kernel.
     """
 
     apply: Callable[..., jax.Array]
     args: tuple[jax.Array, ...]
     names: tuple[str, ...]
     tail: bool = False
+    shared: tuple[int, ...] = ()
 
 
 # Returns a call for a dtype, or the reason why this machine cannot run it.
@@ -248,7 +250,7 @@ def large(make: Callable[..., Call], images: int, shared: tuple[int, ...] = ()) 
                 for i, a in enumerate(args)
             )
 
-        return call._replace(args=extend(*call.args), tail=True)
+        return call._replace(args=extend(*call.args), tail=True, shared=shared)
 
     return make_large
 

@@ -6,6 +6,7 @@ process cannot be reset.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from ..ops.roi.api import roi_align
 from .checks import median_seconds
 
 
-def shape(*sizes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+def shape(*sizes: int, dtype: str = "float32") -> Any:
     """Return the shape of an argument."""
     return jax.ShapeDtypeStruct(sizes, dtype)
 
@@ -67,9 +68,9 @@ def _dense_layers(inputs: int, growth: int, count: int) -> list[DenseLayerParams
     ]  # fmt: skip
 
 
-def _deform_conv(implementation: str) -> tuple:
+def _deform_conv() -> tuple:
     def convolve(x, offset, kernel):
-        return deform_conv2d(x, offset, kernel, padding=1, implementation=implementation)
+        return deform_conv2d(x, offset, kernel, padding=1, implementation="native")
 
     images = shape(8, 64, 64, 128), shape(8, 64, 64, 18), shape(3, 3, 128, 128)
     return gradient(convolve, (0, 1, 2)), *images
@@ -130,7 +131,7 @@ PROGRAMS: dict[str, Callable[[], tuple]] = {
         gradient(_dense_block, (0, 1)), shape(64, 32, 32, 64), _dense_layers(64, 32, 3)
     ),
     "linear_cross_entropy": _cross_entropy,
-    "deform_conv2d": lambda: _deform_conv("native"),
+    "deform_conv2d": _deform_conv,
     "roi_align": _roi_align,
     "ms_deform_attn": _attention,
 }  # fmt: skip

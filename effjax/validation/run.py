@@ -1,5 +1,6 @@
 """Validation of all kernels in processes of their own, and the verdict."""
 
+import contextlib
 import json
 import os
 import platform as machine
@@ -222,7 +223,8 @@ def measure_programs(
         # Without autotuning, whose buffers would be part of the peak.
         flags = "--xla_gpu_autotune_level=0" if task == "measure_peak" else ""
         try:
-            with Child(on, TABLE, time_limit=time_limit, xla_flags=flags) as child:
+            child = Child(on, TABLE, time_limit=time_limit, xla_flags=flags)
+            with contextlib.closing(child):
                 (event,) = child.perform(task, **options)
                 return event
         except ChildError as error:
@@ -333,7 +335,7 @@ def _check_kernel(
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"kernel": kernel, "dtype": dtype, "passed": 0}
     row |= {"skipped": {}, "failures": [], "seconds": {}}
-    options = dict(kernel=kernel, dtype=dtype, repeats=repeats)
+    options: dict[str, Any] = dict(kernel=kernel, dtype=dtype, repeats=repeats)
     options["cases"] = None if cases is None else list(cases)
     case = "start"
     try:

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import pytest
 from effjax import cli, native
 from effjax.cli import doctor
 from effjax.cli.doctor import HOST_MEMORY_VARIABLE
+from effjax.native import defaults
 
 
 def test_report_of_this_machine():
@@ -34,7 +36,112 @@ def test_report_of_this_machine():
 def test_kernels_with_and_without_a_gpu(monkeypatch, gpus, state):
     monkeypatch.setattr(native, "status", lambda: {"cpu": "loaded", "cuda": "loaded"})
     monkeypatch.setattr(native, "gpus", lambda: gpus)
+    monkeypatch.setattr(defaults, "find_key", lambda _: None)  # JAX does not use the GPUs
     assert doctor.describe_kernels() == {"cpu": "loaded", "cuda": state}
+
+
+KEY = defaults.Key("NVIDIA L4", "580.1", "13.0", "0" * 64)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "text"),
+    [
+        (None, "; 1 GPUs; not validated here: run `effjax doctor --gpu`)"),
+        ({"roi_pool": {"float32": "wrong"}}, "; 1 GPUs; validated, by default: none)"),
+        (
+            {"roi_pool": {"float32": "faster", "float64": "slower", "float16": "faster"}},
+            "; validated, by default: roi_pool in float32, float16)",
+        ),
+    ],
+)
+def test_report_shows_the_verdict(monkeypatch, tmp_path, verdict, text):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "status", lambda: {"cpu": "loaded", "cuda": "loaded"})
+    monkeypatch.setattr(native, "gpus", lambda: native.Gpus(13000, 13010, 1, 89))
+    monkeypatch.setattr(defaults, "find_key", lambda _: KEY)
+    if verdict is not None:
+        defaults.write_verdict(KEY, verdict)
+    assert doctor.describe_kernels()["cuda"].endswith(text)
+
+
+def row(dtype, native_seconds=0.0, failures=()):
+    seconds = {} if failures else {"native": native_seconds, "xla": 0.002}
+    row = {"kernel": "roi_pool", "dtype": dtype, "passed": 13, "skipped": {}, "seconds": seconds}
+    return row | {"failures": list(failures)}
+
+
+WRONG = {"case": "vmap", "kind": "guard", "text": "4 bytes changed after the end of result 0"}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("failures", [[], [WRONG]])
+def test_gpu_command(monkeypatch, tmp_path, capsys, as_json, failures):
+    """The command stores the verdict, prints a table, and fails if a kernel is wrong."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def validate(platform, report_line):
+        report_line(f"testing on {platform}")
+        rows = [row("float32", 0.001), row("float64", 0.003), row("float16", 0.001, failures)]
+        return {"key": KEY._asdict(), "packages": {"jax": "1.2"}, "kernels": rows}
+
+    def measure_programs(report, report_line):
+        assert defaults.read_verdict(KEY) is not None  # stored before
+        failure = {"case": "elementwise", "kind": "peak", "text": "!"}
+        report["programs"] = [{"name": "elementwise", "failures": [failure]}] * len(failures)
+
+    monkeypatch.setattr("effjax.validation.validate", validate)
+    monkeypatch.setattr("effjax.validation.measure_programs", measure_programs)
+    argv = ["doctor", "--gpu", *["--json"] * as_json]
+    assert cli.main(argv) == len(failures)
+    assert defaults.read_verdict(KEY) == {
+        "roi_pool": {
+            "float32": "faster",
+            "float64": "slower",
+            "float16": "wrong" if failures else "faster",
+        }
+    }
+    out, err = capsys.readouterr()
+    table = err if as_json else out
+    assert "testing on cuda\n" in table
+    assert "roi_pool                     float32      13        1        2  kernel\n" in table
+    assert "roi_pool                     float64      13        3        2  XLA\n" in table
+    assert ("float16      13        -        -  XLA, the kernel is WRONG" in table) == bool(
+        failures
+    )
+    texts = ["roi_pool float16, vmap: guard: 4 bytes changed", "memory, elementwise: peak: !"]
+    assert [text in table for text in texts] == [bool(failures)] * 2
+    assert str(tmp_path) in table
+    if as_json:
+        report = json.loads(out)
+        assert len(report["failures"]) == 2 * len(failures) and report["key"] == KEY._asdict()
+
+
+@pytest.mark.skipif(doctor.has_nvidia_gpu(), reason="validates the GPU")
+def test_gpu_command_without_a_gpu(capsys):
+    assert cli.main(["doctor", "--gpu"]) == 1
+    assert re.match(
+        r"effjax: no (cuda kernels: .*|GPU with NVIDIA's driver)\. See effjax doctor\.\n",
+        capsys.readouterr().err,
+    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not native.is_available("cpu"), reason="built without native kernels")
+def test_whole_path_with_the_cpu_kernels(monkeypatch, tmp_path, capsys):
+    """Kernels that pass run by default, and a broken one does not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = dict(platform="cpu", table="tests.native.broken:KERNELS", dtypes=["float32"])
+    names = ["correct", "slow", "wrong value", "abort"]
+    assert doctor.validate_kernels(kernels=names, repeats=3, **options) == 1
+    text = capsys.readouterr().out
+    assert "abort float32, plain: crash: Aborted" in text
+    assert "wrong value float32, plain: value: the result is wrong" in text
+    key = defaults.find_key("cpu")
+    monkeypatch.setattr(defaults, "find_key", lambda _: key)
+    defaults._decide.cache_clear()
+    default = {name: defaults.uses_cuda(name, "float32") for name in names}
+    assert default | {"correct": True} == dict.fromkeys(names, False) | {"correct": True}
+    defaults._decide.cache_clear()
 
 
 def test_missing_packages_of_an_extra(monkeypatch):
