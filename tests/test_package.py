@@ -72,7 +72,7 @@ EXTERNAL = {
     "convert": FLAX | {"orbax"},
     "memory": {"jax", "numpy", "rich", "matplotlib", "platformdirs"},
     "optimizers": {"jax", "optax"},
-    "validation": {"jax", "numpy", "optax"},
+    "validation": {"jax", "numpy", "optax", "torch", "torchvision"},
     "train": {"jax", "numpy", "orbax", "rich", "matplotlib"},
     "train.data": {"numpy", "sklearn", "PIL", "tokenizers", "jinja2"},
     "train.images": FLAX | {"optax", "rich"},

@@ -121,17 +121,15 @@ def format_outcomes(report: dict[str, Any]) -> list[str]:
     lines = [
         f"{key['gpu']}, driver {key['driver']}, CUDA {key['cuda']}; "
         + ", ".join(f"{name} {version}" for name, version in packages.items()),
-        f"{'kernel':<28} {'dtype':<9} {'cases':>5} {'ms':>8} {'XLA ms':>8}  default",
+        f"{'kernel':<28} {'dtype':<9} {'cases':>5} {'ms':>8} {'XLA':>8} {'torch':>8}  default",
     ]
     for row in report["kernels"]:
         outcome = report["outcomes"][row["kernel"]][row["dtype"]]
-        times = [f"{1e3 * row['seconds'][name]:.3g}" if name in row["seconds"] else "-"
-                 for name in ("native", "xla")]  # fmt: skip
+        names = ("native", "xla", "torchvision")
+        seconds = [row["seconds"].get(name) for name in names]
+        times = " ".join(f"{'-' if s is None else f'{1e3 * s:.3g}':>8}" for s in seconds)
         chosen = {"faster": "kernel", "slower": "XLA", "wrong": "XLA, the kernel is WRONG"}[outcome]
-        lines.append(
-            f"{row['kernel']:<28} {row['dtype']:<9} {row['passed']:>5} {times[0]:>8} {times[1]:>8}"
-            f"  {chosen}"
-        )
+        lines.append(f"{row['kernel']:<28} {row['dtype']:<9} {row['passed']:>5} {times}  {chosen}")
     return lines
 
 

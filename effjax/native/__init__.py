@@ -171,7 +171,7 @@ def register(target: str, handler: Any, platform: str) -> None:
     jax.ffi.register_ffi_target(target, capsule, platform=_PLATFORMS[platform])
 
 
-# What is registered in place of each handler; the validation of kernels replaces it.
+# Returns the handler to register. The validation of kernels replaces this function.
 _wrap_handler: Callable[[Any, str], Any] = lambda handler, platform: handler  # noqa: E731
 
 

@@ -1,4 +1,4 @@
-"""The implementation of operators on GPUs by default: CUDA kernels where they were validated.
+"""Default implementation of operators on GPUs: validated CUDA kernels, or plain XLA.
 
 `effjax doctor --gpu` compares the CUDA kernels with plain XLA on the GPUs of a machine. Its verdict
 is a file in the user's cache directory, for this model of GPU, driver and library only.
@@ -34,7 +34,7 @@ _logger = logging.getLogger("effjax.native")
 
 
 class Key(NamedTuple):
-    """What a verdict depends on."""
+    """Identity of the devices and the library that a verdict is about."""
 
     gpu: str  # model
     driver: str
@@ -74,7 +74,7 @@ def _decide(choice: Choice | None, changes: int) -> Decision:
 
 def _decide_alone(choice: Choice | None) -> Decision:
     choice = choice or _choice_of_environment()
-    key = find_key("cuda")
+    key = None if choice == "xla" else find_key("cuda")
     if choice != "validated" or key is None:
         return Decision(choice, key, {})
     outcomes = read_verdict(key)
@@ -135,9 +135,10 @@ def _describe(key: Key | None) -> str:
 
 
 def find_key(platform: Literal["cpu", "cuda"]) -> Key | None:
-    """Return the key of the devices and the library here; None without either.
+    """Return the key of the devices and the library here.
 
-    Platform "cpu" is for tests: there the CPU kernels are validated in place of CUDA kernels.
+    None without either, or with GPUs of several models. Platform "cpu" is for tests, which validate
+    the CPU kernels in place of CUDA kernels.
     """
     if not native.is_available(platform):
         return None
@@ -151,10 +152,12 @@ def find_key(platform: Literal["cpu", "cuda"]) -> Key | None:
         devices = jax.local_devices(backend=platform)
     except RuntimeError:  # JAX does not use the GPU
         return None
-    kinds = sorted({device.device_kind for device in devices})
+    kinds = {device.device_kind for device in devices}
+    if len(kinds) != 1:
+        return None
     with native.library_file(platform) as path:
         library = hashlib.sha256(path.read_bytes()).hexdigest()
-    return Key(" + ".join(kinds), driver, cuda, library)
+    return Key(kinds.pop(), driver, cuda, library)
 
 
 def _driver_version() -> str:
@@ -203,7 +206,7 @@ def write_verdict(key: Key, outcomes: Outcomes) -> Path:
 
 
 def read_verdict(key: Key) -> Outcomes | None:
-    """Return the stored outcomes, or None if there are none, or only a damaged file."""
+    """Return the stored outcomes, or None if they are missing or damaged."""
     path = verdict_file(key)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -84,6 +84,15 @@ def _time(kernels: Any, kernel: str, dtype: str) -> Iterator[dict[str, Any]]:
     yield {"event": "result", "seconds": timed["seconds"], "failures": failures}
 
 
+def _time_torchvision(kernels: Any, **options: Any) -> Iterator[dict[str, Any]]:
+    from .torch_times import time_torchvision
+
+    try:
+        yield {"event": "result", "value": time_torchvision(**options)}
+    except Exception as error:  # of a dtype that the operator does not support
+        yield {"event": "result", "value": None, "error": describe_error(error)}
+
+
 def _call_programs(function: str) -> Callable[..., Iterator[dict[str, Any]]]:
     """Return the task that calls a function of `programs.py`."""
 
@@ -103,6 +112,7 @@ TASKS: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {
     "describe": _describe,
     "check": _check,
     "time": _time,
+    "time_torchvision": _time_torchvision,
     **{name: _call_programs(name) for name in _PROGRAM_TASKS},
 }
 

@@ -1,6 +1,6 @@
 """Programs whose memory is planned and measured, and an offloaded step whose time is.
 
-A plan is made in a process without a GPU, a measurement in a fresh process, because the peak of a
+Plans run in a process without a GPU, and each measurement in a fresh process, because the peak of a
 process cannot be reset.
 """
 

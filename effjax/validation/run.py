@@ -1,4 +1,4 @@
-"""Validation of all kernels in processes of their own, and the verdict."""
+"""Validation of all kernels in separate processes."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import native
 from ..native import defaults
-from . import programs
+from . import programs, torch_times
 from .kernels import DTYPES, KERNELS
 
 TABLE = "effjax.validation.kernels:KERNELS"
@@ -28,7 +28,7 @@ PEAK_TOLERANCE, PEAK_BYTES = 0.05, 8 * 2**20
 
 
 class NoKernelsError(RuntimeError):
-    """There are no kernels, or no device for them."""
+    """Error for missing kernels or devices."""
 
 
 class ChildError(RuntimeError):
@@ -181,7 +181,7 @@ def validate(
         report_line: is called with a line about each kernel and dtype.
 
     Raises:
-        NoKernelsError: there are no kernels, or no device for them.
+        NoKernelsError: the kernels or their devices are missing.
     """
     children = Children(platform, table, time_limit)
     try:
@@ -195,6 +195,8 @@ def validate(
         for row in sorted(report["kernels"], key=lambda row: row["dtype"] == "float64"):
             if not row["failures"]:
                 _time_kernel(row, children)
+                if table == TABLE and row["kernel"] in torch_times.NAMES:
+                    _time_torchvision(row, children, platform)
                 report_line(f"{row['kernel']} {row['dtype']}: {describe_times(row)}")
     finally:
         children.close()
@@ -216,7 +218,7 @@ def measure_programs(
     wrong = {row["kernel"] for row in report["kernels"] if row["failures"]}
     report["target"], report["programs"] = target, []
     if target is None:
-        report_line(f"no plans: the planner has no target {report['devices'][0]!r}")
+        report_line(f"no plans: {report['devices'][0]!r} is unknown to the planner")
         return
 
     def run(task: str, on: str, **options: Any) -> dict[str, Any]:
@@ -311,7 +313,9 @@ def _describe(platform: str, children: Children) -> dict[str, Any]:
     except ChildError as error:
         raise NoKernelsError(f"JAX cannot use the devices of {platform!r}: {error}") from error
     if described["key"] is None:
-        raise NoKernelsError(f"JAX has no devices of {platform!r}")
+        raise NoKernelsError(
+            f"JAX finds no {platform} device, or several models (choose with CUDA_VISIBLE_DEVICES)"
+        )
     return {
         "format": FORMAT,
         "python": machine.python_version(),
@@ -369,6 +373,18 @@ def _time_kernel(row: dict[str, Any], children: Children) -> None:
         row["failures"] = [{"case": "time", "kind": error.kind, "text": str(error)}]
 
 
+def _time_torchvision(row: dict[str, Any], children: Children, platform: str) -> None:
+    """Add the time of torchvision's operator to a row, if it is installed."""
+    options = {"kernel": row["kernel"], "dtype": row["dtype"], "platform": platform}
+    try:
+        x64 = row["dtype"] == "float64"
+        (timed,) = children.perform("time_torchvision", x64=x64, **options)
+    except ChildError:  # of another project
+        return
+    if timed["value"] is not None:
+        row["seconds"]["torchvision"] = timed["value"]
+
+
 def describe_checks(row: dict[str, Any]) -> str:
     """Return a line about the cases of a kernel and dtype."""
     if row["failures"]:
@@ -382,5 +398,6 @@ def describe_times(row: dict[str, Any]) -> str:
     """Return a line about the times of a kernel and dtype."""
     if row["failures"]:
         return describe_checks(row)
-    native, xla = (1e3 * row["seconds"][name] for name in ("native", "xla"))
-    return f"{native:.3g} ms, XLA {xla:.3g} ms"
+    names = {"native": "", "xla": "XLA ", "torchvision": "torchvision "}
+    times = row["seconds"].items()
+    return ", ".join(f"{names[name]}{1e3 * seconds:.3g} ms" for name, seconds in times)

@@ -197,13 +197,15 @@ def test_key_of_a_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "_file", lambda _: tmp_path / "library")
     monkeypatch.setattr(native, "gpus", lambda: native.Gpus(13000, 12080, 2, 90))
     monkeypatch.setattr(defaults, "_driver_version", lambda: "570.1")
-    devices = [types.SimpleNamespace(device_kind=kind) for kind in ("B", "A", "B")]
+    devices = [types.SimpleNamespace(device_kind=kind) for kind in ("A", "A")]
     monkeypatch.setattr(jax, "local_devices", lambda backend: devices)
     key = defaults.find_key("cuda")
-    assert key is not None and key[:3] == ("A + B", "570.1", "12.8")
+    assert key is not None and key[:3] == ("A", "570.1", "12.8")
     (tmp_path / "library").write_bytes(b"other kernels")
     other = defaults.find_key("cuda")
     assert other is not None and other[:3] == key[:3] and other.library != key.library
+    devices.append(types.SimpleNamespace(device_kind="B"))
+    assert defaults.find_key("cuda") is None
     monkeypatch.setattr(native, "gpus", lambda: native.Gpus(13000, 12080, 0, 0))
     assert defaults.find_key("cuda") is None
     assert isinstance(defaults._driver_version(), str)

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import os
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from effjax import native
-from effjax.validation import checks, guards, kernels, run
+from effjax.validation import checks, guards, kernels, run, torch_times
 from tests.native import broken
 from tests.tiers import exhaustive
 
@@ -38,7 +39,7 @@ def library(folder):
 
 @pytest.fixture(scope="module")
 def guarded_copies(library, folder):
-    """Register the broken copy with guards on host memory, and with those of a fake driver."""
+    """Register the broken copy with guards on host memory and on that of a fake driver."""
     driver = broken.compile_library(folder, "fake_driver.cc")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(guards._MEMORIES, "cuda", lambda: guards._CudaMemory(str(driver)))
@@ -149,7 +150,7 @@ def test_last_of_many_images(make, shared, x64, monkeypatch):
 
 
 def test_a_right_and_a_crashing_kernel():
-    """The command goes on after a crash, which is recorded by name."""
+    """A crash is recorded by name, and does not end the validation."""
     lines = []
     report = validate(["correct", "abort"], report_line=lines.append)
     first, second = report["kernels"]
@@ -252,4 +253,19 @@ def test_programs(monkeypatch):
     ]  # fmt: skip
     report = {"devices": ["NVIDIA Abacus"], "kernels": []}
     run.measure_programs(report, report_line=lines.append)
-    assert report["programs"] == [] and "no target 'NVIDIA Abacus'" in lines[-1]
+    assert report["programs"] == [] and "'NVIDIA Abacus' is unknown" in lines[-1]
+
+
+def test_times_of_torchvision(monkeypatch):
+    pytest.importorskip("torchvision")
+    for name in torch_times.NAMES:
+        make = kernels.make_deform_conv if name == "deform_conv2d" else kernels.make_roi_align
+        small = kernels.KERNELS[name]._replace(timed=make)
+        monkeypatch.setitem(kernels.KERNELS, name, small)
+        seconds = torch_times.time_torchvision(name, "float32", "cpu", repeats=1)
+        assert seconds is not None and seconds > 0
+
+
+def test_no_time_without_torchvision(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert torch_times.time_torchvision("roi_pool", "float32", "cpu") is None
