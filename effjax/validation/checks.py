@@ -112,10 +112,10 @@ def make_program(function: Callable, num_gradients: int) -> Callable:
     return jax.jit(run)
 
 
-def median_seconds(run: Callable, *args: Any, repeats: int = 15) -> float:
-    """Return the median time of a call after two others."""
-    seconds = []
-    for _ in range(repeats + 2):
+def median_seconds(run: Callable, *args: Any, repeats: int = 15, limit: float = 3.0) -> float:
+    """Return the median time of a call after two others; fewer calls if they exceed the limit."""
+    seconds: list[float] = []
+    while len(seconds) < repeats + 2 and (len(seconds) < 5 or sum(seconds[2:]) < limit):
         start = time.perf_counter()
         jax.block_until_ready(run(*args))
         seconds.append(time.perf_counter() - start)

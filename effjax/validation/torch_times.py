@@ -1,12 +1,11 @@
 """Times of torchvision's operators for the calls that the kernels are timed with."""
 
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from .checks import median_seconds
 from .kernels import KERNELS
 
 NAMES = ("deform_conv2d", "roi_pool")  # the kernels that torchvision has operators for
@@ -42,11 +41,10 @@ def time_torchvision(kernel: str, dtype: str, platform: str, repeats: int = 15) 
             x, boxes, output_size=7, sampling_ratio=2, aligned=True
         )
     dy = torch.ones_like(call())
-    seconds = []
-    for _ in range(repeats + 2):
-        start = time.perf_counter()
+
+    def run() -> None:
         torch.autograd.grad(call(), leaves, dy)
         if device == "cuda":
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[2:])
+
+    return median_seconds(run, repeats=repeats)
