@@ -207,7 +207,7 @@ def measure_programs(
     report: dict[str, Any],
     *,
     platform: str = "cuda",
-    time_limit: float = TIME_LIMIT,
+    time_limit: float = 600.0,
     report_line: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Add planned and measured peaks of programs, and times of an offloaded step, to a report.
