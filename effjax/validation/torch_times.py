@@ -14,8 +14,8 @@ NAMES = ("deform_conv2d", "roi_pool")  # the kernels that torchvision has operat
 def time_torchvision(kernel: str, dtype: str, platform: str, repeats: int = 15) -> float | None:
     """Return the median seconds of result and gradients, or None without torchvision."""
     try:
-        import torch
-        import torchvision
+        import torch  # pyright: ignore[reportMissingImports]
+        import torchvision  # pyright: ignore[reportMissingImports]
     except ImportError:
         return None
     device = "cuda" if platform == "cuda" else "cpu"

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from effjax import native
-from effjax.validation import checks, guards, kernels, run, torch_times
+from effjax.validation import checks, guards, kernels, programs, run, torch_times
 from tests.native import broken
+from tests.programs import needs_gpu_compiler
 from tests.tiers import exhaustive
 
 pytestmark = pytest.mark.skipif(
@@ -183,15 +184,15 @@ def test_broken_kernels_are_caught(library, monkeypatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kernel", kernels.KERNELS)
-def test_kernels_of_the_cpu(kernel):
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), list(zip(kernels.KERNELS, kernels.DTYPES, strict=True))
+)
+def test_kernels_of_the_cpu(kernel, dtype):
     assert os.environ["XLA_FLAGS"]  # eight devices
-    report = validate([kernel], run.TABLE, kernels.DTYPES, time_limit=300)
-    for row in report["kernels"]:
-        assert row["failures"] == [], row
-        assert row["skipped"].keys() == {"64-bit indices"}
-        assert row["passed"] == len(kernels.KERNELS[kernel].cases) - 1
-    assert len(report["kernels"]) == 4
+    (row,) = validate([kernel], run.TABLE, (dtype,), time_limit=300)["kernels"]
+    assert row["failures"] == [], row
+    assert row["skipped"].keys() == {"64-bit indices"}
+    assert row["passed"] == len(kernels.KERNELS[kernel].cases) - 1
 
 
 def test_child_that_cannot_start():
@@ -254,6 +255,20 @@ def test_programs(monkeypatch):
     report = {"devices": ["NVIDIA Abacus"], "kernels": []}
     run.measure_programs(report, report_line=lines.append)
     assert report["programs"] == [] and "'NVIDIA Abacus' is unknown" in lines[-1]
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_programs_can_be_planned_and_run():
+    for name in programs.PROGRAMS:
+        if name in programs.KERNELS_OF_PROGRAMS and not native.is_available("cuda"):
+            continue
+        # Large enough for the tolerance of 8 MiB, small enough for any GPU.
+        assert 100 * 2**20 < programs.plan_peak(name, "l4") < 2 * 2**30, name
+    sizes = dict(width=32, count=2, tokens=4)
+    assert programs.plan_step("l4", **sizes) > 0 and programs.measure_step(**sizes) > 0
+    if jax.local_devices()[0].memory_stats() is None:
+        assert programs.measure_peak("elementwise") is None
 
 
 def test_times_of_torchvision(monkeypatch):
