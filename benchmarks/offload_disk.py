@@ -89,10 +89,18 @@ def _plan_disk_update(tx: Any, params: dict) -> dict[str, float]:
         name: jax.ShapeDtypeStruct(a.shape[1:], a.dtype, sharding=on_device)
         for name, a in params.items()
     }
-    update = LayerPrograms(layers, {}).update_function(contents[0], None, "global")
+    update = LayerPrograms(layers, {}).update_function(contents[0], "global")
     planned = [
         plan(offload_jit(load, donate=False), params, index, target=TARGET),
-        plan(jax.jit(update, donate_argnums=(0, 2)), w, w, contents[0].arrays, None, target=TARGET),
+        plan(
+            jax.jit(update, donate_argnums=(0, 2)),
+            w,
+            w,
+            contents[0].arrays,
+            None,
+            None,
+            target=TARGET,
+        ),
         plan(offload_jit(write), params, w, index, target=TARGET),
     ]
     of_state, of_layer = _num_bytes(contents[0].arrays), _num_bytes(w)

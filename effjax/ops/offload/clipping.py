@@ -37,12 +37,14 @@ def check_clipping(
         )
 
 
-def clip_factor(norm: jax.Array, clip_norm: float) -> jax.Array:
+def clip_factor(norm: jax.Array, clip_norm: float | jax.Array) -> jax.Array:
     """Return the factor of ``optax.clip_by_global_norm``; NaN for a norm that is NaN."""
     return jnp.where(norm < clip_norm, 1.0, clip_norm / norm)
 
 
-def make_clip(clip_norm: float, clip_by: ClipBy, norm: jax.Array | None) -> Callable[[Tree], Tree]:
+def make_clip(
+    clip_norm: float | jax.Array, clip_by: ClipBy, norm: jax.Array | None
+) -> Callable[[Tree], Tree]:
     """Return the function that clips the gradients of one layer, or all others together.
 
     Args:
@@ -60,7 +62,7 @@ def scale_gradients(grads: Tree, factor: jax.Array) -> Tree:
     return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
 
 
-def clip_gradients(grads: Tree, clip_norm: float) -> Tree:
+def clip_gradients(grads: Tree, clip_norm: float | jax.Array) -> Tree:
     """Clip gradients by their own norm."""
     return scale_gradients(grads, clip_factor(jnp.sqrt(sum_of_squares(grads)), clip_norm))
 

@@ -159,10 +159,12 @@ def write_folder(
     Returns:
         The result of `fill`.
     """
+    if os.path.lexists(folder):
+        raise FileExistsError(f"{folder} exists and could not be removed. Remove it.")
     temporary = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        temporary.mkdir(parents=True)
+        _make_folder(temporary)
         _allocate(temporary, files)
         result = fill(temporary)
         _sync(temporary)
@@ -176,10 +178,10 @@ def write_folder(
 
 def link_folder(source: pathlib.Path, target: pathlib.Path) -> None:
     """Create a folder with hard links to the files of another one, or copies on another disk."""
-    temporary = target.with_name(f"{target.name}.tmp")
+    temporary = target.with_name(f".{target.name}.disk_update.tmp")  # no name that a user chooses
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        temporary.mkdir(parents=True)
+        _make_folder(temporary)
         for file in source.iterdir():
             try:
                 os.link(file, temporary / file.name)
@@ -194,6 +196,14 @@ def link_folder(source: pathlib.Path, target: pathlib.Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     _sync(target.parent)
+
+
+def _make_folder(folder: pathlib.Path) -> None:
+    """Create a folder and its parents, and wait until the parents are on the disk."""
+    new = [parent for parent in folder.parents if not parent.exists()]
+    folder.mkdir(parents=True)
+    for parent in new:
+        _sync(parent.parent)
 
 
 def _allocate(folder: pathlib.Path, files: Sequence[LayerFile]) -> None:

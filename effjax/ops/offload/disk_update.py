@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +28,7 @@ from .trees import Tree, as_array_tree, check_same_shapes, is_key, layer_shapes,
 from .update import LayerList, LayerStack, apply_optimizer, fold_state_keys
 
 _STEP_PREFIX = "disk_update_"
+_STEP_NAME = re.compile(rf"{_STEP_PREFIX}\d{{8,}}(\.tmp)?")
 
 
 class DiskUpdate(NamedTuple):
@@ -50,23 +52,26 @@ def disk_update(tx: Any, directory: str | os.PathLike, *, stacked: bool = True) 
     """Make an optimizer that keeps its state on disk and updates one layer at a time.
 
     Computes the same as `stream_update`, with the optimizer state in files instead of host memory.
-    The results equal those of an update of each layer by jitted optax, to the bit; `stream_update`
-    can differ in last bits, because XLA fuses its loop in another way. Call the functions outside
-    of jit. While a layer is updated, threads read the state of the next one and write that of the
-    one before. Host memory holds the state of about four layers, for any number of layers, and the
-    device that of about three.
+    Without clipping and random numbers, the results equal those of jitted optax applied to one
+    layer at a time in memory, to the bit. `stream_update` compiles all layers into one program, in
+    which XLA fuses the operations in another way, so its last bits can differ. Call the functions
+    outside of jit. While a layer is updated, threads read the state of the next one and write that
+    of the one before. Host memory holds the state of about four layers, for any number of layers,
+    and the device that of about three.
 
-    A step is written to a new folder of `directory`, which gets its name when all of it is on the
-    disk. Then the folder of the step before is removed. So at any moment the state of a whole step
-    is on the disk, which has room for two. The disk space of a step is allocated before anything is
-    updated.
+    Each update writes the state to a new folder in `directory`. The folder gets its final name
+    after all files are on the disk, and then the folder of the previous step is removed. So the
+    disk always has the complete state of one step, and needs room for two. The space is allocated
+    before anything is updated (not on macOS, or on file systems that copy on write, such as ZFS; a
+    full disk can then stop a step in the middle).
 
     Args:
         tx: an ``optax.GradientTransformation`` that treats every parameter separately, as in
             `stream_update`.
-        directory: a folder for the state of one run, on a fast disk. In a program of several
-            processes each one stores the parts of its own devices, on a local disk or a
-            shared one.
+        directory: a folder for the state of one optimizer of one run, on a fast disk. `update`
+            removes all other steps in it, newer ones too. Two running programs must not share it.
+            In a program of several processes each one stores the parts of its own devices, on a
+            local disk or a shared one.
         stacked: whether the parameters are a pytree of arrays [L, ...], as in `offload_scan`, or a
             list of pytrees, one for each layer, as in `offload_sequential`.
 
@@ -75,26 +80,28 @@ def disk_update(tx: Any, directory: str | os.PathLike, *, stacked: bool = True) 
 
         * ``init(params) -> state``: write the state of step 0. `state.path` is its folder, and
           `state.step` the number of updates.
-        * ``update(grads, state, params, clip_norm=None, clip_by="global") -> (params, state)``:
-          as in `stream_update`. It overwrites the parameters, in their memory, and frees the
-          gradients. The old state is removed from `directory`.
-        * ``save(state, path)``: keep a state in a new folder `path`, for a checkpoint. On the same
-          file system the files get a second name and are not copied, since no file is ever
-          overwritten.
+        * ``update(grads, state, params, clip_norm=None, clip_by="global") -> (params, state)``: as
+          in `stream_update`. The new parameters overwrite the old ones and the gradients are freed:
+          use neither `params` nor `grads` afterwards.
+        * ``save(state, path)``: keep a state in a new folder `path` outside of `directory`, for a
+          checkpoint. On the same file system the files get a second name and are not copied, since
+          no file is ever overwritten.
         * ``restore(path, params) -> state``: the state in a folder that `save` has created, or of a
           step in `directory`. The next update reads it there. The parameters must have the shapes
           and the shardings of the saved run.
 
     Raises:
         ValueError: from `init` and `update`, as in `stream_update`; from `update` and `restore`, if
-            a file was damaged or belongs to another optimizer, layer, step or sharding, naming the
-            file. The parameters are then unchanged.
+            a file is damaged, or has other arrays, another layer, step or sharding than expected,
+            naming the file (the parameters are then unchanged); from `save`, if `path` is in
+            `directory`.
         FileNotFoundError: from `update`, `save` and `restore`, naming the file that is missing.
-        FileExistsError: from `init`, if `directory` contains the state of a run; from `save`, if
-            `path` exists.
-        OSError: if the disk is full or fails. The old state stays valid. If the disk is full, the
-            parameters are unchanged, too; after other errors they may be partly updated, and were
-            deleted.
+        FileExistsError: from `init`, if `directory` contains the state of a run; from `update`, if
+            something that it could not remove has the name of the next step; from `save`, if `path`
+            exists.
+        OSError: if the disk is full or fails. The old state stays valid. If there is no space for a
+            step, the parameters are unchanged, too. After other errors, `params` may have been
+            updated in part. Its arrays are then deleted, in a list those of the updated layers.
         TypeError: if a leaf is not an array, or the functions are called inside jit.
     """
     layers = LayerStack(tx) if stacked else LayerList(tx)
@@ -111,12 +118,12 @@ class _DiskOptimizer(NamedTuple):
 
     def init(self, params: Tree) -> DiskState:
         params = _check_params(self.layers, "params", params)
-        existing = [path for path in self._steps() if _own_part(path).exists()]
-        if existing := [path for path in existing if path.suffix != ".tmp"]:
+        if existing := [path for path in self._steps() if _has_state(path)]:
             raise FileExistsError(
-                f"{existing[0]} is the state of another run. Continue it with `restore`, or remove "
-                "it."
+                f"{existing[0]} is the state of another run. Continue it with `restore` and the "
+                "parameters of the same step, or remove it."
             )
+        _wait_for_processes("init")  # before one of them writes what others would find
         contents, state = describe_layers(self.layers, params), self._state(0)
         files = _layer_files(contents, state.step)
 
@@ -126,6 +133,7 @@ class _DiskOptimizer(NamedTuple):
                     w = self.programs.load(params, i)
                     writer.add(content, file, self.programs.init(w, i, content))
 
+        self._remove_steps(self._steps(), state)
         write_folder(_own_part(state.path), files, fill)
         _wait_for_processes("init")
         return state
@@ -140,13 +148,10 @@ class _DiskOptimizer(NamedTuple):
     ) -> tuple[Tree, DiskState]:
         check_clipping(clip_norm, clip_by, ("global", "layer"))
         params = _check_params(self.layers, "params", params)
-        grads = _check_params(self.layers, "grads", grads)
+        grads = _check_arrays(self.layers, "grads", grads)
         check_same_shapes("grads", grads, "`params`", params)
         contents = describe_layers(self.layers, params)
         old_files = _check_files(state, contents)
-        for path in self._steps():  # of an interrupted run
-            if path != state.path:
-                shutil.rmtree(_own_part(path), ignore_errors=True)
         new = self._state(state.step + 1)
         new_files = _layer_files(contents, new.step)
         clip = self.programs.clipping(grads, clip_norm, clip_by)
@@ -165,31 +170,42 @@ class _DiskOptimizer(NamedTuple):
                     writer.add(content, new_files[i], entries)
             return updated
 
+        # Steps of an interrupted run, and those after a restored checkpoint.
+        self._remove_steps([path for path in self._steps() if path != state.path], new)
+        complete = False
         try:
             updated = write_folder(_own_part(new.path), new_files, fill)
+            complete = True
+            _wait_for_processes("update")
+            for a in jax.tree.leaves(grads):
+                a.delete()
+            if state.path.parent == self.directory:
+                self._remove_steps([state.path], new)
         except BaseException as error:
-            if any(a.is_deleted() for a in jax.tree.leaves(params)):
+            if complete:
                 error.add_note(
-                    "The parameters had been updated in part, so they were deleted. The optimizer "
-                    f"state of step {state.step} in {state.path} is unchanged."
+                    f"Step {new.step} is complete in {new.path}, but its parameters were lost. "
+                    "Continue from a checkpoint."
+                )
+            elif any(a.is_deleted() for a in jax.tree.leaves(params)):
+                which = "they" if isinstance(self.layers, LayerStack) else "the updated layers"
+                error.add_note(
+                    f"The parameters had been updated in part, so {which} were deleted. The "
+                    f"optimizer state of step {state.step} in {state.path} is unchanged."
                 )
             raise
-        _wait_for_processes("update")
-        for a in jax.tree.leaves(grads):
-            a.delete()
-        if state.path.parent == self.directory:
-            shutil.rmtree(_own_part(state.path), ignore_errors=True)
-            with contextlib.suppress(OSError):  # the parts of other processes
-                state.path.rmdir()
         return updated, new
 
     def save(self, state: DiskState, path: str | os.PathLike) -> None:
         folder = pathlib.Path(path).resolve()
+        if folder == self.directory or self.directory in folder.parents:
+            raise ValueError(
+                f"`path` (={str(path)!r}) must be outside of `directory` ({self.directory}), from "
+                "which `update` removes old steps."
+            )
         _check_exists(state)
         if _own_part(folder).exists():
             raise FileExistsError(f"{_own_part(folder)} exists. `save` needs a new folder.")
-        if folder.parent == self.directory:
-            raise ValueError(f"`path` (={str(path)!r}) must not be in `directory`.")
         link_folder(_own_part(state.path), _own_part(folder))
         _wait_for_processes("save")
 
@@ -204,14 +220,30 @@ class _DiskOptimizer(NamedTuple):
         return DiskState(self.directory / f"{_STEP_PREFIX}{step:08}", step)
 
     def _steps(self) -> list[pathlib.Path]:
-        return sorted(self.directory.glob(f"{_STEP_PREFIX}*"))
+        paths = self.directory.iterdir() if self.directory.is_dir() else ()
+        return sorted(path for path in paths if _STEP_NAME.fullmatch(path.name))
+
+    def _remove_steps(self, paths: Sequence[pathlib.Path], new: DiskState) -> None:
+        """Remove the parts of this process, before or after the step `new` is written."""
+        for path in paths:
+            part = _own_part(path)
+            for folder in (part, part.with_name(f"{part.name}.tmp")):
+                shutil.rmtree(folder, ignore_errors=True)
+            if path != new.path:  # another process may be about to write there
+                with contextlib.suppress(OSError):  # parts of other processes are left
+                    path.rmdir()
 
 
 def _check_params(layers: LayerStack | LayerList, name: str, tree: Tree) -> Tree:
+    tree = _check_arrays(layers, name, tree)
+    check_no_shared(name, tree)
+    return tree
+
+
+def _check_arrays(layers: LayerStack | LayerList, name: str, tree: Tree) -> Tree:
     tree = as_array_tree(name, tree)
     if not layers.count(name, tree):
         raise ValueError(f"`{name}` must have at least one layer.")
-    check_no_shared(name, tree)
     if any(isinstance(a, Tracer) for a in jax.tree.leaves(tree)):
         raise TypeError("disk_update reads and writes files. Call its functions outside of jit.")
     return tree
@@ -224,8 +256,15 @@ def _own_part(path: pathlib.Path) -> pathlib.Path:
     return path / f"process_{jax.process_index()}" if jax.process_count() > 1 else path
 
 
+def _has_state(step: pathlib.Path) -> bool:
+    """Return whether the folder of a step contains more than unfinished parts."""
+    if jax.process_count() == 1 and step.suffix == ".tmp":
+        return False
+    return not step.is_dir() or any(part.suffix != ".tmp" for part in step.iterdir())
+
+
 def _wait_for_processes(name: str) -> None:
-    """Wait until all processes have written their parts, before any of them removes the old one."""
+    """Wait until all processes have come here, for example before any removes the old state."""
     if jax.process_count() > 1:
         from jax.experimental.multihost_utils import sync_global_devices
 
@@ -235,8 +274,8 @@ def _wait_for_processes(name: str) -> None:
 def _check_exists(state: DiskState) -> None:
     if not _own_part(state.path).is_dir():
         raise FileNotFoundError(
-            f"{_own_part(state.path)} does not exist. `update` removes the state that it gets from "
-            "its directory. Use the state that it returned, and `save` what you need later."
+            f"{_own_part(state.path)} does not exist. `update` removes the old state from the "
+            "directory. Use the state that it returned, and `save` what you need later."
         )
 
 
@@ -422,10 +461,13 @@ class LayerPrograms(NamedTuple):
 
     def clipping(self, grads: Any, clip_norm: float | None, clip_by: ClipBy) -> Clipping:
         """Return how to clip gradients, with their norm if it is needed."""
-        if clip_norm is None or clip_by == "layer":
-            return Clipping(clip_norm, clip_by, None)
+        if clip_norm is None:
+            return Clipping(None, clip_by, None)
+        if clip_by == "layer":
+            return Clipping(float(clip_norm), clip_by, None)
         norm = lambda grads: jnp.sqrt(self.layers.sum_of_squares(grads))  # noqa: E731
-        return Clipping(clip_norm, clip_by, self._call("norm", lambda: jax.jit(norm), grads))
+        norm_of_all = self._call("norm", lambda: jax.jit(norm), grads)
+        return Clipping(float(clip_norm), clip_by, norm_of_all)
 
     def load(self, tree: Any, i: int) -> Tree:
         """Return layer i of parameters or gradients, on the device."""
@@ -438,7 +480,8 @@ class LayerPrograms(NamedTuple):
         if isinstance(self.layers, LayerList):
             new = jax.tree.map(lambda old, a: jax.device_put(a, old.sharding), params[i], w)
             jax.tree.map(lambda old: old.delete(), params[i])
-            return type(params)([*params[:i], new, *params[i + 1 :]])
+            leaves = jax.tree.leaves([*params[:i], new, *params[i + 1 :]])
+            return jax.tree.unflatten(jax.tree.structure(params), leaves)
         shardings = jax.tree.map(lambda a: a.sharding, params)
         jit = lambda: jax.jit(write, donate_argnums=0, out_shardings=shardings)  # noqa: E731
         return self._call("store", jit, params, w, np.int32(i))
@@ -458,12 +501,12 @@ class LayerPrograms(NamedTuple):
 
         return self._call("init", jit, w, np.int32(i))
 
-    def update_function(
-        self, content: LayerContent, clip_norm: float | None, clip_by: ClipBy
-    ) -> Callable[..., Any]:
-        """Return ``update(w, grads, entries, norm) -> (w, entries)`` of a layer."""
+    def update_function(self, content: LayerContent, clip_by: ClipBy) -> Callable[..., Any]:
+        """Return ``update(w, grads, entries, clip_norm, norm) -> (w, entries)`` of a layer."""
 
-        def update(w: Tree, grads: Tree, entries: list, norm: Any) -> tuple[Tree, list]:
+        def update(
+            w: Tree, grads: Tree, entries: list, clip_norm: Any, norm: Any
+        ) -> tuple[Tree, list]:
             tx = self.layers.tx
             if clip_norm is not None:
                 tx = with_clipping(tx, make_clip(clip_norm, clip_by, norm))
@@ -481,10 +524,11 @@ class LayerPrograms(NamedTuple):
         def jit() -> Any:
             check_per_leaf(self.layers.tx, shapes_of(w))
             shardings = jax.tree.map(lambda a: a.sharding, w), [a.sharding for a in content.arrays]
-            function = self.update_function(content, clip_norm, clip_by)
+            function = self.update_function(content, clip_by)
             return jax.jit(function, donate_argnums=(0, 2), out_shardings=shardings)
 
-        return self._call(("update", clip_norm, clip_by), jit, w, grads, entries, norm)
+        # The norm is an argument of the program, which other values do not compile again.
+        return self._call(("update", clip_by), jit, w, grads, entries, clip_norm, norm)
 
     def _call(self, name: Any, jit: Callable[[], Any], *args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)

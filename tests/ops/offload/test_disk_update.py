@@ -2,12 +2,14 @@
 
 import errno
 import functools
+import importlib
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
 import textwrap
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +47,7 @@ from tests.tiers import exhaustive, product_cases
 
 ROOT = pathlib.Path(__file__).parent.parent.parent.parent
 ADAM = optax.adam(1e-2)
+DISK_UPDATE = importlib.import_module("effjax.ops.offload.disk_update")
 OPTIMIZERS = OPTIMIZERS | {"adamw_schedule": optax.adamw(optax.cosine_decay_schedule(1e-2, 5))}
 
 
@@ -233,20 +236,111 @@ def test_copies_to_another_file_system(tmp_path, monkeypatch):
 
 
 def test_errors_of_folders(tmp_path):
-    (tmp_path / "disk_update_00000000.tmp").mkdir()  # of a run that was killed in `init`
-    on_disk, state, w = start(tmp_path)
+    (tmp_path / "state" / "disk_update_00000000.tmp").mkdir(parents=True)  # killed in `init`
+    on_disk, state, w = start(tmp_path / "state")
     with pytest.raises(FileExistsError, match="disk_update_00000001 is the state of another run"):
         on_disk.init(w)
     on_disk.save(state, tmp_path / "kept" / "1")
     with pytest.raises(FileExistsError, match="1 exists"):
         on_disk.save(state, tmp_path / "kept" / "1")
-    with pytest.raises(ValueError, match="must not be in `directory`"):
-        on_disk.save(state, tmp_path / "1")
+    for path in (tmp_path / "state", tmp_path / "state" / "a" / "b"):
+        with pytest.raises(ValueError, match=r"outside of `directory` \(.*state\), from which"):
+            on_disk.save(state, path)
     new, _ = on_disk.update(grads_of(w), state, w)
     with pytest.raises(FileNotFoundError, match=r"disk_update_00000001 does not exist\. `update`"):
         on_disk.update(grads_of(new), state, new)
     with pytest.raises(FileNotFoundError, match="none"):
         on_disk.restore(tmp_path / "none", new)
+
+
+def test_only_an_update_that_succeeds_removes_other_steps(tmp_path):
+    folder = tmp_path / "state"
+    on_disk, state, w = start(folder)
+    at_save = copy(w)
+    on_disk.save(state, tmp_path / "saved")
+    for _ in range(2):
+        w, state = on_disk.update(grads_of(w), state, w)
+    others = [folder / "disk_update_of_mine", folder / "disk_update_00000001.old"]
+    for path in others:
+        path.mkdir()
+    restored = on_disk.restore(tmp_path / "saved", at_save)
+    freed = grads_of(w)
+    jax.tree.map(lambda a: a.delete(), freed)
+    with pytest.raises(RuntimeError, match="deleted"):
+        on_disk.update(freed, restored, at_save, clip_norm=1.0)
+    assert on_disk.restore(state.path, w) == state
+    _, after = on_disk.update(grads_of(at_save), restored, at_save)
+    assert set(folder.iterdir()) == {after.path, *others}
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_name_that_is_taken_changes_nothing(kind, tmp_path):
+    on_disk, state, w = start(tmp_path / "state")
+    before, taken = jax.tree.map(np.array, w), tmp_path / "state" / "disk_update_00000002"
+    taken.symlink_to(tmp_path / "none") if kind == "link" else taken.touch()
+    with pytest.raises(FileExistsError, match="00000002 exists and could not be removed"):
+        on_disk.update(grads_of(w), state, w)
+    assert_equal_bits(w, before)
+
+
+def test_saves_next_to_folders_of_the_user(tmp_path, monkeypatch):
+    on_disk, state, _ = start(tmp_path / "state")
+    (tmp_path / "deep.tmp").mkdir()
+    synced, sync = [], disk_files._sync
+    monkeypatch.setattr(disk_files, "_sync", lambda path: (synced.append(path), sync(path)))
+    on_disk.save(state, tmp_path / "deep")
+    on_disk.save(state, tmp_path / "new" / "inner" / "saved")
+    assert (tmp_path / "deep.tmp").is_dir()
+    assert {tmp_path, tmp_path / "new", tmp_path / "new" / "inner"} <= set(synced)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_named_tuples_and_shared_gradients(tmp_path):
+    on_disk = disk_update(optax.sgd(0.5), tmp_path, stacked=False)
+    w, g = to_host(Pair({"a": jnp.ones(3)}, {"b": jnp.ones(3)})), to_host(jnp.full(3, 2.0))
+    w, state = on_disk.update(Pair({"a": g}, {"b": g}), on_disk.init(w), w)
+    assert_equal_bits(to_device(w), Pair({"a": jnp.zeros(3)}, {"b": jnp.zeros(3)}))
+    assert g.is_deleted() and state.step == 1
+
+
+def test_norms_to_clip_by_do_not_compile_again(tmp_path):
+    optimizer = disk_update_functions(tmp_path)
+    w = to_host({"a": jnp.ones((2, 4))})
+    state, sizes = optimizer.init(w), []
+    for norm in (1.0, np.float32(2.0), jnp.float32(3.0), jnp.asarray(1)):
+        w, state = optimizer.update(to_host({"a": jnp.ones((2, 4))}), state, w, clip_norm=norm)
+        sizes.append(len(optimizer.programs.compiled))
+    assert len(set(sizes)) == 1
+    scale = sum(min(1, norm / 8**0.5) for norm in (1, 2, 3, 1))
+    np.testing.assert_allclose(np.asarray(w["a"]), 1 - 0.1 * scale, rtol=1e-6)
+
+
+def disk_update_functions(folder):
+    """Return the object whose functions are those of `disk_update`."""
+    return disk_update(optax.sgd(0.1), folder).update.__self__
+
+
+def test_folders_of_several_processes(tmp_path, monkeypatch):
+    folder = tmp_path / "disk_update_00000000"
+    (folder / "process_1.tmp").mkdir(parents=True)  # of a run that was killed in `init`
+    (folder / "process_0.tmp").mkdir()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(DISK_UPDATE, "_wait_for_processes", lambda name: None)
+    optimizer = disk_update_functions(tmp_path)
+    w = to_host({"a": jnp.ones((2, 4))})
+    state = optimizer.init(w)
+    assert sorted(p.name for p in folder.iterdir()) == ["process_0", "process_1.tmp"]
+    (tmp_path / "disk_update_00000009" / "process_0.tmp").mkdir(parents=True)
+    w, state = optimizer.update(to_host({"a": jnp.ones((2, 4))}), state, w)
+    assert not (tmp_path / "disk_update_00000009").exists()
+    assert [p.name for p in state.path.iterdir()] == ["process_0"]
+    (state.path / "process_0").rename(state.path / "process_2")  # of a run of three processes
+    with pytest.raises(FileExistsError, match="is the state of another run"):
+        optimizer.init(w)
 
 
 def test_errors_of_arguments(tmp_path):
@@ -397,6 +491,18 @@ def test_failure_of_the_disk_keeps_the_last_step(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["disk_update_00000001"]
     assert on_disk.restore(state.path, kept) == state
     assert on_disk.update(grads_of(kept), state, kept)[1].step == 2
+
+
+def test_interruption_after_the_last_layer(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    on_disk, state, w = start(tmp_path)
+    monkeypatch.setattr(DISK_UPDATE, "_wait_for_processes", interrupt)
+    with pytest.raises(KeyboardInterrupt) as error:
+        on_disk.update(grads_of(w), state, w)
+    assert "Step 2 is complete in " in error.value.__notes__[0]
+    assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["1", "2"]
 
 
 @functools.cache
