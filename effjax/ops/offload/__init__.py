@@ -1,11 +1,15 @@
 """Offload: models in host memory whose layers stream through the device.
 
 - `train_step`: a whole training step, with `train_state` and `embed_head`.
-- `update`: optimizer updates, one layer at a time. `per_leaf` detects optimizers that combine
-  several parameters, which such updates do not support.
-- `disk_update`, `disk_files`: the same updates, with the optimizer state on disk.
+- `update`: updates of one layer at a time. `per_leaf` detects optimizers that combine several
+  parameters, which such updates do not support.
+- `row_update`: updates of large parameters in chunks of rows. `per_row` detects optimizers that
+  treat rows separately.
+- `disk_update`, `disk_files`: updates of one layer at a time, with the optimizer state on disk.
+- `clipping`: gradient clipping.
 - `stack`, `sequential`: stacks of identical layers and sequences of different layers.
 - `slices`: forward and backward pass of one slice.
+- `loops`: loops over slices of host arrays.
 - `host_init`: initialization in host memory.
 - `compiled`: `offload_jit` and its XLA options.
 - `options`, `placement`, `trees`: shared by all of them.

@@ -18,11 +18,12 @@ from .trees import Tree, is_key
 def scan_slices(
     body: Callable[..., Any], carry: Tree, xs: Tree, length: int, reverse: bool = False
 ) -> tuple[Tree, Tree]:
-    """Compute ``lax.scan(body, carry, xs, length, reverse)``; on TPUs two turns per iteration.
+    """Compute ``lax.scan(body, carry, xs, length, reverse)``. Not differentiable.
 
-    The carry of a loop has one place in memory. XLA for TPUs loads the slice ahead into the place
-    of the current one, after the last use of that. With two turns per iteration, each of the two
-    slices has its own place, and one arrives while the other is used. Not differentiable.
+    A turn is one call of `body`. On TPUs an iteration has two turns. The carry of a loop has one
+    place in memory, and XLA for TPUs loads the next slice into the memory of the current one, after
+    its last use. With two turns per iteration, each of the two slices has its own place, and one
+    arrives while the other is used.
     """
     if traced_platform() != "tpu" or length == 1:
         return lax.scan(body, carry, xs, length=length, reverse=reverse)
@@ -78,9 +79,9 @@ def repeat_turns(
     if len(indices) == 1:
         return run_as_loop(lambda state: turn(start + indices[0], state), state)
 
-    # The index of each loop starts at a constant, or XLA would not see that it is linear. The loop
-    # carries the index of the turn before. Else XLA could store that of the next turn in its place,
-    # and this needs to wait for copies that use it.
+    # Each loop starts at a constant index, or XLA would not see that the index is linear. The loop
+    # carries the previous index: if it carried the next one, XLA could store it over the current
+    # index, and would first wait for the copies that use it.
     def body(carry, _):
         before, state = carry
         i = before + indices.step

@@ -320,9 +320,8 @@ def run_forward(
         (_, x, _), results = scan(body, (start + first, x, queue), None, count)
         return x, results
 
-    # Where an index is clamped, it is not linear in the counter of the loop, and XLA for GPUs may
-    # copy with a kernel instead of the copy engine. So a second loop has the last turns, which load
-    # nothing.
+    # XLA for GPUs uses the copy engine only if the index is linear in the loop counter, which a
+    # clamped index is not. So a second loop runs the last turns, which load nothing.
     def run_pipeline(x, first, count, streams) -> tuple[Tree, Any]:
         ahead = min(prefetch, count)
         copies = save_residuals and streams and policy is None and space == Space.Host
@@ -347,8 +346,8 @@ def run_forward(
         x, _, results = state
         return x, structure.unflatten(results)
 
-    # The pipeline compiles a slice two times. XLA for CPUs copies nothing meanwhile, and that for
-    # TPUs overlaps more in two turns per iteration.
+    # Only for GPUs, because it compiles a slice twice. XLA for CPUs does not overlap copies, and
+    # XLA for TPUs overlaps more with two turns per iteration (`scan_slices`).
     def run(x, first, count, streams):
         pipelined = count > 1 and prefetch and traced_platform() == "cuda"
         return (run_pipeline if pipelined else run_in_turn)(x, first, count, streams)
@@ -458,8 +457,8 @@ def run_backward(
             state, config.num_streamed, config.options.resident_slices,
             lambda _, i: load(resident, i - config.num_streamed), 0,
         )  # fmt: skip
-    # The pipeline compiles a slice three times. XLA for CPUs copies nothing meanwhile, and that for
-    # TPUs overlaps more in two turns per iteration of the loop without it.
+    # Only for GPUs, because it compiles a slice three times. XLA for CPUs does not overlap copies,
+    # and XLA for TPUs overlaps more with two turns per iteration (`scan_slices`).
     if config.num_streamed > 1 and config.prefetch and traced_platform() == "cuda":
         state = _run_pipeline(
             start, config.num_streamed, min(config.prefetch, config.num_streamed), state,
@@ -506,8 +505,9 @@ def _run_pipeline(
 
     def turn(i, state, writes=True, loads=True):
         (trained, arrays), accumulated, dx, dclosure, queue, new = state
-        # XLA does not read and write one array at the same time. So parameters are read before they
-        # are written, while the arrays are written, which are then read.
+        # XLA cannot read and write one array at the same time. So read the parameters ahead before
+        # writing those of the previous turn, and write the entry of the previous turn in `arrays`
+        # before reading that of this one.
         (w, (frozen, saved)), *rest = queue
         queue = [*rest, queue[0]]
         if loads:
