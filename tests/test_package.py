@@ -32,7 +32,7 @@ INTERNAL = {
     "layers": {"ops"},
     "linen": {"layers", "ops", "_names"},
     "nnx": {"layers", "ops", "_names"},
-    "models": {"linen", "nnx", "layers", "ops", "_names"},
+    "models": {"linen", "nnx", "layers", "ops", "_names", "_unpickle"},
     "convert": {"models", "_names", "_unpickle"},
     "memory": {"ops", "native", "_extras", "_names"},
     "optimizers": {"_names"},

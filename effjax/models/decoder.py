@@ -20,7 +20,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..ops._common.arguments import as_dtype, as_integer, as_key
+from .._unpickle import check
+from ..ops._common.arguments import as_dtype, as_integer, as_key, as_number, describe
 from ..ops._common.dtypes import accumulation_dtype, at_least_float32
 from ..ops._common.sharding import explicit_axes, explicit_spec
 from ..ops.attention import dot_product_attention
@@ -35,16 +36,19 @@ class _Family(NamedTuple):
     architecture: str
     num_key_value_heads: int | None = None  # None means `num_attention_heads`
     head_dim: int | None = None  # None means `hidden_size / num_attention_heads`
-    options: tuple[str, ...] = ()  # boolean options that the family has
+    options: tuple[str, ...] = ()  # of `OPTIONS`, those that the family has
 
 
 _FAMILIES = {
     "llama": _Family("LlamaForCausalLM", options=("attention_bias", "mlp_bias")),
-    "mistral": _Family("MistralForCausalLM", num_key_value_heads=8),
+    "mistral": _Family("MistralForCausalLM", num_key_value_heads=8, options=("sliding_window",)),
     "qwen2": _Family("Qwen2ForCausalLM", num_key_value_heads=32),
     "qwen3": _Family("Qwen3ForCausalLM", 32, 128, options=("attention_bias",)),
 }
+OPTIONS = "attention_bias", "mlp_bias", "sliding_window"
+SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
 MISTRAL_WINDOW = 4096  # if config.json lacks `sliding_window`
+MAX_CONFIG_BYTES = 10_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +59,15 @@ class Llama3RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_positive(field.name, getattr(self, field.name))
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"`high_freq_factor` (={self.high_freq_factor}) must be larger than "
+                f"`low_freq_factor` (={self.low_freq_factor})."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,14 +83,19 @@ class DecoderConfig:
         rms_norm_eps: the epsilon of all norms.
         rope_theta: base of the rotary frequencies.
         rope_scaling: their scaling. None means none.
-        sliding_window: number of positions that a token attends to, its own included. None means
-            all before it.
-        attention_bias: whether the linear layers of attention have biases. Queries, keys and values
-            of qwen2 always have them.
-        mlp_bias: whether the linear layers of the MLP have biases.
+        sliding_window: of mistral: number of positions that a token attends to, its own included.
+            None means all before it.
+        attention_bias: of llama and qwen3: whether the linear layers of attention have biases.
+            Queries, keys and values of qwen2 always have them.
+        mlp_bias: of llama: whether the linear layers of the MLP have biases.
         tie_word_embeddings: whether the embedding is also the head.
         dtype: of the parameters.
         other_settings: the other keys of config.json, as JSON text. They do not change the network.
+
+    Raises:
+        TypeError: for a size or a number of another type.
+        ValueError: for an unknown family, an option that the family does not have, or sizes that do
+            not match.
     """
 
     model_type: str
@@ -98,6 +116,32 @@ class DecoderConfig:
     dtype: str = "float32"
     other_settings: str = dataclasses.field(default="{}", repr=False)
 
+    def __post_init__(self) -> None:
+        family = _family(self.model_type)
+        for name in (*SIZES, "num_key_value_heads", "head_dim"):
+            as_integer(name, getattr(self, name), 1)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`num_key_value_heads` (={self.num_key_value_heads}) must divide "
+                f"`num_attention_heads` (={self.num_attention_heads})."
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"`head_dim` (={self.head_dim}) must be even: rotary embeddings rotate pairs."
+            )
+        _check_positive("rms_norm_eps", self.rms_norm_eps)
+        _check_positive("rope_theta", self.rope_theta)
+        if self.sliding_window is not None:
+            as_integer("sliding_window", self.sliding_window, 1)
+        for name in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
+            if not isinstance(value := getattr(self, name), bool):  # "false" would be true
+                raise TypeError(f"`{name}` must be a bool, not {describe(value)}.")
+        for name in set(OPTIONS) - {*family.options}:
+            # `to_json` cannot write it: transformers would run another network.
+            if value := getattr(self, name):
+                raise ValueError(f"`{name}` (={value}) is not supported by {self.model_type}.")
+        as_dtype("dtype", self.dtype)
+
     @classmethod
     def from_json(cls, source: str | os.PathLike | Mapping[str, Any]) -> "DecoderConfig":
         """Return the configuration of a config.json.
@@ -106,24 +150,22 @@ class DecoderConfig:
             source: the file, the folder of a checkpoint, or the content as a dict.
 
         Raises:
-            ValueError: for a network that is not supported, or a missing key.
+            ValueError: for a network that is not supported, and for missing or invalid keys.
+            OSError: if the file cannot be read.
         """
-        if isinstance(source, Mapping):
-            settings = dict(source)
-        else:
-            path = pathlib.Path(source)
-            settings = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-        return _parse(settings)
+        settings = dict(source) if isinstance(source, Mapping) else _read(pathlib.Path(source))
+        try:
+            return _parse(settings)
+        except (TypeError, OverflowError, RecursionError) as error:  # for any content of a file
+            raise ValueError(f"config.json is invalid: {error!s:.200}") from error
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of a config.json, for transformers and `from_json`."""
         family = _FAMILIES[self.model_type]
         fields: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         settings = json.loads(fields.pop("other_settings"))
-        options = {name: fields.pop(name) for name in ("attention_bias", "mlp_bias")}
-        fields |= {name: value for name, value in options.items() if name in family.options}
-        if self.model_type != "mistral":
-            del fields["sliding_window"]
+        for name in set(OPTIONS) - {*family.options}:
+            del fields[name]
         if self.rope_scaling is not None:
             scaling = dataclasses.asdict(self.rope_scaling)
             fields["rope_scaling"] = {"rope_type": "llama3", **scaling}
@@ -142,36 +184,48 @@ class DecoderConfig:
         return self.attention_bias or self.model_type == "qwen2"
 
 
+def _family(model_type: Any) -> _Family:
+    """Return the family of a `model_type`, or raise ValueError."""
+    if not isinstance(model_type, str) or model_type not in _FAMILIES:
+        known = ", ".join(f'"{name}"' for name in _FAMILIES)
+        raise ValueError(f"`model_type` (={model_type!r:.80}) must be one of {known}.")
+    return _FAMILIES[model_type]
+
+
+def _check_positive(name: str, value: Any) -> None:
+    as_number(name, value, lambda number: 0 < number < math.inf, "positive and finite")
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    """Return the content of a config.json, given the file or its folder."""
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        check(path.is_file() or not path.exists(), "not a regular file")  # it could block
+        check(path.stat().st_size <= MAX_CONFIG_BYTES, f"{path.stat().st_size} bytes")
+        settings = json.loads(path.read_bytes())
+        check(isinstance(settings, dict), "not an object")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not a config.json ({error!s:.200})") from error
+    return settings
+
+
 def _parse(settings: dict[str, Any]) -> DecoderConfig:
     """Return the configuration of the content of a config.json; empties `settings` of its keys."""
     model_type = settings.pop("model_type", None)
-    if model_type not in _FAMILIES:
-        known = ", ".join(f'"{name}"' for name in _FAMILIES)
-        raise ValueError(f"`model_type` (={model_type!r}) of config.json must be one of {known}.")
-    family = _FAMILIES[model_type]
+    family = _family(model_type)
     _refuse_unsupported(model_type, settings)
     fields: dict[str, Any] = {"model_type": model_type}
-    for name in (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-        "num_attention_heads",
-    ):  # fmt: skip
+    for name in SIZES:
         if name not in settings:
             raise ValueError(f"config.json lacks `{name}`.")
         fields[name] = as_integer(name, settings.pop(name), 1)
     heads = fields["num_attention_heads"]
     kv_heads = settings.pop("num_key_value_heads", family.num_key_value_heads)
     fields["num_key_value_heads"] = heads if kv_heads is None else kv_heads
-    if heads % fields["num_key_value_heads"]:
-        raise ValueError(
-            f"`num_key_value_heads` (={fields['num_key_value_heads']}) must divide "
-            f"`num_attention_heads` (={heads})."
-        )
     head_dim = settings.pop("head_dim", family.head_dim)
     fields["head_dim"] = fields["hidden_size"] // heads if head_dim is None else head_dim
-    if fields["head_dim"] % 2:
-        raise ValueError(
-            f"`head_dim` (={fields['head_dim']}) must be even: rotary embeddings rotate pairs."
-        )
+    if model_type == "mistral":  # null means no window
+        fields["sliding_window"] = settings.pop("sliding_window", MISTRAL_WINDOW)
     for name in ("rms_norm_eps", "tie_word_embeddings", *family.options):
         value = settings.pop(name, None)
         if value is not None:
@@ -179,8 +233,6 @@ def _parse(settings: dict[str, Any]) -> DecoderConfig:
     dtypes = [settings.pop(name, None) for name in ("dtype", "torch_dtype")]
     fields["dtype"] = dtypes[0] or dtypes[1] or "float32"
     fields |= _parse_rope(settings)
-    if model_type == "mistral":
-        fields["sliding_window"] = settings.pop("sliding_window", MISTRAL_WINDOW)
     for name in ("architectures", "hidden_act"):  # written by `to_json`
         settings.pop(name, None)
     return DecoderConfig(**fields, other_settings=json.dumps(settings, sort_keys=True))
@@ -188,13 +240,18 @@ def _parse(settings: dict[str, Any]) -> DecoderConfig:
 
 def _parse_rope(settings: dict[str, Any]) -> dict[str, Any]:
     """Return `rope_theta` and `rope_scaling`, from the keys of transformers 4 or 5."""
-    rope = {
-        **(settings.pop("rope_scaling", None) or {}),
-        **(settings.pop("rope_parameters", None) or {}),
-    }
+    rope: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        value = settings.pop(name, None)
+        if not isinstance(value, Mapping | None):
+            raise ValueError(f"`{name}` of config.json must be an object, not {describe(value)}.")
+        rope |= value or {}
     theta = settings.pop("rope_theta", None)
     theta = rope.get("rope_theta", theta)
-    fields: dict[str, Any] = {} if theta is None else {"rope_theta": float(theta)}
+    fields: dict[str, Any] = {}
+    if theta is not None:
+        _check_positive("rope_theta", theta)
+        fields["rope_theta"] = float(theta)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if any(isinstance(value, dict) for value in rope.values()):
         kind = "one for each type of layer"
@@ -209,7 +266,7 @@ def _parse_rope(settings: dict[str, Any]) -> dict[str, Any]:
         fields["rope_scaling"] = Llama3RopeScaling(*(rope[name] for name in names))
     elif kind != "default":
         raise ValueError(
-            f'`rope_type` (={kind!r}) of config.json must be "default" or "llama3"; others are '
+            f'`rope_type` (={kind!r:.80}) of config.json must be "default" or "llama3"; others are '
             "not supported."
         )
     return fields
@@ -279,6 +336,10 @@ def init_decoder(config: DecoderConfig, key: jax.Array) -> tuple[Params, Params]
 
     Weights are drawn from N(0, 0.02²), or with the standard deviation `initializer_range` of
     config.json. Those of norms are 1, and biases are 0.
+
+    All arrays are created whole on the default device. For a model that does not fit there, load a
+    checkpoint by `effjax.convert.load_checkpoint`, or call this function under
+    ``jax.default_device(jax.devices("cpu")[0])``.
     """
     key = as_key("key", key)
     deviation = json.loads(config.other_settings).get("initializer_range", 0.02)
@@ -327,9 +388,11 @@ def decoder_functions(
     A batch is a dict of arrays `[N, T]`:
 
     * "tokens": integers in [0, vocab_size);
-    * "labels": the next tokens. No layer shifts them;
-    * "weights", optional: the weights of the tokens' losses, numbers or booleans. The labels of
-      tokens with weight 0 are ignored. By default all weights are 1;
+    * "labels": the next tokens, in [0, vocab_size). They are not shifted. Any other label, such as
+      Hugging Face's -100, makes the loss NaN unless its weight is 0: pass
+      ``weights = labels != -100``;
+    * "weights", optional: the weights of the tokens' losses, numbers or booleans. By default all
+      weights are 1;
     * "positions", optional: integers, by default ``arange(T)``. Those of packed sequences begin at
       0 in each document;
     * "segment_ids", optional: integers, by default all equal. Tokens attend to tokens of the same

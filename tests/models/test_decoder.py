@@ -291,9 +291,74 @@ def test_llama3_scaling():
         ("llama2", {"rope_parameters": {"full_attention": {}}}, "one for each type of layer"),
         ("qwen2", {"use_sliding_window": True}, r"`use_sliding_window` \(=True\)"),
         ("qwen3", {"layer_types": ["sliding_attention"]}, "`layer_types`"),
+        # Any content of a file is a ValueError.
+        ("llama2", {"model_type": ["llama"]}, "`model_type`"),
+        ("llama2", {"num_key_value_heads": 0}, r"`num_key_value_heads` \(=0\) .* at least 1"),
+        ("llama2", {"num_key_value_heads": "4"}, "`num_key_value_heads` must be an integer"),
+        ("llama2", {"head_dim": "4"}, "`head_dim` must be an integer"),
+        ("llama2", {"vocab_size": 1.5}, "`vocab_size` must be an integer"),
+        ("llama2", {"rms_norm_eps": "1e-6"}, "`rms_norm_eps` must be a number"),
+        ("llama2", {"rms_norm_eps": 10**400}, "invalid"),
+        ("llama2", {"tie_word_embeddings": "false"}, "`tie_word_embeddings` must be a bool"),
+        ("llama2", {"mlp_bias": 1}, "`mlp_bias` must be a bool"),
+        ("llama2", {"torch_dtype": "auto"}, "auto"),
+        ("llama2", {"rope_theta": "1e4"}, "`rope_theta` must be a number"),
+        ("llama2", {"rope_theta": float("nan")}, r"`rope_theta` \(=nan\) must be positive"),
+        ("llama2", {"rope_scaling": "linear"}, "`rope_scaling` .* must be an object"),
+        ("llama2", {"rope_parameters": [1]}, "`rope_parameters` .* must be an object"),
+        ("llama3", {"rope_scaling": decoders.LLAMA3_ROPE | {"factor": "8"}}, "`factor` must be a"),
+        ("llama3", {"rope_scaling": decoders.LLAMA3_ROPE | {"low_freq_factor": 4}}, "larger than"),
+        ("llama2", {"layer_types": 3}, "invalid"),
+        ("mistral", {"sliding_window": 0}, r"`sliding_window` \(=0\)"),
     ],
 )
 def test_unsupported_configurations_are_refused(name, changes, match):
     settings = {n: v for n, v in (CONFIGS[name] | changes).items() if v is not None}
     with pytest.raises(ValueError, match=match):
         DecoderConfig.from_json(settings)
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b"[]", "not an object"),
+        (b"{", "not a config.json"),
+        (b'{"a": ' * 100_000, "not a config.json"),
+        (b'{"model_type": "\xff"}', "not a config.json"),
+    ],
+    ids=["list", "cut", "deep", "latin"],
+)
+def test_damaged_files_are_refused(content, match, tmp_path):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=match):
+        DecoderConfig.from_json(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        DecoderConfig.from_json(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_files_are_utf_8(encoding, tmp_path):
+    """With or without a byte order mark; the encoding of the locale does not matter."""
+    text = json.dumps(CONFIGS["llama2"] | {"_name_or_path": "Ω"}, ensure_ascii=False)
+    (tmp_path / "config.json").write_bytes(text.encode(encoding))
+    config = DecoderConfig.from_json(tmp_path)
+    assert json.loads(config.other_settings)["_name_or_path"] == "Ω"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "match"),
+    [
+        ("qwen2", {"sliding_window": 128}, r"`sliding_window` \(=128\) .* qwen2"),
+        ("qwen3", {"mlp_bias": True}, r"`mlp_bias` \(=True\) .* qwen3"),
+        ("mistral", {"attention_bias": True}, "`attention_bias` .* mistral"),
+        ("qwen2", {"attention_bias": True}, "`attention_bias` .* qwen2"),
+        ("llama2", {"model_type": "gemma"}, "`model_type`"),
+        ("llama2", {"num_key_value_heads": 3}, "must divide"),
+        ("llama2", {"head_dim": 3}, "must be even"),
+        ("llama2", {"hidden_size": 0}, "`hidden_size`"),
+    ],
+)
+def test_settings_that_config_json_cannot_hold_are_refused(name, changes, match):
+    """`to_json` would drop them without an error."""
+    with pytest.raises(ValueError, match=match):
+        config_of(name, **changes)
