@@ -174,7 +174,11 @@ def _driver_version() -> str:
 
 
 def cache_folder() -> Path:
-    """Return the folder of verdicts, in the user's cache directory of effjax."""
+    """Return the folder of verdicts, in the user's cache directory of effjax.
+
+    Raises:
+        RuntimeError: the user has no home directory.
+    """
     # That of platformdirs on Linux, where CUDA kernels run. Operators import JAX only.
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
     return (Path(base) if base else Path.home() / ".cache") / "effjax" / "kernels"
@@ -207,8 +211,9 @@ def write_verdict(key: Key, outcomes: Outcomes) -> Path:
 
 def read_verdict(key: Key) -> Outcomes | None:
     """Return the stored outcomes, or None if they are missing or damaged."""
-    path = verdict_file(key)
+    path = None
     try:
+        path = verdict_file(key)
         content = json.loads(path.read_text(encoding="utf-8"))
         outcomes, known = content["outcomes"], get_args(Outcome)
         if content["format"] != _FORMAT or Key(**content["key"]) != key:
@@ -217,6 +222,8 @@ def read_verdict(key: Key) -> Outcomes | None:
             raise ValueError("it has unknown outcomes")
         return outcomes
     except FileNotFoundError:
+        return None
+    except RuntimeError:  # the user has no home directory
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         _logger.warning(

@@ -190,6 +190,17 @@ def test_folder_is_that_of_platformdirs(monkeypatch):
     assert defaults.cache_folder() == platformdirs.Unix("effjax").user_cache_path / "kernels"
 
 
+def test_user_without_a_home_directory(monkeypatch):
+    """Some containers run as a user without an entry in /etc/passwd. Operators run as plain XLA."""
+
+    def fail():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(defaults.Path, "home", fail)
+    assert defaults.read_verdict(KEY) is None and not defaults.uses_cuda("roi_pool", "float32")
+
+
 def test_key_of_a_machine(monkeypatch, tmp_path):
     monkeypatch.undo()
     (tmp_path / "library").write_bytes(b"kernels")
