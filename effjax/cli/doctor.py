@@ -79,6 +79,7 @@ def show(as_json: bool = False) -> None:
 def validate_kernels(as_json: bool = False, platform: str = "cuda", **options: Any) -> int:
     """Validate the kernels on this machine's GPUs, store the verdict, and return the exit code.
 
+    The code is 1 if a kernel or a planned peak is wrong, or if a kernel could not be tested.
     Lines about the progress go to stdout, or to stderr if the report is printed as JSON.
 
     Args:
@@ -90,6 +91,7 @@ def validate_kernels(as_json: bool = False, platform: str = "cuda", **options: A
     from ..validation import (
         NoKernelsError,
         find_failures,
+        find_untested,
         measure_programs,
         outcomes,
         validate,
@@ -99,20 +101,28 @@ def validate_kernels(as_json: bool = False, platform: str = "cuda", **options: A
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
     try:
+        defaults.cache_folder()
+    except RuntimeError as error:
+        print(f"effjax: {error} Set XDG_CACHE_HOME to store the verdict.", file=sys.stderr)
+        return 1
+    try:
         report = validate(platform=platform, report_line=report_line, **options)
     except NoKernelsError as error:
         print(f"effjax: {error}. See effjax doctor.", file=sys.stderr)
         return 1
     report["outcomes"] = outcomes(report)
-    path = defaults.write_verdict(defaults.Key(**report["key"]), report["outcomes"])
+    stored = "No kernel was tested, so the verdict is unchanged."
+    if report["outcomes"]:
+        path = defaults.write_verdict(defaults.Key(**report["key"]), report["outcomes"])
+        stored = f"The verdict is in {path}."
     if platform == "cuda":
         measure_programs(report, report_line=report_line)
-    report["failures"] = find_failures(report)
-    for line in ["", *format_outcomes(report), *report["failures"], f"The verdict is in {path}."]:
+    report["failures"], untested = find_failures(report), find_untested(report)
+    for line in ["", *format_outcomes(report), *report["failures"], *untested, stored]:
         report_line(line)
     if as_json:
         print(json.dumps(report, indent=2))
-    return 1 if report["failures"] else 0
+    return 1 if report["failures"] or untested else 0
 
 
 def format_outcomes(report: dict[str, Any]) -> list[str]:
@@ -124,11 +134,14 @@ def format_outcomes(report: dict[str, Any]) -> list[str]:
         f"{'kernel':<28} {'dtype':<9} {'cases':>5} {'ms':>8} {'XLA':>8} {'torch':>8}  default",
     ]
     for row in report["kernels"]:
-        outcome = report["outcomes"][row["kernel"]][row["dtype"]]
+        outcome = report["outcomes"].get(row["kernel"], {}).get(row["dtype"])
         names = ("native", "xla", "torchvision")
         seconds = [row["seconds"].get(name) for name in names]
         times = " ".join(f"{'-' if s is None else f'{1e3 * s:.3g}':>8}" for s in seconds)
-        chosen = {"faster": "kernel", "slower": "XLA", "wrong": "XLA, the kernel is WRONG"}[outcome]
+        chosen = {
+            "faster": "kernel", "slower": "XLA", "wrong": "XLA, the kernel is WRONG",
+            None: "XLA, the kernel was not tested",
+        }[outcome]  # fmt: skip
         lines.append(f"{row['kernel']:<28} {row['dtype']:<9} {row['passed']:>5} {times}  {chosen}")
     return lines
 

@@ -30,10 +30,28 @@ class Failure(NamedTuple):
     text: str
 
 
-def check_call(kernel: Kernel, call: Call, dtype: str, repeats: int) -> list[Failure]:
-    """Return the failures of a kernel in one call, in several runs and between guard bands."""
-    reference = functools.partial(call.apply, implementation="xla")
-    names, tolerance, want = call.names, TOLERANCES[dtype], _run_reference(reference, call)
+class Run(NamedTuple):
+    """Result and gradients of a call, and the seconds that they take."""
+
+    results: list[np.ndarray]
+    seconds: float
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return True for errors that say nothing about a kernel: the device has too little memory."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return "RESOURCE_EXHAUSTED" in str(error)
+    return isinstance(error, (guards.OutOfMemoryError, MemoryError))
+
+
+def check_call(
+    kernel: Kernel, call: Call, want: list[np.ndarray], dtype: str, repeats: int
+) -> list[Failure]:
+    """Return the failures of a kernel in one call, in several runs and between guard bands.
+
+    `want` is the result of `run_reference`.
+    """
+    names, tolerance = call.names, TOLERANCES[dtype]
     run = make_program(kernel.candidate(call.apply), len(names))
     dy = _cotangent(call, call.args)
     violations: list[str] = []
@@ -122,24 +140,30 @@ def median_seconds(run: Callable, *args: Any, repeats: int = 15, limit: float = 
     return statistics.median(seconds[2:])
 
 
-def time_call(kernel: Kernel, call: Call, dtype: str) -> dict[str, Any]:
+def time_reference(call: Call) -> Run:
+    """Run and time plain XLA, result and gradients."""
+    return _run_and_time(functools.partial(call.apply, implementation="xla"), call)
+
+
+def time_call(kernel: Kernel, call: Call, reference: Run, dtype: str) -> dict[str, Any]:
     """Return the seconds of the kernel and of XLA, result and gradients, and failures.
 
-    Here the kernel runs without guards, in programs that XLA may capture. XLA in the same dtype is
-    the reference, so that the tolerance is twice as large.
+    The kernel runs without guards here, so that XLA may capture the call in a CUDA graph. The
+    reference is XLA in the same dtype, which has errors of its own. The tolerance is therefore four
+    times as large.
     """
-    dy = _cotangent(call, call.args)
-    functions = {
-        "native": kernel.candidate(call.apply),
-        "xla": functools.partial(call.apply, implementation="xla"),
-    }
-    runs = {name: make_program(f, len(call.names)) for name, f in functions.items()}
-    results = {name: _to_host(run(call.args, dy), call) for name, run in runs.items()}
-    wrong = compare(call.names, results["native"], results["xla"], 4 * TOLERANCES[dtype])
+    native = _run_and_time(kernel.candidate(call.apply), call)
+    wrong = compare(call.names, native.results, reference.results, 4 * TOLERANCES[dtype])
     return {
-        "seconds": {name: median_seconds(run, call.args, dy) for name, run in runs.items()},
+        "seconds": {"native": native.seconds, "xla": reference.seconds},
         "failures": [Failure("value", text) for text in wrong.values()],
     }
+
+
+def _run_and_time(function: Callable, call: Call) -> Run:
+    run, dy = make_program(function, len(call.names)), _cotangent(call, call.args)
+    results = _to_host(run(call.args, dy), call)
+    return Run(results, median_seconds(run, call.args, dy))
 
 
 def _labels(names: tuple[str, ...]) -> list[str]:
@@ -153,12 +177,14 @@ def _cotangent(call: Call, args: tuple) -> jax.Array:
     return jnp.broadcast_to(dy, y.shape)
 
 
-def _run_reference(reference: Callable, call: Call) -> list[np.ndarray]:
+def run_reference(call: Call) -> list[np.ndarray]:
+    """Return the result and the gradients of plain XLA in float64."""
     args, dy = call.args, _cotangent(call, call.args)
     if call.tail:
         args = tuple(a if i in call.shared else a[-1:] for i, a in enumerate(args))
         dy = dy[-1:]
     args = tuple(a.astype(jnp.float64) for a in args)
+    reference = functools.partial(call.apply, implementation="xla")
     results = make_program(reference, len(call.names))(args, dy.astype(jnp.float64))
     return [np.asarray(a) for a in results]
 

@@ -49,22 +49,36 @@ def _describe(kernels: Any, platform: Any) -> Iterator[dict[str, Any]]:
 def _check(
     kernels: Any, kernel: str, dtype: str, cases: list[str] | None, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    from .checks import Failure, check_call
+    from .checks import Failure, check_call, is_out_of_memory, run_reference
 
     chosen = kernels[kernel]
     for name in chosen.cases if cases is None else cases:
-        yield {"event": "start", "case": name}
+        case = {"event": "case", "case": name, "skipped": None, "untested": None, "failures": []}
+        call, runs_kernel, ends = None, False, False
+        yield {"event": "start", "case": name, "runs_kernel": False}
         try:
             call = chosen.cases[name](dtype)
-            failures = [] if isinstance(call, str) else check_call(chosen, call, dtype, repeats)
+            if isinstance(call, str):
+                case["skipped"] = call
+            else:
+                want = run_reference(call)
+                yield {"event": "start", "case": name, "runs_kernel": True}
+                runs_kernel = True
+                failures = check_call(chosen, call, want, dtype, repeats)
+                case["failures"] = [failure._asdict() for failure in failures]
         except Exception as error:
-            call, failures = None, [Failure("error", describe_error(error))]
-        skipped = call if isinstance(call, str) else None
-        yield {
-            "event": "case", "case": name, "skipped": skipped,
-            "failures": [failure._asdict() for failure in failures],
-        }  # fmt: skip
-        if any(failure.kind == "error" for failure in failures):
+            text = describe_error(error)
+            if is_out_of_memory(error):
+                is_large = not isinstance(call, str | None) and call.tail
+                case["skipped" if is_large else "untested"] = text
+            else:
+                ends = True
+                if runs_kernel:
+                    case["failures"] = [Failure("error", text)._asdict()]
+                else:
+                    case["untested"] = f"plain XLA: {text}"
+        yield case
+        if ends:
             sys.exit()  # after an invalid access, a GPU refuses all further work of the process
 
 
@@ -75,13 +89,21 @@ def describe_error(error: Exception) -> str:
 
 
 def _time(kernels: Any, kernel: str, dtype: str) -> Iterator[dict[str, Any]]:
-    from .checks import time_call
+    from .checks import is_out_of_memory, time_call, time_reference
 
-    yield {"event": "start", "case": "time"}
     chosen = kernels[kernel]
-    timed = time_call(chosen, chosen.timed(dtype), dtype)
+    yield {"event": "start", "case": "time", "runs_kernel": False}
+    try:
+        call = chosen.timed(dtype)
+        reference = time_reference(call)
+        yield {"event": "start", "case": "time", "runs_kernel": True}
+        timed = time_call(chosen, call, reference, dtype)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise  # a crash, of XLA or of the kernel
+        timed = {"seconds": {}, "failures": [], "untested": describe_error(error)}
     failures = [failure._asdict() for failure in timed["failures"]]
-    yield {"event": "result", "seconds": timed["seconds"], "failures": failures}
+    yield {"event": "result", "untested": None, **timed, "failures": failures}
 
 
 def _time_torchvision(kernels: Any, **options: Any) -> Iterator[dict[str, Any]]:

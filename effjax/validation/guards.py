@@ -26,6 +26,7 @@ _ALIGNMENT = 256
 _ITEMSIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 16: 2}
 _METADATA, _EXECUTE, _BUFFER = 1, 3, 1
 _CAPTURABLE = 1  # the trait kCmdBufferCompatible
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 class _Extension(ctypes.Structure):
@@ -130,6 +131,10 @@ class _HostMemory:
         pass
 
 
+class OutOfMemoryError(RuntimeError):
+    """Error for a device without memory for the copies of arrays."""
+
+
 class _CudaMemory:
     """Memory of the current GPU, by the CUDA driver's C interface."""
 
@@ -138,6 +143,8 @@ class _CudaMemory:
 
     def _call(self, name: str, *args: Any) -> None:
         code = getattr(self._driver, name)(*args)
+        if code == _OUT_OF_MEMORY:
+            raise OutOfMemoryError(f"{name} returned error {code}")
         if code != 0:
             raise RuntimeError(f"{name} returned error {code}")
 
@@ -185,6 +192,7 @@ class _Block(NamedTuple):
 _MEMORIES: dict[str, Callable[[], _Memory]] = {"cpu": _HostMemory, "cuda": _CudaMemory}
 _pattern: int | None = None  # None if guards are off
 _violations: list[str] = []
+_memory_error: OutOfMemoryError | None = None  # of a call since guards were turned on
 _kept: list[Any] = []  # C functions must outlive the program
 _lock = (
     threading.Lock()
@@ -198,12 +206,19 @@ def install() -> None:
 
 @contextlib.contextmanager
 def guards(pattern: int) -> Iterator[list[str]]:
-    """Turn guards on. The list gets the violations; all calls must end inside of the context."""
-    global _pattern
+    """Turn guards on. The list gets the violations; all calls must end inside of the context.
+
+    Raises:
+        OutOfMemoryError: at the end, if there was no memory for the copies, and no violation. The
+            results of the calls are not valid then.
+    """
+    global _pattern, _memory_error
     _violations.clear()
-    _pattern = pattern
+    _pattern, _memory_error = pattern, None
     try:
         yield _violations
+        if _memory_error is not None and not _violations:
+            raise _memory_error
     finally:
         _pattern = None
 
@@ -215,6 +230,7 @@ def wrap(handler: Any, platform: str) -> Any:
 
     @_Handler
     def guarded(address):
+        global _memory_error
         frame, pattern = _Frame.from_address(address), _pattern
         metadata = _find_metadata(frame)
         if metadata is not None:
@@ -228,9 +244,11 @@ def wrap(handler: Any, platform: str) -> Any:
                 if not memories:
                     memories.append(_MEMORIES[platform]())
                 return _call_guarded(inner, address, frame, memories[0], pattern)
+            except OutOfMemoryError as error:
+                _memory_error = error
             except Exception as error:
                 _violations.append(f"guards failed: {error}")
-                return None
+            return None
 
     _kept.append(guarded)
     return guarded

@@ -239,8 +239,9 @@ def large(make: Callable[..., Call], images: int, shared: tuple[int, ...] = ()) 
         # x, its gradient, and the gradient in float32 or wider.
         needed = elements * (2 * size + max(4, size)) * 5 // 4
         limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+        reason = f"needs {needed / 1e9:.0f} GB of device memory"
         if elements >= 2**31 and limit < needed:
-            return f"needs {needed / 1e9:.0f} GB of device memory"
+            return reason
         call = make(dtype, batch=1)
 
         @jax.jit
@@ -250,7 +251,13 @@ def large(make: Callable[..., Call], images: int, shared: tuple[int, ...] = ()) 
                 for i, a in enumerate(args)
             )
 
-        return call._replace(args=extend(*call.args), tail=True, shared=shared)
+        try:
+            args = jax.block_until_ready(extend(*call.args))
+        except jax.errors.JaxRuntimeError as error:  # other processes use the memory
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return reason
+        return call._replace(args=args, tail=True, shared=shared)
 
     return make_large
 

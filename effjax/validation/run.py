@@ -109,7 +109,11 @@ class Child:
         return json.loads(line)
 
     def _crash(self) -> ChildError:
-        code = self._process.wait()
+        try:
+            code = self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:  # it has closed its pipes, and hangs while it ends
+            self._process.kill()
+            code = self._process.wait()
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         ending = f"{signal.strsignal(-code)} (signal {-code})" if code < 0 else f"exit code {code}"
@@ -122,7 +126,9 @@ class Child:
             self._process.kill()
         self._process.wait()
         if not self._stderr.closed:
-            self._process.stdin.close() if self._process.stdin else None
+            if self._process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):  # of a line that was not written
+                    self._process.stdin.close()
             self._selector.close()
             os.close(self._events)
             self._stderr.close()
@@ -193,7 +199,7 @@ def validate(
                 report_line(f"{kernel} {dtype}: {describe_checks(row)}")
         # float64 last: it needs another process.
         for row in sorted(report["kernels"], key=lambda row: row["dtype"] == "float64"):
-            if not row["failures"]:
+            if not row["failures"] and not row["untested"]:
                 _time_kernel(row, children)
                 if table == TABLE and row["kernel"] in torch_times.NAMES:
                     _time_torchvision(row, children, platform)
@@ -288,13 +294,24 @@ def find_failures(report: dict[str, Any]) -> list[str]:
     ]
 
 
+def find_untested(report: dict[str, Any]) -> list[str]:
+    """Return a line about each case in a report that says nothing about its kernel."""
+    return [
+        f"{row['kernel']} {row['dtype']}, {case}: not tested: {reason}"
+        for row in report["kernels"]
+        for case, reason in row["untested"].items()
+    ]
+
+
 def outcomes(report: dict[str, Any]) -> defaults.Outcomes:
-    """Return the outcome for each kernel and dtype of a report."""
+    """Return the outcome for each kernel and dtype of a report that could be tested."""
     result: dict[str, dict[str, defaults.Outcome]] = {}
     for row in report["kernels"]:
         seconds = row["seconds"]
         if row["failures"]:
             outcome: defaults.Outcome = "wrong"
+        elif row["untested"]:
+            continue
         else:
             outcome = "faster" if seconds["native"] < seconds["xla"] else "slower"
         result.setdefault(row["kernel"], {})[row["dtype"]] = outcome
@@ -338,24 +355,34 @@ def _check_kernel(
     kernel: str, dtype: str, cases: Sequence[str] | None, repeats: int, children: Children
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"kernel": kernel, "dtype": dtype, "passed": 0}
-    row |= {"skipped": {}, "failures": [], "seconds": {}}
+    row |= {"skipped": {}, "untested": {}, "failures": [], "seconds": {}}
     options: dict[str, Any] = dict(kernel=kernel, dtype=dtype, repeats=repeats)
     options["cases"] = None if cases is None else list(cases)
-    case = "start"
+    last: dict[str, Any] = {"event": "start", "case": "start", "runs_kernel": False}
     try:
-        for event in children.perform("check", guards=True, x64=True, **options):
-            case = event["case"]
-            if event["event"] == "case":
-                _add_case(row, event)
+        for last in children.perform("check", guards=True, x64=True, **options):
+            if last["event"] == "case":
+                _add_case(row, last)
     except ChildError as error:
-        if not any(failure["kind"] == "error" for failure in row["failures"]):
-            row["failures"].append({"case": case, "kind": error.kind, "text": str(error)})
+        if last["event"] == "start":  # otherwise the process ended after an error
+            _add_crash(row, last, error)
     return row
+
+
+def _add_crash(row: dict[str, Any], start: dict[str, Any], error: ChildError) -> None:
+    """Add the end of a process to a row, given the last event that says what runs."""
+    if start["runs_kernel"]:
+        failure = {"case": start["case"], "kind": error.kind, "text": str(error)}
+        row["failures"].append(failure)
+    else:
+        row["untested"][start["case"]] = f"plain XLA: {error.kind}: {error}"
 
 
 def _add_case(row: dict[str, Any], event: dict[str, Any]) -> None:
     if event["skipped"]:
         row["skipped"][event["case"]] = event["skipped"]
+    elif event["untested"]:
+        row["untested"][event["case"]] = event["untested"]
     elif event["failures"]:
         row["failures"] += [{"case": event["case"], **failure} for failure in event["failures"]]
     else:
@@ -365,12 +392,18 @@ def _add_case(row: dict[str, Any], event: dict[str, Any]) -> None:
 def _time_kernel(row: dict[str, Any], children: Children) -> None:
     """Add the times of the kernel and of XLA to a row, in a process without guards."""
     kernel, dtype = row["kernel"], row["dtype"]
+    last: dict[str, Any] = {"case": "time", "runs_kernel": False}
     try:
-        *_, timed = children.perform("time", x64=dtype == "float64", kernel=kernel, dtype=dtype)
-        row["seconds"] = timed["seconds"]
-        row["failures"] = [{"case": "time", **failure} for failure in timed["failures"]]
+        x64 = dtype == "float64"
+        for event in children.perform("time", x64=x64, kernel=kernel, dtype=dtype):
+            last = event
     except ChildError as error:
-        row["failures"] = [{"case": "time", "kind": error.kind, "text": str(error)}]
+        _add_crash(row, last, error)
+        return
+    row["seconds"] = last["seconds"]
+    row["failures"] = [{"case": "time", **failure} for failure in last["failures"]]
+    if last["untested"]:
+        row["untested"]["time"] = last["untested"]
 
 
 def _time_torchvision(row: dict[str, Any], children: Children, platform: str) -> None:
@@ -390,13 +423,16 @@ def describe_checks(row: dict[str, Any]) -> str:
     if row["failures"]:
         texts = [f"{f['case']}: {f['kind']}: {f['text']}" for f in row["failures"]]
         return f"WRONG in {len({f['case'] for f in row['failures']})} cases; {texts[0]}"
+    if row["untested"]:
+        case, reason = next(iter(row["untested"].items()))
+        return f"NOT TESTED in {len(row['untested'])} cases; {case}: {reason}"
     skipped = f", {len(row['skipped'])} skipped" if row["skipped"] else ""
     return f"{row['passed']} cases right{skipped}"
 
 
 def describe_times(row: dict[str, Any]) -> str:
     """Return a line about the times of a kernel and dtype."""
-    if row["failures"]:
+    if row["failures"] or row["untested"]:
         return describe_checks(row)
     names = {"native": "", "xla": "XLA ", "torchvision": "torchvision "}
     times = row["seconds"].items()

@@ -67,7 +67,7 @@ def test_report_shows_the_verdict(monkeypatch, tmp_path, verdict, text):
 def row(dtype, native_seconds=0.0, failures=()):
     seconds = {} if failures else {"native": native_seconds, "xla": 0.002}
     row = {"kernel": "roi_pool", "dtype": dtype, "passed": 13, "skipped": {}, "seconds": seconds}
-    return row | {"failures": list(failures)}
+    return row | {"failures": list(failures), "untested": {}}
 
 
 WRONG = {"case": "vmap", "kind": "guard", "text": "4 bytes changed after the end of result 0"}
@@ -116,6 +116,37 @@ def test_gpu_command(monkeypatch, tmp_path, capsys, as_json, failures):
     if as_json:
         report = json.loads(out)
         assert len(report["failures"]) == 2 * len(failures) and report["key"] == KEY._asdict()
+
+
+@pytest.mark.parametrize("others", [[], [row("float16", 0.001)]])
+def test_gpu_command_with_too_little_memory(monkeypatch, tmp_path, capsys, others):
+    """A kernel that was not tested gets no verdict. If none was, the last verdict remains."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before: defaults.Outcomes = {"roi_pool": {"float32": "faster"}}
+    defaults.write_verdict(KEY, before)
+    untested = row("float32") | {"seconds": {}, "untested": {"plain": "RESOURCE_EXHAUSTED"}}
+    report = {"key": KEY._asdict(), "packages": {}, "kernels": [untested, *others]}
+    monkeypatch.setattr("effjax.validation.validate", lambda **_: report)
+    monkeypatch.setattr("effjax.validation.measure_programs", lambda *_, **__: None)
+    assert cli.main(["doctor", "--gpu"]) == 1
+    want = {"roi_pool": {"float16": "faster"}} if others else before
+    assert defaults.read_verdict(KEY) == want
+    out = capsys.readouterr().out
+    assert "roi_pool float32, plain: not tested: RESOURCE_EXHAUSTED" in out
+    assert "XLA, the kernel was not tested" in out
+    assert ("the verdict is unchanged" in out) == (not others)
+
+
+def test_gpu_command_without_a_home_directory(monkeypatch, capsys):
+    """The error comes before the kernels are tested, not after."""
+
+    def fail():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(defaults.Path, "home", fail)
+    assert cli.main(["doctor", "--gpu"]) == 1
+    assert "Could not determine home directory. Set XDG_CACHE_HOME" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(doctor.has_nvidia_gpu(), reason="validates the GPU")

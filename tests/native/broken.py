@@ -155,3 +155,34 @@ KERNELS = {
     )
     for name, candidate in CANDIDATES.items()
 }
+
+
+def raise_in(implementation, error):
+    """Return a case whose kernel ("native") or reference ("xla") raises an error."""
+
+    def make(dtype):
+        call = _small(dtype)
+
+        def apply(*args, **options):
+            if options["implementation"] == implementation:
+                raise error
+            return call.apply(*args, **options)
+
+        return call._replace(apply=apply)
+
+    return make
+
+
+EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.")
+INVALID = jax.errors.JaxRuntimeError("INTERNAL: an illegal memory access was encountered")
+# The first case of each is followed by "plain".
+UNTESTED = {
+    name: Kernel(name, {name: make, "plain": _small}, make)
+    for name, make in {
+        "kernel without memory": raise_in("native", EXHAUSTED),
+        "reference without memory": raise_in("xla", EXHAUSTED),
+        "wrong reference": raise_in("xla", INVALID),
+        "wrong kernel": raise_in("native", INVALID),
+        "large": lambda dtype: raise_in("native", EXHAUSTED)(dtype)._replace(tail=True),
+    }.items()
+}

@@ -4,8 +4,9 @@
 #include <cstring>
 
 extern "C" {
-int live = 0, synchronizations = 0;
+int live = 0, synchronizations = 0, is_full = 0;
 int cuMemAlloc_v2(uint64_t* address, size_t size) {
+  if (is_full) return 2;
   *address = reinterpret_cast<uint64_t>(std::malloc(size));
   ++live;
   return *address == 0 ? 2 : 0;

@@ -2,8 +2,12 @@
 
 import ctypes
 import functools
+import io
 import os
+import re
+import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +15,7 @@ import numpy as np
 import pytest
 
 from effjax import native
-from effjax.validation import checks, guards, kernels, programs, run, torch_times
+from effjax.validation import checks, child, guards, kernels, programs, run, torch_times
 from tests.native import broken
 from tests.programs import needs_gpu_compiler
 from tests.tiers import exhaustive
@@ -102,6 +106,127 @@ def test_guards_without_a_driver(library, monkeypatch):
     assert len(violations) == 1 and "guards failed: libno-driver.so" in violations[0]
 
 
+def test_guards_without_memory(guarded_copies):
+    """This is no violation, but the results are not valid."""
+    x = jnp.ones(3, jnp.float32)
+    call = jax.ffi.ffi_call("copy_cuda", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    is_full = ctypes.c_int.in_dll(guarded_copies, "is_full")
+    is_full.value = 1
+    try:
+        match = "cuMemAlloc_v2 returned error 2"
+        with (
+            pytest.raises(guards.OutOfMemoryError, match=match),
+            guards.guards(guards.NAN),
+        ):
+            call(x, fault=np.int64(0)).block_until_ready()
+    finally:
+        is_full.value = 0
+    with guards.guards(guards.NAN) as violations:
+        np.testing.assert_array_equal(call(x, fault=np.int64(0)), x)
+    assert not violations
+
+
+class InThisProcess:
+    """`run.Children` without processes."""
+
+    def perform(self, task, guards=False, x64=False, **options):
+        try:
+            yield from child.TASKS[task](broken.UNTESTED, **options)
+        except SystemExit:
+            raise run.ChildError("crash", "exit code 0") from None
+        except Exception as error:
+            raise run.ChildError("crash", str(error)) from error
+
+
+@pytest.mark.parametrize(
+    ("name", "result", "text", "passed"),
+    [
+        ("kernel without memory", "untested", "RESOURCE_EXHAUSTED", 1),
+        ("reference without memory", "untested", "RESOURCE_EXHAUSTED", 1),
+        ("wrong reference", "untested", "plain XLA: .* illegal memory access", 0),
+        ("large", "skipped", "RESOURCE_EXHAUSTED", 1),
+        ("wrong kernel", "failures", "illegal memory access", 0),
+    ],
+)
+def test_verdicts_without_memory_or_reference(name, result, text, passed, x64):
+    """What says nothing about the kernel is no verdict; an error of the kernel is one."""
+    children: Any = InThisProcess()
+    row = run._check_kernel(name, "float32", None, 1, children)
+    assert [key for key in ("skipped", "untested", "failures") if row[key]] == [result]
+    assert re.search(text, str(row[result])) and row["passed"] == passed
+    report = {"kernels": [row]}
+    if result == "failures":
+        assert run.outcomes(report) == {name: {"float32": "wrong"}}
+    elif result == "untested":
+        assert run.outcomes(report) == {} and run.find_failures(report) == []
+        assert run.find_untested(report)[0].startswith(f"{name} float32, {name}: not tested: ")
+        assert run.describe_checks(row).startswith(f"NOT TESTED in 1 cases; {name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "result"),
+    [
+        ("kernel without memory", "untested"),
+        ("reference without memory", "untested"),
+        ("wrong reference", "untested"),
+        ("wrong kernel", "failures"),
+    ],
+)
+def test_times_without_memory_or_reference(name, result):
+    row = {"kernel": name, "dtype": "float32", "seconds": {}, "untested": {}, "failures": []}
+    children: Any = InThisProcess()
+    run._time_kernel(row, children)
+    assert [key for key in ("seconds", "untested", "failures") if row[key]] == [result], row
+
+
+def test_large_arrays_without_memory(monkeypatch):
+    """Other processes may use the memory that the device has."""
+
+    def refuse(_):
+        raise broken.EXHAUSTED
+
+    monkeypatch.setattr(jax, "block_until_ready", refuse)
+    reason = kernels.large(functools.partial(kernels.make_attention, heads=1), images=3)("float32")
+    assert isinstance(reason, str) and "GB of device memory" in reason
+
+
+class Hanging:
+    """A process that has closed its pipes, and does not end."""
+
+    def __init__(self):
+        self.stdin, self.killed = io.StringIO(), False
+
+    def wait(self, timeout=None):
+        if self.killed:
+            return -9
+        assert timeout is not None, "waits without a limit"
+        raise subprocess.TimeoutExpired("child", timeout)
+
+    def poll(self):
+        return -9 if self.killed else None
+
+    def kill(self):
+        self.killed = True
+
+
+def test_child_that_hangs_at_its_end(monkeypatch):
+    monkeypatch.setattr(run.subprocess, "Popen", lambda *_, **__: Hanging())
+    one = run.Child("cpu", TABLE)
+    with pytest.raises(run.ChildError, match="Killed"):
+        list(one.perform("describe"))
+
+
+def test_child_that_ends_before_a_task(monkeypatch):
+    """What was not written to its stdin is flushed again when it is closed."""
+    start = subprocess.Popen
+    ended = [sys.executable, "-c", "raise SystemExit(3)"]
+    monkeypatch.setattr(run.subprocess, "Popen", lambda _, **options: start(ended, **options))
+    one = run.Child("cpu", TABLE)
+    one._process.wait()
+    with pytest.raises(run.ChildError, match="exit code 3"):
+        list(one.perform("describe"))
+
+
 def runs_of(*values):
     return [[np.array([1.0, v]), np.array([2.0])] for v in values]
 
@@ -140,11 +265,12 @@ def test_last_of_many_images(make, shared, x64, monkeypatch):
     kernel = kernels.Kernel(name, {name: kernels.large(make, images=3, shared=shared)}, make)
     call = kernel.cases[name](dtype)
     assert not isinstance(call, str) and call.tail and call.args[0].shape[0] == 3
-    assert checks.check_call(kernel, call, dtype, repeats=4) == []
+    want = checks.run_reference(call)
+    assert checks.check_call(kernel, call, want, dtype, repeats=4) == []
     halved = kernel._replace(
         candidate=lambda apply: lambda *args: apply(*args, implementation="native") / 2
     )
-    kinds = {failure.kind for failure in checks.check_call(halved, call, dtype, repeats=4)}
+    kinds = {failure.kind for failure in checks.check_call(halved, call, want, dtype, repeats=4)}
     assert kinds == {"value", "gradient"}
     reason = kernels.large(make, images=2**31, shared=shared)(dtype)
     assert isinstance(reason, str) and "GB of device memory" in reason
