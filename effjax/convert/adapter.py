@@ -46,7 +46,9 @@ def load_adapter(
 ) -> tuple[Arrays, float]:
     """Load a LoRA adapter in PEFT's layout, with its layers stacked.
 
-    The folder contains `adapter_config.json` and `adapter_model.safetensors`.
+    The folder contains `adapter_config.json` and `adapter_model.safetensors`. Unsupported are DoRA,
+    patterns of ranks and alphas, `modules_to_save`, biases, and initializations that change the
+    base model, such as PiSSA and OLoRA.
 
     Args:
         folder: The adapter.
@@ -57,11 +59,11 @@ def load_adapter(
     Returns:
         The arrays and the scale. The array ``"self_attn.q_proj.lora_A.weight"`` has the shape
         [L, r, in] and ``"self_attn.q_proj.lora_B.weight"`` [L, out, r]. They add
-        ``scale * B @ A`` to ``"self_attn.q_proj.weight"`` of each layer.
+        ``scale * B @ A`` to ``"self_attn.q_proj.weight"`` of each layer. The scale is
+        ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with `use_rslora`.
 
     Raises:
-        ValueError: as for `load_checkpoint`, or if the adapter has other parts, such as DoRA's, or
-            several scales or ranks.
+        ValueError: as for `load_checkpoint`, or for options that are not supported.
         OSError: if a file cannot be read.
     """
     folder = Path(folder)
@@ -94,7 +96,7 @@ def save_adapter(
     Args:
         folder: The adapter, which must not exist or be empty.
         layers: Arrays as `load_adapter` returns them.
-        scale: The factor of ``B @ A``.
+        scale: The factor of ``B @ A``, written as ``lora_alpha / r``.
         base_model: The name or folder of the model that is adapted, for PEFT.
         layers_prefix: What stands before the number of a layer in the base model.
 
@@ -102,6 +104,7 @@ def save_adapter(
         ValueError: if the arrays are not pairs of matrices of one rank.
         TypeError: if an array has a dtype that the format does not support.
         OSError: if the folder exists and is not empty, or cannot be written.
+        RuntimeError: if another process has failed.
     """
     rank = _check_matrices(layers)
     config = {
@@ -145,7 +148,9 @@ def _find_shapes(folder: Path, prefix: str) -> dict[str, jax.ShapeDtypeStruct]:
         if found := re.fullmatch(rf"{re.escape(prefix)}\.([0-9]{{1,4}})\.(.+)", name):
             leaf, i = found[2], int(found[1])
             depth[leaf] = max(depth.get(leaf, 0), i + 1)
-            shapes.setdefault(leaf, (tensor.shape, DTYPES.get(tensor.dtype, tensor.dtype)))
+            if tensor.dtype not in DTYPES:
+                raise ValueError(f"{tensor.path}: {name:.200} has the dtype {tensor.dtype}.")
+            shapes.setdefault(leaf, (tensor.shape, DTYPES[tensor.dtype]))
     return {
         leaf: jax.ShapeDtypeStruct((depth[leaf], *shape), dtype)
         for leaf, (shape, dtype) in shapes.items()

@@ -1,5 +1,6 @@
 """Language models in Hugging Face's layout, and their adapters, from and to stacks of layers."""
 
+import contextlib
 import ctypes
 import functools
 import json
@@ -99,10 +100,11 @@ def load_checkpoint(
     The folder contains `model.safetensors`, or its shards and `model.safetensors.index.json`. The
     arrays are created where the shapes say, such as in pinned host memory, and filled layer by
     layer, so that loading needs little more memory than the arrays. Each process reads only the
-    parts that are on its devices. Nothing in the files is executed.
+    parts that are on its devices. Nothing in the files is executed. Checkpoints with
+    `pytorch_model.bin` only are not supported.
 
     Floating-point tensors of 16, 32 and 64 bits are converted to the dtype of the shape, and may be
-    rounded. All others must have this dtype.
+    rounded. Tensors of other dtypes must already have the dtype of the shape.
 
     Args:
         folder: The checkpoint.
@@ -160,6 +162,7 @@ def save_checkpoint(
     Raises:
         TypeError: if an array has a dtype that the format does not support.
         OSError: if the folder exists and is not empty, or cannot be written.
+        RuntimeError: if another process has failed.
     """
     sources = make_sources(layers, others, layers_prefix)
     text = json.dumps(dict(config), indent=2) + "\n"
@@ -233,7 +236,13 @@ def find_tensors(folder: Path, file_name: str) -> tuple[dict[str, Tensor], set[s
     if path.exists():
         return read_header(path), set(), []
     if not index.exists():
-        raise ValueError(f"{folder} must contain {file_name} or {index.name}.")
+        remedy = ""
+        if any(folder.glob("pytorch_model*.bin")):
+            remedy = (
+                " pytorch_model.bin is not supported: save the model with transformers, by "
+                "`model.save_pretrained(folder, safe_serialization=True)`."
+            )
+        raise ValueError(f"{folder} must contain {file_name} or {index.name}.{remedy}")
     files, unread_files = read_index(index), set()
     tensors: dict[str, Tensor] = {}
     problems = []
@@ -280,7 +289,8 @@ def _compare(
 
 def _is_converted(name: str, dtype: np.dtype) -> bool:
     """Return True if tensors of this name of a dtype may become arrays of `dtype`."""
-    return DTYPES.get(name) == dtype or {name, dtype_name(dtype)} <= FLOATS
+    # A dtype that cannot be read is never equal: NumPy takes None for float64.
+    return (name in DTYPES and DTYPES[name] == dtype) or {name, dtype_name(dtype)} <= FLOATS
 
 
 def _describe(problems: Collection[Problem], layers_prefix: str) -> Iterator[str]:
@@ -477,20 +487,20 @@ def save_arrays(
         texts = {**texts, f"{file_name}.index.json": json.dumps(index, indent=2) + "\n"}
     is_first = jax.process_index() == 0
     try:
-        if is_first:
-            shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-            partial.mkdir(parents=True)
-            for name, (header, shard) in headers.items():
-                create_file(partial / name, header, shard)
-            for name, text in texts.items():
-                (partial / name).write_text(text)
-        _wait_for_all("create")
-        _write_all([*others.values(), *layers.values()], tensors, progress)
-        _wait_for_all("write")
-        if is_first:
-            sync_files([*partial.iterdir()])
-            partial.replace(folder)
-        _wait_for_all("rename")
+        with _in_all_processes("create"):
+            if is_first:
+                shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+                partial.mkdir(parents=True)
+                for name, (header, shard) in headers.items():
+                    create_file(partial / name, header, shard)
+                for name, text in texts.items():
+                    (partial / name).write_text(text)
+        with _in_all_processes("write"):
+            _write_all([*others.values(), *layers.values()], tensors, progress)
+        with _in_all_processes("rename"):
+            if is_first:
+                sync_files([*partial.iterdir()])
+                partial.replace(folder)
     except BaseException:
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -563,9 +573,24 @@ def _reader(device: Any) -> Callable[..., Any]:
     return jax.jit(read, static_argnums=2, out_shardings=SingleDeviceSharding(device))
 
 
-def _wait_for_all(name: str) -> None:
-    """Wait until all processes are at this point."""
-    if jax.process_count() > 1:
-        from jax.experimental.multihost_utils import sync_global_devices
+@contextlib.contextmanager
+def _in_all_processes(step: str) -> Iterator[None]:
+    """Run a step of saving. All processes end it together, and raise an error if one does.
 
-        sync_global_devices(f"effjax checkpoint: {name}")
+    Otherwise the others would wait forever for the one that has failed.
+    """
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    failed: list[int] = []
+    if jax.process_count() > 1:
+        from jax.experimental.multihost_utils import process_allgather
+
+        flags = np.asarray(process_allgather(np.int32(error is not None)))
+        failed = np.flatnonzero(flags).tolist()
+    if error is not None:
+        raise error
+    if failed:
+        raise RuntimeError(f"Process {failed[0]} failed to {step} the files.")

@@ -92,6 +92,16 @@ def test_rejects_damaged_configurations(saved, text):
         convert.load_adapter(saved)
 
 
+def test_rejects_unsupported_dtypes(saved):
+    """F4 has the size of half a byte, and JAX cannot read it."""
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+    header = json.dumps({name: {"dtype": "F4", "shape": [2, 8], "data_offsets": [0, 8]}}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(8)
+    (saved / "adapter_model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{name} has the dtype F4"):
+        convert.load_adapter(saved)
+
+
 def test_rejects_missing_layers(saved, tmp_path):
     path = saved / "adapter_model.safetensors"
     weights = convert.load_weights(path)

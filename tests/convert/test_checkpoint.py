@@ -436,8 +436,15 @@ def test_rejects_a_tensor_in_two_shards(tmp_path):
 
 def test_rejects_folders_without_weights(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"must contain model.safetensors or model.safetensors.in"):
+    with pytest.raises(
+        ValueError,
+        match=r"must contain model.safetensors or model.safetensors.in"
+        r".*pytorch_model.bin is not supported: .*safe_serialization=True",
+    ):
         convert.load_checkpoint(tmp_path, {}, {})
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"safetensors\.index\.json\.$"):
+        convert.load_checkpoint(tmp_path / "empty", {}, {})
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="model.safetensors: .*not a regular file"):
         convert.load_checkpoint(tmp_path, {}, {})
@@ -447,6 +454,13 @@ def test_rejects_unsupported_dtypes_of_files(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(file_of({"a": info("F4", (16,))}))
     with pytest.raises(ValueError, match=r"of another dtype: a \(F4, not float32\)"):
         convert.load_checkpoint(tmp_path, {}, {"a": jax.ShapeDtypeStruct((16,), "float32")})
+
+
+def test_rejects_unsupported_dtypes_as_float64(tmp_path, x64):
+    """NumPy takes None for float64."""
+    (tmp_path / "model.safetensors").write_bytes(file_of({"a": info("F4", (16,))}))
+    with pytest.raises(ValueError, match=r"of another dtype: a \(F4, not float64\)"):
+        convert.load_checkpoint(tmp_path, {}, {"a": jax.ShapeDtypeStruct((16,), "float64")})
 
 
 def test_load_weights_of_shards(saved):

@@ -32,6 +32,24 @@ convert.save_checkpoint(
 )
 print(read[-1], written[-1])
 """
+FAILING = """
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from effjax import convert
+from effjax.convert import checkpoint
+mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,))
+w = jax.device_put(np.zeros((3, 8), "float32"), NamedSharding(mesh, P(None, "data")))
+
+def fail(*_):
+    raise OSError("the disk is full")
+
+if process == {failing}:
+    patch.setattr(checkpoint, {function!r}, fail)
+try:
+    convert.save_checkpoint({folder!r} + "/full", {{"w": w}}, {{}}, {{}})
+except (OSError, RuntimeError) as error:
+    print(type(error).__name__, error)
+"""
 SHARDED = 4 * (3 * 8 * 20 + 3 * 6 * 8)  # bytes
 REPLICATED = 4 * 5
 
@@ -44,6 +62,14 @@ def test_two_processes(tmp_path):
     convert.save_checkpoint(tmp_path / "model", layers, others, {"a": 1}, max_shard_bytes=2000)
     with Group() as two:
         ended = two.execute(PROGRAM.format(address=two.address, folder=str(tmp_path)))
+        # If one process fails, the other does not wait for it.
+        for failing, function, step in ((1, "write_tensor", "write"), (0, "create_file", "create")):
+            program = FAILING.format(failing=failing, function=function, folder=str(tmp_path))
+            outs = [one.out.splitlines()[-1] for one in two.execute(program)]
+            assert outs[failing] == "OSError the disk is full"
+            assert (
+                outs[1 - failing] == f"RuntimeError Process {failing} failed to {step} the files."
+            )
     assert [one.code for one in ended] == [0, 0], ended
     half, first = SHARDED // 2, SHARDED // 2 + REPLICATED
     assert ended[0].out.splitlines()[-1] == f"({first}, {first}) ({first}, {first})"
