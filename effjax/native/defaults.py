@@ -102,7 +102,7 @@ def _agree(own: Decision, store: Store, changes: int) -> Decision:
     if store.process == 0:
         store.write(name, json.dumps(own))
         return own
-    here, alike = f"process {store.process}", f"Set {VARIABLE} alike in all processes"
+    here = f"process {store.process}"
     try:
         choice, key, outcomes = json.loads(store.read(name, _PATIENCE))
     except TimeoutError as error:
@@ -115,7 +115,8 @@ def _agree(own: Decision, store: Store, changes: int) -> Decision:
     if first.choice != own.choice:
         raise RuntimeError(
             f"{here} chooses {own.choice!r} for its GPU kernels, process 0 {first.choice!r}. "
-            f"{alike}, or call effjax.native.set_default."
+            f"Set {VARIABLE} to the same value in all processes, or call effjax.native.set_default "
+            "with the same choice."
         )
     runs_cuda = first.choice == "cuda" or any(
         outcome == "faster" for by_dtype in outcomes.values() for outcome in by_dtype.values()

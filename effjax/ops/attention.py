@@ -53,8 +53,9 @@ def dot_product_attention(
         window: the number of tokens that a token attends to, itself and those just before it. Needs
             `causal`. None means all.
         scale: factor of the scores. By default 1 / sqrt(D).
-        block_size: number of tokens of a block of "xla". By default the scores of a pair of blocks
-            take 16 MiB in float32, or a block has 128 tokens if these take more.
+        block_size: number of tokens of a block of "xla". By default the largest power of two from
+            128 up whose scores (N × H × block²) take at most 16 MiB in float32; 128 if even these
+            take more. At most T.
         implementation: one of the following, or None for the best available one.
 
             * "xla": a loop over pairs of blocks, on every platform. Pairs that `causal` or `window`
@@ -75,6 +76,7 @@ def dot_product_attention(
         TypeError: for arguments that are not arrays or numbers, or of different dtypes.
         ValueError: for mismatched shapes, options outside their ranges, and options that the
             chosen implementation does not support.
+        ImportError: for "tokamax", if it is not installed.
 
     Reverse mode only (NotImplementedError in forward mode).
 

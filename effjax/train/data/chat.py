@@ -77,7 +77,10 @@ class Tokenizer:
         if self.marks_generation:
             pieces = self._render(messages, False, tools).split(MARK)
             if len(pieces) % 2 == 0:
-                raise DataError("the chat template cuts a generation block")
+                raise DataError(
+                    "the chat template removes one end of a {% generation %} block, for example "
+                    "with a filter"
+                )
             ends = _cumulative_lengths(pieces)
             return [("".join(pieces), tuple(zip(ends[:-1:2], ends[1::2], strict=True)))]
 
@@ -89,10 +92,10 @@ class Tokenizer:
             text = self.render(messages[: i + 1], False, tools)
             if not text.startswith(prompt):
                 raise DataError(
-                    f"the beginning of message {i + 1}, of the assistant, is unknown: the chat "
-                    "template renders the conversation up to it so that it does not begin with the "
-                    f"prompt for it, which ends in {prompt[-40:]!r}. Mark the assistant's turns in "
-                    "the template with {% generation %} and {% endgeneration %}."
+                    f"message {i + 1} (assistant): cannot find where the turn begins. The "
+                    "conversation rendered with this turn must begin with the prompt for it, which "
+                    f"ends in {prompt[-40:]!r}. Mark the assistant's turns in the template with "
+                    "{% generation %} and {% endgeneration %}."
                 )
             texts.append(text)
             spans.append((len(prompt), len(text)))
@@ -131,13 +134,15 @@ def load_tokenizer(folder: str | Path, today: datetime.date) -> Tokenizer:
     """Load the tokenizer of a checkpoint, and its chat template.
 
     Reads tokenizer.json, tokenizer_config.json and, if there is one, chat_template.jinja, which
-    takes precedence over the template in tokenizer_config.json. A template is executed in Jinja's
-    sandbox.
+    takes precedence over the template in tokenizer_config.json. The template is a program from the
+    checkpoint. It runs in Jinja's sandbox without access to files or the network, but may use any
+    amount of time and memory. Load checkpoints that you trust.
 
     A text begins and ends with the tokens that tokenizer.json adds to it, such as BOS; as in
-    transformers, `add_bos_token` in tokenizer_config.json is ignored. It ends with EOS in any case,
-    so that a model learns where to stop. Text in which a special token is spelled out contains this
-    token, as in transformers.
+    transformers, `add_bos_token` in tokenizer_config.json is ignored. Rows of `text` and of
+    `prompt` with `completion` end with EOS. For `messages` the chat template must write it; if it
+    does not, the model does not learn to stop. Text in which a special token is spelled out
+    contains this token, as in transformers.
 
     Args:
         folder: The folder of the checkpoint.

@@ -5,10 +5,12 @@ Each line of a file is a JSON object with one of these:
 - ``{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}``, and `tools` if
   the chat template knows them. It is rendered by the checkpoint's chat template. The loss is that
   of the assistant's turns.
-- ``{"prompt": "...", "completion": "..."}``. The loss is that of the completion and of EOS.
+- ``{"prompt": "...", "completion": "..."}``. The loss is that of the completion and of EOS. The
+  completion follows the prompt without a separator: include the space or newline. A token that
+  spans both has loss.
 - ``{"text": "..."}``. The loss is that of all tokens.
 
-Other keys are ignored.
+Other keys are ignored. Rows that are cut lose their EOS.
 """
 
 import functools
@@ -124,7 +126,7 @@ class _TokenizedRows(NamedTuple):
     Attributes:
         sequences: All of them.
         row_of: int64 [number of sequences], the row of each sequence, from 0.
-        hashes: uint64 [number of rows], of the content.
+        hashes: uint64 [number of rows], of the texts.
         num_cut: Number of rows that were cut.
         num_skipped: Number of rows without a sequence.
     """
@@ -150,8 +152,8 @@ def load_rows(
     once. Longer `messages` and a longer `prompt` with its `completion` are cut at the end. A row
     whose tokens with loss are all cut off is left out.
 
-    The split depends on the content of the rows only. No row is in both parts: rows with the same
-    content are in the same one.
+    The split depends on the texts of the rows only, as they are rendered before tokenization. Rows
+    with the same text are in the same part, also if other keys differ.
 
     Args:
         path: A file with a JSON object in each line.
