@@ -331,6 +331,9 @@ def _load_array(
         kind = sharding.memory_kind
         places = [SingleDeviceSharding(device, memory_kind=kind) for device in devices]
         arrays += _create_shard(source, tensors, bounds, places, report)
+    if isinstance(sharding, SingleDeviceSharding) and arrays:
+        # Here JAX would return an array with the type of one in device memory (JAX 0.10 to 0.12).
+        return arrays[0]
     return jax.make_array_from_single_device_arrays(tuple(source.array.shape), sharding, arrays)
 
 

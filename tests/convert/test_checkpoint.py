@@ -93,6 +93,9 @@ def test_round_trip(saved, tmp_path, chunk_bytes, kind):
     for got, want in zip(loaded, (layers, others), strict=True):
         assert_same_bits(got, want)
         assert all(a.sharding == place for a in got.values())
+        # That of the type, which `offload_scan` reads.
+        space = jax.memory.Space.Host if kind == "pinned_host" else jax.memory.Space.Device
+        assert all(jax.typeof(a).memory_space == space for a in got.values())
     convert.save_checkpoint(tmp_path / "again", *loaded, {"a": 1}, max_shard_bytes=900)
     assert sorted(os.listdir(tmp_path)) == ["again", "model"]
     for file in folder.iterdir():
