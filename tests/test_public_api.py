@@ -25,7 +25,7 @@ from effjax.ops.dense_block.bottleneck import CHUNK_BYTES
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        (effjax.dot_product_attention, f"take {BLOCK_BYTES >> 20} MiB in float32"),
+        (effjax.dot_product_attention, f"take at most {BLOCK_BYTES >> 20} MiB in float32"),
         (effjax.bn_relu_conv, f"chunk takes about {CHUNK_BYTES >> 20} MiB in float32"),
         (effjax.dense_block, f"chunk takes about {CHUNK_BYTES >> 20} MiB in float32"),
         (effjax.ms_deform_attn, f"slices are at most {ATTENTION_SLICE_BYTES >> 20} MiB"),
