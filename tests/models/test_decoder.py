@@ -82,6 +82,14 @@ def test_loss_is_that_of_the_logits(x64):
     assert decoder.loss(counted)[1] == np.sum(batch["weights"] > 0)
 
 
+def test_labels_that_are_not_tokens():
+    """They make the loss NaN, unless their weight is 0."""
+    decoder = make_decoder(config_of("llama3"))
+    batch = {"tokens": jnp.asarray(INPUTS), "labels": jnp.asarray(LABELS).at[0, 0].set(-100)}
+    assert jnp.isnan(decoder.loss(batch)[0])
+    assert jnp.isfinite(decoder.loss({**batch, "weights": batch["labels"] != -100})[0])
+
+
 @pytest.mark.parametrize("size", [1, 6, exhaustive(19), exhaustive(100)])
 def test_chunks_of_the_mlp(size, x64):
     """The hidden channels of all positions never exist; sizes need not divide the length."""
