@@ -1,11 +1,12 @@
 """Arrays of layers in files: a directory for each step, in which each layer has one file."""
 
+import contextlib
 import errno
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -161,27 +162,16 @@ def write_folder(
     """
     if os.path.lexists(folder):
         raise FileExistsError(f"{folder} exists and could not be removed. Remove it.")
-    temporary = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        _make_folder(temporary)
+    with _rename_when_complete(folder.with_name(f"{folder.name}.tmp"), folder) as temporary:
         _allocate(temporary, files)
-        result = fill(temporary)
-        _sync(temporary)
-        temporary.rename(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    _sync(folder.parent)
-    return result
+        return fill(temporary)
 
 
 def link_folder(source: pathlib.Path, target: pathlib.Path) -> None:
     """Create a folder with hard links to the files of another one, or copies on another disk."""
-    temporary = target.with_name(f".{target.name}.disk_update.tmp")  # no name that a user chooses
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        _make_folder(temporary)
+    # The temporary folder has a name that no user chooses.
+    hidden = target.with_name(f".{target.name}.disk_update.tmp")
+    with _rename_when_complete(hidden, target) as temporary:
         for file in source.iterdir():
             try:
                 os.link(file, temporary / file.name)
@@ -190,12 +180,21 @@ def link_folder(source: pathlib.Path, target: pathlib.Path) -> None:
                     raise
                 shutil.copyfile(file, temporary / file.name)
                 _sync(temporary / file.name)
+
+
+@contextlib.contextmanager
+def _rename_when_complete(temporary: pathlib.Path, folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Create a temporary folder; rename it to `folder` at the end, or remove it after an error."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        _make_folder(temporary)
+        yield temporary
         _sync(temporary)
-        temporary.rename(target)
+        temporary.rename(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _sync(target.parent)
+    _sync(folder.parent)
 
 
 def _make_folder(folder: pathlib.Path) -> None:
