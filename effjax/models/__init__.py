@@ -5,9 +5,12 @@ from .decoder import DecoderConfig as DecoderConfig
 from .decoder import DecoderFunctions as DecoderFunctions
 from .decoder import Llama3RopeScaling as Llama3RopeScaling
 from .decoder import decoder_functions as decoder_functions
+from .decoder import decoder_layer_keys as decoder_layer_keys
 from .decoder import decoder_logits as decoder_logits
 from .decoder import decoder_shapes as decoder_shapes
 from .decoder import init_decoder as init_decoder
+from .decoder import init_decoder_layer as init_decoder_layer
+from .decoder import init_decoder_others as init_decoder_others
 from .densenet import densenet40_12 as densenet40_12
 from .densenet import densenet100_12 as densenet100_12
 from .densenet import densenet121 as densenet121

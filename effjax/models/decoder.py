@@ -28,6 +28,7 @@ from ..ops.attention import dot_product_attention
 from ..ops.cross_entropy import linear_cross_entropy
 
 Params = dict[str, Any]
+Linear = Callable[[str, jax.Array], jax.Array]  # (name of a linear layer, x)
 
 
 class _Family(NamedTuple):
@@ -337,11 +338,38 @@ def init_decoder(config: DecoderConfig, key: jax.Array) -> tuple[Params, Params]
     Weights are drawn from N(0, 0.02²), or with the standard deviation `initializer_range` of
     config.json. Those of norms are 1, and biases are 0.
 
-    All arrays are created whole on the default device. For a model that does not fit there, load a
-    checkpoint by `effjax.convert.load_checkpoint`, or call this function under
-    ``jax.default_device(jax.devices("cpu")[0])``.
+    All arrays are created whole on the default device. To create layers in host memory, pass
+    `init_decoder_layer` and `decoder_layer_keys` to `effjax.host_init`::
+
+        init = functools.partial(init_decoder_layer, config)
+        layers = host_init(init, decoder_layer_keys(config, key))
     """
     key = as_key("key", key)
+    init = functools.partial(init_decoder_layer, config)
+    layers = jax.vmap(init)(decoder_layer_keys(config, key))
+    return layers, init_decoder_others(config, key)
+
+
+def decoder_layer_keys(config: DecoderConfig, key: jax.Array) -> jax.Array:
+    """Return the keys `[num_hidden_layers]` of `init_decoder_layer`."""
+    numbers = jnp.arange(1, config.num_hidden_layers + 1)
+    return jax.vmap(jax.random.fold_in, (None, 0))(as_key("key", key), numbers)
+
+
+def init_decoder_layer(config: DecoderConfig, key: jax.Array) -> Params:
+    """Return the random parameters of one layer."""
+    layers, _ = decoder_shapes(config)
+    one = {name: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for name, a in layers.items()}
+    return _draw(config, as_key("key", key), one)
+
+
+def init_decoder_others(config: DecoderConfig, key: jax.Array) -> Params:
+    """Return the random parameters outside the layers."""
+    _, others = decoder_shapes(config)
+    return _draw(config, jax.random.fold_in(as_key("key", key), 0), others)
+
+
+def _draw(config: DecoderConfig, key: jax.Array, shapes: Params) -> Params:
     deviation = json.loads(config.other_settings).get("initializer_range", 0.02)
 
     def draw(key: jax.Array, name: str, a: jax.ShapeDtypeStruct) -> jax.Array:
@@ -351,11 +379,8 @@ def init_decoder(config: DecoderConfig, key: jax.Array) -> tuple[Params, Params]
             return jnp.zeros(a.shape, a.dtype)
         return (deviation * jax.random.normal(key, a.shape)).astype(a.dtype)
 
-    layers, others = decoder_shapes(config)
-    shapes = [(n, a) for tree in (layers, others) for n, a in tree.items()]
-    arrays = [draw(jax.random.fold_in(key, i), *entry) for i, entry in enumerate(shapes)]
-    values = dict(zip((name for name, _ in shapes), arrays, strict=True))
-    return {name: values[name] for name in layers}, {name: values[name] for name in others}
+    keys = jax.random.split(key, len(shapes))
+    return {name: draw(keys[i], name, a) for i, (name, a) in enumerate(shapes.items())}
 
 
 class DecoderFunctions(NamedTuple):
@@ -372,6 +397,7 @@ def decoder_functions(
     dtype: Any = None,
     attention: str | None = None,
     mlp_chunk_size: int | None = None,
+    lora_scale: float = 1.0,
 ) -> DecoderFunctions:
     """Return the functions ``(embed, layer, head)`` of a decoder.
 
@@ -381,7 +407,9 @@ def decoder_functions(
 
     * ``embed(others, batch, key) -> x`` returns a dict: "hidden" `[N, T, hidden_size]`, and the
       batch's positions and segment ids.
-    * ``layer(params, x, key) -> x`` takes the parameters of one layer.
+    * ``layer(params, x, key) -> x`` takes the parameters of one layer. With the arrays of a LoRA
+      adapter among them, named as by `effjax.convert.load_adapter`, a linear layer computes
+      ``W x + lora_scale * B (A x)``.
     * ``head(others, x, batch, key) -> (loss_sum, weight)`` returns the sum of the cross entropy of
       tokens, times their weights, and the sum of the weights.
 
@@ -404,13 +432,15 @@ def decoder_functions(
         attention: the implementation of `effjax.dot_product_attention`.
         mlp_chunk_size: number of positions that the MLP processes at a time; the backward pass
             recomputes each chunk. None means all of them.
+        lora_scale: the factor of the adapter, if there is one.
     """
     dtype = as_dtype("dtype", config.dtype if dtype is None else dtype)
+    lora_scale = as_number("lora_scale", lora_scale, math.isfinite, "finite")
     if mlp_chunk_size is not None:
         mlp_chunk_size = as_integer("mlp_chunk_size", mlp_chunk_size, 1)
     return DecoderFunctions(
         functools.partial(_embed, dtype),
-        functools.partial(_apply_layer, config, attention, mlp_chunk_size),
+        functools.partial(_apply_layer, config, attention, mlp_chunk_size, lora_scale),
         functools.partial(_apply_head, config),
     )
 
@@ -451,15 +481,17 @@ def _apply_layer(
     config: DecoderConfig,
     attention: str | None,
     mlp_chunk_size: int | None,
+    lora_scale: float,
     params: Params,
     x: Params,
     key: Any = None,
 ) -> Params:
+    linear = functools.partial(_linear, params, lora_scale)
     hidden = x["hidden"]
-    hidden = hidden + _attend(config, attention, params, x)
+    hidden = hidden + _attend(config, attention, linear, params, x)
 
     def mlp(hidden: jax.Array) -> jax.Array:
-        return hidden + _apply_mlp(config, params, hidden)
+        return hidden + _apply_mlp(config, linear, params, hidden)
 
     length, size = hidden.shape[1], mlp_chunk_size
     if size is not None and size < length:
@@ -469,11 +501,13 @@ def _apply_layer(
     return {**x, "hidden": hidden}
 
 
-def _attend(config: DecoderConfig, attention: str | None, params: Params, x: Params) -> jax.Array:
+def _attend(
+    config: DecoderConfig, attention: str | None, linear: Linear, params: Params, x: Params
+) -> jax.Array:
     hidden, epsilon = x["hidden"], config.rms_norm_eps
     y = _rms_norm(hidden, params["input_layernorm.weight"], epsilon)
     q, k, v = (
-        _linear(params, f"self_attn.{name}_proj", y).reshape(*y.shape[:2], -1, config.head_dim)
+        linear(f"self_attn.{name}_proj", y).reshape(*y.shape[:2], -1, config.head_dim)
         for name in "qkv"
     )  # [N, T, heads, head_dim]
     if config.has_qk_norm:
@@ -488,13 +522,15 @@ def _attend(config: DecoderConfig, attention: str | None, params: Params, x: Par
         window=config.sliding_window,
         implementation=attention,
     )
-    return _linear(params, "self_attn.o_proj", y.reshape(*y.shape[:2], -1))
+    return linear("self_attn.o_proj", y.reshape(*y.shape[:2], -1))
 
 
-def _apply_mlp(config: DecoderConfig, params: Params, hidden: jax.Array) -> jax.Array:
+def _apply_mlp(
+    config: DecoderConfig, linear: Linear, params: Params, hidden: jax.Array
+) -> jax.Array:
     y = _rms_norm(hidden, params["post_attention_layernorm.weight"], config.rms_norm_eps)
-    gate, up = (_linear(params, f"mlp.{name}_proj", y) for name in ("gate", "up"))
-    return _linear(params, "mlp.down_proj", jax.nn.silu(gate) * up)
+    gate, up = (linear(f"mlp.{name}_proj", y) for name in ("gate", "up"))
+    return linear("mlp.down_proj", jax.nn.silu(gate) * up)
 
 
 def _map_chunks(fun: Callable, x: jax.Array, size: int) -> jax.Array:
@@ -526,11 +562,18 @@ def _head_weight(config: DecoderConfig, others: Params) -> jax.Array:  # [vocab_
     return others["model.embed_tokens.weight" if tied else "lm_head.weight"]
 
 
-def _linear(params: Params, name: str, x: jax.Array) -> jax.Array:
-    weight = params[f"{name}.weight"].astype(x.dtype)  # [out, in]
-    y = lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+def _linear(params: Params, lora_scale: float, name: str, x: jax.Array) -> jax.Array:
+    def multiply(x: jax.Array, matrix: str) -> jax.Array:
+        weight = params[f"{name}.{matrix}"].astype(x.dtype)  # [out, in]
+        return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+
+    y = multiply(x, "weight")
     bias = params.get(f"{name}.bias")
-    return y if bias is None else y + bias.astype(y.dtype)
+    if bias is not None:
+        y = y + bias.astype(y.dtype)
+    if f"{name}.lora_A.weight" in params:
+        y = y + lora_scale * multiply(multiply(x, "lora_A.weight"), "lora_B.weight")
+    return y
 
 
 def _rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
