@@ -41,10 +41,20 @@ INTERNAL = {
     "train.data": {"train", "_extras", "_unpickle"},
     "train.images": {"effjax", "train", "train.data", "memory", "models", "convert"},
     "train.lm": {"effjax", "train", "train.data", "memory", "models", "ops"},
+    "train.finetune": {
+        "effjax",
+        "train",
+        "train.data",
+        "memory",
+        "models",
+        "convert",
+        "optimizers",
+    },
     "cli": {
         "effjax",
         "_extras",
         "train",
+        "train.finetune",
         "train.images",
         "train.lm",
         "memory",
@@ -77,6 +87,7 @@ EXTERNAL = {
     "train.data": {"numpy", "sklearn", "PIL", "tokenizers", "jinja2"},
     "train.images": FLAX | {"optax", "rich"},
     "train.lm": FLAX | {"optax", "rich"},
+    "train.finetune": {"jax", "numpy", "optax", "rich", "tokenizers"},
     "cli": {"jax", "rich", "typer", "matplotlib"},
 }
 

@@ -1,4 +1,4 @@
-"""The code that the `effjax train` commands share: starting, resuming and stopping a run."""
+"""The code that `effjax train` and `effjax finetune` share: starting, resuming and stopping a run."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..train.config import RESUMABLE_OPTIONS, RunConfig
+from ..train.config import PATHS, RESUMABLE_OPTIONS, RunConfig, command_line
 from ..train.errors import PreemptionError, TrainError
 from . import distributed
 from .errors import INTERRUPTED, PREEMPTED, CommandError
@@ -70,7 +70,7 @@ def request_run(
     command = stored.get("command")
     if command != config_type.COMMAND:
         remedy = f"Use {resume_command(command, resume)}" if command else "Start a new run."
-        raise TrainError(f"{resume} is not a run of effjax train {config_type.COMMAND}. {remedy}")
+        raise TrainError(f"{resume} is not a run of {command_line(config_type.COMMAND)}. {remedy}")
     changes = {name: value for name, value in given.items() if name in fields}
     config = dataclasses.replace(config_type.from_json(stored.get("options")), **changes)
     return RunRequest(config, resume, overwrite=False, resume=True)
@@ -88,7 +88,7 @@ def given_options(ctx: typer.Context) -> dict[str, Any]:
 
 def resume_command(command: str, path: Path) -> str:
     """Return the command line that resumes a run."""
-    return f"effjax train {command} --resume {shlex.quote(str(path))}"
+    return f"{command_line(command)} --resume {shlex.quote(str(path))}"
 
 
 def make_console() -> "Console":
@@ -138,9 +138,10 @@ def train(
         else:
             RunDirectory.create(request.path, content, request.overwrite)
 
-    # The data may be at another path on each machine.
-    check_same_everywhere("option", content["options"] | {"data": None})
+    # Files may be at another path on each machine.
+    check_same_everywhere("option", content["options"] | dict.fromkeys(PATHS))
     check_same_everywhere("data", content["data"])
+    check_same_everywhere("checkpoint", content.get("base", {}))
     run_on_first(open_directory)
     run = RunDirectory.find(request.path)
     run.writes = is_first()

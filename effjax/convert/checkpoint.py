@@ -132,6 +132,19 @@ def load_checkpoint(
     return load_arrays(Path(folder), MODEL, sources, layers_prefix, ignore, progress)
 
 
+def check_checkpoint(
+    folder: str | os.PathLike[str],
+    layers: Shapes,
+    others: Shapes,
+    *,
+    layers_prefix: str = LAYERS_PREFIX,
+    ignore: Collection[str] = IGNORED,
+) -> None:
+    """Raise the errors of `load_checkpoint` that the headers of the files show."""
+    sources = make_sources(layers, others, layers_prefix)
+    _find_checked(Path(folder), MODEL, sources, layers_prefix, ignore)
+
+
 def save_checkpoint(
     folder: str | os.PathLike[str],
     layers: Mapping[str, Any],
@@ -203,12 +216,8 @@ def load_arrays(
     progress: Progress | None,
 ) -> tuple[Arrays, Arrays]:
     """Load the arrays of both dicts of sources; see `load_checkpoint`."""
-    tensors, unread, problems = find_tensors(folder, file_name)
+    tensors = _find_checked(folder, file_name, sources, layers_prefix, ignore)
     wanted = [source for group in sources for source in group.values()]
-    problems += _compare(tensors, unread, wanted, ignore)
-    if problems:
-        lines = "".join(f"\n- {line}" for line in _describe(problems, layers_prefix))
-        raise ValueError(f"{folder} does not have the expected tensors:{lines}")
     total = sum(
         num_bytes(tensors[name], bounds)
         for source in wanted
@@ -221,6 +230,23 @@ def load_arrays(
     new_others = {name: _load_array(source, tensors, report) for name, source in others.items()}
     new_layers = {leaf: _load_array(source, tensors, report) for leaf, source in layers.items()}
     return new_layers, new_others
+
+
+def _find_checked(
+    folder: Path,
+    file_name: str,
+    sources: tuple[dict[str, Source], dict[str, Source]],
+    layers_prefix: str,
+    ignore: Collection[str],
+) -> dict[str, Tensor]:
+    """Return the tensors of a file, or of its shards, if they are those of the sources."""
+    tensors, unread, problems = find_tensors(folder, file_name)
+    wanted = [source for group in sources for source in group.values()]
+    problems += _compare(tensors, unread, wanted, ignore)
+    if problems:
+        lines = "".join(f"\n- {line}" for line in _describe(problems, layers_prefix))
+        raise ValueError(f"{folder} does not have the expected tensors:{lines}")
+    return tensors
 
 
 def find_tensors(folder: Path, file_name: str) -> tuple[dict[str, Tensor], set[str], list[Problem]]:

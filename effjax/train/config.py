@@ -9,8 +9,14 @@ from typing import Any, ClassVar, Literal, Self
 from .errors import TrainError
 
 # Options that may change on `--resume`. They do not affect the result of a step with finite loss
-# and gradients, apart from rounding. The data may move: they are compared by their content.
-RESUMABLE_OPTIONS = "data", "checkpoint_every", "keep", "on_nan", "mesh"
+# and gradients, apart from rounding. Files may move: they are compared by their content.
+PATHS = "data", "validation_data", "checkpoint"
+RESUMABLE_OPTIONS = *PATHS, "checkpoint_every", "keep", "on_nan", "mesh"
+
+
+def command_line(command: str) -> str:
+    """Return the command line of a `RunConfig.COMMAND`."""
+    return f"effjax {command}" if command == "finetune" else f"effjax train {command}"
 
 
 def fingerprint(options: Any) -> str:
@@ -33,7 +39,7 @@ class RunConfig:
     it cannot express, and options that depend on each other.
     """
 
-    COMMAND: ClassVar[str]  # the command of `effjax train` that starts and resumes the run
+    COMMAND: ClassVar[str]  # the command that starts and resumes the run
 
     data: str
     validation: float = 0.1  # held out: a share of the train set (of the text), or a number
@@ -93,6 +99,6 @@ class RunConfig:
             return cls(**options)
         except (TypeError, TrainError) as error:
             raise TrainError(
-                f"config.json is not that of effjax train {cls.COMMAND}, or of another version of "
-                f"effjax ({error}). Start a new run."
+                f"config.json is not that of {command_line(cls.COMMAND)}, or of another version "
+                f"of effjax ({error}). Start a new run."
             ) from error

@@ -25,7 +25,7 @@ def fit(
     resume: bool = False,
     stop: Stop = lambda step: False,
 ) -> Result:
-    """Train a task, choose the best parameters by the validation set, and test them.
+    """Train a task, choose the best parameters by the validation set, test and export them.
 
     Writes metrics.jsonl, checkpoints and curve.png. All randomness comes from the seed and the
     epoch or step, so a run that was interrupted and resumed ends with the same bits as one that was
@@ -34,7 +34,7 @@ def fit(
     Of several processes, each one calls this. The first one writes all files except the arrays.
 
     Args:
-        task: From `images.task.prepare` or `lm.task.prepare`.
+        task: From `prepare` of `images.task`, `lm.task` or `finetune.task`.
         run: Where to write.
         progress: Callbacks.
         resume: Continue after the newest intact checkpoint of `run`, or start if there is no
@@ -135,7 +135,8 @@ def _fit(
                 task.shapes(), checkpoints.evaluated_steps, progress.log
             )
         tested = evaluate(state, "test")
-        _check_finite(task, "test loss", tested["loss"], best)
+        _check_finite(task, "test loss", tested.get("loss", 0.0), best)
+        task.finish(state, run)
 
     best_record = next(record for record in records if record["step"] == best)
     result = task.result(records, best_record, tested, began)
@@ -229,6 +230,11 @@ def _restore(
 def _check_same(task: Task[Any], run: RunDirectory, now: dict[str, Any]) -> None:
     """Raise TrainError unless the run has the task's options and data, apart from its length."""
     before = run.read_config()
+    if before.get("base") != now.get("base"):
+        raise TrainError(
+            f"{run.path} was started with the weights of another checkpoint. Give that one, or "
+            "start a new run."
+        )
     if before.get("data") != now["data"]:
         raise TrainError(
             f"{run.path} was trained on other data. Give those with --data, or start a new run."

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from .config import RunConfig
+from .run_directory import RunDirectory
 
 # The metrics of one step, "loss" among them; empty if the step was skipped.
 Metrics = Mapping[str, float]
@@ -61,7 +62,7 @@ class Task(abc.ABC, Generic[Result]):
         """Return the content of config.json.
 
         `options` holds the options. `data` holds what distinguishes the data of the run from other
-        data.
+        data. `base`, if there is one, distinguishes the weights that it started with from others.
         """
 
     @abc.abstractmethod
@@ -127,6 +128,13 @@ class Task(abc.ABC, Generic[Result]):
     @abc.abstractmethod
     def draw(self, axes: Any, records: Sequence[Record]) -> None:
         """Plot the records on Matplotlib axes."""
+
+    def finish(self, state: Any, run: RunDirectory) -> None:  # noqa: B027
+        """Export the best parameters; by default do nothing.
+
+        Of several processes, each one calls this. A run that is resumed after its end calls it
+        again.
+        """
 
     @abc.abstractmethod
     def result(

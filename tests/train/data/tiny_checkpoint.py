@@ -1,18 +1,12 @@
-"""A tiny tokenizer in Hugging Face's layout, trained on text that comes with Python."""
+"""Tiny tokenizers with the chat templates of model families."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from effjax.train.finetune import tiny
+from effjax.train.finetune.tiny import CHATML
+
 # Templates in the formats of model families, written for the tests.
-CHATML = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 CHATML_GENERATION = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
@@ -95,7 +89,7 @@ def write_tokenizer(
     folder: Path, vocab_size: int = 384, template: str | None = CHATML,
     processor: str | None = None, **config: Any,
 ) -> Path:  # fmt: skip
-    """Train a byte-level tokenizer and write tokenizer.json and tokenizer_config.json.
+    """Write the tokenizer of `effjax.train.finetune.tiny`, with the special tokens of all templates.
 
     Args:
         folder: Where to write; created if necessary.
@@ -104,33 +98,15 @@ def write_tokenizer(
         processor: What tokenizer.json adds to a text, such as "<s> $A".
         config: Other settings of tokenizer_config.json.
     """
-    from pydoc_data.topics import topics
-
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
-    tokenizer: Any = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(SPECIAL), show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    tokenizer.train_from_iterator([topics["if"], topics["for"], topics["class"]], trainer)
+    tiny.write_tokenizer(folder, vocab_size, template, SPECIAL, **config)
     if processor is not None:
+        from tokenizers import Tokenizer, processors
+
+        tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
         special = [(name, SPECIAL.index(name)) for name in ("<s>", "</s>")]
         template_processor = processors.TemplateProcessing(single=processor, special_tokens=special)
         tokenizer.post_processor = processors.Sequence(
             [tokenizer.post_processor, template_processor]
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-    } | config
-    if template is not None:
-        config["chat_template"] = template
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        tokenizer.save(str(folder / "tokenizer.json"))
     return folder

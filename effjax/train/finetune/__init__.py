@@ -1,0 +1,1 @@
+"""Fine-tuning of language models from checkpoints in Hugging Face's layout."""

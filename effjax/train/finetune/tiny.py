@@ -1,0 +1,108 @@
+"""A tiny language model in Hugging Face's layout, to try `effjax finetune` without a download.
+
+`python -m effjax.train.finetune.tiny FOLDER` writes the model, with random weights, and
+FOLDER/rows.jsonl with sums to learn.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ...convert import save_checkpoint
+from ...models import DecoderConfig, init_decoder
+
+CHATML = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+BOS, EOS = "<s>", "</s>"
+SPECIAL_TOKENS = BOS, EOS, "<|im_start|>", "<|im_end|>"
+SIZES: dict[str, Any] = dict(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8,
+)  # fmt: skip
+
+
+def write_tokenizer(
+    folder: str | Path,
+    vocab_size: int = 384,
+    template: str | None = CHATML,
+    special_tokens: Sequence[str] = SPECIAL_TOKENS,
+    **config: Any,
+) -> None:
+    """Train a byte-level tokenizer on Python's help, and write its files.
+
+    Args:
+        folder: Where to write tokenizer.json and tokenizer_config.json; created if necessary.
+        vocab_size: The number of tokens, of which 256 are bytes.
+        template: The chat template, or None.
+        special_tokens: `BOS` and `EOS` among them.
+        config: Other settings of tokenizer_config.json.
+    """
+    from pydoc_data.topics import topics
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(special_tokens), show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator([topics["if"], topics["for"], topics["class"]], trainer)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, **config
+    }  # fmt: skip
+    if template is not None:
+        settings["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def write_checkpoint(
+    folder: str | Path, family: str = "llama", seed: int = 0, vocab_size: int = 384, **config: Any
+) -> DecoderConfig:
+    """Write a language model with random weights and its tokenizer, in Hugging Face's layout.
+
+    Args:
+        folder: Where to write; must not exist, or be empty.
+        family: The `model_type`, such as "llama" or "qwen3".
+        seed: Seed of the weights.
+        vocab_size: The number of tokens.
+        config: Other settings of config.json.
+    """
+    settings = {"model_type": family, "vocab_size": vocab_size, **SIZES, **config}
+    model = DecoderConfig.from_json(settings)
+    save_checkpoint(folder, *init_decoder(model, jax.random.key(seed)), model.to_json())
+    write_tokenizer(folder, vocab_size)
+    return model
+
+
+def write_rows(file: str | Path, largest: int = 9) -> None:
+    """Write sums of the numbers up to `largest` as rows of `messages`."""
+    rows = [
+        [
+            {"role": "user", "content": f"{a} + {b}?"},
+            {"role": "assistant", "content": f"{a} + {b} = {a + b}"},
+        ]
+        for a in range(largest + 1)
+        for b in range(largest + 1)
+    ]
+    Path(file).write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    write_checkpoint(sys.argv[1])
+    write_rows(Path(sys.argv[1]) / "rows.jsonl")
