@@ -11,6 +11,7 @@ import typer
 from .. import __version__
 from . import errors
 from .convert import convert
+from .finetune import finetune
 from .memory import memory
 from .options import Command
 from .train_images import train_densenet, train_resnet
@@ -91,6 +92,7 @@ def doctor(
 
 # `Command` lays out the help of commands with many options.
 app.command("convert", cls=Command)(convert)
+app.command("finetune", cls=Command)(finetune)
 app.command("memory", cls=Command)(memory)
 app.add_typer(train_app, name="train")
 train_app.command("densenet", cls=Command)(train_densenet)

@@ -1,4 +1,4 @@
-"""Options chosen to fit in a budget of memory: `--fit` of `effjax train`, and budgets in bytes."""
+"""Options chosen to fit in a budget of memory, by `--fit` of commands that train."""
 
 import dataclasses
 import functools
@@ -76,6 +76,21 @@ def text_choices(config: Any, given: Collection[str], num_devices: int) -> Choic
         functools.partial(forms.with_memory_options, num_devices=num_devices, fuse_update=fuses),
         lambda config: forms.lm_training_step(config, num_devices),
         functools.partial(forms.kept_bytes, config, num_devices),
+    )
+
+
+def finetune_choices(config: Any, given: Collection[str], num_devices: int) -> Choices:
+    """Return the choices of fine-tuning, of which some options were given."""
+    from ..train.finetune import forms
+
+    model = forms.read_model(config)
+    fuses = config.fuse_update or "fuse_update" not in given
+    return Choices(
+        forms.MEMORY_OPTIONS,
+        forms.NOT_BY_TIME,
+        functools.partial(forms.with_memory_options, num_devices=num_devices, fuse_update=fuses),
+        lambda config: forms.training_step(config, model, num_devices),
+        functools.partial(forms.min_bytes, config, model, num_devices),
     )
 
 

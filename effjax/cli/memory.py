@@ -14,10 +14,11 @@ import typer
 from typer import Argument, Option
 
 from ..train.errors import TrainError, printable
+from ..train.finetune.config import FinetuneConfig
 from ..train.images.config import DenseNetConfig, ResNetConfig
 from ..train.lm.config import LMConfig
 from .errors import CommandError
-from .fit import image_choices, parse_size, search_options, text_choices
+from .fit import finetune_choices, image_choices, parse_size, search_options, text_choices
 from .options import COUNT, SIZE, model_option
 from .user_steps import describe_error, load_steps, shorten
 
@@ -38,14 +39,20 @@ OPTIONS = {
     "layers": ("lm",),
     "width": ("lm",),
     "context": ("lm",),
-    "lora": ("lm",),
-    "num_microbatches": ("lm",),
-    "policy": ("lm",),
-    "dtype": ("densenet", "resnet", "lm"),
-    "mesh": ("densenet", "resnet", "lm"),
+    "checkpoint": ("finetune",),
+    "max_length": ("finetune",),
+    "param_dtype": ("finetune",),
+    "optimizer": ("finetune",),
+    "mlp_chunk_size": ("finetune",),
+    "lora": ("lm", "finetune"),
+    "num_microbatches": ("lm", "finetune"),
+    "policy": ("lm", "finetune"),
+    "dtype": ("densenet", "resnet", "lm", "finetune"),
+    "mesh": ("densenet", "resnet", "lm", "finetune"),
 }
 IMAGENET = (224, 1000)  # side and classes
 CIFAR = (32, 10)
+BATCH_SIZE = 64
 
 
 def _install_compiler(name: Literal["cuda", "tpu"] | None) -> None:
@@ -63,10 +70,14 @@ def memory(
     model: Annotated[
         str,
         Argument(
-            help="densenet, densenet121, …, resnet50, …, lm, or MODULE:FUNCTION, a function of the "
-            "batch size that returns (fun, *args), or a dictionary of such tuples."
+            help="densenet, densenet121, …, resnet50, …, lm, finetune, or MODULE:FUNCTION, a "
+            "function of the batch size that returns (fun, *args), or a dictionary of such tuples."
         ),
     ],
+    checkpoint: Annotated[
+        str | None,
+        Argument(help="The config.json of a language model, or its folder, for finetune."),
+    ] = None,
     depth: Annotated[
         int | None, model_option(help="Depth of densenet. (default: 22)", **SIZE)
     ] = None,
@@ -96,23 +107,50 @@ def memory(
         int | None,
         model_option(help="Bytes per example of lm. (default: 128)", **SIZE),
     ] = None,
+    max_length: Annotated[
+        int | None,
+        model_option(help="Tokens of a row of finetune. (default: 2048)", **SIZE),
+    ] = None,
     lora: Annotated[
         int | None,
-        model_option(help="Rank of the adapters of lm. (default: none)", **SIZE),
+        model_option(help="Rank of the adapters of lm or finetune. (default: none)", **SIZE),
+    ] = None,
+    param_dtype: Annotated[
+        Literal["bfloat16", "float32"] | None,
+        model_option(help="Dtype of the parameters of finetune. (default: bfloat16)"),
+    ] = None,
+    optimizer: Annotated[
+        Literal["adamw", "adamw8bit"] | None,
+        model_option(help="Optimizer of finetune. (default: adamw)"),
     ] = None,
     num_microbatches: Annotated[
         int | None,
-        model_option(help="Microbatches of the offloaded forms of lm. (default: 1)", **SIZE),
+        model_option(
+            help="Microbatches of the offloaded forms of lm, or of finetune. (default: 1)", **SIZE
+        ),
+    ] = None,
+    mlp_chunk_size: Annotated[
+        int | None,
+        model_option(
+            help="Positions that an MLP of finetune processes at a time. (default: all)", **SIZE
+        ),
     ] = None,
     policy: Annotated[
         Literal["recompute", "dots", "everything"] | None,
-        model_option(help="Residuals of the offloaded forms of lm. (default: recompute)"),
+        model_option(
+            help="Residuals of the offloaded forms of lm, or of finetune. (default: recompute)"
+        ),
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
-        model_option(help="Dtype of the computation. (default: float32)"),
+        model_option(
+            help="Dtype of the computation. (default: float32; bfloat16 of finetune)",
+        ),
     ] = None,
-    batch_size: Annotated[int, Option(help="Examples per step, over all devices.", **COUNT)] = 64,
+    batch_size: Annotated[
+        int | None,
+        Option(help="Examples per step, over all devices. (default: 64; 8 of finetune)", **COUNT),
+    ] = None,
     target: Annotated[
         str,
         Option(
@@ -186,13 +224,16 @@ def memory(
     A DenseNet is planned in four forms: plain, jax.checkpoint, effjax conv, effjax features. A
     ResNet is planned in three: plain, effjax conv, effjax features. A language model is planned in
     memory, with jax.checkpoint, updated during the backward pass, and with its activations, its
-    parameters and optimizer state, or both offloaded.
+    parameters and optimizer state, or both offloaded. `finetune CHECKPOINT` does not need the
+    weights of the model.
     """
     from ..memory.targets import find_target
     from ..train.mesh import parse_axes
 
     kind = _kind(model)
     options = _model_options(ctx.params, model, kind)
+    if batch_size is None:
+        batch_size = FinetuneConfig.batch_size if kind == "finetune" else BATCH_SIZE
     if multiple_of and not max_batch:
         raise TrainError("--multiple-of needs --max-batch.")
     if budget is not None and (max_batch or only or plot):
@@ -219,6 +260,10 @@ def memory(
             steps = load_steps(model)
         elif kind == "lm":
             steps = _text_steps(options, batch_size, num_devices or 1)
+        elif kind == "finetune":
+            from ..train.finetune.forms import finetune_steps
+
+            steps = finetune_steps(_finetune_config(options, batch_size), num_devices or 1)
         else:
             steps = _image_steps(model, options, batch_size, num_devices or 1)
         result = plan_steps(
@@ -250,12 +295,13 @@ def _kind(model: str) -> str:
     if ":" in model:
         return USER_FUNCTION
     resnet = r"resnet\d+|wide_resnet\w+|resnext\w+"
-    for kind, pattern in (("densenet", "densenet[0-9_]*"), ("resnet", resnet), ("lm", "lm")):
+    patterns = {"densenet": "densenet[0-9_]*", "resnet": resnet, "lm": "lm", "finetune": "finetune"}
+    for kind, pattern in patterns.items():
         if re.fullmatch(pattern, model):
             return kind
     raise TrainError(
-        f"model {model!r} must be densenet, densenet121, …, resnet50, …, lm, or {USER_FUNCTION}, "
-        "such as my_module:my_step."
+        f"model {model!r} must be densenet, densenet121, …, resnet50, …, lm, finetune, or "
+        f"{USER_FUNCTION}, such as my_module:my_step."
     )
 
 
@@ -265,7 +311,10 @@ def _model_options(params: Mapping[str, Any], model: str, kind: str) -> dict[str
     for name in options:
         if kind not in OPTIONS[name]:
             owner = kind if kind == USER_FUNCTION else model
-            raise TrainError(f"--{name.replace('_', '-')} is not an option of {owner}.")
+            what = "CHECKPOINT" if name == "checkpoint" else f"--{name.replace('_', '-')}"
+            raise TrainError(f"{what} is not an option of {owner}.")
+    if kind == "finetune" and "checkpoint" not in options:
+        raise TrainError("finetune needs CHECKPOINT, the config.json of a model or its folder.")
     return options
 
 
@@ -315,6 +364,10 @@ def _text_config(options: dict[str, Any], batch_size: int) -> LMConfig:
     )
 
 
+def _finetune_config(options: dict[str, Any], batch_size: int) -> FinetuneConfig:
+    return FinetuneConfig(data="", batch_size=batch_size, **options)
+
+
 def search_model(
     model: str, kind: str, options: dict[str, Any], batch_size: int, limits: dict[str, Any]
 ) -> "OptionSearch":
@@ -339,6 +392,10 @@ def search_model(
     if kind == "lm":
         config = _text_config(options, batch_size)
         choices = text_choices(config, options, num_devices)
+        return search_options(config, options, choices, **limits)
+    if kind == "finetune":
+        config = _finetune_config(options, batch_size)
+        choices = finetune_choices(config, options, num_devices)
         return search_options(config, options, choices, **limits)
     config, image_shape, classes = _image_config(model, options, batch_size)
     choices = image_choices(image_shape, classes, num_devices)

@@ -1,4 +1,4 @@
-"""The code that `effjax train` and `effjax finetune` share: starting, resuming and stopping a run."""
+"""The code that the commands which train share: starting, resuming and stopping a run."""
 
 import contextlib
 import dataclasses

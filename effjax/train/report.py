@@ -4,7 +4,13 @@ import time
 from collections.abc import Iterable
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
@@ -104,4 +110,32 @@ class ConsoleProgress(Progress):
     def stop(self) -> None:
         """Remove the bar."""
         if self.bar:
+            self.bar.stop()
+
+
+class LoadBar:
+    """A bar with the bytes that were read, on a terminal only. Use it as a context manager."""
+
+    def __init__(self, console: Console):
+        self.bar: Bar | None = None
+        self.console = console
+
+    def update(self, done: int, total: int) -> None:
+        """Show numbers of bytes; remove the bar at the end."""
+        if not self.console.is_terminal:
+            return
+        if self.bar is None:
+            columns = TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+            self.bar = Bar(*columns, console=self.console, transient=True)
+            self.bar.add_task("", total=total)
+            self.bar.start()
+        self.bar.update(self.bar.task_ids[0], completed=done)
+        if done == total:
+            self.bar.stop()
+
+    def __enter__(self) -> "LoadBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
             self.bar.stop()

@@ -129,7 +129,7 @@ class Task(abc.ABC, Generic[Result]):
     def draw(self, axes: Any, records: Sequence[Record]) -> None:
         """Plot the records on Matplotlib axes."""
 
-    def finish(self, state: Any, run: RunDirectory) -> None:  # noqa: B027
+    def finish(self, state: Any, run: RunDirectory) -> None:
         """Export the best parameters; by default do nothing.
 
         Of several processes, each one calls this. A run that is resumed after its end calls it

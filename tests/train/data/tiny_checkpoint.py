@@ -89,7 +89,7 @@ def write_tokenizer(
     folder: Path, vocab_size: int = 384, template: str | None = CHATML,
     processor: str | None = None, **config: Any,
 ) -> Path:  # fmt: skip
-    """Write the tokenizer of `effjax.train.finetune.tiny`, with the special tokens of all templates.
+    """Write the tokenizer of `effjax.train.finetune.tiny`, with the tokens of all templates.
 
     Args:
         folder: Where to write; created if necessary.

@@ -1,0 +1,115 @@
+"""The checkpoint that a run starts with."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...convert import load_checkpoint
+from ...convert.checkpoint import IGNORED, check_checkpoint
+from ...models import DecoderConfig
+from ..errors import DataError, unreadable
+
+# Files of a tokenizer and of generation, which `Base.copy_texts` copies if they exist.
+TEXTS = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "generation_config.json",
+)  # fmt: skip
+NUM_SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of each file of weights, for its fingerprint
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """A language model in Hugging Face's layout, from `find_base`.
+
+    Attributes:
+        folder: Its folder, an absolute path.
+        model: The content of config.json, with the dtype that the parameters have in the run.
+    """
+
+    folder: Path
+    model: DecoderConfig
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """What distinguishes the model from others: digests of config.json and of the weights.
+
+        That of the weights is one of samples. Another fine-tuned model differs everywhere.
+        """
+        config = dataclasses.replace(self.model, dtype="float32").to_json()
+        digest = hashlib.sha256()
+        for file in sorted(self.folder.glob("*.safetensors")):
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}\n".encode())
+            step = max(size // NUM_SAMPLES, SAMPLE_BYTES)
+            with file.open("rb") as stream:
+                for start in range(0, size, step):
+                    stream.seek(start)
+                    digest.update(stream.read(SAMPLE_BYTES))
+        return {
+            "config_sha256": hashlib.sha256(
+                json.dumps(config, sort_keys=True).encode()
+            ).hexdigest(),
+            "weights_sha256": digest.hexdigest(),
+        }
+
+    def check(self, layers: Any, others: Any) -> None:
+        """Raise DataError unless the files have tensors of these shapes."""
+        self._convert_errors(check_checkpoint, layers, others)
+
+    def load(
+        self, layers: Any, others: Any, progress: Callable[[int, int], object] | None = None
+    ) -> tuple[Any, Any]:
+        """Return ``(layers, others)``, as `load_checkpoint` does.
+
+        Raises:
+            DataError: The files cannot be read, or are those of another model.
+        """
+        return self._convert_errors(load_checkpoint, layers, others, progress=progress)
+
+    def copy_texts(self, folder: Path) -> None:
+        """Copy the files of the tokenizer into a folder."""
+        for name in TEXTS:
+            if (self.folder / name).is_file():
+                shutil.copyfile(self.folder / name, folder / name)
+
+    def _convert_errors(self, function: Callable, *args: Any, **options: Any) -> Any:
+        # Files of models with tied embeddings may contain a copy of the head.
+        tied = ("lm_head.weight",) if self.model.tie_word_embeddings else ()
+        try:
+            return function(self.folder, *args, ignore=(*IGNORED, *tied), **options)
+        except ValueError as error:
+            raise DataError(str(error)) from error
+        except OSError as error:
+            raise unreadable(self.folder, error) from error
+
+
+def find_base(path: str, param_dtype: str) -> Base:
+    """Read the config.json of a checkpoint.
+
+    Args:
+        path: The folder of the checkpoint, or its config.json, which suffices for a plan.
+        param_dtype: The dtype of the parameters in the run.
+
+    Raises:
+        DataError: It cannot be read, or is that of a network which is not supported.
+    """
+    folder = Path(os.path.realpath(path))
+    if not folder.exists():
+        raise DataError(
+            f"{path}: not found. Give the folder of a checkpoint with config.json, tokenizer.json "
+            "and .safetensors files, such as `hf download NAME --local-dir FOLDER` makes."
+        )
+    try:
+        model = DecoderConfig.from_json(folder)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValueError as error:
+        raise DataError(f"{path}: {error}") from error
+    return Base(folder, dataclasses.replace(model, dtype=param_dtype))
