@@ -1,0 +1,198 @@
+"""`effjax finetune` and `effjax memory finetune`."""
+
+import json
+import shutil
+import sys
+import types
+
+import pytest
+
+from effjax.train.finetune.task import FinetuneResult
+from tests.cli.command import one_line
+from tests.programs import needs_gpu_compiler
+from tests.train.finetune.small import write_base
+
+pytest.importorskip("tokenizers")
+
+SHORT = ["--max-length", "16", "--batch-size", "8", "--steps", "2", "--dtype", "float32"]
+ROWS = ["--data", "base/rows.jsonl"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def run_finetune(run, base, tmp_path):
+    """Run `effjax finetune` in a folder with a checkpoint and rows."""
+    shutil.copytree(base, tmp_path / "base")
+    return lambda *argv: run("finetune", *argv)
+
+
+@pytest.fixture
+def without_training(monkeypatch):
+    """Replace training; return the tasks."""
+    tasks = []
+    result = FinetuneResult(1.0, None, 2, 3.0, 4, 5, "model", 6.0)
+
+    def fit(task, *_):
+        tasks.append(task)
+        return result
+
+    monkeypatch.setattr("effjax.train.loop.fit", fit)
+    return tasks
+
+
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_a_run(run_finetune, tmp_path, lora):
+    kind = ["--lora", "2"] if lora else []
+    code, out, err = run_finetune("base", *ROWS, *SHORT, *kind, "--out", "here")
+    assert (code, err) == (0, "")
+    assert "base/rows.jsonl: 36 train and 4 validation sequences of 40 rows" in out
+    assert "packed into" in out and "rows of 16 tokens" in out
+    assert "llama: 2 layers of width 32, 43168 parameters in bfloat16" in out
+    assert "float32, batch 8 × 16, 2 steps, 8 devices: cpu" in out
+    assert "step 2/2  loss" in out and "validation loss of the best step, 2" in out
+    folder = "here/adapter" if lora else "here/model"
+    assert f"written: {folder}" in out
+    file = "adapter_model.safetensors" if lora else "model.safetensors"
+    assert (tmp_path / folder / file).exists()
+    config = json.loads((tmp_path / "here" / "config.json").read_text())
+    assert config["options"]["checkpoint"] == str((tmp_path / "base").resolve())
+    assert config["options"]["date"] and set(config["base"]) == {"config_sha256", "weights_sha256"}
+    if lora:
+        return
+    code, out, err = run_finetune("--resume", "here", "--steps", "3")
+    assert (code, err) == (0, "") and "step 3/3  loss" in out
+
+
+def test_counts_of_sequences(run_finetune, without_training, tmp_path):
+    rows = [{"prompt": "a", "completion": "b" * 50}, {"prompt": "p" * 50, "completion": "b"}]
+    rows += [{"text": f"row {i}"} for i in range(9)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "rows.jsonl").write_text(lines)
+    (tmp_path / "held.jsonl").write_text(json.dumps(rows[-1]) + "\n")
+    code, out, _ = run_finetune(
+        "base", "--data", "rows.jsonl", *SHORT, "--validation-data", "held.jsonl", "--no-packing"
+    )
+    assert code == 0
+    assert "2 rows cut to 16 tokens" in out
+    assert "1 row skipped: no token with loss in the first 16" in out
+    assert "1 row left out of the train rows: in the validation rows too" in out
+    assert "not packed: 9 rows of 16 tokens" in out
+
+
+def test_resume_with_moved_files(run_finetune, without_training, tmp_path):
+    assert run_finetune("base", *ROWS, *SHORT, "--out", "here", "--date", "2026-01-02")[0] == 0
+    shutil.move(tmp_path / "base", tmp_path / "moved")
+    code, _, err = run_finetune("--resume", "here")
+    assert code == 2 and one_line(err) and "/base: not found" in err
+    moved = "--data", "moved/rows.jsonl", "--steps", "5"
+    assert run_finetune("moved", "--resume", "here", *moved)[0] == 0
+    before, after = (task.config for task in without_training)
+    assert after.checkpoint == str((tmp_path / "moved").resolve())
+    assert (before.steps, after.steps, after.date) == (2, 5, "2026-01-02")
+
+
+def test_ctrl_c_names_the_command(run_finetune, monkeypatch):
+    def fit(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("effjax.train.loop.fit", fit)
+    assert run_finetune("base", *ROWS, *SHORT, "--out", "here")[0] == 130
+    code, _, err = run_finetune("--resume", "here", "--lora", "2")
+    assert code == 2 and "--lora cannot be combined with --resume" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "argv", "message"),
+    [
+        (None, [], "CHECKPOINT is missing. Use effjax finetune CHECKPOINT --data FILE.jsonl"),
+        (None, ["base"], "--data is missing"),
+        (None, ["Qwen/Qwen3-8B", *ROWS], "Qwen/Qwen3-8B: not found. Give the folder of"),
+        (None, ["base", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
+        (None, ["base", *ROWS, "--batch-size", "3"], "divisible by the number of devices (=8)"),
+        (None, ["base", *ROWS, "--date", "today"], "`date` (='today') must be like 2026-01-31"),
+        (None, ["base", *ROWS, "--out", "base"], "base: not empty and not a run"),
+        ("no tokenizer", ["base", *ROWS], "base/tokenizer.json: cannot be read"),
+        ("no weights", ["base", *ROWS], "must contain model.safetensors"),
+        ("bad row", ["base", *ROWS], "base/rows.jsonl: line 3: `completion` must be a string"),
+        ("no package", ["base", *ROWS], "tokenizers is missing. Run pip install"),
+    ],
+)
+def test_bad_input_is_one_line(run_finetune, tmp_path, monkeypatch, change, argv, message):
+    folder = tmp_path / "base"
+    if change == "no tokenizer":
+        (folder / "tokenizer.json").unlink()
+    elif change == "no weights":
+        (folder / "model.safetensors").unlink()
+    elif change == "bad row":
+        lines = (folder / "rows.jsonl").read_text().splitlines()
+        lines[2] = json.dumps({"prompt": "a", "completion": 5})
+        (folder / "rows.jsonl").write_text("\n".join(lines))
+    elif change == "no package":
+        monkeypatch.setitem(sys.modules, "tokenizers", None)
+    code, out, err = run_finetune(*argv)
+    assert (code, out) == (2, "") and one_line(err) and message in err, err
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+@pytest.fixture
+def search(monkeypatch):
+    """Replace the search by one that chooses the last combination; return its arguments."""
+    calls = []
+
+    def choose_options(make_step, options, **arguments):
+        calls.append(arguments)
+        last = {name: values[-1] for name, values in options.items()} | {"mlp_chunk_size": None}
+        fun, *args = make_step(**last)
+        assert callable(fun) and args
+        return types.SimpleNamespace(options=last)
+
+    monkeypatch.setattr("effjax.memory.choose_options", choose_options)
+    monkeypatch.setitem(_options(), "num_microbatches", (1,))
+    return calls
+
+
+def _options():
+    from effjax.train.finetune import forms
+
+    return forms.MEMORY_OPTIONS
+
+
+def test_fit(run_finetune, search, without_training):
+    code, out, err = run_finetune("base", *ROWS, *SHORT, "--fit", "h100:2GB", "--out", "here")
+    assert (code, err) == (0, "") and "options: --offload all --fuse-update\n" in out
+    (arguments,) = search
+    assert arguments["budget"] == 2 * 10**9 and arguments["num_devices"] == 8
+    (task,) = without_training
+    assert (task.config.offload, task.config.fuse_update) == ("all", True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["memory", "finetune"], "finetune needs CHECKPOINT"),
+        (["memory", "finetune", "nowhere"], "nowhere: not found"),
+        (["memory", "lm", "base"], "CHECKPOINT is not an option of lm"),
+        (["memory", "lm", "--max-length", "8"], "--max-length is not an option of lm"),
+        (["memory", "finetune", "base", "--width", "8"], "--width is not an option of finetune"),
+    ],
+)
+def test_memory_usage_errors(run, tmp_path, argv, message):
+    code, out, err = run(*argv)
+    assert (code, out) == (2, "") and one_line(err) and message in err, err
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_memory(run, base, tmp_path):
+    """A plan needs config.json only."""
+    shutil.copy(base / "config.json", tmp_path)
+    options = "--max-length", "64", "--batch-size", "2", "--only", "offload all, fused", "--json"
+    code, out, _ = run("memory", "finetune", "config.json", *options)
+    (plan,) = json.loads(out).values()
+    assert code == 0 and plan["host"]["total"] > 2 * 43168
+    code, out, _ = run("memory", "finetune", ".", *options[:4], "--budget", "100MB")
+    assert code == 0 and "fits in" in out

@@ -1,0 +1,95 @@
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from effjax.memory import plan
+from effjax.models import DecoderConfig
+from effjax.train.errors import DataError
+from effjax.train.finetune.config import FinetuneConfig
+from effjax.train.finetune.forms import (
+    FORMS,
+    finetune_steps,
+    min_bytes,
+    read_model,
+    training_step,
+    with_memory_options,
+)
+from effjax.train.finetune.tiny import SIZES
+from tests.programs import needs_gpu_compiler
+
+PLACES = dict(policy="recompute", activations="device", params="host", mlp_chunk_size=None)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A configuration whose checkpoint is a config.json only."""
+    file = tmp_path_factory.mktemp("base") / "config.json"
+    model = DecoderConfig.from_json({"model_type": "qwen3", "vocab_size": 384, **SIZES})
+    file.write_text(json.dumps(model.to_json()))
+    return FinetuneConfig(checkpoint=str(file), data="", max_length=32, batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def steps(config):
+    return finetune_steps(config)(4)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_step_of_each_form(steps, name):
+    step, state, batch, key = steps[name]
+    assert {a.shape for a in batch.values()} == {(4, 32)}
+    new_state, (loss,) = step.trace(state, batch, key).out_info
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+    assert loss.shape == ()
+    kinds = {a.sharding.memory_kind for a in state.model.layers.values()}
+    on_host = FORMS[name].get("offload") in ("params", "all")
+    assert kinds == {"pinned_host" if on_host else "device"}
+
+
+def test_memory_options(config):
+    chosen = with_memory_options(config, **PLACES, num_microbatches=2)
+    assert chosen is not None and chosen.fuse_update
+    assert (chosen.offload, chosen.num_microbatches) == ("params", 2)
+    _, state, *_ = training_step(chosen, read_model(config))
+    assert state.model.layers["mlp.up_proj.weight"].sharding.memory_kind == "pinned_host"
+    assert with_memory_options(config, 2, **PLACES, num_microbatches=2) is None
+    assert with_memory_options(config, **PLACES, num_microbatches=3) is None
+    long = PLACES | {"mlp_chunk_size": 1024}
+    assert with_memory_options(config, **long, num_microbatches=1) is None
+    skips = dataclasses.replace(config, on_nan="skip")
+    chosen = with_memory_options(skips, **PLACES, num_microbatches=1)
+    assert chosen is not None and not chosen.fuse_update
+
+
+def test_min_bytes(config):
+    model = read_model(config)
+    size = 2 * 4 * 32 * 32 * 2  # layers, rows, tokens, width, bytes
+    assert min_bytes(config, model, activations="device", policy="dots") == (size, 0)
+    assert min_bytes(config, model, 4, activations="device", policy="dots") == (size // 4, 0)
+    assert min_bytes(config, model, activations="host", policy="dots") == (0, size)
+
+
+def test_needs_a_configuration(config, tmp_path):
+    with pytest.raises(DataError, match="nowhere: not found"):
+        finetune_steps(dataclasses.replace(config, checkpoint="nowhere"))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(DataError, match="`model_type`"):
+        finetune_steps(dataclasses.replace(config, checkpoint=str(tmp_path)))
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_planned_memory(config):
+    """Offloaded parameters are in host memory, and the bounds are below the plan."""
+    planned = {}
+    for name in ("jax.checkpoint", "offload all, fused"):
+        planned[name] = plan(*finetune_steps(config)(64)[name], target="l4")
+    assert planned["offload all, fused"].host.total > 0
+    assert (
+        min_bytes(
+            dataclasses.replace(config, batch_size=64), read_model(config), activations="device"
+        )[0]
+        < planned["jax.checkpoint"].device.temporaries
+    )
