@@ -67,30 +67,38 @@ class Choices(NamedTuple):
 
 def text_choices(config: Any, given: Collection[str], num_devices: int) -> Choices:
     """Return the choices of a language model, of which some options were given."""
-    from ..train.lm import forms
+    from ..train import decoder_forms as forms
+    from ..train.lm import model
 
-    fuses = config.fuse_update or not ("fuse_update" in given or config.remat)
+    fuses = config.fuse_update or "fuse_update" not in given
     return Choices(
-        forms.LM_MEMORY_OPTIONS,
-        forms.LM_NOT_BY_TIME,
+        forms.MEMORY_OPTIONS,
+        forms.NOT_BY_TIME,
         functools.partial(forms.with_memory_options, num_devices=num_devices, fuse_update=fuses),
-        lambda config: forms.lm_training_step(config, num_devices),
-        functools.partial(forms.kept_bytes, config, num_devices),
+        lambda config: model.lm_training_step(config, num_devices),
+        functools.partial(
+            forms.min_bytes,
+            model.make_model(config),
+            (config.batch_size, config.context),
+            config.dtype,
+            num_devices,
+        ),
     )
 
 
 def finetune_choices(config: Any, given: Collection[str], num_devices: int) -> Choices:
     """Return the choices of fine-tuning, of which some options were given."""
+    from ..train import decoder_forms
     from ..train.finetune import forms
 
-    model = forms.read_model(config)
+    model, shape = forms.read_model(config), (config.batch_size, config.max_length)
     fuses = config.fuse_update or "fuse_update" not in given
     return Choices(
         forms.MEMORY_OPTIONS,
         forms.NOT_BY_TIME,
         functools.partial(forms.with_memory_options, num_devices=num_devices, fuse_update=fuses),
         lambda config: forms.training_step(config, model, num_devices),
-        functools.partial(forms.min_bytes, config, model, num_devices),
+        functools.partial(decoder_forms.min_bytes, model, shape, config.dtype, num_devices),
     )
 
 

@@ -44,7 +44,7 @@ OPTIONS = {
     "param_dtype": ("finetune",),
     "optimizer": ("finetune",),
     "mlp_chunk_size": ("finetune",),
-    "lora": ("lm", "finetune"),
+    "lora": ("finetune",),
     "num_microbatches": ("lm", "finetune"),
     "policy": ("lm", "finetune"),
     "dtype": ("densenet", "resnet", "lm", "finetune"),
@@ -113,7 +113,7 @@ def memory(
     ] = None,
     lora: Annotated[
         int | None,
-        model_option(help="Rank of the adapters of lm or finetune. (default: none)", **SIZE),
+        model_option(help="Rank of the adapters of finetune. (default: none)", **SIZE),
     ] = None,
     param_dtype: Annotated[
         Literal["bfloat16", "float32"] | None,
@@ -125,9 +125,7 @@ def memory(
     ] = None,
     num_microbatches: Annotated[
         int | None,
-        model_option(
-            help="Microbatches of the offloaded forms of lm, or of finetune. (default: 1)", **SIZE
-        ),
+        model_option(help="Microbatches of lm or finetune. (default: 1)", **SIZE),
     ] = None,
     mlp_chunk_size: Annotated[
         int | None,
@@ -137,9 +135,7 @@ def memory(
     ] = None,
     policy: Annotated[
         Literal["recompute", "dots", "everything"] | None,
-        model_option(
-            help="Residuals of the offloaded forms of lm, or of finetune. (default: recompute)"
-        ),
+        model_option(help="Residuals of lm or finetune, except in memory. (default: recompute)"),
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
@@ -348,7 +344,7 @@ def _image_config(
 
 
 def _text_steps(options: dict[str, Any], batch_size: int, num_devices: int) -> Steps:
-    from ..train.lm.forms import lm_steps
+    from ..train.lm.model import lm_steps
 
     return lm_steps(_text_config(options, batch_size), num_devices)
 
@@ -358,8 +354,6 @@ def _text_config(options: dict[str, Any], batch_size: int) -> LMConfig:
         batch_size=batch_size,
         # One head per 128 channels, at least four.
         heads=max(options.get("width", LMConfig.width) // 128, LMConfig.heads),
-        # Microbatches and policies need a form with offload, and all forms are planned.
-        offload="all" if {"num_microbatches", "policy"} & options.keys() else "none",
         **options,
     )
 

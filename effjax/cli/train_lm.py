@@ -34,18 +34,6 @@ def train_lm(
     context: Annotated[
         int, data_option(help="Context length in bytes.", **options.SIZE)
     ] = LMConfig.context,
-    init_from: Annotated[
-        str | None,
-        model_option(help="Start with the best weights of this run. (default: random weights)"),
-    ] = LMConfig.init_from,
-    lora: Annotated[
-        int | None,
-        model_option(
-            help="Train only low-rank matrices of this rank, added to the kernels of the layers. "
-            "(default: train all)",
-            **options.SIZE,
-        ),
-    ] = LMConfig.lora,
     layers: Annotated[
         int, model_option(help="Number of transformer blocks.", **options.SIZE)
     ] = LMConfig.layers,
@@ -53,20 +41,11 @@ def train_lm(
         int, model_option(help="Channels of each layer.", **options.SIZE)
     ] = LMConfig.width,
     heads: Annotated[int, model_option(help="Attention heads.", **options.SIZE)] = LMConfig.heads,
-    bias: Annotated[
-        bool, model_option(help="Use biases, and LayerNorm instead of RMSNorm.")
-    ] = LMConfig.bias,
-    dropout: Annotated[
-        float, model_option(help="Dropout rate after attention and MLP.")
-    ] = LMConfig.dropout,
-    remat: Annotated[
-        bool, model_option(help="Recompute each layer in the backward pass.")
-    ] = LMConfig.remat,
     offload: Annotated[
         Literal["none", "activations", "params", "all"],
         model_option(
-            help="Arrays in host memory: the residuals of the layers, their parameters and "
-            "optimizer state, or both."
+            help="Arrays in host memory: the residuals of the layers, parameters and optimizer "
+            "state, or both."
         ),
     ] = LMConfig.offload,
     fuse_update: Annotated[
@@ -75,8 +54,8 @@ def train_lm(
     policy: Annotated[
         Literal["recompute", "dots", "everything"],
         model_option(
-            help="Residuals of a layer with --offload or --fuse-update: its input only, also the "
-            "matrix products, or everything."
+            help="Residuals of a layer: its input only, also the matrix products, or everything. "
+            "The rest is recomputed in the backward pass."
         ),
     ] = LMConfig.policy,
     num_microbatches: Annotated[
@@ -98,6 +77,13 @@ def train_lm(
     batch_size: options.BatchSize = LMConfig.batch_size,
     learning_rate: options.LearningRate = LMConfig.learning_rate,
     weight_decay: options.WeightDecay = LMConfig.weight_decay,
+    clip_norm: Annotated[
+        float,
+        optimization_option(
+            help="Largest norm of the gradients, with --fuse-update that of the step before. 0 for "
+            "no clipping."
+        ),
+    ] = LMConfig.clip_norm,
     dtype: options.DType = LMConfig.dtype,
     seed: options.Seed = LMConfig.seed,
     out: options.Out = None,
@@ -141,11 +127,8 @@ def _train(request: RunRequest, plan: bool) -> None:
     from ..train.lm.task import prepare
     from ..train.report import print_line, print_table
 
-    task, console = prepare(request.config, resume=request.resume), make_console()
-    if task.source is not None:
-        task.source.check_apart(request.path)
-    memory_options = "--remat, or --offload all"
-    run, result = train(request, task, describe(task), console, memory_options)
+    task, console = prepare(request.config), make_console()
+    run, result = train(request, task, describe(task), console, "--offload all --fuse-update")
     memory = _plan(request.config, task.mesh.size, console) if plan and run.writes else None
     print_table(console, result_rows(result, memory))
     print_line(console, f"written: {run.path}")
@@ -153,7 +136,7 @@ def _train(request: RunRequest, plan: bool) -> None:
 
 def _plan(config: LMConfig, num_devices: int, console: "Console") -> "MemoryPlan | None":
     from ..memory import PlanError, plan
-    from ..train.lm.forms import lm_training_step
+    from ..train.lm.model import lm_training_step
     from ..train.report import print_line
     from .user_steps import shorten
 

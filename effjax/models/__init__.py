@@ -22,9 +22,6 @@ from .nnx import Decoder as Decoder
 from .nnx import DenseNet as DenseNet
 from .nnx import FeaturePyramid as FeaturePyramid
 from .nnx import ResNet as ResNet
-from .nnx import TransformerBlock as TransformerBlock
-from .nnx import TransformerLM as TransformerLM
-from .nnx import scan_layers as scan_layers
 from .resnet import resnet18 as resnet18
 from .resnet import resnet34 as resnet34
 from .resnet import resnet50 as resnet50
@@ -35,6 +32,7 @@ from .resnet import resnext101_32x8d as resnext101_32x8d
 from .resnet import resnext101_64x4d as resnext101_64x4d
 from .resnet import wide_resnet50_2 as wide_resnet50_2
 from .resnet import wide_resnet101_2 as wide_resnet101_2
+from .scan import scan_layers as scan_layers
 
 
 def __dir__() -> list[str]:

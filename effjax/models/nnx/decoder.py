@@ -14,7 +14,7 @@ from ..decoder import (
     decoder_logits,
     init_decoder,
 )
-from .transformer import ApplyLayers, scan_layers
+from ..scan import ApplyLayers, scan_layers
 
 
 class Decoder(nnx.Module):

@@ -1,6 +1,7 @@
 """The configuration of a training run on text. Imports no JAX."""
 
 import dataclasses
+import math
 from typing import ClassVar, Literal
 
 from ..config import RunConfig
@@ -16,14 +17,9 @@ class LMConfig(RunConfig):
     data: str = "pydoc"
     context: int = 128
 
-    init_from: str | None = None
-    lora: int | None = None
     layers: int = 4
     width: int = 128
     heads: int = 4
-    bias: bool = False
-    dropout: float = 0.0
-    remat: bool = False
     offload: Literal["none", "activations", "params", "all"] = "none"
     fuse_update: bool = False
     policy: Literal["recompute", "dots", "everything"] = "recompute"
@@ -33,27 +29,19 @@ class LMConfig(RunConfig):
     batch_size: int = 8
     learning_rate: float = 3e-3
     weight_decay: float = 0.1
+    clip_norm: float = 1.0  # 0 means that gradients are not clipped
     report_every: int = 100
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_share("dropout")
         if self.width % (2 * self.heads):
             nearest = max(self.width // (2 * self.heads), 1) * 2 * self.heads
             raise TrainError(
                 f"`width` (={self.width}) must be divisible by 2 · `heads` (={self.heads}). Use "
                 f"{nearest}."
             )
-        if self.lora is not None and self.lora > self.width:
-            raise TrainError(f"`lora` (={self.lora}) must be at most `width` (={self.width})")
-        uses_offload_ops = self.offload != "none" or self.fuse_update
-        for name, default in (("num_microbatches", 1), ("policy", "recompute")):
-            if (value := getattr(self, name)) != default and not uses_offload_ops:
-                raise TrainError(f"`{name}` (={value}) needs `offload` or `fuse_update`")
-        if self.remat and uses_offload_ops:
-            raise TrainError(
-                "`remat` cannot be combined with `offload` or `fuse_update`, which recompute anyway"
-            )
+        if not 0 <= self.clip_norm < math.inf:
+            raise TrainError(f"`clip_norm` (={self.clip_norm}) must be at least 0 and finite")
         if self.fuse_update and self.on_nan == "skip":
             raise TrainError(
                 "`on_nan` (=skip) cannot be combined with `fuse_update`, which updates the last "

@@ -14,16 +14,12 @@ def describe(task: LMTask) -> list[str]:
     """Describe the data, the model and the devices, one per line."""
     config, text = task.config, task.text
     sizes = format_sizes(len(text.train), len(text.validation), len(text.test))
-    trained = "" if config.lora is None else f" ({task.learner.num_trained} of them trained)"
-    lines = [
+    return [
         f"{text.name}: {sizes} bytes",
         f"{counted(config.layers, 'layer')} of width {config.width}, {task.learner.num_params} "
-        f"parameters{trained}, {config.dtype}, batch {config.batch_size} × {config.context}, "
+        f"parameters, {config.dtype}, batch {config.batch_size} × {config.context}, "
         f"{counted(config.steps, 'step')}, {describe_devices(task.mesh)}",
     ]
-    if task.source is not None:
-        lines.append(f"initialized from {task.source.run.path} at step {task.source.step}")
-    return lines
 
 
 def result_rows(result: LMResult, plan: MemoryPlan | None) -> list[tuple[str, str]]:

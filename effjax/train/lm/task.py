@@ -3,13 +3,13 @@
 
 import dataclasses
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from ... import __version__, offload_jit
 from ..data.text import (
@@ -20,22 +20,14 @@ from ..data.text import (
     test_batches,
     train_batches,
 )
+from ..decoder import DecoderLearner, DecoderState, make_schedule
 from ..errors import TrainError
-from ..mesh import (
-    Devices,
-    check_batch_size,
-    global_batch,
-    local_rows,
-    make_mesh,
-    put,
-    with_shardings,
-)
+from ..mesh import Devices, check_batch_size, global_batch, local_rows, make_mesh
 from ..task import Metrics, Part, Record, Task, TrainStep
 from .config import LMConfig
-from .source_run import SourceRun, find_source, restore_weights
-from .steps import LMLearner, LMState, OffloadedState, make_learner, make_lm_schedule
+from .model import make_learner
 
-State = LMState | OffloadedState
+Batch = dict[str, Any]  # arrays [batch_size, context]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +62,6 @@ def prepare(
     config: LMConfig,
     devices: Devices | None = None,
     text: Text | None = None,
-    resume: bool = False,
 ) -> "LMTask":
     """Read the text and check the options. Nothing is written.
 
@@ -78,15 +69,11 @@ def prepare(
         config: The options.
         devices: Where to train. The default is all devices of all processes.
         text: The default is that of `config.data`.
-        resume: The task is that of a run that continues, which does not need `config.init_from`.
 
     Raises:
         DataError: The text cannot be read, or is too short.
-        TrainError: The batch does not fit the devices, or `config.init_from` not the model.
+        TrainError: The batch does not fit the devices.
     """
-    source = None if resume else find_source(config)
-    if source is not None:  # an absolute path: the run may be resumed in another folder
-        config = dataclasses.replace(config, init_from=os.path.realpath(source.run.path))
     text = hold_out(load_text(config.data) if text is None else text, config.validation)
     check_length(text, config.context)
     mesh = make_mesh(config.mesh, devices)
@@ -96,8 +83,8 @@ def prepare(
             f"`num_microbatches` (={config.num_microbatches}) needs a single device, not "
             f"{mesh.size}"
         )
-    schedule = make_lm_schedule(config.learning_rate, config.steps)
-    return LMTask(config, mesh, schedule, text, make_learner(config, mesh), source)
+    schedule = make_schedule(config.learning_rate, config.steps)
+    return LMTask(config, mesh, schedule, text, make_learner(config, mesh))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,8 +96,7 @@ class LMTask(Task[LMResult]):
 
     config: LMConfig
     text: Text
-    learner: LMLearner
-    source: SourceRun | None = None  # whose weights a new run starts with
+    learner: DecoderLearner
 
     @property
     def steps_per_unit(self) -> int:
@@ -132,47 +118,43 @@ class LMTask(Task[LMResult]):
         data |= {"test_bytes": len(self.text.test), "sha256": self.text.digest}
         return self.config.describe(__version__, data)
 
-    def initial_state(self) -> State:
-        # A resumed run may have stopped before its first checkpoint.
-        source = self.source or find_source(self.config)
-        state = self.learner.initial_state(self.mesh)
-        # The parameters are sharded already. The step and the counts of the optimizer in
-        # `OffloadedState` are not.
-        state = put(state, self.learner.shardings(state, self.mesh))
-        return state if source is None else restore_weights(state, source, self.mesh)
+    def initial_state(self) -> DecoderState:
+        return self.learner.initial_state(*self.learner.random_params(self.config.seed))
 
-    def shapes(self) -> State:
-        shapes = jax.eval_shape(lambda: self.learner.initial_state(self.mesh))
-        return with_shardings(shapes, self.learner.shardings(shapes, self.mesh))
+    def shapes(self) -> DecoderState:
+        return self.learner.shapes()
 
     def make_step(self) -> TrainStep:
         # Each array keeps its sharding and its memory.
         return offload_jit(self.learner.train_step())
 
-    def make_eval(self) -> Callable[[State, Part], Metrics]:
+    def make_eval(self) -> Callable[[DecoderState, Part], Metrics]:
         eval_step = offload_jit(self.learner.eval_step(), donate=False)
         context, size = self.config.context, self.config.batch_size
         rows = local_rows(size, self.mesh)
 
-        def test(state: State, part: Part) -> Metrics:
+        def test(state: DecoderState, part: Part) -> Metrics:
             total, count = 0.0, 0.0
             data = getattr(self.text, part)
             if not len(data):
                 return {}
-            for tokens, weights in test_batches(data, context, size):
-                batch = global_batch((tokens[rows], weights[rows]), size, self.mesh)
-                total += float(eval_step(state.params, *batch))
-                count += float(weights.sum())
+            for windows, weights in test_batches(data, context, size):
+                rows_of = _split(windows[rows]) | {
+                    "weights": weights[rows, None].repeat(context, 1)
+                }
+                batch = global_batch(rows_of, size, self.mesh)
+                sums = eval_step(state.model.layers, state.model.others, batch)
+                total, count = total + float(sums[0]), count + float(sums[1])
             loss = total / count
             return {"loss": loss, "bits_per_byte": loss / math.log(2)}
 
         return test
 
-    def batches(self, done: int) -> Iterator[jax.Array]:
+    def batches(self, done: int) -> Iterator[Batch]:
         config, size = self.config, self.config.batch_size
         rows, data = local_rows(size, self.mesh), self.text.train
         for windows in train_batches(data, config.context, size, config.seed, done, rows):
-            yield global_batch(windows, size, self.mesh)
+            yield global_batch(_split(windows), size, self.mesh)
 
     def read(self, metrics: jax.Array) -> Metrics:
         return {"loss": float(metrics)}
@@ -202,3 +184,8 @@ class LMTask(Task[LMResult]):
             num_params=self.learner.num_params,
             seconds=time.perf_counter() - began,
         )
+
+
+def _split(windows: np.ndarray) -> Batch:
+    """Return the tokens of windows [N, T + 1], and the next tokens."""
+    return {"tokens": windows[:, :-1], "labels": windows[:, 1:]}
