@@ -24,7 +24,7 @@ PLACES = dict(policy="recompute", activations="device", params="host", mlp_chunk
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    """A configuration whose checkpoint is a config.json only."""
+    """Return a configuration whose checkpoint is a config.json only."""
     file = tmp_path_factory.mktemp("base") / "config.json"
     model = DecoderConfig.from_json({"model_type": "qwen3", "vocab_size": 384, **SIZES})
     file.write_text(json.dumps(model.to_json()))
