@@ -6,12 +6,11 @@ import pytest
 
 from effjax.memory import plan
 from effjax.models import DecoderConfig
+from effjax.train.decoder_forms import FORMS, min_bytes
 from effjax.train.errors import DataError
 from effjax.train.finetune.config import FinetuneConfig
 from effjax.train.finetune.forms import (
-    FORMS,
     finetune_steps,
-    min_bytes,
     read_model,
     training_step,
     with_memory_options,
@@ -64,11 +63,11 @@ def test_memory_options(config):
 
 
 def test_min_bytes(config):
-    model = read_model(config)
+    arguments = read_model(config), (4, 32), "bfloat16"
     size = 2 * 4 * 32 * 32 * 2  # layers, rows, tokens, width, bytes
-    assert min_bytes(config, model, activations="device", policy="dots") == (size, 0)
-    assert min_bytes(config, model, 4, activations="device", policy="dots") == (size // 4, 0)
-    assert min_bytes(config, model, activations="host", policy="dots") == (0, size)
+    assert min_bytes(*arguments, activations="device", policy="dots") == (size, 0)
+    assert min_bytes(*arguments, 4, activations="device", policy="dots") == (size // 4, 0)
+    assert min_bytes(*arguments, activations="host", policy="dots") == (0, size)
 
 
 def test_needs_a_configuration(config, tmp_path):
@@ -87,9 +86,5 @@ def test_planned_memory(config):
     for name in ("jax.checkpoint", "offload all, fused"):
         planned[name] = plan(*finetune_steps(config)(64)[name], target="l4")
     assert planned["offload all, fused"].host.total > 0
-    assert (
-        min_bytes(
-            dataclasses.replace(config, batch_size=64), read_model(config), activations="device"
-        )[0]
-        < planned["jax.checkpoint"].device.temporaries
-    )
+    kept, _ = min_bytes(read_model(config), (64, 32), "bfloat16", activations="device")
+    assert kept < planned["jax.checkpoint"].device.temporaries
