@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -194,6 +195,8 @@ def put(state: Any, shardings: Any) -> Any:
             return a
         if to.is_fully_addressable:
             return jax.device_put(a, to)
+        if jnp.issubdtype(jnp.result_type(a), jax.dtypes.prng_key):  # not an array of NumPy
+            return jax.jit(lambda: a, out_shardings=to)()
         return jax.make_array_from_callback(np.shape(a), to, lambda index: np.asarray(a)[index])
 
     return jax.tree.map(put_one, state, shardings)

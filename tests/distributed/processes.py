@@ -85,15 +85,18 @@ class Group:
         codes = self._read(process, "replies").split()
         return int(codes[-1]) if len(codes) == self.programs else self.processes[process].poll()
 
-    def run(self, *argv: object, before: str = "", wait_for: Any = None) -> list[Ended]:
-        """Run `effjax train ARGV` in all processes.
+    def run(
+        self, *argv: object, command: str = "train", before: str = "", wait_for: Any = None
+    ) -> list[Ended]:
+        """Run `effjax COMMAND ARGV` in all processes.
 
         Args:
             argv: The arguments.
+            command: The command.
             before: Python code that each process runs first. It may change `argv`.
             wait_for: As in `execute`.
         """
-        words = ["train", *map(str, argv)]
+        words = [command, *map(str, argv)]
         if self.programs == 0:
             words += ["--coordinator", self.address, "--num-processes", str(len(self.processes))]
             words += ["--heartbeat-timeout", str(self.heartbeat_timeout), "--process-id"]
