@@ -78,7 +78,7 @@ def test_parse_fit_rejects(text):
 def test_train_lm(run_lm, search, tmp_path, monkeypatch):
     from effjax.train.lm.task import LMResult
 
-    monkeypatch.setattr("effjax.train.lm.forms.LM_MEMORY_OPTIONS", {
+    monkeypatch.setattr("effjax.train.decoder_forms.MEMORY_OPTIONS", {
         "policy": ("everything", "dots"), "activations": ("device",), "params": ("host",),
         "num_microbatches": (1,),
     })  # fmt: skip
@@ -93,11 +93,11 @@ def test_train_lm(run_lm, search, tmp_path, monkeypatch):
     assert arguments["num_devices"] == 8 and arguments["not_by_time"] == ("policy",)
     options = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
     assert (options["offload"], options["policy"]) == ("params", "dots")
-    assert options["fuse_update"] and not options["remat"]
+    assert options["fuse_update"]
 
 
 def test_nothing_fits(run_lm, search, tmp_path, monkeypatch):
-    monkeypatch.setattr("effjax.train.lm.forms.LM_MEMORY_OPTIONS", {
+    monkeypatch.setattr("effjax.train.decoder_forms.MEMORY_OPTIONS", {
         "policy": ("recompute",), "activations": ("host",), "params": ("host",),
         "num_microbatches": (1,),
     })  # fmt: skip
@@ -121,10 +121,6 @@ def test_train_densenet(run, search, small_model, tmp_path):
         (["--fit", "24"], "--fit '24' must be a size, such as 24GB"),
         (["--fit", "h300"], "must be one of h200"),
         (["--fit", "l4:99GB"], "must be at most the memory of NVIDIA L4"),
-        (
-            ["--fit", "h100", "--offload", "none", "--no-fuse-update", "--policy", "dots"],
-            "`policy`",
-        ),
     ],
 )
 def test_usage_errors(run_lm, tmp_path, argv, message):
@@ -139,10 +135,9 @@ def test_usage_errors(run_lm, tmp_path, argv, message):
         ({}, 48, "--fuse-update --policy everything"),
         ({"offload": "none"}, 12, "--fuse-update --policy everything"),
         ({"offload": "all"}, 12, "--fuse-update --policy everything"),
-        ({"fuse_update": False}, 38, ""),
-        ({"remat": True}, 1, ""),
+        ({"fuse_update": False}, 48, "--policy everything"),
         ({"policy": "dots", "fuse_update": True}, 16, ""),
-        ({"on_nan": "skip"}, 38, ""),
+        ({"on_nan": "skip"}, 48, "--policy everything"),
         ({"batch_size": 6}, 24, "--fuse-update --policy everything"),
     ],
 )

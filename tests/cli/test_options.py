@@ -48,7 +48,7 @@ def test_help_has_two_columns_on_a_narrow_terminal(run, monkeypatch, command):
         (["memory", "densenet"], 13),
         (["train", "densenet"], 12),
         (["train", "resnet"], 9),
-        (["train", "lm"], 15),
+        (["train", "lm"], 14),
     ],
 )
 def test_integers_have_bounds(run, monkeypatch, tmp_path, argv, number):

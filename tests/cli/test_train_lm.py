@@ -2,9 +2,7 @@ import dataclasses
 import gc
 import json
 import resource
-import shutil
 
-import numpy as np
 import pytest
 
 from effjax.train.checkpoint import Checkpoints
@@ -23,7 +21,7 @@ def run_lm(run, tmp_path):
 
 
 def test_a_run_of_lm(run_lm, tmp_path):
-    code, out, err = run_lm(*LM, "--remat", "--bias", "--dtype", "bfloat16", "--out", "here")
+    code, out, err = run_lm(*LM, "--policy", "dots", "--dtype", "bfloat16", "--out", "here")
     assert (code, err) == (0, "")
     assert "text:text.txt: 317 train, 40 validation and 39 test bytes" in out
     assert "batch 8 × 8, 3 steps, 8 devices" in out
@@ -31,7 +29,7 @@ def test_a_run_of_lm(run_lm, tmp_path):
     for row in ("train loss", "test loss", "bits/byte", "parameters", "tokens/s"):
         assert row in out
     options = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
-    assert options["remat"] and options["bias"] and options["context"] == 8
+    assert options["policy"] == "dots" and options["context"] == 8
     final = json.loads((tmp_path / "here" / "metrics.jsonl").read_text().splitlines()[-1])
     assert final["kind"] == "final" and final["test_bits_per_byte"] < 9
 
@@ -88,53 +86,12 @@ def test_a_full_disk(run_lm, monkeypatch, caplog):
     assert caplog.records == []
 
 
-@pytest.fixture
-def base(run_lm, monkeypatch, tmp_path):
-    """Create a run with a checkpoint, without training."""
-
-    def fit(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("effjax.train.loop.fit", fit)
-    path = tmp_path / "base"
-    assert run_lm(*LM, "--out", "base")[0] == 130
-    (path / "metrics.jsonl").write_text('{"kind": "step", "step": 2}\n')
-    with Checkpoints(path / "checkpoints") as checkpoints:
-        checkpoints.save(2, {"weights": np.ones(3)}, score=(1.0,))
-    return path
-
-
-def test_init_from_is_not_overwritten(run_lm, base, tmp_path):
-    def files():
-        return {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
-
-    (tmp_path / "link").symlink_to("base")
-    before = files()
-    for begin, out in (("base", "base"), ("base", "link"), ("link", "base/checkpoints")):
-        options = "--init-from", begin, "--out", out, "--overwrite"
-        code, said, err = run_lm(*LM, *options)
-        assert (code, said) == (2, "") and one_line(err)
-        assert f"--out {out} and --init-from {begin} are the same, or one lies in" in err
-        assert files() == before
-
-
-def test_resume_does_not_need_init_from(run_lm, base, tmp_path):
-    code, out, _ = run_lm(*LM, "--init-from", "base", "--lora", "2", "--out", "here")
-    assert code == 130 and "initialized from base at step 2\n" in out
-    options = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
-    assert options["init_from"] == str(base.resolve())
-    shutil.rmtree(base)
-    code, out, _ = run_lm("--resume", "here")
-    assert code == 130 and "initialized from" not in out
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--data", "text:nowhere"], "nowhere"),
         (["--context", "39"], "bytes are too few for `context` (=39)"),
         (["--heads", "3"], "`width` (=8) must be divisible by 2 · `heads` (=3). Use 6"),
-        (["--init-from", "run"], "run: not a run (no config.json)"),
         (["--out", "."], ".: not empty and not a run"),
         (["--resume", ".", "--context", "3"], "--context cannot be combined with --resume"),
     ],

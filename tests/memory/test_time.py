@@ -16,8 +16,9 @@ from effjax.memory import Rates, find_rates, list_targets, plan, step_time
 from effjax.memory._hlo import parse, transfers
 from effjax.memory._work import WorkCounter
 from effjax.memory.targets import find_target
+from effjax.train.decoder_forms import FORMS
 from effjax.train.lm.config import LMConfig
-from effjax.train.lm.forms import LM_FORMS, lm_training_step
+from effjax.train.lm.model import lm_training_step, make_model
 from tests.programs import needs_gpu_compiler, needs_tpu_compiler
 from tests.tiers import exhaustive
 
@@ -335,15 +336,24 @@ def test_long_products_hide_the_weights_that_arrive():
 
 # FLOPs of a step of effjax's language model: products of the layers, attention, and head.
 def lm_flops(config, recomputes):
-    width, tokens = config.width, config.batch_size * config.context
-    layer = 12 * width**2  # qkv, out, up, down
+    model, tokens = make_model(config), config.batch_size * config.context
+    width, hidden = model.hidden_size, model.intermediate_size
+    layer = 4 * width**2 + 3 * width * hidden  # q, k, v, o; gate, up, down
     # The backward pass has two products for each of the forward pass. Recomputation does without
     # the last product of a layer.
-    products = 3 * layer + (8 * width**2 if recomputes else 0)
-    # All pairs of positions; jax.nn's XLA implementation computes those that the mask removes.
-    attention = (2 + 4 + (2 if recomputes else 0)) * config.context * width
+    products = 3 * layer + (layer - width * hidden if recomputes else 0)
+    # All pairs of positions, as the blocks of this context are not skipped. The backward pass of
+    # attention computes its first product again.
+    attention = (2 + 5 + (2 if recomputes else 0)) * config.context * width
     head = 4 * 256 * width  # linear_cross_entropy recomputes the logits
     return 2 * tokens * (config.layers * (products + attention) + head)
+
+
+def stack_bytes(config):
+    """Return the bytes of the parameters of the layers, in float32."""
+    model = make_model(config)
+    width, hidden = model.hidden_size, model.intermediate_size
+    return 4 * config.layers * (4 * width**2 + 3 * width * hidden)
 
 
 SMALL = LMConfig(layers=4, width=256, heads=4, context=256, batch_size=8)
@@ -365,7 +375,7 @@ QWEN_8B_LIKE = LMConfig(
     ids=lambda value: value if isinstance(value, str) else f"width {value.width}",
 )
 def test_flops_of_a_language_model(config, form):
-    config = dataclasses.replace(config, **LM_FORMS[form])
+    config = dataclasses.replace(config, **FORMS[form])
     fun, *args = lm_training_step(config)
     p = plan(fun, *args, target="h100", host_memory_bytes=2**40)
     assert p.step_time.total_flops == pytest.approx(lm_flops(config, form != "in memory"), rel=0.02)
@@ -376,7 +386,7 @@ def test_flops_of_a_language_model(config, form):
         assert counted == pytest.approx(listed, rel=0.001)
     if form == "offload all, fused":
         # Parameters and two moments arrive and leave; parameters also arrive for the forward pass.
-        size = 4 * config.layers * 12 * config.width**2
+        size = stack_bytes(config)
         boundaries = config.layers * config.batch_size * config.context * config.width
         boundaries *= jnp.dtype(config.dtype).itemsize
         assert p.step_time.to_device_bytes == pytest.approx(4 * size + boundaries, rel=0.25)
@@ -388,7 +398,7 @@ def test_flops_of_a_language_model(config, form):
 def test_flops_and_transfers_on_a_tpu():
     """Products are convolutions on a TPU, and the compiler does not state the length of loops."""
     form = "offload all, fused"
-    fun, *args = lm_training_step(dataclasses.replace(SMALL, **LM_FORMS[form]))
+    fun, *args = lm_training_step(dataclasses.replace(SMALL, **FORMS[form]))
     p = plan(fun, *args, target="v5e")
     assert p.step_time.total_flops == pytest.approx(lm_flops(SMALL, True), rel=0.02)
     # The compiler moves a reshape of host arrays to the host.
@@ -398,7 +408,7 @@ def test_flops_and_transfers_on_a_tpu():
         listed = sum(t.bytes * t.count for t in p.transfers if t.direction == direction)
         counted = getattr(p.step_time, f"{direction}_bytes")
         assert counted == pytest.approx(listed, rel=0.001)
-    size = 4 * SMALL.layers * 12 * SMALL.width**2
+    size = stack_bytes(SMALL)
     # One layer too many is loaded ahead in each direction, and no stack as a whole.
     assert 4 * size <= p.step_time.to_device_bytes <= 5.5 * size
 

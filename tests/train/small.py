@@ -70,12 +70,12 @@ def image_task(devices=2, **options) -> images.ImageTask:
         return images.prepare(config, jax.devices()[:devices], dataset())
 
 
-def lm_task(devices=2, resume=False, **options) -> lm.LMTask:
+def lm_task(devices=2, **options) -> lm.LMTask:
     """Return a task of five steps, evaluated after the second, the fourth and the last one."""
     tiny: dict[str, Any] = dict(
-        layers=2, width=16, heads=2, context=12, batch_size=4, steps=5, report_every=2, dropout=0.1
+        layers=2, width=16, heads=2, context=12, batch_size=4, steps=5, report_every=2
     )  # fmt: skip
-    return lm.prepare(LMConfig(**tiny | options), jax.devices()[:devices], TEXT, resume)
+    return lm.prepare(LMConfig(**tiny | options), jax.devices()[:devices], TEXT)
 
 
 class CachedTask:

@@ -20,8 +20,7 @@ from effjax.train.lm.config import LMConfig
         (DenseNetConfig, {"momentum": 1.0}),
         (DenseNetConfig, {"on_nan": "stmp"}),
         (ResNetConfig, {"depth": 20}),
-        (LMConfig, {"dropout": 1.0}),
-        (LMConfig, {"lora": 129}),
+        (LMConfig, {"clip_norm": -1.0}),
         (LMConfig, {"width": 12}),
     ],
 )
@@ -39,10 +38,7 @@ def test_validation_is_a_share_or_a_number(validation):
 @pytest.mark.parametrize(
     ("message", "options"),
     [
-        (r"`num_microbatches` \(=2\) needs `offload`", {"num_microbatches": 2}),
-        (r"`policy` \(=dots\) needs `offload`", {"policy": "dots"}),
-        (r"`num_microbatches` \(=3\) must divide", {"num_microbatches": 3, "offload": "all"}),
-        ("`remat` cannot be combined", {"remat": True, "fuse_update": True}),
+        (r"`num_microbatches` \(=3\) must divide", {"num_microbatches": 3}),
         (r"`on_nan` \(=skip\) cannot be combined", {"on_nan": "skip", "fuse_update": True}),
         (r"`width` \(=30\) must be .* `heads` \(=4\)\. Use 24", {"width": 30}),
     ],

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from effjax.train import decoder
 from effjax.train.checkpoint import Checkpoints
 from effjax.train.errors import PreemptionError, TrainError
 from effjax.train.images.steps import Batch, Learner
-from effjax.train.lm import steps
 from effjax.train.lm.config import LMConfig
 from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
@@ -46,22 +46,19 @@ class Poisoned(Learner):
 
 @pytest.fixture(scope="module", autouse=True)
 def poisoned_text():
-    loss, split = steps.lm_loss, steps.split_loss
+    make = decoder.decoder_functions
 
-    def lm_loss(graphdef, params, tokens, *rest):
-        return loss(graphdef, params, tokens, *rest) + poison(tokens, params)
+    def decoder_functions(*args, **options):
+        functions = make(*args, **options)
 
-    def split_loss(*args):
-        functions = split(*args)
-
-        def head(others, x, tokens, key):
-            return functions.head(others, x, tokens, key) + poison(tokens, (others, x))
+        def head(others, x, batch, key=None):
+            total, weight = functions.head(others, x, batch, key)
+            return total + poison(batch["tokens"], (others, x["hidden"])), weight
 
         return functions._replace(head=head)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "lm_loss", lm_loss)
-        patch.setattr(steps, "split_loss", split_loss)
+        patch.setattr(decoder, "decoder_functions", decoder_functions)
         yield
 
 
@@ -85,7 +82,7 @@ class Bad(CachedTask):
     def spoiled(self, batch, value):
         if isinstance(batch, Batch):
             return batch._replace(images=batch.images * 0 + value)
-        return batch * 0 + value
+        return jax.tree.map(lambda a: a * 0 + value, batch)
 
 
 # By step, what is not finite. Images: epochs of 4 steps. Text: evaluated after steps 2, 4 and 5.
