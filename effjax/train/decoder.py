@@ -169,7 +169,8 @@ class DecoderLearner:
         on_device = dataclasses.replace(self, offload="none")
         init, _ = on_device._offload_functions()
         model = jax.eval_shape(init, layers, others)
-        shapes = DecoderState(jax.ShapeDtypeStruct((), jnp.int32), model)
+        step: Any = jax.ShapeDtypeStruct((), jnp.int32)
+        shapes = DecoderState(step, model)
         return with_shardings(shapes, self._shardings(shapes))
 
     def initial_state(self, layers: Params, others: Params, seed: int = 0) -> DecoderState:
