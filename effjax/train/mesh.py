@@ -188,13 +188,18 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
 
 
 def put(state: Any, shardings: Any) -> Any:
-    """Place a pytree with the given shardings. Every process passes full arrays."""
+    """Place a pytree with the given shardings.
+
+    Every process passes full arrays, or the arrays are on the devices of all of them.
+    """
 
     def put_one(a: Any, to: Any) -> jax.Array:
         if isinstance(a, jax.Array) and a.sharding == to:
             return a
         if to.is_fully_addressable:
             return jax.device_put(a, to)
+        if isinstance(a, jax.Array) and not a.is_fully_addressable:
+            return jax.jit(lambda a: a, out_shardings=to)(a)
         if jnp.issubdtype(jnp.result_type(a), jax.dtypes.prng_key):  # not an array of NumPy
             return jax.jit(lambda: a, out_shardings=to)()
         return jax.make_array_from_callback(np.shape(a), to, lambda index: np.asarray(a)[index])

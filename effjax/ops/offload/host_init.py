@@ -103,7 +103,7 @@ def init_in_place(
     leaves = jax.tree.leaves(tree)
     if any(isinstance(a, Tracer) for a in leaves):
         return run(tree)
-    devices = leaves[0].devices() if leaves else jax.devices()
+    devices = leaves[0].devices() if leaves else jax.local_devices()
     one_device = SingleDeviceSharding(min(devices, key=lambda d: d.id))
 
     def place(path, a):
