@@ -7,9 +7,11 @@ import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import tarfile
+import time
 import zipfile
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
@@ -93,6 +95,56 @@ def check_native(cpu: str, cuda: str | None) -> None:
     print("native kernels:", status)
 
 
+def check_finetune(folder: pathlib.Path) -> None:
+    """Fine-tune a tiny model: its loss falls, a killed run ends equal, transformers loads it."""
+    base = folder / "base"
+    options = ["--max-length", "64", "--epochs", "12", "--report-every", "34"]
+    options += ["--learning-rate", "0.01", "--param-dtype", "float32", "--dtype", "float32"]
+    effjax = [sys.executable, "-m", "effjax", "finetune"]
+    subprocess.run([sys.executable, "-m", "effjax.train.finetune.tiny", base], check=True)
+    command = [*effjax, base, "--data", base / "rows.jsonl", *options, "--out"]
+    subprocess.run([*command, folder / "whole"], check=True)
+
+    # Kill a run after a checkpoint between two reports, and resume it.
+    killed = folder / "killed"
+    process = subprocess.Popen([*command, killed, "--checkpoint-every", "5"])
+    while process.poll() is None and not (killed / "checkpoints" / "40").exists():
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, "the run ended before it was killed"
+    subprocess.run([*effjax, "--resume", killed], check=True)
+
+    reports = [read_reports(folder / name) for name in ("whole", "killed")]
+    assert reports[0] == reports[1], reports
+    weights = [folder / name / "model" / "model.safetensors" for name in ("whole", "killed")]
+    assert weights[0].read_bytes() == weights[1].read_bytes(), "the weights differ"
+    losses = [report["validation_loss"] for report in reports[0]]
+    assert losses[-1] < losses[0] - 0.2, losses
+
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "whole" / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "whole" / "model")
+    question = [{"role": "user", "content": "2 + 3?"}]
+    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    tokens = tokenizer(text, return_tensors="pt").input_ids
+    answer = model.generate(tokens, max_new_tokens=12, do_sample=False)[0, tokens.shape[1] :]
+    answer = tokenizer.decode(answer)
+    print(f"validation losses {losses}, an answer: {answer!r}")
+    assert re.match(r"\d \+ \d = \d+<\|im_end\|>", answer), answer  # it learned the form
+
+
+def read_reports(run: pathlib.Path) -> list[dict]:
+    """Return the reports of a run, without what differs between equal runs."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    times = "seconds", "tokens_per_second"
+    return [
+        {name: value for name, value in line.items() if name not in times}
+        for line in lines
+        if line["kind"] == "step"
+    ]
+
+
 def main() -> None:
     """Run the check that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -105,6 +157,7 @@ def main() -> None:
     contents.add_argument("sdist", type=pathlib.Path)
     checks.add_parser("installed")
     checks.add_parser("quiet")
+    checks.add_parser("finetune").add_argument("folder", type=pathlib.Path)
     native = checks.add_parser("native")
     native.add_argument("--cpu", required=True)
     native.add_argument("--cuda")
@@ -116,6 +169,7 @@ def main() -> None:
         "contents": check_contents,
         "installed": check_installed,
         "quiet": check_quiet,
+        "finetune": check_finetune,
         "native": check_native,
     }[arguments.pop("check")](**arguments)
 
