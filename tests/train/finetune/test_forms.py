@@ -17,6 +17,7 @@ from effjax.train.finetune.forms import (
 )
 from effjax.train.finetune.tiny import SIZES
 from tests.programs import needs_gpu_compiler
+from tests.tiers import plainly
 
 PLACES = dict(policy="recompute", activations="device", params="host", mlp_chunk_size=None)
 
@@ -35,7 +36,7 @@ def steps(config):
     return finetune_steps(config)(4)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", plainly("in memory", "offload all, fused", of=FORMS))
 def test_a_step_of_each_form(steps, name):
     step, state, batch, key = steps[name]
     assert {a.shape for a in batch.values()} == {(4, 32)}
@@ -60,14 +61,6 @@ def test_memory_options(config):
     skips = dataclasses.replace(config, on_nan="skip")
     chosen = with_memory_options(skips, **PLACES, num_microbatches=1)
     assert chosen is not None and not chosen.fuse_update
-
-
-def test_min_bytes(config):
-    arguments = read_model(config), (4, 32), "bfloat16"
-    size = 2 * 4 * 32 * 32 * 2  # layers, rows, tokens, width, bytes
-    assert min_bytes(*arguments, activations="device", policy="dots") == (size, 0)
-    assert min_bytes(*arguments, 4, activations="device", policy="dots") == (size // 4, 0)
-    assert min_bytes(*arguments, activations="host", policy="dots") == (0, size)
 
 
 def test_needs_a_configuration(config, tmp_path):

@@ -152,6 +152,7 @@ def test_sharded_parameters(base):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 0, 1e-5), params, one_params)
 
 
+@pytest.mark.exhaustive
 def test_adapters(base, tmp_path):
     task = finetune_task(base, lora=2, lora_alpha=3, steps=2)
     before = jax.device_get(task.initial_state().model)
