@@ -18,6 +18,8 @@ from .densenet import densenet161 as densenet161
 from .densenet import densenet169 as densenet169
 from .densenet import densenet201 as densenet201
 from .densenet import densenet_cifar as densenet_cifar
+from .generate import Generation as Generation
+from .generate import generate as generate
 from .nnx import Decoder as Decoder
 from .nnx import DenseNet as DenseNet
 from .nnx import FeaturePyramid as FeaturePyramid

@@ -29,6 +29,8 @@ from ..ops.cross_entropy import linear_cross_entropy
 
 Params = dict[str, Any]
 Linear = Callable[[str, jax.Array], jax.Array]  # (name of a linear layer, x)
+# ``attend(q, k, v, x) -> (y, x)`` of arrays [N, T, heads, head_dim] and the input of the layer.
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Params], tuple[jax.Array, Params]]
 
 
 class _Family(NamedTuple):
@@ -440,7 +442,13 @@ def decoder_functions(
         mlp_chunk_size = as_integer("mlp_chunk_size", mlp_chunk_size, 1)
     return DecoderFunctions(
         functools.partial(_embed, dtype),
-        functools.partial(_apply_layer, config, attention, mlp_chunk_size, lora_scale),
+        functools.partial(
+            apply_layer,
+            config,
+            functools.partial(_attend, config, attention),
+            mlp_chunk_size,
+            lora_scale,
+        ),
         functools.partial(_apply_head, config),
     )
 
@@ -477,18 +485,19 @@ def _take_rows(weight: jax.Array, tokens: jax.Array) -> jax.Array:
     return weight.at[tokens].get(out_sharding=sharding)
 
 
-def _apply_layer(
+def apply_layer(
     config: DecoderConfig,
-    attention: str | None,
+    attend: Attend,
     mlp_chunk_size: int | None,
     lora_scale: float,
     params: Params,
     x: Params,
     key: Any = None,
 ) -> Params:
+    """Apply one layer, with the given attention; see `decoder_functions`."""
     linear = functools.partial(_linear, params, lora_scale)
-    hidden = x["hidden"]
-    hidden = hidden + _attend(config, attention, linear, params, x)
+    y, x = _apply_attention(config, attend, linear, params, x)
+    hidden = x["hidden"] + y
 
     def mlp(hidden: jax.Array) -> jax.Array:
         return hidden + _apply_mlp(config, linear, params, hidden)
@@ -501,9 +510,9 @@ def _apply_layer(
     return {**x, "hidden": hidden}
 
 
-def _attend(
-    config: DecoderConfig, attention: str | None, linear: Linear, params: Params, x: Params
-) -> jax.Array:
+def _apply_attention(
+    config: DecoderConfig, attend: Attend, linear: Linear, params: Params, x: Params
+) -> tuple[jax.Array, Params]:
     hidden, epsilon = x["hidden"], config.rms_norm_eps
     y = _rms_norm(hidden, params["input_layernorm.weight"], epsilon)
     q, k, v = (
@@ -514,15 +523,27 @@ def _attend(
         q = _rms_norm(q, params["self_attn.q_norm.weight"], epsilon)
         k = _rms_norm(k, params["self_attn.k_norm.weight"], epsilon)
     rotation = _rotation(config, x["positions"], accumulation_dtype(y))
+    y, x = attend(_rotate(q, *rotation), _rotate(k, *rotation), v, x)
+    return linear("self_attn.o_proj", y.reshape(*y.shape[:2], -1)), x
+
+
+def _attend(
+    config: DecoderConfig,
+    attention: str | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    x: Params,
+) -> tuple[jax.Array, Params]:
     y = dot_product_attention(
-        _rotate(q, *rotation),
-        _rotate(k, *rotation),
+        q,
+        k,
         v,
         segment_ids=x.get("segment_ids"),
         window=config.sliding_window,
         implementation=attention,
     )
-    return linear("self_attn.o_proj", y.reshape(*y.shape[:2], -1))
+    return y, x
 
 
 def _apply_mlp(
