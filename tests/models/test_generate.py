@@ -1,0 +1,234 @@
+"""Generation: tokens of the whole forward pass, sampling, stop tokens, padding and host memory."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import effjax
+from effjax.models import (
+    DecoderConfig,
+    decoder_functions,
+    decoder_logits,
+    decoder_shapes,
+    generate,
+)
+from effjax.models.generate import attend_to_cache, check_options, sample
+from tests.convert import decoders
+from tests.convert.decoders import CONFIGS
+from tests.programs import needs_gpu_compiler
+from tests.tiers import plainly, product_cases
+
+TOKENS = np.random.default_rng(1).integers(0, 37, (3, 7))
+LENGTHS = np.array([7, 1, 5])
+NEW = 8
+
+
+def config_of(name, **changes):
+    return dataclasses.replace(DecoderConfig.from_json(CONFIGS[name]), **changes)
+
+
+def make_params(config, scale=1.0):
+    """Return ``(layers, others)``; a small `scale` makes all tokens likely."""
+    params = decoders.stack(decoders.checkpoint(config), config)
+    layers, others = jax.tree.map(lambda a: jnp.asarray(a, config.dtype), params)
+    return layers, {name: scale * a for name, a in others.items()}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def whole_logits(config, layers, others, tokens):
+    """Return the logits of all positions, without a cache."""
+    embed, layer, _ = decoder_functions(config)
+    x = embed(others, {"tokens": tokens})
+    x, _ = lax.scan(lambda x, params: (layer(params, x), None), x, layers)
+    return decoder_logits(config, others, x["hidden"])
+
+
+def whole_sequences(tokens, lengths, new):
+    """Return prompts followed by new tokens, padded at the end."""
+    rows = np.zeros((len(tokens), tokens.shape[1] + new.shape[1]), int)
+    for row, prompt, length, more in zip(rows, tokens, lengths, np.asarray(new), strict=True):
+        row[: length + len(more)] = [*prompt[:length], *more]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    product_cases(
+        CONFIGS, ["float64", "float32"], plain=[("mistral", "float64"), ("qwen2", "float64")]
+    ),
+)
+def test_greedy_tokens_are_those_of_the_whole_forward_pass(name, dtype, x64):
+    """Each token has the largest logit given the tokens before it; prompts differ in length."""
+    config = config_of(name, dtype=dtype)
+    params = make_params(config)
+    options = dict(lengths=LENGTHS, max_new_tokens=NEW)
+    tokens, lengths = generate(config, *params, TOKENS, **options)
+    assert (lengths == NEW).all() and tokens.shape == (3, NEW)
+    logits = whole_logits(config, *params, whole_sequences(TOKENS, LENGTHS, tokens))
+    for row, length, new in zip(logits, LENGTHS, tokens, strict=True):
+        np.testing.assert_array_equal(row[length - 1 :][:NEW].argmax(-1), new)
+    assert len(np.unique(tokens)) > 3
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_over_the_cache(window, x64):
+    """A query attends to the slots up to its position, or to the last ones of a window."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(2, t, heads, 6)) for t, heads in ((2, 4), (9, 2), (9, 2)))
+    positions = np.array([[4, 5], [0, 8]])
+    got = attend_to_cache(*map(jnp.asarray, (q, k, v, positions)), window)
+    for n, t, head in np.ndindex(2, 2, 4):
+        last = positions[n, t] + 1
+        slots = slice(0 if window is None else max(last - window, 0), last)
+        weights = np.exp(k[n, slots, head // 2] @ q[n, t, head] / np.sqrt(6))
+        want = weights @ v[n, slots, head // 2] / weights.sum()
+        np.testing.assert_allclose(got[n, t, head], want, 1e-12)
+
+
+def test_stop_tokens_end_rows():
+    config = config_of("qwen3")
+    params = make_params(config)
+    run = functools.partial(generate, config, *params, TOKENS, lengths=LENGTHS, max_new_tokens=NEW)
+    free = np.asarray(run().tokens)
+    stops = int(free[0, 2]), int(free[1, 0])
+    want = free.copy()
+    lengths = []
+    for row in want:
+        hits = np.flatnonzero(np.isin(row, stops))
+        lengths.append(hits[0] + 1 if len(hits) else NEW)
+        row[lengths[-1] :] = 0
+    tokens, got = run(stop_tokens=stops)
+    np.testing.assert_array_equal(got, lengths)
+    np.testing.assert_array_equal(tokens, want)
+    assert lengths[1] == 1 and lengths[0] <= 3
+
+
+# Sampling
+
+LOGITS = np.log([0.05, 0.4, 0.03, 0.22, 0.3])
+
+
+def distribution(temperature, top_k, top_p):
+    """Return the probabilities of the tokens, computed token by token."""
+    p = np.exp(LOGITS / temperature)
+    order = np.argsort(-p)[:top_k]
+    p /= p[order].sum()
+    kept, total = [], 0
+    for token in order:
+        if top_p is None or total < top_p:
+            kept.append(token)
+        total += p[token]
+    return np.array([p[i] / p[kept].sum() if i in kept else 0 for i in range(len(p))])
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "support"),
+    [
+        (1, None, None, {0, 1, 2, 3, 4}),
+        (2.5, None, None, {0, 1, 2, 3, 4}),
+        (1, 2, None, {1, 4}),
+        (1, 100, None, {0, 1, 2, 3, 4}),
+        (1, None, 0.69, {1, 4}),  # 0.4 + 0.3
+        (1, None, 0.71, {1, 4, 3}),
+        (0.5, 3, 0.55, {1, 4}),  # of 0.54, 0.30, 0.16
+        (1, None, 1e-9, {1}),
+        (1, 1, None, {1}),
+    ],
+)
+def test_distribution_of_samples(temperature, top_k, top_p, support):
+    count = 20_000
+    options = check_options(
+        config_of("llama2"), max_new_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p
+    )
+    keys = jax.random.split(jax.random.key(0), count)
+    logits = jnp.broadcast_to(jnp.asarray(LOGITS), (count, len(LOGITS)))
+    seen = np.bincount(sample(options, logits, keys), minlength=len(LOGITS))
+    want = distribution(temperature, top_k, top_p)
+    assert {*np.flatnonzero(seen)} == {*np.flatnonzero(want)} == support
+    expected = count * want[want > 0]
+    chi_square = ((seen[want > 0] - expected) ** 2 / expected).sum()
+    assert chi_square < 20  # of at most 4 degrees of freedom: exceeded once in 2000 keys
+
+
+def test_temperature_zero_is_greedy():
+    options = check_options(config_of("llama2"), max_new_tokens=1, top_k=3, top_p=0.5)
+    logits = jnp.asarray([LOGITS, -LOGITS])
+    keys = jax.random.split(jax.random.key(0), 2)
+    np.testing.assert_array_equal(sample(options, logits, keys), [1, 2])
+
+
+def test_keys():
+    """A row depends on its prompt, the key and its number, not on the other rows."""
+    config = config_of("llama3")
+    params = make_params(config, 0.3)
+    generate_all = functools.partial(generate, config, *params, max_new_tokens=NEW, temperature=1.0)
+
+    def run(tokens, lengths, seed):
+        return generate_all(tokens, lengths=lengths, key=jax.random.key(seed)).tokens
+
+    tokens = run(TOKENS, LENGTHS, 0)
+    np.testing.assert_array_equal(run(TOKENS, LENGTHS, 0), tokens)
+    assert (run(TOKENS, LENGTHS, 1) != tokens).sum() > NEW
+    others = np.concatenate([TOKENS[:1], TOKENS[1:] + 1])
+    changed = run(others % 37, np.array([7, 2, 7]), 0)
+    np.testing.assert_array_equal(changed[0], tokens[0])
+    same_prompt = run(TOKENS[[0, 0, 0]], np.array([7, 7, 7]), 0)
+    assert (same_prompt[0] != same_prompt[1]).any()
+
+
+def test_layers_in_host_memory():
+    config = config_of("mistral")
+    layers, others = make_params(config)
+    run = functools.partial(generate, config, max_new_tokens=NEW)
+    want = jax.jit(run)(layers, others, TOKENS)
+    got = run(effjax.to_host(layers), others, TOKENS)
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("place", plainly(of=["device", "host"]))
+def test_memory_on_a_gpu(place):
+    """Caches are updated in place, and of layers in host memory few are on the device."""
+    config = config_of(
+        "qwen3", num_hidden_layers=32, hidden_size=512, intermediate_size=1024, head_dim=64
+    )
+    layers, others = decoder_shapes(config)
+    if place == "host":
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+        layers = {
+            name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+            for name, a in layers.items()
+        }
+    run = effjax.offload_jit(functools.partial(generate, config, max_new_tokens=512), donate=False)
+    tokens = jax.ShapeDtypeStruct((2, 512), "int32")
+    plan = effjax.memory.plan(run, layers, others, tokens, target="h100")
+    size = sum(a.size * a.dtype.itemsize for a in layers.values())
+    caches = 2 * 32 * 2 * 1024 * 2 * 64 * 4
+    assert plan.device.temporaries < caches + 4 * size / 32 + 20e6
+    assert (plan.peak_host_bytes >= size) == (place == "host")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (dict(max_new_tokens=0), r"`max_new_tokens` \(=0\)"),
+        (dict(temperature=-1), r"`temperature` \(=-1\)"),
+        (dict(temperature=0.5), "needs a `key`"),
+        (dict(top_k=0), r"`top_k` \(=0\)"),
+        (dict(top_p=0), r"`top_p` \(=0\) must be in \(0, 1\]"),
+        (dict(stop_tokens=[-1]), r"`stop_tokens` \(=-1\)"),
+        (dict(lengths=LENGTHS[:2]), r"`lengths` of shape \(2,\)"),
+        (dict(tokens=TOKENS[0]), r"`tokens` of shape \(7,\)"),
+        (dict(tokens=TOKENS[:, :0]), r"`tokens` of shape \(3, 0\)"),
+        (dict(dtype="int32"), "`dtype`"),
+    ],
+)
+def test_wrong_arguments_are_refused(options, match):
+    arguments = dict(tokens=TOKENS, max_new_tokens=NEW) | options
+    with pytest.raises(ValueError, match=match):
+        generate(config_of("llama2"), {}, {}, **arguments)
