@@ -104,8 +104,8 @@ def select_gradients(case):
     return {n.removeprefix("gradients/"): a for n, a in case.items() if n.startswith("gradients/")}
 
 
-def run_transformers(settings):
-    """Return the logits and gradients of Hugging Face's decoder, and its configuration."""
+def make_transformers(settings):
+    """Return Hugging Face's decoder with the weights of `checkpoint`."""
     import torch
     import transformers
 
@@ -118,11 +118,20 @@ def run_transformers(settings):
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(torch.from_numpy(weights[name]))
+    return model
+
+
+def run_transformers(settings):
+    """Return the logits and gradients of Hugging Face's decoder, and its configuration."""
+    import torch
+
+    model = make_transformers(settings)
+    parameters = dict(model.named_parameters())
     logits = model(input_ids=torch.from_numpy(INPUTS)).logits
     labels = torch.from_numpy(LABELS.copy())
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
     results = {f"gradients/{name}": p.grad.numpy() for name, p in parameters.items()}
-    return {"logits": logits.detach().numpy(), **results}, configuration
+    return {"logits": logits.detach().numpy(), **results}, model.config
 
 
 def save(name, case):

@@ -190,6 +190,24 @@ def test_layers_in_host_memory():
     np.testing.assert_array_equal(got.tokens, want.tokens)
 
 
+def test_adapters(x64):
+    """A LoRA adapter generates the tokens of the weights ``W + scale * B A``."""
+    config = config_of("llama3", dtype="float64")
+    layers, others = make_params(config)
+    run = functools.partial(generate, config, others=others, tokens=TOKENS, max_new_tokens=NEW)
+    adapters, merged = {}, dict(layers)
+    for name in ("self_attn.q_proj", "mlp.down_proj"):
+        weight = layers[f"{name}.weight"]
+        a = decoders.random_array(f"{name}.A", (2, 3, weight.shape[2]))
+        b = decoders.random_array(f"{name}.B", (2, weight.shape[1], 3))
+        adapters |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+        merged[f"{name}.weight"] = weight + 0.5 * b @ a
+    want = run(layers=merged).tokens
+    got = run(layers={**layers, **jax.tree.map(jnp.asarray, adapters)}, lora_scale=0.5).tokens
+    np.testing.assert_array_equal(got, want)
+    assert (want != run(layers=layers).tokens).any()
+
+
 @needs_gpu_compiler
 @pytest.mark.parametrize("place", plainly(of=["device", "host"]))
 def test_memory_on_a_gpu(place):
