@@ -12,6 +12,7 @@ from .. import __version__
 from . import errors
 from .convert import convert
 from .finetune import finetune
+from .generate import generate
 from .memory import memory
 from .options import Command
 from .train_images import train_densenet, train_resnet
@@ -93,6 +94,7 @@ def doctor(
 # `Command` lays out the help of commands with many options.
 app.command("convert", cls=Command)(convert)
 app.command("finetune", cls=Command)(finetune)
+app.command("generate", cls=Command)(generate)
 app.command("memory", cls=Command)(memory)
 app.add_typer(train_app, name="train")
 train_app.command("densenet", cls=Command)(train_densenet)

@@ -61,7 +61,7 @@ class RunDirectory:
         with _explain(path, "cannot be written to", "Give another --out."):
             existing = {file.name for file in path.iterdir()} if path.exists() else set()
             if existing - {f"{cls.CONFIG}.partial"}:  # left by a call that was interrupted
-                if not run._is_run():
+                if not run.is_run():
                     raise TrainError(f"{path}: not empty and not a run. Give another --out.")
                 if not overwrite:
                     raise TrainError(f"{path}: holds a run. Give another --out, or --overwrite.")
@@ -93,7 +93,8 @@ class RunDirectory:
                 return cls(path)
         raise TrainError(f"{path}: not a run (no {cls.CONFIG}). Give the directory of a run.")
 
-    def _is_run(self) -> bool:
+    def is_run(self) -> bool:
+        """Return True if the directory is that of a run."""
         # Other programs have a config.json too.
         try:
             return VERSION_KEY in parse_object(read_regular(self.path / self.CONFIG))

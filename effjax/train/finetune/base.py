@@ -90,12 +90,12 @@ class Base:
             raise unreadable(self.folder, error) from error
 
 
-def find_base(path: str, param_dtype: str) -> Base:
+def find_base(path: str, param_dtype: str | None) -> Base:
     """Read the config.json of a checkpoint.
 
     Args:
         path: The folder of the checkpoint, or its config.json, which suffices for a plan.
-        param_dtype: The dtype of the parameters in the run.
+        param_dtype: The dtype of the parameters in the run. None for that of config.json.
 
     Raises:
         DataError: It cannot be read, or is that of a network which is not supported.
@@ -112,4 +112,4 @@ def find_base(path: str, param_dtype: str) -> Base:
         raise unreadable(path, error) from error
     except ValueError as error:
         raise DataError(f"{path}: {error}") from error
-    return Base(folder, dataclasses.replace(model, dtype=param_dtype))
+    return Base(folder, dataclasses.replace(model, dtype=param_dtype or model.dtype))

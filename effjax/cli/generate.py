@@ -1,0 +1,117 @@
+"""`effjax generate`."""
+
+import functools
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Argument, Option
+
+from ..train.errors import TrainError
+from . import options
+from .errors import CommandError
+from .options import model_option
+
+
+def generate(
+    checkpoint: Annotated[
+        Path,
+        Argument(
+            help="Folder of a Llama, Mistral or Qwen model in Hugging Face's layout, of a run of "
+            "effjax finetune, or of a LoRA adapter.",
+            show_default=False,
+        ),
+    ],
+    prompt: Annotated[
+        list[str],
+        Option(
+            help="The text to continue, or the message to answer. Can be repeated.",
+            metavar="TEXT",
+        ),
+    ],
+    chat: Annotated[
+        bool | None,
+        Option(
+            "--chat/--no-chat",
+            help="Send the prompt as a message, by the checkpoint's chat template. (default: if "
+            "it has one)",
+            show_default=False,
+        ),
+    ] = None,
+    system: Annotated[str | None, Option(help="A message of the system before the prompt.")] = None,
+    max_tokens: Annotated[
+        int, Option(help="Largest number of tokens to generate.", **options.COUNT)
+    ] = 100,
+    temperature: Annotated[
+        float, Option(help="Divisor of the logits. 0 takes the most probable token.")
+    ] = 0.7,
+    top_k: Annotated[
+        int | None,
+        Option(help="Sample from so many most probable tokens. (default: all)", **options.COUNT),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        Option(
+            help="Sample from the most probable tokens that sum to this probability. (default: all)"
+        ),
+    ] = None,
+    seed: Annotated[int, Option(help="Seed of the sampling.", min=0, max=2**32 - 1)] = 0,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        model_option(
+            help="Dtype of the parameters and the computation. (default: the checkpoint's)"
+        ),
+    ] = None,
+    offload: Annotated[
+        bool,
+        model_option(
+            "--offload", help="Keep the layers in host memory, and load each one for each token."
+        ),
+    ] = False,
+) -> None:
+    """Generate text with a language model.
+
+    The completion is printed while it is generated, up to a token that ends the text or the turn.
+    """
+    import datetime
+
+    from rich.console import Console
+
+    from ..models.generate import check_options
+    from ..train.finetune.generate import count_new_tokens, decode, find_model, generate_tokens
+    from ..train.report import LoadBar, print_line
+
+    model = find_model(checkpoint, dtype, datetime.date.today())
+    has_template = model.tokenizer.template is not None
+    chat = has_template if chat is None else chat
+    if chat and not has_template:
+        raise TrainError(f"--chat needs a chat template, which {model.base.folder} lacks.")
+    if system is not None and not chat:
+        raise TrainError("--system needs a chat template, and --chat.")
+    encoded = [model.encode(text, system, chat) for text in prompt]
+    prompts = [tokens for tokens, _ in encoded]
+    max_tokens = count_new_tokens(model, prompts, max_tokens)
+    stop_tokens = sorted(set.union(*(ends for _, ends in encoded)))
+    make_options = functools.partial(
+        check_options, model.config, max_new_tokens=max_tokens, temperature=temperature,
+        top_k=top_k, top_p=top_p, stop_tokens=stop_tokens,
+    )  # fmt: skip
+    try:
+        make_options()
+    except ValueError as error:
+        raise TrainError(str(error)) from error
+    try:
+        with LoadBar(Console(stderr=True)) as bar:
+            layers, others, scale = model.load(offload, bar.update)
+        sampling = make_options(lora_scale=scale)
+        runs = generate_tokens(model.config, sampling, layers, others, prompts, seed)
+        for text, tokens in zip(prompt, runs, strict=True):
+            if len(prompt) > 1:
+                print_line(Console(), f"> {text}")
+            for piece in decode(model.tokenizer, tokens):
+                print(piece, end="", flush=True)
+            print()
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        remedy = "a smaller --max-tokens" if offload else "--offload, or a smaller --max-tokens"
+        raise CommandError(f"out of device memory. Try {remedy}.") from error

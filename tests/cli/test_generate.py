@@ -1,0 +1,189 @@
+import datetime
+import json
+import shutil
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from effjax import convert
+from effjax.models import DecoderConfig, decoder_shapes, generate
+from effjax.train.data.chat import load_tokenizer
+from effjax.train.finetune.generate import count_new_tokens, decode, find_model
+from effjax.train.finetune.tiny import write_checkpoint
+from tests.cli.command import one_line
+
+TODAY = datetime.date(2026, 1, 31)
+GREEDY = "--max-tokens", "12", "--temperature", "0"
+PROMPT = "for the class"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """Return a checkpoint; its weights are large, so that the tokens of a text differ."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "base"
+    write_checkpoint(
+        folder, "qwen3", num_hidden_layers=1, max_position_embeddings=64, initializer_range=1.0
+    )
+    return folder
+
+
+@pytest.fixture
+def base(run, original, tmp_path):
+    """Return a copy of the checkpoint, in the folder of the command."""
+    return shutil.copytree(original, tmp_path / "base")
+
+
+def greedy_tokens(folder, text):
+    """Return twelve tokens after a text, computed without the command."""
+    config = DecoderConfig.from_json(folder)
+    params = convert.load_checkpoint(folder, *decoder_shapes(config))
+    prompt = load_tokenizer(folder, TODAY).backend.encode(text).ids
+    tokens = np.asarray(generate(config, *params, np.array([prompt]), max_new_tokens=12).tokens[0])
+    assert len(set(tokens)) > 5
+    return tokens.tolist()
+
+
+def text_of(folder, tokens):
+    return "".join(decode(load_tokenizer(folder, TODAY), tokens))
+
+
+def change(file, **settings):
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def test_greedy_completions_of_prompts(run, base):
+    code, out, err = run("generate", base, "--no-chat", "--prompt", PROMPT, *GREEDY)
+    assert (code, err) == (0, "")
+    completion = text_of(base, greedy_tokens(base, PROMPT))
+    assert out == f"{completion}\n" and completion
+    prompts = ["--prompt", "if", "--prompt", PROMPT]
+    _, out, _ = run("generate", base, "--no-chat", *prompts, *GREEDY, "--offload")
+    assert out.startswith("> if\n") and out.endswith(f"\n> {PROMPT}\n{completion}\n")
+
+
+def test_chat(run, base):
+    """The prompt is a message if the checkpoint has a template; EOS ends the completion."""
+    text = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nfor the class<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    tokens = greedy_tokens(base, text)
+    last = next(i for i, token in enumerate(tokens) if i > 3 and token not in tokens[:i])
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokens[last]]}))
+    code, out, _ = run("generate", base, "--prompt", PROMPT, "--system", "Be brief.", *GREEDY)
+    assert code == 0 and out == f"{text_of(base, tokens[: last + 1])}\n"
+
+
+def test_tokens_that_end_a_completion(base):
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    change(base / "config.json", eos_token_id=5)
+    model = find_model(base, None, TODAY)
+    ids = [model.tokenizer.backend.token_to_id(name) for name in ("</s>", "<|im_end|>")]
+    assert model.encode(PROMPT, None, chat=False)[1] == {5, 7, 9, ids[0]}
+    assert model.encode(PROMPT, None, chat=True)[1] == {5, 7, 9, *ids}
+
+
+def test_seed_and_sampling(run, base):
+    options = "--no-chat", "--prompt", PROMPT, "--max-tokens", "12", "--temperature", "5"
+    results = [
+        run("generate", base, *options, "--top-p", "0.9", "--top-k", "99", "--seed", s)
+        for s in (0, 0, 1)
+    ]
+    assert results[0] == results[1] != results[2]
+    assert results[0][0] == 0
+
+
+def test_runs_and_adapters(run, base, tmp_path):
+    """RUN/model, RUN/adapter and the folder of an adapter."""
+    shutil.copytree(base, tmp_path / "full" / "model")
+    shape = decoder_shapes(DecoderConfig.from_json(base))[0]["mlp.up_proj.weight"].shape
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(1, 2, shape[2])), rng.normal(size=(1, shape[1], 2))
+    adapter = {"mlp.up_proj.lora_A.weight": a, "mlp.up_proj.lora_B.weight": b}
+    adapter = {name: a.astype(np.float32) for name, a in adapter.items()}
+    folder = tmp_path / "lora" / "adapter"
+    convert.save_adapter(folder, adapter, 3.0, base_model=str(base))
+
+    config = DecoderConfig.from_json(base)
+    layers, others = convert.load_checkpoint(base, *decoder_shapes(config))
+    layers["mlp.up_proj.weight"] += (3 * b @ a).astype(np.float32)
+    convert.save_checkpoint(tmp_path / "merged", layers, others, config.to_json())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(base / name, tmp_path / "merged")
+
+    options = "--no-chat", "--prompt", PROMPT, *GREEDY
+    places = base, "full", "merged", "lora", folder
+    outputs = [run("generate", place, *options)[1] for place in places]
+    assert outputs[0] == outputs[1] != outputs[2] == outputs[3] == outputs[4]
+
+    change(folder / "adapter_config.json", base_model_name_or_path="gone")
+    code, out, err = run("generate", "lora", *options)
+    assert (code, out) == (2, "") and one_line(err) and "(='gone') must be the folder" in err
+    write_checkpoint("other", hidden_size=16)
+    change(folder / "adapter_config.json", base_model_name_or_path="other")
+    code, out, err = run("generate", "lora", *options)
+    assert (code, out) == (2, "") and one_line(err) and "does not fit its base model" in err
+
+
+def test_dtype(base):
+    assert find_model(base, None, TODAY).config.dtype == "float32"
+    model = find_model(base, "bfloat16", TODAY)
+    layers, others, scale = model.load(offload=False)
+    assert {str(a.dtype) for a in jax.tree.leaves((layers, others))} == {"bfloat16"}
+    assert scale == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["gone"], "gone: not found. Give the folder of a checkpoint"),
+        (["run"], "run: a run without model/ and adapter/"),
+        (["bare"], "tokenizer.json: cannot be read (No such file or directory)"),
+        (["base", "--prompt", "if " * 99], "The prompt is too long: it has"),
+        (["base", "--top-p", "2"], "`top_p` (=2.0) must be in (0, 1]"),
+        (["base", "--temperature", "-1"], "`temperature` (=-1.0)"),
+        (["base", "--no-chat", "--system", "x"], "--system needs a chat template"),
+        (["base", "--no-chat", "--prompt", ""], "An empty prompt needs"),
+        (["plain", "--chat"], "--chat needs a chat template, which"),
+        (["small"], "belong to different models. Token"),
+    ],
+)
+def test_errors_are_one_line(run, base, tmp_path, argv, message):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text('{"effjax": "0.1.0", "command": "finetune"}')
+    for name in ("bare", "plain", "small"):
+        shutil.copytree(base, tmp_path / name)
+    (tmp_path / "bare" / "tokenizer.json").unlink()
+    change(tmp_path / "plain" / "tokenizer_config.json", chat_template=None)
+    change(tmp_path / "small" / "config.json", vocab_size=3)
+    code, out, err = run("generate", *argv, "--prompt", PROMPT)
+    assert (code, out) == (2, "") and one_line(err) and message in err
+
+
+def test_missing_package(run, base, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    code, _, err = run("generate", base, "--prompt", PROMPT)
+    assert code == 2 and one_line(err) and 'Run pip install ".[finetune]"' in err
+
+
+def test_pieces_of_text(base):
+    """Characters of several tokens are complete, and control characters are escaped."""
+    tokenizer = load_tokenizer(base, TODAY)
+    text = "naïve 🎉\n\t\x1b[1m end"
+    ids = tokenizer.backend.encode(f"{text}</s>").ids
+    pieces = list(decode(tokenizer, iter(ids)))
+    assert "".join(pieces) == "naïve 🎉\n\t\\x1b[1m end"
+    assert "🎉" in pieces and len(pieces) > 5
+    unfinished = tokenizer.backend.encode("é").ids[:1]
+    assert list(decode(tokenizer, unfinished)) == ["\N{REPLACEMENT CHARACTER}"]
+
+
+def test_number_of_tokens(base):
+    """The text has at most as many tokens as the model has positions."""
+    model = find_model(base, None, TODAY)
+    assert count_new_tokens(model, [[1] * 60, [1]], 100) == 4
+    assert count_new_tokens(model, [[1] * 60, [1]], 3) == 3
+    change(base / "config.json", max_position_embeddings=None)
+    assert count_new_tokens(find_model(base, None, TODAY), [[1] * 60], 100) == 100
