@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from .task import ADAPTER, MODEL
 
 ADAPTER_CONFIG = "adapter_config.json"
 CONTENT = "effjax-turn"  # of a turn, which no template writes itself
+# Characters that are shown though they are not printable; two of them join letters and emoji.
+KEPT = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the text of a part of a character
 
 
@@ -273,4 +276,7 @@ def decode(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
 
 
 def _printable_lines(text: str) -> str:
-    return "".join(char if char in "\n\t" else printable(char) for char in text)
+    def is_kept(char: str) -> bool:
+        return char in KEPT or unicodedata.category(char) == "Zs"  # any kind of space
+
+    return "".join(char if is_kept(char) else printable(char) for char in text)
