@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from effjax.models import TransformerLM, scan_layers
+from effjax.models import scan_layers
 
 from .measure import TARGET, need_compiler, plan_steps
 from .results import Bars, Result, Size
+from .transformer import TransformerLM
 
 NUM_SLICES = 16  # of the time axis
 

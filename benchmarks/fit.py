@@ -1,6 +1,6 @@
 """Options chosen to fit in several budgets of memory, against one setting for all of them.
 
-A transformer, a DenseNet and a ResNet are planned by `effjax.memory.choose_options` with the same
+A decoder, a DenseNet and a ResNet are planned by `effjax.memory.choose_options` with the same
 options as ``effjax train --fit``. The setting for all budgets is the fastest one that fits in the
 smallest budget.
 """
@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from effjax.memory import choose_options
+from effjax.train import decoder_forms
 from effjax.train.images import forms as images
 from effjax.train.images.config import DenseNetConfig, ImageConfig, ResNetConfig
-from effjax.train.lm import forms as text
+from effjax.train.lm import model as lm
 from effjax.train.lm.config import LMConfig
 
 from .measure import TARGET, need_compiler
@@ -32,21 +33,25 @@ class Model(NamedTuple):
     min_bytes: Callable[..., tuple[int, int]] | None = None
 
 
-def transformer(budgets: Sequence[float], **options: Any) -> Model:
+def decoder(budgets: Sequence[float], **options: Any) -> Model:
     config = LMConfig(**options)
 
     def make_step(**choice: Any) -> tuple[Any, ...] | None:
-        chosen = text.with_memory_options(config, **choice)
-        return None if chosen is None else text.lm_training_step(chosen)
+        chosen = decoder_forms.with_memory_options(config, **choice)
+        return None if chosen is None else lm.lm_training_step(chosen)
 
     title = (
-        f"transformer of {config.layers} layers, width {config.width}, context {config.context}, "
+        f"decoder of {config.layers} layers, width {config.width}, context {config.context}, "
         f"batch {config.batch_size}, {config.dtype}"
     )
-    name = f"transformer_{config.layers}x{config.width}"
-    min_bytes = functools.partial(text.kept_bytes, config)
+    name = f"decoder_{config.layers}x{config.width}"
+    shape = config.batch_size, config.context
+    min_bytes = functools.partial(
+        decoder_forms.min_bytes, lm.make_model(config), shape, config.dtype
+    )
     return Model(
-        name, title, text.LM_MEMORY_OPTIONS, text.LM_NOT_BY_TIME, make_step, budgets, min_bytes,
+        name, title, decoder_forms.MEMORY_OPTIONS, decoder_forms.NOT_BY_TIME, make_step, budgets,
+        min_bytes,
     )  # fmt: skip
 
 
@@ -64,11 +69,11 @@ def image_network(config: ImageConfig, side: int, classes: int, budgets: Sequenc
 
 MODELS: dict[Size, list[Model]] = {
     "small": [
-        transformer((0.02, 0.05), layers=4, width=64, heads=4, context=64, batch_size=16),
+        decoder((0.02, 0.05), layers=4, width=64, heads=4, context=64, batch_size=16),
         image_network(ResNetConfig(depth=8, batch_size=64), 32, 10, (0.1, 1)),
     ],
     "published": [
-        transformer((5, 10, 20, 40), layers=24, width=1024, heads=16, context=512, batch_size=32),
+        decoder((5, 10, 20, 40), layers=24, width=1024, heads=16, context=512, batch_size=32),
         image_network(
             ResNetConfig(depth=50, batch_size=256, dtype="bfloat16"), 224, 1000, (4, 8, 16)
         ),

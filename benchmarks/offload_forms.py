@@ -23,8 +23,9 @@ from effjax import (
     to_host,
 )
 from effjax.memory import MemoryPlan
-from effjax.models import TransformerLM, scan_layers
-from effjax.train.lm.steps import split_loss
+from effjax.models import scan_layers
+
+from .transformer import TransformerLM, split_loss
 
 Place = Literal["device", "host"]
 

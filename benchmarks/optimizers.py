@@ -15,13 +15,13 @@ import optax
 from flax import nnx
 from rich.progress import track
 
-from effjax.models import TransformerLM
 from effjax.optimizers import adamw_8bit, in_float32, stochastic_rounding
 from effjax.train.data.text import Text, load_text, test_batches, train_batches
-from effjax.train.lm.steps import make_lm_schedule
+from effjax.train.decoder import make_schedule
 
 from .measure import quartiles
 from .results import Bars, Result, Size
+from .transformer import TransformerLM
 
 LEARNING_RATE = 3e-3
 STEPS_PER_CALL = 100
@@ -85,7 +85,7 @@ def train(setting: Setting, variant: Variant, text: Text) -> list[float]:
     graphdef = nnx.graphdef(models[0])
     wide = [nnx.state(model, nnx.Param) for model in models]
     params = jax.tree.map(lambda *a: jnp.stack(a).astype(variant.param_dtype), *wide)
-    tx = variant.make(make_lm_schedule(LEARNING_RATE, setting.steps))
+    tx = variant.make(make_schedule(LEARNING_RATE, setting.steps))
 
     def losses(params: Any, tokens: jax.Array) -> jax.Array:
         params = jax.tree.map(lambda a: a.astype(jnp.float32), params)

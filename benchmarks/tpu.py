@@ -13,11 +13,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from effjax.memory import MemoryPlan
-from effjax.models import TransformerLM
 
 from . import batch_norm, batch_norm_layers, cross_entropy, dense_block
 from .measure import add_gradients, need_compiler, plan_steps
 from .results import Bars, Result, Size
+from .transformer import TransformerLM
 
 TARGET = "v5e"
 CHIPS = 4  # of synchronized batch norm

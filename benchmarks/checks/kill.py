@@ -27,7 +27,7 @@ from effjax.train.run_directory import RunDirectory
 
 OPTIONS = [
     *("--layers", "2", "--width", "16", "--heads", "2", "--context", "16", "--batch-size", "8"),
-    *("--steps", "60", "--report-every", "10", "--checkpoint-every", "2", "--dropout", "0.1"),
+    *("--steps", "60", "--report-every", "10", "--checkpoint-every", "2"),
 ]
 TIMING = {"seconds", "tokens_per_second"}
 START_TIMEOUT = 600.0  # seconds
@@ -114,7 +114,7 @@ def finish(out: Path, options: Sequence[str]) -> None:
 def read_end(out: Path) -> tuple[list[np.ndarray], list[dict[str, Any]]]:
     """Return the arrays of the last checkpoint, and the lines of metrics.jsonl without times."""
     run = RunDirectory.find(out)
-    task = prepare(LMConfig.from_json(run.read_config()["options"]), resume=True)
+    task = prepare(LMConfig.from_json(run.read_config()["options"]))
     with Checkpoints(run.checkpoints, read_only=True) as saved:
         state = saved.restore(task.shapes(), saved.steps[-1])
     metrics = [{k: v for k, v in line.items() if k not in TIMING} for line in run.read_metrics()]
