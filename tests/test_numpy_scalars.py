@@ -17,6 +17,7 @@ import effjax.models
 import effjax.models.linen
 import effjax.nnx
 import effjax.optimizers
+from effjax.models import DecoderConfig
 
 X = jnp.ones((2, 6, 6, 8))
 LEVELS = [X, X[:, ::2, ::2]]
@@ -106,7 +107,10 @@ RESNET = dict(
     num_classes=3, offset_groups=2, frozen_stages=1, stride_in_1x1=True,
 )  # fmt: skip
 PYRAMID = dict(out_channels=4, extra_levels=1)
-LM = dict(vocab_size=16, num_layers=2, width=8, num_heads=2, mlp_width=8, dropout_rate=0.0)
+DECODER = DecoderConfig(
+    model_type="llama", vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=2, head_dim=4,
+)  # fmt: skip
 
 # Options of modules and the arguments of a call.
 NNX: dict[str, tuple[dict[str, Any], tuple]] = {
@@ -120,7 +124,7 @@ NNX: dict[str, tuple[dict[str, Any], tuple]] = {
     "models.ResNet": (dict(**RESNET, in_channels=8), (X,)),
     "models.resnet18": (dict(num_classes=10, width=8, in_channels=8), (X,)),
     "models.FeaturePyramid": (dict(**PYRAMID, in_channels=(8, 8)), (LEVELS,)),
-    "models.TransformerLM": (LM, (jnp.zeros((1, 4), int),)),
+    "models.Decoder": (dict(config=DECODER, mlp_chunk_size=2), (jnp.zeros((1, 4), int),)),
 }
 LINEN: dict[str, tuple[dict[str, Any], tuple]] = {
     "linen.BatchNorm": (dict(**NORM, use_running_average=False), (X,)),

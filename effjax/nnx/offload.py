@@ -41,11 +41,10 @@ class OffloadModel(nnx.Module):
 
     - A sequence of layers is unrolled, see `effjax.offload_sequential`. Compile with
       `effjax.offload_jit` on a GPU.
-    - One module whose Variables all have a leading axis, as from `nnx.vmap` or
-      `TransformerLM.blocks`, is a stack of identical layers. It runs as a loop that loads the next
-      slice during the computation, see `effjax.offload_scan`, `host_init` and `stream_update`.
-      Prefer it for many identical layers: the size of the compiled program does not depend on their
-      number.
+    - One module whose Variables all have a leading axis, as from `nnx.vmap`, is a stack of
+      identical layers. It runs as a loop that loads the next slice during the computation, see
+      `effjax.offload_scan`, `host_init` and `stream_update`. Prefer it for many identical layers:
+      the size of the compiled program does not depend on their number.
 
     The device holds the parameters of one slice (of two, in a stack), and the intermediates of one
     slice and one microbatch. The backward pass recomputes each slice from its input, except for the

@@ -51,8 +51,9 @@ from benchmarks.offload_forms import (
     make_params,
     step_of,
 )
+from benchmarks.transformer import TransformerLM
 from effjax.memory import MaxBatch, plan
-from effjax.models import DecoderConfig, TransformerLM, init_decoder
+from effjax.models import DecoderConfig, init_decoder
 from effjax.native import is_available
 from effjax.ops.offload import row_update
 from effjax.train.images.forms import training_steps

@@ -10,7 +10,6 @@ from flax import nnx
 
 import effjax
 import effjax.nnx
-from effjax.models import TransformerLM
 from effjax.nnx import OffloadModel
 from tests.layers.offload_linen import FAST
 from tests.ops.offload.stacks import kinds
@@ -48,6 +47,18 @@ class Noise(nnx.Module):
 
     def __call__(self, x, rngs=None, scale=1.0):
         return x if rngs is None else x + scale * jax.random.normal(rngs.noise(), x.shape)
+
+
+class Keyed(nnx.Module):
+    """A layer with dropout by the argument `key`."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(8, 12, rngs=rngs)
+        self.down = nnx.Linear(12, 8, rngs=rngs)
+
+    def __call__(self, x, key=None):
+        y = self.down(nnx.gelu(self.up(x)))
+        return x + (y if key is None else jnp.where(jax.random.bernoulli(key, 0.8, y.shape), y, 0))
 
 
 def cached_modules(make):
@@ -101,8 +112,15 @@ def normed():
 
 
 @cached_modules
-def transformer():
-    return TransformerLM(num_layers=4, width=8, num_heads=2, dropout_rate=0.2, rngs=nnx.Rngs(0))
+def stack():
+    """Return four layers with stacked parameters and dropout by key."""
+
+    @nnx.split_rngs(splits=4)
+    @nnx.vmap
+    def make(rngs):
+        return Keyed(rngs)
+
+    return make(nnx.Rngs(0))
 
 
 def loss_of(model, x):

@@ -27,8 +27,8 @@ from tests.layers.offload_nnx import (
     mlp,
     normed,
     others_of,
+    stack,
     train,
-    transformer,
     unwrapped,
 )
 from tests.ops.offload.stacks import POLICIES, kinds
@@ -78,11 +78,13 @@ def test_checkpoints_are_interchangeable():
     [(1, "recomputed"), exhaustive(2, "everything")],
 )
 def test_stack_matches_loop(num_microbatches, policy):
-    """Dropout keys of `TransformerLM.blocks` are fold_in(fold_in(key, layer), microbatch)."""
-    policy = POLICIES[policy]
-    lm = transformer()
+    """The keys of the layers are fold_in(fold_in(key, layer), microbatch)."""
+    policy, layers = POLICIES[policy], stack()
     x = jax.random.normal(KEY, (4, 5, 8))
-    layer, params = lm.layer, nnx.to_pure_dict(nnx.state(lm.blocks, nnx.Param))
+    graphdef, params = nnx.graphdef(layers), nnx.to_pure_dict(nnx.state(layers, nnx.Param))
+
+    def layer(params, x, key):
+        return nnx.merge(graphdef, params)(x, key)
 
     @functools.partial(jax.jit, compiler_options=FAST)
     @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
@@ -102,7 +104,7 @@ def test_stack_matches_loop(num_microbatches, policy):
 
     want = reference(params, x)
     options: dict[str, Any] = dict(num_microbatches=num_microbatches, num_slices=2, policy=policy)
-    model = OffloadModel(lm.blocks, **options).to_host()
+    model = OffloadModel(layers, **options).to_host()
 
     def loss(model, x):
         y = model(x, rngs=KEY)
@@ -121,9 +123,9 @@ def test_stack_matches_list_of_layers(num_microbatches):
     layers = normed()
     graphdef = nnx.graphdef(layers[0])
     states = [nnx.state(layer) for layer in layers]
-    stack = nnx.merge(graphdef, jax.tree.map(lambda *a: jnp.stack(a), *states))
+    stacked = nnx.merge(graphdef, jax.tree.map(lambda *a: jnp.stack(a), *states))
     options: dict[str, Any] = dict(num_microbatches=num_microbatches)
-    y, grads, dx, others = train(OffloadModel(stack, **options, num_slices=2).to_host(), X)
+    y, grads, dx, others = train(OffloadModel(stacked, **options, num_slices=2).to_host(), X)
     listed = OffloadModel(layers, **options).to_host()
     want = train(listed, X)
     np.testing.assert_allclose(y, want[0], atol=1e-6)
@@ -245,9 +247,9 @@ def test_stack_with_sharing_within_a_layer_outside_jit():
     for layer in layers:
         layer.own = layer.inner
     states = [nnx.state(layer) for layer in layers]
-    stack = nnx.merge(nnx.graphdef(layers[0]), jax.tree.map(lambda *a: jnp.stack(a), *states))
+    stacked = nnx.merge(nnx.graphdef(layers[0]), jax.tree.map(lambda *a: jnp.stack(a), *states))
     grad = nnx.grad(lambda model: jnp.sin(model(X)).sum())
-    got = nnx.to_pure_dict(grad(OffloadModel(stack).to_host()))["layers"]
+    got = nnx.to_pure_dict(grad(OffloadModel(stacked).to_host()))["layers"]
     want = nnx.to_pure_dict(grad(nnx.Sequential(*layers)))["layers"]
     want = jax.tree.map(lambda *a: jnp.stack(a), *(want[i] for i in range(3)))
     chex.assert_trees_all_close(effjax.to_device(got), want, rtol=1e-5, atol=1e-6)
@@ -324,8 +326,8 @@ def test_tabulate():
     for at in (model, nnx.clone(model).to_host()):
         table = nnx.tabulate(at, X, **options)
         assert "layers/0" in table and "layers/2" in table and "Total Parameters: 66" in table
-    stack = OffloadModel(transformer().blocks).to_host()
-    assert "layers/qkv" in nnx.tabulate(stack, jnp.ones((2, 4, 8)), **options)
+    stacked = OffloadModel(stack()).to_host()
+    assert "layers/up" in nnx.tabulate(stacked, jnp.ones((2, 4, 8)), **options)
     with pytest.raises(ValueError, match="Call its to_host"):
         model(X)
 
@@ -355,7 +357,7 @@ def test_rejects_device_parameters():
     with pytest.raises(ValueError, match="to_host"):
         nnx.jit(loss_of)(model, X)
     with pytest.raises(ValueError, match="to_host"):
-        OffloadModel(transformer().blocks)(X)
+        OffloadModel(stack())(X)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,15 @@ from flax import nnx
 
 import effjax
 from effjax import convert, memory
-from effjax.models import DenseNet, FeaturePyramid, ResNet, TransformerLM, densenet121, resnet50
+from effjax.models import (
+    Decoder,
+    DecoderConfig,
+    DenseNet,
+    FeaturePyramid,
+    ResNet,
+    densenet121,
+    resnet50,
+)
 from effjax.models import linen as linen_models
 
 Params = dict[str, jax.Array]
@@ -104,8 +112,8 @@ def networks(images: jax.Array) -> jax.Array:
     resnet = ResNet(stage_sizes=(1, 1, 1, 1), stage_with_dcn=(False, True, True, True), rngs=rngs)
     pyramid = FeaturePyramid(resnet.feature_channels, 64, rngs=rngs)
     levels = pyramid(resnet.features(images))
-    lm = TransformerLM(vocab_size=64, num_layers=2, width=32, num_heads=2, rngs=rngs)
-    logits = lm(images.astype(jnp.int32))
+    decoder = Decoder(DecoderConfig.from_json("checkpoint"), mlp_chunk_size=64, rngs=rngs)
+    logits = decoder(images.astype(jnp.int32))
     named = densenet121(rngs=rngs)(images) + resnet50(rngs=rngs)(images)
     converted = effjax.nnx.convert_batch_norm(Model(rngs), axis_name="data")
     back: Model = effjax.nnx.revert_batch_norm(converted)
