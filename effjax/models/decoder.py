@@ -146,7 +146,7 @@ class DecoderConfig:
         as_dtype("dtype", self.dtype)
 
     @classmethod
-    def from_json(cls, source: str | os.PathLike | Mapping[str, Any]) -> "DecoderConfig":
+    def from_json(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> "DecoderConfig":
         """Return the configuration of a config.json.
 
         Args:

@@ -48,7 +48,7 @@ class DiskState:
     step: int  # the number of updates
 
 
-def disk_update(tx: Any, directory: str | os.PathLike, *, stacked: bool = True) -> DiskUpdate:
+def disk_update(tx: Any, directory: str | os.PathLike[str], *, stacked: bool = True) -> DiskUpdate:
     """Make an optimizer that keeps its state on disk and updates one layer at a time.
 
     Computes the same as `stream_update`, with the optimizer state in files instead of host memory.
@@ -196,7 +196,7 @@ class _DiskOptimizer(NamedTuple):
             raise
         return updated, new
 
-    def save(self, state: DiskState, path: str | os.PathLike) -> None:
+    def save(self, state: DiskState, path: str | os.PathLike[str]) -> None:
         folder = pathlib.Path(path).resolve()
         if folder == self.directory or self.directory in folder.parents:
             raise ValueError(
@@ -209,7 +209,7 @@ class _DiskOptimizer(NamedTuple):
         link_folder(_own_part(state.path), _own_part(folder))
         _wait_for_processes("save")
 
-    def restore(self, path: str | os.PathLike, params: Tree) -> DiskState:
+    def restore(self, path: str | os.PathLike[str], params: Tree) -> DiskState:
         params = _check_params(self.layers, "params", params)
         folder = pathlib.Path(path).resolve()
         state = DiskState(folder, read_step(_own_part(folder)))
