@@ -1,21 +1,17 @@
 """Options chosen to fit in several budgets of memory, against one setting for all of them.
 
-A decoder, a DenseNet and a ResNet are planned by `effjax.memory.choose_options` with the same
-options as ``effjax train --fit``. The setting for all budgets is the fastest one that fits in the
+A DenseNet and a ResNet are planned by `effjax.memory.choose_options` with the same options as
+``effjax train --fit``. The setting for all budgets is the fastest one that fits in the
 smallest budget.
 """
 
-import functools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from effjax.memory import choose_options
-from effjax.train import decoder_forms
 from effjax.train.images import forms as images
 from effjax.train.images.config import DenseNetConfig, ImageConfig, ResNetConfig
-from effjax.train.lm import model as lm
-from effjax.train.lm.config import LMConfig
 
 from .measure import TARGET, need_compiler
 from .results import Bars, Result, Size
@@ -27,32 +23,8 @@ class Model(NamedTuple):
     name: str
     title: str
     options: Mapping[str, Sequence[Any]]
-    not_by_time: Sequence[str]
     make_step: Callable[..., tuple[Any, ...] | None]
     budgets: Sequence[float]
-    min_bytes: Callable[..., tuple[int, int]] | None = None
-
-
-def decoder(budgets: Sequence[float], **options: Any) -> Model:
-    config = LMConfig(**options)
-
-    def make_step(**choice: Any) -> tuple[Any, ...] | None:
-        chosen = decoder_forms.with_memory_options(config, **choice)
-        return None if chosen is None else lm.lm_training_step(chosen)
-
-    title = (
-        f"decoder of {config.layers} layers, width {config.width}, context {config.context}, "
-        f"batch {config.batch_size}, {config.dtype}"
-    )
-    name = f"decoder_{config.layers}x{config.width}"
-    shape = config.batch_size, config.context
-    min_bytes = functools.partial(
-        decoder_forms.min_bytes, lm.make_model(config), shape, config.dtype
-    )
-    return Model(
-        name, title, decoder_forms.MEMORY_OPTIONS, decoder_forms.NOT_BY_TIME, make_step, budgets,
-        min_bytes,
-    )  # fmt: skip
 
 
 def image_network(config: ImageConfig, side: int, classes: int, budgets: Sequence[float]) -> Model:
@@ -64,16 +36,14 @@ def image_network(config: ImageConfig, side: int, classes: int, budgets: Sequenc
 
     title = f"{config.network}, batch {config.batch_size} of {side}x{side}, {config.dtype}"
     options = images.IMAGE_MEMORY_OPTIONS
-    return Model(config.network, title, options, tuple(options), make_step, budgets)
+    return Model(config.network, title, options, make_step, budgets)
 
 
 MODELS: dict[Size, list[Model]] = {
     "small": [
-        decoder((0.02, 0.05), layers=4, width=64, heads=4, context=64, batch_size=16),
         image_network(ResNetConfig(depth=8, batch_size=64), 32, 10, (0.1, 1)),
     ],
     "published": [
-        decoder((5, 10, 20, 40), layers=24, width=1024, heads=16, context=512, batch_size=32),
         image_network(
             ResNetConfig(depth=50, batch_size=256, dtype="bfloat16"), 224, 1000, (4, 8, 16)
         ),
@@ -89,8 +59,7 @@ def fit_budgets(model: Model, target: str = TARGET) -> Result:
     """Choose options for each budget; "ratio" is relative to the setting for all budgets."""
     found = {
         budget: choose_options(
-            model.make_step, model.options, not_by_time=model.not_by_time,
-            min_bytes=model.min_bytes,
+            model.make_step, model.options, not_by_time=tuple(model.options),
             target=target, budget=round(budget * 1e9), progress=True,
         )
         for budget in sorted(model.budgets)

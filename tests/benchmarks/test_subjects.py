@@ -207,7 +207,7 @@ def test_fit(monkeypatch):
         )  # fmt: skip
 
     monkeypatch.setattr(fit, "choose_options", choose_options)
-    model = fit.Model("net", "net", {"keep": ["all", "none"]}, (), lambda keep: None, (2, 1))
+    model = fit.Model("net", "net", {"keep": ["all", "none"]}, lambda keep: None, (2, 1))
     result = fit.fit_budgets(model)
     assert result.name == "fit_net_h200"
     assert [(row["name"], row["ratio"]) for row in result.rows] == [("1 GB", 1), ("2 GB", 0.5)]
