@@ -35,7 +35,7 @@ def train_lm(
         int, data_option(help="Context length in bytes.", **options.SIZE)
     ] = LMConfig.context,
     layers: Annotated[
-        int, model_option(help="Number of transformer blocks.", **options.SIZE)
+        int, model_option(help="Number of layers.", **options.SIZE)
     ] = LMConfig.layers,
     width: Annotated[
         int, model_option(help="Channels of each layer.", **options.SIZE)
@@ -104,7 +104,7 @@ def train_lm(
     process_id: options.ProcessId = None,
     heartbeat_timeout: options.HeartbeatTimeout = 100,
 ) -> None:
-    """Train a transformer on the bytes of a text, and test it on the last tenth of the text."""
+    """Train a decoder on the bytes of a text, and test it on the last tenth of the text."""
     with end_all_on_error(heartbeat_timeout):
         request = request_run(ctx, LMConfig, changeable=["steps", "plan"])
         _train(_fit(request, fit, given_options(ctx)), plan)
