@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ..results import Result, write_json
 
-# Largest number of instructions per pack on sm_90 with 128 channels.
+# Largest number of instructions per pack with 128 channels, on each architecture.
 BUDGETS = {
     ("columns", "float32"): 120,
     ("columns", "bfloat16"): 230,
@@ -28,7 +28,7 @@ BUDGETS = {
     ("gradients", "float16"): 320,
 }
 MIN_LOADS_IN_FLIGHT = 4
-ARCHITECTURE = "sm_90"
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 CHANNELS = 128
 LANES = 8  # threads that share a sample
 # C++ types as mangled names spell them.
@@ -66,13 +66,13 @@ def has_tools() -> bool:
     return bool(find_tool("cuobjdump") and find_tool("nvdisasm"))
 
 
-def _cuobjdump(library: Path, option: str) -> str:
+def _cuobjdump(library: Path, option: str, architecture: str) -> str:
     cuobjdump, nvdisasm = find_tool("cuobjdump"), find_tool("nvdisasm")
     if cuobjdump is None or nvdisasm is None:
         sys.exit("cuobjdump and nvdisasm are missing. Run pip install '.[test]' here.")
     # cuobjdump calls nvdisasm by its name.
     path = os.pathsep.join([str(Path(nvdisasm).parent), os.environ.get("PATH", "")])
-    command = [cuobjdump, option, "-arch", ARCHITECTURE, str(library)]
+    command = [cuobjdump, option, "-arch", architecture, str(library)]
     environment = os.environ | {"PATH": path}
     return subprocess.run(
         command, check=True, capture_output=True, text=True, env=environment
@@ -88,9 +88,9 @@ def _split_kernels(text: str, separator: str) -> dict[Kernel, str]:
     return bodies
 
 
-def read_kernels(library: Path) -> dict[Kernel, list[Instruction]]:
+def read_kernels(library: Path, architecture: str) -> dict[Kernel, list[Instruction]]:
     """Return the instructions of each kernel."""
-    bodies = _split_kernels(_cuobjdump(library, "-sass"), "Function : ")
+    bodies = _split_kernels(_cuobjdump(library, "-sass", architecture), "Function : ")
     return {kernel: parse_instructions(body) for kernel, body in bodies.items()}
 
 
@@ -99,10 +99,11 @@ def parse_instructions(text: str) -> list[Instruction]:
     return [Instruction(int(address, 16), name, operands) for address, name, operands in lines]
 
 
-def read_registers(library: Path) -> dict[Kernel, dict[str, int]]:
+def read_registers(library: Path, architecture: str) -> dict[Kernel, dict[str, int]]:
     """Return registers per thread, shared memory, and bytes of spilled registers."""
     usage = {}
-    for kernel, body in _split_kernels(_cuobjdump(library, "-res-usage"), "Function ").items():
+    text = _cuobjdump(library, "-res-usage", architecture)
+    for kernel, body in _split_kernels(text, "Function ").items():
         sizes = {k: int(v) for k, v in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", body)}
         usage[kernel] = {
             "registers": sizes["REG"],
@@ -128,12 +129,12 @@ def find_loops(code: list[Instruction]) -> list[tuple[int, int]]:
 def count_instructions(kernel: Kernel, code: list[Instruction]) -> dict[str, int | float]:
     """Count instructions per pack of a sample that lies inside, so that all corners are read."""
     # Columns are stored once; a gradient is added to four pixels.
-    store, stores_per_pack = ("STG", 1) if kernel.function == "columns" else ("RED", 4)
+    store = "STG" if kernel.function == "columns" else "RED"
     loops = find_loops(code)
     storing = [(a, b) for a, b in loops if _count(code[a : b + 1], store)]
     start, end = min(storing, key=lambda loop: loop[1] - loop[0])
     body = code[start : end + 1]
-    packs = _count(body, store) / stores_per_pack
+    packs = _count(body, store) if store == "STG" else _count_added(body) / (4 * kernel.channels)
 
     # The loop around the innermost one turns once per sample. Loops inside of it that store
     # nothing run only where no dx is needed, and do not count.
@@ -159,6 +160,12 @@ def _count(code: list[Instruction], name: str) -> int:
     return sum(instruction.name.startswith(name) for instruction in code)
 
 
+def _count_added(code: list[Instruction]) -> int:
+    """Count the numbers added to memory: one per instruction before sm_90, up to four since."""
+    adds = (instruction.name for instruction in code if instruction.name.startswith("RED"))
+    return sum(4 if "x4" in name else 1 for name in adds)
+
+
 def count_loads_in_flight(body: list[Instruction]) -> int:
     """Count the loads from memory that start before a loaded register is read."""
     loaded: set[int] = set()
@@ -178,15 +185,15 @@ def count_loads_in_flight(body: list[Instruction]) -> int:
     return loads
 
 
-def measure(library: Path) -> list[dict[str, str | int | float]]:
+def measure(library: Path, architecture: str) -> list[dict[str, str | int | float]]:
     """Return a row for each kernel with packs of 16 bytes and indices of 32 bits."""
-    registers = read_registers(library)
+    registers = read_registers(library, architecture)
     rows = []
-    for kernel, code in sorted(read_kernels(library).items()):
+    for kernel, code in sorted(read_kernels(library, architecture).items()):
         budget = BUDGETS.get((kernel.function, kernel.dtype))
         if budget and kernel.channels > 1 and kernel.index_bits == 32:
             counts = count_instructions(kernel, code) | registers[kernel]
-            name = f"{kernel.function}, {kernel.dtype}"
+            name = f"{kernel.function}, {kernel.dtype}, {architecture}"
             rows.append({"name": name, **counts, "budget": budget})
     return rows
 
@@ -211,14 +218,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("library", type=Path, help="The CUDA library, or an object file.")
     parser.add_argument("--json", type=Path, help="Folder for deform_conv_sass.json.")
     options = parser.parse_args(argv)
-    rows = measure(options.library)
+    rows = []
+    faults = []
+    for architecture in ARCHITECTURES:
+        found = measure(options.library, architecture)
+        if not found:
+            faults.append(f"{options.library} has no deform_conv2d kernels for {architecture}")
+        rows += found
     for row in rows:
         print(" ".join(f"{name}={value}" for name, value in row.items()))
     if options.json is not None:
-        title = f"deform_conv2d's CUDA kernels: {ARCHITECTURE} instructions per pack of 16 bytes"
+        title = "deform_conv2d's CUDA kernels: instructions per pack of 16 bytes"
         result = Result("deform_conv_sass", title, {"channels": CHANNELS}, rows)
         write_json(result, options.json, "python -m benchmarks.checks.sass LIBRARY")
-    faults = find_faults(rows) if rows else [f"{options.library} has no deform_conv2d kernels"]
+    faults += find_faults(rows)
     for fault in faults:
         print(fault, file=sys.stderr)
     return int(bool(faults))

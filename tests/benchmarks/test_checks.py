@@ -61,8 +61,12 @@ def test_kernels_are_within_their_budgets(tmp_path, capsys):
         assert sass.main([str(library), "--json", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "deform_conv_sass.json").read_text())["rows"]
     names = {row["name"] for row in rows}
-    assert names == {f"{function}, {dtype}" for function, dtype in sass.BUDGETS}
-    assert "columns, bfloat16" in capsys.readouterr().out
+    assert names == {
+        f"{function}, {dtype}, {architecture}"
+        for function, dtype in sass.BUDGETS
+        for architecture in sass.ARCHITECTURES
+    }
+    assert "columns, bfloat16, sm_80" in capsys.readouterr().out
     measured = Path(__file__).parents[2] / "docs" / "measured" / "planned"
     recorded = json.loads((measured / "deform_conv_sass.json").read_text())["rows"]
     assert names == {row["name"] for row in recorded}
@@ -90,6 +94,20 @@ def test_instructions_of_a_loop():
     share = round(2 / 32, 1)
     assert counts["loop_instructions"] == 7 and counts["sample_instructions"] == share
     assert counts["per_pack"] == 7.1 and counts["loads_in_flight"] == 2
+
+
+@pytest.mark.parametrize(
+    "adds", [["RED.E.ADD.F32.FTZ.RN.STRONG.GPU"] * 4, ["REDG.E.ADD.F32x4.FTZ.RN.STRONG.GPU"]]
+)
+def test_packs_of_a_gradient(adds):
+    """From sm_90 on, one instruction adds four numbers; the count per pack is for all of them."""
+    names = ["LDG.E.128", "FMUL", *4 * adds]
+    lines = [f"        /*{16 * i:04x}*/  {name} R4, R8 ;" for i, name in enumerate(names)]
+    end = 16 * len(names)
+    lines += [f"        /*{end:04x}*/  @P0 BRA 0x0 ;", f"        /*{end + 16:04x}*/  EXIT ;"]
+    kernel = sass.Kernel("gradients", "float32", 4, 32)
+    counts = sass.count_instructions(kernel, sass.parse_instructions("\n".join(lines)))
+    assert counts["loop_instructions"] == len(names) + 1
 
 
 def test_exceeded_budgets():

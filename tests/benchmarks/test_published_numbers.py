@@ -115,14 +115,15 @@ def deform_conv_rows():
 
 def sass_rows():
     for name, row in measured("planned/deform_conv_sass.json").items():
-        if "float16" not in name.split():
+        kernel, dtype, architecture = name.split(", ")
+        if dtype != "float16" and architecture == "sm_90":
             counts = (
                 f"{row['per_pack']:.0f}",
                 row["budget"],
                 row["loads_in_flight"],
                 row["registers"],
             )
-            yield [name, *map(str, counts)]
+            yield [f"{kernel}, {dtype}", *map(str, counts)]
 
 
 def deform_attention_rows():
