@@ -13,9 +13,12 @@ import sys
 import tarfile
 import time
 import zipfile
+import zlib
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
-PURE_PYTHON_SOURCES = (".json", ".sh", ".cc", ".cu", ".h")
+MAX_WHEEL_BYTES = 20_000_000
+CUDA_LIBRARIES = ("libeffjax_cuda12.so", "libeffjax_cuda13.so")
+PURE_PYTHON_SOURCES = (".json", ".sh", ".cc", ".cu", ".h", ".cmake")
 
 
 def print_readme_command(number: int) -> None:
@@ -41,13 +44,25 @@ def check_spills(log: pathlib.Path) -> None:
         sys.exit("a CUDA kernel spills registers, or none was compiled:\n" + "\n".join(lines))
 
 
-def check_contents(wheel: pathlib.Path, sdist: pathlib.Path) -> None:
-    """Check the files of a wheel and a source distribution."""
+def check_contents(wheel: pathlib.Path, sdist: pathlib.Path, cuda: pathlib.Path | None) -> None:
+    """Check the files and the size of a wheel, and the files of a source distribution.
+
+    The wheel contains the CUDA libraries, or will have those of the folder `cuda` in addition.
+    """
     if not re.fullmatch(r"effjax-.*-py3-none-.*\.whl", wheel.name):
         sys.exit(f"{wheel.name} is for one version of Python")
     names = zipfile.ZipFile(wheel).namelist()
     if extra := [n for n in names if n.endswith(PURE_PYTHON_SOURCES) or n.startswith("benchmarks")]:
         sys.exit(f"the wheel has files that only the source distribution needs: {extra}")
+    size = wheel.stat().st_size
+    if cuda is None:
+        if missing := [n for n in CUDA_LIBRARIES if f"effjax/native/{n}" not in names]:
+            sys.exit(f"{wheel.name} lacks {missing}")
+    else:
+        size += sum(len(zlib.compress((cuda / name).read_bytes())) for name in CUDA_LIBRARIES)
+    print(f"{wheel.name}: {size / 1e6:.1f} MB with CUDA kernels")
+    if size > MAX_WHEEL_BYTES:
+        sys.exit(f"the wheel has more than {MAX_WHEEL_BYTES / 1e6:g} MB")
     with tarfile.open(sdist) as archive:
         names = archive.getnames()
     for needed in ("effjax/py.typed", "effjax/native/deform_conv_cpu.cc", "tests/conftest.py"):
@@ -155,6 +170,7 @@ def main() -> None:
     contents = checks.add_parser("contents")
     contents.add_argument("wheel", type=pathlib.Path)
     contents.add_argument("sdist", type=pathlib.Path)
+    contents.add_argument("--cuda", type=pathlib.Path, help="Folder of CUDA libraries.")
     checks.add_parser("installed")
     checks.add_parser("quiet")
     checks.add_parser("finetune").add_argument("folder", type=pathlib.Path)

@@ -3,8 +3,10 @@
 Without a compiler, the package is built without kernels, and the operators run as plain XLA.
 """
 
+import contextlib
 import ctypes
 import functools
+import importlib.util
 import re
 import struct
 import sys
@@ -96,10 +98,11 @@ class Gpus(NamedTuple):
         major, minor = self.built // 1000, self.driver % 1000 // 10
         if self.driver and self.driver // 1000 < major:
             needed = f" ({_DRIVERS[major]} or newer)" if major in _DRIVERS else ""
+            older = ", or build effjax for CUDA 12, too (EFFJAX_CUDA12=1 pip install .)"
             return (
                 f"built with CUDA {major}, but NVIDIA's driver here runs CUDA "
-                f"{self.driver // 1000}.{minor} at most: install a newer driver{needed}, or build "
-                "effjax with an older nvcc (CUDACXX=/usr/local/cuda-12/bin/nvcc pip install .)"
+                f"{self.driver // 1000}.{minor} at most: install a newer driver{needed}"
+                f"{older if self.driver // 1000 == 12 else ''}"
             )
         if self.count and self.newest < 80:
             return (
@@ -130,8 +133,40 @@ def library_file(platform: str) -> AbstractContextManager[Path]:
 
 
 def _file(platform: str):
+    folder = resources.files(__name__)
+    if platform == "cuda":
+        built = {v for v in _DRIVERS if (folder / f"libeffjax_cuda{v}.so").is_file()}
+        if len(built) > 1:
+            built = {_choose_cuda(built, _driver_cuda(), _plugin_versions())}
+        return folder / f"libeffjax_cuda{max(built or _DRIVERS)}.so"
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
-    return resources.files(__name__) / f"libeffjax_{platform}{suffix}"
+    return folder / f"libeffjax_{platform}{suffix}"
+
+
+def _choose_cuda(built: set[int], driver: int, plugins: set[int]) -> int:
+    """Return the major version of CUDA whose library to load.
+
+    Args:
+        built: major versions of CUDA for which there is a library.
+        driver: newest major version that the driver supports; 0 without a driver.
+        plugins: major versions of JAX's installed CUDA plugins.
+    """
+    usable = {version for version in built if not driver or version <= driver}
+    if not usable:  # the driver is too old for all, and the message about the oldest asks for least
+        return min(built)
+    return max(usable & plugins or usable)
+
+
+def _driver_cuda() -> int:
+    """Return the newest major version of CUDA that NVIDIA's driver supports; 0 without a driver."""
+    version = ctypes.c_int(0)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value // 1000
+
+
+def _plugin_versions() -> set[int]:
+    return {v for v in _DRIVERS if importlib.util.find_spec(f"jax_cuda{v}_plugin")}
 
 
 @functools.cache

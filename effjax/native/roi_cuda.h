@@ -50,8 +50,8 @@ __device__ __forceinline__ void pixel_of(const Tap<A>& tap, int far, int64_t& at
 // Forward pass: one thread per pack of y, in memory order, so writes and the reads of each pixel
 // are coalesced. With `adds`, the result is added to y.
 template <typename T, typename A, int V>
-__global__ void __launch_bounds__(kThreads) roi_pool_kernel(Boxes<T, A> in, T* y, bool adds,
-                                                            int64_t packs, int64_t count) {
+__global__ void __launch_bounds__(kThreads, 3)  // enough registers: fewer would spill on sm_120
+    roi_pool_kernel(Boxes<T, A> in, T* y, bool adds, int64_t packs, int64_t count) {
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= count) return;
   const Pooling& g = in.g;

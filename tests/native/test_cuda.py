@@ -16,7 +16,7 @@ from effjax.memory import plan
 from effjax.ops.deform_conv import custom_call, xla
 from effjax.ops.deform_conv.reference import Geometry
 from tests.native.emulation import assert_close, compile_emulated, pointers
-from tests.native.read_fatbin import architectures
+from tests.native.read_fatbin import architectures, compressions
 from tests.programs import needs_gpu_compiler
 from tests.tiers import exhaustive
 
@@ -177,8 +177,26 @@ needs_library = pytest.mark.skipif(
 
 @needs_library
 def test_architectures_of_the_library():
-    library = importlib.resources.files(native) / "libeffjax_cuda.so"
-    assert architectures(library.read_bytes()) == {"sm_80", "sm_90", "compute_90"}
+    libraries = [
+        library
+        for version in (12, 13)
+        if (library := importlib.resources.files(native) / f"libeffjax_cuda{version}.so").is_file()
+    ]
+    assert libraries
+    for library in libraries:
+        machine_code = {f"sm_{number}" for number in (80, 86, 89, 90, 100, 120)}
+        assert architectures(library.read_bytes()) == machine_code | {"compute_90"}
+
+
+@pytest.mark.skipif(
+    not (importlib.resources.files(native) / "libeffjax_cuda12.so").is_file(),
+    reason="built without kernels for CUDA 12",
+)
+def test_cuda_12_library_suits_its_drivers():
+    """Drivers before 550 read LZ4 only, and drivers of CUDA 12 read the machine code of CUDA 12."""
+    library = (importlib.resources.files(native) / "libeffjax_cuda12.so").read_bytes()
+    assert compressions(library) <= {"none", "lz4"}
+    assert b"release 12.9" in library and b"release 13." not in library
 
 
 @pytest.mark.exhaustive

@@ -89,7 +89,7 @@ def test_library_for_a_newer_jaxlib(fresh, monkeypatch):
         (native.Gpus(13000, 13010, 0, 0), None),
         (native.Gpus(13000, 13000, 2, 90), None),
         (native.Gpus(12090, 13000, 1, 80), None),
-        (native.Gpus(13000, 12080, 1, 90), r"CUDA 13, .* runs CUDA 12\.8 .* \(580 or newer\)"),
+        (native.Gpus(13000, 12080, 1, 90), r"CUDA 13, .* runs CUDA 12\.8 .* \(580 or newer\), or "),
         (native.Gpus(12090, 11080, 0, 0), r"built with CUDA 12, .* CUDA 11\.8 .* \(525 or newer"),
         (native.Gpus(13000, 13000, 1, 75), r"compute capability 8\.0 or more; .* has 7\.5"),
     ],
@@ -99,9 +99,65 @@ def test_unsupported_gpus_and_drivers(gpus, match):
     assert problem is None if match is None else re.search(match, str(problem))
 
 
+@pytest.mark.parametrize(
+    ("driver", "plugins", "both", "only_12", "only_13"),
+    [
+        (13, {13}, 13, 12, 13),
+        (14, {13}, 13, 12, 13),
+        (13, {12}, 12, 12, 13),
+        (13, {12, 13}, 13, 12, 13),
+        (13, set(), 13, 12, 13),
+        (12, {12}, 12, 12, 13),  # the last is refused with a message, see above
+        (12, {13}, 12, 12, 13),
+        (11, {12}, 12, 12, 13),
+        (0, {12}, 12, 12, 13),  # without a driver, programs are planned
+        (0, set(), 13, 12, 13),
+    ],
+)
+def test_choice_of_the_cuda_library(monkeypatch, tmp_path, driver, plugins, both, only_12, only_13):
+    monkeypatch.setattr(native, "_driver_cuda", lambda: driver)
+    monkeypatch.setattr(native, "_plugin_versions", lambda: plugins)
+    for files, expected in [((12, 13), both), ((12,), only_12), ((13,), only_13)]:
+        folder = tmp_path / str(files)
+        folder.mkdir()
+        for version in files:
+            (folder / f"libeffjax_cuda{version}.so").touch()
+        monkeypatch.setattr(native.resources, "files", lambda _, folder=folder: folder)
+        with native.library_file("cuda") as path:
+            assert path == folder / f"libeffjax_cuda{expected}.so"
+
+
+def test_no_cuda_library(fresh, monkeypatch, tmp_path):
+    (tmp_path / "libeffjax_cpu.so").touch()
+    monkeypatch.setattr(native.resources, "files", lambda _: tmp_path)
+    assert native.status()["cuda"].startswith("not built")
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("int cuDriverGetVersion(int* version) { *version = 12080; return 0; }", 12),
+        ("int another_function;", 0),
+        (None, 0),
+    ],
+)
+def test_version_of_the_driver(monkeypatch, tmp_path, source, expected):
+    if source is not None:
+        (tmp_path / "driver.c").write_text(source)
+        compiler = shutil.which("gcc")
+        if compiler is None:
+            pytest.skip("no gcc")
+        command = [compiler, "-shared", tmp_path / "driver.c", "-o", tmp_path / "libcuda.so.1"]
+        subprocess.run(command, check=True)
+    load = native.ctypes.CDLL
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda name: load(str(tmp_path / name)))
+    assert native._driver_cuda() == expected
+
+
 @pytest.mark.skipif(not native.is_available("cuda"), reason="built without CUDA kernels")
 def test_unsupported_driver_registers_nothing(fresh, monkeypatch):
     monkeypatch.setattr(native, "_gpus_of", lambda _: native.Gpus(13000, 12080, 1, 90))
+    assert "EFFJAX_CUDA12=1" in native.status()["cuda"]
     registered = set()
     monkeypatch.setattr(
         jax.ffi, "register_ffi_target", lambda *_, platform: registered.add(platform)
