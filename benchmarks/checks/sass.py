@@ -230,7 +230,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.json is not None:
         title = "deform_conv2d's CUDA kernels: instructions per pack of 16 bytes"
         result = Result("deform_conv_sass", title, {"channels": CHANNELS}, rows)
-        write_json(result, options.json, "python -m benchmarks.checks.sass LIBRARY")
+        command = f"python -m benchmarks.checks.sass LIBRARY --json {options.json}"
+        write_json(result, options.json, command)
     faults += find_faults(rows)
     for fault in faults:
         print(fault, file=sys.stderr)
