@@ -35,7 +35,10 @@ _SYMBOLS = {
     "effjax_roi_pool": "EffjaxRoiPool",
     "effjax_roi_pool_backward": "EffjaxRoiPoolBackward",
 }
-_CUDA_SYMBOLS = {"effjax_deform_scatter_sorted": "EffjaxDeformScatterSorted"}
+_CUDA_SYMBOLS = {
+    "effjax_deform_scatter_sorted": "EffjaxDeformScatterSorted",
+    "effjax_ms_deform_attn_scatter_sorted": "EffjaxMsDeformAttnScatterSorted",
+}
 _PLAIN = {"cpu": [], "cuda": ["effjax_cuda_devices"]}
 _DRIVERS = {12: 525, 13: 580}  # NVIDIA's first driver for a major version of CUDA
 

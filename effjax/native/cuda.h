@@ -63,6 +63,17 @@ __device__ __forceinline__ Vector<T, V> load_if(bool there, const Vector<T, V>* 
   }
 }
 
+// Returns the pointer `index` strides of `bytes` each behind `from`. Unsigned 32-bit factors make
+// this one instruction.
+template <typename T>
+__device__ __forceinline__ const T* advance(const T* from, uint32_t index, uint32_t bytes) {
+  return reinterpret_cast<const T*>(reinterpret_cast<const char*>(from) + uint64_t{index} * bytes);
+}
+template <typename T>
+__device__ __forceinline__ T* advance(T* from, uint32_t index, uint32_t bytes) {
+  return reinterpret_cast<T*>(reinterpret_cast<char*>(from) + uint64_t{index} * bytes);
+}
+
 // Converts a pack to the type of the computation.
 template <typename T, int V, typename A>
 __device__ __forceinline__ void widen(const Vector<T, V>& from, A (&to)[V]) {
@@ -135,6 +146,27 @@ __device__ __forceinline__ void add(A* dx, const A (&value)[V]) {
 #pragma unroll
     for (int v = 0; v < V; ++v) atomicAdd(dx + v, value[v]);
   }
+}
+
+// Adds up four values over a group of `lanes` consecutive threads, at least four. The first four
+// threads of the group get one of the sums each; `q` is set to its number. All threads of the warp
+// must take part. The first two steps each halve the number of values of a thread, so that there are
+// four shuffles for eight lanes and not twelve.
+template <typename A>
+__device__ __forceinline__ A sum_of_group(const A (&value)[4], int lanes, int& q) {
+  const int lane = static_cast<int>(threadIdx.x);
+  const bool odd = lane & 1, second = lane & 2;
+  A low = odd ? value[2] : value[0], high = odd ? value[3] : value[1];
+  low += __shfl_xor_sync(kAllLanes, odd ? value[0] : value[2], 1);
+  high += __shfl_xor_sync(kAllLanes, odd ? value[1] : value[3], 1);
+  A sum = second ? high : low;
+  sum += __shfl_xor_sync(kAllLanes, second ? low : high, 2);
+#pragma unroll
+  for (int step = 4; step < 32; step *= 2) {
+    if (step < lanes) sum += __shfl_xor_sync(kAllLanes, sum, step);
+  }
+  q = 2 * odd + second;
+  return sum;
 }
 
 // Returns the number of threads that share a sample: the number of packs, rounded up to a power of

@@ -18,6 +18,7 @@ AttentionOperands<T, A> operands(const AttentionInputs& in, const Attention& g,
 // The CPU implementation behind the handlers in deform_attention_ffi.h.
 struct Cpu {
   using Context = ffi::ThreadPool;
+  static constexpr bool kSkipsValue = false;
 
   static ffi::Error attend(Context pool, const AttentionInputs& in, const Attention& g,
                            AnyBuffer y) {

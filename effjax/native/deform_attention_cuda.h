@@ -17,48 +17,84 @@ constexpr int kMostLevels = 32;
 // Arguments of the kernels. Indices within an image are 32-bit, offsets of images 64-bit.
 template <typename T, typename A, int V>
 struct AttentionArrays {
-  const T* value;      // [N, S, M, D]
-  const A* locations;  // [N, Q, M, L, P, 2]
-  const A* weights;    // [N, Q, M, L, P]
-  int64_t image;       // elements of one image of value: S * M * D
-  int32_t heads;       // N * Q * M
-  int32_t heads_of_image, M, P, points;
-  int32_t packs;   // packs per head: D / V
-  int32_t shift;   // log2 of the number of threads per head
+  const T* value;         // [N, S, M, D]
+  const A* locations;     // [N, Q, M, L, P, 2]
+  const A* weights;       // [N, Q, M, L, P]
+  int64_t image;          // elements of one image of value: S * M * D
+  int32_t heads;          // N * Q * M
+  int32_t packs;          // packs per head: D / V
+  int32_t pixel_size;     // elements of one pixel of value: M * D
+  int32_t points;         // L * P
+  int32_t levels, shift;  // shift: log2 of the number of threads per head
   bool normalized;
+  Divisor<int32_t> by_heads_of_image, by_M, by_P, by_points;  // Q * M, M, P, L * P
   int32_t height[kMostLevels], width[kMostLevels], start[kMostLevels];
 
-  __device__ int32_t stride() const { return M * packs * V; }
+  // Returns the offset in value of the channels of a head in pixel 0 of its image.
+  __device__ __forceinline__ int64_t channels(int32_t head) const {
+    const int32_t n = by_heads_of_image.quotient(head), m = head - by_M.quotient(head) * by_M.d;
+    return n * image + m * packs * V;
+  }
 
-  // Computes sample `point` of a head, with pixels counted from the start of its level. Returns its
-  // attention weight.
-  __device__ A sample(int64_t head, int32_t point, int32_t level, Sample<A>& s) const {
-    const int64_t at = head * points + point;
-    A x = locations[2 * at], y = locations[2 * at + 1];
+  // Computes the position of sample `point` of a head in pixels, and returns its attention weight.
+  __device__ __forceinline__ A position(int32_t head, int32_t point, int32_t level, A& y,
+                                        A& x) const {
+    const int64_t at = int64_t(head) * points + point;
+    const auto location = load<A, 2>(locations + 2 * at);
+    x = location.at[0];
+    y = location.at[1];
     if (normalized) {
       x = x * A(width[level]) - A(0.5);
       y = y * A(height[level]) - A(0.5);
     }
-    make_sample<A>(y, x, height[level], width[level], s);
     return weights[at];
   }
 };
 
-// A sample in shared memory. Pixels are counted from the start of the image; -1 means outside.
+// Smallest number of threads per head in attend_backward_kernel, for sum_of_group.
+constexpr int kLeastLanes = 4;
+
+// The samples of a block in shared memory, each with its four pixels.
 template <typename A>
-struct alignas(16) SharedSample {
-  int32_t pixel[4];
-  A weight[4];  // bilinear weight times attention weight
+struct SharedPoints {
+  Vector<int32_t, 4> pixel[kThreads];  // counted from the start of the image, or -1 outside
+  Vector<A, 4> weight[kThreads];       // bilinear weight times attention weight
+
+  __device__ __forceinline__ void put(int at, const Sample<A, int32_t>& s, int32_t start,
+                                      A attention) {
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      pixel[at].at[q] = s.inside[q] ? start + s.pixel[q] : -1;
+      weight[at].at[q] = s.inside[q] ? attention * s.weight[q] : A(0);
+    }
+  }
 };
 
+// Computes sample `point` of a head and shares it with the group. Returns its attention weight.
 template <typename T, typename A, int V>
-__device__ __forceinline__ void share(const AttentionArrays<T, A, V>& in, const Sample<A>& s,
-                                      int32_t level, A attention, SharedSample<A>& to) {
+__device__ __forceinline__ A share_sample(const AttentionArrays<T, A, V>& in, int32_t head,
+                                          int32_t point, int32_t level, Sample<A, int32_t>& s,
+                                          SharedPoints<A>& shared) {
+  A y, x;
+  const A attention = in.position(head, point, level, y, x);
+  make_sample<A, int32_t>(y, x, in.height[level], in.width[level], s);
+  shared.put(threadIdx.x, s, in.start[level], attention);
+  return attention;
+}
+
+// Loads one pack of each of the four pixels of a sample, zeros outside. All four loads are issued
+// before the first result is used, to hide their latency. `from` is the pack of pixel 0.
+template <typename T, typename A, int V>
+__device__ __forceinline__ void load_pixels(const Vector<T, V>* from,
+                                            const Vector<int32_t, 4>& pixel, uint32_t pixel_bytes,
+                                            A (&corner)[4][V]) {
+  Vector<T, V> stored[4];
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
-    to.pixel[q] = s.inside[q] ? in.start[level] + static_cast<int32_t>(s.pixel[q]) : -1;
-    to.weight[q] = s.inside[q] ? attention * s.weight[q] : A(0);
+    stored[q] = load_if(pixel.at[q] >= 0, advance(from, pixel.at[q], pixel_bytes));
   }
+#pragma unroll
+  for (int q = 0; q < 4; ++q) widen(stored[q], corner[q]);
 }
 
 // Forward pass: computes y [N, Q, M, D].
@@ -67,39 +103,40 @@ __device__ __forceinline__ void share(const AttentionArrays<T, A, V>& in, const 
 // All threads of a warp run the same number of turns and reach every __syncwarp, also those past
 // the last head or the last pack.
 template <typename T, typename A, int V>
-__global__ void __launch_bounds__(kThreads, 2)  // two blocks per SM leave enough registers
+__global__ void __launch_bounds__(kThreads, 3)  // leaves enough registers for loads in flight
     attend_kernel(AttentionArrays<T, A, V> in, T* y) {
-  __shared__ SharedSample<A> shared[kThreads];
+  __shared__ SharedPoints<A> shared;
   const int32_t lanes = 1 << in.shift, lane = threadIdx.x & (lanes - 1);
-  const int64_t head = (int64_t(blockIdx.x) * kThreads + threadIdx.x) >> in.shift;
-  const bool active = head < in.heads;
-  const int32_t n = static_cast<int32_t>(head) / in.heads_of_image;
-  const int32_t m = static_cast<int32_t>(head) % in.M, stride = in.stride();
-  SharedSample<A>* const mine = shared + (threadIdx.x & ~(lanes - 1));
+  const int32_t begin = threadIdx.x & ~(lanes - 1);
+  const int64_t group = (int64_t(blockIdx.x) * kThreads + threadIdx.x) >> in.shift;
+  const bool active = group < in.heads;
+  const int32_t head = active ? static_cast<int32_t>(group) : 0;
+  const auto* const value = reinterpret_cast<const Vector<T, V>*>(in.value + in.channels(head));
+  const uint32_t pixel_bytes = in.pixel_size * sizeof(T);
+#pragma unroll 1
   for (int32_t pack = lane; pack - lane < in.packs; pack += lanes) {
     const bool has_pack = active && pack < in.packs;
-    const T* const from = in.value + n * in.image + (m * in.packs + pack) * V;
+    const auto* const from = value + pack;
     A sum[V] = {};
+#pragma unroll 1
     for (int32_t first = 0; first < in.points; first += lanes) {
       const int32_t point = first + lane, count = min(lanes, in.points - first);
       __syncwarp();
       if (active && point < in.points) {
-        Sample<A> s;
-        const int32_t level = point / in.P;
-        const A attention = in.sample(head, point, level, s);
-        share(in, s, level, attention, mine[lane]);
+        Sample<A, int32_t> s;
+        share_sample(in, head, point, in.by_P.quotient(point), s, shared);
       }
       __syncwarp();
       if (!has_pack) continue;
-#pragma unroll 2
+#pragma unroll 1
       for (int32_t i = 0; i < count; ++i) {
-        const SharedSample<A> s = mine[i];
+        const auto weight = shared.weight[begin + i];
+        A corner[4][V];
+        load_pixels<T, A, V>(from, shared.pixel[begin + i], pixel_bytes, corner);
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-          if (s.pixel[q] < 0) continue;
-          const auto value = load<T, V>(from + int64_t(s.pixel[q]) * stride);
 #pragma unroll
-          for (int v = 0; v < V; ++v) sum[v] += s.weight[q] * widen(value.at[v]);
+          for (int v = 0; v < V; ++v) sum[v] += weight.at[q] * corner[q][v];
         }
       }
     }
@@ -107,110 +144,192 @@ __global__ void __launch_bounds__(kThreads, 2)  // two blocks per SM leave enoug
     Vector<T, V> out;
 #pragma unroll
     for (int v = 0; v < V; ++v) narrow(sum[v], out.at[v]);
-    reinterpret_cast<Vector<T, V>*>(y)[head * in.packs + pack] = out;
+    reinterpret_cast<Vector<T, V>*>(y)[int64_t(head) * in.packs + pack] = out;
   }
 }
 
-// Adds the gradient of one sample to dvalue, and the products of dy with the sample's four pixels
-// to `product`, both for the channels of this thread.
+// Adds the gradient of one pack to dvalue (if `adds`), and the products of dy with the four pixels to
+// `product`.
 template <typename T, typename A, int V>
-__device__ __forceinline__ void scatter_sample(const AttentionArrays<T, A, V>& in,
-                                               const SharedSample<A>& s, const T* dy,
-                                               const T* value, A* dvalue, int32_t lane,
-                                               int32_t lanes, A product[4]) {
-  for (int32_t pack = lane; pack < in.packs; pack += lanes) {
-    const auto d = load<T, V>(dy + pack * V);
+__device__ __forceinline__ void scatter_pack(const Vector<T, V>* value,
+                                             const Vector<int32_t, 4>& pixel,
+                                             const Vector<A, 4>& weight, const Vector<T, V>* dy,
+                                             uint32_t pixel_size, A* dvalue, bool adds,
+                                             A product[4]) {
+  const auto stored = load_if(true, dy);
+  A corner[4][V], d[V];
+  load_pixels<T, A, V>(value, pixel, pixel_size * sizeof(T), corner);
+  widen(stored, d);
 #pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      if (s.pixel[q] < 0) continue;
-      const int64_t at = int64_t(s.pixel[q]) * in.stride() + pack * V;
-      const auto pixel = load<T, V>(value + at);
-      A more[V];
+  for (int q = 0; q < 4; ++q) {
 #pragma unroll
-      for (int v = 0; v < V; ++v) {
-        product[q] += widen(d.at[v]) * widen(pixel.at[v]);
-        more[v] = s.weight[q] * widen(d.at[v]);
-      }
-      add<A, V>(dvalue + at, more);
-    }
+    for (int v = 0; v < V; ++v) product[q] += d[v] * corner[q][v];
+  }
+  if (!adds) return;
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    A more[V];
+#pragma unroll
+    for (int v = 0; v < V; ++v) more[v] = weight.at[q] * d[v];
+    A* const to = advance(dvalue, pixel.at[q], pixel_size * sizeof(A));
+    if (pixel.at[q] >= 0) add<A, V>(to, more);
   }
 }
 
-// Backward pass: adds to dvalue atomically; writes dlocations and dweights.
+// Backward pass: adds to dvalue atomically, unless it is null; writes dlocations and dweights.
 //
-// Thread layout as in attend_kernel. A shuffle reduction over the group adds up the products of a
-// sample over its channels; the thread that computed the sample's position then turns them into
-// gradients. No thread may return early, because all threads of a warp take part in the shuffles.
+// Thread layout as in attend_kernel, but at least four threads per head. V channels are 16 bytes of dvalue, so that neighboring threads
+// add to neighboring addresses. A shuffle reduction over the group adds up the products of a sample
+// over its channels; the thread that computed the sample's position then turns them into gradients.
+// No thread may return early, because all threads of a warp take part in the shuffles.
 template <typename T, typename A, int V>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, 2)  // two blocks per SM leave enough registers
     attend_backward_kernel(AttentionArrays<T, A, V> in, const T* dy, A* dvalue, A* dlocations,
                            A* dweights) {
-  __shared__ SharedSample<A> shared[kThreads];
-  __shared__ A products[kThreads][4];
+  __shared__ SharedPoints<A> shared;
+  __shared__ Vector<A, 4> products[kThreads];
   const int32_t lanes = 1 << in.shift, lane = threadIdx.x & (lanes - 1);
-  const int64_t head = (int64_t(blockIdx.x) * kThreads + threadIdx.x) >> in.shift;
-  const bool active = head < in.heads;
-  const int32_t n = static_cast<int32_t>(head) / in.heads_of_image;
-  const int32_t m = static_cast<int32_t>(head) % in.M;
   const int32_t begin = threadIdx.x & ~(lanes - 1);
-  const int64_t base = n * in.image + m * in.packs * V;
+  const int64_t group = (int64_t(blockIdx.x) * kThreads + threadIdx.x) >> in.shift;
+  const bool active = group < in.heads;
+  const int32_t head = active ? static_cast<int32_t>(group) : 0, packs = active ? in.packs : 0;
+  const int64_t base = in.channels(head);
+  const auto* const d = reinterpret_cast<const Vector<T, V>*>(dy) + int64_t(head) * in.packs;
+  const auto* const value = reinterpret_cast<const Vector<T, V>*>(in.value + base);
+#pragma unroll 1
   for (int32_t first = 0; first < in.points; first += lanes) {
-    const int32_t point = first + lane, level = point / in.P, count = min(lanes, in.points - first);
+    const int32_t point = first + lane, level = in.by_P.quotient(point);
+    const int32_t count = min(lanes, in.points - first);
     const bool mine = active && point < in.points;
-    Sample<A> s;
+    Sample<A, int32_t> s;
     A attention = 0;
     __syncwarp();
-    if (mine) {
-      attention = in.sample(head, point, level, s);
-      share(in, s, level, attention, shared[threadIdx.x]);
-    }
+    if (mine) attention = share_sample(in, head, point, level, s, shared);
     __syncwarp();
+#pragma unroll 1
     for (int32_t i = 0; i < count; ++i) {
+      const auto pixel = shared.pixel[begin + i];
+      const auto weight = shared.weight[begin + i];
       A product[4] = {};
-      if (active) {
-        scatter_sample(in, shared[begin + i], dy + head * in.packs * V, in.value + base,
-                       dvalue + base, lane, lanes, product);
+#pragma unroll 1
+      for (int32_t pack = lane; pack < packs; pack += lanes) {
+        scatter_pack<T, A, V>(value + pack, pixel, weight, d + pack, in.pixel_size,
+                              dvalue + base + pack * V, dvalue != nullptr, product);
       }
-      for (int step = lanes / 2; step > 0; step /= 2) {
-#pragma unroll
-        for (int q = 0; q < 4; ++q) {
-          product[q] += __shfl_down_sync(kAllLanes, product[q], step, lanes);
-        }
-      }
-      if (lane == 0) {
-#pragma unroll
-        for (int q = 0; q < 4; ++q) products[begin + i][q] = product[q];
-      }
+      int q;
+      const A sum = sum_of_group(product, lanes, q);
+      if (lane < 4) products[begin + i].at[q] = sum;
     }
     __syncwarp();
     if (!mine) continue;
     A dy_at, dx_at, dweight;
-    sample_gradients<A>(s, products[threadIdx.x], attention, dy_at, dx_at, dweight);
+    sample_gradients<A, int32_t>(s, products[threadIdx.x].at, attention, dy_at, dx_at, dweight);
     const bool touches = s.inside[0] | s.inside[1] | s.inside[2] | s.inside[3];
-    const int64_t at = head * in.points + point;
-    dlocations[2 * at] = touches ? (in.normalized ? dx_at * A(in.width[level]) : dx_at) : A(0);
-    dlocations[2 * at + 1] = touches ? (in.normalized ? dy_at * A(in.height[level]) : dy_at) : A(0);
+    if (in.normalized) {
+      dx_at *= A(in.width[level]);
+      dy_at *= A(in.height[level]);
+    }
+    const int64_t at = int64_t(head) * in.points + point;
+    Vector<A, 2> moved;
+    moved.at[0] = touches ? dx_at : A(0);
+    moved.at[1] = touches ? dy_at : A(0);
+    reinterpret_cast<Vector<A, 2>*>(dlocations)[at] = moved;
     dweights[at] = dweight;
   }
 }
 
-// Returns the arguments of the kernels.
+// Number of entries that a thread of attend_scatter_kernel reads at a time.
+constexpr int kEntries = 4;
+
+// Deterministic gradient of value: adds to dvalue in a fixed order, without atomics.
+//
+// destination [N, M, corners] holds the pixel of each corner of each sample, sorted, and `source`
+// the sample, numbered over [Q, L, P]. 1 << shift threads are assigned to each entry. Those at the
+// first entry of a pixel add up all entries of that pixel; all other threads return. Entries for
+// corners outside have destination S. Each image and head takes `blocks` blocks.
+//
+// The weight of a pixel is a function of its distance from the sample, which is continuous. Another
+// rounding of the position, by the program that computed `destination`, therefore does no harm.
+template <typename T, typename A, int V>
+__global__ void __launch_bounds__(kThreads, 2)
+    attend_scatter_kernel(AttentionArrays<T, A, V> in, const T* dy, const int32_t* destination,
+                          const int32_t* source, A* dvalue, int32_t pixels, int32_t corners,
+                          Divisor<int32_t> by_blocks) {
+  const int32_t image_head = by_blocks.quotient(static_cast<int32_t>(blockIdx.x));
+  const int32_t block = static_cast<int32_t>(blockIdx.x) - image_head * by_blocks.d;
+  const int64_t thread = int64_t(block) * kThreads + threadIdx.x, first = thread >> in.shift;
+  const int32_t lanes = 1 << in.shift, lane = threadIdx.x & (lanes - 1);
+  if (first >= corners) return;
+  destination += int64_t(image_head) * corners;
+  source += int64_t(image_head) * corners;
+  const int32_t pixel = destination[first];
+  if (pixel >= pixels || (first > 0 && destination[first - 1] == pixel)) return;
+  int32_t level = 0;
+  while (level + 1 < in.levels && pixel >= in.start[level + 1]) ++level;
+  const int32_t width = in.width[level], row = (pixel - in.start[level]) / width;
+  const A py = A(row), px = A(pixel - in.start[level] - row * width);
+  const int32_t n = in.by_M.quotient(image_head), m = image_head - n * in.by_M.d;
+  const int32_t head_0 = n * in.by_heads_of_image.d + m;
+  A* const out = dvalue + n * in.image + int64_t(pixel) * in.pixel_size + m * in.packs * V;
+#pragma unroll 1
+  for (int32_t pack = lane; pack < in.packs; pack += lanes) {
+    A sum[V] = {};
+    bool more = true;
+#pragma unroll 1
+    for (int64_t e = first; more; e += kEntries) {
+      Vector<T, V> stored[kEntries];
+      A weight[kEntries];
+#pragma unroll
+      for (int k = 0; k < kEntries; ++k) {
+        more = e + k < corners && destination[e + k] == pixel;
+        const int32_t sample = more ? source[e + k] : source[first];
+        const int32_t query = in.by_points.quotient(sample);
+        const int32_t head = head_0 + query * in.by_M.d;
+        A y, x;
+        const A attention = in.position(head, sample - query * in.points, level, y, x);
+        const A near_y = A(1) - fabs(y - py), near_x = A(1) - fabs(x - px);
+        // Also zero for NaN, which does not occur here.
+        const bool near = (near_y > A(0)) & (near_x > A(0)) & more;
+        weight[k] = near ? attention * (near_y * near_x) : A(0);
+        const T* const d = dy + (int64_t(head) * in.packs + pack) * V;
+        stored[k] = load_if(near, reinterpret_cast<const Vector<T, V>*>(d));
+      }
+#pragma unroll
+      for (int k = 0; k < kEntries; ++k) {
+        A d[V];
+        widen(stored[k], d);
+#pragma unroll
+        for (int v = 0; v < V; ++v) sum[v] += weight[k] * d[v];
+      }
+    }
+    Vector<A, V>* const to = reinterpret_cast<Vector<A, V>*>(out) + pack;
+    Vector<A, V> total = *to;
+#pragma unroll
+    for (int v = 0; v < V; ++v) total.at[v] += sum[v];
+    *to = total;
+  }
+}
+
+// Returns the arguments of the kernels, with at least `least_lanes` threads per head.
 template <typename T, typename A, int V>
 AttentionArrays<T, A, V> attention_arrays(const Attention& g, const void* value,
-                                          const void* locations, const void* weights) {
-  AttentionArrays<T, A, V> in{};
-  in.value = static_cast<const T*>(value);
-  in.locations = static_cast<const A*>(locations);
-  in.weights = static_cast<const A*>(weights);
-  in.image = g.S * g.M * g.D;
-  in.heads = static_cast<int32_t>(g.N * g.Q * g.M);
-  in.heads_of_image = static_cast<int32_t>(g.Q * g.M);
-  in.M = static_cast<int32_t>(g.M);
-  in.P = static_cast<int32_t>(g.P);
-  in.points = static_cast<int32_t>(g.points());
-  in.packs = static_cast<int32_t>(g.D / V);
-  in.normalized = g.normalized;
-  while ((1 << in.shift) < lanes_for(in.packs)) ++in.shift;
+                                          const void* locations, const void* weights,
+                                          int least_lanes = 1) {
+  const auto by = [](int64_t size) { return Divisor<int32_t>(static_cast<int32_t>(size)); };
+  const auto packs = static_cast<int32_t>(g.D / V);
+  AttentionArrays<T, A, V> in{static_cast<const T*>(value),
+                              static_cast<const A*>(locations),
+                              static_cast<const A*>(weights),
+                              g.S * g.M * g.D,
+                              static_cast<int32_t>(g.N * g.Q * g.M),
+                              packs,
+                              static_cast<int32_t>(g.M * g.D),
+                              static_cast<int32_t>(g.points()),
+                              static_cast<int32_t>(g.levels.size()),
+                              0,
+                              g.normalized,
+                              by(g.Q * g.M), by(g.M), by(g.P), by(g.points()), {}, {}, {}};
+  while ((1 << in.shift) < std::max(lanes_for(packs), least_lanes)) ++in.shift;
   int32_t start = 0;
   for (size_t l = 0; l < g.levels.size(); ++l) {
     in.height[l] = static_cast<int32_t>(g.levels[l].height);
@@ -219,6 +338,12 @@ AttentionArrays<T, A, V> attention_arrays(const Attention& g, const void* value,
     start += in.height[l] * in.width[l];
   }
   return in;
+}
+
+// Returns the number of blocks of attend_scatter_kernel for each image and head.
+inline int64_t scatter_blocks(int64_t corners, int shift) {
+  const int64_t entries = kThreads >> shift;
+  return (corners + entries - 1) / entries;
 }
 
 }  // namespace effjax

@@ -20,9 +20,10 @@ struct AttentionInputs {
   AnyBuffer value, locations, weights;
 };
 
-// Checks ranks, shapes and dtypes, and sets the sizes. `y` is the result or its gradient.
-inline ffi::Error check_attention(const AttentionInputs& in, AnyBuffer y,
-                                  ffi::Span<const int64_t> sizes, bool normalized, Attention& g) {
+// Checks ranks and shapes, and sets the sizes. `y` is the result or its gradient.
+inline ffi::Error check_attention_shapes(const AttentionInputs& in, AnyBuffer y,
+                                         ffi::Span<const int64_t> sizes, bool normalized,
+                                         Attention& g) {
   const auto value = in.value.dimensions(), places = in.locations.dimensions();
   if (value.size() != 4 || places.size() != 6) {
     return invalid("value must be [N, S, M, D], not " + shape_text(in.value) +
@@ -54,10 +55,20 @@ inline ffi::Error check_attention(const AttentionInputs& in, AnyBuffer y,
                    shape_text(in.weights) + " do not fit value of shape " + shape_text(in.value) +
                    " with " + std::to_string(levels) + " levels");
   }
-  if (!has_shape(y, {g.N, g.Q, g.M, g.D}) || y.element_type() != in.value.element_type()) {
+  if (!has_shape(y, {g.N, g.Q, g.M, g.D})) {
     return invalid("the result of shape " + shape_text(y) + " must be [N, Q, M, D] as value " +
                    shape_text(in.value));
   }
+  return ffi::Error::Success();
+}
+
+// Checks shapes and dtypes.
+inline ffi::Error check_attention(const AttentionInputs& in, AnyBuffer y,
+                                  ffi::Span<const int64_t> sizes, bool normalized, Attention& g) {
+  if (auto error = check_attention_shapes(in, y, sizes, normalized, g); error.failure()) {
+    return error;
+  }
+  if (y.element_type() != in.value.element_type()) return invalid("y must have value's dtype");
   const auto accumulator = accumulator_of(in.value.element_type());
   if (in.locations.element_type() != accumulator || in.weights.element_type() != accumulator) {
     return invalid("locations and weights must be float32, or float64 where value is");
@@ -79,7 +90,8 @@ ffi::Error MsDeformAttn(typename Device::Context context, AnyBuffer value, AnyBu
   return Device::attend(context, in, g, *y);
 }
 
-// Backward handler.
+// Backward handler. On devices that can leave it out, dvalue of shape [N, 0, M, D] means that it is
+// not needed.
 template <typename Device>
 ffi::Error MsDeformAttnBackward(typename Device::Context context, AnyBuffer value,
                                 AnyBuffer locations, AnyBuffer weights, AnyBuffer dy, Result dvalue,
@@ -90,11 +102,12 @@ ffi::Error MsDeformAttnBackward(typename Device::Context context, AnyBuffer valu
   if (auto error = check_attention(in, dy, *sizes, *normalized != 0, g); error.failure()) {
     return error;
   }
-  for (auto [gradient, of] : {std::pair<AnyBuffer, AnyBuffer>{*dvalue, value},
-                              {*dlocations, locations}, {*dweights, weights}}) {
-    if (!same_shape(gradient, of) || gradient.element_type() != weights.element_type()) {
-      return invalid("gradients must have the shapes of their arrays, and the dtype of weights");
-    }
+  const bool skips = Device::kSkipsValue && has_shape(*dvalue, {g.N, 0, g.M, g.D});
+  const auto accumulator = weights.element_type();
+  if (!(skips || same_shape(*dvalue, value)) || !same_shape(*dlocations, locations) ||
+      !same_shape(*dweights, weights) || dvalue->element_type() != accumulator ||
+      dlocations->element_type() != accumulator || dweights->element_type() != accumulator) {
+    return invalid("gradients must have the shapes of their arrays, and the dtype of weights");
   }
   return Device::gradients(context, in, g, dy, *dvalue, *dlocations, *dweights);
 }

@@ -169,7 +169,8 @@ def _random_boxes(rng, batch: int, boxes: int, size: tuple[int, int], special: b
 
 def make_attention(
     dtype: str, *, batch: int = 2, shapes: tuple = ((8, 4), (4, 2)), queries: int = 7,
-    heads: int = 3, c: int = 8, points: int = 4, special: bool = False,
+    heads: int = 3, c: int = 8, points: int = 4, special: bool = False, deterministic: bool = False,
+    workspace_bytes: int = 256 * 2**20,
 ) -> Call:  # fmt: skip
     """Return a multi-scale deformable attention of random arrays."""
     rng = np.random.default_rng(0)
@@ -184,7 +185,10 @@ def make_attention(
     locations, weights = as_arrays(positions_dtype(dtype), locations, weights)
 
     def apply(value, locations, weights, *, implementation):
-        return ms_deform_attn(value, shapes, locations, weights, implementation=implementation)
+        return ms_deform_attn(
+            value, shapes, locations, weights, deterministic=deterministic,
+            workspace_bytes=workspace_bytes, implementation=implementation,
+        )  # fmt: skip
 
     return Call(apply, (value, locations, weights), ("value", "locations", "weights"))
 
@@ -306,27 +310,32 @@ _ROI_CASES: dict[str, MakeCall] = {
     "64-bit indices": large(functools.partial(make_roi_align, size=(1024, 1024), c=32), images=65),
 }
 
-_ATTENTION_CASES: dict[str, MakeCall] = {
-    "plain": make_attention,
-    "odd channels": functools.partial(make_attention, c=5),
-    "one pixel": functools.partial(make_attention, shapes=((1, 1),)),
-    "one level": functools.partial(make_attention, shapes=((8, 8),), heads=1),
-    "four levels": functools.partial(
-        make_attention, shapes=((16, 16), (8, 8), (4, 4), (2, 2)), heads=8, c=32
-    ),
-    "NaN and infinity": functools.partial(make_attention, special=True),
-    "no images": functools.partial(make_attention, batch=0),
-    "no queries": functools.partial(make_attention, queries=0),
-    "vmap": map_examples(make_attention),
-    "many channels": functools.partial(make_attention, c=1040),
-    "many queries": functools.partial(make_attention, queries=700, c=32),
-    "several devices": shard_images(make_attention),
-    "64-bit indices": large(
-        functools.partial(make_attention, shapes=((1024, 1024),), heads=1, c=32), images=65
-    ),
-}
+
+def _attention_cases(**fixed: Any) -> dict[str, MakeCall]:
+    make = functools.partial(make_attention, **fixed)
+    of = functools.partial
+    return {
+        "plain": make,
+        "odd channels": of(make, c=5),
+        "one pixel": of(make, shapes=((1, 1),)),
+        "one level": of(make, shapes=((8, 8),), heads=1),
+        "four levels": of(make, shapes=((16, 16), (8, 8), (4, 4), (2, 2)), heads=8, c=32),
+        "NaN and infinity": of(make, special=True),
+        "no images": of(make, batch=0),
+        "no queries": of(make, queries=0),
+        "slices": of(make, queries=17, workspace_bytes=8192),
+        "vmap": map_examples(make),
+        "many channels": of(make, c=1040),
+        "many queries": of(make, queries=700, c=32),
+        "several devices": shard_images(make),
+        "64-bit indices": large(of(make, shapes=((1024, 1024),), heads=1, c=32), images=65),
+    }
+
 
 _conv_of_usual_size = functools.partial(make_deform_conv, size=(50, 84), c=128, o=128)
+_attention_of_usual_size = functools.partial(
+    make_attention, shapes=((64, 64), (32, 32), (16, 16), (8, 8)), queries=900, heads=8, c=32
+)
 
 KERNELS = {
     kernel.name: kernel
@@ -341,17 +350,14 @@ KERNELS = {
         Kernel(
             "roi_pool",
             _ROI_CASES,
-            functools.partial(
-                make_roi_align, size=(50, 84), c=256, boxes=256, output_size=(7, 7)
-            ),
+            functools.partial(make_roi_align, size=(50, 84), c=256, boxes=256, output_size=(7, 7)),
         ),
+        Kernel("ms_deform_attn", _attention_cases(), _attention_of_usual_size),
         Kernel(
-            "ms_deform_attn",
-            _ATTENTION_CASES,
-            functools.partial(
-                make_attention, shapes=((64, 64), (32, 32), (16, 16), (8, 8)), queries=900, heads=8,
-                c=32,
-            ),
+            "ms_deform_attn_deterministic",
+            _attention_cases(deterministic=True),
+            functools.partial(_attention_of_usual_size, deterministic=True),
+            is_deterministic=True,
         ),
     )
-}  # fmt: skip
+}

@@ -10,29 +10,60 @@ using effjax::Attention;
 
 struct Arrays {
   const void *value, *locations, *weights, *dy;
+  const int32_t *destination, *source;
   void *y, *dvalue, *dlocations, *dweights;
 };
 
 template <typename T, typename A, int V>
-void run(const Attention& g, const Arrays& a) {
-  const auto in = effjax::attention_arrays<T, A, V>(g, a.value, a.locations, a.weights);
-  const int64_t threads = int64_t{in.heads} << in.shift;
-  const int64_t blocks = (threads + effjax::kThreads - 1) / effjax::kThreads;
-  launch(blocks, effjax::kThreads, [&] {
-    if (a.y) {
-      effjax::attend_kernel<T, A, V>(in, static_cast<T*>(a.y));
-    } else {
-      effjax::attend_backward_kernel<T, A, V>(
-          in, static_cast<const T*>(a.dy), static_cast<A*>(a.dvalue),
-          static_cast<A*>(a.dlocations), static_cast<A*>(a.dweights));
-    }
+auto arrays(const Attention& g, const Arrays& a, int least_lanes = 1) {
+  return effjax::attention_arrays<T, A, V>(g, a.value, a.locations, a.weights, least_lanes);
+}
+
+template <typename Kernel>
+void launch_threads(int64_t threads, const Kernel& kernel) {
+  launch((threads + effjax::kThreads - 1) / effjax::kThreads, effjax::kThreads, kernel);
+}
+
+template <typename T, typename A, int V>
+void attend(const Attention& g, const Arrays& a) {
+  const auto in = arrays<T, A, V>(g, a);
+  launch_threads(int64_t{in.heads} << in.shift, [&] {
+    effjax::attend_kernel<T, A, V>(in, static_cast<T*>(a.y));
+  });
+}
+
+template <typename T, typename A, int V>
+void scatter(const Attention& g, const Arrays& a) {
+  const auto in = arrays<T, A, V>(g, a);
+  const auto corners = static_cast<int32_t>(g.Q * g.points() * 4);
+  const auto of_head = static_cast<int32_t>(effjax::scatter_blocks(corners, in.shift));
+  launch(g.N * g.M * of_head, effjax::kThreads, [&] {
+    effjax::attend_scatter_kernel<T, A, V>(
+        in, static_cast<const T*>(a.dy), a.destination, a.source, static_cast<A*>(a.dvalue),
+        static_cast<int32_t>(g.S), corners, effjax::Divisor<int32_t>(of_head));
+  });
+}
+
+template <typename T, typename A, int V>
+void attend_backward(const Attention& g, const Arrays& a) {
+  const auto in = arrays<T, A, V>(g, a, effjax::kLeastLanes);
+  launch_threads(int64_t{in.heads} << in.shift, [&] {
+    effjax::attend_backward_kernel<T, A, V>(
+        in, static_cast<const T*>(a.dy), static_cast<A*>(a.dvalue), static_cast<A*>(a.dlocations),
+        static_cast<A*>(a.dweights));
   });
 }
 
 template <typename T, typename A>
-void with_width(const Attention& g, const Arrays& a) {
-  constexpr int kFull = 16 / sizeof(T);
-  g.D % kFull == 0 ? run<T, A, kFull>(g, a) : run<T, A, 1>(g, a);
+void run(const Attention& g, const Arrays& a) {
+  constexpr int kStored = 16 / sizeof(T), kSums = 16 / sizeof(A);
+  if (a.y) {
+    g.D % kStored == 0 ? attend<T, A, kStored>(g, a) : attend<T, A, 1>(g, a);
+  } else if (a.destination) {
+    g.D % kStored == 0 ? scatter<T, A, kStored>(g, a) : scatter<T, A, 1>(g, a);
+  } else {
+    g.D % kSums == 0 ? attend_backward<T, A, kSums>(g, a) : attend_backward<T, A, 1>(g, a);
+  }
 }
 
 }  // namespace
@@ -42,8 +73,8 @@ extern "C" void emulate(const char* dtype, const int64_t* sizes, int64_t levels,
                         const Arrays* arrays) {
   Attention g{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], {}, sizes[6] != 0};
   for (int64_t l = 0; l < levels; ++l) g.levels.push_back({sizes[7 + 2 * l], sizes[8 + 2 * l]});
-  if (!std::strcmp(dtype, "float32")) with_width<float, float>(g, *arrays);
-  if (!std::strcmp(dtype, "float64")) with_width<double, double>(g, *arrays);
-  if (!std::strcmp(dtype, "bfloat16")) with_width<__nv_bfloat16, float>(g, *arrays);
-  if (!std::strcmp(dtype, "float16")) with_width<__half, float>(g, *arrays);
+  if (!std::strcmp(dtype, "float32")) run<float, float>(g, *arrays);
+  if (!std::strcmp(dtype, "float64")) run<double, double>(g, *arrays);
+  if (!std::strcmp(dtype, "bfloat16")) run<__nv_bfloat16, float>(g, *arrays);
+  if (!std::strcmp(dtype, "float16")) run<__half, float>(g, *arrays);
 }

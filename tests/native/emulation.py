@@ -25,6 +25,16 @@ def compile_emulated(source: str, directory: pathlib.Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
+def shuffled_orders(library: ctypes.CDLL, count: int = 3):
+    """Yield numbers of runs; blocks and threads start in another order in each of them."""
+    try:
+        for seed in range(count):
+            library.set_order(ctypes.c_uint64(seed))
+            yield seed
+    finally:
+        library.set_order(ctypes.c_uint64(0))
+
+
 def pointers(arrays) -> ctypes.Array:
     return (ctypes.c_void_p * len(arrays))(*(None if a is None else a.ctypes.data for a in arrays))
 

@@ -106,13 +106,18 @@ def select_kernel(
     implementation: str | None,
     platforms: tuple[str, ...],
     operator: str,
+    on_cuda: Callable | None = None,
 ) -> Callable:
     """Return a function that runs the native `kernel` on `platforms`, and `xla` on all others.
 
-    With `implementation="native"`, programs for other platforms fail to compile.
+    `on_cuda` replaces `kernel` on GPUs. With `implementation="native"`, programs for other
+    platforms fail to compile.
     """
     default = fail_at_compile_time(xla, operator) if implementation == "native" else xla
-    return select_by_platform(dict.fromkeys(platforms, kernel), default)
+    kernels = dict.fromkeys(platforms, kernel)
+    if on_cuda is not None and "cuda" in kernels:
+        kernels["cuda"] = on_cuda
+    return select_by_platform(kernels, default)
 
 
 def fail_at_compile_time(run: Callable, operator: str) -> Callable:

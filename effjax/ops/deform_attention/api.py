@@ -1,6 +1,7 @@
 """Multi-scale deformable attention that keeps only its inputs for the backward pass."""
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +15,7 @@ from .._common.derivatives import needs_xla, reverse_mode_only
 from .._common.dispatch import native_platforms, result_type, select_kernel
 from .._common.partitioning import add_example_axis, merge_example_axis, partition_over_images
 from .._common.platform import traced_platform
-from .._common.sharding import match_varying, run_per_device
+from .._common.sharding import match_varying, run_per_device, zeros
 from . import reference
 from .reference import Levels
 
@@ -29,6 +30,7 @@ def ms_deform_attn(
     attention_weights: jax.Array,
     *,
     implementation: Literal["native", "xla"] | None = None,
+    deterministic: bool = False,
     workspace_bytes: int = 256 * 2**20,
 ) -> jax.Array:
     """Sum weighted samples of each level at the locations of each query and head.
@@ -54,10 +56,12 @@ def ms_deform_attn(
             platforms), None for native on a CPU if available, on a GPU if `effjax doctor --gpu`
             validated it there (see `effjax.native.set_default`), and XLA otherwise. Forward-mode
             and second derivatives need "xla".
+        deterministic: on a GPU, sum the gradient of value in a fixed order. On a CPU it always is;
+            "xla" on a GPU follows XLA's own ``--xla_gpu_deterministic_ops``.
         workspace_bytes: upper limit for the samples where XLA computes them (for each example of a
-            vmap with "xla"). Queries are computed in slices that fit, of at least one query. On a
-            CPU slices are at most 4 MiB, which is faster, and on a TPU 32 MiB, with padding (see
-            docs/planner.md). Native code stores no samples.
+            vmap with "xla"), and for the sort of `deterministic`. Queries are computed in slices
+            that fit, of at least one query. On a CPU slices are at most 4 MiB, which is faster, and
+            on a TPU 32 MiB, with padding (see docs/planner.md). Native code stores no samples.
 
     Returns:
         y [N, Q, M * D] of value's dtype.
@@ -69,7 +73,7 @@ def ms_deform_attn(
 
     Kept for the backward pass: the three arrays. The samples are computed again. On a CPU gradients
     are bitwise reproducible, for any number of threads. Native code on a GPU sums the gradient of
-    value in no fixed order.
+    value in no fixed order, unless `deterministic`.
 
     References:
         Zhu et al., Deformable DETR, 2020 (arXiv:2010.04159).
@@ -81,7 +85,9 @@ def ms_deform_attn(
     _check_shapes(value, shapes, locations, weights)
     levels = Levels(shapes, normalized=True)
     dtypes = value.dtype, locations.dtype, weights.dtype
-    static = make_static("ms_deform_attn", levels, dtypes, implementation, workspace_bytes)
+    static = make_static(
+        "ms_deform_attn", levels, dtypes, implementation, deterministic, workspace_bytes
+    )
     return _ms_deform_attn(static, value, locations, weights)
 
 
@@ -101,6 +107,7 @@ class Static(NamedTuple):
     levels: Levels
     implementation: str | None
     platforms: tuple[str, ...]  # with native kernels
+    deterministic: bool
     workspace_bytes: int
 
 
@@ -109,16 +116,18 @@ def make_static(
     levels: Levels,
     dtypes: Iterable[Any],
     implementation: Any,
+    deterministic: Any,
     workspace_bytes: Any,
 ) -> Static:
     """Validate the options of an operator and return its static configuration."""
     workspace_bytes = as_integer("workspace_bytes", workspace_bytes, 1)
-    platforms = native_platforms(implementation, operator, "ms_deform_attn", dtypes)
+    kernel = "ms_deform_attn_deterministic" if deterministic else "ms_deform_attn"
+    platforms = native_platforms(implementation, operator, kernel, dtypes)
     platform = traced_platform()
     if platform in ("cpu", "tpu"):
         slice_bytes = CPU_SLICE_BYTES if platform == "cpu" else TPU_SLICE_BYTES
         workspace_bytes = min(workspace_bytes, slice_bytes)
-    return Static(operator, levels, implementation, platforms, workspace_bytes)
+    return Static(operator, levels, implementation, platforms, bool(deterministic), workspace_bytes)
 
 
 def attend(static: Static, value: jax.Array, locations: jax.Array, weights: jax.Array) -> jax.Array:
@@ -181,9 +190,10 @@ def _partitioned_forward(static: Static) -> Callable:
 
 @functools.cache
 def _partitioned_backward(static: Static) -> Callable:
+    on_cuda = _sorted_attend_backward if static.deterministic else _native_attend_backward
     kernel = select_kernel(
         _native_attend_backward, reference.attend_backward, static.implementation,
-        static.platforms, static.operator,
+        static.platforms, static.operator, on_cuda,
     )  # fmt: skip
 
     def run(*args):
@@ -209,12 +219,68 @@ def _native_attend(value, locations, weights, *, levels: Levels, workspace_bytes
     return call(*args, **_attributes(levels))
 
 
-def _native_attend_backward(*args, levels: Levels, workspace_bytes: int) -> tuple:
-    args = match_varying(args)
-    value, locations, weights, _ = args
-    results = result_type(value, dtype=weights.dtype), result_type(locations), result_type(weights)
+def _native_attend_backward(
+    *args, levels: Levels, workspace_bytes: int, skip_dvalue: bool = False
+) -> tuple:
+    value, locations, weights, _ = args = match_varying(args)
+    n, pixels, *head = value.shape
+    dvalue = result_type(value, (n, 0 if skip_dvalue else pixels, *head), weights.dtype)
+    results = dvalue, result_type(locations), result_type(weights)
     call = jax.ffi.ffi_call("effjax_ms_deform_attn_backward", results)
     return tuple(call(*args, **_attributes(levels)))
+
+
+# For each of a sample's four corners: its pixel, and two numbers before and after the sort.
+_SORT_BYTES = 4 * 4 * (1 + 2 * 2)
+
+
+def _sorted_attend_backward(*args, levels: Levels, workspace_bytes: int) -> tuple:
+    """Compute all gradients; dvalue without atomic additions, whose order varies on a GPU.
+
+    The corners of the samples are sorted by their pixel, and the corners of each pixel are summed
+    in that order. Slices of queries, one after the other, limit the memory of the sort.
+    """
+    value, locations, weights, dy = args = match_varying(args)
+    _, *gradients = _native_attend_backward(
+        *args, levels=levels, workspace_bytes=workspace_bytes, skip_dvalue=True
+    )
+    n, queries, heads, *of_head, _ = locations.shape
+    per_query = max(n * heads * math.prod(of_head) * _SORT_BYTES, 1)
+    size = max(1, min(workspace_bytes // per_query, queries))
+    size = math.ceil(queries / max(math.ceil(queries / size), 1))
+    dvalue = zeros(value.shape, weights.dtype, value)
+    if queries <= size:
+        return _add_sorted(dvalue, locations, weights, dy, levels), *gradients
+
+    def run(dvalue, slices):
+        return _add_sorted(dvalue, *slices, levels=levels), None
+
+    slices = [reference.split_queries(a, size) for a in (locations, weights, dy)]
+    dvalue, _ = lax.scan(run, dvalue, slices)
+    return dvalue, *gradients
+
+
+def _add_sorted(dvalue, locations, weights, dy, levels: Levels) -> jax.Array:
+    """Add the gradient of value for these queries to dvalue, in a fixed order."""
+    destination = destinations(locations, levels)
+    source = lax.broadcasted_iota(jnp.int32, destination.shape, 2) // 4
+    destination, source = match_varying((destination, source))
+    # The corners of a sample are different pixels, or count for nothing: an unstable sort of the
+    # pairs is deterministic.
+    destination, source = lax.sort((destination, source), num_keys=2, is_stable=False)
+    call = jax.ffi.ffi_call(
+        "effjax_ms_deform_attn_scatter_sorted", result_type(dvalue), input_output_aliases={5: 0}
+    )
+    args = (locations, weights, dy, destination, source, dvalue)
+    return call(*match_varying(args), **_attributes(levels))
+
+
+def destinations(locations: jax.Array, levels: Levels) -> jax.Array:
+    """Return the pixel of every corner, int32 [N, M, Q * L * P * 4]; S if it is outside."""
+    pixels = sum(height * width for height, width in levels.shapes)
+    index, valid = reference.corners(locations, levels)  # [N, Q, M, L, P, 4]
+    by_head = jnp.moveaxis(jnp.where(valid, index, pixels), 2, 1)
+    return by_head.reshape(*by_head.shape[:2], math.prod(by_head.shape[2:]))
 
 
 def _attributes(levels: Levels) -> dict[str, Any]:

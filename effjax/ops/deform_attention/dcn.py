@@ -39,6 +39,7 @@ def dcn_aggregate(
     remove_center: bool = False,
     offset_groups: int | None = None,
     implementation: Literal["native", "xla"] | None = None,
+    deterministic: bool = False,
     workspace_bytes: int = 256 * 2**20,
 ) -> jax.Array:
     """Sum weighted samples around each pixel in groups of channels: the core of DCNv3 and DCNv4.
@@ -66,6 +67,8 @@ def dcn_aggregate(
         remove_center: leave out the center of an odd window, so that K is one less.
         offset_groups: G; by default inferred from the channels of mask.
         implementation: as in `effjax.ms_deform_attn`, which shares the native code.
+        deterministic: on a GPU, sum the gradient of x in a fixed order, as in
+            `effjax.ms_deform_attn`.
         workspace_bytes: as in `effjax.ms_deform_attn`.
 
     Returns:
@@ -102,7 +105,9 @@ def dcn_aggregate(
     groups = _check_shapes(x, offset, mask, window, offset_groups)
     levels = Levels(((x.shape[1], x.shape[2]),), normalized=False)
     dtypes = x.dtype, offset.dtype, mask.dtype
-    static = make_static("dcn_aggregate", levels, dtypes, implementation, workspace_bytes)
+    static = make_static(
+        "dcn_aggregate", levels, dtypes, implementation, deterministic, workspace_bytes
+    )
     return _dcn_aggregate(static, window, groups, x, offset, mask)
 
 

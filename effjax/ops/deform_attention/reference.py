@@ -94,7 +94,7 @@ def _attend_rows(rows, locations, weights, levels: Levels, workspace_bytes: int)
         return _attend_slice(rows, locations, weights, levels)
     run = functools.partial(_attend_rows, levels=levels, workspace_bytes=workspace_bytes)
     run = jax.checkpoint(run)
-    slices = _split(locations, size), _split(weights, size)
+    slices = split_queries(locations, size), split_queries(weights, size)
     _, y = lax.scan(lambda carry, arrays: (carry, run(rows, *arrays)), None, slices)
     return _join(y)[:, :queries]
 
@@ -118,7 +118,7 @@ def _add_gradients(
         )
         return dvalue, [_flatten(d) for d in gradients]
 
-    dvalue, gradients = lax.scan(run, dvalue, [_split(_flatten(a), size) for a in arrays])
+    dvalue, gradients = lax.scan(run, dvalue, [split_queries(_flatten(a), size) for a in arrays])
     dlocations, dweights = (_join(d)[:, :queries] for d in gradients)
     return dvalue, dlocations.reshape(locations.shape), dweights.reshape(weights.shape)
 
@@ -157,8 +157,8 @@ def _queries_per_slice(rows: jax.Array, locations: jax.Array, workspace_bytes: i
     return math.ceil(size / multiple) * multiple
 
 
-def _split(a: jax.Array, size: int) -> jax.Array:
-    # [N, Q, ...] -> [count, N, size, ...]
+def split_queries(a: jax.Array, size: int) -> jax.Array:
+    """Split [N, Q, ...] into slices [count, N, size, ...], the last one padded with zeros."""
     n, queries = a.shape[:2]
     count = math.ceil(queries / size)
     padding = ((0, 0), (0, count * size - queries), *((0, 0),) * (a.ndim - 2))
@@ -185,6 +185,15 @@ def _attend_slice(rows, locations, weights, levels: Levels) -> jax.Array:
         pixel = _read(rows, index, valid, heads)
         total += jnp.sum(factor[..., None] * pixel, 2)
     return total
+
+
+def corners(locations: jax.Array, levels: Levels) -> tuple[jax.Array, jax.Array]:
+    """Return the pixels around each sample and whether they count, [N, Q, M, L, P, 4]."""
+    x, y, inside = _positions(locations, levels)
+    x0, y0 = jnp.floor(x), jnp.floor(y)
+    pairs = [_corner_index(y0, x0, corner, levels) for corner in np.ndindex(2, 2)]
+    index, valid = (jnp.stack(arrays, -1) for arrays in zip(*pairs, strict=True))
+    return index, valid & inside[..., None]
 
 
 def _add_slice_gradients(dvalue, rows, locations, weights, dy, levels: Levels) -> tuple:

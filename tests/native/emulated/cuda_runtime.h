@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <cstring>
 #include <mutex>
+#include <numeric>
+#include <random>
 #include <thread>
 #include <vector>
 
@@ -20,6 +22,7 @@
 #define __launch_bounds__(...)
 #define __CUDA_ARCH__ EMULATED_ARCH
 
+using std::fabs;
 using std::min;
 
 struct Dim {
@@ -61,6 +64,16 @@ T __shfl_down_sync(unsigned, T value, int step, int width) {
   return result;
 }
 
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  const int lane = threadIdx.x % 32;
+  warp->values[lane] = value;
+  warp->meet.arrive_and_wait();
+  const T result = static_cast<T>(warp->values[lane ^ mask]);
+  warp->meet.arrive_and_wait();
+  return result;
+}
+
 inline void __syncwarp() { warp->meet.arrive_and_wait(); }
 
 struct Block {
@@ -78,13 +91,25 @@ inline float __uint_as_float(uint32_t bits) {
   return value;
 }
 
+// Seed of a permutation of the blocks, and of the order in which their threads start; 0 for the order
+// of their numbers. A result that depends on the order of atomic additions changes with it.
+inline uint64_t order_seed = 0;
+extern "C" inline __attribute__((used)) void set_order(uint64_t seed) { order_seed = seed; }
+
+inline std::vector<int64_t> ordered(int64_t count, uint64_t seed) {
+  std::vector<int64_t> order(count);
+  std::iota(order.begin(), order.end(), int64_t{0});
+  if (seed) std::shuffle(order.begin(), order.end(), std::mt19937_64(seed));
+  return order;
+}
+
 // Runs a kernel with the given numbers of blocks and of threads per block.
 template <typename Kernel>
 void launch(int64_t blocks, int threads, const Kernel& kernel) {
-  for (int64_t index = 0; index < blocks; ++index) {
+  for (int64_t index : ordered(blocks, order_seed)) {
     Block block(threads);
     std::vector<std::thread> all;
-    for (int thread = 0; thread < threads; ++thread) {
+    for (int64_t thread : ordered(threads, order_seed ? order_seed + index + 1 : 0)) {
       all.emplace_back([&, thread] {
         blockIdx.x = static_cast<unsigned>(index);
         threadIdx.x = static_cast<unsigned>(thread);
