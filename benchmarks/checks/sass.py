@@ -50,6 +50,10 @@ CONV_LANES = 8  # threads that share a sample in the backward pass
 HEAD_CHANNELS = 32  # one pack for each thread
 POINTS = 16  # of a query
 ENTRIES = 8  # corners of samples that share a pixel
+ROI_CHANNELS = 256
+ROI_SAMPLES = 2  # along each axis of a bin
+ROI_PACKS = 2048 / 256  # of a thread: of a block, by threads
+ROI_FOUND = 16  # bins near a tile, in one round of the search
 
 KERNELS = {
     "columns": Spec("STG", 1, lambda v: (CONV_CHANNELS / v,), _budgets(120, 230)),
@@ -66,6 +70,21 @@ KERNELS = {
     ),
     "attend_scatter": Spec(
         "LDG.E.128", 1, lambda v: (ENTRIES, ENTRIES), _budgets(110, 130), loads="LDG.E.128"
+    ),
+    "roi_pool": Spec(
+        "LDG.E.128", 4,
+        lambda v: (ROI_SAMPLES, ROI_SAMPLES**2, ROI_SAMPLES**2 * ROI_PACKS), _budgets(150, 220),
+        loads="LDG.E.128",
+    ),
+    "roi_gradients": Spec(
+        "RED", 4,
+        lambda v: (
+            ROI_SAMPLES, ROI_SAMPLES**2, ROI_SAMPLES**2 * ROI_CHANNELS / v / CONV_LANES,
+            ROI_SAMPLES**2 * ROI_CHANNELS / v,
+        ), _budgets(220, 220),
+    ),
+    "roi_gather": Spec(
+        "LDG.E.128", 1, lambda v: (ROI_FOUND, ROI_FOUND), _budgets(90, 110), loads="LDG.E.128"
     ),
 }  # fmt: skip
 MIN_LOADS_IN_FLIGHT = 4
@@ -173,19 +192,19 @@ def count_instructions(kernel: Kernel, code: list[Instruction]) -> dict[str, int
     """Count instructions per pack."""
     spec = KERNELS[kernel.function]
     loops = find_loops(code)
-    marked = [(a, b) for a, b in loops if _count(code[a : b + 1], spec.marker)]
+    names = {spec.marker, spec.loads or spec.marker}
+    marked = [(a, b) for a, b in loops if all(_count(code[a : b + 1], name) for name in names)]
     start, end = min(marked, key=lambda loop: loop[1] - loop[0])
     body = code[start : end + 1]
     packs = _count(body, spec.marker) / spec.markers_per_pack
     exit_index = next(i for i in range(end + 1, len(code)) if code[i].name == "EXIT")
 
-    # Loops within another one that lack the marker run only in special cases, and do not count.
-    around = sorted((a, b) for a, b in marked if a <= start and end <= b and (a, b) != (start, end))
+    # Other loops run instead of this one, for other arguments, or rarely. They do not count.
+    around = sorted((a, b) for a, b in loops if a <= start and end <= b and (a, b) != (start, end))
     nest = [*reversed(around), (0, exit_index)]
     counted = set(range(start, end + 1))
-    for a, b in loops:
-        if (a, b) not in marked:
-            counted |= set(range(a, b + 1))
+    for a, b in set(loops) - set(around):
+        counted |= set(range(a, b + 1))
     share = 0.0
     for (a, b), turns in zip(nest, spec.turns(kernel.channels), strict=True):
         own = set(range(a, b + 1)) - counted
@@ -280,7 +299,8 @@ def main(argv: list[str] | None = None) -> int:
         title = f"CUDA kernels: {ARCHITECTURE} instructions per pack of 16 bytes"
         sizes = {
             "conv_channels": CONV_CHANNELS, "head_channels": HEAD_CHANNELS, "points": POINTS,
-            "entries_per_pixel": ENTRIES,
+            "entries_per_pixel": ENTRIES, "roi_channels": ROI_CHANNELS, "roi_samples": ROI_SAMPLES,
+            "roi_bins_per_round": ROI_FOUND,
         }  # fmt: skip
         result = Result("cuda_sass", title, sizes, rows)
         write_json(result, options.json, "python -m benchmarks.checks.sass LIBRARY")

@@ -42,7 +42,7 @@ def check_shapes(spatial_shapes: Any, num_levels: int) -> tuple[tuple[int, int],
 
 def attend(
     value: jax.Array, offsets: jax.Array, logits: jax.Array, reference_points: Any,
-    padding_mask: Any, shapes: tuple[tuple[int, int], ...], num_heads: int, implementation: Any,
+    padding_mask: Any, shapes: tuple[tuple[int, int], ...], num_heads: int, **options: Any,
 ) -> jax.Array:  # fmt: skip
     """Apply the attention of MSDeformAttn to the outputs of its linear layers.
 
@@ -55,7 +55,7 @@ def attend(
         padding_mask: [N, S], or None.
         shapes: (H, W) of each level.
         num_heads: M.
-        implementation: of the operator.
+        **options: implementation and deterministic, of the operator.
 
     Returns:
         [N, Q, C].
@@ -73,7 +73,7 @@ def attend(
         shapes,
         _locations(reference_points, offsets, shapes),
         weights.reshape(offsets.shape[:-1]),
-        implementation=implementation,
+        **options,
     )
 
 

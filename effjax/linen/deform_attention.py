@@ -36,6 +36,7 @@ class MSDeformAttn(nn.Module):
     param_dtype: Dtype = jnp.float32
     precision: PrecisionLike = None
     implementation: Literal["native", "xla"] | None = None
+    deterministic: bool = False
 
     @nn.compact
     def __call__(
@@ -69,7 +70,8 @@ class MSDeformAttn(nn.Module):
             self._linear("value_proj", self.features, _xavier)(value),
             self._linear("sampling_offsets", num_samples * 2, _zeros, bias_init)(query),
             self._linear("attention_weights", num_samples, _zeros)(query),
-            reference_points, padding_mask, shapes, self.num_heads, self.implementation,
+            reference_points, padding_mask, shapes, self.num_heads,
+            implementation=self.implementation, deterministic=self.deterministic,
         )  # fmt: skip
         return self._linear("output_proj", self.features, _xavier)(y)
 
@@ -106,6 +108,7 @@ class DCNv3(nn.Module):
     param_dtype: Dtype = jnp.float32
     precision: PrecisionLike = None
     implementation: Literal["native", "xla"] | None = None
+    deterministic: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -137,7 +140,7 @@ class DCNv3(nn.Module):
             padding=self.kernel_dilation * (self.kernel_size - 1) // 2,
             kernel_dilation=self.kernel_dilation, offset_groups=self.offset_groups,
             offset_scale=self.offset_scale, remove_center=self.remove_center,
-            implementation=self.implementation,
+            implementation=self.implementation, deterministic=self.deterministic,
         )  # fmt: skip
         if self.center_feature_scale:
             y = self._blend_center(y, projected, z)

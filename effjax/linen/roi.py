@@ -30,6 +30,7 @@ class DeformRoIPool(nn.Module):
     sampling_ratio: int = 0
     gamma: float = 0.1
     implementation: Literal["native", "xla"] | None = None
+    deterministic: bool = False
 
     @nn.compact
     def __call__(
@@ -44,6 +45,7 @@ class DeformRoIPool(nn.Module):
             output_size=as_pair("output_size", self.output_size, 1),
             spatial_scale=self.spatial_scale, sampling_ratio=self.sampling_ratio,
             gamma=self.gamma, implementation=self.implementation,
+            deterministic=self.deterministic,
         )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ _SYMBOLS = {
 _CUDA_SYMBOLS = {
     "effjax_deform_scatter_sorted": "EffjaxDeformScatterSorted",
     "effjax_ms_deform_attn_scatter_sorted": "EffjaxMsDeformAttnScatterSorted",
+    "effjax_roi_pool_backward_deterministic": "EffjaxRoiPoolBackwardDeterministic",
 }
 _PLAIN = {"cpu": [], "cuda": ["effjax_cuda_devices"]}
 _DRIVERS = {12: 525, 13: 580}  # NVIDIA's first driver for a major version of CUDA

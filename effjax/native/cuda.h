@@ -20,6 +20,8 @@ namespace effjax {
 
 constexpr int kThreads = 256;
 constexpr unsigned kAllLanes = 0xffffffffu;
+// Maximum number of threads that share a sample in a backward pass: 128 contiguous bytes of dx.
+constexpr int kMostLanes = 8;
 
 // Conversion between the storage type and the type of the computation (float or double).
 __device__ __forceinline__ float widen(float x) { return x; }
@@ -175,6 +177,20 @@ inline int lanes_for(int64_t packs) {
   int lanes = 1;
   while (lanes < packs && lanes < 32) lanes *= 2;
   return lanes;
+}
+
+// Returns the number of samples per block: enough packs to amortize the computation of the
+// positions, and at least `least`.
+inline int samples_of_block(int64_t packs, int least) {
+  constexpr int64_t kPacks = 2048;
+  return static_cast<int>(std::clamp<int64_t>(kPacks / std::max<int64_t>(packs, 1), least, kThreads));
+}
+
+// Returns log2 of the number of threads that share a sample in the backward pass.
+inline int shift_for(int64_t packs) {
+  int shift = 0;
+  while ((1 << shift) < kMostLanes && (1 << shift) < packs) ++shift;
+  return shift;
 }
 
 }  // namespace effjax

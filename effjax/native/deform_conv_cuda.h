@@ -11,9 +11,6 @@
 
 namespace effjax {
 
-// Maximum number of threads that share a sample in the backward pass: 128 contiguous bytes of dx.
-constexpr int kMostLanes = 8;
-
 // Arguments of the kernels. I is the type of indices: 32-bit if all of them fit. A pack is the V
 // channels that one thread handles at a time.
 template <typename T, typename A, int V, typename I>
@@ -264,20 +261,6 @@ Operands<T, A, V, I> make_operands(const Geometry& g, const void* x, const void*
           static_cast<I>(g.N * g.R * g.Wo * g.K * g.G),
           static_cast<I>(packs),
           by(packs), by(g.G), by(g.K), by(g.Wo), by(g.R), by(g.kernel_w)};
-}
-
-// Returns the number of samples per block: enough packs to amortize the computation of the
-// positions, and at least `least`.
-inline int samples_of_block(int64_t packs, int least) {
-  constexpr int64_t kPacks = 2048;
-  return static_cast<int>(std::clamp<int64_t>(kPacks / std::max<int64_t>(packs, 1), least, kThreads));
-}
-
-// Returns log2 of the number of threads that share a sample in the backward pass.
-inline int shift_for(int64_t packs) {
-  int shift = 0;
-  while ((1 << shift) < kMostLanes && (1 << shift) < packs) ++shift;
-  return shift;
 }
 
 }  // namespace effjax

@@ -33,6 +33,7 @@ class MSDeformAttn(nnx.Module):
             computed in float32 at least.
         implementation: None, "native" or "xla", as in `effjax.ms_deform_attn`; forward-mode and
             second derivatives need "xla".
+        deterministic: make gradients bitwise reproducible on a GPU.
         rngs: for the parameters (stream `params`).
 
     Raises:
@@ -53,10 +54,13 @@ class MSDeformAttn(nnx.Module):
         param_dtype: Dtype = jnp.float32,
         precision: PrecisionLike = None,
         implementation: Implementation = None,
+        deterministic: bool = False,
         rngs: nnx.Rngs,
     ):
         self.num_levels, self.num_heads = num_levels, num_heads
-        self.implementation = implementation
+        self.options: dict[str, Any] = dict(
+            implementation=implementation, deterministic=deterministic
+        )
         samples = num_heads * num_levels * num_points
         options: dict[str, Any] = dict(
             dtype=dtype, param_dtype=param_dtype, precision=as_precision(precision), rngs=rngs
@@ -97,7 +101,7 @@ class MSDeformAttn(nnx.Module):
         shapes = shared.check_shapes(spatial_shapes, self.num_levels)
         y = shared.attend(
             self.value_proj(value), self.sampling_offsets(query), self.attention_weights(query),
-            reference_points, padding_mask, shapes, self.num_heads, self.implementation,
+            reference_points, padding_mask, shapes, self.num_heads, **self.options,
         )  # fmt: skip
         return self.output_proj(y)
 
@@ -117,6 +121,7 @@ class DCNv3(nnx.Module):
         center_feature_scale: blend the result with ``input_proj(x)``, with a weight per group.
         dtype, param_dtype, precision: as in `flax.nnx.Linear`.
         implementation: None, "native" or "xla", as in `effjax.dcn_aggregate`.
+        deterministic: make gradients bitwise reproducible on a GPU.
         rngs: for the parameters (stream `params`).
 
     Raises:
@@ -142,6 +147,7 @@ class DCNv3(nnx.Module):
         param_dtype: Dtype = jnp.float32,
         precision: PrecisionLike = None,
         implementation: Implementation = None,
+        deterministic: bool = False,
         rngs: nnx.Rngs,
     ):
         self.features, self.dtype = features, dtype
@@ -154,6 +160,7 @@ class DCNv3(nnx.Module):
             kernel_size=kernel_size, padding=kernel_dilation * (kernel_size - 1) // 2,
             kernel_dilation=kernel_dilation, offset_groups=offset_groups,
             offset_scale=offset_scale, remove_center=remove_center, implementation=implementation,
+            deterministic=deterministic,
         )  # fmt: skip
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.dw_conv = nnx.Conv(

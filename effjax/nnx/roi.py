@@ -20,7 +20,8 @@ class DeformRoIPool(nnx.Module):
 
     Args:
         output_size: (rows, columns) of bins, or one integer for both.
-        spatial_scale, sampling_ratio, gamma, implementation: as in `effjax.deform_roi_pool`.
+        spatial_scale, sampling_ratio, gamma, implementation, deterministic: as in
+            `effjax.deform_roi_pool`.
 
     Raises:
         TypeError, ValueError: for arguments of a wrong type or shape; most when the layer is
@@ -38,10 +39,12 @@ class DeformRoIPool(nnx.Module):
         sampling_ratio: int = 0,
         gamma: float = 0.1,
         implementation: Literal["native", "xla"] | None = None,
+        deterministic: bool = False,
     ):
         self.options: dict[str, Any] = dict(
             output_size=as_pair("output_size", output_size, 1), spatial_scale=spatial_scale,
             sampling_ratio=sampling_ratio, gamma=gamma, implementation=implementation,
+            deterministic=deterministic,
         )  # fmt: skip
 
     def __call__(

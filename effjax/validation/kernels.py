@@ -117,6 +117,7 @@ def make_deform_conv(
 def make_roi_align(
     dtype: str, *, batch: int = 2, size: tuple[int, int] = (9, 7), c: int = 8, boxes: int = 5,
     output_size: tuple[int, int] = (3, 2), ratio: int = 2, special: bool = False,
+    deterministic: bool = False,
 ) -> Call:  # fmt: skip
     """Return a RoIAlign of random boxes."""
     rng = np.random.default_rng(0)
@@ -125,15 +126,16 @@ def make_roi_align(
 
     def apply(x, corners, *, implementation):
         return roi_align(
-            x, corners, output_size=output_size, sampling_ratio=ratio, implementation=implementation
-        )
+            x, corners, output_size=output_size, sampling_ratio=ratio,
+            deterministic=deterministic, implementation=implementation,
+        )  # fmt: skip
 
     return Call(apply, (x, corners), ("x",))
 
 
 def make_deform_roi_pool(
     dtype: str, *, batch: int = 2, size: tuple[int, int] = (9, 7), c: int = 8, boxes: int = 5,
-    output_size: tuple[int, int] = (3, 2), special: bool = False,
+    output_size: tuple[int, int] = (3, 2), special: bool = False, deterministic: bool = False,
 ) -> Call:  # fmt: skip
     """Return a deformable RoI pooling of random boxes."""
     rng = np.random.default_rng(0)
@@ -150,7 +152,7 @@ def make_deform_roi_pool(
     def apply(x, offset, corners, *, implementation):
         return deform_roi_pool(
             x, corners, offset, output_size=output_size, sampling_ratio=2,
-            implementation=implementation,
+            deterministic=deterministic, implementation=implementation,
         )  # fmt: skip
 
     return Call(apply, (x, offset, corners), ("x", "offset"))
@@ -291,24 +293,26 @@ def _deform_conv_cases(**fixed: Any) -> dict[str, MakeCall]:
     }
 
 
-_ROI_CASES: dict[str, MakeCall] = {
-    "plain": make_roi_align,
-    "odd channels": functools.partial(make_roi_align, c=5),
-    "one pixel": functools.partial(make_roi_align, size=(1, 1), output_size=(1, 1)),
-    "samples by size": functools.partial(make_roi_align, ratio=0),
-    "NaN and infinity": functools.partial(make_roi_align, special=True),
-    "no images": functools.partial(make_roi_align, batch=0),
-    "no boxes": functools.partial(make_roi_align, boxes=0),
-    "vmap": map_examples(make_roi_align),
-    "many channels": functools.partial(make_roi_align, c=1040),
-    "many boxes": functools.partial(
-        make_roi_align, size=(32, 40), c=32, boxes=100, output_size=(7, 7)
-    ),
-    "offsets": make_deform_roi_pool,
-    "NaN and infinite offsets": functools.partial(make_deform_roi_pool, special=True),
-    "several devices": shard_images(make_roi_align),
-    "64-bit indices": large(functools.partial(make_roi_align, size=(1024, 1024), c=32), images=65),
-}
+def _roi_cases(**fixed: Any) -> dict[str, MakeCall]:
+    make = functools.partial(make_roi_align, **fixed)
+    make_deformed = functools.partial(make_deform_roi_pool, **fixed)
+    of = functools.partial
+    return {
+        "plain": make,
+        "odd channels": of(make, c=5),
+        "one pixel": of(make, size=(1, 1), output_size=(1, 1)),
+        "samples by size": of(make, ratio=0),
+        "NaN and infinity": of(make, special=True),
+        "no images": of(make, batch=0),
+        "no boxes": of(make, boxes=0),
+        "vmap": map_examples(make),
+        "many channels": of(make, c=1040),
+        "many boxes": of(make, size=(32, 40), c=32, boxes=100, output_size=(7, 7)),
+        "offsets": make_deformed,
+        "NaN and infinite offsets": of(make_deformed, special=True),
+        "several devices": shard_images(make),
+        "64-bit indices": large(of(make, size=(1024, 1024), c=32), images=65),
+    }
 
 
 def _attention_cases(**fixed: Any) -> dict[str, MakeCall]:
@@ -333,6 +337,9 @@ def _attention_cases(**fixed: Any) -> dict[str, MakeCall]:
 
 
 _conv_of_usual_size = functools.partial(make_deform_conv, size=(50, 84), c=128, o=128)
+_roi_of_usual_size = functools.partial(
+    make_roi_align, size=(50, 84), c=256, boxes=256, output_size=(7, 7)
+)
 _attention_of_usual_size = functools.partial(
     make_attention, shapes=((64, 64), (32, 32), (16, 16), (8, 8)), queries=900, heads=8, c=32
 )
@@ -347,10 +354,12 @@ KERNELS = {
             functools.partial(_conv_of_usual_size, deterministic=True),
             is_deterministic=True,
         ),
+        Kernel("roi_pool", _roi_cases(), _roi_of_usual_size),
         Kernel(
-            "roi_pool",
-            _ROI_CASES,
-            functools.partial(make_roi_align, size=(50, 84), c=256, boxes=256, output_size=(7, 7)),
+            "roi_pool_deterministic",
+            _roi_cases(deterministic=True),
+            functools.partial(_roi_of_usual_size, deterministic=True),
+            is_deterministic=True,
         ),
         Kernel("ms_deform_attn", _attention_cases(), _attention_of_usual_size),
         Kernel(

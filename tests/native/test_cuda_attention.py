@@ -139,6 +139,8 @@ def test_bits_do_not_depend_on_the_order_of_threads(emulate, emulated):
         emulate(levels, **arrays, **corners, dvalue=dvalue)
         in_order.add(dvalue.tobytes())
     assert len(in_order) == len(rest) == 1 < len(atomic)
+    want = np.frombuffer(atomic.pop(), np.float32).reshape(dvalue.shape)
+    np.testing.assert_allclose(dvalue, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
 def test_weights_of_positions_that_are_rounded_differently(emulate):

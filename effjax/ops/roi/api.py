@@ -37,6 +37,7 @@ def roi_align(
     sampling_ratio: int = 0,
     aligned: bool = True,
     implementation: Implementation = None,
+    deterministic: bool = False,
 ) -> jax.Array:
     """Average the features of each box over a grid of bins.
 
@@ -63,6 +64,8 @@ def roi_align(
             platforms), None for native on a CPU if available, on a GPU if `effjax doctor --gpu`
             validated it there (see `effjax.native.set_default`), and XLA otherwise. Forward-mode
             and second derivatives need "xla" and a positive `sampling_ratio`.
+        deterministic: on a GPU, sum the gradient of x in a fixed order. On a CPU it always is;
+            "xla" on a GPU follows XLA's own ``--xla_gpu_deterministic_ops``.
 
     Returns:
         y [N, R, rows, columns, C] of x's dtype.
@@ -82,6 +85,7 @@ def roi_align(
     y = _pool_aligned(
         "roi_align", _as_images("x", x), boxes, size=size, spatial_scale=spatial_scale,
         sampling_ratio=sampling_ratio, aligned=aligned, implementation=implementation,
+        deterministic=deterministic,
     )  # fmt: skip
     return _split_bins(y, size)
 
@@ -97,6 +101,7 @@ def multiscale_roi_align(
     canonical_scale: float = 224.0,
     canonical_level: int = 4,
     implementation: Implementation = None,
+    deterministic: bool = False,
 ) -> jax.Array:
     """Apply `roi_align` to each box at the level of a feature pyramid that fits its size.
 
@@ -116,6 +121,7 @@ def multiscale_roi_align(
         canonical_level: level of boxes of size `canonical_scale`.
         implementation: as in `roi_align`. Native code computes each box at its own level; "xla"
             goes through all boxes at every level.
+        deterministic: as in `roi_align`.
 
     Returns:
         y [N, R, rows, columns, C] of the features' dtype.
@@ -147,7 +153,7 @@ def multiscale_roi_align(
         y = _pool_aligned(
             "multiscale_roi_align", level, jnp.where(level_of_box == number, boxes, nowhere), y,
             size=size, spatial_scale=scale, sampling_ratio=sampling_ratio, aligned=aligned,
-            implementation=implementation,
+            implementation=implementation, deterministic=deterministic,
         )  # fmt: skip
     assert y is not None  # there is at least one level
     return _split_bins(y, size)
@@ -164,6 +170,7 @@ def _pool_aligned(
     sampling_ratio: int,
     aligned: bool,
     implementation: Implementation,
+    deterministic: bool,
 ) -> jax.Array:
     """Return roi_align with the bins on one axis, [N, R, P, C], added to `initial`."""
     boxes = lax.stop_gradient(_as_boxes(boxes, x.shape[0]))
@@ -174,7 +181,7 @@ def _pool_aligned(
         size, parts=1, margin=1.0, average_inside_only=False, samples=ratio,
         has_position_gradients=False,
     )  # fmt: skip
-    return pool(operator, x, make_bins, (boxes,), pooling, implementation, initial)
+    return pool(operator, x, make_bins, (boxes,), pooling, implementation, deterministic, initial)
 
 
 def deform_roi_pool(
@@ -187,6 +194,7 @@ def deform_roi_pool(
     sampling_ratio: int = 0,
     gamma: float = 0.1,
     implementation: Implementation = None,
+    deterministic: bool = False,
 ) -> jax.Array:
     """Average the features of each box over bins that are shifted by offsets.
 
@@ -205,6 +213,7 @@ def deform_roi_pool(
         sampling_ratio: as in `roi_align`.
         gamma: factor of all offsets.
         implementation: as in `roi_align`.
+        deterministic: as in `roi_align`.
 
     Returns:
         y [N, R, rows, columns, C] of x's dtype.
@@ -236,7 +245,7 @@ def deform_roi_pool(
         has_position_gradients=offset is not None,
     )  # fmt: skip
     arrays = _promote(x, *arrays)
-    y = pool("deform_roi_pool", x, make_bins, arrays, pooling, implementation)
+    y = pool("deform_roi_pool", x, make_bins, arrays, pooling, implementation, deterministic)
     return _split_bins(y, size)
 
 
@@ -252,6 +261,7 @@ def deform_psroi_pool(
     sample_per_part: int = 4,
     trans_std: float = 0.0,
     implementation: Implementation = None,
+    deterministic: bool = False,
 ) -> jax.Array:
     """Average position-sensitive features of each box over bins that offsets may shift.
 
@@ -275,6 +285,7 @@ def deform_psroi_pool(
         sample_per_part: samples along each axis of a bin.
         trans_std: factor of all offsets.
         implementation: as in `roi_align`.
+        deterministic: as in `roi_align`.
 
     Returns:
         y [N, R, rows, columns, C] of x's dtype.
@@ -315,7 +326,7 @@ def deform_psroi_pool(
         has_position_gradients=offset is not None,
     )  # fmt: skip
     arrays = _promote(x, *arrays)
-    y = pool("deform_psroi_pool", x, make_bins, arrays, pooling, implementation)
+    y = pool("deform_psroi_pool", x, make_bins, arrays, pooling, implementation, deterministic)
     return _split_bins(y, size)
 
 

@@ -25,6 +25,7 @@ class Static(NamedTuple):
     adds: bool  # to the result of an earlier call
     implementation: str | None
     platforms: tuple[str, ...]  # with native kernels
+    deterministic: bool
 
     @property
     def is_differentiable(self) -> bool:
@@ -45,6 +46,7 @@ def pool(
     arrays: tuple,
     pooling: Pooling,
     implementation: str | None,
+    deterministic: bool,
     initial: jax.Array | None = None,
 ) -> jax.Array:
     """Average x [N, H, W, parts**2 * C] over the bins that are made from arrays.
@@ -57,6 +59,7 @@ def pool(
         arrays: boxes, and offsets if any: [N, ...], float32 or float64.
         pooling: static configuration.
         implementation: None, "native" or "xla".
+        deterministic: on a GPU, sum the gradient of x in a fixed order.
         initial: [N, R, P, C], to which the result is added: in place, and at no cost for boxes
             without samples.
 
@@ -64,8 +67,10 @@ def pool(
         y [N, R, P, C].
     """
     dtypes = x.dtype, arrays[0].dtype
-    platforms = native_platforms(implementation, operator, "roi_pool", dtypes)
-    static = Static(operator, pooling, initial is not None, implementation, platforms)
+    kernel = "roi_pool_deterministic" if deterministic else "roi_pool"
+    platforms = native_platforms(implementation, operator, kernel, dtypes)
+    adds = initial is not None
+    static = Static(operator, pooling, adds, implementation, platforms, bool(deterministic))
     return _pool(static, make_bins, x, arrays, initial)
 
 
@@ -142,9 +147,10 @@ def _partitioned_forward(static: Static) -> Callable:
 
 @functools.cache
 def _partitioned_backward(static: Static) -> Callable:
+    on_cuda = _deterministic_pool_backward if static.deterministic else _native_pool_backward
     kernel = select_kernel(
         _native_pool_backward, reference.pool_backward, static.implementation,
-        static.platforms, static.operator,
+        static.platforms, static.operator, on_cuda,
     )  # fmt: skip
 
     def run(*args):
@@ -166,13 +172,24 @@ def _native_pool(*args, pooling: Pooling) -> jax.Array:
     return call(*args, pooling=_as_attribute(pooling))
 
 
-def _native_pool_backward(*args, pooling: Pooling) -> tuple[jax.Array, jax.Array]:
+def _native_pool_backward(
+    *args, pooling: Pooling, target: str = "effjax_roi_pool_backward"
+) -> tuple[jax.Array, jax.Array]:
     x, first, *_ = args = match_varying(args)
     shape = (*first.shape[:4], 2 if pooling.has_position_gradients else 0)
     results = result_type(x, dtype=first.dtype), result_type(first, shape)
-    call = jax.ffi.ffi_call("effjax_roi_pool_backward", results)
+    call = jax.ffi.ffi_call(target, results)
     dx, dfirst = call(*args, pooling=_as_attribute(pooling))
     return dx, dfirst
+
+
+def _deterministic_pool_backward(*args, pooling: Pooling) -> tuple[jax.Array, jax.Array]:
+    """Compute dx without atomic additions, whose order varies on a GPU.
+
+    Each pixel adds up the bins that read it, in their order.
+    """
+    target = "effjax_roi_pool_backward_deterministic"
+    return _native_pool_backward(*args, pooling=pooling, target=target)
 
 
 def _as_attribute(pooling: Pooling) -> dict[str, Any]:

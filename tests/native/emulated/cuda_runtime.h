@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <barrier>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -73,6 +74,17 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   warp->meet.arrive_and_wait();
   return result;
 }
+
+inline unsigned __ballot_sync(unsigned, bool value) {
+  warp->values[threadIdx.x % 32] = value;
+  warp->meet.arrive_and_wait();
+  unsigned result = 0;
+  for (int lane = 0; lane < 32; ++lane) result |= unsigned{warp->values[lane] != 0} << lane;
+  warp->meet.arrive_and_wait();
+  return result;
+}
+
+inline int __popc(unsigned bits) { return std::popcount(bits); }
 
 inline void __syncwarp() { warp->meet.arrive_and_wait(); }
 
