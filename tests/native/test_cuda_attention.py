@@ -143,6 +143,38 @@ def test_bits_do_not_depend_on_the_order_of_threads(emulate, emulated):
     np.testing.assert_allclose(dvalue, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
+@pytest.mark.parametrize("workspace_bytes", [10**6, 2 * 2 * 6 * 80 * 2])
+def test_deterministic_gradients_in_slices(emulate, monkeypatch, workspace_bytes):
+    """Five queries at once, or in slices of two, of which the last one is padded."""
+    levels = reference.Levels(((3, 4), (2, 2)), True)
+    arrays = make(np.float32, levels, 4, 3, queries=5)
+    calls = []
+
+    def ffi_call(target, results, **_):
+        names = ARGUMENTS[:4] if target.endswith("_backward") else ARGUMENTS[1:]
+
+        def run(*args):
+            calls.append(target)
+            given = dict(zip((*names, "dvalue"), map(np.array, args), strict=False))
+            if "destination" in given:
+                emulate(levels, **given | {"value": arrays["value"]})
+                return given["dvalue"]
+            gradients = unset(given) | {"dvalue": None}
+            emulate(levels, **given | gradients)
+            assert not results[0].size
+            return np.zeros(results[0].shape, np.float32), *list(gradients.values())[1:]
+
+        return lambda *args, **_: jax.pure_callback(run, results, *args)
+
+    monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
+    args = [jnp.asarray(arrays[name]) for name in ARGUMENTS[:4]]
+    options: Any = dict(levels=levels, workspace_bytes=workspace_bytes)
+    got = jax.block_until_ready(api._sorted_attend_backward(*args, **options))
+    assert len(calls) == (2 if workspace_bytes == 10**6 else 4)
+    for gradient, want in zip(got, reference.attend_backward(*args, **options), strict=True):
+        assert_close(gradient, want, np.dtype(np.float32))
+
+
 def test_weights_of_positions_that_are_rounded_differently(emulate):
     """A program may sort a sample by another pixel than the kernel: a rounding error apart."""
     levels = reference.Levels(((2, 4),), False)
