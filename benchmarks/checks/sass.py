@@ -25,11 +25,11 @@ class Spec(NamedTuple):
 
     Attributes:
         marker: an instruction of the innermost loop, by the beginning of its name.
-        markers_per_pack: how often it occurs for one pack. The sample lies inside, so that all four
-            corners are read.
+        markers_per_pack: how often it occurs for one pack, if it stores or adds the whole pack. The
+            sample lies inside, so that all four corners are read.
         turns: given the channels of a pack, the numbers of packs that a thread handles in one turn
             of each loop around the innermost one, from the inside out, and then in total.
-        budgets: largest number of instructions per pack on sm_90, by dtype.
+        budgets: largest number of instructions per pack on every architecture, by dtype.
         loads: the loads of which at least `MIN_LOADS_IN_FLIGHT` must start together, by the
             beginning of their name. None for a kernel without them.
     """
@@ -39,6 +39,11 @@ class Spec(NamedTuple):
     turns: Callable[[int], tuple[float, ...]]
     budgets: dict[str, int]
     loads: str | None = "LDG"
+
+    @property
+    def most_adds(self) -> int:
+        """Largest number of instructions that add a pack's gradients, with four numbers each."""
+        return self.markers_per_pack if self.marker == "RED" else 0
 
 
 def _budgets(float32: int, half: int) -> dict[str, int]:
@@ -88,7 +93,7 @@ KERNELS = {
     ),
 }  # fmt: skip
 MIN_LOADS_IN_FLIGHT = 4
-ARCHITECTURE = "sm_90"
+ARCHITECTURES = ("sm_80", "sm_90")
 # C++ types as mangled names spell them.
 _TYPES = {"f": "float32", "d": "float64", "13__nv_bfloat16": "bfloat16", "6__half": "float16"}
 _BITS = {"": 32, "i": 32, "l": 64}
@@ -196,7 +201,10 @@ def count_instructions(kernel: Kernel, code: list[Instruction]) -> dict[str, int
     marked = [(a, b) for a, b in loops if all(_count(code[a : b + 1], name) for name in names)]
     start, end = min(marked, key=lambda loop: loop[1] - loop[0])
     body = code[start : end + 1]
-    packs = _count(body, spec.marker) / spec.markers_per_pack
+    if spec.marker == "RED":
+        packs = _count_added(body) / (spec.markers_per_pack * kernel.channels)
+    else:
+        packs = _count(body, spec.marker) / spec.markers_per_pack
     exit_index = next(i for i in range(end + 1, len(code)) if code[i].name == "EXIT")
 
     # Other loops run instead of this one, for other arguments, or rarely. They do not count.
@@ -210,18 +218,23 @@ def count_instructions(kernel: Kernel, code: list[Instruction]) -> dict[str, int
         own = set(range(a, b + 1)) - counted
         share += len(own) / turns
         counted |= own
-    reds = [i.name for i in body if i.name.startswith("RED")]
     return {
         "loop_instructions": round(len(body) / packs, 1),
         "sample_instructions": round(share, 1),
         "per_pack": round(len(body) / packs + share, 1),
         "loads_in_flight": count_loads_in_flight(body, spec.loads) if spec.loads else 0,
-        "scalar_adds": sum("x4" not in name for name in reds),
+        "adds_per_pack": round(_count(body, "RED") / packs, 1),
     }
 
 
 def _count(code: list[Instruction], name: str) -> int:
     return sum(instruction.name.startswith(name) for instruction in code)
+
+
+def _count_added(code: list[Instruction]) -> int:
+    """Count the numbers added to memory: one per instruction before sm_90, up to four since."""
+    adds = (instruction.name for instruction in code if instruction.name.startswith("RED"))
+    return sum(4 if "x4" in name else 1 for name in adds)
 
 
 def count_loads_in_flight(body: list[Instruction], name: str = "LDG") -> int:
@@ -247,7 +260,7 @@ def measure(library: Path, architecture: str) -> list[dict[str, str | int | floa
     """Return a row for each kernel with packs of 16 bytes and indices of 32 bits."""
     registers = read_registers(library, architecture)
     rows = []
-    for kernel, code in sorted(read_kernels(library).items()):
+    for kernel, code in sorted(read_kernels(library, architecture).items()):
         budget = KERNELS[kernel.function].budgets.get(kernel.dtype)
         if budget and kernel.channels > 1 and kernel.index_bits == 32:
             counts = count_instructions(kernel, code) | registers[kernel]
@@ -263,19 +276,31 @@ def find_faults(rows: list[dict]) -> list[str]:
         if row["per_pack"] > row["budget"]:
             count, budget = row["per_pack"], row["budget"]
             faults.append(f"{row['name']}: {count} instructions per pack, more than {budget}")
-        spec = KERNELS[row["name"].split(",")[0]]
+        function, _, architecture = row["name"].split(", ")
+        spec = KERNELS[function]
         if spec.loads and row["loads_in_flight"] < MIN_LOADS_IN_FLIGHT:
             faults.append(f"{row['name']}: only {row['loads_in_flight']} loads in flight")
         if row["spilled_bytes"]:
             faults.append(f"{row['name']}: {row['spilled_bytes']} bytes of spilled registers")
-        if row["scalar_adds"]:
-            faults.append(f"{row['name']}: {row['scalar_adds']} additions of single numbers")
+        # One instruction adds four numbers, from sm_90 on.
+        if int(architecture.removeprefix("sm_")) >= 90 and row["adds_per_pack"] > spec.most_adds:
+            faults.append(f"{row['name']}: {row['adds_per_pack']} additions per pack")
     return faults
+
+
+def kernel_names() -> set[str]:
+    """Return the names of the rows of a complete library."""
+    return {
+        f"{function}, {dtype}, {architecture}"
+        for function, spec in KERNELS.items()
+        for dtype in spec.budgets
+        for architecture in ARCHITECTURES
+    }
 
 
 def find_missing(rows: list[dict]) -> list[str]:
     """Return a message for each kernel that has a budget and was not found."""
-    names = {f"{name}, {dtype}" for name, spec in KERNELS.items() for dtype in spec.budgets}
+    names = kernel_names()
     return [f"{name}: not in the library" for name in sorted(names - {row["name"] for row in rows})]
 
 
@@ -286,17 +311,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="Folder for cuda_sass.json.")
     parser.add_argument("--partial", action="store_true", help="Accept missing kernels.")
     options = parser.parse_args(argv)
-    rows = []
-    faults = []
-    for architecture in ARCHITECTURES:
-        found = measure(options.library, architecture)
-        if not found:
-            faults.append(f"{options.library} has no deform_conv2d kernels for {architecture}")
-        rows += found
+    rows = [row for name in ARCHITECTURES for row in measure(options.library, name)]
     for row in rows:
         print(" ".join(f"{name}={value}" for name, value in row.items()))
     if options.json is not None:
-        title = f"CUDA kernels: {ARCHITECTURE} instructions per pack of 16 bytes"
+        title = "CUDA kernels: instructions per pack of 16 bytes"
         sizes = {
             "conv_channels": CONV_CHANNELS, "head_channels": HEAD_CHANNELS, "points": POINTS,
             "entries_per_pixel": ENTRIES, "roi_channels": ROI_CHANNELS, "roi_samples": ROI_SAMPLES,

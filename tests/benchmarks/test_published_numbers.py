@@ -115,7 +115,8 @@ def deform_conv_rows():
 
 def sass_rows():
     for name, row in measured("planned/cuda_sass.json").items():
-        if "float16" not in name.split():
+        kernel, dtype, architecture = name.split(", ")
+        if dtype != "float16" and architecture == "sm_90":
             counts = (
                 f"{row['per_pack']:.0f}",
                 row["budget"],
