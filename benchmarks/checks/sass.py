@@ -322,7 +322,8 @@ def main(argv: list[str] | None = None) -> int:
             "roi_bins_per_round": ROI_FOUND,
         }  # fmt: skip
         result = Result("cuda_sass", title, sizes, rows)
-        write_json(result, options.json, "python -m benchmarks.checks.sass LIBRARY")
+        command = f"python -m benchmarks.checks.sass LIBRARY --json {options.json}"
+        write_json(result, options.json, command)
     faults = find_faults(rows) + ([] if options.partial else find_missing(rows))
     for fault in faults:
         print(fault, file=sys.stderr)
