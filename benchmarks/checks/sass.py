@@ -93,7 +93,7 @@ KERNELS = {
     ),
 }  # fmt: skip
 MIN_LOADS_IN_FLIGHT = 4
-ARCHITECTURES = ("sm_80", "sm_90")
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 # C++ types as mangled names spell them.
 _TYPES = {"f": "float32", "d": "float64", "13__nv_bfloat16": "bfloat16", "6__half": "float16"}
 _BITS = {"": 32, "i": 32, "l": 64}

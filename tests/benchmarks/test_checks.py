@@ -98,12 +98,13 @@ def test_instructions_of_a_loop():
 def test_packs_of_a_gradient(adds):
     """From sm_90 on, one instruction adds four numbers; the count per pack is for all of them."""
     names = ["LDG.E.128", "FMUL", *4 * adds]
-    lines = [f"        /*{16 * i:04x}*/  {name} R4, R8 ;" for i, name in enumerate(names)]
-    end = 16 * len(names)
-    lines += [f"        /*{end:04x}*/  @P0 BRA 0x0 ;", f"        /*{end + 16:04x}*/  EXIT ;"]
+    lines = ["IADD3 R4, R8", *(f"{name} R4, R8" for name in names)]  # the outer loop begins first
+    lines += ["@P0 BRA 0x10", "@P0 BRA 0x0", "EXIT"]
+    text = "\n".join(f"        /*{16 * i:04x}*/  {line} ;" for i, line in enumerate(lines))
     kernel = sass.Kernel("gradients", "float32", 4, 32)
-    counts = sass.count_instructions(kernel, sass.parse_instructions("\n".join(lines)))
+    counts = sass.count_instructions(kernel, sass.parse_instructions(text))
     assert counts["loop_instructions"] == len(names) + 1
+    assert counts["adds_per_pack"] == len(4 * adds)
 
 
 def test_exceeded_budgets():
