@@ -33,19 +33,22 @@ def validate(names, table=TABLE, dtypes=("float32",), repeats=4, **options):
     )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("broken")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def library(folder):
     return broken.compile_library(folder, "broken.cc")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def guarded_copies(library, folder):
-    """Register the broken copy with guards on host memory and on that of a fake driver."""
+    """Register the broken copy with guards on host memory and on that of a fake driver.
+
+    JAX refuses a second registration, so a worker that comes back to this module keeps the first.
+    """
     driver = broken.compile_library(folder, "fake_driver.cc")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(guards._MEMORIES, "cuda", lambda: guards._CudaMemory(str(driver)))
