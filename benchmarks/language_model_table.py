@@ -1,15 +1,14 @@
 """Planned memory and modelled time of fine-tuning language models of 8 to 70 billion parameters.
 
-Each model, length of the sequence, dtype of the moments and form is compiled once for each
-architecture of the GPUs. The memory of GPUs of one architecture is that of the same program; its
-time is modelled with the rates of each GPU.
+Each model, length of the sequence, dtype of the moments and form is compiled for one GPU. The
+memory on the other GPUs is that of the same program, and its time is modelled with their rates. The
+steps of one model are compiled for two architectures, to see how much this matters.
 """
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +32,6 @@ RATE = 1e-5
 CLIP_NORM = 1.0
 MEMORY_FRACTION = 0.95
 MLP_CHUNK = 4096  # positions, of longer sequences
-LONG = 65536  # tokens from which the inputs of layers are offloaded in every form
-WORKSPACE = 20  # arrays of the size of a layer's input that a step in device memory needs at least
 OPTIMIZERS = {
     "float32": lambda: in_float32(optax.adamw(RATE)),
     "8-bit": lambda: adamw_8bit(RATE),
@@ -45,19 +42,21 @@ PARAMETER_BYTES = {"float32": 2 + 8, "8-bit": 2 + 2 + 8 / 256}
 
 
 class Machine(NamedTuple):
-    """A GPU, the target whose program it runs, and the assumed host memory."""
+    """A GPU, its target, and the assumed host memory."""
 
     name: str
     target: str
-    compiled_for: str
     host_bytes: int
 
 
 MACHINES = (
-    Machine("RTX 4090", "rtx4090", "rtx4090", 256 * 10**9),
-    Machine("H100", "h100", "h100", 1000 * 10**9),
-    Machine("GH200", "gh200", "h100", 480 * 10**9),
+    Machine("RTX 4090", "rtx4090", 256 * 10**9),
+    Machine("H100", "h100", 1000 * 10**9),
+    Machine("GH200", "gh200", 480 * 10**9),
 )
+COMPILED_FOR = "h100"
+# The model, dtype of moments and lengths whose steps are compiled for the RTX 4090 as well.
+OWN_PROGRAMS = tuple(("Qwen3-8B", "float32", length) for length in (4096, 32768))
 
 QWEN3_14B = dataclasses.replace(
     QWEN3_8B, hidden_size=5120, intermediate_size=17408, num_hidden_layers=40,
@@ -80,50 +79,41 @@ MODELS = {
     "Qwen3-14B": QWEN3_14B,
 }
 LENGTHS = 4096, 32768, 131072
+SHORT = 4096  # tokens up to which a step in device memory is planned, too
+# The lengths to plan by dtype of the moments.
+PLANNED = {
+    "Qwen3-8B": {"float32": LENGTHS, "8-bit": LENGTHS[:2]},
+    "Qwen3-32B": {"float32": LENGTHS, "8-bit": LENGTHS},
+    "Llama-3.3-70B": {"8-bit": LENGTHS},
+    "Qwen3-14B": {"float32": LENGTHS},
+}
 
 
 class Form(NamedTuple):
-    """Where a step keeps its state.
+    """Where a step keeps parameters, moments and inputs of layers: "host" or "device".
 
-    memory: of parameters and moments, "host" or "device".
-    activations: memory of the inputs of the layers.
     mlp_chunk_size: as in `decoder_functions`.
     """
 
-    memory: str
-    activations: str
+    memory: Literal["host", "device"]
     mlp_chunk_size: int | None
 
 
-def host_need(config: DecoderConfig, length: int, moments: str) -> int:
-    """Return the bytes of parameters, moments and inputs of the layers, which a step keeps."""
-    inputs = config.num_hidden_layers * length * config.hidden_size * 2
-    return inputs + int(count_parameters(config) * PARAMETER_BYTES[moments])
-
-
-def list_forms(
-    config: DecoderConfig, length: int, moments: str, machines: Sequence[Machine]
-) -> list[Form]:
-    """Return the forms to plan for one of the machines.
-
-    There is an offloaded form if its bytes fit in host memory, and one in device memory if its
-    bytes, and some arrays of the size of a layer's input, fit there.
-    """
+def list_forms(config: DecoderConfig, length: int, moments: str) -> list[Form]:
+    """Return the forms to plan: offloaded, and in device memory if the state fits there."""
     chunk = MLP_CHUNK if length > MLP_CHUNK else None
-    need = host_need(config, length, moments)
-    forms = []
-    if any(need <= machine.host_bytes for machine in machines):
-        forms.append(Form("host", "host", chunk))
-    inputs = config.num_hidden_layers if length < LONG else 0
-    need = host_need(config, 0, moments) + (inputs + WORKSPACE) * 2 * length * config.hidden_size
-    if any(need <= device_limit(machine) for machine in machines):
-        forms.append(Form("device", "device" if inputs else "host", chunk))
+    forms = [Form("host", chunk)]
+    # In a program that exceeds the memory of the GPU it is compiled for, XLA computes values again,
+    # so its time would not be that of a larger GPU.
+    state = count_parameters(config) * PARAMETER_BYTES[moments]
+    if length <= SHORT and state <= device_limit(COMPILED_FOR):
+        forms.append(Form("device", chunk))
     return forms
 
 
-def device_limit(machine: Machine) -> int:
+def device_limit(target: str) -> int:
     """Return the bytes of device memory that a step may use."""
-    return int(MEMORY_FRACTION * find_target(machine.target).memory_bytes)
+    return int(MEMORY_FRACTION * find_target(target).memory_bytes)
 
 
 def make_step(config: DecoderConfig, moments: str, form: Form) -> Any:
@@ -132,7 +122,7 @@ def make_step(config: DecoderConfig, moments: str, form: Form) -> Any:
         *decoder_functions(config, mlp_chunk_size=form.mlp_chunk_size),
         optax.chain(OPTIMIZERS[moments](), stochastic_rounding(0)),
         clip_norm=CLIP_NORM, clip_by="previous", weighted_loss=True,
-        params_in=form.memory, others_in=form.memory, activations=form.activations,
+        params_in=form.memory, others_in=form.memory,
     )  # fmt: skip
 
 
@@ -194,28 +184,24 @@ def make_row(
     length: int,
     moments: str,
     form: Form,
-    planned: MemoryPlan | None,
+    planned: MemoryPlan,
 ) -> dict[str, Any]:
-    """Return the row of a form on a GPU, without a plan if it does not fit in host memory."""
-    row = {
-        "name": f"{machine.name}, {length} tokens, {moments} moments, state on the {form.memory}",
+    """Return the row of a form on a GPU."""
+    rates = find_rates(machine.target)
+    time = step_time(planned.hlo, rates)
+    return {
+        "name": f"{moments} moments, state on the {form.memory}, {length} tokens, {machine.name}",
         "gpu": machine.name,
+        "compiled_for": planned.target.name,
         "tokens": length,
         "moments": moments,
         **form._asdict(),
         "parameters": count_parameters(config),
-        "device_limit_bytes": device_limit(machine),
-        "host_limit_bytes": machine.host_bytes,
-    }
-    if planned is None:
-        need = host_need(config, length, moments)
-        return row | {"least_host_bytes": need, "fits_device": None, "fits_host": False}
-    rates = find_rates(machine.target)
-    time = step_time(planned.hlo, rates)
-    return row | {
         "planned_device_bytes": planned.peak_device_bytes,
         "planned_host_bytes": planned.peak_host_bytes,
-        "fits_device": planned.peak_device_bytes <= device_limit(machine),
+        "device_limit_bytes": device_limit(machine.target),
+        "host_limit_bytes": machine.host_bytes,
+        "fits_device": planned.peak_device_bytes <= device_limit(machine.target),
         "fits_host": planned.peak_host_bytes <= machine.host_bytes,
         **traffic(planned),
         "step_seconds": time.seconds,
@@ -248,23 +234,27 @@ def mark_chosen(rows: Sequence[dict[str, Any]]) -> None:
 def plan_model(
     name: str,
     config: DecoderConfig,
-    lengths: Sequence[int] = LENGTHS,
+    lengths_to_plan: Mapping[str, Sequence[int]],
     machines: Sequence[Machine] = MACHINES,
 ) -> Result:
     """Plan the steps of a model for all GPUs."""
     rows = []
-    targets = dict.fromkeys(machine.compiled_for for machine in machines)
-    for length, moments, target in itertools.product(lengths, OPTIMIZERS, targets):
-        users = [machine for machine in machines if machine.compiled_for == target]
-        forms = list_forms(config, length, moments, users)
-        for form in forms:
+    cells = [(m, length) for m, lengths in lengths_to_plan.items() for length in lengths]
+    for moments, length in cells:
+        has_own = (name, moments, length) in OWN_PROGRAMS
+        own = [m for m in machines if m.target == "rtx4090" and has_own]
+        shared = [m for m in machines if m not in own]
+        for form in list_forms(config, length, moments):
             step = abstract_step(config, length, moments, form)
-            planned = plan_cached(step, target, max(m.host_bytes for m in users))
-            rows += [make_row(m, config, length, moments, form, planned) for m in users]
-            print(name, rows[-1]["name"], f"{rows[-1]['step_seconds']:.2f} s", flush=True)
-        if not any(form.memory == "host" for form in forms):
-            form = Form("host", "host", None)
-            rows += [make_row(m, config, length, moments, form, None) for m in users]
+            for target, users in (("rtx4090", own), (COMPILED_FOR, shared)):
+                if users:
+                    planned = plan_cached(step, target, max(m.host_bytes for m in users))
+                    rows += [make_row(m, config, length, moments, form, planned) for m in users]
+    return make_result(name, config, rows)
+
+
+def make_result(name: str, config: DecoderConfig, rows: list[dict[str, Any]]) -> Result:
+    """Return the table of a model."""
     mark_chosen(rows)
     stem = name.lower().replace("-", "_").replace(".", "_")
     return Result(
@@ -274,10 +264,13 @@ def plan_model(
             "model": name,
             "config": config.to_json(),
             "batch_size": 1,
-            "machines": [machine._asdict() for machine in machines],
+            "machines": [machine._asdict() for machine in MACHINES],
             "memory_fraction": MEMORY_FRACTION,
             "parameter_bytes": PARAMETER_BYTES,
-            "model_flops": {str(length): model_flops(config, length) for length in lengths},
+            "model_flops": {
+                str(length): model_flops(config, length)
+                for length in dict.fromkeys(row["tokens"] for row in rows)
+            },
             "ours": [row["name"] for row in rows],
         },
         rows,
@@ -289,10 +282,10 @@ def run(size: Size) -> Iterator[Result]:
     need_compiler()
     if size == "published":
         for name, config in MODELS.items():
-            yield plan_model(name, config)
+            yield plan_model(name, config, PLANNED[name])
     else:
         small = dataclasses.replace(
             QWEN3_8B, vocab_size=16384, hidden_size=256, intermediate_size=512,
             num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
         )  # fmt: skip
-        yield plan_model("small", small, (1024,), MACHINES[1:])
+        yield plan_model("small", small, {"8-bit": (1024,)}, MACHINES[1:])

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import pathlib
 import re
 
@@ -210,6 +211,55 @@ def language_model_rows():
         yield [name, *(f"{row[key] / 1e9:.1f}" for key in keys)]
 
 
+def fine_tuning_rows():
+    """Yield (GPU, row of its table); a cell has the numbers of float32 and of 8-bit moments.
+
+    † marks more memory than there is.
+    """
+    for gpu, model in itertools.product(
+        ("RTX 4090", "H100", "GH200"),
+        ("Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Llama-3.3-70B"),
+    ):
+        name = model.lower().replace("-", "_").replace(".", "_")
+        file = MEASURED / f"planned/language_model_table_{name}.json"
+        cells = {}
+        for row in json.loads(file.read_text())["rows"]:
+            if row["gpu"] == gpu and row["chosen"]:
+                cells.setdefault(row["tokens"], {})[row["moments"]] = row
+        for tokens, by_moments in cells.items():
+            columns = zip(*map(fine_tuning_cells, by_moments.values()), strict=True)
+            yield gpu, [model, f"{tokens}", *(" / ".join(dict.fromkeys(c)) for c in columns)]
+
+
+def fine_tuning_cells(row):
+    fits = row["fits_device"] and row["fits_host"]
+    device, host, *traffic = (
+        f"{row[key] / 1e9:.1f}"
+        for key in (
+            "planned_device_bytes", "planned_host_bytes", "to_device_bytes", "to_host_bytes",
+        )
+    )  # fmt: skip
+    return [
+        row["moments"],
+        row["memory"],
+        device + "†" * (not row["fits_device"]),
+        host + "†" * (not row["fits_host"]),
+        *traffic,
+        three_digits(row["step_seconds"]) if fits else "–",
+        f"{row['tokens_per_second']:.0f}" if fits else "–",
+        f"{100 * row['peak_share']:.0f}" if fits else "–",
+    ]
+
+
+def three_digits(number):
+    return f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}"
+
+
+def fine_tuning_tables():
+    for _, row in fine_tuning_rows():
+        yield row
+
+
 def host_bytes_rows():
     for name, row in measured("planned/language_model_h100.json").items():
         if name.endswith("others on the host"):
@@ -310,6 +360,7 @@ TABLES = {
         peer_rows,
         gh200_rows,
         language_model_rows,
+        fine_tuning_tables,
     ],
     "offload_how_it_works": [overlap_rows],
     "offload_reference": [disk_rows],
@@ -354,6 +405,52 @@ def test_largest_model_at_equal_precision():
     ]
     text = (ROOT / "docs" / "measured_offload.md").read_text()
     assert not [number for number in numbers if number not in text]
+
+
+def test_fine_tuning():
+    """Check the numbers in the text about fine-tuning of language models."""
+    rows = {}
+    for model in ("qwen3_8b", "qwen3_14b", "qwen3_32b", "llama_3_3_70b"):
+        for row in json.loads(
+            (MEASURED / f"planned/language_model_table_{model}.json").read_text()
+        )["rows"]:
+            rows[model, row["gpu"], row["tokens"], row["moments"], row["memory"]] = row
+
+    def find(model, gpu, moments, tokens=4096):
+        return rows[model, gpu, tokens, moments, "host"]
+
+    def gigabytes(row, where):
+        return f"{row[f'planned_{where}_bytes'] / 1e9:.1f}"
+
+    small = [
+        find("qwen3_8b", gpu, "float32", n) for gpu in ("RTX 4090", "H100") for n in (4096, 32768)
+    ]
+    link = [find("qwen3_32b", gpu, "float32") for gpu in ("GH200", "H100")]
+    shares = [find("qwen3_8b", "H100", "float32", n)["peak_share"] for n in (4096, 131072)]
+    flops = find("qwen3_14b", "GH200", "float32")["peak_share"] * 989.4
+    numbers = [
+        "{} and {} GB, those of the H100 {} and {} GB".format(
+            *(gigabytes(r, "device") for r in small)
+        ),
+        f"needs {gigabytes(find('qwen3_32b', 'RTX 4090', '8-bit', 32768), 'host')} GB of host",
+        "takes {:.2f} s there and {:.2f} s on an H100".format(*(r["step_seconds"] for r in link)),
+        f"Qwen3-32B on a GH200, {gigabytes(link[0], 'host')} GB of host memory",
+        f"70B on a GH200, {gigabytes(find('llama_3_3_70b', 'GH200', '8-bit'), 'host')} GB of host",
+        "reaches {:.0f} % of an H100's peak at 4096 tokens, and {:.0f} % at 131072".format(
+            *(100 * s for s in shares)
+        ),
+        f"modelled at {flops:.0f} TFLOP/s",
+        f"1.5 TB would hold {1.5e12 / 10 / 1e9:.0f} billion",
+        f"at 12 bytes {1.5e12 / 12 / 1e9:.0f} billion",
+        f"480 GB would hold {480e9 / 12 / 1e9:.0f} billion",
+    ]
+    text = " ".join((ROOT / "docs" / "measured_offload.md").read_text().split())
+    assert not [number for number in numbers if number not in text]
+    fits = [r for r in rows.values() if r["gpu"] == "RTX 4090" and r["moments"] == "float32"]
+    assert all(r["fits_device"] and r["fits_host"] for r in fits if r["parameters"] < 15e9)
+    fits = [find("qwen3_32b", "GH200", "float32", n) for n in (4096, 32768, 131072)]
+    fits += [find("llama_3_3_70b", "GH200", "8-bit", n) for n in (4096, 32768, 131072)]
+    assert all(r["fits_device"] and r["fits_host"] for r in fits)
 
 
 def test_time_of_the_disk():
@@ -410,5 +507,13 @@ def test_readme():
         f"features {picture[FEATURES]['peak_bytes'] / 1e9:.2f} GB",
         f"({kept[STRONGEST] / 1e6:.0f} and {kept[FEATURES] / 1e6:.0f} MB)",
     ]  # fmt: skip
+    tuning = measured("planned/language_model_table_qwen3_8b.json")
+    tuning = tuning["float32 moments, state on the host, 4096 tokens, RTX 4090"]
+    numbers += [
+        f"{10 * tuning['parameters'] / 1e9:.1f} GB for parameters and moments alone",
+        f"{12 * tuning['parameters'] / 1e9:.1f} GB of host memory",
+        *(f"{tuning[f'planned_{where}_bytes'] / 1e9:.1f} GB" for where in ("device", "host")),
+        f"{tuning['step_seconds']:.1f} s a step, modelled",
+    ]
     text = README.read_text().replace("**", "")
     assert not [number for number in numbers if number not in text]
