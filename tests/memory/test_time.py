@@ -343,9 +343,9 @@ def lm_flops(config, recomputes):
     # the last product of a layer.
     products = 3 * layer + (layer - width * hidden if recomputes else 0)
     # All pairs of positions, as the blocks of this context are not skipped. The backward pass of
-    # attention computes its first product again.
-    attention = (2 + 5 + (2 if recomputes else 0)) * config.context * width
-    head = 4 * 256 * width  # linear_cross_entropy recomputes the logits
+    # attention computes its first product again, unless recomputation has it already.
+    attention = (2 + 4 + 2 if recomputes else 2 + 5) * config.context * width
+    head = 3 * 256 * width  # XLA shares the logits of both passes
     return 2 * tokens * (config.layers * (products + attention) + head)
 
 
