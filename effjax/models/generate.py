@@ -42,19 +42,19 @@ class Options(NamedTuple):
 
 
 class State(NamedTuple):
-    """What the next token needs. `keys_cache` and `values_cache` are [L, N, S, kv_heads, head_dim].
+    """State of a generation between two tokens.
 
-    The token at position t of a row is in slot t of its caches. S is the length of the padded
-    prompts plus `max_new_tokens`.
+    The token at position t of a row is in slot t of its caches. The number of slots S is the length
+    of the padded prompts plus `max_new_tokens`.
     """
 
     tokens: jax.Array  # [N, max_new_tokens]
-    count: jax.Array  # how many of them are generated
-    lengths: jax.Array  # [N], those of `Generation`
+    count: jax.Array  # [], the number of generated tokens of each row
+    lengths: jax.Array  # [N], as in `Generation`
     is_done: jax.Array  # [N]
     prompt_lengths: jax.Array  # [N]
     keys: jax.Array  # [N], PRNG keys
-    keys_cache: jax.Array
+    keys_cache: jax.Array  # [L, N, S, kv_heads, head_dim]
     values_cache: jax.Array
 
 
@@ -97,16 +97,16 @@ def generate(
             other options of sampling have no effect.
         top_k: sample from this many most probable tokens. None means all.
         top_p: sample from the smallest set of most probable tokens whose probabilities sum to at
-            least this number. They are those among the `top_k`. None means all.
+            least this number, after `top_k`. None means all.
         stop_tokens: tokens that end a row.
         key: a PRNG key. Needed unless the temperature is 0. The tokens of row i depend on the key,
             i and the prompt of the row only, up to rounding.
-        dtype: of the computation and the cache. If None, that of `config`.
+        dtype: dtype of the computation and the cache. If None, that of `config`.
         lora_scale: the factor of the LoRA adapter that `layers` may contain, as in
             `decoder_functions`.
 
     Raises:
-        TypeError: for arguments of another type.
+        TypeError: for arguments of a wrong type.
         ValueError: for options outside their ranges, mismatched shapes, and a missing key.
     """
     options = check_options(

@@ -24,14 +24,15 @@ from ..models.decoder import Params
 from ..optimizers import adamw_8bit, in_float32, stochastic_rounding
 from .mesh import AnyMesh, Array, gather_params, param_sharding, put, with_shardings
 
-LOWEST = 0.1  # share of the learning rate, at the start and at the end
-LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"  # ends of the names of adapters
+LOWEST = 0.1  # of the largest learning rate, at the start and at the end
+LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"  # suffixes of the names of adapters
 POLICIES: dict[str, Any] = {
     "recompute": None,
     "dots": jax.checkpoint_policies.dots_saveable,
     "everything": jax.checkpoint_policies.everything_saveable,
 }
-STORED = {"layers", "others", "layers_state", "others_state"}  # in host memory, if any is
+# Fields of `OffloadState` whose arrays are in host memory with `params_on_host`.
+STORED = {"layers", "others", "layers_state", "others_state"}
 Offload = Literal["none", "activations", "params", "all"]
 Policy = Literal["recompute", "dots", "everything"]
 
@@ -78,7 +79,7 @@ def make_optimizer(
         weight_decay: The strength of the decay, multiplied by the learning rate.
         b2: The decay rate of the second moment.
         bits: Bits of each moment.
-        seed: Of the stochastic rounding of bfloat16 parameters.
+        seed: Seed of the stochastic rounding of bfloat16 parameters.
     """
 
     def is_decayed(params: Any) -> Any:
@@ -179,7 +180,7 @@ class DecoderLearner:
         Args:
             layers: The parameters of the layers, in the places of `model_shapes`.
             others: The parameters outside the layers.
-            seed: Of the adapters.
+            seed: Seed of the adapters.
         """
         if self.lora_rank is not None:
             layers = layers | self._init_adapters(seed)
@@ -207,7 +208,8 @@ class DecoderLearner:
     def train_step(self) -> Callable:
         """Return the training step, ``(state, batch, key) -> (state, loss)``, not compiled.
 
-        The batch is that of `decoder_functions`. The loss is the mean over its weighted tokens.
+        The batch is that of `decoder_functions`. The loss is the weighted mean over its tokens.
+        `key` is unused: decoders have no dropout.
         """
         _, train_step = self._offload_functions()
 

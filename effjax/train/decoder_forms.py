@@ -35,7 +35,8 @@ def make_forms(
     """Return a function from a batch size to the training step of each form.
 
     Args:
-        config: The configuration. Its policy applies to all forms but "in memory".
+        config: The configuration. The forms replace its `offload` and `fuse_update`, and "in
+            memory" also its `policy`.
         make_step: ``make_step(config)`` returns the training step, `(fun, *args)`.
     """
 
@@ -65,16 +66,16 @@ def abstract_step(
     return offload_jit(learner.train_step()), learner.shapes(), arrays, key
 
 
-# Values of the options that trade time for memory, each in the order of the memory they need; for
-# `effjax.memory.choose_options`. The places of activations and parameters are the two halves of the
-# option `offload`.
+# Values of the options that trade time for memory, for `effjax.memory.choose_options`. Those that
+# need the most memory come first. `activations` and `params` together are the option `offload`.
 MEMORY_OPTIONS: dict[str, tuple[Any, ...]] = {
     "policy": ("everything", "dots", "recompute"),
     "activations": ("device", "host"),
     "params": ("device", "host"),
     "num_microbatches": (1, 2, 4, 8),
 }
-NOT_BY_TIME = ("policy",)  # long contexts are recomputed faster than they are read
+# Later values may be faster too: long contexts are recomputed faster than residuals are read.
+NOT_BY_TIME = ("policy",)
 _PLACES: dict[tuple[str, str], Any] = {
     ("device", "device"): "none",
     ("host", "device"): "activations",

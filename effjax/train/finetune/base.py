@@ -15,8 +15,8 @@ from ...convert.checkpoint import IGNORED, check_checkpoint
 from ...models import DecoderConfig
 from ..errors import DataError, unreadable
 
-# Files of a tokenizer and of generation, which `Base.copy_texts` copies if they exist.
-TEXTS = (
+# The other files of a checkpoint, which `Base.copy_tokenizer` copies if they exist.
+TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "generation_config.json",
@@ -38,9 +38,9 @@ class Base:
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """What distinguishes the model from others: digests of config.json and of the weights.
+        """Digests of config.json and of the weights, to recognize the model when a run resumes.
 
-        That of the weights is one of samples. Another fine-tuned model differs everywhere.
+        Only samples of the weights are read: fine-tuning a model changes them everywhere.
         """
         config = dataclasses.replace(self.model, dtype="float32").to_json()
         digest = hashlib.sha256()
@@ -73,9 +73,9 @@ class Base:
         """
         return self._convert_errors(load_checkpoint, layers, others, progress=progress)
 
-    def copy_texts(self, folder: Path) -> None:
-        """Copy the files of the tokenizer into a folder."""
-        for name in TEXTS:
+    def copy_tokenizer(self, folder: Path) -> None:
+        """Copy the files of the tokenizer, and the settings of generation, into a folder."""
+        for name in TOKENIZER_FILES:
             if (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, folder / name)
 
@@ -98,7 +98,7 @@ def find_base(path: str, param_dtype: str | None) -> Base:
         param_dtype: The dtype of the parameters in the run. None for that of config.json.
 
     Raises:
-        DataError: It cannot be read, or is that of a network which is not supported.
+        DataError: It cannot be read, or the network is unsupported.
     """
     folder = Path(os.path.realpath(path))
     if not folder.exists():

@@ -18,7 +18,7 @@ BATCH = {
     "tokens": jnp.int32, "labels": jnp.int32, "positions": jnp.int32, "segment_ids": jnp.int32,
     "weights": jnp.float32,
 }  # fmt: skip
-# As `decoder_forms.MEMORY_OPTIONS`.
+# Options that trade time for memory, as in `decoder_forms`.
 MEMORY_OPTIONS: dict[str, tuple[Any, ...]] = {
     **decoder_forms.MEMORY_OPTIONS,
     "mlp_chunk_size": (None, 1024),
@@ -58,7 +58,7 @@ def with_memory_options(
 ) -> FinetuneConfig | None:
     """Return the configuration with values of `MEMORY_OPTIONS`, or None if it is not supported.
 
-    The arguments are those of `decoder_forms.with_memory_options`, and `mlp_chunk_size`.
+    The other arguments are those of `decoder_forms.with_memory_options`.
     """
     if mlp_chunk_size is not None and mlp_chunk_size >= config.max_length:
         return None  # the same as None

@@ -1,4 +1,4 @@
-"""Text of a language model: prompts as tokens, and tokens as text while they are generated."""
+"""Text generation from a checkpoint, a run or an adapter: prompts to tokens, tokens to text."""
 
 import dataclasses
 import datetime
@@ -25,10 +25,10 @@ from .base import Base, find_base
 from .task import ADAPTER, MODEL
 
 ADAPTER_CONFIG = "adapter_config.json"
-CONTENT = "effjax-turn"  # of a turn, which no template writes itself
-# Characters that are shown though they are not printable; two of them join letters and emoji.
+CONTENT = "effjax-turn"  # content of a turn; no template contains this text
+# Characters that are shown although they are not printable; two of them join letters and emoji.
 KEPT = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the text of a part of a character
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # decoded from some of the bytes of a character
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class TextModel:
 
         Args:
             offload: Whether the layers stay in host memory.
-            progress: Called with the bytes that were read and those in all.
+            progress: Called with the bytes read and their total.
 
         Returns:
             The parameters of the layers, those outside the layers, and the scale of the adapter.
@@ -105,7 +105,7 @@ class TextModel:
         return self.tokenizer.backend.encode(text, add_special_tokens=False).ids
 
     def _stop_tokens(self) -> set[int]:
-        """Return EOS, of the tokenizer, of config.json and of generation_config.json."""
+        """Return the EOS tokens of the tokenizer, config.json and generation_config.json."""
         settings = [json.loads(self.config.other_settings)]
         file = self.base.folder / "generation_config.json"
         try:
@@ -154,7 +154,7 @@ def find_model(path: Path, dtype: str | None, today: datetime.date) -> TextModel
         today: The date that chat templates may write.
 
     Raises:
-        DataError: There is none, or its files are invalid.
+        DataError: None of them is in the folder, or its files are invalid.
     """
     adapter = None
     if (path / MODEL / "config.json").is_file():
@@ -190,7 +190,7 @@ def _find_base_of(adapter: Path) -> Path:
 
 
 def count_new_tokens(model: TextModel, prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
-    """Return the number of tokens to generate: `max_tokens`, or what the positions leave.
+    """Return `max_tokens`, limited by the positions of the model that the prompts leave.
 
     Raises:
         TrainError: A prompt is empty, or too long.

@@ -33,7 +33,7 @@ from ..task import Metrics, Part, Record, Task, TrainStep
 from .base import Base, find_base
 from .config import FinetuneConfig
 
-LoadProgress = Callable[[int, int], object]  # called with bytes done and bytes in all
+LoadProgress = Callable[[int, int], object]  # called with the bytes read and their total
 MODEL, ADAPTER = "model", "adapter"  # folders of a run
 
 
@@ -43,7 +43,7 @@ class FinetuneResult:
 
     Attributes:
         train_loss: Mean over the steps between the last two reports.
-        validation_loss: Of the parameters after `best_step`; None without validation.
+        validation_loss: Loss of the parameters after `best_step`; None without validation.
         best_step: The step with the lowest validation loss, or the last one without validation.
         tokens_per_second: Median over the reports, without padding. The first step of each
             interval, which may include compilation, counts only if there is no other.
@@ -98,7 +98,8 @@ def prepare(
         config: The options.
         devices: Where to train. The default is all devices of all processes.
         load_progress: Called while the weights of the checkpoint are read.
-        resume: The task is that of a run that continues.
+        resume: Whether the weights will be those of a checkpoint of the run. The files of
+            `config.checkpoint` are not checked then.
 
     Raises:
         DataError: The data or the checkpoint cannot be read, or do not belong to each other.
@@ -132,7 +133,7 @@ def prepare(
 
 
 def check_microbatches(config: FinetuneConfig, num_devices: int) -> None:
-    """Raise TrainError if the batch of several devices is to be split into microbatches."""
+    """Raise TrainError if several devices are combined with microbatches."""
     if config.num_microbatches > 1 < num_devices:
         raise TrainError(
             f"`num_microbatches` (={config.num_microbatches}) needs a single device, not "
@@ -261,7 +262,7 @@ class FinetuneTask(Task[FinetuneResult]):
         layers, others = state.model.layers, state.model.others
         if self.config.lora is None:
             save_checkpoint(folder, layers, others, self.base.model.to_json())
-            run_on_first(lambda: self.base.copy_texts(folder))
+            run_on_first(lambda: self.base.copy_tokenizer(folder))
             return
         adapters = {name: a for name, a in layers.items() if name.endswith((LORA_A, LORA_B))}
         save_adapter(folder, adapters, self.learner.lora_scale, base_model=str(self.base.folder))
