@@ -196,9 +196,9 @@ def memory(
     budget: Annotated[
         str | None,
         Option(
-            help="Choose the options of effjax train that trade time for memory: the fastest ones "
-            "that fit in this memory, such as 24GB. Of the steps of FUNCTION, the first must be "
-            "the one that needs the most memory, and so on."
+            help="Choose the training options that trade time for memory: the fastest ones that "
+            "fit in this memory, such as 24GB. FUNCTION must return its steps in the order of the "
+            "memory they need, the largest first."
         ),
     ] = None,
     only: Annotated[
@@ -425,7 +425,8 @@ def plan_steps(
         batch_size = -(-batch_size // multiple_of) * multiple_of
     names = list(steps(batch_size))
     if unknown := set(only) - set(names):
-        raise TrainError(f"--only {unknown.pop()!r} must be one of {', '.join(names)}.")
+        choices = ", ".join(map(repr, names))
+        raise TrainError(f"--only {unknown.pop()!r} must be one of {choices}.")
     by_name: dict[str, Callable[[int], tuple[Any, ...]]] = {
         name: lambda size, name=name: steps(size)[name] for name in names if name in (only or names)
     }

@@ -45,8 +45,8 @@ Overwrite = Annotated[bool, run_option("--overwrite", help="Replace the run in -
 Resume = Annotated[
     Path | None,
     run_option(
-        help="Continue this run after its last intact checkpoint. Only its length, the place of "
-        "its --data, --checkpoint-every, --keep, --on-nan and --mesh can change."
+        help="Continue this run after its last intact checkpoint. Only its length, the places of "
+        "its files, --checkpoint-every, --keep, --on-nan and --mesh can change."
     ),
 ]
 CheckpointEvery = Annotated[

@@ -107,6 +107,7 @@ def test_ctrl_c_names_the_command(run_finetune, monkeypatch):
         (None, [], "CHECKPOINT is missing. Use effjax finetune CHECKPOINT --data FILE.jsonl"),
         (None, ["base"], "--data is missing"),
         (None, ["Qwen/Qwen3-8B", *ROWS], "Qwen/Qwen3-8B: not found. Give the folder of"),
+        (None, ["base/config.json", *ROWS], "base/config.json: is a file. Give the folder"),
         (None, ["base", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
         (None, ["base", *ROWS, "--batch-size", "3"], "divisible by the number of devices (=8)"),
         (None, ["base", *ROWS, "--date", "today"], "`date` (='today') must be like 2026-01-31"),

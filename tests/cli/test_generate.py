@@ -140,6 +140,8 @@ def test_dtype(base):
     [
         (["gone"], "gone: not found. Give the folder of a checkpoint"),
         (["run"], "run: a run without model/ and adapter/"),
+        (["lm"], "lm: not a run of effjax finetune"),
+        (["base/config.json"], "base/config.json: is a file. Give the folder"),
         (["bare"], "tokenizer.json: cannot be read (No such file or directory)"),
         (["base", "--prompt", "if " * 99], "The prompt is too long: it has"),
         (["base", "--top-p", "2"], "`top_p` (=2.0) must be in (0, 1]"),
@@ -151,8 +153,10 @@ def test_dtype(base):
     ],
 )
 def test_errors_are_one_line(run, base, tmp_path, argv, message):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text('{"effjax": "0.1.0", "command": "finetune"}')
+    for name, command in (("run", "finetune"), ("lm", "lm")):
+        (tmp_path / name).mkdir()
+        config = {"effjax": "0.1.0", "command": command}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
     for name in ("bare", "plain", "small"):
         shutil.copytree(base, tmp_path / name)
     (tmp_path / "bare" / "tokenizer.json").unlink()

@@ -165,7 +165,7 @@ def test_language_model(run_memory):
         (["own_step:nothing"], "own_step has no function 'nothing'"),
         (["own_step:wrong"], "must return (fun, *args) or a dictionary of such tuples, not int"),
         (["own_step:one", "--target", "h300"], "must be one of h200"),
-        (["own_step:two", "--only", "cos"], "--only 'cos' must be one of sum, sin"),
+        (["own_step:two", "--only", "cos"], "--only 'cos' must be one of 'sum', 'sin'"),
         (["own_step:one", "--plot", "no/where.png"], "there is no folder no"),
         (["own_step:one", "--depth", "22"], "--depth is not an option of MODULE:FUNCTION"),
         (["densenet", "--layers", "2"], "--layers is not an option of densenet"),

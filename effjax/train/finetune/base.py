@@ -90,12 +90,13 @@ class Base:
             raise unreadable(self.folder, error) from error
 
 
-def find_base(path: str, param_dtype: str | None) -> Base:
+def find_base(path: str, param_dtype: str | None, allow_file: bool = False) -> Base:
     """Read the config.json of a checkpoint.
 
     Args:
-        path: The folder of the checkpoint, or its config.json, which suffices for a plan.
+        path: The folder of the checkpoint.
         param_dtype: The dtype of the parameters in the run. None for that of config.json.
+        allow_file: Whether the path may be that of config.json, which suffices for a plan.
 
     Raises:
         DataError: It cannot be read, or the network is unsupported.
@@ -106,6 +107,8 @@ def find_base(path: str, param_dtype: str | None) -> Base:
             f"{path}: not found. Give the folder of a checkpoint with config.json, tokenizer.json "
             "and .safetensors files, such as `hf download NAME --local-dir FOLDER` makes."
         )
+    if not allow_file and not folder.is_dir():
+        raise DataError(f"{path}: is a file. Give the folder of the checkpoint.")
     try:
         model = DecoderConfig.from_json(folder)
     except OSError as error:

@@ -28,7 +28,7 @@ NOT_BY_TIME = *decoder_forms.NOT_BY_TIME, "mlp_chunk_size"
 
 def read_model(config: FinetuneConfig) -> DecoderConfig:
     """Return the model of a configuration, with the dtype of the parameters."""
-    return find_base(config.checkpoint, config.param_dtype).model
+    return find_base(config.checkpoint, config.param_dtype, allow_file=True).model
 
 
 def finetune_steps(

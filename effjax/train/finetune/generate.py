@@ -22,6 +22,7 @@ from ..data.chat import Tokenizer, load_tokenizer
 from ..errors import DataError, TrainError, counted, printable, unreadable
 from ..run_directory import RunDirectory
 from .base import Base, find_base
+from .config import FinetuneConfig
 from .task import ADAPTER, MODEL
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -162,7 +163,9 @@ def find_model(path: Path, dtype: str | None, today: datetime.date) -> TextModel
     elif found := [p for p in (path / ADAPTER, path) if (p / ADAPTER_CONFIG).is_file()]:
         adapter = found[0]
         path = _find_base_of(adapter)
-    elif path.is_dir() and RunDirectory(path).is_run():
+    elif path.is_dir() and (run := RunDirectory(path)).is_run():
+        if run.read_config().get("command") != FinetuneConfig.COMMAND:
+            raise DataError(f"{path}: not a run of effjax finetune. Give one, or a checkpoint.")
         raise DataError(
             f"{path}: a run without {MODEL}/ and {ADAPTER}/, which effjax finetune writes at its "
             "end. Resume it, or give another run or a checkpoint."

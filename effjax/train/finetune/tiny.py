@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from ..._extras import install_command
 from ...convert import save_checkpoint
 from ...models import DecoderConfig, init_decoder
 
@@ -103,6 +104,19 @@ def write_rows(file: str | Path, largest: int = 9) -> None:
     Path(file).write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
 
 
+def main(argv: Sequence[str]) -> str | None:
+    """Write the model and the rows to the folder `argv[0]`; return an error message, if any."""
+    if len(argv) != 1 or argv[0].startswith("-"):
+        return "usage: python -m effjax.train.finetune.tiny FOLDER"
+    try:
+        write_checkpoint(argv[0])
+        write_rows(Path(argv[0]) / "rows.jsonl")
+    except ModuleNotFoundError as error:
+        return f"{error.name} is missing. Run {install_command('finetune')}."
+    except OSError as error:
+        return f"{argv[0]}: {error.strerror or error}. Give another folder."
+    return None
+
+
 if __name__ == "__main__":
-    write_checkpoint(sys.argv[1])
-    write_rows(Path(sys.argv[1]) / "rows.jsonl")
+    sys.exit(main(sys.argv[1:]))

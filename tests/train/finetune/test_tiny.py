@@ -1,0 +1,22 @@
+import pytest
+
+from effjax.train.finetune.tiny import main
+
+
+def test_writes_a_checkpoint_and_rows(tmp_path):
+    pytest.importorskip("tokenizers")
+    assert main([str(tmp_path / "tiny")]) is None
+    names = {path.name for path in (tmp_path / "tiny").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "rows.jsonl"} <= names
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["a", "b"]])
+def test_usage(argv):
+    assert main(argv) == "usage: python -m effjax.train.finetune.tiny FOLDER"
+
+
+def test_does_not_overwrite(tmp_path):
+    (tmp_path / "file").touch()
+    message = main([str(tmp_path)])
+    assert message is not None and message.startswith(f"{tmp_path}: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
