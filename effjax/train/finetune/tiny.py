@@ -114,7 +114,7 @@ def main(argv: Sequence[str]) -> str | None:
     except ModuleNotFoundError as error:
         return f"{error.name} is missing. Run {install_command('finetune')}."
     except OSError as error:
-        return f"{argv[0]}: {error.strerror or error}. Give another folder."
+        return f"{str(error).rstrip('.')}. Give another folder."
     return None
 
 

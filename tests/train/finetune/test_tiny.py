@@ -17,6 +17,5 @@ def test_usage(argv):
 
 def test_does_not_overwrite(tmp_path):
     (tmp_path / "file").touch()
-    message = main([str(tmp_path)])
-    assert message is not None and message.startswith(f"{tmp_path}: ")
+    assert main([str(tmp_path)]) == f"{tmp_path} exists and is not empty. Give another folder."
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
