@@ -70,32 +70,10 @@ def finetune(
             help="Dtype of the parameters. Updates of bfloat16 are rounded stochastically."
         ),
     ] = FinetuneConfig.param_dtype,
-    offload: Annotated[
-        Literal["none", "activations", "params", "all"],
-        model_option(
-            help="Arrays in host memory: the residuals of the layers, parameters and optimizer "
-            "state, or both."
-        ),
-    ] = FinetuneConfig.offload,
-    fuse_update: Annotated[
-        bool,
-        model_option(
-            help="Update each layer during the backward pass. Gradients are then clipped by the "
-            "norm of the previous step."
-        ),
-    ] = FinetuneConfig.fuse_update,
-    policy: Annotated[
-        Literal["recompute", "dots", "everything"],
-        model_option(
-            help="Residuals of a layer: its input only, also the matrix products, or everything."
-        ),
-    ] = FinetuneConfig.policy,
-    num_microbatches: Annotated[
-        int,
-        model_option(
-            help="Parts of the batch that go through a layer while it is loaded.", **options.SIZE
-        ),
-    ] = FinetuneConfig.num_microbatches,
+    offload: options.Offload = FinetuneConfig.offload,
+    fuse_update: options.FuseUpdate = FinetuneConfig.fuse_update,
+    policy: options.Policy = FinetuneConfig.policy,
+    num_microbatches: options.NumMicrobatches = FinetuneConfig.num_microbatches,
     mlp_chunk_size: Annotated[
         int | None,
         model_option(
@@ -142,9 +120,7 @@ def finetune(
         float,
         optimization_option(help="Weight decay of linear layers. Norms and embeddings have none."),
     ] = FinetuneConfig.weight_decay,
-    clip_norm: Annotated[
-        float, optimization_option(help="Largest norm of the gradients. 0 disables clipping.")
-    ] = FinetuneConfig.clip_norm,
+    clip_norm: options.ClipNorm = FinetuneConfig.clip_norm,
     dtype: Annotated[
         Literal["float32", "bfloat16"], optimization_option(help="Dtype of the computation.")
     ] = FinetuneConfig.dtype,

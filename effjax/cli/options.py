@@ -40,6 +40,36 @@ Seed = Annotated[
     ),
 ]
 
+# Options of all commands that train a decoder.
+Offload = Annotated[
+    Literal["none", "activations", "params", "all"],
+    model_option(
+        help="Arrays in host memory: the residuals of the layers, parameters and optimizer state, "
+        "or both."
+    ),
+]
+FuseUpdate = Annotated[
+    bool,
+    model_option(
+        help="Update each layer during the backward pass. Gradients are then clipped by the norm "
+        "of the previous step."
+    ),
+]
+Policy = Annotated[
+    Literal["recompute", "dots", "everything"],
+    model_option(
+        help="Residuals of a layer: its input only, also the matrix products, or everything. The "
+        "rest is recomputed in the backward pass."
+    ),
+]
+NumMicrobatches = Annotated[
+    int,
+    model_option(help="Parts of the batch that go through a layer while it is loaded.", **SIZE),
+]
+ClipNorm = Annotated[
+    float, optimization_option(help="Largest norm of the gradients. 0 disables clipping.")
+]
+
 Out = Annotated[Path | None, run_option(help="Run directory. (default: runs/COMMAND-DATE-TIME)")]
 Overwrite = Annotated[bool, run_option("--overwrite", help="Replace the run in --out.")]
 Resume = Annotated[

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -41,30 +41,10 @@ def train_lm(
         int, model_option(help="Channels of each layer.", **options.SIZE)
     ] = LMConfig.width,
     heads: Annotated[int, model_option(help="Attention heads.", **options.SIZE)] = LMConfig.heads,
-    offload: Annotated[
-        Literal["none", "activations", "params", "all"],
-        model_option(
-            help="Arrays in host memory: the residuals of the layers, parameters and optimizer "
-            "state, or both."
-        ),
-    ] = LMConfig.offload,
-    fuse_update: Annotated[
-        bool, model_option(help="Update each layer during the backward pass.")
-    ] = LMConfig.fuse_update,
-    policy: Annotated[
-        Literal["recompute", "dots", "everything"],
-        model_option(
-            help="Residuals of a layer: its input only, also the matrix products, or everything. "
-            "The rest is recomputed in the backward pass."
-        ),
-    ] = LMConfig.policy,
-    num_microbatches: Annotated[
-        int,
-        model_option(
-            help="Parts of the batch that go through a layer while it is loaded.",
-            **options.SIZE,
-        ),
-    ] = LMConfig.num_microbatches,
+    offload: options.Offload = LMConfig.offload,
+    fuse_update: options.FuseUpdate = LMConfig.fuse_update,
+    policy: options.Policy = LMConfig.policy,
+    num_microbatches: options.NumMicrobatches = LMConfig.num_microbatches,
     steps: Annotated[
         int, optimization_option(help="Steps to train.", **options.COUNT)
     ] = LMConfig.steps,
@@ -77,13 +57,7 @@ def train_lm(
     batch_size: options.BatchSize = LMConfig.batch_size,
     learning_rate: options.LearningRate = LMConfig.learning_rate,
     weight_decay: options.WeightDecay = LMConfig.weight_decay,
-    clip_norm: Annotated[
-        float,
-        optimization_option(
-            help="Largest norm of the gradients, with --fuse-update that of the step before. 0 for "
-            "no clipping."
-        ),
-    ] = LMConfig.clip_norm,
+    clip_norm: options.ClipNorm = LMConfig.clip_norm,
     dtype: options.DType = LMConfig.dtype,
     seed: options.Seed = LMConfig.seed,
     out: options.Out = None,

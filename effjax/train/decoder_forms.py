@@ -1,7 +1,6 @@
 """Forms of the training step of a decoder, and the options that trade time for its memory.
 
-The functions work for the configurations of all commands that train a decoder, which have the
-options `offload`, `fuse_update`, `policy` and `num_microbatches`.
+They apply to all commands that train a decoder, whose options are a `DecoderRunConfig`.
 """
 
 import dataclasses
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from .. import offload_jit
 from ..models import DecoderConfig
 from .decoder import DecoderLearner
+from .decoder_config import DecoderRunConfig
 from .errors import TrainError
 from .mesh import batch_sharding
 
@@ -30,7 +30,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def make_forms(
-    config: Any, make_step: Callable[[Any], tuple[Any, ...]]
+    config: DecoderRunConfig, make_step: Callable[[Any], tuple[Any, ...]]
 ) -> Callable[[int], dict[str, tuple[Any, ...]]]:
     """Return a function from a batch size to the training step of each form.
 
@@ -85,7 +85,7 @@ _PLACES: dict[tuple[str, str], Any] = {
 
 
 def with_memory_options(
-    config: Any,
+    config: DecoderRunConfig,
     num_devices: int = 1,
     fuse_update: bool = True,
     *,

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any, ClassVar, Literal
 
-from ..config import RunConfig
+from ..decoder_config import DecoderRunConfig
 from ..errors import TrainError
 
 # Default learning rates: of all parameters, and of adapters.
@@ -12,7 +12,7 @@ FULL_RATE, LORA_RATE = 1e-5, 2e-4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FinetuneConfig(RunConfig):
+class FinetuneConfig(DecoderRunConfig):
     """Options of `effjax finetune`.
 
     `prepare` replaces `steps`, `date` and the path of the checkpoint by those that the run has.
@@ -30,10 +30,6 @@ class FinetuneConfig(RunConfig):
     lora_alpha: float | None = None  # None means 2 · lora
     param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-    offload: Literal["none", "activations", "params", "all"] = "none"
-    fuse_update: bool = False
-    policy: Literal["recompute", "dots", "everything"] = "recompute"
-    num_microbatches: int = 1
     mlp_chunk_size: int | None = None
 
     epochs: int = 3
@@ -43,7 +39,6 @@ class FinetuneConfig(RunConfig):
     learning_rate: Any = None  # float; None means FULL_RATE or LORA_RATE
     warmup: float = 0.03  # share of the steps
     weight_decay: float = 0.0
-    clip_norm: float = 1.0  # 0 means that gradients are not clipped
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
     def __post_init__(self) -> None:
@@ -52,8 +47,6 @@ class FinetuneConfig(RunConfig):
             object.__setattr__(self, "learning_rate", rate)
         super().__post_init__()
         self.check_share("warmup")
-        if not 0 <= self.clip_norm < math.inf:
-            raise TrainError(f"`clip_norm` (={self.clip_norm}) must be at least 0 and finite")
         if self.max_length < 2:
             raise TrainError(f"`max_length` (={self.max_length}) must be at least 2")
         if self.lora_alpha is not None:
@@ -61,16 +54,6 @@ class FinetuneConfig(RunConfig):
                 raise TrainError(f"`lora_alpha` (={self.lora_alpha}) needs `lora`")
             if not 0 < self.lora_alpha < math.inf:
                 raise TrainError(f"`lora_alpha` (={self.lora_alpha}) must be above 0 and finite")
-        if self.fuse_update and self.on_nan == "skip":
-            raise TrainError(
-                "`on_nan` (=skip) cannot be combined with `fuse_update`, which updates the last "
-                "layers before the gradients of the first ones exist"
-            )
-        if self.batch_size % self.num_microbatches:
-            raise TrainError(
-                f"`num_microbatches` (={self.num_microbatches}) must divide `batch_size` "
-                f"(={self.batch_size})"
-            )
 
     @property
     def lora_scale(self) -> float:

@@ -108,7 +108,7 @@ def prepare(
     base = find_base(config.checkpoint, config.param_dtype)
     mesh = make_mesh(config.mesh, devices)
     check_batch_size(config.batch_size, mesh)
-    check_microbatches(config, mesh.size)
+    config.check_devices(mesh.size)
     # Templates write a date. A run that continues needs the date of its beginning.
     date = _parse_date(config.date) if config.date else datetime.date.today()
     tokenizer = load_tokenizer(base.folder, date)
@@ -130,15 +130,6 @@ def prepare(
     return FinetuneTask(
         config, mesh, schedule, base, data, train, validation, learner, load_progress
     )
-
-
-def check_microbatches(config: FinetuneConfig, num_devices: int) -> None:
-    """Raise TrainError if several devices are combined with microbatches."""
-    if config.num_microbatches > 1 < num_devices:
-        raise TrainError(
-            f"`num_microbatches` (={config.num_microbatches}) needs a single device, not "
-            f"{num_devices}"
-        )
 
 
 def check_vocabulary(data: FinetuneData, tokenizer: Tokenizer, base: Base) -> None:

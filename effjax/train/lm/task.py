@@ -21,7 +21,6 @@ from ..data.text import (
     train_batches,
 )
 from ..decoder import DecoderLearner, DecoderState, make_schedule
-from ..errors import TrainError
 from ..mesh import Devices, check_batch_size, global_batch, local_rows, make_mesh
 from ..task import Metrics, Part, Record, Task, TrainStep
 from .config import LMConfig
@@ -78,11 +77,7 @@ def prepare(
     check_length(text, config.context)
     mesh = make_mesh(config.mesh, devices)
     check_batch_size(config.batch_size, mesh)
-    if config.num_microbatches > 1 < mesh.size:
-        raise TrainError(
-            f"`num_microbatches` (={config.num_microbatches}) needs a single device, not "
-            f"{mesh.size}"
-        )
+    config.check_devices(mesh.size)
     schedule = make_schedule(config.learning_rate, config.steps)
     return LMTask(config, mesh, schedule, text, make_learner(config, mesh))
 
