@@ -1,7 +1,5 @@
 """`effjax finetune`."""
 
-import dataclasses
-from collections.abc import Collection
 from typing import Annotated, Literal
 
 import typer
@@ -11,7 +9,7 @@ from ..train.errors import TrainError
 from ..train.finetune.config import FULL_RATE, LORA_RATE, FinetuneConfig
 from . import options
 from .distributed import end_all_on_error
-from .fit import Fit, finetune_choices, fit_config
+from .fit import Fit, finetune_choices, fit_decoder
 from .options import data_option, model_option, optimization_option
 from .training import RunRequest, given_options, make_console, request_run, train
 
@@ -154,19 +152,7 @@ def finetune(
         raise TrainError(f"{missing} is missing. Use effjax finetune CHECKPOINT --data FILE.jsonl.")
     with end_all_on_error(heartbeat_timeout):
         request = request_run(ctx, FinetuneConfig, changeable=["steps"])
-        _train(_fit(request, fit, given_options(ctx)))
-
-
-def _fit(request: RunRequest, fit: str | None, given: Collection[str]) -> RunRequest:
-    """Choose the options that `--fit` asks for."""
-    if fit is None:
-        return request
-    from ..train.mesh import make_mesh
-
-    config, size = request.config, make_mesh(request.config.mesh).size
-    choices = finetune_choices(config, given, size)
-    config = fit_config(config, given, fit, choices, size, make_console())
-    return dataclasses.replace(request, config=config)
+        _train(fit_decoder(request, fit, given_options(ctx), finetune_choices))
 
 
 def _train(request: RunRequest) -> None:

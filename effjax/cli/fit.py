@@ -10,6 +10,7 @@ from ..train.config import RunConfig
 from ..train.errors import TrainError
 from .errors import CommandError
 from .options import run_option
+from .training import RunRequest, make_console
 from .user_steps import shorten
 
 if TYPE_CHECKING:
@@ -179,6 +180,30 @@ def fit_config(
     chosen = choices.configure(config, **found.options)
     print_line(console, f"options: {describe_changes(config, chosen) or 'as given'}")
     return chosen
+
+
+def fit_decoder(
+    request: RunRequest,
+    fit: str | None,
+    given: Collection[str],
+    make_choices: Callable[[Any, Collection[str], int], Choices],
+) -> RunRequest:
+    """Return the request to train a decoder, with the options that `--fit` chooses, if given.
+
+    Args:
+        request: The run.
+        fit: The value of `--fit`.
+        given: The names of the options that the command line gives.
+        make_choices: `text_choices` or `finetune_choices`.
+    """
+    if fit is None:
+        return request
+    from ..train.mesh import make_mesh
+
+    config, size = request.config, make_mesh(request.config.mesh).size
+    choices = make_choices(config, given, size)
+    config = fit_config(config, given, fit, choices, size, make_console())
+    return dataclasses.replace(request, config=config)
 
 
 def describe_changes(config: RunConfig, changed: RunConfig) -> str:

@@ -1,7 +1,5 @@
 """`effjax train lm`."""
 
-import dataclasses
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,7 +7,7 @@ import typer
 from ..train.lm.config import LMConfig
 from . import options
 from .distributed import end_all_on_error
-from .fit import Fit, fit_config, text_choices
+from .fit import Fit, fit_decoder, text_choices
 from .options import data_option, model_option, optimization_option, run_option
 from .training import RunRequest, given_options, make_console, request_run, train
 
@@ -81,19 +79,7 @@ def train_lm(
     """Train a decoder on the bytes of a text, and test it on the last tenth of the text."""
     with end_all_on_error(heartbeat_timeout):
         request = request_run(ctx, LMConfig, changeable=["steps", "plan"])
-        _train(_fit(request, fit, given_options(ctx)), plan)
-
-
-def _fit(request: RunRequest, fit: str | None, given: Collection[str]) -> RunRequest:
-    """Choose the options that `--fit` asks for."""
-    if fit is None:
-        return request
-    from ..train.mesh import make_mesh
-
-    config, size = request.config, make_mesh(request.config.mesh).size
-    choices = text_choices(config, given, size)
-    config = fit_config(config, given, fit, choices, size, make_console())
-    return dataclasses.replace(request, config=config)
+        _train(fit_decoder(request, fit, given_options(ctx), text_choices), plan)
 
 
 def _train(request: RunRequest, plan: bool) -> None:
