@@ -45,7 +45,9 @@ def finetune(
     ] = FinetuneConfig.max_length,
     packing: Annotated[
         bool,
-        data_option(help="Put several sequences into a row. Tokens attend to their own only."),
+        data_option(
+            help="Put several sequences into a row. Tokens attend to their own sequence only."
+        ),
     ] = FinetuneConfig.packing,
     date: Annotated[
         str | None,
@@ -60,12 +62,14 @@ def finetune(
     ] = FinetuneConfig.lora,
     lora_alpha: Annotated[
         float | None,
-        model_option(help="Adapters are multiplied by alpha / rank. (default: 2 · rank)"),
+        model_option(
+            help="The product of adapters is multiplied by alpha / rank. (default: 2 · rank)"
+        ),
     ] = FinetuneConfig.lora_alpha,
     param_dtype: Annotated[
         Literal["bfloat16", "float32"],
         model_option(
-            help="Dtype of the parameters. Updates of bfloat16 are rounded stochastically."
+            help="Dtype of the parameters. Updated bfloat16 parameters are rounded stochastically."
         ),
     ] = FinetuneConfig.param_dtype,
     offload: options.Offload = FinetuneConfig.offload,
@@ -145,7 +149,7 @@ def finetune(
     """Train a language model from its checkpoint on rows of JSON.
 
     At the end, RUN/model holds the best parameters in Hugging Face's layout. With --lora,
-    RUN/adapter holds the adapters in PEFT's.
+    RUN/adapter holds the adapters in PEFT's layout.
     """
     if resume is None and not (checkpoint and data):
         missing = "--data" if checkpoint else "CHECKPOINT"

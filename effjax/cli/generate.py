@@ -37,7 +37,7 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    system: Annotated[str | None, Option(help="A message of the system before the prompt.")] = None,
+    system: Annotated[str | None, Option(help="System message before the prompt.")] = None,
     max_tokens: Annotated[
         int, Option(help="Largest number of tokens to generate.", **options.COUNT)
     ] = 100,
@@ -46,7 +46,7 @@ def generate(
     ] = 0.7,
     top_k: Annotated[
         int | None,
-        Option(help="Sample from so many most probable tokens. (default: all)", **options.COUNT),
+        Option(help="Sample from this many most probable tokens. (default: all)", **options.COUNT),
     ] = None,
     top_p: Annotated[
         float | None,
@@ -70,7 +70,8 @@ def generate(
 ) -> None:
     """Generate text with a language model.
 
-    The completion is printed while it is generated, up to a token that ends the text or the turn.
+    The completion is printed while it is generated. It ends at EOS, the end of the turn, or
+    --max-tokens.
     """
     import datetime
 

@@ -140,12 +140,12 @@ def memory(
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
         model_option(
-            help="Dtype of the computation. (default: float32; bfloat16 of finetune)",
+            help="Dtype of the computation. (default: float32; bfloat16 for finetune)",
         ),
     ] = None,
     batch_size: Annotated[
         int | None,
-        Option(help="Examples per step, over all devices. (default: 64; 8 of finetune)", **COUNT),
+        Option(help="Examples per step, over all devices. (default: 64; 8 for finetune)", **COUNT),
     ] = None,
     target: Annotated[
         str,
@@ -202,7 +202,8 @@ def memory(
         ),
     ] = None,
     only: Annotated[
-        list[str] | None, Option(help="Only the form of this name. Can be repeated.")
+        list[str] | None,
+        Option(help='Plan only this form, such as "offload all, fused". Can be repeated.'),
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print it as JSON.")] = False,
     plot: Annotated[Path | None, Option(help="Plot into this file.", dir_okay=False)] = None,

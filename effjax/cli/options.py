@@ -64,7 +64,9 @@ Policy = Annotated[
 ]
 NumMicrobatches = Annotated[
     int,
-    model_option(help="Parts of the batch that go through a layer while it is loaded.", **SIZE),
+    model_option(
+        help="Parts that the batch is split into. A layer is loaded once for all of them.", **SIZE
+    ),
 ]
 ClipNorm = Annotated[
     float, optimization_option(help="Largest norm of the gradients. 0 disables clipping.")

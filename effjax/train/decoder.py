@@ -110,7 +110,7 @@ class DecoderLearner:
             or both.
         fuse_update: Whether each layer is updated during the backward pass.
         policy: The residuals of a layer: its input only, also the matrix products, or everything.
-        num_microbatches: Parts of the batch that go through a layer while it is loaded.
+        num_microbatches: Parts that the batch is split into. Layers are loaded once for all parts.
         mlp_chunk_size, attention: Arguments of `decoder_functions`.
         clip_norm: The largest norm of the gradients of a step. With `fuse_update` they are clipped
             by the norm of the previous step. None disables clipping.
