@@ -106,7 +106,7 @@ def by_hand(clip_norm=None):
 
 FORMS: dict[str, dict[str, Any]] = {
     "recomputed": {},
-    "everything kept": dict(policy="everything"),
+    "residuals kept": dict(policy="everything"),
     "fused": dict(fuse_update=True),
     "offloaded, microbatches": dict(offload="all", fuse_update=True, num_microbatches=2),
     "activations": dict(offload="activations", policy="dots"),
@@ -136,7 +136,7 @@ def test_steps_match_optax(form):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{}, dict(offload="params"), dict(devices=2, mesh="fsdp=2")])
 def test_clips_by_the_norm_of_all_gradients(options):
-    # Of Adam, the scale of gradients matters only relative to those of other steps and to epsilon.
+    # Adam divides by the size of the gradients: a constant factor matters only next to epsilon.
     losses, _ = train(make_learner(clip_norm=1e-7, **options))
     want, _ = by_hand(1e-7)
     assert abs(want[-1] - by_hand()[0][-1]) > 1e-2

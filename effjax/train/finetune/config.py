@@ -15,7 +15,7 @@ FULL_RATE, LORA_RATE = 1e-5, 2e-4
 class FinetuneConfig(DecoderRunConfig):
     """Options of `effjax finetune`.
 
-    `prepare` replaces `steps`, `date` and the path of the checkpoint by those that the run has.
+    `prepare` fills in `steps` and `date`, and makes the path of the checkpoint absolute.
     """
 
     COMMAND: ClassVar[str] = "finetune"

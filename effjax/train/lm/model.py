@@ -14,7 +14,7 @@ from ..mesh import AnyMesh, planning_mesh
 from .config import LMConfig
 
 NUM_BYTES = 256  # the vocabulary
-_MULTIPLE = 8  # that the width of an MLP is rounded up to
+_MULTIPLE = 8  # the width of an MLP is rounded up to a multiple of it
 
 
 def make_model(config: LMConfig) -> DecoderConfig:

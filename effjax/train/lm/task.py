@@ -35,10 +35,10 @@ class LMResult:
 
     Attributes:
         train_loss: Mean over the steps between the last two reports.
-        test_loss: Of the parameters after `best_step`.
+        test_loss: Loss of the parameters after `best_step`.
         test_bits_per_byte: The same in bits.
         best_step: The step with the lowest validation loss, or the last one without validation.
-        validation_loss: Of `best_step`; None without validation.
+        validation_loss: Loss of the parameters after `best_step`; None without validation.
         tokens_per_second: Median over the reports. The first step of each interval, which may
             include compilation, counts only if there is no other.
         unigram_bits: Bits per test byte of a model without context, for comparison.
@@ -128,22 +128,21 @@ class LMTask(Task[LMResult]):
         context, size = self.config.context, self.config.batch_size
         rows = local_rows(size, self.mesh)
 
-        def test(state: DecoderState, part: Part) -> Metrics:
+        def evaluate(state: DecoderState, part: Part) -> Metrics:
             total, count = 0.0, 0.0
             data = getattr(self.text, part)
             if not len(data):
                 return {}
             for windows, weights in test_batches(data, context, size):
-                rows_of = _split(windows[rows]) | {
-                    "weights": weights[rows, None].repeat(context, 1)
-                }
-                batch = global_batch(rows_of, size, self.mesh)
+                local = _split(windows[rows])
+                local["weights"] = weights[rows, None].repeat(context, 1)
+                batch = global_batch(local, size, self.mesh)
                 sums = eval_step(state.model.layers, state.model.others, batch)
                 total, count = total + float(sums[0]), count + float(sums[1])
             loss = total / count
             return {"loss": loss, "bits_per_byte": loss / math.log(2)}
 
-        return test
+        return evaluate
 
     def batches(self, done: int) -> Iterator[Batch]:
         config, size = self.config, self.config.batch_size
