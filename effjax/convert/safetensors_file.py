@@ -91,7 +91,9 @@ def read_header(path: Path) -> dict[str, Tensor]:
             items = json.loads(file.read(size), object_pairs_hook=list)
         return _parse_header(path, items, 8 + size, file_bytes)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not a complete .safetensors file ({error!s:.200})") from error
+        raise ValueError(
+            f"{path}: not a complete .safetensors file ({error!s:.200}). Copy or download it again."
+        ) from error
 
 
 def _parse_header(path: Path, items: Any, start: int, file_bytes: int) -> dict[str, Tensor]:

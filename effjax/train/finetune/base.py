@@ -114,5 +114,7 @@ def find_base(path: str, param_dtype: str | None, allow_file: bool = False) -> B
     except OSError as error:
         raise unreadable(path, error) from error
     except ValueError as error:
-        raise DataError(f"{path}: {error}") from error
+        message = str(error)  # names the file only if it is not JSON
+        prefix = "" if message.startswith(str(folder)) else f"{path}: "
+        raise DataError(f"{prefix}{message}") from error
     return Base(folder, dataclasses.replace(model, dtype=param_dtype or model.dtype))

@@ -67,7 +67,10 @@ def test_needs_a_configuration(config, tmp_path):
     with pytest.raises(DataError, match="nowhere: not found"):
         finetune_steps(dataclasses.replace(config, checkpoint="nowhere"))
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(DataError, match="`model_type`"):
+    with pytest.raises(DataError, match=f"{tmp_path}: `model_type`"):
+        finetune_steps(dataclasses.replace(config, checkpoint=str(tmp_path)))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(DataError, match=f"^{tmp_path}/config.json: not a config.json"):
         finetune_steps(dataclasses.replace(config, checkpoint=str(tmp_path)))
 
 
