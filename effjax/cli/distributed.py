@@ -49,6 +49,9 @@ def end_all_on_error(heartbeat_timeout: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        # Ctrl-C during the import of JAX. Another import would fail with another error.
+        if sys.modules.get("effjax.train.processes") is None:
+            raise
         from ..train.processes import has_joined, is_first, peers
 
         if not has_joined():

@@ -45,6 +45,7 @@ class Interrupts:
         self._handler = signal.getsignal(signal.SIGINT)
         if self._handler is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._receive)
+            self._unraisable_hook, sys.unraisablehook = sys.unraisablehook, self._report_lost
             self._reader, self._writer = socket.socketpair()
             self._writer.setblocking(False)
             number = self._writer.fileno()
@@ -58,6 +59,7 @@ class Interrupts:
         if self._handler is signal.default_int_handler:
             signal.set_wakeup_fd(self._other_writer)
             signal.signal(signal.SIGINT, self._handler)
+            sys.unraisablehook = self._unraisable_hook
             self._writer.close()
             self._thread.join()
             self._reader.close()
@@ -67,6 +69,11 @@ class Interrupts:
         if self.state != "training" or max(self.received, self._pressed) > 1:
             raise KeyboardInterrupt
         self.forward()
+
+    def _report_lost(self, lost: Any) -> None:
+        # Python would print a traceback of a Ctrl-C that is lost. `_watch` ends the run instead.
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
+            self._unraisable_hook(lost)
 
     def _watch(self) -> None:
         while number := self._reader.recv(1):

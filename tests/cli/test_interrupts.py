@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from effjax.cli.distributed import end_all_on_error
+from effjax.cli.interrupts import Interrupts
+
 NEW_RUN = (
     "train lm --data text:fox.txt --layers 1 --width 8 --heads 2 --context 8 --batch-size 2 "
     "--out here"
@@ -108,3 +111,28 @@ def test_ctrl_c_while_compiling(start, tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err == "effjax: interrupted before the first step. Nothing is kept.\n"
+
+
+def test_while_jax_is_imported(monkeypatch):
+    """JAX is not imported again, which would raise another error."""
+    monkeypatch.setitem(sys.modules, "effjax.train.processes", None)
+    with pytest.raises(KeyboardInterrupt), end_all_on_error(1):
+        raise KeyboardInterrupt
+
+
+def test_no_traceback_of_a_lost_exception(monkeypatch):
+    class Raises:
+        def __init__(self, error):
+            self.error = error
+
+        def __del__(self):
+            raise self.error
+
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: reported.append(lost.exc_type))
+    with Interrupts(print, str):
+        for error in (KeyboardInterrupt, ValueError):
+            Raises(error)
+    assert reported == [ValueError]
+    Raises(KeyboardInterrupt)
+    assert reported == [ValueError, KeyboardInterrupt]
