@@ -14,6 +14,7 @@ from ...convert import load_checkpoint
 from ...convert.checkpoint import IGNORED, check_checkpoint
 from ...models import DecoderConfig
 from ..errors import DataError, unreadable
+from ..run_directory import RunDirectory
 
 # The other files of a checkpoint, which `Base.copy_tokenizer` copies if they exist.
 TOKENIZER_FILES = (
@@ -21,6 +22,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "generation_config.json",
 )  # fmt: skip
+MODEL, ADAPTER = "model", "adapter"  # folders of a run, written at its end
 NUM_SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of each file of weights, for its fingerprint
 
 
@@ -107,6 +109,9 @@ def find_base(path: str, param_dtype: str | None, allow_file: bool = False) -> B
             f"{path}: not found. Give the folder of a checkpoint with config.json, tokenizer.json "
             "and .safetensors files, such as `hf download NAME --local-dir FOLDER` makes."
         )
+    if RunDirectory(folder).is_run():
+        hint = f"{path}/{MODEL}" if (folder / MODEL).is_dir() else "the folder of a checkpoint"
+        raise DataError(f"{path}: a run, not a checkpoint. Give {hint}.")
     if not allow_file and not folder.is_dir():
         raise DataError(f"{path}: is a file. Give the folder of the checkpoint.")
     try:

@@ -21,9 +21,8 @@ from ...models.generate import Options, advance, start
 from ..data.chat import Tokenizer, load_tokenizer
 from ..errors import DataError, TrainError, counted, printable, unreadable
 from ..run_directory import RunDirectory
-from .base import Base, find_base
+from .base import ADAPTER, MODEL, Base, find_base
 from .config import FinetuneConfig
-from .task import ADAPTER, MODEL
 
 ADAPTER_CONFIG = "adapter_config.json"
 CONTENT = "effjax-turn"  # content of a turn; no template contains this text

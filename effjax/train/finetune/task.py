@@ -30,11 +30,10 @@ from ..mesh import (
 from ..processes import run_on_first
 from ..run_directory import RunDirectory
 from ..task import Metrics, Part, Record, Task, TrainStep
-from .base import Base, find_base
+from .base import ADAPTER, MODEL, Base, find_base
 from .config import FinetuneConfig
 
 LoadProgress = Callable[[int, int], object]  # called with the bytes read and their total
-MODEL, ADAPTER = "model", "adapter"  # folders of a run
 
 
 @dataclasses.dataclass(frozen=True)

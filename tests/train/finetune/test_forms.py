@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from typing import Any
 
 import jax
 import pytest
@@ -19,7 +20,9 @@ from effjax.train.finetune.tiny import SIZES
 from tests.programs import needs_gpu_compiler
 from tests.tiers import plainly
 
-PLACES = dict(policy="recompute", activations="device", params="host", mlp_chunk_size=None)
+PLACES: dict[str, Any] = dict(
+    policy="recompute", activations="device", params="host", mlp_chunk_size=None
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,7 @@ def test_memory_options(config):
     assert state.model.layers["mlp.up_proj.weight"].sharding.memory_kind == "pinned_host"
     assert with_memory_options(config, 2, **PLACES, num_microbatches=2) is None
     assert with_memory_options(config, **PLACES, num_microbatches=3) is None
-    long = PLACES | {"mlp_chunk_size": 1024}
+    long: dict[str, Any] = PLACES | {"mlp_chunk_size": 1024}
     assert with_memory_options(config, **long, num_microbatches=1) is None
     skips = dataclasses.replace(config, on_nan="skip")
     chosen = with_memory_options(skips, **PLACES, num_microbatches=1)
@@ -69,6 +72,11 @@ def test_needs_a_configuration(config, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(DataError, match=f"{tmp_path}: `model_type`"):
         finetune_steps(dataclasses.replace(config, checkpoint=str(tmp_path)))
+    (tmp_path / "config.json").write_text('{"effjax": "0.1.0", "command": "finetune"}')
+    for remedy in ("Give the folder of a checkpoint", f"Give {tmp_path}/model"):
+        with pytest.raises(DataError, match=f"a run, not a checkpoint. {remedy}"):
+            finetune_steps(dataclasses.replace(config, checkpoint=str(tmp_path)))
+        (tmp_path / "model").mkdir(exist_ok=True)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(DataError, match=f"^{tmp_path}/config.json: not a config.json"):
         finetune_steps(dataclasses.replace(config, checkpoint=str(tmp_path)))
