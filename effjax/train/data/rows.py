@@ -190,10 +190,11 @@ def load_rows(
         ("validation", held_out, validation > 0 or validation_path is not None),
     ):
         if wanted and not len(part):
+            remedy = "a larger `max_length`" if num_skipped else "other validation rows"
             raise DataError(
                 f"{path}: no {name} row is left of {counted(num_rows, 'row')}. {num_skipped} lack "
                 f"a token with loss within `max_length` (={max_length}), and {num_repeated} are "
-                "also validation rows."
+                f"also validation rows. Use {remedy}."
             )
     return FinetuneData(str(path), train, held_out, num_rows, num_cut, num_skipped, num_repeated)
 
@@ -212,7 +213,8 @@ def _hold_out(hashes: np.ndarray, validation: float, name: str) -> np.ndarray:
     if count >= len(hashes) or held_out.all():
         raise DataError(
             f"`validation` (={validation:g}) must be less than the "
-            f"{counted(len(np.unique(hashes)), 'different row')} of {name}"
+            f"{counted(len(np.unique(hashes)), 'different row')} of {name}. Use a smaller number, "
+            "or more rows."
         )
     return held_out
 
