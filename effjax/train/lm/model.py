@@ -14,15 +14,17 @@ from ..mesh import AnyMesh, planning_mesh
 from .config import LMConfig
 
 NUM_BYTES = 256  # the vocabulary
-_MULTIPLE = 8  # the width of an MLP is rounded up to a multiple of it
+# The width of an MLP is rounded up to whole tiles of a TPU: XLA copies a stack in host memory as a
+# whole if its last axis has a part of a tile.
+TILE = 128
 
 
 def make_model(config: LMConfig) -> DecoderConfig:
     """Return a decoder of bytes, in the proportions of Llama."""
-    width = config.width
+    width, multiple = config.width, TILE if config.width >= TILE else 8
     return DecoderConfig(
         model_type="llama", vocab_size=NUM_BYTES, hidden_size=width,
-        intermediate_size=-(-8 * width // (3 * _MULTIPLE)) * _MULTIPLE,
+        intermediate_size=-(-8 * width // (3 * multiple)) * multiple,
         num_hidden_layers=config.layers, num_attention_heads=config.heads,
         num_key_value_heads=config.heads, head_dim=width // config.heads,
         other_settings=json.dumps({"initializer_range": width**-0.5}),
