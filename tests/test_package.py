@@ -43,6 +43,7 @@ INTERNAL = {
     "train.lm": {"effjax", "train", "train.data", "memory", "models", "ops"},
     "train.finetune": {
         "effjax",
+        "_extras",
         "train",
         "train.data",
         "memory",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from effjax.train.checkpoint import Checkpoints
@@ -118,7 +119,11 @@ def read_end(out: Path) -> tuple[list[np.ndarray], list[dict[str, Any]]]:
     with Checkpoints(run.checkpoints, read_only=True) as saved:
         state = saved.restore(task.shapes(), saved.steps[-1])
     metrics = [{k: v for k, v in line.items() if k not in TIMING} for line in run.read_metrics()]
-    return [np.asarray(a) for a in jax.tree.leaves(state)], metrics
+    arrays = [
+        jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a
+        for a in jax.tree.leaves(state)
+    ]
+    return [np.asarray(a) for a in arrays], metrics
 
 
 def run_trial(

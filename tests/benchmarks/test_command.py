@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks import measure, plots, pytorch
+from benchmarks.checks import sass
 from benchmarks.measure import fit_exponent, quartiles, time_in_turn
 from benchmarks.results import (
     Bars,
@@ -254,7 +255,7 @@ def test_a_method_has_one_color():
     results = [json.loads(path.read_text()) for path in files]
     names = {row["name"] for result in results for row in result.get("rows", ()) if "name" in row}
     gray = {name for name in names if plots.color_of(name) == plots.TEXT}
-    counts = "columns", "gradients", "arguments and results", "each sampled pixel copied"
+    counts = *sass.KERNELS, "arguments and results", "each sampled pixel copied"
     assert len(names) > 20 and not {n for n in gray if not n.startswith(counts)}
     ours = 'effjax save="conv"', "effjax conv", 'effjax save="features"', "effjax features"
     conv, same, features, also = map(plots.color_of, ours)

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -57,9 +58,14 @@ def task_of(path, **changes):
 
 
 def parameters(path, task):
-    """Return the state in the last checkpoint, whatever devices wrote it."""
+    """Return the state in the last checkpoint, whatever devices wrote it, with the bits of keys."""
     with Checkpoints(RunDirectory.open(path).checkpoints, read_only=True) as saved:
-        return jax.device_get(saved.restore(task.shapes(), saved.steps[-1]))
+        state = saved.restore(task.shapes(), saved.steps[-1])
+    return jax.tree.map(lambda a: np.asarray(as_numbers(a)), state)
+
+
+def as_numbers(a):
+    return jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a
 
 
 def train_alone(path):

@@ -131,39 +131,25 @@ SGD = optax.sgd(0.5, momentum=0.9)  # unlike Adam, it depends on the size of the
 ADAM_8BIT = adamw_8bit(1e-2, block_size=3, min_size=1)
 STEPS = {
     "fused": {},
-    "one layer": {"count": 1},
-    "two layers": {"count": 2},
     "three layers": {"count": 3, "num_microbatches": 2},
-    "microbatches": {"num_microbatches": 2},
-    "clipped": {"tx": SGD, "fuse_update": False, "clip_norm": 0.1, "num_microbatches": 2},
     "clipped by previous": {"tx": SGD, "clip_norm": 0.1, "clip_by": "previous"},
-    "clipped by previous, apart": {
-        "tx": SGD, "clip_norm": 0.1, "clip_by": "previous", "fuse_update": False
-    },
-    "clipped by layer": {"tx": SGD, "clip_norm": 0.05, "clip_by": "layer"},
     "clipped by layer, scaled": {
         "tx": SGD, "clip_norm": 0.05, "clip_by": "layer", "fuse_update": False, "loss_scale": 8.0
     },
     "weighted": {"head": summed_head, "weighted_loss": True, "num_microbatches": 2},
-    "8-bit": {"tx": ADAM_8BIT, "w": wide(), "embed": wide_embed, "head": head},
     "8-bit, clipped": {
         "tx": ADAM_8BIT, "w": wide(), "embed": wide_embed, "head": head, "clip_norm": 0.1,
         "clip_by": "layer", "num_microbatches": 2,
     },
     "bfloat16": {"tx": in_float32(ADAMW), "w": in_bfloat16(), "embed": wide_embed},
-    "scaled": {"fuse_update": False, "loss_scale": 8.0, "skip_nonfinite": True},
-    "list": {"layers": [layer] * LAYERS},
     "list clipped": {"layers": [layer] * LAYERS, "fuse_update": False, "clip_norm": 0.1},
     "activations on the device": {"activations": "device", "resident_slices": 2},
     "layers on the device": {"params_in": "device"},
-    "tied": {"w": {"e": others()["e"]}, "head": tied_head},
     "tied clipped": {
         "w": {"e": others()["e"]}, "head": tied_head, "fuse_update": False, "clip_norm": 0.1,
         "num_microbatches": 2,
     },
-    "deep embed": {"w": deep(), "embed": deep_embed},
     "deep embed, microbatches": {"w": deep(), "embed": deep_embed, "num_microbatches": 2},
-    "frozen": {"trainable_others": lambda path, leaf: path[-1].key != "e"},
     "all frozen": {"trainable_others": False},
     "accumulated": {"tx": optax.MultiSteps(ADAMW, 2)},
     "lamb": {"tx": optax.lamb(1e-2)},
