@@ -124,7 +124,7 @@ def test_result_of_text(task, whole):
     assert records[0]["train_loss"] < math.log(256) + 0.6
     np.testing.assert_allclose(result.test_bits_per_byte, result.test_loss / math.log(2))
     assert result.validation_loss == min(record["validation_loss"] for record in records)
-    assert result.num_params == 2 * 256 * 16 + 16 + 2 * (12 * 16**2 + 2 * 16)
+    assert result.num_params == 2 * 256 * 16 + 16 + 2 * (4 * 16**2 + 3 * 16 * 48 + 2 * 16)
     assert 3 < result.unigram_bits < 5 and result.tokens_per_second > 0
 
 
