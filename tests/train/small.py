@@ -159,6 +159,11 @@ def assert_same_parameters(task, *runs, step=None):
         jax.tree.map(assert_same_bits, states[0], state)
 
 
+def as_numbers(a):
+    """Return an array as NumPy's, and a PRNG key as its bits."""
+    return np.asarray(jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a)
+
+
 def assert_same_bits(a, b):
     if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
         a, b = jax.random.key_data(a), jax.random.key_data(b)
