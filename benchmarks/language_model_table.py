@@ -90,7 +90,7 @@ PLANNED = {
 
 
 class Form(NamedTuple):
-    """Where a step keeps parameters, moments and inputs of layers: "host" or "device".
+    """Places of parameters, moments and inputs of layers, "host" or "device".
 
     mlp_chunk_size: as in `decoder_functions`.
     """

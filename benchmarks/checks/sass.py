@@ -21,7 +21,7 @@ from ..results import Result, write_json
 
 
 class Spec(NamedTuple):
-    """How the instructions of a kernel are counted.
+    """Rules to count the instructions of a kernel.
 
     Attributes:
         marker: an instruction of the innermost loop, by the beginning of its name.
