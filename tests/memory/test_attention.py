@@ -13,7 +13,7 @@ from effjax.memory._device_queries_shim import answer_queries
 from effjax.memory._lower import _abstract_device
 from effjax.memory.targets import find_target
 from tests.programs import needs_gpu_compiler
-from tests.tiers import exhaustive
+from tests.tiers import vary
 
 BATCH, LENGTH, HEADS, SIZE = 2, 1024, 4, 64
 SCORES = 2 * BATCH * HEADS * LENGTH**2  # bytes in bfloat16
@@ -133,7 +133,7 @@ def test_a_plan_leaves_no_traces():
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize("target", ["h100", exhaustive("b200")])
+@vary("target", ["h100", "b200"])
 def test_pallas_mosaic_gpu(target):
     plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
 

@@ -11,10 +11,10 @@ from effjax.memory import max_batch_size, plan
 from effjax.memory.targets import find_target
 from tests.memory.test_plan import abstract_mesh, f32, is_line_of, on_host
 from tests.programs import needs_tpu_compiler
-from tests.tiers import exhaustive
+from tests.tiers import vary
 
 GIB = 2**30
-TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+TPUS = ("v5e", "v4", "v5p", "v6e", "tpu7x")
 
 
 def network(kernels, x):
@@ -24,7 +24,7 @@ def network(kernels, x):
 
 
 @needs_tpu_compiler
-@pytest.mark.parametrize("target", ["v5e", *map(exhaustive, sorted({*TPUS} - {"v5e"}))])
+@vary("target", TPUS)
 def test_plan(target):
     kernels, x = [f32(1024, 1024), f32(1024, 12)], f32(4096, 1024)
     p = plan(jax.grad(network), kernels, x, target=target)
@@ -40,6 +40,8 @@ def test_plan(target):
     # Some compilers copy a result into its layout at the end, for no line of the program.
     assert all(is_line_of(__file__, b.source) or b.operation == "copy" for b in outputs)
     assert any(is_line_of(__file__, b.source) for b in outputs)
+    # A product counts on a TPU, which makes it a convolution, as two FLOPs of each of its numbers.
+    assert p.step_time.total_flops == pytest.approx(2 * 4096 * 1024 * (2 * 1024 + 3 * 12), rel=0.01)
     live = sum(b.bytes for b in p.peak_buffers)
     assert 0.99 * live <= p.peak_device_bytes - p.device.generated_code <= 1.05 * live
 
@@ -93,7 +95,9 @@ def test_collectives():
 
 @needs_tpu_compiler
 @pytest.mark.exhaustive
-def test_host_memory():
+def test_host_memory_and_time_of_a_loop():
+    """The compiler does not state how often a loop runs."""
+
     def layers(w, x):
         def layer(x, w):
             y = jnp.tanh(x @ jax.device_put(w, jax.memory.Space.Device))
@@ -109,6 +113,10 @@ def test_host_memory():
     for t in p.transfers:
         moved[t.direction] += t.bytes * t.count
     assert moved == {"to_device": 16 * matrix, "to_host": 16 * matrix}
+    time = p.step_time
+    assert (time.to_device_bytes, time.to_host_bytes) == (16 * matrix, 16 * matrix)
+    assert time.total_flops == pytest.approx(16 * 2 * 1024**3, rel=0.01)
+    assert not time.unknown_loops and not time.unknown_kernels
     assert "XLA_PJRT_GPU" not in str(p)
 
 
