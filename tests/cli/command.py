@@ -1,7 +1,5 @@
 """Helpers of the tests of the commands."""
 
-import signal
-
 TINY = ["train", "densenet", "--depth", "10", "--growth-rate", "4"]
 
 
@@ -20,18 +18,3 @@ def is_escaped(text):
     return (
         all(char.isprintable() or char == "\n" for char in text) and r"\x1b2J\x9b1m\u202e" in text
     )
-
-
-def interrupt_at(number):
-    """Return a progress callback that presses Ctrl-C after a step."""
-    return signal_at(signal.SIGINT, number)
-
-
-def signal_at(which, number):
-    """Return a progress callback that raises a signal after a step."""
-
-    def step(self, step, measured, rate):
-        if step == number:
-            signal.raise_signal(which)
-
-    return step

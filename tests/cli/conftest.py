@@ -1,3 +1,7 @@
+import signal
+import sys
+import types
+
 import pytest
 
 from effjax import cli
@@ -18,9 +22,55 @@ def run(capsys, monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def small_model(monkeypatch):
-    """Replace the network and the digits by small ones."""
-    from tests.train import small
+def when_printed(monkeypatch):
+    """Call a function once, when the command has printed a text."""
 
-    monkeypatch.setattr("effjax.train.images.task.model_builder", small.builder)
-    monkeypatch.setattr("effjax.train.images.task.load_dataset", lambda *_: small.dataset())
+    def when_printed(text, action):
+        write, calls = sys.stdout.write, []
+
+        def write_and_act(printed):
+            count = write(printed)
+            if text in printed and not calls:
+                calls.append(text)
+                action()
+            return count
+
+        monkeypatch.setattr(sys.stdout, "write", write_and_act)
+
+    return when_printed
+
+
+@pytest.fixture
+def run_without_training(run, when_printed):
+    """Run a command that trains, with Ctrl-C before the first step; return its output."""
+
+    def run_without_training(*argv):
+        when_printed("run directory: ", lambda: signal.raise_signal(signal.SIGINT))
+        code, out, err = run(*argv)
+        assert (code, err) == (130, "effjax: interrupted\n")
+        return out
+
+    return run_without_training
+
+
+@pytest.fixture
+def search(monkeypatch):
+    """Replace the search for options by one that chooses the last ones; return its arguments."""
+    calls = []
+
+    class Found(types.SimpleNamespace):
+        def __str__(self):
+            return "a table"
+
+    def choose_options(make_step, options, **arguments):
+        calls.append(arguments)
+        last = {name: values[-1] for name, values in options.items()}
+        last |= {"mlp_chunk_size": None} if "mlp_chunk_size" in last else {}
+        last |= {"num_microbatches": 1} if "num_microbatches" in last else {}
+        fun, *args = make_step(**last)
+        assert callable(fun) and args
+        fits = arguments["budget"] is None or arguments["budget"] > 10**6
+        return Found(options=last if fits else None)
+
+    monkeypatch.setattr("effjax.memory.choose_options", choose_options)
+    return calls

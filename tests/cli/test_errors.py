@@ -35,6 +35,23 @@ def test_wrong_options_are_one_line(run, tmp_path, argv, message):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("argv", "option"),
+    [
+        (["convert", "in.npz", "--model", "resnet18", "--to", "new"], "--num-classes"),
+        (["memory", "densenet"], "--batch-size"),
+        (["train", "resnet"], "--freeze-stages"),
+        (["train", "lm"], "--layers"),
+        (["finetune", "base", "--data", "rows.jsonl"], "--seed"),
+    ],
+)
+@pytest.mark.parametrize("value", [10**30, -1])
+def test_integers_have_bounds(run, tmp_path, argv, option, value):
+    code, out, err = run(*argv, option, value)
+    assert (code, out) == (2, "") and one_line(err) and option[2:].split("-")[0] in err, err
+    assert not list(tmp_path.iterdir())
+
+
 def write_odd_files(kind):
     """Write a file with odd names."""
     if kind == "npz":

@@ -1,8 +1,6 @@
 """`effjax train --fit` and `effjax memory --budget`."""
 
-import dataclasses
 import json
-import types
 
 import pytest
 
@@ -11,6 +9,7 @@ from effjax.train.errors import TrainError
 from effjax.train.lm.config import LMConfig
 from tests.cli.command import TINY, one_line
 from tests.programs import needs_gpu_compiler
+from tests.train.finetune.small import write_base
 
 GB = 10**9
 LM = ["--layers", "2", "--width", "8", "--heads", "1", "--context", "8", "--batch-size", "8"]
@@ -25,27 +24,6 @@ def steps(batch):
     x = jax.ShapeDtypeStruct((batch, 256), jnp.float32)
     return {"large": (lambda x: x + 1, x), "small": (slow, x)}
 """
-
-
-@pytest.fixture
-def search(monkeypatch):
-    """Replace the search by one that chooses the last combination; return its arguments."""
-    calls = []
-
-    class Found(types.SimpleNamespace):
-        def __str__(self):
-            return "a table"
-
-    def choose_options(make_step, options, **arguments):
-        calls.append(arguments)
-        last = {name: values[-1] for name, values in options.items()}
-        fun, *args = make_step(**last)
-        assert callable(fun) and args
-        fits = arguments["budget"] is None or arguments["budget"] >= GB
-        return Found(options=last if fits else None)
-
-    monkeypatch.setattr("effjax.memory.choose_options", choose_options)
-    return calls
 
 
 @pytest.fixture
@@ -75,44 +53,44 @@ def test_parse_fit_rejects(text):
         parse_fit(text)
 
 
-def test_train_lm(run_lm, search, tmp_path, monkeypatch):
-    from effjax.train.lm.task import LMResult
+TEXT = "text:text.txt"
 
-    monkeypatch.setattr("effjax.train.decoder_forms.MEMORY_OPTIONS", {
-        "policy": ("everything", "dots"), "activations": ("device",), "params": ("host",),
-        "num_microbatches": (1,),
-    })  # fmt: skip
-    # No step is taken.
-    numbers = {field.name: 1 for field in dataclasses.fields(LMResult)}
-    monkeypatch.setattr("effjax.train.loop.fit", lambda *_: LMResult(**numbers))
-    code, out, err = run_lm("--fit", "h100:2GB")
-    assert (code, err) == (0, "")
-    assert "a table\noptions: --offload params --fuse-update --policy dots\n" in out
+
+@pytest.mark.parametrize(
+    ("argv", "options", "chosen"),
+    [
+        (
+            ["train", "lm", *LM, "--steps", "1", "--data", TEXT],
+            "--offload all --fuse-update",
+            {"offload": "all", "fuse_update": True},
+        ),
+        (["train", "densenet", *TINY[2:]], "--save features", {"save": "features"}),
+        (
+            ["finetune", "base", "--data", "base/rows.jsonl", "--max-length", "16"],
+            "--offload all --fuse-update",
+            {"offload": "all", "fuse_update": True},
+        ),
+    ],
+)
+def test_commands_take_the_options_that_fit(
+    run_without_training, run, search, tmp_path, argv, options, chosen
+):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 9)
+    if argv[0] == "finetune":
+        pytest.importorskip("tokenizers")
+        write_base(tmp_path / "base")
+    out = run_without_training(*argv, "--fit", "h100:2GB", "--out", "here")
+    assert f"a table\noptions: {options}\n" in out
     (arguments,) = search
-    assert arguments["target"] == "h100" and arguments["budget"] == 2 * GB
-    assert arguments["num_devices"] == 8 and arguments["not_by_time"] == ("policy",)
-    options = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
-    assert (options["offload"], options["policy"]) == ("params", "dots")
-    assert options["fuse_update"]
+    assert (arguments["target"], arguments["budget"]) == ("h100", 2 * GB)
+    assert arguments["num_devices"] == 8
+    stored = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
+    assert stored.items() >= chosen.items()
 
-
-def test_nothing_fits(run_lm, search, tmp_path, monkeypatch):
-    monkeypatch.setattr("effjax.train.decoder_forms.MEMORY_OPTIONS", {
-        "policy": ("recompute",), "activations": ("host",), "params": ("host",),
-        "num_microbatches": (1,),
-    })  # fmt: skip
-    code, out, err = run_lm("--fit", "1MB")
+    code, out, err = run(*argv, "--fit", "1MB", "--out", "there")
     assert code == 1 and "a table" in out
     assert one_line(err) and "nothing fits. Try a smaller --batch-size" in err
-    assert not (tmp_path / "here").exists()
-
-
-def test_train_densenet(run, search, small_model, tmp_path):
-    code, out, _ = run(*TINY, "--epochs", "1", "--out", "here", "--fit", "l4")
-    assert code == 0 and "options: --save features\n" in out
-    assert search[0]["target"] == "l4" and search[0]["budget"] is None
-    options = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
-    assert options["save"] == "features"
+    assert not (tmp_path / "there").exists()
 
 
 @pytest.mark.parametrize(
@@ -178,11 +156,12 @@ def test_memory_of_a_module(run, tmp_path, monkeypatch):
 @needs_gpu_compiler
 def test_memory_of_models(run, tmp_path, monkeypatch):
     monkeypatch.setattr("effjax.memory.budget.default_folder", lambda: tmp_path / "cache")
-    code, out, _ = run("memory", "lm", *LM[:4], *LM[6:], "--policy", "dots", "--budget", "1MB")
+    given = "--policy", "dots", "--offload", "none", "--num-microbatches", "1"
+    code, out, _ = run("memory", "lm", *LM[:4], *LM[6:], *given, "--budget", "1MB")
     assert code == 0 and out.startswith("policy=dots, ") and "policy=everything" not in out
     small = "--depth", "10", "--growth-rate", "1", "--image-size", "4", "--batch-size", "4"
-    code, out, _ = run("memory", "densenet", *small, "--budget", "1GB", "--json")
-    assert code == 0 and len(json.loads(out)["trials"]) == 3
+    code, out, _ = run("memory", "densenet", *small, "--save", "conv", "--budget", "1GB", "--json")
+    assert code == 0 and len(json.loads(out)["trials"]) == 2
 
 
 @pytest.mark.parametrize(

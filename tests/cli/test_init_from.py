@@ -11,30 +11,19 @@ from effjax import convert
 from effjax.train.checkpoint import Checkpoints
 from effjax.train.images.config import ResNetConfig
 from effjax.train.images.task import prepare
+from tests.train.data import archives
 from tests.train.images.test_source_weights import FROZEN, make_weights
 
 
-@pytest.fixture
-def flowers(tmp_path):
-    """Return a folder of small RGB images in three classes."""
-    image = pytest.importorskip("PIL.Image")
-    rng = np.random.default_rng(0)
-    for label, name in enumerate(("daisy", "rose", "tulip")):
-        (tmp_path / "flowers" / name).mkdir(parents=True)
-        for number in range(10):
-            pixels = rng.integers(0, 60, (8, 8, 3)) + 60 * label
-            file = tmp_path / "flowers" / name / f"{number}.png"
-            image.fromarray(pixels.astype(np.uint8)).save(file)
-    return f"folder:{tmp_path / 'flowers'}"
-
-
-def test_fine_tunes_and_resumes_without_the_file(run, flowers, tmp_path):
+@pytest.mark.exhaustive
+def test_fine_tunes_and_resumes_without_the_file(run, tmp_path):
+    archives.write_images(tmp_path / "flowers", dict(daisy=10, rose=10, tulip=10), size=(8, 8))
     weights = make_weights()
     convert.save_weights("weights.npz", weights)
     options = "--depth", "8", "--freeze-stages", "1", "--init-from", "weights.npz"
     code, out, err = run(
-        "train", "resnet", *options, "--data", flowers, "--batch-size", "8", "--validation", "0",
-        "--epochs", "1", "--out", "here",
+        "train", "resnet", *options, "--data", "folder:flowers", "--batch-size", "8",
+        "--validation", "0", "--epochs", "1", "--out", "here",
     )  # fmt: skip
     assert (code, err) == (0, "")
     for line in (

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from effjax.cli.distributed import end_all_on_error
 from effjax.cli.interrupts import Interrupts
 
 NEW_RUN = (
@@ -111,13 +110,6 @@ def test_ctrl_c_while_compiling(start, tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err == "effjax: interrupted before the first step. Nothing is kept.\n"
-
-
-def test_while_jax_is_imported(monkeypatch):
-    """JAX is not imported again, which would raise another error."""
-    monkeypatch.setitem(sys.modules, "effjax.train.processes", None)
-    with pytest.raises(KeyboardInterrupt), end_all_on_error(1):
-        raise KeyboardInterrupt
 
 
 def test_no_traceback_of_a_lost_exception(monkeypatch):

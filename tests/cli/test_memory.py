@@ -91,7 +91,7 @@ def test_max_batch(run_memory):
 
 @pytest.mark.exhaustive
 @needs_gpu_compiler
-def test_batch_split_over_devices(run_memory):
+def test_batch_split_over_devices_and_host_memory(run_memory):
     argv = "own_step:by_four", "--batch-size", "4096", "--json"
     arguments = []
     for more in [], ["--num-devices", "4"]:
@@ -100,6 +100,8 @@ def test_batch_split_over_devices(run_memory):
         arguments.append(json.loads(out)["by_four"]["device"]["arguments"])
     kernel, batch = 4 * 256 * 8, 4 * 4096 * 256
     assert arguments == [kernel + batch, kernel + batch // 4]
+    code, out, _ = run_memory("own_step:on_host", "--host-memory-gb", "3")
+    assert code == 0 and "4.3 GB of pinned host memory DOES NOT FIT in 3.2 GB" in out
     code, _, err = run_memory("own_step:on_host", "--num-devices", "4")
     assert code == 1 and one_line(err.splitlines(keepends=True)[-1]) and "none grows" in err
 
@@ -123,13 +125,6 @@ def test_rejects_wrong_number_of_devices(run_memory):
         and "must be the number of devices in the shardings" in err
         and "in_shardings" not in err
     )
-
-
-@pytest.mark.exhaustive
-@needs_gpu_compiler
-def test_host_memory(run_memory):
-    code, out, _ = run_memory("own_step:on_host", "--host-memory-gb", "3")
-    assert code == 0 and "4.3 GB of pinned host memory DOES NOT FIT in 3.2 GB" in out
 
 
 @pytest.mark.exhaustive

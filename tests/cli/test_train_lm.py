@@ -1,13 +1,11 @@
-import dataclasses
 import gc
 import json
 import resource
+import signal
 
 import pytest
 
-from effjax.train.checkpoint import Checkpoints
 from tests.cli.command import one_line
-from tests.tiers import exhaustive
 
 LM = ["--layers", "1", "--width", "8", "--heads", "1", "--context", "8", "--batch-size", "8"]
 LM += ["--steps", "3", "--report-every", "2", "--data", "text:text.txt"]
@@ -20,12 +18,19 @@ def run_lm(run, tmp_path):
     return lambda *argv: run("train", "lm", *argv)
 
 
-def test_a_run_of_lm(run_lm, tmp_path):
-    code, out, err = run_lm(*LM, "--policy", "dots", "--dtype", "bfloat16", "--out", "here")
+def test_a_run_of_lm(run_lm, monkeypatch, tmp_path):
+    monkeypatch.setenv("EFFJAX_COMPILERS", "/dev/null/none")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "config.json").write_text('{"effjax": "0"}')
+    argv = *LM, "--policy", "dots", "--dtype", "bfloat16", "--plan", "--out", "here"
+    code, _, err = run_lm(*argv)
+    assert code == 2 and "holds a run" in err
+    code, out, err = run_lm(*argv, "--overwrite")
     assert (code, err) == (0, "")
     assert "text:text.txt: 317 train, 40 validation and 39 test bytes" in out
     assert "batch 8 × 8, 3 steps, 8 devices" in out
     assert "step 2/3  loss" in out and "step 3/3  loss" in out
+    assert "planning a step for an H200\nnot planned: " in out
     for row in ("train loss", "test loss", "bits/byte", "parameters", "tokens/s"):
         assert row in out
     options = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
@@ -34,53 +39,55 @@ def test_a_run_of_lm(run_lm, tmp_path):
     assert final["kind"] == "final" and final["test_bits_per_byte"] < 9
 
 
-@pytest.mark.parametrize("compiler", ["missing", exhaustive("installed")])
-def test_plan_option(run_lm, monkeypatch, request, compiler):
-    from effjax.train.lm.task import LMResult
-
-    numbers = {field.name: 1 for field in dataclasses.fields(LMResult)}
-    monkeypatch.setattr("effjax.train.loop.fit", lambda *_: LMResult(**numbers))
-    if compiler == "missing":
-        monkeypatch.setenv("EFFJAX_COMPILERS", "/dev/null/none")
-    else:
-        request.getfixturevalue("gpu_compiler")
-    code, out, err = run_lm(*LM, "--out", "here")
-    assert (code, err) == (0, "") and "bits/byte" in out and "planning" not in out
-    code, out, err = run_lm("--resume", "here", "--plan")
-    assert code == 0 and "bits/byte" in out and "planning a step for an H200\n" in out
-    assert ("not planned: " in out) == (compiler == "missing")
-    assert ("device memory on an H200" in out) == (compiler == "installed")
+@pytest.mark.exhaustive
+def test_plan_option(run_lm, gpu_compiler):
+    code, out, err = run_lm(*LM, "--plan")
+    assert (code, err) == (0, "") and "device memory on an H200" in out
 
 
-def test_ctrl_c_then_resume_with_other_steps(run_lm, monkeypatch):
-    calls = []
+def test_signals_save_the_run_and_it_resumes(run_lm, when_printed, tmp_path):
+    """SIGTERM, then Ctrl-C in the run that resumes with other options."""
+    when_printed("step  2/40", lambda: signal.raise_signal(signal.SIGTERM))
+    code, _, err = run_lm(*LM, "--steps", "40", "--report-every", "1", "--out", "here")
+    resume = "Resume with effjax train lm --resume here\n"
+    assert (code, err) == (75, f"effjax: stopped and saved at step 2. {resume}")
 
-    def fit(task, run, progress, resume, *_):
-        calls.append((task.config.steps, resume))
+    when_printed("step  4/30", lambda: signal.raise_signal(signal.SIGINT))
+    code, out, err = run_lm("--resume", "here", "--steps", "30", "--on-nan", "skip")
+    assert (code, err) == (130, f"effjax: interrupted and saved at step 4. {resume}")
+    assert "step  2/30" not in out and "press Ctrl-C again to end now" in out
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    options = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
+    assert (options["steps"], options["on_nan"], options["width"]) == (30, "skip", 8)
+
+
+def test_ctrl_c_before_a_run(run_lm, monkeypatch):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("effjax.train.loop.fit", fit)
-    code, _, err = run_lm(*LM, "--out", "here")
-    assert code == 130
-    assert err == "effjax: interrupted before the first step. Nothing is kept.\n"
-    assert run_lm("--resume", "here", "--steps", "5")[0] == 130
-    assert calls == [(3, False), (5, True)]
+    monkeypatch.setattr("jax.devices", interrupt)
+    assert run_lm(*LM) == (130, "", "effjax: interrupted\n")
 
 
-def test_a_full_disk(run_lm, monkeypatch, caplog):
+def test_out_of_memory(run_lm, monkeypatch):
+    def exhausted(*_, **__):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 1 TB")
+
+    monkeypatch.setattr("jax.random.key", exhausted)
+    code, _, err = run_lm(*LM)
+    assert code == 1 and one_line(err)
+    assert "out of device memory. Try a smaller --batch-size, or --offload all" in err
+
+
+def test_a_full_disk(run_lm, when_printed, caplog):
     """Only the error of the run is printed, and not the many that Orbax logs."""
-
-    def save(checkpoints, *arguments, **options):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-        try:
-            write(checkpoints, *arguments, **options)
-            checkpoints.wait()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-    limits, write = resource.getrlimit(resource.RLIMIT_FSIZE), Checkpoints.save
-    monkeypatch.setattr(Checkpoints, "save", save)
-    code, _, err = run_lm(*LM, "--out", "here")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    when_printed("compiling", lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1])))
+    try:
+        code, _, err = run_lm(*LM, "--out", "here")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert code == 2 and one_line(err) and "cannot be written to (" in err
     gc.collect()  # asyncio logs what nobody has read
     assert caplog.records == []
