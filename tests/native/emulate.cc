@@ -1,8 +1,9 @@
-// The CUDA kernels of deformable convolution compiled for a CPU, as a library for test_cuda.py.
+// The CUDA kernels of deformable convolution compiled for a CPU, for emulation.py.
 
 #include "cuda_runtime.h"
 
 #include "deform_conv_cuda.h"
+#include "types.h"
 
 namespace {
 
@@ -38,10 +39,10 @@ void run_columns(const Geometry& g, const Arrays& a, bool wide) {
 }
 
 template <typename T, typename A, int V>
-void run_gradients(const Geometry& g, const Arrays& a, bool wide) {
+void run_gradients(const Geometry& g, const Arrays& a, bool wide, bool in_order) {
   const A* dcolumns = static_cast<const A*>(a.dcolumns);
   A* dx = static_cast<A*>(a.dx);
-  if (a.destination) {
+  if (in_order) {
     const auto in = effjax::make_operands<A, A, V, int64_t>(g, nullptr, a.offset, a.mask, a.row);
     const int64_t corners = g.R * g.Wo * g.K * 4, count = g.N * g.G * corners;
     const int lanes = effjax::lanes_for(in.packs);
@@ -62,13 +63,15 @@ void run_gradients(const Geometry& g, const Arrays& a, bool wide) {
 }
 
 template <typename T, typename A>
-void run(const Geometry& g, const Arrays& a, bool wide) {
+void run(const Geometry& g, const Arrays& a, bool wide, bool in_order) {
   constexpr int kStored = 16 / sizeof(T), kSums = 16 / sizeof(A);
   const int64_t channels = g.C / g.G;
   if (a.columns) {
     channels % kStored == 0 ? run_columns<T, A, kStored>(g, a, wide) : run_columns<T, A, 1>(g, a, wide);
+  } else if (channels % kSums == 0) {
+    run_gradients<T, A, kSums>(g, a, wide, in_order);
   } else {
-    channels % kSums == 0 ? run_gradients<T, A, kSums>(g, a, wide) : run_gradients<T, A, 1>(g, a, wide);
+    run_gradients<T, A, 1>(g, a, wide, in_order);
   }
 }
 
@@ -90,13 +93,13 @@ extern "C" int64_t wrong_quotients(int32_t d, const int32_t* n, int64_t count) {
   return wrong;
 }
 
-// Runs the kernel whose result arrays are not null. `sizes` are the fields of Geometry in order.
-extern "C" void emulate(const char* dtype, const int64_t* sizes, const Arrays* arrays, bool wide) {
+// Runs the kernel whose result arrays are not null; with `in_order`, the one that computes dx in a
+// fixed order. `sizes` are the fields of Geometry in order, and 1 for 64-bit indices.
+extern "C" void emulate(const char* dtype, const int64_t* sizes, const Arrays* arrays, bool in_order) {
   const Geometry g{sizes[0],  sizes[1],  sizes[2],  sizes[3],  sizes[4],  sizes[5],
                    sizes[6],  sizes[7],  sizes[8],  sizes[9],  sizes[10], sizes[11],
                    sizes[12], sizes[13], sizes[14], sizes[15], sizes[16] != 0};
-  if (!std::strcmp(dtype, "float32")) run<float, float>(g, *arrays, wide);
-  if (!std::strcmp(dtype, "float64")) run<double, double>(g, *arrays, wide);
-  if (!std::strcmp(dtype, "bfloat16")) run<__nv_bfloat16, float>(g, *arrays, wide);
-  if (!std::strcmp(dtype, "float16")) run<__half, float>(g, *arrays, wide);
+  with_types(dtype, [&](auto t, auto a) {
+    run<decltype(t), decltype(a)>(g, *arrays, sizes[17] != 0, in_order);
+  });
 }

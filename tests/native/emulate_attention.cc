@@ -1,8 +1,9 @@
-// The CUDA kernels of deformable attention compiled for a CPU, for test_cuda_attention.py.
+// The CUDA kernels of deformable attention compiled for a CPU, for emulation.py.
 
 #include "cuda_runtime.h"
 
 #include "deform_attention_cuda.h"
+#include "types.h"
 
 namespace {
 
@@ -55,11 +56,11 @@ void attend_backward(const Attention& g, const Arrays& a) {
 }
 
 template <typename T, typename A>
-void run(const Attention& g, const Arrays& a) {
+void run(const Attention& g, const Arrays& a, bool in_order) {
   constexpr int kStored = 16 / sizeof(T), kSums = 16 / sizeof(A);
   if (a.y) {
     g.D % kStored == 0 ? attend<T, A, kStored>(g, a) : attend<T, A, 1>(g, a);
-  } else if (a.destination) {
+  } else if (in_order) {
     g.D % kStored == 0 ? scatter<T, A, kStored>(g, a) : scatter<T, A, 1>(g, a);
   } else {
     g.D % kSums == 0 ? attend_backward<T, A, kSums>(g, a) : attend_backward<T, A, 1>(g, a);
@@ -68,13 +69,10 @@ void run(const Attention& g, const Arrays& a) {
 
 }  // namespace
 
-// sizes are N, S, M, D, Q, P, `normalized`, and (H, W) of each level.
-extern "C" void emulate(const char* dtype, const int64_t* sizes, int64_t levels,
-                        const Arrays* arrays) {
+// Runs the kernel whose result arrays are not null; with `in_order`, the one that computes dvalue in a
+// fixed order. `sizes` are N, S, M, D, Q, P, `normalized`, the number of levels, and their (H, W).
+extern "C" void emulate(const char* dtype, const int64_t* sizes, const Arrays* arrays, bool in_order) {
   Attention g{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], {}, sizes[6] != 0};
-  for (int64_t l = 0; l < levels; ++l) g.levels.push_back({sizes[7 + 2 * l], sizes[8 + 2 * l]});
-  if (!std::strcmp(dtype, "float32")) run<float, float>(g, *arrays);
-  if (!std::strcmp(dtype, "float64")) run<double, double>(g, *arrays);
-  if (!std::strcmp(dtype, "bfloat16")) run<__nv_bfloat16, float>(g, *arrays);
-  if (!std::strcmp(dtype, "float16")) run<__half, float>(g, *arrays);
+  for (int64_t l = 0; l < sizes[7]; ++l) g.levels.push_back({sizes[8 + 2 * l], sizes[9 + 2 * l]});
+  with_types(dtype, [&](auto t, auto a) { run<decltype(t), decltype(a)>(g, *arrays, in_order); });
 }

@@ -1,8 +1,9 @@
-// The CUDA kernels of RoI pooling compiled for a CPU, as a library for test_cuda_roi.py.
+// The CUDA kernels of RoI pooling compiled for a CPU, for emulation.py.
 
 #include "cuda_runtime.h"
 
 #include "roi_cuda.h"
+#include "types.h"
 
 namespace {
 
@@ -49,12 +50,12 @@ void gather(const Pooling& g, const Arrays& a) {
 }
 
 template <typename T, typename A>
-void run(const Pooling& g, const Arrays& a, bool adds, bool gathers) {
+void run(const Pooling& g, const Arrays& a, bool adds, bool in_order) {
   constexpr int kStored = 16 / sizeof(T), kSums = 16 / sizeof(A);
   const int64_t channels = g.C / g.G;
   if (a.y) {
     channels % kStored == 0 ? pool<T, A, kStored>(g, a, adds) : pool<T, A, 1>(g, a, adds);
-  } else if (gathers) {
+  } else if (in_order) {
     channels % kStored == 0 ? gather<T, A, kStored>(g, a) : gather<T, A, 1>(g, a);
   } else {
     channels % kSums == 0 ? gradients<T, A, kSums>(g, a) : gradients<T, A, 1>(g, a);
@@ -63,14 +64,12 @@ void run(const Pooling& g, const Arrays& a, bool adds, bool gathers) {
 
 }  // namespace
 
-// `sizes` are the fields of Pooling in order. Computes the gradients if y is null; with `gathers`, dx
-// in a fixed order.
-extern "C" void emulate(const char* dtype, const int64_t* sizes, double margin, bool of_inside,
-                        bool adds, bool gathers, const Arrays* arrays) {
-  const Pooling g{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],  sizes[5],
-                  sizes[6], sizes[7], sizes[8], sizes[9], margin, of_inside};
-  if (!std::strcmp(dtype, "float32")) run<float, float>(g, *arrays, adds, gathers);
-  if (!std::strcmp(dtype, "float64")) run<double, double>(g, *arrays, adds, gathers);
-  if (!std::strcmp(dtype, "bfloat16")) run<__nv_bfloat16, float>(g, *arrays, adds, gathers);
-  if (!std::strcmp(dtype, "float16")) run<__half, float>(g, *arrays, adds, gathers);
+// Runs the kernel whose result arrays are not null; with `in_order`, the one that computes dx in a
+// fixed order. `sizes` are the fields of Pooling in order, with twice the margin, and 1 to add to y.
+extern "C" void emulate(const char* dtype, const int64_t* sizes, const Arrays* arrays, bool in_order) {
+  const Pooling g{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],      sizes[5],
+                  sizes[6], sizes[7], sizes[8], sizes[9], sizes[10] / 2.0, sizes[11] != 0};
+  with_types(dtype, [&](auto t, auto a) {
+    run<decltype(t), decltype(a)>(g, *arrays, sizes[12] != 0, in_order);
+  });
 }

@@ -1,47 +1,402 @@
-"""CUDA kernels compiled for a CPU, where an emulator runs them thread by thread."""
+"""The operators' CUDA kernels compiled for a CPU, where an emulator runs them thread by thread."""
 
 import ctypes
+import dataclasses
+import math
 import pathlib
 import shutil
 import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from effjax.ops.deform_attention import api as attention_api
+from effjax.ops.deform_attention import reference as attention
+from effjax.ops.deform_attention.reference import Levels
+from effjax.ops.deform_conv import custom_call, xla
+from effjax.ops.deform_conv.reference import Geometry
+from effjax.ops.roi import reference as roi
+from effjax.ops.roi.reference import Pooling
+
 HERE = pathlib.Path(__file__).parent
 SOURCES = HERE.parent.parent / "effjax" / "native"
+Arrays = dict[str, np.ndarray]
 
 
-def compile_emulated(source: str, directory: pathlib.Path) -> ctypes.CDLL:
-    compiler = shutil.which("g++")
-    if compiler is None or not SOURCES.is_dir():
-        pytest.skip("no g++, or a package without its C++ sources")
-    path = directory / "emulated.so"
-    command = [
-        compiler, "-std=c++20", "-O0", "-fPIC", "-shared", "-pthread", "-DEMULATED_ARCH=900",
-        f"-I{HERE / 'emulated'}", f"-I{SOURCES}", str(HERE / source), "-o", str(path),
-    ]  # fmt: skip
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(path))
+@dataclasses.dataclass
+class Case:
+    """A call of an operator's kernels.
+
+    Attributes:
+        sizes: Integers for the C++ program.
+        args: Arguments by name, in the order of the reference. The image is first, the cotangent
+            last.
+        results: ``results(in_order)`` returns new arrays for the results and the gradients, as they
+            are before the call.
+        reference: Returns the result and the gradients, given `args` as JAX arrays.
+        sorted: Returns further arguments of the kernel that adds in a fixed order.
+    """
+
+    sizes: Sequence[int]
+    args: Arrays
+    results: Callable[[bool], Arrays]
+    reference: Callable[..., Sequence[jax.Array]]
+    sorted: Callable[[], Arrays] = dict
+
+    def want(self) -> Sequence[jax.Array]:
+        """Return the result and the gradients in float64."""
+        is_float = lambda a: jnp.issubdtype(a.dtype, jnp.floating)  # noqa: E731
+        return self.reference(
+            *(jnp.asarray(a, jnp.float64 if is_float(a) else a.dtype) for a in self.args.values())
+        )
 
 
-def shuffled_orders(library: ctypes.CDLL, count: int = 3):
-    """Yield numbers of runs; blocks and threads start in another order in each of them."""
-    try:
-        for seed in range(count):
-            library.set_order(ctypes.c_uint64(seed))
-            yield seed
-    finally:
-        library.set_order(ctypes.c_uint64(0))
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operator:
+    """Description of an operator's CUDA kernels.
+
+    Attributes:
+        source: C++ file that compiles them for a CPU.
+        arrays: Names of the arrays in that file: arguments, result and gradients.
+        gradients: Names of the gradients. The first one is that of the image. It is the sum of
+            atomic additions, or computed by another kernel in a fixed order.
+        make: ``make(dtype, channels, **options)`` returns a case with `channels` of a group.
+        options: Three sets of options.
+        crowded: Options of a case in which many samples share each pixel.
+        make_far: Returns a case with one sample, at the last of 2**30 pixels of three channels.
+        visits_pixels: True if the kernel that adds in a fixed order has threads for each pixel.
+        library: The compiled kernels.
+    """
+
+    source: str
+    arrays: tuple[str, ...]
+    gradients: tuple[str, ...]
+    make: Callable[..., Case]
+    options: tuple[Mapping[str, Any], ...]
+    crowded: Mapping[str, Any]
+    make_far: Callable[[], Case]
+    visits_pixels: bool = False
+    library: ctypes.CDLL | None = None
+
+    def compile(self, folder: pathlib.Path) -> "Operator":
+        compiler = shutil.which("g++")
+        if compiler is None or not SOURCES.is_dir():
+            pytest.skip("no g++, or a package without its C++ sources")
+        path = folder / "emulated.so"
+        command = [
+            compiler, "-std=c++20", "-O0", "-fPIC", "-shared", "-pthread", "-DEMULATED_ARCH=900",
+            f"-I{HERE / 'emulated'}", f"-I{SOURCES}", str(HERE / self.source), "-o", str(path),
+        ]  # fmt: skip
+        subprocess.run(command, check=True)
+        return dataclasses.replace(self, library=ctypes.CDLL(str(path)))
+
+    def run(self, case: Case, *names: str, in_order: bool = False) -> Arrays:
+        """Return the results of these names, which one kernel computes."""
+        every = case.results(in_order)
+        results = {name: every[name] for name in names if name in every}
+        further = case.sorted() if in_order else {}
+        self.call(case.sizes, case.args | further | results, in_order)
+        return results
+
+    def call(self, sizes: Sequence[int], arrays: Arrays, in_order: bool = False) -> None:
+        """Run the kernel of the results that are in `arrays`."""
+        assert self.library is not None
+        pointers = [arrays[name].ctypes.data if name in arrays else None for name in self.arrays]
+        self.library.emulate(
+            arrays[self.arrays[0]].dtype.name.encode(),
+            (ctypes.c_int64 * len(sizes))(*sizes),
+            (ctypes.c_void_p * len(pointers))(*pointers),
+            ctypes.c_bool(in_order),
+        )
+
+    def shuffle_threads(self, count: int = 3) -> Iterator[None]:
+        """Iterate over runs. Blocks and threads start in another order in each of them."""
+        assert self.library is not None
+        try:
+            for seed in range(count):
+                self.library.set_order(ctypes.c_uint64(seed))
+                yield
+        finally:
+            self.library.set_order(ctypes.c_uint64(0))
 
 
-def pointers(arrays) -> ctypes.Array:
-    return (ctypes.c_void_p * len(arrays))(*(None if a is None else a.ctypes.data for a in arrays))
+def wide(dtype: Any) -> type:
+    """Return the dtype of positions and gradients."""
+    return np.float64 if dtype == np.float64 else np.float32
 
 
-def assert_close(got, want, dtype, scale=1.0):
-    """Assert equality up to the rounding of `dtype`."""
-    tolerance = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 1e-2, "float16": 2e-3}[dtype.name]
-    got, want = (np.asarray(a, np.float64) for a in (got, want))
-    atol = scale * tolerance * np.abs(want).max(initial=0)
-    np.testing.assert_allclose(got, want, rtol=tolerance, atol=atol)
+def filled(like: np.ndarray, value: float, dtype: Any = None) -> np.ndarray:
+    """Return an array of equal numbers. Zeros take no memory until they are written."""
+    array = np.zeros(like.shape, like.dtype if dtype is None else dtype)
+    if value != 0:
+        array[...] = value
+    return array
+
+
+def make_far_image() -> np.ndarray:
+    """Return an image of more than 2**31 elements, most of whose memory is never touched."""
+    x = np.zeros((1, 32768, 32768, 3), np.float16)
+    x[0, -1, -1] = 5, 6, 7
+    return x
+
+
+def sort_corners(destination: Any, corners_per_source: int) -> Arrays:
+    """Return the pixels of all corners of samples in order, and their samples or corners."""
+    destination = np.asarray(destination)
+    order = np.argsort(destination, axis=-1, kind="stable")
+    return {
+        "destination": np.take_along_axis(destination, order, -1),
+        "source": (order // corners_per_source).astype(np.int32),
+    }
+
+
+# Deformable convolution: the columns of some rows.
+
+
+def make_conv(
+    dtype: Any, channels: int, masked: bool = True, wide_index: bool = False,
+    size: tuple[int, int] = (4, 5), width: int = 2,
+) -> Case:  # fmt: skip
+    """Return random arrays, with a few positions at NaN, at infinity and on borders."""
+    rng = np.random.default_rng(0)
+    geometry = Geometry((2, 2), (2, 1), ((1, 0), (0, 1)), (1, 2), 2)
+    n, height, rows, taps = 2, 4, 2, geometry.taps * geometry.offset_groups
+    offset = rng.normal(scale=2, size=(n, height, width, 2 * taps))
+    offset[0, 1, 0, :6] = [np.nan, 0, np.inf, -np.inf, 1e30, -1e30]
+    offset[1, 1, 0, :4] = [-1, 0, 2, 1]
+    c = channels * geometry.offset_groups
+    args = {
+        "x": rng.normal(size=(n, *size, c)).astype(dtype),
+        "offset": offset.astype(wide(dtype)),
+        "mask": rng.normal(size=(n, height, width, taps if masked else 0)).astype(wide(dtype)),
+        "row": np.array([1], np.int32),
+        "dcolumns": rng.normal(size=(n, rows, width, geometry.taps * c)).astype(wide(dtype)),
+    }
+    return call_conv(geometry, args, wide_index=wide_index)
+
+
+def call_conv(geometry: Geometry, args: Arrays, start: float = 1, wide_index: bool = False) -> Case:
+    """Return a case that adds dx to `start`, and sets the other gradients in some rows."""
+    x, offset, mask, row, dcolumns = args.values()
+    n, h, w, c = x.shape
+    height, width, rows = *offset.shape[1:3], dcolumns.shape[1]
+    (top, _), (left, _) = geometry.padding
+    sizes = (
+        n, h, w, c, rows, width, geometry.taps, geometry.offset_groups, height,
+        geometry.kernel_size[1], *geometry.strides, top, left, *geometry.kernel_dilation,
+        mask.size > 0, wide_index,
+    )  # fmt: skip
+
+    def results(in_order):
+        return {
+            "columns": filled(dcolumns, np.nan, x.dtype),
+            "dx": filled(x, start, offset.dtype),
+            "doffset": filled(offset, 7),
+            "dmask": filled(mask, 7),
+        }
+
+    def reference(x, offset, mask, row, dcolumns):
+        before = [jnp.full(x.shape, start, x.dtype), *(jnp.full_like(a, 7) for a in (offset, mask))]
+        y = xla.columns(x, offset, mask, row, geometry, rows)
+        return [y, *xla.columns_backward(x, offset, mask, row, dcolumns, *before, geometry)]
+
+    def sort():
+        here = jnp.asarray(offset[:, row[0] : row[0] + rows])
+        return sort_corners(custom_call.destinations(here, jnp.asarray(row), (h, w), geometry), 1)
+
+    return Case(sizes, args, results, reference, sort)
+
+
+def make_far_conv() -> Case:
+    x = make_far_image()
+    args = {
+        "x": x,
+        "offset": np.full((1, 1, 1, 2), x.shape[1] - 1, np.float32),
+        "mask": np.full((1, 1, 1, 1), 2, np.float32),
+        "row": np.array([0], np.int32),
+        "dcolumns": np.array([1, 2, 3], np.float32).reshape(1, 1, 1, 3),
+    }
+    return call_conv(Geometry((1, 1), (1, 1), ((0, 0), (0, 0)), (1, 1), 1), args, start=0)
+
+
+CONV = Operator(
+    source="emulate.cc",
+    arrays=(
+        "x", "offset", "mask", "row", "dcolumns", "destination", "source",
+        "columns", "dx", "doffset", "dmask",
+    ),
+    gradients=("dx", "doffset", "dmask"),
+    make=make_conv,
+    options=(dict(masked=False), dict(wide_index=True), dict()),
+    crowded=dict(channels=4, size=(3, 30), width=30),
+    make_far=make_far_conv,
+)  # fmt: skip
+
+
+# Multi-scale deformable attention.
+
+
+def make_attention(
+    dtype: Any, channels: int, normalized: bool = True, points: int = 4,
+    shapes: tuple = ((3, 4), (2, 2), (1, 1)), n: int = 2, queries: int = 3, heads: int = 2,
+) -> Case:  # fmt: skip
+    """Return random arrays, with a few positions at NaN, at infinity and far outside."""
+    rng, levels = np.random.default_rng(0), Levels(shapes, normalized)
+    at = n, queries, heads, len(shapes), points
+    locations = rng.normal(size=(*at, 2)) + 0.5
+    locations *= 1 if normalized else 3
+    locations[0, 0, 0, 0, 0] = np.nan, 0.5
+    locations[-1, 0, 0, -1, 0] = np.inf, -1e30
+    pixels = sum(h * w for h, w in shapes)
+    args = {
+        "value": rng.normal(size=(n, pixels, heads, channels)).astype(dtype),
+        "locations": locations.astype(wide(dtype)),
+        "weights": rng.normal(size=at).astype(wide(dtype)),
+        "dy": rng.normal(size=(n, queries, heads, channels)).astype(dtype),
+    }
+    return call_attention(levels, args)
+
+
+def call_attention(levels: Levels, args: Arrays, start: float = 1) -> Case:
+    """Return a case that adds dvalue to `start`, and sets the other gradients."""
+    value, locations, weights, dy = args.values()
+    n, pixels, heads, channels = value.shape
+    queries, points = locations.shape[1], locations.shape[4]
+    sizes = [n, pixels, heads, channels, queries, points, levels.normalized, len(levels.shapes)]
+
+    def results(in_order):
+        return {
+            "y": filled(dy, np.nan),
+            "dvalue": filled(value, start, weights.dtype),
+            "dlocations": filled(locations, np.nan),
+            "dweights": filled(weights, np.nan),
+        }
+
+    def reference(*args):
+        options: Any = dict(levels=levels, workspace_bytes=10**6)
+        dvalue, *gradients = attention.attend_backward(*args, **options)
+        return [attention.attend(*args[:3], **options), dvalue + start, *gradients]
+
+    def sort():
+        return sort_corners(attention_api.destinations(jnp.asarray(locations), levels), 4)
+
+    return Case([*sizes, *np.ravel(levels.shapes)], args, results, reference, sort)
+
+
+def make_far_attention() -> Case:
+    x = make_far_image()
+    size = x.shape[1]
+    args = {
+        "value": x.reshape(1, size**2, 1, 3),
+        "locations": np.full((1, 1, 1, 1, 1, 2), size - 1, np.float32),
+        "weights": np.full((1, 1, 1, 1, 1), 2, np.float32),
+        "dy": np.array([1, 2, 3], np.float16).reshape(1, 1, 1, 3),
+    }
+    return call_attention(Levels(((size, size),), False), args, start=0)
+
+
+ATTENTION = Operator(
+    source="emulate_attention.cc",
+    arrays=(
+        "value", "locations", "weights", "dy", "destination", "source",
+        "y", "dvalue", "dlocations", "dweights",
+    ),
+    gradients=("dvalue", "dlocations", "dweights"),
+    make=make_attention,
+    options=(dict(), dict(normalized=False, points=1), dict(points=2)),
+    crowded=dict(channels=4, shapes=((2, 3),), n=1, queries=80),
+    make_far=make_far_attention,
+)  # fmt: skip
+
+
+# Pooling of boxes.
+
+BOXES = Pooling(
+    (2, 2), parts=1, margin=1.0, average_inside_only=False, samples=0, has_position_gradients=True
+)
+PARTS = Pooling(
+    (2, 3), parts=2, margin=0.5, average_inside_only=True, samples=2, has_position_gradients=True
+)
+
+
+def make_roi(
+    dtype: Any, channels: int, pooling: Pooling = BOXES, groups: int = 1,
+    size: tuple[int, int] = (4, 5), boxes: int = 3, adds: bool = False,
+) -> Case:  # fmt: skip
+    """Return random arrays, with a few positions at NaN, at infinity and far outside."""
+    rng = np.random.default_rng(0)
+    n, bins, c = 2, math.prod(pooling.output_size), channels * groups
+    first = rng.uniform(-2, max(size), size=(n, boxes, bins, groups, 2))
+    first[0, 0, 0, 0] = np.nan, 1
+    first[0, 0, 1, 0] = 1, -np.inf
+    first[0, 1, 0, 0] = -1e30, 2
+    step = rng.uniform(0.3, 0.9, size=(n, boxes, 2))
+    step[1, 1] = -0.4, 0  # a box with swapped corners, one without width
+    count = np.broadcast_to(pooling.samples or rng.integers(1, 4, (n, boxes, 1)), (n, boxes, 2))
+    count = count.astype(wide(dtype))
+    count[1, 0] = 0
+    args = {
+        "x": rng.normal(size=(n, *size, pooling.parts**2 * c)).astype(dtype),
+        "first": first.astype(wide(dtype)),
+        "step": step.astype(wide(dtype)),
+        "count": count,
+        "dy": rng.normal(size=(n, boxes, bins, c)).astype(dtype),
+    }
+    return call_roi(pooling, args, adds)
+
+
+def call_roi(pooling: Pooling, args: Arrays, adds: bool = False) -> Case:
+    """Return a case that adds the result to ones if `adds`. A fixed order sets dx."""
+    x, first, _, _, dy = args.values()
+    n, boxes, bins, groups, _ = first.shape
+    sizes = (
+        n, *x.shape[1:3], x.shape[3] // pooling.parts**2, boxes, bins, groups, *pooling.output_size,
+        pooling.parts, int(2 * pooling.margin), pooling.average_inside_only, adds,
+    )  # fmt: skip
+
+    def results(in_order):
+        every = {
+            "y": filled(dy, 1 if adds else np.nan),
+            "dx": filled(x, np.nan if in_order else 0, first.dtype),
+            "dfirst": filled(first, np.nan),
+        }
+        return {k: a for k, a in every.items() if k != "dfirst" or pooling.has_position_gradients}
+
+    def reference(x, first, step, count, dy):
+        initial = jnp.ones_like(dy) if adds else jnp.zeros((*dy.shape[:3], 0), dy.dtype)
+        y = roi.pool(x, first, step, count, initial, pooling)
+        return [y, *roi.pool_backward(x, first, step, count, dy, pooling)]
+
+    return Case(sizes, args, results, reference)
+
+
+def make_far_roi() -> Case:
+    x = make_far_image()
+    args = {
+        "x": x,
+        "first": np.full((1, 1, 1, 1, 2), x.shape[1] - 1, np.float32),
+        "step": np.ones((1, 1, 2), np.float32),
+        "count": np.ones((1, 1, 2), np.float32),
+        "dy": np.array([1, 2, 3], np.float16).reshape(1, 1, 1, 3),
+    }
+    return call_roi(BOXES._replace(output_size=(1, 1)), args)
+
+
+ROI = Operator(
+    source="emulate_roi.cc",
+    arrays=("x", "first", "step", "count", "dy", "y", "dx", "dfirst"),
+    gradients=("dx", "dfirst"),
+    make=make_roi,
+    options=(
+        dict(size=(9, 11)),
+        dict(pooling=PARTS, groups=2),
+        dict(pooling=BOXES._replace(has_position_gradients=False), size=(1, 1), adds=True),
+    ),
+    crowded=dict(channels=8, size=(2, 3), boxes=65),
+    make_far=make_far_roi,
+    visits_pixels=True,
+)

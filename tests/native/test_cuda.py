@@ -1,9 +1,11 @@
-"""CUDA kernels of deformable convolution without a GPU: emulated on a CPU, and compiled."""
+"""The operators' CUDA kernels without a GPU: emulated on a CPU, and compiled."""
 
 import ctypes
 import functools
 import importlib.resources
+import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,123 +15,102 @@ import pytest
 import effjax
 from effjax import native
 from effjax.memory import plan
-from effjax.ops.deform_conv import custom_call, xla
-from effjax.ops.deform_conv.reference import Geometry
-from tests.native.emulation import assert_close, compile_emulated, pointers
+from effjax.ops.deform_attention import api, reference
+from tests.native import emulation
+from tests.native.emulation import ATTENTION, CONV, ROI
 from tests.native.read_fatbin import architectures, compressions
 from tests.programs import needs_gpu_compiler
-from tests.tiers import exhaustive
-
-NAMES = ("x", "offset", "mask", "row", "dcolumns", "destination", "source")
-RESULTS = ("columns", "dx", "doffset", "dmask")
+from tests.tiers import vary
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory):
-    return compile_emulated("emulate.cc", tmp_path_factory.mktemp("emulated"))
+@pytest.fixture(
+    scope="module", params=[CONV, ATTENTION, ROI], ids=["deform_conv", "attention", "roi"]
+)
+def operator(request, tmp_path_factory):
+    """Compile the kernels of an operator."""
+    return request.param.compile(tmp_path_factory.mktemp("emulated"))
 
 
-@pytest.fixture(scope="module")
-def emulate(emulated):
-    """Return a function that runs the kernel of the requested results on NumPy arrays."""
-
-    def run(geometry, arrays, wide=False, **results):
-        x = arrays["x"]
-        (n, h, w, c), (_, height, width, _) = x.shape, arrays["offset"].shape
-        rows = arrays.get("dcolumns", results.get("columns")).shape[1]
-        (top, _), (left, _) = geometry.padding
-        sizes = (
-            n, h, w, c, rows, width, geometry.taps, geometry.offset_groups, height,
-            geometry.kernel_size[1], *geometry.strides, top, left, *geometry.kernel_dilation,
-            arrays["mask"].size > 0,
-        )  # fmt: skip
-        given = [arrays.get(name) for name in NAMES] + [results.get(name) for name in RESULTS]
-        emulated.emulate(
-            x.dtype.name.encode(),
-            (ctypes.c_int64 * 17)(*sizes),
-            pointers(given),
-            ctypes.c_bool(wide),
-        )
-        return results
-
-    return run
+def only(operator):
+    return pytest.mark.parametrize("operator", [operator], ids=[""], indirect=True)
 
 
-GEOMETRY = Geometry((2, 2), (2, 1), ((1, 0), (0, 1)), (1, 2), 2)
+def assert_close(got, want, dtype, scale):
+    """Assert equality up to the rounding of `dtype`."""
+    tolerance = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 1e-2, "float16": 2e-3}[dtype.name]
+    got, want = (np.asarray(a, np.float64) for a in (got, want))
+    atol = scale * tolerance * np.abs(want).max(initial=0)
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=atol)
 
 
-@functools.cache
-def make(dtype, channels, masked):
-    rng = np.random.default_rng(0)
-    wide = np.float64 if dtype == np.float64 else np.float32
-    n, height, rows, width = 2, 4, 2, 2
-    groups, taps = GEOMETRY.offset_groups, GEOMETRY.taps
-    normal = lambda *shape: rng.normal(size=shape)  # noqa: E731
-    offset = 2 * normal(n, height, width, groups * taps * 2)
-    offset[0, 1, 0, :6] = [np.nan, 0, np.inf, -np.inf, 1e30, -1e30]
-    offset[1, 1, 0, :4] = [-1, 0, 2, 1]
-    return {
-        "x": normal(n, 4, 5, channels).astype(dtype),
-        "offset": offset.astype(wide),
-        "mask": normal(n, height, width, groups * taps if masked else 0).astype(wide),
-        "row": np.array([1], np.int32),
-        "dcolumns": normal(n, rows, width, taps * channels).astype(wide),
-    }
+# Channels of a group: one pack of 16 bytes, several, more than one read of a warp, odd numbers.
+@vary(
+    "dtype, channels, option",
+    [
+        (np.float32, 24, 0),
+        (jnp.bfloat16, 5, 1),
+        (np.float32, 520, 0),
+        (np.float32, 4, 1),
+        (np.float64, 6, 1),
+        (np.float64, 1, 2),
+        (jnp.bfloat16, 32, 0),
+        (np.float16, 8, 2),
+    ],
+)
+def test_results_and_gradients(operator, dtype, channels, option, x64):
+    """They are those of the reference in float64, with and without atomic additions."""
+    case = operator.make(dtype, channels, **operator.options[option])
+    y, *want = case.want()
+    (got,) = operator.run(case, *case.results(False).keys() - set(operator.gradients)).values()
+    assert_close(got, y, got.dtype, scale=1)
+
+    first, *others = operator.gradients
+    atomic = operator.run(case, *operator.gradients)
+    # The deterministic mode computes positions without the gradient of the image, then that alone.
+    in_order = operator.run(case, first, in_order=True)
+    if others := [name for name in others if name in atomic]:
+        for name, gradient in operator.run(case, *others).items():
+            np.testing.assert_array_equal(gradient, atomic[name])
+    for got in (atomic, in_order):
+        for name, gradient in zip(operator.gradients, want, strict=True):
+            if name in got:
+                assert_close(got[name], gradient, got[name].dtype, scale=4)
 
 
-# Channels of a group: one pack of 16 bytes, several, more than one read of a warp, an odd number.
-# The last column: 64-bit indices, as for large arrays.
-CASES = [
-    (np.float32, 48, False, False),
-    (jnp.bfloat16, 6, False, True),
-    exhaustive(np.float32, 8, True, False),
-    exhaustive(np.float32, 264, True, True),
-    exhaustive(np.float32, 10, True, False),
-    exhaustive(np.float64, 12, True, True),
-    exhaustive(jnp.bfloat16, 32, True, False),
-    exhaustive(np.float16, 16, True, True),
-    exhaustive(np.float32, 1040, False, False),
-]
+def test_bits_do_not_depend_on_the_order_of_threads(operator):
+    """Other than with atomic additions, whose order does show: many samples share each pixel."""
+    case = operator.make(np.float32, **operator.crowded)
+    first, *others = operator.gradients
+    atomic, positions, in_order = set(), set(), set()
+    for _ in operator.shuffle_threads():
+        results = operator.run(case, *operator.gradients)
+        atomic.add(results[first].tobytes())
+        positions.add(b"".join(results[name].tobytes() for name in others))
+        dx = operator.run(case, first, in_order=True)[first]
+        in_order.add(dx.tobytes())
+    assert len(in_order) == len(positions) == 1 < len(atomic)
+    assert_close(dx, results[first], dx.dtype, scale=1)
 
 
-@pytest.mark.parametrize(("dtype", "channels", "masked", "wide"), CASES)
-def test_kernels_emulated(emulate, dtype, channels, masked, wide, x64):
-    emulate = functools.partial(emulate, wide=wide)
-    arrays = make(dtype, channels, masked)
-    x, offset, mask, row = (jnp.asarray(arrays[name]) for name in ("x", "offset", "mask", "row"))
-    want = xla.columns(x, offset, mask, row, GEOMETRY, rows=arrays["dcolumns"].shape[1])
-    columns = np.full_like(arrays["dcolumns"], np.nan, dtype)
-    got = emulate(GEOMETRY, {k: arrays[k] for k in NAMES[:4]}, columns=columns)
-    assert_close(got["columns"], want, x.dtype)
-
-    wide = arrays["offset"].dtype
-    before = [np.ones(x.shape, wide), *(np.full_like(a, 7) for a in (offset, mask))]
-    want = xla.columns_backward(
-        x, offset, mask, row, *map(jnp.asarray, (arrays["dcolumns"], *before)), GEOMETRY
-    )
-    dx, unset = before[0], dict(zip(RESULTS[2:], before[1:], strict=True))
-    got = emulate(GEOMETRY, arrays, dx=dx.copy(), **{k: a.copy() for k, a in unset.items()})
-    for name, value in zip(("dx", "doffset", "dmask"), want, strict=True):
-        assert_close(got[name], value, np.dtype(wide))
-
-    # The deterministic mode computes positions without dx, then dx in the order of the pixels.
-    again = {name: value.copy() for name, value in unset.items()}
-    emulate(GEOMETRY, arrays, **again)
-    np.testing.assert_array_equal(again["doffset"], got["doffset"])
-    here = offset[:, 1:3]
-    destination = np.asarray(custom_call.destinations(here, row, x.shape[1:3], GEOMETRY))
-    source = np.argsort(destination, axis=-1, stable=True).astype(np.int32)
-    ordered = {
-        "destination": np.take_along_axis(destination, source, -1),
-        "source": source,
-    }
-    in_order = emulate(GEOMETRY, arrays | ordered, dx=dx.copy())["dx"]
-    assert_close(in_order, want[0], np.dtype(wide))
+def test_addresses_are_64_bit(operator):
+    """The image has more than 2**31 elements."""
+    case = operator.make_far()
+    weight = case.args.get("weights", case.args.get("mask", np.ones(1))).item()
+    (y,) = operator.run(case, *case.results(False).keys() - set(operator.gradients)).values()
+    np.testing.assert_array_equal(y.ravel(), weight * np.array([5, 6, 7]))
+    first = operator.gradients[0]
+    gradients = [operator.run(case, *operator.gradients)[first]]
+    if not operator.visits_pixels:
+        gradients.append(operator.run(case, first, in_order=True)[first])
+    for dx in gradients:
+        np.testing.assert_array_equal(dx.reshape(-1, 3)[-1], weight * np.array([1, 2, 3]))
 
 
-def test_index_width(emulated):
+@only(CONV)
+def test_index_width(operator):
     """The number of samples, and that of packs of x, must be below 2**31."""
-    fits = lambda *sizes, packed=4: emulated.fits_32_bits((ctypes.c_int64 * 9)(*sizes), packed)  # noqa: E731
+    fits_32_bits = operator.library.fits_32_bits
+    fits = lambda *sizes, packed=4: fits_32_bits((ctypes.c_int64 * 9)(*sizes), packed)  # noqa: E731
     assert fits(2, 100, 100, 128, 100, 100, 9, 4)
     image = 1, 2**15, 2**15
     assert fits(*image, 7, 1, 1, 1, 1) and not fits(*image, 8, 1, 1, 1, 1)
@@ -138,7 +119,8 @@ def test_index_width(emulated):
     assert not fits(*[2**60] * 8)
 
 
-def test_division_by_multiplication(emulated):
+@only(CONV)
+def test_division_by_multiplication(operator):
     rng = np.random.default_rng(0)
     divisors = [*range(1, 300), 2**16 - 1, 2**16 + 1, 2**30, 2**30 + 1, 2**31 - 1]
     divisors += rng.integers(1, 2**31, 200).tolist()
@@ -147,27 +129,58 @@ def test_division_by_multiplication(emulated):
         n = np.concatenate([near.ravel(), rng.integers(0, 2**31, 500), [0, 2**31 - 1]])
         n = np.ascontiguousarray(n[(n >= 0) & (n < 2**31)], np.int32)
         pointer = n.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
-        assert emulated.wrong_quotients(d, pointer, ctypes.c_int64(n.size)) == 0, d
+        assert operator.library.wrong_quotients(d, pointer, ctypes.c_int64(n.size)) == 0, d
 
 
-def test_addresses_are_64_bit(emulate):
-    """The image has more than 2**31 elements; most of its memory is never touched."""
-    size, channels = 32768, 3
-    geometry = Geometry((1, 1), (1, size - 1), ((0, 0), (0, 0)), (1, 1), 1)
-    x, dx = (np.zeros((1, size, size, channels), dtype) for dtype in (np.float16, np.float32))
-    x[0, -1, -1] = 5, 6, 7
-    arrays = {
-        "x": x,
-        "offset": np.zeros((1, 1, 2, 2), np.float32),
-        "mask": np.zeros((1, 1, 2, 0), np.float32),
-        "row": np.array([size - 1], np.int32),
-        "dcolumns": np.array([[[[1, 2, 3], [4, 5, 6]]]], np.float32),
-    }
-    columns = np.full((1, 1, 2, channels), np.nan, np.float16)
-    emulate(geometry, {k: arrays[k] for k in NAMES[:4]}, columns=columns)
-    np.testing.assert_array_equal(columns[0, 0], [[0, 0, 0], [5, 6, 7]])
-    emulate(geometry, arrays, dx=dx, doffset=np.zeros((1, 1, 2, 2), np.float32))
-    np.testing.assert_array_equal(dx[0, -1, [0, -1]], [[1, 2, 3], [4, 5, 6]])
+@only(ATTENTION)
+@pytest.mark.parametrize("workspace_bytes", [10**6, 2 * 2 * 6 * 80 * 2])
+def test_deterministic_gradients_in_slices(operator, monkeypatch, workspace_bytes):
+    """Five queries at once, or in slices of two, of which the last one is padded."""
+    levels = reference.Levels(((3, 4), (2, 2)), True)
+    case = operator.make(np.float32, 4, shapes=levels.shapes, points=3, queries=5)
+    names = operator.arrays[:6]
+    calls = []
+
+    def ffi_call(target, results, **_):
+        is_scatter = target.endswith("_scatter_sorted")
+
+        def run(*args):
+            calls.append(target)
+            args = list(map(np.array, args))
+            if is_scatter:
+                *args, dvalue = args
+                given = dict(zip(names[1:], args, strict=True))
+                slices = {name: given[name] for name in ("locations", "weights", "dy")}
+                sizes = emulation.call_attention(levels, case.args | slices).sizes
+                operator.call(sizes, {**case.args, **given, "dvalue": dvalue}, in_order=True)
+                return dvalue
+            assert not results[0].size
+            gradients = operator.run(case, "dlocations", "dweights")
+            return np.zeros(results[0].shape, np.float32), *gradients.values()
+
+        return lambda *args, **_: jax.pure_callback(run, results, *args)
+
+    monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
+    args = [jnp.asarray(a) for a in case.args.values()]
+    options: Any = dict(levels=levels, workspace_bytes=workspace_bytes)
+    got = jax.block_until_ready(api._sorted_attend_backward(*args, **options))
+    assert len(calls) == (2 if workspace_bytes == 10**6 else 4)
+    for gradient, want in zip(got, reference.attend_backward(*args, **options), strict=True):
+        assert_close(gradient, want, gradient.dtype, scale=1)
+
+
+@only(ATTENTION)
+def test_weights_of_positions_that_are_rounded_differently(operator):
+    """A program may sort a sample by another pixel than the kernel: a rounding error apart."""
+    levels = reference.Levels(((2, 4),), False)
+    case = operator.make(np.float32, 4, False, 1, shapes=levels.shapes, n=1, queries=1, heads=1)
+    case.args["locations"][...] = 2, 0.25
+    below = jnp.nextafter(case.args["locations"], np.float32(0))
+    sorted_below = emulation.sort_corners(api.destinations(below, levels), 4)
+    case.sorted = lambda: sorted_below
+    dvalue = operator.run(case, "dvalue", in_order=True)["dvalue"]
+    want = operator.run(case, *operator.gradients)["dvalue"]
+    np.testing.assert_allclose(dvalue, want, rtol=0, atol=1e-6)
 
 
 needs_library = pytest.mark.skipif(
@@ -199,17 +212,94 @@ def test_cuda_12_library_suits_its_drivers():
     assert b"release 12.9" in library and b"release 13." not in library
 
 
+def convolve(x, offset, kernel, mask, **options):
+    return effjax.deform_conv2d(x, offset, kernel, mask, padding=1, **options)
+
+
+def attend(value, locations, weights, **options):
+    return effjax.ms_deform_attn(value, ((8, 8), (4, 4)), locations, weights, **options)
+
+
+def aggregate(x, offset, mask, **options):
+    return effjax.dcn_aggregate(x, offset, mask, padding=1, **options)
+
+
+def pool(x, offset, boxes, **options):
+    return effjax.deform_roi_pool(x, boxes, offset, output_size=2, **options)
+
+
+def shape(*sizes, dtype="float32"):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+POINTS = 2, 500, 2, 2, 4  # images, queries, heads, levels and points
+# Arguments, number of those with a gradient, kernels with and without atomic additions, and
+# whether the latter get sorted corners.
+PROGRAMS = {
+    convolve: (
+        [shape(2, 16, 16, 8), shape(2, 16, 16, 18), shape(3, 3, 8, 4), shape(2, 16, 16, 9)], 4,
+        {"deform_columns", "deform_columns_backward"},
+        {"deform_columns", "deform_columns_backward", "deform_scatter_sorted"},
+        True,
+    ),
+    attend: (
+        [shape(2, 80, 2, 32), shape(*POINTS, 2), shape(*POINTS)], 3,
+        {"ms_deform_attn", "ms_deform_attn_backward"},
+        {"ms_deform_attn", "ms_deform_attn_backward", "ms_deform_attn_scatter_sorted"},
+        True,
+    ),
+    aggregate: (
+        [shape(2, 8, 8, 32), shape(2, 8, 8, 36), shape(2, 8, 8, 18)], 3,
+        {"ms_deform_attn", "ms_deform_attn_backward"},
+        {"ms_deform_attn", "ms_deform_attn_backward", "ms_deform_attn_scatter_sorted"},
+        True,
+    ),
+    pool: (
+        [shape(2, 16, 16, 8), shape(2, 5, 2, 2, 2), shape(2, 5, 4)], 2,
+        {"roi_pool", "roi_pool_backward"},
+        {"roi_pool", "roi_pool_backward_deterministic"},
+        False,
+    ),
+}  # fmt: skip
+
+
+@needs_library
+@needs_gpu_compiler
+@pytest.mark.parametrize("function", PROGRAMS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_programs_compile_for_a_gpu(function, deterministic):
+    args, differentiated, atomic, in_order, sorts = PROGRAMS[function]
+    workspace_bytes = 10**5
+    options: Any = dict(implementation="native", deterministic=deterministic)
+    if function is attend:
+        options["workspace_bytes"] = workspace_bytes
+
+    def loss(*args):
+        return jnp.sum(jnp.sin(function(*args, **options)))
+
+    planned = plan(jax.grad(loss, range(differentiated)), *args)
+    calls = re.findall(r'custom_call_target="effjax_(\w+)"', planned.hlo)
+    expected = in_order if deterministic else atomic
+    assert sorted(calls) == sorted(expected)
+    sorted_arrays = [operands.count("%") for operands in re.findall(r" sort\((.*?)\)", planned.hlo)]
+    assert set(sorted_arrays) == ({2} if deterministic and sorts else set())
+    if function is attend:
+        # No array of samples. Sorted corners fit into the workspace.
+        samples_bytes = 4 * math.prod(POINTS) * args[0].shape[-1]
+        limit = samples_bytes / 4 + deterministic * workspace_bytes
+        assert planned.device.temporaries < limit
+
+
 @pytest.mark.exhaustive
 @needs_library
 @needs_gpu_compiler
 def test_workspace_includes_the_sort():
     """With few channels per group in half precision, four sorted corners outweigh the samples."""
     mib, image = 2**20, (1, 64, 64)
-    shapes = (*image, 8), (*image, 8 * 18), (3, 3, 8, 8)
-    args = [
-        jax.ShapeDtypeStruct(shape, dtype)
-        for shape, dtype in zip(shapes, ("bfloat16", "float32", "bfloat16"), strict=True)
-    ]
+    args = (
+        shape(*image, 8, dtype="bfloat16"), shape(*image, 8 * 18),
+        shape(3, 3, 8, 8, dtype="bfloat16"),
+    )  # fmt: skip
 
     def loss(*args):
         y = effjax.deform_conv2d(
@@ -224,41 +314,16 @@ def test_workspace_includes_the_sort():
 
 @needs_library
 @needs_gpu_compiler
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_programs_compile_for_a_gpu(deterministic):
-
-    def loss(x, offset, weights, mask):
-        y = effjax.deform_conv2d(
-            x, offset, weights, mask, padding=1, implementation="native",
-            deterministic=deterministic,
-        )  # fmt: skip
-        return jnp.sum(jnp.sin(y))
-
-    shapes = (2, 16, 16, 8), (2, 16, 16, 18), (3, 3, 8, 4), (2, 16, 16, 9)
-    planned = plan(
-        jax.grad(loss, (0, 1, 2, 3)), *(jax.ShapeDtypeStruct(s, "float32") for s in shapes)
-    )
-    calls = re.findall(r'custom_call_target="effjax_(\w+)"', planned.hlo)
-    expected = {"deform_columns", "deform_columns_backward"}
-    assert set(calls) == expected | ({"deform_scatter_sorted"} if deterministic else set())
-    sorted_arrays = [operands.count("%") for operands in re.findall(r" sort\((.*?)\)", planned.hlo)]
-    assert set(sorted_arrays) == ({2} if deterministic else set())
-
-
-@needs_library
-@needs_gpu_compiler
 def test_no_copies_on_a_gpu():
     """No slices of positions and masks, and no padded columns."""
 
-    def step(x, offset, weights, mask, dy):
-        def conv(*args):
-            return effjax.deform_conv2d(*args, padding=1, implementation="native")
-
-        return jax.vjp(conv, x, offset, weights, mask)[1](dy)
+    def step(*args):
+        *args, dy = args
+        return jax.vjp(functools.partial(convolve, implementation="native"), *args)[1](dy)
 
     image = 2, 50, 84
-    shapes = (*image, 128), (*image, 18), (3, 3, 128, 128), (*image, 9), (*image, 128)
-    types = "bfloat16", "float32", "bfloat16", "float32", "bfloat16"
-    hlo = plan(step, *(jax.ShapeDtypeStruct(s, t) for s, t in zip(shapes, types, strict=True))).hlo
+    x = shape(*image, 128, dtype="bfloat16")
+    kernel = shape(3, 3, 128, 128, dtype="bfloat16")
+    hlo = plan(step, x, shape(*image, 18), kernel, shape(*image, 9), x).hlo
     assert " pad(" not in hlo and " dynamic-slice(" not in hlo
     assert re.search(r"bf16\[2,50,84,1152\]\S* custom-call", hlo)
