@@ -3,6 +3,8 @@
 #include "deform_attention_cpu.h"
 #include "fuzz.h"
 
+// float16 is left out: it has the loops of bfloat16, and fuzz.cc tests its conversions.
+
 namespace {
 
 using effjax::Attention;
@@ -94,13 +96,12 @@ bool run_outside() {
 
 int main() {
   if (!run_outside<float, float>() || !run_outside<double, double>() ||
-      !run_outside<effjax::BFloat16, float>() || !run_outside<effjax::Float16, float>()) {
+      !run_outside<effjax::BFloat16, float>()) {
     std::printf("a sample outside is not zero\n");
     return 1;
   }
   for (int i = 0; i < 60; ++i) {
-    if (!run<float, float>() || !run<double, double>() || !run<effjax::BFloat16, float>() ||
-        !run<effjax::Float16, float>()) {
+    if (!run<float, float>() || !run<double, double>() || !run<effjax::BFloat16, float>()) {
       std::printf("case %d differs between numbers of threads or instructions\n", i);
       return 1;
     }

@@ -6,6 +6,8 @@
 #include "fuzz.h"
 #include "roi_cpu.h"
 
+// float16 is left out: it has the loops of bfloat16, and fuzz.cc tests its conversions.
+
 namespace {
 
 double pick_odd(int64_t size) {
@@ -56,8 +58,7 @@ bool run() {
 
 int main() {
   for (int i = 0; i < 60; ++i) {
-    if (!run<float, float>() || !run<double, double>() || !run<effjax::BFloat16, float>() ||
-        !run<effjax::Float16, float>()) {
+    if (!run<float, float>() || !run<double, double>() || !run<effjax::BFloat16, float>()) {
       std::printf("case %d differs between numbers of threads or instructions, or is not finite\n", i);
       return 1;
     }

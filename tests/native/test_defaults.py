@@ -229,14 +229,10 @@ from effjax.native import defaults
 from effjax.native.defaults import Key
 if {first}:
     jax.distributed.initialize({address!r}, 2, process, heartbeat_timeout_seconds=30)
-here = {case}
-gpu = here.get("gpu", ["A", "A"])[process]
-patch.setattr(defaults, "find_key", lambda _: Key(gpu, "1", "2", "3") if gpu else None)
-outcomes = here.get("outcomes", [dict(), dict()])[process]
+gpu, outcomes, choice = {case}[process]
+patch.setattr(defaults, "find_key", lambda _: Key(gpu, "1", "2", "3"))
 patch.setattr(defaults, "read_verdict", lambda _: outcomes)
-patch.setattr(defaults, "_PATIENCE", 1.0)
-for choice in here["choices"][process]:
-    native.set_default(choice)
+native.set_default(choice)
 try:
     print(defaults.uses_cuda("roi_pool", "float32"))
 except RuntimeError as error:
@@ -248,17 +244,13 @@ ROI = {"roi_pool": FASTER}
 def test_processes_of_a_job_decide_alike():
     """The verdict of process 0 counts; a process that cannot follow it raises an error."""
     cases = [
-        (dict(choices=["", ""], outcomes=[ROI, {}]), "True", "True"),
-        (dict(choices=[["validated"]] * 2, outcomes=[None, ROI]), "False", "False"),
-        (dict(choices=[["xla"], ["cuda"]]), "False", "process 1 chooses 'cuda' .* 0 'xla'"),
-        (
-            dict(choices=[["validated"]] * 2, outcomes=[ROI, ROI], gpu=["A", "B"]),
-            "True", "process 0 runs CUDA kernels on A, .* process 1 has B, .* EFFJAX_CUDA=off",
-        ),
-        (dict(choices=[["validated"]] * 2, gpu=["A", "B"]), "False", "False"),
-        (dict(choices=[["cuda"]] * 2, gpu=["A", None]), "True", "process 0 runs .* has no GPU"),
-        (dict(choices=[["cuda"], ["cuda"] * 2]), "True", "process 1 waited 1 s .* 7 times"),
-    ]  # fmt: skip
+        # GPU, verdict and choice of each process; what each prints
+        ([("A", ROI, "validated"), ("A", {}, "validated")], "True", "True"),
+        ([("A", None, "validated"), ("A", ROI, "validated")], "False", "False"),
+        ([("A", {}, "xla"), ("A", {}, "cuda")], "False", "process 1 chooses 'cuda'"),
+        ([("A", ROI, "validated"), ("B", ROI, "validated")], "True", "process 0 runs .* 1 has B"),
+        ([("A", {}, "validated"), ("B", {}, "validated")], "False", "False"),
+    ]
     with Group() as group:
         for i, (case, *expected) in enumerate(cases):
             ended = group.execute(JOB.format(first=i == 0, address=group.address, case=case))

@@ -15,6 +15,7 @@ import pytest
 
 from effjax import native
 from effjax.ops._common import dispatch
+from tests.tiers import vary
 
 SOURCES = pathlib.Path(native.__file__).parent
 needs_cpu = pytest.mark.skipif(
@@ -100,31 +101,31 @@ def test_unsupported_gpus_and_drivers(gpus, match):
 
 
 @pytest.mark.parametrize(
-    ("driver", "plugins", "both", "only_12", "only_13"),
+    ("driver", "plugins", "chosen"),
     [
-        (13, {13}, 13, 12, 13),
-        (14, {13}, 13, 12, 13),
-        (13, {12}, 12, 12, 13),
-        (13, {12, 13}, 13, 12, 13),
-        (13, set(), 13, 12, 13),
-        (12, {12}, 12, 12, 13),  # the last is refused with a message, see above
-        (12, {13}, 12, 12, 13),
-        (11, {12}, 12, 12, 13),
-        (0, {12}, 12, 12, 13),  # without a driver, programs are planned
-        (0, set(), 13, 12, 13),
+        (13, {13}, 13),
+        (14, {13}, 13),
+        (13, {12}, 12),
+        (13, {12, 13}, 13),
+        (13, set(), 13),
+        (12, {12}, 12),
+        (12, {13}, 12),
+        (11, {12}, 12),  # is refused with a message, see above
+        (0, {12}, 12),  # without a driver, programs are planned
+        (0, set(), 13),
     ],
 )
-def test_choice_of_the_cuda_library(monkeypatch, tmp_path, driver, plugins, both, only_12, only_13):
-    monkeypatch.setattr(native, "_driver_cuda", lambda: driver)
-    monkeypatch.setattr(native, "_plugin_versions", lambda: plugins)
-    for files, expected in [((12, 13), both), ((12,), only_12), ((13,), only_13)]:
-        folder = tmp_path / str(files)
-        folder.mkdir()
-        for version in files:
-            (folder / f"libeffjax_cuda{version}.so").touch()
-        monkeypatch.setattr(native.resources, "files", lambda _, folder=folder: folder)
-        with native.library_file("cuda") as path:
-            assert path == folder / f"libeffjax_cuda{expected}.so"
+def test_choice_between_cuda_libraries(driver, plugins, chosen):
+    assert native._choose_cuda({12, 13}, driver, plugins) == chosen
+
+
+@pytest.mark.parametrize("version", [12, 13])
+def test_one_cuda_library(monkeypatch, tmp_path, version):
+    """It is chosen for every driver, and may be refused later."""
+    (tmp_path / f"libeffjax_cuda{version}.so").touch()
+    monkeypatch.setattr(native.resources, "files", lambda _: tmp_path)
+    with native.library_file("cuda") as path:
+        assert path == tmp_path / f"libeffjax_cuda{version}.so"
 
 
 def test_no_cuda_library(fresh, monkeypatch, tmp_path):
@@ -176,57 +177,89 @@ GEOMETRY = dict(
     kernel_h=1, kernel_w=2, stride_h=1, stride_w=1, padding_top=0, padding_left=0, dilation_h=1,
     dilation_w=1, offset_groups=1,
 )  # fmt: skip
-SHAPES = dict(x=(1, 3, 4, 2), offset=(1, 3, 3, 4), mask=(1, 3, 3, 2), row=(1,))
-COLUMNS = (1, 3, 3, 4)
+# Shapes of arguments and result, and attributes.
+HANDLERS = {
+    "deform_columns": (
+        dict(x=(1, 3, 4, 2), offset=(1, 3, 3, 4), mask=(1, 3, 3, 2), row=(1,), y=(1, 3, 3, 4)),
+        dict(geometry=GEOMETRY),
+    ),
+    "ms_deform_attn": (
+        dict(
+            value=(1, 7, 2, 3), locations=(1, 4, 2, 2, 5, 2), weights=(1, 4, 2, 2, 5),
+            y=(1, 4, 2, 3),
+        ),
+        dict(sizes=(2, 3, 1, 1), normalized=1),
+    ),
+}  # fmt: skip
 
 
-def call(columns=COLUMNS, dtypes=(), attributes=(), **shapes):
-    dtype = {"x": np.float32, "offset": np.float32, "mask": np.float32, "row": np.int32}
-    dtype |= dict(dtypes)
-    arrays = [jnp.zeros(shape, dtype[name]) for name, shape in (SHAPES | shapes).items()]
-    fn = jax.ffi.ffi_call("effjax_deform_columns", jax.ShapeDtypeStruct(columns, dtype["x"]))
-    values = GEOMETRY | dict(attributes)
-    geometry = {name: np.int64(value) for name, value in values.items()}
-    return jax.jit(lambda *a: fn(*a, geometry=geometry))(*arrays)
+def call(name, dtypes=(), attributes=(), **shapes):
+    """Call a handler with zeros."""
+    usual_shapes, usual_attributes = HANDLERS[name]
+    dtypes = dict.fromkeys(usual_shapes, np.float32) | {"row": np.int32} | dict(dtypes)
+    *args, y = (
+        jnp.zeros(shape, dtypes[key]) for key, shape in (usual_shapes | shapes).items()
+    )  # fmt: skip
+    function = jax.ffi.ffi_call(f"effjax_{name}", jax.ShapeDtypeStruct(y.shape, args[0].dtype))
+    is_list = lambda a: isinstance(a, tuple)  # noqa: E731
+    values = jax.tree.map(
+        lambda a: np.asarray(a, np.int64)[()], usual_attributes | dict(attributes), is_leaf=is_list
+    )
+    return jax.jit(lambda *args: function(*args, **values))(*args)
 
 
 @needs_cpu
 @pytest.mark.parametrize(
-    ("match", "options"),
+    ("name", "match", "options"),
     [
-        (r"x must be \[N, H, W, C\], not \[1, 3, 4\]", {"x": (1, 3, 4)}),
-        (r"offset of shape \[1, 3, 3, 5\] does not fit", {"offset": (1, 3, 3, 5)}),
-        (r"mask of shape \[1, 3, 3, 3\] does not fit", {"mask": (1, 3, 3, 3)}),
-        (r"columns of shape \[1, 3, 3, 5\] do not fit", {"columns": (1, 3, 3, 5)}),
-        ("row one number", {"row": (2,)}),
-        ("offset and mask must be float32", {"dtypes": {"offset": jnp.bfloat16}}),
-        ("must be positive", {"attributes": {"stride_w": 0}}),
-        ("must be float32, float64, bfloat16 or float16", {"dtypes": {"x": np.int32}}),
-        (r"must be below 2\*\*30", {"attributes": {"kernel_h": 2**62, "kernel_w": 4}}),
-        ("expected 9 attributes but got 10", {"attributes": {"of_another_version": 1}}),
+        ("deform_columns", r"x must be \[N, H, W, C\], not \[1, 3, 4\]", {"x": (1, 3, 4)}),
+        ("deform_columns", r"offset of shape \[1, 3, 3, 5\]", {"offset": (1, 3, 3, 5)}),
+        ("deform_columns", r"mask of shape \[1, 3, 3, 3\]", {"mask": (1, 3, 3, 3)}),
+        ("deform_columns", r"columns of shape \[1, 3, 3, 5\]", {"y": (1, 3, 3, 5)}),
+        ("deform_columns", "row one number", {"row": (2,)}),
+        ("deform_columns", "must be float32", {"dtypes": {"offset": jnp.bfloat16}}),
+        ("deform_columns", "must be float32, float64", {"dtypes": {"x": np.int32}}),
+        (
+            "deform_columns", "must be positive",
+            {"attributes": {"geometry": GEOMETRY | {"stride_w": 0}}},
+        ),
+        (
+            "deform_columns", r"must be below 2\*\*30",
+            {"attributes": {"geometry": GEOMETRY | {"kernel_h": 2**62, "kernel_w": 4}}},
+        ),
+        (
+            "deform_columns", "expected 9 attributes but got 10",
+            {"attributes": {"geometry": GEOMETRY | {"of_another_version": 1}}},
+        ),
+        ("ms_deform_attn", r"value must be \[N, S, M, D\], not", {"value": (1, 7, 6)}),
+        ("ms_deform_attn", r"locations \[N, Q, M, L, P, 2\]", {"locations": (1, 4, 2, 10, 2)}),
+        ("ms_deform_attn", "pixels of value", {"attributes": {"sizes": (2, 3)}}),
+        ("ms_deform_attn", "must be positive", {"attributes": {"sizes": (2**33, 2**33, 7, 1)}}),
+        ("ms_deform_attn", "with 1 levels", {"attributes": {"sizes": (7, 1)}}),
+        ("ms_deform_attn", "do not fit value", {"weights": (1, 4, 2, 2, 4)}),
+        ("ms_deform_attn", r"the result of shape \[1, 4, 2, 4\]", {"y": (1, 4, 2, 4)}),
+        ("ms_deform_attn", "must be float32", {"dtypes": {"weights": jnp.bfloat16}}),
+        ("ms_deform_attn", "must be float32, float64", {"dtypes": {"value": np.int32}}),
+        ("ms_deform_attn", "expected 2 but got 3", {"attributes": {"of_another_version": 1}}),
     ],
-)
-def test_handler_rejects_bad_buffers(match, options):
-    assert native.is_available("cpu")
-    np.testing.assert_array_equal(call(), np.zeros(COLUMNS))
+)  # fmt: skip
+def test_handler_rejects_bad_buffers(name, match, options):
+    y = call(name)
+    np.testing.assert_array_equal(y, np.zeros(HANDLERS[name][0]["y"]))
     with pytest.raises(jax.errors.JaxRuntimeError, match=match):
-        call(**options)
+        call(name, **options)
 
 
 # Without optimizations, the sanitizers check the same accesses, and g++ takes a third of the time.
 SANITIZERS = "-g1", "-fno-sanitize-recover=all"
 SANITIZERS += ("-fsanitize=address,undefined,float-cast-overflow",)
+SANITIZED = ["fuzz", "fuzz_checks", "fuzz_attention", "fuzz_roi"]
 
 
-@pytest.mark.parametrize(
-    ("name", "flags"),
-    [
-        pytest.param("fuzz", [], id="fuzz"),
-        *(
-            pytest.param(name, SANITIZERS, marks=pytest.mark.exhaustive, id=f"{name}-sanitizers")
-            for name in ("fuzz", "fuzz_checks", "fuzz_attention", "fuzz_roi")
-        ),
-    ],
+@vary(
+    "name, flags",
+    [("fuzz", ()), *((name, SANITIZERS) for name in SANITIZED)],
+    ids=["fuzz", *(f"{name}-sanitizers" for name in SANITIZED)],
 )
 def test_loops(tmp_path, flags, name):
     """Results are bit-equal for every number of threads; sanitizers report nothing."""
