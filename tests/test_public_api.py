@@ -1,4 +1,4 @@
-"""Public names: documented sizes, supported derivatives, and parity of the Flax modules."""
+"""Public names: supported derivatives, parity of the Flax modules, and names of PyTorch."""
 
 import inspect
 import pathlib
@@ -14,34 +14,6 @@ import effjax
 from effjax import compat, convert, linen, memory, models, native, nnx, optimizers
 from effjax._names import FLAX_NAMES
 from effjax.models import linen as linen_models
-from effjax.ops.attention import BLOCK_BYTES
-from effjax.ops.batch_norm.statistics import GATHER_BYTES
-from effjax.ops.deform_attention.api import CPU_SLICE_BYTES as ATTENTION_SLICE_BYTES
-from effjax.ops.deform_attention.api import TPU_SLICE_BYTES as TPU_ATTENTION_SLICE_BYTES
-from effjax.ops.deform_conv.api import CPU_SLICE_BYTES, TPU_SLICE_BYTES
-from effjax.ops.dense_block.bottleneck import CHUNK_BYTES
-
-
-@pytest.mark.parametrize(
-    ("function", "text"),
-    [
-        (effjax.dot_product_attention, f"take at most {BLOCK_BYTES >> 20} MiB in float32"),
-        (effjax.bn_relu_conv, f"chunk takes about {CHUNK_BYTES >> 20} MiB in float32"),
-        (effjax.dense_block, f"chunk takes about {CHUNK_BYTES >> 20} MiB in float32"),
-        (effjax.ms_deform_attn, f"slices are at most {ATTENTION_SLICE_BYTES >> 20} MiB"),
-        (effjax.sync_batch_norm, f"up to {GATHER_BYTES >> 10} KiB"),
-        (effjax.ms_deform_attn, f"on a TPU {TPU_ATTENTION_SLICE_BYTES >> 20} MiB"),
-        (effjax.deform_conv2d, f"On a TPU they are at most {TPU_SLICE_BYTES >> 20} MiB"),
-        (
-            effjax.deform_conv2d,
-            f"slices are at most {CPU_SLICE_BYTES[None] >> 20} MiB "
-            f'("xla": {CPU_SLICE_BYTES["xla"] >> 20})',
-        ),
-    ],
-)
-def test_docstring_names_the_default_size(function, text):
-    assert text in " ".join((function.__doc__ or "").split())
-
 
 IMAGES = jax.ShapeDtypeStruct((2, 8, 8, 4), "float32")
 KEY = jax.random.key(0)

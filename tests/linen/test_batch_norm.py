@@ -1,4 +1,3 @@
-import dataclasses
 from typing import Any
 
 import chex
@@ -10,7 +9,7 @@ from flax import linen as nn
 from flax import serialization
 
 from effjax.linen import BatchNorm
-from tests.tiers import exhaustive
+from tests.tiers import vary
 
 X = np.random.default_rng(0).normal(3, 2, (6, 4, 5)).astype(np.float32)
 SAME: dict[str, Any] = dict(atol=2e-6, rtol=2e-6)
@@ -24,19 +23,11 @@ def init(module, x, **kwargs) -> Any:
     return module.init(jax.random.key(0), x, use_running_average=False, **kwargs)
 
 
-def test_fields_extend_those_of_flax():
-    def fields(cls):
-        skip = ("parent", "name")
-        return [(f.name, f.default) for f in dataclasses.fields(cls) if f.name not in skip]
-
-    assert fields(BatchNorm)[: len(fields(nn.BatchNorm))] == fields(nn.BatchNorm)
-
-
-@pytest.mark.parametrize(
+@vary(
     "options",
     [
         dict(axis=(1, -1), force_float32_reductions=False, param_dtype=jnp.float16),
-        exhaustive(dict(axis=(-2, 0), scale_init=nn.initializers.normal())),
+        dict(axis=(-2, 0), scale_init=nn.initializers.normal()),
     ],
 )
 def test_several_axes_match_flax(options):

@@ -1,4 +1,3 @@
-import inspect
 from typing import Any
 
 import jax
@@ -16,15 +15,6 @@ SAME: dict[str, Any] = dict(atol=2e-6, rtol=2e-6)
 
 def make(cls: Any = BatchNorm, features=5, **options):
     return cls(features, rngs=nnx.Rngs(0), **options)
-
-
-def test_signature_extends_that_of_flax():
-    def arguments(cls):
-        skip = ("scale_init", "bias_init")  # equal functions, but other objects
-        params = inspect.signature(cls.__init__).parameters.values()
-        return [(p.name, p.kind, None if p.name in skip else p.default) for p in params]
-
-    assert arguments(BatchNorm)[: len(arguments(nnx.BatchNorm))] == arguments(nnx.BatchNorm)
 
 
 def test_states_load_into_flax_and_back():
