@@ -1,20 +1,18 @@
-"""Reference training steps in device memory, with optax."""
-
-import functools
+"""Embed, head and layers of small training steps, in the forms that the options need."""
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from effjax import to_device
+from tests.ops.offload import reference
+from tests.ops.offload.reference import stack  # noqa: F401
 from tests.ops.offload.stacks import (
     BATCH,
-    KEY,
     LAYERS,
     WIDTH,
     assert_close,
-    in_memory,
-    key_of,
     layer,
     params,
 )
@@ -28,93 +26,165 @@ def others():
 
 
 def embed(others, batch, key):
-    x = others["e"][batch]
+    # Sharded rows cannot be indexed along Explicit axes.
+    x = jax.nn.one_hot(batch, 11, dtype=others["e"].dtype) @ others["e"]
     return x if key is None else jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x, 0.0)
 
 
-def head(others, x, batch, key):
+def row_losses(others, x, batch, key):
     x = x if key is None else x * jax.random.uniform(key, (x.shape[0], 1))
-    return optax.softmax_cross_entropy_with_integer_labels(x @ others["u"], batch).mean()
+    logits = x @ others["u"]
+    return optax.softmax_cross_entropy(logits, jax.nn.one_hot(batch, 11, dtype=logits.dtype))
+
+
+def head(others, x, batch, key):
+    return row_losses(others, x, batch, key).mean()
 
 
 def decayed(p):
     return jax.tree.map(lambda a: a.ndim > 1, p)
 
 
-ADAMW = optax.adamw(1e-2, mask=decayed)
+# The large eps makes updates depend on the size of the gradients.
+ADAMW = optax.adamw(1e-2, eps=0.1, mask=decayed)
 
 
 def layers_of(stacked):
-    return [
-        jax.tree.map(lambda a, i=i: jnp.asarray(a)[i], to_device(stacked)) for i in range(LAYERS)
-    ]
-
-
-def stack(layers):
-    return jax.tree.map(lambda *a: jnp.stack(a), *layers)
+    return reference.unstack(to_device(stacked), LAYERS)
 
 
 def close(got, want, tolerance=2e-6):
     assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-def parts_of(tree, m):
-    """Split a pytree [B, ...] into m parts."""
-    rows = lambda a, j: a[j * (a.shape[0] // m) : (j + 1) * (a.shape[0] // m)]  # noqa: E731
-    return [jax.tree.map(lambda a, j=j: rows(a, j), tree) for j in range(m)]
+# Functions with all kinds of arguments and results. Batches are ``{"tokens", "factor"}``; the loss
+# of a row is multiplied by its factor.
 
 
-def as_ends(embed, head):
-    """Add an unchanged state, and an empty auxiliary result of head."""
+def model_state():
+    return {"mean": jnp.zeros(WIDTH), "power": jnp.ones(()), "batches": jnp.int32(0)}
 
-    def run_embed(others, model_state, batch, key):
-        return embed(others, batch, key), model_state
 
-    def run_head(others, model_state, x, batch, key):
-        return head(others, x, batch, key), model_state, ()
+def make_ends(axis=None, *, has_state=False, head_has_aux=False, weighted_loss=False):
+    """Return embed and head; they average over the axis of `jax.shard_map`."""
+    mean = lambda a: a if axis is None else lax.pmean(a, axis)  # noqa: E731
+    total = lambda a: a if axis is None else lax.psum(a, axis)  # noqa: E731
+
+    def run_embed(others, *args):
+        *states, batch, key = args
+        x = embed(others, batch["tokens"], key)
+        if not has_state:
+            return x
+        (state,) = states
+        x = x - 0.1 * state["mean"]
+        new = 0.9 * state["mean"] + 0.1 * mean(x.mean(0))
+        return x, {**state, "mean": new, "batches": state["batches"] + 1}
+
+    def run_head(others, *args):
+        *states, x, batch, key = args
+        if has_state:
+            x = x * states[0]["power"]
+        losses = row_losses(others, x, batch["tokens"], key) * batch["factor"]
+        if weighted_loss:
+            mask = batch["tokens"] > 3  # the first microbatch has a weight of 0
+            loss = total((losses * mask).sum()), total(mask.sum())
+        else:
+            loss = mean(losses.mean())
+        results = [loss]
+        if has_state:
+            power = 0.9 * states[0]["power"] + 0.1 * mean((x**2).mean())
+            results.append({**states[0], "power": power})
+        if head_has_aux:
+            results.append({"rows": x.sum(-1)})
+        return tuple(results) if len(results) > 1 else loss
 
     return run_embed, run_head
 
 
-def loss_in_memory(model, model_state, batch, key, m=1, ends=None, layer=layer):
-    """Return (mean loss of m microbatches, (model_state, aux of head [m, ...]))."""
-    embed_, head_ = ends or as_ends(embed, head)
-    parts, x, losses, aux = list(enumerate(parts_of(batch, m))), [], [], []
-    for j, part in parts:
-        one, model_state = embed_(model["others"], model_state, part, key_of(key, LAYERS, j))
-        model_state = jax.lax.stop_gradient(model_state)
-        x.append(one)
-    x = jax.tree.map(lambda *a: jnp.concatenate(a), *x)
-    x = parts_of(in_memory(layer, stack(model["layers"]), x, key, m), m)
-    for j, part in parts:
-        at = key_of(key, LAYERS + 1, j)
-        loss, model_state, more = head_(model["others"], model_state, x[j], part, at)
-        model_state = jax.lax.stop_gradient(model_state)
-        losses.append(loss)
-        aux.append(more)
-    return sum(losses) / m, (model_state, jax.tree.map(lambda *a: jnp.stack(a), *aux))
+def with_aux(layer):
+    """Return a layer with an auxiliary result."""
+
+    def run(w, x, key):
+        y = layer(w, x, key)
+        return y, {"largest": y.max(-1), "place": y.argmax(-1)}
+
+    return run
 
 
-def train_in_memory(tx, model_state=(), batch=TOKENS, key=KEY, m=1, steps=3, **options):
-    """Return (losses, layers, others, model_state, aux); optax updates one layer at a time."""
-    gradients = jax.value_and_grad(loss_in_memory, has_aux=True)
-
-    @jax.jit
-    def step(model, state, model_state, key):
-        (value, more), grads = gradients(model, model_state, batch, key, m, **options)
-        updates, state = tx.update(grads, state, model)
-        return optax.apply_updates(model, updates), state, value, more
-
-    model = {"layers": layers_of(params()), "others": others()}
-    state, losses = tx.init(model), []
-    for i in range(steps):
-        key_of_step = None if key is None else jax.random.fold_in(key, i)
-        model, state, value, (model_state, aux) = step(model, state, model_state, key_of_step)
-        losses.append(value)
-    return losses, stack(model["layers"]), model["others"], model_state, aux
+# Different layers: one has no parameters, and the parameters of another are a single array.
 
 
-@functools.cache
-def trained_in_memory(tx=ADAMW, num_microbatches=1):
-    """Return (losses, layers, others) of three steps with dropout."""
-    return train_in_memory(tx, m=num_microbatches)[:3]
+def wide(w, x, key):
+    h = jnp.tanh(x @ w["a"] + w["c"])
+    return h if key is None else jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h / 0.9, 0.0)
+
+
+def squashed(_, x, key):
+    return jnp.sin(x)
+
+
+def shifted(w, x, key):
+    return x + w
+
+
+def quantized(w, x, key):
+    kernel = w["kernel"].astype(x.dtype) * w["scale"] + w["low"][0] @ w["low"][1]
+    return jnp.tanh(x @ kernel)
+
+
+DIFFERENT = [wide, squashed, shifted, quantized]
+
+
+def different_params():
+    a, b, c, d = jax.random.split(jax.random.key(0), 4)
+    return [
+        {"a": 0.3 * jax.random.normal(a, (WIDTH, 12)), "c": jnp.zeros(12)},
+        {},
+        0.1 * jax.random.normal(b, (12,)),
+        {
+            "kernel": jax.random.randint(c, (12, WIDTH), -127, 127, jnp.int8),
+            "scale": jnp.float32(0.004),
+            "low": [0.3 * jax.random.normal(d, (12, 2)), 0.3 * jax.random.normal(d, (2, WIDTH))],
+        },
+    ]
+
+
+def is_trained(path, leaf):
+    """Return False for the integers and their scale, and for the kernel `b` of a stack."""
+    return getattr(path[-1], "key", None) not in ("b", "kernel", "scale")
+
+
+# Training of both forms, "stack" and "list", with any options.
+
+
+def make_functions(form, axis=None, **options):
+    """Return embed, the layers and head."""
+    names = "has_state", "head_has_aux", "weighted_loss"
+    run_embed, run_head = make_ends(axis, **{n: options[n] for n in names if n in options})
+    add_aux = with_aux if options.get("has_aux") else lambda layer: layer
+    layers = add_aux(layer) if form == "stack" else list(map(add_aux, DIFFERENT))
+    return run_embed, layers, run_head
+
+
+def make_params(form):
+    return params() if form == "stack" else different_params()
+
+
+def make_options(form, **options):
+    """Return the options with those that the form needs: a list has integer parameters."""
+    return options if form == "stack" else {"trainable": is_trained, **options}
+
+
+def make_batches(tokens, factors):
+    """Return a batch for each step; the factor of the loss is that of its last row."""
+    return [{"tokens": tokens, "factor": jnp.ones(tokens.size).at[-1].set(a)} for a in factors]
+
+
+def train_in_memory(form, batches, tx=ADAMW, key=None, **options):
+    """Train with the options that change results; the other ones are ignored."""
+    options = make_options(form, **options)
+    return reference.train(
+        *make_functions(form, **options), tx, make_params(form), others(), batches, key=key,
+        model_state=model_state() if options.get("has_state") else (),
+        **{name: a for name, a in options.items() if name in reference.Options._fields},
+    )  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 import effjax
 from effjax.ops.offload import OffloadState
 from tests.ops.offload.stacks import KEY, inputs, layer, loss, params
-from tests.tiers import exhaustive
+from tests.tiers import vary
 
 W = effjax.to_host(params())
 LIST = [jax.tree.map(lambda a: a[0], params())]
@@ -126,7 +126,7 @@ def trained(w, x):
     return step(init(effjax.to_host(w), {"scale": w["c"][0, 0]}), x)
 
 
-@pytest.mark.parametrize("run", [exhaustive(gradients), exhaustive(updated), trained])
+@vary("run", [trained, gradients, updated])
 def test_numpy_arrays(run):
     """NumPy arrays that jit closes over reach the operators as NumPy arrays."""
     arrays = params(), inputs()

@@ -14,7 +14,7 @@ import pytest
 
 from effjax.ops.offload.per_leaf import check_per_leaf
 from effjax.ops.offload.update import LayerStack, apply_optimizer
-from tests.tiers import plainly
+from tests.tiers import vary
 
 SHAPES = {"a": (3, 2), "b": (3,), "c": (4, 4)}
 LAYER = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
@@ -113,8 +113,8 @@ OWN: dict[str, Any] = {
 NOISY = "add_noise", "noisy_sgd"
 # Optimizers that mix parameters, and the mixed value that the error names.
 MIXED: dict[str, tuple[Any, str]] = {
-    "apply_if_finite": (lambda: optax.apply_if_finite(sgd(), 3), r"state.notfinite_count"),
     "clip_by_global_norm": (lambda: optax.clip_by_global_norm(1.0), "the update of"),
+    "apply_if_finite": (lambda: optax.apply_if_finite(sgd(), 3), r"state.notfinite_count"),
     "contrib.dadapt_adamw": (optax.contrib.dadapt_adamw, r"state.estim_lr"),
     "contrib.dog": (optax.contrib.dog, r"state\[1\].max_dist"),
     "contrib.dowg": (optax.contrib.dowg, r"state\[1\].weighted_sq_norm_grads"),
@@ -139,6 +139,7 @@ MIXED: dict[str, tuple[Any, str]] = {
 }
 # Optimizers that need another argument or other parameters.
 UNFIT: dict[str, tuple[Any, str]] = {
+    "lbfgs": (optax.lbfgs, "value"),
     "contrib.differentially_private_aggregate": (
         lambda: optax.contrib.differentially_private_aggregate(1.0, 0.1, KEY),
         "batch dimension"),
@@ -150,7 +151,6 @@ UNFIT: dict[str, tuple[Any, str]] = {
     "contrib.momo_adam": (optax.contrib.momo_adam, "value"),
     "contrib.reduce_on_plateau": (optax.contrib.reduce_on_plateau, "value"),
     "contrib.sophia": (lambda: optax.contrib.sophia(0.1), "obj_fn"),
-    "lbfgs": (optax.lbfgs, "value"),
     "lookahead": (lambda: optax.lookahead(sgd(), 5, 0.5), "fast"),
     "measure_with_ema": (
         lambda: optax.measure_with_ema(optax.tree.norm, 0.9), "have the structure of the par"),
@@ -164,17 +164,21 @@ UNFIT: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-PLAIN = "adam", "adafactor", "lamb", "masked", "multi_transform", "noisy_sgd", "MultiSteps"
+COMMON = "adam", "adafactor", "lamb", "masked", "multi_transform", "noisy_sgd", "MultiSteps"
 
 
-@pytest.mark.parametrize("name", plainly(*PLAIN, of=OWN))
+@pytest.mark.parametrize("name", COMMON)
+def test_accepts_common_optimizer(name):
+    assert len(check_per_leaf(OWN[name](), LAYER)) == (name in NOISY)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name in OWN if name not in COMMON])
 def test_accepts_per_leaf_optimizer(name):
     assert len(check_per_leaf(OWN[name](), LAYER)) == (name in NOISY)
 
 
-@pytest.mark.parametrize(
-    "name", plainly("clip_by_global_norm", "contrib.prodigy", "flatten", of=MIXED)
-)
+@vary("name", MIXED)
 def test_rejects_optimizer_that_mixes_parameters(name):
     make, where = MIXED[name]
     with pytest.raises(
@@ -183,7 +187,7 @@ def test_rejects_optimizer_that_mixes_parameters(name):
         check_per_leaf(make(), LAYER)
 
 
-@pytest.mark.parametrize("name", plainly("lbfgs", "monitor", of=UNFIT))
+@vary("name", UNFIT)
 def test_rejects_optimizer_with_unmet_requirement(name):
     make, missing = UNFIT[name]
     with pytest.raises(ValueError, match=rf"^`tx.* (failed for|must) .*{missing}"):
@@ -243,10 +247,14 @@ def at(tree, *index):
 
 
 # These reduce over a parameter or its gradient, or depend on its rank.
-REDUCING = "lamb", "adafactor", "sm3", "contrib.muon"
+REDUCING = [
+    "lamb", "adafactor", "sm3", "contrib.muon", "lars", "fromage", "novograd", "centralize",
+    "adaptive_grad_clip", "clip_by_block_rms", "scale_by_distance_over_gradients",
+    "scale_by_param_block_norm", "contrib.galore", "masked", "multi_transform", "MultiSteps",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", plainly(*REDUCING, of=[name for name in OWN if name not in NOISY]))
+@vary("name", REDUCING)
 def test_update_slice_matches_update_of_each_layer(x64, name):
     tx, (w, grads) = OWN[name](), stacked()
     got = w, jax.vmap(jax.vmap(tx.init))(w)

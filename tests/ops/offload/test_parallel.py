@@ -1,8 +1,7 @@
 """Offloading over eight devices: values, memory kinds and collectives."""
 
-import functools
-
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -32,9 +31,8 @@ from tests.ops.offload.stacks import (
     loss,
     on,
     params,
-    value_and_grads,
 )
-from tests.tiers import exhaustive
+from tests.tiers import vary
 
 BATCH = 32
 LAYER_BYTES = 4 * (2 * WIDTH * 2 * WIDTH + 2 * WIDTH)
@@ -44,119 +42,96 @@ def inputs():
     return jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
 
 
-@functools.cache
-def want():
-    return value_and_grads(lambda w, x: in_memory(layer, w, x, None), params(), inputs())
-
-
 def close(got, expected):
     assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def gathered(program):
-    """Return the all-gathers, and bytes and count of the all-reduces."""
-    operations = collectives(program.as_text())
-    gathers = [c for c in operations if c.kind == "all-gather"]
-    return gathers, [(c.bytes, c.count) for c in operations if c.kind == "all-reduce"]
+def split(w):
+    return [jax.tree.map(lambda a, i=i: a[i], w) for i in range(LAYERS)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "spec", "policy"),
-    [
-        (AxisType.Auto, P(None, "i"), "everything"),
-        exhaustive(AxisType.Auto, P(), "recomputed"),
-        exhaustive(AxisType.Explicit, P(None, "i"), "recomputed"),
-    ],
-    ids=str,
-)
-def test_jit_over_mesh(kind, spec, policy):
-    """Gathers and sums move one layer at a time, never a stack."""
-    mesh = mesh_of((8,), ("i",), kind)
-    with jax.set_mesh(mesh):
-        w = {k: on(mesh, P() if k == "c" else spec, host=True) for k in params()}
-        w = jax.device_put(params(), w)
-        x = jax.device_put(inputs(), on(mesh, P("i")))
-        total = lambda w, x: loss(offload_scan(layer, w, x, policy=POLICIES[policy]))  # noqa: E731
-        run = jax.jit(jax.value_and_grad(total, (0, 1)))
-        program = run.lower(w, x).compile()
-        got = program(w, x)
-    close(got, want())
-    assert kinds(got[1][0]) == {"pinned_host"}
-    gathers, reduced = gathered(program)
-    if spec == P():
-        assert not gathers
-    assert all(c.bytes <= LAYER_BYTES for c in gathers)
-    assert all(size <= LAYER_BYTES for size, _ in reduced)
-
-
-@pytest.mark.parametrize(
-    ("num_microbatches", "sequential", "dropout", "policy", "platform"),
-    [
-        (2, False, True, "everything", "cpu"),
-        exhaustive(1, True, True, "dots", "cpu"),
-        exhaustive(2, True, False, "everything", "cpu"),
-        exhaustive(2, True, True, "dots", "tpu"),
-    ],
-)
-def test_shard_map(num_microbatches, sequential, dropout, policy, platform):
-    """Each gradient is reduced once, on the device, and nothing is gathered."""
-    mesh, key = mesh_of((8,), ("i",)), KEY if dropout else None
-    options = {"key": key, "num_microbatches": num_microbatches, "policy": POLICIES[policy]}
-
-    def offloaded(w, x):
-        if not sequential:
-            return offload_scan(layer, w, x, **options)
-        return offload_sequential([layer] * LAYERS, w, x, **options)
-
-    def mapped(apply):
-        def local(w, x):
-            return jax.value_and_grad(lambda w, x: lax.pmean(loss(apply(w, x)), "i"), (0, 1))(w, x)
-
-        specs = {"in_specs": (P(), P("i")), "out_specs": (P(), (P(), P("i")))}
-        return jax.shard_map(local, mesh=mesh, **specs)
-
-    plain = lambda w, x: in_memory(layer, w, x, key, num_microbatches)  # noqa: E731
-    expected = jax.jit(mapped(plain))(params(), inputs())
-    w = params()
-    if sequential:
-        w = [jax.tree.map(lambda a, i=i: a[i], w) for i in range(LAYERS)]
-    w = jax.device_put(w, on(mesh, P(), host=True))
-    run = jax.jit(mapped(offloaded), out_shardings=(None, (on(mesh, P(), host=True), None)))
-    with trace_for_platform(platform):
-        program = run.lower(w, inputs()).compile()
-    value, (dw, dx) = program(w, inputs())
-    assert kinds(dw) == {"pinned_host"}
-    if sequential:
-        dw = jax.tree.map(lambda *a: np.stack([np.asarray(b) for b in a]), *dw)
-    close((value, (dw, dx)), expected)
-    gathers, reduced = gathered(program)
-    assert not gathers
-    assert sum(b * n for b, n in reduced) == sum(a.nbytes for a in jax.tree.leaves(params())) + 4
-
-
-@pytest.mark.parametrize("policy", ["recomputed", exhaustive("everything")])
-def test_shard_map_without_check_vma(policy):
-    """Each device returns the gradient of its own loss; the caller averages on the device."""
-    mesh = mesh_of((8,), ("i",))
+def run(context, apply, w, spec, host=False, platform="cpu"):
+    """Return (loss, gradients of w and x, the collectives of the program)."""
+    is_mapped = context not in ("auto", "explicit")
+    mean = (lambda a: lax.pmean(a, "i")) if is_mapped else (lambda a: a)
+    has_types = context != "shard_map without types"
 
     def local(w, x):
-        value, (dw, dx) = jax.value_and_grad(
-            lambda w, x: loss(
-                offload_scan(layer, w, x, num_microbatches=2, policy=POLICIES[policy])
-            ),
-            (0, 1),
-        )(w, x)
-        dw = to_host(lax.pmean(to_device(dw), "i"))
-        return lax.pmean(value, "i"), (dw, dx / 8)
+        if has_types and context != "pmap":
+            return jax.value_and_grad(lambda w, x: mean(loss(apply(w, x))), (0, 1))(w, x)
+        # Each device has the gradient of its own loss. Average on the device.
+        value, (dw, dx) = jax.value_and_grad(lambda w, x: loss(apply(w, x)), (0, 1))(w, x)
+        dw = mean(to_device(dw))
+        return mean(value), (to_host(dw) if host else dw, dx / 8)
 
-    specs = {"in_specs": (P(), P("i")), "out_specs": (P(), (P(), P("i")))}
-    run = jax.jit(jax.shard_map(local, mesh=mesh, check_vma=False, **specs))
-    close(run(jax.device_put(params(), on(mesh, P(), host=True)), inputs()), want())
+    if context == "pmap":
+        mapped = jax.pmap(local, axis_name="i", in_axes=(None, 0))
+        value, (dw, dx) = mapped(w, inputs().reshape(8, -1, WIDTH))
+        first = jax.tree.map(lambda a: a[0], dw)
+        return (value[0], (first, dx.reshape(BATCH, WIDTH))), []
+    mesh = mesh_of((8,), ("i",), AxisType.Explicit if context == "explicit" else AxisType.Auto)
+    fun = local
+    if is_mapped:
+        specs = {"in_specs": (P(), P("i")), "out_specs": (P(), (P(), P("i")))}
+        fun = jax.shard_map(local, mesh=mesh, check_vma=has_types, **specs)
+    with jax.set_mesh(mesh), trace_for_platform(platform):
+        # The vectors are whole on each device.
+        place = lambda a: jax.device_put(a, on(mesh, spec if a.ndim > 2 else P(), host))  # noqa: E731
+        w, x = jax.tree.map(place, w), jax.device_put(inputs(), on(mesh, P("i")))
+        dw = jax.tree.map(lambda a: a.sharding, w)
+        program = jax.jit(fun, out_shardings=(None, (dw, None))).lower(w, x).compile()
+        results = program(w, x)
+    return results, collectives(program.as_text())
 
 
-@pytest.mark.parametrize(
-    "way", ["types", exhaustive("jit"), exhaustive("explicit"), exhaustive("no types")]
+FROZEN = {"trainable": {"a": True, "b": False, "c": True}}
+
+
+@vary(
+    ("context", "form", "spec", "options", "platform"),
+    [
+        ("auto", "stack", P(None, "i"), {"policy": "everything"}, "cpu"),
+        ("explicit", "stack", P(), {"num_microbatches": 2}, "cpu"),
+        ("explicit", "list", P(), {"num_microbatches": 2, "policy": "dots"}, "tpu"),
+        ("shard_map", "stack", P(), {"key": KEY, "policy": "everything"}, "cpu"),
+        ("shard_map", "list", P(), {"key": KEY, "num_microbatches": 2, "policy": "dots"}, "tpu"),
+        ("shard_map without types", "stack", P(), {"num_microbatches": 2}, "cpu"),
+        ("pmap", "stack", P(), {"policy": "everything"}, "cpu"),
+        ("auto", "stack", P(None, "i"), FROZEN, "cpu"),
+        ("explicit", "stack", P(), FROZEN, "cpu"),
+    ],
 )
+def test_gradients_over_devices(context, form, spec, options, platform):
+    """Gathers and sums move one layer at a time, never a stack, and no rows."""
+    options = {"policy": "recomputed", "key": None, "num_microbatches": 1, **options}
+    plain = lambda w, x: in_memory(layer, w, x, options["key"], options["num_microbatches"])  # noqa: E731
+    want, _ = run("auto" if context == "explicit" else context, plain, params(), P())
+    if "trainable" in options:
+        want[1][0]["b"] = jnp.zeros_like(params()["b"])
+    w, host = params() if form == "stack" else split(params()), context != "pmap"
+    where = {"params_in": "host" if host else "device"}
+
+    def apply(w, x):
+        more = {**options, **where, "policy": POLICIES[options["policy"]]}
+        if form == "stack":
+            return offload_scan(layer, w, x, **more)
+        return offload_sequential([layer] * LAYERS, w, x, **more)
+
+    (value, (dw, dx)), operations = run(context, apply, w, spec, host, platform)
+    assert kinds(dw) == {"pinned_host" if host else "device"}
+    if form == "list":
+        dw = jax.tree.map(lambda *a: np.stack([np.asarray(b) for b in a]), *dw)
+    close((value, (dw, dx)), want)
+    if context != "shard_map without types":  # there the caller averages the stack
+        assert all(c.bytes <= LAYER_BYTES for c in operations)
+    if spec == P():
+        assert {c.kind for c in operations} <= {"all-reduce"}
+    if context == "shard_map":  # each gradient is reduced once
+        reduced = sum(c.bytes * c.count for c in operations)
+        assert reduced == sum(a.nbytes for a in jax.tree.leaves(params())) + 4
+
+
+@vary("way", ["types", "jit", "explicit", "no types"])
 def test_shared_array(way):
     """The gradients of an array used by two layers are added on each device."""
     mesh = mesh_of((8,), ("i",), AxisType.Explicit if way == "explicit" else AxisType.Auto)
@@ -179,56 +154,6 @@ def test_shared_array(way):
     in_memory = lambda w: loss(layer(w, layer(w, inputs(), None), None))  # noqa: E731
     close(got, jax.jit(jax.grad(in_memory))(one))
     assert kinds(got) == {"pinned_host"}
-
-
-@pytest.mark.parametrize("policy", ["everything", exhaustive("recomputed")])
-def test_pmap_with_device_parameters(policy):
-    def local(w, x):
-        value, (dw, dx) = jax.value_and_grad(
-            lambda w, x: loss(
-                offload_scan(layer, w, x, params_in="device", policy=POLICIES[policy])
-            ),
-            (0, 1),
-        )(w, x)
-        return lax.pmean(value, "i"), (lax.pmean(dw, "i"), dx / 8)
-
-    run = jax.pmap(local, axis_name="i", in_axes=(None, 0))
-    value, (dw, dx) = run(params(), inputs().reshape(8, -1, WIDTH))
-    first = jax.tree.map(lambda a: a[0], dw)
-    close((value[0], (first, dx.reshape(BATCH, WIDTH))), want())
-
-
-@pytest.mark.parametrize(
-    ("sequential", "policy", "platform"),
-    [
-        (False, "everything", "cpu"),
-        exhaustive(False, "recomputed", "cpu"),
-        (True, "recomputed", "cpu"),
-        exhaustive(True, "dots", "cpu"),
-        exhaustive(True, "recomputed", "tpu"),
-    ],
-)
-def test_microbatches_over_a_mesh_with_explicit_axes(sequential, policy, platform):
-    """Each device splits its own rows: no rows move, and the order of the rows is kept."""
-    mesh = mesh_of((8,), ("i",), AxisType.Explicit)
-    options = {"num_microbatches": 2, "policy": POLICIES[policy]}
-
-    def apply(w, x):
-        if not sequential:
-            return offload_scan(layer, w, x, **options)
-        w = [jax.tree.map(lambda a, i=i: a[i], w) for i in range(LAYERS)]
-        return offload_sequential([layer] * LAYERS, w, x, params_in="device", **options)
-
-    with jax.set_mesh(mesh):
-        x = jax.device_put(inputs(), on(mesh, P("i")))
-        w = jax.device_put(params(), on(mesh, P(), host=not sequential))
-        run = jax.jit(jax.value_and_grad(lambda w, x: loss(apply(w, x)), (0, 1)))
-        with trace_for_platform(platform):
-            program = run.lower(w, x).compile()
-        value, (dw, dx) = program(w, x)
-    assert dx.sharding.spec[0] == "i"
-    close((value, (dw, dx)), want())
-    assert {c.kind for c in collectives(program.as_text())} <= {"all-reduce"}
 
 
 def test_microbatches_on_explicit_axes_are_those_of_shard_map():
@@ -286,12 +211,3 @@ def test_host_init_over_mesh():
     assert {name: a.sharding.spec for name, a in w.items()} == {
         "a": P(), "b": P(None, "i"), "c": P(),
     }  # fmt: skip
-
-
-@pytest.mark.exhaustive
-def test_dropout_does_not_depend_on_mesh():
-    mesh = mesh_of((8,), ("i",))
-    run = jax.jit(lambda w, x: offload_scan(layer, w, x, key=KEY))
-    w = jax.device_put(params(), on(mesh, P(), host=True))
-    x = jax.device_put(inputs(), on(mesh, P("i")))
-    close(run(w, x), run(to_host(params()), inputs()))

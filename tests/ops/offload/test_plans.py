@@ -5,7 +5,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -22,8 +21,8 @@ from effjax import (
 )
 from effjax.memory import plan
 from effjax.ops.offload import compiled
-from tests.ops.offload.stacks import POLICIES, key_of, layer, loss
-from tests.programs import needs_gpu_compiler
+from tests.ops.offload.stacks import POLICIES, layer, loss
+from tests.programs import needs_gpu_compiler, needs_tpu_compiler
 
 pytestmark = needs_gpu_compiler
 WIDTH, BATCH = 1024, 512
@@ -82,55 +81,6 @@ def test_residuals_are_in_host_memory(policy, least, most):
     assert least - 0.01 <= planned.host.temporaries / (32 * BOUNDARY_BYTES) <= most + 0.01
     # The residuals of all layers would be at least three boundaries for each.
     assert planned.device.temporaries <= 3 * LAYER_BYTES + 32 * BOUNDARY_BYTES
-
-
-@functools.cache
-def training_step(num_layers, fuse_update):
-    tx = optax.adam(1e-3)
-    _, step = offload_train_step(
-        lambda others, batch, key: batch @ others,
-        layer,
-        lambda others, x, batch, key: loss(x),
-        tx,
-        fuse_update=fuse_update,
-        clip_norm=None if fuse_update else 1.0,
-    )
-    w, others = stacked(num_layers), shape(8, WIDTH)
-    state = jax.eval_shape(lambda w, o: (jax.vmap(tx.init)(w), tx.init(o)), w, others)
-    place = lambda a, host: shape(*a.shape, host=host, dtype=a.dtype)  # noqa: E731
-    layers_state = jax.tree.map(lambda a: place(a, a.ndim > 1), state[0])
-    others_state = jax.tree.map(lambda a: place(a, False), state[1])
-    state = OffloadState(w, others, layers_state, others_state)
-    return plan(offload_jit(step), state, shape(BATCH, 8), jax.random.key(0))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("fuse_update", [True, False])
-def test_train_step_updates_state_in_place(fuse_update):
-    """Parameters and both moments are aliased; the host also holds the inputs of the slices."""
-    planned = training_step(24, fuse_update)
-    # Two of 24 layers, with two moments and a gradient each, and copies.
-    assert planned.device.temporaries <= 10 * LAYER_BYTES + 16 * BOUNDARY_BYTES
-    close(planned.host.aliased, 3 * 24 * LAYER_BYTES)
-    assert planned.host.aliased == planned.host.arguments == planned.host.outputs
-    gradients = 0 if fuse_update else 24 * LAYER_BYTES
-    close(planned.host.temporaries, 24 * BOUNDARY_BYTES + gradients)
-    assert planned.device.outputs <= 3 * 4 * 8 * WIDTH + SMALL
-    assert "host_compute" not in planned.hlo
-
-
-@pytest.mark.exhaustive
-def test_device_memory_of_sequential_does_not_grow_with_depth():
-    def run(w, x):
-        options = {"key": jax.random.key(0), "num_microbatches": 2}
-        return loss(offload_sequential([layer] * len(w), w, x, **options))
-
-    plans = []
-    for number in (3, 6):
-        one = {k: shape(*a.shape[1:], host=True) for k, a in stacked(1).items()}
-        plans.append(plan(jax.grad(run, (0, 1)), [one] * number, shape(BATCH, WIDTH)))
-    close(plans[0].device.temporaries, plans[1].device.temporaries)
-    assert plans[1].device.temporaries <= 5 * LAYER_BYTES + 16 * BOUNDARY_BYTES
 
 
 def test_gradients_of_sequential_leave_the_device_before_the_next_slices():
@@ -272,17 +222,194 @@ def test_gradients_are_reduced_on_the_devices():
     assert found.device.temporaries < gradients(16).device.temporaries + 1.25 * LAYER_BYTES
 
 
+# Training steps.
+
+ADAM, SGD = optax.adam(1e-3), optax.sgd(1e-3)
+KEY = jax.random.key(0)
+
+
+def embed(others, batch, key):
+    return batch @ others
+
+
+def head(others, x, batch, key):
+    return loss(x)
+
+
+def on_device(tree):
+    return jax.tree.map(lambda a: shape(*a.shape, dtype=a.dtype), tree)
+
+
+def state_of(tx, w, others, trained=None):
+    """Return the shapes of a state; moments are in the memory of the layers."""
+    trained = w if trained is None else trained
+    host = {a.sharding.memory_kind for a in jax.tree.leaves(w)} == {"pinned_host"}
+    layers_state = jax.tree.map(
+        lambda a: shape(*a.shape, host=host and a.ndim > 1, dtype=a.dtype),
+        jax.eval_shape(jax.vmap(tx.init), trained),
+    )
+    return OffloadState(w, others, layers_state, on_device(jax.eval_shape(tx.init, others)))
+
+
+def planned(tx, w, others, batch, embed=embed, layer=layer, head=head, trained=None, **options):
+    _, step = offload_train_step(embed, layer, head, tx, **options)
+    return plan(offload_jit(step), state_of(tx, w, others, trained), batch, KEY)
+
+
 @pytest.mark.exhaustive
-def test_offloading_saves_device_memory():
+@pytest.mark.parametrize("fuse_update", [True, False])
+def test_train_step_updates_state_in_place(fuse_update):
+    """Parameters and both moments are aliased; the host also holds the inputs of the slices."""
+    found = planned(
+        ADAM, stacked(24), shape(8, WIDTH), shape(BATCH, 8), fuse_update=fuse_update,
+        clip_norm=None if fuse_update else 1.0,
+    )  # fmt: skip
+    # Two of 24 layers, with two moments and a gradient each, and copies.
+    assert found.device.temporaries <= 10 * LAYER_BYTES + 16 * BOUNDARY_BYTES
+    close(found.host.aliased, 3 * 24 * LAYER_BYTES)
+    assert found.host.aliased == found.host.arguments == found.host.outputs
+    gradients = 0 if fuse_update else 24 * LAYER_BYTES
+    close(found.host.temporaries, 24 * BOUNDARY_BYTES + gradients)
+    assert found.device.outputs <= 3 * 4 * 8 * WIDTH + SMALL
+    assert "host_compute" not in found.hlo
 
-    def run(w, x):
-        def body(x, at):
-            w, i = at
-            return layer(w, x, key_of(jax.random.key(0), i, 0)), None
 
-        return loss(jax.lax.scan(body, x, (w, jnp.arange(16)))[0])
+@pytest.mark.exhaustive
+def test_fused_update_on_the_device_saves_the_gradients():
+    """Only the state, the inputs of the layers and a few layers remain."""
+    others, batch = shape(8, WIDTH), shape(BATCH, 8)
+    ours = planned(ADAM, on_device(stacked(32)), others, batch, params_in="device")
+    assert ours.host.total == 0
+    state_bytes = 3 * 32 * LAYER_BYTES  # parameters and two moments
+    assert ours.device.aliased >= state_bytes
+    rest = 32 * BOUNDARY_BYTES + 8 * LAYER_BYTES + 16 * BOUNDARY_BYTES
+    assert ours.peak_device_bytes <= state_bytes + rest
 
-    w = {name: shape(*a.shape) for name, a in stacked(16).items()}
-    in_memory = plan(jax.grad(run, (0, 1)), w, shape(BATCH, WIDTH))
-    assert in_memory.peak_device_bytes > 5 * gradients(16).peak_device_bytes
-    assert np.isclose(in_memory.host.total, 0)
+
+@pytest.mark.exhaustive
+def test_no_copies_without_prefetch():
+    found = planned(ADAM, stacked(24), shape(8, WIDTH), shape(BATCH, 8), prefetch=0)
+    assert found.device.temporaries <= 8 * LAYER_BYTES + 16 * BOUNDARY_BYTES
+    assert found.host.temporaries <= 1.01 * 24 * BOUNDARY_BYTES
+
+
+VOCABULARY = 32 * WIDTH
+
+
+@pytest.mark.exhaustive
+def test_microbatches_reduce_memory_of_large_head():
+    """The logits of all rows are never on the device."""
+
+    def run_head(others, x, batch, key):
+        logits = x @ others["head"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+    rows = 8 * BATCH
+    others = {"in": shape(8, WIDTH), "head": shape(WIDTH, VOCABULARY)}
+    batch = {"x": shape(rows, 8), "labels": shape(rows, dtype="int32")}
+    found = planned(
+        SGD, stacked(4), others, batch, num_microbatches=4, head=run_head,
+        embed=lambda others, batch, key: batch["x"] @ others["in"],
+    )  # fmt: skip
+    logits, parameters = 4 * rows * VOCABULARY, 4 * WIDTH * VOCABULARY
+    assert found.peak_device_bytes <= 3 * logits / 4 + 3 * parameters + 2**26 < 2 * logits
+
+
+def low_rank(w, x, key):
+    """Apply an int8 kernel with its scales, and low-rank matrices."""
+    kernel = w["kernel"].astype(x.dtype) * w["scale"]
+    return x + jnp.tanh(x @ kernel + x @ w["low"]["a"] @ w["low"]["b"]) @ w["out"].astype(x.dtype)
+
+
+def is_low(path, leaf):
+    return path[0].key == "low"
+
+
+def quantized(num_layers):
+    here = functools.partial(shape, host=True)
+    return {
+        "kernel": here(num_layers, WIDTH, 2 * WIDTH, dtype="int8"),
+        "scale": here(num_layers, 1, 2 * WIDTH),
+        "out": here(num_layers, 2 * WIDTH, WIDTH, dtype="bfloat16"),
+        "low": {"a": here(num_layers, WIDTH, 8), "b": here(num_layers, 8, 2 * WIDTH)},
+    }
+
+
+def bytes_of(tree):
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fuse_update", [True, False])
+def test_frozen_parameters_have_no_gradients_moments_or_copies(fuse_update):
+    w = quantized(16)
+    found = planned(
+        ADAM, w, shape(8, WIDTH), shape(BATCH, 8), layer=low_rank, fuse_update=fuse_update,
+        trained={**jax.tree.map(lambda a: None, w), "low": w["low"]}, trainable=is_low,
+    )  # fmt: skip
+    low, inputs = bytes_of(w["low"]), 16 * BOUNDARY_BYTES
+    assert found.host.total <= bytes_of(w) + 4 * low + inputs  # moments and gradients, and a spare
+    assert found.device.temporaries <= 3 * bytes_of(w) / 16 + 16 * BOUNDARY_BYTES + LAYER_BYTES
+
+
+@pytest.mark.exhaustive
+def test_frozen_parameters_have_no_gradients_in_scan():
+    w, x = quantized(16), shape(BATCH, WIDTH)
+
+    def run(low, w, x):
+        return loss(offload_scan(low_rank, {**w, "low": low}, x, trainable=is_low))
+
+    found = plan(offload_jit(jax.grad(run), donate=False), w["low"], w, x)
+    assert found.host.total <= bytes_of(w) + 3 * bytes_of(w["low"]) + 16 * BOUNDARY_BYTES
+
+
+# Steps and updates of lists of layers.
+
+
+def square_layer():
+    """Return the parameters of a layer; with gradient and two moments it takes 16 MiB."""
+    return shape(1024, 1024, host=True)
+
+
+def state_of_list(count):
+    one = jax.eval_shape(ADAM.init, square_layer())
+    here = lambda a: shape(*a.shape, host=a.ndim > 0, dtype=a.dtype)  # noqa: E731
+    return [jax.tree.map(here, one)] * count
+
+
+def planned_step(count, target, fuse_update):
+    layers = [lambda w, x, key: jnp.tanh(x @ w)] * count
+    _, step = offload_train_step(
+        lambda others, batch, key: batch * others, layers,
+        lambda others, x, batch, key: jnp.sum(x), ADAM, fuse_update=fuse_update,
+    )  # fmt: skip
+    others_state = on_device(jax.eval_shape(ADAM.init, shape()))
+    state = OffloadState([square_layer()] * count, shape(), state_of_list(count), others_state)
+    return plan(offload_jit(step), state, shape(32, 1024), target=target)
+
+
+def planned_update(count, target):
+    stream, w = stream_update(ADAM, stacked=False), [square_layer()] * count
+    step = offload_jit(lambda both, grads: stream.update(grads, *reversed(both)))
+    return plan(step, (w, state_of_list(count)), w, target=target)
+
+
+@needs_tpu_compiler
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("run", "target", "layers_on_device"),
+    [
+        (functools.partial(planned_step, fuse_update=True), "h100", 3),
+        (functools.partial(planned_step, fuse_update=True), "v5e", 2),
+        (functools.partial(planned_step, fuse_update=False), "v5e", 2),
+        (planned_update, "h100", 2.6),
+        (planned_update, "v5e", 2.6),
+    ],
+)
+def test_device_holds_few_of_six_layers_of_a_list(run, target, layers_on_device):
+    found = run(6, target)
+    assert found.device.temporaries <= layers_on_device * 16 * 2**20
+    # The residuals of each layer, and a copy of the parameters of the last.
+    residuals = 6 * 32 * 4096 + 4 * 1024 * 1024 if run is not planned_update else 0
+    if target == "h100":
+        assert found.host.temporaries <= 1.01 * (residuals + SMALL)

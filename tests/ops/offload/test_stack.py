@@ -26,31 +26,21 @@ from tests.ops.offload.stacks import (
     params,
     value_and_grads,
 )
-from tests.tiers import exhaustive
-
-
-@functools.cache
-def expected_in_memory(num_microbatches):
-    run = lambda w, x: in_memory(layer, w, x, KEY, num_microbatches)  # noqa: E731
-    return value_and_grads(run, params(), inputs())
+from tests.tiers import vary
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize(
+@vary(
     ("options", "num_microbatches", "policy"),
     [
-        exhaustive({}, 1, "recomputed"),
         ({"num_slices": 2, "resident_slices": 1}, 4, "everything"),
-        exhaustive({"params_in": "device", "grads": "host"}, 1, "everything"),
-        exhaustive({}, 4, "recomputed"),
-        exhaustive({}, 4, "dots"),
-        exhaustive({"prefetch": 0}, 4, "recomputed"),
-        exhaustive({"prefetch": 3}, 1, "everything"),
-        exhaustive({"num_slices": 1}, 4, "everything"),
-        exhaustive({"num_slices": 2, "resident_slices": 2}, 4, "nothing"),
-        exhaustive({"activations": "device"}, 4, "everything"),
-        exhaustive({"grads": "device"}, 1, "everything"),
-        exhaustive({"params_in": "device"}, 4, "recomputed"),
+        ({}, 1, "recomputed"),
+        ({"prefetch": 0}, 4, "recomputed"),
+        ({"prefetch": 3}, 1, "dots"),
+        ({"num_slices": 2, "resident_slices": 2}, 4, "nothing"),
+        ({"activations": "device"}, 4, "everything"),
+        ({"grads": "device"}, 1, "everything"),
+        ({"params_in": "device", "grads": "host"}, 1, "everything"),
     ],
     ids=str,
 )
@@ -63,51 +53,28 @@ def test_loss_and_gradients_match_in_memory_bitwise(options, num_microbatches, p
         policy=POLICIES[policy], **options,
     )  # fmt: skip
     got = value_and_grads(run, w, inputs())
-    assert_equal_bits(got, expected_in_memory(num_microbatches))
+    plain = lambda w, x: in_memory(layer, w, x, KEY, num_microbatches)  # noqa: E731
+    assert_equal_bits(got, value_and_grads(plain, params(), inputs()))
     assert kinds(got[1][0]) == ({"device"} if where == "device" else {"pinned_host"})
     assert kinds(got[1][1]) == {"device"}
 
 
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(("num_microbatches", "policy"), [(1, "recomputed"), (2, "everything")])
-def test_float64(num_microbatches, policy):
-    run = functools.partial(
-        offload_scan, layer, key=KEY, num_slices=2, num_microbatches=num_microbatches,
-        policy=POLICIES[policy],
-    )  # fmt: skip
-    plain = lambda w, x: in_memory(layer, w, x, KEY, num_microbatches)  # noqa: E731
-    assert_close(
-        value_and_grads(run, to_host(params()), inputs()),
-        value_and_grads(plain, params(), inputs()),
-        rtol=1e-12,
-        atol=1e-14,
-    )
-
-
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("num_microbatches", [exhaustive(1), 2])
-def test_recomputation_matches_checkpointed_scan_bitwise(num_microbatches):
-    """The reference recomputes too.
-
-    XLA may round a recomputed gelu differently from a saved one.
-    """
+def test_recomputation_matches_checkpointed_scan_bitwise():
+    """XLA may round a recomputed gelu differently from a saved one, so the reference recomputes."""
 
     def gelu(w, x, key):
         h = jax.nn.gelu(x @ w["a"] + w["c"])
         return x + jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h / 0.9, 0.0) @ w["b"]
 
     again = jax.checkpoint(gelu, prevent_cse=False)
-    expected = value_and_grads(
-        lambda w, x: in_memory(again, w, x, KEY, num_microbatches), params(), inputs()
-    )
-    run = functools.partial(offload_scan, gelu, key=KEY, num_microbatches=num_microbatches)
+    expected = value_and_grads(lambda w, x: in_memory(again, w, x, KEY, 2), params(), inputs())
+    run = functools.partial(offload_scan, gelu, key=KEY, num_microbatches=2)
     assert_equal_bits(value_and_grads(run, to_host(params()), inputs()), expected)
 
 
-@pytest.mark.parametrize("policy", ["recomputed", exhaustive("everything")])
-def test_without_key_outside_jit(policy):
-    run = functools.partial(offload_scan, layer, policy=POLICIES[policy])
+def test_without_key_outside_jit():
+    run = functools.partial(offload_scan, layer)
     got = jax.value_and_grad(lambda w: loss(run(w, inputs())))(to_host(params()))
     expected = value_and_grads(lambda w: in_memory(layer, w, inputs(), None), params())
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-6)
@@ -124,50 +91,40 @@ def test_single_layer_with_uint32_key():
     assert kinds(got[1]) == {"pinned_host"}
 
 
-@pytest.mark.parametrize(
-    ("transform", "policy"),
-    [
-        ("remat", "everything"),
-        ("twice", "recomputed"),
-        ("scan", "recomputed"),
-        ("vmap", "everything"),
-        exhaustive("twice", "dots"),
-        exhaustive("scan", "everything"),
-    ],
-)
-def test_inside_transformation(transform, policy):
-    x = inputs()
+def in_a_scan(f):
+    # The transpose of a scan cannot add gradients in host memory.
+    def run(w, x):
+        return lax.scan(lambda x, _: (f(to_host(w), x), None), x, length=3)[0]
 
-    def stack(w, x):
-        return offload_scan(layer, w, x, num_slices=2, policy=POLICIES[policy])
-
-    def plain(w, x):
-        return in_memory(layer, w, x, None)
-
-    def transformed(f):
-        if transform == "remat":
-            return jax.checkpoint(f)
-        if transform == "twice":
-            return lambda w, x: f(w, f(w, x))
-        if transform == "scan":  # its transpose cannot add gradients in host memory
-            once = lambda w, x: f(to_host(w) if f is stack else w, x)  # noqa: E731
-            return lambda w, x: lax.scan(lambda x, _: (once(w, x), None), x, length=3)[0]
-        return jax.vmap(f, (None, 0))
-
-    x = jnp.stack([x, 2 * x]) if transform == "vmap" else x
-    if transform == "vmap":  # forward only
-        got, expected = (
-            jax.jit(transformed(f))(w, x)
-            for f, w in ((stack, to_host(params())), (plain, params()))
-        )
-    else:
-        w = params() if transform == "scan" else to_host(params())
-        got = value_and_grads(transformed(stack), w, x)
-        expected = value_and_grads(transformed(plain), params(), x)
-    assert_close(got, expected, rtol=2e-5, atol=1e-6)
+    return run
 
 
-@pytest.mark.parametrize("policy", ["everything", exhaustive("recomputed")])
+TRANSFORMATIONS = {
+    "remat": (jax.checkpoint, "everything"),
+    "twice": (lambda f: lambda w, x: f(w, f(w, x)), "recomputed"),
+    "scan": (in_a_scan, "everything"),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_inside_transformation(name):
+    transform, policy = TRANSFORMATIONS[name]
+    run = functools.partial(offload_scan, layer, num_slices=2, policy=POLICIES[policy])
+    got = value_and_grads(
+        transform(run), params() if name == "scan" else to_host(params()), inputs()
+    )
+    plain = lambda w, x: in_memory(layer, to_device(w), x, None)  # noqa: E731
+    assert_close(got, value_and_grads(transform(plain), params(), inputs()), rtol=2e-5, atol=1e-6)
+
+
+def test_vmap_of_the_forward_pass():
+    x = jnp.stack([inputs(), 2 * inputs()])
+    got = jax.jit(jax.vmap(lambda x: offload_scan(layer, to_host(params()), x)))(x)
+    want = jax.vmap(lambda x: in_memory(layer, params(), x, None))(x)
+    assert_close(got, want, rtol=2e-5, atol=1e-6)
+
+
+@vary("policy", ["everything", "recomputed"])
 def test_gradient_of_closed_over_array(policy):
     scale = jnp.linspace(0.5, 1.5, WIDTH)
 
@@ -183,9 +140,8 @@ def test_gradient_of_closed_over_array(policy):
     assert_equal_bits(got, value_and_grads(plain, params(), inputs(), scale))
 
 
-@pytest.mark.parametrize(
-    ("sequential", "policy"),
-    [(False, "everything"), exhaustive(False, "recomputed"), exhaustive(True, "everything")],
+@vary(
+    ("sequential", "policy"), [(False, "everything"), (False, "recomputed"), (True, "everything")]
 )
 def test_closed_over_integers_and_keys(sequential, policy):
     """They get no gradients under jax.checkpoint and inside lax.scan."""
@@ -237,9 +193,7 @@ def test_rejects_closed_over_host_array():
         )
 
 
-@pytest.mark.parametrize(
-    ("num_microbatches", "policy"), [(2, "everything"), exhaustive(1, "recomputed")]
-)
+@vary(("num_microbatches", "policy"), [(2, "everything"), (1, "recomputed")])
 def test_inputs_with_integers_and_keys(num_microbatches, policy):
     """Integers and PRNG keys are residuals without gradients."""
 
@@ -275,12 +229,9 @@ def test_inputs_with_integers_and_keys(num_microbatches, policy):
     assert_close(got, expected, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
+@vary(
     ("options", "num_microbatches", "policy"),
-    [
-        ({"num_slices": 2, "resident_slices": 1}, 2, "recomputed"),
-        exhaustive({}, 1, "everything"),
-    ],
+    [({"num_slices": 2, "resident_slices": 1}, 2, "recomputed"), ({}, 1, "everything")],
     ids=str,
 )
 def test_aux(options, num_microbatches, policy):
@@ -317,15 +268,14 @@ def test_aux(options, num_microbatches, policy):
     assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["everything", exhaustive("recomputed")])
-def test_compute_dtype(policy):
+def test_compute_dtype():
     def checked(w, x, key):
         assert all(a.dtype == jnp.bfloat16 for a in jax.tree.leaves(w))
         return layer(w, x, key)
 
     x = inputs().astype(jnp.bfloat16)
     apply = functools.partial(
-        offload_scan, checked, key=KEY, compute_dtype=jnp.bfloat16, policy=POLICIES[policy]
+        offload_scan, checked, key=KEY, compute_dtype=jnp.bfloat16, policy=POLICIES["everything"]
     )
     got = value_and_grads(apply, to_host(params()), x)
 
@@ -352,32 +302,23 @@ def test_rejects_gradient_of_integer_parameters():
 @pytest.mark.parametrize(
     ("match", "arguments"),
     [
-        (r"`num_slices` \(=3\) must divide the number of layers \(=4\)",
-         lambda w: {"num_slices": 3}),
-        (r"`num_microbatches` \(=3\) must divide the batch", lambda w: {"num_microbatches": 3}),
-        (r"`resident_slices` \(=5\) must be at most the number of slices \(=4\)",
-         lambda w: {"resident_slices": 5}),
-        (r"must be in host memory, but these arrays are not: stacked_params\['a'\], .*shard_map",
-         lambda w: {"stacked_params": to_device(w)}),
-        (r"not: stacked_params\['c'\]\. Move",
+        (r"`num_slices` \(=3\) must divide", lambda w: {"num_slices": 3}),
+        (r"`num_microbatches` \(=3\) must divide", lambda w: {"num_microbatches": 3}),
+        (r"`resident_slices` \(=5\) must be at most", lambda w: {"resident_slices": 5}),
+        (r"must be in host memory, .*: stacked_params\['c'\]",
          lambda w: {"stacked_params": w | {"c": to_device(w["c"])}}),
-        (r"same number of layers L, but .*\['c'\].: \(3,\)",
+        ("same number of layers L",
          lambda w: {"stacked_params": w | {"c": to_host(to_device(w["c"])[:3])}}),
-        (r"must have the structure of x", lambda w: {"layer": lambda w, x, key: (x, x)}),
-        (r"must have the type float32\[8,8\], as in x, not float32\[8,16\]",
-         lambda w: {"layer": lambda w, x, key: x @ w["a"]}),
+        ("must have the structure of x", lambda w: {"layer": lambda w, x, key: (x, x)}),
+        ("must have the type", lambda w: {"layer": lambda w, x, key: x @ w["a"]}),
+        (r"must return \(x, aux\)", lambda w: {"has_aux": True}),
     ],
 )  # fmt: skip
 def test_rejects_invalid_input(match, arguments):
     w = to_host(params())
     call = {"layer": layer, "stacked_params": w, "x": inputs(), **arguments(w)}
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises((TypeError, ValueError), match=match):
         offload_scan(call.pop("layer"), call.pop("stacked_params"), call.pop("x"), **call)
-
-
-def test_rejects_layer_without_aux():
-    with pytest.raises(TypeError, match=r"must return \(x, aux\) .*, not a traced array float32"):
-        offload_scan(layer, to_host(params()), inputs(), has_aux=True)
 
 
 def test_rejects_list_of_layers_without_listing_all_shapes():
@@ -387,16 +328,14 @@ def test_rejects_list_of_layers_without_listing_all_shapes():
     assert len(str(raised.value)) < 300
 
 
-@pytest.mark.parametrize("params_in", ["host", exhaustive("device")])
-def test_compute_dtype_does_not_cast_complex_parameters(params_in):
-    w = {"a": jnp.full((2, 3), 1 + 2j), "b": jnp.ones((2, 3))}
-    w = to_host(w) if params_in == "host" else w
+def test_compute_dtype_does_not_cast_complex_parameters():
+    w = to_host({"a": jnp.full((2, 3), 1 + 2j), "b": jnp.ones((2, 3))})
 
     def one(w, x, key):
         assert w["b"].dtype == jnp.bfloat16
         return x * w["a"]
 
-    y = offload_scan(one, w, jnp.ones(3, complex), params_in=params_in, compute_dtype=jnp.bfloat16)
+    y = offload_scan(one, w, jnp.ones(3, complex), compute_dtype=jnp.bfloat16)
     np.testing.assert_allclose(y, jnp.full(3, (1 + 2j) ** 2), rtol=1e-6)
 
 
@@ -427,11 +366,3 @@ def test_to_host_and_to_device_are_differentiable():
         assert kinds(run(jax.grad(lambda w: jnp.sum(to_device(w) ** 2)))(host["w"])) == {
             "pinned_host"
         }
-
-
-def test_prefetch_is_at_most_all_slices():
-    def program(prefetch):
-        run = functools.partial(offload_scan, layer, prefetch=prefetch, params_in="device")
-        return str(jax.make_jaxpr(functools.partial(run, key=KEY))(params(), inputs()))
-
-    assert program(2**31) == program(LAYERS)

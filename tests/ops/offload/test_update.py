@@ -10,28 +10,21 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from effjax import host_init, offload_jit, offload_train_step, stream_update, to_device, to_host
-from effjax.memory import plan
+from effjax import host_init, offload_jit, stream_update, to_device, to_host
+from tests.ops.offload import reference
 from tests.ops.offload.stacks import (
     LAYERS,
     assert_equal_bits,
     init,
     kinds,
-    layer,
     params,
 )
 from tests.ops.offload.steps import (
     close,
     decayed,
-    embed,
-    head,
     layers_of,
-    others,
     stack,
 )
-from tests.ops.offload.test_noise import own_key
-from tests.programs import needs_gpu_compiler, needs_tpu_compiler
-from tests.tiers import exhaustive
 
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-2, mask=decayed),
@@ -79,16 +72,25 @@ def updated_in_memory(tx, layers, steps, clip=lambda grads: grads):
     return new, states
 
 
-# "by_name" labels the parameters of a single layer.
-CASES = [("list", name) for name in OPTIMIZERS if name != "by_name"]
-CASES += [("stack", name) for name in OPTIMIZERS]
-PLAIN = ("stack", "adamw"), ("stack", "by_name"), ("list", "adamw")
+# Clipping applies to the gradients of all layers, or of each of them.
+NORM, LAYER = {"clip_norm": 0.5}, {"clip_norm": 0.5, "clip_by": "layer"}
+MOMENTUM = "momentum"  # depends on the size of the gradients
+CASES = [
+    ("stack", "adamw", {}),
+    ("stack", "by_name", {}),  # labels the parameters of a single layer
+    ("list", "adamw", {}),
+    ("stack", MOMENTUM, NORM),
+    ("list", MOMENTUM, NORM),
+    ("stack", MOMENTUM, LAYER),
+]
+MORE_CASES = [
+    *(("stack", name, {}) for name in OPTIMIZERS),
+    *(("list", name, {}) for name in ("lamb", "every_second", "injected")),
+    ("list", MOMENTUM, LAYER),
+]
 
 
-@pytest.mark.parametrize(
-    ("form", "name"), [case if case in PLAIN else exhaustive(*case) for case in CASES]
-)
-def test_update_matches_optax_on_each_layer(form, name):
+def check_update(form, name, clipping):
     layers, join = of_form(form)
     stream = stream_update(OPTIMIZERS[name], stacked=form == "stack")
     w = to_host(join(layers))
@@ -96,24 +98,27 @@ def test_update_matches_optax_on_each_layer(form, name):
     for a in jax.tree.leaves(state):
         is_scalar = a.ndim == (form == "stack")  # of one layer
         assert a.sharding.memory_kind == ("device" if is_scalar else "pinned_host")
-    step = offload_jit(lambda both, grads: stream.update(grads, *reversed(both)))
+    step = offload_jit(lambda both, grads: stream.update(grads, *reversed(both), **clipping))
     for i in range(2):
         w, state = step((w, state), to_host(join(gradients(layers, i))))
-    want, want_state = updated_in_memory(OPTIMIZERS[name], layers, 2)
+    clip = lambda grads: grads  # noqa: E731
+    if clipping:
+        tx = reference.CLIPS[clipping.get("clip_by", "global")](clipping["clip_norm"])
+        clip = lambda grads: tx.update({"layers": grads}, tx.init({}))[0]["layers"]  # noqa: E731
+    want, want_state = updated_in_memory(OPTIMIZERS[name], layers, 2, clip)
     close((w, state), (join(want), join(want_state)))
     assert kinds(w) == {"pinned_host"}
 
 
-@pytest.mark.parametrize("form", ["stack", "list"])
-def test_clip_norm_is_over_all_layers(form):
-    tx, (layers, join) = optax.adam(0.1), of_form(form)
-    stream = stream_update(tx, stacked=form == "stack")
-    clip = lambda g: optax.clip_by_global_norm(0.5).update(g, None)[0]  # noqa: E731
-    w = to_host(join(layers))
-    update = jax.jit(functools.partial(stream.update, clip_norm=0.5))
-    got = update(to_host(join(gradients(layers, 0))), stream.init(w), w)
-    want, want_state = updated_in_memory(tx, layers, 1, clip)
-    close(got, (join(want), join(want_state)))
+@pytest.mark.parametrize(("form", "name", "clipping"), CASES)
+def test_update_matches_optax_on_each_layer(form, name, clipping):
+    check_update(form, name, clipping)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("form", "name", "clipping"), MORE_CASES)
+def test_other_updates_match_optax_on_each_layer(form, name, clipping):
+    check_update(form, name, clipping)
 
 
 def test_gradients_below_clip_norm_are_not_scaled():
@@ -127,14 +132,6 @@ def test_clip_norm_of_complex_gradients():
     got, _ = stream_update(optax.sgd(1.0)).update(w, stream_update(optax.sgd(1.0)).init(w), w, 1.0)
     clipped, _ = optax.clip_by_global_norm(1.0).update(to_device(w), optax.EmptyState())
     close(got, jax.tree.map(jnp.subtract, to_device(w), clipped))
-
-
-def test_rejects_optimizer_that_mixes_parameters():
-    tx, w = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), to_host(params())
-    with pytest.raises(ValueError, match=r"update of .*\['a'\] depends on .*\['b'\].*clip_norm"):
-        stream_update(tx).init(w)
-    with pytest.raises(ValueError, match="must treat every parameter separately"):
-        offload_train_step(embed, layer, head, tx).init(w, others())
 
 
 def test_host_init():
@@ -190,7 +187,7 @@ def test_layers_draw_independent_noise():
         to_host(gradients(different_layers(), 0)), stream.init(to_host(params)), to_host(params)
     )
     for i, (w, g) in enumerate(zip(params, gradients(different_layers(), 0), strict=True)):
-        tx = make(own_key(key, i))
+        tx = make(reference.own_key(key, i))
         close(got[i], optax.apply_updates(w, tx.update(g, tx.init(w), w)[0]))
 
 
@@ -256,48 +253,11 @@ def test_rejects_invalid_arguments():
         stream.update(grads, state, params)
 
 
-@needs_gpu_compiler
-@needs_tpu_compiler
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("target", ["h100", "v5e"])
-def test_device_memory_does_not_grow_with_depth(target):
-    # Parameters, gradient and two moments of 1024 x 1024 take 16 MiB per layer.
-    mesh = jax.make_mesh((1,), ("i",), (jax.sharding.AxisType.Auto,))
-    host = NamedSharding(mesh, P(), memory_kind="pinned_host")
-    stream = stream_update(optax.adam(1e-3), stacked=False)
-
-    def planned(count):
-        w = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=host)] * count
-        one = jax.eval_shape(optax.adam(1e-3).init, w[0])
-        here = lambda a: jax.ShapeDtypeStruct(  # noqa: E731
-            a.shape, a.dtype, sharding=host if a.ndim else NamedSharding(mesh, P())
-        )
-        state = [jax.tree.map(here, one)] * count
-        step = offload_jit(lambda both, grads: stream.update(grads, *reversed(both)))
-        return plan(step, (w, state), w, target=target)
-
-    few, many = planned(3), planned(6)
-    added = many.device.temporaries - few.device.temporaries  # by three layers
-    assert added <= 0.05 * 3 * 16 * 2**20
-    assert many.device.temporaries <= 2.6 * 16 * 2**20
-    assert many.host.temporaries <= 2**14
-
-
-def quadratic_step(tx, **options):
-    """Return a step of a stack of two layers, whose loss is a sum of squares."""
-    return offload_train_step(
-        lambda others, batch, key: others["in"],
-        lambda w, x, key: x + jnp.sin(w["w"]),
-        lambda others, x, batch, key: jnp.sum(jnp.square(x)),
-        tx, fuse_update=False, params_in="device", **options,
-    )  # fmt: skip
-
-
 def test_clip_norm_has_the_precision_of_the_gradients():
     """With float64 gradients the norm is float64, as in optax."""
     with jax.enable_x64(True):
         layers = [{"w": jnp.linspace(0.1, 0.7, 5) * i} for i in (1, 2)]
-        grads, stacked_layers = jax.tree.map(jnp.cos, layers), stack(layers)
+        grads = jax.tree.map(jnp.cos, layers)
         assert grads[0]["w"].dtype == jnp.float64
         clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))
         updates, _ = clipped.update(grads, clipped.init(layers))
@@ -306,14 +266,3 @@ def test_clip_norm_has_the_precision_of_the_gradients():
             tx = stream_update(optax.sgd(1.0), stacked=streamed)
             got, _ = tx.update(form(grads), tx.init(form(layers)), form(layers), clip_norm=0.1)
             close(got, form(want), 1e-14)
-
-        others, batch = {"in": jnp.ones(5)}, jnp.zeros(5)
-        results = []
-        for tx, options in ((optax.sgd(1.0), {"clip_norm": 0.1}), (optax.sgd(1.0), {})):
-            init_state, step = quadratic_step(tx, **options)
-            state, _ = step(init_state(stacked_layers, others), batch)
-            results.append((state.layers, state.others))
-        before = (stacked_layers, others)
-        clipped_update, update = (jax.tree.map(jnp.subtract, before, new) for new in results)
-        expected, _ = optax.clip_by_global_norm(0.1).update(update, None)
-        close(clipped_update, expected, 1e-14)
