@@ -1,4 +1,4 @@
-"""Contexts: ways of running one operator over eight devices with the same global gradients.
+"""Contexts: ways of running one operator, most over eight devices, with the same global gradients.
 
 An operator under test is ``op(params, batch, axis_name) -> (y, aux)``: `batch` is a dict of arrays
 with a leading batch axis that holds at least ``x`` and ``w`` (weights of the loss, of y's shape),
@@ -42,11 +42,47 @@ def mesh_of(shape, names, kind=AxisType.Auto):
 
 
 def jit_global(kind, op, params, batch):
-    mesh = mesh_of((DEVICES,), ("i",), kind)
-    with jax.set_mesh(mesh):
-        params = jax.device_put(params, NamedSharding(mesh, P()))
-        batch = jax.device_put(batch, NamedSharding(mesh, P("i")))
-        return jax.jit(lambda p, b: value_and_grads(op, p, b, None))(params, batch)
+    with jax.set_mesh(mesh := mesh_of((DEVICES,), ("i",), kind)):
+        return single_device(op, *_place(mesh, params, batch))
+
+
+def jit_explicit_arrays(op, params, batch):
+    """Run without `jax.set_mesh`; the mesh is known from the types of the arguments."""
+    return single_device(op, *_place(mesh_of((DEVICES,), ("i",), AxisType.Explicit), params, batch))
+
+
+def _place(mesh, params, batch):
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    return params, jax.device_put(batch, NamedSharding(mesh, P("i")))
+
+
+def _two_batches(batch):
+    """Stack a batch and the same batch with its examples in reverse order."""
+    return jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), batch)
+
+
+def vmap_over_batches(op, params, batch):
+    run = jax.vmap(lambda p, b: value_and_grads(op, p, b, None), (None, 0))
+    value, aux, dparams, dx = jax.jit(run)(params, _two_batches(batch))
+    mean = functools.partial(jax.tree.map, lambda a: a.mean(0))
+    return mean(value), mean(aux), mean(dparams), (dx[0] + dx[1, ::-1]) / 2
+
+
+def scan_of_checkpoint(op, params, batch):
+    """Differentiate a scan over batches, each recomputed in the backward pass."""
+    batches = _two_batches(batch)
+
+    def loss(params, x):
+        def body(total, batch):
+            y, aux = op(params, batch, None)
+            return total + local_loss(y, batch["w"]) / 2, aux
+
+        value, aux = lax.scan(jax.checkpoint(body), 0.0, {**batches, "x": x})
+        return value, jax.tree.map(lambda a: a[0], aux)
+
+    run = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    (value, aux), (dparams, dx) = jax.jit(run)(params, batches["x"])
+    return value, aux, dparams, dx[0] + dx[1, ::-1]
 
 
 def _per_device(op, params, batch):

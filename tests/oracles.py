@@ -1,7 +1,9 @@
-"""Batch norm and the dense block by their definitions, for autodiff in float64."""
+"""Operators by their definitions, for autodiff in float64."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from jax import lax
 
 from effjax.ops.dropout import dropout
@@ -46,3 +48,28 @@ def dense_block(x, params, mask=None, dropout_rate=0.0, key=None, axis_name=None
         x = jnp.concatenate([x, y], -1)
         statistics.append((first, second))
     return x, statistics
+
+
+def attention(q, k, v, *, segment_ids=None, causal=True, window=None, scale=None):
+    """Return attention with all scores."""
+    k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], 2) for a in (k, v))
+    scores = jnp.einsum("nqhd,nkhd->nhqk", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
+    distance = np.arange(q.shape[1])[:, None] - np.arange(q.shape[1])
+    seen = jnp.asarray(distance >= 0 if causal else distance == distance)
+    if window is not None:
+        seen &= distance < window
+    if segment_ids is not None:
+        seen &= (segment_ids[:, :, None] == segment_ids[:, None])[:, None]
+    p = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1)
+    return jnp.einsum("nhqk,nkhd->nqhd", p, v)
+
+
+def cross_entropy(
+    x, kernel, labels, bias=0.0, where=True, z_loss=0.0, label_smoothing=0.0, transposed=False
+):
+    """Return the losses of all logits."""
+    logits = x @ (kernel.T if transposed else kernel) + bias
+    targets = optax.smooth_labels(jax.nn.one_hot(labels, logits.shape[-1]), label_smoothing)
+    losses = optax.softmax_cross_entropy(logits, targets)
+    losses += z_loss * jax.nn.logsumexp(logits, -1) ** 2
+    return jnp.where(where, losses, 0)

@@ -4,30 +4,41 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from effjax import native
-from tests.tiers import exhaustive, plainly
+from tests.tiers import vary
 
+NO_NATIVE = not native.is_available("cpu")
 # "default" is implementation=None without native kernels: XLA behind the operator's own
 # differentiation and partitioning rules.
-IMPLEMENTATIONS = ["native", "xla", "default"]
-NO_NATIVE = not native.is_available("cpu")
+IMPLEMENTATIONS = ["default", "xla"] if NO_NATIVE else ["native", "xla", "default"]
 # Tests of these rules need one implementation that has them.
-OWN_RULES = "default" if NO_NATIVE else "native"
-
-
-def run_with(*plain: str) -> pytest.MarkDecorator:
-    """Parametrize by implementation; only `plain` run without --exhaustive."""
-    cases = plainly(*plain, of=IMPLEMENTATIONS)
-    return pytest.mark.parametrize("implementation", cases, indirect=True)
-
+OWN_RULES = IMPLEMENTATIONS[0]
 
 only_own_rules = pytest.mark.parametrize("implementation", [OWN_RULES], indirect=True)
-own_rules = pytest.mark.parametrize("implementation", [OWN_RULES, exhaustive("xla")], indirect=True)
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
+vary_implementation = vary("implementation", IMPLEMENTATIONS, indirect=True)
+# "default" has the rules of "native" and the arithmetic of "xla".
+own_rules_or_xla = vary("implementation", [OWN_RULES, "xla"], indirect=True)
+
+
+def on_random_shapes(test: Callable) -> Callable:
+    """Run a test of (implementation, data) in float64 on data of hypothesis, with --exhaustive."""
+    settings = hypothesis.settings(
+        max_examples=4,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+    )
+    test = vary_implementation(settings(hypothesis.given(data=st.data())(test)))
+    return pytest.mark.exhaustive(pytest.mark.usefixtures("x64")(test))
 
 
 @dataclasses.dataclass
@@ -75,11 +86,11 @@ class Operator:
     Attributes:
         make: ``make(name, batch=..., dtype=...)`` returns a case.
         cases: Names of the cases.
-        plain_case: The case whose every implementation runs in the plain tier.
+        plain_case: Case with most options.
         context_case: Case of the tests under transformations and over devices.
         xla_context_case: The same for implementation="xla".
         context_options: Keyword arguments of `make` for these cases.
-        sizes: Keyword arguments of `make`: odd, large and empty sizes.
+        sizes: Arguments of `make`: odd, large and empty sizes.
         mapped: Axes of vmap of the arguments of `context_case`.
         derivatives: Returns a case between the kinks of the interpolation, for differences.
         options: Options that split the work into slices.
@@ -96,7 +107,7 @@ class Operator:
     derivatives: Callable[..., Case]
     options: Mapping[str, Any]
 
-    def make_context(self, implementation: str | None, **options: Any) -> Case:
+    def make_context(self, implementation: str | None = None, **options: Any) -> Case:
         """Return a small case for tests under transformations and over devices."""
         name = self.xla_context_case if implementation == "xla" else self.context_case
         return self.make(name, **{**self.context_options, **options})

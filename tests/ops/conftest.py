@@ -1,17 +1,14 @@
 import jax
 import pytest
 
-from effjax.ops._common import dispatch
-from tests.ops.battery import NO_NATIVE
+from effjax import native
 
 
 @pytest.fixture
 def implementation(request, monkeypatch):
     """Return the argument `implementation` of a sampling operator."""
-    if request.param == "native" and NO_NATIVE:
-        pytest.skip("the native library is not built")
     if request.param == "default":
-        monkeypatch.setattr(dispatch, "available_platforms", lambda: ())
+        monkeypatch.setattr(native, "is_available", lambda platform: False)
     return None if request.param == "default" else request.param
 
 

@@ -1,4 +1,4 @@
-"""dot_product_attention: numerics against all scores in float64, transformations and memory."""
+"""dot_product_attention: numerics against all scores, selection of kernels and memory."""
 
 import functools
 from typing import Any
@@ -7,23 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from effjax import dot_product_attention
 from effjax.memory import plan, residual_bytes
 from effjax.ops._common.platform import trace_for_platform
-from tests.contexts import (
-    CONTEXTS,
-    assert_trees_close,
-    gradients_with_parameters_of_each_device,
-    in_scan,
-    mesh_of,
-    single_device,
-)
+from tests import oracles
+from tests.contexts import assert_trees_close, mesh_of
 from tests.programs import collective_sizes, needs_gpu_compiler, needs_tpu_compiler
-from tests.tiers import exhaustive, product_cases
+from tests.tiers import vary
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -32,88 +25,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def oracle_attention(q, k, v, *, segment_ids=None, causal=True, window=None, scale=None, **_):
-    """Attention by its definition, with all scores."""
-    k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], 2) for a in (k, v))
-    scores = jnp.einsum("nqhd,nkhd->nhqk", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
-    distance = np.arange(q.shape[1])[:, None] - np.arange(q.shape[1])
-    seen = jnp.asarray(distance >= 0 if causal else distance == distance)
-    if window is not None:
-        seen &= distance < window
-    if segment_ids is not None:
-        seen &= (segment_ids[:, :, None] == segment_ids[:, None])[:, None]
-    p = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1)
-    return jnp.einsum("nhqk,nkhd->nqhd", p, v)
-
-
 def random_segments(n, t, seed=0):
     """Return segments in order; the last is padding."""
     return np.sort(np.random.default_rng(seed).integers(0, 3, (n, t)), -1).astype(np.int32)
 
 
-def make(n=16, t=7, heads=4, kv_heads=2, d=6, segments=False, dtype="f8"):
-    """Return parameters and a batch: keys and values are projections of the queries."""
-    rng = np.random.default_rng(0)
-    params = {name: rng.normal(size=(heads, d, kv_heads, d)) / d**0.5 for name in "kv"}
-    params = {name: a.astype(dtype) for name, a in params.items()}
-    batch = {
-        "x": rng.normal(size=(n, t, heads, d)).astype(dtype),
-        "w": rng.normal(size=(n, t, heads, d)).astype(dtype),
-    }
-    if segments:
-        batch["segments"] = random_segments(n, t)
-    return params, batch
-
-
-def apply(attend, params, batch, axis_name=None, **options):
-    k, v = (jnp.einsum("nthd,hdke->ntke", batch["x"], params[name]) for name in "kv")
-    return attend(batch["x"], k, v, segment_ids=batch.get("segments"), **options), ()
-
-
-def both(name, **sizes):
-    """Return the oracle, the operator, parameters and batch for these options."""
-    options = dict(OPTIONS[name])
-    arrays = make(segments=options.pop("segments", False), **sizes)
-    ours = functools.partial(apply, dot_product_attention, block_size=3, **options)
-    return functools.partial(apply, oracle_attention, **options), ours, *arrays
-
-
-@pytest.mark.parametrize(
-    ("options", "context"),
-    product_cases(
-        OPTIONS,
-        CONTEXTS,
-        plain=[
-            ("all", "jit_auto"),
-            ("all", "jit_explicit"),
-            ("all", "grad_of_jit_of_vmap"),
-            ("all", "grad_of_shard_map_two_axes"),
-            ("causal", "grad_of_shard_map_unchecked"),
-            ("causal", "shard_map_of_grad"),
-            ("full", "pmap"),
-        ],
-    ),
-)
-def test_matches_all_scores(options, context, x64):
-    plain, ours, params, batch = both(options)
-    want = single_device(plain, params, batch)
-    assert_trees_close(CONTEXTS[context](ours, params, batch), want, 1e-12)
-
-
-@pytest.mark.parametrize(
-    ("options", "how"),
-    product_cases(["causal", "all"], ["vmap", "shard_map"], plain=[("all", "shard_map")]),
-)
-def test_different_parameters_per_device(options, how, x64):
-    plain, ours, params, batch = both(options)
-    run = functools.partial(gradients_with_parameters_of_each_device, params=params, batch=batch)
-    got, want = run(lambda *a: ours(*a)[0], how=how), run(lambda *a: plain(*a)[0], how="vmap")
-    assert_trees_close(got, want, 1e-12)
-
-
-@pytest.mark.parametrize("spec", [P("i", None, "j"), exhaustive(P("i", "j")), exhaustive(P("i"))])
-def test_explicit_mesh_without_set_mesh(spec, x64):
-    """Heads and tokens may be sharded too."""
+@vary("spec", [P("i", None, "j"), P("i", "j")])
+def test_sharded_heads_and_tokens(spec, x64):
     mesh = mesh_of((4, 2), ("i", "j"), AxisType.Explicit)
     q, k, v = random_heads(4, 8, 4, 2, 6)
 
@@ -123,7 +41,7 @@ def test_explicit_mesh_without_set_mesh(spec, x64):
     placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a in (q, k, v)]
     ours = functools.partial(dot_product_attention, block_size=4)
     got = jax.jit(jax.grad(functools.partial(loss, ours), (0, 1, 2)))(*placed)
-    want = jax.grad(functools.partial(loss, oracle_attention), (0, 1, 2))(q, k, v)
+    want = jax.grad(functools.partial(loss, oracles.attention), (0, 1, 2))(q, k, v)
     assert_trees_close(got, want, 1e-12)
 
 
@@ -147,33 +65,8 @@ def assert_close(got, want, tolerance):
         np.testing.assert_allclose(np.asarray(a, "f8"), b, rtol=0, atol=tolerance * size)
 
 
-@pytest.mark.parametrize("around", [jax.checkpoint, in_scan])
-def test_checkpoint_and_scan(around, x64):
-    plain, ours, params, batch = both("all")
-    run = around(lambda params, batch: ours(params, batch)[0])
-    got = single_device(lambda params, batch, _: (run(params, batch), ()), params, batch)
-    assert_trees_close(got, single_device(plain, params, batch), 1e-12)
-
-
-def test_scan_and_vmap_over_batches(x64):
-    q, k, v = (jnp.stack([a, a[::-1]]) for a in random_heads(3, 7, 4, 2, 6))
-    one = functools.partial(results, functools.partial(dot_product_attention, block_size=3))
-    want = [results(oracle_attention, *(a[i] for a in (q, k, v))) for i in range(2)]
-    want = jax.tree.map(lambda *a: jnp.stack(a), *want)
-    assert_trees_close(jax.jit(jax.vmap(one))(q, k, v), want, 1e-12)
-    assert_trees_close(jax.jit(lambda *a: lax.map(lambda b: one(*b), a))(q, k, v), want, 1e-12)
-
-
-@pytest.mark.parametrize(
-    ("t", "heads", "kv_heads", "options"),
-    product_cases(
-        [1, 2, 4, 8, 9, 15, 29],
-        [4, 6],
-        [1, 2],
-        OPTIONS,
-        plain=[(1, 4, 1, "all"), (8, 4, 2, "causal"), (9, 4, 2, "all"), (15, 6, 1, "full")],
-    ),
-)
+@pytest.mark.parametrize("options", OPTIONS)
+@vary("t, heads, kv_heads", [(9, 4, 2), (1, 4, 1), (2, 6, 2), (4, 4, 4), (8, 6, 1), (29, 4, 2)])
 def test_sizes(t, heads, kv_heads, options, x64):
     """Lengths below, at and above multiples of the block, and heads in groups."""
     named = dict(OPTIONS[options])
@@ -181,18 +74,15 @@ def test_sizes(t, heads, kv_heads, options, x64):
     named["segment_ids"] = segments
     arrays = random_heads(2, t, heads, kv_heads, 5)
     got = jax.jit(functools.partial(results, dot_product_attention, block_size=4, **named))(*arrays)
-    assert_close(got, results(oracle_attention, *arrays, **named), 1e-12)
+    assert_close(got, results(oracles.attention, *arrays, **named), 1e-12)
 
 
-@pytest.mark.parametrize(
-    ("window", "t"),
-    product_cases([1, 4, 5, 8, 13, 40], [12, 13], plain=[(1, 13), (5, 13)]),
-)
+@vary("window, t", [(5, 13), (1, 13), (4, 12), (8, 13), (13, 13), (40, 12)])
 def test_windows(window, t, x64):
     arrays = random_heads(2, t, 2, 1, 4)
     ours = functools.partial(dot_product_attention, block_size=4, window=window)
     got = jax.jit(functools.partial(results, ours))(*arrays)
-    assert_close(got, results(oracle_attention, *arrays, window=window), 1e-12)
+    assert_close(got, results(oracles.attention, *arrays, window=window), 1e-12)
 
 
 def test_segments_out_of_order(x64):
@@ -202,12 +92,10 @@ def test_segments_out_of_order(x64):
     named = dict(segment_ids=jnp.asarray(ids))
     ours = functools.partial(dot_product_attention, block_size=2, **named)
     got = jax.jit(functools.partial(results, ours))(*arrays)
-    assert_trees_close(got, results(oracle_attention, *arrays, **named), 1e-12)
+    assert_trees_close(got, results(oracles.attention, *arrays, **named), 1e-12)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("bfloat16", 1e-2), exhaustive("float16", 2e-3), ("float32", 2e-6)]
-)
+@vary("dtype, tolerance", [("bfloat16", 1e-2), ("float16", 2e-3), ("float32", 2e-6)])
 def test_dtypes(dtype, tolerance):
     """Sums over blocks and gradients accumulate in float32."""
     arrays = random_heads(2, 100, 4, 2, 16, dtype)
@@ -217,7 +105,7 @@ def test_dtypes(dtype, tolerance):
     assert {str(a.dtype) for a in got} == {dtype}
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(a, "f8")) for a in arrays]
-        assert_trees_close(got, results(oracle_attention, *wide, **named), tolerance)
+        assert_trees_close(got, results(oracles.attention, *wide, **named), tolerance)
 
 
 def test_large_scores():
@@ -225,7 +113,7 @@ def test_large_scores():
     q, k, v = random_heads(1, 12, 2, 1, 4, "f4")
     ids = jnp.asarray([[0] * 6 + [1] * 6])
     got = results(dot_product_attention, 100 * q, 100 * k, v, segment_ids=ids, block_size=2)
-    want = results(oracle_attention, 100 * q, 100 * k, v, segment_ids=ids)
+    want = results(oracles.attention, 100 * q, 100 * k, v, segment_ids=ids)
     assert_close(got, want, 1e-4)
 
 
@@ -240,7 +128,7 @@ def test_second_order(x64):
         return jax.jit(jax.grad(squares, (0, 1, 2)))(*arrays)
 
     ours = functools.partial(dot_product_attention, block_size=3)
-    assert_trees_close(curvature(ours), curvature(oracle_attention), 1e-11)
+    assert_trees_close(curvature(ours), curvature(oracles.attention), 1e-11)
 
 
 def test_reverse_mode_only():
@@ -290,8 +178,9 @@ def test_default_block_size(shape, block):
     assert f"f32[{n},{h},{block},1,{block}] = dot_general" in jaxpr
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("spec", [P("i"), P(None, None, "i")])
+@pytest.mark.parametrize(
+    ("spec", "kind"), [(P("i"), AxisType.Auto), (P(None, None, "i"), AxisType.Explicit)]
+)
 def test_jit_does_not_communicate(spec, kind):
     """Sequences and heads are independent."""
     mesh = mesh_of((8,), ("i",), kind)
@@ -330,7 +219,7 @@ def test_memory_on_gpu():
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize("window", [None, exhaustive(1024)])
+@vary("window", [None, 1024])
 def test_cudnn_on_gpu(window):
     """It is the default for half precision without segments."""
     p = plan(gradients_of(None, window=window), *abstract_heads(), target="h100")
@@ -338,9 +227,7 @@ def test_cudnn_on_gpu(window):
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize(
-    "why", ["segments", *map(exhaustive, ("float32", "odd"))], ids=lambda why: why
-)
+@vary("why", ["segments", "float32", "odd"])
 def test_loop_on_gpu(why):
     """It is the default if cuDNN does not support the arguments."""
     q, k, v = abstract_heads(length=256)
@@ -367,14 +254,7 @@ def test_memory_on_tpu():
     assert "splash" not in p.hlo and p.device.temporaries <= 300e6
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"segments": True}, id="segments"),
-        pytest.param({"window": 100}, id="window", marks=pytest.mark.exhaustive),
-        pytest.param({"causal": False}, id="full", marks=pytest.mark.exhaustive),
-    ],
-)
+@vary("options", [{"segments": True}, {"window": 100}, {"causal": False}], ids=str)
 def test_splash_matches_all_scores(options):
     """In Pallas' interpreter."""
     named = dict(options)
@@ -383,7 +263,7 @@ def test_splash_matches_all_scores(options):
     arrays = random_heads(1, 256, 2, 1, 64, "f4")
     ours = functools.partial(dot_product_attention, implementation="splash", **named)
     got = jax.jit(functools.partial(results, ours))(*arrays)
-    assert_trees_close(got, results(oracle_attention, *arrays, **named), 1e-5)
+    assert_trees_close(got, results(oracles.attention, *arrays, **named), 1e-5)
 
 
 @pytest.mark.parametrize("how", ["jit", "shard_map", "shard_map_unchecked"])
@@ -434,7 +314,7 @@ def test_tokamax_matches_all_scores(window):
     arrays = random_heads(1, 64, 4, 2, 32, "f4")
     ours = functools.partial(dot_product_attention, implementation="tokamax", window=window)
     got = jax.jit(functools.partial(results, ours))(*arrays)
-    assert_trees_close(got, results(oracle_attention, *arrays, window=window), 1e-5)
+    assert_trees_close(got, results(oracles.attention, *arrays, window=window), 1e-5)
 
 
 X = np.ones((2, 4, 4, 8), np.float32)

@@ -10,34 +10,37 @@ from jax.test_util import check_grads
 from effjax.ops._common.platform import trace_for_platform
 from effjax.ops.roi import reference as roi_reference
 from tests.contexts import assert_trees_close
-from tests.ops.battery import IMPLEMENTATIONS, OWN_RULES, only_own_rules, run_with
+from tests.ops.battery import (
+    every_implementation,
+    only_own_rules,
+    own_rules_or_xla,
+    vary_implementation,
+)
 from tests.ops.deform_attention.cases import ATTENTION, DCN
 from tests.ops.deform_conv.cases import OPERATOR as CONV
 from tests.ops.roi.cases import OPERATOR as ROI
-from tests.tiers import exhaustive
+from tests.tiers import vary
 
 OPERATORS = {"conv": CONV, "attention": ATTENTION, "dcn": DCN, "roi": ROI}
 all_operators = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 double = pytest.mark.usefixtures("x64")
 
 
-def oracle_cases():
-    """Plain: native code on every case, XLA on one of each operator, "default" on one."""
-    for name, operator in OPERATORS.items():
-        for case in operator.cases:
-            for implementation in IMPLEMENTATIONS:
-                plain = implementation == OWN_RULES
-                if case == operator.plain_case:
-                    plain |= implementation == "xla" or operator is CONV
-                values = operator, case, implementation
-                marks = () if plain else pytest.mark.exhaustive
-                yield pytest.param(*values, marks=marks, id=f"{name}-{case}-{implementation}")
+CASES = [
+    pytest.param(operator, case, id=f"{name}-{case}")
+    for name, operator in OPERATORS.items()
+    for case in operator.cases
+]
+SIZES = [
+    pytest.param(operator, case, options, id=f"{name}-{case}-{options}")
+    for name, operator in OPERATORS.items()
+    for case, options in operator.sizes
+]
 
 
 @double
-@pytest.mark.parametrize(
-    ("operator", "case", "implementation"), list(oracle_cases()), indirect=["implementation"]
-)
+@vary_implementation
+@pytest.mark.parametrize(("operator", "case"), CASES)
 def test_matches_float64_oracle(operator, case, implementation):
     c = operator.make(case)
     assert_trees_close(c.got(implementation), c.want(), 1e-13)
@@ -59,55 +62,27 @@ def test_oracle_gradients_match_differences(operator):
         np.testing.assert_allclose(np.sum(gradient * direction), difference, rtol=1e-6)
 
 
-def size_cases():
-    """Exhaustive: all sizes with native code, the first two with XLA."""
-    for name, operator in OPERATORS.items():
-        for i, (case, options) in enumerate(operator.sizes):
-            for implementation in [OWN_RULES, "xla"] if i < 2 else [OWN_RULES]:
-                plain = implementation == OWN_RULES and i < 3
-                values = operator, case, options, implementation
-                marks = () if plain else pytest.mark.exhaustive
-                label = "-".join([name, case, *(f"{k}={v}" for k, v in options.items())])
-                yield pytest.param(*values, marks=marks, id=f"{label}-{implementation}")
-
-
 @double
-@pytest.mark.parametrize(
-    ("operator", "case", "options", "implementation"),
-    list(size_cases()),
-    indirect=["implementation"],
-)
+@own_rules_or_xla
+@pytest.mark.parametrize(("operator", "case", "options"), SIZES)
 def test_empty_and_odd_sizes(operator, case, options, implementation):
     c = operator.make(case, **options)
     assert_trees_close(c.got(implementation), c.want(), 1e-12)
 
 
-def slice_cases():
-    """Slices of one element, of all, and slices whose last one is smaller."""
-    sizes = [("conv", 4), ("conv", 36), ("conv", 150), ("attention", 1), ("attention", 4)]
-    plain = {("conv", 36, "xla"), ("conv", 36, OWN_RULES), ("attention", 4, "xla")}
-    for name, kilobytes in sizes:
-        for implementation in IMPLEMENTATIONS:
-            values = OPERATORS[name], 1000 * kilobytes, implementation
-            marks = () if (name, kilobytes, implementation) in plain else pytest.mark.exhaustive
-            yield pytest.param(*values, marks=marks, id=f"{name}-{kilobytes}-{implementation}")
-
-
 @double
-@pytest.mark.parametrize(
-    ("operator", "workspace_bytes", "implementation"),
-    list(slice_cases()),
-    indirect=["implementation"],
-)
-def test_slices(operator, workspace_bytes, implementation):
-    case = {CONV: "one_sided", ATTENTION: "levels"}[operator]
-    c = operator.make(case, batch=3)
-    got = c.got(implementation, workspace_bytes=workspace_bytes)
+@own_rules_or_xla
+@vary("name, kilobytes", [("conv", 36), ("conv", 4), ("conv", 150), ("attention", 1)])
+def test_slices(name, kilobytes, implementation):
+    """Slices of one element, of all, and slices whose last one is smaller."""
+    case = {"conv": "one_sided", "attention": "levels"}[name]
+    c = OPERATORS[name].make(case, batch=3)
+    got = c.got(implementation, workspace_bytes=1000 * kilobytes)
     assert_trees_close(got, c.want(), 1e-13)
 
 
 @all_operators
-@only_own_rules
+@every_implementation
 def test_float32_matches_float64_oracle(operator, implementation):
     more = {ROI: {"channels": 72}, DCN: {"depth": 72}}.get(operator, {})
     c = operator.make(operator.plain_case, batch=1, dtype=np.float32, **more)
@@ -117,18 +92,8 @@ def test_float32_matches_float64_oracle(operator, implementation):
 
 
 @double
-@pytest.mark.parametrize(
-    ("name", "mode", "order"),
-    [
-        ("conv", "fwd", 1),
-        ("attention", "fwd", 1),
-        exhaustive("dcn", "fwd", 1),
-        exhaustive("roi", "fwd", 1),
-        exhaustive("conv", "rev", 2),
-        exhaustive("attention", "rev", 2),
-        exhaustive("roi", "rev", 2),
-    ],
-)
+@pytest.mark.parametrize("name", OPERATORS)
+@vary("mode, order", [("fwd", 1), ("rev", 2)])
 def test_forward_mode_and_second_order_of_xla(name, mode, order):
     operator = OPERATORS[name]
     # JAX differentiates pooling only with a fixed number of samples.
@@ -141,7 +106,7 @@ def test_forward_mode_and_second_order_of_xla(name, mode, order):
 
 
 @pytest.mark.parametrize("operator", [CONV, ATTENTION], ids=["conv", "attention"])
-@run_with(OWN_RULES)
+@vary_implementation
 def test_residuals_are_the_inputs(operator, implementation):
     """The backward pass keeps no copies, and a scan none of its stacked inputs."""
     c = operator.make_context(implementation, dtype=np.float32)
@@ -181,18 +146,16 @@ def test_runs_are_equal_to_the_bit(operator, implementation, optimized):
 
 
 @double
+@vary("implementation", ["default", "xla"], indirect=True)
 @pytest.mark.parametrize(
-    ("operator", "case", "options", "implementation"),
+    ("operator", "case", "options"),
     [
-        (ATTENTION, "levels", {"queries": 300}, "default"),
-        (ATTENTION, "levels", {"queries": 5}, "xla"),
-        exhaustive(ATTENTION, "levels", {"queries": 300}, "xla"),
-        exhaustive(DCN, "even", {}, "default"),
-        exhaustive(CONV, "one_sided", {"batch": 3}, "default"),
-        (ROI, "offset", {}, "default"),
-        exhaustive(ROI, "offset", {}, "xla"),
+        (ATTENTION, "levels", {"queries": 300}),
+        (CONV, "one_sided", {"batch": 3}),
+        (DCN, "even", {}),
+        (ROI, "offset", {}),
     ],
-    indirect=["implementation"],
+    ids=["attention", "conv", "dcn", "roi"],
 )
 def test_slices_of_a_tpu(operator, case, options, implementation, monkeypatch):
     """Programs that are traced for a TPU; they run on the CPU here."""

@@ -1,4 +1,4 @@
-"""Every transformation and context matches automatic differentiation on one device."""
+"""Transformations that are specific to batch norm, or to its named axes."""
 
 import functools
 
@@ -13,94 +13,10 @@ from jax.test_util import check_grads
 
 from effjax import batch_norm_inference, sync_batch_norm
 from tests import oracles
-from tests.contexts import (
-    CONTEXTS,
-    assert_trees_close,
-    grad_of_vmap,
-    gradients_with_parameters_of_each_device,
-    in_scan,
-    mesh_of,
-    single_device,
-)
+from tests.contexts import assert_trees_close, mesh_of
 from tests.ops.batch_norm.cases import PARAMS, C, make_batch
-from tests.tiers import exhaustive, product_cases
 
 pytestmark = pytest.mark.usefixtures("x64")
-
-STATS = ["gather", "two_psum"]
-VARIANTS = {
-    "bare": {"params": {}},
-    "mask_relu": {"mask": True, "relu": True},
-    "mask_residual_relu": {"mask": True, "residual": True, "relu": True},
-}
-
-
-def oracle_of(mask=False, residual=False, relu=False, params=PARAMS):
-    del params
-
-    def op(params, batch, axis_name):
-        extra = {
-            name: batch[name] for name, used in [("mask", mask), ("residual", residual)] if used
-        }
-        return oracles.batch_norm(batch["x"], **params, **extra, relu=relu)
-
-    return op
-
-
-def ours(stats, mask=False, residual=False, relu=False, params=PARAMS, **options):
-    del params
-
-    def op(params, batch, axis_name):
-        extra = {
-            name: batch[name] for name, used in [("mask", mask), ("residual", residual)] if used
-        }
-        activation = "relu" if relu else None
-        kwargs = {"axis_name": axis_name, "activation": activation, "stats": stats, **options}
-        y, statistics = sync_batch_norm(batch["x"], **params, **extra, **kwargs)
-        return y, tuple(statistics)
-
-    return op
-
-
-@functools.cache
-def expected(variant):
-    with jax.enable_x64(True):
-        options = VARIANTS[variant]
-        return single_device(oracle_of(**options), options.get("params", PARAMS), make_batch())
-
-
-PLAIN_CASES = [
-    ("gather", "mask_residual_relu", "shard_map_of_grad"),
-    ("two_psum", "mask_residual_relu", "grad_of_shard_map_two_axes"),
-    ("gather", "mask_residual_relu", "grad_of_jit_of_vmap"),
-    ("two_psum", "bare", "pmap"),
-    ("gather", "bare", "jit_explicit"),
-    ("gather", "bare", "shard_map_varying_params"),
-]
-
-
-@pytest.mark.parametrize(
-    ("stats", "variant", "context"),
-    product_cases(STATS, VARIANTS, CONTEXTS, plain=PLAIN_CASES),
-)
-def test_matches_autodiff(stats, variant, context):
-    options = VARIANTS[variant]
-    got = CONTEXTS[context](ours(stats, **options), options.get("params", PARAMS), make_batch())
-    assert_trees_close(got, expected(variant), 1e-12)
-
-
-@pytest.mark.parametrize(
-    ("stats", "variant", "between"),
-    product_cases(
-        STATS,
-        ["mask_residual_relu"],
-        [jax.jit, jax.checkpoint, in_scan],
-        plain=[("two_psum", "mask_residual_relu", jax.checkpoint)],
-    ),
-)
-def test_rules_run_where_the_vmap_axis_is_out_of_scope(stats, variant, between):
-    got = grad_of_vmap(between, ours(stats, **VARIANTS[variant]), PARAMS, make_batch())
-    assert_trees_close(got, expected(variant), 1e-12)
 
 
 def test_rules_run_where_two_vmap_axes_are_out_of_scope():
@@ -134,21 +50,6 @@ def test_vmap_axis_inside_mesh_axis(check_vma):
     np.testing.assert_allclose(run(x), want, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("residual", "how"),
-    product_cases([False, True], ["vmap", "shard_map"], plain=[(True, "shard_map")]),
-)
-def test_different_parameters_per_device(residual, how):
-    def op(norm, params, batch, axis_name):
-        extra = {"residual": batch["residual"]} if residual else {}
-        return norm(batch["x"], **params, **extra, axis_name=axis_name)[0]
-
-    run = functools.partial(gradients_with_parameters_of_each_device, batch=make_batch())
-    want = run(functools.partial(op, oracles.batch_norm), PARAMS, how="vmap")
-    got = run(functools.partial(op, sync_batch_norm), PARAMS, how=how)
-    assert_trees_close(got, want, 1e-12)
-
-
 def test_x_varies_over_one_of_two_axes():
     mesh, x = mesh_of((4, 2), ("i", "j")), make_batch()["x"]
 
@@ -160,29 +61,17 @@ def test_x_varies_over_one_of_two_axes():
     assert_trees_close(jax.jit(jax.grad(mapped))(x), want, 1e-12)
 
 
-@pytest.mark.parametrize("spec", [exhaustive(P("i")), P("i", None, None, "j")])
-def test_explicit_mesh_without_set_mesh(spec):
+def test_explicit_mesh_with_sharded_features():
     mesh = mesh_of((4, 2), ("i", "j"), AxisType.Explicit)
     x = np.random.default_rng(0).normal(size=(8, 3, 3, 6))
     scale, bias = np.linspace(1, 2, 6), np.linspace(0, 1, 6)
     loss = lambda norm, *args: jnp.sum(norm(*args)[0] ** 3)  # noqa: E731
     gradient = functools.partial(jax.grad, argnums=(0, 1, 2))
     want = jax.jit(gradient(functools.partial(loss, oracles.batch_norm)))(x, scale, bias)
-    sharded = jax.device_put(x, jax.NamedSharding(mesh, spec))
+    sharded = jax.device_put(x, jax.NamedSharding(mesh, P("i", None, None, "j")))
     replicated = jax.device_put((scale, bias), jax.NamedSharding(mesh, P()))
     got = jax.jit(gradient(functools.partial(loss, sync_batch_norm)))(sharded, *replicated)
     assert_trees_close(got, want, 1e-12)
-
-
-def test_scan_remat_and_vmap():
-    x = make_batch()["x"]
-    op = lambda x: jnp.sum(jnp.sin(sync_batch_norm(x, activation="relu")[0]))  # noqa: E731
-    want = jax.jit(jax.grad(op))(x)
-    np.testing.assert_allclose(jax.jit(jax.grad(jax.checkpoint(op)))(x), want, atol=1e-12)
-    stacked = jnp.stack([x, 2 * x])
-    np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(op)))(stacked)[0], want, atol=1e-12)
-    summed = lambda xs: lax.scan(lambda c, x: (c + op(x), None), 0.0, xs)[0]  # noqa: E731
-    np.testing.assert_allclose(jax.jit(jax.grad(summed))(stacked)[0], want, atol=1e-12)
 
 
 def test_second_order():
@@ -199,17 +88,11 @@ def test_second_order():
 
 def test_inference_gradients():
     rng = np.random.default_rng(0)
-    args = (
-        rng.normal(size=(4, C)),
-        rng.normal(size=C),
-        rng.random(C) + 1,
-        *rng.normal(size=(2, C)),
-    )
-    op = functools.partial(batch_norm_inference, activation="relu", residual=args[0])
-    check_grads(jax.jit(op), args, order=1, modes=["fwd", "rev"], eps=1e-6)
-    assert op(
-        *(jnp.asarray(a, jnp.bfloat16) for a in args[:1]), *args[1:], residual=None
-    ).dtype == (jnp.bfloat16)
+    x, mean, scale, bias = rng.normal(size=(4, C)), *rng.normal(size=(3, C))
+    args = mean, rng.random(C) + 1, scale, bias
+    op = functools.partial(batch_norm_inference, activation="relu", residual=x)
+    check_grads(jax.jit(op), (x, *args), order=1, modes=["fwd", "rev"], eps=1e-6)
+    assert batch_norm_inference(jnp.asarray(x, jnp.bfloat16), *args).dtype == jnp.bfloat16
 
 
 def test_numpy_mask_mapped_by_vmap_inside_jit():

@@ -15,7 +15,7 @@ from effjax.ops.batch_norm.complex import complex_batch_norm
 from tests.contexts import DEVICES, mesh_of
 from tests.ops.batch_norm.cases import PARAMS, C, make_batch
 from tests.programs import collective_sizes, needs_gpu_compiler, needs_tpu_compiler
-from tests.tiers import product_cases
+from tests.tiers import vary
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -39,16 +39,9 @@ def test_residuals(relu, residual):
     assert sum(v.size for v in leaves if v.size < x.size) <= 4 * 32 + 2
 
 
-@pytest.mark.parametrize(
-    ("stats", "check_vma", "mask"),
-    product_cases(
-        ["gather", "two_psum"],
-        [False, True],
-        [False, True],
-        plain=[("gather", True, False), ("two_psum", True, True)],
-    ),
-)
-def test_all_reduces(stats, check_vma, mask):
+@pytest.mark.parametrize(("stats", "mask"), [("gather", False), ("two_psum", True)])
+@vary("check_vma", [True, False])
+def test_all_reduces(stats, mask, check_vma):
     """One or two forward, one of 2C numbers backward, none for replicated parameters."""
     mesh = mesh_of((DEVICES,), ("i",))
     batch = {k: make_batch()[k] for k in ("x", "mask")}
@@ -116,12 +109,7 @@ def programs_under_jit(mesh, shape, dtype, mask=False, **options):
 
 
 @pytest.mark.parametrize(
-    ("kind", "mask"),
-    product_cases(
-        [AxisType.Auto, AxisType.Explicit],
-        [False, True],
-        plain=[(AxisType.Auto, True), (AxisType.Explicit, False)],
-    ),
+    ("kind", "mask"), [(AxisType.Auto, True), (AxisType.Explicit, False)], ids=str
 )
 def test_all_reduces_under_jit(kind, mask):
     mesh = mesh_of((DEVICES,), ("data",), kind)
@@ -153,14 +141,10 @@ def check_plan_of_gradient(target, kind, mask, dtype, temporaries):
 
 
 @needs_tpu_compiler
-@pytest.mark.parametrize(
-    ("kind", "mask", "dtype"),
-    product_cases(
-        [AxisType.Auto, AxisType.Explicit],
-        [False, True],
-        ["float32", "bfloat16"],
-        plain=[(AxisType.Auto, True, "bfloat16")],
-    ),
+@vary(
+    "kind, mask, dtype",
+    [(AxisType.Auto, True, "bfloat16"), (AxisType.Explicit, False, "float32")],
+    ids=str,
 )
 def test_all_reduces_on_tpu(kind, mask, dtype):
     check_plan_of_gradient("v5e", kind, mask, dtype, 0.2)
@@ -168,9 +152,8 @@ def test_all_reduces_on_tpu(kind, mask, dtype):
 
 @needs_gpu_compiler
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("mask", "temporaries"), [(False, 2.1), (True, 4.1)])
-def test_all_reduces_on_gpu(mask, temporaries):
-    check_plan_of_gradient("h100", AxisType.Auto, mask, "bfloat16", temporaries)
+def test_all_reduces_on_gpu():
+    check_plan_of_gradient("h100", AxisType.Auto, True, "bfloat16", 4.1)
 
 
 @pytest.mark.exhaustive

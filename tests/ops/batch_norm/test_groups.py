@@ -13,7 +13,7 @@ from effjax import sync_batch_norm
 from tests import oracles
 from tests.contexts import DEVICES, assert_trees_close, mesh_of
 from tests.ops.batch_norm.cases import C, make_batch
-from tests.tiers import exhaustive, product_cases
+from tests.tiers import vary
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -39,14 +39,7 @@ def grouped(x, w, **options):
     return lax.pmean(value, "i")[None], dx / DEVICES
 
 
-@pytest.mark.parametrize(
-    ("how", "stats"),
-    product_cases(
-        ["pmap", "shard_map"],
-        ["gather", "two_psum"],
-        plain=[("pmap", "two_psum"), ("shard_map", "gather")],
-    ),
-)
+@pytest.mark.parametrize(("how", "stats"), [("pmap", "two_psum"), ("shard_map", "gather")])
 def test_groups_of_devices(how, stats):
     batch = make_batch()
     run = functools.partial(grouped, axis_index_groups=GROUPS, stats=stats)
@@ -63,7 +56,7 @@ def test_groups_of_devices(how, stats):
     assert_trees_close((value.ravel()[0], dx), want, 1e-12)
 
 
-@pytest.mark.parametrize("size", [2, *map(exhaustive, (1, 8))])
+@vary("size", [2, 1, 8])
 def test_groups_by_size(size):
     # Neighboring devices form a group, as in apex.
     x = make_batch()["x"].reshape(DEVICES, -1, C)

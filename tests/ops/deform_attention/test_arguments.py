@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from effjax import dcn_aggregate, ms_deform_attn
-from effjax.ops._common import dispatch
 
 GOOD = {
     "value": np.zeros((2, 7, 3, 4), np.float32),
@@ -76,40 +75,3 @@ def test_eval_shape():
     run = lambda v, *others: ms_deform_attn(v, GOOD["spatial_shapes"], *others)  # noqa: E731
     y = jax.eval_shape(run, *shapes)
     assert (y.shape, y.dtype) == ((2, 5, 12), jnp.float32)
-
-
-def test_native_unavailable(monkeypatch):
-    monkeypatch.setattr(dispatch, "available_platforms", lambda: ())
-    with pytest.raises(RuntimeError, match="no native ms_deform_attn for platform 'cpu'"):
-        ms_deform_attn(**GOOD, implementation="native")
-    with pytest.raises(RuntimeError, match="no native dcn_aggregate for platform 'cpu'"):
-        dcn_aggregate(**WINDOW, implementation="native")
-
-
-def test_native_for_another_platform(monkeypatch):
-    """The platform is known when the program is compiled. None falls back to XLA."""
-    monkeypatch.setattr(dispatch, "available_platforms", lambda: ("cuda",))
-    jax.eval_shape(lambda: ms_deform_attn(**GOOD, implementation="native"))
-    with pytest.raises(RuntimeError, match="for platform 'cpu'.*`effjax doctor`"):
-        ms_deform_attn(**GOOD, implementation="native")
-    assert ms_deform_attn(**GOOD).shape == (2, 5, 12)
-
-
-LOSSES = {
-    "ms_deform_attn": lambda v: jnp.sum(ms_deform_attn(**GOOD | {"value": v}) ** 2),
-    "dcn_aggregate": lambda x: jnp.sum(dcn_aggregate(**WINDOW | {"x": x}) ** 2),
-}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_rejects_forward_mode_and_second_order(name):
-    loss, x = LOSSES[name], {"ms_deform_attn": VALUE, "dcn_aggregate": X}[name]
-    derivatives = {
-        "second": jax.grad(lambda x: jnp.sum(jax.grad(loss)(x))),
-        "jvp": lambda x: jax.jvp(loss, (x,), (x,)),
-        "over reverse": lambda x: jax.jvp(jax.grad(loss), (x,), (x,)),
-    }
-    for run in derivatives.values():
-        for transformed in (run, jax.jit(run)):
-            with pytest.raises(NotImplementedError, match=f'{name} .*`implementation="xla"`'):
-                transformed(x)

@@ -1,6 +1,5 @@
 """Specific properties of dcn_aggregate: geometry, dtypes and sharding."""
 
-import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -12,15 +11,15 @@ from jax.sharding import PartitionSpec as P
 from effjax import dcn_aggregate, deform_conv2d
 from effjax.memory import collectives
 from tests.contexts import assert_trees_close, mesh_of
-from tests.ops.battery import OWN_RULES, own_rules, run_with
+from tests.ops.battery import on_random_shapes, vary_implementation
 from tests.ops.deform_attention.cases import make_random_window, make_window
-from tests.tiers import exhaustive
+from tests.tiers import vary
 
 double = pytest.mark.usefixtures("x64")
 
 
 @double
-@pytest.mark.parametrize("padding", [exhaustive("SAME"), ((0, 2), (1, 0))])
+@vary("padding", [((0, 2), (1, 0)), "SAME"])
 def test_sums_the_samples_of_deform_conv2d(padding):
     """A window of one group has the same samples in another order."""
     c = make_window("plain", groups=1, depth=1)
@@ -46,7 +45,7 @@ def test_zero_offsets_read_whole_pixels():
     np.testing.assert_array_equal(y[..., 1], wide[:, 2:, 2:, 1])
 
 
-@run_with(OWN_RULES)
+@vary_implementation
 def test_non_finite_offsets_give_zero(implementation):
     c = make_window("plain", dtype=np.float32)
     c.args[1][:, 0] = np.nan
@@ -57,15 +56,8 @@ def test_non_finite_offsets_give_zero(implementation):
     assert np.all(np.isfinite(dx))
 
 
-@pytest.mark.parametrize(
-    ("implementation", "dtype"),
-    [
-        (OWN_RULES, "mixed"),
-        exhaustive(OWN_RULES, "float16"),
-        exhaustive("xla", "bfloat16"),
-    ],
-    indirect=["implementation"],
-)
+@vary_implementation
+@vary("dtype", ["mixed", "float16"])
 def test_half_precision(implementation, dtype):
     c = make_window("plain", depth=16)
     types = ("bfloat16", "float32", "bfloat16") if dtype == "mixed" else (dtype,) * 3
@@ -80,14 +72,8 @@ def test_half_precision(implementation, dtype):
 
 
 @pytest.mark.usefixtures("x64_everywhere")
-@pytest.mark.parametrize(
-    ("implementation", "kind"),
-    [
-        (OWN_RULES, AxisType.Auto),
-        exhaustive("xla", AxisType.Explicit),
-    ],
-    indirect=["implementation"],
-)
+@vary_implementation
+@vary("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_batch_has_no_collectives(implementation, kind):
     c = make_window("plain", batch=8)
     sharding = NamedSharding(mesh_of((8,), ("i",), kind), P("i"))
@@ -98,14 +84,7 @@ def test_sharded_batch_has_no_collectives(implementation, kind):
     assert_trees_close(run(args, dy), c.want(), 1e-12)
 
 
-@pytest.mark.exhaustive
-@double
-@own_rules
-@hypothesis.settings(
-    max_examples=4, deadline=None, derandomize=True, database=None,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)  # fmt: skip
-@hypothesis.given(data=st.data())
+@on_random_shapes
 def test_random_shapes(implementation, data):
     draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
     two = lambda low, high: (draw(low, high), draw(low, high))  # noqa: E731

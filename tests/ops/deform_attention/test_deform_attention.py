@@ -2,7 +2,6 @@
 
 import re
 
-import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -13,16 +12,21 @@ from effjax import ms_deform_attn
 from effjax.memory import plan
 from effjax.ops._common.platform import trace_for_platform
 from tests.contexts import assert_trees_close
-from tests.ops.battery import OWN_RULES, own_rules, run_with
+from tests.ops.battery import (
+    IMPLEMENTATIONS,
+    every_implementation,
+    on_random_shapes,
+    vary_implementation,
+)
 from tests.ops.deform_attention.cases import between_pixels, make, make_random
 from tests.programs import needs_gpu_compiler
-from tests.tiers import exhaustive
+from tests.tiers import vary
 
 double = pytest.mark.usefixtures("x64")
 
 
 @double
-@run_with(OWN_RULES)
+@vary_implementation
 def test_pixel_centers_are_exact(implementation):
     # Weights are exact in a level whose sizes are powers of two.
     shapes = ((1, 1), (4, 8))
@@ -39,7 +43,7 @@ EDGES = [-1e30, 1e30, -np.inf, np.inf, np.nan, -1.0, -0.125, -0.124, 0.0, 1.0, 1
 
 
 @double
-@run_with(OWN_RULES, "xla")
+@every_implementation
 def test_locations_at_and_beyond_the_border(implementation):
     """Results and gradients in a level of four by four are zero unless -1/8 < location < 9/8."""
     n = len(EDGES)
@@ -54,7 +58,7 @@ def test_locations_at_and_beyond_the_border(implementation):
         assert np.all(a[~inside] == 0) and np.all(a[inside] > 0)
 
 
-@run_with(OWN_RULES, "xla")
+@every_implementation
 def test_non_finite_pixel_stays_local(implementation):
     """Corners and samples out of range neither read nor scale other pixels."""
     c = make("levels", dtype=np.float32)
@@ -83,15 +87,8 @@ def test_mixed_second_derivative():
     assert_trees_close(mixed, gradient(value, np.ones_like(weights)), 1e-12)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "dtype"),
-    [
-        (OWN_RULES, "bfloat16"),
-        ("xla", "float16"),
-        exhaustive(OWN_RULES, "float16"),
-    ],
-    indirect=["implementation"],
-)
+@vary_implementation
+@vary("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_rounded_once(implementation, dtype):
     """Sums are float32, in slices or not."""
     c = make("wide", queries=9)
@@ -106,7 +103,7 @@ def test_half_precision_is_rounded_once(implementation, dtype):
         np.testing.assert_allclose(np.asarray(a, np.float64), rounded, rtol=2 * epsilon, atol=1e-4)
 
 
-@run_with(OWN_RULES)
+@vary_implementation
 def test_locations_are_exact_in_half_precision(implementation):
     """Locations are computed in float32; these lie a quarter right of each center."""
     value = jnp.asarray(np.arange(256).reshape(1, 256, 1, 1) % 2, jnp.bfloat16)
@@ -156,11 +153,7 @@ def _largest(hlo):
 
 @pytest.mark.parametrize(
     ("implementation", "dtype"),
-    [
-        (OWN_RULES, "bfloat16"),
-        ("xla", "float32"),
-        exhaustive("default", "bfloat16"),
-    ],
+    [(name, "float32" if name == "xla" else "bfloat16") for name in IMPLEMENTATIONS],
     indirect=["implementation"],
 )
 def test_no_array_of_all_samples(implementation, dtype):
@@ -195,14 +188,7 @@ def test_plan_uses_the_slices_of_a_gpu():
             assert ("while" in text) == (platform == "cpu")
 
 
-@pytest.mark.exhaustive
-@double
-@own_rules
-@hypothesis.settings(
-    max_examples=4, deadline=None, derandomize=True, database=None,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)  # fmt: skip
-@hypothesis.given(data=st.data())
+@on_random_shapes
 def test_random_shapes(implementation, data):
     draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
     c = make_random(

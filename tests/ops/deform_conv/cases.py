@@ -76,12 +76,11 @@ OPERATOR = Operator(
     sizes=(
         ("all", dict(batch=0)),
         ("one_sided", dict(batch=3, optional=False)),
-        ("all", dict(batch=33, optional=False)),
-        ("all", dict(batch=65)),
+        ("all", dict(batch=33)),
     ),
     mapped={
-        "images": (0, 0, None, 0, None),
         "kernel": (None, None, 0, None, 0),
+        "images": (0, 0, None, 0, None),
         "all": (0, 0, 0, 0, 0),
         "offset": (None, 0, None, None, None),
     },

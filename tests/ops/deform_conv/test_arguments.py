@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from effjax import deform_conv2d
-from effjax.ops._common import dispatch
 
 X = np.zeros((2, 5, 4, 6), np.float32)
 GOOD = {
@@ -49,33 +48,3 @@ def test_eval_shape():
     shapes = {k: jax.ShapeDtypeStruct(a.shape, a.dtype) for k, a in GOOD.items()}
     y = jax.eval_shape(lambda a: deform_conv2d(**a), shapes)
     assert (y.shape, y.dtype) == ((2, 3, 2, 4), jnp.float32)
-
-
-def test_native_unavailable(monkeypatch):
-    monkeypatch.setattr(dispatch, "available_platforms", lambda: ())
-    with pytest.raises(RuntimeError, match="no native deformable convolution for platform 'cpu'"):
-        deform_conv2d(**GOOD, implementation="native")
-
-
-def test_native_for_another_platform(monkeypatch):
-    """The platform is known when the program is compiled. None falls back to XLA."""
-    monkeypatch.setattr(dispatch, "available_platforms", lambda: ("cuda",))
-    jax.eval_shape(lambda: deform_conv2d(**GOOD, implementation="native"))
-    with pytest.raises(RuntimeError, match="for platform 'cpu'.*`effjax doctor`"):
-        deform_conv2d(**GOOD, implementation="native")
-    assert deform_conv2d(**GOOD).shape == (2, 3, 2, 4)
-
-
-def test_rejects_forward_mode():
-    loss = lambda x: jnp.sum(deform_conv2d(**{**GOOD, "x": x}) ** 2)  # noqa: E731
-    with pytest.raises(NotImplementedError, match='need `implementation="xla"`'):
-        jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))(X)
-    forward = (
-        lambda x: jax.jvp(loss, (x,), (x,)),
-        lambda x: jax.linearize(loss, x)[1](x),
-        jax.jit(jax.jacfwd(loss)),
-        lambda x: jax.jvp(jax.grad(loss), (x,), (x,)),
-    )
-    for run in forward:
-        with pytest.raises(NotImplementedError, match='need `implementation="xla"`'):
-            run(X)

@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -16,19 +15,23 @@ from effjax.memory import plan
 from effjax.ops._common.platform import trace_for_platform
 from effjax.ops.deform_conv import chunks
 from tests.contexts import assert_trees_close
-from tests.ops.battery import OWN_RULES, Case, only_own_rules, own_rules, run_with
+from tests.ops.battery import (
+    Case,
+    every_implementation,
+    on_random_shapes,
+    only_own_rules,
+    vary_implementation,
+)
 from tests.ops.deform_conv import oracle
 from tests.ops.deform_conv.cases import make, make_random
 from tests.programs import needs_gpu_compiler
-from tests.tiers import exhaustive
+from tests.tiers import vary
 
 double = pytest.mark.usefixtures("x64")
 
 
 @only_own_rules
-@pytest.mark.parametrize(
-    ("padding", "pads"), [exhaustive("SAME", "SAME"), ((0, 1), ((0, 0), (1, 1)))]
-)
+@vary("padding, pads", [((0, 1), ((0, 0), (1, 1))), ("SAME", "SAME")])
 def test_zero_offset_is_a_convolution(implementation, padding, pads):
     rng = np.random.default_rng(0)
     x, kernel = rng.normal(size=(2, 6, 7, 4)), rng.normal(size=(3, 2, 2, 6))
@@ -46,7 +49,7 @@ def test_zero_offset_is_a_convolution(implementation, padding, pads):
 
 
 @double
-@run_with(OWN_RULES)
+@vary_implementation
 def test_integer_offsets_shift(implementation):
     x = np.random.default_rng(0).normal(size=(1, 5, 6, 3))
     offset = np.broadcast_to(np.array([2.0, -1.0]), (1, 5, 6, 2))
@@ -60,7 +63,7 @@ EDGES = [-1e30, 1e30, -np.inf, np.inf, np.nan, -2.0, -1.0, -1 + 1e-6, 0.0, 4.0, 
 
 
 @double
-@run_with(OWN_RULES, "xla")
+@every_implementation
 def test_positions_at_and_beyond_the_border(implementation):
     """One output pixel per position: zero with zero gradients unless -1 < position < size."""
     rng = np.random.default_rng(0)
@@ -82,7 +85,7 @@ def test_positions_at_and_beyond_the_border(implementation):
     assert np.all(np.abs(np.asarray(got[4])[~outside]).sum((1, 2, 3)) > 0)
 
 
-@run_with(OWN_RULES, "xla")
+@every_implementation
 def test_non_finite_pixel_stays_local(implementation):
     """Corners and samples out of range neither read nor scale other pixels."""
     rng = np.random.default_rng(0)
@@ -106,15 +109,8 @@ def test_non_finite_pixel_stays_local(implementation):
         assert np.all(np.isfinite(a))
 
 
-@pytest.mark.parametrize(
-    ("implementation", "dtype"),
-    [
-        (OWN_RULES, "bfloat16"),
-        ("xla", "float16"),
-        exhaustive(OWN_RULES, "float16"),
-    ],
-    indirect=["implementation"],
-)
+@vary_implementation
+@vary("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_as_accurate_as_a_convolution(implementation, dtype):
     rng = np.random.default_rng(0)
     x, kernel = (jnp.asarray(rng.normal(size=s), dtype) for s in ((2, 8, 8, 32), (3, 3, 32, 16)))
@@ -141,7 +137,7 @@ def test_half_precision_is_as_accurate_as_a_convolution(implementation, dtype):
         assert errors[0] <= 1.02 * errors[1]  # the same sum, rounded in two ways
 
 
-@run_with(OWN_RULES)
+@vary_implementation
 def test_positions_are_exact_in_half_precision(implementation):
     x = jnp.asarray(np.arange(1000).reshape(1, 1, 1000, 1) % 2, jnp.bfloat16)
     offset = jnp.full((1, 1, 1000, 2), jnp.array([0, 0.25]), jnp.bfloat16)
@@ -163,7 +159,7 @@ def test_mixed_dtypes():
         assert y.dtype == jnp.float32
 
 
-@own_rules
+@vary_implementation
 def test_gradient_inside_custom_jvp(implementation):
     """The rule passes zeros as the tangents of arguments that are not differentiated."""
     c = make("plain", dtype=np.float32)
@@ -196,16 +192,10 @@ def _gradients(implementation, workspace_bytes):
     return jax.grad(loss, argnums=(0, 1, 2, 3))
 
 
-@pytest.mark.parametrize(
-    ("implementation", "dtype", "height"),
-    [
-        (OWN_RULES, "float32", 47),  # the last slice is smaller
-        ("xla", "bfloat16", 23),
-        exhaustive("default", "float32", 47),
-    ],
-    indirect=["implementation"],
-)
+@every_implementation
+@vary("dtype, height", [("float32", 47), ("bfloat16", 23)])
 def test_memory_stays_under_the_workspace(implementation, dtype, height):
+    """The last slice is smaller."""
     mib = 2**20
     args = _shapes(dtype, height)
     program = jax.jit(_gradients(implementation, 2 * mib)).lower(*args).compile()
@@ -260,14 +250,7 @@ def test_split_kernel_gradient_matches_whole_sum():
     assert_trees_close(got, run(), 1e-5)
 
 
-@pytest.mark.exhaustive
-@double
-@own_rules
-@hypothesis.settings(
-    max_examples=4, deadline=None, derandomize=True, database=None,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)  # fmt: skip
-@hypothesis.given(data=st.data())
+@on_random_shapes
 def test_random_shapes(implementation, data):
     draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
     two = lambda low, high: (draw(low, high), draw(low, high))  # noqa: E731

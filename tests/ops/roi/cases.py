@@ -99,9 +99,7 @@ OPERATOR = Operator(
     sizes=(
         ("adaptive", dict(batch=0, boxes=3, channels=2)),
         ("adaptive", dict(batch=1, boxes=0, channels=2)),
-        ("adaptive", dict(batch=3, boxes=1, channels=2)),
         ("offset", dict(batch=1, boxes=5, channels=97)),
-        ("by_position_no_offset", dict(batch=0, boxes=3, channels=2)),
         ("by_position_no_offset", dict(batch=1, boxes=5, channels=97)),
     ),
     mapped={"images": (0, None, None), "boxes": (None, None, 0), "all": (0, 0, 0)},

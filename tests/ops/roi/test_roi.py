@@ -2,7 +2,6 @@
 
 import functools
 
-import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -11,12 +10,11 @@ import pytest
 
 import effjax
 from effjax import multiscale_roi_align, roi_align
-from effjax.ops._common import dispatch
 from tests.contexts import assert_trees_close
-from tests.ops.battery import NO_NATIVE, OWN_RULES, own_rules, run_with
+from tests.ops.battery import NO_NATIVE, every_implementation, on_random_shapes, vary_implementation
 from tests.ops.roi import oracle
 from tests.ops.roi.cases import make, make_from
-from tests.tiers import exhaustive
+from tests.tiers import vary
 
 double = pytest.mark.usefixtures("x64")
 X = np.zeros((2, 5, 4, 8), np.float32)
@@ -48,13 +46,6 @@ def test_rejects_bad_arguments(function, argument, value):
         jax.eval_shape(lambda: getattr(effjax, function)(**good | {argument: value}))
 
 
-def test_native_unavailable(monkeypatch):
-    monkeypatch.setattr(dispatch, "available_platforms", lambda: ())
-    with pytest.raises(RuntimeError, match="no native roi_align .*`effjax doctor`"):
-        roi_align(**GOOD, implementation="native")
-    assert roi_align(**GOOD).shape == (2, 3, 2, 2, 8)
-
-
 OPERATORS = {
     "roi_align": roi_align,
     "multiscale_roi_align": lambda x, **options: multiscale_roi_align(
@@ -63,33 +54,6 @@ OPERATORS = {
     "deform_roi_pool": effjax.deform_roi_pool,
     "deform_psroi_pool": effjax.deform_psroi_pool,
 }
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "positive_ratio"),
-    [
-        ("roi_align", {}, True),
-        ("roi_align", {"sampling_ratio": 2}, False),
-        ("roi_align", {"implementation": "xla"}, True),
-        ("multiscale_roi_align", {"implementation": "xla", "sampling_ratio": 0}, True),
-        ("deform_roi_pool", {"implementation": "xla"}, True),
-        ("deform_psroi_pool", {}, False),
-    ],
-    ids=str,
-)
-def test_rejects_forward_mode_and_second_order(name, options, positive_ratio):
-    """The error names the operator and the options that these derivatives need."""
-
-    def loss(x):
-        return jnp.sum(OPERATORS[name](**GOOD | {"x": x}, **options) ** 2)
-
-    needed = '`implementation="xla"`' + " and a positive `sampling_ratio`" * positive_ratio
-    for derivative in (
-        lambda x: jax.jvp(loss, (x,), (x,)),
-        jax.grad(lambda x: jnp.sum(jax.grad(loss)(x))),
-    ):
-        with pytest.raises(NotImplementedError, match=rf"^{name} .*need {needed}\."):
-            derivative(X)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -104,7 +68,7 @@ def test_integer_boxes(name):
     np.testing.assert_array_equal(got, want)
 
 
-@run_with(OWN_RULES)
+@vary_implementation
 def test_bins_of_whole_pixels(implementation):
     """Aligned bins of two by two pixels give the means of these pixels."""
     x = np.random.default_rng(0).normal(size=(1, 6, 4, 2)).astype(np.float32)
@@ -115,7 +79,7 @@ def test_bins_of_whole_pixels(implementation):
     assert_trees_close(y, want, 1e-6)
 
 
-@run_with(OWN_RULES, "xla")
+@every_implementation
 def test_adaptive_count_of_samples_is_exact(implementation):
     """2 * 7 / 7 rounds up to 2, however a division by seven is compiled."""
     rng, bins = np.random.default_rng(0), 7
@@ -131,7 +95,7 @@ EDGES = [-1.5, -1.0, -0.5, 0.0, 1.25, 4.0, 4.5, 5.0, 5.5]
 
 
 @double
-@run_with(OWN_RULES, "xla")
+@every_implementation
 def test_samples_at_and_beyond_the_border(implementation):
     """Samples are zero unless -1 <= position <= size, and clamped to the outermost pixels."""
     x = np.random.default_rng(0).normal(size=(1, 5, 5, 3))
@@ -148,16 +112,8 @@ def test_samples_at_and_beyond_the_border(implementation):
 
 
 @double
-@pytest.mark.parametrize(
-    ("implementation", "case"),
-    [
-        (OWN_RULES, "offset_adaptive"),
-        ("xla", "by_position"),
-        exhaustive(OWN_RULES, "by_position"),
-        exhaustive("xla", "offset_adaptive"),
-    ],
-    indirect=["implementation"],
-)
+@every_implementation
+@vary("case", ["offset_adaptive", "by_position"])
 def test_non_finite_pixel_stays_local(implementation, case):
     """Only boxes that touch the pixel are affected."""
     c = make(case, batch=1)
@@ -174,8 +130,8 @@ def test_non_finite_pixel_stays_local(implementation, case):
         assert np.isfinite(doffset[0][~touched]).mean() > 0.9
 
 
-@run_with(OWN_RULES, "xla")
-@pytest.mark.parametrize("ratio", [0, exhaustive(3)])
+@every_implementation
+@vary("ratio", [0, 3])
 def test_huge_boxes_terminate(implementation, ratio):
     """Adaptive boxes would have too many samples to compute."""
     big = 1e30 if ratio == 0 else 1e9
@@ -188,16 +144,8 @@ def test_huge_boxes_terminate(implementation, ratio):
     assert np.isfinite(y).all() and (ratio or not y.any())
 
 
-@pytest.mark.parametrize(
-    ("implementation", "dtype", "case"),
-    [
-        (OWN_RULES, "bfloat16", "offset"),
-        ("xla", "float16", "offset"),
-        exhaustive(OWN_RULES, "bfloat16", "by_position"),
-        exhaustive(OWN_RULES, "float16", "adaptive"),
-    ],
-    indirect=["implementation"],
-)
+@vary_implementation
+@vary("dtype, case", [("bfloat16", "offset"), ("float16", "adaptive"), ("bfloat16", "by_position")])
 def test_half_precision_rounds_once(implementation, dtype, case):
     """Positions and sums are float32; results are rounded to the dtype of x."""
     c = make(case)
@@ -223,7 +171,7 @@ def test_mixed_dtypes():
     assert_trees_close(y, c.oracle(x, offset, boxes, c.dy)[0], 1e-6)
 
 
-@own_rules
+@vary_implementation
 def test_boxes_have_no_gradient(implementation):
     c = make("ratio", dtype=np.float32)
     run = c.bind(implementation)
@@ -231,7 +179,7 @@ def test_boxes_have_no_gradient(implementation):
     assert not np.asarray(gradient(c.args[1].astype(np.float32))).any()
 
 
-@run_with(OWN_RULES)
+@vary_implementation
 def test_residual_size(implementation):
     c = make("offset", dtype=np.float32)
     run = c.bind(implementation)
@@ -239,7 +187,7 @@ def test_residual_size(implementation):
     assert sum(a.size for a in jax.tree.leaves(residuals)) <= c.args[0].size + 4 * c.args[1].size
 
 
-@run_with(OWN_RULES, "xla")
+@every_implementation
 def test_memory_has_no_axis_of_samples(implementation):
     """Temporaries are a few times the result, not its 64 samples per bin."""
     x, boxes = (jax.ShapeDtypeStruct(s, "float32") for s in ((1, 32, 32, 64), (1, 64, 4)))
@@ -257,7 +205,7 @@ LEVELS = dict(spatial_scales=(1 / 2, 1 / 4, 1 / 8), canonical_scale=20.0, canoni
 
 
 @double
-@own_rules
+@vary_implementation
 def test_levels_of_a_pyramid(implementation):
     """Each box reads from the level of its size, and gradients reach only that level."""
     rng = np.random.default_rng(0)
@@ -293,14 +241,7 @@ def test_levels_are_written_in_place():
     assert temporaries < 50 * 49 * 32 * 4 / 2
 
 
-@pytest.mark.exhaustive
-@double
-@own_rules
-@hypothesis.settings(
-    max_examples=4, deadline=None, derandomize=True, database=None,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)  # fmt: skip
-@hypothesis.given(data=st.data())
+@on_random_shapes
 def test_random_shapes(implementation, data):
     draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
     rng = np.random.default_rng(draw(0, 99))

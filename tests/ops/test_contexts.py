@@ -1,0 +1,87 @@
+"""Every operator matches its definition in every transformation."""
+
+import functools
+
+import jax
+import pytest
+
+from effjax import native
+from tests.contexts import (
+    CONTEXTS,
+    assert_trees_close,
+    grad_of_vmap,
+    gradients_with_parameters_of_each_device,
+    in_scan,
+    jit_explicit_arrays,
+    scan_of_checkpoint,
+    vmap_over_batches,
+)
+from tests.ops.subjects import NAMED_AXES, OPERATORS, OTHERS, VARIANTS
+from tests.tiers import vary
+
+pytestmark = pytest.mark.usefixtures("x64_everywhere")
+
+TRANSFORMATIONS = {
+    **{name: CONTEXTS[name] for name in ("jit_auto", "jit_explicit", "pmap", "vmap_of_grad")},
+    "scan_of_checkpoint": scan_of_checkpoint,
+    **{name: CONTEXTS[name] for name in ("shard_map_of_grad", "shard_map_of_grad_unchecked")},
+}
+OTHER_TRANSFORMATIONS = {
+    **{name: run for name, run in CONTEXTS.items() if name not in TRANSFORMATIONS},
+    "jit_explicit_arrays": jit_explicit_arrays,
+}
+# The rules of an operator run where the axis of vmap is out of scope, or without a named axis.
+VMAP = {
+    "grad_of_checkpoint_of_vmap": functools.partial(grad_of_vmap, jax.checkpoint),
+    "grad_of_scan_of_vmap": functools.partial(grad_of_vmap, in_scan),
+    "vmap_over_batches": vmap_over_batches,
+}
+NAMED = OTHER_TRANSFORMATIONS | VMAP
+
+
+def check(subject, run):
+    got = run(subject.op, subject.params, subject.batch)
+    assert_trees_close(got, subject.want, 1e-12)
+
+
+@pytest.mark.parametrize("context", TRANSFORMATIONS)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_transformation(name, context):
+    check(OPERATORS[name](), TRANSFORMATIONS[context])
+
+
+@pytest.mark.parametrize("context", NAMED)
+@pytest.mark.parametrize("name", NAMED_AXES)
+def test_named_axis(name, context):
+    check(NAMED_AXES[name](), NAMED[context])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("context", OTHER_TRANSFORMATIONS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_transformation(name, context):
+    check(OTHERS[name](), OTHER_TRANSFORMATIONS[context])
+
+
+@vary(
+    "context",
+    ["shard_map_of_grad", "jit_explicit", "pmap", "grad_of_shard_map_two_axes", "vmap_of_grad"],
+)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant(name, context, monkeypatch):
+    if name.endswith("default"):
+        monkeypatch.setattr(native, "is_available", lambda platform: False)
+    check(VARIANTS[name](), CONTEXTS[context])
+
+
+@vary("how", ["shard_map", "vmap"])
+@pytest.mark.parametrize("name", [*NAMED_AXES, "linear_cross_entropy", "deform_conv2d"])
+def test_different_parameters_per_device(name, how):
+    subject = OPERATORS[name]()
+
+    def run(op, how):
+        return gradients_with_parameters_of_each_device(
+            lambda *args: op(*args)[0], subject.params, subject.batch, how
+        )
+
+    assert_trees_close(run(subject.op, how), run(subject.definition, "vmap"), 1e-12)
