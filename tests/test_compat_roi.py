@@ -7,7 +7,7 @@ import pytest
 
 from effjax import compat
 from tests.ops.roi import oracle
-from tests.tiers import exhaustive
+from tests.tiers import vary
 
 RNG = np.random.default_rng(0)
 INPUT = RNG.normal(size=(2, 4, 8, 9)).astype(np.float32)
@@ -25,9 +25,7 @@ def by_image(rois, **offset):
         yield {"x": NHWC[int(n)][None], "boxes": np.array(box)[None, None]} | more
 
 
-@pytest.mark.parametrize(
-    ("aligned", "ratio"), [(True, -1), exhaustive(True, 2), exhaustive(False, -1), (False, 2)]
-)
+@vary("aligned, ratio", [(False, 2), (True, -1)])
 def test_roi_align(aligned, ratio):
     given = dict(spatial_scale=0.5, sampling_ratio=ratio, aligned=aligned)
     got = compat.roi_align(INPUT, ROIS, (2, 3), **given)
@@ -113,9 +111,7 @@ RECORDED = {
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    ("aligned", "ratio"), [exhaustive(True, -1), (True, 2), (False, -1), exhaustive(False, 2)]
-)
+@vary("aligned, ratio", RECORDED)
 def test_matches_torchvision(aligned, ratio):
     """Boxes: inside, far outside, corners in the wrong order, and less than a pixel."""
     rows, columns = np.mgrid[:6, :5]
