@@ -53,8 +53,13 @@ def random_heads(n, t, heads, kv_heads, d, dtype="f8"):
 def results(attend, q, k, v, **options):
     """Return y and the gradients of a sum of y times random weights."""
     w = np.random.default_rng(2).normal(size=q.shape)
-    y, backward = jax.vjp(lambda *a: attend(*a, **options), q, k, v)
-    return y, *backward(jnp.asarray(w, y.dtype))
+
+    @jax.jit
+    def run(*arrays):
+        y, backward = jax.vjp(lambda *a: attend(*a, **options), *arrays)
+        return y, *backward(jnp.asarray(w, y.dtype))
+
+    return run(q, k, v)
 
 
 def assert_close(got, want, tolerance):
@@ -73,7 +78,7 @@ def test_sizes(t, heads, kv_heads, options, x64):
     segments = random_segments(2, t) if named.pop("segments", False) else None
     named["segment_ids"] = segments
     arrays = random_heads(2, t, heads, kv_heads, 5)
-    got = jax.jit(functools.partial(results, dot_product_attention, block_size=4, **named))(*arrays)
+    got = results(dot_product_attention, *arrays, block_size=4, **named)
     assert_close(got, results(oracles.attention, *arrays, **named), 1e-12)
 
 
@@ -81,7 +86,7 @@ def test_sizes(t, heads, kv_heads, options, x64):
 def test_windows(window, t, x64):
     arrays = random_heads(2, t, 2, 1, 4)
     ours = functools.partial(dot_product_attention, block_size=4, window=window)
-    got = jax.jit(functools.partial(results, ours))(*arrays)
+    got = results(ours, *arrays)
     assert_close(got, results(oracles.attention, *arrays, window=window), 1e-12)
 
 
@@ -91,7 +96,7 @@ def test_segments_out_of_order(x64):
     arrays = random_heads(1, 11, 2, 2, 4)
     named = dict(segment_ids=jnp.asarray(ids))
     ours = functools.partial(dot_product_attention, block_size=2, **named)
-    got = jax.jit(functools.partial(results, ours))(*arrays)
+    got = results(ours, *arrays)
     assert_trees_close(got, results(oracles.attention, *arrays, **named), 1e-12)
 
 
@@ -101,7 +106,7 @@ def test_dtypes(dtype, tolerance):
     arrays = random_heads(2, 100, 4, 2, 16, dtype)
     named = dict(segment_ids=jnp.asarray(random_segments(2, 100)))
     ours = functools.partial(dot_product_attention, block_size=8, **named)
-    got = jax.jit(functools.partial(results, ours))(*arrays)
+    got = results(ours, *arrays)
     assert {str(a.dtype) for a in got} == {dtype}
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(a, "f8")) for a in arrays]
@@ -140,7 +145,7 @@ def test_reverse_mode_only():
 @pytest.mark.parametrize("shape", [(0, 5, 2, 4), (2, 0, 2, 4), (2, 5, 2, 0)])
 def test_empty(shape):
     x = jnp.zeros(shape)
-    y, *gradients = jax.jit(functools.partial(results, dot_product_attention))(x, x, x)
+    y, *gradients = results(dot_product_attention, x, x, x)
     assert y.shape == shape and [g.shape for g in gradients] == [shape] * 3
 
 
@@ -262,7 +267,7 @@ def test_splash_matches_all_scores(options):
         named["segment_ids"] = jnp.asarray(random_segments(1, 256))
     arrays = random_heads(1, 256, 2, 1, 64, "f4")
     ours = functools.partial(dot_product_attention, implementation="splash", **named)
-    got = jax.jit(functools.partial(results, ours))(*arrays)
+    got = results(ours, *arrays)
     assert_trees_close(got, results(oracles.attention, *arrays, **named), 1e-5)
 
 
@@ -313,7 +318,7 @@ def test_tokamax_matches_all_scores(window):
     pytest.importorskip("tokamax", reason="pip install tokamax")
     arrays = random_heads(1, 64, 4, 2, 32, "f4")
     ours = functools.partial(dot_product_attention, implementation="tokamax", window=window)
-    got = jax.jit(functools.partial(results, ours))(*arrays)
+    got = results(ours, *arrays)
     assert_trees_close(got, results(oracles.attention, *arrays, window=window), 1e-5)
 
 
