@@ -43,11 +43,6 @@ def test_unknown_data(spec, message):
         load_dataset(spec)
 
 
-def test_image_size_is_for_folders():
-    with pytest.raises(DataError, match="fixed image size"):
-        load_dataset("digits", 16)
-
-
 def test_split_is_stratified_and_fixed():
     labels = np.repeat(np.arange(3), [50, 10, 1])
     train, test = stratified_split(labels)
@@ -95,18 +90,6 @@ def test_hold_out_leaves_a_train_and_a_validation_set():
         hold_out(numbered([10] * 10), 3)
 
 
-def test_unreadable_image(tmp_path, monkeypatch):
-    pil = pytest.importorskip("PIL.Image")
-
-    def refuse(file):
-        raise PermissionError(13, "Permission denied", str(file))
-
-    archives.write_images(tmp_path, {"cat": 2, "dog": 2})
-    monkeypatch.setattr(pil, "open", refuse)
-    with pytest.raises(DataError, match=r"cat/0\.png: cannot be read \(Permission denied\)\. "):
-        load_dataset(f"folder:{tmp_path}")
-
-
 def test_channel_statistics():
     images = np.random.default_rng(0).integers(0, 256, (20, 5, 4, 3), np.uint8)
     images[..., 2] = 7
@@ -118,10 +101,9 @@ def test_channel_statistics():
     assert std[2] == 1  # constant: nothing to scale
 
 
-@pytest.mark.parametrize("held_out", ["test", "val"])
-def test_folder_with_train_and_test(tmp_path, held_out):
+def test_folder_with_train_and_val(tmp_path):
     archives.write_images(tmp_path / "train", {"cat": 3, "dog": 2})
-    archives.write_images(tmp_path / held_out, {"cat": 1, "dog": 2})
+    archives.write_images(tmp_path / "val", {"cat": 1, "dog": 2})
     data = load_dataset(f"folder:{tmp_path}")
     assert data.train_images.shape == (5, 8, 9, 3)
     assert data.train_labels.tolist() == [0, 0, 0, 1, 1]

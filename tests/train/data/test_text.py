@@ -79,16 +79,6 @@ def test_rejects_invalid_data(tmp_path, monkeypatch, spec, message):
         load_text(spec)
 
 
-def test_unreadable_file(tmp_path, monkeypatch):
-    def refuse(_):
-        raise PermissionError(13, "Permission denied", "a.txt")
-
-    (tmp_path / "a.txt").write_text("hello")
-    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
-    with pytest.raises(DataError, match=r"a\.txt: cannot be read \(Permission denied\)\. Check"):
-        load_text(f"text:{tmp_path / 'a.txt'}")
-
-
 def test_unreadable_folder_is_an_error(tmp_path, monkeypatch):
     def refuse(path):
         if "locked" in str(path):

@@ -10,11 +10,6 @@ def test_writes_a_checkpoint_and_rows(tmp_path):
     assert {"config.json", "model.safetensors", "tokenizer.json", "rows.jsonl"} <= names
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"], ["a", "b"]])
-def test_usage(argv):
-    assert main(argv) == "usage: python -m effjax.train.finetune.tiny FOLDER"
-
-
 def test_does_not_overwrite(tmp_path):
     (tmp_path / "file").touch()
     assert main([str(tmp_path)]) == f"{tmp_path} exists and is not empty. Give another folder."
