@@ -12,13 +12,10 @@ import pytest
 
 from effjax.memory import MaxBatch, max_batch_size, plan
 from effjax.memory.batch_size import split_over_devices
+from tests.memory.conftest import f32
 from tests.programs import needs_gpu_compiler
 
 pytestmark = needs_gpu_compiler
-
-
-def f32(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def linear(batch):
@@ -96,7 +93,7 @@ def test_rejects_wrong_searches(fake_plans):
         max_batch_size(lambda batch: (lambda _: (8, 0), batch))
 
 
-def test_report(fake_plans, capsys):
+def test_report(fake_plans, capsys, plot, rich_text):
     result = max_batch_size(lambda batch: (lambda n: (8 * n, 0), batch), progress=True)
     assert isinstance(result, MaxBatch)
     assert json.loads(json.dumps(result.to_dict()))["tried"]["126"] == 1008
@@ -115,13 +112,9 @@ def test_report(fake_plans, capsys):
     pattern = r"batch \d+: \S+ k?B, (fits|too much), \d+\.\d s"
     assert all(re.fullmatch(pattern, line) for line in lines), lines
 
-    matplotlib, rich = pytest.importorskip("matplotlib"), pytest.importorskip("rich")
-    matplotlib.use("agg")
-    ax = result.plot()
-    assert sum(len(line.get_xdata()) for line in ax.lines[:2]) == len(result.tried)
-    matplotlib.pyplot.close(ax.figure)
-    rich.print(result)
-    assert "126" in capsys.readouterr().out
+    curves = plot(result).lines[:2]
+    assert sum(len(line.get_xdata()) for line in curves) == len(result.tried)
+    assert "126" in rich_text(result)
 
 
 def test_split_over_devices():

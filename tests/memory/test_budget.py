@@ -24,13 +24,10 @@ from effjax.memory._compile import CompiledProgram
 from effjax.memory._lower import lower
 from effjax.memory.budget import _Candidate, _Search
 from effjax.memory.targets import find_target
+from tests.memory.conftest import f32
 from tests.programs import needs_gpu_compiler
 
 GB = 10**9
-
-
-def f32(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 @dataclasses.dataclass

@@ -1,18 +1,14 @@
 import json
 import re
 
-import jax
 import jax.numpy as jnp
 import pytest
 
 from effjax.memory import Comparison, compare
+from tests.memory.conftest import f32
 from tests.programs import needs_gpu_compiler
 
 pytestmark = needs_gpu_compiler
-
-
-def f32(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def test_compare(capsys):
@@ -33,23 +29,20 @@ def test_compare(capsys):
 
     first, *lines = capsys.readouterr().err.splitlines()
     title = "compiling for NVIDIA A100-SXM4-40GB, 2 in all: seconds for a small step"
-    assert first.startswith(title) and len(lines) == 2
-    pattern = r"(\d) of 2, (one|three): \S+ kB at the peak, \d+\.\d s"
-    assert [re.fullmatch(pattern, line)[1] for line in lines] == ["1", "2"]
+    assert first.startswith(title)
+    # A slow machine adds lines about the programs that are being compiled.
+    pattern = re.compile(r"(\d) of 2, (one|three): \S+ kB at the peak, \d+\.\d s")
+    assert [match[1] for match in map(pattern.fullmatch, lines) if match] == ["1", "2"]
 
 
-def test_rendering(matmul_plan, capsys):
-    matplotlib, rich = pytest.importorskip("matplotlib"), pytest.importorskip("rich")
-    matplotlib.use("agg")
+def test_rendering(matmul_plan, plot, rich_text):
     result = Comparison({"one": matmul_plan, "other": matmul_plan})
-    ax = result.plot()
+    ax = plot(result)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["one", "other"]
     widths = sum(bar.get_width() for bars in ax.containers for bar in bars)
     assert widths == pytest.approx(2 * matmul_plan.peak_device_bytes / 1e6)
     assert ax.get_xlabel().endswith("[MB]")
-    matplotlib.pyplot.close(ax.figure)
-    rich.print(result)
-    assert "other" in capsys.readouterr().out
+    assert "other" in rich_text(result)
 
 
 def test_rejects_wrong_programs():

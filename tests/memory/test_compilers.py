@@ -94,7 +94,7 @@ def test_waits_for_another_process(base, capsys):
 def test_no_network(monkeypatch, base):
     pip = "import sys; sys.exit('WARNING: retrying\\nERROR: No matching distribution found')"
     monkeypatch.setattr(_compilers, "_installer", lambda: [sys.executable, "-c", pip])
-    with pytest.raises(PlanError, match="CUDA is not installed and cannot be downloaded") as error:
+    with pytest.raises(PlanError, match="cannot be downloaded") as error:
         plan(jnp.sin, X)
     assert "(ERROR: No matching distribution found)" in str(error.value)
     assert "Run `effjax memory --install-compiler cuda` where there is a" in str(error.value)
@@ -103,7 +103,7 @@ def test_no_network(monkeypatch, base):
 
 def test_directory_that_cannot_be_written(monkeypatch):
     monkeypatch.setenv(_compilers.DIRECTORY_VARIABLE, "/dev/null/compilers")
-    with pytest.raises(PlanError, match=r"/dev/null/compilers cannot be written \(Not a directory"):
+    with pytest.raises(PlanError, match="/dev/null/compilers cannot be written"):
         plan(jnp.sin, X)
 
 
@@ -121,7 +121,7 @@ def test_other_systems(base, monkeypatch):
         plan(jnp.sin, X)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(_compilers.platform, "machine", lambda: "aarch64")
-    with pytest.raises(PlanError, match=r"TPU on linux \(aarch64\): it needs Linux on x86_64"):
+    with pytest.raises(PlanError, match=r"TPU on linux \(aarch64\)"):
         plan(jnp.sin, X, target="v5e")
 
 

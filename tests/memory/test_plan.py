@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-import os
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import effjax
 from effjax.memory import Collective, PlanError, Transfer, _compile, plan
 from effjax.memory.targets import find_target
-from tests.memory.conftest import matmuls
+from tests.memory.conftest import f32, is_line_of, matmuls
 from tests.programs import needs_gpu_compiler
 
 pytestmark = needs_gpu_compiler
@@ -23,15 +22,6 @@ pytestmark = needs_gpu_compiler
 MATRIX = 4 * 1024 * 1024  # bytes of a float32 [1024, 1024]
 HOST_MEMORY_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 GIB = 2**30
-
-
-def f32(*shape, **options):
-    return jax.ShapeDtypeStruct(shape, jnp.float32, **options)
-
-
-def is_line_of(file, source):
-    name, _, line = os.path.basename(source).partition(":")
-    return name == os.path.basename(file) and int(line) > 0
 
 
 def test_bytes(matmul_plan):
@@ -69,19 +59,15 @@ def test_report(matmul_plan):
     assert "f32[1024,1024]" in console.file.getvalue()
 
 
-def test_plot(matmul_plan):
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("agg")
-    ax = matmul_plan.plot(most=3)
+def test_plot(matmul_plan, plot):
+    ax = plot(matmul_plan, most=3)
     assert len(ax.get_yticklabels()) == 3
     assert [text.get_text() for text in ax.texts] == ["4.2 MB"] * 3
     assert ax.get_xlabel().endswith("[MB]")  # the unit of the labels
     assert [round(bar.get_width(), 1) for bar in ax.patches] == [4.2] * 3
-    matplotlib.pyplot.close(ax.figure)
     small = dataclasses.replace(matmul_plan.peak_buffers[0], shape="f32[1]", bytes=4)
-    ax = dataclasses.replace(matmul_plan, peak_buffers=(*matmul_plan.peak_buffers, small)).plot()
-    assert len(ax.get_yticklabels()) == 4  # no bar that is too short to see
-    matplotlib.pyplot.close(ax.figure)
+    more = dataclasses.replace(matmul_plan, peak_buffers=(*matmul_plan.peak_buffers, small))
+    assert len(plot(more).get_yticklabels()) == 4  # no bar that is too short to see
 
 
 def test_donation_hint(matmul_plan):
@@ -223,15 +209,6 @@ def test_in_shardings():
     assert "each of 8" in str(p) and "all-reduce" in str(p)
 
 
-@pytest.mark.exhaustive
-def test_shard_map(mesh8):
-    f = jax.shard_map(
-        lambda x: jax.lax.psum(x.sum(0), "data"), mesh=mesh8, in_specs=P("data"), out_specs=P()
-    )
-    p = plan(f, f32(4096, 128), num_devices=8)
-    assert p.device.arguments == 4 * 4096 * 128 // 8 and counts(p) == {"all-reduce": (512, 1)}
-
-
 def test_collectives_in_a_loop(mesh8):
     def body(x, _):  # x: f32[128] of one device
         x = jax.lax.all_gather(x, "data", tiled=True)
@@ -265,9 +242,9 @@ def test_target_file(tmp_path):
     path.write_text("platform_name: 'CUDA'")
     with pytest.raises(ValueError, match="device_memory_size"):
         find_target(str(path))
-    with pytest.raises(ValueError, match=r"`memory_bytes` \(=-1\) must be above 0"):
+    with pytest.raises(ValueError, match=r"`memory_bytes` \(=-1\)"):
         dataclasses.replace(target, memory_bytes=-1)
-    with pytest.raises(TypeError, match="`config` must be a string, not a PosixPath"):
+    with pytest.raises(TypeError, match="`config` must be a string"):
         dataclasses.replace(target, config=path)
 
 
@@ -277,10 +254,7 @@ def test_target_file(tmp_path):
         (r"`target` \(='h300'\) must be one of h200, h100", {"target": "h300"}),
         (r"`memory_fraction` \(=1.5\)", {"memory_fraction": 1.5}),
         (r"`host_memory_bytes` \(=0\)", {"host_memory_bytes": 0}),
-        (
-            r"`num_devices` \(=8\) must be the number of devices that the program",
-            {"num_devices": 8},
-        ),
+        (r"`num_devices` \(=8\)", {"num_devices": 8}),
     ],
 )
 def test_rejects_wrong_options(match, options):
@@ -289,20 +263,14 @@ def test_rejects_wrong_options(match, options):
 
 
 def test_rejects_jit_options_of_a_jitted_function():
-    with pytest.raises(ValueError, match="`donate_argnums` cannot be given for a function"):
+    with pytest.raises(ValueError, match="`donate_argnums`"):
         plan(jax.jit(lambda x: x + 1), f32(8), donate_argnums=0)
 
 
 def test_compiler_error():
     unknown = lambda x: jax.ffi.ffi_call("no_such_kernel", f32(8))(x)  # noqa: E731
-    with pytest.raises(PlanError, match="cannot be compiled for NVIDIA H200.*no_such_kernel"):
+    with pytest.raises(PlanError, match="NVIDIA H200.*no_such_kernel"):
         plan(unknown, f32(8))
-
-
-@pytest.mark.exhaustive
-def test_unknown_compiler_option():
-    with pytest.raises(PlanError, match="No such compile option: 'xla_no_such_flag'"):
-        plan(jnp.sin, f32(8), compiler_options={"xla_no_such_flag": 1})
 
 
 def test_compiler_that_dies(monkeypatch):

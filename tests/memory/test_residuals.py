@@ -1,27 +1,23 @@
 import jax
 import jax.numpy as jnp
-import pytest
 
 from effjax.memory import residual_bytes
-
-
-def struct(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
+from tests.memory.conftest import f32
 
 
 def test_counts_arrays_and_arguments():
     # sin keeps cos(x); the product keeps both of its operands, sin(x) and w.
-    report = residual_bytes(lambda x, w: jnp.sin(x) * w, struct(4, 8), struct(4, 8))
+    report = residual_bytes(lambda x, w: jnp.sin(x) * w, f32(4, 8), f32(4, 8))
     assert report.bytes == 3 * 4 * 8 * 4
     assert report.argument_bytes == 4 * 8 * 4
     assert report.arrays == (((4, 8), "float32", 3, 3 * 128),)
 
-    squared = residual_bytes(lambda x: jnp.sin(x) * jnp.sin(x), struct(16))
+    squared = residual_bytes(lambda x: jnp.sin(x) * jnp.sin(x), f32(16))
     assert squared.argument_bytes == 0
 
 
 def test_shared_argument_counts_one_time():
-    report = residual_bytes(lambda x, a, b: x * a + x * b, struct(8), struct(8), struct(8))
+    report = residual_bytes(lambda x, a, b: x * a + x * b, f32(8), f32(8), f32(8))
     assert report.bytes == report.argument_bytes == 3 * 8 * 4
 
 
@@ -30,9 +26,9 @@ def test_has_aux_and_pytrees():
         y = x @ params["w"]
         return jnp.sum(y**2), {"y": y}
 
-    params = {"w": struct(3, 5)}
-    with_aux = residual_bytes(fn, params, struct(2, 3), has_aux=True)
-    without = residual_bytes(lambda p, x: fn(p, x)[0], params, struct(2, 3))
+    params = {"w": f32(3, 5)}
+    with_aux = residual_bytes(fn, params, f32(2, 3), has_aux=True)
+    without = residual_bytes(lambda p, x: fn(p, x)[0], params, f32(2, 3))
     assert with_aux == without
     assert with_aux.argument_bytes == (15 + 6) * 4
 
@@ -43,29 +39,24 @@ def test_custom_vjp():
         return x**3
 
     cube.defvjp(lambda x: (x**3, x), lambda x, dy: (3 * x**2 * dy,))
-    report = residual_bytes(lambda x: jnp.sum(cube(jnp.tanh(x))), struct(10))
-    plain = residual_bytes(lambda x: jnp.sum(jnp.tanh(x) ** 3), struct(10))
+    report = residual_bytes(lambda x: jnp.sum(cube(jnp.tanh(x))), f32(10))
+    plain = residual_bytes(lambda x: jnp.sum(jnp.tanh(x) ** 3), f32(10))
     assert report.bytes <= plain.bytes
     assert ((10,), "float32") in [row[:2] for row in report.arrays]
 
 
-def test_report(capsys):
+def test_report(plot, rich_text):
     def fn(x, *weights):
         for w in weights:
             x = jnp.sin(x @ w)
         return jnp.sum(x)
 
-    report = residual_bytes(fn, struct(1, 16), struct(16, 64), struct(64, 32))
+    report = residual_bytes(fn, f32(1, 16), f32(16, 64), f32(64, 32))
     first, _, header, *rows = str(report).splitlines()
     assert first.startswith(f"{report.bytes / 1e3:.1f} kB kept for the backward pass, of them ")
     assert header.split() == ["bytes", "count", "shape"] and len(rows) == len(report.arrays)
     assert rows[0].split() == ["8.2", "kB", "1×", "float32[64,32]"]  # the largest first
     assert sum(row[-1] for row in report.arrays) == report.bytes
 
-    matplotlib, rich = pytest.importorskip("matplotlib"), pytest.importorskip("rich")
-    matplotlib.use("agg")
-    ax = report.plot(most=2)
-    assert len(ax.get_yticklabels()) == 2
-    matplotlib.pyplot.close(ax.figure)
-    rich.print(report)
-    assert "kept for the backward pass" in capsys.readouterr().out
+    assert len(plot(report, most=2).get_yticklabels()) == 2
+    assert "kept for the backward pass" in rich_text(report)
