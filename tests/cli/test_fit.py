@@ -1,7 +1,9 @@
 """`effjax train --fit` and `effjax memory --budget`."""
 
 import json
+import os
 
+import platformdirs
 import pytest
 
 from effjax.cli.fit import describe_changes, parse_fit, text_choices
@@ -13,7 +15,6 @@ from tests.train.finetune.small import write_base
 
 GB = 10**9
 LM = ["--layers", "2", "--width", "8", "--heads", "1", "--context", "8", "--batch-size", "8"]
-RUN = ["--steps", "1", "--data", "text:text.txt", "--out", "here"]
 OWN = """
 import jax, jax.numpy as jnp
 
@@ -24,13 +25,6 @@ def steps(batch):
     x = jax.ShapeDtypeStruct((batch, 256), jnp.float32)
     return {"large": (lambda x: x + 1, x), "small": (slow, x)}
 """
-
-
-@pytest.fixture
-def run_lm(run, tmp_path):
-    """Run `effjax train lm` with a small text."""
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 9)
-    return lambda *argv: run("train", "lm", *LM, *RUN, *argv)
 
 
 @pytest.mark.parametrize(
@@ -53,14 +47,11 @@ def test_parse_fit_rejects(text):
         parse_fit(text)
 
 
-TEXT = "text:text.txt"
-
-
 @pytest.mark.parametrize(
     ("argv", "options", "chosen"),
     [
         (
-            ["train", "lm", *LM, "--steps", "1", "--data", TEXT],
+            ["train", "lm", *LM, "--data", "text:text.txt"],
             "--offload all --fuse-update",
             {"offload": "all", "fuse_update": True},
         ),
@@ -101,10 +92,10 @@ def test_commands_take_the_options_that_fit(
         (["--fit", "l4:99GB"], "must be at most the memory of NVIDIA L4"),
     ],
 )
-def test_usage_errors(run_lm, tmp_path, argv, message):
-    code, _, err = run_lm(*argv)
+def test_usage_errors(run, tmp_path, argv, message):
+    code, _, err = run("train", "lm", *LM, *argv)
     assert code == 2 and one_line(err) and message in err
-    assert not (tmp_path / "here").exists()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -139,9 +130,17 @@ def test_given_options_stay(given, number, changes):
     assert describe_changes(config, found[0]) == changes
 
 
+@pytest.fixture
+def empty_cache(monkeypatch, tmp_path):
+    """Use another cache, with the same compilers; return its folder of plans."""
+    compilers = platformdirs.user_cache_path("effjax") / "compilers"
+    monkeypatch.setenv("EFFJAX_COMPILERS", os.environ.get("EFFJAX_COMPILERS", str(compilers)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "effjax" / "plans"
+
+
 @needs_gpu_compiler
-def test_memory_of_a_module(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("effjax.memory.budget.default_folder", lambda: tmp_path / "cache")
+def test_memory_of_a_module(run, empty_cache, tmp_path):
     (tmp_path / "own_fit.py").write_text(OWN)
     argv = "memory", "own_fit:steps", "--batch-size", "1024", "--target", "l4"
     code, out, err = run(*argv, "--budget", "1.5MB")
@@ -149,13 +148,12 @@ def test_memory_of_a_module(run, tmp_path, monkeypatch):
     assert "large  " in out and "does not fit: " in out and "step=large: " in err
     code, out, _ = run(*argv, "--budget", "9MB", "--json")
     assert code == 0 and json.loads(out)["options"] == {"step": "large"}
-    assert len(list((tmp_path / "cache").iterdir())) == 2
+    assert len(list(empty_cache.iterdir())) == 2
 
 
 @pytest.mark.exhaustive
 @needs_gpu_compiler
-def test_memory_of_models(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("effjax.memory.budget.default_folder", lambda: tmp_path / "cache")
+def test_memory_of_models(run, empty_cache):
     given = "--policy", "dots", "--offload", "none", "--num-microbatches", "1"
     code, out, _ = run("memory", "lm", *LM[:4], *LM[6:], *given, "--budget", "1MB")
     assert code == 0 and out.startswith("policy=dots, ") and "policy=everything" not in out

@@ -166,9 +166,3 @@ def test_test_batches_cover_the_text_once(batch_size):
         assert tokens.shape == (batch_size, 11) and weights.shape == (batch_size,)
         counted.append(tokens[weights == 1, 1:])
     np.testing.assert_array_equal(np.concatenate(counted).ravel(), np.arange(1, 101))
-
-
-def test_test_batches_stop_at_test_bytes(monkeypatch):
-    monkeypatch.setattr(text, "TEST_BYTES", 35)
-    ((_, weights),) = text.test_batches(DATA, 10, 8)
-    assert weights.sum() == 3
