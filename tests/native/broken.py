@@ -1,13 +1,16 @@
 """Broken kernels, which the validation must catch."""
 
+import contextlib
 import ctypes
 import functools
 import itertools
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +18,10 @@ import numpy as np
 import pytest
 
 from effjax import native
+from effjax.validation import kernels
 from effjax.validation.kernels import Kernel, make_attention
 
-LIBRARY = "EFFJAX_TEST_BROKEN"  # environment variable with the path of broken.cc's library
+LIBRARY = "EFFJAX_TEST_BROKEN"  # environment variable with the path of the library of broken.cc
 FAULTS = (
     "none",
     "write after",
@@ -38,6 +42,18 @@ def compile_library(folder: pathlib.Path, source: str) -> pathlib.Path:
     command = [compiler, "-std=c++17", "-O0", "-fPIC", "-shared", "-isystem", jax.ffi.include_dir()]
     subprocess.run([*command, str(pathlib.Path(__file__).parent / source), "-o", path], check=True)
     return path
+
+
+@contextlib.contextmanager
+def quick_children() -> Iterator[None]:
+    """Let children compile as this process does, for two devices."""
+    jax.devices()  # the devices of this process stay as they are
+    flags = re.sub(r"(device_count=)\d+", r"\g<1>2", os.environ["XLA_FLAGS"])
+    quick = jax.config.read("jax_disable_most_optimizations")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", flags)
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(quick)))
+        yield
 
 
 @functools.cache
@@ -116,48 +132,11 @@ def with_fault(fault):
     return lambda apply: lambda *args: broken_copy(correct(apply)(*args), fault)
 
 
-CANDIDATES = {
-    "correct": correct,
-    "slow": call_host(sleep(0.2)),
-    "wrong value": wrong_value,
-    "wrong gradient": wrong_gradient,
-    "NaN": wrong_only_at_nan,
-    "race": call_host(vary(0.5)),
-    "bits": call_host(vary(1 + 2e-7)),
-    "error": call_host(fail),
-    "abort": call_host(os.abort),
-    "hang": call_host(sleep(1000)),
-    **{f"copy: {fault}": with_fault(fault) for fault in FAULTS},
-}
-# What is found in each.
-KINDS = {
-    "correct": None,
-    "slow": None,
-    "wrong value": "value",
-    "wrong gradient": "gradient",
-    "NaN": "value",
-    "race": "repetition",
-    "bits": "repetition",
-    "error": "error",
-    "abort": "crash",
-    "hang": "timeout",
-    "copy: none": None,
-    "copy: skip": "repetition",
-} | {f"copy: {fault}": "guard" for fault in FAULTS[1:-1]}
-
 _small = functools.partial(make_attention, queries=3, heads=1, c=2, points=1)
-KERNELS = {
-    name: Kernel(
-        name,
-        {"plain": _small, "NaN and infinity": functools.partial(_small, special=True)},
-        _small,
-        candidate=candidate,
-    )
-    for name, candidate in CANDIDATES.items()
-}
+_special = functools.partial(_small, special=True)
 
 
-def raise_in(implementation, error):
+def raise_in(implementation, error, tail=False):
     """Return a case whose kernel ("native") or reference ("xla") raises an error."""
 
     def make(dtype):
@@ -168,21 +147,60 @@ def raise_in(implementation, error):
                 raise error
             return call.apply(*args, **options)
 
-        return call._replace(apply=apply)
+        return call._replace(apply=apply, tail=tail)
 
     return make
 
 
 EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.")
 INVALID = jax.errors.JaxRuntimeError("INTERNAL: an illegal memory access was encountered")
-# The first case of each is followed by "plain".
-UNTESTED = {
-    name: Kernel(name, {name: make, "plain": _small}, make)
-    for name, make in {
-        "kernel without memory": raise_in("native", EXHAUSTED),
-        "reference without memory": raise_in("xla", EXHAUSTED),
-        "wrong reference": raise_in("xla", INVALID),
-        "wrong kernel": raise_in("native", INVALID),
-        "large": lambda dtype: raise_in("native", EXHAUSTED)(dtype)._replace(tail=True),
-    }.items()
+NO_MEMORY = raise_in("native", EXHAUSTED)
+WRONG_REFERENCE = raise_in("xla", INVALID)
+WRONG_KERNEL = raise_in("native", INVALID)
+
+
+def of_candidate(candidate, **more_cases):
+    return Kernel("", {"plain": _small, **more_cases}, _small, candidate=candidate)
+
+
+def of_cases(**cases):
+    return Kernel("", cases, _small)
+
+
+def of_times(make):
+    return Kernel("", {}, make)
+
+
+# Each kernel with what is found first, and a part of the report: a kind of failure; "untested" or
+# "skipped", which say nothing about the kernel; or None.
+_TABLE = {
+    "correct": (of_candidate(correct, special=_special), None, ""),
+    "slow": (of_candidate(call_host(sleep(0.2))), None, ""),
+    "wrong value": (of_candidate(wrong_value), "value", "the result is wrong"),
+    "wrong gradient": (of_candidate(wrong_gradient), "gradient", "the gradient of value is wrong"),
+    "NaN": (of_candidate(wrong_only_at_nan, special=_special), "value", "special: value"),
+    "race": (of_candidate(call_host(vary(0.5))), "repetition", "of 4 runs: the result is wrong"),
+    "bits": (of_candidate(call_host(vary(1 + 2e-7))), "repetition", "bits of the result differ"),
+    "error": (of_candidate(call_host(fail)), "error", "no kernel image is available"),
+    "abort": (of_candidate(call_host(os.abort)), "crash", "Aborted (signal 6)"),
+    "hang": (of_candidate(call_host(sleep(1000))), "timeout", "no answer in 30 s"),
+    "copy": (of_candidate(with_fault("none")), None, ""),
+    "copy: write after": (of_candidate(with_fault("write after")), "guard", "after the end"),
+    "copy: write before": (of_candidate(with_fault("write before")), "guard", "before the start"),
+    "copy: add after": (of_candidate(with_fault("add after")), "guard", "after the end"),
+    "copy: change operand": (of_candidate(with_fault("change operand")), "guard", "was changed"),
+    "copy: read after": (of_candidate(with_fault("read after")), "guard", "between guard bands"),
+    "copy: skip": (of_candidate(with_fault("skip")), "repetition", ""),
+    "no memory": (of_cases(first=NO_MEMORY, second=_small), "untested", "first: "),
+    "no memory for XLA": (of_cases(plain=raise_in("xla", EXHAUSTED)), "untested", "plain: "),
+    "large": (of_cases(plain=raise_in("native", EXHAUSTED, tail=True)), "skipped", ""),
+    "wrong reference": (of_cases(plain=WRONG_REFERENCE), "untested", "illegal memory access"),
+    "wrong kernel": (of_cases(plain=WRONG_KERNEL), "error", "illegal memory access"),
+    "no memory to time": (of_times(NO_MEMORY), "untested", "time: "),
+    "wrong reference to time": (of_times(WRONG_REFERENCE), "untested", "time: "),
+    "wrong kernel to time": (of_times(WRONG_KERNEL), "crash", "time: "),
 }
+KERNELS = {name: kernel._replace(name=name) for name, (kernel, _, _) in _TABLE.items()}
+FINDINGS = {name: finding for name, (_, *finding) in _TABLE.items()}
+# The kernels of effjax, timed with small arrays.
+ACTUAL = {k.name: k._replace(timed=k.cases["plain"]) for k in kernels.KERNELS.values()}
