@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from effjax import dcn_aggregate, deform_conv2d
 from effjax.memory import collectives
 from tests.contexts import assert_trees_close, mesh_of
-from tests.ops.battery import on_random_shapes, vary_implementation
+from tests.ops.battery import on_random_shapes, own_rules_or_xla, vary_implementation
 from tests.ops.deform_attention.cases import make_random_window, make_window
 from tests.tiers import vary
 
@@ -56,7 +56,7 @@ def test_non_finite_offsets_give_zero(implementation):
     assert np.all(np.isfinite(dx))
 
 
-@vary_implementation
+@own_rules_or_xla
 @vary("dtype", ["mixed", "float16"])
 def test_half_precision(implementation, dtype):
     c = make_window("plain", depth=16)
@@ -72,7 +72,7 @@ def test_half_precision(implementation, dtype):
 
 
 @pytest.mark.usefixtures("x64_everywhere")
-@vary_implementation
+@own_rules_or_xla
 @vary("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_batch_has_no_collectives(implementation, kind):
     c = make_window("plain", batch=8)

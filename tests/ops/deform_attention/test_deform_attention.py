@@ -16,6 +16,7 @@ from tests.ops.battery import (
     IMPLEMENTATIONS,
     every_implementation,
     on_random_shapes,
+    own_rules_or_xla,
     vary_implementation,
 )
 from tests.ops.deform_attention.cases import between_pixels, make, make_random
@@ -87,7 +88,7 @@ def test_mixed_second_derivative():
     assert_trees_close(mixed, gradient(value, np.ones_like(weights)), 1e-12)
 
 
-@vary_implementation
+@own_rules_or_xla
 @vary("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_rounded_once(implementation, dtype):
     """Sums are float32, in slices or not."""

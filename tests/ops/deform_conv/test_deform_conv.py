@@ -20,6 +20,7 @@ from tests.ops.battery import (
     every_implementation,
     on_random_shapes,
     only_own_rules,
+    own_rules_or_xla,
     vary_implementation,
 )
 from tests.ops.deform_conv import oracle
@@ -109,7 +110,7 @@ def test_non_finite_pixel_stays_local(implementation):
         assert np.all(np.isfinite(a))
 
 
-@vary_implementation
+@own_rules_or_xla
 @vary("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_as_accurate_as_a_convolution(implementation, dtype):
     rng = np.random.default_rng(0)

@@ -11,7 +11,13 @@ import pytest
 import effjax
 from effjax import multiscale_roi_align, roi_align
 from tests.contexts import assert_trees_close
-from tests.ops.battery import NO_NATIVE, every_implementation, on_random_shapes, vary_implementation
+from tests.ops.battery import (
+    NO_NATIVE,
+    every_implementation,
+    on_random_shapes,
+    own_rules_or_xla,
+    vary_implementation,
+)
 from tests.ops.roi import oracle
 from tests.ops.roi.cases import make, make_from
 from tests.tiers import vary
@@ -144,7 +150,7 @@ def test_huge_boxes_terminate(implementation, ratio):
     assert np.isfinite(y).all() and (ratio or not y.any())
 
 
-@vary_implementation
+@own_rules_or_xla
 @vary("dtype, case", [("bfloat16", "offset"), ("float16", "adaptive"), ("bfloat16", "by_position")])
 def test_half_precision_rounds_once(implementation, dtype, case):
     """Positions and sums are float32; results are rounded to the dtype of x."""
@@ -205,7 +211,7 @@ LEVELS = dict(spatial_scales=(1 / 2, 1 / 4, 1 / 8), canonical_scale=20.0, canoni
 
 
 @double
-@vary_implementation
+@own_rules_or_xla
 def test_levels_of_a_pyramid(implementation):
     """Each box reads from the level of its size, and gradients reach only that level."""
     rng = np.random.default_rng(0)
