@@ -47,7 +47,8 @@ def check_spills(log: pathlib.Path) -> None:
 def check_contents(wheel: pathlib.Path, sdist: pathlib.Path, cuda: pathlib.Path | None) -> None:
     """Check the files and the size of a wheel, and the files of a source distribution.
 
-    The wheel contains the CUDA libraries, or will have those of the folder `cuda` in addition.
+    The wheel must contain the CUDA libraries. If `cuda` is given, it has none yet, and a release
+    adds as many libraries of the size of this one.
     """
     if not re.fullmatch(r"effjax-.*-py3-none-.*\.whl", wheel.name):
         sys.exit(f"{wheel.name} is for one version of Python")
@@ -59,7 +60,7 @@ def check_contents(wheel: pathlib.Path, sdist: pathlib.Path, cuda: pathlib.Path 
         if missing := [n for n in CUDA_LIBRARIES if f"effjax/native/{n}" not in names]:
             sys.exit(f"{wheel.name} lacks {missing}")
     else:
-        size += sum(len(zlib.compress((cuda / name).read_bytes())) for name in CUDA_LIBRARIES)
+        size += len(CUDA_LIBRARIES) * len(zlib.compress(cuda.read_bytes()))
     print(f"{wheel.name}: {size / 1e6:.1f} MB with CUDA kernels")
     if size > MAX_WHEEL_BYTES:
         sys.exit(f"the wheel has more than {MAX_WHEEL_BYTES / 1e6:g} MB")
@@ -170,7 +171,7 @@ def main() -> None:
     contents = checks.add_parser("contents")
     contents.add_argument("wheel", type=pathlib.Path)
     contents.add_argument("sdist", type=pathlib.Path)
-    contents.add_argument("--cuda", type=pathlib.Path, help="Folder of CUDA libraries.")
+    contents.add_argument("--cuda", type=pathlib.Path, help="One CUDA library.")
     checks.add_parser("installed")
     checks.add_parser("quiet")
     checks.add_parser("finetune").add_argument("folder", type=pathlib.Path)
