@@ -1,0 +1,130 @@
+"""What DenseNet and ResNet have in common, in both flavors."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import errors, linen, nnx
+
+import effjax
+from effjax import models
+from effjax.models import linen as linen_models
+from tests.contexts import assert_trees_close
+from tests.models.flavors import Linen, Nnx, draw
+
+OPTIONS: dict[str, Any] = {
+    "DenseNet": dict(block_config=(2, 1), growth_rate=2, num_init_features=4, num_classes=3),
+    "ResNet": dict(stage_sizes=(1, 2), width=2, num_classes=3),
+}
+# Norms of stem, layers, transition and head, or of stem and blocks with their shortcuts.
+NUM_NORMS = {"DenseNet": 1 + 3 * 2 + 1 + 1, "ResNet": 1 + 4 + 4 + 3}
+X = np.random.default_rng(0).normal(size=(4, 16, 16, 3)).astype(np.float32)
+networks = pytest.mark.parametrize("name", OPTIONS)
+
+
+def make_nnx(name, **options):
+    """Return a network whose arrays are shapes."""
+    network = getattr(models, name)
+    return nnx.eval_shape(lambda: network(**OPTIONS[name] | options, rngs=nnx.Rngs(0)))
+
+
+def make_linen(name, **options):
+    return getattr(linen_models, name)(**OPTIONS[name] | options)
+
+
+@networks
+def test_evaluation_uses_running_stats(name, x64):
+    """Images are independent, nothing changes, and both flavors agree, also in `features`."""
+    x = X[:, :8, :8].astype(np.float64)
+    options = OPTIONS[name] | dict(small_inputs=True)
+    scaled = np.concatenate([x[:1], 5 * x[1:]])
+    runs, values = [], None
+    for flavor, module in ((Nnx, models), (Linen, linen_models)):
+        model = flavor(getattr(module, name), **options)
+        names = model.names(x)
+        values = values or [draw(arrays) for arrays in names]
+        run = functools.partial(model, train=False)
+
+        @jax.jit
+        def evaluate(params, stats, x, run=run):
+            return run(params, stats, x), run(params, stats, x, method="features")[0]
+
+        (logits, stats), features = evaluate(*values, x)
+        jax.tree.map(np.testing.assert_array_equal, stats, values[1])
+        np.testing.assert_allclose(evaluate(*values, scaled)[0][0][0], logits[0], rtol=1e-12)
+        assert model.model.feature_channels == tuple(f.shape[-1] for f in features)
+        runs.append((logits, features))
+    assert_trees_close(runs[0], runs[1], 1e-12)
+    logits, features = runs[0]
+    assert features[-1].min() == 0  # after ReLU
+    head = values[0]["classifier.kernel"], values[0]["classifier.bias"]
+    assert_trees_close(features[-1].mean((1, 2)) @ head[0] + head[1], logits, 1e-12)
+
+
+@networks
+def test_every_norm_is_synchronized(name):
+    options = dict(axis_name="data", axis_index_groups=4)
+    nodes = [node for _, node in nnx.iter_modules(make_nnx(name, **options))]
+    norms = {"nnx": [node for node in nodes if isinstance(node, nnx.BatchNorm)], "linen": []}
+
+    def record(call, args, kwargs, context):
+        if isinstance(context.module, linen.BatchNorm) and context.method_name == "__call__":
+            norms["linen"].append(context.module)
+        return call(*args, **kwargs)
+
+    with linen.intercept_methods(record):
+        jax.eval_shape(make_linen(name, **options).init, jax.random.key(0), X)
+    for flavor, layers in norms.items():
+        assert len(layers) == NUM_NORMS[name], flavor
+        for norm in layers:
+            assert type(norm) in (effjax.nnx.BatchNorm, effjax.linen.BatchNorm)
+            assert norm.axis_name == "data" and norm.axis_index_groups == 4
+
+
+@networks
+def test_linen_variables(name):
+    """They are the same in every form, and initialization does not change running statistics."""
+    shapes = jax.eval_shape(make_linen(name, efficient=False).init, jax.random.key(0), X)
+    model = make_linen(name, axis_name="absent")  # initialization needs no axis
+    train_init = functools.partial(model.init, train=True)
+    assert jax.eval_shape(train_init, jax.random.key(0), X) == shapes
+    variables = jax.jit(train_init)(jax.random.key(0), X)
+    for path, value in jax.tree_util.tree_leaves_with_path(variables["batch_stats"]):
+        np.testing.assert_array_equal(value, float(path[-1].key == "var"))
+    model = make_linen(name)
+    train = functools.partial(model.apply, train=True)
+    apply = functools.partial(train, mutable=["batch_stats"])
+    _, new = jax.eval_shape(apply, {"params": shapes["params"]}, X)
+    assert new == {"batch_stats": shapes["batch_stats"]}
+    with pytest.raises(errors.ModifyScopeVariableError, match="batch_stats"):
+        jax.eval_shape(train, shapes, X)
+
+
+ROWS = {"DenseNet": ("transitions/0", "blocks/1/layers/0/norm2"), "ResNet": ("stages/1/0",)}
+
+
+@pytest.mark.exhaustive
+@networks
+def test_tabulate(name):
+    options: Any = dict(console_kwargs={"width": 300, "force_terminal": False})
+    model = getattr(models, name)(**OPTIONS[name], rngs=nnx.Rngs(0))
+    assert "float32[2,3]" in nnx.tabulate(model, X[:2], **options)
+    model.eval()
+    table = nnx.tabulate(model, X[:2], **options)
+    assert all(f" {row} " in table for row in ROWS[name])
+    options |= dict(train=True, show_repeated=True, compute_flops=True)
+    table = make_linen(name).tabulate(jax.random.key(0), X, **options)
+    paths = [line.split("│")[1].strip() for line in table.splitlines() if line.count("│") > 1]
+    paths = [path for path in paths if path[:1].isalpha()]
+    assert len(paths) == len(set(paths)) > NUM_NORMS[name]
+
+
+@networks
+def test_rejects_bad_images(name):
+    model = make_nnx(name)
+    for x in (X[..., :1], X[:, :0], X[0]):
+        with pytest.raises(ValueError, match=r"must be \[N, H, W, 3\]"):
+            model(jnp.asarray(x))
