@@ -205,27 +205,15 @@ def digits() -> list[dict[str, np.ndarray]]:
 
 
 def all_four(way: str, mesh: Mesh) -> Case:
-    """Return a small version of the network of the notebook.
+    """Return a small version of the network of the notebook, in jit or shard_map.
 
     The optimizer is not Adam: the gradients of biases before a norm are rounding errors, which Adam
     would scale up to the size of the others.
     """
     own, tx = network(), optax.sgd(0.01, momentum=0.9)
-    sizes = own.Sizes(stem=4, growth=2, dense=(2, 1), patch=1, width=8, heads=2, layers=2)
-    same = optax.chain(optax.identity(), tx)  # its state has the structure of that under pmap
-    if way != "pmap":
-        state, step = own.make_training(sizes, same, way, mesh)
-        return Case(step, state, digits())
-    # The gradients are those of the loss of one device. The stack stays on the devices.
-    mean = optax.stateless(lambda grads, params: lax.pmean(grads, "data"))
-    parts = own.loss_functions(sizes, "data")
-    options: dict[str, Any] = {"has_state": True, "params_in": "device"}
-    step = effjax.offload_train_step(*parts, optax.chain(mean, tx), **options).step
-    init = effjax.offload_train_step(*parts, same, **options).init
-    start, _ = own.make_training(sizes, tx, "shard_map", mesh)
-    blocks = whole(start.layers, mesh)
-    state = init(blocks, start.others, start.model_state)
-    return Case(over_devices(step, way, mesh), state, digits())
+    sizes = own.Sizes(stem=4, growth=2, dense=(1, 1), patch=1, width=8, heads=2, layers=2)
+    state, step = own.make_training(sizes, tx, way, mesh)
+    return Case(step, state, digits())
 
 
 OPERATORS = {

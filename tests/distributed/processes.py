@@ -1,24 +1,29 @@
 """Processes on this machine, each with its own CPU devices, on JAX's distributed runtime.
 
-Starting a process and joining the others takes longer than training a small model. A group
-therefore runs one program after the other. This file is also what its processes run:
-`python -m tests.distributed.processes PROCESS REPLIES`.
+Importing JAX, starting a process and joining the others take longer than training a small model.
+All processes are therefore forked from one that has imported what they need, and a group runs one
+program after the other.
 """
 
-import json
+import contextlib
+import multiprocessing
 import os
 import pathlib
 import re
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from typing import Any, NamedTuple
 
+import jax
+import pytest
+
 ROOT = pathlib.Path(__file__).parent.parent.parent
 DEVICES = 4  # of all processes together
 PATIENCE = 300  # seconds
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["tests.distributed.preload"])
 
 
 class Ended(NamedTuple):
@@ -41,22 +46,15 @@ class Group:
         self.address, self.heartbeat_timeout = f"localhost:{free_port()}", heartbeat_timeout
         self.folder = tempfile.TemporaryDirectory()
         self.path, self.programs = pathlib.Path(self.folder.name), 0
-        self.processes = [self._start(process, number) for process in range(number)]
-
-    def _start(self, process: int, number: int) -> subprocess.Popen:
-        command = [sys.executable, "-m", __name__, str(process), self._file(process, "replies")]
-        with self._file(process, "out").open("w") as out, self._file(process, "err").open("w") as e:
-            return subprocess.Popen(
-                command, env=environment() | {"JAX_NUM_CPU_DEVICES": str(DEVICES // number)},
-                cwd=ROOT, stdin=subprocess.PIPE, stdout=out, stderr=e, text=True,
-            )  # fmt: skip
-
-    def _file(self, process: int, kind: str) -> pathlib.Path:
-        return self.path / f"{process}.{kind}"
-
-    def _read(self, process: int, kind: str) -> str:
-        file = self._file(process, kind)
-        return file.read_text() if file.exists() else ""
+        self.processes, self.connections = [], []
+        for process in range(number):
+            ours, theirs = multiprocessing.Pipe()
+            args = process, theirs, self.path, environment(), DEVICES // number
+            child = FORKED.Process(target=serve, args=args, daemon=True)
+            child.start()
+            theirs.close()
+            self.processes.append(child)
+            self.connections.append(ours)
 
     def execute(self, program: str, wait_for: Any = None) -> list[Ended]:
         """Run Python code in all processes.
@@ -68,22 +66,23 @@ class Group:
         """
         self.programs += 1
         numbers = range(len(self.processes))
-        sizes = [[len(self._read(i, kind)) for kind in ("out", "err")] for i in numbers]
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(program) + "\n")
-            process.stdin.flush()
+        for connection in self.connections:
+            connection.send(program)
+        codes: dict[int, int | None] = dict.fromkeys(numbers)
         end = time.monotonic() + PATIENCE
-        while any(self._code(i) is None for i in wait_for or numbers) and time.monotonic() < end:
-            time.sleep(0.05)
+        while any(codes[i] is None for i in wait_for or numbers) and time.monotonic() < end:
+            time.sleep(0.02)
+            codes |= {i: self._code(i) for i in numbers if codes[i] is None}
         return [
-            Ended(self._code(i), self._read(i, "out")[out:], self._read(i, "err")[err:])
-            for i, (out, err) in zip(numbers, sizes, strict=True)
+            Ended(codes[i], *((self.path / f"{i}.{kind}").read_text() for kind in ("out", "err")))
+            for i in numbers
         ]
 
     def _code(self, process: int) -> int | None:
-        codes = self._read(process, "replies").split()
-        return int(codes[-1]) if len(codes) == self.programs else self.processes[process].poll()
+        with contextlib.suppress(EOFError, ConnectionError):
+            if self.connections[process].poll():
+                return self.connections[process].recv()
+        return self.processes[process].exitcode
 
     def run(
         self, *argv: object, command: str = "train", before: str = "", wait_for: Any = None
@@ -116,7 +115,7 @@ class Group:
     def __exit__(self, *_: object) -> None:
         for process in self.processes:
             process.kill()
-            process.communicate()
+            process.join()
         self.folder.cleanup()
 
 
@@ -128,8 +127,6 @@ def free_port() -> int:
 
 def environment() -> dict[str, str]:
     """Return the environment of these tests without a number of devices."""
-    import jax
-
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
     quick = jax.config.read("jax_disable_most_optimizations")
     return os.environ | {
@@ -139,20 +136,24 @@ def environment() -> dict[str, str]:
     }
 
 
-def serve(process: int, replies: str) -> None:
-    """Run the programs that stdin holds, one in each line."""
-    import pytest
-
-    for line in sys.stdin:
+def serve(
+    process: int, connection: Any, folder: pathlib.Path, environment: dict[str, str], devices: int
+) -> None:
+    """Run the programs that come through a connection, and return their exit codes."""
+    os.environ.clear()
+    os.environ.update(environment)
+    # JAX has read its variables in the process that was forked.
+    quick = environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
+    jax.config.update("jax_disable_most_optimizations", quick)
+    jax.config.update("jax_platforms", environment["JAX_PLATFORMS"])
+    jax.config.update("jax_num_cpu_devices", devices)
+    for program in iter(connection.recv, None):
+        for stream, kind in ((sys.stdout, "out"), (sys.stderr, "err")):
+            with (folder / f"{process}.{kind}").open("w") as file:
+                os.dup2(file.fileno(), stream.fileno())
         with pytest.MonkeyPatch.context() as patch:
             names = {"process": process, "patch": patch, "exit_code": 0}
-            exec(json.loads(line), names)
+            exec(program, names)
         sys.stdout.flush()
         sys.stderr.flush()
-        with open(replies, "a") as file:
-            file.write(f"{names['exit_code']}\n")
-    os._exit(0)  # the others may be gone
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]), sys.argv[2])
+        connection.send(names["exit_code"])

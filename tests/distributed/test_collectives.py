@@ -1,10 +1,8 @@
 """Collectives of a training step: which ones, and how many bytes."""
 
-import itertools
 from typing import Any
 
 import jax
-import pytest
 
 from effjax import OffloadState
 from effjax.memory import Collective, collectives
@@ -12,12 +10,10 @@ from tests.distributed.cases import (
     CASES,
     CHANNELS,
     DEVICES,
-    OPERATORS,
-    WAYS,
     data_mesh,
     own_rows,
 )
-from tests.tiers import exhaustive
+from tests.tiers import vary
 
 NORMALIZED = {"batch_norm": CHANNELS, "dense_block": CHANNELS + 2 + 2 * 4}  # channels
 
@@ -39,7 +35,19 @@ def bytes_of(moved: tuple[Collective, ...], *kinds: str) -> int:
     return sum(one.bytes * one.count for one in moved if one.kind in kinds)
 
 
-def check(name: str, way: str) -> None:
+@vary(
+    ("name", "way"),
+    [
+        ("offload", "jit"),
+        ("offload", "pmap"),
+        ("batch_norm", "shard_map"),
+        ("dense_block", "jit"),
+        ("dense_block", "pmap"),
+        ("deform_conv", "shard_map"),
+        ("network", "jit"),
+    ],
+)
+def test_collectives(name, way):
     moved, state = exchanged(name, way)
     offloaded = isinstance(state, OffloadState)
     layers, trained = (state.layers, state[:2]) if offloaded else ((), state)
@@ -54,25 +62,3 @@ def check(name: str, way: str) -> None:
     summed = bytes_of(moved, "all-reduce", "reduce-scatter")
     least = size(trained) + 4
     assert least <= summed <= least + 4 + 4 * channels * (2 * DEVICES + 4)
-
-
-PLAIN = {
-    ("batch_norm", "shard_map"),
-    ("dense_block", "jit"),
-    ("deform_conv", "pmap"),
-    ("offload", "jit"),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [case if case in PLAIN else exhaustive(*case) for case in itertools.product(OPERATORS, WAYS)],
-)
-def test_operators(name, way):
-    check(name, way)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("way", WAYS)
-def test_network(way):
-    check("network", way)

@@ -37,7 +37,7 @@ def losses(path):
 
 @pytest.mark.parametrize("lora", [None, 2])
 def test_two_processes(group, tmp_path, lora):
-    base = write_base(tmp_path / "base")
+    base = write_base(tmp_path / "base", num_hidden_layers=1)
     task = finetune_task(base, devices=DEVICES, lora=lora, **SPLIT)
     alone = new_run(tmp_path / "alone", task)
     fit(task, alone)
@@ -53,6 +53,8 @@ def test_two_processes(group, tmp_path, lora):
     arrays, expected = (read_export(path, lora) for path in (run, alone.path))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-3, 1e-4), arrays, expected)
 
+    if lora:
+        return
     # A run that has ended exports the same again.
     shutil.rmtree(run / task.exported)
     ended = group.run("--resume", run, command="finetune")
