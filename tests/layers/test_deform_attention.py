@@ -13,7 +13,7 @@ import effjax.linen
 import effjax.nnx
 from effjax import convert
 from tests.contexts import assert_trees_close
-from tests.tiers import exhaustive
+from tests.tiers import vary
 
 SHAPES = (4, 5), (2, 3)
 SIZES = dict(features=12, num_levels=2, num_heads=3, num_points=2)
@@ -58,7 +58,7 @@ def by_formula(module, query, reference, value, shapes, padding):
     return linear(module.output_proj, y)
 
 
-@pytest.mark.parametrize("boxes", [exhaustive(False), True])
+@vary("boxes", [True, False])
 def test_attention(boxes):
     args = inputs(boxes)
     module = attention()

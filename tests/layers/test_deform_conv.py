@@ -13,7 +13,7 @@ import effjax.linen
 import effjax.nnx
 from effjax import compat
 from tests.layers.functional import from_linen, from_nnx
-from tests.tiers import exhaustive
+from tests.tiers import vary
 
 X = jax.random.normal(jax.random.key(0), (2, 6, 7, 4))
 OFFSET = jax.random.normal(jax.random.key(1), (2, 6, 7, 18))
@@ -41,13 +41,12 @@ def linen_layer(name, *args, kernel_size: Any = 3, **options):
 both = pytest.mark.parametrize("make", [nnx_layer, linen_layer])
 
 
-@pytest.mark.parametrize(
+@vary(
     ("make", "name", "padding"),
     [
-        (nnx_layer, "DeformConvPack", ((1, 0), (2, 3))),
-        (linen_layer, "ModulatedDeformConvPack", "SAME"),
-        exhaustive(nnx_layer, "ModulatedDeformConvPack", "VALID"),
-        exhaustive(linen_layer, "DeformConvPack", 2),
+        (linen_layer, "ModulatedDeformConvPack", ((1, 0), (2, 3))),
+        (nnx_layer, "DeformConvPack", "SAME"),
+        (linen_layer, "DeformConvPack", 2),
     ],
 )
 def test_starts_as_a_convolution(make, name, padding):
@@ -64,9 +63,9 @@ def test_starts_as_a_convolution(make, name, padding):
     )
 
 
-@pytest.mark.parametrize(
+@vary(
     ("make", "name"),
-    [(linen_layer, "ModulatedDeformConvPack"), exhaustive(nnx_layer, "DeformConvPack")],
+    [(linen_layer, "ModulatedDeformConvPack"), (nnx_layer, "DeformConvPack")],
 )
 def test_every_parameter_has_a_gradient(make, name):
     layer = make(name, X, kernel_size=(3, 2), **OPTIONS)
@@ -107,10 +106,10 @@ def test_half_precision_keeps_float32_offsets():
 def test_rejects_offset_and_mask_that_do_not_fit_the_options(make):
     layer = make("DeformConv", X, OFFSET)
     for args in ((), (OFFSET, MASK)):
-        with pytest.raises(ValueError, match="Pass `offset` and no `mask` to a layer with"):
+        with pytest.raises(ValueError, match="Pass `offset` and no `mask`"):
             layer.apply(layer.params, X, *args)
     layer = make("DeformConvPack", X)
-    with pytest.raises(ValueError, match="Pass neither `offset` nor `mask` .*_offset=True"):
+    with pytest.raises(ValueError, match="Pass neither `offset` nor `mask`"):
         layer.apply(layer.params, X, OFFSET)
 
 
@@ -123,7 +122,7 @@ def tables(name, inputs):
     yield layer.tabulate(jax.random.key(0), *inputs, show_repeated=True, **more)
 
 
-@pytest.mark.parametrize("name", [exhaustive("ModulatedDeformConv"), "ModulatedDeformConvPack"])
+@vary("name", ["ModulatedDeformConvPack", "ModulatedDeformConv"])
 def test_tables(name):
     """`tabulate` shows one row per layer."""
     inputs = (X,) if name in PACKS else (X, OFFSET, MASK)

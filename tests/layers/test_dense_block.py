@@ -19,7 +19,7 @@ from effjax.memory import residual_bytes
 from tests import oracles
 from tests.contexts import CONTEXTS, assert_trees_close, single_device
 from tests.models.flavors import Linen, Nnx, draw
-from tests.tiers import exhaustive, product_cases
+from tests.tiers import vary
 
 
 class LinenBlock(Linen):
@@ -96,37 +96,24 @@ def expected(rate=0.0):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    ("flavor", "context"),
-    product_cases(
-        FLAVORS,
-        ["single_device", *CONTEXTS],
-        plain=[
-            ("nnx", "jit_explicit"),
-            ("nnx", "shard_map_of_grad"),
-            ("linen", "vmap_of_grad"),
-            ("linen", "grad_of_shard_map"),
-        ],
-    ),
-)
+@pytest.mark.parametrize("flavor", FLAVORS)
+@vary("context", ["shard_map_of_grad", "vmap_of_grad", "pmap", "grad_of_shard_map", "jit_explicit"])
 def test_matches_definition(flavor, context):
     """Compare the output, all gradients and the running statistics, under a mask."""
-    run = CONTEXTS.get(context, single_device)
-    assert_trees_close(run(block(flavor), values()[0], batch()), expected(), 1e-12)
+    got = CONTEXTS[context](block(flavor), values()[0], batch())
+    assert_trees_close(got, expected(), 1e-12)
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    ("flavor", "form"),
-    product_cases(FLAVORS, FORMS, plain=[("nnx", "features"), ("linen", "plain")]),
-)
+@pytest.mark.parametrize("flavor", FLAVORS)
+@vary("form", ["features", "conv", "plain"])
 def test_forms_and_dropout(flavor, form):
     op = block(flavor, rate=0.3, **FORMS[form])
     assert_trees_close(single_device(op, values()[0], batch()), expected(0.3), 1e-12)
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("flavor", ["linen", exhaustive("nnx")])
+@vary("flavor", ["linen", "nnx"])
 def test_checkpoint_around_the_block(flavor):
     """The statistics are those of one update, though the forward pass runs twice."""
     inner = block(flavor)
@@ -297,7 +284,7 @@ def test_linen_convert_batch_norm_refuses_a_network_with_a_block():
         converted = effjax.linen.convert_batch_norm(Network(), **settings)
         return jax.eval_shape(converted.init, jax.random.key(0), X)
 
-    with pytest.raises(ValueError, match=r"`model` \(DenseBlock\) must not have an `axis_name`"):
+    with pytest.raises(ValueError, match="must not have an `axis_name`"):
         init(axis_name="other")
     assert init(axis_name="data").keys() == {"params", "batch_stats"}
 
@@ -319,7 +306,7 @@ def test_rejects_bad_arguments(flavor):
 
 def test_rejects_bad_inputs():
     model = make_nnx()
-    with pytest.raises(ValueError, match=r"`x` of shape \(2, 4, 4, 2\) must be \[N, H, W, 3\]"):
+    with pytest.raises(ValueError, match=r"`x` of shape \(2, 4, 4, 2\)"):
         model(X[..., :2])
     for efficient in (True, False):
         with pytest.raises(ValueError, match="`mask` of shape .* must broadcast"):

@@ -11,7 +11,7 @@ import pytest
 from tests.layers import offload_linen, offload_nnx
 from tests.layers.offload_linen import FAST, IMAGES, X, assert_same
 from tests.ops.offload.stacks import kinds
-from tests.tiers import exhaustive, plainly
+from tests.tiers import vary
 
 FLAVOURS = {"linen": offload_linen, "nnx": offload_nnx}
 
@@ -21,17 +21,16 @@ def flavour(request):
     return FLAVOURS[request.param]
 
 
-def only_plain(name):
-    """Parametrize a test by the flavour; only `name` runs without --exhaustive."""
-    return pytest.mark.parametrize("flavour", plainly(name, of=FLAVOURS), indirect=True)
+linen_first = vary("flavour", ["linen", "nnx"], indirect=True)
+nnx_first = vary("flavour", ["nnx", "linen"], indirect=True)
 
 
-@pytest.mark.parametrize(
+@vary(
     "options",
     [
         {"num_slices": 2},
-        exhaustive({"checkpoint_activation": False}),
-        exhaustive({"policy": jax.checkpoint_policies.everything_saveable}),
+        {"checkpoint_activation": False},
+        {"policy": jax.checkpoint_policies.everything_saveable},
     ],
     ids=["recomputed", "on device", "saved"],
 )
@@ -44,14 +43,10 @@ def test_blocks_with_dropout_match_unwrapped(flavour, options):
     flavour.check_trained(model, results)
 
 
-@only_plain("linen")
-@pytest.mark.parametrize(
-    ("num_slices", "policy"),
-    [exhaustive(None, None), (3, jax.checkpoint_policies.dots_saveable)],
-    ids=["recomputed", "three slices, dots"],
-)
-def test_cnn_with_batch_norm_matches_unwrapped(flavour, num_slices, policy):
-    model = flavour.offloaded(flavour.cnn, num_slices=num_slices, policy=policy)
+@linen_first
+def test_cnn_with_batch_norm_matches_unwrapped(flavour):
+    policy = jax.checkpoint_policies.dots_saveable
+    model = flavour.offloaded(flavour.cnn, num_slices=3, policy=policy)
     results = flavour.run(model, IMAGES)
     assert_same(results, flavour.unwrapped(flavour.cnn))
     assert np.any(flavour.stats(results, 1)["mean"] != 0)
@@ -65,7 +60,7 @@ def test_effjax_batch_norm_matches_unwrapped(flavour):
     np.testing.assert_array_equal(flavour.stats(results, 1)["num_batches"], 1)
 
 
-@only_plain("nnx")
+@nnx_first
 def test_gradients_of_repeated_layer_are_summed(flavour):
     got = flavour.run(flavour.offloaded(flavour.twice, num_slices=2), X)
     want = flavour.run(flavour.plain(flavour.twice), X)
@@ -74,17 +69,16 @@ def test_gradients_of_repeated_layer_are_summed(flavour):
     assert kinds(got[1]) == {"pinned_host"}
 
 
-@only_plain("nnx")
-@pytest.mark.parametrize(("num_microbatches", "num_slices"), [(2, None), exhaustive(3, 2)])
-def test_microbatches_have_their_own_dropout_keys(flavour, num_microbatches, num_slices):
-    model = flavour.offloaded(flavour.mlp, num_slices=num_slices, num_microbatches=num_microbatches)
+@nnx_first
+def test_microbatches_have_their_own_dropout_keys(flavour):
+    model = flavour.offloaded(flavour.mlp, num_slices=2, num_microbatches=3)
     got = flavour.run(model, X)
-    assert_same(got[:3], flavour.microbatched(num_microbatches))
+    assert_same(got[:3], flavour.microbatched(3))
     assert_same(got[3], flavour.unwrapped(flavour.mlp)[3])  # each stream advances once
 
 
-@only_plain("linen")
-@pytest.mark.parametrize("norm", [exhaustive("cnn"), "effjax_norm"])
+@linen_first
+@vary("norm", ["effjax_norm", "cnn"])
 def test_running_statistics_average_microbatches(flavour, norm):
     make = getattr(flavour, norm)
     results = flavour.run(flavour.offloaded(make, num_microbatches=4), IMAGES)
@@ -110,7 +104,7 @@ def test_bfloat16(flavour):
     assert {a.dtype for a in jax.tree.leaves(got[1])} == {jnp.dtype("bfloat16")}
 
 
-@only_plain("nnx")
+@nnx_first
 def test_compute_dtype(flavour):
     x = jnp.asarray(X, jnp.bfloat16)
     model = flavour.offloaded(flavour.mlp, compute_dtype=jnp.bfloat16)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import effjax
 from effjax.memory import plan
 from tests.programs import needs_gpu_compiler
-from tests.tiers import exhaustive
+from tests.tiers import vary
 
 pytestmark = needs_gpu_compiler
 LAYERS, WIDTH, BATCH = 3, 1024, 512
@@ -82,9 +82,7 @@ def test_host_memory_of_gradients(flavour):
         assert limited.fits == (limit == 0)
 
 
-@pytest.mark.parametrize(
-    "flavour", [of_nnx, exhaustive(of_linen), exhaustive(of_operator)], ids=lambda f: f.__name__
-)
+@vary("flavour", [of_nnx, of_linen, of_operator], ids=lambda f: f.__name__)
 def test_host_memory_of_step_that_overwrites_parameters(flavour):
     memory = planned(flavour, overwrites=True)
     assert memory.host.arguments == memory.host.outputs == memory.host.aliased == PARAMS
