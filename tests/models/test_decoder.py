@@ -24,14 +24,17 @@ from effjax.models import (
 )
 from tests.contexts import assert_trees_close, mesh_of
 from tests.convert import decoders
-from tests.convert.decoders import CONFIGS, INPUTS, LABELS, make_decoder, mean_loss
-from tests.tiers import exhaustive, product_cases
+from tests.convert.decoders import (
+    CONFIGS,
+    INPUTS,
+    LABELS,
+    config_of,
+    make_decoder,
+    mean_loss,
+)
+from tests.tiers import vary
 
 LENGTHS = 5, 1, 9, 4  # of the documents of a packed sequence; the last is padding
-
-
-def config_of(name, **changes):
-    return dataclasses.replace(DecoderConfig.from_json(CONFIGS[name]), **changes)
 
 
 def packed(weights=True):
@@ -56,13 +59,13 @@ def test_matches_recorded_results_of_transformers(name):
     decoders.check(config_of(name), decoders.load(name))
 
 
-@pytest.mark.parametrize("name", ["llama3", exhaustive("mistral"), exhaustive("qwen3")])
+@vary("name", ["llama3", "mistral", "qwen3"])
 def test_packed_documents_are_independent(name, x64):
     decoder, batch = make_decoder(config_of(name, dtype="float64")), packed(weights=False)
     run = nnx.jit(lambda decoder, tokens, **named: decoder(tokens, **named))
     named = {name: batch[name] for name in ("positions", "segment_ids")}
     together = run(decoder, batch["tokens"], **named)
-    for segment in range(4):
+    for segment in (0, 2):
         (at,) = np.nonzero(batch["segment_ids"][1] == segment)
         alone = run(decoder, batch["tokens"][1:, at])
         np.testing.assert_allclose(together[1, at], alone[0], rtol=0, atol=1e-12)
@@ -90,7 +93,7 @@ def test_labels_that_are_not_tokens():
     assert jnp.isfinite(decoder.loss({**batch, "weights": batch["labels"] != -100})[0])
 
 
-@pytest.mark.parametrize("size", [1, 6, exhaustive(19), exhaustive(100)])
+@vary("size", [6, 19, 100])
 def test_chunks_of_the_mlp(size, x64):
     """The hidden channels of all positions never exist; sizes need not divide the length."""
     config, batch = config_of("llama_biases", dtype="float64"), packed()
@@ -152,28 +155,23 @@ def sgd_and_momentum():
     return optax.sgd(0.5, momentum=0.9)
 
 
-@pytest.mark.parametrize(
+@vary(
     ("name", "options"),
-    product_cases(
-        ["llama3", "qwen2", "mistral"],
-        ["device", "host", "microbatches"],
-        plain=[("qwen2", "host"), ("llama3", "microbatches")],
-    ),
+    [
+        ("qwen2", {"num_microbatches": 2}),
+        ("llama3", {}),
+        ("mistral", {"params_in": "device"}),
+    ],
 )
 def test_offload_train_step_is_the_step_of_the_module(name, options, x64):
     """Two steps with packed documents and weighted tokens."""
     config = config_of(name, dtype="float64")
     decoder, batch, tx = make_decoder(config), packed(), sgd_and_momentum()
-    named = {
-        "device": {"params_in": "device"},
-        "host": {},
-        "microbatches": {"num_microbatches": 2},
-    }[options]
     init, step = effjax.offload_train_step(
-        *decoder_functions(config), tx, weighted_loss=True, **named
+        *decoder_functions(config), tx, weighted_loss=True, **options
     )
     params = [{n: p[...] for n, p in d.items()} for d in (decoder.layers, decoder.others)]
-    layers = params[0] if options == "device" else effjax.to_host(params[0])
+    layers = params[0] if "params_in" in options else effjax.to_host(params[0])
     state = init(layers, params[1])
     step = effjax.offload_jit(step)
 
@@ -205,7 +203,7 @@ def test_layers_can_be_applied_by_offload_scan(x64):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@vary("kind", [AxisType.Auto, AxisType.Explicit])
 def test_data_parallel_gradients(kind, x64):
     """A batch that is sharded over devices has the same loss and gradients."""
     config = config_of("qwen3", dtype="float64")
@@ -360,10 +358,6 @@ def test_files_are_utf_8(encoding, tmp_path):
         ("qwen3", {"mlp_bias": True}, r"`mlp_bias` \(=True\) .* qwen3"),
         ("mistral", {"attention_bias": True}, "`attention_bias` .* mistral"),
         ("qwen2", {"attention_bias": True}, "`attention_bias` .* qwen2"),
-        ("llama2", {"model_type": "gemma"}, "`model_type`"),
-        ("llama2", {"num_key_value_heads": 3}, "must divide"),
-        ("llama2", {"head_dim": 3}, "must be even"),
-        ("llama2", {"hidden_size": 0}, "`hidden_size`"),
     ],
 )
 def test_settings_that_config_json_cannot_hold_are_refused(name, changes, match):

@@ -13,7 +13,7 @@ from effjax.models import linen as linen_models
 from tests.contexts import assert_trees_close
 from tests.models.flavors import Linen, Nnx, draw
 from tests.oracles import conv
-from tests.tiers import plainly
+from tests.tiers import vary
 
 CHANNELS = (2, 3, 4)
 FLAVORS = {
@@ -21,11 +21,11 @@ FLAVORS = {
     "linen": functools.partial(Linen, linen_models.FeaturePyramid),
 }
 EXTRAS = {
+    "output, relu": dict(extra_levels=2, extra="conv", extra_from="output", extra_relu=True),
     "none": {},
     "pool": dict(extra="pool"),
     "pools": dict(extra_levels=2),
     "input": dict(extra="conv"),
-    "output, relu": dict(extra_levels=2, extra="conv", extra_from="output", extra_relu=True),
 }
 
 
@@ -67,7 +67,7 @@ def reference(params, features, extra_levels=None, extra=None, extra_from="input
     return tuple(outputs)
 
 
-@pytest.mark.parametrize("extra", plainly("pool", "output, relu", of=EXTRAS))
+@vary("extra", EXTRAS)
 @pytest.mark.parametrize("flavor", FLAVORS)
 def test_matches_definition(flavor, extra):
     options, x = EXTRAS[extra], levels()
@@ -87,7 +87,7 @@ def test_extra_levels_of_torchvision(extra, count):
     features = levels()
     variables = jax.eval_shape(model.init, jax.random.key(0), features)
     assert len(jax.eval_shape(model.apply, variables, features)) == count
-    with pytest.raises(ValueError, match=r"`extra_levels` \(=0\) must be at least 1"):
+    with pytest.raises(ValueError, match=r"`extra_levels` \(=0\)"):
         linen_models.FeaturePyramid(2, extra=extra or "pool", extra_levels=0)
 
 
@@ -118,9 +118,7 @@ def test_backbone_in_half_precision():
 
 
 def test_rejects_bad_options():
-    with pytest.raises(
-        ValueError, match=r"`extra` \(='max'\) must be None or \"pool\" or \"conv\""
-    ):
+    with pytest.raises(ValueError, match=r"`extra` \(='max'\)"):
         models.FeaturePyramid(CHANNELS, extra="max", rngs=nnx.Rngs(0))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"`extra_levels` \(=-1\)"):
         linen_models.FeaturePyramid(extra_levels=-1)

@@ -32,7 +32,7 @@ from tests.layers.offload_nnx import (
     unwrapped,
 )
 from tests.ops.offload.stacks import POLICIES, kinds
-from tests.tiers import exhaustive
+from tests.tiers import vary
 
 
 def test_train_and_eval():
@@ -73,10 +73,7 @@ def test_checkpoints_are_interchangeable():
     assert jax.tree.structure(nnx.state(wrapped)) == jax.tree.structure(state)
 
 
-@pytest.mark.parametrize(
-    ("num_microbatches", "policy"),
-    [(1, "recomputed"), exhaustive(2, "everything")],
-)
+@vary(("num_microbatches", "policy"), [(1, "recomputed"), (2, "everything")])
 def test_stack_matches_loop(num_microbatches, policy):
     """The keys of the layers are fold_in(fold_in(key, layer), microbatch)."""
     policy, layers = POLICIES[policy], stack()
@@ -117,14 +114,13 @@ def test_stack_matches_loop(num_microbatches, policy):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_stack_matches_list_of_layers(num_microbatches):
+def test_stack_matches_list_of_layers():
     """Each layer has its own parameters, batch statistics and dropout stream."""
     layers = normed()
     graphdef = nnx.graphdef(layers[0])
     states = [nnx.state(layer) for layer in layers]
     stacked = nnx.merge(graphdef, jax.tree.map(lambda *a: jnp.stack(a), *states))
-    options: dict[str, Any] = dict(num_microbatches=num_microbatches)
+    options: dict[str, Any] = dict(num_microbatches=2)
     y, grads, dx, others = train(OffloadModel(stacked, **options, num_slices=2).to_host(), X)
     listed = OffloadModel(layers, **options).to_host()
     want = train(listed, X)
@@ -144,9 +140,7 @@ def test_stack_matches_list_of_layers(num_microbatches):
     assert np.all(np.any(np.asarray(others["layers"]["norm"]["mean"]) != 0, axis=-1))
 
 
-@pytest.mark.parametrize(
-    "rngs", [nnx.Rngs(dropout=KEY), exhaustive(nnx.Rngs(dropout=KEY).dropout), exhaustive(KEY)]
-)
+@vary("rngs", [nnx.Rngs(dropout=KEY), nnx.Rngs(dropout=KEY).dropout, KEY])
 def test_rngs_of_call(rngs):
     model = OffloadModel([Noise(), lambda x: 2 * x, Noise()], num_microbatches=2)
     k = KEY if rngs is KEY else jax.random.fold_in(KEY, 0)
@@ -216,12 +210,12 @@ def shared_embedding():
     return [embed, Part(nnx.Linear(6, 6, rngs=nnx.Rngs(1)), 2), Attend(embed)], np.arange(10)
 
 
-@pytest.mark.parametrize(
+@vary(
     ("make", "options"),
     [
         (shared_embedding, {"num_slices": 2, "num_microbatches": 2}),
-        exhaustive(shared_layer, {}),
-        exhaustive(shared_kernel, {"num_slices": 2, "num_microbatches": 2}),
+        (shared_layer, {}),
+        (shared_kernel, {"num_slices": 2, "num_microbatches": 2}),
     ],
 )
 def test_layers_that_share_parameters(make, options):
@@ -312,12 +306,6 @@ def test_nnx_optimizer_on_the_device():
     assert want[2] < want[1] < want[0]
 
 
-def test_nnx_optimizer_rejects_host_parameters():
-    model = OffloadModel([nnx.Linear(6, 6, rngs=nnx.Rngs(0))])
-    with pytest.raises(ValueError, match="Memory kind mismatch"):
-        nnx.Optimizer(model.to_host(), optax.adam(1e-2), wrt=nnx.Param)
-
-
 def test_tabulate():
     # Also before to_host: an error inside nnx.tabulate would leave the classes of Flax broken.
     layers = [nnx.Linear(6, 6, rngs=nnx.Rngs(0)), nnx.relu, nnx.BatchNorm(6, rngs=nnx.Rngs(0))]
@@ -352,7 +340,7 @@ class Scaled(nnx.Module):
 
 def test_rejects_device_parameters():
     model = OffloadModel(mlp())
-    with pytest.raises(ValueError, match=r"layers\[0\].*and 9 more are not. Call its to_host\(\)"):
+    with pytest.raises(ValueError, match=r"layers\[0\].*Call its to_host\(\)"):
         model(X)
     with pytest.raises(ValueError, match="to_host"):
         nnx.jit(loss_of)(model, X)
