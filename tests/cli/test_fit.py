@@ -154,7 +154,7 @@ def test_memory_of_a_module(run, empty_cache, tmp_path):
 @pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_memory_of_models(run, empty_cache):
-    given = "--policy", "dots", "--offload", "none", "--num-microbatches", "1"
+    given = "--policy", "dots", "--num-microbatches", "1"
     code, out, _ = run("memory", "lm", *LM[:4], *LM[6:], *given, "--budget", "1MB")
     assert code == 0 and out.startswith("policy=dots, ") and "policy=everything" not in out
     small = "--depth", "10", "--growth-rate", "1", "--image-size", "4", "--batch-size", "4"

@@ -16,7 +16,7 @@ import pytest
 from effjax.train.errors import PreemptionError, TrainError
 from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
-from tests.tiers import exhaustive
+from tests.tiers import vary
 from tests.train.small import (
     CachedTask,
     RecordedProgress,
@@ -150,7 +150,7 @@ def resume(stopped, damage, path) -> str:
     return "fell back" if progress.texts else "unharmed"
 
 
-@pytest.mark.parametrize("sample", [10, exhaustive(100)])
+@vary("sample", [10, 60])
 def test_damage_is_refused_or_repaired(tmp_path, stopped, sample, monkeypatch, capfd, caplog):
     monkeypatch.setattr(RunDirectory, "draw", lambda *_: None)  # most of the time
     trials = list(damages(stopped[1], flips=3))

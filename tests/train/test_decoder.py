@@ -18,10 +18,10 @@ from effjax.train.decoder_forms import MEMORY_OPTIONS, min_bytes, with_memory_op
 from effjax.train.lm.config import LMConfig
 from effjax.train.lm.model import lm_training_step
 from effjax.train.mesh import global_batch, make_mesh
-from tests.tiers import exhaustive, plainly
+from tests.tiers import vary
 
 MODEL = DecoderConfig(
-    model_type="qwen3", vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+    model_type="qwen3", vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-5,
 )  # fmt: skip
 ROWS, LENGTH, STEPS, RATE, DECAY = 8, 12, 3, 1e-2, 0.1
@@ -105,22 +105,17 @@ def by_hand(clip_norm=None):
 
 
 FORMS: dict[str, dict[str, Any]] = {
-    "recomputed": {},
-    "residuals kept": dict(policy="everything"),
-    "fused": dict(fuse_update=True),
     "offloaded, microbatches": dict(offload="all", fuse_update=True, num_microbatches=2),
-    "activations": dict(offload="activations", policy="dots"),
-    "params": dict(offload="params", num_microbatches=4),
-    "chunks": dict(mlp_chunk_size=5),
-    "two devices": dict(devices=2),
     "sharded": dict(devices=4, mesh="data=2,fsdp=2", fuse_update=True),
     "sharded on the host": dict(devices=2, mesh="fsdp=2", offload="all", fuse_update=True),
-    "not skipped": dict(skip_nonfinite=True),
+    "recomputed": {},
+    "residuals kept": dict(policy="everything", skip_nonfinite=True),
+    "activations": dict(offload="activations", policy="dots", mlp_chunk_size=5),
+    "params": dict(offload="params", num_microbatches=4),
 }
-PLAIN = "recomputed", "offloaded, microbatches", "sharded"
 
 
-@pytest.mark.parametrize("form", plainly(*PLAIN, of=FORMS))
+@vary("form", FORMS)
 def test_steps_match_optax(form):
     learner = make_learner(**FORMS[form])
     losses, state = train(learner)
@@ -134,7 +129,7 @@ def test_steps_match_optax(form):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("options", [{}, dict(offload="params"), dict(devices=2, mesh="fsdp=2")])
+@pytest.mark.parametrize("options", [dict(offload="params"), dict(devices=2, mesh="fsdp=2")])
 def test_clips_by_the_norm_of_all_gradients(options):
     # Adam divides by the size of the gradients: a constant factor matters only next to epsilon.
     losses, _ = train(make_learner(clip_norm=1e-7, **options))
@@ -149,9 +144,7 @@ def test_clips_by_the_norm_of_the_previous_step():
     assert 0 < float(state.model.grad_norm) < np.inf
 
 
-@pytest.mark.parametrize(
-    "options", [dict(offload="all", fuse_update=True), exhaustive(dict(devices=2, mesh="fsdp=2"))]
-)
+@vary("options", [dict(offload="all", fuse_update=True), dict(devices=2, mesh="fsdp=2")])
 def test_trains_adapters_only(options):
     learner = make_learner(lora_rank=2, lora_scale=3.0, **options)
     state = learner.initial_state(*learner.random_params(0), seed=1)
@@ -206,7 +199,6 @@ def test_bfloat16_parameters():
     assert {a.dtype for a in state.model.layers.values()} == {jnp.dtype(jnp.bfloat16)}
     moments = [a for a in jax.tree.leaves(state.model.layers_state) if a.ndim > 1]
     assert {a.dtype for a in moments} == {jnp.dtype(jnp.float32)}
-    assert train(make_learner(**OFFLOADED))[0] == losses  # rounding is random, but reproducible
 
 
 def test_8_bit_moments():
@@ -264,7 +256,7 @@ def test_memory_options_of_several_devices():
 
 
 def test_min_bytes():
-    size = 3 * 4 * 10 * 32 * 2  # inputs of the layers
+    size = 2 * 4 * 10 * 32 * 2  # inputs of the layers
     shape = 4, 10
     assert min_bytes(MODEL, shape, "bfloat16", activations="device") == (size, 0)
     assert min_bytes(MODEL, shape, "bfloat16", 4, activations="device") == (size // 4, 0)

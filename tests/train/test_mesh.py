@@ -1,6 +1,5 @@
 """The mesh of a run: its axes, the sharding of arrays, and the collectives of a step."""
 
-import functools
 import math
 from typing import Any
 
@@ -27,7 +26,7 @@ from effjax.train.mesh import (
     param_sharding,
     replicated,
 )
-from tests.tiers import plainly
+from tests.tiers import vary
 from tests.train import small
 
 BOTH = "data=2,fsdp=2"
@@ -137,13 +136,7 @@ def test_a_step_on_images_gathers_parameters_and_nothing_else():
     assert found["all-gather"] == split_bytes(shapes.params)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="in memory"),
-        pytest.param({"fuse_update": True}, id="fused", marks=pytest.mark.exhaustive),
-    ],
-)
+@vary("options", [{}, {"fuse_update": True}])
 def test_a_step_on_text_gathers_a_layer_at_a_time(options):
     """Each layer is gathered in the forward pass, and again in the backward pass."""
     config = LMConfig(layers=3, width=64, heads=2, context=12, batch_size=4, mesh=BOTH, **options)
@@ -163,21 +156,12 @@ def test_rejects_fsdp_without_jit():
         images.prepare(config, jax.devices()[:4], small.dataset())
 
 
-STEPS = {
-    "images": functools.partial(small.image_task, devices=4, augment=False),
-    "lm": functools.partial(small.lm_task, devices=4, width=32),
-    "offloaded": functools.partial(
-        small.lm_task, devices=4, width=32, offload="all", fuse_update=True
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", plainly(of=STEPS))
-def test_split_parameters_take_the_same_steps(kind):
+@pytest.mark.exhaustive
+def test_split_parameters_take_the_same_steps():
     """Up to rounding; the sharding of the state does not change."""
     states = []
     for axes in ("data=4", BOTH):
-        task = STEPS[kind](mesh=axes)
+        task = small.image_task(devices=4, augment=False, mesh=axes)
         state, batches, step = task.initial_state(), task.batches(0), task.make_step()
         for _ in range(2):
             state, _ = step(state, next(batches), jax.random.key(0))

@@ -11,10 +11,9 @@ from effjax.train import decoder
 from effjax.train.checkpoint import Checkpoints
 from effjax.train.errors import PreemptionError, TrainError
 from effjax.train.images.steps import Batch, Learner
-from effjax.train.lm.config import LMConfig
 from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
-from tests.tiers import exhaustive, plainly
+from tests.tiers import vary
 from tests.train import small
 from tests.train.small import (
     CachedTask,
@@ -90,7 +89,7 @@ class Bad(CachedTask):
 MAKE = {"images": (image_task, {3: GRADIENTS, 6: LOSS}), "lm": (lm_task, {1: LOSS, 3: GRADIENTS})}
 
 
-@pytest.fixture(scope="module", params=plainly("images", of=MAKE))
+@pytest.fixture(scope="module")
 def task(request):
     make, bad = MAKE[request.param]
     return Bad(make(on_nan="skip", checkpoint_every=3), bad)
@@ -119,6 +118,7 @@ def whole(task, tmp_path_factory):
     return run, progress
 
 
+@vary("task", MAKE, indirect=True)
 def test_skipped_steps_change_nothing(task, whole):
     run, progress = whole
     with Checkpoints(run.checkpoints) as checkpoints:
@@ -133,7 +133,7 @@ def test_skipped_steps_change_nothing(task, whole):
     ]
 
 
-@pytest.mark.parametrize("at", [3, exhaustive(2), exhaustive(4)])
+@vary("task, at", [("images", 3), ("images", 4), ("lm", 3)], indirect=["task"])
 def test_resumes_exactly(task, whole, tmp_path, at):
     run = new_run(tmp_path / "run", task)
     with pytest.raises(PreemptionError):
@@ -143,6 +143,7 @@ def test_resumes_exactly(task, whole, tmp_path, at):
     assert_same_parameters(task, run, whole[0])
 
 
+@vary("task", MAKE, indirect=True)
 def test_stops_if_no_step_of_an_interval_is_finite(task, tmp_path, monkeypatch):
     monkeypatch.setattr(task, "bad", dict.fromkeys(range(1, 100), LOSS))
     message = rf"the last {task.eval_steps[0]} steps have no finite loss .* Use a `learning_rate`"
@@ -150,17 +151,10 @@ def test_stops_if_no_step_of_an_interval_is_finite(task, tmp_path, monkeypatch):
         fit(task, new_run(tmp_path / "run", task))
 
 
-def test_fused_layers_are_not_skipped():
-    with pytest.raises(TrainError, match=r"`on_nan` .=skip. cannot be combined with `fuse_"):
-        LMConfig(fuse_update=True, on_nan="skip")
-
-
 FORMS = {
     "images, shard_map": (image_task, {"parallel": "shard_map"}),
-    "images, pmap": (image_task, {"parallel": "pmap"}),
     "images, fsdp": (image_task, {"mesh": "data=1,fsdp=2"}),
     "text, fsdp": (lm_task, {"mesh": "data=1,fsdp=2"}),
-    "text, activations": (lm_task, {"offload": "activations"}),
     "text, all": (lm_task, {"offload": "all", "devices": 1, "num_microbatches": 2}),
 }
 

@@ -5,9 +5,8 @@ from typing import Any
 import jax
 import pytest
 
-from effjax.memory import plan
 from effjax.models import DecoderConfig
-from effjax.train.decoder_forms import FORMS, min_bytes
+from effjax.train.decoder_forms import FORMS
 from effjax.train.errors import DataError
 from effjax.train.finetune.config import FinetuneConfig
 from effjax.train.finetune.forms import (
@@ -17,8 +16,7 @@ from effjax.train.finetune.forms import (
     with_memory_options,
 )
 from effjax.train.finetune.tiny import SIZES
-from tests.programs import needs_gpu_compiler
-from tests.tiers import plainly
+from tests.tiers import vary
 
 PLACES: dict[str, Any] = dict(
     policy="recompute", activations="device", params="host", mlp_chunk_size=None
@@ -39,7 +37,7 @@ def steps(config):
     return finetune_steps(config)(4)
 
 
-@pytest.mark.parametrize("name", plainly("in memory", "offload all, fused", of=FORMS))
+@vary("name", [*FORMS][::-1])
 def test_a_step_of_each_form(steps, name):
     step, state, batch, key = steps[name]
     assert {a.shape for a in batch.values()} == {(4, 32)}
@@ -80,15 +78,3 @@ def test_needs_a_configuration(config, tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(DataError, match=f"^{tmp_path}/config.json: not a config.json"):
         finetune_steps(dataclasses.replace(config, checkpoint=str(tmp_path)))
-
-
-@pytest.mark.exhaustive
-@needs_gpu_compiler
-def test_planned_memory(config):
-    """Offloaded parameters are in host memory, and the bounds are below the plan."""
-    planned = {}
-    for name in ("jax.checkpoint", "offload all, fused"):
-        planned[name] = plan(*finetune_steps(config)(64)[name], target="l4")
-    assert planned["offload all, fused"].host.total > 0
-    kept, _ = min_bytes(read_model(config), (64, 32), "bfloat16", activations="device")
-    assert kept < planned["jax.checkpoint"].device.temporaries

@@ -16,7 +16,6 @@ from effjax.train.loop import fit
 from tests.train.finetune.small import finetune_task, write_base
 from tests.train.small import (
     CachedTask,
-    RecordedProgress,
     assert_same_parameters,
     lines_without_times,
     new_run,
@@ -44,6 +43,11 @@ def first_step(task):
     """Return the loss and the parameters after a step."""
     state, loss = task.make_step()(task.initial_state(), next(task.batches(0)), jax.random.key(0))
     return float(loss), jax.device_get((state.model.layers, state.model.others))
+
+
+@pytest.fixture(scope="module")
+def one_step(base):
+    return first_step(finetune_task(base, batch_size=8))
 
 
 @pytest.fixture(scope="module")
@@ -128,28 +132,26 @@ def test_bfloat16_resumes_exactly(base, tmp_path):
     assert {a.dtype for tree in shapes for a in tree.values()} == {np.dtype("bfloat16")}
 
 
+def assert_same_step(step, other):
+    assert step[0] == pytest.approx(other[0], rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 0, 1e-5), step[1], other[1])
+
+
 @pytest.mark.exhaustive
-def test_microbatches_are_weighted_by_tokens(base):
-    task = finetune_task(base, batch_size=8)
+def test_microbatches_are_weighted_by_tokens(base, one_step):
+    task = finetune_task(base, batch_size=8, num_microbatches=4)
     weights = next(task.batches(0))["weights"].reshape(4, -1).sum(1)
     assert len(set(weights.tolist())) > 1
-    loss, params = first_step(task)
-    other_loss, other_params = first_step(finetune_task(base, batch_size=8, num_microbatches=4))
-    assert other_loss == pytest.approx(loss, rel=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 0, 1e-5), params, other_params)
+    assert_same_step(first_step(task), one_step)
 
 
 @pytest.mark.exhaustive
-def test_sharded_parameters(base):
-    task = finetune_task(base, devices=2, mesh="fsdp=2")
-    sharded = {
-        name: a for name, a in task.initial_state().model.layers.items() if a.size > 2 * 1024
-    }
-    assert sharded and all(not a.sharding.is_fully_replicated for a in sharded.values())
-    loss, params = first_step(task)
-    one_loss, one_params = first_step(finetune_task(base))
-    assert loss == pytest.approx(one_loss, rel=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 0, 1e-5), params, one_params)
+def test_sharded_parameters(base, one_step):
+    task = finetune_task(base, batch_size=8, devices=2, mesh="fsdp=2")
+    layers = task.initial_state().model.layers
+    large = [a for a in layers.values() if a.size > 2 * 1024]
+    assert large and all(not a.sharding.is_fully_replicated for a in large)
+    assert_same_step(first_step(task), one_step)
 
 
 @pytest.mark.exhaustive
@@ -174,15 +176,6 @@ def test_adapters(base, tmp_path):
     assert config["base_model_name_or_path"] == str(base.resolve())
 
 
-@pytest.mark.exhaustive
-def test_without_validation(base, tmp_path):
-    task = finetune_task(base, validation=0, steps=3)
-    run = new_run(tmp_path / "run", task)
-    result = fit(task, run)
-    assert (result.best_step, result.validation_loss) == (3, None)
-    assert (run.path / "model" / "model.safetensors").exists()
-
-
 def test_length_of_a_run(base):
     task = finetune_task(base, steps=None, report_every=None, epochs=3)
     rows = len(task.train)
@@ -198,6 +191,14 @@ def test_does_not_resume_with_another_checkpoint(trained, tmp_path):
     assert finetune_task(other).data.digest == task.data.digest
     with pytest.raises(TrainError, match="was started with the weights of another checkpoint"):
         fit(finetune_task(other, resume=True), run, resume=True)
+
+
+def test_does_not_resume_with_other_rows(trained, tmp_path):
+    task, run, _ = trained
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text((task.base.folder / "rows.jsonl").read_text().replace("3:", "4:"))
+    with pytest.raises(TrainError, match="was trained on other data"):
+        fit(finetune_task(task.base.folder, data=str(rows), resume=True), run, resume=True)
 
 
 def test_moved_files(trained, tmp_path):
@@ -247,21 +248,3 @@ def test_a_copy_of_the_tied_head_is_ignored(tmp_path):
 def test_microbatches_need_one_device(base):
     with pytest.raises(TrainError, match="needs a single device, not 2"):
         finetune_task(base, devices=2, num_microbatches=2)
-
-
-@pytest.mark.exhaustive
-def test_skipped_steps(base, tmp_path, monkeypatch):
-    """A step with a loss that is not finite changes only its number."""
-    task = finetune_task(base, on_nan="skip", steps=2, validation=0)
-    run, progress = new_run(tmp_path / "run", task), RecordedProgress()
-    batches = type(task).batches
-
-    def spoiled(task, done):
-        for i, batch in enumerate(batches(task, done)):
-            yield batch | {"weights": batch["weights"] * (np.inf if i == 0 else 1)}
-
-    monkeypatch.setattr(type(task), "batches", spoiled)
-    fit(task, run, progress)
-    assert progress.texts[0].startswith("skipped step 1")
-    state = restore(task, run, 2)
-    assert int(state.step) == 2

@@ -19,7 +19,7 @@ from effjax.train.images.steps import RESNET8
 from effjax.train.images.task import IMAGENET_MEAN, IMAGENET_STD, prepare
 from tests.convert.cases import random_array
 from tests.convert.pickles import storage, tensor, zipped
-from tests.tiers import exhaustive, plainly
+from tests.tiers import vary
 from tests.train import small
 
 SIDE, CLASSES = 8, 5
@@ -80,7 +80,7 @@ def assert_loaded(task, weights, but=()):
     return got
 
 
-@pytest.mark.parametrize("kind", ["resnet", exhaustive("densenet")])
+@vary("kind", TABLES)
 def test_same_classes_keep_the_head_and_the_logits(kind):
     weights = make_weights(kind, CLASSES)
     convert.save_weights("weights.npz", weights)
@@ -123,15 +123,7 @@ def test_reads_files_of_torch_save():
     assert_loaded(task_of(init_from="weights.pth"), weights)
 
 
-@pytest.mark.parametrize(
-    ("flavor", "to"),
-    [
-        ("nnx", "folder"),
-        exhaustive("linen", "folder"),
-        exhaustive("nnx", "file.safetensors"),
-        ("linen", "file.safetensors"),
-    ],
-)
+@vary("flavor, to", [("nnx", "folder"), ("linen", "file.safetensors")])
 def test_reads_what_convert_writes(monkeypatch, flavor, to):
     from effjax.models.linen import ResNet as LinenResNet
 
@@ -200,7 +192,7 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("kind", plainly("resnet", of=FROZEN))
+@vary("kind", FROZEN)
 def test_frozen_stages_do_not_change(kind):
     """Neither by gradients, weight decay, momentum nor new statistics."""
     convert.save_weights("weights.npz", make_weights(kind))
@@ -244,7 +236,7 @@ def test_frozen_resnet_learns_as_with_frozen_stages_of_the_model():
         np.testing.assert_allclose(after[name], expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", plainly("resnet", of=FROZEN))
+@vary("kind", FROZEN)
 def test_frozen_stages_keep_nothing_for_the_backward_pass(kind):
     convert.save_weights("weights.npz", make_weights(kind))
     task = task_of(kind, freeze_stages=1)
@@ -257,13 +249,11 @@ def test_frozen_stages_keep_nothing_for_the_backward_pass(kind):
 @pytest.mark.exhaustive
 def test_all_ways_to_train_agree():
     convert.save_weights("weights.npz", make_weights())
-    results = []
-    for parallel in ("jit", "shard_map", "pmap"):
-        _, after, *_ = train_one_step(task_of(freeze_stages=1, parallel=parallel))
-        results.append(after)
-    for other in results[1:]:
-        for name, array in results[0].items():
-            np.testing.assert_allclose(other[name], array, rtol=1e-3, atol=1e-4, err_msg=name)
+    jit, pmap = (
+        train_one_step(task_of(freeze_stages=1, parallel=way))[1] for way in ("jit", "pmap")
+    )
+    for name, array in jit.items():
+        np.testing.assert_allclose(pmap[name], array, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
 @pytest.mark.parametrize(

@@ -26,30 +26,20 @@ from tests.train import small
 WAYS = ["jit", "shard_map", "pmap"]
 
 
-# The small network, and a real one: without dropout, which draws by device.
-BUILDERS = {"small": functools.partial(small.builder, drop_rate=0.0), "densenet": model_builder}
-
-
-@pytest.fixture(
-    scope="module", params=["small", pytest.param("densenet", marks=pytest.mark.exhaustive)]
-)
-def runs(request, mesh8):
+@pytest.fixture(scope="module")
+def runs(mesh8):
     """Losses and final states of three steps: each way on 8 devices, and jit on one."""
     devices = list(mesh8.devices.flat)
     first = None
 
     def run(parallel, devices):
         config = DenseNetConfig(
-            depth=10,
-            growth_rate=4,
-            batch_size=32,
-            learning_rate=0.02,
-            parallel=parallel,
-            epochs=2,
-            validation=0,
+            batch_size=32, learning_rate=0.02, parallel=parallel, epochs=2, validation=0
         )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("effjax.train.images.task.model_builder", BUILDERS[request.param])
+            # Dropout would draw by device.
+            builder = functools.partial(small.builder, drop_rate=0.0)
+            patch.setattr("effjax.train.images.task.model_builder", builder)
             task = prepare(config, devices, small.dataset(train=100))
         step, mesh = task.make_step(), task.mesh
         nonlocal first
