@@ -5,7 +5,7 @@ not exist. It cannot do so between the loops of both passes, across the boundary
 between two programs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -65,15 +65,21 @@ FORMS: dict[str, Callable[[Callable], Loss]] = {
 }
 
 
-def plan_layers(layers: int, shape: tuple[int, ...], dtype: str, target: str) -> Result:
-    """Plan gradients of all forms; "x input" is the peak in multiples of the input's bytes."""
+def plan_layers(
+    layers: int,
+    shape: tuple[int, ...],
+    dtype: str,
+    target: str,
+    forms: Sequence[str] = tuple(FORMS),
+) -> Result:
+    """Plan gradients of some forms; "x input" is the peak in multiples of the input's bytes."""
     features = shape[-1]
     shapes = {"kernel": (3, 3, features, features), "scale": (features,), "bias": (features,)}
     stack = {k: jax.ShapeDtypeStruct((layers, *s), "float32") for k, s in shapes.items()}
     x = jax.ShapeDtypeStruct(shape, dtype)
     losses = {
-        f"{name}, {form}": make(make_layer(norm))
-        for form, make in FORMS.items()
+        f"{name}, {form}": FORMS[form](make_layer(norm))
+        for form in forms
         for name, norm in NORMS.items()
     }
     result = plan_training(

@@ -80,13 +80,17 @@ def gradient_steps(
 
 
 def plan_losses(
-    config: dict[str, Any], context: int, batch_sizes: Sequence[int], target: str = TARGET
+    config: dict[str, Any],
+    context: int,
+    batch_sizes: Sequence[int],
+    target: str = TARGET,
+    names: Sequence[str] = tuple(LOSSES),
 ) -> Result:
-    """Plan the gradients of a transformer with every loss."""
+    """Plan the gradients of a transformer with some losses."""
     model = nnx.eval_shape(lambda: TransformerLM(**config, rngs=nnx.Rngs(0)))
     rows = []
     for batch_size in batch_sizes:
-        steps = {n: gradient_steps(model, f, batch_size, context) for n, f in LOSSES.items()}
+        steps = {n: gradient_steps(model, LOSSES[n], batch_size, context) for n in names}
         for part in ("head", "model"):
             plans = plan_steps({name: step[part] for name, step in steps.items()}, target)
             rows += [

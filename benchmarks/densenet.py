@@ -4,7 +4,7 @@ The forms are those of `effjax memory`: Flax's BatchNorm, the same with ``jax.ch
 layer, and effjax's. The benchmark `dense-block` times the same layers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from effjax.train.images.config import DenseNetConfig
 from effjax.train.images.forms import training_steps
@@ -16,14 +16,20 @@ from .results import Result, Size
 DEPTHS: dict[Size, int] = {"small": 22, "published": 100}
 
 
-def plan_network(depth: int, batch_size: int = 64, target: str = TARGET) -> Result:
-    """Plan steps of SGD with momentum."""
+def plan_network(
+    depth: int,
+    batch_size: int = 64,
+    target: str = TARGET,
+    names: Sequence[str] | None = None,
+) -> Result:
+    """Plan steps of SGD with momentum, of some forms or of all."""
     config = DenseNetConfig(depth=depth, growth_rate=12, batch_size=batch_size)
+    steps = training_steps(config, (32, 32, 3), num_classes=10)(batch_size)
     return plan_training(
         f"memory_densenet_{depth}",
         f"step of DenseNet-BC-{depth} (k = 12), batch {batch_size} of 32x32",
         {"depth": depth, "batch_size": batch_size},
-        training_steps(config, (32, 32, 3), num_classes=10)(batch_size),
+        {name: steps[name] for name in names or steps},
         target,
     )
 

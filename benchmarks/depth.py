@@ -60,7 +60,10 @@ def count_kept(depths: Sequence[int], batch_size: int = BATCH_SIZE) -> Result:
 
 
 def plan_depths(
-    depths: Sequence[int], batch_size: int = BATCH_SIZE, target: str = TARGET
+    depths: Sequence[int],
+    batch_size: int = BATCH_SIZE,
+    target: str = TARGET,
+    names: Sequence[str] = tuple(BLOCKS),
 ) -> Iterator[Result]:
     """Plan the peak of a training step: a table per depth, and one of all depths."""
     config = CONFIG | {"batch_size": batch_size}
@@ -71,14 +74,14 @@ def plan_depths(
             f"memory_block_{layers}",
             f"step of a dense block of {layers} layers, batch {batch_size}",
             config | {"layers": layers},
-            {name: (train_step(block), *args) for name, block in BLOCKS.items()},
+            {name: (train_step(BLOCKS[name]), *args) for name in names},
             target,
         )
         all_rows += [row | {"layers": layers} for row in result.rows]
         yield result
     for row in all_rows:
         del row["ratio"]  # to the first program of the same depth
-    all_rows.sort(key=lambda row: list(BLOCKS).index(row["name"]))
+    all_rows.sort(key=lambda row: names.index(row["name"]))
     add_exponents(all_rows, "peak_bytes")
     yield Result(
         f"depth_planned_{target}",

@@ -7,6 +7,7 @@ smallest budget.
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from effjax.memory import choose_options
@@ -55,12 +56,12 @@ MODELS: dict[Size, list[Model]] = {
 }  # fmt: skip
 
 
-def fit_budgets(model: Model, target: str = TARGET) -> Result:
+def fit_budgets(model: Model, target: str = TARGET, cache: Path | None = None) -> Result:
     """Choose options for each budget; "ratio" is relative to the setting for all budgets."""
     found = {
         budget: choose_options(
             model.make_step, model.options, not_by_time=tuple(model.options),
-            target=target, budget=round(budget * 1e9), progress=True,
+            target=target, budget=round(budget * 1e9), progress=True, cache=cache,
         )
         for budget in sorted(model.budgets)
     }  # fmt: skip

@@ -7,7 +7,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.progress import track
 
@@ -41,12 +41,12 @@ def time_import(name: str) -> dict[str, float]:
     return json.loads(process.stdout)
 
 
-def measure_imports(rounds: int) -> Result:
-    for name in IMPORTS:
+def measure_imports(rounds: int, names: Sequence[str] = IMPORTS) -> Result:
+    for name in names:
         time_import(name)  # the first import reads the disk
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in IMPORTS}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _ in track(range(rounds), "importing", transient=True):
-        for name in IMPORTS:
+        for name in names:
             runs[name].append(time_import(name))
     rows = []
     for name, values in runs.items():

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -80,13 +80,24 @@ def traffic(result: MemoryPlan) -> dict[str, int]:
     }
 
 
-def plan_ends(config: DecoderConfig, target: str, batch: tuple[int, int] = BATCH) -> Result:
-    """Plan the step with embedding and head on the device and in host memory."""
+def plan_ends(
+    config: DecoderConfig,
+    target: str,
+    batch: tuple[int, int] = BATCH,
+    names: Sequence[str] | None = None,
+) -> Result:
+    """Plan the step with embedding and head on the device and in host memory.
+
+    `names` are the rows to plan, by default all.
+    """
     rows = []
     small = dataclasses.replace(config, vocab_size=256)
     forms = [(f"others on the {others_in}", config, others_in) for others_in in MEMORIES]
     forms.append(("a vocabulary of 256", small, "host"))
     for (optimizer, make), (form, of, others_in) in itertools.product(OPTIMIZERS.items(), forms):
+        name = f"{optimizer}, {form}"
+        if names is not None and name not in names:
+            continue
         step = abstract_step(of, make(), others_in, batch)
         result = plan(*step, target=target, memory_fraction=0.95, host_memory_bytes=HOST_BYTES)
         largest = [
@@ -95,7 +106,7 @@ def plan_ends(config: DecoderConfig, target: str, batch: tuple[int, int] = BATCH
         ]
         rows.append(
             {
-                "name": f"{optimizer}, {form}",
+                "name": name,
                 "parameters": count_parameters(of),
                 "planned_device_bytes": result.peak_device_bytes,
                 "planned_device_temp_bytes": result.device.temporaries,

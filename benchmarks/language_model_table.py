@@ -8,6 +8,7 @@ steps of one model are compiled for two architectures, to see how much this matt
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -155,12 +156,12 @@ def abstract_step(config: DecoderConfig, length: int, moments: str, form: Form) 
     return offload_jit(step), state, place({"tokens": tokens, "labels": tokens})
 
 
-def plan_cached(step: tuple, target: str, host_bytes: int) -> MemoryPlan:
+def plan_cached(step: tuple, target: str, host_bytes: int, cache: Path | None = None) -> MemoryPlan:
     """Plan a step, with compiled programs on disk, so that an interrupted run loses little."""
     with open_pipe() as pipe:
         return start_plan(
             *step, target=target, memory_fraction=MEMORY_FRACTION, host_memory_bytes=host_bytes,
-            cache=default_folder(),
+            cache=cache or default_folder(),
         )(pipe)  # fmt: skip
 
 
@@ -236,6 +237,7 @@ def plan_model(
     config: DecoderConfig,
     lengths_to_plan: Mapping[str, Sequence[int]],
     machines: Sequence[Machine] = MACHINES,
+    cache: Path | None = None,
 ) -> Result:
     """Plan the steps of a model for all GPUs."""
     rows = []
@@ -248,7 +250,7 @@ def plan_model(
             step = abstract_step(config, length, moments, form)
             for target, users in (("rtx4090", own), (COMPILED_FOR, shared)):
                 if users:
-                    planned = plan_cached(step, target, max(m.host_bytes for m in users))
+                    planned = plan_cached(step, target, max(m.host_bytes for m in users), cache)
                     rows += [make_row(m, config, length, moments, form, planned) for m in users]
     return make_result(name, config, rows)
 

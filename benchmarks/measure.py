@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from rich.progress import track
 
-from effjax.memory import MemoryPlan, PlanError, compare, plan
+from effjax.memory import MemoryPlan, PlanError, compare
+from effjax.memory._compilers import find_compiler
+from effjax.memory.targets import find_target
 from effjax.native import is_available
 
 from .results import Bars, Result, UnavailableError, num_threads
@@ -162,7 +164,7 @@ def relative_difference(tree: Any, reference: Any) -> float:
 def need_compiler(target: str = TARGET) -> None:
     """Raise `UnavailableError` if no compiler for the target is installed."""
     try:
-        plan(lambda x: x + 1, jax.ShapeDtypeStruct((8,), "float32"), target=target)
+        find_compiler(find_target(target).platform)
     except PlanError as error:
         raise UnavailableError(str(error)) from error
 

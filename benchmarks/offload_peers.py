@@ -82,12 +82,17 @@ def plan_peers(setting: Setting, names: Sequence[str], target: str) -> Result:
     return make_result("peers", setting, rows, target)
 
 
-def plan_bracket(setting: Setting, depths: Sequence[int], target: str) -> Result:
+def plan_bracket(
+    setting: Setting,
+    depths: Sequence[int],
+    target: str,
+    names: Sequence[str] = BRACKET_FORMS,
+) -> Result:
     """Plan models just below and above the size that fits without offloading."""
     rows = []
     for layers in depths:
         model = dataclasses.replace(setting, layers=layers)
-        plans = plan_steps({n: abstract_step(model, FORMS[n]) for n in BRACKET_FORMS}, target)
+        plans = plan_steps({n: abstract_step(model, FORMS[n]) for n in names}, target)
         rows += [{"name": n} | model_size(model) | planned_bytes(p) for n, p in plans.items()]
     return make_result("bracket", setting, rows, target)
 

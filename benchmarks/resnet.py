@@ -122,9 +122,13 @@ def plan_networks(
     num_classes: int,
     dtype: str = "bfloat16",
     target: str = TARGET,
+    forms: Sequence[str] | None = None,
 ) -> Result:
+    """Plan training steps of some forms of a network, or of all."""
     networks = make_networks(name, num_classes, jnp.dtype(dtype))
-    steps = {form: training_step(net, batch_size, image_size) for form, net in networks.items()}
+    steps = {
+        form: training_step(networks[form], batch_size, image_size) for form in forms or networks
+    }
     return plan_training(
         f"{name}_{batch_size}",
         f"{name}, batch {batch_size} of {image_size}x{image_size}",

@@ -150,10 +150,12 @@ def make_mesh(num_devices: int) -> Mesh:
     return jax.make_mesh((num_devices,), (AXIS,), (AxisType.Auto,), devices=devices)
 
 
-def measure_all(shape: tuple[int, ...], rounds: int) -> tuple[list[dict], list[dict]]:
+def measure_all(
+    shape: tuple[int, ...], rounds: int, devices: Sequence[int]
+) -> tuple[list[dict], list[dict]]:
     """Return the rows of both tables."""
-    gradients = [row for n in DEVICES for row in measure_gradients(make_mesh(n), shape, rounds)]
-    return gradients, measure_variance_errors(make_mesh(DEVICES[-1]), shape, MEANS)
+    gradients = [row for n in devices for row in measure_gradients(make_mesh(n), shape, rounds)]
+    return gradients, measure_variance_errors(make_mesh(devices[-1]), shape, MEANS)
 
 
 def simulate_devices() -> None:
@@ -166,14 +168,14 @@ def simulate_devices() -> None:
     jax.config.update("jax_num_cpu_devices", max(DEVICES))
 
 
-def run(size: Size) -> Iterator[Result]:
+def run(size: Size, devices: Sequence[int] = DEVICES) -> Iterator[Result]:
     shape = SHAPES[size]
     # JAX fixes the number of devices when it initializes a backend, and simulated devices would
     # take threads from other benchmarks. So this one runs in a new process.
     with concurrent.futures.ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn"), initializer=simulate_devices
     ) as pool:
-        gradients, errors = pool.submit(measure_all, shape, ROUNDS).result()
+        gradients, errors = pool.submit(measure_all, shape, ROUNDS, devices).result()
     config = {"shape": shape, "dtype": "float32"}
     yield Result(
         "sync_batch_norm",

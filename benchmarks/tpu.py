@@ -3,7 +3,7 @@
 XLA's compiler for TPUs compiles all programs on this machine. Nothing runs on a TPU.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ SYNCHRONIZED: dict[Size, tuple[int, ...]] = {
 }
 NOTE = "Planned by XLA's compiler for TPUs. Nothing ran on a TPU."
 PLAIN, CHECKPOINT, OURS = "plain JAX", "jax.checkpoint", "effjax"
+PASSES = {"forward": False, "forward+backward": True}  # with gradients
 Steps = Mapping[str, tuple]  # `(fn, *args)` by name
 
 
@@ -121,11 +122,13 @@ def compare_memory(
     )
 
 
-def plan_collectives(size: Size, target: str = TARGET) -> Result:
+def plan_collectives(
+    shape: tuple[int, ...], target: str = TARGET, all_passes: Sequence[str] = tuple(PASSES)
+) -> Result:
     """Count the all-reduces of batch norm over several chips, and their bytes."""
     rows = []
-    for passes in ("forward", "forward+backward"):
-        steps = sync_batch_norm_steps(SYNCHRONIZED[size], passes == "forward+backward")
+    for passes in all_passes:
+        steps = sync_batch_norm_steps(shape, PASSES[passes])
         for name, plan in plan_steps(steps, target).items():
             assert {c.kind for c in plan.collectives} == {"all-reduce"}
             reduced = sum(c.bytes * c.count for c in plan.collectives)
@@ -144,7 +147,7 @@ def plan_collectives(size: Size, target: str = TARGET) -> Result:
 
 def run(size: Size) -> Iterator[Result]:
     need_compiler(TARGET)
-    yield plan_collectives(size)
+    yield plan_collectives(SYNCHRONIZED[size])
     programs = make_programs(size)
     yield compare_memory(
         "tpu_memory", {name: plan_steps(p, TARGET) for name, p in programs.items()}

@@ -4,7 +4,7 @@ Nothing runs on a TPU.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from . import offload, offload_forms
 from .measure import need_compiler, plan_steps
@@ -22,12 +22,16 @@ SETTINGS: dict[Size, offload_forms.Setting] = {
 }
 
 
-def run(size: Size) -> Iterator[Result]:
-    need_compiler(TARGET)
-    setting = SETTINGS[size]
+def plan_step(setting: offload_forms.Setting, names: Sequence[str] = tuple(FORMS)) -> Result:
+    """Plan a training step in some forms."""
     steps = {
-        name: offload_forms.abstract_step(setting, offload_forms.FORMS[form])
-        for name, form in FORMS.items()
+        name: offload_forms.abstract_step(setting, offload_forms.FORMS[FORMS[name]])
+        for name in names
     }
     plans = {f"training step of {setting.layers} layers": plan_steps(steps, TARGET)}
-    yield compare_memory("tpu_offload", plans)
+    return compare_memory("tpu_offload", plans)
+
+
+def run(size: Size) -> Iterator[Result]:
+    need_compiler(TARGET)
+    yield plan_step(SETTINGS[size])

@@ -4,7 +4,7 @@ Compares the programs of XLA with the bytes that kernels would move. Nothing run
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ import effjax
 from . import deform_attention, deform_conv
 from .measure import add_gradients, need_compiler, plan_steps
 from .results import Bars, Result, Size
-from .tpu import NOTE, OURS, PLAIN, TARGET, Steps, compare_memory, float32
+from .tpu import NOTE, OURS, PASSES, PLAIN, TARGET, Steps, compare_memory, float32
 
 
 class Sampler(NamedTuple):
@@ -167,8 +167,12 @@ def make_samplers(size: Size) -> dict[str, Sampler]:
     }
 
 
-def plan_samplers(samplers: Mapping[str, Sampler], target: str = TARGET) -> Iterator[Result]:
-    """Plan the bytes of HBM that the samplers read and write, and the memory of both passes.
+def plan_samplers(
+    samplers: Mapping[str, Sampler],
+    target: str = TARGET,
+    all_passes: Sequence[str] = tuple(PASSES),
+) -> Iterator[Result]:
+    """Plan the bytes of HBM that the samplers read and write, and the memory of the last passes.
 
     Counts the bytes of two kernels. One that keeps the sampled array in the chip's memory moves
     only arguments and results. The other copies each sampled pixel from HBM.
@@ -176,7 +180,8 @@ def plan_samplers(samplers: Mapping[str, Sampler], target: str = TARGET) -> Iter
     rows: list[dict[str, Any]] = []
     memory = {}
     for operator, sampler in samplers.items():
-        for passes, backward in (("forward", False), ("forward+backward", True)):
+        for passes in all_passes:
+            backward = PASSES[passes]
             plans = memory[operator] = plan_steps(sampler.steps(backward), target)
             traffic = {
                 "arguments and results": sampler.least_bytes(backward),

@@ -49,6 +49,18 @@ class Trial(NamedTuple):
     same_parameters: bool
     same_metrics: bool
 
+    @property
+    def is_same(self) -> bool:
+        return self.same_parameters and self.same_metrics
+
+    def __str__(self) -> str:
+        words = {True: "equal", False: "DIFFER"}
+        kills = ", ".join(f"{kill.seconds:.1f} s ({kill.moment})" for kill in self.kills)
+        return (
+            f"killed after {kills}: parameters {words[self.same_parameters]}, "
+            f"metrics {words[self.same_metrics]}"
+        )
+
 
 def start(out: Path, options: Sequence[str]) -> subprocess.Popen:
     """Start the run, or resume it if it exists."""
@@ -158,15 +170,10 @@ def main(argv: list[str] | None = None) -> int:
             moments = rng.choices(["save", "save", "step", "start"], k=KILLS)
             trial = run_trial(folder / str(i), expected, OPTIONS, moments, rng)
             trials.append(trial)
-            words = {True: "equal", False: "DIFFER"}
-            kills = ", ".join(f"{kill.seconds:.1f} s ({kill.moment})" for kill in trial.kills)
-            print(
-                f"trial {i + 1}, killed after {kills}: parameters "
-                f"{words[trial.same_parameters]}, metrics {words[trial.same_metrics]}"
-            )
+            print(f"trial {i + 1}, {trial}")
     if options.json is not None:
         options.json.write_text(json.dumps([t._asdict() for t in trials], indent=1) + "\n")
-    return int(not all(trial.same_parameters and trial.same_metrics for trial in trials))
+    return int(not all(trial.is_same for trial in trials))
 
 
 if __name__ == "__main__":

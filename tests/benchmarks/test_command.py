@@ -1,12 +1,15 @@
 """`python -m benchmarks`, its tables, pictures and JSON, with benchmarks that measure nothing."""
 
+import importlib
 import json
 import pathlib
+import sys
+import types
 
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import measure, plots, pytorch
+from benchmarks import plots, pytorch
 from benchmarks.checks import sass
 from benchmarks.measure import fit_exponent, quartiles, time_in_turn
 from benchmarks.results import (
@@ -20,48 +23,57 @@ from benchmarks.results import (
     num_threads,
     print_table,
 )
-from effjax.memory import PlanError
 
 ROOT = pathlib.Path(__file__).parents[2]
 ROWS = [{"name": "theirs", "ratio": 1.0}, {"name": "effjax", "ratio": 0.5}]
 
 
-def interrupt():
-    yield Result("first", "a table", {}, ROWS)
+def work(size):
+    yield Result("one", size, {"reference": "theirs"}, ROWS)
+
+
+def interrupt(size):
+    yield Result("first", size, {}, ROWS)
     raise KeyboardInterrupt
 
 
-def fail():
-    yield Result("half", "a table before it fails", {}, ROWS)
+def fail(size):
+    yield Result("half", size, {}, ROWS)
     raise ValueError("no good\nat all")
 
 
-def be_unavailable():
+def be_unavailable(size):
     raise UnavailableError("the GPU compiler is not installed")
     yield
 
 
-FAKES = {
-    "works": lambda: iter([Result("one", "a table", {"reference": "theirs"}, ROWS)]),
+def miss_package(size):
+    raise ModuleNotFoundError("No module named 'optax.contrib'", name="optax.contrib")
+    yield
+
+
+def miss_own_module(size):
+    raise ModuleNotFoundError("No module named 'effjax.lost'", name="effjax.lost")
+    yield
+
+
+SUBJECTS = {
+    "works": work,
     "fails": fail,
     "lacks": be_unavailable,
+    "misses": miss_package,
+    "broken": miss_own_module,
     "stops": interrupt,
 }
 
 
-@pytest.fixture
-def fakes(monkeypatch, tmp_path):
-    """Replace the subjects; return the sizes they were run with."""
-    sizes = []
-
-    def results_of(name, size):
-        sizes.append(size)
-        return FAKES[name]()
-
-    monkeypatch.setattr(command, "SUBJECTS", {name: f"it {name}" for name in FAKES})
-    monkeypatch.setattr(command, "results_of", results_of)
+@pytest.fixture(autouse=True)
+def subjects(monkeypatch, tmp_path):
+    """Add modules of subjects that measure nothing, and change to an empty folder."""
+    for name, run in SUBJECTS.items():
+        monkeypatch.setitem(command.SUBJECTS, name, f"it {name}")
+        monkeypatch.setitem(sys.modules, f"benchmarks.{name}", types.SimpleNamespace(run=run))
     monkeypatch.chdir(tmp_path)
-    return sizes
 
 
 def test_every_subject_has_a_file(capsys):
@@ -69,86 +81,77 @@ def test_every_subject_has_a_file(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(command.SUBJECTS)
     for name in command.SUBJECTS:
-        command.results_of(name, "small")
+        assert importlib.import_module(f"benchmarks.{name.replace('-', '_')}").run
 
 
-def test_one_benchmark(fakes, tmp_path, capsys):
+def test_one_benchmark(tmp_path, capsys):
     assert command.main(["works", "--size", "published", "--out", "new/folder"]) == 0
     folder = tmp_path / "new" / "folder"
-    assert fakes == ["published"]
     record = json.loads((folder / "one.json").read_text())
     assert record["command"] == "python -m benchmarks works --size published --out new/folder"
     assert record["machine"]["cpu"] and record["machine"]["threads"] >= 1
     assert record["rows"] == ROWS and record["versions"]["jax"]
     summary = (folder / "summary.md").read_text()
-    assert "| effjax | 0.50 |" in summary and "![a table](one.svg)" in summary
+    assert "| effjax | 0.50 |" in summary and "![published](one.svg)" in summary
     assert record["machine"]["cpu"] in summary and (folder / "one.svg").exists()
-    line = "works: a table: effjax 0.50 of the time of theirs"
+    line = "works: published: effjax 0.50 of the time of theirs"
     assert line in summary and line in capsys.readouterr().out
 
 
-def test_a_failure_keeps_the_other_results(fakes, tmp_path, capsys):
-    assert command.main(["fails", "lacks", "works", "--out", "."]) == 1
+def test_a_failure_keeps_the_other_results(tmp_path, capsys):
+    assert command.main(["fails", "lacks", "misses", "works", "--out", "."]) == 1
     for name in ("half.json", "one.json", "one.svg", "half.svg"):
         assert (tmp_path / name).exists()
     summary = (tmp_path / "summary.md").read_text()
     for text in (capsys.readouterr().out, summary):
         assert "fails: FAILED, ValueError: no good (see fails.log)" in text
         assert "lacks: skipped, the GPU compiler is not installed" in text
+        assert "No module named 'optax.contrib'; run pip install" in text
     assert "at all" in (tmp_path / "fails.log").read_text()
-    assert command.main(["lacks", "--out", "other"]) == 0
+    assert command.main(["lacks", "misses", "--out", "other"]) == 0
+    assert command.main(["broken", "--out", "other"]) == 1
 
 
-def test_ctrl_c_keeps_earlier_results(fakes, tmp_path, capsys):
+def test_ctrl_c_keeps_earlier_results(tmp_path, capsys):
     assert command.main(["works", "stops", "fails", "--out", "."]) == 130
-    assert fakes == ["small"] * 2 and "interrupted in stops" in capsys.readouterr().out
-    assert (tmp_path / "one.json").exists() and (tmp_path / "first.json").exists()
+    assert "interrupted in stops" in capsys.readouterr().out
+    for name in ("one", "first"):
+        assert json.loads((tmp_path / f"{name}.json").read_text())["title"] == "small"
+    assert not (tmp_path / "half.json").exists()
 
 
-def test_all_runs_every_subject_in_order(fakes, monkeypatch, capsys):
-    monkeypatch.setitem(FAKES, "stops", FAKES["works"])
-    assert command.main(["all", "--out", "."]) == 1
+def test_all_runs_every_subject_in_order(monkeypatch, capsys):
+    monkeypatch.setattr(command, "SUBJECTS", {name: f"it {name}" for name in SUBJECTS})
+    assert command.main(["all", "--out", "."]) == 130
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines if line.startswith("[")] == [f"{n}:" for n in FAKES]
+    names = [line.split()[1] for line in lines if line.startswith("[")]
+    assert names == [f"{name}:" for name in SUBJECTS]
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         ([], "--list shows the names"),
-        (["works", "deform", "--out", "new"], "'deform' is not one of all, works, fails, lacks"),
+        (["works", "deform", "--out", "new"], "'deform' is not one of all, batch-norm,"),
         (["works"], "--out is missing"),
         (["works", "--out", "file"], "--out file: File exists"),
     ],
 )
-def test_rejects_wrong_arguments(fakes, tmp_path, capsys, argv, message):
+def test_rejects_wrong_arguments(tmp_path, capsys, argv, message):
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit, match="2"):
         command.main(argv)
     assert message in capsys.readouterr().err
-    assert not fakes and not (tmp_path / "new").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_missing_package_is_skipped(fakes, monkeypatch, capsys):
-    def import_module(name):
-        raise ModuleNotFoundError(f"No module named '{name}'", name=name)
-
-    monkeypatch.setitem(FAKES, "works", lambda: import_module("optax.contrib"))
-    assert command.main(["works", "--out", "."]) == 0
-    assert "No module named 'optax.contrib'; run pip install" in capsys.readouterr().out
-    monkeypatch.setitem(FAKES, "works", lambda: import_module("effjax.lost"))
-    assert command.main(["works", "--out", "."]) == 1
-    assert "works: FAILED, ModuleNotFoundError" in capsys.readouterr().out
-
-
-def test_a_missing_gpu_compiler_is_reported(monkeypatch):
-    def plan(*args, **options):
-        raise PlanError("the GPU compiler is not installed: pip install x")
-
-    monkeypatch.setattr(measure, "plan", plan)
-    for name in ("planner", "cross-entropy", "resnet"):
-        with pytest.raises(UnavailableError, match="GPU compiler is not installed"):
-            next(command.results_of(name, "small"))
+def test_a_missing_compiler_is_reported(monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EFFJAX_COMPILERS", str(tmp_path / "file" / "compilers"))
+    assert command.main(["planner", "tpu", "--out", "new"]) == 0
+    out = capsys.readouterr().out
+    assert "planner: skipped, the compiler for CUDA is not installed" in out
+    assert "tpu: skipped, the compiler for TPU is not installed" in out
 
 
 def test_a_missing_peer_is_reported(monkeypatch):

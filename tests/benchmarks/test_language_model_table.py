@@ -130,16 +130,14 @@ def test_published_cells():
 
 @pytest.mark.exhaustive
 @needs_gpu_compiler
-def test_plan(monkeypatch, tmp_path):
-    monkeypatch.setattr(table, "default_folder", lambda: tmp_path)
-    config = DecoderConfig("qwen3", 4096, 128, 256, 3, 2, 1, 64, dtype="bfloat16")
-    hopper = table.MACHINES[1:]
-    rows = table.plan_model("tiny", config, {"8-bit": (256,)}, hopper).rows
-    assert len(list(tmp_path.iterdir())) == 2  # one program for both GPUs and each form
-    h100, gh200, *in_memory = rows
+def test_plan(tmp_path):
+    # So many small layers do not fit in device memory, so one form is planned.
+    config = DecoderConfig("qwen3", 512, 128, 256, 60_000, 2, 1, 64, dtype="bfloat16")
+    hopper, length = table.MACHINES[1:], 64
+    h100, gh200 = table.plan_model("tiny", config, {"float32": (length,)}, hopper, tmp_path).rows
+    assert len(list(tmp_path.iterdir())) == 1  # one program for both GPUs
     assert h100["planned_device_bytes"] == gh200["planned_device_bytes"]
-    assert h100["planned_host_bytes"] == pytest.approx(
-        count_parameters(config) * table.PARAMETER_BYTES["8-bit"], rel=0.2
-    )
+    state = count_parameters(config) * table.PARAMETER_BYTES["float32"]
+    inputs = config.num_hidden_layers * length * config.hidden_size * 2
+    assert h100["planned_host_bytes"] == pytest.approx(state + inputs, rel=0.1)
     assert gh200["step_seconds"] < h100["step_seconds"]
-    assert all(row["planned_host_bytes"] == 0 for row in in_memory)
