@@ -9,8 +9,6 @@ import json
 import pathlib
 import pkgutil
 import re
-import subprocess
-import sys
 import tempfile
 import tomllib
 from typing import Any
@@ -30,15 +28,13 @@ from benchmarks.plots import PALETTE, TEXT, color_of
 from effjax import native
 from effjax.cli.app import app
 from tests.programs import why_not
-from tests.tiers import exhaustive
+from tests.tiers import vary
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"
 INDEX = ROOT / "docs" / "index.md"
 GUIDES = sorted(ROOT.glob("docs/guides/*.md"))
 PAGES = [README, *sorted(ROOT.glob("docs/*.md")), *GUIDES]
-# All other pages' blocks run only with --exhaustive.
-QUICK = {"README", "batch_norm", "deform_conv", "offload"}
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 MEASURED = ROOT / "docs" / "measured"
 OPTIONAL_PACKAGES = {"equinox": r"\beqx\b", "grain": r"\bgrain\b"}  # and their names in code
@@ -66,11 +62,6 @@ def can_run(code):
     return not re.search("import (plan|compare)", code) or not why_not("cuda")
 
 
-EXAMPLES = pytest.mark.parametrize(
-    ("line", "code"), [pytest.param(*b, id=f"line {b[0]}") for b in blocks(README, "python")]
-)
-
-
 @functools.cache
 def run_page(page):
     """Run the Python blocks of a page, in order, as one program. Return its names."""
@@ -81,27 +72,26 @@ def run_page(page):
     return names
 
 
-def tiered(page):
-    return page if page.stem in QUICK else exhaustive(page)
-
-
-@pytest.mark.parametrize(
-    "page", [tiered(p) for p in PAGES[1:] if blocks(p, "python")], ids=lambda p: p.stem
+# The page on offloading is the one that runs in the plain tier.
+@vary(
+    "page",
+    sorted((p for p in PAGES[1:] if blocks(p, "python")), key=lambda page: page.stem != "offload"),
+    ids=lambda page: page.stem,
 )
 def test_python_blocks_run(page, capsys):
     run_page(page)
 
 
-@EXAMPLES
-def test_readme_blocks_run_separately(line, code, capsys):
-    if can_run(code):
-        execute(README, line, code, {"__name__": "readme"})
+def test_readme_blocks_run_separately(capsys):
+    for line, code in blocks(README, "python")[1:]:
+        if can_run(code):
+            execute(README, line, code, {"__name__": "readme"})
 
 
 def test_readme_shows_what_the_planner_prints(capsys):
-    (_, code), (_, shown) = blocks(README, "python")[0], blocks(README, "text")[0]
+    (line, code), (_, shown) = blocks(README, "python")[0], blocks(README, "text")[0]
     if can_run(code):
-        execute(README, 0, code, {"__name__": "readme"})
+        execute(README, line, code, {"__name__": "readme"})
         printed = capsys.readouterr().out
         tables = [[line.split() for line in text.splitlines() if line] for text in (printed, shown)]
         names = ["peak", "plain", "effjax", "modelled", "call", "plain", "effjax"]
@@ -109,13 +99,6 @@ def test_readme_shows_what_the_planner_prints(capsys):
         for row, column in (2, 3), (6, 1):  # the ratio of the peaks, the milliseconds
             ours, readme = (float(table[row][column]) for table in tables)
             assert ours == pytest.approx(readme, rel=0.1)
-
-
-@pytest.mark.exhaustive
-@EXAMPLES
-def test_readme_blocks_run_in_a_new_process(line, code):
-    if can_run(code):
-        subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_batch_norm_page_reduces_gradients():
@@ -167,10 +150,6 @@ def test_pages_name_no_repository_and_distribution_that_do_not_exist():
         assert "github.com/effjax" not in text, page.name
         assert not re.search(r"pip install [^`\n&]*\beffjax\b", text), page.name
     assert "In a clone of this repository" in README.read_text().partition("```bash")[0]
-
-
-def test_offload_page_names_the_host_memory_variable():
-    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB" in (ROOT / "docs" / "offload.md").read_text()
 
 
 def anchors(page):
