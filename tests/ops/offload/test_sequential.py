@@ -22,8 +22,7 @@ from tests.ops.offload.stacks import (
 )
 from tests.tiers import vary
 
-# Close comparisons need the compiler settings of users' programs.
-pytestmark = pytest.mark.usefixtures("optimized")
+pytestmark = pytest.mark.usefixtures("x64")
 
 WIDTHS = 8, 16, 16, 4
 
@@ -71,8 +70,7 @@ def offloaded(params, h, **options):
 
 
 def close(got, expected):
-    # Fusions across layers change the last bits.
-    assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    assert_close(got, expected, rtol=1e-9, atol=1e-10)
 
 
 def want(num_microbatches):
