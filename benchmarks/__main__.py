@@ -35,7 +35,6 @@ SUBJECTS = {
     "roi": "roi_align over a feature pyramid and torchvision's: time",
     "offload": "a language model in memory, recomputed and offloaded: time and planned memory",
     "offload-peers": "planned memory of offloading, JAX's policies and MaxText's way",
-    "offload-disk": "planned memory of an optimizer with its state in host memory or on disk",
     "overlap": "modelled time of an offloaded layer and the best that its copies allow",
     "language-model": "planned memory of Qwen3-8B with embedding and head in host memory",
     "language-model-table": "planned memory and modelled time of fine-tuning 8B to 70B on a GPU",

@@ -98,8 +98,6 @@ COLUMNS = (
     ("exponent", "exponent", ".2f", 1),
     ("planned [GB]", "planned_device_bytes", ".3f", 1e9),
     ("on host [GB]", "planned_host_bytes", ".3f", 1e9),
-    ("on disk [GB]", "disk_bytes", ".1f", 1e9),
-    ("disk [s]", "disk_seconds", ".0f", 1),
     ("to device [GB]", "to_device_bytes", ".1f", 1e9),
     ("to host [GB]", "to_host_bytes", ".1f", 1e9),
     ("modelled step [ms]", "step_seconds", ".2f", 1e-3),

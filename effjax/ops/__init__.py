@@ -8,7 +8,6 @@ from .deform_conv import deform_conv2d
 from .dense_block import DenseLayerParams, bn_relu_conv, dense_block
 from .offload import (
     OffloadState,
-    disk_update,
     host_init,
     offload_jit,
     offload_scan,
@@ -31,7 +30,6 @@ __all__ = [
     "deform_psroi_pool",
     "deform_roi_pool",
     "dense_block",
-    "disk_update",
     "dot_product_attention",
     "host_init",
     "linear_cross_entropy",

@@ -332,13 +332,6 @@ def overlap_rows():
         yield [name.removeprefix("effjax, "), *seconds, f"{row['ratio']:.2f}"]
 
 
-def disk_rows():
-    for name, row in measured("planned/offload_disk_h100.json").items():
-        cells = (gigabytes(row, place) for place in ("planned_device", "planned_host"))
-        disk = gigabytes(row, "disk") if "disk_bytes" in row else ""
-        yield [name.removeprefix("effjax."), *cells, disk]
-
-
 TABLES = {
     "measured_dense_block": [block_rows, kept_rows, densenet_rows],
     "measured_sampling": [deform_conv_rows, deform_attention_rows, roi_rows, sass_rows],
@@ -351,7 +344,6 @@ TABLES = {
         fine_tuning_tables,
     ],
     "offload_how_it_works": [overlap_rows],
-    "offload_reference": [disk_rows],
     "measured_layers": [batch_norm_rows, cross_entropy_rows],
     "measured_tpu": [tpu_memory_rows, tpu_traffic_rows, tpu_all_reduce_rows],
     "batch_norm": [batch_norm_layers_rows],
@@ -435,17 +427,6 @@ def test_fine_tuning():
     fits = [find("qwen3_32b", "GH200", "float32", n) for n in (4096, 32768, 131072)]
     fits += [find("llama_3_3_70b", "GH200", "8-bit", n) for n in (4096, 32768, 131072)]
     assert all(r["fits_device"] and r["fits_host"] for r in fits)
-
-
-def test_time_of_the_disk():
-    row = measured("planned/offload_disk_h100.json")["effjax.disk_update"]
-    numbers = [
-        f"{row['parameters'] / 1e9:.1f} billion parameters",
-        f"with {2 * row['disk_bytes'] / row['disk_seconds'] / 1e9:.0f} GB/s",
-        "reads {0:.0f} GB and writes {0:.0f} GB".format(row["disk_bytes"] / 1e9),
-        f"needs {row['disk_seconds']:.0f} s",
-    ]
-    assert not find_missing(numbers, "docs/offload_reference.md")
 
 
 def test_pixels_of_attention():

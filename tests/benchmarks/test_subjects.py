@@ -26,7 +26,6 @@ from benchmarks import (
     import_time,
     language_model,
     offload,
-    offload_disk,
     offload_peers,
     optimizers,
     optimizers_memory,
@@ -143,19 +142,6 @@ def test_update_of_a_matrix():
     assert 5 < saved["peak_bytes"] - saved["temp_bytes"] < 6.5
     assert 1.5 < saved["peak_bytes"] < 2.5
     assert max(row["temp_bytes_per_parameter"] for row in (wide, narrow)) < 8
-
-
-@pytest.mark.exhaustive
-@needs_gpu_compiler
-def test_optimizer_state_on_disk():
-    decoder = offload_disk.Decoder(12, 256, 512, 64)
-    streamed, on_disk = by_name(offload_disk.plan_update(decoder)).values()
-    moments = 8 * on_disk["parameters"]
-    # Headers, counts and padding.
-    assert moments < on_disk["disk_bytes"] < 1.1 * moments + 12 * 20 * 4096
-    saved = streamed["planned_host_bytes"] - on_disk["planned_host_bytes"]
-    assert saved == pytest.approx(8 / 12 * moments, rel=0.01)  # four of twelve layers are left
-    assert on_disk["planned_device_bytes"] < 4 * (2 * 2 + 8) * on_disk["parameters"] / 12
 
 
 @pytest.mark.exhaustive

@@ -5,7 +5,6 @@
   parameters, which such updates do not support.
 - `row_update`: updates of large parameters in chunks of rows. `per_row` detects optimizers that
   treat rows separately.
-- `disk_update`, `disk_files`: updates of one layer at a time, with the optimizer state on disk.
 - `clipping`: gradient clipping.
 - `stack`, `sequential`: stacks of identical layers and sequences of different layers.
 - `slices`: forward and backward pass of one slice.
@@ -16,7 +15,6 @@
 """
 
 from .compiled import offload_jit as offload_jit
-from .disk_update import disk_update as disk_update
 from .host_init import host_init as host_init
 from .placement import to_device as to_device
 from .placement import to_host as to_host

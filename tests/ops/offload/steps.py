@@ -7,7 +7,6 @@ from jax import lax
 
 from effjax import to_device
 from tests.ops.offload import reference
-from tests.ops.offload.reference import stack  # noqa: F401
 from tests.ops.offload.stacks import (
     BATCH,
     LAYERS,

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from effjax import host_init, offload_jit, stream_update, to_device, to_host
 from tests.ops.offload import reference
+from tests.ops.offload.reference import stack
 from tests.ops.offload.stacks import (
     LAYERS,
     assert_equal_bits,
@@ -23,7 +24,6 @@ from tests.ops.offload.steps import (
     close,
     decayed,
     layers_of,
-    stack,
 )
 
 OPTIMIZERS = {
