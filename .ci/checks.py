@@ -117,7 +117,7 @@ def check_finetune(folder: pathlib.Path) -> None:
     options = ["--max-length", "64", "--epochs", "12", "--report-every", "34"]
     options += ["--learning-rate", "0.01", "--param-dtype", "float32", "--dtype", "float32"]
     effjax = [sys.executable, "-m", "effjax", "finetune"]
-    subprocess.run([sys.executable, "-m", "effjax.train.finetune.tiny", base], check=True)
+    subprocess.run([sys.executable, "-m", "effjax.train.text.tiny", base], check=True)
     command = [*effjax, base, "--data", base / "rows.jsonl", *options, "--out"]
     subprocess.run([*command, folder / "whole"], check=True)
 

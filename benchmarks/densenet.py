@@ -6,8 +6,8 @@ layer, and effjax's. The benchmark `dense-block` times the same layers.
 
 from collections.abc import Iterator, Sequence
 
-from effjax.train.images.config import DenseNetConfig
-from effjax.train.images.forms import training_steps
+from effjax.train.images.config import DenseNetRunConfig
+from effjax.train.images.plans import forms, training_step
 
 from .measure import TARGET, need_compiler, plan_training
 from .results import Result, Size
@@ -23,13 +23,12 @@ def plan_network(
     names: Sequence[str] | None = None,
 ) -> Result:
     """Plan steps of SGD with momentum, of some forms or of all."""
-    config = DenseNetConfig(depth=depth, growth_rate=12, batch_size=batch_size)
-    steps = training_steps(config, (32, 32, 3), num_classes=10)(batch_size)
+    config = DenseNetRunConfig(depth=depth, growth_rate=12, batch_size=batch_size)
     return plan_training(
         f"memory_densenet_{depth}",
         f"step of DenseNet-BC-{depth} (k = 12), batch {batch_size} of 32x32",
         {"depth": depth, "batch_size": batch_size},
-        {name: steps[name] for name in names or steps},
+        {form: training_step(config, form=form) for form in names or forms(config)},
         target,
     )
 

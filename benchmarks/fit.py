@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from effjax.memory import choose_options
-from effjax.train.images import forms as images
-from effjax.train.images.config import DenseNetConfig, ImageConfig, ResNetConfig
+from effjax.train.images.config import DenseNetRunConfig, ImageConfig, ResNetRunConfig
+from effjax.train.images.plans import memory_choices
 
 from .measure import TARGET, need_compiler
 from .results import Bars, Result, Size
@@ -29,27 +29,26 @@ class Model(NamedTuple):
 
 
 def image_network(config: ImageConfig, side: int, classes: int, budgets: Sequence[float]) -> Model:
+    choices = memory_choices(config, image_shape=(side, side, 3), num_classes=classes)
+
     def make_step(**choice: Any) -> tuple[Any, ...] | None:
-        chosen = images.with_memory_options(config, **choice)
-        if chosen is None:
-            return None
-        return images.image_training_step(chosen, (side, side, 3), classes)
+        chosen = choices.change(**choice)
+        return None if chosen is None else choices.training_step(chosen)
 
     title = f"{config.network}, batch {config.batch_size} of {side}x{side}, {config.dtype}"
-    options = images.IMAGE_MEMORY_OPTIONS
-    return Model(config.network, title, options, make_step, budgets)
+    return Model(config.network, title, choices.options, make_step, budgets)
 
 
 MODELS: dict[Size, list[Model]] = {
     "small": [
-        image_network(ResNetConfig(depth=8, batch_size=64), 32, 10, (0.1, 1)),
+        image_network(ResNetRunConfig(depth=8, batch_size=64), 32, 10, (0.1, 1)),
     ],
     "published": [
         image_network(
-            ResNetConfig(depth=50, batch_size=256, dtype="bfloat16"), 224, 1000, (4, 8, 16)
+            ResNetRunConfig(depth=50, batch_size=256, dtype="bfloat16"), 224, 1000, (4, 8, 16)
         ),
         image_network(
-            DenseNetConfig(model="densenet121", batch_size=256, dtype="bfloat16"), 224, 1000,
+            DenseNetRunConfig(model="densenet121", batch_size=256, dtype="bfloat16"), 224, 1000,
             (4, 8, 16),
         ),
     ],

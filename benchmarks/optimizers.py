@@ -16,8 +16,8 @@ from flax import nnx
 from rich.progress import track
 
 from effjax.optimizers import adamw_8bit, in_float32, stochastic_rounding
-from effjax.train.data.text import Text, load_text, test_batches, train_batches
-from effjax.train.decoder import make_schedule
+from effjax.train.optimizers import make_schedule
+from effjax.train.text.windows import Text, load_text, test_windows, train_windows
 
 from .measure import quartiles
 from .results import Bars, Result, Size
@@ -85,7 +85,7 @@ def train(setting: Setting, variant: Variant, text: Text) -> list[float]:
     graphdef = nnx.graphdef(models[0])
     wide = [nnx.state(model, nnx.Param) for model in models]
     params = jax.tree.map(lambda *a: jnp.stack(a).astype(variant.param_dtype), *wide)
-    tx = variant.make(make_schedule(LEARNING_RATE, setting.steps))
+    tx = variant.make(make_schedule("cosine", LEARNING_RATE, setting.steps, warmup=0.1))
 
     def losses(params: Any, tokens: jax.Array) -> jax.Array:
         params = jax.tree.map(lambda a: a.astype(jnp.float32), params)
@@ -101,14 +101,14 @@ def train(setting: Setting, variant: Variant, text: Text) -> list[float]:
     scan = jax.vmap(lambda state, tokens: jax.lax.scan(step, state, tokens)[0])
     run = jax.jit(scan, donate_argnums=0)
     batches = [
-        train_batches(text.train, setting.context, setting.batch_size, seed)
+        train_windows(text.train, setting.context, setting.batch_size, seed)
         for seed in range(setting.seeds)
     ]
     state = params, jax.vmap(tx.init)(params)
     for first in range(0, setting.steps, STEPS_PER_CALL):
         count = min(STEPS_PER_CALL, setting.steps - first)
         state = run(state, np.stack([[next(of_seed) for _ in range(count)] for of_seed in batches]))
-    test = list(test_batches(text.test, setting.context, 64))
+    test = list(test_windows(text.test, setting.context, 64))
     test_losses = jax.jit(jax.vmap(losses, (0, None)))
     sums = [test_losses(state[0], tokens).mean(2) @ w for tokens, w in test]
     total = np.sum(np.stack(sums), 0) / sum(w.sum() for _, w in test)

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from effjax.train.checkpoint import Checkpoints
-from effjax.train.lm.config import LMConfig
-from effjax.train.lm.task import prepare
 from effjax.train.run_directory import RunDirectory
+from effjax.train.text.config import LMConfig
+from effjax.train.text.task import prepare
 
 OPTIONS = [
     *("--layers", "2", "--width", "16", "--heads", "2", "--context", "16", "--batch-size", "8"),

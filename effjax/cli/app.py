@@ -9,14 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
+from ..train.text.config import FinetuneConfig
 from . import errors
 from .convert import convert
-from .finetune import finetune
 from .generate import generate
-from .memory import memory
-from .options import Command
-from .train_images import train_densenet, train_resnet
-from .train_lm import train_lm
+from .memory import memory_app
+from .options import Command, RunOptions, command
+from .train import finetune, train_app
 
 app = typer.Typer(
     help="Train networks that do not fit in device memory, in JAX.",
@@ -25,7 +24,6 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
 )
-train_app = typer.Typer(help="Train a model on images or on text.", no_args_is_help=True)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -40,10 +38,10 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         BaseException: Errors that are not the user's, which are bugs in effjax.
     """
-    command: Any = typer.main.get_command(app)
+    main: Any = typer.main.get_command(app)
     try:
         # In this mode, typer returns the exit code and raises errors instead of printing them.
-        code = command.main(args=[*argv], prog_name="effjax", standalone_mode=False) or 0
+        code = main.main(args=[*argv], prog_name="effjax", standalone_mode=False) or 0
         if code == errors.INTERRUPTED:
             # Typer has replaced KeyboardInterrupt by an exit code. Raise it again for the report.
             raise KeyboardInterrupt
@@ -93,10 +91,7 @@ def doctor(
 
 # `Command` lays out the help of commands with many options.
 app.command("convert", cls=Command)(convert)
-app.command("finetune", cls=Command)(finetune)
 app.command("generate", cls=Command)(generate)
-app.command("memory", cls=Command)(memory)
+command(app, "finetune", FinetuneConfig, RunOptions)(finetune)
+app.add_typer(memory_app, name="memory")
 app.add_typer(train_app, name="train")
-train_app.command("densenet", cls=Command)(train_densenet)
-train_app.command("resnet", cls=Command)(train_resnet)
-train_app.command("lm", cls=Command)(train_lm)

@@ -8,15 +8,15 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
+from ..train.config import MAX_SIZE
 from ..train.errors import TrainError, check_orbax_path, printable
-from .options import SIZE
 
 
 def convert(
     source: Annotated[
         Path,
         Argument(
-            help="PyTorch weights: .safetensors, .npz, or a file of torch.save.",
+            help="PyTorch weights: .safetensors, or a file of torch.save.",
             metavar="IN",
             show_default=False,
         ),
@@ -29,7 +29,7 @@ def convert(
     ],
     flavor: Annotated[Literal["nnx", "linen"], Option(help="The Flax API.")] = "nnx",
     num_classes: Annotated[
-        int | None, Option(help="Number of logits. (default: the model's)", **SIZE)
+        int | None, Option(help="Number of logits. (default: the model's)", min=1, max=MAX_SIZE)
     ] = None,
     prefix: Annotated[
         str, Option(help="Use only names that begin with this and a dot, such as module.")
@@ -56,7 +56,7 @@ def convert(
         raise TrainError(f"--model {model} must be one of {', '.join(NETWORKS)}.")
     if to.exists():
         raise TrainError(f"{to} already exists. Give another --to.")
-    if suffix_of(to) in (".npz", *TORCH_SUFFIXES):
+    if suffix_of(to) in TORCH_SUFFIXES:
         raise TrainError(f"--to {to} must be a new folder or a .safetensors file.")
     if suffix_of(to) != ".safetensors":
         check_orbax_path(to)

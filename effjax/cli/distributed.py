@@ -10,19 +10,14 @@ from typing import Any
 
 from ..train.errors import PreemptionError, TrainError
 from . import errors
-
-ADDRESS = "coordinator", "num_processes", "process_id"
-OPTIONS = "distributed", *ADDRESS, "heartbeat_timeout"
+from .options import RunOptions
 
 
-def join(arguments: Mapping[str, Any]) -> None:
-    """Make this process one of several if the options say so.
-
-    Args:
-        arguments: The arguments of the command, with those named in `OPTIONS`.
-    """
-    given = [arguments[name] is not None for name in ADDRESS]
-    if not arguments["distributed"]:
+def join(options: RunOptions) -> None:
+    """Make this process one of several if the options say so."""
+    address = options.coordinator, options.num_processes, options.process_id
+    given = [part is not None for part in address]
+    if not options.distributed:
         if not any(given):
             return
         if not all(given):
@@ -32,19 +27,19 @@ def join(arguments: Mapping[str, Any]) -> None:
             )
     from ..train import processes
 
-    processes.join(**{name: arguments[name] for name in OPTIONS[1:]})
+    processes.join(*address, heartbeat_timeout=options.heartbeat_timeout)
     exit_with_peers()
 
 
 @contextlib.contextmanager
-def end_all_on_error(heartbeat_timeout: int) -> Iterator[None]:
+def end_all_on_error(given: Mapping[str, Any]) -> Iterator[None]:
     """In a multi-process run, report an error and exit at once.
 
     The other processes wait for this one, and would keep it waiting. JAX ends them when its
     heartbeat stops.
 
     Args:
-        heartbeat_timeout: The option of the command, in seconds.
+        given: The options of the command.
     """
     try:
         yield
@@ -60,7 +55,7 @@ def end_all_on_error(heartbeat_timeout: int) -> Iterator[None]:
             raise  # all processes end
         others = peers()
         if others is None and type(error).__name__ == "JaxRuntimeError":
-            _wait_for_jax(heartbeat_timeout)
+            _wait_for_jax(given.get("heartbeat_timeout", RunOptions.heartbeat_timeout))
         if others is not None:
             # Communication with a process that has ended fails in JAX, Gloo or Orbax.
             if not _is_own(error) and (ended := others.wait_for_end()):

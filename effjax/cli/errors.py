@@ -1,5 +1,6 @@
 """Errors of commands: one line on stderr, and an exit code."""
 
+import re
 import sys
 from typing import Any
 
@@ -7,6 +8,8 @@ from .._extras import install_command
 from ..train.errors import TrainError, printable
 
 USAGE, INTERRUPTED, PREEMPTED = 2, 130, 75  # exit codes: a wrong option, Ctrl-C, SIGTERM
+
+option_names: set[str] = set()  # of all commands, as the fields of their dataclasses
 
 
 class CommandError(Exception):
@@ -43,5 +46,12 @@ def report(error: BaseException) -> int | None:
     elif not isinstance(error, TrainError):
         return None
     if message:
-        print(f"effjax: {printable(' '.join(message.split()))}", file=sys.stderr)
+        message = re.sub(r"`([a-z_]+)`", _as_typed, " ".join(message.split()))
+        print(f"effjax: {printable(message)}", file=sys.stderr)
     return code
+
+
+def _as_typed(match: re.Match) -> str:
+    """Return an option as the command line has it, and any other name as it is."""
+    name = match[1]
+    return f"--{name.replace('_', '-')}" if name in option_names else match[0]

@@ -6,10 +6,9 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
+from ..train.config import MAX_COUNT
 from ..train.errors import TrainError
-from . import options
 from .errors import CommandError
-from .options import model_option
 
 
 def generate(
@@ -39,14 +38,16 @@ def generate(
     ] = None,
     system: Annotated[str | None, Option(help="System message before the prompt.")] = None,
     max_tokens: Annotated[
-        int, Option(help="Largest number of tokens to generate.", **options.COUNT)
+        int, Option(help="Largest number of tokens to generate.", min=1, max=MAX_COUNT)
     ] = 100,
     temperature: Annotated[
         float, Option(help="Divisor of the logits. 0 takes the most probable token.")
     ] = 0.7,
     top_k: Annotated[
         int | None,
-        Option(help="Sample from this many most probable tokens. (default: all)", **options.COUNT),
+        Option(
+            help="Sample from this many most probable tokens. (default: all)", min=1, max=MAX_COUNT
+        ),
     ] = None,
     top_p: Annotated[
         float | None,
@@ -57,13 +58,11 @@ def generate(
     seed: Annotated[int, Option(help="Seed of the sampling.", min=0, max=2**32 - 1)] = 0,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
-        model_option(
-            help="Dtype of the parameters and the computation. (default: the checkpoint's)"
-        ),
+        Option(help="Dtype of the parameters and the computation. (default: the checkpoint's)"),
     ] = None,
     offload: Annotated[
         bool,
-        model_option(
+        Option(
             "--offload", help="Keep the layers in host memory, and load each one for each token."
         ),
     ] = False,
@@ -78,8 +77,8 @@ def generate(
     from rich.console import Console
 
     from ..models.generate import check_options
-    from ..train.finetune.generate import count_new_tokens, decode, find_model, generate_tokens
     from ..train.report import LoadBar, print_line
+    from ..train.text.generate import count_new_tokens, decode, find_model, generate_tokens
 
     model = find_model(checkpoint, dtype, datetime.date.today())
     has_template = model.tokenizer.template is not None

@@ -1,126 +1,189 @@
-"""Options that several commands share, as annotated types, and the layout of their help."""
+"""Options of commands, made from the fields of dataclasses, and the layout of their help."""
 
-import functools
-import re
+import dataclasses
+import difflib
+import inspect
+import typing
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer.core
-from typer import Option
+from typer import Argument, Option
 
-# Options of one panel of the help.
-data_option = functools.partial(Option, rich_help_panel="Data")
-model_option = functools.partial(Option, rich_help_panel="Model")
-optimization_option = functools.partial(Option, rich_help_panel="Optimization")
-run_option = functools.partial(Option, rich_help_panel="Run")
-process_option = functools.partial(Option, rich_help_panel="Several processes")
+from ..train.config import (
+    COUNT,
+    DATA,
+    INDEX,
+    MODEL,
+    OPTIMIZATION,
+    PLAN,
+    PROCESSES,
+    RUN,
+    SIZE,
+    RunConfig,
+    check_options,
+    option,
+)
+from ..train.errors import TrainError
+from . import errors
 
-# Bounds of integers, above which JAX raises obscure errors or ends the process. The products of a
-# few sizes, such as the shape of a kernel, must fit in 64 bits.
-MAX_SIZE, MAX_COUNT = 2**20, 2**31 - 1
-SIZE: dict[str, Any] = {"min": 1, "max": MAX_SIZE}  # of an image, a layer or a network
-COUNT: dict[str, Any] = {"min": 1, "max": MAX_COUNT}  # of steps or examples
-
-BatchSize = Annotated[
-    int,
-    optimization_option(help="Examples per step, over all devices.", **COUNT),
-]
-LearningRate = Annotated[float, optimization_option(help="Largest learning rate.")]
-WeightDecay = Annotated[
-    float, optimization_option(help="Weight decay of kernels. Norms and biases have none.")
-]
-DType = Annotated[
-    Literal["float32", "bfloat16"],
-    optimization_option(help="Dtype of the computation. Parameters are float32."),
-]
-Seed = Annotated[
-    int,
-    optimization_option(
-        help="Seed of parameters, order, augmentation and dropout.", min=0, max=2**32 - 1
-    ),
-]
-
-# Options of all commands that train a decoder.
-Offload = Annotated[
-    Literal["none", "activations", "params", "all"],
-    model_option(
-        help="Arrays in host memory: the residuals of the layers, parameters and optimizer state, "
-        "or both."
-    ),
-]
-FuseUpdate = Annotated[
-    bool,
-    model_option(
-        help="Update each layer during the backward pass. Gradients are then clipped by the norm "
-        "of the previous step."
-    ),
-]
-Policy = Annotated[
-    Literal["recompute", "dots", "everything"],
-    model_option(
-        help="Residuals of a layer: its input only, also the matrix products, or everything. The "
-        "rest is recomputed in the backward pass."
-    ),
-]
-NumMicrobatches = Annotated[
-    int,
-    model_option(
-        help="Parts that the batch is split into. A layer is loaded once for all of them.", **SIZE
-    ),
-]
-ClipNorm = Annotated[
-    float, optimization_option(help="Largest norm of the gradients. 0 disables clipping.")
-]
-
-Out = Annotated[Path | None, run_option(help="Run directory. (default: runs/COMMAND-DATE-TIME)")]
-Overwrite = Annotated[bool, run_option("--overwrite", help="Replace the run in --out.")]
-Resume = Annotated[
-    Path | None,
-    run_option(
-        help="Continue this run after its last intact checkpoint. Only its length, the places of "
-        "its files, --checkpoint-every, --keep, --on-nan and --mesh can change."
-    ),
-]
-CheckpointEvery = Annotated[
-    int | None,
-    run_option(help="Also write a checkpoint every so many steps.", **COUNT),
-]
-Keep = Annotated[
-    int,
-    run_option(
-        help="Number of most recent evaluated checkpoints to keep, besides the best one.",
-        **COUNT,
-    ),
-]
-OnNan = Annotated[
-    Literal["stop", "skip"],
-    run_option(help="At a loss or gradients that are not finite, stop, or skip the step."),
-]
-Mesh = Annotated[
-    str | None,
-    run_option(
-        help="Devices by axis, such as data=2,fsdp=4; fsdp shards the parameters. (default: all "
-        "devices on the data axis)"
-    ),
-]
-
-Distributed = Annotated[
-    bool,
-    process_option(
-        "--distributed", help="Join the processes that SLURM, Open MPI or Kubernetes started."
-    ),
-]
-Coordinator = Annotated[str | None, process_option(help="HOST:PORT of process 0.")]
-NumProcesses = Annotated[int | None, process_option(help="Number of processes.", **SIZE)]
-ProcessId = Annotated[
-    int | None, process_option(help="Number of this process, from 0.", min=0, max=MAX_SIZE)
-]
-HeartbeatTimeout = Annotated[
-    int,
-    process_option(help="Seconds of silence after which a process counts as dead.", **COUNT),
-]
-
+GROUPS = "Options", DATA, MODEL, OPTIMIZATION, RUN, PLAN, PROCESSES  # in the order of the help
 NAME_WIDTH = 30  # of the first column of the help
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileOptions:
+    """Options from a file."""
+
+    config: Path | None = option(
+        None, help="A YAML file with options by name. The command line has precedence."
+    )
+    print_config: bool = option(False, help="Print the options that are given as YAML, and exit.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions(FileOptions):
+    """Options of a run that are not stored with it."""
+
+    out: Path | None = option(None, help="Run directory. (default: runs/COMMAND-DATE-TIME)")
+    overwrite: bool = option(False, help="Replace the run in --out.")
+    resume: Path | None = option(
+        None,
+        help="Continue this run after its last intact checkpoint. Only its length, the places of "
+        "its files, --checkpoint-every, --keep, --on-nan and --mesh can change.",
+    )
+    fit: str | None = option(
+        None,
+        help="Choose the options that trade time for memory: the fastest ones that fit in the "
+        "memory of a GPU (h100), in a number of bytes (24GB), or both (h100:24GB). Options that "
+        "are given do not change.",
+    )
+    distributed: bool = option(
+        False,
+        help="Join the processes that SLURM, Open MPI or Kubernetes started.",
+        group=PROCESSES,
+    )
+    coordinator: str | None = option(None, help="HOST:PORT of process 0.", group=PROCESSES)
+    num_processes: int | None = option(
+        None, help="Number of processes.", group=PROCESSES, check=SIZE
+    )
+    process_id: int | None = option(
+        None, help="Number of this process, from 0.", group=PROCESSES, check=INDEX
+    )
+    heartbeat_timeout: int = option(
+        100,
+        help="Seconds of silence after which a process counts as dead.",
+        group=PROCESSES,
+        check=COUNT,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+def command(
+    app: typer.Typer, name: str, *options: type, help: str | None = None
+) -> Callable[[Callable[[dict[str, Any]], Any]], Callable]:
+    """Add a function to an app as a command whose options are the fields of dataclasses.
+
+    The function is called with the options that the command line or its `--config FILE` gives, by
+    name. So an option that was not given differs from one that has its default.
+
+    Args:
+        app: The app.
+        name: The name of the command.
+        *options: The dataclasses. Their fields are made by `effjax.train.config.option`.
+        help: The help of the command, by default the docstring of the function.
+    """
+
+    def add(function: Callable[[dict[str, Any]], Any]) -> Callable:
+        def run(**values: Any) -> Any:
+            given = {name: value for name, value in values.items() if value is not None}
+            given.pop("config", None)
+            if given.pop("print_config", False):
+                print_options(given)
+            else:
+                function(given)
+
+        fields = [(of, field) for of in options for field in dataclasses.fields(of)]
+        fields.sort(key=lambda pair: GROUPS.index(_group(pair[1])))
+        errors.option_names.update(field.name for _, field in fields)
+        run.__signature__ = inspect.Signature([_parameter(*pair) for pair in fields])  # type: ignore[attr-defined]
+        run.__doc__ = help or function.__doc__
+        app.command(name, cls=Command)(run)
+        return function
+
+    return add
+
+
+def print_options(given: Mapping[str, Any]) -> None:
+    """Print options as a file for `--config`."""
+    import yaml
+
+    plain = {n: str(value) if isinstance(value, Path) else value for n, value in given.items()}
+    print(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), end="")
+
+
+def take(options: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given options that are fields of a dataclass."""
+    names = {field.name for field in dataclasses.fields(options)}
+    return {name: value for name, value in given.items() if name in names}
+
+
+def _group(field: dataclasses.Field) -> str:
+    return "Options" if field.metadata["positional"] else field.metadata["group"]
+
+
+def _parameter(options: type, field: dataclasses.Field) -> inspect.Parameter:
+    """Return a parameter that is None if the option is not given."""
+    annotation: Any = typing.get_type_hints(options)[field.name]
+    text, default = field.metadata["help"], field.default
+    names = []
+    if default is True:
+        text += " (default:\N{NO-BREAK SPACE}on)"
+    elif default is False and not issubclass(options, RunConfig):
+        names = [f"--{field.name.replace('_', '-')}"]  # nothing to turn off
+    elif not (default is None or default is False or default is dataclasses.MISSING):
+        text += f" (default:\N{NO-BREAK SPACE}{default})"
+    if field.metadata["positional"]:
+        info: Any = Argument(help=text, show_default=False)
+    else:
+        callback = _read_file if field.name == "config" else None
+        info = Option(
+            *names,
+            help=text, show_default=False, rich_help_panel=field.metadata["group"],
+            callback=callback, is_eager=callback is not None,
+        )  # fmt: skip
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=None,
+        annotation=Annotated[annotation | None, info],
+    )  # fmt: skip
+
+
+def _read_file(context: typer.Context, path: Path | None) -> Path | None:
+    """Make the options of a file the defaults of the command line."""
+    if path is None:
+        return None
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise TrainError(f"--config {path}: {error.strerror or error}. Check the path.") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise TrainError(f"--config {path}: is not YAML ({error}).") from error
+    if not isinstance(values, dict):
+        raise TrainError(f"--config {path}: must have options by name, such as `epochs: 3`.")
+    known = {param.name for param in context.command.params}
+    by_name = {str(key).replace("-", "_"): value for key, value in values.items()}
+    for name in by_name:
+        if name not in known:
+            close = difflib.get_close_matches(name, [str(n) for n in known], 1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise TrainError(f"--config {path}: {name!r} is not an option.{hint}")
+    context.default_map = {n: value for n, value in by_name.items() if value is not None}
+    return path
 
 
 class Command(typer.core.TyperCommand):
@@ -142,8 +205,6 @@ class Command(typer.core.TyperCommand):
             title = getattr(param, "rich_help_panel", None) or "Options"
             if title not in panels:
                 panels[title] = Table.grid(Column(width=NAME_WIDTH), Column(), padding=(0, 2, 0, 0))
-            text = text.replace("[default: ", "[default:\N{NO-BREAK SPACE}")
-            text = re.sub(f"1<=x<=({MAX_SIZE}|{MAX_COUNT})", "x>=1", text)
             panels[title].add_row(Text(names.replace(" range>", ">")), Text(text))
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)

@@ -7,17 +7,16 @@ import logging
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import typer
 
 from ..train.config import PATHS, RESUMABLE_OPTIONS, RunConfig, command_line
 from ..train.errors import PreemptionError, TrainError
 from . import distributed
 from .errors import INTERRUPTED, PREEMPTED, CommandError
 from .interrupts import Interrupts
+from .options import RunOptions, take
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,57 +32,48 @@ class RunRequest:
     path: Path
     overwrite: bool
     resume: bool
+    given: Mapping[str, Any]  # options of the configuration that are not defaults
 
 
-def request_run(
-    ctx: typer.Context, config_type: type[RunConfig], changeable: Sequence[str]
-) -> RunRequest:
-    """Join the other processes, if any, and return the run that the command line describes.
+def request_run(config_type: type[RunConfig], given: Mapping[str, Any]) -> RunRequest:
+    """Join the other processes, if any, and return the run that the options describe.
 
     Args:
-        ctx: The command, whose parameters include all fields of `config_type`.
         config_type: The configuration of the command.
-        changeable: Options that can be given with `--resume`, besides those that all commands
-            have.
+        given: The options of `config_type` and of `RunOptions` that are given.
     """
-    distributed.join(ctx.params)
+    options, changes = RunOptions(**take(RunOptions, given)), take(config_type, given)
+    distributed.join(options)
     from ..train.processes import check_same_everywhere, run_on_first
     from ..train.run_directory import RunDirectory, default_path
 
-    resume, path = ctx.params["resume"], ctx.params["out"]
+    resume, path = options.resume, options.out
     # Both decide what the processes communicate before they compare the configuration.
     check_same_everywhere("option", {"out": path and str(path), "resume": resume and str(resume)})
-    fields = {field.name for field in dataclasses.fields(config_type)}
     if resume is None:
-        config = config_type(**{name: ctx.params[name] for name in fields})
+        config = config_type(**changes)
         if path is None:
             path = Path(run_on_first(lambda: str(default_path(config.COMMAND))))
-        return RunRequest(config, path, ctx.params["overwrite"], resume=False)
+        return RunRequest(config, path, options.overwrite, resume=False, given=changes)
 
-    given = given_options(ctx)
-    for name in given:
-        if name not in ("resume", *changeable, *RESUMABLE_OPTIONS, *distributed.OPTIONS):
-            raise TrainError(
-                f"--{name.replace('_', '-')} cannot be combined with --resume. The run has its own."
-            )
+    for name in ("out", "overwrite", "fit"):
+        if name in given:
+            raise TrainError(f"--{name} cannot be combined with --resume. The run has its own.")
     stored = RunDirectory.find(resume).read_config()
     command = stored.get("command")
     if command != config_type.COMMAND:
         remedy = f"Use {resume_command(command, resume)}" if command else "Start a new run."
         raise TrainError(f"{resume} is not a run of {command_line(config_type.COMMAND)}. {remedy}")
-    changes = {name: value for name, value in given.items() if name in fields}
-    config = dataclasses.replace(config_type.from_json(stored.get("options")), **changes)
-    return RunRequest(config, resume, overwrite=False, resume=True)
-
-
-def given_options(ctx: typer.Context) -> dict[str, Any]:
-    """Return the options that the command line gives."""
-    return {
-        name: value
-        for name, value in ctx.params.items()
-        # By name: newer versions of typer contain a copy of click, with its own enum.
-        if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")
-    }
+    config = config_type.from_json(stored.get("options"))
+    for name, value in changes.items():
+        old = getattr(config, name)
+        if value != old and name not in (config.LENGTH, *RESUMABLE_OPTIONS):
+            raise TrainError(
+                f"--{name.replace('_', '-')} (={value}) cannot change on --resume. The run has "
+                f"{old}."
+            )
+    config = dataclasses.replace(config, **changes)
+    return RunRequest(config, resume, overwrite=False, resume=True, given=changes)
 
 
 def resume_command(command: str, path: Path) -> str:

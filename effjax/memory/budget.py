@@ -23,7 +23,7 @@ from .render import (
     MAX_ROWS,
     Printable,
     Report,
-    Table,
+    ReportTable,
     format_bytes,
     format_number,
     progress_bar,
@@ -128,7 +128,7 @@ class OptionSearch(Printable):
         ]  # fmt: skip
         header = [*self.trials[0].options, "peak", "host", "step", "result"]
         return Report(
-            [Table(header, rows)] if rows else [],
+            [ReportTable(header, rows)] if rows else [],
             headline=headline,
             note="\n".join(notes),
             is_ok=self.plan is not None,

@@ -43,7 +43,7 @@ def format_number(count: float, units: Sequence[str]) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class ReportTable:
     """A table of text cells with an optional title."""
 
     header: Sequence[str]
@@ -81,7 +81,7 @@ class Table:
 class Report:
     """A result as a headline, a note and tables; `is_ok=False` marks the headline in red."""
 
-    tables: Sequence[Table]
+    tables: Sequence[ReportTable]
     headline: str = ""
     note: str = ""
     is_ok: bool = True

@@ -16,7 +16,7 @@ from .render import (
     Bar,
     Printable,
     Report,
-    Table,
+    ReportTable,
     bar_chart,
     format_bytes,
     scatter_chart,
@@ -221,7 +221,7 @@ class Comparison(Printable, dict[str, MemoryPlan]):
             for name, plan in self.items()
         ]
         times = comparison_table({name: plan.step_time for name, plan in self.items()})
-        return Report([Table(header, rows), times])
+        return Report([ReportTable(header, rows), times])
 
     def plot(self, ax: Any = None) -> Any:
         """Draw a bar per plan, by kind of memory, with matplotlib; return the axes."""
@@ -261,7 +261,7 @@ class MaxBatch(Printable):
             for size, peak in sorted(self.tried.items())
         ]
         return Report(
-            [Table(["batch", "peak", "fits"], rows)],
+            [ReportTable(["batch", "peak", "fits"], rows)],
             headline=f"{title}: {summarize(self.plan)}",
             is_ok=batch > 0,
         )
@@ -303,7 +303,7 @@ class ResidualReport(Printable):
             size, count = sum(row[-1] for row in rest), sum(row[2] for row in rest)
             rows.append([format_bytes(size), f"{count}×", "smaller ones"])
         return Report(
-            [Table(["bytes", "count", "shape"], rows)],
+            [ReportTable(["bytes", "count", "shape"], rows)],
             headline=f"{format_bytes(self.bytes)} kept for the backward pass, of them "
             f"{format_bytes(self.argument_bytes)} arguments",
         )
@@ -382,7 +382,7 @@ def _padding_note(plan: MemoryPlan) -> str:
     )
 
 
-def _plan_tables(plan: MemoryPlan, max_rows: int) -> list[Table]:
+def _plan_tables(plan: MemoryPlan, max_rows: int) -> list[ReportTable]:
     device, host = plan.device, plan.host
     names = ("arguments", "outputs", "aliased", "temporaries", "generated_code")
     totals = [
@@ -416,7 +416,7 @@ def _plan_tables(plan: MemoryPlan, max_rows: int) -> list[Table]:
         for t in plan.transfers[:max_rows]
     ]
     return [
-        Table(["", "device", "host"], totals, "bytes"),
+        ReportTable(["", "device", "host"], totals, "bytes"),
         _table_with_sources(["kind", "shape", "operation"], peak, "device memory at the peak"),
         _table_with_sources(["kind"], collectives, "collectives of a call"),
         _table_with_sources(["direction", "shape"], transfers, "transfers of a call"),
@@ -428,12 +428,12 @@ def _source_lines(record: Any) -> list[str]:
     return [short_path(record.source), short_path(record.caller)]
 
 
-def _table_with_sources(columns: list[str], rows: list[list[str]], title: str) -> Table:
+def _table_with_sources(columns: list[str], rows: list[list[str]], title: str) -> ReportTable:
     """Return a table whose last column, the user's lines, is dropped if it is empty."""
     header = ["bytes", "count", *columns, "source", "called from"]
     if any(row[-1] for row in rows):
-        return Table(header, rows, title)
-    return Table(header[:-1], [row[:-1] for row in rows], title)
+        return ReportTable(header, rows, title)
+    return ReportTable(header[:-1], [row[:-1] for row in rows], title)
 
 
 def _group_buffers(buffers: Sequence[Buffer]) -> list[tuple[int, Buffer]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from ._hlo import HloModule, Instruction, operand_names, parse
 from ._work import Channel, WorkCounter
 from .rates import Rates
-from .render import Table, format_bytes, format_number
+from .render import ReportTable, format_bytes, format_number
 
 _FLOPS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
 _TITLE = "modelled time of a call, at published peak rates (not measured)"
@@ -95,7 +95,7 @@ def format_seconds(seconds: float) -> str:
     return format_number(seconds * 1e6, ("us", "ms", "s"))
 
 
-def time_table(time: StepTime) -> Table:
+def time_table(time: StepTime) -> ReportTable:
     """Return the table of a modelled time: each part alone, and what it adds."""
     rows = []
     for dtype, count in sorted(time.flops.items(), key=lambda item: -item[1]):
@@ -126,10 +126,10 @@ def time_table(time: StepTime) -> Table:
     ]
     if time.unknown_loops:
         rows.append(["loops of unknown length", f"{time.unknown_loops}×", "", "", ""])
-    return Table(["part", "amount", "rate", "alone", "adds"], rows, _TITLE)
+    return ReportTable(["part", "amount", "rate", "alone", "adds"], rows, _TITLE)
 
 
-def comparison_table(times: Mapping[str, StepTime]) -> Table:
+def comparison_table(times: Mapping[str, StepTime]) -> ReportTable:
     """Return the table of several modelled times, one in each row."""
     rows = [
         [
@@ -144,7 +144,7 @@ def comparison_table(times: Mapping[str, StepTime]) -> Table:
         for name, time in times.items()
     ]
     header = ["", "call", "products", "kernels", "from host", "to host", "collectives"]
-    return Table(header, rows, _TITLE)
+    return ReportTable(header, rows, _TITLE)
 
 
 @dataclasses.dataclass

@@ -1,17 +1,102 @@
-"""The configuration of a training run, as its config.json stores it. Imports no JAX."""
+"""The configuration of a training run: each option is one field. Imports no JAX.
+
+The command line, `--config FILE`, config.json of a run and the planner read the same fields.
+"""
 
 import dataclasses
 import hashlib
 import json
 import math
-from typing import Any, ClassVar, Literal, Self
+import typing
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from .errors import TrainError
+
+# Groups of options in the help of a command.
+DATA, MODEL, OPTIMIZATION, RUN, PROCESSES, PLAN = (
+    "Data", "Model", "Optimization", "Run", "Several processes", "Plan",
+)  # fmt: skip
+# Bounds of integers, above which JAX raises obscure errors or ends the process. The products of a
+# few sizes, such as the shape of a kernel, must fit in 64 bits.
+MAX_SIZE, MAX_COUNT = 2**20, 2**31 - 1
 
 # Options that may change on `--resume`. They do not affect the result of a step with finite loss
 # and gradients, apart from rounding. Files may move: they are compared by their content.
 PATHS = "data", "validation_data", "checkpoint"
 RESUMABLE_OPTIONS = *PATHS, "checkpoint_every", "keep", "on_nan", "mesh"
+
+
+class Check(NamedTuple):
+    """A requirement of an option: what it must be, in words and as a predicate."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+SIZE = Check(f"be between 1 and {MAX_SIZE}", lambda value: 1 <= value <= MAX_SIZE)
+COUNT = Check(f"be between 1 and {MAX_COUNT}", lambda value: 1 <= value <= MAX_COUNT)
+INDEX = Check(f"be between 0 and {MAX_SIZE}", lambda value: 0 <= value <= MAX_SIZE)
+SEED = Check(f"be between 0 and {2**32 - 1}", lambda value: 0 <= value < 2**32)
+SHARE = Check("lie in [0, 1)", lambda value: 0 <= value < 1)
+POSITIVE = Check("be above 0 and finite", lambda value: 0 < value < math.inf)
+NONNEGATIVE = Check("be at least 0 and finite", lambda value: 0 <= value < math.inf)
+SHARE_OR_COUNT = Check(
+    "be a share in [0, 1) or a whole number",
+    lambda value: 0 <= value < 1 or value % 1 == 0 < value < math.inf,
+)
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    *,
+    help: str,
+    group: str = RUN,
+    check: Check | None = None,
+    positional: bool = False,
+) -> Any:
+    """Return a dataclass field that is an option of the command line.
+
+    Args:
+        default: The default. Without one, the option must be given.
+        help: A sentence that describes the option.
+        group: The group of the help.
+        check: The requirement of a value that is not None, for `check_options`.
+        positional: Whether the command line gives the value without the name of the option.
+    """
+    metadata = {"help": help, "group": group, "check": check, "positional": positional}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def inherit(config_type: type, name: str, **changes: Any) -> Any:
+    """Return an option of a base class with another `default`, `help` or other argument."""
+    field = next(field for field in dataclasses.fields(config_type) if field.name == name)
+    return option(**{"default": field.default, **field.metadata, **changes})
+
+
+def check_options(options: Any) -> None:
+    """Raise TrainError if a field of a dataclass violates its check or is none of its choices."""
+    hints = typing.get_type_hints(type(options))
+    for field in dataclasses.fields(options):
+        value, check = getattr(options, field.name), field.metadata.get("check")
+        if value is None:
+            continue
+        if check is not None and not check.holds(value):
+            raise TrainError(f"`{field.name}` (={value}) must {check.words}")
+        choices = literal_choices(hints[field.name])
+        if choices and value not in choices:
+            expected = ", ".join(map(repr, choices))
+            raise TrainError(f"`{field.name}` (={value!r}) must be one of {expected}")
+
+
+def literal_choices(annotation: Any) -> tuple[Any, ...]:
+    """Return the values of a `Literal`, also of one that may be None; empty for other types."""
+    if typing.get_origin(annotation) is Literal:
+        return typing.get_args(annotation)
+    for part in typing.get_args(annotation):
+        if typing.get_origin(part) is Literal:
+            return typing.get_args(part)
+    return ()
 
 
 def command_line(command: str) -> str:
@@ -35,42 +120,52 @@ def fingerprint(options: Any) -> str:
 class RunConfig:
     """Options that all training runs have.
 
-    The command line checks types, choices and the bounds of integers. The constructor checks what
-    it cannot express, and options that depend on each other.
+    The constructor checks single options. `resolve` fills in defaults that depend on other options
+    and checks what cannot be combined, so that a configuration can be completed step by step.
     """
 
     COMMAND: ClassVar[str]  # the command that starts and resumes the run
+    LENGTH: ClassVar[str]  # the option that is the length of the run, which may change on resume
 
-    data: str
-    validation: float = 0.1  # held out: a share of the train set (of the text), or a number
+    data: str | None = None
+    validation: float = 0.1
     batch_size: int
-    learning_rate: float
+    learning_rate: float | None = None
     weight_decay: float
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    checkpoint_every: int | None = None
-    keep: int = 1
-    on_nan: Literal["stop", "skip"] = "stop"
-    mesh: str | None = None
-    seed: int = 0
+    dtype: Literal["float32", "bfloat16"]
+    checkpoint_every: int | None = option(
+        None, help="Also write a checkpoint every so many steps.", check=COUNT
+    )
+    keep: int = option(
+        1,
+        help="Number of most recent evaluated checkpoints to keep, besides the best one.",
+        check=COUNT,
+    )
+    on_nan: Literal["stop", "skip"] = option(
+        "stop", help="At a loss or gradients that are not finite, stop, or skip the step."
+    )
+    mesh: str | None = option(
+        None,
+        help="Devices by axis, such as data=2,fsdp=4; fsdp shards the parameters. (default: all "
+        "devices on the data axis)",
+    )
+    seed: int = option(
+        0,
+        help="Seed of parameters, order, augmentation, dropout and stochastic rounding.",
+        group=OPTIMIZATION,
+        check=SEED,
+    )
 
     def __post_init__(self) -> None:
-        if not 0 < self.learning_rate < math.inf:
-            raise TrainError(f"`learning_rate` (={self.learning_rate}) must be above 0 and finite")
-        if not 0 <= self.weight_decay < math.inf:
-            raise TrainError(f"`weight_decay` (={self.weight_decay}) must be at least 0 and finite")
-        if not (0 <= self.validation < 1 or self.validation % 1 == 0 < self.validation):
-            raise TrainError(
-                f"`validation` (={self.validation}) must be a share in [0, 1) or a whole number"
-            )
-        # Not in the fingerprint of config.json, and any other value would act as "skip".
-        if self.on_nan not in ("stop", "skip"):
-            raise TrainError(f"`on_nan` (={self.on_nan!r}) must be 'stop' or 'skip'")
+        check_options(self)
 
-    def check_share(self, *names: str) -> None:
-        """Raise TrainError unless these options lie in [0, 1)."""
-        for name in names:
-            if not 0 <= getattr(self, name) < 1:
-                raise TrainError(f"`{name}` (={getattr(self, name)}) must lie in [0, 1)")
+    def resolve(self) -> Self:
+        """Return the configuration with the defaults that depend on other options.
+
+        Raises:
+            TrainError: Options that cannot be combined.
+        """
+        return self
 
     def describe(self, version: str, data: dict[str, Any]) -> dict[str, Any]:
         """Return the content of config.json.

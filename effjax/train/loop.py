@@ -34,7 +34,7 @@ def fit(
     Of several processes, each one calls this. The first one writes all files except the arrays.
 
     Args:
-        task: From `prepare` of `images.task`, `lm.task` or `finetune.task`.
+        task: From `prepare` of `images.task` or `text.task`.
         run: Where to write.
         progress: Callbacks.
         resume: Continue after the newest intact checkpoint of `run`, or start if there is no
@@ -140,7 +140,8 @@ def _fit(
 
     best_record = next(record for record in records if record["step"] == best)
     result = task.result(records, best_record, tested, began)
-    run.append({"kind": "final"} | vars(result))
+    known = {name: value for name, value in vars(result).items() if value is not None}
+    run.append({"kind": "final"} | known)
     _draw(task, run)
     return result
 

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -18,6 +18,25 @@ Record = dict[str, Any]  # a line of metrics.jsonl
 Stop = Callable[[int], bool]  # called with a step
 TrainStep = Callable[[Any, Any, jax.Array], tuple[Any, Any]]  # (state, batch, key)
 Result = TypeVar("Result", covariant=True)
+
+
+class MemoryChoices(NamedTuple):
+    """The options of a run that trade time for memory, for `effjax.memory.choose_options`.
+
+    Attributes:
+        options: Values by name, in the order of the memory they need, the largest first.
+        not_by_time: Names of options whose later values may be faster, too.
+        change: ``change(**values)`` returns the configuration with values of the options, or None
+            for a combination that is not supported or has no effect.
+        training_step: ``training_step(config)`` returns ``(fun, *args)``.
+        min_bytes: ``min_bytes(**values)`` returns lower bounds of the memory of a step.
+    """
+
+    options: Mapping[str, Sequence[Any]]
+    not_by_time: Sequence[str]
+    change: Callable[..., Any]
+    training_step: Callable[[Any], tuple[Any, ...]]
+    min_bytes: Callable[..., tuple[int, int]] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -33,7 +33,7 @@ def run_convert(run, monkeypatch):
     """Run `effjax convert` with a small network `tiny` and a file of its weights."""
     make = lambda **options: LinenDenseNet(**SMALL | options)  # noqa: E731
     monkeypatch.setitem(networks.NETWORKS, "tiny", (make, convert.DENSENET))
-    save(np.float32, "weights.npz")
+    save(np.float32, "in.safetensors")
     options = ("--model", "tiny", "--num-classes", "3", "--prefix", "module")
     return lambda *argv: run("convert", *argv, *options[: None if "--model" not in argv else 0])
 
@@ -48,11 +48,11 @@ def restored(path):
 @pytest.mark.parametrize("kind", ["folder", "safetensors"])
 def test_round_trip_of_nnx_and_linen(run_convert, kind):
     ending = "" if kind == "folder" else f".{kind}"
-    weights = save(np.float32, "weights.npz")
+    weights = save(np.float32, "in.safetensors")
     trees = {}
     for flavor in ("nnx", "linen"):
         to = f"{flavor}{ending}"
-        code, out, err = run_convert("weights.npz", "--to", to, "--flavor", flavor)
+        code, out, err = run_convert("in.safetensors", "--to", to, "--flavor", flavor)
         assert (code, err) == (0, "") and f"written to {to}" in out
         assert "tiny" in out and "arrays" in out and " of " in out
         assert out.endswith(
@@ -76,8 +76,8 @@ def test_round_trip_of_nnx_and_linen(run_convert, kind):
 
 @pytest.mark.filterwarnings("default:.*arrays are rounded:UserWarning")
 def test_rounding_is_a_warning(run_convert):
-    save(np.float64, "weights64.npz")
-    code, out, err = run_convert("weights64.npz", "--to", "new")
+    save(np.float64, "weights64.safetensors")
+    code, out, err = run_convert("weights64.safetensors", "--to", "new")
     assert code == 0 and "written to new" in out
     assert one_line(err) and "46 of 46 arrays are rounded" in err
 
@@ -85,16 +85,22 @@ def test_rounding_is_a_warning(run_convert):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["no.npz", "--to", "new"], "no.npz: No such file or directory"),
-        (["bad.npz", "--to", "new"], "bad.npz: not a complete .npz file"),
-        (["weights.npz", "--to", "weights.npz"], "weights.npz already exists"),
-        (["weights.npz", "--to", "new.npz"], "must be a new folder or a .safetensors file"),
-        (["weights.npz", "--to", "no/new"], "No such file or directory"),
-        (["weights.npz", "--model", "tiny", "--to", "new"], "missing: classifier.bias"),
+        (["no.safetensors", "--to", "new"], "no.safetensors: No such file or directory"),
+        (["bad.safetensors", "--to", "new"], "bad.safetensors: not a complete .safetensors file"),
+        (
+            ["in.safetensors", "--to", "in.safetensors"],
+            "in.safetensors already exists",
+        ),
+        (
+            ["in.safetensors", "--to", "new.pth"],
+            "must be a new folder or a .safetensors file",
+        ),
+        (["in.safetensors", "--to", "no/new"], "No such file or directory"),
+        (["in.safetensors", "--model", "tiny", "--to", "new"], "missing: classifier.bias"),
     ],
 )
 def test_errors_are_one_line_and_write_nothing(run_convert, tmp_path, argv, message):
-    (tmp_path / "bad.npz").write_bytes((tmp_path / "weights.npz").read_bytes()[:-30])
+    (tmp_path / "bad.safetensors").write_bytes((tmp_path / "in.safetensors").read_bytes()[:-30])
     before = sorted(os.listdir())
     code, out, err = run_convert(*argv)
     assert (code, out) == (2, "") and one_line(err) and message in err
@@ -107,13 +113,13 @@ def test_full_disk_leaves_no_files(run_convert, monkeypatch):
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr("orbax.checkpoint.StandardCheckpointer.save", fail)
-    code, out, err = run_convert("weights.npz", "--to", "new")
+    code, out, err = run_convert("in.safetensors", "--to", "new")
     assert (code, out) == (2, "") and one_line(err) and "No space left on device" in err
-    assert os.listdir() == ["weights.npz"]
+    assert os.listdir() == ["in.safetensors"]
 
 
 def test_missing_package(run_convert, monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    code, _, err = run_convert("weights.npz", "--to", "new")
+    code, _, err = run_convert("in.safetensors", "--to", "new")
     assert code == 2 and one_line(err) and 'Run pip install ".[train]"' in err
-    assert os.listdir() == ["weights.npz"]
+    assert os.listdir() == ["in.safetensors"]

@@ -6,12 +6,13 @@ import os
 import platformdirs
 import pytest
 
-from effjax.cli.fit import describe_changes, parse_fit, text_choices
+from effjax.cli.fit import describe_changes, parse_fit
 from effjax.train.errors import TrainError
-from effjax.train.lm.config import LMConfig
+from effjax.train.text.config import LMConfig
+from effjax.train.text.plans import memory_choices
 from tests.cli.command import TINY, one_line
 from tests.programs import needs_gpu_compiler
-from tests.train.finetune.small import write_base
+from tests.train.text.small import write_base
 
 GB = 10**9
 LM = ["--layers", "2", "--width", "8", "--heads", "1", "--context", "8", "--batch-size", "8"]
@@ -111,15 +112,15 @@ def test_usage_errors(run, tmp_path, argv, message):
     ],
 )
 def test_given_options_stay(given, number, changes):
-    config = LMConfig(**{"batch_size": 64} | given)
-    choices = text_choices(config, given, 1)
+    config = LMConfig(**{"batch_size": 64} | given).resolve()
+    choices = memory_choices(config, set(given), 1)
     found = []
     for policy in choices.options["policy"]:
         for activations in choices.options["activations"]:
             for params in choices.options["params"]:
                 for number_of in choices.options["num_microbatches"]:
-                    changed = choices.configure(
-                        config, policy=policy, activations=activations, params=params,
+                    changed = choices.change(
+                        policy=policy, activations=activations, params=params,
                         num_microbatches=number_of,
                     )  # fmt: skip
                     if changed is not None and all(
@@ -142,7 +143,7 @@ def empty_cache(monkeypatch, tmp_path):
 @needs_gpu_compiler
 def test_memory_of_a_module(run, empty_cache, tmp_path):
     (tmp_path / "own_fit.py").write_text(OWN)
-    argv = "memory", "own_fit:steps", "--batch-size", "1024", "--target", "l4"
+    argv = "memory", "step", "own_fit:steps", "--batch-size", "1024", "--target", "l4"
     code, out, err = run(*argv, "--budget", "1.5MB")
     assert code == 0 and out.startswith("step=small: 1.1 MB at the peak fits in 1.5 MB")
     assert "large  " in out and "does not fit: " in out and "step=large: " in err

@@ -9,9 +9,9 @@ import pytest
 
 from effjax import convert
 from effjax.models import DecoderConfig, decoder_shapes, generate
-from effjax.train.data.chat import load_tokenizer
-from effjax.train.finetune.generate import count_new_tokens, decode, find_model
-from effjax.train.finetune.tiny import write_checkpoint
+from effjax.train.text.chat import load_tokenizer
+from effjax.train.text.generate import count_new_tokens, decode, find_model
+from effjax.train.text.tiny import write_checkpoint
 from tests.cli.command import one_line
 
 TODAY = datetime.date(2026, 1, 31)

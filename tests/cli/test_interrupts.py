@@ -21,16 +21,16 @@ def busy(*_, **__):
     jax.jit(lambda: jax.lax.while_loop(lambda x: x > 0, lambda x: x | 1, 1))().block_until_ready()
 """
 IN_A_STEP = """
-from effjax.train.lm.task import LMTask
-read, losses = LMTask.read, []
+from effjax.train.text.task import TextTask
+read, losses = TextTask.read, []
 def read_two(self, loss):
     losses.append(loss)
     return busy() if len(losses) > 2 else read(self, loss)
-LMTask.read = read_two
+TextTask.read = read_two
 """
 WHILE_COMPILING = """
-from effjax.train.lm.task import LMTask
-LMTask.make_step = busy
+from effjax.train.text.task import TextTask
+TextTask.make_step = busy
 """
 
 

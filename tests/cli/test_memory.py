@@ -71,7 +71,7 @@ def run_memory(run, tmp_path, monkeypatch):
 @needs_gpu_compiler
 def test_steps_of_a_module(run_memory, tmp_path):
     options = "--batch-size", "4", "--target", "l4", "--plot", "a.png"
-    code, out, err = run_memory("own_step:two", *options)
+    code, out, err = run_memory("step", "own_step:two", *options)
     assert code == 0 and compiled(err, "sum", "sin")
     assert out.splitlines()[0].split()[:2] == ["peak", "ratio"]
     assert "sin: 8.2 kB at the peak fits in 17.7 GB (75% of NVIDIA L4)" in out
@@ -84,7 +84,7 @@ def test_max_batch(run_memory):
     largest = int(0.0001 * 22 * 2**30) // 2048
     limit = "--max-batch", "--target", "l4", "--memory-fraction", "0.0001"
     # The search starts at the answer, to compile two programs only.
-    code, out, err = run_memory("own_step:one", *limit, "--batch-size", largest)
+    code, out, err = run_memory("step", "own_step:one", *limit, "--batch-size", largest)
     assert code == 0 and f"{largest}, {largest + 1}" in out
     assert f"batch {largest}: " in err and f"batch {largest + 1}: " in err
 
@@ -92,7 +92,7 @@ def test_max_batch(run_memory):
 @pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_batch_split_over_devices_and_host_memory(run_memory):
-    argv = "own_step:by_four", "--batch-size", "4096", "--json"
+    argv = "step", "own_step:by_four", "--batch-size", "4096", "--json"
     arguments = []
     for more in [], ["--num-devices", "4"]:
         code, out, err = run_memory(*argv, *more)
@@ -100,9 +100,9 @@ def test_batch_split_over_devices_and_host_memory(run_memory):
         arguments.append(json.loads(out)["by_four"]["device"]["arguments"])
     kernel, batch = 4 * 256 * 8, 4 * 4096 * 256
     assert arguments == [kernel + batch, kernel + batch // 4]
-    code, out, _ = run_memory("own_step:on_host", "--host-memory-gb", "3")
+    code, out, _ = run_memory("step", "own_step:on_host", "--host-memory-gb", "3")
     assert code == 0 and "4.3 GB of pinned host memory DOES NOT FIT in 3.2 GB" in out
-    code, _, err = run_memory("own_step:on_host", "--num-devices", "4")
+    code, _, err = run_memory("step", "own_step:on_host", "--num-devices", "4")
     assert code == 1 and one_line(err.splitlines(keepends=True)[-1]) and "none grows" in err
 
 
@@ -111,7 +111,7 @@ def test_batch_split_over_devices_and_host_memory(run_memory):
 def test_max_batch_of_several_devices(run_memory):
     limits = "--target", "l4", "--memory-fraction", "0.0001", "--max-batch", "--json"
     fits = int(0.0001 * 22 * 2**30) // 2048 * 8
-    code, out, _ = run_memory("own_step:spans", *limits, "--multiple-of", "5000")
+    code, out, _ = run_memory("step", "own_step:spans", *limits, "--multiple-of", "5000")
     largest = json.loads(out)["spans"]
     assert code == 0 and largest["batch_size"] == fits // 5000 * 5000
     assert all(int(batch) % 5000 == 0 for batch in largest["tried"])
@@ -119,7 +119,7 @@ def test_max_batch_of_several_devices(run_memory):
 
 @needs_gpu_compiler
 def test_rejects_wrong_number_of_devices(run_memory):
-    code, _, err = run_memory("own_step:spans", "--num-devices", "4")
+    code, _, err = run_memory("step", "own_step:spans", "--num-devices", "4")
     assert (
         code == 2
         and "must be the number of devices in the shardings" in err
@@ -156,20 +156,20 @@ def test_language_model(run_memory):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["no_such_module:f"], "there is no module no_such_module"),
-        (["own_step:nothing"], "own_step has no function 'nothing'"),
-        (["own_step:wrong"], "must return (fun, *args) or a dictionary of such tuples, not int"),
-        (["own_step:one", "--target", "h300"], "must be one of h200"),
-        (["own_step:two", "--only", "cos"], "--only 'cos' must be one of 'sum', 'sin'"),
-        (["own_step:one", "--plot", "no/where.png"], "there is no folder no"),
-        (["own_step:one", "--depth", "22"], "--depth is not an option of MODULE:FUNCTION"),
-        (["densenet", "--layers", "2"], "--layers is not an option of densenet"),
-        (["resnet77"], "`depth` (=77) must be one of"),
-        (["resnext50_1x1d"], "`model` (='resnext50_1x1d') must be one of resnet8, resnet18"),
-        (["own_step.one"], "or MODULE:FUNCTION"),
-        (["resnet"], "model 'resnet' must be densenet, densenet121, …, resnet50"),
-        (["lm12"], "model 'lm12' must be densenet"),
-        (["own_step:one", "--multiple-of", "2"], "needs --max-batch"),
+        (["step", "no_such_module:f"], "there is no module no_such_module"),
+        (["step", "own_step:nothing"], "own_step has no function 'nothing'"),
+        (["step", "own_step:wrong"], "must return (fun, *args) or a dictionary of such tuples"),
+        (["step", "own_step:one", "--target", "h300"], "must be one of h200"),
+        (["step", "own_step:two", "--only", "cos"], "--only 'cos' must be one of 'sum', 'sin'"),
+        (["step", "own_step:one", "--plot", "no/where.png"], "must be a file in an existing"),
+        (["step", "own_step:one", "--depth", "22"], "No such option: --depth"),
+        (["step", "own_step.one"], "give MODULE:FUNCTION"),
+        (["step", "own_step:one", "--multiple-of", "2"], "needs --max-batch"),
+        (["densenet", "--layers", "2"], "No such option: --layers"),
+        (["resnet", "--depth", "77"], "--depth (=77) must be one of"),
+        (["resnet", "--model", "resnext50_1x1d"], "--model (='resnext50_1x1d') must be one of"),
+        (["finetune"], "finetune needs CHECKPOINT"),
+        (["lm12"], "No such command 'lm12'"),
     ],
 )
 def test_usage_errors(run_memory, argv, message):
@@ -186,7 +186,7 @@ def test_usage_errors(run_memory, argv, message):
     ],
 )
 def test_errors_name_the_users_line(run_memory, function, line, message):
-    code, out, err = run_memory(f"own_step:{function}")
+    code, out, err = run_memory("step", f"own_step:{function}")
     last = err.splitlines(keepends=True)[-1]
     number = next(i for i, text in enumerate(OWN.splitlines(), 1) if line in text)
     assert (code, out) == (1, "") and one_line(last)
@@ -196,12 +196,12 @@ def test_errors_name_the_users_line(run_memory, function, line, message):
 def test_syntax_error(run_memory, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "mistaken", raising=False)
     (tmp_path / "mistaken.py").write_text("x = 1\nx x\n")
-    code, out, err = run_memory("mistaken:f")
+    code, out, err = run_memory("step", "mistaken:f")
     assert (code, out) == (1, "") and one_line(err) and "mistaken.py:2: SyntaxError" in err
 
 
 def test_missing_compiler(run_memory, monkeypatch):
     monkeypatch.setenv("EFFJAX_COMPILERS", "/dev/null/none")
-    code, out, err = run_memory("own_step:one")
+    code, out, err = run_memory("step", "own_step:one")
     assert (code, out) == (1, "") and one_line(err)
     assert "Run `effjax memory --install-compiler cuda` where there is a network" in err

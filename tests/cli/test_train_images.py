@@ -11,15 +11,15 @@ from tests.train import small
     ("argv", "message"),
     [
         (["--data", "folder:broken"], "dog/0.png: not a readable image"),
-        (["--batch-size", "12"], "`batch_size` (=12)"),
-        (["--model", "vgg"], "`model` (='vgg')"),
+        (["--batch-size", "12"], "--batch-size (=12)"),
+        (["--model", "vgg"], "--model (='vgg')"),
         (["--model", "resnet50"], "is not a DenseNet. Use effjax train resnet --model resnet50."),
         (["--model", "wide_resnet50_2"], "Use effjax train resnet --model wide_resnet50_2."),
-        (["--freeze-stages", "1"], "`freeze_stages` (=1) needs `init_from`"),
+        (["--freeze-stages", "1"], "--freeze-stages (=1) needs --init-from"),
         (["--init-from", "broken/weights.pth"], "broken/weights.pth: cannot be read"),
         (["--out", "broken"], "broken"),
         (["--resume", "broken"], "broken"),
-        (["--resume", "broken", "--depth", "22"], "--depth cannot be combined with --resume"),
+        (["--resume", "broken", "--fit", "1GB"], "--fit cannot be combined with --resume"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(run, tmp_path, argv, message):

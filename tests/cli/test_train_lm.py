@@ -31,7 +31,7 @@ def test_a_run_of_lm(run_lm, monkeypatch, tmp_path):
     assert "batch 8 × 8, 3 steps, 8 devices" in out
     assert "step 2/3  loss" in out and "step 3/3  loss" in out
     assert "planning a step for an H200\nnot planned: " in out
-    for row in ("train loss", "test loss", "bits/byte", "parameters", "tokens/s"):
+    for row in ("train loss", "test loss", "bits/byte", "trained parameters", "tokens/s"):
         assert row in out
     options = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
     assert options["policy"] == "dots" and options["context"] == 8
@@ -77,7 +77,7 @@ def test_out_of_memory(run_lm, monkeypatch):
     monkeypatch.setattr("jax.random.key", exhausted)
     code, _, err = run_lm(*LM)
     assert code == 1 and one_line(err)
-    assert "out of device memory. Try a smaller --batch-size, or --offload all" in err
+    assert "out of device memory. Try a smaller --batch-size, or --fit, or --offload all" in err
 
 
 def test_a_full_disk(run_lm, when_printed, caplog):
@@ -97,10 +97,10 @@ def test_a_full_disk(run_lm, when_printed, caplog):
     ("argv", "message"),
     [
         (["--data", "text:nowhere"], "nowhere"),
-        (["--context", "39"], "bytes are too few for `context` (=39)"),
-        (["--heads", "3"], "`width` (=8) must be divisible by 2 · `heads` (=3). Use 6"),
+        (["--context", "39"], "bytes are too few for --context (=39)"),
+        (["--heads", "3"], "--width (=8) must be divisible by 2 · --heads (=3). Use 6"),
         (["--out", "."], ".: not empty and not a run"),
-        (["--resume", ".", "--context", "3"], "--context cannot be combined with --resume"),
+        (["--resume", ".", "--out", "b"], "--out cannot be combined with --resume"),
     ],
 )
 def test_bad_input_is_one_line(run_lm, tmp_path, argv, message):

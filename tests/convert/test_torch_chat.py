@@ -7,9 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from effjax.train.data.chat import load_tokenizer
-from effjax.train.data.rows import load_rows
-from tests.train.data.tiny_checkpoint import TEMPLATES, write_tokenizer
+from effjax.train.text.chat import load_tokenizer
+from effjax.train.text.rows import load_rows
+from tests.train.text.tiny_checkpoint import TEMPLATES, write_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="requires transformers")
 pytest.importorskip("jinja2")

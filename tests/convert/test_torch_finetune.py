@@ -7,10 +7,10 @@ torch = pytest.importorskip("torch", reason="requires PyTorch")
 transformers = pytest.importorskip("transformers", reason="requires transformers")
 pytest.importorskip("tokenizers")
 
-from effjax.train.data.packing import eval_batches  # noqa: E402
 from effjax.train.loop import fit  # noqa: E402
-from tests.train.finetune.small import finetune_task, write_base  # noqa: E402
+from effjax.train.text.packing import eval_batches  # noqa: E402
 from tests.train.small import new_run  # noqa: E402
+from tests.train.text.small import finetune_task, write_base  # noqa: E402
 
 
 def mean_loss(model, task):

@@ -7,4 +7,4 @@ import rich.progress  # noqa: F401
 
 import effjax.cli.app
 import effjax.train.images.task
-import effjax.train.lm.task  # noqa: F401
+import effjax.train.text.task  # noqa: F401

@@ -11,8 +11,8 @@ from effjax.convert import load_adapter, load_checkpoint
 from effjax.models import DecoderConfig, decoder_shapes
 from effjax.train.loop import fit
 from tests.distributed.processes import DEVICES, Group
-from tests.train.finetune.small import finetune_task, write_base
 from tests.train.small import new_run
+from tests.train.text.small import finetune_task, write_base
 
 pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.exhaustive

@@ -9,11 +9,11 @@ import pytest
 
 from effjax.train.checkpoint import Checkpoints
 from effjax.train.images import task as images
-from effjax.train.images.config import DenseNetConfig
-from effjax.train.lm import task as lm
-from effjax.train.lm.config import LMConfig
+from effjax.train.images.config import DenseNetRunConfig
 from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
+from effjax.train.text import task as lm
+from effjax.train.text.config import LMConfig
 from tests.distributed.processes import DEVICES, Group
 from tests.train.small import as_numbers
 from tests.train.test_checkpoint import flip_bit
@@ -53,7 +53,7 @@ def task_of(path, **changes):
     options, devices = run.read_config()["options"] | changes, jax.devices()[:DEVICES]
     if run.read_config()["command"] == "lm":
         return lm.prepare(LMConfig(**options), devices)
-    return images.prepare(DenseNetConfig(**options), devices)
+    return images.prepare(DenseNetRunConfig(**options), devices)
 
 
 def parameters(path, task):
@@ -92,15 +92,15 @@ def assert_same_bits(path, other):
 STOPS = """
 if process == 1:
     import os, signal, time
-    from effjax.train.lm.task import LMTask
-    read, steps = LMTask.read, []
+    from effjax.train.text.task import TextTask
+    read, steps = TextTask.read, []
     def ask_and_read(self, metrics):
         steps.append(metrics)
         if len(steps) == 4:
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.3)
         return read(self, metrics)
-    patch.setattr(LMTask, "read", ask_and_read)"""
+    patch.setattr(TextTask, "read", ask_and_read)"""
 
 
 @pytest.fixture(scope="module")
@@ -185,14 +185,14 @@ def test_images_take_the_same_steps_as_in_one_process(group, tmp_path):
 DIES = """
 if process == 1:
     import os, signal
-    from effjax.train.lm.task import LMTask
-    read, steps = LMTask.read, []
+    from effjax.train.text.task import TextTask
+    read, steps = TextTask.read, []
     def read_then_die(self, metrics):
         steps.append(metrics)
         if len(steps) == 2:
             os.kill(os.getpid(), signal.{})
         return read(self, metrics)
-    patch.setattr(LMTask, "read", read_then_die)"""
+    patch.setattr(TextTask, "read", read_then_die)"""
 
 
 @pytest.mark.exhaustive
@@ -248,8 +248,8 @@ def test_an_error_of_one_process_ends_all(tmp_path, text):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("['--seed', '7']", "option `seed` (=7 in process 1) is 0 in process 0. Give all"),
-        ("['--resume', 'a-run']", "option `resume` (='a-run' in process 1) is None in process 0."),
+        ("['--seed', '7']", "option --seed (=7 in process 1) is 0 in process 0. Give all"),
+        ("['--resume', 'a-run']", "option --resume (='a-run' in process 1) is None in process 0."),
         ("['--data', OTHER]", "data `sha256` (='"),
     ],
 )

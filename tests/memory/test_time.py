@@ -16,9 +16,9 @@ from effjax.memory import Rates, find_rates, list_targets, plan, step_time
 from effjax.memory._hlo import parse, transfers
 from effjax.memory._work import WorkCounter
 from effjax.memory.targets import find_target
-from effjax.train.decoder_forms import FORMS
-from effjax.train.lm.config import LMConfig
-from effjax.train.lm.model import lm_training_step, make_model
+from effjax.train.text.config import LMConfig
+from effjax.train.text.learner import byte_decoder
+from effjax.train.text.plans import FORMS, training_step
 from tests.programs import needs_gpu_compiler
 
 # One FLOP, or one byte, takes a second; links take two.
@@ -350,8 +350,8 @@ QWEN_8B_LIKE = LMConfig(
 def test_flops_of_a_language_model(form, config):
     """Count the products of the layers, of attention and of the head of a training step."""
     config = dataclasses.replace(config, **FORMS[form])
-    model, offloads = make_model(config), form != "in memory"
-    fun, *args = lm_training_step(config)
+    model, offloads = byte_decoder(config), form != "in memory"
+    fun, *args = training_step(config)
     p = plan(fun, *args, target="h100", host_memory_bytes=2**40)
     width, hidden = model.hidden_size, model.intermediate_size
     layer = 4 * width**2 + 3 * width * hidden  # q, k, v, o; gate, up, down

@@ -14,14 +14,14 @@ from flax import nnx
 
 from effjax.nnx import BatchNorm
 from effjax.train.checkpoint import Checkpoints
-from effjax.train.data.dataset import Dataset
-from effjax.train.data.text import split_text
 from effjax.train.images import task as images
-from effjax.train.images.config import DenseNetConfig
-from effjax.train.lm import task as lm
-from effjax.train.lm.config import LMConfig
+from effjax.train.images.config import DenseNetRunConfig
+from effjax.train.images.dataset import Dataset
 from effjax.train.run_directory import RunDirectory
 from effjax.train.task import Progress
+from effjax.train.text import task as lm
+from effjax.train.text.config import LMConfig
+from effjax.train.text.windows import split_text
 
 TEXT = split_text("fox", b"The quick brown fox jumps over the lazy dog.\n" * 40)
 
@@ -64,13 +64,13 @@ def builder(config, *_, **more):
 
 def image_task(devices=2, **options) -> images.ImageTask:
     """Return a task of three epochs of four steps, of the small model."""
-    config = DenseNetConfig(**{"batch_size": 16, "epochs": 3, "learning_rate": 0.05} | options)
+    config = DenseNetRunConfig(**{"batch_size": 16, "epochs": 3, "learning_rate": 0.05} | options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(images, "model_builder", builder)
         return images.prepare(config, jax.devices()[:devices], dataset())
 
 
-def lm_task(devices=2, **options) -> lm.LMTask:
+def lm_task(devices=2, **options) -> lm.TextTask:
     """Return a task of five steps, evaluated after the second, the fourth and the last one."""
     tiny: dict[str, Any] = dict(
         layers=2, width=16, heads=2, context=12, batch_size=4, steps=5, report_every=2

@@ -7,21 +7,21 @@ import pytest
 
 from effjax.train.config import fingerprint
 from effjax.train.errors import TrainError
-from effjax.train.images.config import DenseNetConfig, ResNetConfig
-from effjax.train.lm.config import LMConfig
+from effjax.train.images.config import DenseNetRunConfig, ResNetRunConfig
+from effjax.train.text.config import LMConfig
 
 
 @pytest.mark.parametrize(
     ("config", "option"),
     [
-        (DenseNetConfig, {"learning_rate": float("nan")}),
-        (DenseNetConfig, {"weight_decay": -1.0}),
-        (DenseNetConfig, {"validation": 1.5}),
-        (DenseNetConfig, {"momentum": 1.0}),
-        (DenseNetConfig, {"on_nan": "stmp"}),
-        (ResNetConfig, {"depth": 20}),
+        (DenseNetRunConfig, {"learning_rate": float("nan")}),
+        (DenseNetRunConfig, {"weight_decay": -1.0}),
+        (DenseNetRunConfig, {"validation": 1.5}),
+        (DenseNetRunConfig, {"momentum": 1.0}),
+        (DenseNetRunConfig, {"on_nan": "stmp"}),
+        (ResNetRunConfig, {"depth": 20}),
         (LMConfig, {"clip_norm": -1.0}),
-        (LMConfig, {"width": 12}),
+        (LMConfig, {"width": 0}),
     ],
 )
 def test_rejects_values_out_of_range(config, option):
@@ -32,7 +32,7 @@ def test_rejects_values_out_of_range(config, option):
 
 @pytest.mark.parametrize("validation", [0, 0.0, 0.5, 1, 5000])
 def test_validation_is_a_share_or_a_number(validation):
-    assert DenseNetConfig(validation=validation).validation == validation
+    assert DenseNetRunConfig(validation=validation).validation == validation
 
 
 @pytest.mark.parametrize(
@@ -45,10 +45,16 @@ def test_validation_is_a_share_or_a_number(validation):
 )
 def test_rejects_options_that_exclude_each_other(message, options):
     with pytest.raises(TrainError, match=message):
-        LMConfig(**options)
+        LMConfig(**options).resolve()
 
 
-@pytest.mark.parametrize("config", [DenseNetConfig(depth=40), ResNetConfig(depth=50), LMConfig()])
+def test_heads_grow_with_the_width():
+    assert [LMConfig(width=w).resolve().heads for w in (64, 1024)] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    "config", [DenseNetRunConfig(depth=40), ResNetRunConfig(depth=50), LMConfig()]
+)
 def test_json_roundtrip(config):
     stored = json.loads(json.dumps(config.describe("0", {})))
     assert stored["command"] == config.COMMAND
@@ -58,10 +64,10 @@ def test_json_roundtrip(config):
 @pytest.mark.parametrize("options", [None, {"depht": 22}, {"learning_rate": -1}])
 def test_rejects_config_of_another_version(options):
     with pytest.raises(TrainError, match="not that of effjax train densenet, or of another vers"):
-        DenseNetConfig.from_json(options)
+        DenseNetRunConfig.from_json(options)
 
 
 def test_fingerprint_ignores_the_path_of_the_data():
-    options = dataclasses.asdict(DenseNetConfig())
+    options = dataclasses.asdict(DenseNetRunConfig())
     assert fingerprint(options) == fingerprint(options | {"data": "cifar10:elsewhere"})
     assert fingerprint(options) != fingerprint(options | {"momentum": 0.8})

@@ -11,9 +11,7 @@ from jax.sharding import PartitionSpec as P
 from effjax.memory import collectives
 from effjax.train.errors import TrainError
 from effjax.train.images import task as images
-from effjax.train.images.config import DenseNetConfig
-from effjax.train.lm import task as lm
-from effjax.train.lm.config import LMConfig
+from effjax.train.images.config import DenseNetRunConfig
 from effjax.train.mesh import (
     FSDP,
     batch_sharding,
@@ -26,6 +24,8 @@ from effjax.train.mesh import (
     param_sharding,
     replicated,
 )
+from effjax.train.text import task as lm
+from effjax.train.text.config import LMConfig
 from tests.tiers import vary
 from tests.train import small
 
@@ -128,7 +128,7 @@ def split_bytes(shapes) -> int:
 
 def test_a_step_on_images_gathers_parameters_and_nothing_else():
     """Each one once. Statistics and gradients are summed."""
-    config = DenseNetConfig(depth=10, growth_rate=16, batch_size=32, mesh=BOTH, augment=False)
+    config = DenseNetRunConfig(depth=10, growth_rate=16, batch_size=32, mesh=BOTH, augment=False)
     task = images.prepare(config, jax.devices()[:4], small.dataset())
     shapes = task.shapes()
     found = collective_bytes(task.make_step(), shapes, next(task.batches(0)), jax.random.key(0))
@@ -151,7 +151,7 @@ def test_a_step_on_text_gathers_a_layer_at_a_time(options):
 
 
 def test_rejects_fsdp_without_jit():
-    config = DenseNetConfig(batch_size=32, mesh=BOTH, parallel="pmap")
+    config = DenseNetRunConfig(batch_size=32, mesh=BOTH, parallel="pmap")
     with pytest.raises(TrainError, match=rf"`mesh` \(={BOTH}\) with fsdp needs `parallel`"):
         images.prepare(config, jax.devices()[:4], small.dataset())
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from effjax.train import decoder
 from effjax.train.checkpoint import Checkpoints
 from effjax.train.errors import PreemptionError, TrainError
 from effjax.train.images.steps import Batch, Learner
 from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
+from effjax.train.text import learner
 from tests.tiers import vary
 from tests.train import small
 from tests.train.small import (
@@ -46,7 +46,7 @@ class Poisoned(Learner):
 
 @pytest.fixture(scope="module", autouse=True)
 def poisoned_text():
-    make = decoder.decoder_functions
+    make = learner.decoder_functions
 
     def decoder_functions(*args, **options):
         functions = make(*args, **options)
@@ -58,7 +58,7 @@ def poisoned_text():
         return functions._replace(head=head)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder, "decoder_functions", decoder_functions)
+        patch.setattr(learner, "decoder_functions", decoder_functions)
         yield
 
 

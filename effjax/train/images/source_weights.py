@@ -15,7 +15,7 @@ from ...convert.networks import read_checkpoint
 from ..errors import TrainError, unreadable
 from ..mesh import put
 from ..run_directory import RunDirectory
-from .config import ImageConfig, ResNetConfig
+from .config import ImageConfig, ResNetRunConfig
 
 HEAD = "classifier"
 OFFSETS = ".offset_conv."  # in paths; layers of `--dcn` that predict offsets
@@ -92,7 +92,7 @@ def read_source(config: ImageConfig) -> SourceWeights | None:
     if config.init_from is None:
         return None
     path = Path(config.init_from)
-    table = RESNET if isinstance(config, ResNetConfig) else DENSENET
+    table = RESNET if isinstance(config, ResNetRunConfig) else DENSENET
     if (path / RunDirectory.CONFIG).exists():
         raise TrainError(
             f"--init-from {path} is a run of effjax train. Give a weight file or the output of "

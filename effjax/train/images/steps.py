@@ -44,7 +44,7 @@ from ..errors import TrainError
 from ..finite import OnNan, skip_nonfinite
 from ..mesh import AXIS, AnyMesh, Array, batch_sharding, gather_params, param_shardings, replicated
 from ..task import TrainStep
-from .config import DenseNetConfig, ImageConfig, Parallel, ResNetConfig
+from .config import DenseNetRunConfig, ImageConfig, Parallel, ResNetRunConfig
 
 DEFAULT_DEPTH = 22  # of densenet-bc
 SMALL_IMAGE = 64  # the largest side that gets a stem without pooling
@@ -71,13 +71,13 @@ def model_builder(
         axis_name=None if config.parallel == "jit" else AXIS,
         small_inputs=small_inputs,
     )
-    if isinstance(config, ResNetConfig):
+    if isinstance(config, ResNetRunConfig):
         return _resnet_builder(config, options)
-    assert isinstance(config, DenseNetConfig)
+    assert isinstance(config, DenseNetRunConfig)
     return _densenet_builder(config, options)
 
 
-def _resnet_builder(config: ResNetConfig, options: dict[str, Any]) -> Callable[..., nnx.Module]:
+def _resnet_builder(config: ResNetRunConfig, options: dict[str, Any]) -> Callable[..., nnx.Module]:
     networks = {"resnet8": RESNET8, **RESNET_OPTIONS}
     if config.network not in networks:
         raise TrainError(f"`model` (={config.model!r}) must be one of {', '.join(networks)}")
@@ -89,7 +89,9 @@ def _resnet_builder(config: ResNetConfig, options: dict[str, Any]) -> Callable[.
     return lambda **overrides: ResNet(**network | options | overrides)
 
 
-def _densenet_builder(config: DenseNetConfig, options: dict[str, Any]) -> Callable[..., nnx.Module]:
+def _densenet_builder(
+    config: DenseNetRunConfig, options: dict[str, Any]
+) -> Callable[..., nnx.Module]:
     options["drop_rate"] = config.drop_rate
     for name in ("growth_rate", "compression", "bn_size"):
         if (value := getattr(config, name)) is not None:
@@ -107,31 +109,6 @@ def _densenet_builder(config: DenseNetConfig, options: dict[str, Any]) -> Callab
         )
     network = DENSENET_OPTIONS[config.model]
     return lambda **overrides: DenseNet(**network | options | overrides)
-
-
-def make_schedule(schedule: str, learning_rate: float, steps: int) -> optax.Schedule:
-    """Return cosine decay to zero, or division by ten after 1/2 and after 3/4 of the steps."""
-    if schedule == "cosine":
-        return optax.cosine_decay_schedule(learning_rate, steps)
-    return optax.piecewise_constant_schedule(learning_rate, {steps // 2: 0.1, steps * 3 // 4: 0.1})
-
-
-def make_optimizer(
-    schedule: optax.Schedule, momentum: float, weight_decay: float
-) -> optax.GradientTransformation:
-    """Return SGD with Nesterov momentum, and weight decay of kernels only.
-
-    Parameters of rank one are not decayed: scales and biases of batch norm, and the classifier's
-    bias.
-    """
-
-    def is_kernel(params: Any) -> Any:
-        return jax.tree.map(lambda p: p.ndim > 1, params)
-
-    return optax.chain(
-        optax.add_decayed_weights(weight_decay, mask=is_kernel),
-        optax.sgd(schedule, momentum=momentum, nesterov=True),
-    )
 
 
 class Batch(NamedTuple):

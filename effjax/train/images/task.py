@@ -15,10 +15,6 @@ import numpy as np
 from flax import nnx
 
 from ... import __version__
-from ..data.augment import Augmentation, augment, default_padding
-from ..data.dataset import Dataset, ImageFiles, channel_counts, channel_statistics, hold_out
-from ..data.folder import IN_MEMORY
-from ..data.load import load_dataset
 from ..errors import TrainError, counted
 from ..mesh import (
     FSDP,
@@ -29,10 +25,15 @@ from ..mesh import (
     make_mesh,
     with_shardings,
 )
+from ..optimizers import make_schedule, make_sgd
 from ..processes import is_multiprocess, sum_over_processes
 from ..task import Metrics, Part, Record, Task, TrainStep
+from .augment import Augmentation, augment, default_padding
 from .config import ImageConfig
-from .forms import backward_bytes
+from .dataset import Dataset, ImageFiles, channel_counts, channel_statistics, hold_out
+from .folder import IN_MEMORY
+from .load import load_dataset
+from .plans import backward_bytes
 from .source_weights import SourceWeights, overlay, read_source
 from .steps import (
     Batch,
@@ -42,8 +43,6 @@ from .steps import (
     initial_state,
     make_eval_step,
     make_learner,
-    make_optimizer,
-    make_schedule,
     make_train_step,
     model_builder,
     state_shardings,
@@ -100,6 +99,7 @@ def prepare(
         DataError: The data cannot be read, or are invalid.
         TrainError: The options do not fit each other, the data or the devices.
     """
+    config = config.resolve()
     mesh = make_mesh(config.mesh, devices)
     if FSDP in mesh.shape and config.parallel != "jit":
         raise TrainError(
@@ -124,7 +124,7 @@ def prepare(
         )
     steps = config.epochs * (images // config.batch_size)
     schedule = make_schedule(config.schedule, config.learning_rate, steps)
-    optimizer = make_optimizer(schedule, config.momentum, config.weight_decay)
+    optimizer = make_sgd(schedule, config.momentum, config.weight_decay)
     source = None if resume else read_source(config)
     if source is not None:
         config = _complete(config, source)

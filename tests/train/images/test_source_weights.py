@@ -13,8 +13,8 @@ from effjax import convert
 from effjax.convert import networks
 from effjax.models import ResNet, densenet_cifar
 from effjax.train.errors import TrainError
-from effjax.train.images.config import DenseNetConfig, ResNetConfig
-from effjax.train.images.forms import backward_bytes
+from effjax.train.images.config import DenseNetRunConfig, ResNetRunConfig
+from effjax.train.images.plans import backward_bytes
 from effjax.train.images.steps import RESNET8
 from effjax.train.images.task import IMAGENET_MEAN, IMAGENET_STD, prepare
 from tests.convert.cases import random_array
@@ -54,12 +54,12 @@ def make_weights(kind="resnet", num_classes=7):
     return {name: random_array(name, array.shape).astype(array.dtype) for name, array in names}
 
 
-def task_of(kind="resnet", init_from="weights.npz", channels=3, resume=False, **options):
+def task_of(kind="resnet", init_from="weights.safetensors", channels=3, resume=False, **options):
     options = OPTIONS | options | {"init_from": init_from}
     if kind == "densenet":
-        config = DenseNetConfig(depth=10, growth_rate=4, **options)
+        config = DenseNetRunConfig(depth=10, growth_rate=4, **options)
     else:
-        config = ResNetConfig(depth=8, **options)
+        config = ResNetRunConfig(depth=8, **options)
     return prepare(config, jax.devices()[:1], dataset(channels), resume)
 
 
@@ -83,7 +83,7 @@ def assert_loaded(task, weights, but=()):
 @vary("kind", TABLES)
 def test_same_classes_keep_the_head_and_the_logits(kind):
     weights = make_weights(kind, CLASSES)
-    convert.save_weights("weights.npz", weights)
+    convert.save_weights("weights.safetensors", weights)
     task = task_of(kind)
     assert_loaded(task, weights)
     state, images = task.initial_state(), dataset().test_images[:4]
@@ -99,14 +99,14 @@ def test_same_classes_keep_the_head_and_the_logits(kind):
 @pytest.mark.exhaustive
 def test_other_classes_get_a_new_head():
     weights = make_weights()
-    convert.save_weights("weights.npz", weights)
+    convert.save_weights("weights.safetensors", weights)
     task = task_of()
     got = assert_loaded(task, weights, but=["fc."])
     assert got["fc.weight"].shape == (CLASSES, 64) and np.std(got["fc.weight"]) > 0
     other = weights_of(task, task_of(seed=1).initial_state())
     assert not np.array_equal(got["fc.weight"], other["fc.weight"])
     headless = {name: array for name, array in weights.items() if not name.startswith("fc.")}
-    convert.save_weights("weights.npz", headless)
+    convert.save_weights("weights.safetensors", headless)
     assert task_of().source.num_classes is None
 
 
@@ -142,17 +142,17 @@ def test_reads_what_convert_writes(monkeypatch, flavor, to):
 
 def test_layers_that_predict_offsets_may_be_missing():
     weights = make_weights()
-    convert.save_weights("weights.npz", weights)
+    convert.save_weights("weights.safetensors", weights)
     got = assert_loaded(task_of(dcn="v2"), weights, but=["fc."])
     assert not np.any(got["layer2.0.conv2.conv_offset.weight"])
 
 
 def test_records_what_a_resumed_run_needs(tmp_path):
-    convert.save_weights("weights.npz", make_weights())
+    convert.save_weights("weights.safetensors", make_weights())
     config = task_of(freeze_stages=1).config
-    assert config.init_from == str(tmp_path / "weights.npz")
+    assert config.init_from == str(tmp_path / "weights.safetensors")
     assert (config.small_inputs, config.normalize) == (True, "imagenet")
-    (tmp_path / "weights.npz").unlink()
+    (tmp_path / "weights.safetensors").unlink()
     task = task_of(
         **{
             "init_from": config.init_from,
@@ -164,12 +164,12 @@ def test_records_what_a_resumed_run_needs(tmp_path):
     )
     assert task.describe()["data"]["mean"] == IMAGENET_MEAN.tolist()
     task.shapes()  # is what a checkpoint is restored into
-    with pytest.raises(TrainError, match="weights.npz"):
+    with pytest.raises(TrainError, match="weights.safetensors"):
         task.initial_state()  # without a checkpoint, the file is needed
 
 
 def test_normalizes_as_asked():
-    convert.save_weights("weights.npz", make_weights())
+    convert.save_weights("weights.safetensors", make_weights())
     assert task_of().learner.mean.tolist() == IMAGENET_MEAN.tolist()
     of_data = task_of(normalize="data").learner
     x = of_data.normalize(dataset().train_images)
@@ -195,7 +195,7 @@ FROZEN = {
 @vary("kind", FROZEN)
 def test_frozen_stages_do_not_change(kind):
     """Neither by gradients, weight decay, momentum nor new statistics."""
-    convert.save_weights("weights.npz", make_weights(kind))
+    convert.save_weights("weights.safetensors", make_weights(kind))
     task = task_of(kind, freeze_stages=1)
     before, after, _, _, state = train_one_step(task)
     for name, array in before.items():
@@ -213,7 +213,7 @@ def test_frozen_stages_do_not_change(kind):
 @pytest.mark.exhaustive
 def test_frozen_resnet_learns_as_with_frozen_stages_of_the_model():
     """They are another implementation."""
-    convert.save_weights("weights.npz", make_weights(num_classes=CLASSES))
+    convert.save_weights("weights.safetensors", make_weights(num_classes=CLASSES))
     task = task_of(freeze_stages=1, augment=False, learning_rate=0.1, weight_decay=0.0)
     _, after, batch, metrics, _ = train_one_step(task)
     model = make_model(num_classes=CLASSES, frozen_stages=1)
@@ -238,7 +238,7 @@ def test_frozen_resnet_learns_as_with_frozen_stages_of_the_model():
 
 @vary("kind", FROZEN)
 def test_frozen_stages_keep_nothing_for_the_backward_pass(kind):
-    convert.save_weights("weights.npz", make_weights(kind))
+    convert.save_weights("weights.safetensors", make_weights(kind))
     task = task_of(kind, freeze_stages=1)
     shape = 16, SIDE, SIDE, 3
     sizes = [backward_bytes(task.build, shape, stages).bytes for stages in (None, 0, 1, 3)]
@@ -248,7 +248,7 @@ def test_frozen_stages_keep_nothing_for_the_backward_pass(kind):
 
 @pytest.mark.exhaustive
 def test_all_ways_to_train_agree():
-    convert.save_weights("weights.npz", make_weights())
+    convert.save_weights("weights.safetensors", make_weights())
     jit, pmap = (
         train_one_step(task_of(freeze_stages=1, parallel=way))[1] for way in ("jit", "pmap")
     )
@@ -259,13 +259,13 @@ def test_all_ways_to_train_agree():
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("resnet", {"init_from": "no.npz"}, "no.npz: cannot be read"),
-        ("resnet", {"init_from": "bad.npz"}, "bad.npz: not a complete .npz file"),
+        ("resnet", {"init_from": "no.safetensors"}, "no.safetensors: cannot be read"),
+        ("resnet", {"init_from": "bad.safetensors"}, "bad.safetensors: not a complete"),
         ("resnet", {"init_from": "text.txt"}, "must end in .safetensors"),
         ("resnet", {"init_from": "run"}, "run is a run of effjax train. Give a weight file"),
         ("resnet", {"init_from": "empty"}, "neither a weight file nor a folder that effjax con"),
-        ("resnet", {"init_from": "other.npz"}, "its names are not those of resnet8. Give"),
-        ("resnet", {"init_from": "twice.npz"}, "its names are not those of resnet8. Give"),
+        ("resnet", {"init_from": "other.safetensors"}, "its names are not those of resnet8. Give"),
+        ("resnet", {"init_from": "twice.safetensors"}, "its names are not those of resnet8. Give"),
         ("densenet", {}, "missing: classifier|left over"),
         ("resnet", {"freeze_stages": 4}, r"`freeze_stages` \(=4\) must be at most .* \(=3\)"),
         ("resnet", {"small_inputs": False}, "of another shape: conv1.weight"),
@@ -273,11 +273,11 @@ def test_all_ways_to_train_agree():
     ],
 )  # fmt: skip
 def test_errors(tmp_path, kind, options, message):
-    convert.save_weights("weights.npz", make_weights())
+    convert.save_weights("weights.safetensors", make_weights())
     conv = np.zeros((3, 3, 3, 8), np.float32)
-    convert.save_weights("other.npz", {"conv": conv[0], "conv.kernel": conv})
-    convert.save_weights("twice.npz", {"conv.scale": conv[0, 0, 0], "conv.kernel": conv})
-    (tmp_path / "bad.npz").write_bytes(b"PK")
+    convert.save_weights("other.safetensors", {"conv": conv[0], "conv.kernel": conv})
+    convert.save_weights("twice.safetensors", {"conv.scale": conv[0, 0, 0], "conv.kernel": conv})
+    (tmp_path / "bad.safetensors").write_bytes(b"PK")
     (tmp_path / "text.txt").write_text("hello")
     (tmp_path / "empty").mkdir()
     (tmp_path / "run").mkdir()

@@ -9,18 +9,17 @@ import pytest
 from flax import nnx
 
 from effjax.train.errors import TrainError
-from effjax.train.images.config import DenseNetConfig, ResNetConfig
+from effjax.train.images.config import DenseNetRunConfig, ResNetRunConfig
 from effjax.train.images.steps import (
     Batch,
     Learner,
     TrainState,
-    make_optimizer,
-    make_schedule,
     make_train_step,
     model_builder,
 )
 from effjax.train.images.task import prepare
 from effjax.train.mesh import make_mesh, replicated
+from effjax.train.optimizers import make_sgd
 from tests.train import small
 
 WAYS = ["jit", "shard_map", "pmap"]
@@ -33,7 +32,7 @@ def runs(mesh8):
     first = None
 
     def run(parallel, devices):
-        config = DenseNetConfig(
+        config = DenseNetRunConfig(
             batch_size=32, learning_rate=0.02, parallel=parallel, epochs=2, validation=0
         )
         with pytest.MonkeyPatch.context() as patch:
@@ -99,17 +98,8 @@ def test_dropout_differs_by_step_and_by_device(way, mesh8):
         np.testing.assert_allclose(metrics.loss, np.mean(expected), rtol=1e-6)
 
 
-def test_schedules():
-    cosine: Any = make_schedule("cosine", 0.1, 100)
-    rates = [float(cosine(s)) for s in (0, 50, 100)]
-    np.testing.assert_allclose(rates, [0.1, 0.05, 0], atol=1e-7)
-    step: Any = make_schedule("step", 0.1, 100)
-    rates = [float(step(s)) for s in (0, 49, 51, 76)]
-    np.testing.assert_allclose(rates, [0.1, 0.1, 0.01, 0.001], rtol=1e-5)
-
-
 def test_weight_decay_is_of_kernels_only():
-    optimizer = make_optimizer(lambda _: 1.0, momentum=0.0, weight_decay=0.5)
+    optimizer = make_sgd(lambda _: 1.0, momentum=0.0, weight_decay=0.5)
     params = {"kernel": np.ones((2, 2), np.float32), "scale": np.ones(2, np.float32)}
     zeros = jax.tree.map(np.zeros_like, params)
     updates: Any
@@ -120,7 +110,7 @@ def test_weight_decay_is_of_kernels_only():
 
 def stem(size, **options):
     """Return the shape of the first kernel for images of a size."""
-    build: Any = model_builder(DenseNetConfig(**options), (size, size, 1), 5)
+    build: Any = model_builder(DenseNetRunConfig(**options), (size, size, 1), 5)
     model: Any = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
     return model.stem_conv.kernel.shape
 
@@ -132,7 +122,7 @@ def test_small_inputs_by_image_size():
 
 
 def test_resnet_options():
-    config = ResNetConfig(
+    config = ResNetRunConfig(
         depth=50, dcn="v1", efficient=False, save="features", parallel="pmap", data="folder:x"
     )
     build: Any = model_builder(config, (224, 224, 3), 5)
@@ -140,9 +130,9 @@ def test_resnet_options():
     assert model.stage_with_dcn == (False, True, True, True) and not model.modulated
     assert not model.efficient and model.save == "features" and not model.small_inputs
     assert model.axis_name == "data" and model.num_classes == 5
-    config = ResNetConfig(model="resnext50_32x4d")
+    config = ResNetRunConfig(model="resnext50_32x4d")
     build = model_builder(config, (224, 224, 3), 5)
     model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
     assert model.feature_group_count == 32 and config.network == "resnext50_32x4d"
     with pytest.raises(TrainError, match=r"`model` \(='resnet77'\) must be one of resnet8, "):
-        model_builder(ResNetConfig(model="resnet77"), (224, 224, 3), 5)
+        model_builder(ResNetRunConfig(model="resnet77"), (224, 224, 3), 5)

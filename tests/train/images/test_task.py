@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from effjax.train.errors import TrainError
-from effjax.train.images.config import DenseNetConfig
+from effjax.train.images.config import DenseNetRunConfig
 from effjax.train.images.task import prepare
 from tests.train import small
 
@@ -17,7 +17,7 @@ def test_no_device(monkeypatch):
 
     monkeypatch.setattr("jax.devices", fail)
     with pytest.raises(TrainError, match=r"JAX finds no device \(no backend\)\. Run effjax doctor"):
-        prepare(DenseNetConfig(), dataset=small.dataset())
+        prepare(DenseNetRunConfig(), dataset=small.dataset())
 
 
 def test_batches_depend_on_seed_and_epoch_only():
@@ -45,7 +45,9 @@ def test_batches_depend_on_seed_and_epoch_only():
 )  # fmt: skip
 def test_options_that_do_not_fit(options, message):
     with pytest.raises(TrainError, match=message):
-        prepare(DenseNetConfig(**{"batch_size": 16} | options), jax.devices()[:2], small.dataset())
+        prepare(
+            DenseNetRunConfig(**{"batch_size": 16} | options), jax.devices()[:2], small.dataset()
+        )
 
 
 def test_inputs_are_normalised():

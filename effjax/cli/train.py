@@ -1,0 +1,167 @@
+"""The commands that train: `effjax train densenet`, `resnet` and `lm`, and `effjax finetune`."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ..train.config import option
+from ..train.errors import TrainError
+from ..train.images.config import DenseNetRunConfig, ResNetRunConfig
+from ..train.text.config import FinetuneConfig, LMConfig, TextConfig
+from .distributed import end_all_on_error
+from .fit import fit_config
+from .options import RunOptions, command
+from .training import RunRequest, make_console, request_run, train
+
+if TYPE_CHECKING:
+    from ..train.images.task import ImageResult
+
+train_app = typer.Typer(help="Train a model on images or on text.", no_args_is_help=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResNetRunOptions(RunOptions):
+    """Options of `effjax train resnet` that are not stored with the run."""
+
+    compare_plain: bool = option(
+        False, help="Also train the network without --dcn, in OUT-plain.", group="Model"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LMRunOptions(RunOptions):
+    """Options of `effjax train lm` that are not stored with the run."""
+
+    plan: bool = option(False, help="Plan the memory of the step on an H200 at the end.")
+
+
+@command(train_app, "densenet", DenseNetRunConfig, RunOptions)
+def train_densenet(given: dict[str, Any]) -> None:
+    """Train a DenseNet-BC with batch norm over all devices, and report its memory."""
+    with end_all_on_error(given):
+        train_on_images(request_run(DenseNetRunConfig, given), given.get("fit"))
+
+
+@command(train_app, "resnet", ResNetRunConfig, ResNetRunOptions)
+def train_resnet(given: dict[str, Any]) -> None:
+    """Train a ResNet with batch norm over all devices, and report its memory."""
+    with end_all_on_error(given):
+        request = request_run(ResNetRunConfig, given)
+        if given.get("compare_plain"):
+            train_and_compare(request, given.get("fit"))
+        else:
+            train_on_images(request, given.get("fit"))
+
+
+@command(train_app, "lm", LMConfig, LMRunOptions)
+def train_lm(given: dict[str, Any]) -> None:
+    """Train a decoder on the bytes of a text, and test it on the last tenth of the text."""
+    with end_all_on_error(given):
+        config = train_on_text(LMConfig, given)
+        if given.get("plan"):
+            print_plan(config)
+
+
+def finetune(given: dict[str, Any]) -> None:
+    """Train a language model from its checkpoint on rows of JSON.
+
+    At the end, RUN/model holds the best parameters in Hugging Face's layout. With --lora,
+    RUN/adapter holds the adapters in PEFT's layout.
+    """
+    with end_all_on_error(given):
+        train_on_text(FinetuneConfig, given)
+
+
+def train_on_images(request: RunRequest, fit: str | None = None) -> "ImageResult":
+    """Train a network on images, and print its result."""
+    from ..train.images.plans import memory_choices
+    from ..train.images.report import describe, result_rows
+    from ..train.images.task import prepare
+    from ..train.report import print_line, print_table
+
+    # This checks all options and data. Nothing is written before.
+    task, console = prepare(request.config, resume=request.resume), make_console()
+    if fit is not None:  # the choice depends on the images and, with --init-from, on the file
+        shape, classes = task.dataset.image_shape, len(task.dataset.class_names)
+        size, config = task.mesh.size, task.config
+        choices = memory_choices(config, size, shape, classes)
+        task = prepare(fit_config(config, request.given, fit, choices, size, console))
+    run, result = train(request, task, describe(task), console, memory_options="--save features")
+    print_table(console, result_rows(task, result))
+    print_line(console, f"written: {run.path}")
+    return result
+
+
+def train_and_compare(request: RunRequest, fit: str | None) -> None:
+    """Train a ResNet with and without deformable convolutions."""
+    from ..train.processes import run_on_first
+
+    dcn = request.config.dcn
+    if dcn == "none":
+        raise TrainError("--compare-plain needs --dcn v1 or v2.")
+    deformable = train_on_images(request, fit)
+    path = request.path.with_name(f"{request.path.name}-plain")
+    plain_request = dataclasses.replace(
+        request,
+        config=dataclasses.replace(request.config, dcn="none"),
+        path=path,
+        resume=request.resume and run_on_first((path / "config.json").exists),
+    )
+    plain = train_on_images(plain_request, fit)
+    make_console().print(
+        f"test accuracy: dcn {dcn} {deformable.test_accuracy:.2%}, plain {plain.test_accuracy:.2%}",
+        highlight=False,
+    )
+
+
+def train_on_text(config_type: type[TextConfig], given: Mapping[str, Any]) -> TextConfig:
+    """Train a decoder on text, print its result and return its options."""
+    request = request_run(config_type, given)
+    config, console = request.config, make_console()
+    if fit := given.get("fit"):
+        from ..train.mesh import make_mesh
+        from ..train.text.plans import memory_choices
+
+        config, size = config.resolve(), make_mesh(config.mesh).size
+        choices = memory_choices(config, set(request.given), size)
+        config = fit_config(config, request.given, fit, choices, size, console)
+    from ..train.report import LoadBar, print_line, print_table
+    from ..train.text.report import describe, result_rows
+    from ..train.text.task import prepare
+
+    with LoadBar(console) as load_bar:
+        task = prepare(config, load_progress=load_bar.update, resume=request.resume)
+        run, result = train(request, task, describe(task), console, "--fit, or --offload all")
+    print_table(console, result_rows(result))
+    print_line(console, f"written: {run.path / (result.exported or '')}")
+    return task.config
+
+
+def print_plan(config: TextConfig) -> None:
+    """Print the planned memory of a step on an H200."""
+    from ..memory import PlanError, plan
+    from ..memory.render import format_bytes
+    from ..train.mesh import make_mesh
+    from ..train.processes import is_first
+    from ..train.report import print_line, print_table
+    from ..train.text.plans import training_step
+    from .user_steps import shorten
+
+    if not is_first():
+        return
+    console = make_console()
+    print_line(console, "planning a step for an H200")
+    try:
+        planned = plan(*training_step(config, make_mesh(config.mesh).size if config.mesh else 1))
+    except (PlanError, OSError) as error:  # OSError: the temporary folder is full
+        print_line(console, f"not planned: {shorten(str(error))}")
+        return
+    print_table(
+        console,
+        [
+            ("device memory on an H200", format_bytes(planned.peak_device_bytes)),
+            ("host memory", format_bytes(planned.host.total)),
+        ],
+    )

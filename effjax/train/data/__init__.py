@@ -1,1 +1,0 @@
-"""Data sets for training: image classification and text."""

@@ -1,1 +1,0 @@
-"""Fine-tuning of language models from checkpoints in Hugging Face's layout."""

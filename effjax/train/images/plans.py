@@ -1,0 +1,210 @@
+"""Training steps of runs on images for the planner, and options that trade time for memory.
+
+No data are read.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from ...memory import ResidualReport, residual_bytes
+from ...models import DenseNet
+from ...models.densenet import DENSENET_OPTIONS
+from ..mesh import planning_mesh
+from ..optimizers import make_schedule, make_sgd
+from ..task import MemoryChoices
+from .config import ImageConfig, ResNetRunConfig
+from .steps import (
+    Batch,
+    Learner,
+    TrainState,
+    jit_step,
+    model_builder,
+    set_training,
+    state_shardings,
+    trained_params,
+)
+
+# The options that `effjax memory` changes to compare forms of a step. The first two forms of a
+# DenseNet are those of Flax, see `with_flax_layers`.
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {"efficient": False},
+    "jax.checkpoint": {"efficient": False},
+    "effjax conv": {"efficient": True, "save": "conv"},
+    "effjax features": {"efficient": True, "save": "features"},
+}
+FLAX_FORMS = "plain", "jax.checkpoint"
+IMAGENET, CIFAR = (224, 1000), (32, 10)  # side and classes
+
+
+def forms(config: ImageConfig) -> list[str]:
+    """Return the names of the forms of a network."""
+    is_resnet = isinstance(config, ResNetRunConfig)
+    return [form for form in FORMS if form != "jax.checkpoint" or not is_resnet]
+
+
+def training_step(
+    config: ImageConfig,
+    num_devices: int = 1,
+    image_shape: tuple[int, int, int] | None = None,
+    num_classes: int | None = None,
+    form: str | None = None,
+) -> tuple[Any, ...]:
+    """Return the training step of a run and the shapes of its arguments, `(fun, *args)`.
+
+    The step is that of `effjax train`: SGD with momentum, a donated state, a batch sharded over the
+    devices.
+
+    Args:
+        config: The configuration.
+        num_devices: The number of devices.
+        image_shape: [H, W, C]. By default `image_size` of the configuration, or the size of the
+            images that the network was made for.
+        num_classes: The number of classes; by default as for the shape.
+        form: One of `forms`, which changes the options of the network. "plain" is a ResNet with
+            `efficient=False`, or a DenseNet with Flax's BatchNorm and automatic differentiation.
+            "jax.checkpoint" is the latter with `jax.checkpoint` around each dense layer. In the
+            result of a run, "plain" is `efficient=False` of both networks.
+    """
+    config = config.resolve()
+    side, classes = default_images(config)
+    image_shape = image_shape or (config.image_size or side, config.image_size or side, 3)
+    build = model_builder(config, image_shape, num_classes or classes)
+
+    def make() -> nnx.Module:
+        model = build(**FORMS[form] if form else {}, rngs=nnx.Rngs(0))
+        if isinstance(model, DenseNet) and form in FLAX_FORMS:
+            return with_flax_layers(model, checkpoint=form == "jax.checkpoint")
+        return model
+
+    # Only the shapes of the optimizer's state matter here, not the length of the schedule.
+    schedule = make_schedule(config.schedule, config.learning_rate, config.epochs)
+    optimizer = make_sgd(schedule, config.momentum, config.weight_decay)
+    mesh = planning_mesh(config.mesh, num_devices)
+    images: Any = jax.ShapeDtypeStruct((config.batch_size, *image_shape), jnp.uint8)
+    labels: Any = jax.ShapeDtypeStruct((config.batch_size,), jnp.int32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    learner, params, stats = _abstract_learner(
+        make, optimizer, image_shape[-1], config.freeze_stages
+    )
+    state = jax.eval_shape(
+        lambda p, s: TrainState(jnp.int32(0), p, s, optimizer.init(p)), params, stats
+    )
+    step = jit_step(learner, mesh, state_shardings(state, mesh))
+    return step, state, Batch(images, labels), key
+
+
+def default_images(config: ImageConfig) -> tuple[int, int]:
+    """Return the side and the number of classes of the images that a network was made for."""
+    small = config.network in ("densenet-bc", "resnet8")
+    is_small = small or "small_inputs" in DENSENET_OPTIONS.get(config.network, ())
+    return CIFAR if is_small else IMAGENET
+
+
+def memory_choices(
+    config: ImageConfig,
+    num_devices: int = 1,
+    image_shape: tuple[int, int, int] | None = None,
+    num_classes: int | None = None,
+) -> MemoryChoices:
+    """Return the options of a run that trade time for memory; arguments as in `training_step`."""
+    # Values in the order of the memory they need.
+    options: dict[str, tuple[Any, ...]] = {
+        "efficient": (False, True),
+        "save": ("conv", "features"),
+    }
+
+    def change(efficient: bool, save: Any) -> ImageConfig | None:
+        if not efficient and save != "conv":  # `save` has no effect
+            return None
+        return dataclasses.replace(config, efficient=efficient, save=save)
+
+    def step(config: ImageConfig) -> tuple[Any, ...]:
+        return training_step(config, num_devices, image_shape, num_classes)
+
+    return MemoryChoices(options, [*options], change, step)
+
+
+def backward_bytes(
+    build: Callable[..., nnx.Module],
+    batch_shape: tuple[int, int, int, int],
+    freeze_stages: int | None = None,
+    **form: Any,
+) -> ResidualReport:
+    """Return the bytes that a batch keeps for the backward pass of a model, for a run's result.
+
+    Args:
+        build: From `model_builder`.
+        batch_shape: [N, H, W, C].
+        freeze_stages: As in `trained_params`.
+        **form: Options of the model.
+    """
+    learner, params, stats = _abstract_learner(
+        lambda: build(**form, axis_name=None, rngs=nnx.Rngs(0)),
+        optax.identity(),
+        batch_shape[-1],
+        freeze_stages,
+    )
+    zeros: Any = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), stats)
+    batch = Batch(np.zeros(batch_shape, np.uint8), np.zeros(batch_shape[:1], np.int32))
+    key = jax.random.key(0)
+    return residual_bytes(lambda p: learner.loss(p, zeros, batch, key), params, has_aux=True)
+
+
+def _abstract_learner(
+    make: Callable[[], nnx.Module],
+    optimizer: optax.GradientTransformation,
+    channels: int,
+    freeze_stages: int | None = None,
+) -> tuple[Learner, Any, Any]:
+    model: Any = nnx.eval_shape(make)
+    set_training(model, freeze_stages)
+    trained = trained_params(freeze_stages)
+    graphdef, params, stats = nnx.split(model, trained, ...)
+    mean, std = np.zeros(channels), np.ones(channels)
+    learner = Learner(graphdef, graphdef, optimizer, mean, std, trained=trained)
+    return learner, params, stats
+
+
+def with_flax_layers(model: DenseNet, checkpoint: bool) -> DenseNet:
+    """Replace the norms by those of Flax, and optionally wrap layers in `jax.checkpoint`."""
+    norms: list[Any] = [model, *model.transitions]
+    for holder in norms:
+        for name in ("stem_norm", "final_norm", "norm"):
+            if getattr(holder, name, None) is not None:
+                setattr(holder, name, _FlaxNorm(getattr(holder, name)))
+    for block in model.blocks:
+        for layer in block.layers:
+            layer.norm1, layer.norm2 = _FlaxNorm(layer.norm1), _FlaxNorm(layer.norm2)
+        if checkpoint:
+            block.layers = nnx.List([_Checkpointed(layer) for layer in block.layers])
+    return model
+
+
+class _FlaxNorm(nnx.Module):
+    """Flax's BatchNorm and a ReLU, with the options of a norm of effjax."""
+
+    def __init__(self, norm: Any):
+        self.norm = nnx.BatchNorm(
+            norm.scale.shape[0], momentum=norm.momentum, epsilon=norm.epsilon, dtype=norm.dtype,
+            param_dtype=norm.param_dtype, use_running_average=False, rngs=nnx.Rngs(0),
+        )  # fmt: skip
+
+    def __call__(
+        self, x: jax.Array, use_running_average: None = None, mask: None = None
+    ) -> jax.Array:
+        return nnx.relu(self.norm(x).astype(x.dtype))
+
+
+class _Checkpointed(nnx.Module):
+    def __init__(self, layer: Any):
+        self.layer = layer
+
+    def __call__(self, x: jax.Array, use_running_average: None, *, mask: None) -> jax.Array:
+        return nnx.remat(lambda layer, x: layer(x, None, mask=None))(self.layer, x)

@@ -1,0 +1,281 @@
+"""The configurations of training runs on text. Imports no JAX."""
+
+import dataclasses
+from typing import ClassVar, Literal, Self
+
+from ..config import (
+    COUNT,
+    DATA,
+    MODEL,
+    NONNEGATIVE,
+    OPTIMIZATION,
+    POSITIVE,
+    SHARE,
+    SHARE_OR_COUNT,
+    SIZE,
+    RunConfig,
+    inherit,
+    option,
+)
+from ..errors import TrainError
+
+# Default learning rates of fine-tuning: of all parameters, and of adapters.
+FULL_RATE, LORA_RATE = 1e-5, 2e-4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextConfig(RunConfig):
+    """Options of all runs that train a decoder."""
+
+    LENGTH: ClassVar[str] = "steps"
+
+    offload: Literal["none", "activations", "params", "all"] = option(
+        "none",
+        help="Arrays in host memory: the residuals of the layers, parameters and optimizer state, "
+        "or both.",
+        group=MODEL,
+    )
+    fuse_update: bool = option(
+        False,
+        help="Update each layer during the backward pass. Gradients are then clipped by the norm "
+        "of the previous step.",
+        group=MODEL,
+    )
+    policy: Literal["recompute", "dots", "everything"] = option(
+        "recompute",
+        help="Residuals of a layer: its input only, also the matrix products, or everything. The "
+        "rest is recomputed in the backward pass.",
+        group=MODEL,
+    )
+    num_microbatches: int = option(
+        1,
+        help="Parts that the batch is split into. A layer is loaded once for all of them.",
+        group=MODEL,
+        check=SIZE,
+    )
+    mlp_chunk_size: int | None = option(
+        None,
+        help="Positions that an MLP processes at a time. (default: all)",
+        group=MODEL,
+        check=COUNT,
+    )
+    param_dtype: Literal["bfloat16", "float32"] = option(
+        "float32",
+        help="Dtype of the parameters. Updated bfloat16 parameters are rounded stochastically.",
+        group=MODEL,
+    )
+    steps: int | None = option(None, help="Steps to train.", group=OPTIMIZATION, check=COUNT)
+    report_every: int | None = option(
+        None,
+        help="Steps between validations, each with a checkpoint.",
+        group=OPTIMIZATION,
+        check=COUNT,
+    )
+    batch_size: int = option(
+        8, help="Rows of tokens per step, over all devices.", group=OPTIMIZATION, check=COUNT
+    )
+    optimizer: Literal["adamw", "adamw8bit"] = option(
+        "adamw", help="AdamW with moments in 32 or in 8 bits.", group=OPTIMIZATION
+    )
+    learning_rate: float | None = option(
+        None, help="Largest learning rate.", group=OPTIMIZATION, check=POSITIVE
+    )
+    warmup: float = option(
+        0.1,
+        help="Share of the steps in which the learning rate grows. It then falls as a cosine.",
+        group=OPTIMIZATION,
+        check=SHARE,
+    )
+    weight_decay: float = option(
+        0.0,
+        help="Weight decay of linear layers. Norms and embeddings have none.",
+        group=OPTIMIZATION,
+        check=NONNEGATIVE,
+    )
+    clip_norm: float = option(
+        1.0,
+        help="Largest norm of the gradients. 0 disables clipping.",
+        group=OPTIMIZATION,
+        check=NONNEGATIVE,
+    )
+    dtype: Literal["float32", "bfloat16"] = option(
+        "float32", help="Dtype of the computation.", group=OPTIMIZATION
+    )
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row."""
+        raise NotImplementedError
+
+    def resolve(self) -> Self:
+        """Return the configuration; raise TrainError for options that cannot be combined."""
+        if self.fuse_update and self.on_nan == "skip":
+            raise TrainError(
+                "`on_nan` (=skip) cannot be combined with `fuse_update`, which updates the last "
+                "layers before the gradients of the first ones exist"
+            )
+        if self.batch_size % self.num_microbatches:
+            raise TrainError(
+                f"`num_microbatches` (={self.num_microbatches}) must divide `batch_size` "
+                f"(={self.batch_size})"
+            )
+        return super().resolve()
+
+    def check_devices(self, num_devices: int) -> None:
+        """Raise TrainError if the devices do not support the options."""
+        if self.num_microbatches > 1 < num_devices:
+            raise TrainError(
+                f"`num_microbatches` (={self.num_microbatches}) needs a single device, not "
+                f"{num_devices}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LMConfig(TextConfig):
+    """Options of `effjax train lm`: a decoder of bytes with random parameters."""
+
+    COMMAND: ClassVar[str] = "lm"
+
+    data: str = option(
+        "pydoc",
+        help="pydoc (the help of Python), or text:PATH of a file or a folder.",
+        group=DATA,
+    )
+    validation: float = option(
+        0.1,
+        help="Bytes held out to select the best parameters: a share of the whole text, or a "
+        "number.",
+        group=DATA,
+        check=SHARE_OR_COUNT,
+    )
+    context: int = option(128, help="Context length in bytes.", group=DATA, check=SIZE)
+    layers: int = option(4, help="Number of layers.", group=MODEL, check=SIZE)
+    width: int = option(128, help="Channels of each layer.", group=MODEL, check=SIZE)
+    heads: int | None = option(
+        None,
+        help="Attention heads. (default: one per 128 channels, at least 4)",
+        group=MODEL,
+        check=SIZE,
+    )
+    steps: int = inherit(TextConfig, "steps", default=300)
+    report_every: int = inherit(TextConfig, "report_every", default=100)
+    learning_rate: float = inherit(TextConfig, "learning_rate", default=3e-3)
+    weight_decay: float = inherit(TextConfig, "weight_decay", default=0.1)
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row."""
+        return self.context
+
+    def resolve(self) -> Self:
+        """Return the configuration with its number of heads."""
+        heads = max(self.width // 128, 4) if self.heads is None else self.heads
+        if self.width % (2 * heads):
+            nearest = max(self.width // (2 * heads), 1) * 2 * heads
+            raise TrainError(
+                f"`width` (={self.width}) must be divisible by 2 · `heads` (={heads}). Use "
+                f"{nearest}."
+            )
+        return dataclasses.replace(super().resolve(), heads=heads)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FinetuneConfig(TextConfig):
+    """Options of `effjax finetune`.
+
+    `prepare` fills in `steps` and `date`, and makes the path of the checkpoint absolute.
+    """
+
+    COMMAND: ClassVar[str] = "finetune"
+
+    checkpoint: str | None = option(
+        None,
+        help="Folder of a Llama, Mistral or Qwen model in Hugging Face's layout: config.json, "
+        "tokenizer.json and .safetensors files. A plan needs config.json only.",
+        positional=True,
+    )
+    data: str | None = option(
+        None,
+        help="A file with a JSON object in each line: `messages`, `prompt` and `completion`, or "
+        "`text`.",
+        group=DATA,
+    )
+    validation: float = option(
+        0.1,
+        help="Rows held out to select the best parameters: a share, or a number. 0 for none.",
+        group=DATA,
+        check=SHARE_OR_COUNT,
+    )
+    validation_data: str | None = option(
+        None, help="A second file, whose rows are the validation rows.", group=DATA
+    )
+    max_length: int = option(
+        2048,
+        help="Tokens of a sequence, at least 2. Longer conversations are cut.",
+        group=DATA,
+        check=SIZE,
+    )
+    packing: bool = option(
+        True,
+        help="Put several sequences into a row. Tokens attend to their own sequence only.",
+        group=DATA,
+    )
+    date: str | None = option(
+        None,
+        help="Date that chat templates write, as in 2026-01-31. (default: today)",
+        group=DATA,
+    )
+    lora: int | None = option(
+        None,
+        help="Train only adapters of this rank, of all linear layers. (default: train all)",
+        group=MODEL,
+        check=SIZE,
+    )
+    lora_alpha: float | None = option(
+        None,
+        help="The product of adapters is multiplied by alpha / rank. (default: 2 · rank)",
+        group=MODEL,
+        check=POSITIVE,
+    )
+    param_dtype: Literal["bfloat16", "float32"] = inherit(
+        TextConfig, "param_dtype", default="bfloat16"
+    )
+    epochs: int = option(3, help="Passes over the rows.", group=OPTIMIZATION, check=COUNT)
+    steps: int | None = inherit(
+        TextConfig, "steps", help="Steps to train. (default: those of --epochs)"
+    )
+    report_every: int | None = inherit(
+        TextConfig,
+        "report_every",
+        help="Steps between validations, each with a checkpoint. (default: an epoch)",
+    )
+    learning_rate: float | None = inherit(
+        TextConfig,
+        "learning_rate",
+        help=f"Largest learning rate. (default: {FULL_RATE:g}, or {LORA_RATE:g} with --lora)",
+    )
+    warmup: float = inherit(TextConfig, "warmup", default=0.03)
+    dtype: Literal["float32", "bfloat16"] = inherit(TextConfig, "dtype", default="bfloat16")
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row."""
+        return self.max_length
+
+    @property
+    def lora_scale(self) -> float:
+        """The factor of the product of adapters, `lora_alpha / lora`; 1 without adapters."""
+        if self.lora is None:
+            return 1.0
+        return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora
+
+    def resolve(self) -> Self:
+        """Return the configuration with its learning rate."""
+        if self.max_length < 2:
+            raise TrainError(f"`max_length` (={self.max_length}) must be at least 2")
+        if self.lora_alpha is not None and self.lora is None:
+            raise TrainError(f"`lora_alpha` (={self.lora_alpha}) needs `lora`")
+        rate = self.learning_rate
+        if rate is None:
+            rate = FULL_RATE if self.lora is None else LORA_RATE
+        return dataclasses.replace(super().resolve(), learning_rate=rate)

@@ -1,0 +1,284 @@
+"""Text generation from a checkpoint, a run or an adapter: prompts to tokens, tokens to text."""
+
+import dataclasses
+import datetime
+import functools
+import json
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from ... import offload_jit, to_host
+from ...convert import load_adapter
+from ...models import DecoderConfig, decoder_shapes
+from ...models.generate import Options, advance, start
+from ..errors import DataError, TrainError, counted, printable, unreadable
+from ..run_directory import RunDirectory
+from .base import ADAPTER, MODEL, Base, find_base
+from .chat import Tokenizer, load_tokenizer
+from .config import FinetuneConfig
+
+ADAPTER_CONFIG = "adapter_config.json"
+CONTENT = "effjax-turn"  # content of a turn; no template contains this text
+# Characters that are shown although they are not printable; two of them join letters and emoji.
+KEPT = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # decoded from some of the bytes of a character
+
+
+@dataclasses.dataclass(frozen=True)
+class TextModel:
+    """A language model and its tokenizer, from `find_model`.
+
+    Attributes:
+        base: The checkpoint.
+        adapter: The folder of a LoRA adapter, or None.
+        tokenizer: The tokenizer of the checkpoint.
+    """
+
+    base: Base
+    adapter: Path | None
+    tokenizer: Tokenizer
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The configuration of the decoder."""
+        return self.base.model
+
+    def load(
+        self, offload: bool, progress: Callable[[int, int], object] | None = None
+    ) -> tuple[Any, Any, float]:
+        """Load the parameters to the first device.
+
+        Args:
+            offload: Whether the layers stay in host memory.
+            progress: Called with the bytes read and their total.
+
+        Returns:
+            The parameters of the layers, those outside the layers, and the scale of the adapter.
+
+        Raises:
+            DataError: The files cannot be read, or do not belong to each other.
+        """
+        layers, others = decoder_shapes(self.config)
+        memory = "pinned_host" if offload else "device"
+        sharding = SingleDeviceSharding(jax.devices()[0], memory_kind=memory)
+        placed = {
+            name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+            for name, a in layers.items()
+        }
+        adapters, scale = self._load_adapter(layers)
+        adapters = to_host(adapters) if offload else adapters
+        layers, others = self.base.load(placed, others, progress)
+        return layers | adapters, others, scale
+
+    def encode(self, prompt: str, system: str | None, chat: bool) -> tuple[list[int], set[int]]:
+        """Return the tokens of a prompt, and those that end its completion.
+
+        Args:
+            prompt: The text to continue, or the message of the user.
+            system: The message of the system, if there is one.
+            chat: Whether to render the messages with the chat template.
+
+        Raises:
+            DataError: The template does not accept the messages.
+        """
+        tokenizer = self.tokenizer
+        if not chat:
+            return [*tokenizer.beginning, *self._encode_text(prompt)], self._stop_tokens()
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages.append({"role": "user", "content": prompt})
+        text = tokenizer.render(messages, add_generation_prompt=True)
+        # Templates may end a turn by another token than EOS.
+        turn = tokenizer.render([*messages, {"role": "assistant", "content": CONTENT}])
+        after = self._encode_text(turn.rpartition(CONTENT)[2])[:1]
+        special = tokenizer.backend.get_added_tokens_decoder()
+        ends = {token for token in after if token in special and special[token].special}
+        return self._encode_text(text), self._stop_tokens() | ends
+
+    def _encode_text(self, text: str) -> list[int]:
+        return self.tokenizer.backend.encode(text, add_special_tokens=False).ids
+
+    def _stop_tokens(self) -> set[int]:
+        """Return the EOS tokens of the tokenizer, config.json and generation_config.json."""
+        settings = [json.loads(self.config.other_settings)]
+        file = self.base.folder / "generation_config.json"
+        try:
+            settings.append(json.loads(file.read_bytes()) if file.is_file() else {})
+        except OSError as error:
+            raise unreadable(file, error) from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{file}: is not JSON ({error})") from error
+        tokens = set(self.tokenizer.end)
+        for content in settings:
+            eos = content.get("eos_token_id") if isinstance(content, dict) else None
+            values = eos if isinstance(eos, list) else [eos]
+            tokens |= {token for token in values if type(token) is int and token >= 0}
+        return tokens
+
+    def _load_adapter(self, layers: Any) -> tuple[dict[str, jax.Array], float]:
+        if self.adapter is None:
+            return {}, 1.0
+        try:
+            arrays, scale = load_adapter(self.adapter)
+        except ValueError as error:
+            raise DataError(str(error)) from error
+        except OSError as error:
+            raise unreadable(self.adapter, error) from error
+        for name, a in arrays.items():
+            module, matrix, _ = name.rsplit(".", 2)
+            weight = layers.get(f"{module}.weight")
+            fits = weight is not None and a.shape[0] == weight.shape[0]
+            # A is [L, r, in], B is [L, out, r], and the weight [L, out, in].
+            axis = 2 if matrix == "lora_A" else 1
+            if weight is None or not fits or a.shape[axis] != weight.shape[axis]:
+                raise DataError(
+                    f"{self.adapter}: does not fit its base model {self.base.folder}. {name} has "
+                    f"the shape {a.shape}, and {module}.weight "
+                    f"{weight.shape if weight is not None else 'does not exist'}."
+                )
+        return arrays, scale
+
+
+def find_model(path: Path, dtype: str | None, today: datetime.date) -> TextModel:
+    """Find a checkpoint, the model or adapter of a run of `effjax finetune`, or an adapter.
+
+    Args:
+        path: The folder.
+        dtype: The dtype of the parameters. None for that of the checkpoint.
+        today: The date that chat templates may write.
+
+    Raises:
+        DataError: None of them is in the folder, or its files are invalid.
+    """
+    adapter = None
+    if (path / MODEL / "config.json").is_file():
+        path = path / MODEL
+    elif found := [p for p in (path / ADAPTER, path) if (p / ADAPTER_CONFIG).is_file()]:
+        adapter = found[0]
+        path = _find_base_of(adapter)
+    elif path.is_dir() and (run := RunDirectory(path)).is_run():
+        if run.read_config().get("command") != FinetuneConfig.COMMAND:
+            raise DataError(f"{path}: not a run of effjax finetune. Give one, or a checkpoint.")
+        raise DataError(
+            f"{path}: a run without {MODEL}/ and {ADAPTER}/, which effjax finetune writes at its "
+            "end. Resume it, or give another run or a checkpoint."
+        )
+    base = find_base(str(path), dtype)
+    return TextModel(base, adapter, load_tokenizer(base.folder, today))
+
+
+def _find_base_of(adapter: Path) -> Path:
+    """Return the folder of the model that an adapter belongs to."""
+    file = adapter / ADAPTER_CONFIG
+    try:
+        config = json.loads(file.read_bytes())
+    except OSError as error:
+        raise unreadable(file, error) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}: is not JSON ({error})") from error
+    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    if not isinstance(base, str) or not Path(base).is_dir():
+        raise DataError(
+            f"{file}: `base_model_name_or_path` (={base!r:.200}) must be the folder of the base "
+            "model. Correct the path."
+        )
+    return Path(base)
+
+
+def count_new_tokens(model: TextModel, prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
+    """Return `max_tokens`, limited by the positions of the model that the prompts leave.
+
+    Raises:
+        TrainError: A prompt is empty, or too long.
+        DataError: A prompt has a token that the model does not have.
+    """
+    config = model.config
+    for prompt in prompts:
+        if not prompt:
+            raise TrainError("An empty prompt needs a tokenizer with a BOS token. Give a text.")
+        if max(prompt) >= config.vocab_size:
+            raise DataError(
+                f"{model.base.folder}: its tokenizer and its config.json belong to different "
+                f"models. Token {max(prompt)} of the prompt is not below `vocab_size` "
+                f"(={config.vocab_size})."
+            )
+    size = max(map(len, prompts))
+    positions = json.loads(config.other_settings).get("max_position_embeddings")
+    if type(positions) is not int:
+        return max_tokens
+    if size >= positions:
+        raise TrainError(
+            f"The prompt is too long: it has {counted(size, 'token')}, and the model "
+            f"{counted(positions, 'position')}. Shorten it."
+        )
+    return min(max_tokens, positions - size)
+
+
+def generate_tokens(
+    config: DecoderConfig,
+    options: Options,
+    layers: Any,
+    others: Any,
+    prompts: Sequence[Sequence[int]],
+    seed: int,
+) -> Iterator[Iterator[int]]:
+    """Yield an iterator over the generated tokens of each prompt, one prompt after the other.
+
+    All prompts are padded to one length, so that the programs are compiled once.
+    """
+    first, following = _compile(config, options)
+    size, key = max(map(len, prompts)), jax.random.key(seed)
+
+    def run(i: int, prompt: Sequence[int]) -> Iterator[int]:
+        tokens = np.zeros((1, size), np.int32)
+        tokens[0, : len(prompt)] = prompt
+        lengths = jnp.array([len(prompt)], jnp.int32)
+        key_of_prompt = jax.random.fold_in(key, i)
+        state = first(layers, others, jnp.asarray(tokens), lengths, key_of_prompt)
+        for count in range(options.max_new_tokens):
+            if count:
+                state = following(state, layers, others)
+            yield int(state.tokens[0, count])
+            if state.is_done[0]:
+                return
+
+    for i, prompt in enumerate(prompts):
+        yield run(i, prompt)
+
+
+@functools.lru_cache(maxsize=4)
+def _compile(config: DecoderConfig, options: Options) -> tuple[Callable, Callable]:
+    first = offload_jit(functools.partial(start, config, options), donate=False)
+    return first, offload_jit(functools.partial(advance, config, options))
+
+
+def decode(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
+    """Yield the text of tokens in pieces, as soon as each is complete.
+
+    Special tokens have no text. Control characters, which could change what a terminal shows, are
+    escaped.
+    """
+    ids: list[int] = []
+    done = 0
+    for token in tokens:
+        ids.append(token)
+        text = tokenizer.backend.decode(ids, skip_special_tokens=True)
+        if len(text) > done and not text.endswith(INCOMPLETE):
+            yield _printable_lines(text[done:])
+            done = len(text)
+    rest = tokenizer.backend.decode(ids, skip_special_tokens=True)[done:]
+    if rest:
+        yield _printable_lines(rest)
+
+
+def _printable_lines(text: str) -> str:
+    def is_kept(char: str) -> bool:
+        return char in KEPT or unicodedata.category(char) == "Zs"  # any kind of space
+
+    return "".join(char if is_kept(char) else printable(char) for char in text)

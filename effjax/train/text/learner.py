@@ -1,0 +1,316 @@
+"""A decoder, its optimizer and its training step, with arrays in device or host memory."""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ... import OffloadState, host_init, offload_scan, offload_train_step, to_device
+from ...models import (
+    DecoderConfig,
+    DecoderFunctions,
+    decoder_functions,
+    decoder_layer_keys,
+    decoder_shapes,
+    init_decoder_layer,
+    init_decoder_others,
+)
+from ...models.decoder import Params
+from ..mesh import AnyMesh, Array, gather_params, param_sharding, put, with_shardings
+from ..optimizers import make_adamw, make_schedule
+from .config import FinetuneConfig, LMConfig, TextConfig
+
+LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"  # suffixes of the names of adapters
+POLICIES: dict[str, Any] = {
+    "recompute": None,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+}
+NUM_BYTES = 256  # the vocabulary of a model of bytes
+# The width of its MLPs is rounded up to whole tiles of a TPU: XLA copies a stack in host memory as
+# a whole if its last axis has a part of a tile.
+TILE = 128
+# Fields of `OffloadState` whose arrays are in host memory with `params_on_host`.
+STORED = {"layers", "others", "layers_state", "others_state"}
+Offload = Literal["none", "activations", "params", "all"]
+Policy = Literal["recompute", "dots", "everything"]
+
+
+class DecoderState(NamedTuple):
+    """State of a training run."""
+
+    step: Array  # int32 []
+    model: OffloadState
+
+
+def is_adapter(path: Any, leaf: Any = None) -> bool:
+    """Return True if the path of a parameter is that of an adapter."""
+    return path[-1].key.endswith((LORA_A, LORA_B))
+
+
+def byte_decoder(config: LMConfig) -> DecoderConfig:
+    """Return a decoder of bytes, in the proportions of Llama."""
+    width, heads, multiple = config.width, config.heads, TILE if config.width >= TILE else 8
+    assert heads is not None
+    return DecoderConfig(
+        model_type="llama", vocab_size=NUM_BYTES, hidden_size=width,
+        intermediate_size=-(-8 * width // (3 * multiple)) * multiple,
+        num_hidden_layers=config.layers, num_attention_heads=heads,
+        num_key_value_heads=heads, head_dim=width // heads,
+        dtype=config.param_dtype,
+        other_settings=json.dumps({"initializer_range": width**-0.5}),
+    )  # fmt: skip
+
+
+def make_learner(config: TextConfig, model: DecoderConfig, mesh: AnyMesh) -> "DecoderLearner":
+    """Create the learner of a configuration. Nothing is computed.
+
+    Args:
+        config: The options, resolved.
+        model: The model, with the dtype of the parameters.
+        mesh: The devices.
+    """
+    lora = isinstance(config, FinetuneConfig)
+    return DecoderLearner(
+        model=model, optimizer=_make_optimizer(config), mesh=mesh, dtype=config.dtype,
+        offload=config.offload, fuse_update=config.fuse_update, policy=config.policy,
+        num_microbatches=config.num_microbatches, mlp_chunk_size=config.mlp_chunk_size,
+        clip_norm=config.clip_norm or None, skip_nonfinite=config.on_nan == "skip",
+        lora_rank=config.lora if lora else None, lora_scale=config.lora_scale if lora else 1.0,
+    )  # fmt: skip
+
+
+def learning_rate_schedule(config: TextConfig) -> optax.Schedule:
+    """Return the learning rate of a run whose number of steps is known."""
+    assert config.learning_rate is not None and config.steps is not None
+    return make_schedule("cosine", config.learning_rate, config.steps, config.warmup)
+
+
+def _make_optimizer(config: TextConfig) -> optax.GradientTransformation:
+    bits = 8 if config.optimizer == "adamw8bit" else 32
+    schedule = learning_rate_schedule(config)
+    return make_adamw(schedule, config.weight_decay, bits=bits, seed=config.seed)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class DecoderLearner:
+    """A decoder and its optimizer, with the places of its arrays.
+
+    Attributes:
+        model: The decoder, with the dtype of its parameters.
+        optimizer: The optimizer.
+        mesh: The devices. Parameters are sharded over its axis `fsdp`, if it has one.
+        dtype: The dtype of the computation.
+        offload: The arrays in host memory: residuals of the layers, parameters and optimizer state,
+            or both.
+        fuse_update: Whether each layer is updated during the backward pass.
+        policy: The residuals of a layer: its input only, also the matrix products, or everything.
+        num_microbatches: Parts that the batch is split into. Layers are loaded once for all parts.
+        mlp_chunk_size, attention: Arguments of `decoder_functions`.
+        clip_norm: The largest norm of the gradients of a step. With `fuse_update` they are clipped
+            by the norm of the previous step. None disables clipping.
+        lora_rank: The rank of adapters of all linear layers, which alone are trained. None trains
+            all parameters.
+        lora_scale: The factor of the adapters.
+        skip_nonfinite: Whether a step with a loss or gradients that are not finite changes only
+            the number of the step. Not with `fuse_update`.
+    """
+
+    model: DecoderConfig
+    optimizer: optax.GradientTransformation
+    mesh: AnyMesh
+    dtype: str = "float32"
+    offload: Offload = "none"
+    fuse_update: bool = False
+    policy: Policy = "recompute"
+    num_microbatches: int = 1
+    mlp_chunk_size: int | None = None
+    attention: str | None = None
+    clip_norm: float | None = None
+    lora_rank: int | None = None
+    lora_scale: float = 1.0
+    skip_nonfinite: bool = False
+
+    @property
+    def params_on_host(self) -> bool:
+        """True if the parameters and the optimizer state live in host memory."""
+        return self.offload in ("params", "all")
+
+    @property
+    def num_params(self) -> int:
+        """The number of parameters, without adapters."""
+        return sum(math.prod(a.shape) for tree in decoder_shapes(self.model) for a in tree.values())
+
+    @property
+    def num_trained(self) -> int:
+        """The number of trained parameters."""
+        if self.lora_rank is None:
+            return self.num_params
+        return sum(math.prod(a.shape) for a in self._adapter_shapes().values())
+
+    def model_shapes(self) -> tuple[Params, Params]:
+        """Return the shapes of the model's parameters, ``(layers, others)``, with their places.
+
+        They are arguments of `effjax.convert.load_checkpoint`.
+        """
+        layers, others = decoder_shapes(self.model)
+        return self._place(layers, stacked=True), self._place(others)
+
+    def shapes(self) -> DecoderState:
+        """Return the shapes, dtypes, shardings and memory of the state."""
+        layers, others = decoder_shapes(self.model)
+        if self.lora_rank is not None:
+            layers |= self._adapter_shapes()
+        # Host arrays exist only with concrete devices, and shapes do not depend on the place.
+        on_device = dataclasses.replace(self, offload="none")
+        init, _ = on_device._offload_functions()
+        model = jax.eval_shape(init, layers, others)
+        step: Any = jax.ShapeDtypeStruct((), jnp.int32)
+        shapes = DecoderState(step, model)
+        return with_shardings(shapes, self._shardings(shapes))
+
+    def initial_state(self, layers: Params, others: Params, seed: int = 0) -> DecoderState:
+        """Return the state before the first step.
+
+        Args:
+            layers: The parameters of the layers, in the places of `model_shapes`.
+            others: The parameters outside the layers.
+            seed: Seed of the adapters.
+        """
+        if self.lora_rank is not None:
+            layers = layers | self._init_adapters(seed)
+        init, _ = self._offload_functions()
+        state = DecoderState(jnp.int32(0), init(layers, others))
+        return put(state, self._shardings(state))
+
+    def random_params(self, seed: int) -> tuple[Params, Params]:
+        """Return random parameters ``(layers, others)``, in the places of `model_shapes`."""
+        key, model = jax.random.key(seed), self.model
+        layer_shapes, other_shapes = self.model_shapes()
+        layers, others = (
+            {name: a.sharding.with_memory_kind("device") for name, a in tree.items()}
+            for tree in (layer_shapes, other_shapes)
+        )
+        init, keys = functools.partial(init_decoder_layer, model), decoder_layer_keys(model, key)
+        if self.params_on_host:  # one layer at a time
+            stack = host_init(init, keys, shardings=layers)
+        else:
+            stack = jax.jit(jax.vmap(init), out_shardings=layers)(keys)
+        init_others = jax.jit(functools.partial(init_decoder_others, model), out_shardings=others)
+        rest = init_others(key)
+        return stack, put(rest, {name: a.sharding for name, a in other_shapes.items()})
+
+    def train_step(self) -> Callable:
+        """Return the training step, ``(state, batch, key) -> (state, loss)``, not compiled.
+
+        The batch is that of `decoder_functions`. The loss is the weighted mean over its tokens.
+        `key` is unused: decoders have no dropout.
+        """
+        _, train_step = self._offload_functions()
+
+        def step(state: DecoderState, batch: Any, key: Any = None) -> tuple[DecoderState, Any]:
+            model, loss = train_step(state.model, batch)
+            return DecoderState(state.step + 1, model), loss
+
+        return step
+
+    def eval_step(self) -> Callable:
+        """Return ``(layers, others, batch) -> (loss_sum, weight)``, not compiled."""
+        embed, layer, head = self._functions()
+
+        def step(layers: Params, others: Params, batch: Any) -> tuple[jax.Array, jax.Array]:
+            others = to_device(others)
+            x = offload_scan(layer, layers, embed(others, batch), trainable=False, **self._places())
+            return head(others, x, batch)
+
+        return step
+
+    def _functions(self) -> DecoderFunctions:
+        """Return the functions of the decoder, which gather sharded parameters."""
+        embed, layer, head = decoder_functions(
+            self.model, dtype=self.dtype, attention=self.attention,
+            mlp_chunk_size=self.mlp_chunk_size, lora_scale=self.lora_scale,
+        )  # fmt: skip
+
+        def gather(function: Callable) -> Callable:
+            return lambda params, *rest: function(gather_params(params, self.mesh), *rest)
+
+        return DecoderFunctions(gather(embed), gather(layer), gather(head))
+
+    def _offload_functions(self) -> tuple[Callable, Callable]:
+        """Return `(init, step)` of `offload_train_step`."""
+        clip_by = "previous" if self.fuse_update and self.clip_norm is not None else "global"
+        trains_all = self.lora_rank is None
+        return offload_train_step(
+            *self._functions(), self.optimizer,
+            weighted_loss=True, fuse_update=self.fuse_update, clip_norm=self.clip_norm,
+            clip_by=clip_by, skip_nonfinite=self.skip_nonfinite,
+            num_microbatches=self.num_microbatches, policy=POLICIES[self.policy],
+            trainable=trains_all or is_adapter, trainable_others=trains_all,
+            others_in="host" if self.params_on_host else "device", **self._places(),
+        )  # fmt: skip
+
+    def _places(self) -> dict[str, Any]:
+        return {
+            "params_in": "host" if self.params_on_host else "device",
+            "activations": "host" if self.offload in ("activations", "all") else "device",
+        }
+
+    def _adapter_shapes(self) -> Params:
+        layers, _ = decoder_shapes(self.model)
+        shapes: Params = {}
+        for name, a in layers.items():
+            if name.endswith("_proj.weight"):
+                base, (count, outputs, inputs) = name.removesuffix("weight"), a.shape
+                for end, shape in (
+                    (LORA_A, (self.lora_rank, inputs)),
+                    (LORA_B, (outputs, self.lora_rank)),
+                ):
+                    shapes[base + end] = jax.ShapeDtypeStruct((count, *shape), jnp.float32)
+        return shapes
+
+    def _init_adapters(self, seed: int) -> Params:
+        """Return adapters that do not change the model: A is uniform in ±1/√in, and B is 0."""
+        shapes = self._place(self._adapter_shapes(), stacked=True)
+
+        def init(key: jax.Array) -> Params:
+            def draw(i: int, name: str, a: jax.ShapeDtypeStruct) -> jax.Array:
+                if name.endswith(LORA_B):
+                    return jnp.zeros(a.shape, a.dtype)
+                bound = a.shape[-1] ** -0.5
+                key_i = jax.random.fold_in(key, i)
+                return jax.random.uniform(key_i, a.shape, a.dtype, -bound, bound)
+
+            return {name: draw(i, name, a) for i, (name, a) in enumerate(shapes.items())}
+
+        places = {name: a.sharding.with_memory_kind("device") for name, a in shapes.items()}
+        arrays = jax.jit(init, out_shardings=places)(jax.random.key(seed))
+        return put(arrays, {name: a.sharding for name, a in shapes.items()})
+
+    def _place(self, shapes: Params, stacked: bool = False) -> Params:
+        kind = "pinned_host" if self.params_on_host else "device"
+        shardings = {
+            name: param_sharding(a.shape, self.mesh, stacked).with_memory_kind(kind)
+            for name, a in shapes.items()
+        }
+        return with_shardings(shapes, shardings)
+
+    def _shardings(self, state: DecoderState) -> Any:
+        """Return the sharding and the memory of each array of the state, or of its shapes."""
+
+        def one(path: Sequence[Any], leaf: Any) -> Any:
+            names = {getattr(key, "name", None) for key in path}
+            is_layer = bool(names & {"layers", "layers_state"})
+            sharding = param_sharding(leaf.shape, self.mesh, is_layer)
+            # Counts and keys of the optimizer stay on the device: [], and [L] of the layers.
+            is_array = leaf.ndim > is_layer and bool(names & STORED)
+            on_host = self.params_on_host and is_array
+            return sharding.with_memory_kind("pinned_host" if on_host else "device")
+
+        return jax.tree.map_with_path(one, state)

@@ -1,0 +1,116 @@
+"""Training steps of runs on text for the planner, and the options that trade time for memory.
+
+No data and no weights are read; of a checkpoint only config.json.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ... import offload_jit
+from ...models import DecoderConfig
+from ..errors import TrainError
+from ..mesh import batch_sharding, planning_mesh
+from ..task import MemoryChoices
+from .base import find_base
+from .config import FinetuneConfig, LMConfig, TextConfig
+from .learner import byte_decoder, make_learner
+
+# The options that `effjax memory` changes to compare forms of a step.
+IN_MEMORY = {"offload": "none", "fuse_update": False}
+FORMS: dict[str, dict[str, Any]] = {
+    "in memory": {**IN_MEMORY, "policy": "everything"},
+    "jax.checkpoint": IN_MEMORY,
+    "jax.checkpoint, fused": {"offload": "none", "fuse_update": True},
+    "offload activations": {"offload": "activations", "fuse_update": False},
+    "offload params": {"offload": "params", "fuse_update": False},
+    "offload all": {"offload": "all", "fuse_update": False},
+    "offload all, fused": {"offload": "all", "fuse_update": True},
+}
+STEPS = 1000  # of a schedule; its length does not change the memory of a step
+WINDOWS = {"tokens": jnp.int32, "labels": jnp.int32}  # dtypes of a batch
+ROWS = {
+    **WINDOWS, "positions": jnp.int32, "segment_ids": jnp.int32, "weights": jnp.float32,
+}  # fmt: skip
+_PLACES: dict[tuple[str, str], Any] = {
+    ("device", "device"): "none",
+    ("host", "device"): "activations",
+    ("device", "host"): "params",
+    ("host", "host"): "all",
+}
+
+
+def read_model(config: TextConfig) -> DecoderConfig:
+    """Return the model of a configuration, with the dtype of the parameters."""
+    if isinstance(config, LMConfig):
+        return byte_decoder(config)
+    assert isinstance(config, FinetuneConfig)
+    if config.checkpoint is None:
+        raise TrainError("finetune needs CHECKPOINT, the config.json of a model or its folder.")
+    return find_base(config.checkpoint, config.param_dtype, allow_file=True).model
+
+
+def training_step(config: TextConfig, num_devices: int = 1) -> tuple[Any, ...]:
+    """Return the training step of a run and the shapes of its arguments, `(fun, *args)`."""
+    config = config.resolve()
+    mesh = planning_mesh(config.mesh, num_devices)
+    config = dataclasses.replace(config, steps=config.steps or STEPS)
+    learner = make_learner(config, read_model(config), mesh)
+    shape, sharding = (config.batch_size, config.row_length), batch_sharding(mesh)
+    dtypes = WINDOWS if isinstance(config, LMConfig) else ROWS
+    batch = {n: jax.ShapeDtypeStruct(shape, d, sharding=sharding) for n, d in dtypes.items()}
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return offload_jit(learner.train_step()), learner.shapes(), batch, key
+
+
+def memory_choices(config: TextConfig, given: set[str], num_devices: int = 1) -> MemoryChoices:
+    """Return the options of a run that trade time for memory.
+
+    Args:
+        config: The configuration.
+        given: The names of the options that must keep their values.
+        num_devices: The number of devices.
+    """
+    # Those that need the most memory come first. `activations` and `params` together are `offload`.
+    options: dict[str, tuple[Any, ...]] = {
+        "policy": ("everything", "dots", "recompute"),
+        "activations": ("device", "host"),
+        "params": ("device", "host"),
+        "num_microbatches": (1, 2, 4, 8),
+    }
+    # Later values of these may be faster, too: long contexts are recomputed faster than residuals
+    # are read.
+    not_by_time = ["policy"]
+    if isinstance(config, FinetuneConfig):
+        options["mlp_chunk_size"] = (None, 1024)
+        not_by_time.append("mlp_chunk_size")
+    # To update layers during the backward pass saves memory, and takes about the same time.
+    fuses = config.fuse_update or "fuse_update" not in given
+
+    def change(activations: str, params: str, **values: Any) -> TextConfig | None:
+        if (values.get("mlp_chunk_size") or 0) >= config.row_length:
+            return None  # the same as None
+        fuse_update = fuses and config.on_nan != "skip"
+        offload = _PLACES[activations, params]
+        try:
+            changed = dataclasses.replace(
+                config, offload=offload, fuse_update=fuse_update, **values
+            ).resolve()
+            changed.check_devices(num_devices)
+        except TrainError:  # the options do not fit each other
+            return None
+        return changed
+
+    model, dtype = read_model(config.resolve()), jnp.dtype(config.dtype)
+    shape = model.num_hidden_layers, config.batch_size, config.row_length, model.hidden_size
+    residuals = math.prod(shape) * dtype.itemsize  # all policies keep the inputs of the layers
+
+    def min_bytes(activations: str, **_: Any) -> tuple[int, int]:
+        return (0, residuals) if activations == "host" else (residuals // num_devices, 0)
+
+    return MemoryChoices(
+        options, not_by_time, change, lambda config: training_step(config, num_devices), min_bytes
+    )

@@ -1,0 +1,85 @@
+"""The output of a run on text: its description and its result."""
+
+import math
+
+from ..errors import counted
+from ..mesh import describe_devices
+from ..report import format_sizes
+from .config import FinetuneConfig
+from .packing import PackedRows
+from .task import TextResult, TextTask
+from .windows import TextWindows
+
+
+def describe(task: TextTask) -> list[str]:
+    """Describe the data, the model and the devices, one per line."""
+    config, learner = task.config, task.learner
+    steps = f"{counted(config.steps or 0, 'step')}, {describe_devices(task.mesh)}"
+    batch = f"{config.dtype}, batch {config.batch_size} × {config.row_length}"
+    model = (
+        f"{counted(learner.model.num_hidden_layers, 'layer')} of width "
+        f"{learner.model.hidden_size}, {learner.num_params} parameters"
+    )
+    if isinstance(task.data, TextWindows):
+        text = task.data.text
+        sizes = format_sizes(len(text.train), len(text.validation), len(text.test))
+        return [f"{text.name}: {sizes} bytes", f"{model}, {batch}, {steps}"]
+    assert isinstance(config, FinetuneConfig)
+    trained = "all trained"
+    if config.lora is not None:
+        trained = f"frozen; {learner.num_trained} of adapters of rank {config.lora} trained"
+    return [
+        *_describe_rows(config, task.data),
+        f"{learner.model.model_type}: {model} in {config.param_dtype}, {trained}",
+        f"{batch}, {steps}",
+    ]
+
+
+def _describe_rows(config: FinetuneConfig, rows: PackedRows) -> list[str]:
+    """Describe the sequences, what was left out, and how they are packed."""
+    data = rows.source
+    held_out = f" and {len(data.validation)} validation" if rows.has_validation else ""
+    lines = [
+        f"{data.name}: {len(data.train)} train{held_out} sequences of "
+        f"{counted(data.num_rows, 'row')}, {len(data.train.tokens)} train tokens, "
+        f"{data.train.num_losses} of them with loss"
+    ]
+    lines += [
+        f"{counted(number, 'row')} {what}"
+        for number, what in (
+            (data.num_cut, f"cut to {counted(config.max_length, 'token')}"),
+            (data.num_skipped, f"skipped: no token with loss in the first {config.max_length}"),
+            (data.num_repeated, "left out of the train rows: in the validation rows too"),
+        )
+        if number
+    ]
+    packed = "packed into" if config.packing else "not packed:"
+    lines.append(
+        f"{packed} {counted(len(rows.train), 'row')} of {config.max_length} tokens, "
+        f"{rows.train.efficiency:.0%} of which are used"
+    )
+    return lines
+
+
+def result_rows(result: TextResult) -> list[tuple[str, str]]:
+    """Return the names and values of the final table."""
+    of_bytes = result.unigram_bits is not None
+    step = f"{'last' if result.validation_loss is None else 'best'} step, {result.best_step}"
+    losses = {
+        "train loss": result.train_loss,
+        f"validation loss of the {step}": result.validation_loss,
+        f"test loss of the {step}": result.test_loss,
+        "test loss without context": (result.unigram_bits or 0) * math.log(2) if of_bytes else None,
+    }
+    bits = ", {:.3f} bits/byte" if of_bytes else ""
+    rows = [
+        (name, f"{loss:.4f} nats" + bits.format(loss / math.log(2)))
+        for name, loss in losses.items()
+        if loss is not None
+    ]
+    return [
+        *rows,
+        ("trained parameters", str(result.num_trained)),
+        ("tokens/s", f"{result.tokens_per_second:.0f}"),
+        ("time", f"{result.seconds:.0f} s"),
+    ]

@@ -1,0 +1,294 @@
+"""Training of a language model, from random parameters or a checkpoint, as a task of the loop."""
+# ruff: noqa: D102 (`Task` documents the methods)
+
+import dataclasses
+import datetime
+import math
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from ... import __version__, offload_jit
+from ...convert import save_adapter, save_checkpoint
+from ..errors import DataError, TrainError
+from ..mesh import Devices, check_batch_size, global_batch, local_rows, make_mesh
+from ..processes import run_on_first
+from ..run_directory import RunDirectory
+from ..task import Metrics, Part, Record, Task, TrainStep
+from .base import ADAPTER, MODEL, Base, find_base
+from .chat import Tokenizer, load_tokenizer
+from .config import FinetuneConfig, LMConfig, TextConfig
+from .learner import (
+    LORA_A,
+    LORA_B,
+    DecoderLearner,
+    DecoderState,
+    byte_decoder,
+    learning_rate_schedule,
+    make_learner,
+)
+from .packing import PackedRows, pack
+from .rows import FinetuneData, load_rows
+from .windows import Batch, Text, TextWindows, check_length, hold_out, load_text
+
+LoadProgress = Callable[[int, int], object]  # called with the bytes read and their total
+
+
+@dataclasses.dataclass(frozen=True)
+class TextResult:
+    """Result of a run. Losses are means over the tokens with loss, in nats.
+
+    Attributes:
+        train_loss: Mean over the steps between the last two reports.
+        best_step: The step with the lowest validation loss, or the last one without validation.
+        validation_loss: Loss of the parameters after `best_step`; None without validation.
+        test_loss: The same of the test part; None without one.
+        test_bits_per_byte: The same in bits.
+        unigram_bits: Bits per test byte of a model without context, for comparison.
+        tokens_per_second: Median over the reports, without padding. The first step of each
+            interval, which may include compilation, counts only if there is no other.
+        num_params: The number of parameters of the model.
+        num_trained: The number of trained parameters.
+        exported: The folder with the parameters of `best_step`, within the run; None for a model
+            of bytes.
+        seconds: The duration of the run.
+    """
+
+    train_loss: float
+    best_step: int
+    validation_loss: float | None
+    test_loss: float | None
+    test_bits_per_byte: float | None
+    unigram_bits: float | None
+    tokens_per_second: float
+    num_params: int
+    num_trained: int
+    exported: str | None
+    seconds: float
+
+
+def prepare(
+    config: TextConfig,
+    devices: Devices | None = None,
+    text: Text | None = None,
+    load_progress: LoadProgress | None = None,
+    resume: bool = False,
+) -> "TextTask":
+    """Read the data and check the options. Nothing is written, and no weights are read.
+
+    Args:
+        config: The options.
+        devices: Where to train. The default is all devices of all processes.
+        text: The text of an `LMConfig`. The default is that of `config.data`.
+        load_progress: Called while the weights of the checkpoint are read.
+        resume: Whether the weights will be those of a checkpoint of the run. The files of
+            `config.checkpoint` are not checked then.
+
+    Raises:
+        DataError: The data or the checkpoint cannot be read, or do not belong to each other.
+        TrainError: The options do not fit each other or the devices.
+    """
+    config = config.resolve()
+    mesh = make_mesh(config.mesh, devices)
+    check_batch_size(config.batch_size, mesh)
+    config.check_devices(mesh.size)
+    if isinstance(config, LMConfig):
+        text = hold_out(load_text(config.data) if text is None else text, config.validation)
+        check_length(text, config.context)
+        data, base, model = TextWindows(text, config.context), None, byte_decoder(config)
+    else:
+        assert isinstance(config, FinetuneConfig)
+        config, data, base = _read_rows(config)
+        model = base.model
+    learner = make_learner(config, model, mesh)
+    if base is not None and not resume:  # otherwise the weights are those of the run
+        base.check(*learner.model_shapes())
+    schedule = learning_rate_schedule(config)
+    return TextTask(config, mesh, schedule, data, base, learner, load_progress)
+
+
+def _read_rows(config: FinetuneConfig) -> tuple[FinetuneConfig, PackedRows, Base]:
+    """Return the options with what the data determine, the rows and the checkpoint."""
+    if not config.checkpoint or not config.data:
+        missing = "`data`" if config.checkpoint else "the checkpoint"
+        raise TrainError(f"{missing} is missing. Use effjax finetune CHECKPOINT --data FILE.jsonl.")
+    base = find_base(config.checkpoint, config.param_dtype)
+    # Templates write a date. A run that continues needs the date of its beginning.
+    date = _parse_date(config.date) if config.date else datetime.date.today()
+    tokenizer = load_tokenizer(base.folder, date)
+    source = load_rows(
+        config.data, tokenizer, config.max_length, config.validation, config.validation_data
+    )
+    check_vocabulary(source, tokenizer, base)
+    train, validation = (
+        pack(part, config.max_length, config.packing) for part in (source.train, source.validation)
+    )
+    steps = config.steps or round_steps(config.epochs, len(train), config.batch_size)
+    config = dataclasses.replace(
+        config, checkpoint=str(base.folder), date=date.isoformat(), steps=steps
+    )
+    return config, PackedRows(source, train, validation), base
+
+
+def check_vocabulary(data: FinetuneData, tokenizer: Tokenizer, base: Base) -> None:
+    """Raise DataError if the data contain a token that the model does not have."""
+    largest = max(int(part.tokens.max(initial=0)) for part in (data.train, data.validation))
+    if largest >= base.model.vocab_size:
+        token = tokenizer.backend.id_to_token(largest)
+        raise DataError(
+            f"{base.folder}: its tokenizer and its config.json belong to different models. Token "
+            f"{largest} ({token!r}) of the data is not below `vocab_size` "
+            f"(={base.model.vocab_size})."
+        )
+
+
+def round_steps(epochs: int, num_rows: int, batch_size: int) -> int:
+    """Return the number of steps whose batches have about as many rows as some epochs."""
+    return max(round(epochs * num_rows / batch_size), 1)
+
+
+def _parse_date(text: str) -> datetime.date:
+    try:
+        return datetime.date.fromisoformat(text)
+    except ValueError as error:
+        raise TrainError(f"`date` (={text!r}) must be like 2026-01-31") from error
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TextTask(Task[TextResult]):
+    """A run on text, from `prepare`.
+
+    Attributes:
+        data: The rows of tokens.
+        base: The checkpoint that the run starts with; None for random parameters.
+        learner: The decoder and its optimizer.
+        load_progress: Called while the weights of the checkpoint are read.
+    """
+
+    unit = "step"
+    items = "tokens"
+
+    config: TextConfig
+    data: TextWindows | PackedRows
+    base: Base | None
+    learner: DecoderLearner
+    load_progress: LoadProgress | None = None
+
+    @property
+    def steps_per_unit(self) -> int:
+        return 1
+
+    @property
+    def eval_steps(self) -> Sequence[int]:
+        steps = self.config.steps
+        assert steps is not None
+        epoch = max(self.data.rows_per_epoch / self.config.batch_size, 1)
+        every = self.config.report_every or epoch
+        reports = [round(i * every) for i in range(1, int(steps / every) + 1)]
+        return [*(step for step in reports if step < steps), steps]
+
+    @property
+    def items_per_step(self) -> int:
+        return round(self.config.batch_size * self.data.tokens_per_row)
+
+    def describe(self) -> dict[str, Any]:
+        description = self.config.describe(__version__, self.data.describe())
+        return description if self.base is None else description | {"base": self.base.fingerprint}
+
+    def initial_state(self) -> DecoderState:
+        seed = self.config.seed
+        if self.base is None:
+            params = self.learner.random_params(seed)
+        else:
+            params = self.base.load(*self.learner.model_shapes(), progress=self.load_progress)
+        return self.learner.initial_state(*params, seed=seed)
+
+    def shapes(self) -> DecoderState:
+        return self.learner.shapes()
+
+    def make_step(self) -> TrainStep:
+        # Each array keeps its sharding and its memory.
+        return offload_jit(self.learner.train_step())
+
+    def make_eval(self) -> Callable[[DecoderState, Part], Metrics]:
+        eval_step = offload_jit(self.learner.eval_step(), donate=False)
+        # As many rows as a training step has on the device at a time.
+        size = self.config.batch_size // self.config.num_microbatches
+        rows = local_rows(size, self.mesh)
+
+        def evaluate(state: DecoderState, part: Part) -> Metrics:
+            total, weight = 0.0, 0.0
+            for batch in self.data.eval_batches(part, size, rows):
+                sums = eval_step(
+                    state.model.layers, state.model.others, global_batch(batch, size, self.mesh)
+                )
+                total, weight = total + float(sums[0]), weight + float(sums[1])
+            if not weight:
+                return {}
+            loss = total / weight
+            bits = {"bits_per_byte": loss / math.log(2)} if self.data.unit == "byte" else {}
+            return {"loss": loss, **bits}
+
+        return evaluate
+
+    def batches(self, done: int) -> Iterator[Batch]:
+        size, seed = self.config.batch_size, self.config.seed
+        rows = local_rows(size, self.mesh)
+        for batch in self.data.train_batches(size, seed, done, rows):
+            yield global_batch(batch, size, self.mesh)
+
+    def read(self, metrics: jax.Array) -> Metrics:
+        return {"loss": float(metrics)}
+
+    def score(self, record: Record) -> tuple[float, ...]:
+        return -record.get("validation_loss", 0), record["step"]
+
+    def draw(self, axes: Any, records: Sequence[Record]) -> None:
+        x = [record["step"] for record in records]
+        axes.set(xlabel="step", ylabel=f"loss (nats per {self.data.unit})")
+        for number, name in enumerate(("train", "validation")):
+            if name == "train" or self.data.has_validation:
+                losses = [record[f"{name}_loss"] for record in records]
+                axes.plot(x, losses, f"C{number}.-", label=f"{name} loss")
+
+    @property
+    def exported(self) -> str | None:
+        """The name of the folder that `finish` writes; None for a model of bytes."""
+        if self.base is None:
+            return None
+        return MODEL if self.learner.lora_rank is None else ADAPTER
+
+    def finish(self, state: DecoderState, run: RunDirectory) -> None:
+        if self.base is None or self.exported is None:
+            return
+        # A run that was resumed with more steps has an older export.
+        folder, base = run.path / self.exported, self.base
+        run_on_first(lambda: shutil.rmtree(folder, ignore_errors=True))
+        layers, others = state.model.layers, state.model.others
+        if self.learner.lora_rank is None:
+            save_checkpoint(folder, layers, others, base.model.to_json())
+            run_on_first(lambda: base.copy_tokenizer(folder))
+            return
+        adapters = {name: a for name, a in layers.items() if name.endswith((LORA_A, LORA_B))}
+        save_adapter(folder, adapters, self.learner.lora_scale, base_model=str(base.folder))
+
+    def result(
+        self, records: Sequence[Record], best: Record, tested: Metrics, began: float
+    ) -> TextResult:
+        return TextResult(
+            train_loss=records[-1]["train_loss"],
+            best_step=best["step"],
+            validation_loss=best.get("validation_loss"),
+            test_loss=tested.get("loss"),
+            test_bits_per_byte=tested.get("bits_per_byte"),
+            unigram_bits=self.data.unigram_bits,
+            tokens_per_second=statistics.median(r["tokens_per_second"] for r in records),
+            num_params=self.learner.num_params,
+            num_trained=self.learner.num_trained,
+            exported=self.exported,
+            seconds=time.perf_counter() - began,
+        )

@@ -1,0 +1,61 @@
+"""Options from a file: `--config`, and `--print-config`, which writes such files."""
+
+import json
+
+import pytest
+import yaml
+
+from tests.cli.command import TINY, one_line
+
+
+def test_a_file_and_the_command_line(run_without_training, tmp_path):
+    (tmp_path / "run.yaml").write_text("depth: 10\ngrowth-rate: 4\nefficient: false\nepochs: 7\n")
+    run_without_training("train", "densenet", "--config", "run.yaml", "--epochs", "2", "--out", "a")
+    options = json.loads((tmp_path / "a" / "config.json").read_text())["options"]
+    expected = {"depth": 10, "growth_rate": 4, "efficient": False, "epochs": 2, "batch_size": 64}
+    assert options.items() >= expected.items()
+
+
+def test_prints_the_options_that_are_given(run, tmp_path):
+    argv = *TINY, "--no-efficient", "--learning-rate", "1e-4"
+    code, out, err = run(*argv, "--print-config")
+    assert (code, err) == (0, "")
+    given = dict(depth=10, growth_rate=4, efficient=False, learning_rate=1e-4)
+    assert yaml.safe_load(out) == given
+    (tmp_path / "run.yaml").write_text(out)
+    again = run("train", "densenet", "--config", "run.yaml", "--epochs", "3", "--print-config")
+    assert yaml.safe_load(again[1]) == given | {"epochs": 3}
+
+
+def test_a_plan_reads_the_file_of_a_run(run, tmp_path):
+    (tmp_path / "run.yaml").write_text("max_length: 1\n")
+    code, out, err = run("memory", "finetune", "--config", "run.yaml", "base")
+    assert (code, out) == (2, "") and "--max-length (=1) must be at least 2" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "run.yaml: No such file"),
+        ("epochs", "run.yaml: must have options by name"),
+        ("{", "run.yaml: is not YAML"),
+        ("epoch: 3", "'epoch' is not an option. Did you mean epochs?"),
+        ("epochs: many", "'--epochs'"),
+        ("epochs: 0", "--epochs (=0) must be between 1"),
+        ("save: all", "'--save'"),
+    ],
+)
+def test_wrong_files_are_one_line(run, tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "run.yaml").write_text(content)
+    code, out, err = run("train", "densenet", "--config", "run.yaml")
+    assert (code, out) == (2, "") and one_line(err) and message in err, err
+
+
+def test_resume_accepts_the_options_of_the_run(run, run_without_training, tmp_path):
+    (tmp_path / "run.yaml").write_text("depth: 10\ngrowth-rate: 4\n")
+    run_without_training("train", "densenet", "--config", "run.yaml", "--out", "a")
+    again = "train", "densenet", "--config", "run.yaml", "--resume", "a"
+    run_without_training(*again, "--keep", "2")
+    code, _, err = run(*again, "--momentum", "0.8")
+    assert code == 2 and "--momentum (=0.8) cannot change on --resume. The run has 0.9." in err

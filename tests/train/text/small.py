@@ -1,0 +1,31 @@
+"""A small fine-tuning task, of two steps an epoch."""
+
+import json
+from typing import Any
+
+import jax
+
+from effjax.train.text.config import FinetuneConfig
+from effjax.train.text.task import TextTask, prepare
+from effjax.train.text.tiny import write_checkpoint
+
+# Rows of different lengths, so that microbatches have different numbers of tokens with loss.
+ROWS = [{"prompt": f"{i}:", "completion": "ab" * (1 + i % 7)} for i in range(24)]
+ROWS += [{"text": f"class A{i}: pass"} for i in range(16)]
+
+
+def write_base(folder, family="llama", **config):
+    """Write a checkpoint and rows; return the folder."""
+    write_checkpoint(folder, family, **config)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return folder
+
+
+def finetune_task(folder, devices=1, resume=False, **options) -> TextTask:
+    """Return a task of six steps, evaluated after every second one."""
+    small: dict[str, Any] = dict(
+        checkpoint=str(folder), data=str(folder / "rows.jsonl"), max_length=16, batch_size=4,
+        steps=6, report_every=2, learning_rate=1e-2, dtype="float32", param_dtype="float32",
+        date="2026-01-31",
+    )  # fmt: skip
+    return prepare(FinetuneConfig(**small | options), jax.devices()[:devices], resume=resume)

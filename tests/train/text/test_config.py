@@ -1,0 +1,45 @@
+import pytest
+
+from effjax.train.errors import TrainError
+from effjax.train.text.config import FinetuneConfig
+
+FILES = dict(checkpoint="base", data="rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rate": 0.0}, "`learning_rate` (=0.0) must be above 0"),
+        ({"warmup": 1.0}, "`warmup` (=1.0) must lie in [0, 1)"),
+        ({"clip_norm": -1.0}, "`clip_norm` (=-1.0) must be at least 0"),
+        ({"max_length": 1}, "`max_length` (=1) must be at least 2"),
+        ({"lora_alpha": 8.0}, "`lora_alpha` (=8.0) needs `lora`"),
+        ({"lora": 4, "lora_alpha": 0.0}, "`lora_alpha` (=0.0) must be above 0"),
+        ({"fuse_update": True, "on_nan": "skip"}, "cannot be combined with `fuse_update`"),
+        ({"num_microbatches": 3}, "`num_microbatches` (=3) must divide `batch_size` (=8)"),
+        ({"validation": 1.5}, "`validation` (=1.5) must be a share"),
+    ],
+)
+def test_rejects(options, message):
+    with pytest.raises(TrainError) as error:
+        FinetuneConfig(**FILES, **options).resolve()
+    assert message in str(error.value)
+
+
+def test_learning_rate_and_scale_of_adapters():
+    config = FinetuneConfig(**FILES)
+    assert config.learning_rate is None and config.resolve().learning_rate == 1e-5
+    lora = FinetuneConfig(**FILES, lora=16).resolve()
+    assert (lora.learning_rate, lora.lora_scale) == (2e-4, 2.0)
+    lora = FinetuneConfig(**FILES, lora=16, lora_alpha=4, learning_rate=1e-3).resolve()
+    assert (lora.learning_rate, lora.lora_scale) == (1e-3, 0.25)
+
+
+def test_json():
+    config = FinetuneConfig(**FILES, lora=2, mlp_chunk_size=8)
+    stored = config.describe("1", {})
+    assert FinetuneConfig.from_json(stored["options"]) == config
+    with pytest.raises(TrainError, match="is not that of effjax finetune"):
+        FinetuneConfig.from_json({"layers": 3})
+    moved = FinetuneConfig(checkpoint="b", data="c", validation_data="d", lora=2, mlp_chunk_size=8)
+    assert moved.describe("1", {})["fingerprint"] == stored["fingerprint"]

@@ -1,0 +1,222 @@
+"""Training steps of a decoder, in all places of its arrays, against optax in float64."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from effjax import offload_jit
+from effjax.models import DecoderConfig, decoder_functions, scan_layers
+from effjax.train.mesh import global_batch, make_mesh
+from effjax.train.optimizers import make_adamw
+from effjax.train.text.learner import DecoderLearner, is_adapter
+from tests.tiers import vary
+
+MODEL = DecoderConfig(
+    model_type="qwen3", vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-5,
+)  # fmt: skip
+ROWS, LENGTH, STEPS, RATE, DECAY = 8, 12, 3, 1e-2, 0.1
+
+
+def make_batch():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, MODEL.vocab_size, (ROWS, LENGTH + 1)).astype(np.int32)
+    # The rows have different numbers of tokens with loss.
+    weights = np.arange(LENGTH) < rng.integers(1, LENGTH, ROWS)[:, None]
+    return {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "weights": weights.astype(np.float32),
+    }
+
+
+def make_learner(devices=1, dtype="float32", bits=32, **options):
+    mesh = make_mesh(options.pop("mesh", None), jax.devices()[:devices])
+    model = dataclasses.replace(MODEL, dtype=dtype)
+    optimizer = make_adamw(lambda _: RATE, DECAY, bits=bits)
+    return DecoderLearner(model=model, optimizer=optimizer, mesh=mesh, **options)
+
+
+def assert_places(learner, state):
+    """Assert that the arrays of a state have the shapes, dtypes and places of `shapes`."""
+
+    def check(a, like):
+        assert (a.shape, a.dtype) == (like.shape, like.dtype)
+        assert a.sharding.is_equivalent_to(like.sharding, a.ndim)
+        assert a.sharding.memory_kind == like.sharding.memory_kind
+
+    jax.tree.map(check, state, learner.shapes())
+
+
+def train(learner):
+    """Return the losses of some steps and of an evaluation after them, and the state."""
+    state = learner.initial_state(*learner.random_params(0), seed=1)
+    assert_places(learner, state)
+    step, batch = offload_jit(learner.train_step()), global_batch(make_batch(), ROWS, learner.mesh)
+    losses = []
+    for _ in range(STEPS):
+        state, loss = step(state, batch)
+        losses.append(float(loss))
+    assert_places(learner, state)
+    evaluate = offload_jit(learner.eval_step(), donate=False)
+    total, weight = evaluate(state.model.layers, state.model.others, batch)
+    return [*losses, float(total) / float(weight)], state
+
+
+@functools.cache
+def by_hand(clip_norm=None):
+    """Return the losses and the parameters of plain JAX and optax in float64."""
+    params = jax.device_get(make_learner().random_params(0))
+    with jax.enable_x64(True):
+        embed, layer, head = decoder_functions(dataclasses.replace(MODEL, dtype="float64"))
+        params, batch = jax.tree.map(lambda a: jnp.asarray(a, "float64"), params), make_batch()
+
+        def loss_of(params):
+            layers, others = params
+            total, weight = head(
+                others, scan_layers(layer, layers, embed(others, batch), None), batch
+            )
+            return total / weight
+
+        def is_decayed(params):
+            return jax.tree.map_with_path(
+                lambda path, _: "proj" in path[-1].key or "lm_head" in path[-1].key, params
+            )
+
+        tx = optax.adamw(RATE, b2=0.95, weight_decay=DECAY, mask=is_decayed)
+        if clip_norm is not None:
+            tx = optax.chain(optax.clip_by_global_norm(clip_norm), tx)
+        state, losses = tx.init(params), []
+        for _ in range(STEPS):
+            loss, grads = jax.jit(jax.value_and_grad(loss_of))(params)
+            updates, state = tx.update(grads, state, params)
+            params: Any = optax.apply_updates(params, updates)
+            losses.append(float(loss))
+        return [*losses, float(loss_of(params))], jax.device_get(params)
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "offloaded, microbatches": dict(offload="all", fuse_update=True, num_microbatches=2),
+    "sharded": dict(devices=4, mesh="data=2,fsdp=2", fuse_update=True),
+    "sharded on the host": dict(devices=2, mesh="fsdp=2", offload="all", fuse_update=True),
+    "recomputed": {},
+    "residuals kept": dict(policy="everything", skip_nonfinite=True),
+    "activations": dict(offload="activations", policy="dots", mlp_chunk_size=5),
+    "params": dict(offload="params", num_microbatches=4),
+}
+
+
+@vary("form", FORMS)
+def test_steps_match_optax(form):
+    learner = make_learner(**FORMS[form])
+    losses, state = train(learner)
+    want, (layers, others) = by_hand()
+    np.testing.assert_allclose(losses, want, rtol=2e-5)
+    assert int(state.step) == STEPS
+    for got, expected in ((state.model.layers, layers), (state.model.others, others)):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(np.asarray(a), b, atol=2e-4), got, expected
+        )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", [dict(offload="params"), dict(devices=2, mesh="fsdp=2")])
+def test_clips_by_the_norm_of_all_gradients(options):
+    # Adam divides by the size of the gradients: a constant factor matters only next to epsilon.
+    losses, _ = train(make_learner(clip_norm=1e-7, **options))
+    want, _ = by_hand(1e-7)
+    assert abs(want[-1] - by_hand()[0][-1]) > 1e-2
+    np.testing.assert_allclose(losses, want, rtol=1e-4)
+
+
+def test_clips_by_the_norm_of_the_previous_step():
+    learner = make_learner(fuse_update=True, clip_norm=1.0)
+    _, state = train(learner)
+    assert 0 < float(state.model.grad_norm) < np.inf
+
+
+@vary("options", [dict(offload="all", fuse_update=True), dict(devices=2, mesh="fsdp=2")])
+def test_trains_adapters_only(options):
+    learner = make_learner(lora_rank=2, lora_scale=3.0, **options)
+    state = learner.initial_state(*learner.random_params(0), seed=1)
+    before = jax.device_get((state.model.layers, state.model.others))
+    losses, state = train(learner)
+    assert losses[0] == pytest.approx(by_hand()[0][0], rel=1e-5)  # B is 0
+    assert losses[-1] < losses[0] - 0.1
+    after = jax.device_get((state.model.layers, state.model.others))
+    changed = jax.tree.map(lambda a, b: bool(np.any(a != b)), before, after)
+    adapters = jax.tree.map_with_path(is_adapter, before)
+    assert changed == adapters
+    names = {name for name in before[0] if name.endswith("lora_A.weight")}
+    assert len(names) == 7  # all linear layers
+    trained = sum(a.size for name, a in before[0].items() if "lora" in name)
+    assert learner.num_trained == trained < learner.num_params
+    moments = [a for a in jax.tree.leaves(state.model.layers_state) if a.ndim > 1]
+    assert sum(a.size for a in moments) == 2 * trained
+
+
+def test_adapters_add_their_product():
+    """A model with adapters computes the same as one with W + scale B A."""
+    learner = make_learner(lora_rank=2, lora_scale=3.0)
+    state = learner.initial_state(*learner.random_params(0), seed=1)
+    rng = np.random.default_rng(0)
+    layers = {
+        name: rng.normal(0, 0.3, a.shape) if is_adapter((jax.tree_util.DictKey(name),)) else a
+        for name, a in jax.device_get(state.model.layers).items()
+    }
+    merged = {name: a for name, a in layers.items() if "lora" not in name}
+    for name in [name for name in layers if name.endswith("lora_A.weight")]:
+        base = name.removesuffix("lora_A.weight")
+        b, a = layers[f"{base}lora_B.weight"], layers[name]
+        merged[f"{base}weight"] = merged[f"{base}weight"] + 3 * np.einsum("lor,lri->loi", b, a)
+    others, batch = state.model.others, make_batch()
+    evaluate = jax.jit(learner.eval_step())
+    with jax.default_matmul_precision("highest"):
+        losses = [
+            evaluate(jax.tree.map(jnp.float32, tree), others, batch)[0] for tree in (layers, merged)
+        ]
+    plain = evaluate(make_learner().random_params(0)[0], others, batch)[0]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    assert abs(losses[0] - plain) > 0.1
+
+
+OFFLOADED: dict[str, Any] = dict(dtype="bfloat16", offload="all", fuse_update=True)
+
+
+@pytest.mark.exhaustive
+def test_bfloat16_parameters():
+    losses, state = train(make_learner(**OFFLOADED))
+    np.testing.assert_allclose(losses, by_hand()[0], rtol=0.05)
+    assert {a.dtype for a in state.model.layers.values()} == {jnp.dtype(jnp.bfloat16)}
+    moments = [a for a in jax.tree.leaves(state.model.layers_state) if a.ndim > 1]
+    assert {a.dtype for a in moments} == {jnp.dtype(jnp.float32)}
+
+
+def test_8_bit_moments():
+    wide = dataclasses.replace(MODEL, hidden_size=64, intermediate_size=96)
+    learner = dataclasses.replace(make_learner(bits=8, **OFFLOADED), model=wide)
+    losses, state = train(learner)
+    assert losses[-1] < losses[0] - 0.2
+    codes = [a for a in jax.tree.leaves(state.model.layers_state) if a.dtype.itemsize == 1]
+    large = {"mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"}
+    assert sum(a.size for a in codes) == 2 * sum(state.model.layers[n].size for n in large)
+
+
+def test_the_optimizer_works_leaf_by_leaf():
+    """The update of a parameter does not depend on the others."""
+    optimizer = make_adamw(optax.constant_schedule(0.1), 0.1)
+    params = {"a_proj.weight": jnp.ones((3, 2)), "norm.weight": jnp.ones(2)}
+
+    def first(params):
+        return optimizer.update(params, optimizer.init(params), params)[0]
+
+    whole: Any = first(params)
+    for name, value in params.items():
+        part: Any = first({name: value})
+        np.testing.assert_allclose(whole[name], part[name], rtol=1e-6)

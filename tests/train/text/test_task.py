@@ -1,0 +1,261 @@
+"""Fine-tuning by the training loop: exact resume, export, adapters, and meshes."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from effjax.convert import load_adapter, load_checkpoint
+from effjax.models import DecoderConfig, decoder_shapes
+from effjax.train.checkpoint import Checkpoints
+from effjax.train.errors import DataError, TrainError
+from effjax.train.loop import fit
+from tests.train.small import (
+    CachedTask,
+    assert_same_parameters,
+    lines_without_times,
+    lm_task,
+    new_run,
+)
+from tests.train.text.small import finetune_task, write_base
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("base"))
+
+
+def restore(task, run, step):
+    with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
+        return checkpoints.restore(task.shapes(), step)
+
+
+def assert_equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def first_step(task):
+    """Return the loss and the parameters after a step."""
+    state, loss = task.make_step()(task.initial_state(), next(task.batches(0)), jax.random.key(0))
+    return float(loss), jax.device_get((state.model.layers, state.model.others))
+
+
+@pytest.fixture(scope="module")
+def one_step(base):
+    return first_step(finetune_task(base, batch_size=8))
+
+
+@pytest.fixture(scope="module")
+def trained(base, tmp_path_factory):
+    """Return a task and its run, with the result."""
+    task = CachedTask(finetune_task(base, keep=3))
+    run = new_run(tmp_path_factory.mktemp("trained") / "run", task)
+    return task, run, fit(task, run)
+
+
+def test_loss_falls(trained):
+    _, run, result = trained
+    losses = [line["validation_loss"] for line in run.read_metrics() if line["kind"] == "step"]
+    assert losses[0] > losses[1] > losses[2] == result.validation_loss
+    assert result.best_step == 6 and result.num_trained == result.num_params
+    assert result.train_loss < np.log(384)
+
+
+def test_export_is_the_best_step(trained, base):
+    task, run, result = trained
+    folder = run.path / result.exported
+    model = DecoderConfig.from_json(folder)
+    assert model == task.base.model
+    exported = load_checkpoint(folder, *decoder_shapes(model))
+    state = restore(task, run, result.best_step)
+    assert_equal(exported, (state.model.layers, state.model.others))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (folder / name).read_bytes() == (base / name).read_bytes()
+
+
+def test_export_is_a_checkpoint_to_start_from(trained):
+    task, run, result = trained
+    (run.path / "model" / "rows.jsonl").write_bytes((task.base.folder / "rows.jsonl").read_bytes())
+    again = finetune_task(run.path / "model")
+    loss = task.make_eval()(again.initial_state(), "validation")["loss"]
+    assert loss == pytest.approx(result.validation_loss, rel=1e-6)
+    assert again.base.fingerprint != task.base.fingerprint
+
+
+def test_resumes_exactly(trained, tmp_path):
+    """After a kill, without a last checkpoint, and after a run that has ended."""
+    task, whole, _ = trained
+
+    def kill(step):
+        if step == 5:
+            raise ZeroDivisionError
+
+    often = CachedTask(task.task, checkpoint_every=1)
+    often.__dict__["_programs"] = task._programs
+    killed = new_run(tmp_path / "killed", often)
+    with pytest.raises(ZeroDivisionError):
+        fit(often, killed, stop=kill)
+    fit(often, killed, resume=True)
+    assert_same_parameters(task, whole, killed)
+    with_steps = [
+        [line for line in lines_without_times(run) if line["kind"] == "step"]
+        for run in (whole, killed)
+    ]
+    assert with_steps[0] == with_steps[1]
+    shutil.rmtree(killed.path / "model")
+    fit(often, killed, resume=True)
+    assert (killed.path / "model" / "model.safetensors").read_bytes() == (
+        whole.path / "model" / "model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.exhaustive
+def test_bfloat16_resumes_exactly(base, tmp_path):
+    """The random numbers of stochastic rounding and 8-bit moments are part of the state."""
+    options = dict(
+        param_dtype="bfloat16", optimizer="adamw8bit", offload="all", fuse_update=True,
+        num_microbatches=2, mlp_chunk_size=8, steps=3, keep=3,
+    )  # fmt: skip
+    task = CachedTask(finetune_task(base, **options))
+    whole, stopped = (new_run(tmp_path / name, task) for name in ("whole", "stopped"))
+    fit(task, whole)
+    with pytest.raises(Exception, match="at step 1"):
+        fit(task, stopped, stop=lambda step: step == 1)
+    fit(task, stopped, resume=True)
+    assert_same_parameters(task, whole, stopped)
+    shapes = decoder_shapes(DecoderConfig.from_json(stopped.path / "model"))
+    assert {a.dtype for tree in shapes for a in tree.values()} == {np.dtype("bfloat16")}
+
+
+def assert_same_step(step, other):
+    assert step[0] == pytest.approx(other[0], rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 0, 1e-5), step[1], other[1])
+
+
+@pytest.mark.exhaustive
+def test_microbatches_are_weighted_by_tokens(base, one_step):
+    task = finetune_task(base, batch_size=8, num_microbatches=4)
+    weights = next(task.batches(0))["weights"].reshape(4, -1).sum(1)
+    assert len(set(weights.tolist())) > 1
+    assert_same_step(first_step(task), one_step)
+
+
+@pytest.mark.exhaustive
+def test_sharded_parameters(base, one_step):
+    task = finetune_task(base, batch_size=8, devices=2, mesh="fsdp=2")
+    layers = task.initial_state().model.layers
+    large = [a for a in layers.values() if a.size > 2 * 1024]
+    assert large and all(not a.sharding.is_fully_replicated for a in large)
+    assert_same_step(first_step(task), one_step)
+
+
+@pytest.mark.exhaustive
+def test_adapters(base, tmp_path):
+    task = finetune_task(base, lora=2, lora_alpha=3, steps=2)
+    before = jax.device_get(task.initial_state().model)
+    run = new_run(tmp_path / "run", task)
+    result = fit(task, run)
+    after = restore(task, run, result.best_step).model
+    assert_equal(before.others, after.others)
+    changed = {
+        name for name, a in after.layers.items() if not np.array_equal(a, before.layers[name])
+    }
+    adapters = {name: a for name, a in after.layers.items() if "lora" in name}
+    assert changed == set(adapters) and len(adapters) == 14
+    assert result.num_trained == sum(a.size for a in adapters.values()) < result.num_params
+    assert result.exported == "adapter"
+    exported, scale = load_adapter(run.path / "adapter")
+    assert scale == 1.5
+    assert_equal(exported, adapters)
+    config = json.loads((run.path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base.resolve())
+
+
+def test_length_of_a_run(base):
+    task = finetune_task(base, steps=None, report_every=None, epochs=3)
+    rows = len(task.data.train)
+    assert task.config.steps == round(3 * rows / 4)
+    assert task.eval_steps == [round(rows / 4), round(2 * rows / 4), round(3 * rows / 4)]
+    assert finetune_task(base, steps=5).eval_steps == [2, 4, 5]
+    assert finetune_task(base, steps=1, report_every=None).eval_steps == [1]
+
+
+def test_does_not_resume_with_another_checkpoint(trained, tmp_path):
+    task, run, _ = trained
+    other = write_base(tmp_path / "other", seed=1)
+    assert finetune_task(other).data.describe() == task.data.describe()
+    with pytest.raises(TrainError, match="was started with the weights of another checkpoint"):
+        fit(finetune_task(other, resume=True), run, resume=True)
+
+
+def test_does_not_resume_with_other_rows(trained, tmp_path):
+    task, run, _ = trained
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text((task.base.folder / "rows.jsonl").read_text().replace("3:", "4:"))
+    with pytest.raises(TrainError, match="was trained on other data"):
+        fit(finetune_task(task.base.folder, data=str(rows), resume=True), run, resume=True)
+
+
+def test_moved_files(trained, tmp_path):
+    task, run, _ = trained
+    moved = shutil.copytree(task.base.folder, tmp_path / "moved")
+    assert fit(finetune_task(moved, keep=3, resume=True), run, resume=True).best_step == 6
+    assert run.read_config()["options"]["checkpoint"] == str(moved)
+
+
+def test_load_progress(base):
+    calls = []
+    task = dataclasses.replace(finetune_task(base), load_progress=lambda *now: calls.append(now))
+    task.initial_state()
+    size = sum(a.size * 4 for a in jax.tree.leaves(task.learner.model_shapes()))
+    assert calls[-1] == (size, size)
+
+
+def test_wrong_vocabulary(base, tmp_path):
+    small = write_base(tmp_path / "small", vocab_size=300)
+    shutil.copy(base / "tokenizer.json", small)
+    with pytest.raises(DataError, match="is not below `vocab_size` \\(=300\\)"):
+        finetune_task(small)
+
+
+def test_wrong_weights(base, tmp_path):
+    folder = shutil.copytree(base, tmp_path / "base")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 65}))
+    with pytest.raises(DataError, match="of another shape: .*down_proj"):
+        finetune_task(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(DataError, match="must contain model.safetensors"):
+        finetune_task(folder)
+
+
+def test_a_copy_of_the_tied_head_is_ignored(tmp_path):
+    from effjax import convert
+
+    folder = write_base(tmp_path / "base", "qwen3", tie_word_embeddings=True)
+    weights = convert.load_weights(folder / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    convert.save_weights(folder / "model.safetensors", weights)
+    assert finetune_task(folder).learner.num_params > 0
+
+
+def test_microbatches_need_one_device(base):
+    with pytest.raises(TrainError, match="needs a single device, not 2"):
+        finetune_task(base, devices=2, num_microbatches=2)
+
+
+def test_reports_come_at_the_end_too():
+    steps = [list(lm_task(steps=s, report_every=e).eval_steps) for s, e in ((4, 2), (5, 2), (3, 9))]
+    assert steps == [[2, 4], [2, 4, 5], [3]]
+
+
+def test_microbatches_are_for_one_device():
+    with pytest.raises(TrainError, match=r"`num_microbatches` \(=2\) needs a single device"):
+        lm_task(2, num_microbatches=2)
