@@ -1,9 +1,7 @@
-"""Reading and writing of weight files: `.safetensors`, `.npz` and PyTorch's own."""
+"""Reading and writing of weight files: `.safetensors`, and reading of PyTorch's own."""
 
-import io
 import os
 import tempfile
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,8 +31,7 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     A `.safetensors.index.json` loads all of its shards. Files of `torch.save` (`.pth`, `.pt`,
     `.bin`, `.ckpt`, `.tar`), in both of its formats, are read without PyTorch by an unpickler that
     creates tensors only. It refuses a pickle that names anything else and runs no code of the file.
-    Of a larger checkpoint, the entry `state_dict`, `model` or `module` is loaded. An `.npz` may be
-    compressed, so a small file from an untrusted sender can fill the memory.
+    Of a larger checkpoint, the entry `state_dict`, `model` or `module` is loaded.
 
     Args:
         path: of the file; its suffix determines the format.
@@ -56,41 +53,29 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         return _state_dict(path, read_torch(path))
     if suffix == ".safetensors" or path.name.endswith(INDEX_SUFFIX):
         return _read_safetensors(path)
-    if suffix == ".npz":
-        return _read_npz(path)
-    raise ValueError(
-        f"{path}: `path` must end in .safetensors, .npz or {', '.join(TORCH_SUFFIXES)}."
-    )
+    raise ValueError(f"{path}: `path` must end in .safetensors or {', '.join(TORCH_SUFFIXES)}.")
 
 
 def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Any]) -> None:
-    """Save named arrays as `.safetensors`, or as `.npz`, which does not support bfloat16.
+    """Save named arrays as `.safetensors`.
 
     The file is replaced atomically.
 
     Args:
-        path: of the file; its suffix determines the format.
+        path: of the file, which ends in `.safetensors`.
         weights: arrays by name.
 
     Raises:
-        TypeError, ValueError: if the suffix is unknown or a value is not an array that the format
-            supports.
+        TypeError, ValueError: if the suffix is another one, or a value is not an array that the
+            format supports.
         OSError: if the file cannot be written.
     """
     path = Path(path)
     arrays = {name: np.asarray(a, order="C") for name, a in as_named_arrays(weights).items()}
-    if suffix_of(path) == ".safetensors":
-        with replacing(path) as partial:
-            write_file(partial, arrays)
-    elif suffix_of(path) == ".npz":
-        if coarse := [name for name, array in arrays.items() if array.dtype.kind == "V"]:
-            raise ValueError(f"{path}: .npz cannot hold {arrays[coarse[0]].dtype} ({coarse[0]}).")
-        with replacing(path) as partial, zipfile.ZipFile(partial, "w") as archive:
-            for name, array in arrays.items():
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, array, allow_pickle=False)
-    else:
-        raise ValueError(f"{path}: `path` must end in .safetensors or .npz.")
+    if suffix_of(path) != ".safetensors":
+        raise ValueError(f"{path}: `path` must end in .safetensors.")
+    with replacing(path) as partial:
+        write_file(partial, arrays)
 
 
 @contextmanager
@@ -183,25 +168,3 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
     except ValueError as error:
         raise ValueError(f"{path}: the shards have {error}") from None
     return {name: read_tensor(tensor) for name, tensor in tensors}
-
-
-def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    data = io.BytesIO(path.read_bytes())
-    try:
-        with zipfile.ZipFile(data) as archive:
-            names = [name.removesuffix(".npy") for name in archive.namelist()]
-            check_distinct(names)
-            arrays = [_member(archive, info) for info in archive.infolist()]
-        return as_named_arrays(dict(zip(names, arrays, strict=True)))
-    except MemoryError:
-        raise
-    except Exception as error:  # zipfile, the decompressors and NumPy raise many types
-        raise ValueError(f"{path}: not a complete .npz file of numbers ({error!s:.200})") from error
-
-
-def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
-    with archive.open(info) as member:
-        array = np.lib.format.read_array(member, allow_pickle=False)
-        if member.read(1):
-            raise ValueError(f"{info.filename:.120} has data after its array")
-        return array
