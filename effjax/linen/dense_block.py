@@ -11,7 +11,7 @@ from ..ops._common.arguments import as_key, with_torch_hints
 from ..ops.dense_block.block import DenseLayerParams, dense_block
 from ..ops.dropout import dropout
 from .batch_norm import BatchNorm
-from .kernel import Kernel
+from .kernel import KernelParam
 
 
 @with_torch_hints
@@ -112,9 +112,9 @@ class DenseLayer(nn.Module):
         config, norm = self.config, norm_options(self.config)
         dtype = config.param_dtype
         self.norm1 = BatchNorm(**norm)
-        self.conv1 = Kernel(config.bn_size * config.growth_rate, 1, dtype)
+        self.conv1 = KernelParam(config.bn_size * config.growth_rate, 1, dtype)
         self.norm2 = BatchNorm(**norm)
-        self.conv2 = Kernel(config.growth_rate, 3, dtype)
+        self.conv2 = KernelParam(config.growth_rate, 3, dtype)
 
     def __call__(
         self, x: jax.Array, use_running_average: bool, mask: jax.Array | None

@@ -7,8 +7,8 @@ from flax.typing import Dtype
 from ..layers.images import he_normal
 
 
-class Kernel(nn.Module):
-    """Kernel that a function of `effjax.layers` or a fused operator applies."""
+class KernelParam(nn.Module):
+    """The kernel that a function of `effjax.layers` or a fused operator applies."""
 
     features: int
     size: int

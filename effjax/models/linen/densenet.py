@@ -15,7 +15,7 @@ from ...layers.densenet import (
 from ...layers.images import conv, copy_config, lecun_normal, max_pool, norm_options
 from ...linen.batch_norm import BatchNorm
 from ...linen.dense_block import DenseBlock
-from ...linen.kernel import Kernel
+from ...linen.kernel import KernelParam
 from ...ops._common.arguments import with_torch_hints
 from ...ops._common.dtypes import accumulation_dtype
 from ...ops.dense_block.bn_relu_conv import bn_relu_conv
@@ -46,7 +46,9 @@ class DenseNet(nn.Module, DenseNetConfig):
         """Create the submodules."""
         config = copy_config(self, DenseNetConfig)
         norm, dtype = norm_options(config), config.param_dtype
-        self.stem_conv = Kernel(config.num_init_features, 3 if config.small_inputs else 7, dtype)
+        self.stem_conv = KernelParam(
+            config.num_init_features, 3 if config.small_inputs else 7, dtype
+        )
         if not config.small_inputs:
             self.stem_norm = BatchNorm(**norm)
         options = block_options(config)
@@ -118,7 +120,7 @@ class Transition(nn.Module):
     def setup(self):
         """Create the submodules."""
         self.norm = BatchNorm(**norm_options(self.config))
-        self.conv = Kernel(self.features, 1, self.config.param_dtype)
+        self.conv = KernelParam(self.features, 1, self.config.param_dtype)
 
     def __call__(self, x: jax.Array, train: bool, mask: jax.Array | None) -> jax.Array:
         """Return features with fewer channels and half the height and width."""

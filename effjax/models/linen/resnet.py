@@ -25,7 +25,7 @@ from ...layers.resnet import (
 )
 from ...linen.batch_norm import BatchNorm
 from ...linen.deform_conv import DeformConv
-from ...linen.kernel import Kernel
+from ...linen.kernel import KernelParam
 from ...ops._common.arguments import with_torch_hints
 from ...ops._common.dtypes import accumulation_dtype
 from ...ops.batch_norm.sync import BatchStats
@@ -154,7 +154,7 @@ class ResNetBlock(nn.Module):
 
 def _conv(spec: ConvSpec, config: ResNetConfig) -> Any:
     if not spec.deformable:
-        return Kernel(spec.features, spec.size, config.param_dtype)
+        return KernelParam(spec.features, spec.size, config.param_dtype)
     return DeformConv(
         spec.features, spec.size, spec.strides, spec.padding,
         feature_group_count=spec.groups, use_bias=False, offset_groups=config.offset_groups,

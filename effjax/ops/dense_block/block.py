@@ -38,7 +38,7 @@ from ..batch_norm.statistics import (
 )
 from ..dropout import dropout
 from .bn_relu_conv import (
-    Conv,
+    ConvOptions,
     as_batch_stats,
     as_features,
     bn_relu_conv_backward,
@@ -163,8 +163,8 @@ class _BlockConfig(NamedTuple):
     precision: Any
 
     @property
-    def conv2(self) -> Conv:
-        return Conv(precision=self.precision)
+    def conv2(self) -> ConvOptions:
+        return ConvOptions(precision=self.precision)
 
     def drop(self, y: jax.Array, key: jax.Array | None, layer: int) -> jax.Array:
         if key is None:

@@ -95,7 +95,7 @@ def bn_relu_conv(
     """
     groups = as_integer("feature_group_count", feature_group_count, 1)
     features, parameters = _check(x, scale, bias, kernel, groups)
-    conv = Conv(
+    conv = ConvOptions(
         as_pair("strides", strides, 1),
         as_padding(padding),
         as_pair("kernel_dilation", kernel_dilation, 1),
@@ -119,7 +119,7 @@ def bn_relu_conv(
     return y, as_batch_stats(*statistics)
 
 
-class Conv(NamedTuple):
+class ConvOptions(NamedTuple):
     """A convolution of [N, H, W, C] with a kernel [kh, kw, C / groups, O]."""
 
     strides: tuple[int, int] = (1, 1)
@@ -150,7 +150,7 @@ class Conv(NamedTuple):
 class _LayerConfig(NamedTuple):
     reduction: Reduction
     epsilon: float
-    conv: Conv
+    conv: ConvOptions
     num_chunks: int | None  # None if the convolution is not pointwise
 
 
@@ -210,7 +210,7 @@ _bn_relu_conv.defvjp(_forward, _backward)
 
 
 def bn_relu_conv_backward(
-    conv: Conv, dy, x, mean, inv, parameters: tuple, mask, count, reduction: Reduction
+    conv: ConvOptions, dy, x, mean, inv, parameters: tuple, mask, count, reduction: Reduction
 ) -> tuple:
     """Return dx, and the gradients of ``parameters = (scale, bias, kernel)`` on this device.
 
