@@ -35,8 +35,8 @@ def old_style(key):
 
 
 OPTIMIZERS = {
-    "uint32 key": (old_style, jax.random.PRNGKey(3)),
     "noisy_sgd": (lambda key: noisy_sgd(key=key), KEY),
+    "uint32 key": (old_style, jax.random.PRNGKey(3)),
     "among others": (lambda key: optax.chain(optax.add_noise(0.1, 0.5, key), optax.adam(0.1)), KEY),
     "every second step": (
         lambda key: optax.MultiSteps(noisy_sgd(key=key), 2).gradient_transformation(),

@@ -47,7 +47,7 @@ def stacked(num_layers):
     return {name: shape(num_layers, *size, host=True) for name, size in sizes.items()}
 
 
-def close(a, b, tolerance=0.01):
+def assert_bytes_close(a, b, tolerance=0.01):
     assert abs(a - b) <= tolerance * max(a, b), (a, b)
 
 
@@ -65,8 +65,8 @@ def test_device_holds_few_of_many_layers():
     # Two layers, the gradient of one, and the intermediate values of one layer.
     assert planned.device.temporaries <= 3 * LAYER_BYTES + 16 * BOUNDARY_BYTES
     assert planned.device.outputs <= BOUNDARY_BYTES + SMALL  # the gradient of x
-    close(planned.host.outputs, 16 * LAYER_BYTES)
-    close(planned.host.temporaries, 16 * BOUNDARY_BYTES)
+    assert_bytes_close(planned.host.outputs, 16 * LAYER_BYTES)
+    assert_bytes_close(planned.host.temporaries, 16 * BOUNDARY_BYTES)
     assert "host_compute" not in planned.hlo and '_xla_compute_type="host"' not in planned.hlo
 
 
@@ -83,16 +83,29 @@ def test_residuals_are_in_host_memory(policy, least, most):
     assert planned.device.temporaries <= 3 * LAYER_BYTES + 32 * BOUNDARY_BYTES
 
 
+def dense(w, x, key):
+    return jnp.tanh(x @ w)
+
+
+def test_device_memory_of_scan_does_not_grow_with_depth():
+    run = jax.grad(lambda w, x: loss(offload_scan(dense, w, x)), (0, 1))
+    w = shape(32, WIDTH, WIDTH, host=True)
+    program = plan(run, w, shape(BATCH, WIDTH))
+    # Two layers, the gradient of one, and the intermediate values of one layer.
+    assert program.peak_device_bytes <= 3 * 4 * WIDTH * WIDTH + 10 * BOUNDARY_BYTES
+    assert_bytes_close(program.host.temporaries, 32 * BOUNDARY_BYTES)
+
+
 def test_gradients_of_sequential_leave_the_device_before_the_next_slices():
 
     def run(w, x):
-        return jnp.sum(offload_sequential([lambda w, x, key: jnp.tanh(x @ w)] * len(w), w, x))
+        return jnp.sum(offload_sequential([dense] * len(w), w, x))
 
     def planned(count):
         return plan(jax.grad(run), [shape(WIDTH, WIDTH, host=True)] * count, shape(BATCH, WIDTH))
 
     few, many = planned(3), planned(6)
-    close(few.peak_device_bytes, many.peak_device_bytes)
+    assert_bytes_close(few.peak_device_bytes, many.peak_device_bytes)
     assert many.peak_device_bytes <= 4 * 4 * WIDTH * WIDTH + 6 * BOUNDARY_BYTES
 
 
@@ -121,7 +134,7 @@ def test_update_and_host_init_hold_one_layer_on_the_device():
     initialized = plan(functools.partial(host_init, make), keys)
     assert initialized.device.temporaries <= 3 * 4 * WIDTH * 2 * WIDTH
     assert initialized.device.outputs <= SMALL
-    close(initialized.host.outputs, 16 * 4 * WIDTH * 2 * WIDTH)
+    assert_bytes_close(initialized.host.outputs, 16 * 4 * WIDTH * 2 * WIDTH)
     stream = stream_update(optax.sgd(0.1))
     w = {"a": shape(16, WIDTH, 2 * WIDTH, host=True)}
     updated = plan(offload_jit(lambda w, grads: stream.update(grads, stream.init(w), w)[0]), w, w)
@@ -215,7 +228,7 @@ def test_gradients_are_reduced_on_the_devices():
     found = plan(offload_jit(run, donate=False), w, x, num_devices=8)
     sums = [c for c in found.collectives if c.kind == "all-reduce"]
     assert all(c.bytes <= LAYER_BYTES for c in sums)
-    close(sum(c.bytes * c.count for c in sums), 16 * LAYER_BYTES)
+    assert_bytes_close(sum(c.bytes * c.count for c in sums), 16 * LAYER_BYTES)
     assert {c.kind for c in found.collectives} == {"all-reduce"}
     assert "host_compute" not in found.hlo and '_xla_compute_type="host"' not in found.hlo
     # The reduction needs one more gradient of a layer, as one array, and a part of another one.
@@ -266,10 +279,10 @@ def test_train_step_updates_state_in_place(fuse_update):
     )  # fmt: skip
     # Two of 24 layers, with two moments and a gradient each, and copies.
     assert found.device.temporaries <= 10 * LAYER_BYTES + 16 * BOUNDARY_BYTES
-    close(found.host.aliased, 3 * 24 * LAYER_BYTES)
+    assert_bytes_close(found.host.aliased, 3 * 24 * LAYER_BYTES)
     assert found.host.aliased == found.host.arguments == found.host.outputs
     gradients = 0 if fuse_update else 24 * LAYER_BYTES
-    close(found.host.temporaries, 24 * BOUNDARY_BYTES + gradients)
+    assert_bytes_close(found.host.temporaries, 24 * BOUNDARY_BYTES + gradients)
     assert found.device.outputs <= 3 * 4 * 8 * WIDTH + SMALL
     assert "host_compute" not in found.hlo
 

@@ -78,6 +78,7 @@ def check(form, tolerance=1e-9, **options):
 
 
 MICROBATCHES = {"num_microbatches": 2}
+SGD = optax.sgd(0.5)
 STATE = {"has_state": True, "head_has_aux": True}
 FROZEN = {"trainable": is_trained, "trainable_others": lambda path, leaf: path[0].key == "u"}
 COMBINATIONS = {
@@ -90,9 +91,9 @@ COMBINATIONS = {
         **STATE, **FROZEN, **MICROBATCHES, "fuse_update": False, "loss_scale": 64.0,
         "clip_norm": 0.05, "clip_by": "layer", "factors": BAD,
     },
-    "apart, skipped": {
-        **STATE, **MICROBATCHES, "fuse_update": False, "skip_nonfinite": True,
-        "clip_norm": 0.1, "factors": BAD, "others_in": "host",
+    "accumulated, apart, skipped": {
+        **MICROBATCHES, "fuse_update": False, "skip_nonfinite": True, "clip_norm": 0.1,
+        "factors": BAD, "others_in": "host", "tx": optax.MultiSteps(SGD, 2),
     },
 }  # fmt: skip
 
@@ -113,6 +114,7 @@ def test_combined_options(form, name):
 APART = {"fuse_update": False}
 CLIPPED = {"clip_norm": 0.05}
 OPTIONS = {
+    "params on the device": {"params_in": "device"},
     "microbatches": {"num_microbatches": 4, "head_has_aux": True},
     "defaults": {},
     "apart": APART,
@@ -120,7 +122,6 @@ OPTIONS = {
     "slices": {"num_slices": 2, "resident_slices": 1},
     "saved": {**MICROBATCHES, "policy": POLICIES["dots"]},
     "activations on the device": {**MICROBATCHES, "activations": "device", "prefetch": 3},
-    "params on the device": {"params_in": "device"},
     "only activations on the host": {"params_in": "device", "activations": "host"},
     "others on the host": {"others_in": "host"},
     "clipped": {**CLIPPED, **APART},

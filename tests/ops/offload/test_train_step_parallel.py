@@ -104,24 +104,6 @@ WEIGHTED = {**MICROBATCHES, "weighted_loss": True}
 SKIPPED = {**MICROBATCHES, **APART, "clip_norm": 0.1, "loss_scale": 8.0, "factors": FACTORS}
 FROZEN = {"trainable": is_trained, "trainable_others": lambda path, leaf: path[0].key == "u"}
 SHARDED = {"spec": P(None, "i")}
-CASES = [
-    ("stack", "shard_map", {**WEIGHTED, **AUX, **PREVIOUS}),
-    ("list", "shard_map", SKIPPED),
-    ("stack", "auto", {**SHARDED, **MICROBATCHES, **APART, "clip_norm": 0.1, "clip_by": "layer"}),
-    ("stack", "explicit", {**WEIGHTED, "head_has_aux": True}),
-    ("list", "explicit", {**WEIGHTED, **ON_DEVICE, "has_state": True}),
-]
-MORE_CASES = [
-    ("stack", "shard_map", {**SKIPPED, **FROZEN, "others_in": "host"}),
-    ("list", "shard_map", {**AUX, **MICROBATCHES}),
-    ("list", "shard_map", {**MICROBATCHES, **ON_DEVICE}),
-    ("stack", "shard_map without types", {**WEIGHTED, "has_state": True}),
-    ("list", "shard_map without types", MICROBATCHES),
-    ("stack", "pmap", {**ON_DEVICE, "weighted_loss": True}),
-    ("stack", "auto", {**SHARDED, **PREVIOUS, "others_in": "host"}),
-    ("list", "auto", {"loss_scale": 8.0, **APART}),
-    ("stack", "explicit", {**MICROBATCHES, **APART, **FROZEN, "clip_norm": 0.1}),
-]
 
 
 def check(form, context, options):
@@ -132,10 +114,14 @@ def check(form, context, options):
     want = expected(form, splits_rows, **options)
     layers = jax.tree.map(np.asarray, state.layers)
     close((losses, layers, state.others, state.model_state), want[:4], 1e-9)
+    close(state.grad_norm, want.grad_norm, 1e-9)
+    if "loss_scale" in options:
+        assert state.loss_scale.scale == want.loss_scales[-1]
     if options.get("has_aux"):
         close(rest.pop(0), want.aux, 1e-9)
     if options.get("head_has_aux"):
         close(rest.pop(0), want.head_aux, 1e-9)
+    assert not rest
     if context == "pmap":
         return
     memory = "pinned_host" if where == "host" else "device"
@@ -149,15 +135,91 @@ def check(form, context, options):
                 np.testing.assert_array_equal(shard.data, a.addressable_shards[0].data)
 
 
-@pytest.mark.parametrize(("form", "context", "options"), CASES)
-def test_step_over_devices(form, context, options):
-    check(form, context, options)
+# Fused updates in functions that each device runs on its own rows.
+MAPPED = {
+    "all results": ("stack", "shard_map", {**WEIGHTED, **AUX, **PREVIOUS}),
+    "list": ("list", "shard_map", {**MICROBATCHES, **AUX}),
+    "list on the device": ("list", "shard_map", {**MICROBATCHES, **ON_DEVICE}),
+    "without types": ("stack", "shard_map without types", {**WEIGHTED, "has_state": True}),
+    "list without types": ("list", "shard_map without types", MICROBATCHES),
+    "pmap": ("stack", "pmap", {**ON_DEVICE, "weighted_loss": True}),
+}
+AUTO = {
+    "clipped by layer": (
+        "stack",
+        {**SHARDED, **MICROBATCHES, **APART, "clip_norm": 0.1, "clip_by": "layer"},
+    ),
+    "clipped by previous": ("stack", {**SHARDED, **PREVIOUS, "others_in": "host"}),
+    "scaled": ("list", {**APART, "loss_scale": 8.0}),
+}
+EXPLICIT = {
+    "weighted": {**WEIGHTED, "has_state": True, "head_has_aux": True},
+    "frozen": {**MICROBATCHES, **APART, **FROZEN, **ON_DEVICE, "clip_norm": 0.1},
+}
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("form", "context", "options"), MORE_CASES)
-def test_other_steps_over_devices(form, context, options):
-    check(form, context, options)
+@vary("name", MAPPED)
+def test_fused_step_in_shard_map(name):
+    check(*MAPPED[name])
+
+
+@vary(("form", "options"), [("list", {}), ("stack", {**FROZEN, "others_in": "host"})])
+def test_skipped_step_in_shard_map(form, options):
+    check(form, "shard_map", {**SKIPPED, **options})
+
+
+@vary("name", AUTO)
+def test_step_with_auto_axes(name):
+    form, options = AUTO[name]
+    check(form, "auto", options)
+
+
+@pytest.mark.parametrize("form", ["stack", "list"])
+@vary("name", EXPLICIT)
+def test_step_with_explicit_axes(form, name):
+    check(form, "explicit", EXPLICIT[name])
+
+
+# Two layers with a matrix of which each device has one row, and a replicated vector.
+
+
+def make_ends_of_sines(mean):
+    """Return embed and head."""
+    return (
+        lambda others, batch, key: batch + others["in"],
+        lambda others, x, batch, key: mean(jnp.mean(jnp.sin(x))),
+    )
+
+
+SGD = optax.sgd(lambda count: 0.5)
+
+
+def make_data():
+    """Return the parameters of embed, and a batch."""
+    return {"in": jnp.zeros(WIDTH)}, jnp.sin(jnp.arange(16.0 * WIDTH)).reshape(16, WIDTH)
+
+
+def train_sharded(form, layer, layers, steps, platform="cpu", **options):
+    """Return the state before and after training with one batch, and the last loss."""
+    mesh, specs = mesh_of((8,), ("i",)), [{"a": P(), "b": P("i")}] * 2
+    if form == "stack":
+        layers, specs = stack(layers), {"a": P(), "b": P(None, "i")}
+    run_embed, run_head = make_ends_of_sines(lambda a: lax.pmean(a, "i"))
+    init, step = offload_train_step(
+        run_embed, layer if form == "stack" else [layer] * 2, run_head, SGD, num_microbatches=2,
+        **options,
+    )  # fmt: skip
+    place = lambda a, spec: jax.device_put(a, on(mesh, spec, host=True))  # noqa: E731
+    others, batch = make_data()
+    state = init(jax.tree.map(place, layers, specs), jax.device_put(others, on(mesh, P())))
+    before = jax.tree.map(np.asarray, state)
+    specs = jax.tree.map(lambda _: P(), state)._replace(layers=specs)
+    run = jax.shard_map(step, mesh=mesh, in_specs=(specs, P("i")), out_specs=(specs, P()))
+    run, batch = offload_jit(run), jax.device_put(batch, on(mesh, P("i")))
+    with trace_for_platform(platform):
+        for _ in range(steps):
+            state, loss = run(state, batch)
+    return before, state, loss
 
 
 @vary(
@@ -172,37 +234,37 @@ def test_other_steps_over_devices(form, context, options):
 )
 def test_shard_map_with_sharded_and_replicated_parameters(form, platform, options):
     """The norm of a sharded parameter is that of all its shards, in every step on every device."""
-    mesh, tx = mesh_of((8,), ("i",)), optax.sgd(lambda count: 0.5)
-    w = {"a": jnp.ones(WIDTH), "b": jnp.arange(8.0 * WIDTH).reshape(8, WIDTH) / 16}
-    w = [w, jax.tree.map(jnp.cos, w)]
-    specs = [{"a": P(), "b": P("i")}] * 2
-    if form == "stack":
-        w, specs = stack(w), {"a": P(), "b": P(None, "i")}
-    x, other = jnp.sin(jnp.arange(16.0 * WIDTH)).reshape(16, WIDTH), {"in": jnp.zeros(WIDTH)}
-
-    def functions(layer, mean):
-        return (
-            lambda others, batch, key: batch + others["in"],
-            layer if form == "stack" else [layer] * 2,
-            lambda others, x, batch, key: mean(jnp.mean(jnp.sin(x))),
-        )
-
-    init, step = offload_train_step(
-        *functions(lambda w, x, key: x * w["b"][0] + w["a"], lambda a: lax.pmean(a, "i")), tx,
-        num_microbatches=2, **options,
-    )  # fmt: skip
-    place = lambda a, spec: jax.device_put(a, on(mesh, spec, host=True))  # noqa: E731
-    state = init(jax.tree.map(place, w, specs), jax.device_put(other, on(mesh, P())))
-    specs = jax.tree.map(lambda _: P(), state)._replace(layers=specs)
-    run = jax.shard_map(step, mesh=mesh, in_specs=(specs, P("i")), out_specs=(specs, P()))
-    run, batch = offload_jit(run), jax.device_put(x, on(mesh, P("i")))
-    with trace_for_platform(platform):
-        for _ in range(2):
-            state, _ = run(state, batch)
+    first = {"a": jnp.ones(WIDTH), "b": jnp.arange(8.0 * WIDTH).reshape(8, WIDTH) / 16}
+    layers = [first, jax.tree.map(jnp.cos, first)]
+    _, state, _ = train_sharded(
+        form, lambda w, x, key: x * w["b"][0] + w["a"], layers, 2, platform, **options
+    )
+    run_embed, run_head = make_ends_of_sines(lambda a: a)
     whole = lambda w, x, key: x * jnp.repeat(w["b"], 2, 0) + w["a"]  # noqa: E731
     clipping = {k: v for k, v in options.items() if k.startswith("clip")}
-    want = reference.train(*functions(whole, lambda a: a), tx, w, other, [x, x], **clipping)
-    close(jax.tree.map(np.asarray, (state.layers, state.others)), want[1:3], 1e-9)
+    others, batch = make_data()
+    want = reference.train(
+        run_embed, [whole] * 2, run_head, SGD, layers, others, [batch] * 2, **clipping
+    )
+    want_layers = stack(want.layers) if form == "stack" else want.layers
+    got = jax.tree.map(np.asarray, (state.layers, state.others))
+    close(got, (want_layers, want.others), 1e-9)
+
+
+@vary("form", ["stack", "list"])
+def test_gradient_of_one_shard_that_is_not_finite(form):
+    """All devices skip the step. The loss and all other gradients are finite."""
+    layers = [{"a": jnp.ones(WIDTH), "b": jnp.ones((8, WIDTH))} for _ in range(2)]
+    layers[0]["b"] = layers[0]["b"].at[3].set(0)  # where sqrt has no derivative
+    before, state, loss = train_sharded(
+        form, lambda w, x, key: x + w["a"] * jnp.sqrt(w["b"][0]), layers, 1,
+        fuse_update=False, skip_nonfinite=True, loss_scale=8.0,
+    )  # fmt: skip
+    assert np.isnan(loss)
+    assert state.loss_scale.scale == 4
+    for a, b in zip(*map(jax.tree.leaves, (state[:3], before[:3])), strict=True):
+        for shard in a.addressable_shards:
+            np.testing.assert_array_equal(shard.data, b[shard.index])
 
 
 def test_gradients_of_other_parameters_are_reduced_once():

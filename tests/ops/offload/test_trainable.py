@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -87,7 +88,9 @@ FLAGS = {
 }
 
 
-@vary(("name", "params_in"), [("tree", "host"), ("path", "device"), ("nothing", "host")])
+@pytest.mark.parametrize(
+    ("name", "params_in"), [("tree", "host"), ("path", "device"), ("nothing", "host")]
+)
 def test_gradients_of_frozen_parameters_are_zeros(name, params_in):
     w = params() if params_in == "device" else to_host(params())
     run = functools.partial(
