@@ -21,7 +21,7 @@ from effjax.nnx import OffloadModel, OffloadOptimizer, offload_jit
 from effjax.ops.offload import row_update
 from tests.layers.offload_linen import X
 from tests.layers.offload_nnx import Block
-from tests.ops.offload.reference import by_group, by_previous
+from tests.ops.offload.reference import clip_by_group_norm, clip_by_previous_norm
 from tests.ops.offload.stacks import kinds
 from tests.ops.offload.steps import close
 from tests.programs import needs_gpu_compiler
@@ -48,8 +48,8 @@ def group_of(path):
 CLIPS = {
     "none": ({}, optax.identity()),
     "global": ({"clip_norm": 0.1}, optax.clip_by_global_norm(0.1)),
-    "previous": ({"clip_norm": 0.1, "clip_by": "previous"}, by_previous(0.1)),
-    "layer": ({"clip_norm": 0.1, "clip_by": "layer"}, by_group(0.1, group_of)),
+    "previous": ({"clip_norm": 0.1, "clip_by": "previous"}, clip_by_previous_norm(0.1)),
+    "layer": ({"clip_norm": 0.1, "clip_by": "layer"}, clip_by_group_norm(0.1, group_of)),
 }
 
 

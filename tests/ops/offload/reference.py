@@ -8,10 +8,12 @@ import numpy as np
 import optax
 from jax import lax
 
+from tests.ops.offload.stacks import key_of
+
 # Clipping of all gradients.
 
 
-def by_previous(clip_norm):
+def clip_by_previous_norm(clip_norm):
     """Clip by the last finite norm of the gradients."""
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -21,7 +23,7 @@ def by_previous(clip_norm):
     return optax.GradientTransformation(lambda params: jnp.zeros(()), update)
 
 
-def by_group(clip_norm, group_of):
+def clip_by_group_norm(clip_norm, group_of):
     """Clip the gradients of each group by their norm; `group_of` maps a path to a group."""
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -37,9 +39,9 @@ def by_group(clip_norm, group_of):
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def by_layer(clip_norm):
+def clip_by_layer_norm(clip_norm):
     """Clip ``{"layers": [...], "others": ...}`` by layer."""
-    return by_group(clip_norm, lambda path: path[: 2 if path[0].key == "layers" else 1])
+    return clip_by_group_norm(clip_norm, lambda path: path[: 2 if path[0].key == "layers" else 1])
 
 
 def _scale(grads, norm, clip_norm):
@@ -47,7 +49,11 @@ def _scale(grads, norm, clip_norm):
     return jax.tree.map(lambda g: g * factor, grads)
 
 
-CLIPS = {"global": optax.clip_by_global_norm, "previous": by_previous, "layer": by_layer}
+CLIPS = {
+    "global": optax.clip_by_global_norm,
+    "previous": clip_by_previous_norm,
+    "layer": clip_by_layer_norm,
+}
 
 
 # Training.
@@ -89,27 +95,29 @@ def train(
     """Take one step per batch, in the dtypes of the parameters; step i folds the key with i."""
     options = Options(**options)
     is_list = isinstance(layer, (list, tuple))
-    trained_layers, frozen_layers = split(layers, options.trainable)
-    trained_others, frozen_others = split(others, options.trainable_others)
-    if not is_list:
-        layer = [layer] * len(jax.tree.leaves(layers)[0])
-        trained_layers = unstack(trained_layers, len(layer))
-        frozen_layers = unstack(frozen_layers, len(layer))
+    trained_layers, frozen_layers = partition(layers, options.trainable)
+    trained_others, frozen_others = partition(others, options.trainable_others)
+    if is_list:
+        run_layers = layer
+    else:
+        run_layers = [layer] * len(jax.tree.leaves(layers)[0])
+        trained_layers = unstack(trained_layers, len(run_layers))
+        frozen_layers = unstack(frozen_layers, len(run_layers))
     frozen = {"layers": list(frozen_layers), "others": frozen_others}
     model = {"layers": list(trained_layers), "others": trained_others}
 
-    def loss(model, *args):
-        return loss_of(embed, layer, head, merge(model, frozen), *args, options)
+    def loss_of_trained(model, *args):
+        return compute_loss(embed, run_layers, head, merge(model, frozen), *args, options)
 
-    step, clip = make_step(loss, tx, options)
+    step, clip = make_step(loss_of_trained, tx, options)
     states = [own_keys(tx.init(w), i) for i, w in enumerate(model["layers"])]
     states.append(tx.init(model["others"]))
     state = model, states, clip.init(model)
     scale, losses, scales = jnp.float32(options.loss_scale or 1), [], []
     for i, batch in enumerate(batches):
         step_key = None if key is None else jax.random.fold_in(key, i)
-        state, scale, model_state, value, *aux = step(state, scale, model_state, batch, step_key)
-        losses.append(value)
+        state, scale, model_state, loss, *aux = step(state, scale, model_state, batch, step_key)
+        losses.append(loss)
         scales.append(scale)
     model, norm = merge(state[0], frozen), state[2]
     layers_aux, head_aux = aux
@@ -124,25 +132,25 @@ def train(
     )
 
 
-def loss_of(embed, layers, head, model, model_state, batch, key, options):
+def compute_loss(embed, run_layers, head, model, model_state, batch, key, options):
     """Return the loss, and (model_state, aux of the layers, aux of the head)."""
     microbatches = split_rows(batch, options.num_microbatches)
     states = (model_state,) if options.has_state else ()
     xs, losses, weights, layers_aux, head_aux = [], [], [], [], []
     for m, rows in enumerate(microbatches):
-        x = embed(model["others"], *states, rows, fold(key, len(layers), m))
+        x = embed(model["others"], *states, rows, key_of(key, len(run_layers), m))
         if options.has_state:
             x, new = x
             states = (lax.stop_gradient(new),)
         xs.append(x)
-    for i, (layer, w) in enumerate(zip(layers, model["layers"], strict=True)):
+    for i, (run_layer, w) in enumerate(zip(run_layers, model["layers"], strict=True)):
         w = cast(w, options.compute_dtype)
-        xs = [layer(w, x, fold(key, i, m)) for m, x in enumerate(xs)]
+        xs = [run_layer(w, x, key_of(key, i, m)) for m, x in enumerate(xs)]
         if options.has_aux:
             xs, aux = zip(*xs, strict=True)
             layers_aux.append(stack(aux))
     for m, (x, rows) in enumerate(zip(xs, microbatches, strict=True)):
-        results = head(model["others"], *states, x, rows, fold(key, len(layers) + 1, m))
+        results = head(model["others"], *states, x, rows, key_of(key, len(run_layers) + 1, m))
         loss, *rest = results if options.has_state or options.head_has_aux else [results]
         if options.has_state:
             states = (lax.stop_gradient(rest.pop(0)),)
@@ -156,7 +164,7 @@ def loss_of(embed, layers, head, model, model_state, batch, key, options):
     return loss, (model_state, layers_aux, stack(head_aux) if head_aux else ())
 
 
-def make_step(loss_of, tx, options):
+def make_step(loss_fn, tx, options):
     """Return a training step, and the transformation that clips the gradients."""
     clip, clip_norm = optax.identity(), options.clip_norm
     if clip_norm is not None:
@@ -165,14 +173,17 @@ def make_step(loss_of, tx, options):
     def update(grads, model, states, clip_state):
         """Clip all gradients, and update one layer at a time."""
         grads, clip_state = clip.update(grads, clip_state)
-        of_parts = zip(parts(grads), states, parts(model), strict=True)
-        updates, states = zip(*[tx.update(*args) for args in of_parts], strict=True)
-        new = list(map(optax.apply_updates, parts(model), updates))
-        return {"layers": new[:-1], "others": new[-1]}, list(states), clip_state
+        new_params, new_states = [], []
+        for g, state, w in zip(split_model(grads), states, split_model(model), strict=True):
+            updates, new_state = tx.update(g, state, w)
+            new_params.append(optax.apply_updates(w, updates))
+            new_states.append(new_state)
+        new_model = {"layers": new_params[:-1], "others": new_params[-1]}
+        return new_model, new_states, clip_state
 
     def step(state, scale, model_state, batch, key):
         def scaled_loss(model):
-            loss, results = loss_of(model, model_state, batch, key)
+            loss, results = loss_fn(model, model_state, batch, key)
             return loss * scale, (loss, *results)
 
         grads, (loss, new_model_state, *aux) = jax.grad(scaled_loss, has_aux=True)(state[0])
@@ -194,13 +205,9 @@ def make_step(loss_of, tx, options):
     return step, clip
 
 
-def parts(model):
+def split_model(model):
+    """Return the parameters that are updated together: each layer, and all others."""
     return [*model["layers"], model["others"]]
-
-
-def fold(key, i, m):
-    """Return the key of a layer and a microbatch."""
-    return None if key is None else jax.random.fold_in(jax.random.fold_in(key, i), m)
 
 
 def own_key(key, i):
@@ -246,7 +253,7 @@ def unstack(tree, count):
     return [jax.tree.map(lambda a, i=i: jnp.asarray(a)[i], tree) for i in range(count)]
 
 
-def split(tree, trainable):
+def partition(tree, trainable):
     """Return the trained and the frozen parameters, with None in place of the others."""
     if callable(trainable):
         flags = jax.tree_util.tree_map_with_path(trainable, tree)

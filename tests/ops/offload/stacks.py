@@ -16,11 +16,12 @@ POLICIES = {
 }
 
 
+def dropout(h, key):
+    return h if key is None else jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h / 0.9, 0.0)
+
+
 def layer(w, x, key):
-    h = jnp.tanh(x @ w["a"] + w["c"])
-    if key is not None:
-        h = jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h / 0.9, 0.0)
-    return x + h @ w["b"]
+    return x + dropout(jnp.tanh(x @ w["a"] + w["c"]), key) @ w["b"]
 
 
 def init(key):
@@ -41,6 +42,7 @@ def inputs():
 
 
 def key_of(key, i, m):
+    """Return the key of a layer and a microbatch."""
     return None if key is None else jax.random.fold_in(jax.random.fold_in(key, i), m)
 
 
@@ -65,6 +67,23 @@ def in_memory(layer, params, x, key, num_microbatches=1):
     return lax.scan(body, x, (params, jnp.arange(number)))[0]
 
 
+# Layers with a frozen int8 kernel and trained low-rank matrices.
+
+
+def low_rank_product(w, x):
+    """Apply an int8 kernel with its scales, and add the low-rank product."""
+    kernel = w["kernel"].astype(x.dtype) * w["scale"]
+    return x @ kernel + x @ w["low"]["down"] @ w["low"]["up"]
+
+
+def low_rank_layer(w, x, key):
+    return x + dropout(jnp.tanh(low_rank_product(w, x)), key) @ w["out"].astype(x.dtype)
+
+
+def is_low_rank(path, leaf):
+    return path[0].key == "low"
+
+
 def loss(y):
     return jnp.mean(jnp.sin(y) + 0.3 * y * y)
 
@@ -81,8 +100,16 @@ def assert_equal_bits(got, want):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def assert_close(got, want, rtol, atol):
+def assert_close(got, want, rtol=2e-6, atol=None):
+    """Compare two pytrees; `atol` is `rtol` by default."""
+    atol = rtol if atol is None else atol
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), got, want)
+
+
+def to_numpy(tree):
+    """Return NumPy arrays, also for PRNG keys."""
+    is_key = lambda a: jnp.issubdtype(a.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return jax.tree.map(lambda a: np.asarray(jax.random.key_data(a) if is_key(a) else a), tree)
 
 
 def on(mesh, spec, host=False):

@@ -12,7 +12,9 @@ from tests.ops.offload.stacks import (
     LAYERS,
     WIDTH,
     assert_close,
+    dropout,
     layer,
+    low_rank_product,
     params,
 )
 
@@ -52,8 +54,7 @@ def layers_of(stacked):
     return reference.unstack(to_device(stacked), LAYERS)
 
 
-def close(got, want, tolerance=2e-6):
-    assert_close(got, want, rtol=tolerance, atol=tolerance)
+close = assert_close  # the name in tests/layers/test_offload_optimizer.py
 
 
 # Functions with all kinds of arguments and results. Batches are ``{"tokens", "factor"}``; the loss
@@ -114,8 +115,7 @@ def with_aux(layer):
 
 
 def wide(w, x, key):
-    h = jnp.tanh(x @ w["a"] + w["c"])
-    return h if key is None else jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h / 0.9, 0.0)
+    return dropout(jnp.tanh(x @ w["a"] + w["c"]), key)
 
 
 def squashed(_, x, key):
@@ -127,8 +127,7 @@ def shifted(w, x, key):
 
 
 def quantized(w, x, key):
-    kernel = w["kernel"].astype(x.dtype) * w["scale"] + w["low"][0] @ w["low"][1]
-    return jnp.tanh(x @ kernel)
+    return jnp.tanh(low_rank_product(w, x))
 
 
 DIFFERENT = [wide, squashed, shifted, quantized]
@@ -143,7 +142,10 @@ def different_params():
         {
             "kernel": jax.random.randint(c, (12, WIDTH), -127, 127, jnp.int8),
             "scale": jnp.float32(0.004),
-            "low": [0.3 * jax.random.normal(d, (12, 2)), 0.3 * jax.random.normal(d, (2, WIDTH))],
+            "low": {
+                "down": 0.3 * jax.random.normal(d, (12, 2)),
+                "up": 0.3 * jax.random.normal(d, (2, WIDTH)),
+            },
         },
     ]
 
@@ -151,6 +153,14 @@ def different_params():
 def is_trained(path, leaf):
     """Return False for the integers and their scale, and for the kernel `b` of a stack."""
     return getattr(path[-1], "key", None) not in ("b", "kernel", "scale")
+
+
+# Options of training steps, and factors of the losses of their batches.
+
+MICROBATCHES = {"num_microbatches": 2}
+APART = {"fuse_update": False}
+FROZEN = {"trainable": is_trained, "trainable_others": lambda path, leaf: path[0].key == "u"}
+SECOND_IS_NAN = 1.0, float("nan"), 1.0
 
 
 # Training of both forms, "stack" and "list", with any options.

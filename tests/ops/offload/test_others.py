@@ -14,7 +14,6 @@ from effjax import OffloadState, linear_cross_entropy, offload_jit, offload_trai
 from effjax.memory import plan
 from effjax.ops.offload import compiled, row_update
 from effjax.ops.offload.per_row import find_row_factors
-from effjax.ops.offload.trees import is_key
 from effjax.optimizers import adamw_8bit, in_float32, stochastic_rounding
 from tests.contexts import mesh_of
 from tests.ops.offload import test_plans as plans
@@ -27,6 +26,7 @@ from tests.ops.offload.stacks import (
     layer,
     on,
     params,
+    to_numpy,
 )
 from tests.ops.offload.steps import ADAMW, TOKENS, embed, head, others
 from tests.programs import needs_gpu_compiler
@@ -47,11 +47,6 @@ def small_chunks(monkeypatch):
 def exact(monkeypatch):
     """Compile without passes that change bits."""
     monkeypatch.setattr(compiled, "_compile", lambda lowered, options: lowered.compile(EXACT))
-
-
-def numbers(tree):
-    """Return NumPy arrays, also for PRNG keys."""
-    return jax.tree.map(lambda a: np.asarray(jax.random.key_data(a) if is_key(a) else a), tree)
 
 
 def with_scalar():
@@ -84,7 +79,7 @@ def train(
     kind = {"host": "pinned_host", "device": "device"}[where]
     arrays = [a for a in jax.tree.leaves(state.others_state) if a.ndim]
     assert kinds(state.others) == {kind} and kinds(arrays) <= {kind}
-    return numbers((losses, state.layers, state.others, state.others_state, state.grad_norm))
+    return to_numpy((losses, state.layers, state.others, state.others_state, state.grad_norm))
 
 
 def count_chunked(tx, w=None):
@@ -181,7 +176,10 @@ def test_noise_differs_between_chunks():
     """Each chunk has its own key, and the key of the state advances as on the device."""
     tx = optax.chain(optax.identity(), optax.add_noise(1.0, 0.0, 0), optax.sgd(1.0))
     w = {"e": jnp.zeros((13, WIDTH)), "u": jnp.zeros((WIDTH, 17))}
-    options = {"w": w, "steps": 1, "head": lambda others, x, batch, key: 0.0 * jnp.sum(x)}
+    options = {
+        "w": w, "steps": 1, "embed": lambda others, batch, key: others["e"][batch],
+        "head": lambda others, x, batch, key: 0.0 * jnp.sum(x),
+    }  # fmt: skip
     assert count_chunked(tx, w)[0] == 2
     got, expected = (train(where, tx, **options) for where in ("host", "device"))
     assert_equal_bits(got[3], expected[3])
@@ -303,21 +301,21 @@ def test_device_holds_chunks_of_the_state(fuse_update, monkeypatch):
         num_microbatches=4,
     )  # fmt: skip
     tokens = plans.shape(plans.BATCH, dtype="int32")
-    found = plan(offload_jit(step), state, tokens, jax.random.key(0))
-    assert found.peak_device_bytes <= 2 * TABLE_BYTES + 4 * row_update.CHUNK_BYTES
+    program = plan(offload_jit(step), state, tokens, jax.random.key(0))
+    assert program.peak_device_bytes <= 2 * TABLE_BYTES + 4 * row_update.CHUNK_BYTES
     state_bytes = 6 * TABLE_BYTES + 12 * plans.LAYER_BYTES
     gradients = 0 if fuse_update else 4 * plans.LAYER_BYTES
-    assert found.host.total <= state_bytes + gradients + 5 * plans.BOUNDARY_BYTES
-    assert found.host.aliased >= 0.99 * state_bytes
+    assert program.host.total <= state_bytes + gradients + 5 * plans.BOUNDARY_BYTES
+    assert program.host.aliased >= 0.99 * state_bytes
 
 
 @needs_gpu_compiler
 def test_initial_state_is_streamed():
     others = {"table": plans.shape(VOCABULARY, plans.WIDTH, host=True)}
     init = functools.partial(row_update.init_rows, optax.adam(1e-3))
-    found = plan(offload_jit(init, donate=False), others)
-    assert found.peak_device_bytes <= 1.01 * TABLE_BYTES
-    assert found.host.temporaries == 0
+    program = plan(offload_jit(init, donate=False), others)
+    assert program.peak_device_bytes <= 1.01 * TABLE_BYTES
+    assert program.host.temporaries == 0
 
 
 # Several devices.
@@ -352,7 +350,7 @@ def test_jit_over_mesh_with_sharded_parameters(specs, options, exact):
     with jax.set_mesh(mesh):
         got = train_over(mesh, "host", specs, **options)
         expected = train_over(mesh, "device", specs, **options)
-    assert_equal_bits(numbers(got[:2]), numbers(expected[:2]))
+    assert_equal_bits(to_numpy(got[:2]), to_numpy(expected[:2]))
     for a in (got[0].others["e"], got[0].others_state[0].mu["e"]):
         assert a.sharding.is_equivalent_to(on(mesh, specs["e"], True), a.ndim)
 
@@ -365,4 +363,4 @@ def test_shard_map(exact):
     mean = lambda x: lax.pmean(x, "i")  # noqa: E731
     got = train_over(mesh, "host", whole, wrap, mean, num_microbatches=2, **CLIPPED)
     expected = train_over(mesh, "device", whole, wrap, mean, num_microbatches=2, **CLIPPED)
-    assert_equal_bits(numbers(got[:2]), numbers(expected[:2]))
+    assert_equal_bits(to_numpy(got[:2]), to_numpy(expected[:2]))

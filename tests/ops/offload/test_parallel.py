@@ -42,10 +42,6 @@ def inputs():
     return jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
 
 
-def close(got, expected):
-    assert_close(got, expected, rtol=1e-5, atol=1e-6)
-
-
 def split(w):
     return [jax.tree.map(lambda a, i=i: a[i], w) for i in range(LAYERS)]
 
@@ -121,7 +117,7 @@ def test_gradients_over_devices(context, form, spec, options, platform):
     assert kinds(dw) == {"pinned_host" if host else "device"}
     if form == "list":
         dw = jax.tree.map(lambda *a: np.stack([np.asarray(b) for b in a]), *dw)
-    close((value, (dw, dx)), want)
+    assert_close((value, (dw, dx)), want, 1e-5, 1e-6)
     if context != "shard_map without types":  # there the caller averages the stack
         assert all(c.bytes <= LAYER_BYTES for c in operations)
     if spec == P():
@@ -152,7 +148,7 @@ def test_shared_array(way):
         x = jax.device_put(inputs(), on(mesh, P("i")))
         got = jax.jit(grads, out_shardings=on(mesh, P(), host=True))(w, x)
     in_memory = lambda w: loss(layer(w, layer(w, inputs(), None), None))  # noqa: E731
-    close(got, jax.jit(jax.grad(in_memory))(one))
+    assert_close(got, jax.jit(jax.grad(in_memory))(one), 1e-5, 1e-6)
     assert kinds(got) == {"pinned_host"}
 
 
@@ -172,7 +168,7 @@ def test_microbatches_on_explicit_axes_are_those_of_shard_map():
             x = jax.device_put(inputs(), on(mesh, P("i")))
             w = jax.device_put(params(), on(mesh, P(), host=True))
             results.append(jax.device_get(jax.jit(run)(w, x)))
-    close(*results)
+    assert_close(*results, 1e-5, 1e-6)
     assert results[0][1].shape == (LAYERS, 2, BATCH // 2)
 
 
@@ -199,7 +195,7 @@ def test_host_init_over_mesh():
     mesh = mesh_of((8,), ("i",))
     keys = jax.random.split(jax.random.key(0), LAYERS)
     w = host_init(init, keys, shardings=on(mesh, P(None, "i")))
-    close(w, params())
+    assert_close(w, params(), 1e-5, 1e-6)
     assert {a.sharding.spec for a in jax.tree.leaves(w)} == {P(None, "i")}
     assert kinds(w) == {"pinned_host"}
     by_leaf = {

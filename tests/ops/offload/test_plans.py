@@ -21,7 +21,7 @@ from effjax import (
 )
 from effjax.memory import plan
 from effjax.ops.offload import compiled
-from tests.ops.offload.stacks import POLICIES, layer, loss
+from tests.ops.offload.stacks import POLICIES, is_low_rank, layer, loss, low_rank_layer
 from tests.programs import needs_gpu_compiler, needs_tpu_compiler
 
 pytestmark = needs_gpu_compiler
@@ -61,13 +61,13 @@ def gradients(num_layers, policy="recomputed"):
 
 @pytest.mark.exhaustive
 def test_device_holds_few_of_many_layers():
-    planned = gradients(16)
+    program = gradients(16)
     # Two layers, the gradient of one, and the intermediate values of one layer.
-    assert planned.device.temporaries <= 3 * LAYER_BYTES + 16 * BOUNDARY_BYTES
-    assert planned.device.outputs <= BOUNDARY_BYTES + SMALL  # the gradient of x
-    assert_bytes_close(planned.host.outputs, 16 * LAYER_BYTES)
-    assert_bytes_close(planned.host.temporaries, 16 * BOUNDARY_BYTES)
-    assert "host_compute" not in planned.hlo and '_xla_compute_type="host"' not in planned.hlo
+    assert program.device.temporaries <= 3 * LAYER_BYTES + 16 * BOUNDARY_BYTES
+    assert program.device.outputs <= BOUNDARY_BYTES + SMALL  # the gradient of x
+    assert_bytes_close(program.host.outputs, 16 * LAYER_BYTES)
+    assert_bytes_close(program.host.temporaries, 16 * BOUNDARY_BYTES)
+    assert "host_compute" not in program.hlo and '_xla_compute_type="host"' not in program.hlo
 
 
 @pytest.mark.exhaustive
@@ -77,10 +77,10 @@ def test_device_holds_few_of_many_layers():
 )
 def test_residuals_are_in_host_memory(policy, least, most):
     """Bounds are multiples of a layer's input; a copy of its parameters would add 8."""
-    planned = gradients(32, policy)
-    assert least - 0.01 <= planned.host.temporaries / (32 * BOUNDARY_BYTES) <= most + 0.01
+    program = gradients(32, policy)
+    assert least - 0.01 <= program.host.temporaries / (32 * BOUNDARY_BYTES) <= most + 0.01
     # The residuals of all layers would be at least three boundaries for each.
-    assert planned.device.temporaries <= 3 * LAYER_BYTES + 32 * BOUNDARY_BYTES
+    assert program.device.temporaries <= 3 * LAYER_BYTES + 32 * BOUNDARY_BYTES
 
 
 def dense(w, x, key):
@@ -101,10 +101,10 @@ def test_gradients_of_sequential_leave_the_device_before_the_next_slices():
     def run(w, x):
         return jnp.sum(offload_sequential([dense] * len(w), w, x))
 
-    def planned(count):
+    def plan_gradients(count):
         return plan(jax.grad(run), [shape(WIDTH, WIDTH, host=True)] * count, shape(BATCH, WIDTH))
 
-    few, many = planned(3), planned(6)
+    few, many = plan_gradients(3), plan_gradients(6)
     assert_bytes_close(few.peak_device_bytes, many.peak_device_bytes)
     assert many.peak_device_bytes <= 4 * 4 * WIDTH * WIDTH + 6 * BOUNDARY_BYTES
 
@@ -117,11 +117,11 @@ def test_gradients_of_shared_array_are_added_on_the_device():
     def run(w, v, x):
         return loss(offload_sequential([layer] * 3, [w, v, w], x))
 
-    found = plan(jax.grad(run, (0, 1)), w, v, shape(BATCH, WIDTH))
-    assert found.host.arguments == found.host.outputs == 2 * LAYER_BYTES
-    assert found.host.temporaries <= LAYER_BYTES + 3 * BOUNDARY_BYTES
-    assert found.device.temporaries <= 5 * LAYER_BYTES + 16 * BOUNDARY_BYTES
-    assert "host_compute" not in found.hlo and '_xla_compute_type="host"' not in found.hlo
+    program = plan(jax.grad(run, (0, 1)), w, v, shape(BATCH, WIDTH))
+    assert program.host.arguments == program.host.outputs == 2 * LAYER_BYTES
+    assert program.host.temporaries <= LAYER_BYTES + 3 * BOUNDARY_BYTES
+    assert program.device.temporaries <= 5 * LAYER_BYTES + 16 * BOUNDARY_BYTES
+    assert "host_compute" not in program.hlo and '_xla_compute_type="host"' not in program.hlo
 
 
 @pytest.mark.exhaustive
@@ -162,9 +162,9 @@ def loops(hlo):
 def test_next_slice_is_loaded_during_matrix_products():
     # The forward loop, the first turn of the backward pass, and its other turns but the last, which
     # loads no parameters.
-    found = loops(gradients(16).hlo)
-    assert len(found) == 3
-    for events in found:
+    bodies = loops(gradients(16).hlo)
+    assert len(bodies) == 3
+    for events in bodies:
         assert events[:4] == ["start"] * 2 + ["gemm"] * 2
         assert events.count("done") == 2
 
@@ -225,14 +225,14 @@ def test_gradients_are_reduced_on_the_devices():
     host = NamedSharding(mesh, P(), memory_kind="pinned_host")
     w = {k: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=host) for k, a in stacked(16).items()}
     x = jax.ShapeDtypeStruct((8 * BATCH, WIDTH), "float32", sharding=NamedSharding(mesh, P("i")))
-    found = plan(offload_jit(run, donate=False), w, x, num_devices=8)
-    sums = [c for c in found.collectives if c.kind == "all-reduce"]
+    program = plan(offload_jit(run, donate=False), w, x, num_devices=8)
+    sums = [c for c in program.collectives if c.kind == "all-reduce"]
     assert all(c.bytes <= LAYER_BYTES for c in sums)
     assert_bytes_close(sum(c.bytes * c.count for c in sums), 16 * LAYER_BYTES)
-    assert {c.kind for c in found.collectives} == {"all-reduce"}
-    assert "host_compute" not in found.hlo and '_xla_compute_type="host"' not in found.hlo
+    assert {c.kind for c in program.collectives} == {"all-reduce"}
+    assert "host_compute" not in program.hlo and '_xla_compute_type="host"' not in program.hlo
     # The reduction needs one more gradient of a layer, as one array, and a part of another one.
-    assert found.device.temporaries < gradients(16).device.temporaries + 1.25 * LAYER_BYTES
+    assert program.device.temporaries < gradients(16).device.temporaries + 1.25 * LAYER_BYTES
 
 
 # Training steps.
@@ -253,7 +253,7 @@ def on_device(tree):
     return jax.tree.map(lambda a: shape(*a.shape, dtype=a.dtype), tree)
 
 
-def state_of(tx, w, others, trained=None):
+def make_state(tx, w, others, trained=None):
     """Return the shapes of a state; moments are in the memory of the layers."""
     trained = w if trained is None else trained
     host = {a.sharding.memory_kind for a in jax.tree.leaves(w)} == {"pinned_host"}
@@ -264,34 +264,34 @@ def state_of(tx, w, others, trained=None):
     return OffloadState(w, others, layers_state, on_device(jax.eval_shape(tx.init, others)))
 
 
-def planned(tx, w, others, batch, embed=embed, layer=layer, head=head, trained=None, **options):
+def plan_step(tx, w, others, batch, embed=embed, layer=layer, head=head, trained=None, **options):
     _, step = offload_train_step(embed, layer, head, tx, **options)
-    return plan(offload_jit(step), state_of(tx, w, others, trained), batch, KEY)
+    return plan(offload_jit(step), make_state(tx, w, others, trained), batch, KEY)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("fuse_update", [True, False])
 def test_train_step_updates_state_in_place(fuse_update):
     """Parameters and both moments are aliased; the host also holds the inputs of the slices."""
-    found = planned(
+    program = plan_step(
         ADAM, stacked(24), shape(8, WIDTH), shape(BATCH, 8), fuse_update=fuse_update,
         clip_norm=None if fuse_update else 1.0,
     )  # fmt: skip
     # Two of 24 layers, with two moments and a gradient each, and copies.
-    assert found.device.temporaries <= 10 * LAYER_BYTES + 16 * BOUNDARY_BYTES
-    assert_bytes_close(found.host.aliased, 3 * 24 * LAYER_BYTES)
-    assert found.host.aliased == found.host.arguments == found.host.outputs
+    assert program.device.temporaries <= 10 * LAYER_BYTES + 16 * BOUNDARY_BYTES
+    assert_bytes_close(program.host.aliased, 3 * 24 * LAYER_BYTES)
+    assert program.host.aliased == program.host.arguments == program.host.outputs
     gradients = 0 if fuse_update else 24 * LAYER_BYTES
-    assert_bytes_close(found.host.temporaries, 24 * BOUNDARY_BYTES + gradients)
-    assert found.device.outputs <= 3 * 4 * 8 * WIDTH + SMALL
-    assert "host_compute" not in found.hlo
+    assert_bytes_close(program.host.temporaries, 24 * BOUNDARY_BYTES + gradients)
+    assert program.device.outputs <= 3 * 4 * 8 * WIDTH + SMALL
+    assert "host_compute" not in program.hlo
 
 
 @pytest.mark.exhaustive
 def test_fused_update_on_the_device_saves_the_gradients():
     """Only the state, the inputs of the layers and a few layers remain."""
     others, batch = shape(8, WIDTH), shape(BATCH, 8)
-    ours = planned(ADAM, on_device(stacked(32)), others, batch, params_in="device")
+    ours = plan_step(ADAM, on_device(stacked(32)), others, batch, params_in="device")
     assert ours.host.total == 0
     state_bytes = 3 * 32 * LAYER_BYTES  # parameters and two moments
     assert ours.device.aliased >= state_bytes
@@ -301,9 +301,9 @@ def test_fused_update_on_the_device_saves_the_gradients():
 
 @pytest.mark.exhaustive
 def test_no_copies_without_prefetch():
-    found = planned(ADAM, stacked(24), shape(8, WIDTH), shape(BATCH, 8), prefetch=0)
-    assert found.device.temporaries <= 8 * LAYER_BYTES + 16 * BOUNDARY_BYTES
-    assert found.host.temporaries <= 1.01 * 24 * BOUNDARY_BYTES
+    program = plan_step(ADAM, stacked(24), shape(8, WIDTH), shape(BATCH, 8), prefetch=0)
+    assert program.device.temporaries <= 8 * LAYER_BYTES + 16 * BOUNDARY_BYTES
+    assert program.host.temporaries <= 1.01 * 24 * BOUNDARY_BYTES
 
 
 VOCABULARY = 32 * WIDTH
@@ -320,22 +320,12 @@ def test_microbatches_reduce_memory_of_large_head():
     rows = 8 * BATCH
     others = {"in": shape(8, WIDTH), "head": shape(WIDTH, VOCABULARY)}
     batch = {"x": shape(rows, 8), "labels": shape(rows, dtype="int32")}
-    found = planned(
+    program = plan_step(
         SGD, stacked(4), others, batch, num_microbatches=4, head=run_head,
         embed=lambda others, batch, key: batch["x"] @ others["in"],
     )  # fmt: skip
     logits, parameters = 4 * rows * VOCABULARY, 4 * WIDTH * VOCABULARY
-    assert found.peak_device_bytes <= 3 * logits / 4 + 3 * parameters + 2**26 < 2 * logits
-
-
-def low_rank(w, x, key):
-    """Apply an int8 kernel with its scales, and low-rank matrices."""
-    kernel = w["kernel"].astype(x.dtype) * w["scale"]
-    return x + jnp.tanh(x @ kernel + x @ w["low"]["a"] @ w["low"]["b"]) @ w["out"].astype(x.dtype)
-
-
-def is_low(path, leaf):
-    return path[0].key == "low"
+    assert program.peak_device_bytes <= 3 * logits / 4 + 3 * parameters + 2**26 < 2 * logits
 
 
 def quantized(num_layers):
@@ -344,7 +334,7 @@ def quantized(num_layers):
         "kernel": here(num_layers, WIDTH, 2 * WIDTH, dtype="int8"),
         "scale": here(num_layers, 1, 2 * WIDTH),
         "out": here(num_layers, 2 * WIDTH, WIDTH, dtype="bfloat16"),
-        "low": {"a": here(num_layers, WIDTH, 8), "b": here(num_layers, 8, 2 * WIDTH)},
+        "low": {"down": here(num_layers, WIDTH, 8), "up": here(num_layers, 8, 2 * WIDTH)},
     }
 
 
@@ -356,13 +346,15 @@ def bytes_of(tree):
 @pytest.mark.parametrize("fuse_update", [True, False])
 def test_frozen_parameters_have_no_gradients_moments_or_copies(fuse_update):
     w = quantized(16)
-    found = planned(
-        ADAM, w, shape(8, WIDTH), shape(BATCH, 8), layer=low_rank, fuse_update=fuse_update,
-        trained={**jax.tree.map(lambda a: None, w), "low": w["low"]}, trainable=is_low,
+    program = plan_step(
+        ADAM, w, shape(8, WIDTH), shape(BATCH, 8), layer=low_rank_layer, fuse_update=fuse_update,
+        trained={**jax.tree.map(lambda a: None, w), "low": w["low"]}, trainable=is_low_rank,
     )  # fmt: skip
     low, inputs = bytes_of(w["low"]), 16 * BOUNDARY_BYTES
-    assert found.host.total <= bytes_of(w) + 4 * low + inputs  # moments and gradients, and a spare
-    assert found.device.temporaries <= 3 * bytes_of(w) / 16 + 16 * BOUNDARY_BYTES + LAYER_BYTES
+    assert (
+        program.host.total <= bytes_of(w) + 4 * low + inputs
+    )  # moments and gradients, and a spare
+    assert program.device.temporaries <= 3 * bytes_of(w) / 16 + 16 * BOUNDARY_BYTES + LAYER_BYTES
 
 
 @pytest.mark.exhaustive
@@ -370,10 +362,10 @@ def test_frozen_parameters_have_no_gradients_in_scan():
     w, x = quantized(16), shape(BATCH, WIDTH)
 
     def run(low, w, x):
-        return loss(offload_scan(low_rank, {**w, "low": low}, x, trainable=is_low))
+        return loss(offload_scan(low_rank_layer, {**w, "low": low}, x, trainable=is_low_rank))
 
-    found = plan(offload_jit(jax.grad(run), donate=False), w["low"], w, x)
-    assert found.host.total <= bytes_of(w) + 3 * bytes_of(w["low"]) + 16 * BOUNDARY_BYTES
+    program = plan(offload_jit(jax.grad(run), donate=False), w["low"], w, x)
+    assert program.host.total <= bytes_of(w) + 3 * bytes_of(w["low"]) + 16 * BOUNDARY_BYTES
 
 
 # Steps and updates of lists of layers.
@@ -384,27 +376,27 @@ def square_layer():
     return shape(1024, 1024, host=True)
 
 
-def state_of_list(count):
+def make_list_state(count):
     one = jax.eval_shape(ADAM.init, square_layer())
     here = lambda a: shape(*a.shape, host=a.ndim > 0, dtype=a.dtype)  # noqa: E731
     return [jax.tree.map(here, one)] * count
 
 
-def planned_step(count, target, fuse_update):
+def plan_list_step(count, target, fuse_update):
     layers = [lambda w, x, key: jnp.tanh(x @ w)] * count
     _, step = offload_train_step(
         lambda others, batch, key: batch * others, layers,
         lambda others, x, batch, key: jnp.sum(x), ADAM, fuse_update=fuse_update,
     )  # fmt: skip
     others_state = on_device(jax.eval_shape(ADAM.init, shape()))
-    state = OffloadState([square_layer()] * count, shape(), state_of_list(count), others_state)
+    state = OffloadState([square_layer()] * count, shape(), make_list_state(count), others_state)
     return plan(offload_jit(step), state, shape(32, 1024), target=target)
 
 
-def planned_update(count, target):
+def plan_list_update(count, target):
     stream, w = stream_update(ADAM, stacked=False), [square_layer()] * count
     step = offload_jit(lambda both, grads: stream.update(grads, *reversed(both)))
-    return plan(step, (w, state_of_list(count)), w, target=target)
+    return plan(step, (w, make_list_state(count)), w, target=target)
 
 
 @needs_tpu_compiler
@@ -412,17 +404,17 @@ def planned_update(count, target):
 @pytest.mark.parametrize(
     ("run", "target", "layers_on_device"),
     [
-        (functools.partial(planned_step, fuse_update=True), "h100", 3),
-        (functools.partial(planned_step, fuse_update=True), "v5e", 2),
-        (functools.partial(planned_step, fuse_update=False), "v5e", 2),
-        (planned_update, "h100", 2.6),
-        (planned_update, "v5e", 2.6),
+        (functools.partial(plan_list_step, fuse_update=True), "h100", 3),
+        (functools.partial(plan_list_step, fuse_update=True), "v5e", 2),
+        (functools.partial(plan_list_step, fuse_update=False), "v5e", 2),
+        (plan_list_update, "h100", 2.6),
+        (plan_list_update, "v5e", 2.6),
     ],
 )
 def test_device_holds_few_of_six_layers_of_a_list(run, target, layers_on_device):
-    found = run(6, target)
-    assert found.device.temporaries <= layers_on_device * 16 * 2**20
+    program = run(6, target)
+    assert program.device.temporaries <= layers_on_device * 16 * 2**20
     # The residuals of each layer, and a copy of the parameters of the last.
-    residuals = 6 * 32 * 4096 + 4 * 1024 * 1024 if run is not planned_update else 0
+    residuals = 6 * 32 * 4096 + 4 * 1024 * 1024 if run is not plan_list_update else 0
     if target == "h100":
-        assert found.host.temporaries <= 1.01 * (residuals + SMALL)
+        assert program.host.temporaries <= 1.01 * (residuals + SMALL)

@@ -85,10 +85,6 @@ def kept(apply, x):
     return shapes
 
 
-def close(got, want):
-    assert_close(got, want, rtol=2e-5, atol=2e-6)
-
-
 @pytest.mark.parametrize(
     ("layer", "policy", "features"),
     [
@@ -155,7 +151,7 @@ def test_activations_sets_memory_of_residuals(activations, policy):
     }
     got = pull(jnp.ones((ROWS, WIDTH)))
     _, plain = jax.vjp(lambda w, x: in_memory(named, w, x, KEY, 2), params(), inputs())
-    close(got, plain(jnp.ones((ROWS, WIDTH))))
+    assert_close(got, plain(jnp.ones((ROWS, WIDTH))), 2e-5, 2e-6)
 
 
 @vary(("dtype", "rows"), [("bfloat16", ROWS), ("float16", 0)])

@@ -17,15 +17,16 @@ from tests.ops.offload.stacks import (
     KEY,
     LAYERS,
     WIDTH,
+    assert_close,
     assert_equal_bits,
     layer,
     params,
+    to_numpy,
 )
 from tests.ops.offload.steps import (
     ADAMW,
     DIFFERENT,
     TOKENS,
-    close,
     different_params,
     embed,
     head,
@@ -50,10 +51,6 @@ def make(tx=ADAMW, layer=layer, has_state=False, **options):
         has_state=has_state, **{n: options[n] for n in names if n in options}
     )
     return offload_train_step(run_embed, layer, run_head, tx, has_state=has_state, **options)
-
-
-def numpy(tree):
-    return jax.tree.map(np.asarray, tree)
 
 
 # Arrays of the state.
@@ -83,7 +80,7 @@ def test_resumed_run_is_equal_to_the_bit():
         return state
 
     whole = run(start(), range(4))
-    saved = numpy(run(start(), range(2)))
+    saved = to_numpy(run(start(), range(2)))
     resumed = jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), saved, start())
     assert_equal_bits(run(resumed, range(2, 4)), whole)
 
@@ -126,7 +123,7 @@ def test_layer_inputs_are_a_pytree_with_integers():
     want = reference.train(
         *functions, ADAMW, params(), others(), [batch], key=KEY, num_microbatches=2
     )
-    close((loss, state.layers, state.others), (want.losses[0], *want[1:3]), 5e-6)
+    assert_close((loss, state.layers, state.others), (want.losses[0], *want[1:3]), 5e-6)
 
 
 def test_frozen_integer_others():
@@ -147,7 +144,7 @@ def test_closed_over_array_is_constant():
         state, loss = step(init(to_host(different_params()), others()), TOKENS)
         return loss, state.layers
 
-    close(jax.jit(run)(jnp.float32(0.5)), run(0.5), 5e-6)
+    assert_close(jax.jit(run)(jnp.float32(0.5)), run(0.5), 5e-6)
 
 
 def test_empty_batch():
@@ -172,7 +169,7 @@ def test_skip_nonfinite_keeps_the_whole_state():
     )  # fmt: skip
     state, run = init(to_host(params()), others(), model_state()), offload_jit(step)
     for factor in (1.0, 1e38, jnp.inf, jnp.nan, 1.0):
-        before = numpy(state)
+        before = to_numpy(state)
         state, loss = run(state, make_batches(TOKENS, [100 * factor])[0])
         if factor == 1:
             assert np.any(np.asarray(state.layers["a"]) != before.layers["a"])
@@ -267,13 +264,13 @@ def test_loss_scale_in_float16(dtype, options):
     init, step = offload_train_step(*functions, ADAMW, fuse_update=False, **options)
     state, step, skipped = init(to_host(w), other), offload_jit(step), 0
     for i in range(12):
-        before = numpy(state)
+        before = to_numpy(state)
         state, _ = step(state, TOKENS, jax.random.fold_in(KEY, i))
         assert state.loss_scale.scale == want.loss_scales[i]
         if state.loss_scale.scale < before.loss_scale.scale:
             assert_equal_bits(state[:4], before[:4])
             skipped += 1
-    close((state.layers, state.others), want[1:3], 2e-3)
+    assert_close((state.layers, state.others), want[1:3], 2e-3)
     assert 2 <= skipped <= 10
 
 
@@ -290,8 +287,8 @@ def test_compute_dtype_of_different_layers():
     init, step = offload_train_step(*functions, sgd, **options)
     state, loss = offload_jit(step)(init(to_host(w), others()), TOKENS, jax.random.fold_in(KEY, 0))
     want = reference.train(*functions, sgd, w, others(), [TOKENS], key=KEY, **options)
-    close(loss, want.losses[0], 2e-2)
-    updates = jax.tree.map(np.subtract, numpy((state.layers, want.layers)), numpy((w, w)))
+    assert_close(loss, want.losses[0], 2e-2)
+    updates = jax.tree.map(np.subtract, to_numpy((state.layers, want.layers)), to_numpy((w, w)))
     for a, b in zip(*map(jax.tree.leaves, updates), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-2 * np.abs(b).max())
     assert all(a.dtype in (jnp.float32, jnp.int8) for a in jax.tree.leaves(state.layers))
@@ -310,7 +307,7 @@ def test_weights_add_up_to_zero(num_microbatches):
     batch = {**BATCH_OF_ONES, "tokens": jnp.zeros(BATCH, int)}
     state, loss = offload_jit(step)(init(to_host(params()), others()), batch)
     assert loss == 0
-    close((state.layers, state.others), (params(), others()), 0)
+    assert_close((state.layers, state.others), (params(), others()), 0)
 
 
 def test_weight_is_not_differentiated():

@@ -10,11 +10,14 @@ import pytest
 from effjax import offload_jit, offload_train_step, to_host
 from effjax.ops._common.platform import trace_for_platform
 from tests.ops.offload import reference
-from tests.ops.offload.stacks import KEY, POLICIES, kinds
+from tests.ops.offload.stacks import KEY, POLICIES, assert_close, kinds
 from tests.ops.offload.steps import (
     ADAMW,
+    APART,
+    FROZEN,
+    MICROBATCHES,
+    SECOND_IS_NAN,
     TOKENS,
-    close,
     is_trained,
     make_batches,
     make_functions,
@@ -28,7 +31,6 @@ from tests.tiers import vary
 
 pytestmark = pytest.mark.usefixtures("x64")
 GOOD = 1.0, 1.0
-BAD = 1.0, float("nan"), 1.0
 
 
 @functools.cache
@@ -59,15 +61,15 @@ def check(form, tolerance=1e-9, **options):
     of_results = {"tx", "factors", "key", *reference.Options._fields}
     want = expected(form, **{k: v for k, v in options.items() if k in of_results})
     got = losses, state.layers, state.others, state.model_state
-    close(got, want[:4], tolerance)
+    assert_close(got, want[:4], tolerance)
     if options.get("has_aux"):
-        close(rest.pop(0), want.aux, tolerance)
+        assert_close(rest.pop(0), want.aux, tolerance)
     if options.get("head_has_aux"):
-        close(rest.pop(0), want.head_aux, tolerance)
+        assert_close(rest.pop(0), want.head_aux, tolerance)
     assert not rest
     if "loss_scale" in options:
         assert state.loss_scale.scale == want.loss_scales[-1]
-    close(state.grad_norm, want.grad_norm, tolerance)
+    assert_close(state.grad_norm, want.grad_norm, tolerance)
     layers_in = "device" if options.get("params_in") == "device" else "pinned_host"
     others_in = "pinned_host" if options.get("others_in") == "host" else "device"
     moments = [a for a in jax.tree.leaves(state.layers_state) if a.ndim > (form == "stack")]
@@ -77,10 +79,8 @@ def check(form, tolerance=1e-9, **options):
     return state
 
 
-MICROBATCHES = {"num_microbatches": 2}
 SGD = optax.sgd(0.5)
 STATE = {"has_state": True, "head_has_aux": True}
-FROZEN = {"trainable": is_trained, "trainable_others": lambda path, leaf: path[0].key == "u"}
 COMBINATIONS = {
     "fused": {
         **STATE, **FROZEN, **MICROBATCHES, "has_aux": True, "weighted_loss": True,
@@ -89,11 +89,11 @@ COMBINATIONS = {
     },
     "apart": {
         **STATE, **FROZEN, **MICROBATCHES, "fuse_update": False, "loss_scale": 64.0,
-        "clip_norm": 0.05, "clip_by": "layer", "factors": BAD,
+        "clip_norm": 0.05, "clip_by": "layer", "factors": SECOND_IS_NAN,
     },
     "accumulated, apart, skipped": {
         **MICROBATCHES, "fuse_update": False, "skip_nonfinite": True, "clip_norm": 0.1,
-        "factors": BAD, "others_in": "host", "tx": optax.MultiSteps(SGD, 2),
+        "factors": SECOND_IS_NAN, "others_in": "host", "tx": optax.MultiSteps(SGD, 2),
     },
 }  # fmt: skip
 
@@ -104,14 +104,13 @@ def test_combined_options(form, name):
     state = check(form, **COMBINATIONS[name])
     if "trainable" in COMBINATIONS[name]:
         start = make_params(form)
-        frozen, _ = reference.split(start, lambda *args: not is_trained(*args))
-        new, _ = reference.split(state.layers, lambda *args: not is_trained(*args))
+        frozen, _ = reference.partition(start, lambda *args: not is_trained(*args))
+        new, _ = reference.partition(state.layers, lambda *args: not is_trained(*args))
         jax.tree.map(np.testing.assert_array_equal, new, frozen)
         np.testing.assert_array_equal(state.others["e"], others()["e"])
 
 
 # One option at a time. The other cases of `vary` run exhaustively.
-APART = {"fuse_update": False}
 CLIPPED = {"clip_norm": 0.05}
 OPTIONS = {
     "params on the device": {"params_in": "device"},
@@ -131,7 +130,7 @@ OPTIONS = {
     },
     "clipped by layer": {**CLIPPED, "clip_by": "layer"},
     "scaled, clipped by previous": {
-        **APART, **CLIPPED, "loss_scale": 64.0, "clip_by": "previous", "factors": BAD
+        **APART, **CLIPPED, "loss_scale": 64.0, "clip_by": "previous", "factors": SECOND_IS_NAN
     },
     "state": STATE,
     "weighted": {**APART, "num_microbatches": 4, "weighted_loss": True, "loss_scale": 8.0},

@@ -15,12 +15,14 @@ from effjax.ops._common.platform import trace_for_platform
 from tests.contexts import mesh_of
 from tests.ops.offload import reference
 from tests.ops.offload.reference import stack
-from tests.ops.offload.stacks import WIDTH, kinds, layer, on, params
+from tests.ops.offload.stacks import WIDTH, assert_close, kinds, layer, on, params
 from tests.ops.offload.steps import (
     ADAMW,
-    close,
+    APART,
+    FROZEN,
+    MICROBATCHES,
+    SECOND_IS_NAN,
     embed,
-    is_trained,
     make_batches,
     make_functions,
     make_options,
@@ -34,7 +36,6 @@ from tests.tiers import vary
 
 pytestmark = pytest.mark.usefixtures("x64")
 TOKENS = jnp.arange(32) * 7 % 11
-FACTORS = 1.0, float("nan"), 1.0
 
 
 def expected(form, splits_rows, factors, **options):
@@ -96,13 +97,10 @@ def train(form, context, spec, factors, **options):
 
 
 AUX = {"has_state": True, "head_has_aux": True, "has_aux": True}
-MICROBATCHES = {"num_microbatches": 2}
-APART = {"fuse_update": False}
 ON_DEVICE = {"params_in": "device"}
 PREVIOUS = {"clip_norm": 0.1, "clip_by": "previous"}
 WEIGHTED = {**MICROBATCHES, "weighted_loss": True}
-SKIPPED = {**MICROBATCHES, **APART, "clip_norm": 0.1, "loss_scale": 8.0, "factors": FACTORS}
-FROZEN = {"trainable": is_trained, "trainable_others": lambda path, leaf: path[0].key == "u"}
+SKIPPED = {**MICROBATCHES, **APART, "clip_norm": 0.1, "loss_scale": 8.0, "factors": SECOND_IS_NAN}
 SHARDED = {"spec": P(None, "i")}
 
 
@@ -113,14 +111,14 @@ def check(form, context, options):
     splits_rows = context != "auto" and options.get("num_microbatches", 1) > 1
     want = expected(form, splits_rows, **options)
     layers = jax.tree.map(np.asarray, state.layers)
-    close((losses, layers, state.others, state.model_state), want[:4], 1e-9)
-    close(state.grad_norm, want.grad_norm, 1e-9)
+    assert_close((losses, layers, state.others, state.model_state), want[:4], 1e-9)
+    assert_close(state.grad_norm, want.grad_norm, 1e-9)
     if "loss_scale" in options:
         assert state.loss_scale.scale == want.loss_scales[-1]
     if options.get("has_aux"):
-        close(rest.pop(0), want.aux, 1e-9)
+        assert_close(rest.pop(0), want.aux, 1e-9)
     if options.get("head_has_aux"):
-        close(rest.pop(0), want.head_aux, 1e-9)
+        assert_close(rest.pop(0), want.head_aux, 1e-9)
     assert not rest
     if context == "pmap":
         return
@@ -248,7 +246,7 @@ def test_shard_map_with_sharded_and_replicated_parameters(form, platform, option
     )
     want_layers = stack(want.layers) if form == "stack" else want.layers
     got = jax.tree.map(np.asarray, (state.layers, state.others))
-    close(got, (want_layers, want.others), 1e-9)
+    assert_close(got, (want_layers, want.others), 1e-9)
 
 
 @vary("form", ["stack", "list"])
@@ -301,7 +299,7 @@ def test_replicated_layer_inputs():
     state = init(*(jax.device_put(tree, on(mesh, P())) for tree in (params(), others())))
     state, loss = jax.jit(run)(state, jax.device_put(TOKENS, on(mesh, P("i"))))
     want = reference.train(*functions(lambda a: a), ADAMW, params(), others(), [TOKENS])
-    close((loss, state.layers, state.others), (want.losses[0], *want[1:3]), 1e-9)
+    assert_close((loss, state.layers, state.others), (want.losses[0], *want[1:3]), 1e-9)
 
 
 def test_rejects_weight_of_one_device():

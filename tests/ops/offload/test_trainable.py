@@ -19,9 +19,11 @@ from tests.ops.offload.stacks import (
     assert_close,
     in_memory,
     inputs,
+    is_low_rank,
     kinds,
     layer,
     loss,
+    low_rank_layer,
     params,
     value_and_grads,
 )
@@ -39,22 +41,11 @@ def quantized():
         "kernel": jnp.round(w["a"] / scale).astype(jnp.int8),
         "scale": scale,
         "low": {
-            "a": 0.1 * jax.random.normal(keys[0], (LAYERS, WIDTH, RANK)),
-            "b": 0.1 * jax.random.normal(keys[1], (LAYERS, RANK, 2 * WIDTH)),
+            "down": 0.1 * jax.random.normal(keys[0], (LAYERS, WIDTH, RANK)),
+            "up": 0.1 * jax.random.normal(keys[1], (LAYERS, RANK, 2 * WIDTH)),
         },
         "out": w["b"].astype(jnp.bfloat16),
     }
-
-
-def low_rank_layer(w, x, key):
-    kernel = w["kernel"].astype(x.dtype) * w["scale"] + w["low"]["a"] @ w["low"]["b"]
-    h = jnp.tanh(x @ kernel)
-    h = jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h / 0.9, 0.0) if key is not None else h
-    return x + h @ w["out"].astype(x.dtype)
-
-
-def is_low(path, leaf):
-    return path[0].key == "low"
 
 
 def merged(low, w=None):
@@ -71,7 +62,7 @@ def test_gradients_of_low_rank_parameters_match_in_memory(options):
     if options.get("params_in") != "device":
         w = to_host(w)
     run = lambda low, x: offload_scan(  # noqa: E731
-        low_rank_layer, merged(low, w), x, key=KEY, trainable=is_low, **options
+        low_rank_layer, merged(low, w), x, key=KEY, trainable=is_low_rank, **options
     )
     got = value_and_grads(run, w["low"], inputs())
     m = options.get("num_microbatches", 1)
@@ -111,7 +102,7 @@ def test_shard_map():
 
     def local(low, rest, x):
         def total(low):
-            y = offload_scan(low_rank_layer, merged(low, rest), x, trainable=is_low)
+            y = offload_scan(low_rank_layer, merged(low, rest), x, trainable=is_low_rank)
             return lax.pmean(loss(y), "i")
 
         return jax.value_and_grad(total)(low)

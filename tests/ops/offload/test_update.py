@@ -15,13 +15,13 @@ from tests.ops.offload import reference
 from tests.ops.offload.reference import stack
 from tests.ops.offload.stacks import (
     LAYERS,
+    assert_close,
     assert_equal_bits,
     init,
     kinds,
     params,
 )
 from tests.ops.offload.steps import (
-    close,
     decayed,
     layers_of,
 )
@@ -90,7 +90,7 @@ def check_update(form, tx, **clipping):
         clipper = reference.CLIPS[clipping["clip_by"]](clipping["clip_norm"])
         clip = lambda grads: clipper.update({"layers": grads}, clipper.init({}))[0]["layers"]  # noqa: E731
     want, want_state = updated_in_memory(tx, layers, 2, clip)
-    close((w, state), (join(want), join(want_state)))
+    assert_close((w, state), (join(want), join(want_state)))
     assert kinds(w) == {"pinned_host"}
 
 
@@ -110,23 +110,23 @@ def test_clipped_update_matches_optax(form, clip_by):
 def test_gradients_below_clip_norm_are_not_scaled():
     w, tx = to_host(params()), optax.sgd(1.0)
     got, _ = stream_update(tx).update(w, stream_update(tx).init(w), w, 1e3)
-    close(got, jax.tree.map(jnp.zeros_like, params()))
+    assert_close(got, jax.tree.map(jnp.zeros_like, params()))
 
 
 def test_clip_norm_of_complex_gradients():
     w = {"a": to_host(jnp.full((LAYERS, 2), 3 - 4j))}
     got, _ = stream_update(optax.sgd(1.0)).update(w, stream_update(optax.sgd(1.0)).init(w), w, 1.0)
     clipped, _ = optax.clip_by_global_norm(1.0).update(to_device(w), optax.EmptyState())
-    close(got, jax.tree.map(jnp.subtract, to_device(w), clipped))
+    assert_close(got, jax.tree.map(jnp.subtract, to_device(w), clipped))
 
 
 def test_host_init():
     keys = jax.random.split(jax.random.key(0), LAYERS)
     w = host_init(init, keys)
     assert kinds(w) == {"pinned_host"}
-    close(w, params(), 1e-7)
+    assert_close(w, params(), 1e-7)
     one = jax.tree.map(lambda a: a[:1], params())
-    close(host_init(init, keys[:1]), one, 1e-7)
+    assert_close(host_init(init, keys[:1]), one, 1e-7)
     inside = jax.jit(functools.partial(host_init, init))(keys)
     assert_equal_bits(inside, w)
     with pytest.raises(ValueError, match=r"`shardings` .* At params\['b'\]"):
@@ -146,7 +146,7 @@ def test_tuple_of_layers_inside_jit():
         to_host(tuple(different_layers())), to_host(tuple(gradients(different_layers(), 0)))
     )
     assert isinstance(params, tuple)
-    close((list(params), state), updated_in_memory(optax.adam(0.1), different_layers(), 1))
+    assert_close((list(params), state), updated_in_memory(optax.adam(0.1), different_layers(), 1))
 
 
 @pytest.mark.exhaustive
@@ -189,7 +189,7 @@ def test_update_is_differentiable_on_the_device(stacked):
 
     got = jax.grad(loss, argnums=(0, 1))(w, w)
     want = 1.8 * layers, -0.18 * layers
-    close([jnp.stack(list(d)) for d in got], list(want))
+    assert_close([jnp.stack(list(d)) for d in got], list(want))
 
 
 def test_update_keeps_shardings(mesh8):
@@ -209,7 +209,7 @@ def test_update_keeps_shardings(mesh8):
     assert new[0]["a"].sharding == by_row and state[0][0].mu["a"].sharding == by_row
     want = [optax.apply_updates(w, tx.update(jax.tree.map(jnp.ones_like, w), tx.init(w))[0])
             for w in weights]  # fmt: skip
-    close(to_device(new), want)
+    assert_close(to_device(new), want)
 
 
 def test_rejects_invalid_arguments():
@@ -235,4 +235,4 @@ def test_clip_norm_has_the_precision_of_the_gradients():
         for streamed, form in ((True, stack), (False, list)):
             tx = stream_update(optax.sgd(1.0), stacked=streamed)
             got, _ = tx.update(form(grads), tx.init(form(layers)), form(layers), clip_norm=0.1)
-            close(got, form(want), 1e-14)
+            assert_close(got, form(want), 1e-14)
