@@ -9,7 +9,7 @@ from ..train.errors import TrainError, printable
 
 USAGE, INTERRUPTED, PREEMPTED = 2, 130, 75  # exit codes: a wrong option, Ctrl-C, SIGTERM
 
-option_names: set[str] = set()  # of all commands, as the fields of their dataclasses
+option_names: set[str] = set()  # of the running command, as fields of its dataclasses
 
 
 class CommandError(Exception):
@@ -45,9 +45,10 @@ def report(error: BaseException) -> int | None:
             message = f"{message}. See {context.command_path} --help."
     elif not isinstance(error, TrainError):
         return None
+    if isinstance(error, TrainError):
+        message = re.sub(r"`([a-z_0-9]+)`", _as_typed, message)
     if message:
-        message = re.sub(r"`([a-z_]+)`", _as_typed, " ".join(message.split()))
-        print(f"effjax: {printable(message)}", file=sys.stderr)
+        print(f"effjax: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code
 
 

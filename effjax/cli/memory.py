@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..train.config import COUNT, PLAN, SIZE, Check, RunConfig, check_options, option
+from ..train.config import COUNT, MODEL, PLAN, SIZE, Check, RunConfig, inherit, option
 from ..train.errors import TrainError, printable
 from ..train.images.config import DenseNetRunConfig, ImageConfig, ResNetRunConfig
 from ..train.text.config import FinetuneConfig, LMConfig, TextConfig
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ..memory import Comparison, MaxBatch, OptionSearch
     from ..memory.render import Report
 
+AS_GIVEN = "as given"  # the form of a step with the options that are given
+READ_BY_RUNS = "data", "validation_data", "init_from"  # options that a plan does not need
 # Maps a batch size to the steps `(fun, *args)` by name.
 Steps = Callable[[int], Mapping[str, tuple[Any, ...]]]
 
@@ -74,8 +76,7 @@ class PlanOptions(FileOptions):
     budget: str | None = option(
         None,
         help="Choose the training options that trade time for memory: the fastest ones that fit in "
-        "this memory, such as 24GB. Options that are given do not change. A function must return "
-        "its steps in the order of the memory they need, the largest first.",
+        "this memory, such as 24GB. Options that are given do not change.",
         group=PLAN,
     )
     only: list[str] | None = option(
@@ -87,7 +88,7 @@ class PlanOptions(FileOptions):
     plot: Path | None = option(None, help="Plot into this file.", group=PLAN)
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         if self.multiple_of and not self.max_batch:
             raise TrainError("--multiple-of needs --max-batch.")
         if self.budget is not None and (self.max_batch or self.only or self.plot):
@@ -104,7 +105,7 @@ class ImagePlanOptions(PlanOptions):
     num_classes: int | None = option(
         None,
         help="Classes. (default: 10, or 1000 for ImageNet's models)",
-        group="Model",
+        group=MODEL,
         check=SIZE,
     )
 
@@ -120,16 +121,24 @@ class FunctionOptions(PlanOptions):
         positional=True,
     )
     batch_size: int = option(64, help="The argument of the function.", check=COUNT, group=PLAN)
+    budget: str | None = inherit(
+        PlanOptions,
+        "budget",
+        help="Find the fastest step that fits in this memory, such as 24GB. The function must "
+        "return its steps in the order of the memory they need, the largest first.",
+    )
 
 
 @memory_app.callback(invoke_without_command=True)
 def install(
     install_compiler: Annotated[
         Literal["cuda", "tpu"] | None,
-        typer.Option(help="Download the compiler for GPUs or TPUs, as the first plan does."),
+        typer.Option(
+            help="Download the compiler for GPUs or TPUs, as the first plan does, and exit."
+        ),
     ] = None,
 ) -> None:
-    """Install a compiler, if it is asked for."""
+    """Install the compiler that `--install-compiler` names."""
     if install_compiler is not None:
         with _errors_in_one_line():
             from ..memory._compilers import install_compiler as install
@@ -206,16 +215,20 @@ def plan_images(config_type: type[ImageConfig], given: Mapping[str, Any]) -> Non
     config = config_type(**take(config_type, given)).resolve()
     options = _plan_options(ImagePlanOptions, config, given)
     num_devices, classes = options.num_devices or 1, options.num_classes
+    names = [AS_GIVEN] if {"efficient", "save"} & given.keys() else plans.forms(config)
 
     def steps(batch_size: int) -> dict[str, tuple[Any, ...]]:
         sized = dataclasses.replace(config, batch_size=batch_size)
+        forms = {name: None if name == AS_GIVEN else name for name in names}
         return {
-            form: plans.training_step(sized, num_devices, num_classes=classes, form=form)
-            for form in plans.forms(config)
+            name: plans.training_step(sized, num_devices, num_classes=classes, form=form)
+            for name, form in forms.items()
         }
 
-    choices = plans.memory_choices(config, num_devices, num_classes=classes)
-    _plan(config, given, options, steps, choices)
+    _plan(
+        config, given, options, steps,
+        lambda: plans.memory_choices(config, num_devices, num_classes=classes),
+    )  # fmt: skip
 
 
 def plan_text(config_type: type[TextConfig], given: Mapping[str, Any]) -> None:
@@ -223,19 +236,24 @@ def plan_text(config_type: type[TextConfig], given: Mapping[str, Any]) -> None:
     from ..train.text import plans
 
     config = config_type(**take(config_type, given)).resolve()
-    options = _plan_options(PlanOptions, config, given)
+    options, model = _plan_options(PlanOptions, config, given), plans.read_model(config)
     num_devices = options.num_devices or 1
+    forms = plans.FORMS
+    if {"offload", "fuse_update"} & given.keys():
+        forms = {AS_GIVEN: {}}
+    elif config.on_nan == "skip":  # which a fused update does not support
+        forms = {name: form for name, form in forms.items() if not form["fuse_update"]}
 
     def steps(batch_size: int) -> dict[str, tuple[Any, ...]]:
+        sized = dataclasses.replace(config, batch_size=batch_size)
         return {
-            form: plans.training_step(
-                dataclasses.replace(config, batch_size=batch_size, **changes), num_devices
-            )
-            for form, changes in plans.FORMS.items()
+            name: plans.training_step(dataclasses.replace(sized, **changes), num_devices, model)
+            for name, changes in forms.items()
         }
 
-    choices = plans.memory_choices(config, {*given}, num_devices)
-    _plan(config, given, options, steps, choices)
+    _plan(
+        config, given, options, steps, lambda: plans.memory_choices(config, {*given}, num_devices)
+    )
 
 
 def _plan_options(options_type: type[Any], config: RunConfig, given: Mapping[str, Any]) -> Any:
@@ -243,6 +261,9 @@ def _plan_options(options_type: type[Any], config: RunConfig, given: Mapping[str
     from ..train.mesh import parse_axes
 
     options = options_type(**take(options_type, given))
+    if unused := [name for name in READ_BY_RUNS if name in given]:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+        print(f"effjax: a plan reads no data and no weights; unused: {names}", file=sys.stderr)
     if config.mesh is None:
         return options
     size = math.prod(parse_axes(config.mesh, options.num_devices).values())
@@ -264,13 +285,18 @@ def _limits(options: PlanOptions) -> dict[str, Any]:
 
 
 def _plan(
-    config: RunConfig, given: Mapping[str, Any], options: PlanOptions, steps: Steps, choices: Any
+    config: RunConfig,
+    given: Mapping[str, Any],
+    options: PlanOptions,
+    steps: Steps,
+    make_choices: Callable[[], Any],
 ) -> None:
+    """Plan the steps of a run, or search for its options with `--budget`."""
     limits = _limits(options)
     with _errors_in_one_line():
         if options.budget is not None:
             found = search_options(
-                config, take(type(config), given), choices,
+                config, take(type(config), given), make_choices(),
                 budget=parse_size("--budget", options.budget), num_devices=options.num_devices,
                 **limits,
             )  # fmt: skip

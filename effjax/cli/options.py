@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import inspect
+import re
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,8 @@ from ..train.config import (
     COUNT,
     DATA,
     INDEX,
+    MAX_COUNT,
+    MAX_SIZE,
     MODEL,
     OPTIMIZATION,
     PLAN,
@@ -40,6 +43,9 @@ class FileOptions:
         None, help="A YAML file with options by name. The command line has precedence."
     )
     print_config: bool = option(False, help="Print the options that are given as YAML, and exit.")
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,12 +84,9 @@ class RunOptions(FileOptions):
         check=COUNT,
     )
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 def command(
-    app: typer.Typer, name: str, *options: type, help: str | None = None
+    app: typer.Typer, name: str, *options: type
 ) -> Callable[[Callable[[dict[str, Any]], Any]], Callable]:
     """Add a function to an app as a command whose options are the fields of dataclasses.
 
@@ -94,23 +97,25 @@ def command(
         app: The app.
         name: The name of the command.
         *options: The dataclasses. Their fields are made by `effjax.train.config.option`.
-        help: The help of the command, by default the docstring of the function.
     """
 
     def add(function: Callable[[dict[str, Any]], Any]) -> Callable:
-        def run(**values: Any) -> Any:
+        fields = [(of, field) for of in options for field in dataclasses.fields(of)]
+        fields.sort(key=lambda pair: GROUPS.index(_group(pair[1])))
+
+        def run(**values: Any) -> None:
             given = {name: value for name, value in values.items() if value is not None}
+            errors.option_names = {f.name for _, f in fields if not f.metadata["positional"]}
+            for of in options:
+                of(**take(of, given))  # checks each option
             given.pop("config", None)
             if given.pop("print_config", False):
                 print_options(given)
             else:
                 function(given)
 
-        fields = [(of, field) for of in options for field in dataclasses.fields(of)]
-        fields.sort(key=lambda pair: GROUPS.index(_group(pair[1])))
-        errors.option_names.update(field.name for _, field in fields)
         run.__signature__ = inspect.Signature([_parameter(*pair) for pair in fields])  # type: ignore[attr-defined]
-        run.__doc__ = help or function.__doc__
+        run.__doc__ = function.__doc__
         app.command(name, cls=Command)(run)
         return function
 
@@ -118,10 +123,15 @@ def command(
 
 
 def print_options(given: Mapping[str, Any]) -> None:
-    """Print options as a file for `--config`."""
+    """Print options as a file for `--config`, without those of one run, such as its directory."""
     import yaml
 
-    plain = {n: str(value) if isinstance(value, Path) else value for n, value in given.items()}
+    of_a_run = {field.name for field in dataclasses.fields(RunOptions)}
+    plain = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in given.items()
+        if name not in of_a_run
+    }
     print(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), end="")
 
 
@@ -172,18 +182,38 @@ def _read_file(context: typer.Context, path: Path | None) -> Path | None:
     except OSError as error:
         raise TrainError(f"--config {path}: {error.strerror or error}. Check the path.") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise TrainError(f"--config {path}: is not YAML ({error}).") from error
+        raise TrainError(f"--config {path}: must be YAML ({error}).") from error
+    values = {} if values is None else values
     if not isinstance(values, dict):
         raise TrainError(f"--config {path}: must have options by name, such as `epochs: 3`.")
-    known = {param.name for param in context.command.params}
-    by_name = {str(key).replace("-", "_"): value for key, value in values.items()}
-    for name in by_name:
-        if name not in known:
-            close = difflib.get_close_matches(name, [str(n) for n in known], 1)
+    params = {param.name: param for param in context.command.params}
+    for name in "config", "print_config", "help":
+        params.pop(name, None)
+    context.default_map = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name not in params:
+            close = difflib.get_close_matches(name, [str(n) for n in params], 1)
             hint = f" Did you mean {close[0]}?" if close else ""
-            raise TrainError(f"--config {path}: {name!r} is not an option.{hint}")
-    context.default_map = {n: value for n, value in by_name.items() if value is not None}
+            raise TrainError(f"--config {path}: {key!r} is not an option.{hint}")
+        if name in context.default_map:
+            raise TrainError(f"--config {path}: {key!r} is given twice.")
+        if value is not None:
+            _check_yaml(f"--config {path}: {key!r} (={value!r})", value, params[name])
+            context.default_map[name] = value
     return path
+
+
+def _check_yaml(what: str, value: Any, param: Any) -> None:
+    """Raise TrainError for a value that the command line would read as something else."""
+    if getattr(param, "multiple", False):
+        if not isinstance(value, list):
+            raise TrainError(f"{what} must be a list.")
+    elif isinstance(value, (list, dict)):
+        raise TrainError(f"{what} must be a single value.")
+    elif isinstance(value, bool) != bool(getattr(param, "is_flag", False)):
+        kind = "a number or a text" if isinstance(value, bool) else "true or false"
+        raise TrainError(f"{what} must be {kind}.")
 
 
 class Command(typer.core.TyperCommand):
@@ -205,6 +235,7 @@ class Command(typer.core.TyperCommand):
             title = getattr(param, "rich_help_panel", None) or "Options"
             if title not in panels:
                 panels[title] = Table.grid(Column(width=NAME_WIDTH), Column(), padding=(0, 2, 0, 0))
+            text = re.sub(f"1<=x<=({MAX_SIZE}|{MAX_COUNT})", "x>=1", text)
             panels[title].add_row(Text(names.replace(" range>", ">")), Text(text))
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)

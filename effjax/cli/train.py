@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..train.config import option
+from ..train.config import MODEL, option
 from ..train.errors import TrainError
 from ..train.images.config import DenseNetRunConfig, ResNetRunConfig
 from ..train.text.config import FinetuneConfig, LMConfig, TextConfig
@@ -26,7 +26,7 @@ class ResNetRunOptions(RunOptions):
     """Options of `effjax train resnet` that are not stored with the run."""
 
     compare_plain: bool = option(
-        False, help="Also train the network without --dcn, in OUT-plain.", group="Model"
+        False, help="Also train the network without --dcn, in OUT-plain.", group=MODEL
     )
 
 
@@ -41,18 +41,18 @@ class LMRunOptions(RunOptions):
 def train_densenet(given: dict[str, Any]) -> None:
     """Train a DenseNet-BC with batch norm over all devices, and report its memory."""
     with end_all_on_error(given):
-        train_on_images(request_run(DenseNetRunConfig, given), given.get("fit"))
+        train_on_images(fit_images(request_run(DenseNetRunConfig, given), given.get("fit")))
 
 
 @command(train_app, "resnet", ResNetRunConfig, ResNetRunOptions)
 def train_resnet(given: dict[str, Any]) -> None:
     """Train a ResNet with batch norm over all devices, and report its memory."""
     with end_all_on_error(given):
-        request = request_run(ResNetRunConfig, given)
+        request = fit_images(request_run(ResNetRunConfig, given), given.get("fit"))
         if given.get("compare_plain"):
-            train_and_compare(request, given.get("fit"))
+            train_and_compare(request)
         else:
-            train_on_images(request, given.get("fit"))
+            train_on_images(request)
 
 
 @command(train_app, "lm", LMConfig, LMRunOptions)
@@ -70,38 +70,56 @@ def finetune(given: dict[str, Any]) -> None:
     At the end, RUN/model holds the best parameters in Hugging Face's layout. With --lora,
     RUN/adapter holds the adapters in PEFT's layout.
     """
+    if "resume" not in given:
+        for name, typed in (("checkpoint", "CHECKPOINT"), ("data", "--data")):
+            if name not in given:
+                raise TrainError(
+                    f"{typed} is missing. Use effjax finetune CHECKPOINT --data FILE.jsonl."
+                )
     with end_all_on_error(given):
         train_on_text(FinetuneConfig, given)
 
 
-def train_on_images(request: RunRequest, fit: str | None = None) -> "ImageResult":
-    """Train a network on images, and print its result."""
+def fit_images(request: RunRequest, fit: str | None) -> RunRequest:
+    """Return the request with the options that `--fit` chooses, if it is given.
+
+    The choice depends on the shape of the images and, with --init-from, on the file.
+    """
+    if fit is None:
+        return request
     from ..train.images.plans import memory_choices
+    from ..train.images.task import prepare
+
+    task = prepare(request.config)
+    size, config = task.mesh.size, task.config
+    classes = len(task.dataset.class_names)
+    choices = memory_choices(config, size, task.dataset.image_shape, classes)
+    config = fit_config(config, request.given, fit, choices, size, make_console())
+    return dataclasses.replace(request, config=config)
+
+
+def train_on_images(request: RunRequest) -> "ImageResult":
+    """Train a network on images, and print its result."""
     from ..train.images.report import describe, result_rows
     from ..train.images.task import prepare
     from ..train.report import print_line, print_table
 
     # This checks all options and data. Nothing is written before.
     task, console = prepare(request.config, resume=request.resume), make_console()
-    if fit is not None:  # the choice depends on the images and, with --init-from, on the file
-        shape, classes = task.dataset.image_shape, len(task.dataset.class_names)
-        size, config = task.mesh.size, task.config
-        choices = memory_choices(config, size, shape, classes)
-        task = prepare(fit_config(config, request.given, fit, choices, size, console))
     run, result = train(request, task, describe(task), console, memory_options="--save features")
     print_table(console, result_rows(task, result))
     print_line(console, f"written: {run.path}")
     return result
 
 
-def train_and_compare(request: RunRequest, fit: str | None) -> None:
+def train_and_compare(request: RunRequest) -> None:
     """Train a ResNet with and without deformable convolutions."""
     from ..train.processes import run_on_first
 
     dcn = request.config.dcn
     if dcn == "none":
         raise TrainError("--compare-plain needs --dcn v1 or v2.")
-    deformable = train_on_images(request, fit)
+    deformable = train_on_images(request)
     path = request.path.with_name(f"{request.path.name}-plain")
     plain_request = dataclasses.replace(
         request,
@@ -109,7 +127,7 @@ def train_and_compare(request: RunRequest, fit: str | None) -> None:
         path=path,
         resume=request.resume and run_on_first((path / "config.json").exists),
     )
-    plain = train_on_images(plain_request, fit)
+    plain = train_on_images(plain_request)
     make_console().print(
         f"test accuracy: dcn {dcn} {deformable.test_accuracy:.2%}, plain {plain.test_accuracy:.2%}",
         highlight=False,
@@ -120,7 +138,7 @@ def train_on_text(config_type: type[TextConfig], given: Mapping[str, Any]) -> Te
     """Train a decoder on text, print its result and return its options."""
     request = request_run(config_type, given)
     config, console = request.config, make_console()
-    if fit := given.get("fit"):
+    if (fit := given.get("fit")) is not None:
         from ..train.mesh import make_mesh
         from ..train.text.plans import memory_choices
 

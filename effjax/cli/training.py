@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import shlex
 import signal
 import sys
@@ -32,7 +33,7 @@ class RunRequest:
     path: Path
     overwrite: bool
     resume: bool
-    given: Mapping[str, Any]  # options of the configuration that are not defaults
+    given: Mapping[str, Any]  # options of the configuration that were given
 
 
 def request_run(config_type: type[RunConfig], given: Mapping[str, Any]) -> RunRequest:
@@ -43,6 +44,9 @@ def request_run(config_type: type[RunConfig], given: Mapping[str, Any]) -> RunRe
         given: The options of `config_type` and of `RunOptions` that are given.
     """
     options, changes = RunOptions(**take(RunOptions, given)), take(config_type, given)
+    if "init_from" in changes:  # config.json has the absolute path
+        changes["init_from"] = os.path.realpath(changes["init_from"])
+    config = config_type(**changes)
     distributed.join(options)
     from ..train.processes import check_same_everywhere, run_on_first
     from ..train.run_directory import RunDirectory, default_path
@@ -51,7 +55,6 @@ def request_run(config_type: type[RunConfig], given: Mapping[str, Any]) -> RunRe
     # Both decide what the processes communicate before they compare the configuration.
     check_same_everywhere("option", {"out": path and str(path), "resume": resume and str(resume)})
     if resume is None:
-        config = config_type(**changes)
         if path is None:
             path = Path(run_on_first(lambda: str(default_path(config.COMMAND))))
         return RunRequest(config, path, options.overwrite, resume=False, given=changes)

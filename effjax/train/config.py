@@ -127,10 +127,11 @@ class RunConfig:
     COMMAND: ClassVar[str]  # the command that starts and resumes the run
     LENGTH: ClassVar[str]  # the option that is the length of the run, which may change on resume
 
-    data: str | None = None
-    validation: float = 0.1
+    # Each kind of run declares these.
+    data: str | None
+    validation: float
     batch_size: int
-    learning_rate: float | None = None
+    learning_rate: float | None
     weight_decay: float
     dtype: Literal["float32", "bfloat16"]
     checkpoint_every: int | None = option(
@@ -151,7 +152,7 @@ class RunConfig:
     )
     seed: int = option(
         0,
-        help="Seed of parameters, order, augmentation, dropout and stochastic rounding.",
+        help="Seed of parameters, order, augmentation and dropout.",
         group=OPTIMIZATION,
         check=SEED,
     )

@@ -140,8 +140,7 @@ def _fit(
 
     best_record = next(record for record in records if record["step"] == best)
     result = task.result(records, best_record, tested, began)
-    known = {name: value for name, value in vars(result).items() if value is not None}
-    run.append({"kind": "final"} | known)
+    run.append({"kind": "final"} | vars(result))
     _draw(task, run)
     return result
 

@@ -7,6 +7,7 @@ import optax
 
 from ..optimizers import adamw_8bit, in_float32, stochastic_rounding
 
+B2 = 0.95  # decay rate of AdamW's second moment
 LOWEST = 0.1  # of the largest learning rate, at the start and at the end of a run with warmup
 
 
@@ -56,7 +57,6 @@ def make_adamw(
     schedule: optax.Schedule,
     weight_decay: float,
     *,
-    b2: float = 0.95,
     bits: Literal[8, 32] = 32,
     seed: int = 0,
 ) -> optax.GradientTransformation:
@@ -68,7 +68,6 @@ def make_adamw(
     Args:
         schedule: The learning rate, a function of the number of steps.
         weight_decay: The strength of the decay, multiplied by the learning rate.
-        b2: The decay rate of the second moment.
         bits: Bits of each moment.
         seed: Seed of the stochastic rounding of bfloat16 parameters.
     """
@@ -76,7 +75,7 @@ def make_adamw(
     def is_decayed(params: Any) -> Any:
         return jax.tree.map_with_path(lambda path, _: _is_matrix(path[-1].key), params)
 
-    options: dict[str, Any] = dict(b2=b2, weight_decay=weight_decay, mask=is_decayed)
+    options: dict[str, Any] = dict(b2=B2, weight_decay=weight_decay, mask=is_decayed)
     if bits == 8:
         adamw = adamw_8bit(schedule, **options)
     else:

@@ -38,11 +38,16 @@ def test_a_plan_reads_the_file_of_a_run(run, tmp_path):
     [
         (None, "run.yaml: No such file"),
         ("epochs", "run.yaml: must have options by name"),
-        ("{", "run.yaml: is not YAML"),
+        ("{", "run.yaml: must be YAML"),
         ("epoch: 3", "'epoch' is not an option. Did you mean epochs?"),
         ("epochs: many", "'--epochs'"),
         ("epochs: 0", "--epochs (=0) must be between 1"),
         ("save: all", "'--save'"),
+        ("epochs: true", "'epochs' (=True) must be a number or a text"),
+        ("efficient: 1", "'efficient' (=1) must be true or false"),
+        ("data: [a, b]", "must be a single value"),
+        ("growth-rate: 4\ngrowth_rate: 5", "'growth_rate' is given twice"),
+        ("config: other.yaml", "'config' is not an option"),
     ],
 )
 def test_wrong_files_are_one_line(run, tmp_path, content, message):
@@ -59,3 +64,15 @@ def test_resume_accepts_the_options_of_the_run(run, run_without_training, tmp_pa
     run_without_training(*again, "--keep", "2")
     code, _, err = run(*again, "--momentum", "0.8")
     assert code == 2 and "--momentum (=0.8) cannot change on --resume. The run has 0.9." in err
+
+
+def test_prints_no_options_that_are_wrong_or_of_one_run(run):
+    code, out, _ = run(*TINY, "--out", "here", "--keep", "2", "--print-config")
+    assert code == 0 and yaml.safe_load(out) == {"depth": 10, "growth_rate": 4, "keep": 2}
+    code, out, err = run(*TINY, "--epochs", "0", "--print-config")
+    assert (code, out) == (2, "") and "--epochs (=0) must be between 1" in err
+
+
+def test_an_empty_file(run, tmp_path):
+    (tmp_path / "run.yaml").write_text("# nothing\n")
+    assert run(*TINY, "--config", "run.yaml", "--print-config")[0] == 0

@@ -87,7 +87,7 @@ def test_resume_with_moved_files(run_finetune, run_without_training, tmp_path):
 @pytest.mark.parametrize(
     ("change", "argv", "message"),
     [
-        (None, [], "the checkpoint is missing. Use effjax finetune CHECKPOINT --data FILE.jsonl"),
+        (None, [], "CHECKPOINT is missing. Use effjax finetune CHECKPOINT --data FILE.jsonl"),
         (None, ["base"], "--data is missing"),
         (None, ["Qwen/Qwen3-8B", *ROWS], "Qwen/Qwen3-8B: not found. Give the folder of"),
         (None, ["base/config.json", *ROWS], "base/config.json: is a file. Give the folder"),

@@ -177,6 +177,25 @@ def test_usage_errors(run_memory, argv, message):
     assert (code, out) == (2, "") and one_line(err) and message in err, err
 
 
+@pytest.mark.parametrize(
+    ("options", "forms"),
+    [
+        (["--on-nan", "skip"], "'in memory', 'jax.checkpoint', 'offload activations', "),
+        (["--offload", "params"], "must be one of 'as given'"),
+    ],
+)
+def test_forms_of_a_language_model(run_memory, options, forms):
+    """The forms that the options support, or the one that they choose."""
+    size = "--layers", "2", "--width", "32", "--context", "4", "--batch-size", "2"
+    code, _, err = run_memory("lm", *size, *options, "--only", "none")
+    assert code == 2 and one_line(err) and forms in err
+
+
+def test_names_options_that_a_plan_does_not_use(run_memory):
+    _, _, err = run_memory("lm", "--data", "text:here", "--only", "none")
+    assert err.startswith("effjax: a plan reads no data and no weights; unused: --data\n")
+
+
 @needs_gpu_compiler
 @pytest.mark.parametrize(
     ("function", "line", "message"),

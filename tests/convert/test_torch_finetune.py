@@ -8,14 +8,13 @@ transformers = pytest.importorskip("transformers", reason="requires transformers
 pytest.importorskip("tokenizers")
 
 from effjax.train.loop import fit  # noqa: E402
-from effjax.train.text.packing import eval_batches  # noqa: E402
 from tests.train.small import new_run  # noqa: E402
 from tests.train.text.small import finetune_task, write_base  # noqa: E402
 
 
 def mean_loss(model, task):
     """Return the loss of the validation rows, which are not packed."""
-    (batch,) = eval_batches(task.validation, len(task.validation))
+    (batch,) = task.data.eval_batches("validation", len(task.data.validation))
     arrays = {name: torch.from_numpy(batch[name]).long() for name in ("tokens", "labels")}
     with torch.no_grad():
         logits = model(input_ids=arrays["tokens"]).logits.float()

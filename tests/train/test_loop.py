@@ -91,8 +91,7 @@ def test_files_of_a_run(task, whole):
     run, result = whole
     lines = run.read_metrics()
     assert kinds(run) == [task.unit] * 3 + ["final"]
-    known = {name: value for name, value in vars(result).items() if value is not None}
-    assert lines[-1] == {"kind": "final"} | known
+    assert lines[-1] == {"kind": "final"} | vars(result)
     records = lines[:3]
     assert [record["step"] for record in records] == list(task.eval_steps)
     assert records[2]["train_loss"] < records[0]["train_loss"]

@@ -61,7 +61,10 @@ def load_cifar(path: Path, num_classes: int) -> Dataset:
     wanted = {*layout.files, layout.pickled}
     files = _read_directory(path, wanted) if path.is_dir() else _read_archive(path, wanted)
     if layout.pickled in files and layout.names not in files:
-        raise DataError(f"{path}: is the Python version. Download the binary version.")
+        raise DataError(
+            f"{path}: this is the Python version. Download the binary version, "
+            f"cifar-{num_classes}-binary.tar.gz."
+        )
     for name in layout.files:
         _check(name in files, path, f"{name} of CIFAR-{num_classes} is missing")
 

@@ -47,8 +47,8 @@ class ImageConfig(RunConfig):
     )
     image_size: int | None = option(
         None,
-        help="Resize the images of a folder to this side. (default of a plan: 32, or 224 for "
-        "ImageNet's models)",
+        help="Resize the images of a folder to this side. (default: that of the first image; of a "
+        "plan 32, or 224 for ImageNet's models)",
         group=DATA,
         check=SIZE,
     )

@@ -16,6 +16,7 @@ from flax import nnx
 from ...memory import ResidualReport, residual_bytes
 from ...models import DenseNet
 from ...models.densenet import DENSENET_OPTIONS
+from ..finite import OnNan
 from ..mesh import planning_mesh
 from ..optimizers import make_schedule, make_sgd
 from ..task import MemoryChoices
@@ -78,7 +79,8 @@ def training_step(
     build = model_builder(config, image_shape, num_classes or classes)
 
     def make() -> nnx.Module:
-        model = build(**FORMS[form] if form else {}, rngs=nnx.Rngs(0))
+        # `jit` reduces over the whole batch, whatever `parallel` is.
+        model = build(**FORMS[form] if form else {}, axis_name=None, rngs=nnx.Rngs(0))
         if isinstance(model, DenseNet) and form in FLAX_FORMS:
             return with_flax_layers(model, checkpoint=form == "jax.checkpoint")
         return model
@@ -91,7 +93,7 @@ def training_step(
     labels: Any = jax.ShapeDtypeStruct((config.batch_size,), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     learner, params, stats = _abstract_learner(
-        make, optimizer, image_shape[-1], config.freeze_stages
+        make, optimizer, image_shape[-1], config.freeze_stages, config.on_nan
     )
     state = jax.eval_shape(
         lambda p, s: TrainState(jnp.int32(0), p, s, optimizer.init(p)), params, stats
@@ -162,13 +164,14 @@ def _abstract_learner(
     optimizer: optax.GradientTransformation,
     channels: int,
     freeze_stages: int | None = None,
+    on_nan: OnNan = "stop",
 ) -> tuple[Learner, Any, Any]:
     model: Any = nnx.eval_shape(make)
     set_training(model, freeze_stages)
     trained = trained_params(freeze_stages)
     graphdef, params, stats = nnx.split(model, trained, ...)
     mean, std = np.zeros(channels), np.ones(channels)
-    learner = Learner(graphdef, graphdef, optimizer, mean, std, trained=trained)
+    learner = Learner(graphdef, graphdef, optimizer, mean, std, on_nan, trained)
     return learner, params, stats
 
 

@@ -21,6 +21,8 @@ from ..errors import TrainError
 
 # Default learning rates of fine-tuning: of all parameters, and of adapters.
 FULL_RATE, LORA_RATE = 1e-5, 2e-4
+Offload = Literal["none", "activations", "params", "all"]
+Policy = Literal["recompute", "dots", "everything"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class TextConfig(RunConfig):
 
     LENGTH: ClassVar[str] = "steps"
 
-    offload: Literal["none", "activations", "params", "all"] = option(
+    offload: Offload = option(
         "none",
         help="Arrays in host memory: the residuals of the layers, parameters and optimizer state, "
         "or both.",
@@ -41,7 +43,7 @@ class TextConfig(RunConfig):
         "of the previous step.",
         group=MODEL,
     )
-    policy: Literal["recompute", "dots", "everything"] = option(
+    policy: Policy = option(
         "recompute",
         help="Residuals of a layer: its input only, also the matrix products, or everything. The "
         "rest is recomputed in the backward pass.",
@@ -72,7 +74,7 @@ class TextConfig(RunConfig):
         check=COUNT,
     )
     batch_size: int = option(
-        8, help="Rows of tokens per step, over all devices.", group=OPTIMIZATION, check=COUNT
+        8, help="Examples per step, over all devices.", group=OPTIMIZATION, check=COUNT
     )
     optimizer: Literal["adamw", "adamw8bit"] = option(
         "adamw", help="AdamW with moments in 32 or in 8 bits.", group=OPTIMIZATION
@@ -100,6 +102,9 @@ class TextConfig(RunConfig):
     )
     dtype: Literal["float32", "bfloat16"] = option(
         "float32", help="Dtype of the computation.", group=OPTIMIZATION
+    )
+    seed: int = inherit(
+        RunConfig, "seed", help="Seed of parameters or adapters, order and stochastic rounding."
     )
 
     @property
@@ -248,6 +253,9 @@ class FinetuneConfig(TextConfig):
         TextConfig,
         "report_every",
         help="Steps between validations, each with a checkpoint. (default: an epoch)",
+    )
+    batch_size: int = inherit(
+        TextConfig, "batch_size", help="Rows of --max-length tokens per step, over all devices."
     )
     learning_rate: float | None = inherit(
         TextConfig,

@@ -5,7 +5,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from ...models import (
 from ...models.decoder import Params
 from ..mesh import AnyMesh, Array, gather_params, param_sharding, put, with_shardings
 from ..optimizers import make_adamw, make_schedule
-from .config import FinetuneConfig, LMConfig, TextConfig
+from .config import FinetuneConfig, LMConfig, Offload, Policy, TextConfig
 
 LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"  # suffixes of the names of adapters
 POLICIES: dict[str, Any] = {
@@ -38,8 +38,6 @@ NUM_BYTES = 256  # the vocabulary of a model of bytes
 TILE = 128
 # Fields of `OffloadState` whose arrays are in host memory with `params_on_host`.
 STORED = {"layers", "others", "layers_state", "others_state"}
-Offload = Literal["none", "activations", "params", "all"]
-Policy = Literal["recompute", "dots", "everything"]
 
 
 class DecoderState(NamedTuple):
@@ -112,7 +110,7 @@ class DecoderLearner:
         fuse_update: Whether each layer is updated during the backward pass.
         policy: The residuals of a layer: its input only, also the matrix products, or everything.
         num_microbatches: Parts that the batch is split into. Layers are loaded once for all parts.
-        mlp_chunk_size, attention: Arguments of `decoder_functions`.
+        mlp_chunk_size: Argument of `decoder_functions`.
         clip_norm: The largest norm of the gradients of a step. With `fuse_update` they are clipped
             by the norm of the previous step. None disables clipping.
         lora_rank: The rank of adapters of all linear layers, which alone are trained. None trains
@@ -131,7 +129,6 @@ class DecoderLearner:
     policy: Policy = "recompute"
     num_microbatches: int = 1
     mlp_chunk_size: int | None = None
-    attention: str | None = None
     clip_norm: float | None = None
     lora_rank: int | None = None
     lora_scale: float = 1.0
@@ -234,7 +231,7 @@ class DecoderLearner:
     def _functions(self) -> DecoderFunctions:
         """Return the functions of the decoder, which gather sharded parameters."""
         embed, layer, head = decoder_functions(
-            self.model, dtype=self.dtype, attention=self.attention,
+            self.model, dtype=self.dtype,
             mlp_chunk_size=self.mlp_chunk_size, lora_scale=self.lora_scale,
         )  # fmt: skip
 

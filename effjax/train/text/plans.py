@@ -20,10 +20,9 @@ from .config import FinetuneConfig, LMConfig, TextConfig
 from .learner import byte_decoder, make_learner
 
 # The options that `effjax memory` changes to compare forms of a step.
-IN_MEMORY = {"offload": "none", "fuse_update": False}
 FORMS: dict[str, dict[str, Any]] = {
-    "in memory": {**IN_MEMORY, "policy": "everything"},
-    "jax.checkpoint": IN_MEMORY,
+    "in memory": {"offload": "none", "fuse_update": False, "policy": "everything"},
+    "jax.checkpoint": {"offload": "none", "fuse_update": False},
     "jax.checkpoint, fused": {"offload": "none", "fuse_update": True},
     "offload activations": {"offload": "activations", "fuse_update": False},
     "offload params": {"offload": "params", "fuse_update": False},
@@ -53,12 +52,20 @@ def read_model(config: TextConfig) -> DecoderConfig:
     return find_base(config.checkpoint, config.param_dtype, allow_file=True).model
 
 
-def training_step(config: TextConfig, num_devices: int = 1) -> tuple[Any, ...]:
-    """Return the training step of a run and the shapes of its arguments, `(fun, *args)`."""
+def training_step(
+    config: TextConfig, num_devices: int = 1, model: DecoderConfig | None = None
+) -> tuple[Any, ...]:
+    """Return the training step of a run and the shapes of its arguments, `(fun, *args)`.
+
+    Args:
+        config: The configuration.
+        num_devices: The number of devices.
+        model: The result of `read_model`, by default read here.
+    """
     config = config.resolve()
     mesh = planning_mesh(config.mesh, num_devices)
     config = dataclasses.replace(config, steps=config.steps or STEPS)
-    learner = make_learner(config, read_model(config), mesh)
+    learner = make_learner(config, model or read_model(config), mesh)
     shape, sharding = (config.batch_size, config.row_length), batch_sharding(mesh)
     dtypes = WINDOWS if isinstance(config, LMConfig) else ROWS
     batch = {n: jax.ShapeDtypeStruct(shape, d, sharding=sharding) for n, d in dtypes.items()}
@@ -87,11 +94,13 @@ def memory_choices(config: TextConfig, given: set[str], num_devices: int = 1) ->
     if isinstance(config, FinetuneConfig):
         options["mlp_chunk_size"] = (None, 1024)
         not_by_time.append("mlp_chunk_size")
+    options |= {name: (getattr(config, name),) for name in options.keys() & given}
     # To update layers during the backward pass saves memory, and takes about the same time.
     fuses = config.fuse_update or "fuse_update" not in given
 
     def change(activations: str, params: str, **values: Any) -> TextConfig | None:
-        if (values.get("mlp_chunk_size") or 0) >= config.row_length:
+        chunk = values.get("mlp_chunk_size")
+        if "mlp_chunk_size" not in given and (chunk or 0) >= config.row_length:
             return None  # the same as None
         fuse_update = fuses and config.on_nan != "skip"
         offload = _PLACES[activations, params]
@@ -111,6 +120,7 @@ def memory_choices(config: TextConfig, given: set[str], num_devices: int = 1) ->
     def min_bytes(activations: str, **_: Any) -> tuple[int, int]:
         return (0, residuals) if activations == "host" else (residuals // num_devices, 0)
 
-    return MemoryChoices(
-        options, not_by_time, change, lambda config: training_step(config, num_devices), min_bytes
-    )
+    def step(config: TextConfig) -> tuple[Any, ...]:
+        return training_step(config, num_devices, model)
+
+    return MemoryChoices(options, not_by_time, change, step, min_bytes)

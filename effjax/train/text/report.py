@@ -69,7 +69,7 @@ def result_rows(result: TextResult) -> list[tuple[str, str]]:
         "train loss": result.train_loss,
         f"validation loss of the {step}": result.validation_loss,
         f"test loss of the {step}": result.test_loss,
-        "test loss without context": (result.unigram_bits or 0) * math.log(2) if of_bytes else None,
+        "test loss without context": result.unigram_bits and result.unigram_bits * math.log(2),
     }
     bits = ", {:.3f} bits/byte" if of_bytes else ""
     rows = [

@@ -101,7 +101,7 @@ def prepare(
         check_length(text, config.context)
         data, base, model = TextWindows(text, config.context), None, byte_decoder(config)
     else:
-        assert isinstance(config, FinetuneConfig)
+        assert isinstance(config, FinetuneConfig) and text is None
         config, data, base = _read_rows(config)
         model = base.model
     learner = make_learner(config, model, mesh)
@@ -114,7 +114,7 @@ def prepare(
 def _read_rows(config: FinetuneConfig) -> tuple[FinetuneConfig, PackedRows, Base]:
     """Return the options with what the data determine, the rows and the checkpoint."""
     if not config.checkpoint or not config.data:
-        missing = "`data`" if config.checkpoint else "the checkpoint"
+        missing = "`data`" if config.checkpoint else "CHECKPOINT"
         raise TrainError(f"{missing} is missing. Use effjax finetune CHECKPOINT --data FILE.jsonl.")
     base = find_base(config.checkpoint, config.param_dtype)
     # Templates write a date. A run that continues needs the date of its beginning.
@@ -221,13 +221,14 @@ class TextTask(Task[TextResult]):
         rows = local_rows(size, self.mesh)
 
         def evaluate(state: DecoderState, part: Part) -> Metrics:
-            total, weight = 0.0, 0.0
+            total, weight, is_empty = 0.0, 0.0, True
             for batch in self.data.eval_batches(part, size, rows):
                 sums = eval_step(
                     state.model.layers, state.model.others, global_batch(batch, size, self.mesh)
                 )
                 total, weight = total + float(sums[0]), weight + float(sums[1])
-            if not weight:
+                is_empty = False
+            if is_empty:
                 return {}
             loss = total / weight
             bits = {"bits_per_byte": loss / math.log(2)} if self.data.unit == "byte" else {}

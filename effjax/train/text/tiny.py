@@ -1,6 +1,6 @@
 """A tiny language model in Hugging Face's layout, to try `effjax finetune` without a download.
 
-`python -m effjax.train.finetune.tiny FOLDER` writes the model, with random weights, and
+`python -m effjax.train.text.tiny FOLDER` writes the model, with random weights, and
 FOLDER/rows.jsonl with sums to learn.
 """
 
@@ -107,7 +107,7 @@ def write_rows(file: str | Path, largest: int = 9) -> None:
 def main(argv: Sequence[str]) -> str | None:
     """Write the model and the rows to the folder `argv[0]`; return an error message, if any."""
     if len(argv) != 1 or argv[0].startswith("-"):
-        return "usage: python -m effjax.train.finetune.tiny FOLDER"
+        return "usage: python -m effjax.train.text.tiny FOLDER"
     try:
         write_checkpoint(argv[0])
         write_rows(Path(argv[0]) / "rows.jsonl")

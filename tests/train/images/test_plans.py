@@ -70,6 +70,13 @@ def test_default_images(config, shape):
     assert batch.images.shape == shape
 
 
+def test_a_step_in_another_parallel_form():
+    """A plan is that of `jit`, and `--on-nan skip` is part of it."""
+    config = DenseNetRunConfig(depth=10, batch_size=6, parallel="shard_map", on_nan="skip")
+    step, state, batch, key = training_step(config, 2)
+    assert "is_finite" in str(step.trace(state, batch, key).jaxpr)
+
+
 def test_memory_choices():
     choices = memory_choices(TINY, image_shape=(8, 8, 1), num_classes=5)
     values = itertools.product(*choices.options.values())

@@ -66,6 +66,9 @@ def test_memory_choices(config):
     assert not skips.change(**places, num_microbatches=1).fuse_update
     given = memory_choices(config, {"fuse_update"})
     assert not given.change(**places, num_microbatches=1).fuse_update
+    chunked = memory_choices(dataclasses.replace(config, mlp_chunk_size=8), {"mlp_chunk_size"})
+    assert chunked.options["mlp_chunk_size"] == (8,)
+    assert chunked.change(**PLACES, num_microbatches=1, mlp_chunk_size=8).mlp_chunk_size == 8
 
 
 def test_all_combinations_differ():
