@@ -198,7 +198,7 @@ def test_fit(tmp_path):
 @pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_planned_densenet():
-    name = "plain"
+    name = "effjax features"
     (row,) = densenet.plan_network(10, 2, "l4", [name]).rows
     assert row["name"] == name and row["peak_bytes"] > row["temp_bytes"] > 0
 
@@ -241,7 +241,7 @@ def test_planned_deform_attention():
     rows = by_name(deform_attention.plan_case(case, "l4"))
     samples = 4 * 50 * 2 * 2 * 4 * 32
     assert rows["the samples alone"]["temp_bytes"] == samples
-    assert rows["packed gather"]["temp_bytes"] > samples
+    assert rows["packed gather"]["temp_bytes"] > max(samples, rows["effjax xla"]["temp_bytes"])
 
 
 @pytest.mark.exhaustive

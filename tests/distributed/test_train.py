@@ -170,14 +170,37 @@ def test_resumes_exactly_after_sigterm_and_damage(group, stopped, whole, tmp_pat
     assert_same_bits(run, whole)
 
 
+NAN_AT_STEP_4 = """
+from effjax.train.text.windows import TextWindows
+batches = TextWindows.train_batches
+def spoiled(self, size, seed, done, rows):
+    for step, batch in enumerate(batches(self, size, seed, done, rows), done + 1):
+        # The loss of a label -1 is NaN.
+        yield {name: a * 0 - 1 for name, a in batch.items()} if step == 4 else batch
+patch.setattr(TextWindows, "train_batches", spoiled)"""
+
+
+@pytest.mark.exhaustive
+def test_skips_a_step_that_is_not_finite(group, text, tmp_path, monkeypatch):
+    options = "--mesh", "data=2,fsdp=2", "--on-nan", "skip", "--steps", 6, "--report-every", 3
+    run = tmp_path / "run"
+    first, second = group.train(*text, *options, "--out", run, before=NAN_AT_STEP_4)
+    message = "step 4: its loss or its gradients are not finite"
+    assert message in first and message not in second
+    assert [line.get("skipped") for line in lines(run) if line["kind"] == "step"] == [None, [4]]
+    exec(NAN_AT_STEP_4, {"patch": monkeypatch})
+    assert_same_run(run, train_alone(run))
+
+
 DENSENET = "densenet --depth 10 --growth-rate 4 --epochs 1 --batch-size 256 --learning-rate 0.01"
 
 
 @pytest.mark.exhaustive
-def test_images_take_the_same_steps_as_in_one_process(group, tmp_path):
-    """In pmap, to which each process passes its own rows."""
+@pytest.mark.parametrize("options", ["--parallel pmap", "--mesh fsdp=4"])
+def test_images_take_the_same_steps_as_in_one_process(group, tmp_path, options):
+    """Each process passes its own rows to pmap; with fsdp, parameters are split over processes."""
     run = tmp_path / "run"
-    said = group.train(*DENSENET.split(), "--parallel", "pmap", "--out", run)
+    said = group.train(*DENSENET.split(), *options.split(), "--out", run)
     assert ["written" in out for out in said] == [True, False]
     assert_same_run(run, train_alone(run))
 

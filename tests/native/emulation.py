@@ -231,7 +231,7 @@ CONV = Operator(
     ),
     gradients=("dx", "doffset", "dmask"),
     make=make_conv,
-    options=(dict(masked=False), dict(wide_index=True), dict()),
+    options=(dict(), dict(masked=False), dict(wide_index=True)),
     crowded=dict(channels=4, size=(3, 30), width=30),
     make_far=make_far_conv,
 )  # fmt: skip

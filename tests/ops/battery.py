@@ -37,7 +37,7 @@ def on_random_shapes(test: Callable) -> Callable:
         database=None,
         suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
     )
-    test = vary_implementation(settings(hypothesis.given(data=st.data())(test)))
+    test = every_implementation(settings(hypothesis.given(data=st.data())(test)))
     return pytest.mark.exhaustive(pytest.mark.usefixtures("x64")(test))
 
 

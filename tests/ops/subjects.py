@@ -212,6 +212,7 @@ OTHERS = {
 OPERATORS = NAMED_AXES | OTHERS
 # Other options and implementations. "default" is the one of an installation without native code.
 VARIANTS = {
+    "sync_batch_norm, plain": bind(sync_batch_norm, ()),
     "sync_batch_norm, bare": bind(sync_batch_norm, (), {}, stats="two_psum"),
     "sync_batch_norm, two_psum": bind(sync_batch_norm, stats="two_psum"),
     "bn_relu_conv, strided": bind(bn_relu_conv, "strided"),

@@ -21,21 +21,23 @@ from tests.tiers import vary
 
 pytestmark = pytest.mark.usefixtures("x64_everywhere")
 
+# Gradients inside and outside of vmap and of shard_map, the latter with and without check_vma.
 TRANSFORMATIONS = {
-    **{name: CONTEXTS[name] for name in ("jit_auto", "jit_explicit", "pmap", "vmap_of_grad")},
+    **{name: CONTEXTS[name] for name in ("jit_auto", "jit_explicit", "pmap")},
+    **{name: CONTEXTS[name] for name in ("vmap_of_grad", "grad_of_jit_of_vmap")},
     "scan_of_checkpoint": scan_of_checkpoint,
-    **{name: CONTEXTS[name] for name in ("shard_map_of_grad", "shard_map_of_grad_unchecked")},
+    **{name: CONTEXTS[name] for name in ("shard_map_of_grad", "grad_of_shard_map_unchecked")},
 }
 # The rules of an operator run where the axis of vmap is out of scope, or without a named axis.
 VMAP = {
-    **{name: CONTEXTS[name] for name in ("grad_of_vmap", "grad_of_jit_of_vmap")},
+    "grad_of_vmap": CONTEXTS["grad_of_vmap"],
     "grad_of_checkpoint_of_vmap": functools.partial(grad_of_vmap, jax.checkpoint),
     "grad_of_scan_of_vmap": functools.partial(grad_of_vmap, in_scan),
-    "vmap_over_batches": vmap_over_batches,
 }
 OTHER_TRANSFORMATIONS = {
     **{name: run for name, run in CONTEXTS.items() if name not in TRANSFORMATIONS | VMAP},
     "jit_explicit_arrays": jit_explicit_arrays,
+    "vmap_over_batches": vmap_over_batches,
 }
 
 
@@ -72,7 +74,9 @@ def test_variant(name, context, monkeypatch):
 
 
 @vary("how", ["shard_map", "vmap"])
-@pytest.mark.parametrize("name", [*NAMED_AXES, "linear_cross_entropy", "deform_conv2d"])
+@pytest.mark.parametrize(
+    "name", [*NAMED_AXES, "linear_cross_entropy", "dot_product_attention", "deform_conv2d"]
+)
 def test_different_parameters_per_device(name, how):
     subject = OPERATORS[name]()
 
