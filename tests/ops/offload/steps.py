@@ -28,14 +28,15 @@ def others():
 
 def embed(others, batch, key):
     # Sharded rows cannot be indexed along Explicit axes.
-    x = jax.nn.one_hot(batch, 11, dtype=others["e"].dtype) @ others["e"]
+    x = jax.nn.one_hot(batch, len(others["e"]), dtype=others["e"].dtype) @ others["e"]
     return x if key is None else jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x, 0.0)
 
 
 def row_losses(others, x, batch, key):
     x = x if key is None else x * jax.random.uniform(key, (x.shape[0], 1))
     logits = x @ others["u"]
-    return optax.softmax_cross_entropy(logits, jax.nn.one_hot(batch, 11, dtype=logits.dtype))
+    labels = jax.nn.one_hot(batch, logits.shape[-1], dtype=logits.dtype)
+    return optax.softmax_cross_entropy(logits, labels)
 
 
 def head(others, x, batch, key):
