@@ -56,8 +56,8 @@ def test_a_step_of_each_form(config, count):
         assert metrics.loss.shape == ()
 
 
-@pytest.mark.parametrize(
-    ("config", "shape"),
+@vary(
+    "config, shape",
     [
         (TINY, (6, 32, 32, 3)),
         (DenseNetRunConfig(model="densenet121", batch_size=1), (1, 224, 224, 3)),
