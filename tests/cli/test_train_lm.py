@@ -80,6 +80,9 @@ def test_out_of_memory(run_lm, monkeypatch):
     assert "out of device memory. Try a smaller --batch-size, or --fit, or --offload all" in err
 
 
+# A save that fails leaves coroutines of Orbax that nobody awaits, now and then.
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_full_disk(run_lm, when_printed, caplog):
     """Only the error of the run is printed, and not the many that Orbax logs."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
