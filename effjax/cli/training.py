@@ -70,7 +70,7 @@ def request_run(config_type: type[RunConfig], given: Mapping[str, Any]) -> RunRe
     config = config_type.from_json(stored.get("options"))
     for name, value in changes.items():
         old = getattr(config, name)
-        if value != old and name not in (config.LENGTH, *RESUMABLE_OPTIONS):
+        if value != old and name not in (f"{config.UNIT}s", *RESUMABLE_OPTIONS):
             raise TrainError(
                 f"--{name.replace('_', '-')} (={value}) cannot change on --resume. The run has "
                 f"{old}."

@@ -125,7 +125,9 @@ class RunConfig:
     """
 
     COMMAND: ClassVar[str]  # the command that starts and resumes the run
-    LENGTH: ClassVar[str]  # the option that is the length of the run, which may change on resume
+    # The unit of the run's length, and the kind of its records. The option of the length is its
+    # plural, which may change on resume.
+    UNIT: ClassVar[Literal["epoch", "step"]]
 
     # Each kind of run declares these.
     data: str | None

@@ -46,20 +46,22 @@ class Task(abc.ABC, Generic[Result]):
     A state is a NamedTuple of arrays with a field `step`.
 
     Attributes:
-        unit: The unit of the run's length and the kind of its records. The option of the
-            configuration is its plural.
         items: What the reported rate counts.
         config: The options of the run.
         mesh: The devices.
         schedule: The learning rate, a function of the number of steps taken.
     """
 
-    unit: ClassVar[Literal["epoch", "step"]]
     items: ClassVar[Literal["images", "tokens"]]
 
     config: RunConfig
     mesh: Mesh
     schedule: Callable[[int], Any]
+
+    @property
+    def unit(self) -> Literal["epoch", "step"]:
+        """The unit of the run's length and the kind of its records."""
+        return self.config.UNIT
 
     @property
     @abc.abstractmethod

@@ -33,7 +33,7 @@ RESNET_DEPTH = Check(
 class ImageConfig(RunConfig):
     """Options of runs on images. If an option is None, its default depends on the data set."""
 
-    LENGTH: ClassVar[str] = "epochs"
+    UNIT: ClassVar[Literal["epoch", "step"]] = "epoch"
 
     data: str = option(
         "digits", help="digits, cifar10:PATH, cifar100:PATH or folder:PATH.", group=DATA

@@ -171,7 +171,6 @@ def _pixel_statistics(config: ImageConfig, dataset: Dataset) -> tuple[np.ndarray
 class ImageTask(Task[ImageResult]):
     """A run on images, from `prepare`."""
 
-    unit = "epoch"
     items = "images"
 
     config: ImageConfig

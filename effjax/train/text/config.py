@@ -29,7 +29,8 @@ Policy = Literal["recompute", "dots", "everything"]
 class TextConfig(RunConfig):
     """Options of all runs that train a decoder."""
 
-    LENGTH: ClassVar[str] = "steps"
+    UNIT: ClassVar[Literal["epoch", "step"]] = "step"
+    BATCH: ClassVar[dict[str, str]] = {"tokens": "int32", "labels": "int32"}  # dtypes by name
 
     offload: Offload = option(
         "none",
@@ -192,6 +193,9 @@ class FinetuneConfig(TextConfig):
     """
 
     COMMAND: ClassVar[str] = "finetune"
+    BATCH: ClassVar[dict[str, str]] = {
+        **TextConfig.BATCH, "positions": "int32", "segment_ids": "int32", "weights": "float32",
+    }  # fmt: skip
 
     checkpoint: str | None = option(
         None,

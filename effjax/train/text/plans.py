@@ -30,10 +30,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "offload all, fused": {"offload": "all", "fuse_update": True},
 }
 STEPS = 1000  # of a schedule; its length does not change the memory of a step
-WINDOWS = {"tokens": jnp.int32, "labels": jnp.int32}  # dtypes of a batch
-ROWS = {
-    **WINDOWS, "positions": jnp.int32, "segment_ids": jnp.int32, "weights": jnp.float32,
-}  # fmt: skip
 _PLACES: dict[tuple[str, str], Any] = {
     ("device", "device"): "none",
     ("host", "device"): "activations",
@@ -67,8 +63,10 @@ def training_step(
     config = dataclasses.replace(config, steps=config.steps or STEPS)
     learner = make_learner(config, model or read_model(config), mesh)
     shape, sharding = (config.batch_size, config.row_length), batch_sharding(mesh)
-    dtypes = WINDOWS if isinstance(config, LMConfig) else ROWS
-    batch = {n: jax.ShapeDtypeStruct(shape, d, sharding=sharding) for n, d in dtypes.items()}
+    batch = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        for name, dtype in config.BATCH.items()
+    }
     key = jax.eval_shape(lambda: jax.random.key(0))
     return offload_jit(learner.train_step()), learner.shapes(), batch, key
 

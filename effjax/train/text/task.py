@@ -169,7 +169,6 @@ class TextTask(Task[TextResult]):
         load_progress: Called while the weights of the checkpoint are read.
     """
 
-    unit = "step"
     items = "tokens"
 
     config: TextConfig
