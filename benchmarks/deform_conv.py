@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 
 import effjax
-from effjax.ops.deform_conv.api import CPU_SLICE_BYTES
-from effjax.ops.deform_conv.reference import Geometry, columns
+from effjax.ops.samplers.deform_conv.api import CPU_SLICE_BYTES
+from effjax.ops.samplers.deform_conv.reference import Geometry, columns
 
 from . import pytorch
 from .measure import add_gradients, has_native_kernels, time_steps

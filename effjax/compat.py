@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from . import nnx
-from .ops import roi
+from .ops import samplers
 from .ops._common.arguments import as_float_array, as_pair, check_shape
 from .ops._common.sharding import match_varying, with_auto_axes, zeros
-from .ops.deform_conv import deform_conv2d as _deform_conv2d
-from .ops.roi.api import as_box_array
+from .ops.samplers.deform_conv import deform_conv2d as _deform_conv2d
+from .ops.samplers.roi.api import as_box_array
 
 __all__ = [
     "DFConv2d",
@@ -219,7 +219,7 @@ def roi_align(
     """
     x = _as_nhwc("input", input)
     pool = functools.partial(
-        roi.roi_align, output_size=output_size, spatial_scale=spatial_scale,
+        samplers.roi_align, output_size=output_size, spatial_scale=spatial_scale,
         sampling_ratio=sampling_ratio, aligned=aligned,
     )  # fmt: skip
     if isinstance(boxes, (list, tuple)):
@@ -256,7 +256,7 @@ def deform_roi_pool(
         TypeError, ValueError: for arguments of a wrong type, dtype or shape.
     """
     pool = functools.partial(
-        roi.deform_roi_pool, output_size=output_size, spatial_scale=spatial_scale,
+        samplers.deform_roi_pool, output_size=output_size, spatial_scale=spatial_scale,
         sampling_ratio=sampling_ratio, gamma=gamma,
     )  # fmt: skip
     return _pool_indexed(
@@ -307,7 +307,7 @@ def deform_roi_pooling(
     blocks = x.reshape(*x.shape[:3], out_channels, group_size**2)
     x = jnp.moveaxis(blocks, 3, 4).reshape(x.shape)
     pool = functools.partial(
-        roi.deform_psroi_pool, output_size=out_size,
+        samplers.deform_psroi_pool, output_size=out_size,
         spatial_scale=spatial_scale, group_size=group_size, part_size=part_size,
         sample_per_part=sample_per_part, trans_std=trans_std,
     )  # fmt: skip

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from effjax import compat
-from tests.ops.roi import oracle
+from tests.ops.samplers.roi import oracle
 from tests.tiers import vary
 
 RNG = np.random.default_rng(0)

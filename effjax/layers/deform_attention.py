@@ -9,8 +9,8 @@ import numpy as np
 
 from ..ops._common.arguments import as_array, as_mask
 from ..ops._common.dtypes import at_least_float32
-from ..ops.deform_attention import dcn_aggregate, ms_deform_attn
-from ..ops.deform_attention.api import as_spatial_shapes
+from ..ops.samplers.deform_attention import dcn_aggregate, ms_deform_attn
+from ..ops.samplers.deform_attention.api import as_spatial_shapes
 
 
 def offset_bias_init(num_heads: int, num_levels: int, num_points: int):

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..ops._common.arguments import as_integer, check_divides
 from ..ops.batch_norm.sync import STATISTICS, BatchStats
-from ..ops.deform_conv import deform_conv2d
+from ..ops.samplers.deform_conv import deform_conv2d
 from .batch_norm import normalize_batch, normalize_inference
 from .deform_conv import split_predicted
 from .images import ImageNetworkConfig, as_sizes, conv, max_pool

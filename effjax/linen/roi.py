@@ -10,7 +10,7 @@ from flax.typing import Dtype
 
 from ..layers.roi import apply_mask, as_offset, flatten_bins
 from ..ops._common.arguments import as_pair
-from ..ops.roi import deform_roi_pool
+from ..ops.samplers.roi import deform_roi_pool
 
 
 class DeformRoIPool(nn.Module):

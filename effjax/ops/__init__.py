@@ -3,8 +3,6 @@
 from .attention import dot_product_attention
 from .batch_norm import BatchStats, batch_norm_inference, sync_batch_norm
 from .cross_entropy import linear_cross_entropy
-from .deform_attention import dcn_aggregate, ms_deform_attn
-from .deform_conv import deform_conv2d
 from .dense_block import DenseLayerParams, bn_relu_conv, dense_block
 from .offload import (
     OffloadState,
@@ -17,7 +15,15 @@ from .offload import (
     to_device,
     to_host,
 )
-from .roi import deform_psroi_pool, deform_roi_pool, multiscale_roi_align, roi_align
+from .samplers import (
+    dcn_aggregate,
+    deform_conv2d,
+    deform_psroi_pool,
+    deform_roi_pool,
+    ms_deform_attn,
+    multiscale_roi_align,
+    roi_align,
+)
 
 __all__ = [
     "BatchStats",

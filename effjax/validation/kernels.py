@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..ops.deform_attention.api import ms_deform_attn
-from ..ops.deform_conv.api import deform_conv2d
-from ..ops.roi.api import deform_roi_pool, roi_align
+from ..ops.samplers.deform_attention.api import ms_deform_attn
+from ..ops.samplers.deform_conv.api import deform_conv2d
+from ..ops.samplers.roi.api import deform_roi_pool, roi_align
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 

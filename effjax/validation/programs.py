@@ -18,13 +18,13 @@ from ..memory import list_targets, plan
 from ..memory.targets import find_target
 from ..ops.batch_norm.sync import sync_batch_norm
 from ..ops.cross_entropy import linear_cross_entropy
-from ..ops.deform_attention.api import ms_deform_attn
-from ..ops.deform_conv.api import deform_conv2d
 from ..ops.dense_block.block import DenseLayerParams, dense_block
 from ..ops.dense_block.bn_relu_conv import bn_relu_conv
 from ..ops.offload.compiled import offload_jit
 from ..ops.offload.train_step import OffloadState, offload_train_step
-from ..ops.roi.api import roi_align
+from ..ops.samplers.deform_attention.api import ms_deform_attn
+from ..ops.samplers.deform_conv.api import deform_conv2d
+from ..ops.samplers.roi.api import roi_align
 from .checks import median_seconds
 
 

@@ -171,8 +171,8 @@ def of_times(make):
     return Kernel("", {}, make)
 
 
-# Each kernel with what is found first, and a part of the report: a kind of failure, or kinds between
-# bars; "untested" or "skipped", which say nothing about the kernel; or None.
+# Each kernel with what is found first, and a part of the report. What is found is a kind of
+# failure, or one of several; "untested" or "skipped", which say nothing about the kernel; or None.
 _TABLE = {
     "correct": (of_candidate(correct, special=_special), None, ""),
     "slow": (of_candidate(call_host(sleep(0.2))), None, ""),

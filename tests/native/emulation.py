@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from effjax.ops.deform_attention import api as attention_api
-from effjax.ops.deform_attention import reference as attention
-from effjax.ops.deform_attention.reference import Levels
-from effjax.ops.deform_conv import custom_call, xla
-from effjax.ops.deform_conv.reference import Geometry
-from effjax.ops.roi import reference as roi
-from effjax.ops.roi.reference import Pooling
+from effjax.ops.samplers.deform_attention import native as attention_native
+from effjax.ops.samplers.deform_attention import reference as attention
+from effjax.ops.samplers.deform_attention.reference import Levels
+from effjax.ops.samplers.deform_conv import native, xla
+from effjax.ops.samplers.deform_conv.reference import Geometry
+from effjax.ops.samplers.roi import reference as roi
+from effjax.ops.samplers.roi.reference import Pooling
 
 HERE = pathlib.Path(__file__).parent
 SOURCES = HERE.parent.parent / "effjax" / "native"
@@ -206,7 +206,7 @@ def call_conv(geometry: Geometry, args: Arrays, start: float = 1, wide_index: bo
 
     def sort():
         here = jnp.asarray(offset[:, row[0] : row[0] + rows])
-        return sort_corners(custom_call.destinations(here, jnp.asarray(row), (h, w), geometry), 1)
+        return sort_corners(native.destinations(here, jnp.asarray(row), (h, w), geometry), 1)
 
     return Case(sizes, args, results, reference, sort)
 
@@ -282,7 +282,7 @@ def call_attention(levels: Levels, args: Arrays, start: float = 1) -> Case:
         return [attention.attend(*args[:3], **options), dvalue + start, *gradients]
 
     def sort():
-        return sort_corners(attention_api.destinations(jnp.asarray(locations), levels), 4)
+        return sort_corners(attention_native.destinations(jnp.asarray(locations), levels), 4)
 
     return Case([*sizes, *np.ravel(levels.shapes)], args, results, reference, sort)
 

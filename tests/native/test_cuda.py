@@ -15,7 +15,8 @@ import pytest
 import effjax
 from effjax import native
 from effjax.memory import plan
-from effjax.ops.deform_attention import api, reference
+from effjax.ops.samplers.deform_attention import native as attention
+from effjax.ops.samplers.deform_attention import reference
 from tests.native import emulation
 from tests.native.emulation import ATTENTION, CONV, ROI
 from tests.native.read_fatbin import architectures, compressions
@@ -163,7 +164,7 @@ def test_deterministic_gradients_in_slices(operator, monkeypatch, workspace_byte
     monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
     args = [jnp.asarray(a) for a in case.args.values()]
     options: Any = dict(levels=levels, workspace_bytes=workspace_bytes)
-    got = jax.block_until_ready(api._sorted_attend_backward(*args, **options))
+    got = jax.block_until_ready(attention.sorted_attend_backward(*args, **options))
     assert len(calls) == (2 if workspace_bytes == 10**6 else 4)
     for gradient, want in zip(got, reference.attend_backward(*args, **options), strict=True):
         assert_close(gradient, want, gradient.dtype, scale=1)
@@ -176,7 +177,7 @@ def test_weights_of_positions_that_are_rounded_differently(operator):
     case = operator.make(np.float32, 4, False, 1, shapes=levels.shapes, n=1, queries=1, heads=1)
     case.args["locations"][...] = 2, 0.25
     below = jnp.nextafter(case.args["locations"], np.float32(0))
-    sorted_below = emulation.sort_corners(api.destinations(below, levels), 4)
+    sorted_below = emulation.sort_corners(attention.destinations(below, levels), 4)
     case.sorted = lambda: sorted_below
     dvalue = operator.run(case, "dvalue", in_order=True)["dvalue"]
     want = operator.run(case, *operator.gradients)["dvalue"]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from effjax import native
-from effjax.ops._common import dispatch
+from effjax.ops.samplers import kernels
 from tests.tiers import vary
 
 SOURCES = pathlib.Path(native.__file__).parent
@@ -164,7 +164,7 @@ def test_unsupported_driver_registers_nothing(fresh, monkeypatch):
         jax.ffi, "register_ffi_target", lambda *_, platform: registered.add(platform)
     )
     assert native.status()["cuda"].startswith("built with CUDA 13, but NVIDIA's driver")
-    assert "install a newer driver" in dispatch.unavailable_message("convolution", "cuda")
+    assert "install a newer driver" in kernels.unavailable_message("convolution", "cuda")
     assert "CUDA" not in registered
 
 

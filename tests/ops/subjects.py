@@ -13,10 +13,10 @@ from tests import oracles
 from tests.contexts import single_device
 from tests.ops.batch_norm import cases as batch_norm
 from tests.ops.battery import Operator
-from tests.ops.deform_attention.cases import ATTENTION, DCN
-from tests.ops.deform_conv.cases import OPERATOR as CONV
 from tests.ops.dense_block import cases as dense_block
-from tests.ops.roi.cases import OPERATOR as ROI
+from tests.ops.samplers.deform_attention.cases import ATTENTION, DCN
+from tests.ops.samplers.deform_conv.cases import OPERATOR as CONV
+from tests.ops.samplers.roi.cases import OPERATOR as ROI
 
 
 @dataclasses.dataclass

@@ -13,7 +13,7 @@ from jax import lax
 from effjax import deform_conv2d
 from effjax.memory import plan
 from effjax.ops._common.platform import trace_for_platform
-from effjax.ops.deform_conv import chunks
+from effjax.ops.samplers.deform_conv import chunks
 from tests.contexts import assert_trees_close
 from tests.ops.battery import (
     Case,
@@ -23,8 +23,8 @@ from tests.ops.battery import (
     own_rules_or_xla,
     vary_implementation,
 )
-from tests.ops.deform_conv import oracle
-from tests.ops.deform_conv.cases import make, make_random
+from tests.ops.samplers.deform_conv import oracle
+from tests.ops.samplers.deform_conv.cases import make, make_random
 from tests.programs import needs_gpu_compiler
 from tests.tiers import vary
 

@@ -4,7 +4,7 @@ import numpy as np
 
 import effjax
 from tests.ops.battery import Case, Operator
-from tests.ops.roi import oracle
+from tests.ops.samplers.roi import oracle
 
 NAN, INF = np.nan, np.inf
 # (x1, y1, x2, y2) in an image of 22 by 18 pixels; the feature map has half the resolution.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._common.arguments import (
+from ..._common.arguments import (
     as_float_array,
     as_integer,
     as_number,

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from effjax.memory import collectives
 from tests.contexts import CONTEXTS, assert_trees_close, mesh_of
 from tests.ops.battery import only_own_rules, own_rules_or_xla
-from tests.ops.deform_attention.cases import ATTENTION, DCN
-from tests.ops.deform_conv.cases import OPERATOR as CONV
-from tests.ops.roi.cases import OPERATOR as ROI
+from tests.ops.samplers.deform_attention.cases import ATTENTION, DCN
+from tests.ops.samplers.deform_conv.cases import OPERATOR as CONV
+from tests.ops.samplers.roi.cases import OPERATOR as ROI
 from tests.ops.subjects import SampledSubject
 from tests.tiers import vary
 

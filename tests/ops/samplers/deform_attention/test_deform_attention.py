@@ -19,7 +19,7 @@ from tests.ops.battery import (
     own_rules_or_xla,
     vary_implementation,
 )
-from tests.ops.deform_attention.cases import between_pixels, make, make_random
+from tests.ops.samplers.deform_attention.cases import between_pixels, make, make_random
 from tests.programs import needs_gpu_compiler
 from tests.tiers import vary
 

@@ -1,8 +1,12 @@
-"""Dispatch of operators to native code."""
+"""The kernels of a sampling operator, and which of them a call runs.
+
+Each operator has one table: for each implementation, the functions of its forward and its backward
+pass. Its keys are "xla", which all platforms have, and "cpu", "cuda" and "cuda, deterministic".
+"""
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -12,8 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ... import native
 from ...native.defaults import uses_cuda
-from .arguments import check_choice
-from .platform import traced_platform
+from .._common.arguments import check_choice
+from .._common.platform import traced_platform
 
 # The platforms whose native kernels each implementation uses. None uses the CUDA kernels that were
 # validated on this machine (see native/defaults.py).
@@ -25,15 +29,42 @@ def available_platforms() -> tuple[str, ...]:
     return tuple(p for p in ("cpu", "cuda") if native.is_available(p))
 
 
-def native_platforms(
-    implementation: Any, operator: str, kernel: str, dtypes: Iterable[Any]
-) -> tuple[str, ...]:
-    """Return the platforms on which `implementation` runs native kernels.
+class Choice(NamedTuple):
+    """The kernels that a call may run; a part of its static configuration.
+
+    Attributes:
+        operator: the name of the public function, for errors.
+        implementation: None, "native" or "xla".
+        platforms: the platforms that run native kernels.
+        deterministic: whether a GPU sums gradients in a fixed order.
+    """
+
+    operator: str
+    implementation: str | None
+    platforms: tuple[str, ...]
+    deterministic: bool
+
+    def key(self, platform: str) -> str:
+        """Return the key of the kernels that a platform runs, in the table of the operator."""
+        if platform not in self.platforms:
+            return "xla"
+        return "cuda, deterministic" if platform == "cuda" and self.deterministic else platform
+
+
+def choose(
+    operator: str,
+    kernel: str,
+    implementation: Any,
+    deterministic: Any,
+    dtypes: Iterable[Any],
+) -> Choice:
+    """Choose the kernels of a call.
 
     Args:
-        implementation: None, "native" or "xla".
-        operator: its name in errors.
+        operator: the name of the public function, for errors.
         kernel: the name of its kernel in verdicts of the validation.
+        implementation: None, "native" or "xla".
+        deterministic: whether a GPU sums gradients in a fixed order.
         dtypes: of the images, and of the other arrays. The kernel runs in the first one, or in
             float64 if any of them is.
 
@@ -51,9 +82,32 @@ def native_platforms(
         first, *others = dtypes
         dtype = "float64" if "float64" in others else first
         # Even without the library: all processes of a job take part in the decision.
-        if uses_cuda(kernel, dtype):
+        if uses_cuda(f"{kernel}_deterministic" if deterministic else kernel, dtype):
             platforms = (*platforms, "cuda")
-    return tuple(p for p in platforms if p in available)
+    platforms = tuple(p for p in platforms if p in available)
+    return Choice(operator, implementation, platforms, bool(deterministic))
+
+
+def select(kernels: Mapping[str, tuple], choice: Choice) -> tuple[Callable, Callable]:
+    """Return the functions of the forward and the backward pass.
+
+    Each runs the kernel of the platform that it is compiled for. With `implementation="native"`,
+    programs for platforms without a native kernel fail to compile.
+
+    Args:
+        kernels: the table of the operator. The first two items of a value are the functions, of
+            arrays (positional) and static options (by name).
+        choice: from `choose`.
+    """
+
+    def select_pass(i: int) -> Callable:
+        default = kernels["xla"][i]
+        if choice.implementation == "native":
+            default = _fail_at_compile_time(default, choice.operator)
+        native = {platform: kernels[choice.key(platform)][i] for platform in choice.platforms}
+        return _select_by_platform(native, default)
+
+    return select_pass(0), select_pass(1)
 
 
 def unavailable_message(operator: str, platform: str) -> str:
@@ -81,7 +135,7 @@ def result_type(x: jax.Array, shape: tuple[int, ...] | None = None, dtype: Any =
     )
 
 
-def select_by_platform(native: dict[str, Callable], default: Callable) -> Callable:
+def _select_by_platform(native: dict[str, Callable], default: Callable) -> Callable:
     """Return a function that runs the entry of the platform that it is compiled for.
 
     Args:
@@ -100,27 +154,7 @@ def select_by_platform(native: dict[str, Callable], default: Callable) -> Callab
     return run if native else default
 
 
-def select_kernel(
-    kernel: Callable,
-    xla: Callable,
-    implementation: str | None,
-    platforms: tuple[str, ...],
-    operator: str,
-    on_cuda: Callable | None = None,
-) -> Callable:
-    """Return a function that runs the native `kernel` on `platforms`, and `xla` on all others.
-
-    `on_cuda` replaces `kernel` on GPUs. With `implementation="native"`, programs for other
-    platforms fail to compile.
-    """
-    default = fail_at_compile_time(xla, operator) if implementation == "native" else xla
-    kernels = dict.fromkeys(platforms, kernel)
-    if on_cuda is not None and "cuda" in kernels:
-        kernels["cuda"] = on_cuda
-    return select_by_platform(kernels, default)
-
-
-def fail_at_compile_time(run: Callable, operator: str) -> Callable:
+def _fail_at_compile_time(run: Callable, operator: str) -> Callable:
     """Return `run` such that it can be traced but not compiled.
 
     The platform is known only at compile time.

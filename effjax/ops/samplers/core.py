@@ -1,4 +1,8 @@
-"""Operators whose batch may be sharded by jit and extended by vmap.
+"""The core of the sampling operators, which read images at computed positions.
+
+An operator is a function of a forward and one of a backward pass, between which only its inputs are
+kept. This module makes it differentiable, in reverse mode only; lets jit shard its batch; and lets
+vmap extend it.
 
 The images of a batch are independent of each other, except that the gradients of shared operands
 (such as a kernel) are sums over the images. Each device processes its own images, and one
@@ -7,7 +11,7 @@ custom call, and all-reduce in every iteration of a loop.
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -17,29 +21,84 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .derivatives import forbid_higher_order
-from .platform import traced_platform
-from .sharding import manual_axes
+from .._common.derivatives import forbid_higher_order, reverse_mode_only
+from .._common.platform import traced_platform
+from .._common.sharding import manual_axes
+
+
+def differentiable(
+    forward: Callable,
+    backward: Callable,
+    derivatives_error: str,
+    kept: int | None = None,
+    complete: Callable = lambda gradients, residuals, dy: gradients,
+    barrier: bool = True,
+) -> Callable:
+    """Return ``op(*arrays) -> y`` for arrays [N, ...].
+
+    Args:
+        forward: From `partition_over_images`; its result is (y,).
+        backward: From `partition_over_images`; ``backward(*residuals, dy) -> gradients``.
+        derivatives_error: The error for forward-mode and second derivatives.
+        kept: How many of the arrays the backward pass reads, the first ones. None for all.
+        complete: ``complete(gradients, residuals, dy)`` returns a gradient for each array.
+        barrier: Whether XLA must compute again what both passes need, instead of keeping it.
+    """
+
+    @jax.custom_vjp
+    def op(*arrays):
+        return forward(*_add_example_axis(arrays))[0][0]
+
+    def op_forward(*arrays):
+        return forward(*_add_example_axis(arrays))[0][0], arrays[:kept]
+
+    def op_backward(residuals, dy):
+        if barrier:
+            residuals, dy = lax.optimization_barrier((residuals, dy))
+        gradients = backward(*_add_example_axis((*residuals, dy)))
+        # Gradients are summed in a wider dtype.
+        gradients = [d[0].astype(a.dtype) for d, a in zip(gradients, residuals, strict=False)]
+        return tuple(complete(gradients, residuals, dy))
+
+    op.defvjp(op_forward, op_backward)
+    return lambda *arrays: op(*reverse_mode_only(derivatives_error, *arrays))
+
+
+def merge_examples(run: Callable) -> Callable:
+    """Return a function of arrays [D, N, ...] that runs `run` on [D * N, ...].
+
+    Its result is a tuple, also if that of `run` is one array.
+    """
+
+    def merged(*args):
+        results = run(*map(merge_example_axis, args))
+        results = results if isinstance(results, tuple) else (results,)
+        return tuple(r.reshape(*args[0].shape[:2], *r.shape[1:]) for r in results)
+
+    return merged
 
 
 def partition_over_images(
-    run: Callable, rule: Callable[..., str], derivatives_error: str, shared: Collection[int] = ()
+    run: Callable,
+    rule: str | Callable[..., str],
+    derivatives_error: str,
+    shared: Collection[int] = (),
 ) -> Callable:
     """Return `run` such that each device processes its own images.
 
     Args:
         run: ``run(*arrays) -> tuple of arrays``. Arrays are [D, N, ...]: D examples (the axis that
             vmap adds; 1 without vmap) of N images.
-        rule: ``rule(*arrays)`` names the axes of operands and results, such as
-            "d n h w, d n r -> d n r, d i o". d and n are sharded as in the operands. Results
-            without n are summed over the images.
+        rule: The axes of operands and results, such as "d n h w, d n r -> d n r, d i o", or a
+            function of the operands that returns them. d and n are sharded as in the operands.
+            Results without n are summed over the images.
         derivatives_error: the error for second derivatives.
         shared: positions of the operands without images, such as a kernel. vmap does not repeat
             them if they are the same for all examples (D = 1).
     """
 
     def partitioned(*args):
-        return _partition(run, rule(*args), *args)
+        return _partition(run, rule(*args) if callable(rule) else rule, *args)
 
     def dispatch(*args):
         return (partitioned if _can_partition(args[0]) else run)(*args)
@@ -47,8 +106,8 @@ def partition_over_images(
     return forbid_higher_order(_merge_vmap_axis(dispatch, shared), derivatives_error)
 
 
-def add_example_axis(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Reshape [N, ...] to [1, N, ...]."""
+def _add_example_axis(arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    # [N, ...] -> [1, N, ...]
     return tuple(a[None] for a in arrays)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from effjax import deform_conv2d
 from tests.ops.battery import Case, Operator
-from tests.ops.deform_conv import oracle
+from tests.ops.samplers.deform_conv import oracle
 
 CASES = {
     "plain": dict(c=3, o=2),

@@ -7,7 +7,7 @@ import numpy as np
 from effjax import dcn_aggregate, ms_deform_attn
 from effjax.ops._common.arguments import conv_output_size
 from tests.ops.battery import Case, Operator
-from tests.ops.deform_attention import oracle
+from tests.ops.samplers.deform_attention import oracle
 
 CASES = {
     "levels": dict(shapes=((4, 5), (3, 2), (1, 1)), heads=2, depth=3, points=2),

@@ -1,6 +1,6 @@
 """Averages of samples over the bins of boxes, and their gradients, in plain XLA.
 
-This is the definition of the two functions that the custom calls in `pooling.py` compute. They
+This is the definition of the two functions that the custom calls in `native.py` compute. They
 get bins instead of boxes: each bin has the position of its first sample, and all bins of a box
 share the step between samples and the number of samples along each axis (`bins.py`).
 """
@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._common.platform import array_bytes, traced_platform
-from .._common.sharding import match_varying, zeros
+from ..._common.platform import array_bytes, traced_platform
+from ..._common.sharding import match_varying, zeros
 
 # A TPU stores the pixels of one sample of each bin, several times. These slices, of padded bytes,
 # stay in the memory on the chip (as planned, not measured). Other platforms fuse the samples.

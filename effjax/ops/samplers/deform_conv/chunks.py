@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._common.partitioning import merge_example_axis
-from .._common.platform import array_bytes, traced_platform
-from .._common.sharding import zeros
+from ..._common.platform import array_bytes, traced_platform
+from ..._common.sharding import zeros
+from ..core import merge_example_axis
 from .reference import Geometry
 
 

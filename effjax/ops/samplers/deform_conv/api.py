@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from .._common.arguments import (
+from ..._common.arguments import (
     as_float_array,
     as_integer,
     as_padding,
@@ -22,12 +21,12 @@ from .._common.arguments import (
     resolve_padding,
     with_torch_hints,
 )
-from .._common.derivatives import needs_xla, reverse_mode_only
-from .._common.dispatch import native_platforms, select_by_platform
-from .._common.partitioning import add_example_axis, partition_over_images
-from .._common.platform import traced_platform
-from .._common.sharding import match_varying, run_per_device
-from . import chunks, custom_call, xla
+from ..._common.derivatives import needs_xla
+from ..._common.platform import traced_platform
+from ..._common.sharding import match_varying, run_per_device
+from ..core import differentiable, partition_over_images
+from ..kernels import Choice, choose, select
+from . import chunks, native, xla
 from .chunks import Sampler, Static
 from .reference import Geometry
 
@@ -126,33 +125,35 @@ def deform_conv2d(
     if precision is None:
         # Resolved here: XLA partitions programs in threads that do not see a `with` statement.
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore
-    name = "deform_conv2d_deterministic" if deterministic else "deform_conv2d"
     dtypes, platform = (x.dtype, offset.dtype), traced_platform()
-    platforms = native_platforms(implementation, custom_call.OPERATOR, name, dtypes)
+    choice = choose("deform_conv2d", "deform_conv2d", implementation, deterministic, dtypes)
     if platform == "cpu":
         workspace_bytes = min(workspace_bytes, CPU_SLICE_BYTES[implementation])
     if platform == "tpu":
         workspace_bytes = min(workspace_bytes, TPU_SLICE_BYTES)
-    sampler = _select_sampler(implementation, platforms, platform, bool(deterministic))
+    sampler = _select_sampler(choice, platform)
     static = Static(geometry, feature_groups, sampler, precision, workspace_bytes)
-    convolve = xla.deform_conv_xla if implementation == "xla" else _convolve_reverse_mode
-    return _deform_conv2d(convolve, static, (x, offset, mask), (kernel, bias))
+    return _deform_conv2d(static, implementation == "xla", (x, offset, mask), (kernel, bias))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # without jit, each call compiles its loops
-def _deform_conv2d(convolve: Callable, static: Static, images, parameters) -> jax.Array:
-    run = functools.partial(_deform_conv2d_of_device, convolve, static)
+def _deform_conv2d(static: Static, all_derivatives: bool, images, parameters) -> jax.Array:
+    run = functools.partial(_deform_conv2d_of_device, static, all_derivatives)
     return run_per_device(run, images[0])(images, parameters)
 
 
-def _deform_conv2d_of_device(convolve: Callable, static: Static, images, parameters) -> jax.Array:
+def _deform_conv2d_of_device(
+    static: Static, all_derivatives: bool, images, parameters
+) -> jax.Array:
     x, offset, mask = images
     kernel, bias = parameters
     dtype = jnp.dtype("float64" if "float64" in (x.dtype, offset.dtype) else "float32")
     mask = jnp.zeros((*offset.shape[:3], 0), dtype) if mask is None else mask
     x_dtype = jnp.float64 if dtype == jnp.float64 else x.dtype
     args = x.astype(x_dtype), offset.astype(dtype), mask.astype(dtype), kernel
-    y = convolve(static, *match_varying(args)).astype(x.dtype)
+    args = match_varying(args)
+    y = xla.deform_conv_xla(static, *args) if all_derivatives else _operator(static)(*args)
+    y = y.astype(x.dtype)
     if bias is not None:
         y = (y.astype(dtype) + bias.astype(dtype).reshape(1, 1, 1, -1)).astype(x.dtype)
     return y
@@ -170,55 +171,36 @@ def _deform_conv2d_of_device(convolve: Callable, static: Static, images, paramet
 # the inputs are residuals.
 
 
-def _convolve_reverse_mode(static: Static, x, offset, mask, kernel) -> jax.Array:
-    args: Any = reverse_mode_only(_DERIVATIVES_ERROR, x, offset, mask, kernel)
-    return _convolve(static, *args)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _convolve(static: Static, x, offset, mask, kernel) -> jax.Array:
-    return _partitioned_forward(static)(*add_example_axis(x, offset, mask, kernel))[0][0]
-
-
-def _convolve_forward(static: Static, *args):
-    return _partitioned_forward(static)(*add_example_axis(*args))[0][0], args
-
-
-def _convolve_backward(static: Static, residuals, dy):
-    # Without the barrier, XLA keeps the columns of the forward pass and does not recompute them.
-    residuals, dy = lax.optimization_barrier((residuals, dy))
-    gradients = _partitioned_backward(static)(*add_example_axis(*residuals, dy))
-    return tuple(d[0].astype(a.dtype) for d, a in zip(gradients, residuals, strict=True))
-
-
-_convolve.defvjp(_convolve_forward, _convolve_backward)
+KERNELS = {
+    "xla": xla.SAMPLER,
+    "cpu": native.SAMPLER,
+    "cuda": native.SAMPLER,
+    "cuda, deterministic": native.DETERMINISTIC_CUDA,
+}
 
 # Axes of the operands; examples (d) and images (n) may be sharded.
 _X, _OFFSET, _MASK, _OUT = "d n h w c", "d n p q s", "d n p q m", "d n p q o"
 _KERNEL = 3  # its position among the operands
-_DERIVATIVES_ERROR = needs_xla("deform_conv2d")
 
 
 @functools.cache  # jit compares functions by identity
-def _partitioned_forward(static: Static) -> Callable:
-    def run(*args):
+def _operator(static: Static) -> Callable:
+    def forward(*args):
         return (chunks.forward(static, *args),)
 
-    def rule(*args):
+    def forward_rule(*args):
         return f"{_X}, {_OFFSET}, {_MASK}, {_kernel_rule(*args)} -> {_OUT}"
 
-    return partition_over_images(run, rule, _DERIVATIVES_ERROR, {_KERNEL})
-
-
-@functools.cache
-def _partitioned_backward(static: Static) -> Callable:
-    run = functools.partial(chunks.backward, static)
-
-    def rule(*args):
+    def backward_rule(*args):
         inputs = f"{_X}, {_OFFSET}, {_MASK}, {_kernel_rule(*args)}, {_OUT}"
         return f"{inputs} -> {_X}, {_OFFSET}, {_MASK}, d i j f o"
 
-    return partition_over_images(run, rule, _DERIVATIVES_ERROR, {_KERNEL})
+    backward, error = functools.partial(chunks.backward, static), needs_xla("deform_conv2d")
+    return differentiable(
+        partition_over_images(forward, forward_rule, error, {_KERNEL}),
+        partition_over_images(backward, backward_rule, error, {_KERNEL}),
+        error,
+    )
 
 
 def _kernel_rule(*args) -> str:
@@ -228,20 +210,11 @@ def _kernel_rule(*args) -> str:
 
 
 @functools.cache  # equal choices give the same object, so that jit does not compile again
-def _select_sampler(
-    implementation: str | None, platforms: tuple[str, ...], platform: str, deterministic: bool
-) -> Sampler:
+def _select_sampler(choice: Choice, platform: str) -> Sampler:
     """Merge the samplers of all platforms into one, with the workspace needed on `platform`."""
-    default = custom_call.UNAVAILABLE if implementation == "native" else xla.SAMPLER
-    samplers = dict.fromkeys(platforms, custom_call.SAMPLER)
-    if deterministic and "cuda" in samplers:
-        samplers["cuda"] = custom_call.DETERMINISTIC_CUDA
-    return samplers.get(platform, default)._replace(
-        columns=select_by_platform({p: s.columns for p, s in samplers.items()}, default.columns),
-        columns_backward=select_by_platform(
-            {p: s.columns_backward for p, s in samplers.items()}, default.columns_backward
-        ),
-    )
+    columns, columns_backward = select(KERNELS, choice)
+    one = KERNELS[choice.key(platform)]
+    return one._replace(columns=columns, columns_backward=columns_backward)
 
 
 def _check(

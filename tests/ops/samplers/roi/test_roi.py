@@ -18,8 +18,8 @@ from tests.ops.battery import (
     own_rules_or_xla,
     vary_implementation,
 )
-from tests.ops.roi import oracle
-from tests.ops.roi.cases import make, make_from
+from tests.ops.samplers.roi import oracle
+from tests.ops.samplers.roi.cases import make, make_from
 from tests.tiers import vary
 
 double = pytest.mark.usefixtures("x64")

@@ -12,7 +12,7 @@ from effjax import dcn_aggregate, deform_conv2d
 from effjax.memory import collectives
 from tests.contexts import assert_trees_close, mesh_of
 from tests.ops.battery import on_random_shapes, own_rules_or_xla, vary_implementation
-from tests.ops.deform_attention.cases import make_random_window, make_window
+from tests.ops.samplers.deform_attention.cases import make_random_window, make_window
 from tests.tiers import vary
 
 double = pytest.mark.usefixtures("x64")

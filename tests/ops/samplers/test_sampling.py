@@ -8,7 +8,7 @@ from jax import lax
 from jax.test_util import check_grads
 
 from effjax.ops._common.platform import trace_for_platform
-from effjax.ops.roi import reference as roi_reference
+from effjax.ops.samplers.roi import reference as roi_reference
 from tests.contexts import assert_trees_close
 from tests.ops.battery import (
     every_implementation,
@@ -16,9 +16,9 @@ from tests.ops.battery import (
     own_rules_or_xla,
     vary_implementation,
 )
-from tests.ops.deform_attention.cases import ATTENTION, DCN
-from tests.ops.deform_conv.cases import OPERATOR as CONV
-from tests.ops.roi.cases import OPERATOR as ROI
+from tests.ops.samplers.deform_attention.cases import ATTENTION, DCN
+from tests.ops.samplers.deform_conv.cases import OPERATOR as CONV
+from tests.ops.samplers.roi.cases import OPERATOR as ROI
 from tests.tiers import vary
 
 OPERATORS = {"conv": CONV, "attention": ATTENTION, "dcn": DCN, "roi": ROI}

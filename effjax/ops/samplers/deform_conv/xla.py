@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._common.platform import traced_platform
+from ..._common.platform import traced_platform
 from . import chunks, reference
 from .chunks import Sampler, Static
 from .reference import Geometry

@@ -1,4 +1,4 @@
-"""Samplers that call native kernels."""
+"""Samplers of deformable convolution that call native kernels."""
 
 import math
 from typing import Any
@@ -8,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._common.dispatch import fail_at_compile_time, result_type
-from .._common.sharding import match_varying
-from . import reference, xla
+from ..._common.sharding import match_varying
+from ..kernels import result_type
+from . import reference
 from .chunks import Sampler
 from .reference import Geometry
-
-OPERATOR = "deformable convolution"
 
 
 def _as_attribute(geometry: Geometry) -> dict[str, np.int64]:
@@ -100,8 +98,3 @@ _SORT_BYTES = 4 * (4 + 2 * 4)
 
 SAMPLER = Sampler(_columns, _columns_backward, _sample_bytes)
 DETERMINISTIC_CUDA = Sampler(_columns, _deterministic_columns_backward, _sample_bytes, _SORT_BYTES)
-UNAVAILABLE = Sampler(
-    fail_at_compile_time(xla.columns, OPERATOR),
-    fail_at_compile_time(xla.columns_backward, OPERATOR),
-    _sample_bytes,
-)

@@ -1,22 +1,19 @@
 """Multi-scale deformable attention that keeps only its inputs for the backward pass."""
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
-from .._common.arguments import as_float_array, as_integer, check_shape, check_size
-from .._common.derivatives import needs_xla, reverse_mode_only
-from .._common.dispatch import native_platforms, result_type, select_kernel
-from .._common.partitioning import add_example_axis, merge_example_axis, partition_over_images
-from .._common.platform import traced_platform
-from .._common.sharding import match_varying, run_per_device, zeros
-from . import reference
+from ..._common.arguments import as_float_array, as_integer, check_shape, check_size
+from ..._common.derivatives import needs_xla
+from ..._common.platform import traced_platform
+from ..._common.sharding import match_varying, run_per_device
+from ..core import differentiable, merge_examples, partition_over_images
+from ..kernels import Choice, choose, select
+from . import native, reference
 from .reference import Levels
 
 CPU_SLICE_BYTES = 4 * 2**20  # larger slices do not fit into a CPU's caches; a GPU is unaffected
@@ -103,11 +100,8 @@ def _ms_deform_attn(static: "Static", *arrays) -> jax.Array:
 class Static(NamedTuple):
     """Static configuration of deformable attention (everything that is not an array)."""
 
-    operator: str  # its name in errors
     levels: Levels
-    implementation: str | None
-    platforms: tuple[str, ...]  # with native kernels
-    deterministic: bool
+    choice: Choice
     workspace_bytes: int
 
 
@@ -121,13 +115,12 @@ def make_static(
 ) -> Static:
     """Validate the options of an operator and return its static configuration."""
     workspace_bytes = as_integer("workspace_bytes", workspace_bytes, 1)
-    kernel = "ms_deform_attn_deterministic" if deterministic else "ms_deform_attn"
-    platforms = native_platforms(implementation, operator, kernel, dtypes)
+    choice = choose(operator, "ms_deform_attn", implementation, deterministic, dtypes)
     platform = traced_platform()
     if platform in ("cpu", "tpu"):
         slice_bytes = CPU_SLICE_BYTES if platform == "cpu" else TPU_SLICE_BYTES
         workspace_bytes = min(workspace_bytes, slice_bytes)
-    return Static(operator, levels, implementation, platforms, bool(deterministic), workspace_bytes)
+    return Static(levels, choice, workspace_bytes)
 
 
 def attend(static: Static, value: jax.Array, locations: jax.Array, weights: jax.Array) -> jax.Array:
@@ -137,10 +130,10 @@ def attend(static: Static, value: jax.Array, locations: jax.Array, weights: jax.
     value_dtype = dtype if is_float64 else value.dtype
     args: Any = (value.astype(value_dtype), locations.astype(dtype), weights.astype(dtype))
     args = match_varying(args)
-    if static.implementation == "xla":
+    if static.choice.implementation == "xla":
         y = reference.attend(*args, **_options(static))
     else:
-        y: Any = _attend(static, *reverse_mode_only(needs_xla(static.operator), *args))
+        y = _operator(static)(*args)
     return y.astype(value.dtype)
 
 
@@ -151,141 +144,32 @@ def attend(static: Static, value: jax.Array, locations: jax.Array, weights: jax.
 #
 # The samples v(p_i) have L * P times as many values as y. They are not kept but computed again.
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: Static, value, locations, weights) -> jax.Array:
-    return _partitioned_forward(static)(*add_example_axis(value, locations, weights))[0][0]
-
-
-def _attend_forward(static: Static, *args):
-    return _partitioned_forward(static)(*add_example_axis(*args))[0][0], args
-
-
-def _attend_backward(static: Static, residuals, dy):
-    # Without the barrier, XLA keeps the samples of the forward pass and does not recompute them.
-    residuals, dy = lax.optimization_barrier((residuals, dy))
-    gradients = _partitioned_backward(static)(*add_example_axis(*residuals, dy))
-    return tuple(d[0].astype(a.dtype) for d, a in zip(gradients, residuals, strict=True))
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
+KERNELS = {
+    "xla": (reference.attend, reference.attend_backward),
+    "cpu": (native.attend, native.attend_backward),
+    "cuda": (native.attend, native.attend_backward),
+    "cuda, deterministic": (native.attend, native.sorted_attend_backward),
+}
 
 # Axes of the operands; examples (d) and images (n) may be sharded.
 _INPUTS, _OUT = "d n s m c, d n q m l p x, d n q m l p", "d n q m c"
 
 
 @functools.cache  # jit compares functions by identity
-def _partitioned_forward(static: Static) -> Callable:
-    kernel = select_kernel(
-        _native_attend, reference.attend, static.implementation, static.platforms,
-        static.operator,
-    )  # fmt: skip
-
-    def run(*args):
-        y = kernel(*map(merge_example_axis, args), **_options(static))
-        return (y.reshape(*args[0].shape[:2], *y.shape[1:]),)
-
-    return partition_over_images(run, lambda *_: f"{_INPUTS} -> {_OUT}", needs_xla(static.operator))
-
-
-@functools.cache
-def _partitioned_backward(static: Static) -> Callable:
-    on_cuda = _sorted_attend_backward if static.deterministic else _native_attend_backward
-    kernel = select_kernel(
-        _native_attend_backward, reference.attend_backward, static.implementation,
-        static.platforms, static.operator, on_cuda,
-    )  # fmt: skip
-
-    def run(*args):
-        gradients = kernel(*map(merge_example_axis, args), **_options(static))
-        return tuple(d.reshape(*args[0].shape[:2], *d.shape[1:]) for d in gradients)
-
-    rule = f"{_INPUTS}, {_OUT} -> {_INPUTS}"
-    return partition_over_images(run, lambda *_: rule, needs_xla(static.operator))
+def _operator(static: Static) -> Callable:
+    options, error = _options(static), needs_xla(static.choice.operator)
+    forward, backward = (
+        merge_examples(functools.partial(run, **options)) for run in select(KERNELS, static.choice)
+    )
+    return differentiable(
+        partition_over_images(forward, f"{_INPUTS} -> {_OUT}", error),
+        partition_over_images(backward, f"{_INPUTS}, {_OUT} -> {_INPUTS}", error),
+        error,
+    )
 
 
 def _options(static: Static) -> dict[str, Any]:
     return dict(levels=static.levels, workspace_bytes=static.workspace_bytes)
-
-
-# The native versions of the functions in `reference.py`, without a workspace.
-
-
-def _native_attend(value, locations, weights, *, levels: Levels, workspace_bytes: int) -> jax.Array:
-    args = match_varying((value, locations, weights))
-    value, locations, _ = args
-    shape = (*locations.shape[:2], *value.shape[2:])
-    call = jax.ffi.ffi_call("effjax_ms_deform_attn", result_type(value, shape))
-    return call(*args, **_attributes(levels))
-
-
-def _native_attend_backward(
-    *args, levels: Levels, workspace_bytes: int, skip_dvalue: bool = False
-) -> tuple:
-    value, locations, weights, _ = args = match_varying(args)
-    n, pixels, *head = value.shape
-    dvalue = result_type(value, (n, 0 if skip_dvalue else pixels, *head), weights.dtype)
-    results = dvalue, result_type(locations), result_type(weights)
-    call = jax.ffi.ffi_call("effjax_ms_deform_attn_backward", results)
-    return tuple(call(*args, **_attributes(levels)))
-
-
-# For each of a sample's four corners: its pixel, and two numbers before and after the sort.
-_SORT_BYTES = 4 * 4 * (1 + 2 * 2)
-
-
-def _sorted_attend_backward(*args, levels: Levels, workspace_bytes: int) -> tuple:
-    """Compute all gradients; dvalue without atomic additions, whose order varies on a GPU.
-
-    The corners of the samples are sorted by their pixel, and the corners of each pixel are summed
-    in that order. Slices of queries, one after the other, limit the memory of the sort.
-    """
-    value, locations, weights, dy = args = match_varying(args)
-    _, *gradients = _native_attend_backward(
-        *args, levels=levels, workspace_bytes=workspace_bytes, skip_dvalue=True
-    )
-    n, queries, heads, *of_head, _ = locations.shape
-    per_query = max(n * heads * math.prod(of_head) * _SORT_BYTES, 1)
-    size = max(1, min(workspace_bytes // per_query, queries))
-    size = math.ceil(queries / max(math.ceil(queries / size), 1))
-    dvalue = zeros(value.shape, weights.dtype, value)
-    if queries <= size:
-        return _add_sorted(dvalue, locations, weights, dy, levels), *gradients
-
-    def run(dvalue, slices):
-        return _add_sorted(dvalue, *slices, levels=levels), None
-
-    slices = [reference.split_queries(a, size) for a in (locations, weights, dy)]
-    dvalue, _ = lax.scan(run, dvalue, slices)
-    return dvalue, *gradients
-
-
-def _add_sorted(dvalue, locations, weights, dy, levels: Levels) -> jax.Array:
-    """Add the gradient of value for these queries to dvalue, in a fixed order."""
-    destination = destinations(locations, levels)
-    source = lax.broadcasted_iota(jnp.int32, destination.shape, 2) // 4
-    destination, source = match_varying((destination, source))
-    # The corners of a sample are different pixels, or count for nothing: an unstable sort of the
-    # pairs is deterministic.
-    destination, source = lax.sort((destination, source), num_keys=2, is_stable=False)
-    call = jax.ffi.ffi_call(
-        "effjax_ms_deform_attn_scatter_sorted", result_type(dvalue), input_output_aliases={5: 0}
-    )
-    args = (locations, weights, dy, destination, source, dvalue)
-    return call(*match_varying(args), **_attributes(levels))
-
-
-def destinations(locations: jax.Array, levels: Levels) -> jax.Array:
-    """Return the pixel of every corner, int32 [N, M, Q * L * P * 4]; S if it is outside."""
-    pixels = sum(height * width for height, width in levels.shapes)
-    index, valid = reference.corners(locations, levels)  # [N, Q, M, L, P, 4]
-    by_head = jnp.moveaxis(jnp.where(valid, index, pixels), 2, 1)
-    return by_head.reshape(*by_head.shape[:2], math.prod(by_head.shape[2:]))
-
-
-def _attributes(levels: Levels) -> dict[str, Any]:
-    sizes = np.asarray(levels.shapes, np.int64).ravel()
-    return dict(sizes=sizes, normalized=np.int64(levels.normalized))
 
 
 def as_spatial_shapes(spatial_shapes: Any) -> tuple[tuple[int, int], ...]:

@@ -1,6 +1,6 @@
 """Samples of a deformable convolution and their gradients, in plain XLA.
 
-This is the definition of the two functions that the custom calls in `custom_call.py` compute.
+This is the definition of the two functions that the custom calls in `native.py` compute.
 """
 
 from typing import NamedTuple

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._common.arguments import (
+from ..._common.arguments import (
     as_float_array,
     as_integer,
     as_number,
@@ -21,7 +21,7 @@ from .._common.arguments import (
     conv_output_size,
     resolve_padding,
 )
-from .._common.sharding import run_per_device
+from ..._common.sharding import run_per_device
 from .api import Static, attend, make_static
 from .reference import Levels
 

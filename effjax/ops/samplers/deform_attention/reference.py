@@ -1,6 +1,6 @@
 """Deformable attention in plain XLA, in slices of queries and with all derivatives.
 
-This is the definition of the two functions that the custom calls in `api.py` compute.
+This is the definition of the two functions that the custom calls in `native.py` compute.
 """
 
 import functools
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._common.platform import array_bytes, traced_platform
-from .._common.sharding import match_varying, zeros
+from ..._common.platform import array_bytes, traced_platform
+from ..._common.sharding import match_varying, zeros
 
 
 class Levels(NamedTuple):
