@@ -27,22 +27,24 @@ def network(kernels, x):
 @needs_tpu_compiler
 @vary("target", TPUS)
 def test_plan(target):
-    kernels, x = [f32(1024, 1024), f32(1024, 12)], f32(4096, 1024)
+    rows, width, classes = 2048, 512, 12
+    kernels, x = [f32(width, width), f32(width, classes)], f32(rows, width)
     p = plan(jax.grad(network), kernels, x, target=target)
     assert p.target.platform == "tpu" and p.memory_fraction == 1.0 and p.fits
     # Arrays of 12 columns are stored as 12 rows, which take the memory of 16.
-    padded = 4 * 1024 * 16
-    assert p.device.arguments == 4 * 1024 * 1024 + padded + 4 * 4096 * 1024
-    assert 0 <= p.device.outputs - (4 * 1024 * 1024 + padded) <= 1024  # and a table of addresses
-    (last,) = [b for b in p.peak_buffers if b.kind == "argument" and b.shape == "f32[1024,12]"]
-    assert (last.bytes, last.padding) == (padded, padded - 4 * 1024 * 12)
+    padded = 4 * width * 16
+    assert p.device.arguments == 4 * width * width + padded + 4 * rows * width
+    assert 0 <= p.device.outputs - (4 * width * width + padded) <= 1024  # and a table of addresses
+    (last,) = [b for b in p.peak_buffers if b.kind == "argument" and b.shape == "f32[512,12]"]
+    assert (last.bytes, last.padding) == (padded, padded - 4 * width * classes)
     assert p.padding_bytes >= 2 * last.padding
     outputs = [b for b in p.peak_buffers if b.kind == "output"]
     # Some compilers copy a result into its layout at the end, for no line of the program.
     assert all(is_line_of(__file__, b.source) or b.operation == "copy" for b in outputs)
     assert any(is_line_of(__file__, b.source) for b in outputs)
     # A product counts on a TPU, which makes it a convolution, as two FLOPs of each of its numbers.
-    assert p.step_time.total_flops == pytest.approx(2 * 4096 * 1024 * (2 * 1024 + 3 * 12), rel=0.01)
+    products = 2 * rows * width * (2 * width + 3 * classes)
+    assert p.step_time.total_flops == pytest.approx(products, rel=0.01)
     live = sum(b.bytes for b in p.peak_buffers)
     assert 0.99 * live <= p.peak_device_bytes - p.device.generated_code <= 1.05 * live
 
