@@ -15,8 +15,8 @@ import numpy as np
 from rich.progress import track
 
 from effjax.memory import MemoryPlan, PlanError, compare
-from effjax.memory._compilers import find_compiler
-from effjax.memory.targets import find_target
+from effjax.memory.compiler.packages import find_compiler
+from effjax.memory.devices import find_target
 from effjax.native import is_available
 
 from .results import Bars, Result, UnavailableError, num_threads

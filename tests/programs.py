@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from effjax.memory import PlanError, collectives
-from effjax.memory._compilers import Compiler, find_compiler
+from effjax.memory.compiler.packages import Compiler, find_compiler
 
 
 @functools.cache

@@ -141,7 +141,7 @@ def install(
     """Install the compiler that `--install-compiler` names."""
     if install_compiler is not None:
         with _errors_in_one_line():
-            from ..memory._compilers import install_compiler as install
+            from ..memory.compiler.packages import install_compiler as install
 
             print(printable(f"installed: {install(install_compiler)}"))
         raise typer.Exit
@@ -272,7 +272,7 @@ def _plan_options(options_type: type[Any], config: RunConfig, given: Mapping[str
 
 def _limits(options: PlanOptions) -> dict[str, Any]:
     """Return the arguments of `plan` that describe the device."""
-    from ..memory.targets import find_target
+    from ..memory.devices import find_target
 
     gigabytes = options.host_memory_gb
     with _errors_in_one_line():
@@ -335,8 +335,8 @@ def plan_steps(
         **limits: Other arguments of `plan`.
     """
     from ..memory import compare, max_batch_size
-    from ..memory._lower import DeviceCountError
-    from ..memory.batch_size import split_over_devices
+    from ..memory.compiler.lower import DeviceCountError
+    from ..memory.search.batch_size import split_over_devices
 
     only, multiple_of, num_devices = options.only or (), options.multiple_of, options.num_devices
     steps = functools.lru_cache(maxsize=2)(steps)  # splitting a step compares two batch sizes

@@ -64,7 +64,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _is_user_file(file: str) -> bool:
-    from ..memory._source import is_in_library  # imports JAX
+    from ..memory.read.source import is_in_library  # imports JAX
 
     return not (is_in_library(file) or file.startswith((_STDLIB, "<")))
 

@@ -11,17 +11,16 @@ from typing import IO, Any
 
 from ..ops._common.arguments import as_integer, as_number
 from ..ops.offload.compiled import host_memory_limit
-from ._buffers import Value, allocated_bytes, live_at_peak
-from ._cache import with_cache
-from ._compile import CompiledProgram, compile_for, open_pipe
-from ._compilers import find_compiler
-from ._hlo import HloModule, collectives, parse, transfers
-from ._lower import lower
-from .rates import Rates, find_rates
+from .compiler.cache import with_cache
+from .compiler.lower import lower
+from .compiler.packages import find_compiler
+from .compiler.process import CompiledProgram, compile_for, open_pipe
+from .devices import Rates, Target, find_rates, find_target
+from .read.buffers import Value, allocated_bytes, live_at_peak
+from .read.hlo import HloModule, collectives, parse, transfers
 from .render import format_bytes, progress_bar
 from .results import Buffer, Bytes, Comparison, MemoryPlan
-from .step_time import step_time
-from .targets import Target, find_target
+from .time.step_time import step_time
 
 DEFAULT_TARGET = "h200"
 

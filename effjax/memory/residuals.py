@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ._lower import refuse_modules
+from .compiler.lower import refuse_modules
 from .results import ResidualReport
 
 

@@ -8,22 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..ops.offload.compiled import HOST_MEMORY_VARIABLE
-from ._buffers import Kind
-from ._hlo import Collective, Transfer
-from ._source import short_path
-from .render import (
-    MAX_ROWS,
-    Bar,
-    Printable,
-    Report,
-    ReportTable,
-    bar_chart,
-    format_bytes,
-    scatter_chart,
-    stacked_bar_chart,
-)
-from .step_time import StepTime, comparison_table, time_table
-from .targets import Target
+from .devices import Target
+from .plots import Bar, bar_chart, scatter_chart, stacked_bar_chart
+from .read.buffers import Kind
+from .read.hlo import Collective, Transfer
+from .read.source import short_path
+from .render import MAX_ROWS, Printable, Report, ReportTable, format_bytes
+from .time.step_time import StepTime, comparison_table, time_table
 
 _WORTH_A_NOTE = 0.01  # of the peak
 

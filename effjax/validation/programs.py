@@ -15,7 +15,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..memory import list_targets, plan
-from ..memory.targets import find_target
+from ..memory.devices import find_target
 from ..ops.batch_norm.sync import sync_batch_norm
 from ..ops.cross_entropy import linear_cross_entropy
 from ..ops.dense_block.block import DenseLayerParams, dense_block

@@ -9,9 +9,9 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from effjax.memory import plan
-from effjax.memory._device_queries_shim import answer_queries
-from effjax.memory._lower import _abstract_device
-from effjax.memory.targets import find_target
+from effjax.memory.compiler._device_queries_shim import answer_queries
+from effjax.memory.compiler.lower import _abstract_device
+from effjax.memory.devices import find_target
 from tests.programs import needs_gpu_compiler
 from tests.tiers import vary
 

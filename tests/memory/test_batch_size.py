@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from effjax.memory import MaxBatch, max_batch_size, plan
-from effjax.memory.batch_size import split_over_devices
+from effjax.memory.search.batch_size import split_over_devices
 from tests.memory.conftest import f32
 from tests.programs import needs_gpu_compiler
 
@@ -46,7 +46,7 @@ def fake_plans(matmul_plan, monkeypatch):
             target=target, memory_fraction=1.0, host_memory_bytes=1000, num_devices=num_devices,
         )  # fmt: skip
 
-    monkeypatch.setattr(sys.modules["effjax.memory.batch_size"], "plan", plan_of)
+    monkeypatch.setattr(sys.modules["effjax.memory.search.batch_size"], "plan", plan_of)
 
 
 @pytest.mark.exhaustive

@@ -19,11 +19,11 @@ from hypothesis.extra import numpy as hnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from effjax.memory import PlanError, choose_options, find_rates
-from effjax.memory._cache import with_cache
-from effjax.memory._compile import CompiledProgram
-from effjax.memory._lower import lower
-from effjax.memory.budget import _Candidate, _Search
-from effjax.memory.targets import find_target
+from effjax.memory.compiler.cache import with_cache
+from effjax.memory.compiler.lower import lower
+from effjax.memory.compiler.process import CompiledProgram
+from effjax.memory.devices import find_target
+from effjax.memory.search.budget import _Candidate, _Search
 from tests.memory.conftest import f32
 from tests.programs import needs_gpu_compiler
 
@@ -150,7 +150,7 @@ def fake_plans(matmul_plan, monkeypatch):
         )  # fmt: skip
         return lambda pipe: result
 
-    monkeypatch.setattr(sys.modules["effjax.memory.budget"], "start_plan", start_plan)
+    monkeypatch.setattr(sys.modules["effjax.memory.search.budget"], "start_plan", start_plan)
     return compiled
 
 
@@ -253,7 +253,7 @@ def test_host_memory_excludes_no_others(fake_plans):
 
 @needs_gpu_compiler
 def test_host_memory_of_a_tpu_follows_from_shardings(fake_plans, monkeypatch):
-    monkeypatch.setattr(sys.modules["effjax.memory.budget"], "find_compiler", str)
+    monkeypatch.setattr(sys.modules["effjax.memory.search.budget"], "find_compiler", str)
     sharding = NamedSharding(AbstractMesh((4,), ("data",)), PartitionSpec("data"))
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
     for args, num_devices in (((x,), 4), ((f32(8),), 1)):
@@ -383,7 +383,7 @@ def test_cache_without_a_folder(tmp_path):
 
 
 def test_cache_keeps_the_files_used_last(tmp_path, monkeypatch):
-    monkeypatch.setattr("effjax.memory._cache._MAX_FILES", 2)
+    monkeypatch.setattr("effjax.memory.compiler.cache._MAX_FILES", 2)
     counts = Counter()
 
     def compile_program(lowered, target, options, pipe):

@@ -1,6 +1,6 @@
 """The parser of XLA's buffer assignment."""
 
-from effjax.memory._buffers import Value, allocated_bytes, live_at_peak
+from effjax.memory.read.buffers import Value, allocated_bytes, live_at_peak
 
 # a and b are live at the same time; c reuses the place of a; loop.2 is a in a loop.
 ASSIGNMENT = """\

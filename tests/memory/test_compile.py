@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from effjax.memory import _compiler_shim, _source_info_shim, plan
+from effjax.memory import plan
+from effjax.memory.compiler import _compiler_shim, _source_info_shim
 from tests.programs import needs_gpu_compiler
 
 KEEPS_BACKEND = """
@@ -26,7 +27,7 @@ assert jax.device_count() == 1
 WAITS = """
 import os, sys, time
 from pathlib import Path
-from effjax.memory._compiler_shim import exit_when_closed
+from effjax.memory.compiler._compiler_shim import exit_when_closed
 exit_when_closed(0, Path(sys.argv[1]))
 print("ready", flush=True)
 time.sleep(60)

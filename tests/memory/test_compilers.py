@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from effjax.memory import PlanError, _compilers, plan
+from effjax.memory import PlanError, plan
+from effjax.memory.compiler import packages
 from tests.programs import needs_gpu_compiler
 
 X = jax.ShapeDtypeStruct((8,), jnp.float32)
@@ -30,21 +31,21 @@ time.sleep(0.2)
 @pytest.fixture
 def base(monkeypatch, tmp_path):
     """Return an empty directory of compilers, with an installer that downloads nothing."""
-    monkeypatch.setenv(_compilers.DIRECTORY_VARIABLE, str(tmp_path / "compilers"))
+    monkeypatch.setenv(packages.DIRECTORY_VARIABLE, str(tmp_path / "compilers"))
     script = tmp_path / "installer.py"
     script.write_text(INSTALLER.format(log=str(tmp_path / "log")))
-    monkeypatch.setattr(_compilers, "_installer", lambda: [sys.executable, str(script)])
+    monkeypatch.setattr(packages, "_installer", lambda: [sys.executable, str(script)])
     return tmp_path / "compilers"
 
 
 def test_installs_one_time(base, tmp_path, capsys):
-    threads = [threading.Thread(target=_compilers.find_compiler, args=("cuda",)) for _ in range(4)]
+    threads = [threading.Thread(target=packages.find_compiler, args=("cuda",)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    folder = _compilers.compiler_directory("cuda")
-    assert (folder / "plugin.py").exists() and _compilers.find_compiler("cuda") == folder
+    folder = packages.compiler_directory("cuda")
+    assert (folder / "plugin.py").exists() and packages.find_compiler("cuda") == folder
     (command,) = (tmp_path / "log").read_text().splitlines()
     for package in ("jax-cuda13-pjrt", "jax-cuda13-plugin"):
         assert f"{package}=={jax.lib.__version__}" in command
@@ -54,24 +55,24 @@ def test_installs_one_time(base, tmp_path, capsys):
 
 
 def test_directories_differ(base, monkeypatch):
-    cuda, tpu = map(_compilers.compiler_directory, _compilers.COMPILERS)
+    cuda, tpu = map(packages.compiler_directory, packages.COMPILERS)
     assert cuda.parent == tpu.parent == base and cuda != tpu
     assert f"jaxlib{jax.lib.__version__}-cp{sys.version_info.major}" in cuda.name
-    monkeypatch.delenv(_compilers.DIRECTORY_VARIABLE)
+    monkeypatch.delenv(packages.DIRECTORY_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(base))
-    assert _compilers.compiler_directory("tpu") == base / "effjax" / "compilers" / tpu.name
+    assert packages.compiler_directory("tpu") == base / "effjax" / "compilers" / tpu.name
 
 
 def test_killed_installation_is_repeated(base):
-    folder = _compilers.compiler_directory("cuda")
+    folder = packages.compiler_directory("cuda")
     partial = folder.with_name(f"{folder.name}.partial")
     partial.mkdir(parents=True)
     (partial / "half.so").touch()
-    assert [path.name for path in _compilers.find_compiler("cuda").iterdir()] == ["plugin.py"]
+    assert [path.name for path in packages.find_compiler("cuda").iterdir()] == ["plugin.py"]
 
 
 def test_waits_for_another_process(base, capsys):
-    folder = _compilers.compiler_directory("cuda")
+    folder = packages.compiler_directory("cuda")
     base.mkdir()
     lock = folder.with_name(f"{folder.name}.lock")
     code = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print(); input()"
@@ -79,7 +80,7 @@ def test_waits_for_another_process(base, capsys):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdin is not None
         other.stdout.readline()
-        thread = threading.Thread(target=_compilers.find_compiler, args=("cuda",))
+        thread = threading.Thread(target=packages.find_compiler, args=("cuda",))
         thread.start()
         while "waiting for another process" not in capsys.readouterr().err:
             time.sleep(0.01)
@@ -93,7 +94,7 @@ def test_waits_for_another_process(base, capsys):
 
 def test_no_network(monkeypatch, base):
     pip = "import sys; sys.exit('WARNING: retrying\\nERROR: No matching distribution found')"
-    monkeypatch.setattr(_compilers, "_installer", lambda: [sys.executable, "-c", pip])
+    monkeypatch.setattr(packages, "_installer", lambda: [sys.executable, "-c", pip])
     with pytest.raises(PlanError, match="cannot be downloaded") as error:
         plan(jnp.sin, X)
     assert "(ERROR: No matching distribution found)" in str(error.value)
@@ -102,16 +103,16 @@ def test_no_network(monkeypatch, base):
 
 
 def test_directory_that_cannot_be_written(monkeypatch):
-    monkeypatch.setenv(_compilers.DIRECTORY_VARIABLE, "/dev/null/compilers")
+    monkeypatch.setenv(packages.DIRECTORY_VARIABLE, "/dev/null/compilers")
     with pytest.raises(PlanError, match="/dev/null/compilers cannot be written"):
         plan(jnp.sin, X)
 
 
 def test_read_only_directory(base, monkeypatch):
-    folder = _compilers.find_compiler("cuda")
+    folder = packages.find_compiler("cuda")
     base.chmod(0o555)
-    monkeypatch.setattr(_compilers, "_installer", lambda: pytest.fail("installs again"))
-    assert _compilers.find_compiler("cuda") == folder
+    monkeypatch.setattr(packages, "_installer", lambda: pytest.fail("installs again"))
+    assert packages.find_compiler("cuda") == folder
     base.chmod(0o755)
 
 
@@ -120,29 +121,29 @@ def test_other_systems(base, monkeypatch):
     with pytest.raises(PlanError, match="no compiler for CUDA on darwin"):
         plan(jnp.sin, X)
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(_compilers.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(packages.platform, "machine", lambda: "aarch64")
     with pytest.raises(PlanError, match=r"TPU on linux \(aarch64\)"):
         plan(jnp.sin, X, target="v5e")
 
 
 def test_installers(monkeypatch):
-    assert _compilers._installer()[1:4] == ["-m", "pip", "install"]
-    monkeypatch.setattr(_compilers.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(_compilers.shutil, "which", lambda name: f"/bin/{name}")
-    assert _compilers._installer()[:3] == ["/bin/uv", "pip", "install"]
-    monkeypatch.setattr(_compilers.shutil, "which", lambda name: None)
+    assert packages._installer()[1:4] == ["-m", "pip", "install"]
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(packages.shutil, "which", lambda name: f"/bin/{name}")
+    assert packages._installer()[:3] == ["/bin/uv", "pip", "install"]
+    monkeypatch.setattr(packages.shutil, "which", lambda name: None)
     with pytest.raises(PlanError, match="with pip or uv"):
-        _compilers._installer()
+        packages._installer()
 
 
 def test_tpu_version_is_that_of_jax():
-    (requirement,) = _compilers._requirements("tpu")
+    (requirement,) = packages._requirements("tpu")
     assert requirement.startswith("libtpu==")
 
 
 @needs_gpu_compiler
 def test_compiler_is_not_importable():
-    folder = _compilers.find_compiler("cuda")
+    folder = packages.find_compiler("cuda")
     assert (folder / "jax_plugins").is_dir()
     assert not any(Path(path).is_relative_to(folder) for path in sys.path)
     files = [getattr(module, "__file__", None) or "" for module in sys.modules.values()]

@@ -12,8 +12,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import effjax
-from effjax.memory import Collective, PlanError, Transfer, _compile, plan
-from effjax.memory.targets import find_target
+from effjax.memory import Collective, PlanError, Transfer, plan
+from effjax.memory.compiler import process
+from effjax.memory.devices import find_target
 from tests.memory.conftest import f32, is_line_of, matmuls
 from tests.programs import needs_gpu_compiler
 
@@ -274,7 +275,7 @@ def test_compiler_error():
 
 
 def test_compiler_that_dies(monkeypatch):
-    monkeypatch.setattr(_compile.sys, "executable", "/bin/false")
+    monkeypatch.setattr(process.sys, "executable", "/bin/false")
     with pytest.raises(PlanError, match="ended with exit code 1: no message"):
         plan(jnp.sin, f32(8))
 

@@ -9,8 +9,9 @@ import pytest
 from jax._src import source_info_util
 
 import effjax
-from effjax.memory import _source, plan
-from effjax.memory._source import short_path, source_and_caller
+from effjax.memory import plan
+from effjax.memory.read import source
+from effjax.memory.read.source import short_path, source_and_caller
 from tests.programs import needs_gpu_compiler
 
 PACKAGE = str(pathlib.Path(effjax.__file__).parent)
@@ -26,10 +27,10 @@ INSTALLED = "/opt/lib/python3.11/site-packages/"
         ([f"{INSTALLED}flax/a.py:1", "/me/b.py:3"], (f"{INSTALLED}flax/a.py:1", "/me/b.py:3")),
         # Callers of the planner: the command, or a notebook cell.
         (
-            [f"{PACKAGE}/ops/a.py:1", f"{PACKAGE}/memory/_compile.py:9", "/usr/bin/effjax:6"],
+            [f"{PACKAGE}/ops/a.py:1", f"{PACKAGE}/memory/compiler/process.py:9", "/usr/bin/effjax:6"],
             (f"{PACKAGE}/ops/a.py:1", ""),
         ),
-        ([f"{PACKAGE}/memory/_compile.py:9", "/usr/bin/effjax:6"], ("", "")),
+        ([f"{PACKAGE}/memory/compiler/process.py:9", "/usr/bin/effjax:6"], ("", "")),
     ],
 )
 def test_source_and_caller(places, expected):
@@ -43,8 +44,8 @@ def test_short_path():
 
 
 def test_installed_effjax(monkeypatch):
-    monkeypatch.setattr(_source, "_EFFJAX", f"{INSTALLED}effjax/")
-    monkeypatch.setattr(_source, "_PLANNER", f"{INSTALLED}effjax/memory/")
+    monkeypatch.setattr(source, "_EFFJAX", f"{INSTALLED}effjax/")
+    monkeypatch.setattr(source, "_PLANNER", f"{INSTALLED}effjax/memory/")
     operator, planner = f"{INSTALLED}effjax/ops/a.py:1", f"{INSTALLED}effjax/memory/plan.py:9"
     assert source_and_caller([operator, planner, "/usr/bin/effjax:6"]) == (operator, "")
     assert source_and_caller([operator, "/me/step.py:3", planner]) == (operator, "/me/step.py:3")

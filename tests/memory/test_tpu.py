@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from effjax.memory import plan
-from effjax.memory.targets import find_target
+from effjax.memory.devices import find_target
 from tests.memory.conftest import f32, is_line_of
 from tests.memory.test_plan import abstract_mesh, on_host
 from tests.programs import needs_tpu_compiler

@@ -5,10 +5,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from ._hlo import HloModule, Instruction, operand_names, parse
-from ._work import Channel, WorkCounter
-from .rates import Rates
-from .render import ReportTable, format_bytes, format_number
+from ..devices import Rates
+from ..read.hlo import HloModule, Instruction, operand_names, parse
+from ..render import ReportTable, format_bytes, format_number
+from .work import Channel, WorkCounter
 
 _FLOPS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
 _TITLE = "modelled time of a call, at published peak rates (not measured)"

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..ops._common.arguments import as_integer
-from ._lower import make_data_mesh, split_modules
-from .plan import plan
-from .render import format_bytes, progress_bar
-from .results import MaxBatch, MemoryPlan
+from ...ops._common.arguments import as_integer
+from ..compiler.lower import make_data_mesh, split_modules
+from ..plan import plan
+from ..render import format_bytes, progress_bar
+from ..results import MaxBatch, MemoryPlan
 
 _LARGEST = 2**31  # batch size to try
 

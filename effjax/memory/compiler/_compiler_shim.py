@@ -1,6 +1,6 @@
 """Compiler process: compile a StableHLO module for a GPU or TPU that is not attached.
 
-Usage: `python -m effjax.memory._compiler_shim FOLDER`. The folder holds `module.mlirbc`,
+Usage: `python -m effjax.memory.compiler._compiler_shim FOLDER`. The folder holds `module.mlirbc`,
 `target.txtpb` and `request.json`. It receives `result.json` (bytes by kind, the message of a
 compiler that refuses a program that does not fit, or another error), `program.hlo` and XLA's dump
 of the buffer assignment.
@@ -27,7 +27,7 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import topologies
 
-from ..native import status
+from ...native import status
 
 KINDS = ("argument", "output", "temp", "alias", "generated_code")
 

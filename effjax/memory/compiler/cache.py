@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from ._compile import CompiledProgram, effort_variables
-from ._compilers import find_compiler
-from ._lower import LoweredProgram
-from .targets import Target
+from ..devices import Target
+from .lower import LoweredProgram
+from .packages import find_compiler
+from .process import CompiledProgram, effort_variables
 
 _FORMAT = 1  # of the files
 _MAX_FILES = 500

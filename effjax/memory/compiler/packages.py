@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, get_args
 
-from .._extras import install_command
-from ._lower import PlanError
+from ..._extras import install_command
+from .lower import PlanError
 
 Compiler = Literal["cuda", "tpu"]
 

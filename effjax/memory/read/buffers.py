@@ -3,7 +3,7 @@
 import re
 from typing import Literal, NamedTuple
 
-from ._hlo import HOST_MEMORY, arrays
+from .hlo import HOST_MEMORY, arrays
 
 Kind = Literal["argument", "output", "temporary", "constant"]
 

@@ -19,12 +19,12 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-from ..ops._common.arguments import as_integer, describe
-from ..ops._common.platform import trace_for_platform
-from ..ops.offload.compiled import allow_guard, needed_options
+from ...ops._common.arguments import as_integer, describe
+from ...ops._common.platform import trace_for_platform
+from ...ops.offload.compiled import allow_guard, needed_options
+from ..devices import Target
 from ._device_queries_shim import answer_queries
 from ._source_info_shim import record_library_lines
-from .targets import Target
 
 SPLITS_ITSELF = (
     "an operator with a partitioning rule, such as effjax.deform_conv2d, cannot be planned under "
@@ -139,7 +139,7 @@ def _abstract_device(target: Target) -> contextlib.AbstractContextManager:
     if not get_abstract_mesh().empty:
         return contextlib.nullcontext()
     device = AbstractDevice(
-        device_kind=target.device_kind,
+        device_kind=target.description,
         num_cores=None if target.platform == "cuda" else 1,
         platform="gpu" if target.platform == "cuda" else "tpu",
     )

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-_EFFJAX = f"{Path(__file__).parents[1]}{os.sep}"
-_PLANNER = f"{Path(__file__).parent}{os.sep}"
+_EFFJAX = f"{Path(__file__).parents[2]}{os.sep}"
+_PLANNER = f"{Path(__file__).parents[1]}{os.sep}"
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 

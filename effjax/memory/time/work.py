@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ._hlo import (
+from ..read.hlo import (
     COLLECTIVES,
     Array,
     HloModule,

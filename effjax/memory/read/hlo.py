@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from ._source import source_and_caller
+from .source import source_and_caller
 
 Direction = Literal["to_device", "to_host"]
 

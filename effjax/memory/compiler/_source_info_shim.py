@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from jax._src import source_info_util
 
-from ._source import is_in_library
+from ..read.source import is_in_library
 
 
 @contextmanager

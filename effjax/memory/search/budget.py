@@ -11,15 +11,15 @@ from typing import Any
 
 import jax
 
-from ..ops._common.arguments import as_integer
-from ..ops.offload.compiled import host_memory_limit
-from ._cache import default_folder
-from ._compile import open_pipe
-from ._compilers import find_compiler
-from ._lower import PlanError, split_modules
-from .plan import DEFAULT_TARGET, start_plan
-from .rates import find_rates
-from .render import (
+from ...ops._common.arguments import as_integer
+from ...ops.offload.compiled import host_memory_limit
+from ..compiler.cache import default_folder
+from ..compiler.lower import PlanError, split_modules
+from ..compiler.packages import find_compiler
+from ..compiler.process import open_pipe
+from ..devices import Target, find_rates, find_target
+from ..plan import DEFAULT_TARGET, start_plan
+from ..render import (
     MAX_ROWS,
     Printable,
     Report,
@@ -28,8 +28,7 @@ from .render import (
     format_number,
     progress_bar,
 )
-from .results import MemoryPlan, summarize
-from .targets import Target, find_target
+from ..results import MemoryPlan, summarize
 
 # The index of a combination's value of each option.
 Position = tuple[int, ...]

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .rates import read_figure
-from .targets import Target
+from ..devices import Target, read_figure
 
 
 class _Device(NamedTuple):
@@ -61,7 +60,7 @@ def _describe(target: Target) -> _Device:
     )
     version = [int(number or 0) for number in cudnn.groups()] if cudnn else [9, 10, 0]
     return _Device(
-        device_kind=target.device_kind,
+        device_kind=target.description,
         compute_capability=f"{major:.0f}.{minor:.0f}",
         core_count=int(read_figure(target, "core_count") or 1),
         shared_memory_per_block_optin=int(

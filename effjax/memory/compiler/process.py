@@ -12,9 +12,9 @@ from typing import IO, Any, NamedTuple
 
 import jax
 
-from ._compilers import find_compiler
-from ._lower import SPLITS_ITSELF, LoweredProgram, PlanError
-from .targets import Target
+from ..devices import Target
+from .lower import SPLITS_ITSELF, LoweredProgram, PlanError
+from .packages import find_compiler
 
 # Without a GPU, XLA cannot choose convolution algorithms by timing them.
 _COMPILER_OPTIONS = {"cuda": {"xla_gpu_autotune_level": "0"}, "tpu": {}}

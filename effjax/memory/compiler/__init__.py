@@ -1,0 +1,1 @@
+"""Compile a program for a device that is not attached."""

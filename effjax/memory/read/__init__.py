@@ -1,0 +1,1 @@
+"""Read a compiled program: its instructions, buffers and source lines."""

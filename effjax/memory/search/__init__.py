@@ -1,0 +1,1 @@
+"""Search the largest batch, or the fastest options, that fit."""

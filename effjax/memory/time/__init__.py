@@ -1,0 +1,1 @@
+"""The modelled time of a compiled program."""
