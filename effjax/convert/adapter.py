@@ -88,22 +88,25 @@ def save_adapter(
     *,
     base_model: str | None = None,
     layers_prefix: str = LAYERS_PREFIX,
+    overwrite: bool = False,
 ) -> None:
     """Save a LoRA adapter in PEFT's layout, the inverse of `load_adapter`.
 
     The folder appears when it is complete; with several processes as in `save_checkpoint`.
 
     Args:
-        folder: The adapter, which must not exist or be empty.
+        folder: The adapter, which must not exist or be empty, unless `overwrite`.
         layers: Arrays as `load_adapter` returns them.
         scale: The factor of ``B @ A``, written as ``lora_alpha / r``.
         base_model: The name or folder of the model that is adapted, for PEFT.
         layers_prefix: What stands before the number of a layer in the base model.
+        overwrite: Whether to replace an older adapter, as in `save_checkpoint`.
 
     Raises:
         ValueError: if the arrays are not pairs of matrices of one rank.
         TypeError: if an array has a dtype that the format does not support.
-        OSError: if the folder exists and is not empty, or cannot be written.
+        OSError: if the folder exists, is not empty and must not be replaced, or if it cannot be
+            written.
         RuntimeError: if another process has failed.
     """
     rank = _check_matrices(layers)
@@ -115,7 +118,7 @@ def save_adapter(
     }  # fmt: skip
     sources = make_sources(layers, {}, f"{BASE}{layers_prefix}")
     text = json.dumps(config, indent=2) + "\n"
-    save_arrays(Path(folder), MODEL, sources, {CONFIG: text}, 1 << 62, None)
+    save_arrays(Path(folder), MODEL, sources, {CONFIG: text.encode()}, 1 << 62, overwrite, None)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

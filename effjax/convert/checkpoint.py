@@ -153,33 +153,41 @@ def save_checkpoint(
     *,
     layers_prefix: str = LAYERS_PREFIX,
     max_shard_bytes: int = 5_000_000_000,
+    copied_files: Collection[Path] = (),
+    overwrite: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Save a language model in Hugging Face's layout, the inverse of `load_checkpoint`.
 
     Writes `config.json`, and `model.safetensors` or several shards and their index, which the
     transformers library loads. The host holds one layer of an array at a time. The folder appears
-    when it is complete. With several processes, all call this function, each writes the parts on
-    its devices, and the folder must be on a file system that they share.
+    when it is complete and on the disk. With several processes, all call this function, each writes
+    the parts on its devices, and the folder must be on a file system that they share.
 
     Args:
-        folder: The checkpoint, which must not exist or be empty.
+        folder: The checkpoint, which must not exist or be empty, unless `overwrite`.
         layers: Arrays [L, ...], as in `load_checkpoint`.
         others: All other arrays.
         config: The content of `config.json`, such as that of the checkpoint that was loaded.
         layers_prefix: What stands before the number of a layer.
         max_shard_bytes: The size of a shard, unless a single tensor is larger.
+        copied_files: Other files of the checkpoint, such as those of its tokenizer.
+        overwrite: Whether to replace an older checkpoint, all at once. If the process is killed
+            between the two renames, the next `load_checkpoint` completes them.
         progress: Called as ``progress(done, total)`` with numbers of bytes, those that this process
             writes.
 
     Raises:
         TypeError: if an array has a dtype that the format does not support.
-        OSError: if the folder exists and is not empty, or cannot be written.
+        OSError: if the folder exists, is not empty and must not be replaced, or if it cannot be
+            written.
         RuntimeError: if another process has failed.
     """
     sources = make_sources(layers, others, layers_prefix)
     text = json.dumps(dict(config), indent=2) + "\n"
-    save_arrays(Path(folder), MODEL, sources, {"config.json": text}, max_shard_bytes, progress)
+    files = {"config.json": text.encode()}
+    files |= {path.name: path.read_bytes() for path in copied_files}
+    save_arrays(Path(folder), MODEL, sources, files, max_shard_bytes, overwrite, progress)
 
 
 def make_sources(
@@ -240,6 +248,8 @@ def _find_checked(
     ignore: Collection[str],
 ) -> dict[str, Tensor]:
     """Return the tensors of a file, or of its shards, if they are those of the sources."""
+    with contextlib.suppress(OSError):  # a folder that must not be changed
+        complete_replacement(folder)
     tensors, unread, problems = find_tensors(folder, file_name)
     wanted = [source for group in sources for source in group.values()]
     problems += _compare(tensors, unread, wanted, ignore)
@@ -488,13 +498,14 @@ def save_arrays(
     folder: Path,
     file_name: str,
     sources: tuple[dict[str, Source], dict[str, Source]],
-    texts: Mapping[str, str],
+    files: Mapping[str, bytes],
     max_shard_bytes: int,
+    overwrite: bool,
     progress: Progress | None,
 ) -> None:
-    """Save the arrays of both dicts of sources and some text files; see `save_checkpoint`."""
+    """Save the arrays of both dicts of sources and some small files; see `save_checkpoint`."""
     folder = Path(os.path.abspath(folder))
-    if folder.exists() and any(folder.iterdir()):
+    if not overwrite and folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} exists and is not empty.")
     layers, others = sources
     # The tensors of a layer are next to each other, as models read them.
@@ -505,7 +516,7 @@ def save_arrays(
         for i, source in [*((0, source) for source in others.values()), *by_layer]
         if i < len(source.names)
     }
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial, _ = _hidden_folders(folder)
     shards = _split(shapes, file_name, max_shard_bytes)
     headers = {name: make_header(partial / name, shard) for name, shard in shards.items()}
     tensors = {name: t for _, shard in headers.values() for name, t in shard.items()}
@@ -513,27 +524,56 @@ def save_arrays(
         total = sum(num_bytes(t) for t in tensors.values())
         places = {name: t.path.name for name, t in sorted(tensors.items())}
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        texts = {**texts, f"{file_name}.index.json": json.dumps(index, indent=2) + "\n"}
+        text = json.dumps(index, indent=2) + "\n"
+        files = {**files, f"{file_name}.index.json": text.encode()}
     is_first = jax.process_index() == 0
     try:
         with _in_all_processes("create"):
             if is_first:
-                shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+                complete_replacement(folder)
+                for left in _hidden_folders(folder):  # by a process that was killed
+                    shutil.rmtree(left, ignore_errors=True)
                 partial.mkdir(parents=True)
                 for name, (header, shard) in headers.items():
                     create_file(partial / name, header, shard)
-                for name, text in texts.items():
-                    (partial / name).write_text(text)
+                for name, content in files.items():
+                    (partial / name).write_bytes(content)
         with _in_all_processes("write"):
             _write_all([*others.values(), *layers.values()], tensors, progress)
         with _in_all_processes("rename"):
             if is_first:
-                sync_files([*partial.iterdir()])
-                partial.replace(folder)
+                sync_files([*partial.iterdir(), partial])
+                _replace_folder(folder)
     except BaseException:
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _hidden_folders(folder: Path) -> tuple[Path, Path]:
+    """Return where a folder is written, and where an older one is kept while it is replaced."""
+    return folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.replaced")
+
+
+def _replace_folder(folder: Path) -> None:
+    """Give the complete partial folder its name, in place of an older one."""
+    partial, old = _hidden_folders(folder)
+    if folder.exists():
+        folder.replace(old)
+    if partial.exists():  # a reader may have called `complete_replacement`
+        partial.replace(folder)
+    sync_files([folder.parent])
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def complete_replacement(folder: Path) -> None:
+    """Complete the replacement of a folder in which a process was killed, if there is one.
+
+    The older folder is renamed when the new one is complete, so for a moment none has the name.
+    """
+    partial, old = _hidden_folders(folder)
+    if old.exists() and not folder.exists():
+        (partial if partial.exists() else old).replace(folder)
 
 
 def _split(

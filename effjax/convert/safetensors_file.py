@@ -249,10 +249,13 @@ def create_file(path: Path, header: bytes, tensors: Mapping[str, Tensor]) -> Non
 
 
 def sync_files(paths: Iterable[Path]) -> None:
-    """Wait until files are on the disk."""
+    """Wait until files, or the names in folders, are on the disk."""
     for path in paths:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def read_index(path: Path) -> dict[str, str]:

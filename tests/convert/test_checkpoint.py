@@ -476,6 +476,36 @@ def test_saves_atomically(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["a"]
 
 
+def test_replaces_a_checkpoint_at_once(tmp_path, monkeypatch):
+    def save(value):
+        layers = {"w": np.full((3, 2), value, np.float32)}
+        tokenizer = tmp_path / "tokenizer.json"
+        tokenizer.write_text(str(value))
+        convert.save_checkpoint(
+            tmp_path / "a", layers, {}, {}, copied_files=[tokenizer], overwrite=True
+        )
+
+    def load():
+        shapes = {"w": jax.ShapeDtypeStruct((3, 2), jnp.float32)}
+        layers, _ = convert.load_checkpoint(tmp_path / "a", shapes, {})
+        assert (tmp_path / "a" / "tokenizer.json").read_text() == f"{layers['w'][0, 0]:.0f}"
+        return float(layers["w"][0, 0])
+
+    save(1)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk is full"):
+        patch.setattr(checkpoint, "write_tensor", fail)
+        save(2)
+    assert load() == 1
+    save(2)
+    assert load() == 2 and sorted(os.listdir(tmp_path)) == ["a", "tokenizer.json"]
+    # A process that is killed between the two renames leaves these folders.
+    (tmp_path / "a").rename(tmp_path / ".a.partial")
+    (tmp_path / ".a.replaced").mkdir()
+    assert load() == 2
+    save(3)
+    assert load() == 3 and sorted(os.listdir(tmp_path)) == ["a", "tokenizer.json"]
+
+
 def fail(*_):
     raise OSError("the disk is full")
 

@@ -27,10 +27,14 @@ INSTALLED = "/opt/lib/python3.11/site-packages/"
         ([f"{INSTALLED}flax/a.py:1", "/me/b.py:3"], (f"{INSTALLED}flax/a.py:1", "/me/b.py:3")),
         # Callers of the planner: the command, or a notebook cell.
         (
-            [f"{PACKAGE}/ops/a.py:1", f"{PACKAGE}/memory/compiler/process.py:9", "/usr/bin/effjax:6"],
+            [
+                f"{PACKAGE}/ops/a.py:1",
+                f"{PACKAGE}/memory/compiler/process.py:9",
+                "/usr/bin/effjax:6",
+            ],
             (f"{PACKAGE}/ops/a.py:1", ""),
         ),
-        ([f"{PACKAGE}/memory/compiler/process.py:9", "/usr/bin/effjax:6"], ("", "")),
+        ([f"{PACKAGE}/memory/plan.py:9", "/usr/bin/effjax:6"], ("", "")),
     ],
 )
 def test_source_and_caller(places, expected):

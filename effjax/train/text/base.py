@@ -1,22 +1,22 @@
 """The checkpoint that a run starts with."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ...convert import load_checkpoint
-from ...convert.checkpoint import IGNORED, check_checkpoint
+from ...convert.checkpoint import IGNORED, check_checkpoint, complete_replacement
 from ...models import DecoderConfig
 from ..errors import DataError, unreadable
 from ..run_directory import RunDirectory
 
-# The other files of a checkpoint, which `Base.copy_tokenizer` copies if they exist.
+# The other files of a checkpoint, which an export copies if they exist.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
@@ -75,11 +75,11 @@ class Base:
         """
         return self._convert_errors(load_checkpoint, layers, others, progress=progress)
 
-    def copy_tokenizer(self, folder: Path) -> None:
-        """Copy the files of the tokenizer, and the settings of generation, into a folder."""
-        for name in TOKENIZER_FILES:
-            if (self.folder / name).is_file():
-                shutil.copyfile(self.folder / name, folder / name)
+    @property
+    def tokenizer_files(self) -> list[Path]:
+        """The files of the tokenizer, and the settings of generation."""
+        files = (self.folder / name for name in TOKENIZER_FILES)
+        return [file for file in files if file.is_file()]
 
     def _convert_errors(self, function: Callable, *args: Any, **options: Any) -> Any:
         # Files of models with tied embeddings may contain a copy of the head.
@@ -104,6 +104,8 @@ def find_base(path: str, param_dtype: str | None, allow_file: bool = False) -> B
         DataError: It cannot be read, or the network is unsupported.
     """
     folder = Path(os.path.realpath(path))
+    with contextlib.suppress(OSError):  # a folder that must not be changed
+        complete_replacement(folder)
     if not folder.exists():
         raise DataError(
             f"{path}: not found. Give the folder of a checkpoint with config.json, tokenizer.json "

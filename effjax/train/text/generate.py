@@ -1,5 +1,6 @@
 """Text generation from a checkpoint, a run or an adapter: prompts to tokens, tokens to text."""
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -16,6 +17,7 @@ from jax.sharding import SingleDeviceSharding
 
 from ... import offload_jit, to_host
 from ...convert import load_adapter
+from ...convert.checkpoint import complete_replacement
 from ...models import DecoderConfig, decoder_shapes
 from ...models.generate import Options, advance, start
 from ..errors import DataError, TrainError, counted, printable, unreadable
@@ -157,6 +159,9 @@ def find_model(path: Path, dtype: str | None, today: datetime.date) -> TextModel
         DataError: None of them is in the folder, or its files are invalid.
     """
     adapter = None
+    for name in (MODEL, ADAPTER):
+        with contextlib.suppress(OSError):  # a run that must not be changed
+            complete_replacement(path / name)
     if (path / MODEL / "config.json").is_file():
         path = path / MODEL
     elif found := [p for p in (path / ADAPTER, path) if (p / ADAPTER_CONFIG).is_file()]:

@@ -4,7 +4,6 @@
 import dataclasses
 import datetime
 import math
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,6 @@ from ... import __version__, offload_jit
 from ...convert import save_adapter, save_checkpoint
 from ..errors import DataError, TrainError
 from ..mesh import Devices, check_batch_size, global_batch, local_rows, make_mesh
-from ..processes import run_on_first
 from ..run_directory import RunDirectory
 from ..task import Metrics, Part, Record, Task, TrainStep
 from .base import ADAPTER, MODEL, Base, find_base
@@ -265,16 +263,18 @@ class TextTask(Task[TextResult]):
     def finish(self, state: DecoderState, run: RunDirectory) -> None:
         if self.base is None or self.exported is None:
             return
-        # A run that was resumed with more steps has an older export.
         folder, base = run.path / self.exported, self.base
-        run_on_first(lambda: shutil.rmtree(folder, ignore_errors=True))
         layers, others = state.model.layers, state.model.others
         if self.learner.lora_rank is None:
-            save_checkpoint(folder, layers, others, base.model.to_json())
-            run_on_first(lambda: base.copy_tokenizer(folder))
+            save_checkpoint(
+                folder, layers, others, base.model.to_json(), copied_files=base.tokenizer_files,
+                overwrite=True,
+            )  # fmt: skip
             return
         adapters = {name: a for name, a in layers.items() if name.endswith((LORA_A, LORA_B))}
-        save_adapter(folder, adapters, self.learner.lora_scale, base_model=str(base.folder))
+        save_adapter(
+            folder, adapters, self.learner.lora_scale, base_model=str(base.folder), overwrite=True
+        )
 
     def result(
         self, records: Sequence[Record], best: Record, tested: Metrics, began: float

@@ -1,6 +1,7 @@
 """Fine-tuning by the training loop: exact resume, export, adapters, and meshes."""
 
 import dataclasses
+import datetime
 import json
 import shutil
 
@@ -13,6 +14,7 @@ from effjax.models import DecoderConfig, decoder_shapes
 from effjax.train.checkpoint import Checkpoints
 from effjax.train.errors import DataError, TrainError
 from effjax.train.loop import fit
+from effjax.train.text.generate import find_model
 from tests.train.small import (
     CachedTask,
     assert_same_parameters,
@@ -77,6 +79,16 @@ def test_export_is_the_best_step(trained, base):
     assert_equal(exported, (state.model.layers, state.model.others))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (folder / name).read_bytes() == (base / name).read_bytes()
+
+
+def test_an_export_that_was_killed_is_completed(trained, tmp_path):
+    """Generation finds the new export if the old one had just been renamed."""
+    _, run, result = trained
+    shutil.copytree(run.path / result.exported, tmp_path / ".model.partial")
+    (tmp_path / ".model.replaced").mkdir()
+    (tmp_path / "config.json").write_bytes((run.path / "config.json").read_bytes())
+    found = find_model(tmp_path, None, datetime.date(2026, 1, 31))
+    assert found.base.folder == tmp_path / "model" and found.tokenizer.backend.get_vocab_size()
 
 
 def test_export_is_a_checkpoint_to_start_from(trained):
