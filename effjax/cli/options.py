@@ -217,10 +217,19 @@ def _check_yaml(what: str, value: Any, param: Any) -> None:
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose help has the same two columns in all panels.
+    """A command that refuses an option that is given twice, and with a wide help.
 
-    Typer chooses the columns of each panel separately, and truncates long names.
+    Typer takes the last of several values. In the help it chooses the columns of each panel
+    separately, and truncates long names.
     """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line."""
+        *_, order = self.make_parser(ctx).parse_args(args=[*args])
+        for param in order:
+            if order.count(param) > 1 and not param.multiple:
+                raise TrainError(f"{param.opts[0]} is given {order.count(param)} times. Give one.")
+        return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""

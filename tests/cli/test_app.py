@@ -25,6 +25,13 @@ def test_version(run):
     assert run("--version") == (0, f"effjax {effjax.__version__}\n", "")
 
 
+@pytest.mark.parametrize("command", [["train", "lm"], ["finetune", "model"], ["memory", "lm"]])
+def test_an_option_that_is_given_twice(run, command):
+    """The first value would be ignored."""
+    code, _, err = run(*command, "--data", "a", "--steps=1", "--data=b")
+    assert (code, err) == (2, "effjax: --data is given 2 times. Give one.\n")
+
+
 @pytest.mark.parametrize("argv", [["--help"], ["train", "densenet", "--help"]])
 def test_help_does_not_import_jax(argv):
     pytest.importorskip("typer")

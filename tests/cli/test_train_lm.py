@@ -7,8 +7,16 @@ import pytest
 
 from tests.cli.command import one_line
 
-LM = ["--layers", "1", "--width", "8", "--heads", "1", "--context", "8", "--batch-size", "8"]
-LM += ["--steps", "3", "--report-every", "2", "--data", "text:text.txt"]
+
+def options(steps=3, report_every=2, heads=1, context=8, data="text:text.txt"):
+    """Return the options of a small run."""
+    sizes = f"--layers 1 --width 8 --heads {heads} --context {context} --batch-size 8".split()
+    return [
+        *sizes, "--steps", str(steps), "--report-every", str(report_every), "--data", data,
+    ]  # fmt: skip
+
+
+LM = options()
 
 
 @pytest.fixture
@@ -33,8 +41,8 @@ def test_a_run_of_lm(run_lm, monkeypatch, tmp_path):
     assert "planning a step for an H200\nnot planned: " in out
     for row in ("train loss", "test loss", "bits/byte", "trained parameters", "tokens/s"):
         assert row in out
-    options = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
-    assert options["policy"] == "dots" and options["context"] == 8
+    stored = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
+    assert stored["policy"] == "dots" and stored["context"] == 8
     final = json.loads((tmp_path / "here" / "metrics.jsonl").read_text().splitlines()[-1])
     assert final["kind"] == "final" and final["test_bits_per_byte"] < 9
 
@@ -48,7 +56,7 @@ def test_plan_option(run_lm, gpu_compiler):
 def test_signals_save_the_run_and_it_resumes(run_lm, when_printed, tmp_path):
     """SIGTERM, then Ctrl-C in the run that resumes with other options."""
     when_printed("step  2/40", lambda: signal.raise_signal(signal.SIGTERM))
-    code, _, err = run_lm(*LM, "--steps", "40", "--report-every", "1", "--out", "here")
+    code, _, err = run_lm(*options(steps=40, report_every=1), "--out", "here")
     resume = "Resume with effjax train lm --resume here\n"
     assert (code, err) == (75, f"effjax: stopped and saved at step 2. {resume}")
 
@@ -58,8 +66,8 @@ def test_signals_save_the_run_and_it_resumes(run_lm, when_printed, tmp_path):
     assert "step  2/30" not in out and "press Ctrl-C again to end now" in out
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    options = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
-    assert (options["steps"], options["on_nan"], options["width"]) == (30, "skip", 8)
+    stored = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
+    assert (stored["steps"], stored["on_nan"], stored["width"]) == (30, "skip", 8)
 
 
 def test_ctrl_c_before_a_run(run_lm, monkeypatch):
@@ -99,14 +107,14 @@ def test_a_full_disk(run_lm, when_printed, caplog):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--data", "text:nowhere"], "nowhere"),
-        (["--context", "39"], "bytes are too few for --context (=39)"),
-        (["--heads", "3"], "--width (=8) must be divisible by 2 · --heads (=3). Use 6"),
-        (["--out", "."], ".: not empty and not a run"),
+        (options(data="text:nowhere"), "nowhere"),
+        (options(context=39), "bytes are too few for --context (=39)"),
+        (options(heads=3), "--width (=8) must be divisible by 2 · --heads (=3). Use 6"),
+        ([*LM, "--out", "."], ".: not empty and not a run"),
         (["--resume", ".", "--out", "b"], "--out cannot be combined with --resume"),
     ],
 )
 def test_bad_input_is_one_line(run_lm, tmp_path, argv, message):
-    code, out, err = run_lm(*([] if "--resume" in argv else LM), *argv)
+    code, out, err = run_lm(*argv)
     assert (code, out) == (2, "") and one_line(err) and message in err, err
     assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]

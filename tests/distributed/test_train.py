@@ -19,7 +19,8 @@ from tests.train.small import as_numbers
 from tests.train.test_checkpoint import flip_bit
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
-LM = "lm --layers 1 --width 32 --heads 2 --context 16 --batch-size 8 --steps 14 --report-every 2"
+LM = "lm --layers 1 --width 32 --heads 2 --context 16 --batch-size 8"
+LENGTH = "--steps", 14, "--report-every", 2
 SPLIT = "--mesh", "data=2,fsdp=2", "--offload", "all", "--fuse-update"
 LOSSES = "train_loss", "validation_loss"
 PREEMPTED = 75
@@ -29,7 +30,7 @@ PREEMPTED = 75
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "fox.txt"
     path.write_text(TEXT)
-    return [*LM.split(), "--data", f"text:{path}"]
+    return [*LM.split(), "--data", f"text:{path}", *LENGTH]
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +184,7 @@ patch.setattr(TextWindows, "train_batches", spoiled)"""
 @pytest.mark.exhaustive
 def test_skips_a_step_that_is_not_finite(group, text, tmp_path, monkeypatch):
     options = "--mesh", "data=2,fsdp=2", "--on-nan", "skip", "--steps", 6, "--report-every", 3
-    run = tmp_path / "run"
+    run, text = tmp_path / "run", text[: -len(LENGTH)]
     first, second = group.train(*text, *options, "--out", run, before=NAN_AT_STEP_4)
     message = "step 4: its loss or its gradients are not finite"
     assert message in first and message not in second

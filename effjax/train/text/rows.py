@@ -200,23 +200,32 @@ def load_rows(
 
 
 def _hold_out(hashes: np.ndarray, validation: float, name: str) -> np.ndarray:
-    """Return the mask of the validation rows: those with the smallest hashes."""
+    """Return the mask of the validation rows: those with the smallest hashes, at most as asked.
+
+    Equal rows stay together. Those that are too many are trained on.
+    """
     count = round(validation * len(hashes)) if validation < 1 else int(validation)
-    if validation and not count:
-        raise DataError(
-            f"`validation` (={validation:g}) must hold out at least one of the "
-            f"{counted(len(hashes), 'row')} of {name}. Use a larger number, or 0 for no validation."
-        )
-    held_out = np.zeros(len(hashes), bool)
-    if 0 < count <= len(hashes):
-        held_out = hashes <= np.sort(hashes)[count - 1]
-    if count >= len(hashes) or held_out.all():
+    different, sizes = np.unique(hashes, return_counts=True)
+    if count >= len(hashes) or (count and len(different) == 1):
         raise DataError(
             f"`validation` (={validation:g}) must be less than the "
-            f"{counted(len(np.unique(hashes)), 'different row')} of {name}. Use a smaller number, "
-            "or more rows."
+            f"{counted(len(different), 'different row')} of {name}. Use a smaller number, or more "
+            "rows."
         )
-    return held_out
+    room, held_out = count, []
+    for row, size in zip(different, sizes, strict=True):
+        if size <= room:
+            held_out.append(row)
+            room -= size
+        if not room:
+            break
+    if validation and not held_out:
+        raise DataError(
+            f"`validation` (={validation:g}) must hold out at least one of the "
+            f"{counted(len(hashes), 'row')} of {name}, and equal rows together. Use a larger "
+            "number, or 0 for no validation."
+        )
+    return np.isin(hashes, np.array(held_out, hashes.dtype))
 
 
 def _tokenize(path: Path, tokenizer: Tokenizer, max_length: int) -> _TokenizedRows:

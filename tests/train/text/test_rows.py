@@ -261,6 +261,16 @@ def test_same_rows_are_in_the_same_part(load, tokenizer):
     assert not set(train) & set(held_out) and len(held_out) == 9
 
 
+def test_never_holds_out_more_than_asked(load, tokenizer):
+    """Many equal rows are trained on, although some of them have the smallest hashes."""
+    for name in range(8):
+        rows = [{"text": f"{name}, row {max(i - 17, 0)}"} for i in range(20)]
+        data = load(rows, validation=0.1)
+        assert len(data.validation) == 2 and len(data.train) == 18
+    with pytest.raises(DataError, match="at least one of the 20 rows .* and equal rows together"):
+        load([{"text": f"row {i // 10}"} for i in range(20)], validation=0.1)
+
+
 def test_validation_must_leave_rows(load):
     with pytest.raises(DataError, match=r"`validation` \(=0\.1\) must hold out at least one of"):
         load(numbered(4), validation=0.1)
