@@ -77,7 +77,7 @@ def _make_run(step: Callable, state: Any, tokens: jax.Array) -> Callable:
 
     def run(key: jax.Array) -> tuple[Any, jax.Array]:
         nonlocal state
-        state, loss = step(state, tokens, key)
+        state, loss, *_ = step(state, tokens, key)
         return state, loss
 
     return run

@@ -106,7 +106,7 @@ def soak(steps: int, sample_every: int = SAMPLE_EVERY) -> dict[str, Any]:
     start = time.perf_counter()
     with record_compilations() as compilations:
         for step in range(1, steps + 1):
-            state, loss = step_fn(state, next(batches), jax.random.fold_in(key, step))
+            state, loss, *_ = step_fn(state, next(batches), jax.random.fold_in(key, step))
             if step % sample_every == 0:
                 gc.collect()
                 samples.append(

@@ -94,7 +94,7 @@ def update_groups(
     ]
     others, others_state = apply_optimizer(tx, params.others, state.others, grads.others)
     if clip_by == "previous":
-        norm = next_grad_norm(norm, sum(squares, jnp.float32(0)))
+        norm = next_grad_norm(norm, jnp.sqrt(sum(squares, jnp.float32(0))))
     return UpdateState(
         ParamGroups(layers, [w for w, _ in stacks], others),
         ParamGroups(layers_state, [s for _, s in stacks], others_state),

@@ -83,7 +83,7 @@ def offloaded(params: Params, others: Params, batch: Params, keys: jax.Array) ->
     state = training.init(layers, others)
     assert isinstance(state, effjax.OffloadState)
     step = effjax.offload_jit(training.step)
-    state, loss = step(state, batch)
+    state, loss, *_ = step(state, batch)
 
     update = effjax.stream_update(tx)
     moments = update.init(params)

@@ -86,23 +86,25 @@ def measure_squares(tx: Any) -> TransformedOptimizer:
     return TransformedOptimizer(update)
 
 
-def next_grad_norm(old: jax.Array, squares: jax.Array) -> jax.Array:
+def next_grad_norm(old: jax.Array, norm: jax.Array) -> jax.Array:
     """Return the norm for the next step; the old one if the new one is not finite."""
-    norm = jnp.sqrt(squares).astype(old.dtype)
+    norm = norm.astype(old.dtype)
     return jnp.where(jnp.isfinite(norm), norm, old)
 
 
 def sum_of_squares(tree: Tree) -> jax.Array:
     """Return the sum of the squares of all numbers, in float32 or the widest dtype of the tree.
 
-    In shard_map, the squares of an array that is sharded over devices are summed over them.
+    In shard_map, the squares of arrays that are sharded over devices are summed over them, once for
+    all arrays that are sharded over the same axes.
     """
-
-    def squares(a: jax.Array) -> jax.Array:
-        total, axes = jnp.sum(jnp.square(at_least_float32(jnp.abs(a)))), tuple(varying_axes(a))
-        return lax.psum(total, axes) if axes else total
-
-    return sum(map(squares, jax.tree.leaves(tree)), jnp.float32(0))
+    totals: dict[tuple, Any] = {}
+    for a in jax.tree.leaves(tree):
+        axes = tuple(sorted(varying_axes(a)))
+        squares = jnp.sum(jnp.square(at_least_float32(jnp.abs(a))))
+        totals[axes] = totals.get(axes, jnp.float32(0)) + squares
+    summed = [lax.psum(total, axes) if axes else total for axes, total in totals.items()]
+    return sum(summed[1:], summed[0]) if summed else jnp.float32(0)
 
 
 def zero_squares(tree: Tree) -> jax.Array:

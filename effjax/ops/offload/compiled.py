@@ -41,10 +41,11 @@ _R = TypeVar("_R")
 def offload_jit(fun: Callable[_P, _R], *, donate: bool = True) -> Callable[_P, _R]:
     """Compile a function of arrays in host memory; a replacement for ``jax.jit``.
 
-    ``step(state, *args, **kwargs) -> (state, *results)`` is compiled with the XLA options that
-    offloading needs on the current backend. With `donate` the new state overwrites the old one:
-    each array keeps its memory and its sharding. Warns (RuntimeWarning) if a GPU program needs more
-    pinned host memory than XLA allocates, see `effjax.memory.host_memory_limit`.
+    ``step(state, *args, **kwargs) -> (state, *results)``, a tuple or a NamedTuple, is compiled with
+    the XLA options that offloading needs on the current backend. With `donate` the new state
+    overwrites the old one: each array keeps its memory and its sharding. Warns (RuntimeWarning) if
+    a GPU program needs more pinned host memory than XLA allocates, see
+    `effjax.memory.host_memory_limit`.
 
     Args:
         fun: the function to compile. With `donate` its first positional argument and its first (or
@@ -85,7 +86,9 @@ def offload_jit(fun: Callable[_P, _R], *, donate: bool = True) -> Callable[_P, _
         if not (donate and args):
             return results
         state, rest = results
-        return state if rest is None else (state, *rest)
+        if rest is None:
+            return state
+        return rest._replace(**{rest._fields[0]: state}) if _is_named(rest) else (state, *rest)
 
     wrapped: Any = functools.wraps(fun)(call)
     wrapped.trace = lambda *args, **kwargs: jit(*args, **kwargs).trace(*args, **kwargs)
@@ -94,16 +97,24 @@ def offload_jit(fun: Callable[_P, _R], *, donate: bool = True) -> Callable[_P, _
 
 
 def _run_checked(fun: Callable[..., Any], state: Any, /, *args, **kwargs) -> tuple[Any, Any]:
-    """Return (new state, other results or None), after checking that the state keeps its types."""
+    """Return (new state, other results or None), after checking that the state keeps its types.
+
+    The other results of a NamedTuple are that NamedTuple with None in place of the state.
+    """
     new, rest = fun(state, *args, **kwargs), None
     is_state = jax.tree.structure(new) == jax.tree.structure(state)
     if isinstance(new, tuple) and new and not is_state:
-        new, *rest = new
-        rest = tuple(rest)
+        results: Any = new
+        new = results[0]
+        rest = results._replace(**{results._fields[0]: None}) if _is_named(results) else results[1:]
     # Donating a host array for a result of another type would abort the process.
     overwritten = "the first argument, which it overwrites unless donate=False"
     check_same_shapes("state", new, overwritten, state, same_types=True)
     return new, rest
+
+
+def _is_named(results: tuple) -> bool:
+    return hasattr(results, "_fields")
 
 
 def _get_sharding(a: Any) -> Any:

@@ -35,7 +35,21 @@ class TrainStep(NamedTuple):
     """The init and step functions of an offloaded training step."""
 
     init: Callable[..., Any]
-    step: Callable[..., Any]
+    step: Callable[..., "StepResult"]
+
+
+class StepResult(NamedTuple):
+    """The result of a training step.
+
+    The norm of the gradients of all trained parameters is that before clipping, without the loss
+    scale. It is not finite where a gradient is not.
+    """
+
+    state: OffloadState
+    loss: jax.Array  # []
+    aux: Any  # of the layers, [L, num_microbatches, ...] or a list of them; None without has_aux
+    head_aux: Any  # of head, [num_microbatches, ...]; None without head_has_aux
+    grad_norm: jax.Array  # [], float32 or wider
 
 
 def offload_train_step(
@@ -158,10 +172,11 @@ def offload_train_step(
     Returns:
         ``init(layers, others, model_state=()) -> OffloadState``, for layers in the memory
         `params_in` (see `host_init`), others in the memory `others_in`, and model_state on the
-        device, and ``step(state, batch, key=None)``. The step returns (state, loss), then with
-        `has_aux` the aux of the layers [L, num_microbatches, ...] or a list of them, then with
-        `head_has_aux` that of head [num_microbatches, ...]. embed and head get the key folded with
-        L and L + 1, and then with the microbatch.
+        device, and ``step(state, batch, key=None)``. The step returns a NamedTuple (state, loss,
+        aux, head_aux, grad_norm). aux are the second results of the layers [L, num_microbatches,
+        ...], or a list of them, and head_aux that of head [num_microbatches, ...]; None if there is
+        none. grad_norm is the norm of the gradients of all trained parameters, before clipping.
+        embed and head get the key folded with L and L + 1, and then with the microbatch.
 
     Raises:
         ValueError: for `fuse_update` with `loss_scale`, `skip_nonfinite` or clipping by the global
@@ -217,13 +232,11 @@ def offload_train_step(
 
     def step(state: OffloadState, batch: Any, key: jax.Array | None = None):
         key = None if key is None else as_key("key", key)
-        state, loss, aux, head_aux = _step(config, state, batch, key)
-        results = state, loss
-        if has_aux:
-            results += (aux,)
-        if head_has_aux:
-            results += (head_aux,)
-        return results
+        result = _step(config, state, batch, key)
+        return result._replace(
+            aux=result.aux if has_aux else None,
+            head_aux=result.head_aux if head_has_aux else None,
+        )
 
     return TrainStep(init, step)
 
@@ -266,8 +279,7 @@ class StepConfig(NamedTuple):
     weighted_loss: bool
 
 
-def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> tuple:
-    """Return (state, loss, aux of the layers, aux of the head)."""
+def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> StepResult:
     spec = config.spec
     num_layers, layers, others = check_state(spec, state)
     num_microbatches = config.options.num_microbatches
@@ -287,38 +299,27 @@ def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> tupl
         config.head, num_microbatches, loaded, model_state, result.y, batch, key, num_layers + 1,
         scale, config.weighted_loss,
     )  # fmt: skip
-    updates, norm, clip, finite = spec.layers, state.grad_norm, None, jnp.bool_(True)
+    updates, last_norm, clip, finite = spec.layers, state.grad_norm, None, jnp.bool_(True)
     if config.fuse_update:
         if config.clip_norm is not None:
-            clip = make_clip(config.clip_norm, config.clip_by, norm)
+            clip = make_clip(config.clip_norm, config.clip_by, last_norm)
             updates = dataclasses.replace(updates, tx=with_clipping(updates.tx, clip))
-
-        def run(updates, layers_state):
-            new, layers_state, dx = result.backward_and_update(updates, layers_state, head.dy)
-            return (new, dx), layers_state
-
-        if spec.keeps_grad_norm:
-            (trained, dx), layers_state, squares = updates.measure(
-                run, state.layers_state, layers.trained
-            )
-        else:
-            (trained, dx), layers_state = run(updates, state.layers_state)
+        trained, layers_state, squares, dx = result.backward_and_update(
+            updates, state.layers_state, head.dy
+        )
         grads = jax.tree.map(jnp.add, head.grads, embed_vjp(dx))
-        if spec.keeps_grad_norm:
-            norm = next_grad_norm(norm, squares + sum_of_squares(grads))
+        norm = jnp.sqrt(squares + sum_of_squares(grads))
     else:
         layer_grads, stats, dx = result.backward(scale, head.dy)
         grads = jax.tree.map(jnp.add, head.grads, embed_vjp(dx))
         stats = stats.add(grads, scale)
-        finite = stats.finite
+        finite, norm = stats.finite, jnp.sqrt(stats.squares)
         if config.skip_nonfinite:
             finite &= jnp.isfinite(head.loss)
             head = _skip_head(finite, head, state.model_state)
         if config.clip_norm is not None:
-            limited = jnp.sqrt(stats.squares) if config.clip_by == "global" else norm
+            limited = norm if config.clip_by == "global" else last_norm
             clip = make_clip(config.clip_norm, config.clip_by, limited)
-        if spec.keeps_grad_norm:  # a step that is skipped keeps the norm
-            norm = jnp.where(finite, next_grad_norm(norm, stats.squares), norm)
         tx = _adjust_optimizer(updates.tx, finite, clip, scale)
         updates = dataclasses.replace(updates, tx=tx)
         trained, layers_state = updates.update(layer_grads, state.layers_state, layers.trained)
@@ -336,6 +337,8 @@ def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> tupl
         trained_others, others_state = apply_optimizer(
             tx, others.trained, state.others_state, grads
         )
+    if spec.keeps_grad_norm:  # a step that is skipped keeps the norm
+        last_norm = jnp.where(finite, next_grad_norm(last_norm, norm), last_norm)
     state = OffloadState(
         Partition(trained, layers.frozen).merge(),
         Partition(trained_others, others.frozen).merge(),
@@ -343,9 +346,9 @@ def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> tupl
         others_state,
         head.model_state,
         next_loss_scale(state.loss_scale, finite) if state.loss_scale else (),
-        norm,
+        last_norm,
     )
-    return state, head.loss, result.aux, head.aux
+    return StepResult(state, head.loss, result.aux, head.aux, norm)
 
 
 def _skip_head(finite: jax.Array, head: HeadResult, model_state: Tree) -> HeadResult:
@@ -365,7 +368,8 @@ class LayersResult(NamedTuple):
 
     y: Tree
     aux: Tree
-    backward_and_update: Callable  # (LayerStack or LayerList, state, dy) -> (trained, state, dx)
+    # (LayerStack or LayerList, state, dy) -> (trained, state, sum of squares of gradients, dx)
+    backward_and_update: Callable
     backward: Callable  # (scale, dy) -> (gradients, GradientStats, dx)
 
 
@@ -383,13 +387,16 @@ def _run_stack(
         return results
 
     def backward_and_update(updates: LayerStack, state, dy):
-        def compute(_, w, dw, state):
-            return (), *updates.update_slice(w, state, dw)
+        # The squares cost another read of the gradients while they are on the device, 2 % of the
+        # modelled computation of a feed-forward layer of 34 M bfloat16 parameters and 4,096 tokens
+        # on an H100. No copy waits for it.
+        def compute(squares, w, dw, state):
+            return squares + sum_of_squares(dw), *updates.update_slice(w, state, dw)
 
-        state = stack.split_slices(state, config)
-        consumer = stack.Consumer(compute, state, reads_arrays=True, writes_params=True)
-        trained, state, _, dx = run(dy, consumer)
-        return trained, merge_leading_axes(state), dx
+        state, squares = stack.split_slices(state, config), zero_squares(params.trained)
+        consumer = stack.Consumer(compute, state, squares, reads_arrays=True, writes_params=True)
+        trained, state, squares, dx = run(dy, consumer)
+        return trained, merge_leading_axes(state), squares, dx
 
     def backward(scale, dy):
         def compute(stats, w, dw, entry):
@@ -424,11 +431,11 @@ def _run_list(
         return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(by_slice))
 
     def backward_and_update(updates: LayerList, state, dy):
-        def consume(carry, w, dw, state):
-            return carry, updates.update_slice(w, state, dw)
+        def consume(squares, w, dw, state):
+            return squares + sum_of_squares(dw), updates.update_slice(w, state, dw)
 
-        trained, new_state, _, dx = run(dy, consume, (), state)
-        return ungroup(params.trained, trained), ungroup(state, new_state), dx
+        trained, state_by_slice, squares, dx = run(dy, consume, zero_squares(params.trained), state)
+        return ungroup(params.trained, trained), ungroup(state, state_by_slice), squares, dx
 
     def backward(scale, dy):
         def consume(stats, w, dw, no_extra):

@@ -212,8 +212,8 @@ class DecoderLearner:
         _, train_step = self._offload_functions()
 
         def step(state: DecoderState, batch: Any, key: Any = None) -> tuple[DecoderState, Any]:
-            model, loss = train_step(state.model, batch)
-            return DecoderState(state.step + 1, model), loss
+            result = train_step(state.model, batch)
+            return DecoderState(state.step + 1, result.state), result.loss
 
         return step
 

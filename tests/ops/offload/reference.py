@@ -84,9 +84,10 @@ class Trained(NamedTuple):
     others: Any
     model_state: Any
     loss_scales: list  # after each step
-    grad_norm: Any  # of the last step, with clip_by="previous"
-    aux: Any  # of the layers in the last step: [L, M, ...], or a list of [M, ...]
-    head_aux: Any  # of the last step: [M, ...]
+    last_norm: Any  # the last finite norm of the gradients, with clip_by="previous"; else ()
+    aux: Any  # of the layers in the last step: [L, M, ...], or a list of [M, ...]; or None
+    head_aux: Any  # of the last step: [M, ...]; or None
+    grad_norm: Any  # of the gradients of the last step, before clipping
 
 
 def train(
@@ -116,20 +117,22 @@ def train(
     scale, losses, scales = jnp.float32(options.loss_scale or 1), [], []
     for i, batch in enumerate(batches):
         step_key = None if key is None else jax.random.fold_in(key, i)
-        state, scale, model_state, loss, *aux = step(state, scale, model_state, batch, step_key)
+        state, scale, model_state, loss, *results = step(state, scale, model_state, batch, step_key)
         losses.append(loss)
         scales.append(scale)
-    model, norm = merge(state[0], frozen), state[2]
-    layers_aux, head_aux = aux
+    model, last_norm = merge(state[0], frozen), state[2]
+    layers_aux, head_aux, grad_norm = results
+    layers_aux = layers_aux if options.has_aux else None
     if is_list:
         new_layers = type(layers)(model["layers"])
     else:
         new_layers = stack(model["layers"])
-        layers_aux = stack(layers_aux) if options.has_aux else ()
-    norm = norm if options.clip_by == "previous" else ()
+        layers_aux = stack(layers_aux) if options.has_aux else None
+    last_norm = last_norm if options.clip_by == "previous" else ()
     return Trained(
-        losses, new_layers, model["others"], model_state, scales, norm, layers_aux, head_aux
-    )
+        losses, new_layers, model["others"], model_state, scales, last_norm, layers_aux, head_aux,
+        grad_norm,
+    )  # fmt: skip
 
 
 def compute_loss(embed, run_layers, head, model, model_state, batch, key, options):
@@ -161,7 +164,7 @@ def compute_loss(embed, run_layers, head, model, model_state, batch, key, option
     total = sum(weights)
     loss = jnp.where(total == 0, 0, sum(losses) / jnp.where(total == 0, 1, total))
     model_state = states[0] if options.has_state else ()
-    return loss, (model_state, layers_aux, stack(head_aux) if head_aux else ())
+    return loss, (model_state, layers_aux, stack(head_aux) if head_aux else None)
 
 
 def make_step(loss_fn, tx, options):
@@ -200,7 +203,7 @@ def make_step(loss_fn, tx, options):
         state = where(finite, update(grads, *state), state)
         if options.loss_scale is not None:
             scale = jnp.where(finite, scale, jnp.maximum(scale / 2, 1))
-        return state, scale, new_model_state, loss, *aux
+        return state, scale, new_model_state, loss, *aux, optax.tree.norm(grads)
 
     return step, clip
 

@@ -2,6 +2,7 @@
 
 import types
 import warnings
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,17 @@ def test_offload_jit_returns_other_results():
     step = offload_jit(lambda state, x: (state * 2, x.sum(), {"y": x}))
     state, total, rest = step(jnp.ones(2), jnp.arange(3.0))
     assert float(total) == 3 and state.tolist() == [2, 2] and rest["y"].shape == (3,)
+
+
+def test_offload_jit_returns_a_named_tuple():
+    class Result(NamedTuple):
+        state: Any
+        loss: Any
+        aux: Any
+
+    result = offload_jit(lambda state: Result(state * 2, state.sum(), None))(jnp.ones(2))
+    assert isinstance(result, Result)
+    assert result.state.tolist() == [2, 2] and result.loss == 2 and result.aux is None
 
 
 def test_offload_jit_without_donation():
