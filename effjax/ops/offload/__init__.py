@@ -10,6 +10,7 @@
 - `slices`: forward and backward pass of one slice.
 - `loops`: loops over slices of host arrays.
 - `host_init`: initialization in host memory.
+- `state_places`: the memory and the sharding of each array of an optimizer's state.
 - `compiled`: `offload_jit` and its XLA options.
 - `options`, `placement`, `trees`: shared by all of them.
 """

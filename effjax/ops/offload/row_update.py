@@ -1,6 +1,5 @@
 """Optimizer updates of parameters in host memory, the rows of large ones in chunks."""
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,10 +11,11 @@ from jax.sharding import AxisType
 
 from .._common.sharding import explicit_axes, explicit_spec, reshape
 from .compiled import barrier, mark_host_slices
-from .host_init import init_in_place, state_sharding
+from .host_init import init_in_place
 from .per_leaf import check_per_leaf, find_owners
 from .per_row import find_row_factors
 from .placement import Space, put, space_of
+from .state_places import place_state, state_space
 from .trees import Tree, count_row_shards, shapes_of
 from .update import apply_optimizer, fold_state_keys
 
@@ -117,19 +117,19 @@ def _count_shards(a: jax.Array) -> int:
     return math.gcd(a.shape[0], devices)
 
 
-def init_rows(tx: Any, params: Tree) -> Tree:
+def init_rows(tx: Any, params: Tree, owners: Tree) -> Tree:
     """Return the state of an optimizer for parameters in host memory.
 
-    Arrays are in host memory, scalars on the device.
+    Arrays are in host memory, scalars on the device. `owners` are parameters as in `place_state`,
+    frozen ones included.
     """
     check_per_leaf(tx, shapes_of(params))
 
     def run(params: Tree) -> Tree:
         state = jax.tree.map(jnp.asarray, tx.init(put(params, Space.Device)))
-        return jax.tree.map(lambda a: put(a, Space.Host) if a.ndim else a, state)
+        return jax.tree.map(lambda a: put(a, state_space(a.ndim, Space.Host)), state)
 
-    sharding = functools.partial(state_sharding, params)
-    return init_in_place(run, params, sharding, lambda path, shape: len(shape) > 0)
+    return init_in_place(run, params, lambda shapes: place_state(shapes, owners))
 
 
 def update_rows(

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from .clipping import zero_squares
-from .host_init import state_sharding
 from .placement import MemoryName, check_space
 from .row_update import init_rows
+from .state_places import has_places, place_state
 from .trees import (
     Partition,
     Tree,
@@ -52,6 +52,35 @@ class OffloadState(NamedTuple):
     loss_scale: Any = ()  # a LossScale with loss_scale
     grad_norm: Any = ()  # [], of the last step, with clip_by="previous"
 
+    def shardings(self) -> "OffloadState":
+        """Return the sharding of each array, with its memory.
+
+        The parameters may be shapes with shardings, and everything else shapes, as
+        ``jax.eval_shape(init, layers, others)`` returns them. `init` creates the same places: the
+        optimizer's state is in the memory of the parameters, except for scalars, and sharded like
+        them. All other arrays are replicated on the device.
+
+        Raises:
+            ValueError: if an array of the optimizer's state has another shape than its parameter,
+                which is sharded, and is neither a factored nor an 8-bit moment.
+        """
+        layers_state = self.layers_state
+        if isinstance(layers_state, list):  # different layers
+            owners = (_owners(w, self.layers) for w in self.layers)
+            layers_places: Any = list(map(place_state, layers_state, owners))
+        else:
+            layers_places = place_state(layers_state, self.layers, stacked=True)
+        others_places = place_state(self.others_state, _owners(self.others, self.layers))
+        replicated = place_state(jnp.zeros(()), self.layers)
+        layers, others = jax.tree.map(lambda a: a.sharding, (self.layers, self.others))
+        rest = jax.tree.map(lambda _: replicated, self[4:])
+        return OffloadState(layers, others, layers_places, others_places, *rest)
+
+
+def _owners(params: Tree, layers: Tree) -> Tree:
+    """Return the parameters; if there are none, the layers, on whose devices their counts are."""
+    return params if jax.tree.leaves(params) else layers
+
 
 class StateSpec(NamedTuple):
     """Static description of the train state."""
@@ -85,14 +114,15 @@ def init_state(spec: StateSpec, layers: Tree, others: Tree, model_state: Tree) -
     # The first step overwrites the state. Copy what the caller or tx still owns, such as the key
     # of tx; arrays in host memory are too large for that.
     copy = functools.partial(jax.tree.map, functools.partial(jnp.array, copy=True))
+    owners = _owners(others, layers)
     if spec.others_in == "host":
         check_no_shared("others", others)
-        others_state = init_rows(spec.layers.tx, other_params.trained)
+        others_state = init_rows(spec.layers.tx, other_params.trained, owners)
     else:
-        others_state = jax.tree_util.tree_map_with_path(
-            lambda path, a: _shard(a, state_sharding(others, path, a.shape)),
-            copy(spec.layers.tx.init(other_params.trained)),
-        )
+        others_state = copy(spec.layers.tx.init(other_params.trained))
+        if has_places(owners):
+            places = place_state(others_state, owners)
+            others_state = jax.tree.map(_shard, others_state, places)
         others = copy(others)
     layers_state = spec.layers.init(layer_params.trained)
     loss_scale = ()
@@ -107,7 +137,7 @@ def init_state(spec: StateSpec, layers: Tree, others: Tree, model_state: Tree) -
 
 
 def _shard(a: jax.Array, sharding: Any) -> jax.Array:
-    if sharding is None or sharding.is_fully_addressable:
+    if sharding.is_fully_addressable:
         return jax.device_put(a, sharding)
     # With several processes of one device each, device_put returns arrays that cannot be read.
     return jax.jit(lambda a: a, out_shardings=sharding)(a)

@@ -387,7 +387,7 @@ def _run_stack(
         return results
 
     def backward_and_update(updates: LayerStack, state, dy):
-        # The squares cost another read of the gradients while they are on the device, 2 % of the
+        # The squares cost another read of the gradients while they are on the device, 1.4 % of the
         # modelled computation of a feed-forward layer of 34 M bfloat16 parameters and 4,096 tokens
         # on an H100. No copy waits for it.
         def compute(squares, w, dw, state):

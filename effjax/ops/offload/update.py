@@ -19,10 +19,11 @@ from .clipping import (
     zero_squares,
 )
 from .compiled import barrier, mark_host_slices, mark_in_order, run_in_order
-from .host_init import init_by_layer, init_in_place, state_sharding
+from .host_init import init_by_layer, init_in_place
 from .loops import scan_slices
 from .per_leaf import check_per_leaf
 from .placement import Space, load, put, space_of, write
+from .state_places import place_state, state_space
 from .trees import (
     Tree,
     as_array_tree,
@@ -124,8 +125,12 @@ class LayerStack:
             return fold_state_keys(self.tx.init(w), keys, i)
 
         space = space_of(jax.tree.leaves(params)[0])
-        sharding = functools.partial(state_sharding, params)
-        return init_by_layer(make, params, sharding, space, put_scalars=False)
+        return init_by_layer(
+            make,
+            params,
+            lambda a: state_space(a.ndim, space),
+            lambda shapes: place_state(shapes, params, stacked=True),
+        )
 
     def check_state(self, name: str, state: Tree, params: Tree) -> None:
         """Raise ValueError unless `tx` is per-leaf and this is its state."""
@@ -212,20 +217,14 @@ class LayerList:
             return fold_state_keys(state, keys[i], jnp.uint32(i))
 
         def store(i: int, state: Tree) -> Tree:
-            return jax.tree.map(lambda a: put(a, spaces[i]) if a.ndim else a, state)
+            return jax.tree.map(lambda a: put(a, state_space(a.ndim, spaces[i])), state)
 
-        def sharding(path: tuple, shape: tuple[int, ...]) -> Any:
-            layer, *rest = path
+        def place(shapes: list[Tree]) -> list[Tree]:
             # A layer without parameters has its counts on the devices of the others.
-            owner = params[layer.idx]
-            return state_sharding(owner if jax.tree.leaves(owner) else params, tuple(rest), shape)
+            owners = (w if jax.tree.leaves(w) else params for w in params)
+            return [place_state(*layer) for layer in zip(shapes, owners, strict=True)]
 
-        return init_in_place(
-            lambda params: _run_in_turn(make, params, store),
-            params,
-            sharding,
-            lambda path, shape: spaces[path[0].idx] == Space.Host and len(shape) > 0,
-        )
+        return init_in_place(lambda params: _run_in_turn(make, params, store), params, place)
 
     def check_state(self, name: str, state: Any, params: Sequence[Tree]) -> None:
         """Raise ValueError unless `tx` is per-leaf and this is its state."""

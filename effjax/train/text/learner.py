@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from ...models import (
     init_decoder_others,
 )
 from ...models.decoder import Params
-from ..mesh import AnyMesh, Array, gather_params, param_sharding, put, with_shardings
+from ..mesh import AnyMesh, gather_params, param_sharding, put, replicated, with_shardings
 from ..optimizers import make_adamw, make_schedule
 from .config import FinetuneConfig, LMConfig, Offload, Policy, TextConfig
 
@@ -36,14 +36,12 @@ NUM_BYTES = 256  # the vocabulary of a model of bytes
 # The width of its MLPs is rounded up to whole tiles of a TPU: XLA copies a stack in host memory as
 # a whole if its last axis has a part of a tile.
 TILE = 128
-# Fields of `OffloadState` whose arrays are in host memory with `params_on_host`.
-STORED = {"layers", "others", "layers_state", "others_state"}
 
 
 class DecoderState(NamedTuple):
     """State of a training run."""
 
-    step: Array  # int32 []
+    step: Any  # int32 []
     model: OffloadState
 
 
@@ -161,15 +159,19 @@ class DecoderLearner:
 
     def shapes(self) -> DecoderState:
         """Return the shapes, dtypes, shardings and memory of the state."""
-        layers, others = decoder_shapes(self.model)
+        layers, others = self.model_shapes()
         if self.lora_rank is not None:
-            layers |= self._adapter_shapes()
+            layers |= self._place(self._adapter_shapes(), stacked=True)
         # Host arrays exist only with concrete devices, and shapes do not depend on the place.
         on_device = dataclasses.replace(self, offload="none")
         init, _ = on_device._offload_functions()
-        model = jax.eval_shape(init, layers, others)
-        step: Any = jax.ShapeDtypeStruct((), jnp.int32)
-        shapes = DecoderState(step, model)
+        without_places = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (layers, others)
+        )
+        model: OffloadState = jax.eval_shape(init, *without_places)
+        shapes = DecoderState(
+            jax.ShapeDtypeStruct((), jnp.int32), model._replace(layers=layers, others=others)
+        )
         return with_shardings(shapes, self._shardings(shapes))
 
     def initial_state(self, layers: Params, others: Params, seed: int = 0) -> DecoderState:
@@ -298,16 +300,6 @@ class DecoderLearner:
         }
         return with_shardings(shapes, shardings)
 
-    def _shardings(self, state: DecoderState) -> Any:
+    def _shardings(self, state: DecoderState) -> DecoderState:
         """Return the sharding and the memory of each array of the state, or of its shapes."""
-
-        def one(path: Sequence[Any], leaf: Any) -> Any:
-            names = {getattr(key, "name", None) for key in path}
-            is_layer = bool(names & {"layers", "layers_state"})
-            sharding = param_sharding(leaf.shape, self.mesh, is_layer)
-            # Counts and keys of the optimizer stay on the device: [], and [L] of the layers.
-            is_array = leaf.ndim > is_layer and bool(names & STORED)
-            on_host = self.params_on_host and is_array
-            return sharding.with_memory_kind("pinned_host" if on_host else "device")
-
-        return jax.tree.map_with_path(one, state)
+        return DecoderState(replicated(self.mesh), state.model.shardings())
