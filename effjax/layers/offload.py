@@ -1,7 +1,7 @@
 """OffloadModel: code shared by the linen and nnx modules.
 
-The modules turn each layer into a function of its parameters and its input. This file adds the
-numbers of the layer and of the microbatch, and calls the operators.
+The modules turn each layer into a function of its parameters, its input, and the numbers of the
+layer and of the microbatch. This file calls the operators.
 """
 
 import inspect
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from ..ops.offload.options import OffloadOptions
 from ..ops.offload.placement import Space, space_of
 from ..ops.offload.sequential import apply_sequence
-from ..ops.offload.slices import check_microbatches
 from ..ops.offload.stack import apply_stack
 from ..ops.offload.trees import Tree, as_array_tree, is_inexact
 
@@ -34,6 +33,7 @@ def make_options(
         compute_dtype=compute_dtype,
         has_aux=True,  # the variables that a layer changes, such as running statistics
         policy=policy,
+        pass_index=True,
     )
 
 
@@ -53,25 +53,12 @@ def apply_list(
     Returns:
         x after the last layer, and the aux of each layer, with arrays [num_microbatches, ...].
     """
-    if options.num_microbatches == 1:
-        layers = [lambda w, x, key, call=call: call(w, x, None, None, key) for call in calls]
-        return apply_sequence(layers, params, x, key, options)
 
-    # The operator splits x along the rows and calls a layer with one microbatch, without its
-    # number. So each row of x carries the number of its microbatch, and the layer reads the first.
-    # The numbers are written anew after each layer, because it may change the number of rows.
-    def with_number(call: Callable) -> Callable:
-        def layer(w, x_and_number, key):
-            x, m = x_and_number[0], x_and_number[1][0]
-            x, aux = call(w, x, None, m, key)
-            return (x, jnp.full(_leading_shape(x), m)), aux
+    def without_layer_number(call: Callable) -> Callable:
+        return lambda w, x, key, i, m: call(w, x, None, m if splits_batch else None, key)
 
-        return layer
-
-    x = _add_microbatch_numbers(x, options.num_microbatches)
-    layers = [with_number(call) for call in calls]
-    (x, _), aux = apply_sequence(layers, params, x, key, options)
-    return x, aux
+    splits_batch = options.num_microbatches > 1
+    return apply_sequence(list(map(without_layer_number, calls)), params, x, key, options)
 
 
 def apply_identical_layers(
@@ -90,37 +77,11 @@ def apply_identical_layers(
     Returns:
         x after the last layer, and aux with arrays [L, num_microbatches, ...].
     """
-    count = options.num_microbatches
 
-    # One body runs for all layers and microbatches. It learns both numbers from its input: each row
-    # of x carries i * num_microbatches + microbatch, to which every layer adds num_microbatches.
-    def layer(w, x_and_number, key):
-        x, number = x_and_number
-        i, m = number.reshape(-1)[0], None
-        if count > 1:
-            i, m = i // count, i % count
-        x, aux = call(w, x, i, m, key)
-        return (x, number + count), aux
+    def layer(w: Tree, x: Tree, key: Any, i: jax.Array, m: jax.Array) -> tuple[Tree, Tree]:
+        return call(w, x, i, m if options.num_microbatches > 1 else None, key)
 
-    x = _add_microbatch_numbers(x, count)
-    (x, _), aux = apply_stack(layer, params, x, key, options)
-    return x, aux
-
-
-def _add_microbatch_numbers(x: Tree, num_microbatches: int) -> tuple[Tree, jax.Array]:
-    """Return x and the number of the microbatch of each row, int32 [N]; a scalar 0 if only one."""
-    x = jax.tree.map(jnp.asarray, x)
-    if num_microbatches == 1:
-        return x, jnp.int32(0)
-    check_microbatches(x, num_microbatches)
-    (rows,) = _leading_shape(x)
-    numbers = jnp.arange(num_microbatches, dtype=jnp.int32)
-    return x, jnp.repeat(numbers, rows // num_microbatches)
-
-
-def _leading_shape(x: Tree) -> tuple[int, ...]:
-    """Return (N,) for arrays [N, ...] and () for scalars."""
-    return jax.tree.leaves(x)[0].shape[:1]
+    return apply_stack(layer, params, x, key, options)
 
 
 def combine_statistics(new: Tree, axis: int = 0) -> Tree:

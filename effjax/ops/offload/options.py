@@ -22,6 +22,10 @@ class OffloadOptions:
     compute_dtype: Any = None
     has_aux: bool = False
     policy: Callable[..., Any] | None = None
+    # Whether layers are called as layer(params, x, key, i, m) with the numbers of the layer and of
+    # the microbatch, int32 []. The Flax modules select the variables and the keys of a layer by
+    # them.
+    pass_index: bool = False
 
     def __post_init__(self) -> None:
         minimum = {"num_slices": 1, "num_microbatches": 1, "prefetch": 0, "resident_slices": 0}

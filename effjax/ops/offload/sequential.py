@@ -21,6 +21,7 @@ from .slices import (
     check_microbatches,
     first_microbatch,
     hoist_closure,
+    layer_arguments,
 )
 from .trees import (
     Partition,
@@ -30,7 +31,6 @@ from .trees import (
     check_differentiable,
     count_row_shards,
     float_cotangents,
-    fold_key,
     forbid_second_derivative,
     is_inexact,
     make_cotangent,
@@ -167,11 +167,9 @@ def build_sequence(
             w,
             x_shape,
         )
-        types = jax.tree.map(
-            functools.partial(_varying_type, axes), (w, microbatch, (key, jnp.int32(0)))
-        )
-        hoisted, slice_closure = hoist_closure(run, *types)
-        apply, policy = functools.partial(_apply_hoisted, hoisted, axes), options.policy
+        w_types, x_types = jax.tree.map(functools.partial(_varying_type, axes), (w, microbatch))
+        hoisted, slice_closure = hoist_closure(run, w_types, x_types, (key, jnp.int32(0)))
+        apply, policy = functools.partial(_apply_hoisted, hoisted), options.policy
         with_residuals = policy and functools.partial(apply_with_policy, apply, policy)
         row_shards = count_row_shards(x_shape)
         slice_fn = Slice(apply, options.num_microbatches, with_residuals, row_shards)
@@ -207,20 +205,19 @@ def split_by_bytes(params: Sequence[Tree], num_slices: int) -> list[int]:
     return [*bounds, len(params)]
 
 
-def _apply_layers(layers, first, options, w, x, key):
-    key, m = key
+def _apply_layers(layers, first, options, w, x, key_and_microbatch):
+    key, m = key_and_microbatch
     aux = []
     for i, (layer, params) in enumerate(zip(layers, w.merge(), strict=True), first):
-        layer = check_layer(layer, options.has_aux, keeps_shapes=False)
-        x, layer_aux = layer(cast_floats(params, options.compute_dtype), x, fold_key(key, i, m))
+        layer = check_layer(layer, options, keeps_shapes=False)
+        rest = layer_arguments(options, key, i, m)
+        x, layer_aux = layer(cast_floats(params, options.compute_dtype), x, rest)
         aux.append(layer_aux)
     return x, aux
 
 
-def _apply_hoisted(hoisted: Callable[..., Any], axes: frozenset, w, closure, x, key, m):
-    # The key and the microbatch vary over the mesh axes with which the layers were traced.
-    key = jax.tree.map(lambda a: cast_to_varying(a, axes), (key, jnp.asarray(m, jnp.int32)))
-    return hoisted(w, closure, x, key)
+def _apply_hoisted(hoisted: Callable[..., Any], w, closure, x, key, m):
+    return hoisted(w, closure, x, (key, jnp.asarray(m, jnp.int32)))
 
 
 def _varying_type(axes: frozenset, a: Any) -> jax.ShapeDtypeStruct:

@@ -1,5 +1,6 @@
 """Forward and backward pass of one slice of a model, one microbatch at a time."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from .._common.sharding import (
     sum_cotangent,
     varying_axes,
 )
+from .options import OffloadOptions
 from .placement import Space, space_of, write
 from .trees import (
     Partition,
@@ -26,6 +28,7 @@ from .trees import (
     check_same_shapes,
     count_row_shards,
     float_leaves,
+    fold_key,
     is_key,
     merge_microbatches,
     replace_float_leaves,
@@ -277,21 +280,25 @@ def _variables(atoms: list) -> list:
 # The user's layers.
 
 
-def check_layer(layer: Callable, has_aux: bool, keeps_shapes: bool = True) -> Callable:
-    """Return ``layer(params, x, key) -> (x, aux)`` with checks of its arguments and results."""
+def check_layer(layer: Callable, options: OffloadOptions, keeps_shapes: bool = True) -> Callable:
+    """Return ``layer(params, x, rest) -> (x, aux)`` with checks of its arguments and results.
+
+    `rest` are the other arguments of the layer, from `layer_arguments`.
+    """
+    names = ["params", "x", "key", *(["layer", "microbatch"] if options.pass_index else [])]
     try:
-        inspect.signature(layer).bind("params", "x", "key")
+        inspect.signature(layer).bind(*names)
     except TypeError:
         raise TypeError(
-            f"`layer` must take three arguments, layer(params, x, key), not "
+            f"`layer` must take the arguments layer({', '.join(names)}), not "
             f"{inspect.signature(layer)}. A layer without randomness ignores `key`."
         ) from None
     except ValueError:  # a builtin without a signature
         pass
 
-    def checked(params, x, key):
-        result = layer(params, x, key)
-        if not has_aux:
+    def checked(params, x, rest):
+        result = layer(params, x, *rest)
+        if not options.has_aux:
             result = result, ()
         elif not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
@@ -305,19 +312,29 @@ def check_layer(layer: Callable, has_aux: bool, keeps_shapes: bool = True) -> Ca
     return checked
 
 
-def hoist_closure(layer: Callable, w: Tree, x: Tree, key: Any) -> tuple[Callable, list]:
+def layer_arguments(options: OffloadOptions, key: Any, i: Any, m: Any) -> tuple:
+    """Return the arguments of layer i and microbatch m after its parameters and its input."""
+    key = fold_key(key, i, m)
+    return (key, jnp.int32(i), jnp.int32(m)) if options.pass_index else (key,)
+
+
+def hoist_closure(layer: Callable, w: Tree, x: Tree, rest: Any) -> tuple[Callable, list]:
     """Make the arrays that a layer closes over an argument, so that they get gradients.
 
     Args:
-        layer: ``layer(params, x, key)``.
+        layer: ``layer(params, x, rest)``.
         w: arrays with the types of the parameters.
         x: arrays with the types of a microbatch.
-        key: as of `layer`.
+        rest: arrays with the types of the other arguments, such as keys.
 
     Returns:
-        ``hoisted(params, closure, x, key)``, and `closure`, the traced arrays of the closure.
+        ``hoisted(params, closure, x, rest)``, and `closure`, the traced arrays of the closure. Both
+        `rest` and the closure vary over the mesh axes of x.
     """
-    closed, result = jax.make_jaxpr(layer, return_shape=True)(w, x, key)
+    axes = varying_axes(x)
+    cast = functools.partial(jax.tree.map, lambda a: cast_to_varying(a, axes))
+    rest = jax.eval_shape(cast, rest)
+    closed, result = jax.make_jaxpr(layer, return_shape=True)(w, x, rest)
     is_hoisted = [isinstance(c, Tracer) for c in closed.consts]
     closure = [c for c, hoist in zip(closed.consts, is_hoisted, strict=True) if hoist]
     if any(space_of(c) == Space.Host for c in closed.consts):
@@ -325,16 +342,15 @@ def hoist_closure(layer: Callable, w: Tree, x: Tree, key: Any) -> tuple[Callable
             "`layer` closes over an array in host memory. Pass it in the parameters, or close over "
             "effjax.to_device of it."
         )
-    axes = varying_axes(x)
 
-    def hoisted(params, closure, x, key):
-        rest = iter(closure)
+    def hoisted(params, closure, x, rest):
+        arrays = iter(closure)
         pairs = zip(closed.consts, is_hoisted, strict=True)
-        consts = [next(rest) if hoist else c for c, hoist in pairs]
-        values = _run_jaxpr(closed.jaxpr, consts, (params, x, key))
+        consts = [next(arrays) if hoist else c for c, hoist in pairs]
+        values = _run_jaxpr(closed.jaxpr, consts, (params, x, cast(rest)))
         return jax.tree.unflatten(jax.tree.structure(result), values)
 
-    return hoisted, [cast_to_varying(a, axes) for a in closure]
+    return hoisted, cast(closure)
 
 
 def first_microbatch(x: Tree, num_microbatches: int) -> Tree:

@@ -45,7 +45,6 @@ from .trees import (
     count_row_shards,
     float_cotangents,
     float_leaves,
-    fold_key,
     forbid_second_derivative,
     is_key,
     make_cotangent,
@@ -171,7 +170,7 @@ class StackConfig(NamedTuple):
     Slice i is layers ``i * slice_size, ..., (i + 1) * slice_size - 1``.
     """
 
-    layer: Callable[..., Any]  # (params, closure, x, key) -> (x, aux)
+    layer: Callable[..., Any]  # (params, closure, x, rest) -> (x, aux), as from `hoist_closure`
     num_slices: int
     slice_size: int
     options: OffloadOptions
@@ -194,7 +193,8 @@ class StackConfig(NamedTuple):
 
         def apply_layer(w, closure, x, slice_key, m, j):
             key, i = slice_key
-            return self.layer(w, closure, x, fold_key(key, i * self.slice_size + j, m))
+            rest = slices.layer_arguments(self.options, key, i * self.slice_size + j, m)
+            return self.layer(w, closure, x, rest)
 
         def apply(w, closure, x, slice_key, m):
             w = cast_floats(w.merge(), dtype)
@@ -236,10 +236,10 @@ def build_stack(
         lambda a: cast_to_varying(put(a[:1], Space.Device)[0], axes), stacked_params
     )
     layer, closure = hoist_closure(
-        check_layer(layer, options.has_aux),
+        check_layer(layer, options),
         cast_floats(first, options.compute_dtype),
         first_microbatch(x, options.num_microbatches),
-        key,
+        slices.layer_arguments(options, key, 0, 0),
     )
     slice_size = num_layers // num_slices
     config = StackConfig(layer, num_slices, slice_size, options, count_row_shards(x))
