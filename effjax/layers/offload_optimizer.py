@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from ..ops.offload.backends import barrier, mark_in_order
 from ..ops.offload.clipping import (
     ClipBy,
     make_clip,
@@ -13,7 +14,6 @@ from ..ops.offload.clipping import (
     with_clipping,
     zero_squares,
 )
-from ..ops.offload.compiled import barrier, mark_in_order
 from ..ops.offload.per_leaf import check_per_leaf
 from ..ops.offload.row_update import has_huge_array, plan_rows, update_rows
 from ..ops.offload.trees import Tree, shapes_of

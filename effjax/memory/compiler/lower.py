@@ -21,7 +21,7 @@ from jax.sharding import (
 
 from ...ops._common.arguments import as_integer, describe
 from ...ops._common.platform import trace_for_platform
-from ...ops.offload.compiled import allow_guard, needed_options
+from ...ops.offload.backends import allow_guard, needed_options
 from ..devices import Target
 from ._device_queries_shim import answer_queries
 from ._source_info_shim import record_library_lines

@@ -8,10 +8,10 @@
 - `clipping`: gradient clipping.
 - `stack`, `sequential`: stacks of identical layers and sequences of different layers.
 - `slices`: forward and backward pass of one slice.
-- `loops`: loops over slices of host arrays.
 - `host_init`: initialization in host memory.
 - `state_places`: the memory and the sharding of each array of an optimizer's state.
-- `compiled`: `offload_jit` and its XLA options.
+- `compiled`: `offload_jit`.
+- `backends`: what XLA needs on each platform: options, the order of slices, loops over them.
 - `options`, `placement`, `trees`: shared by all of them.
 """
 

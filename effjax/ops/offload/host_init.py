@@ -9,8 +9,9 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from .._common.arguments import describe
-from .compiled import compile_offloaded, mark_host_slices
-from .placement import Space, load, put
+from .backends import load, mark_host_slices
+from .compiled import compile_offloaded
+from .placement import Space, put
 from .state_places import has_places
 from .trees import Tree, as_array_tree, count_layers
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from .compiled import nested_jaxprs
+from .backends import nested_jaxprs
 from .trees import check_same_shapes, is_key
 
 # Layers are updated one at a time, so an optimizer must treat every parameter separately. For each

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Literal
 
-from .compiled import nested_jaxprs
+from .backends import nested_jaxprs
 
 # A wrong "no" costs memory, and a wrong "yes" would change results without an error. So this is a
 # list of operations that are known to treat rows separately; any other one mixes them.

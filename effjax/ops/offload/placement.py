@@ -6,10 +6,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
-from .._common.platform import traced_platform
-from .trees import as_array_tree, is_key
+from .trees import as_array_tree
 
 Space = jax.memory.Space
 MemoryName = Literal["host", "device"]
@@ -84,38 +82,6 @@ def put(tree: Any, space: Space) -> Any:
     For forward and backward rules, which JAX does not differentiate.
     """
     return jax.tree.map(lambda x: x if space_of(x) == space else jax.device_put(x, space), tree)
-
-
-def read(tree: Any, i: jax.Array) -> Any:
-    """Read entry i of all arrays, in their memory space."""
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), tree)
-
-
-def load(tree: Any, i: jax.Array) -> Any:
-    """Read entry i of all arrays and move it to the device."""
-    return jax.tree.map(
-        lambda a, entry: _fix_layout(put(entry, Space.Device), space_of(a)), tree, read(tree, i)
-    )
-
-
-def write(tree: Any, entry: Any, i: jax.Array) -> Any:
-    """Replace entry i of all arrays, in their memory space."""
-
-    def write_array(a, entry):
-        entry = put(_fix_layout(entry, space_of(a)), space_of(a))
-        return lax.dynamic_update_index_in_dim(a, entry, i, 0)
-
-    return jax.tree.map(write_array, tree, entry)
-
-
-def _fix_layout(entry: jax.Array, space: Space) -> jax.Array:
-    """Store an entry of an array in this space row by row, if the array is on the host.
-
-    If an entry is transposed, XLA for TPUs transposes the whole array, on the device.
-    """
-    if space != Space.Host or traced_platform() != "tpu" or not entry.ndim or is_key(entry):
-        return entry
-    return with_layout_constraint(entry, Layout(tuple(range(entry.ndim))))
 
 
 def copy_shared(tree: Any) -> Any:

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from .._common.sharding import explicit_axes, explicit_spec, reshape
-from .compiled import barrier, mark_host_slices
+from .backends import barrier, mark_host_slices
 from .host_init import init_in_place
 from .per_leaf import check_per_leaf, find_owners
 from .per_row import find_row_factors

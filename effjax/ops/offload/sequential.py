@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .._common.arguments import as_key
 from .._common.sharding import cast_to_varying, varying_axes
 from . import slices
-from .compiled import mark_in_order, run_in_order
+from .backends import mark_in_order, run_in_order
 from .options import OffloadOptions
 from .placement import MemoryName, Space, check_space, copy_shared, move, put, space_of
 from .slices import (

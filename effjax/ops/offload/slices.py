@@ -20,8 +20,9 @@ from .._common.sharding import (
     sum_cotangent,
     varying_axes,
 )
+from .backends import write
 from .options import OffloadOptions
-from .placement import Space, space_of, write
+from .placement import Space, space_of
 from .trees import (
     Partition,
     Tree,

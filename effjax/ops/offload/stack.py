@@ -10,24 +10,21 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from .._common.arguments import as_key
-from .._common.platform import traced_platform
 from .._common.sharding import cast_to_varying, varying_axes
 from . import slices
-from .compiled import barrier, mark_host_slices
-from .loops import allocate_results, repeat_turns, scan_slices
-from .options import OffloadOptions
-from .placement import (
-    SPACES,
-    MemoryName,
-    Space,
-    check_space,
+from .backends import (
+    allocate_results,
+    barrier,
     load,
-    move,
-    put,
+    mark_host_slices,
+    peels_turns,
     read,
-    space_of,
+    repeat_turns,
+    scan_slices,
     write,
-)  # fmt: skip
+)
+from .options import OffloadOptions
+from .placement import SPACES, MemoryName, Space, check_space, move, put, space_of
 from .slices import (
     check_layer,
     check_microbatches,
@@ -320,8 +317,7 @@ def run_forward(
         (_, x, _), results = scan(body, (start + first, x, queue), None, count)
         return x, results
 
-    # XLA for GPUs uses the copy engine only if the index is linear in the loop counter, which a
-    # clamped index is not. So a second loop runs the last turns, which load nothing.
+    # A second loop runs the last turns, which load nothing.
     def run_pipeline(x, first, count, streams) -> tuple[Tree, Any]:
         ahead = min(prefetch, count)
         copies = save_residuals and streams and policy is None and space == Space.Host
@@ -346,11 +342,9 @@ def run_forward(
         x, _, results = state
         return x, structure.unflatten(results)
 
-    # Only for GPUs, because it compiles a slice twice. XLA for CPUs does not overlap copies, and
-    # XLA for TPUs overlaps more with two turns per iteration (`scan_slices`).
     def run(x, first, count, streams):
-        pipelined = count > 1 and prefetch and traced_platform() == "cuda"
-        return (run_pipeline if pipelined else run_in_turn)(x, first, count, streams)
+        run = run_pipeline if peels_turns(count, prefetch) else run_in_turn
+        return run(x, first, count, streams)
 
     aux, residuals = [], StackResiduals((), (), ())
     if config.num_streamed:
@@ -457,9 +451,7 @@ def run_backward(
             state, config.num_streamed, config.options.resident_slices,
             lambda _, i: load(resident, i - config.num_streamed), 0,
         )  # fmt: skip
-    # Only for GPUs, because it compiles a slice three times. XLA for CPUs does not overlap copies,
-    # and XLA for TPUs overlaps more with two turns per iteration (`scan_slices`).
-    if config.num_streamed > 1 and config.prefetch and traced_platform() == "cuda":
+    if peels_turns(config.num_streamed, config.prefetch):
         state = _run_pipeline(
             start, config.num_streamed, min(config.prefetch, config.num_streamed), state,
             (frozen, residuals.streamed), [a[: config.num_streamed] for a in daux], differentiate,
@@ -499,8 +491,7 @@ def _run_pipeline(
         The new `state`.
     """
     # The first turn, which has nothing to write, and the last ones, which have nothing to load, are
-    # outside of the main loop. So all indices are linear in its counter: where an index is clamped,
-    # XLA for GPUs copies with a kernel instead of the copy engine.
+    # outside of the main loop. So all indices are linear in its counter (`peels_turns`).
     host, accumulated, dx, dclosure = state
 
     def turn(i, state, writes=True, loads=True):

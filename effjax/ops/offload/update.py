@@ -10,6 +10,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._common.arguments import describe
+from .backends import (
+    barrier,
+    load,
+    mark_host_slices,
+    mark_in_order,
+    run_in_order,
+    scan_slices,
+    write,
+)
 from .clipping import (
     check_clipping,
     make_clip,
@@ -18,11 +27,9 @@ from .clipping import (
     with_clipping,
     zero_squares,
 )
-from .compiled import barrier, mark_host_slices, mark_in_order, run_in_order
 from .host_init import init_by_layer, init_in_place
-from .loops import scan_slices
 from .per_leaf import check_per_leaf
-from .placement import Space, load, put, space_of, write
+from .placement import Space, put, space_of
 from .state_places import place_state, state_space
 from .trees import (
     Tree,

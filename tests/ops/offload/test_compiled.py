@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from effjax import host_init, offload_jit, offload_scan, offload_sequential, to_device, to_host
-from effjax.ops.offload import compiled
+from effjax.ops.offload import backends, compiled
 from effjax.ops.offload.compiled import HOST_MEMORY_VARIABLE as VARIABLE
 from tests.ops.offload.stacks import inputs, kinds, layer, params
 
@@ -78,13 +78,13 @@ def run(w):
 
 def test_rejects_compiler_with_wrong_host_slices(monkeypatch):
     w = to_host(params())
-    monkeypatch.setattr(compiled, "host_slices_are_wrong", lambda: True)
+    monkeypatch.setattr(backends, "host_slices_are_wrong", lambda: True)
     jax.jit(run).lower(w)  # on a CPU nothing is wrong
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"openxla/xla#46231.*effjax.offload_jit instead"):
             lower(lambda w: run(w), w)
     # Lowering the same function with offload_jit does not disable the guard.
-    with compiled.allow_guard():
+    with backends.allow_guard():
         offload_jit(run, donate=False).trace(w).lower(lowering_platforms=("cuda",))
     with pytest.raises(RuntimeError, match="effjax.offload_jit"):
         lower(run, w)
@@ -94,16 +94,16 @@ def test_rejects_compiler_with_wrong_host_slices(monkeypatch):
 
 
 def needed(fun, *args):
-    return compiled.needed_options(jax.jit(fun).trace(*args).jaxpr)
+    return backends.needed_options(jax.jit(fun).trace(*args).jaxpr)
 
 
 def test_offload_jit_works_around_wrong_host_slices(monkeypatch):
     w = to_host(params())
     for fun in (run, jax.jit(run), jax.grad(lambda w: jax.checkpoint(run)(w).sum())):
         for _ in range(2):  # with JAX's caches empty and full
-            monkeypatch.setattr(compiled, "host_slices_are_wrong", lambda: True)
+            monkeypatch.setattr(backends, "host_slices_are_wrong", lambda: True)
             assert "dynamic-slice-annotator" in needed(fun, w)["xla_disable_hlo_passes"]
-            monkeypatch.setattr(compiled, "host_slices_are_wrong", lambda: False)
+            monkeypatch.setattr(backends, "host_slices_are_wrong", lambda: False)
             options = needed(fun, w)
             assert options and "xla_disable_hlo_passes" not in options
     assert needed(jnp.sin, jnp.ones(3)) == {}
@@ -119,7 +119,7 @@ def test_sequential_disables_latency_hiding_scheduler():
 def test_unknown_performance_options_are_omitted(monkeypatch):
     """Options needed for correctness are kept."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(compiled, "host_slices_are_wrong", lambda: True)
+    monkeypatch.setattr(backends, "host_slices_are_wrong", lambda: True)
 
     used = []
 
@@ -132,13 +132,13 @@ def test_unknown_performance_options_are_omitted(monkeypatch):
         lower = trace
 
         def compile(self, options):
-            if compiled._OVERLAP.keys() & options.keys():
+            if backends._OVERLAP.keys() & options.keys():
                 raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: No such compile option: 'x'")
             used.append(options)
             return jax.jit(jnp.sin).lower(1.0).compile()
 
     compiled.compile_offloaded(Program())
-    assert used == [compiled._WORKAROUND]
+    assert used == [backends._WORKAROUND]
 
 
 def test_offload_jit_inside_transformations():
@@ -152,7 +152,7 @@ def test_offload_jit_inside_transformations():
 
 def test_first_jax_version_with_correct_host_slices():
     """JAX 0.11.2 is the first version with openxla/xla#46308."""
-    assert compiled.host_slices_are_wrong() == (jax.__version_info__ < (0, 11, 2))
+    assert backends.host_slices_are_wrong() == (jax.__version_info__ < (0, 11, 2))
 
 
 GIB = 2**30

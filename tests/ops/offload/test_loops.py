@@ -10,7 +10,7 @@ from jax import lax
 
 from effjax import offload_scan, to_host
 from effjax.ops._common.platform import trace_for_platform
-from effjax.ops.offload.loops import run_as_loop, scan_slices
+from effjax.ops.offload.backends import run_as_loop, scan_slices
 from tests.ops.offload.stacks import (
     KEY,
     POLICIES,
