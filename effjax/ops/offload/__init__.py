@@ -3,7 +3,7 @@
 - `train_step`: a whole training step, with `train_state` and `embed_head`.
 - `update`: updates of one layer at a time. `per_leaf` detects optimizers that combine several
   parameters, which such updates do not support.
-- `row_update`: updates of large parameters in chunks of rows. `per_row` detects optimizers that
+- `row_update`: updates of large parameters in chunks of rows. `per_row` lists the optimizers that
   treat rows separately.
 - `clipping`: gradient clipping.
 - `stack`, `sequential`: stacks of identical layers and sequences of different layers.

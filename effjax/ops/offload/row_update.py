@@ -1,5 +1,7 @@
 """Optimizer updates of parameters in host memory, the rows of large ones in chunks."""
 
+import functools
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +15,7 @@ from .._common.sharding import explicit_axes, explicit_spec, reshape
 from .backends import barrier, mark_host_slices
 from .host_init import init_in_place
 from .per_leaf import check_per_leaf, find_owners
-from .per_row import find_row_factors
+from .per_row import find_mixing, find_row_factors
 from .placement import Space, put, space_of
 from .state_places import place_state, state_space
 from .trees import Tree, count_row_shards, shapes_of
@@ -22,6 +24,7 @@ from .update import apply_optimizer, fold_state_keys
 # The rows of a parameter, its gradient and its state that are on the device at a time.
 CHUNK_BYTES = 64 * 2**20
 _TILE = 32  # rows; the largest tile of a TPU
+_logger = logging.getLogger("effjax.ops.offload")
 
 
 class LargeLeaf(NamedTuple):
@@ -78,12 +81,27 @@ def plan_rows(tx: Any, params: Tree) -> RowPlan:
     owners = find_owners(tx, shapes)
     if any(len(owner) > 1 for owner in owners):  # in the state only, such as a norm for logging
         return plan
+    mixing = find_mixing(tx)
     for j, a in enumerate(leaves):
         of_leaf = [k for k, owner in enumerate(owners) if owner == {j}]
         num_bytes = 2 * _num_bytes(a) + sum(_num_bytes(state[k]) for k in of_leaf)
         if a.ndim and num_bytes > CHUNK_BYTES:
-            plan.large[j] = _plan_leaf(tx, shapes, j, a, of_leaf, num_bytes)
+            if mixing is None:
+                plan.large[j] = _plan_leaf(tx, shapes, j, a, of_leaf, num_bytes)
+            else:
+                _log_whole(mixing)
+                plan.large[j] = LargeLeaf(j, of_leaf, None, 1, a.shape[0], a.shape[0])
     return plan
+
+
+@functools.cache
+def _log_whole(mixing: str) -> None:
+    _logger.info(
+        "Large parameters are updated whole, because %s is not on the list of transformations that "
+        "treat rows separately. One parameter at a time is on the device, with its gradient and "
+        "its optimizer state.",
+        mixing,
+    )
 
 
 def _plan_leaf(

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 from effjax import OffloadState, linear_cross_entropy, offload_jit, offload_train_step, to_host
 from effjax.memory import plan
 from effjax.ops.offload import compiled, row_update
-from effjax.ops.offload.per_row import find_row_factors
 from effjax.optimizers import adamw_8bit, in_float32, stochastic_rounding
 from tests.contexts import mesh_of
 from tests.ops.offload import test_plans as plans
@@ -185,75 +184,6 @@ def test_noise_differs_between_chunks():
     assert_equal_bits(got[3], expected[3])
     assert len(np.unique(got[2]["e"])) == got[2]["e"].size
     assert_equal_bits(got, train("host", tx, **options))
-
-
-# The rows of an optimizer.
-
-
-def rows_of(update, init=lambda p: (), state=()):
-    """Return the result of `find_row_factors` for a matrix, next to a vector."""
-    tx = optax.GradientTransformation(init, update)
-    shapes = {"a": jax.ShapeDtypeStruct((24, 6), "float32"), "b": jnp.zeros(6)}
-    return find_row_factors(tx, shapes, 0, state, [8, 4])
-
-
-def leafwise(fun):
-    return lambda g, s, p: (jax.tree.map(fun, g), s)
-
-
-SEPARATE = {
-    "elementwise": lambda g: -0.1 * jnp.tanh(g) + 1,
-    "norm of a row": lambda g: g / jnp.linalg.norm(g, axis=-1, keepdims=True),
-    "blocks": lambda g: (g.reshape(*g.shape[:-1], 3, 2) * 2).reshape(g.shape) if g.ndim > 1 else g,
-    "flat blocks": lambda g: (g.reshape(-1, 3) + g.reshape(-1, 3).max(1)[:, None]).reshape(g.shape),
-    "padded": lambda g: jnp.pad(g, [(0, 0)] * (g.ndim - 1) + [(0, 2)])[..., :-2],
-    "branch": lambda g: lax.cond(True, jnp.sin, jnp.cos, g),
-    "columns": lambda g: g * jnp.arange(g.shape[-1]),
-}
-MIXED = {
-    "norm": lambda g: g / jnp.linalg.norm(g),
-    "mean of a column": lambda g: g - g.mean(0),
-    "sorted rows": lambda g: jnp.sort(g, 0),
-    "row numbers": lambda g: g * lax.broadcasted_iota(g.dtype, g.shape, 0),
-    "shifted": lambda g: jnp.roll(g, 1, 0),
-    "transposed": lambda g: (g.T @ g.T.T)[: g.shape[0]].sum() + g if g.ndim > 1 else g,
-    "number of rows": lambda g: g / g.shape[0],
-    "sum of ones": lambda g: g / jnp.ones_like(g).sum(),
-    "sum of ones, transposed": lambda g: g / jnp.ones(g.shape[::-1]).sum(),
-    "padded rows": lambda g: jnp.pad(g, [(1, 0)] + [(0, 0)] * (g.ndim - 1))[:-1],
-    "blocks of two rows": lambda g: g.reshape(-1, 12).max(-1).sum() + g if g.ndim > 1 else g,
-    "until small": lambda g: lax.while_loop(lambda g: g.max() > 1, lambda g: g / 2, g),
-    "scan over rows": lambda g: lax.scan(lambda c, x: (c + x, c), 0 * g[0], g)[1],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SEPARATE)
-def test_update_of_separate_rows(name):
-    assert rows_of(leafwise(SEPARATE[name])) == []
-
-
-@pytest.mark.parametrize("name", MIXED)
-def test_update_that_mixes_rows(name):
-    assert rows_of(leafwise(MIXED[name])) is None
-
-
-def test_state_of_rows():
-    """A state of another shape is streamed with the rows; one of all rows is not."""
-
-    def blocks(g):
-        return jnp.abs(g.reshape(-1, 3)).max(-1)
-
-    def update(g, s, p):
-        largest = jnp.maximum(blocks(g["a"]), s["a"])
-        a = (g["a"].reshape(-1, 3) / largest[:, None]).reshape(g["a"].shape)
-        return {**g, "a": a}, {"a": largest, "n": s["n"] + 1}
-
-    def init(p):
-        return {"a": jnp.zeros(p["a"].size // 3), "n": jnp.int32(0)}
-
-    assert rows_of(update, init, [0]) == [2]
-    assert rows_of(lambda g, s, p: (g, s + g["a"].sum(0)), lambda p: jnp.zeros(6), [0]) is None
-    assert rows_of(lambda g, s, p: (g, s + g["a"].sum()), lambda p: jnp.zeros(()), [0]) is None
 
 
 def test_rejects_shared_array():
