@@ -185,10 +185,9 @@ def step_of(setting: Setting, form: Form) -> tuple[Callable, Callable]:
     """Return `(init, step)` as `effjax.offload_train_step`."""
     if form.moments is None:
         options: dict[str, Any] = dict(params_in=form.layers, fuse_update=form.fuse_update)
-        init, step = offload_train_step(
+        return offload_train_step(
             *split_loss(setting.abstract_model), setting.tx, **options | dict(form.options)
         )
-        return init, step
     gradients = gradients_of(setting, form)
 
     def init(*params):
