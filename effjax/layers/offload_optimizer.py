@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from ..ops.offload.backends import barrier, mark_in_order
-from ..ops.offload.clipping import (
+from ..ops.offload.layers import LayerList, LayerStack
+from ..ops.offload.optimizer import (
     ClipBy,
+    apply_optimizer,
     make_clip,
     next_grad_norm,
     sum_of_squares,
@@ -17,7 +19,6 @@ from ..ops.offload.clipping import (
 from ..ops.offload.per_leaf import check_per_leaf
 from ..ops.offload.row_update import has_huge_array, plan_rows, update_rows
 from ..ops.offload.trees import Tree, shapes_of
-from ..ops.offload.update import LayerList, LayerStack, apply_optimizer
 
 
 class ParamGroups(NamedTuple):
@@ -65,7 +66,7 @@ def update_groups(
     def update(layers: LayerStack | LayerList, g: Any, s: Any, w: Any) -> tuple[Any, Any]:
         if clip_by != "previous":
             return layers.update(g, s, w)
-        new, s, of_layers = layers.measure(lambda layers, s: layers.update(g, s, w), s, w)
+        new, s, of_layers = layers.update_and_measure(g, s, w)
         squares.append(of_layers)
         return new, s
 

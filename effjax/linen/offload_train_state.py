@@ -19,7 +19,7 @@ from ..layers.offload_optimizer import (
     update_groups,
 )
 from ..ops._common.arguments import describe
-from ..ops.offload.clipping import ClipBy, check_clipping
+from ..ops.offload.optimizer import ClipBy, check_clipping
 from ..ops.offload.placement import Space, space_of
 from ..ops.offload.trees import as_array_tree, check_same_shapes
 

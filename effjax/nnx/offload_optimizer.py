@@ -19,7 +19,7 @@ from ..layers.offload_optimizer import (
 )
 from ..ops._common.arguments import describe
 from ..ops.offload import offload_jit
-from ..ops.offload.clipping import ClipBy, check_clipping
+from ..ops.offload.optimizer import ClipBy, check_clipping
 from ..ops.offload.placement import Space, space_of
 from ..ops.offload.trees import check_same_shapes
 from .offload import OffloadModel

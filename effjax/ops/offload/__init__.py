@@ -1,11 +1,13 @@
 """Offload: models in host memory whose layers stream through the device.
 
 - `train_step`: a whole training step, with `train_state` and `embed_head`.
-- `update`: updates of one layer at a time. `per_leaf` detects optimizers that combine several
-  parameters, which such updates do not support.
+- `layers`: the two forms of layers, a stack and a list, with the same methods: forward and backward
+  pass, and updates of one layer at a time, also as `stream_update`.
+- `per_leaf`: detection of optimizers that combine several parameters, which such updates do not
+  support.
 - `row_update`: updates of large parameters in chunks of rows. `per_row` lists the optimizers that
   treat rows separately.
-- `clipping`: gradient clipping.
+- `optimizer`: an optimizer on the device, with clipping and loss scales.
 - `stack`, `sequential`: stacks of identical layers and sequences of different layers.
 - `slices`: forward and backward pass of one slice.
 - `host_init`: initialization in host memory.
@@ -17,10 +19,10 @@
 
 from .compiled import offload_jit as offload_jit
 from .host_init import host_init as host_init
+from .layers import stream_update as stream_update
 from .placement import to_device as to_device
 from .placement import to_host as to_host
 from .sequential import offload_sequential as offload_sequential
 from .stack import offload_scan as offload_scan
 from .train_state import OffloadState as OffloadState
 from .train_step import offload_train_step as offload_train_step
-from .update import stream_update as stream_update

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .clipping import zero_squares
+from .layers import LayerList, LayerStack
+from .optimizer import zero_squares
 from .placement import MemoryName, check_space
 from .row_update import init_rows
 from .state_places import has_places, place_state
@@ -18,7 +19,6 @@ from .trees import (
     check_same_shapes,
     partition,
 )
-from .update import LayerList, LayerStack
 
 GROWTH_INTERVAL = 2000  # finite steps until the loss scale is doubled
 

@@ -9,26 +9,25 @@ import jax
 import jax.numpy as jnp
 
 from .._common.arguments import as_key, as_number, check_choice
-from . import sequential, stack
-from .clipping import (
+from .embed_head import HeadResult, make_embed_head, run_embed, run_head
+from .layers import LayerList, LayerStack
+from .optimizer import (
     ClipBy,
-    TransformedOptimizer,
+    adjust_optimizer,
+    apply_optimizer,
     check_clipping,
-    finite_leaves,
     make_clip,
     next_grad_norm,
     sum_of_squares,
+    unscale_gradients,
     with_clipping,
-    zero_squares,
 )
-from .embed_head import HeadResult, make_embed_head, run_embed, run_head
 from .options import OffloadOptions
 from .placement import SPACES, MemoryName, Space, put
 from .row_update import plan_rows, update_rows
 from .slices import check_microbatches
 from .train_state import OffloadState, StateSpec, check_state, init_state, next_loss_scale
-from .trees import Partition, Tree, float_leaves, merge_leading_axes
-from .update import LayerList, LayerStack, apply_optimizer
+from .trees import Partition, Tree
 
 
 class TrainStep(NamedTuple):
@@ -217,7 +216,6 @@ def offload_train_step(
     config = StepConfig(
         *make_embed_head(embed, head, has_state, head_has_aux, weighted_loss),
         layer,
-        _run_list if is_list else _run_stack,
         spec,
         options,
         fuse_update,
@@ -268,8 +266,7 @@ class StepConfig(NamedTuple):
 
     embed: Callable  # (others, model_state, batch, key) -> (x, model_state)
     head: Callable  # (others, model_state, x, batch, key) -> (loss, (weight, model_state, aux))
-    layer: Callable[..., Any] | Sequence[Callable[..., Any]]
-    run_layers: Callable  # (layer, params, x, key, options) -> LayersResult
+    layer: Any  # a function, or a sequence of them
     spec: StateSpec
     options: OffloadOptions
     fuse_update: bool
@@ -294,9 +291,9 @@ def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> Step
     x, model_state, embed_vjp = run_embed(
         config.embed, num_microbatches, loaded, state.model_state, batch, key, num_layers
     )
-    result = config.run_layers(config.layer, layers, x, key, config.options)
+    done = spec.layers.run(config.layer, layers, x, key, config.options)
     head = run_head(
-        config.head, num_microbatches, loaded, model_state, result.y, batch, key, num_layers + 1,
+        config.head, num_microbatches, loaded, model_state, done.y, batch, key, num_layers + 1,
         scale, config.weighted_loss,
     )  # fmt: skip
     updates, last_norm, clip, finite = spec.layers, state.grad_norm, None, jnp.bool_(True)
@@ -304,13 +301,13 @@ def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> Step
         if config.clip_norm is not None:
             clip = make_clip(config.clip_norm, config.clip_by, last_norm)
             updates = dataclasses.replace(updates, tx=with_clipping(updates.tx, clip))
-        trained, layers_state, squares, dx = result.backward_and_update(
-            updates, state.layers_state, head.dy
+        trained, layers_state, squares, dx = updates.backward_and_update(
+            done, head.dy, state.layers_state
         )
         grads = jax.tree.map(jnp.add, head.grads, embed_vjp(dx))
         norm = jnp.sqrt(squares + sum_of_squares(grads))
     else:
-        layer_grads, stats, dx = result.backward(scale, head.dy)
+        layer_grads, stats, dx = updates.backward(done, head.dy, scale)
         grads = jax.tree.map(jnp.add, head.grads, embed_vjp(dx))
         stats = stats.add(grads, scale)
         finite, norm = stats.finite, jnp.sqrt(stats.squares)
@@ -320,14 +317,14 @@ def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> Step
         if config.clip_norm is not None:
             limited = norm if config.clip_by == "global" else last_norm
             clip = make_clip(config.clip_norm, config.clip_by, limited)
-        tx = _adjust_optimizer(updates.tx, finite, clip, scale)
+        tx = adjust_optimizer(updates.tx, finite, clip, scale)
         updates = dataclasses.replace(updates, tx=tx)
         trained, layers_state = updates.update(layer_grads, state.layers_state, layers.trained)
     if config.clip_norm is not None and config.clip_by == "layer":
         # The optimizer may get a few rows at a time, but the norm is that of all others.
-        squares = sum_of_squares(grads if scale is None else _unscale(grads, scale))
+        squares = sum_of_squares(grads if scale is None else unscale_gradients(grads, scale))
         clip = make_clip(config.clip_norm, "global", jnp.sqrt(squares))
-    tx = _adjust_optimizer(spec.layers.tx, finite, clip, scale)
+    tx = adjust_optimizer(spec.layers.tx, finite, clip, scale)
     if spec.others_in == "host":
         plan = plan_rows(spec.layers.tx, others.trained)
         trained_others, others_state = update_rows(
@@ -348,157 +345,10 @@ def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> Step
         next_loss_scale(state.loss_scale, finite) if state.loss_scale else (),
         last_norm,
     )
-    return StepResult(state, head.loss, result.aux, head.aux, norm)
+    return StepResult(state, head.loss, done.aux, head.aux, norm)
 
 
 def _skip_head(finite: jax.Array, head: HeadResult, model_state: Tree) -> HeadResult:
     """Return NaN for the loss, and the old model state, unless `finite`."""
     model_state = jax.tree.map(functools.partial(jnp.where, finite), head.model_state, model_state)
     return head._replace(loss=jnp.where(finite, head.loss, jnp.nan), model_state=model_state)
-
-
-# The layers: a forward pass, and two kinds of backward pass.
-
-
-class LayersResult(NamedTuple):
-    """The result of the layers' forward pass, and the functions of their backward pass.
-
-    dy and dx are the gradients of floating-point leaves.
-    """
-
-    y: Tree
-    aux: Tree
-    # (LayerStack or LayerList, state, dy) -> (trained, state, sum of squares of gradients, dx)
-    backward_and_update: Callable
-    backward: Callable  # (scale, dy) -> (gradients, GradientStats, dx)
-
-
-def _run_stack(
-    layer: Callable, params: Partition, x: Tree, key: Any, options: OffloadOptions
-) -> LayersResult:
-    config, params, closure, x = stack.build_stack(layer, params, x, key, options)
-    y, aux, residuals = stack.run_forward(config, params, closure, x, key, save_residuals=True)
-    daux = [jnp.zeros_like(a) for a in float_leaves(aux)]
-
-    def run(dy, consumer):
-        *results, _ = stack.run_backward(
-            config, params, closure, key, residuals, dy, daux, consumer
-        )
-        return results
-
-    def backward_and_update(updates: LayerStack, state, dy):
-        # The squares cost another read of the gradients while they are on the device, 1.4 % of the
-        # modelled computation of a feed-forward layer of 34 M bfloat16 parameters and 4,096 tokens
-        # on an H100. No copy waits for it.
-        def compute(squares, w, dw, state):
-            return squares + sum_of_squares(dw), *updates.update_slice(w, state, dw)
-
-        state, squares = stack.split_slices(state, config), zero_squares(params.trained)
-        consumer = stack.Consumer(compute, state, squares, reads_arrays=True, writes_params=True)
-        trained, state, squares, dx = run(dy, consumer)
-        return trained, merge_leading_axes(state), squares, dx
-
-    def backward(scale, dy):
-        def compute(stats, w, dw, entry):
-            return stats.add(dw, scale), None, dw
-
-        grads = stack.allocate_slices(config, params.trained, options.grads_space)
-        stats = GradientStats.zero(params.trained)
-        _, grads, stats, dx = run(dy, stack.Consumer(compute, grads, stats))
-        return merge_leading_axes(grads), stats, dx
-
-    return LayersResult(y, aux, backward_and_update, backward)
-
-
-def _run_list(
-    layers: Sequence[Callable], params: Partition, x: Tree, key: Any, options: OffloadOptions
-) -> LayersResult:
-    config, slice_params, closure, x = sequential.build_sequence(layers, params, x, key, options)
-    y, aux, residuals = sequential.run_forward(
-        config, slice_params, closure, x, key, save_residuals=True
-    )
-    daux = [[jnp.zeros_like(a) for a in float_leaves(layer_aux)] for layer_aux in aux]
-
-    def run(dy, consume, carry, extra):
-        extra = sequential.group_by_slice(config.bounds, extra)
-        results, carry, dx, _ = sequential.run_backward(
-            config, slice_params, closure, key, residuals, dy, daux, consume, carry, extra
-        )
-        of_params, of_extra = zip(*results, strict=True)
-        return of_params, of_extra, carry, dx
-
-    def ungroup(like, by_slice):
-        return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(by_slice))
-
-    def backward_and_update(updates: LayerList, state, dy):
-        def consume(squares, w, dw, state):
-            return squares + sum_of_squares(dw), updates.update_slice(w, state, dw)
-
-        trained, state_by_slice, squares, dx = run(dy, consume, zero_squares(params.trained), state)
-        return ungroup(params.trained, trained), ungroup(state, state_by_slice), squares, dx
-
-    def backward(scale, dy):
-        def consume(stats, w, dw, no_extra):
-            return stats.add(dw, scale), (dw, no_extra)
-
-        no_extra = [()] * len(layers)
-        grads, _, stats, dx = run(dy, consume, GradientStats.zero(params.trained), no_extra)
-        return ungroup(params.trained, grads), stats, dx
-
-    return LayersResult(y, aux, backward_and_update, backward)
-
-
-# Clipping, loss scaling and skipped steps.
-
-
-class GradientStats(NamedTuple):
-    """Statistics of gradients, accumulated during the backward pass."""
-
-    squares: jax.Array  # [], the sum of squares, float32 or wider
-    finite: jax.Array  # bool []
-
-    @classmethod
-    def zero(cls, params: Tree) -> "GradientStats":
-        """Return the statistics before any gradients of these parameters."""
-        return cls(zero_squares(params), jnp.bool_(True))
-
-    def add(self, grads: Tree, scale: jax.Array | None) -> "GradientStats":
-        """Add gradients, which were computed from the loss times `scale`."""
-        if scale is None:
-            return self._replace(squares=self.squares + sum_of_squares(grads))
-        grads = _unscale(grads, scale)
-        finite = jnp.stack([self.finite, *finite_leaves(grads)]).all()
-        return GradientStats(self.squares + sum_of_squares(grads), finite)
-
-
-def _adjust_optimizer(
-    tx: Any,
-    finite: jax.Array,
-    clip: Callable[[Tree], Tree] | None,
-    scale: jax.Array | None,
-) -> TransformedOptimizer:
-    """Return `tx` that divides gradients by `scale`, clips them, and skips nonfinite steps."""
-
-    def update(grads, state, params):
-        if scale is not None:
-            grads = _unscale(grads, scale)
-        if clip is not None:
-            grads = clip(grads)
-        updates, new = tx.update(grads, state, params)
-        if scale is not None:
-            # p + (-0) is p to the bit; p + 0 is not, where p is -0.
-            zeros = jax.tree.map(lambda u: -jnp.zeros_like(u), updates)
-            select = functools.partial(jax.tree.map, functools.partial(jnp.where, finite))
-            updates, new = select((updates, new), (zeros, state))
-        return updates, new
-
-    return TransformedOptimizer(update)
-
-
-def _unscale(grads: Tree, scale: jax.Array) -> Tree:
-    """Divide by `scale` in float32, or in the dtype of the gradients if it is wider."""
-
-    def unscale(g: jax.Array) -> jax.Array:
-        return g.astype(jnp.promote_types(g.dtype, jnp.float32)) / scale
-
-    return jax.tree.map(unscale, grads)

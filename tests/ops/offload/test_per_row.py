@@ -9,9 +9,8 @@ import optax
 import pytest
 
 from effjax.ops.offload import per_row, row_update
-from effjax.ops.offload.clipping import make_clip, with_clipping
+from effjax.ops.offload.optimizer import apply_optimizer, make_clip, with_clipping
 from effjax.ops.offload.row_update import find_mixing, plan_rows, update_rows
-from effjax.ops.offload.update import apply_optimizer
 from effjax.optimizers import adamw_8bit, in_float32, scale_by_adam_8bit, stochastic_rounding
 from tests.ops.offload.stacks import assert_close, to_numpy
 

@@ -1,4 +1,4 @@
-"""Optimizers with state in host memory, applied layer by layer on the device."""
+"""The two forms of layers, with forward pass, backward pass and update: a stack and a list."""
 
 import dataclasses
 import functools
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._common.arguments import describe
+from . import sequential, stack
 from .backends import (
     barrier,
     load,
@@ -19,25 +20,31 @@ from .backends import (
     scan_slices,
     write,
 )
-from .clipping import (
+from .host_init import init_by_layer, init_in_place
+from .optimizer import (
+    GradientStats,
+    apply_optimizer,
     check_clipping,
+    fold_state_keys,
     make_clip,
     measure_squares,
     sum_of_squares,
     with_clipping,
     zero_squares,
 )
-from .host_init import init_by_layer, init_in_place
+from .options import OffloadOptions
 from .per_leaf import check_per_leaf
 from .placement import Space, put, space_of
 from .state_places import place_state, state_space
 from .trees import (
+    Partition,
     Tree,
     as_array_tree,
     check_same_shapes,
     count_layers,
-    is_key,
+    float_leaves,
     layer_shapes,
+    merge_leading_axes,
     shapes_of,
 )
 
@@ -111,9 +118,23 @@ def stream_update(tx: Any, *, stacked: bool = True) -> StreamUpdate:
     return StreamUpdate(init, update)
 
 
+class ForwardPass(NamedTuple):
+    """The results of the layers, and what their backward pass reads."""
+
+    y: Tree
+    aux: Tree
+    trained: Tree  # the trained parameters
+    config: Any  # a StackConfig or a SequenceConfig
+    params: Any  # a Partition, or a list of them, one per slice
+    closure: list
+    key: Any
+    residuals: Any
+    daux: list  # zeros: the loss does not depend on aux
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerStack:
-    """Optimizer for a stack of identical layers. It contains no layers, only updates them.
+    """A stack of identical layers with their optimizer, without their parameters.
 
     Parameters and state are arrays [L, ...].
     """
@@ -186,22 +207,66 @@ class LayerStack:
         (_, total), _ = lax.scan(body, start, None, length=count_layers(grads))
         return total
 
-    def measure(self, run: Callable, state: Tree, params: Tree) -> tuple[Any, Tree, jax.Array]:
-        """Run updates and return (result, state, sum of the squares of all gradients).
-
-        ``run(layers, state) -> (result, state)`` updates every layer once.
-        """
+    def update_and_measure(self, grads: Tree, state: Tree, params: Tree) -> tuple:
+        """Return the results of `update`, and the sum of the squares of all gradients."""
         squares = jnp.zeros(count_layers(params), zero_squares(params).dtype)
         layers = dataclasses.replace(self, tx=measure_squares(self.tx))
-        result, (state, squares) = run(layers, (state, squares))
-        return result, state, jnp.sum(squares)
+        params, (state, squares) = layers.update(grads, (state, squares), params)
+        return params, state, jnp.sum(squares)
+
+    def run(
+        self, layer: Callable, params: Partition, x: Tree, key: Any, options: OffloadOptions
+    ) -> ForwardPass:
+        """Run the forward pass of the layers."""
+        config, params, closure, x = stack.build_stack(layer, params, x, key, options)
+        y, aux, residuals = stack.run_forward(config, params, closure, x, key, save_residuals=True)
+        daux = [jnp.zeros_like(a) for a in float_leaves(aux)]
+        return ForwardPass(y, aux, params.trained, config, params, closure, key, residuals, daux)
+
+    def backward(self, done: ForwardPass, dy: list, scale: jax.Array | None) -> tuple:
+        """Return the gradients in the memory of the parameters, their GradientStats, and dx.
+
+        They are gradients of the loss times `scale`. dy and dx are those of floating-point leaves.
+        """
+
+        def compute(stats, w, dw, entry):
+            return stats.add(dw, scale), None, dw
+
+        grads = stack.allocate_slices(done.config, done.trained, done.config.options.grads_space)
+        consumer = stack.Consumer(compute, grads, GradientStats.zero(done.trained))
+        _, grads, stats, dx = self._run_backward(done, dy, consumer)
+        return merge_leading_axes(grads), stats, dx
+
+    def backward_and_update(self, done: ForwardPass, dy: list, state: Tree) -> tuple:
+        """Update each slice as soon as its gradients exist.
+
+        Returns (trained parameters, state, sum of the squares of all gradients, dx).
+        """
+
+        # The squares cost another read of the gradients while they are on the device, 1.4 % of the
+        # modelled computation of a feed-forward layer of 34 M bfloat16 parameters and 4,096 tokens
+        # on an H100. No copy waits for it.
+        def compute(squares, w, dw, state):
+            return squares + sum_of_squares(dw), *self.update_slice(w, state, dw)
+
+        state, squares = stack.split_slices(state, done.config), zero_squares(done.trained)
+        consumer = stack.Consumer(compute, state, squares, reads_arrays=True, writes_params=True)
+        trained, state, squares, dx = self._run_backward(done, dy, consumer)
+        return trained, merge_leading_axes(state), squares, dx
+
+    def _run_backward(self, done: ForwardPass, dy: list, consumer: stack.Consumer) -> list:
+        *results, _ = stack.run_backward(
+            done.config, done.params, done.closure, done.key, done.residuals, dy, done.daux,
+            consumer,
+        )  # fmt: skip
+        return results
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerList:
-    """Optimizer for a list of different layers. It contains no layers, only updates them.
+    """A list of different layers with their optimizer; the same methods as `LayerStack`.
 
-    The state is a list with one state per layer.
+    Parameters and state are lists with an entry per layer.
     """
 
     tx: Any
@@ -267,12 +332,58 @@ class LayerList:
             total, _, order = run_in_order(add, (g, total), (), order)
         return total
 
-    def measure(self, run: Callable, state: list, params: Sequence[Tree]) -> tuple:
-        """Run updates and return (result, state, sum of the squares), as in `LayerStack`."""
+    def update_and_measure(self, grads: Any, state: list, params: Sequence[Tree]) -> tuple:
+        """Return the results of `update`, and the sum of the squares of all gradients."""
         layers = dataclasses.replace(self, tx=measure_squares(self.tx))
         zeros = [zero_squares(w) for w in params]
-        result, both = run(layers, list(zip(state, zeros, strict=True)))
-        return result, [s for s, _ in both], sum((q for _, q in both), jnp.float32(0))
+        params, both = layers.update(grads, list(zip(state, zeros, strict=True)), params)
+        return params, [s for s, _ in both], sum((q for _, q in both), jnp.float32(0))
+
+    def run(
+        self, layer: Sequence, params: Partition, x: Tree, key: Any, options: OffloadOptions
+    ) -> ForwardPass:
+        """Run the forward pass of the layers."""
+        config, by_slice, closure, x = sequential.build_sequence(layer, params, x, key, options)
+        y, aux, residuals = sequential.run_forward(
+            config, by_slice, closure, x, key, save_residuals=True
+        )
+        daux = [[jnp.zeros_like(a) for a in float_leaves(layer_aux)] for layer_aux in aux]
+        return ForwardPass(y, aux, params.trained, config, by_slice, closure, key, residuals, daux)
+
+    def backward(self, done: ForwardPass, dy: list, scale: jax.Array | None) -> tuple:
+        """Return (gradients, their GradientStats, dx), as `LayerStack.backward`."""
+
+        def consume(stats, w, dw, no_extra):
+            return stats.add(dw, scale), (dw, no_extra)
+
+        no_extra, stats = [()] * len(done.trained), GradientStats.zero(done.trained)
+        grads, _, stats, dx = self._run_backward(done, dy, consume, stats, no_extra)
+        return grads, stats, dx
+
+    def backward_and_update(self, done: ForwardPass, dy: list, state: list) -> tuple:
+        """Return (trained parameters, state, sum of squares, dx), as in `LayerStack`."""
+
+        def consume(squares, w, dw, state):
+            return squares + sum_of_squares(dw), self.update_slice(w, state, dw)
+
+        return self._run_backward(done, dy, consume, zero_squares(done.trained), state)
+
+    def _run_backward(
+        self, done: ForwardPass, dy: list, consume: Callable, carry: Any, extra: list
+    ) -> tuple[Tree, Tree, Any, list]:
+        """Return what `consume` returns for the parameters and for `extra`, its carry, and dx."""
+        by_slice = sequential.group_by_slice(done.config.bounds, extra)
+        results, carry, dx, _ = sequential.run_backward(
+            done.config, done.params, done.closure, done.key, done.residuals, dy, done.daux,
+            consume, carry, by_slice,
+        )  # fmt: skip
+        new, new_extra = zip(*results, strict=True)
+        return _ungroup(done.trained, new), _ungroup(extra, new_extra), carry, dx
+
+
+def _ungroup(like: Tree, by_slice: Tree) -> Tree:
+    """Return the arrays of all slices in the structure of `like`, an entry per layer."""
+    return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(by_slice))
 
 
 def _run_in_turn(run: Callable, layers: Sequence[Tree], store: Callable) -> list[Tree]:
@@ -292,33 +403,3 @@ def _run_in_turn(run: Callable, layers: Sequence[Tree], store: Callable) -> list
             stored.append(store(i - 1, last))
         last = result
     return [*stored, store(len(layers) - 1, last)] if layers else []
-
-
-def apply_optimizer(tx: Any, w: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
-    """Return the parameters and the state after a step of `tx`, cast to their previous dtypes."""
-    if w is None:  # one frozen array; None has another meaning in optax
-        return w, state
-    updates, new = tx.update(grads, state, w)
-    w = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), w, updates)
-
-    def cast(old: jax.Array, new: jax.Array) -> jax.Array:
-        # Typed PRNG keys have no astype outside of jit.
-        return new if old.dtype == new.dtype else new.astype(old.dtype)
-
-    return w, jax.tree.map(cast, state, new)
-
-
-def fold_state_keys(state: Tree, keys: set[int], i: jax.Array) -> Tree:
-    """Fold the number of the layer into the leaves `keys` of an optimizer's state."""
-
-    # With ~i instead of i, because fold_in(key, i) is entry i of split(key), from which the
-    # optimizer of the other parameters draws.
-    def fold(key: jax.Array) -> jax.Array:
-        fold_one = lambda key: jax.random.fold_in(key, ~i.astype(jnp.uint32))  # noqa: E731
-        for _ in range(key.ndim if is_key(key) else key.ndim - 1):
-            fold_one = jax.vmap(fold_one)
-        return fold_one(key)
-
-    leaves, structure = jax.tree.flatten(state)
-    leaves = [fold(a) if j in keys else a for j, a in enumerate(leaves)]
-    return jax.tree.unflatten(structure, leaves)

@@ -1,4 +1,7 @@
-"""Gradient clipping by the norm of all gradients, of the previous step, or of each layer."""
+"""Application of an optimizer to parameters on the device, with clipping and loss scales.
+
+Gradients are clipped by the norm of all gradients, of the previous step, or of each layer.
+"""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +14,7 @@ from jax import lax
 from .._common.arguments import as_number, check_choice
 from .._common.dtypes import at_least_float32
 from .._common.sharding import varying_axes
-from .trees import Tree
+from .trees import Tree, is_key
 
 ClipBy = Literal["global", "previous", "layer"]
 
@@ -20,6 +23,39 @@ class TransformedOptimizer(NamedTuple):
     """An optimizer without `init`."""
 
     update: Callable  # (grads, state, params) -> (updates, state)
+
+
+def apply_optimizer(tx: Any, w: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
+    """Return the parameters and the state after a step of `tx`, cast to their previous dtypes."""
+    if w is None:  # one frozen array; None has another meaning in optax
+        return w, state
+    updates, new = tx.update(grads, state, w)
+    w = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), w, updates)
+
+    def cast(old: jax.Array, new: jax.Array) -> jax.Array:
+        # Typed PRNG keys have no astype outside of jit.
+        return new if old.dtype == new.dtype else new.astype(old.dtype)
+
+    return w, jax.tree.map(cast, state, new)
+
+
+def fold_state_keys(state: Tree, keys: set[int], i: jax.Array) -> Tree:
+    """Fold the number of the layer into the leaves `keys` of an optimizer's state."""
+
+    # With ~i instead of i, because fold_in(key, i) is entry i of split(key), from which the
+    # optimizer of the other parameters draws.
+    def fold(key: jax.Array) -> jax.Array:
+        fold_one = lambda key: jax.random.fold_in(key, ~i.astype(jnp.uint32))  # noqa: E731
+        for _ in range(key.ndim if is_key(key) else key.ndim - 1):
+            fold_one = jax.vmap(fold_one)
+        return fold_one(key)
+
+    leaves, structure = jax.tree.flatten(state)
+    leaves = [fold(a) if j in keys else a for j, a in enumerate(leaves)]
+    return jax.tree.unflatten(structure, leaves)
+
+
+# Clipping.
 
 
 def check_clipping(
@@ -76,16 +112,6 @@ def with_clipping(tx: Any, clip: Callable[[Tree], Tree]) -> TransformedOptimizer
     return TransformedOptimizer(update)
 
 
-def measure_squares(tx: Any) -> TransformedOptimizer:
-    """Return `tx` with the state (state of tx, sum of the squares of the last gradients)."""
-
-    def update(grads, state, params):
-        updates, new = tx.update(grads, state[0], params)
-        return updates, (new, sum_of_squares(grads))
-
-    return TransformedOptimizer(update)
-
-
 def next_grad_norm(old: jax.Array, norm: jax.Array) -> jax.Array:
     """Return the norm for the next step; the old one if the new one is not finite."""
     norm = norm.astype(old.dtype)
@@ -120,3 +146,69 @@ def finite_leaves(tree: Tree) -> list[jax.Array]:
         return lax.psum((~finite).astype(jnp.int32), axes) == 0 if axes else finite
 
     return [is_finite(a) for a in jax.tree.leaves(tree)]
+
+
+def measure_squares(tx: Any) -> TransformedOptimizer:
+    """Return `tx` with the state (state of tx, sum of the squares of the last gradients)."""
+
+    def update(grads, state, params):
+        updates, new = tx.update(grads, state[0], params)
+        return updates, (new, sum_of_squares(grads))
+
+    return TransformedOptimizer(update)
+
+
+# Statistics of gradients, loss scales and skipped steps.
+
+
+class GradientStats(NamedTuple):
+    """Statistics of gradients, accumulated during the backward pass."""
+
+    squares: jax.Array  # [], the sum of squares, float32 or wider
+    finite: jax.Array  # bool []
+
+    @classmethod
+    def zero(cls, params: Tree) -> "GradientStats":
+        """Return the statistics before any gradients of these parameters."""
+        return cls(zero_squares(params), jnp.bool_(True))
+
+    def add(self, grads: Tree, scale: jax.Array | None) -> "GradientStats":
+        """Add gradients, which were computed from the loss times `scale`."""
+        if scale is None:
+            return self._replace(squares=self.squares + sum_of_squares(grads))
+        grads = unscale_gradients(grads, scale)
+        finite = jnp.stack([self.finite, *finite_leaves(grads)]).all()
+        return GradientStats(self.squares + sum_of_squares(grads), finite)
+
+
+def adjust_optimizer(
+    tx: Any,
+    finite: jax.Array,
+    clip: Callable[[Tree], Tree] | None,
+    scale: jax.Array | None,
+) -> TransformedOptimizer:
+    """Return `tx` that divides gradients by `scale`, clips them, and skips nonfinite steps."""
+
+    def update(grads, state, params):
+        if scale is not None:
+            grads = unscale_gradients(grads, scale)
+        if clip is not None:
+            grads = clip(grads)
+        updates, new = tx.update(grads, state, params)
+        if scale is not None:
+            # p + (-0) is p to the bit; p + 0 is not, where p is -0.
+            zeros = jax.tree.map(lambda u: -jnp.zeros_like(u), updates)
+            select = functools.partial(jax.tree.map, functools.partial(jnp.where, finite))
+            updates, new = select((updates, new), (zeros, state))
+        return updates, new
+
+    return TransformedOptimizer(update)
+
+
+def unscale_gradients(grads: Tree, scale: jax.Array) -> Tree:
+    """Divide by `scale` in float32, or in the dtype of the gradients if it is wider."""
+
+    def unscale(g: jax.Array) -> jax.Array:
+        return g.astype(jnp.promote_types(g.dtype, jnp.float32)) / scale
+
+    return jax.tree.map(unscale, grads)
