@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import effjax
+from effjax.ops.offload.mixing import check_per_leaf
 from effjax.ops.offload.optimizer import apply_optimizer
-from effjax.ops.offload.per_leaf import check_per_leaf
 from effjax.optimizers import (
     adamw_8bit,
     in_float32,

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..ops.offload.options import OffloadOptions
 from ..ops.offload.placement import Space, space_of
 from ..ops.offload.sequential import apply_sequence
+from ..ops.offload.slices import OffloadOptions
 from ..ops.offload.stack import apply_stack
 from ..ops.offload.trees import Tree, as_array_tree, is_inexact
 

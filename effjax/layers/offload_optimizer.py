@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from ..ops.offload.backends import barrier, mark_in_order
 from ..ops.offload.layers import LayerList, LayerStack
+from ..ops.offload.mixing import check_per_leaf
 from ..ops.offload.optimizer import (
     ClipBy,
     apply_optimizer,
@@ -16,7 +17,6 @@ from ..ops.offload.optimizer import (
     with_clipping,
     zero_squares,
 )
-from ..ops.offload.per_leaf import check_per_leaf
 from ..ops.offload.row_update import has_huge_array, plan_rows, update_rows
 from ..ops.offload.trees import Tree, shapes_of
 

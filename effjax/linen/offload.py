@@ -23,8 +23,8 @@ from ..layers.offload import (
     select_keywords,
 )
 from ..ops._common.arguments import as_integer
-from ..ops.offload.options import OffloadOptions
 from ..ops.offload.placement import Space, move
+from ..ops.offload.slices import OffloadOptions
 
 
 class OffloadModel(nn.Module):

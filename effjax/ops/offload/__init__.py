@@ -1,20 +1,20 @@
 """Offload: models in host memory whose layers stream through the device.
 
-- `train_step`: a whole training step, with `train_state` and `embed_head`.
+- `train_step`: a whole training step, with its state in `train_state`, and the functions before and
+  after the layers in `embed_head`.
 - `layers`: the two forms of layers, a stack and a list, with the same methods: forward and backward
   pass, and updates of one layer at a time, also as `stream_update`.
-- `per_leaf`: detection of optimizers that combine several parameters, which such updates do not
-  support.
-- `row_update`: updates of large parameters in chunks of rows. `per_row` lists the optimizers that
-  treat rows separately.
+- `stack`, `sequential`: the operators of stacks of identical layers and of different layers.
+- `slices`: options of the operators; forward and backward pass of one slice.
 - `optimizer`: an optimizer on the device, with clipping and loss scales.
-- `stack`, `sequential`: stacks of identical layers and sequences of different layers.
-- `slices`: forward and backward pass of one slice.
-- `host_init`: initialization in host memory.
-- `state_places`: the memory and the sharding of each array of an optimizer's state.
+- `row_update`: updates of large parameters in chunks of rows.
+- `mixing`: the check that an optimizer treats parameters and layers separately, and the list of
+  those that treat rows separately.
+- `host_init`: initialization in host memory; the place of each array of an optimizer's state.
 - `compiled`: `offload_jit`.
 - `backends`: what XLA needs on each platform: options, the order of slices, loops over them.
-- `options`, `placement`, `trees`: shared by all of them.
+- `placement`: moves between memories.
+- `trees`: pytrees of parameters, layers and microbatches.
 """
 
 from .compiled import offload_jit as offload_jit

@@ -20,7 +20,8 @@ from .backends import (
     scan_slices,
     write,
 )
-from .host_init import init_by_layer, init_in_place
+from .host_init import init_by_layer, init_in_place, place_state, state_space
+from .mixing import check_per_leaf
 from .optimizer import (
     GradientStats,
     apply_optimizer,
@@ -32,10 +33,8 @@ from .optimizer import (
     with_clipping,
     zero_squares,
 )
-from .options import OffloadOptions
-from .per_leaf import check_per_leaf
 from .placement import Space, put, space_of
-from .state_places import place_state, state_space
+from .slices import OffloadOptions
 from .trees import (
     Partition,
     Tree,

@@ -13,12 +13,10 @@ from jax.sharding import AxisType
 
 from .._common.sharding import explicit_axes, explicit_spec, reshape
 from .backends import barrier, mark_host_slices
-from .host_init import init_in_place
+from .host_init import init_in_place, place_state, state_space
+from .mixing import check_per_leaf, find_mixing, find_owners, find_row_factors
 from .optimizer import apply_optimizer, fold_state_keys
-from .per_leaf import check_per_leaf, find_owners
-from .per_row import find_mixing, find_row_factors
 from .placement import Space, put, space_of
-from .state_places import place_state, state_space
 from .trees import Tree, count_row_shards, shapes_of
 
 # The rows of a parameter, its gradient and its state that are on the device at a time.

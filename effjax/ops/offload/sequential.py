@@ -12,9 +12,9 @@ from .._common.arguments import as_key
 from .._common.sharding import cast_to_varying, varying_axes
 from . import slices
 from .backends import mark_in_order, run_in_order
-from .options import OffloadOptions
 from .placement import MemoryName, Space, check_space, copy_shared, move, put, space_of
 from .slices import (
+    OffloadOptions,
     Slice,
     apply_with_policy,
     check_layer,

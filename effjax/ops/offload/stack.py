@@ -23,9 +23,9 @@ from .backends import (
     scan_slices,
     write,
 )
-from .options import OffloadOptions
 from .placement import SPACES, MemoryName, Space, check_space, move, put, space_of
 from .slices import (
+    OffloadOptions,
     check_layer,
     check_microbatches,
     first_microbatch,

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .host_init import has_places, place_state
 from .layers import LayerList, LayerStack
 from .optimizer import zero_squares
 from .placement import MemoryName, check_space
 from .row_update import init_rows
-from .state_places import has_places, place_state
 from .trees import (
     Partition,
     Tree,

@@ -22,10 +22,9 @@ from .optimizer import (
     unscale_gradients,
     with_clipping,
 )
-from .options import OffloadOptions
 from .placement import SPACES, MemoryName, Space, put
 from .row_update import plan_rows, update_rows
-from .slices import check_microbatches
+from .slices import OffloadOptions, check_microbatches
 from .train_state import OffloadState, StateSpec, check_state, init_state, next_loss_scale
 from .trees import Partition, Tree
 

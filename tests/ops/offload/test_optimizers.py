@@ -13,8 +13,8 @@ import optax
 import pytest
 
 from effjax.ops.offload.layers import LayerStack
+from effjax.ops.offload.mixing import check_per_leaf
 from effjax.ops.offload.optimizer import apply_optimizer
-from effjax.ops.offload.per_leaf import check_per_leaf
 from tests.tiers import vary
 
 SHAPES = {"a": (3, 2), "b": (3,), "c": (4, 4)}

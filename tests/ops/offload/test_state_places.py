@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from effjax import offload_train_step, stream_update
-from effjax.ops.offload.state_places import place_state
+from effjax.ops.offload.host_init import place_state
 from effjax.optimizers import adamw_8bit
 from tests.ops.offload.steps import embed, head
 

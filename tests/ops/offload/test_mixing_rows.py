@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from effjax.ops.offload import per_row, row_update
+from effjax.ops.offload import mixing, row_update
 from effjax.ops.offload.optimizer import apply_optimizer, make_clip, with_clipping
 from effjax.ops.offload.row_update import find_mixing, plan_rows, update_rows
 from effjax.optimizers import adamw_8bit, in_float32, scale_by_adam_8bit, stochastic_rounding
@@ -107,8 +107,8 @@ def test_update_in_chunks_is_that_of_whole_matrices(name):
 
 
 def test_cases_cover_the_list():
-    used = {name for make in SEPARATE.values() for name, _, _ in per_row._walk(make().update)}
-    lists = per_row.SEPARATE, per_row.WRAPPERS
+    used = {name for make in SEPARATE.values() for name, _, _ in mixing._walk(make().update)}
+    lists = mixing.SEPARATE_ROWS, mixing.WRAPPERS
     assert used == {
         f"{package}.{name}" for table in lists for package in table for name in table[package]
     }
