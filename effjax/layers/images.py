@@ -1,4 +1,4 @@
-"""Code shared by the image networks: options, input checks, initializers, convolution, pooling."""
+"""Code shared by image blocks and networks: options, dtypes, initializers, convolution."""
 
 import dataclasses
 import functools
@@ -11,14 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from ..ops._common.arguments import (
-    as_array,
     as_dtype,
-    as_integer,
     as_number,
-    as_real_array,
     check_choice,
 )
 from ..ops.batch_norm.statistics import as_index_groups
@@ -32,7 +29,7 @@ Config = TypeVar("Config")
 class ImageLayerConfig:
     """Options of blocks and networks of images with batch norms and recomputation.
 
-    The nnx and the linen networks inherit from their configuration, so each option is defined once.
+    The nnx and the linen modules inherit from their configuration, so each option is defined once.
     """
 
     efficient: bool = True
@@ -52,13 +49,6 @@ class ImageLayerConfig:
         self.epsilon = as_number("epsilon", self.epsilon, lambda e: 0 <= e < math.inf, "at least 0")
         check_choice("save", self.save, "conv", "features")
         check_dtypes(self.dtype, self.param_dtype)
-
-
-@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class ImageNetworkConfig(ImageLayerConfig):
-    """Options that DenseNet and ResNet have in common."""
-
-    small_inputs: bool = False
 
 
 def copy_config(network: Any, config_type: type[Config]) -> Config:
@@ -81,50 +71,11 @@ def norm_options(config: ImageLayerConfig, activation: str | None = "relu") -> d
     )
 
 
-def cast_batch(
-    config: ImageNetworkConfig,
-    x: ArrayLike,
-    mask: ArrayLike | None,
-    in_channels: int | None,
-    smallest: int,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Check a batch of images and cast it to the dtype of the computation.
-
-    Args:
-        config: options of the network.
-        x: [N, H, W, in_channels], H and W at least `smallest`.
-        mask: [N] or [N, 1, 1, 1], or None.
-        in_channels: If None, any number of channels.
-        smallest: the smallest height and width.
-
-    Returns:
-        x, and the mask as [N, 1, 1, 1].
-    """
-    x = as_real_array("x", x)
-    if x.ndim != 4 or in_channels not in (None, x.shape[-1]) or min(x.shape[1:3]) < smallest:
-        raise ValueError(
-            f"`x` of shape {x.shape} must be [N, H, W, {in_channels or 'C'}], with height and "
-            f"width of at least {smallest}."
-        )
-    if mask is not None:
-        mask = as_array("mask", mask, jnp.bool_).reshape(x.shape[0], 1, 1, 1)
-    dtype = compute_dtype(x.dtype, config.dtype, config.param_dtype)
-    return x.astype(dtype), mask
-
-
 def check_dtypes(dtype: Any, param_dtype: Any) -> None:
     """Raise an error unless both are floating-point dtypes; `dtype` may be None."""
     as_dtype("param_dtype", param_dtype)
     if dtype is not None:
         as_dtype("dtype", dtype)
-
-
-def as_sizes(name: str, values: Any) -> tuple[int, ...]:
-    """Return positive integers as a tuple with at least one entry."""
-    sizes = tuple(as_integer(name, value, 1) for value in values)
-    if not sizes:
-        raise ValueError(f"`{name}` (=()) must have at least one entry.")
-    return sizes
 
 
 def compute_dtype(x: DTypeLike, dtype: DTypeLike | None, param_dtype: DTypeLike) -> jnp.dtype:
@@ -179,10 +130,3 @@ def conv(
         x, kernel.astype(x.dtype), (strides, strides), [(padding, padding)] * 2,
         dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups,
     )  # fmt: skip
-
-
-def max_pool(x: jax.Array) -> jax.Array:
-    """Return the 3x3 max pool with stride 2 and padding 1."""
-    return lax.reduce_window(
-        x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), [(0, 0), (1, 1), (1, 1), (0, 0)]
-    )

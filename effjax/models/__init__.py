@@ -11,6 +11,8 @@ from .decoder import decoder_shapes as decoder_shapes
 from .decoder import init_decoder as init_decoder
 from .decoder import init_decoder_layer as init_decoder_layer
 from .decoder import init_decoder_others as init_decoder_others
+from .decoder_module import Decoder as Decoder
+from .densenet import DenseNet as DenseNet
 from .densenet import densenet40_12 as densenet40_12
 from .densenet import densenet100_12 as densenet100_12
 from .densenet import densenet121 as densenet121
@@ -20,10 +22,8 @@ from .densenet import densenet201 as densenet201
 from .densenet import densenet_cifar as densenet_cifar
 from .generate import Generation as Generation
 from .generate import generate as generate
-from .nnx import Decoder as Decoder
-from .nnx import DenseNet as DenseNet
-from .nnx import FeaturePyramid as FeaturePyramid
-from .nnx import ResNet as ResNet
+from .pyramid import FeaturePyramid as FeaturePyramid
+from .resnet import ResNet as ResNet
 from .resnet import resnet18 as resnet18
 from .resnet import resnet34 as resnet34
 from .resnet import resnet50 as resnet50

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
-from flax.typing import Dtype, Initializer, PrecisionLike
+from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
 from ..layers.deform_conv import check_inputs, count_predicted_channels, split_predicted
 from ..ops._common.arguments import as_padding, as_pair, with_torch_hints
@@ -30,8 +30,8 @@ class DeformConv(nnx.Module):
 
     Args:
         in_features, out_features, kernel_size, strides, padding, kernel_dilation,
-            feature_group_count, use_bias, dtype, param_dtype, precision, kernel_init, bias_init:
-            as in `flax.nnx.Conv`, for images.
+            feature_group_count, use_bias, dtype, param_dtype, precision, kernel_init, bias_init,
+            promote_dtype: as in `flax.nnx.Conv`, for images.
         offset_groups: groups of input channels, each with its own offsets.
         modulated: weight each sample with a mask (second version of the paper).
         predict_offset: predict offsets from `x`, and with `modulated` the mask, as the sigmoid of
@@ -70,6 +70,7 @@ class DeformConv(nnx.Module):
         precision: PrecisionLike = None,
         kernel_init: Initializer = _lecun_normal,
         bias_init: Initializer = _zeros,
+        promote_dtype: PromoteDtypeFn = promote_dtype,
         implementation: Literal["native", "xla"] | None = None,
         deterministic: bool = False,
         rngs: nnx.Rngs,
@@ -87,7 +88,8 @@ class DeformConv(nnx.Module):
             implementation=implementation,
             deterministic=deterministic,
         )
-        self.modulated, self.predict_offset, self.dtype = modulated, predict_offset, dtype
+        self.modulated, self.predict_offset = modulated, predict_offset
+        self.dtype, self.promote_dtype = dtype, promote_dtype
         shape = (*size, in_features // feature_group_count, out_features)
         self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype))
         bias = bias_init(rngs.params(), (out_features,), param_dtype) if use_bias else None
@@ -96,7 +98,7 @@ class DeformConv(nnx.Module):
             self.offset_conv = nnx.Conv(
                 in_features, count_predicted_channels(size, offset_groups, modulated), size,
                 **conv_options, dtype=dtype, param_dtype=param_dtype, kernel_init=_zeros,
-                bias_init=_zeros, rngs=rngs,
+                bias_init=_zeros, promote_dtype=promote_dtype, rngs=rngs,
             )  # fmt: skip
 
     def __call__(
@@ -118,7 +120,7 @@ class DeformConv(nnx.Module):
         if self.predict_offset:
             offset, mask = self._predict(x)
         kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
-        x, kernel, bias = promote_dtype((x, kernel, bias), dtype=self.dtype)
+        x, kernel, bias = self.promote_dtype((x, kernel, bias), dtype=self.dtype)
         return deform_conv2d(x, offset, kernel, mask, bias, **self.options)  # type: ignore[arg-type]
 
     def offset_and_mask(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:

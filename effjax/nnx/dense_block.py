@@ -10,11 +10,12 @@ from flax.typing import Dtype
 from jax.typing import ArrayLike
 
 from ..layers.dense_block import DenseBlockConfig, prepare_features
-from ..layers.images import Save, conv, he_normal, norm_options
+from ..layers.images import Save, norm_options
 from ..ops._common.arguments import as_integer, as_key, with_torch_hints
 from ..ops.dense_block.block import DenseLayerParams, dense_block
 from ..ops.dropout import dropout
 from .batch_norm import BatchNorm
+from .conv import make_conv
 
 
 class DenseBlock(nnx.Module):
@@ -169,20 +170,19 @@ class DenseLayer(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        width = config.bn_size * config.growth_rate
+        width, dtype = config.bn_size * config.growth_rate, config.param_dtype
         norm: dict[str, Any] = norm_options(config) | dict(use_running_average=use_running_average)
         self.norm1 = BatchNorm(channels, **norm, rngs=rngs)
-        self.conv1 = make_kernel(channels, width, 1, config.param_dtype, rngs)
+        self.conv1 = make_conv(channels, width, 1, param_dtype=dtype, rngs=rngs)
         self.norm2 = BatchNorm(width, **norm, rngs=rngs)
-        self.conv2 = make_kernel(width, config.growth_rate, 3, config.param_dtype, rngs)
+        self.conv2 = make_conv(width, config.growth_rate, 3, param_dtype=dtype, rngs=rngs)
 
     def __call__(
         self, x: jax.Array, use_running_average: bool | None, *, mask: jax.Array | None
     ) -> jax.Array:
         """Return the new channels."""
-        x = conv(self.norm1(x, use_running_average, mask=mask), self.conv1.kernel[...])
-        x = self.norm2(x, use_running_average, mask=mask)
-        return conv(x, self.conv2.kernel[...], padding=1)
+        x = self.conv1(self.norm1(x, use_running_average, mask=mask))
+        return self.conv2(self.norm2(x, use_running_average, mask=mask))
 
     def _parameters(self) -> DenseLayerParams:
         return DenseLayerParams(
@@ -211,13 +211,3 @@ def as_dropout_key(rngs: Any) -> jax.Array:
     if isinstance(rngs, nnx.Rngs):
         return rngs.dropout()
     return as_key("rngs", rngs() if isinstance(rngs, nnx.RngStream) else rngs)
-
-
-def make_kernel(
-    channels: int, features: int, size: int, param_dtype: Any, rngs: nnx.Rngs
-) -> nnx.Conv:
-    """Return the kernel of a convolution, which `layers.images.conv` or an operator applies."""
-    return nnx.Conv(
-        channels, features, (size, size), use_bias=False, kernel_init=he_normal,
-        param_dtype=param_dtype, rngs=rngs,
-    )  # fmt: skip

@@ -11,9 +11,9 @@ import pytest
 from flax import errors, nnx
 
 from effjax import models
-from effjax.layers.densenet import DenseNetConfig, block_widths
 from effjax.memory import residual_bytes
 from effjax.models import linen as linen_models
+from effjax.models.densenet import DenseNetConfig, block_widths
 from effjax.nnx import convert_batch_norm
 from tests.contexts import assert_trees_close
 from tests.models.flavors import Linen, Nnx, draw, train_step

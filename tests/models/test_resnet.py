@@ -12,9 +12,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from effjax import models
-from effjax.layers.resnet import ResNetConfig, stage_specs, stem_spec
 from effjax.memory import residual_bytes
 from effjax.models import linen as linen_models
+from effjax.models.resnet import ResNetConfig
 from tests.contexts import CONTEXTS, assert_trees_close, single_device
 from tests.models.flavors import Linen, Nnx, draw, train_step
 from tests.tiers import vary
@@ -172,14 +172,23 @@ def test_deformable_stages_start_as_plain_ones():
 
 
 def count_parameters(**options):
-    """Count the parameters of a ResNet for images of three channels."""
+    """Count the parameters of a ResNet for images of three channels and a stem of 7x7."""
     config = ResNetConfig(**options)
-    convs = [stem_spec(config, 3)]
-    for block in (block for blocks in stage_specs(config) for block in blocks):
-        convs += [*block.convs, *([block.shortcut] if block.shortcut else [])]
-    features, classes = config.feature_channels[-1], config.num_classes
-    count = sum(c.size**2 * c.channels * c.features // c.groups + 2 * c.features for c in convs)
-    return count + (features + 1) * classes
+    channels = config.width
+    count = 147 * channels + 2 * channels
+    for stage, num_blocks in enumerate(config.stage_sizes):
+        inner = (config.inner_width or config.width) << stage
+        features = config.feature_channels[stage]
+        for _ in range(num_blocks):
+            if config.bottleneck:
+                count += channels * inner + 9 * inner**2 // config.feature_group_count
+                count += inner * features + 2 * (2 * inner + features)
+            else:
+                count += 9 * channels * features + 9 * features**2 + 4 * features
+            if channels != features:
+                count += channels * features + 2 * features
+            channels = features
+    return count + (channels + 1) * config.num_classes
 
 
 def test_published_parameter_counts():

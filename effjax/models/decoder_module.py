@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ...ops._common.arguments import as_array
-from ..decoder import (
+from ..ops._common.arguments import as_array
+from .decoder import (
     DecoderConfig,
     Params,
     decoder_functions,
     decoder_logits,
     init_decoder,
 )
-from ..scan import ApplyLayers, scan_layers
+from .scan import ApplyLayers, scan_layers
 
 
 class Decoder(nnx.Module):

@@ -1,0 +1,65 @@
+"""Code shared by the image networks: options, input checks, pooling."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from ..layers.images import ImageLayerConfig, compute_dtype
+from ..ops._common.arguments import as_array, as_integer, as_real_array
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class ImageNetworkConfig(ImageLayerConfig):
+    """Options that DenseNet and ResNet have in common."""
+
+    small_inputs: bool = False
+
+
+def cast_batch(
+    config: ImageNetworkConfig,
+    x: ArrayLike,
+    mask: ArrayLike | None,
+    in_channels: int | None,
+    smallest: int,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Check a batch of images and cast it to the dtype of the computation.
+
+    Args:
+        config: options of the network.
+        x: [N, H, W, in_channels], H and W at least `smallest`.
+        mask: [N] or [N, 1, 1, 1], or None.
+        in_channels: If None, any number of channels.
+        smallest: the smallest height and width.
+
+    Returns:
+        x, and the mask as [N, 1, 1, 1].
+    """
+    x = as_real_array("x", x)
+    if x.ndim != 4 or in_channels not in (None, x.shape[-1]) or min(x.shape[1:3]) < smallest:
+        raise ValueError(
+            f"`x` of shape {x.shape} must be [N, H, W, {in_channels or 'C'}], with height and "
+            f"width of at least {smallest}."
+        )
+    if mask is not None:
+        mask = as_array("mask", mask, jnp.bool_).reshape(x.shape[0], 1, 1, 1)
+    dtype = compute_dtype(x.dtype, config.dtype, config.param_dtype)
+    return x.astype(dtype), mask
+
+
+def as_sizes(name: str, values: Any) -> tuple[int, ...]:
+    """Return positive integers as a tuple with at least one entry."""
+    sizes = tuple(as_integer(name, value, 1) for value in values)
+    if not sizes:
+        raise ValueError(f"`{name}` (=()) must have at least one entry.")
+    return sizes
+
+
+def max_pool(x: jax.Array) -> jax.Array:
+    """Return the 3x3 max pool with stride 2 and padding 1."""
+    return lax.reduce_window(
+        x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), [(0, 0), (1, 1), (1, 1), (0, 0)]
+    )
