@@ -1,22 +1,19 @@
-"""Operators with PyTorch's signatures, and layers under maskrcnn-benchmark's names.
+"""Operators with PyTorch's signatures.
 
-The operators take images as NCHW and kernels as OIHW, as in maskrcnn-benchmark, torchvision and
-mmcv. They support reverse mode only; use `effjax.deform_conv2d` and `effjax.roi_align` for other
-derivatives. The layers at the end of the file take NHWC.
+They take images as NCHW and kernels as OIHW, as in maskrcnn-benchmark, torchvision and mmcv. They
+support reverse mode only; use `effjax.deform_conv2d` and `effjax.roi_align` for other derivatives.
 """
 
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import flax.nnx
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from . import nnx
 from .ops import samplers
 from .ops._common.arguments import as_float_array, as_pair, check_shape
 from .ops._common.sharding import match_varying, with_auto_axes, zeros
@@ -24,11 +21,6 @@ from .ops.samplers.deform_conv import deform_conv2d as _deform_conv2d
 from .ops.samplers.roi.api import as_box_array
 
 __all__ = [
-    "DFConv2d",
-    "DeformConv",
-    "DeformConvPack",
-    "ModulatedDeformConv",
-    "ModulatedDeformConvPack",
     "deform_conv",
     "deform_conv2d",
     "deform_roi_pool",
@@ -386,50 +378,3 @@ def _pool_lists(pool: Callable, x: jax.Array, boxes: Sequence[Any]) -> jax.Array
     empty = jnp.zeros((0, *y.shape[2:]), y.dtype)  # the result of an empty list
     y = jnp.concatenate([empty, *(own[: b.shape[0]] for own, b in zip(y, arrays, strict=True))])
     return y.transpose(0, 3, 1, 2)
-
-
-# Layers under the names of maskrcnn-benchmark and mmcv. Unlike the functions above, they take the
-# arguments of `effjax.nnx.DeformConv`, and images as NHWC. The "Pack" layers predict their offsets;
-# the others are called with them.
-DeformConv = functools.partial(nnx.DeformConv, modulated=False, predict_offset=False)
-ModulatedDeformConv = functools.partial(nnx.DeformConv, modulated=True, predict_offset=False)
-DeformConvPack = functools.partial(nnx.DeformConv, modulated=False, predict_offset=True)
-ModulatedDeformConvPack = functools.partial(nnx.DeformConv, modulated=True, predict_offset=True)
-
-
-class DFConv2d(flax.nnx.Module):
-    """Deformable convolution of maskrcnn-benchmark's detectors, which predicts its offsets.
-
-    Its attribute `conv` is an `effjax.nnx.DeformConv` with padding
-    ``kernel_dilation * (kernel_size - 1) / 2`` on every side, so that odd kernels keep the size of
-    the image at stride 1. It has no bias by default.
-
-    Args:
-        in_features, out_features, kernel_size, strides, modulated, kernel_dilation, use_bias: as in
-            `effjax.nnx.DeformConv`.
-        options: further arguments of `effjax.nnx.DeformConv`, among them `rngs`.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        kernel_size: Pair = 3,
-        strides: Pair = 1,
-        *,
-        modulated: bool = True,
-        kernel_dilation: Pair = 1,
-        use_bias: bool = False,
-        **options: Any,
-    ):
-        size = as_pair("kernel_size", kernel_size, 1)
-        dilation = as_pair("kernel_dilation", kernel_dilation, 1)
-        padding = tuple(d * (k - 1) // 2 for k, d in zip(size, dilation, strict=True))
-        self.conv = nnx.DeformConv(
-            in_features, out_features, size, strides, padding=padding, kernel_dilation=dilation,
-            modulated=modulated, predict_offset=True, use_bias=use_bias, **options,
-        )  # fmt: skip
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Convolve `x` `[N, H, W, in_features]`; return `[N, Ho, Wo, out_features]`."""
-        return self.conv(x)

@@ -41,7 +41,7 @@ ARRAYS = {
     "mean": "running_mean", "var": "running_var", "num_batches": "num_batches_tracked",
 }  # fmt: skip
 COUNTER = "num_batches_tracked"
-OFFSETS = ".offset_conv.kernel"  # of a deformable convolution that predicts them
+OFFSETS = "offset_conv.kernel"  # of a deformable convolution that predicts them
 
 DENSENET = Table(
     {
@@ -116,7 +116,7 @@ TORCHVISION_RETINANET = Table(
 )
 
 DEFORM_CONV = Table(
-    {"conv_offset": "offset_conv", "offset": "conv.offset_conv"},
+    {"conv_offset": "offset_conv"},
     older=((r"conv_offset_mask\.", "conv_offset."), (r"(conv\d+)_offset\.", r"\1.conv_offset.")),
 )
 
@@ -178,22 +178,27 @@ def check_table(table: Any) -> None:
 def torch_names(paths: Iterable[str], table: Table) -> dict[str, str]:
     """Return PyTorch's name of each array path of one network, in nnx or linen."""
     of_nnx = {path: nnx_path(path) for path in paths}
-    moved = {path.removesuffix(OFFSETS) for path in of_nnx.values() if path.endswith(OFFSETS)}
+    # The deformable convolutions; "" is a layer that is no part of a network.
+    moved = {
+        path.removesuffix(OFFSETS).removesuffix(".")
+        for path in of_nnx.values()
+        if f".{path}".endswith(f".{OFFSETS}")
+    }
     found = {}
     for path, name in of_nnx.items():
         below = table.below if name.rpartition(".")[0] in moved else ""
-        found[path] = _torch_name(name, table, below and f".{below}")
+        found[path] = _torch_name(name, table, below)
     return found
 
 
-def _torch_name(path: str, table: Table, inside: str) -> str:
-    module, dot, array = path.rpartition(".")
+def _torch_name(path: str, table: Table, below: str) -> str:
+    module, _, array = path.rpartition(".")
     for name, pattern in table.rows.items():
         pattern = re.sub(r"\\{(\w)\\}", r"(?P<\1>\\d+)", re.escape(pattern))
         if found := re.fullmatch(rf"{pattern}(?P<below>\..+)?", module):
             module = _numbered(name, found) + (found["below"] or "")
             break
-    return f"{module}{inside}{dot}{ARRAYS.get(array, array)}"
+    return ".".join(filter(None, (module, below, ARRAYS.get(array, array))))
 
 
 def _numbered(name: str, found: re.Match) -> str:

@@ -12,7 +12,7 @@ from flax import linen, nnx
 
 import effjax.linen
 import effjax.nnx
-from effjax import compat, convert, models
+from effjax import convert, models
 from effjax.convert.tables import SAME_NAMES
 from effjax.models import linen as linen_models
 from tests.convert import cases
@@ -33,12 +33,15 @@ EXTRAS = dict(extra_levels=2, extra="conv", param_dtype="float64")
 DETECTOR = convert.join_tables(
     {"backbone": ("backbone", convert.RESNET), "neck": ("neck", convert.PYRAMID)}
 )
+# maskrcnn-benchmark's DFConv2d has its kernel in a submodule `conv`.
+DFCONV2D = convert.Table({"offset": "offset_conv"}, below="conv")
 TABLES = {
     "resnet": convert.RESNET, "detector": DETECTOR,
     "densenet": convert.DENSENET, "batch_norm": SAME_NAMES, "cumulative_batch_norm": SAME_NAMES,
     "pack": convert.DEFORM_CONV, "modulated_pack": convert.DEFORM_CONV,
-    "benchmark_pack": convert.DEFORM_CONV, "dfconv": convert.DEFORM_CONV,
+    "benchmark_pack": convert.DEFORM_CONV, "dfconv": DFCONV2D,
 }  # fmt: skip
+DFCONV2D_OPTIONS = dict(modulated=True, padding=1, use_bias=False, param_dtype=jnp.float64)
 STEPS = {"cumulative_batch_norm": 3}
 allclose = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10)
 
@@ -65,27 +68,20 @@ class LinenDetector(linen.Module):
         return as_vector(self.neck(self.backbone.features(x, train)))
 
 
-class LinenDFConv2d(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        options = dict(modulated=True, predict_offset=True, use_bias=False, param_dtype=jnp.float64)
-        return effjax.linen.DeformConv(4, 3, padding=1, name="conv", **options)(x)
-
-
 def nnx_module(name):
     """Return the nnx module of a case."""
     rngs, layers = nnx.Rngs(0), effjax.nnx
-    modulated = functools.partial(compat.ModulatedDeformConvPack, 2, 4, 3, 2, **PACK)
+    pack = functools.partial(layers.DeformConv, 2, 4, 3, predict_offset=True, rngs=rngs)
     module = {
         "resnet": lambda: models.ResNet(**RESNET, bottleneck=False, num_classes=3, rngs=rngs),
         "detector": lambda: NnxDetector(rngs),
         "densenet": lambda: models.DenseNet(**SMALL, rngs=rngs),
         "batch_norm": lambda: layers.BatchNorm(5, momentum=0.9, **NORM, rngs=rngs),
         "cumulative_batch_norm": lambda: layers.BatchNorm(5, momentum=None, **NORM, rngs=rngs),
-        "pack": lambda: compat.DeformConvPack(2, 4, 3, 2, use_bias=False, **PACK, rngs=rngs),
-        "modulated_pack": lambda: modulated(rngs=rngs),
-        "benchmark_pack": lambda: modulated(rngs=rngs),
-        "dfconv": lambda: compat.DFConv2d(2, 4, param_dtype=jnp.float64, rngs=rngs),
+        "pack": lambda: pack(2, use_bias=False, **PACK),
+        "modulated_pack": lambda: pack(2, modulated=True, **PACK),
+        "benchmark_pack": lambda: pack(2, modulated=True, **PACK),
+        "dfconv": lambda: pack(**DFCONV2D_OPTIONS),
     }[name]()
     statistics = nnx.state(module, nnx.BatchStat)  # float32 by default
     nnx.update(module, jax.tree.map(lambda a: a.astype(jnp.float64), statistics))
@@ -106,7 +102,7 @@ def linen_module(name):
         "pack": conv(2, use_bias=False, **PACK),
         "modulated_pack": modulated,
         "benchmark_pack": modulated,
-        "dfconv": LinenDFConv2d(),
+        "dfconv": conv(**DFCONV2D_OPTIONS),
     }[name]
     if name in ("densenet", "resnet", "detector"):
         return module, dict(train=True), dict(train=False)

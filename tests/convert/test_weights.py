@@ -43,7 +43,7 @@ NAMES = [
     (convert.TORCHVISION_RETINANET, "outputs.3.kernel", "extra_blocks.p6.weight"),
     (convert.TORCHVISION_PYRAMID, "laterals.1.bias", "inner_blocks.1.0.bias"),
     (convert.DEFORM_CONV, "kernel", "weight"),
-    (convert.DEFORM_CONV, "conv.offset_conv.kernel", "offset.weight"),
+    (convert.Table({"offset": "offset_conv"}, below="conv"), "offset_conv.bias", "offset.bias"),
     (convert.Table({"a{i+1}": "b.{i}"}), "b.9.c.d.kernel", "a10.c.d.weight"),
     (convert.Table({"a": "b"}), "bc.kernel", "bc.weight"),
 ]

@@ -11,7 +11,6 @@ from flax import nnx
 import effjax
 import effjax.linen
 import effjax.nnx
-from effjax import compat
 from tests.layers.functional import from_linen, from_nnx
 from tests.tiers import vary
 
@@ -31,7 +30,8 @@ PACKS = ["DeformConvPack", "ModulatedDeformConvPack"]
 
 
 def nnx_layer(name, *args, kernel_size: Any = 3, **options):
-    return from_nnx(getattr(compat, name)(4, 6, kernel_size, **options, rngs=nnx.Rngs(1)))
+    options |= dict(**NAMES[name], rngs=nnx.Rngs(1))
+    return from_nnx(effjax.nnx.DeformConv(4, 6, kernel_size, **options))
 
 
 def linen_layer(name, *args, kernel_size: Any = 3, **options):
@@ -97,7 +97,8 @@ def test_half_precision(make):
 
 def test_half_precision_keeps_float32_offsets():
     options = OPTIONS | {"dtype": jnp.bfloat16}
-    layer = compat.ModulatedDeformConvPack(4, 6, (3, 2), **options, rngs=nnx.Rngs(1))
+    options |= dict(modulated=True, predict_offset=True, rngs=nnx.Rngs(1))
+    layer = effjax.nnx.DeformConv(4, 6, (3, 2), **options)
     offset, mask = jax.eval_shape(layer.offset_and_mask, X)
     assert offset.dtype == mask.dtype == jnp.float32
 
@@ -116,7 +117,7 @@ def test_rejects_offset_and_mask_that_do_not_fit_the_options(make):
 def tables(name, inputs):
     console = {"width": 300, "force_terminal": False}
     more = dict(compute_flops=True, compute_vjp_flops=True, console_kwargs=console)
-    model = getattr(compat, name)(4, 6, 3, rngs=nnx.Rngs(0))
+    model = effjax.nnx.DeformConv(4, 6, 3, **NAMES[name], rngs=nnx.Rngs(0))
     yield nnx.tabulate(model, *inputs, **more)
     layer = effjax.linen.DeformConv(6, 3, **NAMES[name])
     yield layer.tabulate(jax.random.key(0), *inputs, show_repeated=True, **more)
@@ -130,15 +131,6 @@ def test_tables(name):
         rows = [row for row in table.splitlines() if "float32[2,6,7,4]" in row]
         assert len(rows) == (2 if name in PACKS else 1)
         assert "float32[2,6,7,6]" in rows[0]
-
-
-def test_dfconv2d():
-    layer = nnx_layer("DFConv2d", X, kernel_dilation=2, offset_groups=2)
-    assert layer.apply(layer.params, X).shape == (2, 6, 7, 6)
-    assert sorted(layer.params["conv"]) == ["kernel", "offset_conv"]
-    assert layer.params["conv"]["offset_conv"]["kernel"].shape[-1] == 2 * 9 * 3
-    strided = nnx_layer("DFConv2d", X, strides=2)
-    assert jax.eval_shape(strided.apply, strided.params, X).shape == (2, 3, 4, 6)
 
 
 def test_linen_equals_nnx():
