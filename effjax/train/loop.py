@@ -17,6 +17,8 @@ from .processes import run_on_first
 from .run_directory import RunDirectory
 from .task import Metrics, Progress, Record, Result, Stop, Task
 
+TRAIN = "loss or a gradient"  # of a training step, which marks both by a loss of NaN
+
 
 def fit(
     task: Task[Result],
@@ -48,8 +50,8 @@ def fit(
 
     Raises:
         PreemptionError: `stop` returned True.
-        TrainError: The loss is not finite, `run` cannot be resumed or written to, was deleted, or
-            another process trains in it.
+        TrainError: The loss or a gradient is not finite, `run` cannot be resumed or written to, was
+            deleted, or another process trains in it.
         KeyboardInterrupt: It was raised in a step or a callback. No checkpoint is added; a record
             of kind `interrupted` is appended.
     """
@@ -182,7 +184,7 @@ class _Interval:
         metrics, self._unread = self.task.read(self._unread), None
         self.step += 1
         if self.task.config.on_nan == "stop":
-            _check_finite(self.task, "train loss", metrics["loss"], self.step)
+            _check_finite(self.task, TRAIN, metrics["loss"], self.step)
         if not math.isfinite(metrics["loss"]):
             self.progress.log(f"skipped step {self.step}: its loss or its gradients are not finite")
             metrics = {}
@@ -260,10 +262,10 @@ def _check_length(task: Task[Any], run: RunDirectory, done: int, evaluated: bool
 
 def _check_finite(task: Task[Any], name: str, loss: float, step: int) -> None:
     if not math.isfinite(loss):
-        raise TrainError(
-            f"the {name} is {loss} {task.where(step)}. Use a `learning_rate` below "
-            f"{task.config.learning_rate}."
-        )
+        remedy = f"Use a `learning_rate` below {task.config.learning_rate}."
+        if step == 1 and name == TRAIN:  # no update was made before it
+            remedy = "This is the first step: check the parameters at the start, and the data."
+        raise TrainError(f"the {name} is not finite {task.where(step)}. {remedy}")
 
 
 def _draw(task: Task[Any], run: RunDirectory) -> None:

@@ -98,8 +98,8 @@ class Task(abc.ABC, Generic[Result]):
     def make_step(self) -> TrainStep:
         """Compile `(state, batch, key) -> (state, metrics)`, which donates the state.
 
-        With `on_nan="skip"`, a step with a non-finite loss or gradient changes only `step`, and its
-        loss is NaN.
+        The loss of a step is NaN if it or a gradient is not finite. With `on_nan="skip"`, such a
+        step changes only `step`.
         """
 
     @abc.abstractmethod

@@ -143,6 +143,24 @@ def test_resumes_exactly(task, whole, tmp_path, at):
     assert_same_parameters(task, run, whole[0])
 
 
+@vary(
+    "make, options, remedy",
+    [
+        (lm_task, {"steps": 1, "report_every": 1, "fuse_update": True}, "check the parameters"),
+        (lm_task, {}, "Use a `learning_rate` below"),
+        (image_task, {}, "Use a `learning_rate` below"),
+    ],
+)
+def test_stops_at_gradients_that_are_not_finite(tmp_path, make, options, remedy):
+    """The loss is finite. Nothing of the step is saved."""
+    at = options.get("steps", 2)
+    task = Bad(make(checkpoint_every=1, **options), {at: GRADIENTS})
+    run = new_run(tmp_path / "run", task)
+    with pytest.raises(TrainError, match=f"^the loss or a gradient is not finite .*{remedy}"):
+        fit(task, run)
+    assert run.last_step == at - 1
+
+
 @vary("task", MAKE, indirect=True)
 def test_stops_if_no_step_of_an_interval_is_finite(task, tmp_path, monkeypatch):
     monkeypatch.setattr(task, "bad", dict.fromkeys(range(1, 100), LOSS))

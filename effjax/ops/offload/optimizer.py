@@ -138,14 +138,17 @@ def zero_squares(tree: Tree) -> jax.Array:
     return jnp.zeros((), jax.eval_shape(sum_of_squares, tree).dtype)
 
 
-def finite_leaves(tree: Tree) -> list[jax.Array]:
-    """Return whether each leaf is finite, on all devices over which it is sharded."""
+def is_finite(tree: Tree) -> jax.Array:
+    """Return whether all numbers are finite, on all devices over which they are sharded.
 
-    def is_finite(a: jax.Array) -> jax.Array:
-        finite, axes = jnp.all(jnp.isfinite(a)), tuple(varying_axes(a))
-        return lax.psum((~finite).astype(jnp.int32), axes) == 0 if axes else finite
-
-    return [is_finite(a) for a in jax.tree.leaves(tree)]
+    The sum of squares does not tell: it overflows from float32 numbers of 2e19 on.
+    """
+    counts: dict[tuple, Any] = {}  # of leaves that are not finite, by the axes of their shards
+    for a in jax.tree.leaves(tree):
+        axes = tuple(sorted(varying_axes(a)))
+        bad = (~jnp.all(jnp.isfinite(a))).astype(jnp.int32)
+        counts[axes] = counts.get(axes, jnp.int32(0)) + bad
+    return sum(lax.psum(n, axes) if axes else n for axes, n in counts.items()) == jnp.int32(0)
 
 
 def measure_squares(tx: Any) -> TransformedOptimizer:
@@ -173,12 +176,10 @@ class GradientStats(NamedTuple):
         return cls(zero_squares(params), jnp.bool_(True))
 
     def add(self, grads: Tree, scale: jax.Array | None) -> "GradientStats":
-        """Add gradients, which were computed from the loss times `scale`."""
-        if scale is None:
-            return self._replace(squares=self.squares + sum_of_squares(grads))
-        grads = unscale_gradients(grads, scale)
-        finite = jnp.stack([self.finite, *finite_leaves(grads)]).all()
-        return GradientStats(self.squares + sum_of_squares(grads), finite)
+        """Add gradients, which were computed from the loss times `scale`; None if it is 1."""
+        grads = grads if scale is None else unscale_gradients(grads, scale)
+        squares = self.squares + sum_of_squares(grads)
+        return GradientStats(squares, self.finite & is_finite(grads))
 
 
 def adjust_optimizer(

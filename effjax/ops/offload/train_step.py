@@ -40,7 +40,7 @@ class StepResult(NamedTuple):
     """The result of a training step.
 
     The norm of the gradients of all trained parameters is that before clipping, without the loss
-    scale. It is not finite where a gradient is not.
+    scale. It overflows where gradients are finite but large, unlike `finite`.
     """
 
     state: OffloadState
@@ -48,6 +48,7 @@ class StepResult(NamedTuple):
     aux: Any  # of the layers, [L, num_microbatches, ...] or a list of them; None without has_aux
     head_aux: Any  # of head, [num_microbatches, ...]; None without head_has_aux
     grad_norm: jax.Array  # [], float32 or wider
+    finite: jax.Array  # bool []: the loss and all gradients are finite
 
 
 def offload_train_step(
@@ -171,10 +172,11 @@ def offload_train_step(
         ``init(layers, others, model_state=()) -> OffloadState``, for layers in the memory
         `params_in` (see `host_init`), others in the memory `others_in`, and model_state on the
         device, and ``step(state, batch, key=None)``. The step returns a NamedTuple (state, loss,
-        aux, head_aux, grad_norm). aux are the second results of the layers [L, num_microbatches,
-        ...], or a list of them, and head_aux that of head [num_microbatches, ...]; None if there is
-        none. grad_norm is the norm of the gradients of all trained parameters, before clipping.
-        embed and head get the key folded with L and L + 1, and then with the microbatch.
+        aux, head_aux, grad_norm, finite). aux are the second results of the layers [L,
+        num_microbatches, ...], or a list of them, and head_aux that of head [num_microbatches,
+        ...]; None if there is none. grad_norm is the norm of the gradients of all trained
+        parameters, before clipping. finite is False if the loss or a gradient is not. embed and
+        head get the key folded with L and L + 1, and then with the microbatch.
 
     Raises:
         ValueError: for `fuse_update` with `loss_scale`, `skip_nonfinite` or clipping by the global
@@ -295,16 +297,17 @@ def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> Step
         config.head, num_microbatches, loaded, model_state, done.y, batch, key, num_layers + 1,
         scale, config.weighted_loss,
     )  # fmt: skip
-    updates, last_norm, clip, finite = spec.layers, state.grad_norm, None, jnp.bool_(True)
+    updates, last_norm, clip = spec.layers, state.grad_norm, None
     if config.fuse_update:
         if config.clip_norm is not None:
             clip = make_clip(config.clip_norm, config.clip_by, last_norm)
             updates = dataclasses.replace(updates, tx=with_clipping(updates.tx, clip))
-        trained, layers_state, squares, dx = updates.backward_and_update(
+        trained, layers_state, stats, dx = updates.backward_and_update(
             done, head.dy, state.layers_state
         )
         grads = jax.tree.map(jnp.add, head.grads, embed_vjp(dx))
-        norm = jnp.sqrt(squares + sum_of_squares(grads))
+        stats = stats.add(grads, None)
+        finite, norm = stats.finite, jnp.sqrt(stats.squares)
     else:
         layer_grads, stats, dx = updates.backward(done, head.dy, scale)
         grads = jax.tree.map(jnp.add, head.grads, embed_vjp(dx))
@@ -344,7 +347,7 @@ def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> Step
         next_loss_scale(state.loss_scale, finite) if state.loss_scale else (),
         last_norm,
     )
-    return StepResult(state, head.loss, done.aux, head.aux, norm)
+    return StepResult(state, head.loss, done.aux, head.aux, norm, finite & jnp.isfinite(head.loss))
 
 
 def _skip_head(finite: jax.Array, head: HeadResult, model_state: Tree) -> HeadResult:

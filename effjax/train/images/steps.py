@@ -41,7 +41,7 @@ from ...models import DenseNet, ResNet, densenet_cifar
 from ...models.densenet import DENSENET_OPTIONS
 from ...models.resnet import RESNET_OPTIONS
 from ..errors import TrainError
-from ..finite import OnNan, skip_nonfinite
+from ..finite import OnNan, check_finite
 from ..mesh import AXIS, AnyMesh, Array, batch_sharding, gather_params, param_shardings, replicated
 from ..task import TrainStep
 from .config import DenseNetRunConfig, ImageConfig, Parallel, ResNetRunConfig
@@ -150,7 +150,7 @@ class Learner:
     optimizer: optax.GradientTransformation
     mean: np.ndarray  # [C]
     std: np.ndarray  # [C]
-    on_nan: OnNan = "stop"  # argument of `skip_nonfinite`
+    on_nan: OnNan = "stop"  # argument of `check_finite`
     trained: Any = nnx.Param  # filter of the parameters that the optimizer gets
 
     def normalize(self, images: Array) -> jax.Array:
@@ -176,7 +176,7 @@ class Learner:
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
         new = TrainState(state.step + 1, params, stats, opt_state)
-        return skip_nonfinite(self.on_nan, new, state, loss, grads)
+        return check_finite(self.on_nan, new, state, loss, grads)
 
 
 def make_learner(
@@ -196,7 +196,7 @@ def make_learner(
         optimizer: The optimizer.
         mean: Mean of the pixels, [C].
         std: Standard deviation of the pixels, [C].
-        on_nan: An argument of `finite.skip_nonfinite`.
+        on_nan: An argument of `finite.check_finite`.
         freeze_stages: As in `trained_params`.
 
     Raises:

@@ -208,14 +208,16 @@ class DecoderLearner:
     def train_step(self) -> Callable:
         """Return the training step, ``(state, batch, key) -> (state, loss)``, not compiled.
 
-        The batch is that of `decoder_functions`. The loss is the weighted mean over its tokens.
+        The batch is that of `decoder_functions`. The loss is the weighted mean over its tokens, and
+        NaN if a gradient is not finite.
         `key` is unused: decoders have no dropout.
         """
         _, train_step = self._offload_functions()
 
         def step(state: DecoderState, batch: Any, key: Any = None) -> tuple[DecoderState, Any]:
             result = train_step(state.model, batch)
-            return DecoderState(state.step + 1, result.state), result.loss
+            loss = jnp.where(result.finite, result.loss, jnp.nan)
+            return DecoderState(state.step + 1, result.state), loss
 
         return step
 

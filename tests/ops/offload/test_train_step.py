@@ -58,12 +58,13 @@ def train(form, tx=ADAMW, factors=GOOD, key=KEY, **options):
 
 def check(form, tolerance=1e-9, **options):
     """Compare with training in memory, and check the memory of the state."""
-    losses, (state, _, aux, head_aux, grad_norm) = train(form, **options)
+    losses, (state, _, aux, head_aux, grad_norm, finite) = train(form, **options)
     of_results = {"tx", "factors", "key", *reference.Options._fields}
     want = expected(form, **{k: v for k, v in options.items() if k in of_results})
     got = losses, state.layers, state.others, state.model_state
     assert_close(got, want[:4], tolerance)
     got = aux, head_aux, grad_norm, state.grad_norm
+    assert finite == np.isfinite(grad_norm)
     assert_close(got, (want.aux, want.head_aux, want.grad_norm, want.last_norm), tolerance)
     if "loss_scale" in options:
         assert state.loss_scale.scale == want.loss_scales[-1]

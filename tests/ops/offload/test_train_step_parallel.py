@@ -54,7 +54,7 @@ def make_results_specs(form, has_aux=False, head_has_aux=False, **options):
     """Return the PartitionSpecs of the results of a step."""
     aux = P(None, None, "i") if form == "stack" else P(None, "i")
     head_aux = {"rows": P(None, "i")} if head_has_aux else None
-    return StepResult(P(), P(), aux if has_aux else None, head_aux, P())
+    return StepResult(P(), P(), aux if has_aux else None, head_aux, P(), P())
 
 
 def train(form, context, spec, factors, **options):
@@ -105,7 +105,7 @@ SHARDED = {"spec": P(None, "i")}
 
 def check(form, context, options):
     options = {"spec": P(), "factors": (1.0, 1.0), **options}
-    losses, (state, _, aux, head_aux, grad_norm) = train(form, context, **options)
+    losses, (state, _, aux, head_aux, grad_norm, finite) = train(form, context, **options)
     where, spec = options.get("params_in", "host"), options.pop("spec")
     splits_rows = context != "auto" and options.get("num_microbatches", 1) > 1
     want = expected(form, splits_rows, **options)
@@ -115,6 +115,7 @@ def check(form, context, options):
     assert_close(got, (want.aux, want.head_aux, want.last_norm), 1e-9)
     if context not in ("shard_map without types", "pmap"):  # there it is that of one device
         assert_close(grad_norm, want.grad_norm, 1e-9)
+    assert finite == np.isfinite(grad_norm).all()
     if "loss_scale" in options:
         assert state.loss_scale.scale == want.loss_scales[-1]
     if context == "pmap":
