@@ -54,6 +54,7 @@ def request_run(config_type: type[RunConfig], given: Mapping[str, Any]) -> RunRe
     resume, path = options.resume, options.out
     # Both decide what the processes communicate before they compare the configuration.
     check_same_everywhere("option", {"out": path and str(path), "resume": resume and str(resume)})
+    check_same_everywhere("native kernels", describe_kernels())
     if resume is None:
         if path is None:
             path = Path(run_on_first(lambda: str(default_path(config.COMMAND))))
@@ -77,6 +78,20 @@ def request_run(config_type: type[RunConfig], given: Mapping[str, Any]) -> RunRe
             )
     config = dataclasses.replace(config, **changes)
     return RunRequest(config, resume, overwrite=False, resume=True, given=changes)
+
+
+def describe_kernels() -> dict[str, str | None]:
+    """Return the choice of GPU kernels, and the digest of their library if they run."""
+    from ..native import defaults
+
+    try:
+        choice, library = defaults.read_variable(), None
+    except ValueError as error:
+        raise TrainError(str(error)) from error
+    if choice == "on":
+        with contextlib.suppress(FileNotFoundError):  # an error where a GPU needs it
+            library = defaults.library_digest("cuda")
+    return {defaults.VARIABLE: choice, "library": library}
 
 
 def resume_command(command: str, path: Path) -> str:

@@ -21,7 +21,6 @@ import jax
 Choice = Literal["cuda", "xla", "validated"]
 
 _choice: Choice | None = None  # of `set_default`
-_changes = 0  # number of its calls
 
 LOADED = "loaded"
 
@@ -69,21 +68,22 @@ def set_default(choice: Choice) -> None:
 
     Args:
         choice: "validated", the default, for the kernels that `effjax doctor --gpu` found correct
-            and faster than XLA on this model of GPU, and XLA for all others; "cuda" for all CUDA
-            kernels (`EFFJAX_CUDA=on`); "xla" for none (`EFFJAX_CUDA=off`).
+            and faster than XLA on this model of GPU, and XLA for all others and in a job of several
+            processes; "cuda" for all CUDA kernels (`EFFJAX_CUDA=on`); "xla" for none
+            (`EFFJAX_CUDA=off`).
 
     Raises:
         ValueError: for another choice.
     """
-    global _choice, _changes
+    global _choice
     if choice not in get_args(Choice):
         raise ValueError(f'`choice` (={choice!r}) must be "cuda", "xla" or "validated".')
-    _choice, _changes = choice, _changes + 1
+    _choice = choice
 
 
-def default_choice() -> tuple[Choice | None, int]:
-    """Return the choice of `set_default`, None before its first call, and the number of calls."""
-    return _choice, _changes
+def default_choice() -> Choice | None:
+    """Return the choice of `set_default`, or None before its first call."""
+    return _choice
 
 
 class Gpus(NamedTuple):

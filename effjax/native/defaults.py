@@ -1,10 +1,10 @@
 """Default implementation of operators on GPUs: validated CUDA kernels, or plain XLA.
 
 `effjax doctor --gpu` compares the CUDA kernels with plain XLA on the GPUs of a machine. Its verdict
-is a file in the user's cache directory, for this model of GPU, driver and library only.
+is a file in the user's cache directory, for this model of GPU, driver and library only. A process
+reads it once. In a job of several processes it does not count.
 """
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -20,7 +20,6 @@ import jax
 
 from .. import native
 from . import Choice
-from ._distributed_shim import Store, find_store
 
 # Outcomes for a kernel and a dtype. Only "faster" makes the kernel the default.
 Outcome = Literal["faster", "slower", "wrong"]
@@ -29,7 +28,6 @@ Outcomes = Mapping[str, Mapping[str, Outcome]]  # by kernel and dtype
 VARIABLE = "EFFJAX_CUDA"
 _VALUES: dict[str, Choice] = {"on": "cuda", "off": "xla", "validated": "validated"}
 _FORMAT = 1  # of the files
-_PATIENCE = 300.0  # seconds to wait for process 0
 _logger = logging.getLogger("effjax.native")
 
 
@@ -42,97 +40,51 @@ class Key(NamedTuple):
     library: str  # SHA-256 of the library
 
 
-class Decision(NamedTuple):
-    """The kernels that a process runs by default."""
-
-    choice: Choice
-    key: Key | None  # None without a GPU or without kernels
-    outcomes: Outcomes
-
-    def uses(self, kernel: str, dtype: str) -> bool:
-        """Return True if the CUDA kernel is the default for arrays of this dtype."""
-        if self.choice == "validated":
-            return self.outcomes.get(kernel, {}).get(dtype) == "faster"
-        return self.choice == "cuda"
-
-
 def uses_cuda(kernel: str, dtype: Any) -> bool:
     """Return True if the CUDA kernel is the default for arrays of this dtype.
 
     Raises:
         ValueError: for an unknown value of `EFFJAX_CUDA`.
-        RuntimeError: the processes of the job would decide differently.
+        RuntimeError: all CUDA kernels are chosen, and their library cannot be loaded.
     """
-    return _decide(*native.default_choice()).uses(kernel, str(jax.numpy.dtype(dtype)))
+    choice = native.default_choice() or _VALUES[read_variable()]
+    if choice == "cuda" and not native.is_available("cuda"):
+        # In a job, plain XLA here would wait forever for the collectives of other programs.
+        raise RuntimeError(
+            f"{VARIABLE}=on, or effjax.native.set_default('cuda'), but the CUDA kernels are "
+            f"{native.status()['cuda']}. See `effjax doctor`."
+        )
+    if choice == "validated":
+        return _outcomes_here().get(kernel, {}).get(str(jax.numpy.dtype(dtype))) == "faster"
+    return choice == "cuda"
+
+
+def read_variable() -> str:
+    """Return the value of `EFFJAX_CUDA`: "validated", "on" or "off"."""
+    value = os.environ.get(VARIABLE) or "validated"
+    if value not in _VALUES:
+        raise ValueError(f'{VARIABLE} (={value!r}) must be "validated", "on" or "off".')
+    return value
 
 
 @functools.cache  # programs of one process must agree
-def _decide(choice: Choice | None, changes: int) -> Decision:
-    own, store = _decide_alone(choice), find_store()
-    return own if store is None else _agree(own, store, changes)
+def _outcomes_here() -> Outcomes:
+    """Return the verdict on the GPUs of this process, which has none in a job of several.
 
-
-def _decide_alone(choice: Choice | None) -> Decision:
-    choice = choice or _choice_of_environment()
-    key = None if choice == "xla" else find_key("cuda")
-    if choice != "validated" or key is None:
-        return Decision(choice, key, {})
+    The processes of a job must run equal programs, and their verdicts may differ.
+    """
+    if jax.distributed.is_initialized() and jax.process_count() > 1:
+        return {}
+    key = find_key("cuda")
+    if key is None:
+        return {}
     outcomes = read_verdict(key)
     if outcomes is None:
         _logger.info(
             "operators run as plain XLA on this GPU. `effjax doctor --gpu` tests the CUDA kernels "
             "here, and those that are correct and faster run by default from then on."
         )
-    return Decision(choice, key, outcomes or {})
-
-
-def _choice_of_environment() -> Choice:
-    value = os.environ.get(VARIABLE) or "validated"
-    if value not in _VALUES:
-        raise ValueError(f'{VARIABLE} (={value!r}) must be "validated", "on" or "off".')
-    return _VALUES[value]
-
-
-def _agree(own: Decision, store: Store, changes: int) -> Decision:
-    """Return the decision of process 0, or raise an error if this process cannot follow it.
-
-    Programs that differ between processes would wait for each other's collectives forever.
-    """
-    name = f"effjax/native/default/{changes}"
-    if store.process == 0:
-        store.write(name, json.dumps(own))
-        return own
-    here = f"process {store.process}"
-    try:
-        choice, key, outcomes = json.loads(store.read(name, _PATIENCE))
-    except TimeoutError as error:
-        raise RuntimeError(
-            f"{here} waited {_PATIENCE:g} s for process 0 to choose between CUDA kernels and XLA. "
-            f"All processes must trace the same operators, and call effjax.native.set_default "
-            f"equally often (here {changes} times)."
-        ) from error
-    first = Decision(choice, None if key is None else Key(*key), outcomes)
-    if first.choice != own.choice:
-        raise RuntimeError(
-            f"{here} chooses {own.choice!r} for its GPU kernels, process 0 {first.choice!r}. "
-            f"Set {VARIABLE} to the same value in all processes, or call effjax.native.set_default "
-            "with the same choice."
-        )
-    runs_cuda = first.choice == "cuda" or any(
-        outcome == "faster" for by_dtype in outcomes.values() for outcome in by_dtype.values()
-    )
-    if runs_cuda and first.key != own.key:
-        raise RuntimeError(
-            f"process 0 runs CUDA kernels on {_describe(first.key)}, but {here} has "
-            f"{_describe(own.key)}. Use the same GPUs, drivers and effjax, or {VARIABLE}=off."
-        )
-    return first
-
-
-def _describe(key: Key | None) -> str:
-    if key is None:
-        return "no GPU with kernels"
-    return f"{key.gpu}, driver {key.driver}, CUDA {key.cuda}, library {key.library[:12]}"
+    return outcomes or {}
 
 
 def find_key(platform: Literal["cpu", "cuda"]) -> Key | None:
@@ -156,9 +108,17 @@ def find_key(platform: Literal["cpu", "cuda"]) -> Key | None:
     kinds = {device.device_kind for device in devices}
     if len(kinds) != 1:
         return None
+    return Key(kinds.pop(), driver, cuda, library_digest(platform))
+
+
+def library_digest(platform: Literal["cpu", "cuda"]) -> str:
+    """Return the SHA-256 of the library of a platform.
+
+    Raises:
+        FileNotFoundError: it was not built.
+    """
     with native.library_file(platform) as path:
-        library = hashlib.sha256(path.read_bytes()).hexdigest()
-    return Key(kinds.pop(), driver, cuda, library)
+        return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _driver_version() -> str:
@@ -206,7 +166,7 @@ def write_verdict(key: Key, outcomes: Outcomes) -> Path:
         except BaseException:
             os.unlink(file.name)
             raise
-    _decide.cache_clear()
+    _outcomes_here.cache_clear()
     return path
 
 
@@ -231,10 +191,3 @@ def read_verdict(key: Key) -> Outcomes | None:
             "ignoring %s (%s). `effjax doctor --gpu` writes it again.", path, error or repr(error)
         )
         return None
-
-
-def remove_verdict(key: Key) -> None:
-    """Delete a verdict, if there is one."""
-    with contextlib.suppress(FileNotFoundError):
-        verdict_file(key).unlink()
-    _decide.cache_clear()

@@ -179,7 +179,7 @@ def test_whole_path_with_the_cpu_kernels(monkeypatch, tmp_path, capsys):
     for name in names:
         is_faster = verdict[name]["float32"] == "faster"
         assert defaults.uses_cuda(name, "float32") == is_faster
-    defaults._decide.cache_clear()
+    defaults._outcomes_here.cache_clear()
 
 
 def test_missing_packages_of_an_extra(monkeypatch):

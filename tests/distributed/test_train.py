@@ -124,6 +124,29 @@ def test_sigterm_saves_both_processes(stopped):
         assert saved.find_damage(last) is None
 
 
+DEFAULTS = """
+from effjax import native
+from effjax.native import defaults
+outcomes = {"roi_pool": {"float32": "faster"}}
+patch.setattr(defaults, "find_key", lambda _: defaults.Key("GPU", "1", "2", "3"))
+patch.setattr(defaults, "read_verdict", lambda _: outcomes if process == 0 else None)
+print(defaults.uses_cuda("roi_pool", "float32"))
+patch.setattr(native, "_load", lambda _: native.LOADED if process == 0 else "not built")
+patch.setenv(defaults.VARIABLE, "on")
+try:
+    print(defaults.uses_cuda("roi_pool", "float32"))
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_kernels_of_a_job(group, stopped):
+    """Verdicts do not count, since they may differ. EFFJAX_CUDA=on needs the library."""
+    first, second = group.execute(DEFAULTS)
+    assert first.out.splitlines()[-2:] == ["False", "True"], first
+    assert second.out.splitlines()[-2] == "False" and "not built" in second.out, second
+
+
 SLOW = """
 if process == 1:
     import time
@@ -268,19 +291,30 @@ def test_an_error_of_one_process_ends_all(tmp_path, text):
     assert first.err.endswith("Start all processes again with --resume.\n")
 
 
+LIBRARIES = """pass
+from effjax.native import defaults
+patch.setenv("EFFJAX_CUDA", "on")
+patch.setattr(defaults, "library_digest", lambda _: str(process))"""
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("option", "message"),
+    ("change", "message"),
     [
-        ("['--seed', '7']", "option --seed (=7 in process 1) is 0 in process 0. Give all"),
-        ("['--resume', 'a-run']", "option --resume (='a-run' in process 1) is None in process 0."),
-        ("['--data', OTHER]", "data `sha256` (='"),
+        ("argv += ['--seed', '7']", "option --seed (=7 in process 1) is 0 in process 0. Give all"),
+        ("argv += ['--resume', 'a-run']", "option --resume (='a-run' in process 1) is None in"),
+        ("argv += ['--data', OTHER]", "data `sha256` (='"),
+        (
+            "patch.setenv('EFFJAX_CUDA', 'off')",
+            "native kernels `EFFJAX_CUDA` (='off' in process 1) is 'validated' in process 0. Give",
+        ),
+        (LIBRARIES, "native kernels `library` (='1' in process 1) is '0' in process 0. Give all"),
     ],
 )
-def test_rejects_options_and_data_that_differ(tmp_path, text, option, message):
+def test_rejects_options_data_and_kernels_that_differ(tmp_path, text, change, message):
     other = tmp_path / "other.txt"  # as long, with other contents
     other.write_text(TEXT.replace("fox", "dog"))
-    before = f"OTHER = 'text:{other}'\nif process == 1: argv += {option}"
+    before = f"OTHER = 'text:{other}'\nif process == 1: {change}"
     with Group(heartbeat_timeout=5) as two:
         first, second = two.run(*text, "--out", tmp_path / "run", before=before)
     assert first.code == second.code == 2 and not (tmp_path / "run").exists()

@@ -70,8 +70,8 @@ def choose(
 
     Raises:
         ValueError: `implementation` is not None, "native" or "xla"; or `EFFJAX_CUDA` is invalid.
-        RuntimeError: `implementation` is "native" and there are no native kernels; or the processes
-            of a job would decide differently.
+        RuntimeError: `implementation` is "native", or None with `EFFJAX_CUDA=on` on a GPU, and
+            there are no native kernels.
     """
     check_choice("implementation", implementation, *_NATIVE_PLATFORMS)
     available = available_platforms()
@@ -81,7 +81,6 @@ def choose(
     if implementation is None and traced_platform() == "cuda":
         first, *others = dtypes
         dtype = "float64" if "float64" in others else first
-        # Even without the library: all processes of a job take part in the decision.
         if uses_cuda(f"{kernel}_deterministic" if deterministic else kernel, dtype):
             platforms = (*platforms, "cuda")
     platforms = tuple(p for p in platforms if p in available)
