@@ -71,7 +71,7 @@ EXTERNAL = {
     "convert": FLAX | {"orbax"},
     "memory": {"jax", "numpy", "rich", "matplotlib", "platformdirs"},
     "optimizers": {"jax", "optax"},
-    "validation": {"jax", "numpy", "optax", "torch", "torchvision"},
+    "validation": {"jax", "numpy", "optax"},
     "train": {"jax", "numpy", "optax", "orbax", "rich", "matplotlib"},
     "train.images": FLAX | {"optax", "rich", "sklearn", "PIL"},
     "train.text": {"jax", "numpy", "optax", "rich", "tokenizers", "jinja2"},

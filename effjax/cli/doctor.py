@@ -131,12 +131,11 @@ def format_outcomes(report: dict[str, Any]) -> list[str]:
     lines = [
         f"{key['gpu']}, driver {key['driver']}, CUDA {key['cuda']}; "
         + ", ".join(f"{name} {version}" for name, version in packages.items()),
-        f"{'kernel':<28} {'dtype':<9} {'cases':>5} {'ms':>8} {'XLA':>8} {'torch':>8}  default",
+        f"{'kernel':<28} {'dtype':<9} {'cases':>5} {'ms':>8} {'XLA':>8}  default",
     ]
     for row in report["kernels"]:
         outcome = report["outcomes"].get(row["kernel"], {}).get(row["dtype"])
-        names = ("native", "xla", "torchvision")
-        seconds = [row["seconds"].get(name) for name in names]
+        seconds = [row["seconds"].get(name) for name in ("native", "xla")]
         times = " ".join(f"{'-' if s is None else f'{1e3 * s:.3g}':>8}" for s in seconds)
         chosen = {
             "faster": "kernel", "slower": "XLA", "wrong": "XLA, the kernel is WRONG",

@@ -10,7 +10,6 @@ import importlib.util
 import re
 import struct
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import metadata, resources
 from pathlib import Path
@@ -23,6 +22,8 @@ Choice = Literal["cuda", "xla", "validated"]
 _choice: Choice | None = None  # of `set_default`
 
 LOADED = "loaded"
+
+handlers: dict[tuple[str, str], Any] = {}  # all registered functions, by custom call and platform
 
 # XLA's name of each platform, and the symbol of each custom call.
 _PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
@@ -206,12 +207,9 @@ def _load(platform: str) -> str:
 
 def register(target: str, handler: Any, platform: str) -> None:
     """Register the function of a library as a custom call."""
-    capsule = jax.ffi.pycapsule(_wrap_handler(handler, platform))
+    capsule = jax.ffi.pycapsule(handler)
     jax.ffi.register_ffi_target(target, capsule, platform=_PLATFORMS[platform])
-
-
-# Returns the handler to register. The validation of kernels replaces this function.
-_wrap_handler: Callable[[Any, str], Any] = lambda handler, platform: handler  # noqa: E731
+    handlers[target, platform] = handler
 
 
 def _is_complete(path: Path) -> bool:

@@ -30,13 +30,6 @@ class Failure(NamedTuple):
     text: str
 
 
-class Run(NamedTuple):
-    """Result and gradients of a call, and the seconds that they take."""
-
-    results: list[np.ndarray]
-    seconds: float
-
-
 def is_out_of_memory(error: Exception) -> bool:
     """Return True for errors that say nothing about a kernel: the device has too little memory."""
     if isinstance(error, jax.errors.JaxRuntimeError):
@@ -49,11 +42,11 @@ def check_call(
 ) -> list[Failure]:
     """Return the failures of a kernel in one call, in several runs and between guard bands.
 
-    `want` is the result of `run_reference`.
+    `want` is the result of `run_reference`. Call this within `guards.guarded_calls`.
     """
     names, tolerance = call.names, TOLERANCES[dtype]
     run = make_program(kernel.candidate(call.apply), len(names))
-    dy = _cotangent(call, call.args)
+    dy = _cotangent(call)
     violations: list[str] = []
     if not call.tail:  # the copies of large arrays would not fit
         # First, because a write outside of the results may crash the process later.
@@ -86,9 +79,8 @@ def compare_runs(
         if wrong and len(wrong) == len(runs):
             failures.append(Failure("gradient" if i else "value", wrong[0]))
         elif wrong:
-            failures.append(
-                Failure("repetition", f"{len(wrong)} of {len(runs)} runs: {wrong[0]}")
-            )  # fmt: skip
+            text = f"{len(wrong)} of {len(runs)} runs: {wrong[0]}"
+            failures.append(Failure("repetition", text))
         elif i == 0 or is_deterministic:
             differing = sum(got[i].tobytes() != runs[0][i].tobytes() for got in runs)
             if differing:
@@ -140,38 +132,18 @@ def median_seconds(run: Callable, *args: Any, repeats: int = 15, limit: float = 
     return statistics.median(seconds[2:])
 
 
-def time_reference(call: Call) -> Run:
-    """Run and time plain XLA, result and gradients."""
-    return _run_and_time(functools.partial(call.apply, implementation="xla"), call)
-
-
-def time_call(kernel: Kernel, call: Call, reference: Run, dtype: str) -> dict[str, Any]:
-    """Return the seconds of the kernel and of XLA, result and gradients, and failures.
-
-    The kernel runs without guards here, so that XLA may capture the call in a CUDA graph. The
-    reference is XLA in the same dtype, which has errors of its own. The tolerance is therefore four
-    times as large.
-    """
-    native = _run_and_time(kernel.candidate(call.apply), call)
-    wrong = compare(call.names, native.results, reference.results, 4 * TOLERANCES[dtype])
-    return {
-        "seconds": {"native": native.seconds, "xla": reference.seconds},
-        "failures": [Failure("value", text) for text in wrong.values()],
-    }
-
-
-def _run_and_time(function: Callable, call: Call) -> Run:
-    run, dy = make_program(function, len(call.names)), _cotangent(call, call.args)
-    results = _to_host(run(call.args, dy), call)
-    return Run(results, median_seconds(run, call.args, dy))
+def run_and_time(function: Callable, call: Call) -> tuple[list[np.ndarray], float]:
+    """Return the result and the gradients of a call, and the median seconds that they take."""
+    run, dy = make_program(function, len(call.names)), _cotangent(call)
+    return _to_host(run(call.args, dy), call), median_seconds(run, call.args, dy)
 
 
 def _labels(names: tuple[str, ...]) -> list[str]:
     return ["the result", *(f"the gradient of {name}" for name in names)]
 
 
-def _cotangent(call: Call, args: tuple) -> jax.Array:
-    y = jax.eval_shape(functools.partial(call.apply, implementation="xla"), *args)
+def _cotangent(call: Call) -> jax.Array:
+    y = jax.eval_shape(functools.partial(call.apply, implementation="xla"), *call.args)
     values = np.random.default_rng(1).normal(size=y.shape[1:] if call.tail else y.shape)
     dy = jnp.asarray(values, y.dtype)
     return jnp.broadcast_to(dy, y.shape)
@@ -179,7 +151,7 @@ def _cotangent(call: Call, args: tuple) -> jax.Array:
 
 def run_reference(call: Call) -> list[np.ndarray]:
     """Return the result and the gradients of plain XLA in float64."""
-    args, dy = call.args, _cotangent(call, call.args)
+    args, dy = call.args, _cotangent(call)
     if call.tail:
         args = tuple(a if i in call.shared else a[-1:] for i, a in enumerate(args))
         dy = dy[-1:]

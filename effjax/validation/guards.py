@@ -4,17 +4,20 @@ While guards are on, each call of a kernel gets copies of its arrays that lie be
 write into a band or into an operand is recorded. Bands and results are filled with a pattern before
 the call, so that values that were read outside or never written appear in the results.
 
-A handler of XLA's FFI is a C function of a call frame. The handlers are replaced by Python
-functions that change the addresses in the frame, call the original and check the bands. The
-structures are those of xla/ffi/api/c_api.h, the same in versions 0.3 to 0.5 of the API.
+A handler of XLA's FFI is a C function of a call frame. Each gets a twin, a Python function that
+changes the addresses in the frame, calls the original and checks the bands. The structures are
+those of xla/ffi/api/c_api.h, the same in versions 0.3 to 0.5 of the API.
 """
 
 import contextlib
 import ctypes
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
+
+import jax
 
 from .. import native
 
@@ -92,19 +95,8 @@ class _Frame(ctypes.Structure):
 _Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
 
-class _Memory(Protocol):
-    """Memory of a device. Addresses are integers."""
-
-    def allocate(self, size: int) -> int: ...
-    def free(self, address: int) -> None: ...
-    def fill(self, address: int, byte: int, size: int) -> None: ...
-    def copy(self, target: int, source: int, size: int) -> None: ...
-    def read(self, address: int, size: int) -> bytes: ...
-    def synchronize(self) -> None: ...
-
-
-class _HostMemory:
-    """Memory of the host."""
+class _Memory:
+    """Memory of the host. Addresses are integers."""
 
     def __init__(self):
         self._blocks: dict[int, Any] = {}
@@ -135,7 +127,7 @@ class OutOfMemoryError(RuntimeError):
     """Error for a device without memory for the copies of arrays."""
 
 
-class _CudaMemory:
+class _CudaMemory(_Memory):
     """Memory of the current GPU, by the CUDA driver's C interface."""
 
     def __init__(self, library: str = "libcuda.so.1"):
@@ -157,9 +149,8 @@ class _CudaMemory:
         self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def fill(self, address: int, byte: int, size: int) -> None:
-        if size:
-            args = ctypes.c_uint64(address), ctypes.c_ubyte(byte), ctypes.c_size_t(size)
-            self._call("cuMemsetD8_v2", *args)
+        args = ctypes.c_uint64(address), ctypes.c_ubyte(byte), ctypes.c_size_t(size)
+        self._call("cuMemsetD8_v2", *args)
 
     def copy(self, target: int, source: int, size: int) -> None:
         if size:
@@ -188,20 +179,48 @@ class _Block(NamedTuple):
     is_operand: bool
     is_result: bool
 
+    @property
+    def end(self) -> int:
+        """Return the end of the allocation."""
+        return self.start + self.size + 2 * BAND + _ALIGNMENT
 
-_MEMORIES: dict[str, Callable[[], _Memory]] = {"cpu": _HostMemory, "cuda": _CudaMemory}
+
+_MEMORIES: dict[str, Callable[[], _Memory]] = {"cpu": _Memory, "cuda": _CudaMemory}
 _pattern: int | None = None  # None if guards are off
 _violations: list[str] = []
 _memory_error: OutOfMemoryError | None = None  # of a call since guards were turned on
 _kept: list[Any] = []  # C functions must outlive the program
-_lock = (
-    threading.Lock()
-)  # one call after the other, so that it is clear whose bands are overwritten
+_lock = threading.Lock()  # one call after the other, to know whose bands are overwritten
 
 
-def install() -> None:
-    """Replace the handlers of all libraries that are loaded from now on."""
-    native._wrap_handler = wrap
+@contextlib.contextmanager
+def guarded_calls() -> Iterator[None]:
+    """Let programs that are traced in this context call the twins of native kernels.
+
+    Twins cannot be captured in CUDA graphs, so programs with guards are not those without.
+    """
+    ffi_call = jax.ffi.ffi_call
+
+    def call_twin(target: str, *args: Any, **options: Any) -> Any:
+        return ffi_call(_register_twin(target), *args, **options)
+
+    jax.clear_caches()  # of traced functions
+    jax.ffi.ffi_call = call_twin
+    try:
+        yield
+    finally:
+        jax.ffi.ffi_call = ffi_call
+        jax.clear_caches()
+
+
+@functools.cache
+def _register_twin(target: str) -> str:
+    """Register the twin of a custom call of effjax on all of its platforms, and return its name."""
+    platforms = {platform for name, platform in native.handlers if name == target}
+    for platform in platforms:
+        twin = wrap(native.handlers[target, platform], platform)
+        native.register(f"guarded_{target}", twin, platform)
+    return f"guarded_{target}" if platforms else target
 
 
 @contextlib.contextmanager
@@ -282,13 +301,11 @@ def _call_guarded(
                     memory.free(blocks.pop(key).start)
                 size = buffer.bytes
                 start = memory.allocate(size + 2 * BAND + _ALIGNMENT)
-                blocks[key] = _Block(
-                    label, key, size, start, _align(start + BAND), buffer.data in inputs,
-                    buffer.data in outputs,
-                )  # fmt: skip
+                data = -(-(start + BAND) // _ALIGNMENT) * _ALIGNMENT
+                sides = buffer.data in inputs, buffer.data in outputs
+                blocks[key] = _Block(label, key, size, start, data, *sides)
         for block in blocks.values():
-            end = block.start + block.size + 2 * BAND + _ALIGNMENT
-            memory.fill(block.start, pattern, end - block.start)
+            memory.fill(block.start, pattern, block.end - block.start)
             if block.is_operand:
                 memory.copy(block.data, block.original, block.size)
         originals = [(buffer, buffer.data) for buffer in (*operands, *results)]
@@ -312,15 +329,10 @@ def _call_guarded(
             memory.free(block.start)
 
 
-def _align(address: int) -> int:
-    return -(-address // _ALIGNMENT) * _ALIGNMENT
-
-
 def _check(block: _Block, memory: _Memory, pattern: int) -> None:
-    end = block.start + block.size + 2 * BAND + _ALIGNMENT
     bands = {
         "before the start": (block.start, block.data),
-        "after the end": (block.data + block.size, end),
+        "after the end": (block.data + block.size, block.end),
     }
     for where, (first, last) in bands.items():
         band = memory.read(first, last - first)

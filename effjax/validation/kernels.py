@@ -114,32 +114,15 @@ def make_deform_conv(
     return Call(apply, (x, offset, weights, *rest), names)
 
 
-def make_roi_align(
+def make_roi(
     dtype: str, *, batch: int = 2, size: tuple[int, int] = (9, 7), c: int = 8, boxes: int = 5,
     output_size: tuple[int, int] = (3, 2), ratio: int = 2, special: bool = False,
-    deterministic: bool = False,
+    deformed: bool = False, deterministic: bool = False,
 ) -> Call:  # fmt: skip
-    """Return a RoIAlign of random boxes."""
+    """Return a RoIAlign of random boxes, or a deformable RoI pooling."""
     rng = np.random.default_rng(0)
-    x, corners = rng.normal(size=(batch, *size, c)), _random_boxes(rng, batch, boxes, size, special)
-    (x,), (corners,) = as_arrays(dtype, x), as_arrays(positions_dtype(dtype), corners)
-
-    def apply(x, corners, *, implementation):
-        return roi_align(
-            x, corners, output_size=output_size, sampling_ratio=ratio,
-            deterministic=deterministic, implementation=implementation,
-        )  # fmt: skip
-
-    return Call(apply, (x, corners), ("x",))
-
-
-def make_deform_roi_pool(
-    dtype: str, *, batch: int = 2, size: tuple[int, int] = (9, 7), c: int = 8, boxes: int = 5,
-    output_size: tuple[int, int] = (3, 2), special: bool = False, deterministic: bool = False,
-) -> Call:  # fmt: skip
-    """Return a deformable RoI pooling of random boxes."""
-    rng = np.random.default_rng(0)
-    x, corners = rng.normal(size=(batch, *size, c)), _random_boxes(rng, batch, boxes, size, False)
+    x = rng.normal(size=(batch, *size, c))
+    corners = _random_boxes(rng, batch, boxes, size, special and not deformed)
     offset = rng.normal(size=(batch, boxes, *output_size, 2))
     if special:
         chosen = rng.choice(offset.size, offset.size // 4, replace=False)
@@ -148,14 +131,18 @@ def make_deform_roi_pool(
         as_arrays(dtype, x),
         as_arrays(positions_dtype(dtype), offset, corners),
     )
+    options: dict[str, Any] = dict(output_size=output_size, sampling_ratio=ratio)
+    options["deterministic"] = deterministic
 
-    def apply(x, offset, corners, *, implementation):
-        return deform_roi_pool(
-            x, corners, offset, output_size=output_size, sampling_ratio=2,
-            deterministic=deterministic, implementation=implementation,
-        )  # fmt: skip
+    def align(x, corners, *, implementation):
+        return roi_align(x, corners, implementation=implementation, **options)
 
-    return Call(apply, (x, offset, corners), ("x", "offset"))
+    def pool(x, offset, corners, *, implementation):
+        return deform_roi_pool(x, corners, offset, implementation=implementation, **options)
+
+    if deformed:
+        return Call(pool, (x, offset, corners), ("x", "offset"))
+    return Call(align, (x, corners), ("x",))
 
 
 def _random_boxes(rng, batch: int, boxes: int, size: tuple[int, int], special: bool) -> np.ndarray:
@@ -294,8 +281,7 @@ def _deform_conv_cases(**fixed: Any) -> dict[str, MakeCall]:
 
 
 def _roi_cases(**fixed: Any) -> dict[str, MakeCall]:
-    make = functools.partial(make_roi_align, **fixed)
-    make_deformed = functools.partial(make_deform_roi_pool, **fixed)
+    make = functools.partial(make_roi, **fixed)
     of = functools.partial
     return {
         "plain": make,
@@ -308,8 +294,8 @@ def _roi_cases(**fixed: Any) -> dict[str, MakeCall]:
         "vmap": map_examples(make),
         "many channels": of(make, c=1040),
         "many boxes": of(make, size=(32, 40), c=32, boxes=100, output_size=(7, 7)),
-        "offsets": make_deformed,
-        "NaN and infinite offsets": of(make_deformed, special=True),
+        "offsets": of(make, deformed=True),
+        "NaN and infinite offsets": of(make, deformed=True, special=True),
         "several devices": shard_images(make),
         "64-bit indices": large(of(make, size=(1024, 1024), c=32), images=65),
     }
@@ -336,37 +322,35 @@ def _attention_cases(**fixed: Any) -> dict[str, MakeCall]:
     }
 
 
-_conv_of_usual_size = functools.partial(make_deform_conv, size=(50, 84), c=128, o=128)
-_roi_of_usual_size = functools.partial(
-    make_roi_align, size=(50, 84), c=256, boxes=256, output_size=(7, 7)
-)
-_attention_of_usual_size = functools.partial(
-    make_attention, shapes=((64, 64), (32, 32), (16, 16), (8, 8)), queries=900, heads=8, c=32
-)
+def _both_modes(
+    name: str, cases: Callable[..., dict[str, MakeCall]], timed: Callable[..., Call]
+) -> dict[str, Kernel]:
+    """Return a kernel, and the one that sums gradients in a fixed order, by name."""
+    in_order = f"{name}_deterministic"
+    timed_in_order = functools.partial(timed, deterministic=True)
+    return {
+        name: Kernel(name, cases(), timed),
+        in_order: Kernel(in_order, cases(deterministic=True), timed_in_order, True),
+    }
+
 
 KERNELS = {
-    kernel.name: kernel
-    for kernel in (
-        Kernel("deform_conv2d", _deform_conv_cases(), _conv_of_usual_size),
-        Kernel(
-            "deform_conv2d_deterministic",
-            _deform_conv_cases(deterministic=True),
-            functools.partial(_conv_of_usual_size, deterministic=True),
-            is_deterministic=True,
+    **_both_modes(
+        "deform_conv2d",
+        _deform_conv_cases,
+        functools.partial(make_deform_conv, size=(50, 84), c=128, o=128),
+    ),
+    **_both_modes(
+        "roi_pool",
+        _roi_cases,
+        functools.partial(make_roi, size=(50, 84), c=256, boxes=256, output_size=(7, 7)),
+    ),
+    **_both_modes(
+        "ms_deform_attn",
+        _attention_cases,
+        functools.partial(
+            make_attention, shapes=((64, 64), (32, 32), (16, 16), (8, 8)), queries=900, heads=8,
+            c=32,
         ),
-        Kernel("roi_pool", _roi_cases(), _roi_of_usual_size),
-        Kernel(
-            "roi_pool_deterministic",
-            _roi_cases(deterministic=True),
-            functools.partial(_roi_of_usual_size, deterministic=True),
-            is_deterministic=True,
-        ),
-        Kernel("ms_deform_attn", _attention_cases(), _attention_of_usual_size),
-        Kernel(
-            "ms_deform_attn_deterministic",
-            _attention_cases(deterministic=True),
-            functools.partial(_attention_of_usual_size, deterministic=True),
-            is_deterministic=True,
-        ),
-    )
-}
+    ),
+}  # fmt: skip

@@ -1,14 +1,13 @@
 """Validation of all kernels in separate processes."""
 
-import contextlib
 import json
 import os
 import platform as machine
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
@@ -16,13 +15,14 @@ from typing import Any
 
 from .. import native
 from ..native import defaults
-from . import programs, torch_times
+from . import programs
 from .kernels import DTYPES, KERNELS
 
 TABLE = "effjax.validation.kernels:KERNELS"
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy")
 FORMAT = 1  # of the report
 TIME_LIMIT = 180.0  # seconds
+_SECONDS_TO_END = 10.0  # of a process that has closed its stdout
 # Largest difference between the planned and the measured peak of a program.
 PEAK_TOLERANCE, PEAK_BYTES = 0.05, 8 * 2**20
 
@@ -39,128 +39,76 @@ class ChildError(RuntimeError):
         self.kind = kind
 
 
-class Child:
-    """A process for tasks that may crash or hang.
+def run_child(
+    platform: str, time_limit: float, function: str, xla_flags: str = "", /, **options: Any
+) -> Iterator[dict[str, Any]]:
+    """Yield the events of a function of `child.py`, run in a process on a platform of JAX.
+
+    Raises:
+        ChildError: the process crashed or hung, and has ended.
+    """
+    environment = {
+        "JAX_PLATFORMS": platform,
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip(),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # processes share the GPU
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+    }
+    command = [sys.executable, "-m", "effjax.validation.child", function, json.dumps(options)]
+    for line in read_lines(command, environment, time_limit):
+        yield json.loads(line)
+
+
+def read_lines(
+    command: Sequence[str], environment: dict[str, str], time_limit: float
+) -> Iterator[str]:
+    """Yield the lines that a process prints.
 
     Args:
-        platform: JAX's platform.
-        table: "module:NAME" of a dictionary of kernels.
-        guards: place guard bands around the arrays of kernels.
-        x64: enable float64.
-        time_limit: seconds between two signs of life.
-        xla_flags: more flags for XLA.
+        command: its arguments.
+        environment: its variables, besides those of this process.
+        time_limit: seconds between two lines.
+
+    Raises:
+        ChildError: the process crashed or hung, and has ended.
     """
-
-    def __init__(
-        self,
-        platform: str,
-        table: str,
-        guards: bool = False,
-        x64: bool = False,
-        time_limit: float = TIME_LIMIT,
-        xla_flags: str = "",
-    ):
-        self._time_limit = time_limit
-        reading, writing = os.pipe()
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
-        environment = os.environ | {
-            "JAX_PLATFORMS": platform,
-            "JAX_ENABLE_X64": str(int(x64)),
-            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip(),
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # processes share the GPU
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-        }
-        command = [sys.executable, "-m", "effjax.validation.child", table]
-        self._process = subprocess.Popen(
-            [*command, str(writing), str(int(guards))], env=environment, pass_fds=[writing],
-            stdin=subprocess.PIPE, stdout=self._stderr, stderr=self._stderr, text=True,
+    with tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen(
+            command, env=os.environ | environment, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr,
         )  # fmt: skip
-        os.close(writing)
-        self._events, self._buffer = reading, b""
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(reading, selectors.EVENT_READ)
-
-    def perform(self, task: str, **options: Any) -> Iterator[dict[str, Any]]:
-        """Yield the events of a task.
-
-        Raises:
-            ChildError: the process crashed or hung, and has ended.
-        """
-        assert self._process.stdin is not None
+        assert process.stdout is not None
         try:
-            self._process.stdin.write(json.dumps({"task": task, **options}) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise self._crash() from None
-        while (event := self._read())["event"] != "done":
-            yield event
-
-    def _read(self) -> dict[str, Any]:
-        end = time.monotonic() + self._time_limit
-        while b"\n" not in self._buffer:
-            if not self._selector.select(max(0.0, end - time.monotonic())):
-                self.close()
-                raise ChildError("timeout", f"no answer in {self._time_limit:g} s")
-            content = os.read(self._events, 65536)
-            if not content:
-                raise self._crash()
-            self._buffer += content
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return json.loads(line)
-
-    def _crash(self) -> ChildError:
-        try:
-            code = self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:  # it has closed its pipes, and hangs while it ends
-            self._process.kill()
-            code = self._process.wait()
-        self._stderr.seek(0)
-        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
-        ending = f"{signal.strsignal(-code)} (signal {-code})" if code < 0 else f"exit code {code}"
-        self.close()
-        return ChildError("crash", ": ".join([ending, *lines[-1:]])[:1000])
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait()
-        if not self._stderr.closed:
-            if self._process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):  # of a line that was not written
-                    self._process.stdin.close()
-            self._selector.close()
-            os.close(self._events)
-            self._stderr.close()
+            while (line := _read_line(process, time_limit)).endswith("\n"):
+                yield line
+            try:
+                code = process.wait(timeout=_SECONDS_TO_END)
+            except subprocess.TimeoutExpired:  # it has closed stdout, and hangs while it ends
+                process.kill()
+                code = process.wait()
+            if code:
+                stderr.seek(0)
+                lines = stderr.read().decode(errors="replace").strip().splitlines()
+                ending = f"exit code {code}"
+                if code < 0:
+                    ending = f"{signal.strsignal(-code)} (signal {-code})"
+                raise ChildError("crash", ": ".join([ending, *lines[-1:]])[:1000])
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
 
 
-class Children:
-    """One process at a time, for all tasks with the same settings; a new one after a crash."""
-
-    def __init__(self, platform: str, table: str, time_limit: float):
-        self._platform, self._table, self._time_limit = platform, table, time_limit
-        self._settings: tuple[bool, bool] | None = None
-        self._child: Child | None = None
-
-    def perform(
-        self, task: str, *, guards: bool = False, x64: bool = False, **options: Any
-    ) -> Iterator[dict[str, Any]]:
-        """Yield the events of a task, performed with these settings of `Child`."""
-        if self._child is None or self._settings != (guards, x64):
-            self.close()
-            self._settings = guards, x64
-            self._child = Child(self._platform, self._table, guards, x64, self._time_limit)
-        try:
-            yield from self._child.perform(task, **options)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """End the process, if there is one."""
-        if self._child is not None:
-            self._child.close()
-            self._child = None
+def _read_line(process: subprocess.Popen, time_limit: float) -> str:
+    """Return the next line of stdout, which has no newline at the end."""
+    assert process.stdout is not None
+    timer = threading.Timer(time_limit, process.kill)
+    start = time.monotonic()
+    timer.start()
+    line = process.stdout.readline()
+    timer.cancel()
+    if not line.endswith("\n") and time.monotonic() - start >= time_limit:
+        raise ChildError("timeout", f"no answer in {time_limit:g} s")
+    return line
 
 
 def validate(
@@ -189,24 +137,102 @@ def validate(
     Raises:
         NoKernelsError: the kernels or their devices are missing.
     """
-    children = Children(platform, table, time_limit)
-    try:
-        report = _describe(platform, children)
-        for kernel in kernels:
-            for dtype in dtypes:
-                row = _check_kernel(kernel, dtype, cases, repeats, children)
-                report["kernels"].append(row)
-                report_line(f"{kernel} {dtype}: {describe_checks(row)}")
-        # float64 last: it needs another process.
-        for row in sorted(report["kernels"], key=lambda row: row["dtype"] == "float64"):
-            if not row["failures"] and not row["untested"]:
-                _time_kernel(row, children)
-                if table == TABLE and row["kernel"] in torch_times.NAMES:
-                    _time_torchvision(row, children, platform)
-                report_line(f"{row['kernel']} {row['dtype']}: {describe_times(row)}")
-    finally:
-        children.close()
+    state, gpus = native.status().get(platform, "unknown platform"), native.gpus()
+    if state != native.LOADED:
+        raise NoKernelsError(f"no {platform} kernels: {state}")
+    if platform == "cuda" and (gpus is None or not gpus.count):
+        raise NoKernelsError("no GPU with NVIDIA's driver")
+    report = {
+        "format": FORMAT,
+        "python": machine.python_version(),
+        "platform": machine.platform(),
+        "packages": {name: v for name in ("effjax", *PACKAGES) if (v := _version(name))},
+        "kernels": [_new_row(kernel, dtype) for kernel in kernels for dtype in dtypes],
+    }
+    options = {"platform": platform, "table": table, "cases": cases, "repeats": repeats}
+    todo = list(report["kernels"])
+    while todo or "key" not in report:
+        rows = [(row["kernel"], row["dtype"]) for row in todo]
+        events = run_child(platform, time_limit, "validate", rows=rows, **options)
+        _add_events(report, todo, events, report_line)
     return report
+
+
+def _add_events(
+    report: dict[str, Any],
+    todo: list[dict[str, Any]],
+    events: Iterator[dict[str, Any]],
+    report_line: Callable[[str], None],
+) -> None:
+    """Add the events of a process to a report, and remove the rows that are done from `todo`.
+
+    The process ends after an error of a kernel. Another one then goes on with the next row.
+    """
+    start, crash = {"case": "start", "runs_kernel": False}, None
+    try:
+        for event in events:
+            kind = event.pop("event")
+            if kind == "devices":
+                report |= event
+                if event["key"] is None:
+                    raise NoKernelsError(
+                        "JAX finds no device of the platform, or several models (choose with "
+                        "CUDA_VISIBLE_DEVICES)"
+                    )
+            elif kind == "start":
+                start = event
+            elif kind == "case":
+                _add_case(todo[0], event)
+            else:
+                report_line(describe_row(todo.pop(0)))
+    except ChildError as error:
+        if "key" not in report:
+            raise NoKernelsError(f"JAX cannot use the devices: {error}") from error
+        crash = error
+    if todo:  # the process has ended early
+        row = todo.pop(0)
+        if crash is not None:
+            _add_crash(row, start, crash)
+        report_line(describe_row(row))
+
+
+def _new_row(kernel: str, dtype: str) -> dict[str, Any]:
+    row: dict[str, Any] = {"kernel": kernel, "dtype": dtype, "passed": 0}
+    return row | {"skipped": {}, "untested": {}, "failures": [], "seconds": {}}
+
+
+def _add_case(row: dict[str, Any], event: dict[str, Any]) -> None:
+    case = event["case"]
+    row["seconds"] |= event["seconds"]
+    for kind in ("skipped", "untested"):
+        if event[kind]:
+            row[kind][case] = event[kind]
+    row["failures"] += [{"case": case, **failure} for failure in event["failures"]]
+    is_right = not (event["skipped"] or event["untested"] or event["failures"])
+    row["passed"] += is_right and case != "time"
+
+
+def _add_crash(row: dict[str, Any], start: dict[str, Any], error: ChildError) -> None:
+    """Add the end of a process to a row, given the last event that says what runs."""
+    if start["runs_kernel"]:
+        failure = {"case": start["case"], "kind": error.kind, "text": str(error)}
+        row["failures"].append(failure)
+    else:
+        row["untested"][start["case"]] = f"plain XLA: {error.kind}: {error}"
+
+
+def describe_row(row: dict[str, Any]) -> str:
+    """Return a line about a kernel and dtype."""
+    name = f"{row['kernel']} {row['dtype']}"
+    if row["failures"]:
+        texts = [f"{f['case']}: {f['kind']}: {f['text']}" for f in row["failures"]]
+        return f"{name}: WRONG in {len({f['case'] for f in row['failures']})} cases; {texts[0]}"
+    if row["untested"]:
+        case, reason = next(iter(row["untested"].items()))
+        return f"{name}: NOT TESTED in {len(row['untested'])} cases; {case}: {reason}"
+    skipped = f", {len(row['skipped'])} skipped" if row["skipped"] else ""
+    native, xla = (f"{1e3 * row['seconds'][name]:.3g} ms" for name in ("native", "xla"))
+    return f"{name}: {row['passed']} cases right{skipped}; {native}, XLA {xla}"
 
 
 def measure_programs(
@@ -231,10 +257,8 @@ def measure_programs(
         # Without autotuning, whose buffers would be part of the peak.
         flags = "--xla_gpu_autotune_level=0" if task == "measure_peak" else ""
         try:
-            child = Child(on, TABLE, time_limit=time_limit, xla_flags=flags)
-            with contextlib.closing(child):
-                (event,) = child.perform(task, **options)
-                return event
+            (event,) = run_child(on, time_limit, task, flags, **options)
+            return event
         except ChildError as error:
             return {"error": f"{error.kind}: {error}"}
 
@@ -318,122 +342,8 @@ def outcomes(report: dict[str, Any]) -> defaults.Outcomes:
     return result
 
 
-def _describe(platform: str, children: Children) -> dict[str, Any]:
-    state = native.status().get(platform, "unknown platform")
-    if state != native.LOADED:
-        raise NoKernelsError(f"no {platform} kernels: {state}")
-    gpus = native.gpus()
-    if platform == "cuda" and (gpus is None or not gpus.count):
-        raise NoKernelsError("no GPU with NVIDIA's driver")
-    try:
-        (described,) = children.perform("describe", guards=True, x64=True, platform=platform)
-    except ChildError as error:
-        raise NoKernelsError(f"JAX cannot use the devices of {platform!r}: {error}") from error
-    if described["key"] is None:
-        raise NoKernelsError(
-            f"JAX finds no {platform} device, or several models (choose with CUDA_VISIBLE_DEVICES)"
-        )
-    return {
-        "format": FORMAT,
-        "python": machine.python_version(),
-        "platform": machine.platform(),
-        "packages": {name: v for name in ("effjax", *PACKAGES) if (v := _version(name))},
-        "key": defaults.Key(*described["key"])._asdict(),
-        **{name: described[name] for name in ("devices", "backend", "memory_bytes")},
-        "kernels": [],
-    }
-
-
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _check_kernel(
-    kernel: str, dtype: str, cases: Sequence[str] | None, repeats: int, children: Children
-) -> dict[str, Any]:
-    row: dict[str, Any] = {"kernel": kernel, "dtype": dtype, "passed": 0}
-    row |= {"skipped": {}, "untested": {}, "failures": [], "seconds": {}}
-    options: dict[str, Any] = dict(kernel=kernel, dtype=dtype, repeats=repeats)
-    options["cases"] = None if cases is None else list(cases)
-    last: dict[str, Any] = {"event": "start", "case": "start", "runs_kernel": False}
-    try:
-        for last in children.perform("check", guards=True, x64=True, **options):
-            if last["event"] == "case":
-                _add_case(row, last)
-    except ChildError as error:
-        if last["event"] == "start":  # otherwise the process ended after an error
-            _add_crash(row, last, error)
-    return row
-
-
-def _add_crash(row: dict[str, Any], start: dict[str, Any], error: ChildError) -> None:
-    """Add the end of a process to a row, given the last event that says what runs."""
-    if start["runs_kernel"]:
-        failure = {"case": start["case"], "kind": error.kind, "text": str(error)}
-        row["failures"].append(failure)
-    else:
-        row["untested"][start["case"]] = f"plain XLA: {error.kind}: {error}"
-
-
-def _add_case(row: dict[str, Any], event: dict[str, Any]) -> None:
-    if event["skipped"]:
-        row["skipped"][event["case"]] = event["skipped"]
-    elif event["untested"]:
-        row["untested"][event["case"]] = event["untested"]
-    elif event["failures"]:
-        row["failures"] += [{"case": event["case"], **failure} for failure in event["failures"]]
-    else:
-        row["passed"] += 1
-
-
-def _time_kernel(row: dict[str, Any], children: Children) -> None:
-    """Add the times of the kernel and of XLA to a row, in a process without guards."""
-    kernel, dtype = row["kernel"], row["dtype"]
-    last: dict[str, Any] = {"case": "time", "runs_kernel": False}
-    try:
-        x64 = dtype == "float64"
-        for event in children.perform("time", x64=x64, kernel=kernel, dtype=dtype):
-            last = event
-    except ChildError as error:
-        _add_crash(row, last, error)
-        return
-    row["seconds"] = last["seconds"]
-    row["failures"] = [{"case": "time", **failure} for failure in last["failures"]]
-    if last["untested"]:
-        row["untested"]["time"] = last["untested"]
-
-
-def _time_torchvision(row: dict[str, Any], children: Children, platform: str) -> None:
-    """Add the time of torchvision's operator to a row, if it is installed."""
-    options = {"kernel": row["kernel"], "dtype": row["dtype"], "platform": platform}
-    try:
-        x64 = row["dtype"] == "float64"
-        (timed,) = children.perform("time_torchvision", x64=x64, **options)
-    except ChildError:  # of another project
-        return
-    if timed["value"] is not None:
-        row["seconds"]["torchvision"] = timed["value"]
-
-
-def describe_checks(row: dict[str, Any]) -> str:
-    """Return a line about the cases of a kernel and dtype."""
-    if row["failures"]:
-        texts = [f"{f['case']}: {f['kind']}: {f['text']}" for f in row["failures"]]
-        return f"WRONG in {len({f['case'] for f in row['failures']})} cases; {texts[0]}"
-    if row["untested"]:
-        case, reason = next(iter(row["untested"].items()))
-        return f"NOT TESTED in {len(row['untested'])} cases; {case}: {reason}"
-    skipped = f", {len(row['skipped'])} skipped" if row["skipped"] else ""
-    return f"{row['passed']} cases right{skipped}"
-
-
-def describe_times(row: dict[str, Any]) -> str:
-    """Return a line about the times of a kernel and dtype."""
-    if row["failures"] or row["untested"]:
-        return describe_checks(row)
-    names = {"native": "", "xla": "XLA ", "torchvision": "torchvision "}
-    times = row["seconds"].items()
-    return ", ".join(f"{names[name]}{1e3 * seconds:.3g} ms" for name, seconds in times)

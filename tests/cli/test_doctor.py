@@ -106,7 +106,7 @@ def test_gpu_command(monkeypatch, tmp_path, capsys, as_json, failures):
     table = err if as_json else out
     assert "testing on cuda\n" in table
     # The dtype, the milliseconds of the kernel and of XLA, and the default.
-    rows = re.findall(r"^roi_pool +(\w+) +13 +(\S+) +(\S+) +-  (.*)$", table, re.MULTILINE)
+    rows = re.findall(r"^roi_pool +(\w+) +13 +(\S+) +(\S+)  (.*)$", table, re.MULTILINE)
     assert rows == [
         ("float32", "1", "2", "kernel"),
         ("float64", "3", "2", "XLA"),

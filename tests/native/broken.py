@@ -124,10 +124,6 @@ def sleep(seconds):
     return callback
 
 
-def fail():
-    raise RuntimeError("no kernel image is available")
-
-
 def with_fault(fault):
     return lambda apply: lambda *args: broken_copy(correct(apply)(*args), fault)
 
@@ -154,52 +150,39 @@ def raise_in(implementation, error, tail=False):
 
 EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.")
 INVALID = jax.errors.JaxRuntimeError("INTERNAL: an illegal memory access was encountered")
-NO_MEMORY = raise_in("native", EXHAUSTED)
-WRONG_REFERENCE = raise_in("xla", INVALID)
-WRONG_KERNEL = raise_in("native", INVALID)
+# Errors of the kernel ("native") and of the reference, as calls, with what they say of the kernel:
+# a part of the event, and whether the process must end.
+ERRORS = {
+    "no memory": (raise_in("native", EXHAUSTED), "untested", False),
+    "no memory for XLA": (raise_in("xla", EXHAUSTED), "untested", False),
+    "large": (raise_in("native", EXHAUSTED, tail=True), "skipped", False),
+    "wrong reference": (raise_in("xla", INVALID), "untested", True),
+    "wrong kernel": (raise_in("native", INVALID), "failures", True),
+}
 
 
 def of_candidate(candidate, **more_cases):
     return Kernel("", {"plain": _small, **more_cases}, _small, candidate=candidate)
 
 
-def of_cases(**cases):
-    return Kernel("", cases, _small)
-
-
-def of_times(make):
-    return Kernel("", {}, make)
-
-
-# Each kernel with what is found first, and a part of the report. What is found is a kind of
-# failure, or one of several; "untested" or "skipped", which say nothing about the kernel; or None.
+# Each kernel with what is found first, a kind of failure or one of several, and a part of the
+# report. None is no failure.
 _TABLE = {
     "correct": (of_candidate(correct, special=_special), None, ""),
-    "slow": (of_candidate(call_host(sleep(0.2))), None, ""),
+    "abort": (of_candidate(call_host(os.abort)), "crash", "Aborted (signal 6)"),
     "wrong value": (of_candidate(wrong_value), "value", "the result is wrong"),
+    "slow": (of_candidate(call_host(sleep(0.2))), None, ""),
     "wrong gradient": (of_candidate(wrong_gradient), "gradient", "the gradient of value is wrong"),
     "NaN": (of_candidate(wrong_only_at_nan, special=_special), "value", "special: value"),
     "race": (of_candidate(call_host(vary(0.5))), "repetition", "of 4 runs: the result is wrong"),
     "bits": (of_candidate(call_host(vary(1 + 2e-7))), "repetition", "bits of the result differ"),
-    "error": (of_candidate(call_host(fail)), "error", "no kernel image is available"),
-    "abort": (of_candidate(call_host(os.abort)), "crash", "Aborted (signal 6)"),
-    "hang": (of_candidate(call_host(sleep(1000))), "timeout", "no answer in 30 s"),
     "copy": (of_candidate(with_fault("none")), None, ""),
     "copy: write after": (of_candidate(with_fault("write after")), "guard", "after the end"),
-    "copy: write before": (of_candidate(with_fault("write before")), "guard", "before the start"),
-    "copy: add after": (of_candidate(with_fault("add after")), "guard", "after the end"),
     "copy: change operand": (of_candidate(with_fault("change operand")), "guard", "was changed"),
     # A run without guards fails too if what was freed behind the operand is not finite.
     "copy: read after": (of_candidate(with_fault("read after")), "guard|repetition|value", "wrong"),
     "copy: skip": (of_candidate(with_fault("skip")), "repetition", ""),
-    "no memory": (of_cases(first=NO_MEMORY, second=_small), "untested", "first: "),
-    "no memory for XLA": (of_cases(plain=raise_in("xla", EXHAUSTED)), "untested", "plain: "),
-    "large": (of_cases(plain=raise_in("native", EXHAUSTED, tail=True)), "skipped", ""),
-    "wrong reference": (of_cases(plain=WRONG_REFERENCE), "untested", "illegal memory access"),
-    "wrong kernel": (of_cases(plain=WRONG_KERNEL), "error", "illegal memory access"),
-    "no memory to time": (of_times(NO_MEMORY), "untested", "time: "),
-    "wrong reference to time": (of_times(WRONG_REFERENCE), "untested", "time: "),
-    "wrong kernel to time": (of_times(WRONG_KERNEL), "crash", "time: "),
+    "hang": (of_candidate(call_host(sleep(1000))), "timeout", "no answer in 20 s"),
 }
 KERNELS = {name: kernel._replace(name=name) for name, (kernel, _, _) in _TABLE.items()}
 FINDINGS = {name: finding for name, (_, *finding) in _TABLE.items()}

@@ -1,9 +1,8 @@
 """The validation of kernels, with the CPU kernels in place of CUDA kernels, and broken ones."""
 
+import contextlib
 import ctypes
 import functools
-import io
-import subprocess
 import sys
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 from effjax import native
-from effjax.validation import checks, guards, kernels, programs, run, torch_times
+from effjax.validation import checks, child, guards, kernels, programs, run
 from tests.native import broken
 from tests.programs import needs_gpu_compiler
 from tests.tiers import vary
@@ -72,7 +71,7 @@ MESSAGES = {
 
 @pytest.mark.parametrize("memory", ["cpu", "cuda"])
 @pytest.mark.parametrize("fault", broken.FAULTS)
-@vary("size", [5, 1, 64])
+@vary("size", [5, 1])
 def test_guards(guarded_copies, memory, fault, size):
     """A write next to an array by one element is found, and a value from outside changes."""
     x = jnp.arange(1, size + 1, dtype=jnp.float32)
@@ -143,41 +142,26 @@ def test_large_arrays_without_memory(monkeypatch):
     assert isinstance(reason, str) and "GB of device memory" in reason
 
 
-class Hanging:
-    """A process that has closed its pipes, and does not end."""
-
-    def __init__(self):
-        self.stdin, self.killed = io.StringIO(), False
-
-    def wait(self, timeout=None):
-        if self.killed:
-            return -9
-        assert timeout is not None, "waits without a limit"
-        raise subprocess.TimeoutExpired("child", timeout)
-
-    def poll(self):
-        return -9 if self.killed else None
-
-    def kill(self):
-        self.killed = True
-
-
-def test_child_that_hangs_at_its_end(monkeypatch):
-    monkeypatch.setattr(run.subprocess, "Popen", lambda *_, **__: Hanging())
-    one = run.Child("cpu", TABLE)
-    with pytest.raises(run.ChildError, match="Killed"):
-        list(one.perform("describe"))
-
-
-def test_child_that_ends_before_a_task(monkeypatch):
-    """What was not written to its stdin is flushed again when it is closed."""
-    start = subprocess.Popen
-    ended = [sys.executable, "-c", "raise SystemExit(3)"]
-    monkeypatch.setattr(run.subprocess, "Popen", lambda _, **options: start(ended, **options))
-    one = run.Child("cpu", TABLE)
-    one._process.wait()
-    with pytest.raises(run.ChildError, match="exit code 3"):
-        list(one.perform("describe"))
+@pytest.mark.parametrize(
+    ("program", "time_limit", "lines", "kind", "text"),
+    [
+        ("print(1)", 60, 1, None, ""),
+        ("print(1); import sys; sys.exit('no GPU')", 60, 1, "crash", "exit code 1: no GPU"),
+        ("print(1, end='', flush=True); import os; os.abort()", 60, 0, "crash", r"\(signal 6\)"),
+        ("import time; time.sleep(60)", 0.5, 0, "timeout", "no answer in 0.5 s"),
+        # Closes its stdout, and hangs.
+        ("import os, time; os.close(1); time.sleep(60)", 60, 0, "crash", "Killed"),
+    ],
+)  # fmt: skip
+def test_ends_of_processes(monkeypatch, program, time_limit, lines, kind, text):
+    monkeypatch.setattr(run, "_SECONDS_TO_END", 0.5)
+    read, expected = [], contextlib.nullcontext()
+    if kind:
+        expected = pytest.raises(run.ChildError, match=text)
+    with expected as raised:
+        read += run.read_lines([sys.executable, "-c", program], {}, time_limit)
+    assert len(read) in (0, lines) if kind else len(read) == lines
+    assert raised is None or raised.value.kind == kind
 
 
 def runs_of(*values):
@@ -209,7 +193,6 @@ def test_kinds_of_failures(runs, deterministic, kinds):
     [
         (functools.partial(kernels.make_attention, shapes=((4, 4),), heads=1), ()),
         (functools.partial(kernels.make_deform_conv, size=(8, 8), strides=(4, 4)), (2,)),
-        (functools.partial(kernels.make_roi_align, size=(8, 8)), ()),
     ],
 )
 def test_last_of_many_images(make, shared, x64, monkeypatch):
@@ -230,57 +213,94 @@ def test_last_of_many_images(make, shared, x64, monkeypatch):
 
 
 FEW = ["correct", "abort", "wrong value"]
-OTHERS = [name for name in broken.KERNELS if name not in (*FEW, "hang")]
+OTHERS = [name for name in broken.KERNELS if name not in FEW]
 
 
-@vary("names", [FEW, OTHERS, ["hang"]], ids=["few", "others", "hang"])
-def test_broken_kernels_are_caught(names, library, monkeypatch):
+@vary("names, time_limit", [(FEW, 180), (OTHERS, 20)], ids=["few", "others"])
+def test_broken_kernels_are_caught(names, time_limit, library, monkeypatch):
     """Failures are recorded by name, and a crash or a hang does not end the validation."""
     monkeypatch.setenv(broken.LIBRARY, str(library))
-    report = validate(names, time_limit=30 if names == ["hang"] else 180)
-    failures, untested, outcomes = (
-        get(report) for get in (run.find_failures, run.find_untested, run.outcomes)
-    )
+    report = validate(names, time_limit=time_limit)
+    failures, outcomes = run.find_failures(report), run.outcomes(report)
     assert [row["kernel"] for row in report["kernels"]] == names
     for row in report["kernels"]:
         name = row["kernel"]
         kind, text = broken.FINDINGS[name]
-        lines = [line for line in failures + untested if line.startswith(f"{name} float32, ")]
-        assert (lines == []) == (kind in (None, "skipped")), (name, lines)
-        if kind in (None, "skipped"):
+        lines = [line for line in failures if line.startswith(f"{name} float32, ")]
+        assert row["untested"] == {} and bool(lines) == bool(kind), (name, lines)
+        if kind is None:
             outcome = outcomes[name]["float32"]
             assert outcome == "slower" if name == "slow" else outcome in ("faster", "slower")
-            assert bool(row["skipped"]) == (kind == "skipped")
-        elif kind == "untested":
-            assert name not in outcomes and not row["failures"]
-            assert text in lines[0] and "not tested" in lines[0]
         else:
             assert outcomes[name] == {"float32": "wrong"}
             assert row["failures"][0]["kind"] in kind.split("|") and text in lines[0], lines
     assert report["key"]["gpu"] == "cpu" and len(report["key"]["library"]) == 64
 
 
+@pytest.mark.parametrize("repeats", [2, None], ids=["check", "time"])
+@pytest.mark.parametrize("name", broken.ERRORS)
+def test_errors_of_a_case(name, repeats, x64):
+    """A lack of memory and an error of XLA say nothing about a kernel."""
+    make, part, must_end = broken.ERRORS[name]
+    kernel, events, ended = kernels.Kernel(name, {}, make), [], False
+    try:
+        events += child.run_case(kernel, "one", make, "float32", repeats)
+    except SystemExit:
+        ended = True
+    assert ended == must_end
+    case = events[-1]
+    found = [kind for kind in ("skipped", "untested", "failures") if case[kind]]
+    assert found == [part] and case["event"] == "case", case
+    assert part != "failures" or case[part][0]["kind"] == "error"
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("names", "dtypes", "cases"),
+    ("name", "dtype", "cases"),
     [
-        (["deform_conv2d", "roi_pool_deterministic", "ms_deform_attn"], ["float32"], None),
         (
-            ["deform_conv2d_deterministic", "ms_deform_attn_deterministic", "roi_pool"],
-            ["bfloat16", "float16", "float64"],
-            ["plain"],
+            "deform_conv2d",
+            "float32",
+            ["one-sided", "NaN and infinity", "no images", "several devices", "64-bit indices"],
         ),
+        ("roi_pool_deterministic", "float16", ["NaN and infinite offsets", "vmap"]),
+        ("ms_deform_attn", "bfloat16", ["slices", "no queries"]),
+        ("ms_deform_attn_deterministic", "float64", ["plain"]),
     ],
-    ids=["cases", "dtypes"],
 )
-def test_kernels_of_the_cpu(names, dtypes, cases):
-    report = validate(names, "tests.native.broken:ACTUAL", dtypes, cases=cases, time_limit=300)
-    assert len(report["kernels"]) == len(names) * len(dtypes)
-    for row in report["kernels"]:
-        assert row["failures"] == [] and row["untested"] == {} and row["seconds"], row
-        large = "64-bit indices"
-        assert row["skipped"].keys() == ({large} if cases is None else set())
-        assert row["passed"] == len(cases or kernels.KERNELS[row["kernel"]].cases.keys() - {large})
+def test_kernels_of_the_cpu(name, dtype, cases):
+    """Those that are right pass, here those whose shapes and dtypes differ most."""
+    report = validate([name], "tests.native.broken:ACTUAL", [dtype], cases=cases, time_limit=300)
+    (row,) = report["kernels"]
+    assert row["failures"] == [] and row["untested"] == {} and row["seconds"].keys() == {
+        "native", "xla"
+    }, row  # fmt: skip
+    assert row["skipped"].keys() == {"64-bit indices"} & set(cases)
+    assert row["passed"] == len(set(cases) - {"64-bit indices"})
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["deform_conv2d", "roi_pool", "ms_deform_attn"])
+def test_all_cases_can_be_traced(name, x64):
+    for make in kernels.KERNELS[name].cases.values():
+        call = make("float32")
+        if isinstance(call, str):  # it needs a larger machine
+            continue
+        arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in call.args]
+        jax.eval_shape(functools.partial(call.apply, implementation="xla"), *arrays)
+
+
+def test_programs_of_guarded_calls():
+    """The kernels of effjax run with guards, and without them after that."""
+    call = kernels.make_roi("float32")
+
+    def lower():
+        function = functools.partial(call.apply, implementation="native")
+        return jax.jit(function).lower(*call.args).as_text()
+
+    with guards.guarded_calls():
+        assert "@guarded_effjax_roi_pool" in lower()
+    assert "@effjax_roi_pool" in lower()
 
 
 @pytest.mark.parametrize("name", kernels.KERNELS)
@@ -318,23 +338,16 @@ def test_planned_and_measured_peaks(planned, measured, kind):
 def test_programs(monkeypatch):
     """The peaks of ten programs and the time of a step, with measurements of a pretended GPU."""
 
-    class Pretended:
-        def __init__(self, platform, table, time_limit, xla_flags):
-            assert table == run.TABLE and platform in ("cpu", "cuda")
-            self.flags = xla_flags
+    def run_child(platform, time_limit, task, xla_flags, **options):
+        assert platform == ("cpu" if task.startswith("plan") else "cuda")
+        assert bool(xla_flags) == (task == "measure_peak")
+        name = options.get("name")
+        if name == "roi_align" and task == "measure_peak":
+            raise run.ChildError("crash", "Aborted")
+        factor = 2 if name == "dense_block" and task == "measure_peak" else 1
+        yield {"value": factor * 2**30 if "peak" in task else 0.02}
 
-        def close(self):
-            pass
-
-        def perform(self, task, **options):
-            assert bool(self.flags) == (task == "measure_peak")
-            name = options.get("name")
-            if name == "roi_align" and task == "measure_peak":
-                raise run.ChildError("crash", "Aborted")
-            factor = 2 if name == "dense_block" and task == "measure_peak" else 1
-            yield {"event": "result", "value": factor * 2**30 if "peak" in task else 0.02}
-
-    monkeypatch.setattr(run, "Child", Pretended)
+    monkeypatch.setattr(run, "run_child", run_child)
     failed = {"kernel": "ms_deform_attn", "dtype": "float32", "failures": [{
         "case": "plain", "kind": "value", "text": "wrong"
     }]}  # fmt: skip
@@ -364,18 +377,3 @@ def test_programs_can_be_planned_and_run():
     assert programs.plan_step("l4", **sizes) > 0 and programs.measure_step(**sizes) > 0
     if jax.local_devices()[0].memory_stats() is None:
         assert programs.measure_peak("elementwise") is None
-
-
-def test_times_of_torchvision(monkeypatch):
-    pytest.importorskip("torchvision")
-    for name in torch_times.NAMES:
-        make = kernels.make_deform_conv if name == "deform_conv2d" else kernels.make_roi_align
-        small = kernels.KERNELS[name]._replace(timed=make)
-        monkeypatch.setitem(kernels.KERNELS, name, small)
-        seconds = torch_times.time_torchvision(name, "float32", "cpu", repeats=1)
-        assert seconds is not None and seconds > 0
-
-
-def test_no_time_without_torchvision(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert torch_times.time_torchvision("roi_pool", "float32", "cpu") is None
