@@ -22,10 +22,8 @@ from ..ops.dense_block.block import DenseLayerParams, dense_block
 from ..ops.dense_block.bn_relu_conv import bn_relu_conv
 from ..ops.offload.compiled import offload_jit
 from ..ops.offload.train_step import OffloadState, offload_train_step
-from ..ops.samplers.deform_attention.api import ms_deform_attn
-from ..ops.samplers.deform_conv.api import deform_conv2d
-from ..ops.samplers.roi.api import roi_align
 from .checks import median_seconds
+from .kernels import Call, make_attention, make_deform_conv, make_roi
 
 
 def shape(*sizes: int, dtype: str = "float32") -> Any:
@@ -68,29 +66,15 @@ def _dense_layers(inputs: int, growth: int, count: int) -> list[DenseLayerParams
     ]  # fmt: skip
 
 
-def _deform_conv() -> tuple:
-    def convolve(x, offset, kernel):
-        return deform_conv2d(x, offset, kernel, padding=1, implementation="native")
-
-    images = shape(8, 64, 64, 128), shape(8, 64, 64, 18), shape(3, 3, 128, 128)
-    return gradient(convolve, (0, 1, 2)), *images
-
-
-def _roi_align() -> tuple:
-    align = functools.partial(roi_align, output_size=7, sampling_ratio=2, implementation="native")
-    return gradient(align), shape(4, 128, 128, 256), shape(4, 512, 4)
+def _of_kernel(make: Callable[..., Call], **sizes: Any) -> tuple:
+    """Return the gradients of an operator that runs a kernel, and the shapes of its arguments."""
+    call = make("float32", **sizes)
+    function = functools.partial(call.apply, implementation="native")
+    gradients = gradient(function, tuple(range(len(call.names))))
+    return gradients, *(shape(*a.shape) for a in call.args)
 
 
-def _attention() -> tuple:
-    shapes = ((64, 64), (32, 32), (16, 16), (8, 8))
-
-    def attend(value, locations, weights):
-        return ms_deform_attn(value, shapes, locations, weights, implementation="native")
-
-    pixels = sum(h * w for h, w in shapes)
-    points = 4, 5440, 8, len(shapes), 4
-    args = shape(4, pixels, 8, 32), shape(*points, 2), shape(*points)
-    return gradient(attend, (0, 1, 2)), *args
+_LEVELS = ((64, 64), (32, 32), (16, 16), (8, 8))
 
 
 def _cross_entropy() -> tuple:
@@ -131,9 +115,15 @@ PROGRAMS: dict[str, Callable[[], tuple]] = {
         gradient(_dense_block, (0, 1)), shape(64, 32, 32, 64), _dense_layers(64, 32, 3)
     ),
     "linear_cross_entropy": _cross_entropy,
-    "deform_conv2d": _deform_conv,
-    "roi_align": _roi_align,
-    "ms_deform_attn": _attention,
+    "deform_conv2d": lambda: _of_kernel(
+        make_deform_conv, batch=8, size=(64, 64), c=128, o=128, masked=False
+    ),
+    "roi_align": lambda: _of_kernel(
+        make_roi, batch=4, size=(128, 128), c=256, boxes=512, output_size=(7, 7)
+    ),
+    "ms_deform_attn": lambda: _of_kernel(
+        make_attention, batch=4, shapes=_LEVELS, queries=5440, heads=8, c=32
+    ),
 }  # fmt: skip
 # The kernels that they need.
 KERNELS_OF_PROGRAMS = {
