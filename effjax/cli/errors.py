@@ -7,6 +7,7 @@ from typing import Any
 from .._extras import install_command
 from ..train.errors import TrainError, printable
 
+LONGEST = 2000  # characters of a message; a file may have a key of 100 MB
 USAGE, INTERRUPTED, PREEMPTED = 2, 130, 75  # exit codes: a wrong option, Ctrl-C, SIGTERM
 
 option_names: set[str] = set()  # of the running command, as fields of its dataclasses
@@ -48,7 +49,10 @@ def report(error: BaseException) -> int | None:
     if isinstance(error, TrainError):
         message = re.sub(r"`([a-z_0-9]+)`", _as_typed, message)
     if message:
-        print(f"effjax: {printable(' '.join(message.split()))}", file=sys.stderr)
+        message = " ".join(message.split())
+        if len(message) > LONGEST:  # the remedy is at the end
+            message = f"{message[: LONGEST // 2]} […] {message[-LONGEST // 2 :]}"
+        print(f"effjax: {printable(message)}", file=sys.stderr)
     return code
 
 

@@ -89,6 +89,7 @@ def save_adapter(
     base_model: str | None = None,
     layers_prefix: str = LAYERS_PREFIX,
     overwrite: bool = False,
+    require_finite: bool = False,
 ) -> None:
     """Save a LoRA adapter in PEFT's layout, the inverse of `load_adapter`.
 
@@ -101,9 +102,11 @@ def save_adapter(
         base_model: The name or folder of the model that is adapted, for PEFT.
         layers_prefix: What stands before the number of a layer in the base model.
         overwrite: Whether to replace an older adapter, as in `save_checkpoint`.
+        require_finite: Whether to refuse arrays with NaN or infinity.
 
     Raises:
-        ValueError: if the arrays are not pairs of matrices of one rank.
+        ValueError: if the arrays are not pairs of matrices of one rank, or if a number is not
+            finite, with `require_finite`.
         TypeError: if an array has a dtype that the format does not support.
         OSError: if the folder exists, is not empty and must not be replaced, or if it cannot be
             written.
@@ -118,7 +121,10 @@ def save_adapter(
     }  # fmt: skip
     sources = make_sources(layers, {}, f"{BASE}{layers_prefix}")
     text = json.dumps(config, indent=2) + "\n"
-    save_arrays(Path(folder), MODEL, sources, {CONFIG: text.encode()}, 1 << 62, overwrite, None)
+    files = {CONFIG: text.encode()}
+    save_arrays(
+        Path(folder), MODEL, sources, files, 1 << 62, overwrite, require_finite, progress=None
+    )
 
 
 def _read_config(path: Path) -> dict[str, Any]:

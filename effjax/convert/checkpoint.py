@@ -128,6 +128,7 @@ def load_checkpoint(
             if a value is too large for the dtype of its shape.
         OSError: if a file cannot be read.
     """
+    _check_count(Path(folder), layers, others)
     sources = make_sources(layers, others, layers_prefix)
     return load_arrays(Path(folder), MODEL, sources, layers_prefix, ignore, progress)
 
@@ -141,8 +142,41 @@ def check_checkpoint(
     ignore: Collection[str] = IGNORED,
 ) -> None:
     """Raise the errors of `load_checkpoint` that the headers of the files show."""
+    _check_count(Path(folder), layers, others)
     sources = make_sources(layers, others, layers_prefix)
     _find_checked(Path(folder), MODEL, sources, layers_prefix, ignore)
+
+
+def _check_count(folder: Path, layers: Shapes, others: Shapes) -> None:
+    """Raise ValueError for far more layers than the files have, before their names are listed.
+
+    A billion layers in config.json would take all memory.
+    """
+    with contextlib.suppress(OSError):  # a folder that must not be changed
+        complete_replacement(folder)
+    tensors, _, _ = find_tensors(folder, MODEL)
+    wanted = len(others) + sum(a.shape[0] for a in layers.values())
+    if wanted > 10 * len(tensors) + 1000:
+        raise ValueError(
+            f"{folder} has {len(tensors)} tensors, and the model {wanted}. Check the number of "
+            "layers in config.json."
+        )
+
+
+def differ(folder: Path, first: str, second: str) -> bool:
+    """Return True if a checkpoint has both tensors and their values differ."""
+    tensors, _, _ = find_tensors(folder, MODEL)
+    if first not in tensors or second not in tensors:
+        return False
+    a, b = tensors[first], tensors[second]
+    if (a.shape, a.dtype) != (b.shape, b.dtype) or a.dtype not in DTYPES:
+        return True
+    for rows in row_ranges(a.shape, DTYPES[a.dtype].itemsize, CHUNK_BYTES):
+        bounds = (rows, *whole(a.shape)[1:])
+        one, other = (read_tensor(tensor, bounds).view(np.uint8) for tensor in (a, b))
+        if not np.array_equal(one, other):
+            return True
+    return False
 
 
 def save_checkpoint(
@@ -155,6 +189,7 @@ def save_checkpoint(
     max_shard_bytes: int = 5_000_000_000,
     copied_files: Collection[Path] = (),
     overwrite: bool = False,
+    require_finite: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Save a language model in Hugging Face's layout, the inverse of `load_checkpoint`.
@@ -174,11 +209,13 @@ def save_checkpoint(
         copied_files: Other files of the checkpoint, such as those of its tokenizer.
         overwrite: Whether to replace an older checkpoint, all at once. If the process is killed
             between the two renames, the next `load_checkpoint` completes them.
+        require_finite: Whether to refuse arrays with NaN or infinity. Nothing is saved then.
         progress: Called as ``progress(done, total)`` with numbers of bytes, those that this process
             writes.
 
     Raises:
         TypeError: if an array has a dtype that the format does not support.
+        ValueError: if a number is not finite, with `require_finite`; the message has the tensor.
         OSError: if the folder exists, is not empty and must not be replaced, or if it cannot be
             written.
         RuntimeError: if another process has failed.
@@ -187,7 +224,9 @@ def save_checkpoint(
     text = json.dumps(dict(config), indent=2) + "\n"
     files = {"config.json": text.encode()}
     files |= {path.name: path.read_bytes() for path in copied_files}
-    save_arrays(Path(folder), MODEL, sources, files, max_shard_bytes, overwrite, progress)
+    save_arrays(
+        Path(folder), MODEL, sources, files, max_shard_bytes, overwrite, require_finite, progress
+    )
 
 
 def make_sources(
@@ -501,6 +540,7 @@ def save_arrays(
     files: Mapping[str, bytes],
     max_shard_bytes: int,
     overwrite: bool,
+    require_finite: bool,
     progress: Progress | None,
 ) -> None:
     """Save the arrays of both dicts of sources and some small files; see `save_checkpoint`."""
@@ -539,7 +579,8 @@ def save_arrays(
                 for name, content in files.items():
                     (partial / name).write_bytes(content)
         with _in_all_processes("write"):
-            _write_all([*others.values(), *layers.values()], tensors, progress)
+            arrays = [*others.values(), *layers.values()]
+            _write_all(arrays, tensors, require_finite, progress)
         with _in_all_processes("rename"):
             if is_first:
                 sync_files([*partial.iterdir(), partial])
@@ -598,7 +639,10 @@ def _split(
 
 
 def _write_all(
-    sources: Collection[Source], tensors: Mapping[str, Tensor], progress: Progress | None
+    sources: Collection[Source],
+    tensors: Mapping[str, Tensor],
+    require_finite: bool,
+    progress: Progress | None,
 ) -> None:
     """Write the parts of all arrays that are on devices of this process, each by one of them."""
     shards = [(source, bounds, a) for source in sources for bounds, a in _own_shards(source.array)]
@@ -611,6 +655,8 @@ def _write_all(
     for source, bounds, a in shards:
         for name, rows, part in source.ranges(bounds):
             array = _read_rows(a, *rows).reshape([last - first for first, last in part])
+            if require_finite and not np.isfinite(array).all():
+                raise ValueError(f"{name} has numbers that are not finite.")
             write_tensor(tensors[name], array, part)
             report(array.nbytes)
 

@@ -318,7 +318,9 @@ def sample(options: Options, logits: jax.Array, keys: jax.Array) -> jax.Array:
     if options.temperature == 0:
         return jnp.argmax(logits, -1)
     draw = jax.vmap(jax.random.categorical)
-    logits = logits / options.temperature
+    # Without the subtraction, a tiny temperature makes the largest logits infinite.
+    logits -= jnp.max(logits, -1, keepdims=True)
+    logits /= max(options.temperature, float(jnp.finfo(logits.dtype).tiny))
     if options.top_k is None and options.top_p is None:
         return draw(keys, logits)
     size = logits.shape[1]

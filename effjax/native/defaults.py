@@ -175,6 +175,8 @@ def read_verdict(key: Key) -> Outcomes | None:
     path = None
     try:
         path = verdict_file(key)
+        if path.exists() and not path.is_file():  # reading a pipe would block
+            raise ValueError("it is not a regular file")
         content = json.loads(path.read_text(encoding="utf-8"))
         outcomes, known = content["outcomes"], get_args(Outcome)
         if content["format"] != _FORMAT or Key(**content["key"]) != key:

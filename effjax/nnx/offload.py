@@ -20,7 +20,7 @@ from ..layers.offload import (
     make_options,
     select_keywords,
 )
-from ..ops._common.arguments import as_key
+from ..ops._common.arguments import as_key, describe
 from ..ops.offload.placement import Space, move
 from ..ops.offload.trees import count_layers
 
@@ -81,6 +81,7 @@ class OffloadModel(nnx.Module):
             `effjax.offload_scan`. everything_saveable is fairscale's checkpoint_activation=False.
 
     Raises:
+        TypeError: if `layers` is neither a sequence nor a module.
         ValueError: if an option does not fit.
 
     References:
@@ -99,6 +100,10 @@ class OffloadModel(nnx.Module):
     ):
         if isinstance(layers, nnx.Sequential):
             layers = layers.layers
+        if not isinstance(layers, (Sequence, nnx.Module)):
+            raise TypeError(
+                f"`layers` must be a sequence of layers or a module, not {describe(layers)}."
+            )
         self.stacked = isinstance(layers, nnx.Module) and not isinstance(layers, nnx.List)
         self.layers: Any = layers if self.stacked else nnx.List(cast(Sequence, layers))
         self.options = make_options(

@@ -35,6 +35,13 @@ def test_wrong_options_are_one_line(run, tmp_path, argv, message):
     assert not list(tmp_path.iterdir())
 
 
+def test_long_messages_are_cut(run):
+    """A key of a file or an option may have any length."""
+    code, _, err = run("k" * 10**5)
+    assert code == 2 and one_line(err) and len(err) < 3000
+    assert "kk […] kk" in err and err.endswith("See effjax --help.\n")
+
+
 @pytest.mark.parametrize(
     ("argv", "option"),
     [

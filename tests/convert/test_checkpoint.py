@@ -476,6 +476,23 @@ def test_saves_atomically(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["a"]
 
 
+def test_a_billion_layers_are_refused_before_they_are_listed(tmp_path):
+    convert.save_checkpoint(tmp_path / "a", {"w": np.ones((2, 3), np.float32)}, {}, {})
+    layers = {"w": jax.ShapeDtypeStruct((10**9, 3), jnp.float32)}
+    for function in (convert.load_checkpoint, checkpoint.check_checkpoint):
+        with pytest.raises(ValueError, match=r"has 2 tensors, and the model 1000000000"):
+            function(tmp_path / "a", layers, {})
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_refuses_numbers_that_are_not_finite(tmp_path, value):
+    layers = {"w": np.array([[1, 2], [3, value]], jnp.bfloat16)}
+    convert.save_checkpoint(tmp_path / "any", layers, {}, {})
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.w has numbers that are not finite"):
+        convert.save_checkpoint(tmp_path / "a", layers, {}, {}, require_finite=True)
+    assert os.listdir(tmp_path) == ["any"]
+
+
 def test_replaces_a_checkpoint_at_once(tmp_path, monkeypatch):
     def save(value):
         layers = {"w": np.full((3, 2), value, np.float32)}

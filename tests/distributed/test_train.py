@@ -282,7 +282,7 @@ def test_the_first_process_is_killed(tmp_path, text):
 
 
 def test_an_error_of_one_process_ends_all(tmp_path, text):
-    before = "if process == 1: argv += ['--data', 'text:nowhere']"
+    before = "if process == 1: argv[argv.index('--data') + 1] = 'text:nowhere'"
     with Group(heartbeat_timeout=5) as two:
         first, second = two.run(*text, "--out", tmp_path / "run", before=before)
     assert first.code not in (None, 0, PREEMPTED) and second.code == 2
@@ -303,7 +303,7 @@ patch.setattr(defaults, "library_digest", lambda _: str(process))"""
     [
         ("argv += ['--seed', '7']", "option --seed (=7 in process 1) is 0 in process 0. Give all"),
         ("argv += ['--resume', 'a-run']", "option --resume (='a-run' in process 1) is None in"),
-        ("argv += ['--data', OTHER]", "data `sha256` (='"),
+        ("argv[argv.index('--data') + 1] = OTHER", "data `sha256` (='"),
         (
             "patch.setenv('EFFJAX_CUDA', 'off')",
             "native kernels `EFFJAX_CUDA` (='off' in process 1) is 'validated' in process 0. Give",

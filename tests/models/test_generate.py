@@ -144,6 +144,15 @@ def test_distribution_of_samples(temperature, top_k, top_p, support):
     assert chi_square < 20  # of at most 4 degrees of freedom: exceeded once in 2000 keys
 
 
+@pytest.mark.parametrize("temperature", [1e-36, 1e-39, 5e-324])
+def test_tiny_temperature_is_greedy(temperature):
+    """Divided by them, the logits would be infinite, or NaN."""
+    options = check_options(config_of("llama2"), max_new_tokens=1, temperature=temperature)
+    keys = jax.random.split(jax.random.key(0), 8)
+    logits = jnp.broadcast_to(40 + jnp.float32(LOGITS), (8, len(LOGITS)))
+    assert (sample(options, logits, keys) == 1).all()
+
+
 def test_temperature_zero_is_greedy():
     options = check_options(config_of("llama2"), max_new_tokens=1, top_k=3, top_p=0.5)
     logits = jnp.asarray([LOGITS, -LOGITS])

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import types
 
@@ -192,6 +193,9 @@ def test_damaged_verdicts_are_ignored(change, caplog):
     assert caplog.records[0].levelname == "WARNING" and str(path) in caplog.messages[0]
     path.unlink()
     path.mkdir()  # unreadable
+    assert defaults.read_verdict(KEY) is None
+    path.rmdir()
+    os.mkfifo(path)  # reading it would block
     assert defaults.read_verdict(KEY) is None
 
 

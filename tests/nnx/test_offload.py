@@ -352,6 +352,7 @@ def test_rejects_device_parameters():
     ("error", "match", "run"),
     [
         (ValueError, r"`layers` \(of length 0\)", lambda: OffloadModel([])(X)),
+        (TypeError, "`layers` must be a sequence of layers", lambda: OffloadModel(None)),  # type: ignore
         (TypeError, "`rngs` must be a single PRNG key", lambda: OffloadModel([Noise()])(X, rngs=3)),
         (ValueError, "A Counting changes calls", lambda: OffloadModel([Counting()])(X)),
         (ValueError, "same number of layers", lambda: OffloadModel(Scaled()).to_host()(X)),

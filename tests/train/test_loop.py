@@ -403,7 +403,7 @@ class NanState(CachedTask):
 
 def test_stops_at_a_train_loss_that_is_nan(tmp_path, task):
     nan: Any = NanState(task)
-    message = "the train loss is nan (in epoch|at step) 1. Use a `learning_rate` below 0.0"
+    message = "the loss or a gradient is not finite (in epoch|at step) 1. This is the first step: "
     with pytest.raises(TrainError, match=message):
         fit(nan, new_run(tmp_path / "run", task))
     assert checkpoints(RunDirectory(tmp_path / "run")) == {"0"}
@@ -417,7 +417,7 @@ def test_stops_at_an_evaluation_that_is_not_finite(tmp_path, task, part, monkeyp
         return dict(evaluate(state, of)) | ({"loss": math.inf} if of == part else {})
 
     monkeypatch.setattr(task, "make_eval", lambda: diverge, raising=False)
-    message = rf"the {part} loss is inf (in epoch|at step) \d. Use a `learning_rate` below"
+    message = rf"the {part} loss is not finite (in epoch|at step) \d. Use a `learning_rate` below"
     with pytest.raises(TrainError, match=message):
         fit(task, new_run(tmp_path / "run", task))
 

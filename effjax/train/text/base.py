@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...convert import load_checkpoint
-from ...convert.checkpoint import IGNORED, check_checkpoint, complete_replacement
+from ...convert.checkpoint import IGNORED, check_checkpoint, complete_replacement, differ
 from ...models import DecoderConfig
 from ..errors import DataError, unreadable
 from ..run_directory import RunDirectory
@@ -22,6 +22,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "generation_config.json",
 )  # fmt: skip
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 MODEL, ADAPTER = "model", "adapter"  # folders of a run, written at its end
 NUM_SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of each file of weights, for its fingerprint
 
@@ -63,7 +64,8 @@ class Base:
 
     def check(self, layers: Any, others: Any) -> None:
         """Raise DataError unless the files have tensors of these shapes."""
-        self._convert_errors(check_checkpoint, layers, others)
+        self._convert_errors(check_checkpoint, layers, others, ignore=self._ignored)
+        self._check_tied_head()
 
     def load(
         self, layers: Any, others: Any, progress: Callable[[int, int], object] | None = None
@@ -73,7 +75,28 @@ class Base:
         Raises:
             DataError: The files cannot be read, or are those of another model.
         """
-        return self._convert_errors(load_checkpoint, layers, others, progress=progress)
+        self._check_tied_head()
+        return self._convert_errors(
+            load_checkpoint, layers, others, ignore=self._ignored, progress=progress
+        )
+
+    @property
+    def _ignored(self) -> tuple[str, ...]:
+        # Files of models with tied embeddings may contain a copy of the head.
+        return (*IGNORED, HEAD) if self.model.tie_word_embeddings else IGNORED
+
+    def _check_tied_head(self) -> None:
+        """Raise DataError if a head, which a model with tied embeddings ignores, is another one."""
+        if self.model.tie_word_embeddings and self._has_other_head:
+            raise DataError(
+                f"{self.folder}: {HEAD} differs from {EMBEDDING}, and config.json has "
+                "`tie_word_embeddings`, with which the head is not used. Set that to false to use "
+                "it, or remove the tensor."
+            )
+
+    @functools.cached_property
+    def _has_other_head(self) -> bool:
+        return self._convert_errors(differ, HEAD, EMBEDDING)
 
     @property
     def tokenizer_files(self) -> list[Path]:
@@ -82,10 +105,8 @@ class Base:
         return [file for file in files if file.is_file()]
 
     def _convert_errors(self, function: Callable, *args: Any, **options: Any) -> Any:
-        # Files of models with tied embeddings may contain a copy of the head.
-        tied = ("lm_head.weight",) if self.model.tie_word_embeddings else ()
         try:
-            return function(self.folder, *args, ignore=(*IGNORED, *tied), **options)
+            return function(self.folder, *args, **options)
         except ValueError as error:
             raise DataError(str(error)) from error
         except OSError as error:

@@ -265,16 +265,20 @@ class TextTask(Task[TextResult]):
             return
         folder, base = run.path / self.exported, self.base
         layers, others = state.model.layers, state.model.others
-        if self.learner.lora_rank is None:
-            save_checkpoint(
-                folder, layers, others, base.model.to_json(), copied_files=base.tokenizer_files,
-                overwrite=True,
-            )  # fmt: skip
-            return
-        adapters = {name: a for name, a in layers.items() if name.endswith((LORA_A, LORA_B))}
-        save_adapter(
-            folder, adapters, self.learner.lora_scale, base_model=str(base.folder), overwrite=True
-        )
+        options: dict[str, Any] = {"overwrite": True, "require_finite": True}
+        try:
+            if self.learner.lora_rank is None:
+                config, files = base.model.to_json(), base.tokenizer_files
+                save_checkpoint(folder, layers, others, config, copied_files=files, **options)
+                return
+            adapters = {name: a for name, a in layers.items() if name.endswith((LORA_A, LORA_B))}
+            scale, path = self.learner.lora_scale, str(base.folder)
+            save_adapter(folder, adapters, scale, base_model=path, **options)
+        except ValueError as error:
+            raise TrainError(
+                f"the parameters are not exported: {error} Use a `learning_rate` below "
+                f"{self.config.learning_rate}."
+            ) from error
 
     def result(
         self, records: Sequence[Record], best: Record, tested: Metrics, began: float

@@ -256,6 +256,13 @@ def test_a_copy_of_the_tied_head_is_ignored(tmp_path):
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     convert.save_weights(folder / "model.safetensors", weights)
     assert finetune_task(folder).learner.num_params > 0
+    # Another head would be dropped without a word.
+    weights["lm_head.weight"] = weights["lm_head.weight"] + 1
+    convert.save_weights(folder / "model.safetensors", weights)
+    with pytest.raises(
+        DataError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"
+    ):
+        finetune_task(folder)
 
 
 def test_microbatches_need_one_device(base):

@@ -107,7 +107,8 @@ def multiscale_roi_align(
 
     ``level = floor(canonical_level + log2(sqrt(area of the box) / canonical_scale))``
 
-    Level k has spatial scale 2**-k. Boxes below the first or above the last level use that level.
+    Level k has spatial scale 2**-k. Boxes below the first or above the last level use that level. A
+    box with one pair of swapped borders, whose area is negative, has no level: its result is zero.
     The defaults are those of torchvision's detectors (`MultiScaleRoIAlign`).
 
     Args:
@@ -141,7 +142,8 @@ def multiscale_roi_align(
     boxes = lax.stop_gradient(_as_boxes(boxes, levels[0].shape[0]))
     (boxes,) = _promote(levels[0], boxes)
     extent = boxes[..., 2:] - boxes[..., :2]
-    side = jnp.sqrt(jnp.maximum(extent[..., 0] * extent[..., 1], 0.0))
+    area = extent[..., 0] * extent[..., 1]
+    side = jnp.where(area < 0, jnp.nan, jnp.sqrt(jnp.maximum(area, 0.0)))
     # The small constant is torchvision's: boxes at the boundary belong to the higher level.
     level_of_box = jnp.floor(canonical_level + jnp.log2(side / canonical_scale) + 1e-6)
     numbers = [-math.log2(scale) for scale in scales]

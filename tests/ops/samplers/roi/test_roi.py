@@ -237,6 +237,14 @@ def test_levels_of_a_pyramid(implementation):
     assert not np.asarray(y)[:, own == -1].any()
 
 
+def test_boxes_with_swapped_borders_have_no_level():
+    """As in torchvision, whose square root of the negative area is NaN."""
+    features = [jnp.ones((1, 32 // s, 40 // s, 3)) for s in (2, 4, 8)]
+    boxes = jnp.array([[[9.0, 2, 3, 8], [3, 8, 9, 2], [3, 2, 9, 8]]])
+    y = multiscale_roi_align(features, boxes, output_size=2, **LEVELS)
+    assert not y[0, :2].any() and y[0, 2].all()
+
+
 @pytest.mark.skipif(NO_NATIVE, reason="the native library is not built")
 def test_levels_are_written_in_place():
     """All levels write to one result."""
