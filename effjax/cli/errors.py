@@ -52,7 +52,8 @@ def report(error: BaseException) -> int | None:
         message = " ".join(message.split())
         if len(message) > LONGEST:  # the remedy is at the end
             message = f"{message[: LONGEST // 2]} […] {message[-LONGEST // 2 :]}"
-        print(f"effjax: {printable(message)}", file=sys.stderr)
+        # In one piece: threads of JAX write to stderr, too.
+        sys.stderr.write(f"effjax: {printable(message)}\n")
     return code
 
 

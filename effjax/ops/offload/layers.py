@@ -363,7 +363,9 @@ class LayerList:
         """Return (trained parameters, state, GradientStats, dx), as in `LayerStack`."""
 
         def consume(stats, w, dw, state):
-            return stats.add(dw, None), self.update_slice(w, state, dw)
+            # Otherwise XLA for GPUs reads gradients late, which keeps those of several layers.
+            dw, stats = barrier((dw, stats.add(dw, None)))
+            return stats, self.update_slice(w, state, dw)
 
         return self._run_backward(done, dy, consume, GradientStats.zero(done.trained), state)
 
