@@ -1,4 +1,4 @@
-"""What XLA needs on each platform to stream slices of host arrays.
+"""Requirements of XLA on each platform for slices of host arrays that are streamed.
 
 - GPUs: compiler options, an error where a program would be compiled wrong, and turns outside of a
   loop.

@@ -10,6 +10,7 @@ from jax import lax
 
 from ..._common.sharding import match_varying, zeros
 from ..kernels import result_type
+from ..slices import split
 from . import reference
 from .reference import Levels
 
@@ -60,7 +61,7 @@ def sorted_attend_backward(*args, levels: Levels, workspace_bytes: int) -> tuple
     def run(dvalue, slices):
         return _add_sorted(dvalue, *slices, levels=levels), None
 
-    slices = [reference.split_queries(a, size) for a in (locations, weights, dy)]
+    slices = [split(a, size) for a in (locations, weights, dy)]
     dvalue, _ = lax.scan(run, dvalue, slices)
     return dvalue, *gradients
 

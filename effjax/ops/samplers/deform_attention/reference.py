@@ -15,6 +15,7 @@ from jax import lax
 
 from ..._common.platform import array_bytes, traced_platform
 from ..._common.sharding import match_varying, zeros
+from ..slices import join, split
 
 
 class Levels(NamedTuple):
@@ -94,9 +95,9 @@ def _attend_rows(rows, locations, weights, levels: Levels, workspace_bytes: int)
         return _attend_slice(rows, locations, weights, levels)
     run = functools.partial(_attend_rows, levels=levels, workspace_bytes=workspace_bytes)
     run = jax.checkpoint(run)
-    slices = split_queries(locations, size), split_queries(weights, size)
+    slices = split(locations, size), split(weights, size)
     _, y = lax.scan(lambda carry, arrays: (carry, run(rows, *arrays)), None, slices)
-    return _join(y)[:, :queries]
+    return join(y)[:, :queries]
 
 
 def _add_gradients(
@@ -118,8 +119,8 @@ def _add_gradients(
         )
         return dvalue, [_flatten(d) for d in gradients]
 
-    dvalue, gradients = lax.scan(run, dvalue, [split_queries(_flatten(a), size) for a in arrays])
-    dlocations, dweights = (_join(d)[:, :queries] for d in gradients)
+    dvalue, gradients = lax.scan(run, dvalue, [split(_flatten(a), size) for a in arrays])
+    dlocations, dweights = (join(d)[:, :queries] for d in gradients)
     return dvalue, dlocations.reshape(locations.shape), dweights.reshape(weights.shape)
 
 
@@ -155,20 +156,6 @@ def _queries_per_slice(rows: jax.Array, locations: jax.Array, workspace_bytes: i
         most, multiple = max(most, TPU_QUERIES), 128
     size = math.ceil(queries / max(math.ceil(queries / most), 1))
     return math.ceil(size / multiple) * multiple
-
-
-def split_queries(a: jax.Array, size: int) -> jax.Array:
-    """Split [N, Q, ...] into slices [count, N, size, ...], the last one padded with zeros."""
-    n, queries = a.shape[:2]
-    count = math.ceil(queries / size)
-    padding = ((0, 0), (0, count * size - queries), *((0, 0),) * (a.ndim - 2))
-    return jnp.moveaxis(jnp.pad(a, padding).reshape(n, count, size, *a.shape[2:]), 1, 0)
-
-
-def _join(slices: jax.Array) -> jax.Array:
-    # [count, N, size, ...] -> [N, count * size, ...]
-    count, n, size = slices.shape[:3]
-    return jnp.moveaxis(slices, 0, 1).reshape(n, count * size, *slices.shape[3:])
 
 
 def _attend_slice(rows, locations, weights, levels: Levels) -> jax.Array:

@@ -17,6 +17,7 @@ from jax import lax
 
 from ..._common.platform import array_bytes, traced_platform
 from ..._common.sharding import match_varying, zeros
+from ..slices import join, split
 
 # A TPU stores the pixels of one sample of each bin, several times. These slices, of padded bytes,
 # stay in the memory on the chip (as planned, not measured). Other platforms fuse the samples.
@@ -64,9 +65,10 @@ def pool(
         return run(x, *arrays)
     x, *arrays = match_varying((x, *arrays))
     run = jax.checkpoint(run)
-    slices = [_split(a, size) for a in arrays]
+    # The boxes of the padding have no samples.
+    slices = [split(a, size) for a in arrays]
     _, y = lax.scan(lambda carry, slices: (carry, run(x, *slices)), None, slices)
-    return _join(y)[:, :boxes]
+    return join(y)[:, :boxes]
 
 
 def _pool_slice(x, first, step, count, initial, pooling: Pooling) -> jax.Array:
@@ -116,8 +118,8 @@ def pool_backward(
     def run(dpixels, slices):
         return _add_slice_gradients(dpixels, x, *slices, pooling=pooling)
 
-    dpixels, dfirst = lax.scan(run, dpixels, [_split(a, size) for a in arrays])
-    return dpixels.reshape(x.shape), _join(dfirst)[:, :boxes]
+    dpixels, dfirst = lax.scan(run, dpixels, [split(a, size) for a in arrays])
+    return dpixels.reshape(x.shape), join(dfirst)[:, :boxes]
 
 
 def _add_slice_gradients(dpixels, x, first, step, count, dy, pooling: Pooling) -> tuple:
@@ -154,20 +156,6 @@ def _boxes_per_slice(x: jax.Array, first: jax.Array, pooling: Pooling) -> int:
     pixels = n * boxes * bins * groups, x.shape[-1] // (pooling.parts**2 * groups)
     most = boxes * TPU_SLICE_BYTES // max(SAMPLE_COPIES * array_bytes(pixels, first.dtype), 1)
     return math.ceil(boxes / math.ceil(boxes / max(1, most))) if boxes else 0
-
-
-def _split(a: jax.Array, size: int) -> jax.Array:
-    # [N, R, ...] -> [count, N, size, ...]; the boxes of the padding have no samples
-    n, boxes = a.shape[:2]
-    count = math.ceil(boxes / size)
-    padding = ((0, 0), (0, count * size - boxes), *((0, 0),) * (a.ndim - 2))
-    return jnp.moveaxis(jnp.pad(a, padding).reshape(n, count, size, *a.shape[2:]), 1, 0)
-
-
-def _join(slices: jax.Array) -> jax.Array:
-    # [count, N, size, ...] -> [N, count * size, ...]
-    count, n, size = slices.shape[:3]
-    return jnp.moveaxis(slices, 0, 1).reshape(n, count * size, *slices.shape[3:])
 
 
 def _over_samples(
