@@ -11,9 +11,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from effjax import native
 
 DEVICES = 8
 
@@ -83,6 +85,23 @@ def scan_of_checkpoint(op, params, batch):
     run = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     (value, aux), (dparams, dx) = jax.jit(run)(params, batches["x"])
     return value, aux, dparams, dx[0] + dx[1, ::-1]
+
+
+def exported(op, params, batch):
+    """Export the gradients for a batch of any size, and run what comes back from the bytes."""
+
+    def run(params, batch):
+        return value_and_grads(op, params, batch, None)
+
+    def with_any_size(a):
+        return jax.ShapeDtypeStruct((n, *a.shape[1:]), jnp.asarray(a).dtype)
+
+    (n,) = export.symbolic_shape("n")
+    args, structure = jax.tree.flatten((params, jax.tree.map(with_any_size, batch)))
+    flat = jax.jit(lambda *args: jax.tree.leaves(run(*structure.unflatten(args))))
+    program = export.export(flat, disabled_checks=native.export_checks())(*args)
+    results = export.deserialize(program.serialize()).call(*jax.tree.leaves((params, batch)))
+    return jax.tree.structure(jax.eval_shape(run, params, batch)).unflatten(results)
 
 
 def _per_device(op, params, batch):

@@ -1,6 +1,7 @@
-"""Loader of the native kernels, which registers them with XLA at first use.
+"""Loader of the native kernels. Importing it registers them with XLA.
 
-Without a compiler, the package is built without kernels, and the operators run as plain XLA.
+A process that runs exported programs needs this import only. No backend starts, and no GPU is
+asked. Without a compiler, the package is built without kernels, and the operators run as plain XLA.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
+import jax.export
 
 Choice = Literal["cuda", "xla", "validated"]
 
@@ -44,7 +46,7 @@ _PLAIN = {"cpu": [], "cuda": ["effjax_cuda_devices"]}
 _DRIVERS = {12: 525, 13: 580}  # NVIDIA's first driver for a major version of CUDA
 
 
-__all__ = ["is_available", "set_default", "status"]
+__all__ = ["export_checks", "is_available", "set_default", "status"]
 
 
 def __dir__() -> list[str]:
@@ -59,6 +61,15 @@ def status() -> dict[str, str]:
 def is_available(platform: str) -> bool:
     """Return True if the native kernels of `platform` ("cpu" or "cuda") are loaded."""
     return platform in _PLATFORMS and _load(platform) == LOADED
+
+
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """Return the `disabled_checks` with which `jax.export.export` accepts the native kernels.
+
+    JAX promises compatibility of its own custom calls only. Those of effjax keep their names and
+    arguments within a minor version: run a program with the version that exported it.
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in _SYMBOLS | _CUDA_SYMBOLS]
 
 
 def set_default(choice: Choice) -> None:
@@ -176,7 +187,16 @@ def _plugin_versions() -> set[int]:
 
 @functools.cache
 def _load(platform: str) -> str:
-    """Register the custom calls of one library once, without starting a backend."""
+    """Return "loaded", or the reason why the kernels of a platform are unavailable."""
+    library = _register(platform)
+    if isinstance(library, str):
+        return library
+    return (platform == "cuda" and _gpus_of(library).find_problem()) or LOADED
+
+
+@functools.cache
+def _register(platform: str) -> ctypes.CDLL | str:
+    """Register the custom calls of a library once, and return it, or the reason why not."""
     with library_file(platform) as path:
         if not path.is_file():
             return "not built: install effjax with a compiler (pip install -v shows details)"
@@ -198,11 +218,9 @@ def _load(platform: str) -> str:
     symbols = _SYMBOLS | (_CUDA_SYMBOLS if platform == "cuda" else {})
     if not all(hasattr(library, symbol) for symbol in [*symbols.values(), *_PLAIN[platform]]):
         return "built from another version of effjax: install effjax again"
-    if platform == "cuda" and (problem := _gpus_of(library).find_problem()):
-        return problem
     for target, symbol in symbols.items():
         register(target, getattr(library, symbol), platform)
-    return LOADED
+    return library
 
 
 def register(target: str, handler: Any, platform: str) -> None:
@@ -241,3 +259,7 @@ def jaxlib_version() -> tuple[int, int]:
     header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     version = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header.read_text()))
     return int(version["MAJOR"]), int(version["MINOR"])
+
+
+for _platform in _PLATFORMS:
+    _register(_platform)

@@ -14,7 +14,7 @@ from jax import lax
 from ._common.arguments import as_array, as_integer, as_number, check_choice
 from ._common.derivatives import reverse_mode_only
 from ._common.dtypes import accumulation_dtype
-from ._common.platform import traced_platform
+from ._common.platform import known_sizes, traced_platform
 from ._common.sharding import (
     manual_axes,
     match_varying,
@@ -157,7 +157,7 @@ def _check(q: Any, k: Any, v: Any, segment_ids: Any) -> tuple:
 
 
 def _default_block(q: jax.Array) -> int:
-    n, _, h, _ = q.shape
+    n, _, h, _ = known_sizes(*q.shape)
     size = TILE
     while 4 * max(n * h, 1) * (2 * size) ** 2 <= BLOCK_BYTES:
         size *= 2

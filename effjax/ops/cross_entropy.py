@@ -12,6 +12,7 @@ from jax import lax
 from ._common.arguments import as_array, as_integer, as_mask, as_number, as_precision
 from ._common.derivatives import reverse_mode_only
 from ._common.dtypes import accumulation_dtype
+from ._common.platform import known_sizes
 from ._common.sharding import match_varying, with_auto_axes_over_batch, zeros
 
 SLICE_BYTES = 64 * 2**20
@@ -212,7 +213,7 @@ def _write_slice(gradient: jax.Array, part: jax.Array, start, axis: int) -> jax.
 
 
 def _default_chunk(num_tokens: int, width: int) -> int:
-    tiles = SLICE_BYTES // (4 * TILE * max(num_tokens, 1))
+    tiles = SLICE_BYTES // (4 * TILE * max(*known_sizes(num_tokens), 1))
     return max(tiles * TILE, width, 1)
 
 

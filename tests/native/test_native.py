@@ -26,11 +26,12 @@ needs_cpu = pytest.mark.skipif(
 @pytest.fixture
 def fresh():
     """Clear the cache of loaded libraries."""
-    native._load.cache_clear()
-    native.jaxlib_version.cache_clear()
+    caches = native._load, native._register, native.jaxlib_version
+    for function in caches:
+        function.cache_clear()
     yield
-    native._load.cache_clear()
-    native.jaxlib_version.cache_clear()
+    for function in caches:
+        function.cache_clear()
 
 
 def test_strict_builds_have_kernels():
@@ -75,12 +76,26 @@ def test_foreign_library(fresh, monkeypatch, tmp_path):
     assert native.status()["cpu"] == "built from another version of effjax: install effjax again"
 
 
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_registration_asks_no_gpu(fresh, monkeypatch, platform):
+    """Importing a module must not touch a GPU; asking for kernels does."""
+    monkeypatch.setattr(native, "_gpus_of", None)
+    library = native._register(platform)
+    if isinstance(library, str):
+        pytest.skip(library)
+    registered = {target for target, name in native.handlers if name == platform}
+    checks = {str(check) for check in native.export_checks()}
+    assert all(any(target in check for check in checks) for target in registered)
+
+
 @needs_cpu
 def test_library_for_a_newer_jaxlib(fresh, monkeypatch):
     monkeypatch.setattr(native, "jaxlib_version", lambda: (0, 2))
     assert "built for XLA's FFI 0.3, but jaxlib" in native.status()["cpu"]
     monkeypatch.setattr(native, "jaxlib_version", lambda: (1, 9))
-    assert native._load.__wrapped__("cpu") != native.LOADED
+    native._load.cache_clear()
+    native._register.cache_clear()
+    assert not native.is_available("cpu")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from effjax import native
 from tests.contexts import (
     CONTEXTS,
     assert_trees_close,
+    exported,
     grad_of_vmap,
     gradients_with_parameters_of_each_device,
     in_scan,
@@ -26,6 +27,7 @@ TRANSFORMATIONS = {
     **{name: CONTEXTS[name] for name in ("jit_auto", "jit_explicit", "pmap")},
     **{name: CONTEXTS[name] for name in ("vmap_of_grad", "grad_of_jit_of_vmap")},
     "scan_of_checkpoint": scan_of_checkpoint,
+    "exported": exported,
     **{name: CONTEXTS[name] for name in ("shard_map_of_grad", "grad_of_shard_map_unchecked")},
 }
 # The rules of an operator run where the axis of vmap is out of scope, or without a named axis.

@@ -21,6 +21,14 @@ def traced_platform() -> str:
     return "cuda" if backend == "gpu" else backend
 
 
+def known_sizes(*sizes: Any) -> tuple[int, ...]:
+    """Return sizes as numbers, for limits of memory. A symbolic size of `jax.export` counts as 1.
+
+    The limit is then one for each image of a batch of unknown size.
+    """
+    return tuple(size if isinstance(size, int) else 1 for size in sizes)
+
+
 def array_bytes(shape: Sequence[int], dtype: Any) -> int:
     """Return the bytes of an array on the traced platform, with the padding of a TPU.
 
@@ -28,6 +36,7 @@ def array_bytes(shape: Sequence[int], dtype: Any) -> int:
     32 bits along the axis before. Arrays of one axis are counted without padding.
     """
     itemsize = jax.numpy.dtype(dtype).itemsize
+    shape = known_sizes(*shape)
     if traced_platform() == "tpu" and len(shape) > 1:
         tile = max(1, 32 // itemsize), 128
         last = (math.ceil(n / k) * k for n, k in zip(shape[-2:], tile, strict=True))

@@ -18,6 +18,7 @@ from numpy.lib.array_utils import normalize_axis_tuple
 
 from .._common.arguments import as_integer, as_mask, as_number, check_choice
 from .._common.dtypes import accumulation_dtype
+from .._common.platform import known_sizes
 from .._common.sharding import (
     AxisNames,
     as_axis_names,
@@ -191,7 +192,7 @@ def find_blocks(x: jax.Array, axes: tuple[int, ...]) -> tuple[int, int]:
     mesh = jax.typeof(x).sharding.mesh
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     free = [mesh.shape[name] for name, kind in kinds if kind != AxisType.Manual]
-    return math.gcd(math.prod(free), x.shape[axes[0]]), axes[0]
+    return math.gcd(math.prod(free), *known_sizes(x.shape[axes[0]])), axes[0]
 
 
 def split_blocks(v: jax.Array, blocks: int, axis: int) -> jax.Array:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._common.arguments import as_integer
+from .._common.platform import known_sizes
 from .._common.sharding import zeros
 from ..batch_norm.statistics import normalize
 
@@ -36,7 +37,7 @@ def check_chunks(num_chunks: int | None, shape: tuple[int, ...]) -> int:
     """Return the number of chunks for a buffer of shape [N, H, W, C]."""
     if num_chunks is not None:
         return as_integer("num_chunks", num_chunks, 1)
-    return max(1, min(shape[1], round(4 * math.prod(shape) / CHUNK_BYTES)))
+    return max(1, min(shape[1], round(4 * math.prod(known_sizes(*shape)) / CHUNK_BYTES)))
 
 
 def bottleneck_forward(op: Bottleneck, num_chunks: int, precision: Any) -> jax.Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..._common.platform import known_sizes
 from ..._common.sharding import match_varying, zeros
 from ..kernels import result_type
 from ..slices import split
@@ -50,7 +51,7 @@ def sorted_attend_backward(*args, levels: Levels, workspace_bytes: int) -> tuple
     _, *gradients = attend_backward(
         *args, levels=levels, workspace_bytes=workspace_bytes, skip_dvalue=True
     )
-    n, queries, heads, *of_head, _ = locations.shape
+    n, queries, heads, *of_head, _ = known_sizes(*locations.shape)
     per_query = max(n * heads * math.prod(of_head) * _SORT_BYTES, 1)
     size = max(1, min(workspace_bytes // per_query, queries))
     size = math.ceil(queries / max(math.ceil(queries / size), 1))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._common.platform import array_bytes, traced_platform
+from ..._common.platform import array_bytes, known_sizes, traced_platform
 from ..._common.sharding import match_varying, zeros
 from ..slices import join, split
 
@@ -148,7 +148,7 @@ def _queries_per_slice(rows: jax.Array, locations: jax.Array, workspace_bytes: i
     Slices of many queries are therefore sliced again.
     """
     queries = locations.shape[1]
-    samples = math.prod(locations.shape[:5]), rows.shape[-1]
+    samples = math.prod(known_sizes(*locations.shape[:5])), rows.shape[-1]
     total = max(SAMPLE_COPIES * array_bytes(samples, locations.dtype), 1)
     most = max(1, min(queries * workspace_bytes // total, queries))
     multiple = 1

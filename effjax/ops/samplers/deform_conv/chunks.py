@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._common.platform import array_bytes, traced_platform
+from ..._common.platform import array_bytes, known_sizes, traced_platform
 from ..._common.sharding import zeros
 from ..core import merge_example_axis
 from .reference import Geometry
@@ -110,7 +110,7 @@ def rows_per_slice(static: Static, x, offset, kernel, sample_bytes: int, tap_byt
     A smaller last slice may have a workspace in addition to that of the others: both together stay
     below the limit. Of all such sizes, choose the one with the fewest slices.
     """
-    n, height, width, _ = offset.shape
+    n, height, width = known_sizes(*offset.shape[:3])
     taps, groups, channels = static.geometry.taps, static.geometry.offset_groups, x.shape[-1]
     # The native kernels sum the channels of a group in blocks of 64.
     sums = 4 * taps * groups * math.ceil(channels / groups / 64)
@@ -187,7 +187,7 @@ def _num_splits(columns: jax.Array, result_bytes: int) -> int:
     # eight pixels need no padding. They have at least 128 pixels, and their results take at most
     # half the bytes of the columns.
     pixels = columns.shape[1]
-    if traced_platform() != "cuda" or pixels % 128 == 0:
+    if traced_platform() != "cuda" or not isinstance(pixels, int) or pixels % 128 == 0:
         return 1
     columns_bytes = math.prod(columns.shape[1:]) * columns.dtype.itemsize
     most = min(32, pixels // 128, columns_bytes // (2 * result_bytes))
