@@ -37,7 +37,11 @@ GUIDES = sorted(ROOT.glob("docs/guides/*.md"))
 PAGES = [README, *sorted(ROOT.glob("docs/*.md")), *GUIDES]
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 MEASURED = ROOT / "docs" / "measured"
-OPTIONAL_PACKAGES = {"equinox": r"\beqx\b", "grain": r"\bgrain\b"}  # and their names in code
+OPTIONAL_PACKAGES = {
+    "equinox": r"\beqx\b",
+    "grain": r"\bgrain\b",
+    "libtpu": r"\btopologies\b",
+}  # and their names in code
 
 
 def blocks(page, language):

@@ -1,5 +1,6 @@
 """Operators: pure functions of arrays with hand-written backward passes."""
 
+from ._common.platform import trace_for_platform
 from .attention import dot_product_attention
 from .batch_norm import BatchStats, batch_norm_inference, sync_batch_norm
 from .cross_entropy import linear_cross_entropy
@@ -50,4 +51,5 @@ __all__ = [
     "sync_batch_norm",
     "to_device",
     "to_host",
+    "trace_for_platform",
 ]

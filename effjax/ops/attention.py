@@ -14,7 +14,7 @@ from jax import lax
 from ._common.arguments import as_array, as_integer, as_number, check_choice
 from ._common.derivatives import reverse_mode_only
 from ._common.dtypes import accumulation_dtype
-from ._common.platform import known_sizes, traced_platform
+from ._common.platform import follow_arrays, known_sizes, traced_platform
 from ._common.sharding import (
     manual_axes,
     match_varying,
@@ -27,6 +27,7 @@ TILE = 128  # the default number of tokens of a block is this, times a power of 
 MASKED = -1e30  # a score; finite, so that the difference of two of them is not NaN
 
 
+@follow_arrays
 def dot_product_attention(
     q: jax.Array,
     k: jax.Array,

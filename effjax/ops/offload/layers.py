@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._common.arguments import describe
+from .._common.platform import follow_arrays
 from . import sequential, stack
 from .backends import (
     barrier,
@@ -91,11 +92,13 @@ def stream_update(tx: Any, *, stacked: bool = True) -> StreamUpdate:
     """
     layers = LayerStack(tx) if stacked else LayerList(tx)
 
+    @follow_arrays
     def init(params: Tree) -> Tree:
         params = as_array_tree("params", params)
         layers.count("params", params)
         return layers.init(params)
 
+    @follow_arrays
     def update(
         grads: Tree,
         state: Tree,

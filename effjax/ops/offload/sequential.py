@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._common.arguments import as_key
+from .._common.platform import follow_arrays
 from .._common.sharding import cast_to_varying, varying_axes
 from . import slices
 from .backends import mark_in_order, run_in_order
@@ -39,6 +40,7 @@ from .trees import (
 )
 
 
+@follow_arrays
 def offload_sequential(
     layers: Sequence[Callable[..., Any]],
     params: Sequence[Tree],
@@ -229,12 +231,14 @@ def _sequence(config: SequenceConfig, params, closure, x, key):
     return run_forward(config, params, closure, x, key, save_residuals=False)[:2]
 
 
+@follow_arrays
 def _sequence_forward(config: SequenceConfig, params, closure, x, key):
     check_differentiable("params", [w for slice_params in params for w in slice_params.trained])
     x, aux, residuals = run_forward(config, params, closure, x, key, save_residuals=True)
     return (x, aux), (params, closure, residuals, key)
 
 
+@follow_arrays
 def _sequence_backward(config: SequenceConfig, saved, cotangents):
     params, closure, residuals, key = saved
     dy, daux = float_cotangents(cotangents[0]), [float_cotangents(a) for a in cotangents[1]]

@@ -10,6 +10,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from .._common.arguments import as_key
+from .._common.platform import follow_arrays
 from .._common.sharding import cast_to_varying, varying_axes
 from . import slices
 from .backends import (
@@ -51,6 +52,7 @@ from .trees import (
 )
 
 
+@follow_arrays
 def offload_scan(
     layer: Callable[..., Any],
     stacked_params: Tree,
@@ -248,12 +250,14 @@ def _stack(config: StackConfig, params: Partition, closure: Tree, x: Tree, key):
     return run_forward(config, params, closure, x, key, save_residuals=False)[:2]
 
 
+@follow_arrays
 def _stack_forward(config: StackConfig, params, closure, x, key):
     check_differentiable("stacked_params", params.trained)
     x, aux, residuals = run_forward(config, params, closure, x, key, save_residuals=True)
     return (x, aux), (params, closure, key, residuals)
 
 
+@follow_arrays
 def _stack_backward(config: StackConfig, saved, cotangents):
     params, closure, key, residuals = saved
     trained, grads = forbid_second_derivative(

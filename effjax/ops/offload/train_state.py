@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._common.platform import follow_arrays
 from .host_init import has_places, place_state
 from .layers import LayerList, LayerStack
 from .optimizer import zero_squares
@@ -98,6 +99,7 @@ class StateSpec(NamedTuple):
         return partition(self.trainable, layers), partition(self.trainable_others, others)
 
 
+@follow_arrays
 def init_state(spec: StateSpec, layers: Tree, others: Tree, model_state: Tree) -> OffloadState:
     """Return the state before the first step."""
     layers, others = as_array_tree("layers", layers), as_array_tree("others", others)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._common.arguments import as_key, as_number, check_choice
+from .._common.platform import follow_arrays
 from .embed_head import HeadResult, make_embed_head, run_embed, run_head
 from .layers import LayerList, LayerStack
 from .optimizer import (
@@ -277,6 +278,7 @@ class StepConfig(NamedTuple):
     weighted_loss: bool
 
 
+@follow_arrays
 def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> StepResult:
     spec = config.spec
     num_layers, layers, others = check_state(spec, state)

@@ -22,7 +22,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._common.derivatives import forbid_higher_order, reverse_mode_only
-from .._common.platform import traced_platform
+from .._common.platform import follow_arrays, traced_platform
 from .._common.sharding import manual_axes
 
 
@@ -49,9 +49,11 @@ def differentiable(
     def op(*arrays):
         return forward(*_add_example_axis(arrays))[0][0]
 
+    @follow_arrays
     def op_forward(*arrays):
         return forward(*_add_example_axis(arrays))[0][0], arrays[:kept]
 
+    @follow_arrays
     def op_backward(residuals, dy):
         if barrier:
             residuals, dy = lax.optimization_barrier((residuals, dy))

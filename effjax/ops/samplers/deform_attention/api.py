@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ..._common.arguments import as_float_array, as_integer, check_shape, check_size
 from ..._common.derivatives import needs_xla
-from ..._common.platform import traced_platform
+from ..._common.platform import follow_arrays, traced_platform
 from ..._common.sharding import match_varying, run_per_device
 from ..core import differentiable, merge_examples, partition_over_images
 from ..kernels import Choice, choose, select
@@ -20,6 +20,7 @@ CPU_SLICE_BYTES = 4 * 2**20  # larger slices do not fit into a CPU's caches; a G
 TPU_SLICE_BYTES = 32 * 2**20  # larger ones do not fit into the memory on the chip (as planned)
 
 
+@follow_arrays
 def ms_deform_attn(
     value: jax.Array,
     spatial_shapes: Sequence[tuple[int, int]],

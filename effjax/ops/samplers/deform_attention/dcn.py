@@ -21,11 +21,13 @@ from ..._common.arguments import (
     conv_output_size,
     resolve_padding,
 )
+from ..._common.platform import follow_arrays
 from ..._common.sharding import run_per_device
 from .api import Static, attend, make_static
 from .reference import Levels
 
 
+@follow_arrays
 def dcn_aggregate(
     x: jax.Array,
     offset: jax.Array,

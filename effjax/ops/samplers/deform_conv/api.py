@@ -22,7 +22,7 @@ from ..._common.arguments import (
     with_torch_hints,
 )
 from ..._common.derivatives import needs_xla
-from ..._common.platform import traced_platform
+from ..._common.platform import follow_arrays, traced_platform
 from ..._common.sharding import match_varying, run_per_device
 from ..core import differentiable, partition_over_images
 from ..kernels import Choice, choose, select
@@ -38,6 +38,7 @@ TPU_SLICE_BYTES = 64 * 2**20  # larger ones do not fit into the memory on the ch
 
 
 @with_torch_hints
+@follow_arrays
 def deform_conv2d(
     x: jax.Array,
     offset: jax.Array,

@@ -20,6 +20,7 @@ from ..._common.arguments import (
     check_shape,
     check_size,
 )
+from ..._common.platform import follow_arrays
 from . import bins
 from .bins import Bins
 from .pooling import pool
@@ -28,6 +29,7 @@ from .reference import Pooling
 Implementation = Literal["native", "xla"] | None
 
 
+@follow_arrays
 def roi_align(
     x: jax.Array,
     boxes: jax.Array,
@@ -90,6 +92,7 @@ def roi_align(
     return _split_bins(y, size)
 
 
+@follow_arrays
 def multiscale_roi_align(
     features: Sequence[jax.Array],
     boxes: jax.Array,
@@ -186,6 +189,7 @@ def _pool_aligned(
     return pool(operator, x, make_bins, (boxes,), pooling, implementation, deterministic, initial)
 
 
+@follow_arrays
 def deform_roi_pool(
     x: jax.Array,
     boxes: jax.Array,
@@ -251,6 +255,7 @@ def deform_roi_pool(
     return _split_bins(y, size)
 
 
+@follow_arrays
 def deform_psroi_pool(
     x: jax.Array,
     boxes: jax.Array,
