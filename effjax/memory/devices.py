@@ -40,8 +40,8 @@ class Rates:
             raise ValueError(f"`flops` must have an entry {missing.pop()!r}.")
         for name, rate in self.flops.items():
             as_number(f"flops[{name!r}]", rate, lambda rate: rate > 0, "above 0")
-        for field in dataclasses.fields(self)[1:]:
-            as_number(field.name, getattr(self, field.name), lambda rate: rate > 0, "above 0")
+        for name in ("memory", "to_device", "to_host", "interconnect"):
+            as_number(name, getattr(self, name), lambda rate: rate > 0, "above 0")
 
     def flops_of(self, dtype: str) -> float:
         """Return the FLOP/s of products of a dtype, which may lack an entry."""
@@ -58,7 +58,7 @@ class Target:
         name: the name for `plan(target=name)`.
         description: the product name.
         memory_bytes: memory of the device as reported by CUDA; on a TPU, what its compiler allows
-            a program to use. A device of v4 and tpu7x is one of the two cores of a chip.
+            a program to use. A device of tpu7x is one of the two cores of a chip.
         config: the text of an XLA `GpuTargetConfigProto`, the compiler's description of the device;
             on a TPU the name of its generation.
         platform: "cuda" or "tpu".
@@ -154,7 +154,7 @@ def find_target(target: str | Path | Target) -> Target:
     return Target(name, description[1] if description else name, int(memory[1]), config)
 
 
-def find_rates(target: str | Target) -> Rates:
+def find_rates(target: str | Path | Target) -> Rates:
     """Return the published peak rates of a target.
 
     For a GPU that a file describes, they follow from its compute capability, number of
@@ -163,10 +163,7 @@ def find_rates(target: str | Target) -> Rates:
     Raises:
         ValueError: for an unknown target, or a file that lacks these figures.
     """
-    if not isinstance(target, Target):
-        if target not in _TARGETS:
-            raise ValueError(f"`target` (={target!r}) must be one of {', '.join(_TARGETS)}.")
-        target = _TARGETS[target]
+    target = find_target(target)
     return target.rates or _rates_from_config(target)
 
 
@@ -302,7 +299,7 @@ def _tpu(
     interconnect: float,
     devices_per_chip: int = 1,
 ) -> Target:
-    """Return a TPU from figures per device and of the host per chip; the compiler knows more.
+    """Return a TPU from figures per device, and GB of the host's memory per chip.
 
     Products are in TFLOP/s, bandwidths in bytes per second. float32 products take one pass of
     bfloat16 at JAX's default precision, and six at the highest.
@@ -339,7 +336,7 @@ _blackwell = functools.partial(
     shared_kib_per_core=228, nvlinks=18,
 )  # fmt: skip
 # Google publishes no host bandwidth of TPUs. The figures here are assumptions: 16 GB/s, or 32 GB/s
-# from v6e on, per chip. A device of v4 and tpu7x is half a chip.
+# from v6e on, per chip. A device of tpu7x is half a chip.
 _all_targets = (
     _hopper("h200", "NVIDIA H200 141GB HBM3e", memory_bytes=151_397_597_184, bandwidth=4.8e12),
     _hopper("h100", "NVIDIA H100 80GB HBM3", memory_bytes=84_942_979_072, bandwidth=3.352e12),
@@ -378,8 +375,8 @@ _all_targets = (
         s8=838, host_link=_PCIE_5,
     ),
     _tpu(
-        "v4", memory_gib=15.25, chip_host_gb=102, bf16=137.5, s8=137.5, f8=137.5, bandwidth=614e9,
-        host_link=8e9, interconnect=150e9, devices_per_chip=2,
+        "v4", memory_gib=30.75, chip_host_gb=102, bf16=275, s8=275, f8=275, bandwidth=1228e9,
+        host_link=16e9, interconnect=300e9,
     ),
     _tpu(
         "v5e", memory_gib=15.75, chip_host_gb=48, bf16=197, s8=393, f8=197, bandwidth=819e9,
@@ -406,6 +403,8 @@ _TENSOR_FLOPS = {
     (8, 0): 2048, (8, 6): 1024, (8, 7): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192,
     (10, 3): 8192, (12, 0): 1024, (12, 1): 1024,
 }  # fmt: skip
+# Rate of float64 as a fraction of that of float32; other GPUs have 1/64.
+_F64_FRACTIONS = {(8, 0): 1, (9, 0): 1, (10, 0): 1 / 2}
 
 
 def read_figure(target: Target, field: str) -> float | None:
@@ -434,7 +433,7 @@ def _rates_from_config(target: Target) -> Rates:
                 "it to the file, or give `rates`."
             )
     capability = int(figures["major"]), int(read_figure(target, "minor") or 0)
-    # Newer than all of them, or between two: the last one before.
+    # The last one that is not newer. GPUs older than all of them get the rate of the oldest.
     known = max((c for c in _TENSOR_FLOPS if c <= capability), default=min(_TENSOR_FLOPS))
     clocks = figures["core_count"] * figures["clock_rate_ghz"] / 1e3  # TFLOP/s of one FLOP a clock
     bf16, f32 = clocks * _TENSOR_FLOPS[known], clocks * 2 * figures["fpus_per_core"]
@@ -442,6 +441,6 @@ def _rates_from_config(target: Target) -> Rates:
     links = (read_figure(target, "active_links") or 0) * _nvlink_rate(capability)
     return _gpu_rates(
         bf16, f32, f8=2 * bf16 if capability >= (8, 9) else None,
-        f64=f32 if capability in ((8, 0), (9, 0)) else f32 / 64,
+        f64=f32 * _F64_FRACTIONS.get(capability, 1 / 64),
         memory=figures["memory_bandwidth"], host_link=host_link, interconnect=links or host_link,
     )  # fmt: skip

@@ -247,12 +247,19 @@ def test_unknown_target():
         find_rates("h300")
 
 
+def test_rates_of_a_file(tmp_path):
+    (tmp_path / "gpu.txt").write_text(find_target("l4").config)
+    rates = find_rates(tmp_path / "gpu.txt")
+    assert rates == find_rates(str(tmp_path / "gpu.txt"))
+    assert rates == find_rates(dataclasses.replace(find_target("l4"), rates=None))
+
+
 def test_rates_of_a_described_gpu():
     """The figures of a data sheet follow from the number of cores and the clock, to a tenth."""
-    for name in ("h100", "a100-80", "l4"):
+    for name in ("h100", "a100-80", "b200", "l4"):
         target, published = find_target(name), find_rates(name)
         rates = find_rates(dataclasses.replace(target, rates=None))
-        for dtype in ("bf16", "f32", "f32_highest"):
+        for dtype in ("bf16", "f32", "f32_highest", "f64"):
             assert rates.flops[dtype] == pytest.approx(published.flops[dtype], rel=0.1)
         assert rates.memory == pytest.approx(published.memory, rel=0.01)
     small = target.config.replace("clock_rate_ghz: 2.04", "clock_rate_ghz: 204e-2")

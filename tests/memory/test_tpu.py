@@ -87,6 +87,19 @@ def test_refused_program():
 
 @needs_tpu_compiler
 @pytest.mark.exhaustive
+def test_v4_has_one_device_per_chip():
+    # 20 GiB of arguments and results fit in a chip's memory, but not in half of it.
+    p = plan(lambda x: x + 1, f32(10 * 2**18, 1024), target="v4")
+    assert p.fits and p.peak_device_bytes >= 20 * GIB
+    x = f32(4096, 128, sharding=NamedSharding(abstract_mesh(4), P("x")))
+    p = plan(lambda x: x.sum(0), x, target="v4")
+    assert p.num_devices == 4 and p.device.arguments == 4 * 4096 * 128 // 4
+    with pytest.raises(ValueError, match="`num_devices` .=1024. must be at most 512"):
+        plan(network, [f32(8, 8)], f32(8, 8), target="v4", num_devices=1024)
+
+
+@needs_tpu_compiler
+@pytest.mark.exhaustive
 def test_collectives():
     x = f32(4096, 128, sharding=NamedSharding(abstract_mesh(4), P("x")))
     p = plan(lambda x: x.sum(0), x, target="v5e")
@@ -129,7 +142,7 @@ def test_topologies():
         "v5e:1x1", "v5e:2x2", "v5e:2x2", "v5e:2x4", "v5e:16x16",
     ]  # fmt: skip
     assert [v4.topology(n) for n in (1, 2, 8, 16)] == [
-        "v4:1x1x1", "v4:1x1x1", "v4:2x2x1", "v4:2x2x2",
+        "v4:1x1x1", "v4:2x2x1", "v4:2x2x2", "v4:2x2x4",
     ]  # fmt: skip
     assert tpu7x.topology(1024) == "tpu7x:8x8x8"
     with pytest.raises(ValueError, match=r"`num_devices` \(=512\)"):

@@ -78,6 +78,8 @@ def _describe_devices(request: dict[str, Any], config: Path) -> tuple[Any, ...]:
         if request["topology"].endswith(":1x1") or request["topology"].endswith(":1x1x1"):
             # libtpu of jax 0.10 assumes hosts of four chips otherwise.
             options["chips_per_host_bounds"] = (1, 1, 1)
+        if request["topology"].startswith("v4:"):
+            options["chip_config_name"] = "megacore"  # JAX uses both cores as one device
     else:
         options = {"target_config": config.read_text(), "topology": request["topology"]}
         # Start the plugin of the planner's directory, and none of the user's environment.

@@ -17,7 +17,7 @@ from .lower import LoweredProgram
 from .packages import find_compiler
 from .process import CompiledProgram, effort_variables
 
-_FORMAT = 1  # of the files
+_FORMAT = 2  # of the files, and of what the compiler is asked for
 _MAX_FILES = 500
 _FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # which the compilers read
 
