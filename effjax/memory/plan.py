@@ -194,13 +194,8 @@ def start_plan(
     """
     device = find_target(target)
     peak_rates = find_rates(device) if rates is None else rates
-    if memory_fraction is None:
-        memory_fraction = device.default_memory_fraction
-    fraction = as_number("memory_fraction", memory_fraction, lambda f: 0 < f <= 1, "in (0, 1]")
-    if host_memory_bytes is None and not device.host_bytes_per_device:
-        host_memory_bytes = host_memory_limit()
-    if host_memory_bytes is not None:
-        host_memory_bytes = as_integer("host_memory_bytes", host_memory_bytes, 1)
+    fraction = resolve_memory_fraction(memory_fraction, device)
+    host_memory_bytes = resolve_host_memory(host_memory_bytes, device)
     if num_devices is not None:
         device.topology(as_integer("num_devices", num_devices, 1))
     find_compiler(device.platform)  # before the program is traced, which may take long
@@ -215,6 +210,20 @@ def start_plan(
         return _read_plan(program, device, fraction, on_host, peak_rates)
 
     return finish
+
+
+def resolve_memory_fraction(memory_fraction: float | None, device: Target) -> float:
+    """Return the fraction of device memory that a program may use, by default JAX's."""
+    if memory_fraction is None:
+        return device.default_memory_fraction
+    return as_number("memory_fraction", memory_fraction, lambda f: 0 < f <= 1, "in (0, 1]")
+
+
+def resolve_host_memory(host_memory_bytes: int | None, device: Target) -> int | None:
+    """Return the bytes of pinned host memory, or None if the number of devices determines them."""
+    if host_memory_bytes is not None:
+        return as_integer("host_memory_bytes", host_memory_bytes, 1)
+    return None if device.host_bytes_per_device else host_memory_limit()
 
 
 def _read_plan(

@@ -79,6 +79,19 @@ def test_search(fake_plans, size, options, largest):
     assert result.plan.fits is (largest > 0)
 
 
+def test_steps_that_are_split_over_devices(fake_plans):
+    """The first batch size to try is divisible by `num_devices`, too."""
+
+    def step_for_batch(batch):
+        return lambda n: (n, 0), f32(batch, 4)
+
+    def size_of(batch):
+        step = split_over_devices(step_for_batch, 3)
+        return step(batch)[0], batch
+
+    assert max_batch_size(size_of, num_devices=3).batch_size == 999
+
+
 def test_start_of_numpy(fake_plans):
     """The step gets Python integers."""
     tried = []

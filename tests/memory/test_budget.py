@@ -49,7 +49,7 @@ class FakePlan:
 def search(sizes, seconds, budget, unordered=()):
     """Search in arrays of bytes and seconds; return the search and the places it compiled."""
     places = list(itertools.product(*map(range, sizes.shape)))
-    candidates = {place: _Candidate({}, (), 1, 0, 0, 0.0) for place in places}
+    candidates = {place: _Candidate({}, (), 1, 1, 0, 0, 0.0) for place in places}
     result = _Search(candidates, budget, 0, unordered)
     compiled = []
     while (place := result.next()) is not None:
@@ -284,7 +284,7 @@ def test_limit_of_compiled_programs(fake_plans):
     assert len(fake_plans) == found.num_compiled == 3 and not found.is_complete
     assert found.plan is None or found.plan.fits
     text = str(found)
-    assert "3 programs were compiled, the limit" in text
+    assert "hint: the search ended at `max_compiles`; other options may be faster" in text
     assert "× not compiled, the limit of compiled programs was reached" in text
     assert len(text.splitlines()) < 20  # of 64 combinations
     found = choose_options(make_step, options, budget=13 * GB, max_compiles=64)
@@ -311,6 +311,11 @@ def test_combinations_that_do_not_exist_or_fail(fake_plans):
     [
         ({"budget": 10**12}, "`budget` .* must be at most the memory of NVIDIA H200"),
         ({"budget": 0}, "`budget`"),
+        (
+            {"budget": 10**9, "memory_fraction": 0.5},
+            "`memory_fraction` .* must be None",
+        ),
+        ({"memory_fraction": -1.0}, "`memory_fraction` .* must be in .0, 1."),
         ({"examples": "batch"}, "`examples` .* must be one of the options, n"),
         ({"not_by_time": ["policy"]}, "`not_by_time` .* must be one of the options, n"),
         ({"max_compiles": 0}, "`max_compiles`"),
@@ -320,6 +325,11 @@ def test_combinations_that_do_not_exist_or_fail(fake_plans):
 def test_rejects(options, message):
     with pytest.raises(ValueError, match=message):
         choose_options(lambda n: None, {"n": [1]}, **options)
+
+
+def test_rejects_a_fraction_that_is_no_number():
+    with pytest.raises(TypeError, match="`memory_fraction` must be a number, not 'x'"):
+        choose_options(lambda n: (jnp.sin, f32(8)), {"n": [1]}, memory_fraction="x")
 
 
 def test_rejects_steps_without_examples():

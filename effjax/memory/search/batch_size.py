@@ -14,7 +14,7 @@ from ..plan import plan
 from ..render import format_bytes, progress_bar
 from ..results import MaxBatch, MemoryPlan
 
-_LARGEST = 2**31  # batch size to try
+_UNLIMITED = 2**31  # a step that fits at a larger batch size does not grow with it
 
 
 def max_batch_size(
@@ -36,8 +36,8 @@ def max_batch_size(
     Args:
         step_for_batch: returns the program for a batch size, `(fun, *args)`, with arguments as
             shapes and any donations in `fun` (a `jax.jit`).
-        multiple_of: only multiples of this are tried. If None, multiples of the number of devices
-            that the program spans at the first batch size.
+        multiple_of: only multiples of this are tried. If None, multiples of `num_devices`, or
+            else of the number of devices that the program spans at the first batch size.
         start: the first batch size to try, rounded up to a multiple of `multiple_of`.
         progress: whether to report finished programs on stderr.
         **options: options of `plan`, such as `target`, `memory_fraction` or `num_devices`.
@@ -52,22 +52,26 @@ def max_batch_size(
         TypeError, PlanError: as `plan`.
     """
     start = as_integer("start", start, 1)
-    unit = 1 if multiple_of is None else as_integer("multiple_of", multiple_of, 1)
+    unit = None
+    if multiple_of is not None:
+        unit = as_integer("multiple_of", multiple_of, 1)
+    elif options.get("num_devices") is not None:
+        unit = as_integer("num_devices", options["num_devices"], 1)
     plans: dict[int, MemoryPlan] = {}
-
-    def try_batch(batch: int) -> MemoryPlan:
-        began = time.perf_counter()
-        report.run([f"batch {batch}"])
-        fun, *args = step_for_batch(batch)
-        result = plans[batch] = plan(fun, *args, **options)
-        size, seconds = format_bytes(result.peak_device_bytes), time.perf_counter() - began
-        fits = "fits" if result.fits else "too much"
-        report.finish(f"batch {batch}: {size}, {fits}, {seconds:.1f} s")
-        return result
-
     low, high = 0, None  # in units: the largest that fits, the smallest that does not
     with progress_bar("finding the largest batch", None, progress) as report:
-        if multiple_of is None:
+
+        def try_batch(batch: int) -> MemoryPlan:
+            began = time.perf_counter()
+            report.run([f"batch {batch}"])
+            fun, *args = step_for_batch(batch)
+            result = plans[batch] = plan(fun, *args, **options)
+            size, seconds = format_bytes(result.peak_device_bytes), time.perf_counter() - began
+            fits = "fits" if result.fits else "too much"
+            report.finish(f"batch {batch}: {size}, {fits}, {seconds:.1f} s")
+            return result
+
+        if unit is None:
             unit = try_batch(start).num_devices
         guess, has_halved = -(-start // unit), True
         while high is None or high - low > 1:
@@ -78,7 +82,7 @@ def max_batch_size(
                 low = guess
             else:
                 high = guess
-            if high is None and batch > _LARGEST:
+            if high is None and batch > _UNLIMITED:
                 raise ValueError(
                     "`step_for_batch` must return steps whose memory grows with the batch size, "
                     f"but a batch size of {batch} fits."
@@ -96,7 +100,7 @@ def _next_guess(
     """Return the next guess in units, by a line through the plans nearest to the limit."""
     if high is not None and not extrapolate:
         return (low + high) // 2
-    points = sorted((batch, plan.share) for batch, plan in plans.items())
+    points = sorted((batch, result.share) for batch, result in plans.items())
     points = sorted(points, key=lambda p: abs(p[1] - 1))[:2]
     (batch, share), (other, other_share) = points[0], points[-1]
     if len(points) == 1:
@@ -105,7 +109,7 @@ def _next_guess(
     if slope <= 0:
         return 2 * low if high is None else (low + high) // 2
     limit = batch + (1 - share) / slope
-    guess = int(min(limit, 2 * _LARGEST) // unit)
+    guess = int(min(limit, 2 * _UNLIMITED) // unit)
     if high is None:
         # The compiler for TPUs saves memory near the limit, so the slope there may be almost zero.
         is_near = any(p.share > 0.5 for p in plans.values())

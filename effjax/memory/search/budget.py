@@ -12,13 +12,12 @@ from typing import Any
 import jax
 
 from ...ops._common.arguments import as_integer
-from ...ops.offload.compiled import host_memory_limit
 from ..compiler.cache import default_folder
 from ..compiler.lower import PlanError, split_modules
 from ..compiler.packages import find_compiler
 from ..compiler.process import open_pipe
-from ..devices import Target, find_rates, find_target
-from ..plan import DEFAULT_TARGET, start_plan
+from ..devices import Rates, Target, find_rates, find_target
+from ..plan import DEFAULT_TARGET, resolve_host_memory, resolve_memory_fraction, start_plan
 from ..render import (
     MAX_ROWS,
     Printable,
@@ -64,7 +63,7 @@ class OptionSearch(Printable):
     Attributes:
         options: the fastest options that fit; None if none were found.
         plan: the plan of their step; None if none were found.
-        trials: all combinations, those that were compiled first.
+        trials: all combinations, the compiled ones first.
         target: the device.
         budget: bytes of device memory.
         host_memory_bytes: bytes of pinned host memory.
@@ -116,7 +115,7 @@ class OptionSearch(Printable):
             reasons = Counter(trial.result for trial in self.trials if not trial.is_compiled)
             notes += [f"{count}× {reason}" for reason, count in reasons.most_common(MAX_ROWS)]
         if not self.is_complete:
-            notes.append(f"hint: {self.num_compiled} programs were compiled, the limit of a search")
+            notes.append("hint: the search ended at `max_compiles`; other options may be faster")
         rows = [
             [
                 *map(str, _printable(trial.options).values()),
@@ -157,17 +156,17 @@ def choose_options(
         found = choose_options(
             lambda policy, batch_size: (step_with(policy), state, batch_of(batch_size)),
             {"policy": ["everything", "dots", "recompute"], "batch_size": [64, 32, 16]},
-            target="h100", budget=20 * 10**9, examples="batch_size",
+            target="h100", budget=20 * 10**9, examples="batch_size", not_by_time=["policy"],
         )
         print(found)
         found.options  # such as {"policy": "dots", "batch_size": 32}
 
     The values of each option are ordered from the fastest, which needs the most device memory, to
     the slowest. So a step that does not fit rules out all steps with the same or earlier values of
-    every option, and a step that fits rules out those with the same or later values. Each program
-    to compile is one that rules out many others either way. Steps are not compiled if their
-    arguments alone exceed the budget, or if what they keep on the host takes longer to transfer
-    than another step that fits takes.
+    every option, and a step that fits rules out those with the same or later values. The search
+    compiles the program that rules out the most others in the worse of these two cases. Steps are
+    not compiled if their arguments alone exceed the budget, or if what they keep on the host takes
+    longer to transfer than another step that fits takes.
 
     The chosen step has been compiled, and fits. Where the order of the values does not hold, a
     faster step can be missed. Times are `MemoryPlan.step_seconds`, which are modelled.
@@ -179,12 +178,12 @@ def choose_options(
         options: the values of each option, in order.
         target: as in `plan`.
         budget: bytes of device memory. If None, the target's memory times `memory_fraction`.
-        memory_fraction: as in `plan`.
+        memory_fraction: as in `plan`, instead of `budget`.
         host_memory_bytes: as in `plan`.
         examples: the name of the option that is the number of examples of a step, whose values are
             ordered from the largest. Times are then compared per example.
         not_by_time: names of options whose later values may be faster, too. They are ordered by
-            memory only. An example are policies of recomputation: where the bandwidth of the memory
+            memory only. Policies of recomputation are an example: where the bandwidth of the memory
             is the limit, to compute again can be faster than to write and read.
         min_bytes: returns lower bounds of the temporary memory of a step, ``min_bytes(**options) ->
             (device_bytes, host_bytes)``, on one device and on the host for all devices. Residuals
@@ -202,19 +201,24 @@ def choose_options(
         printed.
 
     Raises:
-        ValueError: for a budget larger than the target's memory; if no combination has a step; if
-            `examples` is not an option, or has a value below 1; and as `plan`.
+        ValueError: for a budget larger than the target's memory, or together with
+            `memory_fraction`; if no combination has a step; if `examples` is not an option, or has
+            a value below 1; and as `plan`.
         TypeError, PlanError: as `plan`. A PlanError of a single program only excludes it.
     """
     gpu = find_target(target)
     _check_names("examples", [] if examples is None else [examples], options)
     _check_names("not_by_time", not_by_time, options)
-    if budget is not None:
-        memory_fraction = _fraction(budget, gpu)
+    if budget is None:
+        memory_fraction = resolve_memory_fraction(memory_fraction, gpu)
     elif memory_fraction is None:
-        memory_fraction = gpu.default_memory_fraction
-    if host_memory_bytes is None and not gpu.host_bytes_per_device:
-        host_memory_bytes = host_memory_limit()
+        memory_fraction = _fraction(budget, gpu)
+    else:
+        raise ValueError(
+            f"`memory_fraction` (={memory_fraction}) must be None with a `budget` (={budget}), "
+            "because both limit the device memory. Give one of them."
+        )
+    on_host = resolve_host_memory(host_memory_bytes, gpu)
     max_compiles = as_integer("max_compiles", max_compiles, 1)
     plan_options |= {
         "target": gpu,
@@ -223,25 +227,20 @@ def choose_options(
     }
     rates = plan_options.get("rates") or find_rates(gpu)
 
-    most_devices = 1
     candidates: dict[Position, _Candidate] = {}
     for position, choice in _combinations(options).items():
         step = make_step(**choice)
         if step is not None:
             num_devices = plan_options.get("num_devices") or _count_devices(step[1:])
-            most_devices = max(most_devices, num_devices)
-            device, host = _argument_bytes(step[1:], num_devices)
             more = min_bytes(**choice) if min_bytes else (0, 0)
-            device, host = device + more[0], host + more[1]
-            # All that is on the host is needed on the device.
-            seconds = host / num_devices / rates.to_device
-            size = as_integer(examples, choice[examples], 1) if examples else 1
-            candidates[position] = _Candidate(choice, step, size, device, host, seconds / size)
+            num_examples = as_integer(examples, choice[examples], 1) if examples else 1
+            candidates[position] = _make_candidate(
+                choice, step, num_devices, num_examples, more, rates
+            )
     if not candidates:
         raise ValueError("`options` must have a combination for which `make_step` returns a step.")
-    if host_memory_bytes is None:  # of a TPU
-        host_memory_bytes = gpu.host_bytes_per_device * most_devices
-    on_host = as_integer("host_memory_bytes", host_memory_bytes, 1)
+    if on_host is None:
+        on_host = gpu.host_bytes_per_device * max(c.num_devices for c in candidates.values())
     plan_options["host_memory_bytes"] = on_host
     find_compiler(gpu.platform)  # here, so that its errors are not those of a single program
     unordered = [i for i, name in enumerate(options) if name in not_by_time]
@@ -265,12 +264,29 @@ class _Candidate:
 
     options: dict[str, Any]
     step: Sequence[Any]  # (fun, *args)
-    examples: int
+    num_devices: int
+    num_examples: int
     device_bytes: int  # at least
     host_bytes: int  # at least
     seconds: float  # at least, per example
     plan: MemoryPlan | None = None
     error: PlanError | None = None
+
+
+def _make_candidate(
+    options: dict[str, Any],
+    step: Sequence[Any],
+    num_devices: int,
+    num_examples: int,
+    min_bytes: tuple[int, int],
+    rates: Rates,
+) -> _Candidate:
+    """Return a candidate with lower bounds from its arguments and `min_bytes` of temporaries."""
+    device, host = _argument_bytes(step[1:], num_devices)
+    device, host = device + min_bytes[0], host + min_bytes[1]
+    # All that is on the host is needed on the device.
+    seconds = host / num_devices / rates.to_device / num_examples
+    return _Candidate(options, step, num_devices, num_examples, device, host, seconds)
 
 
 class _Search:
@@ -329,7 +345,7 @@ class _Search:
         candidate.device_bytes, candidate.host_bytes = plan.peak_device_bytes, plan.peak_host_bytes
         if plan.refusal:  # by the compiler, which plans less memory than the program needs
             candidate.device_bytes = max(candidate.device_bytes, self.budget + 1)
-        candidate.seconds = plan.step_seconds / candidate.examples
+        candidate.seconds = plan.step_seconds / candidate.num_examples
         del self._undecided[position]
         if plan.fits and (self.best is None or candidate.seconds < self.best.seconds):
             self.best = candidate
@@ -441,7 +457,7 @@ def _check_names(argument: str, names: Collection[str], options: Mapping[str, An
 
 
 def _fraction(budget: int, target: Target) -> float:
-    """Return the fraction of the target's memory that is `budget` when it is rounded down."""
+    """Return the fraction of the target's memory that rounds down to `budget` bytes."""
     budget = as_integer("budget", budget, 1)
     if budget > target.memory_bytes:
         raise ValueError(
