@@ -1,7 +1,9 @@
 """Errors of commands: one line on stderr, and an exit code."""
 
+import contextlib
 import re
 import sys
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from .._extras import install_command
@@ -9,8 +11,6 @@ from ..train.errors import TrainError, printable
 
 LONGEST = 2000  # characters of a message; a file may have a key of 100 MB
 USAGE, INTERRUPTED, PREEMPTED = 2, 130, 75  # exit codes: a wrong option, Ctrl-C, SIGTERM
-
-option_names: set[str] = set()  # of the running command, as fields of its dataclasses
 
 
 class CommandError(Exception):
@@ -46,8 +46,6 @@ def report(error: BaseException) -> int | None:
             message = f"{message}. See {context.command_path} --help."
     elif not isinstance(error, TrainError):
         return None
-    if isinstance(error, TrainError):
-        message = re.sub(r"`([a-z_0-9]+)`", _as_typed, message)
     if message:
         message = " ".join(message.split())
         if len(message) > LONGEST:  # the remedy is at the end
@@ -57,7 +55,19 @@ def report(error: BaseException) -> int | None:
     return code
 
 
-def _as_typed(match: re.Match) -> str:
-    """Return an option as the command line has it, and any other name as it is."""
-    name = match[1]
-    return f"--{name.replace('_', '-')}" if name in option_names else match[0]
+@contextlib.contextmanager
+def name_options(names: Collection[str]) -> Iterator[None]:
+    """Let a TrainError name options as the command line has them: `--batch-size`.
+
+    Args:
+        names: The options of the command, as fields of its dataclasses.
+    """
+
+    def as_typed(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"--{name.replace('_', '-')}" if name in names else match[0]
+
+    try:
+        yield
+    except TrainError as error:
+        raise TrainError(re.sub(r"`([a-z_0-9]+)`", as_typed, str(error))) from error

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -29,6 +29,9 @@ AS_GIVEN = "as given"  # the form of a step with the options that are given
 READ_BY_RUNS = "data", "validation_data", "init_from"  # options that a plan does not need
 # Maps a batch size to the steps `(fun, *args)` by name.
 Steps = Callable[[int], Mapping[str, tuple[Any, ...]]]
+# Maps each name to a function from a batch size to the step.
+StepsByName = Mapping[str, Callable[[int], tuple[Any, ...]]]
+Result = TypeVar("Result")
 
 memory_app = typer.Typer(
     help="Compile a training step for a GPU or TPU that need not be present, and show its memory.",
@@ -91,9 +94,10 @@ class PlanOptions(FileOptions):
         super().__post_init__()
         if self.multiple_of and not self.max_batch:
             raise TrainError("--multiple-of needs --max-batch.")
-        if self.budget is not None and (self.max_batch or self.only or self.plot):
-            other = "max-batch" if self.max_batch else "only" if self.only else "plot"
-            raise TrainError(f"--budget cannot be combined with --{other}.")
+        if self.budget is not None:
+            for other in ("max_batch", "only", "plot", "memory_fraction"):
+                if getattr(self, other) not in (None, False, []):
+                    raise TrainError(f"`budget` cannot be combined with `{other}`.")
         if self.plot is not None and (self.plot.is_dir() or not self.plot.parent.is_dir()):
             raise TrainError(f"--plot {self.plot}: must be a file in an existing folder.")
 
@@ -195,15 +199,19 @@ def plan_function(given: dict[str, Any]) -> None:
     with _errors_in_one_line(in_users_code=True):
         steps = load_steps(options.function)
         if options.budget is not None:
-            from ..memory import choose_options
+            from ..memory import OptionSearch, choose_options
 
-            by_name = steps(options.batch_size)
-            found = choose_options(
-                lambda step: by_name[step], {"step": list(by_name)}, not_by_time=["step"],
-                budget=parse_size("--budget", options.budget), num_devices=options.num_devices,
-                progress=True, **limits,
-            )  # fmt: skip
-            show_search(found, options)
+            budget = parse_size("--budget", options.budget)
+
+            def search(by_name: StepsByName) -> OptionSearch:
+                return choose_options(
+                    lambda step: by_name[step](options.batch_size), {"step": list(by_name)},
+                    not_by_time=["step"], budget=budget, num_devices=options.num_devices,
+                    progress=True, **limits,
+                )  # fmt: skip
+
+            by_name = separate_steps(steps, list(steps(options.batch_size)))
+            show_search(split_if_needed(search, by_name, options.num_devices), options)
         else:
             show(plan_steps(steps, options, options.batch_size, **limits), options)
 
@@ -335,30 +343,43 @@ def plan_steps(
         **limits: Other arguments of `plan`.
     """
     from ..memory import compare, max_batch_size
-    from ..memory.compiler.lower import DeviceCountError
-    from ..memory.search.batch_size import split_over_devices
 
-    only, multiple_of, num_devices = options.only or (), options.multiple_of, options.num_devices
-    steps = functools.lru_cache(maxsize=2)(steps)  # splitting a step compares two batch sizes
+    only, multiple_of = options.only or (), options.multiple_of
     if multiple_of:
         batch_size = -(-batch_size // multiple_of) * multiple_of
     names = list(steps(batch_size))
     if unknown := set(only) - set(names):
         choices = ", ".join(map(repr, names))
         raise TrainError(f"--only {unknown.pop()!r} must be one of {choices}.")
-    by_name: dict[str, Callable[[int], tuple[Any, ...]]] = {
-        name: lambda size, name=name: steps(size)[name] for name in names if name in (only or names)
-    }
+    shared: dict[str, Any] = dict(num_devices=options.num_devices, progress=True, **limits)
 
-    def plan_all() -> "Comparison | dict[str, MaxBatch]":
-        shared: dict[str, Any] = dict(num_devices=num_devices, progress=True, **limits)
+    def plan_all(by_name: StepsByName) -> "Comparison | dict[str, MaxBatch]":
         if not options.max_batch:
             return compare({name: step(batch_size) for name, step in by_name.items()}, **shared)
-        shared |= dict(multiple_of=multiple_of or num_devices, start=batch_size)
-        return {name: max_batch_size(step, **shared) for name, step in by_name.items()}
+        return {
+            name: max_batch_size(step, multiple_of=multiple_of, start=batch_size, **shared)
+            for name, step in by_name.items()
+        }
+
+    by_name = separate_steps(steps, [name for name in names if name in (only or names)])
+    return split_if_needed(plan_all, by_name, options.num_devices)
+
+
+def separate_steps(steps: Steps, names: Sequence[str]) -> StepsByName:
+    """Return a function of the batch size for each of the named steps."""
+    steps = functools.lru_cache(maxsize=2)(steps)  # splitting a step compares two batch sizes
+    return {name: lambda size, name=name: steps(size)[name] for name in names}
+
+
+def split_if_needed(
+    plan_all: Callable[[StepsByName], Result], by_name: StepsByName, num_devices: int | None
+) -> Result:
+    """Plan steps; if they have no shardings, split their batch over the devices and plan again."""
+    from ..memory.compiler.lower import DeviceCountError
+    from ..memory.search.batch_size import split_over_devices
 
     try:
-        return plan_all()
+        return plan_all(by_name)
     except DeviceCountError as error:
         if error.spanned > 1:
             raise TrainError(
@@ -371,8 +392,7 @@ def plan_steps(
         "replicated",
         file=sys.stderr,
     )
-    by_name = {name: split_over_devices(step, num_devices) for name, step in by_name.items()}
-    return plan_all()
+    return plan_all({name: split_over_devices(step, num_devices) for name, step in by_name.items()})
 
 
 def show_search(found: "OptionSearch", options: PlanOptions) -> None:

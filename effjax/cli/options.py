@@ -33,6 +33,7 @@ from . import errors
 
 GROUPS = "Options", DATA, MODEL, OPTIMIZATION, RUN, PLAN, PROCESSES  # in the order of the help
 NAME_WIDTH = 30  # of the first column of the help
+OF_ONE_RUN = "out", "overwrite", "resume"  # options that a file for several runs does not have
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,14 +106,15 @@ def command(
 
         def run(**values: Any) -> None:
             given = {name: value for name, value in values.items() if value is not None}
-            errors.option_names = {f.name for _, f in fields if not f.metadata["positional"]}
-            for of in options:
-                of(**take(of, given))  # checks each option
-            given.pop("config", None)
-            if given.pop("print_config", False):
-                print_options(given)
-            else:
-                function(given)
+            names = {field.name for _, field in fields if not field.metadata["positional"]}
+            with errors.name_options(names):
+                for of in options:
+                    of(**take(of, given))  # checks each option
+                given.pop("config", None)
+                if given.pop("print_config", False):
+                    print_options(given)
+                else:
+                    function(given)
 
         run.__signature__ = inspect.Signature([_parameter(*pair) for pair in fields])  # type: ignore[attr-defined]
         run.__doc__ = function.__doc__
@@ -123,14 +125,13 @@ def command(
 
 
 def print_options(given: Mapping[str, Any]) -> None:
-    """Print options as a file for `--config`, without those of one run, such as its directory."""
+    """Print options as a file for `--config`, without those that name the directory of a run."""
     import yaml
 
-    of_a_run = {field.name for field in dataclasses.fields(RunOptions)}
     plain = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in given.items()
-        if name not in of_a_run
+        if name not in OF_ONE_RUN
     }
     print(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), end="")
 

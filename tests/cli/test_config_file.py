@@ -67,10 +67,21 @@ def test_resume_accepts_the_options_of_the_run(run, run_without_training, tmp_pa
 
 
 def test_prints_no_options_that_are_wrong_or_of_one_run(run):
-    code, out, _ = run(*TINY, "--out", "here", "--keep", "2", "--print-config")
+    of_one_run = "--out", "here", "--overwrite"
+    code, out, _ = run(*TINY, *of_one_run, "--keep", "2", "--print-config")
     assert code == 0 and yaml.safe_load(out) == {"depth": 10, "growth_rate": 4, "keep": 2}
     code, out, err = run(*TINY, "--epochs", "0", "--print-config")
     assert (code, out) == (2, "") and "--epochs (=0) must be between 1" in err
+
+
+def test_prints_how_a_run_starts(run, tmp_path):
+    argv = "--fit", "h100", "--distributed", "--heartbeat-timeout", "30"
+    code, out, _ = run("train", "lm", *argv, "--print-config")
+    assert code == 0
+    assert yaml.safe_load(out) == dict(fit="h100", distributed=True, heartbeat_timeout=30)
+    (tmp_path / "run.yaml").write_text(out)
+    again = run("train", "lm", "--config", "run.yaml", "--print-config")
+    assert again[:2] == (0, out)
 
 
 def test_an_empty_file(run, tmp_path):

@@ -100,6 +100,10 @@ def test_batch_split_over_devices_and_host_memory(run_memory):
         arguments.append(json.loads(out)["by_four"]["device"]["arguments"])
     kernel, batch = 4 * 256 * 8, 4 * 4096 * 256
     assert arguments == [kernel + batch, kernel + batch // 4]
+    code, out, err = run_memory(*argv, "--num-devices", "4", "--budget", "1GB")
+    assert code == 0 and "over 4 devices" in err, err
+    plan = json.loads(out)["plan"]
+    assert plan["num_devices"] == 4 and plan["device"]["arguments"] == arguments[1]
     code, out, _ = run_memory("step", "own_step:on_host", "--host-memory-gb", "3")
     assert code == 0 and "4.3 GB of pinned host memory DOES NOT FIT in 3.2 GB" in out
     code, _, err = run_memory("step", "own_step:on_host", "--num-devices", "4")
@@ -165,6 +169,10 @@ def test_language_model(run_memory):
         (["step", "own_step:one", "--depth", "22"], "No such option: --depth"),
         (["step", "own_step.one"], "give MODULE:FUNCTION"),
         (["step", "own_step:one", "--multiple-of", "2"], "needs --max-batch"),
+        (
+            ["step", "own_step:one", "--budget", "1GB", "--memory-fraction", "0.5"],
+            "--budget cannot be combined with --memory-fraction",
+        ),
         (["densenet", "--layers", "2"], "No such option: --layers"),
         (["resnet", "--depth", "77"], "--depth (=77) must be one of"),
         (["resnet", "--model", "resnext50_1x1d"], "--model (='resnext50_1x1d') must be one of"),
