@@ -10,6 +10,8 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
+from ._files import check
+
 _KEY_TYPES = (str, bytes, int, float, bool, type(None))
 
 
@@ -40,20 +42,6 @@ def reading(source: object, kind: str, error_type: type[Exception], remedy: str)
     except Exception as error:
         reason = str(error) if type(error) is ValueError else type(error).__name__
         raise error_type(f"{source}: not a complete {kind} ({reason:.200})") from error
-
-
-def check(condition: bool, problem: str) -> None:
-    """Raise ValueError, for a damaged pickle, unless the condition holds."""
-    if not condition:
-        raise ValueError(problem)
-
-
-def check_distinct(names: Iterable[str]) -> None:
-    """Raise ValueError, for a damaged file, if a name occurs twice."""
-    seen: set[str] = set()
-    for name in names:
-        check(name not in seen, f"two entries named {name!r:.120}")
-        seen.add(name)
 
 
 class StandIn:

@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from .._unpickle import check
+from .._files import check, read_json_object
+from ..ops._common.arguments import as_number
 from .checkpoint import (
     LAYERS_PREFIX,
     Arrays,
@@ -24,7 +25,6 @@ from .safetensors_file import DTYPES
 
 MODEL = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-MAX_CONFIG_BYTES = 10_000_000
 BASE = "base_model.model."  # before the names of the base model
 A, B = ".lora_A.weight", ".lora_B.weight"
 # Options of PEFT that change what an adapter computes, unless they are false or empty.
@@ -105,17 +105,19 @@ def save_adapter(
         require_finite: Whether to refuse arrays with NaN or infinity.
 
     Raises:
-        ValueError: if the arrays are not pairs of matrices of one rank, or if a number is not
-            finite, with `require_finite`.
-        TypeError: if an array has a dtype that the format does not support.
+        ValueError: if the arrays are not pairs of matrices of one rank, if `scale` is not finite,
+            or if a number is not, with `require_finite`.
+        TypeError: if an array has a dtype that the format does not support, or if `scale` is not a
+            number.
         OSError: if the folder exists, is not empty and must not be replaced, or if it cannot be
             written.
         RuntimeError: if another process has failed.
     """
     rank = _check_matrices(layers)
+    scale = as_number("scale", scale, lambda scale: math.isfinite(scale * rank), "finite")
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model,
-        "r": rank, "lora_alpha": _as_whole(scale * rank), "lora_dropout": 0.0, "bias": "none",
+        "r": rank, "lora_alpha": _find_alpha(scale, rank), "lora_dropout": 0.0, "bias": "none",
         "target_modules": sorted(name.removesuffix(A) for name in layers if name.endswith(A)),
         "fan_in_fan_out": False, "inference_mode": True,
     }  # fmt: skip
@@ -129,17 +131,15 @@ def save_adapter(
 
 def _read_config(path: Path) -> dict[str, Any]:
     """Return the options of an adapter."""
+    kind = "the configuration of LoRA"
+    config = read_json_object(path, kind)
     try:
-        check(path.is_file() or not path.exists(), "not a regular file")
-        check(path.stat().st_size <= MAX_CONFIG_BYTES, f"{path.stat().st_size} bytes")
-        config = json.loads(path.read_bytes())
-        check(isinstance(config, dict), "not an object")
         check(config.get("peft_type") == "LORA", f"peft_type is {config.get('peft_type')!r:.40}")
         check(type(config.get("r")) is int and config["r"] > 0, "r is not a positive integer")
         check(type(config.get("lora_alpha")) in (int, float), "lora_alpha is not a number")
         check(math.isfinite(config["lora_alpha"]), "lora_alpha is not finite")
-    except (ValueError, RecursionError, OverflowError) as error:
-        raise ValueError(f"{path}: not the configuration of LoRA ({error!s:.200})") from error
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{path}: not {kind} ({error!s:.200})") from error
     options = [f"{name}={config[name]!r:.80}" for name in UNSUPPORTED if config.get(name)]
     options += [f"bias={config['bias']!r:.80}"] if config.get("bias") not in (None, "none") else []
     if (init := config.get("init_lora_weights")) not in INITIALIZATIONS:
@@ -184,6 +184,9 @@ def _check_matrices(layers: Mapping[str, Any]) -> int:
     return ranks.pop()
 
 
-def _as_whole(value: float) -> float:
-    """Return a whole number as an int, as PEFT writes it."""
-    return int(value) if float(value).is_integer() else float(value)
+def _find_alpha(scale: float, rank: int) -> float:
+    """Return a number whose quotient by `rank` is `scale`, if one exists; rather an integer."""
+    alpha = scale * rank
+    neighbors = math.nextafter(alpha, math.inf), math.nextafter(alpha, -math.inf)
+    exact = (a for a in (round(alpha), alpha, *neighbors) if a / rank == scale)
+    return next(exact, alpha)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .._unpickle import check_distinct
+from .._files import check_distinct
 from .safetensors_file import read_header, read_index, read_tensor, write_file
 from .torch_file import read_torch
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from .._unpickle import check, check_distinct
+from .._files import check, check_distinct
 
 METADATA = "__metadata__"  # the entry of a header that is not a tensor
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package

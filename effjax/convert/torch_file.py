@@ -15,7 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._unpickle import RefusedError, StandIn, Unpickler, check, check_distinct, reading, set_items
+from .._files import check, check_distinct
+from .._unpickle import RefusedError, StandIn, Unpickler, reading, set_items
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _ZIP_MAGIC = b"PK\x03\x04"

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._unpickle import check
+from .._files import read_json_object
 from ..ops._common.arguments import as_dtype, as_integer, as_key, as_number, describe
 from ..ops._common.dtypes import accumulation_dtype, at_least_float32
 from ..ops._common.sharding import explicit_axes, explicit_spec
@@ -51,7 +51,6 @@ _FAMILIES = {
 OPTIONS = "attention_bias", "mlp_bias", "sliding_window"
 SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
 MISTRAL_WINDOW = 4096  # if config.json lacks `sliding_window`
-MAX_CONFIG_BYTES = 10_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,14 +201,7 @@ def _check_positive(name: str, value: Any) -> None:
 def _read(path: pathlib.Path) -> dict[str, Any]:
     """Return the content of a config.json, given the file or its folder."""
     path = path / "config.json" if path.is_dir() else path
-    try:
-        check(path.is_file() or not path.exists(), "not a regular file")  # it could block
-        check(path.stat().st_size <= MAX_CONFIG_BYTES, f"{path.stat().st_size} bytes")
-        settings = json.loads(path.read_bytes())
-        check(isinstance(settings, dict), "not an object")
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not a config.json ({error!s:.200})") from error
-    return settings
+    return read_json_object(path, "a config.json")
 
 
 def _parse(settings: dict[str, Any]) -> DecoderConfig:

@@ -58,6 +58,26 @@ def test_scales(saved):
         assert convert.load_adapter(saved)[1] == want
 
 
+@pytest.mark.parametrize(
+    ("rank", "alpha"), [(49, 1), (3, 1), (8, 16), (49, 0.3), (2, -3), (2, 0), (64, 1e-3)]
+)
+def test_scales_are_written_exactly(tmp_path, rank, alpha):
+    layers = {"q.lora_A.weight": np.ones((1, rank, 4)), "q.lora_B.weight": np.ones((1, 4, rank))}
+    convert.save_adapter(tmp_path / "a", layers, alpha / rank)
+    assert convert.load_adapter(tmp_path / "a")[1] == alpha / rank
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert type(config["lora_alpha"]) is type(alpha)
+
+
+@pytest.mark.parametrize(
+    ("scale", "error"), [(np.nan, ValueError), (np.inf, ValueError), ("x", TypeError)]
+)
+def test_rejects_scales_that_cannot_be_loaded(tmp_path, scale, error):
+    with pytest.raises(error, match="`scale`"):
+        convert.save_adapter(tmp_path / "a", LAYERS, scale)
+    assert os.listdir(tmp_path) == []
+
+
 def test_other_prefix(tmp_path):
     convert.save_adapter(tmp_path / "a", LAYERS, 1.0, layers_prefix="transformer.h")
     with pytest.raises(ValueError, match=r"left over: base_model\.model\.transformer\.h\.0\."):
