@@ -32,22 +32,42 @@ SIZES: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-def write_tokenizer(
-    folder: str | Path,
-    vocab_size: int = 384,
-    template: str | None = CHATML,
-    special_tokens: Sequence[str] = SPECIAL_TOKENS,
-    **config: Any,
-) -> None:
-    """Train a byte-level tokenizer on Python's help, and write its files.
+def write_checkpoint(
+    folder: str | Path, family: str = "llama", vocab_size: int = 384, **config: Any
+) -> DecoderConfig:
+    """Write a language model with random weights and its tokenizer, in Hugging Face's layout.
 
     Args:
-        folder: Where to write tokenizer.json and tokenizer_config.json; created if necessary.
-        vocab_size: The number of tokens, of which 256 are bytes.
-        template: The chat template, or None.
-        special_tokens: `BOS` and `EOS` among them.
-        config: Other settings of tokenizer_config.json.
+        folder: Where to write; must not exist, or be empty.
+        family: The `model_type`, such as "llama" or "qwen3".
+        vocab_size: As in `train_tokenizer`.
+        config: Other settings of config.json, for tests.
+
+    Returns:
+        The configuration of the model, with the vocabulary of the tokenizer.
     """
+    tokenizer = train_tokenizer(vocab_size)  # before anything is written: it may not be installed
+    settings = {
+        "model_type": family, "vocab_size": tokenizer.get_vocab_size(), **SIZES, **config
+    }  # fmt: skip
+    model = DecoderConfig.from_json(settings)
+    save_checkpoint(folder, *init_decoder(model, jax.random.key(0)), model.to_json())
+    write_tokenizer(folder, tokenizer)
+    return model
+
+
+def train_tokenizer(vocab_size: int = 384, special_tokens: Sequence[str] = SPECIAL_TOKENS) -> Any:
+    """Return a byte-level `tokenizers.Tokenizer`, trained on Python's help.
+
+    Args:
+        vocab_size: The largest number of tokens, of which 256 are bytes.
+        special_tokens: `BOS` and `EOS` among them. Tests have others.
+
+    Raises:
+        ValueError: if `vocab_size` is below the number of bytes and special tokens.
+    """
+    if vocab_size < (least := 256 + len(special_tokens)):
+        raise ValueError(f"`vocab_size` (={vocab_size}) must be at least {least}.")
     from pydoc_data.topics import topics
 
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -61,6 +81,20 @@ def write_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     tokenizer.train_from_iterator([topics["if"], topics["for"], topics["class"]], trainer)
+    return tokenizer
+
+
+def write_tokenizer(
+    folder: str | Path, tokenizer: Any, template: str | None = CHATML, **config: Any
+) -> None:
+    """Write the files of a tokenizer of `train_tokenizer`.
+
+    Args:
+        folder: Where to write tokenizer.json and tokenizer_config.json; created if necessary.
+        tokenizer: The tokenizer.
+        template: The chat template, or None. Tests have others.
+        config: Other settings of tokenizer_config.json, for tests.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -72,34 +106,15 @@ def write_tokenizer(
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def write_checkpoint(
-    folder: str | Path, family: str = "llama", seed: int = 0, vocab_size: int = 384, **config: Any
-) -> DecoderConfig:
-    """Write a language model with random weights and its tokenizer, in Hugging Face's layout.
-
-    Args:
-        folder: Where to write; must not exist, or be empty.
-        family: The `model_type`, such as "llama" or "qwen3".
-        seed: Seed of the weights.
-        vocab_size: The number of tokens.
-        config: Other settings of config.json.
-    """
-    settings = {"model_type": family, "vocab_size": vocab_size, **SIZES, **config}
-    model = DecoderConfig.from_json(settings)
-    save_checkpoint(folder, *init_decoder(model, jax.random.key(seed)), model.to_json())
-    write_tokenizer(folder, vocab_size)
-    return model
-
-
-def write_rows(file: str | Path, largest: int = 9) -> None:
-    """Write sums of the numbers up to `largest` as rows of `messages`."""
+def write_rows(file: str | Path) -> None:
+    """Write sums of the numbers up to 9 as rows of `messages`."""
     rows = [
         [
             {"role": "user", "content": f"{a} + {b}?"},
             {"role": "assistant", "content": f"{a} + {b} = {a + b}"},
         ]
-        for a in range(largest + 1)
-        for b in range(largest + 1)
+        for a in range(10)
+        for b in range(10)
     ]
     Path(file).write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
 

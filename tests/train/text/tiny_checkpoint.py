@@ -93,12 +93,12 @@ def write_tokenizer(
 
     Args:
         folder: Where to write; created if necessary.
-        vocab_size: Number of tokens, of which 256 are bytes.
+        vocab_size: The largest number of tokens, of which 256 are bytes.
         template: The chat template, or None.
         processor: What tokenizer.json adds to a text, such as "<s> $A".
         config: Other settings of tokenizer_config.json.
     """
-    tiny.write_tokenizer(folder, vocab_size, template, SPECIAL, **config)
+    tiny.write_tokenizer(folder, tiny.train_tokenizer(vocab_size, SPECIAL), template, **config)
     if processor is not None:
         from tokenizers import Tokenizer, processors
 
