@@ -21,10 +21,17 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._files import read_json_object
-from ..ops._common.arguments import as_dtype, as_integer, as_key, as_number, describe
+from ..ops._common.arguments import (
+    as_dtype,
+    as_integer,
+    as_key,
+    as_number,
+    check_choice,
+    describe,
+)
 from ..ops._common.dtypes import accumulation_dtype, at_least_float32
 from ..ops._common.sharding import explicit_axes, explicit_spec
-from ..ops.attention import dot_product_attention
+from ..ops.attention import IMPLEMENTATIONS, dot_product_attention
 from ..ops.cross_entropy import linear_cross_entropy
 
 Params = dict[str, Any]
@@ -86,7 +93,7 @@ class DecoderConfig:
         rope_theta: base of the rotary frequencies.
         rope_scaling: their scaling. None means none.
         sliding_window: of mistral: number of positions that a token attends to, its own included.
-            None means all before it.
+            None means all earlier ones and itself.
         attention_bias: of llama and qwen3: whether the linear layers of attention have biases.
             Queries, keys and values of qwen2 always have them.
         mlp_bias: of llama: whether the linear layers of the MLP have biases.
@@ -96,8 +103,8 @@ class DecoderConfig:
 
     Raises:
         TypeError: for a size or a number of another type.
-        ValueError: for an unknown family, an option that the family does not have, or sizes that do
-            not match.
+        ValueError: for an unknown family, an option that the family does not have, sizes that do
+            not match, or other settings that are not JSON.
     """
 
     model_type: str
@@ -142,7 +149,10 @@ class DecoderConfig:
             # `to_json` cannot write it: transformers would run another network.
             if value := getattr(self, name):
                 raise ValueError(f"`{name}` (={value}) is not supported by {self.model_type}.")
-        as_dtype("dtype", self.dtype)
+        object.__setattr__(self, "dtype", as_dtype("dtype", self.dtype).name)
+        settings = _parse_settings(self.other_settings)
+        if (deviation := settings.get("initializer_range")) is not None:
+            as_number("initializer_range", deviation, lambda a: 0 <= a < math.inf, "at least 0")
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> "DecoderConfig":
@@ -194,6 +204,17 @@ def _family(model_type: Any) -> _Family:
     return _FAMILIES[model_type]
 
 
+def _parse_settings(text: str) -> dict[str, Any]:
+    """Return the object in the JSON text `other_settings`."""
+    try:
+        settings = json.loads(text)
+    except (TypeError, ValueError):
+        settings = None
+    if not isinstance(settings, dict):
+        raise ValueError(f"`other_settings` (={text!r:.80}) must be the JSON text of an object.")
+    return settings
+
+
 def _check_positive(name: str, value: Any) -> None:
     as_number(name, value, lambda number: 0 < number < math.inf, "positive and finite")
 
@@ -218,7 +239,14 @@ def _parse(settings: dict[str, Any]) -> DecoderConfig:
     kv_heads = settings.pop("num_key_value_heads", family.num_key_value_heads)
     fields["num_key_value_heads"] = heads if kv_heads is None else kv_heads
     head_dim = settings.pop("head_dim", family.head_dim)
-    fields["head_dim"] = fields["hidden_size"] // heads if head_dim is None else head_dim
+    if head_dim is None:
+        head_dim, rest = divmod(fields["hidden_size"], heads)
+        if rest:
+            raise ValueError(
+                f"`num_attention_heads` (={heads}) must divide `hidden_size` "
+                f"(={fields['hidden_size']}), because config.json lacks `head_dim`."
+            )
+    fields["head_dim"] = head_dim
     if model_type == "mistral":  # null means no window
         fields["sliding_window"] = settings.pop("sliding_window", MISTRAL_WINDOW)
     for name in ("rms_norm_eps", "tie_word_embeddings", *family.options):
@@ -245,8 +273,7 @@ def _parse_rope(settings: dict[str, Any]) -> dict[str, Any]:
     theta = rope.get("rope_theta", theta)
     fields: dict[str, Any] = {}
     if theta is not None:
-        _check_positive("rope_theta", theta)
-        fields["rope_theta"] = float(theta)
+        fields["rope_theta"] = theta
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if any(isinstance(value, dict) for value in rope.values()):
         kind = "one for each type of layer"
@@ -364,7 +391,8 @@ def init_decoder_others(config: DecoderConfig, key: jax.Array) -> Params:
 
 
 def _draw(config: DecoderConfig, key: jax.Array, shapes: Params) -> Params:
-    deviation = json.loads(config.other_settings).get("initializer_range", 0.02)
+    deviation = _parse_settings(config.other_settings).get("initializer_range")
+    deviation = 0.02 if deviation is None else deviation
 
     def draw(key: jax.Array, name: str, a: jax.ShapeDtypeStruct) -> jax.Array:
         if "norm" in name:
@@ -427,8 +455,13 @@ def decoder_functions(
         mlp_chunk_size: number of positions that the MLP processes at a time; the backward pass
             recomputes each chunk. None means all of them.
         lora_scale: the factor of the adapter, if there is one.
+
+    Raises:
+        TypeError: for a number of another type.
+        ValueError: for an unknown dtype or implementation, or a number out of range.
     """
     dtype = as_dtype("dtype", config.dtype if dtype is None else dtype)
+    check_choice("attention", attention, None, *IMPLEMENTATIONS)
     lora_scale = as_number("lora_scale", lora_scale, math.isfinite, "finite")
     if mlp_chunk_size is not None:
         mlp_chunk_size = as_integer("mlp_chunk_size", mlp_chunk_size, 1)
@@ -448,7 +481,7 @@ def decoder_functions(
 def decoder_logits(config: DecoderConfig, others: Params, hidden: jax.Array) -> jax.Array:
     """Return the logits `[N, T, vocab_size]` of the last layer's output `[N, T, hidden_size]`.
 
-    They are float32, or float64 if computed in float64. A loss that does not need them is that of
+    They are float32, or float64 if computed in float64. For a loss without logits, see
     `decoder_functions`.
     """
     x = _rms_norm(hidden, others["model.norm.weight"], config.rms_norm_eps)

@@ -95,7 +95,7 @@ def dot_product_attention(
     if scale is None:
         scale = max(q.shape[3], 1) ** -0.5
     scale = as_number("scale", scale, math.isfinite, "finite")
-    check_choice("implementation", implementation, None, *_IMPLEMENTATIONS)
+    check_choice("implementation", implementation, None, *IMPLEMENTATIONS)
     if block_size is None:
         block_size = _default_block(q)
     block_size = min(as_integer("block_size", block_size, 1), q.shape[1])
@@ -109,7 +109,7 @@ def dot_product_attention(
             f'implementation="{implementation}" does not support `segment_ids`. Use "xla", or '
             "None for the best available one."
         )
-    attend = _IMPLEMENTATIONS[implementation]
+    attend = IMPLEMENTATIONS[implementation]
 
     def run(q, k, v, segment_ids):
         q, k, v, segment_ids = match_varying((q, k, v, segment_ids))
@@ -441,7 +441,7 @@ def _attend_splash(options: _Options, q, k, v, segment_ids) -> jax.Array:
     return jnp.swapaxes(y, 1, 2).astype(q.dtype)
 
 
-_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": _attend_xla,
     "cudnn": _attend_cudnn,
     "splash": _attend_splash,

@@ -272,6 +272,28 @@ def test_configurations_survive_writing(settings, tmp_path):
     assert "layer_types" in written or "layer_types" not in settings
 
 
+def test_a_null_range_is_the_default():
+    config = DecoderConfig.from_json(CONFIGS["llama2"])
+    null = DecoderConfig.from_json(CONFIGS["llama2"] | {"initializer_range": None})
+    key = jax.random.key(0)
+    assert_trees_close(init_decoder(null, key), init_decoder(config, key), 0)
+
+
+def test_settings_are_json():
+    config = DecoderConfig.from_json(CONFIGS["llama2"])
+    half = dataclasses.replace(config, dtype=jnp.bfloat16)
+    assert half == dataclasses.replace(config, dtype="bfloat16")
+    assert json.loads(json.dumps(half.to_json()))["torch_dtype"] == "bfloat16"
+    for text in ("oops", "[]", None):
+        with pytest.raises(ValueError, match="`other_settings` .* must be the JSON text"):
+            dataclasses.replace(config, other_settings=text)
+
+
+def test_rejects_unknown_attention():
+    with pytest.raises(ValueError, match="`attention` .='flash'. must be"):
+        decoder_functions(config_of("llama2"), attention="flash")
+
+
 def test_llama3_scaling():
     scaling = Llama3RopeScaling(8.0, 1.0, 4.0, 16)
     assert config_of("llama3").rope_scaling == scaling
@@ -307,7 +329,9 @@ def test_llama3_scaling():
         ("llama2", {"rms_norm_eps": 10**400}, "invalid"),
         ("llama2", {"tie_word_embeddings": "false"}, "`tie_word_embeddings` must be a bool"),
         ("llama2", {"mlp_bias": 1}, "`mlp_bias` must be a bool"),
-        ("llama2", {"torch_dtype": "auto"}, "auto"),
+        ("llama2", {"torch_dtype": "auto"}, r"`dtype` \(='auto'\) must be a floating-point dtype"),
+        ("llama2", {"initializer_range": "0.02"}, "`initializer_range` must be a number"),
+        ("llama2", {"num_attention_heads": 3}, r"`num_attention_heads` \(=3\) must divide"),
         ("llama2", {"rope_theta": "1e4"}, "`rope_theta` must be a number"),
         ("llama2", {"rope_theta": float("nan")}, r"`rope_theta` \(=nan\) must be positive"),
         ("llama2", {"rope_scaling": "linear"}, "`rope_scaling` .* must be an object"),

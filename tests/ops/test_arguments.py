@@ -153,6 +153,7 @@ ERRORS = {
         "a", "b", None, "c", hint="; hint"
     ),
     "`dtype` (='int8') must be a floating-point dtype.": lambda: as_dtype("dtype", "int8"),
+    "`dtype` (='auto') must be a floating-point dtype.": lambda: as_dtype("dtype", "auto"),
     "`strides` (=(1, 2, 3)) must be one or two integers": lambda: as_pair("strides", (1, 2, 3), 1),
     "`padding` (='FULL') must be": lambda: as_padding("full"),
     "`padding` (=(1, 2, 3)) must be one number": lambda: as_padding((1, 2, 3)),

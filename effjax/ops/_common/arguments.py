@@ -5,6 +5,7 @@ raises an error that names the argument. Arrays may be JAX's or NumPy's. As in j
 not arrays. For integers and numbers, Python, NumPy and JAX scalars are interchangeable.
 """
 
+import contextlib
 import functools
 import inspect
 import operator
@@ -177,7 +178,10 @@ def as_dtype(name: str, value: Any) -> jnp.dtype:
     """Return `value` as a floating-point dtype."""
     # jnp.dtype takes None for float64, and an array for its dtype.
     is_array = isinstance(value, (jax.Array, np.ndarray))
-    dtype = None if value is None or is_array else jnp.dtype(value)
+    dtype = None
+    if value is not None and not is_array:
+        with contextlib.suppress(TypeError):  # NumPy's error does not name the argument
+            dtype = jnp.dtype(value)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"`{name}` (={value!r:.80}) must be a floating-point dtype.")
     return dtype
