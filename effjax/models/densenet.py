@@ -297,7 +297,7 @@ def densenet40_12(module: Callable[..., Any] = DenseNet, **options: Any) -> Any:
 
     The arguments are those of `densenet121`.
     """
-    return densenet_cifar(40, 12, module, **options)
+    return module(**DENSENET_OPTIONS["densenet40_12"] | options)
 
 
 def densenet100_12(module: Callable[..., Any] = DenseNet, **options: Any) -> Any:
@@ -305,7 +305,7 @@ def densenet100_12(module: Callable[..., Any] = DenseNet, **options: Any) -> Any
 
     The arguments are those of `densenet121`.
     """
-    return densenet_cifar(100, 12, module, **options)
+    return module(**DENSENET_OPTIONS["densenet100_12"] | options)
 
 
 def densenet_cifar(

@@ -24,7 +24,8 @@ from ..ops.batch_norm.sync import STATISTICS
 from .images import ImageNetworkConfig, as_sizes, cast_batch, max_pool
 
 EXPANSION = 4  # ratio of a bottleneck's output channels to its inner channels
-CONV_OUTPUT = "effjax.resnet.conv"  # checkpoint name of all convolutions but a block's last
+# Checkpoint name of the outputs of all convolutions except a block's last and its shortcut.
+CONV_OUTPUT = "effjax.resnet.conv"
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -68,6 +69,12 @@ class ResNetConfig(ImageNetworkConfig):
         )  # fmt: skip
         if self.num_classes is not None:
             self.num_classes = as_integer("num_classes", self.num_classes, 1)
+        self.frozen_stages = as_integer("frozen_stages", self.frozen_stages, -1)
+        if self.frozen_stages > len(self.stage_sizes):
+            raise ValueError(
+                f"`frozen_stages` (={self.frozen_stages}) must be at most the number of stages "
+                f"(={len(self.stage_sizes)})."
+            )
 
     @property
     def feature_channels(self) -> tuple[int, ...]:
@@ -111,8 +118,9 @@ class ResNet(nnx.Module, ResNetConfig):
         num_classes: size of the logits; None for no linear layer.
         small_inputs: use one 3x3 convolution, BN and ReLU as the stem, for small images.
         efficient: recompute in the backward pass instead of keeping all intermediate arrays.
-        save: "conv" keeps the outputs of a block's convolutions except the last. "features" keeps
-            only the block's input and its statistics, and recomputes all convolutions.
+        save: "conv" keeps the outputs of a block's convolutions except the last and the shortcut.
+            "features" keeps only the block's input and its statistics, and recomputes all
+            convolutions.
         frozen_stages: -1 for none, 0 for the stem, k for the stem and the first k stages. Their
             norms are frozen, and no gradient flows into or through them. Exclude their parameters
             from the optimizer, whose weight decay would still change them.

@@ -100,6 +100,9 @@ def test_options_override_those_of_a_published_network():
     assert model.num_classes == 7 and model.growth_rate == 32 and not model.efficient
     small = models.densenet_cifar(22, 8, linen_models.DenseNet, num_classes=100)
     assert small.block_config == (3, 3, 3) and small.num_init_features == 16
+    for make in (models.densenet40_12, models.densenet100_12):
+        wide = make(linen_models.DenseNet, growth_rate=24)
+        assert wide.growth_rate == 24 and wide.small_inputs and wide.num_classes == 10
 
 
 SMALL: dict[str, Any] = dict(

@@ -261,6 +261,15 @@ def test_rejects_bad_options():
             network(**OPTIONS, stage_with_dcn=(True,))
 
 
+@pytest.mark.parametrize(
+    ("value", "error"), [(-2, ValueError), (5, ValueError), (1.5, TypeError), (None, TypeError)]
+)
+def test_rejects_frozen_stages_that_do_not_exist(value, error):
+    with pytest.raises(error, match="`frozen_stages`"):
+        ResNetConfig(frozen_stages=value)
+    assert ResNetConfig(frozen_stages=4).frozen_stages == 4
+
+
 def test_rejects_groups_of_basic_blocks():
     for options in (dict(inner_width=8), dict(feature_group_count=2)):
         with pytest.raises(ValueError, match="need bottleneck=True"):
