@@ -133,6 +133,30 @@ def test_allocation_on_the_host_is_no_transfer():
     assert step_time(hlo, UNIT).seconds == 0
 
 
+@pytest.mark.parametrize("opcode", ["async-start", "call-start"])
+def test_what_a_computation_that_is_started_sends(opcode):
+    inner = """%inner (p: f32[16,16]) -> f32[16,16] {
+  %p = f32[16,16]{1,0} parameter(0)
+  ROOT %r = f32[16,16]{1,0} all-reduce(%p), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+"""
+    shape = "((f32[16,16]{1,0}), f32[16,16]{1,0}, u32[])"
+    module = parse(program(lines(f"%s = {shape} {opcode}(%a), calls=%inner"), inner))
+    (start,) = (i for i in module.computations["main"] if i.opcode == opcode)
+    sent = 2 * 3 / 4 * 4 * 16**2
+    assert WorkCounter(module).transfers(start) == [("interconnect", sent)]
+
+
+@pytest.mark.parametrize("target", ["AllocatePersistentBuffer", "AssumeGather", "ConcatBitcast"])
+def test_custom_calls_without_work(target):
+    call = f'%k = f32[16,16]{{1,0}} custom-call(%a), custom_call_target="{target}"'
+    time = step_time(program(lines(call)), UNIT)
+    assert time.memory_bytes == 0 and not time.unknown_kernels
+    # A name of the user is not the target.
+    named = f'{call}, metadata={{op_name="{target}"}}'.replace(f't="{target}"', 't="TopK"')
+    assert step_time(program(lines(named)), UNIT).memory_bytes == 2 * 4 * 16**2
+
+
 def test_opaque_kernels_are_listed():
     kernel = (
         '%k = f32[16,16]{1,0} custom-call(%a), custom_call_target="mosaic_gpu_v2", '

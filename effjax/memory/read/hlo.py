@@ -19,9 +19,9 @@ COLLECTIVES = (
     "collective-broadcast", "ragged-all-to-all",
 )  # fmt: skip
 # Instructions without data movement.
-_NO_MOVEMENT = {
+NO_MOVEMENT = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
-    "call", "after-all", "opt-barrier", "partition-id", "replica-id",
+    "call", "after-all", "opt-barrier", "add-dependency", "partition-id", "replica-id", "domain",
 }  # fmt: skip
 _COPIES = {"copy", "copy-start", "copy-done", "bitcast"}
 
@@ -273,7 +273,7 @@ def transfers(hlo: str | HloModule) -> tuple[Transfer, ...]:
     module = parse(hlo) if isinstance(hlo, str) else hlo
     counts: Counter[tuple[Direction, Array, tuple[str, str]]] = Counter()
     for instruction, times in module.iter_executed():
-        if instruction.opcode in _NO_MOVEMENT or instruction.opcode.endswith("-done"):
+        if instruction.opcode in NO_MOVEMENT or instruction.opcode.endswith("-done"):
             continue
         for direction, array in copied_arrays(module, instruction):
             counts[direction, array, module.source_and_caller(instruction)] += times

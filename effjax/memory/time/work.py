@@ -12,6 +12,7 @@ import numpy as np
 
 from ..read.hlo import (
     COLLECTIVES,
+    NO_MOVEMENT,
     Array,
     HloModule,
     Instruction,
@@ -23,17 +24,17 @@ from ..read.hlo import (
 
 Channel = Literal["to_device", "to_host", "interconnect", "memory"]
 
-# Instructions that neither read nor write arrays.
-_NO_WORK = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
-    "call", "after-all", "opt-barrier", "add-dependency", "partition-id", "replica-id", "domain",
-}  # fmt: skip
 _WRAPPERS = ("fusion", "fusion-start", "async-start", "call-start")
 _READ_A_SLICE = ("dynamic-slice", "slice", "gather")
-# Custom calls without products, so that their FLOPs are not missing.
+# Targets of custom calls that compute nothing and touch no memory.
+_NO_WORK = re.compile(
+    r"AllocateBuffer|AllocatePersistentBuffer|AssumeGather|Bitcast|Sharding|SPMD|MoveTo|"
+    r"annotate_device_placement"
+)
+# Targets of custom calls without products, so that their FLOPs are not missing.
 _NO_PRODUCTS = re.compile(
-    r"AllocateBuffer|AllocatePersistentBuffer|AssumeGather|ConcatBitcast|Sharding|SPMD|MoveTo|"
-    r"annotate_device_placement|TopK|__cub\$|cu_threefry2x32|SliceToDynamic|PadToStatic|ResizeBilinear|RngBitGenerator"
+    rf"{_NO_WORK.pattern}|TopK|__cub\$|cu_threefry2x32|SliceToDynamic|PadToStatic|"
+    r"ResizeBilinear|RngBitGenerator"
 )
 
 
@@ -67,8 +68,8 @@ class WorkCounter:
 
     def transfers(self, instruction: Instruction) -> list[tuple[Channel, int]]:
         """Return the bytes that an instruction, or what it starts, sends over links."""
-        kind = instruction.opcode.removesuffix("-start")
-        if kind in _NO_WORK or instruction.opcode.endswith(("-done", "-update")):
+        opcode = instruction.opcode
+        if opcode in NO_MOVEMENT or opcode.endswith(("-done", "-update")):
             return []
         inner = [i for name in _wrapped(instruction) for i in self.module.computations[name]]
         result: list[tuple[Channel, int]] = [
@@ -112,8 +113,7 @@ class WorkCounter:
         shapes = [_Shape.parse(a) for a in self.module.operand_arrays(instruction)]
         out = _Shape.parse(arrays(instruction.shape)[0]) if "[" in instruction.shape else None
         if opcode == "custom-call":
-            target = re.search(r'custom_call_target="([^"]*)"', text)
-            return _custom_call_flops(target[1] if target else "", text, shapes, out)
+            return _custom_call_flops(_target(text), text, shapes, out)
         assert out is not None
         if opcode == "convolution":
             return Counter({_rate_of(shapes[0].dtype, text): _conv_flops(shapes, out, text)}), ""
@@ -134,11 +134,9 @@ class WorkCounter:
 
     def _memory_bytes(self, instruction: Instruction) -> int:
         kind = instruction.opcode
-        if kind in _NO_WORK or kind.endswith(("-done", "-update")):
+        if kind in NO_MOVEMENT or kind.endswith(("-done", "-update")):
             return 0
-        if kind == "custom-call" and re.search(
-            r"AllocateBuffer|Sharding|Bitcast", instruction.attributes
-        ):
+        if kind == "custom-call" and _NO_WORK.search(_target(instruction.attributes)):
             return 0
         return self._written(instruction) + sum(
             self._read(instruction, position) for position in range(len(operand_names(instruction)))
@@ -150,7 +148,7 @@ class WorkCounter:
             return self._read_parameter(wrapped[0], position)
         names, kind = operand_names(instruction), instruction.opcode.removesuffix("-start")
         operand = self.module.instructions.get(names[position])
-        if kind in _NO_WORK or operand is None:
+        if kind in NO_MOVEMENT or operand is None:
             return 0
         size = _device_bytes(operand.shape)
         if kind in _READ_A_SLICE and position == 0 and size:
@@ -238,6 +236,12 @@ def _wrapped(instruction: Instruction) -> list[str]:
     if instruction.opcode not in _WRAPPERS:
         return []
     return re.findall(r"\b(?:calls|to_apply)=%?([\w.\-]+)", instruction.attributes)[:1]
+
+
+def _target(attributes: str) -> str:
+    """Return the target of a custom call."""
+    target = re.search(r'custom_call_target="([^"]*)"', attributes)
+    return target[1] if target else ""
 
 
 def _device_bytes(shape: str) -> int:
