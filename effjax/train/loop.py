@@ -17,8 +17,6 @@ from .processes import run_on_first
 from .run_directory import RunDirectory
 from .task import Metrics, Progress, Record, Result, Stop, Task
 
-TRAIN = "loss or a gradient"  # of a training step, which marks both by a loss of NaN
-
 
 def fit(
     task: Task[Result],
@@ -29,9 +27,9 @@ def fit(
 ) -> Result:
     """Train a task, choose the best parameters by the validation set, test and export them.
 
-    Writes metrics.jsonl, checkpoints and curve.png. All randomness comes from the seed and the
-    epoch or step, so a run that was interrupted and resumed ends with the same bits as one that was
-    not.
+    Writes metrics.jsonl, checkpoints, curve.png and the result of `task.finish`, and on `resume`
+    the options that have changed into config.json. All randomness comes from the seed and the epoch
+    or step, so a run that was interrupted and resumed ends with the same bits as one that was not.
 
     Of several processes, each one calls this. The first one writes all files except the arrays.
 
@@ -42,14 +40,14 @@ def fit(
         resume: Continue after the newest intact checkpoint of `run`, or start if there is no
             checkpoint. The task must have the options and data of the run. Its length may differ:
             all further steps then follow the schedule of that length.
-        stop: Called with the number of each step, after the step. If it returns True, the run is
-            saved and ends, unless this is the last step, after which the run is tested.
+        stop: Called with the number of each step, after the step. If it returns True before the
+            last step, the run is saved and ends.
 
     Returns:
         The result of the task.
 
     Raises:
-        PreemptionError: `stop` returned True.
+        PreemptionError: `stop` returned True. A record of kind `interrupted` is appended.
         TrainError: The loss or a gradient is not finite, `run` cannot be resumed or written to, was
             deleted, or another process trains in it.
         KeyboardInterrupt: It was raised in a step or a callback. No checkpoint is added; a record
@@ -184,7 +182,11 @@ class _Interval:
         metrics, self._unread = self.task.read(self._unread), None
         self.step += 1
         if self.task.config.on_nan == "stop":
-            _check_finite(self.task, TRAIN, metrics["loss"], self.step)
+            remedy = None
+            if self.step == 1:  # no update was made before it
+                remedy = "This is the first step: check the parameters at the start, and the data."
+            # The loss is NaN if a gradient is not finite.
+            _check_finite(self.task, "loss or a gradient", metrics["loss"], self.step, remedy)
         if not math.isfinite(metrics["loss"]):
             self.progress.log(f"skipped step {self.step}: its loss or its gradients are not finite")
             metrics = {}
@@ -260,11 +262,11 @@ def _check_length(task: Task[Any], run: RunDirectory, done: int, evaluated: bool
     )
 
 
-def _check_finite(task: Task[Any], name: str, loss: float, step: int) -> None:
+def _check_finite(
+    task: Task[Any], name: str, loss: float, step: int, remedy: str | None = None
+) -> None:
     if not math.isfinite(loss):
-        remedy = f"Use a `learning_rate` below {task.config.learning_rate}."
-        if step == 1 and name == TRAIN:  # no update was made before it
-            remedy = "This is the first step: check the parameters at the start, and the data."
+        remedy = remedy or f"Use a `learning_rate` below {task.config.learning_rate}."
         raise TrainError(f"the {name} is not finite {task.where(step)}. {remedy}")
 
 

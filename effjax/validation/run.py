@@ -22,6 +22,7 @@ TABLE = "effjax.validation.kernels:KERNELS"
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy")
 FORMAT = 1  # of the report
 TIME_LIMIT = 180.0  # seconds
+PROGRAM_SECONDS = 600.0  # to plan or to run a program
 _SECONDS_TO_END = 10.0  # of a process that has closed its stdout
 # Largest difference between the planned and the measured peak of a program.
 PEAK_TOLERANCE, PEAK_BYTES = 0.05, 8 * 2**20
@@ -99,7 +100,7 @@ def read_lines(
 
 
 def _read_line(process: subprocess.Popen, time_limit: float) -> str:
-    """Return the next line of stdout, which has no newline at the end."""
+    """Return the next line of stdout. One without a newline means that stdout was closed."""
     assert process.stdout is not None
     timer = threading.Timer(time_limit, process.kill)
     start = time.monotonic()
@@ -238,8 +239,6 @@ def describe_row(row: dict[str, Any]) -> str:
 def measure_programs(
     report: dict[str, Any],
     *,
-    platform: str = "cuda",
-    time_limit: float = 600.0,
     report_line: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Add planned and measured peaks of programs, and times of an offloaded step, to a report.
@@ -253,30 +252,32 @@ def measure_programs(
         report_line(f"no plans: {report['devices'][0]!r} is unknown to the planner")
         return
 
-    def run(task: str, on: str, **options: Any) -> dict[str, Any]:
-        # Without autotuning, whose buffers would be part of the peak.
-        flags = "--xla_gpu_autotune_level=0" if task == "measure_peak" else ""
-        try:
-            (event,) = run_child(on, time_limit, task, flags, **options)
-            return event
-        except ChildError as error:
-            return {"error": f"{error.kind}: {error}"}
-
     for name in programs.PROGRAMS:
         if programs.KERNELS_OF_PROGRAMS.get(name) in wrong:
             continue
-        planned = run("plan_peak", "cpu", name=name, target=target)
-        measured = run("measure_peak", platform, name=name)
+        planned = _run_program("plan_peak", "cpu", name=name, target=target)
+        # The buffers of autotuning would be part of the peak.
+        without_autotuning = "--xla_gpu_autotune_level=0"
+        measured = _run_program("measure_peak", "cuda", without_autotuning, name=name)
         row = compare_peaks(name, planned, measured)
         report["programs"].append(row)
         report_line(f"{name}: {describe_peaks(row)}")
-    planned = run("plan_step", "cpu", target=target)
-    measured = run("measure_step", platform)
+    planned = _run_program("plan_step", "cpu", target=target)
+    measured = _run_program("measure_step", "cuda")
     report["step"] = {"modelled": planned, "measured": measured}
     texts = (
         f"{1e3 * t['value']:.3g} ms" if "value" in t else t["error"] for t in (planned, measured)
     )
     report_line("offloaded step: {} modelled, {} measured".format(*texts))
+
+
+def _run_program(task: str, platform: str, xla_flags: str = "", **options: Any) -> dict[str, Any]:
+    """Return the value or the error of a function of `programs.py` in a process of its own."""
+    try:
+        (event,) = run_child(platform, PROGRAM_SECONDS, task, xla_flags, **options)
+        return event
+    except ChildError as error:
+        return {"error": f"{error.kind}: {error}"}
 
 
 def compare_peaks(name: str, planned: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:

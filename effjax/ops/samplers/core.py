@@ -1,8 +1,8 @@
 """The core of the sampling operators, which read images at computed positions.
 
-An operator is a function of a forward and one of a backward pass, between which only its inputs are
-kept. This module makes it differentiable, in reverse mode only; lets jit shard its batch; and lets
-vmap extend it.
+An operator has a function for the forward pass and one for the backward pass. Between them only its
+inputs are kept. This module makes it differentiable, in reverse mode only; lets jit shard its
+batch; and lets vmap extend it.
 
 The images of a batch are independent of each other, except that the gradients of shared operands
 (such as a kernel) are sums over the images. Each device processes its own images, and one
@@ -87,6 +87,8 @@ def partition_over_images(
     shared: Collection[int] = (),
 ) -> Callable:
     """Return `run` such that each device processes its own images.
+
+    vmap extends the examples, without a loop. Derivatives of the result are errors.
 
     Args:
         run: ``run(*arrays) -> tuple of arrays``. Arrays are [D, N, ...]: D examples (the axis that
