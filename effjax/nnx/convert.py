@@ -95,7 +95,7 @@ def revert_batch_norm(model: M) -> M:
     layers = [
         (path, layer)
         for path, layer in _batch_norms(
-            model, "For linen, use the `.model` of the converted model."
+            model, "For linen, use the model that was converted; it is unchanged."
         )
         if type(layer) is BatchNorm
     ]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from effjax.linen import BatchNorm, convert_batch_norm
@@ -59,19 +60,26 @@ def close(a, b):
 def test_matches_unconverted_model():
     model = Model()
     converted = convert_batch_norm(model)
-    assert converted.model is model
     variables = model.init(KEY, X)
     close(converted.init(KEY, X), variables)  # of the same structure
     close(run(converted, variables), run(model, variables))
 
 
+def collectives(mesh, model, variables, method=None):
+    """Return the axis of each collective of a model that runs where "data" is mapped."""
+
+    def call(x):
+        return model.apply(variables, x, method=method, mutable=["batch_stats"])[0]
+
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    program = str(jax.make_jaxpr(mapped)(X))
+    return re.findall(r"= (?:psum|all_gather)\w*\[[^]]*?axe?s\w*=\('(\w+)'", program)
+
+
 def test_replaces_flax_layers_only(mesh8):
     variables, model = Model().init(KEY, X), convert_batch_norm(Model(), "data")
-    mapped = jax.shard_map(
-        lambda x: run(model, variables, x)[0], mesh=mesh8, in_specs=P("data"), out_specs=P("data")
-    )
-    collectives = re.findall(r"= (?:psum|all_gather)\w*\[", str(jax.make_jaxpr(mapped)(X)))
-    assert len(collectives) == 3  # one for each layer, but not for BatchNormAct
+    # One for each layer, but not for BatchNormAct.
+    assert collectives(mesh8, model, variables) == ["data"] * 3
 
 
 def test_statistics_and_gradients_over_devices(mesh8):
@@ -118,3 +126,81 @@ def test_settings_of_effjax_layers():
 def test_rejects_a_model_with_an_axis_of_its_own():
     with pytest.raises(ValueError, match="must not have an `axis_name`"):
         convert_batch_norm(DenseNet())
+
+
+def test_rejects_what_is_no_linen_module():
+    with pytest.raises(TypeError, match="`model` must be a flax.linen.Module, not None"):
+        convert_batch_norm(None)  # type: ignore[type-var]
+    with pytest.raises(TypeError, match="Convert an nnx model with effjax.nnx"):
+        convert_batch_norm(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))  # type: ignore[type-var]
+
+
+class Encoder(nn.Module):
+    """Network with attributes and methods of its own."""
+
+    features: int = 4
+    dtype: Any = jnp.float32
+
+    def setup(self):
+        self.dense = nn.Dense(self.features, self.dtype)
+        self.norm = nn.BatchNorm(use_running_average=False)
+
+    @property
+    def width(self):
+        return 2 * self.features
+
+    def encode(self, x):
+        return self.norm(self.dense(x))
+
+    def __call__(self, x):
+        return self.encode(x)
+
+
+class Compiled(nn.Module):
+    """Network with a layer that `nn.jit` compiles, and caches by its configuration."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.jit(Encoder)(name="encoder")(x)
+
+
+def test_has_the_attributes_and_methods_of_the_model():
+    model, converted = Encoder(), convert_batch_norm(Encoder(), "data")
+    assert isinstance(converted, Encoder) and type(converted) is not Encoder
+    assert (converted.width, converted.dtype) == (8, jnp.float32)
+    assert repr(converted) == repr(model)
+    assert converted.clone(features=2).width == 4
+    same = convert_batch_norm(Encoder(), "data")
+    assert converted == same and hash(converted) == hash(same)
+    assert converted != convert_batch_norm(Encoder(), "model") and converted != model
+
+
+@pytest.mark.parametrize("method", ["encode", Encoder.encode, lambda model, x: model.encode(x)])
+def test_converts_whichever_method_is_called(mesh8, method):
+    variables = Encoder().init(KEY, X)
+    converted = convert_batch_norm(Encoder(), "data")
+    assert collectives(mesh8, converted, variables, method) == ["data"]
+    assert not collectives(mesh8, Encoder(), variables, method)
+    bound = convert_batch_norm(Encoder(), stats="gather").bind(variables, mutable=["batch_stats"])
+    close(bound.encode(X), run(Encoder(), variables)[0])
+
+
+def test_converts_twice(mesh8):
+    variables, first = (
+        Encoder().init(KEY, X),
+        convert_batch_norm(Encoder(), "missing", stats="gather"),
+    )
+    second = convert_batch_norm(first, "data")
+    close(second.init(KEY, X), variables)
+    assert collectives(mesh8, second, variables) == ["data"]
+    # The model, and its part, are converted.
+    whole = convert_batch_norm(nn.Sequential([first, nn.Dense(2)]), "data")
+    variables = nn.Sequential([Encoder(), nn.Dense(2)]).init(KEY, X)
+    assert collectives(mesh8, whole, variables) == ["data"]
+
+
+def test_converts_layers_that_are_compiled_already(mesh8):
+    variables, converted = Compiled().init(KEY, X), convert_batch_norm(Compiled(), "data")
+    assert not collectives(mesh8, Compiled(), variables)
+    assert collectives(mesh8, converted, variables) == ["data"]
+    assert not collectives(mesh8, Compiled(), variables)

@@ -129,7 +129,6 @@ def linen_modules(x: jax.Array, boxes: jax.Array) -> jax.Array:
     stack = effjax.linen.OffloadModel([conv, conv], num_slices=2)
     network = linen_models.DenseNet(block_config=(2, 2), growth_rate=8)
     synced = effjax.linen.convert_batch_norm(network, axis_name="data")
-    assert isinstance(synced, linen_models.DenseNet)
     y: jax.Array = pool(conv(norm(x, mask=None)), boxes)
     return y + attention(x, boxes, x, [(4, 4)]) + synced(x) + stack(x)
 
