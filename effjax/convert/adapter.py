@@ -16,6 +16,7 @@ from .checkpoint import (
     LAYERS_PREFIX,
     Arrays,
     Shapes,
+    check_arrays,
     find_tensors,
     load_arrays,
     make_sources,
@@ -70,6 +71,7 @@ def load_adapter(
     config, prefix = _read_config(folder / CONFIG), f"{BASE}{layers_prefix}"
     if layers is None:
         layers = _find_shapes(folder, prefix)
+    check_arrays(layers, {})
     sources = make_sources(layers, {}, prefix)
     arrays, _ = load_arrays(folder, MODEL, sources, prefix, (), None)
     rank = _check_matrices(arrays)
@@ -113,6 +115,7 @@ def save_adapter(
             written.
         RuntimeError: if another process has failed.
     """
+    check_arrays(layers, {})
     rank = _check_matrices(layers)
     scale = as_number("scale", scale, lambda scale: math.isfinite(scale * rank), "finite")
     config = {

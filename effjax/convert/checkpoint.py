@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
+from ..ops._common.arguments import check_instance, check_named_arrays
 from .safetensors_file import (
     DTYPES,
     Bounds,
@@ -152,6 +153,7 @@ def _check_count(folder: Path, layers: Shapes, others: Shapes) -> None:
 
     A billion layers in config.json would take all memory.
     """
+    check_arrays(layers, others)
     with contextlib.suppress(OSError):  # a folder that must not be changed
         complete_replacement(folder)
     tensors, _, _ = find_tensors(folder, MODEL)
@@ -220,13 +222,27 @@ def save_checkpoint(
             written.
         RuntimeError: if another process has failed.
     """
+    check_arrays(layers, others)
+    check_instance("config", config, Mapping, "the content of a config.json, a dict")
     sources = make_sources(layers, others, layers_prefix)
-    text = json.dumps(dict(config), indent=2) + "\n"
+    try:
+        text = json.dumps(dict(config), indent=2) + "\n"
+    except TypeError as error:
+        raise TypeError(f"`config` must be the content of a config.json: {error!s:.200}.") from None
     files = {"config.json": text.encode()}
     files |= {path.name: path.read_bytes() for path in copied_files}
     save_arrays(
         Path(folder), MODEL, sources, files, max_shard_bytes, overwrite, require_finite, progress
     )
+
+
+def check_arrays(layers: Any, others: Any) -> None:
+    """Raise an error unless both are dicts of arrays, or shapes, and those of `layers` [L, ...]."""
+    check_named_arrays("layers", layers)
+    check_named_arrays("others", others)
+    for name, a in layers.items():
+        if not a.shape:
+            raise ValueError(f"`layers[{name!r:.80}]` of shape () must be [L, ...].")
 
 
 def make_sources(

@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from ..ops._common.arguments import as_array, as_number, as_real_array, check_choice
+from ..ops._common.arguments import as_array, as_bool, as_number, as_real_array, check_choice
 from ..ops._common.sharding import as_axis_names
 from ..ops.batch_norm.complex import complex_batch_norm, complex_inference
 from ..ops.batch_norm.statistics import as_index_groups
@@ -45,7 +45,7 @@ def conversion_settings(
     if axis_index_groups is not ...:
         settings["axis_index_groups"] = as_index_groups(axis_index_groups)
     if unbiased_running_var is not None:
-        settings["unbiased_running_var"] = bool(unbiased_running_var)
+        settings["unbiased_running_var"] = as_bool("unbiased_running_var", unbiased_running_var)
     if check_choice("stats", stats, None, "auto", "gather", "two_psum") is not None:
         settings["stats"] = stats
     return settings

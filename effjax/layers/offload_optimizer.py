@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from ..ops._common.arguments import check_optimizer
 from ..ops.offload.backends import barrier, mark_in_order
 from ..ops.offload.layers import LayerList, LayerStack
 from ..ops.offload.mixing import check_per_leaf
@@ -31,6 +32,7 @@ class ParamGroups(NamedTuple):
 
 def init_state(tx: Any, params: ParamGroups) -> ParamGroups:
     """Return the state of `tx`, in the memory of the parameters; raise as `stream_update` does."""
+    check_optimizer(tx)
     check_per_leaf(tx, shapes_of(params.others))
     stacks = [LayerStack(tx).init(stack) for stack in params.stacks]
     return ParamGroups(LayerList(tx).init(params.layers), stacks, tx.init(params.others))

@@ -22,7 +22,7 @@ from ..layers.offload import (
     make_options,
     select_keywords,
 )
-from ..ops._common.arguments import as_integer
+from ..ops._common.arguments import as_integer, check_layers
 from ..ops.offload.placement import Space, move
 from ..ops.offload.slices import OffloadOptions
 
@@ -171,6 +171,7 @@ def _list_layers(model: OffloadModel) -> list[Callable[..., Any]]:
     if isinstance(model.layers, nn.Module):
         as_integer("num_layers", model.num_layers, 1)
         return [model.layers]
+    check_layers(model.layers)
     return list(model.layers)
 
 

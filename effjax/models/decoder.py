@@ -22,11 +22,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._files import read_json_object
 from ..ops._common.arguments import (
+    as_array,
+    as_bool,
     as_dtype,
     as_integer,
     as_key,
     as_number,
     check_choice,
+    check_instance,
+    check_named_arrays,
     describe,
 )
 from ..ops._common.dtypes import accumulation_dtype, at_least_float32
@@ -71,7 +75,7 @@ class Llama3RopeScaling:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _check_positive(field.name, getattr(self, field.name))
+            _as_positive(field.name, getattr(self, field.name))
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"`high_freq_factor` (={self.high_freq_factor}) must be larger than "
@@ -128,7 +132,7 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         family = _family(self.model_type)
         for name in (*SIZES, "num_key_value_heads", "head_dim"):
-            as_integer(name, getattr(self, name), 1)
+            self._set(name, as_integer(name, getattr(self, name), 1))
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_key_value_heads` (={self.num_key_value_heads}) must divide "
@@ -138,21 +142,30 @@ class DecoderConfig:
             raise ValueError(
                 f"`head_dim` (={self.head_dim}) must be even: rotary embeddings rotate pairs."
             )
-        _check_positive("rms_norm_eps", self.rms_norm_eps)
-        _check_positive("rope_theta", self.rope_theta)
+        for name in ("rms_norm_eps", "rope_theta"):
+            self._set(name, _as_positive(name, getattr(self, name)))
+        check_instance(
+            "rope_scaling",
+            self.rope_scaling,
+            Llama3RopeScaling | None,
+            "a Llama3RopeScaling or None",
+        )
         if self.sliding_window is not None:
-            as_integer("sliding_window", self.sliding_window, 1)
+            self._set("sliding_window", as_integer("sliding_window", self.sliding_window, 1))
         for name in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
-            if not isinstance(value := getattr(self, name), bool):  # "false" would be true
-                raise TypeError(f"`{name}` must be a bool, not {describe(value)}.")
+            self._set(name, as_bool(name, getattr(self, name)))
         for name in set(OPTIONS) - {*family.options}:
             # `to_json` cannot write it: transformers would run another network.
             if value := getattr(self, name):
                 raise ValueError(f"`{name}` (={value}) is not supported by {self.model_type}.")
-        object.__setattr__(self, "dtype", as_dtype("dtype", self.dtype).name)
+        self._set("dtype", as_dtype("dtype", self.dtype).name)
         settings = _parse_settings(self.other_settings)
         if (deviation := settings.get("initializer_range")) is not None:
             as_number("initializer_range", deviation, lambda a: 0 <= a < math.inf, "at least 0")
+
+    def _set(self, name: str, value: Any) -> None:
+        """Replace a NumPy scalar, which `to_json` cannot write, in a frozen dataclass."""
+        object.__setattr__(self, name, value)
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> "DecoderConfig":
@@ -215,8 +228,8 @@ def _parse_settings(text: str) -> dict[str, Any]:
     return settings
 
 
-def _check_positive(name: str, value: Any) -> None:
-    as_number(name, value, lambda number: 0 < number < math.inf, "positive and finite")
+def _as_positive(name: str, value: Any) -> float:
+    return as_number(name, value, lambda number: 0 < number < math.inf, "positive and finite")
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
@@ -314,6 +327,11 @@ def _refuse_unsupported(model_type: str, settings: dict[str, Any]) -> None:
         raise ValueError('`layer_types` of config.json must all be "full_attention".')
 
 
+def check_config(config: Any) -> None:
+    """Raise TypeError unless `config` is a DecoderConfig."""
+    check_instance("config", config, DecoderConfig, "a DecoderConfig")
+
+
 def decoder_shapes(config: DecoderConfig) -> tuple[Params, Params]:
     """Return the shapes and dtypes of a decoder's parameters.
 
@@ -321,6 +339,7 @@ def decoder_shapes(config: DecoderConfig) -> tuple[Params, Params]:
         ``(layers, others)`` of `jax.ShapeDtypeStruct` by name. The arrays of `layers` have a
         leading axis of layers.
     """
+    check_config(config)
     width, hidden = config.hidden_size, config.intermediate_size
     heads = config.num_attention_heads * config.head_dim
     kv_heads = config.num_key_value_heads * config.head_dim
@@ -373,6 +392,7 @@ def init_decoder(config: DecoderConfig, key: jax.Array) -> tuple[Params, Params]
 
 def decoder_layer_keys(config: DecoderConfig, key: jax.Array) -> jax.Array:
     """Return the keys `[num_hidden_layers]` of `init_decoder_layer`."""
+    check_config(config)
     numbers = jnp.arange(1, config.num_hidden_layers + 1)
     return jax.vmap(jax.random.fold_in, (None, 0))(as_key("key", key), numbers)
 
@@ -460,6 +480,7 @@ def decoder_functions(
         TypeError: for a number of another type.
         ValueError: for an unknown dtype or implementation, or a number out of range.
     """
+    check_config(config)
     dtype = as_dtype("dtype", config.dtype if dtype is None else dtype)
     check_choice("attention", attention, None, *IMPLEMENTATIONS)
     lora_scale = as_number("lora_scale", lora_scale, math.isfinite, "finite")
@@ -484,6 +505,9 @@ def decoder_logits(config: DecoderConfig, others: Params, hidden: jax.Array) -> 
     They are float32, or float64 if computed in float64. For a loss without logits, see
     `decoder_functions`.
     """
+    check_config(config)
+    check_named_arrays("others", others, ["model.norm.weight", _head_name(config)])
+    hidden = as_array("hidden", hidden)
     x = _rms_norm(hidden, others["model.norm.weight"], config.rms_norm_eps)
     weight = _head_weight(config, others).astype(x.dtype)
     return jnp.einsum("ntd,vd->ntv", x, weight, preferred_element_type=accumulation_dtype(x))
@@ -604,8 +628,11 @@ def _apply_head(
 
 
 def _head_weight(config: DecoderConfig, others: Params) -> jax.Array:  # [vocab_size, hidden_size]
-    tied = config.tie_word_embeddings
-    return others["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    return others[_head_name(config)]
+
+
+def _head_name(config: DecoderConfig) -> str:
+    return "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
 
 
 def _linear(params: Params, lora_scale: float, name: str, x: jax.Array) -> jax.Array:

@@ -9,12 +9,28 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..ops._common.arguments import as_array, as_dtype, as_integer, as_key, as_number
+from ..ops._common.arguments import (
+    as_array,
+    as_dtype,
+    as_integer,
+    as_key,
+    as_number,
+    check_named_arrays,
+)
 from ..ops._common.dtypes import accumulation_dtype
 from ..ops.attention import dot_product_attention
 from ..ops.offload import offload_jit, offload_scan
 from ..ops.offload.placement import Space, space_of
-from .decoder import Attend, DecoderConfig, Params, apply_layer, decoder_functions, decoder_logits
+from .decoder import (
+    Attend,
+    DecoderConfig,
+    Params,
+    apply_layer,
+    check_config,
+    decoder_functions,
+    decoder_logits,
+    decoder_shapes,
+)
 
 
 class Generation(NamedTuple):
@@ -130,6 +146,10 @@ def generate(
     if options.temperature and key is None:
         raise ValueError("A positive `temperature` needs a `key`, such as jax.random.key(0).")
     key = as_key("key", jax.random.key(0) if key is None else key)
+    for name, value, needed in zip(
+        ("layers", "others"), (layers, others), decoder_shapes(config), strict=True
+    ):
+        check_named_arrays(name, value, needed)
     return _compile(config, options)(layers, others, tokens, lengths, key)
 
 
@@ -145,6 +165,7 @@ def check_options(
     lora_scale: float = 1.0,
 ) -> Options:
     """Return the options of `generate`, or raise ValueError or TypeError."""
+    check_config(config)
     return Options(
         as_integer("max_new_tokens", max_new_tokens, 1),
         as_number("temperature", temperature, lambda t: 0 <= t < math.inf, "finite, at least 0"),

@@ -20,7 +20,7 @@ from ..layers.offload import (
     make_options,
     select_keywords,
 )
-from ..ops._common.arguments import as_key, describe
+from ..ops._common.arguments import as_key, check_instance, check_layers
 from ..ops.offload.placement import Space, move
 from ..ops.offload.trees import count_layers
 
@@ -100,11 +100,11 @@ class OffloadModel(nnx.Module):
     ):
         if isinstance(layers, nnx.Sequential):
             layers = layers.layers
-        if not isinstance(layers, (Sequence, nnx.Module)):
-            raise TypeError(
-                f"`layers` must be a sequence of layers or a module, not {describe(layers)}."
-            )
+        kinds = Sequence, nnx.Module
+        check_instance("layers", layers, kinds, "a sequence of layers or a module")
         self.stacked = isinstance(layers, nnx.Module) and not isinstance(layers, nnx.List)
+        if not self.stacked:
+            check_layers(layers)
         self.layers: Any = layers if self.stacked else nnx.List(cast(Sequence, layers))
         self.options = make_options(
             num_slices, checkpoint_activation, num_microbatches, compute_dtype, policy

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._common.arguments import as_array, as_integer, as_number, check_choice
+from ._common.arguments import as_array, as_bool, as_integer, as_number, check_choice
 from ._common.derivatives import reverse_mode_only
 from ._common.dtypes import accumulation_dtype
 from ._common.platform import follow_arrays, known_sizes, traced_platform
@@ -87,6 +87,7 @@ def dot_product_attention(
         queries.
     """
     q, k, v, segment_ids = _check(q, k, v, segment_ids)
+    causal = as_bool("causal", causal)
     if window is not None:
         window = as_integer("window", window, 1)
         if not causal:
@@ -101,7 +102,7 @@ def dot_product_attention(
     block_size = min(as_integer("block_size", block_size, 1), q.shape[1])
     if not q.size:
         return q
-    options = _Options(bool(causal), window, scale, block_size)
+    options = _Options(causal, window, scale, block_size)
     if implementation is None:
         implementation = _select(options, q, k, v, segment_ids)
     elif segment_ids is not None and implementation in ("cudnn", "tokamax"):

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -133,6 +133,58 @@ def as_key(name: str, value: Any) -> jax.Array:
     raise TypeError(
         f"`{name}` must be a single PRNG key such as jax.random.key(0), not {describe(value)}."
     )
+
+
+def check_instance(name: str, value: Any, expected: Any, description: str) -> None:
+    """Raise TypeError unless `value` is an instance of a class.
+
+    Args:
+        name: the argument's name.
+        value: the argument.
+        expected: the class, or several.
+        description: its name in the error, such as "a DecoderConfig".
+    """
+    if not isinstance(value, expected):
+        raise TypeError(f"`{name}` must be {description}, not {describe(value)}.")
+
+
+def check_optimizer(tx: Any) -> None:
+    """Raise TypeError unless `tx` has the functions of an optimizer of optax."""
+    if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
+        raise TypeError(f"`tx` must be an optax.GradientTransformation, not {describe(tx)}.")
+
+
+def check_layers(layers: Any) -> None:
+    """Raise TypeError unless `layers` is a sequence of modules or functions."""
+    check_instance("layers", layers, Sequence, "a sequence of layers")
+    for i, layer in enumerate(layers):
+        if not callable(layer):
+            raise TypeError(f"`layers[{i}]` must be a module or a function, not {describe(layer)}.")
+
+
+def check_named_arrays(name: str, value: Any, needed: Collection[str] = ()) -> None:
+    """Raise an error unless `value` is a dict of arrays, or of their shapes.
+
+    Args:
+        name: the argument's name.
+        value: the argument.
+        needed: names that the dict must have.
+    """
+    check_instance(name, value, Mapping, "a dict of arrays")
+    for key, a in value.items():
+        if not (hasattr(a, "shape") and hasattr(a, "dtype")):
+            raise TypeError(f"`{name}[{key!r:.80}]` must be an array, not {describe(a)}.")
+    if missing := [key for key in needed if key not in value]:
+        raise ValueError(f"`{name}` lacks {missing[0]!r}, one of {len(missing)} missing arrays.")
+
+
+def as_bool(name: str, value: Any) -> bool:
+    """Return a Python bool; a string such as "False" would be true."""
+    if isinstance(value, (jax.Array, np.ndarray)) and value.dtype == bool and value.ndim == 0:
+        return bool(value)
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"`{name}` must be a bool, not {describe(value)}.")
+    return bool(value)
 
 
 def as_integer(name: str, value: Any, minimum: int) -> int:

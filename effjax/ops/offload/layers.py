@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._common.arguments import describe
+from .._common.arguments import check_optimizer, describe
 from .._common.platform import follow_arrays
 from . import sequential, stack
 from .backends import (
@@ -90,6 +90,7 @@ def stream_update(tx: Any, *, stacked: bool = True) -> StreamUpdate:
             random numbers in every layer; from `update`, if gradients or state do not match.
         TypeError: from both functions, if a leaf is not an array.
     """
+    check_optimizer(tx)
     layers = LayerStack(tx) if stacked else LayerList(tx)
 
     @follow_arrays

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._common.arguments import as_key
+from .._common.arguments import as_key, check_layers
 from .._common.platform import follow_arrays
 from .._common.sharding import cast_to_varying, varying_axes
 from . import slices
@@ -100,6 +100,7 @@ def offload_sequential(
     References:
         fairscale ``OffloadModel``.
     """
+    check_layers(layers)
     options = OffloadOptions(
         num_slices, num_microbatches, params_in, activations,
         compute_dtype=compute_dtype, has_aux=has_aux, policy=policy,

@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._common.arguments import as_key, as_number, check_choice
+from .._common.arguments import (
+    as_key,
+    as_number,
+    check_choice,
+    check_instance,
+    check_optimizer,
+)
 from .._common.platform import follow_arrays
 from .embed_head import HeadResult, make_embed_head, run_embed, run_head
 from .layers import LayerList, LayerStack
@@ -186,6 +192,7 @@ def offload_train_step(
         TypeError: if an argument is not an array, a key or a state, if a trained parameter is an
             integer, or if embed or head return other results than the options describe.
     """
+    check_optimizer(tx)
     check_clipping(clip_norm, clip_by)
     check_choice("others_in", others_in, *SPACES)
     _check_update(
@@ -231,6 +238,7 @@ def offload_train_step(
         return init_state(spec, layers, others, model_state)
 
     def step(state: OffloadState, batch: Any, key: jax.Array | None = None):
+        check_instance("state", state, OffloadState, "an OffloadState, as init returns it")
         key = None if key is None else as_key("key", key)
         result = _step(config, state, batch, key)
         return result._replace(

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ... import native
 from ...native.defaults import uses_cuda
-from .._common.arguments import check_choice
+from .._common.arguments import as_bool, check_choice
 from .._common.platform import traced_platform
 
 # The platforms whose native kernels each implementation uses. None uses the CUDA kernels that were
@@ -74,6 +74,7 @@ def choose(
             there are no native kernels.
     """
     check_choice("implementation", implementation, *_NATIVE_PLATFORMS)
+    deterministic = as_bool("deterministic", deterministic)
     available = available_platforms()
     if implementation == "native" and not available:
         raise RuntimeError(unavailable_message(operator, traced_platform()))
@@ -84,7 +85,7 @@ def choose(
         if uses_cuda(f"{kernel}_deterministic" if deterministic else kernel, dtype):
             platforms = (*platforms, "cuda")
     platforms = tuple(p for p in platforms if p in available)
-    return Choice(operator, implementation, platforms, bool(deterministic))
+    return Choice(operator, implementation, platforms, deterministic)
 
 
 def select(kernels: Mapping[str, tuple], choice: Choice) -> tuple[Callable, Callable]:

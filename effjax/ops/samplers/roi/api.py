@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._common.arguments import (
+    as_bool,
     as_float_array,
     as_integer,
     as_number,
@@ -181,7 +182,7 @@ def _pool_aligned(
     boxes = lax.stop_gradient(_as_boxes(boxes, x.shape[0]))
     (boxes,) = _promote(x, boxes)
     scale, ratio = _as_scale("spatial_scale", spatial_scale), _as_ratio(sampling_ratio)
-    make_bins = _make_aligned_bins(size, scale, ratio, bool(aligned))
+    make_bins = _make_aligned_bins(size, scale, ratio, as_bool("aligned", aligned))
     pooling = Pooling(
         size, parts=1, margin=1.0, average_inside_only=False, samples=ratio,
         has_position_gradients=False,
