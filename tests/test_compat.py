@@ -135,7 +135,7 @@ def test_forward_mode_empty_batch_and_non_finite_offsets():
     run = lambda x, offset: compat.deform_conv2d(  # noqa: E731
         x, offset, weight, None, STRIDE, PADDING, DILATION
     )
-    with pytest.raises(NotImplementedError, match="[Ff]orward mode"):
+    with pytest.raises(NotImplementedError, match=r"of effjax\.deform_conv2d\."):
         jax.jvp(lambda x: run(x, offset), (x,), (x,))
     bad = np.stack([np.full_like(offset[0], v) for v in (np.nan, 1e30)])
     y, backward = jax.vjp(run, x, bad)

@@ -84,7 +84,7 @@ def test_forward_mode_is_refused(name):
         pytest.skip("only the native kernels are limited to reverse mode")
     call = REVERSE_MODE_ONLY[name]
     jax.eval_shape(jax.grad(lambda x: call(x).sum()), IMAGES)
-    with pytest.raises((TypeError, NotImplementedError), match="jvp|[Ff]orward mode"):
+    with pytest.raises(NotImplementedError, match=r"^\w+ (does not support|supports only first)"):
         jax.jit(lambda x: jax.jvp(call, (x,), (x,))).lower(IMAGES)
 
 

@@ -12,7 +12,14 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from ..ops._common.arguments import as_array, as_bool, as_number, as_real_array, check_choice
+from ..ops._common.arguments import (
+    as_array,
+    as_bool,
+    as_number,
+    as_real_array,
+    check_choice,
+    check_features,
+)
 from ..ops._common.sharding import as_axis_names
 from ..ops.batch_norm.complex import complex_batch_norm, complex_inference
 from ..ops.batch_norm.statistics import as_index_groups
@@ -60,6 +67,13 @@ def hashable_axes(axis_name: Any) -> Any:
 def feature_axes(ndim: int, axis: Axes) -> tuple[int, ...]:
     """Return the feature axes of an array of rank `ndim`, nonnegative, unique and ascending."""
     return tuple(sorted(set(normalize_axis_tuple(axis, ndim, "axis", allow_duplicate=True))))
+
+
+def check_num_features(x: jax.Array, axis: Axes, *arrays: Any) -> None:
+    """Raise ValueError unless x has as many features as the parameters and running statistics."""
+    for a in arrays:
+        if a is not None:
+            check_features(x, a.size, feature_axes(x.ndim, axis))
 
 
 def output_dtype(x: jax.Array, dtype: DTypeLike | None, *params: jax.Array | None) -> jnp.dtype:

@@ -47,6 +47,8 @@ def prepare_features(
     """Check the input of a block; return it in the dtype of the computation, and its mask."""
     x = as_real_array("x", x)
     if x.ndim != 4 or in_features not in (None, x.shape[-1]):
-        raise ValueError(f"`x` of shape {x.shape} must be [N, H, W, {in_features or 'C'}].")
+        raise ValueError(
+            f"`x` of shape {x.shape} must be [N, H, W, {in_features or 'C'}], features last."
+        )
     x = x.astype(compute_dtype(x.dtype, config.dtype, config.param_dtype))
     return x, None if mask is None else check_pixel_mask(mask, x)

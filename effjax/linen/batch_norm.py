@@ -12,6 +12,7 @@ from ..layers.batch_norm import (
     Activation,
     Stats,
     check_momentum,
+    check_num_features,
     feature_axes,
     normalize_batch,
     normalize_inference,
@@ -107,6 +108,8 @@ class BatchNorm(nn.BatchNorm):
             )
         else:
             use_running_average = False
+        mean = self.get_variable("batch_stats", "mean")
+        check_num_features(x, self.axis, *self.parameters(), mean)
         shape = tuple(x.shape[a] for a in feature_axes(x.ndim, self.axis))
         scale, bias = self._create(shape)
         initializing = self.is_initializing()

@@ -10,7 +10,7 @@ from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, PrecisionLike
 
 from ..layers import deform_attention as shared
-from ..ops._common.arguments import as_integer, as_precision
+from ..ops._common.arguments import as_integer, as_precision, as_real_array, check_features
 
 _zeros, _xavier = nn.initializers.zeros, nn.initializers.xavier_uniform()
 
@@ -114,6 +114,7 @@ class DCNv3(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply the layer to images `[N, H, W, features]`; return an array of the same shape."""
         as_precision(self.precision)
+        check_features(as_real_array("x", x), self.features)
         options: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         # Offsets and masks are predicted from z, the samples are taken from a projection of x.
         dw_size = self.kernel_size if self.dw_kernel_size is None else self.dw_kernel_size

@@ -10,7 +10,13 @@ from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from ..layers.deform_conv import check_inputs, count_predicted_channels, split_predicted
-from ..ops._common.arguments import as_padding, as_pair, with_torch_hints
+from ..ops._common.arguments import (
+    as_padding,
+    as_pair,
+    as_real_array,
+    check_features,
+    with_torch_hints,
+)
 from ..ops.samplers.deform_conv import deform_conv2d
 
 _zeros = nn.initializers.zeros
@@ -55,6 +61,10 @@ class DeformConv(nn.Module):
     ) -> jax.Array:
         """Convolve `x`, as `effjax.nnx.DeformConv` does."""
         check_inputs(self.predict_offset, self.modulated, offset, mask)
+        x = as_real_array("x", x)
+        kernel = nn.meta.unbox(self.get_variable("params", "kernel"))
+        if kernel is not None:
+            check_features(x, kernel.shape[2] * self.feature_group_count)
         size = as_pair("kernel_size", self.kernel_size, 1)
         conv_options: dict[str, Any] = dict(
             strides=as_pair("strides", self.strides, 1),

@@ -77,7 +77,8 @@ class DenseBlock(nn.Module, DenseBlockConfig):
         use_running_average = nn.merge_param(
             "use_running_average", self.use_running_average, use_running_average
         )
-        x, mask = prepare_features(self, x, None, mask)
+        scale, _ = self.layers[0].norm1.parameters()
+        x, mask = prepare_features(self, x, None if scale is None else scale.size, mask)
         key = None
         if self.drop_rate and not (use_running_average if deterministic is None else deterministic):
             key = self.make_rng("dropout") if rng is None else as_key("rng", rng)

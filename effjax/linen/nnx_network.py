@@ -75,5 +75,6 @@ def _check_arrays(given: dict[tuple[str, ...], Any], expected: dict[tuple[str, .
         if shapes.get(name) != wanted.get(name):
             raise ValueError(
                 f"The variable {name} has shape {shapes.get(name)}, but the network needs "
-                f"{wanted.get(name)}. None means that there is no such variable."
+                f"{wanted.get(name)}. None means that there is no such variable. Images are "
+                "[N, H, W, C], features last."
             )

@@ -41,8 +41,8 @@ def cast_batch(
     x = as_real_array("x", x)
     if x.ndim != 4 or in_channels not in (None, x.shape[-1]) or min(x.shape[1:3]) < smallest:
         raise ValueError(
-            f"`x` of shape {x.shape} must be [N, H, W, {in_channels or 'C'}], with height and "
-            f"width of at least {smallest}."
+            f"`x` of shape {x.shape} must be [N, H, W, {in_channels or 'C'}], features last, "
+            f"with height and width of at least {smallest}."
         )
     if mask is not None:
         mask = as_array("mask", mask, jnp.bool_).reshape(x.shape[0], 1, 1, 1)

@@ -16,6 +16,7 @@ from ..layers.batch_norm import (
     Activation,
     Stats,
     check_momentum,
+    check_num_features,
     hashable_axes,
     normalize_batch,
     normalize_inference,
@@ -145,16 +146,17 @@ class BatchNorm(nnx.BatchNorm):
             The normalized input, of the shape of x and of dtype `dtype` (see the class).
 
         Raises:
-            ValueError: if `use_running_average` is None here and in the module, or `axis_name` is
-                not mapped where statistics are taken.
+            ValueError: if `use_running_average` is None here and in the module, if x does not have
+                `num_features` features, or `axis_name` is not mapped where statistics are taken.
             TypeError: for an `x`, `mask` or `residual` that is not an array or has an unsupported
-                dtype, or x without `num_features` features.
+                dtype.
         """
         x = as_array("x", x, jnp.number)
         use_running_average = self._uses_running_average(use_running_average)
         mean, var, scale, bias = (
             None if v is None else v[...] for v in (self.mean, self.var, self.scale, self.bias)
         )
+        check_num_features(x, self.axis, mean, scale, bias)
         if self.promote_dtype is not dtypes.promote_dtype:
             x, mean, var, scale, bias = self.promote_dtype(
                 (x, mean, var, scale, bias), dtype=self.dtype

@@ -10,7 +10,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from flax.typing import Dtype, PrecisionLike
 
 from ..layers import deform_attention as shared
-from ..ops._common.arguments import as_integer, as_precision
+from ..ops._common.arguments import as_integer, as_precision, as_real_array, check_features
 
 Implementation = Literal["native", "xla"] | None
 _zeros, _xavier = nnx.initializers.zeros, nnx.initializers.xavier_uniform()
@@ -182,6 +182,7 @@ class DCNv3(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply the layer to images `[N, H, W, features]`."""
+        check_features(as_real_array("x", x), self.features)
         projected = self.input_proj(x)
         z = jax.nn.gelu(self.dw_norm(self.dw_conv(x)), approximate=False)
         y = shared.aggregate(projected, self.offset(z), self.mask(z), **self.options)

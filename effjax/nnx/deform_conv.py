@@ -10,7 +10,13 @@ from flax.nnx.nn.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
 from ..layers.deform_conv import check_inputs, count_predicted_channels, split_predicted
-from ..ops._common.arguments import as_padding, as_pair, with_torch_hints
+from ..ops._common.arguments import (
+    as_padding,
+    as_pair,
+    as_real_array,
+    check_features,
+    with_torch_hints,
+)
 from ..ops.samplers.deform_conv import deform_conv2d
 
 _lecun_normal, _zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros
@@ -117,6 +123,8 @@ class DeformConv(nnx.Module):
             `[N, Ho, Wo, out_features]`.
         """
         check_inputs(self.predict_offset, self.modulated, offset, mask)
+        groups = self.options["feature_group_count"]
+        check_features(as_real_array("x", x), self.kernel.shape[2] * groups)
         if self.predict_offset:
             offset, mask = self._predict(x)
         kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]

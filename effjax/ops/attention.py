@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from ._common.arguments import as_array, as_bool, as_integer, as_number, check_choice
-from ._common.derivatives import reverse_mode_only
+from ._common.derivatives import forbid_forward_mode
 from ._common.dtypes import accumulation_dtype
 from ._common.platform import follow_arrays, known_sizes, traced_platform
 from ._common.sharding import (
@@ -114,16 +114,10 @@ def dot_product_attention(
 
     def run(q, k, v, segment_ids):
         q, k, v, segment_ids = match_varying((q, k, v, segment_ids))
-        q, k, v = reverse_mode_only(_FORWARD_MODE_ERROR, q, k, v)
+        q, k, v = forbid_forward_mode("dot_product_attention", (q, k, v))
         return attend(options, q, k, v, segment_ids), ()
 
     return with_auto_axes_over_batch(run, q)(q, k, v, segment_ids)[0]
-
-
-_FORWARD_MODE_ERROR = (
-    "dot_product_attention does not support forward-mode differentiation (jvp). Use reverse mode, "
-    "as in jax.grad or jax.vjp."
-)
 
 
 class _Options(NamedTuple):

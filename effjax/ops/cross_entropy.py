@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ._common.arguments import as_array, as_integer, as_mask, as_number, as_precision
-from ._common.derivatives import reverse_mode_only
+from ._common.derivatives import forbid_forward_mode
 from ._common.dtypes import accumulation_dtype
 from ._common.platform import known_sizes
 from ._common.sharding import match_varying, with_auto_axes_over_batch, zeros
@@ -89,18 +89,11 @@ def linear_cross_entropy(
 
     def run(x, kernel, bias, labels, mask):
         *arrays, labels, mask = match_varying((x, kernel, bias, labels, mask))
-        leaves, structure = jax.tree.flatten(arrays)  # without a bias of None
-        arrays = structure.unflatten(reverse_mode_only(_FORWARD_MODE_ERROR, *leaves))
+        arrays = forbid_forward_mode("linear_cross_entropy", arrays)
         losses: Any = _linear_cross_entropy(static, *arrays, labels)
         return losses if mask is None else jnp.where(mask, losses, 0), ()
 
     return with_auto_axes_over_batch(run, x)(x, kernel, bias, labels, mask)[0]
-
-
-_FORWARD_MODE_ERROR = (
-    "linear_cross_entropy does not support forward-mode differentiation (jvp). Use reverse mode, "
-    "as in jax.grad or jax.vjp."
-)
 
 
 class _Static(NamedTuple):

@@ -377,3 +377,42 @@ def test_gradients_and_statistics_over_devices(flavor, how, mesh8):
     assert_same(jax.tree.leaves(got), jax.tree.leaves(want), rtol=1e-4, atol=1e-4)
     counted = x[mask[:, 0]]
     assert_same(got[2], dict(mean=counted.mean(0), var=counted.var(0)), rtol=1e-5)
+
+
+IMAGE_LAYERS = {
+    "nnx.BatchNorm": lambda: effjax.nnx.BatchNorm(4, rngs=nnx.Rngs(0)),
+    "nnx.DeformConv": lambda: effjax.nnx.DeformConv(4, 2, 3, predict_offset=True, rngs=nnx.Rngs(0)),
+    "nnx.DCNv3": lambda: effjax.nnx.DCNv3(4, rngs=nnx.Rngs(0)),
+    "nnx.DenseBlock": lambda: effjax.nnx.DenseBlock(4, 1, growth_rate=2, rngs=nnx.Rngs(0)),
+    "linen.BatchNorm": lambda: effjax.linen.BatchNorm(use_running_average=False),
+    "linen.DeformConv": lambda: effjax.linen.DeformConv(2, 3, predict_offset=True),
+    "linen.DCNv3": lambda: effjax.linen.DCNv3(4),
+    "linen.DenseBlock": lambda: effjax.linen.DenseBlock(
+        1, growth_rate=2, use_running_average=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IMAGE_LAYERS)
+def test_images_with_channels_first_are_refused(name):
+    layer = IMAGE_LAYERS[name]()
+    nhwc, nchw = jnp.ones((1, 6, 5, 4)), jnp.ones((1, 4, 6, 5))
+    if name.startswith("linen"):
+        variables = jax.tree.map(jnp.asarray, layer.init(jax.random.key(0), nhwc))
+        layer = functools.partial(layer.apply, variables, mutable=["batch_stats"])
+    layer(nhwc)
+    with pytest.raises(ValueError, match=r"[Ff]eatures (are )?last") as error:
+        layer(nchw)
+    assert "(1, 4, 6, 5)" in str(error.value) or "the network needs" in str(error.value)
+
+
+@pytest.mark.parametrize("flavor", ["nnx", "linen"])
+def test_axis_is_needed_in_evaluation_without_running_statistics(flavor):
+    options: Any = dict(axis_name="data", track_running_stats=False, use_running_average=True)
+    if flavor == "nnx":
+        layer: Any = effjax.nnx.BatchNorm(5, **options, rngs=nnx.Rngs(0))
+    else:
+        module = effjax.linen.BatchNorm(**options)
+        layer = functools.partial(module.apply, module.init(jax.random.key(0), X))
+    with pytest.raises(ValueError, match="with track_running_stats=False always"):
+        layer(X)

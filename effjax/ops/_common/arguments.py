@@ -8,6 +8,7 @@ not arrays. For integers and numbers, Python, NumPy and JAX scalars are intercha
 import contextlib
 import functools
 import inspect
+import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
@@ -333,6 +334,19 @@ def check_shape(name: str, value: Any, shape: Sequence[int | str], meaning: str 
     if value.ndim != len(shape) or any(not isinstance(n, str) and n != have for have, n in sizes):
         expected = str(tuple(shape)).replace("'", "") + (f", {meaning}" if meaning else "")
         raise ValueError(f"`{name}` of shape {value.shape} must be {expected}.")
+
+
+def check_features(x: Any, expected: int, axes: Sequence[int] = (-1,)) -> None:
+    """Raise ValueError unless `x` has this many features, by default at its last axis."""
+    if any(not -x.ndim <= axis < x.ndim for axis in axes):
+        found = "too few axes"
+    elif (found := math.prod(x.shape[axis] for axis in axes)) == expected:
+        return
+    places = "the last axis" if tuple(axes) in ((-1,), (x.ndim - 1,)) else f"axes {tuple(axes)}"
+    raise ValueError(
+        f"`x` of shape {x.shape} must have {expected} features at {places}, not {found}. Features "
+        "are last by default: images are [N, H, W, C], unlike PyTorch's."
+    )
 
 
 def check_size(name: str, size: int, what: str) -> None:

@@ -1,8 +1,7 @@
 """Clear errors for unsupported forward-mode and higher-order derivatives."""
 
-import functools
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 from jax.extend.core import Primitive
@@ -16,7 +15,8 @@ def needs_xla(operator: str, *requirements: str) -> str:
         operator: the name of the public function.
         requirements: what these derivatives need besides XLA.
     """
-    needed = " and ".join(['`implementation="xla"`', *requirements])
+    # effjax.compat, whose functions have PyTorch's arguments, uses these operators too.
+    needed = " and ".join([f'`implementation="xla"` of effjax.{operator}', *requirements])
     return (
         f"{operator} supports only first derivatives in reverse mode with these options. Forward "
         f"mode and second derivatives need {needed}."
@@ -29,9 +29,22 @@ def forbid_higher_order(op: Callable, error: str) -> Callable:
     The forward and backward passes of a custom_vjp are wrapped in this: JAX differentiates them
     only for a second derivative.
     """
-    guarded = jax.custom_jvp(op)
-    guarded.defjvp(functools.partial(_raise_error, error=error))
-    return guarded
+    return lambda *arrays: op(*_first_order_only_p.bind(*arrays, error=error))
+
+
+def forbid_forward_mode(operator: str, tree: Any) -> Any:
+    """Return a pytree of arrays such that computing its tangents raises NotImplementedError.
+
+    Args:
+        operator: the name of the public function.
+        tree: its differentiable arguments.
+    """
+    error = (
+        f"{operator} does not support forward-mode differentiation (jvp). Use reverse mode, as in "
+        "jax.grad or jax.vjp."
+    )
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(reverse_mode_only(error, *leaves))
 
 
 def reverse_mode_only(error: str, *arrays: jax.Array) -> list[jax.Array]:
@@ -42,6 +55,24 @@ def reverse_mode_only(error: str, *arrays: jax.Array) -> list[jax.Array]:
 def _raise_error(*_, error: str) -> NoReturn:
     raise NotImplementedError(error)
 
+
+def _make_identity(name: str) -> Primitive:
+    """Return a primitive ``bind(*arrays, error=error)`` that returns the arrays."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *arrays, error: list(arrays))
+    primitive.def_impl(lambda *arrays, error: list(arrays))
+    mlir.register_lowering(primitive, lambda _, *arrays, error: list(arrays))
+    batching.primitive_batchers[primitive] = lambda arrays, axes, *, error: (
+        primitive.bind(*arrays, error=error),
+        axes,
+    )
+    return primitive
+
+
+# A primitive, because JAX forgets the rule of a custom_jvp when it differentiates a scan.
+_first_order_only_p = _make_identity("effjax_first_order_only")
+ad.primitive_jvps[_first_order_only_p] = _raise_error
 
 # Forward mode on a custom_vjp fails deep inside JAX, but reverse mode also starts with jvp. So the
 # inputs pass through an identity whose jvp rule binds a second primitive to the tangents. Reverse
@@ -57,15 +88,7 @@ def _jvp(primals, tangents, *, error: str):
     return list(primals), [t if type(t) is ad.Zero else next(results) for t in tangents]
 
 
-_reverse_only_p = Primitive("effjax_reverse_only")
-_reverse_only_p.multiple_results = True
-_reverse_only_p.def_abstract_eval(lambda *arrays, error: list(arrays))
-_reverse_only_p.def_impl(lambda *arrays, error: list(arrays))
-mlir.register_lowering(_reverse_only_p, lambda _, *arrays, error: list(arrays))
-batching.primitive_batchers[_reverse_only_p] = lambda arrays, axes, *, error: (
-    reverse_mode_only(error, *arrays),
-    axes,
-)
+_reverse_only_p = _make_identity("effjax_reverse_only")
 ad.primitive_jvps[_reverse_only_p] = _jvp
 
 _tangents_p = Primitive("effjax_reverse_only_tangents")

@@ -330,8 +330,9 @@ def get_axis_sizes(names: AxisNames) -> tuple[int, ...]:
         raise ValueError(
             f"`axis_name` (={shown!r}) is not mapped here. Call this inside pmap, shard_map or "
             "vmap over an axis of that name, or pass None: under plain jit the statistics are of "
-            "the whole batch already. A BatchNorm needs its axis in training only; for evaluation "
-            "call model.eval() or pass use_running_average=True."
+            "the whole batch already. A BatchNorm needs its axis where it takes statistics: in "
+            "training, and with track_running_stats=False always. For evaluation with running "
+            "statistics call model.eval() or pass use_running_average=True."
         ) from None
 
 

@@ -17,6 +17,7 @@ from .._common.arguments import (
     check_shape,
     with_torch_hints,
 )
+from .._common.derivatives import forbid_forward_mode
 from .._common.dtypes import accumulation_dtype
 from .._common.sharding import (
     cast_to_varying,
@@ -121,7 +122,8 @@ def sync_batch_norm(
         None if p is None else shard_like_features(cast_to_varying(p), x, features)
         for p in (scale, bias)
     )
-    result: Any = _batch_norm(static, x, scale, bias, residual, mask)
+    arrays = forbid_forward_mode("sync_batch_norm", (x, scale, bias, residual))
+    result: Any = _batch_norm(static, *arrays, mask)
     shape = feature_shape(x, axes)
     y, (mean, var, count) = result[0], lax.stop_gradient(result[1])
     if count.size == 1:
@@ -280,5 +282,5 @@ def _check(x, scale, bias, residual, activation, feature_axis) -> tuple:
 
 def _as_feature_array(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
     value = as_array(name, value)
-    check_shape(name, value, shape, "the shape of the feature axes")
+    check_shape(name, value, shape, "the shape of the feature axes, by default the last one")
     return value

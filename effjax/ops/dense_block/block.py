@@ -23,6 +23,7 @@ from .._common.arguments import (
     check_shape,
     describe,
 )
+from .._common.derivatives import forbid_forward_mode
 from .._common.sharding import match_varying, with_auto_axes_over_batch
 from ..batch_norm.statistics import (
     AXES,
@@ -140,7 +141,9 @@ def dense_block(
     )
 
     def run(x, params, mask, key):
-        result: Any = _dense_block(config, *match_varying((x, params, mask)), key)
+        x, params, mask = match_varying((x, params, mask))
+        x, params = forbid_forward_mode("dense_block", (x, params))
+        result: Any = _dense_block(config, x, params, mask, key)
         return result[0], lax.stop_gradient(result[1])
 
     features, (mean, var, count, inner) = with_auto_axes_over_batch(run, x)(

@@ -17,6 +17,7 @@ from .._common.arguments import (
     as_precision,
     check_shape,
 )
+from .._common.derivatives import forbid_forward_mode
 from .._common.sharding import match_varying, with_auto_axes_over_batch, zeros
 from ..batch_norm.statistics import (
     AXES,
@@ -112,7 +113,9 @@ def bn_relu_conv(
     mask = None if mask is None else check_pixel_mask(mask, features[0])
 
     def run(features, parameters, mask):
-        result: Any = _bn_relu_conv(config, *match_varying((features, parameters, mask)))
+        features, parameters, mask = match_varying((features, parameters, mask))
+        features, parameters = forbid_forward_mode("bn_relu_conv", (features, parameters))
+        result: Any = _bn_relu_conv(config, features, parameters, mask)
         return result[0], lax.stop_gradient(result[1])
 
     y, statistics = with_auto_axes_over_batch(run, features[0])(features, parameters, mask)

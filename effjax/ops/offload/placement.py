@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._common.derivatives import forbid_forward_mode
 from .trees import as_array_tree
 
 Space = jax.memory.Space
@@ -29,12 +30,12 @@ def to_host(tree: Any) -> Any:
     Raises:
         TypeError: if a leaf is not an array.
     """
-    return move(as_array_tree("tree", tree), Space.Host)
+    return move(forbid_forward_mode("to_host", as_array_tree("tree", tree)), Space.Host)
 
 
 def to_device(tree: Any) -> Any:
     """Move the arrays of a pytree to device memory; otherwise like `to_host`."""
-    return move(as_array_tree("tree", tree), Space.Device)
+    return move(forbid_forward_mode("to_device", as_array_tree("tree", tree)), Space.Device)
 
 
 def move(tree: Any, space: Space) -> Any:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._common.arguments import as_key, check_layers
+from .._common.derivatives import forbid_forward_mode
 from .._common.platform import follow_arrays
 from .._common.sharding import cast_to_varying, varying_axes
 from . import slices
@@ -121,6 +122,7 @@ def apply_sequence(
     config, slice_params, closure, x = build_sequence(
         layers, partition(True, params), x, key, options
     )
+    slice_params, x = forbid_forward_mode("offload_sequential", (slice_params, x))
     results: Any = _sequence(config, slice_params, closure, x, key)
     return results if options.has_aux else results[0]
 

@@ -10,6 +10,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from .._common.arguments import as_key
+from .._common.derivatives import forbid_forward_mode
 from .._common.platform import follow_arrays
 from .._common.sharding import cast_to_varying, varying_axes
 from . import slices
@@ -159,6 +160,7 @@ def apply_stack(
     """Compute `offload_scan` with an options object."""
     params = partition(trainable, stacked_params)
     config, params, closure, x = build_stack(layer, params, x, key, options)
+    params, x = forbid_forward_mode("offload_scan", (params, x))
     results: Any = _stack(config, params, closure, x, key)
     return results if options.has_aux else results[0]
 
@@ -253,6 +255,7 @@ def _stack(config: StackConfig, params: Partition, closure: Tree, x: Tree, key):
 @follow_arrays
 def _stack_forward(config: StackConfig, params, closure, x, key):
     check_differentiable("stacked_params", params.trained)
+    x = _forbid_vmap(x)  # before residuals of a mapped x are written to host memory
     x, aux, residuals = run_forward(config, params, closure, x, key, save_residuals=True)
     return (x, aux), (params, closure, key, residuals)
 

@@ -73,10 +73,16 @@ def test_native_code_for_another_platform(name, monkeypatch):
 )
 def test_rejects_forward_mode_and_second_order(name, options, positive_ratio):
     """The error names the operator and the options that these derivatives need."""
-    needed = '`implementation="xla"`' + " and a positive `sampling_ratio`" * positive_ratio
+    needed = (
+        f'`implementation="xla"` of effjax.{name}'
+        + " and a positive `sampling_ratio`" * positive_ratio
+    )
 
     def loss(x):
         return jnp.sum(OPERATORS[name](x, **options) ** 2)
+
+    def scanned(x):
+        return jax.lax.scan(lambda total, x: (total + loss(x), None), 0.0, x[None])[0]
 
     for run in (
         lambda x: jax.jvp(loss, (x,), (x,)),
@@ -84,6 +90,7 @@ def test_rejects_forward_mode_and_second_order(name, options, positive_ratio):
         jax.jit(jax.jacfwd(loss)),
         lambda x: jax.jvp(jax.grad(loss), (x,), (x,)),
         jax.grad(lambda x: jnp.sum(jax.grad(loss)(x))),
+        jax.grad(lambda x: jnp.sum(jax.grad(scanned)(x))),
     ):
         with pytest.raises(NotImplementedError, match=rf"^{name} .*need {needed}\."):
             run(X)
